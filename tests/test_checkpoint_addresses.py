@@ -14,6 +14,7 @@ import shardwright as sw
 import torch
 from shardwright.checkpoint.remote import mirror as mirrors
 from shardwright.checkpoint.remote.store import Store
+from shardwright.options.offload import offload_folder
 from torch import nn
 
 fsspec = pytest.importorskip("fsspec")
@@ -196,6 +197,37 @@ def test_a_failure_ends_with_the_upload_that_succeeds(
             assert mirror._changed.wait_for(lambda: mirror._answered >= mirror._asked, 10)
         assert [kept.step for kept in Store(address).checkpoints()] == [1]
         checkpoints.wait()  # nothing is lacking any more
+
+
+@pytest.mark.parametrize("home", [None, "/proc", "a file"])
+def test_a_user_without_a_home_is_told_what_to_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: str | None
+) -> None:
+    """No folder named "~" appears. A chosen folder, or XDG_CACHE_HOME, is enough."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME") if home is None else monkeypatch.setenv("HOME", home)
+    monkeypatch.setattr(os, "getuid", lambda: 65533)  # which passwd does not have
+    if home == "a file":
+        (tmp_path / "hosts").write_text("")
+        monkeypatch.setenv("HOME", str(tmp_path / "hosts"))
+    address = f"file://{tmp_path}/remote"
+    said = "HOME and passwd name no home" if home is None else "this user cannot write to '.*/.cache/shardwright'"
+    for call in (sw.save, sw.load, sw.Checkpointer):
+        with pytest.raises(
+            (ValueError, sw.CheckpointError), match=f"{said}: pass local_directory=, or set XDG_CACHE_HOME"
+        ):
+            call(address, *trained(1.0))
+    if home is None:
+        with pytest.raises(ValueError, match="offload needs a home, .*: pass an absolute path, got '~/x'"):
+            offload_folder("nvme:~/x")
+    assert os.listdir() == (["hosts"] if home == "a file" else [])
+    sw.save(address, *trained(1.0), local_directory=tmp_path / "near")
+    sw.load(address, *trained(2.0), local_directory=tmp_path / "near")
+    assert sw.checkpoint.step_of(address) == 0
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    sw.load(address, *trained(2.0))
 
 
 def test_a_removal_that_was_cut_off_is_ended(address: str, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Law: `shardwright ckpt` ends for any contents of a directory of checkpoints. Exit code 1 comes with one sentence
-about damage; exit code 2 means that there is no checkpoint. The command follows no link and leaves nothing half done.
+about damage; exit code 2 means that there is no checkpoint. The command follows no link in a checkpoint, says what it
+leaves out of a model, and leaves nothing half done.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
@@ -142,16 +144,17 @@ def test_prune_removes_left_overs_of_any_form(directory: Path, capsys: pytest.Ca
 def test_a_missing_checkpoint_is_exit_code_2(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     top = directory.parent
     (top / "file").write_text("x")
-    sw.save(top / "bare", nn.Module())
+    sw.save(top / "bare" / "a", nn.Module())
     for words, said in (
         (("ls", top / "file"), "is not a directory"),
         (("ls", ""), "is not a directory"),
         (("verify", top / "none"), "is not a directory"),
         (("verify", top), "holds no checkpoint"),
+        (("ls", top / "bare" / "a"), "use `shardwright ckpt inspect"),
         (("inspect", top), "has no MANIFEST.json"),
         (("diff", directory / "step-000001", top), "has no MANIFEST.json"),
         (("export", directory / "step-000001", top), "already exists"),
-        (("export", top / "bare", top / "out"), "holds no model"),
+        (("export", top / "bare" / "a", top / "out"), "holds no model"),
         (("prune", top / "none", "--keep-last", "1"), "is not a directory"),
         (("prune", directory), "no rule given"),
     ):
@@ -224,8 +227,136 @@ def test_export_copies_the_files_that_from_pretrained_reads(
     for source, beside in ((first, ["config.json"]), (directory / "step-000002", [])):
         out = directory.parent / f"out-{source.name}"
         assert main(["ckpt", "export", str(source), str(out), "--json"]) == 0
-        assert json.loads(capsys.readouterr().out)["copied"] == beside
+        found = json.loads(capsys.readouterr().out)
+        assert found["copied"] == beside
+        assert found["left_out"] == (["vocab.json, a symbolic link"] if beside else [])
         assert sorted(os.listdir(out)) == sorted([*beside, MODEL])
+
+
+def hub_snapshot(top: Path) -> Path:
+    """Make a model as the Hub's cache holds it: each file is a link to a blob."""
+    blobs, snapshot = top / "models--x--y" / "blobs", top / "models--x--y" / "snapshots" / "0123"
+    blobs.mkdir(parents=True), snapshot.mkdir(parents=True)
+    pytest.importorskip("safetensors.torch").save_file({"w": torch.ones(3)}, blobs / "aa")
+    for name, blob, text in (("config.json", "bb", "{}"), ("tokenizer.json", "cc", "[]"), (MODEL, "aa", "")):
+        if text:
+            (blobs / blob).write_text(text)
+        (snapshot / name).symlink_to(f"../../blobs/{blob}")
+    return snapshot
+
+
+def test_import_takes_a_snapshot_of_the_hub_and_names_what_it_leaves_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    snapshot = hub_snapshot(tmp_path)
+    (snapshot / "vocab.json").symlink_to("/etc/hostname")
+    (snapshot / "vocab.txt").symlink_to("../../blobs/gone")
+    (snapshot / "merges.txt").mkdir()
+    (tmp_path / "main").symlink_to(snapshot)
+    for number, source in enumerate((snapshot, tmp_path / "main")):
+        out = tmp_path / f"step-{number:06d}"
+        assert main(["ckpt", "import", str(source), str(out), "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["copied"] == ["config.json", "tokenizer.json"] and (out / "tokenizer.json").read_text() == "[]"
+        assert found["left_out"] == [
+            "vocab.json, a symbolic link to '/etc/hostname', which is not where the model's files lie",
+            "vocab.txt, a symbolic link to nothing",
+            "merges.txt, no regular file of at most 64 MiB",
+        ]
+
+
+def test_checkpoints_behind_links_are_listed_and_are_not_removed(
+    directory: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A folder may be a link, for a restore too. Links in place of its files are named, with the command that helps."""
+    elsewhere = directory.parent / "elsewhere"
+    (directory / "step-000003").rename(elsewhere)
+    (directory / "step-000003").symlink_to(elsewhere)
+    (directory / "step-000009").symlink_to("gone")
+    with sw.Checkpointer(directory, Kinds(), keep_last=1) as checkpoints:
+        assert checkpoints.restore() == 3 and "step-000009' is a symbolic link that leads nowhere" in caplog.text
+        checkpoints.save(3)
+    assert main(["ckpt", "prune", str(directory), "--keep-last", "1", "--yes"]) == 0
+    assert main(["ckpt", "verify", str(directory)]) == 0
+    kept = ["step-000003", "step-000004", "step-000009"]
+    assert sorted(p.name for p in directory.iterdir() if not p.name.startswith(".")) == kept
+    assert elsewhere.exists() and "step-000003: " in capsys.readouterr().out
+    linked = directory.parent / "linked"
+    (linked / "ranks").mkdir(parents=True)
+    for path in elsewhere.rglob("*.*"):
+        (linked / path.relative_to(elsewhere)).symlink_to(path)
+    with pytest.raises(sw.CheckpointError, match="MANIFEST.json' is a symbolic link, .*: copy the folder with cp -rL"):
+        sw.load(linked, Kinds())
+
+
+def test_tags_of_a_deepspeed_folder_are_listed_and_verified(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Folders of any name with a manifest, such as those of the DeepSpeed engine's save_checkpoint(), by their steps."""
+    for step in (12, 3):
+        sw.save(directory / f"global_step{step}", Kinds(), step=step)
+        assert sw.checkpoint.step_of(directory / f"global_step{step}") == step
+    with pytest.raises(sw.CheckpointError, match="exists already: pass overwrite=True, save to another path, or"):
+        sw.save(directory / "global_step3", Kinds())
+    (directory / "latest").write_text("global_step12")
+    assert main(["ckpt", "ls", str(directory)]) == 0
+    names = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert names == ["step-000001", "step-000002", "step-000003", "global_step3", "global_step12"]
+    os.truncate(directory / "global_step3" / MODEL, 100)
+    assert main(["ckpt", "verify", str(directory)]) == 1
+    out = capsys.readouterr().out
+    assert out.count("ok  ") == 4 and "DAMAGED" in out and f"{directory}/global_step12: " in out
+
+
+#: runs the command in a Python without torch
+WITHOUT_TORCH = """
+import sys
+class Nothing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torch", "numpy"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Nothing())
+from shardwright.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def run_program(*words: object, **environment: str) -> tuple[int, str]:
+    """Return the exit code and what was said."""
+    done = subprocess.run(
+        [sys.executable, *map(str, words)], capture_output=True, env={**os.environ, **environment}, timeout=25
+    )
+    return done.returncode, (done.stdout + done.stderr).decode("ascii", "backslashreplace")
+
+
+def test_ls_inspect_verify_and_prune_need_no_torch(directory: Path) -> None:
+    for words, code, said in (
+        (("ls", directory), 0, "step-000003"),
+        (("inspect", directory / "step-000001"), 0, "step 1"),
+        (("verify", directory), 0, "ok  "),
+        (("prune", directory, "--keep-last", "1"), 0, "would remove"),
+        (("diff", directory / "step-000001", directory / "step-000002"), 2, "this command needs torch"),
+    ):
+        found = run_program("-c", WITHOUT_TORCH, "ckpt", *words)
+        assert found[0] == code and said in found[1] and "Traceback" not in found[1], found
+
+
+def test_an_ascii_locale_is_one_sentence(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python would pass other bytes to the system than the engine: the sentence names PYTHONUTF8."""
+    ascii_locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    sw.save(directory / "\u0444", Kinds())
+    for words, code, said in (
+        (("ls", directory / "\u0444"), 2, "directory must be ASCII where Python encodes file names in ascii"),
+        (("verify", directory / "\u0444"), 2, "set PYTHONUTF8=1, or a UTF-8 locale"),
+        (("ls", directory), 1, "is not UTF-8 to Python: rename it, or set PYTHONUTF8=1"),
+        (("inspect", directory / "step-000001"), 0, "step 1"),
+    ):
+        found = run_program("-m", "shardwright", "ckpt", *words, **ascii_locale)
+        assert found[0] == code and said in found[1] and "Traceback" not in found[1], found
+    monkeypatch.setattr(sys, "getfilesystemencoding", lambda: "iso8859-1")
+    for call in (sw.save, sw.load, sw.Checkpointer):
+        with pytest.raises(ValueError, match="must be ASCII where Python encodes file names in iso8859-1, got '/"):
+            call(directory / "\u0444", Kinds())
 
 
 def test_long_commands_show_progress_on_a_terminal_alone(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:

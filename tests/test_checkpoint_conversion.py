@@ -19,6 +19,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from shardwright import convert
 from shardwright.cli import main
+from shardwright.convert.contents import Contents, Lazy
 from shardwright.convert.dcp_format import read_dcp
 from shardwright.convert.megatron import is_megatron
 from shardwright.options.name_map import NameMap
@@ -483,3 +484,11 @@ def test_incomplete_checkpoints_of_deepspeed_are_refused(tmp_path: Path, capsys:
     (tmp_path / harm / "latest").write_text("../../x")
     assert run("import", tmp_path / harm, tmp_path / "x") == 1 and "the tag of" in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
+
+
+def test_a_weight_written_after_the_last_step_is_widened_itself() -> None:
+    master = torch.tensor([1.0 + 2.0**-12, 1.0 + 2.0**-12])
+    written = torch.tensor([1.0, 3.0], dtype=torch.bfloat16)
+    contents = Contents({"w": Lazy.of(written)}, state={"w": {"master": Lazy.of(master)}})
+    wide = contents.cast(torch.float32)
+    assert torch.equal(wide.model["w"].read(), torch.tensor([1.0 + 2.0**-12, 3.0])) and wide.state["w"] == {}

@@ -118,8 +118,10 @@ def test_what_torch_would_not_match_is_named(tmp_path: Path) -> None:
     with pytest.raises(sw.CheckpointError, match=r"param_groups\.1 has an option whose name is not a string"):
         sw.save(tmp_path / "b", model, optimizer)
     assert not (tmp_path / "b").exists()
-    with pytest.raises(ValueError, match="optimizer must be one torch.optim.Optimizer, got a list"):
-        sw.save(tmp_path / "b", model, [turned])
+    with pytest.raises(
+        ValueError, match="optimizer must be a torch.optim.Optimizer, or a list or dict of them, got a int"
+    ):
+        sw.save(tmp_path / "b", model, 3)
     with pytest.raises(ValueError, match="directory must be UTF-8, got b'.*xff'"):
         sw.Checkpointer(os.fsencode(tmp_path) + b"/\xff", model)
 
@@ -470,3 +472,28 @@ def test_a_lazy_save_keeps_what_a_load_replaces_while_it_runs(tmp_path: Path) ->
         assert checkpoints.restore() == 2
     for state, expected in zip(optimizer.state_dict()["state"].values(), saved.values(), strict=True):
         assert all(torch.equal(state[key], value) for key, value in expected.items())
+
+
+def test_conversions_to_and_from_torch_save_take_what_they_can_and_name_the_rest(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    sw.save(tmp_path / "a", model, extra={"epoch": 3, "seen": torch.ones(2)})
+    sw.checkpoint.dcp_to_torch_save(tmp_path / "a", tmp_path / "a.pt")
+    found = torch.load(tmp_path / "a.pt")
+    assert found["epoch"] == 3 and torch.equal(found["seen"], torch.ones(2))
+    assert torch.equal(found["model"]["weight"], model.weight)
+    (tmp_path / "junk.pt").write_bytes(b"junk" * 100)
+    torch.save(model, tmp_path / "module.pt")
+    torch.save(torch.ones(3), tmp_path / "tensor.pt")
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / ".metadata").write_bytes(b"")
+    for name, said in (
+        ("junk.pt", "is no file of torch.save with tensors and plain values alone"),
+        ("module.pt", "`shardwright ckpt import` takes the model of such a file"),
+        ("tensor.pt", "holds a Tensor, and a checkpoint needs a dict"),
+        ("none.pt", "does not exist"),
+    ):
+        with pytest.raises(sw.CheckpointError, match=said):
+            sw.checkpoint.torch_save_to_dcp(tmp_path / name, tmp_path / "b")
+    for name, said in (("theirs", "is a folder of torch's FileSystemWriter: convert it"), ("none", "MANIFEST.json")):
+        with pytest.raises(sw.CheckpointError, match=said):
+            sw.checkpoint.dcp_to_torch_save(tmp_path / name, tmp_path / "b.pt")

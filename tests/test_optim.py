@@ -248,6 +248,31 @@ def test_a_master_follows_a_parameter_that_other_code_wrote() -> None:
     assert_same_bits(optimizer.state[p]["master"], torch.full((64,), 8.0 - 2.0**-10))
 
 
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("kind", [sw.optim.SGD, torch.optim.SGD], ids=["ours", "torch's"])
+def test_each_element_that_other_code_wrote_wins_over_its_master(kind: Any, dtype: torch.dtype) -> None:
+    """A NaN and -0 are told from what is equal to them as numbers; the swap of an average in and out changes nothing."""
+    module = torch.nn.Linear(1, 6, bias=False).to(dtype)
+    module.weight.data.copy_(torch.tensor([1.0, 1.0, 0.0, 1.0, float("nan"), float("nan")])[:, None])
+    optimizer = kind(module.parameters(), lr=1.0)
+    optimizer = optimizer if kind is sw.optim.SGD else sw.wrap(module, optimizer)[1]
+    p = module.weight
+    p.grad = torch.zeros_like(p)
+    optimizer.step()
+    master = optimizer.state[p]["master"]
+    master[:2] += 2.0**-20  # rounded off
+    swapped = p.data.clone()
+    p.data.zero_()
+    p.data.copy_(swapped)
+    p.data[1], p.data[2], p.data[3], p.data[4] = 3.0, -0.0, float("nan"), 2.0
+    optimizer.step()
+    expected = torch.tensor([1.0 + 2.0**-20, 3.0, -0.0, float("nan"), 2.0, float("nan")])[:, None]
+    found = optimizer.state[p]["master"]
+    assert torch.equal(found.isnan(), expected.isnan())
+    assert_same_bits(found[~found.isnan()], expected[~expected.isnan()])
+    assert torch.equal(p[~p.isnan()].float(), expected.to(dtype)[~expected.isnan()].float())
+
+
 def test_gradients_of_another_dtype_are_taken() -> None:
     if not hasattr(torch.Tensor, "grad_dtype"):
         pytest.skip("this torch binds a gradient's dtype to its parameter's")

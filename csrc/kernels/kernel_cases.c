@@ -196,6 +196,26 @@ static void narrow_to(void *array, size_t i, sw_dtype dtype, float value)
         sw_kernels()->compress->half_narrow((uint16_t *)array + i, &value, 1, 1.0f, dtype);
 }
 
+static float read_from(const void *array, size_t i, sw_dtype dtype)
+{
+    float value;
+    if (dtype == SW_DTYPE_FLOAT32)
+        return ((const float *)array)[i];
+    sw_kernels()->compress->half_widen(&value, (const uint16_t *)array + i, 1, dtype);
+    return value;
+}
+
+/* Other code has written every third parameter, to -0 among others. */
+static void fill_copy(sw_case_maker *maker, const sw_run_args *run)
+{
+    for (size_t i = 0; i < run->numel; ++i) {
+        float value = read_from(run->p, i, (sw_dtype)run->p_dtype);
+        if (sw_case_draw(maker) % 3 == 0)
+            value = sw_case_draw(maker) % 4 ? sw_case_draw_float(maker, false) : -0.0f;
+        narrow_to(run->copy, i, (sw_dtype)run->copy_dtype, value);
+    }
+}
+
 /* Second moments are not negative, and their maximum is larger. */
 static sw_run_args make_run(sw_case_maker *maker, size_t numel, size_t form)
 {
@@ -219,6 +239,8 @@ static sw_run_args make_run(sw_case_maker *maker, size_t numel, size_t form)
         narrow_to(run.v_max, i, s, 2 * value * value);
     }
     sw_case_fill(maker, sw_case_region(maker, 4, 0), numel, g, false);
+    if (run.copy)
+        fill_copy(maker, &run);
     return run;
 }
 

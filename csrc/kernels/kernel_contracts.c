@@ -310,7 +310,7 @@ static void run_accesses(const sw_run_args *run, bool is_clipped, sw_access_fn *
            is_clipped ? SW_ACCESS_BOTH : SW_ACCESS_READ);
     report(context, run->p, array_bytes(run->numel, run->p_dtype), SW_ACCESS_BOTH);
     if (run->copy)
-        report(context, run->copy, array_bytes(run->numel, run->copy_dtype), SW_ACCESS_WRITE);
+        report(context, run->copy, array_bytes(run->numel, run->copy_dtype), SW_ACCESS_BOTH);
     if (run->v)
         report(context, run->v, state_bytes, SW_ACCESS_BOTH);
 }

@@ -26,7 +26,7 @@ typedef struct sw_optim_run {
     void *v;       /* second moment: read and written; Adam only */
     void *v_max;   /* maximum of v: read and written; Adam with amsgrad only */
     const void *g; /* gradient: read */
-    void *copy;    /* the new parameter in copy_dtype: written; NULL for none */
+    void *copy;    /* the parameter in copy_dtype, whose master is p: read and written; or NULL */
     size_t numel;
     int64_t step; /* the number of this step, from 1 */
     sw_dtype p_dtype, state_dtype, g_dtype, copy_dtype;
@@ -54,7 +54,10 @@ typedef struct sw_sgd_scalars {
     bool first; /* the buffer is not read: it is set to the gradient */
 } sw_sgd_scalars;
 
-/* Cost: one read of each array that is read and one write of each that is written, in blocks of
+/* Where p does not round to `copy`, bit by bit, other code has written the parameter: the step
+ * begins with `copy` instead of p. Afterwards p rounds to `copy`.
+ *
+ * Cost: one read of each array that is read and one write of each that is written, in blocks of
  * 4 KiB that stay in the L1 cache. */
 typedef void sw_adam_fn(const sw_optim_run *run, const sw_adam_scalars *scalars);
 typedef void sw_sgd_fn(const sw_optim_run *run, const sw_sgd_scalars *scalars);

@@ -9,6 +9,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -23,6 +24,12 @@ static sw_status fail_os(sw_error *err, const char *operation, const char *path)
 {
     int code = errno;
     return sw_error_set(err, SW_E_OS, code, "%s '%s' failed: %s", operation, path, strerror(code));
+}
+
+/* True if the error says that the file system has no such operation, not that it failed. */
+static bool is_not_offered(int code)
+{
+    return code == EINVAL || code == ENOSYS || code == EOPNOTSUPP;
 }
 
 static int open_retried(const char *path, int flags)
@@ -47,6 +54,8 @@ sw_status sw_file_lock(int fd, const char *path, bool *is_taken, sw_error *err)
 {
     struct flock whole = {.l_type = F_WRLCK, .l_whence = SEEK_SET};
     *is_taken = fcntl(fd, F_OFD_SETLK, &whole) == 0;
+    if (!*is_taken && is_not_offered(errno))
+        *is_taken = flock(fd, LOCK_EX | LOCK_NB) == 0;
     if (*is_taken || errno == EAGAIN || errno == EACCES)
         return SW_OK;
     int code = errno;
@@ -61,7 +70,7 @@ sw_status sw_file_allocate(int fd, const char *path, uint64_t size_bytes, sw_err
     do /* not posix_fallocate: it writes if the file system lacks support, and hides the lack */
         code = fallocate(fd, 0, 0, (off_t)size_bytes);
     while (code != 0 && errno == EINTR);
-    if (code != 0 && (errno == EOPNOTSUPP || errno == ENOSYS))
+    if (code != 0 && is_not_offered(errno))
         code = ftruncate(fd, (off_t)size_bytes);
     if (code != 0) {
         code = errno;
@@ -131,7 +140,7 @@ sw_status sw_file_extend(int fd, const char *path, uint64_t size_bytes, uint64_t
     do
         code = fallocate(fd, 0, (off_t)size_bytes, (off_t)more_bytes);
     while (code != 0 && errno == EINTR);
-    if (code != 0 && (errno == EOPNOTSUPP || errno == ENOSYS)) {
+    if (code != 0 && is_not_offered(errno)) {
         status = write_zeros(fd, path, size_bytes, more_bytes, err);
     } else if (code != 0) {
         code = errno;
@@ -160,6 +169,11 @@ static sw_status open_existing(const char *path, int flags, int *fd, uint64_t *s
 {
     int opened =
         open_retried(path, flags | O_NONBLOCK); /* a pipe instead of a file must not block */
+    if (opened < 0 && errno == ELOOP)
+        return sw_error_set(err, SW_E_OS, ELOOP,
+                            "'%s' is a symbolic link, and a checkpoint's files must be none: copy "
+                            "the folder with cp -rL",
+                            path);
     if (opened < 0)
         return fail_os(err, "opening", path);
     sw_status status = check_regular(opened, path, size_bytes, err);
@@ -360,19 +374,18 @@ sw_status sw_folder_create(const char *path, sw_error *err)
 sw_status sw_folder_make(const char *path, sw_error *err)
 {
     char parent[SW_PATH_BYTES];
-    if (mkdir(path, 0777) == 0) {
-        SW_TRY(sw_path_parent(path, parent, err));
-        return sw_folder_sync(parent, err);
-    }
-    if (errno == ENOENT) {
+    int code = mkdir(path, 0777) == 0 ? 0 : errno;
+    if (code == ENOENT) {
         SW_TRY(sw_path_parent(path, parent, err));
         if (strcmp(parent, path) != 0 && strcmp(parent, ".") != 0) {
             SW_TRY(sw_folder_make(parent, err));
-            return sw_folder_make(path, err);
+            code = mkdir(path, 0777) == 0 ? 0 : errno; /* ENOENT again: in /proc */
         }
-        errno = ENOENT;
     }
-    int code = errno;
+    if (code == 0) {
+        SW_TRY(sw_path_parent(path, parent, err));
+        return sw_folder_sync(parent, err);
+    }
     struct stat info;
     if (code == EEXIST && stat(path, &info) == 0 && S_ISDIR(info.st_mode))
         return SW_OK;
@@ -388,7 +401,12 @@ sw_status sw_folder_sync(const char *path, sw_error *err)
         open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC); /* the user's own path may contain a link */
     if (fd < 0)
         return fail_os(err, "opening the folder", path);
-    sw_status status = sw_file_sync(fd, path, err);
+    sw_error why = {0};
+    sw_status status = sw_file_sync(fd, path, &why);
+    if (status == SW_E_OS && is_not_offered(why.detail))
+        status = SW_OK;
+    else if (status != SW_OK && err)
+        *err = why;
     sw_status closed = sw_file_close(&fd, path, status == SW_OK ? err : NULL);
     return status == SW_OK ? closed : status;
 }
@@ -407,7 +425,7 @@ sw_status sw_file_exchange(const char *a, const char *b, bool *swapped, sw_error
 {
     /* By number, because renameat2 came with glibc 2.28, the oldest that we support. */
     *swapped = syscall(SYS_renameat2, AT_FDCWD, a, AT_FDCWD, b, EXCHANGE) == 0;
-    if (*swapped || errno == EINVAL || errno == ENOSYS || errno == EOPNOTSUPP)
+    if (*swapped || is_not_offered(errno) || errno == EPERM) /* EPERM: of a seccomp filter */
         return SW_OK;
     return fail_os(err, "exchanging", a);
 }

@@ -21,7 +21,8 @@ SW_MUST_USE sw_status sw_file_create(const char *path, int *fd, sw_error *err);
 
 /* Takes a lock on a whole file that is open for writing, without waiting. It belongs to the open
  * file: another descriptor of the same file, in this process too, does not end it. *is_taken: false
- * if another open file has it. SW_E_OS: the file system has no locks. */
+ * if another open file has it. Uses flock(2) where the system has no locks of open files (gVisor).
+ * SW_E_OS: the file system has no locks. */
 SW_MUST_USE sw_status sw_file_lock(int fd, const char *path, bool *is_taken, sw_error *err);
 
 /* Opens a new empty file in `folder` for reading and writing, without a name: it ends with its last
@@ -89,6 +90,8 @@ bool sw_file_exists(const char *path);
 SW_MUST_USE sw_status sw_folder_create(const char *path, sw_error *err);
 /* Makes the folder `path` and missing ones above it; durable when this returns. */
 SW_MUST_USE sw_status sw_folder_make(const char *path, sw_error *err);
+/* Makes the folder's names durable; without an effect if the file system cannot (CIFS, some FUSE).
+ */
 SW_MUST_USE sw_status sw_folder_sync(const char *path, sw_error *err);
 SW_MUST_USE sw_status sw_file_remove(const char *path, sw_error *err);
 SW_MUST_USE sw_status sw_file_rename(const char *from, const char *to, sw_error *err);

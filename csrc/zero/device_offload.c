@@ -26,7 +26,6 @@ struct sw_device_offload {
 typedef struct offload_copy { /* contiguous on both sides, moved by one call */
     uint8_t *device, *pinned;
     size_t size_bytes;
-    bool comes_down; /* a parameter, stepped on in its slot; else the step only writes it */
 } offload_copy;
 
 typedef struct copy_list { /* gradients, or parameters and their copies */
@@ -163,8 +162,7 @@ static size_t whole_lines(size_t bytes)
 static void *place(copy_list *list, batch_half *half, uint8_t *memory, offload_copy added)
 {
     offload_copy *last = half->count ? &list->copy[list->count - 1] : NULL;
-    if (last && last->comes_down == added.comes_down &&
-        last->device + last->size_bytes == added.device) {
+    if (last && last->device + last->size_bytes == added.device) {
         last->size_bytes += added.size_bytes;
     } else {
         half->used_bytes = whole_lines(half->used_bytes);
@@ -202,11 +200,9 @@ static void add_piece(const sw_device_offload *o, offload_plan *plan, const sw_o
 {
     sw_dtype value_dtype = run->copy ? run->copy_dtype : run->p_dtype;
     offload_copy gradient = {.device = behind(run->g, begin, run->g_dtype),
-                             .size_bytes = numel * sw_dtype_size_bytes(run->g_dtype),
-                             .comes_down = true};
+                             .size_bytes = numel * sw_dtype_size_bytes(run->g_dtype)};
     offload_copy value = {.device = behind(run->copy ? run->copy : run->p, begin, value_dtype),
-                          .size_bytes = numel * sw_dtype_size_bytes(value_dtype),
-                          .comes_down = !run->copy};
+                          .size_bytes = numel * sw_dtype_size_bytes(value_dtype)};
     offload_batch *into = batch_for(o, plan, gradient.size_bytes, value.size_bytes);
     uint8_t *memory = o->slot[(plan->batch_count - 1) % SW_DEVICE_OFFLOAD_SLOTS].memory;
     sw_optim_run *piece = &plan->pieces[plan->piece_count++];
@@ -279,8 +275,6 @@ static sw_status fetch(step_pass *pass, size_t number, sw_error *err)
     }
     for (size_t i = 0; i < batch->values.count; ++i) {
         const offload_copy *copy = &pass->plan.values.copy[batch->values.first + i];
-        if (!copy->comes_down)
-            continue;
         SW_TRY(device->ops->copy_async(device, copy->pinned, copy->device, copy->size_bytes,
                                        o->down, err));
         o->stats.bytes_down += copy->size_bytes;

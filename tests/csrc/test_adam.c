@@ -27,6 +27,8 @@ static void oracle_adam(const sw_adam_options *with, int64_t step, array *a, boo
         float p = load(a[P].dtype, a[P].data, i), m = load(a[M].dtype, a[M].data, i);
         float v = load(a[V].dtype, a[V].data, i), most = load(a[V_MAX].dtype, a[V_MAX].data, i);
         float g = load(a[G].dtype, a[G].data, i) * scale;
+        if (copy)
+            p = oracle_master(p, a[COPY].dtype, a[COPY].data, i);
         if (with->maximize)
             g = -g;
         if (with->weight_decay != 0.0 && with->decoupled)
@@ -133,6 +135,7 @@ static void check_case(const adam_case *c)
     size_t count = sw_kernels_available(tables, TABLES_MAX);
     array original[ARRAY_COUNT], expected[ARRAY_COUNT];
     copy_arrays(c, original, NULL, 0);
+    array_round(&original[COPY], &original[P]);
     copy_arrays(c, expected, original, 0);
     oracle_adam(&c->options, c->step, expected, c->has_copy);
     for (size_t t = 0; t < count; ++t) {

@@ -16,6 +16,8 @@ static void oracle_sgd(const sw_sgd_options *with, int64_t step, array *a, bool 
     for (size_t i = 0; i < a[P].numel; ++i) {
         float p = load(a[P].dtype, a[P].data, i), b = load(a[M].dtype, a[M].data, i);
         float g = load(a[G].dtype, a[G].data, i) * scale;
+        if (copy)
+            p = oracle_master(p, a[COPY].dtype, a[COPY].data, i);
         if (with->maximize)
             g = -g;
         if (with->weight_decay != 0.0)
@@ -99,6 +101,7 @@ static void check_case(const sgd_case *c)
     size_t count = sw_kernels_available(tables, TABLES_MAX);
     array original[ARRAY_COUNT], expected[ARRAY_COUNT];
     copy_arrays(c, original, NULL, 0);
+    array_round(&original[COPY], &original[P]);
     copy_arrays(c, expected, original, 0);
     oracle_sgd(&c->options, c->step, expected, c->has_copy);
     for (size_t t = 0; t < count; ++t) {

@@ -15,6 +15,9 @@ from oracle.fold import bits_equal
 from peer import PEER, batch, sw
 from torch import nn
 
+if PEER != "torch":
+    from shardwright.optim import master_weights
+
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
 QUICK_FORM_IS_THE_LARGEST_WORLD = True
 OPTIMIZERS = {
@@ -184,6 +187,65 @@ def test_masters_follow_writes_and_widen_earlier_state(rank, world_size):
         assert all(map(bits_equal, other[1] + other[2], found[0][1] + found[0][2]))
 
 
+WRITERS = {**OPTIMIZERS, "sw.AdamW": lambda p: sw.optim.AdamW(p, lr=1e-3), "sw.SGD": lambda p: sw.optim.SGD(p, lr=0.1)}
+
+
+def write(module):
+    """Write some elements of each parameter through `.data`: a NaN's remedy, -0 for 0, others; and swap averages in and
+    out."""
+    for p in module.parameters():
+        p.data[1::2] = 0.25
+        p.data[:1] = -p.data[:1]
+        p.data[2:3] = -0.0
+        kept = p.data.clone()
+        p.data.copy_(torch.full_like(kept, 7.0))
+        p.data.copy_(kept)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adam amsgrad", "sw.AdamW", "sw.SGD"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@on_every_rank(at_least=3)
+def test_a_step_begins_with_what_other_code_has_written(rank, world_size, name, dtype):
+    """An element that other code wrote wins over its master; the master of any other keeps what was rounded off."""
+    torch.manual_seed(0)
+    naive = NaiveDataParallel(Low(dtype))
+    hand = ByHand(naive.module, WRITERS[name])
+    losses = []
+    for step in range(4):
+        loss = loss_of(naive, rank, step)
+        loss.backward()
+        if step == 2:
+            write(naive.module)
+            for p, master in zip(hand.parameters, hand.masters):
+                rounded = master.detach().to(p.dtype)
+                same = (rounded == p) & (torch.signbit(rounded) == torch.signbit(p))
+                master.data.copy_(torch.where(same, master, p.float()))
+        naive.synchronise()
+        hand.step()
+        hand.zero_grad()
+        losses.append(loss.item())
+    number = list(WRITERS).index(name)
+    for written, options in [(False, each) for each in in_turn(STAGES[:3], number)] + [
+        (True, each) for each in in_turn(STAGES, number, of=2)
+    ]:
+        model, optimizer = sw.wrap(*build(WRITERS[name], dtype=dtype), **options)
+        found = train(model, optimizer, rank, range(2))
+        loss = loss_of(model, rank, 2)
+        loss.backward()
+        if written:
+            with sw.full_parameters(model, writable=True):
+                write(sw.unwrap(model))
+        else:
+            gather(None)  # ranks share nothing that they write to, but a backward may still read
+            write(sw.unwrap(model))
+        optimizer.step()
+        optimizer.zero_grad()
+        found += [loss.item(), *train(model, optimizer, rank, range(3, 4))]
+        assert found == losses, (options, written)
+        for mine, p in zip(whole(model, optimizer)[0], hand.parameters, strict=True):
+            assert bits_equal(mine, p.detach()), (options, written)
+
+
 @pytest.mark.parametrize(("first", "second"), [(0, 2), (2, 0), (1, 4), (4, 1)])
 @on_every_rank(at_least=3)
 def test_whole_states_carry_masters_between_stages(rank, world_size, first, second):
@@ -299,8 +361,7 @@ def test_a_failed_allocation_before_a_step_loses_no_state(rank, world_size):
         train(model, optimizer, rank, range(2))
         loss_of(model, rank, 2).backward()
         if fails:
-            masters, calls = optimizer._masters, []
-            take = masters._take
+            calls, take = [], master_weights._take
 
             def second_fails(inner, parameter, take=take, calls=calls):
                 calls.append(parameter)
@@ -308,10 +369,10 @@ def test_a_failed_allocation_before_a_step_loses_no_state(rank, world_size):
                     raise MemoryError("no more")
                 return take(inner, parameter)
 
-            masters._take = second_fails
+            master_weights._take = second_fails
             with pytest.raises(MemoryError):
                 optimizer.step()
-            masters._take = take
+            master_weights._take = take
         optimizer.step()
         found.append(whole(model, optimizer))
     assert all(map(bits_equal, found[0][0], found[1][0]))

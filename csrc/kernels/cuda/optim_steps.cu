@@ -43,6 +43,19 @@ SW_INLINE void sw_clip_four(const sw_run_args &run, const sw_four<WIDE> &at, flo
     at.store((void *)run.g, g, dtype);
 }
 
+/* Replace masters by their parameters where they do not round to them: other code has written the
+ * parameters. Bits are compared, so -0 is not 0. */
+template <bool WIDE>
+SW_INLINE void sw_take_written(float *p, const sw_four<WIDE> &at, const sw_lane16 &raw, int dtype)
+{
+    const sw_lane16 rounded = at.narrow(p, dtype);
+    float written[4];
+    at.widen(written, raw, dtype);
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+        p[k] = rounded.word[k] == at.bits(raw, k, dtype) ? p[k] : written[k];
+}
+
 /* The step of one launch on four elements of a run. */
 struct sw_adam_step {
     const sw_adam_args &a;
@@ -58,7 +71,9 @@ struct sw_adam_step {
         const sw_lane16 raw_g = at.load(run.g, dtype.g()), raw_p = at.load(run.p, dtype.p());
         const sw_lane16 raw_m = at.load(run.m, dtype.state());
         const sw_lane16 raw_v = at.load(run.v, dtype.state());
-        sw_lane16 raw_most = {};
+        sw_lane16 raw_most = {}, raw_copy = {};
+        if (run.copy)
+            raw_copy = at.load(run.copy, run.copy_dtype);
         if (a.amsgrad)
             raw_most = at.load(run.v_max, dtype.state());
         at.widen(g, raw_g, dtype.g());
@@ -66,6 +81,8 @@ struct sw_adam_step {
         at.widen(m, raw_m, dtype.state());
         at.widen(v, raw_v, dtype.state());
         at.widen(most, raw_most, dtype.state());
+        if (run.copy)
+            sw_take_written(p, at, raw_copy, run.copy_dtype);
         if (clip != 1.0f)
             sw_clip_four(run, at, g, dtype.g(), clip);
 #pragma unroll
@@ -115,12 +132,16 @@ struct sw_sgd_step {
         const bool has_buffer = has_state(), reads_buffer = has_buffer && !a.first;
         float g[4], p[4], m[4];
         const sw_lane16 raw_g = at.load(run.g, dtype.g()), raw_p = at.load(run.p, dtype.p());
-        sw_lane16 raw_m = {};
+        sw_lane16 raw_m = {}, raw_copy = {};
+        if (run.copy)
+            raw_copy = at.load(run.copy, run.copy_dtype);
         if (reads_buffer)
             raw_m = at.load(run.m, dtype.state());
         at.widen(g, raw_g, dtype.g());
         at.widen(p, raw_p, dtype.p());
         at.widen(m, raw_m, dtype.state());
+        if (run.copy)
+            sw_take_written(p, at, raw_copy, run.copy_dtype);
         if (clip != 1.0f)
             sw_clip_four(run, at, g, dtype.g(), clip);
 #pragma unroll

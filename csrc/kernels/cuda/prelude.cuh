@@ -153,6 +153,14 @@ template <bool WIDE> struct sw_four {
         return raw;
     }
 
+    /* Return the bits of element k of what load() returned. */
+    SW_METHOD unsigned bits(const sw_lane16 &raw, int k, int dtype) const
+    {
+        if (dtype == SW_ARG_FLOAT32 || !WIDE)
+            return raw.word[k];
+        return (unsigned short)(raw.word[k / 2] >> 16 * (k % 2));
+    }
+
     SW_METHOD void widen(float *x, const sw_lane16 &raw, int dtype) const
     {
 #pragma unroll
@@ -161,20 +169,26 @@ template <bool WIDE> struct sw_four {
                 x[k] = __uint_as_float(raw.word[k]);
                 continue;
             }
-            const unsigned short half =
-                (unsigned short)(WIDE ? raw.word[k / 2] >> 16 * (k % 2) : raw.word[k]);
+            const unsigned short half = (unsigned short)bits(raw, k, dtype);
             x[k] = dtype == SW_ARG_BFLOAT16 ? sw_bfloat16_widen(half) : sw_float16_widen(half);
         }
     }
 
-    SW_METHOD void store(void *array, const float *x, int dtype) const
+    /* Return the bits of x in this dtype, one element a word. */
+    SW_METHOD static sw_lane16 narrow(const float *x, int dtype)
     {
-        sw_lane16 bits;
+        sw_lane16 narrow;
 #pragma unroll
         for (int k = 0; k < 4; ++k)
-            bits.word[k] = dtype == SW_ARG_FLOAT32    ? __float_as_uint(x[k])
-                           : dtype == SW_ARG_BFLOAT16 ? sw_bfloat16_narrow(x[k])
-                                                      : sw_float16_narrow(x[k]);
+            narrow.word[k] = dtype == SW_ARG_FLOAT32    ? __float_as_uint(x[k])
+                             : dtype == SW_ARG_BFLOAT16 ? sw_bfloat16_narrow(x[k])
+                                                        : sw_float16_narrow(x[k]);
+        return narrow;
+    }
+
+    SW_METHOD void store(void *array, const float *x, int dtype) const
+    {
+        const sw_lane16 bits = narrow(x, dtype);
         if constexpr (WIDE) {
             const sw_lane8 halves = {
                 {bits.word[0] | bits.word[1] << 16, bits.word[2] | bits.word[3] << 16}};

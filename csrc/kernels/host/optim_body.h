@@ -57,9 +57,19 @@ OPTIM_INLINE float fused(float a, float b, float c)
 typedef struct block { /* float32 arrays: in place, or widened into the caller's buffers */
     float *p, *m, *v, *v_max;
     const void *g;  /* float32, or bfloat16 in loops with half_gradient */
-    uint16_t *copy; /* bfloat16, in loops with half_copy */
+    uint16_t *copy; /* bfloat16, in loops with half_copy: the parameter of which p is the master */
     size_t count;
 } block;
+
+/* Return the master; or its parameter, widened, if the master is a NaN or does not round to it: other
+ * code has written the parameter. Bits are compared, so -0 is not 0. The sum holds what the master
+ * rounds to in its upper half. */
+OPTIM_INLINE float bfloat16_master(float master, uint16_t parameter)
+{
+    uint32_t bits = bits_from_float(master), held = (uint32_t)parameter << 16;
+    uint32_t apart = bits + 0x7fffu + ((bits >> 16) & 1u) - held;
+    return (apart < 0x10000u) & (master == master) ? master : float_from_bits(held);
+}
 
 /* ---- Adam ---- */
 
@@ -67,14 +77,15 @@ typedef struct adam_form { /* compile-time constants of one loop */
     bool l2, small_lerp, amsgrad, half_gradient, half_copy;
 } adam_form;
 
-/* Step elements start to start + count; bfloat16 copies go to `copy`. */
-OPTIM_INLINE void adam_elements(const block *at, size_t start, size_t count, uint16_t *copy,
+/* Step elements start to start + count. */
+OPTIM_INLINE void adam_elements(const block *at, size_t start, size_t count,
                                 const sw_adam_scalars *with, const adam_form form)
 {
     float *p = at->p + start, *m = at->m + start, *v = at->v + start;
     float *v_max = form.amsgrad ? at->v_max + start : NULL;
     const float *g = form.half_gradient ? NULL : (const float *)at->g + start;
     const uint16_t *half_g = form.half_gradient ? (const uint16_t *)at->g + start : NULL;
+    uint16_t *copy = form.half_copy ? at->copy + start : NULL;
     const float factor = with->factor, decay = with->decay, weight = with->l2;
     const float beta2 = with->beta2, square = with->square;
     const float lerp = form.small_lerp ? with->lerp : with->lerp - 1.0f;
@@ -82,7 +93,7 @@ OPTIM_INLINE void adam_elements(const block *at, size_t start, size_t count, uin
     OPTIM_LANES
     for (size_t i = 0; i < count; ++i) {
         float gradient = (form.half_gradient ? bfloat16_widen(half_g[i]) : g[i]) * factor;
-        float parameter = p[i], old = m[i];
+        float parameter = form.half_copy ? bfloat16_master(p[i], copy[i]) : p[i], old = m[i];
         if (form.l2)
             gradient = fused(parameter, weight, gradient);
         else
@@ -104,30 +115,25 @@ OPTIM_INLINE void adam_elements(const block *at, size_t start, size_t count, uin
     }
 }
 
-/* Step chunk by chunk, since a loop that the compiler vectorises cannot prefetch. */
+/* Where prefetches pay, step chunk by chunk, since a loop that the compiler vectorises cannot
+ * prefetch. */
 OPTIM_INLINE void adam_loop(const block *at, const sw_adam_scalars *with, const adam_form form)
 {
-    uint16_t narrow[OPTIM_CHUNK_NUMEL];
+    const size_t wide_bytes = OPTIM_CHUNK_NUMEL * sizeof(float),
+                 half_bytes = OPTIM_CHUNK_NUMEL * sizeof(uint16_t);
+    const size_t g_bytes = form.half_gradient ? half_bytes : wide_bytes;
     const bool prefetches = sw_prefetches();
-    const bool streamed = form.half_copy && stream_pays(at->copy, at->count * sizeof *at->copy);
     size_t i = 0;
-    for (; i + OPTIM_CHUNK_NUMEL <= at->count; i += OPTIM_CHUNK_NUMEL) {
-        const size_t wide_bytes = OPTIM_CHUNK_NUMEL * sizeof(float);
-        const size_t element_bytes = form.half_gradient ? sizeof *narrow : sizeof(float);
-        if (prefetches) {
-            stream_ask(at->p + i, wide_bytes);
-            stream_ask(at->m + i, wide_bytes);
-            stream_ask(at->v + i, wide_bytes);
-            stream_ask((const char *)at->g + i * element_bytes, OPTIM_CHUNK_NUMEL * element_bytes);
-        }
-        uint16_t *copy = form.half_copy ? at->copy + i : NULL;
-        adam_elements(at, i, OPTIM_CHUNK_NUMEL, streamed ? narrow : copy, with, form);
-        if (streamed)
-            stream_halves(copy, narrow, OPTIM_CHUNK_NUMEL);
+    for (; prefetches && i + OPTIM_CHUNK_NUMEL <= at->count; i += OPTIM_CHUNK_NUMEL) {
+        stream_ask(at->p + i, wide_bytes);
+        stream_ask(at->m + i, wide_bytes);
+        stream_ask(at->v + i, wide_bytes);
+        stream_ask((const char *)at->g + i / OPTIM_CHUNK_NUMEL * g_bytes, g_bytes);
+        if (form.half_copy)
+            stream_ask(at->copy + i, half_bytes);
+        adam_elements(at, i, OPTIM_CHUNK_NUMEL, with, form);
     }
-    adam_elements(at, i, at->count - i, form.half_copy ? at->copy + i : NULL, with, form);
-    if (streamed)
-        stream_end();
+    adam_elements(at, i, at->count - i, with, form);
 }
 
 /* The loops of the usual options (no amsgrad, beta1 > 1/2) take bfloat16 gradients and copies
@@ -280,8 +286,24 @@ static bool is_plain(const sw_optim_run *run)
 typedef struct buffers {
     float p[OPTIM_BLOCK_NUMEL], m[OPTIM_BLOCK_NUMEL], v[OPTIM_BLOCK_NUMEL],
         v_max[OPTIM_BLOCK_NUMEL];
-    float g[OPTIM_BLOCK_NUMEL];
+    float g[OPTIM_BLOCK_NUMEL], written[OPTIM_BLOCK_NUMEL];
+    uint16_t rounded[OPTIM_BLOCK_NUMEL];
 } buffers;
+
+/* Set a block of masters to their parameter where they do not round to it. */
+static void take_written(float *restrict master, const void *parameter, sw_dtype dtype,
+                         buffers *restrict wide, size_t count)
+{
+    const uint16_t *held = parameter;
+    const float *written = open_gradient(parameter, dtype, wide->written, count);
+    if (dtype == SW_DTYPE_FLOAT32) {
+        memcpy(master, written, count * sizeof *master);
+        return;
+    }
+    store_block(wide->rounded, dtype, master, count);
+    for (size_t i = 0; i < count; ++i)
+        master[i] = wide->rounded[i] == held[i] ? master[i] : written[i];
+}
 
 static void open_run(block *at, buffers *wide, const sw_optim_run *run, size_t start)
 {
@@ -295,6 +317,9 @@ static void open_run(block *at, buffers *wide, const sw_optim_run *run, size_t s
     at->v = open_block(element(run->v, start, state), state, wide->v, count);
     at->v_max = open_block(element(run->v_max, start, state), state, wide->v_max, count);
     at->g = open_gradient(g, run->g_dtype, wide->g, count);
+    if (run->copy)
+        take_written(at->p, element(run->copy, start, run->copy_dtype), run->copy_dtype, wide,
+                     count);
 }
 
 static void close_run(const block *at, const sw_optim_run *run, size_t start)

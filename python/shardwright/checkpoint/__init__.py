@@ -6,14 +6,15 @@ names the state of a training; the engine reads and writes the disk.
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from .._engine import CheckpointError
-from .checkpointer import Checkpointer
-from .files import load, save
 
 if TYPE_CHECKING:
+    from .checkpointer import Checkpointer
     from .dcp import StorageReader, StorageWriter, dcp_to_torch_save, torch_save_to_dcp
+    from .files import load, save, step_of
 
 __all__ = [
     "CheckpointError",
@@ -23,17 +24,17 @@ __all__ = [
     "dcp_to_torch_save",
     "load",
     "save",
+    "step_of",
     "torch_save_to_dcp",
 ]
 
 
-#: imported at first use: few programs need torch.distributed.checkpoint
-_OF_DCP = ("StorageReader", "StorageWriter", "dcp_to_torch_save", "torch_save_to_dcp")
+#: imported at first use: `shardwright ckpt ls` needs no torch, and few programs need torch.distributed.checkpoint
+_HOMES = {"Checkpointer": "checkpointer", "load": "files", "save": "files", "step_of": "files"}
+_HOMES |= dict.fromkeys(("StorageReader", "StorageWriter", "dcp_to_torch_save", "torch_save_to_dcp"), "dcp")
 
 
 def __getattr__(name: str) -> Any:
-    if name in _OF_DCP:
-        from . import dcp
-
-        return getattr(dcp, name)
+    if name in _HOMES:
+        return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
     raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

@@ -20,13 +20,15 @@ from ..chaos import agent_of
 from ..comm.signals import SaveSignals, check_signals
 from ..comm.stop_request import StopRequest
 from ..options.name_map import NameMap, Rename
+from ..options.places import absolute_path
 from ..parallel.agreement.save_check import SaveCheck
 from ..parallel.fully_shard import wrapper_of
 from .calls import OneCall
-from .files import MAX_FILE_BYTES, absolute_path, check_options, integer, usable_timeout
+from .files import MAX_FILE_BYTES, check_options, integer, usable_timeout
 from .folder.directory import Directory
 from .folder.retention import BOARD, STEP_LIMIT, Kept
 from .interval import Interval
+from .joined import Modules, members_of, parts_of, wrappers_of
 from .memory.restoring import Candidate
 from .memory.tier import MemoryTier
 from .pipeline import Stage, check_options_of_stages, is_pipeline, load_stages, make_writer, peers_of, stages_of
@@ -52,10 +54,10 @@ class Checkpointer:
         only. With an address, a save writes to `local_directory` and rank 0 uploads in the background, resuming after a
         restart. wait() and close() return when the upload is complete. restore() downloads what exists only at the
         address.
-    model : Module
+    model : Module, or list or dict of Module
         Plain, or wrapped by torch or shardwright. Or this rank's sw.PipelineStage, or a list of them, as in sw.save().
         Stages need snapshot="copy", no `memory_every`, and a `process_group` with the ranks of all stages.
-    optimizer : Optimizer, optional
+    optimizer : Optimizer, or list or dict of Optimizer, optional
         For stages: a list with one optimizer per stage.
     scheduler, scaler : object with state_dict() and load_state_dict(), or a list or dict of such, optional
         The checkpoint stores rank 0's state.
@@ -191,7 +193,10 @@ class Checkpointer:
                 self._stages = stages_of(model, optimizer)
             own, steps = (torch.nn.Module(), None) if self._stages else (model, optimizer)
             self._training = Training(own, steps, scheduler, scaler, dataloader, user_state)
-            if snapshot == "lazy" and not hasattr(self._training.optimizer, "register_step_pre_hook"):
+            steppers = members_of(self._training.optimizer)
+            if snapshot == "lazy" and not (
+                steppers and all(hasattr(each, "register_step_pre_hook") for each in steppers)
+            ):
                 given = (
                     "none"
                     if optimizer is None
@@ -232,8 +237,7 @@ class Checkpointer:
                 )
             if self._lazy:
                 self._hooks = _before_writes(
-                    model,
-                    stepping_optimizer(self._training.optimizer),
+                    self._training,
                     _hook_on(self._writer, lambda writer: writer.protect()),
                 )
         except BaseException:
@@ -244,9 +248,9 @@ class Checkpointer:
         self._release_after_loads()
         self._warm_staging()
         self._owner_pid = os.getpid()
-        replica = getattr(wrapper_of(model), "_replica", None)
+        replica = getattr(None if isinstance(self._training.model, Modules) else wrapper_of(model), "_replica", None)
         parts = [each.training for each in self._stages] or [self._training]
-        self._check = SaveCheck((each.model, each.optimizer) for each in parts)
+        self._check = SaveCheck((module, each.optimizer) for each in parts for module in parts_of(each.model).values())
         self._stop, self._signals = StopRequest(self._peers.rank, 1), None
         if self._save_on:
             travelling = None if replica is None else replica.stop_request()
@@ -264,7 +268,9 @@ class Checkpointer:
 
     def _release_after_loads(self) -> None:
         """Release the optimizer's old state when load_state_dict() has replaced it, not only at the next save."""
-        for optimizer in [self._training.optimizer, *(stage.training.optimizer for stage in self._stages)]:
+        for optimizer in [
+            o for t in [self._training, *(s.training for s in self._stages)] for o in members_of(t.optimizer)
+        ]:
             optimizer = stepping_optimizer(optimizer)
             if hasattr(optimizer, "register_load_state_dict_post_hook"):
                 with contextlib.suppress(TypeError, AttributeError):  # it keeps its hooks in a plain dict, or has none
@@ -278,7 +284,7 @@ class Checkpointer:
         """Allocate staging for the model now, and for the optimizer's state after the first step."""
         if self._place.read_only:
             return
-        optimizer = stepping_optimizer(self._training.optimizer)
+        optimizer = stepping_optimizer(next(reversed(members_of(self._training.optimizer)), None))
         self._writer.warm(self._training, lazy=self._lazy)
         if hasattr(optimizer, "register_step_post_hook") and not optimizer.state:
             with contextlib.suppress(
@@ -703,13 +709,12 @@ def _warmer(checkpointer: weakref.ref[Checkpointer], place: int) -> Any:
     return warm
 
 
-def _before_writes(model: torch.nn.Module, optimizer: torch.optim.Optimizer, protect: Any) -> list[Any]:
+def _before_writes(training: Training, protect: Any) -> list[Any]:
     """Call `protect` before each optimizer step and each other write of the engine. Return the hooks' handles."""
-    wrapped = wrapper_of(model)
-    replicas = [] if wrapped is None or wrapped._replica is None else wrapped._engines()
+    wrapped = [each for each in wrappers_of(training.model) if each._replica is not None]
     return [
-        optimizer.register_step_pre_hook(protect),
-        *(replica.access.register_before_writes(protect) for replica in replicas),
+        *(stepping_optimizer(each).register_step_pre_hook(protect) for each in members_of(training.optimizer)),
+        *(engine.access.register_before_writes(protect) for each in wrapped for engine in each._engines()),
     ]
 
 

@@ -45,10 +45,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from .._engine import CheckpointError, CheckpointFolder, CheckpointPlan
+from ..options.places import absolute_path
 from ..torch_compat.state_dicts import load_everything
 from . import tree
-from .files import MAX_FILE_BYTES, absolute_path, check_step, why_not_there
-from .folder.partial import of_saves
+from .files import MAX_FILE_BYTES, check_step, why_not_there
+from .folder.partial import make_folder, of_saves
 from .folder.retention import discard, find
 from .peers import os_error
 from .slices import Sliced, box_ranges
@@ -460,7 +461,7 @@ class _Layout:
 
     def create(self) -> None:
         """Create the partial folder with all tensor files at full size, each with its header."""
-        CheckpointFolder.make(os.path.dirname(self.folder))
+        make_folder(os.path.dirname(self.folder))
         for path in of_saves(*os.path.split(self.folder)):
             discard(path)
         try:
@@ -641,8 +642,13 @@ def _names(folder: CheckpointFolder, keys: tuple[str | None, str]) -> _Found:
         add(weights[tied.get(name, name)], *(() if model is None else (model,)), name)
     if isinstance(state["extra"], dict) and "$dict" not in state["extra"]:
         for name, node in state["extra"].items():
-            if not tree.tensor_names(node):
+            tensor = node.get("$tensor") if isinstance(node, dict) else None
+            if tensor is not None:
+                add(stored["state"][0][tensor], name)
+            elif not tree.tensor_names(node):
                 add(node, name)
+            else:
+                _logger.warning("%s: '%s' is left out: its tensors lie inside a container", folder.path, name)
     if "optimizer.json" in folder.files:
         body, moments = tree.loads(folder.read_bytes("optimizer.json")), stored["optimizer"][0]
         entries = [((optimizer, "state", p, k), node) for p, each in body["state"].items() for k, node in each.items()]
@@ -658,7 +664,20 @@ def dcp_to_torch_save(dcp_checkpoint_dir: str | os.PathLike[str], torch_save_pat
     """Convert a checkpoint of this format to one file of torch.save, as torch's function of this name does for its own.
 
     Not collective: one process reads all tensors.
+
+    Raises
+    ------
+    CheckpointError
+        The folder is no checkpoint of this format.
     """
+    if os.path.exists(os.path.join(dcp_checkpoint_dir, ".metadata")) and find(os.fspath(dcp_checkpoint_dir)) is None:
+        raise CheckpointError(
+            f"'{os.fspath(dcp_checkpoint_dir)}' is a folder of torch's FileSystemWriter: convert it with "
+            "torch.distributed.checkpoint.format_utils.dcp_to_torch_save, or with `shardwright ckpt import`"
+        )
+    CheckpointFolder(
+        absolute_path("dcp_checkpoint_dir", dcp_checkpoint_dir)
+    )  # one sentence, where torch gives a traceback
     torch.save(load_everything(StorageReader(dcp_checkpoint_dir)), torch_save_path)
 
 
@@ -666,6 +685,22 @@ def torch_save_to_dcp(torch_save_path: str | os.PathLike[str], dcp_checkpoint_di
     """Convert a file of torch.save to a checkpoint of this format, as torch's function of this name does for its own.
 
     Not collective. The file is loaded with weights_only=True, which executes no code from it.
+
+    Raises
+    ------
+    CheckpointError
+        The file cannot be read so, or holds no dict.
     """
-    state = torch.load(torch_save_path, weights_only=True, map_location="cpu")
+    path = os.fspath(torch_save_path)
+    try:
+        state = torch.load(path, weights_only=True, map_location="cpu")
+    except FileNotFoundError:
+        raise CheckpointError(f"'{path}' does not exist") from None
+    except Exception as error:
+        raise CheckpointError(
+            f"'{path}' is no file of torch.save with tensors and plain values alone ({type(error).__name__}): `shardwright ckpt "
+            "import` takes the model of such a file and names what it leaves out"
+        ) from error
+    if not isinstance(state, dict):
+        raise CheckpointError(f"'{path}' holds a {type(state).__name__}, and a checkpoint needs a dict")
     torch.distributed.checkpoint.save(state, storage_writer=StorageWriter(dcp_checkpoint_dir), no_dist=True)

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import operator
 import os
-import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -14,7 +13,8 @@ import torch
 
 from .._engine import CheckpointError, CheckpointFolder, Error
 from ..options.name_map import NameMap, Rename
-from .folder.partial import of_saves
+from ..options.places import absolute_path
+from .folder.partial import make_folder, of_saves
 from .folder.retention import REPLACED, discard
 from .peers import Peers, os_error
 from .pipeline import Stage, is_pipeline, load_stages, make_writer, peers_of, stages_of
@@ -24,8 +24,6 @@ from .training import Training
 from .writing import Writer, new_nonce
 
 MAX_FILE_BYTES = 5_000_000_000
-#: an address with a scheme; one slash suffices, since pathlib.Path drops the second
-_SCHEME = re.compile(r"[A-Za-z0-9][A-Za-z0-9+.-]+:/|[^/]*://")
 
 
 def save(
@@ -49,14 +47,15 @@ def save(
         Neither `path` nor `path`.replaced, which readers try next, may exist. save() creates parent folders and removes
         remains of killed saves to `path`. For an address, save() writes a local folder; rank 0 uploads it, manifest
         last, and the local folder is removed.
-    module : Module, PipelineStage or list of PipelineStage
-        Plain, or wrapped by torch or by shardwright. Names in the checkpoint are those of the bare model. Or this
+    module : Module, list or dict of Module, PipelineStage or list of PipelineStage
+        Plain, or wrapped by torch or by shardwright. Names in the checkpoint are those of the bare model, for several
+        behind the key or the number of each. Or this
         rank's stages of a pipeline: one save holds the stages of all ranks, and their modules must have the whole
         model's names.
-    optimizer : Optimizer, or list of Optimizer, optional
-        For stages: one optimizer per stage.
+    optimizer : Optimizer, or list or dict of Optimizer, optional
+        Several optimizers have no parameter in common. For stages: one optimizer per stage.
     step : int
-        Completed steps, recorded in the manifest.
+        Completed steps, recorded in the manifest: checkpoint.step_of(path) returns them.
     extra : tree of plain values and tensors, optional
         Rank 0's value, which load() returns.
     process_group : ProcessGroup, optional
@@ -174,7 +173,7 @@ class PathSaver:
         refusal, code, stale, replaces = "", None, [], ""
         if self._peers.rank == 0:
             try:
-                CheckpointFolder.make(os.path.dirname(folder))
+                make_folder(os.path.dirname(folder))
                 if replaces_file and (os.path.islink(folder) or os.path.isfile(folder)):
                     os.unlink(folder)
                 replaces = CheckpointFolder.identity(folder)  # before the check: a later folder is another save's
@@ -293,6 +292,36 @@ def load(
     return apply_together(reader, peers, everything=False)
 
 
+def step_of(path: str | os.PathLike[str]) -> int:
+    """Return the completed steps that a checkpoint records, on any one rank.
+
+    Parameters
+    ----------
+    path : path-like, or an address of fsspec
+        A folder that save() or a Checkpointer wrote.
+
+    Raises
+    ------
+    CheckpointError
+        No sound manifest is there.
+
+    Examples
+    --------
+    >>> import tempfile, torch, shardwright as sw
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     sw.save(folder + "/a", torch.nn.Linear(4, 1), step=7)
+    ...     sw.checkpoint.step_of(folder + "/a")
+    7
+    """
+    address = address_of(path)
+    if address is None:
+        return int(CheckpointFolder(absolute_path("path", path)).step)
+    manifest = Store(address).manifest("")
+    if manifest is None:
+        raise CheckpointError(f"'{address}' has no checkpoint")
+    return int(manifest["step"])
+
+
 def _save_remote(
     peers: Peers, address: str, chosen: str | os.PathLike[str] | None, overwrite: bool, write: Callable[[str], None]
 ) -> None:
@@ -300,7 +329,9 @@ def _save_remote(
 
     def begin() -> str:
         if not overwrite and Store(address).manifest("") is not None:
-            raise CheckpointError(f"'{address}' exists already: save to another place, or remove it first")
+            raise CheckpointError(
+                f"'{address}' exists already: pass overwrite=True, save to another place, or remove it first"
+            )
         return f"{local_folder(address, chosen)}.{new_nonce()}"
 
     folder = on_first(peers, begin, f"save to {address}")
@@ -340,22 +371,6 @@ def in_words(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
-def absolute_path(name: str, path: str | os.PathLike[str]) -> str:
-    """Return `path` as an absolute path. Raise ValueError for an address, a zero byte or a name that is not UTF-8."""
-    given = os.fsdecode(path)
-    if _SCHEME.match(given):
-        why = "" if given.partition(":")[2].strip("/") else ", with no place behind its scheme"
-        raise ValueError(f"{name} must be a path of a mounted file system, got the address {given!r}{why}")
-    found = os.path.abspath(given)
-    try:
-        found.encode("utf-8")
-    except UnicodeEncodeError:
-        raise ValueError(f"{name} must be UTF-8, got {os.fsencode(found)!r}") from None
-    if "\0" in found:
-        raise ValueError(f"{name} must have no zero byte, got {found!r}")
-    return found
-
-
 def why_not_there(folder: str, overwrite: bool) -> str:
     """Return the reason why a save to `folder` is refused; "" if it is allowed."""
     if overwrite:
@@ -366,7 +381,7 @@ def why_not_there(folder: str, overwrite: bool) -> str:
         return ""
     for taken in (folder, folder + REPLACED):  # a save that replaces a checkpoint renames it to REPLACED first
         if os.path.lexists(taken):
-            return f"'{taken}' exists already: save to another path, or remove it first"
+            return f"'{taken}' exists already: pass overwrite=True, save to another path, or remove it first"
     return ""
 
 

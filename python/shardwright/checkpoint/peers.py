@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from .._engine import CheckpointError, CommError
 from ..comm.process_group import host_group, resolve_group
 from ..comm.wire import Wire
-from ..parallel.fully_shard import wrapper_of
+from .joined import Modules, parts_of, wrappers_of
 
 _PAGE_BYTES = 4096
 
@@ -24,15 +24,18 @@ def whole_parameters(model: Any, *, writable: bool) -> contextlib.AbstractContex
     """Return a context in which `model` has whole parameters to read, or to write. Collective if they are sliced or shared."""
     import shardwright
 
-    if wrapper_of(model) is None:
-        return contextlib.nullcontext()
-    return shardwright.full_parameters(model, writable=writable)
+    stack = contextlib.ExitStack()
+    for each in wrappers_of(model):
+        stack.enter_context(shardwright.full_parameters(each, writable=writable))
+    return stack
 
 
 def averages_gradients(model: Any) -> bool:
     """Return whether a wrapper averages gradients, which keeps parameters equal on all ranks."""
     model = getattr(model, "_orig_mod", model)
-    return isinstance(model, TorchDDP) or wrapper_of(model) is not None
+    if isinstance(model, Modules):
+        return all(map(averages_gradients, parts_of(model).values()))
+    return isinstance(model, TorchDDP) or bool(wrappers_of(model))
 
 
 class Peers:
@@ -49,18 +52,19 @@ class Peers:
     """
 
     def __init__(self, model: Any, process_group: Any = None, timeout_s: float = 1800.0) -> None:
-        wrapped = wrapper_of(model)
-        replica = None if wrapped is None else wrapped._replica
+        wrapped = [each for each in wrappers_of(model) if each._replica is not None]
         #: mesh of DTensors -> (this rank's number among the ranks that hold equal shards of them, count of these ranks)
         self.replicas: dict[Any, tuple[int, int]] = {}
-        for each in () if wrapped is None or replica is None else wrapped._engines():
+        for each in (engine for wrapper in wrapped for engine in wrapper._engines()):
             if each.table.model_mesh is not None:
                 self.replicas[each.table.model_mesh.mesh] = each.group.rank, each.group.world_size
-        if replica is not None and replica.model_ranks is not None:
+        replica = next((w._replica for w in wrapped if w._replica.model_ranks is not None), None)
+        if replica is not None:
             process_group = process_group or replica.model_ranks.with_group(replica.group)
-        elif process_group is None and isinstance(model, TorchDDP):
-            process_group = model.process_group
-        options = getattr(model, "_options", None)
+        of_torch = [each.process_group for each in parts_of(model).values() if isinstance(each, TorchDDP)]
+        if process_group is None and replica is None and of_torch:
+            process_group = of_torch[0]
+        options = next((each._options for each in parts_of(model).values() if hasattr(each, "_options")), None)
         timeout_s = getattr(options, "timeout_s", timeout_s)
         self._group = host_group(resolve_group(process_group, None), timeout_s)
         #: deadline of an exchange; a rank's own work before an exchange must take less

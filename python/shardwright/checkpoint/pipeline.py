@@ -21,6 +21,7 @@ from .._engine import CheckpointError, CheckpointFolder, CheckpointPlan
 from ..options.name_map import NameMap
 from ..parallel.fully_shard import wrapper_of
 from . import tree
+from .joined import join_modules
 from .peers import Peers, averages_gradients, whole_parameters
 from .restore.agreeing import agree_on, apply_together
 from .restore.reading import Reader
@@ -59,7 +60,11 @@ def is_pipeline(module: Any) -> bool:
 
 def peers_of(module: Any, process_group: Any, timeout_s: float) -> Peers:
     """Return the Peers of a module, or of all stages of a pipeline."""
-    return Peers(torch.nn.Module() if is_pipeline(module) else module, process_group, timeout_s)
+    try:
+        module = torch.nn.Module() if is_pipeline(module) else join_modules(module)
+    except ValueError:  # the check of arguments raises it on all ranks
+        module = torch.nn.Module()
+    return Peers(module, process_group, timeout_s)
 
 
 def make_writer(stages: Sequence[Stage], peers: Peers, nonce: str, board: str | None, **options: Any) -> Writer:

@@ -19,10 +19,10 @@ from .._engine import CheckpointError
 from ..layout.local_parameters import module_parameter
 from ..layout.shard_mesh import Slicing
 from ..optim.sharded import ShardedOptimizer
-from ..parallel.fully_shard import wrapper_of
 from ..parameters.released import ReleasedParameters
 from ..torch_compat import cuda
 from ..torch_compat.dtensor import local_box
+from .joined import members_of, sharded_of, wrappers_of
 from .state.composed import apart, check_sliceable
 
 if TYPE_CHECKING:
@@ -199,16 +199,17 @@ def slice_of_dtensor(tensor: Any, boxes: Boxes, stays: Callable[[torch.Tensor], 
 
 def is_sliced(model: torch.nn.Module, optimizer: Any) -> bool:
     """Return whether ranks hold slices of the model or the optimizer. The result is equal on all ranks."""
-    return isinstance(optimizer, ShardedOptimizer) or any(is_dtensor(p) for p in model.parameters())
+    return bool(sharded_of(optimizer)) or any(is_dtensor(p) for p in model.parameters())
 
 
 # slices of the optimizer ----------------------------------------------------------------------------------------------
 
 
-def describe_state(optimizer: ShardedOptimizer) -> dict[int, dict[str, Entry]]:
-    """Map numbers of parameters to the entries of their state. Covers the parameters with elements on this rank."""
+def describe_state(of: Any) -> dict[int, dict[str, Entry]]:
+    """Map numbers of parameters to the entries of their state, of all sliced optimizers in `of`. Covers the parameters
+    with elements on this rank."""
     described = {}
-    for number, parameter in enumerate(_parameters(optimizer)):
+    for number, (optimizer, parameter) in enumerate(_parameters(of)):
         state, piece, _ = optimizer.held_state(parameter)
         if state:
             layout = optimizer.layout_of(parameter)
@@ -250,10 +251,10 @@ def expand(kinds: Sequence[Any]) -> dict[int, dict[str, Entry]]:
     return found
 
 
-def held_values(optimizer: ShardedOptimizer) -> dict[int, dict[str, Any]]:
+def held_values(of: Any) -> dict[int, dict[str, Any]]:
     """Map numbers of parameters to their non-tensor entries, if this rank has the first element and so reports them."""
     found = {}
-    for number, parameter in enumerate(_parameters(optimizer)):
+    for number, (optimizer, parameter) in enumerate(_parameters(of)):
         state, piece, first = optimizer.held_state(parameter)
         values = {str(key): value for key, value in apart(state).items() if not isinstance(value, torch.Tensor)}
         if values and piece is not None and first == 0 and optimizer.replica_of(parameter).slicing.speaks:
@@ -262,11 +263,11 @@ def held_values(optimizer: ShardedOptimizer) -> dict[int, dict[str, Any]]:
 
 
 def sliced_state(
-    optimizer: ShardedOptimizer,
+    of: Any,
     described: Mapping[int, Mapping[str, Entry]],
     values: Mapping[int, Mapping[str, Any]],
 ) -> dict[torch.Tensor, dict[str, Any]]:
-    """Map each parameter to the part of its state that this rank holds.
+    """Map each parameter to the part of its state that this rank holds, of all optimizers in `of`.
 
     Collective if a parameter is not row-major: its state is gathered whole, one parameter at a time.
 
@@ -276,7 +277,9 @@ def sliced_state(
     values : the non-tensor entries; a missing one is None.
     """
     found: dict[torch.Tensor, dict[str, Any]] = {}
-    for number, parameter in enumerate(_parameters(optimizer)):
+    for whole in members_of(of):
+        found |= {} if isinstance(whole, ShardedOptimizer) else whole.state
+    for number, (optimizer, parameter) in enumerate(_parameters(of)):
         if number not in described:
             continue
         replica = optimizer.replica_of(parameter)
@@ -302,8 +305,8 @@ def sliced_state(
                 for each in flat
                 for part in (placed_parts(parameter, first, each) if kind == CUT else ((0, each),))
             )
-            whole = tuple(parameter.shape) if kind == CUT else shape
-            entries[key] = Sliced(getattr(torch, dtype), whole, parts, held, None, turn)
+            full = tuple(parameter.shape) if kind == CUT else shape
+            entries[key] = Sliced(getattr(torch, dtype), full, parts, held, None, turn)
     return found
 
 
@@ -312,8 +315,9 @@ def _turn_among_owners(slicing: Slicing) -> tuple[int, int]:
     return slicing.replica_of_rank[slicing.rank], max(slicing.replica_of_rank) + 1
 
 
-def _parameters(optimizer: Any) -> list[torch.Tensor]:
-    return list({p: None for group in optimizer.param_groups for p in group["params"]})
+def _parameters(of: Any) -> list[tuple[ShardedOptimizer, torch.Tensor]]:
+    """Return (its optimizer, parameter) of the sliced optimizers in `of`, in order."""
+    return [(o, p) for o in sharded_of(of) for p in {p: None for group in o.param_groups for p in group["params"]}]
 
 
 def is_row_major(tensor: torch.Tensor) -> bool:
@@ -325,9 +329,8 @@ def is_row_major(tensor: torch.Tensor) -> bool:
 
 
 def engines_of(model: Any) -> list[Any]:
-    """Return the replicas of a module of sw.wrap or fully_shard; none for any other module."""
-    wrapped = wrapper_of(model)
-    return [] if wrapped is None else wrapped._engines()
+    """Return the replicas of a module of sw.wrap or fully_shard, or of those in it; none for any other module."""
+    return [engine for each in wrappers_of(model) for engine in each._engines()]
 
 
 def fills_slices(replica: Any) -> bool:
@@ -381,11 +384,13 @@ def held_bytes(model: torch.nn.Module, optimizer: Any, world_size: int) -> int:
     whole = sum(p.nbytes for p in model.parameters() if id(p) not in slices and not is_dtensor(p))
     own = sum(memory.nbytes for each in slices.values() for _, memory in each.parts)
     own += sum(p.to_local().nbytes for p in model.parameters() if is_dtensor(p) and id(p) not in slices)
-    for state in [] if optimizer is None else optimizer.state.values():
+    for is_cut, state in [
+        (isinstance(o, ShardedOptimizer), s) for o in members_of(optimizer) for s in o.state.values()
+    ]:
         for value in state.values() if isinstance(state, Mapping) else ():
             if is_dtensor(value):
                 own += value.to_local().nbytes
-            elif isinstance(value, torch.Tensor) and isinstance(optimizer, ShardedOptimizer):
+            elif isinstance(value, torch.Tensor) and is_cut:
                 own += value.nbytes
             elif isinstance(value, torch.Tensor):
                 whole += value.nbytes

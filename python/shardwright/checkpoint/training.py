@@ -7,15 +7,17 @@ from typing import Any
 
 import torch
 
+from .joined import Optimizers, join_modules, join_optimizers, members_of
 from .state.names import check_wrappers
 from .state.optimizer_extras import bare_optimizer
 
 
 @dataclasses.dataclass
 class Training:
-    """The objects that a checkpoint holds. `extra` is a tree of plain values and tensors."""
+    """The objects that a checkpoint holds: model and optimizer are one each, or lists or dicts of them (joined.py).
+    `extra` is a tree of plain values and tensors."""
 
-    model: torch.nn.Module
+    model: Any
     optimizer: Any = None
     scheduler: Any = None
     scaler: Any = None
@@ -26,19 +28,23 @@ class Training:
     def __post_init__(self) -> None:
         from ..optim.diloco import DiLoCo
 
-        if isinstance(self.optimizer, DiLoCo):
+        self.model, self.optimizer = join_modules(self.model), join_optimizers(self.optimizer)
+        if any(isinstance(each, DiLoCo) for each in members_of(self.optimizer)):
             raise ValueError(
                 "optimizer is a DiLoCo, whose ranks differ between exchanges: save after its synchronise(), with the DiLoCo in "
                 "user_state={'trainer': ...}, which any number of ranks takes back, and in dataloader=[...], which holds each "
                 "rank's own"
             )
-        self.optimizer = bare_optimizer(self.optimizer)
+        if isinstance(self.optimizer, Optimizers):
+            self.optimizer = Optimizers({name: bare_optimizer(each) for name, each in self.optimizer.members.items()})
+        else:
+            self.optimizer = bare_optimizer(self.optimizer)
         if not isinstance(self.model, torch.nn.Module):
-            raise ValueError(f"model must be a torch.nn.Module, got a {type(self.model).__name__}")
+            raise ValueError(f"model must be a torch.nn.Module, or a list or dict, got a {type(self.model).__name__}")
         check_wrappers(self.model)
         if not (self.optimizer is None or hasattr(self.optimizer, "param_groups")):
             raise ValueError(
-                f"optimizer must be one torch.optim.Optimizer, got a {type(self.optimizer).__name__}: pass the others in user_state={{...}}"
+                f"optimizer must be a torch.optim.Optimizer, or a list or dict of them, got a {type(self.optimizer).__name__}"
             )
         user_state = self.user_state.values() if isinstance(self.user_state, dict) else (self.user_state,)
         if any(isinstance(each, DiLoCo) and each.is_sliced for each in user_state):

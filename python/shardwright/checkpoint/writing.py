@@ -14,10 +14,10 @@ import torch
 
 from .._engine import CheckpointError, CheckpointPlan, CheckpointSaver, Error
 from ..comm.failures import PEER_LOST
-from ..optim.sharded import ShardedOptimizer
 from . import tree
 from .device_staging import DeviceStaging
 from .folder.partial import is_abandoned
+from .joined import compressors_of, members_of, sharded_of
 from .memory.repeated import Last, Repeated, optimizer_json
 from .memory.tier import MemoryTier
 from .peers import Peers, averages_gradients, os_error, whole_parameters
@@ -438,7 +438,7 @@ class Writer:
         last, optimizer = self._last_fitting(training, released, passing), training.optimizer
         found = model_tensors(training.model) if last is None else last.found
         described = {} if last is None else last.layout.own
-        if last is None and isinstance(optimizer, ShardedOptimizer):
+        if last is None:
             described = describe_state(optimizer)
         if optimizer is not None:
             self._look_for_more(training)
@@ -527,7 +527,7 @@ class Writer:
 
         def make() -> int:
             states = None
-            if isinstance(optimizer, ShardedOptimizer):
+            if sharded_of(optimizer):
                 states = sliced_state(optimizer, layout.described, self._values(optimizer, layout))
             content, optimizer_tree = self._shared_content(training, draft, states, layout)
             entries = content.entries()
@@ -538,7 +538,7 @@ class Writer:
             return layout.plan.digest
 
         # with an unchanged layout make() gathers nothing, so a failure here leaves no other rank waiting
-        gathers = isinstance(optimizer, ShardedOptimizer) and not all(map(is_row_major, optimizer.layouts()))
+        gathers = not all(is_row_major(layout) for each in sharded_of(optimizer) for layout in each.layouts())
         if is_new or gathers or layout.has_values:
             digests = self._peers.together(make, "plan of a checkpoint")
             if any(each != digests[0] for each in digests):
@@ -565,7 +565,7 @@ class Writer:
         assert draft.state is not None
         return rest, self._own_files(draft.state, layout, last.optimizer_text(training), draft.found)
 
-    def _values(self, optimizer: ShardedOptimizer, layout: _Layout) -> dict[int, dict[str, Any]]:
+    def _values(self, optimizer: Any, layout: _Layout) -> dict[int, dict[str, Any]]:
         """Gather the non-tensor entries of the optimizer's state on rank 0. Collective if the layout has any."""
         if not layout.has_values:
             return {}
@@ -606,8 +606,9 @@ class Writer:
 
     def _look_for_more(self, training: Training) -> None:
         """Raise CheckpointError for optimizer state that a checkpoint cannot hold. Log attributes that may be state."""
-        check_inside(training.optimizer, training.user_state, training.extra)
-        for name in unseen_attributes(training.optimizer):
+        for each in members_of(training.optimizer):
+            check_inside(each, training.user_state, training.extra)
+        for name in (name for each in members_of(training.optimizer) for name in unseen_attributes(each)):
             if name not in self._warned:
                 self._warned.add(name)
                 logger.warning(
@@ -734,9 +735,9 @@ def new_nonce() -> str:
 
 
 def _compressor_state(model: Any) -> dict[str, Any] | None:
-    """Return the state of the model's compressor on this rank; None if it has no compressor."""
-    state = getattr(getattr(model, "_orig_mod", model), "compression_state", None)
-    return None if state is None else state.state_dict()
+    """Return the state of the model's compressor on this rank, of several modules by name; None without a compressor."""
+    found = {name: state.state_dict() for name, state in compressors_of(model).items()}
+    return found.get("", found or None)
 
 
 def _state_tree(training: Training, found: ModelTensors, step: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

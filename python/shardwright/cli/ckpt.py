@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import os
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from . import ckpt_convert
 from .report import EPILOG, Nothing, Progress, guarded, open_checkpoint, print_report, size_text
 
 _PROGRESS_BLOCKS = 256
+_BLOCK_BYTES, _READERS = 1 << 20, 6
 
 
 def add_parser(commands: Any) -> None:
@@ -74,7 +76,23 @@ def _checkpoints(directory: str) -> list[str]:
 
     if not os.path.isdir(directory):
         raise Nothing(f"'{directory}' is not a directory")
-    return [kept.path for kept in list_checkpoints(directory)]
+    steps = [kept.path for kept in list_checkpoints(directory)]
+    names = (os.path.join(directory, name) for name in sorted(os.listdir(directory)))
+    return steps + [path for path in names if path not in steps and _is_of_a_save(path)]
+
+
+def _number_in(path: str) -> int:
+    """Return the step in a name such as step-000100 or global_step100."""
+    match = re.search(r"(\d{1,15})(?:\.replaced)?$", path)
+    return int(match[1]) if match else 0
+
+
+def _is_of_a_save(path: str) -> bool:
+    """Return True for a checkpoint of any name, such as a tag of DeepSpeed's engine.save_checkpoint()."""
+    from ..checkpoint.folder.retention import REPLACED
+
+    is_left = path.endswith((".partial", ".trash", REPLACED)) or os.path.basename(path).startswith(".")
+    return not is_left and os.path.lexists(os.path.join(path, "MANIFEST.json"))
 
 
 def _summary(path: str) -> dict[str, Any]:
@@ -96,6 +114,7 @@ def run_ls(options: argparse.Namespace) -> int:
     from ..checkpoint.folder.retention import all_left_overs, find, replaced_ones
 
     found = [_summary(path) for path in _checkpoints(options.directory)]
+    found.sort(key=lambda each: each.get("step", _number_in(each["path"])))
     if not found and find(options.directory) is not None:
         raise Nothing(
             f"'{options.directory}' is a checkpoint, not a directory of checkpoints: use `shardwright ckpt inspect {options.directory}`"
@@ -148,18 +167,21 @@ def run_inspect(options: argparse.Namespace) -> int:
 
 def _verify(path: str, options: argparse.Namespace) -> dict[str, Any]:
     from .._engine import CheckpointError
-    from ..checkpoint.restore.filling import Filler
 
     try:
         folder = open_checkpoint(path)
-        filler = Filler(folder, 0, 1)
         total = folder.block_count
         progress = Progress(options, os.path.basename(path), total)
+        blocks = [
+            (name, begin, min(_BLOCK_BYTES, nbytes - begin), 0, 0)  # into no memory: checked alone
+            for name, nbytes in folder.files.items()
+            for begin in range(0, nbytes, _BLOCK_BYTES)
+        ]
         try:
             for first in range(0, total, _PROGRESS_BLOCKS):
-                end = min(first + _PROGRESS_BLOCKS, total)
-                filler.verify(first, end)
-                progress.add(end - first)
+                some = blocks[first : first + _PROGRESS_BLOCKS]
+                folder.load(some, _READERS)
+                progress.add(len(some))
         finally:
             progress.end()
     except CheckpointError as error:
@@ -302,11 +324,12 @@ def _to_prune(options: argparse.Namespace) -> tuple[list[str], list[str], list[d
         SOUND,
         all_left_overs,
         list_checkpoints,
+        removable_ones,
         replaced_ones,
         to_retire,
     )
 
-    kept = list_checkpoints(options.directory, look=True)
+    kept = removable_ones(list_checkpoints(options.directory, look=True))
     if options.verify:
         found = {k.path: _verify(k.path, options) for k in kept if k.state == SOUND}
         kept = [k if found.get(k.path, {}).get("ok", True) else dataclasses.replace(k, state=DAMAGED) for k in kept]

@@ -69,7 +69,7 @@ def run_export(options: argparse.Namespace) -> int:
 
 
 def _output(options: argparse.Namespace) -> str:
-    from ..checkpoint.files import absolute_path
+    from ..options.places import absolute_path
 
     try:
         output = absolute_path("output", options.output)

@@ -8,23 +8,50 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ..options.places import check_encodable
+
 EPILOG = "Exit codes: 0 success, 1 a checkpoint is damaged or different, 2 usage error or no checkpoint found."
+
+
+_PATHS = ("directory", "path", "checkpoint", "first", "second", "source", "output", "map")
 
 
 class Nothing(Exception):
     """No checkpoint was found; exit code 2."""
 
 
+def encoded(text: str) -> str:
+    """Escape what the terminal's encoding lacks."""
+    return text.encode(sys.stdout.encoding or "utf-8", "backslashreplace").decode(sys.stdout.encoding or "utf-8")
+
+
 def guarded(action: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
     from .._engine import CheckpointError
 
     try:
+        _check_paths(options)
         return action(options)
     except (Nothing, CheckpointError, OSError) as error:
         if options.json:
             print(json.dumps({"ok": False, "error": str(error)}, indent=2))
         print(printable(str(error)), file=sys.stderr)
         return 2 if isinstance(error, Nothing) else 1
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        print(
+            "this command needs torch, which is not installed here; ls, inspect, verify and prune do not",
+            file=sys.stderr,
+        )
+        return 2
+
+
+def _check_paths(options: argparse.Namespace) -> None:
+    for name in _PATHS:
+        try:
+            check_encodable(name, getattr(options, name, None) or "")
+        except ValueError as error:
+            raise Nothing(str(error)) from None
 
 
 def print_report(options: argparse.Namespace, found: Any, lines: Sequence[str]) -> None:
@@ -33,7 +60,7 @@ def print_report(options: argparse.Namespace, found: Any, lines: Sequence[str]) 
 
 def printable(line: str) -> str:
     """Escape control characters: names come from files, and must not control the terminal."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+    return encoded("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line))
 
 
 class Progress:
@@ -80,9 +107,13 @@ def size_text(count: int) -> str:
 
 
 def open_checkpoint(path: str) -> Any:
-    from .._engine import CheckpointFolder
+    from .._engine import CheckpointError, CheckpointFolder
     from ..checkpoint.folder.retention import find
 
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        raise CheckpointError(f"the name {path!a} is not UTF-8 to Python: rename it, or set PYTHONUTF8=1") from None
     if find(path) is None:
         raise Nothing(f"'{path}' is not a checkpoint: it has no MANIFEST.json")
     return CheckpointFolder(path)

@@ -74,6 +74,7 @@ def write(contents: Contents, output: str, kind: str, tell: Tell) -> None:
     CheckpointError
         `output` exists, or cannot be written.
     """
+    from ..checkpoint.folder.partial import make_folder
     from . import dcp_format, deepspeed_universal, folders, model_files
 
     if os.path.lexists(output):
@@ -87,7 +88,7 @@ def write(contents: Contents, output: str, kind: str, tell: Tell) -> None:
         "deepspeed-universal": deepspeed_universal.write_universal,
     }[kind]  # fmt: skip
     partial = f"{output}.{os.getpid()}.partial"
-    CheckpointFolder.make(os.path.dirname(output))
+    make_folder(os.path.dirname(output))
     try:
         with _one_sentence(output):
             make(contents, partial, tell)

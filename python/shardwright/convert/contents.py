@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from .._engine import CheckpointError
+from ..optim.master_weights import as_written
 from ..options.name_map import NameMap
 
 LOW = (torch.bfloat16, torch.float16)
@@ -106,15 +107,23 @@ class Contents:
             if not each.dtype.is_floating_point or each.dtype.itemsize == 1 or each.dtype == dtype:
                 model[name] = each
                 continue
-            master = state.get(name, {}).get(MASTER)
-            if isinstance(master, Lazy) and master.dtype == dtype:
-                model[name] = dataclasses.replace(master, file=each.file)
+            if dtype == torch.float32 and MASTER in state.get(name, {}):
+                model[name] = self.wide(name)
                 state[name] = {key: value for key, value in state[name].items() if key != MASTER}
                 continue
             model[name] = each.to(dtype)
             if name in state and dtype in LOW and each.dtype == torch.float32:
                 state[name] = {**state[name], MASTER: each}
         return dataclasses.replace(self, model=model, state=state)
+
+    def wide(self, name: str) -> Lazy:
+        """Return a weight in float32: its master if there is one, and the weight itself where other code has written it."""
+        weight, master = self.model[name], self.state.get(name, {}).get(MASTER)
+        if not isinstance(master, Lazy) or master.dtype != torch.float32:
+            return weight.to(torch.float32)
+        if weight.dtype not in LOW or weight.shape != master.shape:
+            return dataclasses.replace(master, file=weight.file)
+        return dataclasses.replace(master, file=weight.file, read=lambda: as_written(master.read(), weight.read()))
 
     def with_extra(self, body: dict[str, Any]) -> dict[str, Any]:
         """Return `body`, a writer's model, optimizer and step, merged with `extra`.

@@ -112,7 +112,8 @@ def _check_name(kind: str, name: Any) -> None:
 def _write_parameter(contents: Contents, folder: str, name: str, tell: Tell) -> None:
     os.makedirs(folder)
     state = dict(contents.state.get(name, {}))
-    weight = state.pop(MASTER, contents.model[name]).to(torch.float32)
+    weight = contents.wide(name)
+    state.pop(MASTER, None)
     step = state.pop(_STEP, None)
     if step is not None:
         _save(step.read() if isinstance(step, Lazy) else step, os.path.join(folder, f"{_STEP}.pt"))
@@ -149,10 +150,11 @@ def _write_model(contents: Contents, folder: str, shapes: list[Any]) -> None:
         "universal_checkpoint_info": {"universal_checkpoint_version": 0.2},
     }  # fmt: skip
     _save(body, os.path.join(folder, "mp_rank_00_model_states.pt"))
-    os.link(
-        os.path.join(folder, "mp_rank_00_model_states.pt"),
-        os.path.join(folder, "zero_pp_rank_0_mp_rank_00_model_states.pt"),
-    )
+    other = os.path.join(folder, "zero_pp_rank_0_mp_rank_00_model_states.pt")
+    try:
+        os.link(os.path.join(folder, "mp_rank_00_model_states.pt"), other)
+    except OSError:  # a file system without hard links
+        _save(body, other)
 
 
 def _save(value: Any, path: str) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ import torch
 from .._engine import CheckpointError, CheckpointFolder, CheckpointPlan
 from ..checkpoint import tree
 from ..checkpoint.files import MAX_FILE_BYTES, why_not_there
+from ..checkpoint.folder.partial import make_folder
 from ..checkpoint.slices import Sliced
 from ..checkpoint.state.content import IN_PARTS, MODEL_METADATA, Group, model_index
 from ..checkpoint.state.names import plain
@@ -42,9 +43,8 @@ def read_folder(path: str) -> Contents:
         for key in ("scheduler", "scaler", "user_state", "model_extra_state", "extra")
         if state.get(key)
     }
-    contents = Contents(
-        lazy["model"], stored["model"][1], extra=extra, step=folder.step, beside=files_beside(folder.path)
-    )
+    contents = Contents(lazy["model"], stored["model"][1], extra=extra, step=folder.step)
+    take_beside(contents, folder.path, ())
     if "optimizer.json" in folder.files:
         body = tree.decode(_tree(folder, "optimizer.json"), lazy["optimizer"])  # type: ignore[arg-type]
         contents.groups, contents.state = body["groups"], body["state"]
@@ -69,10 +69,24 @@ def _tree(folder: CheckpointFolder, path: str) -> Any:
     return tree.loads(folder.read_bytes(path))
 
 
-def files_beside(folder: str) -> list[str]:
-    """Return the paths of the plain files in `folder` that from_pretrained reads in addition to the tensors."""
-    paths = [os.path.join(folder, name) for name in BESIDE_A_MODEL]
-    return [p for p in paths if not os.path.islink(p) and os.path.isfile(p) and os.path.getsize(p) <= _BESIDE_BYTES]
+def take_beside(contents: Contents, folder: str, files: Iterable[str]) -> None:
+    """Add the paths of the files in `folder` that from_pretrained reads in addition to the tensors.
+
+    A link is followed only to where the model's `files` lie, as in the Hub's cache: a folder from elsewhere must not name
+    any file of this machine. `left_out` names the others."""
+    known = {os.path.dirname(os.path.realpath(each)) for each in files}
+    for path in (os.path.join(folder, name) for name in BESIDE_A_MODEL):
+        if not os.path.lexists(path):
+            continue
+        name, place = os.path.basename(path), os.path.realpath(path)
+        if os.path.islink(path) and not (known and os.path.exists(place)):
+            contents.left_out.append(f"{name}, a symbolic link{'' if os.path.exists(place) else ' to nothing'}")
+        elif os.path.islink(path) and os.path.dirname(place) not in known:
+            contents.left_out.append(f"{name}, a symbolic link to '{place}', which is not where the model's files lie")
+        elif not os.path.isfile(place) or os.path.getsize(place) > _BESIDE_BYTES:
+            contents.left_out.append(f"{name}, no regular file of at most {_BESIDE_BYTES >> 20} MiB")
+        else:
+            contents.beside.append(path)
 
 
 def copy_beside(contents: Contents, output: str) -> None:
@@ -103,7 +117,7 @@ def write_folder(contents: Contents, output: str, tell: Tell, *, max_file_bytes:
         plan, _ = plan_of(groups, texts)
     nonce = "d" + secrets.token_hex(12)
     partial = f"{output}.{nonce}.partial"
-    CheckpointFolder.make(os.path.dirname(output))
+    make_folder(os.path.dirname(output))
     plan.create(partial)
     try:
         tallies = write_all(plan, partial, lazy, texts, tell)

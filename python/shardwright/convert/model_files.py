@@ -17,7 +17,7 @@ from ..checkpoint.files import MAX_FILE_BYTES
 from ..checkpoint.state.content import MODEL_METADATA, Group, model_index
 from ..checkpoint.state.names import TORCH_DTYPES
 from .contents import Contents, Lazy, leaves, replaced
-from .folders import Tell, copy_beside, files_beside, plan_of, write_all
+from .folders import Tell, copy_beside, plan_of, take_beside, write_all
 from .unpickle import load_torch_file
 
 #: names of index files, in order of preference
@@ -67,7 +67,7 @@ def read_model(path: str) -> Contents:
             contents.model[name] = lazy
     if not contents.model:
         raise CheckpointError(f"'{path}' holds no tensors of a model")
-    contents.beside = files_beside(path if os.path.isdir(path) else os.path.dirname(path))
+    take_beside(contents, path if os.path.isdir(path) else os.path.dirname(path), model_files(path))
     return contents
 
 
@@ -184,7 +184,10 @@ def write_torch_file(contents: Contents, output: str, tell: Tell) -> None:
     size = sum(each.nbytes + _ALIGNMENT for each in {id(e): e for e in leaves(body)}.values())
     with tempfile.TemporaryFile(dir=os.path.dirname(output)) as spool:
         spool.truncate(max(size, 1))
-        memory, at = mmap.mmap(spool.fileno(), max(size, 1)), 0
+        try:
+            memory, at = mmap.mmap(spool.fileno(), max(size, 1)), 0
+        except OSError:  # ENODEV: a file system without mappings; then the tensors are in memory at once
+            memory, at = mmap.mmap(-1, max(size, 1)), 0
 
         def spooled(each: Lazy) -> torch.Tensor:
             nonlocal at

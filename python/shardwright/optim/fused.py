@@ -17,7 +17,7 @@ from torch.optim.optimizer import ParamsT
 from .. import _engine
 from ..torch_compat import cuda
 from ..torch_compat.dtensor import held_tensor, is_dtensor, placed_as, waited
-from .master_weights import LOW, Masters, load_in_float32
+from .master_weights import LOW, load_in_float32, master_of
 from .offload import StateStore
 
 if TYPE_CHECKING:
@@ -51,7 +51,6 @@ class _Fused(torch.optim.Optimizer):
     """
 
     _master: bool
-    _masters: Masters
     #: stores state on another device or in a file; None: on the parameters' device. Copies of the optimizer have none
     store: StateStore | HostStateStore | None = None
     #: True if parameters are DTensors. Their state is DTensors too; the engine gets the local tensors
@@ -103,7 +102,6 @@ class _Fused(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._masters = Masters()
         self._note_dtensors()
         for each in self.state.values():  # torch accepts integers too
             step = each.get("step")
@@ -200,7 +198,7 @@ class _Fused(torch.optim.Optimizer):
         return torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format)
 
     def _master_of(self, p: Tensor, state: dict[str, Any]) -> Tensor:
-        return self._masters.of(p, state) if self.store is None else self._masters.of(p, state, self.store.empty)
+        return master_of(p, state) if self.store is None else master_of(p, state, self.store.empty)
 
     def state_dtypes(self, p: Tensor, group: dict[str, Any]) -> list[torch.dtype]:
         """Return the dtypes of the state tensors of `p` that have its shape."""
@@ -221,7 +219,7 @@ class _Fused(torch.optim.Optimizer):
         return {"state_file": self.store.file, "gpu": self.store.place()}
 
     def _written(self, lists: _Lists, masters: list[Tensor]) -> None:
-        """Count the write in autograd, and record that the optimizer wrote the low-precision parameters."""
+        """Count the writes in autograd."""
         params = lists.params
         _increment_versions(params)
         if self._clip is not None:
@@ -229,7 +227,6 @@ class _Fused(torch.optim.Optimizer):
             self._clip.count_stepped(lists.grads)
         if masters:
             _increment_versions(masters)
-            self._masters.written(params)
 
     def _scale_of_scaler(self) -> float | None:
         """Return torch's GradScaler's factor for a fused step; None: an overflow, so skip the step."""
@@ -245,7 +242,6 @@ class _Fused(torch.optim.Optimizer):
         makes a master that `state_dict` lacks from the parameter.
         """
         load_in_float32(self, super().load_state_dict, state_dict, self._has_master)
-        self._masters.forget_all()
 
 
 class _Lists:
@@ -386,8 +382,9 @@ class AdamW(_AdamStep, torch.optim.AdamW):
         Accepted for compatibility. Forms other than the fused one raise ValueError.
     master : bool, default True
         Keep a float32 master (and float32 moments) for each bfloat16 or float16 parameter, in `state[p]["master"]`;
-        the parameter is its rounded copy, written in the same pass. False: the parameter itself is updated and its
-        moments have its dtype, as in torch.
+        the parameter is its rounded copy, written in the same pass. Where other code has written the parameter, so
+        that the master does not round to it, the step begins with the parameter. False: the parameter itself is updated
+        and its moments have its dtype, as in torch.
 
     Raises
     ------
@@ -437,7 +434,7 @@ class AdamW(_AdamStep, torch.optim.AdamW):
         fused: bool | None = None,
         master: bool = True,
     ) -> None:
-        self._master, self._masters = master, Masters()
+        self._master = master
         super().__init__(
             params, lr, betas, eps, weight_decay, amsgrad,
             maximize=maximize, foreach=foreach, capturable=capturable, differentiable=differentiable, fused=fused,
@@ -483,7 +480,7 @@ class Adam(_AdamStep, torch.optim.Adam):
         decoupled_weight_decay: bool = False,
         master: bool = True,
     ) -> None:
-        self._master, self._masters = master, Masters()
+        self._master = master
         newer: dict[str, Any] = {"decoupled_weight_decay": True} if decoupled_weight_decay else {}
         try:
             super().__init__(
@@ -538,7 +535,7 @@ class SGD(_Fused, torch.optim.SGD):
         fused: bool | None = None,
         master: bool = True,
     ) -> None:
-        self._master, self._masters = master, Masters()
+        self._master = master
         super().__init__(
             params, lr, momentum, dampening, weight_decay, nesterov,
             maximize=maximize, foreach=foreach, differentiable=differentiable, fused=fused,

@@ -3,7 +3,8 @@
 A bfloat16 parameter does not change in a step smaller than half its unit in the last place. The optimizer therefore
 steps on a float32 copy, the master, with float32 state, and the parameter is the rounded master. sw.optim does both in
 one pass. For any other optimizer, masters replace the parameters during its step. In both cases a master is
-`state[p]["master"]`.
+`state[p]["master"]`, and a parameter that other code has written wins: a step begins with the parameter wherever the
+master does not round to it.
 """
 
 from __future__ import annotations
@@ -16,17 +17,20 @@ from typing import Any
 import torch
 
 from .._engine import Error
+from ..torch_compat.dtensor import held_tensor, is_dtensor, waited
 
 __all__ = [
     "LOW",
     "MasterOptimizer",
-    "Masters",
     "as_kept",
+    "as_written",
     "check_groups",
     "has_own_masters",
     "kept_by",
     "load_in_float32",
     "load_with_hooks",
+    "master_of",
+    "masters_in_place",
     "without_masters",
 ]
 
@@ -40,90 +44,74 @@ def _empty(parameter: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(parameter, dtype=torch.float32, requires_grad=False)
 
 
-class Masters:
-    """The masters of one optimizer. A master is rebuilt if other code has written its parameter.
+def master_of(parameter: torch.Tensor, state: dict[str, Any], empty: _Empty = _empty) -> torch.Tensor:
+    """Return the master in `state`; make it, or match its layout to the parameter's, if needed."""
+    master = master_in(state)
+    if master is None or master.stride() != parameter.stride():
+        master = state[_KEY] = empty(parameter).copy_(parameter if master is None else master)
+    return master
 
-    The object keeps, by id, each parameter's version after the optimizer's last write. If the version differs and the
-    master no longer rounds to the parameter, the master is rebuilt from the parameter.
+
+def as_written(master: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return a master with its parameter in each element that does not round to it, as the fused step reads it."""
+    rounded, held = master.to(parameter.dtype).view(torch.int16), parameter.view(torch.int16)  # bits: -0 is not 0
+    if master.is_cpu and torch.equal(rounded, held):  # on a GPU the answer would have to be waited for
+        return master
+    return torch.where(rounded == held, master, parameter)
+
+
+@contextlib.contextmanager
+def masters_in_place(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Within the context, replace low-precision parameters that have a gradient by their masters in the optimizer's groups.
+
+    On exit the parameters are set to the rounded masters. Cost: a float32 copy of the gradients meanwhile.
     """
+    taken: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    before = [group["params"] for group in optimizer.param_groups]
+    try:
+        for p in parameters:
+            if p.dtype in LOW and p.grad is not None:
+                taken[id(p)] = (p, _take(optimizer, p))
+        for group, members in zip(optimizer.param_groups, before):
+            group["params"] = [taken[id(p)][1] if id(p) in taken else p for p in members]
+        yield
+    finally:  # even after an exception: completed updates stay, as without masters
+        for group, members in zip(optimizer.param_groups, before):
+            group["params"] = members
+        for parameter, master in taken.values():
+            _give_back(optimizer, parameter, master)
 
-    def __init__(self) -> None:
-        self._versions: dict[int, int] = {}
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_versions": {}}  # a copy belongs to other parameters
+def _take(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> torch.Tensor:
+    """Give the master its parameter's gradient and state, and return it.
 
-    def of(self, parameter: torch.Tensor, state: dict[str, Any], empty: _Empty = _empty) -> torch.Tensor:
-        """Return the master in `state`; make it, rebuild it or match its layout to the parameter's if needed."""
-        master = master_in(state)
-        if master is None or master.stride() != parameter.stride():
-            made = state[_KEY] = empty(parameter).copy_(parameter if master is None else master)
-            if master is None:
-                return made
-            master = made
-        if self._versions.get(id(parameter)) != parameter._version:
-            if not torch.equal(master.to(parameter.dtype), parameter.to(master.device)):
-                master.copy_(parameter)
-        return master
+    If memory runs out, nothing has changed.
+    """
+    assert parameter.grad is not None
+    state = dict(optimizer.state.get(parameter, {}))
+    if master_in(state) is None:  # the state was made without masters
+        state = {key: _widened(value, parameter) for key, value in state.items()}
+    with torch.no_grad():
+        master = master_of(parameter, state)
+        pair = master, parameter.detach().to(master.device)
+        own, held = (waited(held_tensor(each)) if is_dtensor(each) else each for each in pair)
+        own.copy_(as_written(own, held))
+    gradient = parameter.grad.to(torch.float32)
+    del state[_KEY]  # an optimizer recognises a first step by an empty state
+    optimizer.state.pop(parameter, None)
+    if state:
+        optimizer.state[master] = state
+    master.grad = gradient
+    return master
 
-    def written(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Note that the masters of these parameters were just rounded into them."""
-        for parameter in parameters:
-            self._versions[id(parameter)] = parameter._version
 
-    def forget_all(self) -> None:
-        """Forget all versions, since other code may have written parameters or masters."""
-        self._versions.clear()
-
-    @contextlib.contextmanager
-    def in_place(self, optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-        """Within the context, replace low-precision parameters that have a gradient by their masters in the optimizer's
-        groups.
-
-        On exit the parameters are set to the rounded masters. Cost: a float32 copy of the gradients meanwhile.
-        """
-        taken: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        before = [group["params"] for group in optimizer.param_groups]
-        try:
-            for p in parameters:
-                if p.dtype in LOW and p.grad is not None:
-                    taken[id(p)] = (p, self._take(optimizer, p))
-            for group, members in zip(optimizer.param_groups, before):
-                group["params"] = [taken[id(p)][1] if id(p) in taken else p for p in members]
-            yield
-        finally:  # even after an exception: completed updates stay, as without masters
-            for group, members in zip(optimizer.param_groups, before):
-                group["params"] = members
-            for parameter, master in taken.values():
-                self._give_back(optimizer, parameter, master)
-
-    def _take(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> torch.Tensor:
-        """Give the master its parameter's gradient and state, and return it.
-
-        If memory runs out, nothing has changed.
-        """
-        assert parameter.grad is not None
-        state = dict(optimizer.state.get(parameter, {}))
-        if master_in(state) is None:  # the state was made without masters
-            state = {key: _widened(value, parameter) for key, value in state.items()}
-        with torch.no_grad():
-            master = self.of(parameter, state)
-        gradient = parameter.grad.to(torch.float32)
-        del state[_KEY]  # an optimizer recognises a first step by an empty state
-        optimizer.state.pop(parameter, None)
-        if state:
-            optimizer.state[master] = state
-        master.grad = gradient
-        return master
-
-    def _give_back(self, optimizer: torch.optim.Optimizer, parameter: torch.Tensor, master: torch.Tensor) -> None:
-        master.grad = None
-        state = optimizer.state.pop(master, {})
-        state[_KEY] = master
-        optimizer.state[parameter] = state
-        with torch.no_grad():
-            parameter.copy_(master)
-        self.written([parameter])
+def _give_back(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, master: torch.Tensor) -> None:
+    master.grad = None
+    state = optimizer.state.pop(master, {})
+    state[_KEY] = master
+    optimizer.state[parameter] = state
+    with torch.no_grad():
+        parameter.copy_(master)
 
 
 def master_in(state: Mapping[str, Any]) -> torch.Tensor | None:
@@ -232,7 +220,7 @@ class MasterOptimizer(torch.optim.Optimizer):
 
     def __init__(self, optimizer: torch.optim.Optimizer, without: Iterable[torch.Tensor] = ()) -> None:
         self._inner = optimizer
-        self._masters, self._without = Masters(), list(without)
+        self._without = list(without)
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.state = optimizer.state
 
@@ -240,8 +228,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         return f"MasterOptimizer({self._inner!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = {"_inner": self._inner, "_masters": self._masters, "_without": self._without}
-        return {**super().__getstate__(), **kept}
+        return {**super().__getstate__(), "_inner": self._inner, "_without": self._without}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as torch does. The user's own class sees it first and may refuse it."""
@@ -262,7 +249,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         check_groups(self, self._inner)
         denied = {id(parameter) for parameter in self._without}
         members = [p for group in self._inner.param_groups for p in group["params"] if id(p) not in denied]
-        with self._masters.in_place(self._inner, members):
+        with masters_in_place(self._inner, members):
             self._inner.step()
         return loss
 
@@ -273,7 +260,6 @@ class MasterOptimizer(torch.optim.Optimizer):
     def _load(self, state_dict: dict[str, Any]) -> None:
         load_in_float32(self._inner, self._inner.load_state_dict, state_dict, self.has_master)
         self.param_groups, self.state = self._inner.param_groups, self._inner.state
-        self._masters.forget_all()
 
 
 def kept_by(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, state: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -38,7 +38,15 @@ from ..parallel.replica import Replica
 from ..torch_compat.autograd import unguarded
 from ..torch_compat.optimizers import on_meta, step_hooks
 from ..torch_compat.state_dicts import asked_by_torchs_functions
-from .master_weights import LOW, Masters, as_kept, check_groups, has_own_masters, kept_by, load_with_hooks
+from .master_weights import (
+    LOW,
+    as_kept,
+    check_groups,
+    has_own_masters,
+    kept_by,
+    load_with_hooks,
+    masters_in_place,
+)
 from .state.sliced_state import MARK, SlicedState
 from .state.travelling_state import beside, copied, description_of, from_memory_order, small_tensor
 from .state.whole_state import StateNames, with_state
@@ -103,11 +111,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._parameters = [p for each in self.replicas for p in each.table.parameters]
         numbered = (p for each in self.replicas for p in each.table.module_parameters)
         self._index = {id(p): i for i, p in enumerate(numbered)}
-        self._masters = None if has_own_masters(optimizer) else Masters()
+        self._makes_masters = not has_own_masters(optimizer)
         self._without_master = {id(parameter) for parameter in without_master}
         self._slices: dict[int, torch.Tensor | None] = {}
         self._unmoved: set[int] = set()
-        self._versions: dict[int, int] = {}
         self._group_of: dict[int, dict[str, Any]] = {}
         self._consolidated: dict[int, dict[str, Any]] | None = None  # whole state by index, until state changes
         self._state_names: dict[int, list[str]] | None = None  # by index, equal on all ranks, until state changes
@@ -218,7 +225,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for group in self._inner.param_groups:
                 pairs = [(p, self.slice_of(self._index[id(p)])) for p in group["params"]]  # one call each
                 group["params"] = [each for _, each in pairs if each is not None]
-                if self._masters is not None:
+                if self._makes_masters:
                     with_master += [each for p, each in pairs if each is not None and self.has_master(p)]
             yield with_master
         finally:
@@ -227,7 +234,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def has_master(self, parameter: torch.Tensor) -> bool:
         """Return True if this class keeps a float32 master of a parameter."""
-        return self._masters is not None and parameter.dtype in LOW and id(parameter) not in self._without_master
+        return self._makes_masters and parameter.dtype in LOW and id(parameter) not in self._without_master
 
     def _as_kept(self, parameter: torch.Tensor, state: Mapping[str, Any], *, exactly: bool) -> Mapping[str, Any]:
         """Convert loaded state to the kept form, with or without a master.
@@ -235,21 +242,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         `exactly`: the state has the dtypes in which it was kept. Else it is in torch's format, which torch's own
         loading casts.
         """
-        if self._masters is None:
+        if not self._makes_masters:
             return kept_by(self._inner, parameter, state)
         has_master = self.has_master(parameter)
         return as_kept(state, parameter, has_master) if has_master or not exactly else state
 
     def _loaded(self) -> None:
-        """Call the user's class to update loaded state, as torch's own loading does.
-
-        The write history of parameters is lost, so a master that does not round to its parameter is rebuilt.
-        """
+        """Call the user's class to update loaded state, as torch's own loading does."""
         self._consolidated = self._state_names = None
         with self._on_slices():
             self._inner.__setstate__({"state": self._inner.state, "param_groups": self._inner.param_groups})
-        if self._masters is not None:
-            self._masters.forget_all()
 
     def take_clip(self, clip: DeviceClip) -> bool:
         """Return True if the next step multiplies gradients by the factor of `clip`; else they must be clipped before.
@@ -271,9 +273,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     index = self._index[id(parameter)]
                     piece = self.slice_of(index)
                     self._take_gradient(index, piece, gradient_of(index))
-                    if piece is not None and self._versions.get(index, parameter._version) != parameter._version:
-                        # other code wrote to the parameters: rebuild masters
-                        torch.autograd.graph.increment_version(piece)
 
     def _own_gradient(self, index: int) -> torch.Tensor | None:
         replica, _, at = self._places[index]
@@ -383,9 +382,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for replica in self.replicas:
                 replica.parameters().take_writes()
             self._complete_gradients()
-            with self._on_slices() as low:
-                with self._masters.in_place(self._inner, low) if self._masters else contextlib.nullcontext():
-                    self._inner.step()
+            with self._on_slices() as low, masters_in_place(self._inner, low):
+                self._inner.step()
         except BaseException as error:
             if isinstance(error, Exception) and comm.is_alive:
                 return error
@@ -402,8 +400,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for replica in self.replicas:
             own = stepped if len(self.replicas) == 1 else [p for p in stepped if self.replica_of(p) is replica]
             replica.access.count_writes(own)
-        with unguarded():
-            self._versions = {self._index[id(p)]: p._version for group in self.param_groups for p in group["params"]}
 
     def _facts(self, replica: Replica, states: Mapping[torch.Tensor, int]) -> dict[str, Any]:
         """Return the values besides the groups on which a replica's ranks must agree before a step."""

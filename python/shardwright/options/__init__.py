@@ -1,5 +1,1 @@
 """The user's options. This folder imports only the engine."""
-
-from .options import Options
-
-__all__ = ["Options"]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
+
+from .places import expanded
 
 __all__ = ["offload_folder", "offload_kind"]
 
@@ -19,4 +20,4 @@ def offload_kind(offload: Any) -> str | None:
 
 def offload_folder(offload: Any) -> str | None:
     """Return the folder of "nvme:<folder>"."""
-    return os.path.expanduser(offload.removeprefix("nvme:")) if offload_kind(offload) == "nvme" else None
+    return expanded("offload", offload.removeprefix("nvme:")) if offload_kind(offload) == "nvme" else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 from collections.abc import Callable, Iterable
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 from .._engine import DeviceComm
+from ..options.places import cache_folder
 from . import autograd
 
 
@@ -115,15 +117,11 @@ def _cache_folder() -> str | None:
     """Return the folder of compiled kernels, and make its parents; the engine makes the last folder alone. None for a
     user without a home.
     """
-    try:
-        parent = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:  # no HOME and no entry in passwd: a container's numeric user
-        return None
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-    except OSError:  # the engine then compiles at each start and reports the folders it tried
-        pass
-    return str(parent / "shardwright")
+    folder = cache_folder()
+    if folder is not None:
+        with contextlib.suppress(OSError):  # the engine then compiles at each start and reports the folders it tried
+            os.makedirs(os.path.dirname(folder), exist_ok=True)
+    return folder
 
 
 def open_gpu(

@@ -17,6 +17,7 @@ from ..peers import Peers, os_error
 from ..remote.mirror import Mirror
 from ..remote.store import Store, is_of_content, on_first
 from ..writing import new_nonce
+from .partial import make_folder
 from .retention import (
     DAMAGED,
     REPLACED,
@@ -28,6 +29,7 @@ from .retention import (
     in_order,
     left_overs,
     list_checkpoints,
+    removable_ones,
     replaced_ones,
     to_retire,
 )
@@ -149,7 +151,7 @@ class Directory:
         """Return the paths to remove once `new` is durable."""
         same = (new.path, new.path + REPLACED)  # the commit replaces these
         has_rules = any(self._rules[name] for name in ("keep_last", "keep_every", "keep_best"))
-        kept = list_checkpoints(self.path, look=has_rules, known=self._known)
+        kept = removable_ones(list_checkpoints(self.path, look=has_rules, known=self._known))
         self._known = {k.path: self._known[k.path] for k in kept if k.path in self._known}
         kept = [dataclasses.replace(k, state=DAMAGED) if k.nonce in self.rejected else k for k in kept]
         kept = [k for k in kept if k.step <= new.step]  # a rollback keeps later steps
@@ -239,7 +241,7 @@ class Directory:
 
 def _lock_directory(directory: str) -> DirectoryLock:
     try:
-        CheckpointFolder.make(directory)
+        make_folder(directory)
     except CheckpointError as error:
         if error.errno is None:
             raise

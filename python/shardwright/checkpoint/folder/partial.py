@@ -6,11 +6,17 @@ so it removes a partial folder only if the name has a nonce of this package and 
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import logging
 import os
 import re
+import tempfile
 import time
 
-from ..._engine import CheckpointFolder
+from ..._engine import CheckpointError, CheckpointFolder
+
+logger = logging.getLogger("shardwright")
 
 LOCK = "LOCK"
 #: lock a file for one file descriptor; return False if another open file holds the lock
@@ -23,6 +29,43 @@ _ORPHAN_S = 3600.0
 #: name of the file through which hosts exchange progress of a save to a path
 _BOARD = re.compile(r"(.+)\.[0-9a-f]{24}\.board\Z", re.DOTALL)
 _OF_DCP = re.compile(r".+\.d[0-9a-f]{24}\.partial\Z", re.DOTALL)
+
+
+#: errors of a file system without locks: Lustre without -o flock, NFS without lockd, some FUSE
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
+#: file systems, by device, whose limits are logged or that have none
+_known: set[int] = set()
+
+
+def make_folder(folder: str) -> None:
+    """Make a folder for checkpoints, durably, and log once for each file system which promises it cannot keep."""
+    CheckpointFolder.make(folder)
+    device = os.stat(folder or ".").st_dev
+    if device in _known:
+        return
+    _known.add(device)
+    lacks = []
+    with contextlib.suppress(OSError):  # a folder that cannot be written or read fails where it is used
+        with tempfile.TemporaryFile(dir=folder or ".") as file:
+            try:
+                lock_file(file.fileno(), folder)
+            except CheckpointError as error:
+                if error.errno in NO_LOCKS:
+                    lacks.append(
+                        f"has no locks ({os.strerror(error.errno)}): a second program that writes to the same checkpoints is not "
+                        "noticed, and remains of a killed sw.save() stay"
+                    )
+        fd = os.open(folder or ".", os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(fd)
+        except OSError as error:
+            lacks.append(
+                f"cannot fsync a folder ({error.strerror}): after a power cut the newest checkpoint's name may be lost"
+            )
+        finally:
+            os.close(fd)
+    if lacks:
+        logger.warning("the file system of '%s' %s", folder, ", and ".join(lacks))
 
 
 #: return whether the save that writes to a folder runs; None without a LOCK, or on a file system without locks

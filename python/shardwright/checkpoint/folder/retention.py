@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..._engine import CheckpointError, CheckpointFolder, NewerCheckpointError
-from .partial import is_left, lock_file, of_saves
+from .partial import NO_LOCKS, is_left, lock_file, of_saves
 
 logger = logging.getLogger("shardwright")
 _STEP = re.compile(r"step-(\d{6,15})(\.replaced)?\Z")
@@ -61,17 +61,32 @@ Known = dict[str, tuple[list[tuple[Any, ...]], tuple[float | None, str, str]]]
 def list_checkpoints(directory: str, *, look: bool = False, known: Known | None = None) -> list[Kept]:
     """Return the folders that have a manifest, oldest first; with `look`, with the content of their manifests.
 
-    `known`: results of earlier calls. A folder with unchanged files is not opened again."""
+    A folder may be a symbolic link, which is never removed or replaced: see removable_ones(). One that leads nowhere is
+    logged. `known`: results of earlier calls. A folder with unchanged files is not opened again."""
     found = []
     left = abandoned(directory) if look else set()
     for name in {name.removesuffix(REPLACED) for name in os.listdir(directory) if _STEP.match(name)}:
         path = find(os.path.join(directory, name))
-        if path is not None and not os.path.islink(path):
+        if path is None:
+            _tell_if_dangling(os.path.join(directory, name))
+        else:
             each = Kept(int(name.removeprefix("step-")), path, *(_look_again(path, known) if look else ()))
             found.append(dataclasses.replace(each, state=ABANDONED) if each.nonce in left else each)
     return sorted(found, key=lambda kept: (kept.step, kept.path))
 
 
+def removable_ones(kept: Sequence[Kept]) -> list[Kept]:
+    """Return the checkpoints that are no symbolic links: rules of retention count those alone."""
+    return [each for each in kept if not os.path.islink(each.path)]
+
+
+def _tell_if_dangling(path: str) -> None:
+    if path not in _dangling and os.path.islink(path) and not os.path.exists(path):
+        _dangling.add(path)
+        logger.warning("'%s' is a symbolic link that leads nowhere, and is passed over", path)
+
+
+_dangling: set[str] = set()
 #: return the path of a checkpoint: the given path, or its replaced name if only that exists; None if neither does
 find = CheckpointFolder.find
 
@@ -252,7 +267,13 @@ class DirectoryLock:
 
     def _take(self, directory: str, path: str) -> None:
         mine = f"process {os.getpid()} on host {os.uname().nodename}"
-        if not lock_file(self._fd, path):
+        try:
+            is_taken = lock_file(self._fd, path)
+        except CheckpointError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            is_taken = True  # make_folder() has logged it
+        if not is_taken:
             holder = os.pread(self._fd, 200, 0).decode("utf-8", "replace").strip() or "another program"
             if holder == mine:
                 raise CheckpointError(f"another Checkpointer of this program writes to '{directory}': close it first")

@@ -15,6 +15,7 @@ from ...layout.memory import address_of
 from ...torch_compat.dtensor import held_tensor
 from .. import tree
 from ..device_staging import DeviceStaging
+from ..joined import members_of, parts_of
 from ..rows import LINES, Rows, add_rows, dense, structure_of
 from ..slices import Sliced, is_dtensor
 from ..state.content import Content, Source, group_options, holds_shards, packed, parameter_names
@@ -49,7 +50,8 @@ class Repeated:
         released: Mapping[int, Sliced],
     ) -> None:
         self.layout, self.found = layout, found
-        self._optimizer = None if training.optimizer is None else weakref.ref(training.optimizer)
+        self._optimizers = [weakref.ref(each) for each in members_of(training.optimizer)]
+        self._parts = list(parts_of(training.model).values())
         self.groups = content.groups[: 1 + (training.optimizer is not None)]
         self.count = sum(len(group.tensors) for group in self.groups)
         self.sources = [source for source in sources if source[0] < self.count]
@@ -107,8 +109,9 @@ class Repeated:
 
     def is_of(self, training: Any) -> bool:
         """Return True if a load into `training` may replace some of the tensors."""
-        optimizer = None if self._optimizer is None else self._optimizer()
-        return (optimizer is not None and training.optimizer is optimizer) or training.model in self._modules[:1]
+        own = [*(each() for each in self._optimizers), *self._parts]
+        others = [*members_of(training.optimizer), *parts_of(training.model).values()]
+        return any(each is other for each in own for other in others)
 
     def _places_of_odd(self, released: Mapping[int, Sliced]) -> list[Any]:
         """Return address, dtype, shape and strides of each tensor that C cannot read."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import logging
 import os
 import threading
@@ -20,6 +21,8 @@ _POLL_S, _ROUND_S = 0.2, 0.5
 _PAUSES_S = (1.0, 2.0, 4.0, 8.0)
 #: folder of hard links, which keep the files of an upload if retention removes their checkpoint
 _LINKS = ".upload"
+#: errors of a file system without hard links, and of a checkpoint behind a symbolic link to another one
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EMLINK, errno.EINVAL)
 
 
 class Mirror:
@@ -133,12 +136,14 @@ class Mirror:
                 try:
                     self._store.upload(links, os.path.basename(each.path))
                 finally:
-                    discard(links)
+                    if links != each.path:
+                        discard(links)
                 self._copied.add(each.nonce)
                 self._retire(each)
 
     def _linked(self, kept: Kept) -> str | None:
-        """Return a folder of links to a checkpoint's files; None if retention has removed it."""
+        """Return a folder of links to a checkpoint's files, or its own path where links are refused; None if retention has
+        removed it."""
         links = os.path.join(self._directory, _LINKS, f"{os.path.basename(kept.path)}.{kept.nonce}")
         discard(links)
         try:
@@ -148,6 +153,11 @@ class Mirror:
         except (FileNotFoundError, CheckpointError):
             discard(links)
             return None
+        except OSError as error:
+            discard(links)
+            if error.errno not in _NO_LINKS:
+                raise
+            return kept.path
         return links
 
     def _retire(self, new: Kept) -> None:

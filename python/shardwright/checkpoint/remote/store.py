@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..._engine import CheckpointError, CheckpointFolder, CheckpointPlan
+from ...options.places import cache_folder, is_writable
 from ..folder.retention import Kept, discard
 from ..peers import Peers
 
@@ -42,12 +43,16 @@ def address_of(path: str | os.PathLike[str]) -> str | None:
 
 
 def local_folder(address: str, chosen: str | os.PathLike[str] | None) -> str:
-    """Return the local folder of an address: `chosen`, or one below the user's cache."""
+    """Return the local folder of an address: `chosen`, or one below the user's cache. Raise ValueError without a cache."""
     if chosen is not None:
-        return os.path.abspath(os.fspath(chosen))
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    name = hashlib.sha256(address.encode()).hexdigest()[:24]
-    return os.path.join(os.path.abspath(cache), "shardwright", name)
+        return os.path.abspath(os.fsdecode(chosen))
+    cache = cache_folder()
+    if cache is None or not is_writable(cache):
+        why = "HOME and passwd name no home" if cache is None else f"this user cannot write to '{cache}'"
+        raise ValueError(
+            f"checkpoints at '{address}' need a local folder, and {why}: pass local_directory=, or set XDG_CACHE_HOME"
+        )
+    return os.path.join(cache, hashlib.sha256(address.encode("utf-8", "surrogateescape")).hexdigest()[:24])
 
 
 def is_of_content(error: Exception) -> bool:

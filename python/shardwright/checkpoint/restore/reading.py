@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from ...optim.sharded import ShardedOptimizer
 from ...options.name_map import NameMap
 from ...parallel.agreement.optimizer_agreement import unlike_saved
 from .. import tree
+from ..joined import compressors_of, members_of
 from ..peers import whole_parameters
 from ..rows import TENSORS, has_rows, read_line, rows_of
 from ..slices import (
@@ -246,8 +247,8 @@ class Reader:
             wrong.append(
                 f"parameter groups of {[len(g) for g in theirs]} parameters in the checkpoint, of {[len(g) for g in ours]} here: {moved}"
             )
-        unlike = unlike_saved(users_optimizer(optimizer), body["groups"])
-        wrong += [unlike] if unlike is not None else []
+        unlike = [unlike_saved(users_optimizer(each), part["groups"]) for each, part in self._parts(body)]
+        wrong += [each for each in unlike if each is not None]
         self._raise_mismatch("optimizer", missing, left_over, wrong)
         stored, _ = stored_tensors(self.folder, "optimizer")
         wanted = tree.tensor_names([body["groups"], body["state"], body.get("further")])
@@ -329,9 +330,9 @@ class Reader:
         nodes: list[tuple[int, Any]] = []
         if self._own is not None:
             nodes.append((rank, [self._own["random"], self._own["buffers"], self._own["dataloader"]]))
-        if self._compression_state() is not None:
-            debtors = [rank] if self.keeps_compressor else self._debtors()
-            nodes += [(each, self._compressor_node(each)) for each in debtors]
+        for name, state in compressors_of(self.training.model).items():
+            debtors = [rank] if self.keeps_compressor else self._debtors(name, state)
+            nodes += [(each, self._compressor_node(each, name)) for each in debtors]
         found += [(stored, None) for each, node in nodes for stored in self._own_stored(each, node).values()]
         return list(self._filler.ranges(found))
 
@@ -425,7 +426,8 @@ class Reader:
                 self.folder.path, self.folder.world_size, world_size,
             )  # fmt: skip
         if everything:
-            self._apply_compressor(rank)
+            for name, state in compressors_of(self.training.model).items():
+                self._apply_compressor(rank, name, state)
         return tree.decode(self._state["extra"], tensors)
 
     def _is_sliced(self) -> bool:
@@ -475,10 +477,20 @@ class Reader:
             for name, entry in stored.items()
         ]
 
-    def _by_name(self) -> dict[str, tuple[torch.Tensor, dict[str, Any]]]:
-        """Map the name of each of the optimizer's parameters to (parameter, its group)."""
-        optimizer = self.training.optimizer
-        names = parameter_names(optimizer, self._found)
+    def _parts(self, body: Mapping[str, Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
+        """Yield each optimizer of the training with its part of `body`."""
+        first, members = 0, members_of(self.training.optimizer)
+        for each in members:
+            part = {**body, "groups": body["groups"][first : first + len(each.param_groups)]}
+            first += len(each.param_groups)
+            if len(members) > 1:
+                own = self._by_name(each)
+                part["state"] = {name: values for name, values in body["state"].items() if name in own}
+            yield each, part
+
+    def _by_name(self, optimizer: Any) -> dict[str, tuple[torch.Tensor, dict[str, Any]]]:
+        """Map the name of each of an optimizer's parameters to (parameter, its group)."""
+        names = parameter_names(self.training.optimizer, self._found)
         return {names[id(p)]: (p, group) for group in optimizer.param_groups for p in group["params"]}
 
     def _targets(self, body: Mapping[str, Any]) -> _Targets:
@@ -488,11 +500,20 @@ class Reader:
         return self._optimizer_targets
 
     def _make_targets(self, body: Mapping[str, Any]) -> _Targets:
-        """Choose the tensors that receive the optimizer's state."""
-        if isinstance(self.training.optimizer, ShardedOptimizer):
-            return self._sliced_targets(body, self.training.optimizer)
-        targets = _Targets({name: entry.empty() for name, entry in body["stored"].items()}, {})
-        live_state, by_name = self.training.optimizer.state, self._by_name()
+        """Choose the tensors that receive the optimizers' state."""
+        found = _Targets({}, {})
+        for optimizer, part in self._parts(body):
+            is_sliced = isinstance(optimizer, ShardedOptimizer)
+            made = (self._sliced_targets if is_sliced else self._whole_targets)(part, optimizer)
+            found = _Targets({**found.new, **made.new}, {**found.live, **made.live})
+        more = tree.tensor_names(body.get("further"))
+        return _Targets({**{name: body["stored"][name].empty() for name in more}, **found.new}, found.live)
+
+    def _whole_targets(self, body: Mapping[str, Any], optimizer: Any) -> _Targets:
+        """Choose the tensors of the current state that fit, and whole ones for the others."""
+        wanted = tree.tensor_names([body["groups"], body["state"]])
+        targets = _Targets({name: body["stored"][name].empty() for name in wanted}, {})
+        live_state, by_name = optimizer.state, self._by_name(optimizer)
         for parameter_name, values in body["state"].items():
             parameter, _ = by_name[parameter_name]
             for key, node in values.items():
@@ -507,7 +528,7 @@ class Reader:
 
     def _sliced_targets(self, body: Mapping[str, Any], optimizer: ShardedOptimizer) -> _Targets:
         """Choose this rank's slices, and whole tensors for entries that are not sliced."""
-        by_name = self._by_name()
+        by_name = self._by_name(optimizer)
         slices: dict[str, Any] = {}
         held = {n: v for n, v in body["state"].items() if optimizer.held_run(by_name[n][0]) is not None}
         for parameter_name, values in held.items():
@@ -542,10 +563,16 @@ class Reader:
         tensors = targets.tensors()
         if "further" in body:
             give_back(optimizer, tree.decode(body["further"], tensors))
-        by_name = self._by_name()
-        if isinstance(optimizer, ShardedOptimizer):
-            self._apply_sliced_optimizer(body, optimizer, targets, tensors)
-            return
+        for each, part in self._parts(body):
+            if isinstance(each, ShardedOptimizer):
+                self._apply_sliced_optimizer(part, each, targets, tensors)
+            else:
+                self._apply_whole_optimizer(part, each, tensors)
+
+    def _apply_whole_optimizer(
+        self, body: Mapping[str, Any], optimizer: Any, tensors: Mapping[str, torch.Tensor]
+    ) -> None:
+        by_name = self._by_name(optimizer)
         state = {}
         for parameter_name, values in body["state"].items():
             parameter, group = by_name[parameter_name]
@@ -567,7 +594,7 @@ class Reader:
         targets: _Targets,
         tensors: Mapping[str, torch.Tensor],
     ) -> None:
-        by_name = self._by_name()
+        by_name = self._by_name(optimizer)
         states = {}
         for parameter_name, values in body["state"].items():
             parameter, _ = by_name[parameter_name]
@@ -629,23 +656,21 @@ class Reader:
 
     def look_at_compressor(self, rank: int, world_size: int) -> bool:
         """Return True if this rank wrote its compressor state itself: same world size, same rank among the hosts."""
-        state = self._compression_state()
-        if state is None or self.folder.world_size != world_size:
+        states = compressors_of(self.training.model)
+        if not states or self.folder.world_size != world_size:
             return False
-        own = self._compressor_node(rank)
-        return own is None or (own["rank"], own["world_size"], own.get("split", "")) == (
-            *(state.exchange.rank, state.exchange.world_size, state.split),
+        nodes = {name: self._compressor_node(rank, name) for name in states}
+        return all(
+            own is None
+            or (own["rank"], own["world_size"], own.get("split", ""))
+            == (states[name].exchange.rank, states[name].exchange.world_size, states[name].split)
+            for name, own in nodes.items()
         )
 
-    def _compression_state(self) -> Any:
-        return getattr(getattr(self.training.model, "_orig_mod", self.training.model), "compression_state", None)
-
-    def _apply_compressor(self, rank: int) -> None:
-        """Restore the compressor's state: this rank's own or, in another world, an equal share of all ranks' error."""
-        state = self._compression_state()
-        if state is None:
-            return
-        found = [self._compressor_of(each) for each in ([rank] if self.keeps_compressor else self._debtors())]
+    def _apply_compressor(self, rank: int, name: str, state: Any) -> None:
+        """Restore a compressor's state: this rank's own or, in another world, an equal share of all ranks' error."""
+        debtors = [rank] if self.keeps_compressor else self._debtors(name, state)
+        found = [self._compressor_of(each, name) for each in debtors]
         known = [each for each in found if each is not None]
         ours = {"kind": state.kind, "settings": state.settings()}
         is_another = any(each[key] != ours[key] for each in known for key in ours)
@@ -661,23 +686,24 @@ class Reader:
             share = reshard_state(known, state.exchange.rank, state.exchange.world_size)
             state.load_state_dict(share if state.exchange.takes_part else {**share, "parameters": {}})
 
-    def _debtors(self) -> list[int]:
+    def _debtors(self, name: str, state: Any) -> list[int]:
         """Return the ranks that hold state of the same shards as this one: the lowest of each host."""
         places: dict[Any, int] = {}
         for each in range(self.folder.world_size):
-            node = self._compressor_node(each)
-            if node is not None and node.get("split", "") != self._compression_state().split:
+            node = self._compressor_node(each, name)
+            if node is not None and node.get("split", "") != state.split:
                 continue
             places.setdefault(None if node is None else node["rank"], each)
         return list(places.values())
 
-    def _compressor_node(self, rank: int) -> dict[str, Any] | None:
-        """Return the tree of a rank's compressor state, without its tensors."""
+    def _compressor_node(self, rank: int, name: str) -> dict[str, Any] | None:
+        """Return the tree of a rank's compressor state, of module `name` if there are several, without its tensors."""
         body = self._own_tree(rank)
-        return None if body is None else body.get("compressor")
+        found = None if body is None else body.get("compressor")
+        return found.get(name) if found is not None and name else found
 
-    def _compressor_of(self, rank: int) -> dict[str, Any] | None:
-        node = self._compressor_node(rank)
+    def _compressor_of(self, rank: int, name: str) -> dict[str, Any] | None:
+        node = self._compressor_node(rank, name)
         return None if node is None else tree.decode(node, self._own_tensors(rank, node))
 
 

@@ -22,6 +22,7 @@ import torch
 from ..._engine import CheckpointError, CheckpointPlan
 from ...checkpoint import tree
 from ..device_staging import DeviceStaging
+from ..joined import sharded_of, wrappers_of
 from ..slices import Boxes, Sliced, check_placements, is_dtensor, slice_of_dtensor
 from .composed import apart
 from .names import ModelTensors, check_savable, dtype_name, stored_shape
@@ -409,11 +410,14 @@ def stateful_tree(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> An
     """Encode the state of an object with state_dict(), of a list, tuple or dict of such, or a dict of plain values."""
     if value is None:
         return None
+    _check_whole(value, name)
     if hasattr(value, "state_dict"):
         return tree.encode(value.state_dict(), name, tensors)
     if isinstance(value, (list, tuple)):
         return [stateful_tree(item, f"{name}.{index}", tensors) for index, item in enumerate(value)]
     if isinstance(value, dict):
+        for key, item in value.items():
+            _check_whole(item, f"{name}.{key}")
         nodes = {
             key: stateful_tree(item, f"{name}.{key}", tensors)
             if hasattr(item, "state_dict")
@@ -424,6 +428,18 @@ def stateful_tree(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> An
     raise CheckpointError(
         f"{name} is a {type(value).__name__}: give an object with state_dict() and load_state_dict(), or a dict of plain values"
     )
+
+
+def _check_whole(value: Any, name: str) -> None:
+    """Raise CheckpointError for an optimizer or a wrapped module of which each rank holds slices."""
+    is_released = isinstance(value, torch.nn.Module) and any(
+        engine.releases_parameters for wrapper in wrappers_of(value) for engine in wrapper._engines()
+    )
+    if is_released or sharded_of(value):
+        raise CheckpointError(
+            f"{name} is {'a module' if is_released else 'an optimizer'} of which each rank holds slices: give all modules and all "
+            "optimizers in lists or dicts, such as Checkpointer(directory, [a, b], [optimizer_a, optimizer_b])"
+        )
 
 
 def holds_shards(value: Any) -> bool:

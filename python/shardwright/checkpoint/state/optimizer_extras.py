@@ -15,6 +15,7 @@ import torch
 from ..._engine import CheckpointError
 from ...optim.master_weights import MasterOptimizer
 from ...optim.sharded import ShardedOptimizer
+from ..joined import Optimizers
 from ..slices import is_dtensor
 
 _OF_TORCH = ("state", "param_groups")
@@ -49,6 +50,9 @@ def further_state(optimizer: Any) -> dict[str, Any]:
     CheckpointError
         An entry cannot be saved or restored. The message names the optimizer's class.
     """
+    if isinstance(optimizer, Optimizers):
+        of_each = {name: further_state(each) for name, each in optimizer.members.items()}
+        return {name: further for name, further in of_each.items() if further}
     wrapped, optimizer = optimizer, users_optimizer(optimizer)
     if not _tells_more(optimizer):
         return {}
@@ -85,6 +89,10 @@ def further_state(optimizer: Any) -> dict[str, Any]:
 
 def give_back(optimizer: Any, further: Mapping[str, Any]) -> None:
     """Pass the entries of further_state() to load_state_dict(), before `state` is filled."""
+    if isinstance(optimizer, Optimizers):
+        for name, of_it in further.items():
+            give_back(optimizer.members[name], of_it)
+        return
     optimizer.load_state_dict({**optimizer.state_dict(), **further})
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..master_weights import LOW, Masters, has_own_masters
+from ..master_weights import LOW, has_own_masters, masters_in_place
 
 
 class StateNames:
@@ -47,8 +47,7 @@ def with_state(optimizer: Any) -> Iterator[None]:
 def _of_first_step(optimizer: Any) -> dict[torch.Tensor, dict[str, Any]]:
     """Return the state of this rank's slices after a step of zeros on copies of them."""
     inner = optimizer._inner
-    own_masters = has_own_masters(inner)
-    store = inner.__dict__.pop("store", None) if own_masters else None
+    store = inner.__dict__.pop("store", None) if has_own_masters(inner) else None
     rates = [group.get("lr") for group in inner.param_groups]
     copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     try:
@@ -62,7 +61,7 @@ def _of_first_step(optimizer: Any) -> dict[torch.Tensor, dict[str, Any]]:
             for _, copy in copies.values():
                 copy.grad = torch.zeros_like(copy)
             masters = [copy for piece, copy in copies.values() if id(piece) in has_master and copy.dtype in LOW]
-            with Masters().in_place(inner, masters):
+            with masters_in_place(inner, masters):
                 inspect.unwrap(type(inner).step)(inner)  # skips the hooks and counts of a real step
         return {piece: dict(inner.state[copy]) for piece, copy in copies.values() if copy in inner.state}
     finally:
@@ -70,7 +69,5 @@ def _of_first_step(optimizer: Any) -> dict[torch.Tensor, dict[str, Any]]:
         for group, rate in zip(inner.param_groups, rates):
             if "lr" in group:
                 group["lr"] = rate
-        if own_masters:
-            inner._masters.forget_all()
         if store is not None:
             inner.store = store
