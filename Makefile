@@ -109,9 +109,11 @@ asan-quick: build
 
 asan: asan-quick
 	SW_TEST_LONG=1 $(BIN)/python -m pytest tests/test_fake_gpu.py -k asan $(PYTEST_ARGS)
+	SW_TEST_LONG=1 $(BIN)/python -m pytest tests/test_bindings_under_faults.py -k address $(PYTEST_ARGS)
 
 tsan: build
 	SW_TEST_LONG=1 $(BIN)/python -m pytest tests/test_csrc.py tests/test_fake_gpu.py -k tsan $(PYTEST_ARGS)
+	SW_TEST_LONG=1 $(BIN)/python -m pytest tests/test_bindings_under_faults.py -k thread $(PYTEST_ARGS)
 
 # A checkpoint's save cut at every system call, and by power loss: the long form
 crash: build

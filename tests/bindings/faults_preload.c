@@ -1,5 +1,6 @@
-/* faults_preload.c - preloaded into Python: lets the nth allocation of the thread that arms it fail, Python's
- * own included (PYTHONMALLOC=malloc). Thread rule: any; the count belongs to the calling thread. */
+/* faults_preload.c - preloaded into Python: lets the nth allocation of the thread that arms it
+ * fail, Python's own included (PYTHONMALLOC=malloc). Thread rule: any; the count belongs to the
+ * calling thread. */
 #include <errno.h>
 #include <stdbool.h>
 #include <stddef.h>
