@@ -37,7 +37,7 @@ from ..parallel.replica import Replica
 from ..torch_compat.autograd import unguarded
 from ..torch_compat.optimizers import on_meta, step_hooks
 from ..torch_compat.state_dicts import asked_by_torchs_functions
-from .forwarding import Forwarding, reads_only
+from .forwarding import Forwarding, WithoutReductions, reads_only
 from .master_weights import (
     LOW,
     as_kept,
@@ -364,16 +364,15 @@ class ShardedOptimizer(Forwarding):
 
         `stateful`: it may write to each parameter that has state, with or without a gradient.
         """
-        result: list[Any] = []
         with contextlib.ExitStack() as writing:
             for replica in self.replicas:
                 writing.enter_context(replica.access.writing())
-            failure = self._run_on_slices(lambda: result.append(call()), stateful=stateful)
+            result, failure = self._run_on_slices(call, stateful=stateful)
             outcomes = self._publish(failure is not None)  # after a failure too: slices stay equal
         self._count_writes(written)
         if outcomes is None or any(outcomes):
             self._tell(failure, name)
-        return result[0]
+        return result
 
     def _call(self, name: str, method: Callable[[], Any]) -> Any:
         """Call a method of the user's optimizer on this rank's slices and publish what it writes. Collective, unless
@@ -403,10 +402,13 @@ class ShardedOptimizer(Forwarding):
         self._consolidated = self._state_names = None
         had = [piece for piece in self._slices.values() if piece is not None and piece.grad is not None]
         cleared: list[bool] = []
+        cut = self.partition != "tensor" and self._replica.slicing.count > 1
+        shapes = {piece.shape for piece in self._slices.values() if piece is not None} if cut else set()
 
         def call() -> Any:
             try:
-                return method()
+                with WithoutReductions(name, shapes):
+                    return method()
             finally:
                 cleared.append(any(piece.grad is None for piece in had))
 
@@ -427,18 +429,18 @@ class ShardedOptimizer(Forwarding):
                     f"rank {rank}: the optimizer's {name} failed, so that some slices are as before it: {text.decode()}"
                 )
 
-    def _run_on_slices(self, call: Callable[[], Any], *, stateful: bool) -> Exception | None:
-        """Return an error of the call if the ranks can go on together after it."""
+    def _run_on_slices(self, call: Callable[[], Any], *, stateful: bool) -> tuple[Any, Exception | None]:
+        """Return the call's result; and its error, if the ranks can go on together after it."""
         comm = self._replica.group.comm
         try:
             for replica in self.replicas:
                 replica.parameters().take_writes()
             self._complete_gradients()
             with self._on_slices() as low, masters_in_place(self._inner, low, stateful=stateful):
-                call()
+                return call(), None
         except BaseException as error:
             if isinstance(error, Exception) and comm.is_alive:
-                return error
+                return None, error
             if comm.is_alive:  # the peers, which wait for this rank's slices, must get the error
                 comm.abort(f"the optimizer's step was broken off: {error!r}")
             raise
@@ -446,7 +448,6 @@ class ShardedOptimizer(Forwarding):
             for piece in self._slices.values():
                 if piece is not None:
                     piece.grad = None
-        return None
 
     def _count_writes(self, stepped: list[torch.Tensor]) -> None:
         for replica in self.replicas:
