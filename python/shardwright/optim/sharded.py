@@ -339,7 +339,6 @@ class ShardedOptimizer(Forwarding):
         """Step on this rank's slices and publish them. `states`: see state_of, for this optimizer's parameters.
         Collective.
         """
-        self._consolidated = self._state_names = None
         refusal: Exception | None = None
         try:
             self._replica.backend.refuse_capture("an optimizer's step")
@@ -353,7 +352,8 @@ class ShardedOptimizer(Forwarding):
             except (Error, NotImplementedError) as error:
                 refusal = error
         self._agree(refusal, states)
-        self.rounds_at_step = self._replica.reducer.stats()["rounds"]
+        rounds = self._replica.reducer.stats()["rounds"]
+        vars(self).update(_consolidated=None, _state_names=None, rounds_at_step=rounds)  # spares three __setattr__
         stepped = [parameter for parameter, state in states.items() if state != NO_GRADIENT]
         self._write_together(self._inner.step, "step", stepped, stateful=False)
 
