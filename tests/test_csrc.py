@@ -198,6 +198,10 @@ def test_c_program_exits_with_zero(test: Path, mode: Mode) -> None:
         "TSAN_OPTIONS": "halt_on_error=1",
     }
     done = subprocess.run(
-        [*mode.emulator, str(program)], capture_output=True, text=True, timeout=RUN_LIMIT_S, env={**os.environ, **options}
+        [*mode.emulator, str(program)],
+        capture_output=True,
+        text=True,
+        timeout=RUN_LIMIT_S,
+        env={**os.environ, **options},
     )
     assert done.returncode == 0, f"{program} ended with {done.returncode}\n{done.stdout[-4000:]}{done.stderr[-8000:]}"

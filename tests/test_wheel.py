@@ -215,8 +215,12 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output_of(sys.executable, "-m", "venv", str(folder / "venv"))
     programs = folder / "venv" / "bin"
     output_of(str(programs / "pip"), "install", "--no-deps", "--no-index", str(wheel))
-    site = Path(output_of(str(programs / "python"), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
-    packages = {path.parent for name in ("torch", "numpy") for path in ROOT.glob(f".venv/lib/python*/site-packages/{name}")}
+    site = Path(
+        output_of(str(programs / "python"), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
+    )
+    packages = {
+        path.parent for name in ("torch", "numpy") for path in ROOT.glob(f".venv/lib/python*/site-packages/{name}")
+    }
     packages |= {Path(each) for each in sys.path if Path(each, "torch").is_dir()}
     (site / "torchs.pth").write_text("\n".join(map(str, packages)) + "\n")
     # an editable install of this checkout must not answer in the place of the wheel
@@ -225,7 +229,13 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_an_installed_wheel_runs_the_readmes_program_and_the_doctor(installed: Path, tmp_path: Path) -> None:
     environment = {"PATH": f"{installed}:/usr/bin:/bin", "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    where = output_of(str(installed / "python"), "-c", "import shardwright; print(shardwright.__file__)", env=environment, cwd=tmp_path)
+    where = output_of(
+        str(installed / "python"),
+        "-c",
+        "import shardwright; print(shardwright.__file__)",
+        env=environment,
+        cwd=tmp_path,
+    )
     assert str(installed.parent) in where
     text = (ROOT / "README.md").read_text()
     program = next(part for part in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "sw.wrap(" in part)
@@ -233,14 +243,18 @@ def test_an_installed_wheel_runs_the_readmes_program_and_the_doctor(installed: P
     words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "program.py"]
     out = output_of(str(installed / "python"), *words, env=environment, cwd=tmp_path, timeout=300)
     assert len(set(re.findall(r"rank \d: (first weight .*)", out))) == 1 and out.count("first weight") == 2
-    found = subprocess.run([str(installed / "shardwright"), "doctor"], capture_output=True, text=True, env=environment, cwd=tmp_path)
+    found = subprocess.run(
+        [str(installed / "shardwright"), "doctor"], capture_output=True, text=True, env=environment, cwd=tmp_path
+    )
     assert found.returncode in (0, 1) and "torch" in found.stdout and "Traceback" not in found.stderr
 
 
 @pytest.mark.parametrize("python", sorted(PYTHONS), ids=lambda path: "%d.%d:" % PYTHONS[path][0] + path)
 def test_the_wheel_installs_on_each_python_and_plans_without_torch(python: str, wheel: Path, tmp_path: Path) -> None:
     site = tmp_path / "site"
-    output_of(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(site), str(wheel))
+    output_of(
+        sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(site), str(wheel)
+    )
     words = ["plan", "--layers", "2", "--width", "64", "--vocabulary", "100", "--memory", "1GB", "--json"]
     start = "import sys; from shardwright.cli import main; sys.exit(main(sys.argv[1:]))"
     environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(site)}

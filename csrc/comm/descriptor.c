@@ -70,10 +70,14 @@ sw_status sw_descriptor_disagree(uint32_t ticket, int first_rank, const sw_descr
     char one[224], two[224];
     sw_descriptor_describe(first, one, sizeof one);
     sw_descriptor_describe(other, two, sizeof two);
+    bool are_apart = first->round != other->round || first->step != other->step;
     return sw_error_set(
         err, SW_E_MISMATCH, other_rank,
-        "ranks disagree on collective %u: rank %d came with %s; rank %d came with %s", ticket,
-        first_rank, one, other_rank, two);
+        "ranks disagree on collective %u: rank %d came with %s; rank %d came with %s%s", ticket,
+        first_rank, one, other_rank, two,
+        are_apart ? ": call backward() and optimizer.step() on every rank or on none, by a flag "
+                    "that is all-reduced"
+                  : "");
 }
 
 sw_status sw_op_check(const sw_op *op, int world_size, sw_error *err)

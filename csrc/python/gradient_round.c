@@ -317,13 +317,22 @@ static int publish(reducer_object *self)
     return sw_py_gradient_restore(self);
 }
 
-/* Ends a round: raises on all ranks if optimizers stepped with different hyperparameters. */
-static int compare_steps(reducer_object *self)
+/* Ends a round: raises on all ranks if optimizers stepped with different hyperparameters; tells all
+ * ranks if they ran different numbers of forwards. */
+static int compare_ranks(reducer_object *self)
 {
-    bool unlike = !self->gpu && sw_reducer_take_unlike_steps(self->reducer);
-    if (!unlike || self->unlike == Py_None)
+    const sw_forward_counts *counts = sw_reducer_forward_counts(self->reducer);
+    uint32_t step, rounds;
+    if (self->gpu || self->unlike == Py_None)
         return 0;
-    return reducer_called(PyObject_CallFunctionObjArgs(self->unlike, NULL));
+    if (sw_reducer_take_unlike_steps(self->reducer))
+        return reducer_called(PyObject_CallFunctionObjArgs(self->unlike, NULL));
+    if (counts->most == counts->fewest)
+        return 0;
+    sw_reducer_position(self->reducer, &step, &rounds);
+    return reducer_called(PyObject_CallFunction(self->unlike, "iIiIII", counts->most_rank,
+                                                counts->most, counts->fewest_rank, counts->fewest,
+                                                rounds, step + 1));
 }
 
 /* Notes the digest that ranks must agree on besides their steps. */
@@ -453,7 +462,7 @@ static int finish_round(reducer_object *self)
         failed = send_rest(self) < 0 || wait_traced(self) < 0 || finish_sent(self) < 0;
         reducer_leave(self);
     }
-    return failed || publish(self) < 0 ? -1 : compare_steps(self);
+    return failed || publish(self) < 0 ? -1 : compare_ranks(self);
 }
 
 static int abandon(reducer_object *self)
@@ -488,8 +497,10 @@ PyObject *sw_py_round_forward(PyObject *op, PyObject *synchronised)
     self->announced_task = NO_TASK;
     if (sw_reducer_state(self->reducer) != SW_ROUND_CLOSED && abandon(self) < 0)
         return NULL;
-    if (sync)
+    if (sync) {
         self->pending_forward = true;
+        sw_reducer_count_forward(self->reducer);
+    }
     Py_RETURN_NONE;
 }
 
@@ -707,7 +718,7 @@ static int shadow_on_host(reducer_object *self)
         return -1;
     if (self->bucket_callback && run_callbacks(self, false) < 0)
         return -1;
-    return compare_steps(self);
+    return compare_ranks(self);
 }
 
 PyObject *sw_py_round_shadow(PyObject *op, PyObject *args)

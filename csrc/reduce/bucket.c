@@ -122,6 +122,7 @@ void sw_bucket_write_tail(host_bucket *b)
     t->abandoned = reducer->abandoned;
     t->handed_over = b->common->state == BUCKET_HANDED_OVER;
     t->stepped = reducer->stepped;
+    t->forwards = reducer->round_forwards;
     for (size_t i = 0; reducer->contributes && i < shape->count; ++i) {
         const param_state *state = &reducer->params[reducer->layout.order[shape->first + i]];
         t->bits[i / 32] |= (uint32_t)state->used << (i % 32);

@@ -179,29 +179,36 @@ static sw_status host_poll(sw_reducer *reducer, sw_error *err)
 
 /* ---- its end ---- */
 
-/* Return true if contributing ranks have noted different steps, by the first bucket's tails. */
-static bool stepped_unlike(const host_rounds *host)
+/* Compare the steps and forwards of contributing ranks, by the first bucket's tails. */
+static void compare_ranks(host_rounds *host)
 {
+    sw_forward_counts *counts = &host->base.forward_counts;
     const tail *first = NULL;
     size_t i = 0;
+    host->base.stepped_unlike = false;
     while (i < host->base.layout.bucket_count && !host->base.buckets[i].takes_part)
         ++i;
     for (int r = 0; i < host->base.layout.bucket_count && r < host->comm->world_size; ++r) {
         const tail *t = sw_bucket_tail(&host->buckets[i], r);
         if (!t->contributes)
             continue;
-        if (first && first->stepped != t->stepped)
-            return true;
+        int name = sw_comm_name(host->comm, r);
+        if (!first)
+            *counts = (sw_forward_counts){name, name, t->forwards, t->forwards};
+        if (t->forwards > counts->most)
+            counts->most = t->forwards, counts->most_rank = name;
+        if (t->forwards < counts->fewest)
+            counts->fewest = t->forwards, counts->fewest_rank = name;
+        host->base.stepped_unlike |= first && first->stepped != t->stepped;
         first = t;
     }
-    return false;
 }
 
 /* Spread the buckets' use bits to the parameters. */
 static void collect(host_rounds *host)
 {
     sw_reducer *base = &host->base;
-    base->stepped_unlike = stepped_unlike(host);
+    compare_ranks(host);
     for (size_t i = 0; i < base->layout.bucket_count; ++i) {
         const sw_layout_bucket *shape = &base->layout.bucket[i];
         for (size_t k = 0; k < shape->count; ++k)

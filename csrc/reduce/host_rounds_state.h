@@ -3,9 +3,9 @@
  *
  * A bucket's *tail* travels with its data. It says whether the rank contributes, whether it
  * abandoned the round, and whether a hook has the bucket already. It also has a digest of the
- * hyperparameters of the rank's steps, and two bits for each parameter. There are two tails, by the
- * round's parity: a rank may post the next round while a peer still reads this one's tail, but not
- * the round after, which needs the peer's `done`.
+ * hyperparameters of the rank's steps, the count of its forwards, and two bits for each parameter.
+ * There are two tails, by the round's parity: a rank may post the next round while a peer still
+ * reads this one's tail, but not the round after, which needs the peer's `done`.
  *
  * Thread rule: as reducer.h. */
 #ifndef SW_REDUCE_HOST_ROUNDS_STATE_H
@@ -14,9 +14,10 @@
 #include "reduce/reducer_state.h"
 
 typedef struct tail {
-    uint32_t contributes, abandoned;
+    uint16_t contributes, abandoned;
     uint32_t handed_over; /* to a hook, before the end of the backward */
     uint32_t stepped;     /* digest of the steps of the rank's optimizers */
+    uint32_t forwards;    /* see sw_forward_counts */
     uint32_t bits[]; /* use bits of the bucket's parameters, in memory order; then standing bits */
 } tail;
 

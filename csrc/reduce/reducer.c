@@ -137,7 +137,7 @@ void sw_reducer_count_step(sw_reducer *reducer)
 void sw_reducer_forget_steps(sw_reducer *reducer)
 {
     reducer->step = 0;
-    reducer->rounds = 0;
+    reducer->rounds = reducer->forwards = 0;
     reducer->stepped = reducer->noted = reducer->notes = reducer->history = 0;
 }
 
@@ -162,6 +162,22 @@ bool sw_reducer_take_unlike_steps(sw_reducer *reducer)
     if (unlike)
         reducer->stepped = 0;
     return unlike;
+}
+
+void sw_reducer_count_forward(sw_reducer *reducer)
+{
+    reducer->forwards++;
+}
+
+const sw_forward_counts *sw_reducer_forward_counts(const sw_reducer *reducer)
+{
+    return &reducer->forward_counts;
+}
+
+void sw_reducer_position(const sw_reducer *reducer, uint32_t *step, uint32_t *rounds)
+{
+    *step = reducer->step;
+    *rounds = reducer->rounds;
 }
 
 void sw_reducer_set_digest(sw_reducer *reducer, uint32_t digest)
@@ -268,6 +284,8 @@ sw_status sw_reducer_open(sw_reducer *reducer, int64_t task, bool synchronised, 
         return SW_OK;
     count_noted(reducer);
     reducer->rounds++;
+    reducer->round_forwards = reducer->forwards;
+    reducer->forwards = 0;
     reducer->unplaced_bytes = 0;
     reducer->stats.unplaced_bytes_peak = 0;
     reducer->met = false;

@@ -158,6 +158,20 @@ void sw_reducer_note_step(sw_reducer *reducer, uint32_t digest);
  * Returned once; the comparison then starts again. */
 bool sw_reducer_take_unlike_steps(sw_reducer *reducer);
 
+/* Extremes of the forwards that contributing ranks have counted between two rounds, equal on every
+ * rank. A rank that skips a backward has counted one more in its next round. */
+typedef struct sw_forward_counts {
+    int most_rank, fewest_rank; /* the lowest such ranks */
+    uint32_t most, fewest;
+} sw_forward_counts;
+
+/* Count a forward that synchronises. */
+void sw_reducer_count_forward(sw_reducer *reducer);
+/* After a round: return its counts. They are zeros on a GPU, where no rank sees those of others. */
+const sw_forward_counts *sw_reducer_forward_counts(const sw_reducer *reducer);
+/* Return the steps counted, and the rounds opened since the last one. */
+void sw_reducer_position(const sw_reducer *reducer, uint32_t *step, uint32_t *rounds);
+
 /* Open a round for graph task `task`. The state must be CLOSED. */
 SW_MUST_USE sw_status sw_reducer_open(sw_reducer *reducer, int64_t task, bool synchronised,
                                       sw_error *err);

@@ -105,7 +105,9 @@ struct sw_reducer {
     uint32_t stepped;      /* digest of all steps since ranks last were at equal steps */
     uint32_t noted, notes; /* sum and count of steps since the last round, mixed into its digest */
     bool stepped_unlike;   /* see sw_reducer_take_unlike_steps */
-    uint32_t marks;        /* gradients taken, for regular polls */
+    uint32_t forwards, round_forwards; /* counted since the last round; before this one */
+    sw_forward_counts forward_counts;  /* of the last round */
+    uint32_t marks;                    /* gradients taken, for regular polls */
     bool contributes, abandoned, divide_by_active;
     bool last_round_failed; /* see sw_reducer_last_round_failed */
     bool met;               /* use bits of this or the last round were exchanged for a hook */

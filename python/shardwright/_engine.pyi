@@ -717,7 +717,7 @@ class Reducer:
         renew: Callable[[int], None],
         task_id: Callable[[], int],
         layouts: list[torch.Tensor] | None,
-        unlike: Callable[[], None] | None = None,
+        unlike: Callable[..., None] | None = None,
         describe: Callable[[], str] | None = None,
         stream: Callable[[], int] | None = None,
     ) -> None:
@@ -729,7 +729,8 @@ class Reducer:
         backward synchronises. `renew(i)` replaces views[i], before it is overwritten, when somebody else holds it: the
         old one must keep its values. `task_id()` is torch's current graph task id. `layouts[i]`, if sliced, has the strides
         that gradients have, where the parameter itself does not always (it may be released). `unlike()` is called on every rank
-        after a round in which ranks had noted different steps; it raises.
+        after a round in which ranks had noted different steps; it raises. After a round with different numbers of forwards
+        before it, it is called with (rank, forwards) of the most and of the fewest, the backward's number, and the step's.
         """
     def watch_hooks(self, index: int, table: dict[int, Any], /) -> None:
         """`table` is where torch keeps the gradient hooks of a parameter, ours the last of them. Once there are more, the

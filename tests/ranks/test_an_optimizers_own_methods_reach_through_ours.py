@@ -98,6 +98,37 @@ def test_names_are_as_on_the_users_optimizer(rank, world_size, options):
         optimizer.fail()
 
 
+class Ascending(torch.optim.SGD):
+    """SGD with the first step of SAM, which takes a norm over all tensors."""
+
+    @torch.no_grad()
+    def first_step(self):
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in parameters]).norm()
+        for p in parameters:
+            p.add_(p.grad / norm)
+
+
+@pytest.mark.parametrize("options", STAGES[:5], ids=str)
+@on_every_rank()
+def test_a_method_that_takes_a_norm_of_slices_raises(rank, world_size, options):
+    torch.manual_seed(0)
+    module = Mlp()
+    model, optimizer = sw.wrap(module, Ascending(module.parameters(), lr=0.1), **options)
+    model(batch(rank, 6, 7)).square().mean().backward()
+    if options["zero"] and world_size > 1:
+        before = whole(model)
+        with pytest.raises(sw.Error, match="of a slice.*use zero=0 for this optimizer"):
+            optimizer.first_step()
+        assert all(torch.equal(a, b) for a, b in zip(before, whole(model)))
+    else:
+        optimizer.first_step()
+    optimizer.zero_grad()
+    model(batch(rank, 6, 7)).square().mean().backward()
+    optimizer.step()
+    assert same_everywhere(whole(model))
+
+
 class Centres(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -106,7 +137,7 @@ class Centres(torch.nn.Module):
 
 @pytest.mark.parametrize("averages", [False, True])
 @on_every_rank()
-def test_a_parameter_that_nobody_averages_is_named(rank, world_size, averages):
+def test_a_parameter_that_no_wrapper_averages_is_named(rank, world_size, averages):
     torch.manual_seed(0)
     module, loss = Mlp(), Centres()
     model, optimizer = sw.wrap(module, torch.optim.SGD([*module.parameters(), *loss.parameters()], lr=0.1))

@@ -10,17 +10,24 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Forwarding", "reads_only"]
+from .._engine import Error
+
+__all__ = ["Forwarding", "WithoutReductions", "reads_only"]
 
 #: GradScaler hands unscaling over to an optimizer that has these; our optimizers unscale before they step
 _WITHHELD = frozenset(("grad_scale", "found_inf"))
 #: beginnings of names of methods that only read
 _READING = ("get", "is_", "has_", "supports_")
+#: torch's operations whose result depends on a whole tensor
+_REDUCING = frozenset(
+    ("_foreach_norm", "amax", "amin", "dot", "linalg_vector_norm", "max", "mean", "min", "norm", "std", "sum", "var")
+)
 
 
 def reads_only(name: str) -> bool:
@@ -30,6 +37,26 @@ def reads_only(name: str) -> bool:
 
 def _is_forwarded(name: str) -> bool:
     return not name.startswith("_") and name not in _WITHHELD
+
+
+class WithoutReductions(TorchDispatchMode):
+    """A context in which a method named `name` may not reduce a slice, of one of `shapes`, to a number of this rank alone."""
+
+    def __init__(self, name: str, shapes: Collection[torch.Size]) -> None:
+        super().__init__()
+        self._name, self._shapes = name, shapes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation; raise Error for a reduction of a slice."""
+        operation = func.overloadpacket.__name__
+        if self._shapes and operation in _REDUCING:
+            given = args[0] if isinstance(args[0], (list, tuple)) else args[:1]
+            if any(each.numel() > 1 and each.shape in self._shapes for each in given):
+                raise Error(
+                    f"optimizer.{self._name}() takes {operation} of a slice, a number of this rank alone where that of a "
+                    "whole tensor is meant (as in SAM): use zero=0 for this optimizer"
+                )
+        return func(*args, **(kwargs or {}))
 
 
 class Forwarding(torch.optim.Optimizer):

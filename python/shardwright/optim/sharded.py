@@ -39,7 +39,7 @@ from ..parallel.replica import Replica
 from ..torch_compat.autograd import unguarded
 from ..torch_compat.optimizers import on_meta, step_hooks
 from ..torch_compat.state_dicts import asked_by_torchs_functions
-from .forwarding import Forwarding, reads_only
+from .forwarding import Forwarding, WithoutReductions, reads_only
 from .master_weights import (
     LOW,
     as_kept,
@@ -338,10 +338,7 @@ class ShardedOptimizer(Forwarding):
     def _step_together(
         self, gradient_of: Callable[[int], torch.Tensor | None], states: Mapping[torch.Tensor, int]
     ) -> None:
-        """Step on this rank's slices and publish them. `states`: see state_of, for this optimizer's parameters.
-        Collective.
-        """
-        self._consolidated = self._state_names = None
+        """Step on this rank's slices and publish them, collectively. `states`: see state_of, for its own parameters."""
         refusal: Exception | None = None
         try:
             self._replica.backend.refuse_capture("an optimizer's step")
@@ -356,7 +353,8 @@ class ShardedOptimizer(Forwarding):
                 refusal = error
         with self._announced_to_forks():
             self._agree(refusal, states)
-            self.rounds_at_step = self._replica.reducer.stats()["rounds"]
+            rounds = self._replica.reducer.stats()["rounds"]
+            vars(self).update(_consolidated=None, _state_names=None, rounds_at_step=rounds)  # spares three __setattr__
             stepped = [parameter for parameter, state in states.items() if state != NO_GRADIENT]
             self._write_together(self._inner.step, "step", stepped, stateful=False)
 
@@ -374,16 +372,15 @@ class ShardedOptimizer(Forwarding):
 
         `stateful`: it may write to each parameter that has state, with or without a gradient.
         """
-        result: list[Any] = []
         with contextlib.ExitStack() as writing:
             for replica in self.replicas:
                 writing.enter_context(replica.access.writing())
-            failure = self._run_on_slices(lambda: result.append(call()), stateful=stateful)
+            result, failure = self._run_on_slices(call, stateful=stateful)
             outcomes = self._publish(failure is not None)  # after a failure too: slices stay equal
         self._count_writes(written)
         if outcomes is None or any(outcomes):
             self._tell(failure, name)
-        return result[0]
+        return result
 
     def _call(self, name: str, method: Callable[[], Any]) -> Any:
         """Call a method of the user's optimizer on this rank's slices and publish what it writes. Collective, unless
@@ -406,6 +403,14 @@ class ShardedOptimizer(Forwarding):
         except (Error, NotImplementedError) as error:
             refusal = refusal or error
         label = f"optimizer.{name}()"
+        cut = self.partition != "tensor" and self._replica.slicing.count > 1
+        shapes = {piece.shape for piece in self._slices.values() if piece is not None} if cut else set()
+
+        def call() -> tuple[Any, bool]:
+            with WithoutReductions(name, shapes):
+                result = method()
+            return result, any(piece.grad is None for piece in had)
+
         with self._announced_to_forks():
             try:
                 agree(self._replica.group.comm.all_gather_bytes, [("it", [], {"method": name})], refusal, label)
@@ -414,9 +419,7 @@ class ShardedOptimizer(Forwarding):
             self._consolidated = self._state_names = None
             had = [piece for piece in self._slices.values() if piece is not None and piece.grad is not None]
             written = [parameter for group in self.param_groups for parameter in group["params"]]
-            result, clears = self._write_together(
-                lambda: (method(), any(piece.grad is None for piece in had)), name, written, stateful=True
-            )
+            result, clears = self._write_together(call, name, written, stateful=True)
         if clears:  # as zero_grad() of whole parameters does
             self.zero_grad()
         return result
@@ -433,18 +436,18 @@ class ShardedOptimizer(Forwarding):
                     f"rank {rank}: the optimizer's {name} failed, so that some slices are as before it: {text.decode()}"
                 )
 
-    def _run_on_slices(self, call: Callable[[], Any], *, stateful: bool) -> Exception | None:
-        """Return an error of the call if the ranks can go on together after it."""
+    def _run_on_slices(self, call: Callable[[], Any], *, stateful: bool) -> tuple[Any, Exception | None]:
+        """Return the call's result; and its error, if the ranks can go on together after it."""
         comm = self._replica.group.comm
         try:
             for replica in self.replicas:
                 replica.parameters().take_writes()
             self._complete_gradients()
             with self._on_slices() as low, masters_in_place(self._inner, low, stateful=stateful):
-                call()
+                return call(), None
         except BaseException as error:
             if isinstance(error, Exception) and comm.is_alive:
-                return error
+                return None, error
             if comm.is_alive:  # the peers, which wait for this rank's slices, must get the error
                 comm.abort(f"the optimizer's step was broken off: {error!r}")
             raise
@@ -452,7 +455,6 @@ class ShardedOptimizer(Forwarding):
             for piece in self._slices.values():
                 if piece is not None:
                     piece.grad = None
-        return None
 
     def _count_writes(self, stepped: list[torch.Tensor]) -> None:
         for replica in self.replicas:

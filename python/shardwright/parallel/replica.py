@@ -162,7 +162,7 @@ class Replica:
         self.access = ParameterAccess(self._storage, self.table, group, self.slicing, options.write_guard, self.label)
         self.rounds = Rounds(self.table, self.reducer, self.label, zero)
         self.forwards = ForwardWatch(group.rank, group.world_size, self.label)
-        self.steppers = Steppers(group)
+        self.steppers = Steppers(group, self.label)
         self._unaveraged = UnaveragedCheck(self.label, _is_of_a_wrapped_module)
         try:
             self._attach(synchronises, before)
@@ -252,7 +252,7 @@ class Replica:
             renew=_weakly(gradients.renew_view),
             task_id=_hooks.graph_task_id,
             layouts=self._storage.layouts(),
-            unlike=_weakly(steppers.explain),
+            unlike=_weakly(steppers.compare),
             describe=_weakly(steppers.describe, ""),
         )
         self._handles: list[Any] = []

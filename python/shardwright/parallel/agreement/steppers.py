@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,14 @@ from ...comm.process_group import HostGroup
 from ...comm.stop_request import StopRequest
 from .optimizer_agreement import StepNotes, unlike_before
 
+_logger = logging.getLogger("shardwright")
+_UNEVEN = (
+    "rank %d ran %d forwards of %s before its backward %d of step %d, and rank %d ran %d: a rank that skips backward() and "
+    "optimizer.step() alone (a NaN in its loss) is one batch behind from then on, averages mix batches, and the run ends with "
+    "ranks that wait. Skip a batch on every rank or on none, by a flag that is all-reduced; run a forward without a backward "
+    "under torch.no_grad(). This is logged once"
+)
+
 
 class Steppers:
     """The optimizers of one module, held weakly, and their last stepped hyperparameters.
@@ -20,10 +29,13 @@ class Steppers:
     Parameters
     ----------
     group : HostGroup
+    label : str
+        The module's class.
     """
 
-    def __init__(self, group: HostGroup) -> None:
-        self._group = group
+    def __init__(self, group: HostGroup, label: str) -> None:
+        self._group, self._label = group, label
+        self._warns_of_forwards = True
         self._sliced: list[weakref.ref[torch.optim.Optimizer]] = []
         self._plain: list[weakref.ref[torch.optim.Optimizer]] = []
         self._rounds_at_step: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -70,8 +82,22 @@ class Steppers:
         self.has_joined = False
         self._notes.forget()
 
-    def explain(self) -> None:
-        """Raise an error that names the parameters, or the hyperparameters, that differ between ranks. Collective."""
+    def compare(self, *forwards: int) -> None:
+        """Raise an error that names the parameters, or the hyperparameters, that differ between ranks. Collective.
+
+        With `forwards` (see Reducer.attach), log once that ranks ran different numbers of forwards: a legal program can.
+        """
+        if forwards:
+            self._warn_of(*forwards)
+        else:
+            self._explain()
+
+    def _warn_of(self, most_rank: int, most: int, fewest_rank: int, fewest: int, backward: int, step: int) -> None:
+        if self._warns_of_forwards:
+            self._warns_of_forwards = False
+            _logger.warning(_UNEVEN, most_rank, most, self._label, backward, step, fewest_rank, fewest)
+
+    def _explain(self) -> None:
         gather = self._group.comm.all_gather_bytes
         is_request = self.stop is not None and self.stop.explains(gather)
         self._notes.explain(gather, contributes=not self.has_joined)
