@@ -200,7 +200,9 @@ static void destroy(sw_comm *comm)
 
 static sw_status forked(sw_comm *comm, sw_error *err)
 {
-    sw_comm *inside = ((sw_hier *)comm)->inside;
+    sw_hier *hier = (sw_hier *)comm;
+    sw_comm *inside = hier->inside;
+    pthread_mutex_init(&hier->lock, NULL); /* the carrier's thread may have held it */
     return inside->ops->forked ? inside->ops->forked(inside, err) : SW_OK;
 }
 

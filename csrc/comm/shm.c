@@ -175,18 +175,16 @@ undo:
     return status;
 }
 
-/* Map the parent's pages copy-on-write for the parts that hold tensors: this rank's and the lowest
- * rank's. Only the engine accesses the other parts, and only in the parent. */
+/* Map the parent's pages copy-on-write, so that the child's writes stay its own. A page that it has
+ * not written still shows what the ranks write later (sw_memory_own). */
 static sw_status forked(sw_comm *comm, sw_error *err)
 {
     shm_comm *shm = (shm_comm *)comm;
     sw_status status = SW_OK;
     sw_error reason;
     for (shm_arena *each = shm->arenas; each; each = each->next) {
-        const int kept[] = {0, comm->rank};
-        for (int k = comm->rank == 0; k < 2 && each->fd >= 0 && status == SW_OK; ++k)
-            status = sw_memory_remap(each->arena.base[kept[k]], each->arena.size_bytes, each->fd,
-                                     (size_t)kept[k] * each->stride_bytes, false, err);
+        if (each->fd >= 0 && status == SW_OK)
+            status = sw_memory_remap(each->whole, each->whole_bytes, each->fd, 0, false, err);
         sw_socket_close(&each->fd);
     }
     pthread_mutex_init(&shm->listing, NULL); /* one of the parent's threads may have held it */

@@ -1,5 +1,6 @@
-/* fork.c - a forked child's copies of the communicators: it keeps the bytes that their memory
- * shows, and later writes stay private to it. */
+/* fork.c - a forked child's copies of the communicators: its writes stay private to it, and
+ * own_pages() makes the bytes its own that it reads. */
+#include "platform/memory.h"
 #include "python/engine.h"
 
 void sw_py_comm_link(engine_state *state, comm_object *self)
@@ -31,10 +32,28 @@ static PyObject *forked(PyObject *module, PyObject *unused)
     Py_RETURN_NONE;
 }
 
+static PyObject *own_pages(PyObject *module, PyObject *args)
+{
+    Py_ssize_t address, nbytes;
+    sw_status status;
+    sw_error err;
+    if (!PyArg_ParseTuple(args, "nn:own_pages", &address, &nbytes))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    status = sw_memory_own((uint8_t *)address, (size_t)nbytes, &err);
+    Py_END_ALLOW_THREADS
+    if (status != SW_OK)
+        return sw_py_raise(PyModule_GetState(module), &err, NULL);
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef fork_functions[] = {
     {"forked", forked, METH_NOARGS,
      "forked($module, /)\n--\n\n"
      "Make a forked child's writes private. Call it there before anything else."},
+    {"own_pages", own_pages, METH_VARARGS,
+     "own_pages($module, address, nbytes, /)\n--\n\n"
+     "In a forked child, replace inherited pages by private ones with the same contents."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -62,6 +62,9 @@ def tensor_places(tensors: list[Any], /) -> bytes | None:
 def host_limits() -> dict[str, Any]:
     """memory_max_bytes, memory_current_bytes, fsize_bytes, nofile (None where unlimited or unknown)."""
 
+def own_pages(address: int, nbytes: int, /) -> None:
+    """In a forked child, replace inherited pages by private ones with the same contents."""
+
 def forked() -> None:
     """To be called first in a forked child: what it writes to memory of ranks from then on stays its own."""
 

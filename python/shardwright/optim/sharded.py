@@ -354,9 +354,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self._replica.check.refuse(self, gradients, [each.model_ranks for each in self.replicas], refusal)
             except (Error, NotImplementedError) as error:
                 refusal = error
-        self._agree(refusal, states)
-        self.rounds_at_step = self._replica.reducer.stats()["rounds"]
         with contextlib.ExitStack() as writing:
+            for replica in self.replicas:  # a peer writes as soon as it has agreed
+                if replica.access.forks is not None:
+                    writing.enter_context(replica.access.forks)
+            self._agree(refusal, states)
+            self.rounds_at_step = self._replica.reducer.stats()["rounds"]
             for replica in self.replicas:
                 writing.enter_context(replica.access.writing())
             failure = self._step_on_slices()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,7 +36,9 @@ class PortableWrapper(torch.nn.Module):
     """The base of a wrapper that can be copied and pickled, and whose state dict is torch's."""
 
     module: torch.nn.Module
+    parameters_to_ignore: set[str]
     _options: Any
+    _taken: Sequence[str]
     _zero: int
     _engines: Callable[[], list[Any]]
     _reset_engine: Callable[[], None]

@@ -158,7 +158,7 @@ class Replica:
             group.comm.barrier(f"the memory of the wrapped {self.label}")
         #: called before each forward: keeps parameters whole in all of the user's hooks, including later ones
         self.arrange_hooks = self._storage.hook_arranger()
-        self.access = ParameterAccess(self._storage, self.table, group, self.slicing, options.write_guard)
+        self.access = ParameterAccess(self._storage, self.table, group, self.slicing, options.write_guard, self.label)
         self.rounds = Rounds(self.table, self.reducer, self.label, zero)
         self.forwards = ForwardWatch(group.rank, group.world_size, self.label)
         self.steppers = Steppers(group)
@@ -356,6 +356,8 @@ class Replica:
         """Prepare for a forward with gradients. Raise Error if the module is no longer the one that was wrapped."""
         self._end_failed_load()
         self.forwards.begin()
+        if self.access.forks is not None:
+            self.access.forks.before_forward()
         self.gradients.closed_without_backward = False
         drift = self._check_drift()
         if self.access.guard is not None:
@@ -441,7 +443,7 @@ class Replica:
             return
         self.is_writing += 1
         try:
-            with self.access.writing(), self._storage.writable():
+            with self.access.changing(), self.access.writing(), self._storage.writable():
                 yield
         finally:
             self.is_writing -= 1

@@ -61,6 +61,8 @@ class UnitMemory(ReleasedParameters):
     the outermost unit and the largest other one are kept between uses.
     """
 
+    is_mapped = True
+
     def __init__(self, backend: Backend, reducer: Reducer, request: Request, *, coded: bool = False) -> None:
         group, table, plans, label = backend.group, request.table, request.plans, request.label
         slicing = request.slicing
@@ -373,6 +375,9 @@ class UnitMemory(ReleasedParameters):
     def bytes_held(self) -> int:
         """Return the bytes of this rank's slices, or of the host's copy of all."""
         return self._part_bytes
+
+    def mapped(self) -> list[tuple[int, int]]:
+        return self.schedule.mapped()
 
     def plan(self) -> dict[str, Any]:
         return {**super().plan(), **({} if self._codes is None else {"gather": "int8"})}

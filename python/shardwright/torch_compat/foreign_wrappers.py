@@ -137,6 +137,6 @@ def _before_child(outer: torch.nn.Module, name: str, child: torch.nn.Module | No
         return  # it only calls the module
     key = _registry_key()
     for each in child.modules():
-        registry = each.__dict__.get(key)
+        registry = each.__dict__.get(key or "")
         if isinstance(registry, _Registry):
             registry.refuse(f"torch's {type(outer).__name__}")

@@ -164,6 +164,9 @@ class HostBuckets:
         shape = list(like.shape)
         return engine_tensor(self._arena.tensor(first, dtype_name(dtype), shape, strides and list(strides), self._home))
 
+    def mapped(self) -> list[tuple[int, int]]:
+        return [] if self._arena is None else [(self.words().data_ptr(), self._arena.nbytes)]
+
     def words(self) -> torch.Tensor:
         """Return all of the memory as words of 4 bytes."""
         if self._arena is None:
