@@ -292,7 +292,7 @@ class Checkpoints:
     """Stands for `sw.Checkpointer`."""
 
     def __init__(self, package: Package, path: str, model: Any, optimizer: Any) -> None:
-        self._package, self._given, self._path, self._began = package, (model, optimizer), path, False
+        self._package, self._given, self._path = package, (model, optimizer), path
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -301,8 +301,7 @@ class Checkpoints:
         pass
 
     def save(self, step: int, *, every_s: float) -> bool:
-        self._began, was = True, self._began
-        if was and every_s < 1:
+        if every_s < 1:
             self._newest = step + 1
             self._package.save(self._path, *self._given)
             return True

@@ -109,7 +109,7 @@ class Averaging(torch.optim.SGD):
 OPTIONS = ("", "bucket_cap_mb=0.001", 'transport="staged"')
 
 HEADER = """\
-import contextlib, copy, io, os, select
+import contextlib, copy, io, os, select, shutil
 import torch
 from torch import nn
 
