@@ -148,6 +148,11 @@ sw_status sw_save_check_request(const sw_saver *saver, const sw_save_request *re
     if (!sw_manifest_is_nonce(request->nonce))
         SW_FAIL(err, SW_E_INVALID, "nonce must be 1 to %d of [0-9a-z], not '%.80s'",
                 SW_NONCE_BYTES - 1, request->nonce);
+    if (!request->shared.plan || (!request->own.plan && request->own.source_count > 0))
+        SW_FAIL(err, SW_E_INVALID,
+                "a save needs the plan of what ranks share, and of what this rank has alone if it "
+                "has any; 'shared' is %s",
+                request->shared.plan ? "given" : "missing");
     size_t slot_bytes = request->stage ? sw_device_stage_slot_bytes(request->stage) : 0;
     if (slot_bytes % SW_BLOCK_BYTES != 0)
         SW_FAIL(err, SW_E_INVALID,

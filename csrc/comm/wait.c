@@ -117,6 +117,7 @@ static void warn(sw_wait *wait, const sw_wait_text *text, int64_t waited_ns)
         (double)waited_ns * 1e-9, text->what, text->missing);
     add_others(comm, text, wait->begun_ns + waited_ns, &message);
     add(&message, "; the deadline is %.1f s", (double)comm->timeout_ns * 1e-9);
+    sw_text_mend(message.text);
     comm->hooks.log(comm->hooks.context, message.text);
 }
 

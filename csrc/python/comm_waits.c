@@ -1,7 +1,6 @@
 /* comm_waits.c - what a HostComm tells of waits: when one is logged, and which rank has died. */
-#include <string.h>
-
 #include "comm/wait.h"
+#include "python/arguments.h"
 #include "python/engine.h"
 
 /* False with an exception. */
@@ -38,7 +37,7 @@ PyObject *sw_py_comm_get_dead(PyObject *op, void *unused)
     const comm_object *self = (comm_object *)op;
     (void)unused;
     int rank = -1;
-    if (sw_py_comm_is_own(self) && self->comm && !self->closed && self->connected &&
+    if (sw_py_use_is_own(&self->use) && self->comm && !self->closed && self->connected &&
         self->comm->ops->dead)
         rank = self->comm->ops->dead(self->comm);
     if (rank < 0)
@@ -50,14 +49,15 @@ PyObject *sw_py_comm_peer(PyObject *op, PyObject *args)
 {
     const comm_object *self = (comm_object *)op;
     sw_wait_text text = {.rank = -1};
-    int rank;
-    if (!PyArg_ParseTuple(args, "i:peer", &rank))
+    sw_py_arg a[1];
+    if (!sw_py_read("peer rank:i", args, NULL, a))
         return NULL;
+    int rank = a[0].i;
     if (rank < 0 || rank >= self->world_size)
         return PyErr_Format(PyExc_ValueError, "peer: rank must be in [0, %d), got %d",
                             self->world_size, rank);
-    if (!sw_py_comm_is_own(self) || !self->comm || self->closed || !self->connected)
+    if (!sw_py_use_is_own(&self->use) || !self->comm || self->closed || !self->connected)
         return PyUnicode_FromFormat("rank %d", rank);
     (void)sw_wait_add_missing(&text, self->comm, rank);
-    return PyUnicode_DecodeUTF8(text.missing, (Py_ssize_t)strlen(text.missing), "replace");
+    return sw_py_text(text.missing);
 }

@@ -1,7 +1,7 @@
 /* fork.c - a forked child's copies of the communicators: its writes stay private to it, and
  * own_pages() makes the bytes its own that it reads. */
 #include "platform/memory.h"
-#include "python/engine.h"
+#include "python/method.h"
 
 void sw_py_comm_link(engine_state *state, comm_object *self)
 {
@@ -32,22 +32,15 @@ static PyObject *forked(PyObject *module, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-static PyObject *own_pages(PyObject *module, PyObject *args)
+static PyObject *finish(PyObject *module, sw_status status, const sw_error *err)
 {
-    Py_ssize_t address, nbytes;
-    sw_status status;
-    sw_error err;
-    if (!PyArg_ParseTuple(args, "nn:own_pages", &address, &nbytes))
-        return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    status = sw_memory_own((uint8_t *)address, (size_t)nbytes, &err);
-    Py_END_ALLOW_THREADS
-    if (status != SW_OK)
-        return sw_py_raise(PyModule_GetState(module), &err, NULL);
-    Py_RETURN_NONE;
+    return status == SW_OK ? sw_py_none() : sw_py_raise(PyModule_GetState(module), err, NULL);
 }
 
-static PyMethodDef fork_functions[] = {
+SW_PY_METHOD(own_pages, PyObject, "own_pages address:A nbytes:N", true,
+             sw_memory_own(a[0].address, a[1].size, &err), finish(self, status, &err))
+
+PyMethodDef sw_py_fork_functions[] = {
     {"forked", forked, METH_NOARGS,
      "forked($module, /)\n--\n\n"
      "Make a forked child's writes private. Call it there before anything else."},
@@ -56,8 +49,3 @@ static PyMethodDef fork_functions[] = {
      "In a forked child, replace inherited pages by private ones with the same contents."},
     {NULL, NULL, 0, NULL},
 };
-
-int sw_py_fork_functions_add(PyObject *module)
-{
-    return PyModule_AddFunctions(module, fork_functions);
-}
