@@ -27,7 +27,7 @@ ENGINE := python/shardwright/_engine.abi3.so
 
 FUZZ_SECONDS ?= 60
 
-.PHONY: build demo test test-fast test-long test-torch test-torch-suites test-without-numpy abi asan asan-quick tsan crash fuzz fuzz-programs mutate-events mutate-events-unseen kernels gpu bench fmt lint wheel clean check-machine
+.PHONY: build demo test test-fast test-long test-torch test-torch-suites test-without-numpy abi asan asan-quick tsan crash fuzz fuzz-programs mutate-events mutate-events-unseen kernels gpu bench fmt lint wheel clean check-machine release test-aarch64
 
 build: $(VENV)/.built
 
@@ -178,6 +178,18 @@ lint: build $(VENV)/.fmt
 wheel: $(VENV)/.installed
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation -w dist .
 	@ls dist/*.whl
+
+$(VENV)/.release: requirements/release.txt $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet -r requirements/release.txt
+	@touch $@
+
+# The sdist, manylinux wheels for x86_64 and aarch64, and checksums, in dist/
+release: $(VENV)/.release
+	PYTHON=$(BIN)/python .ci/release
+
+# The C tests on another processor's code: needs gcc-aarch64-linux-gnu and qemu-user
+test-aarch64: build
+	SW_TEST_MODES=aarch64 $(BIN)/python -m pytest tests/test_csrc.py -k aarch64 -n 2 $(PYTEST_ARGS)
 
 clean:
 	rm -rf build dist $(ENGINE) $(VENV)/.built .pytest_cache

@@ -58,7 +58,7 @@ def _parameter_bytes(replica: Replica) -> tuple[int, int]:
 
 
 def _state_bytes(replica: Replica, optimizer: Any) -> int | None:
-    from .optim.sharded import ELEMENTWISE
+    from .optim.sliceable import ELEMENTWISE
 
     inner = getattr(optimizer, "_inner", optimizer)
     if (

@@ -25,7 +25,8 @@ from .optim.device_offload import HostStateStore, make_route
 from .optim.device_whole_tensors import DeviceTensorPartitionedOptimizer
 from .optim.master_weights import MasterOptimizer, has_own_masters, without_masters
 from .optim.offload import make_store, rounded_bytes
-from .optim.sharded import ShardedOptimizer, check_sliceable
+from .optim.sharded import ShardedOptimizer
+from .optim.sliceable import check_sliceable
 from .optim.whole_tensors import TensorPartitionedOptimizer
 from .options.names import offers_names
 from .options.offload import offload_folder

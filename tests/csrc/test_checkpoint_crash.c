@@ -557,8 +557,8 @@ static void cut_power_everywhere(int step, int world_size, int rounds)
     forget_record();
 }
 
-/* A save from whose call `at` on the disk takes nothing leaves unsynced changes; the next save of the
- * same folder is cut by the power. Returns false once a save makes fewer calls. */
+/* A save from whose call `at` on the disk takes nothing leaves unsynced changes; the next save of
+ * the same folder is cut by the power. Returns false once a save makes fewer calls. */
 static bool cut_power_after_dead(int at, int rounds)
 {
     sw_error err = {0};
@@ -714,7 +714,8 @@ int main(void)
     }
     for (int i = 0; i < 2 && !IS_SLOW; ++i) {
         exchange_refusal = i ? 0 : EINVAL;
-        for (int at = is_long ? 1 : 3 + i; cut_power_after_dead(at, is_long ? 4 : 2); at += is_long ? 1 : 7)
+        for (int at = is_long ? 1 : 3 + i; cut_power_after_dead(at, is_long ? 4 : 2);
+             at += is_long ? 1 : 7)
             ;
     }
     exchange_refusal = 0;

@@ -30,7 +30,7 @@ from ..layout.param_groups import mark_of
 from ..parallel.ddp import DistributedDataParallel
 from ..parallel.fully_shard import FullySharded, wrapper_of
 from ..torch_compat.dtensor import is_dtensor
-from .sharded import ELEMENTWISE
+from .sliceable import ELEMENTWISE
 
 #: seconds that a row waits for a column's result beyond the column's own deadline
 _GRACE_S = 2.0

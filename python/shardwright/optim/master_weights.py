@@ -18,6 +18,7 @@ import torch
 
 from .._engine import Error
 from ..torch_compat.dtensor import held_tensor, is_dtensor, waited
+from .forwarding import Forwarding
 
 __all__ = [
     "LOW",
@@ -61,8 +62,11 @@ def as_written(master: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def masters_in_place(optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Within the context, replace low-precision parameters that have a gradient by their masters in the optimizer's groups.
+def masters_in_place(
+    optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor], *, stateful: bool = False
+) -> Iterator[None]:
+    """Within the context, replace low-precision parameters that have a gradient by their masters in the optimizer's groups;
+    with `stateful` also those that have state.
 
     On exit the parameters are set to the rounded masters. Cost: a float32 copy of the gradients meanwhile.
     """
@@ -70,7 +74,7 @@ def masters_in_place(optimizer: torch.optim.Optimizer, parameters: Iterable[torc
     before = [group["params"] for group in optimizer.param_groups]
     try:
         for p in parameters:
-            if p.dtype in LOW and p.grad is not None:
+            if p.dtype in LOW and (p.grad is not None or (stateful and optimizer.state.get(p))):
                 taken[id(p)] = (p, _take(optimizer, p))
         for group, members in zip(optimizer.param_groups, before):
             group["params"] = [taken[id(p)][1] if id(p) in taken else p for p in members]
@@ -87,7 +91,6 @@ def _take(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> torch.Te
 
     If memory runs out, nothing has changed.
     """
-    assert parameter.grad is not None
     state = dict(optimizer.state.get(parameter, {}))
     if master_in(state) is None:  # the state was made without masters
         state = {key: _widened(value, parameter) for key, value in state.items()}
@@ -96,7 +99,7 @@ def _take(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> torch.Te
         pair = master, parameter.detach().to(master.device)
         own, held = (waited(held_tensor(each)) if is_dtensor(each) else each for each in pair)
         own.copy_(as_written(own, held))
-    gradient = parameter.grad.to(torch.float32)
+    gradient = None if parameter.grad is None else parameter.grad.to(torch.float32)
     del state[_KEY]  # an optimizer recognises a first step by an empty state
     optimizer.state.pop(parameter, None)
     if state:
@@ -205,7 +208,7 @@ def load_in_float32(
                 )
 
 
-class MasterOptimizer(torch.optim.Optimizer):
+class MasterOptimizer(Forwarding):
     """An optimizer that steps on float32 masters of low-precision parameters.
 
     `sw.wrap(module, optimizer)` returns it at zero=0 for an optimizer without its own masters.
@@ -223,6 +226,7 @@ class MasterOptimizer(torch.optim.Optimizer):
         self._without = list(without)
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self.state = optimizer.state
+        self._forwards = True
 
     def __repr__(self) -> str:
         return f"MasterOptimizer({self._inner!r})"
@@ -246,12 +250,16 @@ class MasterOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._call("step", self._inner.step)
+        return loss
+
+    def _call(self, name: str, method: Callable[[], Any]) -> Any:
+        """Call a method of the user's optimizer on the masters."""
         check_groups(self, self._inner)
         denied = {id(parameter) for parameter in self._without}
         members = [p for group in self._inner.param_groups for p in group["params"] if id(p) not in denied]
-        with masters_in_place(self._inner, members):
-            self._inner.step()
-        return loss
+        with masters_in_place(self._inner, members, stateful=name != "step"):
+            return method()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load torch's format. The next step makes a missing master from the parameter."""

@@ -32,7 +32,6 @@ from ..parallel.agreement.optimizer_agreement import (
     check_saved,
     hyperparameters,
     not_of,
-    plain,
     rows_of,
 )
 from ..parallel.join import A_GRADIENT, NO_GRADIENT, ZEROED, exchange_slices, state_of
@@ -40,6 +39,7 @@ from ..parallel.replica import Replica
 from ..torch_compat.autograd import unguarded
 from ..torch_compat.optimizers import on_meta, step_hooks
 from ..torch_compat.state_dicts import asked_by_torchs_functions
+from .forwarding import Forwarding, reads_only
 from .master_weights import (
     LOW,
     as_kept,
@@ -49,6 +49,7 @@ from .master_weights import (
     load_with_hooks,
     masters_in_place,
 )
+from .sliceable import adopt, check_sliceable, members_of
 from .state.sliced_state import MARK, SlicedState
 from .state.travelling_state import beside, copied, description_of, from_memory_order, small_tensor
 from .state.whole_state import StateNames, with_state
@@ -56,18 +57,8 @@ from .state.whole_state import StateNames, with_state
 if TYPE_CHECKING:
     from .device_clip import DeviceClip
 
-#: torch's elementwise optimizers, which give a slice the same bits as the whole
-ELEMENTWISE = frozenset(
-    f"torch.optim.{module}.{name}"
-    for module, name in [
-        ("sgd", "SGD"), ("adam", "Adam"), ("adamw", "AdamW"), ("adagrad", "Adagrad"), ("adadelta", "Adadelta"),
-        ("adamax", "Adamax"), ("nadam", "NAdam"), ("radam", "RAdam"), ("rmsprop", "RMSprop"), ("asgd", "ASGD"),
-        ("rprop", "Rprop"),
-    ]
-) | {f"shardwright.optim.{name}" for name in ("AdamW", "Adam", "SGD")}  # fmt: skip
 
-
-class ShardedOptimizer(torch.optim.Optimizer):
+class ShardedOptimizer(Forwarding):
     """The optimizer that `sw.wrap(module, optimizer, zero=1)` returns.
 
     Parameters
@@ -116,6 +107,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._makes_masters = not has_own_masters(optimizer)
         self._without_master = {id(parameter) for parameter in without_master}
         self._slices: dict[int, torch.Tensor | None] = {}
+        self._homes: dict[int, torch.Tensor] = {}  # the memory of the slices
         self._unmoved: set[int] = set()
         self._group_of: dict[int, dict[str, Any]] = {}
         self._consolidated: dict[int, dict[str, Any]] | None = None  # whole state by index, until state changes
@@ -135,6 +127,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         #: the number of rounds at the last step
         self.rounds_at_step = 0
         self._position = replica.steppers.add_sliced(self)
+        self._forwards = True
 
     def _check_members(self, parameters: Any, position: int) -> None:
         for parameter in parameters:
@@ -163,7 +156,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group like torch. The user's own class sees it first and may refuse it."""
         if all(group is not param_group for group in self._inner.param_groups):
-            self._check_members(_members(param_group), len(self.param_groups))
+            self._check_members(members_of(param_group), len(self.param_groups))
             self._inner.add_param_group(param_group)
         super().add_param_group(param_group)
         self._consolidated = self._state_names = None
@@ -195,6 +188,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return self._slices[index]
         old = self._slices.get(index)
         piece = self._slices[index] = self._make_piece(index)
+        if piece is not None:
+            self._homes[index] = piece.detach()
         if memory.is_moved(at):
             self._unmoved.discard(index)
         else:
@@ -233,6 +228,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         finally:
             for group, parameters in zip(self._inner.param_groups, whole):
                 group["params"] = parameters
+            for index, home in self._homes.items():
+                piece = self._slices[index]
+                if piece is not None and piece.data_ptr() != home.data_ptr():  # replaced, p.data = ...
+                    home.copy_(piece.detach())
+                    piece.data = home
 
     def has_master(self, parameter: torch.Tensor) -> bool:
         """Return True if this class keeps a float32 master of a parameter."""
@@ -330,7 +330,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         self._replica.access.before_writes()
         for group, theirs in zip(self.param_groups, groups):
-            _adopt(group, theirs)
+            adopt(group, theirs)
         check_groups(self, self._inner)
         told = {p: states[self._index[id(p)]] for group in self.param_groups for p in group["params"]}
         self._step_together(gradients.__getitem__, told)
@@ -354,21 +354,74 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self._replica.check.refuse(self, gradients, [each.model_ranks for each in self.replicas], refusal)
             except (Error, NotImplementedError) as error:
                 refusal = error
-        with contextlib.ExitStack() as writing:
-            for replica in self.replicas:  # a peer writes as soon as it has agreed
-                if replica.access.forks is not None:
-                    writing.enter_context(replica.access.forks)
+        with self._announced_to_forks():
             self._agree(refusal, states)
             self.rounds_at_step = self._replica.reducer.stats()["rounds"]
+            stepped = [parameter for parameter, state in states.items() if state != NO_GRADIENT]
+            self._write_together(self._inner.step, "step", stepped, stateful=False)
+
+    def _announced_to_forks(self) -> contextlib.ExitStack:
+        """Tell forked children that parameters change. Enter it before ranks agree: a peer writes as soon as it has."""
+        announced = contextlib.ExitStack()
+        for replica in self.replicas:
+            announced.enter_context(replica.access.forks or contextlib.nullcontext())
+        return announced
+
+    def _write_together(
+        self, call: Callable[[], Any], name: str, written: list[torch.Tensor], *, stateful: bool
+    ) -> Any:
+        """Call a method of the user's optimizer on this rank's slices and publish them. Collective.
+
+        `stateful`: it may write to each parameter that has state, with or without a gradient.
+        """
+        result: list[Any] = []
+        with contextlib.ExitStack() as writing:
             for replica in self.replicas:
                 writing.enter_context(replica.access.writing())
-            failure = self._step_on_slices()
+            failure = self._run_on_slices(lambda: result.append(call()), stateful=stateful)
             outcomes = self._publish(failure is not None)  # after a failure too: slices stay equal
-        self._count_writes([parameter for parameter, state in states.items() if state != NO_GRADIENT])
+        self._count_writes(written)
         if outcomes is None or any(outcomes):
-            self._tell(failure)
+            self._tell(failure, name)
+        return result[0]
 
-    def _tell(self, failure: Exception | None) -> None:
+    def _call(self, name: str, method: Callable[[], Any]) -> Any:
+        """Call a method of the user's optimizer on this rank's slices and publish what it writes. Collective, unless
+        the method's name says that it only reads.
+        """
+        if reads_only(name):
+            with self._on_slices():
+                return method()
+        refusal: Exception | None = None
+        if self._replica.join_link.is_on:
+            refusal = Error(
+                f"optimizer.{name}() writes to slices on all ranks, and inside join a rank that ran out of inputs "
+                "takes no part in it: call it after the join"
+            )
+        try:
+            check_groups(self, self._inner)
+            for replica in self.replicas:
+                replica.rounds.close_pending()
+            self._take_gradients(self._own_gradient)
+        except (Error, NotImplementedError) as error:
+            refusal = refusal or error
+        label = f"optimizer.{name}()"
+        with self._announced_to_forks():
+            try:
+                agree(self._replica.group.comm.all_gather_bytes, [("it", [], {"method": name})], refusal, label)
+            finally:
+                refusal = None  # its traceback holds this frame
+            self._consolidated = self._state_names = None
+            had = [piece for piece in self._slices.values() if piece is not None and piece.grad is not None]
+            written = [parameter for group in self.param_groups for parameter in group["params"]]
+            result, clears = self._write_together(
+                lambda: (method(), any(piece.grad is None for piece in had)), name, written, stateful=True
+            )
+        if clears:  # as zero_grad() of whole parameters does
+            self.zero_grad()
+        return result
+
+    def _tell(self, failure: Exception | None, name: str) -> None:
         """Raise this rank's error, or report another rank's: all ranks raise, and the next step works as usual."""
         mine = b"" if failure is None else f"{type(failure).__name__}: {failure}".encode()
         said = self._replica.group.comm.all_gather_bytes(mine, "outcome of a step")
@@ -377,18 +430,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for rank, text in enumerate(said):
             if text:
                 raise Error(
-                    f"rank {rank}: the optimizer's step failed, so that some slices are as before it: {text.decode()}"
+                    f"rank {rank}: the optimizer's {name} failed, so that some slices are as before it: {text.decode()}"
                 )
 
-    def _step_on_slices(self) -> Exception | None:
-        """Return an error of the step if the ranks can go on together after it."""
+    def _run_on_slices(self, call: Callable[[], Any], *, stateful: bool) -> Exception | None:
+        """Return an error of the call if the ranks can go on together after it."""
         comm = self._replica.group.comm
         try:
             for replica in self.replicas:
                 replica.parameters().take_writes()
             self._complete_gradients()
-            with self._on_slices() as low, masters_in_place(self._inner, low):
-                self._inner.step()
+            with self._on_slices() as low, masters_in_place(self._inner, low, stateful=stateful):
+                call()
         except BaseException as error:
             if isinstance(error, Exception) and comm.is_alive:
                 return error
@@ -742,45 +795,3 @@ class ShardedOptimizer(torch.optim.Optimizer):
             result = result if flat.data_ptr() == result.data_ptr() else from_memory_order(flat, parameter)
             whole[key] = whole_of(self._parameters[index], result)
         return whole
-
-
-def _members(param_group: Any) -> list[torch.Tensor]:
-    """Return the tensors of a new group, named or not; turn an iterator into a list."""
-    given = param_group.get("params", ()) if isinstance(param_group, dict) else ()
-    if isinstance(given, torch.Tensor):
-        return [given]
-    if not isinstance(given, (list, tuple, set)):
-        given = param_group["params"] = list(given)
-    named = (each[1] if isinstance(each, tuple) and len(each) == 2 else each for each in given)
-    return [each for each in named if isinstance(each, torch.Tensor)]  # torch refuses everything else
-
-
-def check_sliceable(optimizer: torch.optim.Optimizer, partition: str) -> None:
-    kind = type(optimizer)
-    name = f"{kind.__module__}.{kind.__qualname__}"
-    if partition not in ("auto", "flat", "tensor"):
-        raise ValueError(f"partition must be 'auto', 'flat' or 'tensor', got {partition!r}")
-    if isinstance(optimizer, ShardedOptimizer):
-        raise Error("this optimizer is sliced already: pass the one that it was made from")
-    if kind.__name__ == "ZeroRedundancyOptimizer":
-        raise ValueError(f"{kind.__name__} slices state itself: pass the optimizer whose class it was given, or zero=0")
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError(f"optimizer {name} steps on all parameters as one vector and cannot be sliced: use zero=0")
-    if partition == "auto" and name not in ELEMENTWISE:
-        raise ValueError(
-            f"optimizer {name} is not known to be elementwise, so it cannot be sliced automatically: pass "
-            "partition='tensor' to give whole tensors to ranks, or partition='flat' if it is elementwise (the update of an "
-            "element depends only on that element)"
-        )
-
-
-def _adopt(group: dict[str, Any], theirs: Mapping[str, Any]) -> None:
-    """Copy another rank's hyperparameters; write a tensor's value in place."""
-    for key, value in theirs.items():
-        mine = group.get(key)
-        if plain(mine) == value:
-            continue
-        if isinstance(mine, torch.Tensor):
-            mine.copy_(torch.tensor(value, dtype=mine.dtype, device="cpu"))
-        else:
-            group[key] = tuple(value) if isinstance(mine, tuple) else value

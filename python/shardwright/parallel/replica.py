@@ -40,6 +40,7 @@ from ..torch_compat.dtensor import held_tensor, is_dtensor
 from .agreement.forward_watch import ForwardWatch
 from .agreement.replica_check import ReplicaCheck
 from .agreement.steppers import Steppers
+from .agreement.unaveraged import UnaveragedCheck
 from .backends import choose_backend
 from .join_link import JoinLink
 from .loading import StateLoading
@@ -162,6 +163,7 @@ class Replica:
         self.rounds = Rounds(self.table, self.reducer, self.label, zero)
         self.forwards = ForwardWatch(group.rank, group.world_size, self.label)
         self.steppers = Steppers(group)
+        self._unaveraged = UnaveragedCheck(self.label, _is_of_a_wrapped_module)
         try:
             self._attach(synchronises, before)
         except BaseException as error:  # an error of this rank only: the peers must not wait for it
@@ -518,6 +520,8 @@ class Replica:
         since = self.steppers.count_step(optimizer, rounds)
         if rounds != since and self.group.world_size > 1:
             self.gradients.check_averaged(optimizer, since)
+            if self._unaveraged.checked.get(optimizer) != len(optimizer.param_groups):
+                self._unaveraged.check(optimizer, self.group.comm.all_gather_bytes)
 
     def broadcast_state(self, root: int, buffers: Iterable[torch.Tensor]) -> None:
         """Broadcast parameters and `buffers` of rank `root`. Collective."""
@@ -565,6 +569,14 @@ def _ranks_of(options: Options, group: HostGroup) -> list[Any]:
 def live_replicas() -> list[Replica]:
     """Return the replicas of all wrapped modules of this process, in order of wrapping."""
     return sorted(_live, key=lambda replica: replica.serial)
+
+
+def _is_of_a_wrapped_module(parameter: torch.Tensor) -> bool:
+    """Return True for a parameter of a wrapped module; an ignored one is the program's own business."""
+    if any(replica.holds(parameter) for replica in _live):
+        return True
+    modules = [module for replica in _live if (module := replica._module()) is not None]
+    return any(parameter is each for module in modules for each in module.parameters())
 
 
 def _weakly(method: Callable[..., Any], otherwise: Any = None) -> Callable[..., Any]:

@@ -244,7 +244,7 @@ def not_of(label: str, parameter: torch.Tensor, position: int) -> str:
     """Return the reason why an optimizer with a parameter of another module cannot be sliced."""
     return (
         f"optimizer: a parameter of shape {tuple(parameter.shape)} in group {position} is not one of the wrapped {label}: "
-        "register it in the module before sw.wrap, or give its own module an optimizer of its own"
+        "wrap one ModuleList of both modules, or wrap the other module too and give each an optimizer of its own"
     )
 
 
