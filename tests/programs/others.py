@@ -4,8 +4,8 @@ and saving, queues. As in statements.py.
 
 from __future__ import annotations
 
-from .statements import RELEASED_COPY, RELEASED_USE, SHARED_WRITE, WRITTEN_SINCE, clear_text
-from .text import PRIVATE, SHARED, SLICED, WRAP_OPTIONS, State, Statement, kind
+from .statements import RELEASED_COPY, RELEASED_USE, WRITTEN_SINCE, after_local, clear_text
+from .text import PRIVATE, SLICED, WRAP_OPTIONS, State, Statement, kind
 
 KEPT = r"cannot move"
 FORKED_LATE = r"a forked child"
@@ -117,22 +117,26 @@ def ask_a_child(state: State, a: int, b: int) -> Statement | None:
     if "child" not in state.has:
         return None
     state.has -= {"child", "child has read"}
-    return Statement("try:\n    seen.append(child(last=True))\nexcept sw.Error as error:\n    assert 'fork' in str(error), error\n    seen.append(now)\n")
+    return Statement(
+        "try:\n    seen.append(child(last=True))\nexcept sw.Error as error:\n    assert 'fork' in str(error), error\n    seen.append(now)\n"
+    )
 
 
 # an optimizer's modes -------------------------------------------------------------------------------------------------
 
 
 @kind("modes of the optimizer", 3)
-def modes(state: State, a: int, b: int) -> str | None:
+def modes(state: State, a: int, b: int) -> Statement | None:
+    """A method of the user's optimizer runs as a step does, and asks the same of gradients."""
     if state.optimizer != "Averaging":
         return None
-    return f"""\
+    text = f"""\
 {state.close_graphs(0)}optimizer.eval()
 with torch.no_grad():
     seen.append(loss(model, {state.next_number()}).item())
 {"" if b % 3 == 2 else "optimizer.train()"}
 """
+    return Statement(text, after_local(state))
 
 
 # a second module ------------------------------------------------------------------------------------------------------
