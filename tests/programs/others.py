@@ -153,6 +153,7 @@ def two_modules(state: State, a: int, b: int) -> str:
         f"both, joint = sw.wrap(nn.Sequential(first, second_module), joint, timeout_s=20, {options})\n    first, second_module = both, nn.Identity()",
     )[a % 3]
     return f"""\
+torch.manual_seed({k})
 first, second_module = nn.Linear(7, 31), nn.Linear(31, 3)
 joint = torch.optim.SGD([*first.parameters(), *second_module.parameters()], lr=0.1)
 try:
@@ -194,6 +195,7 @@ def checkpoint_of_two(state: State, a: int, b: int) -> str | None:
     state.has |= {"pair", f"checkpoint {state.form}"}
     options = WRAP_OPTIONS[("0", state.stage)[a % 2]]
     return f"""\
+torch.manual_seed(1)
 pair = nn.Linear(7, 29)
 pair, pair_optimizer = sw.wrap(pair, torch.optim.AdamW(pair.parameters(), lr=0.1), timeout_s=20, {options})
 pair(x({state.next_number()}).float()).square().mean().backward()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import sys
+import types
 import unittest.mock
 import warnings
 from typing import Any
@@ -42,8 +44,8 @@ class End:
 
 
 def play_pieces(pieces: list[str], rank: int, world_size: int, package: Any) -> End:
-    space: dict[str, Any] = {"rank": rank, "world_size": world_size, "sw": package, "seen": [], "losses": []}
-    space["__name__"] = "program"
+    space: dict[str, Any] = {} if package is not sw else sys.modules["program"].__dict__
+    space.update(__name__="program", rank=rank, world_size=world_size, sw=package, seen=[], losses=[])
     for number, piece in enumerate(pieces):
         try:
             exec(compile(piece, f"<piece {number}>", "exec"), space)
@@ -68,11 +70,13 @@ def play(rank: int, world_size: int, pieces: list[str]) -> End:
     logger = logging.getLogger("shardwright")
     before = logger.level
     logger.setLevel(logging.ERROR)
+    sys.modules["program"] = types.ModuleType("program")  # torch.compile imports it by its name
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             end = play_pieces(pieces, rank, world_size, sw)
     finally:
+        sys.modules.pop("program").__dict__.clear()
         if any("torch.compile" in piece for piece in pieces):
             torch._dynamo.reset()  # code that it has seen eight times it would not compile again
         logger.setLevel(before)  # the process plays other tests afterwards
