@@ -1,6 +1,7 @@
 """Random training programs, each run by the engine on W ranks and by a naive oracle in one process: docs/design/programs.md.
 
-text.py      a program is Python text; the statements that it is made of
+text.py      a program is Python text, of a setup and statements
+statements.py, others.py  the statements: of training itself, and of what other code does around a wrapped module
 naive.py     the oracle: the package's functions in a few lines each, on ranks that are threads of one process
 play.py      runs a program on one rank, or in the oracle, and says how it ended
 verdict.py   compares the two

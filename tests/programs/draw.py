@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from . import statements  # noqa: F401  fills KINDS
+from . import others, statements  # noqa: F401  fill KINDS
 from .text import KINDS, MODELS, OPTIMIZERS, OPTIONS, STAGES, WEIGHTS, Draw, Program, render
 
 _kinds = st.sampled_from([kind for kind in KINDS for _ in range(WEIGHTS[kind])])

@@ -22,6 +22,7 @@ from oracle.fold import fold
 
 #: no program takes so long; a thread that waits longer has found an error of the oracle itself
 LIMIT_S = 60.0
+LOW = torch.bfloat16
 
 
 class OutOfStep(Exception):
@@ -208,6 +209,116 @@ class Model(torch.nn.Module):
             self.require_backward_grad_sync = before
 
 
+class Masters:
+    """An optimizer of low-precision parameters: the user's own over float32 copies, which are rounded into the parameters.
+
+    Whatever it does begins with the parameter in each element to which the copy does not round.
+    """
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self._inner, self._pairs = inner, list[tuple[torch.Tensor, torch.Tensor]]()
+        for group in inner.param_groups:
+            group["params"] = [self._master(p) for p in group["params"]]
+
+    def _master(self, parameter: torch.Tensor) -> torch.Tensor:
+        self._pairs.append((parameter, parameter.detach().float().requires_grad_()))
+        return self._pairs[-1][1]
+
+    @torch.no_grad()
+    def _take(self) -> None:
+        for p, master in self._pairs:
+            rounded = master.detach().to(p.dtype)
+            same = rounded.view(torch.int16) == p.detach().view(torch.int16)
+            master.copy_(torch.where(same, master, p.float()))
+
+    @torch.no_grad()
+    def _give(self) -> None:
+        for p, master in self._pairs:
+            p.copy_(master)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        with torch.enable_grad():
+            value = None if closure is None else closure()
+        for hook in self.hooks:
+            hook()
+        self._take()
+        for p, master in self._pairs:
+            master.grad = None if p.grad is None else p.grad.float()
+        self._inner.step()
+        self._give()
+        return value
+
+    hooks: tuple[Callable[[], Any], ...] = ()
+
+    def register_step_pre_hook(self, hook: Callable[..., Any]) -> None:
+        self.hooks += (hook,)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for p, _ in self._pairs:
+            if set_to_none:
+                p.grad = None
+            elif p.grad is not None:
+                p.grad.detach_().zero_()
+
+    def add_param_group(self, group: dict[str, Any]) -> None:
+        self._inner.add_param_group({**group, "params": [self._master(p) for p in group["params"]]})
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self._inner.param_groups
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self._inner.state_dict(), "masters": [master.detach() for _, master in self._pairs]}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._inner.load_state_dict({key: value for key, value in state.items() if key != "masters"})
+        for (_, mine), theirs in zip(self._pairs, state["masters"]):
+            mine.copy_(theirs)
+
+    def eval(self) -> None:
+        self._through("eval")
+
+    def train(self) -> None:
+        self._through("train")
+
+    def _through(self, name: str) -> None:
+        self._take()
+        getattr(self._inner, name)()
+        self._give()
+
+
+class Checkpoints:
+    """Stands for `sw.Checkpointer`."""
+
+    def __init__(self, package: Package, path: str, model: Any, optimizer: Any) -> None:
+        self._package, self._given, self._path = package, (model, optimizer), path
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def save(self, step: int, *, every_s: float) -> bool:
+        if every_s < 1:
+            self._newest = step + 1
+            self._package.save(self._path, *self._given)
+            return True
+        return False
+
+    def wait(self) -> None:
+        pass
+
+    def restore(self) -> int:
+        self._package.load(self._path, *self._given)
+        return self._newest
+
+
+def _listed(given: Any) -> list[Any]:
+    return given if isinstance(given, list) else [given]
+
+
 class Package:
     """Stands for the package `sw` on one rank of the oracle."""
 
@@ -217,6 +328,7 @@ class Package:
         self._world, self._rank = world, rank
         self._waiting: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._models: dict[torch.nn.Module, Model] = {}
+        self._checkpoints: dict[str, Any] = {}
 
     def meet(self, label: str, value: Any) -> list[Any]:
         return self._world.meet(self._rank, label, value)
@@ -238,14 +350,36 @@ class Package:
 
     # the package's functions ------------------------------------------------------------------------------------------
 
-    def wrap(self, module: Any, optimizer: Any = None, **options: Any) -> Any:
+    def wrap(self, module: Any, optimizer: Any = None, *, zero: int = 0, **options: Any) -> Any:
+        if isinstance(module, Model):
+            raise sw.Error("this module is wrapped already")
+        is_foreign = optimizer is not None and self._foreign(module, optimizer)
+        self.meet("wrap", None)
+        if is_foreign and zero:
+            raise sw.Error("a parameter of the optimizer is not one of the module's")
         if module in self._models:
             self._models[module].retire()
         model = self._models[module] = Model(module, self)
         self.take_from_rank_0([*module.parameters(), *module.buffers()], "wrap")
         return model if optimizer is None else (model, self.shard_optimizer(model, optimizer))
 
+    def _foreign(self, module: Any, optimizer: Any) -> bool:
+        known = {id(p) for p in module.parameters()}
+        return any(id(p) not in known for group in optimizer.param_groups for p in group["params"])
+
+    def _check_averaged(self, optimizer: Any) -> None:
+        """Raises for gradients that no wrapper averages. All of a program's differ between ranks."""
+        known = {id(p) for module in self._models for p in module.parameters()}
+        if any(id(p) not in known and p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+            raise sw.Error("nobody averages a parameter")
+
     def shard_optimizer(self, model: Model, optimizer: Any, **_: Any) -> Any:
+        members = [p for group in optimizer.param_groups for p in group["params"]]
+        is_ours = type(optimizer).__module__.startswith("shardwright")
+        if isinstance(optimizer, torch.optim.Optimizer) and not is_ours and any(p.dtype == LOW for p in members):
+            optimizer = Masters(optimizer)
+        elif self._foreign(model.module, optimizer):
+            optimizer.register_step_pre_hook(lambda *_: self._check_averaged(optimizer))
         optimizer.register_step_pre_hook(lambda *_: model.close_pending())
         return optimizer
 
@@ -285,3 +419,19 @@ class Package:
         for gradient in gradients if not scale >= 1 else ():
             gradient.mul_(scale)
         return torch.tensor(norm)
+
+    def save(self, path: str, model: Any, optimizer: Any, **_: Any) -> None:
+        states = [copy.deepcopy(each.module.state_dict()) for each in _listed(model)]
+        states = self.meet("save", states)[0]
+        self._checkpoints[path] = copy.deepcopy((states, [each.state_dict() for each in _listed(optimizer)]))
+
+    def load(self, path: str, model: Any, optimizer: Any) -> None:
+        self.meet("load", None)
+        states, optimizer_states = copy.deepcopy(self._checkpoints[path])
+        for each, state in zip(_listed(model), states):
+            each.module.load_state_dict(state)
+        for each, state in zip(_listed(optimizer), optimizer_states):
+            each.load_state_dict(state)
+
+    def Checkpointer(self, path: str, model: Any, optimizer: Any) -> Checkpoints:  # noqa: N802
+        return Checkpoints(self, path, model, optimizer)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import sys
+import types
+import unittest.mock
 import warnings
 from typing import Any
 
@@ -41,8 +44,8 @@ class End:
 
 
 def play_pieces(pieces: list[str], rank: int, world_size: int, package: Any) -> End:
-    space: dict[str, Any] = {"rank": rank, "world_size": world_size, "sw": package, "seen": [], "losses": []}
-    space["__name__"] = "program"
+    space: dict[str, Any] = {} if package is not sw else sys.modules["program"].__dict__
+    space.update(__name__="program", rank=rank, world_size=world_size, sw=package, seen=[], losses=[])
     for number, piece in enumerate(pieces):
         try:
             exec(compile(piece, f"<piece {number}>", "exec"), space)
@@ -56,7 +59,9 @@ def play_pieces(pieces: list[str], rank: int, world_size: int, package: Any) -> 
     final = {}
     for name, value in space["final"].items():
         plain = value.detach().contiguous()
-        final[name] = str(value.dtype), tuple(value.shape), plain.flatten().view(torch.uint8).numpy().tobytes()
+        if plain.dtype == torch.bfloat16:
+            plain = plain.float()  # of which numpy knows no dtype
+        final[name] = str(plain.dtype), tuple(value.shape), plain.flatten().view(torch.uint8).numpy().tobytes()
     return End(len(pieces), seen=space["seen"], final=final)
 
 
@@ -65,11 +70,15 @@ def play(rank: int, world_size: int, pieces: list[str]) -> End:
     logger = logging.getLogger("shardwright")
     before = logger.level
     logger.setLevel(logging.ERROR)
+    sys.modules["program"] = types.ModuleType("program")  # torch.compile imports it by its name
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             end = play_pieces(pieces, rank, world_size, sw)
     finally:
+        sys.modules.pop("program").__dict__.clear()
+        if any("torch.compile" in piece for piece in pieces):
+            torch._dynamo.reset()  # code that it has seen eight times it would not compile again
         logger.setLevel(before)  # the process plays other tests afterwards
     if end.error:  # what is left of it is no affair of the next program; peers that wait hear of it
         for group in process_group.live_groups():
@@ -85,7 +94,7 @@ def play_oracle(program: Program) -> list[End]:
         torch.set_num_threads(1)  # of this thread; as the engine's ranks compute
         return play_pieces(program.pieces, rank, program.world_size, Package(world, rank))
 
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), unittest.mock.patch("torch.compile", lambda model, **_: model):
         warnings.simplefilter("ignore")
         ends = world.run(body)
     for end in ends:

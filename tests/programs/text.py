@@ -70,6 +70,13 @@ module = Norm()
 def loss(model, k):
     return model(x(k)).square().mean()
 """,
+    "low": """\
+def x(k):
+    return torch.randn(6, 7, generator=torch.Generator().manual_seed(100 * k + rank)).bfloat16()
+module = nn.Sequential(nn.Linear(7, 33), nn.Tanh(), nn.Linear(33, 19), nn.Tanh(), nn.Linear(19, 5)).bfloat16()
+def loss(model, k):
+    return model(x(k)).float().square().mean()
+""",
 }
 
 OPTIMIZERS = {
@@ -79,11 +86,30 @@ OPTIMIZERS = {
     "Adagrad": "torch.optim.Adagrad({}, lr=0.05)",
     "sw.AdamW": "sw.optim.AdamW({}, lr=0.01)",
     "sw.SGD": "sw.optim.SGD({}, lr=0.1, momentum=0.9)",
+    "Averaging": "Averaging({}, lr=0.1, momentum=0.5)",
 }
+#: an optimizer with modes, as schedule-free's: eval() moves parameters to an average, train() back
+AVERAGING = """\
+class Averaging(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        value = super().step(closure)
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            self.state[p].setdefault("z", torch.zeros_like(p)).lerp_(p.detach(), 0.25)
+        return value
+    @torch.no_grad()
+    def move(self, weight):
+        for p in (p for group in self.param_groups for p in group["params"] if "z" in self.state[p]):
+            p.lerp_(self.state[p]["z"], weight)
+    def eval(self):
+        self.move(0.5)
+    def train(self):
+        self.move(-1.0)
+"""
 OPTIONS = ("", "bucket_cap_mb=0.001", 'transport="staged"')
 
 HEADER = """\
-import contextlib, copy, io
+import contextlib, copy, io, os, select, shutil
 import torch
 from torch import nn
 
@@ -206,6 +232,12 @@ class State:
     def names(self) -> list[str]:
         return ["optimizer", "second"] if self.form == 2 else ["optimizer"]
 
+    @property
+    def wrap_options(self) -> str:
+        """Of the stage; the program vouches for an optimizer of its own, which is elementwise."""
+        flat = ', partition="flat"' if self.optimizer == "Averaging" and self.stage != "0" else ""
+        return WRAP_OPTIONS[self.stage] + flat
+
     def begin_round(self) -> bool:
         """A backward that averages. False where the program would owe no bits that can be compared.
 
@@ -215,7 +247,7 @@ class State:
         if self.is_broken:
             return False
         if self.is_local and self.stands and self.stage in SLICED_GRADIENTS:
-            if "SGD" not in self.optimizer:
+            if "SGD" not in self.optimizer or self.model == "low":
                 return False
             self.is_exact = False
         self.is_local, self.was_local, self.stands = False, False, True
@@ -262,11 +294,11 @@ def kind(name: str, weight: int = 2) -> Callable[[Renderer], Renderer]:
 def setup_of(state: State, options: str) -> str:
     """Text that makes the module, the optimizer and the wrapper."""
     made = OPTIMIZERS[state.optimizer]
-    everything = [option for option in (WRAP_OPTIONS[state.stage], options) if option]
+    everything = [option for option in (state.wrap_options, options) if option]
     if 'transport="staged"' in options and state.stage in SHARED:
         everything.pop()
     members = "module.parameters()"
-    lines = [MODELS[state.model]]
+    lines = [MODELS[state.model], AVERAGING if state.optimizer == "Averaging" else ""]
     if state.form:
         lines.append("some, others = [*module.parameters()][::2], [*module.parameters()][1::2]\n")
         members = "some"
@@ -283,7 +315,7 @@ def render(
     draws: Sequence[Draw], world_size: int, stage: str, model: str, optimizer: str, form: int, options: str
 ) -> Program:
     """The program of some draws."""
-    from . import statements  # noqa: F401  fills KINDS
+    from . import others, statements  # noqa: F401  fill KINDS
 
     state = State(stage, model, optimizer, form)
     setup = setup_of(state, options)

@@ -114,8 +114,10 @@ def guard_from_wrappers(wrapper: Any, ignored: Collection[str]) -> None:
     _install()
     modules = [wrapper]
     for name, module in wrapper.module.named_modules():
-        own = (f"{name}.{each}" if name else each for each, _ in module.named_parameters(recurse=False))
-        if any(each not in ignored for each in own):
+        inside = (f"{name}.{each}" if name else each for each, _ in module.named_parameters())
+        if any(
+            each not in ignored for each in inside
+        ):  # containers too, on which torch leaves its mark before it looks inside
             modules.append(module)
     reference = weakref.ref(wrapper)
     for module in modules:
