@@ -27,7 +27,7 @@ ENGINE := python/shardwright/_engine.abi3.so
 
 FUZZ_SECONDS ?= 60
 
-.PHONY: build demo test test-fast test-long test-torch test-torch-suites abi asan asan-quick tsan crash fuzz fuzz-programs mutate-events mutate-events-unseen kernels gpu bench fmt lint wheel clean check-machine
+.PHONY: build demo test test-fast test-long test-torch test-torch-suites test-without-numpy abi asan asan-quick tsan crash fuzz fuzz-programs mutate-events mutate-events-unseen kernels gpu bench fmt lint wheel clean check-machine release test-aarch64
 
 build: $(VENV)/.built
 
@@ -87,6 +87,14 @@ test-torch: build
 	.venv-torch-$(TORCH)/bin/python -m pip install --quiet --no-deps --no-build-isolation -e .
 	SW_TEST_WORLDS=1,3 .venv-torch-$(TORCH)/bin/python -m pytest $(SIDE_BY_SIDE) $(PYTEST_ARGS)
 
+# Tests where no process can import numpy. torch's all_gather_object, which the oracle of -k naive calls, needs it
+WITHOUT_NUMPY := tests/ranks/test_every_stage_has_the_same_bits.py tests/ranks/test_checkpoint_resume_is_bitwise.py \
+	tests/ranks/test_the_package_needs_no_numpy.py
+
+test-without-numpy: build
+	@mkdir -p build/without-numpy && echo 'import sys; sys.modules["numpy"] = None' > build/without-numpy/sitecustomize.py
+	PYTHONPATH=build/without-numpy $(BIN)/python -m pytest $(WITHOUT_NUMPY) -k 'not naive' $(PYTEST_ARGS)
+
 $(VENV)/.suites: requirements/torch-suites.txt $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet -r requirements/torch-suites.txt
 	@touch $@
@@ -101,9 +109,11 @@ asan-quick: build
 
 asan: asan-quick
 	SW_TEST_LONG=1 $(BIN)/python -m pytest tests/test_fake_gpu.py -k asan $(PYTEST_ARGS)
+	SW_TEST_LONG=1 $(BIN)/python -m pytest tests/test_bindings_under_faults.py -k address $(PYTEST_ARGS)
 
 tsan: build
 	SW_TEST_LONG=1 $(BIN)/python -m pytest tests/test_csrc.py tests/test_fake_gpu.py -k tsan $(PYTEST_ARGS)
+	SW_TEST_LONG=1 $(BIN)/python -m pytest tests/test_bindings_under_faults.py -k thread $(PYTEST_ARGS)
 
 # A checkpoint's save cut at every system call, and by power loss: the long form
 crash: build
@@ -170,6 +180,18 @@ lint: build $(VENV)/.fmt
 wheel: $(VENV)/.installed
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation -w dist .
 	@ls dist/*.whl
+
+$(VENV)/.release: requirements/release.txt $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet -r requirements/release.txt
+	@touch $@
+
+# The sdist, manylinux wheels for x86_64 and aarch64, and checksums, in dist/
+release: $(VENV)/.release
+	PYTHON=$(BIN)/python .ci/release
+
+# The C tests on another processor's code: needs gcc-aarch64-linux-gnu and qemu-user
+test-aarch64: build
+	SW_TEST_MODES=aarch64 $(BIN)/python -m pytest tests/test_csrc.py -k aarch64 -n 2 $(PYTEST_ARGS)
 
 clean:
 	rm -rf build dist $(ENGINE) $(VENV)/.built .pytest_cache

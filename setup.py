@@ -10,6 +10,8 @@ information, SW_SANITIZE=address,undefined builds with these sanitizers. None of
 from __future__ import annotations
 
 import os
+import re
+import subprocess
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -107,9 +109,22 @@ class BuildEngine(build_ext):
         return changed
 
 
+def project_urls() -> dict[str, str]:
+    """The pages of the repository that is built: a CI job's, or the clone's origin. Empty if neither has a page."""
+    given = "/".join(os.environ.get(f"GITHUB_{name}", "") for name in ("SERVER_URL", "REPOSITORY"))
+    if given == "/" and (ROOT / ".git").exists():
+        asked = subprocess.run(["git", "remote", "get-url", "origin"], cwd=ROOT, capture_output=True, text=True)
+        given = re.sub(r"^(?:ssh://)?git@([^:/]+)[:/]", r"https://\1/", asked.stdout.strip())
+    found = re.fullmatch(r"(https://)(?:[^/@]*@)?([\w.-]+(?:/[\w.-]+?)+)(?:\.git)?/?", given)  # without a token
+    page = found and found[1] + found[2]
+    paths = {"Source": "", "Issues": "/issues", "Changelog": "/blob/main/CHANGELOG.md", "Security": "/security"}
+    return {name: page + path for name, path in paths.items()} if page else {}
+
+
 if __name__ == "__main__":
     os.chdir(ROOT)
     setup(
+        project_urls=project_urls(),
         ext_modules=[
             Extension(
                 "shardwright._engine",

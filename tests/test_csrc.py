@@ -42,6 +42,8 @@ class Mode:
     compiler: str = os.environ.get("CC", "gcc")
     long: bool = False
     shipped: bool = False
+    #: what runs a program of another processor
+    emulator: tuple[str, ...] = ()
 
     @property
     def folder(self) -> Path:
@@ -59,7 +61,18 @@ MODES = [
     Mode("asan", ("-O1" if LONG else "-O0", *ASAN), long=True),
     Mode("tsan", ("-O1", *SANITIZED, "-fsanitize=thread"), long=True),
     Mode("clang", ("-g",), compiler=os.environ.get("SW_CLANG", "clang"), long=True),
+    Mode(
+        "aarch64",
+        ("-g",),
+        compiler="aarch64-linux-gnu-gcc",
+        long=True,
+        emulator=("qemu-aarch64", "-L", "/usr/aarch64-linux-gnu"),
+    ),
 ]
+#: programs that the emulator cannot run, with what it lacks
+NOT_EMULATED = {
+    "test_shm": "counts of /proc/self/fd, which has the emulator's own descriptors, too",
+}
 
 
 def shipped_flags() -> list[str]:
@@ -174,6 +187,10 @@ def test_c_program_exits_with_zero(test: Path, mode: Mode) -> None:
         pytest.skip(f"long form only (SW_TEST_LONG=1, or SW_TEST_MODES={mode.name})")
     if shutil.which(mode.compiler) is None:
         pytest.skip(f"no compiler {mode.compiler!r} on this machine")
+    if mode.emulator and shutil.which(mode.emulator[0]) is None:
+        pytest.skip(f"no {mode.emulator[0]} on this machine")
+    if mode.emulator and test.stem in NOT_EMULATED:
+        pytest.skip(f"{mode.emulator[0]} does not have {NOT_EMULATED[test.stem]}")
     program = BUILDERS[mode.name].program(test)
     options = {
         "ASAN_OPTIONS": "detect_leaks=1:abort_on_error=0",
@@ -181,6 +198,6 @@ def test_c_program_exits_with_zero(test: Path, mode: Mode) -> None:
         "TSAN_OPTIONS": "halt_on_error=1",
     }
     done = subprocess.run(
-        [str(program)], capture_output=True, text=True, timeout=RUN_LIMIT_S, env={**os.environ, **options}
+        [*mode.emulator, str(program)], capture_output=True, text=True, timeout=RUN_LIMIT_S, env={**os.environ, **options}
     )
     assert done.returncode == 0, f"{program} ended with {done.returncode}\n{done.stdout[-4000:]}{done.stderr[-8000:]}"

@@ -8,7 +8,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted(
-    page for pattern in ("*.md", "docs/**/*.md", "examples/*.md", "benchmarks/*.md", "csrc/*.md") for page in ROOT.glob(pattern)
+    page
+    for pattern in ("*.md", "docs/**/*.md", "examples/*.md", "benchmarks/*.md", "csrc/*.md")
+    for page in ROOT.glob(pattern)
 )
 
 

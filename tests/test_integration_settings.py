@@ -28,7 +28,7 @@ def test_texts_and_files_stand_for_arguments(tmp_path, monkeypatch):
         (tmp_path / name).write_text(text)
         assert read_settings(str(tmp_path / name)) == expected
     for text, kind, words in [
-        ("zero4", ValueError, "options must be 'zero2'"),
+        ("zero4", ValueError, "zero must be 0, 1, 2 or 3, got 4"),
         ("zero=4", ValueError, "zero must be 0, 1, 2 or 3"),
         ("zer=2", TypeError, "did you mean 'zero'"),
         ("compress=int3", ValueError, "compress must be one of fp16"),
@@ -61,9 +61,9 @@ def test_run_takes_a_module_with_options_of_the_environment(tmp_path, monkeypatc
         assert main(["run", *words]) == 0
         assert given.pop() == expected
     for words in ([], ["-m"], ["zero2"], ["zero2", "-m"]):
-        assert main(["run", *words]) == 2 and "no program given" in capsys.readouterr().out
+        assert main(["run", *words]) == 2 and "no program given" in capsys.readouterr().err
     monkeypatch.delenv("SHARDWRIGHT_OPTIONS")
-    assert main(["run", *module]) == 2 and "no options given: pass them before -m, as" in capsys.readouterr().out
+    assert main(["run", *module]) == 2 and "no options given: pass them before -m, as" in capsys.readouterr().err
     assert not given
 
 
@@ -99,7 +99,7 @@ def test_run_puts_our_accelerator_in_the_place_of_the_stock_one(tmp_path, monkey
     assert capsys.readouterr().out == f"{Accelerator.__module__} 1 ['more']\n"
     assert main(["run", "zero3"]) == 2
     monkeypatch.delenv("SHARDWRIGHT_OPTIONS")
-    assert main(["run", str(program)]) == 2 and "no options given: pass them before" in capsys.readouterr().out
+    assert main(["run", str(program)]) == 2 and "no options given: pass them before" in capsys.readouterr().err
 
 
 TRANSFORMERS = """

@@ -18,12 +18,135 @@ import torch
         ({"precision": {"": 17}}, ValueError, r"precision\[''\] must be"),
         ({"clip_grad_norm": -1.0}, ValueError, "clip_grad_norm must be above 0, got"),
         ({"zero": 4}, ValueError, "zero must be 0, 1, 2 or 3"),
-        ({"units": "size"}, ValueError, "units is of zero=3"),
+        ({"units": "size"}, ValueError, r"units= requires zero=3, got zero=0"),
+        ({"precision": torch.bfloat16}, ValueError, "got torch.bfloat16: did you mean 'bf16'"),
+        ({"precision": "float16"}, ValueError, "did you mean 'fp16'"),
+        ({"compress": "int8"}, TypeError, r"got 'int8': did you mean sw.Int8\(\)\?"),
+        ({"compress": sw.PowerSGD}, TypeError, r"did you mean sw.PowerSGD\(\)\?"),
     ],
 )
 def test_a_value_out_of_range_is_named(given, kind, words):
     with pytest.raises(kind, match=words):
         sw.Options(**given)
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        *((name, "zero") for name in ("zero_stage", "stage", "zero_optimization", "sharding_strategy", "Zero")),
+        *((name, "bucket_cap_mb") for name in ("bucket_cap", "bucket_size", "bucket_cap_mib")),
+        *((name, "gradient_as_bucket_view") for name in ("gradient_as_bucket", "gradients_as_bucket_view")),
+        *(
+            ("world_size", "process_group"),
+            ("group", "process_group"),
+            ("mesh", "device_mesh"),
+            ("precission", "precision"),
+        ),
+        *(
+            ("max_grad_norm", "clip_grad_norm"),
+            ("timeout", "timeout_s"),
+            ("comm_hook", "compress"),
+            ("offlod", "offload"),
+        ),
+    ],
+)
+def test_an_unknown_option_offers_the_nearest_name_also_of_other_libraries(name, ours):
+    for call in (lambda: sw.wrap(torch.nn.Linear(3, 3), **{name: 1}), lambda: sw.Options(**{name: 1})):
+        with pytest.raises(TypeError, match=f"unknown option '{name}': did you mean '{ours}'"):
+            call()
+
+
+def test_checkpoints_and_compressors_offer_names_too():
+    module = torch.nn.Linear(3, 3)
+    for call, words in [
+        (
+            lambda: sw.Checkpointer("unused", module, keep=3),
+            "Checkpointer: unknown option 'keep': did you mean 'keep_last'",
+        ),
+        (lambda: sw.save("unused", module, exist_ok=True), "save: unknown option 'exist_ok': did you mean 'overwrite'"),
+        (lambda: sw.PowerSGD(matrix_approximation_rank=2), "PowerSGD: unknown option .*: did you mean 'rank'"),
+        (lambda: sw.Int8(block_size=64), "Int8: unknown option 'block_size': did you mean 'block'"),
+        (lambda: sw.Precision(params_dtype=torch.float32), "Precision: .* did you mean 'param_dtype'"),
+        (lambda: sw.shard_optimizer(module, None, partitioning="flat"), "did you mean 'partition'"),
+    ]:
+        with pytest.raises(TypeError, match=words):
+            call()
+
+
+def test_arguments_in_the_wrong_place_are_told_where_they_belong():
+    module = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(module.parameters())
+    for call, words in [
+        (lambda: sw.wrap(module, optimizer, 2), "wrap: options are passed by name, such as zero=, got 2 by position"),
+        (lambda: sw.wrap(optimizer, module), r"got SGD: the module comes first, sw.wrap\(module, optimizer\)"),
+        (lambda: sw.wrap(torch.nn.Linear, optimizer), "needs a torch.nn.Module, got the class Linear"),
+        (
+            lambda: sw.wrap(module, torch.optim.SGD),
+            r"got the class SGD: make the optimizer first, SGD\(module.parameters\(\)\)",
+        ),
+        (
+            lambda: sw.wrap(module, module.parameters(), zero=1),
+            "got generator: make one of these parameters, as in torch",
+        ),
+        (lambda: sw.wrap(module, 2), "got int: pass options by name, such as zero=2"),
+    ]:
+        with pytest.raises(TypeError, match=words):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("warp", "wrap"),
+        ("Wrap", "wrap"),
+        ("FSDP", "fully_shard"),
+        ("DDP", "DistributedDataParallel"),
+        ("stat", "stats"),
+    ],
+)
+def test_an_unknown_name_of_the_package_offers_the_nearest(name, ours):
+    with pytest.raises(AttributeError, match=f"has no attribute '{name}': did you mean '{ours}'"):
+        getattr(sw, name)
+    assert not hasattr(sw, "__wrapped__")
+
+
+def test_a_call_that_needs_a_wrapped_module_says_what_to_pass():
+    module = torch.nn.Linear(3, 3)
+    calls = (
+        sw.full_gradients,
+        sw.average_gradients,
+        lambda m: sw.shard_optimizer(m, None),
+        lambda m: sw.load_full_state_dict(m, {}),
+    )
+    for call in calls:
+        with pytest.raises(
+            sw.Error, match="needs a wrapped module, .* got Linear: call sw.wrap first, and pass the module"
+        ):
+            call(module)
+    with pytest.raises(sw.Error, match="stats needs a module that is wrapped"):
+        sw.stats(module)
+    wrapped = sw.wrap(module)
+    with pytest.raises(sw.Error, match="zero >= 1, got zero=0: use the optimizer as it is"):
+        sw.shard_optimizer(wrapped, None)
+
+
+def test_stats_are_those_of_one_model():
+    models = [sw.wrap(torch.nn.Linear(3, 3)), sw.wrap(torch.nn.Bilinear(2, 2, 2))]
+    assert [sw.stats(model)["models"][0]["module"] for model in models] == ["Linear", "Bilinear"]
+    assert sw.stats(sw.unwrap(models[0])) == sw.stats(models[0]) and len(sw.stats(models[0])["communicators"]) == 1
+    assert len(sw.stats()["models"]) >= 2
+
+
+def test_torchs_mixed_precision_is_an_option_of_wrap():
+    from types import SimpleNamespace
+
+    policy = SimpleNamespace(param_dtype=torch.bfloat16, reduce_dtype=None, buffer_dtype=None)
+    module = torch.nn.Linear(3, 3)
+    wrapped, _ = sw.wrap(module, torch.optim.SGD(module.parameters(), lr=0.1), zero=2, mixed_precision=policy)
+    assert wrapped(torch.ones(1, 3)).dtype == torch.bfloat16 and wrapped.mixed_precision is policy
+    for given, words in [({"precision": "bf16"}, "both given"), ({"compress": sw.Int8()}, "both set the wire format")]:
+        with pytest.raises(ValueError, match=words):
+            sw.wrap(torch.nn.Linear(3, 3), mixed_precision=policy, **given)
 
 
 def test_clipping_needs_the_optimizer():
@@ -46,7 +169,9 @@ def test_a_stage_is_no_option_of_fully_shard():
 
 def refused():
     module = torch.nn.Linear(3, 3)
-    with pytest.raises(ValueError, match="LBFGS is not known"):
+    with pytest.raises(
+        ValueError, match="LBFGS steps on all parameters as one vector and cannot be sliced: use zero=0"
+    ):
         sw.wrap(module, torch.optim.LBFGS(module.parameters()), zero=1)
     return weakref.ref(module)
 

@@ -184,6 +184,37 @@ def test_every_tensor_is_made_on_a_named_device_with_a_named_dtype():
     assert {file: calls for file, calls in found.items() if calls} == {}
 
 
+#: files that may name numpy -> reason
+NUMPY = {
+    "checkpoint/tree": "values of the user's state",
+    "checkpoint/state/content": "a generator that the program uses",
+    "convert/unpickle": "values of another program's pickle",
+    "gradients/sharded_gradient": "the caller's own numpy()",
+}
+
+
+#: among them torch's collectives of objects
+_GO_BY_NUMPY = ("numpy", "from_numpy", "__array__", "all_gather_object", "gather_object", "broadcast_object_list")
+
+
+def of_numpy(text):
+    """Return what needs numpy: its import, and torch's functions that go by it."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else [each.name for each in node.names]
+            yield from (each for each in modules if each.split(".")[0] == "numpy")
+        elif isinstance(node, ast.Attribute) and node.attr in _GO_BY_NUMPY:
+            yield node.attr
+
+
+def test_the_package_needs_no_numpy():
+    """torch is the only dependency, and works without numpy. A tensor's bytes are layout.memory.bytes_of()."""
+    found = "import numpy.core as n\nfrom numpy import x\ny.numpy()\ntorch.from_numpy(x)"
+    assert len(list(of_numpy(found))) == 4
+    files = {str(f.relative_to(PACKAGE).with_suffix("")): f.read_text() for f in PACKAGE.rglob("*.py")}
+    assert {name for name, text in files.items() if list(of_numpy(text))} == NUMPY.keys()
+
+
 #: reason why there is memory behind an address -> files that take one
 ADDRESSES = {
     "memory that the package made": [

@@ -57,7 +57,7 @@ def test_what_dead_ranks_left_is_no_answer():
     room = dist.PrefixStore("shardwright/attempts", starts.connect())
     assert room.add("asked", 1) == 3  # a rank that died between two calls
     found = starts.start(3, ranks=[0, 1], timeout_s=0.3)  # rank 2 died
-    assert str(found[0]) == "joining: rank 0 of 3 waited 0.3 s for rank 2"
+    assert str(found[0]) == "joining: rank 0 of 3 waited 0.3 s for rank 2, which has not come" == str(found[1])
     assert sorted(starts.start(3).values()) == [1, 2, 3]
     assert sorted(starts.start(2).values()) == [1, 2]
 

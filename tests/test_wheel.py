@@ -14,6 +14,7 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 from shutil import copy2, copytree, ignore_patterns, which
@@ -189,3 +190,58 @@ def test_pip_install_works_in_an_environment_that_has_only_pip(tmp_path: Path) -
     output_of(python, "-m", "pip", "install", "--no-deps", str(tree))
     (engine,) = (tmp_path / "venv").glob("lib/python*/site-packages/shardwright/_engine.abi3.so")
     assert "imported" in output_of(python, "-I", "-c", IMPORT_ALONE, str(engine))
+
+
+def test_the_sdist_holds_every_tracked_file(tmp_path: Path) -> None:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode != 0:
+        pytest.skip("no git checkout")
+    tracked = {name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()}
+    # the list of files alone: nothing is compiled
+    program = "import sys; from setuptools import build_meta; print(build_meta.build_sdist(sys.argv[1]))"
+    output_of(sys.executable, "-c", program, str(tmp_path), cwd=ROOT)
+    (made,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(made) as archive:
+        held = {name.partition("/")[2] for name in archive.getnames()}
+    assert tracked - held == set()
+    assert [name for name in held if name.endswith((".so", ".o", ".pyc"))] == []
+
+
+@pytest.fixture(scope="session")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Install the wheel alone into an empty environment, which finds torch where this one has it. Return its folder of
+    programs."""
+    folder = tmp_path_factory.mktemp("installed")
+    output_of(sys.executable, "-m", "venv", str(folder / "venv"))
+    programs = folder / "venv" / "bin"
+    output_of(str(programs / "pip"), "install", "--no-deps", "--no-index", str(wheel))
+    site = Path(output_of(str(programs / "python"), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+    packages = {path.parent for name in ("torch", "numpy") for path in ROOT.glob(f".venv/lib/python*/site-packages/{name}")}
+    packages |= {Path(each) for each in sys.path if Path(each, "torch").is_dir()}
+    (site / "torchs.pth").write_text("\n".join(map(str, packages)) + "\n")
+    # an editable install of this checkout must not answer in the place of the wheel
+    return programs
+
+
+def test_an_installed_wheel_runs_the_readmes_program_and_the_doctor(installed: Path, tmp_path: Path) -> None:
+    environment = {"PATH": f"{installed}:/usr/bin:/bin", "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    where = output_of(str(installed / "python"), "-c", "import shardwright; print(shardwright.__file__)", env=environment, cwd=tmp_path)
+    assert str(installed.parent) in where
+    text = (ROOT / "README.md").read_text()
+    program = next(part for part in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "sw.wrap(" in part)
+    (tmp_path / "program.py").write_text(program)
+    words = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "program.py"]
+    out = output_of(str(installed / "python"), *words, env=environment, cwd=tmp_path, timeout=300)
+    assert len(set(re.findall(r"rank \d: (first weight .*)", out))) == 1 and out.count("first weight") == 2
+    found = subprocess.run([str(installed / "shardwright"), "doctor"], capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert found.returncode in (0, 1) and "torch" in found.stdout and "Traceback" not in found.stderr
+
+
+@pytest.mark.parametrize("python", sorted(PYTHONS), ids=lambda path: "%d.%d:" % PYTHONS[path][0] + path)
+def test_the_wheel_installs_on_each_python_and_plans_without_torch(python: str, wheel: Path, tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    output_of(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(site), str(wheel))
+    words = ["plan", "--layers", "2", "--width", "64", "--vocabulary", "100", "--memory", "1GB", "--json"]
+    start = "import sys; from shardwright.cli import main; sys.exit(main(sys.argv[1:]))"
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(site)}
+    assert '"ok": true' in output_of(python, "-S", "-c", start, *words, env=environment, cwd=tmp_path)

@@ -1,4 +1,4 @@
-/* text.h - cut UTF-8 text at a character boundary. Thread rule: any. */
+/* text.h - UTF-8 text that is cut to fit ends with a whole character. Thread rule: any. */
 #ifndef SW_BASE_TEXT_H
 #define SW_BASE_TEXT_H
 
@@ -14,6 +14,34 @@ static inline int sw_text_fit(const char *text, size_t limit)
     while (limit > 0 && ((unsigned char)text[limit] & 0xC0) == 0x80)
         limit--;
     return (int)limit;
+}
+
+/* Return how many bytes the character at `text` must have by its first byte, and how many of them
+ * follow one another there. */
+static inline size_t sw_text_character(const char *text, size_t *present)
+{
+    unsigned char first = (unsigned char)text[0];
+    size_t wanted = first >= 0xF0 ? 4 : first >= 0xE0 ? 3 : first >= 0xC0 ? 2 : 1;
+    for (*present = 1; *present < wanted && ((unsigned char)text[*present] & 0xC0) == 0x80;)
+        ++*present;
+    return wanted;
+}
+
+/* Mend text whose parts were cut by "%.300s" or by the end of a buffer: a character of which bytes
+ * are missing becomes '?', and at the end of the text nothing. Shortens the text in place. */
+static inline void sw_text_mend(char *text)
+{
+    char *to = text;
+    for (const char *from = text; *from;) {
+        size_t present, wanted = sw_text_character(from, &present);
+        if (present == wanted)
+            for (size_t i = 0; i < present; ++i)
+                *to++ = from[i];
+        else if (from[present])
+            *to++ = '?';
+        from += present;
+    }
+    *to = '\0';
 }
 
 #endif

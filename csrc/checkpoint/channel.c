@@ -322,6 +322,14 @@ static bool has_written(const sw_channel *channel, int rank, uint64_t number)
     return get(page ? &page->written : &channel->slots[channel->host_of[rank]].written) >= number;
 }
 
+int sw_channel_find_unwritten_here(const sw_channel *channel, uint64_t number, int from)
+{
+    for (int r = from; r < channel->world_size; ++r)
+        if (channel->pages[r] && get(&channel->pages[r]->written) < number)
+            return r;
+    return -1;
+}
+
 int sw_channel_find_unwritten(sw_channel *channel, uint64_t number)
 {
     int found = -1, first = 0;

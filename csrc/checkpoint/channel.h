@@ -90,6 +90,9 @@ void sw_channel_say_written(sw_channel *channel, uint64_t number);
 /* On rank 0: return the lowest rank that has not written, or with a host that has not; -1: all have
  * written. A group's first host reports after the others of its group, so those come before it. */
 int sw_channel_find_unwritten(sw_channel *channel, uint64_t number);
+/* Return the lowest rank from `from` on, of this host, that has not written; -1: none. Any thread.
+ */
+int sw_channel_find_unwritten_here(const sw_channel *channel, uint64_t number, int from);
 /* Return the bytes of tallies of a host after all of its ranks have written. Rank 0 may ask for any
  * host, a carrier for those that it merges. */
 uint64_t sw_channel_tally_bytes(const sw_channel *channel, int host);

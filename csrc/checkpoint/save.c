@@ -148,6 +148,11 @@ sw_status sw_save_check_request(const sw_saver *saver, const sw_save_request *re
     if (!sw_manifest_is_nonce(request->nonce))
         SW_FAIL(err, SW_E_INVALID, "nonce must be 1 to %d of [0-9a-z], not '%.80s'",
                 SW_NONCE_BYTES - 1, request->nonce);
+    if (!request->shared.plan || (!request->own.plan && request->own.source_count > 0))
+        SW_FAIL(err, SW_E_INVALID,
+                "a save needs the plan of what ranks share, and of what this rank has alone if it "
+                "has any; 'shared' is %s",
+                request->shared.plan ? "given" : "missing");
     size_t slot_bytes = request->stage ? sw_device_stage_slot_bytes(request->stage) : 0;
     if (slot_bytes % SW_BLOCK_BYTES != 0)
         SW_FAIL(err, SW_E_INVALID,
@@ -312,6 +317,11 @@ void sw_saver_cancel(sw_saver *saver, const sw_error *reason)
     saver->failure.status = SW_E_INTERRUPTED;
     pthread_cond_broadcast(&saver->changed);
     pthread_mutex_unlock(&saver->mutex);
+}
+
+int sw_saver_find_unwritten(const sw_saver *saver, int from)
+{
+    return sw_channel_find_unwritten_here(saver->channel, saver->number, from);
 }
 
 void sw_saver_progress(sw_saver *saver, sw_save_progress *progress)

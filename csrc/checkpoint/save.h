@@ -126,6 +126,10 @@ void sw_saver_fail(sw_saver *saver, uint64_t number, const sw_error *reason);
 /* Make a running save fail soon, for this reason. */
 void sw_saver_cancel(sw_saver *saver, const sw_error *reason);
 
+/* Return the lowest rank from `from` on, of this host, whose ranges of the last save are not
+ * durable yet; -1: none. The thread of begin. */
+int sw_saver_find_unwritten(const sw_saver *saver, int from);
+
 void sw_saver_progress(sw_saver *saver, sw_save_progress *progress);
 
 /* Return region `index` of the snapshot memory, free for any use until the next save begins; NULL:

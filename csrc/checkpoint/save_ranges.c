@@ -180,14 +180,14 @@ static sw_status cut_at_blocks(sw_saver *saver, const sw_plan *plan, const range
 
 static bool has_whole_page(const sw_save_range *range)
 {
-    uint64_t page = SW_FILE_ALIGNMENT_BYTES, first = (range->offset + page - 1) / page * page;
+    uint64_t page = sw_file_page_bytes(), first = (range->offset + page - 1) / page * page;
     return first + page <= range->offset + range->size_bytes;
 }
 
 /* Return the offset of a range in a slot that has `used` bytes in use. */
 static uint32_t place_after(const sw_save_range *range, uint32_t used)
 {
-    uint32_t page = SW_FILE_ALIGNMENT_BYTES, wanted = (uint32_t)(range->offset % page);
+    uint32_t page = (uint32_t)sw_file_page_bytes(), wanted = (uint32_t)(range->offset % page);
     return has_whole_page(range) ? used + (wanted + page - used % page) % page : used;
 }
 

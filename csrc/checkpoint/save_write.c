@@ -152,7 +152,7 @@ static sw_status write_edge(writer *w, uint8_t *data, size_t size, uint64_t offs
 
 static sw_status write_range(writer *w, const sw_save_range *range, uint8_t *slot, sw_error *err)
 {
-    const size_t page = SW_FILE_ALIGNMENT_BYTES;
+    const size_t page = sw_file_page_bytes();
     uint8_t *data = slot + range->at;
     size_t size = range->size_bytes, head = (size_t)(-range->offset % page);
     SW_TRY(open_file(w, range->file, err));

@@ -159,6 +159,13 @@ typedef struct sw_comm_ops {
     sw_status (*look)(sw_comm *comm, bool minds_leaving, sw_error *err);
     /* "rank 2 (pid 4711 on host a)". */
     void (*peer)(sw_comm *comm, int rank, char text[SW_COMM_PEER_BYTES]);
+    /* Return the note (wait_note.h) of rank number `local` of this host, and its rank in the
+     * communicator; NULL: there are no more. Any thread. */
+    struct sw_wait_note *(*note)(sw_comm *comm, int local, int *rank);
+    /* Return a rank of this host whose process has ended; -1: none is known. Any thread. */
+    int (*dead)(sw_comm *comm);
+    /* Return the process of a rank of this host and of this PID namespace; 0: unknown. */
+    int (*pid)(sw_comm *comm, int rank);
     /* From any thread, without waiting: true unless some rank is known to have met an error or
      * left. */
     bool (*is_alive)(sw_comm *comm);
@@ -181,7 +188,8 @@ struct sw_comm {
                             * arenas */
     uint32_t arenas;       /* created so far */
     int64_t timeout_ns;    /* limit of each wait */
-    int64_t warn_after_ns; /* a wait this long is logged, then again whenever it has doubled */
+    int64_t warn_after_ns; /* a wait this long is logged, then again whenever it has doubled; 0: no
+                            * wait is */
     int64_t silent_ns; /* a wait for a peer ends if the peer is stopped for this long; 0: it does
                         * not */
     sw_comm_hooks hooks;

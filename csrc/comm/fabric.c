@@ -5,6 +5,7 @@
 
 #include <stdio.h>
 #include <stdlib.h>
+#include <unistd.h>
 
 #include "platform/futex.h"
 #include "platform/process.h"
@@ -126,6 +127,31 @@ void sw_fabric_peer(sw_comm *comm, int rank, char text[SW_COMM_PEER_BYTES])
                  control[rank].pid, control[rank].host);
 }
 
+sw_wait_note *sw_fabric_note(sw_comm *comm, int local, int *rank)
+{
+    sw_fabric *fabric = (sw_fabric *)comm;
+    *rank = local;
+    return atomic_load(&fabric->is_open) && !fabric->is_foreign && local < comm->world_size
+               ? &fabric->control[local].note
+               : NULL;
+}
+
+int sw_fabric_pid(sw_comm *comm, int rank)
+{
+    const sw_fabric *fabric = (const sw_fabric *)comm;
+    if (!atomic_load(&fabric->is_open))
+        return 0;
+    const sw_control *control = &fabric->control[rank], *own = &fabric->control[comm->rank];
+    return own->pid_space && control->pid_space == own->pid_space ? control->pid : 0;
+}
+
+void sw_control_introduce(sw_control *own, const char *host)
+{
+    own->pid = (int32_t)getpid();
+    own->pid_space = sw_process_space();
+    snprintf(own->host, sizeof own->host, "%s", host);
+}
+
 /* Checks of the peers
  * ------------------------------------------------------------------------------------------ */
 
@@ -137,6 +163,12 @@ bool sw_fabric_is_alive(sw_comm *comm)
             (r != comm->rank && fabric->peer_ended(fabric, r)))
             return false;
     return sw_ending_state(&fabric->ending) == SW_MEMBER_ACTIVE;
+}
+
+int sw_fabric_dead(sw_comm *comm)
+{
+    sw_fabric *fabric = (sw_fabric *)comm;
+    return atomic_load(&fabric->is_open) ? sw_fabric_find_dead(fabric, comm->world_size, NULL) : -1;
 }
 
 int sw_fabric_find_dead(sw_fabric *fabric, int budget, const sw_fabric_awaited *awaited)

@@ -29,6 +29,11 @@ SW_MUST_USE sw_status sw_fabric_look(sw_comm *comm, bool minds_leaving, sw_error
 void sw_fabric_leave(sw_comm *comm);
 bool sw_fabric_is_alive(sw_comm *comm);
 void sw_fabric_peer(sw_comm *comm, int rank, char text[SW_COMM_PEER_BYTES]);
+sw_wait_note *sw_fabric_note(sw_comm *comm, int local, int *rank);
+int sw_fabric_pid(sw_comm *comm, int rank);
+int sw_fabric_dead(sw_comm *comm);
+/* Publish this process in the block of its rank. */
+void sw_control_introduce(sw_control *own, const char *host);
 
 /* Record the end of `rank` in its block, and wake all sleepers of all blocks. The first reason
  * wins. */

@@ -22,6 +22,7 @@
 #include "comm/comm.h"
 #include "comm/descriptor.h"
 #include "comm/ending.h"
+#include "comm/wait_note.h"
 
 enum {
     SW_FABRIC_RING = 128,              /* operations that may be in flight */
@@ -41,8 +42,10 @@ typedef struct sw_control {                /* zeroed at first; world_size consec
     _Alignas(128) _Atomic uint32_t waiters; /* peers asleep on either word; the sleepers write it */
     _Atomic uint32_t has_joined; /* sw_fabric_join; a futex word, released by its owner */
     int32_t pid;
+    uint64_t pid_space; /* sw_process_space */
     char host[64];
-    sw_ending ending; /* written by its owner's threads */
+    sw_wait_note note; /* written by its owner */
+    sw_ending ending;  /* written by its owner's threads */
 } sw_control;
 
 typedef struct sw_fabric_entry { /* entry of a ring of descriptors */

@@ -53,7 +53,7 @@ static void describe_wait(void *context, sw_wait_text *text)
     describe_operation(fabric, w->awaited.ticket, text->what, sizeof text->what);
     for (int r = 0; r < fabric->comm.world_size; ++r)
         if (sw_fabric_is_missing(fabric, r, &w->awaited) &&
-            !sw_wait_add_missing(text, &fabric->comm, r, fabric->control[r].pid))
+            !sw_wait_add_missing(text, &fabric->comm, r))
             return;
 }
 

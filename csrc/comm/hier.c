@@ -200,7 +200,9 @@ static void destroy(sw_comm *comm)
 
 static sw_status forked(sw_comm *comm, sw_error *err)
 {
-    sw_comm *inside = ((sw_hier *)comm)->inside;
+    sw_hier *hier = (sw_hier *)comm;
+    sw_comm *inside = hier->inside;
+    pthread_mutex_init(&hier->lock, NULL); /* the carrier's thread may have held it */
     return inside->ops->forked ? inside->ops->forked(inside, err) : SW_OK;
 }
 
@@ -219,6 +221,9 @@ static const sw_comm_ops hier_ops = {
     .tell_hosts = sw_hier_tell_hosts,
     .look = sw_hier_look,
     .peer = sw_hier_peer,
+    .note = sw_hier_note,
+    .pid = sw_hier_pid,
+    .dead = sw_hier_dead,
     .is_alive = sw_hier_is_alive,
     .leave = leave,
     .forked = forked,

@@ -14,6 +14,31 @@ void sw_hier_peer(sw_comm *comm, int rank, char text[SW_COMM_PEER_BYTES])
         snprintf(text, SW_COMM_PEER_BYTES, "rank %d", rank);
 }
 
+sw_wait_note *sw_hier_note(sw_comm *comm, int local, int *rank)
+{
+    const sw_hier *hier = (const sw_hier *)comm;
+    sw_wait_note *found = hier->inside->ops->note(hier->inside, local, rank);
+    if (found)
+        *rank = hier->members[local];
+    return found;
+}
+
+int sw_hier_pid(sw_comm *comm, int rank)
+{
+    const sw_hier *hier = (const sw_hier *)comm;
+    for (int l = 0; l < hier->local_count; ++l)
+        if (hier->members[l] == rank)
+            return hier->inside->ops->pid(hier->inside, l);
+    return 0;
+}
+
+int sw_hier_dead(sw_comm *comm)
+{
+    const sw_hier *hier = (const sw_hier *)comm;
+    int local = hier->inside->ops->dead(hier->inside);
+    return local < 0 ? -1 : hier->members[local];
+}
+
 void sw_hier_describe(const sw_hier *hier, uint32_t ticket, char *text, size_t capacity)
 {
     const sw_page *own = sw_hier_page(hier, hier->local_rank);

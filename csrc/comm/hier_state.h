@@ -129,8 +129,11 @@ static inline int sw_hier_local(const sw_hier *hier, int rank)
 /* hier_host.c
  * ------------------------------------------------------------------------------------------ */
 
-/* As sw_comm_ops.peer. */
+/* Functions of sw_comm_ops. */
 void sw_hier_peer(sw_comm *comm, int rank, char text[SW_COMM_PEER_BYTES]);
+sw_wait_note *sw_hier_note(sw_comm *comm, int local, int *rank);
+int sw_hier_pid(sw_comm *comm, int rank);
+int sw_hier_dead(sw_comm *comm);
 /* Write the name of an operation, even of one that this rank has not posted yet. */
 void sw_hier_describe(const sw_hier *hier, uint32_t ticket, char *text, size_t capacity);
 

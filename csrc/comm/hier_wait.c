@@ -42,6 +42,11 @@ typedef struct hier_wait {
     uint64_t still_bytes;
 } hier_wait;
 
+static bool is_stopped(sw_comm *inside, int local)
+{
+    return sw_process_state_of(inside->ops->pid(inside, local)) == SW_PROCESS_STOPPED;
+}
+
 /* Name the ranks for which the operation waits, as far as this host knows. */
 static void describe_wait(void *context, sw_wait_text *text)
 {
@@ -49,17 +54,16 @@ static void describe_wait(void *context, sw_wait_text *text)
     sw_hier *hier = w->hier;
     sw_hier_describe(hier, w->need->ticket, text->what, sizeof text->what);
     for (int l = 0; l < hier->local_count; ++l) {
-        int pid = atomic_load(&hier->is_introduced) ? hier->pid[hier->members[l]] : 0;
         bool is_missing =
-            !sw_hier_has_done(hier, w->need, l) || (l == 0 && sw_process_is_stopped(pid));
+            !sw_hier_has_done(hier, w->need, l) || (l == 0 && is_stopped(hier->inside, l));
         if (l != hier->local_rank && is_missing &&
-            !sw_wait_add_missing(text, &hier->comm, hier->members[l], pid))
+            !sw_wait_add_missing(text, &hier->comm, hier->members[l]))
             return;
     }
     if (text->rank >= 0)
         return;
     int awaited = atomic_load(&sw_hier_page(hier, 0)->awaiting);
-    (void)sw_wait_add_missing(text, &hier->comm, awaited < 0 ? hier->members[0] : awaited, 0);
+    (void)sw_wait_add_missing(text, &hier->comm, awaited < 0 ? hier->members[0] : awaited);
     size_t used = strlen(text->missing);
     if (waits_for_others(hier, awaited))
         snprintf(text->missing + used, sizeof text->missing - used, ", or a rank it awaits");

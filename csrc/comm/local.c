@@ -60,10 +60,8 @@ sw_status sw_local_group_create(int world_size, sw_local_group **group, sw_error
     }
     made->control = (sw_control *)(void *)made->pages;
     pthread_mutex_init(&made->lock, NULL);
-    for (int r = 0; r < world_size; ++r) {
-        made->control[r].pid = (int32_t)getpid();
-        snprintf(made->control[r].host, sizeof made->control[r].host, "local");
-    }
+    for (int r = 0; r < world_size; ++r)
+        sw_control_introduce(&made->control[r], "local");
     *group = made;
     return SW_OK;
 }
@@ -214,6 +212,9 @@ static const sw_comm_ops local_ops = {
     .request_end = sw_fabric_abort,
     .look = sw_fabric_look,
     .peer = sw_fabric_peer,
+    .note = sw_fabric_note,
+    .pid = sw_fabric_pid,
+    .dead = sw_fabric_dead,
     .is_alive = sw_fabric_is_alive,
     .leave = sw_fabric_leave,
     .destroy = destroy,

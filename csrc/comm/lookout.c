@@ -3,6 +3,7 @@
 
 #include <stdio.h>
 
+#include "comm/wait_note.h"
 #include "platform/clock.h"
 #include "platform/thread.h"
 
@@ -10,10 +11,23 @@ static const int64_t PERIOD_NS = 50 * 1000 * 1000;
 /* Time for a peer to publish its reason before its end is reported. */
 static const int64_t REASON_NS = 200 * 1000 * 1000;
 
+/* No host knows for which rank its GPU waits; a rank of this host that waits for no GPU may be
+ * it. */
 static void describe(void *context, sw_wait_text *text)
 {
-    snprintf(text->what, sizeof text->what, "%.150s", (const char *)context);
-    snprintf(text->missing, sizeof text->missing, "its GPU");
+    const sw_lookout *lookout = context;
+    sw_comm *host = lookout->host;
+    int rank;
+    char what[SW_WAIT_NOTE_BYTES];
+    const sw_wait_note *note;
+    sw_wait_text absent = {.rank = -1};
+    for (int l = 0; host->ops->note && (note = host->ops->note(host, l, &rank)); ++l)
+        if (rank != host->rank && !sw_wait_note_read(note, sw_clock_now_ns(), what, &(int){0}) &&
+            !sw_wait_add_missing(&absent, host, rank))
+            break;
+    snprintf(text->what, sizeof text->what, "%.150s", lookout->what);
+    snprintf(text->missing, sizeof text->missing, "its GPU%s%.280s",
+             absent.missing[0] ? "; those that wait for none: " : "", absent.missing);
 }
 
 sw_status sw_lookout_look(sw_lookout *lookout, int64_t begun_ns, const char *what, sw_error *reason)
@@ -26,10 +40,11 @@ sw_status sw_lookout_look(sw_lookout *lookout, int64_t begun_ns, const char *wha
         lookout->wait = (sw_wait){.comm = host,
                                   .begun_ns = begun_ns,
                                   .timeout_ns = INT64_MAX, /* the transport has a deadline */
-                                  .warn_ns = host->warn_after_ns,
+                                  .warn_ns = sw_wait_warn_ns(host),
                                   .describe = describe};
     lookout->looked_ns = now;
-    lookout->wait.context = (void *)(uintptr_t)what;
+    lookout->wait.context = lookout;
+    lookout->what = what;
     if (sw_wait_check(&lookout->wait, reason) == SW_E_INTERRUPTED) {
         int name = sw_comm_name(host, host->rank);
         sw_error_set(reason, SW_E_COMM, name, "rank %d was interrupted while its GPU waited for %s",

@@ -22,7 +22,8 @@ typedef struct sw_lookout {
     sw_comm *host;      /* borrowed; NULL: every call returns at once */
     bool minds_leaving; /* true while peers connect: a peer that leaves will not come */
     int64_t looked_ns;
-    sw_wait wait; /* the wait of the last check */
+    const char *what; /* borrowed during a check: what the wait is for */
+    sw_wait wait;     /* the wait of the last check */
 } sw_lookout;
 
 /* Call in every turn of a wait for `what` that began at `begun_ns`. Checks twenty times a second,

@@ -175,18 +175,16 @@ undo:
     return status;
 }
 
-/* Map the parent's pages copy-on-write for the parts that hold tensors: this rank's and the lowest
- * rank's. Only the engine accesses the other parts, and only in the parent. */
+/* Map the parent's pages copy-on-write, so that the child's writes stay its own. A page that it has
+ * not written still shows what the ranks write later (sw_memory_own). */
 static sw_status forked(sw_comm *comm, sw_error *err)
 {
     shm_comm *shm = (shm_comm *)comm;
     sw_status status = SW_OK;
     sw_error reason;
     for (shm_arena *each = shm->arenas; each; each = each->next) {
-        const int kept[] = {0, comm->rank};
-        for (int k = comm->rank == 0; k < 2 && each->fd >= 0 && status == SW_OK; ++k)
-            status = sw_memory_remap(each->arena.base[kept[k]], each->arena.size_bytes, each->fd,
-                                     (size_t)kept[k] * each->stride_bytes, false, err);
+        if (each->fd >= 0 && status == SW_OK)
+            status = sw_memory_remap(each->whole, each->whole_bytes, each->fd, 0, false, err);
         sw_socket_close(&each->fd);
     }
     pthread_mutex_init(&shm->listing, NULL); /* one of the parent's threads may have held it */
@@ -211,6 +209,9 @@ static const sw_comm_ops shm_ops = {
     .request_end = sw_fabric_abort,
     .look = sw_fabric_look,
     .peer = sw_fabric_peer,
+    .note = sw_fabric_note,
+    .pid = sw_fabric_pid,
+    .dead = sw_fabric_dead,
     .is_alive = sw_fabric_is_alive,
     .leave = sw_fabric_leave,
     .forked = forked,
@@ -267,8 +268,7 @@ static sw_status appear(shm_comm *shm, sw_error *err)
     sw_control *own = (sw_control *)(void *)pages + comm->rank;
     shm->fabric.control = (sw_control *)(void *)pages;
     shm->control_bytes = size_bytes;
-    own->pid = (int32_t)getpid();
-    snprintf(own->host, sizeof own->host, "%s", shm->host);
+    sw_control_introduce(own, shm->host);
     if (!sw_process_hold_lock(shm->control_fd, comm->rank))
         SW_FAIL(err, SW_E_OS,
                 "host communicator: byte %d of a memfd cannot be locked here, so the death of rank "
@@ -285,8 +285,7 @@ static void describe_missing(void *context, sw_wait_text *text)
     sw_comm *comm = &shm->fabric.comm;
     snprintf(text->what, sizeof text->what, "%s", SW_STAR_JOINING);
     for (int r = 0; r < comm->world_size; ++r)
-        if (!atomic_load(&shm->fabric.control[r].has_joined) &&
-            !sw_wait_add_missing(text, comm, r, 0))
+        if (!atomic_load(&shm->fabric.control[r].has_joined) && !sw_wait_add_missing(text, comm, r))
             return;
 }
 

@@ -13,7 +13,8 @@
 enum {
     SW_SLOT_MAX_WORLD = 1024,
     SW_SLOT_COUNT = 2,
-    SW_SLOT_PAGE_BYTES = 4096, /* alignment of parts; a slot is a whole number of pages */
+    SW_SLOT_PAGE_BYTES =
+        4096, /* alignment inside a part; parts are the arena's, in pages of their own */
     SW_SLOT_PIECE_ALIGNMENT = 16,
     SW_SLOT_LAYOUTS = 8, /* rounds that ranks compare: a rank is usually ahead of another by
                           * fewer */

@@ -83,7 +83,7 @@ static void describe(void *context, sw_wait_text *text)
 {
     const call_wait *call = context;
     snprintf(text->what, sizeof text->what, "%s", call->what);
-    (void)sw_wait_add_missing(text, call->star->comm, 0, 0);
+    (void)sw_wait_add_missing(text, call->star->comm, 0);
 }
 
 /* Receive the next message of the first rank. */

@@ -56,7 +56,7 @@ static void describe(void *context, sw_wait_text *text)
     const reception *r = context;
     snprintf(text->what, sizeof text->what, "%.100s", r->label);
     for (int k = 1; k < r->star->comm->world_size; ++k)
-        if (r->step[k] != ANSWERED && !sw_wait_add_missing(text, r->star->comm, k, 0))
+        if (r->step[k] != ANSWERED && !sw_wait_add_missing(text, r->star->comm, k))
             return;
 }
 

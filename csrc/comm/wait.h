@@ -22,7 +22,8 @@ typedef struct sw_wait_text {
 typedef struct sw_wait {
     const sw_comm *comm;          /* borrowed: its hooks, names, deadline, warn_after_ns */
     int64_t begun_ns, timeout_ns; /* INT64_MAX: another wait keeps the deadline */
-    int64_t warn_ns;              /* the next warning, from begun_ns on */
+    int64_t warn_ns;              /* the next warning, from begun_ns on; INT64_MAX: none */
+    int64_t noted_ns;             /* when the note was written last; 0: not yet */
     int64_t looked_ns;            /* when stopped peers were looked for */
     int64_t stopped_ns; /* time since which one of them is stopped, plus the time in which this
                            rank was stopped itself; 0: none is */
@@ -34,17 +35,21 @@ typedef struct sw_wait {
 sw_wait sw_wait_begin(const sw_comm *comm, void *context,
                       void (*describe)(void *context, sw_wait_text *text));
 
-/* One turn. SW_OK: wait on, perhaps after a warning. SW_E_INTERRUPTED: the program was interrupted,
- * and *reason (SW_E_COMM) is the message for its peers. SW_E_TIMEOUT: *reason names the wait.
- * SW_E_COMM: a peer has been stopped for longer than the communicator's silent_ns. */
+/* One turn. SW_OK: wait on, perhaps after a warning. A wait of half the time to its warning is
+ * noted for the peers (wait_note.h). SW_E_INTERRUPTED: the program was interrupted, and *reason
+ * (SW_E_COMM) is the message for its peers. SW_E_TIMEOUT: *reason names the wait. SW_E_COMM: a peer
+ * has been stopped for longer than the communicator's silent_ns. */
 SW_MUST_USE sw_status sw_wait_check(sw_wait *wait, sw_error *reason);
 
 /* The same message before the deadline, for a wait that cannot succeed: SW_E_TIMEOUT. */
 sw_status sw_wait_give_up(const sw_wait *wait, sw_error *reason);
 
-/* Add a rank of `comm` to text->missing. `pid`: of its process on this host, which may be stopped;
- * 0: not known. Returns false if there is no space for more. */
-bool sw_wait_add_missing(sw_wait_text *text, sw_comm *comm, int rank, int pid);
+/* Add a rank of `comm` to text->missing, with what its process does, if it is one of this host and
+ * PID namespace. Returns false if there is no space for more. */
+bool sw_wait_add_missing(sw_wait_text *text, sw_comm *comm, int rank);
+
+/* Return the time to a warning of a wait that begins now: sw_wait.warn_ns. */
+int64_t sw_wait_warn_ns(const sw_comm *comm);
 
 /* Return the interrupted program's own error: SW_E_INTERRUPTED. */
 sw_status sw_wait_interrupted(sw_error *err);

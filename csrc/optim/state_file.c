@@ -34,7 +34,8 @@ sw_status sw_state_file_grow(sw_state_file *file, size_t size_bytes, uint8_t **a
                              sw_error *err)
 {
     size_t whole = 0;
-    if (size_bytes == 0 || !sw_size_round_up(size_bytes, SW_FILE_ALIGNMENT_BYTES, &whole))
+    /* a segment begins where the last one ended, and mmap takes whole pages of this kernel */
+    if (size_bytes == 0 || !sw_size_round_up(size_bytes, sw_file_page_bytes(), &whole))
         SW_FAIL(err, SW_E_INVALID, "'%s' cannot grow by %zu bytes", file->path, size_bytes);
     sw_state_segment *segments =
         realloc(file->segments, (file->segment_count + 1) * sizeof *segments);

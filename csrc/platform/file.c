@@ -41,6 +41,12 @@ static int open_retried(const char *path, int flags)
     return fd;
 }
 
+size_t sw_file_page_bytes(void)
+{
+    size_t page = (size_t)sysconf(_SC_PAGESIZE);
+    return page > SW_FILE_ALIGNMENT_BYTES ? page : SW_FILE_ALIGNMENT_BYTES;
+}
+
 sw_status sw_file_create(const char *path, int *fd, sw_error *err)
 {
     int made = open_retried(path, O_WRONLY | O_CREAT | O_EXCL);

@@ -16,6 +16,10 @@
 
 enum { SW_FILE_ALIGNMENT_BYTES = 4096, SW_PATH_BYTES = 4096 };
 
+/* The kernel's page, at least SW_FILE_ALIGNMENT_BYTES: a page of a file that is written both with
+ * and without the page cache may lose bytes. */
+size_t sw_file_page_bytes(void);
+
 /* Opens a new file for writing; SW_E_OS (EEXIST) if the name exists. */
 SW_MUST_USE sw_status sw_file_create(const char *path, int *fd, sw_error *err);
 

@@ -2,7 +2,6 @@
 #include "platform/library.h"
 
 #include <dlfcn.h>
-#include <stdio.h>
 #include <string.h>
 
 static const char *reason(void)
@@ -49,11 +48,4 @@ void sw_library_close(void *handle)
 {
     if (handle)
         dlclose(handle);
-}
-
-void sw_library_path_of(const void *address, char *path, size_t path_bytes)
-{
-    Dl_info info;
-    bool known = dladdr(address, &info) != 0 && info.dli_fname;
-    snprintf(path, path_bytes, "%s", known ? info.dli_fname : "");
 }

@@ -39,7 +39,4 @@ void sw_library_bind_found(void *handle, const sw_library_symbol *symbols, size_
 /* NULL is allowed. */
 void sw_library_close(void *handle);
 
-/* Returns the file from which the function at `address` was loaded; "" if unknown. */
-void sw_library_path_of(const void *address, char *path, size_t path_bytes);
-
 #endif

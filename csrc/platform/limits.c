@@ -118,10 +118,16 @@ static void read_cgroup(sw_limits *limits)
     fclose(file);
 }
 
-static uint64_t read_rlimit(int which)
+#ifdef __GLIBC__
+typedef __rlimit_resource_t limited; /* an enumeration in C++ alone; elsewhere it is an int */
+#else
+typedef int limited;
+#endif
+
+static uint64_t read_rlimit(limited which)
 {
     struct rlimit limit;
-    if (getrlimit((__rlimit_resource_t)which, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY)
+    if (getrlimit(which, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY)
         return UINT64_MAX;
     return limit.rlim_cur;
 }

@@ -179,6 +179,24 @@ sw_status sw_memory_remap(uint8_t *address, size_t size_bytes, int fd, size_t of
     return SW_OK;
 }
 
+sw_status sw_memory_own(uint8_t *address, size_t size_bytes, sw_error *err)
+{
+    uintptr_t page = (uintptr_t)sysconf(_SC_PAGESIZE), begin = (uintptr_t)address / page * page;
+    size_t whole = ((uintptr_t)address + size_bytes + page - 1) / page * page - begin;
+    uint8_t *made;
+    if (size_bytes == 0)
+        return SW_OK;
+    SW_TRY(sw_pages_map(whole, &made, err));
+    memcpy(made, (void *)begin, whole);
+    if (mremap(made, whole, whole, MREMAP_MAYMOVE | MREMAP_FIXED, (void *)begin) == MAP_FAILED) {
+        int cause = errno;
+        munmap(made, whole);
+        return sw_error_set(err, SW_E_MEMORY, cause, "moving %zu private bytes failed: %s", whole,
+                            strerror(cause));
+    }
+    return SW_OK;
+}
+
 int sw_memory_watch(void)
 {
     return open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);

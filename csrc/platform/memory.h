@@ -66,6 +66,11 @@ SW_MUST_USE sw_status sw_memory_protect(uint8_t *address, size_t size_bytes, boo
 /* Frees the pages of a range of `fd`; a hint. */
 void sw_memory_discard(int fd, size_t offset_bytes, size_t size_bytes);
 
+/* Replaces the pages that hold `size_bytes` from `address`, of any mapping, by private ones with
+ * the same contents. Other threads must not write there meanwhile. SW_E_MEMORY: the old pages stay.
+ */
+SW_MUST_USE sw_status sw_memory_own(uint8_t *address, size_t size_bytes, sw_error *err);
+
 /* Unmaps any of these mappings. NULL is allowed. */
 void sw_memory_unmap(uint8_t *address, size_t size_bytes);
 

@@ -6,6 +6,7 @@
 #include <sched.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #ifndef F_OFD_GETLK
@@ -35,19 +36,53 @@ bool sw_process_lock_is_free(int fd, int byte)
     return lock.l_type == F_UNLCK;
 }
 
-bool sw_process_is_stopped(int pid)
+sw_process_state sw_process_state_of(int pid)
 {
     char text[512];
     if (pid <= 0)
-        return false;
+        return SW_PROCESS_UNKNOWN;
     snprintf(text, sizeof text, "/proc/%d/stat", pid);
     FILE *file = fopen(text, "re");
     if (!file)
-        return false;
+        return errno == ENOENT && access("/proc/self/stat", R_OK) == 0 ? SW_PROCESS_GONE
+                                                                       : SW_PROCESS_UNKNOWN;
     char *line = fgets(text, sizeof text, file);
     fclose(file);
     char *end = line ? strrchr(line, ')') : NULL;
-    return end && end[1] == ' ' && (end[2] == 'T' || end[2] == 't');
+    if (!end || end[1] != ' ')
+        return SW_PROCESS_UNKNOWN;
+    switch (end[2]) {
+    case 'R':
+        return SW_PROCESS_RUNNING;
+    case 'S':
+    case 'I':
+        return SW_PROCESS_SLEEPING;
+    case 'D':
+        return SW_PROCESS_IN_KERNEL;
+    case 'T':
+    case 't':
+        return SW_PROCESS_STOPPED;
+    case 'Z':
+    case 'X':
+        return SW_PROCESS_GONE;
+    default:
+        return SW_PROCESS_UNKNOWN;
+    }
+}
+
+const char *sw_process_state_text(sw_process_state state)
+{
+    static const char *const texts[] = {
+        [SW_PROCESS_UNKNOWN] = "",          [SW_PROCESS_RUNNING] = "running",
+        [SW_PROCESS_SLEEPING] = "sleeping", [SW_PROCESS_IN_KERNEL] = "waiting for a disk or device",
+        [SW_PROCESS_STOPPED] = "stopped",   [SW_PROCESS_GONE] = "gone"};
+    return texts[state];
+}
+
+uint64_t sw_process_space(void)
+{
+    struct stat found;
+    return stat("/proc/self/ns/pid", &found) == 0 ? (uint64_t)found.st_ino : 0;
 }
 
 int sw_process_cores(void)

@@ -3,10 +3,11 @@
  * A tensor over engine memory is made from a DLPack capsule whose deleter drops a reference on the
  * Arena: the pages live as long as the last tensor. */
 #include <stdlib.h>
+#include <string.h>
 
 #include "platform/memory.h"
 #include "python/dlpack_abi.h"
-#include "python/engine.h"
+#include "python/method.h"
 
 static uint8_t dl_code(sw_dtype dtype)
 {
@@ -49,16 +50,36 @@ static void capsule_delete(PyObject *capsule)
     }
 }
 
-static int read_sizes(PyObject *sizes, int64_t *out, Py_ssize_t count)
+/* Reads sizes or strides into out[]. Returns false with an exception; `wanted` is the number that
+ * must be there. */
+static bool read_sizes(PyObject *sizes, const char *signature, int64_t *out, size_t wanted)
 {
-    for (Py_ssize_t i = 0; i < count; ++i) {
-        PyObject *item = PySequence_GetItem(sizes, i);
-        out[i] = item ? PyLong_AsLongLong(item) : -1;
-        Py_XDECREF(item);
-        if (PyErr_Occurred())
-            return -1;
+    sw_py_table table;
+    bool is_read =
+        sw_py_table_init(&table, sizes, signature, sizeof(int64_t), sw_py_fill_size, NULL);
+    if (is_read && table.count != wanted) {
+        PyErr_Format(PyExc_ValueError, "strides must have %zu values, as shape has, got %zu",
+                     wanted, table.count);
+        is_read = false;
     }
-    return 0;
+    if (is_read)
+        memcpy(out, table.rows, wanted * sizeof *out);
+    sw_py_table_fini(&table);
+    return is_read;
+}
+
+bool sw_py_shape_bytes(PyObject *shape, sw_dtype dtype, const char *what, size_t *bytes)
+{
+    sw_py_table table;
+    bool fits =
+        sw_py_table_init(&table, shape, "shape size:N", sizeof(int64_t), sw_py_fill_size, NULL);
+    *bytes = sw_dtype_size_bytes(dtype);
+    for (size_t i = 0; fits && i < table.count; ++i)
+        fits = !__builtin_mul_overflow(*bytes, (size_t)((const int64_t *)table.rows)[i], bytes);
+    if (!fits && !PyErr_Occurred())
+        PyErr_Format(PyExc_ValueError, "%s: shape overflows the address space", what);
+    sw_py_table_fini(&table);
+    return fits;
 }
 
 static void contiguous_strides(const int64_t *shape, int64_t *strides, Py_ssize_t count)
@@ -98,19 +119,12 @@ PyObject *sw_py_dlpack_capsule_on(int ordinal, PyObject *owner, void *address, s
     managed->tensor.strides = sizes + count;
     managed->deleter = managed_delete;
     managed->context = owner;
-    contiguous_strides(sizes, sizes + count, 0);
-    if (read_sizes(shape, sizes, count) < 0)
+    if (!read_sizes(shape, "shape size:n", sizes, (size_t)count))
         goto failed;
     contiguous_strides(sizes, sizes + count, count);
-    if (strides != Py_None) {
-        if (PySequence_Size(strides) != count) {
-            PyErr_Format(PyExc_ValueError, "strides must have %zd values, as shape has, got %zd",
-                         count, PySequence_Size(strides));
-            goto failed;
-        }
-        if (read_sizes(strides, sizes + count, count) < 0)
-            goto failed;
-    }
+    if (strides != Py_None &&
+        !read_sizes(strides, "strides stride:n", sizes + count, (size_t)count))
+        goto failed;
     PyObject *capsule = PyCapsule_New(managed, "dltensor", capsule_delete);
     if (!capsule)
         goto failed;
@@ -160,91 +174,57 @@ static size_t arena_size(const arena_object *self)
 
 static PyObject *arena_tensor(PyObject *op, PyObject *args)
 {
-    arena_object *self = (arena_object *)op;
-    Py_ssize_t offset;
-    const char *name;
-    PyObject *shape, *strides = Py_None;
-    int rank = -1;
-    if (!PyArg_ParseTuple(args, "nsO|Oi:tensor", &offset, &name, &shape, &strides, &rank))
+    const arena_object *self = (arena_object *)op;
+    sw_py_arg a[5] = {[3] = {.o = Py_None}, [4] = {.i = -1}};
+    size_t bytes;
+    if (!sw_py_read("Arena.tensor offset_bytes:n dtype:T shape:O | strides:O rank:i", args, NULL,
+                    a))
         return NULL;
+    int rank = a[4].i;
     if (rank != -1 && (!self->arena || rank < 0 || rank >= self->arena->world_size))
         return PyErr_Format(PyExc_ValueError, "Arena.tensor: rank must be in [0, %d), got %d",
                             self->arena ? self->arena->world_size : 0, rank);
-    sw_dtype dtype = sw_dtype_from_name(name);
-    if (dtype == SW_DTYPE_COUNT)
-        return PyErr_Format(PyExc_ValueError,
-                            "Arena.tensor: dtype '%s' is not one the engine moves", name);
-    Py_ssize_t count = PySequence_Size(shape);
-    size_t bytes = sw_dtype_size_bytes(dtype);
-    for (Py_ssize_t i = 0; i < count; ++i) {
-        PyObject *item = PySequence_GetItem(shape, i);
-        size_t size = item ? PyLong_AsSize_t(item) : 0;
-        Py_XDECREF(item);
-        if (PyErr_Occurred())
-            return NULL;
-        if (__builtin_mul_overflow(bytes, size, &bytes))
-            return PyErr_Format(PyExc_ValueError,
-                                "Arena.tensor: shape overflows the address space");
-    }
-    if (count < 0)
+    if (!sw_py_shape_bytes(a[2].o, a[1].dtype, "Arena.tensor", &bytes))
         return NULL;
-    if (offset < 0 || (size_t)offset > arena_size(self) ||
-        bytes > arena_size(self) - (size_t)offset)
+    if (a[0].n < 0 || a[0].size > arena_size(self) || bytes > arena_size(self) - a[0].size)
         return PyErr_Format(PyExc_ValueError,
-                            "Arena.tensor: [%zd, +%zu) bytes leave the arena of %zu", offset, bytes,
+                            "Arena.tensor: [%zd, +%zu) bytes leave the arena of %zu", a[0].n, bytes,
                             arena_size(self));
     uint8_t *base = rank == -1 ? arena_base(self) : self->arena->base[rank];
     if (!base)
         return PyErr_Format(PyExc_ValueError,
                             "Arena.tensor: the part of rank %d is on another host", rank);
-    return sw_py_dlpack_capsule_new(op, base + offset, dtype, shape, strides);
+    return sw_py_dlpack_capsule_new(op, base + a[0].n, a[1].dtype, a[2].o, a[3].o);
 }
 
-static PyObject *arena_protect(PyObject *op, PyObject *args)
+static sw_status protect(const arena_object *self, bool is_writable, sw_error *err)
 {
-    arena_object *self = (arena_object *)op;
-    int writable;
-    sw_error err;
-    if (!PyArg_ParseTuple(args, "p:protect", &writable))
-        return NULL;
     for (int r = 0; self->arena && r < self->arena->world_size; ++r) {
         uint8_t *base = self->arena->base[r];
-        if (base && sw_memory_protect(base, self->arena->size_bytes, writable, &err) != SW_OK)
-            return sw_py_raise(sw_py_state_of(op), &err, self->owner);
+        if (base)
+            SW_TRY(sw_memory_protect(base, self->arena->size_bytes, is_writable, err));
     }
-    Py_RETURN_NONE;
+    return SW_OK;
 }
 
-static PyObject *arena_populate(PyObject *op, PyObject *args)
+SW_PY_METHOD(arena_protect, arena_object, "protect writable:p", true, protect(self, a[0].p, &err),
+             status == SW_OK ? sw_py_none() : sw_py_raise(sw_py_state_of(op), &err, self->owner))
+
+static bool check_range(const arena_object *self, const sw_py_arg *a)
 {
-    arena_object *self = (arena_object *)op;
-    Py_ssize_t offset, nbytes;
-    if (!PyArg_ParseTuple(args, "nn:populate", &offset, &nbytes))
-        return NULL;
-    if (offset < 0 || nbytes < 0 || (size_t)offset > arena_size(self) ||
-        (size_t)nbytes > arena_size(self) - (size_t)offset)
-        return PyErr_Format(PyExc_ValueError,
-                            "Arena.populate: [%zd, +%zd) bytes leave the arena of %zu", offset,
-                            nbytes, arena_size(self));
-    if (nbytes > 0) {
-        Py_BEGIN_ALLOW_THREADS
-        sw_memory_populate(arena_base(self) + offset, (size_t)nbytes);
-        Py_END_ALLOW_THREADS
-    }
-    Py_RETURN_NONE;
+    if (a[0].n >= 0 && a[1].n >= 0 && a[0].size <= arena_size(self) &&
+        a[1].size <= arena_size(self) - a[0].size)
+        return true;
+    PyErr_Format(PyExc_ValueError, "Arena.populate: [%zd, +%zd) bytes leave the arena of %zu",
+                 a[0].n, a[1].n, arena_size(self));
+    return false;
 }
 
-static PyObject *arena_get_nbytes(PyObject *op, void *unused)
-{
-    (void)unused;
-    return PyLong_FromSize_t(arena_size((arena_object *)op));
-}
-
-static PyObject *arena_get_address(PyObject *op, void *unused)
-{
-    (void)unused;
-    return PyLong_FromVoidPtr(arena_base((arena_object *)op));
-}
+SW_PY_METHOD(arena_populate, arena_object, "populate offset_bytes:n nbytes:n", check_range(self, a),
+             (a[1].n ? sw_memory_populate(arena_base(self) + a[0].n, a[1].size) : (void)0, SW_OK),
+             status == SW_OK ? sw_py_none() : NULL)
+SW_PY_GETTER(arena_get_nbytes, arena_object, PyLong_FromSize_t(arena_size(self)))
+SW_PY_GETTER(arena_get_address, arena_object, PyLong_FromVoidPtr(arena_base(self)))
 
 static PyMethodDef arena_methods[] = {
     {"tensor", arena_tensor, METH_VARARGS,
@@ -275,9 +255,5 @@ static PyType_Slot arena_slots[] = {
     {0, NULL},
 };
 
-PyType_Spec sw_py_arena_type_spec = {
-    .name = "shardwright._engine.Arena",
-    .basicsize = sizeof(arena_object),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-    .slots = arena_slots,
-};
+SW_PY_TYPE(sw_py_arena_type_spec, "Arena", arena_object, Py_TPFLAGS_DISALLOW_INSTANTIATION,
+           arena_slots)

@@ -12,18 +12,36 @@
 #include "checkpoint/safetensors.h"
 #include "checkpoint/save_lock.h"
 #include "platform/file.h"
-#include "python/engine.h"
+#include "python/method.h"
+#include <structmember.h>
 
 typedef struct folder_object {
     PyObject_HEAD char *path; /* owned */
     sw_manifest manifest;
     PyObject *files;    /* owned; path -> bytes, NULL until requested */
     sw_catalog catalog; /* the contents of small files; empty until read or received */
+    sw_py_use use;      /* shared by reads; catalog() and lies_in() change what they read */
 } folder_object;
 
-static PyObject *fail(PyObject *op, const sw_error *err)
+static bool enter(folder_object *self, sw_py_use_kind kind)
 {
-    return sw_py_raise_checkpoint(sw_py_state_of(op), err);
+    return sw_py_use_enter(&self->use, kind, SW_PY_PATIENCE_NS,
+                           sw_py_state_of((PyObject *)self)->checkpoint_error, "checkpoint");
+}
+
+/* Returns None, or NULL with the exception of `err`. */
+static PyObject *finish(folder_object *self, sw_status status, const sw_error *err)
+{
+    sw_py_use_leave(&self->use);
+    return status == SW_OK ? sw_py_none()
+                           : sw_py_raise_checkpoint(sw_py_state_of((PyObject *)self), err);
+}
+
+/* Does the same for a method of the type. */
+static PyObject *result_of(PyTypeObject *type, sw_status status, const sw_error *err)
+{
+    return status == SW_OK ? sw_py_none()
+                           : sw_py_raise_checkpoint(PyType_GetModuleState(type), err);
 }
 
 /* Takes ownership of the manifest and the catalog. */
@@ -47,7 +65,7 @@ static PyObject *make_folder(PyTypeObject *type, const char *path, sw_manifest *
 
 static PyObject *folder_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    const char *path;
+    sw_py_arg a[1];
     char found[SW_PATH_BYTES];
     sw_error err = {0};
     sw_manifest manifest = {0};
@@ -55,122 +73,123 @@ static PyObject *folder_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     sw_status status;
     if (kwargs && PyDict_Size(kwargs) > 0)
         return PyErr_Format(PyExc_TypeError, "CheckpointFolder: no keyword is known");
-    if (!PyArg_ParseTuple(args, "s:CheckpointFolder", &path))
+    if (!sw_py_read("CheckpointFolder path:s", args, NULL, a))
         return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    status = sw_checkpoint_find(path, found, &manifest, &err);
-    Py_END_ALLOW_THREADS
-    if (status != SW_OK)
-        return sw_py_raise_checkpoint(PyType_GetModuleState(type), &err);
-    return make_folder(type, found, &manifest, &catalog);
+    SW_PY_WITHOUT_GIL(status, sw_checkpoint_find(a[0].s, found, &manifest, &err));
+    return status == SW_OK ? make_folder(type, found, &manifest, &catalog)
+                           : result_of(type, status, &err);
 }
 
 static PyObject *folder_received(PyObject *type, PyObject *args)
 {
-    const char *path;
-    char *data;
-    Py_ssize_t size_bytes;
-    PyObject *bytes;
+    sw_py_arg a[2];
     sw_error err = {0};
     sw_manifest manifest = {0};
     sw_catalog catalog = {0};
     sw_status status;
-    if (!PyArg_ParseTuple(args, "sS:received", &path, &bytes) ||
-        PyBytes_AsStringAndSize(bytes, &data, &size_bytes) < 0)
+    if (!sw_py_read("received path:s catalog:B", args, NULL, a))
         return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    status = sw_catalog_copy(data, (size_t)size_bytes, &catalog, &manifest, &err);
-    Py_END_ALLOW_THREADS
-    if (status != SW_OK)
-        return sw_py_raise_checkpoint(PyType_GetModuleState((PyTypeObject *)type), &err);
-    return make_folder((PyTypeObject *)type, path, &manifest, &catalog);
+    char *data = PyBytes_AsString(a[1].o);
+    size_t size_bytes = (size_t)PyBytes_Size(a[1].o);
+    SW_PY_WITHOUT_GIL(status, sw_catalog_copy(data, size_bytes, &catalog, &manifest, &err));
+    return status == SW_OK ? make_folder((PyTypeObject *)type, a[0].s, &manifest, &catalog)
+                           : result_of((PyTypeObject *)type, status, &err);
 }
 
-/* Adds [(path, bytes)] to a manifest. Returns -1 with an exception, or sets *err. */
-static int add_files(PyObject *files, sw_manifest *manifest, sw_error *err)
+typedef struct sized_path {
+    const char *path;
+    uint64_t size_bytes;
+} sized_path;
+
+static bool fill_sized_path(const sw_py_arg *a, void *row, void *unused)
 {
-    for (Py_ssize_t i = 0; i < PyList_Size(files); ++i) {
-        const char *path;
-        unsigned long long size_bytes;
-        if (!PyArg_ParseTuple(PyList_GetItem(files, i), "sK", &path, &size_bytes) ||
-            sw_manifest_add_file(manifest, path, size_bytes, err) != SW_OK)
-            return -1;
-    }
-    return 0;
+    (void)unused;
+    *(sized_path *)row = (sized_path){a[0].s, a[1].word};
+    return true;
+}
+
+/* Adds files to a manifest. */
+static sw_status add_files(const sw_py_table *files, sw_manifest *manifest, sw_error *err)
+{
+    const sized_path *file = files->rows;
+    for (size_t i = 0; i < files->count; ++i)
+        SW_TRY(sw_manifest_add_file(manifest, file[i].path, file[i].size_bytes, err));
+    return SW_OK;
 }
 
 static PyObject *folder_merged(PyObject *type, PyObject *args)
 {
-    const char *path, *nonce;
-    unsigned long long step;
-    PyObject *files, *lists;
+    sw_py_arg a[6];
+    sw_py_table files = {0};
     sw_manifest manifest = {0};
     sw_catalog catalog = {0};
     sw_error err = {0};
-    if (!PyArg_ParseTuple(args, "sKisO!O!:merged", &path, &step, &manifest.world_size, &nonce,
-                          &PyList_Type, &files, &PyList_Type, &lists))
+    if (!sw_py_read("merged path:s step:K world_size:i nonce:s files:L tallies:L", args, NULL, a))
         return NULL;
-    manifest.step = step;
-    snprintf(manifest.nonce, sizeof manifest.nonce, "%s", nonce);
-    if (add_files(files, &manifest, &err) < 0 || sw_py_add_tallies(lists, &manifest, &err) < 0 ||
-        sw_manifest_complete(&manifest, &err) != SW_OK) {
-        sw_manifest_fini(&manifest);
-        if (PyErr_Occurred())
-            return NULL;
-        return sw_py_raise_checkpoint(PyType_GetModuleState((PyTypeObject *)type), &err);
-    }
-    return make_folder((PyTypeObject *)type, path, &manifest, &catalog);
+    manifest.step = a[1].word;
+    manifest.world_size = a[2].i;
+    snprintf(manifest.nonce, sizeof manifest.nonce, "%s", a[3].s);
+    bool is_made = sw_py_table_init(&files, a[4].o, "merged path:s nbytes:K", sizeof(sized_path),
+                                    fill_sized_path, NULL) &&
+                   add_files(&files, &manifest, &err) == SW_OK &&
+                   sw_py_add_tallies(a[5].o, &manifest, &err) == 0 &&
+                   sw_manifest_complete(&manifest, &err) == SW_OK;
+    sw_py_table_fini(&files);
+    if (is_made)
+        return make_folder((PyTypeObject *)type, a[0].s, &manifest, &catalog);
+    sw_manifest_fini(&manifest);
+    return PyErr_Occurred() ? NULL : result_of((PyTypeObject *)type, err.status, &err);
 }
 
 static PyObject *folder_lies_in(PyObject *op, PyObject *args)
 {
-    sw_manifest *manifest = &((folder_object *)op)->manifest;
-    PyObject *begins;
-    int fd;
-    if (!PyArg_ParseTuple(args, "iO!:lies_in", &fd, &PyDict_Type, &begins))
+    folder_object *self = (folder_object *)op;
+    sw_py_arg a[2];
+    if (!sw_py_read("lies_in fd:i begins:D", args, NULL, a) || !enter(self, SW_PY_ALONE))
         return NULL;
-    for (size_t i = 0; i < manifest->file_count; ++i) {
-        sw_manifest_file *file = &manifest->files[i];
-        PyObject *begin = PyDict_GetItemString(begins, file->path);
+    for (size_t i = 0; i < self->manifest.file_count && !PyErr_Occurred(); ++i) {
+        sw_manifest_file *file = &self->manifest.files[i];
+        PyObject *begin = PyDict_GetItemString(a[1].o, file->path);
+        unsigned long long place = begin ? PyLong_AsUnsignedLongLong(begin) : 0;
         if (!begin)
-            return PyErr_Format(PyExc_ValueError, "lies_in: no begin is given for '%s'",
-                                file->path);
-        file->memory_begin = PyLong_AsUnsignedLongLong(begin);
+            PyErr_Format(PyExc_ValueError, "lies_in: no begin is given for '%s'", file->path);
         if (PyErr_Occurred())
-            return NULL;
-        file->memory_fd = fd;
+            break;
+        file->memory_begin = place;
+        file->memory_fd = a[0].i;
         file->is_in_memory = true;
     }
-    Py_RETURN_NONE;
+    sw_py_use_leave(&self->use);
+    return PyErr_Occurred() ? NULL : sw_py_none();
 }
 
 static PyObject *folder_catalog(PyObject *op, PyObject *args)
 {
     folder_object *self = (folder_object *)op;
-    PyObject *list;
+    sw_py_arg a[1];
+    sw_py_table paths = {0};
     sw_error err = {0};
     sw_catalog catalog = {0};
     sw_status status;
-    if (!PyArg_ParseTuple(args, "O!:catalog", &PyList_Type, &list))
-        return NULL;
-    size_t count = (size_t)PyList_Size(list);
-    const char **paths = calloc(count + 1, sizeof *paths);
-    if (!paths)
-        return PyErr_NoMemory();
-    for (size_t i = 0; i < count; ++i)
-        if (!(paths[i] = PyUnicode_AsUTF8AndSize(PyList_GetItem(list, (Py_ssize_t)i), NULL))) {
-            free((void *)paths);
-            return NULL;
+    PyObject *result = NULL;
+    if (sw_py_read("catalog paths:L", args, NULL, a) &&
+        sw_py_table_init(&paths, a[0].o, "catalog path:s", sizeof(const char *), sw_py_fill_text,
+                         NULL) &&
+        enter(self, SW_PY_ALONE)) {
+        SW_PY_WITHOUT_GIL(status, sw_catalog_read(self->path, &self->manifest, paths.rows,
+                                                  paths.count, &catalog, &err));
+        if (status == SW_OK) {
+            sw_catalog_fini(&self->catalog);
+            self->catalog = catalog;
+            result = PyBytes_FromStringAndSize((const char *)catalog.data,
+                                               (Py_ssize_t)catalog.size_bytes);
+        } else {
+            (void)sw_py_raise_checkpoint(sw_py_state_of(op), &err);
         }
-    Py_BEGIN_ALLOW_THREADS
-    status = sw_catalog_read(self->path, &self->manifest, paths, count, &catalog, &err);
-    Py_END_ALLOW_THREADS
-    free((void *)paths);
-    if (status != SW_OK)
-        return fail(op, &err);
-    sw_catalog_fini(&self->catalog);
-    self->catalog = catalog;
-    return PyBytes_FromStringAndSize((const char *)catalog.data, (Py_ssize_t)catalog.size_bytes);
+        sw_py_use_leave(&self->use);
+    }
+    sw_py_table_fini(&paths);
+    return result;
 }
 
 static void folder_dealloc(PyObject *op)
@@ -185,58 +204,46 @@ static void folder_dealloc(PyObject *op)
     Py_DECREF(type);
 }
 
-/* Parses (path, begin, nbytes, address, undo). */
-static int parse_load_range(const folder_object *self, PyObject *item, sw_load_range *range)
+static bool fill_load_range(const sw_py_arg *a, void *row, void *context)
 {
-    const char *path;
-    unsigned long long begin, size_bytes, address, undo;
-    if (!PyArg_ParseTuple(item, "sKKKK", &path, &begin, &size_bytes, &address, &undo))
-        return -1;
-    const sw_manifest_file *file = sw_manifest_find(&self->manifest, path);
+    const folder_object *self = context;
+    const sw_manifest_file *file = sw_manifest_find(&self->manifest, a[0].s);
     if (!file) {
         PyErr_Format(PyExc_ValueError, "load: the checkpoint '%s' has no file '%s'", self->path,
-                     path);
-        return -1;
+                     a[0].s);
+        return false;
     }
-    *range = (sw_load_range){.file = (size_t)(file - self->manifest.files),
-                             .begin = begin,
-                             .size_bytes = (size_t)size_bytes,
-                             .destination = (uint8_t *)(uintptr_t)address,
-                             .undo = (uint8_t *)(uintptr_t)undo};
-    return 0;
+    *(sw_load_range *)row = (sw_load_range){.file = (size_t)(file - self->manifest.files),
+                                            .begin = a[1].word,
+                                            .size_bytes = (size_t)a[2].word,
+                                            .destination = a[3].address,
+                                            .undo = a[4].address};
+    return true;
 }
 
 static PyObject *folder_load(PyObject *op, PyObject *args)
 {
     folder_object *self = (folder_object *)op;
-    PyObject *list;
-    int threads = 1, is_direct = 0;
-    unsigned long long turn = 0, turn_count = 1;
+    sw_py_arg a[4] = {[1] = {.i = 1}}, turn[2] = {{.word = 0}, {.word = 1}};
+    sw_py_table ranges = {0};
     sw_error err = {0};
     sw_status status;
-    if (!PyArg_ParseTuple(args, "O!|ip(KK):load", &PyList_Type, &list, &threads, &is_direct, &turn,
-                          &turn_count))
-        return NULL;
-    size_t count = (size_t)PyList_Size(list);
-    sw_load_range *ranges = calloc(count + 1, sizeof *ranges);
-    if (!ranges)
-        return PyErr_NoMemory();
-    for (size_t i = 0; i < count; ++i)
-        if (parse_load_range(self, PyList_GetItem(list, (Py_ssize_t)i), &ranges[i]) != 0) {
-            free(ranges);
-            return NULL;
-        }
-    sw_load_options options = {.thread_count = threads,
-                               .is_direct = is_direct != 0,
-                               .turn = (size_t)turn,
-                               .turn_count = (size_t)turn_count};
-    Py_BEGIN_ALLOW_THREADS
-    status = sw_checkpoint_load(self->path, &self->manifest, ranges, count, &options, &err);
-    Py_END_ALLOW_THREADS
-    free(ranges);
-    if (status != SW_OK)
-        return fail(op, &err);
-    Py_RETURN_NONE;
+    PyObject *done = NULL;
+    if (sw_py_read("load ranges:L | threads:i direct:p turn:U", args, NULL, a) &&
+        (!a[3].o || sw_py_read("turn number:K count:K", a[3].o, NULL, turn)) &&
+        sw_py_table_init(&ranges, a[0].o, "load path:s begin:K nbytes:K address:A undo:A",
+                         sizeof(sw_load_range), fill_load_range, self) &&
+        enter(self, SW_PY_SHARED)) {
+        const sw_load_options options = {.thread_count = a[1].i,
+                                         .is_direct = a[2].p,
+                                         .turn = (size_t)turn[0].word,
+                                         .turn_count = (size_t)turn[1].word};
+        SW_PY_WITHOUT_GIL(status, sw_checkpoint_load(self->path, &self->manifest, ranges.rows,
+                                                     ranges.count, &options, &err));
+        done = finish(self, status, &err);
+    }
+    sw_py_table_fini(&ranges);
+    return done;
 }
 
 /* Reads bytes [0, size) of a file into malloc'ed memory, from the catalog if it holds them. */
@@ -260,25 +267,31 @@ static sw_status read_part(const folder_object *self, const char *path, size_t s
     return status;
 }
 
+static sw_status read_whole(const folder_object *self, const char *path, uint8_t **data,
+                            size_t *size_bytes, sw_error *err)
+{
+    const sw_manifest_file *file = sw_manifest_find(&self->manifest, path);
+    *size_bytes = file ? (size_t)file->size_bytes : 0;
+    if (file)
+        SW_TRY(sw_checkpoint_check_values(self->path, file, err));
+    return read_part(self, path, *size_bytes, data, err);
+}
+
 static PyObject *folder_read_bytes(PyObject *op, PyObject *args)
 {
     folder_object *self = (folder_object *)op;
-    const char *path;
+    sw_py_arg a[1];
     uint8_t *data = NULL;
+    size_t size_bytes = 0;
     sw_error err = {0};
     sw_status status;
-    if (!PyArg_ParseTuple(args, "s:read_bytes", &path))
+    if (!sw_py_read("read_bytes path:s", args, NULL, a) || !enter(self, SW_PY_SHARED))
         return NULL;
-    const sw_manifest_file *file = sw_manifest_find(&self->manifest, path);
-    size_t size_bytes = file ? (size_t)file->size_bytes : 0;
-    Py_BEGIN_ALLOW_THREADS
-    status = file ? sw_checkpoint_check_values(self->path, file, &err) : SW_OK;
-    if (status == SW_OK)
-        status = read_part(self, path, size_bytes, &data, &err);
-    Py_END_ALLOW_THREADS
-    if (status != SW_OK)
-        return fail(op, &err);
-    PyObject *bytes = PyBytes_FromStringAndSize((const char *)data, (Py_ssize_t)size_bytes);
+    SW_PY_WITHOUT_GIL(status, read_whole(self, a[0].s, &data, &size_bytes, &err));
+    PyObject *done = finish(self, status, &err);
+    PyObject *bytes =
+        done ? PyBytes_FromStringAndSize((const char *)data, (Py_ssize_t)size_bytes) : NULL;
+    Py_XDECREF(done);
     free(data);
     return bytes;
 }
@@ -332,28 +345,25 @@ static sw_status read_plain_header(int fd, const char *path, sw_safetensors *fou
 
 static PyObject *build_shape(const sw_json_node *shape)
 {
-    PyObject *tuple = PyTuple_New((Py_ssize_t)shape->count);
+    PyObject *sizes = PyList_New(0);
     const sw_json_node *item = sw_json_first(shape);
-    for (size_t i = 0; tuple && i < shape->count; ++i, item = sw_json_next(item)) {
-        PyObject *size = PyLong_FromLongLong(item->integer);
-        if (!size || PyTuple_SetItem(tuple, (Py_ssize_t)i, size) < 0)
-            ENGINE_CLEAR(tuple);
-    }
+    for (size_t i = 0; sizes && i < shape->count; ++i, item = sw_json_next(item))
+        sw_py_append(&sizes, PyLong_FromLongLong(item->integer));
+    PyObject *tuple = sizes ? PyList_AsTuple(sizes) : NULL;
+    Py_XDECREF(sizes);
     return tuple;
 }
 
 static PyObject *build_tensors(const sw_safetensors *found)
 {
-    PyObject *list = PyList_New((Py_ssize_t)found->entry_count);
+    PyObject *list = PyList_New(0);
     for (size_t i = 0; list && i < found->entry_count; ++i) {
         const sw_safetensors_entry *entry = &found->entries[i];
         PyObject *shape = build_shape(entry->shape);
-        PyObject *item = shape ? Py_BuildValue("(ssNKK)", entry->name, entry->dtype, shape,
-                                               (unsigned long long)entry->begin,
-                                               (unsigned long long)entry->size_bytes)
-                               : NULL;
-        if (!item || PyList_SetItem(list, (Py_ssize_t)i, item) < 0)
-            ENGINE_CLEAR(list);
+        sw_py_append(&list, shape ? Py_BuildValue("(ssNKK)", entry->name, entry->dtype, shape,
+                                                  (unsigned long long)entry->begin,
+                                                  (unsigned long long)entry->size_bytes)
+                                  : NULL);
     }
     return list;
 }
@@ -362,13 +372,8 @@ static PyObject *build_metadata(const sw_json_node *metadata)
 {
     PyObject *made = PyDict_New();
     const sw_json_node *member = metadata ? sw_json_first(metadata) : NULL;
-    for (size_t i = 0; made && metadata && i < metadata->count;
-         ++i, member = sw_json_next(member)) {
-        PyObject *text = PyUnicode_FromString(member->text);
-        if (!text || PyDict_SetItemString(made, member->key, text) < 0)
-            ENGINE_CLEAR(made);
-        Py_XDECREF(text);
-    }
+    for (size_t i = 0; made && metadata && i < metadata->count; ++i, member = sw_json_next(member))
+        sw_py_put(&made, member->key, PyUnicode_FromString(member->text));
     return made;
 }
 
@@ -388,47 +393,37 @@ static PyObject *build_header(sw_safetensors *found)
 static PyObject *folder_tensors(PyObject *op, PyObject *args)
 {
     folder_object *self = (folder_object *)op;
-    const char *path;
+    sw_py_arg a[1];
     sw_safetensors found = {0};
     uint8_t *header = NULL;
     sw_error err = {0};
     sw_status status;
-    if (!PyArg_ParseTuple(args, "s:tensors", &path))
+    if (!sw_py_read("tensors path:s", args, NULL, a) || !enter(self, SW_PY_SHARED))
         return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    status = read_header(self, path, &found, &header, &err);
-    Py_END_ALLOW_THREADS
-    if (status != SW_OK)
-        return fail(op, &err);
-    return build_header(&found);
+    SW_PY_WITHOUT_GIL(status, read_header(self, a[0].s, &found, &header, &err));
+    PyObject *done = finish(self, status, &err);
+    Py_XDECREF(done);
+    return done ? build_header(&found) : NULL;
 }
 
 static PyObject *folder_header(PyObject *type, PyObject *args)
 {
-    const char *path;
-    int fd;
+    sw_py_arg a[2];
     sw_safetensors found = {0};
     sw_error err = {0};
     sw_status status;
-    if (!PyArg_ParseTuple(args, "is:header", &fd, &path))
+    if (!sw_py_read("header fd:i path:s", args, NULL, a))
         return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    status = read_plain_header(fd, path, &found, &err);
-    Py_END_ALLOW_THREADS
-    if (status != SW_OK)
-        return sw_py_raise_checkpoint(PyType_GetModuleState((PyTypeObject *)type), &err);
-    return build_header(&found);
+    SW_PY_WITHOUT_GIL(status, read_plain_header(a[0].i, a[1].s, &found, &err));
+    return status == SW_OK ? build_header(&found) : result_of((PyTypeObject *)type, status, &err);
 }
 
 static PyObject *build_files(const sw_manifest *manifest)
 {
     PyObject *files = PyDict_New();
-    for (size_t i = 0; files && i < manifest->file_count; ++i) {
-        PyObject *size = PyLong_FromUnsignedLongLong(manifest->files[i].size_bytes);
-        if (!size || PyDict_SetItemString(files, manifest->files[i].path, size) < 0)
-            ENGINE_CLEAR(files);
-        Py_XDECREF(size);
-    }
+    for (size_t i = 0; files && i < manifest->file_count; ++i)
+        sw_py_put(&files, manifest->files[i].path,
+                  PyLong_FromUnsignedLongLong(manifest->files[i].size_bytes));
     return files;
 }
 
@@ -436,162 +431,91 @@ static PyObject *build_files(const sw_manifest *manifest)
 static PyObject *folder_get_files(PyObject *op, void *unused)
 {
     folder_object *self = (folder_object *)op;
+    PyObject *made = self->files ? NULL : build_files(&self->manifest);
     (void)unused;
-    if (!self->files)
-        self->files = build_files(&self->manifest);
+    if (made)
+        sw_py_set(&self->files, made);
+    Py_XDECREF(made);
     Py_XINCREF(self->files);
     return self->files;
 }
 
 static PyObject *folder_checksums(PyObject *op, PyObject *args)
 {
-    const char *path;
-    if (!PyArg_ParseTuple(args, "s:checksums", &path))
+    sw_py_arg a[1];
+    if (!sw_py_read("checksums path:s", args, NULL, a))
         return NULL;
-    const sw_manifest_file *file = sw_manifest_find(&((folder_object *)op)->manifest, path);
+    const sw_manifest_file *file = sw_manifest_find(&((folder_object *)op)->manifest, a[0].s);
     if (!file)
-        return PyErr_Format(PyExc_KeyError, "the manifest lists no file '%s'", path);
-    PyObject *list = PyList_New((Py_ssize_t)file->block_count);
-    for (uint64_t b = 0; list && b < file->block_count; ++b) {
-        PyObject *crc = PyLong_FromUnsignedLong(file->crcs[b]);
-        if (!crc || PyList_SetItem(list, (Py_ssize_t)b, crc) < 0)
-            ENGINE_CLEAR(list);
-    }
+        return PyErr_Format(PyExc_KeyError, "the manifest lists no file '%s'", a[0].s);
+    PyObject *list = PyList_New(0);
+    for (uint64_t b = 0; list && b < file->block_count; ++b)
+        sw_py_append(&list, PyLong_FromUnsignedLong(file->crcs[b]));
     return list;
 }
 
-static PyObject *folder_get_path(PyObject *op, void *unused)
-{
-    (void)unused;
-    return PyUnicode_FromString(((folder_object *)op)->path);
-}
+SW_PY_GETTER(folder_get_metric, folder_object,
+             self->manifest.has_metric ? PyFloat_FromDouble(self->manifest.metric) : sw_py_none())
 
-static PyObject *folder_get_step(PyObject *op, void *unused)
-{
-    (void)unused;
-    return PyLong_FromUnsignedLongLong(((folder_object *)op)->manifest.step);
-}
+/* ---- paths, without an object ---- */
 
-static PyObject *folder_get_world_size(PyObject *op, void *unused)
-{
-    (void)unused;
-    return PyLong_FromLong(((folder_object *)op)->manifest.world_size);
-}
+#define PATH_METHOD(name, call)                                            \
+    SW_PY_METHOD(folder_##name, PyTypeObject, #name " path:s", true, call, \
+                 result_of(self, status, &err))
 
-static PyObject *folder_get_nonce(PyObject *op, void *unused)
-{
-    (void)unused;
-    return PyUnicode_FromString(((folder_object *)op)->manifest.nonce);
-}
-
-static PyObject *folder_get_metric(PyObject *op, void *unused)
-{
-    const sw_manifest *manifest = &((folder_object *)op)->manifest;
-    (void)unused;
-    if (!manifest->has_metric)
-        Py_RETURN_NONE;
-    return PyFloat_FromDouble(manifest->metric);
-}
-
-static PyObject *folder_get_block_count(PyObject *op, void *unused)
-{
-    (void)unused;
-    return PyLong_FromUnsignedLongLong(((folder_object *)op)->manifest.block_count);
-}
-
-static PyObject *check_path(PyObject *type, PyObject *args,
-                            sw_status (*check)(const char *path, sw_error *err))
-{
-    const char *path;
-    sw_error err = {0};
-    sw_status status;
-    if (!PyArg_ParseTuple(args, "s", &path))
-        return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    status = check(path, &err);
-    Py_END_ALLOW_THREADS
-    if (status != SW_OK)
-        return sw_py_raise_checkpoint(PyType_GetModuleState((PyTypeObject *)type), &err);
-    Py_RETURN_NONE;
-}
-
-static PyObject *folder_check_removable(PyObject *type, PyObject *args)
-{
-    return check_path(type, args, sw_checkpoint_check_removable);
-}
-
-static PyObject *folder_check_replaceable(PyObject *type, PyObject *args)
-{
-    return check_path(type, args, sw_checkpoint_check_replaceable);
-}
+PATH_METHOD(check_removable, sw_checkpoint_check_removable(a[0].s, &err))
+PATH_METHOD(check_replaceable, sw_checkpoint_check_replaceable(a[0].s, &err))
+PATH_METHOD(make, sw_folder_make(a[0].s, &err))
+PATH_METHOD(sync, sw_folder_sync(a[0].s, &err))
+PATH_METHOD(remove, sw_folder_remove(a[0].s, &err))
 
 static PyObject *folder_identity(PyObject *type, PyObject *args)
 {
-    const char *path;
+    sw_py_arg a[1];
     char identity[SW_IDENTITY_BYTES];
     (void)type;
-    if (!PyArg_ParseTuple(args, "s:identity", &path))
+    if (!sw_py_read("identity path:s", args, NULL, a))
         return NULL;
     Py_BEGIN_ALLOW_THREADS
-    sw_checkpoint_identify(path, identity);
+    sw_checkpoint_identify(a[0].s, identity);
     Py_END_ALLOW_THREADS
     return PyUnicode_FromString(identity);
 }
 
 static PyObject *folder_find(PyObject *type, PyObject *args)
 {
-    const char *path;
+    sw_py_arg a[1];
     char found[SW_PATH_BYTES];
     bool stands;
     (void)type;
-    if (!PyArg_ParseTuple(args, "s:find", &path))
+    if (!sw_py_read("find path:s", args, NULL, a))
         return NULL;
     Py_BEGIN_ALLOW_THREADS
-    stands = sw_checkpoint_stands(path, found);
+    stands = sw_checkpoint_stands(a[0].s, found);
     Py_END_ALLOW_THREADS
-    if (!stands)
-        Py_RETURN_NONE;
-    return PyUnicode_FromString(found);
+    return stands ? PyUnicode_FromString(found) : sw_py_none();
 }
 
 static PyObject *folder_lock(PyObject *type, PyObject *args)
 {
-    const char *path;
-    int fd;
+    sw_py_arg a[2];
     bool is_taken = false;
     sw_error err = {0};
-    if (!PyArg_ParseTuple(args, "is:lock", &fd, &path))
+    if (!sw_py_read("lock fd:i path:s", args, NULL, a))
         return NULL;
-    if (sw_file_lock(fd, path, &is_taken, &err) != SW_OK)
-        return sw_py_raise_checkpoint(PyType_GetModuleState((PyTypeObject *)type), &err);
-    return PyBool_FromLong(is_taken);
+    sw_status status = sw_file_lock(a[0].i, a[1].s, &is_taken, &err);
+    return status == SW_OK ? PyBool_FromLong(is_taken)
+                           : result_of((PyTypeObject *)type, status, &err);
 }
 
 static PyObject *folder_is_alive(PyObject *type, PyObject *args)
 {
-    const char *path;
+    sw_py_arg a[1];
     (void)type;
-    if (!PyArg_ParseTuple(args, "s:is_alive", &path))
+    if (!sw_py_read("is_alive path:s", args, NULL, a))
         return NULL;
-    sw_save_life found = sw_save_lock_look(path);
-    if (found == SW_SAVE_UNKNOWN)
-        Py_RETURN_NONE;
-    return PyBool_FromLong(found == SW_SAVE_ALIVE);
-}
-
-static PyObject *folder_make(PyObject *type, PyObject *args)
-{
-    return check_path(type, args, sw_folder_make);
-}
-
-static PyObject *folder_sync(PyObject *type, PyObject *args)
-{
-    return check_path(type, args, sw_folder_sync);
-}
-
-static PyObject *folder_remove(PyObject *type, PyObject *args)
-{
-    return check_path(type, args, sw_folder_remove);
+    sw_save_life found = sw_save_lock_look(a[0].s);
+    return found == SW_SAVE_UNKNOWN ? sw_py_none() : PyBool_FromLong(found == SW_SAVE_ALIVE);
 }
 
 static PyMethodDef folder_methods[] = {
@@ -648,14 +572,21 @@ static PyMethodDef folder_methods[] = {
 };
 
 static PyGetSetDef folder_properties[] = {
-    {"path", folder_get_path, NULL, "the folder", NULL},
-    {"step", folder_get_step, NULL, "completed steps", NULL},
-    {"world_size", folder_get_world_size, NULL, "number of ranks that wrote it", NULL},
-    {"nonce", folder_get_nonce, NULL, "identifier of the save", NULL},
     {"metric", folder_get_metric, NULL, "the value that keep_best compares, or None", NULL},
     {"files", folder_get_files, NULL, "path -> bytes", NULL},
-    {"block_count", folder_get_block_count, NULL, "of all files", NULL},
     {NULL, NULL, NULL, NULL, NULL},
+};
+
+static PyMemberDef folder_members[] = {
+    {"path", T_STRING, offsetof(folder_object, path), READONLY, "the folder"},
+    {"step", T_ULONGLONG, offsetof(folder_object, manifest.step), READONLY, "completed steps"},
+    {"world_size", T_INT, offsetof(folder_object, manifest.world_size), READONLY,
+     "number of ranks that wrote it"},
+    {"nonce", T_STRING_INPLACE, offsetof(folder_object, manifest.nonce), READONLY,
+     "identifier of the save"},
+    {"block_count", T_ULONGLONG, offsetof(folder_object, manifest.block_count), READONLY,
+     "of all files"},
+    {NULL, 0, 0, 0, NULL},
 };
 
 static PyType_Slot folder_slots[] = {
@@ -663,14 +594,10 @@ static PyType_Slot folder_slots[] = {
     {Py_tp_dealloc, folder_dealloc},
     {Py_tp_methods, folder_methods},
     {Py_tp_getset, folder_properties},
+    {Py_tp_members, folder_members},
     {Py_tp_doc, "CheckpointFolder(path)\n--\n\nA checkpoint to read from: its manifest is sound "
                 "and its files have their sizes."},
     {0, NULL},
 };
 
-PyType_Spec sw_py_checkpoint_folder_type_spec = {
-    .name = "shardwright._engine.CheckpointFolder",
-    .basicsize = sizeof(folder_object),
-    .flags = Py_TPFLAGS_DEFAULT,
-    .slots = folder_slots,
-};
+SW_PY_TYPE(sw_py_checkpoint_folder_type_spec, "CheckpointFolder", folder_object, 0, folder_slots)

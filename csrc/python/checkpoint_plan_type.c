@@ -8,137 +8,88 @@
 #include "checkpoint/save_lock.h"
 #include "checkpoint/write.h"
 #include "platform/file.h"
-#include "python/engine.h"
+#include "python/method.h"
 
-/* Borrowed by sw_plan_create() while it runs. Python objects own the strings. */
-typedef struct plan_input {
-    sw_plan_group *groups;
-    sw_plan_text *texts;
-    sw_plan_tensor **tensors; /* one list per group */
-    size_t group_count, text_count;
-} plan_input;
-
-static void input_fini(plan_input *input)
-{
-    for (size_t g = 0; input->tensors && g < input->group_count; ++g) {
-        for (size_t i = 0; input->tensors[g] && i < input->groups[g].tensor_count; ++i)
-            free((void *)(uintptr_t)input->tensors[g][i].shape);
-        free(input->tensors[g]);
-    }
-    free(input->tensors);
-    free(input->groups);
-    free(input->texts);
-}
-
-static int read_shape(PyObject *shape, sw_plan_tensor *tensor)
-{
-    Py_ssize_t count = PySequence_Size(shape);
-    int64_t *sizes = count < 0 ? NULL : calloc((size_t)count + 1, sizeof *sizes);
-    if (!sizes) {
-        if (count >= 0)
-            PyErr_NoMemory();
-        return -1;
-    }
-    tensor->shape = sizes;
-    tensor->ndim = (int)count;
-    for (Py_ssize_t i = 0; i < count; ++i) {
-        PyObject *item = PySequence_GetItem(shape, i);
-        sizes[i] = item ? PyLong_AsLongLong(item) : -1;
-        Py_XDECREF(item);
-        if (PyErr_Occurred())
-            return -1;
-    }
-    return 0;
-}
-
-static int read_holder(int number, sw_plan_holder *holder)
+static bool fill_holder(int number, sw_plan_holder *holder)
 {
     if (number < SW_HELD_BY_ALL || number > SW_HELD_IN_PARTS) {
         PyErr_Format(PyExc_ValueError, "CheckpointPlan: holder must be in [0, 2], got %d", number);
-        return -1;
+        return false;
     }
     *holder = (sw_plan_holder)number;
-    return 0;
+    return true;
 }
 
-static int read_tensors(PyObject *tensors, sw_plan_group *group, sw_plan_tensor **list)
+/* A tensor owns its shape, which free_shapes() frees. */
+static bool fill_tensor(const sw_py_arg *a, void *row, void *unused)
 {
-    Py_ssize_t count = PyList_Check(tensors) ? PyList_Size(tensors) : -1;
-    if (count < 0) {
-        PyErr_SetString(
-            PyExc_TypeError,
-            "CheckpointPlan: tensors must be a list of (name, dtype, shape, holder) tuples");
-        return -1;
-    }
-    *list = calloc((size_t)count + 1, sizeof **list);
-    if (!*list) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    group->tensors = *list;
-    group->tensor_count = (size_t)count;
-    for (Py_ssize_t i = 0; i < count; ++i) {
-        sw_plan_tensor *tensor = &(*list)[i];
-        PyObject *shape;
-        int holder;
-        if (!PyArg_ParseTuple(PyList_GetItem(tensors, i), "ssOi", &tensor->name, &tensor->dtype,
-                              &shape, &holder) ||
-            read_shape(shape, tensor) < 0 || read_holder(holder, &tensor->holder) < 0)
-            return -1;
-    }
-    return 0;
+    sw_plan_tensor *tensor = row;
+    sw_py_table sizes;
+    (void)unused;
+    bool is_read =
+        sw_py_table_init(&sizes, a[2].o, "tensor size:n", sizeof(int64_t), sw_py_fill_size, NULL);
+    tensor->name = a[0].s;
+    tensor->dtype = a[1].s;
+    tensor->shape = sizes.rows;
+    tensor->ndim = (int)sizes.count;
+    sizes.rows = NULL;
+    sw_py_table_fini(&sizes);
+    return is_read && fill_holder(a[3].i, &tensor->holder);
 }
 
-static int read_input(PyObject *groups, PyObject *texts, plan_input *input)
+static bool fill_group(const sw_py_arg *a, void *row, void *groups)
 {
-    input->group_count = (size_t)PyList_Size(groups);
-    input->text_count = (size_t)PyList_Size(texts);
-    input->groups = calloc(input->group_count + 1, sizeof *input->groups);
-    input->tensors = calloc(input->group_count + 1, sizeof(sw_plan_tensor *));
-    input->texts = calloc(input->text_count + 1, sizeof *input->texts);
-    if (!input->groups || !input->tensors || !input->texts) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    for (size_t g = 0; g < input->group_count; ++g) {
-        sw_plan_group *group = &input->groups[g];
-        PyObject *tensors;
-        int numbered;
-        unsigned long long max_file_bytes;
-        if (!PyArg_ParseTuple(PyList_GetItem(groups, (Py_ssize_t)g), "spKsO", &group->stem,
-                              &numbered, &max_file_bytes, &group->metadata, &tensors) ||
-            read_tensors(tensors, group, &input->tensors[g]) < 0)
-            return -1;
-        group->is_numbered = numbered != 0;
-        group->max_file_bytes = max_file_bytes;
-    }
-    for (size_t i = 0; i < input->text_count; ++i) {
-        unsigned long long size_bytes;
-        int holder;
-        if (!PyArg_ParseTuple(PyList_GetItem(texts, (Py_ssize_t)i), "sKi", &input->texts[i].path,
-                              &size_bytes, &holder) ||
-            read_holder(holder, &input->texts[i].holder) < 0)
-            return -1;
-        input->texts[i].size_bytes = size_bytes;
-    }
-    return 0;
+    const sw_py_table *tensors =
+        sw_py_nested_add(groups, a[4].o, "tensor name:s dtype:s shape:O holder:i",
+                         sizeof(sw_plan_tensor), fill_tensor);
+    if (tensors)
+        *(sw_plan_group *)row = (sw_plan_group){.stem = a[0].s,
+                                                .is_numbered = a[1].p,
+                                                .max_file_bytes = a[2].word,
+                                                .metadata = a[3].s,
+                                                .tensors = tensors->rows,
+                                                .tensor_count = tensors->count};
+    return tensors != NULL;
+}
+
+static bool fill_text(const sw_py_arg *a, void *row, void *unused)
+{
+    sw_plan_text *text = row;
+    (void)unused;
+    text->path = a[0].s;
+    text->size_bytes = a[1].word;
+    return fill_holder(a[2].i, &text->holder);
+}
+
+static void free_shapes(const sw_py_nested *groups)
+{
+    for (size_t g = 0; g < groups->begun; ++g)
+        for (size_t i = 0; groups->inner[g].rows && i < groups->inner[g].count; ++i)
+            free((void *)(uintptr_t)((sw_plan_tensor *)groups->inner[g].rows)[i].shape);
 }
 
 static PyObject *plan_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    PyObject *groups, *texts;
-    plan_input input = {0};
+    sw_py_arg a[2];
+    sw_py_nested groups = {.begun = 0};
+    sw_py_table texts = {0};
     sw_error err = {0};
     sw_plan *plan = NULL;
     if (kwargs && PyDict_Size(kwargs) > 0)
         return PyErr_Format(PyExc_TypeError, "CheckpointPlan: no keyword is known");
-    if (!PyArg_ParseTuple(args, "O!O!:CheckpointPlan", &PyList_Type, &groups, &PyList_Type, &texts))
+    if (!sw_py_read("CheckpointPlan groups:L texts:L", args, NULL, a))
         return NULL;
     sw_status status = SW_E_INVALID;
-    if (read_input(groups, texts, &input) == 0)
-        status = sw_plan_create(input.groups, input.group_count, input.texts, input.text_count,
+    if (sw_py_nested_init(&groups, a[0].o,
+                          "group stem:s is_numbered:p max_file_bytes:K metadata:s tensors:L",
+                          sizeof(sw_plan_group), fill_group) &&
+        sw_py_table_init(&texts, a[1].o, "text path:s nbytes:K holder:i", sizeof(sw_plan_text),
+                         fill_text, NULL))
+        status = sw_plan_create(groups.outer.rows, groups.outer.count, texts.rows, texts.count,
                                 &plan, &err);
-    input_fini(&input);
+    free_shapes(&groups);
+    sw_py_nested_fini(&groups);
+    sw_py_table_fini(&texts);
     if (status != SW_OK)
         return PyErr_Occurred() ? NULL : sw_py_raise_checkpoint(PyType_GetModuleState(type), &err);
     plan_object *self = (plan_object *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
@@ -149,6 +100,21 @@ static PyObject *plan_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     self->plan = plan;
     self->lock_fd = -1;
     return (PyObject *)self;
+}
+
+/* ---- use: reading is shared; what changes the plan or its folder is done alone ---- */
+
+bool sw_py_plan_enter(plan_object *self, sw_py_use_kind kind)
+{
+    return sw_py_use_enter(&self->use, kind, 0, sw_py_state_of((PyObject *)self)->checkpoint_error,
+                           "plan, or a save with it is under way");
+}
+
+static PyObject *finish(plan_object *self, sw_status status, const sw_error *err)
+{
+    sw_py_use_leave(&self->use);
+    return status == SW_OK ? sw_py_none()
+                           : sw_py_raise_checkpoint(sw_py_state_of((PyObject *)self), err);
 }
 
 static void plan_dealloc(PyObject *op)
@@ -163,14 +129,12 @@ static void plan_dealloc(PyObject *op)
 
 static PyObject *describe_file(const sw_plan *plan, const sw_plan_file *file)
 {
-    PyObject *pieces = PyList_New((Py_ssize_t)file->piece_count);
+    PyObject *pieces = PyList_New(0);
     for (size_t i = 0; pieces && i < file->piece_count; ++i) {
         const sw_plan_piece *piece = &plan->pieces[file->first_piece + i];
-        PyObject *item =
-            Py_BuildValue("(nKK)", (Py_ssize_t)piece->source, (unsigned long long)piece->begin,
-                          (unsigned long long)piece->size_bytes);
-        if (!item || PyList_SetItem(pieces, (Py_ssize_t)i, item) < 0)
-            ENGINE_CLEAR(pieces);
+        sw_py_append(&pieces, Py_BuildValue("(nKK)", (Py_ssize_t)piece->source,
+                                            (unsigned long long)piece->begin,
+                                            (unsigned long long)piece->size_bytes));
     }
     return pieces ? Py_BuildValue("(sKKN)", file->path, (unsigned long long)file->size_bytes,
                                   (unsigned long long)file->first_block, pieces)
@@ -180,13 +144,10 @@ static PyObject *describe_file(const sw_plan *plan, const sw_plan_file *file)
 static PyObject *plan_files(PyObject *op, PyObject *unused)
 {
     const sw_plan *plan = ((plan_object *)op)->plan;
-    PyObject *files = PyList_New((Py_ssize_t)plan->file_count);
+    PyObject *files = PyList_New(0);
     (void)unused;
-    for (size_t f = 0; files && f < plan->file_count; ++f) {
-        PyObject *file = describe_file(plan, &plan->files[f]);
-        if (!file || PyList_SetItem(files, (Py_ssize_t)f, file) < 0)
-            ENGINE_CLEAR(files);
-    }
+    for (size_t f = 0; files && f < plan->file_count; ++f)
+        sw_py_append(&files, describe_file(plan, &plan->files[f]));
     return files;
 }
 
@@ -203,37 +164,34 @@ static void mark_needed(const sw_plan *plan, const sw_plan_range *ranges, size_t
     }
 }
 
-static int check_rank(const char *call, int rank, int world_size)
+static bool check_rank(const char *call, int rank, int world_size)
 {
     if (rank >= 0 && rank < world_size)
-        return 0;
+        return true;
     PyErr_Format(PyExc_ValueError, "%s: rank must be in [0, world_size), got %d of %d", call, rank,
                  world_size);
-    return -1;
+    return false;
 }
 
 static PyObject *plan_needed(PyObject *op, PyObject *args)
 {
     const sw_plan *plan = ((plan_object *)op)->plan;
-    int rank, world_size;
+    sw_py_arg a[2];
     sw_plan_range *ranges = NULL;
     size_t count = 0;
     sw_error err = {0};
-    if (!PyArg_ParseTuple(args, "ii:needed", &rank, &world_size) ||
-        check_rank("needed", rank, world_size) < 0)
+    if (!sw_py_read("needed rank:i world_size:i", args, NULL, a) ||
+        !check_rank("needed", a[0].i, a[1].i))
         return NULL;
-    if (sw_plan_own_ranges(plan, rank, world_size, &ranges, &count, &err) != SW_OK)
+    if (sw_plan_own_ranges(plan, a[0].i, a[1].i, &ranges, &count, &err) != SW_OK)
         return sw_py_raise_checkpoint(sw_py_state_of(op), &err);
     bool *needed = calloc(plan->source_count + 1, sizeof *needed);
     PyObject *result = needed ? PyList_New(0) : PyErr_NoMemory();
     if (needed)
         mark_needed(plan, ranges, count, needed);
-    for (size_t i = 0; result && i < plan->source_count; ++i) {
-        PyObject *index = needed[i] ? PyLong_FromSize_t(i) : NULL;
-        if (needed[i] && (!index || PyList_Append(result, index) < 0))
-            ENGINE_CLEAR(result);
-        Py_XDECREF(index);
-    }
+    for (size_t i = 0; result && i < plan->source_count; ++i)
+        if (needed[i])
+            sw_py_append(&result, PyLong_FromSize_t(i));
     free(needed);
     free(ranges);
     return result;
@@ -241,143 +199,108 @@ static PyObject *plan_needed(PyObject *op, PyObject *args)
 
 static PyObject *plan_trim(PyObject *op, PyObject *args)
 {
-    int rank, world_size;
-    unsigned long long keep_bytes = 0;
-    if (!PyArg_ParseTuple(args, "ii|K:trim", &rank, &world_size, &keep_bytes) ||
-        check_rank("trim", rank, world_size) < 0)
+    plan_object *self = (plan_object *)op;
+    sw_py_arg a[3] = {[2] = {.word = 0}};
+    if (!sw_py_read("trim rank:i world_size:i | keep_bytes:K", args, NULL, a) ||
+        !check_rank("trim", a[0].i, a[1].i) || !sw_py_plan_enter(self, SW_PY_ALONE))
         return NULL;
-    sw_plan_trim(((plan_object *)op)->plan, rank, world_size, keep_bytes);
-    Py_RETURN_NONE;
+    sw_plan_trim(self->plan, a[0].i, a[1].i, a[2].word);
+    return finish(self, SW_OK, NULL);
 }
 
-static PyObject *plan_get_digest(PyObject *op, void *unused)
-{
-    (void)unused;
-    return PyLong_FromUnsignedLong(((plan_object *)op)->plan->digest);
-}
+SW_PY_GETTER(plan_get_digest, plan_object, PyLong_FromUnsignedLong(self->plan->digest))
 
 static PyObject *plan_create(PyObject *op, PyObject *args)
 {
     plan_object *self = (plan_object *)op;
-    const char *partial;
+    sw_py_arg a[1];
     sw_error err = {0};
     sw_status status;
-    if (!PyArg_ParseTuple(args, "s:create", &partial))
+    if (!sw_py_read("create partial:s", args, NULL, a))
         return NULL;
     if (self->lock_fd >= 0)
         return PyErr_Format(PyExc_ValueError,
-                            "create: commit or abandon this plan's folder first, got '%s'",
-                            partial);
-    char *kept = strdup(partial);
+                            "create: commit or abandon this plan's folder first, got '%s'", a[0].s);
+    char *kept = strdup(a[0].s);
     if (!kept)
         return PyErr_NoMemory();
+    if (!sw_py_plan_enter(self, SW_PY_ALONE)) {
+        free(kept);
+        return NULL;
+    }
     free(self->partial);
     self->partial = kept;
-    Py_BEGIN_ALLOW_THREADS
-    status = sw_partial_create(self->plan, kept, &self->lock_fd, &err);
-    Py_END_ALLOW_THREADS
-    if (status != SW_OK)
-        return sw_py_raise_checkpoint(sw_py_state_of(op), &err);
-    Py_RETURN_NONE;
+    SW_PY_WITHOUT_GIL(status, sw_partial_create(self->plan, kept, &self->lock_fd, &err));
+    return finish(self, status, &err);
 }
 
 static PyObject *plan_abandon(PyObject *op, PyObject *unused)
 {
     plan_object *self = (plan_object *)op;
     (void)unused;
-    if (self->lock_fd < 0) /* already committed or abandoned */
-        Py_RETURN_NONE;
-    Py_BEGIN_ALLOW_THREADS
-    sw_partial_abandon(self->partial, &self->lock_fd);
-    Py_END_ALLOW_THREADS
-    Py_RETURN_NONE;
-}
-
-static PyObject *plan_create_files(PyObject *op, PyObject *args)
-{
-    const char *folder;
-    sw_error err = {0};
-    sw_status status;
-    if (!PyArg_ParseTuple(args, "s:create_files", &folder))
+    if (!sw_py_plan_enter(self, SW_PY_ALONE))
         return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    status = sw_plan_create_files(((plan_object *)op)->plan, folder, &err);
-    if (status == SW_OK)
-        status = sw_plan_write_headers(((plan_object *)op)->plan, folder, NULL, &err);
-    Py_END_ALLOW_THREADS
-    if (status != SW_OK)
-        return sw_py_raise_checkpoint(sw_py_state_of(op), &err);
-    Py_RETURN_NONE;
+    if (self->lock_fd >= 0) { /* else it is committed or abandoned already */
+        Py_BEGIN_ALLOW_THREADS
+        sw_partial_abandon(self->partial, &self->lock_fd);
+        Py_END_ALLOW_THREADS
+    }
+    return finish(self, SW_OK, NULL);
 }
 
-/* Parses [(begin, nbytes)]. Returns NULL with an exception. */
-static sw_write_range *read_ranges(PyObject *list)
+static sw_status create_files(const sw_plan *plan, const char *folder, sw_error *err)
 {
-    Py_ssize_t count = PyList_Size(list);
-    sw_write_range *ranges = calloc((size_t)count + 1, sizeof *ranges);
-    if (!ranges)
-        PyErr_NoMemory();
-    for (Py_ssize_t i = 0; ranges && i < count; ++i) {
-        unsigned long long begin, size_bytes;
-        if (!PyArg_ParseTuple(PyList_GetItem(list, i), "KK", &begin, &size_bytes)) {
-            free(ranges);
-            return NULL;
-        }
-        ranges[i] = (sw_write_range){begin, size_bytes};
-    }
-    return ranges;
+    SW_TRY(sw_plan_create_files(plan, folder, err));
+    return sw_plan_write_headers(plan, folder, NULL, err);
+}
+
+SW_PY_METHOD(plan_create_files, plan_object, "create_files folder:s",
+             sw_py_plan_enter(self, SW_PY_SHARED), create_files(self->plan, a[0].s, &err),
+             finish(self, status, &err))
+
+static bool fill_write_range(const sw_py_arg *a, void *row, void *unused)
+{
+    (void)unused;
+    *(sw_write_range *)row = (sw_write_range){a[0].word, a[1].word};
+    return true;
 }
 
 static PyObject *plan_write(PyObject *type, PyObject *args)
 {
-    const char *path;
-    unsigned long long size_bytes, first_block, address;
-    PyObject *list;
+    sw_py_arg a[5];
+    sw_py_table ranges = {0};
     sw_tally_list tallies = {0};
     sw_error err = {0};
     sw_status status;
-    if (!PyArg_ParseTuple(args, "sKKO!K:write", &path, &size_bytes, &first_block, &PyList_Type,
-                          &list, &address))
-        return NULL;
-    sw_write_range *ranges = read_ranges(list);
-    if (!ranges)
-        return NULL;
-    size_t count = (size_t)PyList_Size(list);
-    sw_write_file file = {path, size_bytes, first_block};
-    Py_BEGIN_ALLOW_THREADS
-    status =
-        sw_checkpoint_write(&file, ranges, count, (const void *)(uintptr_t)address, &tallies, &err);
-    Py_END_ALLOW_THREADS
-    free(ranges);
     PyObject *result = NULL;
-    if (status == SW_OK)
-        result =
-            PyBytes_FromStringAndSize((const char *)tallies.data, (Py_ssize_t)tallies.size_bytes);
-    else
-        sw_py_raise_checkpoint(PyType_GetModuleState((PyTypeObject *)type), &err);
+    if (sw_py_read("write path:s nbytes:K first_block:K ranges:L address:A", args, NULL, a) &&
+        sw_py_table_init(&ranges, a[3].o, "write begin:K nbytes:K", sizeof(sw_write_range),
+                         fill_write_range, NULL)) {
+        const sw_write_file file = {a[0].s, a[1].word, a[2].word};
+        SW_PY_WITHOUT_GIL(status, sw_checkpoint_write(&file, ranges.rows, ranges.count,
+                                                      a[4].address, &tallies, &err));
+        result = status == SW_OK
+                     ? PyBytes_FromStringAndSize((const char *)tallies.data,
+                                                 (Py_ssize_t)tallies.size_bytes)
+                     : sw_py_raise_checkpoint(PyType_GetModuleState((PyTypeObject *)type), &err);
+    }
+    sw_py_table_fini(&ranges);
     sw_tally_list_fini(&tallies);
     return result;
 }
 
-static PyObject *plan_sync(PyObject *type, PyObject *args)
+static sw_status sync_file(const char *path, sw_error *err)
 {
-    const char *path;
     int fd = -1;
-    sw_error err = {0};
-    sw_status status;
-    if (!PyArg_ParseTuple(args, "s:sync", &path))
-        return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    status = sw_file_open_write(path, false, &fd, &err);
-    if (status == SW_OK)
-        status = sw_file_sync(fd, path, &err);
-    sw_status closed = sw_file_close(&fd, path, status == SW_OK ? &err : NULL);
-    status = status == SW_OK ? closed : status;
-    Py_END_ALLOW_THREADS
-    if (status != SW_OK)
-        return sw_py_raise_checkpoint(PyType_GetModuleState((PyTypeObject *)type), &err);
-    Py_RETURN_NONE;
+    SW_TRY(sw_file_open_write(path, false, &fd, err));
+    sw_status status = sw_file_sync(fd, path, err);
+    sw_status closed = sw_file_close(&fd, path, status == SW_OK ? err : NULL);
+    return status == SW_OK ? closed : status;
 }
+
+SW_PY_METHOD(plan_sync, PyTypeObject, "sync path:s", true, sync_file(a[0].s, &err),
+             status == SW_OK ? sw_py_none()
+                             : sw_py_raise_checkpoint(PyType_GetModuleState(self), &err))
 
 int sw_py_add_tallies(PyObject *lists, sw_manifest *manifest, sw_error *err)
 {
@@ -392,47 +315,52 @@ int sw_py_add_tallies(PyObject *lists, sw_manifest *manifest, sw_error *err)
     return 0;
 }
 
+/* Writes the headers, makes the folder a checkpoint, and removes what the save leaves behind. */
+static sw_status commit(const sw_plan *plan, plan_object *creator, sw_manifest *manifest,
+                        const char *folder, const char *replaces, sw_error *err)
+{
+    SW_TRY(sw_plan_write_headers(plan, creator->partial, manifest, err));
+    SW_TRY(sw_manifest_complete(manifest, err));
+    SW_TRY(sw_commit(creator->partial, folder, replaces, manifest, err));
+    sw_save_lock_release(folder, &creator->lock_fd);
+    sw_commit_clean(creator->partial, folder, manifest->nonce);
+    return SW_OK;
+}
+
 static PyObject *plan_commit(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"folder",     "replaces", "nonce",   "step",
-                            "world_size", "tallies",  "creator", NULL};
-    const sw_plan *plan = ((plan_object *)op)->plan;
-    const char *folder, *replaces, *nonce;
-    unsigned long long step;
-    PyObject *lists;
-    plan_object *creator;
+    plan_object *self = (plan_object *)op, *creator;
+    sw_py_arg a[7];
     sw_manifest manifest = {0};
     sw_error err = {0};
     sw_status status = SW_OK;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$szsKiO!O!:commit", names, &folder, &replaces,
-                                     &nonce, &step, &manifest.world_size, &PyList_Type, &lists,
-                                     sw_py_state_of(op)->plan_type, &creator))
+    if (!sw_py_read("commit $ folder:s replaces:z nonce:s step:K world_size:i tallies:L creator:O",
+                    args, kwargs, a))
         return NULL;
-    if (creator->lock_fd < 0)
+    creator = (plan_object *)a[6].o;
+    if (Py_TYPE(creator) != sw_py_state_of(op)->plan_type || creator->lock_fd < 0)
         return PyErr_Format(PyExc_ValueError,
-                            "commit: `creator` holds no folder of create() for '%s'", folder);
-    const char *partial = creator->partial;
-    manifest.step = step;
-    snprintf(manifest.nonce, sizeof manifest.nonce, "%s", nonce);
-    for (size_t f = 0; f < plan->file_count && status == SW_OK; ++f)
-        status =
-            sw_manifest_add_file(&manifest, plan->files[f].path, plan->files[f].size_bytes, &err);
-    if (status == SW_OK && sw_py_add_tallies(lists, &manifest, &err) < 0)
-        status = SW_E_INVALID;
-    if (status == SW_OK) {
-        Py_BEGIN_ALLOW_THREADS
-        status = sw_plan_write_headers(plan, partial, &manifest, &err);
-        if (status == SW_OK)
-            status = sw_manifest_complete(&manifest, &err);
-        if (status == SW_OK)
-            status = sw_commit(partial, folder, replaces, &manifest, &err);
-        if (status == SW_OK) {
-            sw_save_lock_release(folder, &creator->lock_fd);
-            sw_commit_clean(partial, folder, nonce);
-        }
-        Py_END_ALLOW_THREADS
+                            "commit: `creator` holds no folder of create() for '%s'", a[0].s);
+    if (!sw_py_plan_enter(creator, SW_PY_ALONE))
+        return NULL;
+    if (self != creator && !sw_py_plan_enter(self, SW_PY_SHARED)) {
+        sw_py_use_leave(&creator->use);
+        return NULL;
     }
+    manifest.step = a[3].word;
+    manifest.world_size = a[4].i;
+    snprintf(manifest.nonce, sizeof manifest.nonce, "%s", a[2].s);
+    for (size_t f = 0; f < self->plan->file_count && status == SW_OK; ++f)
+        status = sw_manifest_add_file(&manifest, self->plan->files[f].path,
+                                      self->plan->files[f].size_bytes, &err);
+    if (status == SW_OK && sw_py_add_tallies(a[5].o, &manifest, &err) < 0)
+        status = SW_E_INVALID;
+    if (status == SW_OK)
+        SW_PY_WITHOUT_GIL(status, commit(self->plan, creator, &manifest, a[0].s, a[1].s, &err));
     sw_manifest_fini(&manifest);
+    if (self != creator)
+        sw_py_use_leave(&self->use);
+    sw_py_use_leave(&creator->use);
     if (status == SW_OK)
         Py_RETURN_NONE;
     return PyErr_Occurred() ? NULL : sw_py_raise_checkpoint(sw_py_state_of(op), &err);
@@ -453,7 +381,7 @@ static PyMethodDef plan_methods[] = {
     {"create_files", plan_create_files, METH_VARARGS,
      "create_files($self, folder, /)\n--\n\nMake every file in a folder, with disk space and "
      "header."},
-    {"commit", (PyCFunction)(void (*)(void))plan_commit, METH_VARARGS | METH_KEYWORDS,
+    {"commit", SW_PY_NAMED(plan_commit),
      "Makes the folder of creator.create() a checkpoint, headers included, and releases its LOCK."},
     {"files", plan_files, METH_NOARGS,
      "files($self, /)\n--\n\n[(path, nbytes, first block, [(source, begin, nbytes)])], in order."
@@ -482,9 +410,4 @@ static PyType_Slot plan_slots[] = {
     {0, NULL},
 };
 
-PyType_Spec sw_py_checkpoint_plan_type_spec = {
-    .name = "shardwright._engine.CheckpointPlan",
-    .basicsize = sizeof(plan_object),
-    .flags = Py_TPFLAGS_DEFAULT,
-    .slots = plan_slots,
-};
+SW_PY_TYPE(sw_py_checkpoint_plan_type_spec, "CheckpointPlan", plan_object, 0, plan_slots)

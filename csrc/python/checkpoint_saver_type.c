@@ -4,40 +4,30 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "checkpoint/device_stage.h"
 #include "checkpoint/save.h"
 #include "platform/clock.h"
 #include "platform/thread.h"
-#include "python/device_stage_object.h"
+#include "python/method.h"
+#include "python/owner.h"
 
 typedef struct saver_object {
     PyObject_HEAD sw_channel channel;
-    sw_saver *saver;        /* owned; NULL once closed */
-    PyObject *arena;        /* owned; the channel's pages; NULL at world size 1 */
-    PyObject *shared, *own; /* owned; plans of the current save */
-    long owner_pid;
-    bool in_use;     /* a thread is inside a call that excludes others */
-    bool keeps_only; /* several ranks without shared pages: only keep() works */
+    sw_saver *saver;       /* owned; NULL once closed */
+    PyObject *arena;       /* owned; the channel's pages; NULL at world size 1 */
+    plan_object *plans[2]; /* owned, and entered: what a save that is under way reads; or NULL */
+    sw_py_use use;         /* of every call but progress and cancel */
+    bool keeps_only;       /* several ranks without shared pages: only keep() works */
 } saver_object;
 
-typedef struct request_memory { /* borrowed by a request; Python objects own the strings */
-    sw_save_source *shared, *own;
-    bool *is_eager;
-    const char **stale, **retired;
-} request_memory;
+static const int64_t CLOSE_NS = INT64_C(2) * 1000000000, PROTECT_NS = INT64_C(60) * 1000000000;
 
-static void request_memory_fini(request_memory *memory)
-{
-    free(memory->shared);
-    free(memory->own);
-    free(memory->is_eager);
-    free((void *)memory->stale);
-    free((void *)memory->retired);
-}
+/* ---- use ---- */
 
 static bool is_usable(saver_object *self)
 {
     const char *why = NULL;
-    if (getpid() != self->owner_pid)
+    if (self->saver && !sw_py_use_is_own(&self->use))
         why =
             "this process was forked from the one that made the Checkpointer; only that one saves";
     else if (!self->saver)
@@ -47,65 +37,60 @@ static bool is_usable(saver_object *self)
     return !why;
 }
 
-static bool is_free(saver_object *self)
+/* Begins a call that excludes others, once their calls have ended; one of them may be close(). */
+static bool enter(saver_object *self, int64_t patience_ns)
 {
-    if (self->in_use)
-        PyErr_SetString(sw_py_state_of((PyObject *)self)->checkpoint_error,
-                        "another thread is inside the Checkpointer: one call at a time");
-    return !self->in_use;
+    PyObject *error = sw_py_state_of((PyObject *)self)->checkpoint_error;
+    if (!is_usable(self) ||
+        !sw_py_use_enter(&self->use, SW_PY_ALONE, patience_ns, error, "Checkpointer"))
+        return false;
+    if (is_usable(self))
+        return true;
+    sw_py_use_leave(&self->use);
+    return false;
 }
 
-enum { NAP_NS = 1000 * 1000 };
-
-/* Waits until the other thread's call has ended, for at most about `naps` sleeps. Releases the GIL,
- * which that call needs to end. */
-static void wait_until_free(const saver_object *self, int naps)
+static PyObject *finish(saver_object *self, sw_status status, const sw_error *err)
 {
-    for (; self->in_use && naps > 0; --naps) {
-        Py_BEGIN_ALLOW_THREADS
-        sw_thread_sleep_ns(NAP_NS);
-        Py_END_ALLOW_THREADS
+    sw_py_use_leave(&self->use);
+    return status == SW_OK ? sw_py_none()
+                           : sw_py_raise_checkpoint(sw_py_state_of((PyObject *)self), err);
+}
+
+/* ---- the plans of a save, whose headers its threads write ---- */
+
+typedef plan_object *plan_pair[2];
+
+static void leave_plans(plan_pair plans)
+{
+    for (int i = 0; i < 2; ++i) {
+        if (plans[i])
+            sw_py_use_leave(&plans[i]->use);
+        ENGINE_CLEAR(plans[i]);
     }
 }
 
-/* Begins any call but progress and cancel. The caller calls leave() if it returns true. */
-static bool enter(saver_object *self)
+/* Enters the plan, and takes a reference. None stands for no sources of this kind. */
+static bool enter_plan(engine_state *state, PyObject *plan, const sw_py_table *sources,
+                       plan_object **entered, sw_save_part *part)
 {
-    if (!is_usable(self) || !is_free(self))
+    part->sources = sources->rows;
+    part->source_count = sources->count;
+    if (plan == Py_None && sources->count == 0)
+        return true;
+    if (Py_TYPE(plan) != state->plan_type) {
+        PyErr_SetString(PyExc_TypeError, "begin: shared and own must be CheckpointPlans");
         return false;
-    self->in_use = true;
+    }
+    if (!sw_py_plan_enter((plan_object *)plan, SW_PY_SHARED))
+        return false;
+    Py_INCREF(plan);
+    *entered = (plan_object *)plan;
+    part->plan = (*entered)->plan;
     return true;
 }
 
-static void leave(saver_object *self)
-{
-    self->in_use = false;
-}
-
-/* Reads each rank's host. Returns NULL with an exception. */
-static int *read_hosts(PyObject *list, int world_size)
-{
-    if (!PyList_Check(list) || PyList_Size(list) != world_size) {
-        PyErr_Format(PyExc_ValueError, "CheckpointSaver: hosts must be a list of %d", world_size);
-        return NULL;
-    }
-    int *hosts = calloc((size_t)world_size, sizeof *hosts);
-    if (!hosts)
-        PyErr_NoMemory();
-    for (int r = 0; hosts && r < world_size; ++r) {
-        long host = PyLong_AsLong(PyList_GetItem(list, r));
-        if (host < 0 || host >= world_size) {
-            if (!PyErr_Occurred())
-                PyErr_Format(PyExc_ValueError,
-                             "CheckpointSaver: a host must be in [0, %d), got %ld", world_size,
-                             host);
-            free(hosts);
-            return NULL;
-        }
-        hosts[r] = (int)host;
-    }
-    return hosts;
-}
+/* ---- life ---- */
 
 /* Finds the control pages of the ranks of this host. Returns NULL with an exception. */
 static uint8_t **read_pages(engine_state *state, PyObject *arena, int rank, int world_size)
@@ -121,73 +106,98 @@ static uint8_t **read_pages(engine_state *state, PyObject *arena, int rank, int 
     return NULL;
 }
 
+/* Reads each rank's host. */
+static bool read_hosts(sw_py_table *hosts, PyObject *list, int world_size)
+{
+    if (list == Py_None)
+        return true;
+    if (!sw_py_table_init(hosts, list, "CheckpointSaver hosts:i", sizeof(int), sw_py_fill_int,
+                          NULL))
+        return false;
+    bool fits = hosts->count == (size_t)world_size;
+    for (int r = 0; fits && r < world_size; ++r) {
+        int host = ((const int *)hosts->rows)[r];
+        fits = host >= 0 && host < world_size;
+    }
+    if (!fits)
+        PyErr_Format(PyExc_ValueError,
+                     "CheckpointSaver: hosts must be a list of %d numbers in [0, %d)", world_size,
+                     world_size);
+    return fits;
+}
+
 static int saver_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"rank",    "world_size", "pages",   "hosts",     "path",
-                            "threads", "direct",     "idle_io", "bandwidth", NULL};
     saver_object *self = (saver_object *)op;
     engine_state *state = sw_py_state_of(op);
-    PyObject *arena = Py_None, *host_list = Py_None;
-    int rank, world_size, threads = 2, direct = 1, idle_io = 0;
-    unsigned long long bandwidth = 0;
-    uint8_t **pages = NULL;
-    int *hosts = NULL;
-    const char *path = NULL;
+    sw_py_arg a[9] = {
+        [2] = {.o = Py_None}, [3] = {.o = Py_None}, [5] = {.i = 2}, [6] = {.p = true}};
+    sw_py_table hosts = {0};
     sw_error err = {0};
-    if (self->saver) {
+    if (!sw_py_read(
+            "CheckpointSaver rank:i world_size:i | pages:O hosts:O path:z $ threads:i direct:p "
+            "idle_io:p bandwidth:K",
+            args, kwargs, a))
+        return -1;
+    if (self->saver || self->use.kind != SW_PY_FREE) {
         PyErr_SetString(PyExc_TypeError, "CheckpointSaver: already initialised");
         return -1;
     }
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "ii|OOz$ippK:CheckpointSaver", names, &rank,
-                                     &world_size, &arena, &host_list, &path, &threads, &direct,
-                                     &idle_io, &bandwidth))
-        return -1;
+    int rank = a[0].i, world_size = a[1].i;
+    PyObject *arena = a[2].o;
     if (world_size < 1 || rank < 0 || rank >= world_size || (world_size == 1 && arena != Py_None) ||
-        (host_list != Py_None) != (path != NULL)) {
+        (a[3].o != Py_None) != (a[4].s != NULL)) {
         PyErr_Format(PyExc_ValueError,
                      "CheckpointSaver: rank must be in [0, world_size), only several ranks have "
                      "pages, and several hosts have a path; got %d of %d",
                      rank, world_size);
         return -1;
     }
-    if (arena != Py_None && !(pages = read_pages(state, arena, rank, world_size)))
+    uint8_t **pages = arena == Py_None ? NULL : read_pages(state, arena, rank, world_size);
+    if (PyErr_Occurred() || !read_hosts(&hosts, a[3].o, world_size)) {
+        sw_py_table_fini(&hosts);
         return -1;
-    if (host_list != Py_None && !(hosts = read_hosts(host_list, world_size)))
-        return -1;
-    sw_saver_options options = {.thread_count = threads,
-                                .use_direct = direct != 0,
-                                .is_idle_io = idle_io != 0,
-                                .bandwidth_bytes_per_second = bandwidth};
-    sw_status status = sw_channel_init(&self->channel, rank, world_size, pages, hosts, path, &err);
-    free(hosts);
-    if (status != SW_OK || sw_saver_create(&self->channel, &options, &self->saver, &err) != SW_OK) {
+    }
+    const sw_saver_options options = {.thread_count = a[5].i,
+                                      .use_direct = a[6].p,
+                                      .is_idle_io = a[7].p,
+                                      .bandwidth_bytes_per_second = a[8].word};
+    sw_status status =
+        sw_channel_init(&self->channel, rank, world_size, pages, hosts.rows, a[4].s, &err);
+    sw_py_table_fini(&hosts);
+    if (status == SW_OK)
+        status = sw_saver_create(&self->channel, &options, &self->saver, &err);
+    if (status != SW_OK) {
         sw_channel_fini(&self->channel);
         sw_py_raise(state, &err, NULL);
         return -1;
     }
-    if (arena != Py_None) {
-        Py_INCREF(arena);
-        self->arena = arena;
-    }
+    sw_py_set_or_clear(&self->arena, arena);
     self->keeps_only = world_size > 1 && arena == Py_None;
-    self->owner_pid = getpid();
+    self->use = (sw_py_use){.pid = getpid()};
     return 0;
 }
 
-static void close_saver(saver_object *self)
+static void destroy(void *op)
 {
+    saver_object *self = op;
     sw_saver *saver = self->saver;
     self->saver = NULL;
-    if (saver && getpid() == self->owner_pid) { /* a forked child lacks the saver's threads, so it
-                                                 * frees nothing */
-        Py_BEGIN_ALLOW_THREADS
-        sw_saver_destroy(saver);
-        Py_END_ALLOW_THREADS
-        sw_channel_fini(&self->channel);
+    sw_saver_destroy(saver);
+    sw_channel_fini(&self->channel);
+}
+
+/* A forked child lacks the saver's threads, so it frees nothing. */
+static void close_saver(saver_object *self)
+{
+    if (self->saver && sw_py_use_is_own(&self->use)) {
+        sw_py_use_take(&self->use, SW_PY_ALONE);
+        sw_py_destroy_quietly(destroy, self);
+        sw_py_use_leave(&self->use);
     }
-    Py_CLEAR(self->shared);
-    Py_CLEAR(self->own);
-    Py_CLEAR(self->arena);
+    self->saver = NULL;
+    leave_plans(self->plans);
+    ENGINE_CLEAR(self->arena);
 }
 
 static void saver_dealloc(PyObject *op)
@@ -202,205 +212,197 @@ static PyObject *saver_close(PyObject *op, PyObject *unused)
 {
     saver_object *self = (saver_object *)op;
     (void)unused;
-    if (self->saver && getpid() == self->owner_pid) {
-        wait_until_free(self, 2000);
-        if (!is_free(self))
+    if (self->saver && sw_py_use_is_own(&self->use)) {
+        if (!sw_py_use_enter(&self->use, SW_PY_ALONE, CLOSE_NS,
+                             sw_py_state_of(op)->checkpoint_error, "Checkpointer"))
             return NULL;
+        sw_py_use_leave(&self->use);
     }
     close_saver(self);
     Py_RETURN_NONE;
 }
 
+/* ---- sources ---- */
+
 typedef struct packed_source { /* checkpoint/state/content.py, packed() */
     uint64_t source, begin, size_bytes, address, is_eager, is_on_device;
 } packed_source;
 
-/* Returns -1 with an exception if they have neither form. */
-static Py_ssize_t count_sources(PyObject *sources)
+static bool fill_source(const sw_py_arg *a, void *row, void *unused)
 {
-    Py_ssize_t each = (Py_ssize_t)sizeof(packed_source);
-    if (PyList_Check(sources))
-        return PyList_Size(sources);
-    if (PyBytes_Check(sources) && PyBytes_Size(sources) % each == 0)
-        return PyBytes_Size(sources) / each;
-    PyErr_Format(PyExc_TypeError, "keep: shared_sources must be a list, or bytes in units of %zd",
-                 each);
-    return -1;
-}
-
-/* Reads number `i` of a list of (source, begin, nbytes, address, eager, on_device), or of bytes. */
-static bool read_source(PyObject *sources, Py_ssize_t i, packed_source *out)
-{
-    Py_ssize_t source;
-    unsigned long long begin, size_bytes, address;
-    int eager, on_device;
-    if (PyBytes_Check(sources)) {
-        memcpy(out, PyBytes_AsString(sources) + (size_t)i * sizeof *out, sizeof *out);
-        return true;
-    }
-    if (!PyArg_ParseTuple(PyList_GetItem(sources, i), "nKKKpp", &source, &begin, &size_bytes,
-                          &address, &eager, &on_device))
-        return false;
-    *out =
-        (packed_source){(uint64_t)source, begin, size_bytes, address, eager != 0, on_device != 0};
+    (void)unused;
+    *(packed_source *)row = (packed_source){(uint64_t)a[0].n,        a[1].word, a[2].word,
+                                            (uintptr_t)a[3].address, a[4].p,    a[5].p};
     return true;
 }
 
-/* Reads sources; those of a negative number are not in the plan. `is_eager` may be NULL. */
-static int read_sources(PyObject *list, sw_save_source **sources, bool **is_eager)
+/* Reads a list of (source, begin, nbytes, address, eager, on_device), or bytes of such rows. */
+static bool read_packed(sw_py_table *rows, PyObject *sources)
 {
-    Py_ssize_t count = count_sources(list);
-    if (count < 0)
-        return -1;
-    *sources = calloc((size_t)count + 1, sizeof **sources);
-    if (is_eager)
-        *is_eager = calloc((size_t)count + 1, sizeof **is_eager);
-    if (!*sources || (is_eager && !*is_eager)) {
-        PyErr_NoMemory();
-        return -1;
+    size_t each = sizeof(packed_source);
+    if (PyList_Check(sources))
+        return sw_py_table_init(rows, sources,
+                                "source source:n begin:K nbytes:K address:A eager:p on_device:p",
+                                each, fill_source, NULL);
+    if (!PyBytes_Check(sources) || (size_t)PyBytes_Size(sources) % each != 0) {
+        PyErr_Format(PyExc_TypeError,
+                     "keep: shared_sources must be a list, or bytes in units of %zu", each);
+        return false;
     }
-    for (Py_ssize_t i = 0; i < count; ++i) {
-        packed_source each;
-        if (!read_source(list, i, &each))
-            return -1;
-        (*sources)[i] = (sw_save_source){.source = (size_t)each.source,
-                                         .begin = each.begin,
-                                         .size_bytes = each.size_bytes,
-                                         .data = (const void *)(uintptr_t)each.address,
-                                         .is_on_device = each.is_on_device != 0};
+    rows->count = (size_t)PyBytes_Size(sources) / each;
+    rows->rows = malloc(rows->count * each + 1);
+    if (!rows->rows) {
+        PyErr_NoMemory();
+        return false;
+    }
+    memcpy(rows->rows, PyBytes_AsString(sources), rows->count * each);
+    return true;
+}
+
+/* Reads sources, and which of them are eager unless that is NULL. */
+static bool read_sources(PyObject *given, sw_py_table *sources, bool **is_eager)
+{
+    sw_py_table packed = {0};
+    bool is_read = read_packed(&packed, given);
+    const packed_source *from = packed.rows;
+    if (is_read) {
+        sources->rows = calloc(packed.count + 1, sizeof(sw_save_source));
         if (is_eager)
-            (*is_eager)[i] = each.is_eager != 0;
-        if (each.source > INT64_MAX ||
-            (i > 0 && ((*sources)[i - 1].source > each.source ||
-                       ((*sources)[i - 1].source == each.source &&
-                        (*sources)[i - 1].begin + (*sources)[i - 1].size_bytes > each.begin)))) {
+            *is_eager = calloc(packed.count + 1, sizeof **is_eager);
+        is_read = sources->rows && (!is_eager || *is_eager);
+        if (!is_read)
+            PyErr_NoMemory();
+    }
+    for (size_t i = 0; is_read && i < packed.count; ++i) {
+        const packed_source *each = &from[i], *before = i ? &from[i - 1] : NULL;
+        ((sw_save_source *)sources->rows)[i] =
+            (sw_save_source){.source = (size_t)each->source,
+                             .begin = each->begin,
+                             .size_bytes = each->size_bytes,
+                             .data = (const void *)(uintptr_t)each->address,
+                             .is_on_device = each->is_on_device != 0};
+        if (is_eager)
+            (*is_eager)[i] = each->is_eager != 0;
+        is_read =
+            each->source <= INT64_MAX &&
+            (!before || before->source < each->source ||
+             (before->source == each->source && before->begin + before->size_bytes <= each->begin));
+        if (!is_read)
             PyErr_Format(PyExc_ValueError,
-                         "begin: sources must ascend without overlap; number %zd does not", i);
-            return -1;
-        }
+                         "begin: sources must ascend without overlap; number %zu does not", i);
     }
-    return 0;
+    sources->count = is_read ? packed.count : 0;
+    sw_py_table_fini(&packed);
+    return is_read;
 }
 
-static int read_strings(PyObject *list, const char ***strings)
-{
-    Py_ssize_t count = PyList_Size(list);
-    *strings = calloc((size_t)count + 1, sizeof **strings);
-    if (!*strings) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    for (Py_ssize_t i = 0; i < count; ++i) {
-        (*strings)[i] = PyUnicode_AsUTF8AndSize(PyList_GetItem(list, i), NULL);
-        if (!(*strings)[i])
-            return -1;
-    }
-    return 0;
-}
+/* ---- a save ---- */
 
-static int read_plan(engine_state *state, PyObject *plan, PyObject *sources, sw_save_part *part)
+typedef struct save_call { /* what a request borrows */
+    sw_save_request request;
+    sw_py_table shared, own, stale, retired; /* owned */
+    bool *is_eager;                          /* owned */
+    plan_pair plans;                         /* owned, and entered */
+} save_call;
+
+static void save_call_fini(save_call *call)
 {
-    Py_ssize_t count = count_sources(sources);
-    if (count < 0)
-        return -1;
-    if (plan == Py_None && count == 0) /* this rank has no separate state */
-        return 0;
-    if (Py_TYPE(plan) != state->plan_type) {
-        PyErr_SetString(PyExc_TypeError, "begin: shared and own must be CheckpointPlans");
-        return -1;
-    }
-    part->plan = ((plan_object *)plan)->plan;
-    part->source_count = (size_t)count;
-    return 0;
+    sw_py_table_fini(&call->shared);
+    sw_py_table_fini(&call->own);
+    sw_py_table_fini(&call->stale);
+    sw_py_table_fini(&call->retired);
+    free(call->is_eager);
+    leave_plans(call->plans);
 }
 
 /* Parses None, or (DeviceStage, the stream that wrote the sources on the device). */
-static int read_stage(engine_state *state, PyObject *pair, sw_save_request *request)
+static bool read_stage(engine_state *state, PyObject *pair, sw_save_request *request)
 {
-    PyObject *stage, *stream;
+    sw_py_arg a[2];
     if (pair == Py_None)
-        return 0;
-    if (!PyArg_ParseTuple(pair, "OO;device must be (DeviceStage, stream) or None", &stage, &stream))
-        return -1;
-    if (!PyObject_TypeCheck(stage, state->device_stage_type)) {
-        PyErr_SetString(PyExc_TypeError, "begin: device must be (DeviceStage, stream) or None");
-        return -1;
+        return true;
+    if (!PyTuple_Check(pair) || !sw_py_read("device stage:O stream:A", pair, NULL, a) ||
+        !PyObject_TypeCheck(a[0].o, state->device_stage_type)) {
+        if (!PyErr_Occurred())
+            PyErr_SetString(PyExc_TypeError, "begin: device must be (DeviceStage, stream) or None");
+        return false;
     }
-    request->stage = ((device_stage_object *)stage)->stage;
-    request->user = (sw_stream *)PyLong_AsVoidPtr(stream);
-    return PyErr_Occurred() ? -1 : 0;
+    request->stage = ((sw_py_owner *)a[0].o)->made;
+    request->user = a[1].address;
+    return true;
 }
 
-static void keep_plans(saver_object *self, PyObject *shared, PyObject *own)
+/* Reads the arguments that begin() and keep() share. */
+static bool read_save(saver_object *self, save_call *call, const sw_py_arg *shared,
+                      const sw_py_arg *own, double timeout_s, PyObject *device, bool **is_eager)
 {
-    Py_INCREF(shared);
-    Py_INCREF(own);
-    Py_CLEAR(self->shared);
-    Py_CLEAR(self->own);
-    self->shared = shared;
-    self->own = own;
+    engine_state *state = sw_py_state_of((PyObject *)self);
+    sw_save_request *request = &call->request;
+    if (!(timeout_s >= 0)) {
+        PyErr_SetString(PyExc_ValueError, "begin: timeout_s must be at least 0 seconds");
+        return false;
+    }
+    request->timeout_ns = (int64_t)((timeout_s > 1e9 ? 1e9 : timeout_s) * 1e9);
+    return read_sources(shared[1].o, &call->shared, is_eager) &&
+           read_sources(own[1].o, &call->own, NULL) &&
+           enter_plan(state, shared[0].o, &call->shared, &call->plans[0], &request->shared) &&
+           enter_plan(state, own[0].o, &call->own, &call->plans[1], &request->own) &&
+           read_stage(state, device, request);
+}
+
+static bool read_texts(sw_py_table *texts, PyObject *list, const char *signature,
+                       const char *const **to, size_t *count)
+{
+    if (!sw_py_table_init(texts, list, signature, sizeof(const char *), sw_py_fill_text, NULL))
+        return false;
+    *to = texts->rows;
+    *count = texts->count;
+    return true;
 }
 
 static PyObject *saver_begin(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"folder",  "nonce",       "replaces", "number",
-                            "step",    "metric",      "shared",   "shared_sources",
-                            "own",     "own_sources", "lazy",     "stale",
-                            "retired", "timeout_s",   "device",   NULL};
     saver_object *self = (saver_object *)op;
-    engine_state *state = sw_py_state_of(op);
-    sw_save_request request = {0};
-    request_memory memory = {0};
-    PyObject *metric, *shared, *shared_sources, *own, *own_sources, *stale, *retired;
-    PyObject *device;
-    unsigned long long number, step;
-    int lazy;
-    double timeout_s;
+    sw_py_arg a[15];
+    save_call call = {.is_eager = NULL};
+    sw_save_request *request = &call.request;
     sw_error err = {0};
     sw_status status = SW_E_INVALID;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$sssKKOOO!OO!pO!O!dO:begin", names,
-                                     &request.folder, &request.nonce, &request.replaces, &number,
-                                     &step, &metric, &shared, &PyList_Type, &shared_sources, &own,
-                                     &PyList_Type, &own_sources, &lazy, &PyList_Type, &stale,
-                                     &PyList_Type, &retired, &timeout_s, &device) ||
-        !enter(self))
+    if (!sw_py_read("begin $ folder:s nonce:s replaces:s number:K step:K metric:O shared:O "
+                    "shared_sources:L own:O own_sources:L lazy:p stale:L retired:L timeout_s:d "
+                    "device:O",
+                    args, kwargs, a) ||
+        !enter(self, 0))
         return NULL;
-    if (metric != Py_None) {
-        request.metric = PyFloat_AsDouble(metric);
-        request.has_metric = true;
-    }
+    request->folder = a[0].s;
+    request->nonce = a[1].s;
+    request->replaces = a[2].s;
+    request->number = a[3].word;
+    request->step = a[4].word;
+    request->is_lazy = a[10].p;
+    request->has_metric = a[5].o != Py_None;
+    request->metric = request->has_metric ? PyFloat_AsDouble(a[5].o) : 0;
     if (self->keeps_only)
         PyErr_SetString(PyExc_ValueError,
                         "begin: several ranks need the pages that the constructor takes");
-    if (PyErr_Occurred() || read_plan(state, shared, shared_sources, &request.shared) < 0 ||
-        read_plan(state, own, own_sources, &request.own) < 0 ||
-        read_stage(state, device, &request) < 0 ||
-        read_sources(shared_sources, &memory.shared, &memory.is_eager) < 0 ||
-        read_sources(own_sources, &memory.own, NULL) < 0 ||
-        read_strings(stale, &memory.stale) < 0 || read_strings(retired, &memory.retired) < 0)
-        goto done;
-    request.shared.sources = memory.shared;
-    request.own.sources = memory.own;
-    request.is_eager = memory.is_eager;
-    request.number = number;
-    request.step = step;
-    request.is_lazy = lazy != 0;
-    request.stale = memory.stale;
-    request.stale_count = (size_t)PyList_Size(stale);
-    request.retired = memory.retired;
-    request.retired_count = (size_t)PyList_Size(retired);
-    request.timeout_ns = (int64_t)(timeout_s * 1e9);
-    Py_BEGIN_ALLOW_THREADS
-    status = sw_saver_begin(self->saver, &request, &err);
-    Py_END_ALLOW_THREADS
-    if (status == SW_OK)
-        keep_plans(self, shared, own);
-done:
-    leave(self);
-    request_memory_fini(&memory);
-    if (status == SW_OK)
-        Py_RETURN_NONE;
-    return PyErr_Occurred() ? NULL : sw_py_raise_checkpoint(state, &err);
+    if (!PyErr_Occurred() &&
+        read_save(self, &call, &a[6], &a[8], a[13].d, a[14].o, &call.is_eager) &&
+        read_texts(&call.stale, a[11].o, "begin stale:s", &request->stale, &request->stale_count) &&
+        read_texts(&call.retired, a[12].o, "begin retired:s", &request->retired,
+                   &request->retired_count)) {
+        request->is_eager = call.is_eager;
+        SW_PY_WITHOUT_GIL(status, sw_saver_begin(self->saver, request, &err));
+    }
+    if (status == SW_OK) {
+        plan_pair before = {self->plans[0], self->plans[1]};
+        memcpy(self->plans, call.plans, sizeof call.plans);
+        memcpy(call.plans, before, sizeof before);
+    }
+    save_call_fini(&call);
+    if (!PyErr_Occurred())
+        return finish(self, status, &err);
+    sw_py_use_leave(&self->use);
+    return NULL;
 }
 
 static PyObject *build_kept(const sw_save_kept *kept)
@@ -413,135 +415,96 @@ static PyObject *build_kept(const sw_save_kept *kept)
 
 static PyObject *saver_keep(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"nonce", "shared",      "shared_sources", "own",    "own_sources",
-                            "image", "image_bytes", "timeout_s",      "device", NULL};
     saver_object *self = (saver_object *)op;
-    engine_state *state = sw_py_state_of(op);
-    sw_save_request request = {0};
-    request_memory memory = {0};
-    PyObject *shared, *shared_sources, *own, *own_sources, *device, *result = NULL;
-    unsigned long long image, image_bytes;
-    double timeout_s;
+    sw_py_arg a[9];
+    save_call call = {.is_eager = NULL};
+    PyObject *result = NULL;
     sw_save_kept kept = {0};
     sw_error err = {0};
     sw_status status = SW_E_INVALID;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "$sOOOO!KKdO:keep", names, &request.nonce,
-                                     &shared, &shared_sources, &own, &PyList_Type, &own_sources,
-                                     &image, &image_bytes, &timeout_s, &device) ||
-        !enter(self))
+    if (!sw_py_read("keep $ nonce:s shared:O shared_sources:O own:O own_sources:L image:A "
+                    "image_bytes:K timeout_s:d device:O",
+                    args, kwargs, a) ||
+        !enter(self, 0))
         return NULL;
-    if (read_plan(state, shared, shared_sources, &request.shared) < 0 ||
-        read_plan(state, own, own_sources, &request.own) < 0 ||
-        read_stage(state, device, &request) < 0 ||
-        read_sources(shared_sources, &memory.shared, NULL) < 0 ||
-        read_sources(own_sources, &memory.own, NULL) < 0)
-        goto done;
-    request.shared.sources = memory.shared;
-    request.own.sources = memory.own;
-    request.timeout_ns = (int64_t)(timeout_s * 1e9);
-    Py_BEGIN_ALLOW_THREADS
-    status =
-        sw_saver_keep(self->saver, &request, (uint8_t *)(uintptr_t)image, image_bytes, &kept, &err);
-    Py_END_ALLOW_THREADS
-    if (status == SW_OK)
-        result = build_kept(&kept);
+    call.request.nonce = a[0].s;
+    if (read_save(self, &call, &a[1], &a[3], a[7].d, a[8].o, NULL)) {
+        SW_PY_WITHOUT_GIL(status, sw_saver_keep(self->saver, &call.request, a[5].address, a[6].word,
+                                                &kept, &err));
+        if (status == SW_OK)
+            result = build_kept(&kept);
+        else
+            (void)sw_py_raise_checkpoint(sw_py_state_of(op), &err);
+    }
     sw_save_kept_fini(&kept);
-done:
-    leave(self);
-    request_memory_fini(&memory);
-    if (status == SW_OK)
-        return result;
-    return PyErr_Occurred() ? NULL : sw_py_raise_checkpoint(state, &err);
+    save_call_fini(&call);
+    sw_py_use_leave(&self->use);
+    return result;
 }
 
-static PyObject *saver_warm(PyObject *op, PyObject *args)
-{
-    saver_object *self = (saver_object *)op;
-    unsigned long long bytes;
-    if (!PyArg_ParseTuple(args, "K:warm", &bytes) || !is_usable(self))
-        return NULL;
-    /* a failure only makes the first save slower */
-    return PyBool_FromLong(sw_saver_warm(self->saver, bytes, NULL) == SW_OK);
-}
+/* A failure only makes the first save slower. */
+SW_PY_VALUE(saver_warm, saver_object, "warm nbytes:K", is_usable(self),
+            PyBool_FromLong(sw_saver_warm(self->saver, a[0].word, NULL) == SW_OK))
 
-static PyObject *saver_protect(PyObject *op, PyObject *unused)
-{
-    saver_object *self = (saver_object *)op;
-    sw_error err = {0};
-    sw_status status;
-    (void)unused;
-    wait_until_free(self, 60000);
-    if (!enter(self))
-        return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    status = sw_saver_protect(self->saver, &err);
-    Py_END_ALLOW_THREADS
-    leave(self);
-    if (status != SW_OK)
-        return sw_py_raise_checkpoint(sw_py_state_of(op), &err);
-    Py_RETURN_NONE;
-}
+SW_PY_METHOD(saver_protect, saver_object, "protect", enter(self, PROTECT_NS),
+             sw_saver_protect(self->saver, &err), finish(self, status, &err))
 
 static PyObject *saver_wait(PyObject *op, PyObject *args)
 {
     saver_object *self = (saver_object *)op;
-    double timeout_s;
+    sw_py_arg a[1];
     bool is_over = false;
     sw_error err = {0};
     sw_status status;
-    if (!PyArg_ParseTuple(args, "d:wait", &timeout_s))
+    if (!sw_py_read("wait timeout_s:d", args, NULL, a))
         return NULL;
-    if (!(timeout_s >= 0 && timeout_s <= 1e9))
+    if (!(a[0].d >= 0 && a[0].d <= 1e9))
         return PyErr_Format(PyExc_ValueError, "wait: timeout_s must be in [0, 1e9] seconds");
     /* The wait polls, so that another thread can enter protect() in between. */
-    int64_t until_ns = sw_clock_now_ns() + (int64_t)(timeout_s * 1e9);
+    int64_t until_ns = sw_clock_now_ns() + (int64_t)(a[0].d * 1e9);
     for (bool was_free = false;; was_free = false) {
         if (!is_usable(self))
             return NULL;
-        if (!self->in_use) {
-            was_free = enter(self);
-            Py_BEGIN_ALLOW_THREADS
-            status = sw_saver_wait(self->saver, 0, &is_over, &err);
-            Py_END_ALLOW_THREADS
-            leave(self);
-            if (status != SW_OK)
-                return sw_py_raise_checkpoint(sw_py_state_of(op), &err);
+        if (self->use.kind == SW_PY_FREE) {
+            was_free = true;
+            sw_py_use_take(&self->use, SW_PY_ALONE);
+            SW_PY_WITHOUT_GIL(status, sw_saver_wait(self->saver, 0, &is_over, &err));
+            if (status != SW_OK || is_over)
+                leave_plans(self->plans);
+            PyObject *done = finish(self, status, &err);
+            Py_XDECREF(done);
+            if (!done)
+                return NULL;
         }
         if ((was_free && is_over) || sw_clock_now_ns() >= until_ns)
             return PyBool_FromLong(is_over);
         Py_BEGIN_ALLOW_THREADS
-        sw_thread_sleep_ns(NAP_NS);
+        sw_thread_sleep_ns(1000 * 1000);
         Py_END_ALLOW_THREADS
     }
 }
 
-static PyObject *saver_fail(PyObject *op, PyObject *args)
+/* Over hosts the message may need a retry, so it goes without the GIL. */
+static sw_status tell_failure(sw_saver *saver, uint64_t number, const char *message)
 {
-    saver_object *self = (saver_object *)op;
-    unsigned long long number;
-    const char *message;
-    sw_error reason = {0};
-    if (!PyArg_ParseTuple(args, "Ks:fail", &number, &message) || !enter(self))
-        return NULL;
+    sw_error reason;
     (void)sw_error_set(&reason, SW_E_STATE, -1, "%s", message);
-    Py_BEGIN_ALLOW_THREADS /* over hosts the message may need a retry */
-    sw_saver_fail(self->saver, number, &reason);
-    Py_END_ALLOW_THREADS
-    leave(self);
-    Py_RETURN_NONE;
+    sw_saver_fail(saver, number, &reason);
+    return SW_OK;
 }
 
-static PyObject *saver_cancel(PyObject *op, PyObject *args)
+static sw_status cancel(sw_saver *saver, const char *message)
 {
-    saver_object *self = (saver_object *)op;
-    const char *message;
-    sw_error reason = {0};
-    if (!PyArg_ParseTuple(args, "s:cancel", &message) || !is_usable(self))
-        return NULL;
+    sw_error reason;
     (void)sw_error_set(&reason, SW_E_INTERRUPTED, -1, "%s", message);
-    sw_saver_cancel(self->saver, &reason);
-    Py_RETURN_NONE;
+    sw_saver_cancel(saver, &reason);
+    return SW_OK;
 }
+
+SW_PY_METHOD(saver_fail, saver_object, "fail number:K message:s", enter(self, 0),
+             tell_failure(self->saver, a[0].word, a[1].s), finish(self, status, &err))
+SW_PY_VALUE(saver_cancel, saver_object, "cancel message:s", is_usable(self),
+            (cancel(self->saver, a[0].s), sw_py_none()))
 
 static PyObject *saver_progress(PyObject *op, PyObject *unused)
 {
@@ -558,31 +521,39 @@ static PyObject *saver_progress(PyObject *op, PyObject *unused)
         (unsigned long long)progress.direct_bytes, "busy", PyBool_FromLong(progress.is_busy));
 }
 
+static PyObject *saver_unwritten(PyObject *op, PyObject *unused)
+{
+    saver_object *self = (saver_object *)op;
+    (void)unused;
+    PyObject *list = is_usable(self) ? PyList_New(0) : NULL;
+    for (int r = 0; list && (r = sw_saver_find_unwritten(self->saver, r)) >= 0; ++r)
+        sw_py_append(&list, PyLong_FromLong(r));
+    return list;
+}
+
 static PyObject *saver_spare(PyObject *op, PyObject *unused)
 {
     saver_object *self = (saver_object *)op;
     size_t size_bytes = 0;
-    (void)unused;
-    PyObject *list = is_usable(self) && is_free(self) ? PyList_New(0) : NULL;
     uint8_t *base;
-    for (size_t i = 0; list && (base = sw_saver_spare(self->saver, i, &size_bytes)); ++i) {
-        PyObject *item = Py_BuildValue("(KK)", (unsigned long long)(uintptr_t)base,
-                                       (unsigned long long)size_bytes);
-        if (!item || PyList_Append(list, item) < 0)
-            ENGINE_CLEAR(list);
-        Py_XDECREF(item);
-    }
+    (void)unused;
+    if (!enter(self, 0))
+        return NULL;
+    PyObject *list = PyList_New(0);
+    for (size_t i = 0; list && (base = sw_saver_spare(self->saver, i, &size_bytes)); ++i)
+        sw_py_append(&list, Py_BuildValue("(KK)", (unsigned long long)(uintptr_t)base,
+                                          (unsigned long long)size_bytes));
+    sw_py_use_leave(&self->use);
     return list;
 }
 
 static PyMethodDef saver_methods[] = {
-    {"begin", (PyCFunction)(void (*)(void))saver_begin, METH_VARARGS | METH_KEYWORDS,
-     "Takes the snapshot and starts the rest."},
-    {"keep", (PyCFunction)(void (*)(void))saver_keep, METH_VARARGS | METH_KEYWORDS,
+    {"begin", SW_PY_NAMED(saver_begin), "Takes the snapshot and starts the rest."},
+    {"keep", SW_PY_NAMED(saver_keep),
      "Writes this rank's part into memory; (tallies, runs, bytes)."},
     {"warm", saver_warm, METH_VARARGS,
      "warm($self, nbytes, /)\n--\n\nTouch staging memory of this size in a separate thread."},
-    {"protect", saver_protect, METH_NOARGS,
+    {"protect", saver_protect, METH_VARARGS,
      "protect($self, /)\n--\n\nCopy the state that is still live."},
     {"wait", saver_wait, METH_VARARGS,
      "wait($self, timeout_s, /)\n--\n\n"
@@ -595,6 +566,9 @@ static PyMethodDef saver_methods[] = {
     {"progress", saver_progress, METH_NOARGS,
      "progress($self, /)\n--\n\n"
      "Return bytes_total, bytes_written, staging_bytes, direct_bytes, busy."},
+    {"unwritten", saver_unwritten, METH_NOARGS,
+     "unwritten($self, /)\n--\n\n"
+     "Return the ranks of this host whose part of the last save is not durable yet."},
     {"spare", saver_spare, METH_NOARGS,
      "spare($self, /)\n--\n\n"
      "Return [(address, nbytes)] of memory that the caller may use until the next save begins."},
@@ -613,9 +587,4 @@ static PyType_Slot saver_slots[] = {
     {0, NULL},
 };
 
-PyType_Spec sw_py_checkpoint_saver_type_spec = {
-    .name = "shardwright._engine.CheckpointSaver",
-    .basicsize = sizeof(saver_object),
-    .flags = Py_TPFLAGS_DEFAULT,
-    .slots = saver_slots,
-};
+SW_PY_TYPE(sw_py_checkpoint_saver_type_spec, "CheckpointSaver", saver_object, 0, saver_slots)

@@ -1,118 +1,81 @@
 /* comm_join.c - how a HostComm joins its peers: connect() joins those of its host; extend() joins
  * other hosts, given a map of hosts and a wire between their carriers. */
-#include <stdlib.h>
-#include <string.h>
 #include <unistd.h>
 
 #include "comm/shm.h"
-#include "python/engine.h"
+#include "python/method.h"
 
 /* The arguments of connect(), all read before the rank joins. */
 typedef struct join_request {
-    PyObject *addresses, *hosts; /* owned; one entry per member */
-    const char **address;        /* owned array; the lists own the strings */
-    int *members;                /* owned; NULL: all ranks */
-    int count;
+    sw_py_table addresses, hosts, members; /* one row for each rank of this host */
+    PyObject *by_rank;                     /* owned: the host name of each rank */
+    bool is_narrow;                        /* `members` are some of the ranks */
 } join_request;
 
 static void join_request_fini(join_request *request)
 {
-    Py_XDECREF(request->addresses);
-    Py_XDECREF(request->hosts);
-    free(request->address);
-    free(request->members);
-}
-
-/* Reads a sequence of integers into an array that the caller owns. Returns NULL with an exception.
- */
-static int *read_numbers(PyObject *sequence, Py_ssize_t *count)
-{
-    PyObject *list = PySequence_List(sequence);
-    *count = list ? PyList_Size(list) : 0;
-    int *made = list ? calloc((size_t)*count + 1, sizeof *made) : NULL;
-    for (Py_ssize_t i = 0; made && i < *count; ++i)
-        made[i] = (int)PyLong_AsLong(PyList_GetItem(list, i));
-    Py_XDECREF(list);
-    if (!made && !PyErr_Occurred())
-        PyErr_NoMemory();
-    if (PyErr_Occurred()) {
-        free(made);
-        return NULL;
-    }
-    return made;
+    sw_py_table_fini(&request->addresses);
+    sw_py_table_fini(&request->hosts);
+    sw_py_table_fini(&request->members);
+    Py_XDECREF(request->by_rank);
 }
 
 /* Reads the ranks of this host, which are ascending and include this one. */
-static int read_members(join_request *request, int rank, int world_size, PyObject *members)
+static bool read_members(join_request *request, const comm_object *self, PyObject *members)
 {
-    Py_ssize_t count;
+    sw_py_table *table = &request->members;
     bool has_own = false, ascends = true;
-    request->count = world_size;
-    if (members == Py_None)
-        return 0;
-    request->members = read_numbers(members, &count);
-    if (!request->members)
-        return -1;
-    request->count = (int)count;
-    for (int i = 0; i < request->count; ++i) {
-        int before = i > 0 ? request->members[i - 1] : -1;
-        has_own |= request->members[i] == rank;
-        ascends &= request->members[i] > before && request->members[i] < world_size;
+    request->is_narrow = members && members != Py_None;
+    if (!request->is_narrow)
+        return true;
+    if (!sw_py_table_init(table, members, "connect members:i", sizeof(int), sw_py_fill_int, NULL))
+        return false;
+    const int *member = table->rows;
+    for (size_t i = 0; i < table->count; ++i) {
+        has_own |= member[i] == self->rank;
+        ascends &= member[i] > (i ? member[i - 1] : -1) && member[i] < self->world_size;
     }
-    if (!has_own || !ascends) {
+    if (!has_own || !ascends)
         PyErr_Format(
             PyExc_ValueError,
             "connect: members must be ranks in [0, %d), ascending, with rank %d among them",
-            world_size, rank);
-        return -1;
-    }
-    return 0;
+            self->world_size, self->rank);
+    return has_own && ascends;
 }
 
-static int read_addresses(join_request *request, PyObject *addresses, PyObject *hosts)
+static bool read_addresses(join_request *request, const comm_object *self, PyObject *addresses,
+                           PyObject *hosts)
 {
-    int count = request->count;
-    request->addresses = PySequence_List(addresses);
-    request->hosts = PySequence_List(hosts);
-    request->address = calloc((size_t)count, sizeof *request->address);
-    if (!request->addresses || !request->hosts || !request->address)
-        return -1;
-    if (PyList_Size(request->addresses) != count || PyList_Size(request->hosts) != count) {
-        PyErr_Format(PyExc_ValueError, "connect: addresses and hosts must have %d entries", count);
-        return -1;
-    }
-    for (int r = 0; r < count; ++r) {
-        request->address[r] = PyUnicode_AsUTF8AndSize(PyList_GetItem(request->addresses, r), NULL);
-        if (!request->address[r])
-            return -1;
-    }
-    return 0;
+    size_t count = request->is_narrow ? request->members.count : (size_t)self->world_size;
+    if (!sw_py_table_init(&request->addresses, addresses, "connect addresses:s",
+                          sizeof(const char *), sw_py_fill_text, NULL) ||
+        !sw_py_table_init(&request->hosts, hosts, "connect hosts:s", sizeof(const char *),
+                          sw_py_fill_text, NULL))
+        return false;
+    if (request->addresses.count == count && request->hosts.count == count)
+        return true;
+    PyErr_Format(PyExc_ValueError,
+                 "connect: addresses and hosts must have %zu entries, got %zu and %zu", count,
+                 request->addresses.count, request->hosts.count);
+    return false;
 }
 
-/* Returns the host name of each rank, empty for ranks of other hosts; NULL with an exception. */
-static PyObject *hosts_by_rank(const join_request *request, int world_size)
+/* Makes the host name of each rank, empty for ranks of other hosts. */
+static bool name_hosts(join_request *request, int world_size)
 {
-    if (!request->members) {
-        Py_INCREF(request->hosts);
-        return request->hosts;
-    }
+    const int *member = request->members.rows;
     PyObject *made = PyList_New(world_size);
     for (int r = 0, i = 0; made && r < world_size; ++r) {
-        bool is_here = i < request->count && request->members[i] == r;
-        PyObject *name = is_here ? PyList_GetItem(request->hosts, i++) : PyUnicode_FromString("");
-        if (is_here)
-            Py_INCREF(name);
+        bool is_here = !request->is_narrow || (i < (int)request->members.count && member[i] == r);
+        PyObject *name = is_here ? PyTuple_GetItem(request->hosts.items, i++) : NULL;
+        Py_XINCREF(name);
+        if (!name)
+            name = PyUnicode_FromString("");
         if (!name || PyList_SetItem(made, r, name) < 0)
-            Py_CLEAR(made);
+            ENGINE_CLEAR(made);
     }
-    return made;
-}
-
-static void set_hosts(comm_object *self, PyObject *hosts)
-{
-    PyObject *before = self->hosts;
-    self->hosts = hosts;
-    Py_XDECREF(before);
+    request->by_rank = made;
+    return made != NULL;
 }
 
 /* Joins the ranks of this host. No other thread can use the communicator meanwhile, but hooks run,
@@ -124,10 +87,10 @@ static sw_status join_host(comm_object *self, const join_request *request, const
     sw_status status = SW_OK;
     self->comm = NULL;
     Py_BEGIN_ALLOW_THREADS
-    if (request->members)
-        status = sw_shm_comm_narrow(comm, request->members, request->count, err);
+    if (request->is_narrow)
+        status = sw_shm_comm_narrow(comm, request->members.rows, (int)request->members.count, err);
     if (status == SW_OK)
-        status = sw_shm_comm_connect(comm, request->address, secret, err);
+        status = sw_shm_comm_connect(comm, request->addresses.rows, secret, err);
     Py_END_ALLOW_THREADS
     self->comm = comm;
     self->connected = status == SW_OK;
@@ -147,36 +110,31 @@ static PyObject *finish_join(comm_object *self, sw_status status, sw_error *err)
 
 PyObject *sw_py_comm_connect(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"addresses", "secret", "hosts", "members", NULL};
     comm_object *self = (comm_object *)op;
-    PyObject *addresses, *hosts, *members = Py_None;
-    const char *secret;
-    Py_ssize_t secret_bytes;
-    join_request request = {.count = 0};
+    sw_py_arg a[4] = {{0}};
+    join_request request = {.is_narrow = false};
     sw_error err;
     sw_status status = SW_OK;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "Oy#O|$O:connect", names, &addresses, &secret,
-                                     &secret_bytes, &hosts, &members))
+    if (!sw_py_read("connect addresses:O secret:B hosts:O | $ members:O", args, kwargs, a))
         return NULL;
-    if (secret_bytes != SW_SHM_SECRET_BYTES)
+    if (PyBytes_Size(a[1].o) != SW_SHM_SECRET_BYTES)
         return PyErr_Format(PyExc_ValueError, "connect: secret must have %d bytes, got %zd",
-                            SW_SHM_SECRET_BYTES, secret_bytes);
+                            SW_SHM_SECRET_BYTES, PyBytes_Size(a[1].o));
     if (!sw_py_comm_enter_to_join(self))
         return NULL;
-    PyObject *by_rank = NULL;
-    if (read_members(&request, self->rank, self->world_size, members) == 0 &&
-        read_addresses(&request, addresses, hosts) == 0)
-        by_rank = hosts_by_rank(&request, self->world_size);
-    if (!by_rank) {
-        join_request_fini(&request);
-        sw_py_comm_leave(self);
-        return NULL;
+    bool is_read = read_members(&request, self, a[3].o) &&
+                   read_addresses(&request, self, a[0].o, a[2].o) &&
+                   name_hosts(&request, self->world_size);
+    if (is_read) {
+        sw_py_set(&self->hosts, request.by_rank);
+        if (!self->group)
+            status = join_host(self, &request, (const uint8_t *)PyBytes_AsString(a[1].o), &err);
     }
-    set_hosts(self, by_rank);
-    if (!self->group)
-        status = join_host(self, &request, (const uint8_t *)secret, &err);
     join_request_fini(&request);
-    return finish_join(self, status, &err);
+    if (is_read)
+        return finish_join(self, status, &err);
+    sw_py_comm_leave(self);
+    return NULL;
 }
 
 /* Returns the host name of each rank as the carriers exchanged them; NULL with an exception. */
@@ -185,8 +143,7 @@ static PyObject *introduced_hosts(const sw_comm *comm)
     const sw_host_map *map = sw_hier_comm_map(comm);
     PyObject *made = PyList_New(map->world_size);
     for (int h = 0; made && h < map->host_count; ++h) {
-        PyObject *name = PyUnicode_DecodeUTF8(
-            sw_hier_comm_host(comm, h), (Py_ssize_t)strlen(sw_hier_comm_host(comm, h)), "replace");
+        PyObject *name = sw_py_text(sw_hier_comm_host(comm, h));
         for (int i = 0; name && made && i < sw_host_size(map, h); ++i) {
             Py_INCREF(name);
             if (PyList_SetItem(made, sw_host_members(map, h)[i], name) < 0)
@@ -209,51 +166,64 @@ static sw_status join_hosts(comm_object *self, const int *host_of, const char *h
     snprintf(own.host, sizeof own.host, "%s", host);
     self->comm = NULL;
     self->connected = false; /* a concurrent close() stops it, as it stops connect() */
-    Py_BEGIN_ALLOW_THREADS
-    status =
-        sw_hier_comm_create(inside, self->rank, self->world_size, host_of, &own, wire, &whole, err);
-    Py_END_ALLOW_THREADS
+    SW_PY_WITHOUT_GIL(status, sw_hier_comm_create(inside, self->rank, self->world_size, host_of,
+                                                  &own, wire, &whole, err));
     self->comm = whole;
     self->connected = self->spans_hosts = status == SW_OK;
     self->closed |= status != SW_OK;
     return status;
 }
 
+/* Reads the host of each rank and makes the wire. Returns false with an exception. */
+static bool read_map(comm_object *self, PyObject *map, PyObject *group, sw_py_table *host_of,
+                     const sw_wire **wire)
+{
+    if (!sw_py_table_init(host_of, map, "extend host_of:i", sizeof(int), sw_py_fill_int, NULL))
+        return false;
+    if (host_of->count != (size_t)self->world_size) {
+        PyErr_Format(PyExc_ValueError, "extend: host_of must have world_size = %d entries, got %zu",
+                     self->world_size, host_of->count);
+        return false;
+    }
+    if (group && group != Py_None)
+        *wire = sw_py_wire_new(group);
+    return !PyErr_Occurred();
+}
+
 PyObject *sw_py_comm_extend(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"host_of", "host", "wire", NULL};
     comm_object *self = (comm_object *)op;
-    PyObject *map, *group = Py_None;
-    const char *host;
-    Py_ssize_t count;
+    sw_py_arg a[3] = {{0}};
+    sw_py_table host_of = {0};
     const sw_wire *wire = NULL;
+    const char *why = NULL;
     sw_error err;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "Os|$O:extend", names, &map, &host, &group))
+    if (!sw_py_read("extend host_of:O host:s | $ wire:O", args, kwargs, a))
         return NULL;
-    if (self->spans_hosts || self->group) {
-        PyErr_SetString(sw_py_state_of(op)->error,
-                        "extend: the communicator has been extended already, or has one rank");
+    if (self->spans_hosts || self->group)
+        why = "extend: the communicator has been extended already, or has one rank";
+    else if (self->users > (self->use.kind != SW_PY_FREE))
+        why = "extend: arenas, reducers or a GPU's communicator use this communicator already; "
+              "extend "
+              "it before they are made";
+    if (why) {
+        PyErr_SetString(sw_py_state_of(op)->error, why);
         return NULL;
     }
     if (!sw_py_comm_enter(self))
         return NULL;
-    int *host_of = read_numbers(map, &count);
-    if (host_of && count != self->world_size) {
-        PyErr_Format(PyExc_ValueError, "extend: host_of must have world_size = %d entries, got %zd",
-                     self->world_size, count);
-        count = -1;
-    }
-    if (!host_of || count < 0 || (group != Py_None && !(wire = sw_py_wire_new(group)))) {
-        free(host_of);
+    if (!read_map(self, a[0].o, a[2].o, &host_of, &wire)) {
+        sw_py_table_fini(&host_of);
         sw_py_comm_leave(self);
         return NULL;
     }
-    sw_status status = join_hosts(self, host_of, host, wire, &err);
-    free(host_of);
+    sw_status status = join_hosts(self, host_of.rows, a[1].s, wire, &err);
+    sw_py_table_fini(&host_of);
     PyObject *by_rank = status == SW_OK ? introduced_hosts(self->comm) : NULL;
     if (by_rank)
-        set_hosts(self, by_rank);
+        sw_py_set(&self->hosts, by_rank);
     else
         PyErr_Clear(); /* only messages would lack the names; real failures are raised below */
+    Py_XDECREF(by_rank);
     return finish_join(self, status, &err);
 }

@@ -8,7 +8,7 @@
 #include "base/text.h"
 #include "comm/descriptor.h"
 #include "comm/shm.h"
-#include "python/engine.h"
+#include "python/method.h"
 
 /* Reports signals, and a close() during connect(), which nothing else can stop. */
 static bool is_interrupted(void *context)
@@ -31,7 +31,7 @@ static void log_message(void *context, const char *message)
     comm_object *self = context;
     PyGILState_STATE gil = PyGILState_Ensure();
     if (self->log) {
-        PyObject *text = PyUnicode_DecodeUTF8(message, (Py_ssize_t)strlen(message), "replace");
+        PyObject *text = sw_py_text(message);
         PyObject *result = text ? PyObject_CallFunctionObjArgs(self->log, text, NULL) : NULL;
         if (!result)
             PyErr_WriteUnraisable(self->log);
@@ -46,68 +46,78 @@ static bool is_legal_period(double seconds)
     return seconds > 0 && seconds <= 1e9;
 }
 
+/* Lets __init__ run: first, after it failed, or once a closed communicator has no user left. */
+static bool may_init(comm_object *self)
+{
+    if (self->comm || self->users > 0 || self->use.kind != SW_PY_FREE) {
+        PyErr_SetString(PyExc_TypeError, "HostComm: already initialised");
+        return false;
+    }
+    sw_py_comm_unlink(sw_py_state_of((PyObject *)self), self);
+    self->use = (sw_py_use){.pid = getpid()};
+    self->connected = self->closed = self->spans_hosts = false;
+    self->address[0] = '\0';
+    ENGINE_CLEAR(self->hosts);
+    return true;
+}
+
 static int comm_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"rank", "world_size", "timeout_s", "warn_after_s", "host", "log", NULL};
     comm_object *self = (comm_object *)op;
-    int rank, world_size;
-    double timeout_s = 1800, warn_after_s = 30;
-    const char *host = "";
-    PyObject *log = Py_None;
+    sw_py_arg a[6] = {[2] = {.d = 1800}, [3] = {.d = 30}, [4] = {.s = ""}, [5] = {.o = Py_None}};
     sw_error err;
     sw_status status;
-    if (self->comm) {
-        PyErr_SetString(PyExc_TypeError, "HostComm: already initialised");
+    if (!sw_py_read("HostComm rank:i world_size:i | $ timeout_s:d warn_after_s:d host:s log:O",
+                    args, kwargs, a))
+        return -1;
+    if (!is_legal_period(a[2].d)) {
+        PyErr_SetString(PyExc_ValueError, "HostComm: timeout_s must be in (0, 1e9] seconds");
         return -1;
     }
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "ii|$ddsO:HostComm", names, &rank, &world_size,
-                                     &timeout_s, &warn_after_s, &host, &log))
+    if (!may_init(self))
         return -1;
-    if (!is_legal_period(timeout_s) || !is_legal_period(warn_after_s)) {
-        PyErr_SetString(PyExc_ValueError,
-                        "HostComm: timeout_s and warn_after_s must be in (0, 1e9] seconds");
-        return -1;
-    }
-    self->owner_pid = getpid();
-    self->rank = rank;
-    self->world_size = world_size;
-    if (world_size == 1) {
+    self->rank = a[0].i;
+    self->world_size = a[1].i;
+    if (self->world_size == 1) {
         status = sw_local_group_create(1, &self->group, &err);
         if (status == SW_OK)
-            status = sw_local_comm_create(self->group, rank, &self->comm, &err);
+            status = sw_local_comm_create(self->group, self->rank, &self->comm, &err);
+        if (status != SW_OK) {
+            sw_local_group_destroy(self->group);
+            self->group = NULL;
+        }
         self->connected = status == SW_OK;
     } else {
-        status = sw_shm_comm_create(rank, world_size, host, &self->comm, self->address, &err);
+        status = sw_shm_comm_create(self->rank, self->world_size, a[4].s, &self->comm,
+                                    self->address, &err);
     }
     if (status != SW_OK) {
         sw_py_raise(sw_py_state_of(op), &err, NULL);
         return -1;
     }
-    self->comm->timeout_ns = (int64_t)(timeout_s * 1e9);
-    self->comm->warn_after_ns = (int64_t)(warn_after_s * 1e9);
+    self->comm->timeout_ns = (int64_t)(a[2].d * 1e9);
+    if (!sw_py_comm_set_warn_after(self, a[3].d))
+        return -1;
     self->comm->hooks =
         (sw_comm_hooks){.context = self, .interrupted = is_interrupted, .log = log_message};
-    if (log != Py_None) {
-        Py_INCREF(log);
-        self->log = log;
-    }
     sw_py_comm_link(sw_py_state_of(op), self);
+    sw_py_set_or_clear(&self->log, a[5].o);
     return 0;
 }
 
 /* Destroys the communicator once no thread is inside; a thread that waits inside is woken first. */
 static void close_comm(comm_object *self)
 {
-    if (self->closed || (!self->comm && !self->in_use))
+    if (self->closed || (!self->comm && self->use.kind == SW_PY_FREE))
         return;
     self->closed = true;
     sw_py_comm_acquire(self);
-    if (sw_py_comm_is_own(self) && self->connected) {
+    if (sw_py_use_is_own(&self->use) && self->connected) {
         sw_error reason;
         sw_error_set(&reason, SW_E_COMM, self->rank,
                      "rank %d closed the communicator while a thread of it was inside", self->rank);
         Py_BEGIN_ALLOW_THREADS
-        if (self->in_use)
+        if (self->use.kind != SW_PY_FREE)
             sw_comm_request_end(self->comm, &reason);
         else
             self->comm->ops->leave(self->comm);
@@ -120,11 +130,16 @@ static void comm_dealloc(PyObject *op)
 {
     comm_object *self = (comm_object *)op;
     PyTypeObject *type = Py_TYPE(op);
+    PyObject *kind, *value, *trace;
     PyObject_GC_UnTrack(op);
     sw_py_comm_unlink(sw_py_state_of(op), self);
+    PyErr_Fetch(&kind, &value, &trace);
     close_comm(self);
-    Py_CLEAR(self->log);
-    Py_CLEAR(self->hosts);
+    if (PyErr_Occurred()) /* a signal handler raised while this thread waited */
+        PyErr_WriteUnraisable(NULL);
+    PyErr_Restore(kind, value, trace);
+    ENGINE_CLEAR(self->log);
+    ENGINE_CLEAR(self->hosts);
     PyObject_GC_Del(op);
     Py_DECREF(type);
 }
@@ -153,31 +168,27 @@ static PyObject *comm_close(PyObject *op, PyObject *unused)
 
 static PyObject *comm_arena(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"nbytes", "label", "of_hosts", NULL};
     comm_object *self = (comm_object *)op;
-    Py_ssize_t size;
-    const char *label = "arena";
-    int of_hosts = 0;
+    sw_py_arg a[3] = {[1] = {.s = "arena"}};
     sw_arena *arena = NULL;
     sw_error err;
     sw_status status;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "n|s$p:arena", names, &size, &label, &of_hosts))
+    if (!sw_py_read("arena nbytes:n | label:s $ of_hosts:p", args, kwargs, a))
         return NULL;
-    if (size <= 0)
-        return PyErr_Format(PyExc_ValueError, "arena '%s': nbytes must be positive, got %zd", label,
-                            size);
+    if (a[0].n <= 0)
+        return PyErr_Format(PyExc_ValueError, "arena '%s': nbytes must be positive, got %zd",
+                            a[1].s, a[0].n);
     if (!sw_py_comm_enter(self))
         return NULL;
-    if (!of_hosts && self->spans_hosts && sw_hier_comm_map(self->comm)->host_count > 1) {
-        sw_py_comm_leave(self);
-        return PyErr_Format(PyExc_NotImplementedError,
-                            "arena '%s': memory that all ranks map needs one host, and these ranks "
-                            "are on %d",
-                            label, sw_hier_comm_map(self->comm)->host_count);
+    if (!a[2].p && self->spans_hosts && sw_hier_comm_map(self->comm)->host_count > 1) {
+        status = sw_error_set(&err, SW_E_UNSUPPORTED, -1,
+                              "arena '%.200s': memory that all ranks map needs one host, and these "
+                              "ranks are on %d",
+                              a[1].s, sw_hier_comm_map(self->comm)->host_count);
+        return sw_py_comm_finish(self, status, &err);
     }
-    Py_BEGIN_ALLOW_THREADS
-    status = self->comm->ops->arena_create(self->comm, (size_t)size, label, &arena, &err);
-    Py_END_ALLOW_THREADS
+    SW_PY_WITHOUT_GIL(status,
+                      self->comm->ops->arena_create(self->comm, a[0].size, a[1].s, &arena, &err));
     if (status != SW_OK)
         return sw_py_comm_finish(self, status, &err);
     PyObject *made = sw_py_arena_object_new(sw_py_state_of(op), self, arena, NULL);
@@ -204,189 +215,148 @@ static bool parse_redop(const char *name, sw_redop *op)
     return false;
 }
 
+/* Returns the memory of an Arena of this communicator, or NULL with an exception. */
+static sw_arena *own_arena(comm_object *self, PyObject *arena, const char *operation,
+                           const char *label)
+{
+    const arena_object *memory = (arena_object *)arena;
+    if (Py_TYPE(arena) == sw_py_state_of((PyObject *)self)->arena_type && memory->owner == self &&
+        memory->arena)
+        return memory->arena;
+    PyErr_Format(PyExc_TypeError, "%s '%s': arena is not one of this communicator", operation,
+                 label);
+    return NULL;
+}
+
 static PyObject *comm_all_reduce(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"address", "numel", "dtype", "op", "label", "arena", NULL};
     comm_object *self = (comm_object *)op;
-    PyObject *address, *arena = Py_None;
-    Py_ssize_t numel;
-    const char *dtype, *redop = "sum", *label = "all_reduce";
+    sw_py_arg a[6] = {[3] = {.s = "sum"}, [4] = {.s = "all_reduce"}, [5] = {.o = Py_None}};
     sw_op operation = {.kind = SW_OP_ALL_REDUCE};
     sw_error err;
     sw_status status;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "Ons|ssO:all_reduce", names, &address, &numel,
-                                     &dtype, &redop, &label, &arena))
+    if (!sw_py_read("all_reduce address:A numel:n dtype:s | op:s label:s arena:O", args, kwargs,
+                    a) ||
+        !parse_redop(a[3].s, &operation.redop))
         return NULL;
-    uint8_t *data = PyLong_AsVoidPtr(address);
-    if (PyErr_Occurred() || !parse_redop(redop, &operation.redop))
-        return NULL;
-    set_label(&operation, label);
-    operation.dtype = sw_dtype_from_name(dtype);
-    if (operation.dtype == SW_DTYPE_COUNT || numel < 0)
+    set_label(&operation, a[4].s);
+    operation.dtype = sw_dtype_from_name(a[2].s);
+    if (operation.dtype == SW_DTYPE_COUNT || a[1].n < 0)
         return PyErr_Format(PyExc_ValueError,
-                            "all_reduce '%s': dtype '%s' or numel %zd is not legal", label, dtype,
-                            numel);
-    operation.numel = (size_t)numel;
-    operation.data = data;
-    if (arena != Py_None) {
-        if (Py_TYPE(arena) != sw_py_state_of(op)->arena_type ||
-            ((arena_object *)arena)->owner != self || !((arena_object *)arena)->arena)
-            return PyErr_Format(PyExc_TypeError,
-                                "all_reduce '%s': arena is not one of this communicator", label);
-        operation.arena = ((arena_object *)arena)->arena;
-        operation.offset_bytes = (size_t)(data - operation.arena->base[self->comm->rank]);
+                            "all_reduce '%s': dtype '%s' or numel %zd is not legal", a[4].s, a[2].s,
+                            a[1].n);
+    operation.numel = a[1].size;
+    operation.data = a[0].address;
+    if (a[5].o != Py_None) {
+        operation.arena = own_arena(self, a[5].o, "all_reduce", a[4].s);
+        if (!operation.arena)
+            return NULL;
+        operation.offset_bytes =
+            (size_t)((uint8_t *)a[0].address - operation.arena->base[self->comm->rank]);
     }
     if (!sw_py_comm_enter(self))
         return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    status = self->comm->ops->run(self->comm, &operation, &err);
-    Py_END_ALLOW_THREADS
+    SW_PY_WITHOUT_GIL(status, self->comm->ops->run(self->comm, &operation, &err));
     return sw_py_comm_finish(self, status, &err);
 }
 
-/* Issues one all_gather per (offset_bytes, nbytes) of `ranges` and waits for the last. Every range
- * is checked before the first is issued: otherwise a running operation would still read borrowed
- * memory after a later range was refused. Returns -1 with an exception for an invalid range. */
-static int gather_ranges(comm_object *self, sw_op *operation, PyObject *ranges, sw_status *status,
-                         sw_error *err)
+typedef struct byte_range {
+    size_t offset_bytes, size_bytes;
+} byte_range;
+
+static bool fill_byte_range(const sw_py_arg *a, void *row, void *unused)
 {
-    Py_ssize_t count = PyList_Size(ranges), offset, nbytes;
+    (void)unused;
+    *(byte_range *)row = (byte_range){a[0].size, a[1].size};
+    return true;
+}
+
+/* Issues one all_gather per range and waits for the last. Every range is checked before the first
+ * is issued: otherwise a running operation would still read borrowed memory after a later range was
+ * refused. */
+static sw_status gather_ranges(sw_comm *comm, sw_op *operation, const sw_py_table *ranges,
+                               sw_error *err)
+{
+    const byte_range *range = ranges->rows;
     uint32_t ticket = 0;
-    for (Py_ssize_t i = 0; i < count; ++i) {
-        if (!PyArg_ParseTuple(PyList_GetItem(ranges, i), "nn;a range is (offset_bytes, nbytes)",
-                              &offset, &nbytes))
-            return -1;
-        if (offset < 0 || nbytes < 0) {
-            PyErr_Format(PyExc_ValueError, "all_gather '%s': range %zd must not be negative",
-                         operation->label, i);
-            return -1;
+    for (size_t pass = 0; pass < 2; ++pass)
+        for (size_t i = 0; i < ranges->count; ++i) {
+            operation->offset_bytes = range[i].offset_bytes;
+            operation->numel = range[i].size_bytes;
+            SW_TRY(pass == 0 ? sw_op_check(operation, comm->world_size, err)
+                             : comm->ops->post(comm, operation, &ticket, err));
         }
-        operation->offset_bytes = (size_t)offset;
-        operation->numel = (size_t)nbytes;
-        *status = sw_op_check(operation, self->comm->world_size, err);
-        if (*status != SW_OK)
-            return 0;
-    }
-    for (Py_ssize_t i = 0; i < count && *status == SW_OK; ++i) {
-        if (!PyArg_ParseTuple(PyList_GetItem(ranges, i), "nn", &offset, &nbytes))
-            return -1;
-        operation->offset_bytes = (size_t)offset;
-        operation->numel = (size_t)nbytes;
-        Py_BEGIN_ALLOW_THREADS
-        *status = self->comm->ops->post(self->comm, operation, &ticket, err);
-        Py_END_ALLOW_THREADS
-    }
-    if (*status == SW_OK && count > 0) {
-        Py_BEGIN_ALLOW_THREADS
-        *status = self->comm->ops->wait(self->comm, ticket, err);
-        Py_END_ALLOW_THREADS
-    }
-    return 0;
+    return ranges->count > 0 ? comm->ops->wait(comm, ticket, err) : SW_OK;
 }
 
 static PyObject *comm_all_gather(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"arena", "ranges", "label", "one_copy", "slices", NULL};
     comm_object *self = (comm_object *)op;
-    PyObject *arena, *sequence, *owners = Py_None;
-    sw_py_slices slices;
-    const char *label = "all_gather";
+    sw_py_arg a[5] = {[2] = {.s = "all_gather"}, [4] = {.o = Py_None}};
+    sw_py_slices slices = {.numbers = NULL};
+    sw_py_table ranges = {0};
     sw_op operation = {.kind = SW_OP_ALL_GATHER, .dtype = SW_DTYPE_UINT8};
     sw_error err;
-    sw_status status = SW_OK;
-    int one_copy = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O|s$pO:all_gather", names,
-                                     sw_py_state_of(op)->arena_type, &arena, &sequence, &label,
-                                     &one_copy, &owners))
+    sw_status status;
+    PyObject *done = NULL;
+    if (!sw_py_read("all_gather arena:O ranges:O | label:s $ one_copy:p slices:O", args, kwargs, a))
         return NULL;
-    set_label(&operation, label);
-    operation.one_copy = one_copy != 0;
-    if (((arena_object *)arena)->owner != self || !((arena_object *)arena)->arena)
-        return PyErr_Format(PyExc_TypeError,
-                            "all_gather '%s': arena is not one of this communicator", label);
-    operation.arena = ((arena_object *)arena)->arena;
-    PyObject *ranges = PySequence_List(sequence);
-    if (!ranges || sw_py_slices_init(&slices, owners, operation.arena->world_size) < 0) {
-        Py_XDECREF(ranges);
-        return NULL;
+    set_label(&operation, a[2].s);
+    operation.one_copy = a[3].p;
+    operation.arena = own_arena(self, a[0].o, "all_gather", a[2].s);
+    if (operation.arena &&
+        sw_py_table_init(&ranges, a[1].o, "all_gather offset_bytes:N nbytes:N", sizeof(byte_range),
+                         fill_byte_range, NULL) &&
+        sw_py_slices_init(&slices, a[4].o, operation.arena->world_size) == 0 &&
+        sw_py_comm_enter(self)) {
+        operation.slices = sw_py_slices_get(&slices);
+        SW_PY_WITHOUT_GIL(status, gather_ranges(self->comm, &operation, &ranges, &err));
+        done = sw_py_comm_finish(self, status, &err);
     }
-    operation.slices = sw_py_slices_get(&slices);
-    if (!sw_py_comm_enter(self)) {
-        Py_DECREF(ranges);
-        sw_py_slices_fini(&slices);
-        return NULL;
-    }
-    int parsed = gather_ranges(self, &operation, ranges, &status, &err);
-    Py_DECREF(ranges);
+    sw_py_table_fini(&ranges);
     sw_py_slices_fini(&slices);
-    if (parsed < 0) {
-        sw_py_comm_leave(self);
-        return NULL;
-    }
-    return sw_py_comm_finish(self, status, &err);
+    return done;
 }
 
 static PyObject *comm_barrier(PyObject *op, PyObject *args)
 {
     comm_object *self = (comm_object *)op;
-    const char *label = "barrier";
+    sw_py_arg a[1] = {{.s = "barrier"}};
     sw_op operation = {.kind = SW_OP_BARRIER, .dtype = SW_DTYPE_UINT8};
     sw_error err;
     sw_status status;
-    if (!PyArg_ParseTuple(args, "|s:barrier", &label) || !sw_py_comm_enter(self))
+    if (!sw_py_read("barrier | label:s", args, NULL, a) || !sw_py_comm_enter(self))
         return NULL;
-    set_label(&operation, label);
-    Py_BEGIN_ALLOW_THREADS
-    status = self->comm->ops->run(self->comm, &operation, &err);
-    Py_END_ALLOW_THREADS
+    set_label(&operation, a[0].s);
+    SW_PY_WITHOUT_GIL(status, self->comm->ops->run(self->comm, &operation, &err));
     return sw_py_comm_finish(self, status, &err);
 }
 
-static sw_range *parse_ranges(PyObject *list, size_t *count)
+static bool fill_range(const sw_py_arg *a, void *row, void *unused)
 {
-    Py_ssize_t size = PySequence_Size(list);
-    sw_range *ranges = size >= 0 ? calloc((size_t)size + 1, sizeof *ranges) : NULL;
-    for (Py_ssize_t i = 0; ranges && i < size; ++i) {
-        PyObject *item = PySequence_GetItem(list, i);
-        PyObject *address;
-        Py_ssize_t bytes;
-        if (!item || !PyTuple_Check(item) ||
-            !PyArg_ParseTuple(item, "On;a range is (address, nbytes)", &address, &bytes) ||
-            bytes < 0) {
-            Py_XDECREF(item);
-            if (!PyErr_Occurred())
-                PyErr_SetString(PyExc_ValueError, "broadcast: a range is (address, nbytes >= 0)");
-            free(ranges);
-            return NULL;
-        }
-        ranges[i] = (sw_range){.address = PyLong_AsVoidPtr(address), .size_bytes = (size_t)bytes};
-        Py_DECREF(item);
-    }
-    *count = (size_t)size;
-    return ranges;
+    (void)unused;
+    *(sw_range *)row = (sw_range){.address = a[0].address, .size_bytes = a[1].size};
+    return true;
 }
 
 static PyObject *comm_broadcast(PyObject *op, PyObject *args)
 {
     comm_object *self = (comm_object *)op;
-    PyObject *list;
-    const char *label = "broadcast";
-    size_t count;
-    int root;
+    sw_py_arg a[3] = {[2] = {.s = "broadcast"}};
+    sw_py_table ranges = {0};
     sw_error err;
-    sw_status status = SW_OK;
-    if (!PyArg_ParseTuple(args, "Oi|s:broadcast", &list, &root, &label))
-        return NULL;
-    sw_range *ranges = parse_ranges(list, &count);
-    if (!ranges || PyErr_Occurred() || !sw_py_comm_enter(self)) {
-        free(ranges);
-        return PyErr_Occurred() ? NULL : PyErr_NoMemory();
+    sw_status status;
+    PyObject *done = NULL;
+    if (sw_py_read("broadcast ranges:O root:i | label:s", args, NULL, a) &&
+        sw_py_table_init(&ranges, a[0].o, "broadcast address:A nbytes:N", sizeof(sw_range),
+                         fill_range, NULL) &&
+        sw_py_comm_enter(self)) {
+        SW_PY_WITHOUT_GIL(
+            status, sw_comm_broadcast(self->comm, ranges.rows, ranges.count, a[1].i, a[2].s, &err));
+        done = sw_py_comm_finish(self, status, &err);
     }
-    Py_BEGIN_ALLOW_THREADS
-    status = sw_comm_broadcast(self->comm, ranges, count, root, label, &err);
-    Py_END_ALLOW_THREADS
-    free(ranges);
-    return sw_py_comm_finish(self, status, &err);
+    sw_py_table_fini(&ranges);
+    return done;
 }
 
 /* The first message carries the length and as much data as fits, so short data needs no second. */
@@ -435,30 +405,22 @@ static sw_status gather_bytes(sw_comm *comm, const char *data, size_t size, cons
 static PyObject *comm_all_gather_bytes(PyObject *op, PyObject *args)
 {
     comm_object *self = (comm_object *)op;
-    const char *data, *label = "all_gather";
-    Py_ssize_t size;
+    sw_py_arg a[2] = {[1] = {.s = "all_gather"}};
     gathered out = {.longest = 0};
     sw_error err;
     sw_status status;
-    if (!PyArg_ParseTuple(args, "y#|s:all_gather_bytes", &data, &size, &label) ||
-        !sw_py_comm_enter(self))
+    if (!sw_py_read("all_gather_bytes data:B | label:s", args, NULL, a) || !sw_py_comm_enter(self))
         return NULL;
     int world_size = self->comm->world_size;
-    Py_BEGIN_ALLOW_THREADS
-    status = gather_bytes(self->comm, data, (size_t)size, label, &out, &err);
-    Py_END_ALLOW_THREADS
-    PyObject *result = sw_py_comm_finish(self, status, &err);
-    if (result) {
-        Py_DECREF(result);
-        result = PyList_New(0);
-        for (int r = 0; result && r < world_size; ++r) {
-            PyObject *item = PyBytes_FromStringAndSize((const char *)gathered_data(&out, r),
-                                                       (Py_ssize_t)out.envelopes[r].length);
-            if (!item || PyList_Append(result, item) < 0)
-                Py_CLEAR(result);
-            Py_XDECREF(item);
-        }
-    }
+    const char *data = PyBytes_AsString(a[0].o);
+    size_t size = (size_t)PyBytes_Size(a[0].o);
+    SW_PY_WITHOUT_GIL(status, gather_bytes(self->comm, data, size, a[1].s, &out, &err));
+    PyObject *done = sw_py_comm_finish(self, status, &err);
+    PyObject *result = done ? PyList_New(0) : NULL;
+    for (int r = 0; result && r < world_size; ++r)
+        sw_py_append(&result, PyBytes_FromStringAndSize((const char *)gathered_data(&out, r),
+                                                        (Py_ssize_t)out.envelopes[r].length));
+    Py_XDECREF(done);
     free(out.envelopes);
     free(out.padded);
     free(out.all);
@@ -468,15 +430,16 @@ static PyObject *comm_all_gather_bytes(PyObject *op, PyObject *args)
 static PyObject *comm_abort(PyObject *op, PyObject *args)
 {
     comm_object *self = (comm_object *)op;
-    const char *text;
+    sw_py_arg a[1];
     sw_error reason;
-    if (!PyArg_ParseTuple(args, "s:abort", &text))
+    if (!sw_py_read("abort reason:s", args, NULL, a))
         return NULL;
-    bool is_beside = self->in_use && self->connected && !self->closed && sw_py_comm_is_own(self);
+    bool is_beside = self->use.kind != SW_PY_FREE && self->connected && !self->closed &&
+                     sw_py_use_is_own(&self->use);
     if (!is_beside && !sw_py_comm_enter(self))
         return NULL;
     sw_error_set(&reason, SW_E_COMM, self->rank, "rank %d aborted the communicator: %.400s",
-                 self->rank, text);
+                 self->rank, a[0].s);
     if (is_beside) { /* the thread inside is woken and may close the communicator */
         sw_py_comm_acquire(self);
         sw_comm_request_end(self->comm, &reason);
@@ -499,22 +462,22 @@ static bool is_there(comm_object *self)
 
 static PyObject *comm_stats(PyObject *op, PyObject *unused)
 {
+    static const sw_py_count counts[] = {
+        SW_PY_COUNT_AS(sw_comm_stats, operations[SW_OP_ALL_REDUCE], "all_reduce"),
+        SW_PY_COUNT_AS(sw_comm_stats, operations[SW_OP_BROADCAST], "broadcast"),
+        SW_PY_COUNT_AS(sw_comm_stats, operations[SW_OP_ALL_GATHER], "all_gather"),
+        SW_PY_COUNT_AS(sw_comm_stats, operations[SW_OP_BARRIER], "barrier"),
+        SW_PY_COUNT(sw_comm_stats, bytes_reduced),
+        SW_PY_COUNT(sw_comm_stats, bytes_staged),
+        SW_PY_COUNT(sw_comm_stats, waits),
+        SW_PY_COUNT(sw_comm_stats, wait_ns),
+        SW_PY_COUNT(sw_comm_stats, wire_bytes_sent),
+        SW_PY_COUNT(sw_comm_stats, wire_bytes_received),
+    };
     comm_object *self = (comm_object *)op;
     (void)unused;
-    if (!is_there(self))
-        return NULL;
-    const sw_comm_stats *stats = &self->comm->stats;
-    return Py_BuildValue("{s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K}", "all_reduce",
-                         (unsigned long long)stats->operations[SW_OP_ALL_REDUCE], "broadcast",
-                         (unsigned long long)stats->operations[SW_OP_BROADCAST], "all_gather",
-                         (unsigned long long)stats->operations[SW_OP_ALL_GATHER], "barrier",
-                         (unsigned long long)stats->operations[SW_OP_BARRIER], "bytes_reduced",
-                         (unsigned long long)stats->bytes_reduced, "bytes_staged",
-                         (unsigned long long)stats->bytes_staged, "waits",
-                         (unsigned long long)stats->waits, "wait_ns",
-                         (unsigned long long)stats->wait_ns, "wire_bytes_sent",
-                         (unsigned long long)stats->wire_bytes_sent, "wire_bytes_received",
-                         (unsigned long long)stats->wire_bytes_received);
+    return is_there(self) ? sw_py_counts(&self->comm->stats, counts, sizeof counts / sizeof *counts)
+                          : NULL;
 }
 
 static PyObject *comm_describe(PyObject *op, PyObject *unused)
@@ -527,10 +490,7 @@ static PyObject *comm_describe(PyObject *op, PyObject *unused)
     for (int r = 0; peers && self->connected && r < self->comm->world_size; ++r) {
         char text[SW_COMM_PEER_BYTES];
         self->comm->ops->peer(self->comm, r, text);
-        PyObject *item = PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
-        if (!item || PyList_Append(peers, item) < 0)
-            Py_CLEAR(peers);
-        Py_XDECREF(item);
+        sw_py_append(&peers, sw_py_text(text));
     }
     if (!peers)
         return NULL;
@@ -552,98 +512,80 @@ static PyObject *comm_get(PyObject *op, void *which)
     return PyLong_FromLong((intptr_t)which == 0 ? self->rank : self->world_size);
 }
 
-static PyObject *comm_get_alive(PyObject *op, void *unused)
-{
-    comm_object *self = (comm_object *)op;
-    (void)unused;
-    return PyBool_FromLong(self->comm && !self->closed && self->connected &&
-                           (sw_py_comm_is_own(self) || self->group) &&
-                           self->comm->ops->is_alive(self->comm));
-}
+SW_PY_GETTER(comm_get_alive, comm_object,
+             PyBool_FromLong(self->comm && !self->closed && self->connected &&
+                             (sw_py_use_is_own(&self->use) || self->group) &&
+                             self->comm->ops->is_alive(self->comm)))
 
 static PyObject *comm_get_end_reason(PyObject *op, void *unused)
 {
     comm_object *self = (comm_object *)op;
     sw_error err;
     (void)unused;
-    if (!sw_py_comm_is_own(
-            self)) /* a forked child takes no lock that a parent's thread may have held */
+    if (!sw_py_use_is_own(
+            &self->use)) /* a forked child takes no lock that a parent's thread may have held */
         return PyUnicode_FromString("this process was forked from the one that joined");
     if (!self->comm || self->closed || !self->connected ||
         self->comm->ops->look(self->comm, true, &err) == SW_OK)
         Py_RETURN_NONE;
-    return PyUnicode_DecodeUTF8(err.message, (Py_ssize_t)strlen(err.message), "replace");
+    return sw_py_text(err.message);
 }
 
-static PyObject *comm_get_silent(PyObject *op, void *unused)
+SW_PY_GETTER(comm_get_silent, comm_object,
+             PyFloat_FromDouble(self->comm ? (double)self->comm->silent_ns * 1e-9 : 0))
+SW_PY_GETTER(comm_get_timeout, comm_object,
+             PyFloat_FromDouble(self->comm ? (double)self->comm->timeout_ns * 1e-9 : 0))
+SW_PY_GETTER(comm_get_hosts, comm_object,
+             self->hosts ? PyList_GetSlice(self->hosts, 0, PyList_Size(self->hosts))
+                         : PyList_New(0))
+
+/* Sets silent_s, which may be 0, or timeout_s. */
+static int set_period(PyObject *op, PyObject *value, bool is_silent)
 {
-    const comm_object *self = (comm_object *)op;
-    (void)unused;
-    return PyFloat_FromDouble(self->comm ? (double)self->comm->silent_ns * 1e-9 : 0);
+    sw_comm *comm = ((comm_object *)op)->comm;
+    double seconds = value ? PyFloat_AsDouble(value) : 0;
+    if (PyErr_Occurred())
+        return -1;
+    if ((!is_legal_period(seconds) && !(is_silent && seconds == 0)) || !comm) {
+        PyErr_Format(PyExc_ValueError, "HostComm: %s 1e9] seconds, of an open communicator",
+                     is_silent ? "silent_s must be in [0," : "timeout_s must be in (0,");
+        return -1;
+    }
+    *(is_silent ? &comm->silent_ns : &comm->timeout_ns) = (int64_t)(seconds * 1e9);
+    return 0;
 }
 
 static int comm_set_silent(PyObject *op, PyObject *value, void *unused)
 {
-    comm_object *self = (comm_object *)op;
-    double seconds = value ? PyFloat_AsDouble(value) : 0;
     (void)unused;
-    if (PyErr_Occurred())
-        return -1;
-    if ((seconds != 0 && !is_legal_period(seconds)) || !self->comm) {
-        PyErr_SetString(PyExc_ValueError,
-                        "HostComm: silent_s must be in [0, 1e9] seconds, of an open communicator");
-        return -1;
-    }
-    self->comm->silent_ns = (int64_t)(seconds * 1e9);
-    return 0;
-}
-
-static PyObject *comm_get_timeout(PyObject *op, void *unused)
-{
-    const comm_object *self = (comm_object *)op;
-    (void)unused;
-    return PyFloat_FromDouble(self->comm ? (double)self->comm->timeout_ns * 1e-9 : 0);
+    return set_period(op, value, true);
 }
 
 static int comm_set_timeout(PyObject *op, PyObject *value, void *unused)
 {
-    comm_object *self = (comm_object *)op;
-    double seconds = value ? PyFloat_AsDouble(value) : 0;
     (void)unused;
-    if (PyErr_Occurred())
-        return -1;
-    if (!is_legal_period(seconds) || !self->comm) {
-        PyErr_SetString(PyExc_ValueError,
-                        "HostComm: timeout_s must be in (0, 1e9] seconds, of an open communicator");
-        return -1;
-    }
-    self->comm->timeout_ns = (int64_t)(seconds * 1e9);
-    return 0;
-}
-
-static PyObject *comm_get_hosts(PyObject *op, void *unused)
-{
-    const comm_object *self = (comm_object *)op;
-    (void)unused;
-    return self->hosts ? PyList_GetSlice(self->hosts, 0, PyList_Size(self->hosts)) : PyList_New(0);
+    return set_period(op, value, false);
 }
 
 static PyMethodDef comm_methods[] = {
-    {"connect", (PyCFunction)(void (*)(void))sw_py_comm_connect, METH_VARARGS | METH_KEYWORDS,
+    {"peer", sw_py_comm_peer, METH_VARARGS,
+     "peer($self, rank, /)\n--\n\n"
+     "Return a rank, its process and host, and what the process does, for messages."},
+    {"connect", SW_PY_NAMED(sw_py_comm_connect),
      "connect($self, addresses, secret, hosts, *, members=None)\n--\n\n"
      "Join the ranks of this host."},
-    {"extend", (PyCFunction)(void (*)(void))sw_py_comm_extend, METH_VARARGS | METH_KEYWORDS,
+    {"extend", SW_PY_NAMED(sw_py_comm_extend),
      "extend($self, host_of, host, *, wire=None)\n--\n\nJoin the ranks of other hosts."},
-    {"arena", (PyCFunction)(void (*)(void))comm_arena, METH_VARARGS | METH_KEYWORDS,
+    {"arena", SW_PY_NAMED(comm_arena),
      "arena($self, nbytes, label='arena', *, of_hosts=False)\n--\n\nCreate an arena. Collective."},
-    {"all_reduce", (PyCFunction)(void (*)(void))comm_all_reduce, METH_VARARGS | METH_KEYWORDS,
+    {"all_reduce", SW_PY_NAMED(comm_all_reduce),
      "all_reduce($self, address, numel, dtype, op='sum', label='all_reduce', arena=None)\n--\n\n"
      "Reduce in place."},
     {"broadcast", comm_broadcast, METH_VARARGS,
      "broadcast($self, ranges, root, label='broadcast', /)\n--\n\nBroadcast bytes."},
     {"all_gather_bytes", comm_all_gather_bytes, METH_VARARGS,
      "all_gather_bytes($self, data, label='all_gather', /)\n--\n\nReturn every rank's data."},
-    {"all_gather", (PyCFunction)(void (*)(void))comm_all_gather, METH_VARARGS | METH_KEYWORDS,
+    {"all_gather", SW_PY_NAMED(comm_all_gather),
      "all_gather($self, arena, ranges, label='all_gather', *, one_copy=False, slices=None)\n--\n\n"
      "Send every rank's slice of each range to all ranks."},
     {"barrier", comm_barrier, METH_VARARGS,
@@ -664,6 +606,10 @@ static PyGetSetDef comm_properties[] = {
      "seconds for which a peer may be stopped before a wait for it ends; 0: until the deadline",
      NULL},
     {"timeout_s", comm_get_timeout, comm_set_timeout, "deadline of each wait, seconds", NULL},
+    {"warn_after_s", sw_py_comm_get_waits, sw_py_comm_set_waits,
+     "seconds after which a wait is logged, then again whenever it has doubled; 0: never", NULL},
+    {"dead_rank", sw_py_comm_get_dead, NULL,
+     "a rank of this host whose process has ended; None if none is known", NULL},
     {"is_alive", comm_get_alive, NULL, "True if no rank has met an error or left", NULL},
     {"end_reason", comm_get_end_reason, NULL, "the reason why it is not alive; None if it is",
      NULL},
@@ -683,9 +629,4 @@ static PyType_Slot comm_slots[] = {
     {0, NULL},
 };
 
-PyType_Spec sw_py_comm_type_spec = {
-    .name = "shardwright._engine.HostComm",
-    .basicsize = sizeof(comm_object),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
-    .slots = comm_slots,
-};
+SW_PY_TYPE(sw_py_comm_type_spec, "HostComm", comm_object, Py_TPFLAGS_HAVE_GC, comm_slots)

@@ -1,16 +1,8 @@
-/* comm_use.c - which thread is inside a HostComm, how it enters and leaves, and the count of users
- * that keep it alive. */
-#include <unistd.h>
-
-#include "platform/thread.h"
+/* comm_use.c - how a thread enters and leaves a HostComm, and the count of users that keep it
+ * alive. */
 #include "python/engine.h"
 
-enum { LEAVER_POLLS = 1000 };
-
-bool sw_py_comm_is_own(const comm_object *self)
-{
-    return getpid() == self->owner_pid;
-}
+static const int64_t LEAVERS_NS = 1000 * 1000 * 1000;
 
 void sw_py_comm_acquire(comm_object *self)
 {
@@ -31,62 +23,57 @@ void sw_py_comm_release(comm_object *self)
     Py_END_ALLOW_THREADS
 }
 
-/* Waits for the thread inside a failed communicator, which leaves soon, so that a caller that wants
- * the reason, such as the watch thread of a GPU, is not refused as a second user. */
-static void wait_for_leavers(const comm_object *self)
+/* The thread inside a failed communicator leaves soon. A caller that wants the reason, such as the
+ * watch thread of a GPU, waits for it, so as not to be refused as a second user. */
+static bool has_leaver(const void *op)
 {
-    for (int look = 0; look < LEAVER_POLLS && self->in_use && !self->closed && self->comm &&
-                       !self->comm->ops->is_alive(self->comm);
-         ++look) {
-        Py_BEGIN_ALLOW_THREADS;
-        sw_thread_sleep_ns(1000 * 1000);
-        Py_END_ALLOW_THREADS;
-    }
+    const comm_object *self = op;
+    return self->use.kind != SW_PY_FREE && !self->closed && self->comm &&
+           !self->comm->ops->is_alive(self->comm);
 }
 
-static const char OTHER_THREAD[] =
-    "another thread is inside the communicator; one thread a rank issues its collectives";
-
-/* Raises an exception with the text `why` unless that is NULL. */
 static bool enter(comm_object *self, const char *why)
 {
-    if (why) {
-        PyErr_SetString(sw_py_state_of((PyObject *)self)->error, why);
-        return false;
+    PyObject *error = sw_py_state_of((PyObject *)self)->error;
+    if (why)
+        PyErr_SetString(error, why);
+    else if (self->use.kind != SW_PY_FREE)
+        PyErr_SetString(error,
+                        "another thread is inside the communicator; one thread a rank issues "
+                        "its collectives");
+    else {
+        sw_py_use_take(&self->use, SW_PY_ALONE);
+        sw_py_comm_acquire(self);
+        return true;
     }
-    self->in_use = true;
-    sw_py_comm_acquire(self);
-    return true;
+    return false;
 }
 
 bool sw_py_comm_enter(comm_object *self)
 {
-    const char *why = NULL;
-    if (sw_py_comm_is_own(self)) /* a thread that was inside at the fork does not exist here */
-        wait_for_leavers(self);
-    if (!sw_py_comm_is_own(self))
-        why = "this process was forked from the one that joined the group; the engine works in "
-              "that one only";
-    else if (self->closed)
-        why = "the communicator was closed";
-    else if (!self->connected)
-        why = "the communicator has not joined its peers: call connect() first";
-    else if (self->in_use)
-        why = OTHER_THREAD;
-    return enter(self, why);
+    bool is_own = sw_py_use_is_own(&self->use);
+    if (is_own && !sw_py_wait_while(has_leaver, self, LEAVERS_NS))
+        return false;
+    return enter(self, !self->use.pid ? "the communicator was not initialised"
+                       : !is_own ? "this process was forked from the one that joined the group; "
+                                   "the engine works in that one only"
+                       : self->closed ? "the communicator was closed"
+                       : self->connected
+                           ? NULL
+                           : "the communicator has not joined its peers: call connect() first");
 }
 
 bool sw_py_comm_enter_to_join(comm_object *self)
 {
     bool has_joined = !self->comm || self->closed || (self->connected && !self->group);
-    return enter(self, self->in_use ? OTHER_THREAD
-                       : has_joined ? "connect: the communicator is closed or has joined already"
-                                    : NULL);
+    return enter(self, has_joined && self->use.kind == SW_PY_FREE
+                           ? "connect: the communicator is closed or has joined already"
+                           : NULL);
 }
 
 void sw_py_comm_leave(comm_object *self)
 {
-    self->in_use = false;
+    sw_py_use_leave(&self->use);
     sw_py_comm_release(self);
 }
 

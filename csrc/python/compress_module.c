@@ -4,303 +4,187 @@
  * dtype, device and layout, and passes addresses, as it does to the communicator. One call handles
  * all matrices of a bucket, without the GIL.
  */
-#include <stdlib.h>
-
 #include "compress/codec.h"
 #include "compress/powersgd.h"
-#include "python/engine.h"
+#include "python/method.h"
 
-/* ---- blocks ---- */
-
-static int codec_of(PyObject *module, Py_ssize_t block, int bits, sw_block_codec *codec)
+static PyObject *finish(PyObject *module, sw_status status, const sw_error *err)
 {
+    return status == SW_OK ? sw_py_none() : sw_py_raise(PyModule_GetState(module), err, NULL);
+}
+
+/* ---- blocks: block, bits, ... ---- */
+
+static sw_block_codec codec_of(const sw_py_arg *a)
+{
+    return (sw_block_codec){a[0].n < 0 ? 0 : a[0].size, a[1].i};
+}
+
+static bool check_codec(PyObject *module, const sw_py_arg *a)
+{
+    const sw_block_codec codec = codec_of(a);
     sw_error err;
-    *codec = (sw_block_codec){block < 0 ? 0 : (size_t)block, bits};
-    if (sw_block_codec_check(codec, &err) == SW_OK)
-        return 0;
-    sw_py_raise(PyModule_GetState(module), &err, NULL);
-    return -1;
+    sw_status status = sw_block_codec_check(&codec, &err);
+    if (status != SW_OK)
+        sw_py_raise(PyModule_GetState(module), &err, NULL);
+    return status == SW_OK;
 }
 
-static int count_check(const char *operation, const char *name, Py_ssize_t value)
+SW_PY_VALUE(block_record_bytes, PyObject, "block_record_bytes block:n bits:i", check_codec(self, a),
+            PyLong_FromSize_t(sw_block_codec_record_bytes(&(sw_block_codec){a[0].size, a[1].i})))
+
+static sw_status encode(const sw_py_arg *a)
 {
-    if (value >= 0)
-        return 0;
-    PyErr_Format(PyExc_ValueError, "%s: %s must be at least 0, not %zd", operation, name, value);
-    return -1;
+    const sw_block_codec codec = codec_of(a);
+    sw_block_encode(&codec, a[2].address, a[3].address, a[4].address, a[5].size);
+    return SW_OK;
 }
 
-static void *address_of(unsigned long long address)
+static sw_status decode(const sw_py_arg *a)
 {
-    return (void *)(uintptr_t)address;
+    const sw_block_codec codec = codec_of(a);
+    sw_block_decode(&codec, a[2].address, a[3].address, a[4].address, a[5].address, a[6].size);
+    return SW_OK;
 }
 
-static PyObject *block_record_bytes(PyObject *module, PyObject *args)
-{
-    Py_ssize_t block;
-    int bits;
-    sw_block_codec codec;
-    if (!PyArg_ParseTuple(args, "ni:block_record_bytes", &block, &bits) ||
-        codec_of(module, block, bits, &codec) < 0)
-        return NULL;
-    return PyLong_FromSize_t(sw_block_codec_record_bytes(&codec));
-}
-
-static PyObject *block_encode(PyObject *module, PyObject *args)
-{
-    Py_ssize_t block, numel;
-    int bits;
-    unsigned long long records, source, error;
-    sw_block_codec codec;
-    if (!PyArg_ParseTuple(args, "niKKKn:block_encode", &block, &bits, &records, &source, &error,
-                          &numel) ||
-        codec_of(module, block, bits, &codec) < 0 ||
-        count_check("block_encode", "numel", numel) < 0)
-        return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    sw_block_encode(&codec, address_of(records), address_of(source), address_of(error),
-                    (size_t)numel);
-    Py_END_ALLOW_THREADS
-    Py_RETURN_NONE;
-}
-
-/* Reads a sequence of addresses into an array that the caller owns. Returns NULL with an exception.
- */
-static void **addresses_of(PyObject *sequence, Py_ssize_t *count)
-{
-    *count = PySequence_Size(sequence);
-    void **found = *count < 0 ? NULL : calloc(*count ? (size_t)*count : 1, sizeof *found);
-    if (!found && *count >= 0)
-        PyErr_NoMemory();
-    for (Py_ssize_t i = 0; found && i < *count; ++i) {
-        PyObject *item = PySequence_GetItem(sequence, i);
-        found[i] = item ? PyLong_AsVoidPtr(item) : NULL;
-        Py_XDECREF(item);
-        if (PyErr_Occurred()) {
-            free(found);
-            return NULL;
-        }
-    }
-    return found;
-}
+SW_PY_METHOD(block_encode, PyObject,
+             "block_encode block:n bits:i records:A source:A error:A numel:N", check_codec(self, a),
+             encode(a), finish(self, status, &err))
+SW_PY_METHOD(block_decode, PyObject,
+             "block_decode block:n bits:i out:A records:A error:A own:A numel:N",
+             check_codec(self, a), decode(a), finish(self, status, &err))
+SW_PY_VALUE(block_is_finite, PyObject, "block_is_finite block:n bits:i records:A count:N",
+            check_codec(self, a),
+            PyBool_FromLong(sw_block_is_finite(&(sw_block_codec){a[0].size, a[1].i}, a[2].address,
+                                               a[3].size)))
 
 static PyObject *block_fold(PyObject *module, PyObject *args)
 {
-    Py_ssize_t block, count, wire_count;
-    int bits;
-    unsigned long long out, residual;
-    double scale;
-    PyObject *wires;
-    sw_block_codec codec;
-    if (!PyArg_ParseTuple(args, "niKOndK:block_fold", &block, &bits, &out, &wires, &count, &scale,
-                          &residual) ||
-        codec_of(module, block, bits, &codec) < 0 || count_check("block_fold", "count", count) < 0)
-        return NULL;
-    void **addresses = addresses_of(wires, &wire_count);
-    if (!addresses)
-        return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    sw_block_fold(&codec, address_of(out), (const unsigned char *const *)addresses,
-                  (size_t)wire_count, (size_t)count, (float)scale, address_of(residual));
-    Py_END_ALLOW_THREADS
-    free(addresses);
-    Py_RETURN_NONE;
-}
-
-static PyObject *block_is_finite(PyObject *module, PyObject *args)
-{
-    Py_ssize_t block, count;
-    int bits;
-    unsigned long long records;
-    sw_block_codec codec;
-    if (!PyArg_ParseTuple(args, "niKn:block_is_finite", &block, &bits, &records, &count) ||
-        codec_of(module, block, bits, &codec) < 0 ||
-        count_check("block_is_finite", "count", count) < 0)
-        return NULL;
-    return PyBool_FromLong(sw_block_is_finite(&codec, address_of(records), (size_t)count));
-}
-
-static PyObject *block_decode(PyObject *module, PyObject *args)
-{
-    Py_ssize_t block, numel;
-    int bits;
-    unsigned long long out, records, error, own;
-    sw_block_codec codec;
-    if (!PyArg_ParseTuple(args, "niKKKKn:block_decode", &block, &bits, &out, &records, &error, &own,
-                          &numel) ||
-        codec_of(module, block, bits, &codec) < 0 ||
-        count_check("block_decode", "numel", numel) < 0)
-        return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    sw_block_decode(&codec, address_of(out), address_of(records), address_of(error),
-                    address_of(own), (size_t)numel);
-    Py_END_ALLOW_THREADS
-    Py_RETURN_NONE;
+    sw_py_arg a[7];
+    sw_py_table wires = {0};
+    PyObject *done = NULL;
+    if (sw_py_read("block_fold block:n bits:i out:A wires:O count:N scale:d residual:A", args, NULL,
+                   a) &&
+        check_codec(module, a) &&
+        sw_py_table_init(&wires, a[3].o, "block_fold wire:A", sizeof(void *), sw_py_fill_address,
+                         NULL)) {
+        const sw_block_codec codec = codec_of(a);
+        Py_BEGIN_ALLOW_THREADS
+        sw_block_fold(&codec, a[2].address, wires.rows, wires.count, a[4].size, (float)a[5].d,
+                      a[6].address);
+        Py_END_ALLOW_THREADS
+        done = sw_py_none();
+    }
+    sw_py_table_fini(&wires);
+    return done;
 }
 
 /* ---- halves ---- */
 
-static PyObject *half_encode(PyObject *module, PyObject *args)
-{
-    const char *dtype;
-    unsigned long long wire, source;
-    Py_ssize_t numel;
-    double scale;
-    sw_error err;
-    sw_status status;
-    if (!PyArg_ParseTuple(args, "sKKnd:half_encode", &dtype, &wire, &source, &numel, &scale) ||
-        count_check("half_encode", "numel", numel) < 0)
-        return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    status = sw_half_encode(sw_dtype_from_name(dtype), address_of(wire), address_of(source),
-                            (size_t)numel, (float)scale, &err);
-    Py_END_ALLOW_THREADS
-    if (status != SW_OK)
-        return sw_py_raise(PyModule_GetState(module), &err, NULL);
-    Py_RETURN_NONE;
-}
-
-static PyObject *half_decode(PyObject *module, PyObject *args)
-{
-    const char *dtype;
-    unsigned long long out, wire;
-    Py_ssize_t numel;
-    sw_error err;
-    sw_status status;
-    if (!PyArg_ParseTuple(args, "sKKn:half_decode", &dtype, &out, &wire, &numel) ||
-        count_check("half_decode", "numel", numel) < 0)
-        return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    status = sw_half_decode(sw_dtype_from_name(dtype), address_of(out), address_of(wire),
-                            (size_t)numel, &err);
-    Py_END_ALLOW_THREADS
-    if (status != SW_OK)
-        return sw_py_raise(PyModule_GetState(module), &err, NULL);
-    Py_RETURN_NONE;
-}
+SW_PY_METHOD(half_encode, PyObject, "half_encode dtype:s wire:A source:A numel:N scale:d", true,
+             sw_half_encode(sw_dtype_from_name(a[0].s), a[1].address, a[2].address, a[3].size,
+                            (float)a[4].d, &err),
+             finish(self, status, &err))
+SW_PY_METHOD(half_decode, PyObject, "half_decode dtype:s out:A wire:A numel:N", true,
+             sw_half_decode(sw_dtype_from_name(a[0].s), a[1].address, a[2].address, a[3].size,
+                            &err),
+             finish(self, status, &err))
 
 /* ---- PowerSGD ---- */
 
 typedef struct matrices {
-    sw_powersgd *at; /* owned */
-    Py_ssize_t count;
-    void **p, **q; /* owned; one address per matrix, or NULL */
+    sw_py_table at, p, q; /* owned; one address per matrix in p and q, where they are passed */
 } matrices;
 
 static void matrices_fini(matrices *all)
 {
-    free(all->at);
-    free(all->p);
-    free(all->q);
+    sw_py_table_fini(&all->at);
+    sw_py_table_fini(&all->p);
+    sw_py_table_fini(&all->q);
 }
 
-static bool read_matrix(PyObject *module, PyObject *row, sw_powersgd *out)
+static bool fill_matrix(const sw_py_arg *a, void *row, void *module)
 {
-    unsigned long long gradient, memory, left, right, basis, seed;
-    Py_ssize_t rows, cols, rank;
-    const char *dtype;
     sw_error err;
-    if (!PyArg_ParseTuple(row, "KKKKKnnnKs:powersgd", &gradient, &memory, &left, &right, &basis,
-                          &rows, &cols, &rank, &seed, &dtype))
-        return false;
-    *out = (sw_powersgd){.gradient = address_of(gradient),
-                         .memory = address_of(memory),
-                         .left = address_of(left),
-                         .right = address_of(right),
-                         .basis = address_of(basis),
-                         .rows = rows < 0 ? 0 : (size_t)rows,
-                         .cols = cols < 0 ? 0 : (size_t)cols,
-                         .rank = rank < 0 ? 0 : (size_t)rank,
-                         .seed = seed,
-                         .memory_dtype = sw_dtype_from_name(dtype)};
-    if (sw_powersgd_check(out, &err) == SW_OK)
+    *(sw_powersgd *)row = (sw_powersgd){.gradient = a[0].address,
+                                        .memory = a[1].address,
+                                        .left = a[2].address,
+                                        .right = a[3].address,
+                                        .basis = a[4].address,
+                                        .rows = a[5].n < 0 ? 0 : a[5].size,
+                                        .cols = a[6].n < 0 ? 0 : a[6].size,
+                                        .rank = a[7].n < 0 ? 0 : a[7].size,
+                                        .seed = a[8].word,
+                                        .memory_dtype = sw_dtype_from_name(a[9].s)};
+    if (sw_powersgd_check(row, &err) == SW_OK)
         return true;
     sw_py_raise(PyModule_GetState(module), &err, NULL);
     return false;
 }
 
-static bool read_addresses(PyObject *sequence, const char *name, Py_ssize_t wanted, void ***out)
+static bool read_addresses(PyObject *sequence, const char *name, size_t wanted, sw_py_table *out)
 {
-    Py_ssize_t count;
     if (!sequence)
         return true;
-    *out = addresses_of(sequence, &count);
-    if (*out && count != wanted)
-        PyErr_Format(PyExc_ValueError, "powersgd: %s must have one address a matrix, %zd, not %zd",
-                     name, wanted, count);
-    return *out && count == wanted;
+    if (!sw_py_table_init(out, sequence, "powersgd address:A", sizeof(void *), sw_py_fill_address,
+                          NULL))
+        return false;
+    if (out->count == wanted)
+        return true;
+    PyErr_Format(PyExc_ValueError, "powersgd: %s must have one address a matrix, %zu, not %zu",
+                 name, wanted, out->count);
+    return false;
 }
 
-/* Parses (matrices, p, q), or only the first of them, by `format`. */
-static bool matrices_init(PyObject *module, PyObject *args, const char *format, matrices *all)
+/* Reads (matrices, p, q), or the first of them, by the signature. */
+static bool matrices_init(PyObject *module, PyObject *args, const char *signature, matrices *all)
 {
-    PyObject *rows, *p = NULL, *q = NULL;
-    *all = (matrices){0};
-    if (!PyArg_ParseTuple(args, format, &rows, &p, &q))
-        return false;
-    all->count = PySequence_Size(rows);
-    if (all->count < 0)
-        return false;
-    all->at = calloc(all->count ? (size_t)all->count : 1, sizeof *all->at);
-    if (!all->at) {
-        PyErr_NoMemory();
-        return false;
-    }
-    bool ok =
-        read_addresses(p, "p", all->count, &all->p) && read_addresses(q, "q", all->count, &all->q);
-    for (Py_ssize_t i = 0; ok && i < all->count; ++i) {
-        PyObject *row = PySequence_GetItem(rows, i);
-        ok = row && read_matrix(module, row, &all->at[i]);
-        Py_XDECREF(row);
-    }
-    if (!ok)
-        matrices_fini(all);
-    return ok;
+    sw_py_arg a[3] = {{.o = NULL}, {.o = NULL}, {.o = NULL}};
+    *all = (matrices){.at = {0}};
+    if (sw_py_read(signature, args, NULL, a) &&
+        sw_py_table_init(&all->at, a[0].o,
+                         "matrix gradient:A memory:A left:A right:A basis:A rows:n cols:n rank:n "
+                         "seed:K dtype:s",
+                         sizeof(sw_powersgd), fill_matrix, module) &&
+        read_addresses(a[1].o, "p", all->at.count, &all->p) &&
+        read_addresses(a[2].o, "q", all->at.count, &all->q))
+        return true;
+    matrices_fini(all);
+    return false;
 }
 
-/* Defines a function of the module that runs `call` on each matrix i. */
-#define POWERSGD_FUNCTION(name, format, call)               \
-    static PyObject *name(PyObject *module, PyObject *args) \
-    {                                                       \
-        matrices all;                                       \
-        if (!matrices_init(module, args, format, &all))     \
-            return NULL;                                    \
-        Py_BEGIN_ALLOW_THREADS                              \
-        for (Py_ssize_t i = 0; i < all.count; ++i)          \
-            call;                                           \
-        Py_END_ALLOW_THREADS                                \
-        matrices_fini(&all);                                \
-        Py_RETURN_NONE;                                     \
+/* Defines a function of the module that runs `call` on each matrix, with its addresses in p and q.
+ */
+#define POWERSGD_FUNCTION(name, arguments, call)                     \
+    static PyObject *name(PyObject *module, PyObject *args)          \
+    {                                                                \
+        matrices all;                                                \
+        if (!matrices_init(module, args, #name " " arguments, &all)) \
+            return NULL;                                             \
+        const sw_powersgd *matrix = all.at.rows;                     \
+        void *const *p = all.p.rows, *const *q = all.q.rows;         \
+        (void)p;                                                     \
+        (void)q;                                                     \
+        Py_BEGIN_ALLOW_THREADS                                       \
+        for (size_t i = 0; i < all.at.count; ++i, ++matrix)          \
+            call;                                                    \
+        Py_END_ALLOW_THREADS                                         \
+        matrices_fini(&all);                                         \
+        Py_RETURN_NONE;                                              \
     }
 
-POWERSGD_FUNCTION(powersgd_init_basis, "O:powersgd_init_basis", sw_powersgd_init_basis(&all.at[i]))
-POWERSGD_FUNCTION(powersgd_project, "OO:powersgd_project",
-                  sw_powersgd_project(&all.at[i], all.p[i]))
-POWERSGD_FUNCTION(powersgd_absorb, "OOO:powersgd_absorb",
-                  sw_powersgd_absorb(&all.at[i], all.p[i], all.q[i]))
-POWERSGD_FUNCTION(powersgd_decompress, "OO:powersgd_decompress",
-                  sw_powersgd_decompress(&all.at[i], all.p[i]))
-POWERSGD_FUNCTION(powersgd_error, "OO:powersgd_error", sw_powersgd_error(&all.at[i], all.p[i]))
+POWERSGD_FUNCTION(powersgd_init_basis, "matrices:O", sw_powersgd_init_basis(matrix))
+POWERSGD_FUNCTION(powersgd_project, "matrices:O p:O", sw_powersgd_project(matrix, p[i]))
+POWERSGD_FUNCTION(powersgd_absorb, "matrices:O p:O q:O", sw_powersgd_absorb(matrix, p[i], q[i]))
+POWERSGD_FUNCTION(powersgd_decompress, "matrices:O q:O", sw_powersgd_decompress(matrix, p[i]))
+POWERSGD_FUNCTION(powersgd_error, "matrices:O errors:O", sw_powersgd_error(matrix, p[i]))
 
-static PyObject *powersgd_is_finite(PyObject *module, PyObject *args)
-{
-    unsigned long long values;
-    Py_ssize_t numel;
-    (void)module;
-    if (!PyArg_ParseTuple(args, "Kn:powersgd_is_finite", &values, &numel) ||
-        count_check("powersgd_is_finite", "numel", numel) < 0)
-        return NULL;
-    return PyBool_FromLong(sw_powersgd_is_finite(address_of(values), (size_t)numel));
-}
+SW_PY_VALUE(powersgd_is_finite, PyObject, "powersgd_is_finite values:A numel:N", true,
+            PyBool_FromLong(sw_powersgd_is_finite(a[0].address, a[1].size)))
+SW_PY_VALUE(powersgd_stride, PyObject, "powersgd_stride count:N", true,
+            PyLong_FromSize_t(sw_powersgd_stride(a[0].size)))
 
-static PyObject *powersgd_stride(PyObject *module, PyObject *count)
-{
-    size_t value = PyLong_AsSize_t(count);
-    (void)module;
-    return PyErr_Occurred() ? NULL : PyLong_FromSize_t(sw_powersgd_stride(value));
-}
-
-static PyMethodDef compress_functions[] = {
+PyMethodDef sw_py_compress_functions[] = {
     {"block_record_bytes", block_record_bytes, METH_VARARGS,
      "block_record_bytes($module, block, bits, /)\n--\n\nReturn the bytes of one record."},
     {"block_encode", block_encode, METH_VARARGS,
@@ -320,7 +204,7 @@ static PyMethodDef compress_functions[] = {
      "Scale and round in one pass."},
     {"half_decode", half_decode, METH_VARARGS,
      "half_decode($module, dtype, out, wire, numel, /)\n--\n\nWiden to float32."},
-    {"powersgd_stride", powersgd_stride, METH_O,
+    {"powersgd_stride", powersgd_stride, METH_VARARGS,
      "powersgd_stride($module, count, /)\n--\n\nReturn the elements of a factor's row."},
     {"powersgd_init_basis", powersgd_init_basis, METH_VARARGS,
      "powersgd_init_basis($module, matrices, /)\n--\n\nWrite a first basis."},
@@ -338,8 +222,3 @@ static PyMethodDef compress_functions[] = {
      "Return True if all float32 values are finite."},
     {NULL, NULL, 0, NULL},
 };
-
-int sw_py_compress_functions_add(PyObject *module)
-{
-    return PyModule_AddFunctions(module, compress_functions);
-}

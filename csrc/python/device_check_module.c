@@ -3,7 +3,7 @@
 
 #include "kernels/kernel_cases.h"
 #include "kernels/kernel_check.h"
-#include "python/device_object.h"
+#include "python/device_call.h"
 
 static const int64_t TIMEOUT_NS = INT64_C(30) * 1000000000;
 static const char NAME_PREFIX[] = "sw_"; /* the prefix of a kernel's name in the image */
@@ -18,12 +18,8 @@ static PyObject *device_kernel_cases(PyObject *module, PyObject *unused)
     PyObject *found = PyDict_New();
     (void)module;
     (void)unused;
-    for (int k = 0; found && k < SW_KERNEL_COUNT; ++k) {
-        PyObject *count = PyLong_FromSize_t(sw_kernel_case_count((sw_kernel)k));
-        if (!count || PyDict_SetItemString(found, kernel_name(k), count) < 0)
-            ENGINE_CLEAR(found);
-        Py_XDECREF(count);
-    }
+    for (int k = 0; found && k < SW_KERNEL_COUNT; ++k)
+        sw_py_put(&found, kernel_name(k), PyLong_FromSize_t(sw_kernel_case_count((sw_kernel)k)));
     return found;
 }
 
@@ -43,62 +39,47 @@ static PyObject *result_of(const sw_kernel_check_result *result)
     size_t told = result->differences < SW_KERNEL_CHECK_SENTENCES ? result->differences
                                                                   : SW_KERNEL_CHECK_SENTENCES;
     PyObject *sentences = PyList_New(0);
-    for (size_t i = 0; sentences && i < told; ++i) {
-        PyObject *text = PyUnicode_FromString(result->sentence[i]);
-        if (!text || PyList_Append(sentences, text) < 0)
-            ENGINE_CLEAR(sentences);
-        Py_XDECREF(text);
-    }
+    for (size_t i = 0; sentences && i < told; ++i)
+        sw_py_append(&sentences, sw_py_text(result->sentence[i]));
     return sentences ? Py_BuildValue("{s:n,s:n,s:n,s:N}", "cases", (Py_ssize_t)result->cases,
                                      "launches", (Py_ssize_t)result->launches, "differences",
                                      (Py_ssize_t)result->differences, "sentences", sentences)
                      : NULL;
 }
 
-static PyObject *device_kernel_check(PyObject *module, PyObject *args, PyObject *keywords)
+static PyObject *device_kernel_check(PyObject *module, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"comm", "kernel", "first", "step", "strict", NULL};
-    PyObject *comm;
-    const char *name;
-    Py_ssize_t first = 0, step = 1;
-    int strict = 0;
+    sw_py_arg a[5] = {[3] = {.n = 1}};
     sw_kernel_check_config config = {.timeout_ns = TIMEOUT_NS};
     sw_kernel_check_result result;
     sw_error err;
     sw_status status;
     engine_state *state = PyModule_GetState(module);
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "O!s|nnp:device_kernel_check", names,
-                                     state->device_comm_type, &comm, &name, &first, &step,
-                                     &strict) ||
-        !find_kernel(name, &config.kernel))
+    if (!sw_py_read("device_kernel_check comm:O kernel:s | first:n step:n strict:p", args, kwargs,
+                    a) ||
+        !find_kernel(a[1].s, &config.kernel))
         return NULL;
-    if (first < 0 || step < 1)
+    if (a[2].n < 0 || a[3].n < 1)
         return PyErr_Format(PyExc_ValueError,
                             "device_kernel_check: first must be at least 0 and step at least 1, "
                             "not %zd and %zd",
-                            first, step);
-    config.first = (size_t)first;
-    config.step = (size_t)step;
-    config.strict = strict != 0;
-    device_comm_object *gpu = (device_comm_object *)comm;
-    if (!sw_py_device_lend_kernels(gpu))
+                            a[2].n, a[3].n);
+    config.first = a[2].size;
+    config.step = a[3].size;
+    config.strict = a[4].p;
+    device_comm_object *gpu = sw_py_device_comm_of(state, a[0].o);
+    if (!gpu || !sw_py_device_lend_kernels(gpu))
         return NULL;
     SW_PY_WITHOUT_GIL(
         status, sw_kernel_check(&gpu->comm->kernels, &config, gpu->comm->stream, &result, &err));
     return status == SW_OK ? result_of(&result) : sw_py_raise(state, &err, NULL);
 }
 
-static PyMethodDef functions[] = {
+PyMethodDef sw_py_device_check_functions[] = {
     {"device_kernel_cases", device_kernel_cases, METH_NOARGS,
      "device_kernel_cases()\n--\n\nThe number of cases of each kernel, by its name."},
-    {"device_kernel_check", (PyCFunction)(void (*)(void))device_kernel_check,
-     METH_VARARGS | METH_KEYWORDS,
+    {"device_kernel_check", SW_PY_NAMED(device_kernel_check),
      "device_kernel_check(comm, kernel, first=0, step=1, strict=False)\n--\n\n"
      "Compare a kernel with its reference on the GPU, case by case."},
     {NULL, NULL, 0, NULL},
 };
-
-int sw_py_device_check_functions_add(PyObject *module)
-{
-    return PyModule_AddFunctions(module, functions);
-}

@@ -1,193 +1,115 @@
 /* device_codec_module.c - the module's functions that compress GPU gradients
  * (compress/device_codec.h). Addresses are integers. Each call enqueues work on the given stream
  * and returns. */
-#include <stdlib.h>
-
 #include "compress/device_codec.h"
-#include "python/device_object.h"
-
-typedef struct codec_call {
-    device_comm_object *comm; /* borrowed, entered */
-    sw_device_blocks blocks;
-} codec_call;
-
-/* Checks the codec's settings and enters the communicator. Returns false with an exception. */
-static bool begin(PyObject *module, PyObject *comm, Py_ssize_t block, int bits,
-                  unsigned long long stream, codec_call *call)
-{
-    sw_error err;
-    if (!PyObject_TypeCheck(comm, ((engine_state *)PyModule_GetState(module))->device_comm_type)) {
-        PyErr_SetString(PyExc_TypeError, "comm must be a DeviceComm");
-        return false;
-    }
-    call->comm = (device_comm_object *)comm;
-    call->blocks =
-        (sw_device_blocks){.codec = {.block = block < 0 ? 0 : (size_t)block, .bits = bits},
-                           .stream = sw_py_address(stream)};
-    if (sw_block_codec_check(&call->blocks.codec, &err) != SW_OK) {
-        sw_py_raise(PyModule_GetState(module), &err, NULL);
-        return false;
-    }
-    if (!sw_py_device_enter(call->comm))
-        return false;
-    call->blocks.kernels = &call->comm->comm->kernels;
-    return true;
-}
+#include "python/device_call.h"
 
 /* ---- tables ---- */
 
-static bool read_quantize_part(PyObject *row, void *out)
+static bool fill_quantize(const sw_py_arg *a, void *row, void *unused)
 {
-    unsigned long long records, source, error, numel;
-    if (!PyArg_ParseTuple(row, "KKKK;a part is (records, source, error, numel)", &records, &source,
-                          &error, &numel))
-        return false;
-    *(sw_quantize_part *)out = (sw_quantize_part){.records = sw_py_address(records),
-                                                  .source = sw_py_address(source),
-                                                  .error = sw_py_address(error),
-                                                  .numel = numel};
+    (void)unused;
+    *(sw_quantize_part *)row = (sw_quantize_part){
+        .records = a[0].address, .source = a[1].address, .error = a[2].address, .numel = a[3].word};
     return true;
 }
 
-static bool read_decode_part(PyObject *row, void *out)
+static bool fill_decode(const sw_py_arg *a, void *row, void *unused)
 {
-    unsigned long long values, error, records, own, numel;
-    if (!PyArg_ParseTuple(row, "KKKKK;a part is (values, error, records, own, numel)", &values,
-                          &error, &records, &own, &numel))
-        return false;
-    *(sw_decode_part *)out = (sw_decode_part){.values = sw_py_address(values),
-                                              .error = sw_py_address(error),
-                                              .records = sw_py_address(records),
-                                              .own = sw_py_address(own),
-                                              .numel = numel};
+    (void)unused;
+    *(sw_decode_part *)row = (sw_decode_part){.values = a[0].address,
+                                              .error = a[1].address,
+                                              .records = a[2].address,
+                                              .own = a[3].address,
+                                              .numel = a[4].word};
     return true;
 }
 
-static bool read_owe_part(PyObject *row, void *out)
+static bool fill_owe(const sw_py_arg *a, void *row, void *unused)
 {
-    unsigned long long error, rest, numel;
-    if (!PyArg_ParseTuple(row, "KKK;a part is (error, rest, numel)", &error, &rest, &numel))
-        return false;
-    *(sw_owe_part *)out =
-        (sw_owe_part){.error = sw_py_address(error), .rest = sw_py_address(rest), .numel = numel};
+    (void)unused;
+    *(sw_owe_part *)row =
+        (sw_owe_part){.error = a[0].address, .rest = a[1].address, .numel = a[2].word};
     return true;
 }
 
-/* ---- calls ---- */
+/* ---- calls: comm, block, bits, ... ---- */
 
-static PyObject *block_encode(PyObject *module, PyObject *args)
+static sw_status blocks_of(sw_device_comm *comm, const sw_py_arg *a, void *stream,
+                           sw_device_blocks *blocks, sw_error *err)
 {
-    PyObject *comm, *list, *done = NULL;
-    Py_ssize_t block;
-    int bits;
-    unsigned long long stream;
-    codec_call call;
-    sw_error err;
-    sw_status status;
-    if (!PyArg_ParseTuple(args, "OniO!K:device_block_encode", &comm, &block, &bits, &PyList_Type,
-                          &list, &stream))
-        return NULL;
-    sw_quantize_part *parts = sw_py_device_table(list, read_quantize_part, sizeof *parts);
-    size_t count = (size_t)PyList_Size(list);
-    if (parts && begin(module, comm, block, bits, stream, &call)) {
-        SW_PY_WITHOUT_GIL(status, sw_device_block_encode(&call.blocks, parts, count, &err));
-        done = sw_py_device_finish(call.comm, status, &err);
-    }
-    free(parts);
-    return done;
+    *blocks = (sw_device_blocks){.kernels = &comm->kernels,
+                                 .codec = {.block = a[1].n < 0 ? 0 : a[1].size, .bits = a[2].i},
+                                 .stream = stream};
+    return sw_block_codec_check(&blocks->codec, err);
 }
 
-static PyObject *block_fold(PyObject *module, PyObject *args)
+static sw_status encode(sw_device_comm *comm, const sw_py_arg *a, const sw_py_table *parts,
+                        sw_error *err)
 {
-    PyObject *comm;
-    Py_ssize_t block, count;
-    int bits;
-    double scale;
-    unsigned long long out, own, others, stride, rest, stream;
-    sw_device_wires wires;
-    codec_call call;
-    sw_error err;
-    sw_status status;
-    if (!PyArg_ParseTuple(args, "OniKKKKiindKK:device_block_fold", &comm, &block, &bits, &out, &own,
-                          &others, &stride, &wires.own_index, &wires.count, &count, &scale, &rest,
-                          &stream) ||
-        !begin(module, comm, block, bits, stream, &call))
-        return NULL;
-    wires.own = sw_py_address(own);
-    wires.others = sw_py_address(others);
-    wires.stride_bytes = (size_t)stride;
-    SW_PY_WITHOUT_GIL(status,
-                      sw_device_block_fold(&call.blocks, sw_py_address(out), &wires, (size_t)count,
-                                           (float)scale, sw_py_address(rest), &err));
-    return sw_py_device_finish(call.comm, status, &err);
+    sw_device_blocks blocks;
+    SW_TRY(blocks_of(comm, a, a[4].address, &blocks, err));
+    return sw_device_block_encode(&blocks, parts->rows, parts->count, err);
 }
 
-static PyObject *block_verdict(PyObject *module, PyObject *args)
+static sw_status decode(sw_device_comm *comm, const sw_py_arg *a, const sw_py_table *parts,
+                        sw_error *err)
 {
-    PyObject *comm;
-    Py_ssize_t block, count;
-    int bits;
-    unsigned long long verdict, records, stream;
-    codec_call call;
-    sw_error err;
-    sw_status status;
-    if (!PyArg_ParseTuple(args, "OniKKnK:device_block_verdict", &comm, &block, &bits, &verdict,
-                          &records, &count, &stream) ||
-        !begin(module, comm, block, bits, stream, &call))
-        return NULL;
-    SW_PY_WITHOUT_GIL(status, sw_device_block_verdict(&call.blocks, sw_py_address(verdict),
-                                                      sw_py_address(records), (size_t)count, &err));
-    return sw_py_device_finish(call.comm, status, &err);
+    sw_device_blocks blocks;
+    SW_TRY(blocks_of(comm, a, a[5].address, &blocks, err));
+    return sw_device_block_decode(&blocks, parts->rows, parts->count, a[4].address, err);
 }
 
-static PyObject *block_decode(PyObject *module, PyObject *args)
+static sw_status owe(sw_device_comm *comm, const sw_py_arg *a, const sw_py_table *parts,
+                     sw_error *err)
 {
-    PyObject *comm, *list, *done = NULL;
-    Py_ssize_t block;
-    int bits;
-    unsigned long long verdict, stream;
-    codec_call call;
-    sw_error err;
-    sw_status status;
-    if (!PyArg_ParseTuple(args, "OniO!KK:device_block_decode", &comm, &block, &bits, &PyList_Type,
-                          &list, &verdict, &stream))
-        return NULL;
-    sw_decode_part *parts = sw_py_device_table(list, read_decode_part, sizeof *parts);
-    size_t count = (size_t)PyList_Size(list);
-    if (parts && begin(module, comm, block, bits, stream, &call)) {
-        SW_PY_WITHOUT_GIL(status, sw_device_block_decode(&call.blocks, parts, count,
-                                                         sw_py_address(verdict), &err));
-        done = sw_py_device_finish(call.comm, status, &err);
-    }
-    free(parts);
-    return done;
+    sw_device_blocks blocks;
+    SW_TRY(blocks_of(comm, a, a[6].address, &blocks, err));
+    return sw_device_block_owe(&blocks, parts->rows, parts->count, a[4].address, (float)a[5].d,
+                               err);
 }
 
-static PyObject *block_owe(PyObject *module, PyObject *args)
+static sw_status verdict(sw_device_comm *comm, const sw_py_arg *a, const sw_py_table *unused,
+                         sw_error *err)
 {
-    PyObject *comm, *list, *done = NULL;
-    Py_ssize_t block;
-    int bits;
-    double scale;
-    unsigned long long verdict, stream;
-    codec_call call;
-    sw_error err;
-    sw_status status;
-    if (!PyArg_ParseTuple(args, "OniO!KdK:device_block_owe", &comm, &block, &bits, &PyList_Type,
-                          &list, &verdict, &scale, &stream))
-        return NULL;
-    sw_owe_part *parts = sw_py_device_table(list, read_owe_part, sizeof *parts);
-    size_t count = (size_t)PyList_Size(list);
-    if (parts && begin(module, comm, block, bits, stream, &call)) {
-        SW_PY_WITHOUT_GIL(status, sw_device_block_owe(&call.blocks, parts, count,
-                                                      sw_py_address(verdict), (float)scale, &err));
-        done = sw_py_device_finish(call.comm, status, &err);
-    }
-    free(parts);
-    return done;
+    sw_device_blocks blocks;
+    (void)unused;
+    SW_TRY(blocks_of(comm, a, a[6].address, &blocks, err));
+    return sw_device_block_verdict(&blocks, a[3].address, a[4].address, a[5].size, err);
 }
 
-static PyMethodDef functions[] = {
+static sw_status fold(sw_device_comm *comm, const sw_py_arg *a, const sw_py_table *unused,
+                      sw_error *err)
+{
+    sw_device_blocks blocks;
+    const sw_device_wires wires = {.own = a[4].address,
+                                   .others = a[5].address,
+                                   .stride_bytes = (size_t)a[6].word,
+                                   .own_index = a[7].i,
+                                   .count = a[8].i};
+    (void)unused;
+    SW_TRY(blocks_of(comm, a, a[12].address, &blocks, err));
+    return sw_device_block_fold(&blocks, a[3].address, &wires, a[9].size, (float)a[10].d,
+                                a[11].address, err);
+}
+
+SW_PY_ON_ROWS(block_encode, "device_block_encode comm:O block:n bits:i parts:L stream:A", encode, 3,
+              "part records:A source:A error:A numel:K", sw_quantize_part, fill_quantize)
+SW_PY_ON_ROWS(block_decode, "device_block_decode comm:O block:n bits:i parts:L verdict:A stream:A",
+              decode, 3, "part values:A error:A records:A own:A numel:K", sw_decode_part,
+              fill_decode)
+SW_PY_ON_ROWS(block_owe,
+              "device_block_owe comm:O block:n bits:i parts:L verdict:A scale:d stream:A", owe, 3,
+              "part error:A rest:A numel:K", sw_owe_part, fill_owe)
+SW_PY_ON_DEVICE(block_verdict,
+                "device_block_verdict comm:O block:n bits:i verdict:A records:A count:N stream:A",
+                verdict)
+SW_PY_ON_DEVICE(block_fold,
+                "device_block_fold comm:O block:n bits:i out:A own:A others:A stride_bytes:K "
+                "own_index:i world_size:i count:N scale:d rest:A stream:A",
+                fold)
+
+PyMethodDef sw_py_device_codec_functions[] = {
     {"device_block_encode", block_encode, METH_VARARGS,
      "device_block_encode($module, comm, block, bits, parts, stream, /)\n--\n\n"
      "Encode all parts like block_encode."},
@@ -205,8 +127,3 @@ static PyMethodDef functions[] = {
      "Add rest * scale to the error of all parts, unless the verdict is 1."},
     {NULL, NULL, 0, NULL},
 };
-
-int sw_py_device_codec_functions_add(PyObject *module)
-{
-    return PyModule_AddFunctions(module, functions);
-}

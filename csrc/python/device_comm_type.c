@@ -5,7 +5,7 @@
 
 #include "comm/device_watch.h"
 #include "comm/nccl_register.h"
-#include "python/device_object.h"
+#include "python/device_call.h"
 
 bool sw_py_device_stream(PyObject *value, sw_stream **stream)
 {
@@ -70,35 +70,33 @@ static bool keep(PyObject **slot, PyObject *value, bool fits, const char *wanted
 
 static int device_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"ordinal",  "libcuda", "libnccl",   "packaged", "cache", "nvrtc",
-                            "builtins", "host",    "make_room", "beside",   NULL};
-    PyObject *host = Py_None, *room = Py_None, *beside = Py_None;
     device_comm_object *self = (device_comm_object *)op;
-    sw_device_comm_config config = {0};
+    PyTypeObject *comm_type = sw_py_state_of(op)->device_comm_type;
+    sw_py_arg a[10] = {[7] = {.o = Py_None}, [8] = {.o = Py_None}, [9] = {.o = Py_None}};
+    sw_device_comm *made = NULL;
     sw_error err;
     sw_status status;
-    if (self->comm) {
-        PyErr_SetString(PyExc_TypeError, "DeviceComm: already initialised");
-        return -1;
-    }
-    if (!PyArg_ParseTupleAndKeywords(
-            args, kwargs, "i|$zzzzzzOOO:DeviceComm", names, &config.ordinal, &config.cuda_library,
-            &config.nccl_library, &config.places.packaged_folder, &config.places.cache_folder,
-            &config.places.nvrtc, &config.places.nvrtc_builtins, &host, &room, &beside) ||
-        !keep_host(self, host) ||
-        !keep(&self->make_room, room, PyCallable_Check(room), "make_room must be callable") ||
-        !keep((PyObject **)&self->beside, beside,
-              PyObject_TypeCheck(beside, sw_py_state_of(op)->device_comm_type),
+    if (!sw_py_read("DeviceComm ordinal:i | $ libcuda:z libnccl:z packaged:z cache:z nvrtc:z "
+                    "builtins:z host:O make_room:O beside:O",
+                    args, kwargs, a) ||
+        !sw_py_use_make(&self->use, "DeviceComm") || !keep_host(self, a[7].o) ||
+        !keep(&self->make_room, a[8].o, PyCallable_Check(a[8].o), "make_room must be callable") ||
+        !keep((PyObject **)&self->beside, a[9].o, PyObject_TypeCheck(a[9].o, comm_type),
               "beside must be a DeviceComm"))
         return -1;
-    if (self->make_room)
-        config.room = (sw_device_room){.make = make_room, .context = self->make_room};
-    config.beside = self->beside ? self->beside->comm : NULL;
-    config.host = self->host ? self->host->comm : NULL;
-    self->owner_pid = getpid();
-    Py_BEGIN_ALLOW_THREADS
-    status = sw_device_comm_create(&config, &self->comm, &err);
-    Py_END_ALLOW_THREADS
+    const sw_device_comm_config config = {
+        .ordinal = a[0].i,
+        .cuda_library = a[1].s,
+        .nccl_library = a[2].s,
+        .places = {.packaged_folder = a[3].s,
+                   .cache_folder = a[4].s,
+                   .nvrtc = a[5].s,
+                   .nvrtc_builtins = a[6].s},
+        .room = {.make = self->make_room ? make_room : NULL, .context = self->make_room},
+        .beside = self->beside ? self->beside->comm : NULL,
+        .host = self->host ? self->host->comm : NULL};
+    SW_PY_WITHOUT_GIL(status, sw_device_comm_create(&config, &made, &err));
+    self->comm = made;
     if (status == SW_OK)
         return 0;
     sw_py_raise(sw_py_state_of(op), &err, NULL);
@@ -110,93 +108,79 @@ static bool is_open_and_free(device_comm_object *self, const char *what)
 {
     if (!sw_py_device_wait_for_watch(self))
         return false;
-    if (self->comm && !self->closed && self->use == DEVICE_FREE)
+    if (self->comm && !self->closed && self->use.kind == SW_PY_FREE)
         return true;
     PyErr_Format(sw_py_state_of((PyObject *)self)->error,
                  "%s: the GPU's communicator was closed, or was never opened", what);
     return false;
 }
 
+/* Checks the deadline and enters a communicator that has no peers yet. */
+static bool enter_to_join(device_comm_object *self, const char *what, double timeout_s)
+{
+    if (!(timeout_s > 0 && timeout_s <= 1e9))
+        PyErr_Format(PyExc_ValueError, "%s: timeout_s must be in (0, 1e9]", what);
+    if (PyErr_Occurred() || !is_open_and_free(self, what))
+        return false;
+    sw_py_device_take(self, SW_PY_ALONE);
+    return true;
+}
+
+static int64_t nanoseconds(double seconds)
+{
+    return (int64_t)(seconds * 1e9);
+}
+
+static bool read_id(PyObject *bytes, sw_nccl_id *id)
+{
+    if (PyBytes_Size(bytes) == (Py_ssize_t)sizeof *id) {
+        memcpy(id, PyBytes_AsString(bytes), sizeof *id);
+        return true;
+    }
+    PyErr_Format(PyExc_ValueError, "connect: id must be %zd bytes, not %zd bytes",
+                 (Py_ssize_t)sizeof *id, PyBytes_Size(bytes));
+    return false;
+}
+
 static PyObject *device_connect(PyObject *op, PyObject *args)
 {
     device_comm_object *self = (device_comm_object *)op;
-    const char *bytes;
-    Py_ssize_t size;
-    int rank, world_size;
-    double timeout_s;
+    sw_py_arg a[4];
     sw_nccl_id id;
     sw_error err;
     sw_status status;
-    if (!PyArg_ParseTuple(args, "y#iid:connect", &bytes, &size, &rank, &world_size, &timeout_s))
+    if (!sw_py_read("connect id:B rank:i world_size:i timeout_s:d", args, NULL, a) ||
+        !read_id(a[0].o, &id) || !enter_to_join(self, "connect", a[3].d))
         return NULL;
-    if (size != sizeof id || !(timeout_s > 0 && timeout_s <= 1e9)) {
-        PyErr_Format(PyExc_ValueError,
-                     "connect: id must be %zd bytes and timeout_s in (0, 1e9], not %zd bytes",
-                     (Py_ssize_t)sizeof id, size);
-        return NULL;
-    }
-    if (!is_open_and_free(self, "connect"))
-        return NULL;
-    memcpy(&id, bytes, sizeof id);
-    sw_py_device_take(self, DEVICE_USED);
-    Py_BEGIN_ALLOW_THREADS
-    status =
-        sw_device_comm_connect(self->comm, &id, rank, world_size, (int64_t)(timeout_s * 1e9), &err);
-    Py_END_ALLOW_THREADS
+    SW_PY_WITHOUT_GIL(
+        status, sw_device_comm_connect(self->comm, &id, a[1].i, a[2].i, nanoseconds(a[3].d), &err));
     return sw_py_device_finish(self, status, &err);
 }
 
-static PyObject *device_borrow(PyObject *op, PyObject *args)
-{
-    device_comm_object *self = (device_comm_object *)op;
-    unsigned long long handle;
-    int rank, world_size;
-    double timeout_s;
-    sw_error err;
-    sw_status status;
-    if (!PyArg_ParseTuple(args, "Kiid:borrow", &handle, &rank, &world_size, &timeout_s))
-        return NULL;
-    if (!(timeout_s > 0 && timeout_s <= 1e9)) {
-        PyErr_SetString(PyExc_ValueError, "borrow: timeout_s must be in (0, 1e9]");
-        return NULL;
-    }
-    if (!is_open_and_free(self, "borrow"))
-        return NULL;
-    sw_py_device_take(self, DEVICE_USED);
-    Py_BEGIN_ALLOW_THREADS
-    status = sw_device_comm_borrow(self->comm, sw_py_address(handle), rank, world_size,
-                                   (int64_t)(timeout_s * 1e9), &err);
-    Py_END_ALLOW_THREADS
-    return sw_py_device_finish(self, status, &err);
-}
+SW_PY_METHOD(device_borrow, device_comm_object, "borrow handle:A rank:i world_size:i timeout_s:d",
+             enter_to_join(self, "borrow", a[3].d),
+             sw_device_comm_borrow(self->comm, a[0].address, a[1].i, a[2].i, nanoseconds(a[3].d),
+                                   &err),
+             sw_py_device_finish(self, status, &err))
 
-/* Finds the parts of the arena that belong to `members`: ranks of the arena's group in the order of
- * this communicator. Returns NULL with an exception. */
-static uint8_t **parts_of(PyObject *arena, PyObject *members, size_t part_bytes)
+/* The parts of the arena that belong to ranks of its group, in the order of this communicator. */
+typedef struct slot_ranks {
+    const sw_arena *memory; /* NULL: it has no parts of others */
+    size_t part_bytes;
+} slot_ranks;
+
+static bool fill_part(const sw_py_arg *a, void *row, void *context)
 {
-    const sw_arena *memory = ((arena_object *)arena)->arena;
-    Py_ssize_t count = PySequence_Size(members);
-    if (count < 0)
-        return NULL;
-    uint8_t **part = calloc((size_t)count + 1, sizeof *part);
-    if (!part)
-        return (uint8_t **)(void *)PyErr_NoMemory();
-    for (Py_ssize_t i = 0; i < count; ++i) {
-        PyObject *item = PySequence_GetItem(members, i);
-        long rank = item ? PyLong_AsLong(item) : -1;
-        Py_XDECREF(item);
-        if (!PyErr_Occurred() && (!memory || rank < 0 || rank >= memory->world_size ||
-                                  !memory->base[rank] || memory->size_bytes < part_bytes))
-            PyErr_Format(PyExc_ValueError,
-                         "connect_slots: the arena has no part of %zu bytes of rank %ld",
-                         part_bytes, rank);
-        if (PyErr_Occurred()) {
-            free(part);
-            return NULL;
-        }
-        part[i] = memory->base[rank];
+    const slot_ranks *of = context;
+    const sw_arena *memory = of->memory;
+    if (memory && a[0].i >= 0 && a[0].i < memory->world_size && memory->base[a[0].i] &&
+        memory->size_bytes >= of->part_bytes) {
+        *(uint8_t **)row = memory->base[a[0].i];
+        return true;
     }
-    return part;
+    PyErr_Format(PyExc_ValueError, "connect_slots: the arena has no part of %zu bytes of rank %d",
+                 of->part_bytes, a[0].i);
+    return false;
 }
 
 static bool slot_place_of(const char *name, sw_slot_place *place)
@@ -215,61 +199,54 @@ static bool slot_place_of(const char *name, sw_slot_place *place)
 static PyObject *device_connect_slots(PyObject *op, PyObject *args)
 {
     device_comm_object *self = (device_comm_object *)op;
-    PyObject *arena, *members;
-    const char *name;
-    Py_ssize_t slot_bytes;
-    int rank;
-    double timeout_s;
+    sw_py_arg a[6];
     sw_slot_parts parts = {0};
+    sw_py_table table = {0};
     sw_error err;
     sw_status status;
-    if (!PyArg_ParseTuple(args, "O!Onsid:connect_slots", sw_py_state_of(op)->arena_type, &arena,
-                          &members, &slot_bytes, &name, &rank, &timeout_s) ||
-        !slot_place_of(name, &parts.place))
+    if (!sw_py_read("connect_slots arena:O members:O slot_bytes:N place:s rank:i timeout_s:d", args,
+                    NULL, a) ||
+        !slot_place_of(a[3].s, &parts.place))
         return NULL;
-    if (slot_bytes < 0 || !(timeout_s > 0 && timeout_s <= 1e9))
-        return PyErr_Format(PyExc_ValueError,
-                            "connect_slots: slot_bytes must be positive and timeout_s in (0, 1e9]");
-    if (!is_open_and_free(self, "connect_slots"))
-        return NULL;
-    parts.slot_bytes = (size_t)slot_bytes;
-    uint8_t **part = parts_of(arena, members, sw_slot_part_bytes(parts.slot_bytes));
-    if (!part)
-        return NULL;
-    int world_size = (int)PySequence_Size(members);
-    parts.base = part;
-    Py_INCREF(arena);
-    sw_py_device_take(self, DEVICE_USED);
-    Py_BEGIN_ALLOW_THREADS
-    status = sw_device_comm_connect_slots(self->comm, &parts, rank, world_size,
-                                          (int64_t)(timeout_s * 1e9), &err);
-    Py_END_ALLOW_THREADS
-    free(part);
-    if (status == SW_OK)
-        self->arena = arena; /* before connect there was no driver call */
-    else
-        Py_DECREF(arena);
-    return sw_py_device_finish(self, status, &err);
+    PyObject *arena = a[0].o, *done = NULL;
+    if (Py_TYPE(arena) != sw_py_state_of(op)->arena_type)
+        return PyErr_Format(PyExc_TypeError, "connect_slots: arena must be an Arena, got %R",
+                            (PyObject *)Py_TYPE(arena));
+    slot_ranks of = {((arena_object *)arena)->arena, sw_slot_part_bytes(a[2].size)};
+    if (sw_py_table_init(&table, a[1].o, "connect_slots members:i", sizeof(uint8_t *), fill_part,
+                         &of) &&
+        enter_to_join(self, "connect_slots", a[5].d)) {
+        parts.slot_bytes = a[2].size;
+        parts.base = table.rows;
+        SW_PY_WITHOUT_GIL(status,
+                          sw_device_comm_connect_slots(self->comm, &parts, a[4].i, (int)table.count,
+                                                       nanoseconds(a[5].d), &err));
+        if (status == SW_OK)
+            sw_py_set(&self->arena, arena);
+        done = sw_py_device_finish(self, status, &err);
+    }
+    sw_py_table_fini(&table);
+    return done;
 }
 
 /* Call from a thread inside it, or inside the communicator whose stream it uses. */
 static bool is_used(const device_comm_object *self)
 {
-    return self->use != DEVICE_FREE || (self->beside && self->beside->use == DEVICE_USED);
+    return self->use.kind != SW_PY_FREE || (self->beside && self->beside->use.kind == SW_PY_ALONE);
 }
 
 static PyObject *device_close(PyObject *op, PyObject *unused)
 {
     device_comm_object *self = (device_comm_object *)op;
     (void)unused;
-    if (self->closed || !self->comm || !sw_py_device_is_own(self))
+    if (self->closed || !self->comm || !sw_py_use_is_own(&self->use))
         Py_RETURN_NONE;
     if (!sw_py_device_wait_for_watch(self))
         return NULL;
     if (self->closed || is_used(self))
         Py_RETURN_NONE;
     self->closed = true;
-    sw_py_device_take(self, DEVICE_USED);
+    sw_py_device_take(self, SW_PY_ALONE);
     Py_BEGIN_ALLOW_THREADS
     sw_device_comm_disconnect(self->comm);
     Py_END_ALLOW_THREADS
@@ -298,7 +275,7 @@ static void device_dealloc(PyObject *op)
     /* An abandoned watch thread still reads the host communicator. */
     bool is_abandoned = false;
     /* A forked child has no CUDA context, so its calls would fail. */
-    if (self->comm && sw_py_device_is_own(self)) {
+    if (self->comm && sw_py_use_is_own(&self->use)) {
         sw_py_destroy_quietly(disconnect_comm, self->comm);
         is_abandoned = self->comm->is_abandoned;
         sw_py_destroy_quietly(destroy_comm, self->comm);
@@ -314,214 +291,107 @@ static void device_dealloc(PyObject *op)
 
 /* ---- ranges ---- */
 
-typedef struct range_list {
-    sw_device_range *range; /* owned */
-    size_t count;
-} range_list;
+#define RANGE "range address:A numel:N dtype:T"
 
-static bool read_range(PyObject *item, void *out)
+static bool fill_range(const sw_py_arg *a, void *row, void *unused)
 {
-    PyObject *address;
-    const char *dtype;
-    Py_ssize_t numel;
-    if (!PyArg_ParseTuple(item, "Ons;a range is (address, numel, dtype)", &address, &numel, &dtype))
-        return false;
-    sw_device_range *range = out;
-    *range = (sw_device_range){.data = PyLong_AsVoidPtr(address),
-                               .numel = (size_t)numel,
-                               .dtype = sw_dtype_from_name(dtype)};
-    if (!PyErr_Occurred() && (numel < 0 || range->dtype == SW_DTYPE_COUNT))
-        PyErr_Format(PyExc_ValueError,
-                     "a range must have numel >= 0 and a dtype that moves, not %zd of %s", numel,
-                     dtype);
-    return !PyErr_Occurred();
+    (void)unused;
+    *(sw_device_range *)row =
+        (sw_device_range){.data = a[0].address, .numel = a[1].size, .dtype = a[2].dtype};
+    return true;
 }
 
-static bool read_ranges(PyObject *sequence, range_list *out)
+static sw_status broadcast(sw_device_comm *comm, const sw_py_arg *a, const sw_py_table *ranges,
+                           sw_error *err)
 {
-    PyObject *held = PySequence_List(sequence); /* another thread may change it later */
-    out->range = held ? sw_py_device_table(held, read_range, sizeof *out->range) : NULL;
-    out->count = held ? (size_t)PyList_Size(held) : 0;
-    Py_XDECREF(held);
-    return out->range != NULL;
+    return sw_device_comm_broadcast(comm, ranges->rows, ranges->count, a[1].i, a[2].address, err);
 }
 
-/* The arguments of operations on ranges; each operation uses some of them. */
-typedef struct range_call {
-    range_list ranges;
-    sw_stream *stream;
-    int root;
-    void *received;  /* result of the exchange operation */
-    sw_norm_sum sum; /* the result of norm_sum */
-    sw_device_clip clip;
-} range_call;
-
-typedef sw_status range_call_fn(sw_device_comm *comm, range_call *given, sw_error *err);
-
-static PyObject *call_on_ranges(device_comm_object *self, PyObject *list, PyObject *stream_value,
-                                range_call *given, range_call_fn *call)
+static sw_status all_gather(sw_device_comm *comm, const sw_py_arg *a, const sw_py_table *ranges,
+                            sw_error *err)
 {
-    sw_error err;
-    sw_status status;
-    if (!sw_py_device_stream(stream_value, &given->stream) || !read_ranges(list, &given->ranges))
-        return NULL;
-    if (!sw_py_device_enter(self)) {
-        free(given->ranges.range);
-        return NULL;
-    }
-    Py_BEGIN_ALLOW_THREADS
-    status = call(self->comm, given, &err);
-    Py_END_ALLOW_THREADS
-    free(given->ranges.range);
-    return sw_py_device_finish(self, status, &err);
+    return sw_device_comm_all_gather(comm, ranges->rows, ranges->count, a[1].address, err);
 }
 
-static sw_status broadcast(sw_device_comm *comm, range_call *given, sw_error *err)
+/* Enqueues the norm and the factor that clips it to max_norm: two float32 at `result`. */
+static sw_status clip(sw_device_comm *comm, const sw_py_arg *a, const sw_py_table *ranges,
+                      sw_error *err)
 {
-    return sw_device_comm_broadcast(comm, given->ranges.range, given->ranges.count, given->root,
-                                    given->stream, err);
+    const sw_device_clip given = {.max_norm = a[1].d,
+                                  .is_sliced = a[2].p,
+                                  .norm = a[3].address,
+                                  .factor = (float *)a[3].address + 1};
+    return sw_device_comm_clip(comm, ranges->rows, ranges->count, &given, a[4].address, err);
 }
 
-static PyObject *device_broadcast(PyObject *op, PyObject *args)
-{
-    PyObject *list, *stream;
-    range_call given;
-    if (!PyArg_ParseTuple(args, "OiO:broadcast", &list, &given.root, &stream))
-        return NULL;
-    return call_on_ranges((device_comm_object *)op, list, stream, &given, broadcast);
-}
+SW_PY_ON_ROWS(device_broadcast, "broadcast ranges:O root:i stream:A", broadcast, 0, RANGE,
+              sw_device_range, fill_range)
+SW_PY_ON_ROWS(device_all_gather, "all_gather ranges:O stream:A", all_gather, 0, RANGE,
+              sw_device_range, fill_range)
+SW_PY_ON_ROWS(device_clip, "clip ranges:O max_norm:d is_sliced:p result:A stream:A", clip, 0, RANGE,
+              sw_device_range, fill_range)
 
-static sw_status all_gather(sw_device_comm *comm, range_call *given, sw_error *err)
+/* Reads one range. Returns false with an exception. */
+static bool read_range(PyObject *tuple, sw_device_range *range)
 {
-    return sw_device_comm_all_gather(comm, given->ranges.range, given->ranges.count, given->stream,
-                                     err);
-}
-
-static PyObject *device_all_gather(PyObject *op, PyObject *args)
-{
-    PyObject *list, *stream;
-    range_call given;
-    if (!PyArg_ParseTuple(args, "OO:all_gather", &list, &stream))
-        return NULL;
-    return call_on_ranges((device_comm_object *)op, list, stream, &given, all_gather);
-}
-
-static sw_status exchange(sw_device_comm *comm, range_call *given, sw_error *err)
-{
-    return sw_device_comm_exchange(comm, given->ranges.range, given->received, given->stream, err);
+    sw_py_arg a[3];
+    return sw_py_read(RANGE, tuple, NULL, a) && fill_range(a, range, NULL);
 }
 
 static PyObject *device_exchange(PyObject *op, PyObject *args)
 {
-    PyObject *range, *received, *stream;
-    range_call given;
-    if (!PyArg_ParseTuple(args, "OOO:exchange", &range, &received, &stream))
+    device_comm_object *self = (device_comm_object *)op;
+    sw_py_arg a[3];
+    sw_device_range range;
+    sw_error err;
+    sw_status status;
+    if (!sw_py_read("exchange range:U received:A stream:A", args, NULL, a) ||
+        !read_range(a[0].o, &range) || !sw_py_device_enter(self))
         return NULL;
-    given.received = PyLong_AsVoidPtr(received);
-    PyObject *list = PyErr_Occurred() ? NULL : PyTuple_Pack(1, range);
-    PyObject *done =
-        list ? call_on_ranges((device_comm_object *)op, list, stream, &given, exchange) : NULL;
-    Py_XDECREF(list);
-    return done;
-}
-
-static sw_status norm_sum(sw_device_comm *comm, range_call *given, sw_error *err)
-{
-    return sw_device_comm_norm(comm, given->ranges.range, given->ranges.count, given->stream,
-                               &given->sum, err);
+    SW_PY_WITHOUT_GIL(
+        status, sw_device_comm_exchange(self->comm, &range, a[1].address, a[2].address, &err));
+    return sw_py_device_finish(self, status, &err);
 }
 
 static PyObject *device_norm(PyObject *op, PyObject *args)
 {
-    PyObject *list, *stream;
-    range_call given;
-    if (!PyArg_ParseTuple(args, "OO:norm_sum", &list, &stream))
-        return NULL;
-    PyObject *done = call_on_ranges((device_comm_object *)op, list, stream, &given, norm_sum);
+    device_comm_object *self = (device_comm_object *)op;
+    sw_py_arg a[2];
+    sw_py_table ranges = {0};
+    sw_norm_sum sum;
+    sw_error err;
+    sw_status status;
+    PyObject *done = NULL;
+    if (sw_py_read("norm_sum ranges:O stream:A", args, NULL, a) &&
+        sw_py_table_init(&ranges, a[0].o, RANGE, sizeof(sw_device_range), fill_range, NULL) &&
+        sw_py_device_enter(self)) {
+        SW_PY_WITHOUT_GIL(status, sw_device_comm_norm(self->comm, ranges.rows, ranges.count,
+                                                      a[1].address, &sum, &err));
+        done = sw_py_device_finish(self, status, &err);
+    }
+    sw_py_table_fini(&ranges);
     Py_XDECREF(done);
-    return done ? PyBytes_FromStringAndSize((const char *)&given.sum, sizeof given.sum) : NULL;
+    return done ? PyBytes_FromStringAndSize((const char *)&sum, sizeof sum) : NULL;
 }
 
-static sw_status clip(sw_device_comm *comm, range_call *given, sw_error *err)
-{
-    return sw_device_comm_clip(comm, given->ranges.range, given->ranges.count, &given->clip,
-                               given->stream, err);
-}
+#define DEVICE_METHOD(name, signature, call)                                                       \
+    SW_PY_METHOD(device_##name, device_comm_object, #name " " signature, sw_py_device_enter(self), \
+                 call, sw_py_device_finish(self, status, &err))
 
-/* Enqueues the norm and the factor that clips it to max_norm: two float32 at `result`. */
-static PyObject *device_clip(PyObject *op, PyObject *args)
-{
-    PyObject *list, *stream;
-    unsigned long long result;
-    int is_sliced;
-    range_call given;
-    if (!PyArg_ParseTuple(args, "OdpKO:clip", &list, &given.clip.max_norm, &is_sliced, &result,
-                          &stream))
-        return NULL;
-    given.clip.is_sliced = is_sliced != 0;
-    given.clip.norm = sw_py_address(result);
-    given.clip.factor = sw_py_address(result + sizeof(float));
-    return call_on_ranges((device_comm_object *)op, list, stream, &given, clip);
-}
-
-static PyObject *device_follow(PyObject *op, PyObject *args)
-{
-    device_comm_object *self = (device_comm_object *)op;
-    PyObject *later_value, *earlier_value;
-    sw_stream *later, *earlier;
-    sw_error err;
-    sw_status status;
-    if (!PyArg_ParseTuple(args, "OO:follow", &later_value, &earlier_value) ||
-        !sw_py_device_stream(later_value, &later) ||
-        !sw_py_device_stream(earlier_value, &earlier) || !sw_py_device_enter(self))
-        return NULL;
-    SW_PY_WITHOUT_GIL(status, sw_device_comm_follow(self->comm, later, earlier, &err));
-    return sw_py_device_finish(self, status, &err);
-}
-
-static PyObject *device_refuse_capture(PyObject *op, PyObject *args)
-{
-    device_comm_object *self = (device_comm_object *)op;
-    PyObject *value;
-    const char *what;
-    sw_stream *stream;
-    sw_error err;
-    sw_status status;
-    if (!PyArg_ParseTuple(args, "Os:refuse_capture", &value, &what) ||
-        !sw_py_device_stream(value, &stream) || !sw_py_device_enter(self))
-        return NULL;
-    SW_PY_WITHOUT_GIL(status, sw_device_refuse_capture(self->comm->device, stream, what, &err));
-    return sw_py_device_finish(self, status, &err);
-}
-
-static PyObject *device_give_back(PyObject *op, PyObject *value)
-{
-    device_comm_object *self = (device_comm_object *)op;
-    sw_stream *stream;
-    sw_error err;
-    sw_status status;
-    if (!sw_py_device_stream(value, &stream) || !sw_py_device_enter(self))
-        return NULL;
-    SW_PY_WITHOUT_GIL(status, sw_device_comm_give_back(self->comm, stream, &err));
-    return sw_py_device_finish(self, status, &err);
-}
+DEVICE_METHOD(follow, "later:A earlier:A",
+              sw_device_comm_follow(self->comm, a[0].address, a[1].address, &err))
+DEVICE_METHOD(refuse_capture, "stream:A what:s",
+              sw_device_refuse_capture(self->comm->device, a[0].address, a[1].s, &err))
+DEVICE_METHOD(give_back, "stream:A", sw_device_comm_give_back(self->comm, a[0].address, &err))
 
 /* ---- copies ---- */
 
-static bool read_segment(PyObject *item, void *out)
+static bool fill_segment(const sw_py_arg *a, void *row, void *unused)
 {
-    PyObject *to, *from;
-    Py_ssize_t bytes;
-    if (!PyTuple_Check(item)) {
-        PyErr_SetString(PyExc_TypeError, "a copy is a tuple (to, from, nbytes)");
-        return false;
-    }
-    if (!PyArg_ParseTuple(item, "OOn;a copy is (to, from, nbytes)", &to, &from, &bytes))
-        return false;
-    *(sw_pack_segment *)out = (sw_pack_segment){.to = PyLong_AsVoidPtr(to),
-                                                .from = PyLong_AsVoidPtr(from),
-                                                .size_bytes = (sw_u64)(bytes < 0 ? 0 : bytes)};
-    return !PyErr_Occurred();
+    (void)unused;
+    *(sw_pack_segment *)row = (sw_pack_segment){
+        .to = a[0].address, .from = a[1].address, .size_bytes = (sw_u64)(a[2].n < 0 ? 0 : a[2].n)};
+    return true;
 }
 
 /* Returns true if both segments are scaled in place and `next` begins where `segment` ends. */
@@ -532,15 +402,15 @@ static bool goes_on(const sw_pack_segment *segment, const sw_pack_segment *next)
 }
 
 /* Launches PACK. Adjacent segments that are scaled in place count as one of its copies. */
-static sw_status pack(const sw_device_comm *comm, const sw_pack_segment *segments, size_t count,
-                      sw_pack_args *args, sw_stream *stream, sw_error *err)
+static sw_status launch_pack(const sw_device_comm *comm, const sw_py_table *copies,
+                             sw_pack_args *args, sw_stream *stream, sw_error *err)
 {
-    args->segment_count = 0;
-    for (size_t at = 0; at < count;) {
+    const sw_pack_segment *segments = copies->rows;
+    for (size_t at = 0; at < copies->count;) {
         sw_pack_segment *taken = &args->segment[args->segment_count++];
-        for (*taken = segments[at++]; at < count && goes_on(taken, &segments[at]); ++at)
+        for (*taken = segments[at++]; at < copies->count && goes_on(taken, &segments[at]); ++at)
             taken->size_bytes += segments[at].size_bytes;
-        if (at < count && args->segment_count < SW_PACK_SEGMENT_MAX)
+        if (at < copies->count && args->segment_count < SW_PACK_SEGMENT_MAX)
             continue;
         SW_TRY(sw_kernel_launch(&comm->kernels, SW_KERNEL_PACK, args, stream, err));
         args->segment_count = 0;
@@ -548,65 +418,41 @@ static sw_status pack(const sw_device_comm *comm, const sw_pack_segment *segment
     return SW_OK;
 }
 
-static PyObject *run_pack(device_comm_object *self, PyObject *list, PyObject *stream_value,
-                          sw_pack_args *args)
-{
-    sw_stream *stream;
-    sw_error err;
-    sw_status status;
-    if (!sw_py_device_stream(stream_value, &stream))
-        return NULL;
-    sw_pack_segment *segments = sw_py_device_table(list, read_segment, sizeof *segments);
-    size_t count = (size_t)PyList_Size(list); /* read once: it may change */
-    if (!segments || !sw_py_device_enter(self)) {
-        free(segments);
-        return NULL;
-    }
-    SW_PY_WITHOUT_GIL(status, pack(self->comm, segments, count, args, stream, &err));
-    free(segments);
-    return sw_py_device_finish(self, status, &err);
-}
-
 /* Enqueues copies (to, from, nbytes) on `stream`; they are skipped if *verdict is set. */
-static PyObject *device_pack(PyObject *op, PyObject *args)
+static sw_status pack(sw_device_comm *comm, const sw_py_arg *a, const sw_py_table *copies,
+                      sw_error *err)
 {
-    PyObject *list, *stream;
-    sw_pack_args pack_args = {.segment_count = 0};
-    unsigned long long verdict = 0;
-    if (!PyArg_ParseTuple(args, "O!O|K:pack", &PyList_Type, &list, &stream, &verdict))
-        return NULL;
-    pack_args.verdict = sw_py_address(verdict);
-    return run_pack((device_comm_object *)op, list, stream, &pack_args);
+    sw_pack_args args = {.verdict = a[2].address};
+    return launch_pack(comm, copies, &args, a[1].address, err);
 }
 
-static bool small_dtype(const char *name, int *dtype)
+static sw_status small_dtype(const char *name, int *dtype, sw_error *err)
 {
     *dtype = (int)sw_dtype_from_name(name);
-    if (*dtype == SW_DTYPE_FLOAT32 || *dtype == SW_DTYPE_FLOAT16 || *dtype == SW_DTYPE_BFLOAT16)
-        return true;
-    PyErr_Format(PyExc_ValueError, "convert: dtype must be float32, float16 or bfloat16, not '%s'",
-                 name);
-    return false;
+    if (*dtype != SW_DTYPE_FLOAT32 && *dtype != SW_DTYPE_FLOAT16 && *dtype != SW_DTYPE_BFLOAT16)
+        SW_FAIL(err, SW_E_INVALID,
+                "convert: dtype must be float32, float16 or bfloat16, not '%.40s'", name);
+    return SW_OK;
 }
 
 /* Enqueues copies that convert dtypes and multiply each element by `scale`, or by the float32 at
  * `factor`. */
-static PyObject *device_convert(PyObject *op, PyObject *args)
+static sw_status convert(sw_device_comm *comm, const sw_py_arg *a, const sw_py_table *copies,
+                         sw_error *err)
 {
-    PyObject *list, *stream;
-    const char *to_dtype, *from_dtype;
-    double scale;
-    unsigned long long factor = 0;
-    sw_pack_args pack_args = {.converts = 1};
-    if (!PyArg_ParseTuple(args, "O!ssdO|K:convert", &PyList_Type, &list, &to_dtype, &from_dtype,
-                          &scale, &stream, &factor) ||
-        !small_dtype(to_dtype, &pack_args.to_dtype) ||
-        !small_dtype(from_dtype, &pack_args.from_dtype))
-        return NULL;
-    pack_args.scale = (float)scale;
-    pack_args.factor = sw_py_address(factor);
-    return run_pack((device_comm_object *)op, list, stream, &pack_args);
+    sw_pack_args args = {.converts = 1, .scale = (float)a[3].d, .factor = a[5].address};
+    SW_TRY(small_dtype(a[1].s, &args.to_dtype, err));
+    SW_TRY(small_dtype(a[2].s, &args.from_dtype, err));
+    return launch_pack(comm, copies, &args, a[4].address, err);
 }
+
+#define COPY "copy to:A from:A nbytes:n"
+
+SW_PY_ON_ROWS(device_pack, "pack copies:L stream:A | verdict:A", pack, 0, COPY, sw_pack_segment,
+              fill_segment)
+SW_PY_ON_ROWS(device_convert,
+              "convert copies:L to_dtype:s from_dtype:s scale:d stream:A | factor:A", convert, 0,
+              COPY, sw_pack_segment, fill_segment)
 
 /* ---- state and end ---- */
 
@@ -620,33 +466,31 @@ static PyObject *device_watch(PyObject *op, PyObject *unused)
     (void)unused;
     if (!sw_py_device_wait_for_watch(self)) /* raise the other watcher's error here too */
         return NULL;
-    if (self->use != DEVICE_FREE || self->closed || !self->comm || !self->comm->peers ||
-        !sw_py_device_is_own(self))
+    if (self->use.kind != SW_PY_FREE || self->closed || !self->comm || !self->comm->peers ||
+        !sw_py_use_is_own(&self->use))
         Py_RETURN_NONE;
-    sw_py_device_take(self, DEVICE_WATCHED);
-    Py_BEGIN_ALLOW_THREADS
-    status = sw_device_comm_watch(self->comm, &err);
-    Py_END_ALLOW_THREADS
+    sw_py_device_take(self, SW_PY_WATCHED);
+    SW_PY_WITHOUT_GIL(status, sw_device_comm_watch(self->comm, &err));
     return sw_py_device_finish(self, status, &err);
 }
 
 static PyObject *device_abort(PyObject *op, PyObject *args)
 {
     device_comm_object *self = (device_comm_object *)op;
-    const char *text;
+    sw_py_arg a[1];
     sw_error reason;
-    if (!PyArg_ParseTuple(args, "s:abort", &text))
+    if (!sw_py_read("abort reason:s", args, NULL, a))
         return NULL;
-    if (!sw_py_device_is_own(self) || !sw_py_device_wait_for_watch(self))
+    if (!sw_py_use_is_own(&self->use) || !sw_py_device_wait_for_watch(self))
         return PyErr_Occurred() ? NULL : Py_BuildValue("");
     if (self->closed || !self->comm || !self->comm->peers)
         Py_RETURN_NONE;
-    sw_error_set(&reason, SW_E_COMM, -1, "%.480s", text);
+    sw_error_set(&reason, SW_E_COMM, -1, "%.480s", a[0].s);
     bool is_beside = is_used(self); /* another thread is inside and may be blocked */
     sw_peers *peers = self->comm->peers;
     self->enders++;
     if (!is_beside)
-        sw_py_device_take(self, DEVICE_WATCHED);
+        sw_py_device_take(self, SW_PY_WATCHED);
     Py_BEGIN_ALLOW_THREADS /* the call may wait until other communicators are aborted too */
     if (is_beside)
         sw_peers_request_end(peers, &reason);
@@ -680,11 +524,11 @@ static PyObject *device_describe(PyObject *op, PyObject *unused)
     const sw_device *device = comm->device;
     bool has_nccl = comm->library.handle != NULL;
     int version = has_nccl ? comm->library.version : 0;
-    return Py_BuildValue("{s:i,s:s,s:s,s:(ii),s:(iii),s:s,s:s,s:z,s:N}", "ordinal", device->ordinal,
+    return Py_BuildValue("{s:i,s:s,s:s,s:(ii),s:(iii),s:N,s:s,s:z,s:N}", "ordinal", device->ordinal,
                          "name", device->name, "address", device->address, "capability",
                          device->major, device->minor, "nccl", version / 10000,
                          version % 10000 / 100, version % 100, "nccl_missing",
-                         has_nccl ? "" : comm->nccl_missing.message, "kernels",
+                         sw_py_text(has_nccl ? "" : comm->nccl_missing.message), "kernels",
                          sw_image_origin_name(comm->kernels.origin), "transport",
                          comm->peers && !self->closed ? comm->peers->name : NULL, "windows",
                          PyBool_FromLong(has_nccl && sw_nccl_has_windows(&comm->library)));
@@ -692,41 +536,29 @@ static PyObject *device_describe(PyObject *op, PyObject *unused)
 
 static PyObject *device_stats(PyObject *op, PyObject *unused)
 {
+    static const sw_py_count counts[] = {
+        SW_PY_COUNT(sw_device_stats, launches),   SW_PY_COUNT(sw_device_stats, copies),
+        SW_PY_COUNT(sw_device_stats, records),    SW_PY_COUNT(sw_device_stats, stream_waits),
+        SW_PY_COUNT(sw_device_stats, host_waits), SW_PY_COUNT(sw_device_stats, allocations)};
     const device_comm_object *self = (device_comm_object *)op;
     (void)unused;
-    if (!self->comm)
-        Py_RETURN_NONE;
-    const sw_device_stats *stats = &self->comm->device->stats;
-    return Py_BuildValue(
-        "{s:K,s:K,s:K,s:K,s:K,s:K}", "launches", (unsigned long long)stats->launches, "copies",
-        (unsigned long long)stats->copies, "records", (unsigned long long)stats->records,
-        "stream_waits", (unsigned long long)stats->stream_waits, "host_waits",
-        (unsigned long long)stats->host_waits, "allocations",
-        (unsigned long long)stats->allocations);
+    return self->comm
+               ? sw_py_counts(&self->comm->device->stats, counts, sizeof counts / sizeof *counts)
+               : sw_py_none();
 }
 
-static PyObject *device_get_stream(PyObject *op, void *unused)
+SW_PY_GETTER(device_get_stream, device_comm_object,
+             PyLong_FromVoidPtr(self->comm ? (void *)self->comm->stream : NULL))
+
+static bool has_peers(const device_comm_object *self)
 {
-    const device_comm_object *self = (device_comm_object *)op;
-    (void)unused;
-    return PyLong_FromVoidPtr(self->comm ? (void *)self->comm->stream : NULL);
+    return self->comm && self->comm->peers && !self->closed;
 }
 
-static PyObject *device_get_alive(PyObject *op, void *unused)
-{
-    const device_comm_object *self = (device_comm_object *)op;
-    (void)unused;
-    return PyBool_FromLong(!self->closed && self->comm && self->comm->peers &&
-                           !sw_peers_has_failed(self->comm->peers));
-}
-
-static PyObject *device_get_failed(PyObject *op, void *unused)
-{
-    const device_comm_object *self = (device_comm_object *)op;
-    (void)unused;
-    return PyBool_FromLong(self->comm && self->comm->peers && !self->closed &&
-                           sw_peers_has_failed(self->comm->peers));
-}
+SW_PY_GETTER(device_get_alive, device_comm_object,
+             PyBool_FromLong(has_peers(self) && !sw_peers_has_failed(self->comm->peers)))
+SW_PY_GETTER(device_get_failed, device_comm_object,
+             PyBool_FromLong(has_peers(self) && sw_peers_has_failed(self->comm->peers)))
 
 static PyMethodDef device_methods[] = {
     {"connect", device_connect, METH_VARARGS,
@@ -737,7 +569,7 @@ static PyMethodDef device_methods[] = {
     {"borrow", device_borrow, METH_VARARGS,
      "borrow($self, handle, rank, world_size, timeout_s, /)\n--\n\n"
      "Use a communicator that its owner keeps, instead of connect()."},
-    {"give_back", device_give_back, METH_O,
+    {"give_back", device_give_back, METH_VARARGS,
      "give_back($self, stream, /)\n--\n\n"
      "Order the stream's next operations after ours, if the communicator is borrowed."},
     {"refuse_capture", device_refuse_capture, METH_VARARGS,
@@ -791,9 +623,4 @@ static PyType_Slot device_slots[] = {
     {0, NULL},
 };
 
-PyType_Spec sw_py_device_comm_type_spec = {
-    .name = "shardwright._engine.DeviceComm",
-    .basicsize = sizeof(device_comm_object),
-    .flags = Py_TPFLAGS_DEFAULT,
-    .slots = device_slots,
-};
+SW_PY_TYPE(sw_py_device_comm_type_spec, "DeviceComm", device_comm_object, 0, device_slots)

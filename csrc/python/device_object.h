@@ -1,5 +1,5 @@
 /* device_object.h - the DeviceComm object, shared by its type and the types of objects made from
- * it; and the DeviceOffload object, through which optimizers step.
+ * it.
  *
  * Thread rule: with the GIL held. */
 #ifndef SW_PYTHON_DEVICE_OBJECT_H
@@ -7,14 +7,6 @@
 
 #include "comm/device_norm.h"
 #include "python/engine.h"
-#include "zero/device_offload.h"
-
-/* The thread that is inside a call has usually released the GIL. */
-typedef enum device_use {
-    DEVICE_FREE = 0,
-    DEVICE_USED,    /* used by the program's thread */
-    DEVICE_WATCHED, /* used briefly by a thread that watches or aborts it */
-} device_use;
 
 typedef struct device_comm_object {
     PyObject_HEAD sw_device_comm *comm; /* owned; NULL before init */
@@ -23,17 +15,10 @@ typedef struct device_comm_object {
     PyObject *make_room;                /* owned: called when GPU memory is short, or NULL */
     struct device_comm_object *beside;  /* owned: the communicator whose stream it uses. A thread
                                            inside that one may use this one. NULL: an own stream */
-    long owner_pid;
-    device_use use;
-    unsigned long user; /* the thread that is inside */
-    int enders;         /* threads that abort it beside `user` */
+    sw_py_use use;
+    int enders; /* threads that abort it beside the one inside */
     bool closed;
 } device_comm_object;
-
-typedef struct device_offload_object {
-    PyObject_HEAD device_comm_object *comm; /* owned */
-    sw_device_offload *offload;             /* owned; NULL before init */
-} device_offload_object;
 
 /* Marks the communicator as in use by this thread. Returns false with an exception if it is not
  * connected, closed, in use by another thread, or inherited by a forked child. */
@@ -45,34 +30,20 @@ void sw_py_device_leave(device_comm_object *self);
  * communicator. */
 bool sw_py_device_lend_kernels(device_comm_object *self);
 
-/* status = expression, without the GIL. A call that enqueues blocks while the driver's queue is
- * full, until the GPU proceeds or another thread aborts. */
-#define SW_PY_WITHOUT_GIL(status, expression) \
-    do {                                      \
-        Py_BEGIN_ALLOW_THREADS(status)        \
-        = (expression);                       \
-        Py_END_ALLOW_THREADS                  \
-    } while (0)
-
 /* The two steps of sw_py_device_enter(). wait_for_watch waits for the watch thread, which leaves at
  * once unless a driver call does not return. Returns false with an exception if a signal or the
  * deadline ends the wait. A forked child does not wait; its next call is refused. */
 bool sw_py_device_wait_for_watch(device_comm_object *self);
-void sw_py_device_take(device_comm_object *self, device_use use);
+void sw_py_device_take(device_comm_object *self, sw_py_use_kind kind);
 
 /* Calls destroy(made) for an object made from the communicator, without the GIL, once no other
- * thread is inside; it does not wait long. For destructors: it raises no exception and keeps the
- * current one. */
+ * thread is inside. If this thread is, or another stays inside for long, calls drop(made), or
+ * destroy where that is NULL. For destructors: it raises no exception and keeps the current one. */
 typedef void sw_py_destroy_fn(void *made);
-void sw_py_device_destroy(device_comm_object *self, sw_py_destroy_fn *destroy, void *made);
-/* Its first step; sw_py_device_leave() ends it. Returns false if this thread is inside, or if
- * another stays inside for long. */
-bool sw_py_device_enter_to_destroy(device_comm_object *self);
+void sw_py_device_destroy(device_comm_object *self, sw_py_destroy_fn *destroy,
+                          sw_py_destroy_fn *drop, void *made);
 /* Does the same when no thread can be inside. */
 void sw_py_destroy_quietly(sw_py_destroy_fn *destroy, void *made);
-
-/* Returns true if this process opened the communicator, not a process that it was forked from. */
-bool sw_py_device_is_own(const device_comm_object *self);
 
 /* Sets the exception of `err`. An error of the driver on this rank aborts the communicator on all
  * ranks. This thread is inside. */
@@ -82,13 +53,6 @@ PyObject *sw_py_device_finish(device_comm_object *self, sw_status status, const 
 
 /* Parses a torch stream, an integer address. Returns false with an exception. */
 bool sw_py_device_stream(PyObject *value, sw_stream **stream);
-
-/* device_table.c: reads one row of a table. Returns false with an exception. */
-typedef bool sw_py_row_fn(PyObject *row, void *out);
-
-/* Reads a list of tuples into an array that the caller owns, `row_bytes` per row. Returns NULL with
- * an exception. */
-void *sw_py_device_table(PyObject *list, sw_py_row_fn *read, size_t row_bytes);
 
 static inline void *sw_py_address(unsigned long long address)
 {

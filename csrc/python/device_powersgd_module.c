@@ -1,202 +1,126 @@
 /* device_powersgd_module.c - the module's functions for PowerSGD on GPUs
  * (compress/device_powersgd.h), and the arithmetic of its messages: folds and casts. Addresses are
  * integers. Each call enqueues work on the given stream and returns. */
-#include <stdlib.h>
-
 #include "compress/device_powersgd.h"
 #include "kernels/kernels.h"
-#include "python/device_object.h"
+#include "python/device_call.h"
 
-/* Enters the communicator and returns it; NULL with an exception. */
-static device_comm_object *enter(PyObject *module, PyObject *comm)
+/* ---- passes: comm, matrices or factors, verdict, stream ---- */
+
+#define MATRIX \
+    "matrix gradient:A memory:A left:A right:A basis:A out:A copy:A rows:K cols:K rank:K dtype:s"
+
+static bool fill_matrix(const sw_py_arg *a, void *row, void *unused)
 {
-    if (!PyObject_TypeCheck(comm, ((engine_state *)PyModule_GetState(module))->device_comm_type)) {
-        PyErr_SetString(PyExc_TypeError, "comm must be a DeviceComm");
-        return NULL;
-    }
-    device_comm_object *self = (device_comm_object *)comm;
-    return sw_py_device_enter(self) ? self : NULL;
-}
-
-/* Launches one kernel. */
-static PyObject *launch(PyObject *module, PyObject *comm, sw_kernel kernel, const void *args,
-                        unsigned long long stream)
-{
-    sw_error err;
-    sw_status status;
-    device_comm_object *self = enter(module, comm);
-    if (!self)
-        return NULL;
-    SW_PY_WITHOUT_GIL(
-        status, sw_kernel_launch(&self->comm->kernels, kernel, args, sw_py_address(stream), &err));
-    return sw_py_device_finish(self, status, &err);
-}
-
-/* ---- tables ---- */
-
-static bool read_matrix(PyObject *row, void *out)
-{
-    unsigned long long gradient, memory, left, right, basis, to, copy, rows, cols, rank;
-    const char *dtype;
-    if (!PyArg_ParseTuple(row,
-                          "KKKKKKKKKKs;a matrix is (gradient, memory, left, right, basis, out, "
-                          "copy, rows, cols, rank, dtype)",
-                          &gradient, &memory, &left, &right, &basis, &to, &copy, &rows, &cols,
-                          &rank, &dtype))
-        return false;
-    *(sw_matrix_args *)out = (sw_matrix_args){.gradient = sw_py_address(gradient),
-                                              .memory = sw_py_address(memory),
-                                              .left = sw_py_address(left),
-                                              .right = sw_py_address(right),
-                                              .basis = sw_py_address(basis),
-                                              .out = sw_py_address(to),
-                                              .copy = sw_py_address(copy),
-                                              .rows = rows,
-                                              .cols = cols,
-                                              .rank = rank,
-                                              .memory_dtype = (int)sw_dtype_from_name(dtype)};
+    (void)unused;
+    *(sw_matrix_args *)row = (sw_matrix_args){.gradient = a[0].address,
+                                              .memory = a[1].address,
+                                              .left = a[2].address,
+                                              .right = a[3].address,
+                                              .basis = a[4].address,
+                                              .out = a[5].address,
+                                              .copy = a[6].address,
+                                              .rows = a[7].word,
+                                              .cols = a[8].word,
+                                              .rank = a[9].word,
+                                              .memory_dtype = (int)sw_dtype_from_name(a[10].s)};
     return true;
 }
 
-static bool read_factor(PyObject *row, void *out)
+static bool fill_factor(const sw_py_arg *a, void *row, void *unused)
 {
-    unsigned long long to, from, count, rank, seed;
-    if (!PyArg_ParseTuple(row, "KKKKK;a factor is (to, from, count, rank, seed)", &to, &from,
-                          &count, &rank, &seed))
-        return false;
-    *(sw_factor_args *)out = (sw_factor_args){.to = sw_py_address(to),
-                                              .from = sw_py_address(from),
-                                              .count = count,
-                                              .rank = rank,
-                                              .seed = seed};
+    (void)unused;
+    *(sw_factor_args *)row = (sw_factor_args){.to = a[0].address,
+                                              .from = a[1].address,
+                                              .count = a[2].word,
+                                              .rank = a[3].word,
+                                              .seed = a[4].word};
     return true;
 }
 
-static PyObject *run(PyObject *module, PyObject *args, const char *format, sw_kernel pass)
+static sw_device_passes passes_of(sw_device_comm *comm, const sw_py_arg *a)
 {
-    PyObject *comm, *list;
-    unsigned long long verdict, stream;
-    sw_error err;
-    sw_status status;
-    if (!PyArg_ParseTuple(args, format, &comm, &PyList_Type, &list, &verdict, &stream))
-        return NULL;
-    sw_matrix_args *matrices = sw_py_device_table(list, read_matrix, sizeof *matrices);
-    if (!matrices)
-        return NULL;
-    size_t count = (size_t)PyList_Size(list);
-    PyObject *done = NULL;
-    device_comm_object *self = enter(module, comm);
-    if (self) {
-        sw_device_passes passes = {.kernels = &self->comm->kernels,
-                                   .stream = sw_py_address(stream),
-                                   .verdict = sw_py_address(verdict)};
-        SW_PY_WITHOUT_GIL(status, sw_device_powersgd_run(&passes, pass, matrices, count, &err));
-        done = sw_py_device_finish(self, status, &err);
-    }
-    free(matrices);
-    return done;
+    return (sw_device_passes){
+        .kernels = &comm->kernels, .verdict = a[2].address, .stream = a[3].address};
 }
 
-static PyObject *project(PyObject *module, PyObject *args)
+#define PASS(name, kernel)                                                                         \
+    static sw_status name##_run(sw_device_comm *comm, const sw_py_arg *a, const sw_py_table *rows, \
+                                sw_error *err)                                                     \
+    {                                                                                              \
+        const sw_device_passes passes = passes_of(comm, a);                                        \
+        return sw_device_powersgd_run(&passes, kernel, rows->rows, rows->count, err);              \
+    }                                                                                              \
+    SW_PY_ON_ROWS(name, "device_powersgd_" #name " comm:O matrices:L verdict:A stream:A",          \
+                  name##_run, 1, MATRIX, sw_matrix_args, fill_matrix)
+
+PASS(project, SW_KERNEL_PROJECT)
+PASS(absorb, SW_KERNEL_ABSORB)
+PASS(expand, SW_KERNEL_EXPAND)
+
+static sw_status orthonormalize_run(sw_device_comm *comm, const sw_py_arg *a,
+                                    const sw_py_table *rows, sw_error *err)
 {
-    return run(module, args, "OO!KK:device_powersgd_project", SW_KERNEL_PROJECT);
+    const sw_device_passes passes = passes_of(comm, a);
+    return sw_device_powersgd_orthonormalize(&passes, rows->rows, rows->count, err);
 }
 
-static PyObject *absorb(PyObject *module, PyObject *args)
-{
-    return run(module, args, "OO!KK:device_powersgd_absorb", SW_KERNEL_ABSORB);
-}
-
-static PyObject *expand(PyObject *module, PyObject *args)
-{
-    return run(module, args, "OO!KK:device_powersgd_expand", SW_KERNEL_EXPAND);
-}
-
-static PyObject *orthonormalize(PyObject *module, PyObject *args)
-{
-    PyObject *comm, *list;
-    unsigned long long verdict, stream;
-    sw_error err;
-    sw_status status;
-    if (!PyArg_ParseTuple(args, "OO!KK:device_powersgd_orthonormalize", &comm, &PyList_Type, &list,
-                          &verdict, &stream))
-        return NULL;
-    sw_factor_args *factors = sw_py_device_table(list, read_factor, sizeof *factors);
-    if (!factors)
-        return NULL;
-    size_t count = (size_t)PyList_Size(list);
-    PyObject *done = NULL;
-    device_comm_object *self = enter(module, comm);
-    if (self) {
-        sw_device_passes passes = {.kernels = &self->comm->kernels,
-                                   .stream = sw_py_address(stream),
-                                   .verdict = sw_py_address(verdict)};
-        SW_PY_WITHOUT_GIL(status, sw_device_powersgd_orthonormalize(&passes, factors, count, &err));
-        done = sw_py_device_finish(self, status, &err);
-    }
-    free(factors);
-    return done;
-}
+SW_PY_ON_ROWS(orthonormalize, "device_powersgd_orthonormalize comm:O factors:L verdict:A stream:A",
+              orthonormalize_run, 1, "factor to:A from:A count:K rank:K seed:K", sw_factor_args,
+              fill_factor)
 
 /* ---- messages ---- */
 
-static PyObject *is_finite(PyObject *module, PyObject *args)
+static sw_status finite_run(sw_device_comm *comm, const sw_py_arg *a, const sw_py_table *unused,
+                            sw_error *err)
 {
-    PyObject *comm;
-    unsigned long long verdict, values, numel, stream;
-    int refusal;
-    if (!PyArg_ParseTuple(args, "OKKKiK:device_finite", &comm, &verdict, &values, &numel, &refusal,
-                          &stream))
-        return NULL;
-    sw_finite_args finite = {.verdict = sw_py_address(verdict),
-                             .values = sw_py_address(values),
-                             .numel = numel,
-                             .refusal = refusal};
-    return launch(module, comm, SW_KERNEL_FINITE, &finite, stream);
+    const sw_finite_args finite = {
+        .verdict = a[1].address, .values = a[2].address, .numel = a[3].word, .refusal = a[4].i};
+    (void)unused;
+    return sw_kernel_launch(&comm->kernels, SW_KERNEL_FINITE, &finite, a[5].address, err);
 }
 
-static PyObject *device_fold(PyObject *module, PyObject *args)
+static sw_status fold_run(sw_device_comm *comm, const sw_py_arg *a, const sw_py_table *unused,
+                          sw_error *err)
 {
-    PyObject *comm;
-    unsigned long long to, own, rest, numel, stride, stream;
-    int own_index, count;
-    const char *dtype;
-    int is_mean;
-    if (!PyArg_ParseTuple(args, "OKKKKKiispK:device_fold", &comm, &to, &own, &rest, &numel, &stride,
-                          &own_index, &count, &dtype, &is_mean, &stream))
-        return NULL;
-    sw_fold_args fold = {.to = sw_py_address(to),
-                         .own = sw_py_address(own),
-                         .rest = sw_py_address(rest),
-                         .numel = numel,
-                         .stride_bytes = stride,
-                         .scale = is_mean ? 1.0 / count : 1.0,
-                         .dtype = (int)sw_dtype_from_name(dtype),
-                         .op = (int)(is_mean ? SW_REDOP_MEAN : SW_REDOP_SUM),
-                         .own_index = own_index,
-                         .source_count = count};
-    return launch(module, comm, SW_KERNEL_FOLD, &fold, stream);
+    const sw_fold_args fold = {.to = a[1].address,
+                               .own = a[2].address,
+                               .rest = a[3].address,
+                               .numel = a[4].word,
+                               .stride_bytes = a[5].word,
+                               .scale = a[9].p ? 1.0 / a[7].i : 1.0,
+                               .dtype = (int)sw_dtype_from_name(a[8].s),
+                               .op = (int)(a[9].p ? SW_REDOP_MEAN : SW_REDOP_SUM),
+                               .own_index = a[6].i,
+                               .source_count = a[7].i};
+    (void)unused;
+    return sw_kernel_launch(&comm->kernels, SW_KERNEL_FOLD, &fold, a[10].address, err);
 }
 
-static PyObject *device_cast(PyObject *module, PyObject *args)
+static sw_status cast_run(sw_device_comm *comm, const sw_py_arg *a, const sw_py_table *unused,
+                          sw_error *err)
 {
-    PyObject *comm;
-    unsigned long long to, from, numel, stream;
-    const char *to_dtype, *from_dtype;
-    double scale;
-    if (!PyArg_ParseTuple(args, "OKsKsKdK:device_cast", &comm, &to, &to_dtype, &from, &from_dtype,
-                          &numel, &scale, &stream))
-        return NULL;
-    sw_cast_args cast = {.to = sw_py_address(to),
-                         .from = sw_py_address(from),
-                         .numel = numel,
-                         .scale = (float)scale,
-                         .to_dtype = (int)sw_dtype_from_name(to_dtype),
-                         .from_dtype = (int)sw_dtype_from_name(from_dtype)};
-    return launch(module, comm, SW_KERNEL_CAST, &cast, stream);
+    const sw_cast_args cast = {.to = a[1].address,
+                               .from = a[3].address,
+                               .numel = a[5].word,
+                               .scale = (float)a[6].d,
+                               .to_dtype = (int)sw_dtype_from_name(a[2].s),
+                               .from_dtype = (int)sw_dtype_from_name(a[4].s)};
+    (void)unused;
+    return sw_kernel_launch(&comm->kernels, SW_KERNEL_CAST, &cast, a[7].address, err);
 }
 
-static PyMethodDef functions[] = {
+SW_PY_ON_DEVICE(is_finite, "device_finite comm:O verdict:A values:A numel:K refusal:i stream:A",
+                finite_run)
+SW_PY_ON_DEVICE(device_fold,
+                "device_fold comm:O to:A own:A rest:A numel:K stride_bytes:K own_index:i count:i "
+                "dtype:s is_mean:p stream:A",
+                fold_run)
+SW_PY_ON_DEVICE(device_cast,
+                "device_cast comm:O to:A to_dtype:s from:A from_dtype:s numel:K scale:d stream:A",
+                cast_run)
+
+PyMethodDef sw_py_device_powersgd_functions[] = {
     {"device_powersgd_project", project, METH_VARARGS,
      "device_powersgd_project($module, comm, matrices, verdict, stream, /)\n--\n\n"
      "Project all matrices like powersgd_project."},
@@ -220,8 +144,3 @@ static PyMethodDef functions[] = {
      "Scale and round."},
     {NULL, NULL, 0, NULL},
 };
-
-int sw_py_device_powersgd_functions_add(PyObject *module)
-{
-    return PyModule_AddFunctions(module, functions);
-}

@@ -1,142 +1,84 @@
 /* device_region_type.c - shardwright._engine.DeviceRegion: memory registered with a communicator.
  * Tensors over the region own it (device_tensor), so it may outlive its creators. */
 #include "comm/device_region.h"
-#include "python/device_object.h"
+#include "python/method.h"
+#include "python/owner.h"
 
 typedef struct device_region_object {
-    PyObject_HEAD device_comm_object *comm; /* owned */
-    sw_device_region *region;               /* owned */
-    Py_ssize_t nbytes;
+    sw_py_owner owner; /* of a sw_device_region */
+    size_t nbytes;
 } device_region_object;
 
-static int region_init(PyObject *op, PyObject *args, PyObject *kwargs)
-{
-    static char *names[] = {"comm", "nbytes", "stream", NULL};
-    device_region_object *self = (device_region_object *)op;
-    PyObject *comm, *stream_value;
-    sw_stream *stream;
-    sw_error err;
-    sw_status status;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OnO:DeviceRegion", names, &comm, &self->nbytes,
-                                     &stream_value) ||
-        !sw_py_device_stream(stream_value, &stream))
-        return -1;
-    if (self->comm || !PyObject_TypeCheck(comm, sw_py_state_of(op)->device_comm_type)) {
-        PyErr_SetString(PyExc_TypeError, "DeviceRegion: comm must be a DeviceComm, and a "
-                                         "DeviceRegion is initialised once");
-        return -1;
-    }
-    if (self->nbytes <= 0) {
-        PyErr_Format(PyExc_ValueError, "DeviceRegion: nbytes must be positive, got %zd",
-                     self->nbytes);
-        return -1;
-    }
-    Py_INCREF(comm);
-    self->comm = (device_comm_object *)comm;
-    if (!sw_py_device_enter(self->comm))
-        return -1;
-    Py_BEGIN_ALLOW_THREADS
-    status = sw_device_region_create(self->comm->comm, (size_t)self->nbytes, stream, &self->region,
-                                     &err);
-    Py_END_ALLOW_THREADS
-    sw_py_device_leave(self->comm);
-    if (status == SW_OK)
-        return 0;
-    sw_py_raise(sw_py_state_of(op), &err, NULL); /* all ranks then continue without it */
-    return -1;
-}
-
-static void destroy_region(void *region)
+/* If another thread stays inside the communicator for long, the communicator frees the region. */
+static void destroy(void *region)
 {
     sw_device_region_destroy(region);
 }
 
-/* A forked child frees nothing: its driver calls would fail, and the memory belongs to the parent.
- * If another thread stays inside the communicator for long, the communicator frees the region. */
-static void region_dealloc(PyObject *op)
+static void drop(void *region)
 {
-    device_region_object *self = (device_region_object *)op;
-    PyTypeObject *type = Py_TYPE(op);
-    if (self->region && sw_py_device_is_own(self->comm)) {
-        if (sw_py_device_enter_to_destroy(self->comm)) {
-            sw_py_destroy_quietly(destroy_region, self->region);
-            sw_py_device_leave(self->comm);
-        } else {
-            sw_device_region_drop(self->region);
-        }
-    }
-    Py_XDECREF(self->comm);
-    PyObject_Free(op);
-    Py_DECREF(type);
+    sw_device_region_drop(region);
 }
 
-static PyObject *region_register(PyObject *op, PyObject *args)
+static int region_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    device_region_object *self = (device_region_object *)op;
-    int as_window = 0;
+    sw_py_owner *self = (sw_py_owner *)op;
+    sw_py_arg a[3];
+    sw_device_region *made = NULL;
     sw_error err;
     sw_status status;
-    if (!self->region) {
-        PyErr_SetString(PyExc_TypeError, "DeviceRegion: it was not initialised");
-        return NULL;
+    if (!sw_py_read("DeviceRegion comm:O nbytes:n stream:A", args, kwargs, a))
+        return -1;
+    if (a[1].n <= 0) {
+        PyErr_Format(PyExc_ValueError, "DeviceRegion: nbytes must be positive, got %zd", a[1].n);
+        return -1;
     }
-    if (!PyArg_ParseTuple(args, "|p:register", &as_window) || !sw_py_device_enter(self->comm))
-        return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    status = sw_device_region_register(self->region, as_window != 0, &err);
-    Py_END_ALLOW_THREADS
+    if (!sw_py_owner_bind(self, a[0].o, "DeviceRegion") || !sw_py_device_enter(self->comm))
+        return -1;
+    self->destroy = destroy;
+    self->drop = drop;
+    ((device_region_object *)op)->nbytes = a[1].size;
+    SW_PY_WITHOUT_GIL(
+        status, sw_device_region_create(self->comm->comm, a[1].size, a[2].address, &made, &err));
+    self->made = made;
     sw_py_device_leave(self->comm);
-    if (status == SW_OK)
-        Py_RETURN_NONE;
-    sw_py_raise(sw_py_state_of(op), &err, NULL); /* ranks exchange the failure and continue without
-                                                  * registration */
-    return NULL;
+    return sw_py_owner_made(self, status, &err); /* all ranks then continue without it */
 }
+
+/* Ranks exchange a failure and continue without registration, so it aborts nothing. */
+static PyObject *leave(sw_py_owner *self, sw_status status, const sw_error *err)
+{
+    sw_py_device_leave(self->comm);
+    return sw_py_owner_made(self, status, err) < 0 ? NULL : sw_py_none();
+}
+
+SW_PY_METHOD(region_register, sw_py_owner, "register | as_window:p",
+             sw_py_owner_check(self, "DeviceRegion: it was") && sw_py_device_enter(self->comm),
+             sw_device_region_register(self->made, a[0].p, &err), leave(self, status, &err))
 
 /* The region's tensors stay in use, so a failure on this rank aborts the communicator on all ranks:
  * otherwise only some ranks would pass registered memory. */
 static PyObject *region_deregister(PyObject *op, PyObject *unused)
 {
-    device_region_object *self = (device_region_object *)op;
+    sw_py_owner *self = (sw_py_owner *)op;
     sw_error err;
     sw_status status;
     (void)unused;
-    if (!self->region || self->comm->closed)
+    if (!self->made || self->comm->closed)
         Py_RETURN_NONE;
     if (!sw_py_device_enter(self->comm))
         return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    status = sw_device_region_deregister(self->region, &err);
-    Py_END_ALLOW_THREADS
+    SW_PY_WITHOUT_GIL(status, sw_device_region_deregister(self->made, &err));
     return sw_py_device_finish(self->comm, status, &err);
 }
 
-static PyObject *region_get_address(PyObject *op, void *unused)
-{
-    const device_region_object *self = (device_region_object *)op;
-    (void)unused;
-    return PyLong_FromVoidPtr(self->region ? sw_device_region_memory(self->region) : NULL);
-}
-
-static PyObject *region_get_nbytes(PyObject *op, void *unused)
-{
-    (void)unused;
-    return PyLong_FromSsize_t(((const device_region_object *)op)->nbytes);
-}
-
-static PyObject *region_get_registered(PyObject *op, void *unused)
-{
-    const device_region_object *self = (device_region_object *)op;
-    (void)unused;
-    return PyBool_FromLong(self->region && sw_device_region_is_registered(self->region));
-}
-
-static PyObject *region_get_window(PyObject *op, void *unused)
-{
-    const device_region_object *self = (device_region_object *)op;
-    (void)unused;
-    return PyBool_FromLong(self->region && sw_device_region_is_window(self->region));
-}
+SW_PY_GETTER(region_get_address, sw_py_owner,
+             PyLong_FromVoidPtr(self->made ? sw_device_region_memory(self->made) : NULL))
+SW_PY_GETTER(region_get_nbytes, device_region_object, PyLong_FromSize_t(self->nbytes))
+SW_PY_GETTER(region_get_registered, sw_py_owner,
+             PyBool_FromLong(self->made &&sw_device_region_is_registered(self->made)))
+SW_PY_GETTER(region_get_window, sw_py_owner,
+             PyBool_FromLong(self->made &&sw_device_region_is_window(self->made)))
 
 static PyMethodDef region_methods[] = {
     {"register", region_register, METH_VARARGS,
@@ -157,16 +99,11 @@ static PyGetSetDef region_properties[] = {
 
 static PyType_Slot region_slots[] = {
     {Py_tp_init, region_init},
-    {Py_tp_dealloc, region_dealloc},
+    {Py_tp_dealloc, sw_py_owner_dealloc},
     {Py_tp_methods, region_methods},
     {Py_tp_getset, region_properties},
     {Py_tp_doc, "DeviceRegion(comm, nbytes, stream)\n--\n\nMemory of NCCL's, for a communicator."},
     {0, NULL},
 };
 
-PyType_Spec sw_py_device_region_type_spec = {
-    .name = "shardwright._engine.DeviceRegion",
-    .basicsize = sizeof(device_region_object),
-    .flags = Py_TPFLAGS_DEFAULT,
-    .slots = region_slots,
-};
+SW_PY_TYPE(sw_py_device_region_type_spec, "DeviceRegion", device_region_object, 0, region_slots)

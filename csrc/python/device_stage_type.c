@@ -1,65 +1,42 @@
 /* device_stage_type.c - shardwright._engine.DeviceStage: the buffers through which a
  * CheckpointSaver copies GPU memory to the host. */
-#include "python/device_stage_object.h"
+#include "checkpoint/device_stage.h"
+#include "python/method.h"
+#include "python/owner.h"
 
-#include <unistd.h>
+static void destroy(void *stage)
+{
+    sw_device_stage_destroy(stage);
+}
 
 static int stage_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"ordinal", "slot_bytes", "libcuda", NULL};
-    device_stage_object *self = (device_stage_object *)op;
-    int ordinal;
-    Py_ssize_t slot_bytes;
-    const char *library = NULL;
+    sw_py_owner *self = (sw_py_owner *)op;
+    sw_py_arg a[3] = {{0}};
+    sw_device_stage *made = NULL;
     sw_error err;
     sw_status status;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "in|z:DeviceStage", names, &ordinal, &slot_bytes,
-                                     &library))
+    if (!sw_py_read("DeviceStage ordinal:i slot_bytes:N | libcuda:z", args, kwargs, a) ||
+        !sw_py_use_make(&self->use, "DeviceStage"))
         return -1;
-    if (self->stage || slot_bytes < 0) {
-        PyErr_Format(PyExc_ValueError,
-                     "DeviceStage: slot_bytes must be positive, got %zd, and a DeviceStage is "
-                     "initialised once",
-                     slot_bytes);
-        return -1;
-    }
-    Py_BEGIN_ALLOW_THREADS
-    status = sw_device_stage_create(library, ordinal, (size_t)slot_bytes, &self->stage, &err);
-    Py_END_ALLOW_THREADS
-    if (status != SW_OK) {
-        sw_py_raise(sw_py_state_of(op), &err, NULL);
-        return -1;
-    }
-    self->owner_pid = getpid();
-    return 0;
-}
-
-/* A forked child frees nothing: its driver calls would fail, and the memory belongs to the parent.
- */
-static void stage_dealloc(PyObject *op)
-{
-    device_stage_object *self = (device_stage_object *)op;
-    PyTypeObject *type = Py_TYPE(op);
-    if (self->stage && getpid() == self->owner_pid) {
-        Py_BEGIN_ALLOW_THREADS
-        sw_device_stage_destroy(self->stage);
-        Py_END_ALLOW_THREADS
-    }
-    PyObject_Free(op);
-    Py_DECREF(type);
+    self->destroy = destroy;
+    self->is_the_parents = true;
+    SW_PY_WITHOUT_GIL(status, sw_device_stage_create(a[2].s, a[0].i, a[1].size, &made, &err));
+    self->made = made;
+    return sw_py_owner_made(self, status, &err);
 }
 
 static PyObject *stage_stats(PyObject *op, PyObject *unused)
 {
-    const device_stage_object *self = (device_stage_object *)op;
+    const sw_py_owner *self = (sw_py_owner *)op;
     (void)unused;
-    if (!self->stage)
+    if (!self->made)
         return PyDict_New();
-    sw_device_stage_stats stats = sw_device_stage_get_stats(self->stage);
+    sw_device_stage_stats stats = sw_device_stage_get_stats(self->made);
     return Py_BuildValue("{s:K,s:K,s:K,s:n}", "batches", (unsigned long long)stats.batches,
                          "bytes_down", (unsigned long long)stats.bytes_down, "host_waits",
                          (unsigned long long)stats.host_waits, "pinned_bytes",
-                         (Py_ssize_t)sw_device_stage_pinned_bytes(self->stage));
+                         (Py_ssize_t)sw_device_stage_pinned_bytes(self->made));
 }
 
 static PyMethodDef stage_methods[] = {
@@ -71,16 +48,11 @@ static PyMethodDef stage_methods[] = {
 
 static PyType_Slot stage_slots[] = {
     {Py_tp_init, stage_init},
-    {Py_tp_dealloc, stage_dealloc},
+    {Py_tp_dealloc, sw_py_owner_dealloc},
     {Py_tp_methods, stage_methods},
     {Py_tp_doc, "DeviceStage(ordinal, slot_bytes, libcuda=None)\n--\n\nSlots of pinned memory "
                 "between a GPU and a checkpoint."},
     {0, NULL},
 };
 
-PyType_Spec sw_py_device_stage_type_spec = {
-    .name = "shardwright._engine.DeviceStage",
-    .basicsize = sizeof(device_stage_object),
-    .flags = Py_TPFLAGS_DEFAULT,
-    .slots = stage_slots,
-};
+SW_PY_TYPE(sw_py_device_stage_type_spec, "DeviceStage", sw_py_owner, 0, stage_slots)

@@ -1,51 +1,33 @@
-/* device_use.c - which thread is inside a DeviceComm, how it enters and leaves, and how its failure
+/* device_use.c - how a thread enters and leaves a DeviceComm, and how its failure
  * reaches other threads and ranks. */
-#include <unistd.h>
-
 #include "platform/clock.h"
-#include "platform/thread.h"
 #include "python/device_object.h"
 
-/* The longest wait where the communicator has no deadline. */
-static const int64_t PATIENCE_NS = INT64_C(10) * 1000000000;
-
-bool sw_py_device_is_own(const device_comm_object *self)
+void sw_py_device_take(device_comm_object *self, sw_py_use_kind kind)
 {
-    return getpid() == self->owner_pid;
-}
-
-void sw_py_device_take(device_comm_object *self, device_use use)
-{
-    self->use = use;
-    self->user = PyThread_get_thread_ident();
-    if (self->comm && use == DEVICE_USED)
+    sw_py_use_take(&self->use, kind);
+    if (self->comm && kind == SW_PY_ALONE)
         atomic_store(&self->comm->entered_ns, sw_clock_now_ns());
 }
 
 static int64_t patience_of(const device_comm_object *self)
 {
     int64_t timeout_ns = self->comm ? self->comm->timeout_ns : 0;
-    return timeout_ns ? timeout_ns : PATIENCE_NS;
+    return timeout_ns ? timeout_ns : SW_PY_PATIENCE_NS;
 }
 
-static bool is_being_ended(const device_comm_object *self)
+static bool is_being_ended(const void *op)
 {
-    return self->use == DEVICE_WATCHED || self->enders > 0;
+    const device_comm_object *self = op;
+    return self->use.kind == SW_PY_WATCHED || self->enders > 0;
 }
 
 bool sw_py_device_wait_for_watch(device_comm_object *self)
 {
-    int64_t begun = sw_clock_now_ns(), waited = 0;
-    if (!sw_py_device_is_own(self)) /* that thread exists only in the parent */
+    if (!sw_py_use_is_own(&self->use)) /* that thread exists only in the parent */
         return true;
-    while (is_being_ended(self) && waited < patience_of(self)) {
-        if (PyErr_CheckSignals() < 0)
-            return false;
-        Py_BEGIN_ALLOW_THREADS
-        sw_thread_rest(waited);
-        Py_END_ALLOW_THREADS
-        waited = sw_clock_now_ns() - begun;
-    }
+    if (!sw_py_wait_while(is_being_ended, self, patience_of(self)))
+        return false;
     if (!is_being_ended(self))
         return true;
     PyErr_SetString(
@@ -59,46 +41,50 @@ bool sw_py_device_enter(device_comm_object *self)
     const char *why = NULL;
     if (!sw_py_device_wait_for_watch(self))
         return false;
-    if (self->comm && !sw_py_device_is_own(self))
+    if (self->comm && !sw_py_use_is_own(&self->use))
         why = "this process was forked from the one that opened the GPU; the engine works in that "
               "one only";
     else if (!self->comm || !self->comm->peers)
         why = self->closed
                   ? "the GPU's communicator was closed"
                   : "the GPU's communicator has not joined its peers: call connect() first";
-    else if (self->use != DEVICE_FREE)
+    else if (self->use.kind != SW_PY_FREE)
         why = "another thread is inside the GPU's communicator; one thread a rank issues its "
               "collectives";
     if (why) {
         PyErr_SetString(sw_py_state_of((PyObject *)self)->error, why);
         return false;
     }
-    sw_py_device_take(self, DEVICE_USED);
+    sw_py_device_take(self, SW_PY_ALONE);
     return true;
 }
 
 bool sw_py_device_lend_kernels(device_comm_object *self)
 {
-    if (self->comm && sw_py_device_is_own(self))
+    if (self->comm && sw_py_use_is_own(&self->use))
         return true;
     PyErr_SetString(sw_py_state_of((PyObject *)self)->error,
                     "this process has not opened the GPU: it was forked from the one that did");
     return false;
 }
 
-bool sw_py_device_enter_to_destroy(device_comm_object *self)
+static bool is_held_by_another(const void *op)
 {
-    int64_t begun = sw_clock_now_ns(), waited = 0;
-    while (self->use != DEVICE_FREE && self->user != PyThread_get_thread_ident() &&
-           waited < PATIENCE_NS) {
-        Py_BEGIN_ALLOW_THREADS
-        sw_thread_rest(waited);
-        Py_END_ALLOW_THREADS
-        waited = sw_clock_now_ns() - begun;
-    }
-    if (self->use != DEVICE_FREE)
+    const sw_py_use *use = &((const device_comm_object *)op)->use;
+    return use->kind != SW_PY_FREE && use->thread != PyThread_get_thread_ident();
+}
+
+static bool enter_to_destroy(device_comm_object *self)
+{
+    PyObject *kind, *value, *trace;
+    PyErr_Fetch(&kind, &value, &trace);
+    (void)sw_py_wait_while(is_held_by_another, self, SW_PY_PATIENCE_NS);
+    if (PyErr_Occurred()) /* a signal handler raised */
+        PyErr_WriteUnraisable(NULL);
+    PyErr_Restore(kind, value, trace);
+    if (self->use.kind != SW_PY_FREE)
         return false;
-    sw_py_device_take(self, DEVICE_USED);
+    sw_py_device_take(self, SW_PY_ALONE);
     return true;
 }
 
@@ -115,17 +101,18 @@ void sw_py_destroy_quietly(sw_py_destroy_fn *destroy, void *made)
     PyErr_Restore(kind, value, trace);
 }
 
-void sw_py_device_destroy(device_comm_object *self, sw_py_destroy_fn *destroy, void *made)
+void sw_py_device_destroy(device_comm_object *self, sw_py_destroy_fn *destroy,
+                          sw_py_destroy_fn *drop, void *made)
 {
-    bool entered = sw_py_device_enter_to_destroy(self);
-    sw_py_destroy_quietly(destroy, made);
+    bool entered = enter_to_destroy(self);
+    sw_py_destroy_quietly(entered || !drop ? destroy : drop, made);
     if (entered)
         sw_py_device_leave(self);
 }
 
 void sw_py_device_leave(device_comm_object *self)
 {
-    self->use = DEVICE_FREE;
+    sw_py_use_leave(&self->use);
     if (self->comm)
         atomic_store(&self->comm->entered_ns, 0);
 }

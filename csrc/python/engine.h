@@ -23,7 +23,7 @@
 #include "comm/comm.h"
 #include "comm/hier.h"
 #include "comm/local.h"
-#include "optim/offload.h"
+#include "python/use.h"
 #include "reduce/gradient_memory.h"
 #include "reduce/reducer.h"
 
@@ -44,12 +44,12 @@ typedef struct comm_object {
     PyObject *hosts;             /* owned list of str; NULL before connect */
     char address[64];
     int rank, world_size; /* as passed by the caller */
-    long owner_pid;
+    sw_py_use use;
     Py_ssize_t
         users; /* arenas, reducers and calls that need comm; the last destroys a closed one */
-    bool connected, in_use, closed; /* in_use: a thread is inside, possibly without the GIL */
-    bool spans_hosts;               /* comm is over a map of hosts (comm/hier) */
-    struct comm_object *next;       /* in engine_state.comms */
+    bool connected, closed;
+    bool spans_hosts;         /* comm is over a map of hosts (comm/hier) */
+    struct comm_object *next; /* in engine_state.comms */
 } comm_object;
 
 typedef struct arena_object {         /* an owner of memory: an arena, or a reducer's gradients */
@@ -82,6 +82,10 @@ PyObject *sw_py_raise(engine_state *state, const sw_error *err, const comm_objec
 /* Raises CheckpointError with `errno` (None unless a system call failed), or MemoryError. Returns
  * NULL. */
 PyObject *sw_py_raise_checkpoint(engine_state *state, const sw_error *err);
+
+/* Returns a str of text that may quote names in any language, or bytes of a name that are no UTF-8:
+ * a decoding error must not replace what is reported. */
+PyObject *sw_py_text(const char *text);
 
 /* module_state.c */
 engine_state *sw_py_state_of(PyObject *self); /* `self` is an instance of one of our types */
@@ -119,15 +123,20 @@ void sw_py_comm_acquire(comm_object *self);
 void sw_py_comm_release(comm_object *self);
 /* Leaves the communicator. Returns None, or NULL with the exception of `err`. */
 PyObject *sw_py_comm_finish(comm_object *self, sw_status status, const sw_error *err);
-/* Returns true if this process made the communicator, not a process that it was forked from. */
-bool sw_py_comm_is_own(const comm_object *self);
 
 /* fork.c: the communicators that a forked child inherits. */
 void sw_py_comm_link(engine_state *state, comm_object *self);
 void sw_py_comm_unlink(engine_state *state, const comm_object *self);
-int sw_py_fork_functions_add(PyObject *module);
+extern PyMethodDef sw_py_fork_functions[];
 /* object_marks.c */
-int sw_py_marks_functions_add(PyObject *module);
+extern PyMethodDef sw_py_marks_functions[];
+
+/* comm_waits.c: about waits */
+bool sw_py_comm_set_warn_after(comm_object *self, double seconds);
+PyObject *sw_py_comm_get_waits(PyObject *op, void *unused);
+int sw_py_comm_set_waits(PyObject *op, PyObject *value, void *unused);
+PyObject *sw_py_comm_get_dead(PyObject *op, void *unused);
+PyObject *sw_py_comm_peer(PyObject *op, PyObject *args);
 
 /* comm_join.c: methods */
 PyObject *sw_py_comm_connect(PyObject *op, PyObject *args, PyObject *kwargs);
@@ -138,25 +147,15 @@ extern PyType_Spec sw_py_arena_type_spec;
 /* Takes ownership of `arena` or `memory` on success. */
 PyObject *sw_py_arena_object_new(engine_state *state, comm_object *owner, sw_arena *arena,
                                  sw_gradient_memory *memory);
+/* Multiplies the sizes of a shape, and the dtype's. Returns false with an exception that begins
+ * with `what`. */
+bool sw_py_shape_bytes(PyObject *shape, sw_dtype dtype, const char *what, size_t *bytes);
 /* Makes a DLPack capsule over elements at `address`. Its tensor keeps `owner` alive. */
 PyObject *sw_py_dlpack_capsule_new(PyObject *owner, void *address, sw_dtype dtype, PyObject *shape,
                                    PyObject *strides);
 /* Makes the same on GPU `ordinal`, or on the CPU if that is -1. */
 PyObject *sw_py_dlpack_capsule_on(int ordinal, PyObject *owner, void *address, sw_dtype dtype,
                                   PyObject *shape, PyObject *strides);
-
-/* parameter_rows.c: parses a sequence of (name, numel, dtype, requires_grad). Returns -1 with an
- * exception; the caller calls fini in both cases. */
-typedef struct sw_py_rows {
-    sw_layout_param *params; /* owned */
-    const char **names;      /* owned */
-    PyObject *list;          /* owned: keeps the names alive */
-    size_t count;
-} sw_py_rows;
-int sw_py_rows_init(sw_py_rows *rows, PyObject *sequence);
-void sw_py_rows_fini(sw_py_rows *rows);
-/* Parses "mean" or "sum". Returns -1 with a ValueError. */
-int sw_py_parse_reduce(const char *name, bool *sums);
 
 /* reducer_type.c, hook_type.c */
 extern PyType_Spec sw_py_reducer_type_spec;
@@ -177,6 +176,7 @@ typedef struct plan_object {
     PyObject_HEAD sw_plan *plan; /* owned */
     int lock_fd;                 /* owned descriptor of the folder that create() made; -1: none */
     char *partial;               /* owned path of that folder; NULL: not made yet */
+    sw_py_use use;               /* shared by a save that is under way with it */
 } plan_object;
 /* checkpoint_plan_type.c: merges lists of what ranks wrote. Returns -1 with an exception, or sets
  * *err. */
@@ -229,18 +229,14 @@ bool sw_py_tensor_same_shape(const tensor_reading *a, const tensor_reading *b);
 bool sw_py_tensor_same_strides(const tensor_reading *a, const tensor_reading *b);
 bool sw_py_tensor_is_dense(const tensor_reading *a);
 
-/* state_file_type.c */
-typedef struct state_file_object {
-    PyObject_HEAD sw_offload offload; /* owned while open */
-    bool is_open, in_use;             /* in_use: a call without the GIL uses it */
-} state_file_object;
+/* state_file_type.c: a sw_py_owner (owner.h) of a sw_offload */
 extern PyType_Spec sw_py_state_file_type_spec;
 
 /* optim_module.c */
-int sw_py_optim_functions_add(PyObject *module);
+extern PyMethodDef sw_py_optim_functions[];
 
 /* compress_module.c */
-int sw_py_compress_functions_add(PyObject *module);
+extern PyMethodDef sw_py_compress_functions[];
 
 /* device_comm_type.c, device_units_type.c */
 extern PyType_Spec sw_py_device_comm_type_spec;
@@ -250,12 +246,15 @@ extern PyType_Spec sw_py_device_stage_type_spec;
 extern PyType_Spec sw_py_device_region_type_spec;
 
 /* device_module.c */
-int sw_py_device_functions_add(PyObject *module);
+extern PyMethodDef sw_py_device_functions[];
 
 /* device_codec_module.c */
-int sw_py_device_codec_functions_add(PyObject *module);
-int sw_py_device_powersgd_functions_add(PyObject *module);
-int sw_py_device_check_functions_add(PyObject *module);
+extern PyMethodDef sw_py_device_codec_functions[];
+extern PyMethodDef sw_py_device_powersgd_functions[];
+extern PyMethodDef sw_py_device_check_functions[];
+
+/* Enters a plan, or raises CheckpointError. */
+bool sw_py_plan_enter(plan_object *self, sw_py_use_kind kind);
 
 /* Clears *object before it drops the reference, so that a destructor cannot see it. */
 #define ENGINE_CLEAR(object)                          \
@@ -264,5 +263,37 @@ int sw_py_device_check_functions_add(PyObject *module);
         (object) = NULL;                              \
         Py_XDECREF(engine_old_);                      \
     } while (0)
+
+/* Appends `item`, whose reference it takes; NULL, with an exception, or a failure clears *list. */
+void sw_py_append(PyObject **list, PyObject *item);
+/* The same for a dict. */
+void sw_py_put(PyObject **dict, const char *key, PyObject *value);
+
+/* Stores `value` and then drops the old object, whose destructor may run any code. */
+static inline void sw_py_set(PyObject **slot, PyObject *value)
+{
+    PyObject *old = *slot;
+    Py_INCREF(value);
+    *slot = value;
+    Py_XDECREF(old);
+}
+
+/* The same, or stores NULL for None. */
+static inline void sw_py_set_or_clear(PyObject **slot, PyObject *value)
+{
+    if (value != Py_None)
+        sw_py_set(slot, value);
+    else
+        ENGINE_CLEAR(*slot);
+}
+
+/* Returns a new reference to an item: code that runs meanwhile may take it out of the list. NULL
+ * with an exception. */
+static inline PyObject *sw_py_item(PyObject *list, size_t index)
+{
+    PyObject *item = PyList_GetItem(list, (Py_ssize_t)index);
+    Py_XINCREF(item);
+    return item;
+}
 
 #endif

@@ -46,16 +46,14 @@ int sw_py_errors_init(PyObject *module, engine_state *state)
     return PyObject_SetAttrString(state->checkpoint_error, "errno", Py_None);
 }
 
-/* Messages may quote names in any language, truncated to fit: a decoding error must not replace the
- * error to report. */
-static PyObject *decode(const char *message)
+PyObject *sw_py_text(const char *text)
 {
-    return PyUnicode_DecodeUTF8(message, (Py_ssize_t)strlen(message), "replace");
+    return PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "replace");
 }
 
 static void raise_plain(PyObject *type, const char *message)
 {
-    PyObject *text = decode(message);
+    PyObject *text = sw_py_text(message);
     if (text)
         PyErr_SetObject(type, text);
     Py_XDECREF(text);
@@ -64,7 +62,7 @@ static void raise_plain(PyObject *type, const char *message)
 static PyObject *raise_comm(PyObject *type, const sw_error *err, const comm_object *comm)
 {
     PyObject *host = NULL;
-    PyObject *text = decode(err->message);
+    PyObject *text = sw_py_text(err->message);
     PyObject *exception = text ? PyObject_CallFunctionObjArgs(type, text, NULL) : NULL;
     Py_XDECREF(text);
     PyObject *rank = PyLong_FromLong(err->detail);
@@ -85,7 +83,7 @@ static PyObject *raise_comm(PyObject *type, const sw_error *err, const comm_obje
 
 static PyObject *raise_os(const sw_error *err)
 {
-    PyObject *text = decode(err->message);
+    PyObject *text = sw_py_text(err->message);
     PyObject *arguments = text ? Py_BuildValue("(iN)", err->detail, text) : NULL;
     if (arguments)
         PyErr_SetObject(PyExc_OSError, arguments);
@@ -131,7 +129,9 @@ PyObject *sw_py_raise_checkpoint(engine_state *state, const sw_error *err)
         return sw_py_raise(state, err, NULL);
     PyObject *type =
         err->status == SW_E_UNSUPPORTED ? state->newer_checkpoint_error : state->checkpoint_error;
-    PyObject *exception = PyObject_CallFunction(type, "s", err->message);
+    PyObject *text = sw_py_text(err->message);
+    PyObject *exception = text ? PyObject_CallFunctionObjArgs(type, text, NULL) : NULL;
+    Py_XDECREF(text);
     PyObject *code = err->status == SW_E_OS ? PyLong_FromLong(err->detail) : Py_BuildValue("");
     if (exception && code && PyObject_SetAttrString(exception, "errno", code) == 0)
         PyErr_SetObject(type, exception);

@@ -1,6 +1,7 @@
-/* fork.c - a forked child's copies of the communicators: it keeps the bytes that their memory
- * shows, and later writes stay private to it. */
-#include "python/engine.h"
+/* fork.c - a forked child's copies of the communicators: its writes stay private to it, and
+ * own_pages() makes the bytes its own that it reads. */
+#include "platform/memory.h"
+#include "python/method.h"
 
 void sw_py_comm_link(engine_state *state, comm_object *self)
 {
@@ -31,14 +32,20 @@ static PyObject *forked(PyObject *module, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-static PyMethodDef fork_functions[] = {
+static PyObject *finish(PyObject *module, sw_status status, const sw_error *err)
+{
+    return status == SW_OK ? sw_py_none() : sw_py_raise(PyModule_GetState(module), err, NULL);
+}
+
+SW_PY_METHOD(own_pages, PyObject, "own_pages address:A nbytes:N", true,
+             sw_memory_own(a[0].address, a[1].size, &err), finish(self, status, &err))
+
+PyMethodDef sw_py_fork_functions[] = {
     {"forked", forked, METH_NOARGS,
      "forked($module, /)\n--\n\n"
      "Make a forked child's writes private. Call it there before anything else."},
+    {"own_pages", own_pages, METH_VARARGS,
+     "own_pages($module, address, nbytes, /)\n--\n\n"
+     "In a forked child, replace inherited pages by private ones with the same contents."},
     {NULL, NULL, 0, NULL},
 };
-
-int sw_py_fork_functions_add(PyObject *module)
-{
-    return PyModule_AddFunctions(module, fork_functions);
-}

@@ -59,37 +59,39 @@ int sw_py_gradient_restore(reducer_object *self)
     return reducer_called(sw_py_call((PyObject *)self, "_restore", NULL, NULL));
 }
 
-static int take_other(reducer_object *self, size_t index, PyObject *grad)
+static int take_other(reducer_object *self, size_t index, PyObject *param, PyObject *grad)
 {
     PyObject *view = sw_py_gradient_writable_view(self, index);
     if (!view)
         return -1;
     if (grad == Py_None)
         return sw_py_gradient_clear(self, index);
+    Py_INCREF(view);
     self->copies++;
     int written = sw_py_gradient_write(self, index, view, grad, false);
     if (written == 1)
         written = reducer_called(PyObject_CallFunctionObjArgs(self->copy, view, grad, NULL));
-    if (written < 0 || !sw_reducer_is_used(self->reducer, index))
-        return written;
-    PyObject *param = PyList_GetItem(self->params, (Py_ssize_t)index);
-    return PyObject_SetAttr(param, self->grad_name, view);
+    if (written == 0 && sw_reducer_is_used(self->reducer, index))
+        written = PyObject_SetAttr(param, self->grad_name, view);
+    Py_DECREF(view);
+    return written;
 }
 
 int sw_py_gradient_place(reducer_object *self, size_t index)
 {
     if (self->sliced)
         return sw_py_sliced_place(self, index);
-    PyObject *param = PyList_GetItem(self->params, (Py_ssize_t)index);
-    PyObject *view = PyList_GetItem(self->views, (Py_ssize_t)index);
-    PyObject *grad = param && view ? PyObject_GetAttr(param, self->grad_name) : NULL;
-    bool ours = grad && grad == view && is_in_place(self, index, view);
-    int failed = !grad ? -1 : 0;
-    if (grad && !ours)
-        failed = take_other(self, index, grad);
-    else if (grad && !sw_reducer_is_used(self->reducer, index))
+    PyObject *param = sw_py_item(self->params, index);
+    PyObject *grad = param ? PyObject_GetAttr(param, self->grad_name) : NULL;
+    PyObject *view = grad ? PyList_GetItem(self->views, (Py_ssize_t)index) : NULL;
+    bool ours = view && grad == view && is_in_place(self, index, grad);
+    int failed = !view ? -1 : 0;
+    if (view && !ours)
+        failed = take_other(self, index, param, grad);
+    else if (view && !sw_reducer_is_used(self->reducer, index))
         failed = sw_py_gradient_keep(self, index); /* unchanged if no rank used it */
     Py_XDECREF(grad);
+    Py_XDECREF(param);
     if (!failed)
         sw_reducer_place(self->reducer, index, false);
     return failed;
@@ -116,14 +118,10 @@ int sw_py_gradient_fill_bucket(reducer_object *self, size_t bucket)
 {
     sw_error err;
     sw_status status;
-    Py_BEGIN_ALLOW_THREADS
-    status = sw_reducer_reserve(self->reducer, bucket, &err);
-    Py_END_ALLOW_THREADS
+    SW_PY_WITHOUT_GIL(status, sw_reducer_reserve(self->reducer, bucket, &err));
     if (reducer_raise(self, status, &err) < 0 || sw_py_gradient_place_bucket(self, bucket) < 0)
         return -1;
-    REDUCER_BEGIN_ENQUEUE(self)
-    status = sw_reducer_seal(self->reducer, bucket, &err);
-    REDUCER_END_ENQUEUE
+    REDUCER_ENQUEUE(self, status, sw_reducer_seal(self->reducer, bucket, &err));
     return reducer_raise(self, status, &err) < 0 ? -1 : let_go(self);
 }
 
@@ -151,9 +149,7 @@ static int send_traced(reducer_object *self)
     while (self->tracer && sw_reducer_next_complete(self->reducer, &bucket)) {
         if (sw_py_gradient_trace(self, bucket, "begin") < 0)
             return -1;
-        Py_BEGIN_ALLOW_THREADS
-        status = sw_reducer_send_complete(self->reducer, bucket, &err);
-        Py_END_ALLOW_THREADS
+        SW_PY_WITHOUT_GIL(status, sw_reducer_send_complete(self->reducer, bucket, &err));
         int failed = reducer_raise(self, status, &err);
         if (sw_py_gradient_trace(self, bucket, "end") < 0 || failed < 0)
             return -1;
@@ -169,9 +165,7 @@ int sw_py_gradient_advance(reducer_object *self)
     for (;;) { /* only calls that may reduce or wait release the GIL */
         if (send_traced(self) < 0)
             return -1;
-        Py_BEGIN_ALLOW_THREADS
-        status = sw_reducer_advance(self->reducer, &err);
-        Py_END_ALLOW_THREADS
+        SW_PY_WITHOUT_GIL(status, sw_reducer_advance(self->reducer, &err));
         if (reducer_raise(self, status, &err) < 0)
             return -1;
         if (!sw_reducer_is_waiting(self->reducer, &bucket))

@@ -24,23 +24,38 @@ static int current_task(reducer_object *self, int64_t *task)
 
 /* ---- failures on a GPU ---- */
 
+/* Returns err's message, and this rank's step if ranks noted different ones. What fails here must
+ * not keep the reason from the peers, so the exception of describe() is only reported. */
+static PyObject *reason_of(reducer_object *self, const sw_error *err)
+{
+    PyObject *reason = sw_py_text(err->message);
+    if (!reason || !sw_reducer_take_unlike_steps(self->reducer) || self->describe == Py_None)
+        return reason;
+    PyObject *said = PyObject_CallFunctionObjArgs(self->describe, NULL);
+    PyObject *longer = said ? PyUnicode_Concat(reason, said) : NULL;
+    Py_XDECREF(said);
+    if (!longer) {
+        PyErr_WriteUnraisable(self->describe);
+        return reason;
+    }
+    Py_DECREF(reason);
+    return longer;
+}
+
 /* Peers wait for this rank on their GPUs, where enqueued work cannot be cancelled: the subclass
  * aborts the communicators with one message for all ranks and raises it. */
 static int end_communicators(reducer_object *self, const sw_error *err)
 {
-    PyObject *reason = PyUnicode_FromString(err->message);
-    if (sw_reducer_take_unlike_steps(self->reducer) && self->describe != Py_None && reason) {
-        PyObject *said = PyObject_CallFunctionObjArgs(self->describe, NULL);
-        PyObject *longer = said ? PyUnicode_Concat(reason, said) : NULL;
-        Py_XDECREF(said);
-        Py_DECREF(reason);
-        reason = longer;
+    PyObject *reason = reason_of(self, err);
+    if (!reason) { /* no memory for the text: peers hear of the end without it */
+        PyErr_Clear();
+        reason = PyUnicode_FromString("");
     }
     PyObject *result = reason ? sw_py_call((PyObject *)self, "_end", reason, NULL) : NULL;
     Py_XDECREF(reason);
     Py_XDECREF(result);
-    if (result)
-        PyErr_SetString(reducer_state_of(self)->error, err->message);
+    if (result) /* it should have raised */
+        sw_py_raise(reducer_state_of(self), err, NULL);
     return -1;
 }
 
@@ -53,9 +68,7 @@ static int check_tags(reducer_object *self)
         return 0;
     if (sw_py_reducer_use_stream(self) < 0 || reducer_enter(self) < 0)
         return -1;
-    REDUCER_BEGIN_ENQUEUE(self)
-    status = sw_reducer_check(self->reducer, &err);
-    REDUCER_END_ENQUEUE
+    REDUCER_ENQUEUE(self, status, sw_reducer_check(self->reducer, &err));
     int failed = status == SW_E_MISMATCH ? 0 : reducer_raise(self, status, &err);
     reducer_leave(self);
     return status == SW_E_MISMATCH ? end_communicators(self, &err) : failed;
@@ -72,9 +85,7 @@ static int arrive(reducer_object *self)
         return 0;
     if (sw_py_reducer_use_stream(self) < 0 || reducer_enter(self) < 0)
         return -1;
-    REDUCER_BEGIN_ENQUEUE(self)
-    status = sw_reducer_arrive(self->reducer, &err);
-    REDUCER_END_ENQUEUE
+    REDUCER_ENQUEUE(self, status, sw_reducer_arrive(self->reducer, &err));
     int failed = reducer_raise(self, status, &err);
     reducer_leave(self);
     return failed;
@@ -102,6 +113,7 @@ static int open_round(reducer_object *self, int64_t task)
         return -1;
     if (self->announced_sync)
         self->pending_forward = false;
+    self->send_is_due = false;
     if (reducer_raise(
             self, sw_reducer_open(self->reducer, self->announced_task, self->announced_sync, &err),
             &err) < 0)
@@ -158,11 +170,9 @@ static int clear_bucket(reducer_object *self, size_t bucket)
 {
     sw_error err;
     sw_status status;
-    REDUCER_BEGIN_ENQUEUE(self)
-    status = sw_reducer_reserve(self->reducer, bucket, &err);
+    REDUCER_ENQUEUE(self, status, sw_reducer_reserve(self->reducer, bucket, &err));
     if (status == SW_OK)
-        status = sw_reducer_clear_bucket(self->reducer, bucket, &err);
-    REDUCER_END_ENQUEUE
+        REDUCER_ENQUEUE(self, status, sw_reducer_clear_bucket(self->reducer, bucket, &err));
     return reducer_raise(self, status, &err);
 }
 
@@ -221,10 +231,19 @@ static int produce(reducer_object *self, size_t index)
     sw_status status;
     if (sw_py_reducer_use_stream(self) < 0)
         return -1;
-    REDUCER_BEGIN_ENQUEUE(self)
-    status = sw_reducer_produce(self->reducer, index, &err);
-    REDUCER_END_ENQUEUE
+    REDUCER_ENQUEUE(self, status, sw_reducer_produce(self->reducer, index, &err));
     return reducer_raise(self, status, &err);
+}
+
+/* Sends the buckets that earlier gradients completed. A mean overwrites the memory of `.grad`,
+ * which hooks of other code on the same gradient read after ours: so it begins at the next
+ * gradient. */
+static int send_due(reducer_object *self)
+{
+    if (!self->send_is_due)
+        return 0;
+    self->send_is_due = false;
+    return self->bucket_wait ? hand_over(self) : sw_py_gradient_advance(self);
 }
 
 /* Takes the gradient of a parameter. The communicator is entered. */
@@ -232,7 +251,7 @@ static int take(reducer_object *self, size_t index, int64_t task, PyObject *para
 {
     bool due = false, early = false;
     sw_error err;
-    if (self->gpu && produce(self, index) < 0)
+    if ((self->gpu && produce(self, index) < 0) || send_due(self) < 0)
         return -1;
     if (sw_py_gradient_is_hooked_later(self, index) && sw_reducer_pin(self->reducer, index))
         return 0;
@@ -254,9 +273,8 @@ static int take(reducer_object *self, size_t index, int64_t task, PyObject *para
             return -1;
     }
     /* An early gradient may complete a bucket that has since become the next one. */
-    if (!due && !early)
-        return 0;
-    return self->bucket_wait ? hand_over(self) : sw_py_gradient_advance(self);
+    self->send_is_due = due || early;
+    return 0;
 }
 
 int sw_py_reducer_take_gradient(reducer_object *self, size_t index, PyObject *param)
@@ -289,9 +307,11 @@ static int publish(reducer_object *self)
     for (size_t i = 0; i < count && !self->sliced; ++i) {
         if (sw_reducer_is_ready(self->reducer, i) || !sw_reducer_used_by_any(self->reducer, i))
             continue;
-        PyObject *param = PyList_GetItem(self->params, (Py_ssize_t)i);
-        if (PyObject_SetAttr(param, self->grad_name, PyList_GetItem(self->views, (Py_ssize_t)i)) <
-            0)
+        PyObject *param = sw_py_item(self->params, i), *view = sw_py_item(self->views, i);
+        int failed = param && view ? PyObject_SetAttr(param, self->grad_name, view) : -1;
+        Py_XDECREF(param);
+        Py_XDECREF(view);
+        if (failed < 0)
             return -1;
     }
     return sw_py_gradient_restore(self);
@@ -336,9 +356,7 @@ static int end_in_order(reducer_object *self, sw_status (*end)(sw_reducer *, sw_
     sw_status status;
     if (note_order(self) < 0)
         return -1;
-    Py_BEGIN_ALLOW_THREADS
-    status = end(self->reducer, &err);
-    Py_END_ALLOW_THREADS
+    SW_PY_WITHOUT_GIL(status, end(self->reducer, &err));
     return reducer_raise(self, status, &err);
 }
 
@@ -368,7 +386,8 @@ static int finish_with_callback(reducer_object *self)
     PyObject *type, *value, *trace;
     if (reducer_enter(self) < 0)
         return -1;
-    int failed = prepare_for_hook(self), differ = failed ? 0 : exchange_use(self);
+    int failed = send_due(self) < 0 ? -1 : prepare_for_hook(self);
+    int differ = failed ? 0 : exchange_use(self);
     reducer_leave(self);
     if (failed < 0)
         return -1;
@@ -396,9 +415,7 @@ static int send_rest(reducer_object *self)
         if (sw_py_gradient_fill_bucket(self, bucket) < 0 ||
             sw_py_gradient_trace(self, bucket, "begin") < 0)
             return -1;
-        Py_BEGIN_ALLOW_THREADS
-        status = sw_reducer_send(self->reducer, bucket, &err);
-        Py_END_ALLOW_THREADS
+        SW_PY_WITHOUT_GIL(status, sw_reducer_send(self->reducer, bucket, &err));
         int failed = reducer_raise(self, status, &err);
         if (sw_py_gradient_trace(self, bucket, "end") < 0 || failed < 0)
             return -1;
@@ -416,9 +433,7 @@ static int wait_traced(reducer_object *self)
             continue;
         if (sw_py_gradient_trace(self, b, "wait") < 0)
             return -1;
-        Py_BEGIN_ALLOW_THREADS
-        status = sw_reducer_await(self->reducer, b, &err);
-        Py_END_ALLOW_THREADS
+        SW_PY_WITHOUT_GIL(status, sw_reducer_await(self->reducer, b, &err));
         int failed = reducer_raise(self, status, &err);
         if (sw_py_gradient_trace(self, b, "end") < 0 || failed < 0)
             return -1;
@@ -459,9 +474,7 @@ static int abandon(reducer_object *self)
         return reducer_raise(self, sw_reducer_abandon(self->reducer, &err), &err);
     if (can_abandon && reducer_enter(self) < 0)
         return -1;
-    Py_BEGIN_ALLOW_THREADS
-    status = sw_reducer_abandon(self->reducer, &err);
-    Py_END_ALLOW_THREADS
+    SW_PY_WITHOUT_GIL(status, sw_reducer_abandon(self->reducer, &err));
     if (!can_abandon)
         return end_communicators(self, &err);
     reducer_leave(self);
@@ -534,9 +547,7 @@ PyObject *sw_py_round_fail(PyObject *op, PyObject *unused)
         Py_RETURN_NONE;
     if (reducer_enter(self) < 0)
         return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    status = sw_reducer_try_abandon(self->reducer, abandon_budget_ns, &err);
-    Py_END_ALLOW_THREADS
+    SW_PY_WITHOUT_GIL(status, sw_reducer_try_abandon(self->reducer, abandon_budget_ns, &err));
     reducer_leave(self);
     return none_or_null(reducer_raise(self, status, &err));
 }
@@ -580,12 +591,12 @@ PyObject *sw_py_round_close_pending(PyObject *op, PyObject *unused)
  * standing mean of which this rank has only a slice. Returns 0 if not, -1 with an exception. */
 static int holds_contribution(reducer_object *self, size_t index)
 {
-    PyObject *param = PyList_GetItem(self->params, (Py_ssize_t)index);
-    PyObject *view = PyList_GetItem(self->views, (Py_ssize_t)index);
-    PyObject *grad = param && view ? PyObject_GetAttr(param, self->grad_name) : NULL;
+    PyObject *param = sw_py_item(self->params, index);
+    PyObject *grad = param ? PyObject_GetAttr(param, self->grad_name) : NULL;
     int result = !grad ? -1 : grad != Py_None;
-    if (result > 0 && self->sliced && grad == view) {
-        PyObject *pending = PyObject_GetAttrString(view, "_pending");
+    Py_XDECREF(param);
+    if (result > 0 && self->sliced && grad == PyList_GetItem(self->views, (Py_ssize_t)index)) {
+        PyObject *pending = PyObject_GetAttrString(grad, "_pending");
         result = !pending ? -1 : pending != Py_None;
         Py_XDECREF(pending);
     }
@@ -632,15 +643,11 @@ static int shadow_buckets(reducer_object *self)
     sw_status status;
     size_t bucket;
     while (sw_reducer_next_unsent(self->reducer, &bucket)) {
-        REDUCER_BEGIN_ENQUEUE(self)
-        status = sw_reducer_reserve(self->reducer, bucket, &err);
-        REDUCER_END_ENQUEUE
+        REDUCER_ENQUEUE(self, status, sw_reducer_reserve(self->reducer, bucket, &err));
         if (reducer_raise(self, status, &err) < 0 ||
             reducer_called(sw_py_call_at((PyObject *)self, "_blank_bucket", bucket)) < 0)
             return -1;
-        REDUCER_BEGIN_ENQUEUE(self)
-        status = sw_reducer_send(self->reducer, bucket, &err);
-        REDUCER_END_ENQUEUE
+        REDUCER_ENQUEUE(self, status, sw_reducer_send(self->reducer, bucket, &err));
         if (reducer_raise(self, status, &err) < 0)
             return -1;
     }
@@ -671,8 +678,9 @@ static int renew_views(reducer_object *self)
     for (size_t i = 0; i < count && !self->sliced; ++i) {
         if (!sw_reducer_takes_part(self->reducer, i))
             continue;
-        PyObject *param = PyList_GetItem(self->params, (Py_ssize_t)i);
+        PyObject *param = sw_py_item(self->params, i);
         PyObject *grad = param ? PyObject_GetAttr(param, self->grad_name) : NULL;
+        Py_XDECREF(param);
         bool is_other = grad && grad != PyList_GetItem(self->views, (Py_ssize_t)i);
         Py_XDECREF(grad);
         if (!grad || (is_other && !sw_py_gradient_writable_view(self, i)))
@@ -702,9 +710,7 @@ static int shadow_on_host(reducer_object *self)
     sw_status status;
     if (reducer_enter(self) < 0)
         return -1;
-    Py_BEGIN_ALLOW_THREADS
-    status = sw_reducer_shadow(self->reducer, &err);
-    Py_END_ALLOW_THREADS
+    SW_PY_WITHOUT_GIL(status, sw_reducer_shadow(self->reducer, &err));
     reducer_leave(self);
     if (status != SW_OK && run_crossed(self, false) < 0)
         return -1;
@@ -718,9 +724,9 @@ static int shadow_on_host(reducer_object *self)
 PyObject *sw_py_round_shadow(PyObject *op, PyObject *args)
 {
     reducer_object *self = (reducer_object *)op;
-    PyObject *standing = NULL;
-    if (!PyArg_ParseTuple(args, "|O:shadow", &standing) || reducer_check_ready(self) < 0)
+    sw_py_arg a[1] = {{.o = NULL}};
+    if (!sw_py_read("shadow | standing:O", args, NULL, a) || reducer_check_ready(self) < 0)
         return NULL;
     self->pending_forward = false;
-    return none_or_null(self->gpu ? shadow_on_device(self, standing) : shadow_on_host(self));
+    return none_or_null(self->gpu ? shadow_on_device(self, a[0].o) : shadow_on_host(self));
 }

@@ -57,9 +57,7 @@ int sw_py_gradient_write(reducer_object *self, size_t index, PyObject *like, PyO
         return 1;
     if (self->held && PyList_Append(self->held, grad) < 0)
         return -1;
-    REDUCER_BEGIN_ENQUEUE(self)
-    status = sw_reducer_write(self->reducer, index, from, add, &err);
-    REDUCER_END_ENQUEUE
+    REDUCER_ENQUEUE(self, status, sw_reducer_write(self->reducer, index, from, add, &err));
     return reducer_raise(self, status, &err);
 }
 
@@ -67,9 +65,7 @@ int sw_py_gradient_clear(reducer_object *self, size_t index)
 {
     sw_error err;
     sw_status status;
-    REDUCER_BEGIN_ENQUEUE(self)
-    status = sw_reducer_clear(self->reducer, index, &err);
-    REDUCER_END_ENQUEUE
+    REDUCER_ENQUEUE(self, status, sw_reducer_clear(self->reducer, index, &err));
     return reducer_raise(self, status, &err);
 }
 

@@ -2,7 +2,7 @@
  * reducer by a link, so that a hook that torch keeps on a tensor does not keep the engine alive. */
 #include <stdlib.h>
 
-#include "python/engine.h"
+#include "python/method.h"
 
 typedef struct hook_object {
     PyObject_HEAD reducer_link *link; /* counted */
@@ -58,9 +58,5 @@ static PyType_Slot hook_slots[] = {
     {0, NULL},
 };
 
-PyType_Spec sw_py_hook_type_spec = {
-    .name = "shardwright._engine.GradientHook",
-    .basicsize = sizeof(hook_object),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-    .slots = hook_slots,
-};
+SW_PY_TYPE(sw_py_hook_type_spec, "GradientHook", hook_object, Py_TPFLAGS_DISALLOW_INSTANTIATION,
+           hook_slots)

@@ -8,7 +8,7 @@
 #include "kernels/crc32c.h"
 #include "platform/limits.h"
 #include "platform/memory.h"
-#include "python/engine.h"
+#include "python/method.h"
 
 enum { SELF_TEST_RANKS = 3, SELF_TEST_NUMEL = 70001, MAX_TABLES = 8 };
 
@@ -19,66 +19,53 @@ static PyObject *instruction_sets(PyObject *module, PyObject *unused)
     PyObject *list = PyList_New(0);
     (void)module;
     (void)unused;
-    for (size_t i = 0; list && i < count; ++i) {
-        PyObject *name = PyUnicode_FromString(tables[i]->name);
-        if (!name || PyList_Append(list, name) < 0)
-            ENGINE_CLEAR(list);
-        Py_XDECREF(name);
-    }
+    for (size_t i = 0; list && i < count; ++i)
+        sw_py_append(&list, PyUnicode_FromString(tables[i]->name));
     return list;
 }
 
-static PyObject *instruction_set(PyObject *module, PyObject *unused)
+static PyObject *finish(PyObject *module, sw_status status, const sw_error *err)
 {
-    (void)module;
-    (void)unused;
-    return PyUnicode_FromString(sw_kernels()->name);
+    return status == SW_OK ? sw_py_none() : sw_py_raise(PyModule_GetState(module), err, NULL);
 }
 
-static PyObject *force_instruction_set(PyObject *module, PyObject *args)
+SW_PY_VALUE(instruction_set, PyObject, "instruction_set", true,
+            PyUnicode_FromString(sw_kernels()->name))
+SW_PY_METHOD(force_instruction_set, PyObject, "force_instruction_set name:z", true,
+             sw_kernels_force(a[0].s, &err), finish(self, status, &err))
+
+static PyObject *fold_tables(PyObject *module, const sw_py_arg *a, const sw_py_table *sources)
 {
-    const char *name;
+    sw_dtype dtype = sw_dtype_from_name(a[3].s);
+    sw_redop op = 0;
+    void *target = a[0].address;
     sw_error err;
-    if (!PyArg_ParseTuple(args, "z:force_instruction_set", &name))
-        return NULL;
-    if (sw_kernels_force(name, &err) != SW_OK)
-        return sw_py_raise(PyModule_GetState(module), &err, NULL);
-    Py_RETURN_NONE;
+    while (op < SW_REDOP_COUNT && strcmp(sw_redop_name(op), a[4].s) != 0)
+        op++;
+    if (sources->count < 1 || sources->count > 64 || a[2].n < 0 || dtype == SW_DTYPE_COUNT ||
+        op == SW_REDOP_COUNT)
+        return PyErr_Format(
+            PyExc_ValueError,
+            "fold: 1 to 64 sources, a dtype and an op of the engine; got %zu, %s, %s",
+            sources->count, a[3].s, a[4].s);
+    sw_status status = sw_redop_check(op, dtype, &err);
+    if (status == SW_OK)
+        sw_kernels()->fold[dtype](&target, 1, sources->rows, (int)sources->count, a[2].size,
+                                  1.0 / (double)sources->count, op);
+    return finish(module, status, &err);
 }
 
 static PyObject *fold(PyObject *module, PyObject *args)
 {
-    PyObject *destination, *sources;
-    Py_ssize_t numel;
-    const char *dtype_name, *op_name;
-    const void *source[64];
-    sw_error err;
-    if (!PyArg_ParseTuple(args, "OOnss:fold", &destination, &sources, &numel, &dtype_name,
-                          &op_name))
-        return NULL;
-    Py_ssize_t count = PySequence_Size(sources);
-    sw_dtype dtype = sw_dtype_from_name(dtype_name);
-    sw_redop op = 0;
-    while (op < SW_REDOP_COUNT && strcmp(sw_redop_name(op), op_name) != 0)
-        op++;
-    if (count < 1 || count > 64 || numel < 0 || dtype == SW_DTYPE_COUNT || op == SW_REDOP_COUNT)
-        return PyErr_Format(
-            PyExc_ValueError,
-            "fold: 1 to 64 sources, a dtype and an op of the engine; got %zd, %s, %s", count,
-            dtype_name, op_name);
-    if (sw_redop_check(op, dtype, &err) != SW_OK)
-        return sw_py_raise(PyModule_GetState(module), &err, NULL);
-    for (Py_ssize_t i = 0; i < count; ++i) {
-        PyObject *item = PySequence_GetItem(sources, i);
-        source[i] = item ? PyLong_AsVoidPtr(item) : NULL;
-        Py_XDECREF(item);
-    }
-    void *target = PyLong_AsVoidPtr(destination);
-    if (PyErr_Occurred())
-        return NULL;
-    sw_kernels()->fold[dtype](&target, 1, source, (int)count, (size_t)numel, 1.0 / (double)count,
-                              op);
-    Py_RETURN_NONE;
+    sw_py_arg a[5];
+    sw_py_table sources = {0};
+    PyObject *done = NULL;
+    if (sw_py_read("fold destination:A sources:O numel:n dtype:s op:s", args, NULL, a) &&
+        sw_py_table_init(&sources, a[1].o, "fold source:A", sizeof(void *), sw_py_fill_address,
+                         NULL))
+        done = fold_tables(module, a, &sources);
+    sw_py_table_fini(&sources);
+    return done;
 }
 
 static PyObject *limit_value(uint64_t value)
@@ -192,48 +179,26 @@ static PyObject *self_test(PyObject *module, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-static PyObject *crc32c(PyObject *module, PyObject *args)
+SW_PY_VALUE(crc32c, PyObject, "crc32c address:A nbytes:N", true,
+            PyLong_FromUnsignedLong(sw_crc32c(0, a[0].address, a[1].size)))
+
+static bool check_stride(Py_ssize_t stride)
 {
-    unsigned long long address;
-    Py_ssize_t size;
-    (void)module;
-    if (!PyArg_ParseTuple(args, "Kn:crc32c", &address, &size))
-        return NULL;
-    if (size < 0)
-        return PyErr_Format(PyExc_ValueError, "crc32c: nbytes must be at least 0, got %zd", size);
-    return PyLong_FromUnsignedLong(sw_crc32c(0, (const void *)(uintptr_t)address, (size_t)size));
+    if (stride < 1)
+        PyErr_Format(PyExc_ValueError, "sample_crc32c: stride must be at least 1, got %zd", stride);
+    return stride >= 1;
 }
 
-static PyObject *sample_crc32c(PyObject *module, PyObject *args)
-{
-    unsigned long long address;
-    Py_ssize_t size, stride;
-    (void)module;
-    if (!PyArg_ParseTuple(args, "Knn:sample_crc32c", &address, &size, &stride))
-        return NULL;
-    if (size < 0 || stride < 1)
-        return PyErr_Format(PyExc_ValueError,
-                            "sample_crc32c: nbytes must be at least 0 and stride at least 1, got "
-                            "%zd and %zd",
-                            size, stride);
-    return PyLong_FromUnsignedLong(
-        sw_sample_crc32c((const void *)(uintptr_t)address, (size_t)size, (size_t)stride));
-}
-
-static PyObject *prefer_huge_pages(PyObject *module, PyObject *args)
-{
-    unsigned long long address, size_bytes;
-    (void)module;
-    if (!PyArg_ParseTuple(args, "KK:prefer_huge_pages", &address, &size_bytes))
-        return NULL;
-    sw_memory_prefer_huge((uint8_t *)(uintptr_t)address, (size_t)size_bytes);
-    Py_RETURN_NONE;
-}
+SW_PY_VALUE(sample_crc32c, PyObject, "sample_crc32c address:A nbytes:N stride:n",
+            check_stride(a[2].n),
+            PyLong_FromUnsignedLong(sw_sample_crc32c(a[0].address, a[1].size, a[2].size)))
+SW_PY_VALUE(prefer_huge_pages, PyObject, "prefer_huge_pages address:A nbytes:N", true,
+            (sw_memory_prefer_huge(a[0].address, a[1].size), sw_py_none()))
 
 PyMethodDef sw_py_kernel_functions[] = {
     {"instruction_sets", instruction_sets, METH_NOARGS,
      "instruction_sets($module, /)\n--\n\nReturn the kernel tables that run here, best last."},
-    {"instruction_set", instruction_set, METH_NOARGS,
+    {"instruction_set", instruction_set, METH_VARARGS,
      "instruction_set($module, /)\n--\n\nReturn the kernel table in use."},
     {"force_instruction_set", force_instruction_set, METH_VARARGS,
      "force_instruction_set($module, name, /)\n--\n\nUse another kernel table, for debugging."},

@@ -1,37 +1,52 @@
 /* module.c - the one extension module: multi-phase initialisation, all state in the module. */
 #include "python/engine.h"
 
-static int add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **type)
+static const struct {
+    PyType_Spec *spec;
+    size_t place; /* in engine_state */
+} types[] = {
+    {&sw_py_arena_type_spec, offsetof(engine_state, arena_type)},
+    {&sw_py_comm_type_spec, offsetof(engine_state, comm_type)},
+    {&sw_py_reducer_type_spec, offsetof(engine_state, reducer_type)},
+    {&sw_py_hook_type_spec, offsetof(engine_state, hook_type)},
+    {&sw_py_units_type_spec, offsetof(engine_state, units_type)},
+    {&sw_py_state_file_type_spec, offsetof(engine_state, state_file_type)},
+    {&sw_py_checkpoint_plan_type_spec, offsetof(engine_state, plan_type)},
+    {&sw_py_checkpoint_saver_type_spec, offsetof(engine_state, saver_type)},
+    {&sw_py_checkpoint_folder_type_spec, offsetof(engine_state, folder_type)},
+    {&sw_py_device_comm_type_spec, offsetof(engine_state, device_comm_type)},
+    {&sw_py_device_units_type_spec, offsetof(engine_state, device_units_type)},
+    {&sw_py_device_offload_type_spec, offsetof(engine_state, device_offload_type)},
+    {&sw_py_device_stage_type_spec, offsetof(engine_state, device_stage_type)},
+    {&sw_py_device_region_type_spec, offsetof(engine_state, device_region_type)},
+};
+
+static PyMethodDef *const functions[] = {sw_py_optim_functions,
+                                         sw_py_compress_functions,
+                                         sw_py_device_functions,
+                                         sw_py_device_codec_functions,
+                                         sw_py_device_powersgd_functions,
+                                         sw_py_device_check_functions,
+                                         sw_py_fork_functions,
+                                         sw_py_marks_functions};
+
+static PyObject **type_place(engine_state *state, size_t i)
 {
-    *type = (PyTypeObject *)PyType_FromModuleAndSpec(module, spec, NULL);
-    return *type ? PyModule_AddType(module, *type) : -1;
+    return (PyObject **)(void *)((char *)state + types[i].place);
 }
 
 static int module_exec(PyObject *module)
 {
     engine_state *state = PyModule_GetState(module);
-    if (sw_py_errors_init(module, state) < 0 ||
-        add_type(module, &sw_py_arena_type_spec, &state->arena_type) < 0 ||
-        add_type(module, &sw_py_comm_type_spec, &state->comm_type) < 0 ||
-        add_type(module, &sw_py_reducer_type_spec, &state->reducer_type) < 0 ||
-        add_type(module, &sw_py_hook_type_spec, &state->hook_type) < 0 ||
-        add_type(module, &sw_py_units_type_spec, &state->units_type) < 0 ||
-        add_type(module, &sw_py_state_file_type_spec, &state->state_file_type) < 0 ||
-        add_type(module, &sw_py_checkpoint_plan_type_spec, &state->plan_type) < 0 ||
-        add_type(module, &sw_py_checkpoint_saver_type_spec, &state->saver_type) < 0 ||
-        add_type(module, &sw_py_checkpoint_folder_type_spec, &state->folder_type) < 0 ||
-        add_type(module, &sw_py_device_comm_type_spec, &state->device_comm_type) < 0 ||
-        add_type(module, &sw_py_device_units_type_spec, &state->device_units_type) < 0 ||
-        add_type(module, &sw_py_device_offload_type_spec, &state->device_offload_type) < 0 ||
-        add_type(module, &sw_py_device_stage_type_spec, &state->device_stage_type) < 0 ||
-        add_type(module, &sw_py_device_region_type_spec, &state->device_region_type) < 0 ||
-        sw_py_optim_functions_add(module) < 0 || sw_py_compress_functions_add(module) < 0 ||
-        sw_py_device_functions_add(module) < 0 || sw_py_device_codec_functions_add(module) < 0 ||
-        sw_py_device_powersgd_functions_add(module) < 0 ||
-        sw_py_device_check_functions_add(module) < 0 || sw_py_fork_functions_add(module) < 0 ||
-        sw_py_marks_functions_add(module) < 0)
-        return -1;
-    return 0;
+    int failed = sw_py_errors_init(module, state);
+    for (size_t i = 0; !failed && i < sizeof types / sizeof *types; ++i) {
+        PyObject *type = PyType_FromModuleAndSpec(module, types[i].spec, NULL);
+        *type_place(state, i) = type;
+        failed = type ? PyModule_AddType(module, (PyTypeObject *)type) : -1;
+    }
+    for (size_t i = 0; !failed && i < sizeof functions / sizeof *functions; ++i)
+        failed = PyModule_AddFunctions(module, functions[i]);
+    return failed;
 }
 
 static int module_traverse(PyObject *module, visitproc visit, void *arg)
@@ -42,20 +57,8 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(state->comm_timeout_error);
     Py_VISIT(state->checkpoint_error);
     Py_VISIT(state->newer_checkpoint_error);
-    Py_VISIT(state->arena_type);
-    Py_VISIT(state->comm_type);
-    Py_VISIT(state->reducer_type);
-    Py_VISIT(state->hook_type);
-    Py_VISIT(state->units_type);
-    Py_VISIT(state->state_file_type);
-    Py_VISIT(state->device_comm_type);
-    Py_VISIT(state->device_units_type);
-    Py_VISIT(state->device_offload_type);
-    Py_VISIT(state->device_stage_type);
-    Py_VISIT(state->device_region_type);
-    Py_VISIT(state->plan_type);
-    Py_VISIT(state->saver_type);
-    Py_VISIT(state->folder_type);
+    for (size_t i = 0; i < sizeof types / sizeof *types; ++i)
+        Py_VISIT(*type_place(state, i));
     return 0;
 }
 

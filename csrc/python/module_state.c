@@ -12,3 +12,17 @@ engine_state *sw_py_state_of(PyObject *self)
     }
     return state;
 }
+
+void sw_py_append(PyObject **list, PyObject *item)
+{
+    if (!item || PyList_Append(*list, item) < 0)
+        ENGINE_CLEAR(*list);
+    Py_XDECREF(item);
+}
+
+void sw_py_put(PyObject **dict, const char *key, PyObject *value)
+{
+    if (!value || PyDict_SetItemString(*dict, key, value) < 0)
+        ENGINE_CLEAR(*dict);
+    Py_XDECREF(value);
+}

@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "python/arguments.h"
 #include "python/engine.h"
 
 typedef struct word_list {
@@ -60,11 +61,12 @@ static void append_members(word_list *list, PyObject *container)
 
 static PyObject *object_addresses(PyObject *module, PyObject *args)
 {
-    PyObject *containers;
+    sw_py_arg a[1];
     word_list list = {0};
     (void)module;
-    if (!PyArg_ParseTuple(args, "O!:object_addresses", &PyList_Type, &containers))
+    if (!sw_py_read("object_addresses containers:L", args, NULL, a))
         return NULL;
+    PyObject *containers = a[0].o;
     for (Py_ssize_t i = 0; i < PyList_Size(containers); ++i)
         append_members(&list, PyList_GetItem(containers, i));
     return take(&list);
@@ -83,12 +85,13 @@ static void append_view(word_list *list, const tensor_view *view)
 
 static PyObject *tensor_places(PyObject *module, PyObject *args)
 {
-    PyObject *tensors;
+    sw_py_arg a[1];
     word_list list = {0};
     tensor_view view;
     (void)module;
-    if (!PyArg_ParseTuple(args, "O!:tensor_places", &PyList_Type, &tensors))
+    if (!sw_py_read("tensor_places tensors:L", args, NULL, a))
         return NULL;
+    PyObject *tensors = a[0].o;
     Py_ssize_t count = PyList_Size(tensors);
     const void *table = count ? sw_py_tensor_exchange_table(PyList_GetItem(tensors, 0)) : NULL;
     for (Py_ssize_t i = 0; i < count; ++i) {
@@ -101,7 +104,7 @@ static PyObject *tensor_places(PyObject *module, PyObject *args)
     return take(&list);
 }
 
-static PyMethodDef marks_functions[] = {
+PyMethodDef sw_py_marks_functions[] = {
     {"object_addresses", object_addresses, METH_VARARGS,
      "object_addresses($module, containers, /)\n--\n\n"
      "Return the identities of the members of dicts and lists, and of other objects, as bytes."},
@@ -111,8 +114,3 @@ static PyMethodDef marks_functions[] = {
      "tensor has no such view."},
     {NULL, NULL, 0, NULL},
 };
-
-int sw_py_marks_functions_add(PyObject *module)
-{
-    return PyModule_AddFunctions(module, marks_functions);
-}

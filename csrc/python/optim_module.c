@@ -11,7 +11,9 @@
 #include "optim/norm.h"
 #include "optim/offload.h"
 #include "optim/optim.h"
-#include "python/device_object.h"
+#include "python/method.h"
+#include "python/owner.h"
+#include "zero/device_offload.h"
 
 enum {
     LIST_PARAMS,
@@ -35,11 +37,11 @@ typedef struct step_call {
     bool *wide_steps;     /* owned; float64 rather than float32 */
     PyObject *mismatched; /* owned list of indices */
     const void *table;
-    state_file_object *file; /* borrowed; NULL if state is in memory */
+    sw_py_owner *file; /* borrowed; NULL if state is in memory */
     /* One of the two at most. `gpu`: all arrays but step counts are on the GPU. `offload`: only
      * gradients are, and copies, or parameters without copies. Borrowed. */
     device_comm_object *gpu;
-    device_offload_object *offload;
+    sw_device_offload *offload;
     sw_stream *stream;
     const void *clip; /* a float32 on the GPU that first multiplies gradients, or NULL */
 } step_call;
@@ -64,13 +66,11 @@ static bool read_file(step_call *call, PyObject *module, PyObject *file)
                      call->operation, (PyObject *)Py_TYPE(file));
         return false;
     }
-    call->file = (state_file_object *)file;
-    if (!call->file->is_open || call->file->in_use) {
-        PyErr_Format(PyExc_RuntimeError, "%s: the StateFile is not initialised, or in use",
-                     call->operation);
-        return false;
-    }
-    return true;
+    call->file = (sw_py_owner *)file;
+    if (call->file->made)
+        return true;
+    PyErr_Format(PyExc_RuntimeError, "%s: the StateFile is not initialised", call->operation);
+    return false;
 }
 
 /* Parses the place of the step: None for the CPU, (DeviceComm, stream), or (DeviceOffload, stream)
@@ -78,38 +78,36 @@ static bool read_file(step_call *call, PyObject *module, PyObject *file)
 static bool read_place(step_call *call, PyObject *module, PyObject *place)
 {
     const engine_state *state = PyModule_GetState(module);
-    PyObject *gpu, *stream;
+    sw_py_arg a[2];
     if (place == Py_None)
         return true;
-    if (!PyTuple_Check(place) ||
-        !PyArg_ParseTuple(place, "OO;gpu is (DeviceComm or DeviceOffload, stream)", &gpu,
-                          &stream)) {
-        if (!PyErr_Occurred())
-            PyErr_SetString(PyExc_TypeError,
-                            "gpu must be None or (DeviceComm or DeviceOffload, stream)");
+    if (!PyTuple_Check(place) || PyTuple_Size(place) != 2) {
+        PyErr_SetString(PyExc_TypeError,
+                        "gpu must be None or (DeviceComm or DeviceOffload, stream)");
         return false;
     }
-    bool offloads = PyObject_TypeCheck(gpu, state->device_offload_type);
-    if (!offloads && (!PyObject_TypeCheck(gpu, state->device_comm_type) || call->file)) {
+    if (!sw_py_read("gpu comm:O stream:A", place, NULL, a))
+        return false;
+    bool offloads = PyObject_TypeCheck(a[0].o, state->device_offload_type);
+    if (!offloads && (!PyObject_TypeCheck(a[0].o, state->device_comm_type) || call->file)) {
         PyErr_Format(PyExc_TypeError,
                      "%s: gpu must be (DeviceComm or DeviceOffload, stream), with a StateFile "
                      "(DeviceOffload, stream)",
                      call->operation);
         return false;
     }
-    call->offload = offloads ? (device_offload_object *)gpu : NULL;
-    call->gpu = offloads ? call->offload->comm : (device_comm_object *)gpu;
-    if (offloads && !call->offload->offload) {
-        PyErr_Format(PyExc_RuntimeError, "%s: the DeviceOffload is not initialised",
-                     call->operation);
-        return false;
-    }
-    return sw_py_device_stream(stream, &call->stream);
+    call->offload = offloads ? ((sw_py_owner *)a[0].o)->made : NULL;
+    call->gpu = offloads ? ((sw_py_owner *)a[0].o)->comm : (device_comm_object *)a[0].o;
+    call->stream = a[1].address;
+    if (!offloads || call->offload)
+        return true;
+    PyErr_Format(PyExc_RuntimeError, "%s: the DeviceOffload is not initialised", call->operation);
+    return false;
 }
 
-static bool read_clip(step_call *call, unsigned long long address)
+static bool read_clip(step_call *call, const void *address)
 {
-    call->clip = sw_py_address(address);
+    call->clip = address;
     if (!address || (call->gpu && !call->offload))
         return true;
     PyErr_Format(PyExc_ValueError, "%s: clip needs gpu=(DeviceComm, stream), whose kernels read it",
@@ -326,8 +324,8 @@ static sw_status step_through_gpu(const void *given, const sw_optim_run *runs, s
                                   sw_error *err)
 {
     const gpu_batch *batch = given;
-    return sw_device_offload_step(batch->call->offload->offload, batch->step, batch->options, runs,
-                                  count, batch->call->stream, err);
+    return sw_device_offload_step(batch->call->offload, batch->step, batch->options, runs, count,
+                                  batch->call->stream, err);
 }
 
 /* Steps without the GIL. All options and runs are checked before the first run is stepped on. */
@@ -341,13 +339,12 @@ static sw_status run_on_host(const step_call *call, const sw_adam_options *adam,
                 : sw_sgd_check(sgd, call->runs, count, err));
     const gpu_batch batch = {call, step, options};
     if (call->offload && call->file)
-        return sw_offload_step(&call->file->offload, step_through_gpu, &batch, call->runs, count,
-                               err);
+        return sw_offload_step(call->file->made, step_through_gpu, &batch, call->runs, count, err);
     if (call->offload)
-        return sw_device_offload_step(call->offload->offload, step, options, call->runs, count,
-                                      call->stream, err);
+        return sw_device_offload_step(call->offload, step, options, call->runs, count, call->stream,
+                                      err);
     if (call->file)
-        return sw_offload_step(&call->file->offload, step, options, call->runs, count, err);
+        return sw_offload_step(call->file->made, step, options, call->runs, count, err);
     return step(options, call->runs, count, err);
 }
 
@@ -363,12 +360,6 @@ static sw_status run_on_gpu(const step_call *call, const sw_adam_options *adam,
                : sw_device_sgd_step(kernels, sgd, call->runs, count, call->clip, call->stream, err);
 }
 
-static void mark_in_use(const step_call *call, bool in_use)
-{
-    if (call->file)
-        call->file->in_use = in_use;
-}
-
 /* Runs the step on the device of `call`. Returns false with an exception. */
 static bool run_step(const step_call *call, PyObject *module, const sw_adam_options *adam,
                      const sw_sgd_options *sgd)
@@ -379,10 +370,16 @@ static bool run_step(const step_call *call, PyObject *module, const sw_adam_opti
     if (is_on_gpu ? !sw_py_device_lend_kernels(call->gpu)
                   : call->gpu && !sw_py_device_enter(call->gpu))
         return false;
-    mark_in_use(call, true);
+    if (call->file &&
+        !sw_py_use_enter(&call->file->use, SW_PY_ALONE, 0, PyExc_RuntimeError, "StateFile")) {
+        if (call->gpu && !is_on_gpu)
+            sw_py_device_leave(call->gpu);
+        return false;
+    }
     SW_PY_WITHOUT_GIL(status, is_on_gpu ? run_on_gpu(call, adam, sgd, &err)
                                         : run_on_host(call, adam, sgd, &err));
-    mark_in_use(call, false);
+    if (call->file)
+        sw_py_use_leave(&call->file->use);
     if (call->gpu && !is_on_gpu)
         sw_py_device_leave(call->gpu);
     if (status != SW_OK)
@@ -397,33 +394,40 @@ static PyObject *take_mismatched(step_call *call)
     return mismatched;
 }
 
-static PyObject *adam_step(PyObject *module, PyObject *args, PyObject *keywords)
+/* Reads state_file, gpu and clip, which both optimizers have last, and then the lists. */
+static bool read_step_call(step_call *call, PyObject *module, const sw_py_arg *last,
+                           PyObject *const *given)
 {
-    static char *names[] = {
-        "params",     "grads",        "exp_avgs",  "exp_avg_sqs", "max_exp_avg_sqs",
-        "steps",      "copies",       "lr",        "beta1",       "beta2",
-        "eps",        "weight_decay", "decoupled", "maximize",    "grad_scale",
-        "state_file", "gpu",          "clip",      NULL};
+    return read_file(call, module, last[0].o) && read_place(call, module, last[1].o) &&
+           read_clip(call, last[2].address) && step_call_init(call, given) && read_runs(call);
+}
+
+static PyObject *adam_step(PyObject *module, PyObject *args, PyObject *kwargs)
+{
     step_call call = {.operation = "adam_step",
                       .names = {"params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs",
                                 "steps", "copies"}};
-    PyObject *given[LIST_COUNT] = {0}, *result = NULL, *file = Py_None, *place = Py_None;
-    /* An option that was not passed is NaN, which the step refuses by name. */
-    sw_adam_options options = {NAN, NAN, NAN, NAN, NAN, .grad_scale = 1.0};
-    unsigned long long clip = 0;
-    int decoupled = 0, maximize = 0;
-    if (!PyArg_ParseTupleAndKeywords(
-            args, keywords, "OOOOOOO|$dddddppdOOK:adam_step", names, &given[LIST_PARAMS],
-            &given[LIST_GRADS], &given[LIST_FIRST], &given[LIST_SECOND], &given[LIST_MAXIMUM],
-            &given[LIST_STEPS], &given[LIST_COPIES], &options.lr, &options.beta1, &options.beta2,
-            &options.eps, &options.weight_decay, &decoupled, &maximize, &options.grad_scale, &file,
-            &place, &clip))
+    PyObject *given[LIST_COUNT], *result = NULL;
+    sw_py_arg a[18] = {[14] = {.d = 1.0}, [15] = {.o = Py_None}, [16] = {.o = Py_None}};
+    for (int i = 7; i < 12; ++i)
+        a[i].d = NAN; /* the step refuses an option that was not passed by name */
+    if (!sw_py_read("adam_step params:O grads:O exp_avgs:O exp_avg_sqs:O max_exp_avg_sqs:O steps:O "
+                    "copies:O | $ lr:d beta1:d beta2:d eps:d weight_decay:d decoupled:p maximize:p "
+                    "grad_scale:d state_file:O gpu:O clip:A",
+                    args, kwargs, a))
         return NULL;
-    options.decoupled = decoupled != 0;
-    options.maximize = maximize != 0;
-    options.amsgrad = given[LIST_MAXIMUM] != Py_None;
-    if (read_file(&call, module, file) && read_place(&call, module, place) &&
-        read_clip(&call, clip) && step_call_init(&call, given) && read_runs(&call)) {
+    for (int k = 0; k < LIST_COUNT; ++k)
+        given[k] = a[k].o;
+    const sw_adam_options options = {.lr = a[7].d,
+                                     .beta1 = a[8].d,
+                                     .beta2 = a[9].d,
+                                     .eps = a[10].d,
+                                     .weight_decay = a[11].d,
+                                     .decoupled = a[12].p,
+                                     .maximize = a[13].p,
+                                     .grad_scale = a[14].d,
+                                     .amsgrad = given[LIST_MAXIMUM] != Py_None};
+    if (read_step_call(&call, module, &a[15], given)) {
         bool matches = PyList_Size(call.mismatched) == 0;
         if (!matches || run_step(&call, module, &options, NULL)) {
             if (matches)
@@ -435,30 +439,33 @@ static PyObject *adam_step(PyObject *module, PyObject *args, PyObject *keywords)
     return result;
 }
 
-static PyObject *sgd_step(PyObject *module, PyObject *args, PyObject *keywords)
+static PyObject *sgd_step(PyObject *module, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"params",   "grads",      "momentum_buffers", "copies",   "lr",
-                            "momentum", "dampening",  "weight_decay",     "nesterov", "first",
-                            "maximize", "grad_scale", "state_file",       "gpu",      "clip",
-                            NULL};
     step_call call = {.operation = "sgd_step",
                       .names = {"params", "grads", "momentum_buffers", "", "", "", "copies"}};
-    PyObject *given[LIST_COUNT] = {0}, *result = NULL, *file = Py_None, *place = Py_None;
-    sw_sgd_options options = {NAN, NAN, NAN, NAN, .grad_scale = 1.0};
-    unsigned long long clip = 0;
-    int nesterov = 0, first = 0, maximize = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "OOOO|$ddddpppdOOK:sgd_step", names,
-                                     &given[LIST_PARAMS], &given[LIST_GRADS], &given[LIST_FIRST],
-                                     &given[LIST_COPIES], &options.lr, &options.momentum,
-                                     &options.dampening, &options.weight_decay, &nesterov, &first,
-                                     &maximize, &options.grad_scale, &file, &place, &clip))
+    PyObject *result = NULL;
+    sw_py_arg a[15] = {[11] = {.d = 1.0}, [12] = {.o = Py_None}, [13] = {.o = Py_None}};
+    for (int i = 4; i < 8; ++i)
+        a[i].d = NAN;
+    if (!sw_py_read("sgd_step params:O grads:O momentum_buffers:O copies:O | $ lr:d momentum:d "
+                    "dampening:d weight_decay:d nesterov:p first:p maximize:p grad_scale:d "
+                    "state_file:O gpu:O clip:A",
+                    args, kwargs, a))
         return NULL;
-    options.nesterov = nesterov != 0;
-    options.maximize = maximize != 0;
-    if (read_file(&call, module, file) && read_place(&call, module, place) &&
-        read_clip(&call, clip) && step_call_init(&call, given) && read_runs(&call)) {
+    PyObject *const given[LIST_COUNT] = {[LIST_PARAMS] = a[0].o,
+                                         [LIST_GRADS] = a[1].o,
+                                         [LIST_FIRST] = a[2].o,
+                                         [LIST_COPIES] = a[3].o};
+    const sw_sgd_options options = {.lr = a[4].d,
+                                    .momentum = a[5].d,
+                                    .dampening = a[6].d,
+                                    .weight_decay = a[7].d,
+                                    .nesterov = a[8].p,
+                                    .maximize = a[10].p,
+                                    .grad_scale = a[11].d};
+    if (read_step_call(&call, module, &a[12], given)) {
         for (Py_ssize_t i = 0; i < call.count; ++i)
-            call.runs[i].step = first ? 1 : 2;
+            call.runs[i].step = a[9].p ? 1 : 2;
         if (PyList_Size(call.mismatched) > 0 || run_step(&call, module, NULL, &options))
             result = take_mismatched(&call);
     }
@@ -538,12 +545,12 @@ done:
     return result;
 }
 
-static PyMethodDef optim_functions[] = {
-    {"adam_step", (PyCFunction)(void (*)(void))adam_step, METH_VARARGS | METH_KEYWORDS,
+PyMethodDef sw_py_optim_functions[] = {
+    {"adam_step", SW_PY_NAMED(adam_step),
      "adam_step($module, params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, copies, *, "
      "lr, beta1, beta2, eps, weight_decay, decoupled, maximize=False, grad_scale=1.0, "
      "state_file=None, gpu=None, clip=0)\n--\n\nTake one step of Adam or AdamW."},
-    {"sgd_step", (PyCFunction)(void (*)(void))sgd_step, METH_VARARGS | METH_KEYWORDS,
+    {"sgd_step", SW_PY_NAMED(sgd_step),
      "sgd_step($module, params, grads, momentum_buffers, copies, *, lr, momentum, dampening, "
      "weight_decay, nesterov, first, maximize=False, grad_scale=1.0, state_file=None, gpu=None, "
      "clip=0)\n--\n\nTake one step of SGD."},
@@ -554,8 +561,3 @@ static PyMethodDef optim_functions[] = {
      "norm_value($module, sums, /)\n--\n\nReturn the square root of the total of all sums."},
     {NULL, NULL, 0, NULL},
 };
-
-int sw_py_optim_functions_add(PyObject *module)
-{
-    return PyModule_AddFunctions(module, optim_functions);
-}

@@ -2,44 +2,23 @@
  * buckets lie, and tensors over that memory. */
 #include "python/reducer_object.h"
 
-int sw_py_reducer_read_index(reducer_object *self, PyObject *value, size_t *index)
+static bool is_within(const char *what, Py_ssize_t index, size_t count)
 {
-    if (reducer_check_made(self) < 0)
-        return -1;
-    size_t count = sw_reducer_layout(self->reducer)->param_count;
-    *index = PyLong_AsSize_t(value);
-    if (PyErr_Occurred())
-        return -1;
-    if (*index >= count) {
-        PyErr_Format(PyExc_IndexError, "parameter index must be in [0, %zu), got %zu", count,
-                     *index);
-        return -1;
-    }
-    return 0;
+    if (index >= 0 && (size_t)index < count)
+        return true;
+    PyErr_Format(PyExc_IndexError, "%s index must be in [0, %zu), got %zd", what, count, index);
+    return false;
 }
 
-int sw_py_reducer_read_bucket(reducer_object *self, PyObject *value, size_t *index)
+bool sw_py_reducer_has_index(reducer_object *self, Py_ssize_t index)
 {
-    if (reducer_check_made(self) < 0)
-        return -1;
-    size_t count = sw_reducer_layout(self->reducer)->bucket_count;
-    *index = PyLong_AsSize_t(value);
-    if (PyErr_Occurred())
-        return -1;
-    if (*index >= count) {
-        PyErr_Format(PyExc_IndexError, "bucket index must be in [0, %zu), got %zu", count, *index);
-        return -1;
-    }
-    return 0;
+    return reducer_check_made(self) == 0 &&
+           is_within("parameter", index, sw_reducer_layout(self->reducer)->param_count);
 }
 
-static int read_bucket(reducer_object *self, PyObject *value, const sw_layout_bucket **bucket)
+bool sw_py_reducer_has_bucket(reducer_object *self, Py_ssize_t bucket)
 {
-    size_t index;
-    if (sw_py_reducer_read_bucket(self, value, &index) < 0)
-        return -1;
-    *bucket = &sw_reducer_layout(self->reducer)->bucket[index];
-    return 0;
+    return reducer_check_made(self) == 0 && is_within("bucket", bucket, reducer_bucket_count(self));
 }
 
 /* Returns the borrowed owner of the memory of a bucket, or of this rank's slice of its mean, and
@@ -90,80 +69,65 @@ static PyObject *flat_capsule_over(reducer_object *self, size_t index, bool is_r
 PyObject *sw_py_reducer_gradient(PyObject *op, PyObject *args)
 {
     reducer_object *self = (reducer_object *)op;
-    PyObject *position, *shape, *strides = Py_None;
-    size_t index;
-    if (!PyArg_ParseTuple(args, "OO|O:gradient", &position, &shape, &strides) ||
-        sw_py_reducer_read_index(self, position, &index) < 0)
+    sw_py_arg a[3] = {[2] = {.o = Py_None}};
+    if (!sw_py_read("gradient index:n shape:O | strides:O", args, NULL, a) ||
+        !sw_py_reducer_has_index(self, a[0].n))
         return NULL;
-    return capsule_over(self, sw_reducer_layout(self->reducer)->place[index].bucket, false,
-                        sw_reducer_address(self->reducer, index), shape, strides);
+    return capsule_over(self, sw_reducer_layout(self->reducer)->place[a[0].n].bucket, false,
+                        sw_reducer_address(self->reducer, a[0].size), a[1].o, a[2].o);
 }
 
 /* Returns this rank's slice of a parameter's mean, one-dimensional. */
-PyObject *sw_py_reducer_result(PyObject *op, PyObject *position)
+PyObject *sw_py_reducer_result(PyObject *op, PyObject *args)
 {
     reducer_object *self = (reducer_object *)op;
-    size_t index, numel;
-    if (sw_py_reducer_read_index(self, position, &index) < 0)
+    sw_py_arg a[1];
+    size_t numel;
+    if (!sw_py_read("result index:n", args, NULL, a) || !sw_py_reducer_has_index(self, a[0].n))
         return NULL;
-    uint8_t *address = sw_reducer_result(self->reducer, index, &numel);
-    return flat_capsule_over(self, sw_reducer_layout(self->reducer)->place[index].bucket, true,
+    uint8_t *address = sw_reducer_result(self->reducer, a[0].size, &numel);
+    return flat_capsule_over(self, sw_reducer_layout(self->reducer)->place[a[0].n].bucket, true,
                              address, numel);
 }
 
-PyObject *sw_py_reducer_bucket(PyObject *op, PyObject *position)
-{
-    reducer_object *self = (reducer_object *)op;
-    size_t index;
-    if (sw_py_reducer_read_bucket(self, position, &index) < 0)
-        return NULL;
-    return flat_capsule_over(self, index, false, sw_reducer_slot(self->reducer, index),
-                             sw_reducer_layout(self->reducer)->bucket[index].numel);
-}
-
-PyObject *sw_py_reducer_bucket_parameters(PyObject *op, PyObject *position)
-{
-    reducer_object *self = (reducer_object *)op;
-    const sw_layout_bucket *bucket;
-    if (read_bucket(self, position, &bucket) < 0)
-        return NULL;
-    PyObject *list = PyList_New(0);
-    for (size_t i = 0; list && i < bucket->count; ++i) {
-        PyObject *item =
-            PyLong_FromSize_t(sw_reducer_layout(self->reducer)->order[bucket->first + i]);
-        if (!item || PyList_Append(list, item) < 0)
-            ENGINE_CLEAR(list);
-        Py_XDECREF(item);
+#define OF_BUCKET(name, value)                                                              \
+    PyObject *sw_py_reducer_##name(PyObject *op, PyObject *args)                            \
+    {                                                                                       \
+        reducer_object *self = (reducer_object *)op;                                        \
+        sw_py_arg a[1];                                                                     \
+        if (!sw_py_read(#name " bucket:n", args, NULL, a) ||                                \
+            !sw_py_reducer_has_bucket(self, a[0].n))                                        \
+            return NULL;                                                                    \
+        const sw_layout_bucket *bucket = &sw_reducer_layout(self->reducer)->bucket[a[0].n]; \
+        return value;                                                                       \
     }
+
+static PyObject *parameters_of(const reducer_object *self, const sw_layout_bucket *bucket)
+{
+    PyObject *list = PyList_New(0);
+    for (size_t i = 0; list && i < bucket->count; ++i)
+        sw_py_append(&list,
+                     PyLong_FromSize_t(sw_reducer_layout(self->reducer)->order[bucket->first + i]));
     return list;
 }
 
-PyObject *sw_py_reducer_bucket_dtype(PyObject *op, PyObject *position)
-{
-    const sw_layout_bucket *bucket;
-    if (read_bucket((reducer_object *)op, position, &bucket) < 0)
-        return NULL;
-    return PyUnicode_FromString(sw_dtype_name(bucket->dtype));
-}
+OF_BUCKET(bucket, flat_capsule_over(self, a[0].size, false,
+                                    sw_reducer_slot(self->reducer, a[0].size), bucket->numel))
+OF_BUCKET(bucket_parameters, parameters_of(self, bucket))
+OF_BUCKET(bucket_dtype, PyUnicode_FromString(sw_dtype_name(bucket->dtype)))
+/* Returns (offset_bytes, numel, dtype, trainable). */
+OF_BUCKET(bucket_shape,
+          Py_BuildValue("nnsO", (Py_ssize_t)bucket->offset_bytes, (Py_ssize_t)bucket->numel,
+                        sw_dtype_name(bucket->dtype), bucket->trainable ? Py_True : Py_False))
 
 /* Returns (bucket, begin, numel) of a parameter. */
-PyObject *sw_py_reducer_place(PyObject *op, PyObject *position)
+PyObject *sw_py_reducer_place(PyObject *op, PyObject *args)
 {
     reducer_object *self = (reducer_object *)op;
-    size_t index;
-    if (sw_py_reducer_read_index(self, position, &index) < 0)
+    sw_py_arg a[1];
+    if (!sw_py_read("place index:n", args, NULL, a) || !sw_py_reducer_has_index(self, a[0].n))
         return NULL;
-    const sw_layout_place *place = &sw_reducer_layout(self->reducer)->place[index];
+    const sw_layout_place *place = &sw_reducer_layout(self->reducer)->place[a[0].n];
     return Py_BuildValue("nnn", (Py_ssize_t)place->bucket, (Py_ssize_t)place->begin,
                          (Py_ssize_t)place->numel);
-}
-
-/* Returns (offset_bytes, numel, dtype, trainable) of a bucket. */
-PyObject *sw_py_reducer_bucket_shape(PyObject *op, PyObject *position)
-{
-    const sw_layout_bucket *bucket;
-    if (read_bucket((reducer_object *)op, position, &bucket) < 0)
-        return NULL;
-    return Py_BuildValue("nnsO", (Py_ssize_t)bucket->offset_bytes, (Py_ssize_t)bucket->numel,
-                         sw_dtype_name(bucket->dtype), bucket->trainable ? Py_True : Py_False);
 }

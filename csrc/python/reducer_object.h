@@ -11,7 +11,7 @@
 #define SW_PYTHON_REDUCER_OBJECT_H
 
 #include "python/device_object.h"
-#include "python/engine.h"
+#include "python/method.h"
 
 typedef struct reducer_object {
     PyObject_HEAD comm_object *comm; /* owned; NULL on a GPU */
@@ -49,6 +49,7 @@ typedef struct reducer_object {
     int64_t announced_task; /* the graph task whose end calls close(), or NO_TASK */
     bool announced_sync;
     bool pending_forward;
+    bool send_is_due; /* a gradient completed a bucket, which the next one sends */
 } reducer_object;
 
 enum { NO_TASK = -2 };
@@ -109,16 +110,16 @@ static inline void reducer_leave(reducer_object *self)
         sw_py_comm_leave(self->comm);
 }
 
-/* Surrounds a call that may enqueue on a GPU. A host that is ahead of its GPU blocks there, so the
+/* Evaluates a call that may enqueue on a GPU. A host that is ahead of its GPU blocks there, so the
  * GIL is released. On the host such a call is short and keeps the GIL. The communicator is entered.
  */
-#define REDUCER_BEGIN_ENQUEUE(self) \
-    {                               \
-        PyThreadState *reducer_thread_ = (self)->gpu ? PyEval_SaveThread() : NULL;
-#define REDUCER_END_ENQUEUE                    \
-    if (reducer_thread_)                       \
-        PyEval_RestoreThread(reducer_thread_); \
-    }
+#define REDUCER_ENQUEUE(self, status, expression)                                  \
+    do {                                                                           \
+        PyThreadState *reducer_thread_ = (self)->gpu ? PyEval_SaveThread() : NULL; \
+        (status) = (expression);                                                   \
+        if (reducer_thread_)                                                       \
+            PyEval_RestoreThread(reducer_thread_);                                 \
+    } while (0)
 
 /* Drops a call's result. Returns 0, or -1 if the call raised. */
 static inline int reducer_called(PyObject *result)
@@ -127,18 +128,18 @@ static inline int reducer_called(PyObject *result)
     return result ? 0 : -1;
 }
 
-/* reducer_layout.c. Returns -1 with an exception. */
-int sw_py_reducer_read_index(reducer_object *self, PyObject *value, size_t *index);
-int sw_py_reducer_read_bucket(reducer_object *self, PyObject *value, size_t *index);
+/* reducer_layout.c. Return false with an exception. */
+bool sw_py_reducer_has_index(reducer_object *self, Py_ssize_t index);
+bool sw_py_reducer_has_bucket(reducer_object *self, Py_ssize_t bucket);
 
 /* reducer_layout.c: methods of the type. */
 PyObject *sw_py_reducer_gradient(PyObject *op, PyObject *args);
-PyObject *sw_py_reducer_result(PyObject *op, PyObject *position);
-PyObject *sw_py_reducer_bucket(PyObject *op, PyObject *position);
-PyObject *sw_py_reducer_bucket_parameters(PyObject *op, PyObject *position);
-PyObject *sw_py_reducer_bucket_dtype(PyObject *op, PyObject *position);
-PyObject *sw_py_reducer_place(PyObject *op, PyObject *position);
-PyObject *sw_py_reducer_bucket_shape(PyObject *op, PyObject *position);
+PyObject *sw_py_reducer_result(PyObject *op, PyObject *args);
+PyObject *sw_py_reducer_bucket(PyObject *op, PyObject *args);
+PyObject *sw_py_reducer_bucket_parameters(PyObject *op, PyObject *args);
+PyObject *sw_py_reducer_bucket_dtype(PyObject *op, PyObject *args);
+PyObject *sw_py_reducer_place(PyObject *op, PyObject *args);
+PyObject *sw_py_reducer_bucket_shape(PyObject *op, PyObject *args);
 
 /* reducer_on_device.c. Returns -1 or NULL with an exception. */
 int sw_py_reducer_init_on_device(reducer_object *self);
@@ -150,9 +151,9 @@ PyObject *sw_py_reducer_adopt(PyObject *op, PyObject *args);
 PyObject *sw_py_reducer_set_places(PyObject *op, PyObject *args);
 PyObject *sw_py_reducer_lend(PyObject *op, PyObject *args);
 PyObject *sw_py_reducer_withdraw(PyObject *op, PyObject *unused);
-PyObject *sw_py_reducer_set_active(PyObject *op, PyObject *trains);
-PyObject *sw_py_reducer_set_order(PyObject *op, PyObject *callable);
-PyObject *sw_py_reducer_set_announcer(PyObject *op, PyObject *callable);
+PyObject *sw_py_reducer_set_active(PyObject *op, PyObject *args);
+PyObject *sw_py_reducer_set_order(PyObject *op, PyObject *args);
+PyObject *sw_py_reducer_set_announcer(PyObject *op, PyObject *args);
 
 /* gradient_write.c. The communicator is entered. Writes the elements of `grad`, whose layout is
  * that of `like`, as the contribution, or adds them to it. Returns 1 if the bytes cannot be copied

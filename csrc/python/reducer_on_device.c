@@ -1,7 +1,5 @@
 /* reducer_on_device.c - the parts of a Reducer that only a GPU needs: torch's memory for its
  * buckets, torch's current stream, and which ranks still train. */
-#include <string.h>
-
 #include "python/reducer_object.h"
 
 static int check_gpu(reducer_object *self)
@@ -46,48 +44,60 @@ static bool address_of(PyObject *tensor, void **address)
     return !PyErr_Occurred();
 }
 
-static int keep_memory(reducer_object *self, size_t at, PyObject *owner)
+/* Leaves the communicator, and keeps the owner of what the reducer now uses at place `at` of
+ * `memory`. */
+static PyObject *finish_keeping(reducer_object *self, size_t at, PyObject *owner, sw_status status,
+                                const sw_error *err)
 {
+    PyObject *done = sw_py_device_finish(self->gpu, status, err);
+    if (!done)
+        return NULL;
     Py_INCREF(owner);
-    return PyList_SetItem(self->memory, (Py_ssize_t)at, owner);
-}
-
-static PyObject *finish_call(reducer_object *self, sw_status status, const sw_error *err)
-{
-    return sw_py_device_finish(self->gpu, status, err);
+    if (PyList_SetItem(self->memory, (Py_ssize_t)at, owner) < 0)
+        ENGINE_CLEAR(done);
+    return done;
 }
 
 PyObject *sw_py_reducer_adopt(PyObject *op, PyObject *args)
 {
     reducer_object *self = (reducer_object *)op;
-    PyObject *position, *tensor;
+    sw_py_arg a[2];
     void *data;
-    size_t index;
     sw_error err;
-    if (check_gpu(self) < 0 || !PyArg_ParseTuple(args, "OO:adopt", &position, &tensor) ||
-        sw_py_reducer_read_bucket(self, position, &index) < 0 || !address_of(tensor, &data) ||
+    if (check_gpu(self) < 0 || !sw_py_read("adopt bucket:n tensor:O", args, NULL, a) ||
+        !sw_py_reducer_has_bucket(self, a[0].n) || !address_of(a[1].o, &data) ||
         reducer_enter(self) < 0)
         return NULL;
-    PyObject *done = finish_call(self, sw_reducer_adopt(self->reducer, index, data, &err), &err);
-    if (done && keep_memory(self, index, tensor) < 0)
-        ENGINE_CLEAR(done);
-    return done;
+    sw_status status = sw_reducer_adopt(self->reducer, a[0].size, data, &err);
+    return finish_keeping(self, a[0].size, a[1].o, status, &err);
 }
 
-/* Reads addresses and sizes from a tuple of at most two tensors. */
-static bool read_tensors(PyObject *tuple, void *addresses[2], size_t sizes_bytes[2], size_t *count)
+typedef struct lent_tensors { /* at most two, owned by their tuple */
+    PyObject *tuple;
+    void *addresses[2];
+    size_t sizes_bytes[2], count;
+} lent_tensors;
+
+/* Reads the arguments of set_places() and lend(). */
+static bool read_tensors(reducer_object *self, PyObject *args, const char *signature,
+                         lent_tensors *out)
 {
-    *count = (size_t)PyTuple_Size(tuple);
-    if (*count > 2) {
+    sw_py_arg a[1];
+    *out = (lent_tensors){.count = 0};
+    if (check_gpu(self) < 0 || !sw_py_read(signature, args, NULL, a))
+        return false;
+    out->tuple = a[0].o;
+    out->count = (size_t)PyTuple_Size(a[0].o);
+    if (out->count > 2) {
         PyErr_SetString(PyExc_ValueError, "at most two tensors");
         return false;
     }
-    for (size_t i = 0; i < *count; ++i) {
-        PyObject *tensor = PyTuple_GetItem(tuple, (Py_ssize_t)i);
+    for (size_t i = 0; i < out->count; ++i) {
+        PyObject *tensor = PyTuple_GetItem(a[0].o, (Py_ssize_t)i);
         PyObject *size = PyObject_GetAttrString(tensor, "nbytes");
-        sizes_bytes[i] = size ? PyLong_AsSize_t(size) : 0;
+        out->sizes_bytes[i] = size ? PyLong_AsSize_t(size) : 0;
         Py_XDECREF(size);
-        if (PyErr_Occurred() || !address_of(tensor, &addresses[i]))
+        if (PyErr_Occurred() || !address_of(tensor, &out->addresses[i]))
             return false;
     }
     return true;
@@ -96,39 +106,26 @@ static bool read_tensors(PyObject *tuple, void *addresses[2], size_t sizes_bytes
 PyObject *sw_py_reducer_set_places(PyObject *op, PyObject *args)
 {
     reducer_object *self = (reducer_object *)op;
-    PyObject *tuple;
-    void *addresses[2] = {NULL, NULL};
-    size_t sizes_bytes[2], count;
+    lent_tensors places;
     sw_error err;
     sw_status status;
-    if (check_gpu(self) < 0 || !PyArg_ParseTuple(args, "O!:set_places", &PyTuple_Type, &tuple) ||
-        !read_tensors(tuple, addresses, sizes_bytes, &count) ||
+    if (!read_tensors(self, args, "set_places tensors:U", &places) ||
         sw_py_reducer_use_stream(self) < 0 || reducer_enter(self) < 0)
         return NULL;
-    REDUCER_BEGIN_ENQUEUE(self)
-    status = sw_reducer_set_places(self->reducer, addresses, sizes_bytes, count, &err);
-    REDUCER_END_ENQUEUE
-    PyObject *done = finish_call(self, status, &err);
-    if (done && keep_memory(self, reducer_bucket_count(self) + PLACES, tuple) < 0)
-        ENGINE_CLEAR(done);
-    return done;
+    SW_PY_WITHOUT_GIL(status, sw_reducer_set_places(self->reducer, places.addresses,
+                                                    places.sizes_bytes, places.count, &err));
+    return finish_keeping(self, reducer_bucket_count(self) + PLACES, places.tuple, status, &err);
 }
 
 PyObject *sw_py_reducer_lend(PyObject *op, PyObject *args)
 {
     reducer_object *self = (reducer_object *)op;
-    PyObject *tuple;
-    void *addresses[2] = {NULL, NULL};
-    size_t sizes_bytes[2], count;
+    lent_tensors lent;
     sw_error err;
-    if (check_gpu(self) < 0 || !PyArg_ParseTuple(args, "O!:lend", &PyTuple_Type, &tuple) ||
-        !read_tensors(tuple, addresses, sizes_bytes, &count) || reducer_enter(self) < 0)
+    if (!read_tensors(self, args, "lend tensors:U", &lent) || reducer_enter(self) < 0)
         return NULL;
-    sw_status status = sw_reducer_lend(self->reducer, addresses[0], addresses[1], &err);
-    PyObject *done = finish_call(self, status, &err);
-    if (done && keep_memory(self, reducer_bucket_count(self) + LENT, tuple) < 0)
-        ENGINE_CLEAR(done);
-    return done;
+    sw_status status = sw_reducer_lend(self->reducer, lent.addresses[0], lent.addresses[1], &err);
+    return finish_keeping(self, reducer_bucket_count(self) + LENT, lent.tuple, status, &err);
 }
 
 PyObject *sw_py_reducer_withdraw(PyObject *op, PyObject *unused)
@@ -139,47 +136,37 @@ PyObject *sw_py_reducer_withdraw(PyObject *op, PyObject *unused)
     (void)unused;
     if (check_gpu(self) < 0 || reducer_enter(self) < 0)
         return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    status = sw_reducer_withdraw(self->reducer, &err);
-    Py_END_ALLOW_THREADS
-    return finish_call(self, status, &err);
+    SW_PY_WITHOUT_GIL(status, sw_reducer_withdraw(self->reducer, &err));
+    return sw_py_device_finish(self->gpu, status, &err);
 }
 
-PyObject *sw_py_reducer_set_active(PyObject *op, PyObject *trains)
+PyObject *sw_py_reducer_set_active(PyObject *op, PyObject *args)
 {
     reducer_object *self = (reducer_object *)op;
+    sw_py_arg a[1];
     sw_error err;
-    if (check_gpu(self) < 0)
+    if (check_gpu(self) < 0 || !sw_py_read("set_active trains:B", args, NULL, a))
         return NULL;
     int world_size = self->gpu->comm->peers ? self->gpu->comm->peers->world_size : 0;
-    if (!PyBytes_Check(trains) || PyBytes_Size(trains) != world_size) {
-        PyErr_Format(PyExc_ValueError, "set_active: trains must be %d bytes, one a rank",
-                     world_size);
-        return NULL;
-    }
+    if (PyBytes_Size(a[0].o) != world_size)
+        return PyErr_Format(PyExc_ValueError, "set_active: trains must be %d bytes, one a rank",
+                            world_size);
     if (reducer_enter(self) < 0)
         return NULL;
     sw_status status =
-        sw_reducer_set_active(self->reducer, (const uint8_t *)PyBytes_AsString(trains), &err);
-    return finish_call(self, status, &err);
+        sw_reducer_set_active(self->reducer, (const uint8_t *)PyBytes_AsString(a[0].o), &err);
+    return sw_py_device_finish(self->gpu, status, &err);
 }
 
-static PyObject *set_callable(PyObject **slot, PyObject *callable)
-{
-    ENGINE_CLEAR(*slot);
-    if (callable != Py_None) {
-        Py_INCREF(callable);
-        *slot = callable;
+#define SETTER(name, slot)                                         \
+    PyObject *sw_py_reducer_##name(PyObject *op, PyObject *args)   \
+    {                                                              \
+        sw_py_arg a[1];                                            \
+        if (!sw_py_read(#name " callable:O", args, NULL, a))       \
+            return NULL;                                           \
+        sw_py_set_or_clear(&((reducer_object *)op)->slot, a[0].o); \
+        Py_RETURN_NONE;                                            \
     }
-    Py_RETURN_NONE;
-}
 
-PyObject *sw_py_reducer_set_order(PyObject *op, PyObject *callable)
-{
-    return set_callable(&((reducer_object *)op)->order, callable);
-}
-
-PyObject *sw_py_reducer_set_announcer(PyObject *op, PyObject *callable)
-{
-    return set_callable(&((reducer_object *)op)->announcer, callable);
-}
+SETTER(set_order, order)
+SETTER(set_announcer, announcer)

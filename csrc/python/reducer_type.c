@@ -19,16 +19,83 @@ static int parse_transport(const char *name, sw_transport *transport)
     return -1;
 }
 
-static int create_on_host(reducer_object *self, sw_py_rows *s, const sw_reducer_options *options)
+static int parse_reduce(const char *name, bool *sums)
+{
+    *sums = strcmp(name, "sum") == 0;
+    if (*sums || strcmp(name, "mean") == 0)
+        return 0;
+    PyErr_Format(PyExc_ValueError, "reduce must be 'mean' or 'sum', got '%s'", name);
+    return -1;
+}
+
+typedef struct parameter_row { /* an optional fifth is the group whose buckets it shares */
+    sw_layout_param param;
+    const char *name;
+} parameter_row;
+
+static bool fill_parameter(const sw_py_arg *a, void *row, void *unused)
+{
+    parameter_row *out = row;
+    (void)unused;
+    out->name = a[0].s;
+    out->param = (sw_layout_param){.numel = a[1].size,
+                                   .dtype = sw_dtype_from_name(a[2].s),
+                                   .trainable = a[3].p,
+                                   .group = a[4].size};
+    if (a[1].n >= 0 && out->param.dtype != SW_DTYPE_COUNT)
+        return true;
+    PyErr_Format(
+        PyExc_ValueError,
+        "parameter '%s': dtype %s with %zd elements is not one the engine moves; a frozen one "
+        "may stay out: name it in ignored_params",
+        a[0].s, a[2].s, a[1].n);
+    return false;
+}
+
+static bool read_parameters(sw_py_table *rows, PyObject *sequence)
+{
+    return sw_py_table_init(rows, sequence,
+                            "parameter name:s numel:n dtype:s requires_grad:p | group:n",
+                            sizeof(parameter_row), fill_parameter, NULL);
+}
+
+/* The engine wants the layouts and the names apart. */
+typedef struct apart {
+    sw_layout_param *params; /* owned */
+    const char **names;      /* owned */
+} apart;
+
+static bool take_apart(apart *out, const sw_py_table *rows)
+{
+    const parameter_row *row = rows->rows;
+    out->params = calloc(rows->count + 1, sizeof *out->params);
+    out->names = calloc(rows->count + 1, sizeof *out->names);
+    if (!out->params || !out->names) {
+        PyErr_NoMemory();
+        return false;
+    }
+    for (size_t i = 0; i < rows->count; ++i) {
+        out->params[i] = row[i].param;
+        out->names[i] = row[i].name;
+    }
+    return true;
+}
+
+static void apart_fini(apart *out)
+{
+    free(out->params);
+    free((void *)out->names);
+}
+
+static int create_on_host(reducer_object *self, const apart *s, size_t count,
+                          const sw_reducer_options *options)
 {
     sw_error err;
     sw_status status;
     if (reducer_enter(self) < 0)
         return -1;
-    Py_BEGIN_ALLOW_THREADS
-    status = sw_reducer_create(self->comm->comm, s->params, s->names, s->count, options,
-                               &self->reducer, &err);
-    Py_END_ALLOW_THREADS
+    SW_PY_WITHOUT_GIL(status, sw_reducer_create(self->comm->comm, s->params, s->names, count,
+                                                options, &self->reducer, &err));
     reducer_leave(self);
     if (reducer_raise(self, status, &err) < 0)
         return -1;
@@ -38,19 +105,29 @@ static int create_on_host(reducer_object *self, sw_py_rows *s, const sw_reducer_
     return self->memory ? 0 : -1;
 }
 
-static int create_on_gpu(reducer_object *self, sw_py_rows *s, const sw_reducer_options *options)
+static int create_on_gpu(reducer_object *self, const apart *s, size_t count,
+                         const sw_reducer_options *options)
 {
     sw_error err;
     sw_status status;
     if (reducer_enter(self) < 0)
         return -1;
-    Py_BEGIN_ALLOW_THREADS
-    status = sw_reducer_create_on_device(self->gpu->comm, s->params, s->names, s->count, options,
-                                         &self->reducer, &err);
-    Py_END_ALLOW_THREADS
+    SW_PY_WITHOUT_GIL(status, sw_reducer_create_on_device(self->gpu->comm, s->params, s->names,
+                                                          count, options, &self->reducer, &err));
     PyObject *done = sw_py_device_finish(self->gpu, status, &err);
     Py_XDECREF(done);
     return done ? sw_py_reducer_init_on_device(self) : -1;
+}
+
+static int create(reducer_object *self, const sw_py_table *rows, const sw_reducer_options *options)
+{
+    apart s = {NULL, NULL};
+    int failed = -1;
+    if (take_apart(&s, rows))
+        failed = self->gpu ? create_on_gpu(self, &s, rows->count, options)
+                           : create_on_host(self, &s, rows->count, options);
+    apart_fini(&s);
+    return failed;
 }
 
 /* Binds a HostComm or a DeviceComm and returns its world size, which is 0 once it is closed;
@@ -115,103 +192,114 @@ static int check_caps(Py_ssize_t cap, Py_ssize_t first_cap)
     return cap <= 0 || first_cap < 0 ? -1 : 0;
 }
 
+enum { /* the arguments of __init__ */
+       ARG_COMM,
+       ARG_PARAMETERS,
+       ARG_CAP,
+       ARG_TRANSPORT,
+       ARG_REDUCE,
+       ARG_SLICED,
+       ARG_SLICES,
+       ARG_LABEL,
+       ARG_FIRST_CAP,
+       ARG_DETERMINISTIC,
+       ARG_WIRE,
+       ARG_LENT,
+       ARG_ROW,
+       ARG_COLUMN,
+       ARG_COUNT
+};
+
 static int reducer_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {
-        "comm",  "parameters",      "bucket_cap_bytes", "transport", "reduce", "sliced", "slices",
-        "label", "first_cap_bytes", "deterministic",    "wire",      "lent",   "row",    "column",
-        NULL};
     reducer_object *self = (reducer_object *)op;
-    PyObject *comm, *parameters, *owners = Py_None, *row = Py_None, *column = Py_None;
+    sw_py_arg a[ARG_COUNT] = {[ARG_CAP] = {.n = 25 * 1024 * 1024}, [ARG_TRANSPORT] = {.s = "auto"},
+                              [ARG_REDUCE] = {.s = "mean"},        [ARG_SLICES] = {.o = Py_None},
+                              [ARG_LABEL] = {.s = "model"},        [ARG_ROW] = {.o = Py_None},
+                              [ARG_COLUMN] = {.o = Py_None}};
     sw_py_slices slices;
-    Py_ssize_t cap = 25 * 1024 * 1024, first_cap = 0;
-    const char *transport = "auto", *reduce = "mean", *wire = NULL;
-    int sliced = 0, deterministic = 0, lent = 0, world_size;
     sw_reducer_options options = {.label = "model"};
-    sw_py_rows s;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "OO|$nsspOsnpzpOO:Reducer", names, &comm,
-                                     &parameters, &cap, &transport, &reduce, &sliced, &owners,
-                                     &options.label, &first_cap, &deterministic, &wire, &lent, &row,
-                                     &column) ||
-        check_caps(cap, first_cap) < 0 || parse_transport(transport, &options.transport) < 0 ||
-        sw_py_parse_reduce(reduce, &options.sums) < 0 || bind_comm(self, comm, &world_size) < 0 ||
-        !read_side(self, row, &options.row) || !read_side(self, column, &options.column))
+    sw_py_table rows = {0};
+    int world_size;
+    if (!sw_py_read(
+            "Reducer comm:O parameters:O | $ bucket_cap_bytes:n transport:s reduce:s sliced:p "
+            "slices:O label:s first_cap_bytes:n deterministic:p wire:z lent:p row:O column:O",
+            args, kwargs, a) ||
+        check_caps(a[ARG_CAP].n, a[ARG_FIRST_CAP].n) < 0 ||
+        parse_transport(a[ARG_TRANSPORT].s, &options.transport) < 0 ||
+        parse_reduce(a[ARG_REDUCE].s, &options.sums) < 0 ||
+        bind_comm(self, a[ARG_COMM].o, &world_size) < 0 ||
+        !read_side(self, a[ARG_ROW].o, &options.row) ||
+        !read_side(self, a[ARG_COLUMN].o, &options.column))
         return -1;
     self->announced_task = NO_TASK;
-    self->sliced = sliced != 0;
-    options.bucket_cap_bytes = (size_t)cap;
-    options.first_cap_bytes = (size_t)first_cap;
-    options.sliced = self->sliced;
-    options.deterministic = deterministic != 0;
-    options.is_lent = lent != 0;
-    options.is_narrow = wire != NULL;
-    options.wire = wire ? sw_dtype_from_name(wire) : SW_DTYPE_COUNT;
+    self->sliced = options.sliced = a[ARG_SLICED].p;
+    options.label = a[ARG_LABEL].s;
+    options.bucket_cap_bytes = a[ARG_CAP].size;
+    options.first_cap_bytes = a[ARG_FIRST_CAP].size;
+    options.deterministic = a[ARG_DETERMINISTIC].p;
+    options.is_lent = a[ARG_LENT].p;
+    options.is_narrow = a[ARG_WIRE].s != NULL;
+    options.wire = a[ARG_WIRE].s ? sw_dtype_from_name(a[ARG_WIRE].s) : SW_DTYPE_COUNT;
     self->grad_name = PyUnicode_InternFromString("grad");
     self->link = calloc(1, sizeof *self->link);
+    if (!self->link)
+        PyErr_NoMemory();
     if (!self->grad_name || !self->link)
         return -1;
     *self->link = (reducer_link){.reducer = self, .references = 1};
-    if (sw_py_slices_init(&slices, owners, world_size) < 0)
+    if (sw_py_slices_init(&slices, a[ARG_SLICES].o, world_size) < 0)
         return -1;
     options.slices = sw_py_slices_get(&slices);
-    int result = sw_py_rows_init(&s, parameters);
+    int result = read_parameters(&rows, a[ARG_PARAMETERS].o) ? 0 : -1;
     if (result == 0)
-        result = self->gpu ? create_on_gpu(self, &s, &options) : create_on_host(self, &s, &options);
-    sw_py_rows_fini(&s);
+        result = create(self, &rows, &options);
+    sw_py_table_fini(&rows);
     sw_py_slices_fini(&slices);
-    return result == 0 && self->gpu ? keep_sides(self, row, column) : result;
+    return result == 0 && self->gpu ? keep_sides(self, a[ARG_ROW].o, a[ARG_COLUMN].o) : result;
+}
+
+/* The references that attach() sets, and those that other methods set. */
+static PyObject **attached(reducer_object *self, size_t i)
+{
+    PyObject **const slots[] = {&self->params, &self->views,    &self->hook_tables, &self->renew,
+                                &self->copy,   &self->open,     &self->task_id,     &self->layouts,
+                                &self->unlike, &self->describe, &self->stream};
+    return i < sizeof slots / sizeof *slots ? slots[i] : NULL;
+}
+
+static PyObject **set_later(reducer_object *self, size_t i)
+{
+    PyObject **const slots[] = {&self->bucket_callback, &self->bucket_wait, &self->tracer,
+                                &self->order, &self->announcer};
+    return i < sizeof slots / sizeof *slots ? slots[i] : NULL;
 }
 
 static int reducer_traverse(PyObject *op, visitproc visit, void *arg)
 {
     reducer_object *self = (reducer_object *)op;
+    PyObject **slot;
     Py_VISIT(Py_TYPE(op));
     Py_VISIT(self->comm);
-    Py_VISIT(self->params);
-    Py_VISIT(self->views);
-    Py_VISIT(self->hook_tables);
-    Py_VISIT(self->renew);
-    Py_VISIT(self->copy);
-    Py_VISIT(self->open);
-    Py_VISIT(self->task_id);
-    Py_VISIT(self->layouts);
-    Py_VISIT(self->unlike);
-    Py_VISIT(self->describe);
-    Py_VISIT(self->bucket_callback);
-    Py_VISIT(self->bucket_wait);
-    Py_VISIT(self->tracer);
-    Py_VISIT(self->stream);
-    Py_VISIT(self->order);
-    Py_VISIT(self->announcer);
     Py_VISIT(self->held);
     Py_VISIT(self->gpu);
+    for (size_t i = 0; (slot = attached(self, i)); ++i)
+        Py_VISIT(*slot);
+    for (size_t i = 0; (slot = set_later(self, i)); ++i)
+        Py_VISIT(*slot);
     return 0;
-}
-
-static void clear_tensors(reducer_object *self)
-{
-    ENGINE_CLEAR(self->params);
-    ENGINE_CLEAR(self->views);
-    ENGINE_CLEAR(self->hook_tables);
-    ENGINE_CLEAR(self->renew);
-    ENGINE_CLEAR(self->copy);
-    ENGINE_CLEAR(self->open);
-    ENGINE_CLEAR(self->task_id);
-    ENGINE_CLEAR(self->layouts);
-    ENGINE_CLEAR(self->unlike);
-    ENGINE_CLEAR(self->describe);
-    ENGINE_CLEAR(self->stream);
 }
 
 static int reducer_clear(PyObject *op)
 {
     reducer_object *self = (reducer_object *)op;
-    clear_tensors(self);
-    ENGINE_CLEAR(self->bucket_callback);
-    ENGINE_CLEAR(self->bucket_wait);
-    ENGINE_CLEAR(self->tracer);
-    ENGINE_CLEAR(self->order);
-    ENGINE_CLEAR(self->announcer);
+    PyObject **slot;
+    if (self->link) /* first: clearing runs destructors, which may call a hook */
+        self->link->reducer = NULL;
+    for (size_t i = 0; (slot = attached(self, i)); ++i)
+        ENGINE_CLEAR(*slot);
+    for (size_t i = 0; (slot = set_later(self, i)); ++i)
+        ENGINE_CLEAR(*slot);
     return 0;
 }
 
@@ -226,10 +314,10 @@ static void destroy_reducer(reducer_object *self)
         if (self->reducer && self->memory)
             (void)sw_reducer_take_memory(self->reducer);
         sw_reducer_destroy(self->reducer);
-    } else if (self->reducer && sw_py_device_is_own(self->gpu)) {
+    } else if (self->reducer && sw_py_use_is_own(&self->gpu->use)) {
         /* A forked child frees nothing: its driver calls would fail, and the memory belongs to the
          * parent. */
-        sw_py_device_destroy(self->gpu, destroy, self->reducer);
+        sw_py_device_destroy(self->gpu, destroy, NULL, self->reducer);
     }
 }
 
@@ -239,10 +327,8 @@ static void reducer_dealloc(PyObject *op)
     PyTypeObject *type = Py_TYPE(op);
     PyObject_GC_UnTrack(op);
     reducer_clear(op);
-    if (self->link) {
-        self->link->reducer = NULL;
+    if (self->link)
         sw_py_reducer_link_release(self->link);
-    }
     destroy_reducer(self);
     free(self->shapes);
     free(self->hook_counts);
@@ -262,237 +348,158 @@ static void reducer_dealloc(PyObject *op)
  * -----------------------------------------------------------------------------------------------
  */
 
-/* Stores a new reference to `value` in *slot. */
-static void keep(PyObject **slot, PyObject *value)
-{
-    Py_INCREF(value);
-    *slot = value;
-}
-
 /* Reads the layout of a parameter's gradient. An unknown layout is stored as one that equals no
  * other, so that such gradients always go through copy(). */
-static void read_shape(reducer_object *self, Py_ssize_t index)
+static void read_shape(const reducer_object *self, PyObject *models, tensor_view *shapes,
+                       Py_ssize_t index)
 {
-    PyObject *models = self->sliced ? self->layouts : self->views;
     PyObject *model = PyList_GetItem(models, index);
-    if (model == Py_None || !sw_py_tensor_view_get(self->exchange, model, &self->shapes[index]))
-        self->shapes[index] = (tensor_view){.ndim = -1};
+    if (model == Py_None || !sw_py_tensor_view_get(self->exchange, model, &shapes[index]))
+        shapes[index] = (tensor_view){.ndim = -1};
 }
 
-static int attach_shapes(reducer_object *self, Py_ssize_t count)
+static PyObject *shape_models(const reducer_object *self)
 {
-    free(self->shapes);
-    free(self->hook_counts);
-    bool known = !self->sliced || self->layouts != Py_None;
-    self->exchange = count ? sw_py_tensor_exchange_table(PyList_GetItem(self->params, 0)) : NULL;
-    self->shapes = self->exchange && known ? calloc((size_t)count, sizeof *self->shapes) : NULL;
-    self->hook_counts = calloc((size_t)count + 1, sizeof *self->hook_counts);
-    self->hook_tables = PyList_New(count);
-    if (!self->hook_counts || !self->hook_tables) {
-        PyErr_NoMemory();
-        return -1;
+    return self->sliced ? self->layouts : self->views;
+}
+
+/* What attach() makes of its arguments, before it changes the object. */
+typedef struct attachment {
+    PyObject *params, *hook_tables; /* owned */
+    const void *exchange;
+    tensor_view *shapes;     /* owned; NULL where torch shows no layouts */
+    Py_ssize_t *hook_counts; /* owned */
+} attachment;
+
+static bool make_attachment(attachment *made, const reducer_object *self, PyObject *params,
+                            PyObject *views, PyObject *layouts)
+{
+    Py_ssize_t count = (Py_ssize_t)sw_reducer_layout(self->reducer)->param_count;
+    made->params = PySequence_List(params);
+    if (!made->params)
+        return false;
+    if (PyList_Size(made->params) != count || PyList_Size(views) != count ||
+        (layouts != Py_None && (!PyList_Check(layouts) || PyList_Size(layouts) != count))) {
+        PyErr_Format(PyExc_ValueError, "attach: parameters and views must have %zd entries each",
+                     count);
+        return false;
     }
-    for (Py_ssize_t i = 0; i < count; ++i) {
+    made->exchange = count ? sw_py_tensor_exchange_table(PyList_GetItem(made->params, 0)) : NULL;
+    made->hook_tables = PyList_New(0);
+    for (Py_ssize_t i = 0; made->hook_tables && i < count; ++i) {
         Py_INCREF(Py_None);
-        PyList_SetItem(self->hook_tables, i, Py_None);
-        if (self->shapes)
-            read_shape(self, i);
+        sw_py_append(&made->hook_tables, Py_None);
     }
-    return 0;
+    made->hook_counts = calloc((size_t)count + 1, sizeof *made->hook_counts);
+    if (made->exchange && (!self->sliced || layouts != Py_None))
+        made->shapes = calloc((size_t)count, sizeof *made->shapes);
+    if (!made->hook_counts) /* without shapes every gradient goes through copy() */
+        PyErr_NoMemory();
+    return made->hook_tables && made->hook_counts;
 }
 
 static PyObject *reducer_attach(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"parameters", "views",  "copy",     "open",   "renew", "task_id",
-                            "layouts",    "unlike", "describe", "stream", NULL};
     reducer_object *self = (reducer_object *)op;
-    PyObject *params, *views, *copy = Py_None, *open = Py_None, *renew = Py_None,
-                              *task_id = Py_None, *layouts = Py_None, *unlike = Py_None,
-                              *describe = Py_None, *stream = Py_None;
+    sw_py_arg a[10];
+    attachment made = {NULL};
+    for (int i = 2; i < 10; ++i)
+        a[i].o = Py_None;
     if (reducer_check_made(self) < 0 ||
-        !PyArg_ParseTupleAndKeywords(args, kwargs, "OO!|$OOOOOOOO:attach", names, &params,
-                                     &PyList_Type, &views, &copy, &open, &renew, &task_id, &layouts,
-                                     &unlike, &describe, &stream))
+        !sw_py_read("attach parameters:O views:L | $ copy:O open:O renew:O task_id:O layouts:O "
+                    "unlike:O describe:O stream:O",
+                    args, kwargs, a))
         return NULL;
-    PyObject *param_list = PySequence_List(params);
-    Py_ssize_t count = (Py_ssize_t)sw_reducer_layout(self->reducer)->param_count;
-    bool fits = layouts == Py_None || (PyList_Check(layouts) && PyList_Size(layouts) == count);
-    if (!param_list || PyList_Size(param_list) != count || PyList_Size(views) != count || !fits) {
-        Py_XDECREF(param_list);
-        if (!PyErr_Occurred())
-            PyErr_Format(PyExc_ValueError,
-                         "attach: parameters and views must have %zd entries each", count);
-        return NULL;
+    bool is_made = make_attachment(&made, self, a[0].o, a[1].o, a[6].o);
+    if (is_made) { /* from here on nothing fails; each old object is dropped once it is replaced */
+        PyObject **const slots[] = {&self->copy,    &self->open,   &self->renew,    &self->task_id,
+                                    &self->layouts, &self->unlike, &self->describe, &self->stream};
+        tensor_view *shapes = self->shapes;
+        Py_ssize_t *hook_counts = self->hook_counts;
+        self->exchange = made.exchange;
+        self->shapes = made.shapes;
+        self->hook_counts = made.hook_counts;
+        made.shapes = shapes;
+        made.hook_counts = hook_counts;
+        sw_py_set(&self->hook_tables, made.hook_tables);
+        sw_py_set(&self->views, a[1].o);
+        for (int i = 0; i < 8; ++i)
+            sw_py_set(slots[i], a[i + 2].o);
+        sw_py_set(&self->params, made.params);
+        for (Py_ssize_t i = 0; self->shapes && i < PyList_Size(self->params); ++i)
+            read_shape(self, shape_models(self), self->shapes, i);
     }
-    clear_tensors(self);
-    self->params = param_list;
-    keep(&self->views, views);
-    keep(&self->copy, copy);
-    keep(&self->open, open);
-    keep(&self->renew, renew);
-    keep(&self->task_id, task_id);
-    keep(&self->layouts, layouts);
-    keep(&self->unlike, unlike);
-    keep(&self->describe, describe);
-    keep(&self->stream, stream);
-    if (attach_shapes(self, count) < 0)
-        return NULL;
-    Py_RETURN_NONE;
+    Py_XDECREF(made.params);
+    Py_XDECREF(made.hook_tables);
+    free(made.shapes);
+    free(made.hook_counts);
+    return is_made ? sw_py_none() : NULL;
 }
 
 /* `table` is torch's dictionary of the gradient hooks of a parameter; ours is the last. */
 static PyObject *reducer_watch_hooks(PyObject *op, PyObject *args)
 {
     reducer_object *self = (reducer_object *)op;
-    PyObject *position, *table;
-    size_t index;
+    sw_py_arg a[2];
     if (reducer_check_ready(self) < 0 ||
-        !PyArg_ParseTuple(args, "OO!:watch_hooks", &position, &PyDict_Type, &table) ||
-        sw_py_reducer_read_index(self, position, &index) < 0)
+        !sw_py_read("watch_hooks index:n table:D", args, NULL, a) ||
+        !sw_py_reducer_has_index(self, a[0].n))
         return NULL;
-    Py_INCREF(table);
-    if (PyList_SetItem(self->hook_tables, (Py_ssize_t)index, table) < 0)
+    Py_INCREF(a[1].o);
+    if (PyList_SetItem(self->hook_tables, a[0].n, a[1].o) < 0)
         return NULL;
-    self->hook_counts[index] = PyDict_Size(table);
+    self->hook_counts[a[0].n] = PyDict_Size(a[1].o);
     Py_RETURN_NONE;
 }
 
-static PyObject *reducer_hook(PyObject *op, PyObject *position)
-{
-    reducer_object *self = (reducer_object *)op;
-    size_t index;
-    if (sw_py_reducer_read_index(self, position, &index) < 0)
-        return NULL;
-    return sw_py_hook_object_new(reducer_state_of(self), self->link, index);
-}
+/* Methods that only look something up: of a parameter, or of the reducer. */
+#define OF_PARAMETER(name, value)                                 \
+    SW_PY_VALUE(reducer_##name, reducer_object, #name " index:n", \
+                sw_py_reducer_has_index(self, a[0].n), value)
 
-static PyObject *reducer_count_step(PyObject *op, PyObject *unused)
-{
-    (void)unused;
-    if (reducer_check_made((reducer_object *)op) < 0 ||
-        sw_py_reducer_use_stream((reducer_object *)op) < 0)
-        return NULL;
-    sw_reducer_count_step(((reducer_object *)op)->reducer);
-    Py_RETURN_NONE;
-}
+OF_PARAMETER(hook, sw_py_hook_object_new(reducer_state_of(self), self->link, a[0].size))
+OF_PARAMETER(has_memory,
+             PyBool_FromLong(!self->gpu || sw_reducer_takes_part(self->reducer, a[0].size)))
+OF_PARAMETER(used_by_any, PyBool_FromLong(sw_reducer_used_by_any(self->reducer, a[0].size)))
+OF_PARAMETER(standing_ranks, PyLong_FromSize_t(sw_reducer_standing_ranks(self->reducer, a[0].size)))
+OF_PARAMETER(is_used, PyBool_FromLong(sw_reducer_is_used(self->reducer, a[0].size)))
+OF_PARAMETER(averaged_in,
+             PyLong_FromUnsignedLongLong(sw_reducer_averaged_in(self->reducer, a[0].size)))
 
-static PyObject *reducer_note_step(PyObject *op, PyObject *digest)
-{
-    unsigned long value = PyLong_AsUnsignedLong(digest);
-    if (PyErr_Occurred() || reducer_check_made((reducer_object *)op) < 0)
-        return NULL;
-    sw_reducer_note_step(((reducer_object *)op)->reducer, (uint32_t)value);
-    Py_RETURN_NONE;
-}
+#define OF_REDUCER(name, signature, check, value)                \
+    SW_PY_VALUE(reducer_##name, reducer_object, #name signature, \
+                reducer_check_made(self) == 0 && (check), value)
 
-static PyObject *reducer_forget_steps(PyObject *op, PyObject *unused)
-{
-    (void)unused;
-    if (reducer_check_made((reducer_object *)op) < 0)
-        return NULL;
-    sw_reducer_forget_steps(((reducer_object *)op)->reducer);
-    Py_RETURN_NONE;
-}
+OF_REDUCER(count_step, "", sw_py_reducer_use_stream(self) == 0,
+           (sw_reducer_count_step(self->reducer), sw_py_none()))
+OF_REDUCER(note_step, " digest:K", true,
+           (sw_reducer_note_step(self->reducer, (uint32_t)a[0].word), sw_py_none()))
+OF_REDUCER(forget_steps, "", true, (sw_reducer_forget_steps(self->reducer), sw_py_none()))
+OF_REDUCER(set_divide_by, " active_only:p", true,
+           (sw_reducer_divide_by_active(self->reducer, a[0].p), sw_py_none()))
+OF_REDUCER(divisor, "", true, PyLong_FromSize_t(sw_reducer_divisor(self->reducer)))
 
-static PyObject *reducer_has_memory(PyObject *op, PyObject *position)
-{
-    reducer_object *self = (reducer_object *)op;
-    size_t index;
-    if (sw_py_reducer_read_index(self, position, &index) < 0)
-        return NULL;
-    return PyBool_FromLong(!self->gpu || sw_reducer_takes_part(self->reducer, index));
-}
-
-static PyObject *reducer_set_divide_by(PyObject *op, PyObject *active_only)
-{
-    int flag = PyObject_IsTrue(active_only);
-    if (flag < 0 || reducer_check_made((reducer_object *)op) < 0)
-        return NULL;
-    sw_reducer_divide_by_active(((reducer_object *)op)->reducer, flag);
-    Py_RETURN_NONE;
-}
-
-static PyObject *reducer_set_tracer(PyObject *op, PyObject *tracer)
-{
-    reducer_object *self = (reducer_object *)op;
-    ENGINE_CLEAR(self->tracer);
-    if (tracer != Py_None) {
-        Py_INCREF(tracer);
-        self->tracer = tracer;
-    }
-    Py_RETURN_NONE;
-}
+SW_PY_VALUE(reducer_set_tracer, reducer_object, "set_tracer tracer:O", true,
+            (sw_py_set_or_clear(&self->tracer, a[0].o), sw_py_none()))
 
 static PyObject *reducer_set_bucket_callback(PyObject *op, PyObject *args)
 {
     reducer_object *self = (reducer_object *)op;
-    PyObject *callback, *wait = Py_None;
+    sw_py_arg a[2] = {[1] = {.o = Py_None}};
     if (reducer_check_made(self) < 0 ||
-        !PyArg_ParseTuple(args, "O|O:set_bucket_callback", &callback, &wait))
+        !sw_py_read("set_bucket_callback callback:O | wait:O", args, NULL, a))
         return NULL;
-    if (wait != Py_None && self->sliced) {
+    if (a[1].o != Py_None && self->sliced) {
         PyErr_SetString(reducer_state_of(self)->error,
                         "sliced buckets leave at the end of a backward");
         return NULL;
     }
-    ENGINE_CLEAR(self->bucket_callback);
-    ENGINE_CLEAR(self->bucket_wait);
-    if (callback != Py_None) {
-        Py_INCREF(callback);
-        self->bucket_callback = callback;
-        if (wait != Py_None) {
-            Py_INCREF(wait);
-            self->bucket_wait = wait;
-        }
-    }
-    sw_reducer_give_buckets(self->reducer, !self->bucket_callback ? SW_BUCKETS_OURS
-                                           : self->bucket_wait    ? SW_BUCKETS_HOOKS_EARLY
-                                                                  : SW_BUCKETS_HOOKS);
+    sw_reducer_give_buckets(self->reducer, a[0].o == Py_None   ? SW_BUCKETS_OURS
+                                           : a[1].o == Py_None ? SW_BUCKETS_HOOKS
+                                                               : SW_BUCKETS_HOOKS_EARLY);
+    sw_py_set_or_clear(&self->bucket_wait, a[0].o == Py_None ? Py_None : a[1].o);
+    sw_py_set_or_clear(&self->bucket_callback, a[0].o);
     Py_RETURN_NONE;
-}
-
-static PyObject *reducer_used_by_any(PyObject *op, PyObject *position)
-{
-    reducer_object *self = (reducer_object *)op;
-    size_t index;
-    if (sw_py_reducer_read_index(self, position, &index) < 0)
-        return NULL;
-    return PyBool_FromLong(sw_reducer_used_by_any(self->reducer, index));
-}
-
-static PyObject *reducer_divisor(PyObject *op, PyObject *unused)
-{
-    (void)unused;
-    if (reducer_check_made((reducer_object *)op) < 0)
-        return NULL;
-    return PyLong_FromSize_t(sw_reducer_divisor(((reducer_object *)op)->reducer));
-}
-
-static PyObject *reducer_standing_ranks(PyObject *op, PyObject *position)
-{
-    reducer_object *self = (reducer_object *)op;
-    size_t index;
-    if (sw_py_reducer_read_index(self, position, &index) < 0)
-        return NULL;
-    return PyLong_FromSize_t(sw_reducer_standing_ranks(self->reducer, index));
-}
-
-static PyObject *reducer_is_used(PyObject *op, PyObject *position)
-{
-    reducer_object *self = (reducer_object *)op;
-    size_t index;
-    if (sw_py_reducer_read_index(self, position, &index) < 0)
-        return NULL;
-    return PyBool_FromLong(sw_reducer_is_used(self->reducer, index));
-}
-
-static PyObject *reducer_averaged_in(PyObject *op, PyObject *position)
-{
-    reducer_object *self = (reducer_object *)op;
-    size_t index;
-    if (sw_py_reducer_read_index(self, position, &index) < 0)
-        return NULL;
-    return PyLong_FromUnsignedLongLong(sw_reducer_averaged_in(self->reducer, index));
 }
 
 /* Returns the indices of parameters whose `.grad` is a tensor other than our view. */
@@ -503,29 +510,32 @@ static PyObject *reducer_foreign(PyObject *op, PyObject *unused)
     PyObject *found = reducer_check_ready(self) < 0 ? NULL : PyList_New(0);
     size_t count = found ? sw_reducer_layout(self->reducer)->param_count : 0;
     for (size_t i = 0; found && i < count; ++i) {
-        PyObject *grad =
-            PyObject_GetAttr(PyList_GetItem(self->params, (Py_ssize_t)i), self->grad_name);
-        bool ours = grad == Py_None || (grad && grad == PyList_GetItem(self->views, (Py_ssize_t)i));
-        PyObject *item = grad && !ours ? PyLong_FromSize_t(i) : NULL;
-        if (!grad || (!ours && (!item || PyList_Append(found, item) < 0)))
+        PyObject *param = sw_py_item(self->params, i), *view = sw_py_item(self->views, i);
+        PyObject *grad = param && view ? PyObject_GetAttr(param, self->grad_name) : NULL;
+        if (!grad)
             ENGINE_CLEAR(found);
-        Py_XDECREF(item);
+        else if (grad != Py_None && grad != view)
+            sw_py_append(&found, PyLong_FromSize_t(i));
         Py_XDECREF(grad);
+        Py_XDECREF(param);
+        Py_XDECREF(view);
     }
     return found;
 }
 
-static PyObject *reducer_mark_unfrozen(PyObject *op, PyObject *position)
+static PyObject *reducer_mark_unfrozen(PyObject *op, PyObject *args)
 {
     reducer_object *self = (reducer_object *)op;
-    size_t index;
-    if (sw_py_reducer_read_index(self, position, &index) < 0)
+    sw_py_arg a[1];
+    if (!sw_py_read("mark_unfrozen index:n", args, NULL, a) ||
+        !sw_py_reducer_has_index(self, a[0].n))
         return NULL;
-    sw_reducer_unfreeze(self->reducer, index);
+    sw_reducer_unfreeze(self->reducer, a[0].size);
     const sw_layout *layout = sw_reducer_layout(self->reducer);
-    const sw_layout_bucket *bucket = &layout->bucket[layout->place[index].bucket];
+    const sw_layout_bucket *bucket = &layout->bucket[layout->place[a[0].n].bucket];
     for (size_t k = 0; self->shapes && k < bucket->count; ++k) /* the views may be new */
-        read_shape(self, (Py_ssize_t)layout->order[bucket->first + k]);
+        read_shape(self, shape_models(self), self->shapes,
+                   (Py_ssize_t)layout->order[bucket->first + k]);
     Py_RETURN_NONE;
 }
 
@@ -540,22 +550,24 @@ static int add_driver_counts(reducer_object *self, PyObject *counts)
 
 static PyObject *reducer_stats(PyObject *op, PyObject *unused)
 {
+    static const sw_py_count counts[] = {SW_PY_COUNT(sw_reducer_stats, rounds),
+                                         SW_PY_COUNT(sw_reducer_stats, local_rounds),
+                                         SW_PY_COUNT(sw_reducer_stats, abandoned),
+                                         SW_PY_COUNT(sw_reducer_stats, buckets_sent),
+                                         SW_PY_COUNT(sw_reducer_stats, buckets_early),
+                                         SW_PY_COUNT(sw_reducer_stats, bytes),
+                                         SW_PY_COUNT(sw_reducer_stats, unplaced_bytes_peak)};
     reducer_object *self = (reducer_object *)op;
     (void)unused;
     if (reducer_check_made(self) < 0)
         return NULL;
-    const sw_reducer_stats *stats = sw_reducer_get_stats(self->reducer);
-    PyObject *counts = Py_BuildValue(
-        "{s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K}", "rounds", (unsigned long long)stats->rounds,
-        "local_rounds", (unsigned long long)stats->local_rounds, "abandoned",
-        (unsigned long long)stats->abandoned, "buckets_sent",
-        (unsigned long long)stats->buckets_sent, "buckets_early",
-        (unsigned long long)stats->buckets_early, "copies", self->copies, "bytes",
-        (unsigned long long)stats->bytes, "unplaced_bytes_peak",
-        (unsigned long long)stats->unplaced_bytes_peak);
-    if (counts && self->gpu && add_driver_counts(self, counts) < 0)
-        ENGINE_CLEAR(counts);
-    return counts;
+    PyObject *made =
+        sw_py_counts(sw_reducer_get_stats(self->reducer), counts, sizeof counts / sizeof *counts);
+    if (made)
+        sw_py_put(&made, "copies", PyLong_FromUnsignedLongLong(self->copies));
+    if (made && self->gpu && add_driver_counts(self, made) < 0)
+        ENGINE_CLEAR(made);
+    return made;
 }
 
 enum { GET_TRANSPORT, GET_REASON, GET_BUCKETS, GET_BYTES, GET_OPEN, GET_FAILED, GET_PENDING };
@@ -588,24 +600,24 @@ static PyMethodDef reducer_methods[] = {
     {"gradient", sw_py_reducer_gradient, METH_VARARGS,
      "gradient($self, index, shape, strides=None, /)\n--\n\n"
      "Return a DLPack capsule over a parameter's gradient."},
-    {"result", sw_py_reducer_result, METH_O,
+    {"result", sw_py_reducer_result, METH_VARARGS,
      "result($self, index, /)\n--\n\nReturn a DLPack capsule over this rank's slice of a mean."},
-    {"bucket", sw_py_reducer_bucket, METH_O,
+    {"bucket", sw_py_reducer_bucket, METH_VARARGS,
      "bucket($self, bucket, /)\n--\n\nReturn a DLPack capsule over a whole bucket."},
-    {"bucket_parameters", sw_py_reducer_bucket_parameters, METH_O,
+    {"bucket_parameters", sw_py_reducer_bucket_parameters, METH_VARARGS,
      "bucket_parameters($self, bucket, /)\n--\n\nReturn the bucket's parameters, in memory order."},
-    {"bucket_dtype", sw_py_reducer_bucket_dtype, METH_O,
+    {"bucket_dtype", sw_py_reducer_bucket_dtype, METH_VARARGS,
      "bucket_dtype($self, bucket, /)\n--\n\nReturn the bucket's element type."},
-    {"place", sw_py_reducer_place, METH_O,
+    {"place", sw_py_reducer_place, METH_VARARGS,
      "place($self, index, /)\n--\n\nReturn (bucket, begin, numel) of a parameter, in elements."},
-    {"bucket_shape", sw_py_reducer_bucket_shape, METH_O,
+    {"bucket_shape", sw_py_reducer_bucket_shape, METH_VARARGS,
      "bucket_shape($self, bucket, /)\n--\n\nReturn (offset_bytes, numel, dtype, trainable)."},
-    {"attach", (PyCFunction)(void (*)(void))reducer_attach, METH_VARARGS | METH_KEYWORDS,
+    {"attach", SW_PY_NAMED(reducer_attach),
      "attach($self, parameters, views, *, copy, open, renew, task_id, layouts, unlike=None, "
      "describe=None, stream=None)\n--\n\nBind tensors."},
     {"watch_hooks", reducer_watch_hooks, METH_VARARGS,
      "watch_hooks($self, index, table, /)\n--\n\nDetect hooks that are registered after ours."},
-    {"hook", reducer_hook, METH_O,
+    {"hook", reducer_hook, METH_VARARGS,
      "hook($self, index, /)\n--\n\nReturn the post-accumulate-grad hook of a parameter."},
     {"forward", sw_py_round_forward, METH_O,
      "forward($self, synchronised, /)\n--\n\nCount a forward with gradients."},
@@ -620,42 +632,42 @@ static PyMethodDef reducer_methods[] = {
      "shadow($self, standing=(), /)\n--\n\n"
      "Run a round without a contribution. `standing`, on a GPU: one byte for each parameter, 1 if "
      "the other ranks contribute on top of the standing mean."},
-    {"has_memory", reducer_has_memory, METH_O,
+    {"has_memory", reducer_has_memory, METH_VARARGS,
      "has_memory($self, index, /)\n--\n\nReturn True if the parameter's gradient has memory."},
     {"average", sw_py_round_average, METH_NOARGS,
      "average($self, /)\n--\n\nRun a whole round over the current .grad."},
-    {"count_step", reducer_count_step, METH_NOARGS,
+    {"count_step", reducer_count_step, METH_VARARGS,
      "count_step($self, /)\n--\n\nCount a step of the optimizer; ranks compare the count."},
-    {"note_step", reducer_note_step, METH_O,
+    {"note_step", reducer_note_step, METH_VARARGS,
      "note_step($self, digest, /)\n--\n\nNote a step, which ranks compare in the next round."},
-    {"forget_steps", reducer_forget_steps, METH_NOARGS,
+    {"forget_steps", reducer_forget_steps, METH_VARARGS,
      "forget_steps($self, /)\n--\n\nCount from 0 again."},
-    {"set_divide_by", reducer_set_divide_by, METH_O,
+    {"set_divide_by", reducer_set_divide_by, METH_VARARGS,
      "set_divide_by($self, active_only, /)\n--\n\nSet the mean's divisor."},
     {"set_bucket_callback", reducer_set_bucket_callback, METH_VARARGS,
      "set_bucket_callback($self, callback, wait=None, /)\n--\n\n"
      "Set a communication hook, or None: callback(bucket, is_last, is_early) averages a bucket. "
      "With `wait` the callback may only start that, and is called early if possible."},
-    {"set_tracer", reducer_set_tracer, METH_O,
+    {"set_tracer", reducer_set_tracer, METH_VARARGS,
      "set_tracer($self, tracer, /)\n--\n\n"
      "Set a callable that is called around each bucket's post and wait, or None."},
-    {"used_by_any", reducer_used_by_any, METH_O,
+    {"used_by_any", reducer_used_by_any, METH_VARARGS,
      "used_by_any($self, index, /)\n--\n\nReturn True if some rank used the parameter."},
-    {"divisor", reducer_divisor, METH_NOARGS,
+    {"divisor", reducer_divisor, METH_VARARGS,
      "divisor($self, /)\n--\n\n"
      "Return the number of ranks over which a hook's mean of the last round is taken."},
-    {"standing_ranks", reducer_standing_ranks, METH_O,
+    {"standing_ranks", reducer_standing_ranks, METH_VARARGS,
      "standing_ranks($self, index, /)\n--\n\n"
      "Return the number of ranks that contribute on top of the standing mean."},
-    {"is_used", reducer_is_used, METH_O,
+    {"is_used", reducer_is_used, METH_VARARGS,
      "is_used($self, index, /)\n--\n\n"
      "Return True if this rank used the parameter since the last round."},
-    {"averaged_in", reducer_averaged_in, METH_O,
+    {"averaged_in", reducer_averaged_in, METH_VARARGS,
      "averaged_in($self, index, /)\n--\n\n"
      "Return the last round, from 1, in which some rank used the parameter."},
     {"foreign", reducer_foreign, METH_NOARGS,
      "foreign($self, /)\n--\n\nReturn the indices of parameters whose .grad is not our view."},
-    {"mark_unfrozen", reducer_mark_unfrozen, METH_O,
+    {"mark_unfrozen", reducer_mark_unfrozen, METH_VARARGS,
      "mark_unfrozen($self, index, /)\n--\n\nLet the parameter's bucket take part."},
     {"stats", reducer_stats, METH_NOARGS,
      "stats($self, /)\n--\n\nReturn counts since creation; the driver's are the process's."},
@@ -670,13 +682,13 @@ static PyMethodDef reducer_methods[] = {
      "Lend memory for peers' contributions and for encoded buckets, on a GPU."},
     {"withdraw", sw_py_reducer_withdraw, METH_NOARGS,
      "withdraw($self, /)\n--\n\nStop averaging buckets in the engine, on a GPU."},
-    {"set_active", sw_py_reducer_set_active, METH_O,
+    {"set_active", sw_py_reducer_set_active, METH_VARARGS,
      "set_active($self, trains, /)\n--\n\n"
      "Set the ranks that train, one byte for each rank, on a GPU."},
-    {"set_order", sw_py_reducer_set_order, METH_O,
+    {"set_order", sw_py_reducer_set_order, METH_VARARGS,
      "set_order($self, order, /)\n--\n\n"
      "Set a callable that returns a digest to compare in each round, or None; on a GPU."},
-    {"set_announcer", sw_py_reducer_set_announcer, METH_O,
+    {"set_announcer", sw_py_reducer_set_announcer, METH_VARARGS,
      "set_announcer($self, announce, /)\n--\n\n"
      "Set a callable that is called as a round opens, or None; on a GPU."},
     {NULL, NULL, 0, NULL},
@@ -708,9 +720,5 @@ static PyType_Slot reducer_slots[] = {
     {0, NULL},
 };
 
-PyType_Spec sw_py_reducer_type_spec = {
-    .name = "shardwright._engine.Reducer",
-    .basicsize = sizeof(reducer_object),
-    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE,
-    .slots = reducer_slots,
-};
+SW_PY_TYPE(sw_py_reducer_type_spec, "Reducer", reducer_object,
+           Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE, reducer_slots)

@@ -48,10 +48,9 @@ static int place_nothing(reducer_object *self, size_t index, bool standing)
 /* Writes `grad` as the contribution, or adds it with `add`. */
 static int place_gradient(reducer_object *self, size_t index, PyObject *grad, bool add)
 {
-    PyObject *param = PyList_GetItem(self->params, (Py_ssize_t)index);
-    PyObject *like =
-        self->layouts == Py_None ? param : PyList_GetItem(self->layouts, (Py_ssize_t)index);
-    int written = sw_py_gradient_write(self, index, like, grad, add);
+    PyObject *like = sw_py_item(self->layouts == Py_None ? self->params : self->layouts, index);
+    int written = like ? sw_py_gradient_write(self, index, like, grad, add) : -1;
+    Py_XDECREF(like);
     self->copies += self->gpu || written == 1;
     if (written < 1)
         return written;
@@ -71,40 +70,33 @@ static int flag_of(PyObject *view, const char *name)
  */
 static int stands(reducer_object *self, size_t index, bool *is_ours)
 {
-    PyObject *param = PyList_GetItem(self->params, (Py_ssize_t)index),
-             *view = PyList_GetItem(self->views, (Py_ssize_t)index);
-    PyObject *grad = param && view ? PyObject_GetAttr(param, self->grad_name) : NULL;
-    *is_ours = grad && grad == view && view != Py_None;
-    int cleared = !grad ? -1 : *is_ours ? flag_of(view, "_cleared") : 1;
+    PyObject *param = sw_py_item(self->params, index);
+    PyObject *grad = param ? PyObject_GetAttr(param, self->grad_name) : NULL;
+    *is_ours = grad && grad != Py_None && grad == PyList_GetItem(self->views, (Py_ssize_t)index);
+    int cleared = !grad ? -1 : *is_ours ? flag_of(grad, "_cleared") : 1;
     Py_XDECREF(grad);
+    Py_XDECREF(param);
     return cleared < 0 ? -1 : !cleared;
 }
 
-/* Removes a contribution that was taken from `.grad`. */
-static int take_away(reducer_object *self, size_t index, bool is_ours, PyObject *source)
+/* Removes a contribution that was taken from `.grad` of `holder`, or from a ShardedGradient. */
+static int take_away(reducer_object *self, size_t index, bool is_ours, PyObject *holder)
 {
-    PyObject *param = PyList_GetItem(self->params, (Py_ssize_t)index);
-    PyObject *view = PyList_GetItem(self->views, (Py_ssize_t)index);
     bool used = sw_reducer_state(self->reducer) == SW_ROUND_CLOSED /* during a hook */
                     ? sw_reducer_used_by_any(self->reducer, index)
                     : sw_reducer_is_used(self->reducer, index);
-    if (source == Py_None)
-        return 0;
     if (is_ours)
-        return PyObject_SetAttrString(view, "_pending", Py_None);
-    return used ? PyObject_SetAttr(param, self->grad_name, Py_None) : 0;
+        return PyObject_SetAttrString(holder, "_pending", Py_None);
+    return used ? PyObject_SetAttr(holder, self->grad_name, Py_None) : 0;
 }
 
-int sw_py_sliced_place(reducer_object *self, size_t index)
+/* Places what the ShardedGradient or the parameter, `holder`, has. */
+static int place_from(reducer_object *self, size_t index, bool is_ours, bool standing,
+                      PyObject *holder)
 {
-    bool is_ours, pool = is_pool(self);
-    int standing = stands(self, index, &is_ours);
-    if (standing < 0)
-        return -1;
-    PyObject *source =
-        is_ours
-            ? PyObject_GetAttrString(PyList_GetItem(self->views, (Py_ssize_t)index), "_pending")
-            : PyObject_GetAttr(PyList_GetItem(self->params, (Py_ssize_t)index), self->grad_name);
+    bool pool = is_pool(self);
+    PyObject *source = is_ours ? PyObject_GetAttrString(holder, "_pending")
+                               : PyObject_GetAttr(holder, self->grad_name);
     if (!source)
         return -1;
     /* A second gradient in one backward adds to the first. Private buckets hold the standing mean
@@ -117,11 +109,22 @@ int sw_py_sliced_place(reducer_object *self, size_t index)
         failed = place_gradient(self, index, source, add);
     else if (!failed && !add)
         failed = place_nothing(self, index, standing && pool);
-    if (!failed)
-        failed = take_away(self, index, is_ours, source);
+    if (!failed && source != Py_None)
+        failed = take_away(self, index, is_ours, holder);
     if (!failed)
         sw_reducer_place(self->reducer, index, standing && pool);
     Py_DECREF(source);
+    return failed;
+}
+
+int sw_py_sliced_place(reducer_object *self, size_t index)
+{
+    bool is_ours;
+    int standing = stands(self, index, &is_ours);
+    PyObject *holder =
+        standing < 0 ? NULL : sw_py_item(is_ours ? self->views : self->params, index);
+    int failed = holder ? place_from(self, index, is_ours, standing, holder) : -1;
+    Py_XDECREF(holder);
     return failed;
 }
 
@@ -170,12 +173,15 @@ int sw_py_sliced_publish(reducer_object *self)
 {
     size_t count = sw_reducer_layout(self->reducer)->param_count;
     for (size_t i = 0; i < count; ++i) {
-        PyObject *param = PyList_GetItem(self->params, (Py_ssize_t)i),
-                 *view = PyList_GetItem(self->views, (Py_ssize_t)i);
-        if (sw_reducer_used_by_any(self->reducer, i) &&
-            (PyObject_SetAttrString(view, "_cleared", Py_False) < 0 ||
-             PyObject_SetAttrString(view, "_pending", Py_None) < 0 ||
-             PyObject_SetAttr(param, self->grad_name, view) < 0))
+        if (!sw_reducer_used_by_any(self->reducer, i))
+            continue;
+        PyObject *param = sw_py_item(self->params, i), *view = sw_py_item(self->views, i);
+        bool failed = !param || !view || PyObject_SetAttrString(view, "_cleared", Py_False) < 0 ||
+                      PyObject_SetAttrString(view, "_pending", Py_None) < 0 ||
+                      PyObject_SetAttr(param, self->grad_name, view) < 0;
+        Py_XDECREF(param);
+        Py_XDECREF(view);
+        if (failed)
             return -1;
     }
     return 0;

@@ -2,21 +2,24 @@
  * world_size numbers. */
 #include <stdlib.h>
 
+#include "python/arguments.h"
 #include "python/engine.h"
 
-static int read_numbers(PyObject *sequence, int world_size, int *numbers, int *highest)
+/* Reads world_size numbers in [0, world_size). Returns false, perhaps without an exception. */
+static bool read_numbers(PyObject *sequence, int world_size, int *numbers, int *highest)
 {
-    PyObject *list = PySequence_List(sequence);
-    int failed = !list || PyList_Size(list) != world_size;
+    sw_py_table table;
+    bool fits =
+        sw_py_table_init(&table, sequence, "slices of_rank:i", sizeof(int), sw_py_fill_int, NULL) &&
+        table.count == (size_t)world_size;
     *highest = 0;
-    for (int r = 0; !failed && r < world_size; ++r) {
-        long number = PyLong_AsLong(PyList_GetItem(list, r));
-        failed = PyErr_Occurred() || number < 0 || number >= world_size;
-        numbers[r] = (int)number;
+    for (int r = 0; fits && r < world_size; ++r) {
+        numbers[r] = ((const int *)table.rows)[r];
+        fits = numbers[r] >= 0 && numbers[r] < world_size;
         *highest = numbers[r] > *highest ? numbers[r] : *highest;
     }
-    Py_XDECREF(list);
-    return failed ? -1 : 0;
+    sw_py_table_fini(&table);
+    return fits;
 }
 
 /* Returns whether every replica has every slice exactly once; -1 with an exception. */
@@ -40,7 +43,7 @@ static int is_complete(const int *slice_of, const int *replica_of, int world_siz
 
 int sw_py_slices_init(sw_py_slices *slices, PyObject *given, int world_size)
 {
-    PyObject *slice_of, *replica_of;
+    sw_py_arg a[2];
     int count, replicas;
     *slices = (sw_py_slices){.numbers = NULL};
     if (given == Py_None)
@@ -51,9 +54,10 @@ int sw_py_slices_init(sw_py_slices *slices, PyObject *given, int world_size)
         return -1;
     }
     int *second = slices->numbers + world_size;
-    if (!PyTuple_Check(given) || !PyArg_ParseTuple(given, "OO", &slice_of, &replica_of) ||
-        read_numbers(slice_of, world_size, slices->numbers, &count) < 0 ||
-        read_numbers(replica_of, world_size, second, &replicas) < 0 ||
+    if (!PyTuple_Check(given) ||
+        !sw_py_read("slices of_rank:O replica_of_rank:O", given, NULL, a) ||
+        !read_numbers(a[0].o, world_size, slices->numbers, &count) ||
+        !read_numbers(a[1].o, world_size, second, &replicas) ||
         is_complete(slices->numbers, second, world_size, count + 1, replicas + 1) != 1) {
         if (!PyErr_Occurred())
             PyErr_Format(PyExc_ValueError,

@@ -2,154 +2,114 @@
  *
  * A tensor over the file keeps an owner that the caller chose alive, and the owner keeps the
  * StateFile alive: the mapping lives as long as the last tensor. */
-#include "python/engine.h"
+#include <stdlib.h>
 
-static PyObject *busy(void)
+#include "optim/offload.h"
+#include "python/method.h"
+#include "python/owner.h"
+
+static sw_offload *offload_of(const sw_py_owner *self)
 {
-    PyErr_SetString(PyExc_RuntimeError, "StateFile: another thread steps on it");
-    return NULL;
+    return self->made;
+}
+
+static void destroy(void *offload)
+{
+    sw_offload_fini(offload);
+    free(offload);
 }
 
 static int state_file_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"folder", "label", "buffer_bytes", NULL};
-    state_file_object *self = (state_file_object *)op;
+    sw_py_owner *self = (sw_py_owner *)op;
+    sw_py_arg a[3];
     PyObject *folder = NULL;
-    const char *label;
-    Py_ssize_t buffer_bytes;
     sw_error err;
     sw_status status;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O&sn:StateFile", names, PyUnicode_FSConverter,
-                                     &folder, &label, &buffer_bytes))
+    if (!sw_py_read("StateFile folder:O label:s buffer_bytes:N", args, kwargs, a) ||
+        !PyUnicode_FSConverter(a[0].o, &folder))
         return -1;
-    if (self->is_open || buffer_bytes < 0) {
-        PyErr_SetString(PyExc_ValueError, "StateFile: made once, with buffer_bytes of at least 0");
+    sw_offload *made = calloc(1, sizeof *made);
+    if (!made)
+        PyErr_NoMemory();
+    if (!made || !sw_py_use_make(&self->use, "StateFile")) {
+        free(made);
         Py_DECREF(folder);
         return -1;
     }
+    self->destroy = destroy;
     const char *path = PyBytes_AsString(folder);
-    Py_BEGIN_ALLOW_THREADS
-    status = sw_offload_init(&self->offload, path, label, (size_t)buffer_bytes, &err);
-    Py_END_ALLOW_THREADS
+    SW_PY_WITHOUT_GIL(status, sw_offload_init(made, path, a[1].s, a[2].size, &err));
     Py_DECREF(folder);
-    if (status == SW_OK) {
-        self->is_open = true;
-        return 0;
-    }
-    sw_py_raise(sw_py_state_of(op), &err, NULL);
-    return -1;
+    if (status == SW_OK)
+        self->made = made;
+    else
+        free(made);
+    return sw_py_owner_made(self, status, &err);
 }
 
-static void state_file_dealloc(PyObject *op)
+static bool enter(sw_py_owner *self, sw_py_use_kind kind)
 {
-    state_file_object *self = (state_file_object *)op;
-    PyTypeObject *type = Py_TYPE(op);
-    if (self->is_open)
-        sw_offload_fini(&self->offload);
-    PyObject_Free(op);
-    Py_DECREF(type);
-}
-
-static bool check_open(const state_file_object *self)
-{
-    if (!self->is_open)
+    if (!self->made)
         PyErr_SetString(PyExc_RuntimeError, "StateFile: not made yet");
-    return self->is_open;
+    return self->made &&
+           sw_py_use_enter(&self->use, kind, SW_PY_PATIENCE_NS, PyExc_RuntimeError, "StateFile");
 }
 
-static PyObject *state_file_grow(PyObject *op, PyObject *size)
+static PyObject *state_file_grow(PyObject *op, PyObject *args)
 {
-    state_file_object *self = (state_file_object *)op;
-    size_t bytes = PyLong_AsSize_t(size);
+    sw_py_owner *self = (sw_py_owner *)op;
+    sw_py_arg a[1];
     uint8_t *address = NULL;
     sw_error err;
     sw_status status;
-    if (PyErr_Occurred() || !check_open(self))
+    if (!sw_py_read("grow nbytes:N", args, NULL, a) || !enter(self, SW_PY_ALONE))
         return NULL;
-    if (self->in_use)
-        return busy();
-    self->in_use = true;
-    Py_BEGIN_ALLOW_THREADS
-    status = sw_state_file_grow(&self->offload.file, bytes, &address, &err);
-    Py_END_ALLOW_THREADS
-    self->in_use = false;
-    if (status != SW_OK)
-        return sw_py_raise(sw_py_state_of(op), &err, NULL);
-    return PyLong_FromVoidPtr(address);
-}
-
-static bool read_bytes(PyObject *shape, size_t *bytes)
-{
-    Py_ssize_t count = PySequence_Size(shape);
-    for (Py_ssize_t i = 0; i < count; ++i) {
-        PyObject *item = PySequence_GetItem(shape, i);
-        size_t size = item ? PyLong_AsSize_t(item) : 0;
-        Py_XDECREF(item);
-        if (PyErr_Occurred())
-            return false;
-        if (__builtin_mul_overflow(*bytes, size, bytes)) {
-            PyErr_SetString(PyExc_ValueError, "StateFile.tensor: shape overflows");
-            return false;
-        }
-    }
-    return count >= 0;
+    SW_PY_WITHOUT_GIL(status,
+                      sw_state_file_grow(&offload_of(self)->file, a[0].size, &address, &err));
+    sw_py_use_leave(&self->use);
+    return status == SW_OK ? PyLong_FromVoidPtr(address)
+                           : sw_py_raise(sw_py_state_of(op), &err, NULL);
 }
 
 static PyObject *state_file_tensor(PyObject *op, PyObject *args)
 {
-    state_file_object *self = (state_file_object *)op;
-    unsigned long long address;
-    const char *name;
-    PyObject *shape, *strides, *owner;
-    if (!PyArg_ParseTuple(args, "KsOOO:tensor", &address, &name, &shape, &strides, &owner) ||
-        !check_open(self))
+    sw_py_owner *self = (sw_py_owner *)op;
+    sw_py_arg a[5];
+    size_t bytes;
+    if (!sw_py_read("StateFile.tensor address:A dtype:T shape:O strides:O owner:O", args, NULL,
+                    a) ||
+        !sw_py_shape_bytes(a[2].o, a[1].dtype, "StateFile.tensor", &bytes) ||
+        !enter(self, SW_PY_SHARED))
         return NULL;
-    sw_dtype dtype = sw_dtype_from_name(name);
-    if (dtype == SW_DTYPE_COUNT)
-        return PyErr_Format(PyExc_ValueError, "StateFile.tensor: dtype '%s' is not the engine's",
-                            name);
-    size_t bytes = sw_dtype_size_bytes(dtype);
-    void *data = (void *)(uintptr_t)address;
-    if (!read_bytes(shape, &bytes))
-        return NULL;
-    if (sw_state_file_locate(&self->offload.file, data, bytes) == UINT64_MAX)
+    uint64_t place = sw_state_file_locate(&offload_of(self)->file, a[0].address, bytes);
+    sw_py_use_leave(&self->use);
+    if (place == UINT64_MAX)
         return PyErr_Format(PyExc_ValueError, "StateFile.tensor: %zu bytes leave the file", bytes);
-    return sw_py_dlpack_capsule_new(owner, data, dtype, shape, strides);
+    return sw_py_dlpack_capsule_new(a[4].o, a[0].address, a[1].dtype, a[2].o, a[3].o);
 }
 
 static PyObject *state_file_forget(PyObject *op, PyObject *unused)
 {
-    state_file_object *self = (state_file_object *)op;
+    sw_py_owner *self = (sw_py_owner *)op;
     (void)unused;
-    if (!check_open(self))
+    if (!enter(self, SW_PY_ALONE))
         return NULL;
-    if (self->in_use)
-        return busy();
-    sw_state_file_forget(&self->offload.file);
+    sw_state_file_forget(&offload_of(self)->file);
+    sw_py_use_leave(&self->use);
     Py_RETURN_NONE;
 }
 
-static PyObject *get_nbytes(PyObject *op, void *unused)
-{
-    (void)unused;
-    return PyLong_FromUnsignedLongLong(((state_file_object *)op)->offload.file.size_bytes);
-}
-
-static PyObject *get_buffer_nbytes(PyObject *op, void *unused)
-{
-    (void)unused;
-    return PyLong_FromSize_t(SW_OFFLOAD_BUFFERS * ((state_file_object *)op)->offload.buffer_bytes);
-}
-
-static PyObject *get_direct(PyObject *op, void *unused)
-{
-    state_file_object *self = (state_file_object *)op;
-    (void)unused;
-    return PyBool_FromLong(self->is_open && sw_state_file_is_direct(&self->offload.file));
-}
+SW_PY_GETTER(get_nbytes, sw_py_owner,
+             PyLong_FromUnsignedLongLong(self->made ? offload_of(self)->file.size_bytes : 0))
+SW_PY_GETTER(get_buffer_nbytes, sw_py_owner,
+             PyLong_FromSize_t(self->made ? SW_OFFLOAD_BUFFERS * offload_of(self)->buffer_bytes
+                                          : 0))
+SW_PY_GETTER(get_direct, sw_py_owner,
+             PyBool_FromLong(self->made &&sw_state_file_is_direct(&offload_of(self)->file)))
 
 static PyMethodDef state_file_methods[] = {
-    {"grow", state_file_grow, METH_O,
+    {"grow", state_file_grow, METH_VARARGS,
      "grow($self, nbytes, /)\n--\n\nAppend zeroed bytes to the file; return their address."},
     {"tensor", state_file_tensor, METH_VARARGS,
      "tensor($self, address, dtype, shape, strides, owner, /)\n--\n\n"
@@ -168,16 +128,11 @@ static PyGetSetDef state_file_properties[] = {
 
 static PyType_Slot state_file_slots[] = {
     {Py_tp_init, state_file_init},
-    {Py_tp_dealloc, state_file_dealloc},
+    {Py_tp_dealloc, sw_py_owner_dealloc},
     {Py_tp_methods, state_file_methods},
     {Py_tp_getset, state_file_properties},
     {Py_tp_doc, "Optimizer state in a file without a name, seen as memory."},
     {0, NULL},
 };
 
-PyType_Spec sw_py_state_file_type_spec = {
-    .name = "shardwright._engine.StateFile",
-    .basicsize = sizeof(state_file_object),
-    .flags = Py_TPFLAGS_DEFAULT,
-    .slots = state_file_slots,
-};
+SW_PY_TYPE(sw_py_state_file_type_spec, "StateFile", sw_py_owner, 0, state_file_slots)

@@ -2,232 +2,154 @@
  *
  * A tensor over a unit's addresses keeps the Units object alive, which keeps the arena of the
  * slices alive: no address is reused while a tensor refers to it. */
-#include <stdlib.h>
-#include <string.h>
-#include <unistd.h>
-
-#include "python/engine.h"
+#include "python/method.h"
+#include "python/owner.h"
 #include "zero/unit.h"
 
-typedef struct units_object {
-    PyObject_HEAD sw_units *units; /* owned; NULL before __init__ */
-    PyObject *arena, *codes;       /* owned: the arena of the slices, and its records or NULL */
-    pid_t process; /* pid of the owner of the pages: a forked child would write into its parent's */
-} units_object;
+enum { KEPT_ARENA, KEPT_CODES }; /* the arena of the slices, and that of its records */
 
-static int raise(units_object *self, sw_status status, const sw_error *err)
+static sw_units *units_of(const sw_py_owner *self)
 {
-    if (status == SW_OK)
-        return 0;
-    sw_py_raise(sw_py_state_of((PyObject *)self), err, NULL);
-    return -1;
+    return self->made;
 }
 
-/* Fills *spec from (name, nbytes, runs). The caller owns *runs. */
-static int read_spec(PyObject *item, sw_unit_spec *spec, sw_unit_run **runs)
+/* ---- life ---- */
+
+static bool fill_run(const sw_py_arg *a, void *row, void *unused)
 {
-    PyObject *list;
-    Py_ssize_t size;
-    if (!PyArg_ParseTuple(item, "snO!:unit", &spec->name, &size, &PyList_Type, &list))
-        return -1;
-    Py_ssize_t count = PyList_Size(list);
-    if (size < 0) {
-        PyErr_Format(PyExc_ValueError, "Units: nbytes must be at least 0, got %zd", size);
-        return -1;
-    }
-    *runs = calloc((size_t)count + 1, sizeof **runs);
-    if (!*runs) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    spec->size_bytes = (size_t)size;
-    spec->runs = *runs;
-    spec->run_count = (size_t)count;
-    for (Py_ssize_t i = 0; i < count; ++i) {
-        Py_ssize_t target, rank, source, bytes;
-        int coded;
-        if (!PyArg_ParseTuple(PyList_GetItem(list, i), "nnnnp:run", &target, &rank, &source, &bytes,
-                              &coded))
-            return -1;
-        if (target < 0 || rank < 0 || source < 0 || bytes < 0) {
-            PyErr_SetString(PyExc_ValueError, "Units: a run has no negative numbers");
-            return -1;
-        }
-        (*runs)[i] = (sw_unit_run){.target_bytes = (size_t)target,
-                                   .rank = (size_t)rank,
-                                   .source_bytes = (size_t)source,
-                                   .size_bytes = (size_t)bytes,
-                                   .coded = coded};
-    }
-    return 0;
+    (void)unused;
+    *(sw_unit_run *)row = (sw_unit_run){.target_bytes = a[0].size,
+                                        .rank = a[1].size,
+                                        .source_bytes = a[2].size,
+                                        .size_bytes = a[3].size,
+                                        .coded = a[4].p};
+    return true;
 }
 
-static int create(units_object *self, const sw_unit_parts *parts, PyObject *list, size_t warm_bytes,
-                  const char *label)
+static bool fill_spec(const sw_py_arg *a, void *row, void *specs)
 {
-    size_t count = (size_t)PyList_Size(list);
-    int failed = -1;
-    sw_error err;
-    sw_unit_spec *specs = calloc(count + 1, sizeof *specs);
-    sw_unit_run **runs = calloc(count + 1, sizeof *runs);
-    if (!specs || !runs) {
-        PyErr_NoMemory();
-        goto done;
-    }
-    for (size_t i = 0; i < count; ++i)
-        if (read_spec(PyList_GetItem(list, (Py_ssize_t)i), &specs[i], &runs[i]) < 0)
-            goto done;
-    sw_status status;
-    Py_BEGIN_ALLOW_THREADS
-    status = sw_units_create(parts, specs, count, warm_bytes, label, &self->units, &err);
-    Py_END_ALLOW_THREADS
-    failed = raise(self, status, &err);
-done:
-    for (size_t i = 0; runs && i < count; ++i)
-        free(runs[i]);
-    free(runs);
-    free(specs);
-    return failed;
+    const sw_py_table *runs =
+        sw_py_nested_add(specs, a[2].o, "run target_bytes:N rank:N source_bytes:N nbytes:N coded:p",
+                         sizeof(sw_unit_run), fill_run);
+    if (runs)
+        *(sw_unit_spec *)row = (sw_unit_spec){
+            .name = a[0].s, .size_bytes = a[1].size, .runs = runs->rows, .run_count = runs->count};
+    return runs != NULL;
+}
+
+static void destroy(void *units)
+{
+    sw_units_destroy(units);
 }
 
 static int units_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"arena", "units", "warm_bytes", "label", "codes", NULL};
-    units_object *self = (units_object *)op;
-    PyObject *arena, *list, *codes = NULL;
-    Py_ssize_t warm_bytes;
-    const char *label;
+    sw_py_owner *self = (sw_py_owner *)op;
     PyTypeObject *arena_type = sw_py_state_of(op)->arena_type;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!ns|O!:Units", names, arena_type, &arena,
-                                     &PyList_Type, &list, &warm_bytes, &label, arena_type, &codes))
+    sw_py_arg a[5] = {{0}};
+    sw_py_nested specs = {.begun = 0};
+    sw_error err;
+    sw_status status;
+    if (!sw_py_read("Units arena:O units:L warm_bytes:N label:s | codes:O", args, kwargs, a))
         return -1;
-    const sw_arena *slices = ((arena_object *)arena)->arena;
-    const sw_arena *records = codes ? ((arena_object *)codes)->arena : NULL;
-    if (self->units || !slices || (codes && !records) || warm_bytes < 0) {
-        PyErr_SetString(PyExc_ValueError, "Units: made once, over an arena that ranks share, with "
-                                          "warm_bytes of at least 0");
+    PyObject *arena = a[0].o, *codes = a[4].o;
+    const sw_arena *slices = Py_TYPE(arena) == arena_type ? ((arena_object *)arena)->arena : NULL;
+    const sw_arena *records =
+        codes && Py_TYPE(codes) == arena_type ? ((arena_object *)codes)->arena : NULL;
+    if (!slices || (codes && !records)) {
+        PyErr_SetString(PyExc_ValueError, "Units: arena and codes must be Arenas that ranks share");
         return -1;
     }
-    Py_INCREF(arena);
-    Py_XINCREF(codes);
-    self->arena = arena;
-    self->codes = codes;
-    self->process = getpid();
+    if (!sw_py_use_make(&self->use, "Units"))
+        return -1;
+    self->destroy = destroy;
+    sw_py_owner_keep(self, KEPT_ARENA, arena);
+    if (codes)
+        sw_py_owner_keep(self, KEPT_CODES, codes);
     const sw_unit_parts parts = {.slices = slices->base,
                                  .codes = records ? records->base : NULL,
                                  .world_size = (size_t)slices->world_size,
                                  .slice_bytes = slices->size_bytes,
                                  .code_bytes = records ? records->size_bytes : 0};
-    return create(self, &parts, list, (size_t)warm_bytes, label);
-}
-
-static void units_dealloc(PyObject *op)
-{
-    units_object *self = (units_object *)op;
-    PyTypeObject *type = Py_TYPE(op);
-    sw_units_destroy(self->units);
-    ENGINE_CLEAR(self->arena);
-    ENGINE_CLEAR(self->codes);
-    PyObject_Free(op);
-    Py_DECREF(type);
-}
-
-/* Reads the number of a unit. Returns -1 with an exception. */
-static Py_ssize_t read_unit(const units_object *self, PyObject *position)
-{
-    Py_ssize_t unit = PyLong_AsSsize_t(position);
-    if (unit == -1 && PyErr_Occurred())
-        return -1;
-    size_t count = self->units ? sw_units_count(self->units) : 0;
-    if (unit < 0 || (size_t)unit >= count) {
-        PyErr_Format(PyExc_ValueError, "Units: unit must be in [0, %zu), got %zd", count, unit);
-        return -1;
+    int failed = -1;
+    if (sw_py_nested_init(&specs, a[1].o, "unit name:s nbytes:N runs:L", sizeof(sw_unit_spec),
+                          fill_spec)) {
+        sw_units *made = NULL;
+        SW_PY_WITHOUT_GIL(status, sw_units_create(&parts, specs.outer.rows, specs.outer.count,
+                                                  a[2].size, a[3].s, &made, &err));
+        self->made = made;
+        failed = sw_py_owner_made(self, status, &err);
     }
-    return unit;
+    sw_py_nested_fini(&specs);
+    return failed;
 }
 
-/* Reads the number of a unit that is about to change. Returns -1 with an exception. */
-static Py_ssize_t enter_unit(units_object *self, PyObject *position)
+/* ---- one unit ---- */
+
+static bool check_unit(const sw_py_owner *self, Py_ssize_t unit)
 {
-    Py_ssize_t unit = read_unit(self, position);
+    size_t count = self->made ? sw_units_count(units_of(self)) : 0;
+    if (unit >= 0 && (size_t)unit < count)
+        return true;
+    PyErr_Format(PyExc_ValueError, "Units: unit must be in [0, %zu), got %zd", count, unit);
+    return false;
+}
+
+/* Enters to change a unit: units share pages, so that one thread at a time changes any of them. */
+static bool enter(sw_py_owner *self, Py_ssize_t unit)
+{
+    PyObject *error = sw_py_state_of((PyObject *)self)->error;
+    if (!check_unit(self, unit))
+        return false;
+    if (sw_py_use_is_own(&self->use))
+        return sw_py_use_enter(&self->use, SW_PY_ALONE, SW_PY_PATIENCE_NS, error, "units");
+    PyErr_SetString(
+        error, "units: this process is a child of the one that wrapped the module, whose pages it "
+               "would overwrite: fork inside `with sw.full_parameters(module)`, or copy the "
+               "module there");
+    return false;
+}
+
+static PyObject *finish(sw_py_owner *self, sw_status status, const sw_error *err)
+{
+    sw_py_use_leave(&self->use);
+    return sw_py_owner_made(self, status, err) < 0 ? NULL : sw_py_none();
+}
+
+#define UNITS_METHOD(name, call)                                                        \
+    SW_PY_METHOD(units_##name, sw_py_owner, #name " unit:n", enter(self, a[0].n), call, \
+                 finish(self, status, &err))
+
+UNITS_METHOD(gather, sw_unit_gather(units_of(self), a[0].size, SW_UNIT_SLICES, &err))
+UNITS_METHOD(gather_codes, sw_unit_gather(units_of(self), a[0].size, SW_UNIT_CODES, &err))
+UNITS_METHOD(release, sw_unit_release(units_of(self), a[0].size, &err))
+
+static PyObject *units_take_write(PyObject *op, PyObject *args)
+{
+    sw_py_owner *self = (sw_py_owner *)op;
+    sw_py_arg a[1];
     sw_error err;
-    if (unit < 0 || self->process == getpid())
-        return unit;
-    sw_error_set(
-        &err, SW_E_STATE, -1,
-        "units: this process is a child of the one that wrapped the module, whose pages it "
-        "would overwrite: fork inside `with sw.full_parameters(module)`, or copy the "
-        "module there");
-    return raise(self, SW_E_STATE, &err);
+    sw_status status = SW_OK;
+    if (!sw_py_read("take_write unit:n", args, NULL, a) || !enter(self, a[0].n))
+        return NULL;
+    size_t found = sw_unit_find_write(units_of(self), a[0].size);
+    if (found != SIZE_MAX)
+        status = sw_unit_forget_writes(units_of(self), a[0].size, &err);
+    PyObject *done = finish(self, status, &err);
+    Py_XDECREF(done);
+    return !done ? NULL : found == SIZE_MAX ? PyLong_FromLong(-1) : PyLong_FromSize_t(found);
 }
 
-static PyObject *gather_from(PyObject *op, PyObject *position, sw_unit_source source)
-{
-    units_object *self = (units_object *)op;
-    Py_ssize_t unit = enter_unit(self, position);
-    sw_status status;
-    sw_error err;
-    if (unit < 0)
-        return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    status = sw_unit_gather(self->units, (size_t)unit, source, &err);
-    Py_END_ALLOW_THREADS
-    if (raise(self, status, &err) < 0)
-        return NULL;
-    Py_RETURN_NONE;
-}
-
-static PyObject *units_gather(PyObject *op, PyObject *position)
-{
-    return gather_from(op, position, SW_UNIT_SLICES);
-}
-
-static PyObject *units_gather_codes(PyObject *op, PyObject *position)
-{
-    return gather_from(op, position, SW_UNIT_CODES);
-}
-
-static PyObject *units_release(PyObject *op, PyObject *position)
-{
-    units_object *self = (units_object *)op;
-    Py_ssize_t unit = enter_unit(self, position);
-    sw_error err;
-    if (unit < 0 || raise(self, sw_unit_release(self->units, (size_t)unit, &err), &err) < 0)
-        return NULL;
-    Py_RETURN_NONE;
-}
-
-static PyObject *units_take_write(PyObject *op, PyObject *position)
-{
-    units_object *self = (units_object *)op;
-    Py_ssize_t unit = enter_unit(self, position);
-    sw_error err;
-    if (unit < 0)
-        return NULL;
-    size_t found = sw_unit_find_write(self->units, (size_t)unit);
-    if (found == SIZE_MAX)
-        return PyLong_FromLong(-1);
-    if (raise(self, sw_unit_forget_writes(self->units, (size_t)unit, &err), &err) < 0)
-        return NULL;
-    return PyLong_FromSize_t(found);
-}
-
-static PyObject *units_state(PyObject *op, PyObject *position)
-{
-    units_object *self = (units_object *)op;
-    Py_ssize_t unit = read_unit(self, position);
-    if (unit < 0)
-        return NULL;
-    return PyUnicode_FromString(sw_shard_state_name(sw_unit_state(self->units, (size_t)unit)));
-}
+SW_PY_VALUE(units_state, sw_py_owner, "state unit:n", check_unit(self, a[0].n),
+            PyUnicode_FromString(sw_shard_state_name(sw_unit_state(units_of(self), a[0].size))))
 
 static PyObject *units_stats(PyObject *op, PyObject *unused)
 {
-    units_object *self = (units_object *)op;
+    const sw_py_owner *self = (sw_py_owner *)op;
     sw_units_stats stats = {0};
     (void)unused;
-    if (self->units)
-        stats = sw_units_get_stats(self->units);
+    if (self->made)
+        stats = sw_units_get_stats(units_of(self));
     return Py_BuildValue("{s:K,s:K,s:K,s:K,s:n}", "gathers", (unsigned long long)stats.gathers,
                          "releases", (unsigned long long)stats.releases, "gathered_bytes",
                          (unsigned long long)stats.bytes, "gather_ns",
@@ -237,40 +159,35 @@ static PyObject *units_stats(PyObject *op, PyObject *unused)
 
 static PyObject *units_tensor(PyObject *op, PyObject *args)
 {
-    units_object *self = (units_object *)op;
-    PyObject *position, *shape, *strides;
-    Py_ssize_t offset, numel, unit;
-    const char *name;
-    if (!PyArg_ParseTuple(args, "OnnsOO:tensor", &position, &offset, &numel, &name, &shape,
-                          &strides) ||
-        (unit = read_unit(self, position)) < 0)
+    const sw_py_owner *self = (sw_py_owner *)op;
+    sw_py_arg a[6];
+    size_t bytes;
+    if (!sw_py_read("Units.tensor unit:n offset_bytes:n numel:n dtype:T shape:O strides:O", args,
+                    NULL, a) ||
+        !check_unit(self, a[0].n))
         return NULL;
-    sw_dtype dtype = sw_dtype_from_name(name);
-    if (dtype == SW_DTYPE_COUNT)
-        return PyErr_Format(PyExc_ValueError,
-                            "Units.tensor: dtype '%s' is not one the engine moves", name);
-    size_t size = sw_unit_size_bytes(self->units, (size_t)unit), bytes;
-    if (offset < 0 || numel <= 0 || (size_t)offset > size ||
-        __builtin_mul_overflow((size_t)numel, sw_dtype_size_bytes(dtype), &bytes) ||
-        bytes > size - (size_t)offset)
+    size_t size = sw_unit_size_bytes(units_of(self), a[0].size);
+    if (a[1].n < 0 || a[2].n <= 0 || a[1].size > size ||
+        __builtin_mul_overflow(a[2].size, sw_dtype_size_bytes(a[3].dtype), &bytes) ||
+        bytes > size - a[1].size)
         return PyErr_Format(PyExc_ValueError,
                             "Units.tensor: %zd elements from byte %zd leave the unit of %zu bytes",
-                            numel, offset, size);
-    return sw_py_dlpack_capsule_new(op, sw_unit_address(self->units, (size_t)unit) + offset, dtype,
-                                    shape, strides);
+                            a[2].n, a[1].n, size);
+    return sw_py_dlpack_capsule_new(op, sw_unit_address(units_of(self), a[0].size) + a[1].n,
+                                    a[3].dtype, a[4].o, a[5].o);
 }
 
 static PyMethodDef units_methods[] = {
-    {"gather", units_gather, METH_O,
+    {"gather", units_gather, METH_VARARGS,
      "gather($self, unit, /)\n--\n\nGather a unit: sharded to unsharded."},
-    {"gather_codes", units_gather_codes, METH_O,
+    {"gather_codes", units_gather_codes, METH_VARARGS,
      "gather_codes($self, unit, /)\n--\n\nGather a unit and decode coded runs from their records."},
-    {"release", units_release, METH_O,
+    {"release", units_release, METH_VARARGS,
      "release($self, unit, /)\n--\n\nRelease a unit: unsharded to sharded."},
-    {"take_write", units_take_write, METH_O,
+    {"take_write", units_take_write, METH_VARARGS,
      "take_write($self, unit, /)\n--\n\n"
      "Return the first byte written in a released unit, once; -1: none."},
-    {"state", units_state, METH_O,
+    {"state", units_state, METH_VARARGS,
      "state($self, unit, /)\n--\n\nReturn 'sharded', 'gathering' or 'unsharded'."},
     {"stats", units_stats, METH_NOARGS, "stats($self, /)\n--\n\nReturn counts since creation."},
     {"tensor", units_tensor, METH_VARARGS,
@@ -281,15 +198,10 @@ static PyMethodDef units_methods[] = {
 
 static PyType_Slot units_slots[] = {
     {Py_tp_init, units_init},
-    {Py_tp_dealloc, units_dealloc},
+    {Py_tp_dealloc, sw_py_owner_dealloc},
     {Py_tp_methods, units_methods},
     {Py_tp_doc, "Parameters that are gathered and released in units, over an arena of slices."},
     {0, NULL},
 };
 
-PyType_Spec sw_py_units_type_spec = {
-    .name = "shardwright._engine.Units",
-    .basicsize = sizeof(units_object),
-    .flags = Py_TPFLAGS_DEFAULT,
-    .slots = units_slots,
-};
+SW_PY_TYPE(sw_py_units_type_spec, "Units", sw_py_owner, 0, units_slots)

@@ -247,11 +247,6 @@ sw_status sw_device_reducer_leave_out(sw_device_reducer *r, const uint8_t *train
     return r->sliced ? sw_device_mean_leave_out(&r->mean, trains, err) : SW_OK;
 }
 
-size_t sw_device_reducer_bucket_count(const sw_device_reducer *r)
-{
-    return r->bucket_count;
-}
-
 bool sw_device_reducer_takes_part(const sw_device_reducer *r, size_t index)
 {
     return index < r->bucket_count && r->bucket[index].data;

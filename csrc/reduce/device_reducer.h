@@ -102,7 +102,6 @@ SW_MUST_USE sw_status sw_device_reducer_adopt(sw_device_reducer *reducer, size_t
 SW_MUST_USE sw_status sw_device_reducer_lend(sw_device_reducer *reducer, void *contributions,
                                              void *compressed, sw_error *err);
 
-size_t sw_device_reducer_bucket_count(const sw_device_reducer *reducer);
 bool sw_device_reducer_takes_part(const sw_device_reducer *reducer, size_t index);
 
 /* Begin a step with gradients written on `producer` (call once for each such stream). SW_E_STATE if

@@ -358,6 +358,8 @@ static sw_status device_reserve(sw_reducer *reducer, bucket *b, sw_error *err)
             SW_TRY(sw_device_comm_follow(d->comm, d->stream, producers->stream[i], err));
     if (!d->sliced)
         return SW_OK;
+    if (d->place_count == 0)
+        SW_FAIL(err, SW_E_STATE, "reducer: sliced buckets need at least one place, got none");
     d->turn = (d->turn + 1) % d->place_count;
     if (d->place_bytes[d->turn] < sw_bucket_bytes(reducer, b->index))
         d->turn = 0;

@@ -32,16 +32,6 @@ sw_round_state sw_reducer_state(const sw_reducer *reducer)
     return reducer->state;
 }
 
-int64_t sw_reducer_task(const sw_reducer *reducer)
-{
-    return reducer->task;
-}
-
-const char *sw_reducer_name(const sw_reducer *reducer, size_t param)
-{
-    return reducer->names[param];
-}
-
 size_t sw_reducer_planned_bytes(const sw_reducer *reducer)
 {
     return reducer->ops->planned_bytes(reducer);

@@ -126,8 +126,6 @@ const sw_layout *sw_reducer_layout(const sw_reducer *reducer);
 const sw_gradient_memory *sw_reducer_memory(const sw_reducer *reducer);
 const sw_reducer_stats *sw_reducer_get_stats(const sw_reducer *reducer);
 sw_round_state sw_reducer_state(const sw_reducer *reducer);
-int64_t sw_reducer_task(const sw_reducer *reducer);
-const char *sw_reducer_name(const sw_reducer *reducer, size_t param);
 
 /* Return the first byte of a parameter's contribution, of place[param].numel elements. Sliced:
  * valid in this round while sw_reducer_can_place(), or after sw_reducer_reserve(). */

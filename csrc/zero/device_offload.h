@@ -54,9 +54,9 @@ SW_MUST_USE sw_status sw_device_offload_create(sw_device_comm *comm, size_t slot
 /* Wait under the deadline for pending copies and destroy. NULL is allowed. */
 void sw_device_offload_destroy(sw_device_offload *offload);
 
-/* Step on every run. A run's g and copy are on the GPU; without a copy, g and p. All other arrays are in host memory. The step is ordered on `user`:
- * after the work enqueued so far, before later work. The caller has checked options and runs.
- * Helper threads live as long as the call.
+/* Step on every run. A run's g and copy are on the GPU; without a copy, g and p. All other arrays
+ * are in host memory. The step is ordered on `user`: after the work enqueued so far, before later
+ * work. The caller has checked options and runs. Helper threads live as long as the call.
  *
  * Cost: g down, copy or p down and up for each element; one host wait for each batch; no
  * device allocation. One copy moves arrays of a batch that are contiguous in GPU memory.

@@ -130,17 +130,23 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     from importlib import import_module
 
-    if name == "deepspeed":
-        return import_module(f"{__name__}.integrations.deepspeed")
-    if name in ("checkpoint", "elastic", "hooks", "optim"):
+    if name in ("checkpoint", "deepspeed", "elastic", "hooks", "optim"):
         return import_module(f"{__name__}.{name}")
     if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{_near(name)}")
     # Load all names of the submodule at once: its import has set its own name here, which hides a function of that
     # name.
     loaded = import_module(f"{__name__}.{_HOMES[name]}")
     globals().update({each: getattr(loaded, each) for each, home in _HOMES.items() if home == _HOMES[name]})
     return globals()[name]
+
+
+def _near(name: str) -> str:
+    if name.startswith("_"):  # such as a protocol that a library looks for
+        return ""
+    from .options.names import near
+
+    return near(name, __all__)
 
 
 def __dir__() -> list[str]:

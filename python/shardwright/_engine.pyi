@@ -62,6 +62,9 @@ def tensor_places(tensors: list[Any], /) -> bytes | None:
 def host_limits() -> dict[str, Any]:
     """memory_max_bytes, memory_current_bytes, fsize_bytes, nofile (None where unlimited or unknown)."""
 
+def own_pages(address: int, nbytes: int, /) -> None:
+    """In a forked child, replace inherited pages by private ones with the same contents."""
+
 def forked() -> None:
     """To be called first in a forked child: what it writes to memory of ranks from then on stays its own."""
 
@@ -557,6 +560,8 @@ class HostComm:
     timeout_s: float
     #: a peer of this host that is stopped for so long ends a wait for it, seconds; 0: the deadline does
     silent_s: float
+    #: a wait of so many seconds is logged, then again whenever it has doubled; 0: never
+    warn_after_s: float
     #: abstract socket name that peers connect to, "" at world size 1
     address: str
     #: the host name of each rank, once joined; empty for ranks of other hosts before extend()
@@ -630,6 +635,11 @@ class HostComm:
     @property
     def is_alive(self) -> bool:
         """Whether it can still be used: not closed, and no rank of it has met an error or left."""
+    @property
+    def dead_rank(self) -> int | None:
+        """A rank of this host whose process has ended; None if none is known."""
+    def peer(self, rank: int, /) -> str:
+        """Return a rank, its process and host, and what the process does, for messages."""
     @property
     def end_reason(self) -> str | None:
         """Why it is not alive: what the rank has said that met an error, or which rank died or left. None where it is, or was closed."""
@@ -959,6 +969,8 @@ class CheckpointSaver:
         """Makes a running save fail soon, with this reason."""
     def progress(self) -> dict[str, int]:
         """bytes_total, bytes_written, staging_bytes, direct_bytes, busy."""
+    def unwritten(self) -> list[int]:
+        """Return the ranks of this host whose part of the last save is not durable yet."""
     def spare(self) -> list[tuple[int, int]]:
         """(address, nbytes) of the memory for snapshots, which is anybody's until the next save begins; none while one runs."""
     def close(self) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import functools
 import json
 import os
@@ -24,6 +23,8 @@ import time
 import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
+
+from .options.names import near
 
 __all__ = ["KINDS", "PLAN_NAME", "SOCKET_NAME", "VARIABLE", "Fault", "Plan", "agent_of", "mark_of", "read_plan"]
 
@@ -154,11 +155,8 @@ def _check_keys(entry: Any, known: set[str], where: str) -> None:
 
 def _kind(kind: Any, where: str) -> str:
     if kind not in KINDS:
-        near = difflib.get_close_matches(str(kind), KINDS, n=1)
-        raise ValueError(
-            f"{where} has the unknown kind {kind!r}"
-            + (f": did you mean {near[0]!r}?" if near else f"; known are {', '.join(KINDS)}")
-        )
+        offer = near(str(kind), KINDS, nothing=f"; known are {', '.join(KINDS)}")
+        raise ValueError(f"{where} has the unknown kind {kind!r}{offer}")
     return str(kind)
 
 

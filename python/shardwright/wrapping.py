@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from ._engine import Error
 from .comm.model_ranks import ModelRanks
 from .comm.process_group import HostGroup, host_group, resolve_group
+from .comm.waits import calling, on_every_rank
 from .layout.local_parameters import as_dtensors, whole_tensor
 from .layout.memory import has_memory, without_memory
 from .optim.clip_grad import clip_in_step
@@ -27,11 +28,13 @@ from .optim.offload import make_store, rounded_bytes
 from .optim.sharded import ShardedOptimizer
 from .optim.sliceable import check_sliceable
 from .optim.whole_tensors import TensorPartitionedOptimizer
+from .options.names import offers_names
 from .options.offload import offload_folder
 from .options.options import Options
 from .parallel.agreement.optimizer_agreement import agree, check_members, given_rows, watch_loading
 from .parallel.ddp import DistributedDataParallel
-from .parallel.fully_shard import wrapper_of
+from .parallel.ddp_compat import precision_of
+from .parallel.fully_shard import needed_wrapper
 from .parallel.replica import Replica, live_replicas
 from .parameters.mixed_precision import PrecisionPlan
 from .torch_compat import cuda
@@ -49,6 +52,8 @@ def wrap(
 ) -> tuple[DistributedDataParallel, torch.optim.Optimizer]: ...
 
 
+@offers_names
+@on_every_rank("sw.wrap()")
 def wrap(
     module: torch.nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
@@ -95,7 +100,7 @@ def wrap(
         elementwise. "flat": flat slices for any optimizer; the caller guarantees that it is elementwise. "tensor":
         whole tensors, balanced over ranks.
     **options
-        Fields of Options.
+        Fields of Options; or torch's `mixed_precision`, a policy of param_dtype, reduce_dtype and buffer_dtype.
 
     Returns
     -------
@@ -126,23 +131,30 @@ def wrap(
     >>> model(torch.ones(2, 4)).sum().backward()
     >>> optimizer.step()
     """
+    mixed_precision = options.pop("mixed_precision", None)
+    if mixed_precision is not None and precision is not None:
+        raise ValueError("mixed_precision= and precision= were both given: pass one of them")
     stage = {"zero": zero, "precision": precision, "compress": compress, "offload": offload}
     given = Options.from_keywords({**options, **stage, "partition": partition, "clip_grad_norm": clip_grad_norm})
     if clip_grad_norm is not None and optimizer is None:
         raise ValueError(f"clip_grad_norm={clip_grad_norm!r} needs the optimizer, whose steps begin with it")
     if not isinstance(module, torch.nn.Module):
-        raise TypeError(f"wrap needs a torch.nn.Module, got {type(module).__name__}")
+        swapped = isinstance(module, torch.optim.Optimizer)
+        remedy = ": the module comes first, sw.wrap(module, optimizer)" if swapped else ""
+        got = f"the class {module.__name__}" if isinstance(module, type) else type(module).__name__
+        raise TypeError(f"wrap needs a torch.nn.Module, got {got}{remedy}")
     if unwrap(module) is not module and isinstance(_original(module), TorchDDP):
         raise Error("this module is wrapped already: use it as it is, or pass sw.unwrap(module) to wrap it again")
-    if precision is not None:
-        _check_travels(PrecisionPlan(module, precision), compress)
+    policy = precision if mixed_precision is None else precision_of(mixed_precision)
+    if policy is not None:
+        _check_travels(PrecisionPlan(module, policy), compress)
     group = _group_of(module, given)
     ranks = ModelRanks.beside(_taking_part(module, given), group)
     _agree_on_optimizer(group, ranks, module, optimizer, zero, partition, offload, clip_grad_norm)
     own = {
         ("_" if name == "broadcast_buffers" else "") + name: value for name, value in options.items()
     }  # torch's argument is deprecated
-    wrapped = DistributedDataParallel(module, **stage, **own)
+    wrapped = DistributedDataParallel(module, mixed_precision=mixed_precision, **stage, **own)
     wrapped._options = dataclasses.replace(wrapped._options, partition=partition, clip_grad_norm=clip_grad_norm)
     if optimizer is None:
         return wrapped
@@ -182,6 +194,8 @@ class _Clip:
         return take is not None and step_hooks(optimizer)[-1] is self and bool(take(clip))
 
 
+@offers_names
+@on_every_rank("sw.shard_optimizer()")
 def shard_optimizer(
     module: torch.nn.Module, optimizer: torch.optim.Optimizer, *, partition: str = "auto"
 ) -> torch.optim.Optimizer:
@@ -194,10 +208,10 @@ def shard_optimizer(
     ValueError
         If the optimizer holds a parameter of another module, or is not known to be elementwise (see `partition`).
     """
-    wrapped = wrapper_of(module)
-    if wrapped is None or not wrapped._zero:
+    wrapped = needed_wrapper("shard_optimizer", module)
+    if not wrapped._zero:
         raise Error(
-            "shard_optimizer needs a module that was wrapped with zero >= 1, or the outermost one that was fully sharded"
+            "shard_optimizer needs a module that was wrapped with zero >= 1, got zero=0: use the optimizer as it is"
         )
     engine = wrapped._engine()
     _agree_on_optimizer(
@@ -210,7 +224,7 @@ def shard_optimizer(
 def _group_of(module: torch.nn.Module, options: Options) -> HostGroup:
     """Return the communicator that the module's wrapper will have."""
     group = resolve_group(options.process_group, options.device_mesh, trains=True)
-    return host_group(group, options.timeout_s)
+    return host_group(group, options.timeout_s, options.warn_after_s)
 
 
 def _taking_part(module: torch.nn.Module, options: Options) -> list[torch.Tensor]:
@@ -236,7 +250,7 @@ def _agree_on_optimizer(
     refusal: Exception | None = None
     try:
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"wrap needs a torch.optim.Optimizer or None, got {type(optimizer).__name__}")
+            raise TypeError(f"wrap needs a torch.optim.Optimizer or None, got {_not_an_optimizer(optimizer)}")
         if optimizer is not None and zero:
             check_sliceable(without_masters(optimizer), partition)
         if optimizer is not None:
@@ -260,6 +274,19 @@ def _agree_on_optimizer(
             raise refusal
     finally:
         refusal = None  # its traceback holds this frame
+
+
+def _not_an_optimizer(given: Any) -> str:
+    """Return what `given` is, and the call that makes an optimizer of it."""
+    if isinstance(given, type) and issubclass(given, torch.optim.Optimizer):
+        return f"the class {given.__name__}: make the optimizer first, {given.__name__}(module.parameters())"
+    is_stage = isinstance(given, (int, str, Mapping))
+    remedy = (
+        "pass options by name, such as zero=2"
+        if is_stage
+        else "make one of these parameters, as in torch.optim.AdamW(module.parameters())"
+    )
+    return f"{type(given).__name__}: {remedy}"
 
 
 def _shard(wrapped: DistributedDataParallel, optimizer: torch.optim.Optimizer, partition: str) -> torch.optim.Optimizer:
@@ -397,6 +424,7 @@ def _without_master(wrapped: DistributedDataParallel) -> list[torch.Tensor]:
     return wrapped._precision.without_master() if wrapped._precision is not None else []
 
 
+@on_every_rank("sw.full_optimizer_state_dict()")
 def full_optimizer_state_dict(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return a copy of the optimizer's whole state in torch's format, on every rank, at any stage. Collective at
     zero >= 1."""
@@ -406,18 +434,18 @@ def full_optimizer_state_dict(module: torch.nn.Module, optimizer: torch.optim.Op
     return made
 
 
+@on_every_rank("sw.full_gradients()")
 def full_gradients(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     """Return whole averaged gradients by the bare module's names; None for no gradient. Collective at zero >= 2.
 
     Cost at zero >= 2: every rank receives the bytes of all gradients.
     """
-    wrapped = wrapper_of(module)
-    if wrapped is None:
-        raise Error("full_gradients needs a wrapped module, or the outermost one that was fully sharded")
+    wrapped = needed_wrapper("full_gradients", module)
     found = {name: each for engine in wrapped._engines() for name, each in engine.full_gradients().items()}
     return {name: found[name] for name, _ in wrapped.module.named_parameters() if name in found}
 
 
+@on_every_rank("sw.average_gradients()")
 def average_gradients(module: torch.nn.Module) -> None:
     """Average `.grad` over ranks, for gradients that no backward of the module produces. Collective.
 
@@ -431,9 +459,7 @@ def average_gradients(module: torch.nn.Module) -> None:
     Error
         If the module is not wrapped, or a backward runs.
     """
-    wrapped = wrapper_of(module)
-    if wrapped is None:
-        raise Error("average_gradients needs a wrapped module, or the outermost one that was fully sharded")
+    wrapped = needed_wrapper("average_gradients", module)
     for engine in wrapped._engines():
         engine.average_gradients()
 
@@ -453,18 +479,18 @@ def full_parameters(
         True to allow writes. Each rank writes to its own copy; afterwards all ranks have rank 0's values.
     """
     with contextlib.ExitStack() as stack:
-        for engine in _engines_of(module):
-            stack.enter_context(engine.writable_parameters() if writable else engine.access.whole())
+        with calling("sw.full_parameters()"):
+            for engine in _engines_of(module):
+                stack.enter_context(engine.writable_parameters() if writable else engine.access.whole())
         yield
+        with calling("sw.full_parameters()"):
+            stack.close()
 
 
 def _engines_of(module: Any) -> list[Replica]:
     """Return the engine of a wrapped module, or those that hold the parameters, in order of wrapping."""
     if isinstance(module, torch.nn.Module):
-        wrapped = wrapper_of(module)
-        if wrapped is None:
-            raise Error("full_parameters needs a wrapped module, or the outermost one that was fully sharded")
-        return wrapped._engines()
+        return needed_wrapper("full_parameters", module)._engines()
     asked = {id(each) for each in ([module] if isinstance(module, torch.Tensor) else module)}
     owners = [(each, {id(p) for p in each.table.module_parameters}) for each in live_replicas()]
     strange = len(asked.difference(*(members for _, members in owners)))
@@ -473,6 +499,7 @@ def _engines_of(module: Any) -> list[Replica]:
     return [each for each, members in owners if members & asked]
 
 
+@on_every_rank("sw.full_state_dict()")
 def full_state_dict(module: torch.nn.Module) -> dict[str, Any]:
     """Return a copy of the bare module's state_dict, on every rank, at any stage. Collective at zero=3.
 
@@ -506,6 +533,7 @@ class UnmatchedNames(NamedTuple):
     unexpected_keys: list[str]
 
 
+@on_every_rank("sw.load_full_state_dict()")
 def load_full_state_dict(
     module: torch.nn.Module, state: Mapping[str, Any] | None, *, strict: bool = True
 ) -> UnmatchedNames:
@@ -536,9 +564,7 @@ def load_full_state_dict(
     -----
     Cost: a broadcast of all parameters; at zero=3 also, during the call, memory for them on each rank.
     """
-    wrapped = wrapper_of(module)
-    if wrapped is None:
-        raise Error("load_full_state_dict needs a wrapped module, or the outermost one that was fully sharded")
+    wrapped = needed_wrapper("load_full_state_dict", module)
     engines, bare = wrapped._engines(), unwrap(module)
     group = engines[0].group
     label = f"loaded state of {type(bare).__name__}"
@@ -587,6 +613,7 @@ def _load_state(bare: torch.nn.Module, state: Any, strict: bool, also: str) -> t
     return "; ".join(sentences), missing, unexpected
 
 
+@on_every_rank("sw.load_full_optimizer_state_dict()")
 def load_full_optimizer_state_dict(
     module: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]
 ) -> None:

@@ -33,5 +33,7 @@ bool check(bool ok, const char *format, ...)
 int check_result(void)
 {
     printf("%ld passed, %ld failed\n", atomic_load(&passed), atomic_load(&failed));
-    return atomic_load(&failed) != 0;
+    if (atomic_load(&passed) == 0)
+        fprintf(stderr, "failed: the program made no checks\n");
+    return atomic_load(&failed) != 0 || atomic_load(&passed) == 0;
 }

@@ -47,6 +47,7 @@ static char stranger[128]; /* a file that somebody makes when a folder is about 
 static struct {
     fault kind;
     int at, seen;
+    int dead_from; /* 0, or the first call from which on the disk takes nothing */
     bool is_armed;
 } cut;
 
@@ -60,7 +61,11 @@ static bool may_go_on(bool *is_last, bool *tear)
     if (!cut.is_armed)
         return true;
     pthread_mutex_lock(&guard);
-    if (++cut.seen == cut.at) {
+    ++cut.seen;
+    if (cut.dead_from && cut.seen >= cut.dead_from) {
+        errno = EIO;
+        go_on = false;
+    } else if (cut.seen == cut.at) {
         switch (cut.kind) {
         case FAULT_DIE_BEFORE:
             _exit(DIED);
@@ -517,6 +522,18 @@ static void lose_each_rename(size_t end, bool was_saved, int step)
         }
 }
 
+static void forget_record(void)
+{
+    for (size_t i = 0; i < op_count; ++i)
+        free(ops[i].data);
+    op_count = seen_count = 0;
+    for (size_t i = 0; i < before.count; ++i)
+        free(before.nodes[i].data);
+    for (size_t i = 0; i < after.count; ++i)
+        free(after.nodes[i].data);
+    before.count = after.count = 0;
+}
+
 static void cut_power_everywhere(int step, int world_size, int rounds)
 {
     char old[96];
@@ -537,14 +554,37 @@ static void cut_power_everywhere(int step, int world_size, int rounds)
             cut_power(end, round < 3 ? round : 2 + round % 2, &seed, end == op_count, step);
         lose_each_rename(end, end == op_count, step);
     }
-    for (size_t i = 0; i < op_count; ++i)
-        free(ops[i].data);
-    op_count = seen_count = 0;
-    for (size_t i = 0; i < before.count; ++i)
-        free(before.nodes[i].data);
-    for (size_t i = 0; i < after.count; ++i)
-        free(after.nodes[i].data);
-    before.count = after.count = 0;
+    forget_record();
+}
+
+/* A save from whose call `at` on the disk takes nothing leaves unsynced changes; the next save of
+ * the same folder is cut by the power. Returns false once a save makes fewer calls. */
+static bool cut_power_after_dead(int at, int rounds)
+{
+    sw_error err = {0};
+    unsigned seed = 99;
+    fresh_directory();
+    scan(&before, directory);
+    is_recording = true;
+    cut.seen = cut.at = 0;
+    cut.is_armed = true;
+    cut.dead_from = at;
+    (void)!save_step(1, NULL, 0, NULL, 0, 1, &err);
+    bool has_call = at <= cut.seen;
+    cut.is_armed = false;
+    cut.dead_from = 0;
+    size_t begin = op_count;
+    err.message[0] = '\0';
+    if (save_step(1, NULL, 0, NULL, 0, 1, &err) != SW_OK)
+        die_badly("the save after a dead one", FAULT_EIO, at, 0, err.message);
+    is_recording = false;
+    for (size_t end = begin; end <= op_count; ++end) {
+        for (int round = 0; round < rounds; ++round)
+            cut_power(end, round < 3 ? round : 2 + round % 2, &seed, end == op_count, 1);
+        lose_each_rename(end, end == op_count, 1);
+    }
+    forget_record();
+    return has_call;
 }
 
 /* A file that is put into a folder between the look at it and its replacement is there afterwards,
@@ -671,6 +711,12 @@ int main(void)
         keep_what_another_save_replaces();
         exchange_refusal = i ? EOPNOTSUPP : EINVAL;
         cut_power_everywhere(1, 1, is_long ? POWER_CUTS : 4);
+    }
+    for (int i = 0; i < 2 && !IS_SLOW; ++i) {
+        exchange_refusal = i ? 0 : EINVAL;
+        for (int at = is_long ? 1 : 3 + i; cut_power_after_dead(at, is_long ? 4 : 2);
+             at += is_long ? 1 : 7)
+            ;
     }
     exchange_refusal = 0;
     replace_without_trash();

@@ -497,6 +497,11 @@ static void a_missing_range_is_named_on_every_rank(void)
     check(strstr(err.message, "rank 0 does not hold byte 1122799 of tensor number 1") != NULL,
           "sentence", err.message);
     data.sources[1].size_bytes += 1;
+    request.shared.plan = NULL;
+    check(sw_saver_begin(saver, &request, &err) == SW_E_INVALID &&
+              strstr(err.message, "a save needs the plan of what ranks share") != NULL,
+          "no plan", err.message);
+    request.shared.plan = plan;
     check(sw_saver_begin(saver, &request, &err) == SW_OK, "begins again", err.message);
     bool is_over = false;
     sw_status status = SW_OK;

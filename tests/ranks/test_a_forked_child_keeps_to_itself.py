@@ -1,4 +1,11 @@
-"""Law: a forked child reads its parent's gradients and parameters, and its own writes stay private."""
+"""Law: a forked child reads its parent's gradients and parameters as of the fork or gets an error, and its own writes
+stay private.
+"""
+
+import copy
+import os
+import socket
+import tempfile
 
 import pytest
 import torch
@@ -80,3 +87,192 @@ def test_a_childs_child_has_what_the_child_wrote(rank, world_size):
 
     assert in_a_child(write) == ""
     assert not bool((first.grad == 7).any())
+
+
+STAGES = [{"zero": 1}, {"zero": 2}, {"zero": 3}, {"zero": 3, "share_parameters": False, "units": torch.nn.Linear}]
+
+
+class Child:
+    """A forked child that runs the given actions one by one, each when it is told to."""
+
+    def __init__(self, *actions):
+        self._go, go = socket.socketpair()
+        self.pid = os.fork()
+        if self.pid == 0:
+            self._go.close()
+            for action in actions:
+                if not go.recv(1):
+                    break
+                try:
+                    text = repr(action())
+                except BaseException as error:
+                    text = f"{type(error).__name__}: {error}"
+                go.sendall(text.encode()[:4000] + b"\n")
+            os._exit(0)
+        go.close()
+        self._said = self._go.makefile("rb")
+
+    def __call__(self):
+        self._go.sendall(b"x")
+        return self._said.readline().decode().rstrip("\n")
+
+    def close(self):
+        self._said.close()
+        self._go.close()
+        os.waitpid(self.pid, 0)
+
+
+def trained(zero, **options):
+    torch.manual_seed(0)
+    module = Mlp()
+    return sw.wrap(module, torch.optim.SGD(module.parameters(), lr=0.5), zero=zero, **options)
+
+
+def step(model, optimizer, rank, number):
+    backward(model, rank, number)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+READS = {
+    "the module": lambda model: float(sw.unwrap(model)(batch(0, 4, 7)).double().sum()),
+    "the wrapper": lambda model: float(model(batch(0, 4, 7)).double().sum()),
+    "a state dict": lambda model: sum(float(v.double().sum()) for v in sw.unwrap(model).state_dict().values()),
+    "full_state_dict": lambda model: sum(float(v.double().sum()) for v in sw.full_state_dict(model).values()),
+    "parameters": lambda model: sum(float(p.double().sum()) for p in model.parameters()),
+    "copies": lambda model: sum(float(p.double().sum()) for p in copy.deepcopy(sw.unwrap(model)).parameters()),
+    "numpy": lambda model: float(next(model.parameters()).detach().numpy().sum()),
+}
+
+
+@on_every_rank(at_least=2)
+@pytest.mark.parametrize("options", STAGES[:3])
+def test_a_child_that_reads_late_gets_an_error_and_one_that_read_in_time_keeps_the_values(rank, world_size, options):
+    model, optimizer = trained(**options)
+    step(model, optimizer, rank, 0)
+    expected = {}
+    with torch.no_grad():
+        for name, read in READS.items():
+            if name != "full_state_dict":  # collective
+                expected[name] = repr(read(model))
+        children = {name: Child(*[lambda read=read: read(model)] * 2) for name, read in READS.items()}
+        early = {name: Child(*[lambda read=read: read(model)] * 2) for name, read in READS.items() if name in expected}
+        for name, child in early.items():
+            assert child() == expected[name], name
+    model._replica.group.comm.barrier()
+    for number in range(1, 4):
+        step(model, optimizer, rank, number)
+    for name, child in children.items():
+        for _ in range(2):
+            said = child()
+            assert said.startswith("Error") and "fork" in said, (name, said)
+        child.close()
+    for name, child in early.items():
+        assert child() == expected[name], name
+        child.close()
+    step(model, optimizer, rank, 4)
+
+
+@on_every_rank(at_least=2)
+@pytest.mark.parametrize("options", STAGES)
+def test_a_child_of_a_child_and_one_forked_where_parameters_are_whole(rank, world_size, options):
+    model, optimizer = trained(**options)
+    step(model, optimizer, rank, 0)
+
+    def total():
+        return float(sum(p.detach().double().sum() for p in model.parameters()))
+
+    def grandchild():
+        said = []
+        with torch.no_grad():
+            each = Child(total)
+            said.append(each())
+            each.close()
+        return said[0]
+
+    with sw.full_parameters(model):
+        before = repr(total())
+        late, early = Child(grandchild), Child(total, grandchild, total)
+        assert early() == before
+    model._replica.group.comm.barrier()
+    for number in range(1, 3):
+        step(model, optimizer, rank, number)
+    assert "Error: parameters of Mlp" in late()
+    assert early() == repr(before)
+    assert early() == before
+    late.close()
+    early.close()
+    model._replica.group.comm.barrier()
+
+
+@on_every_rank(at_least=2)
+@pytest.mark.parametrize("options", STAGES[:3])
+def test_a_change_under_way_at_the_fork_or_during_the_copy_is_an_error(rank, world_size, options):
+    model, optimizer = trained(**options)
+    access = model._replica.access
+
+    def look():
+        return float(next(model.parameters()).detach().sum())
+
+    with access.changing():
+        inside = Child(look)
+    after = Child(look, look)
+    with access.changing():
+        said = after()
+        assert said.startswith("Error") and "fork" in said, said
+    for child in (inside, after):
+        assert child().startswith("Error")
+        child.close()
+    storage = access.forks._storage
+    found = storage.mapped()
+
+    def mapped():
+        access.forks._shared[0] += 2  # as if the parent stepped between the child's two looks
+        return found
+
+    storage.mapped = mapped
+    said = in_a_child(look)
+    del storage.mapped
+    assert said.startswith("Error") and "fork" in said, said
+    model._replica.group.comm.barrier()
+
+
+@on_every_rank(at_least=2)
+@pytest.mark.parametrize("options", STAGES)
+def test_a_child_that_touches_no_parameter_copies_none(rank, world_size, options):
+    model, optimizer = trained(**options)
+    step(model, optimizer, rank, 0)
+    copied = Child(lambda: (model._replica.access.forks._is_pending, len(list(model.parameters())), repr(model)[:3]))
+    assert copied().startswith("(True")
+    copied.close()
+    model._replica.group.comm.barrier()
+
+
+@on_every_rank(at_least=2)
+def test_a_childs_gradients_are_those_of_the_fork_or_none(rank, world_size):
+    model, optimizer = trained(zero=1)
+    backward(model, rank, 0)
+    first = next(model.parameters())
+    before = first.grad.clone()
+    early, late = Child(lambda: bits_equal(first.grad, before)), Child(lambda: first.grad)
+    assert early() == "True"
+    backward(model, rank, 1)
+    assert late() == "None"
+    early.close()
+    late.close()
+    model._replica.group.comm.barrier()
+
+
+@on_every_rank(at_least=2)
+def test_a_child_does_not_step_into_its_parents_state_file(rank, world_size):
+    with tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        module = Mlp()
+        optimizer = sw.optim.AdamW(module.parameters())
+        model, optimizer = sw.wrap(module, optimizer, offload=f"nvme:{folder}")
+        backward(model, rank, 0)
+        optimizer.step()
+        said = in_a_child(optimizer.step)
+        assert said.startswith("Error") and "forked child" in said, said
+        optimizer.step()
+        model._replica.group.comm.barrier()

@@ -265,7 +265,7 @@ def test_another_classs_state_is_not_loaded(rank, world_size, zero):
         train(model, optimizer, rank)
         before = copy.deepcopy(optimizer.param_groups), sw.full_optimizer_state_dict(model, optimizer)
         name = type(make(Mlp().parameters())).__name__
-        match = f"group 0 is of another optimizer than {name}: it has .* and lacks "
+        match = f"group 0 was saved by another optimizer than {name}: it has .* and lacks "
         refused(lambda o=optimizer, s=state: o.load_state_dict(s), match, ValueError)
         refused(lambda f=folder, m=model, o=optimizer: sw.load(f, m, o), match, engine.CheckpointError)
         after = sw.full_optimizer_state_dict(model, optimizer)

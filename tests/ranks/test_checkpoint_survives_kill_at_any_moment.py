@@ -7,6 +7,7 @@ import itertools
 import os
 import random
 import signal
+import sys
 import tempfile
 import time
 
@@ -126,6 +127,67 @@ def test_the_death_of_a_rank_ends_the_save_of_the_others_soon(fresh_ranks):
         assert seconds < 20 and "another rank failed or left while the checkpoint was written" in sentence
         assert "rank 2 (pid " in sentence.rpartition("written")[2], sentence
     assert outcomes[2].ended == "exit 9"
+
+
+def ends_beside_a_killed_rank(rank, world_size, folder, call, zero, victim):
+    """Return the seconds from the kill to the error, and the error. The victim is killed while it writes."""
+    module, inner = training()
+    fill(module, inner, 1)
+    model, optimizer = (module, inner) if zero is None else sw.wrap(module, inner, zero=zero, timeout_s=600.0)
+    stamp = os.path.join(folder, "killed")
+    if rank == victim:
+        from shardwright._engine import CheckpointSaver
+
+        begin = CheckpointSaver.begin
+
+        def begin_and_die(self, *arguments, **options):
+            if call != "sw.save()":
+                begin(self, *arguments, **options)
+            with open(stamp, "w") as file:
+                file.write(str(time.monotonic()))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        writing = sys.modules["shardwright.checkpoint.writing"]
+        writing.CheckpointSaver = type(
+            "Dies", (), {"__new__": lambda cls, *a, **k: Dying(CheckpointSaver(*a, **k), begin_and_die)}
+        )
+    with pytest.raises(sw.CheckpointError) as caught:
+        if call == "sw.save()":
+            sw.save(os.path.join(folder, "alone"), model, optimizer, timeout_s=600.0)
+        else:
+            options = {"snapshot": call, "bandwidth_bytes_per_s": 1_000_000, "timeout_s": 600.0}
+            checkpoints = sw.Checkpointer(folder, model, optimizer, **options)
+            checkpoints.save(0)
+            checkpoints.wait()
+    with open(stamp) as file:
+        return time.monotonic() - float(file.read()), str(caught.value)
+
+
+class Dying:
+    """A saver whose begin() kills its process."""
+
+    def __init__(self, saver, begin):
+        self._saver, self.begin = saver, lambda *a, **k: begin(saver, *a, **k)
+
+    def __getattr__(self, name):
+        return getattr(self._saver, name)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    "call, zero, victim",
+    [("sw.save()", 2, 1), ("sw.save()", 0, 0), ("copy", 3, 1), ("copy", 1, 0), ("lazy", 2, 2), ("copy", None, 1)],
+)
+def test_a_rank_that_is_killed_while_it_writes_ends_the_save_within_a_second(fresh_ranks, call, zero, victim):
+    with tempfile.TemporaryDirectory(prefix="ckpt-") as folder, fresh_ranks(3) as team:
+        team.start(ends_beside_a_killed_rank, folder=folder, call=call, zero=zero, victim=victim)
+        outcomes = team.wait(60, patient=True)
+    for rank in {0, 1, 2} - {victim}:
+        assert outcomes[rank].ok, outcomes[rank]
+        seconds, sentence = outcomes[rank].value
+        print(f"{seconds:.2f} s: {sentence}")
+        assert f"rank {victim} (pid " in sentence, sentence
+        assert seconds < 2.5, (seconds, sentence)  # 0.5 s on a quiet machine, and 5.2 s before
 
 
 def asked_to_end_beside_a_dead_rank(rank, world_size, folder):

@@ -327,7 +327,9 @@ def test_the_cpu_has_nothing_to_borrow(teams: Any, world_size: int, paths: dict[
 
 def on_the_cpu(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     with gpus.torch_on_cpu():
-        with pytest.raises(NotImplementedError, match="communicator='borrow' is of GPUs, and Mlp is on the CPU"):
+        with pytest.raises(
+            NotImplementedError, match="communicator='borrow' requires a module on a GPU, got Mlp on the CPU"
+        ):
             sw.wrap(Mlp(), communicator="borrow")
         with pytest.raises(ValueError, match="communicator must be 'own', 'borrow' or 'register', got 'torch'"):
             sw.wrap(Mlp(), communicator="torch")

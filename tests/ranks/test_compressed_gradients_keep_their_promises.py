@@ -516,8 +516,10 @@ def test_overflowing_sums_do_not_stay(rank, world_size):
 @on_every_rank()
 def test_misuse_is_named(rank, world_size):
     for bad in (0, -1, 257, 1.5):
-        with pytest.raises(ValueError, match=r"matrix_approximation_rank must be in \[1, 256\], got"):
+        with pytest.raises(ValueError, match=r"PowerSGD: rank must be in \[1, 256\], got"):
             sw.PowerSGD(rank=bad)
+        with pytest.raises(ValueError, match=r"PowerSGDState: matrix_approximation_rank must be in"):
+            PowerSGDState(None, bad)
     with pytest.raises(ValueError, match=r"block must be a multiple of 32 in \[32, 4096\], not 100"):
         sw.Int8(block=100)
     for argument, given in (("error_feedback", "no"), ("alternate", 1), ("seed", "a")):
@@ -535,7 +537,7 @@ def test_misuse_is_named(rank, world_size):
             sw.PowerSGD(**{argument: given})
     with pytest.raises(TypeError, match="Int8: block must be an integer, got '64'"):
         sw.Int8(block="64")
-    with pytest.raises(ValueError, match="alternate=True needs use_error_feedback=True"):
+    with pytest.raises(ValueError, match="PowerSGD: alternate=True needs error_feedback=True"):
         sw.PowerSGD(alternate=True, error_feedback=False)
     with pytest.raises(TypeError, match="compress must be None, 'auto', sw.Fp16"):
         sw.wrap(Mlp(), compress="fp16")

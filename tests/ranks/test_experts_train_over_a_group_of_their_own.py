@@ -141,7 +141,7 @@ def test_what_cannot_be_is_one_sentence_on_all_ranks(rank, world_size):
     group = mesh["dp_mod_ep"]
     three = torch.distributed.new_group([0, 1, 2] if rank < 3 else [3], use_local_synchronization=True)
     told(r"'layers.\*.expert' matches no parameter of Model: did you mean 'layers.1.exp", {"layers.*.expert": group})
-    told("'layers.0.experts.down' is of .* and of .*: name it", {"layers.*.experts": group, "*.down": mesh["ep"]})
+    told("match parameter 'layers.0.experts.down': match it once", {"layers.*.experts": group, "*.down": mesh["ep"]})
     told(
         "parameter 'layers.0.experts.down' of 'layers' is a plain tensor.*distribute_tensor", {"layers": group}, build()
     )

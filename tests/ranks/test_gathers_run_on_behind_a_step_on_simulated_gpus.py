@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import io
+import logging
 from typing import Any
 
 import pytest
@@ -142,9 +143,18 @@ def eager(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     assert pending(later)
     sw.unwrap(later).blocks[1].compile(backend="eager")
     step(whole, other, rank, 1)
-    step(later, optimizer, rank, 1)
+    lines: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logging.getLogger("shardwright"), "warning", lambda text, *given: lines.append(text % given))
+        for number in (1, 2):
+            step(later, optimizer, rank, number)
+            if number == 1:
+                step_bits = [p.detach().clone() for p in later.parameters()]
+    assert [("no longer overlap" in line, "a unit is compiled" in line) for line in lines] == [(True, True)] * (
+        rank == 0
+    )
     assert not pending(later) and not sw.unwrap(later)._forward_pre_hooks
-    assert all(bits_equal(p.detach(), q.detach()) for p, q in zip(later.parameters(), whole.parameters()))
+    assert all(bits_equal(p, q.detach()) for p, q in zip(step_bits, whole.parameters()))
     del later, asked  # with nothing under way
     lost, optimizer = make(gpus, 1)
     step(lost, optimizer, rank, 0)

@@ -2,7 +2,6 @@
 ranks name a rank that never comes, by rank and host, also on hosts that wait for another rank of its host.
 """
 
-import functools
 import logging
 import pathlib
 import signal
@@ -25,15 +24,12 @@ LATE_S = 2.0
 
 def warned(timeout_s, **options):
     """Return a wrapped layer whose communicator warns early, and the list of the lines that it logs."""
-    from shardwright.comm import process_group
-
     lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
     logging.getLogger("shardwright").addHandler(handler)
-    process_group.HostComm = functools.partial(process_group.HostComm, warn_after_s=WARN_AFTER_S)
     torch.manual_seed(0)
-    return sw.wrap(torch.nn.Linear(8, 8), timeout_s=timeout_s, **options), lines
+    return sw.wrap(torch.nn.Linear(8, 8), timeout_s=timeout_s, warn_after_s=WARN_AFTER_S, **options), lines
 
 
 def backward(model, rank):

@@ -492,7 +492,7 @@ def refuse(rank, world_size, folder):
             return ZeroRedundancyOptimizer(self.parameters(), torch.optim.Adam)
 
     cases = [
-        (Lbfgs, "torch.optim.lbfgs.LBFGS is not known to be elementwise"),
+        (Lbfgs, "torch.optim.lbfgs.LBFGS steps on all parameters as one vector and cannot be sliced"),
         (
             TwoRates,
             r"ranks disagree about the optimizer: group 0 has (initial_)?lr=0.01 on rank 0, (initial_)?lr=0.001 on rank 1",
@@ -513,7 +513,7 @@ def refuse(rank, world_size, folder):
             "clip_grad_norm is no option of ShardwrightStrategy: pass gradient_clip_val to the Trainer",
         ),
         ({"compres": None}, "unknown option 'compres': did you mean 'compress'?"),
-        ({"zero": 0, "units": "size"}, "units is of zero=3, and was given with zero=0"),
+        ({"zero": 0, "units": "size"}, "units= requires zero=3, got zero=0"),
     ]:
         with pytest.raises((ValueError, TypeError)) as caught:
             subjects.ShardwrightStrategy(**options)

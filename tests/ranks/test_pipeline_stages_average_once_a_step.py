@@ -353,7 +353,9 @@ def test_a_module_that_is_not_wrapped_is_refused(rank, world_size):
     stage = sw.PipelineStage(module, 0, 4, torch.device("cpu"))
     with pytest.raises(sw.Error, match="needs a wrapped module, .*got PipelineStage"):
         sw.PipelineStage(stage, 0, 4, torch.device("cpu"))
-    with pytest.raises(ValueError, match="this Sequential is stage 0 already, and was given as stage 2: each stage"):
+    with pytest.raises(
+        ValueError, match="this Sequential is stage 0 already, got stage_index=2: wrap a module of its own"
+    ):
         sw.PipelineStage(module, 2, 4, torch.device("cpu"))
     again = sw.PipelineStage(module, 0, 4, torch.device("cpu"))  # the same place, for another schedule
     del stage, again

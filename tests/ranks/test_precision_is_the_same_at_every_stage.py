@@ -509,7 +509,7 @@ def test_a_compiled_wrapper_computes_the_same(rank, world_size):
 def test_unsupported_options_are_a_sentence(rank, world_size):
     for precision, kind, words in [
         ("bf8", ValueError, "precision.* must be None, 'bf16'"),
-        ({"": "bf16", "4x": "fp32"}, ValueError, "no module is called '4x', did you mean '4'"),
+        ({"": "bf16", "4x": "fp32"}, ValueError, "no module is called '4x': did you mean '4'"),
         (
             {"0": sw.Precision(reduce_dtype=torch.bfloat16), "2": sw.Precision(reduce_dtype=torch.float16)},
             ValueError,

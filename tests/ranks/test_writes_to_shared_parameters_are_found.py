@@ -145,7 +145,7 @@ def test_a_write_to_read_only_pages_ends_the_process_at_its_line():
 def test_what_means_nothing_is_refused(rank, world_size):
     for options, sentence in [
         ({"zero": 3, "write_guard": "all"}, "write_guard must be 'auto', 'samples', 'read-only' or None, got 'all'"),
-        ({"zero": 2, "write_guard": "samples"}, "write_guard is of zero=3, and was given with zero=2"),
+        ({"zero": 2, "write_guard": "samples"}, "write_guard= requires zero=3, got zero=2"),
         ({"zero": 3, "share_parameters": False, "write_guard": "samples"}, "watches parameters that a host shares"),
     ]:
         with pytest.raises(ValueError, match=sentence):

@@ -61,9 +61,9 @@ typedef struct block { /* float32 arrays: in place, or widened into the caller's
     size_t count;
 } block;
 
-/* Return the master; or its parameter, widened, if the master is a NaN or does not round to it: other
- * code has written the parameter. Bits are compared, so -0 is not 0. The sum holds what the master
- * rounds to in its upper half. */
+/* Return the master; or its parameter, widened, if the master is a NaN or does not round to it:
+ * other code has written the parameter. Bits are compared, so -0 is not 0. The sum holds what the
+ * master rounds to in its upper half. */
 OPTIM_INLINE float bfloat16_master(float master, uint16_t parameter)
 {
     uint32_t bits = bits_from_float(master), held = (uint32_t)parameter << 16;

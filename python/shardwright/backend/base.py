@@ -119,6 +119,9 @@ class Buckets(Protocol):
     def close(self) -> None:
         """Settle now and after each later publish(); remove the hooks of modules."""
 
+    def mapped(self) -> list[tuple[int, int]]:
+        """Return (address, bytes) of the memory, if a forked child can read it."""
+
     def protect(self, writable: bool) -> None:
         """Allow or forbid this process to write to the memory."""
 

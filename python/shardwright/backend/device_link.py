@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.utils.dlpack import from_dlpack
 
 from .._engine import DeviceComm, Error, device_tensor, nccl_unique_id, norm_value, slot_part_bytes
 from ..comm.agreement import gather_answers
@@ -25,6 +24,7 @@ from ..comm.process_group import HostGroup, comm_error
 from ..layout.memory import check_sendable
 from ..layout.views import as_real, dense_strides, dtype_name
 from ..torch_compat import cuda
+from ..torch_compat.engine_storage import engine_tensor
 from . import transport as device_transport
 from .lender import Lender
 
@@ -45,7 +45,7 @@ def alias(
     """
     ordinal = link.ordinal if like.is_cuda else -1  # simulated GPUs are the CPU
     strides = dense_strides(like) if like.shape == torch.Size(shape) else None
-    return from_dlpack(device_tensor(ordinal, owner, address, dtype, list(shape), strides))
+    return engine_tensor(device_tensor(ordinal, owner, address, dtype, list(shape), strides))
 
 
 def _ranges_of(tensors: Iterable[torch.Tensor]) -> tuple[list[torch.Tensor], list[tuple[int, int, str]]]:

@@ -68,7 +68,9 @@ class Lender:
 
 def _backend_of(runtime: Any, group: Any) -> Any:
     if group is None:
-        raise NotImplementedError("communicator='borrow' needs a torch process group, and there is none")
+        raise NotImplementedError(
+            "communicator='borrow' requires torch's process group: call torch.distributed.init_process_group('nccl') before sw.wrap"
+        )
     try:
         backend = runtime.backend(group)
     except RuntimeError as error:

@@ -19,7 +19,9 @@ from .._engine import CheckpointError, Error
 from ..chaos import agent_of
 from ..comm.signals import SaveSignals, check_signals
 from ..comm.stop_request import StopRequest
+from ..comm.waits import on_every_rank
 from ..options.name_map import NameMap, Rename
+from ..options.names import offers_names
 from ..options.places import absolute_path
 from ..parallel.agreement.save_check import SaveCheck
 from ..parallel.fully_shard import wrapper_of
@@ -133,6 +135,8 @@ class Checkpointer:
     10
     """
 
+    @offers_names
+    @on_every_rank("sw.Checkpointer()")
     def __init__(
         self,
         directory: str | os.PathLike[str],
@@ -294,6 +298,7 @@ class Checkpointer:
 
     # saving -----------------------------------------------------------------------------------------------------------
 
+    @on_every_rank("Checkpointer.save()")
     def save(self, step: int, *, every: int = 1, every_s: float | None = None, metric: float | None = None) -> bool:
         """Save the state after step `step`, counted from 0, if `step + 1` is a multiple of `every` or it is time.
 
@@ -442,6 +447,7 @@ class Checkpointer:
             replaces=target.replaces,
         )
 
+    @on_every_rank("Checkpointer.wait()")
     def wait(self) -> None:
         """Wait until the running save is durable.
 
@@ -471,6 +477,7 @@ class Checkpointer:
 
     # restoring --------------------------------------------------------------------------------------------------------
 
+    @on_every_rank("Checkpointer.restore()")
     def restore(
         self,
         step: int | None = None,

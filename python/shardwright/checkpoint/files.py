@@ -12,7 +12,9 @@ from typing import Any
 import torch
 
 from .._engine import CheckpointError, CheckpointFolder, Error
+from ..comm.waits import on_every_rank
 from ..options.name_map import NameMap, Rename
+from ..options.names import offers_names
 from ..options.places import absolute_path
 from .folder.partial import make_folder, of_saves
 from .folder.retention import REPLACED, discard
@@ -26,6 +28,8 @@ from .writing import Writer, new_nonce
 MAX_FILE_BYTES = 5_000_000_000
 
 
+@offers_names
+@on_every_rank("sw.save()")
 def save(
     path: str | os.PathLike[str],
     module: Any,
@@ -210,6 +214,8 @@ class PathSaver:
                 self._peers.remove_board(self._board)
 
 
+@offers_names
+@on_every_rank("sw.load()")
 def load(
     path: str | os.PathLike[str],
     module: Any,

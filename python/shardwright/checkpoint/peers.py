@@ -14,10 +14,14 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from .._engine import CheckpointError, CommError
 from ..comm.process_group import host_group, resolve_group
+from ..comm.waits import Wait
 from ..comm.wire import Wire
+from ..layout.memory import bytes_of
 from .joined import Modules, parts_of, wrappers_of
 
 _PAGE_BYTES = 4096
+#: ranks that a message names
+_NAMED = 8
 
 
 def whole_parameters(model: Any, *, writable: bool) -> contextlib.AbstractContextManager[Any]:
@@ -200,7 +204,7 @@ class Peers:
         if self.rank == 0:
             memory.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
         self._group.comm.broadcast([(memory.data_ptr(), nbytes)], 0, label)
-        return data if self.rank == 0 else memory.numpy().tobytes()
+        return data if self.rank == 0 else bytes_of(memory)
 
     def send(self, root: int, ranges: Sequence[tuple[int, int]], label: str) -> None:
         """Copy memory, (address, nbytes), from rank `root` to the other ranks. Collective."""
@@ -250,6 +254,20 @@ class Peers:
     def is_alive(self) -> bool:
         """Return False once another rank failed or left."""
         return self.world_size == 1 or self._group.comm.is_alive
+
+    @property
+    def dead_rank(self) -> int | None:
+        """Return a rank of this host whose process has ended; None if none is known."""
+        return None if self.world_size == 1 else self._group.comm.dead_rank
+
+    def wait(self) -> Wait:
+        """Return a wait that logs as the communicator's waits do."""
+        return Wait(self._group.comm.warn_after_s)
+
+    def names_of(self, ranks: Sequence[int]) -> str:
+        """Return ranks, their processes and hosts, and what the processes do, for messages."""
+        more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
+        return ", ".join(map(self._group.comm.peer, ranks[:_NAMED])) + more
 
     @property
     def end_reason(self) -> str:

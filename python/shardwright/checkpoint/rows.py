@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from .._engine import CheckpointError, CheckpointFolder
+from ..layout.memory import bytes_of
 from . import tree
 from .slices import Sliced
 from .state.content import Content, Group
@@ -127,7 +128,7 @@ def read_line(folder: CheckpointFolder, rank: int) -> Any:
     memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     folder.load([(LINES, rank * nbytes, nbytes, memory.data_ptr(), 0)])
     try:
-        return tree.loads(memory.numpy().tobytes())
+        return tree.loads(bytes_of(memory))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"'{folder.path}/{LINES}' is not JSON in line {rank}: {error}") from None
 

@@ -352,7 +352,9 @@ def own_parameters(replica: Any) -> Iterator[dict[int, Sliced]]:
     """Yield own_slices(); publish all slices at exit. Collective. Requires fills_slices()."""
     memory = replica.parameters()
     slices = own_slices(replica)
-    with replica.access.writing():
+    with replica.access.changing(), replica.access.writing():
+        if memory.shared:  # no rank writes before all have told their forked children
+            replica.backend.fence(f"parameters of {replica.label} before they are loaded")
         try:
             yield slices
         finally:  # also after a failed load: the other ranks call the same collective

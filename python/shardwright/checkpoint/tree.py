@@ -101,6 +101,15 @@ def _encode_numpy(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> An
     )
 
 
+def has_numpy() -> bool:
+    """Return True if numpy is loaded or can be imported; the package itself never needs it."""
+    try:
+        import numpy
+    except ImportError:
+        return False
+    return numpy is not None
+
+
 def decode(node: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     """Return the value of a tree: the inverse of encode()."""
     if isinstance(node, list):
@@ -118,6 +127,8 @@ def _decode_special(key: str, item: Any, tensors: Mapping[str, torch.Tensor]) ->
     if key in ("$tensor", "$numpy"):
         if item not in tensors:
             raise CheckpointError(f"the checkpoint names a tensor '{item}' that it does not hold")
+        if key == "$numpy" and not has_numpy():
+            raise CheckpointError(f"the checkpoint holds '{item}' as a numpy array: install numpy to load it")
         return tensors[item] if key == "$tensor" else tensors[item].numpy()
     if key == "$tuple":
         return tuple(decode([*item], tensors))

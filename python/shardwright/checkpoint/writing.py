@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import secrets
 import time
@@ -12,8 +13,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from .._engine import CheckpointError, CheckpointPlan, CheckpointSaver, Error
+from .._engine import CheckpointError, CheckpointPlan, CheckpointSaver, CommError, Error
 from ..comm.failures import PEER_LOST
+from ..comm.waits import Wait
 from . import tree
 from .device_staging import DeviceStaging
 from .folder.partial import is_abandoned
@@ -59,7 +61,10 @@ from .training import Training
 
 logger = logging.getLogger("shardwright")
 _POLL_S, _ROUND_S = 0.1, 0.5
+#: seconds for which a save goes on after a rank was lost: its outcome may still arrive; or cannot, as far as this rank knows
 _GRACE_S, _HURRIED_S = 5.0, 0.2
+#: the same if a rank of another host was lost: its peers there report it, unless it was alone
+_FAR_S = 0.5
 _BASE36 = "0123456789abcdefghijklmnopqrstuvwxyz"
 #: limit of the names kept for messages; beyond it a lazy save reports a changed tensor by its position in a file
 _NAMES_KEPT_BYTES = 4 << 20
@@ -195,6 +200,7 @@ class Writer:
         self._random: dict[str, Any] = {}  # content.random_state of the last step
         self._held: Content | None = None
         self._target = "", ""  # folder and nonce of the last save
+        self._has_lost_host = False
         self._spoiled = ""  # the reason why the beginning save must be cancelled
         self._versions: list[tuple[str, torch.Tensor, int]] = []
         self._staging = DeviceStaging()
@@ -696,7 +702,8 @@ class Writer:
                 over, failure = True, error
             try:
                 of_all = self._peers.exchange(over, "waiting for a checkpoint")
-            except Error:  # a rank died or made a different collective call; the outcome may still arrive
+            except Error as error:  # a rank died or made a different collective call; the outcome may still arrive
+                self._has_lost_host = type(error) is CommError and self._peers.dead_rank is None
                 break
         if failure is not None:
             raise failure
@@ -706,15 +713,39 @@ class Writer:
         """Wait as wait() does, without communication. `is_hurried`: returns True if a launcher is ending this rank;
         shortens the wait for an outcome after a peer has died."""
         lost_at: float | None = None
+        wait: Wait | None = None
         while not self._saver.wait(_POLL_S):
             if lost_at is None and not self._peers.is_alive:
                 lost_at = time.monotonic()
-            is_short = lost_at is not None and (is_hurried() or is_abandoned(*self._target))
-            grace_s = _HURRIED_S if is_short else _GRACE_S
-            if lost_at is not None and time.monotonic() - lost_at > grace_s:  # before that the outcome may still arrive
+            if lost_at is not None and time.monotonic() - lost_at > self._grace_s(is_hurried):
                 reason = self._peers.end_reason
                 self._saver.cancel(_tellable(f"{PEER_LOST} while the checkpoint was written{reason and ': ' + reason}"))
+            unwritten = self._saver.unwritten()
+            if self._peers.rank not in unwritten:  # it waits for others, and does not work any more
+                wait = wait or self._peers.wait()
+                wait.look(functools.partial(self._waits_for, unwritten))
         self._held = None
+
+    def _grace_s(self, is_hurried: Callable[[], bool]) -> float:
+        """Return how long to wait for an outcome after a peer was lost: briefly if none can come.
+
+        A rank that died before it had written takes the save with it; so does rank 0, which decides. The outcome of
+        others, and a verdict given before, may still arrive."""
+        dead = self._peers.dead_rank
+        is_lost = dead is not None and (dead in self._saver.unwritten() or (dead == 0 and not self._peers.has_hosts))
+        if is_lost or is_hurried() or is_abandoned(*self._target):
+            return _HURRIED_S
+        return _FAR_S if self._has_lost_host else _GRACE_S
+
+    def _waits_for(self, unwritten: Sequence[int], waited_s: float) -> str:
+        peers = self._peers
+        awaited = f"{peers.names_of(unwritten)} to write" if unwritten else f"{peers.names_of([0])} to commit"
+        if not unwritten and peers.has_hosts:
+            awaited = "the other hosts to write, or for " + awaited
+        return (
+            f"rank {peers.rank} has waited {waited_s:.1f} s in the save to '{self._target[0]}' for {awaited}; "
+            f"the deadline of the save is {self._timeout_s:g} s"
+        )
 
     def progress(self) -> dict[str, int]:
         return {**self._saver.progress(), "device_bytes": self._staging.stats().get("bytes_down", 0)}
@@ -762,9 +793,7 @@ def _tellable(reason: str) -> str:
 
 
 def _base36(number: int) -> str:
-    digits = ""
-    while True:
-        number, digit = divmod(number, 36)
-        digits = _BASE36[digit] + digits
-        if not number:
-            return "n" + digits
+    digits = _BASE36[number % 36]
+    while number := number // 36:
+        digits = _BASE36[number % 36] + digits
+    return "n" + digits

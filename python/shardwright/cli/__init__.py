@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import runpy
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 __all__ = ["main"]
 
@@ -23,16 +22,29 @@ class _Parser(argparse.ArgumentParser):
         super().error(message)
 
 
+class _Version(argparse.Action):
+    """Print the version. The distribution's metadata, which has it, takes as long to import as all else here."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        from .._version import __version__
+
+        print(f"{parser.prog} {__version__}")
+        parser.exit()
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     from . import chaos, ckpt, config, doctor, kernels, plan_command, run
 
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["gpu-check"]:  # a program of its own, which uses the doctor of this one
+        import runpy
+
         sys.argv[1:] = arguments[1:]
         runpy.run_module("shardwright.gpu_check", run_name="__main__")
     _Parser.arguments = arguments
     parser = _Parser(prog="shardwright", description="Data-parallel training on a pure-C engine.")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
     commands = parser.add_subparsers(title="commands", dest="command", required=True)
     plan_command.add_parser(commands)
     doctor.add_parser(commands)

@@ -31,6 +31,7 @@ import os
 import select
 import selectors
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -79,6 +80,12 @@ def run(options: argparse.Namespace) -> int:
         plan = read_plan(options.plan)
     except ValueError as error:
         print(f"shardwright chaos: {error}")
+        return 2
+    if shutil.which(words[0]) is None:  # before the first run, which may take hours
+        print(f"shardwright chaos: the command {words[0]!r} was not found, or is not executable")
+        return 2
+    if options.report and not os.path.isdir(os.path.dirname(os.path.abspath(options.report))):
+        print(f"shardwright chaos: --report {options.report}: there is no folder to write it to: make it first")
         return 2
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # unwinding ends the run
     reference = None

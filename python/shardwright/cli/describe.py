@@ -16,6 +16,7 @@ from ..comm.launch import VARIABLES
 from ..comm.process_group import describe_group, live_groups
 from ..parallel.replica import live_replicas
 from ..plan import memory_plan
+from ..wrapping import unwrap
 
 _VARIABLES = (
     *VARIABLES,
@@ -67,11 +68,34 @@ def _checkpointers() -> list[dict[str, Any]]:
     return [each.describe() for each in live_checkpointers()]
 
 
-def stats() -> dict[str, Any]:
-    """Return counters since creation: `communicators` by group name, `models` in wrapping order. Does not communicate."""
+def stats(model: torch.nn.Module | None = None) -> dict[str, Any]:
+    """Return counters since creation: `communicators` by group name, `models` in wrapping order. Does not communicate.
+
+    Parameters
+    ----------
+    model : Module, optional
+        A wrapped module, the module inside it, or an engine of deepspeed.initialize(). Counters are then its own and
+        those of its groups; a module with groups= has several rows in `models`.
+
+    Raises
+    ------
+    Error
+        If `model` was never wrapped, or its counters ended with a later wrapper.
+    """
+    groups, models = live_groups(), list(live_replicas())
+    if model is not None:
+        wrapped = model.__dict__.get("wrapped", model)  # of a DeepSpeedEngine
+        bare = unwrap(wrapped)
+        models = [r for r in models if r.wraps(bare)]
+        if not models:
+            raise _engine.Error(
+                f"stats needs a module that is wrapped, or has run inside fully_shard, got {type(bare).__name__}: pass the module "
+                "that sw.wrap returned, or call stats() for all modules"
+            )
+        groups = [g for g in groups if any(r.group is g for r in models)]
     return {
-        "communicators": {g.name: g.comm.stats() for g in live_groups()},
-        "models": [{"module": r.label, **r.stats()} for r in live_replicas()],
+        "communicators": {g.name: g.comm.stats() for g in groups},
+        "models": [{"module": r.label, **r.stats()} for r in models],
     }
 
 

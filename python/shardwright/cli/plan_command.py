@@ -250,7 +250,9 @@ def _shape(options: argparse.Namespace) -> Shape:
     from ..planner.shape import PlanError, from_config, from_module, from_numbers
 
     names = ("parameters", "layers", "width", "vocabulary", "heads", "kv_heads", "inner")
-    given: dict[str, Any] = {name: count_of(text, f"--{name}") for name in names if (text := getattr(options, name)) is not None}
+    given: dict[str, Any] = {
+        name: count_of(text, f"--{name}") for name in names if (text := getattr(options, name)) is not None
+    }
     if options.model is None:
         missing = [f"--{name}" for name in ("layers", "width", "vocabulary") if name not in given]
         if missing:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from typing import Any
 
 
@@ -34,7 +35,7 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the program in this process."""
     from ..integrations.settings import VARIABLE
-    from ..integrations.stock_programs import run_program
+    from ..integrations.stock_programs import CannotRun, run_program
 
     text, program = options.options or "", options.program
     if options.module is not None or text.endswith(
@@ -43,10 +44,16 @@ def run(options: argparse.Namespace) -> int:
         module = [] if options.module is None else ["-m", *options.module]
         text, program = os.environ.get(VARIABLE, ""), [*module, *([text] if text else []), *program]
         if not text:
-            print(f"shardwright run: no options given: pass them before {program[0]}, as in `zero2`, or set {VARIABLE}")
-            return 2
+            return _refuse(f"no options given: pass them before {program[0]}, as in `zero2`, or set {VARIABLE}")
     if not program or program == ["-m"]:
-        print("shardwright run: no program given: pass one, as in `shardwright run zero2 program.py`")
-        return 2
-    run_program(text, program)
+        return _refuse("no program given: pass one, as in `shardwright run zero2 program.py`")
+    try:
+        run_program(text, program)
+    except CannotRun as error:
+        return _refuse(str(error))
     return 0
+
+
+def _refuse(sentence: str) -> int:
+    print(f"shardwright run: {sentence}", file=sys.stderr)
+    return 2

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from .._engine import Error, HostComm, norm_sum
+from ..layout.memory import bytes_of
 
 __all__ = ["NORM_SUM_BYTES", "added_sums", "gather_answers", "sums_over_ranks"]
 
@@ -81,4 +82,4 @@ def sums_over_ranks(comm: HostComm, sums: Callable[[], bytes], label: str) -> by
 def added_sums(sums: Iterable[bytes]) -> bytes:
     """Add exact sums of squares, equally many in each argument: integers, digit by digit."""
     rows = [torch.frombuffer(bytearray(each), dtype=torch.int64) for each in sums]
-    return bytes(torch.stack(rows).sum(0).view(torch.uint8).numpy().tobytes())
+    return bytes_of(torch.stack(rows).sum(0))

@@ -371,7 +371,7 @@ def check_place(exchange: Exchange, buffer: torch.Tensor) -> None:
     """Raise NotImplementedError for a bucket in memory where an exchange does not work."""
     if cuda.runtime.holds(buffer) and not exchange.on_device:
         raise NotImplementedError(
-            "hooks of shardwright.hooks work on the CPU, and this bucket is on a GPU: there sw.wrap(..., compress=...) is, and torch's own hooks"
+            "hooks of shardwright.hooks support buckets on the CPU only: on GPUs use sw.wrap(..., compress=...) or torch's own hooks"
         )
 
 

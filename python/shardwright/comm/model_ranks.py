@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from .._engine import Error, norm_sum, norm_value
+from ..layout.memory import bytes_of
 from ..layout.model_mesh import ModelMesh, first_mesh
 from ..layout.param_table import ParameterTable, verify
 from ..torch_compat.dtensor import is_dtensor
@@ -200,6 +201,4 @@ def _cut(sums: bytes) -> list[bytes]:
 
 
 def _digest(parameter: torch.Tensor) -> bytes:
-    data = parameter.detach().contiguous().reshape(-1)
-    held = data.view(torch.uint8).cpu().numpy().data if data.numel() else b""
-    return hashlib.sha256(held).digest()[:_DIGEST_BYTES]
+    return hashlib.sha256(bytes_of(parameter)).digest()[:_DIGEST_BYTES]

@@ -19,6 +19,8 @@ import logging
 import os
 import secrets
 import socket
+import threading
+import time
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
@@ -34,10 +36,15 @@ from . import wire
 from .attempt import attempt_store
 from .failures import report_failures
 from .launch import DEFAULT_PORT, Launch, read_launch
-from .rendezvous import SECRET_BYTES, Line, Meeting, Rendezvous, assembly_of
+from .rendezvous import SECRET_BYTES, Line, Meeting, Rendezvous, assembly_of, no_thread
+from .waits import START_S, WARN_AFTER_S, Wait, log, seconds_of, start_s
 
 _logger = logging.getLogger("shardwright")
 
+#: threads that Gloo, a store and the engine start
+_JOIN_THREADS = 6
+#: pause between two attempts to reach the store
+_CONNECT_S = 0.1
 #: For tests: the host of each rank, used for every group instead of the detected one.
 _forced_hosts: Sequence[int] | None = None
 
@@ -58,7 +65,7 @@ class HostGroup:
         Each rank's host, numbered by its lowest rank: ranks of one host map one another's memory.
     """
 
-    def __init__(self, group: Any, name: str, timeout_s: float) -> None:
+    def __init__(self, group: Any, name: str, timeout_s: float, warn_after_s: float | None = WARN_AFTER_S) -> None:
         self.name = name
         self._group = (lambda: None) if group is None else weakref.ref(group)  # the cache's key
         self.rank = dist.get_rank(group) if group is not None else 0
@@ -67,7 +74,9 @@ class HostGroup:
         #: DeviceLinks by GPU; they end before the host's communicator
         self.links: dict[Any, Any] = {}
         self._wire: wire.Wire | None = None  # the communicator's bridge; on carriers
+        self._warn_start_s = start_s(warn_after_s)
         self._join(group, timeout_s)
+        self.warn_after(warn_after_s)
         if self.rank == self.host_of.index(self.host_of[self.rank]):  # the lowest rank of the host
             self._warn_of_threads()
         self._leave = weakref.finalize(self, _close_comms, self.comm, self._children, self.links, os.getpid())
@@ -138,7 +147,9 @@ class HostGroup:
         """Join the ranks of this host, then other hosts."""
         host, failure = socket.gethostname(), ""
         try:
-            self.comm = HostComm(self.rank, self.world_size, timeout_s=timeout_s, host=host, log=_logger.warning)
+            self.comm = HostComm(
+                *(self.rank, self.world_size), timeout_s=timeout_s, warn_after_s=self._warn_start_s, host=host, log=log
+            )
         except (MemoryError, OSError) as error:
             failure = str(error)
         cores = hex(sum(1 << core for core in os.sched_getaffinity(0)))
@@ -171,7 +182,7 @@ class HostGroup:
             dist.PrefixStore(_next_meeting(self.name, group), dist.distributed_c10d._get_default_store()),
             *(self.rank, self.world_size, line.host, timeout_s),
             assembly=assembly_of(group),
-            log=_logger.warning,
+            warn_after_s=self._warn_start_s,
         )
         return meeting.meet(line, _forced_hosts), meeting
 
@@ -202,6 +213,11 @@ class HostGroup:
             self.comm.silent_s = silent_s or 0.0
             if self._wire is not None:
                 self._wire.end_silence_after(silent_s)
+
+    def warn_after(self, warn_after_s: float | None) -> None:
+        """Log a wait after `warn_after_s`, then whenever it has doubled; 0 or None: never."""
+        for comm in (self.comm, *self._children):
+            comm.warn_after_s = seconds_of(warn_after_s)
 
     def _warn_of_threads(self) -> None:
         """Warn if this host's ranks compute on more threads than they have cores."""
@@ -255,8 +271,9 @@ class HostGroup:
                     here.index(self.rank),
                     len(here),
                     timeout_s=timeout_s,
+                    warn_after_s=self.comm.warn_after_s,
                     host=self.hosts[self.rank],
-                    log=_logger.warning,
+                    log=log,
                 )
                 said = {**said, "address": comm.address, "secret": secrets.token_hex(SECRET_BYTES)}
             except (MemoryError, OSError) as error:
@@ -474,18 +491,64 @@ def _join(launch: Launch, backend: str = "gloo", timeout: timedelta | None = Non
         options["timeout"] = timeout
     if not launch.master_addr:
         options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    elif launch.launcher == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        options |= {"store": _agents_store(launch, timeout), "rank": launch.rank, "world_size": launch.world_size}
-    elif launch.launcher != "torchrun":
-        options |= {"init_method": launch.init_method, "rank": launch.rank, "world_size": launch.world_size}
+    else:
+        options |= {"store": _store_of(launch, timeout), "rank": launch.rank, "world_size": launch.world_size}
     dist.init_process_group(backend, **options)
 
 
-def _agents_store(launch: Launch, timeout: timedelta | None) -> Any:
-    """Return a store for this start of the ranks, inside the store of torchrun's agent."""
+def _store_of(launch: Launch, timeout: timedelta | None) -> Any:
+    """Return a store for this start of the ranks, once all have come: inside that of torchrun's agent, or rank 0's own."""
     timeout = timeout or dist.distributed_c10d.default_pg_timeout
-    store = dist.TCPStore(launch.master_addr, launch.master_port, launch.world_size, is_master=False, timeout=timeout)
-    return attempt_store(store, launch.rank, launch.world_size, timeout.total_seconds())
+    agents = launch.launcher == "torchrun" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = _connect(launch, launch.rank == 0 and not agents, timeout.total_seconds())
+    store.set_timeout(timeout)
+    return attempt_store(store, launch.rank, launch.world_size, timeout.total_seconds(), _try_threads())
+
+
+def _try_threads() -> str:
+    """Return why this process cannot start the threads that joining takes, torch's among them; "" if it can.
+
+    torch would end in an error on this rank alone, and at the deadline on the others."""
+    end, started = threading.Event(), []
+    try:
+        for _ in range(_JOIN_THREADS):
+            started.append(threading.Thread(target=end.wait, name="sw-try", daemon=True))
+            started[-1].start()
+    except RuntimeError as error:
+        started.pop()
+        return no_thread(error)
+    finally:
+        end.set()
+        for each in started:
+            each.join()
+    return ""
+
+
+def _connect(launch: Launch, is_master: bool, timeout_s: float) -> Any:
+    """Return torch's store at the launch's address. Its constructor would wait for a listener without a word."""
+    host, port, wait = launch.master_addr.strip("[]"), launch.master_port, Wait(START_S)
+    while not is_master:
+        try:
+            socket.create_connection((host, port), timeout=max(timeout_s - wait.waited_s, 0.1)).close()
+            break
+        except OSError as error:
+            why = f"rank 0, whose store at {launch.master_addr}:{port} does not answer: {error.strerror or error}"
+        if wait.waited_s >= timeout_s:
+            raise TimeoutError(f"joining: rank {launch.rank} of {launch.world_size} waited {timeout_s:g} s for {why}")
+        wait.look(
+            lambda s: (
+                f"joining: rank {launch.rank} of {launch.world_size} has waited {s:.1f} s for {why}; "  # noqa: B023, called at once
+                f"the deadline is {timeout_s:g} s"
+            )
+        )
+        time.sleep(_CONNECT_S)
+    return dist.TCPStore(
+        *(host, port, launch.world_size, is_master),
+        timeout=timedelta(seconds=max(timeout_s - wait.waited_s, 1.0)),
+        wait_for_workers=False,
+        multi_tenant=True,
+        use_libuv=os.environ.get("USE_LIBUV", "1") == "1",
+    )
 
 
 def is_default_group(group: Any) -> bool:
@@ -493,18 +556,24 @@ def is_default_group(group: Any) -> bool:
     return group is None or (dist.is_initialized() and group is dist.group.WORLD)
 
 
-def host_group(group: Any, timeout_s: float) -> HostGroup:
-    """Return the communicator of torch's `group`, made at its first use (collective then) and shared afterwards."""
+def host_group(group: Any, timeout_s: float, warn_after_s: float | None = -1.0) -> HostGroup:
+    """Return the communicator of torch's `group`, made at its first use (collective then) and shared afterwards.
+
+    `warn_after_s`: -1 leaves it, and is the default's for a new one.
+    """
+    is_given = warn_after_s is None or warn_after_s >= 0
     table: Any = _single if group is None else _groups
     found = table.get(group)
     if found is not None and found.is_usable:
         found.comm.timeout_s = timeout_s
+        if is_given:
+            found.warn_after(warn_after_s)
         return found
     _register_ends()
     if found is not None:
         found.close()
     name = "single rank" if group is None else str(getattr(group, "group_name", "unnamed"))
-    table[group] = made = HostGroup(group, name, timeout_s)
+    table[group] = made = HostGroup(group, name, timeout_s, warn_after_s if is_given else WARN_AFTER_S)
     return made
 
 

@@ -27,6 +27,8 @@ import torch
 import torch.distributed as dist
 
 from .._engine import CommError, CommTimeoutError
+from ..layout.memory import bytes_of
+from .waits import START_S, Wait, log
 
 #: children of a rank in the tree
 FAN_OUT = 64
@@ -43,8 +45,8 @@ _LATER_S = 2.0
 _WORDS_BYTES, _WORDS_TEXT = 4096, 256
 #: seconds for which a rank that learned of a failure waits for the failed rank's reason
 _REASONS_S = 0.5
-#: a wait of this many seconds is logged, then again whenever it has doubled
-_WARN_AFTER_S = 30.0
+#: ranks that a message names
+_NAMED = 16
 
 
 class Line(NamedTuple):
@@ -91,8 +93,10 @@ class Rendezvous:
         The deadline of each wait once all ranks have come. Until then torch's default, if that is later.
     assembly : Assembly, optional
         A collective in which all ranks meet first; a rank that dies ends it.
+    warn_after_s : float, optional
+        The seconds after which a wait is logged; None: never.
     log : callable, optional
-        Called with a message when a rank has waited for long.
+        Called with these lines.
     """
 
     def __init__(
@@ -103,7 +107,8 @@ class Rendezvous:
         host: str,
         timeout_s: float,
         assembly: Assembly | None = None,
-        log: Callable[[str], None] | None = None,
+        warn_after_s: float | None = START_S,
+        log: Callable[[str], None] = log,
     ) -> None:
         self._store = _Caller(store, rank, timeout_s)
         self._rank = rank
@@ -112,7 +117,7 @@ class Rendezvous:
         self._timeout_s = timeout_s
         self._has_met = False
         self._assembly = assembly
-        self._log = log
+        self._warn_after_s, self._log = warn_after_s, log
 
     def meet(self, line: Line, forced_hosts: Sequence[int] | None = None) -> Meeting:
         """Exchange the lines. `forced_hosts`: the host of each rank, instead of the detected one.
@@ -124,6 +129,7 @@ class Rendezvous:
         CommError, CommTimeoutError
             Some rank died, gave up or did not come.
         """
+        line = line._replace(failure=line.failure or self._store.failure)
         try:
             return self._exchange(line, forced_hosts)
         except CommTimeoutError as error:
@@ -216,7 +222,7 @@ class Rendezvous:
         assert self._assembly is not None
         try:
             coming = self._assembly.begin(-1 if trouble is None else self._rank)
-            self._until(coming.is_done, "all ranks of the group", _BARRIER_LOOK_S, asks=trouble is None)
+            self._until(coming.is_done, self._absent, _BARRIER_LOOK_S, asks=trouble is None)
             self._has_met = True
             speaker = coming.result()
             if speaker >= 0:
@@ -238,7 +244,7 @@ class Rendezvous:
     def _until(
         self,
         is_done: Callable[[], bool],
-        awaited: str,
+        awaited: str | Callable[[], str],
         most_s: float = _LOOK_S[1],
         later_s: float = 0.0,
         *,
@@ -248,23 +254,38 @@ class Rendezvous:
 
         With `asks`, raise a failed rank's reason if the store has one.
         """
-        begin_s = time.monotonic()
-        pause_s, look_s, warn_s = _LOOK_S[0], _LOOK_S[1], _WARN_AFTER_S
+        wait = Wait(self._warn_after_s, self._log)
+        pause_s, look_s = _LOOK_S
+
+        def sentence(waited_s: float) -> str:
+            absent = awaited if isinstance(awaited, str) else awaited()
+            return f"joining: rank {self._rank} of {self._world_size} on host {self._host} has waited {waited_s:.1f} s for {absent}"
+
         while not is_done():
-            waited_s = time.monotonic() - begin_s
+            waited_s = wait.waited_s
             if waited_s > look_s:
                 look_s = waited_s + _LOOK_S[1]
                 if asks and (said := self._reason()) is not None:
                     raise _error_of(said)
             deadline_s = self._timeout_s if self._has_met else max(self._timeout_s, _COMING_S)
             if waited_s > deadline_s + later_s:
-                text = f"joining: rank {self._rank} waited {waited_s:.1f} s for {awaited}; the deadline was {deadline_s:g} s"
+                text = f"{sentence(waited_s)}; the deadline was {deadline_s:g} s"
                 raise _comm_error(text, self._rank, self._host, CommTimeoutError)
-            if waited_s > warn_s and self._log is not None:
-                self._log(f"joining: rank {self._rank} has waited {waited_s:.0f} s for {awaited}")
-                warn_s *= 2
+            wait.look(lambda waited_s: f"{sentence(waited_s)}; the deadline is {deadline_s:g} s")  # noqa: B023, called at once
             time.sleep(pause_s)
             pause_s = min(1.5 * pause_s, most_s)
+
+    def _absent(self) -> str:
+        """Return which ranks have not come, for messages: those without children have written their lines if they have."""
+        leaves = [rank for rank in range(1, self._world_size) if not children(rank, self._world_size)]
+        try:
+            absent = [r for r in leaves if r != self._rank and not self._store.call("check", [f"lines/{r}"])]
+        except CommError:
+            return "all ranks of the group"
+        inner = self._world_size - len(leaves) - (not children(self._rank, self._world_size) or 1)
+        if not absent:
+            return "rank 0, which has not come" if not inner and self._rank else "all ranks of the group"
+        return names_of(absent) + (", which have not come" if len(absent) > 1 else ", which has not come")
 
     def _reason(self) -> dict[str, Any] | None:
         return json.loads(self._store.call("get", "why")) if self._store.call("check", ["why"]) else None
@@ -283,8 +304,14 @@ class _Caller:
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._is_stuck = False
         self._close = weakref.finalize(self, self._asked.put, None)
+        self._store: Any = None
+        #: the reason why this rank cannot join, for its line
+        self.failure = ""
         arguments = (store, self._asked, self._answers)
-        threading.Thread(target=_answer_calls, args=arguments, name="sw-join", daemon=True).start()
+        try:
+            threading.Thread(target=_answer_calls, args=arguments, name="sw-join", daemon=True).start()
+        except RuntimeError as error:  # it can still tell its peers
+            self._store, self.failure = store, no_thread(error)
 
     def call(self, name: str, *arguments: Any) -> Any:
         """`store.name(*arguments)`.
@@ -299,6 +326,11 @@ class _Caller:
         failed = f"joining: the store of torch.distributed failed on rank {self._rank}"
         if self._is_stuck:
             raise _comm_error(f"{failed}: it did not answer", -1, "")
+        if self._store is not None:
+            try:
+                return getattr(self._store, name)(*arguments)
+            except Exception as cause:
+                raise _comm_error(f"{failed}: {cause}", -1, "") from cause
         self._asked.put((name, arguments))
         try:
             self._is_stuck = True  # even if a signal ends the wait
@@ -320,6 +352,20 @@ def _answer_calls(store: Any, asked: queue.SimpleQueue[Any], answers: queue.Simp
             answers.put((getattr(store, name)(*arguments), None))
         except Exception as error:
             answers.put((None, error))
+
+
+def no_thread(error: Exception) -> str:
+    """Return the sentence of a thread that cannot be started."""
+    return (
+        f"no thread can be started ({error}): the limit of processes and threads of this user (ulimit -u), of the cgroup (pids.max) or "
+        "of the address space (ulimit -v) is too low"
+    )
+
+
+def names_of(ranks: Sequence[int]) -> str:
+    """Return "rank 2" or "ranks 2, 3", with the first few ranks only."""
+    more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_NAMED]))}{more}"
 
 
 def children(rank: int, world_size: int) -> range:
@@ -357,7 +403,7 @@ class Assembly:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = speaker, 0
         self._backend.broadcast([memory], options).wait()
-        return memory.numpy().tobytes().decode()
+        return bytes_of(memory).decode()
 
 
 class Coming:

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..layout.memory import bytes_of
+
 #: longer than any of our deadlines; the ranks that wait for the carrier keep those
 _FOR_EVER = timedelta(days=1000)
 #: the wire's own tags, among those of SW_MESSAGE_LAST (csrc/comm/bridge.h)
@@ -130,7 +132,7 @@ class Wire:
             return
         receiving, heard, sending = self._tokens[rank]
         receiving.wait(timeout)
-        if not hmac.compare_digest(heard.numpy().tobytes(), self._token(rank, self._rank)):
+        if not hmac.compare_digest(bytes_of(heard), self._token(rank, self._rank)):
             raise RuntimeError(f"the process that answers for rank {rank} does not know the secret of this group")
         sending.wait(timeout)
         self._strangers.discard(rank)

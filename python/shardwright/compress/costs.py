@@ -13,6 +13,7 @@ import torch
 from ..comm.exchange import average_plain
 from ..comm.levels import Levels
 from ..comm.process_group import HostGroup
+from ..layout.memory import bytes_of
 from ..options.compressors import Bf16, Compressor, Fp16, Int8, PowerSGD
 from .make import make_hook
 
@@ -60,7 +61,7 @@ def measure_codecs(group: HostGroup, levels: Levels, numel: int, bandwidth: floa
 
 def slowest(comm: Any, values: list[float]) -> list[float]:
     """Return the greatest of each value over ranks. Collective."""
-    packed = torch.tensor(values, dtype=torch.float64, device="cpu").numpy().tobytes()
+    packed = bytes_of(torch.tensor(values, dtype=torch.float64, device="cpu"))
     rows = [torch.frombuffer(bytearray(row), dtype=torch.float64) for row in comm.all_gather_bytes(packed, "headroom")]
     return list(torch.stack(rows).amax(0).tolist())
 

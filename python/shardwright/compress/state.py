@@ -256,7 +256,7 @@ class StatesOfParts:
         """Load the states that state_dict() returned on this rank. Raise Error for those of other groups."""
         if state.get("split", "") != self.split:
             raise Error(
-                f"{self.kind}: load_state_dict: split must be {self.split!r}, got {state.get('split', '')!r}: the state is of other groups="
+                f"{self.kind}: load_state_dict: split must be {self.split!r}, got {state.get('split', '')!r}: the state was saved with another groups="
             )
         first = self.states[0]
         given = {key: value for key, value in state.items() if key not in ("split", "parts")}

@@ -23,6 +23,7 @@ from typing import IO, Any, ClassVar
 import torch
 
 from .._engine import CheckpointError
+from ..checkpoint.tree import has_numpy
 from ..torch_compat.archives import records_of
 
 
@@ -180,7 +181,7 @@ class Unpickler(pickle._Unpickler):
             return super().find_class(module, name)
         if (module, name) in _OWN:
             return _OWN[module, name]
-        if module.split(".")[0] == "numpy" and name in _NUMPY:
+        if module.split(".")[0] == "numpy" and name in _NUMPY and has_numpy():
             return _NUMPY[name]
         if module in self.known:
             found = super().find_class(module, name)

@@ -17,6 +17,7 @@ import shardwright as sw
 
 from .. import _engine
 from ..cli.doctor import gpu as doctor_gpu
+from ..layout.memory import bytes_of
 from .report import Row, row
 
 STEPS = 3
@@ -156,7 +157,7 @@ def _differing(found: list[torch.Tensor], expected: list[torch.Tensor]) -> int:
     if len(found) != len(expected):
         return max(len(found), len(expected))
     pairs = zip(found, expected)
-    return sum(a.shape != b.shape or a.numpy().tobytes() != b.numpy().tobytes() for a, b in pairs)
+    return sum(a.shape != b.shape or bytes_of(a) != bytes_of(b) for a, b in pairs)
 
 
 def stages(place: Any, rank: int, world_size: int, *, label: str = "") -> Iterator[Row]:

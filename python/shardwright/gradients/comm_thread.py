@@ -20,9 +20,12 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from .._engine import CommTimeoutError, HostComm
+from ..comm.waits import Wait
 
 #: seconds added to the exchanges' own deadline, whose errors name the cause better
 _GRACE_S = 2.0
+#: seconds after which a due line is logged
+_MOMENT_S = 0.01
 #: seconds for which an ending program waits for threads that are averaging a bucket
 _LEAVE_S = 1.0
 #: threads with a bucket under way
@@ -84,20 +87,31 @@ class BucketThread:
     def wait(self) -> None:
         """Wait until all buckets handed over are averaged. Raise an error once; the thread is then usable again."""
         while self._round.under_way:
-            try:
-                self._done.get(timeout=self._comm.timeout_s + _GRACE_S)
-            except queue.Empty:
-                message = (
-                    f"rank {self._comm.rank}: a compressed bucket of {self._label} was not exchanged within "
-                    f"{self._comm.timeout_s:g} s"
-                )
-                self._comm.abort(message)
-                raise CommTimeoutError(message) from None
+            self._wait_for_one()
             self._round.under_way -= 1
         ended, self._round = self._round, _Round()
         if ended.failure is not None:
             raise ended.failure
         self._runner.finish_early(ended.early)
+
+    def _wait_for_one(self) -> None:
+        rank, limit_s = self._comm.rank, self._comm.timeout_s + _GRACE_S
+        wait = Wait(self._comm.warn_after_s)
+        while True:
+            try:
+                return self._done.get(timeout=min(max(limit_s - wait.waited_s, 0.0), wait.next_s + _MOMENT_S))
+            except queue.Empty:
+                pass
+            if wait.waited_s >= limit_s:
+                message = f"rank {rank}: a compressed bucket of {self._label} was not exchanged within {self._comm.timeout_s:g} s"
+                self._comm.abort(message)
+                raise CommTimeoutError(message)
+            wait.look(
+                lambda s: (
+                    f"rank {rank} has waited {s:.1f} s for a compressed bucket of {self._label} to be exchanged; "
+                    f"the deadline is {self._comm.timeout_s:g} s"
+                )
+            )
 
 
 def _begin(jobs: Any, done: Any, lease: object) -> threading.Thread:

@@ -17,6 +17,7 @@ from .._engine import Error
 from ..backend.base import Backend
 from ..comm.agreement import gather_answers, sums_over_ranks
 from ..layout.local_parameters import local_of, whole_of
+from ..layout.memory import bytes_of
 from ..layout.param_table import ParameterTable
 from ..layout.shard_mesh import Slicing
 from ..layout.shard_runs import memory_order
@@ -317,7 +318,7 @@ class ModuleGradients:
     def gathered(self, index: int, piece: torch.Tensor) -> torch.Tensor:
         """Return a whole gradient from all ranks' slices. Collective."""
         parameter, name = self._table.parameters[index], self._table.names[index]
-        data = piece.view(torch.uint8).cpu().numpy().tobytes() if self._slicing.speaks else b""
+        data = bytes_of(piece) if self._slicing.speaks else b""
         flat = parameter.new_empty(parameter.numel(), dtype=piece.dtype)
         label = f"the whole gradient of {name} of {self._label}"
         for rank, each in enumerate(self._group.comm.all_gather_bytes(data, label)):

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from .._engine import Error, HostComm
+from ..layout.memory import bytes_of
 from ..layout.param_table import ParameterTable
 from ..torch_compat import autograd as _hooks
 
@@ -131,8 +132,8 @@ class SparseGradients:
         if self.user_hook is not None:  # the hook sends the gradient
             return _HEAD.pack(flags, 0)
         whole = as_sparse(gradient)
-        values = whole.values().contiguous().view(torch.uint8).cpu().numpy().tobytes() if whole._nnz() else b""
-        return _HEAD.pack(flags, whole._nnz()) + whole.indices().contiguous().cpu().numpy().tobytes() + values
+        values = bytes_of(whole.values())
+        return _HEAD.pack(flags, whole._nnz()) + bytes_of(whole.indices()) + values
 
     def _mean(self, parameter: torch.Tensor, parts: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
         """Return the mean of (indices, values) of each rank, added in rank order."""

@@ -51,7 +51,7 @@ def read_settings(text: str) -> dict[str, Any]:
 
 
 def _read_item(item: str) -> tuple[str, Any]:
-    stage = re.fullmatch(r"zero([0-3])", item.strip())
+    stage = re.fullmatch(r"zero(\d{1,9})", item.strip())
     if stage:
         return "zero", int(stage[1])
     name, equals, value = (part.strip() for part in item.partition("="))
@@ -66,11 +66,17 @@ def _read_item(item: str) -> tuple[str, Any]:
 def _read_file(path: str) -> dict[str, Any]:
     with open(path, encoding="utf-8") as file:
         if path.endswith(".json"):
-            found = json.load(file)
+            try:
+                found = json.load(file)
+            except ValueError as error:
+                raise ValueError(f"{path} is not JSON: {error}") from None
         else:
             import yaml  # type: ignore[import-untyped, unused-ignore]  # a dependency of accelerate
 
-            found = yaml.safe_load(file)
+            try:
+                found = yaml.safe_load(file)
+            except yaml.YAMLError as error:
+                raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(found, Mapping):
         raise ValueError(f"{path} must hold a mapping of options, got {type(found).__name__}")
     return dict(found)

@@ -17,9 +17,13 @@ from typing import Any
 
 from .settings import VARIABLE, read_settings
 
-__all__ = ["install", "run_program"]
+__all__ = ["CannotRun", "install", "run_program"]
 
 _TRAINER = "transformers.trainer"
+
+
+class CannotRun(Exception):
+    """Options or a program that cannot be run; one sentence for the user."""
 
 
 def install(text: str) -> None:
@@ -69,8 +73,21 @@ class _TrainerFinder(importlib.abc.MetaPathFinder):
 
 
 def run_program(text: str, command: Sequence[str]) -> None:
-    """Run `program.py arguments...` or `-m module arguments...` like the python command, with our classes."""
-    install(text)
+    """Run `program.py arguments...` or `-m module arguments...` like the python command, with our classes.
+
+    Raises
+    ------
+    CannotRun
+        Before the program starts: for options that cannot be read, and for a program or a package that is not there.
+    """
+    try:
+        read_settings(text)
+        _check_program(command)
+        install(text)
+    except (ValueError, TypeError, OSError) as error:
+        raise CannotRun(f"options {text!r}: {error}") from None
+    except ModuleNotFoundError as error:
+        raise CannotRun(f"{error.name} is not installed, and this command needs it: pip install {error.name}") from None
     if command[0] == "-m":
         sys.argv = list(command[1:])
         sys.path.insert(0, os.getcwd())
@@ -79,3 +96,20 @@ def run_program(text: str, command: Sequence[str]) -> None:
         sys.argv = list(command)
         sys.path.insert(0, os.path.dirname(os.path.abspath(command[0])))
         runpy.run_path(command[0], run_name="__main__")
+
+
+def _check_program(command: Sequence[str]) -> None:
+    """Raise CannotRun for a program or module that is not there."""
+    name = command[0]
+    if name == "-m":
+        top = command[1].split(".")[0]
+        if (
+            importlib.util.find_spec(top) is None
+            and importlib.machinery.PathFinder.find_spec(top, [os.getcwd()]) is None
+        ):
+            raise CannotRun(f"no module named {command[1]!r}: pass its name as `python -m` takes it")
+        return
+    main = os.path.join(name, "__main__.py") if os.path.isdir(name) else name
+    if not os.access(main, os.R_OK):
+        why = "cannot be read" if os.path.lexists(main) else "does not exist" if main == name else "has no __main__.py"
+        raise CannotRun(f"program {name!r} {why}: pass its path behind the options, as in `zero2 program.py`")

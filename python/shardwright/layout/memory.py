@@ -13,7 +13,7 @@ import torch
 
 from .._engine import Error
 
-__all__ = ["address_of", "check_sendable", "copied", "has_memory", "without_memory"]
+__all__ = ["address_of", "bytes_of", "check_sendable", "copied", "has_memory", "without_memory"]
 
 
 def address_of(tensor: torch.Tensor) -> int:
@@ -24,6 +24,14 @@ def address_of(tensor: torch.Tensor) -> int:
         return tensor.data_ptr()
     except RuntimeError:  # a fake tensor, or one of functorch's
         return 0
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """Return a copy of a tensor's elements as bytes in row-major order, from any device. Needs no numpy."""
+    made = bytearray(tensor.numel() * tensor.element_size())
+    if made:
+        torch.frombuffer(made, dtype=tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+    return bytes(made)
 
 
 def has_memory(tensor: torch.Tensor) -> bool:

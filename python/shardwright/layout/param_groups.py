@@ -71,6 +71,18 @@ def check_inner(module: torch.nn.Module, ranks: Any, ignored: Collection[str]) -
             )
 
 
+def check_hookable(module: torch.nn.Module) -> None:
+    """Raise NotImplementedError for a module with parameters inside which torch runs no hooks, so that no unit is gathered."""
+    for name, each in module.named_modules():
+        if isinstance(each, torch.jit.ScriptModule) and any(True for _ in each.parameters()):
+            what = f"submodule {name!r}" if name else "the module"
+            raise NotImplementedError(
+                f"{what} is a TorchScript module (torch.jit.script or torch.jit.trace), inside which no hooks run that gather parameters at "
+                "zero=3 with private parameters: wrap with zero=2, leave share_parameters=False out on the host, or put the module that was "
+                "scripted in its place"
+            )
+
+
 def _is_apart(module: torch.nn.Module, names: Mapping[int, str], ignored: Collection[str]) -> bool:
     """Return True if an inner module has parameters and the outermost module's engine ignores all of them."""
     own = [names[id(p)] for p in module.parameters()]

@@ -234,9 +234,13 @@ def _disagreement(tables: list[list[list[str]]], what: str) -> str:
     )
     left, right = (_line(tables[rank], count) for rank in (0, other))
     shape = f"{_count(tables[0])} on {_ranks(ours)}, {_count(tables[other])} on {_ranks(theirs)}"
+    is_option = all(
+        count < len(table) and table[count][0].startswith("option ") for table in (tables[0], tables[other])
+    )
+    remedy = "pass the same options on every rank" if is_option else "build the same module on every rank"
     return (
         f"ranks disagree about {what}: {_ranks(ours)} has {left}, {_ranks(theirs)} has {right} "
-        f"(parameters: {shape}); build the same module on every rank"
+        f"(parameters: {shape}); {remedy}"
     )
 
 

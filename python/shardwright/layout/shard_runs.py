@@ -82,6 +82,8 @@ class Storage:
 
     reason = ""
     shared = releases = one_copy = False
+    #: True if parameters lie in memory that a forked child shares with this rank
+    is_mapped = False
     _table: ParameterTable
 
     def __init__(self, table: ParameterTable) -> None:
@@ -121,6 +123,10 @@ class Storage:
 
     def accept_writes(self) -> None:
         """Record that parameters were written by the engine, or where writes are allowed."""
+
+    def mapped(self) -> list[tuple[int, int]]:
+        """Return (address, bytes) of the memory of whole parameters that other processes write to as well."""
+        return []
 
     def settle(self) -> None:
         """Make the current stream wait for parameters that are still being gathered after the last step."""

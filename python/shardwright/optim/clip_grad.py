@@ -15,6 +15,7 @@ from .. import _engine
 from ..backend.device_link import DeviceLink
 from ..comm.agreement import added_sums, sums_over_ranks
 from ..comm.process_group import host_group, resolve_group
+from ..comm.waits import on_every_rank
 from ..gradients.sharded_gradient import ShardedGradient
 from ..layout.views import as_real
 from ..parallel.fully_shard import wrapper_of
@@ -24,6 +25,7 @@ from .device_clip import SCALED_DTYPES, DeviceClip
 from .fused import global_norm
 
 
+@on_every_rank("sw.clip_grad_norm_()")
 def clip_grad_norm_(
     module_or_parameters: torch.nn.Module | torch.Tensor | Iterable[torch.Tensor] | Iterable[torch.nn.Module],
     max_norm: float,

@@ -14,6 +14,7 @@ failure is also sent to the ranks of the other shards.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -123,6 +124,7 @@ class SlicedParameters(WholeParameters):
     def __init__(self, model: Any, inner_optimizer: Any, mesh: Any) -> None:
         wrapped = _wrapped_over_a_row(model, mesh)
         self.module = wrapped.module
+        self._changing = contextlib.ExitStack()  # entered from settle() to publish()
         self._mesh, self._replica = mesh, wrapped._engine()
         if getattr(inner_optimizer, "replica", None) is not self._replica:
             raise ValueError(
@@ -202,6 +204,8 @@ class SlicedParameters(WholeParameters):
 
     def settle(self, failure: Exception | None) -> None:
         """Run a barrier of the row, so that no rank reads parameters meanwhile. One rank's failure is raised on all."""
+        self._changing.close()
+        self._changing.enter_context(self._replica.access.changing())
         comm = self._replica.group.comm
         text = "" if failure is None else f"{type(failure).__name__}: {failure}"
         before_s = comm.timeout_s
@@ -219,6 +223,7 @@ class SlicedParameters(WholeParameters):
         with self._replica.access.writing():  # the write guard accepts the outer step's writes
             self._replica.parameters().publish()
             self._replica.access.count_writes(self._parameters)
+        self._changing.close()
 
 
 def model_ranks_of(model: Any) -> ModelRanks | None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from .._engine import StateFile
+from .._engine import Error, StateFile
 from ..comm.process_group import HostGroup
 from ..layout.views import dense_strides
 
@@ -67,7 +67,7 @@ class StateStore:
     """
 
     def __init__(self, folder: str, label: str, nbytes: int = 0) -> None:
-        self.folder = folder
+        self.folder, self._owner = folder, os.getpid()
         self.route: DeviceRoute | None = None  # set if parameters are on a GPU
         self.file = StateFile(folder, f"{label}-{os.getpid()}-{next(_serials)}.state", BUFFER_BYTES)
         self._next = self._end = 0
@@ -124,6 +124,11 @@ class StateStore:
 
     def place(self) -> Any:
         """Return (route, stream) for a step of parameters on a GPU; None on the host."""
+        if os.getpid() != self._owner:
+            raise Error(
+                f"optimizer: its state lies in a file of process {self._owner}, and process {os.getpid()}, a forked child, would overwrite "
+                "it: step in that process, or make an optimizer without offload= in the child"
+            )
         return None if self.route is None else self.route.place()
 
     @property

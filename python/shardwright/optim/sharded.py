@@ -21,7 +21,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .._engine import Error
+from ..comm.waits import on_every_rank
 from ..layout.local_parameters import part_of, whole_of
+from ..layout.memory import bytes_of
 from ..layout.shard_runs import memory_order
 from ..parallel.agreement.optimizer_agreement import (
     GRADIENTS,
@@ -115,8 +117,8 @@ class ShardedOptimizer(Forwarding):
         whole = dict(optimizer.state)
         if any(id(parameter) not in self._index for parameter in whole):
             raise ValueError(
-                "optimizer: it has state of tensors that are not its parameters, as one has that was sliced before: carry the state "
-                "over with sw.full_optimizer_state_dict and sw.load_full_optimizer_state_dict"
+                "optimizer: it holds state of tensors that are not its parameters, as after an earlier slicing: make a new optimizer, "
+                "and carry the state over with sw.full_optimizer_state_dict and sw.load_full_optimizer_state_dict"
             )
         super().__init__(optimizer.param_groups, optimizer.defaults)
         optimizer.state.clear()
@@ -351,11 +353,19 @@ class ShardedOptimizer(Forwarding):
                 self._replica.check.refuse(self, gradients, [each.model_ranks for each in self.replicas], refusal)
             except (Error, NotImplementedError) as error:
                 refusal = error
-        self._agree(refusal, states)
-        rounds = self._replica.reducer.stats()["rounds"]
-        vars(self).update(_consolidated=None, _state_names=None, rounds_at_step=rounds)  # spares three __setattr__
-        stepped = [parameter for parameter, state in states.items() if state != NO_GRADIENT]
-        self._write_together(self._inner.step, "step", stepped, stateful=False)
+        with self._announced_to_forks():
+            self._agree(refusal, states)
+            rounds = self._replica.reducer.stats()["rounds"]
+            vars(self).update(_consolidated=None, _state_names=None, rounds_at_step=rounds)  # spares three __setattr__
+            stepped = [parameter for parameter, state in states.items() if state != NO_GRADIENT]
+            self._write_together(self._inner.step, "step", stepped, stateful=False)
+
+    def _announced_to_forks(self) -> contextlib.ExitStack:
+        """Tell forked children that parameters change. Enter it before ranks agree: a peer writes as soon as it has."""
+        announced = contextlib.ExitStack()
+        for replica in self.replicas:
+            announced.enter_context(replica.access.forks or contextlib.nullcontext())
+        return announced
 
     def _write_together(
         self, call: Callable[[], Any], name: str, written: list[torch.Tensor], *, stateful: bool
@@ -395,25 +405,23 @@ class ShardedOptimizer(Forwarding):
         except (Error, NotImplementedError) as error:
             refusal = refusal or error
         label = f"optimizer.{name}()"
-        try:
-            agree(self._replica.group.comm.all_gather_bytes, [("it", [], {"method": name})], refusal, label)
-        finally:
-            refusal = None  # its traceback holds this frame
-        self._consolidated = self._state_names = None
-        had = [piece for piece in self._slices.values() if piece is not None and piece.grad is not None]
-        cleared: list[bool] = []
-        cut = self.partition != "tensor" and self._replica.slicing.count > 1
-        shapes = {piece.shape for piece in self._slices.values() if piece is not None} if cut else set()
-
-        def call() -> Any:
+        with self._announced_to_forks():
             try:
-                with WithoutReductions(name, shapes):
-                    return method()
+                agree(self._replica.group.comm.all_gather_bytes, [("it", [], {"method": name})], refusal, label)
             finally:
-                cleared.append(any(piece.grad is None for piece in had))
+                refusal = None  # its traceback holds this frame
+            self._consolidated = self._state_names = None
+            had = [piece for piece in self._slices.values() if piece is not None and piece.grad is not None]
+            written = [parameter for group in self.param_groups for parameter in group["params"]]
+            cut = self.partition != "tensor" and self._replica.slicing.count > 1
+            shapes = {piece.shape for piece in self._slices.values() if piece is not None} if cut else set()
 
-        result = self._write_together(call, name, [p for g in self.param_groups for p in g["params"]], stateful=True)
-        if cleared and cleared[0]:  # as zero_grad() of whole parameters does
+            def call() -> tuple[Any, bool]:
+                with WithoutReductions(name, shapes):
+                    return method(), any(piece.grad is None for piece in had)
+
+            result, clears = self._write_together(call, name, written, stateful=True)
+        if clears:  # as zero_grad() of whole parameters does
             self.zero_grad()
         return result
 
@@ -535,6 +543,7 @@ class ShardedOptimizer(Forwarding):
         runs = [[i, *memory.run(at, each.group.rank)] for i, (each, memory, at) in enumerate(self._places)]
         return [group.rank, group.world_size, runs]
 
+    @on_every_rank("optimizer.state_dict()")
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's slices. load_state_dict() loads them at the same rank, world size and bucket size.
 
@@ -590,6 +599,7 @@ class ShardedOptimizer(Forwarding):
             for key, value in self._inner.state.get(piece, {}).items()
         }
 
+    @on_every_rank("optimizer.load_state_dict()")
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load this rank's state_dict(), or an ordinary whole state that is equal on every rank.
 
@@ -777,7 +787,7 @@ class ShardedOptimizer(Forwarding):
                 whole[key] = small_tensor(value, dtype) if kind == "tensor" else value
                 continue
             held = key in mine and replica.slicing.speaks
-            data = mine[key].contiguous().view(torch.uint8).cpu().numpy().tobytes() if held else b""
+            data = bytes_of(mine[key]) if held else b""
             pieces = comm.all_gather_bytes(data, label)
             result = torch.empty_like(parameter, dtype=getattr(torch, dtype), requires_grad=False)
             flat = memory_order(result, parameter)

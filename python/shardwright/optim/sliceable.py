@@ -44,10 +44,8 @@ def check_sliceable(optimizer: torch.optim.Optimizer, partition: str) -> None:
         raise Error("this optimizer is sliced already: pass the one that it was made from")
     if kind.__name__ == "ZeroRedundancyOptimizer":
         raise ValueError(f"{kind.__name__} slices state itself: pass the optimizer whose class it was given, or zero=0")
-    if partition == "tensor" and isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError(
-            f"optimizer {name} joins all tensors to one: partition='tensor' cannot give them to different ranks"
-        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(f"optimizer {name} steps on all parameters as one vector and cannot be sliced: use zero=0")
     if partition == "auto" and name not in ELEMENTWISE:
         raise ValueError(
             f"optimizer {name} is not known to be elementwise, so it cannot be sliced automatically: pass "

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..layout.memory import bytes_of
 from ..parallel.replica import Replica
 from .sharded import ShardedOptimizer
 
@@ -128,7 +129,7 @@ class TensorPartitionedOptimizer(ShardedOptimizer):
             if piece is not None:
                 piece.grad = torch.empty_strided(piece.shape, piece.stride(), dtype=piece.dtype, device="cpu")
         for chunk in self._chunks(sorted(slices)):
-            mine = b"".join(slices[index].contiguous().view(torch.uint8).numpy().tobytes() for index in chunk)
+            mine = b"".join(bytes_of(slices[index]) for index in chunk)
             label = f"gradients of the tensors that ranks own, of {self._replica.label}"
             for rank, data in enumerate(group.comm.all_gather_bytes(mine, label)):
                 at = 0

@@ -6,17 +6,27 @@ They only declare. compress/make.py makes the objects that compress.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from .._engine import block_record_bytes
+from .names import near, offers_fields
 
 __all__ = ["Bf16", "Compressor", "Fp16", "Int4", "Int8", "PowerSGD", "check_compressor", "check_powersgd"]
 
 _RANK_MAX = 256
 _WIRE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _ERROR_DTYPES = (torch.float32, torch.bfloat16)
+#: name of the hook's parameter -> field of PowerSGD
+_FIELDS = {
+    "matrix_approximation_rank": "rank",
+    "start_powerSGD_iter": "warmup_steps",
+    "use_error_feedback": "error_feedback",
+    "random_seed": "seed",
+}
 
 
 class Compressor:
@@ -50,6 +60,7 @@ class _Block(Compressor):
             raise TypeError(f"{type(self).__name__}: error_feedback must be True or False, got {self.error_feedback!r}")
 
 
+@offers_fields
 @dataclasses.dataclass(frozen=True)
 class Int8(_Block):
     """8-bit integers, one float32 scale a block of elements. See hooks.BlockState."""
@@ -59,6 +70,7 @@ class Int8(_Block):
     bits = 8
 
 
+@offers_fields
 @dataclasses.dataclass(frozen=True)
 class Int4(_Block):
     """4-bit integers, one float32 scale a block of elements. See hooks.BlockState."""
@@ -68,6 +80,7 @@ class Int4(_Block):
     bits = 4
 
 
+@offers_fields
 @dataclasses.dataclass(frozen=True)
 class PowerSGD(Compressor):
     """Gradients as matrices of low rank. See hooks.PowerSGDState.
@@ -110,6 +123,8 @@ class PowerSGD(Compressor):
             self.alternate,
             self.wire_dtype,
             self.error_dtype,
+            "PowerSGD",
+            _FIELDS,
         )
 
 
@@ -118,8 +133,11 @@ def check_compressor(compress: Any, reduce: str) -> None:
     if compress is None or isinstance(compress, str) and compress == "auto":
         return
     if not isinstance(compress, Compressor):
+        kinds = {kind.__name__: kind for kind in (Fp16, Bf16, Int8, Int4, PowerSGD)}
+        name = compress.__name__ if isinstance(compress, type) else str(compress)
+        offer = near(name, kinds).replace("'", "sw.", 1).replace("'", "()", 1)
         raise TypeError(
-            f"compress must be None, 'auto', sw.Fp16(), sw.Bf16(), sw.Int8(), sw.Int4() or sw.PowerSGD(), got {compress!r}"
+            f"compress must be None, 'auto', sw.Fp16(), sw.Bf16(), sw.Int8(), sw.Int4() or sw.PowerSGD(), got {compress!r}{offer}"
         )
     if reduce != "mean":
         raise NotImplementedError(
@@ -137,35 +155,42 @@ def check_powersgd(
     alternate: Any,
     wire_dtype: Any,
     error_dtype: Any,
+    kind: str = "PowerSGDState",
+    names: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Raise TypeError or ValueError for a setting of PowerSGD that is out of range."""
+    """Raise TypeError or ValueError for a setting of PowerSGD that is out of range.
+
+    `kind`, `names`: the class that the user called, and its names for the parameters where they differ from these.
+    """
+
+    def of(name: str) -> str:
+        return f"{kind}: {names.get(name, name)}"
+
     for name, dtype, legal in (
         ("wire_dtype", wire_dtype, _WIRE_DTYPES),
         ("error_dtype", error_dtype, _ERROR_DTYPES),
     ):
         if dtype not in legal:
-            names = ", ".join(map(str, legal))
-            raise ValueError(f"PowerSGDState: {name} must be one of {names}, got {dtype!r}")
+            raise ValueError(f"{of(name)} must be one of {', '.join(map(str, legal))}, got {dtype!r}")
     for name, value in (
         ("use_error_feedback", use_error_feedback),
         ("warm_start", warm_start),
         ("alternate", alternate),
     ):
         if not isinstance(value, bool):
-            raise TypeError(f"PowerSGDState: {name} must be True or False, got {value!r}")
+            raise TypeError(f"{of(name)} must be True or False, got {value!r}")
     if isinstance(random_seed, bool) or not isinstance(random_seed, int):
-        raise TypeError(f"PowerSGDState: random_seed must be an integer, got {random_seed!r}")
+        raise TypeError(f"{of('random_seed')} must be an integer, got {random_seed!r}")
     if alternate and not (use_error_feedback and warm_start):
-        raise ValueError("PowerSGDState: alternate=True needs use_error_feedback=True and warm_start=True")
+        needed = " and ".join(
+            f"{names.get(name, name)}=True" for name in ("use_error_feedback", "warm_start")[: 1 if names else 2]
+        )
+        raise ValueError(f"{kind}: alternate=True needs {needed}")
     if type(matrix_approximation_rank) is not int or not 1 <= matrix_approximation_rank <= _RANK_MAX:
         raise ValueError(
-            f"PowerSGDState: matrix_approximation_rank must be in [1, {_RANK_MAX}], got {matrix_approximation_rank!r}"
+            f"{of('matrix_approximation_rank')} must be in [1, {_RANK_MAX}], got {matrix_approximation_rank!r}"
         )
     if type(start_powerSGD_iter) is not int or start_powerSGD_iter < 0:
-        raise ValueError(
-            f"PowerSGDState: start_powerSGD_iter must be an integer of at least 0, got {start_powerSGD_iter!r}"
-        )
+        raise ValueError(f"{of('start_powerSGD_iter')} must be an integer of at least 0, got {start_powerSGD_iter!r}")
     if not isinstance(min_compression_rate, (int, float)) or not min_compression_rate >= 0:
-        raise ValueError(
-            f"PowerSGDState: min_compression_rate must be a number of at least 0, got {min_compression_rate!r}"
-        )
+        raise ValueError(f"{of('min_compression_rate')} must be a number of at least 0, got {min_compression_rate!r}")

@@ -7,12 +7,12 @@ and not after an hour.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from .compressors import check_compressor
+from .names import near, offers_fields, unknown_name
 from .offload import offload_kind
 from .precision import Precision
 from .units import check_units
@@ -23,6 +23,7 @@ _MIB = 1024 * 1024
 _TRANSPORTS = ("auto", "pool", "staged")
 
 
+@offers_fields
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
     """The options of a wrapped module. All fields are keyword-only; every rank must pass the same values.
@@ -58,6 +59,10 @@ class Options:
         depend on it.
     timeout_s : float
         The seconds that a rank waits for another before CommTimeoutError.
+    warn_after_s : float, optional
+        The seconds after which a wait for another rank is logged as a warning, and again whenever it has doubled: for
+        which rank, its process and host, in which collective, and what that process does. While ranks join, 10 seconds
+        at most. 0 or None: never.
     silent_s : float, optional
         On CPUs: the seconds after which a rank that is stopped (SIGSTOP), or a host that acknowledges nothing (a cut
         link), is a CommError. Default: wait for both until `timeout_s`, since debuggers, job control and SLURM stop
@@ -138,6 +143,7 @@ class Options:
     groups: Any = None
     bucket_cap_mb: float = 25
     timeout_s: float = 1800.0
+    warn_after_s: float | None = 30.0
     silent_s: float | None = None
     broadcast_buffers: bool = True
     init_sync: bool = True
@@ -182,6 +188,8 @@ class Options:
         check_groups(self.groups)
         _check_positive("bucket_cap_mb", self.bucket_cap_mb, "MiB", 2**40)
         _check_positive("timeout_s", self.timeout_s, "seconds", 1e9)
+        if self.warn_after_s not in (None, 0) or isinstance(self.warn_after_s, bool):
+            _check_positive("warn_after_s", self.warn_after_s, "seconds", 1e9, "None or 0 for never, or ")
         if self.silent_s is not None:
             _check_positive("silent_s", self.silent_s, "seconds", 1e6)
         for name in (
@@ -255,14 +263,14 @@ class Options:
         known = {field.name for field in dataclasses.fields(cls)}
         for name in keywords:
             if name not in known:
-                raise TypeError(_unknown_name(name, known | set(also_known)))
+                raise TypeError(unknown_name(name, known | set(also_known)))
         return cls(**keywords)
 
     def _check_stage(self) -> None:
         """Raise ValueError for an option of zero=3 that is given at another stage."""
         for name in ("gather", "share_parameters", "units", "reshard_after_forward", "write_guard"):
             if self.zero != 3 and getattr(self, name) not in (getattr(Options, name), None):
-                raise ValueError(f"{name} is of zero=3, and was given with zero={self.zero}")
+                raise ValueError(f"{name}= requires zero=3, got zero={self.zero}")
 
     def ignored_names(self, module: Any) -> set[str]:
         """Return the names in ignored_params. Raise ValueError for one that no parameter or buffer of `module` has."""
@@ -273,10 +281,8 @@ class Options:
         }
         names = {item for item in self.ignored_params if isinstance(item, str)}
         for name in sorted(names - named):
-            near = difflib.get_close_matches(name, sorted(named), n=1)
             raise ValueError(
-                f"ignored_params: {type(module).__name__} has no parameter or buffer {name!r}"
-                + (f": did you mean {near[0]!r}?" if near else "")
+                f"ignored_params: {type(module).__name__} has no parameter or buffer {name!r}{near(name, named)}"
             )
         return names
 
@@ -323,15 +329,8 @@ def _check_clip(max_norm: Any) -> None:
         raise ValueError(f"clip_grad_norm must be above 0, got {max_norm!r}")
 
 
-def _check_positive(name: str, value: Any, unit: str, largest: float) -> None:
+def _check_positive(name: str, value: Any, unit: str, largest: float, also: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number of {unit}, got {value!r}")
+        raise TypeError(f"{name} must be {also}a number of {unit}, got {value!r}")
     if not 0 < value <= largest:
-        raise ValueError(f"{name} must be above 0 and at most {largest:g} {unit}, got {value!r}")
-
-
-def _unknown_name(name: str, known: Collection[str]) -> str:
-    near = difflib.get_close_matches(name, sorted(known), n=1)
-    if near:
-        return f"unknown option {name!r}: did you mean {near[0]!r}?"
-    return f"unknown option {name!r}; known are {', '.join(sorted(known))}"
+        raise ValueError(f"{name} must be {also}above 0 and at most {largest:g} {unit}, got {value!r}")

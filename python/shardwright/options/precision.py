@@ -7,12 +7,24 @@ from typing import Any
 
 import torch
 
+from .names import offers_fields
+
 __all__ = ["LOW_DTYPES", "Precision"]
 
 LOW_DTYPES = (torch.bfloat16, torch.float16)
 _NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+#: other names of them -> name
+_NAMED = {text: name for name, dtype in _NAMES.items() for text in (str(dtype), str(dtype).removeprefix("torch."))} | {
+    "half": "fp16",
+    "float": "fp32",
+    "bfloat": "bf16",
+    "16-mixed": "fp16",
+    "bf16-mixed": "bf16",
+    "amp": "bf16",
+}
 
 
+@offers_fields
 @dataclasses.dataclass(frozen=True)
 class Precision:
     """The dtypes in which a module computes; fields as in FSDP2's MixedPrecisionPolicy.
@@ -56,11 +68,12 @@ class Precision:
 
     @staticmethod
     def of(value: Any, where: str = "precision") -> Precision:
-        """Return the policy for "bf16", "fp16", "fp32", a dtype, or a policy."""
+        """Return the policy for "bf16", "fp16", "fp32", or a policy."""
         if isinstance(value, Precision):
             return value
         if isinstance(value, str) and value in _NAMES:
             return Precision(param_dtype=_NAMES[value])
         raise ValueError(
             f"{where} must be None, 'bf16', 'fp16', 'fp32', a sw.Precision or a dict of them, got {value!r}"
+            + (f": did you mean {_NAMED[str(value)]!r}?" if str(value) in _NAMED else "")
         )

@@ -8,7 +8,6 @@ rounds (docs/design/reduce.md).
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import functools
 import weakref
@@ -22,10 +21,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from .._engine import Error
 from ..comm.exchange import Exchange
 from ..comm.levels import Lease
-from ..comm.process_group import HostGroup, host_group, is_default_group, mesh_rows, resolve_group
+from ..comm.process_group import HostGroup, host_group, mesh_rows, resolve_group
 from ..compress.make import make_hook
 from ..compress.state import CompressionState, StatesOfParts, joined_states
-from ..layout.memory import copied
 from ..layout.param_groups import check_marks, comparable
 from ..layout.param_table import verify
 from ..layout.shard_mesh import Slicing
@@ -35,9 +33,9 @@ from ..options.options import Options, refuse_options
 from ..parameters.drift import DriftCheck
 from ..parameters.mixed_precision import PrecisionPlan, remove_plan
 from ..torch_compat import autograd as _hooks
-from ..torch_compat.state_dicts import asked_by_torchs_functions
+from ..torch_compat.foreign_wrappers import guard_from_wrappers, refuse_wrapper
 from .composition import loss_scaling
-from .composition.nested import find_inner, give_back, take
+from .composition.nested import find_inner, give_back
 from .composition.parts import Part, by_name, find_parts, states_of_parts
 from .ddp_compat import (
     ReducerFacade,
@@ -50,24 +48,11 @@ from .ddp_compat import (
 )
 from .ddp_logging import DDPLogger
 from .join import ShadowHook
+from .portable import PortableWrapper
 from .replica import Replica, live_replicas
 
-_RANK_LOCAL = (
-    "_outer",
-    "_given_back",
-    "process_group",
-    "device_mesh",
-    "reducer",
-    "logger",
-    "_replica",
-    "_parts",
-    "_drift",
-    "_retire",
-    "__weakref__",
-)
 
-
-class DistributedDataParallel(TorchDDP):
+class DistributedDataParallel(PortableWrapper, TorchDDP):
     """A wrapper that averages the gradients of `module` over ranks, like torch's DistributedDataParallel, on CPU or
     CUDA tensors.
 
@@ -206,6 +191,12 @@ class DistributedDataParallel(TorchDDP):
         self._taken = [name for name, each in module.named_modules() if any(each is one for one in taken)]
         if self._precision is not None:
             self._precision.keep()
+        guard_from_wrappers(self, self.parameters_to_ignore)
+
+    @property
+    def is_in_force(self) -> bool:
+        """Return False if a later wrapper has taken over the module."""
+        return self._replica is None or not self._replica.retired
 
     def _set_attributes(self, forward_sync_buffers: bool | None, skip_unused: bool, batched_copy: bool) -> None:
         """Set every attribute of torch's class that other code reads."""
@@ -290,7 +281,7 @@ class DistributedDataParallel(TorchDDP):
             return
         options = self._options
         self.process_group = resolve_group(options.process_group, options.device_mesh, trains=True)
-        group = host_group(self.process_group, options.timeout_s)
+        group = host_group(self.process_group, options.timeout_s, options.warn_after_s)
         group.end_silence_after(options.silent_s)
         ignored = frozenset(self.parameters_to_ignore)
         parts = find_parts(self.module, options, ignored, group)
@@ -302,6 +293,7 @@ class DistributedDataParallel(TorchDDP):
             "deterministic": options.deterministic,
             "communicator": options.communicator,
             "timeout_s": options.timeout_s,
+            "warn_after_s": options.warn_after_s,
             "silent_s": options.silent_s,
             "zero": self._zero,
             "device_mesh": slicing.rows(),
@@ -471,13 +463,18 @@ class DistributedDataParallel(TorchDDP):
             _hooks.hook_outputs(output, rounds.on_output_gradient if synchronises else rounds.on_local_output_gradient)
         return output
 
-    _pre_forward = _hooks.disable_compile(_before_forward)
+    _begin_forward = _hooks.disable_compile(_before_forward)
     _post_forward = _hooks.disable_compile(_after_forward)
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        self._pre_forward(torch.compiler.is_compiling())
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
+        """Prepare for a forward, and return its inputs on the module's device, like torch's own method."""
+        self._begin_forward(torch.compiler.is_compiling())
         if self._inputs_to is not None:
             inputs, kwargs = to_device((inputs, kwargs), self._inputs_to)
+        return inputs, kwargs
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        inputs, kwargs = self._pre_forward(*inputs, **kwargs)
         if self._precision is None:
             return self._post_forward(self.module(*inputs, **kwargs))
         inputs, kwargs = self._precision.enter(inputs, kwargs)
@@ -679,6 +676,9 @@ class DistributedDataParallel(TorchDDP):
         hook = default_hooks.fp16_compress_hook if "FP16" in str(comm_hook_type) else default_hooks.allreduce_hook
         self._register([each.group.torch_group for each in self._engines()], hook, str(comm_hook_type))
 
+    def _replicate_for_data_parallel(self) -> Any:
+        refuse_wrapper("torch.nn.parallel.replicate()", type(self.module).__name__)
+
     def _log_and_throw(self, err_type: type[Exception], err_msg: str) -> None:
         self.logger.set_error_and_log(f"{err_type}: {err_msg}")  # type: ignore[union-attr]
         raise err_type(err_msg)
@@ -700,64 +700,6 @@ class DistributedDataParallel(TorchDDP):
 
     def _register_fused_optim(self, optim: type, *args: Any, **kwargs: Any) -> None:
         raise NotImplementedError("an optimizer inside the backward is not supported: call optimizer.step() after it")
-
-    # state dicts: torch's own methods, while parameters are whole ---------------------------------------------------
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return torch's state dict. At zero=3 torch.distributed.checkpoint.state_dict's functions get copies of whole
-        parameters, collectively."""
-        if self._zero < 3 or not asked_by_torchs_functions():
-            return super().state_dict(*args, **kwargs)
-        with contextlib.ExitStack() as stack:
-            for engine in self._engines():
-                stack.enter_context(engine.access.whole())
-            return copied(super().state_dict(*args, **kwargs))
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load torch's state dict. At zero=3 torch.distributed.checkpoint.state_dict's functions write whole parameters,
-        collectively."""
-        if self._zero < 3 or not asked_by_torchs_functions():
-            return super().load_state_dict(*args, **kwargs)
-        with contextlib.ExitStack() as stack:
-            for engine in self._engines():
-                stack.enter_context(engine.writable_parameters())
-            return super().load_state_dict(*args, **kwargs)
-
-    # copies: weights without an engine; the first forward with gradients makes it, collectively ---------------------
-
-    def __getstate__(self) -> dict[str, Any]:
-        if not is_default_group(self.process_group) or self._options.groups is not None:
-            raise Error(
-                "a wrapper over a group of its own cannot be pickled, since the group cannot: pickle sw.unwrap(model)"
-            )
-        return self._portable_state()
-
-    def _portable_state(self) -> dict[str, Any]:
-        if self._comm_hooks:
-            raise Error(
-                "a wrapper with a communication hook cannot be copied, the hook's state belongs to its group: "
-                "copy sw.unwrap(model)"
-            )
-        state = {name: value for name, value in self.__dict__.items() if name not in _RANK_LOCAL}
-        if self._is_taken:  # a separate copy averages by itself; a copy of the outer wrapper takes it over again
-            state.update(_is_taken=False, _is_around=False)
-        state.update(_options=self._options.without_group(), _join_config=_JoinConfig.construct_disabled_join_config())
-        del state["modules_buffers"], state["named_module_buffers"], state["_module_parameters"]
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        torch.nn.Module.__setstate__(self, state)
-        take(map(self.module.get_submodule, self._taken), self)
-        self._module_parameters = [p for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore]
-        self._reset_engine()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
-        made = self.__class__.__new__(self.__class__)
-        memo[id(self)] = made
-        made.__setstate__(copy.deepcopy(self._portable_state(), memo))
-        made._options = self._options  # a group is shared, not copied
-        made.process_group = self._options.process_group
-        return made
 
 
 def _retire_all(replicas: list[Replica]) -> None:

@@ -97,8 +97,8 @@ class Mark:
         """Make the engine with `module` as outermost, unless an outer module has one. Collective if it makes one."""
         if not self.places() and self.is_list:
             raise Error(
-                f"this {type(module).__name__} is of a list that sw.fully_shard was called on, and has no engine yet: call sw.fully_shard on the "
-                "outermost module too, which makes it, and run that first"
+                f"this {type(module).__name__} was passed to sw.fully_shard in a list, and has no engine yet: call sw.fully_shard on the "
+                "outermost module too, and run that module first"
             )
         if not self.places():
             self.wrapper = None
@@ -392,6 +392,11 @@ def fully_shard(
     for each in modules:
         if mark_of(each) is not None:
             raise Error(f"fully_shard was called on this {type(each).__name__} already")
+        if isinstance(each, DistributedDataParallel):
+            raise Error(
+                f"fully_shard was given a {type(each.module).__name__} that sw.wrap wrapped already: use it as it is, or call fully_shard on "
+                "sw.unwrap(module), which replaces its wrapper"
+            )
     chosen = device_mesh if mesh is None else mesh
     kept = {"device_mesh": chosen, "ignored_params": ignored_params, "offload": offload, **options}
     is_list = not isinstance(module, torch.nn.Module)
@@ -448,3 +453,14 @@ def wrapper_of(module: torch.nn.Module) -> DistributedDataParallel | None:
         return None
     module._shardwright_mark.make(module)
     return module._shardwright_mark.wrapper
+
+
+def needed_wrapper(operation: str, module: Any) -> DistributedDataParallel:
+    """Return the wrapper of a module, as wrapper_of(). Raise Error, which names `operation`, if there is none."""
+    wrapper = wrapper_of(module)
+    if wrapper is None:
+        raise Error(
+            f"{operation} needs a wrapped module, or the outermost one that was fully sharded, got {type(module).__name__}: "
+            "call sw.wrap first, and pass the module that it returns"
+        )
+    return wrapper

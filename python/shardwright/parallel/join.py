@@ -26,6 +26,7 @@ from torch.distributed.algorithms.join import Join, JoinHook, _JoinConfig
 
 from .._engine import Error
 from ..gradients.sharded_gradient import ShardedGradient
+from ..layout.memory import bytes_of
 from ..layout.shard_runs import memory_order
 
 if TYPE_CHECKING:
@@ -360,7 +361,7 @@ def exchange_slices(
                 low, high = run(index, to)
                 if parameter.grad is not None and low < high:
                     flat = memory_order(parameter.grad.detach(), parameter)[low:high]
-                    mine.append(flat.contiguous().view(torch.uint8).cpu().numpy().tobytes())
+                    mine.append(bytes_of(flat))
     label = f"gradients for ranks that have joined, of {replica.label}"
     data = replica.group.comm.all_gather_bytes(b"".join(mine), label)[announcer.lowest]
     if states is None:

@@ -25,7 +25,7 @@ from ..gradients.sharded_gradient import ShardedGradient
 from ..gradients.sparse_gradients import SparseGradients, find_sparse
 from ..gradients.traffic import wire_bytes
 from ..layout.model_mesh import placed
-from ..layout.param_groups import check_inner, cut
+from ..layout.param_groups import check_hookable, check_inner, cut
 from ..layout.param_table import ParameterTable, verify
 from ..layout.shard_mesh import Slicing
 from ..layout.shard_runs import Storage
@@ -43,6 +43,7 @@ from .agreement.steppers import Steppers
 from .agreement.unaveraged import UnaveragedCheck
 from .backends import choose_backend
 from .join_link import JoinLink
+from .loading import StateLoading
 from .step_in_backward import adopt as adopt_steps_in_backward
 
 if TYPE_CHECKING:
@@ -109,6 +110,11 @@ class Replica:
             self.table = self._table_of(module, ignored, options)
             self._request = Request(self.table, options, zero, self.slicing, self.label, compress=compress)
             choose_backend(self.table).check_request(module, self._request, group)
+            in_units = zero == 3 and not (
+                choose_backend(self.table).capabilities.one_copy and options.share_parameters is not False
+            )
+            if in_units:
+                check_hookable(module)
             self._supersede(module)
             if zero:
                 self.table.check_apart()
@@ -129,7 +135,7 @@ class Replica:
             refusal = None  # its traceback would keep this frame and the module alive
         make_backend = choose_backend(self.table)
         plans = None
-        if zero == 3 and not (make_backend.capabilities.one_copy and options.share_parameters is not False):
+        if in_units:
             plans = cut(module, self.table, options.units, options.reshard_after_forward)
         behind = make_backend.capabilities.publishes_behind and zero in (1, 2) and options.prefetch > 0
         sends_early = compress is None or self._overlaps_compression(make_backend.capabilities)
@@ -153,7 +159,7 @@ class Replica:
             group.comm.barrier(f"the memory of the wrapped {self.label}")
         #: called before each forward: keeps parameters whole in all of the user's hooks, including later ones
         self.arrange_hooks = self._storage.hook_arranger()
-        self.access = ParameterAccess(self._storage, self.table, group, self.slicing, options.write_guard)
+        self.access = ParameterAccess(self._storage, self.table, group, self.slicing, options.write_guard, self.label)
         self.rounds = Rounds(self.table, self.reducer, self.label, zero)
         self.forwards = ForwardWatch(group.rank, group.world_size, self.label)
         self.steppers = Steppers(group, self.label)
@@ -164,6 +170,10 @@ class Replica:
             if group.comm.is_alive:
                 group.comm.abort(f"wrapping {self.label} failed: {error}")
             raise
+        #: open contexts in which every rank writes whole parameters
+        self.is_writing = 0
+        self._loading = StateLoading(self, module) if zero == 3 else None
+        self._handles += [] if self._loading is None else self._loading.handles
         self.join_link = JoinLink(self.gradients, self.reducer, self._storage, self.backend.capabilities, zero)
         #: see stop_request()
         self.stop: StopRequest | None = None
@@ -346,7 +356,10 @@ class Replica:
 
     def before_forward(self, synchronises: bool) -> None:
         """Prepare for a forward with gradients. Raise Error if the module is no longer the one that was wrapped."""
+        self._end_failed_load()
         self.forwards.begin()
+        if self.access.forks is not None:
+            self.access.forks.before_forward()
         self.gradients.closed_without_backward = False
         drift = self._check_drift()
         if self.access.guard is not None:
@@ -430,11 +443,17 @@ class Replica:
             finally:
                 self.broadcast_state(0, ())
             return
+        self.is_writing += 1
         try:
-            with self.access.writing(), self._storage.writable():
+            with self.access.changing(), self.access.writing(), self._storage.writable():
                 yield
         finally:
+            self.is_writing -= 1
             self.access.count_writes(self.table.module_parameters)
+
+    def _end_failed_load(self) -> None:
+        if self._loading is not None:
+            self._loading.abandon()
 
     def give_copies_to(self, precision: PrecisionPlan) -> None:
         """Let modules compute with the engine's compute forms of the parameters, if it has any."""
@@ -449,7 +468,7 @@ class Replica:
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Prepare for the step of an optimizer that holds one of our parameters."""
         owners = getattr(optimizer, "replicas", None)
-        if self.zero and owners is not None and self not in owners:
+        if owners is not None and self not in owners:
             raise Error(
                 f"this optimizer was sliced for an earlier wrapper of the {self.label}: give sw.wrap(module, optimizer, zero=...) "
                 "the optimizer too when wrapping again"
@@ -458,6 +477,7 @@ class Replica:
             raise Error(
                 f"{type(optimizer).__name__} steps on whole parameters of a {self.label} wrapped with zero={self.zero}, which would update them only on this rank: use the optimizer that sw.wrap(module, optimizer, zero=...) returned"
             )
+        self._end_failed_load()
         self._check_drift()
         if self.access.guard is not None:
             self.access.guard.check("before a step")

@@ -15,6 +15,7 @@ from ..comm.process_group import HostGroup
 from ..layout.param_table import ParameterTable
 from ..layout.shard_mesh import Slicing
 from .drift import DriftCheck
+from .forked import ForkWatch
 from .write_guard import ReadOnlyParameters, SampledParameters
 
 __all__ = ["ParameterAccess"]
@@ -31,6 +32,8 @@ class ParameterAccess:
     slicing : Slicing
     guard : {None, "auto", "read-only", ...}
         The option write_guard.
+    label : str
+        The module's name in messages.
 
     Attributes
     ----------
@@ -39,10 +42,12 @@ class ParameterAccess:
     """
 
     def __init__(
-        self, storage: Any, table: ParameterTable, group: HostGroup, slicing: Slicing, guard: str | None
+        self, storage: Any, table: ParameterTable, group: HostGroup, slicing: Slicing, guard: str | None, label: str
     ) -> None:
         self._storage, self._table = storage, table
         self.guard = self._make_guard(group, slicing, guard)
+        shows_later_writes = storage.is_mapped and (group.world_size > 1 or storage.releases)
+        self.forks = ForkWatch(table, storage, label, group.rank) if shows_later_writes else None
         self._drift: weakref.ref[DriftCheck] | None = None
         self._before_writes: dict[int, Callable[[], object]] = collections.OrderedDict()
 
@@ -81,6 +86,10 @@ class ParameterAccess:
 
     # writes ---------------------------------------------------------------------------------------------------------
 
+    def changing(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which values change, for forked children (ForkWatch)."""
+        return contextlib.nullcontext() if self.forks is None else self.forks
+
     def writing(self) -> contextlib.AbstractContextManager[None]:
         """Allow writes to parameters inside. All ranks are past a barrier as it ends."""
         self._storage.settle()
@@ -114,15 +123,21 @@ class ParameterAccess:
 
     # reads ----------------------------------------------------------------------------------------------------------
 
+    def settle(self) -> None:
+        """Make values readable: they may still arrive, or belong to the process that this one was forked from."""
+        if self.forks is not None:
+            self.forks.settle()
+        self._storage.settle()
+
     def before_evaluation(self) -> None:
         """Prepare for a forward without gradients."""
-        self._storage.settle()
+        self.settle()
         if self.guard is not None:
             self.guard.check("before a forward")
 
     def whole(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which parameters are whole. See full_parameters."""
-        self._storage.settle()
+        self.settle()
         if self.guard is not None:
             self.guard.check("before all parameters are read")
         whole: contextlib.AbstractContextManager[None] = self._storage.whole()

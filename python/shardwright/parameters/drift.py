@@ -115,7 +115,7 @@ class DriftCheck:
             same = [*chain.from_iterable(self._views)] == self._members
         except RuntimeError:  # two tensors were compared: they are different objects
             return False
-        return same and not any(self._empty) and all(d.get(name) is p for d, name, p in self._single)
+        return same and not any(self._empty) and all(name in d and d[name] is p for d, name, p in self._single)
 
     def _is_swapped(self) -> bool:
         """Return True if the members that differ are tensors that replace parameters during one call.

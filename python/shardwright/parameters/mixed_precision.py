@@ -13,7 +13,6 @@ docs/design/precision.md has the table.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -23,6 +22,7 @@ import torch
 from ..layout.local_parameters import local_of, module_parameter
 from ..layout.views import made_dense
 from ..options.compressors import Bf16, Compressor, Fp16
+from ..options.names import near
 from ..options.precision import LOW_DTYPES, Precision
 from ..torch_compat import autograd as _hooks
 from ..torch_compat.dtensor import is_dtensor, placed_like, set_dtype
@@ -56,9 +56,7 @@ class PrecisionPlan:
         submodules = dict(module.named_modules())
         for name in given:
             if name not in submodules:
-                near = difflib.get_close_matches(str(name), submodules, 1)
-                offer = f", did you mean {near[0]!r}?" if near else ""
-                raise ValueError(f"precision: no module is called {name!r}{offer}")
+                raise ValueError(f"precision: no module is called {name!r}{near(str(name), submodules)}")
         where = "precision[{!r}]" if given is precision else "precision"
         self._policies = {name: Precision.of(value, where.format(name)) for name, value in given.items()}
         self._module = module

@@ -21,7 +21,7 @@ import torch
 from .._engine import Error
 from ..torch_compat.autograd import CAN_BE_UNGUARDED, unguarded
 
-__all__ = ["ReadGuard", "WaitGuard"]
+__all__ = ["ChildGuard", "ReadGuard", "WaitGuard"]
 
 #: attributes that need values, or give a tensor that has them
 _VALUES = ("data", "H", "T", "imag", "mH", "mT", "real", "__cuda_array_interface__", "_cdata")
@@ -160,6 +160,24 @@ class _Awaited(_Guarded):
         return _arrive(self).__reduce_ex__(protocol)
 
 
+class _Inherited(_Awaited):
+    """Base of the class of a parameter in a forked child that has not read it."""
+
+    @property
+    def grad(self) -> Any:
+        return _arrive(self).grad
+
+    @grad.setter
+    def grad(self, value: Any) -> None:
+        with unguarded():
+            _gradient.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        with unguarded():
+            _gradient.__delete__(self)
+
+
 class Guard:
     """Parameters and the classes that they have while they are guarded.
 
@@ -223,6 +241,19 @@ class WaitGuard(Guard):
     ) -> None:
         super().__init__(names, parameters)
         self.arrive = arrive
+
+
+class ChildGuard(WaitGuard):
+    """A guard of inherited parameters in a forked child: a read makes them the child's own, or raises."""
+
+    _base = _Inherited
+
+    @staticmethod
+    def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
+        """Return `.grad` without a read."""
+        with unguarded():
+            found: torch.Tensor | None = _gradient.__get__(parameter)
+            return found
 
 
 def _arrive(parameter: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,7 @@ from .._engine import Arena, Reducer, Units, block_encode, block_record_bytes
 from ..layout.param_groups import UnitPlan
 from ..layout.shard_runs import OUTCOME_BYTES, Outcomes, SliceRuns, itemsize_of, make_dense, memory_order, populate
 from ..layout.views import dense_strides, dtype_name
+from ..torch_compat.engine_storage import engine_tensor
 from .released import ReleasedParameters, releasable
 from .unshard_schedule import UnitSchedule
 
@@ -59,6 +60,8 @@ class UnitMemory(ReleasedParameters):
     Memory a rank: its slices, their 16-bit casts or records, and the pages of units that are whole at once. Pages for
     the outermost unit and the largest other one are kept between uses.
     """
+
+    is_mapped = True
 
     def __init__(self, backend: Backend, reducer: Reducer, request: Request, *, coded: bool = False) -> None:
         group, table, plans, label = backend.group, request.table, request.plans, request.label
@@ -162,7 +165,7 @@ class UnitMemory(ReleasedParameters):
         bucket, first, count = self.run_in_slice(index, rank)
         dtype = dtype_name(self._narrow[index]) if narrow else self._reducer.bucket_shape(bucket)[2]
         part, offset = self._place(bucket, rank, narrow=narrow)
-        return from_dlpack(self._arena.tensor(offset + first * itemsize_of(dtype), dtype, [count], None, part))
+        return engine_tensor(self._arena.tensor(offset + first * itemsize_of(dtype), dtype, [count], None, part))
 
     @functools.cached_property
     def _casts(self) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
@@ -229,7 +232,7 @@ class UnitMemory(ReleasedParameters):
             is_computed_with = form >= len(plans)
             dtype = self._narrow.get(index, data.dtype) if is_computed_with else data.dtype
             capsule = units.tensor(form, offset, data.numel(), dtype_name(dtype), list(data.shape), list(strides))
-            (self._computed_with if is_computed_with else self._whole)[index] = from_dlpack(capsule)
+            (self._computed_with if is_computed_with else self._whole)[index] = engine_tensor(capsule)
         return units
 
     def _plan_unit(
@@ -372,6 +375,9 @@ class UnitMemory(ReleasedParameters):
     def bytes_held(self) -> int:
         """Return the bytes of this rank's slices, or of the host's copy of all."""
         return self._part_bytes
+
+    def mapped(self) -> list[tuple[int, int]]:
+        return self.schedule.mapped()
 
     def plan(self) -> dict[str, Any]:
         return {**super().plan(), **({} if self._codes is None else {"gather": "int8"})}

@@ -6,6 +6,7 @@ wait for its groups; any other read of a parameter waits for that parameter's gr
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,6 +22,12 @@ from ..torch_compat import autograd as _hooks
 from .read_guard import WaitGuard
 from .unshard_schedule import NoHook
 
+_logger = logging.getLogger("shardwright")
+_NO_OVERLAP = (
+    "%s: a unit is compiled, so gathers of parameters after a step no longer overlap with the next forward: their hooks would "
+    "break the compiler's graph. prefetch=0 "
+    "asks for no overlap, and silences this line"
+)
 #: the size of one NCCL group
 _GROUP_MAX = 32
 
@@ -70,6 +77,8 @@ class StepGathers:
         """End the overlap if a unit or a module around one is compiled: guards and hooks would break its graph."""
         modules = (reference() for reference in self._around)
         if self._plans and (is_compiling or any(each is not None and _hooks.is_compiled(each) for each in modules)):
+            if self._link.rank == 0:
+                _logger.warning(_NO_OVERLAP, self._label)
             self.close()
 
     def close(self) -> None:

@@ -45,6 +45,7 @@ class ParameterMemory(ParameterSlices):
         buckets = {reducer.place(index)[0] for index in moving}
         self._buckets: Any = backend.empty(reducer, buckets, request, shared=shared)
         self.reason = self._buckets.reason
+        self.is_mapped = bool(self._buckets.mapped())
         self.settle: Any = self._buckets.settle
         if shared and self._buckets.is_copied:  # each copy starts with the values of its first rank
             backend.broadcast(self._table.parameters, 0, f"parameters of {self._label}")
@@ -129,6 +130,10 @@ class ParameterMemory(ParameterSlices):
     @property
     def bytes_held(self) -> int:
         return super().bytes_held + sum(each.nbytes for each in self._narrow.values())
+
+    def mapped(self) -> list[tuple[int, int]]:
+        found: list[tuple[int, int]] = self._buckets.mapped()
+        return found
 
     def words(self) -> torch.Tensor:
         """Return all memory that parameters were moved to, as words of 4 bytes."""

@@ -315,6 +315,8 @@ class UnitSchedule:
         self.on_release: Callable[[], Callable[[Sequence[torch.Tensor]], None] | None] = _no_listener
         #: returns whether a called module computes under a policy
         self.policy: Callable[[], Callable[[], bool] | None] = _no_listener
+        #: called before the next release, if a forked child may read units that are whole
+        self.before_reuse: Callable[[], None] | None = None
         for unit in self.units:
             unit.show_released()
         for unit, plan in zip(self.units, plans):
@@ -416,6 +418,8 @@ class UnitSchedule:
                 listener(unit.parameters)
             unit.forget_samples()
             unit.show_released()
+            if self.before_reuse is not None:
+                self.before_reuse()
             self._units.release(unit.number)
             unit.is_whole = False
             if written is not None:
@@ -528,6 +532,16 @@ class UnitSchedule:
     def addresses(self) -> dict[int, int]:
         """Map the number of each parameter that can be released to the expected address of its data."""
         return {index: address for unit in self._plain for index, address in zip(unit.indices, unit.addresses())}
+
+    def mapped(self) -> list[tuple[int, int]]:
+        """Return (address, bytes) of the units that are whole."""
+        found = []
+        for unit in self.units:
+            if unit.is_whole and unit.whole:
+                begin = min(unit._whole_addresses)
+                end = max(address + each.nbytes for address, each in zip(unit._whole_addresses, unit.whole))
+                found.append((begin, end - begin))
+        return found
 
     def stats(self) -> dict[str, Any]:
         return {"units": len(self._plain), **self._units.stats()}

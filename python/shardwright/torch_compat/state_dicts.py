@@ -1,9 +1,12 @@
-"""torch.distributed.checkpoint: the parts that need private names or inspect the caller's frame."""
+"""State dicts and torch.distributed.checkpoint: the parts that need private names or inspect the caller's frame."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
+
+import torch
 
 #: modules whose frames lie between torch's function and the method that it calls
 _BETWEEN = ("shardwright.", "torch.nn.", "torch._dynamo.", "torch.utils.", "accelerate.")
@@ -19,6 +22,17 @@ def asked_by_torchs_functions() -> bool:
     while frame is not None and str(frame.f_globals.get("__name__", "")).startswith(_BETWEEN):
         frame = frame.f_back  # type: ignore[assignment]
     return frame is not None and frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict"
+
+
+def hook_loading(module: torch.nn.Module, begin: Callable[..., None], end: Callable[..., None]) -> list[Any]:
+    """Call `begin` before load_state_dict() loads `module`, and `end` behind its children. Return the handles.
+
+    A TorchScript module has no such hooks, and is loaded through the module around it.
+    """
+    if isinstance(module, torch.jit.ScriptModule):
+        return []
+    # torch 2.4 has no public name for the first
+    return [module._register_load_state_dict_pre_hook(begin), module.register_load_state_dict_post_hook(end)]
 
 
 def load_everything(reader: Any) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ...layout.memory import bytes_of
 from .image import Image, Table, pieces
 
 _logger = logging.getLogger("shardwright")
@@ -163,7 +164,7 @@ class Buddies:
     def _wire_receive(self, rank: int, tag: int, nbytes: int) -> bytes:
         memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         self._wire.wait(self._wire.receive(rank, tag, memory.data_ptr(), nbytes))
-        return memory.numpy().tobytes()
+        return bytes_of(memory)
 
 
 def _cut(tables: Sequence[Table]) -> list[tuple[int, int]]:

@@ -440,11 +440,17 @@ class MemoryTier:
 
     def wait(self) -> None:
         """Wait until the last step is on all hosts or its copy failed (no progress for timeout_s). Not collective."""
-        moved, since = -1, time.monotonic()
+        moved, since, wait = -1, time.monotonic(), self._peers.wait()
         while self._buddies is not None and not self._buddies.wait(_ROUND_S) and self._peers.is_alive:
             if moved != self._buddies.moved:
-                moved, since = self._buddies.moved, time.monotonic()
-            elif time.monotonic() - since > self._timeout_s:
+                moved, since, wait = self._buddies.moved, time.monotonic(), self._peers.wait()
+            wait.look(
+                lambda s: (
+                    f"rank {self._peers.rank} has waited {s:.1f} s for the copy of a step to or from another host to go on; "
+                    f"the deadline is {self._timeout_s:g} s"
+                )
+            )
+            if time.monotonic() - since > self._timeout_s:
                 self._failure = f"nothing of the copy of a step to or from another host came in {self._timeout_s:g} s"
                 return
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import functools
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -117,12 +118,26 @@ def _verdict_of(look: Callable[[], None], path: str) -> list[str]:
     except (Mismatch, NewerCheckpointError) as error:
         return [FATAL, str(error)]
     except CheckpointError as error:
-        return [FATAL if error.errno in _OF_A_MOMENT else REJECTED, str(error)]
+        return [FATAL if error.errno in _OF_A_MOMENT else REJECTED, str(error) + _instead(error, path)]
     except (KeyError, TypeError) as error:
         return [REJECTED, f"'{path}': {type(error).__name__}: {error}"]
     except Exception as error:
         return [FATAL, f"'{path}': {type(error).__name__}: {error}"]
     return _SOUND
+
+
+def _instead(error: CheckpointError, path: str) -> str:
+    """Return the words about a path without a checkpoint: the folders in it that may be one."""
+    if error.errno != errno.ENOENT or os.path.lexists(os.path.join(path, "MANIFEST.json")):
+        return ""
+    names = sorted(os.listdir(path)) if os.path.isdir(path) else []
+    inside = [name for name in names if os.path.lexists(os.path.join(path, name, "MANIFEST.json"))]
+    offer = (
+        f"pass one of the {len(inside)} in it, such as '{os.path.join(path, inside[-1])}'"
+        if inside
+        else "pass the path that was saved to"
+    )
+    return f": there is no checkpoint at '{path}', {offer}"
 
 
 def _hear(verdicts: Sequence[Sequence[str]], peers: Peers) -> str:

@@ -50,10 +50,11 @@ def GatheredParameters(
 
 
 class Init(contextlib.ContextDecorator):
-    """A context in which a model is built as without it. It takes DeepSpeed's arguments.
+    """A context that does nothing: a model is built as without it. Accepts DeepSpeed's arguments without effect.
 
-    `initialize` gives all ranks rank 0's values and slices them. Until then each rank holds the whole model. To hold
-    none before, build it on the meta device and call sw.materialize.
+    `initialize` gives all ranks rank 0's values and slices them; until it returns, each rank holds the whole model in
+    its own memory. A model built on the meta device holds none until sw.materialize(model), which must come before its
+    optimizer and `initialize`, and which makes it whole on each rank too.
     """
 
     def __init__(self, module: Any = None, *args: Any, **kwargs: Any) -> None:

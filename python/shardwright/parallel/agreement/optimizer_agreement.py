@@ -258,7 +258,7 @@ def unlike_saved(optimizer: Any, groups: Iterable[Mapping[str, Any]]) -> str | N
         missing = sorted(needed - set(saved))
         if unknown and missing:
             return (
-                f"group {position} is of another optimizer than {type(optimizer).__name__}: it has {', '.join(unknown)} and lacks "
+                f"group {position} was saved by another optimizer than {type(optimizer).__name__}: it has {', '.join(unknown)} and lacks "
                 f"{', '.join(missing)}"
             )
     return None

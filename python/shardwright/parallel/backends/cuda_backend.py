@@ -178,6 +178,10 @@ class CudaBuckets:
         hosts exchange `failed`."""
         self._gathers.publish({bucket: self._memory[bucket] for bucket in sorted(buckets)})
 
+    def mapped(self) -> list[tuple[int, int]]:
+        """Return nothing: a forked child cannot use a GPU."""
+        return []
+
     def protect(self, writable: bool) -> None:
         """Do nothing: no guard watches GPU memory."""
 

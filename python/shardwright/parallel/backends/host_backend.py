@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
-from torch.utils.dlpack import from_dlpack
 
 from ..._engine import Arena, Reducer, norm_sum
 from ...backend.base import Capabilities, Request
@@ -16,6 +15,7 @@ from ...layout.shard_runs import OUTCOME_BYTES, Outcomes, Storage, itemsize_of, 
 from ...layout.views import as_real, dense_strides, dtype_name
 from ...options.compressors import Compressor
 from ...parameters.sharded_groups import UnitMemory
+from ...torch_compat.engine_storage import engine_tensor
 
 #: at zero >= 2 gradients share a ring for the largest bucket and one more; large buckets would need much memory
 _SLICED_CAP_BYTES = 8 << 20
@@ -47,7 +47,7 @@ class HostBackend:
     def check_request(module: torch.nn.Module, request: Request, group: HostGroup) -> None:
         if request.options.communicator != "own":
             raise NotImplementedError(
-                f"communicator={request.options.communicator!r} is of GPUs, and {request.label} is on the CPU"
+                f"communicator={request.options.communicator!r} requires a module on a GPU, got {request.label} on the CPU"
             )
 
     def reducer(self, request: Request) -> Reducer:
@@ -153,7 +153,7 @@ class HostBuckets:
         offset, _, dtype, _ = self._reducer.bucket_shape(bucket)
         strides = dense_strides(like)
         first = offset + begin * itemsize_of(dtype)
-        return from_dlpack(self._arena.tensor(first, dtype, list(like.shape), strides and list(strides), self._home))
+        return engine_tensor(self._arena.tensor(first, dtype, list(like.shape), strides and list(strides), self._home))
 
     def narrow(self, bucket: int, begin: int, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return the memory of a parameter's cast to a 16-bit dtype."""
@@ -162,13 +162,16 @@ class HostBuckets:
         first = self._narrow_offset + offset // 2 + begin * dtype.itemsize  # casts take half of a bucket at most
         strides = dense_strides(like)
         shape = list(like.shape)
-        return from_dlpack(self._arena.tensor(first, dtype_name(dtype), shape, strides and list(strides), self._home))
+        return engine_tensor(self._arena.tensor(first, dtype_name(dtype), shape, strides and list(strides), self._home))
+
+    def mapped(self) -> list[tuple[int, int]]:
+        return [] if self._arena is None else [(self.words().data_ptr(), self._arena.nbytes)]
 
     def words(self) -> torch.Tensor:
         """Return all of the memory as words of 4 bytes."""
         if self._arena is None:
             return torch.empty(0, dtype=torch.int32, device="cpu")
-        return from_dlpack(self._arena.tensor(0, "int32", [self._nbytes // 4], None, self._home))
+        return engine_tensor(self._arena.tensor(0, "int32", [self._nbytes // 4], None, self._home))
 
     def publish(
         self,

@@ -9,17 +9,13 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ..._engine import Error
+from ...torch_compat.foreign_wrappers import find_wrapper
 
 
 def _check_takeable(wrapper: Any, *, is_whole: bool) -> None:
     """Raise Error if an outer wrapper cannot take this one's parameters over. `is_whole`: there is no outer module."""
     if is_whole:
         raise Error("this module is wrapped already: pass sw.unwrap(module)")
-    if not hasattr(wrapper, "_options"):
-        raise Error(
-            "this module holds a DistributedDataParallel of torch's, beside which no other wrapper averages: put its module in "
-            "its place"
-        )
     given = {"precision=": wrapper._precision, "compress=": wrapper._compress, "groups=": wrapper._options.groups}
     given["a communication hook"] = wrapper._comm_hooks
     for name, value in given.items():
@@ -36,9 +32,14 @@ def find_inner(outer: Any, zero: int) -> tuple[list[Any], list[Any]]:
     Wrappers of zero=0 nest as torch's do. Otherwise the outermost wrapper has all parameters, so that one engine
     slices, clips and saves them, and inner wrappers only call their modules. Collective if they had engines.
     """
+    foreign = find_wrapper(outer.module)
+    if foreign is not None:
+        raise Error(
+            f"this module holds a {foreign}, beside which no other wrapper averages: put its module in its place"
+        )
     inner: list[Any] = [each for each in outer.module.modules() if isinstance(each, TorchDDP)]
     inner = [each for each in inner if not getattr(each, "_is_taken", False)]
-    if not zero and not any(getattr(each, "_zero", 1) for each in inner):
+    if not zero and not any(each._zero for each in inner):
         return inner, []
     for each in inner:
         _check_takeable(each, is_whole=each is outer.module)

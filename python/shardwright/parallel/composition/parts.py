@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import fnmatch
 import glob
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ from ..._engine import Error
 from ...comm.process_group import HostGroup, group_ranks, host_group, resolve_group
 from ...layout.model_mesh import first_mesh, mesh_text
 from ...layout.param_table import verify
+from ...options.names import near
 from ...options.options import Options, text_of_group
 from ...torch_compat.dtensor import is_dtensor
 
@@ -45,7 +45,7 @@ class Part:
     def group(self) -> HostGroup:
         """Return the communicator. Collective over its ranks at first use."""
         torch_group = resolve_group(self.options.process_group, self.options.device_mesh)
-        return host_group(torch_group, self.options.timeout_s)
+        return host_group(torch_group, self.options.timeout_s, self.options.warn_after_s)
 
 
 def by_name(module: torch.nn.Module, groups: Any) -> Any:
@@ -127,7 +127,7 @@ def _assign(module: torch.nn.Module, options: Options, ignored: frozenset[str]) 
         for name, parameter in named:
             if id(parameter) in members and taken.setdefault(id(parameter), title) != title:
                 raise ValueError(
-                    f"groups: parameter {name!r} is of {taken[id(parameter)]} and of {title}: name it once"
+                    f"groups: {taken[id(parameter)]} and {title} both match parameter {name!r}: match it once"
                 )
         is_mesh = hasattr(ranks, "get_group")
         own = dataclasses.replace(
@@ -160,8 +160,7 @@ def _near(key: Any, named: Sequence[tuple[str, Any]]) -> str:
     if not isinstance(key, str):
         return ""
     steps = {".".join(name.split(".")[:count]) for name, _ in named for count in range(1, name.count(".") + 2)}
-    near = difflib.get_close_matches(key, sorted(steps), n=1)
-    return f": did you mean {near[0]!r}?" if near else ""
+    return near(key, steps)
 
 
 def _check(part: Part, named: Mapping[str, torch.Tensor], ranks: Sequence[int]) -> None:

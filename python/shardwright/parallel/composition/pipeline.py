@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.pipelining import PipelineStage as TorchPipelineStage
 
-from ..._engine import Error
-from ..fully_shard import wrapper_of
+from ..fully_shard import needed_wrapper
 
 __all__ = ["PipelineStage"]
 
@@ -54,11 +53,7 @@ class PipelineStage(TorchPipelineStage):
                 f"sw.PipelineStage needs a torch whose stages have perform_reduce_grad, and this is {torch.__version__}: use torch's own "
                 "PipelineStage with the result of sw.wrap"
             )
-        wrapper = wrapper_of(submodule)
-        if wrapper is None:
-            raise Error(
-                f"sw.PipelineStage needs a wrapped module, or the outermost one that was fully sharded, got {type(submodule).__name__}"
-            )
+        wrapper = needed_wrapper("sw.PipelineStage", submodule)
         self._wrapper, self._keeps_whole = wrapper, keep_whole
         self._kept = contextlib.ExitStack()
         self._is_kept = False
@@ -67,8 +62,8 @@ class PipelineStage(TorchPipelineStage):
         other = _stages.get(wrapper, lambda: None)()
         if other is not None and other.stage_index != self.stage_index:
             raise ValueError(
-                f"sw.PipelineStage: this {type(wrapper.module).__name__} is stage {other.stage_index} already, and was given as stage "
-                f"{self.stage_index}: each stage needs a wrapped module of its own"
+                f"sw.PipelineStage: this {type(wrapper.module).__name__} is stage {other.stage_index} already, got stage_index="
+                f"{self.stage_index}: wrap a module of its own for each stage"
             )
         _stages[wrapper] = weakref.ref(self)
 

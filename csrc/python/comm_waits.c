@@ -1,0 +1,63 @@
+/* comm_waits.c - what a HostComm tells of waits: when one is logged, and which rank has died. */
+#include "comm/wait.h"
+#include "python/arguments.h"
+#include "python/engine.h"
+
+/* False with an exception. */
+bool sw_py_comm_set_warn_after(comm_object *self, double seconds)
+{
+    if (!(seconds >= 0 && seconds <= 1e9) || !self->comm) {
+        PyErr_SetString(
+            PyExc_ValueError,
+            "HostComm: warn_after_s must be in [0, 1e9] seconds, of an open communicator");
+        return false;
+    }
+    self->comm->warn_after_ns = (int64_t)(seconds * 1e9);
+    return true;
+}
+
+PyObject *sw_py_comm_get_waits(PyObject *op, void *unused)
+{
+    const comm_object *self = (comm_object *)op;
+    (void)unused;
+    return PyFloat_FromDouble(self->comm ? (double)self->comm->warn_after_ns * 1e-9 : 0);
+}
+
+int sw_py_comm_set_waits(PyObject *op, PyObject *value, void *unused)
+{
+    double seconds = value ? PyFloat_AsDouble(value) : 0;
+    (void)unused;
+    if (PyErr_Occurred())
+        return -1;
+    return sw_py_comm_set_warn_after((comm_object *)op, seconds) ? 0 : -1;
+}
+
+PyObject *sw_py_comm_get_dead(PyObject *op, void *unused)
+{
+    const comm_object *self = (comm_object *)op;
+    (void)unused;
+    int rank = -1;
+    if (sw_py_use_is_own(&self->use) && self->comm && !self->closed && self->connected &&
+        self->comm->ops->dead)
+        rank = self->comm->ops->dead(self->comm);
+    if (rank < 0)
+        Py_RETURN_NONE;
+    return PyLong_FromLong(rank);
+}
+
+PyObject *sw_py_comm_peer(PyObject *op, PyObject *args)
+{
+    const comm_object *self = (comm_object *)op;
+    sw_wait_text text = {.rank = -1};
+    sw_py_arg a[1];
+    if (!sw_py_read("peer rank:i", args, NULL, a))
+        return NULL;
+    int rank = a[0].i;
+    if (rank < 0 || rank >= self->world_size)
+        return PyErr_Format(PyExc_ValueError, "peer: rank must be in [0, %d), got %d",
+                            self->world_size, rank);
+    if (!sw_py_use_is_own(&self->use) || !self->comm || self->closed || !self->connected)
+        return PyUnicode_FromFormat("rank %d", rank);
+    (void)sw_wait_add_missing(&text, self->comm, rank);
+    return sw_py_text(text.missing);
+}

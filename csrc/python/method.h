@@ -1,0 +1,88 @@
+/* method.h - how a method is written.
+ *
+ *     SW_PY_METHOD(units_take, units_object, "take unit:n stream:A", enter_unit(self, a[0].n),
+ *                  sw_device_unit_take(self->units, a[0].size, a[1].address, &err),
+ *                  sw_py_device_finish(self->comm, status, &err))
+ *
+ * defines units_take(op, args). It reads the arguments that the signature names (arguments.h) into
+ * a[]. The first expression enters the object, and is false with an exception. The second is the
+ * call, a sw_status, evaluated without the GIL. The third leaves the object; its value, None or
+ * NULL with an exception, is returned. The expressions may use `self`, `a`, `status` and `err`.
+ *
+ * A method whose arguments have defaults, or that returns more, is written out, in the same order.
+ */
+#ifndef SW_PYTHON_METHOD_H
+#define SW_PYTHON_METHOD_H
+
+#include "python/arguments.h"
+#include "python/engine.h"
+
+/* status = expression, without the GIL. A call that enqueues on a GPU blocks while the driver's
+ * queue is full, until the GPU proceeds or another thread aborts. */
+#define SW_PY_WITHOUT_GIL(status, expression)            \
+    do {                                                 \
+        PyThreadState *sw_thread_ = PyEval_SaveThread(); \
+        (status) = (expression);                         \
+        PyEval_RestoreThread(sw_thread_);                \
+    } while (0)
+
+#define SW_PY_METHOD(function, object, signature, enter, call, finish) \
+    static PyObject *function(PyObject *op, PyObject *args)            \
+    {                                                                  \
+        object *self = (object *)(void *)op;                           \
+        sw_py_arg a[SW_PY_ARGS_MAX] = {{0}};                           \
+        sw_error err = {0};                                            \
+        sw_status status;                                              \
+        (void)self, (void)err;                                         \
+        if (!sw_py_read(signature, args, NULL, a) || !(enter))         \
+            return NULL;                                               \
+        SW_PY_WITHOUT_GIL(status, call);                               \
+        return finish;                                                 \
+    }
+
+/* A method, or a function of the module, that only returns a value. */
+#define SW_PY_VALUE(function, object, signature, check, value) \
+    static PyObject *function(PyObject *op, PyObject *args)    \
+    {                                                          \
+        object *self = (object *)(void *)op;                   \
+        sw_py_arg a[SW_PY_ARGS_MAX] = {{0}};                   \
+        (void)self;                                            \
+        if (!sw_py_read(signature, args, NULL, a) || !(check)) \
+            return NULL;                                       \
+        return value;                                          \
+    }
+
+/* A property without a setter. */
+#define SW_PY_GETTER(function, object, value)                  \
+    static PyObject *function(PyObject *op, void *unused)      \
+    {                                                          \
+        const object *self = (const object *)(const void *)op; \
+        (void)unused;                                          \
+        return value;                                          \
+    }
+
+/* A type of the module. */
+#define SW_PY_TYPE(spec, name_, object, flags_, slots_)         \
+    PyType_Spec spec = {.name = "shardwright._engine." name_,   \
+                        .basicsize = sizeof(object),            \
+                        .flags = Py_TPFLAGS_DEFAULT | (flags_), \
+                        .slots = (slots_)};
+
+/* In a table of methods: a function of (op, args, kwargs). */
+#define SW_PY_NAMED(function) (PyCFunction)(void (*)(void))(function), METH_VARARGS | METH_KEYWORDS
+
+/* A count of a struct of statistics, all uint64_t, and a dict of such a table. */
+typedef struct sw_py_count {
+    const char *name;
+    size_t offset;
+} sw_py_count;
+#define SW_PY_COUNT(type, field) {#field, offsetof(type, field)}
+#define SW_PY_COUNT_AS(type, field, name) {name, offsetof(type, field)}
+PyObject *sw_py_counts(const void *stats, const sw_py_count *counts, size_t count);
+
+static inline PyObject *sw_py_none(void)
+{
+    Py_RETURN_NONE;
+}
+
+#endif

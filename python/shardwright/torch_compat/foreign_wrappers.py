@@ -1,0 +1,142 @@
+"""Wrappers of torch around a module that is wrapped already: refused while they are made, on every rank.
+
+Two wrappers would average, slice or replace the same parameters, each unaware of the other. Two of torch's own
+extension points tell when one is made. DistributedDataParallel and DataParallel register the module as their child.
+FullyShardedDataParallel, fully_shard() and replicate() look into each module's registry of composable APIs.
+
+Without torch's private registry, the check of parameters at the next forward finds replaced ones (parameters/drift.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections import OrderedDict
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DataParallel
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from .._engine import Error
+
+__all__ = ["find_wrapper", "guard_from_wrappers", "refuse_wrapper"]
+
+#: functions of torch that average or slice a module, by which they register
+_AVERAGING = ("fully_shard", "replicate")
+
+
+def _registry_key() -> str | None:
+    """Return the attribute in which torch registers composable APIs of a module; None if this torch has none."""
+    try:
+        from torch.distributed._composable.contract import REGISTRY_KEY
+    except ImportError:
+        return None
+    return str(REGISTRY_KEY)
+
+
+def find_wrapper(module: torch.nn.Module) -> str | None:
+    """Return a wrapper of torch's in or around `module` that averages in its own way; None if there is none.
+
+    fully_shard() is not among them: it makes DTensors, whose mesh tells if ours can average beside it.
+    """
+    key, fsdp = _registry_key(), sys.modules.get("torch.distributed.fsdp")
+    for each in module.modules():
+        if isinstance(each, TorchDDP) and not hasattr(type(each), "is_in_force"):
+            return "DistributedDataParallel of torch's"
+        if fsdp is not None and isinstance(each, fsdp.FullyShardedDataParallel):
+            return "FullyShardedDataParallel of torch's"
+        if key is not None and OrderedDict.__contains__(each.__dict__.get(key, OrderedDict()), "replicate"):
+            return "module that torch's replicate() was called on"
+    return None
+
+
+def refuse_wrapper(what: str, label: str) -> None:
+    """Raise Error: `what`, another wrapper, was given a module that is wrapped already."""
+    raise Error(
+        f"{what} was given a {label} that sw.wrap or sw.fully_shard wrapped already, whose gradients both would average: use the wrapped "
+        "module as it is, outside of this call (with accelerate: do not give it to prepare()), or give it sw.unwrap(module) once no "
+        "wrapper of ours is left"
+    )
+
+
+class _Registry(OrderedDict[str, Any]):
+    """torch's registry of the composable APIs of one module; it refuses those that average, while `wrapper` is in force.
+
+    A copy is a plain registry.
+    """
+
+    wrapper: weakref.ref[Any]
+
+    def refuse(self, what: str) -> None:
+        """Raise Error if the module's wrapper is in force."""
+        wrapper = self.wrapper()
+        if wrapper is not None and wrapper.is_in_force:
+            refuse_wrapper(what, type(wrapper.module).__name__)
+
+    def __contains__(self, name: object) -> bool:
+        what = _asking(sys._getframe(1)) if name in _AVERAGING else None
+        if what is not None:
+            self.refuse(what)
+        return super().__contains__(name)
+
+    def __reduce__(self) -> Any:
+        return OrderedDict, (list(self.items()),)
+
+
+def _asking(frame: Any) -> str | None:
+    """Return the function or class of torch that is about to wrap; None for one that only looks for wrappers."""
+    found = None
+    while frame is not None and str(frame.f_globals.get("__name__", "")).startswith("torch."):
+        if frame.f_code.co_name == "_get_ignored_modules":
+            found = "torch's FullyShardedDataParallel"
+        elif frame.f_globals["__name__"].startswith("torch.distributed.fsdp._fully_shard."):
+            found = "torch's fully_shard()"
+        elif frame.f_globals["__name__"].startswith("torch.distributed._composable.replicate"):
+            found = "torch's replicate()"
+        elif frame.f_code.co_name == "wrapper" and "func" in frame.f_locals:
+            found = f"torch's {frame.f_locals['func'].__name__}()"
+        frame = frame.f_back
+    return found
+
+
+def guard_from_wrappers(wrapper: Any, ignored: Collection[str]) -> None:
+    """Refuse every other wrapper around `wrapper`, or around a part of its module, while `wrapper.is_in_force`.
+
+    `ignored`: names of parameters of its module that it leaves to others.
+    """
+    key = _registry_key()
+    if key is None:
+        return
+    _install()
+    modules = [wrapper]
+    for name, module in wrapper.module.named_modules():
+        own = (f"{name}.{each}" if name else each for each, _ in module.named_parameters(recurse=False))
+        if any(each not in ignored for each in own):
+            modules.append(module)
+    reference = weakref.ref(wrapper)
+    for module in modules:
+        registry = _Registry(module.__dict__.get(key, ()))
+        registry.wrapper = reference
+        module.__dict__[key] = registry
+
+
+@functools.cache
+def _install() -> None:
+    register_module_module_registration_hook(_before_child)
+
+
+def _before_child(outer: torch.nn.Module, name: str, child: torch.nn.Module | None) -> None:
+    """Refuse a wrapper of torch that is about to hold a wrapped module."""
+    if not isinstance(outer, (TorchDDP, DataParallel)) or child is None or hasattr(type(outer), "is_in_force"):
+        return
+    if isinstance(outer, DataParallel) and not torch.cuda.is_available():
+        return  # it only calls the module
+    key = _registry_key()
+    for each in child.modules():
+        registry = each.__dict__.get(key or "")
+        if isinstance(registry, _Registry):
+            registry.refuse(f"torch's {type(outer).__name__}")

@@ -1,0 +1,316 @@
+"""Scenes of the extension module without torch: each makes an object of a type, uses its methods, and drops it.
+
+Run as a program with the engine's file, a folder and the words of one form:
+
+    plain            each scene once, then scenes side by side and objects shared by threads, for a sanitizer to look at
+    faults STRIDE    each scene again and again, in which every STRIDE-th allocation fails, from the first to the last
+                     (faults_preload.c). Whatever happens, the error is none of CPython's own SystemError, the process
+                     lives, and the same scene then succeeds
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib.machinery
+import importlib.util
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+
+def load(path: str) -> ModuleType:
+    loader = importlib.machinery.ExtensionFileLoader("shardwright._engine", path)
+    spec = importlib.util.spec_from_loader("shardwright._engine", loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+engine: Any = load(sys.argv[1])
+FOLDER = sys.argv[2]
+MEMORY = ctypes.create_string_buffer(1 << 16)
+ZEROS = bytes(1 << 16)
+BASE = (ctypes.addressof(MEMORY) + 63) & ~63
+
+
+class Tensor:
+    """What the engine reads of a tensor where torch has no table."""
+
+    device, dtype, shape = "cpu", "torch.float32", (16,)
+
+    def __init__(self, place: int) -> None:
+        self.place = place
+        self.grad: Any = None
+
+    def data_ptr(self) -> int:
+        return BASE + 64 * self.place
+
+    def stride(self) -> tuple[int, ...]:
+        return (1,)
+
+
+class Scalar(Tensor):
+    shape = ()
+
+    def stride(self) -> tuple[int, ...]:
+        return ()
+
+
+def fresh(name: str) -> str:
+    path = os.path.join(FOLDER, name)
+    shutil.rmtree(path, ignore_errors=True)
+    return path
+
+
+def communicator() -> None:
+    comm = engine.HostComm(0, 1, timeout_s=5, log=str)
+    comm.connect([comm.address], b"x" * 16, ["h"])
+    arena = comm.arena(8192, "a", of_hosts=True)
+    arena.tensor(0, "float32", (4, 4), (4, 1))
+    arena.populate(0, 64)
+    comm.all_reduce(arena.address, 16, "float32", arena=arena)
+    comm.all_gather(arena, [(0, 64), (64, 64)], slices=([0], [0]))
+    comm.broadcast([(BASE, 64)], 0)
+    assert comm.all_gather_bytes(b"y" * 3000) == [b"y" * 3000]
+    comm.barrier("b")
+    comm.stats(), comm.describe(), comm.hosts, comm.end_reason
+    comm.close()
+
+
+def two_ranks() -> None:
+    """The scene's thread is rank 0; its allocations alone may fail."""
+    comms = [engine.HostComm(rank, 2, timeout_s=5) for rank in range(2)]
+    addresses = [each.address for each in comms]
+
+    def peer() -> None:
+        try:
+            comms[1].connect(addresses, b"x" * 16, ["h", "h"])
+            comms[1].all_gather_bytes(b"1" * 2000)
+            comms[1].arena(4096)
+        except (engine.Error, OSError, MemoryError):
+            pass
+        finally:
+            comms[1].close()
+
+    thread = threading.Thread(target=peer)
+    thread.start()
+    try:
+        comms[0].connect(addresses, b"x" * 16, ["h", "h"])
+        comms[0].all_gather_bytes(b"0" * 2000)
+        comms[0].arena(4096)
+    finally:
+        comms[0].close()
+        thread.join()
+
+
+def units() -> None:
+    arena = engine.HostComm(0, 1).arena(1 << 15, "slices")
+    made = engine.Units(arena, [(f"u{i}", 1 << 13, [(0, 0, i << 13, 1 << 13, False)]) for i in range(4)], 0, "m")
+    for i in range(4):
+        made.gather(i)
+        made.tensor(i, 0, 16, "float32", (16,), None)
+        made.release(i)
+        made.take_write(i), made.state(i)
+    made.stats()
+
+
+def reducer() -> None:
+    comm = engine.HostComm(0, 1)
+    made = engine.Reducer(comm, [("p", 16, "float32", True), ("q", 16, "float32", True, 1)], bucket_cap_bytes=1 << 12)
+    params, views = [Tensor(0), Tensor(1)], [Tensor(2), Tensor(3)]
+    calls = {"copy": lambda *_: None, "open": lambda: True, "renew": lambda i: None, "task_id": lambda: -1}
+    made.attach(params, views, **calls, layouts=None)
+    made.watch_hooks(0, {})
+    hooks = [made.hook(i) for i in range(2)]
+    made.set_tracer(lambda *_: None)
+    made.set_bucket_callback(lambda *_: None)
+    made.set_bucket_callback(None)
+    made.forward(True)
+    for hook, param in zip(hooks, params):
+        param.grad = Tensor(4)
+        hook(param)
+    made.close()
+    made.average()
+    made.foreign(), made.stats(), made.bucket_parameters(0), made.bucket_shape(0), made.place(1)
+    made.gradient(0, (16,), None), made.bucket(0), made.used_by_any(0), made.averaged_in(1)
+
+
+def state_file() -> None:
+    made = engine.StateFile(FOLDER, "m", 1 << 16)
+    address = made.grow(4096)
+    made.tensor(address, "float32", (16,), None, made)
+    made.forget()
+
+
+def optimizer() -> None:
+    tensors = [Tensor(i) for i in range(4)]
+    names = {"lr": 0.1, "weight_decay": 0.0}
+    adam = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "decoupled": True}
+    MEMORY.raw = ZEROS
+    lists = [[each] for each in tensors]
+    engine.adam_step(*lists, None, [Scalar(5)], None, **names, **adam)
+    engine.sgd_step(*lists[:3], None, **names, momentum=0.9, dampening=0.0, nesterov=False, first=True)
+    engine.norm_value([engine.norm_sum(tensors)])
+
+
+def checkpoint() -> None:
+    for name in ("a", "a.n.partial"):
+        fresh(name)
+    plan = engine.CheckpointPlan(
+        [("model", False, 0, "{}", [("w", "F32", (1024,), 0), ("v", "F32", (4, 4), 1)])], [("t", 4, 0)]
+    )
+    partial, folder = os.path.join(FOLDER, "a.n.partial"), os.path.join(FOLDER, "a")
+    plan.needed(0, 1)
+    plan.create(partial)
+    try:
+        tallies = []
+        for path, nbytes, first, pieces in plan.files():
+            ranges = [(begin, size) for _, begin, size in pieces]
+            tallies.append(engine.CheckpointPlan.write(os.path.join(partial, path), nbytes, first, ranges, BASE))
+        plan.commit(folder=folder, replaces=None, nonce="n", step=1, world_size=1, tallies=tallies, creator=plan)
+    finally:
+        plan.abandon()
+    read = engine.CheckpointFolder(folder)
+    catalog = read.catalog(list(read.files))
+    read.tensors("model.safetensors"), read.checksums("t"), read.path, read.step, read.nonce, read.metric
+    read.load([("model.safetensors", 0, 8, BASE, 0)], 2)
+    assert len(engine.CheckpointFolder.received(folder, catalog).read_bytes("t")) == 4
+    engine.CheckpointFolder.identity(folder), engine.CheckpointFolder.find(folder)
+    engine.CheckpointFolder.remove(folder)
+
+
+def saver() -> None:
+    fresh("s")
+    plan = engine.CheckpointPlan([("model", False, 0, "{}", [("w", "F32", (1024,), 0)])], [])
+    made = engine.CheckpointSaver(0, 1)
+    try:
+        made.begin(
+            folder=os.path.join(FOLDER, "s"), nonce="n", replaces="", number=1, step=0, metric=0.5, shared=plan,
+            shared_sources=[(0, 0, 4096, BASE, True, False)], own=None, own_sources=[], lazy=False, stale=["x"],
+            retired=[], timeout_s=5.0, device=None,
+        )  # fmt: skip
+        while not made.wait(1.0):
+            pass
+        made.progress(), made.spare()
+    finally:
+        made.close()
+
+
+def codecs() -> None:
+    size = engine.block_record_bytes(32, 8)
+    engine.block_encode(32, 8, BASE, BASE + 4096, 0, 32)
+    engine.block_fold(32, 8, BASE + size, [BASE], 1, 1.0, 0)
+    engine.block_decode(32, 8, BASE + 4096, BASE, 0, 0, 32)
+    engine.powersgd_init_basis([(BASE, BASE + 1024, BASE + 2048, BASE + 3072, BASE + 4096, 8, 8, 1, 7, "float32")])
+    engine.fold(BASE, [BASE + 64, BASE + 128], 16, "float32", "sum")
+    engine.object_addresses([{}, [1]]), engine.tensor_places([Tensor(0)]), engine.host_limits()
+    engine.device_tensor(-1, MEMORY, BASE, "float32", (16,), None)
+
+
+SCENES: list[Callable[[], None]] = [
+    communicator, two_ranks, units, reducer, state_file, optimizer, checkpoint, saver, codecs,
+]  # fmt: skip
+#: What a scene may raise when an allocation failed in it.
+TOLD = (MemoryError, OSError, engine.Error, ValueError, KeyboardInterrupt, RuntimeError, NotImplementedError)
+wrong: list[str] = []
+
+
+def is_wrong(kind: type[BaseException]) -> bool:
+    return issubclass(kind, SystemError) or not issubclass(kind, TOLD)
+
+
+def note_unraisable(told: Any) -> None:
+    if issubclass(told.exc_type, SystemError):  # threading's own code raises others
+        wrong.append(f"unraisable {told.exc_type.__name__}: {told.exc_value}")
+
+
+def run_with_faults(scene: Callable[[], None], stride: int) -> int:
+    """Fail every stride-th allocation of the scene in turn. Return how many failed."""
+    preloaded = ctypes.CDLL(None)
+    arm, count = preloaded.faults_arm, preloaded.faults_count
+    arm.argtypes, arm.restype, count.restype = (ctypes.c_long,), None, ctypes.c_long
+    scene()
+    nth = 1
+    while True:
+        told: BaseException | None = None
+        try:
+            arm(nth)  # the first that fail are of this call itself
+            scene()
+        except BaseException as failure:
+            told = failure
+        made = 0
+        try:
+            made = count()
+            arm(0)
+        except BaseException:  # the failure was left to these calls: the scene has fewer allocations
+            arm(0)
+        if told is not None and is_wrong(type(told)):
+            wrong.append(f"{scene.__name__}, allocation {nth}: {type(told).__name__}: {told}")
+        del told
+        if made < nth:
+            break
+        nth += stride
+    gc.collect()
+    scene()
+    return nth
+
+
+def in_threads(work: Callable[[int], None]) -> None:
+    all_of_them = [threading.Thread(target=work, args=(i,)) for i in range(3)]
+    for each in all_of_them:
+        each.start()
+    for each in all_of_them:
+        each.join()
+
+
+def share_objects() -> None:
+    """Use one object in three threads, as the guard of each type orders them."""
+    arena = engine.HostComm(0, 1).arena(1 << 15, "slices")
+    made = engine.Units(arena, [(f"u{i}", 1 << 13, [(0, 0, i << 13, 1 << 13, False)]) for i in range(4)], 0, "m")
+    file = engine.StateFile(FOLDER, "m", 1 << 16)
+    address = file.grow(4096)
+    plan = engine.CheckpointPlan([("model", False, 0, "{}", [("w", "F32", (16,), 0)])], [])
+    fresh("b.n.partial"), fresh("b")
+    partial, folder = os.path.join(FOLDER, "b.n.partial"), os.path.join(FOLDER, "b")
+    plan.create(partial)
+    ((path, nbytes, first, ((_, begin, size),)),) = plan.files()
+    tallies = [engine.CheckpointPlan.write(os.path.join(partial, path), nbytes, first, [(begin, size)], BASE)]
+    plan.commit(folder=folder, replaces=None, nonce="n", step=1, world_size=1, tallies=tallies, creator=plan)
+    read = engine.CheckpointFolder(folder)
+
+    def work(i: int) -> None:
+        for _ in range(20):
+            made.gather(i)
+            made.release(i)
+            file.grow(4096) if i == 0 else file.tensor(address, "float32", (16,), None, file)
+            read.catalog([path]) if i == 0 else read.tensors(path)
+
+    in_threads(work)
+
+
+def main() -> None:
+    sys.unraisablehook = note_unraisable
+    only = sys.argv[5:] or [scene.__name__ for scene in SCENES]
+    for scene in SCENES:
+        if scene.__name__ not in only:
+            continue
+        if sys.argv[3] == "faults":
+            print(scene.__name__, run_with_faults(scene, int(sys.argv[4])), flush=True)
+        else:
+            scene()
+            if scene not in (optimizer, checkpoint, saver, codecs):  # these use one memory or folder
+                in_threads(lambda _, scene=scene: scene())
+    if sys.argv[3] == "plain":
+        share_objects()
+    if wrong:
+        print("\n".join(wrong))
+    sys.exit(bool(wrong))
+
+
+main()

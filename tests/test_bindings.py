@@ -1,0 +1,405 @@
+"""Laws of the extension module that C cannot state alone.
+
+A message never fails to decode. Code that runs inside a call, and other threads, free nothing that the call uses.
+`__init__` makes an object once. A number out of range is refused, not cut. Each object ends in the state that its last call
+promised, also if that call failed.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from shardwright import _engine as engine
+
+KEEP: dict[str, Any] = {"own": None, "own_sources": [], "image": 0, "image_bytes": 0, "timeout_s": 5.0, "device": None}
+BEGIN: dict[str, Any] = {
+    "nonce": "n",
+    "replaces": "",
+    "number": 1,
+    "step": 0,
+    "metric": None,
+    "own": None,
+    "own_sources": [],
+    "lazy": False,
+    "stale": [],
+    "retired": [],
+    "timeout_s": 5.0,
+    "device": None,
+}
+
+
+def in_a_child(law: Callable[[], None], seconds: float = 30) -> None:
+    """Run `law` in a forked child, since a law that is broken may crash or hang the process."""
+    child = os.fork()
+    if child == 0:
+        try:
+            law()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+    deadline = time.monotonic() + seconds
+    while (done := os.waitpid(child, os.WNOHANG)) == (0, 0):
+        if time.monotonic() > deadline:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            pytest.fail(f"the child had not ended after {seconds} s")
+        time.sleep(0.005)
+    assert done[1] == 0, f"wait status {done[1]}"
+
+
+def threads(count: int, work: Callable[[int], None]) -> None:
+    """Run `work(i)` in `count` threads that interleave as often as they can. Raise the first exception."""
+    failures: list[BaseException] = []
+
+    def run(i: int) -> None:
+        try:
+            work(i)
+        except BaseException as failure:
+            failures.append(failure)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        all_of_them = [threading.Thread(target=run, args=(i,)) for i in range(count)]
+        for each in all_of_them:
+            each.start()
+        for each in all_of_them:
+            each.join()
+    finally:
+        sys.setswitchinterval(before)
+    if failures:
+        raise failures[0]
+
+
+def plan_of(count: int = 4) -> engine.CheckpointPlan:
+    return engine.CheckpointPlan([("model", False, 0, "{}", [(f"w{i}", "F32", (4,), 0) for i in range(count)])], [])
+
+
+# messages -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("letter", ["é", "検", "𝄞"])
+def test_a_message_that_is_cut_ends_with_a_whole_character(tmp_path: Path, letter: str) -> None:
+    folder = str(tmp_path)
+    for _ in range(4):
+        folder = os.path.join(folder, letter * 60)
+    os.makedirs(folder)
+    for k in range(1, 60):
+        with pytest.raises(engine.CheckpointError) as caught:
+            engine.CheckpointFolder(os.path.join(folder, "a" * k))
+        assert "\ufffd" not in str(caught.value)
+
+
+def test_a_name_that_is_no_utf8_is_in_the_message_of_a_checkpoint(tmp_path: Path) -> None:
+
+    saved(tmp_path)
+    Path(os.fsdecode(os.fsencode(tmp_path / "a") + b"/caf\xe9")).write_text("mine")
+    with pytest.raises(engine.CheckpointError, match="caf"):
+        engine.CheckpointFolder.check_removable(str(tmp_path / "a"))
+
+
+# what runs inside a call --------------------------------------------------------------------------------------------
+
+
+def reducer(comm: engine.HostComm) -> engine.Reducer:
+    return engine.Reducer(comm, [("p", 4, "float32", True)], bucket_cap_bytes=1 << 20)
+
+
+class AtEnd:
+    """An object whose destructor calls `what`."""
+
+    def __init__(self, what: Callable[[], object]) -> None:
+        self.what = what
+
+    def __call__(self, *_: object) -> None: ...
+
+    def __del__(self) -> None:
+        self.what()
+
+
+@pytest.mark.parametrize("collected", [False, True])
+def test_a_hook_that_a_destructor_calls_finds_no_reducer(collected: bool) -> None:
+    def law() -> None:
+        comm, found = engine.HostComm(0, 1), []
+        for _ in range(50):
+            each = reducer(comm)
+            hook = each.hook(0)
+            tracer = AtEnd(lambda hook=hook: found.append(hook(None)))
+            if collected:
+                tracer.cycle = each  # type: ignore[attr-defined]
+            each.set_tracer(tracer)
+            del tracer  # the reducer has the last reference
+            del each
+            gc.collect()
+        # the collector calls __del__ first, and the hook of a whole reducer raises that it has no tensors
+        assert found == ([] if collected else [None] * 50)
+
+    in_a_child(law)
+
+
+def test_a_callable_that_replaces_itself_is_dropped_once() -> None:
+    def law() -> None:
+        each = reducer(engine.HostComm(0, 1))
+        for put in (each.set_tracer, each.set_bucket_callback, each.set_order, each.set_announcer):
+            put(AtEnd(lambda put=put: put(None)))
+            put(print)
+            put(None)
+
+    in_a_child(law)
+
+
+def test_rows_are_read_though_their_list_shrinks_meanwhile() -> None:
+    def law() -> None:
+        rows: list[Any] = []
+
+        class Size:
+            def __index__(self) -> int:
+                rows.clear()
+                gc.collect()
+                return 4
+
+        rows += [(f"name {i}" * 9, "F32", (Size(),), 0) for i in range(9)]
+        plan = engine.CheckpointPlan([("model", False, 0, "{}", rows)], [])
+        assert rows == [] and len(plan.files()[0][3]) >= 9
+
+    in_a_child(law)
+
+
+def test_attach_that_fails_leaves_what_was_attached() -> None:
+    def law() -> None:
+        each = reducer(engine.HostComm(0, 1))
+        with pytest.raises(ValueError, match="attach: parameters and views must have 1 entries each"):
+            each.attach([], [], copy=print, open=print, renew=print, task_id=print, layouts=None)
+        with pytest.raises(engine.Error, match=r"call attach\(\) first"):
+            each.watch_hooks(0, {})
+
+    in_a_child(law)
+
+
+# threads ------------------------------------------------------------------------------------------------------------
+
+
+def test_threads_that_gather_units_take_turns() -> None:
+    numel, count = 1 << 14, 4
+    arena = engine.HostComm(0, 1).arena(numel * count, "slices")
+    specs = [(f"u{i}", numel, [(0, 0, i * numel, numel, False)]) for i in range(count)]
+    units = engine.Units(arena, specs, 0, "m")
+    until = time.monotonic() + 1
+
+    def work(i: int) -> None:
+        while time.monotonic() < until:
+            units.gather(i)
+            assert units.state(i) == "unsharded"
+            units.release(i)
+
+    threads(count, work)
+    assert units.stats()["gathers"] == units.stats()["releases"]
+
+
+def saved(tmp_path: Path) -> str:
+    """Write a checkpoint of 2 MiB by a plan and return its folder."""
+    import ctypes
+
+    plan = engine.CheckpointPlan([("model", False, 0, "{}", [("w", "F32", (1 << 19,), 0)])], [])
+    ((path, nbytes, first, _),) = plan.files()
+    partial, folder = str(tmp_path / "a.n.partial"), str(tmp_path / "a")
+    plan.create(partial)
+    memory = ctypes.create_string_buffer(1 << 21)
+    data = nbytes - (1 << 21)
+    address = ctypes.addressof(memory)
+    tallies = engine.CheckpointPlan.write(os.path.join(partial, path), nbytes, first, [(data, 1 << 21)], address)
+    plan.commit(folder=folder, replaces=None, nonce="n", step=1, world_size=1, tallies=[tallies], creator=plan)
+    return folder
+
+
+def test_threads_read_a_checkpoint_whose_catalog_is_replaced(tmp_path: Path) -> None:
+    def law() -> None:
+        folder = engine.CheckpointFolder(saved(tmp_path))
+        (name,) = folder.files
+        header = folder.tensors(name)
+        until = time.monotonic() + 1
+
+        def work(i: int) -> None:
+            while time.monotonic() < until:
+                if i == 0:
+                    folder.catalog([name])
+                else:
+                    assert folder.tensors(name) == header
+
+        threads(3, work)
+
+    in_a_child(law)
+
+
+def test_threads_make_and_abandon_the_folder_of_one_plan(tmp_path: Path) -> None:
+    def law() -> None:
+        plan, until = plan_of(), time.monotonic() + 1
+
+        def work(i: int) -> None:
+            while time.monotonic() < until:
+                try:
+                    plan.create(str(tmp_path / f"a{i}.{'n' * 9}.partial"))
+                    plan.abandon()
+                except ValueError as refused:
+                    assert "commit or abandon" in str(refused)
+                except engine.CheckpointError as refused:
+                    assert "another thread is inside the plan" in str(refused) or "partial" in str(refused)
+
+        threads(3, work)
+        plan.abandon()
+
+    in_a_child(law)
+
+
+def test_a_plan_is_not_trimmed_while_a_save_with_it_is_under_way(tmp_path: Path) -> None:
+    plan, saver = plan_of(0), engine.CheckpointSaver(0, 1)
+    saver.begin(folder=str(tmp_path / "a"), shared=plan, shared_sources=[], **BEGIN)
+    with pytest.raises(
+        engine.CheckpointError, match="another thread is inside the plan, or a save with it is under way"
+    ):
+        plan.trim(0, 1)
+    while not saver.wait(0.1):
+        pass
+    plan.trim(0, 1)
+    saver.close()
+
+
+def test_threads_grow_and_read_one_state_file(tmp_path: Path) -> None:
+    def law() -> None:
+        file = engine.StateFile(str(tmp_path), "m", 1 << 16)
+        address, until = file.grow(4096), time.monotonic() + 0.5
+
+        def work(i: int) -> None:
+            while time.monotonic() < until:
+                if i == 0:
+                    file.grow(4096)
+                file.tensor(address, "float32", (1024,), None, file)
+
+        threads(3, work)
+
+    in_a_child(law)
+
+
+# state --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_communicator_with_arenas_is_not_extended() -> None:
+    def law() -> None:
+        comms = [engine.HostComm(rank, 2, timeout_s=20) for rank in range(2)]
+        addresses = [each.address for each in comms]
+
+        def work(rank: int) -> None:
+            comms[rank].connect(addresses, b"x" * 16, ["h", "h"])
+            arena = comms[rank].arena(4096)
+            with pytest.raises(engine.Error, match="extend: arenas, reducers or a GPU's communicator use"):
+                comms[rank].extend([0, 0], "h")
+            del arena
+            comms[rank].barrier()
+            with pytest.raises(OverflowError, match="extend: host_of must be an int of 32 bits, got 4294967296"):
+                comms[rank].extend([0, 1 << 32], "h")
+            comms[rank].barrier()
+
+        threads(2, work)
+
+    in_a_child(law)
+
+
+def test_a_save_without_a_plan_is_refused(tmp_path: Path) -> None:
+    def law() -> None:
+        saver = engine.CheckpointSaver(0, 1)
+        with pytest.raises(engine.CheckpointError, match="a save needs the plan of what ranks share"):
+            saver.begin(folder=str(tmp_path / "a"), shared=None, shared_sources=[], **BEGIN)
+        with pytest.raises(engine.CheckpointError, match="a save needs the plan of what ranks share"):
+            saver.keep(nonce="n", shared=None, shared_sources=[], **KEEP)
+        with pytest.raises(TypeError, match="begin: shared and own must be CheckpointPlans"):
+            saver.begin(folder=str(tmp_path / "a"), shared=None, shared_sources=[(0, 0, 1, 0, True, False)], **BEGIN)
+        saver.close()
+
+    in_a_child(law)
+
+
+def test_a_closed_communicator_can_be_made_anew_and_a_child_forks_from_it() -> None:
+    def law() -> None:
+        kept = engine.HostComm(0, 1)
+        comm = engine.HostComm(0, 1)
+        with pytest.raises(TypeError, match="HostComm: already initialised"):
+            comm.__init__(0, 1)
+        comm.close()
+        for _ in range(3):
+            comm.__init__(0, 1)
+            comm.barrier()
+            in_a_child(engine.forked, 5)
+            comm.close()
+        with pytest.raises(engine.Error, match="the communicator was closed"):
+            comm.barrier()
+        kept.barrier()
+
+    in_a_child(law)
+
+
+def test_init_makes_an_object_once(tmp_path: Path) -> None:
+    comm = engine.HostComm(0, 1)
+    arena = comm.arena(4096)
+    made = [
+        (engine.Units(arena, [], 0, "m"), (arena, [], 0, "m")),
+        (engine.StateFile(str(tmp_path), "m", 1 << 16), (str(tmp_path), "m", 1 << 16)),
+        (engine.CheckpointSaver(0, 1), (0, 1)),
+        (comm, (0, 1)),
+    ]
+    for each, arguments in made:
+        with pytest.raises(TypeError, match="already initialised"):
+            each.__init__(*arguments)  # type: ignore[misc]
+    with pytest.raises(TypeError, match="a Reducer is initialised once"):
+        reducer(comm).__init__(comm, [])  # type: ignore[misc,call-arg]
+
+
+# arguments ----------------------------------------------------------------------------------------------------------
+
+
+def test_arguments_are_refused_in_one_sentence() -> None:
+    comm = engine.HostComm(0, 1)
+    refused: list[tuple[type, str, Callable[[], object]]] = [
+        (TypeError, "barrier: takes at most 1 arguments by position, got 2", lambda: comm.barrier("a", "b")),  # type: ignore[call-arg]
+        (TypeError, "barrier: label must be a str, got <class 'int'>", lambda: comm.barrier(1)),  # type: ignore[arg-type]
+        (ValueError, "barrier: label must be without null characters, got", lambda: comm.barrier("a\0b")),
+        (TypeError, "arena: nbytes is missing", lambda: comm.arena()),  # type: ignore[call-arg]
+        (TypeError, "arena: has no argument 'size', or has it already", lambda: comm.arena(1, size=2)),  # type: ignore[call-arg]
+        (TypeError, "arena: has no argument 'nbytes', or has it already", lambda: comm.arena(1, nbytes=2)),  # type: ignore[call-arg]
+        (TypeError, "arena: takes at most 2 arguments by position, got 3", lambda: comm.arena(1, "a", True)),  # type: ignore[call-arg]
+        (TypeError, "arena: nbytes must be an int, got <class 'float'>", lambda: comm.arena(1.5)),  # type: ignore[arg-type]
+        (
+            OverflowError,
+            "arena: nbytes must be an int of 64 bits, got 1180591620717411303424",
+            lambda: comm.arena(1 << 70),
+        ),
+        (
+            OverflowError,
+            "HostComm: rank must be an int of 32 bits, got 4294967296",
+            lambda: engine.HostComm(1 << 32, 1),
+        ),
+        (ValueError, "broadcast: nbytes must be at least 0, got -1", lambda: comm.broadcast([(0, -1)], 0)),
+        (
+            TypeError,
+            "broadcast address:A nbytes:N: a row must be a tuple of these, got 3",
+            lambda: comm.broadcast([3], 0),
+        ),  # type: ignore[list-item]
+        (
+            OverflowError,
+            r"warm: nbytes must be an int in \[0, 2\*\*64\), got -1",
+            lambda: engine.CheckpointSaver(0, 1).warm(-1),
+        ),
+    ]
+    for kind, sentence, call in refused:
+        with pytest.raises(kind, match="^" + sentence):
+            call()
