@@ -351,19 +351,14 @@ class ShardedOptimizer(Forwarding):
                 self._replica.check.refuse(self, gradients, [each.model_ranks for each in self.replicas], refusal)
             except (Error, NotImplementedError) as error:
                 refusal = error
-        with self._announced_to_forks():
+        with contextlib.ExitStack() as announced:  # to forked children, before a peer, which has agreed, writes
+            for replica in self.replicas:
+                announced.enter_context(replica.access.forks or contextlib.nullcontext())
             self._agree(refusal, states)
             rounds = self._replica.reducer.stats()["rounds"]
             vars(self).update(_consolidated=None, _state_names=None, rounds_at_step=rounds)  # spares three __setattr__
             stepped = [parameter for parameter, state in states.items() if state != NO_GRADIENT]
             self._write_together(self._inner.step, "step", stepped, stateful=False)
-
-    def _announced_to_forks(self) -> contextlib.ExitStack:
-        """Tell forked children that parameters change. Enter it before ranks agree: a peer writes as soon as it has."""
-        announced = contextlib.ExitStack()
-        for replica in self.replicas:
-            announced.enter_context(replica.access.forks or contextlib.nullcontext())
-        return announced
 
     def _write_together(
         self, call: Callable[[], Any], name: str, written: list[torch.Tensor], *, stateful: bool
@@ -411,7 +406,9 @@ class ShardedOptimizer(Forwarding):
                 result = method()
             return result, any(piece.grad is None for piece in had)
 
-        with self._announced_to_forks():
+        with contextlib.ExitStack() as announced:
+            for replica in self.replicas:
+                announced.enter_context(replica.access.forks or contextlib.nullcontext())
             try:
                 agree(self._replica.group.comm.all_gather_bytes, [("it", [], {"method": name})], refusal, label)
             finally:

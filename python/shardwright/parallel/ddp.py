@@ -474,7 +474,9 @@ class DistributedDataParallel(PortableWrapper, TorchDDP):
         return inputs, kwargs
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        inputs, kwargs = self._pre_forward(*inputs, **kwargs)
+        self._begin_forward(torch.compiler.is_compiling())  # _pre_forward() without another call
+        if self._inputs_to is not None:
+            inputs, kwargs = to_device((inputs, kwargs), self._inputs_to)
         if self._precision is None:
             return self._post_forward(self.module(*inputs, **kwargs))
         inputs, kwargs = self._precision.enter(inputs, kwargs)

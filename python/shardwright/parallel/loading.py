@@ -34,7 +34,7 @@ class StateLoading:
 
     def __init__(self, replica: Any, module: torch.nn.Module) -> None:
         self._replica = weakref.ref(replica)
-        self._depth = 0
+        self.depth = 0
         self._writing = contextlib.ExitStack()
         begin, end = _LoadHook(self, "begin"), _LoadHook(self, "end")
         self.handles = [handle for each in module.modules() for handle in hook_loading(each, begin, end)]
@@ -42,27 +42,27 @@ class StateLoading:
     def begin(self, state: Any, prefix: str, metadata: dict[str, Any], *_: Any) -> None:
         """Open the context before the first module loads. Collective."""
         replica = self._replica()
-        if replica is None or (not self._depth and replica.is_writing):
+        if replica is None or (not self.depth and replica.is_writing):
             return
         if metadata.get("assign_to_params_buffers"):
             raise Error(
                 f"load_state_dict(assign=True) would replace parameters of a {replica.label} wrapped with zero=3, of which ranks keep slices: "
                 "leave assign out, or load before wrapping"
             )
-        if not self._depth:
+        if not self.depth:
             self._writing.enter_context(replica.writable_parameters())
-        self._depth += 1
+        self.depth += 1
 
     def end(self, *_: Any) -> None:
         """Close the context behind the module that opened it. Collective."""
-        if self._depth:
-            self._depth -= 1
-            if not self._depth:
+        if self.depth:
+            self.depth -= 1
+            if not self.depth:
                 self._writing.close()
 
     def abandon(self) -> None:
         """Close the context of a load that ended in an exception. Collective if there is one."""
-        self._depth = 0
+        self.depth = 0
         self._writing.close()
 
 

@@ -356,7 +356,8 @@ class Replica:
 
     def before_forward(self, synchronises: bool) -> None:
         """Prepare for a forward with gradients. Raise Error if the module is no longer the one that was wrapped."""
-        self._end_failed_load()
+        if self._loading is not None and self._loading.depth:  # a load that ended in an exception
+            self._loading.abandon()
         self.forwards.begin()
         if self.access.forks is not None:
             self.access.forks.before_forward()
@@ -451,10 +452,6 @@ class Replica:
             self.is_writing -= 1
             self.access.count_writes(self.table.module_parameters)
 
-    def _end_failed_load(self) -> None:
-        if self._loading is not None:
-            self._loading.abandon()
-
     def give_copies_to(self, precision: PrecisionPlan) -> None:
         """Let modules compute with the engine's compute forms of the parameters, if it has any."""
         self._storage.follow(precision)
@@ -477,7 +474,8 @@ class Replica:
             raise Error(
                 f"{type(optimizer).__name__} steps on whole parameters of a {self.label} wrapped with zero={self.zero}, which would update them only on this rank: use the optimizer that sw.wrap(module, optimizer, zero=...) returned"
             )
-        self._end_failed_load()
+        if self._loading is not None and self._loading.depth:  # a load that ended in an exception
+            self._loading.abandon()
         self._check_drift()
         if self.access.guard is not None:
             self.access.guard.check("before a step")
