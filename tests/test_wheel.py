@@ -26,6 +26,7 @@ INPUTS = ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "
 NEWEST_GLIBC = (2, 28)
 OLDEST_PYTHON = (3, 10)
 LONG = os.environ.get("SW_TEST_LONG") == "1"
+pytestmark = pytest.mark.timeout(600)  # the first test builds the wheel
 
 PROBE = """
 import sys, sysconfig, os
