@@ -74,7 +74,7 @@ def test_a_thread_with_buckets_raises_its_error_where_it_is_waited_for():
             assert not buckets
 
     class Comm:
-        rank, timeout_s = 0, 5.0
+        rank, timeout_s, warn_after_s = 0, 5.0, 0.0
 
     thread = BucketThread(Runner(), Comm(), "Net", None)
     for bucket in (1, 0):

@@ -125,7 +125,9 @@ def test_a_hook_that_fails_as_a_round_is_abandoned_keeps_no_error_alive(rank, wo
         for p in model.module.upper.parameters():
             p.register_post_accumulate_grad_hook(lambda _: None)
     backward(model, rank, 0)
-    with pytest.raises(ArithmeticError, match="as the test asked" if rank == 1 else "the hook's own"):
+    # the hook of the bucket that waits runs at the end of the backward, unless rank 0 hears of rank 1's failure before
+    words = "as the test asked" if rank == 1 else "the hook's own|left a backward unfinished"
+    with pytest.raises((ArithmeticError, engine.Error), match=words):
         backward(model, rank, 1, fail=rank == 1)
     if rank == 1:
         model(batch(rank, 6, 7))  # the next forward abandons

@@ -130,7 +130,8 @@ def test_at_every_stage(rank, world_size, fourth):
         first = first or found
         for name, value in found.items():
             assert bits_equal(value, first[name]), (stage, name)
-            assert torch.allclose(value, expected[name], rtol=0, atol=1e-6), (stage, name)
+            # the oracle's products add in another order; on one AMD processor one element of 512 is 1.09e-6 off
+            assert torch.allclose(value, expected[name], rtol=0, atol=2e-6), (stage, name)
     sw.save(folder / f"{fourth}-stages", part, optimizer)
     if rank < 4:
         return

@@ -207,7 +207,7 @@ def test_lists_that_cannot_be(rank, world_size):
     sw.fully_shard([module.first, module.last])
     with pytest.raises(engine.Error, match="already"):
         sw.fully_shard([module.blocks[0], module.first])
-    with pytest.raises(engine.Error, match="of a list .* the outermost module"):
+    with pytest.raises(engine.Error, match="in a list, .* the outermost module"):
         module.first(torch.ones(2, 7))
     sw.fully_shard(module)(batch(rank, 6, 7)).sum().backward()
     assert sw.stats()["models"][-1]["units"] == 2

@@ -102,13 +102,13 @@ def quiet_steps(gpus: SimulatedGpus, rank: int, world_size: int, zero: int, kind
     batches = found["batches"] - moved["batches"]
     assert after["host_waits"] - before["host_waits"] == batches >= 3 * 3
     assert after["allocations"] == before["allocations"]
-    # float32: gradient and parameter down, parameter up; bfloat16 with a master: gradient down, parameter up
+    # float32: gradient and parameter down, parameter up; bfloat16 with a master: gradient and parameter down, parameter up
     module = sw.unwrap(model)
     wide, low = (sum(p.numel() for p in module.parameters() if p.dtype is d) for d in (torch.float32, torch.bfloat16))
     shares = 1 if zero == 0 else world_size
     moved_bytes = [sum(each) for each in zip(*gather([found[key] - moved[key] for key in ("bytes_down", "bytes_up")]))]
     assert moved_bytes == [
-        3 * (world_size // shares) * (8 * wide + 2 * low),
+        3 * (world_size // shares) * (8 * wide + 4 * low),
         3 * (world_size // shares) * (4 * wide + 2 * low),
     ]
 

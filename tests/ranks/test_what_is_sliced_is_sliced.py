@@ -271,9 +271,9 @@ def test_what_cannot_be_is_refused(rank, world_size, zero):
     stranger = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="not one of the wrapped Mlp"):
         sw.shard_optimizer(model, torch.optim.SGD([*module.parameters(), *stranger.parameters()], lr=0.1))
-    with pytest.raises(ValueError, match="LBFGS is not known to be elementwise"):
+    with pytest.raises(ValueError, match="LBFGS steps on all parameters as one vector"):
         sw.shard_optimizer(model, torch.optim.LBFGS(module.parameters()))
-    with pytest.raises(ValueError, match="LBFGS joins all tensors to one"):
+    with pytest.raises(ValueError, match="LBFGS steps on all parameters as one vector"):
         sw.shard_optimizer(model, torch.optim.LBFGS(module.parameters()), partition="tensor")
     with pytest.raises(ValueError, match="partition must be"):
         sw.shard_optimizer(model, stock, partition="rows")

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from .._engine import Error
+from ..torch_compat import cuda
 from ..torch_compat.dtensor import held_tensor, is_dtensor, waited
 from .forwarding import Forwarding
 
@@ -56,7 +57,7 @@ def master_of(parameter: torch.Tensor, state: dict[str, Any], empty: _Empty = _e
 def as_written(master: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Return a master with its parameter in each element that does not round to it, as the fused step reads it."""
     rounded, held = master.to(parameter.dtype).view(torch.int16), parameter.view(torch.int16)  # bits: -0 is not 0
-    if master.is_cpu and torch.equal(rounded, held):  # on a GPU the answer would have to be waited for
+    if not cuda.runtime.holds(master) and torch.equal(rounded, held):  # a GPU's answer would have to be waited for
         return master
     return torch.where(rounded == held, master, parameter)
 

@@ -78,7 +78,7 @@ def _digest(gradient: torch.Tensor | None) -> int:
         return 0
     dense = gradient.detach().to_dense().contiguous()
     words = dense.reshape(-1).view(_WORDS[dense.element_size()]).to(torch.int64)
-    weights = torch.arange(1, words.numel() + 1, device=words.device).remainder_(_PRIME).add_(1)
+    weights = torch.arange(1, words.numel() + 1, dtype=torch.int64, device=words.device).remainder_(_PRIME).add_(1)
     return int((words * weights).sum())
 
 
