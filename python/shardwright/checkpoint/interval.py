@@ -42,9 +42,11 @@ class Interval:
         if self._calls < self._next:
             return False
         now = time.monotonic()
+        first = self._calls == 1  # nothing is known of the time that a step takes
+        if first:
+            self._since = now
         left_s = every_s - (now - self._since)
         taken_s = (now - self._asked) / max(1, self._calls - self._asked_at)
-        first = self._calls == 1  # nothing is known of the time that a step takes
         expected = 1 if first else int(min(left_s / max(taken_s, 1e-9) / 2, 1e6))
         wait = self._peers.exchange(0 if left_s <= 0 else max(1, expected), "is it time to save")[0]
         self._asked, self._asked_at = now, self._calls
