@@ -7,7 +7,7 @@ differences are named in Capabilities.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -113,8 +113,9 @@ class Buckets(Protocol):
     def settle(self) -> None:
         """Make the current stream wait for the gathers that publish() left running."""
 
-    def arrange_hooks(self, is_compiling: bool) -> None:
-        """Settle after each publish() from now on, if a module whose forward hooks would wait is compiled."""
+    #: settles after each publish() from now on, if a module whose forward hooks would wait is compiled; None: there are
+    #: no such hooks
+    arrange_hooks: Callable[[bool], None] | None
 
     def close(self) -> None:
         """Settle now and after each later publish(); remove the hooks of modules."""

@@ -48,10 +48,6 @@ class Copies(Protocol):
         """Put released parameters back in their slots."""
 
 
-def _arrange_nothing(is_compiling: bool) -> None:
-    """Leave hooks as they are."""
-
-
 def weak_source(
     method: Callable[[torch.Tensor], torch.Tensor | None],
 ) -> Callable[[torch.Tensor], torch.Tensor | None]:
@@ -131,10 +127,11 @@ class Storage:
     def settle(self) -> None:
         """Make the current stream wait for parameters that are still being gathered after the last step."""
 
-    def hook_arranger(self) -> Callable[[bool], None]:
-        """Return a function to call at the start of each forward. It keeps parameters whole in all hooks of the user's
-        modules, whenever they were registered. Its argument is True if torch's compiler runs the forward."""
-        return _arrange_nothing
+    def hook_arranger(self) -> Callable[[bool], None] | None:
+        """Return a function to call at the start of each forward, None if nothing is to do. It keeps parameters whole in
+        all hooks of the user's modules, whenever they were registered. Its argument is True if torch's compiler runs
+        the forward."""
+        return None
 
     def follow(self, copies: Copies) -> None:
         """Make low-precision copies while parameters are whole."""

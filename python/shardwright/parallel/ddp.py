@@ -422,7 +422,8 @@ class DistributedDataParallel(PortableWrapper, TorchDDP):
         replica = self._engine()
         engines = replica, *self._parts
         for each in engines:
-            each.arrange_hooks(is_compiling)
+            if each.arrange_hooks is not None:
+                each.arrange_hooks(is_compiling)
         announcer = replica.join_link.announcer
         if announcer is not None and announcer.is_on:
             announcer.announce("forward", 0, None)

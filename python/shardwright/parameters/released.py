@@ -89,7 +89,7 @@ class ReleasedParameters(Storage, SliceRuns):
     def accept_writes(self) -> None:
         self.schedule.accept_writes()
 
-    def hook_arranger(self) -> Callable[[bool], None]:
+    def hook_arranger(self) -> Callable[[bool], None] | None:
         return self._arrange_hooks
 
     def _arrange_hooks(self, is_compiling: bool) -> None:

@@ -60,8 +60,8 @@ class ParameterMemory(ParameterSlices):
             backend.fence(f"parameters of {self._label} shared")
             self._make_casts(request)
 
-    def hook_arranger(self) -> Callable[[bool], None]:
-        arrange: Callable[[bool], None] = self._buckets.arrange_hooks
+    def hook_arranger(self) -> Callable[[bool], None] | None:
+        arrange: Callable[[bool], None] | None = self._buckets.arrange_hooks
         return arrange
 
     def _make_casts(self, request: Request) -> None:

@@ -12,6 +12,7 @@ import contextlib
 import enum
 import functools
 import itertools
+import operator
 import sys
 import weakref
 from collections import OrderedDict
@@ -27,6 +28,9 @@ from ..layout.param_groups import UnitPlan
 from ..torch_compat import autograd as _hooks
 from ..torch_compat.dtensor import held_tensor, is_dtensor
 from .read_guard import ReadGuard
+
+#: without a frame of Python per parameter
+_version_of = operator.attrgetter("_version")
 
 _NO_TASK = -1
 #: samples of a parameter besides its first and last bytes
@@ -183,7 +187,7 @@ class Unit:
 
     def _read_versions(self) -> list[int]:
         with _hooks.unguarded():
-            return [parameter._version for parameter in self.parameters]
+            return list(map(_version_of, self.parameters))
 
     def find_written(self) -> str | None:
         """Return the name of a parameter written since note_versions(), or through `.data` since note_samples()."""
@@ -242,7 +246,7 @@ class ComputeForm(Unit):
             torch.autograd.graph.increment_version(each)
 
     def _read_versions(self) -> list[int]:
-        return [each._version for each in self.whole]
+        return list(map(_version_of, self.whole))
 
 
 class UnitSchedule:
@@ -312,9 +316,9 @@ class UnitSchedule:
         # a module, and our two hooks on it
         self._hooked: list[tuple[weakref.ref[torch.nn.Module], int, int]] = []
         #: called with the parameters that are about to be released
-        self.on_release: Callable[[], Callable[[Sequence[torch.Tensor]], None] | None] = _no_listener
+        self.on_release: Callable[[], Callable[[Sequence[torch.Tensor]], None] | None] = type(None)
         #: returns whether a called module computes under a policy
-        self.policy: Callable[[], Callable[[], bool] | None] = _no_listener
+        self.policy: Callable[[], Callable[[], bool] | None] = type(None)
         #: called before the next release, if a forked child may read units that are whole
         self.before_reuse: Callable[[], None] | None = None
         for unit in self.units:
@@ -640,10 +644,6 @@ class UnitSchedule:
         """Raise Error if `unit` is released."""
         if not unit.is_whole:
             raise Error(_COPY.format(what=what))
-
-
-def _no_listener() -> None:
-    return None
 
 
 def _end_task(schedule: weakref.ref[UnitSchedule], task: int) -> None:

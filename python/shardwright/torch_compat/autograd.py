@@ -317,5 +317,8 @@ def _before_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -
 
 
 def _holds_some(listener: StepListener, optimizer: torch.optim.Optimizer) -> bool:
-    holds = listener.holds
-    return any(holds(p) for group in optimizer.param_groups for p in group["params"])
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if listener.holds(parameter):
+                return True
+    return False

@@ -144,7 +144,7 @@ class CudaBuckets:
         self._row, self._reducer, self._like = row, reducer, like
         self._gathers = StepGathers(row, reducer, request)
         self.settle, self.close = self._gathers.settle, self._gathers.close
-        self.arrange_hooks = self._gathers.arrange
+        self.arrange_hooks: Callable[[bool], None] | None = self._gathers.arrange
         self._memory: dict[int, torch.Tensor] = {}
         self._registered: dict[int, torch.Tensor] = {}
         if registers:  # each gather is a separate operation: buckets added later are in other memory

@@ -199,8 +199,8 @@ class HostBuckets:
     def settle(self) -> None:
         """Do nothing: publish() already waits."""
 
-    def arrange_hooks(self, is_compiling: bool) -> None:
-        """Do nothing: there are none."""
+    #: there are none
+    arrange_hooks: Callable[[bool], None] | None = None
 
     close = settle
 
