@@ -7,6 +7,7 @@ promised, also if that call failed.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -144,6 +145,26 @@ def test_a_hook_that_a_destructor_calls_finds_no_reducer(collected: bool) -> Non
             gc.collect()
         # the collector calls __del__ first, and the hook of a whole reducer raises that it has no tensors
         assert found == ([] if collected else [None] * 50)
+
+    in_a_child(law)
+
+
+@pytest.mark.parametrize("name", ["describe", "stats"])
+def test_a_communicator_that_a_destructor_closes_is_still_described(name: str) -> None:
+    def law() -> None:
+        comm = engine.HostComm(0, 1)
+        tell = getattr(comm, name)
+        gc.disable()
+        end = AtEnd(comm.close)
+        end.itself = end  # type: ignore[attr-defined]
+        del end
+        gc.set_threshold(1)
+        gc.enable()
+        with contextlib.suppress(engine.Error):  # the interpreter decides when it collects
+            tell()
+        gc.collect()
+        with pytest.raises(engine.Error, match="the communicator was closed"):
+            comm.describe()
 
     in_a_child(law)
 
@@ -332,7 +353,10 @@ def test_a_save_without_a_plan_is_refused(tmp_path: Path) -> None:
 def test_a_closed_communicator_can_be_made_anew_and_a_child_forks_from_it() -> None:
     def law() -> None:
         kept = engine.HostComm(0, 1)
-        comm = engine.HostComm(0, 1)
+        comm = engine.HostComm.__new__(engine.HostComm)
+        with pytest.raises(ValueError, match="HostComm: warn_after_s must be in"):
+            comm.__init__(0, 1, warn_after_s=-1)
+        comm.__init__(0, 1)
         with pytest.raises(TypeError, match="HostComm: already initialised"):
             comm.__init__(0, 1)
         comm.close()
@@ -394,6 +418,7 @@ def test_arguments_are_refused_in_one_sentence() -> None:
             "broadcast address:A nbytes:N: a row must be a tuple of these, got 3",
             lambda: comm.broadcast([3], 0),
         ),  # type: ignore[list-item]
+        (OverflowError, r"broadcast: address must be an int in \[0, 2\*\*64\), got -1", lambda: comm.broadcast([(-1, 0)], 0)),
         (
             OverflowError,
             r"warm: nbytes must be an int in \[0, 2\*\*64\), got -1",

@@ -183,9 +183,12 @@ static sw_status forked(sw_comm *comm, sw_error *err)
     sw_status status = SW_OK;
     sw_error reason;
     for (shm_arena *each = shm->arenas; each; each = each->next) {
-        if (each->fd >= 0 && status == SW_OK)
-            status = sw_memory_remap(each->whole, each->whole_bytes, each->fd, 0, false, err);
-        sw_socket_close(&each->fd);
+        if (each->fd < 0)
+            continue;
+        if (sw_memory_remap(each->whole, each->whole_bytes, each->fd, 0, false, err) == SW_OK)
+            sw_socket_close(&each->fd);
+        else /* another call tries again */
+            status = SW_E_MEMORY;
     }
     pthread_mutex_init(&shm->listing, NULL); /* one of the parent's threads may have held it */
     shm->fabric.is_foreign = true;

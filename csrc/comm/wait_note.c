@@ -11,12 +11,14 @@ static const int64_t valid_ns = INT64_C(1000) * 1000 * 1000;
 void sw_wait_note_write(sw_wait_note *note, const char *what, int awaited)
 {
     uint64_t words[SW_WAIT_NOTE_WORDS] = {0};
+    uint32_t version = atomic_load(&note->version);
     memcpy(words, what, (size_t)sw_text_fit(what, sizeof words - 1));
-    atomic_fetch_add(&note->version, 1);
+    if (version % 2 == 1 || !atomic_compare_exchange_strong(&note->version, &version, version + 1))
+        return; /* another thread of this rank writes one */
     for (int i = 0; i < SW_WAIT_NOTE_WORDS; ++i)
         atomic_store(&note->what[i], words[i]);
     atomic_store(&note->awaited, awaited);
-    atomic_fetch_add(&note->version, 1);
+    atomic_store(&note->version, version + 2);
 }
 
 bool sw_wait_note_read(const sw_wait_note *note, int64_t now_ns, char what[SW_WAIT_NOTE_BYTES],

@@ -57,9 +57,7 @@ static bool read_integer(const field *f, PyObject *value, sw_py_arg *out)
     PyObject *whole = PyIndex_Check(value) ? PyNumber_Index(value) : NULL;
     if (!whole)
         return !PyErr_Occurred() && refuse_type(f, "an int", value);
-    if (f->letter == 'A')
-        out->address = PyLong_AsVoidPtr(whole);
-    else if (f->letter == 'K')
+    if (f->letter == 'A' || f->letter == 'K')
         out->word = PyLong_AsUnsignedLongLong(whole);
     else
         out->n = PyLong_AsSsize_t(whole);
@@ -71,9 +69,9 @@ static bool read_integer(const field *f, PyObject *value, sw_py_arg *out)
     }
     if (!fits)
         refuse(f, PyExc_OverflowError,
-               f->letter == 'i'   ? "an int of 32 bits"
-               : f->letter == 'K' ? "an int in [0, 2**64)"
-                                  : "an int of 64 bits",
+               f->letter == 'i'                         ? "an int of 32 bits"
+               : f->letter == 'A' || f->letter == 'K' ? "an int in [0, 2**64)"
+                                                        : "an int of 64 bits",
                whole);
     else if (f->letter == 'N' && out->n < 0)
         fits = refuse(f, PyExc_ValueError, "at least 0", whole);

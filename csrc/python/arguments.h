@@ -27,7 +27,7 @@ typedef union sw_py_arg { /* by its letter */
     int i;                /* i: an int that fits */
     double d;             /* d: a float */
     bool p;               /* p: any object, by its truth */
-    void *address;        /* A: an int, 0 for none */
+    void *address;        /* A: an int in [0, 2**64), 0 for none */
     const char *s;        /* s: a str; z: or None, which is NULL. The caller's object owns it */
     sw_dtype dtype;       /* T: the name of a dtype that the engine moves */
     PyObject *o;          /* O: any object; L: a list; U: a tuple; B: bytes; D: a dict. Borrowed */

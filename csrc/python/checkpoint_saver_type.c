@@ -178,24 +178,23 @@ static int saver_init(PyObject *op, PyObject *args, PyObject *kwargs)
     return 0;
 }
 
-static void destroy(void *op)
+static void destroy(void *saver)
 {
-    saver_object *self = op;
-    sw_saver *saver = self->saver;
-    self->saver = NULL;
     sw_saver_destroy(saver);
-    sw_channel_fini(&self->channel);
 }
 
-/* A forked child lacks the saver's threads, so it frees nothing. */
+/* Takes the saver away first: progress() and cancel() of other threads do not enter. A forked child
+ * lacks the saver's threads, so it frees nothing. */
 static void close_saver(saver_object *self)
 {
-    if (self->saver && sw_py_use_is_own(&self->use)) {
+    sw_saver *saver = self->saver;
+    self->saver = NULL;
+    if (saver && sw_py_use_is_own(&self->use)) {
         sw_py_use_take(&self->use, SW_PY_ALONE);
-        sw_py_destroy_quietly(destroy, self);
+        sw_py_destroy_quietly(destroy, saver);
+        sw_channel_fini(&self->channel);
         sw_py_use_leave(&self->use);
     }
-    self->saver = NULL;
     leave_plans(self->plans);
     ENGINE_CLEAR(self->arena);
 }
@@ -525,7 +524,9 @@ static PyObject *saver_unwritten(PyObject *op, PyObject *unused)
 {
     saver_object *self = (saver_object *)op;
     (void)unused;
-    PyObject *list = is_usable(self) ? PyList_New(0) : NULL;
+    PyObject *list = PyList_New(0); /* a destructor that runs meanwhile may close the saver */
+    if (list && !is_usable(self))
+        ENGINE_CLEAR(list);
     for (int r = 0; list && (r = sw_saver_find_unwritten(self->saver, r)) >= 0; ++r)
         sw_py_append(&list, PyLong_FromLong(r));
     return list;

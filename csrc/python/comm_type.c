@@ -65,6 +65,7 @@ static int comm_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     comm_object *self = (comm_object *)op;
     sw_py_arg a[6] = {[2] = {.d = 1800}, [3] = {.d = 30}, [4] = {.s = ""}, [5] = {.o = Py_None}};
+    int64_t warn_after_ns;
     sw_error err;
     sw_status status;
     if (!sw_py_read("HostComm rank:i world_size:i | $ timeout_s:d warn_after_s:d host:s log:O",
@@ -74,7 +75,7 @@ static int comm_init(PyObject *op, PyObject *args, PyObject *kwargs)
         PyErr_SetString(PyExc_ValueError, "HostComm: timeout_s must be in (0, 1e9] seconds");
         return -1;
     }
-    if (!may_init(self))
+    if (!sw_py_read_warn_after(a[3].d, &warn_after_ns) || !may_init(self))
         return -1;
     self->rank = a[0].i;
     self->world_size = a[1].i;
@@ -96,8 +97,7 @@ static int comm_init(PyObject *op, PyObject *args, PyObject *kwargs)
         return -1;
     }
     self->comm->timeout_ns = (int64_t)(a[2].d * 1e9);
-    if (!sw_py_comm_set_warn_after(self, a[3].d))
-        return -1;
+    self->comm->warn_after_ns = warn_after_ns;
     self->comm->hooks =
         (sw_comm_hooks){.context = self, .interrupted = is_interrupted, .log = log_message};
     sw_py_comm_link(sw_py_state_of(op), self);
@@ -476,8 +476,23 @@ static PyObject *comm_stats(PyObject *op, PyObject *unused)
     };
     comm_object *self = (comm_object *)op;
     (void)unused;
-    return is_there(self) ? sw_py_counts(&self->comm->stats, counts, sizeof counts / sizeof *counts)
-                          : NULL;
+    if (!is_there(self))
+        return NULL;
+    sw_py_comm_acquire(self); /* a destructor that runs meanwhile may close it */
+    PyObject *made = sw_py_counts(&self->comm->stats, counts, sizeof counts / sizeof *counts);
+    sw_py_comm_release(self);
+    return made;
+}
+
+static PyObject *build_peers(const sw_comm *comm)
+{
+    PyObject *peers = PyList_New(0);
+    for (int r = 0; peers && r < comm->world_size; ++r) {
+        char text[SW_COMM_PEER_BYTES];
+        comm->ops->peer((sw_comm *)(uintptr_t)comm, r, text);
+        sw_py_append(&peers, sw_py_text(text));
+    }
+    return peers;
 }
 
 static PyObject *comm_describe(PyObject *op, PyObject *unused)
@@ -486,20 +501,17 @@ static PyObject *comm_describe(PyObject *op, PyObject *unused)
     (void)unused;
     if (!is_there(self))
         return NULL;
-    PyObject *peers = PyList_New(0);
-    for (int r = 0; peers && self->connected && r < self->comm->world_size; ++r) {
-        char text[SW_COMM_PEER_BYTES];
-        self->comm->ops->peer(self->comm, r, text);
-        sw_py_append(&peers, sw_py_text(text));
-    }
-    if (!peers)
-        return NULL;
     const sw_comm *inside = self->spans_hosts ? sw_hier_comm_inside(self->comm) : self->comm;
     const char *watch = self->group ? "none" : sw_shm_comm_watch(inside);
     const char *transport = self->group ? "local" : self->spans_hosts ? "hier" : "shm";
-    return Py_BuildValue("{s:i,s:i,s:s,s:s,s:N,s:d}", "rank", self->rank, "world_size",
-                         self->world_size, "transport", transport, "watch", watch, "peers", peers,
-                         "timeout_s", (double)self->comm->timeout_ns * 1e-9);
+    double timeout_s = (double)self->comm->timeout_ns * 1e-9;
+    sw_py_comm_acquire(self);
+    PyObject *peers = self->connected ? build_peers(self->comm) : PyList_New(0);
+    sw_py_comm_release(self);
+    return peers ? Py_BuildValue("{s:i,s:i,s:s,s:s,s:N,s:d}", "rank", self->rank, "world_size",
+                                 self->world_size, "transport", transport, "watch", watch, "peers",
+                                 peers, "timeout_s", timeout_s)
+                 : NULL;
 }
 
 static PyObject *comm_get(PyObject *op, void *which)

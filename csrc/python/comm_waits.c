@@ -3,17 +3,14 @@
 #include "python/arguments.h"
 #include "python/engine.h"
 
-/* False with an exception. */
-bool sw_py_comm_set_warn_after(comm_object *self, double seconds)
+bool sw_py_read_warn_after(double seconds, int64_t *warn_after_ns)
 {
-    if (!(seconds >= 0 && seconds <= 1e9) || !self->comm) {
-        PyErr_SetString(
-            PyExc_ValueError,
-            "HostComm: warn_after_s must be in [0, 1e9] seconds, of an open communicator");
-        return false;
-    }
-    self->comm->warn_after_ns = (int64_t)(seconds * 1e9);
-    return true;
+    bool is_legal = seconds >= 0 && seconds <= 1e9;
+    if (is_legal)
+        *warn_after_ns = (int64_t)(seconds * 1e9);
+    else
+        PyErr_SetString(PyExc_ValueError, "HostComm: warn_after_s must be in [0, 1e9] seconds");
+    return is_legal;
 }
 
 PyObject *sw_py_comm_get_waits(PyObject *op, void *unused)
@@ -25,11 +22,12 @@ PyObject *sw_py_comm_get_waits(PyObject *op, void *unused)
 
 int sw_py_comm_set_waits(PyObject *op, PyObject *value, void *unused)
 {
+    sw_comm *comm = ((comm_object *)op)->comm;
     double seconds = value ? PyFloat_AsDouble(value) : 0;
     (void)unused;
-    if (PyErr_Occurred())
-        return -1;
-    return sw_py_comm_set_warn_after((comm_object *)op, seconds) ? 0 : -1;
+    if (!PyErr_Occurred() && !comm)
+        PyErr_SetString(PyExc_ValueError, "HostComm: warn_after_s is of an open communicator");
+    return !PyErr_Occurred() && sw_py_read_warn_after(seconds, &comm->warn_after_ns) ? 0 : -1;
 }
 
 PyObject *sw_py_comm_get_dead(PyObject *op, void *unused)

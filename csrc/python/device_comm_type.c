@@ -81,8 +81,9 @@ static int device_init(PyObject *op, PyObject *args, PyObject *kwargs)
                     args, kwargs, a) ||
         !sw_py_use_make(&self->use, "DeviceComm") || !keep_host(self, a[7].o) ||
         !keep(&self->make_room, a[8].o, PyCallable_Check(a[8].o), "make_room must be callable") ||
-        !keep((PyObject **)&self->beside, a[9].o, PyObject_TypeCheck(a[9].o, comm_type),
-              "beside must be a DeviceComm"))
+        !keep((PyObject **)&self->beside, a[9].o,
+              PyObject_TypeCheck(a[9].o, comm_type) && ((device_comm_object *)a[9].o)->comm,
+              "beside must be a DeviceComm that is open"))
         return -1;
     const sw_device_comm_config config = {
         .ordinal = a[0].i,

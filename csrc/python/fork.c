@@ -21,15 +21,13 @@ void sw_py_comm_unlink(engine_state *state, const comm_object *self)
 static PyObject *forked(PyObject *module, PyObject *unused)
 {
     engine_state *state = PyModule_GetState(module);
-    sw_error err;
-    sw_status status = SW_OK;
+    sw_error err = {0}, each_err;
     (void)unused;
-    for (comm_object *each = state->comms; each && status == SW_OK; each = each->next)
-        if (each->comm && each->comm->ops->forked)
-            status = each->comm->ops->forked(each->comm, &err);
-    if (status != SW_OK)
-        return sw_py_raise(state, &err, NULL);
-    Py_RETURN_NONE;
+    for (comm_object *each = state->comms; each; each = each->next) /* all, also after a failure */
+        if (each->comm && each->comm->ops->forked &&
+            each->comm->ops->forked(each->comm, &each_err) != SW_OK)
+            err = each_err;
+    return err.status == SW_OK ? sw_py_none() : sw_py_raise(state, &err, NULL);
 }
 
 static PyObject *finish(PyObject *module, sw_status status, const sw_error *err)

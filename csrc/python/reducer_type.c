@@ -162,13 +162,12 @@ static bool read_side(reducer_object *self, PyObject *value, sw_device_comm **si
     *side = NULL;
     if (value == Py_None)
         return true;
-    if (!self->gpu || !PyObject_TypeCheck(value, reducer_state_of(self)->device_comm_type)) {
+    if (self->gpu && PyObject_TypeCheck(value, reducer_state_of(self)->device_comm_type))
+        *side = ((device_comm_object *)value)->comm;
+    if (!*side)
         PyErr_SetString(PyExc_TypeError, "Reducer: row and column must be DeviceComms beside the "
                                          "DeviceComm given, or None");
-        return false;
-    }
-    *side = ((device_comm_object *)value)->comm;
-    return true;
+    return *side != NULL;
 }
 
 /* Keeps the row and column alive as long as the reducer. */

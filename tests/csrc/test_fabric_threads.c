@@ -13,6 +13,7 @@
 
 #include "check.h"
 #include "comm/shm.h"
+#include "faults.h"
 #include "platform/clock.h"
 #include "ranks.h"
 
@@ -232,6 +233,47 @@ static void fork_beside_wait(rank_context *self)
     }
 }
 
+/* Returns 0 if the child's writes are its own, after a first call that found no memory. */
+static int own_in_child(sw_comm *comm, sw_arena *const *arenas)
+{
+    sw_error err;
+    faults_arm(1);
+    if (comm->ops->forked(comm, &err) != SW_E_MEMORY)
+        return 2;
+    faults_arm(0);
+    if (comm->ops->forked(comm, &err) != SW_OK)
+        return 3;
+    for (int i = 0; i < 2; ++i)
+        arenas[i]->base[0][0] = 7;
+    return 0;
+}
+
+static void fork_without_memory(rank_context *self)
+{
+    joining one = {.index = 0};
+    sw_arena *arenas[2] = {NULL, NULL};
+    listen(self, &one);
+    ranks_meet(self);
+    if (!check(join(&one) == SW_OK, "%s", one.err.message))
+        exit(1);
+    for (int i = 0; i < 2; ++i)
+        if (one.comm->ops->arena_create(one.comm, 4096, "forked", &arenas[i], &one.err) != SW_OK)
+            exit(1);
+    if (self->rank == 0) {
+        int status = -1;
+        pid_t child = fork();
+        if (child == 0)
+            _exit(own_in_child(one.comm, arenas));
+        check(child > 0 && waitpid(child, &status, 0) == child && status == 0,
+              "the child without memory ended with %x", status);
+        check(arenas[0]->base[0][0] == 0 && arenas[1]->base[0][0] == 0, "a child's write is ours");
+    }
+    ranks_meet(self);
+    for (int i = 0; i < 2; ++i)
+        one.comm->ops->arena_destroy(one.comm, arenas[i]);
+    one.comm->ops->destroy(one.comm);
+}
+
 int main(void)
 {
     for (int turn = 0; turn < tries(); ++turn) {
@@ -243,5 +285,6 @@ int main(void)
         ranks_run_bare(end_beside_join, WORLD, &given);
     }
     ranks_run_bare(fork_beside_wait, 2, NULL);
+    ranks_run_bare(fork_without_memory, 2, NULL);
     return check_result();
 }
