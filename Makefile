@@ -120,18 +120,36 @@ crash: build
 	SW_TEST_LONG=1 $(BIN)/python -m pytest tests/test_csrc.py -k "checkpoint_crash and plain" $(PYTEST_ARGS)
 	SW_TEST_LONG=1 $(BIN)/python -m pytest tests/ranks/test_checkpoint_survives_kill_at_any_moment.py $(PYTEST_ARGS)
 
-# Manifests and safetensors headers of any bytes: libFuzzer where clang has it, else random changes of sound ones
-FUZZ := tests/csrc/test_checkpoint_fuzz.c $(wildcard csrc/checkpoint/*.c csrc/base/*.c csrc/platform/*.c) \
-	csrc/kernels/host/crc32c.c
-FUZZ_FLAGS := -std=c11 -O1 -g -D_GNU_SOURCE -pthread -Icsrc -fsanitize=address,undefined -fno-sanitize-recover=all
+# Files and messages of any bytes (tests/csrc/test_*_fuzz.c): libFuzzer where clang has it, else random changes of sound ones
+FUZZ_FLAGS := -std=c11 -O1 -g -D_GNU_SOURCE -pthread -Icsrc -Itests/csrc -fsanitize=address,undefined -fno-sanitize-recover=all
+FUZZ_OBJECTS := $(patsubst %.c,build/fuzz/%.o,$(filter-out csrc/python/%,$(filter %.c,$(CSRC))) tests/csrc/fuzz.c)
+FUZZ_TESTS := $(patsubst tests/csrc/%.c,%,$(wildcard tests/csrc/test_*_fuzz.c))
 
-fuzz:
-	@mkdir -p build/fuzz/corpus # seeds: the golden manifest, and the golden header before its 539 bytes of data
-	@{ printf 0; sed 's/,"self_crc32c.*//' tests/golden/checkpoint/MANIFEST.json; } > build/fuzz/corpus/manifest
-	@{ printf '2\033\002'; tail -c +9 tests/golden/checkpoint/model.safetensors | head -c 4088; } > build/fuzz/corpus/header
-	@if clang $(FUZZ_FLAGS) -fsanitize=fuzzer -DSW_LIBFUZZER $(FUZZ) -o build/fuzz/run 2>build/fuzz/log; then \
-		build/fuzz/run -max_total_time=$(FUZZ_SECONDS) -max_len=4096 -artifact_prefix=build/fuzz/ build/fuzz/corpus; \
-	else $(CC) $(FUZZ_FLAGS) $(FUZZ) -o build/fuzz/run && build/fuzz/run 2000000; fi
+build/fuzz/with: # the compiler and its flags
+	@mkdir -p $(@D)
+	@if echo 'int LLVMFuzzerTestOneInput(void); int LLVMFuzzerTestOneInput(void) { return 0; }' | \
+		clang -fsanitize=fuzzer,address -x c - -o build/fuzz/probe 2>/dev/null; \
+	then echo clang -fsanitize=fuzzer-no-link -DSW_LIBFUZZER > $@; else echo $(CC) > $@; fi
+
+# Many functions made of few texts take the compiler eight times as long with optimisation
+build/fuzz/csrc/kernels/host/compress_%.o: FUZZ_FLAGS += -O0
+
+build/fuzz/%.o: %.c build/fuzz/with $(filter %.h,$(CSRC))
+	@mkdir -p $(@D)
+	@$$(cat build/fuzz/with) $(FUZZ_FLAGS) -c $< -o $@
+
+build/fuzz/engine.a: $(FUZZ_OBJECTS)
+	@rm -f $@ && ar rcs $@ $^
+
+fuzz: build/fuzz/engine.a
+	@mkdir -p build/fuzz/corpus/test_checkpoint_fuzz # seeds: the golden manifest, and the golden header before its 539 bytes of data
+	@{ printf 0; sed 's/,"self_crc32c.*//' tests/golden/checkpoint/MANIFEST.json; } > build/fuzz/corpus/test_checkpoint_fuzz/manifest
+	@{ printf '2\033\002'; tail -c +9 tests/golden/checkpoint/model.safetensors | head -c 4088; } > build/fuzz/corpus/test_checkpoint_fuzz/header
+	@for test in $(FUZZ_TESTS); do mkdir -p build/fuzz/corpus/$$test; echo "== $$test"; with=$$(cat build/fuzz/with); \
+		case $$with in clang*) driver=-fsanitize=fuzzer; how="-max_total_time=$(FUZZ_SECONDS) -max_len=4096 \
+			-artifact_prefix=build/fuzz/ build/fuzz/corpus/$$test";; *) driver=; how=2000000;; esac; \
+		$$with $(FUZZ_FLAGS) $$driver tests/csrc/$$test.c build/fuzz/engine.a -lm -ldl -o build/fuzz/$$test && \
+		build/fuzz/$$test $$how || exit 1; done
 
 # Random training programs against a naive oracle: make fuzz-programs PROGRAMS=1000 SEED=7. One that ends wrongly is printed, as
 # small as can be; `$(BIN)/python tests/programs FILE` runs it again

@@ -164,6 +164,14 @@ static inline char *sw_carrier_what(sw_carrier *carrier, unsigned turn, uint32_t
 /* hier_last.c
  * ------------------------------------------------------------------------------------------ */
 
+/* Make a reason whose bytes another host has sent one that can be raised here. */
+static inline void sw_carrier_take_reason(sw_error *reason)
+{
+    reason->message[sizeof reason->message - 1] = '\0';
+    if ((unsigned)reason->status - 1 >= SW_E_DEVICE)
+        reason->status = SW_E_COMM;
+}
+
 /* Expect end messages and probes of each peer. */
 SW_MUST_USE sw_status sw_carrier_expect_ends(sw_carrier *carrier, sw_error *err);
 /* Receive the probes that have arrived from hop->to. */

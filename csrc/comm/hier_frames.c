@@ -197,8 +197,8 @@ static sw_status read_end(const sw_carrier *carrier, int host, const frame_head 
     }
     if (head->state != SW_MEMBER_ENDED || !take(&from, err, sizeof *err))
         return no_frame(carrier, host, err);
-    err->message[sizeof err->message - 1] = '\0';
-    return err->status == SW_OK ? SW_E_COMM : err->status;
+    sw_carrier_take_reason(err);
+    return err->status;
 }
 
 static sw_status check_head(const sw_carrier *carrier, const sw_hop *hop, const frame_head *head,
@@ -214,10 +214,11 @@ static sw_status check_head(const sw_carrier *carrier, const sw_hop *hop, const 
     if (head->state != SW_MEMBER_ACTIVE)
         return SW_OK;
     sw_hier_peer(&carrier->hier->comm, rank, peer);
-    if (head->ticket != carrier->next.ticket || head->count < 1 || head->count > SW_HIER_BATCH)
+    if (head->ticket != carrier->next.ticket)
         return sw_error_set(err, SW_E_COMM, rank, "%s came with operation %u, expected %u", peer,
                             head->ticket, carrier->next.ticket);
-    if (head->host != (uint32_t)hop->from || head->hosts != (uint32_t)hop->count)
+    if (head->count < 1 || head->count > SW_HIER_BATCH || head->host != (uint32_t)hop->from ||
+        head->hosts != (uint32_t)hop->count)
         return no_frame(carrier, hop->from, err);
     return SW_OK;
 }

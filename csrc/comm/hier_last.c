@@ -112,7 +112,7 @@ bool sw_carrier_received_end(const sw_carrier *carrier, int peer, sw_error *reas
     if (last < 0)
         return false;
     *reason = end.reason;
-    reason->message[sizeof reason->message - 1] = '\0';
+    sw_carrier_take_reason(reason);
     return true;
 }
 

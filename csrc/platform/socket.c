@@ -213,14 +213,14 @@ sw_status sw_socket_receive(int fd, void *bytes, size_t size_bytes, int *passed,
                             strerror(errno));
     if (passed)
         take_descriptors(&message, passed);
+    bool is_whole = count == (ssize_t)size_bytes && !(message.msg_flags & MSG_TRUNC);
+    if (!is_whole && passed) /* an empty message may bring one, too */
+        sw_socket_close(passed);
     if (count == 0)
         SW_FAIL(err, SW_E_COMM, "a peer has hung up");
-    if (count != (ssize_t)size_bytes || (message.msg_flags & MSG_TRUNC)) {
-        if (passed)
-            sw_socket_close(passed);
+    if (!is_whole)
         SW_FAIL(err, SW_E_COMM, "a peer sent a message of %zd bytes, expected %zu", count,
                 size_bytes);
-    }
     if (passed && (message.msg_flags & MSG_CTRUNC)) {
         sw_socket_close(passed);
         return sw_limits_fail_descriptors("receiving a descriptor from a peer", EMFILE, err);
