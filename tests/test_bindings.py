@@ -418,7 +418,11 @@ def test_arguments_are_refused_in_one_sentence() -> None:
             "broadcast address:A nbytes:N: a row must be a tuple of these, got 3",
             lambda: comm.broadcast([3], 0),
         ),  # type: ignore[list-item]
-        (OverflowError, r"broadcast: address must be an int in \[0, 2\*\*64\), got -1", lambda: comm.broadcast([(-1, 0)], 0)),
+        (
+            OverflowError,
+            r"broadcast: address must be an int in \[0, 2\*\*64\), got -1",
+            lambda: comm.broadcast([(-1, 0)], 0),
+        ),
         (
             OverflowError,
             r"warm: nbytes must be an int in \[0, 2\*\*64\), got -1",

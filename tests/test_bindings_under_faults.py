@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 import shardwright
+from test_csrc import BUILDERS
+from test_fake_gpu import libraries, reference_kernels
 
 ROOT = Path(__file__).resolve().parents[1]
 SCENES = ROOT / "tests" / "bindings" / "scenes.py"
@@ -23,8 +25,11 @@ ENGINE = Path(shardwright.__file__).parent / "_engine.abi3.so"
 LONG = os.environ.get("SW_TEST_LONG") == "1"
 CC = os.environ.get("CC", "gcc")
 #: In the quick form only each n-th allocation fails in scenes that take long, with n prime
-QUICK_STRIDE = {"checkpoint": 11, "two_ranks": 7, "saver": 3, "units": 3}
-NAMES = ["communicator", "two_ranks", "units", "reducer", "state_file", "optimizer", "checkpoint", "saver", "codecs"]
+QUICK_STRIDE = {"checkpoint": 11, "two_ranks": 7, "saver": 3, "units": 3, "gpu": 3}
+NAMES = [
+    *("communicator", "two_ranks", "units", "reducer", "state_file", "optimizer", "checkpoint", "saver", "codecs"),
+    *("gpu", "region"),
+]
 SANITIZERS = {
     "address,undefined": (
         "libasan.so",
@@ -37,7 +42,9 @@ SANITIZERS = {
 def run_scenes(
     engine: Path, folder: Path, words: list[str], preload: str, options: dict[str, str], seconds: float
 ) -> None:
-    environment = {**os.environ, "LD_PRELOAD": preload, "PYTHONMALLOC": "malloc", **options}
+    mode = BUILDERS["plain"].mode
+    fakes = os.pathsep.join(map(str, (*libraries(mode).values(), reference_kernels(mode))))
+    environment = {**os.environ, "LD_PRELOAD": preload, "PYTHONMALLOC": "malloc", "SW_FAKES": fakes, **options}
     command = [sys.executable, "-X", "faulthandler", str(SCENES), str(engine), str(folder), *words]
     if "libtsan" in preload and shutil.which("setarch"):
         command = ["setarch", platform.machine(), "-R", *command]  # its shadow memory has fixed addresses

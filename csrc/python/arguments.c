@@ -69,9 +69,9 @@ static bool read_integer(const field *f, PyObject *value, sw_py_arg *out)
     }
     if (!fits)
         refuse(f, PyExc_OverflowError,
-               f->letter == 'i'                         ? "an int of 32 bits"
+               f->letter == 'i'                       ? "an int of 32 bits"
                : f->letter == 'A' || f->letter == 'K' ? "an int in [0, 2**64)"
-                                                        : "an int of 64 bits",
+                                                      : "an int of 64 bits",
                whole);
     else if (f->letter == 'N' && out->n < 0)
         fits = refuse(f, PyExc_ValueError, "at least 0", whole);

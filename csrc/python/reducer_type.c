@@ -401,7 +401,7 @@ static PyObject *reducer_attach(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     reducer_object *self = (reducer_object *)op;
     sw_py_arg a[10];
-    attachment made = {NULL};
+    attachment made = {.params = NULL};
     for (int i = 2; i < 10; ++i)
         a[i].o = Py_None;
     if (reducer_check_made(self) < 0 ||

@@ -72,7 +72,7 @@ def communicator() -> None:
     comm = engine.HostComm(0, 1, timeout_s=5, log=str)
     comm.connect([comm.address], b"x" * 16, ["h"])
     arena = comm.arena(8192, "a", of_hosts=True)
-    arena.tensor(0, "float32", (4, 4), (4, 1))
+    arena.tensor(0, "float32", (4, 4), (4, 1)), arena.tensor(0, "float32", (0, 1 << 62, 1 << 62))
     arena.populate(0, 64)
     comm.all_reduce(arena.address, 16, "float32", arena=arena)
     comm.all_gather(arena, [(0, 64), (64, 64)], slices=([0], [0]))
@@ -91,6 +91,7 @@ def two_ranks() -> None:
     def peer() -> None:
         try:
             comms[1].connect(addresses, b"x" * 16, ["h", "h"])
+            comms[1].extend([0, 0], "h")
             comms[1].all_gather_bytes(b"1" * 2000)
             comms[1].arena(4096)
         except (engine.Error, OSError, MemoryError):
@@ -102,6 +103,7 @@ def two_ranks() -> None:
     thread.start()
     try:
         comms[0].connect(addresses, b"x" * 16, ["h", "h"])
+        comms[0].extend([0, 0], "h")
         comms[0].all_gather_bytes(b"0" * 2000)
         comms[0].arena(4096)
     finally:
@@ -181,6 +183,13 @@ def checkpoint() -> None:
     read.tensors("model.safetensors"), read.checksums("t"), read.path, read.step, read.nonce, read.metric
     read.load([("model.safetensors", 0, 8, BASE, 0)], 2)
     assert len(engine.CheckpointFolder.received(folder, catalog).read_bytes("t")) == 4
+    alone = engine.CheckpointPlan.write(os.path.join(folder, "t"), 4, 0, [(0, 4)], BASE)
+    engine.CheckpointFolder.merged(folder, 1, 1, "n", [("t", 4)], [alone]).checksums("t")
+    with open(os.path.join(folder, "model.safetensors"), "r+b") as file:
+        engine.CheckpointFolder.header(file.fileno(), "model.safetensors")
+        engine.CheckpointFolder.lock(file.fileno(), "model.safetensors")
+        read.lies_in(file.fileno(), dict.fromkeys(read.files, 0))
+    engine.CheckpointFolder.is_alive(folder), engine.CheckpointFolder.check_removable(folder)
     engine.CheckpointFolder.identity(folder), engine.CheckpointFolder.find(folder)
     engine.CheckpointFolder.remove(folder)
 
@@ -197,7 +206,10 @@ def saver() -> None:
         )  # fmt: skip
         while not made.wait(1.0):
             pass
-        made.progress(), made.spare()
+        made.progress(), made.spare(), made.unwritten(), made.warm(0), made.protect()
+        kept = {"own": None, "own_sources": [], "timeout_s": 5.0, "device": None}
+        made.keep(nonce="k", shared=plan, shared_sources=[(0, 0, 4096, BASE, True, False)], image=BASE + 8192,
+                  image_bytes=1 << 14, **kept)  # fmt: skip
     finally:
         made.close()
 
@@ -207,14 +219,89 @@ def codecs() -> None:
     engine.block_encode(32, 8, BASE, BASE + 4096, 0, 32)
     engine.block_fold(32, 8, BASE + size, [BASE], 1, 1.0, 0)
     engine.block_decode(32, 8, BASE + 4096, BASE, 0, 0, 32)
-    engine.powersgd_init_basis([(BASE, BASE + 1024, BASE + 2048, BASE + 3072, BASE + 4096, 8, 8, 1, 7, "float32")])
+    matrix = (BASE, BASE + 1024, BASE + 2048, BASE + 3072, BASE + 4096, 8, 8, 1, 7, "float32")
+    engine.powersgd_init_basis([matrix]), engine.powersgd_project([matrix], [BASE + 5120])
     engine.fold(BASE, [BASE + 64, BASE + 128], 16, "float32", "sum")
     engine.object_addresses([{}, [1]]), engine.tensor_places([Tensor(0)]), engine.host_limits()
     engine.device_tensor(-1, MEMORY, BASE, "float32", (16,), None)
 
 
+class Simulation:
+    """A GPU of tests/fake, whose driver, NCCL and kernels are the files in SW_FAKES."""
+
+    def __init__(self, paths: str) -> None:
+        self.cuda, self.nccl, kernels = paths.split(os.pathsep)
+        os.environ["SIM_NCCL_FOLDER"] = FOLDER
+        driver, self.held, reference = ctypes.CDLL(self.cuda), ctypes.CDLL(self.nccl), ctypes.CDLL(kernels)
+        self.driver, self.reference = driver, reference
+        driver.sim_torch_begin.argtypes = (ctypes.c_int, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_int)
+        driver.sim_torch_adopt.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint64)
+        reference.sim_kernel_contracts.restype = ctypes.c_void_p
+        reference.sim_image_hash.restype = ctypes.c_uint64
+        body = ctypes.create_string_buffer(b"an image that only the simulation takes")
+        image = (
+            b"SWIMAGE1" + engine.crc32c(ctypes.addressof(body), len(body)).to_bytes(4, "little") + bytes(4) + body.raw
+        )
+        with open(os.path.join(FOLDER, f"shardwright-{reference.sim_image_hash():016x}-sm_90.image"), "wb") as file:
+            file.write(image)
+
+    def begin(self) -> None:
+        """Forget what earlier scenes enqueued: the simulation has few streams."""
+        contracts, count = self.reference.sim_kernel_contracts(), self.reference.sim_kernel_count()
+        self.driver.sim_torch_begin(0, 1, contracts, count)
+        self.driver.sim_torch_adopt(None, BASE, 1 << 15)
+
+    def open(self, host: Any) -> Any:
+        return engine.DeviceComm(
+            0, libcuda=self.cuda, libnccl=self.nccl, packaged=FOLDER, host=host, make_room=lambda: None
+        )
+
+
+simulation: Any = None
+
+
+def gpu() -> None:
+    """Two objects of each type that a DeviceComm makes; its peers are none."""
+    host = engine.HostComm(0, 1)
+    comm = simulation.open(host)
+    arena = host.arena(engine.slot_part_bytes(1 << 14), "slots", of_hosts=True)
+    comm.connect_slots(arena, [0], 1 << 14, "shm", 0, 5.0)
+    try:
+        comm.broadcast([(BASE, 16, "float32")], 0, 0)
+        comm.all_gather([(BASE, 16, "float32")], 0)
+        comm.exchange((BASE, 16, "float32"), BASE + 64, 0)
+        comm.norm_sum([(BASE, 16, "float32")], 0)
+        comm.clip([(BASE, 16, "float32")], 1.0, False, BASE + 128, 0)
+        comm.pack([(BASE + 256, BASE, 64)], 0)
+        comm.follow(0, 0), comm.refuse_capture(0, "a test"), comm.watch(), comm.describe(), comm.stats()
+        units = engine.DeviceUnits(comm, 1, [("u", 0, BASE + 512, [(BASE, 0, 64, "float32", "float32")])])
+        units.gather(0), units.take(0, 0), units.wait(0), units.release(0, 0), units.update(0)
+        units.state(0), units.holder(0), units.stats()
+        offload = engine.DeviceOffload(comm, 1 << 12, 1)
+        offload.stats()
+        engine.device_block_encode(comm, 32, 8, [(BASE + 4096, BASE, 0, 32)], 0)
+        engine.device_finite(comm, BASE + 8192, BASE, 16, 2, 0)
+        made = engine.Reducer(comm, [("p", 16, "float32", True)], bucket_cap_bytes=1 << 12)
+        made.stats(), made.bucket_shape(0)
+    finally:
+        comm.close()
+    comm.describe()
+    engine.DeviceStage(0, 1 << 20, simulation.cuda).stats()
+
+
+def region() -> None:
+    comm = simulation.open(None)
+    comm.connect(engine.nccl_unique_id(simulation.nccl), 0, 1, 5.0)
+    try:
+        made = engine.DeviceRegion(comm, 1 << 12, 0)
+        made.register(), made.deregister()
+        engine.device_tensor(0, made, made.address, "float32", (16,), None)
+    finally:
+        comm.close()
+
+
 SCENES: list[Callable[[], None]] = [
-    communicator, two_ranks, units, reducer, state_file, optimizer, checkpoint, saver, codecs,
+    communicator, two_ranks, units, reducer, state_file, optimizer, checkpoint, saver, codecs, gpu, region,
 ]  # fmt: skip
 #: What a scene may raise when an allocation failed in it.
 TOLD = (MemoryError, OSError, engine.Error, ValueError, KeyboardInterrupt, RuntimeError, NotImplementedError)
@@ -230,15 +317,28 @@ def note_unraisable(told: Any) -> None:
         wrong.append(f"unraisable {told.exc_type.__name__}: {told.exc_value}")
 
 
+def begin(scene: Callable[[], None]) -> None:
+    if scene in (gpu, region):
+        gc.collect()
+        simulation.begin()
+
+
 def run_with_faults(scene: Callable[[], None], stride: int) -> int:
     """Fail every stride-th allocation of the scene in turn. Return how many failed."""
     preloaded = ctypes.CDLL(None)
     arm, count = preloaded.faults_arm, preloaded.faults_count
     arm.argtypes, arm.restype, count.restype = (ctypes.c_long,), None, ctypes.c_long
+    if simulation is not None:
+        with open("/proc/self/maps") as maps:
+            for line in maps:
+                if line.rstrip().endswith((simulation.cuda, simulation.nccl)) and " r-xp " in line:
+                    preloaded.faults_spare(*(ctypes.c_void_p(int(at, 16)) for at in line.split()[0].split("-")))
+    begin(scene)
     scene()
     nth = 1
     while True:
         told: BaseException | None = None
+        begin(scene)
         try:
             arm(nth)  # the first that fail are of this call itself
             scene()
@@ -257,6 +357,7 @@ def run_with_faults(scene: Callable[[], None], stride: int) -> int:
             break
         nth += stride
     gc.collect()
+    begin(scene)
     scene()
     return nth
 
@@ -294,20 +395,41 @@ def share_objects() -> None:
     in_threads(work)
 
 
+def close_beside() -> None:
+    """Close a saver while other threads look at it and cancel."""
+    for _ in range(50):
+        made = engine.CheckpointSaver(0, 1)
+
+        def work(i: int, made: Any = made) -> None:
+            try:
+                while i > 0:
+                    made.progress(), made.cancel("a test")
+            except engine.Error:
+                return
+            made.close()
+
+        in_threads(work)
+
+
 def main() -> None:
+    global simulation
     sys.unraisablehook = note_unraisable
+    if "SW_FAKES" in os.environ:
+        simulation = Simulation(os.environ["SW_FAKES"])
     only = sys.argv[5:] or [scene.__name__ for scene in SCENES]
     for scene in SCENES:
-        if scene.__name__ not in only:
+        if scene.__name__ not in only or (scene in (gpu, region) and simulation is None):
             continue
         if sys.argv[3] == "faults":
             print(scene.__name__, run_with_faults(scene, int(sys.argv[4])), flush=True)
         else:
+            begin(scene)
             scene()
-            if scene not in (optimizer, checkpoint, saver, codecs):  # these use one memory or folder
+            if scene not in (optimizer, checkpoint, saver, codecs, gpu, region):  # these use one memory or folder
                 in_threads(lambda _, scene=scene: scene())
     if sys.argv[3] == "plain":
         share_objects()
+        close_beside()
     if wrong:
         print("\n".join(wrong))
     sys.exit(bool(wrong))

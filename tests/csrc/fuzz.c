@@ -106,9 +106,9 @@ static size_t mutate(const fuzz_plan *plan, uint8_t *bytes, size_t size, size_t 
 int fuzz_main(int argc, char **argv, const fuzz_plan *plan)
 {
     const char *is_long = getenv("SW_TEST_LONG");
-    long rounds = argc > 1                         ? atol(argv[1])
+    long rounds = argc > 1                       ? atol(argv[1])
                   : is_long && is_long[0] == '1' ? plan->thorough
-                                                   : plan->quick;
+                                                 : plan->quick;
     for (long round = 0; round < rounds; ++round) {
         const fuzz_seed *seed = &plan->seeds[chance(plan->seed_count)];
         uint8_t bytes[ROOM];

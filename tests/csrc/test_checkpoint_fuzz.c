@@ -60,22 +60,25 @@ static void try_manifest(const uint8_t *data, size_t size)
     memcpy(text + size, seal, (size_t)seal_bytes);
     if (sw_manifest_parse(text, size + (size_t)seal_bytes, "fuzz", &found, NULL) == SW_OK) {
         uint64_t blocks = 0;
-        fuzz_require(sw_manifest_is_nonce(found.nonce) && found.world_size > 0, "nonce, world size");
+        fuzz_require(sw_manifest_is_nonce(found.nonce) && found.world_size > 0,
+                     "nonce, world size");
         for (size_t i = 0; i < found.file_count; ++i) {
             const sw_manifest_file *file = &found.files[i];
             uint64_t all =
                 file->size_bytes / SW_BLOCK_BYTES + (file->size_bytes % SW_BLOCK_BYTES != 0);
             fuzz_require(file->path[0] != '/' && file->path[0] != '.' && !strstr(file->path, "/."),
-                    "a path that may leave the folder");
-            fuzz_require(file->block_count == all && file->first_block == blocks, "blocks of a file");
+                         "a path that may leave the folder");
+            fuzz_require(file->block_count == all && file->first_block == blocks,
+                         "blocks of a file");
             for (size_t j = 0; j < i; ++j)
                 fuzz_require(strcmp(found.files[j].path, file->path) != 0, "a path twice");
             blocks += file->block_count;
         }
         fuzz_require(sw_manifest_print(&found, append_part, &again, NULL) == SW_OK, "print");
-        fuzz_require(sw_manifest_parse(again.data, again.size_bytes, "again", &twice, NULL) == SW_OK &&
-                    twice.file_count == found.file_count && twice.step == found.step,
-                "what was printed is not what was read");
+        fuzz_require(sw_manifest_parse(again.data, again.size_bytes, "again", &twice, NULL) ==
+                             SW_OK &&
+                         twice.file_count == found.file_count && twice.step == found.step,
+                     "what was printed is not what was read");
         sw_manifest_fini(&twice);
         sw_text_fini(&again);
         sw_manifest_fini(&found);
@@ -93,9 +96,10 @@ static void check_entries(const sw_safetensors *found, size_t header_bytes, uint
         fuzz_require(size > 0, "a dtype");
         for (size_t d = 0; d < entry->shape->count; ++d, length = sw_json_next(length))
             fuzz_require(length->integer >= 0 &&
-                        !__builtin_mul_overflow(size, (uint64_t)length->integer, &size),
-                    "a shape");
-        fuzz_require(entry->begin == at && entry->size_bytes == size, "a hole, an overlap or a size");
+                             !__builtin_mul_overflow(size, (uint64_t)length->integer, &size),
+                         "a shape");
+        fuzz_require(entry->begin == at && entry->size_bytes == size,
+                     "a hole, an overlap or a size");
         at += size;
         for (size_t j = 0; j < i; ++j)
             fuzz_require(strcmp(found->entries[j].name, entry->name) != 0, "a name twice");
@@ -139,8 +143,8 @@ static void try_header_size(const uint8_t *data, size_t size)
     memcpy(&file_bytes, data + 8, 8);
     if (sw_safetensors_header_size(data, file_bytes, "fuzz", &header_bytes, NULL) == SW_OK)
         fuzz_require(length <= SW_SAFETENSORS_HEADER_MAX && header_bytes == length + 8 &&
-                    header_bytes <= file_bytes,
-                "a header beyond 100 MB or its file");
+                         header_bytes <= file_bytes,
+                     "a header beyond 100 MB or its file");
 }
 
 /* A catalog whose manifest is sound, and behind it any bytes. */
@@ -150,7 +154,8 @@ static void try_catalog(const uint8_t *data, size_t size)
     sw_manifest found = {0};
     sw_catalog catalog = {0};
     static const char inside[] =
-        "{\"format\":\"shardwright.checkpoint\",\"version\":1,\"step\":1,\"world_size\":1,\"nonce\":"
+        "{\"format\":\"shardwright.checkpoint\",\"version\":1,\"step\":1,\"world_size\":1,"
+        "\"nonce\":"
         "\"n\",\"block_bytes\":1048576,\"files\":[{\"path\":\"t\",\"bytes\":0,\"crc32c\":\"\"}]";
     int bytes = snprintf(text, sizeof text, "%s,\"self_crc32c\":\"%08x\"}\n", inside,
                          sw_crc32c(0, inside, sizeof inside - 1));
@@ -207,17 +212,18 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 }
 
 #ifndef SW_LIBFUZZER
-#define MANIFEST                                                                                 \
-    "{\"format\":\"shardwright.checkpoint\",\"version\":1,\"step\":12,\"world_size\":3,"            \
-    "\"nonce\":\"abc9\",\"metric\":0.125,\"block_bytes\":1048576,\"files\":[{\"path\":\"empty\","    \
-    "\"bytes\":0,\"crc32c\":\"\"},{\"path\":\"model.safetensors\",\"bytes\":1048577,\"crc32c\":"     \
+#define MANIFEST                                                                                  \
+    "{\"format\":\"shardwright.checkpoint\",\"version\":1,\"step\":12,\"world_size\":3,"          \
+    "\"nonce\":\"abc9\",\"metric\":0.125,\"block_bytes\":1048576,\"files\":[{\"path\":\"empty\"," \
+    "\"bytes\":0,\"crc32c\":\"\"},{\"path\":\"model.safetensors\",\"bytes\":1048577,\"crc32c\":"  \
     "\"deadbeef00000001\"},{\"path\":\"ranks/00001.json\",\"bytes\":10,\"crc32c\":\"00000005\"}]"
 static const fuzz_seed seeds[] = {
     FUZZ_SEED("0" MANIFEST),
     FUZZ_SEED("1" MANIFEST),
-    FUZZ_SEED("2\x1c\x01{\"__metadata__\":{\"a\":\"b\"},\"x\":{\"dtype\":\"F32\",\"shape\":[2,3],"
-              "\"data_offsets\":[0,24]},\"y\":{\"dtype\":\"BF16\",\"shape\":[2],\"data_offsets\":[24,"
-              "28]},\"z\":{\"dtype\":\"U8\",\"shape\":[256,1],\"data_offsets\":[28,284]}}"),
+    FUZZ_SEED(
+        "2\x1c\x01{\"__metadata__\":{\"a\":\"b\"},\"x\":{\"dtype\":\"F32\",\"shape\":[2,3],"
+        "\"data_offsets\":[0,24]},\"y\":{\"dtype\":\"BF16\",\"shape\":[2],\"data_offsets\":[24,"
+        "28]},\"z\":{\"dtype\":\"U8\",\"shape\":[256,1],\"data_offsets\":[28,284]}}"),
     FUZZ_SEED("3\x00\xe1\xf5\x05\x01\x02\x03\x04\x00\x00\x00\x00\x01\x00\x00\x00"),
     FUZZ_SEED("4\x01\x01\0\0\0\0\0\0\0\x03\0\0\0\0\0\0\0tabc\x01\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0u"),
 };

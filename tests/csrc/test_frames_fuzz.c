@@ -238,10 +238,8 @@ static sw_op operation_of(scene *s, uint8_t form)
 
 static void scene_init(scene *s, fuzz_script *script, int hosts, int host, int radix, uint8_t form)
 {
-    static const sw_wire plain = {.send = wire_send,
-                                  .receive = wire_receive,
-                                  .wait = wire_wait,
-                                  .drop = wire_drop};
+    static const sw_wire plain = {
+        .send = wire_send, .receive = wire_receive, .wait = wire_wait, .drop = wire_drop};
     sw_wire *wire = room(1, sizeof *wire);
     int host_of[HOSTS_MAX];
     sw_hier *hier = &s->hier;
@@ -366,8 +364,8 @@ static void try_end(fuzz_script *script)
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 {
     fuzz_script script = {data, size};
-    static void (*const tries[])(fuzz_script *) = {try_part, try_packet, try_end, try_frames,
-                                                   try_frames, try_frames};
+    static void (*const tries[])(fuzz_script *) = {try_part,   try_packet, try_end,
+                                                   try_frames, try_frames, try_frames};
     tries[fuzz_take(&script) % (sizeof tries / sizeof *tries)](&script);
     return 0;
 }
@@ -375,10 +373,12 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 #ifndef SW_LIBFUZZER
 int main(int argc, char **argv)
 {
-    static const fuzz_seed seeds[] = {
-        FUZZ_SEED("\x00\x01\x08\x00\x02\x07"), FUZZ_SEED("\x01\x50\x08\x00\x02\x07"),
-        FUZZ_SEED("\x02\x00\x04\x00\x02\x05\x01"), FUZZ_SEED("\x03\x00\x00\x00\x00\x08\x04\x00"),
-        FUZZ_SEED("\x04\x02\x01\x00\x01\x01\x00\x00"), FUZZ_SEED("\x05\x03\x01\x03\x13\x08\x0c")};
+    static const fuzz_seed seeds[] = {FUZZ_SEED("\x00\x01\x08\x00\x02\x07"),
+                                      FUZZ_SEED("\x01\x50\x08\x00\x02\x07"),
+                                      FUZZ_SEED("\x02\x00\x04\x00\x02\x05\x01"),
+                                      FUZZ_SEED("\x03\x00\x00\x00\x00\x08\x04\x00"),
+                                      FUZZ_SEED("\x04\x02\x01\x00\x01\x01\x00\x00"),
+                                      FUZZ_SEED("\x05\x03\x01\x03\x13\x08\x0c")};
     const fuzz_plan plan = {.target = LLVMFuzzerTestOneInput,
                             .seeds = seeds,
                             .seed_count = sizeof seeds / sizeof *seeds,

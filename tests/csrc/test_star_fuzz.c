@@ -55,13 +55,11 @@ typedef struct rank_side {
 
 static void side_init(rank_side *side, int rank, fuzz_script *script)
 {
-    *side = (rank_side){.comm = {.ops = &ops,
-                                 .rank = rank,
-                                 .world_size = 2,
-                                 .timeout_ns = INT64_C(20000000000)},
-                        .star = {.listener = -1},
-                        .fd = -1,
-                        .script = script};
+    *side = (rank_side){
+        .comm = {.ops = &ops, .rank = rank, .world_size = 2, .timeout_ns = INT64_C(20000000000)},
+        .star = {.listener = -1},
+        .fd = -1,
+        .script = script};
     if (sw_star_open(&side->star, &side->comm, side->address, &side->err) != SW_OK)
         exit(1);
 }
@@ -125,7 +123,8 @@ static void call_as_stranger(rank_side *self)
         send_changed(self->script, socket, &call, sizeof call);
         if (fuzz_take(self->script) % 4 == 1 && await(socket, &answer, sizeof answer)) {
             sw_proof_make(proof, SW_PROOF_CALLER, &call, answer.nonce, self->addresses[0], secret);
-            proof[fuzz_take(self->script) % sizeof proof] ^= 1; /* a right one would be the rank's */
+            proof[fuzz_take(self->script) % sizeof proof] ^=
+                1; /* a right one would be the rank's */
             send_changed(self->script, socket, proof, sizeof proof);
         }
     }
@@ -147,8 +146,8 @@ static void *join_after_strangers(void *argument)
     if (lies)
         send_changed(self->script, self->star.link[0], &answer, sizeof answer);
     else
-        self->status = sw_star_answer(&self->star, "the test", answer.serial, SW_OK, NULL,
-                                      &self->err);
+        self->status =
+            sw_star_answer(&self->star, "the test", answer.serial, SW_OK, NULL, &self->err);
     if (lies) /* the first rank may wait for more of it */
         sw_socket_close(&self->star.link[0]);
     return NULL;

@@ -47,6 +47,7 @@ int main(void)
             check(is_one_text(text, letter), "a mixed note: '%s' of %c", text, letter);
     for (int i = 0; i < 2; ++i)
         pthread_join(writers[i], NULL);
-    check(sw_wait_note_read(&shared, 1, text, &letter) && is_one_text(text, letter), "the last note");
+    check(sw_wait_note_read(&shared, 1, text, &letter) && is_one_text(text, letter),
+          "the last note");
     return check_result();
 }

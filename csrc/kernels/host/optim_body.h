@@ -68,7 +68,7 @@ OPTIM_INLINE float bfloat16_master(float master, uint16_t parameter)
 {
     uint32_t bits = bits_from_float(master), held = (uint32_t)parameter << 16;
     uint32_t apart = bits + 0x7fffu + ((bits >> 16) & 1u) - held;
-    return (apart < 0x10000u) & (master == master) ? master : float_from_bits(held);
+    return ((apart < 0x10000u) & (master == master)) ? master : float_from_bits(held);
 }
 
 /* ---- Adam ---- */
