@@ -71,9 +71,7 @@ static PyObject *folder_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     sw_manifest manifest = {0};
     sw_catalog catalog = {0};
     sw_status status;
-    if (kwargs && PyDict_Size(kwargs) > 0)
-        return PyErr_Format(PyExc_TypeError, "CheckpointFolder: no keyword is known");
-    if (!sw_py_read("CheckpointFolder path:s", args, NULL, a))
+    if (!sw_py_read("CheckpointFolder path:s", args, kwargs, a))
         return NULL;
     SW_PY_WITHOUT_GIL(status, sw_checkpoint_find(a[0].s, found, &manifest, &err));
     return status == SW_OK ? make_folder(type, found, &manifest, &catalog)

@@ -75,9 +75,7 @@ static PyObject *plan_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     sw_py_table texts = {0};
     sw_error err = {0};
     sw_plan *plan = NULL;
-    if (kwargs && PyDict_Size(kwargs) > 0)
-        return PyErr_Format(PyExc_TypeError, "CheckpointPlan: no keyword is known");
-    if (!sw_py_read("CheckpointPlan groups:L texts:L", args, NULL, a))
+    if (!sw_py_read("CheckpointPlan groups:L texts:L", args, kwargs, a))
         return NULL;
     sw_status status = SW_E_INVALID;
     if (sw_py_nested_init(&groups, a[0].o,

@@ -8,11 +8,6 @@
 #include "compress/powersgd.h"
 #include "python/method.h"
 
-static PyObject *finish(PyObject *module, sw_status status, const sw_error *err)
-{
-    return status == SW_OK ? sw_py_none() : sw_py_raise(PyModule_GetState(module), err, NULL);
-}
-
 /* ---- blocks: block, bits, ... ---- */
 
 static sw_block_codec codec_of(const sw_py_arg *a)
@@ -49,10 +44,10 @@ static sw_status decode(const sw_py_arg *a)
 
 SW_PY_METHOD(block_encode, PyObject,
              "block_encode block:n bits:i records:A source:A error:A numel:N", check_codec(self, a),
-             encode(a), finish(self, status, &err))
+             encode(a), sw_py_finish(self, status, &err))
 SW_PY_METHOD(block_decode, PyObject,
              "block_decode block:n bits:i out:A records:A error:A own:A numel:N",
-             check_codec(self, a), decode(a), finish(self, status, &err))
+             check_codec(self, a), decode(a), sw_py_finish(self, status, &err))
 SW_PY_VALUE(block_is_finite, PyObject, "block_is_finite block:n bits:i records:A count:N",
             check_codec(self, a),
             PyBool_FromLong(sw_block_is_finite(&(sw_block_codec){a[0].size, a[1].i}, a[2].address,
@@ -84,11 +79,11 @@ static PyObject *block_fold(PyObject *module, PyObject *args)
 SW_PY_METHOD(half_encode, PyObject, "half_encode dtype:s wire:A source:A numel:N scale:d", true,
              sw_half_encode(sw_dtype_from_name(a[0].s), a[1].address, a[2].address, a[3].size,
                             (float)a[4].d, &err),
-             finish(self, status, &err))
+             sw_py_finish(self, status, &err))
 SW_PY_METHOD(half_decode, PyObject, "half_decode dtype:s out:A wire:A numel:N", true,
              sw_half_decode(sw_dtype_from_name(a[0].s), a[1].address, a[2].address, a[3].size,
                             &err),
-             finish(self, status, &err))
+             sw_py_finish(self, status, &err))
 
 /* ---- PowerSGD ---- */
 

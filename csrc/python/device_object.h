@@ -54,9 +54,4 @@ PyObject *sw_py_device_finish(device_comm_object *self, sw_status status, const 
 /* Parses a torch stream, an integer address. Returns false with an exception. */
 bool sw_py_device_stream(PyObject *value, sw_stream **stream);
 
-static inline void *sw_py_address(unsigned long long address)
-{
-    return (void *)(uintptr_t)address;
-}
-
 #endif

@@ -79,6 +79,9 @@ int sw_py_errors_init(PyObject *module, engine_state *state);
  * NULL. */
 PyObject *sw_py_raise(engine_state *state, const sw_error *err, const comm_object *comm);
 
+/* Ends a function of the module: returns None, or NULL with the exception of `err`. */
+PyObject *sw_py_finish(PyObject *module, sw_status status, const sw_error *err);
+
 /* Raises CheckpointError with `errno` (None unless a system call failed), or MemoryError. Returns
  * NULL. */
 PyObject *sw_py_raise_checkpoint(engine_state *state, const sw_error *err);
@@ -208,6 +211,9 @@ const void *sw_py_tensor_exchange_table(PyObject *tensor);
  * view (sparse, ...). The bytes are those before a lazy conjugation or negation.
  */
 bool sw_py_tensor_view_get(const void *table, PyObject *tensor, tensor_view *view);
+
+/* Reads data_ptr(). Returns false with an exception, and then NULL. */
+bool sw_py_tensor_address(PyObject *tensor, void **address);
 
 /* Reads a tensor through `table` if that is not NULL, else through data_ptr(), shape and stride().
  * Returns false with an exception that begins with `what` if the tensor has no such memory (sparse,

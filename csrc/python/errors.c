@@ -123,6 +123,11 @@ PyObject *sw_py_raise(engine_state *state, const sw_error *err, const comm_objec
     return NULL;
 }
 
+PyObject *sw_py_finish(PyObject *module, sw_status status, const sw_error *err)
+{
+    return status == SW_OK ? Py_BuildValue("") : sw_py_raise(PyModule_GetState(module), err, NULL);
+}
+
 PyObject *sw_py_raise_checkpoint(engine_state *state, const sw_error *err)
 {
     if (err->status == SW_E_MEMORY)

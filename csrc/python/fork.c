@@ -30,13 +30,8 @@ static PyObject *forked(PyObject *module, PyObject *unused)
     return err.status == SW_OK ? sw_py_none() : sw_py_raise(state, &err, NULL);
 }
 
-static PyObject *finish(PyObject *module, sw_status status, const sw_error *err)
-{
-    return status == SW_OK ? sw_py_none() : sw_py_raise(PyModule_GetState(module), err, NULL);
-}
-
 SW_PY_METHOD(own_pages, PyObject, "own_pages address:A nbytes:N", true,
-             sw_memory_own(a[0].address, a[1].size, &err), finish(self, status, &err))
+             sw_memory_own(a[0].address, a[1].size, &err), sw_py_finish(self, status, &err))
 
 PyMethodDef sw_py_fork_functions[] = {
     {"forked", forked, METH_NOARGS,

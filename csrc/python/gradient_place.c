@@ -9,13 +9,10 @@
 static void *address_of(reducer_object *self, PyObject *tensor)
 {
     tensor_view seen;
-    if (sw_py_tensor_view_get(self->exchange, tensor, &seen))
-        return seen.data;
-    PyObject *number = sw_py_call(tensor, "data_ptr", NULL, NULL);
-    void *address = number ? PyLong_AsVoidPtr(number) : NULL;
-    Py_XDECREF(number);
-    PyErr_Clear();
-    return address;
+    if (!sw_py_tensor_view_get(self->exchange, tensor, &seen) &&
+        !sw_py_tensor_address(tensor, &seen.data))
+        PyErr_Clear();
+    return seen.data;
 }
 
 /* Returns true if a view still uses our memory: `p.grad.data = x` replaces the memory of the same

@@ -24,15 +24,10 @@ static PyObject *instruction_sets(PyObject *module, PyObject *unused)
     return list;
 }
 
-static PyObject *finish(PyObject *module, sw_status status, const sw_error *err)
-{
-    return status == SW_OK ? sw_py_none() : sw_py_raise(PyModule_GetState(module), err, NULL);
-}
-
 SW_PY_VALUE(instruction_set, PyObject, "instruction_set", true,
             PyUnicode_FromString(sw_kernels()->name))
 SW_PY_METHOD(force_instruction_set, PyObject, "force_instruction_set name:z", true,
-             sw_kernels_force(a[0].s, &err), finish(self, status, &err))
+             sw_kernels_force(a[0].s, &err), sw_py_finish(self, status, &err))
 
 static PyObject *fold_tables(PyObject *module, const sw_py_arg *a, const sw_py_table *sources)
 {
@@ -52,7 +47,7 @@ static PyObject *fold_tables(PyObject *module, const sw_py_arg *a, const sw_py_t
     if (status == SW_OK)
         sw_kernels()->fold[dtype](&target, 1, sources->rows, (int)sources->count, a[2].size,
                                   1.0 / (double)sources->count, op);
-    return finish(module, status, &err);
+    return sw_py_finish(module, status, &err);
 }
 
 static PyObject *fold(PyObject *module, PyObject *args)

@@ -36,14 +36,6 @@ int sw_py_reducer_init_on_device(reducer_object *self)
     return self->memory && self->held ? 0 : -1;
 }
 
-static bool address_of(PyObject *tensor, void **address)
-{
-    PyObject *value = sw_py_call(tensor, "data_ptr", NULL, NULL);
-    *address = value ? PyLong_AsVoidPtr(value) : NULL;
-    Py_XDECREF(value);
-    return !PyErr_Occurred();
-}
-
 /* Leaves the communicator, and keeps the owner of what the reducer now uses at place `at` of
  * `memory`. */
 static PyObject *finish_keeping(reducer_object *self, size_t at, PyObject *owner, sw_status status,
@@ -65,7 +57,7 @@ PyObject *sw_py_reducer_adopt(PyObject *op, PyObject *args)
     void *data;
     sw_error err;
     if (check_gpu(self) < 0 || !sw_py_read("adopt bucket:n tensor:O", args, NULL, a) ||
-        !sw_py_reducer_has_bucket(self, a[0].n) || !address_of(a[1].o, &data) ||
+        !sw_py_reducer_has_bucket(self, a[0].n) || !sw_py_tensor_address(a[1].o, &data) ||
         reducer_enter(self) < 0)
         return NULL;
     sw_status status = sw_reducer_adopt(self->reducer, a[0].size, data, &err);
@@ -97,7 +89,7 @@ static bool read_tensors(reducer_object *self, PyObject *args, const char *signa
         PyObject *size = PyObject_GetAttrString(tensor, "nbytes");
         out->sizes_bytes[i] = size ? PyLong_AsSize_t(size) : 0;
         Py_XDECREF(size);
-        if (PyErr_Occurred() || !address_of(tensor, &out->addresses[i]))
+        if (PyErr_Occurred() || !sw_py_tensor_address(tensor, &out->addresses[i]))
             return false;
     }
     return true;

@@ -94,18 +94,18 @@ static const char *attribute_text(PyObject *object, const char *name, PyObject *
     return *text ? PyUnicode_AsUTF8AndSize(*text, NULL) : NULL;
 }
 
-static PyObject *call_without_arguments(PyObject *object, const char *name)
+bool sw_py_tensor_address(PyObject *tensor, void **address)
 {
-    PyObject *method = PyObject_GetAttrString(object, name);
-    PyObject *result = method ? PyObject_CallObject(method, NULL) : NULL;
-    Py_XDECREF(method);
-    return result;
+    PyObject *value = sw_py_call(tensor, "data_ptr", NULL, NULL);
+    *address = value ? PyLong_AsVoidPtr(value) : NULL;
+    Py_XDECREF(value);
+    return !PyErr_Occurred();
 }
 
 static bool read_by_methods(PyObject *tensor, const char *what, Py_ssize_t index, bool anywhere,
                             tensor_reading *out)
 {
-    PyObject *text = NULL, *address = NULL;
+    PyObject *text = NULL;
     const char *name = attribute_text(tensor, "device", &text);
     bool on_cpu = name && strncmp(name, "cpu", 3) == 0;
     Py_XDECREF(text);
@@ -117,16 +117,13 @@ static bool read_by_methods(PyObject *tensor, const char *what, Py_ssize_t index
     out->dtype =
         name && strncmp(name, "torch.", 6) == 0 ? sw_dtype_from_name(name + 6) : SW_DTYPE_COUNT;
     Py_XDECREF(text);
-    address = call_without_arguments(tensor, "data_ptr");
-    out->data = address ? PyLong_AsVoidPtr(address) : NULL;
-    Py_XDECREF(address);
-    if (PyErr_Occurred()) {
+    if (PyErr_Occurred() || !sw_py_tensor_address(tensor, &out->data)) {
         PyErr_Clear();
         return refuse(tensor, what, index, "a dense tensor", "layout");
     }
     out->ndim = read_integers(PyObject_GetAttrString(tensor, "shape"), out->own);
     int strides =
-        read_integers(call_without_arguments(tensor, "stride"), out->own + SW_PY_TENSOR_DIMS_MAX);
+        read_integers(sw_py_call(tensor, "stride", NULL, NULL), out->own + SW_PY_TENSOR_DIMS_MAX);
     out->shape = out->own;
     out->strides = out->own + SW_PY_TENSOR_DIMS_MAX;
     if (out->ndim < 0 || strides != out->ndim) {
