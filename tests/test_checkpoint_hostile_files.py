@@ -18,8 +18,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from shardwright import CheckpointError, convert
-from shardwright.convert.contents import Contents, Lazy
-from shardwright.convert.unpickle import Unpickler, load_torch_file, without_placeholders
+from shardwright_tools.convert.contents import Contents, Lazy
+from shardwright_tools.convert.unpickle import Unpickler, load_torch_file, without_placeholders
 
 pytestmark = pytest.mark.timeout(60)
 

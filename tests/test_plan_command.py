@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from shardwright.cli import main
-from shardwright.planner.activations import activation_bytes
-from shardwright.planner.choose import Work, choose
-from shardwright.planner.machine import Machine
-from shardwright.planner.memory import OPTIMIZERS, PRECISIONS, cut_buckets, gradient_bytes, state_of
-from shardwright.planner.saving import learning_rate, save_plan
-from shardwright.planner.shape import PlanError, from_config, from_numbers
+from shardwright_tools.cli import main
+from shardwright_tools.planner.activations import activation_bytes
+from shardwright_tools.planner.choose import Work, choose
+from shardwright_tools.planner.machine import Machine
+from shardwright_tools.planner.memory import OPTIMIZERS, PRECISIONS, cut_buckets, gradient_bytes, state_of
+from shardwright_tools.planner.saving import learning_rate, save_plan
+from shardwright_tools.planner.shape import PlanError, from_config, from_numbers
 
 ROOT = Path(__file__).resolve().parents[1]
 
