@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from shardwright import chaos
+from shardwright_tools import chaos
 from shardwright_tools.cli import main
 from shardwright_tools.cli.chaos import Result, Run, lines_of, report_of
 

@@ -17,7 +17,7 @@ import pytest
 import shardwright as sw
 import torch
 import torch.distributed.checkpoint as dcp
-from shardwright import convert
+from shardwright_tools import convert
 from shardwright_tools.cli import main
 from shardwright_tools.convert.contents import Contents, Lazy
 from shardwright_tools.convert.dcp_format import read_dcp

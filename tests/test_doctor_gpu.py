@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shardwright_tools.cli.doctor import machine as doctor_machine
-from shardwright_tools.cli.doctor import settings as doctor_settings
-from shardwright_tools.cli.doctor.gpu import findings
-from shardwright_tools.cli.doctor.machine import Finding, Machine
+from shardwright_tools.doctor import machine as doctor_machine
+from shardwright_tools.doctor import settings as doctor_settings
+from shardwright_tools.doctor.gpu import findings
+from shardwright_tools.doctor.machine import Finding, Machine
 
 NO_DRIVER = "/nowhere/libcuda.so.1"
 

@@ -300,7 +300,7 @@ def test_no_file_is_longer_than_800_lines() -> None:
 
 FOLDER = re.compile(r"^\| ([a-z_]+) \|[^|]*\|[^|]*\|$", re.MULTILINE)
 #: what imports from every folder, and what every folder may import
-EVERYWHERE, FREE = {"", "__main__"}, {"_engine", "_version"}
+EVERYWHERE, FREE = {"", "__main__", "description"}, {"_engine", "_version"}
 
 
 def modules(package: Path) -> dict[str, Path]:
@@ -352,7 +352,7 @@ def wrong_imports(package: Path) -> list[str]:
         {
             f"{name} may not import {target}"
             for name, target in imports(package)
-            if name not in EVERYWHERE and place(target) > place(name)
+            if name not in EVERYWHERE and (target == "description" or place(target) > place(name))
         }
     )
 

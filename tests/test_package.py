@@ -251,7 +251,7 @@ ADDRESSES = {
             "cli/ckpt",
             "convert/folders",
             "convert/model_files",
-            "cli/doctor/bench",
+            "doctor/bench",
         ),
     ],
     "compared, not read": [

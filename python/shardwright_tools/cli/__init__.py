@@ -34,7 +34,8 @@ class _Version(argparse.Action):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    from . import chaos, ckpt, config, doctor, kernels, plan_command, run
+    from .. import doctor
+    from . import chaos, ckpt, config, kernels, plan_command, run
 
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["gpu-check"]:  # a program of its own, which uses the doctor of this one

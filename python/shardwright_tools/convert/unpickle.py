@@ -240,7 +240,7 @@ def _load(file: Any, **options: Any) -> Any:
 
 
 #: the argument pickle_module of torch.load
-_MODULE = types.SimpleNamespace(Unpickler=Unpickler, load=_load, __name__="shardwright.convert.unpickle")
+_MODULE = types.SimpleNamespace(Unpickler=Unpickler, load=_load, __name__=__name__)
 
 
 def load_torch_file(path: str | IO[bytes]) -> Any:

@@ -16,7 +16,7 @@ from torch import nn
 import shardwright as sw
 
 from shardwright import _engine
-from ..cli.doctor import gpu as doctor_gpu
+from ..doctor import gpu as doctor_gpu
 from shardwright.layout.memory import bytes_of
 from .report import Row, row
 
