@@ -510,7 +510,8 @@ def test_a_launch_file_starts_ranks(tmp_path):
     """The file for torchrun runs as it is on CPUs."""
     program = tmp_path / "train.py"
     program.write_text(
-        "import os\nprint('rank', os.environ['RANK'], os.environ['WORLD_SIZE'], os.environ['OMP_NUM_THREADS'], flush=True)\n"
+        "import os\nsaid = [os.environ[name] for name in ('RANK', 'WORLD_SIZE', 'OMP_NUM_THREADS')]\n"
+        "os.write(1, f\"rank {' '.join(said)}\\n\".encode())  # in one call: ranks share the pipe\n"
     )
     words = [sys.executable, "-m", "shardwright", "plan", "--layers", "2", "--width", "64", "--vocabulary", "100", "--ranks", "2", "--memory",
              "1GB", "--cpus", "1", "--launch", "torchrun", "--", str(program)]  # fmt: skip
