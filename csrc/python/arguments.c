@@ -277,30 +277,7 @@ void sw_py_nested_fini(sw_py_nested *nested)
     sw_py_table_fini(&nested->outer);
 }
 
-bool sw_py_fill_int(const sw_py_arg *a, void *row, void *unused)
-{
-    (void)unused;
-    *(int *)row = a->i;
-    return true;
-}
-
-bool sw_py_fill_size(const sw_py_arg *a, void *row, void *unused)
-{
-    (void)unused;
-    *(int64_t *)row = a->n;
-    return true;
-}
-
-bool sw_py_fill_address(const sw_py_arg *a, void *row, void *unused)
-{
-    (void)unused;
-    *(void **)row = a->address;
-    return true;
-}
-
-bool sw_py_fill_text(const sw_py_arg *a, void *row, void *unused)
-{
-    (void)unused;
-    *(const char **)row = a->s;
-    return true;
-}
+SW_PY_SHARED_ROW(sw_py_fill_int, int, a->i)
+SW_PY_SHARED_ROW(sw_py_fill_size, int64_t, a->n)
+SW_PY_SHARED_ROW(sw_py_fill_address, void *, a->address)
+SW_PY_SHARED_ROW(sw_py_fill_text, const char *, a->s)

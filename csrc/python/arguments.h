@@ -51,6 +51,16 @@ typedef struct sw_py_table {
 /* Fills a row from an item's arguments. Returns false with an exception. */
 typedef bool sw_py_row_fn(const sw_py_arg *a, void *row, void *context);
 
+/* Defines such a function for a row whose values are these expressions of a[]. */
+#define SW_PY_SHARED_ROW(function, type, ...)                  \
+    bool function(const sw_py_arg *a, void *row, void *unused) \
+    {                                                          \
+        (void)unused;                                          \
+        *(type *)row = (type){__VA_ARGS__};                    \
+        return true;                                           \
+    }
+#define SW_PY_ROW(function, type, ...) static SW_PY_SHARED_ROW(function, type, __VA_ARGS__)
+
 /* Returns false with an exception. The caller calls fini in both cases; {0} needs none. */
 bool sw_py_table_init(sw_py_table *table, PyObject *sequence, const char *signature,
                       size_t row_bytes, sw_py_row_fn *fill, void *context);

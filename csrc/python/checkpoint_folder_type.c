@@ -99,12 +99,7 @@ typedef struct sized_path {
     uint64_t size_bytes;
 } sized_path;
 
-static bool fill_sized_path(const sw_py_arg *a, void *row, void *unused)
-{
-    (void)unused;
-    *(sized_path *)row = (sized_path){a[0].s, a[1].word};
-    return true;
-}
+SW_PY_ROW(fill_sized_path, sized_path, a[0].s, a[1].word)
 
 /* Adds files to a manifest. */
 static sw_status add_files(const sw_py_table *files, sw_manifest *manifest, sw_error *err)

@@ -256,12 +256,7 @@ SW_PY_METHOD(plan_create_files, plan_object, "create_files folder:s",
              sw_py_plan_enter(self, SW_PY_SHARED), create_files(self->plan, a[0].s, &err),
              finish(self, status, &err))
 
-static bool fill_write_range(const sw_py_arg *a, void *row, void *unused)
-{
-    (void)unused;
-    *(sw_write_range *)row = (sw_write_range){a[0].word, a[1].word};
-    return true;
-}
+SW_PY_ROW(fill_write_range, sw_write_range, a[0].word, a[1].word)
 
 static PyObject *plan_write(PyObject *type, PyObject *args)
 {

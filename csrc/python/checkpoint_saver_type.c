@@ -227,13 +227,8 @@ typedef struct packed_source { /* checkpoint/state/content.py, packed() */
     uint64_t source, begin, size_bytes, address, is_eager, is_on_device;
 } packed_source;
 
-static bool fill_source(const sw_py_arg *a, void *row, void *unused)
-{
-    (void)unused;
-    *(packed_source *)row = (packed_source){(uint64_t)a[0].n,        a[1].word, a[2].word,
-                                            (uintptr_t)a[3].address, a[4].p,    a[5].p};
-    return true;
-}
+SW_PY_ROW(fill_source, packed_source, (uint64_t)a[0].n, a[1].word, a[2].word,
+          (uintptr_t)a[3].address, a[4].p, a[5].p)
 
 /* Reads a list of (source, begin, nbytes, address, eager, on_device), or bytes of such rows. */
 static bool read_packed(sw_py_table *rows, PyObject *sources)

@@ -264,16 +264,11 @@ typedef struct byte_range {
     size_t offset_bytes, size_bytes;
 } byte_range;
 
-static bool fill_byte_range(const sw_py_arg *a, void *row, void *unused)
-{
-    (void)unused;
-    *(byte_range *)row = (byte_range){a[0].size, a[1].size};
-    return true;
-}
+SW_PY_ROW(fill_byte_range, byte_range, a[0].size, a[1].size)
 
-/* Issues one all_gather per range and waits for the last. Every range is checked before the first
- * is issued: otherwise a running operation would still read borrowed memory after a later range was
- * refused. */
+/* Issues one all_gather per range and waits for the last. Every range is checked before the
+ * first is issued: otherwise a running operation would still read borrowed memory after a later
+ * range was refused. */
 static sw_status gather_ranges(sw_comm *comm, sw_op *operation, const sw_py_table *ranges,
                                sw_error *err)
 {
@@ -332,12 +327,7 @@ static PyObject *comm_barrier(PyObject *op, PyObject *args)
     return sw_py_comm_finish(self, status, &err);
 }
 
-static bool fill_range(const sw_py_arg *a, void *row, void *unused)
-{
-    (void)unused;
-    *(sw_range *)row = (sw_range){.address = a[0].address, .size_bytes = a[1].size};
-    return true;
-}
+SW_PY_ROW(fill_range, sw_range, .address = a[0].address, .size_bytes = a[1].size)
 
 static PyObject *comm_broadcast(PyObject *op, PyObject *args)
 {

@@ -6,32 +6,13 @@
 
 /* ---- tables ---- */
 
-static bool fill_quantize(const sw_py_arg *a, void *row, void *unused)
-{
-    (void)unused;
-    *(sw_quantize_part *)row = (sw_quantize_part){
-        .records = a[0].address, .source = a[1].address, .error = a[2].address, .numel = a[3].word};
-    return true;
-}
+SW_PY_ROW(fill_quantize, sw_quantize_part, .records = a[0].address, .source = a[1].address,
+          .error = a[2].address, .numel = a[3].word)
 
-static bool fill_decode(const sw_py_arg *a, void *row, void *unused)
-{
-    (void)unused;
-    *(sw_decode_part *)row = (sw_decode_part){.values = a[0].address,
-                                              .error = a[1].address,
-                                              .records = a[2].address,
-                                              .own = a[3].address,
-                                              .numel = a[4].word};
-    return true;
-}
+SW_PY_ROW(fill_decode, sw_decode_part, .values = a[0].address, .error = a[1].address,
+          .records = a[2].address, .own = a[3].address, .numel = a[4].word)
 
-static bool fill_owe(const sw_py_arg *a, void *row, void *unused)
-{
-    (void)unused;
-    *(sw_owe_part *)row =
-        (sw_owe_part){.error = a[0].address, .rest = a[1].address, .numel = a[2].word};
-    return true;
-}
+SW_PY_ROW(fill_owe, sw_owe_part, .error = a[0].address, .rest = a[1].address, .numel = a[2].word)
 
 /* ---- calls: comm, block, bits, ... ---- */
 

@@ -294,13 +294,8 @@ static void device_dealloc(PyObject *op)
 
 #define RANGE "range address:A numel:N dtype:T"
 
-static bool fill_range(const sw_py_arg *a, void *row, void *unused)
-{
-    (void)unused;
-    *(sw_device_range *)row =
-        (sw_device_range){.data = a[0].address, .numel = a[1].size, .dtype = a[2].dtype};
-    return true;
-}
+SW_PY_ROW(fill_range, sw_device_range, .data = a[0].address, .numel = a[1].size,
+          .dtype = a[2].dtype)
 
 static sw_status broadcast(sw_device_comm *comm, const sw_py_arg *a, const sw_py_table *ranges,
                            sw_error *err)
@@ -387,13 +382,8 @@ DEVICE_METHOD(give_back, "stream:A", sw_device_comm_give_back(self->comm, a[0].a
 
 /* ---- copies ---- */
 
-static bool fill_segment(const sw_py_arg *a, void *row, void *unused)
-{
-    (void)unused;
-    *(sw_pack_segment *)row = (sw_pack_segment){
-        .to = a[0].address, .from = a[1].address, .size_bytes = (sw_u64)(a[2].n < 0 ? 0 : a[2].n)};
-    return true;
-}
+SW_PY_ROW(fill_segment, sw_pack_segment, .to = a[0].address, .from = a[1].address,
+          .size_bytes = a[2].size)
 
 /* Returns true if both segments are scaled in place and `next` begins where `segment` ends. */
 static bool goes_on(const sw_pack_segment *segment, const sw_pack_segment *next)
@@ -447,7 +437,7 @@ static sw_status convert(sw_device_comm *comm, const sw_py_arg *a, const sw_py_t
     return launch_pack(comm, copies, &args, a[4].address, err);
 }
 
-#define COPY "copy to:A from:A nbytes:n"
+#define COPY "copy to:A from:A nbytes:N"
 
 SW_PY_ON_ROWS(device_pack, "pack copies:L stream:A | verdict:A", pack, 0, COPY, sw_pack_segment,
               fill_segment)

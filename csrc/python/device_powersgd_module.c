@@ -10,33 +10,13 @@
 #define MATRIX \
     "matrix gradient:A memory:A left:A right:A basis:A out:A copy:A rows:K cols:K rank:K dtype:s"
 
-static bool fill_matrix(const sw_py_arg *a, void *row, void *unused)
-{
-    (void)unused;
-    *(sw_matrix_args *)row = (sw_matrix_args){.gradient = a[0].address,
-                                              .memory = a[1].address,
-                                              .left = a[2].address,
-                                              .right = a[3].address,
-                                              .basis = a[4].address,
-                                              .out = a[5].address,
-                                              .copy = a[6].address,
-                                              .rows = a[7].word,
-                                              .cols = a[8].word,
-                                              .rank = a[9].word,
-                                              .memory_dtype = (int)sw_dtype_from_name(a[10].s)};
-    return true;
-}
+SW_PY_ROW(fill_matrix, sw_matrix_args, .gradient = a[0].address, .memory = a[1].address,
+          .left = a[2].address, .right = a[3].address, .basis = a[4].address, .out = a[5].address,
+          .copy = a[6].address, .rows = a[7].word, .cols = a[8].word, .rank = a[9].word,
+          .memory_dtype = (int)sw_dtype_from_name(a[10].s))
 
-static bool fill_factor(const sw_py_arg *a, void *row, void *unused)
-{
-    (void)unused;
-    *(sw_factor_args *)row = (sw_factor_args){.to = a[0].address,
-                                              .from = a[1].address,
-                                              .count = a[2].word,
-                                              .rank = a[3].word,
-                                              .seed = a[4].word};
-    return true;
-}
+SW_PY_ROW(fill_factor, sw_factor_args, .to = a[0].address, .from = a[1].address, .count = a[2].word,
+          .rank = a[3].word, .seed = a[4].word)
 
 static sw_device_passes passes_of(sw_device_comm *comm, const sw_py_arg *a)
 {

@@ -16,16 +16,8 @@ static sw_device_units *units_of(const sw_py_owner *self)
 
 /* ---- life ---- */
 
-static bool fill_run(const sw_py_arg *a, void *row, void *unused)
-{
-    (void)unused;
-    *(sw_device_unit_run *)row = (sw_device_unit_run){.slice = a[0].address,
-                                                      .offset_bytes = a[1].size,
-                                                      .slice_bytes = a[2].size,
-                                                      .slice_dtype = a[3].dtype,
-                                                      .dtype = a[4].dtype};
-    return true;
-}
+SW_PY_ROW(fill_run, sw_device_unit_run, .slice = a[0].address, .offset_bytes = a[1].size,
+          .slice_bytes = a[2].size, .slice_dtype = a[3].dtype, .dtype = a[4].dtype)
 
 static bool fill_spec(const sw_py_arg *a, void *row, void *specs)
 {

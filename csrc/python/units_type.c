@@ -15,16 +15,8 @@ static sw_units *units_of(const sw_py_owner *self)
 
 /* ---- life ---- */
 
-static bool fill_run(const sw_py_arg *a, void *row, void *unused)
-{
-    (void)unused;
-    *(sw_unit_run *)row = (sw_unit_run){.target_bytes = a[0].size,
-                                        .rank = a[1].size,
-                                        .source_bytes = a[2].size,
-                                        .size_bytes = a[3].size,
-                                        .coded = a[4].p};
-    return true;
-}
+SW_PY_ROW(fill_run, sw_unit_run, .target_bytes = a[0].size, .rank = a[1].size,
+          .source_bytes = a[2].size, .size_bytes = a[3].size, .coded = a[4].p)
 
 static bool fill_spec(const sw_py_arg *a, void *row, void *specs)
 {
