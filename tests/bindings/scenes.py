@@ -398,9 +398,10 @@ def share_objects() -> None:
 def close_beside() -> None:
     """Close a saver while other threads look at it and cancel."""
     for _ in range(50):
-        made = engine.CheckpointSaver(0, 1)
+        made, together = engine.CheckpointSaver(0, 1), threading.Barrier(3)
 
-        def work(i: int, made: Any = made) -> None:
+        def work(i: int, made: Any = made, together: threading.Barrier = together) -> None:
+            together.wait()
             try:
                 while i > 0:
                     made.progress(), made.cancel("a test")
