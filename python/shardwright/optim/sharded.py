@@ -355,7 +355,7 @@ class ShardedOptimizer(Forwarding):
             for replica in self.replicas:
                 announced.enter_context(replica.access.forks or contextlib.nullcontext())
             self._agree(refusal, states)
-            rounds = self._replica.reducer.stats()["rounds"]
+            rounds = self._replica.reducer.rounds
             vars(self).update(_consolidated=None, _state_names=None, rounds_at_step=rounds)  # spares three __setattr__
             stepped = [parameter for parameter, state in states.items() if state != NO_GRADIENT]
             self._write_together(self._inner.step, "step", stepped, stateful=False)

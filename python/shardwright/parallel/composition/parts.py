@@ -172,7 +172,7 @@ def _check(part: Part, named: Mapping[str, torch.Tensor], ranks: Sequence[int]) 
                 f"groups: parameter {name!r} of {part.title} is a plain tensor, and ranks outside of its group have other values under that name: "
                 "make it a DTensor over them, distribute_tensor(tensor, mesh['ep'], [Shard(0)])"
             )
-        mesh = parameter.device_mesh.mesh.flatten().tolist()  # type: ignore[attr-defined]
+        mesh = parameter.device_mesh.mesh.flatten().tolist()
         shards = [rank for rank in mesh if rank in ranks]
         is_apart = set(part.ranks) <= set(ranks) and len(set(part.ranks) & set(mesh)) == 1
         if not is_apart or len(part.ranks) * len(shards) != len(ranks):
