@@ -78,10 +78,10 @@ class Rounds:
             self._opens_locally = False
 
     def opener(
-        self, synchronises: Callable[[], bool], opens_first: Callable[[], None] | None = None
+        self, wrapper: weakref.ref[Any], opens_first: Callable[[], None] | None = None
     ) -> Callable[[], bool]:
         """Return the callback that opens a round after it calls `opens_first`. It returns True if the round
-        synchronises.
+        synchronises, by the wrapper's require_backward_grad_sync.
         """
         reference = weakref.ref(self)
 
@@ -92,7 +92,9 @@ class Rounds:
             if opens_first is not None:
                 opens_first()
             reducer, sparse, times = rounds._reducer, rounds.sparse, rounds._times
-            local = not synchronises() or (rounds._opens_locally and not reducer.pending_forward)
+            owner = wrapper()
+            synchronises = owner is not None and owner.require_backward_grad_sync
+            local = not synchronises or (rounds._opens_locally and not reducer.pending_forward)
             if sparse is not None:
                 sparse.is_local = local
             close = reducer.close

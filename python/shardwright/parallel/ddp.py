@@ -317,7 +317,7 @@ class DistributedDataParallel(PortableWrapper, TorchDDP):
             group,
             options,
             own,
-            weakly(self._synchronises, False),
+            weakref.ref(self),
             settings,
             self._zero,
             slicing,
@@ -359,7 +359,7 @@ class DistributedDataParallel(PortableWrapper, TorchDDP):
         group = part.group()
         world_size = self._replica.group.world_size
         replica = Replica(
-            *(self.module, group, part.options, others, weakly(self._synchronises, False)),
+            *(self.module, group, part.options, others, weakref.ref(self)),
             {**settings, "device_mesh": part.title},
             self._zero,
             compress=self._compressor,
@@ -562,9 +562,6 @@ class DistributedDataParallel(PortableWrapper, TorchDDP):
         """Return the hook for torch's Join. It reads only the argument `divide_by_initial_world_size`."""
         divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
         return ShadowHook(self, divide_by_initial_world_size)
-
-    def _synchronises(self) -> bool:
-        return self.require_backward_grad_sync
 
     def _agree_on_sync(self, required: bool, *, trains: bool = True) -> bool:
         """Return True if some rank that still trains synchronises in its next backward. Collective."""

@@ -85,7 +85,7 @@ class Replica:
         group: HostGroup,
         options: Options,
         ignored: frozenset[str],
-        synchronises: Callable[[], bool],
+        wrapper: weakref.ref[Any],
         settings: dict[str, Any],
         zero: int = 0,
         slicing: Slicing | None = None,
@@ -166,7 +166,7 @@ class Replica:
         self.steppers = Steppers(group, self.label)
         self._unaveraged = UnaveragedCheck(self.label, _is_of_a_wrapped_module)
         try:
-            self._attach(synchronises, before)
+            self._attach(wrapper, before)
         except BaseException as error:  # an error of this rank only: the peers must not wait for it
             if group.comm.is_alive:
                 group.comm.abort(f"wrapping {self.label} failed: {error}")
@@ -237,7 +237,7 @@ class Replica:
         like: torch.Tensor = self._storage.like(index)
         return like
 
-    def _attach(self, synchronises: Callable[[], bool], before: Replica | None) -> None:
+    def _attach(self, wrapper: weakref.ref[Any], before: Replica | None) -> None:
         steppers = self.steppers
         opens_first = None if before is None else weakly(before.open_round)
         gradients = self.gradients = ModuleGradients(
@@ -249,7 +249,7 @@ class Replica:
             self.table.parameters,
             gradients.views,
             copy=gradients.copy if self.zero < 2 else weakly(gradients.write_contribution),
-            open=self.rounds.opener(synchronises, opens_first),
+            open=self.rounds.opener(wrapper, opens_first),
             renew=weakly(gradients.renew_view),
             task_id=_hooks.graph_task_id,
             layouts=self._storage.layouts(),
