@@ -261,7 +261,9 @@ def test_a_step_that_no_reader_would_take_is_refused(
         said = "the manifest to be written: step, .* is missing or out of range"
         with monkeypatch.context() as patch:
             patch.setattr(files, "check_step", lambda step: step)
-            with pytest.raises(sw.CheckpointError, match=said if step == 2**53 else rf"begin: step must be .*, got {step}"):
+            with pytest.raises(
+                sw.CheckpointError, match=said if step == 2**53 else rf"begin: step must be .*, got {step}"
+            ):
                 sw.save(tmp_path / "a", nn.Linear(2, 1), step=step)
     assert os.listdir(tmp_path) == []
 

@@ -192,7 +192,10 @@ def test_modules_of_which_one_cannot_be_whole_are_all_released(rank, world_size)
     made = [sw.wrap(nn.Linear(5, 301), **PRIVATE) for _ in range(2)]
     newer = sw.wrap(sw.unwrap(made[1]), **PRIVATE)
     for writable in (False, True):
-        with pytest.raises(sw.Error, match="no longer in force"), whole_parameters(join_modules(made), writable=writable):
+        with (
+            pytest.raises(sw.Error, match="no longer in force"),
+            whole_parameters(join_modules(made), writable=writable),
+        ):
             pytest.fail("not whole")
         assert not made[0]._replica.is_writing
         with pytest.raises(sw.Error, match="is released"):

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ..optim.sharded import ShardedOptimizer

@@ -127,7 +127,9 @@ def _ignored_by(frame: Any) -> set[int]:
     while frame is not None and str(frame.f_globals.get("__name__", "")).startswith("torch."):
         given = {**frame.f_locals, **(frame.f_locals.get("kwargs") or {})}
         for name in ("ignored_params", "ignored_parameters", "ignored_modules"):
-            for each in given[name] if isinstance(given.get(name), Collection) else ():  # an iterator is torch's to read
+            for each in (
+                given[name] if isinstance(given.get(name), Collection) else ()
+            ):  # an iterator is torch's to read
                 found.update(map(id, each.parameters() if isinstance(each, torch.nn.Module) else [each]))
         frame = frame.f_back
     return found
