@@ -270,6 +270,35 @@ def test_what_cannot_be_had_is_named_before_a_byte_is_written(tmp_path: Path) ->
         assert not (tmp_path / "a").exists()
 
 
+def test_further_state_of_several_optimizers_is_compared_by_member(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class More(torch.optim.SGD):
+        name = "mean"
+
+        def state_dict(self) -> dict[str, Any]:
+            return {**super().state_dict(), self.name: 3}
+
+        def load_state_dict(self, state: Any) -> None:
+            self.read = state.pop(self.name)
+            super().load_state_dict(state)
+
+    models = [model_of(0), model_of(1)]
+    optimizers = [More(each.parameters(), lr=0.1) for each in models]
+    sw.save(tmp_path / "a", models, optimizers)
+    sw.load(tmp_path / "a", models, optimizers)
+    assert [each.read for each in optimizers] == [3, 3]
+    optimizers[1].name = "median"
+    with pytest.raises(sw.CheckpointError, match="it has '1.mean', which the optimizer here lacks"):
+        sw.load(tmp_path / "a", models, optimizers)
+    optimizers[1] = torch.optim.SGD(models[1].parameters(), lr=0.1)  # type: ignore[call-overload]
+    sw.save(tmp_path / "b", models, optimizers)
+    optimizers[1] = More(models[1].parameters(), lr=0.1)
+    with caplog.at_level(logging.WARNING, "shardwright"):
+        sw.load(tmp_path / "b", models, optimizers)
+    assert ["'1.mean'" in record.message for record in caplog.records] == [True]
+
+
 def test_state_that_state_dict_shows_under_other_names_is_not_lacking(tmp_path: Path) -> None:
     class Named(torch.optim.Adam):
         def state_dict(self) -> dict[str, Any]:

@@ -100,7 +100,10 @@ def test_a_rank_that_waits_for_another_reason_is_told_beside(rank, world_size):
     assert rank or any(", and so do" in text for text in lines), lines
 
 
-CALLS = "full_gradients full_optimizer_state_dict full_parameters clip_grad_norm_ save load_full_state_dict".split()
+CALLS = [
+    *"sw.full_gradients() sw.full_optimizer_state_dict() sw.full_parameters() sw.clip_grad_norm_() sw.save()".split(),
+    *("sw.load_full_state_dict()", "load_state_dict() at zero=3", "optimizer.consolidate_state_dict()"),
+]
 
 
 def writes(model):
@@ -112,11 +115,12 @@ def calls_alone(rank, world_size, name):
     lines = lines_of()
     module = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
     inner = torch.optim.AdamW(module.parameters())
-    zero = 3 if "parameters" in name else 2
+    zero = 3 if "parameters" in name or "zero=3" in name else 2
     model, optimizer = sw.wrap(module, inner, zero=zero, timeout_s=1.0, warn_after_s=WARN_AFTER_S)
     model(torch.ones(2, 64)).sum().backward()
     if "clip" not in name and "gradients" not in name:
         optimizer.step()
+    weights = sw.full_state_dict(model)
     calls = {
         "sw.full_gradients()": lambda: sw.full_gradients(model),
         "sw.full_optimizer_state_dict()": lambda: sw.full_optimizer_state_dict(model, optimizer),
@@ -124,6 +128,8 @@ def calls_alone(rank, world_size, name):
         "sw.clip_grad_norm_()": lambda: sw.clip_grad_norm_(model, 1.0),
         "sw.save()": lambda: sw.save(os.path.join(os.environ["SW_TEST_FOLDER"], "alone"), model, optimizer),
         "sw.load_full_state_dict()": lambda: sw.load_full_state_dict(model, {}),
+        "load_state_dict() at zero=3": lambda: model.load_state_dict(weights),
+        "optimizer.consolidate_state_dict()": lambda: optimizer.consolidate_state_dict(),
     }
     gather(None)
     if rank == 1:
@@ -136,7 +142,7 @@ def calls_alone(rank, world_size, name):
 
 @pytest.mark.parametrize(
     "name",
-    [f"sw.{name}()" for name in in_turn(CALLS, 0, 1)],
+    in_turn(CALLS, 0, 1),
 )
 def test_a_collective_that_some_ranks_call_alone_says_call_it_on_every_rank(fresh_ranks, name):
     with fresh_ranks(3) as team:

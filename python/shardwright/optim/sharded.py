@@ -650,6 +650,7 @@ class ShardedOptimizer(Forwarding):
                 self._take_state(self._index[id(parameter)], state)
         self._loaded()
 
+    @on_every_rank("optimizer.consolidate_state_dict()")
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Gather the full state on rank `to`. Its state_dict() then returns torch's ordinary format until the next
         step. Collective.

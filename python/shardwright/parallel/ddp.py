@@ -159,6 +159,7 @@ class DistributedDataParallel(PortableWrapper, TorchDDP):
         self.module = module
         self._options = dataclasses.replace(self._options, groups=by_name(module, self._options.groups))
         self._zero = zero
+        self._inner: list[Any] = []
         self._inner, taken = find_inner(self, self._zero)
         self._precision: PrecisionPlan | None = None
         try:

@@ -44,7 +44,7 @@ from ..state.content import (
     unlike_stateful,
 )
 from ..state.names import dtype_name, model_tensors, stored_shape
-from ..state.optimizer_extras import further_state, give_back, users_optimizer
+from ..state.optimizer_extras import further_state, give_back, names_of, users_optimizer
 from ..state.stored import Stored, stored_tensors
 from ..training import Training
 from .filling import Filler, Span
@@ -285,12 +285,13 @@ class Reader:
         """Compare the optimizer's further state_dict() keys. Log those that the checkpoint lacks: they stay unchanged."""
         kept = body.get("further", {})
         try:
-            ours = further_state(self.training.optimizer)
+            ours = names_of(self.training.optimizer, further_state(self.training.optimizer))
         except CheckpointError as error:
             if kept:
                 raise Mismatch(f"'{self.folder.path}' cannot be restored: {error}") from None
             _logger.warning("%s: %s", self.folder.path, error)
             return
+        kept = names_of(self.training.optimizer, kept)
         _raise_mismatch(self.folder.path, "optimizer", [], [key for key in kept if key not in ours], [])
         for key in ours:
             if key not in kept:

@@ -87,6 +87,15 @@ def further_state(optimizer: Any) -> dict[str, Any]:
     return further
 
 
+def names_of(optimizer: Any, further: Mapping[str, Any]) -> list[str]:
+    """Return the names of entries of further_state(); those of several optimizers begin with the member's name."""
+    if not isinstance(optimizer, Optimizers):
+        return list(further)
+    return [
+        f"{name}.{key}" for name, of_it in further.items() for key in (of_it if isinstance(of_it, Mapping) else "?")
+    ]
+
+
 def give_back(optimizer: Any, further: Mapping[str, Any]) -> None:
     """Pass the entries of further_state() to load_state_dict(), before `state` is filled."""
     if isinstance(optimizer, Optimizers):
