@@ -101,6 +101,9 @@ def call_on_slices(optimizer: ShardedOptimizer, name: str, method: Callable[[], 
             announced.enter_context(each.access.changing())
         try:
             agree(replica.group.comm.all_gather_bytes, [("it", [], {"method": name})], refusal, label)
+        except Exception:
+            optimizer.refuse_change()
+            raise
         finally:
             refusal = None  # its traceback holds this frame
         optimizer._consolidated = optimizer._state_names = None

@@ -356,7 +356,11 @@ class ShardedOptimizer(Forwarding):
         with contextlib.ExitStack() as announced:  # to forked children, before a peer, which has agreed, writes
             for replica in self.replicas:
                 announced.enter_context(replica.access.changing())
-            self._agree(refusal, states)
+            try:
+                self._agree(refusal, states)
+            except Exception:
+                self.refuse_change()
+                raise
             rounds = self._replica.reducer.stats()["rounds"]
             vars(self).update(_consolidated=None, _state_names=None, rounds_at_step=rounds)  # spares three __setattr__
             stepped = [parameter for parameter, state in states.items() if state != NO_GRADIENT]
@@ -383,6 +387,11 @@ class ShardedOptimizer(Forwarding):
         if outcomes is None or any(outcomes):
             self._tell(failure, name)
         return result
+
+    def refuse_change(self) -> None:
+        """Note that all ranks refuse a call, if they have agreed on it."""
+        for replica in self.replicas:
+            replica.access.refuse_change(self._replica.group.comm)
 
     def _call(self, name: str, method: Callable[[], Any]) -> Any:
         return call_on_slices(self, name, method)
