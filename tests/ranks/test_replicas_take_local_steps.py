@@ -36,10 +36,10 @@ def mesh_of(world_size, rows=2):
     return init_device_mesh("cpu", (rows, world_size // rows), mesh_dim_names=("replicate", "shard"))
 
 
-def made(zero, mesh, build=Mlp, every=EVERY, inner=torch.optim.AdamW, wire="bf16", write_guard="auto", **options):
+def made(zero, mesh, build=Mlp, every=EVERY, inner=torch.optim.AdamW, wire="bf16", **options):
     torch.manual_seed(0)
     module = build()
-    settings = stage(zero, {"bucket_cap_mb": 0.001, "write_guard": write_guard, "device_mesh": mesh["shard"], "clip_grad_norm": 0.5})
+    settings = stage(zero, {"bucket_cap_mb": 0.001, "device_mesh": mesh["shard"], "clip_grad_norm": 0.5})
     model, inner = sw.wrap(module, inner(module.parameters(), lr=0.01), **settings)
     return model, sw.DiLoCo(model, inner, every=every, wire=wire, device_mesh=mesh, **options)
 
@@ -280,7 +280,7 @@ def test_misuse_is_named(fresh_ranks):
 def outer_steps_that_fail(rank, world_size):
     mesh = mesh_of(world_size)
     for zero in STAGES[:3]:
-        model, trainer = made(zero, mesh, every=1, write_guard="read-only")
+        model, trainer = made(zero, mesh, every=1)
         forks = model._replica.access.forks
         steps(model, trainer, rank, 0, 1)
         assert not forks._depth
@@ -299,6 +299,6 @@ def outer_steps_that_fail(rank, world_size):
         assert same_everywhere(whole(model))
 
 
-def test_after_an_outer_step_that_fails_forked_children_read_again(teams):
-    with teams.apart(4, LONG) as team:
+def test_after_an_outer_step_that_fails_forked_children_read_again(fresh_ranks):
+    with fresh_ranks(4) as team:
         team.run(outer_steps_that_fail)
