@@ -33,14 +33,10 @@ class Capabilities:
     ----------
     one_copy : bool
         At zero=3 the ranks of a host can map one copy of the parameters. Else each rank has its own, in units.
-    abandons_rounds : bool
-        A round that failed on one rank is undone on all. Else it ends the communicator.
     free_unit_order : bool
         A rank gathers a unit without the others. Else ranks run the same units in the same order.
     tells_standing : bool
         A contribution travels with its standing mean. Else joined ranks are told of standing means as a round opens.
-    verdict_on_device : bool
-        Only the device knows whether values are finite, so the host makes no decision by it.
     sends_beside_backward : bool
         Compressed buckets can cross to other hosts while the backward goes on.
     rank_order_only : bool
@@ -52,10 +48,8 @@ class Capabilities:
     """
 
     one_copy: bool
-    abandons_rounds: bool
     free_unit_order: bool
     tells_standing: bool
-    verdict_on_device: bool
     sends_beside_backward: bool
     rank_order_only: bool
     state_is_there: bool

@@ -76,7 +76,7 @@ class GradientBoard:
 
         A round keeps the scalings of gradients to which some rank contributed on top.
         """
-        rounds = self._reducer.stats()["rounds"]
+        rounds = self._reducer.rounds
         if rounds != self._factors_of:
             self._factors = [each for each in self._factors if self._reducer.standing_ranks(each[0])]
             self._factors_of = rounds
@@ -93,7 +93,7 @@ class GradientBoard:
 
         `averaged` raises Error if the gradient is not averaged yet; then all ranks raise it.
         """
-        state = (self._reducer.stats()["rounds"], self._scalings + len(self.factors()))
+        state = (self._reducer.rounds, self._scalings + len(self.factors()))
         if state != self._norms_of:
             self._norms, self._norms_of = {}, state
         if order not in self._norms:

@@ -219,10 +219,14 @@ class ShardedOptimizer(Forwarding):
     def _on_slices(self) -> Iterator[list[torch.Tensor]]:
         """Inside, give the user's optimizer slices instead of whole parameters, or masters if this class makes them."""
         whole = [group["params"] for group in self._inner.param_groups]
+        slices, unmoved = self._slices, self._unmoved
         try:
             with_master = []
             for group in self._inner.param_groups:
-                pairs = [(p, self.slice_of(self._index[id(p)])) for p in group["params"]]  # one call each
+                numbered = [(p, self._index[id(p)]) for p in group["params"]]
+                pairs = [
+                    (p, slices[i] if i in slices and i not in unmoved else self.slice_of(i)) for p, i in numbered
+                ]  # no call for each
                 group["params"] = [each for _, each in pairs if each is not None]
                 if self._makes_masters:
                     with_master += [each for p, each in pairs if each is not None and self.has_master(p)]
@@ -361,7 +365,7 @@ class ShardedOptimizer(Forwarding):
             except Exception:
                 self.refuse_change()
                 raise
-            rounds = self._replica.reducer.stats()["rounds"]
+            rounds = self._replica.reducer.rounds
             vars(self).update(_consolidated=None, _state_names=None, rounds_at_step=rounds)  # spares three __setattr__
             stepped = [parameter for parameter, state in states.items() if state != NO_GRADIENT]
             self._write_together(self._inner.step, "step", stepped)

@@ -34,6 +34,7 @@ from ..parameters.drift import DriftCheck
 from ..parameters.mixed_precision import PrecisionPlan, remove_plan
 from ..torch_compat import autograd as _hooks
 from ..torch_compat.foreign_wrappers import guard_from_wrappers, refuse_wrapper
+from ..torch_compat.weak import weakly
 from .composition import loss_scaling
 from .composition.nested import find_inner, give_back
 from .composition.parts import Part, by_name, find_parts, states_of_parts
@@ -316,7 +317,7 @@ class DistributedDataParallel(PortableWrapper, TorchDDP):
             group,
             options,
             own,
-            _reads_sync_flag(self),
+            weakref.ref(self),
             settings,
             self._zero,
             slicing,
@@ -358,7 +359,7 @@ class DistributedDataParallel(PortableWrapper, TorchDDP):
         group = part.group()
         world_size = self._replica.group.world_size
         replica = Replica(
-            *(self.module, group, part.options, others, _reads_sync_flag(self)),
+            *(self.module, group, part.options, others, weakref.ref(self)),
             {**settings, "device_mesh": part.title},
             self._zero,
             compress=self._compressor,
@@ -634,7 +635,7 @@ class DistributedDataParallel(PortableWrapper, TorchDDP):
             thread = BucketThread(runner, replica.group.comm, replica.label, lease)
             replica.reducer.set_bucket_callback(thread, thread.wait)
             if isinstance(state, CompressionState):
-                state.watch(_is_under_way(weakref.WeakMethod(thread.is_under_way)))
+                state.watch(weakly(thread.is_under_way, False))
         if replica.rounds.sparse is not None and not is_ours:
             replica.rounds.sparse.user_hook = state, hook
         self._comm_hooks.append((hook, state))
@@ -722,24 +723,3 @@ def _metered(hook: Callable[..., Any], exchange: Exchange) -> Callable[..., Any]
         return result
 
     return run
-
-
-def _is_under_way(method: weakref.WeakMethod[Callable[[], bool]]) -> Callable[[], bool]:
-    """Return a function that tells the hook's thread if it must continue. It is bound weakly, so that a kept state
-    keeps neither the thread nor its lease alive."""
-
-    def ask() -> bool:
-        alive = method()
-        return alive is not None and alive()
-
-    return ask
-
-
-def _reads_sync_flag(wrapper: DistributedDataParallel) -> Callable[[], bool]:
-    reference = weakref.ref(wrapper)
-
-    def synchronises() -> bool:
-        alive = reference()
-        return alive is not None and alive.require_backward_grad_sync
-
-    return synchronises

@@ -17,6 +17,7 @@ import torch
 
 from .._engine import Error, own_pages
 from ..layout.param_table import ParameterTable
+from ..torch_compat.weak import weakly
 from .read_guard import ChildGuard
 
 _VALUES, _GRADIENTS = 0, 1
@@ -43,7 +44,7 @@ class ForkWatch:
 
     def __init__(self, table: ParameterTable, storage: Any, label: str, rank: int) -> None:
         self._table, self._storage, self._label, self._rank = table, storage, label, rank
-        self._guard = ChildGuard(table.names, table.module_parameters, _weakly(self))
+        self._guard = ChildGuard(table.names, table.module_parameters, weakly(self.settle))
         #: counts of the changes of values and of gradients; odd while values change
         self._shared = memoryview(mmap.mmap(-1, mmap.PAGESIZE)).cast("Q")
         self._own = [0, 0]  # the same counts in private memory, which a child inherits as of the fork
@@ -98,7 +99,7 @@ class ForkWatch:
             self._is_child = self._is_pending = True
             self._guard.raise_(self._table.module_parameters)
 
-    def settle(self) -> None:
+    def settle(self, *_: torch.Tensor) -> None:
         """In a forked child, make the values of the fork its own before they are read.
 
         Raises
@@ -137,17 +138,6 @@ class ForkWatch:
                 "are lost: read them in the child before the parent's next step, or copy them before the fork, by "
                 "copy.deepcopy(sw.unwrap(model)) or sw.full_state_dict(model)"
             )
-
-
-def _weakly(watch: ForkWatch) -> Any:
-    reference = weakref.ref(watch)
-
-    def arrive(parameter: torch.Tensor) -> None:
-        alive = reference()
-        if alive is not None:
-            alive.settle()
-
-    return arrive
 
 
 _is_registered = False

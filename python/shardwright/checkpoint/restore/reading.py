@@ -19,6 +19,7 @@ from ...optim.master_weights import kept_by
 from ...optim.sharded import ShardedOptimizer
 from ...options.name_map import NameMap
 from ...parallel.agreement.optimizer_agreement import unlike_saved
+from ...torch_compat.dtensor import is_dtensor
 from .. import tree
 from ..joined import compressors_of, members_of
 from ..peers import whole_parameters
@@ -26,7 +27,6 @@ from ..rows import TENSORS, has_rows, read_line, rows_of
 from ..slices import (
     Sliced,
     engines_of,
-    is_dtensor,
     is_row_major,
     loads_slices,
     own_parameters,

@@ -21,9 +21,10 @@ import torch
 
 from ..._engine import CheckpointError, CheckpointPlan
 from ...checkpoint import tree
+from ...torch_compat.dtensor import is_dtensor
 from ..device_staging import DeviceStaging
 from ..joined import sharded_of, wrappers_of
-from ..slices import Boxes, Sliced, check_placements, is_dtensor, slice_of_dtensor
+from ..slices import Boxes, Sliced, check_placements, slice_of_dtensor
 from .composed import apart
 from .names import ModelTensors, check_savable, dtype_name, stored_shape
 from .optimizer_extras import further_state

@@ -15,8 +15,8 @@ import torch
 from ..._engine import CheckpointError
 from ...optim.master_weights import MasterOptimizer
 from ...optim.sharded import ShardedOptimizer
+from ...torch_compat.dtensor import is_dtensor
 from ..joined import Optimizers
-from ..slices import is_dtensor
 
 _OF_TORCH = ("state", "param_groups")
 _DEPTH = 4

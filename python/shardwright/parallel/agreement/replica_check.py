@@ -109,14 +109,14 @@ class ReplicaCheck:
         """Return the count before the round whose gradients are about to be used; another optimizer may have stepped
         since.
         """
-        return self._steps - (self._steps > 0 and self._stepped == replica.reducer.stats()["rounds"])
+        return self._steps - (self._steps > 0 and self._stepped == replica.reducer.rounds)
 
     def count_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Count a step of this optimizer, and one step for all optimizers that use the same round."""
         replica = self._replica()
         if replica is None:
             return
-        rounds = replica.reducer.stats()["rounds"]
+        rounds = replica.reducer.rounds
         own = self._of_optimizer.get(optimizer)
         if own is None:
             own = self._of_optimizer[optimizer] = _Steps()

@@ -29,10 +29,8 @@ class HostBackend:
 
     capabilities = Capabilities(
         one_copy=True,
-        abandons_rounds=True,
         free_unit_order=True,
         tells_standing=True,
-        verdict_on_device=False,
         sends_beside_backward=True,
         rank_order_only=True,
         state_is_there=True,

@@ -12,7 +12,7 @@ import torch
 
 from ..._engine import Error
 from ...comm.process_group import HostGroup, group_ranks, host_group, resolve_group
-from ...layout.model_mesh import first_mesh, mesh_text
+from ...layout.model_mesh import first_mesh, mesh_text, numbers_of
 from ...layout.param_table import verify
 from ...options.names import near
 from ...options.options import Options, text_of_group
@@ -172,7 +172,7 @@ def _check(part: Part, named: Mapping[str, torch.Tensor], ranks: Sequence[int]) 
                 f"groups: parameter {name!r} of {part.title} is a plain tensor, and ranks outside of its group have other values under that name: "
                 "make it a DTensor over them, distribute_tensor(tensor, mesh['ep'], [Shard(0)])"
             )
-        mesh = parameter.device_mesh.mesh.flatten().tolist()  # type: ignore[attr-defined]
+        mesh = parameter.device_mesh.mesh.flatten().tolist()
         shards = [rank for rank in mesh if rank in ranks]
         is_apart = set(part.ranks) <= set(ranks) and len(set(part.ranks) & set(mesh)) == 1
         if not is_apart or len(part.ranks) * len(shards) != len(ranks):
