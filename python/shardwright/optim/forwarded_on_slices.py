@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -23,9 +23,8 @@ from ..torch_compat.autograd import unguarded
 from .forwarding import NotAveraged, WithoutReductions, reads_only
 from .master_weights import check_groups
 
-if TYPE_CHECKING:
-    from .sharded import ShardedOptimizer
-
+#: a ShardedOptimizer, which imports this file
+ShardedOptimizer = Any
 
 class _GradientWrites:
     """A context that finds the gradients which a method clears or writes to on this rank's slices.
