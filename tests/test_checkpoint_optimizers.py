@@ -369,3 +369,17 @@ def test_where_the_engine_has_wrapped_the_optimizer_it_is_an_error(tmp_path: Pat
     with pytest.raises(sw.CheckpointError, match="Counting.*'calls' beside state and param_groups.*user_state"):
         sw.save(tmp_path / "a", module, optimizer)
     assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize("form", [lambda each: each, lambda each: [each], lambda each: {"m": each}])
+def test_an_optimizer_of_another_model_is_refused(tmp_path: Path, form: Any) -> None:
+    a, b = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
+    optimizer = torch.optim.Adam(a.parameters())
+    for call in (sw.save, sw.Checkpointer):
+        with pytest.raises(ValueError, match="its 2 parameters are those of another module"):
+            call(tmp_path / "of another", form(b), form(optimizer))
+    wrapped, older = sw.wrap(b, torch.optim.Adam(b.parameters()), zero=2)
+    with pytest.raises(ValueError, match="its 2 parameters are those of another module"):
+        sw.Checkpointer(tmp_path / "sliced", [a], [older])
+    with pytest.raises(ValueError, match="its 2 parameters are those of another module"):
+        sw.Checkpointer(tmp_path / "two", [a], [optimizer, older])

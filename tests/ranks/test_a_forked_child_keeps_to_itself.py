@@ -207,6 +207,29 @@ def test_a_child_of_a_child_and_one_forked_where_parameters_are_whole(rank, worl
 
 @on_every_rank(at_least=2)
 @pytest.mark.parametrize("options", STAGES[:3])
+def test_a_step_that_all_ranks_refuse_changes_nothing_for_a_child(rank, world_size, options):
+    model, optimizer = trained(**options)
+    step(model, optimizer, rank, 0)
+
+    def look():
+        return float(next(model.parameters()).detach().sum())
+
+    expected = repr(look())
+    early, late = Child(look), Child(look)
+    backward(model, rank, 1)
+    optimizer.param_groups[0]["lr"] = 0.5 + rank
+    with pytest.raises(sw.Error, match="ranks disagree about the optimizer"):
+        optimizer.step()
+    assert early() == expected
+    optimizer.param_groups[0]["lr"] = 0.5
+    optimizer.step()
+    assert late().startswith("Error: parameters of Mlp")
+    early.close()
+    late.close()
+
+
+@on_every_rank(at_least=2)
+@pytest.mark.parametrize("options", STAGES[:3])
 def test_a_change_under_way_at_the_fork_or_during_the_copy_is_an_error(rank, world_size, options):
     model, optimizer = trained(**options)
     access = model._replica.access

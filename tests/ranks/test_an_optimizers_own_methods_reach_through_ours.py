@@ -2,6 +2,9 @@
 on all ranks, at every stage and with masters; a name that the user's optimizer lacks is not there.
 """
 
+import copy
+import pickle
+
 import pytest
 import torch
 from harness import on_every_rank, same_everywhere
@@ -96,6 +99,124 @@ def test_names_are_as_on_the_users_optimizer(rank, world_size, options):
         assert not hasattr(optimizer, "_step_supports_amp_scaling")  # ours unscales before it steps
     with pytest.raises(ArithmeticError, match="a failure of this method"):
         optimizer.fail()
+
+
+class Handling(Averaging):
+    """An optimizer whose methods clear gradients and write to them."""
+
+    def eval(self):
+        super().eval()
+        self.zero_grad()
+
+    def clear_one(self):
+        for p in self.param_groups[1]["params"]:
+            p.grad = None
+
+    def of_data(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad.data.mul_(0.5)
+
+    def double_one(self):
+        for p in self.param_groups[1]["params"]:
+            p.grad.mul_(2)
+
+    def renew(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad = p.grad * -0.5
+
+    def use(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.add_(p.grad)
+
+
+def made(kind, options, dtype):
+    """An optimizer whose second group has one bias, which lies on one rank."""
+    torch.manual_seed(0)
+    module = Mlp().to(dtype)
+    *others, last = module.parameters()
+    optimizer = kind([{"params": others}, {"params": [last]}], lr=0.1)
+    return (module, optimizer) if options is None else sw.wrap(module, optimizer, **options)
+
+
+def backward(model, rank, step, dtype):
+    model(batch(rank, 6, 7, step=step).to(dtype)).square().mean().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", STAGES, ids=str)
+@on_every_rank()
+def test_what_a_method_does_to_gradients_is_on_every_rank(rank, world_size, options, dtype):
+    model, optimizer = made(Handling, options, dtype)
+    module, plain = made(Handling, None, dtype)
+    for step, name in enumerate(("of_data", "double_one", "renew", "clear_one", "eval")):
+        backward(model, rank, step, dtype)
+        for p, gradient in zip(module.parameters(), sw.full_gradients(model).values()):
+            p.grad = gradient.clone()
+        if dtype is torch.float32:
+            torch.nn.utils.get_total_norm([p.grad for p in sw.unwrap(model).parameters()])  # kept, at zero >= 2
+        getattr(optimizer, name)()
+        getattr(plain, name)()
+        found, wanted = list(sw.full_gradients(model).values()), [p.grad for p in module.parameters()]
+        assert [g is None for g in found] == [g is None for g in wanted], name
+        assert all(g is None or torch.equal(g, w) for g, w in zip(found, wanted)), name
+        if dtype is torch.float32 and wanted[0] is not None:
+            held = [p.grad for p in sw.unwrap(model).parameters() if p.grad is not None]
+            norm = torch.nn.utils.get_total_norm([w for w in wanted if w is not None])
+            assert torch.allclose(torch.nn.utils.get_total_norm(held), norm), name
+        optimizer.step()
+        optimizer.zero_grad()
+        assert same_everywhere(whole(model))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", STAGES, ids=str)
+@on_every_rank()
+def test_a_method_runs_between_micro_batches(rank, world_size, options, dtype):
+    model, optimizer = made(Averaging, options, dtype)
+    other, reference = made(Averaging, {"zero": 0}, dtype)
+    for step in range(3):
+        for each, stepper in ((model, optimizer), (other, reference)):
+            with each.no_sync():
+                backward(each, rank, step, dtype)
+            stepper.eval()
+            backward(each, rank, step + 3, dtype)
+            stepper.step()
+            stepper.zero_grad()
+        assert all(torch.equal(a, b) for a, b in zip(whole(model), whole(other)))
+
+
+@pytest.mark.parametrize("options", STAGES[1:], ids=str)
+@on_every_rank()
+def test_between_micro_batches_a_method_may_clear_gradients_and_not_read_them(rank, world_size, options):
+    model, optimizer = made(Handling, options, torch.float32)
+    with model.no_sync():
+        backward(model, rank, 0, torch.float32)
+    with pytest.raises(sw.Error, match="is not averaged yet"):
+        optimizer.use()
+    optimizer.clear_one()
+    *others, last = sw.unwrap(model).parameters()
+    assert last.grad is None and all(p.grad is not None for p in others)
+    optimizer.eval()
+    assert all(p.grad is None for p in sw.unwrap(model).parameters())
+    backward(model, rank, 1, torch.float32)
+    optimizer.step()
+    assert same_everywhere(whole(model))
+
+
+def through_pickle(pair):
+    return pickle.loads(pickle.dumps(pair))
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, through_pickle])
+@on_every_rank()
+def test_a_copy_forwards_too(rank, world_size, way):
+    module, optimizer = made(Averaging, {"zero": 0}, torch.bfloat16)
+    module, copied = way((sw.unwrap(module), optimizer))
+    copied.rho = 0.25
+    assert copied._inner.rho == 0.25 and copied.get_rho() == 0.25 and optimizer.rho == 0.5
 
 
 class Ascending(torch.optim.SGD):

@@ -102,6 +102,10 @@ class GradientBoard:
         averaged()
         return self._norms[order][index]
 
+    def forget_norms(self) -> None:
+        """Compute norms anew: gradients have been written to, on all ranks."""
+        self._norms_of = (-1, -1)
+
     def gather_norms(self, order: float, averaged: Callable[[], object] = lambda: None) -> dict[int, float]:
         """Return the norm of every gradient, by index. Collective."""
         count = len(self._pieces)
@@ -209,6 +213,14 @@ class ShardedGradient(torch.Tensor):
         whole = gather(self._index, self.piece)
         whole = torch.zeros_like(whole) if self._cleared else whole
         return whole if self._pending is None else whole + self._pending
+
+    def rewrite(self, whole: torch.Tensor, piece: torch.Tensor) -> None:
+        """Replace the average, on all ranks. `piece`: this rank's slice of `whole`."""
+        self.piece.copy_(piece)
+        if self._held is not self.piece:
+            self._held.copy_(whole)
+        self._cleared = False
+        self._board.forget_norms()
 
     def clipped(self, max_norm: float) -> torch.Tensor:
         """Return the memory of an averaged gradient for a GPU's clipping kernels, and note the clipping.

@@ -15,7 +15,7 @@ import torch
 from .._engine import Error
 from ..torch_compat.dtensor import is_dtensor
 
-__all__ = ["ModelMesh", "find_model_mesh", "first_mesh", "mesh_text", "placed"]
+__all__ = ["ModelMesh", "find_model_mesh", "first_mesh", "mesh_text", "numbers_of", "placed"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,8 +106,8 @@ def _check_apart(name: str, mesh: Any, ranks: Sequence[int]) -> None:
     shared = sorted(set(mesh.mesh.flatten().tolist()) & set(ranks) - {mine})
     if ranks and (shared or mine not in ranks):
         raise Error(
-            f"parameter {name!r} is a DTensor on {mesh_text(mesh)}, and gradients are averaged over ranks {_numbers(ranks)}: the two must share "
-            f"one rank, and share {_numbers(sorted([*shared, *{mine} & set(ranks)]))}; pass only the data-parallel dimension, "
+            f"parameter {name!r} is a DTensor on {mesh_text(mesh)}, and gradients are averaged over ranks {numbers_of(ranks)}: the two must share "
+            f"one rank, and share {numbers_of(sorted([*shared, *{mine} & set(ranks)]))}; pass only the data-parallel dimension, "
             'device_mesh=mesh["dp"]'
         )
 
@@ -117,7 +117,7 @@ def mesh_text(mesh: Any) -> str:
     names = mesh.mesh_dim_names
     sizes = tuple(mesh.mesh.shape)
     dimensions = ", ".join(f"{name!r}" for name in names) if names else f"{len(sizes)} without names"
-    return f"a mesh of dimension {dimensions} with ranks {_numbers(mesh.mesh.flatten().tolist())}"
+    return f"a mesh of dimension {dimensions} with ranks {numbers_of(mesh.mesh.flatten().tolist())}"
 
 
 def placed(parameter: torch.Tensor) -> str:
@@ -133,5 +133,6 @@ def _is_shard(placement: Any) -> bool:
     return type(placement).__name__ == "Shard"
 
 
-def _numbers(ranks: Iterable[int]) -> str:
+def numbers_of(ranks: Iterable[int]) -> str:
+    """Return ranks for a message: "0, 2, 5"."""
     return ", ".join(map(str, ranks))

@@ -49,6 +49,7 @@ class ForkWatch:
         self._shared = memoryview(mmap.mmap(-1, mmap.PAGESIZE)).cast("Q")
         self._own = [0, 0]  # the same counts in private memory, which a child inherits as of the fork
         self._depth = 0
+        self.is_refused = False  # True while a change ends that no rank has begun
         self._is_pending = False  # True in a child that has not read yet
         self._is_child = False
         self._lock = threading.RLock()
@@ -67,8 +68,9 @@ class ForkWatch:
     def __exit__(self, *_: object) -> None:
         self._depth -= 1
         if not self._depth and not self._is_child:
-            self._own[_VALUES] += 1
+            self._own[_VALUES] += -1 if self.is_refused else 1
             self._shared[_VALUES] = self._own[_VALUES]
+            self.is_refused = False
 
     def note_fork(self) -> None:
         """Count the next release of a unit: its pages, which a child has just inherited, will have other contents."""

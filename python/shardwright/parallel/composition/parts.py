@@ -12,7 +12,7 @@ import torch
 
 from ..._engine import Error
 from ...comm.process_group import HostGroup, group_ranks, host_group, resolve_group
-from ...layout.model_mesh import first_mesh, mesh_text
+from ...layout.model_mesh import first_mesh, mesh_text, numbers_of
 from ...layout.param_table import verify
 from ...options.names import near
 from ...options.options import Options, text_of_group
@@ -177,8 +177,8 @@ def _check(part: Part, named: Mapping[str, torch.Tensor], ranks: Sequence[int]) 
         is_apart = set(part.ranks) <= set(ranks) and len(set(part.ranks) & set(mesh)) == 1
         if not is_apart or len(part.ranks) * len(shards) != len(ranks):
             raise Error(
-                f"groups: ranks {_numbers(part.ranks)} average {name!r} of {part.title}, and ranks {_numbers(mesh)} hold its shards; together "
-                f"they must be the ranks that average the rest, {_numbers(ranks)}"
+                f"groups: ranks {numbers_of(sorted(part.ranks))} average {name!r} of {part.title}, and ranks {numbers_of(sorted(mesh))} hold its shards; together "
+                f"they must be the ranks that average the rest, {numbers_of(sorted(ranks))}"
             )
 
 
@@ -190,9 +190,9 @@ def _check_together(parts: Sequence[Part], named: Mapping[str, torch.Tensor], ra
     apart = {name for part in parts for name in part.names}
     outside = [p for name, p in named.items() if name not in apart]
     if parts and not any(p.requires_grad for p in outside):
-        title, numbers = parts[0].title, _numbers(parts[0].ranks)
+        title, numbers = parts[0].title, numbers_of(sorted(parts[0].ranks))
         raise Error(
-            f"groups: every parameter that requires a gradient is in groups, and ranks {_numbers(ranks)} have none to average: wrap a module around "
+            f"groups: every parameter that requires a gradient is in groups, and ranks {numbers_of(sorted(ranks))} have none to average: wrap a module around "
             "it that has others too, such as the router of the experts, or wrap it without groups= over the ranks of one group, such as "
             f"{numbers} of {title}, whose mean is then its gradient"
         )
@@ -208,7 +208,3 @@ def _check_together(parts: Sequence[Part], named: Mapping[str, torch.Tensor], ra
                 f"{len(part.ranks) * mesh.size()} ranks have the one, {count} the others; place both over the same dimensions, as Replicate where "
                 "they are whole, such as distribute_tensor(tensor, mesh['ep', 'tp'], [Shard(0), Replicate()])"
             )
-
-
-def _numbers(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, sorted(ranks)))
