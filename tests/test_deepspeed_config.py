@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import shardwright as sw
 import torch
-from shardwright.cli import main
+from shardwright_tools.cli import main
 from shardwright.integrations.deepspeed import keys as deepspeed_keys
 from shardwright.integrations.deepspeed.config import fill_auto, load_config, plan
 

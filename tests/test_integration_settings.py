@@ -12,7 +12,7 @@ import shardwright as sw
 
 pytest.importorskip("accelerate", reason="an optional extra")
 
-from shardwright.cli import main
+from shardwright_tools.cli import main
 from shardwright.integrations.settings import chosen, read_settings
 
 

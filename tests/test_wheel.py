@@ -257,6 +257,6 @@ def test_the_wheel_installs_on_each_python_and_plans_without_torch(python: str, 
         sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(site), str(wheel)
     )
     words = ["plan", "--layers", "2", "--width", "64", "--vocabulary", "100", "--memory", "1GB", "--json"]
-    start = "import sys; from shardwright.cli import main; sys.exit(main(sys.argv[1:]))"
+    start = "import sys; from shardwright_tools.cli import main; sys.exit(main(sys.argv[1:]))"
     environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(site)}
     assert '"ok": true' in output_of(python, "-S", "-c", start, *words, env=environment, cwd=tmp_path)

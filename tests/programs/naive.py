@@ -292,7 +292,7 @@ class Checkpoints:
     """Stands for `sw.Checkpointer`."""
 
     def __init__(self, package: Package, path: str, model: Any, optimizer: Any) -> None:
-        self._package, self._given, self._path = package, (model, optimizer), path
+        self._package, self._given, self._path, self._calls = package, (model, optimizer), path, 0
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -301,7 +301,8 @@ class Checkpoints:
         pass
 
     def save(self, step: int, *, every_s: float) -> bool:
-        if every_s < 1:
+        self._calls += 1
+        if self._calls > 1 and every_s < 1:  # time counts from the first call
             self._newest = step + 1
             self._package.save(self._path, *self._given)
             return True

@@ -224,7 +224,7 @@ def load_two(state: State, a: int, b: int) -> Statement | None:
 
 @kind("saves by time", 1)
 def saves_by_time(state: State, a: int, b: int) -> str | None:
-    """Each but the first call is due, or none; what was saved is restored."""
+    """Each call but the first is due, or none; what was saved is restored."""
     if state.form == 2 or state.is_broken:
         return None
     clear = clear_text(state)

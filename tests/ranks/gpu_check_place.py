@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from shardwright.backend.transport import VARIABLE
-from shardwright.gpu_check.place import wall_milliseconds
+from shardwright_tools.gpu_check.place import wall_milliseconds
 from shardwright.torch_compat import cuda
 from simulated_gpus import SimulatedGpus
 from torch.utils._python_dispatch import _disable_current_modes
