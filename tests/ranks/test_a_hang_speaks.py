@@ -2,10 +2,13 @@
 doubling intervals. The lowest waiting rank says what the others wait for. A call that only some ranks make says so.
 """
 
+import collections
+import contextlib
 import logging
 import os
 import re
 import signal
+import socket
 import threading
 import time
 
@@ -191,6 +194,74 @@ def test_ranks_that_have_not_come_are_named(monkeypatch):
     assert any("rank 0 of 4 has waited 0.2 s for ranks 2, 3, which have not come" in text for _, text in said), said
     assert any("rank 1 of 4 has waited" in text for _, text in said), said
     assert errors[0] == errors[1] and "waited 1 s for ranks 2, 3, which have not come" in errors[0], errors
+
+
+class Counting(dist.PrefixStore):
+    """A rank's store, which counts its checks by the first part of the key."""
+
+    def __init__(self, store):
+        super().__init__("counted", store)
+        self.checks = collections.Counter()
+
+    def check(self, keys):
+        self.checks[keys[0].split("/")[0]] += 1
+        return super().check(keys)
+
+
+def test_only_rank_0_asks_for_each_absent_rank(monkeypatch):
+    """Law: while ranks are absent, a line costs rank 0 one call of the store per rank, and the others at most two."""
+    from shardwright.comm import attempt
+    from shardwright.comm.rendezvous import Rendezvous
+
+    world_size, shared, room, errors = 40, dist.HashStore(), dist.HashStore(), {}
+    stores = [Counting(shared), Counting(shared)]
+    rooms = [Counting(room), Counting(room)]
+    monkeypatch.setattr(attempt, "START_S", WARN_AFTER_S)
+    monkeypatch.setattr(dist, "PrefixStore", lambda prefix, store: store)
+
+    def starts(rank):
+        try:
+            attempt.attempt_store(stores[rank], rank, world_size, 1.0)
+        except TimeoutError as error:
+            errors[rank] = str(error)
+
+    threads = [threading.Thread(target=starts, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert errors[0] == errors[1] and "ranks 2, 3" in errors[0], errors
+    assert stores[0].checks["came"] >= world_size - 1, stores[0].checks
+    assert stores[1].checks["came"] == 0 and 0 < stores[1].checks["absent"] < 10, stores[1].checks
+
+    meetings = [Rendezvous(rooms[rank], rank, world_size, "here", 1.0) for rank in (0, 1)]
+    assert meetings[1]._absent() == "rank 0 or ranks that it waits for"
+    said = [meeting._absent() for meeting in meetings]
+    assert said[0] == said[1] and said[0].endswith("which have not come"), said
+    assert rooms[0].checks["lines"] > 20 and rooms[1].checks["lines"] == 0, [each.checks for each in rooms]
+
+
+def test_a_host_that_drops_packets_does_not_silence_joining(monkeypatch):
+    """Law: one attempt to connect is short, so lines of the wait name rank and address, and the deadline holds."""
+    from shardwright.comm import process_group
+    from shardwright.comm.launch import Launch
+
+    with socket.socket() as full, contextlib.ExitStack() as opened:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)  # and no accept: once the queue is full, the kernel drops what asks to connect
+        port = full.getsockname()[1]
+        for _ in range(8):
+            filler = opened.enter_context(socket.socket())
+            filler.setblocking(False)
+            filler.connect_ex(("127.0.0.1", port))
+        monkeypatch.setattr(process_group, "START_S", WARN_AFTER_S)
+        monkeypatch.setattr(process_group, "_ATTEMPT_S", WARN_AFTER_S)
+        said, begun = lines_of(), time.monotonic()
+        with pytest.raises(TimeoutError, match=f"rank 1 of 3 waited 2 s for rank 0, whose store at 127.0.0.1:{port}"):
+            process_group._connect(Launch("torchrun", 1, 3, 1, "127.0.0.1", port), False, 2.0)
+        assert time.monotonic() - begun < 6
+    lines = [text for _, text in said if f"127.0.0.1:{port}" in text]
+    assert lines and "rank 1 of 3 has waited" in lines[0], said
 
 
 def test_a_rank_that_cannot_start_a_thread_is_named_on_all(monkeypatch):

@@ -4,6 +4,7 @@ on all ranks, at every stage and with masters; a name that the user's optimizer 
 
 import copy
 import pickle
+import resource
 
 import pytest
 import torch
@@ -250,6 +251,9 @@ def test_a_method_that_takes_a_norm_of_slices_raises(rank, world_size, options):
     assert same_everywhere(whole(model))
 
 
+DRIFTS = r"'Centres.weight' of shape \(3,\).*drift apart: wrap one"
+
+
 class Centres(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -262,14 +266,67 @@ def test_a_parameter_that_no_wrapper_averages_is_named(rank, world_size, average
     torch.manual_seed(0)
     module, loss = Mlp(), Centres()
     model, optimizer = sw.wrap(module, torch.optim.SGD([*module.parameters(), *loss.parameters()], lr=0.1))
-    for step in range(2):
+
+    def backward(step):
         (model(batch(rank, 6, 7, step=step)).square().mean() * loss.weight.sum() * (rank + 1)).backward()
+
+    for step in range(3):
+        if step == 0 or averages or world_size == 1:
+            backward(step)
+        else:  # the digest of the first step's gradients travels with the next round
+            with pytest.raises(sw.Error, match=DRIFTS) as raised:
+                backward(step)
+            assert same_everywhere(str(raised.value))
+            break
         if averages:
             torch.distributed.all_reduce(loss.weight.grad)
-        if averages or world_size == 1:
-            optimizer.step()
-        else:
-            with pytest.raises(sw.Error, match=r"'Centres.weight' of shape \(3,\).*drift apart: wrap one") as raised:
-                optimizer.step()
-            assert same_everywhere(str(raised.value))
+        optimizer.step()
         optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("case", ["scaler skips", "frozen", "no gradient", "in a later step"])
+@on_every_rank()
+def test_a_rank_that_alone_skips_or_freezes_is_told_and_none_hangs(rank, world_size, case):
+    """Law: the check makes no exchange of its own, so a rank that skips a step alone misses none."""
+    torch.manual_seed(0)
+    module, loss = Mlp(), Centres()
+    model, optimizer = sw.wrap(module, torch.optim.SGD([*module.parameters(), *loss.parameters()], lr=0.1))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    loss.weight.requires_grad_(case != "frozen" or rank != 1)
+
+    def step(number):
+        factor = loss.weight.sum() if case != "no gradient" else 1.0
+        if case == "in a later step" and number < 2:
+            factor = 1.0
+        elif case == "in a later step":
+            factor = factor * (rank + 1)
+        scaler.scale(model(batch(rank, 6, 7, step=number)).square().mean() * factor).backward()
+        if case == "scaler skips":
+            loss.weight.grad.fill_(float("inf") if rank == 1 else 2.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    if case == "no gradient" or world_size == 1:
+        for number in range(4):
+            step(number)
+        assert world_size == 1 or same_everywhere(whole(model))
+        return
+    told = "backward 2 of step 1.*call .*optimizer.step.. on every rank" if case == "scaler skips" else DRIFTS
+    with pytest.raises(sw.Error, match=told) as raised:
+        for number in range(4):
+            step(number)
+    assert number == (3 if case == "in a later step" else 1)
+    assert same_everywhere(str(raised.value))
+
+
+def test_a_digest_of_a_gradient_takes_no_memory_per_element():
+    """Law: the digest reads the gradient's bytes in place. One of 64 MiB may not raise the peak by half of that."""
+    from shardwright.parallel.agreement.unaveraged import _digest
+
+    gradient = torch.ones(1 << 24)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    first = _digest(gradient)
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < gradient.nbytes / 2
+    gradient[-1] = 2
+    assert first != _digest(gradient) and _digest(torch.zeros(3)) == 0 and _digest(None) == 0

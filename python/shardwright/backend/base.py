@@ -6,9 +6,9 @@ differences are named in Capabilities.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
@@ -20,13 +20,12 @@ if TYPE_CHECKING:
     from ..layout.param_table import ParameterTable
     from ..layout.shard_mesh import Slicing
     from ..layout.shard_runs import Storage
-    from ..options.compressors import Compressor
+    from ..options.compress import Compressor
     from ..options.options import Options
     from .device_link import DeviceLink
 
 
-@dataclasses.dataclass(frozen=True)
-class Capabilities:
+class Capabilities(NamedTuple):
     """Differences between backends, each with a name.
 
     Attributes
@@ -56,8 +55,7 @@ class Capabilities:
     publishes_behind: bool
 
 
-@dataclasses.dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """A wrapper's request to a backend.
 
     Attributes
@@ -80,7 +78,7 @@ class Request:
     plans: Sequence[UnitPlan] | None = None
     compress: Compressor | None = None
     sends_early: bool = True
-    compute_dtypes: Mapping[int, torch.dtype] = dataclasses.field(default_factory=dict)
+    compute_dtypes: Mapping[int, torch.dtype] = MappingProxyType({})
     forwards: Sequence[UnitPlan] = ()
 
 

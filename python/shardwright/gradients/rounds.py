@@ -77,9 +77,7 @@ class Rounds:
         finally:
             self._opens_locally = False
 
-    def opener(
-        self, wrapper: weakref.ref[Any], opens_first: Callable[[], None] | None = None
-    ) -> Callable[[], bool]:
+    def opener(self, wrapper: weakref.ref[Any], opens_first: Callable[[], None] | None = None) -> Callable[[], bool]:
         """Return the callback that opens a round after it calls `opens_first`. It returns True if the round
         synchronises, by the wrapper's require_backward_grad_sync.
         """

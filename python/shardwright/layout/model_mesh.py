@@ -6,9 +6,8 @@ only.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,8 +17,7 @@ from ..torch_compat.dtensor import is_dtensor
 __all__ = ["ModelMesh", "find_model_mesh", "first_mesh", "mesh_text", "numbers_of", "placed"]
 
 
-@dataclasses.dataclass(frozen=True)
-class ModelMesh:
+class ModelMesh(NamedTuple):
     """The mesh of a module's DTensors.
 
     Attributes

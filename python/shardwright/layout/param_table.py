@@ -24,7 +24,7 @@ from .model_mesh import ModelMesh, find_model_mesh, numbers_of, placed
 from .views import dense_strides, dtype_name
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class ParameterTable:
     """The trained state of a module: parameters in registration order, tied ones once, and buffers.
 

@@ -26,6 +26,7 @@ from .master_weights import check_groups
 #: a ShardedOptimizer, which imports this file
 ShardedOptimizer = Any
 
+
 class _GradientWrites:
     """A context that finds the gradients which a method clears or writes to on this rank's slices.
 

@@ -40,8 +40,8 @@ from ..parallel.replica import Replica
 from ..torch_compat.autograd import unguarded
 from ..torch_compat.optimizers import on_meta, step_hooks
 from ..torch_compat.state_dicts import asked_by_torchs_functions
-from .forwarding import Forwarding
 from .forwarded_on_slices import call_on_slices
+from .forwarding import Forwarding
 from .master_weights import (
     LOW,
     as_kept,

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.algorithms.join import Join, JoinHook, _JoinConfig
@@ -22,12 +22,10 @@ from .._engine import Error
 from ..comm.exchange import Exchange
 from ..comm.levels import Lease
 from ..comm.process_group import HostGroup, host_group, mesh_rows, resolve_group
-from ..compress.make import make_hook
-from ..compress.state import CompressionState, StatesOfParts, joined_states
 from ..layout.param_groups import check_marks, comparable
 from ..layout.param_table import verify
 from ..layout.shard_mesh import Slicing
-from ..options.compressors import Compressor, check_compressor
+from ..options.compress import Compressor, check_compressor
 from ..options.offload import offload_kind
 from ..options.options import Options, refuse_options
 from ..parameters.drift import DriftCheck
@@ -51,6 +49,9 @@ from .ddp_logging import DDPLogger
 from .join import ShadowHook
 from .portable import PortableWrapper
 from .replica import Replica, live_replicas
+
+if TYPE_CHECKING:
+    from ..compress.state import CompressionState, StatesOfParts
 
 
 class DistributedDataParallel(PortableWrapper, TorchDDP):
@@ -631,6 +632,7 @@ class DistributedDataParallel(PortableWrapper, TorchDDP):
         if lease is None:
             replica.reducer.set_bucket_callback(runner)
         else:
+            from ..compress.state import CompressionState
             from ..gradients.comm_thread import BucketThread
 
             thread = BucketThread(runner, replica.group.comm, replica.label, lease)
@@ -652,6 +654,8 @@ class DistributedDataParallel(PortableWrapper, TorchDDP):
         NotImplementedError
             If the options ask for a sum instead of a mean.
         """
+        from ..compress.state import joined_states
+
         check_compressor(compress, self._options.reduce)
         if self._comm_hooks:
             raise Error("compress_gradients can only be called once: a communication hook is registered already")
@@ -665,6 +669,9 @@ class DistributedDataParallel(PortableWrapper, TorchDDP):
         if getattr(replica.reducer, "wire", None) is not None:  # the reducer compresses by itself
             replica.compression = (repr(compress), None)
             return None
+        from ..compress.make import make_hook
+        from ..compress.state import CompressionState
+
         levels, lease = replica.levels(compress)
         state, hook = make_hook(compress, levels.exchange)
         kept = state if isinstance(state, CompressionState) else None

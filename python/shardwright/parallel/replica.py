@@ -29,7 +29,7 @@ from ..layout.param_groups import check_hookable, check_inner, cut
 from ..layout.param_table import ParameterTable, verify
 from ..layout.shard_mesh import Slicing
 from ..layout.shard_runs import Storage
-from ..options.compressors import Compressor
+from ..options.compress import Compressor
 from ..options.options import Options
 from ..options.precision import LOW_DTYPES
 from ..parameters.access import ParameterAccess
@@ -41,7 +41,6 @@ from ..torch_compat.weak import weakly
 from .agreement.forward_watch import ForwardWatch
 from .agreement.replica_check import ReplicaCheck
 from .agreement.steppers import Steppers
-from .agreement.unaveraged import UnaveragedCheck
 from .backends import choose_backend
 from .join_link import JoinLink
 from .loading import StateLoading
@@ -140,8 +139,7 @@ class Replica:
             plans = cut(module, self.table, options.units, options.reshard_after_forward)
         behind = make_backend.capabilities.publishes_behind and zero in (1, 2) and options.prefetch > 0
         sends_early = compress is None or self._overlaps_compression(make_backend.capabilities)
-        request = dataclasses.replace(
-            self._request,
+        request = self._request._replace(
             plans=plans,
             sends_early=sends_early,
             compute_dtypes=self._compute_dtypes(precision),
@@ -163,8 +161,7 @@ class Replica:
         self.access = ParameterAccess(self._storage, self.table, group, self.slicing, options.write_guard, self.label)
         self.rounds = Rounds(self.table, self.reducer, self.label, zero)
         self.forwards = ForwardWatch(group.rank, group.world_size, self.label)
-        self.steppers = Steppers(group, self.label)
-        self._unaveraged = UnaveragedCheck(self.label, _is_of_a_wrapped_module)
+        self.steppers = Steppers(group, self.label, _is_of_a_wrapped_module)
         try:
             self._attach(wrapper, before)
         except BaseException as error:  # an error of this rank only: the peers must not wait for it
@@ -519,8 +516,9 @@ class Replica:
         since = self.steppers.count_step(optimizer, rounds)
         if rounds != since and self.group.world_size > 1:
             self.gradients.check_averaged(optimizer, since)
-            if self._unaveraged.checked.get(optimizer) != len(optimizer.param_groups):
-                self._unaveraged.check(optimizer, self.group.comm.all_gather_bytes)
+            unaveraged = self.steppers.unaveraged.note(optimizer)
+            if unaveraged:
+                self.reducer.note_step(unaveraged)
 
     def broadcast_state(self, root: int, buffers: Iterable[torch.Tensor]) -> None:
         """Broadcast parameters and `buffers` of rank `root`. Collective."""

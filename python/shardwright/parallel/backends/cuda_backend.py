@@ -19,7 +19,8 @@ from ...compress.device_exchange import DeviceExchange
 from ...gradients.device_reducer import DeviceReducer
 from ...layout.param_table import ParameterTable
 from ...layout.shard_runs import Storage, itemsize_of
-from ...options.compressors import Bf16, Compressor, Fp16
+from ...options.compress import Compressor
+from ...options.compressors import Bf16, Fp16
 from ...parameters.device_groups import DeviceUnitMemory, rows_in_groups
 from ...parameters.step_gathers import StepGathers
 from ...torch_compat import cuda

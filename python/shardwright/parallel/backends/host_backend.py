@@ -13,7 +13,7 @@ from ...comm.process_group import HostGroup
 from ...layout.shard_mesh import Slicing
 from ...layout.shard_runs import OUTCOME_BYTES, Outcomes, Storage, itemsize_of, populate
 from ...layout.views import as_real, dense_strides, dtype_name
-from ...options.compressors import Compressor
+from ...options.compress import Compressor
 from ...parameters.sharded_groups import UnitMemory
 from ...torch_compat.engine_storage import engine_tensor
 

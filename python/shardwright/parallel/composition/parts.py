@@ -6,7 +6,7 @@ import dataclasses
 import fnmatch
 import glob
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,8 +21,7 @@ from ...torch_compat.dtensor import is_dtensor
 __all__ = ["Part", "by_name", "find_parts", "states_of_parts"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """The parameters of all entries of `groups=` with the same ranks.
 
     Attributes
