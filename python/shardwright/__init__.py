@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from . import checkpoint, elastic, hooks, optim
     from ._version import __version__
     from .checkpoint import Checkpointer, load, save
-    from .description import describe, stats
     from .comm.process_group import init_process_group
+    from .description import describe, stats
     from .integrations import deepspeed
     from .optim.clip_grad import clip_grad_norm_, local_norms
     from .optim.diloco import DiLoCo

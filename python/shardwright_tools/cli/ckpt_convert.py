@@ -82,9 +82,9 @@ def _output(options: argparse.Namespace) -> str:
 
 def _write(options: argparse.Namespace, contents: Any, output: str, kind: str) -> int:
     import torch
+    from shardwright.options.name_map import NameMap
 
     from .. import convert
-    from shardwright.options.name_map import NameMap
 
     try:
         contents = contents.under(NameMap.from_file(options.map)) if options.map else contents

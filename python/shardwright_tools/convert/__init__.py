@@ -45,6 +45,7 @@ def read(path: str, *, kind: str | None = None, tag: str | None = None) -> Conte
 
 def _read(path: str, kind: str | None, tag: str | None) -> Contents:
     from shardwright.checkpoint.folder.retention import find  # imports torch
+
     from . import dcp_format, deepspeed_universal, deepspeed_zero, folders, megatron, model_files
 
     if not os.path.lexists(path):
@@ -75,6 +76,7 @@ def write(contents: Contents, output: str, kind: str, tell: Tell) -> None:
         `output` exists, or cannot be written.
     """
     from shardwright.checkpoint.folder.partial import make_folder
+
     from . import dcp_format, deepspeed_universal, folders, model_files
 
     if os.path.lexists(output):

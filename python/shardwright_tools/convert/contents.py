@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-
 from shardwright._engine import CheckpointError
 from shardwright.optim.master_weights import as_written
 from shardwright.options.name_map import NameMap

@@ -12,8 +12,8 @@ from collections import OrderedDict
 from typing import Any
 
 import torch
-
 from shardwright._engine import CheckpointError
+
 from .contents import MASTER, Contents, Lazy, lazily, replaced
 from .deepspeed_zero import MODEL, groups_of, model_of
 from .folders import Tell

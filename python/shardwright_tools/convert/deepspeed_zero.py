@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-
 from shardwright._engine import CheckpointError
+
 from .contents import MASTER, Contents, Lazy, lazily
 from .unpickle import Placeholder, load_torch_file, without_placeholders
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-
 from shardwright._engine import CheckpointError, CheckpointFolder, CheckpointPlan
 from shardwright.checkpoint import tree
 from shardwright.checkpoint.files import MAX_FILE_BYTES, why_not_there
@@ -19,6 +18,7 @@ from shardwright.checkpoint.slices import Sliced
 from shardwright.checkpoint.state.content import IN_PARTS, MODEL_METADATA, Group, model_index
 from shardwright.checkpoint.state.names import plain
 from shardwright.checkpoint.state.stored import Stored, stored_tensors
+
 from .contents import Contents, Lazy, replaced
 
 #: callback that takes the number of bytes just written

@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-
 from shardwright._engine import CheckpointError, CheckpointFolder
 from shardwright.checkpoint.files import MAX_FILE_BYTES
 from shardwright.checkpoint.state.content import MODEL_METADATA, Group, model_index
 from shardwright.checkpoint.state.names import TORCH_DTYPES
+
 from .contents import Contents, Lazy, leaves, replaced
 from .folders import Tell, copy_beside, plan_of, take_beside, write_all
 from .unpickle import load_torch_file

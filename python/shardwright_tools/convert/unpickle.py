@@ -21,7 +21,6 @@ from collections.abc import Iterable
 from typing import IO, Any, ClassVar
 
 import torch
-
 from shardwright._engine import CheckpointError
 from shardwright.checkpoint.tree import has_numpy
 from shardwright.torch_compat.archives import records_of

@@ -58,7 +58,6 @@ def sweep(sizes: tuple[int, ...] = SIZES) -> list[Row]:
 
 def _gpu_count() -> int:
     import torch
-
     from shardwright import _engine
 
     try:
@@ -98,7 +97,6 @@ def _run(where: str, ranks: int, sizes: tuple[int, ...]) -> list[Row]:
 def _measure(asked: dict[str, Any], rank: int) -> list[tuple[int, float]]:
     import torch
     import torch.distributed as dist
-
     from shardwright.comm.process_group import host_group
 
     ranks = asked["ranks"]
@@ -129,7 +127,6 @@ def _on_host(group: Any, nbytes: int) -> Callable[[], None]:
 
 def _on_gpu(group: Any, nbytes: int, rank: int) -> Callable[[], None]:
     import torch
-
     from shardwright.backend.device_link import device_link
 
     like = torch.zeros(nbytes // 4, dtype=torch.float32, device=torch.device("cuda", rank))

@@ -17,7 +17,6 @@ _DELETED = " (deleted)"
 def driver_findings(machine: Machine) -> Iterator[Finding]:
     """Report the driver and its visible GPUs."""
     import torch
-
     from shardwright import _engine
 
     visible = machine.environment.get("CUDA_VISIBLE_DEVICES")
@@ -111,7 +110,6 @@ def nvrtc_findings(machine: Machine) -> Iterator[Finding]:
     path = machine.nvrtc
     if path is None:
         import torch
-
         from shardwright.torch_compat.cuda import find_nvrtc, nvidia_folders
 
         path, _ = find_nvrtc(nvidia_folders(), torch.version.cuda)

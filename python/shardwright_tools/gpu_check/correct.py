@@ -9,15 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import shardwright as sw
 import torch
 import torch.distributed as dist
+from shardwright import _engine
+from shardwright.layout.memory import bytes_of
 from torch import nn
 
-import shardwright as sw
-
-from shardwright import _engine
 from ..doctor import gpu as doctor_gpu
-from shardwright.layout.memory import bytes_of
 from .report import Row, row
 
 STEPS = 3

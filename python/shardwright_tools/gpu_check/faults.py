@@ -10,10 +10,9 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import shardwright as sw
 import torch
 import torch.distributed as dist
-
-import shardwright as sw
 
 from .correct import Given, gradients
 from .report import Row, row

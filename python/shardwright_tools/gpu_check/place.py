@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-
 from shardwright import _engine
 from shardwright.torch_compat import cuda
 

@@ -10,11 +10,10 @@ import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
-
 import shardwright as sw
-
+import torch
 from shardwright import _engine
+
 from .report import Row, least, row
 
 _BLOCK, _BITS, _PIECES = 256, 8, 16

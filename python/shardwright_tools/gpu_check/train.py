@@ -12,11 +12,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import shardwright as sw
 import torch
 from torch import nn
 from torch.nn import functional
-
-import shardwright as sw
 
 from .report import Row, row
 
