@@ -87,8 +87,7 @@ static void contiguous_strides(const int64_t *shape, int64_t *strides, Py_ssize_
     int64_t stride = 1;
     for (Py_ssize_t i = count; i-- > 0;) {
         strides[i] = stride;
-        if (shape[i] > 0) /* beside a size of 0 the others may have any product */
-            (void)__builtin_mul_overflow(stride, shape[i], &stride);
+        stride *= shape[i] > 0 ? shape[i] : 1;
     }
 }
 
