@@ -146,10 +146,11 @@ fuzz: build/fuzz/engine.a
 	@{ printf 0; sed 's/,"self_crc32c.*//' tests/golden/checkpoint/MANIFEST.json; } > build/fuzz/corpus/test_checkpoint_fuzz/manifest
 	@{ printf '2\033\002'; tail -c +9 tests/golden/checkpoint/model.safetensors | head -c 4088; } > build/fuzz/corpus/test_checkpoint_fuzz/header
 	@for test in $(FUZZ_TESTS); do mkdir -p build/fuzz/corpus/$$test; echo "== $$test"; with=$$(cat build/fuzz/with); \
-		case $$with in clang*) driver=-fsanitize=fuzzer; how="-max_total_time=$(FUZZ_SECONDS) -max_len=4096 \
-			-artifact_prefix=build/fuzz/ build/fuzz/corpus/$$test";; *) driver=; how=2000000;; esac; \
-		$$with $(FUZZ_FLAGS) $$driver tests/csrc/$$test.c build/fuzz/engine.a -lm -ldl -o build/fuzz/$$test && \
-		build/fuzz/$$test $$how || exit 1; done
+		case $$with in clang*) driver=-fsanitize=fuzzer;; *) driver=;; esac; \
+		$$with $(FUZZ_FLAGS) $$driver tests/csrc/$$test.c build/fuzz/engine.a -lm -ldl -o build/fuzz/$$test || exit 1; \
+		if [ "$$driver" ]; then build/fuzz/$$test -max_total_time=$(FUZZ_SECONDS) -max_len=4096 \
+			-artifact_prefix=build/fuzz/ build/fuzz/corpus/$$test || exit 1; \
+		else timeout $(FUZZ_SECONDS) build/fuzz/$$test 1000000000; [ $$? = 124 ] || exit 1; fi; done
 
 # Random training programs against a naive oracle: make fuzz-programs PROGRAMS=1000 SEED=7. One that ends wrongly is printed, as
 # small as can be; `$(BIN)/python tests/programs FILE` runs it again
