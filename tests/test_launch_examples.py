@@ -26,8 +26,7 @@ MADE = sorted({path.name for path in LAUNCH.iterdir()} - {"two_hosts.sh", "hosts
 
 #: variables for others than sw.wrap: threads, Gloo's interface, the scripts themselves
 FOR_OTHERS = {"OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "SW_TWO_HOSTS", "RUN_FOLDER"}
-#: torchrun's own, and accelerate's
-FOR_OTHERS |= {"TORCHELASTIC_SIGNALS_TO_HANDLE", "ACCELERATE_USE_CPU"}
+FOR_OTHERS |= {"ACCELERATE_USE_CPU"}
 
 SAYS_WHAT_IT_READS = f"""#!{sys.executable}
 import dataclasses, importlib.util, json, os, sys
@@ -115,13 +114,17 @@ SRUN_TORCHRUN = """#!/bin/bash
 while [[ $1 == --* ]]; do shift; done
 "$@" &
 "$@" &
-trap 'kill -USR1 $(jobs -p)' USR1
+trap 'kill $(jobs -p)' TERM
+echo $$ > srun.pid
 status=0
 for child in $(jobs -p); do
     wait $child || status=$?
     wait $child || status=$?
 done
 exit $status
+"""
+SCANCEL = """#!/bin/sh
+[ "$*" = "--signal=TERM 7" ] && kill $(cat srun.pid)
 """
 SCONTROL = """#!/bin/sh
 [ "$1" = show ] && echo 127.0.0.1 || echo "$@" > asked
@@ -130,7 +133,8 @@ SCONTROL = """#!/bin/sh
 
 def started(name, folder, program):
     """Start the command of a file with another program, as its scheduler does, and return the processes."""
-    for tool, text in (("srun", SRUN_TORCHRUN), ("scontrol", SCONTROL), ("ssh", '#!/bin/sh\nexec bash -c "$2"\n')):
+    tools = {"srun": SRUN_TORCHRUN, "scontrol": SCONTROL, "scancel": SCANCEL, "ssh": '#!/bin/sh\nexec bash -c "$2"\n'}
+    for tool, text in tools.items():
         (folder / tool).write_text(text)
         (folder / tool).chmod(0o755)
     (folder / "train.py").write_text(program)
@@ -182,7 +186,7 @@ def test_slurm_takes_a_job_back_that_was_told_to_end(end, tmp_path):
     program = (
         "import os, signal, sys, time\n"
         "def told(*_):\n    " + ("open('done', 'w'); " * (end == "done")) + "sys.exit(0)\n"
-        "signal.signal(signal.SIGUSR1, told)\n"
+        "signal.signal(signal.SIGTERM, told)\n"
         "open('ready' + os.environ['RANK'], 'w')\n" + ("sys.exit(3)\n" if end == "failed" else "time.sleep(200)\n")
     )
     (job,) = started("slurm.sbatch", tmp_path, program)
