@@ -47,6 +47,7 @@ for task in range(4):
     subprocess.run(words, env=os.environ | step | own, check=True)
 """
 
+
 @pytest.fixture
 def run(tmp_path):
     """Return run(file or text, *arguments, **environment), which returns the JSON lines that the stand-ins printed."""
@@ -159,8 +160,13 @@ def started(name, folder, program):
     nodes = 1 if name in ("slurm.sbatch", "hostfile.sh") else 2
     return [
         subprocess.Popen(
-            ["bash", "-c", text], cwd=folder, env={**environment, "NODE_RANK": str(node)}, start_new_session=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            ["bash", "-c", text],
+            cwd=folder,
+            env={**environment, "NODE_RANK": str(node)},
+            start_new_session=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )  # fmt: skip
         for node in range(nodes)
     ]

@@ -338,7 +338,10 @@ WRONG = {
     "a list": (["{list}", *GPU], "must hold a JSON object"),
     "unknown family": (["{other}", *GPU], "model_type 'mamba' is not known"),
     "a field": (["{short}", *GPU], "has no intermediate_size"),
-    "a text for a number": (["{text}", *GPU], "num_hidden_layers must be a positive integer of at most 10,000, got 'many'"),
+    "a text for a number": (
+        ["{text}", *GPU],
+        "num_hidden_layers must be a positive integer of at most 10,000, got 'many'",
+    ),
     "heads": (["{heads}", *GPU], "kv heads must divide heads, got kv heads 5 and heads 32"),
     "no memory": (["{good}"], "--memory is needed"),
     "memory": (["{good}", "--memory", "lots"], "--memory must be a size such as 80GB"),
@@ -565,7 +568,9 @@ def test_other_engines_read_their_form(zero, tmp_path):
         (Machine(1, 4, 10**9, 6.0, 1.1, False), "nvme:/tmp", 'offload="nvme:/tmp"'),
     ):
         chosen = next(
-            each for each in candidates(from_config(LLAMA_8B), machine, work) if (each.zero, each.offload) == (zero, place)
+            each
+            for each in candidates(from_config(LLAMA_8B), machine, work)
+            if (each.zero, each.offload) == (zero, place)
         )
         (tmp_path / "config.yaml").write_text(FORMS["accelerate"](chosen, machine, work))
         read = made.load_config_from_file(str(tmp_path / "config.yaml"))
