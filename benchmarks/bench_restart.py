@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import common
-from shardwright.chaos import Fault, Plan
-from shardwright.cli.chaos import Run, report_of
+from shardwright_tools.chaos import Fault, Plan
+from shardwright_tools.cli.chaos import Run, report_of
 
 PROGRAM = str(Path(__file__).with_name("restart_program.py"))
 STEPS_APART = 20

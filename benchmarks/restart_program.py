@@ -16,7 +16,7 @@ model = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(8)])  # 8
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)  # imports as much as torch's own optimizers do
 
 import shardwright as sw  # noqa: E402
-from shardwright.chaos import agent_of  # noqa: E402
+from shardwright_tools.chaos import observer_of  # noqa: E402
 
 
 def born_s() -> float:
@@ -41,7 +41,7 @@ if arm != "torch":
     model, optimizer = sw.wrap(model, optimizer)
     in_memory = arm == "memory"
     checkpoints = sw.Checkpointer(folder, model, optimizer, keep_last=2, memory_every=1 if in_memory else None)
-    agent = agent_of(model)
+    agent = observer_of(model)
     assert agent is not None
     agent.tell("ready", process_s=started_s)
     train(checkpoints.restore(), model, lambda step: checkpoints.save(step, every=steps + 1 if in_memory else 1))
@@ -49,7 +49,7 @@ if arm != "torch":
 else:
     torch.distributed.init_process_group("gloo")
     model = torch.nn.parallel.DistributedDataParallel(model)
-    agent = agent_of(model)
+    agent = observer_of(model)
     assert agent is not None
     agent.tell("ready", process_s=started_s)
     path, rank, first = os.path.join(folder, "state.pt"), torch.distributed.get_rank(), 0

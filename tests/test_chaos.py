@@ -12,9 +12,9 @@ import time
 from pathlib import Path
 
 import pytest
-from shardwright import chaos
-from shardwright.cli import main
-from shardwright.cli.chaos import Result, Run, lines_of, report_of
+from shardwright_tools import chaos
+from shardwright_tools.cli import main
+from shardwright_tools.cli.chaos import Result, Run, lines_of, report_of
 
 ROOT = Path(__file__).resolve().parents[1]
 LONG = os.environ.get("SW_TEST_LONG") == "1"

@@ -18,7 +18,7 @@ import pytest
 import shardwright as sw
 import torch
 from shardwright import _engine
-from shardwright.cli import main
+from shardwright_tools.cli import main
 from torch import nn
 
 pytestmark = pytest.mark.timeout(30)  # a pipe in a file's place must not block
@@ -316,7 +316,7 @@ class Nothing:
         if name.split(".")[0] in ("torch", "numpy"):
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Nothing())
-from shardwright.cli import main
+from shardwright_tools.cli import main
 sys.exit(main(sys.argv[1:]))
 """
 

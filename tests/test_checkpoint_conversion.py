@@ -17,12 +17,12 @@ import pytest
 import shardwright as sw
 import torch
 import torch.distributed.checkpoint as dcp
-from shardwright import convert
-from shardwright.cli import main
-from shardwright.convert.contents import Contents, Lazy
-from shardwright.convert.dcp_format import read_dcp
-from shardwright.convert.megatron import is_megatron
 from shardwright.options.name_map import NameMap
+from shardwright_tools import convert
+from shardwright_tools.cli import main
+from shardwright_tools.convert.contents import Contents, Lazy
+from shardwright_tools.convert.dcp_format import read_dcp
+from shardwright_tools.convert.megatron import is_megatron
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 

@@ -27,7 +27,7 @@ import torch.distributed.checkpoint as dcp
 from shardwright._engine import CheckpointPlan, CheckpointSaver, crc32c
 from shardwright.checkpoint import StorageReader, StorageWriter
 from shardwright.checkpoint.folder import directory, retention
-from shardwright.cli import main
+from shardwright_tools.cli import main
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 

@@ -20,6 +20,7 @@ import numpy
 import pytest
 import shardwright as sw
 import torch
+from shardwright._engine import CheckpointPlan
 from shardwright.checkpoint import files, writing
 from shardwright.checkpoint.folder import retention
 from shardwright.checkpoint.state import content
@@ -256,10 +257,23 @@ def test_a_step_that_no_reader_would_take_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=r"step must be an integer in \[0, 2\*\*53\), got"):
         sw.save(tmp_path / "a", nn.Linear(2, 1), step=step)
-    if step == 2**53:  # nor would the engine commit it
-        monkeypatch.setattr(files, "check_step", lambda step: step)
-        with pytest.raises(sw.CheckpointError, match="the manifest to be written: step, .* is missing or out of range"):
-            sw.save(tmp_path / "a", nn.Linear(2, 1), step=step)
+    if type(step) is int:  # nor would the engine write it
+        said = "the manifest to be written: step, .* is missing or out of range"
+        with monkeypatch.context() as patch:
+            patch.setattr(files, "check_step", lambda step: step)
+            with pytest.raises(
+                sw.CheckpointError, match=said if step == 2**53 else rf"begin: step must be .*, got {step}"
+            ):
+                sw.save(tmp_path / "a", nn.Linear(2, 1), step=step)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("step", [-1, 2**64])
+def test_the_engine_refuses_a_step_that_no_word_holds(tmp_path: Path, step: int) -> None:
+    plan = CheckpointPlan([], [])
+    folder = str(tmp_path / "a")
+    with pytest.raises(OverflowError, match=rf"commit: step must be an int in \[0, 2\*\*64\), got {step}"):
+        plan.commit(folder=folder, replaces=None, nonce="n", step=step, world_size=1, tallies=[], creator=plan)
     assert os.listdir(tmp_path) == []
 
 

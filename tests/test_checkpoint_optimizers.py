@@ -270,6 +270,35 @@ def test_what_cannot_be_had_is_named_before_a_byte_is_written(tmp_path: Path) ->
         assert not (tmp_path / "a").exists()
 
 
+def test_further_state_of_several_optimizers_is_compared_by_member(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class More(torch.optim.SGD):
+        name = "mean"
+
+        def state_dict(self) -> dict[str, Any]:
+            return {**super().state_dict(), self.name: 3}
+
+        def load_state_dict(self, state: Any) -> None:
+            self.read = state.pop(self.name)
+            super().load_state_dict(state)
+
+    models = [model_of(0), model_of(1)]
+    optimizers = [More(each.parameters(), lr=0.1) for each in models]
+    sw.save(tmp_path / "a", models, optimizers)
+    sw.load(tmp_path / "a", models, optimizers)
+    assert [each.read for each in optimizers] == [3, 3]
+    optimizers[1].name = "median"
+    with pytest.raises(sw.CheckpointError, match="it has '1.mean', which the optimizer here lacks"):
+        sw.load(tmp_path / "a", models, optimizers)
+    optimizers[1] = torch.optim.SGD(models[1].parameters(), lr=0.1)  # type: ignore[call-overload]
+    sw.save(tmp_path / "b", models, optimizers)
+    optimizers[1] = More(models[1].parameters(), lr=0.1)
+    with caplog.at_level(logging.WARNING, "shardwright"):
+        sw.load(tmp_path / "b", models, optimizers)
+    assert ["'1.mean'" in record.message for record in caplog.records] == [True]
+
+
 def test_state_that_state_dict_shows_under_other_names_is_not_lacking(tmp_path: Path) -> None:
     class Named(torch.optim.Adam):
         def state_dict(self) -> dict[str, Any]:
@@ -340,3 +369,17 @@ def test_where_the_engine_has_wrapped_the_optimizer_it_is_an_error(tmp_path: Pat
     with pytest.raises(sw.CheckpointError, match="Counting.*'calls' beside state and param_groups.*user_state"):
         sw.save(tmp_path / "a", module, optimizer)
     assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize("form", [lambda each: each, lambda each: [each], lambda each: {"m": each}])
+def test_an_optimizer_of_another_model_is_refused(tmp_path: Path, form: Any) -> None:
+    a, b = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
+    optimizer = torch.optim.Adam(a.parameters())
+    for call in (sw.save, sw.Checkpointer):
+        with pytest.raises(ValueError, match="its 2 parameters are those of another module"):
+            call(tmp_path / "of another", form(b), form(optimizer))
+    wrapped, older = sw.wrap(b, torch.optim.Adam(b.parameters()), zero=2)
+    with pytest.raises(ValueError, match="its 2 parameters are those of another module"):
+        sw.Checkpointer(tmp_path / "sliced", [a], [older])
+    with pytest.raises(ValueError, match="its 2 parameters are those of another module"):
+        sw.Checkpointer(tmp_path / "two", [a], [optimizer, older])

@@ -17,7 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from shardwright.checkpoint import StorageReader
 from shardwright.checkpoint.folder import retention
-from shardwright.cli import main
+from shardwright_tools.cli import main
 from test_checkpoint_takes_the_place_of_checkpoints_alone import model_of
 
 

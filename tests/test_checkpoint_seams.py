@@ -17,7 +17,7 @@ import shardwright as sw
 import torch
 from shardwright._engine import CheckpointFolder
 from shardwright.checkpoint.folder.retention import Kept, to_retire
-from shardwright.cli import main
+from shardwright_tools.cli import main
 from torch import nn
 
 GOLDEN = Path(__file__).parent / "golden" / "checkpoint"

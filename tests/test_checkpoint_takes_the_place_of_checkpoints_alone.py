@@ -18,7 +18,7 @@ from shardwright._engine import CheckpointFolder, CheckpointPlan
 from shardwright.checkpoint import StorageReader, StorageWriter
 from shardwright.checkpoint.folder import partial
 from shardwright.checkpoint.folder.retention import DAMAGED, SOUND, UNKNOWN, Kept, to_retire
-from shardwright.cli import main
+from shardwright_tools.cli import main
 from test_checkpoint_command_line import rewritten
 from torch import nn
 

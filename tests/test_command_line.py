@@ -4,7 +4,7 @@ import json
 
 import pytest
 from shardwright._version import __version__
-from shardwright.cli import main
+from shardwright_tools.cli import main
 
 COMMANDS = ("plan", "doctor", "ckpt", "kernels", "config", "run", "chaos")
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import shardwright as sw
 import torch
-from shardwright.cli import main
 from shardwright.integrations.deepspeed import keys as deepspeed_keys
 from shardwright.integrations.deepspeed.config import fill_auto, load_config, plan
+from shardwright_tools.cli import main
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = Path(__file__).parent / "deepspeed_configs"

@@ -17,8 +17,8 @@ from pathlib import Path
 import cuda_files
 import pytest
 from shardwright import _engine
-from shardwright.cli import main
 from shardwright.torch_compat.cuda import CudaRuntime
+from shardwright_tools.cli import main
 from test_csrc import BUILDERS, ROOT, Builder, shipped_flags
 from test_fake_gpu import kernel_text
 

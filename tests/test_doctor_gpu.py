@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shardwright.cli.doctor import machine as doctor_machine
-from shardwright.cli.doctor import settings as doctor_settings
-from shardwright.cli.doctor.gpu import findings
-from shardwright.cli.doctor.machine import Finding, Machine
+from shardwright_tools.doctor import machine as doctor_machine
+from shardwright_tools.doctor import settings as doctor_settings
+from shardwright_tools.doctor.gpu import findings
+from shardwright_tools.doctor.machine import Finding, Machine
 
 NO_DRIVER = "/nowhere/libcuda.so.1"
 
@@ -370,9 +370,7 @@ def test_hidden_gpus_are_no_error_and_odd_bytes_are_printed(tmp_path: Path) -> N
     plant(tmp_path, {"conf": "NCCL_ALGO=\udcff\n"})
     environment = {**os.environb, b"CUDA_VISIBLE_DEVICES": b"", b"NCCL_CONF_FILE": os.fsencode(tmp_path / "conf")}
     environment |= {b"NCCL_DEBUG": b"\xfe", b"PYTHONIOENCODING": b"ascii"}
-    both = (
-        "from shardwright.cli import main; ends = main(['doctor']), print('-'), main(['doctor', '--json']); print(ends)"
-    )
+    both = "from shardwright_tools.cli import main; ends = main(['doctor']), print('-'), main(['doctor', '--json']); print(ends)"
     done = subprocess.run([sys.executable, "-c", both], capture_output=True, text=True, env=environment)
     text, _, rest = done.stdout.partition("\n-\n")
     *json_lines, ends = rest.splitlines()

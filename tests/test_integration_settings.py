@@ -12,8 +12,8 @@ import shardwright as sw
 
 pytest.importorskip("accelerate", reason="an optional extra")
 
-from shardwright.cli import main
 from shardwright.integrations.settings import chosen, read_settings
+from shardwright_tools.cli import main
 
 
 def test_texts_and_files_stand_for_arguments(tmp_path, monkeypatch):

@@ -102,7 +102,7 @@ def test_slurm_tasks_are_ranks_that_meet_on_the_first_node(run):
 
 @pytest.mark.parametrize("name", MADE)
 def test_a_file_is_what_the_plan_prints(name, capsys, monkeypatch):
-    from shardwright.cli import main
+    from shardwright_tools.cli import main
 
     text = (LAUNCH / name).read_text()
     made_by = next(line for line in text.splitlines() if line.startswith("# "))

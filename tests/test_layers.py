@@ -21,6 +21,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 CSRC = ROOT / "csrc"
 PACKAGE = ROOT / "python" / "shardwright"
+TOOLS = ROOT / "python" / "shardwright_tools"
 ENGINE = PACKAGE / "_engine.abi3.so"
 LINES_MAX = 800
 
@@ -299,7 +300,7 @@ def test_no_file_is_longer_than_800_lines() -> None:
 
 FOLDER = re.compile(r"^\| ([a-z_]+) \|[^|]*\|[^|]*\|$", re.MULTILINE)
 #: what imports from every folder, and what every folder may import
-EVERYWHERE, FREE = {"", "__main__"}, {"_engine", "_version"}
+EVERYWHERE, FREE = {"", "__main__", "description"}, {"_engine", "_version"}
 
 
 def modules(package: Path) -> dict[str, Path]:
@@ -333,9 +334,15 @@ def imports(package: Path) -> Iterator[tuple[str, str]]:
                     yield name, whole if whole in known else target
 
 
+def rows_of(package: str) -> list[str]:
+    """Return folders in the order of the package's table in docs/design/python.md; "root" stands for files beside them."""
+    tables = re.split(r"^\| folder of (\w+) \|", (ROOT / "docs/design/python.md").read_text(), flags=re.MULTILINE)
+    return FOLDER.findall(dict(zip(tables[1::2], tables[2::2]))[package])
+
+
 def wrong_imports(package: Path) -> list[str]:
     """Return one sentence for each import that the table of docs/design/python.md does not allow."""
-    order = [each for each in FOLDER.findall((ROOT / "docs/design/python.md").read_text()) if each != "folder"]
+    order = rows_of(package.name)
 
     def place(module: str) -> int:
         top = module.split(".")[0]
@@ -345,7 +352,7 @@ def wrong_imports(package: Path) -> list[str]:
         {
             f"{name} may not import {target}"
             for name, target in imports(package)
-            if name not in EVERYWHERE and place(target) > place(name)
+            if name not in EVERYWHERE and (target == "description" or place(target) > place(name))
         }
     )
 
@@ -360,23 +367,33 @@ def circles(package: Path) -> list[list[str]]:
 
 
 def copy_package(tmp_path: Path) -> Path:
-    return Path(
-        shutil.copytree(PACKAGE, tmp_path / "shardwright", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    )
+    return Path(shutil.copytree(PACKAGE, tmp_path / PACKAGE.name, ignore=shutil.ignore_patterns("*.so", "__pycache__")))
 
 
-def test_the_python_table_has_a_row_for_every_folder_and_no_other() -> None:
-    folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
-    rows = set(FOLDER.findall((ROOT / "docs/design/python.md").read_text())) - {"folder", "root"}
-    assert rows == folders
+@pytest.mark.parametrize("package", (PACKAGE, TOOLS), ids=lambda path: path.name)
+def test_the_python_table_has_a_row_for_every_folder_and_no_other(package: Path) -> None:
+    assert set(rows_of(package.name)) - {"root"} == {path.parent.name for path in package.glob("*/__init__.py")}
 
 
-def test_every_python_import_points_up_the_table() -> None:
-    assert wrong_imports(PACKAGE) == []
+@pytest.mark.parametrize("package", (PACKAGE, TOOLS), ids=lambda path: path.name)
+def test_every_python_import_points_up_the_table(package: Path) -> None:
+    assert wrong_imports(package) == []
 
 
-def test_no_python_modules_import_one_another() -> None:
-    assert circles(PACKAGE) == []
+@pytest.mark.parametrize("package", (PACKAGE, TOOLS), ids=lambda path: path.name)
+def test_no_python_modules_import_one_another(package: Path) -> None:
+    assert circles(package) == []
+
+
+def test_the_engine_does_not_import_the_tools() -> None:
+    """The two doors, `python -m shardwright` and `-m shardwright.gpu_check`, load them by name when they run."""
+    doors = {"__main__.py", "gpu_check.py"}
+    found = {
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        if re.search(r"shardwright_tools\b", "".join(re.findall(r"^.*import.*$", path.read_text(), re.MULTILINE)))
+    }
+    assert found == doors
 
 
 def test_a_planted_python_import_is_caught_wherever_it_stands(tmp_path: Path) -> None:
@@ -394,5 +411,6 @@ def test_a_planted_circle_is_caught(tmp_path: Path) -> None:
 
 
 def test_no_folder_has_more_than_twenty_files() -> None:
-    counts = {path.name: len(list(path.glob("*.py"))) for path in PACKAGE.iterdir() if path.is_dir()}
+    folders = [path for package in (PACKAGE, TOOLS) for path in package.iterdir() if path.is_dir()]
+    counts = {path.name: len(list(path.glob("*.py"))) for path in folders}
     assert {name: count for name, count in counts.items() if count > 20} == {}

@@ -11,7 +11,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-PACKAGE = Path(__file__).resolve().parents[1] / "python" / "shardwright"
+PYTHON = Path(__file__).resolve().parents[1] / "python"
+#: every file of both packages by its path below them, without .py
+FILES = {
+    str(file.relative_to(package).with_suffix("")): file
+    for package in (PYTHON / "shardwright_tools", PYTHON / "shardwright")
+    for file in sorted(package.rglob("*.py"))
+}
 LONG = os.environ.get("SW_TEST_LONG") == "1"
 IMPORT_S_MAX = 0.1
 HELP_S_MAX = 0.2
@@ -53,6 +59,15 @@ print(time.process_time() - start, len(os.listdir("/proc/self/task")) - threads)
     assert {threads for _, threads in found} == {"0"}
 
 
+def test_importing_loads_neither_compressors_nor_the_code_of_gpus():
+    """What few programs use loads at its first use: a module costs half a millisecond, a frozen dataclass one."""
+    code = "import sys, shardwright; shardwright.wrap; print(*(m for m in sys.modules if m.startswith('shardwright.')))"
+    loaded = {each.removeprefix("shardwright.") for each in run(code)}
+    assert "wrapping" in loaded
+    late = ("compress.", "options.compressors", "gradients.device_", "parameters.device_", "parallel.backends.")
+    assert [each for each in sorted(loaded) if each.startswith(late)] == []
+
+
 def test_help_costs_little():
     """Return the processor time of a whole process, interpreter start included, with bytecode as above."""
     command = [sys.executable, "-m", "shardwright", "--help"]
@@ -73,9 +88,9 @@ def test_help_costs_little():
 def test_importing_and_help_need_no_torch():
     code = """
 import contextlib, io, sys
-import shardwright.cli
+import shardwright_tools.cli
 with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
-    shardwright.cli.main(["--help"])
+    shardwright_tools.cli.main(["--help"])
 print("torch" in sys.modules)
 """
     assert run(code) == ["False"]
@@ -116,7 +131,7 @@ print("asked:", *asked)
 def doctor_twice():
     """Return what two calls in one program print: the report, and the report with times as JSON."""
     code = """
-from shardwright.cli import main
+from shardwright_tools.cli import main
 assert main(["doctor"]) == 0
 print("\\f")
 assert main(["doctor", "--json", "--bench"]) == 0
@@ -180,7 +195,7 @@ def of_defaults(text):
 def test_every_tensor_is_made_on_a_named_device_with_a_named_dtype():
     assert len(of_defaults("torch.empty(3)\ntorch.zeros(3, dtype=a)\ntorch.tensor(x, device=b)")) == 3
     assert of_defaults("torch.ones(3, dtype=a, device=b) + torch.empty_like(x) + x.new_empty(3)") == []
-    found = {str(file): of_defaults(file.read_text()) for file in sorted(PACKAGE.rglob("*.py"))}
+    found = {name: of_defaults(file.read_text()) for name, file in FILES.items()}
     assert {file: calls for file, calls in found.items() if calls} == {}
 
 
@@ -211,8 +226,7 @@ def test_the_package_needs_no_numpy():
     """torch is the only dependency, and works without numpy. A tensor's bytes are layout.memory.bytes_of()."""
     found = "import numpy.core as n\nfrom numpy import x\ny.numpy()\ntorch.from_numpy(x)"
     assert len(list(of_numpy(found))) == 4
-    files = {str(f.relative_to(PACKAGE).with_suffix("")): f.read_text() for f in PACKAGE.rglob("*.py")}
-    assert {name for name, text in files.items() if list(of_numpy(text))} == NUMPY.keys()
+    assert {name for name, file in FILES.items() if list(of_numpy(file.read_text()))} == NUMPY.keys()
 
 
 #: reason why there is memory behind an address -> files that take one
@@ -246,7 +260,7 @@ ADDRESSES = {
             "cli/ckpt",
             "convert/folders",
             "convert/model_files",
-            "cli/doctor/bench",
+            "doctor/bench",
         ),
     ],
     "compared, not read": [
@@ -286,8 +300,8 @@ ADDRESSES = {
 def test_no_address_is_taken_of_a_tensor_that_may_have_no_memory():
     """A wrapper subclass, a fake or a freed tensor has the address 0. Reading there would end the process."""
     found = {
-        str(file.relative_to(PACKAGE).with_suffix(""))
-        for file in PACKAGE.rglob("*.py")
+        name
+        for name, file in FILES.items()
         if any(
             isinstance(node, ast.Attribute) and node.attr == "data_ptr"
             for node in ast.walk(ast.parse(file.read_text()))

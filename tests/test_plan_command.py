@@ -10,13 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from shardwright.cli import main
-from shardwright.planner.activations import activation_bytes
-from shardwright.planner.choose import Work, candidates, choose
-from shardwright.planner.machine import Machine
-from shardwright.planner.memory import OPTIMIZERS, PRECISIONS, cut_buckets, gradient_bytes, state_of
-from shardwright.planner.saving import learning_rate, save_plan
-from shardwright.planner.shape import PlanError, from_config, from_numbers
+from shardwright_tools.cli import main
+from shardwright_tools.planner.activations import activation_bytes
+from shardwright_tools.planner.choose import Work, candidates, choose
+from shardwright_tools.planner.machine import Machine
+from shardwright_tools.planner.memory import OPTIMIZERS, PRECISIONS, cut_buckets, gradient_bytes, state_of
+from shardwright_tools.planner.saving import learning_rate, save_plan
+from shardwright_tools.planner.shape import PlanError, from_config, from_numbers
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -545,7 +545,8 @@ def test_a_launch_file_starts_ranks(tmp_path):
     """The file for torchrun runs as it is on CPUs."""
     program = tmp_path / "train.py"
     program.write_text(
-        "import os\nprint('rank', os.environ['RANK'], os.environ['WORLD_SIZE'], os.environ['OMP_NUM_THREADS'], flush=True)\n"
+        "import os\nsaid = [os.environ[name] for name in ('RANK', 'WORLD_SIZE', 'OMP_NUM_THREADS')]\n"
+        "os.write(1, f\"rank {' '.join(said)}\\n\".encode())  # in one call: ranks share the pipe\n"
     )
     words = [sys.executable, "-m", "shardwright", "plan", "--layers", "2", "--width", "64", "--vocabulary", "100", "--ranks", "2", "--memory",
              "1GB", "--cpus", "1", "--launch", "torchrun", "--", str(program)]  # fmt: skip
@@ -559,7 +560,7 @@ def test_a_launch_file_starts_ranks(tmp_path):
 @pytest.mark.parametrize("zero", [2, 3])
 def test_other_engines_read_their_form(zero, tmp_path):
     """accelerate reads its YAML, and our reader of DeepSpeed's JSON the stage, the precision and the place of state."""
-    from shardwright.planner.forms import FORMS, wrap_call
+    from shardwright_tools.planner.forms import FORMS, wrap_call
 
     made = pytest.importorskip("accelerate.commands.config.config_args")
     work = Work(precision="bf16", optimizer="adam")

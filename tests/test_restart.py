@@ -116,7 +116,7 @@ def test_options_that_the_launcher_decides_are_refused():
 
 
 def test_doctor_says_what_restarts_need(monkeypatch):
-    from shardwright.cli.doctor import command as doctor
+    from shardwright_tools.doctor import command as doctor
 
     monkeypatch.delenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", raising=False)
     said = doctor._ranks_can_restart()

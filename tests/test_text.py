@@ -19,7 +19,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "python/shardwright"
-FOLDERS = (PACKAGE, "csrc", "docs")
+PACKAGES = (PACKAGE, "python/shardwright_tools")
+FOLDERS = (*PACKAGES, "csrc", "docs")
 
 #: paths, or folders with a slash behind them, that are not rewritten yet
 STILL_TO_DO: tuple[str, ...] = ()
@@ -164,7 +165,7 @@ def words_of(sentence: str) -> int:
 
 def texts_of_code(root: Path) -> list[Text]:
     found: list[Text] = []
-    for path in files(root, ".py", under=(PACKAGE,)):
+    for path in files(root, ".py", under=PACKAGES):
         source, name = path.read_text(encoding="utf-8"), str(path.relative_to(root))
         found += [*docstrings(name, source), *python_comments(name, source)]
     for path in files(root, ".c", ".h", ".cu", ".cuh", under=("csrc",)):
@@ -203,7 +204,7 @@ def banned_words(texts: list[Text]) -> list[str]:
 def banned_names(root: Path) -> list[str]:
     """Identifiers of code outside of comments and strings."""
     found = []
-    for path in files(root, ".py", under=(PACKAGE,)):
+    for path in files(root, ".py", under=PACKAGES):
         for token in tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline):
             if token.type == tokenize.NAME and BANNED_NAME.fullmatch(token.string):
                 found.append(f"{path.relative_to(root)}:{token.start[0]}: {token.string}")

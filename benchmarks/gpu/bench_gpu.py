@@ -30,7 +30,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 from kernels import kernel_rows
 from shardwright import _engine
-from shardwright.gpu_check.place import Gpu
+from shardwright_tools.gpu_check.place import Gpu
 from staging import staging_rows
 from turns import Arms, Row, Sizes, count_row, models, row, take_turns
 

@@ -13,7 +13,7 @@ from typing import Any
 import shardwright as sw
 import torch
 from shardwright import _engine
-from shardwright.gpu_check.place import Gpu
+from shardwright_tools.gpu_check.place import Gpu
 from turns import Row, Sizes, row, take_turns
 
 _ADAMW_BYTES, _CAST_BYTES = 28, 6

@@ -14,7 +14,7 @@ from typing import Any
 import shardwright as sw
 import torch
 import torch.distributed as dist
-from shardwright.gpu_check.place import Gpu
+from shardwright_tools.gpu_check.place import Gpu
 from turns import Row, Sizes, row
 
 _GOAL_BYTES_PER_S = 45e9

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from shardwright.gpu_check.place import Gpu
+from shardwright_tools.gpu_check.place import Gpu
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 import models  # noqa: E402

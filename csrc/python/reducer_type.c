@@ -570,7 +570,16 @@ static PyObject *reducer_stats(PyObject *op, PyObject *unused)
     return made;
 }
 
-enum { GET_TRANSPORT, GET_REASON, GET_BUCKETS, GET_BYTES, GET_OPEN, GET_FAILED, GET_PENDING };
+enum {
+    GET_TRANSPORT,
+    GET_REASON,
+    GET_BUCKETS,
+    GET_BYTES,
+    GET_OPEN,
+    GET_FAILED,
+    GET_ROUNDS,
+    GET_PENDING
+};
 
 static PyObject *reducer_get(PyObject *op, void *which)
 {
@@ -591,6 +600,8 @@ static PyObject *reducer_get(PyObject *op, void *which)
         return PyBool_FromLong(sw_reducer_state(self->reducer) != SW_ROUND_CLOSED);
     case GET_FAILED:
         return PyBool_FromLong(sw_reducer_last_round_failed(self->reducer));
+    case GET_ROUNDS:
+        return PyLong_FromUnsignedLongLong(sw_reducer_get_stats(self->reducer)->rounds);
     default:
         return PyBool_FromLong(self->pending_forward);
     }
@@ -704,6 +715,7 @@ static PyGetSetDef reducer_properties[] = {
     {"is_open", reducer_get, NULL, "True if a round is open", (void *)GET_OPEN},
     {"last_round_failed", reducer_get, NULL, "True if the last round averaged nothing",
      (void *)GET_FAILED},
+    {"rounds", reducer_get, NULL, "number of rounds that averaged", (void *)GET_ROUNDS},
     {"pending_forward", reducer_get, NULL, "True if a synchronised forward has no round yet",
      (void *)GET_PENDING},
     {NULL, NULL, NULL, NULL, NULL},

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from . import checkpoint, elastic, hooks, optim
     from ._version import __version__
     from .checkpoint import Checkpointer, load, save
-    from .cli.describe import describe, stats
     from .comm.process_group import init_process_group
+    from .description import describe, stats
     from .integrations import deepspeed
     from .optim.clip_grad import clip_grad_norm_, local_norms
     from .optim.diloco import DiLoCo
@@ -96,7 +96,7 @@ _HOMES = {
     "Bf16": "options.compressors",
     "Checkpointer": "checkpoint",
     "clip_grad_norm_": "optim.clip_grad",
-    "describe": "cli.describe",
+    "describe": "description",
     "DiLoCo": "optim.diloco",
     "DistributedDataParallel": "parallel.ddp",
     "Fp16": "options.compressors",
@@ -120,7 +120,7 @@ _HOMES = {
     "Precision": "options.precision",
     "save": "checkpoint",
     "shard_optimizer": "wrapping",
-    "stats": "cli.describe",
+    "stats": "description",
     "SyncBatchNorm": "parallel.sync_batch_norm",
     "unwrap": "wrapping",
     "wrap": "wrapping",

@@ -1,5 +1,6 @@
-"""python -m shardwright"""
+"""python -m shardwright: the command line, of shardwright_tools."""
 
-from .cli import main
+from importlib import import_module
 
-raise SystemExit(main())
+if __name__ == "__main__":
+    raise SystemExit(import_module("shardwright_tools.cli").main())

@@ -751,6 +751,8 @@ class Reducer:
     def last_round_failed(self) -> bool:
         """The last round that synchronised averaged nothing: some rank abandoned it, or it failed."""
     @property
+    def rounds(self) -> int: ...
+    @property
     def pending_forward(self) -> bool:
         """A synchronised forward whose round has not opened yet."""
     def open_round(self) -> None:

@@ -1,6 +1,6 @@
 """The memory that a wrapped model uses on a rank, in bytes, before its first step.
 
-`shardwright plan` has the same sum for a model that is not there yet (planner/memory.py). Wrapping lays out parameters and gradients. A copy of the optimizer steps on one small tensor to measure its state. For
+Wrapping lays out parameters and gradients. A copy of the optimizer steps on one small tensor to measure its state. For
 an elementwise optimizer this gives the bytes per element.
 """
 
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .layout.rank_memory import Memory
 from .optim.master_weights import MasterOptimizer
-from .planner.memory import Memory
 
 if TYPE_CHECKING:
     from .parallel.replica import Replica

@@ -21,13 +21,10 @@ from .layout.local_parameters import as_dtensors, whole_tensor
 from .layout.memory import has_memory, without_memory
 from .optim.clip_grad import clip_in_step
 from .optim.device_clip import DeviceClip
-from .optim.device_offload import HostStateStore, make_route
-from .optim.device_whole_tensors import DeviceTensorPartitionedOptimizer
 from .optim.master_weights import MasterOptimizer, has_own_masters, without_masters
 from .optim.offload import make_store, rounded_bytes
 from .optim.sharded import ShardedOptimizer
 from .optim.sliceable import check_sliceable
-from .optim.whole_tensors import TensorPartitionedOptimizer
 from .options.names import offers_names
 from .options.offload import offload_folder
 from .options.options import Options
@@ -301,7 +298,13 @@ def _shard(wrapped: DistributedDataParallel, optimizer: torch.optim.Optimizer, p
 def _sliced_class(partition: str, replica: Replica) -> type[ShardedOptimizer]:
     if partition != "tensor":
         return ShardedOptimizer
-    return TensorPartitionedOptimizer if replica.backend.link is None else DeviceTensorPartitionedOptimizer
+    if replica.backend.link is None:
+        from .optim.whole_tensors import TensorPartitionedOptimizer
+
+        return TensorPartitionedOptimizer
+    from .optim.device_whole_tensors import DeviceTensorPartitionedOptimizer
+
+    return DeviceTensorPartitionedOptimizer
 
 
 def _check_offload(module: torch.nn.Module, offload: Any, optimizer: torch.optim.Optimizer | None, zero: int) -> None:
@@ -345,6 +348,8 @@ def _keep_state(wrapped: DistributedDataParallel, optimizer: Any, inner: Any) ->
         if earlier is not None:  # the module has left its GPU; its state stays on the host
             inner.keep_in(None)
         return
+    from .optim.device_offload import HostStateStore, make_route
+
     store: Any
     failure: Exception | None = None
     try:

@@ -120,6 +120,7 @@ class Model(torch.nn.Module):
         self._touched: set[str] = set()
         self._task = -1
         self._reached = False  # a parameter, by the backward that runs
+        self.is_unaveraged = False  # a step used gradients that no wrapper averages
         self._is_owed = False  # a synchronised forward that no backward has followed
         self._handles: list[Any] = []
         self._watched: set[int] = set()
@@ -191,6 +192,8 @@ class Model(torch.nn.Module):
         mine = {n: (n in self._touched, copy.copy(p.grad)) for n, p in self.module.named_parameters()}
         self._touched = set()
         everyone = self._package.meet("a round", mine)
+        if self.is_unaveraged:
+            raise sw.Error("no wrapper averages a parameter")
         for name, parameter in self.module.named_parameters():
             if any(theirs[name][0] for theirs in everyone):
                 grads = [theirs[name][1] for theirs in everyone]
@@ -368,11 +371,11 @@ class Package:
         known = {id(p) for p in module.parameters()}
         return any(id(p) not in known for group in optimizer.param_groups for p in group["params"])
 
-    def _check_averaged(self, optimizer: Any) -> None:
-        """Raises for gradients that no wrapper averages. All of a program's differ between ranks."""
+    def _note_unaveraged(self, model: Model, optimizer: Any) -> None:
+        """Let the next round raise for gradients that no wrapper averages. All of a program's differ between ranks."""
         known = {id(p) for module in self._models for p in module.parameters()}
-        if any(id(p) not in known and p.grad is not None for group in optimizer.param_groups for p in group["params"]):
-            raise sw.Error("nobody averages a parameter")
+        members = (p for group in optimizer.param_groups for p in group["params"])
+        model.is_unaveraged |= any(id(p) not in known and p.grad is not None for p in members)
 
     def shard_optimizer(self, model: Model, optimizer: Any, **_: Any) -> Any:
         members = [p for group in optimizer.param_groups for p in group["params"]]
@@ -380,7 +383,7 @@ class Package:
         if isinstance(optimizer, torch.optim.Optimizer) and not is_ours and any(p.dtype == LOW for p in members):
             optimizer = Masters(optimizer)
         elif self._foreign(model.module, optimizer):
-            optimizer.register_step_pre_hook(lambda *_: self._check_averaged(optimizer))
+            optimizer.register_step_pre_hook(lambda *_: self._note_unaveraged(model, optimizer))
         optimizer.register_step_pre_hook(lambda *_: model.close_pending())
         return optimizer
 

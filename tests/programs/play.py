@@ -59,9 +59,7 @@ def play_pieces(pieces: list[str], rank: int, world_size: int, package: Any) -> 
     final = {}
     for name, value in space["final"].items():
         plain = value.detach().contiguous()
-        if plain.dtype == torch.bfloat16:
-            plain = plain.float()  # of which numpy knows no dtype
-        final[name] = str(plain.dtype), tuple(value.shape), plain.flatten().view(torch.uint8).numpy().tobytes()
+        final[name] = str(value.dtype), tuple(value.shape), plain.flatten().view(torch.uint8).numpy().tobytes()
     return End(len(pieces), seen=space["seen"], final=final)
 
 

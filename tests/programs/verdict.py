@@ -7,13 +7,13 @@ import re
 from typing import Any
 
 import numpy as np
+import torch
 
 from .play import End
 from .text import Program
 
 #: of values that differ by the order of a sum alone: torch's clip_grad_norm_ adds squares of slices
 RELATIVE = ABSOLUTE = 1e-4
-_NUMPY = {"torch.float32": np.float32, "torch.float64": np.float64, "torch.int64": np.int64}
 
 
 def complaint(program: Program, ends: list[End], expected: list[End]) -> str:
@@ -53,8 +53,8 @@ def _complaint_about_values(program: Program, ends: list[End], expected: list[En
                 continue
             if mine is None or mine[:2] != (dtype, shape):
                 return f"rank {rank}: {name} is {mine and mine[:2]}, the oracle's {(dtype, shape)}"
-            a, b = (np.frombuffer(each, _NUMPY[dtype]) for each in (mine[2], data))
-            if program.is_exact and dtype.startswith("torch.float") and np.array_equal(a, b, equal_nan=True):
+            a, b = (_numbers(dtype, each) for each in (mine[2], data))
+            if program.is_exact and "float" in dtype and np.array_equal(a, b, equal_nan=True):
                 continue  # NaN of other bits
             if not program.is_exact and np.allclose(a, b, RELATIVE, ABSOLUTE, equal_nan=True):
                 continue
@@ -63,6 +63,12 @@ def _complaint_about_values(program: Program, ends: list[End], expected: list[En
     if ends[0].final.keys() != expected[0].final.keys():
         return "other names"
     return ""
+
+
+def _numbers(dtype: str, data: bytes) -> Any:
+    """The values as numbers of numpy, which knows no bfloat16."""
+    found = torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype.removeprefix("torch.")))
+    return (found.double() if dtype.startswith("torch.bfloat") else found).numpy()
 
 
 def _difference(mine: Any, theirs: Any, exact: bool) -> str:

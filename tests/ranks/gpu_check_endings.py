@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from shardwright.gpu_check.report import row
+from shardwright_tools.gpu_check.report import row
 
 
 class Nowhere:

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from shardwright.backend.transport import VARIABLE
-from shardwright.gpu_check.place import wall_milliseconds
 from shardwright.torch_compat import cuda
+from shardwright_tools.gpu_check.place import wall_milliseconds
 from simulated_gpus import SimulatedGpus
 from torch.utils._python_dispatch import _disable_current_modes
 

@@ -478,7 +478,7 @@ def wrap_under_a_limit(rank, world_size, kind, soft, transport, poor):
     descriptors.
     """
     if kind == resource.RLIMIT_NOFILE:
-        import shardwright.cli.describe  # noqa: F401, opens files of its own
+        import shardwright.description  # noqa: F401, opens files of its own
 
         first_free = os.open("/dev/null", os.O_RDONLY)
         os.close(first_free)

@@ -9,10 +9,10 @@ import tempfile
 
 import pytest
 import torch
-from harness import on_every_rank
+from harness import gather, on_every_rank
 from models import Mlp
 from oracle.fold import bits_equal
-from peer import PEER, batch, compare_step, in_a_child, pair, sw, zero_grad
+from peer import PEER, batch, compare_step, engine, in_a_child, pair, sw, zero_grad
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="about the engine's memory")
 
@@ -207,6 +207,29 @@ def test_a_child_of_a_child_and_one_forked_where_parameters_are_whole(rank, worl
 
 @on_every_rank(at_least=2)
 @pytest.mark.parametrize("options", STAGES[:3])
+def test_a_step_that_all_ranks_refuse_changes_nothing_for_a_child(rank, world_size, options):
+    model, optimizer = trained(**options)
+    step(model, optimizer, rank, 0)
+
+    def look():
+        return float(next(model.parameters()).detach().sum())
+
+    expected = repr(look())
+    early, late = Child(look), Child(look)
+    backward(model, rank, 1)
+    optimizer.param_groups[0]["lr"] = 0.5 + rank
+    with pytest.raises(sw.Error, match="ranks disagree about the optimizer"):
+        optimizer.step()
+    assert early() == expected
+    optimizer.param_groups[0]["lr"] = 0.5
+    optimizer.step()
+    assert late().startswith("Error: parameters of Mlp")
+    early.close()
+    late.close()
+
+
+@on_every_rank(at_least=2)
+@pytest.mark.parametrize("options", STAGES[:3])
 def test_a_change_under_way_at_the_fork_or_during_the_copy_is_an_error(rank, world_size, options):
     model, optimizer = trained(**options)
     access = model._replica.access
@@ -276,3 +299,36 @@ def test_a_child_does_not_step_into_its_parents_state_file(rank, world_size):
         assert said.startswith("Error") and "forked child" in said, said
         optimizer.step()
         model._replica.group.comm.barrier()
+
+
+@on_every_rank(at_least=2)
+@pytest.mark.parametrize("zero", [1, 3])
+def test_every_way_out_of_torch_reads_through_the_guard(rank, world_size, zero):
+    """A read after the parent's next step raises, whichever library asks for the memory."""
+    torch.manual_seed(0)
+    model = Mlp()
+    model, optimizer = sw.wrap(model, torch.optim.AdamW(model.parameters()), zero=zero)
+    parameter = next(iter(model.parameters()))
+    ways = {
+        "numpy": lambda: parameter.detach().numpy(),
+        "array": parameter.__array__,
+        "dlpack": parameter.__dlpack__,
+        "from_dlpack": lambda: torch.from_dlpack(parameter),
+        "data_ptr": parameter.data_ptr,
+        "storage": parameter.untyped_storage,
+        "data": lambda: parameter.data,
+        "a new parameter": lambda: torch.nn.Parameter(parameter.detach()),
+        "to_dlpack": lambda: torch.utils.dlpack.to_dlpack(parameter.detach()),
+    }
+    watch = model._replica.access.forks
+
+    def read():
+        watch._shared[0] += 2  # as the parent's next step does
+        for name, way in ways.items():
+            with pytest.raises(engine.Error, match="are read in process .* a forked child"):
+                way()
+                pytest.fail(name)
+        watch._shared[0] -= 2
+
+    assert in_a_child(read) == ""
+    gather(None)

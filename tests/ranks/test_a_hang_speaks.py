@@ -2,10 +2,13 @@
 doubling intervals. The lowest waiting rank says what the others wait for. A call that only some ranks make says so.
 """
 
+import collections
+import contextlib
 import logging
 import os
 import re
 import signal
+import socket
 import threading
 import time
 
@@ -100,7 +103,10 @@ def test_a_rank_that_waits_for_another_reason_is_told_beside(rank, world_size):
     assert rank or any(", and so do" in text for text in lines), lines
 
 
-CALLS = "full_gradients full_optimizer_state_dict full_parameters clip_grad_norm_ save load_full_state_dict".split()
+CALLS = [
+    *"sw.full_gradients() sw.full_optimizer_state_dict() sw.full_parameters() sw.clip_grad_norm_() sw.save()".split(),
+    *("sw.load_full_state_dict()", "load_state_dict() at zero=3", "optimizer.consolidate_state_dict()"),
+]
 
 
 def writes(model):
@@ -112,11 +118,12 @@ def calls_alone(rank, world_size, name):
     lines = lines_of()
     module = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
     inner = torch.optim.AdamW(module.parameters())
-    zero = 3 if "parameters" in name else 2
+    zero = 3 if "parameters" in name or "zero=3" in name else 2
     model, optimizer = sw.wrap(module, inner, zero=zero, timeout_s=1.0, warn_after_s=WARN_AFTER_S)
     model(torch.ones(2, 64)).sum().backward()
     if "clip" not in name and "gradients" not in name:
         optimizer.step()
+    weights = sw.full_state_dict(model)
     calls = {
         "sw.full_gradients()": lambda: sw.full_gradients(model),
         "sw.full_optimizer_state_dict()": lambda: sw.full_optimizer_state_dict(model, optimizer),
@@ -124,6 +131,8 @@ def calls_alone(rank, world_size, name):
         "sw.clip_grad_norm_()": lambda: sw.clip_grad_norm_(model, 1.0),
         "sw.save()": lambda: sw.save(os.path.join(os.environ["SW_TEST_FOLDER"], "alone"), model, optimizer),
         "sw.load_full_state_dict()": lambda: sw.load_full_state_dict(model, {}),
+        "load_state_dict() at zero=3": lambda: model.load_state_dict(weights),
+        "optimizer.consolidate_state_dict()": lambda: optimizer.consolidate_state_dict(),
     }
     gather(None)
     if rank == 1:
@@ -136,7 +145,7 @@ def calls_alone(rank, world_size, name):
 
 @pytest.mark.parametrize(
     "name",
-    [f"sw.{name}()" for name in in_turn(CALLS, 0, 1)],
+    in_turn(CALLS, 0, 1),
 )
 def test_a_collective_that_some_ranks_call_alone_says_call_it_on_every_rank(fresh_ranks, name):
     with fresh_ranks(3) as team:
@@ -185,6 +194,74 @@ def test_ranks_that_have_not_come_are_named(monkeypatch):
     assert any("rank 0 of 4 has waited 0.2 s for ranks 2, 3, which have not come" in text for _, text in said), said
     assert any("rank 1 of 4 has waited" in text for _, text in said), said
     assert errors[0] == errors[1] and "waited 1 s for ranks 2, 3, which have not come" in errors[0], errors
+
+
+class Counting(dist.PrefixStore):
+    """A rank's store, which counts its checks by the first part of the key."""
+
+    def __init__(self, store):
+        super().__init__("counted", store)
+        self.checks = collections.Counter()
+
+    def check(self, keys):
+        self.checks[keys[0].split("/")[0]] += 1
+        return super().check(keys)
+
+
+def test_only_rank_0_asks_for_each_absent_rank(monkeypatch):
+    """Law: while ranks are absent, a line costs rank 0 one call of the store per rank, and the others at most two."""
+    from shardwright.comm import attempt
+    from shardwright.comm.rendezvous import Rendezvous
+
+    world_size, shared, room, errors = 40, dist.HashStore(), dist.HashStore(), {}
+    stores = [Counting(shared), Counting(shared)]
+    rooms = [Counting(room), Counting(room)]
+    monkeypatch.setattr(attempt, "START_S", WARN_AFTER_S)
+    monkeypatch.setattr(dist, "PrefixStore", lambda prefix, store: store)
+
+    def starts(rank):
+        try:
+            attempt.attempt_store(stores[rank], rank, world_size, 1.0)
+        except TimeoutError as error:
+            errors[rank] = str(error)
+
+    threads = [threading.Thread(target=starts, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert errors[0] == errors[1] and "ranks 2, 3" in errors[0], errors
+    assert stores[0].checks["came"] >= world_size - 1, stores[0].checks
+    assert stores[1].checks["came"] == 0 and 0 < stores[1].checks["absent"] < 10, stores[1].checks
+
+    meetings = [Rendezvous(rooms[rank], rank, world_size, "here", 1.0) for rank in (0, 1)]
+    assert meetings[1]._absent() == "rank 0 or ranks that it waits for"
+    said = [meeting._absent() for meeting in meetings]
+    assert said[0] == said[1] and said[0].endswith("which have not come"), said
+    assert rooms[0].checks["lines"] > 20 and rooms[1].checks["lines"] == 0, [each.checks for each in rooms]
+
+
+def test_a_host_that_drops_packets_does_not_silence_joining(monkeypatch):
+    """Law: one attempt to connect is short, so lines of the wait name rank and address, and the deadline holds."""
+    from shardwright.comm import process_group
+    from shardwright.comm.launch import Launch
+
+    with socket.socket() as full, contextlib.ExitStack() as opened:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)  # and no accept: once the queue is full, the kernel drops what asks to connect
+        port = full.getsockname()[1]
+        for _ in range(8):
+            filler = opened.enter_context(socket.socket())
+            filler.setblocking(False)
+            filler.connect_ex(("127.0.0.1", port))
+        monkeypatch.setattr(process_group, "START_S", WARN_AFTER_S)
+        monkeypatch.setattr(process_group, "_ATTEMPT_S", WARN_AFTER_S)
+        said, begun = lines_of(), time.monotonic()
+        with pytest.raises(TimeoutError, match=f"rank 1 of 3 waited 2 s for rank 0, whose store at 127.0.0.1:{port}"):
+            process_group._connect(Launch("torchrun", 1, 3, 1, "127.0.0.1", port), False, 2.0)
+        assert time.monotonic() - begun < 6
+    lines = [text for _, text in said if f"127.0.0.1:{port}" in text]
+    assert lines and "rank 1 of 3 has waited" in lines[0], said
 
 
 def test_a_rank_that_cannot_start_a_thread_is_named_on_all(monkeypatch):

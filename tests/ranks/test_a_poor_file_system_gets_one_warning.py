@@ -109,7 +109,7 @@ def test_saves_work_and_rank_0_warns_once(tmp_path, library):
 
 def upload(rank, world_size, within):
     """A store gets the files without hard links, and a universal export is written."""
-    from shardwright.cli import main
+    from shardwright_tools.cli import main
 
     with lacking({"POOR_LINK": errno.EPERM}):
         model, optimizer = training()

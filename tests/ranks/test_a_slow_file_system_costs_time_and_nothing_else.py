@@ -16,7 +16,7 @@ import pytest
 import torch
 from harness import LONG, run_programs
 from peer import PEER, sw
-from shardwright.cli import main
+from shardwright_tools.cli import main
 from test_checkpoint_survives_kill_at_any_moment import fill, training, values_of
 from test_hosts_fold_in_two_steps import hosts_of, on_hosts
 

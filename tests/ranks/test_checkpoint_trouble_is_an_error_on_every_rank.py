@@ -3,6 +3,7 @@ What was saved can be read, and an invalid request is refused before a byte is r
 """
 
 import collections
+import copy
 import errno
 import json
 import os
@@ -16,6 +17,7 @@ from harness import gather, on_every_rank
 from peer import PEER, sw
 from test_checkpoint_bytes_do_not_depend_on_the_ranks import shared_folder
 from test_checkpoint_damage_is_seen_by_all import agreed, checksum
+from torch.optim.swa_utils import AveragedModel
 
 if PEER != "torch":
     from shardwright.checkpoint.peers import os_error
@@ -542,3 +544,48 @@ def test_a_moment_in_which_a_rank_cannot_open_files_costs_no_checkpoint(rank, wo
                 said = agreed(checkpoints.restore)
             assert os.strerror(code) in said and (f"rank {world_size - 1}: " in said or world_size == 1)
         assert checkpoints.restore() == 2 and not checkpoints._place.rejected
+
+
+@on_every_rank(at_least=2, deadline_s=60)
+def test_a_part_that_no_wrapper_averages_must_agree(rank, world_size):
+    folder = shared_folder(rank)
+    torch.manual_seed(0)
+    for number, wrap in enumerate((sw.wrap, torch.nn.parallel.DistributedDataParallel)):
+        model = torch.nn.Sequential(wrap(torch.nn.Linear(3, 4)), torch.nn.Linear(4, 2))
+        model[1].weight.data += rank
+        assert "has other values on rank 1 than on rank 0" in agreed(lambda: sw.save(f"{folder}/{number}", model))
+        model[1].weight.data -= rank
+        whole = torch.nn.Linear(4, 2)
+        whole._ddp_params_and_buffers_to_ignore = ["bias"]
+        whole = wrap(whole)
+        whole.module.bias.data += rank
+        assert "has other values on rank 1 than on rank 0" in agreed(lambda: sw.save(f"{folder}/{number}", whole))
+        whole.module.bias.requires_grad_(False).data -= rank
+        whole.module.weight.data += rank  # averaged, and all that is trained
+        with mock.patch("shardwright.checkpoint.samples._logger.warning") as warning:
+            sw.save(f"{folder}/{number}", whole)
+        assert "has other values on rank 1 than on rank 0" in warning.call_args.args[1]
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+@on_every_rank(deadline_s=60)
+def test_copies_and_retired_wrappers_in_user_state_are_saved(rank, world_size, zero):
+    """Rank 0 alone encodes them, so a save makes no engine of theirs."""
+    folder = shared_folder(rank)
+    model = sw.wrap(Small(), zero=zero)
+    retired = sw.wrap(Small(), zero=zero)
+    kept = sw.wrap(sw.unwrap(retired), zero=1)
+    with sw.full_parameters(model):
+        state = {"average": AveragedModel(model), "copy": copy.deepcopy(model)}
+    state |= {"retired": retired}
+    with sw.Checkpointer(folder, model, user_state=state, timeout_s=20) as checkpoints:
+        checkpoints.save(0)
+        checkpoints.wait()
+        copies = [p for each in state.values() for p in each.parameters()]
+        expected = [p.detach().clone() for p in copies]
+        with torch.no_grad():
+            for each in copies:
+                each.zero_()
+        assert checkpoints.restore() == 1
+    assert all(torch.equal(each, value) for each, value in zip(copies, expected, strict=True))
+    assert state["copy"]._replica is None and kept is not None

@@ -173,10 +173,11 @@ def test_a_backward_that_communicates_itself_overlaps(rank, world_size):
         assert bits_equal(mine, theirs)
 
 
+@pytest.mark.parametrize("in_flight", [1, 2])
 @pytest.mark.parametrize("name", ["bf16", "int4", "powersgd", "powersgd in turns"])
 @on_every_rank(at_least=3)
-def test_a_backward_that_raises_leaves_all_ranks_in_step(rank, world_size, name):
-    model, optimizer = made(rank, "2+1", world_size, COMPRESSORS[name], module=Gated)
+def test_a_backward_that_raises_leaves_all_ranks_in_step(rank, world_size, name, in_flight):
+    model, optimizer = made(rank, "2+1", world_size, COMPRESSORS[name], module=(Sometimes, Gated)[in_flight - 1])
     train(rank, model, optimizer, steps=2)
     before, victim = early(model), world_size - 1
 
@@ -187,7 +188,8 @@ def test_a_backward_that_raises_leaves_all_ranks_in_step(rank, world_size, name)
     if rank == victim:
         with pytest.raises(ZeroDivisionError):
             loss.backward()
-        assert early(model) - before == 2  # the head and the middle were in flight
+        # the head; the middle too where a gradient follows it, for which it waits
+        assert early(model) - before == in_flight
         if model.compression_state is not None:
             with pytest.raises(sw.Error, match="state_dict: rank .* has buckets in flight of a backward"):
                 model.compression_state.state_dict()
@@ -198,7 +200,7 @@ def test_a_backward_that_raises_leaves_all_ranks_in_step(rank, world_size, name)
     after = train(rank, model, optimizer, steps=3)
     assert same_everywhere([*after])
     assert all(bool(p.isfinite().all()) for p in after)
-    assert len(model._engine().stats()["bucket_wire_bytes"]) == 4
+    assert len(model._engine().stats()["bucket_wire_bytes"]) == 2 + in_flight
     state = model.compression_state
     assert same_everywhere(state and state.iter)  # the abandoned round counts if its last bucket was exchanged
 

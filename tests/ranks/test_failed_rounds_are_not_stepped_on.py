@@ -124,10 +124,11 @@ class FailsBelow(Fragile):
         return self.upper(self.between(Raises.apply(self.lower(x), fail)))
 
 
+@pytest.mark.parametrize("kind", [Fragile, FailsBelow])
 @on_every_rank(exactly=2)
-def test_a_hook_that_fails_as_a_round_is_abandoned_keeps_no_error_alive(rank, world_size):
+def test_a_hook_that_fails_as_a_round_is_abandoned_keeps_no_error_alive(rank, world_size, kind):
     torch.manual_seed(0)
-    model = sw.DistributedDataParallel(FailsBelow(), bucket_cap_mb=0.0005, timeout_s=5)
+    model = sw.DistributedDataParallel(kind(), bucket_cap_mb=0.0005, timeout_s=5)
 
     def average(bucket, is_last, is_early):
         if is_early and rank == 0:
@@ -138,7 +139,10 @@ def test_a_hook_that_fails_as_a_round_is_abandoned_keeps_no_error_alive(rank, wo
         for p in model.module.upper.parameters():
             p.register_post_accumulate_grad_hook(lambda _: None)
     backward(model, rank, 0)
-    with pytest.raises(ArithmeticError, match="as the test asked" if rank == 1 else "the hook's own"):
+    # a Fragile's upper bucket waits for the end of the backward, in which rank 0 may hear of rank 1's failure first
+    heard = "|left a backward unfinished" if kind is Fragile else ""
+    words = "as the test asked" if rank == 1 else f"the hook's own{heard}"
+    with pytest.raises((ArithmeticError, engine.Error) if heard else ArithmeticError, match=words):
         backward(model, rank, 1, fail=rank == 1)
     if rank == 1:
         model(batch(rank, 6, 7))  # the next forward abandons

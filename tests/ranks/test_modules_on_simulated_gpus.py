@@ -23,9 +23,9 @@ from oracle.data_parallel import NaiveDataParallel
 from peer import PEER, assert_same_parameters, batch, compare_step, pair, zero_grad
 from shardwright.backend.device_link import device_link
 from shardwright.backend.transport import VARIABLE
-from shardwright.cli.doctor.bench import make_round
 from shardwright.comm.process_group import host_group
 from shardwright.torch_compat import cuda as sw_device
+from shardwright_tools.doctor.bench import make_round
 from simulated_gpus import POLICIES, SimulatedGpus, keep_promise, run, simulate, stats, sw
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")

@@ -172,3 +172,58 @@ def test_a_torchscript_submodule_is_right_or_named(rank, world_size):
         for step in range(2):
             train(model, optimizer, rank, step)
         assert same_everywhere(list(sw.full_state_dict(model).values()))
+
+
+@on_every_rank()
+def test_a_wrapper_of_torchs_that_ignores_ours_averages_the_rest(rank, world_size):
+    mesh = init_device_mesh("cpu", (world_size,))
+
+    def ddp(outer, ignored):
+        ids = set(map(id, ignored))
+        outer._ddp_params_and_buffers_to_ignore = [name for name, p in outer.named_parameters() if id(p) in ids]
+        return TorchDDP(outer)
+
+    wrappers = (
+        ddp,
+        lambda outer, ignored: FullyShardedDataParallel(
+            outer, ignored_states=iter(ignored), device_id=torch.device("cpu")
+        ),
+        lambda outer, ignored: fully_shard(outer, mesh=mesh, ignored_params=set(ignored)),
+    )
+    for number, wrap in enumerate(wrappers):
+        model, optimizer = wrapped(**STAGES[(number + world_size) % 4])
+        ours, head = list(model.parameters()), torch.nn.Linear(5, 3)
+        outer = torch.nn.Sequential(model, head)
+        with pytest.raises(sw.Error, match="was given a .*wrapped already"):
+            wrap(outer, ours[1:])
+        outer = torch.nn.Sequential(model, head)
+        whole = wrap(outer, ours)
+        train(whole, optimizer, rank, 0)
+        with sw.full_parameters(model):
+            assert same_everywhere([p.detach() for p in ours])
+
+
+@on_every_rank()
+def test_a_wrapper_of_torchs_inside_whose_parameters_ours_ignores_averages_them(rank, world_size):
+    for make in (TorchDDP, lambda m: FullyShardedDataParallel(m, device_id=torch.device("cpu"))):
+        torch.manual_seed(3)
+        inner = make(Mlp())
+        model = sw.wrap(torch.nn.Sequential(inner, torch.nn.Linear(5, 3)), ignored_params=list(inner.parameters()))
+        model(batch(rank, 6, 7)).square().mean().backward()
+        assert same_everywhere([p.grad for p in model.module[1].parameters()])
+    inner = TorchDDP(Mlp())
+    with pytest.raises(sw.Error, match="beside which no other wrapper averages"):
+        sw.wrap(torch.nn.Sequential(inner), ignored_params=list(inner.parameters())[1:])
+
+
+@on_every_rank()
+def test_a_storage_of_ours_is_saved_as_torchs(rank, world_size):
+    model, _ = wrapped(zero=1)
+    storage = max((p.untyped_storage() for p in model.parameters()), key=lambda each: each.nbytes())
+    assert type(storage) is not torch.UntypedStorage and torch.is_storage(storage)
+    for zipped in (True, False):
+        file = io.BytesIO()
+        torch.save([storage, storage], file, _use_new_zipfile_serialization=zipped)
+        found, again = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+        assert bytes(found.untyped()) == bytes(storage) and found.data_ptr() == again.data_ptr()
+    gather(None)

@@ -171,7 +171,7 @@ def test_one_checkpoint_holds_all_stages_and_loads_over_any_number_of_them(rank,
     assert {"model.safetensors", "optimizer.json"} <= kept.keys()
 
     if rank == 0:
-        from shardwright.cli import main as command
+        from shardwright_tools.cli import main as command
 
         with contextlib.redirect_stdout(io.StringIO()) as shown:
             assert command(["ckpt", "inspect", "--tensors", str(folder / "two")]) == 0

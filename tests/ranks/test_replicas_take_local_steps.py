@@ -275,3 +275,30 @@ def test_misuse_is_named(fresh_ranks):
         assert len(found) == len(sentences)
         for text, sentence in zip(found, sentences):
             assert sentence in text
+
+
+def outer_steps_that_fail(rank, world_size):
+    mesh = mesh_of(world_size)
+    for zero in STAGES[:3]:
+        model, trainer = made(zero, mesh, every=1)
+        forks = model._replica.access.forks
+        steps(model, trainer, rank, 0, 1)
+        assert not forks._depth
+        count = forks._own[0]
+        trainer._check_finite = lambda k: trainer._nothing  # an error before the row writes
+        with pytest.raises((AttributeError, sw.Error), match="_nothing"):
+            trainer.synchronise()
+        assert not forks._depth and forks._own[0] == count
+        del trainer._check_finite
+        trainer.outer_optimizer.step = lambda: trainer._nothing  # one while it does
+        with pytest.raises(AttributeError, match="_nothing"):
+            trainer.synchronise()
+        assert not forks._depth and forks._own[0] == count + 2
+        del trainer.outer_optimizer.step
+        steps(model, trainer, rank, 1, 1)
+        assert same_everywhere(whole(model))
+
+
+def test_after_an_outer_step_that_fails_forked_children_read_again(fresh_ranks):
+    with fresh_ranks(4) as team:
+        team.run(outer_steps_that_fail)

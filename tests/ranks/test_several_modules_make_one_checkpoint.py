@@ -13,6 +13,10 @@ from peer import PEER, sw
 from test_checkpoint_bytes_do_not_depend_on_the_ranks import shared_folder
 from torch import nn
 
+if PEER != "torch":
+    from shardwright.checkpoint.joined import join_modules
+    from shardwright.checkpoint.peers import whole_parameters
+
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="shardwright's checkpoints")
 QUICK_FORM_IS_THE_LARGEST_WORLD = True
 PRIVATE = {"zero": 3, "share_parameters": False, "units": nn.Linear}
@@ -181,3 +185,19 @@ def test_a_module_of_wrapped_modules_is_saved_whole(rank, world_size):
     sw.load(f"{folder}/two", other, theirs)
     assert torch.equal(theirs[0].state[other.weight]["momentum_buffer"], pair[0].state[plain.weight]["momentum_buffer"])
     assert theirs[1].state[other.bias]["step"] == 1
+
+
+@on_every_rank(deadline_s=90)
+def test_modules_of_which_one_cannot_be_whole_are_all_released(rank, world_size):
+    made = [sw.wrap(nn.Linear(5, 301), **PRIVATE) for _ in range(2)]
+    newer = sw.wrap(sw.unwrap(made[1]), **PRIVATE)
+    for writable in (False, True):
+        with (
+            pytest.raises(sw.Error, match="no longer in force"),
+            whole_parameters(join_modules(made), writable=writable),
+        ):
+            pytest.fail("not whole")
+        assert not made[0]._replica.is_writing
+        with pytest.raises(sw.Error, match="is released"):
+            made[0].module.weight.sum()
+    assert newer is not None

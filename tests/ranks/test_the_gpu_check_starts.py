@@ -23,11 +23,11 @@ from typing import Any
 import pytest
 from gpu_check_place import Simulated
 from peer import PEER
-from shardwright.gpu_check import report, runner
-from shardwright.gpu_check.child import load
-from shardwright.gpu_check.plan import Part, Run, parts
-from shardwright.gpu_check.report import row
-from shardwright.gpu_check.runner import compare, run_parts
+from shardwright_tools.gpu_check import report, runner
+from shardwright_tools.gpu_check.child import load
+from shardwright_tools.gpu_check.plan import Part, Run, parts
+from shardwright_tools.gpu_check.report import row
+from shardwright_tools.gpu_check.runner import compare, run_parts
 from simulated_gpus import SimulatedGpus
 from simulated_gpus import run as run_simulated
 

@@ -46,8 +46,8 @@ MODELS = {
 
 
 def plan_of(module, world_size, options, precision="fp32", optimizer="adamw"):
-    from shardwright.planner.memory import PRECISIONS, state_of
-    from shardwright.planner.shape import of_module
+    from shardwright_tools.planner.memory import PRECISIONS, state_of
+    from shardwright_tools.planner.shape import of_module
 
     return state_of(
         of_module(module, "model"),

@@ -79,7 +79,7 @@ def test_what_dcp_saves_is_our_checkpoint(rank, world_size, sharded, asynchronou
     found = whole(other, other_optimizer)
     assert found.keys() == expected.keys() and all(torch.equal(found[n], expected[n]) for n in found)
     if rank == 0:
-        from shardwright.cli import main
+        from shardwright_tools.cli import main
 
         with contextlib.redirect_stdout(io.StringIO()):
             assert main(["ckpt", "verify", folder]) == 0

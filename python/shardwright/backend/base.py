@@ -6,9 +6,9 @@ differences are named in Capabilities.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
@@ -20,27 +20,22 @@ if TYPE_CHECKING:
     from ..layout.param_table import ParameterTable
     from ..layout.shard_mesh import Slicing
     from ..layout.shard_runs import Storage
-    from ..options.compressors import Compressor
+    from ..options.compress import Compressor
     from ..options.options import Options
     from .device_link import DeviceLink
 
 
-@dataclasses.dataclass(frozen=True)
-class Capabilities:
+class Capabilities(NamedTuple):
     """Differences between backends, each with a name.
 
     Attributes
     ----------
     one_copy : bool
         At zero=3 the ranks of a host can map one copy of the parameters. Else each rank has its own, in units.
-    abandons_rounds : bool
-        A round that failed on one rank is undone on all. Else it ends the communicator.
     free_unit_order : bool
         A rank gathers a unit without the others. Else ranks run the same units in the same order.
     tells_standing : bool
         A contribution travels with its standing mean. Else joined ranks are told of standing means as a round opens.
-    verdict_on_device : bool
-        Only the device knows whether values are finite, so the host makes no decision by it.
     sends_beside_backward : bool
         Compressed buckets can cross to other hosts while the backward goes on.
     rank_order_only : bool
@@ -52,18 +47,15 @@ class Capabilities:
     """
 
     one_copy: bool
-    abandons_rounds: bool
     free_unit_order: bool
     tells_standing: bool
-    verdict_on_device: bool
     sends_beside_backward: bool
     rank_order_only: bool
     state_is_there: bool
     publishes_behind: bool
 
 
-@dataclasses.dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """A wrapper's request to a backend.
 
     Attributes
@@ -86,7 +78,7 @@ class Request:
     plans: Sequence[UnitPlan] | None = None
     compress: Compressor | None = None
     sends_early: bool = True
-    compute_dtypes: Mapping[int, torch.dtype] = dataclasses.field(default_factory=dict)
+    compute_dtypes: Mapping[int, torch.dtype] = MappingProxyType({})
     forwards: Sequence[UnitPlan] = ()
 
 

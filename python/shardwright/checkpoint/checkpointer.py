@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import torch
 
 from .._engine import CheckpointError, Error
-from ..chaos import agent_of
 from ..comm.signals import SaveSignals, check_signals
 from ..comm.stop_request import StopRequest
 from ..comm.waits import on_every_rank
@@ -33,6 +32,7 @@ from .interval import Interval
 from .joined import Modules, members_of, parts_of, wrappers_of
 from .memory.restoring import Candidate
 from .memory.tier import MemoryTier
+from .observers import observers_of
 from .pipeline import Stage, check_options_of_stages, is_pipeline, load_stages, make_writer, peers_of, stages_of
 from .remote.store import address_of, local_folder
 from .restore.agreeing import agree_on, apply_together
@@ -211,6 +211,7 @@ class Checkpointer:
                 )
             signals = [each.name for each in self._save_on]
             memory = {"memory_every": memory_every, "memory_replicas": memory_replicas}
+            self._observers = observers_of(model)
             saves = {"on_busy": on_busy, "max_file_bytes": file_bytes, "verify": bool(verify)}
             return {**saves, "save_on": signals, **memory}
 
@@ -266,7 +267,6 @@ class Checkpointer:
         )
         self._retire.atexit = False  # _finish_all() finishes all saves at exit
         self._interval = Interval(self._peers)
-        self._chaos = agent_of(model)
         _live.add(self)
         _register_exit()
 
@@ -323,8 +323,8 @@ class Checkpointer:
         CheckpointError
             This save did not begin: the previous one failed on some rank, or this one cannot begin.
         """
-        if self._chaos is not None:
-            self._chaos.passed(step)
+        for observer in self._observers:
+            observer.on_save(step)
         with self._call.of("save()"):
             if not self._must_stop():
                 return self._save(step, every, metric, every_s)
@@ -509,8 +509,8 @@ class Checkpointer:
         """
         with self._call.of("restore()"):
             completed = self._restore(step, include, rename, strict)
-        if self._chaos is not None:
-            self._chaos.restored(completed)
+        for observer in self._observers:
+            observer.on_restore(completed)
         return completed
 
     def _restore(self, step: int | None, *names: Any) -> int:
@@ -630,8 +630,8 @@ class Checkpointer:
         """Wait for the running save and release the directory. Idempotent. Raises the errors of wait()."""
         with self._call.of("close()", waits=True):
             if not self._closed:
-                if self._chaos is not None:
-                    self._chaos.ended()
+                for observer in self._observers:
+                    observer.on_close()
                 try:
                     self._wait()
                     self._place.upload()

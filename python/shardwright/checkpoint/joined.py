@@ -10,9 +10,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ..optim.sharded import ShardedOptimizer
-from ..parallel.fully_shard import wrapper_of
+from ..parallel.fully_shard import FullySharded, wrapper_of
 
 __all__ = [
     "Modules",
@@ -24,6 +25,7 @@ __all__ = [
     "parts_of",
     "sharded_of",
     "wrappers_of",
+    "wrappers_within",
 ]
 
 
@@ -135,6 +137,14 @@ def compressors_of(model: Any) -> dict[str, Any]:
 def wrappers_of(model: Any) -> list[Any]:
     """Return the wrapper of a module, or else those of the modules in it, in order. Collective as wrapper_of() is."""
     return list(_wrappers(model))
+
+
+def wrappers_within(module: torch.nn.Module) -> Iterator[Any]:
+    """Yield the wrappers at and in a module that are in force, ours and torch's DistributedDataParallel. Makes no engine."""
+    for each in module.modules():
+        found = each._shardwright_mark.wrapper if isinstance(each, FullySharded) else each
+        if isinstance(found, TorchDDP) and getattr(found, "is_in_force", True):
+            yield found
 
 
 def _wrappers(model: Any) -> Iterator[Any]:

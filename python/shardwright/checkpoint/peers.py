@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,29 +17,33 @@ from ..comm.process_group import host_group, resolve_group
 from ..comm.waits import Wait
 from ..comm.wire import Wire
 from ..layout.memory import bytes_of
-from .joined import Modules, parts_of, wrappers_of
+from .joined import parts_of, wrappers_of, wrappers_within
 
 _PAGE_BYTES = 4096
 #: ranks that a message names
 _NAMED = 8
 
 
-def whole_parameters(model: Any, *, writable: bool) -> contextlib.AbstractContextManager[Any]:
+@contextlib.contextmanager
+def whole_parameters(model: Any, *, writable: bool) -> Iterator[None]:
     """Return a context in which `model` has whole parameters to read, or to write. Collective if they are sliced or shared."""
     import shardwright
 
-    stack = contextlib.ExitStack()
-    for each in wrappers_of(model):
-        stack.enter_context(shardwright.full_parameters(each, writable=writable))
-    return stack
+    with contextlib.ExitStack() as stack:
+        for each in wrappers_of(model):
+            stack.enter_context(shardwright.full_parameters(each, writable=writable))
+        yield
 
 
 def averages_gradients(model: Any) -> bool:
-    """Return whether a wrapper averages gradients, which keeps parameters equal on all ranks."""
-    model = getattr(model, "_orig_mod", model)
-    if isinstance(model, Modules):
-        return all(map(averages_gradients, parts_of(model).values()))
-    return isinstance(model, TorchDDP) or bool(wrappers_of(model))
+    """Return whether wrappers average the gradients of all trained parameters, which keeps these equal on all ranks."""
+    averaged = {
+        id(parameter)
+        for wrapper in wrappers_within(model)
+        for name, parameter in wrapper.module.named_parameters()
+        if name not in wrapper.parameters_to_ignore
+    }
+    return bool(averaged) and all(id(each) in averaged for each in model.parameters() if each.requires_grad)
 
 
 class Peers:

@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,12 +21,12 @@ from ..layout.shard_mesh import Slicing
 from ..optim.sharded import ShardedOptimizer
 from ..parameters.released import ReleasedParameters
 from ..torch_compat import cuda
-from ..torch_compat.dtensor import local_box
+from ..torch_compat.dtensor import is_dtensor, local_box
 from .joined import members_of, sharded_of, wrappers_of
 from .state.composed import apart, check_sliceable
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
+    pass
 
 #: one entry of a sliced optimizer's state: (kind, dtype, shape). A CUT entry is sliced like its parameter and has no shape
 #: of its own; a VALUE is not a tensor and has neither
@@ -107,10 +107,6 @@ def parts_of_box(
 
 
 # DTensors -------------------------------------------------------------------------------------------------------------
-
-
-def is_dtensor(tensor: Any) -> TypeGuard[DTensor]:
-    return hasattr(tensor, "to_local") and hasattr(tensor, "placements")
 
 
 def check_placements(name: str, tensor: Any) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..optim.sharded import ShardedOptimizer
 from .joined import Optimizers, join_modules, join_optimizers, members_of
 from .state.names import check_wrappers
 from .state.optimizer_extras import bare_optimizer
@@ -46,9 +47,32 @@ class Training:
             raise ValueError(
                 f"optimizer must be a torch.optim.Optimizer, or a list or dict of them, got a {type(self.optimizer).__name__}"
             )
+        _check_owners(self.model, members_of(self.optimizer))
         user_state = self.user_state.values() if isinstance(self.user_state, dict) else (self.user_state,)
         if any(isinstance(each, DiLoCo) and each.is_sliced for each in user_state):
             raise ValueError(
                 "user_state is saved from rank 0 only, but it contains a DiLoCo over a mesh, which has slices on each rank: pass it in "
                 "dataloader=[...], and give each replica its own folder"
             )
+
+
+def _check_owners(model: torch.nn.Module, optimizers: list[Any]) -> None:
+    """Raise ValueError for optimizers of other modules: a sliced one, or all of them. Others may have a loss's parameters."""
+    held = {id(parameter) for parameter in model.parameters()}
+    sizes, strangers = [], []
+    for each in optimizers:
+        members = [id(parameter) for group in each.param_groups for parameter in group["params"]]
+        sizes.append(len(members))
+        strangers.append(bool(members) and held.isdisjoint(members))
+        is_sliced = isinstance(each, ShardedOptimizer)
+        if is_sliced and (strangers[-1] or any(replica.retired for replica in each.replicas)):
+            raise ValueError(_not_of(model, len(members)))
+    if held and strangers and all(strangers):
+        raise ValueError(_not_of(model, sum(sizes)))
+
+
+def _not_of(model: torch.nn.Module, count: int) -> str:
+    return (
+        f"optimizer: its {count} parameters are those of another module, or of an earlier wrapper, than the {type(model).__name__} given as "
+        "model: pass the optimizer that sw.wrap returned with this model, or that was made from its parameters"
+    )

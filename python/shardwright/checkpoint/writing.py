@@ -16,6 +16,7 @@ import torch
 from .._engine import CheckpointError, CheckpointPlan, CheckpointSaver, CommError, Error
 from ..comm.failures import PEER_LOST
 from ..comm.waits import Wait
+from ..torch_compat.dtensor import is_dtensor
 from . import tree
 from .device_staging import DeviceStaging
 from .folder.partial import is_abandoned
@@ -35,7 +36,6 @@ from .slices import (
     expand,
     held_bytes,
     held_values,
-    is_dtensor,
     is_row_major,
     is_sliced,
     loads_slices,

@@ -7,7 +7,11 @@ it joins.
 
 Rank 0 draws the prefix. Each rank asks for it under its own number and accepts only the answer to that number, which
 only a living rank 0 can write. Requests of dead ranks are answered too, without effect. All go on once all ranks of
-this start have confirmed. Cost: six calls of the store a rank, 4 * W calls of rank 0, no message between ranks.
+this start have confirmed.
+
+Cost in calls of the store, without messages between ranks: a rank makes 8, and 1 per look while it waits (at most every
+0.2 s) or 2 for a line about absent ranks; rank 0 makes 3 per request, 2 per look, 1 per number that a dead rank drew,
+and at most W - 1 per line. Only rank 0 asks for each rank; it publishes the list of absent ones, which the others read.
 """
 
 from __future__ import annotations
@@ -79,9 +83,7 @@ def _follow(room: Any, rank: int, world_size: int, timeout_s: float, failure: st
     room.set(f"came/{name}/{rank}", "1")
     room.add(f"came/{name}", 1)
     # rank 0 waits as long, and can name the absent ranks
-    _await(
-        room, f"all/{name}", wait, rank, world_size, timeout_s + _LATER_S, lambda: _absent(room, name, world_size, rank)
-    )
+    _await(room, f"all/{name}", wait, rank, world_size, timeout_s + _LATER_S, lambda: _published(room, name))
     said = room.get(f"all/{name}").decode()
     room.add(f"heard/{name}", 1)
     if said:
@@ -123,9 +125,19 @@ def _tell(room: Any, name: str, failure: str) -> None:
         time.sleep(_LOOK_S[1])
 
 
-def _absent(room: Any, name: str, world_size: int, own: int) -> str:
-    absent = [rank for rank in range(1, world_size) if rank != own and not room.check([f"came/{name}/{rank}"])]
-    return f"{names_of(absent)}, which {'have' if len(absent) > 1 else 'has'} not come" if absent else "rank 0"
+def _published(room: Any, name: str) -> str:
+    """Return rank 0's list of absent ranks, at most as old as its last line."""
+    return (
+        room.get(f"absent/{name}").decode() if room.check([f"absent/{name}"]) else "rank 0 and the ranks it waits for"
+    )
+
+
+def _absent(room: Any, name: str, world_size: int) -> str:
+    """Return the absent ranks, and publish them. On rank 0 alone: every rank's own look would make W * W calls."""
+    absent = [rank for rank in range(1, world_size) if not room.check([f"came/{name}/{rank}"])]
+    said = f"{names_of(absent)}, which {'have' if len(absent) > 1 else 'has'} not come" if absent else "rank 0"
+    room.set(f"absent/{name}", said)
+    return said
 
 
 def _lead(room: Any, world_size: int, timeout_s: float, failure: str) -> str:
@@ -145,14 +157,14 @@ def _lead(room: Any, world_size: int, timeout_s: float, failure: str) -> str:
             if their_size == world_size:
                 room.set(f"answer/{number}", name)
         if wait.waited_s > timeout_s:
-            absent = _absent(room, name, world_size, 0)
+            absent = _absent(room, name, world_size)
             failure = f"{_LATE}rank 0 of {world_size} waited {timeout_s:g} s for {absent}"
             with contextlib.suppress(RuntimeError):
                 _tell(room, name, failure)
             raise TimeoutError(failure)
         wait.look(
             lambda s: (
-                f"joining: rank 0 of {world_size} has waited {s:.1f} s for {_absent(room, name, world_size, 0)}; the deadline is {timeout_s:g} s"
+                f"joining: rank 0 of {world_size} has waited {s:.1f} s for {_absent(room, name, world_size)}; the deadline is {timeout_s:g} s"
             )
         )
         time.sleep(pause_s)

@@ -17,10 +17,10 @@ if set, hold for every launcher. Variables that contradict each other are an err
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import re
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 DEFAULT_PORT = 29500
 #: range of the port computed from SLURM's job and step: a prime number of ports, below those that the kernel assigns
@@ -37,8 +37,7 @@ VARIABLES = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Launch:
+class Launch(NamedTuple):
     """The description of a launch.
 
     Attributes

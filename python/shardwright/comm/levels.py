@@ -165,7 +165,7 @@ class Lease:
     """One thread's use of communicators. They become free when the lease is collected."""
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False, repr=False)
 class Roads:
     """The extra communicators of a group over several hosts, and their current lease.
 

@@ -45,6 +45,8 @@ _logger = logging.getLogger("shardwright")
 _JOIN_THREADS = 6
 #: pause between two attempts to reach the store
 _CONNECT_S = 0.1
+#: the longest attempt to connect: a host that drops packets answers none, and the kernel would try for two minutes
+_ATTEMPT_S = 5.0
 #: For tests: the host of each rank, used for every group instead of the detected one.
 _forced_hosts: Sequence[int] | None = None
 
@@ -529,7 +531,7 @@ def _connect(launch: Launch, is_master: bool, timeout_s: float) -> Any:
     host, port, wait = launch.master_addr.strip("[]"), launch.master_port, Wait(START_S)
     while not is_master:
         try:
-            socket.create_connection((host, port), timeout=max(timeout_s - wait.waited_s, 0.1)).close()
+            socket.create_connection((host, port), timeout=min(max(timeout_s - wait.waited_s, 0.1), _ATTEMPT_S)).close()
             break
         except OSError as error:
             why = f"rank 0, whose store at {launch.master_addr}:{port} does not answer: {error.strerror or error}"

@@ -222,7 +222,8 @@ class Rendezvous:
         assert self._assembly is not None
         try:
             coming = self._assembly.begin(-1 if trouble is None else self._rank)
-            self._until(coming.is_done, self._absent, _BARRIER_LOOK_S, asks=trouble is None)
+            later_s = _LATER_S if self._rank else 0.0  # rank 0 publishes which ranks are absent
+            self._until(coming.is_done, self._absent, _BARRIER_LOOK_S, later_s, asks=trouble is None)
             self._has_met = True
             speaker = coming.result()
             if speaker >= 0:
@@ -276,15 +277,24 @@ class Rendezvous:
             pause_s = min(1.5 * pause_s, most_s)
 
     def _absent(self) -> str:
-        """Return which ranks have not come, for messages: those without children have written their lines if they have."""
-        leaves = [rank for rank in range(1, self._world_size) if not children(rank, self._world_size)]
+        """Return which ranks have not come, for messages. Rank 0 asks for each rank and publishes the list; the others
+        read it, since every rank's own look would make W * W calls.
+        """
         try:
-            absent = [r for r in leaves if r != self._rank and not self._store.call("check", [f"lines/{r}"])]
+            if self._rank == 0:
+                self._store.call("set", "absent", self._looked())
+            elif not self._store.call("check", ["absent"]):
+                return "rank 0 or ranks that it waits for"
+            return str(self._store.call("get", "absent").decode())
         except CommError:
             return "all ranks of the group"
-        inner = self._world_size - len(leaves) - (not children(self._rank, self._world_size) or 1)
+
+    def _looked(self) -> str:
+        """Return which ranks without children have not written their lines, as they do when they come."""
+        leaves = [rank for rank in range(1, self._world_size) if not children(rank, self._world_size)]
+        absent = [rank for rank in leaves if not self._store.call("check", [f"lines/{rank}"])]
         if not absent:
-            return "rank 0, which has not come" if not inner and self._rank else "all ranks of the group"
+            return "all ranks of the group"
         return names_of(absent) + (", which have not come" if len(absent) > 1 else ", which has not come")
 
     def _reason(self) -> dict[str, Any] | None:

@@ -14,7 +14,8 @@ from ..comm.exchange import average_plain
 from ..comm.levels import Levels
 from ..comm.process_group import HostGroup
 from ..layout.memory import bytes_of
-from ..options.compressors import Bf16, Compressor, Fp16, Int8, PowerSGD
+from ..options.compress import Compressor
+from ..options.compressors import Bf16, Fp16, Int8, PowerSGD
 from .make import make_hook
 
 _PROBE_NUMEL = 1 << 20  # elements: 4 MiB, as 1024 x 1024

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from .._engine import Error
 from ..comm.exchange import GroupExchange
-from ..options.compressors import Compressor
+from ..options.compress import Compressor
 from .make import make_hook
 from .state import CompressionState
 

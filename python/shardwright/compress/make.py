@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ..comm.exchange import Exchange
-from ..options.compressors import Bf16, Compressor, Fp16, Int4, Int8, PowerSGD
+from ..options.compress import Compressor
+from ..options.compressors import Bf16, Fp16, Int4, Int8, PowerSGD
 from . import hooks
 from .blocks import BlockState
 from .powersgd import PowerSGDState

@@ -7,10 +7,9 @@ result. Padding between parameters is zero. Parameters that no rank used keep th
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.dlpack import from_dlpack
@@ -232,8 +231,7 @@ class SlicedHookRunner(HookRunner):
             piece.mul_(standing).add_(average)
 
 
-@dataclasses.dataclass(frozen=True)
-class Wanted:
+class Wanted(NamedTuple):
     """The place of a bucket's result, and the part of it that is needed.
 
     Attributes

@@ -327,6 +327,15 @@ class ModuleGradients:
                 flat[low:high] = torch.frombuffer(bytearray(each), dtype=flat.dtype)
         return flat.as_strided(parameter.shape, self._storage.like(index).stride())
 
+    def rewrite(self, index: int, flat: torch.Tensor) -> None:
+        """Write a whole gradient in memory order, equal on all ranks, in place of an averaged one."""
+        gradient, like = self._table.parameters[index].grad, self._storage.like(index)
+        whole = flat.as_strided(like.shape, like.stride())
+        if isinstance(gradient, ShardedGradient):
+            gradient.rewrite(whole, flat[slice(*self._storage.own_run(index))])
+        elif gradient is not None:
+            gradient.copy_(whole)
+
     def _agree(self) -> None:
         """Raise Error on all ranks if one has gradients that are not averaged, or if ranks scaled by different factors."""
 

@@ -14,6 +14,7 @@ import torch
 from .._engine import Reducer
 from ..layout.param_table import ParameterTable
 from ..torch_compat import autograd as _hooks
+from ..torch_compat.weak import weakly
 from .bucket_ranges import BucketRanges
 from .module_gradients import ModuleGradients
 from .sparse_gradients import SparseGradients
@@ -53,7 +54,8 @@ class Rounds:
         self._is_traced = False  # True while the reducer reports each bucket to a profiler
         self._opens_locally = False  # True if the outputs of a forward inside no_sync() open a round
         self.on_output_gradient = _output_hook(reducer)
-        self.on_local_output_gradient = _local_output_hook(weakref.ref(self))
+        #: hook for outputs of a forward inside no_sync()
+        self.on_local_output_gradient = weakly(self._open_locally)
 
     def attach(self, gradients: ModuleGradients, sparse: SparseGradients | None) -> None:
         """Set the gradients that rounds average, and the sparse ones exchanged after each round."""
@@ -67,11 +69,17 @@ class Rounds:
                 self._times = self.begin_iteration(self._iterations - 1)
         self._reducer.forward(synchronises)
 
-    def opener(
-        self, synchronises: Callable[[], bool], opens_first: Callable[[], None] | None = None
-    ) -> Callable[[], bool]:
+    def _open_locally(self, _: torch.Tensor) -> None:
+        """Open a round for a local backward. It synchronises if a forward outside no_sync() waits for a backward, too."""
+        self._opens_locally = True
+        try:
+            self._reducer.open_round()
+        finally:
+            self._opens_locally = False
+
+    def opener(self, wrapper: weakref.ref[Any], opens_first: Callable[[], None] | None = None) -> Callable[[], bool]:
         """Return the callback that opens a round after it calls `opens_first`. It returns True if the round
-        synchronises.
+        synchronises, by the wrapper's require_backward_grad_sync.
         """
         reference = weakref.ref(self)
 
@@ -82,7 +90,9 @@ class Rounds:
             if opens_first is not None:
                 opens_first()
             reducer, sparse, times = rounds._reducer, rounds.sparse, rounds._times
-            local = not synchronises() or (rounds._opens_locally and not reducer.pending_forward)
+            owner = wrapper()
+            synchronises = owner is not None and owner.require_backward_grad_sync
+            local = not synchronises or (rounds._opens_locally and not reducer.pending_forward)
             if sparse is not None:
                 sparse.is_local = local
             close = reducer.close
@@ -130,13 +140,13 @@ class Rounds:
     def _end(self, end: Callable[[], None], *, contributes: bool = True) -> None:
         begin_s = time.perf_counter()
         has_followers = self.sparse is not None or bool(self.after_round)
-        before = self._reducer.stats()["rounds"] if has_followers else 0
+        before = self._reducer.rounds if has_followers else 0
         is_traced = _hooks.profiler_enabled()
         if is_traced is not self._is_traced:
             self._trace(is_traced)
         with _hooks.named_range("end_of_round", self._label) if is_traced else contextlib.nullcontext():
             end()
-        if has_followers and (not contributes or self._reducer.stats()["rounds"] != before):
+        if has_followers and (not contributes or self._reducer.rounds != before):
             self._follow(contributes)
         if self.watcher is not None:
             self.watcher.after_round(time.perf_counter() - begin_s)
@@ -164,23 +174,5 @@ def _output_hook(reducer: Reducer) -> Callable[[torch.Tensor], None]:
 
     def on_output_gradient(_: torch.Tensor) -> None:
         open_round()
-
-    return on_output_gradient
-
-
-def _local_output_hook(reference: weakref.ref[Rounds]) -> Callable[[torch.Tensor], None]:
-    """Return the hook for outputs of a forward inside no_sync(). Their backward is local, unless a forward outside
-    no_sync() also waits for a backward.
-    """
-
-    def on_output_gradient(_: torch.Tensor) -> None:
-        rounds = reference()
-        if rounds is None:
-            return
-        rounds._opens_locally = True
-        try:
-            rounds._reducer.open_round()
-        finally:
-            rounds._opens_locally = False
 
     return on_output_gradient

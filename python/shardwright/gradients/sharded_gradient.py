@@ -76,7 +76,7 @@ class GradientBoard:
 
         A round keeps the scalings of gradients to which some rank contributed on top.
         """
-        rounds = self._reducer.stats()["rounds"]
+        rounds = self._reducer.rounds
         if rounds != self._factors_of:
             self._factors = [each for each in self._factors if self._reducer.standing_ranks(each[0])]
             self._factors_of = rounds
@@ -93,7 +93,7 @@ class GradientBoard:
 
         `averaged` raises Error if the gradient is not averaged yet; then all ranks raise it.
         """
-        state = (self._reducer.stats()["rounds"], self._scalings + len(self.factors()))
+        state = (self._reducer.rounds, self._scalings + len(self.factors()))
         if state != self._norms_of:
             self._norms, self._norms_of = {}, state
         if order not in self._norms:
@@ -101,6 +101,10 @@ class GradientBoard:
             self._norms[order] = self.gather_norms(order, averaged)
         averaged()
         return self._norms[order][index]
+
+    def forget_norms(self) -> None:
+        """Compute norms anew: gradients have been written to, on all ranks."""
+        self._norms_of = (-1, -1)
 
     def gather_norms(self, order: float, averaged: Callable[[], object] = lambda: None) -> dict[int, float]:
         """Return the norm of every gradient, by index. Collective."""
@@ -209,6 +213,14 @@ class ShardedGradient(torch.Tensor):
         whole = gather(self._index, self.piece)
         whole = torch.zeros_like(whole) if self._cleared else whole
         return whole if self._pending is None else whole + self._pending
+
+    def rewrite(self, whole: torch.Tensor, piece: torch.Tensor) -> None:
+        """Replace the average, on all ranks. `piece`: this rank's slice of `whole`."""
+        self.piece.copy_(piece)
+        if self._held is not self.piece:
+            self._held.copy_(whole)
+        self._cleared = False
+        self._board.forget_norms()
 
     def clipped(self, max_norm: float) -> torch.Tensor:
         """Return the memory of an averaged gradient for a GPU's clipping kernels, and note the clipping.

@@ -32,7 +32,7 @@ from ..layout.memory import copied
 from ..optim.clip_grad import clip_grad_norm_
 from ..optim.master_weights import MasterOptimizer
 from ..optim.sharded import ShardedOptimizer
-from ..options.compressors import Compressor, check_compressor
+from ..options.compress import Compressor, check_compressor
 from ..parallel.ddp import DistributedDataParallel
 from ..wrapping import full_parameters, keep_optimizer, shard_optimizer, unwrap
 from .settings import chosen

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from ..options.compressors import Compressor
+from ..options.compress import Compressor
 from ..parallel.fully_shard import wrapper_of
 from .accelerate import Accelerator
 from .settings import chosen

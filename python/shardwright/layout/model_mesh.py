@@ -6,20 +6,18 @@ only.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from .._engine import Error
 from ..torch_compat.dtensor import is_dtensor
 
-__all__ = ["ModelMesh", "find_model_mesh", "first_mesh", "mesh_text", "placed"]
+__all__ = ["ModelMesh", "find_model_mesh", "first_mesh", "mesh_text", "numbers_of", "placed"]
 
 
-@dataclasses.dataclass(frozen=True)
-class ModelMesh:
+class ModelMesh(NamedTuple):
     """The mesh of a module's DTensors.
 
     Attributes
@@ -39,7 +37,7 @@ class ModelMesh:
         """Return True for each dimension that shards a module's parameter; over the others ranks have equal values."""
         if not is_dtensor(parameter):
             return (False,) * len(self.dimensions)
-        return tuple(_is_shard(placement) for placement in parameter.placements)  # type: ignore[attr-defined]
+        return tuple(_is_shard(placement) for placement in parameter.placements)
 
     def speaks(self, parameter: torch.Tensor) -> bool:
         """Return True if this rank writes its part of a module's parameter: the first of the ranks with equal parts."""
@@ -53,7 +51,7 @@ class ModelMesh:
 def first_mesh(parameters: Iterable[torch.Tensor], ranks: Sequence[int]) -> ModelMesh | None:
     """Return the first mesh of a DTensor with only this rank in common with `ranks`, which average gradients."""
     for parameter in parameters:
-        mesh = parameter.device_mesh if is_dtensor(parameter) else None  # type: ignore[attr-defined]
+        mesh = parameter.device_mesh if is_dtensor(parameter) else None
         if mesh is not None and mesh.get_coordinate() is not None:
             if len(set(mesh.mesh.flatten().tolist()) & set(ranks)) == 1:
                 return _model_mesh(mesh)
@@ -78,7 +76,7 @@ def find_model_mesh(parameters: Sequence[tuple[str, torch.Tensor]], ranks: Seque
     for name, parameter in parameters:
         if not is_dtensor(parameter):
             continue
-        mesh = parameter.device_mesh  # type: ignore[attr-defined]
+        mesh = parameter.device_mesh
         if found is None:
             found, first = mesh, name
             _check_apart(name, mesh, ranks)
@@ -87,7 +85,7 @@ def find_model_mesh(parameters: Sequence[tuple[str, torch.Tensor]], ranks: Seque
                 f"parameter {first!r} is a DTensor on {mesh_text(found)} and {name!r} on {mesh_text(mesh)}: the DTensors of a wrapped "
                 "module must lie on one mesh; name those of the other mesh in ignored_params and wrap their module separately"
             )
-        other = [each for each in parameter.placements if not (_is_shard(each) or each.is_replicate())]  # type: ignore[attr-defined]
+        other = [each for each in parameter.placements if not (_is_shard(each) or each.is_replicate())]
         if other:
             raise NotImplementedError(
                 f"parameter {name!r} is a DTensor on {mesh_text(mesh)} placed as {other[0]!r}: a parameter must be placed as Shard or "
@@ -106,8 +104,8 @@ def _check_apart(name: str, mesh: Any, ranks: Sequence[int]) -> None:
     shared = sorted(set(mesh.mesh.flatten().tolist()) & set(ranks) - {mine})
     if ranks and (shared or mine not in ranks):
         raise Error(
-            f"parameter {name!r} is a DTensor on {mesh_text(mesh)}, and gradients are averaged over ranks {_numbers(ranks)}: the two must share "
-            f"one rank, and share {_numbers(sorted([*shared, *{mine} & set(ranks)]))}; pass only the data-parallel dimension, "
+            f"parameter {name!r} is a DTensor on {mesh_text(mesh)}, and gradients are averaged over ranks {numbers_of(ranks)}: the two must share "
+            f"one rank, and share {numbers_of(sorted([*shared, *{mine} & set(ranks)]))}; pass only the data-parallel dimension, "
             'device_mesh=mesh["dp"]'
         )
 
@@ -117,15 +115,15 @@ def mesh_text(mesh: Any) -> str:
     names = mesh.mesh_dim_names
     sizes = tuple(mesh.mesh.shape)
     dimensions = ", ".join(f"{name!r}" for name in names) if names else f"{len(sizes)} without names"
-    return f"a mesh of dimension {dimensions} with ranks {_numbers(mesh.mesh.flatten().tolist())}"
+    return f"a mesh of dimension {dimensions} with ranks {numbers_of(mesh.mesh.flatten().tolist())}"
 
 
 def placed(parameter: torch.Tensor) -> str:
     """Return the placements of a DTensor for messages; empty for a plain tensor."""
     if not is_dtensor(parameter):
         return ""
-    names = parameter.device_mesh.mesh_dim_names or range(parameter.device_mesh.ndim)  # type: ignore[attr-defined]
-    pairs = zip(names, parameter.placements)  # type: ignore[attr-defined]
+    names = parameter.device_mesh.mesh_dim_names or range(parameter.device_mesh.ndim)
+    pairs = zip(names, parameter.placements)
     return " on " + ", ".join(f"{name}: {placement}" for name, placement in pairs)
 
 
@@ -133,5 +131,6 @@ def _is_shard(placement: Any) -> bool:
     return type(placement).__name__ == "Shard"
 
 
-def _numbers(ranks: Iterable[int]) -> str:
+def numbers_of(ranks: Iterable[int]) -> str:
+    """Return ranks for a message: "0, 2, 5"."""
     return ", ".join(map(str, ranks))

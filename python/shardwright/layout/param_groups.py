@@ -6,10 +6,9 @@ unit. A parameter that several modules share belongs to the innermost unit that 
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -89,8 +88,7 @@ def _is_apart(module: torch.nn.Module, names: Mapping[int, str], ignored: Collec
     return bool(own) and all(name in ignored for name in own)
 
 
-@dataclasses.dataclass(frozen=True)
-class UnitPlan:
+class UnitPlan(NamedTuple):
     """The plan of one unit.
 
     Attributes

@@ -20,11 +20,11 @@ from ..torch_compat import cuda
 from ..torch_compat.dtensor import held_tensor, is_dtensor
 from .local_parameters import LocalParameter, module_parameter
 from .memory import has_memory, without_memory
-from .model_mesh import ModelMesh, find_model_mesh, placed
+from .model_mesh import ModelMesh, find_model_mesh, numbers_of, placed
 from .views import dense_strides, dtype_name
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class ParameterTable:
     """The trained state of a module: parameters in registration order, tied ones once, and buffers.
 
@@ -254,4 +254,4 @@ def _count(table: list[list[str]]) -> int:
 
 def _ranks(ranks: Iterable[int]) -> str:
     ranks = list(ranks)
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {numbers_of(ranks)}"

@@ -7,7 +7,6 @@ slice of gradients.
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -46,21 +45,6 @@ class Copies(Protocol):
 
     def forget(self, parameters: Collection[torch.Tensor]) -> None:
         """Put released parameters back in their slots."""
-
-
-def weak_source(
-    method: Callable[[torch.Tensor], torch.Tensor | None],
-) -> Callable[[torch.Tensor], torch.Tensor | None]:
-    """Return `method` bound weakly, so that a module with the result does not keep its object alive; then it gives
-    None.
-    """
-    reference = weakref.WeakMethod(method)
-
-    def source_of(parameter: torch.Tensor) -> torch.Tensor | None:
-        alive = reference()
-        return None if alive is None else alive(parameter)
-
-    return source_of
 
 
 class Storage:

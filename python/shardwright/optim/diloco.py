@@ -248,18 +248,17 @@ class DiLoCo:
             self._check_finite(k)
         except Exception as error:
             failure = error
-        self._held.settle(failure)
-        for index, change in zip(fragment, changes):
-            self._anchors[index].grad = change.view(self._anchors[index].shape)
-        self.outer_optimizer.step()
-        self.outer_optimizer.zero_grad(set_to_none=True)
-        for index, then in zip(fragment, self._parts(self._then, k)):
-            tensor, anchor = self._tensors[index], self._anchors[index]
-            if self.overlap and not is_common:
-                tensor.sub_(then.view(tensor.shape)).add_(anchor)
-            else:
-                tensor.copy_(anchor)
-        self._held.publish()
+        with self._held.changing(failure):
+            for index, change in zip(fragment, changes):
+                self._anchors[index].grad = change.view(self._anchors[index].shape)
+            self.outer_optimizer.step()
+            self.outer_optimizer.zero_grad(set_to_none=True)
+            for index, then in zip(fragment, self._parts(self._then, k)):
+                tensor, anchor = self._tensors[index], self._anchors[index]
+                if self.overlap and not is_common:
+                    tensor.sub_(then.view(tensor.shape)).add_(anchor)
+                else:
+                    tensor.copy_(anchor)
 
     def _check_finite(self, k: int) -> None:
         """Raise if fragment k's mean change is not finite; all ranks that averaged it have the same bits."""

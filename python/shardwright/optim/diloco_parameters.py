@@ -15,7 +15,7 @@ failure is also sent to the ranks of the other shards.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -98,15 +98,14 @@ class WholeParameters:
     def check_step(self) -> None:
         """Raise an error if no step can be taken; the same one on all ranks of the step."""
 
-    def settle(self, failure: Exception | None) -> None:
-        """Agree before `tensors` are written: raise a failure on every rank whose parameters depend on it."""
+    @contextlib.contextmanager
+    def changing(self, failure: Exception | None) -> Iterator[None]:
+        """Inside, write to `tensors`. First agree: raise a failure on every rank whose parameters depend on it."""
         if self.model_ranks is not None:
             self.model_ranks.agree([], f"{type(self.module).__name__} under DiLoCo", failure)
         elif failure is not None:
             raise failure
-
-    def publish(self) -> None:
-        """Publish `tensors` after they were written."""
+        yield
 
 
 class SlicedParameters(WholeParameters):
@@ -124,7 +123,6 @@ class SlicedParameters(WholeParameters):
     def __init__(self, model: Any, inner_optimizer: Any, mesh: Any) -> None:
         wrapped = _wrapped_over_a_row(model, mesh)
         self.module = wrapped.module
-        self._changing = contextlib.ExitStack()  # entered from settle() to publish()
         self._mesh, self._replica = mesh, wrapped._engine()
         if getattr(inner_optimizer, "replica", None) is not self._replica:
             raise ValueError(
@@ -187,10 +185,9 @@ class SlicedParameters(WholeParameters):
             column.broadcast(values, 0, "slices of parameters under DiLoCo")
         except Exception as error:
             failure = error
-        self.settle(failure)
-        for tensor, value in zip(self.tensors, values):
-            tensor.copy_(value)
-        self.publish()
+        with self.changing(failure):
+            for tensor, value in zip(self.tensors, values):
+                tensor.copy_(value)
         return column
 
     def check_step(self) -> None:
@@ -202,10 +199,25 @@ class SlicedParameters(WholeParameters):
                 "ranks of a row the same number of inputs"
             )
 
-    def settle(self, failure: Exception | None) -> None:
-        """Run a barrier of the row, so that no rank reads parameters meanwhile. One rank's failure is raised on all."""
-        self._changing.close()
-        self._changing.enter_context(self._replica.access.changing())
+    @contextlib.contextmanager
+    def changing(self, failure: Exception | None) -> Iterator[None]:
+        """Inside, write to `tensors`; then publish them. One rank's failure is raised on all ranks of the row, which do
+        not read parameters meanwhile.
+        """
+        access = self._replica.access
+        with access.changing(), contextlib.ExitStack() as agreed:
+            try:
+                agreed.enter_context(super().changing(self._failure_in_row(failure)))
+            except Exception:
+                access.refuse_change(self._replica.group.comm)
+                raise
+            with access.writing():  # the write guard accepts the outer step's writes
+                yield
+                self._replica.parameters().publish()
+                access.count_writes(self._parameters)
+
+    def _failure_in_row(self, failure: Exception | None) -> Exception | None:
+        """Return this rank's failure, or an error with another's. A barrier of the row."""
         comm = self._replica.group.comm
         text = "" if failure is None else f"{type(failure).__name__}: {failure}"
         before_s = comm.timeout_s
@@ -216,14 +228,8 @@ class SlicedParameters(WholeParameters):
             comm.timeout_s = before_s
         other = next((rank for rank, each in enumerate(said) if each), None)
         if failure is None and other is not None:
-            failure = Error(f"DiLoCo: rank {other} of this replica could not exchange its slices: {said[other]}")
-        super().settle(failure)
-
-    def publish(self) -> None:
-        with self._replica.access.writing():  # the write guard accepts the outer step's writes
-            self._replica.parameters().publish()
-            self._replica.access.count_writes(self._parameters)
-        self._changing.close()
+            return Error(f"DiLoCo: rank {other} of this replica could not exchange its slices: {said[other]}")
+        return failure
 
 
 def model_ranks_of(model: Any) -> ModelRanks | None:

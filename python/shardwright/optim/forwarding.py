@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from .._engine import Error
 
-__all__ = ["Forwarding", "WithoutReductions", "reads_only"]
+__all__ = ["Forwarding", "NotAveraged", "WithoutReductions", "reads_only"]
 
 #: GradScaler hands unscaling over to an optimizer that has these; our optimizers unscale before they step
 _WITHHELD = frozenset(("grad_scale", "found_inf"))
@@ -59,6 +60,37 @@ class WithoutReductions(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class NotAveraged(torch.Tensor):
+    """The `.grad` of a slice while a method runs and ranks have added to the gradient since it was averaged.
+
+    The method may clear it. An operation on it raises Error with the reason.
+    """
+
+    reason: str
+
+    @staticmethod
+    def __new__(cls, like: torch.Tensor, reason: str, dtype: torch.dtype | None = None) -> NotAveraged:
+        made: NotAveraged = torch.Tensor._make_wrapper_subclass(
+            cls, like.shape, strides=like.stride(), dtype=dtype or like.dtype, device=like.device
+        )
+        made.reason = reason
+        return made
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"NotAveraged({self.reason})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override] # torch's stub declares the default, a plain function, not the protocol
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten._to_copy.default:  # a master's gradient
+            return cls(args[0], args[0].reason, kwargs["dtype"])
+        held = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, cls))
+        raise Error(held.reason)
+
+
 class Forwarding(torch.optim.Optimizer):
     """A base of optimizers that step by the user's optimizer, `_inner`.
 
@@ -67,6 +99,9 @@ class Forwarding(torch.optim.Optimizer):
 
     _inner: torch.optim.Optimizer
     _forwards = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_inner": self._inner, "_forwards": self._forwards}
 
     def _call(self, name: str, method: Callable[[], Any]) -> Any:
         """Call a method of the user's optimizer."""

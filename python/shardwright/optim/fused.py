@@ -153,13 +153,13 @@ class _Fused(torch.optim.Optimizer):
         for key, value in state.items():
             if not is_dtensor(value) or key == "step":
                 continue
-            if not is_dtensor(p) or value.device_mesh != p.device_mesh:  # type: ignore[attr-defined]
-                mesh = f"a DTensor on {p.device_mesh}" if is_dtensor(p) else "a plain tensor"  # type: ignore[attr-defined]
+            if not is_dtensor(p) or value.device_mesh != p.device_mesh:
+                mesh = f"a DTensor on {p.device_mesh}" if is_dtensor(p) else "a plain tensor"
                 raise ValueError(
                     f"step: the state {key!r} of a parameter that is {mesh} is a DTensor on {value.device_mesh}: distribute it over the mesh "
                     "of its parameter"
                 )
-            if tuple(value.placements) != tuple(p.placements):  # type: ignore[attr-defined]
+            if tuple(value.placements) != tuple(p.placements):
                 made = torch.empty_like(p, dtype=value.dtype, requires_grad=False)
                 state[key] = made.copy_(placed_as(value, p))
 

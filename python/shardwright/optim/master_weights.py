@@ -19,7 +19,7 @@ import torch
 from .._engine import Error
 from ..torch_compat import cuda
 from ..torch_compat.dtensor import held_tensor, is_dtensor, waited
-from .forwarding import Forwarding
+from .forwarding import Forwarding, NotAveraged
 
 __all__ = [
     "LOW",
@@ -69,21 +69,25 @@ def masters_in_place(
     """Within the context, replace low-precision parameters that have a gradient by their masters in the optimizer's groups;
     with `stateful` also those that have state.
 
-    On exit the parameters are set to the rounded masters. Cost: a float32 copy of the gradients meanwhile.
+    On exit the parameters are set to the rounded masters, and gradients that were written to or cleared likewise. Cost:
+    a float32 copy of the gradients meanwhile.
     """
-    taken: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    taken: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int]] = {}
     before = [group["params"] for group in optimizer.param_groups]
     try:
         for p in parameters:
             if p.dtype in LOW and (p.grad is not None or (stateful and optimizer.state.get(p))):
-                taken[id(p)] = (p, _take(optimizer, p))
+                master = _take(optimizer, p)
+                taken[id(p)] = (p, master, master.grad, _version_of(master.grad))
         for group, members in zip(optimizer.param_groups, before):
             group["params"] = [taken[id(p)][1] if id(p) in taken else p for p in members]
         yield
     finally:  # even after an exception: completed updates stay, as without masters
         for group, members in zip(optimizer.param_groups, before):
             group["params"] = members
-        for parameter, master in taken.values():
+        for parameter, master, gradient, version in taken.values():
+            if stateful or master.grad is not gradient or _version_of(gradient) != version:  # `.data` has no version
+                _give_gradient_back(parameter, master)
             _give_back(optimizer, parameter, master)
 
 
@@ -107,6 +111,18 @@ def _take(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> torch.Te
         optimizer.state[master] = state
     master.grad = gradient
     return master
+
+
+def _version_of(gradient: torch.Tensor | None) -> int:
+    return -1 if gradient is None or gradient.is_inference() else gradient._version
+
+
+def _give_gradient_back(parameter: torch.Tensor, master: torch.Tensor) -> None:
+    with torch.no_grad():
+        if master.grad is None or parameter.grad is None:
+            parameter.grad = None if master.grad is None else master.grad.to(parameter.dtype)
+        elif not isinstance(master.grad, NotAveraged):
+            parameter.grad.copy_(master.grad)
 
 
 def _give_back(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, master: torch.Tensor) -> None:
@@ -233,7 +249,7 @@ class MasterOptimizer(Forwarding):
         return f"MasterOptimizer({self._inner!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_inner": self._inner, "_without": self._without}
+        return {**super().__getstate__(), "_without": self._without}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as torch does. The user's own class sees it first and may refuse it."""

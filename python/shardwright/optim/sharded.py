@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -39,7 +40,8 @@ from ..parallel.replica import Replica
 from ..torch_compat.autograd import unguarded
 from ..torch_compat.optimizers import on_meta, step_hooks
 from ..torch_compat.state_dicts import asked_by_torchs_functions
-from .forwarding import Forwarding, WithoutReductions, reads_only
+from .forwarded_on_slices import call_on_slices
+from .forwarding import Forwarding
 from .master_weights import (
     LOW,
     as_kept,
@@ -217,10 +219,14 @@ class ShardedOptimizer(Forwarding):
     def _on_slices(self) -> Iterator[list[torch.Tensor]]:
         """Inside, give the user's optimizer slices instead of whole parameters, or masters if this class makes them."""
         whole = [group["params"] for group in self._inner.param_groups]
+        slices, unmoved = self._slices, self._unmoved
         try:
             with_master = []
             for group in self._inner.param_groups:
-                pairs = [(p, self.slice_of(self._index[id(p)])) for p in group["params"]]  # one call each
+                numbered = [(p, self._index[id(p)]) for p in group["params"]]
+                pairs = [
+                    (p, slices[i] if i in slices and i not in unmoved else self.slice_of(i)) for p, i in numbered
+                ]  # no call for each
                 group["params"] = [each for _, each in pairs if each is not None]
                 if self._makes_masters:
                     with_master += [each for p, each in pairs if each is not None and self.has_master(p)]
@@ -353,73 +359,46 @@ class ShardedOptimizer(Forwarding):
                 refusal = error
         with contextlib.ExitStack() as announced:  # to forked children, before a peer, which has agreed, writes
             for replica in self.replicas:
-                announced.enter_context(replica.access.forks or contextlib.nullcontext())
-            self._agree(refusal, states)
-            rounds = self._replica.reducer.stats()["rounds"]
+                announced.enter_context(replica.access.changing())
+            try:
+                self._agree(refusal, states)
+            except Exception:
+                self.refuse_change()
+                raise
+            rounds = self._replica.reducer.rounds
             vars(self).update(_consolidated=None, _state_names=None, rounds_at_step=rounds)  # spares three __setattr__
             stepped = [parameter for parameter, state in states.items() if state != NO_GRADIENT]
-            self._write_together(self._inner.step, "step", stepped, stateful=False)
+            self._write_together(self._inner.step, "step", stepped)
 
     def _write_together(
-        self, call: Callable[[], Any], name: str, written: list[torch.Tensor], *, stateful: bool
+        self,
+        call: Callable[[], Any],
+        name: str,
+        written: list[torch.Tensor],
+        around: contextlib.AbstractContextManager[Any] | None = None,
     ) -> Any:
         """Call a method of the user's optimizer on this rank's slices and publish them. Collective.
 
-        `stateful`: it may write to each parameter that has state, with or without a gradient.
+        `around`: a context around a method other than step, which may write to each parameter that has state, with or
+        without a gradient.
         """
         with contextlib.ExitStack() as writing:
             for replica in self.replicas:
                 writing.enter_context(replica.access.writing())
-            result, failure = self._run_on_slices(call, stateful=stateful)
+            result, failure = self._run_on_slices(call, around)
             outcomes = self._publish(failure is not None)  # after a failure too: slices stay equal
         self._count_writes(written)
         if outcomes is None or any(outcomes):
             self._tell(failure, name)
         return result
 
+    def refuse_change(self) -> None:
+        """Note that all ranks refuse a call, if they have agreed on it."""
+        for replica in self.replicas:
+            replica.access.refuse_change(self._replica.group.comm)
+
     def _call(self, name: str, method: Callable[[], Any]) -> Any:
-        """Call a method of the user's optimizer on this rank's slices and publish what it writes. Collective, unless
-        the method's name says that it only reads.
-        """
-        if reads_only(name):
-            with self._on_slices():
-                return method()
-        refusal: Exception | None = None
-        if self._replica.join_link.is_on:
-            refusal = Error(
-                f"optimizer.{name}() writes to slices on all ranks, and inside join a rank that ran out of inputs "
-                "takes no part in it: call it after the join"
-            )
-        try:
-            check_groups(self, self._inner)
-            for replica in self.replicas:
-                replica.rounds.close_pending()
-            self._take_gradients(self._own_gradient)
-        except (Error, NotImplementedError) as error:
-            refusal = refusal or error
-        label = f"optimizer.{name}()"
-        cut = self.partition != "tensor" and self._replica.slicing.count > 1
-        shapes = {piece.shape for piece in self._slices.values() if piece is not None} if cut else set()
-
-        def call() -> tuple[Any, bool]:
-            with WithoutReductions(name, shapes):
-                result = method()
-            return result, any(piece.grad is None for piece in had)
-
-        with contextlib.ExitStack() as announced:
-            for replica in self.replicas:
-                announced.enter_context(replica.access.forks or contextlib.nullcontext())
-            try:
-                agree(self._replica.group.comm.all_gather_bytes, [("it", [], {"method": name})], refusal, label)
-            finally:
-                refusal = None  # its traceback holds this frame
-            self._consolidated = self._state_names = None
-            had = [piece for piece in self._slices.values() if piece is not None and piece.grad is not None]
-            written = [parameter for group in self.param_groups for parameter in group["params"]]
-            result, clears = self._write_together(call, name, written, stateful=True)
-        if clears:  # as zero_grad() of whole parameters does
-            self.zero_grad()
-        return result
+        return call_on_slices(self, name, method)
 
     def _tell(self, failure: Exception | None, name: str) -> None:
         """Raise this rank's error, or report another rank's: all ranks raise, and the next step works as usual."""
@@ -433,14 +412,17 @@ class ShardedOptimizer(Forwarding):
                     f"rank {rank}: the optimizer's {name} failed, so that some slices are as before it: {text.decode()}"
                 )
 
-    def _run_on_slices(self, call: Callable[[], Any], *, stateful: bool) -> tuple[Any, Exception | None]:
+    def _run_on_slices(
+        self, call: Callable[[], Any], around: contextlib.AbstractContextManager[Any] | None
+    ) -> tuple[Any, Exception | None]:
         """Return the call's result; and its error, if the ranks can go on together after it."""
         comm = self._replica.group.comm
         try:
             for replica in self.replicas:
                 replica.parameters().take_writes()
             self._complete_gradients()
-            with self._on_slices() as low, masters_in_place(self._inner, low, stateful=stateful):
+            masters = functools.partial(masters_in_place, self._inner, stateful=around is not None)
+            with around or contextlib.nullcontext(), self._on_slices() as low, masters(low):
                 return call(), None
         except BaseException as error:
             if isinstance(error, Exception) and comm.is_alive:
@@ -650,6 +632,7 @@ class ShardedOptimizer(Forwarding):
                 self._take_state(self._index[id(parameter)], state)
         self._loaded()
 
+    @on_every_rank("optimizer.consolidate_state_dict()")
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Gather the full state on rank `to`. Its state_dict() then returns torch's ordinary format until the next
         step. Collective.

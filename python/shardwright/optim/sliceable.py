@@ -1,4 +1,4 @@
-"""Which optimizers can be sliced, and the groups that they are given."""
+"""The optimizers that can be sliced, and the hyperparameters of their groups."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ import torch
 
 from ..layout.memory import bytes_of
 from ..parallel.replica import Replica
+from .forwarding import NotAveraged
 from .sharded import ShardedOptimizer
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ class TensorPartitionedOptimizer(ShardedOptimizer):
         super()._take_gradients(gradient_of)
 
     def _take_gradient(self, index: int, piece: torch.Tensor | None, gradient: torch.Tensor | None) -> None:
-        if self._replica.zero >= 2:
+        if self._replica.zero >= 2 and not isinstance(gradient, NotAveraged):
             if gradient is not None:
                 self._gradient_slices[index] = gradient
         elif piece is not None:

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from .._engine import block_record_bytes
-from .names import near, offers_fields
+from .compress import Compressor
+from .names import offers_fields
 
-__all__ = ["Bf16", "Compressor", "Fp16", "Int4", "Int8", "PowerSGD", "check_compressor", "check_powersgd"]
+__all__ = ["Bf16", "Fp16", "Int4", "Int8", "PowerSGD", "check_powersgd"]
 
 _RANK_MAX = 256
 _WIRE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -27,10 +28,6 @@ _FIELDS = {
     "use_error_feedback": "error_feedback",
     "random_seed": "seed",
 }
-
-
-class Compressor:
-    """The base of the compressors; all are frozen dataclasses, equal on all ranks."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,23 +122,6 @@ class PowerSGD(Compressor):
             self.error_dtype,
             "PowerSGD",
             _FIELDS,
-        )
-
-
-def check_compressor(compress: Any, reduce: str) -> None:
-    """Raise TypeError or NotImplementedError with a sentence, before anything is created."""
-    if compress is None or isinstance(compress, str) and compress == "auto":
-        return
-    if not isinstance(compress, Compressor):
-        kinds = {kind.__name__: kind for kind in (Fp16, Bf16, Int8, Int4, PowerSGD)}
-        name = compress.__name__ if isinstance(compress, type) else str(compress)
-        offer = near(name, kinds).replace("'", "sw.", 1).replace("'", "()", 1)
-        raise TypeError(
-            f"compress must be None, 'auto', sw.Fp16(), sw.Bf16(), sw.Int8(), sw.Int4() or sw.PowerSGD(), got {compress!r}{offer}"
-        )
-    if reduce != "mean":
-        raise NotImplementedError(
-            f"compress={compress} computes the mean over ranks: reduce must be 'mean', got {reduce!r}"
         )
 
 

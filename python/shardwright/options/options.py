@@ -11,7 +11,7 @@ import os
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from .compressors import check_compressor
+from .compress import check_compressor
 from .names import near, offers_fields, unknown_name
 from .offload import offload_kind
 from .precision import Precision

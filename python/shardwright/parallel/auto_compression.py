@@ -60,7 +60,7 @@ class AutoCompression:
 
     def __init__(self, wrapped: _Wrapper) -> None:
         self._wrapped = weakref.ref(wrapped)
-        self._rounds = self._first = wrapped._engine().reducer.stats()["rounds"]
+        self._rounds = self._first = wrapped._engine().reducer.rounds
         self._ended_s = time.perf_counter()
         self.waits: list[float] = []
         self.steps: list[float] = []
@@ -68,9 +68,9 @@ class AutoCompression:
     def after_round(self, wait_s: float) -> None:
         """Count a round, if there was one. All ranks call this, even without a part in it. Collective if it decides."""
         wrapped = self._wrapped()
-        if wrapped is None or wrapped._engine().reducer.stats()["rounds"] == self._rounds:
+        if wrapped is None or wrapped._engine().reducer.rounds == self._rounds:
             return
-        self._rounds = wrapped._engine().reducer.stats()["rounds"]
+        self._rounds = wrapped._engine().reducer.rounds
         now_s = time.perf_counter()
         self.waits.append(wait_s)
         self.steps.append(now_s - self._ended_s)

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.algorithms.join import Join, JoinHook, _JoinConfig
@@ -22,18 +22,17 @@ from .._engine import Error
 from ..comm.exchange import Exchange
 from ..comm.levels import Lease
 from ..comm.process_group import HostGroup, host_group, mesh_rows, resolve_group
-from ..compress.make import make_hook
-from ..compress.state import CompressionState, StatesOfParts, joined_states
 from ..layout.param_groups import check_marks, comparable
 from ..layout.param_table import verify
 from ..layout.shard_mesh import Slicing
-from ..options.compressors import Compressor, check_compressor
+from ..options.compress import Compressor, check_compressor
 from ..options.offload import offload_kind
 from ..options.options import Options, refuse_options
 from ..parameters.drift import DriftCheck
 from ..parameters.mixed_precision import PrecisionPlan, remove_plan
 from ..torch_compat import autograd as _hooks
 from ..torch_compat.foreign_wrappers import guard_from_wrappers, refuse_wrapper
+from ..torch_compat.weak import weakly
 from .composition import loss_scaling
 from .composition.nested import find_inner, give_back
 from .composition.parts import Part, by_name, find_parts, states_of_parts
@@ -50,6 +49,9 @@ from .ddp_logging import DDPLogger
 from .join import ShadowHook
 from .portable import PortableWrapper
 from .replica import Replica, live_replicas
+
+if TYPE_CHECKING:
+    from ..compress.state import CompressionState, StatesOfParts
 
 
 class DistributedDataParallel(PortableWrapper, TorchDDP):
@@ -158,6 +160,7 @@ class DistributedDataParallel(PortableWrapper, TorchDDP):
         self.module = module
         self._options = dataclasses.replace(self._options, groups=by_name(module, self._options.groups))
         self._zero = zero
+        self._inner: list[Any] = []
         self._inner, taken = find_inner(self, self._zero)
         self._precision: PrecisionPlan | None = None
         try:
@@ -316,7 +319,7 @@ class DistributedDataParallel(PortableWrapper, TorchDDP):
             group,
             options,
             own,
-            _reads_sync_flag(self),
+            weakref.ref(self),
             settings,
             self._zero,
             slicing,
@@ -358,7 +361,7 @@ class DistributedDataParallel(PortableWrapper, TorchDDP):
         group = part.group()
         world_size = self._replica.group.world_size
         replica = Replica(
-            *(self.module, group, part.options, others, _reads_sync_flag(self)),
+            *(self.module, group, part.options, others, weakref.ref(self)),
             {**settings, "device_mesh": part.title},
             self._zero,
             compress=self._compressor,
@@ -629,12 +632,13 @@ class DistributedDataParallel(PortableWrapper, TorchDDP):
         if lease is None:
             replica.reducer.set_bucket_callback(runner)
         else:
+            from ..compress.state import CompressionState
             from ..gradients.comm_thread import BucketThread
 
             thread = BucketThread(runner, replica.group.comm, replica.label, lease)
             replica.reducer.set_bucket_callback(thread, thread.wait)
             if isinstance(state, CompressionState):
-                state.watch(_is_under_way(weakref.WeakMethod(thread.is_under_way)))
+                state.watch(weakly(thread.is_under_way, False))
         if replica.rounds.sparse is not None and not is_ours:
             replica.rounds.sparse.user_hook = state, hook
         self._comm_hooks.append((hook, state))
@@ -650,6 +654,8 @@ class DistributedDataParallel(PortableWrapper, TorchDDP):
         NotImplementedError
             If the options ask for a sum instead of a mean.
         """
+        from ..compress.state import joined_states
+
         check_compressor(compress, self._options.reduce)
         if self._comm_hooks:
             raise Error("compress_gradients can only be called once: a communication hook is registered already")
@@ -663,6 +669,9 @@ class DistributedDataParallel(PortableWrapper, TorchDDP):
         if getattr(replica.reducer, "wire", None) is not None:  # the reducer compresses by itself
             replica.compression = (repr(compress), None)
             return None
+        from ..compress.make import make_hook
+        from ..compress.state import CompressionState
+
         levels, lease = replica.levels(compress)
         state, hook = make_hook(compress, levels.exchange)
         kept = state if isinstance(state, CompressionState) else None
@@ -722,24 +731,3 @@ def _metered(hook: Callable[..., Any], exchange: Exchange) -> Callable[..., Any]
         return result
 
     return run
-
-
-def _is_under_way(method: weakref.WeakMethod[Callable[[], bool]]) -> Callable[[], bool]:
-    """Return a function that tells the hook's thread if it must continue. It is bound weakly, so that a kept state
-    keeps neither the thread nor its lease alive."""
-
-    def ask() -> bool:
-        alive = method()
-        return alive is not None and alive()
-
-    return ask
-
-
-def _reads_sync_flag(wrapper: DistributedDataParallel) -> Callable[[], bool]:
-    reference = weakref.ref(wrapper)
-
-    def synchronises() -> bool:
-        alive = reference()
-        return alive is not None and alive.require_backward_grad_sync
-
-    return synchronises

@@ -32,7 +32,7 @@ from ..torch_compat.dtensor import is_dtensor
 from .ddp import DistributedDataParallel
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False, repr=False)
 class Mark:
     """The mark of fully_shard on a module: its options and its unit; with groups= one unit for each part.
 

@@ -184,7 +184,7 @@ class Announcer:
             said["factors"] = replica.gradients.factors()
         self._exchange(members, json.dumps(said).encode())
         if kind == "forward" and torch.is_grad_enabled() and wrapper.require_backward_grad_sync and self.joined:
-            self._owed = replica.reducer.stats()["rounds"]
+            self._owed = replica.reducer.rounds
 
     @property
     def owes(self) -> int | None:
@@ -241,7 +241,7 @@ def _check_ended(wrapper: _Wrapper, kind: str) -> None:
     """Raise Error if joined ranks still wait in a round that has not ended."""
     replica = wrapper._engine()
     owed = replica.join_link.announcer.owes if replica.join_link.announcer is not None else None
-    if owed is None or replica.reducer.stats()["rounds"] != owed:
+    if owed is None or replica.reducer.rounds != owed:
         return
     message = (
         f"inside join, {_WORDS[kind]} begins before the backward of the last forward of {replica.label}, while a rank that has run out of "

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from .._engine import Error
+from ..comm.waits import calling
 from ..parameters.unshard_schedule import NoHook
 from ..torch_compat.state_dicts import hook_loading
 
@@ -50,7 +51,8 @@ class StateLoading:
                 "leave assign out, or load before wrapping"
             )
         if not self.depth:
-            self._writing.enter_context(replica.writable_parameters())
+            with calling("load_state_dict() at zero=3"):
+                self._writing.enter_context(replica.writable_parameters())
         self.depth += 1
 
     def end(self, *_: Any) -> None:
@@ -58,7 +60,8 @@ class StateLoading:
         if self.depth:
             self.depth -= 1
             if not self.depth:
-                self._writing.close()
+                with calling("load_state_dict() at zero=3"):
+                    self._writing.close()
 
     def abandon(self) -> None:
         """Close the context of a load that ended in an exception. Collective if there is one."""

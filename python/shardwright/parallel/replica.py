@@ -29,7 +29,7 @@ from ..layout.param_groups import check_hookable, check_inner, cut
 from ..layout.param_table import ParameterTable, verify
 from ..layout.shard_mesh import Slicing
 from ..layout.shard_runs import Storage
-from ..options.compressors import Compressor
+from ..options.compress import Compressor
 from ..options.options import Options
 from ..options.precision import LOW_DTYPES
 from ..parameters.access import ParameterAccess
@@ -37,10 +37,10 @@ from ..parameters.drift import DriftCheck
 from ..parameters.storage import ParameterMemory
 from ..torch_compat import autograd as _hooks
 from ..torch_compat.dtensor import held_tensor, is_dtensor
+from ..torch_compat.weak import weakly
 from .agreement.forward_watch import ForwardWatch
 from .agreement.replica_check import ReplicaCheck
 from .agreement.steppers import Steppers
-from .agreement.unaveraged import UnaveragedCheck
 from .backends import choose_backend
 from .join_link import JoinLink
 from .loading import StateLoading
@@ -84,7 +84,7 @@ class Replica:
         group: HostGroup,
         options: Options,
         ignored: frozenset[str],
-        synchronises: Callable[[], bool],
+        wrapper: weakref.ref[Any],
         settings: dict[str, Any],
         zero: int = 0,
         slicing: Slicing | None = None,
@@ -139,8 +139,7 @@ class Replica:
             plans = cut(module, self.table, options.units, options.reshard_after_forward)
         behind = make_backend.capabilities.publishes_behind and zero in (1, 2) and options.prefetch > 0
         sends_early = compress is None or self._overlaps_compression(make_backend.capabilities)
-        request = dataclasses.replace(
-            self._request,
+        request = self._request._replace(
             plans=plans,
             sends_early=sends_early,
             compute_dtypes=self._compute_dtypes(precision),
@@ -162,10 +161,9 @@ class Replica:
         self.access = ParameterAccess(self._storage, self.table, group, self.slicing, options.write_guard, self.label)
         self.rounds = Rounds(self.table, self.reducer, self.label, zero)
         self.forwards = ForwardWatch(group.rank, group.world_size, self.label)
-        self.steppers = Steppers(group, self.label)
-        self._unaveraged = UnaveragedCheck(self.label, _is_of_a_wrapped_module)
+        self.steppers = Steppers(group, self.label, _is_of_a_wrapped_module)
         try:
-            self._attach(synchronises, before)
+            self._attach(wrapper, before)
         except BaseException as error:  # an error of this rank only: the peers must not wait for it
             if group.comm.is_alive:
                 group.comm.abort(f"wrapping {self.label} failed: {error}")
@@ -180,7 +178,7 @@ class Replica:
         #: compares replicas every few steps; None without check_every=
         self.check = None if options.check_every is None else ReplicaCheck(self, options.check_every)
         if self.check is not None:
-            self.steppers.explain_replicas = _weakly(self.check.explain)
+            self.steppers.explain_replicas = weakly(self.check.explain)
             self._handles += self.check.handles
         self._identities = frozenset(map(id, self.table.module_parameters))
         self._has_begun = False
@@ -236,9 +234,9 @@ class Replica:
         like: torch.Tensor = self._storage.like(index)
         return like
 
-    def _attach(self, synchronises: Callable[[], bool], before: Replica | None) -> None:
+    def _attach(self, wrapper: weakref.ref[Any], before: Replica | None) -> None:
         steppers = self.steppers
-        opens_first = None if before is None else _weakly(before.open_round)
+        opens_first = None if before is None else weakly(before.open_round)
         gradients = self.gradients = ModuleGradients(
             *(self.table, self._storage, self.backend, self.reducer, self.slicing, self.zero, self.label),
             last_step_on=steppers.last_step_on,
@@ -247,13 +245,13 @@ class Replica:
         self.reducer.attach(
             self.table.parameters,
             gradients.views,
-            copy=gradients.copy if self.zero < 2 else _weakly(gradients.write_contribution),
-            open=self.rounds.opener(synchronises, opens_first),
-            renew=_weakly(gradients.renew_view),
+            copy=gradients.copy if self.zero < 2 else weakly(gradients.write_contribution),
+            open=self.rounds.opener(wrapper, opens_first),
+            renew=weakly(gradients.renew_view),
             task_id=_hooks.graph_task_id,
             layouts=self._storage.layouts(),
-            unlike=_weakly(steppers.compare),
-            describe=_weakly(steppers.describe, ""),
+            unlike=weakly(steppers.compare),
+            describe=weakly(steppers.describe, ""),
         )
         self._handles: list[Any] = []
         sparse: SparseGradients | None = None
@@ -514,12 +512,13 @@ class Replica:
         """
         if self.reducer.last_round_failed and self.group.world_size > 1:
             self.gradients.refuse_failed_round(optimizer)
-        rounds = self.reducer.stats()["rounds"]
+        rounds = self.reducer.rounds
         since = self.steppers.count_step(optimizer, rounds)
         if rounds != since and self.group.world_size > 1:
             self.gradients.check_averaged(optimizer, since)
-            if self._unaveraged.checked.get(optimizer) != len(optimizer.param_groups):
-                self._unaveraged.check(optimizer, self.group.comm.all_gather_bytes)
+            unaveraged = self.steppers.unaveraged.note(optimizer)
+            if unaveraged:
+                self.reducer.note_step(unaveraged)
 
     def broadcast_state(self, root: int, buffers: Iterable[torch.Tensor]) -> None:
         """Broadcast parameters and `buffers` of rank `root`. Collective."""
@@ -575,16 +574,3 @@ def _is_of_a_wrapped_module(parameter: torch.Tensor) -> bool:
         return True
     modules = [module for replica in _live if (module := replica._module()) is not None]
     return any(parameter is each for module in modules for each in module.parameters())
-
-
-def _weakly(method: Callable[..., Any], otherwise: Any = None) -> Callable[..., Any]:
-    """Return `method` with a weak reference to its object, which the reducer must not keep alive. Once the object is gone
-    a call returns `otherwise`.
-    """
-    reference = weakref.WeakMethod(method)
-
-    def call(*arguments: Any) -> Any:
-        alive = reference()
-        return otherwise if alive is None else alive(*arguments)
-
-    return call

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from .._engine import HostComm
 from ..comm.process_group import HostGroup
 from ..layout.param_table import ParameterTable
 from ..layout.shard_mesh import Slicing
@@ -89,6 +90,14 @@ class ParameterAccess:
     def changing(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which values change, for forked children (ForkWatch)."""
         return contextlib.nullcontext() if self.forks is None else self.forks
+
+    def refuse_change(self, comm: HostComm) -> None:
+        """Note, inside changing(), that the ranks of `comm` have agreed to write nothing: forked children may still read.
+
+        If the exchange itself failed, peers may be writing, and the change counts.
+        """
+        if self.forks is not None and comm.is_alive:
+            self.forks.is_refused = True
 
     def writing(self) -> contextlib.AbstractContextManager[None]:
         """Allow writes to parameters inside. All ranks are past a barrier as it ends."""

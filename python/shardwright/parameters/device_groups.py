@@ -235,7 +235,6 @@ class DeviceUnitMemory(ReleasedParameters, ParameterMemory):
         memory = cuda.runtime.zeros(self._sizes[unit], torch.uint8, self._like)
         return memory.data_ptr(), self._tensors(unit, memory)
 
-    @property
     def digest(self) -> int:
         """Return a digest of the units gathered so far, equal on all ranks."""
         return self._places.digest

@@ -17,6 +17,7 @@ import torch
 
 from .._engine import Error, own_pages
 from ..layout.param_table import ParameterTable
+from ..torch_compat.weak import weakly
 from .read_guard import ChildGuard
 
 _VALUES, _GRADIENTS = 0, 1
@@ -43,11 +44,12 @@ class ForkWatch:
 
     def __init__(self, table: ParameterTable, storage: Any, label: str, rank: int) -> None:
         self._table, self._storage, self._label, self._rank = table, storage, label, rank
-        self._guard = ChildGuard(table.names, table.module_parameters, _weakly(self))
+        self._guard = ChildGuard(table.names, table.module_parameters, weakly(self.settle))
         #: counts of the changes of values and of gradients; odd while values change
         self._shared = memoryview(mmap.mmap(-1, mmap.PAGESIZE)).cast("Q")
         self._own = [0, 0]  # the same counts in private memory, which a child inherits as of the fork
         self._depth = 0
+        self.is_refused = False  # True while a change ends that no rank has begun
         self._is_pending = False  # True in a child that has not read yet
         self._is_child = False
         self._lock = threading.RLock()
@@ -66,8 +68,9 @@ class ForkWatch:
     def __exit__(self, *_: object) -> None:
         self._depth -= 1
         if not self._depth and not self._is_child:
-            self._own[_VALUES] += 1
+            self._own[_VALUES] += -1 if self.is_refused else 1
             self._shared[_VALUES] = self._own[_VALUES]
+            self.is_refused = False
 
     def note_fork(self) -> None:
         """Count the next release of a unit: its pages, which a child has just inherited, will have other contents."""
@@ -96,7 +99,7 @@ class ForkWatch:
             self._is_child = self._is_pending = True
             self._guard.raise_(self._table.module_parameters)
 
-    def settle(self) -> None:
+    def settle(self, *_: torch.Tensor) -> None:
         """In a forked child, make the values of the fork its own before they are read.
 
         Raises
@@ -135,17 +138,6 @@ class ForkWatch:
                 "are lost: read them in the child before the parent's next step, or copy them before the fork, by "
                 "copy.deepcopy(sw.unwrap(model)) or sw.full_state_dict(model)"
             )
-
-
-def _weakly(watch: ForkWatch) -> Any:
-    reference = weakref.ref(watch)
-
-    def arrive(parameter: torch.Tensor) -> None:
-        alive = reference()
-        if alive is not None:
-            alive.settle()
-
-    return arrive
 
 
 _is_registered = False

@@ -21,7 +21,7 @@ import torch
 
 from ..layout.local_parameters import local_of, module_parameter
 from ..layout.views import made_dense
-from ..options.compressors import Bf16, Compressor, Fp16
+from ..options.compress import Compressor
 from ..options.names import near
 from ..options.precision import LOW_DTYPES, Precision
 from ..torch_compat import autograd as _hooks
@@ -112,8 +112,12 @@ class PrecisionPlan:
         asked = {policy.reduce_dtype for policy in self._policies.values() if policy.reduce_dtype is not None}
         if len(asked) > 1:
             raise ValueError(f"precision: reduce_dtype must be one for the whole module, got {sorted(map(str, asked))}")
+        if not asked:
+            return None
+        from ..options.compressors import Bf16, Fp16
+
         made: dict[Any, Compressor] = {torch.bfloat16: Bf16(), torch.float16: Fp16()}
-        return made.get(next(iter(asked), None))
+        return made.get(asked.pop())
 
     def adds_in_float32(self) -> bool:
         """Return True if low-precision gradients must be added in float32."""

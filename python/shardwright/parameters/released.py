@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..layout.param_groups import UnitPlan, mark_of
-from ..layout.shard_runs import Copies, SliceRuns, Storage, memory_order, weak_source
+from ..layout.shard_runs import Copies, SliceRuns, Storage, memory_order
+from ..torch_compat.weak import weakly
 from .unshard_schedule import UnitSchedule
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ class ReleasedParameters(Storage, SliceRuns):
         self.schedule.arrange_hooks()
 
     def follow(self, copies: Copies) -> None:
-        copies.follow(weak_source(self.schedule.source_of), self.schedule.computed_with)
+        copies.follow(weakly(self.schedule.source_of), self.schedule.computed_with)
         self.schedule.on_release = weakref.WeakMethod(copies.forget)
         self.schedule.policy = weakref.WeakMethod(copies.is_in_force)
 

@@ -19,6 +19,7 @@ from ..backend.base import Request
 from ..backend.device_link import DeviceLink
 from ..layout.param_groups import UnitPlan
 from ..torch_compat import autograd as _hooks
+from ..torch_compat.weak import weakly
 from .read_guard import WaitGuard
 from .unshard_schedule import NoHook
 
@@ -50,7 +51,7 @@ class StepGathers:
         # C code reads a DTensor's local tensor and bypasses the guard.
         may_wait = _hooks.CAN_BE_UNGUARDED and not link.borrows and request.table.model_mesh is None
         self._plans: Sequence[UnitPlan] = request.forwards if may_wait else ()
-        self._guard = WaitGuard(self._table.names, self._table.parameters, _weakly(self))
+        self._guard = WaitGuard(self._table.names, self._table.parameters, weakly(self.arrive))
         self._engine: DeviceUnits | None = None
         self._stream = 0  # torch's stream at the last step
         self._planned: list[int] = []  # buckets
@@ -168,18 +169,6 @@ class StepGathers:
                         raise
                 self._pending.discard(group)
                 self._guard.lower(self._members[group])
-
-
-def _weakly(gathers: StepGathers) -> Any:
-    """Return arrive() bound weakly: the guarded classes must not keep this object alive."""
-    reference = weakref.ref(gathers)
-
-    def arrive(parameter: torch.Tensor) -> None:
-        alive = reference()
-        if alive is not None:
-            alive.arrive(parameter)
-
-    return arrive
 
 
 class _WaitHook:

@@ -16,7 +16,8 @@ import torch
 
 from .._engine import Reducer
 from ..backend.base import Backend, Request
-from ..layout.shard_runs import Copies, ParameterSlices, itemsize_of, make_dense, weak_source
+from ..layout.shard_runs import Copies, ParameterSlices, itemsize_of, make_dense
+from ..torch_compat.weak import weakly
 
 
 class ParameterMemory(ParameterSlices):
@@ -90,7 +91,7 @@ class ParameterMemory(ParameterSlices):
 
     def follow(self, copies: Copies) -> None:
         if self._narrow:
-            copies.follow(weak_source(self._source_of))
+            copies.follow(weakly(self._source_of))
 
     def _source_of(self, parameter: torch.Tensor) -> torch.Tensor:
         return parameter if self._is_written else self._narrow_of.get(id(parameter), parameter)

@@ -27,6 +27,7 @@ from ..layout.memory import address_of
 from ..layout.param_groups import UnitPlan
 from ..torch_compat import autograd as _hooks
 from ..torch_compat.dtensor import held_tensor, is_dtensor
+from ..torch_compat.weak import weakly
 from .read_guard import ReadGuard
 
 #: without a frame of Python per parameter
@@ -600,7 +601,7 @@ class UnitSchedule:
         task = _hooks.graph_task_id()
         if task not in self._tasks:
             self._tasks.add(task)
-            finish = functools.partial(_end_task, weakref.ref(self), task)
+            finish = functools.partial(weakly(self._end_tasks), [task])
             _hooks.queue_at_end(finish, finish if self.ends_failed_backwards else None)
         for other in self.units:
             if other.opened and min(other.opened)[0] > end:
@@ -644,12 +645,6 @@ class UnitSchedule:
         """Raise Error if `unit` is released."""
         if not unit.is_whole:
             raise Error(_COPY.format(what=what))
-
-
-def _end_task(schedule: weakref.ref[UnitSchedule], task: int) -> None:
-    alive = schedule()
-    if alive is not None:
-        alive._end_tasks([task])
 
 
 class _ModuleHook:

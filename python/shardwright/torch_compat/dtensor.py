@@ -6,9 +6,12 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 __all__ = [
     "full_tensor",
@@ -25,7 +28,7 @@ __all__ = [
 ]
 
 
-def is_dtensor(tensor: Any) -> bool:
+def is_dtensor(tensor: Any) -> TypeGuard[DTensor]:
     """Return True for a DTensor, without importing torch's module of DTensors."""
     return isinstance(tensor, torch.Tensor) and hasattr(tensor, "_local_tensor") and hasattr(tensor, "placements")
 

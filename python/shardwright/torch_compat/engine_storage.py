@@ -39,6 +39,11 @@ class EngineStorage(torch.UntypedStorage):
     share_memory_ = _share_fd_cpu_ = _share_filename_cpu_ = _share_cuda_ = _refuse
 
 
+# torch.is_storage() and torch.save() know a storage by its class in this set; a file holds the name, of a class in torch
+EngineStorage.__name__ = "ByteStorage"
+torch._storage_classes.add(EngineStorage)
+
+
 def _same(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     return storage
 

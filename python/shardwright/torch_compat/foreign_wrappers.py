@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from .._engine import Error
 
-__all__ = ["find_wrapper", "guard_from_wrappers", "refuse_wrapper"]
+__all__ = ["find_wrapper", "guard_from_wrappers", "is_ours", "refuse_wrapper"]
 
 #: functions of torch that average or slice a module, by which they register
 _AVERAGING = ("fully_shard", "replicate")
@@ -38,20 +38,36 @@ def _registry_key() -> str | None:
     return str(REGISTRY_KEY)
 
 
-def find_wrapper(module: torch.nn.Module) -> str | None:
-    """Return a wrapper of torch's in or around `module` that averages in its own way; None if there is none.
+def is_ours(wrapper: torch.nn.Module) -> bool:
+    """Return whether a DistributedDataParallel is ours."""
+    return hasattr(type(wrapper), "is_in_force")
+
+
+def find_wrapper(module: torch.nn.Module, ignored: Collection[str] = ()) -> str | None:
+    """Return a wrapper of torch's in or around `module` that averages parameters of ours in its own way; None if there
+    is none.
 
     fully_shard() is not among them: it makes DTensors, whose mesh tells if ours can average beside it.
+    `ignored`: names of parameters of `module` that ours leaves to others.
     """
     key, fsdp = _registry_key(), sys.modules.get("torch.distributed.fsdp")
+    ours = _averaged(module, ignored)
     for each in module.modules():
-        if isinstance(each, TorchDDP) and not hasattr(type(each), "is_in_force"):
-            return "DistributedDataParallel of torch's"
-        if fsdp is not None and isinstance(each, fsdp.FullyShardedDataParallel):
-            return "FullyShardedDataParallel of torch's"
-        if key is not None and OrderedDict.__contains__(each.__dict__.get(key, OrderedDict()), "replicate"):
-            return "module that torch's replicate() was called on"
+        if isinstance(each, TorchDDP) and not is_ours(each):
+            if not ours.isdisjoint(_averaged(each.module, each.parameters_to_ignore)):
+                return "DistributedDataParallel of torch's"
+        elif fsdp is not None and isinstance(each, fsdp.FullyShardedDataParallel):
+            if ours & _averaged(each) - set(map(id, each._ignored_params)):
+                return "FullyShardedDataParallel of torch's"
+        elif key is not None and OrderedDict.__contains__(each.__dict__.get(key, OrderedDict()), "replicate"):
+            if not ours.isdisjoint(_averaged(each)):
+                return "module that torch's replicate() was called on"
     return None
+
+
+def _averaged(module: torch.nn.Module, ignored: Collection[str] = ()) -> set[int]:
+    """Return the ids of a module's parameters, without those of names in `ignored`."""
+    return {id(p) for name, p in module.named_parameters(remove_duplicate=False) if name not in ignored}
 
 
 def refuse_wrapper(what: str, label: str) -> None:
@@ -71,16 +87,18 @@ class _Registry(OrderedDict[str, Any]):
 
     wrapper: weakref.ref[Any]
 
-    def refuse(self, what: str) -> None:
-        """Raise Error if the module's wrapper is in force."""
+    def refuse(self, what: str, ignored: Collection[int]) -> None:
+        """Raise Error if the module's wrapper is in force and averages a parameter whose id is not in `ignored`."""
         wrapper = self.wrapper()
-        if wrapper is not None and wrapper.is_in_force:
+        if wrapper is None or not wrapper.is_in_force:
+            return
+        if not _averaged(wrapper.module, wrapper.parameters_to_ignore) <= set(ignored):
             refuse_wrapper(what, type(wrapper.module).__name__)
 
     def __contains__(self, name: object) -> bool:
         what = _asking(sys._getframe(1)) if name in _AVERAGING else None
         if what is not None:
-            self.refuse(what)
+            self.refuse(what, _ignored_by(sys._getframe(1)))
         return super().__contains__(name)
 
     def __reduce__(self) -> Any:
@@ -99,6 +117,20 @@ def _asking(frame: Any) -> str | None:
             found = "torch's replicate()"
         elif frame.f_code.co_name == "wrapper" and "func" in frame.f_locals:
             found = f"torch's {frame.f_locals['func'].__name__}()"
+        frame = frame.f_back
+    return found
+
+
+def _ignored_by(frame: Any) -> set[int]:
+    """Return the ids of the parameters that the call of torch's in `frame` was told to ignore, as tensors or modules."""
+    found: set[int] = set()
+    while frame is not None and str(frame.f_globals.get("__name__", "")).startswith("torch."):
+        given = {**frame.f_locals, **(frame.f_locals.get("kwargs") or {})}
+        for name in ("ignored_params", "ignored_parameters", "ignored_modules"):
+            for each in (
+                given[name] if isinstance(given.get(name), Collection) else ()
+            ):  # an iterator is torch's to read
+                found.update(map(id, each.parameters() if isinstance(each, torch.nn.Module) else [each]))
         frame = frame.f_back
     return found
 
@@ -133,12 +165,13 @@ def _install() -> None:
 
 def _before_child(outer: torch.nn.Module, name: str, child: torch.nn.Module | None) -> None:
     """Refuse a wrapper of torch that is about to hold a wrapped module."""
-    if not isinstance(outer, (TorchDDP, DataParallel)) or child is None or hasattr(type(outer), "is_in_force"):
+    if not isinstance(outer, (TorchDDP, DataParallel)) or child is None or is_ours(outer):
         return
     if isinstance(outer, DataParallel) and not torch.cuda.is_available():
         return  # it only calls the module
     key = _registry_key()
+    ignored = _averaged(child) - _averaged(child, getattr(outer, "parameters_to_ignore", ()))
     for each in child.modules():
         registry = each.__dict__.get(key or "")
         if isinstance(registry, _Registry):
-            registry.refuse(f"torch's {type(outer).__name__}")
+            registry.refuse(f"torch's {type(outer).__name__}", ignored)

@@ -12,12 +12,12 @@ import torch
 
 from ..._engine import CheckpointError, object_addresses, tensor_places
 from ...layout.memory import address_of
-from ...torch_compat.dtensor import held_tensor
+from ...torch_compat.dtensor import held_tensor, is_dtensor
 from .. import tree
 from ..device_staging import DeviceStaging
 from ..joined import members_of, parts_of
 from ..rows import LINES, Rows, add_rows, dense, structure_of
-from ..slices import Sliced, is_dtensor
+from ..slices import Sliced
 from ..state.content import Content, Source, group_options, holds_shards, packed, parameter_names
 from ..state.names import ModelTensors, walk
 from ..state.optimizer_extras import further_state

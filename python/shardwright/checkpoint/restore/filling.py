@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..._engine import CheckpointFolder
-from ..slices import Boxes, Sliced, is_dtensor, slice_of_dtensor
+from ...torch_compat.dtensor import is_dtensor
+from ..slices import Boxes, Sliced, slice_of_dtensor
 from ..state.names import plain
 from ..state.stored import Stored
 from .shares import Place, Shares

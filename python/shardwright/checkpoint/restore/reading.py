@@ -19,6 +19,7 @@ from ...optim.master_weights import kept_by
 from ...optim.sharded import ShardedOptimizer
 from ...options.name_map import NameMap
 from ...parallel.agreement.optimizer_agreement import unlike_saved
+from ...torch_compat.dtensor import is_dtensor
 from .. import tree
 from ..joined import compressors_of, members_of
 from ..peers import whole_parameters
@@ -26,7 +27,6 @@ from ..rows import TENSORS, has_rows, read_line, rows_of
 from ..slices import (
     Sliced,
     engines_of,
-    is_dtensor,
     is_row_major,
     loads_slices,
     own_parameters,
@@ -44,7 +44,7 @@ from ..state.content import (
     unlike_stateful,
 )
 from ..state.names import dtype_name, model_tensors, stored_shape
-from ..state.optimizer_extras import further_state, give_back, users_optimizer
+from ..state.optimizer_extras import further_state, give_back, names_of, users_optimizer
 from ..state.stored import Stored, stored_tensors
 from ..training import Training
 from .filling import Filler, Span
@@ -285,12 +285,13 @@ class Reader:
         """Compare the optimizer's further state_dict() keys. Log those that the checkpoint lacks: they stay unchanged."""
         kept = body.get("further", {})
         try:
-            ours = further_state(self.training.optimizer)
+            ours = names_of(self.training.optimizer, further_state(self.training.optimizer))
         except CheckpointError as error:
             if kept:
                 raise Mismatch(f"'{self.folder.path}' cannot be restored: {error}") from None
             _logger.warning("%s: %s", self.folder.path, error)
             return
+        kept = names_of(self.training.optimizer, kept)
         _raise_mismatch(self.folder.path, "optimizer", [], [key for key in kept if key not in ours], [])
         for key in ours:
             if key not in kept:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...layout.memory import has_memory
-from ..slices import is_dtensor
+from ...torch_compat.dtensor import is_dtensor
 from ..state.stored import Stored
 
 

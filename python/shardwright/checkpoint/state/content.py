@@ -21,9 +21,10 @@ import torch
 
 from ..._engine import CheckpointError, CheckpointPlan
 from ...checkpoint import tree
+from ...torch_compat.dtensor import is_dtensor
 from ..device_staging import DeviceStaging
-from ..joined import sharded_of, wrappers_of
-from ..slices import Boxes, Sliced, check_placements, is_dtensor, slice_of_dtensor
+from ..joined import sharded_of, wrappers_within
+from ..slices import Boxes, Sliced, check_placements, slice_of_dtensor
 from .composed import apart
 from .names import ModelTensors, check_savable, dtype_name, stored_shape
 from .optimizer_extras import further_state
@@ -431,9 +432,13 @@ def stateful_tree(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> An
 
 
 def _check_whole(value: Any, name: str) -> None:
-    """Raise CheckpointError for an optimizer or a wrapped module of which each rank holds slices."""
+    """Raise CheckpointError for an optimizer or a wrapped module of which each rank holds slices. Makes no engine: rank 0
+    may be the only caller."""
     is_released = isinstance(value, torch.nn.Module) and any(
-        engine.releases_parameters for wrapper in wrappers_of(value) for engine in wrapper._engines()
+        engine.releases_parameters
+        for wrapper in wrappers_within(value)
+        for engine in (getattr(wrapper, "_replica", None), *getattr(wrapper, "_parts", ()))
+        if engine is not None
     )
     if is_released or sharded_of(value):
         raise CheckpointError(

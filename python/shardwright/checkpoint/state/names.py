@@ -12,7 +12,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ..._engine import CheckpointError
 from ...layout.memory import address_of, has_memory, without_memory
-from ..slices import Sliced, check_placements, is_dtensor
+from ...torch_compat.dtensor import is_dtensor
+from ..slices import Sliced, check_placements
 
 #: children of wrappers that names in a checkpoint leave out
 _TRANSPARENT = ("_orig_mod", "_checkpoint_wrapped_module")

@@ -15,8 +15,8 @@ import torch
 from ..._engine import CheckpointError
 from ...optim.master_weights import MasterOptimizer
 from ...optim.sharded import ShardedOptimizer
+from ...torch_compat.dtensor import is_dtensor
 from ..joined import Optimizers
-from ..slices import is_dtensor
 
 _OF_TORCH = ("state", "param_groups")
 _DEPTH = 4
@@ -85,6 +85,15 @@ def further_state(optimizer: Any) -> dict[str, Any]:
     if wrapped is optimizer:
         _check_shown(optimizer, found.get("state"))
     return further
+
+
+def names_of(optimizer: Any, further: Mapping[str, Any]) -> list[str]:
+    """Return the names of entries of further_state(); those of several optimizers begin with the member's name."""
+    if not isinstance(optimizer, Optimizers):
+        return list(further)
+    return [
+        f"{name}.{key}" for name, of_it in further.items() for key in (of_it if isinstance(of_it, Mapping) else "?")
+    ]
 
 
 def give_back(optimizer: Any, further: Mapping[str, Any]) -> None:

@@ -109,14 +109,14 @@ class ReplicaCheck:
         """Return the count before the round whose gradients are about to be used; another optimizer may have stepped
         since.
         """
-        return self._steps - (self._steps > 0 and self._stepped == replica.reducer.stats()["rounds"])
+        return self._steps - (self._steps > 0 and self._stepped == replica.reducer.rounds)
 
     def count_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Count a step of this optimizer, and one step for all optimizers that use the same round."""
         replica = self._replica()
         if replica is None:
             return
-        rounds = replica.reducer.stats()["rounds"]
+        rounds = replica.reducer.rounds
         own = self._of_optimizer.get(optimizer)
         if own is None:
             own = self._of_optimizer[optimizer] = _Steps()
@@ -288,7 +288,7 @@ def digests(replica: Any) -> list[int]:
     with torch.no_grad():
         for index, parameter in enumerate(replica.table.parameters):
             held = storage.slice(index) if storage.releases else parameter.detach()
-            found.append(_digest(held) if held is not None and held.numel() else 0)
+            found.append(digest_of(held) if held is not None and held.numel() else 0)
     return _numbers(found)
 
 
@@ -308,7 +308,7 @@ def _digest_of_value(value: Any) -> Any:
         return zlib.crc32(repr(value).encode()) if isinstance(value, (bool, int, float, str)) else 0
     held = value.detach()
     held = held_tensor(held) if is_dtensor(held) else held
-    return _digest(held) if type(held) is torch.Tensor and not held.is_sparse and held.numel() else 0
+    return digest_of(held) if type(held) is torch.Tensor and not held.is_sparse and held.numel() else 0
 
 
 def _numbers(found: list[Any]) -> list[int]:
@@ -320,7 +320,8 @@ def _numbers(found: list[Any]) -> list[int]:
     return found
 
 
-def _digest(held: torch.Tensor) -> Any:
+def digest_of(held: torch.Tensor) -> Any:
+    """Return a number for a dense tensor's bits, without a copy; on a GPU a scalar there, equal in any order of sums."""
     dense = held.data if _is_dense(held) else held.contiguous()
     if not cuda.runtime.holds(dense):
         return crc32c(dense.data_ptr(), dense.numel() * dense.element_size())

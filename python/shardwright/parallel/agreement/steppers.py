@@ -13,6 +13,7 @@ from ..._engine import Error
 from ...comm.process_group import HostGroup
 from ...comm.stop_request import StopRequest
 from .optimizer_agreement import StepNotes, unlike_before
+from .unaveraged import UnaveragedCheck
 
 _logger = logging.getLogger("shardwright")
 _UNEVEN = (
@@ -31,10 +32,13 @@ class Steppers:
     group : HostGroup
     label : str
         The module's class.
+    is_known : callable
+        Tells whether a parameter is one of a wrapped module.
     """
 
-    def __init__(self, group: HostGroup, label: str) -> None:
+    def __init__(self, group: HostGroup, label: str, is_known: Callable[[torch.Tensor], bool]) -> None:
         self._group, self._label = group, label
+        self.unaveraged = UnaveragedCheck(label, is_known)
         self._warns_of_forwards = True
         self._sliced: list[weakref.ref[torch.optim.Optimizer]] = []
         self._plain: list[weakref.ref[torch.optim.Optimizer]] = []
@@ -81,6 +85,7 @@ class Steppers:
         """Forget past hyperparameters on all ranks, after a join in which not all ranks stepped."""
         self.has_joined = False
         self._notes.forget()
+        self.unaveraged.forget()
 
     def compare(self, *forwards: int) -> None:
         """Raise an error that names the parameters, or the hyperparameters, that differ between ranks. Collective.
@@ -101,6 +106,7 @@ class Steppers:
         gather = self._group.comm.all_gather_bytes
         is_request = self.stop is not None and self.stop.explains(gather)
         self._notes.explain(gather, contributes=not self.has_joined)
+        self.unaveraged.explain(gather, contributes=not self.has_joined)
         if self.explain_replicas is not None:
             self.explain_replicas()
         if not is_request:

@@ -1,8 +1,9 @@
 """Parameters that an optimizer steps on at zero=0 beside those of wrapped modules, and that no wrapper averages.
 
 A loss may have parameters (class centres, a temperature), which its optimizer gets with the wrapped module's. Without an
-average they drift apart in silence. So their first gradients that are not zero are compared between ranks: equal bits
-mean that torch's wrapper, or the program itself, averages them.
+average they drift apart in silence. So ranks compare the first gradient of each that is not zero: equal bits mean that
+torch's wrapper, or the program itself, averages them. The digest travels with the next round (sw_reducer_note_step),
+which every rank runs anyway: a rank that skips a step alone misses no exchange.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import gc
 import json
 import weakref
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -17,11 +19,9 @@ import torch
 
 from ..._engine import Error
 from ...torch_compat.dtensor import is_dtensor
+from .replica_check import digest_of
 
 __all__ = ["UnaveragedCheck"]
-
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
-_PRIME = 8191
 
 
 class UnaveragedCheck:
@@ -33,53 +33,70 @@ class UnaveragedCheck:
         The wrapped module's class.
     is_known : callable
         Tells whether a parameter is one of a wrapped module.
-
-    Attributes
-    ----------
-    checked : WeakKeyDictionary
-        By optimizer, the number of groups that need no more checks.
     """
 
     def __init__(self, label: str, is_known: Callable[[torch.Tensor], bool]) -> None:
         self._label, self._is_known = label, is_known
-        self.checked: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        #: by optimizer: the number of its groups, and the parameters without a gradient so far
+        self._waiting: weakref.WeakKeyDictionary[Any, tuple[int, dict[str, torch.Tensor]]] = weakref.WeakKeyDictionary()
+        #: the parameters that had their first gradient at the last step, and its digest
+        self._last: dict[str, tuple[torch.Tensor, int]] = {}
 
-    def check(self, optimizer: torch.optim.Optimizer, gather: Callable[[bytes, str], list[bytes]]) -> None:
-        """Raise Error, the same on all ranks, for a gradient that differs between ranks.
+    def note(self, optimizer: torch.optim.Optimizer) -> int:
+        """Return the digest of the first gradients in the step that begins, 32 bits; 0 if there are none."""
+        groups, waiting = self._waiting.get(optimizer, (0, {}))
+        if groups != len(optimizer.param_groups):
+            waiting = self._suspects(optimizer)
+            self._waiting[optimizer] = len(optimizer.param_groups), waiting
+        self._last = (
+            {place: (p, found) for place, p in waiting.items() if (found := _digest(p.grad))} if waiting else {}
+        )
+        for place in self._last:
+            del waiting[place]
+        if not self._last:
+            return 0
+        return zlib.crc32(repr([(place, found) for place, (_, found) in self._last.items()]).encode())
 
-        Collective until each such parameter has had a gradient; the groups then count as checked.
+    def forget(self) -> None:
+        """Begin again, on all ranks, after a join in which not all ranks stepped."""
+        self._waiting.clear()
+        self._last = {}
+
+    def explain(self, gather: Callable[[bytes, str], list[bytes]], contributes: bool = True) -> None:
+        """Raise Error if a gradient of the last step differs between ranks. Collective; called after digests differed.
+
+        `contributes`: False for a joined rank, which did not take the last step.
         """
-        suspects = {
+        mine = {place: (found, _name_of(p), tuple(p.shape)) for place, (p, found) in self._last.items()}
+        told = gather(json.dumps(mine).encode() if contributes else b"", "gradients that no wrapper averages")
+        said = [json.loads(each) for each in told if each]
+        for place in sorted({place for each in said for place in each}):
+            values = [each.get(place, [0])[0] for each in said]
+            if any(value != values[0] for value in values):
+                name, shape = next(each[place][1:] for each in said if place in each)
+                raise Error(
+                    f"optimizer: {name!r} of shape {tuple(shape)} ({place}) is not a parameter of the wrapped {self._label}, "
+                    "and its gradients of the last step differed between ranks, so they are not averaged and ranks drift apart: "
+                    "wrap one ModuleList of both modules, sw.wrap the other module too, average its gradients before each "
+                    "step, or give it an optimizer of its own if each rank trains its own"
+                )
+
+    def _suspects(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+        """Return parameters by place, the same places on all ranks: a rank alone may have frozen one."""
+        return {
             f"group {position}, parameter {number}": p
             for position, group in enumerate(optimizer.param_groups)
             for number, p in enumerate(group["params"])
-            if p.requires_grad and not is_dtensor(p) and not self._is_known(p)
+            if not is_dtensor(p) and not self._is_known(p)
         }
-        if not suspects:
-            self.checked[optimizer] = len(optimizer.param_groups)
-            return
-        mine = [_digest(p.grad) for p in suspects.values()]
-        said = [json.loads(each) for each in gather(json.dumps(mine).encode(), "gradients that no wrapper averages")]
-        for (place, parameter), values in zip(suspects.items(), zip(*said)):
-            if any(value != values[0] for value in values):
-                raise Error(
-                    f"optimizer: {_name_of(parameter)!r} of shape {tuple(parameter.shape)} ({place}) is not a parameter of the "
-                    f"wrapped {self._label}, and its gradients differ between ranks, so they are not averaged and ranks would "
-                    "drift apart: wrap one ModuleList of both modules, sw.wrap the other module too, average its gradients "
-                    "before each step, or give it an optimizer of its own if each rank trains its own"
-                )
-        if all(any(values) for values in zip(*said)):
-            self.checked[optimizer] = len(optimizer.param_groups)
 
 
 def _digest(gradient: torch.Tensor | None) -> int:
-    """Return a number that is 0 for no gradient or zeros, and else differs if bits differ. Exact in any order of sums."""
+    """Return a number that is 0 for no gradient or zeros, and else differs if bits differ."""
     if gradient is None:
         return 0
-    dense = gradient.detach().to_dense().contiguous()
-    words = dense.reshape(-1).view(_WORDS[dense.element_size()]).to(torch.int64)
-    weights = torch.arange(1, words.numel() + 1, dtype=torch.int64, device=words.device).remainder_(_PRIME).add_(1)
-    return int((words * weights).sum())
+    dense = gradient.detach().to_dense()
+    return int(digest_of(dense)) or 1 if dense.any() else 0
 
 
 def _name_of(parameter: torch.Tensor) -> str:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from ...backend.base import BackendClass
 from ...layout.param_table import ParameterTable
-from .cuda_backend import CudaBackend
-from .host_backend import HostBackend
 
 
 def choose_backend(table: ParameterTable) -> BackendClass:
     """Return the class of the backend of a module's parameters."""
-    return CudaBackend if table.is_on_gpu else HostBackend
+    if table.is_on_gpu:
+        from .cuda_backend import CudaBackend
+
+        return CudaBackend
+    from .host_backend import HostBackend
+
+    return HostBackend

@@ -5,7 +5,6 @@ Features that only the host supports raise an error that names the feature.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
@@ -20,10 +19,12 @@ from ...compress.device_exchange import DeviceExchange
 from ...gradients.device_reducer import DeviceReducer
 from ...layout.param_table import ParameterTable
 from ...layout.shard_runs import Storage, itemsize_of
-from ...options.compressors import Bf16, Compressor, Fp16
+from ...options.compress import Compressor
+from ...options.compressors import Bf16, Fp16
 from ...parameters.device_groups import DeviceUnitMemory, rows_in_groups
 from ...parameters.step_gathers import StepGathers
 from ...torch_compat import cuda
+from ...torch_compat.weak import weakly
 
 
 class CudaBackend:
@@ -31,10 +32,8 @@ class CudaBackend:
 
     capabilities = Capabilities(
         one_copy=False,
-        abandons_rounds=False,
         free_unit_order=False,
         tells_standing=False,
-        verdict_on_device=True,
         sends_beside_backward=False,
         rank_order_only=False,
         state_is_there=False,
@@ -95,7 +94,7 @@ class CudaBackend:
     def unshard_store(self, reducer: Reducer, request: Request) -> Storage:
         assert request.plans is not None
         made = DeviceUnitMemory(self, self.row, reducer, request)
-        reducer.set_order(_digest_of(weakref.ref(made)))
+        reducer.set_order(weakly(made.digest, 0))
         return made
 
     def exchange(self, compress: Compressor, request: Request, like: torch.Tensor) -> tuple[Levels, Lease | None]:
@@ -216,14 +215,3 @@ def wire_of(compress: Compressor | None, table: ParameterTable) -> str | None:
                 f"compress={compress!r} on GPUs: parameter {name!r} must be float32, float16 or bfloat16, not {parameter.dtype}"
             )
     return "float16" if isinstance(compress, Fp16) else "bfloat16"
-
-
-def _digest_of(memory: weakref.ref[DeviceUnitMemory]) -> Callable[[], int]:
-    """Return a function that returns the order of units, for the reducer. It refers to the memory weakly, because the
-    memory holds the reducer."""
-
-    def digest() -> int:
-        alive = memory()
-        return 0 if alive is None else alive.digest
-
-    return digest

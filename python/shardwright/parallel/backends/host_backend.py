@@ -13,7 +13,7 @@ from ...comm.process_group import HostGroup
 from ...layout.shard_mesh import Slicing
 from ...layout.shard_runs import OUTCOME_BYTES, Outcomes, Storage, itemsize_of, populate
 from ...layout.views import as_real, dense_strides, dtype_name
-from ...options.compressors import Compressor
+from ...options.compress import Compressor
 from ...parameters.sharded_groups import UnitMemory
 from ...torch_compat.engine_storage import engine_tensor
 
@@ -29,10 +29,8 @@ class HostBackend:
 
     capabilities = Capabilities(
         one_copy=True,
-        abandons_rounds=True,
         free_unit_order=True,
         tells_standing=True,
-        verdict_on_device=False,
         sends_beside_backward=True,
         rank_order_only=True,
         state_is_there=True,

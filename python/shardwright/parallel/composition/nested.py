@@ -9,7 +9,7 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ..._engine import Error
-from ...torch_compat.foreign_wrappers import find_wrapper
+from ...torch_compat.foreign_wrappers import find_wrapper, is_ours
 
 
 def _check_takeable(wrapper: Any, *, is_whole: bool) -> None:
@@ -32,12 +32,12 @@ def find_inner(outer: Any, zero: int) -> tuple[list[Any], list[Any]]:
     Wrappers of zero=0 nest as torch's do. Otherwise the outermost wrapper has all parameters, so that one engine
     slices, clips and saves them, and inner wrappers only call their modules. Collective if they had engines.
     """
-    foreign = find_wrapper(outer.module)
+    foreign = find_wrapper(outer.module, outer._ignored_names())
     if foreign is not None:
         raise Error(
             f"this module holds a {foreign}, beside which no other wrapper averages: put its module in its place"
         )
-    inner: list[Any] = [each for each in outer.module.modules() if isinstance(each, TorchDDP)]
+    inner: list[Any] = [each for each in outer.module.modules() if isinstance(each, TorchDDP) and is_ours(each)]
     inner = [each for each in inner if not getattr(each, "_is_taken", False)]
     if not zero and not any(each._zero for each in inner):
         return inner, []

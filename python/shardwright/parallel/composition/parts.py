@@ -6,13 +6,13 @@ import dataclasses
 import fnmatch
 import glob
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..._engine import Error
 from ...comm.process_group import HostGroup, group_ranks, host_group, resolve_group
-from ...layout.model_mesh import first_mesh, mesh_text
+from ...layout.model_mesh import first_mesh, mesh_text, numbers_of
 from ...layout.param_table import verify
 from ...options.names import near
 from ...options.options import Options, text_of_group
@@ -21,8 +21,7 @@ from ...torch_compat.dtensor import is_dtensor
 __all__ = ["Part", "by_name", "find_parts", "states_of_parts"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """The parameters of all entries of `groups=` with the same ranks.
 
     Attributes
@@ -172,13 +171,13 @@ def _check(part: Part, named: Mapping[str, torch.Tensor], ranks: Sequence[int]) 
                 f"groups: parameter {name!r} of {part.title} is a plain tensor, and ranks outside of its group have other values under that name: "
                 "make it a DTensor over them, distribute_tensor(tensor, mesh['ep'], [Shard(0)])"
             )
-        mesh = parameter.device_mesh.mesh.flatten().tolist()  # type: ignore[attr-defined]
+        mesh = parameter.device_mesh.mesh.flatten().tolist()
         shards = [rank for rank in mesh if rank in ranks]
         is_apart = set(part.ranks) <= set(ranks) and len(set(part.ranks) & set(mesh)) == 1
         if not is_apart or len(part.ranks) * len(shards) != len(ranks):
             raise Error(
-                f"groups: ranks {_numbers(part.ranks)} average {name!r} of {part.title}, and ranks {_numbers(mesh)} hold its shards; together "
-                f"they must be the ranks that average the rest, {_numbers(ranks)}"
+                f"groups: ranks {numbers_of(sorted(part.ranks))} average {name!r} of {part.title}, and ranks {numbers_of(sorted(mesh))} hold its shards; together "
+                f"they must be the ranks that average the rest, {numbers_of(sorted(ranks))}"
             )
 
 
@@ -190,9 +189,9 @@ def _check_together(parts: Sequence[Part], named: Mapping[str, torch.Tensor], ra
     apart = {name for part in parts for name in part.names}
     outside = [p for name, p in named.items() if name not in apart]
     if parts and not any(p.requires_grad for p in outside):
-        title, numbers = parts[0].title, _numbers(parts[0].ranks)
+        title, numbers = parts[0].title, numbers_of(sorted(parts[0].ranks))
         raise Error(
-            f"groups: every parameter that requires a gradient is in groups, and ranks {_numbers(ranks)} have none to average: wrap a module around "
+            f"groups: every parameter that requires a gradient is in groups, and ranks {numbers_of(sorted(ranks))} have none to average: wrap a module around "
             "it that has others too, such as the router of the experts, or wrap it without groups= over the ranks of one group, such as "
             f"{numbers} of {title}, whose mean is then its gradient"
         )
@@ -208,7 +207,3 @@ def _check_together(parts: Sequence[Part], named: Mapping[str, torch.Tensor], ra
                 f"{len(part.ranks) * mesh.size()} ranks have the one, {count} the others; place both over the same dimensions, as Replicate where "
                 "they are whole, such as distribute_tensor(tensor, mesh['ep', 'tp'], [Shard(0), Replicate()])"
             )
-
-
-def _numbers(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, sorted(ranks)))

@@ -1,0 +1,43 @@
+"""Observers of a Checkpointer: programs outside of the package that watch or disturb a run, such as `shardwright chaos`."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import Any, Protocol
+
+__all__ = ["VARIABLE", "Observer", "observers_of"]
+
+#: names of modules with commas; each has observer_of(model)
+VARIABLE = "SHARDWRIGHT_OBSERVERS"
+
+
+class Observer(Protocol):
+    """What a Checkpointer tells of a run, on each rank."""
+
+    def on_save(self, step: int) -> None:
+        """Step `step` ended: save(step) was called, for a step that is saved or one that is not."""
+
+    def on_restore(self, step: int) -> None:
+        """restore() succeeded; the next step is `step`."""
+
+    def on_close(self) -> None:
+        """close() was called, for the first time."""
+
+
+def observers_of(model: Any) -> list[Observer]:
+    """Return the observers that the modules named in VARIABLE have for `model`; a module may have none.
+
+    Raises
+    ------
+    ValueError
+        A module cannot be imported, or has no observer_of().
+    """
+    found = []
+    for name in filter(None, os.environ.get(VARIABLE, "").split(",")):
+        try:
+            observer_of = importlib.import_module(name.strip()).observer_of
+        except (ImportError, AttributeError) as error:
+            raise ValueError(f"{VARIABLE}={os.environ[VARIABLE]}: {error}") from error
+        found.append(observer_of(model))
+    return [each for each in found if each is not None]

@@ -1,0 +1,64 @@
+"""The command line, `shardwright <command>`. Exit codes: 0 success, 1 a check failed, 2 usage error."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+__all__ = ["main"]
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argument parser that also prints a usage error as JSON if --json was given."""
+
+    arguments: Sequence[str] = ()
+
+    def error(self, message: str) -> NoReturn:
+        if "--json" in _Parser.arguments:
+            print(json.dumps({"ok": False, "error": message}, indent=2))
+        super().error(message)
+
+
+class _Version(argparse.Action):
+    """Print the version. The distribution's metadata, which has it, takes as long to import as all else here."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        from shardwright._version import __version__
+
+        print(f"{parser.prog} {__version__}")
+        parser.exit()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    from .. import doctor
+    from . import chaos, ckpt, config, kernels, plan_command, run
+
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["gpu-check"]:  # a program of its own, which uses the doctor of this one
+        from ..gpu_check.runner import main as check
+
+        sys.argv[1:] = arguments[1:]
+        return check()
+    _Parser.arguments = arguments
+    parser = _Parser(prog="shardwright", description="Data-parallel training on a pure-C engine.")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
+    commands = parser.add_subparsers(title="commands", dest="command", required=True)
+    plan_command.add_parser(commands)
+    doctor.add_parser(commands)
+    ckpt.add_parser(commands)
+    kernels.add_parser(commands)
+    config.add_parser(commands)
+    run.add_parser(commands)
+    chaos.add_parser(commands)
+    commands.add_parser("gpu-check", help="check and time a GPU, in fifteen minutes or less")
+    words, program = list(arguments), []
+    if words[:1] == ["plan"] and "--" in words:  # argparse would give a program's options to the command
+        at = words.index("--")
+        words, program = words[:at], words[at + 1 :]
+    options = parser.parse_args(words)
+    options.words, options.after = words, program
+    return int(options.run(options))

@@ -1,0 +1,59 @@
+"""`shardwright run OPTIONS program.py`: run an unchanged accelerate or Trainer program on shardwright.
+
+accelerate launch --multi_gpu --num_processes 2 -m shardwright run zero2 program.py
+torchrun --nproc-per-node 2 -m shardwright run options.yaml program.py --its arguments
+SHARDWRIGHT_OPTIONS=options.yaml accelerate launch --multi_gpu --num_processes 2 -m shardwright run program.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from typing import Any
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command."""
+    parser = commands.add_parser(
+        "run",
+        help="run an unchanged accelerate or transformers.Trainer program on shardwright",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "options",
+        nargs="?",
+        help="zero2, or zero=3,compress=int8, or a .yaml or .json file of such options; optional if SHARDWRIGHT_OPTIONS is set",
+    )
+    parser.add_argument("program", nargs=argparse.REMAINDER, help="program.py or -m module, and its arguments")
+    # parses a leading -m; behind options, `program` takes it
+    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the program in this process."""
+    from shardwright.integrations.settings import VARIABLE
+    from shardwright.integrations.stock_programs import CannotRun, run_program
+
+    text, program = options.options or "", options.program
+    if options.module is not None or text.endswith(
+        ".py"
+    ):  # the first argument is the program: options come from the environment
+        module = [] if options.module is None else ["-m", *options.module]
+        text, program = os.environ.get(VARIABLE, ""), [*module, *([text] if text else []), *program]
+        if not text:
+            return _refuse(f"no options given: pass them before {program[0]}, as in `zero2`, or set {VARIABLE}")
+    if not program or program == ["-m"]:
+        return _refuse("no program given: pass one, as in `shardwright run zero2 program.py`")
+    try:
+        run_program(text, program)
+    except CannotRun as error:
+        return _refuse(str(error))
+    return 0
+
+
+def _refuse(sentence: str) -> int:
+    print(f"shardwright run: {sentence}", file=sys.stderr)
+    return 2

@@ -1,0 +1,192 @@
+"""Contents: a checkpoint as names, shapes and one read function per tensor. Readers produce it, writers consume it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from shardwright._engine import CheckpointError
+from shardwright.optim.master_weights import as_written
+from shardwright.options.name_map import NameMap
+
+LOW = (torch.bfloat16, torch.float16)
+MASTER = "master"
+
+
+@dataclasses.dataclass(frozen=True)
+class Lazy:
+    """A tensor that is read only when a writer needs it.
+
+    Attributes
+    ----------
+    read : callable
+        Returns a row-major CPU tensor of `dtype` and `shape`. The caller must not write to it.
+    file : str
+        The source file of the tensor, a hint for the files to write; "" for no hint.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    read: Callable[[], torch.Tensor]
+    file: str = ""
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Lazy:
+        return cls(tensor.dtype, tuple(tensor.shape), lambda: tensor.detach().cpu().contiguous())
+
+    def to(self, dtype: torch.dtype) -> Lazy:
+        return (
+            self if dtype == self.dtype else dataclasses.replace(self, dtype=dtype, read=lambda: self.read().to(dtype))
+        )
+
+    @property
+    def nbytes(self) -> int:
+        count = self.dtype.itemsize
+        for length in self.shape:
+            count *= length
+        return count
+
+
+@dataclasses.dataclass
+class Contents:
+    """The contents of a checkpoint.
+
+    Attributes
+    ----------
+    model : dict of str to Lazy
+    tied : dict of str to str
+        Additional name of a tensor -> its name in `model`.
+    groups : list of dict, or None
+        Options of each parameter group of the optimizer, with `params`, a list of names. None: no optimizer.
+    state : dict of str to dict
+        Parameter -> key -> Lazy or plain value.
+    extra : dict
+        All other state: plain values, containers and Lazy.
+    beside : list of str
+        Paths of further files that from_pretrained reads, such as a configuration.
+    left_out : list of str
+        Sentences about state of the source that these contents lack.
+    """
+
+    model: dict[str, Lazy]
+    tied: dict[str, str] = dataclasses.field(default_factory=dict)
+    groups: list[dict[str, Any]] | None = None
+    state: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    extra: dict[str, Any] = dataclasses.field(default_factory=dict)
+    step: int = 0
+    beside: list[str] = dataclasses.field(default_factory=list)
+    left_out: list[str] = dataclasses.field(default_factory=list)
+
+    def under(self, names: NameMap) -> Contents:
+        """Return the contents that `names` selects, renamed."""
+        model = {name: each for name, each in names.renamed(self.model).items() if names.takes(name)}
+        tied = {new: names.new(kept) for new, kept in names.renamed(self.tied).items() if names.takes(new)}
+        for name, kept in list(tied.items()):
+            if kept not in model:  # `names` selects only the tied name
+                model[name] = self.model[self.tied[next(n for n in self.tied if names.new(n) == name)]]
+                del tied[name]
+        state = {name: each for name, each in names.renamed(self.state).items() if names.takes(name)}
+        groups = None if self.groups is None else [
+            {**group, "params": [new for new in map(names.new, group["params"]) if names.takes(new)]}
+            for group in self.groups
+        ]  # fmt: skip
+        return dataclasses.replace(self, model=model, tied=tied, state=state, groups=groups)
+
+    def cast(self, dtype: torch.dtype) -> Contents:
+        """Return the contents with the model's floating-point tensors in `dtype`.
+
+        A cast to float32 takes masters as weights. A cast to a low precision keeps float32 weights that have optimizer
+        state as masters.
+        """
+        model, state = {}, dict(self.state)
+        for name, each in self.model.items():
+            if not each.dtype.is_floating_point or each.dtype.itemsize == 1 or each.dtype == dtype:
+                model[name] = each
+                continue
+            if dtype == torch.float32 and MASTER in state.get(name, {}):
+                model[name] = self.wide(name)
+                state[name] = {key: value for key, value in state[name].items() if key != MASTER}
+                continue
+            model[name] = each.to(dtype)
+            if name in state and dtype in LOW and each.dtype == torch.float32:
+                state[name] = {**state[name], MASTER: each}
+        return dataclasses.replace(self, model=model, state=state)
+
+    def wide(self, name: str) -> Lazy:
+        """Return a weight in float32: its master if there is one, and the weight itself where other code has written it."""
+        weight, master = self.model[name], self.state.get(name, {}).get(MASTER)
+        if not isinstance(master, Lazy) or master.dtype != torch.float32:
+            return weight.to(torch.float32)
+        if weight.dtype not in LOW or weight.shape != master.shape:
+            return dataclasses.replace(master, file=weight.file)
+        return dataclasses.replace(master, file=weight.file, read=lambda: as_written(master.read(), weight.read()))
+
+    def with_extra(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Return `body`, a writer's model, optimizer and step, merged with `extra`.
+
+        Raises
+        ------
+        CheckpointError
+            A key of `extra` is also in `body`: it would replace the model, the optimizer or the step.
+        """
+        taken = [key for key in self.extra if key in body]
+        if taken:
+            raise CheckpointError(
+                f"the checkpoint has a further value under '{taken[0]}', where the written file has its own"
+            )
+        return {**body, **self.extra}
+
+    def take_step(self) -> None:
+        """Move the count of completed steps out of `extra`, if a program stored it there as the plain number `step`."""
+        step = self.extra.get("step")
+        if isinstance(step, Lazy) and math.prod(step.shape) == 1 and not step.dtype.is_floating_point:
+            step = step.read().item()
+        if type(step) is int and step >= 0:
+            self.step = step
+            del self.extra["step"]
+
+    def tensors(self) -> Iterator[Lazy]:
+        """Yield every tensor."""
+        for tree in (self.model, self.state, self.groups, self.extra):
+            yield from leaves(tree)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in self.tensors())
+
+
+def leaves(tree: Any) -> Iterator[Lazy]:
+    """Yield the Lazy tensors in dicts, lists and tuples."""
+    if isinstance(tree, Lazy):
+        yield tree
+    elif isinstance(tree, dict):
+        for value in tree.values():
+            yield from leaves(value)
+    elif isinstance(tree, (list, tuple)):
+        for value in tree:
+            yield from leaves(value)
+
+
+def replaced(tree: Any, function: Callable[[Lazy], Any]) -> Any:
+    """Return the tree with function(lazy) in place of each Lazy."""
+    if isinstance(tree, Lazy):
+        return function(tree)
+    if isinstance(tree, dict):
+        return {key: replaced(value, function) for key, value in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(replaced(value, function) for value in tree)
+    return tree
+
+
+def lazily(tree: Any) -> Any:
+    """Return the tree with a Lazy in place of each tensor."""
+    if isinstance(tree, torch.Tensor):
+        return Lazy.of(tree)
+    if isinstance(tree, dict):
+        return {key: lazily(value) for key, value in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(lazily(value) for value in tree)
+    return tree

@@ -1,0 +1,217 @@
+"""Readers and writers of model files: safetensors and torch.save, as one file or several with an index."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import mmap
+import os
+import tempfile
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from shardwright._engine import CheckpointError, CheckpointFolder
+from shardwright.checkpoint.files import MAX_FILE_BYTES
+from shardwright.checkpoint.state.content import MODEL_METADATA, Group, model_index
+from shardwright.checkpoint.state.names import TORCH_DTYPES
+
+from .contents import Contents, Lazy, leaves, replaced
+from .folders import Tell, copy_beside, plan_of, take_beside, write_all
+from .unpickle import load_torch_file
+
+#: names of index files, in order of preference
+_INDEXES = (
+    "model.safetensors.index.json",
+    "pytorch_model.bin.index.json",
+    "diffusion_pytorch_model.safetensors.index.json",
+)
+_SINGLE = ("model.safetensors", "adapter_model.safetensors", "diffusion_pytorch_model.safetensors", "pytorch_model.bin")
+#: keys under which programs store a model in a file of torch.save
+_MODEL_KEYS = ("state_dict", "model_state_dict", "model", "module")
+_ALIGNMENT = 64
+
+
+def model_files(path: str) -> list[str]:
+    """Return the files of a model at `path`, a file or a folder; [] if there are none."""
+    if os.path.isfile(path):
+        return [path] if path.endswith((".safetensors", ".bin", ".pt", ".pth", ".ckpt")) else []
+    for name in _INDEXES:
+        index = os.path.join(path, name)
+        if os.path.isfile(index):
+            return [os.path.join(path, each) for each in _of_index(index)]
+    return next(([os.path.join(path, n)] for n in _SINGLE if os.path.isfile(os.path.join(path, n))), [])
+
+
+def _of_index(path: str) -> list[str]:
+    with open(path, encoding="utf-8") as file:
+        try:
+            names = sorted({*json.load(file)["weight_map"].values()})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"'{path}' is not an index of model files: {error}") from None
+    for name in names:
+        if os.path.basename(str(name)) != name or not os.path.isfile(os.path.join(os.path.dirname(path), name)):
+            raise CheckpointError(f"'{path}' names the file {name!r}, which is not in its folder")
+    return names
+
+
+def read_model(path: str) -> Contents:
+    """Return the model in the files at `path`. Skips an optimizer in a file of torch.save: its state has no names."""
+    contents = Contents({})
+    places: dict[tuple[int, Any, Any, Any], str] = {}
+    for each in model_files(path):
+        found = read_safetensors(each) if each.endswith(".safetensors") else _of_torch_file(each, contents, places)
+        for name, lazy in found.items():
+            if name in contents.model:
+                raise CheckpointError(f"'{path}' holds the tensor '{name}' twice")
+            contents.model[name] = lazy
+    if not contents.model:
+        raise CheckpointError(f"'{path}' holds no tensors of a model")
+    take_beside(contents, path if os.path.isdir(path) else os.path.dirname(path), model_files(path))
+    return contents
+
+
+def read_safetensors(path: str) -> dict[str, Lazy]:
+    """Return the tensors of a safetensors file."""
+    with open(path, "rb") as file:
+        metadata, entries = CheckpointFolder.header(file.fileno(), path)
+    if "DCP_SHARDING_INFO" in metadata:
+        raise CheckpointError(
+            f"'{path}' is one of torch's sharded safetensors files: consolidate them with torch first"
+        )
+    odd = next(((name, dtype) for name, dtype, *_ in entries if dtype not in TORCH_DTYPES), None)
+    if odd is not None:
+        raise CheckpointError(f"'{path}': tensor '{odd[0]}' has the dtype {odd[1]}, which this program does not know")
+    return {name: _at(path, TORCH_DTYPES[dtype], shape, begin) for name, dtype, shape, begin, _ in entries}
+
+
+def _at(path: str, dtype: torch.dtype, shape: tuple[int, ...], at: int) -> Lazy:
+    """Return the tensor at byte offset `at` of a file."""
+
+    def read() -> torch.Tensor:
+        tensor = torch.empty(shape, dtype=dtype, device="cpu")
+        if tensor.nbytes:
+            with open(path, "rb") as file:
+                file.seek(at)
+                memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+                if file.readinto(memory) != tensor.nbytes:
+                    raise CheckpointError(f"'{path}' became shorter while it was read")
+        return tensor
+
+    return Lazy(dtype, shape, read, os.path.basename(path))
+
+
+def _of_torch_file(path: str, contents: Contents, places: dict[Any, str]) -> dict[str, Lazy]:
+    """Return the tensors of a state dict. Takes tensors that share memory once."""
+    body = load_torch_file(path)
+    key = next((k for k in _MODEL_KEYS if isinstance(body, dict) and isinstance(body.get(k), Mapping)), None)
+    state = body if key is None else body[key]
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f"'{path}' holds a {type(body).__name__}, not a state dict")
+    if key is not None:
+        has_step = type(body.get("step")) is int and body["step"] >= 0
+        contents.step = body["step"] if has_step else contents.step
+        taken = (key, "step") if has_step else (key,)
+        contents.left_out += [f"{k} of {os.path.basename(path)}" for k in body if k not in taken]
+    found = {}
+    for name, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            contents.left_out.append(f"{name}, no tensor")
+            continue
+        place = (value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
+        if value.numel() and place in places:
+            contents.tied[name] = places[place]
+            continue
+        places[place] = name
+        found[name] = Lazy.of(value)
+    return found
+
+
+# writers --------------------------------------------------------------------------------------------------------------
+
+
+def write_model(contents: Contents, output: str, tell: Tell) -> None:
+    """Write the model to the new folder `output`, in the form that from_pretrained reads."""
+    os.mkdir(output)
+    metadata = MODEL_METADATA | contents.tied | MODEL_METADATA
+    groups = [
+        Group(path.removesuffix(".safetensors"), {name: contents.model[name] for name in names}, metadata)
+        for path, names in _files(contents.model).items()
+    ]
+    plan, lazy = plan_of(groups, {})
+    plan.create_files(output)
+    write_all(plan, output, lazy, {}, tell)
+    index = model_index(plan, [name for group in groups for name in group.tensors])
+    if index:
+        with open(os.path.join(output, "model.safetensors.index.json"), "xb") as file:
+            file.write(index)
+            file.flush()
+            os.fsync(file.fileno())
+    copy_beside(contents, output)
+
+
+def _files(model: Mapping[str, Lazy]) -> dict[str, list[str]]:
+    """Distribute tensors over files: as in a source of safetensors, else in order, up to MAX_FILE_BYTES each."""
+    names_of: dict[str, list[str]] = {}
+    if all(each.file.startswith("model") and each.file.endswith(".safetensors") for each in model.values()):
+        for name, each in model.items():
+            names_of.setdefault(each.file, []).append(name)
+    else:
+        shards: list[list[str]] = [[]]
+        filled = 0
+        for name, each in model.items():
+            if filled and filled + each.nbytes > MAX_FILE_BYTES:
+                shards.append([])
+                filled = 0
+            shards[-1].append(name)
+            filled += each.nbytes
+        names_of = {str(number): names for number, names in enumerate(shards)}
+    count = len(names_of)
+    name = "model-{:05d}-of-{:05d}.safetensors" if count > 1 else "model.safetensors"
+    return {name.format(number, count): names for number, names in enumerate(names_of.values(), 1)}
+
+
+def write_torch_file(contents: Contents, output: str, tell: Tell) -> None:
+    """Write one file of torch.save with model, optimizer keyed by position, step, and other state.
+
+    Tensors pass through a mapped temporary file, because torch.save needs all of them at once.
+    """
+    body: dict[str, Any] = {"model": {**contents.model, **{n: contents.model[k] for n, k in contents.tied.items()}}}
+    if contents.groups is not None:
+        body["optimizer"] = by_position(contents)
+    body = contents.with_extra({**body, "step": contents.step})
+    shared: dict[int, torch.Tensor] = {}
+    size = sum(each.nbytes + _ALIGNMENT for each in {id(e): e for e in leaves(body)}.values())
+    with tempfile.TemporaryFile(dir=os.path.dirname(output)) as spool:
+        spool.truncate(max(size, 1))
+        try:
+            memory, at = mmap.mmap(spool.fileno(), max(size, 1)), 0
+        except OSError:  # ENODEV: a file system without mappings; then the tensors are in memory at once
+            memory, at = mmap.mmap(-1, max(size, 1)), 0
+
+        def spooled(each: Lazy) -> torch.Tensor:
+            nonlocal at
+            if id(each) not in shared:
+                made = torch.empty(each.shape, dtype=each.dtype, device="cpu")
+                if each.nbytes:
+                    made = torch.frombuffer(memory, dtype=each.dtype, count=made.numel(), offset=at).view(each.shape)
+                    made.copy_(each.read())
+                shared[id(each)] = made
+                at += -(-each.nbytes // _ALIGNMENT) * _ALIGNMENT
+                tell(each.nbytes)
+            return shared[id(each)]
+
+        with open(output, "xb") as file:
+            torch.save(replaced(body, spooled), file)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def by_position(contents: Contents) -> dict[str, Any]:
+    """Return the optimizer's state in the form of torch's state_dict(): keyed by position."""
+    numbers = {name: n for n, name in enumerate(dict.fromkeys(n for g in contents.groups or () for n in g["params"]))}
+    groups = [
+        {**{k: v for k, v in g.items() if k != "params"}, "params": [numbers[n] for n in g["params"]]}
+        for g in contents.groups or ()
+    ]
+    return {"state": {numbers[n]: dict(v) for n, v in contents.state.items() if n in numbers}, "param_groups": groups}

@@ -1,0 +1,174 @@
+"""`shardwright doctor`: check the engine on this host and report the settings that matter."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import fcntl
+import json
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from . import bench as bench_table
+from . import gpu as gpu_report
+
+_OLDEST_TORCH = (2, 4)
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """The result of one check. `detail` is a fact if `ok`, else the error with its fix."""
+
+    name: str
+    ok: bool
+    detail: str
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to an argparse subparsers object."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "doctor",
+        help="check the engine on this host",
+        description=__doc__,
+        epilog="Exit code 0: all checks passed; 1: one failed. Findings about GPUs do not change it.",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    parser.add_argument(
+        "--bench", action="store_true", help="also time all_reduce by size, between processes and between GPUs"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the report; return 0 if all checks passed, else 1."""
+    checks = [_run(name, check) for name, check in _CHECKS]
+    description: Any = {}
+    if checks[0].ok:
+        try:
+            description = _description()
+        except Exception as error:  # as in _run
+            checks.append(Check("description", False, f"{type(error).__name__}: {error}"))
+    ok = all(check.ok for check in checks)
+    gpu = gpu_report.findings() if checks[0].ok else []
+    bench: list[bench_table.Row] = []
+    if options.bench and ok:
+        try:
+            bench = bench_table.sweep()
+        except Exception as error:  # as in _run
+            checks.append(Check("all_reduce between processes", False, f"{type(error).__name__}: {error}"))
+            ok = False
+    if options.json:
+        print(
+            json.dumps(
+                {
+                    "ok": ok,
+                    "checks": [dataclasses.asdict(c) for c in checks],
+                    "gpu": [dataclasses.asdict(finding) for finding in gpu],
+                    **({"bench": [row.as_json() for row in bench]} if options.bench else {}),
+                    "description": description,
+                },
+                indent=2,
+                default=str,
+            )
+        )
+    else:
+        if description:
+            _say(description)
+            _say()
+        for check in checks:
+            _say(f"{'ok  ' if check.ok else 'FAIL'} {check.name}: {check.detail}")
+        for finding in gpu:
+            fix = f" -> {finding.fix}" if finding.fix and finding.verdict != "ok" else ""
+            _say(f"{finding.verdict:4} {finding.name}: {finding.value}{fix}")
+        for row in bench:
+            _say(row)
+    return 0 if ok else 1
+
+
+def _say(line: Any = "") -> None:
+    """Print a line; escape characters that the encoding of stdout lacks."""
+    encoding = sys.stdout.encoding or "utf-8"
+    print(str(line).encode(encoding, "backslashreplace").decode(encoding))
+
+
+def _run(name: str, check: Callable[[], str]) -> Check:
+    try:
+        return Check(name, True, check())
+    except Exception as error:  # any failure of a check is a finding
+        return Check(name, False, f"{type(error).__name__}: {error}")
+
+
+def _description() -> Any:
+    from shardwright.description import describe
+
+    return describe()
+
+
+def _engine_loads() -> str:
+    from shardwright import _engine
+
+    return f"instruction set {_engine.instruction_set()}"
+
+
+def _engine_computes() -> str:
+    from shardwright import _engine
+
+    _engine.self_test()
+    return "fold and all_reduce give the expected bits"
+
+
+def _torch_is_new_enough() -> str:
+    import torch
+
+    found = tuple(
+        int("".join(filter(str.isdigit, part)) or 0) for part in torch.__version__.split("+")[0].split(".")[:2]
+    )
+    if found < _OLDEST_TORCH:
+        raise RuntimeError(f"torch {torch.__version__} is older than {'.'.join(map(str, _OLDEST_TORCH))}: upgrade it")
+    return str(torch.__version__)
+
+
+def _memory_can_be_shared() -> str:
+    descriptor = os.memfd_create("shardwright-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(descriptor, 1 << 20)
+    finally:
+        os.close(descriptor)
+    return "memfd_create works"
+
+
+def _peers_can_be_watched() -> str:
+    descriptor = os.memfd_create("shardwright-doctor", os.MFD_CLOEXEC)
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
+    finally:
+        os.close(descriptor)
+    return "a byte of a memfd can be locked, so peers can detect the death of a rank"
+
+
+def _platform_is_known() -> str:
+    if sys.platform != "linux":
+        raise RuntimeError(f"{sys.platform} is not supported: the engine runs on Linux only")
+    return os.uname().machine
+
+
+def _ranks_can_restart() -> str:
+    if os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1":
+        return "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: with --rdzv-backend c10d each start of torchrun has a store of its own"
+    return (
+        "supported for groups of sw.wrap and sw.init_process_group; an elastic job (--nnodes MIN:MAX), or a program that calls "
+        "torch.distributed.init_process_group itself, needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and --rdzv-backend c10d (docs/launch.md)"
+    )
+
+
+_CHECKS: tuple[tuple[str, Callable[[], str]], ...] = (
+    ("engine loads", _engine_loads),
+    ("platform", _platform_is_known),
+    ("torch", _torch_is_new_enough),
+    ("engine computes", _engine_computes),
+    ("shared memory", _memory_can_be_shared),
+    ("watching peers", _peers_can_be_watched),
+    ("restarts by torchrun", _ranks_can_restart),
+)

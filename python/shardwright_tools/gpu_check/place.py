@@ -1,0 +1,100 @@
+"""The GPU interface that a check's body uses."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from shardwright import _engine
+from shardwright.torch_compat import cuda
+
+
+class Gpu:
+    """A GPU of torch, by default the first one. All ranks of a run share it."""
+
+    backend = "cpu:gloo,cuda:nccl"
+
+    def __init__(self, index: int = 0) -> None:
+        if not torch.cuda.is_available():
+            _engine.cuda_devices()  # NotImplementedError: there is no driver, or it shows no GPU
+            raise RuntimeError(f"the driver shows a GPU, and torch {torch.__version__} cannot use it")
+        torch.cuda.set_device(index)
+        self.device = torch.device("cuda", index)
+
+    def put(self, module: torch.nn.Module) -> torch.nn.Module:
+        return module.to(self.device)
+
+    def memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.device)
+
+    def aside(self) -> Any:
+        """Return a context in which CPU tensors belong to the CPU; elsewhere a simulated GPU uses them as its own."""
+        return contextlib.nullcontext()
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def open(self) -> Any:
+        """Return a DeviceComm without peers."""
+        return cuda.open_gpu(self.device.index, cuda.runtime.libraries())
+
+    def watch(self) -> None:
+        """Let a thread watch communicators that are made from now on. Does nothing: on a real GPU it always does."""
+
+    def short_queue(self) -> Any:
+        """Return a context in which a stream's queue is short, if possible; a driver's holds about 1000 operations."""
+        return contextlib.nullcontext()
+
+    def torchs(self) -> Any:
+        """Return a context that gives the place for a program that uses torch alone."""
+        return contextlib.nullcontext(self)
+
+    def as_it_is(self) -> Any:
+        return contextlib.nullcontext(self)
+
+    def pinned(self, size_bytes: int) -> torch.Tensor:
+        """Return pinned float32 memory on the host."""
+        return torch.empty(size_bytes // 4, dtype=torch.float32, device="cpu", pin_memory=True)
+
+    def milliseconds(self, work: Callable[[], Any], repeat: int) -> float:
+        """Return the milliseconds of one `work`, measured on the GPU."""
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(repeat):
+            work()
+        end.record()
+        self.synchronize()
+        return float(begin.elapsed_time(end)) / repeat
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    def peak_bytes(self) -> int:
+        return int(torch.cuda.max_memory_allocated(self.device))
+
+    @contextlib.contextmanager
+    def profile(self, path: str) -> Iterator[None]:
+        """Write a profiler's trace of the block."""
+        from torch.profiler import ProfilerActivity, profile
+
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+            yield
+        trace.export_chrome_trace(path)
+
+
+@contextlib.contextmanager
+def gpu(rank: int, world_size: int, folder: str) -> Iterator[Gpu]:
+    """The GPU that --place uses by default."""
+    yield Gpu()
+
+
+def wall_milliseconds(work: Callable[[], Any], finish: Callable[[], None], repeat: int) -> float:
+    """Return the milliseconds of one `work` by the host's clock, including all work that it enqueues."""
+    begin = time.perf_counter()
+    for _ in range(repeat):
+        work()
+    finish()
+    return 1e3 * (time.perf_counter() - begin) / repeat

@@ -1,0 +1,152 @@
+"""The parts of the check: their runs, limits and expected rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardwright import _engine
+
+#: tools of compute-sanitizer
+SANITIZERS = ("memcheck", "racecheck", "initcheck")
+ARMS = ("DDP", "FSDP2", "zero=0", "zero=3")
+_STAGES = (0, 1, 2, 3)
+_TRANSPORT = "SHARDWRIGHT_GPU_TRANSPORT"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run: processes that execute one body.
+
+    Attributes
+    ----------
+    body : str
+        "file:function" of this package.
+    cases : tuple of str
+        Names of the rows that it must produce.
+    ranks : int
+    arguments, environment : mapping
+    prefix : tuple of str
+        A program that starts the process, such as a sanitizer. The run is skipped if it is not installed.
+    dying : int or None
+        The rank that a signal will kill.
+    """
+
+    body: str
+    cases: tuple[str, ...]
+    ranks: int = 1
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    prefix: tuple[str, ...] = ()
+    dying: int | None = None
+
+
+@dataclass(frozen=True)
+class Part:
+    """Runs that share a limit.
+
+    Attributes
+    ----------
+    limit_s : float
+        The longest that the runs may take in all, in seconds.
+    runs : tuple of Run
+    comparisons : tuple of (case, peer, goal)
+        The ratio of the values of case and peer should reach the goal.
+    least_s : float
+        What a warm machine needs, in seconds. With less, the part does not start.
+    """
+
+    name: str
+    limit_s: float
+    runs: tuple[Run, ...]
+    comparisons: tuple[tuple[str, str, float], ...] = ()
+    least_s: float = 20.0
+
+    @property
+    def cases(self) -> tuple[str, ...]:
+        """Return the names of all rows that the part must produce."""
+        own = tuple(case for run in self.runs for case in run.cases)
+        return own + tuple(f"{case} beside {peer}" for case, peer, _ in self.comparisons)
+
+
+def _sanitized(tool: str, is_quick: bool) -> Run:
+    # API errors are reported by default: optional functions that a driver lacks, and queries of host pointers
+    api_errors = ("--report-api-errors", "no") if tool == "memcheck" else ()
+    prefix = ("compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *api_errors)
+    return Run("correct:sanitized", (tool,), arguments={"tool": tool, "is_quick": is_quick}, prefix=prefix)
+
+
+def _shared(ranks: int, way: str) -> Run:
+    cases = tuple(f"{ranks} ranks, {way}, zero={zero}" for zero in _STAGES)
+    return Run("correct:stages", cases, ranks, {"label": f"{ranks} ranks, {way}, "}, {_TRANSPORT: way})
+
+
+def parts(*, is_quick: bool = False) -> tuple[Part, ...]:
+    """Return all parts, the most valuable first. `is_quick`: use sizes that a simulated GPU runs in seconds."""
+    size = {"is_quick": is_quick}
+    kernels = tuple(_engine.device_kernel_cases())
+    slots = {_TRANSPORT: "shm"}
+    return (
+        # torch's libraries come from a cold disk, and NVRTC compiles the kernels: outside of the other limits
+        Part("cold start", 240, (Run("correct:warm", ("torch", "kernels' image")),)),
+        Part("machine", 180, (Run("correct:machine", ("versions", "GPU", "NCCL", "kernels", "doctor")),)),
+        Part("kernels", 150, (Run("correct:kernels", kernels, arguments=size),)),
+        Part("stages", 120, (Run("correct:stages", tuple(f"zero={zero}" for zero in _STAGES)),)),
+        Part("bandwidth", 180, (Run("speed:bandwidths", BANDWIDTHS, arguments=size),), least_s=30),
+        Part(
+            "training",
+            360,
+            tuple(Run("train:arm", (arm,), arguments={"name": arm, **size}) for arm in ARMS),
+            () if is_quick else (("zero=0", "DDP", 1.0), ("zero=3", "FSDP2", 1.0)),
+            least_s=90,
+        ),
+        Part(
+            "ranks on one GPU",
+            300,
+            tuple(_shared(ranks, way) for ranks in (2, 3) for way in ("shm", "ipc")),
+            least_s=60,
+        ),
+        Part(
+            "faults",
+            150,
+            (
+                Run("faults:full_queue", ("full queue",), 2, size, slots),
+                Run("faults:killed_peer", ("killed peer",), 2, size, slots, dying=1),
+                Run("faults:interrupt", ("Ctrl-C",), 2, size, slots),
+            ),
+            least_s=60,
+        ),
+        Part("sanitizers", 90, tuple(_sanitized(tool, is_quick) for tool in SANITIZERS), least_s=30),
+    )
+
+
+def count_kept(chosen: Sequence[Part], within_s: float) -> int:
+    """Return how many parts have their least time if all end within `within_s` seconds; the rest, the last ones, are
+    dropped."""
+    kept = len(chosen)
+    while kept and sum(part.least_s for part in chosen[:kept]) > within_s:
+        kept -= 1
+    return kept
+
+
+def limit_s(kept: Sequence[Part], left_s: float) -> float:
+    """Return how long kept[0] may take, in seconds: its whole limit as long as the parts behind it keep their least
+    time."""
+    spare_s = left_s - sum(part.least_s for part in kept[1:])
+    return min(kept[0].limit_s, max(kept[0].least_s, spare_s))
+
+
+#: rows of speed.py
+BANDWIDTHS = (
+    "copy",
+    "PACK",
+    "CAST to bfloat16",
+    "CAST from bfloat16",
+    "QUANTIZE 8 bits",
+    "DECODE 8 bits",
+    "NORM",
+    "AdamW",
+    "AdamW beside torch's",
+    "copy to the host",
+)

@@ -1,0 +1,153 @@
+"""Bytes per rank of a model's state. describe() adds up a wrapped model with the same class."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+from shardwright.layout.rank_memory import Memory
+
+from .shape import PlanError, Shape, Unit
+
+__all__ = ["OPTIMIZERS", "PRECISIONS", "Memory", "Precision", "cut_buckets", "gradient_bytes", "state_of"]
+
+_MIB = 1 << 20
+_ALIGNMENT = 128
+CAP_BYTES = 25 * _MIB
+#: largest bucket on hosts at zero >= 2
+SLICED_CAP_BYTES = 8 * _MIB
+#: units of the private form on hosts are mapped in chunks
+_CHUNK_BYTES = 2 * _MIB
+
+
+@dataclasses.dataclass(frozen=True)
+class Precision:
+    """Dtypes of a run: bytes per element of parameters, gradients, computation, masters, and copies for computation.
+
+    `copy`: bytes of a compute copy of each parameter, which precision= makes; 0 if parameters compute as they are.
+    """
+
+    parameter: int
+    gradient: int
+    compute: int
+    master: int
+    copy: int
+    call: str
+    convert: str = ""
+
+
+PRECISIONS = {
+    "fp32": Precision(4, 4, 4, 0, 0, ""),
+    "bf16": Precision(4, 4, 2, 0, 2, 'precision="bf16"'),
+    "bf16-parameters": Precision(2, 2, 2, 4, 0, "", "model.to(torch.bfloat16)"),
+    "fp16": Precision(4, 4, 2, 0, 2, 'precision="fp16"'),
+}
+#: bytes of state per element, next to masters; each is what a step of the class makes (tests compare)
+OPTIMIZERS = {"adamw": 8, "adam": 8, "sgd": 0, "sgd-momentum": 4, "adagrad": 4, "rmsprop": 4}
+
+
+def cut_buckets(groups: Iterable[Sequence[int]], item: int, cap_bytes: int, slices: int) -> list[int]:
+    """Return the bytes of each bucket, as csrc/tensor/layout.c cuts them: parameters in reverse, a bucket closed by the
+    parameter with which it reaches the cap. No bucket holds parameters of two groups.
+    """
+    step = _ALIGNMENT * slices
+    buckets = []
+    for group in groups:
+        filled = 0
+        for numel in reversed(group):
+            filled = -(-filled // _ALIGNMENT) * _ALIGNMENT + numel * item
+            if filled >= cap_bytes:
+                buckets.append(-(-filled // step) * step)
+                filled = 0
+        if filled:
+            buckets.append(-(-filled // step) * step)
+    return buckets
+
+
+def gradient_bytes(buckets: Sequence[int], *, zero: int, slices: int, cap_bytes: int, on_gpu: bool) -> int:
+    """Return the bytes of gradient memory per rank. At zero >= 2 each rank keeps its slices, and buckets pass through a
+    ring (csrc/reduce/bucket_ring.c, device_rounds.c)."""
+    if zero < 2 or not buckets:
+        return sum(buckets)
+    first, *rest = sorted(buckets, reverse=True)
+    second = (rest[0] if rest else 0) if on_gpu else min(cap_bytes, first)
+    return min(sum(buckets), first + second) + sum(each // slices for each in buckets)
+
+
+def _unit_bytes(units: Sequence[Unit], numel: dict[str, int], item: int, on_gpu: bool) -> int:
+    """Return the bytes of whole units: the outermost, and the inner ones that are whole at a time, largest first."""
+    outer, *inner = units
+    sizes = sorted((numel[unit.name] * item for unit in inner for _ in range(min(unit.count, 2))), reverse=True)
+    if on_gpu:  # one runs while the next is gathered
+        return numel[outer.name] * item + sum(sizes[:2])
+    return sum(-(-size // _CHUNK_BYTES) * _CHUNK_BYTES for size in (numel[outer.name] * item, *sizes[:1]))
+
+
+def state_of(
+    shape: Shape,
+    *,
+    zero: int,
+    ranks: int,
+    host_ranks: int,
+    precision: Precision,
+    optimizer: str,
+    on_gpu: bool,
+    offload: str | None = None,
+    shared: bool = False,
+    tp: int = 1,
+    pp: int = 1,
+    ep: int = 1,
+    cap_bytes: int = CAP_BYTES,
+) -> Memory:
+    """Return the bytes of a rank's model state.
+
+    Parameters
+    ----------
+    ranks : int
+        Ranks that average gradients: all of them by tp * pp.
+    host_ranks : int
+        Those of them on one host, which share one copy of the parameters on CPUs.
+    shared : bool
+        At zero=3 on CPUs: one copy per host instead of gathered units.
+    tp, pp, ep : int
+        Ranks that slice matrices, layers and experts.
+    """
+    if optimizer not in OPTIMIZERS:
+        raise PlanError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {optimizer!r}")
+    if ep > 1 and (not shape.experts or shape.experts % ep or ranks % ep):
+        raise PlanError(f"ep must divide the experts ({shape.experts}) and the data-parallel ranks ({ranks}), got {ep}")
+
+    def local(unit: Unit, tensors: Sequence[int]) -> list[int]:
+        dense = unit.numel - unit.experts
+        kept = dense - unit.sliced + unit.sliced / tp + unit.experts / (tp * ep)
+        return [max(1, round(numel * kept / unit.numel)) if numel else 0 for numel in tensors]
+
+    outer, *inner = shape.units
+    units = [outer, *(dataclasses.replace(unit, count=-(-unit.count // pp)) for unit in inner)]
+    tensors = {unit.name: local(unit, unit.tensors) for unit in units}
+    numel = {name: sum(each) for name, each in tensors.items()}
+    whole = sum(unit.count * numel[unit.name] for unit in units)
+    groups = [tensors[unit.name] for unit in units for _ in range(unit.count)]
+    cap = min(cap_bytes, SLICED_CAP_BYTES) if zero >= 2 and not on_gpu else cap_bytes
+    released = zero == 3 and not shared
+    slices = ranks if zero else 1
+    joined = groups if released and on_gpu else [[each for group in groups for each in group]]
+    buckets = cut_buckets(joined, precision.gradient, cap, max(slices, 1))
+    stepped = whole // slices
+    state = stepped * (OPTIMIZERS[optimizer] + precision.master)
+    if released:
+        parameters = whole * precision.parameter // ranks
+        item = precision.copy or precision.parameter
+        held = _unit_bytes(units, numel, item, on_gpu)
+        held += whole * precision.copy // ranks if precision.copy and not on_gpu else 0  # slices as they are gathered
+    else:
+        sharers = host_ranks if zero == 3 else 1
+        parameters = whole * precision.parameter // sharers
+        held = whole * precision.copy // sharers
+    return Memory(
+        parameters=parameters,
+        units=held,
+        gradients=gradient_bytes(buckets, zero=zero, slices=max(slices, 1), cap_bytes=cap, on_gpu=on_gpu),
+        state=0 if offload and (on_gpu or offload.startswith("nvme")) else state,
+        buffers=48 * _MIB if offload and offload.startswith("nvme") else 64 * _MIB if offload and on_gpu else 0,
+    )
