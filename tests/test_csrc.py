@@ -32,7 +32,7 @@ LONG = os.environ.get("SW_TEST_LONG") == "1"
 #: of the long form, which run all the same
 ASKED_FOR = os.environ.get("SW_TEST_MODES", "").split(",")
 #: the long form of a save that is cut at every call took 888 s beside other programs
-RUN_LIMIT_S = 1800 if LONG else 170
+RUN_LIMIT_S = 1800 if LONG or "aarch64" in ASKED_FOR else 170  # the emulator is slow
 
 
 @dataclass(frozen=True)

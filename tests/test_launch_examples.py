@@ -1,14 +1,16 @@
-"""Laws of examples/launch: each file sets exactly the variables that sw.wrap reads, and gives every rank the right
-number.
+"""Laws of examples/launch: each file is what `shardwright plan` prints for the command in its first comment, starts its
+ranks on CPUs, and sets exactly the variables that sw.wrap reads.
 
-srun and torchrun are stand-ins that set the documented variables. The programs are stand-ins that print what sw.wrap
-would read. `torch.distributed.run` itself parses the arguments for torchrun.
+srun, scontrol and ssh are stand-ins: two agents on this host are the nodes. Only two_hosts.sh is written by hand.
 """
 
 import json
 import os
 import re
+import shlex
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,9 +21,12 @@ import pytest
 LAUNCH = Path(__file__).resolve().parents[1] / "examples" / "launch"
 LAUNCH_PY = Path(__file__).resolve().parents[1] / "python" / "shardwright" / "comm/launch.py"
 SCRIPTS = sorted(path.name for path in LAUNCH.iterdir() if path.suffix in (".sh", ".sbatch"))
+LONG = os.environ.get("SW_TEST_LONG") == "1"
+MADE = sorted({path.name for path in LAUNCH.iterdir()} - {"two_hosts.sh", "hosts"})
 
 #: variables for others than sw.wrap: threads, Gloo's interface, the scripts themselves
-FOR_OTHERS = {"OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "PATH", "NODES", "NODE_RANK", "RANKS", "SW_TWO_HOSTS"}
+FOR_OTHERS = {"OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "SW_TWO_HOSTS", "RUN_FOLDER"}
+FOR_OTHERS |= {"ACCELERATE_USE_CPU"}
 
 SAYS_WHAT_IT_READS = f"""#!{sys.executable}
 import dataclasses, importlib.util, json, os, sys
@@ -42,16 +47,11 @@ for task in range(4):
     subprocess.run(words, env=os.environ | step | own, check=True)
 """
 
-SAYS_ITS_ARGUMENTS = f"""#!{sys.executable}
-import json, sys
-print(json.dumps(sys.argv[1:]))
-"""
-
 
 @pytest.fixture
 def run(tmp_path):
     """Return run(file or text, *arguments, **environment), which returns the JSON lines that the stand-ins printed."""
-    for name, text in (("python", SAYS_WHAT_IT_READS), ("srun", SRUN), ("torchrun", SAYS_ITS_ARGUMENTS)):
+    for name, text in (("python", SAYS_WHAT_IT_READS), ("srun", SRUN)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
 
@@ -83,8 +83,8 @@ def test_exported_variables_are_read(name):
 def test_slurm_tasks_are_ranks_that_meet_on_the_first_node(run):
     batch = {"ENVIRONMENT": "BATCH", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "4"}
     found = run(
-        str(LAUNCH / "slurm.sbatch"), "train.py", "--steps", "5", **batch,
-        SLURM_JOB_ID="4242", SLURM_JOB_NODELIST="cn[07,12]", SLURM_CPUS_PER_TASK="2",
+        "-c", "srun --kill-on-bad-exit=1 python train.py --steps 5", **batch,
+        SLURM_JOB_ID="4242", SLURM_JOB_NODELIST="cn[07,12]",
     )  # fmt: skip
     port = 10_000 + (101 * 4242) % 19_997
     for task, (launch, arguments) in enumerate(found):
@@ -100,43 +100,112 @@ def test_slurm_tasks_are_ranks_that_meet_on_the_first_node(run):
     assert len(found) == 4
 
 
-def torchrun_reads(arguments):
-    """Parse arguments as torchrun does."""
-    from torch.distributed.run import parse_args
+@pytest.mark.parametrize("name", MADE)
+def test_a_file_is_what_the_plan_prints(name, capsys, monkeypatch):
+    from shardwright_tools.cli import main
 
-    read = parse_args(arguments)
-    return read.nnodes, read.node_rank, read.nproc_per_node, read.master_addr, read.master_port, read.training_script
-
-
-def test_torchrun_gets_the_hosts_and_the_meeting_point(run):
-    variables = {"MASTER_ADDR": "node0", "NODES": "3", "NODE_RANK": "2", "RANKS": "4"}
-    (arguments,) = run(str(LAUNCH / "torchrun.sh"), "train.py", "--steps", "5", **variables)
-    assert torchrun_reads(arguments) == ("3", 2, "4", "node0", 29500, "train.py")
-    assert arguments[-2:] == ["--steps", "5"]
+    text = (LAUNCH / name).read_text()
+    made_by = next(line for line in text.splitlines() if line.startswith("# "))
+    monkeypatch.chdir(LAUNCH.parents[1])
+    assert main(shlex.split(made_by.removeprefix("# made by: shardwright "))) == 0
+    assert capsys.readouterr().out == text
 
 
-@pytest.mark.parametrize("missing", ["MASTER_ADDR", "NODES", "NODE_RANK"])
-def test_torchrun_sh_names_a_missing_variable(missing):
-    variables = {"MASTER_ADDR": "node0", "NODES": "3", "NODE_RANK": "2"}
-    del variables[missing]
-    script = ["bash", str(LAUNCH / "torchrun.sh"), "train.py"]
-    done = subprocess.run(script, env={"PATH": os.environ["PATH"], **variables}, capture_output=True, text=True)
-    assert done.returncode and missing in done.stderr
+SRUN_TORCHRUN = """#!/bin/bash
+while [[ $1 == --* ]]; do shift; done
+"$@" &
+"$@" &
+trap 'kill $(jobs -p)' TERM
+echo $$ > srun.pid
+status=0
+for child in $(jobs -p); do
+    wait $child || status=$?
+    wait $child || status=$?
+done
+exit $status
+"""
+SCANCEL = """#!/bin/sh
+[ "$*" = "--signal=TERM 7" ] && kill $(cat srun.pid)
+"""
+SCONTROL = """#!/bin/sh
+[ "$1" = show ] && echo 127.0.0.1 || echo "$@" > asked
+"""
 
 
-def test_skypilot_nodes_are_torchrun_nodes(run):
-    yaml = pytest.importorskip("yaml")
-    task = yaml.safe_load((LAUNCH / "sky.yaml").read_text())
-    assert task["num_nodes"] == 2
-    for part in ("setup", "run"):
-        subprocess.run(["bash", "-n", "-c", task[part]], check=True)
-    ours_first = 'export PATH="$PWD/.venv/bin:$PATH"\n'
-    assert ours_first in task["run"]
-    script = task["run"].replace(ours_first, "")  # else a real torchrun of this checkout would replace the stand-in
-    for node in range(2):
-        sets = {"SKYPILOT_NODE_IPS": "10.1.0.5\n10.1.0.9", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": str(node)}
-        (arguments,) = run("-c", script, **sets, **{name: str(value) for name, value in task["envs"].items()})
-        assert torchrun_reads(arguments) == ("2", node, "2", "10.1.0.5", 29500, "examples/train_gpt.py")
+def started(name, folder, program):
+    """Start the command of a file with another program, as its scheduler does, and return the processes."""
+    tools = {"srun": SRUN_TORCHRUN, "scontrol": SCONTROL, "scancel": SCANCEL, "ssh": '#!/bin/sh\nexec bash -c "$2"\n'}
+    for tool, text in tools.items():
+        (folder / tool).write_text(text)
+        (folder / tool).chmod(0o755)
+    (folder / "train.py").write_text(program)
+    text = (LAUNCH / name).read_text()
+    if name.endswith(".yaml"):
+        whole = pytest.importorskip("yaml").safe_load(text)
+        text = whole.get("run") or "".join(
+            whole["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]["args"]
+        )
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    for old, new in (("29500", port), ("examples/train_gpt.py", "train.py"), ('t="node0', 't="127.0.0.1')):
+        text = text.replace(old, new)
+    text = text.replace("gpt-ranks-0-0.gpt", "127.0.0.1")
+    root = LAUNCH.parents[1]
+    environment = {
+        "PATH": f"{folder}:{Path(sys.executable).parent}:/usr/bin:/bin", "PYTHONPATH": str(root / "python"),
+        "HOME": str(folder), "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "cn[07,12]", "SLURM_CPUS_PER_TASK": "2",
+        "MASTER_ADDR": "127.0.0.1", "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1", "SKYPILOT_TASK_ID": "t-1", "RUN_ROOT": "runs",
+    }  # fmt: skip
+    nodes = 1 if name in ("slurm.sbatch", "hostfile.sh") else 2
+    return [
+        subprocess.Popen(
+            ["bash", "-c", text],
+            cwd=folder,
+            env={**environment, "NODE_RANK": str(node)},
+            start_new_session=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )  # fmt: skip
+        for node in range(nodes)
+    ]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", MADE if LONG else ["accelerate.sh", "slurm.sbatch"])
+def test_its_command_starts_ranks_on_cpus(name, tmp_path):
+    program = "import os\nopen('-'.join(map(os.environ.get, ('RANK', 'WORLD_SIZE', 'OMP_NUM_THREADS'))), 'w')\n"
+    nodes = started(name, tmp_path, program)
+    try:
+        out = "".join(node.communicate(timeout=240)[0] for node in nodes)
+    finally:
+        [os.killpg(node.pid, signal.SIGKILL) for node in nodes if node.poll() is None]
+    assert [node.returncode for node in nodes] == [0] * len(nodes), out
+    assert sorted(path.name for path in tmp_path.glob("?-?-?")) == [f"{rank}-4-1" for rank in range(4)], out
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("end", ["saved", "done", "failed"] if LONG else ["saved"])
+def test_slurm_takes_a_job_back_that_was_told_to_end(end, tmp_path):
+    """A job that the time limit ends is queued again; one that is done, or fails, is not."""
+    program = (
+        "import os, signal, sys, time\n"
+        "def told(*_):\n    " + ("open('done', 'w'); " * (end == "done")) + "sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, told)\n"
+        "open('ready' + os.environ['RANK'], 'w')\n" + ("sys.exit(3)\n" if end == "failed" else "time.sleep(200)\n")
+    )
+    (job,) = started("slurm.sbatch", tmp_path, program)
+    try:
+        if end != "failed":
+            wait_until(lambda: len(list(tmp_path.glob("ready*"))) == 4, 200)
+            job.send_signal(signal.SIGUSR1)
+        out, _ = job.communicate(timeout=240)
+    finally:
+        if job.poll() is None:
+            os.killpg(job.pid, signal.SIGKILL)
+    assert (job.returncode != 0) == (end == "failed"), out
+    assert (tmp_path / "asked").exists() == (end == "saved"), out
 
 
 def needs_namespaces():
@@ -164,7 +233,7 @@ def test_two_hosts_are_created_limited_and_removed(tmp_path):
     assert re.fullmatch(r"host0 sent \d+ MB", sent)
 
 
-@pytest.mark.skipif(os.environ.get("SW_TEST_LONG") != "1", reason="the long form: SW_TEST_LONG=1")
+@pytest.mark.skipif(not LONG, reason="the long form: SW_TEST_LONG=1")
 def test_the_demo_trains_on_two_hosts_and_saves_once(tmp_path):
     needs_namespaces()
     root = LAUNCH.parents[1]

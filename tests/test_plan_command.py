@@ -2,6 +2,7 @@
 with its reason, launch files that their own tools accept, and a sentence with exit code 2 for input that no plan fits.
 """
 
+import dataclasses
 import json
 import shlex
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 from shardwright_tools.cli import main
 from shardwright_tools.planner.activations import activation_bytes
-from shardwright_tools.planner.choose import Work, choose
+from shardwright_tools.planner.choose import Work, candidates, choose
 from shardwright_tools.planner.machine import Machine
 from shardwright_tools.planner.memory import OPTIMIZERS, PRECISIONS, cut_buckets, gradient_bytes, state_of
 from shardwright_tools.planner.saving import learning_rate, save_plan
@@ -337,7 +338,10 @@ WRONG = {
     "a list": (["{list}", *GPU], "must hold a JSON object"),
     "unknown family": (["{other}", *GPU], "model_type 'mamba' is not known"),
     "a field": (["{short}", *GPU], "has no intermediate_size"),
-    "a text for a number": (["{text}", *GPU], "num_hidden_layers must be a positive integer, got 'many'"),
+    "a text for a number": (
+        ["{text}", *GPU],
+        "num_hidden_layers must be a positive integer of at most 10,000, got 'many'",
+    ),
     "heads": (["{heads}", *GPU], "kv heads must divide heads, got kv heads 5 and heads 32"),
     "no memory": (["{good}"], "--memory is needed"),
     "memory": (["{good}", "--memory", "lots"], "--memory must be a size such as 80GB"),
@@ -358,6 +362,31 @@ WRONG = {
     "launch": (["{good}", *GPU, "--launch", "pbs"], "--launch must be one of torchrun"),
     "hostfile": (["{good}", *GPU, "--launch", "hostfile"], "needs --hostfile"),
     "base": (["{good}", *GPU, "--learning-rate", "1e-3"], "--learning-rate needs --base-batch"),
+    "deep": (["{deep}", *GPU], "is not a readable JSON file"),
+    "a list for the family": (["{family}", *GPU], "model_type \"['llama']\" is not known"),
+    "a text for a flag": (["{flag}", *GPU], "attention_bias must be true or false, got 'no'"),
+    "a size out of range": (["{large}", *GPU], "hidden_size must be a positive integer of at most"),
+    "no expert": (["{idle}", *GPU], "num_experts_per_tok must be 1 to the number of experts, 8, got 0"),
+    "no text": (["{good}", "--memory", ""], "--memory must be a size"),
+    "memory out of range": (["{good}", "--memory", "9" * 400 + "GB"], "--memory must be a size"),
+    "hosts out of range": (["{good}", *GPU, "--hosts", "9" * 400], "--hosts must be at most"),
+    "hours": (["{good}", *GPU, "--hours", "inf", "--launch", "slurm"], "--hours must be at most"),
+    "mtbf": (["{good}", *GPU, "--mtbf-hours", "nan"], "--mtbf-hours must be positive"),
+    "save": (["{good}", *GPU, "--save-seconds", "0"], "--save-seconds must be positive"),
+    "milestones": (["{good}", *GPU, "--milestones", "-2"], "--milestones must be at least 0"),
+    "a part of a step": (["{good}", *GPU, "--steps", "0.2"], "--steps must be a positive whole count"),
+    "rule alone": (["{good}", *GPU, "--rule", "sqrt"], "need --learning-rate"),
+    "two outputs": (["{good}", *GPU, "--launch", "slurm", "--json"], "one of --launch, --form and --json"),
+    "name": (["{good}", *GPU, "--launch", "jobset", "--name", "a: b"], "--name must be 1 to 40 lower-case letters"),
+    "accelerate": (
+        ["{good}", *GPU, "--ranks", "8", "--tp", "8", "--launch", "accelerate"],
+        "starts data-parallel ranks only",
+    ),
+    "lazy": (["{lazy}:build", *GPU], "has a parameter without a shape"),
+    "two sizes": (
+        ["--parameters", "1B", "--inner", "9", "--layers", "9", "--width", "512", "--vocabulary", "9000", *GPU],
+        "--parameters or --inner, not both",
+    ),
     "too small": (
         ["--parameters", "1M", "--layers", "9", "--width", "512", "--vocabulary", "9000", *GPU],
         "is less than the",
@@ -371,8 +400,14 @@ def test_wrong_input_is_one_sentence(name, tmp_path, capsys):
     files = {
         "good": LLAMA_8B, "list": [1], "other": {"model_type": "mamba"}, "short": short,
         "text": {**LLAMA_8B, "num_hidden_layers": "many"}, "heads": {**LLAMA_8B, "num_key_value_heads": 5},
+        "family": {**LLAMA_8B, "model_type": ["llama"]}, "flag": {**LLAMA_8B, "attention_bias": "no"},
+        "large": {**LLAMA_8B, "hidden_size": 10**30},
+        "idle": {**LLAMA_8B, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 0},
     }  # fmt: skip
     paths = {key: tmp_path / f"{key}.json" for key in files} | {"bad": tmp_path / "bad.json"}
+    paths |= {"deep": tmp_path / "deep.json", "lazy": tmp_path / "lazy_model.py"}
+    paths["deep"].write_text("[" * 100_000)
+    paths["lazy"].write_text("import torch\ndef build():\n    return torch.nn.LazyLinear(3)\n")
     for key, value in files.items():
         paths[key].write_text(json.dumps(value))
     paths["bad"].write_text("{")
@@ -400,6 +435,8 @@ def test_a_hostfile_is_read_as_deepspeed_does(tmp_path, config, capsys):
     ]
     assert main(words) == 0
     script = capsys.readouterr().out
+    assert main([*words[: words.index("--launch")], *words[words.index("--hostfile") : words.index("--")]]) == 0
+    assert "on 2 x 4 ranks" in capsys.readouterr().out
     ssh = tmp_path / "ssh"
     ssh.write_text('#!/bin/sh\necho "$1: $2" >> ' + str(tmp_path / "said") + "\n")
     ssh.chmod(0o755)
@@ -421,7 +458,7 @@ def torchrun_reads(script):
     from torch.distributed.run import parse_args
 
     script = "\n".join(line for line in script.splitlines() if not line.startswith("#"))
-    text = script[script.index("torchrun --") :].replace("\\\n", " ").split("\n")[0]
+    text = script[script.index("torchrun --") :].replace("\\\n", " ").split("\n")[0].removesuffix(" &")
     words = shlex.split(text)
     return parse_args(words[1:])
 
@@ -461,7 +498,7 @@ def test_a_launch_file_is_what_its_tool_reads(kind, hosts, config, capsys):
             and options["--gpus-per-node"] == "8"
             and options["--ntasks-per-node"] == "1"
         )
-        assert options["--time"] == "1-00:00:00" and options["--signal"] == "USR1@120" and "--requeue" in options
+        assert options["--time"] == "1-00:00:00" and options["--signal"] == "B:USR1@120" and "--requeue" in options
     elif kind == "sky":
         task = yaml.safe_load(text)
         assert (
@@ -488,14 +525,12 @@ def test_a_launch_file_is_what_its_tool_reads(kind, hosts, config, capsys):
         (text,) = container["args"]
         subprocess.run(["bash", "-n", "-c", text], check=True)
     if kind == "accelerate":
-        config_text = text[text.index("<<'END'\n") + 8 : text.index("\nEND\n")]
-        found = yaml.safe_load(config_text)
-        assert (
-            found["num_processes"] == 8 * hosts
-            and found["distributed_type"] == "FSDP"
-            and found["mixed_precision"] == "bf16"
-        )
-        assert found["fsdp_config"]["fsdp_version"] == 2
+        parser = pytest.importorskip("accelerate.commands.launch").launch_command_parser()
+        words = shlex.split(text[text.index("accelerate launch") :].replace("\\\n", " ").replace("$NODE_RANK", "1"))
+        read = parser.parse_args(words[2:])
+        assert read.num_processes == 8 * hosts and read.num_machines == hosts and read.multi_gpu
+        assert read.mixed_precision == "bf16" and read.module and read.training_script == "shardwright"
+        assert read.training_script_args == ["run", "zero=3", "train.py", "--steps", "3"]
         return
     read = torchrun_reads(text)
     assert (
@@ -520,6 +555,45 @@ def test_a_launch_file_starts_ranks(tmp_path):
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=120, env={"PATH": path})
     assert done.returncode == 0, done.stderr
     assert sorted(line for line in done.stdout.splitlines() if line.startswith("rank")) == ["rank 0 2 1", "rank 1 2 1"]
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_other_engines_read_their_form(zero, tmp_path):
+    """accelerate reads its YAML, and our reader of DeepSpeed's JSON the stage, the precision and the place of state."""
+    from shardwright_tools.planner.forms import FORMS, wrap_call
+
+    made = pytest.importorskip("accelerate.commands.config.config_args")
+    work = Work(precision="bf16", optimizer="adam")
+    for machine, place, words in (
+        (h100(), "cpu", 'offload="cpu"'),
+        (Machine(1, 4, 10**9, 6.0, 1.1, False), "nvme:/tmp", 'offload="nvme:/tmp"'),
+    ):
+        chosen = next(
+            each
+            for each in candidates(from_config(LLAMA_8B), machine, work)
+            if (each.zero, each.offload) == (zero, place)
+        )
+        (tmp_path / "config.yaml").write_text(FORMS["accelerate"](chosen, machine, work))
+        read = made.load_config_from_file(str(tmp_path / "config.yaml"))
+        assert read.distributed_type == "FSDP" and read.num_processes == machine.world
+        assert read.fsdp_config["fsdp_reshard_after_forward"] == (zero == 3)
+        section = json.loads(FORMS["deepspeed"](chosen, machine, work))["zero_optimization"]
+        assert section["stage"] == zero and section["offload_optimizer"]["device"] == place.partition(":")[0]
+        assert section["offload_optimizer"].get("nvme_path") == (place.partition(":")[2] or None)
+        call = wrap_call(chosen, machine, work)
+        assert words in call and "sw.optim.Adam(" in call  # the optimizers of sw.optim alone leave memory
+    work = dataclasses.replace(work, optimizer="rmsprop")
+    assert {each.offload for each in candidates(from_config(LLAMA_8B), h100(), work)} == {None}
+
+
+def test_a_sequence_beyond_the_context_is_said():
+    found = choose(from_config(PUBLISHED["GPT-2"][0]), h100(), Work(1, 2048))
+    assert "a sequence of 2048 tokens is longer than the model's context of 1024" in found.notes
+
+
+def test_a_launch_file_of_what_does_not_fit_is_marked(config, capsys):
+    assert main(["plan", config, "--memory", "2GB", "--launch", "torchrun"]) == 1
+    assert "Nothing fits" in capsys.readouterr().err
 
 
 def test_errors_are_of_one_kind():

@@ -194,6 +194,16 @@ def test_pip_install_works_in_an_environment_that_has_only_pip(tmp_path: Path) -
     assert "imported" in output_of(python, "-I", "-c", IMPORT_ALONE, str(engine))
 
 
+@pytest.mark.skipif(not LONG, reason="long form only (SW_TEST_LONG=1)")
+def test_the_engine_compiles_for_aarch64_without_a_warning(tmp_path: Path) -> None:
+    if which("aarch64-linux-gnu-gcc") is None:
+        pytest.skip("no aarch64-linux-gnu-gcc on this machine")
+    tree = clean_copy(tmp_path / "tree")
+    environment = {**os.environ, "SW_WERROR": "1", "_PYTHON_HOST_PLATFORM": "linux-aarch64"}
+    environment |= {"CC": "aarch64-linux-gnu-gcc", "LDSHARED": "aarch64-linux-gnu-gcc -shared"}
+    output_of(sys.executable, "setup.py", "--quiet", "build_ext", cwd=tree, env=environment)
+
+
 def test_the_sdist_holds_every_tracked_file(tmp_path: Path) -> None:
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode != 0:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Make two hosts of this machine, with 1 Gbit/s between them, and run torchrun.sh on both:
+# Make two hosts of this machine, with 1 Gbit/s between them, and run torchrun on both:
 #
 #     examples/launch/two_hosts.sh examples/train_gpt.py --steps 100
 #
@@ -36,12 +36,12 @@ ip link add eth0 type veth peer name eth0 netns $holder
 link_up host0 10.77.0.1/24 "${RATE:-1gbit}"
 on_host1 "$BASH" -c "set -e; $(declare -f link_up); link_up host1 10.77.0.2/24 '${RATE:-1gbit}'"
 
-export MASTER_ADDR=10.77.0.1 NODES=2 RANKS="${RANKS:-2}" GLOO_SOCKET_IFNAME=eth0 OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-launch="$(dirname "$0")/torchrun.sh"
-NODE_RANK=1 on_host1 "$BASH" "$launch" "$@" &
+export MASTER_ADDR=10.77.0.1 GLOO_SOCKET_IFNAME=eth0 OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+launch=(torchrun --nnodes 2 --nproc-per-node "${RANKS:-2}" --master-addr "$MASTER_ADDR" --master-port 29500)
+on_host1 "${launch[@]}" --node-rank 1 "$@" &
 other=$!
 status=0
-NODE_RANK=0 "$BASH" "$launch" "$@" || status=$?
+"${launch[@]}" --node-rank 0 "$@" || status=$?
 [ $status = 0 ] || kill $other 2>/dev/null || true
 wait $other || [ $status != 0 ] || status=$?
 read -r _ _ _ _ _ _ _ _ _ sent _ < <(grep eth0: /proc/net/dev | sed 's/:/ /')

@@ -153,18 +153,6 @@ static void store_codes(unsigned char *codes, const int8_t *values, size_t count
         codes[i] = (unsigned char)((values[2 * i] & 15) | (values[2 * i + 1] & 15) << 4);
 }
 
-static void load_codes(int8_t *values, const unsigned char *codes, size_t count, int bits)
-{
-    if (bits == 8) {
-        memcpy(values, codes, count);
-        return;
-    }
-    for (size_t i = 0; i < count / 2; ++i) { /* (x ^ 8) - 8 extends the sign of 4 bits */
-        values[2 * i] = (int8_t)(((codes[i] & 15) ^ 8) - 8);
-        values[2 * i + 1] = (int8_t)(((codes[i] >> 4) ^ 8) - 8);
-    }
-}
-
 static void quantize_record(unsigned char *record, const float *value, size_t block, int bits)
 {
     const float rounder = 12582912.0f, levels = bits == 8 ? 127.0f : 7.0f;
@@ -189,18 +177,23 @@ static void quantize_record(unsigned char *record, const float *value, size_t bl
 
 static void dequantize_record(float *out, const unsigned char *record, size_t block, int bits)
 {
-    int8_t codes[SW_BLOCK_NUMEL_MAX];
+    const unsigned char *codes = record + sizeof(float);
     float scale;
     memcpy(&scale, record, sizeof scale);
-    if (bits == 8) { /* decode in place */
-        const int8_t *values = (const int8_t *)record + sizeof scale;
+    if (bits == 8) {
         for (size_t i = 0; i < block; ++i)
-            out[i] = scale * (float)values[i];
+            out[i] = scale * (float)(int8_t)codes[i];
         return;
     }
-    load_codes(codes, record + sizeof scale, block, bits);
-    for (size_t i = 0; i < block; ++i)
-        out[i] = scale * (float)codes[i];
+    int8_t values[SW_BLOCK_NUMEL_MAX];
+    for (size_t i = 0; i < block / 2; ++i) { /* (x ^ 8) - 8 extends the sign of 4 bits */
+        values[2 * i] = (int8_t)(((codes[i] & 15) ^ 8) - 8);
+        values[2 * i + 1] = (int8_t)(((codes[i] >> 4) ^ 8) - 8);
+    }
+    for (size_t i = 0; i < block / 2; ++i) { /* in pairs as well: gcc sees that each value is set */
+        out[2 * i] = scale * (float)values[2 * i];
+        out[2 * i + 1] = scale * (float)values[2 * i + 1];
+    }
 }
 
 /* value = source + error, or source. Prefetch memory ahead of each step. */

@@ -9,9 +9,10 @@ Rank 0 draws the prefix. Each rank asks for it under its own number and accepts 
 only a living rank 0 can write. Requests of dead ranks are answered too, without effect. All go on once all ranks of
 this start have confirmed.
 
-Cost in calls of the store, without messages between ranks: a rank makes 8, and 1 per look while it waits (at most every
-0.2 s) or 2 for a line about absent ranks; rank 0 makes 3 per request, 2 per look, 1 per number that a dead rank drew,
-and at most W - 1 per line. Only rank 0 asks for each rank; it publishes the list of absent ones, which the others read.
+Cost in calls of the store; ranks send one another no message. A rank makes 8, and 1 per look while it waits (at most
+every 0.2 s) or 2 for a line about absent ranks. Rank 0 makes 3 per request, 2 per look, 1 per number that a dead rank
+drew, and at most W - 1 per line. Only rank 0 asks for each rank; it publishes the list of absent ones, which the others
+read.
 """
 
 from __future__ import annotations

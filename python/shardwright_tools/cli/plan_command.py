@@ -89,7 +89,7 @@ def add_parser(commands: Any) -> None:
         metavar="NAME",
         help="print only a launch file: torchrun, accelerate, slurm, sky, jobset, hostfile; the program follows after --",
     )
-    out.add_argument("--hostfile", metavar="FILE", help="hosts for --launch hostfile")
+    out.add_argument("--hostfile", metavar="FILE", help="hosts and ranks of --launch hostfile, and of the plan")
     out.add_argument("--hours", type=float, default=24.0, metavar="H", help="the job's time limit (default: 24)")
     out.add_argument("--cpus", type=int, default=8, metavar="N", help="processors per rank (default: 8)")
     out.add_argument("--name", default="train", help="the job's name")
@@ -120,7 +120,8 @@ def _run(options: argparse.Namespace) -> int:
     if options.form is not None and options.form not in forms.FORMS:
         raise PlanError(f"--form must be one of {', '.join(forms.FORMS)}, got {options.form!r}")
     if options.launch is not None:
-        accelerate = forms.FORMS["accelerate"](found.chosen, machine, work)
+        if options.json or options.form is not None:
+            raise PlanError("pass one of --launch, --form and --json")
         program = options.after or ["train.py"]
         job = launch.Job(
             program,
@@ -129,16 +130,19 @@ def _run(options: argparse.Namespace) -> int:
             options.hours,
             options.cpus,
             hostfile=options.hostfile,
-            accelerate=accelerate,
+            options=forms.run_options(found.chosen, machine),
+            mixed_precision=forms.mixed(work),
             made_by=f"made by: shardwright {shlex.join([*options.words, '--', *program])}",
         )
         print(launch.launch_file(options.launch, job), end="")
-        return 0
+        if not found.chosen.fits:
+            print(f"shardwright plan: {found.reason}", file=sys.stderr)
+        return 0 if found.chosen.fits else 1
     if options.form is not None:
+        if options.json:
+            raise PlanError("pass one of --launch, --form and --json")
         print(forms.FORMS[options.form](found.chosen, machine, work))
         return 0 if found.chosen.fits else 1
-    if options.mtbf_hours is not None and options.mtbf_hours <= 0:
-        raise PlanError(f"--mtbf-hours must be positive, got {options.mtbf_hours}")
     saves = saving.save_plan(
         shape,
         optimizer=work.optimizer,
@@ -152,6 +156,8 @@ def _run(options: argparse.Namespace) -> int:
         folder=options.folder,
     )
     rate = None
+    if options.learning_rate is None and (options.base_batch or options.rule):
+        raise PlanError("--base-batch and --rule need --learning-rate, which they scale")
     if options.learning_rate is not None:
         if options.base_batch is None:
             raise PlanError("--learning-rate needs --base-batch, the tokens per step for which it was found")
@@ -166,20 +172,26 @@ def _run(options: argparse.Namespace) -> int:
     return 0 if found.chosen.fits else 1
 
 
-def _positive(options: argparse.Namespace, *names: str) -> None:
+def _in_range(options: argparse.Namespace, *names: str, least: int | None = None) -> None:
+    """Raise PlanError for a number that is not positive, or not at least `least`, and for one that no machine has."""
     from ..planner.shape import PlanError
 
     for name in names:
         value = getattr(options, name.replace("-", "_"))
-        if value is not None and not value > 0:
-            raise PlanError(f"--{name} must be positive, got {value}")
+        if value is not None and not (value > 0 if least is None else value >= least):
+            raise PlanError(f"--{name} must be {'positive' if least is None else f'at least {least}'}, got {value}")
+        if value is not None and value > 1e9:
+            raise PlanError(f"--{name} must be at most 1,000,000,000, got {value}")
 
 
 def _machine(options: argparse.Namespace) -> Machine:
+    from ..planner.launch import hosts_of
     from ..planner.machine import GPUS, Machine, bytes_of, link_of, peak_of
     from ..planner.shape import PlanError
 
-    _positive(options, "hosts", "ranks", "peak", "batch", "sequence", "accumulate", "cpus", "hours", "keep-last")
+    _in_range(options, "hosts", "ranks", "peak", "batch", "sequence", "accumulate", "cpus", "hours", "keep-last")
+    _in_range(options, "mtbf-hours", "save-seconds", "learning-rate")
+    _in_range(options, "milestones", least=0)
     if not 0 < options.mfu <= 1:
         raise PlanError(f"--mfu must be above 0 and at most 1, got {options.mfu}")
     gpu = options.gpu.lower() if options.gpu else None
@@ -191,14 +203,18 @@ def _machine(options: argparse.Namespace) -> Machine:
         raise PlanError(
             "--memory is needed: the bytes that each rank may use, such as 80GB (or --gpu, which has its own)"
         )
-    memory = bytes_of(options.memory, "--memory") if options.memory else GPUS[gpu or ""][2] * 10**9
+    memory = bytes_of(options.memory, "--memory") if options.memory is not None else GPUS[gpu or ""][2] * 10**9
     on_gpu = gpu is not None
     inside = link_of(options.link or ("nvlink" if on_gpu else "shm"), "--link")
     between = link_of(options.network or ("8x400g" if on_gpu else "10g"), "--network")
+    hosts, ranks = options.hosts, options.ranks
+    if options.hostfile is not None:
+        listed = hosts_of(options.hostfile)
+        hosts, ranks = len(listed), listed[0][1]
     item = 4 if options.precision == "fp32" or (options.precision is None and not on_gpu) else 2
     return Machine(
-        hosts=options.hosts,
-        ranks=options.ranks,
+        hosts=hosts,
+        ranks=ranks,
         memory=memory,
         inside=inside,
         between=between,

@@ -131,12 +131,11 @@ def _candidate(
 def candidates(shape: Shape, machine: Machine, work: Work) -> list[Candidate]:
     """Return every stage with and without offload and activation checkpointing, at the degrees of `work`."""
     _check(shape, machine, work)
-    offloads: tuple[str | None, ...] = (None, "cpu") if machine.on_gpu else (None, "nvme:/tmp")
     checkpointing = (False, True) if shape.is_transformer else (False,)
     return [
         _candidate(shape, machine, work, zero, offload, checkpointed, work.tp, work.pp)
         for zero in (0, 1, 2, 3)
-        for offload in offloads
+        for offload in (None, *_offloads(machine, work))
         for checkpointed in checkpointing
     ]
 
@@ -153,9 +152,16 @@ def _ladder(shape: Shape, machine: Machine, work: Work) -> Iterator[Candidate]:
         for checkpointed in checkpointing:
             for zero in (0, 1, 2, 3):
                 yield _candidate(shape, machine, work, zero, None, checkpointed, tp, pp)
-    for zero in (2, 3):
-        offload = "cpu" if machine.on_gpu else "nvme:/tmp"
-        yield _candidate(shape, machine, work, zero, offload, checkpointing[-1], work.tp, work.pp)
+    for offload in _offloads(machine, work):
+        for zero in (2, 3):
+            yield _candidate(shape, machine, work, zero, offload, checkpointing[-1], work.tp, work.pp)
+
+
+def _offloads(machine: Machine, work: Work) -> tuple[str, ...]:
+    """Return the places for state beside the rank's memory: optimizers of sw.optim can use one."""
+    if not work.optimizer.startswith(("adam", "sgd")):
+        return ()
+    return ("cpu",) if machine.on_gpu else ("nvme:/tmp",)
 
 
 def _may_slice(shape: Shape, machine: Machine, tp: int, pp: int) -> bool:
@@ -311,6 +317,8 @@ def _notes(shape: Shape, machine: Machine, work: Work, chosen: Candidate, second
         )
     elif "exposed" in seconds:
         yield f"compute-bound: {seconds['communication']:.3g} s of communication hide behind {seconds['compute']:.3g} s of computation"
+    if 0 < shape.context < work.sequence:
+        yield f"a sequence of {work.sequence} tokens is longer than the model's context of {shape.context}"
     if not shape.is_transformer:
         yield "activations are not counted: the module is no known transformer, so leave room for them"
     if machine.on_gpu:

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from .choose import Candidate, Work
 from .machine import Machine
 from .memory import PRECISIONS
+from .shape import PlanError
 
-__all__ = ["FORMS", "wrap_call"]
+__all__ = ["FORMS", "mixed", "run_options", "wrap_call"]
 
 
 def wrap_call(chosen: Candidate, machine: Machine, work: Work) -> str:
@@ -18,7 +19,7 @@ def wrap_call(chosen: Candidate, machine: Machine, work: Work) -> str:
     words = [f"zero={chosen.zero}", *([precision.call] if precision.call else [])]
     if chosen.offload:
         words.append(f'offload="{chosen.offload}"')
-    if chosen.zero == 3 and not chosen.shared and not machine.on_gpu:
+    if _is_private(chosen, machine):
         words.append("share_parameters=False")
     before, mesh = [], ""
     if chosen.tp * chosen.pp * work.cp > 1:
@@ -41,15 +42,17 @@ def wrap_call(chosen: Candidate, machine: Machine, work: Work) -> str:
         before.append(precision.convert)
     if chosen.checkpointed:
         before.append("# each layer's forward inside torch.utils.checkpoint.checkpoint(..., use_reentrant=False)")
-    class_name = {"adamw": "sw.optim.AdamW(model.parameters(), lr=lr)"}.get(
-        work.optimizer, f"{_OPTIMIZER[work.optimizer]}"
-    )
-    return "\n".join([*before, f"model, optimizer = sw.wrap(model, {class_name}, {', '.join(words)}{mesh})"])
+    made = _OPTIMIZER[work.optimizer]
+    return "\n".join([*before, f"model, optimizer = sw.wrap(model, {made}, {', '.join(words)}{mesh})"])
+
+
+def _is_private(chosen: Candidate, machine: Machine) -> bool:
+    return chosen.zero == 3 and not chosen.shared and not machine.on_gpu
 
 
 _OPTIMIZER = {
-    "adamw": "torch.optim.AdamW(model.parameters(), lr=lr)",
-    "adam": "torch.optim.Adam(model.parameters(), lr=lr)",
+    "adamw": "sw.optim.AdamW(model.parameters(), lr=lr)",
+    "adam": "sw.optim.Adam(model.parameters(), lr=lr)",
     "sgd": "sw.optim.SGD(model.parameters(), lr=lr)",
     "sgd-momentum": "sw.optim.SGD(model.parameters(), lr=lr, momentum=0.9)",
     "adagrad": "torch.optim.Adagrad(model.parameters(), lr=lr)",
@@ -57,7 +60,18 @@ _OPTIMIZER = {
 }
 
 
-def _mixed(work: Work) -> str:
+def run_options(chosen: Candidate, machine: Machine) -> str:
+    """Return the options of `shardwright run`. Raises PlanError if ranks do more than average gradients."""
+    if chosen.tp * chosen.pp > 1:
+        raise PlanError("--launch accelerate starts data-parallel ranks only: use --launch torchrun with tp or pp")
+    words = [f"zero={chosen.zero}", *([f"offload={chosen.offload}"] if chosen.offload else [])]
+    if _is_private(chosen, machine):
+        words.append("share_parameters=false")
+    return ",".join(words)
+
+
+def mixed(work: Work) -> str:
+    """Return accelerate's and DeepSpeed's name of a precision."""
     return {"fp32": "no", "fp16": "fp16"}.get(work.precision, "bf16")
 
 
@@ -68,7 +82,7 @@ def _accelerate(chosen: Candidate, machine: Machine, work: Work) -> str:
     lines = [
         "compute_environment: LOCAL_MACHINE",
         f"distributed_type: {kind}",
-        f"mixed_precision: '{_mixed(work)}'",
+        f"mixed_precision: '{mixed(work)}'",
         f"num_machines: {machine.hosts}",
         f"num_processes: {machine.world}",
         "machine_rank: 0",
@@ -106,12 +120,14 @@ def _fsdp2(chosen: Candidate, machine: Machine, work: Work) -> str:
 
 
 def _deepspeed(chosen: Candidate, machine: Machine, work: Work) -> str:
-    offload = {"offload_optimizer": {"device": "cpu"}} if chosen.offload else {}
+    device, _, folder = (chosen.offload or "").partition(":")
+    place = {"device": device, **({"nvme_path": folder} if folder else {})}
+    offload = {"offload_optimizer": place} if device else {}
     config = {
         "train_micro_batch_size_per_gpu": work.micro_batch,
         "gradient_accumulation_steps": work.accumulate,
         "zero_optimization": {"stage": chosen.zero, **offload},
-        **({} if work.precision == "fp32" else {_mixed(work): {"enabled": True}}),
+        **({} if work.precision == "fp32" else {mixed(work): {"enabled": True}}),
         "gradient_clipping": 1.0,
     }
     return json.dumps(config, indent=2)

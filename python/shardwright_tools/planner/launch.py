@@ -4,6 +4,7 @@ sw.wrap reads, but accelerate, which starts ranks itself."""
 from __future__ import annotations
 
 import dataclasses
+import re
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 from .machine import Machine
 from .shape import PlanError
 
-__all__ = ["LAUNCHERS", "Job", "launch_file", "read_hostfile"]
+__all__ = ["LAUNCHERS", "Job", "hosts_of", "launch_file", "read_hostfile"]
 
 _PORT = 29500
 #: seconds before the limit in which a job saves its last step
@@ -30,8 +31,8 @@ class Job:
         The time limit.
     cpus : int
         Processors per rank.
-    accelerate : str
-        The text of accelerate's configuration file.
+    options, mixed_precision : str
+        What `shardwright run` and accelerate are given.
     """
 
     program: Sequence[str]
@@ -41,7 +42,8 @@ class Job:
     cpus: int = 8
     image: str = "pytorch/pytorch:latest"
     hostfile: str | None = None
-    accelerate: str = ""
+    options: str = "zero0"
+    mixed_precision: str = "no"
     made_by: str = "shardwright plan"
 
 
@@ -49,6 +51,10 @@ def launch_file(kind: str, job: Job) -> str:
     """Return the file of a launcher by its name. Raises PlanError for an unknown one."""
     if kind not in LAUNCHERS:
         raise PlanError(f"--launch must be one of {', '.join(LAUNCHERS)}, got {kind!r}")
+    if not re.fullmatch(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", job.name):
+        raise PlanError(
+            f"--name must be 1 to 40 lower-case letters, digits and hyphens, with a letter first, got {job.name!r}"
+        )
     return LAUNCHERS[kind](job)
 
 
@@ -95,8 +101,9 @@ def _torchrun(job: Job) -> str:
 def _accelerate(job: Job) -> str:
     machine = job.machine
     lines = ["#!/usr/bin/env bash", f"# {job.made_by}", "set -euo pipefail", _threads(job)]
-    config = ["cat > accelerate.yaml <<'END'", job.accelerate, "END"]
-    words = [f"accelerate launch --config_file accelerate.yaml --num_processes {machine.world}"]
+    if not machine.on_gpu:  # with --cpu accelerate starts one process; its --multi_gpu starts all, which then use CPUs
+        lines.append("export ACCELERATE_USE_CPU=1")
+    words = [f"accelerate launch --multi_gpu --num_processes {machine.world} --mixed_precision {job.mixed_precision}"]
     if machine.hosts > 1:
         lines += [
             "# Run this on each host, with its own NODE_RANK. MASTER_ADDR is an address of the host with NODE_RANK 0.",
@@ -105,7 +112,11 @@ def _accelerate(job: Job) -> str:
         words.append(
             f'--num_machines {machine.hosts} --machine_rank "$NODE_RANK" --main_process_ip "$MASTER_ADDR" --main_process_port {_PORT}'
         )
-    return "\n".join([*lines, *config, "exec " + " \\\n    ".join([*words, _program(job)])]) + "\n"
+    else:
+        words.append("--num_machines 1")
+    words[-1] += " --dynamo_backend no"
+    run = f"-m shardwright run {shlex.quote(job.options)} {_program(job)}"
+    return "\n".join([*lines, "exec " + " \\\n    ".join([*words, run])]) + "\n"
 
 
 def _time(hours: float) -> str:
@@ -118,26 +129,32 @@ def _slurm(job: Job) -> str:
     machine = job.machine
     head = [
         "#!/usr/bin/env bash",
+        f"# {job.made_by}",
         f"#SBATCH --job-name={job.name}",
         f"#SBATCH --nodes={machine.hosts}",
         "#SBATCH --ntasks-per-node=1",
         f"#SBATCH --cpus-per-task={job.cpus * machine.ranks}",
         *([f"#SBATCH --gpus-per-node={machine.ranks}"] if machine.on_gpu else []),
         f"#SBATCH --time={_time(job.hours)}",
-        f"#SBATCH --signal=USR1@{_NOTICE_S}",
+        f"#SBATCH --signal=B:USR1@{_NOTICE_S}",
         "#SBATCH --requeue",
         "#SBATCH --open-mode=append",
         "#SBATCH --output=%x-%j.out",
-        f"# {job.made_by}",
         "#",
-        "# One torchrun per node, which starts its ranks. USR1 comes before the time limit: with",
-        "# sw.Checkpointer(..., save_on=(signal.SIGTERM, signal.SIGUSR1)) the ranks save and end with code 0, and the job goes",
-        "# back into the queue until the program has made the file `done`.",
+        "# One torchrun per node starts its ranks. This script gets USR1 before the time limit, and torchrun TERM, which it hands",
+        "# on: with sw.Checkpointer(..., save_on=(signal.SIGTERM,)) the ranks save and end, within 30 s. The job then goes back",
+        "# into the queue until the program has made the file `done`. A job that fails is not started again.",
         "set -euo pipefail",
-        "export TORCHELASTIC_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
         _threads(job),
         'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
-        "srun --kill-on-bad-exit=1 " + _elastic(job, "$head"),
+        "noticed=",
+        """trap 'noticed=yes; scancel --signal=TERM "$SLURM_JOB_ID"' USR1 # to srun's steps""",
+        'srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 ' + _elastic(job, "$head") + " &",
+        "step=$!",
+        "status=0",
+        'wait "$step" || status=$?',
+        '[ -n "$noticed" ] || exit "$status"',
+        'wait "$step" || true # the signal ended the first wait; torchrun ends with another code than its ranks',
         '[ -e done ] || scontrol requeue "$SLURM_JOB_ID"',
     ]
     return "\n".join(head) + "\n"
@@ -153,19 +170,20 @@ def _sky(job: Job) -> str:
     lines = [
         f"# {job.made_by}",
         "#",
-        "# sky jobs launch FILE: a spot machine that is taken away comes back as another one, under the same SKYPILOT_TASK_ID, which",
-        "# names the folder of the checkpoints.",
+        "# sky jobs launch --env RUN_ROOT=s3://bucket/runs FILE: a spot machine that is taken away comes back as another one, under the",
+        "# same SKYPILOT_TASK_ID. The program keeps its checkpoints in RUN_FOLDER, which outlives machines.",
         f"name: {job.name}",
         f"num_nodes: {machine.hosts}",
         "resources:",
         *resources,
         "  use_spot: true",
         "workdir: .",
+        "envs: {RUN_ROOT: null}",
         "setup: |",
         "  pip install .",
         "run: |",
         '  head=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)',
-        '  export RUN_FOLDER="runs/$SKYPILOT_TASK_ID"',
+        '  export RUN_FOLDER="$RUN_ROOT/$SKYPILOT_TASK_ID"',
         f"  {_threads(job)}",
         *(f"  {line}" for line in _elastic(job, "$head").splitlines()),
     ]
@@ -236,7 +254,7 @@ def read_hostfile(text: str, where: str) -> list[tuple[str, int]]:
         if not words:
             continue
         slots = words[1][6:] if len(words) == 2 and words[1].startswith("slots=") else ""
-        if not slots.isdecimal() or not int(slots):
+        if not slots.isdecimal() or not int(slots) or not re.fullmatch(r"[\w.:\[\]][\w.:\[\]-]*", words[0]):
             raise PlanError(f'{where}:{number} must read "host slots=N", got {line.strip()!r}')
         found.append((words[0], int(slots)))
     if not found or len({slots for _, slots in found}) > 1:
@@ -246,15 +264,19 @@ def read_hostfile(text: str, where: str) -> list[tuple[str, int]]:
     return found
 
 
+def hosts_of(path: str) -> list[tuple[str, int]]:
+    """Return read_hostfile() of a file."""
+    try:
+        return read_hostfile(Path(path).read_text(encoding="utf-8"), path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"{path} cannot be read: {error}") from None
+
+
 def _hostfile(job: Job) -> str:
     if job.hostfile is None:
         raise PlanError("--launch hostfile needs --hostfile FILE")
-    try:
-        hosts = read_hostfile(Path(job.hostfile).read_text(encoding="utf-8"), job.hostfile)
-    except (OSError, UnicodeDecodeError) as error:
-        raise PlanError(f"{job.hostfile} cannot be read: {error}") from None
-    machine = dataclasses.replace(job.machine, hosts=len(hosts), ranks=hosts[0][1])
-    command = _elastic(dataclasses.replace(job, machine=machine), hosts[0][0]).replace(" \\\n   ", "")
+    hosts = hosts_of(job.hostfile)
+    command = _elastic(job, hosts[0][0]).replace(" \\\n   ", "")
     inside = f"cd {{}} && {_threads(job)} && exec {command}"
     return (
         "\n".join(

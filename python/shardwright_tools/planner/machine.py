@@ -44,9 +44,10 @@ _SIZE = re.compile(r"^\s*([0-9]*\.?[0-9]+)\s*([kmgt]i?|)b?\s*$", re.IGNORECASE)
 def bytes_of(text: str, what: str) -> int:
     """Return the bytes of "80GB", "24GiB" or "1.5e9"-like numbers without a unit."""
     found = _SIZE.match(text)
-    if not found or float(found[1]) <= 0:
+    value = float(found[1]) * _UNITS[found[2].lower()] if found else 0.0
+    if not 1 <= value < 1e18:
         raise PlanError(f"{what} must be a size such as 80GB or 24GiB, got {text!r}")
-    return round(float(found[1]) * _UNITS[found[2].lower()])
+    return round(value)
 
 
 def count_of(text: str, what: str) -> int:
@@ -57,8 +58,8 @@ def count_of(text: str, what: str) -> int:
         value = float(cleaned[:-1]) * scale if scale else float(cleaned)
     except ValueError:
         value = 0.0
-    if not 0 < value < 1e18:
-        raise PlanError(f"{what} must be a positive count such as 7B, 300M or 1000, got {text!r}")
+    if not 1 <= value < 1e18 or value != round(value):
+        raise PlanError(f"{what} must be a positive whole count such as 7B, 300M or 1000, got {text!r}")
     return round(value)
 
 

@@ -113,6 +113,8 @@ def from_numbers(
 
     `heads` defaults to heads of 128 elements, of 64 below a width of 1024.
     """
+    if inner is not None and parameters is not None:
+        raise PlanError("pass --parameters or --inner, not both: one follows from the other")
     if heads is None:
         head_width = 128 if width % 128 == 0 and width >= 1024 else 64 if width % 64 == 0 else width
         heads = width // head_width
@@ -181,8 +183,9 @@ class _Config:
             value = self._fields.get(each)
             if value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise PlanError(f"{self._where}: {each} must be a positive integer, got {value!r}")
+            most = 10_000 if name == "layers" else 10**9
+            if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
+                raise PlanError(f"{self._where}: {each} must be a positive integer of at most {most:,}, got {value!r}")
             return value
         if default is None:
             raise PlanError(
@@ -192,7 +195,9 @@ class _Config:
 
     def flag(self, name: str, default: bool) -> bool:
         value = self._fields.get(name)
-        return default if value is None else bool(value)
+        if value is not None and not isinstance(value, bool):
+            raise PlanError(f"{self._where}: {name} must be true or false, got {value!r}")
+        return default if value is None else value
 
     def __getitem__(self, name: str) -> Any:
         return self._fields.get(name)
@@ -247,21 +252,21 @@ def from_config(config: Mapping[str, Any] | str | Path, where: str | None = None
             config = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise PlanError(f"{path} does not exist: pass a config.json, its folder, or module:name") from None
-        except (OSError, UnicodeDecodeError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise PlanError(f"{path} is not a readable JSON file: {error}") from None
         if not isinstance(config, Mapping):
             raise PlanError(f"{path} must hold a JSON object, got {type(config).__name__}")
     where = where or "the configuration"
     text = config.get("text_config")
-    if isinstance(text, Mapping) and "model_type" in text and config.get("model_type") not in _FAMILIES:
+    if isinstance(text, Mapping) and "model_type" in text and str(config.get("model_type")) not in _FAMILIES:
         config = text  # a model of text and images: its language model
-    kind = config.get("model_type")
+    kind = str(config.get("model_type"))
     if kind not in _FAMILIES:
         raise PlanError(
             f"{where}: model_type {kind!r} is not known, expected one of {', '.join(sorted(_FAMILIES))}: pass the model as "
             "module:name (a function that returns it), or --parameters, --layers, --width and --vocabulary"
         )
-    return _transformer(str(kind), _FAMILIES[kind], _Config(config, where))
+    return _transformer(kind, _FAMILIES[kind], _Config(config, where))
 
 
 def _transformer(kind: str, family: _Family, config: _Config) -> Shape:
@@ -301,6 +306,9 @@ def _transformer(kind: str, family: _Family, config: _Config) -> Shape:
     norm = [width] * (2 if family.norm_bias else 1)
     norms = norm * family.norm_vectors + ([head_width] * 2 if family.head_norms else [])
     expert_numel, shared_inner = 0, 0
+    active = config.size("num_experts_per_tok", 1) if experts else 0
+    if experts and not 1 <= active <= experts:
+        raise PlanError(f"{kind}: num_experts_per_tok must be 1 to the number of experts, {experts}, got {active}")
     if experts:
         size = config.size("moe_intermediate_size", inner)
         shared_inner = config.size("shared_expert_intermediate_size", 0)
@@ -339,7 +347,7 @@ def _transformer(kind: str, family: _Family, config: _Config) -> Shape:
         head_norms=family.head_norms,
         has_head=family.has_head,
         experts=experts,
-        active=config.size("num_experts_per_tok", 1) if experts else 0,
+        active=active,
         shared_inner=shared_inner,
     )
 
@@ -369,7 +377,10 @@ def from_module(path: str) -> Shape:
         ) from None
     if not isinstance(module, torch.nn.Module):
         raise PlanError(f"{path} must be a torch.nn.Module or a function that returns one, got {type(module).__name__}")
-    shape = of_module(module, path)
+    try:
+        shape = of_module(module, path)
+    except ValueError as error:  # a lazy module
+        raise PlanError(f"{path} has a parameter without a shape: {error}") from None
     if not shape.numel:
         raise PlanError(f"{path} has no parameters")
     return shape
