@@ -383,7 +383,7 @@ int main(int argc, char **argv)
                             .seeds = seeds,
                             .seed_count = sizeof seeds / sizeof *seeds,
                             .quick = 40000,
-                            .thorough = 1000000};
+                            .thorough = 300000};
     return fuzz_main(argc, argv, &plan);
 }
 #endif

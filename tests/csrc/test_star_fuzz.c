@@ -251,7 +251,7 @@ int main(int argc, char **argv)
                             .seeds = seeds,
                             .seed_count = sizeof seeds / sizeof *seeds,
                             .quick = 400,
-                            .thorough = 10000};
+                            .thorough = 5000};
     return fuzz_main(argc, argv, &plan);
 }
 #endif
