@@ -1,4 +1,4 @@
-"""The shortest complete program with shardwright: wrap a model and its optimizer, train, compare the ranks.
+"""The shortest complete program: wrap a model and its optimizer, train, compare the ranks.
 
 Run it with `torchrun --nproc-per-node 3 examples/01_wrap_model.py`.
 """
