@@ -29,11 +29,11 @@ FOR_OTHERS = {"OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "SW_TWO_HOSTS", "RUN_FOLD
 FOR_OTHERS |= {"ACCELERATE_USE_CPU"}
 
 SAYS_WHAT_IT_READS = f"""#!{sys.executable}
-import dataclasses, importlib.util, json, os, sys
+import importlib.util, json, os, sys
 spec = importlib.util.spec_from_file_location("launch", {str(LAUNCH_PY)!r})
 launch = sys.modules["launch"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(launch)
-print(json.dumps([dataclasses.asdict(launch.read_launch(os.environ)), sys.argv[1:]]))
+print(json.dumps([launch.read_launch(os.environ)._asdict(), sys.argv[1:]]))
 """
 
 SRUN = f"""#!{sys.executable}
