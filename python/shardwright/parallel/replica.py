@@ -516,9 +516,11 @@ class Replica:
         since = self.steppers.count_step(optimizer, rounds)
         if rounds != since and self.group.world_size > 1:
             self.gradients.check_averaged(optimizer, since)
-            unaveraged = self.steppers.unaveraged.note(optimizer)
-            if unaveraged:
-                self.reducer.note_step(unaveraged)
+            waiting = self.steppers.unaveraged.waiting.get(optimizer)
+            if waiting is None or waiting[1] or waiting[0] != len(optimizer.param_groups):
+                unaveraged = self.steppers.unaveraged.note(optimizer)
+                if unaveraged:
+                    self.reducer.note_step(unaveraged)
 
     def broadcast_state(self, root: int, buffers: Iterable[torch.Tensor]) -> None:
         """Broadcast parameters and `buffers` of rank `root`. Collective."""

@@ -37,17 +37,18 @@ class UnaveragedCheck:
 
     def __init__(self, label: str, is_known: Callable[[torch.Tensor], bool]) -> None:
         self._label, self._is_known = label, is_known
-        #: by optimizer: the number of its groups, and the parameters without a gradient so far
-        self._waiting: weakref.WeakKeyDictionary[Any, tuple[int, dict[str, torch.Tensor]]] = weakref.WeakKeyDictionary()
+        #: by optimizer: the number of its groups, and the parameters without a gradient so far; note() is due while there
+        #: are some, and when the number has changed
+        self.waiting: weakref.WeakKeyDictionary[Any, tuple[int, dict[str, torch.Tensor]]] = weakref.WeakKeyDictionary()
         #: the parameters that had their first gradient at the last step, and its digest
         self._last: dict[str, tuple[torch.Tensor, int]] = {}
 
     def note(self, optimizer: torch.optim.Optimizer) -> int:
         """Return the digest of the first gradients in the step that begins, 32 bits; 0 if there are none."""
-        groups, waiting = self._waiting.get(optimizer, (0, {}))
+        groups, waiting = self.waiting.get(optimizer, (0, {}))
         if groups != len(optimizer.param_groups):
             waiting = self._suspects(optimizer)
-            self._waiting[optimizer] = len(optimizer.param_groups), waiting
+            self.waiting[optimizer] = len(optimizer.param_groups), waiting
         self._last = (
             {place: (p, found) for place, p in waiting.items() if (found := _digest(p.grad))} if waiting else {}
         )
@@ -59,7 +60,7 @@ class UnaveragedCheck:
 
     def forget(self) -> None:
         """Begin again, on all ranks, after a join in which not all ranks stepped."""
-        self._waiting.clear()
+        self.waiting.clear()
         self._last = {}
 
     def explain(self, gather: Callable[[bytes, str], list[bytes]], contributes: bool = True) -> None:
