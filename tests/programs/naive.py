@@ -224,8 +224,14 @@ class Masters:
             group["params"] = [self._master(p) for p in group["params"]]
 
     def _master(self, parameter: torch.Tensor) -> torch.Tensor:
-        self._pairs.append((parameter, parameter.detach().float().requires_grad_()))
-        return self._pairs[-1][1]
+        master = parameter.detach().float().requires_grad_()
+        self._pairs.append((parameter, master))
+        if parameter in self._inner.state:  # Adagrad makes state as it is made
+            state = self._inner.state.pop(parameter)
+            self._inner.state[master] = {
+                key: value.float() if value.shape == parameter.shape else value for key, value in state.items()
+            }
+        return master
 
     @torch.no_grad()
     def _take(self) -> None:

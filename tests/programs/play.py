@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import sys
 import types
@@ -43,9 +44,8 @@ class End:
     final: dict[str, tuple[str, tuple[int, ...], bytes]] = dataclasses.field(default_factory=dict)
 
 
-def play_pieces(pieces: list[str], rank: int, world_size: int, package: Any) -> End:
-    space: dict[str, Any] = {} if package is not sw else sys.modules["program"].__dict__
-    space.update(__name__="program", rank=rank, world_size=world_size, sw=package, seen=[], losses=[])
+def play_pieces(pieces: list[str], rank: int, world_size: int, package: Any, space: dict[str, Any]) -> End:
+    space.update(rank=rank, world_size=world_size, sw=package, seen=[], losses=[])
     for number, piece in enumerate(pieces):
         try:
             exec(compile(piece, f"<piece {number}>", "exec"), space)
@@ -63,18 +63,22 @@ def play_pieces(pieces: list[str], rank: int, world_size: int, package: Any) -> 
     return End(len(pieces), seen=space["seen"], final=final)
 
 
+_numbers = itertools.count()
+
+
 def play(rank: int, world_size: int, pieces: list[str]) -> End:
     """A team's body: one rank of the engine."""
     logger = logging.getLogger("shardwright")
     before = logger.level
     logger.setLevel(logging.ERROR)
-    sys.modules["program"] = types.ModuleType("program")  # torch.compile imports it by its name
+    name = f"program_{next(_numbers)}"  # torch.compile imports it by its name, and keeps it
+    sys.modules[name] = types.ModuleType(name)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            end = play_pieces(pieces, rank, world_size, sw)
+            end = play_pieces(pieces, rank, world_size, sw, sys.modules[name].__dict__)
     finally:
-        sys.modules.pop("program").__dict__.clear()
+        sys.modules.pop(name).__dict__.clear()
         if any("torch.compile" in piece for piece in pieces):
             torch._dynamo.reset()  # code that it has seen eight times it would not compile again
         logger.setLevel(before)  # the process plays other tests afterwards
@@ -90,7 +94,7 @@ def play_oracle(program: Program) -> list[End]:
 
     def body(rank: int) -> End:
         torch.set_num_threads(1)  # of this thread; as the engine's ranks compute
-        return play_pieces(program.pieces, rank, program.world_size, Package(world, rank))
+        return play_pieces(program.pieces, rank, program.world_size, Package(world, rank), {"__name__": "program"})
 
     with warnings.catch_warnings(), unittest.mock.patch("torch.compile", lambda model, **_: model):
         warnings.simplefilter("ignore")
