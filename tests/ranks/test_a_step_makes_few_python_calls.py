@@ -20,6 +20,8 @@ pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
 HOST = {"zero=0": (20, 6, 26), "zero=2": (21, 6, 169), "zero=3": (219, 114, 241)}
 #: on GPUs each unit waits for its own gathers
 GPU = {"zero=0": (22, 6, 26), "zero=2": (66, 6, 175), "zero=3": (309, 205, 261)}
+#: files and functions of the package that a whole step crosses on the host, at most
+CROSSED = {"zero=0": (11, 41), "zero=2": (21, 95), "zero=3": (25, 135)}
 
 
 def check(found: dict[str, Counts], most: tuple[int, ...]) -> str:
@@ -40,6 +42,9 @@ def on_host(rank: int, world_size: int, stage: str) -> None:
     found = profile_step(lambda module: module, **STAGES[stage])
     assert found["step"].engine["HostComm.all_gather_bytes"] == (stage != "zero=0"), found["step"].engine
     line = check(found, HOST[stage])
+    crossed = {name for counts in found.values() for name in counts.calls}
+    files = {name.partition(":")[0] for name in crossed}
+    assert len(files) <= CROSSED[stage][0] and len(crossed) <= CROSSED[stage][1], (len(files), len(crossed))
     if rank == 0:
         print(stage, "host", line)
 

@@ -1,0 +1,62 @@
+"""The size of the product, which may only fall. A change that adds a feature raises its folder's line by a stated amount."""
+
+from __future__ import annotations
+
+import collections
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+#: lines of Python by folder, at most; the files beside a package's folders stand under the package's name
+LINES = {
+    "shardwright": 1_378,
+    "shardwright/backend": 904,
+    "shardwright/checkpoint": 10_230,
+    "shardwright/comm": 3_066,
+    "shardwright/compress": 2_103,
+    "shardwright/deepspeed": 9,
+    "shardwright/gradients": 2_070,
+    "shardwright/integrations": 3_200,
+    "shardwright/layout": 1_395,
+    "shardwright/optim": 4_084,
+    "shardwright/options": 968,
+    "shardwright/parallel": 5_202,
+    "shardwright/parameters": 3_831,
+    "shardwright/torch_compat": 1_015,
+    "shardwright_tools": 346,
+    "shardwright_tools/cli": 1_687,
+    "shardwright_tools/convert": 1_944,
+    "shardwright_tools/doctor": 1_080,
+    "shardwright_tools/gpu_check": 1_158,
+    "shardwright_tools/planner": 1_677,
+}
+#: lines of C, headers and sources
+C_LINES = 47_827
+
+
+def lines_of(path: Path) -> int:
+    return len(path.read_text(encoding="utf-8").splitlines())
+
+
+def python_lines(root: Path) -> dict[str, int]:
+    found: collections.Counter[str] = collections.Counter()
+    for path in root.rglob("*.py"):
+        package, *folders = path.relative_to(root).parts[:-1]
+        found["/".join([package, *folders[:1]])] += lines_of(path)
+    return dict(found)
+
+
+def test_no_folder_of_python_has_more_lines_than_before() -> None:
+    found = python_lines(ROOT / "python")
+    assert found.keys() == LINES.keys()
+    assert {name: (count, LINES[name]) for name, count in found.items() if count > LINES[name]} == {}
+
+
+def test_c_has_no_more_lines_than_before() -> None:
+    assert sum(lines_of(path) for path in (ROOT / "csrc").rglob("*.[ch]")) <= C_LINES
+
+
+def test_a_planted_line_is_counted(tmp_path: Path) -> None:
+    for name in ("one/__init__.py", "one/a/b/c.py", "one/a/d.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("x = 1\n")
+    assert python_lines(tmp_path) == {"one": 1, "one/a": 2}
