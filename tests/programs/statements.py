@@ -234,13 +234,15 @@ for p, g in zip(members, found):
 
 
 @kind("input gradients", 1)
-def input_gradients(state: State, a: int, b: int) -> str:
+def input_gradients(state: State, a: int, b: int) -> Statement:
+    """A forward without a backward of parameters. A later step on gradients that were stepped on before is refused."""
     k = state.next_number()
     more = ", True" if state.model == "heads" else ""
-    return f"""\
+    text = f"""\
 inputs = x({k}).requires_grad_()
 seen.append(torch.autograd.grad(model(inputs{more}).sum(), inputs)[0].sum().item())
 """
+    return Statement(text, (BY_HAND,) if state.stands and state.stage == "0" else ())
 
 
 @kind("retain_graph", 1)
