@@ -23,9 +23,9 @@ LINES = {
     "shardwright/parameters": 3_831,
     "shardwright/torch_compat": 1_015,
     "shardwright_tools": 346,
-    "shardwright_tools/cli": 1_687,
+    "shardwright_tools/cli": 1_692,
     "shardwright_tools/convert": 1_944,
-    "shardwright_tools/doctor": 1_080,
+    "shardwright_tools/doctor": 1_076,
     "shardwright_tools/gpu_check": 1_158,
     "shardwright_tools/planner": 1_677,
 }

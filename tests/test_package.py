@@ -20,7 +20,7 @@ FILES = {
 }
 LONG = os.environ.get("SW_TEST_LONG") == "1"
 IMPORT_S_MAX = 0.1
-HELP_S_MAX = 0.2
+HELP_S_MAX = 0.15
 #: functions of torch that ask torch.set_default_device(), most of them torch.set_default_dtype(), where they are not told
 MAKERS = {
     *("empty", "empty_strided", "empty_permuted", "zeros", "ones", "full", "arange", "eye", "linspace", "logspace"),

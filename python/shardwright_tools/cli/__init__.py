@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 __all__ = ["main"]
+
+#: name -> its module, which is imported if the command is called, and its line of help
+COMMANDS = {
+    "plan": (".plan_command", "choose a configuration by memory and time, and print how to start it"),
+    "doctor": ("..doctor.command", "check the engine on this host"),
+    "ckpt": (".ckpt", "inspect, verify, convert and prune checkpoints"),
+    "kernels": (".kernels", "compile the GPU kernels ahead of time"),
+    "config": (".config", "translate a DeepSpeed configuration to sw.wrap"),
+    "run": (".run", "run an unchanged accelerate or transformers.Trainer program on shardwright"),
+    "chaos": (".chaos", "run a training job under injected faults and report their cost"),
+}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -34,9 +46,6 @@ class _Version(argparse.Action):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    from .. import doctor
-    from . import chaos, ckpt, config, kernels, plan_command, run
-
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["gpu-check"]:  # a program of its own, which uses the doctor of this one
         from ..gpu_check.runner import main as check
@@ -47,13 +56,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _Parser(prog="shardwright", description="Data-parallel training on a pure-C engine.")
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
     commands = parser.add_subparsers(title="commands", dest="command", required=True)
-    plan_command.add_parser(commands)
-    doctor.add_parser(commands)
-    ckpt.add_parser(commands)
-    kernels.add_parser(commands)
-    config.add_parser(commands)
-    run.add_parser(commands)
-    chaos.add_parser(commands)
+    for name, (module, text) in COMMANDS.items():
+        if arguments[:1] == [name]:
+            importlib.import_module(module, __name__).add_parser(commands, text)
+        else:
+            commands.add_parser(name, help=text)
     commands.add_parser("gpu-check", help="check and time a GPU, in fifteen minutes or less")
     words, program = list(arguments), []
     if words[:1] == ["plan"] and "--" in words:  # argparse would give a program's options to the command

@@ -49,12 +49,12 @@ _END_S = 40.0  # longer than the 30 s that torchrun gives its workers
 _MESSAGE_BYTES = 1 << 20
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Any, text: str) -> None:
     """Add the command."""
     kinds = "\n".join(f"  {kind:6} {what}" for kind, what in KINDS.items())
     parser = commands.add_parser(
         "chaos",
-        help="run a training job under injected faults and report their cost",
+        help=text,
         description=f"{__doc__}\nKinds of faults:\n{kinds}",
         epilog="Exit code 0: the job succeeded, and its final parameters equal the reference run's if there was one.",
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -17,11 +17,9 @@ _PROGRESS_BLOCKS = 256
 _BLOCK_BYTES, _READERS = 1 << 20, 6
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Any, text: str) -> None:
     """Add the command and its subcommands to an argparse subparsers object."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "ckpt", help="inspect, verify, convert and prune checkpoints", description=__doc__, epilog=EPILOG
-    )
+    parser: argparse.ArgumentParser = commands.add_parser("ckpt", help=text, description=__doc__, epilog=EPILOG)
     actions = parser.add_subparsers(title="commands", dest="action", required=True)
 
     def add(name: str, action: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:

@@ -6,9 +6,9 @@ import argparse
 from typing import Any
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Any, text: str) -> None:
     """Add the command."""
-    parser = commands.add_parser("config", help="translate a DeepSpeed configuration to sw.wrap")
+    parser = commands.add_parser("config", help=text)
     parser.add_argument("file", nargs="?", help="the JSON file passed to deepspeed.initialize")
     parser.add_argument("--ranks", type=int, default=1, help="the number of ranks (default: %(default)s)")
     parser.add_argument(

@@ -21,11 +21,11 @@ else they compile one. An image compiled by CUDA 12 runs under drivers of CUDA 1
 _OLDEST = 75
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Any, text: str) -> None:
     """Add the command to an argparse subparsers object."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "kernels",
-        help="compile the GPU kernels ahead of time",
+        help=text,
         description=__doc__,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -25,11 +25,11 @@ _EPILOG = """Examples:
 Exit codes: 0 a configuration fits, 1 nothing fits, 2 usage error."""
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Any, text: str) -> None:
     """Add the command to an argparse subparsers object."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "plan",
-        help="choose a configuration by memory and time, and print how to start it",
+        help=text,
         description="Print what a model needs at each stage, the configuration to run with its reason, how often to save, and "
         "launch files. Closed formulas: no GPU, no download.",
         epilog=_EPILOG,

@@ -13,11 +13,11 @@ import sys
 from typing import Any
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Any, text: str) -> None:
     """Add the command."""
     parser = commands.add_parser(
         "run",
-        help="run an unchanged accelerate or transformers.Trainer program on shardwright",
+        help=text,
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -26,11 +26,11 @@ class Check:
     detail: str
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Any, text: str) -> None:
     """Add the command to an argparse subparsers object."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "doctor",
-        help="check the engine on this host",
+        help=text,
         description=__doc__,
         epilog="Exit code 0: all checks passed; 1: one failed. Findings about GPUs do not change it.",
     )
