@@ -106,6 +106,7 @@ def test_a_rank_that_waits_for_another_reason_is_told_beside(rank, world_size):
 CALLS = [
     *"sw.full_gradients() sw.full_optimizer_state_dict() sw.full_parameters() sw.clip_grad_norm_() sw.save()".split(),
     *("sw.load_full_state_dict()", "load_state_dict() at zero=3", "optimizer.consolidate_state_dict()"),
+    "Checkpointer.steps()",
 ]
 
 
@@ -133,7 +134,11 @@ def calls_alone(rank, world_size, name):
         "sw.load_full_state_dict()": lambda: sw.load_full_state_dict(model, {}),
         "load_state_dict() at zero=3": lambda: model.load_state_dict(weights),
         "optimizer.consolidate_state_dict()": lambda: optimizer.consolidate_state_dict(),
+        "Checkpointer.steps()": lambda: checkpoints.steps(),
     }
+    if "Checkpointer" in name:
+        folder = os.path.join(os.environ["SW_TEST_FOLDER"], "steps")
+        checkpoints = sw.Checkpointer(folder, model, optimizer, timeout_s=1.0)
     gather(None)
     if rank == 1:
         time.sleep(2.5)

@@ -608,6 +608,7 @@ class Checkpointer:
         )
         return *found, path
 
+    @on_every_rank("Checkpointer.steps()")
     def steps(self) -> list[int]:
         """Return the completed steps of the durable checkpoints in the directory, oldest first. Reads names only. Collective."""
         with self._call.of("steps()"):
@@ -617,8 +618,7 @@ class Checkpointer:
     @property
     def latest(self) -> int | None:
         """Return the last of steps(), or None. Collective."""
-        steps = self.steps()
-        return steps[-1] if steps else None
+        return max(self.steps(), default=None)
 
     # the end ----------------------------------------------------------------------------------------------------------
 

@@ -470,7 +470,7 @@ class Replica:
             )
         if self.zero and owners is None:
             raise Error(
-                f"{type(optimizer).__name__} steps on whole parameters of a {self.label} wrapped with zero={self.zero}, which would update them only on this rank: use the optimizer that sw.wrap(module, optimizer, zero=...) returned"
+                f"{type(optimizer).__name__} steps on whole parameters of a {self.label} wrapped with zero={self.zero}, which would update them only on this rank: use the optimizer that sw.wrap(module, optimizer, zero=...) or sw.shard_optimizer(module, optimizer) returned"
             )
         if self._loading is not None and self._loading.depth:  # a load that ended in an exception
             self._loading.abandon()
