@@ -3,8 +3,10 @@ on all ranks, at every stage and with masters; a name that the user's optimizer 
 """
 
 import copy
+import gc
 import pickle
 import resource
+import weakref
 
 import pytest
 import torch
@@ -318,6 +320,25 @@ def test_a_rank_that_alone_skips_or_freezes_is_told_and_none_hangs(rank, world_s
             step(number)
     assert number == (3 if case == "in a later step" else 1)
     assert same_everywhere(str(raised.value))
+
+
+@on_every_rank(at_least=2)
+def test_the_first_of_two_optimizers_with_such_parameters_is_named(rank, world_size):
+    torch.manual_seed(0)
+    module, drifting, alike = Mlp(), Centres(), Centres()
+    model, optimizer = sw.wrap(module, torch.optim.SGD([*module.parameters(), *drifting.parameters()], lr=0.1))
+    second = torch.optim.SGD([*list(module.parameters())[:1], *alike.parameters()], lr=0.1)
+    with pytest.raises(sw.Error, match=DRIFTS):
+        for number in range(2):
+            factor = drifting.weight.sum() * (rank + 1)
+            (model(batch(rank, 6, 7, step=number)).square().mean() * factor).backward()
+            alike.weight.grad = torch.ones_like(alike.weight)
+            optimizer.step()
+            second.step()
+    held = weakref.ref(drifting.weight)
+    del drifting, optimizer, factor
+    gc.collect()
+    assert held() is None  # the check keeps no parameter of another module
 
 
 def test_a_digest_of_a_gradient_takes_no_memory_per_element():

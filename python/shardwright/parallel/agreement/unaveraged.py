@@ -37,11 +37,10 @@ class UnaveragedCheck:
 
     def __init__(self, label: str, is_known: Callable[[torch.Tensor], bool]) -> None:
         self._label, self._is_known = label, is_known
-        #: by optimizer: the number of its groups, and the parameters without a gradient so far; note() is due while there
-        #: are some, and when the number has changed
+        #: by optimizer: the number of its groups, and the parameters without a gradient so far: both make note() due
         self.waiting: weakref.WeakKeyDictionary[Any, tuple[int, dict[str, torch.Tensor]]] = weakref.WeakKeyDictionary()
-        #: the parameters that had their first gradient at the last step, and its digest
-        self._last: dict[str, tuple[torch.Tensor, int]] = {}
+        #: by optimizer: the parameters that had their first gradient when it was last noted, and its digest
+        self._last: weakref.WeakKeyDictionary[Any, dict[str, tuple[torch.Tensor, int]]] = weakref.WeakKeyDictionary()
 
     def note(self, optimizer: torch.optim.Optimizer) -> int:
         """Return the digest of the first gradients in the step that begins, 32 bits; 0 if there are none."""
@@ -49,26 +48,27 @@ class UnaveragedCheck:
         if groups != len(optimizer.param_groups):
             waiting = self._suspects(optimizer)
             self.waiting[optimizer] = len(optimizer.param_groups), waiting
-        self._last = (
-            {place: (p, found) for place, p in waiting.items() if (found := _digest(p.grad))} if waiting else {}
-        )
-        for place in self._last:
+        last = {place: (p, found) for place, p in waiting.items() if (found := _digest(p.grad))}
+        self._last[optimizer] = last
+        for place in last:
             del waiting[place]
-        if not self._last:
-            return 0
-        return zlib.crc32(repr([(place, found) for place, (_, found) in self._last.items()]).encode())
+        return zlib.crc32(repr([(place, found) for place, (_, found) in last.items()]).encode()) if last else 0
 
     def forget(self) -> None:
         """Begin again, on all ranks, after a join in which not all ranks stepped."""
         self.waiting.clear()
-        self._last = {}
+        self._last.clear()
 
     def explain(self, gather: Callable[[bytes, str], list[bytes]], contributes: bool = True) -> None:
         """Raise Error if a gradient of the last step differs between ranks. Collective; called after digests differed.
 
         `contributes`: False for a joined rank, which did not take the last step.
         """
-        mine = {place: (found, _name_of(p), tuple(p.shape)) for place, (p, found) in self._last.items()}
+        mine = {
+            f"{number}:{place}": (found, _name_of(p), tuple(p.shape))
+            for number, last in enumerate(self._last.values())
+            for place, (p, found) in last.items()
+        }
         told = gather(json.dumps(mine).encode() if contributes else b"", "gradients that no wrapper averages")
         said = [json.loads(each) for each in told if each]
         for place in sorted({place for each in said for place in each}):
@@ -76,7 +76,7 @@ class UnaveragedCheck:
             if any(value != values[0] for value in values):
                 name, shape = next(each[place][1:] for each in said if place in each)
                 raise Error(
-                    f"optimizer: {name!r} of shape {tuple(shape)} ({place}) is not a parameter of the wrapped {self._label}, "
+                    f"optimizer: {name!r} of shape {tuple(shape)} ({place.partition(':')[2]}) is not a parameter of the wrapped {self._label}, "
                     "and its gradients of the last step differed between ranks, so they are not averaged and ranks drift apart: "
                     "wrap one ModuleList of both modules, sw.wrap the other module too, average its gradients before each "
                     "step, or give it an optimizer of its own if each rank trains its own"
