@@ -62,7 +62,7 @@ class Child:  # a forked child, which runs read() whenever it is asked
         ours, theirs = os.pipe(), os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
-            while os.read(ours[0], 1) == b"x":
+            while select.select([ours[0]], [], [], 60)[0] and os.read(ours[0], 1) == b"x":
                 try:
                     said = repr(read())
                 except BaseException as error:
@@ -71,6 +71,7 @@ class Child:  # a forked child, which runs read() whenever it is asked
             os._exit(0)
         os.close(ours[0]), os.close(theirs[1])
         self.ask, self.answer = ours[1], theirs[0]
+        children.append(self)
     def __call__(self, last=False):
         os.write(self.ask, b"x")
         said = os.read(self.answer, 4096).decode() if select.select([self.answer], [], [], 20)[0] else "!no answer"
@@ -80,7 +81,9 @@ class Child:  # a forked child, which runs read() whenever it is asked
             raise sw.Error(said)
         return float(said)
     def end(self):
-        os.write(self.ask, b"-"), os.close(self.ask), os.close(self.answer), os.waitpid(self.pid, 0)
+        if self.pid:
+            os.write(self.ask, b"-"), os.close(self.ask), os.close(self.answer), os.waitpid(self.pid, 0)
+            self.pid = 0
 """
 READS = (
     "loss(module, 77).item()",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
+import os
+import signal
 import sys
 import types
 import unittest.mock
@@ -45,7 +47,20 @@ class End:
 
 
 def play_pieces(pieces: list[str], rank: int, world_size: int, package: Any, space: dict[str, Any]) -> End:
-    space.update(rank=rank, world_size=world_size, sw=package, seen=[], losses=[])
+    children: list[Any] = []
+    try:
+        return _play_pieces(pieces, rank, world_size, package, space, children)
+    finally:
+        for child in children:  # whose pipes children of other programs hold open, too: it would see no end of them
+            if child.pid:
+                os.kill(child.pid, signal.SIGKILL)
+                os.waitpid(child.pid, 0)
+
+
+def _play_pieces(
+    pieces: list[str], rank: int, world_size: int, package: Any, space: dict[str, Any], children: list[Any]
+) -> End:
+    space.update(rank=rank, world_size=world_size, sw=package, seen=[], losses=[], children=children)
     for number, piece in enumerate(pieces):
         try:
             exec(compile(piece, f"<piece {number}>", "exec"), space)

@@ -187,7 +187,7 @@ class Program:
                 "import torch.distributed as dist",
                 "import shardwright as sw",
                 'dist.is_initialized() or dist.init_process_group("gloo")',
-                "rank, world_size, seen, losses = dist.get_rank(), dist.get_world_size(), [], []",
+                "rank, world_size, seen, losses, children = dist.get_rank(), dist.get_world_size(), [], [], []",
                 *("# ---\n" + piece for piece in self.pieces),
                 "# ---",
                 'print(f"rank {rank}:", seen, {name: float(value.double().sum()) for name, value in final.items()})',
