@@ -85,6 +85,18 @@ class Child:  # a forked child, which runs read() whenever it is asked
             os.write(self.ask, b"-"), os.close(self.ask), os.close(self.answer), os.waitpid(self.pid, 0)
             self.pid = 0
 """
+#: the same for the oracle, whose ranks are threads: what is forked from a thread keeps locks of the others
+CHILD_OF_ORACLE = """\
+class Child:
+    def __init__(self, read):
+        kept = [(b, b.clone()) for b in module.buffers()]
+        with torch.random.fork_rng():
+            self.pid, self.said = 0, read()
+        for b, value in kept:
+            b.data.copy_(value)
+    def __call__(self, last=False):
+        return self.said
+"""
 READS = (
     "loss(module, 77).item()",
     "sum(v.double().sum().item() for v in module.state_dict().values())",
@@ -96,7 +108,7 @@ READS = (
 @kind("fork", 2)
 def fork(state: State, a: int, b: int) -> Statement | None:
     """A child that reads at once, or later, when it is asked."""
-    if "child" in state.has:
+    if "child" in state.has or "parameters of several processes" in state.has:
         return None
     text = "" if "Child" in state.has else CHILD
     state.has |= {"child", "Child"}
@@ -251,8 +263,14 @@ with sw.Checkpointer(f"{{folder}}/by-time", model, optimizer) as checkpoints:
 
 
 @kind("queue", 2)
-def queue(state: State, a: int, b: int) -> Statement:
-    """Parameters go through a queue of torch.multiprocessing, or are moved to memory of several processes."""
+def queue(state: State, a: int, b: int) -> Statement | None:
+    """Parameters go through a queue of torch.multiprocessing, or are moved to memory of several processes.
+
+    A child that was forked before keeps its own; one that is forked afterwards would see each step.
+    """
+    if "child" in state.has and state.stage == 0:
+        return None
+    state.has.add("parameters of several processes")  # at zero=0, as without an engine
     if a % 3 == 2:
         refusals = (KEPT, RELEASED_COPY, RELEASED_USE) if state.stage in SLICED else ()
         return Statement("module.share_memory()\n", refusals)

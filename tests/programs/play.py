@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
+import multiprocessing.resource_sharer
 import os
 import signal
 import sys
@@ -18,6 +19,7 @@ import torch
 from shardwright.comm import process_group
 
 from .naive import OutOfStep, Package, World
+from .others import CHILD, CHILD_OF_ORACLE
 from .text import Program
 
 
@@ -53,6 +55,8 @@ def play_pieces(pieces: list[str], rank: int, world_size: int, package: Any, spa
     finally:
         for child in children:  # whose pipes children of other programs hold open, too: it would see no end of them
             if child.pid:
+                os.close(child.ask)
+                os.close(child.answer)
                 os.kill(child.pid, signal.SIGKILL)
                 os.waitpid(child.pid, 0)
 
@@ -106,14 +110,16 @@ def play(rank: int, world_size: int, pieces: list[str]) -> End:
 def play_oracle(program: Program) -> list[End]:
     """Every rank of the oracle."""
     world = World(program.world_size)
+    pieces = [piece.replace(CHILD, CHILD_OF_ORACLE) for piece in program.pieces]
 
     def body(rank: int) -> End:
         torch.set_num_threads(1)  # of this thread; as the engine's ranks compute
-        return play_pieces(program.pieces, rank, program.world_size, Package(world, rank), {"__name__": "program"})
+        return play_pieces(pieces, rank, program.world_size, Package(world, rank), {"__name__": "program"})
 
     with warnings.catch_warnings(), unittest.mock.patch("torch.compile", lambda model, **_: model):
         warnings.simplefilter("ignore")
         ends = world.run(body)
+    multiprocessing.resource_sharer.stop()  # closes what went into queues from which nobody took it
     for end in ends:
         if isinstance(end, BaseException):
             raise end
