@@ -629,6 +629,16 @@ def test_a_sequence_beyond_the_context_is_said():
     assert "a sequence of 2048 tokens is longer than the model's context of 1024" in found.notes
 
 
+def test_a_module_larger_than_a_rank_is_said_to_be_built_whole():
+    found = choose(from_config(LLAMA_70B), h100(16), Work(sequence=4096, precision="bf16"))
+    assert found.chosen.zero == 3 and any(
+        "builds the whole module" in note and "282 GB" in note for note in found.notes
+    )
+    assert not any(
+        "builds the whole" in note for note in choose(from_config(LLAMA_8B), h100(), Work(precision="bf16")).notes
+    )
+
+
 def test_a_launch_file_of_what_does_not_fit_is_marked(config, capsys):
     assert main(["plan", config, "--memory", "2GB", "--launch", "torchrun"]) == 1
     assert "Nothing fits" in capsys.readouterr().err
