@@ -124,8 +124,6 @@ class DeviceLink:
         self._was_left = False
         self._measured: list[torch.Tensor] = []  # copies that the last clip()'s kernels still read
         self._failure: str | None = None
-        #: True once memory was registered as a window of this communicator: see Registration
-        self.had_window = False
         row = next(each for each in rows or [range(group.world_size)] if group.rank in each)
         self.comm: DeviceComm
         self.ordinal, self.rank, self.world_size = ordinal, row.index(group.rank), len(row)

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..layout.bucket import Bucket, places_of, real_bucket
 from .agreement import gather_answers
-from .exchange import Exchange, GlooExchange, HostExchange, done, real_bucket
+from .exchange import Exchange, GlooExchange, HostExchange, done
 from .process_group import comm_error
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ class HostLevels(Levels):
             real = real_bucket(bucket)
             buffer: torch.Tensor = real.buffer()
             flat = buffer if buffer.dtype == torch.float32 else buffer.float()
-            view = _HostBucket(real, flat)
+            view = Bucket.over(flat, real, places_of(real.gradients(), buffer))
             self.average(flat, lambda: hook(state, view).wait(), "compressed gradients")
             if not self._is_carrier and getattr(state, "follows_rounds", False):
                 state.end_bucket(bucket.is_last())
@@ -123,34 +124,6 @@ class HostLevels(Levels):
             return done(bucket.buffer())
 
         return run
-
-
-class _HostBucket:
-    """A bucket as a host's contribution: float32, without the ranks' slices."""
-
-    def __init__(self, bucket: Any, flat: torch.Tensor) -> None:
-        self._bucket, self._flat = bucket, flat
-
-    def buffer(self) -> torch.Tensor:
-        return self._flat
-
-    def gradients(self) -> list[torch.Tensor]:
-        shift = self._flat.storage_offset() - self._bucket.buffer().storage_offset()
-        return [
-            self._flat.as_strided(g.shape, g.stride(), g.storage_offset() + shift) for g in self._bucket.gradients()
-        ]
-
-    def parameters(self) -> list[torch.Tensor]:
-        return list(self._bucket.parameters())
-
-    def used(self) -> list[bool]:
-        return list(self._bucket.used())
-
-    def index(self) -> int:
-        return int(self._bucket.index())
-
-    def is_last(self) -> bool:
-        return bool(self._bucket.is_last())
 
 
 class Lease:

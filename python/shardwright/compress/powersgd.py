@@ -17,7 +17,8 @@ from .._engine import (
     powersgd_project,
     powersgd_stride,
 )
-from ..comm.exchange import average_plain, check_place, share_of
+from ..comm.exchange import average_plain, check_place
+from ..layout.bucket import share_of
 from ..layout.views import dtype_name
 from ..options.compressors import check_powersgd
 from .factor_exchange import FactorExchange

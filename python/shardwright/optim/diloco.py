@@ -33,6 +33,7 @@ from ..comm.model_ranks import ModelRanks
 from ..compress.blocks import BlockState
 from ..compress.hooks import average_half
 from ..gradients.comm_thread import BucketThread
+from ..layout.bucket import Bucket, places_of
 from .diloco_parameters import SlicedParameters, WholeParameters, creating_group, model_ranks_of
 from .sharded import ShardedOptimizer
 
@@ -386,30 +387,11 @@ class _Mean:
 
     def _mean(self, flat: torch.Tensor, parts: tuple[torch.Tensor, ...], parameters: list[torch.Tensor]) -> None:
         if self._wire == "int8":
-            self._int8.average(_Fragment(flat, parts, parameters))
+            self._int8.average(Bucket(flat, places_of(parts, flat), parameters))
         elif self._wire == "bf16":
             average_half(self._levels.exchange, flat, torch.bfloat16)
         else:
             average_plain(self._levels.exchange, flat)
-
-
-class _Fragment:
-    """A fragment with the interface of a bucket that compressors use."""
-
-    def __init__(self, flat: torch.Tensor, parts: tuple[torch.Tensor, ...], parameters: list[torch.Tensor]) -> None:
-        self._flat, self._parts, self._parameters = flat, parts, parameters
-
-    def buffer(self) -> torch.Tensor:
-        return self._flat
-
-    def gradients(self) -> list[torch.Tensor]:
-        return list(self._parts)
-
-    def parameters(self) -> list[torch.Tensor]:
-        return self._parameters
-
-    def is_last(self) -> bool:
-        return True
 
 
 def _is_timeout(value: Any) -> bool:
