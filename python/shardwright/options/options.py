@@ -86,15 +86,11 @@ class Options:
         On GPUs: the fold in rank order, with the host's bits, instead of the transport's own mean. On the host it
         always holds. On a mesh the transport's mean is made by rows and columns, alike at every stage; the fold sends
         more between nodes.
-    communicator : {"own", "borrow", "register"}
+    communicator : {"own", "borrow"}
         On GPUs: the NCCL communicator. "own": one of our own. "borrow": that of torch's process group, found by
         ProcessGroupNCCL._comm_ptr; an error with SHARDWRIGHT_GPU_TRANSPORT=shm or ipc. It saves a communicator's
         memory. All ranks must call torch's collectives over the group in the same place between our steps, never inside
-        a backward. A failing rank or a passed deadline also aborts torch's communicator. "register": one of our own
-        that reads and writes buckets in place. Their memory comes from NCCL (2.19 or newer). All ranks register it, or
-        none does and a line in the log names the rank and NCCL's reason. Bits are those of "own". At zero=3 units are
-        registered too, as a window from NCCL 2.27 on. torch's allocator does not count the memory, and `record_stream`
-        has no effect on it.
+        a backward. A failing rank or a passed deadline also aborts torch's communicator.
     transport : {"auto", "pool", "staged"}
         The place of gradient memory: shared between ranks, or private and staged through slots. The bits are the same.
     share_parameters : {"auto", True, False}
@@ -207,8 +203,8 @@ class Options:
             raise ValueError(f"sparse_gradients must be 'auto' or 'dense', got {self.sparse_gradients!r}")
         if self.transport not in _TRANSPORTS:
             raise ValueError(f"transport must be one of {', '.join(_TRANSPORTS)}, got {self.transport!r}")
-        if self.communicator not in ("own", "borrow", "register"):
-            raise ValueError(f"communicator must be 'own', 'borrow' or 'register', got {self.communicator!r}")
+        if self.communicator not in ("own", "borrow"):
+            raise ValueError(f"communicator must be 'own' or 'borrow', got {self.communicator!r}")
         if self.share_parameters != "auto" and not isinstance(self.share_parameters, bool):
             raise ValueError(f"share_parameters must be 'auto', True or False, got {self.share_parameters!r}")
         if self.gather not in (None, "int8"):
