@@ -73,6 +73,7 @@ typedef struct training {
     long fail_nth;      /* the call of rank 0 that fails; 0: none */
     bool stop_in_step;  /* destroy while buckets are in flight */
     bool leave_at_once; /* destroy while the last step runs, without reading results */
+    bool withdraws;     /* leave the averaging to a hook while it runs */
     float result[GPU_RANKS_MAX][BUCKETS][NUMEL_MAX]; /* parameters at the end */
     double norm[GPU_RANKS_MAX];                      /* norm of the last step */
     float clipped[GPU_RANKS_MAX][2]; /* the same of all ranks' slices, and the factor, on the GPU */
@@ -525,6 +526,8 @@ static sw_status train(loop *l)
             l->run->host_waits += l->self->device->stats.host_waits - waits - (step > 0);
         check(l->self->device->stats.allocations == allocations, "step %d allocated", step);
     }
+    if (l->run->withdraws)
+        SW_TRY(sw_reducer_withdraw(l->reducer, err));
     return l->run->stop_in_step || l->run->leave_at_once ? SW_OK : read_back(l);
 }
 
@@ -644,17 +647,20 @@ static void check_training(int world_size, int stage, way how, sim_policy policy
     gpu_expect_clean(label);
 }
 
+typedef enum early_end { IN_STEP, AT_ONCE, WITHDRAWN, EARLY_ENDS } early_end;
+
 /* Destroy in the middle of a step, and while the last step runs. */
-static void check_early_end(int world_size, int stage, sim_policy policy, bool in_step)
+static void check_early_end(int world_size, int stage, sim_policy policy, early_end end)
 {
     static training run;
     run = (training){.stage = stage,
                      .deterministic = true,
                      .steps = 2,
-                     .stop_in_step = in_step,
-                     .leave_at_once = !in_step};
+                     .stop_in_step = end == IN_STEP,
+                     .leave_at_once = end != IN_STEP,
+                     .withdraws = end == WITHDRAWN};
     check(run_ranks(world_size, policy, 1, &run), "stop: %s", run.message[0]);
-    gpu_expect_clean(in_step ? "destroyed inside a step" : "destroyed at once");
+    gpu_expect_clean(end == IN_STEP ? "destroyed inside a step" : "destroyed at once");
 }
 
 typedef struct failing_case {
@@ -723,9 +729,9 @@ static void check_registered_trainings(void)
 static void check_early_ends(void)
 {
     for (int policy = 0; policy < SIM_POLICY_COUNT; ++policy)
-        for (int in_step = 0; in_step < 2; ++in_step)
+        for (early_end end = IN_STEP; end < EARLY_ENDS; ++end)
             for (int stage = 0; stage <= 2; stage += 2)
-                check_early_end(3, stage, (sim_policy)policy, in_step);
+                check_early_end(3, stage, (sim_policy)policy, end);
 }
 
 int main(int argc, char **argv)
