@@ -30,7 +30,7 @@ LINES = {
     "shardwright_tools/planner": 1_702,
 }
 #: lines of C, headers and sources
-C_LINES = 47_827
+C_LINES = 47_030
 
 
 def lines_of(path: Path) -> int:
