@@ -116,7 +116,10 @@ def agree_on(
             made[0].filler.share(made[0].places, *turn, spare)
             refusal, _ = agree(list_reads)
         if arriving is not None and not refusal:
-            refusal = arriving.bring(reads)
+            try:
+                arriving.bring(reads)
+            except CheckpointError as error:  # equal on all ranks
+                refusal = str(error)
         if not refusal:
             spans = None if arriving is None else arriving.share()
             refusal, _ = agree(lambda: made[0].read(spans, verify=verify))
