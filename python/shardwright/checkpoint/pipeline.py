@@ -23,8 +23,7 @@ from ..parallel.fully_shard import wrapper_of
 from . import tree
 from .joined import join_modules
 from .peers import Peers, averages_gradients, whole_parameters
-from .restore.agreeing import agree_on, apply_together
-from .restore.reading import Reader
+from .restore.agreeing import Restore, agree_on, apply_together
 from .slices import Sliced, released_slices, sliced_state
 from .state.content import Content, Group
 from .state.names import ModelTensors, model_tensors
@@ -345,7 +344,7 @@ def load_stages(
             raise CheckpointError(f"'{path}' has '{left_over[0]}', which no stage of the pipeline has")
 
     peers.together(check, f"load of {path}")
-    agreed: list[tuple[Reader, Peers]] = []
+    agreed: list[tuple[Restore, Peers]] = []
 
     def agree() -> None:
         for stage in stages:
@@ -366,7 +365,7 @@ def load_stages(
 
     def fill() -> None:
         for reader, of_it in agreed:
-            extra[0] = apply_together(reader, of_it, everything=False)
+            extra[0] = apply_together(reader, of_it)
 
     peers.together(fill, f"load of {path}")
     return extra[0]
