@@ -280,7 +280,7 @@ class Checkpointer:
                 with contextlib.suppress(TypeError, AttributeError):  # it keeps its hooks in a plain dict, or has none
                     self._hooks.append(
                         optimizer.register_load_state_dict_post_hook(
-                            _hook_on(self._writer.last, lambda last: last.forget())
+                            _hook_on(self._writer.inventory.last, lambda last: last.forget())
                         )
                     )
 
@@ -384,7 +384,7 @@ class Checkpointer:
         """Copy this rank's share of a step into memory, unless the tier is busy or off. Collective."""
         ready, rows = None, []
         if not memory.off and not memory.is_busy:
-            ready = self._writer.repeat(step, self._training)
+            ready = self._writer.inventory.repeat(step, self._training)
             rows = self._check.rows()
         if memory.is_due(step, ready is not None, rows):
             self._check.compare(memory.told, self._peers.exchange)
@@ -436,16 +436,8 @@ class Checkpointer:
             target = self._place.target(step, metric)
         except CheckpointError as error:
             self._writer.refuse(error)
-        self._writer.begin(
-            target.folder,
-            step,
-            self._training,
-            lazy=self._lazy,
-            metric=None if metric is None else float(metric),
-            stale=target.stale,
-            retired=target.retired,
-            replaces=target.replaces,
-        )
+        metric = None if metric is None else float(metric)
+        self._writer.begin(target, step, self._training, lazy=self._lazy, metric=metric)
 
     @on_every_rank("Checkpointer.wait()")
     def wait(self) -> None:

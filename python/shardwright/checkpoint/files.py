@@ -23,7 +23,7 @@ from .pipeline import Stage, is_pipeline, load_stages, make_writer, peers_of, st
 from .remote.store import Store, address_of, local_folder, on_first
 from .restore.agreeing import agree_on, apply_together
 from .training import Training
-from .writing import Writer, new_nonce
+from .writing import Target, Writer, new_nonce
 
 MAX_FILE_BYTES = 5_000_000_000
 
@@ -197,7 +197,7 @@ class PathSaver:
                 self._peers, nonce, self._board, threads=2, direct=True, bandwidth=0, timeout_s=timeout_s,
                 max_file_bytes=file_bytes,
             )  # fmt: skip
-        self._writer.begin(folder, check_step(step), training, stale=stale, replaces=replaces)
+        self._writer.begin(Target(folder, replaces, stale), check_step(step), training)
 
     def wait(self, *, together: bool = True) -> None:
         """Wait until no save runs. Raise CheckpointError if it failed on some rank. `together`: all ranks call it."""

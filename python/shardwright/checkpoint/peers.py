@@ -194,11 +194,6 @@ class Peers:
         answers = [mine] if self.world_size == 1 else self._group.comm.all_gather_bytes(mine, label)
         return None if all(each == mine for each in answers) else [json.loads(each) for each in answers]
 
-    def gather(self, value: Any, label: str) -> list[Any]:
-        """Return every rank's `value` (of JSON) on rank 0, and [] on the others. Collective."""
-        of_all = self.exchange(value, label)
-        return of_all if self.rank == 0 else []
-
     def broadcast(self, data: bytes, label: str) -> bytes:
         """Return rank 0's `data`. Collective."""
         if self.world_size == 1:
@@ -214,10 +209,11 @@ class Peers:
         """Copy memory, (address, nbytes), from rank `root` to the other ranks. Collective."""
         self._group.comm.broadcast(ranges, root, label)
 
-    def together(self, make: Callable[[], Any], label: str) -> list[Any]:
+    def together(
+        self, make: Callable[[], Any], label: str, keeps: tuple[type[Exception], ...] = (ValueError, TypeError)
+    ) -> list[Any]:
         """Return the result of make() (of JSON) on every rank. Collective. If make() raises on one rank, the exchange
-        still completes and all raise the same CheckpointError. A rank with a wrong argument raises its own ValueError
-        or TypeError."""
+        still completes and all raise the same CheckpointError, but for a rank whose error is one of `keeps`."""
         value, failure = None, None
         try:
             value = make()
@@ -225,7 +221,7 @@ class Peers:
             failure = error
         told = "" if failure is None else str(failure) or type(failure).__name__
         answers = self.agreement([told, value], label) or [[told, value]] * self.world_size
-        if isinstance(failure, (ValueError, TypeError)):
+        if isinstance(failure, keeps):
             raise failure
         self.raise_first([why for why, _ in answers], failure)
         return [each for _, each in answers]

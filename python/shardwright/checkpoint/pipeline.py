@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import re
@@ -17,23 +18,26 @@ from typing import Any
 
 import torch
 
-from .._engine import CheckpointError, CheckpointFolder, CheckpointPlan
+from .._engine import CheckpointError, CheckpointFolder
 from ..options.name_map import NameMap
 from ..parallel.fully_shard import wrapper_of
 from . import tree
+from .device_staging import DeviceStaging
+from .inventory import FIRST, Draft, Inventory, Listed
 from .joined import join_modules
-from .peers import Peers, averages_gradients, whole_parameters
+from .peers import Peers
 from .restore.agreeing import agree_on, apply_together
 from .restore.reading import Reader
-from .slices import Sliced, released_slices, sliced_state
-from .state.content import Content, Group
+from .rows import structure_of
+from .slices import Sliced
+from .state.content import Content, model_group, optimizer_group
 from .state.names import ModelTensors, model_tensors
 from .state.stored import stored_tensors
 from .training import Training
-from .writing import Writer, new_nonce
+from .writing import Writer
 
 __all__ = [
-    "PipelineWriter",
+    "PipelineInventory",
     "Stage",
     "check_options_of_stages",
     "is_pipeline",
@@ -69,7 +73,9 @@ def peers_of(module: Any, process_group: Any, timeout_s: float) -> Peers:
 
 def make_writer(stages: Sequence[Stage], peers: Peers, nonce: str, board: str | None, **options: Any) -> Writer:
     """Return the writer of a module, or of `stages`."""
-    return PipelineWriter(peers, nonce, board, stages, **options) if stages else Writer(peers, nonce, board, **options)
+    if stages:
+        options["inventory"] = functools.partial(PipelineInventory, stages)
+    return Writer(peers, nonce, board, **options)
 
 
 def check_options_of_stages(snapshot: str, memory_every: int | None) -> None:
@@ -97,134 +103,72 @@ def stages_of(module: Any, optimizer: Any) -> list[Stage]:
     return sorted(found, key=lambda stage: stage.index)
 
 
-@dataclasses.dataclass
-class _Held:
-    """The tensors of a stage on this rank, and the description of the whole stage, equal on its ranks."""
+class PipelineInventory(Inventory):
+    """The inventory of all stages of a pipeline. `peers` are the ranks of all of them."""
 
-    told: dict[str, Any]
-    tensors: dict[str, Any]
+    def __init__(self, stages: Sequence[Stage], peers: Peers, staging: DeviceStaging, max_file_bytes: int) -> None:
+        super().__init__(peers, staging, max_file_bytes)
+        self._stages = stages
+        self._of_stage: list[Inventory] = []
 
-
-@dataclasses.dataclass
-class _Opened:
-    """A stage with its ranks and this rank's writer and slices."""
-
-    stage: Stage
-    peers: Peers
-    writer: Writer
-    slices: dict[int, Sliced]
-    passing: set[int]
-
-
-class PipelineWriter(Writer):
-    """A Writer of all stages of a pipeline. `peers` are the ranks of all of them."""
-
-    def __init__(self, peers: Peers, nonce: str, board: str | None, stages: Sequence[Stage], **options: Any) -> None:
-        super().__init__(peers, nonce, board, **options)
-        self._stages, self._options = stages, options
-        self._opened = contextlib.ExitStack()
-
-    def begin(self, *args: Any, **kwargs: Any) -> None:
-        with self._opened:
-            super().begin(*args, **kwargs)
-
-    def _agree(self, training: Training, step: int, *released: Any) -> tuple[Content, Content | None, CheckpointPlan]:
-        held: list[_Held] = []
-        opened: list[_Opened] = []
-        # report a failure here to all ranks, before the ranks of a stage exchange anything
-        self._peers.together(lambda: opened.extend(map(self._open, self._stages)), "modules of a pipeline")
+    def agree(self, training: Training, step: int, opened: contextlib.ExitStack) -> Listed:
+        self.peers.together(self._open, FIRST)
+        owned: dict[int, dict[str, Any]] = {}
 
         def describe() -> list[Any]:
-            held.extend(self._hold(each, step) for each in opened)
-            return [each.told for each in held]
+            return [self._describe(*each, step, opened, owned) for each in zip(self._stages, self._of_stage)]
 
         told: dict[int, Any] = {}
-        for each in itertools.chain(*self._peers.together(describe, "stages of a pipeline")):
+        for each in itertools.chain(*self.peers.together(describe, "stages of a pipeline")):
             if each["is_first"]:  # the rank that has the non-tensor values
                 told.setdefault(each["index"], each)
         in_order = [told[index] for index in sorted(told)]
-        made: list[Any] = []
+        joined: list[Any] = []
 
-        def make() -> int:
-            owned = {each.told["index"]: each.tensors for each in held}
+        def find() -> Draft:
             _check_apart(in_order)
-            draft = self._find(training, step, {}, set())
+            draft = self.find(training, step, {}, set())
             draft.found = _joined_model(in_order, owned)
-            made.extend((draft, *_joined_optimizer(in_order, owned)))
-            return 0
+            joined.extend(_joined_optimizer(in_order, owned))
+            return draft
 
-        self._peers.together(make, "content of a pipeline")
-        draft, optimizer, body = made
-        self._hear(draft, None)
-        layout = self._lay_out(draft)
-        contents: list[tuple[Content, Content | None, CheckpointPlan]] = []
+        draft = self.compare(find, training)
 
-        def lay_out() -> int:
-            shared, _ = self._shared_content(training, draft, None, layout)
-            if optimizer is not None:
-                shared.groups.insert(
-                    1,
-                    Group("optimizer", optimizer, {"format": "pt"}, numbered=True, max_file_bytes=self._max_file_bytes),
-                )
-            layout.plan = CheckpointPlan(*shared.entries())
-            contents.append((shared, self._own_content(draft, layout, body), layout.plan))
-            return layout.plan.digest
+        def members() -> tuple[Content, Any]:
+            tensors, body = joined
+            groups = [model_group(draft.found, self._max_file_bytes)]
+            if tensors is not None:
+                groups.append(optimizer_group(tensors, self._max_file_bytes))
+            return Content(groups, self._staging), body
 
-        if len({*self._peers.together(lay_out, "plan of a checkpoint")}) > 1:
-            raise CheckpointError("ranks would write other files than rank 0: their stages do not fit together")
-        return contents[0]
+        return self.listed(draft, members, repeats=False)
 
-    def _open(self, stage: Stage) -> _Opened:
-        peers = Peers(stage.training.model, None, self._timeout_s)
-        writer = Writer(peers, new_nonce(), None, **self._options)
-        self._opened.callback(writer.close)
-        return _Opened(stage, peers, writer, *released_slices(stage.training.model))
+    def _open(self) -> None:
+        """Make the inventories of this rank's stages, once: each rank of a stage has its peers and its layout."""
+        if not self._of_stage:
+            peers = [Peers(each.training.model, None, self.peers.timeout_s) for each in self._stages]
+            self._of_stage = [Inventory(each, self._staging, self._max_file_bytes) for each in peers]
 
-    def _hold(self, opened: _Opened, step: int) -> _Held:
-        """Return this rank's part of a stage. Collective over the stage's ranks, which raise together."""
-        training, optimizer = opened.stage.training, opened.stage.training.optimizer
-        peers, writer, slices, passing = opened.peers, opened.writer, opened.slices, opened.passing
-        if passing:
-            self._opened.enter_context(whole_parameters(training.model, writable=False))
-        draft, failure = None, None
-        try:
-            draft = writer._find(training, step, slices, passing)
-            if draft.found.extras:
-                raise CheckpointError(
-                    f"'{next(iter(draft.found.extras))}' is extra state, which a pipeline cannot save"
-                )
-        except Exception as error:  # sent to the stage's ranks before they wait for this one
-            failure = error
-        writer._hear(draft, failure, averages_gradients(training.model))
-        assert draft is not None
-        layout, found = writer._lay_out(draft), draft.found
-        made: list[_Held] = []
+    def _describe(
+        self, stage: Stage, inventory: Inventory, step: int, opened: contextlib.ExitStack, owned: dict[int, Any]
+    ) -> dict[str, Any]:
+        """Describe a whole stage, equal on its ranks, and add this rank's parts to `owned`. Collective over its ranks."""
+        draft, peers = inventory.draft(stage.training, step, opened), inventory.peers
+        made: list[dict[str, Any]] = []
 
         def make() -> None:
-            states = None
-            if hasattr(optimizer, "replica_of"):
-                states = sliced_state(optimizer, layout.described, writer._values(optimizer, layout))
-            content, body = writer._shared_content(training, draft, states, layout)
-            self._opened.callback(content.held.clear)
-            groups = content.groups[: 1 if optimizer is None else 2]
-            tensors = {
-                f"{g.stem}.{n}": _in_parts(t, peers, of_first=n in g.first)
-                for g in groups
-                for n, t in g.tensors.items()
-            }
-            rows = {
-                g.stem: [[n, str(t.dtype).removeprefix("torch."), list(t.shape)] for n, t in g.tensors.items()]
-                for g in groups
-            }
-            options = {
-                n: t for g in groups for n, t in g.tensors.items() if n in g.first and isinstance(t, torch.Tensor)
-            }
-            checksums = writer._staging.checksums({**found.buffers, **options})
-            told = {"index": opened.stage.index, "is_first": peers.rank == 0, "checksums": checksums}
-            told |= {"buffers": list(found.buffers), "tied": found.tied, **rows}
-            if body is not None:
-                told["tree"] = json.loads(tree.dumps(body))
-            made.append(_Held(told, tensors))
+            found = draft.found
+            if found.extras:
+                raise CheckpointError(f"'{next(iter(found.extras))}' is extra state, which a pipeline cannot save")
+            content, body = inventory.members(stage.training, draft)
+            each = [(g, n, t) for g in content.groups for n, t in g.tensors.items()]
+            owned[stage.index] = {f"{g.stem}.{n}": _in_parts(t, peers, of_first=n in g.first) for g, n, t in each}
+            options = {n: t for g, n, t in each if n in g.first and isinstance(t, torch.Tensor)}
+            told: dict[str, Any] = {g.stem: structure_of(g.tensors) for g in content.groups}
+            told |= {"index": stage.index, "is_first": peers.rank == 0, "buffers": list(found.buffers)}
+            told |= {"tied": found.tied, "checksums": self._staging.checksums({**found.buffers, **options})}
+            told |= {"tree": None if body is None else json.loads(tree.dumps(body))}
+            made.append(told)
 
         peers.together(make, "content of a stage")
         return made[0]
@@ -292,7 +236,7 @@ def _joined_model(in_order: Sequence[Any], owned: Mapping[int, Any]) -> ModelTen
 
 def _joined_optimizer(in_order: Sequence[Any], owned: Mapping[int, Any]) -> tuple[dict[str, Any] | None, Any]:
     """Merge the optimizers of all stages; return the tensors and the tree."""
-    trees = [told.get("tree") for told in in_order]
+    trees = [told["tree"] for told in in_order]
     if all(each is None for each in trees):
         return None, None
     body = trees[0]

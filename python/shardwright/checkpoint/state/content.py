@@ -246,14 +246,13 @@ def optimizer_content(
             f"{type(optimizer).__name__} keeps state under {len(stray)} keys that are not its parameters: not savable"
         )
     body["state"] = state
-    group = Group("optimizer", tensors, {"format": "pt"}, numbered=True, max_file_bytes=max_file_bytes)
+    group = optimizer_group(tensors, max_file_bytes)
     group.eager = group.first = eager
     return group, body
 
 
-def positions_of(optimizer: Any) -> dict[int, torch.Tensor]:
-    """Map the numbers that torch's state dicts use to parameters."""
-    return dict(enumerate({p: None for group in optimizer.param_groups for p in group["params"]}))
+def optimizer_group(tensors: dict[str, Any], max_file_bytes: int) -> Group:
+    return Group("optimizer", tensors, {"format": "pt"}, numbered=True, max_file_bytes=max_file_bytes)
 
 
 def group_options(optimizer: Any, names: Mapping[int, str], tensors: dict[str, torch.Tensor]) -> list[dict[str, Any]]:
