@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,18 +33,6 @@ from .state.content import Content, model_group, optimizer_group
 from .state.names import ModelTensors, model_tensors
 from .state.stored import stored_tensors
 from .training import Training
-from .writing import Writer
-
-__all__ = [
-    "PipelineInventory",
-    "Stage",
-    "check_options_of_stages",
-    "is_pipeline",
-    "load_stages",
-    "make_writer",
-    "peers_of",
-    "stages_of",
-]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,21 +58,11 @@ def peers_of(module: Any, process_group: Any, timeout_s: float) -> Peers:
     return Peers(module, process_group, timeout_s)
 
 
-def make_writer(stages: Sequence[Stage], peers: Peers, nonce: str, board: str | None, **options: Any) -> Writer:
-    """Return the writer of a module, or of `stages`."""
+def inventory_of(stages: Sequence[Stage], peers: Peers, staging: DeviceStaging, max_file_bytes: int) -> Inventory:
+    """Return the inventory of `stages`, or of a module if there are none."""
     if stages:
-        options["inventory"] = functools.partial(PipelineInventory, stages)
-    return Writer(peers, nonce, board, **options)
-
-
-def check_options_of_stages(snapshot: str, memory_every: int | None) -> None:
-    """Raise ValueError for an option that a Checkpointer of stages does not support."""
-    if snapshot != "copy":
-        raise ValueError(f"snapshot={snapshot!r} is not supported for stages of a pipeline: it must be 'copy'")
-    if memory_every is not None:
-        raise ValueError(
-            f"memory_every={memory_every} is not supported for stages of a pipeline, which go to disk alone"
-        )
+        return PipelineInventory(stages, peers, staging, max_file_bytes)
+    return Inventory(peers, staging, max_file_bytes)
 
 
 def stages_of(module: Any, optimizer: Any) -> list[Stage]:
@@ -126,7 +103,6 @@ class PipelineInventory(Inventory):
         joined: list[Any] = []
 
         def find() -> Draft:
-            _check_apart(in_order)
             draft = self.find(training, step, {}, set())
             draft.found = _joined_model(in_order, owned)
             joined.extend(_joined_optimizer(in_order, owned))
@@ -165,31 +141,14 @@ class PipelineInventory(Inventory):
             owned[stage.index] = {f"{g.stem}.{n}": _in_parts(t, peers, of_first=n in g.first) for g, n, t in each}
             options = {n: t for g, n, t in each if n in g.first and isinstance(t, torch.Tensor)}
             told: dict[str, Any] = {g.stem: structure_of(g.tensors) for g in content.groups}
-            told |= {"index": stage.index, "is_first": peers.rank == 0, "buffers": list(found.buffers)}
-            told |= {"tied": found.tied, "checksums": self._staging.checksums({**found.buffers, **options})}
-            told |= {"tree": None if body is None else json.loads(tree.dumps(body))}
+            told |= {"index": stage.index, "is_first": peers.rank == 0, "tied": found.tied}
+            told |= {"buffers": list(found.buffers), "tree": body and json.loads(tree.dumps(body))}
+            bits = self._staging.checksums(options | found.buffers)
+            told["checksums"] = {n: [bits[n], *kind] for n, *kind in structure_of(options | found.buffers)}
             made.append(told)
 
         peers.together(make, "content of a stage")
         return made[0]
-
-
-def _check_apart(in_order: Sequence[Any]) -> None:
-    """Raise CheckpointError if two stages use one name for different tensors: a checkpoint has one tensor per name."""
-    seen: dict[str, Any] = {}
-    for told in in_order:
-        for name in [*(each[0] for each in told["model"]), *told["tied"]]:
-            first = seen.setdefault(name, told)
-            if first is not told and not _is_alike(name, first, told):
-                raise CheckpointError(
-                    f"'{name}' is in stage {first['index']} and in stage {told['index']}: modules of stages have the names of the "
-                    "whole model, each in one stage; of weights that stages tie, save one (buffers of one name must have equal bits)"
-                )
-
-
-def _is_alike(name: str, first: Any, other: Any) -> bool:
-    """Return whether a tensor that both stages hold whole (a buffer, or an option of a group) has equal bits."""
-    return name in first["checksums"] and first["checksums"][name] == other["checksums"].get(name)
 
 
 def _in_parts(tensor: Any, peers: Peers, *, of_first: bool) -> Sliced:
@@ -203,35 +162,35 @@ def _in_parts(tensor: Any, peers: Peers, *, of_first: bool) -> Sliced:
 
 
 def _join(
-    in_order: Sequence[Any], owned: Mapping[int, Any], stem: str, takes: Callable[[Any, str], bool]
+    in_order: Sequence[Any], owned: Mapping[int, Any], stem: str, tied: Iterable[str], why: str
 ) -> dict[str, Any]:
-    """Return the tensors of all stages. For a name in several stages, with equal tensors, take the first stage's."""
+    """Return the tensors of all stages; of equal ones, such as options of a group, the first stage's. `why` ends the error
+    if two stages use one name, or one of `tied`, for different tensors."""
     found: dict[str, Any] = {}
     first: dict[str, Any] = {}
-    kinds: dict[str, Any] = {}
     for told in in_order:
-        for name, dtype, shape in told[stem]:
-            if not takes(told, name):
-                continue
-            if kinds.setdefault(name, (dtype, shape)) != (dtype, shape):
-                raise CheckpointError(
-                    f"'{name}' of stage {told['index']} has another shape or dtype than in a stage before it"
-                )
-            if name in found and not _is_alike(name, first[name], told):
-                raise CheckpointError(
-                    f"'{name}' of the optimizers of stage {first[name]['index']} and stage {told['index']} differs: one checkpoint "
-                    "holds one optimizer"
-                )
-            first.setdefault(name, told)
-            own = owned.get(told["index"], {}).get(f"{stem}.{name}")
-            found.setdefault(name, own or Sliced(getattr(torch, dtype), tuple(shape), ()))
+        kinds = {name: (dtype, shape) for name, dtype, shape in told[stem]}
+        for name in [*kinds, *(each for each in tied if each in told["tied"])]:
+            before = first.setdefault(name, told)
+            bits = before["checksums"].get(name)
+            if before is not told and (bits is None or bits != told["checksums"].get(name)):
+                raise CheckpointError(f"'{name}' is in stage {before['index']} and in stage {told['index']}: {why}")
+            if before is told and name in kinds:
+                dtype, shape = kinds[name]
+                own = owned.get(told["index"], {}).get(f"{stem}.{name}")
+                found[name] = own or Sliced(getattr(torch, dtype), tuple(shape), ())
     return found
 
 
 def _joined_model(in_order: Sequence[Any], owned: Mapping[int, Any]) -> ModelTensors:
     tied = {name: kept for told in in_order for name, kept in told["tied"].items()}
-    parameters = _join(in_order, owned, "model", lambda told, name: name not in told["buffers"])
-    return ModelTensors(parameters, _join(in_order, owned, "model", lambda told, name: name in told["buffers"]), tied)
+    why = (
+        "modules of stages have the names of the whole model, each in one stage; of weights that stages tie, save one "
+        "(buffers of one name must have equal bits)"
+    )
+    found, buffers = _join(in_order, owned, "model", tied, why), {n for told in in_order for n in told["buffers"]}
+    parameters = {name: each for name, each in found.items() if name not in buffers}
+    return ModelTensors(parameters, {name: each for name, each in found.items() if name in buffers}, tied)
 
 
 def _joined_optimizer(in_order: Sequence[Any], owned: Mapping[int, Any]) -> tuple[dict[str, Any] | None, Any]:
@@ -241,14 +200,14 @@ def _joined_optimizer(in_order: Sequence[Any], owned: Mapping[int, Any]) -> tupl
         return None, None
     body = trees[0]
     for told, other in zip(in_order[1:], trees[1:]):
+        what = ""
         if body is None or other is None or len(other["groups"]) != len(body["groups"]):
+            what = "parameter groups"
+        elif body.get("further") != other.get("further"):
+            what = "state beside that of parameters"
+        if what:
             raise CheckpointError(
-                f"the optimizer of stage {told['index']} has other parameter groups than the first stage's"
-            )
-        if body.get("further") != other.get("further"):
-            raise CheckpointError(
-                f"the optimizer of stage {told['index']} has other state beside that of parameters than the first stage's: one "
-                "checkpoint holds one optimizer"
+                f"the optimizer of stage {told['index']} has other {what} than the first stage's: one checkpoint holds one optimizer"
             )
         for number, (mine, theirs) in enumerate(zip(body["groups"], other["groups"])):
             odd = next((k for k in {**mine, **theirs} if k != "params" and mine.get(k) != theirs.get(k)), None)
@@ -259,7 +218,7 @@ def _joined_optimizer(in_order: Sequence[Any], owned: Mapping[int, Any]) -> tupl
                 )
             mine["params"] += [name for name in theirs["params"] if name not in mine["params"]]
         body["state"] |= {name: each for name, each in other["state"].items() if name not in body["state"]}
-    return _join(in_order, owned, "optimizer", lambda told, name: True), body
+    return _join(in_order, owned, "optimizer", (), "one checkpoint holds one optimizer, with equal options"), body
 
 
 def load_stages(
@@ -306,11 +265,9 @@ def load_stages(
         for reader, _ in agreed:
             reader.take_back()
         raise
-    extra: list[Any] = [None]
-
-    def fill() -> None:
-        for reader, of_it in agreed:
-            extra[0] = apply_together(reader, of_it, everything=False)
-
-    peers.together(fill, f"load of {path}")
-    return extra[0]
+    extras: list[Any] = []
+    peers.together(
+        lambda: extras.extend(apply_together(reader, of_it, everything=False) for reader, of_it in agreed),
+        f"load of {path}",
+    )
+    return extras[-1] if extras else None
