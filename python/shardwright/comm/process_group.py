@@ -32,6 +32,7 @@ import torch.distributed as dist
 from .._engine import CommError, HostComm, forked
 from ..layout.memory import check_sendable
 from ..layout.shard_mesh import Slicing
+from ..torch_compat.internals import default_store, make_gloo
 from . import wire
 from .agreement import gather_values
 from .attempt import attempt_store
@@ -182,7 +183,7 @@ class HostGroup:
         if self.world_size == 1:
             return Meeting(secrets.token_bytes(SECRET_BYTES), [0], [line]), None
         meeting = Rendezvous(
-            dist.PrefixStore(_next_meeting(self.name, group), dist.distributed_c10d._get_default_store()),
+            dist.PrefixStore(_next_meeting(self.name, group), default_store()),
             *(self.rank, self.world_size, line.host, timeout_s),
             assembly=assembly_of(group),
             warn_after_s=self._warn_start_s,
@@ -249,9 +250,9 @@ class HostGroup:
         every rank of the job, or name the group after the process's count of groups. Ranks with different counts would
         then wait for one another for ever.
         """
-        store = dist.PrefixStore(f"{self._store_name}/{name}", dist.distributed_c10d._get_default_store())
+        store = dist.PrefixStore(f"{self._store_name}/{name}", default_store())
         timeout = timedelta(seconds=min(timeout_s, 1e6))
-        return wire.make_gloo(store, ranks.index(self.rank), len(ranks), timeout, connects_late)
+        return make_gloo(store, ranks.index(self.rank), len(ranks), timeout, connects_late)
 
     def make_wire(self, name: str, secret: bytes, timeout_s: float) -> wire.Wire:
         """Return a wire between the carriers. Collective over them; the timeout bounds the rendezvous."""

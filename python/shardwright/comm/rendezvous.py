@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from .._engine import CommError, CommTimeoutError
 from ..layout.memory import bytes_of
+from ..torch_compat.internals import cpu_backend
 from .waits import START_S, Wait, log
 
 #: children of a rank in the tree
@@ -435,7 +436,7 @@ def assembly_of(group: Any) -> Assembly | None:
     """Return the assembly of torch's `group`, if that has Gloo for the CPU."""
     if "cpu:gloo" not in str(dist.get_backend_config(group)):
         return None
-    return Assembly(group._get_backend(torch.device("cpu")))
+    return Assembly(cpu_backend(group))
 
 
 def _error_of(said: dict[str, Any]) -> CommError:

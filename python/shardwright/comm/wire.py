@@ -16,7 +16,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ..layout.memory import bytes_of
 
@@ -195,25 +194,6 @@ def first_peers(place: int, count: int) -> list[int]:
         steps += [far for far in range(step, step * _RADIX, step) if far < count]
         step *= _RADIX
     return sorted({(place + far * way) % count for far in steps for way in (1, -1)})
-
-
-def make_gloo(store: Any, rank: int, count: int, timeout: timedelta, connects_late: bool = False) -> Any:
-    """Make a Gloo group as a backend, without torch's dispatch. `connects_late`: connect at first use, if this torch
-    can.
-    """
-    if not connects_late or os.environ.get("GLOO_DEVICE_TRANSPORT", "TCP") != "TCP":
-        return dist.ProcessGroupGloo(store, rank, count, timeout)
-    gloo: Any = dist.ProcessGroupGloo  # torch's stubs have no _Options
-    options = gloo._Options()
-    interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    try:
-        options._devices = [
-            dist.ProcessGroupGloo.create_device(interface=name, lazy_init=True) for name in interfaces
-        ] or [dist.ProcessGroupGloo.create_default_device(lazy_init=True)]
-    except TypeError:  # before torch 2.7
-        return dist.ProcessGroupGloo(store, rank, count, timeout)
-    options._timeout = timeout
-    return dist.ProcessGroupGloo(store, rank, count, options)
 
 
 def let_go() -> None:

@@ -1,4 +1,4 @@
-"""Every hook into autograd, the optimizers and the compiler. The only file that uses private names of torch.
+"""Every hook into autograd, the optimizers and the compiler.
 
 Each private name has a fallback, so a torch without it lacks a feature but runs:
 

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from ..._engine import CheckpointError
 from ...layout.memory import address_of, has_memory, without_memory
 from ...torch_compat.dtensor import is_dtensor
+from ...torch_compat.internals import buffers_of_state
 from ..slices import Sliced, check_placements
 
 #: children of wrappers that names in a checkpoint leave out
@@ -144,9 +145,8 @@ def _walk_parameters(model: torch.nn.Module, prefix: str) -> Iterator[tuple[str,
 
 def _walk_buffers(model: torch.nn.Module, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
     for place, module in walk(model, prefix):
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield place + name, buffer
+        for name, buffer in buffers_of_state(module).items():
+            yield place + name, buffer
 
 
 def check_savable(name: str, tensor: torch.Tensor) -> None:
