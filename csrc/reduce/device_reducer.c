@@ -109,7 +109,6 @@ static sw_status create_buckets(sw_device_reducer *r, const sw_device_reducer_co
                                   .slices = config->slices,
                                   .row = config->row,
                                   .column = config->column,
-                                  .is_lent = config->is_lent,
                                   .numel = most,
                                   .bytes = largest};
     return sw_device_mean_init(&r->mean, &mean, err);
@@ -219,19 +218,6 @@ sw_status sw_device_reducer_adopt(sw_device_reducer *r, size_t index, void *data
     return SW_OK;
 }
 
-sw_status sw_device_reducer_lend(sw_device_reducer *r, void *contributions, void *compressed,
-                                 sw_error *err)
-{
-    bool lacks = !contributions || (r->mean.wire != SW_DTYPE_COUNT && !compressed);
-    if (!r->mean.is_lent || r->steps > 0 || lacks)
-        SW_FAIL(err, SW_E_STATE, "device reducer: memory is lent %s",
-                lacks              ? "whole: for contributions and, with wire, what travels"
-                : !r->mean.is_lent ? "to one that was made for it"
-                                   : "before the first step");
-    sw_device_mean_lend(&r->mean, contributions, compressed);
-    return SW_OK;
-}
-
 sw_status sw_device_reducer_divide_by(sw_device_reducer *r, int count, sw_error *err)
 {
     int world_size = r->comm->peers->world_size;
@@ -266,8 +252,6 @@ sw_status sw_device_reducer_begin(sw_device_reducer *r, sw_stream *producer, sw_
         SW_FAIL(err, SW_E_STATE,
                 "device reducer: begin of step %llu before release of the step before",
                 (unsigned long long)r->steps);
-    if (r->mean.is_lent && !r->mean.lent)
-        SW_FAIL(err, SW_E_STATE, "device reducer: begin before memory was lent");
     SW_TRY(sw_device_refuse_capture(r->device, producer, "a backward", err));
     /* Order writes to buckets after the previous step's optimizer has read them. */
     SW_TRY(ops->stream_wait(r->device, producer, r->consumed, err));

@@ -74,7 +74,6 @@ typedef struct sw_device_reducer_config {
     sw_redop op;           /* MEAN or SUM */
     bool deterministic;
     bool sliced;
-    bool is_lent;                 /* sw_device_reducer_lend provides memory before the first step */
     const sw_slices *slices;      /* borrowed for the call; NULL: one a rank. Only with `sliced` */
     sw_device_comm *row, *column; /* borrowed, as `comm`: see sw_device_mean_config */
     sw_dtype wire; /* FLOAT16 or BFLOAT16: the dtype in which means of float32, float16 and bfloat16
@@ -96,11 +95,6 @@ void sw_device_reducer_destroy(sw_device_reducer *reducer);
  * step has posted a bucket. */
 SW_MUST_USE sw_status sw_device_reducer_adopt(sw_device_reducer *reducer, size_t index, void *data,
                                               sw_error *err);
-
-/* With `is_lent`: use the caller's memory, which outlives the reducer, instead of its own; see
- * sw_device_mean_lend. SW_E_STATE without `is_lent`, or after a step. */
-SW_MUST_USE sw_status sw_device_reducer_lend(sw_device_reducer *reducer, void *contributions,
-                                             void *compressed, sw_error *err);
 
 bool sw_device_reducer_takes_part(const sw_device_reducer *reducer, size_t index);
 

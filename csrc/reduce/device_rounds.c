@@ -91,7 +91,6 @@ static sw_status create_all(device_rounds *d, const sw_layout_param *params,
 {
     sw_device_reducer_config config = {.deterministic = options->deterministic,
                                        .sliced = options->sliced,
-                                       .is_lent = options->is_lent,
                                        .slices = options->sliced ? options->slices : NULL,
                                        .row = options->row,
                                        .column = options->column,
@@ -174,11 +173,6 @@ sw_status sw_reducer_set_places(sw_reducer *reducer, void *const *places, const 
     d->place_count = count;
     d->turn = 0;
     return SW_OK;
-}
-
-sw_status sw_reducer_lend(sw_reducer *reducer, void *contributions, void *compressed, sw_error *err)
-{
-    return sw_device_reducer_lend(device_of(reducer)->engine, contributions, compressed, err);
 }
 
 /* Release the previous round's means: the optimizer has enqueued all reads of them. */

@@ -202,7 +202,8 @@ SIM_API int sim_torch_blocked(long *calls)
     return blocked;
 }
 
-/* Device memory that allocations of the driver may have, 0: any; and what of it torch's cache holds.
+/* Device memory that allocations of the driver may have, 0: any; and what of it torch's cache
+ * holds.
  */
 SIM_API void sim_torch_limit_memory(uint64_t limit_bytes)
 {

@@ -11,7 +11,6 @@
  *     by slots;
  *   - a step does not wait on the host, unless a gradient is unused on this rank;
  *   - each driver call that fails ends in a named error and leaves nothing;
- *   - all of it holds in memory that is registered with NCCL.
  */
 #include <math.h>
 #include <stdio.h>
@@ -19,7 +18,6 @@
 #include <string.h>
 
 #include "comm/device_norm.h"
-#include "comm/device_region.h"
 #include "gpu_ranks.h"
 #include "kernels/kernels.h"
 #include "kernels/optim_kernels.h"
@@ -50,8 +48,7 @@ typedef struct model { /* the training of one bucket */
 typedef struct training {
     int stage; /* 1: the optimizer steps on slices; 2: means are slices too */
     bool deterministic;
-    bool narrowed;   /* means travel as bfloat16 */
-    bool registered; /* all memory passed to NCCL but use bytes lies in one region */
+    bool narrowed; /* means travel as bfloat16 */
     int steps;
     long fail_nth;      /* the call of rank 0 that fails; 0: none */
     bool stop_in_step;  /* destroy while buckets are in flight */
@@ -197,28 +194,7 @@ typedef struct loop {
     model part[BUCKETS];
     void *place[SW_DEVICE_PLACES]; /* device memory of the largest bucket */
     float *pinned[BUCKETS];
-    sw_device_region *region;
-    size_t taken; /* bytes of the region in use */
 } loop;
-
-enum { PIECE_BYTES = sizeof(float[NUMEL_MAX]) }; /* the largest piece of the region */
-
-/* Allocate device memory of at most PIECE_BYTES, in the region if there is one. */
-static sw_status take_memory(loop *l, size_t bytes, void **memory)
-{
-    sw_device *device = l->self->device;
-    if (!l->region)
-        return device->ops->memory_alloc(device, bytes, memory, &l->self->err);
-    *memory = (char *)sw_device_region_memory(l->region) + l->taken;
-    l->taken += PIECE_BYTES;
-    return SW_OK;
-}
-
-static void give_memory(loop *l, void *memory)
-{
-    if (!l->region)
-        l->self->device->ops->memory_free(l->self->device, memory);
-}
 
 static size_t slice_of(const loop *l, size_t b)
 {
@@ -244,12 +220,8 @@ static sw_status prepare(loop *l)
     SW_TRY(device->ops->stream_create(device, false, &l->optimizer, err));
     SW_TRY(device->ops->event_create(device, &l->loaded, err));
     SW_TRY(device->ops->event_create(device, &l->ended, err));
-    if (l->run->registered)
-        SW_TRY(sw_device_region_create(l->self->all,
-                                       (2 * BUCKETS + SW_DEVICE_PLACES + 2) * PIECE_BYTES,
-                                       l->backward, &l->region, err));
     for (int p = 0; p < SW_DEVICE_PLACES; ++p)
-        SW_TRY(take_memory(l, PIECE_BYTES, &l->place[p]));
+        SW_TRY(device->ops->memory_alloc(device, sizeof(float[NUMEL_MAX]), &l->place[p], err));
     for (int b = 0; b < BUCKETS; ++b) {
         size_t bytes = numels[b] * sizeof(float);
         float start[NUMEL_MAX];
@@ -259,9 +231,7 @@ static sw_status prepare(loop *l)
         float **device_memory[] = {&l->part[b].p, &l->part[b].m, &l->part[b].v,
                                    (float **)&l->part[b].source, (float **)&l->part[b].bucket};
         for (int k = 0; k < 5; ++k) {
-            bool travels = k == 0 || k == 4; /* parameters are gathered */
-            SW_TRY(travels ? take_memory(l, bytes, &memory)
-                           : device->ops->memory_alloc(device, bytes, &memory, err));
+            SW_TRY(device->ops->memory_alloc(device, bytes, &memory, err));
             *device_memory[k] = memory;
         }
         for (size_t i = 0; i < numels[b]; ++i)
@@ -471,7 +441,6 @@ static sw_status train(loop *l)
                                        .op = SW_REDOP_MEAN,
                                        .deterministic = l->run->deterministic,
                                        .sliced = l->run->stage == 2,
-                                       .is_lent = l->run->registered,
                                        .wire =
                                            l->run->narrowed ? SW_DTYPE_BFLOAT16 : SW_DTYPE_COUNT};
     SW_TRY(prepare(l));
@@ -479,12 +448,6 @@ static sw_status train(loop *l)
     specs[1].data = l->part[1].bucket;
     SW_TRY(sw_device_reducer_create(&config, &l->reducer, &l->self->err));
     SW_TRY(sw_device_reducer_adopt(l->reducer, 2, l->part[2].bucket, &l->self->err));
-    if (l->region) {
-        void *contributions, *compressed;
-        SW_TRY(take_memory(l, PIECE_BYTES, &contributions));
-        SW_TRY(take_memory(l, PIECE_BYTES, &compressed));
-        SW_TRY(sw_device_reducer_lend(l->reducer, contributions, compressed, &l->self->err));
-    }
     for (int step = 0; step < l->run->steps; ++step) {
         uint64_t waits = l->self->device->stats.host_waits;
         uint64_t allocations = l->self->device->stats.allocations;
@@ -506,7 +469,7 @@ static void tear_down(loop *l)
     }
     sw_device_reducer_destroy(l->reducer);
     for (int b = 0; b < BUCKETS; ++b) /* all readers of released means are done */
-        give_memory(l, l->part[b].bucket);
+        device->ops->memory_free(device, l->part[b].bucket);
     if (l->ended && l->optimizer) {
         (void)!device->ops->event_record(device, l->ended, l->optimizer, NULL);
         (void)!device->ops->event_wait(device, l->ended, TIMEOUT_NS, "the test's optimizer", NULL);
@@ -514,15 +477,14 @@ static void tear_down(loop *l)
         (void)!device->ops->event_wait(device, l->ended, TIMEOUT_NS, "the test's backward", NULL);
     }
     for (int p = 0; p < SW_DEVICE_PLACES; ++p)
-        give_memory(l, l->place[p]);
+        device->ops->memory_free(device, l->place[p]);
     for (int b = 0; b < BUCKETS; ++b) {
         void *memory[] = {l->part[b].m, l->part[b].v, l->part[b].source};
-        give_memory(l, l->part[b].p);
+        device->ops->memory_free(device, l->part[b].p);
         for (int k = 0; k < 3; ++k)
             device->ops->memory_free(device, memory[k]);
         device->ops->pinned_free(device, l->pinned[b]);
     }
-    sw_device_region_destroy(l->region);
     device->ops->event_destroy(device, l->loaded);
     device->ops->event_destroy(device, l->ended);
     device->ops->stream_destroy(device, l->backward);
@@ -555,18 +517,16 @@ static bool train_rank(gpu_rank *self)
 typedef enum way { NCCLS_MEAN, DETERMINISTIC, NARROWED, WAYS } way;
 static const char *const way_names[WAYS] = {"NCCL's mean", "deterministic", "narrowed"};
 
-static void check_training(int world_size, int stage, way how, sim_policy policy, uint64_t seed,
-                           bool registered)
+static void check_training(int world_size, int stage, way how, sim_policy policy, uint64_t seed)
 {
     bool deterministic = how == DETERMINISTIC;
     bool joins = stage == 0 && world_size > 1 && seed % 2 == 0;
     static training run;
     static float expected[BUCKETS][NUMEL_MAX];
     char label[96];
-    snprintf(label, sizeof label, "W = %d, stage %d, %s, policy %d, seed %d%s", world_size, stage,
-             way_names[how], (int)policy, (int)seed, registered ? ", registered" : "");
+    snprintf(label, sizeof label, "W = %d, stage %d, %s, policy %d, seed %d", world_size, stage,
+             way_names[how], (int)policy, (int)seed);
     run = (training){.stage = stage,
-                     .registered = registered,
                      .deterministic = deterministic,
                      .narrowed = how == NARROWED,
                      .steps = STEPS,
@@ -621,7 +581,6 @@ typedef struct failing_case {
     training run;
     int stage;
     way how;
-    bool registered;
 } failing_case;
 
 static bool fail_among(int world_size, long nth, failing_case *tried)
@@ -629,7 +588,6 @@ static bool fail_among(int world_size, long nth, failing_case *tried)
     tried->run = (training){.stage = tried->stage,
                             .deterministic = tried->how == DETERMINISTIC,
                             .narrowed = tried->how == NARROWED,
-                            .registered = tried->registered,
                             .steps = 2,
                             .fail_nth = nth};
     return gpu_ranks_run(world_size, SIM_EAGER, 1, train_rank, &tried->run);
@@ -645,18 +603,18 @@ static bool fail_first_of_three(long nth, void *context)
     return fail_among(3, nth, context);
 }
 
-static void check_failing_rank(int stage, way how, bool registered)
+static void check_failing_rank(int stage, way how)
 {
     static failing_case tried;
-    tried = (failing_case){.stage = stage, .how = how, .registered = registered};
+    tried = (failing_case){.stage = stage, .how = how};
     gpu_check_failing_rank(fail_first_of_three, &tried, tried.run.message, tried.run.failed,
                            getenv("SW_TEST_LONG") ? 1 : 61);
 }
 
-static void check_failing_calls(int stage, way how, bool registered)
+static void check_failing_calls(int stage, way how)
 {
     static failing_case tried;
-    tried = (failing_case){.stage = stage, .how = how, .registered = registered};
+    tried = (failing_case){.stage = stage, .how = how};
     gpu_check_failing_calls(fail_at, &tried, tried.run.message[0]);
 }
 
@@ -665,19 +623,11 @@ static void check_trainings(int world_size, uint64_t seeds)
     for (int policy = 0; policy < SIM_POLICY_COUNT; ++policy)
         for (uint64_t seed = 1; seed <= seeds; ++seed)
             for (int stage = 0; stage <= 2; ++stage) {
-                check_training(world_size, stage, DETERMINISTIC, (sim_policy)policy, seed, false);
-                check_training(world_size, stage, NCCLS_MEAN, (sim_policy)policy, seed, false);
+                check_training(world_size, stage, DETERMINISTIC, (sim_policy)policy, seed);
+                check_training(world_size, stage, NCCLS_MEAN, (sim_policy)policy, seed);
                 if (seed == 1)
-                    check_training(world_size, stage, NARROWED, (sim_policy)policy, seed, false);
+                    check_training(world_size, stage, NARROWED, (sim_policy)policy, seed);
             }
-}
-
-static void check_registered_trainings(void)
-{
-    for (int policy = 0; policy < SIM_POLICY_COUNT; ++policy)
-        for (int stage = 0; stage <= 2; ++stage)
-            for (way how = NCCLS_MEAN; how < WAYS; ++how)
-                check_training(3, stage, how, (sim_policy)policy, 1, true);
 }
 
 static void check_early_ends(void)
@@ -694,20 +644,18 @@ int main(int argc, char **argv)
         return check_result();
     check_trainings(1, SEEDS);
     check_trainings(3, SEEDS);
-    check_registered_trainings();
     check_early_ends();
     for (int stage = 0; stage <= 2; ++stage)
-        check_failing_calls(stage, stage != 1 ? DETERMINISTIC : NCCLS_MEAN, false);
-    check_failing_calls(2, NCCLS_MEAN, false);
-    check_failing_calls(2, NARROWED, false);
-    check_failing_calls(2, NARROWED, true);
+        check_failing_calls(stage, stage != 1 ? DETERMINISTIC : NCCLS_MEAN);
+    check_failing_calls(2, NCCLS_MEAN);
+    check_failing_calls(2, NARROWED);
     for (int stage = 0; stage <= 2; ++stage)
-        check_failing_rank(stage, stage == 1 ? DETERMINISTIC : NCCLS_MEAN, stage == 2);
+        check_failing_rank(stage, stage == 1 ? DETERMINISTIC : NCCLS_MEAN);
     for (int where = SW_SLOTS_ON_HOST; where <= SW_SLOTS_ON_DEVICE; ++where) {
         gpu_ranks_slots = (gpu_slots){4096, (sw_slot_place)where};
         check_trainings(3, 2);
         check_early_ends();
-        check_failing_calls(2, NARROWED, false);
+        check_failing_calls(2, NARROWED);
     }
     return check_result();
 }

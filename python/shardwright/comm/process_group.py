@@ -56,17 +56,7 @@ _forced_hosts: Sequence[int] | None = None
 class HostGroup:
     """The ranks of one process group, joined by shared memory inside each host and by a bridge across.
 
-    Attributes
-    ----------
-    comm : HostComm
-    rank, world_size : int
-        Numbers inside the group.
-    name : str
-        torch's name of the group.
-    hosts : list of str
-        Each rank's host name, only for error messages.
-    host_of : list of int
-        Each rank's host, numbered by its lowest rank: ranks of one host map one another's memory.
+    `host_of` is each rank's host, numbered by its lowest rank; `hosts` their names, for messages.
     """
 
     def __init__(self, group: Any, name: str, timeout_s: float, warn_after_s: float | None = WARN_AFTER_S) -> None:
@@ -380,15 +370,10 @@ def live_groups() -> list[HostGroup]:
 
 
 def resolve_group(process_group: Any, device_mesh: Any, *, trains: bool = False) -> Any:
-    """Return torch's group for these options; None for a single rank without one.
+    """Return torch's group for these options; None for a single rank without one. ValueError if this rank is not in it.
 
     With `trains` (a module will train over it) and without a launcher, make a default group of one rank, as under a
     launcher of one rank, and log a line.
-
-    Raises
-    ------
-    ValueError
-        If this rank is not part of the group.
     """
     if device_mesh is not None:
         _check_member(device_mesh)

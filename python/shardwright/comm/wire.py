@@ -36,25 +36,8 @@ class Wire:
     """The wire between the carriers of hosts, over a Gloo group of our own; implements csrc/comm/bridge.h.
 
     The first message each way is a token, HMAC-SHA256 of both ranks under the group's secret. No message of a peer is
-    accepted before its token. Carriers that exchange frames send tokens at the start, others at first use.
-
-    Parameters
-    ----------
-    gloo : ProcessGroupGloo
-    carriers : sequence of int
-        The group's rank of each rank of `gloo`.
-    secret : bytes
-        A secret of the carriers that no other process knows.
-    before : set of (int, str)
-        Sockets of this process before `gloo` was made. A forked child closes the later ones: a child that outlives a
-        killed process would keep its connections open.
-    exits : callable
-        A function that returns True if the process is about to end.
-
-    Raises
-    ------
-    RuntimeError
-        If a peer did not answer, or its token is wrong.
+    accepted before its token. Carriers that exchange frames send tokens at the start, others at first use. A forked
+    child closes the sockets that `before` lacks: one that outlives a killed process would keep them open.
     """
 
     #: rate below which carriers send packets (docs/design/hosts_packets.md); the engine reads it once
