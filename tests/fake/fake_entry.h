@@ -24,11 +24,11 @@
     LEAVE(SW_CU_INVALID_CONTEXT)
 
 /* Replace a handle that the caller gave by its stream. */
-#define NAMED_STREAM(stream)             \
-    do {                                 \
-        (stream) = sim_stream(stream);   \
-        if (!(stream))                   \
-            LEAVE(SW_CU_INVALID_HANDLE); \
+#define NAMED_STREAM(stream)              \
+    do {                                  \
+        (stream) = sim_stream(stream);    \
+        if (!(stream))                    \
+            LEAVE(SW_CU_INVALID_HANDLE);  \
     } while (0)
 
 /* Begin a call that a capture into a graph forbids; cuda.h calls it potentially unsafe. */

@@ -64,7 +64,8 @@ static void check_over(const sim_block *block, const sim_site *site, const char 
     const sim_clock *clock = &sim.rank[sim_current_rank()].clock;
     for (const sim_segment *s = block->segments; s; s = s->next) {
         const sim_touch *late = NULL;
-        if (s->written && is_own_actor(s->write.actor) && s->write.time > clock->at[s->write.actor])
+        if (s->written && is_own_actor(s->write.actor) &&
+            s->write.time > clock->at[s->write.actor])
             late = &s->write;
         for (int r = 0; r < s->read_count; ++r)
             if (is_own_actor(s->read[r].actor) && s->read[r].time > clock->at[s->read[r].actor])
@@ -280,9 +281,8 @@ SIM_API int cuIpcOpenMemHandle_v2(sw_cu_address *address, sw_cu_ipc_handle handl
     }
     snprintf(path, sizeof path, "/proc/%d/fd/%d", given.pid, given.file);
     int file = open(path, O_RDWR | O_CLOEXEC);
-    void *memory = file < 0
-                       ? MAP_FAILED
-                       : mmap(NULL, given.size_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    void *memory = file < 0 ? MAP_FAILED
+                            : mmap(NULL, given.size_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
     if (file >= 0)
         close(file);
     if (memory == MAP_FAILED)

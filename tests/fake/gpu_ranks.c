@@ -122,9 +122,8 @@ sw_status gpu_rank_create(gpu_rank *self)
 sw_status gpu_rank_open(gpu_rank *self, int64_t timeout_ns)
 {
     SW_TRY(gpu_rank_create(self));
-    sw_slot_parts parts = {.base = self->part,
-                           .slot_bytes = gpu_ranks_slots.slot_bytes,
-                           .place = gpu_ranks_slots.place};
+    sw_slot_parts parts = {
+        .base = self->part, .slot_bytes = gpu_ranks_slots.slot_bytes, .place = gpu_ranks_slots.place};
     if (self->part)
         SW_TRY(sw_device_comm_connect_slots(self->all, &parts, self->rank, self->world_size,
                                             timeout_ns, &self->err));

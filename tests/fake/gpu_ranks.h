@@ -15,7 +15,7 @@ typedef struct gpu_rank {
     const char *cuda, *nccl; /* paths of the fakes */
     const sim_controls *sim;
     sw_nccl_id id;
-    uint8_t **part;      /* parts of the slots of this run; NULL: NCCL */
+    uint8_t **part; /* parts of the slots of this run; NULL: NCCL */
     sw_device_comm *all; /* made by gpu_rank_open; owns the next three */
     sw_device *device;
     sw_kernel_set kernels;

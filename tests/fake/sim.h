@@ -223,16 +223,16 @@ typedef struct sim_state {
                                asks */
     sim_site gil_site[SIM_GIL_MAX]; /* distinct calls that enqueued with it */
     int gil_count;
-    int queue_limit; /* operations that a stream holds before a call that adds one blocks; 0: any */
-    bool stalled;    /* nothing runs */
-    int blocked;     /* threads inside such a call */
-    long blocked_calls;          /* calls that blocked so far */
+    int queue_limit;    /* operations that a stream holds before a call that adds one blocks; 0: any */
+    bool stalled;       /* nothing runs */
+    int blocked;        /* threads inside such a call */
+    long blocked_calls; /* calls that blocked so far */
     uint64_t memory_limit_bytes; /* of device memory that is allocated and cached; 0: none */
     uint64_t cached_bytes;       /* torch's allocator holds them */
     const sw_kernel_contract *contracts;
     int contract_count;
     sim_kernel_text *text; /* runs kernels in place of their references; or NULL */
-    int spoiled; /* the kernel, from 1, whose first written byte comes out wrong; 0: none */
+    int spoiled;           /* the kernel, from 1, whose first written byte comes out wrong; 0: none */
     int report_count;
     sim_note note[SIM_NOTE_MAX];  /* the first reports are kept */
     char report[1 << 16];         /* their text, made when it is asked for */
@@ -281,8 +281,8 @@ SIM_API void sim_join(sim_clock *into, const sim_clock *from);
 SIM_API void sim_tick(sw_cu_stream stream);
 SIM_API sim_op *sim_op_new(sim_op_kind kind, const char *operation);
 SIM_API void sim_enqueue(sw_cu_stream stream, sim_op *op);
-/* Before an operation is enqueued: block while the stream's queue is full, as a driver does,
- * without the gate, so that other threads' calls and the GPU go on. */
+/* Before an operation is enqueued: block while the stream's queue is full, as a driver does, without
+ * the gate, so that other threads' calls and the GPU go on. */
 SIM_API void sim_wait_for_room(sw_cu_stream stream);
 /* Where an operation was enqueued, as text: slow, addr2line is asked. */
 SIM_API void sim_site_describe(char *out, size_t bytes, const sim_site *site);

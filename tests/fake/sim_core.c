@@ -18,8 +18,8 @@ sim_state sim = {.device_count = SIM_DEVICE_MAX, .version = 13000};
 
 static pthread_mutex_t gate = PTHREAD_MUTEX_INITIALIZER;
 /* One condition a rank, since waking the other ranks as well costs more than their work. */
-static pthread_cond_t turn[SIM_DEVICE_MAX] = {[0 ... SIM_DEVICE_MAX - 1] =
-                                                  PTHREAD_COND_INITIALIZER};
+static pthread_cond_t turn[SIM_DEVICE_MAX] = {
+    [0 ... SIM_DEVICE_MAX - 1] = PTHREAD_COND_INITIALIZER};
 static __thread int own_rank;
 
 /* ---- the baton ---- */
@@ -436,11 +436,10 @@ static const char *leaks(void)
         contexts += sim.context[r].retained;
     text[0] = '\0';
     if (blocks || registered || streams || events || contexts || sim.modules || sim.comms)
-        snprintf(
-            text, sizeof text,
-            "%d allocations, %d registrations, %d streams, %d events, %d modules, %d contexts, "
-            "%d communicators",
-            blocks, registered, streams, events, sim.modules, contexts, sim.comms);
+        snprintf(text, sizeof text,
+                 "%d allocations, %d registrations, %d streams, %d events, %d modules, %d contexts, "
+                 "%d communicators",
+                 blocks, registered, streams, events, sim.modules, contexts, sim.comms);
     return text;
 }
 

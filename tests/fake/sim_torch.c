@@ -79,7 +79,7 @@ SIM_API void sim_torch_adopt(void *stream, void *memory, uint64_t size_bytes)
 }
 
 /* Mark the block that an operation of torch's writes to. The host's thread writes it from now on,
- * without the gate. Torch may not own the block: it is given memory registered with NCCL. */
+ * without the gate. */
 static void note_writer(const sim_torch_access *access)
 {
     sim_block *block =
@@ -202,8 +202,7 @@ SIM_API int sim_torch_blocked(long *calls)
     return blocked;
 }
 
-/* Device memory that allocations of the driver may have, 0: any; and what of it torch's cache
- * holds.
+/* Device memory that allocations of the driver may have, 0: any; and what of it torch's cache holds.
  */
 SIM_API void sim_torch_limit_memory(uint64_t limit_bytes)
 {

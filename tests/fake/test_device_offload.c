@@ -140,7 +140,8 @@ static sw_status step_seen(const void *given, const sw_optim_run *runs, size_t c
                              "the host's step: gradients");
         gpu_sim->host_access(r->copy ? r->copy : r->p,
                              r->numel * (r->copy ? sw_dtype_size_bytes(r->copy_dtype) : 4),
-                             SW_ACCESS_READ | SW_ACCESS_WRITE, "the host's step: parameters");
+                             SW_ACCESS_READ | SW_ACCESS_WRITE,
+                             "the host's step: parameters");
     }
     if (o->run->threads == 1 && o->pieces++ == o->run->fail_piece)
         SW_FAIL(err, SW_E_INVALID, "the test refuses piece %d", o->run->fail_piece);

@@ -1,9 +1,9 @@
 /* test_kernel_text.c - compare the .cu text, compiled by the host's compiler, with the contracts'
  * references.
  *
- * Law: for every case of csrc/kernels/kernel_cases.h and several grids, the arena after the text
- * ran equals the arena after the reference ran, guard bytes included, and only declared bytes
- * changed. Every kernel has cases, and making a case twice gives the same bytes. */
+ * Law: for every case of csrc/kernels/kernel_cases.h and several grids, the arena after the text ran
+ * equals the arena after the reference ran, guard bytes included, and only declared bytes changed.
+ * Every kernel has cases, and making a case twice gives the same bytes. */
 #include <stdlib.h>
 #include <string.h>
 

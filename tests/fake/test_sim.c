@@ -5,7 +5,8 @@
 
 #include "gpu_ranks.h"
 
-static const int64_t TIMEOUT_NS = 30000000000; /* the simulation detects a deadlock sooner */
+static const int64_t TIMEOUT_NS =
+    30000000000; /* the simulation detects a deadlock sooner */
 enum { BYTES = 256, NUMEL = BYTES / 4 };
 
 typedef enum defect {
@@ -37,7 +38,7 @@ static const char *const report_of[DEFECT_COUNT] = {
 };
 
 static atomic_int played; /* ranks that have finished the scene */
-static bool stray;        /* the kernel below writes one byte too many */
+static bool stray; /* the kernel below writes one byte too many */
 
 static void stray_reference(const void *args)
 {
@@ -78,8 +79,9 @@ static sw_status set(gpu_rank *self, scene *s)
 static sw_status use_twice(gpu_rank *self, scene *s, bool asks)
 {
     const sw_nccl_table *call = &self->all->library.call;
-    sw_nccl_config config = {
-        .size = sizeof config, .magic = SW_NCCL_CONFIG_MAGIC, .version = SW_NCCL_CONFIG_VERSION};
+    sw_nccl_config config = {.size = sizeof config,
+                             .magic = SW_NCCL_CONFIG_MAGIC,
+                             .version = SW_NCCL_CONFIG_VERSION};
     sw_nccl_id id = self->id;
     sw_nccl_comm comm = NULL;
     sw_nccl_result told = SW_NCCL_IN_PROGRESS, got[2];

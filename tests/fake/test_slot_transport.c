@@ -489,9 +489,8 @@ static void check_choices(void)
           "slots on the device were not refused");
     for (int r = 0; r < 3; ++r) {
         check(s.status[r] == SW_E_UNSUPPORTED, "refused, rank %d: status %d", r, (int)s.status[r]);
-        check(
-            strstr(s.message[r], "rank 0 of 3 cannot place them in its GPU's memory: cuIpcGetMem"),
-            "refused, rank %d: %s", r, s.message[r]);
+        check(strstr(s.message[r], "rank 0 of 3 cannot place them in its GPU's memory: cuIpcGetMem"),
+              "refused, rank %d: %s", r, s.message[r]);
     }
     gpu_expect_clean("slots on the device refused");
     gpu_ranks_slots.place = SW_SLOTS_ANYWHERE;

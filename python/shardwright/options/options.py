@@ -110,11 +110,11 @@ class Options:
         At zero=3 with share_parameters=False: the form from which float32 parameters are gathered. "int8": records of
         32 elements, 8-bit integers and one float32 scale, which each rank encodes from its slices after every step. The
         slices stay exact: the optimizer steps on them, they are saved, and full_parameters gathers them.
-    write_guard : {"auto", "samples", "read-only", None}
+    write_guard : {"auto", "samples", None}
         At zero=3 with shared parameters: the check for writes outside of the step that version counters do not record.
         Writes through `.data` are not recorded; EMA and SWA swap weights that way. "samples": compare 8 words of each
         parameter before and after each forward and before each step. "auto": "samples" if several ranks share the
-        parameters. "read-only", for debugging: a write raises SIGSEGV at its line. None: compare versions alone.
+        parameters. None: compare versions alone.
     check_every : int, optional
         Check every `check_every` steps that ranks hold equal parameters and that averaged gradients are finite. All
         ranks raise an Error that names the parameter and the rank. A check costs two or three passes over the model's
@@ -214,9 +214,9 @@ class Options:
                 f"gather={self.gather!r} needs share_parameters=False, got {self.share_parameters!r}: parameters that a host shares are "
                 "not gathered"
             )
-        if self.write_guard not in ("auto", "samples", "read-only", None):
-            raise ValueError(f"write_guard must be 'auto', 'samples', 'read-only' or None, got {self.write_guard!r}")
-        if self.write_guard in ("samples", "read-only") and self.share_parameters is False:
+        if self.write_guard not in ("auto", "samples", None):
+            raise ValueError(f"write_guard must be 'auto', 'samples' or None, got {self.write_guard!r}")
+        if self.write_guard == "samples" and self.share_parameters is False:
             raise ValueError(
                 f"write_guard={self.write_guard!r} watches parameters that a host shares, got share_parameters=False, under which released ones "
                 "are watched anyway"

@@ -58,9 +58,7 @@ class CudaBackend:
     def check_request(module: torch.nn.Module, request: Request, group: HostGroup) -> None:
         options = request.options
         if request.zero == 3 and (
-            options.share_parameters is True
-            or options.gather is not None
-            or options.write_guard in ("samples", "read-only")
+            options.share_parameters is True or options.gather is not None or options.write_guard == "samples"
         ):
             raise NotImplementedError(
                 "share_parameters=True, gather='int8' and write_guard= are the host's: at zero=3 on GPUs each rank keeps its slices as they are"
@@ -155,9 +153,6 @@ class CudaBuckets:
     def mapped(self) -> list[tuple[int, int]]:
         """Return nothing: a forked child cannot use a GPU."""
         return []
-
-    def protect(self, writable: bool) -> None:
-        """Do nothing: no guard watches GPU memory."""
 
 
 def _check_borrowing(module: torch.nn.Module, group: HostGroup) -> None:
