@@ -48,6 +48,7 @@ from torch.futures import Future
 
 from .._engine import CheckpointError, CheckpointFolder, CheckpointPlan
 from ..options.places import absolute_path
+from ..torch_compat.dtensor import held_tensor, is_dtensor
 from ..torch_compat.state_dicts import load_everything
 from . import tree
 from .device_staging import DeviceStaging
@@ -77,7 +78,7 @@ Place = tuple[str, int, int, int]
 
 
 def _storage_of(tensor: torch.Tensor) -> int:
-    local = getattr(tensor, "_local_tensor", tensor)
+    local = held_tensor(tensor) if is_dtensor(tensor) else tensor
     return int(local.untyped_storage().data_ptr())
 
 
