@@ -165,7 +165,7 @@ class Peers:
         """Return every rank's `value` (of JSON), in rank order. Collective."""
         if self.world_size == 1:
             return [value]
-        return [json.loads(text) for text in self._group.comm.all_gather_bytes(json.dumps(value).encode(), label)]
+        return [json.loads(text) for text in self.all_gather(json.dumps(value).encode(), label)]
 
     def all_gather(self, data: bytes, label: str) -> list[bytes]:
         """Return every rank's `data`, in rank order. Collective."""
@@ -174,7 +174,7 @@ class Peers:
     def agreement(self, value: Any, label: str) -> list[Any] | None:
         """Return None if all ranks gave the same `value` (of JSON), the fast path; else all values. Collective."""
         mine = json.dumps(value).encode()
-        answers = [mine] if self.world_size == 1 else self._group.comm.all_gather_bytes(mine, label)
+        answers = self.all_gather(mine, label)
         return None if all(each == mine for each in answers) else [json.loads(each) for each in answers]
 
     def broadcast(self, data: bytes, label: str) -> bytes:
