@@ -496,29 +496,25 @@ class Checkpointer:
     def _restore(self, step: int | None, *names: Any) -> int:
         made: list[NameMap] = []
 
-        def check() -> list[Any]:
+        def check() -> dict[str, Any]:
+            nonlocal step
+            step = None if step is None else integer("step", step, -(2**63), 2**63, "None or an integer")
             made.append(self._training.names(*names))
-            asked = None if step is None else integer("step", step, -(2**63), 2**63, "None or an integer")
-            return [asked, *made[0].describe().values()]
+            return {"step": step, **made[0].describe()}
 
         self._settle("restores", checks=False)
-        wanted = self._peers.together(check, "step to restore")
-        asked = [each[0] for each in wanted]
-        if any(each != asked[0] for each in asked):
-            raise CheckpointError(f"restore: ranks ask for different steps: {', '.join(map(str, asked))}, by rank")
-        if any(each != wanted[0] for each in wanted):
-            raise CheckpointError("restore: strict, include or rename differ between ranks: give the same on all ranks")
+        self._peers.agree(check, "restore()")
         listed = self._place.list(is_preference=step is None)
         kept = [] if self._memory is None else self._memory.candidates()
         if step is not None:
-            chosen = [path for found, path in listed if found == asked[0]]
-            kept = [each for each in kept if each.step == asked[0]]
+            chosen = [path for found, path in listed if found == step]
+            kept = [each for each in kept if each.step == step]
             if not chosen and not kept:
                 there = ", ".join(str(found) for found, _ in listed[-5:]) or "none"
                 raise CheckpointError(
-                    f"restore: '{self.directory}' has no checkpoint of step {asked[0]!r}; the newest are of: {there}"
+                    f"restore: '{self.directory}' has no checkpoint of step {step!r}; the newest are of: {there}"
                 )
-            listed = [(asked[0], path) for path in chosen]
+            listed = [(step, path) for path in chosen]
         refusals = []
         for _, place in reversed(_merged(listed, kept)):
             with contextlib.ExitStack() as opened:
@@ -530,9 +526,9 @@ class Checkpointer:
                 if isinstance(place, Candidate) and self._memory is not None:
                     self._memory.took(place)
                 if step is not None:
-                    self._place.go_on_from(Kept(asked[0], path, nonce=reader.folder.nonce))
+                    self._place.go_on_from(Kept(step, path, nonce=reader.folder.nonce))
                     if self._memory is not None:
-                        self._memory.forget_after(asked[0])
+                        self._memory.forget_after(step)
                 if not self._place.read_only:
                     self._writer.warm(self._training, lazy=self._lazy)
                 return int(reader.folder.step)
