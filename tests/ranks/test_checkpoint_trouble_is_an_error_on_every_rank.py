@@ -21,7 +21,7 @@ from torch.optim.swa_utils import AveragedModel
 
 if PEER != "torch":
     from shardwright.checkpoint.peers import os_error
-    from shardwright.checkpoint.restore import agreeing, reading
+    from shardwright.checkpoint.restore import agreeing, applying, filling, fitting
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="shardwright's checkpoints")
 
@@ -296,7 +296,7 @@ def test_ranks_that_meet_a_checkpoint_under_two_names_load_it(rank, world_size):
             other, _ = build(Small, seed=9)
             sw.load(f"{folder}/a", other)
             assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters()))
-    with mock.patch.object(reading.Reader, "_fill_model", side_effect=RuntimeError("no more")):
+    with mock.patch.object(applying, "_fill_model", side_effect=RuntimeError("no more")):
         said = agreed(lambda: sw.load(f"{folder}/a", other))
     assert "was loaded in part" in said
 
@@ -492,11 +492,11 @@ def test_a_rollback_that_cannot_be_noted_is_one_sentence_and_a_whole_training(ra
         train(model, optimizer, 1, width=24)
         live = state_of(model, optimizer)
         wrong = mock.patch.object(
-            reading.Reader, "look_at_compressor", side_effect=KeyError("rank") if rank == world_size - 1 else [True]
+            fitting.Fit, "has_own_compressor", side_effect=KeyError("rank") if rank == world_size - 1 else [True]
         )
         with wrong:
             with pytest.raises((sw.CheckpointError, KeyError), match="rank"):
-                checkpoints.restore()
+                checkpoints.restore(step=2)
         assert_same_state(state_of(model, optimizer), live)
 
 
@@ -540,7 +540,7 @@ def test_a_moment_in_which_a_rank_cannot_open_files_costs_no_checkpoint(rank, wo
         gather(None)
         for code in (errno.EMFILE, errno.ESTALE):
             trouble = os_error(f"opening 'model.safetensors' failed: {os.strerror(code)}", code)
-            with mock.patch.object(reading.Filler, "verify", side_effect=trouble if rank == world_size - 1 else None):
+            with mock.patch.object(filling.Filler, "verify", side_effect=trouble if rank == world_size - 1 else None):
                 said = agreed(checkpoints.restore)
             assert os.strerror(code) in said and (f"rank {world_size - 1}: " in said or world_size == 1)
         assert checkpoints.restore() == 2 and not checkpoints._place.rejected

@@ -33,8 +33,7 @@ from .memory.tier import MemoryTier
 from .observers import observers_of
 from .pipeline import inventory_of, load_stages, peers_of
 from .remote.store import address_of, local_folder
-from .restore.agreeing import agree_on, apply_together
-from .restore.reading import Reader
+from .restore.agreeing import Restore, agree_on, apply_together
 from .state.optimizer_extras import stepping_optimizer
 from .training import Training, is_pipeline
 from .writing import Writer
@@ -521,7 +520,7 @@ class Checkpointer:
                 reader, why, path = self._agree_on(place, made[0], opened)
                 if reader is not None:
                     self._fill_stages(reader, path, made[0])
-                    apply_together(reader, self._peers, everything=True)
+                    apply_together(reader, self._peers)
             if reader is not None:
                 if isinstance(place, Candidate) and self._memory is not None:
                     self._memory.took(place)
@@ -545,7 +544,7 @@ class Checkpointer:
             )
         return 0
 
-    def _fill_stages(self, reader: Reader, path: str, names: NameMap) -> None:
+    def _fill_stages(self, reader: Restore, path: str, names: NameMap) -> None:
         """Fill the stages of a pipeline, if any, from a folder that `reader` has verified. Collective."""
         if not self._training.stages:
             return
@@ -557,7 +556,7 @@ class Checkpointer:
 
     def _agree_on(
         self, place: str | Candidate, names: NameMap, opened: contextlib.ExitStack
-    ) -> tuple[Reader | None, str, str]:
+    ) -> tuple[Restore | None, str, str]:
         """Open a checkpoint on disk or in memory: (reader, "", path), or (None, reason to skip it, path). Collective.
 
         The reader is valid until `opened` ends."""
@@ -576,7 +575,14 @@ class Checkpointer:
         if self._training.stages:  # the reader restores all but the model: see _fill_stages()
             names = NameMap(include="(?!)", strict=False)
         found = agree_on(
-            path, self._training, self._peers, verify=self._verify, spare=spare, names=names, source=source
+            path,
+            self._training,
+            self._peers,
+            verify=self._verify,
+            everything=True,
+            spare=spare,
+            names=names,
+            source=source,
         )
         return *found, path
 

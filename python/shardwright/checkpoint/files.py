@@ -268,7 +268,7 @@ def load(
     reader, refusal = agree_on(folder, training, peers, verify=verify, names=names)
     if reader is None:
         raise CheckpointError(refusal)
-    return apply_together(reader, peers, everything=False)
+    return apply_together(reader, peers)
 
 
 def step_of(path: str | os.PathLike[str]) -> int:

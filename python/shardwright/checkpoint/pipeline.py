@@ -23,8 +23,7 @@ from .device_staging import DeviceStaging
 from .inventory import FIRST, Draft, Inventory, Listed
 from .joined import join_modules
 from .peers import Peers
-from .restore.agreeing import agree_on, apply_together
-from .restore.reading import Reader
+from .restore.agreeing import Restore, agree_on, apply_together
 from .rows import structure_of
 from .slices import Sliced
 from .state.content import Content, model_group, optimizer_group
@@ -215,7 +214,7 @@ def load_stages(
             raise CheckpointError(f"'{path}' has '{left_over[0]}', which no stage of the pipeline has")
 
     peers.together(check, f"load of {path}")
-    agreed: list[tuple[Reader, Peers]] = []
+    agreed: list[tuple[Restore, Peers]] = []
 
     def agree() -> None:
         for stage in stages:
@@ -234,7 +233,7 @@ def load_stages(
         raise
     extras: list[Any] = []
     peers.together(
-        lambda: extras.extend(apply_together(reader, of_it, everything=False) for reader, of_it in agreed),
+        lambda: extras.extend(apply_together(reader, of_it) for reader, of_it in agreed),
         f"load of {path}",
     )
     return extras[-1] if extras else None
