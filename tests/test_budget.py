@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LINES = {
     "shardwright": 1_361,
     "shardwright/backend": 674,
-    "shardwright/checkpoint": 9_472,
+    "shardwright/checkpoint": 9_431,
     "shardwright/comm": 2_900,
     "shardwright/compress": 1_813,
     "shardwright/deepspeed": 9,
@@ -19,7 +19,7 @@ LINES = {
     "shardwright/layout": 1_354,
     "shardwright/optim": 3_976,
     "shardwright/options": 950,
-    "shardwright/parallel": 5_168,
+    "shardwright/parallel": 5_171,
     "shardwright/parameters": 3_755,
     "shardwright/torch_compat": 1_151,
     "shardwright_tools": 346,
