@@ -26,7 +26,6 @@ static PyMethodDef *const functions[] = {sw_py_optim_functions,
                                          sw_py_device_functions,
                                          sw_py_device_codec_functions,
                                          sw_py_device_powersgd_functions,
-                                         sw_py_device_check_functions,
                                          sw_py_fork_functions,
                                          sw_py_marks_functions};
 

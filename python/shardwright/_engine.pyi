@@ -187,18 +187,8 @@ def cuda_devices(library: str | None = None, /) -> dict[str, Any]:
     NotImplementedError when there is no driver, it shows no GPU or is too old; ``Error`` when it fails.
     """
 
-def device_kernel_cases() -> dict[str, int]:
-    """Return the number of cases of each kernel, by its name."""
-
-def device_kernel_check(
-    comm: DeviceComm, kernel: str, first: int = 0, step: int = 1, strict: bool = False
-) -> dict[str, Any]:
-    """Compare a kernel with its reference on the GPU: cases first, first + step, ..., each on three grids.
-
-    Returns ``{"cases", "launches", "differences", "sentences"}``; `sentences` describes the first differences. `strict`, for
-    compute-sanitizer: each case has new device memory that holds only what the kernel is declared to read. ``Error`` when a call of the
-    driver's fails.
-    """
+def kernel_loan(comm: DeviceComm | None, /) -> bytes:
+    """Return what ``_engine_check`` needs to compare the kernels of a DeviceComm, or of none."""
 
 def device_kernel_source() -> tuple[str, list[str]]:
     """The CUDA text of the device kernels and the options it must be compiled with."""
