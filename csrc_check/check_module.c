@@ -63,6 +63,11 @@ static PyObject *raise(const sw_error *err)
 {
     PyObject *module = PyImport_ImportModule("shardwright._engine");
     PyObject *type = module ? PyObject_GetAttrString(module, "Error") : NULL;
+    if (err->status == SW_E_MEMORY || err->status == SW_E_INVALID) {
+        Py_XDECREF(type);
+        type = err->status == SW_E_MEMORY ? PyExc_MemoryError : PyExc_ValueError;
+        Py_INCREF(type);
+    }
     if (type)
         PyErr_Format(type, "%s", err->message);
     Py_XDECREF(type);

@@ -102,18 +102,10 @@ static sw_status make_id(const char *path, sw_nccl_id *id, sw_error *err)
     return status;
 }
 
-static PyObject *nccl_unique_id(PyObject *module, PyObject *args)
-{
-    sw_py_arg a[1] = {{.s = NULL}};
-    sw_nccl_id id;
-    sw_error err;
-    sw_status status;
-    if (!sw_py_read("nccl_unique_id | library:z", args, NULL, a))
-        return NULL;
-    SW_PY_WITHOUT_GIL(status, make_id(a[0].s, &id, &err));
-    return status == SW_OK ? PyBytes_FromStringAndSize(id.internal, sizeof id.internal)
-                           : sw_py_raise(PyModule_GetState(module), &err, NULL);
-}
+SW_PY_METHOD_WITH(nccl_unique_id, PyObject, "nccl_unique_id | library:z", sw_nccl_id id, true,
+                  make_id(a[0].s, &id, &err),
+                  status == SW_OK ? PyBytes_FromStringAndSize(id.internal, sizeof id.internal)
+                                  : sw_py_raise(PyModule_GetState(self), &err, NULL))
 
 SW_PY_VALUE(slot_part_bytes, PyObject, "slot_part_bytes slot_bytes:N", true,
             PyLong_FromSize_t(sw_slot_part_bytes(a[0].size)))
