@@ -29,8 +29,6 @@ _ORPHAN_S = 3600.0
 #: name of the file through which hosts exchange progress of a save to a path
 _BOARD = re.compile(r"(.+)\.[0-9a-f]{24}\.board\Z", re.DOTALL)
 _OF_DCP = re.compile(r".+\.d[0-9a-f]{24}\.partial\Z", re.DOTALL)
-
-
 #: errors of a file system without locks: Lustre without -o flock, NFS without lockd, some FUSE
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 #: file systems, by device, whose limits are logged or that have none

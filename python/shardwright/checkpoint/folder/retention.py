@@ -112,11 +112,11 @@ def replaced_ones(directory: str) -> list[str]:
 
 def _look_again(path: str, known: Known | None) -> tuple[float | None, str, str]:
     """Return _look(), or the result in `known` if the folder has not changed."""
-    if known is None:
-        return _look(path)
     try:
-        files = [*_files_of(path), *_files_of(os.path.join(path, "ranks"))]
+        files = [] if known is None else [*_files_of(path), *_files_of(os.path.join(path, "ranks"))]
     except OSError:
+        known = None
+    if known is None:
         return _look(path)
     if known.get(path, (None, None))[0] != files:
         found = _look(path)
@@ -166,14 +166,9 @@ def to_retire(
 ) -> list[Kept]:
     """Return the checkpoints that no rule keeps; none if there is no rule. The newest sound one always stays.
 
-    Rules count only sound checkpoints. A damaged one is returned once `keep_last` sound ones (one without that rule)
-    are newer, unless another rule would keep it if it were sound: the damage may be transient. An UNKNOWN one stays.
-
-    Parameters
-    ----------
-    keep_last : keep that many of the newest.
-    keep_every : keep steps that are a multiple of it.
-    keep_best : keep that many with the smallest metric, or the largest if `largest`; prefer newer ones among equals.
+    Rules count only sound checkpoints: the newest `keep_last`, multiples of `keep_every`, and the `keep_best` with the smallest
+    metric, or the largest, newer ones first among equals. A damaged one is returned once `keep_last` sound ones (one without that
+    rule) are newer, unless another rule would keep it if it were sound: the damage may be transient. An UNKNOWN one stays.
     """
     if keep_last is None and keep_every is None and keep_best is None:
         return []
@@ -191,8 +186,18 @@ def to_retire(
     return [k for k in kept if k.state != UNKNOWN and k not in safe and (k.state == SOUND or k.step < last[-1].step)]
 
 
+def abandoned(directory: str) -> set[str]:
+    """Return the nonces of abandoned checkpoints."""
+    return _branch(directory)[0]
+
+
+def rollbacks(directory: str) -> list[int]:
+    """Return the step of each rollback so far, oldest first. A step that was made when this list had n entries is abandoned if a
+    later entry is less than it."""
+    return _branch(directory)[1]
+
+
 def _branch(directory: str) -> tuple[set[str], list[int]]:
-    """Return the nonces of abandoned checkpoints, and the steps of all rollbacks, oldest first."""
     path = os.path.join(directory, BRANCH)
     try:
         with open(path, "rb") as file:
@@ -206,17 +211,6 @@ def _branch(directory: str) -> tuple[set[str], list[int]]:
         return set(), []
 
 
-def abandoned(directory: str) -> set[str]:
-    """Return the nonces of abandoned checkpoints."""
-    return _branch(directory)[0]
-
-
-def rollbacks(directory: str) -> list[int]:
-    """Return the step of each rollback so far. A step that was made when this list had n entries is abandoned if a later
-    entry is less than it."""
-    return _branch(directory)[1]
-
-
 def in_order(directory: str, kept: Sequence[Kept]) -> list[Kept]:
     """Return checkpoints in restore()'s order of preference, best last. Abandoned ones are first."""
     nonces = abandoned(directory)
@@ -227,9 +221,7 @@ def in_order(directory: str, kept: Sequence[Kept]) -> list[Kept]:
 
 
 def go_on_from(directory: str, chosen: Kept, elsewhere: Sequence[Kept] = ()) -> None:
-    """Mark checkpoints later than `chosen` as abandoned, and `chosen` as not abandoned. Durable. Reads one manifest
-    each.
-
+    """Mark checkpoints later than `chosen` as abandoned, and `chosen` as not abandoned. Durable. Reads one manifest each;
     `elsewhere`: checkpoints that the directory may lack, with their nonces."""
     path = os.path.join(directory, BRANCH)
     listed = [*list_checkpoints(directory, look=True), *elsewhere]
@@ -244,15 +236,10 @@ def go_on_from(directory: str, chosen: Kept, elsewhere: Sequence[Kept] = ()) -> 
 
 
 class DirectoryLock:
-    """A lock that gives a directory one writer. The kernel releases it when the process ends, even with forked
-    children.
+    """A lock that gives a directory one writer. It belongs to the open file: a read or copy of `.lock` in the same process does
+    not release it, and the kernel does when the process ends, even with forked children.
 
-    The lock belongs to the open file: a read or copy of `.lock` in the same process does not release it.
-
-    Raises
-    ------
-    CheckpointError
-        Another Checkpointer holds the lock, of this process or of the process that the message names.
+    CheckpointError: another Checkpointer has it, of this process or of the process that the message names.
     """
 
     def __init__(self, directory: str) -> None:
@@ -270,9 +257,9 @@ class DirectoryLock:
         try:
             is_taken = lock_file(self._fd, path)
         except CheckpointError as error:
-            if error.errno not in NO_LOCKS:
+            is_taken = error.errno in NO_LOCKS  # make_folder() has logged it
+            if not is_taken:
                 raise
-            is_taken = True  # make_folder() has logged it
         if not is_taken:
             holder = os.pread(self._fd, 200, 0).decode("utf-8", "replace").strip() or "another program"
             if holder == mine:

@@ -45,11 +45,6 @@ def launcher_of(chains: list[list[tuple[int, int]]], session: int) -> tuple[int,
 
     For a rank alone on its host this is the session's leader (`session`) if that is an ancestor, since a wrapper such
     as `timeout` may be between the two and ends with the rank; else its parent.
-
-    Raises
-    ------
-    CheckpointError
-        No ancestor is visible: the ranks are the first processes of their containers.
     """
     shared = set(chains[0][1:]).intersection(*chains[1:])
     leaders = [each for each in shared if each[0] == session and len(chains) == 1]
@@ -74,23 +69,8 @@ class Silent(CheckpointError):
 class Client:
     """A connection to a guardian of the same user.
 
-    Parameters
-    ----------
-    name : str
-    run : str
-        The identity of this start of the job, equal on its ranks.
-    answer_s : float
-        Timeout of an answer in seconds, far below the deadline of ranks that wait for this one.
-
-    Attributes
-    ----------
-    is_silent : bool
-        True after an answer timed out. The connection is then closed.
-
-    Raises
-    ------
-    CheckpointError
-        No guardian answers, or a process of another user does. Silent: a guardian that is stopped.
+    `run` identifies this start of the job, equal on its ranks. `answer_s`, the timeout of an answer, is far below the deadline of
+    ranks that wait for this one. After an answer timed out `is_silent` is True, and the connection is closed.
     """
 
     def __init__(self, name: str, run: str, answer_s: float = ANSWER_S) -> None:
@@ -114,12 +94,7 @@ class Client:
 
     @classmethod
     def start(
-        cls,
-        name: str,
-        run: str,
-        launcher: tuple[int, int],
-        linger_s: float | None = None,
-        answer_s: float = ANSWER_S,
+        cls, name: str, run: str, launcher: tuple[int, int], linger_s: float | None = None, answer_s: float = ANSWER_S
     ) -> Client:
         """Return a connection to the guardian with this name. Start it if none runs; takes about 2 * answer_s at most."""
         options = ["-I", "-S", _PROGRAM, name, *map(str, launcher), str(linger_s or LINGER_S)]

@@ -24,19 +24,11 @@ from ..state.optimizer_extras import further_state
 
 
 class Repeated:
-    """The sources of model and optimizer of one step, valid while the training has the same tensors at the same
-    addresses.
+    """The sources of model and optimizer of one step, valid while the training has the same tensors at the same addresses.
 
-    It compares identity, address, dtype, shape and strides of every tensor. It keeps the objects alive, so that no other
-    object can take their identity. It does not change: a save that uses it keeps a reference.
-
-    Attributes
-    ----------
-    found : ModelTensors
-    groups, sources, count
-        The groups of model and optimizer, and their sources, which have the first `count` numbers of the plan.
-    needs_no_agreement : bool
-        True if no other content can differ between ranks: no buffers, no state in parts.
+    It compares identity, address, dtype, shape and strides of every tensor, and keeps the objects alive, so that no other object
+    can take their identity. It does not change: a save that uses it keeps a reference. `sources` have the first `count` numbers of
+    the plan. `needs_no_agreement`: no other content can differ between ranks, since there are no buffers and no state in parts.
     """
 
     def __init__(
@@ -185,13 +177,7 @@ def forget_tensors_of(training: Any) -> None:
 
 
 class OwnRows:
-    """A rank's own line and rows in memory that each step overwrites, so that a step's sources are those of the last.
-
-    Attributes
-    ----------
-    content : Content
-    sources : its sources, packed.
-    """
+    """A rank's own line and rows in memory that each step overwrites, so that a step's packed `sources` are those of the last."""
 
     def __init__(self, rows: Rows, tensors: Mapping[str, torch.Tensor], content: Content) -> None:
         self._rows, self.content = rows, content
