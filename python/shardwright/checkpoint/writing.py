@@ -414,9 +414,8 @@ class Writer:
         sources = content.sources(plan.needed(self._peers.rank, self._peers.world_size))
         draft, self._draft = self._draft, None
         if draft is not None:
-            self.last.value = Repeated.of(
-                training, self._layout, draft.found, content, sources, self._entries_text, draft.released
-            )
+            last = Repeated(training, self._layout, draft.found, content, sources, self._entries_text, draft.released)
+            self.last.value = last if last.is_usable else None
         return sources
 
     # agreement ----------------------------------------------------------------------------------------------------------

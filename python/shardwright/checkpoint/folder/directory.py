@@ -7,7 +7,7 @@ import dataclasses
 import errno
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..._engine import CheckpointError, CheckpointFolder
@@ -72,21 +72,8 @@ class Directory:
         self._warned: set[str] = set()
         self._known: Known = {}
         self._lock: DirectoryLock | None = None
-        told = self._on_rank_0(self._take, f"Checkpointer for {path}")
+        told = on_first(peers, self._take, f"Checkpointer for {path}", is_transfer=False)
         self.nonce, self.read_only = str(told[0]), str(told[1])
-
-    def _on_rank_0(self, work: Callable[[], Any], label: str) -> Any:
-        """Return rank 0's work(), of JSON. If it raises, all ranks raise a CheckpointError of its text and errno. Collective."""
-        value, refusal, code = None, "", None
-        if self._peers.rank == 0:
-            try:
-                value = work()
-            except Exception as error:
-                refusal, code = str(error) or type(error).__name__, getattr(error, "errno", None)
-        value, refusal, code = self._peers.exchange([value, refusal, code], label)[0]
-        if refusal:
-            raise os_error(refusal, code)
-        return value
 
     def _take(self) -> list[str]:
         """Create and lock the directory. Return a nonce, and the reason why it cannot be written to if it can be read."""
@@ -183,7 +170,8 @@ class Directory:
                 found = in_order(self.path, found) if is_preference else found
             return [(kept.step, kept.path) for kept in found]
 
-        return [(step, path) for step, path in self._on_rank_0(look, f"checkpoints in {self.path}")]
+        listed = on_first(self._peers, look, f"checkpoints in {self.path}", is_transfer=False)
+        return [(step, path) for step, path in listed]
 
     def fetch(self, path: str) -> str:
         """Download a checkpoint that only the address has. Return, equal on all ranks, "" or what is missing or damaged.
@@ -213,7 +201,7 @@ class Directory:
                 why = f"step {chosen.step} was restored, but later checkpoints could not be noted as abandoned"
                 raise os_error(f"{why}: {in_words(error)}", getattr(error, "errno", None)) from error
 
-        self._on_rank_0(note, f"rollback to step {chosen.step}")
+        on_first(self._peers, note, f"rollback to step {chosen.step}", is_transfer=False)
 
     def reject(self, path: str) -> None:
         """Record that some rank found `path` damaged: retention no longer counts it."""

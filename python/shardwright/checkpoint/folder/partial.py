@@ -13,11 +13,15 @@ import os
 import re
 import tempfile
 import time
+import weakref
+from collections.abc import Callable
+from typing import TypeVar
 
 from ..._engine import CheckpointError, CheckpointFolder
 
 logger = logging.getLogger("shardwright")
 
+_T = TypeVar("_T")
 LOCK = "LOCK"
 #: lock a file for one file descriptor; return False if another open file holds the lock
 lock_file = CheckpointFolder.lock
@@ -93,6 +97,18 @@ def of_saves(directory: str, name: str | None = None) -> list[str]:
         if board and name in (None, board[1]) and os.path.isfile(path) and _is_old(path):
             found.append(path)
     return sorted(found)
+
+
+def closed_in_children(close: Callable[[_T], None]) -> weakref.WeakSet[_T]:
+    """Return a set on whose members close() is called in each forked child, so that what it inherits does not outlive the parent."""
+    members: weakref.WeakSet[_T] = weakref.WeakSet()
+
+    def close_all() -> None:
+        for each in list(members):
+            close(each)
+
+    os.register_at_fork(after_in_child=close_all)
+    return members
 
 
 def is_left(partial: str) -> bool:

@@ -9,12 +9,11 @@ import json
 import logging
 import os
 import re
-import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..._engine import CheckpointError, CheckpointFolder, NewerCheckpointError
-from .partial import NO_LOCKS, is_left, lock_file, of_saves
+from .partial import NO_LOCKS, closed_in_children, is_left, lock_file, of_saves
 
 logger = logging.getLogger("shardwright")
 _STEP = re.compile(r"step-(\d{6,15})(\.replaced)?\Z")
@@ -64,11 +63,14 @@ def list_checkpoints(directory: str, *, look: bool = False, known: Known | None 
     A folder may be a symbolic link, which is never removed or replaced: see removable_ones(). One that leads nowhere is
     logged. `known`: results of earlier calls. A folder with unchanged files is not opened again."""
     found = []
-    left = abandoned(directory) if look else set()
+    left = branch_of(directory).abandoned if look else set()
     for name in {name.removesuffix(REPLACED) for name in os.listdir(directory) if _STEP.match(name)}:
         path = find(os.path.join(directory, name))
         if path is None:
-            _tell_if_dangling(os.path.join(directory, name))
+            path = os.path.join(directory, name)
+            if path not in _dangling and os.path.islink(path) and not os.path.exists(path):
+                _dangling.add(path)
+                logger.warning("'%s' is a symbolic link that leads nowhere, and is passed over", path)
         else:
             each = Kept(int(name.removeprefix("step-")), path, *(_look_again(path, known) if look else ()))
             found.append(dataclasses.replace(each, state=ABANDONED) if each.nonce in left else each)
@@ -78,12 +80,6 @@ def list_checkpoints(directory: str, *, look: bool = False, known: Known | None 
 def removable_ones(kept: Sequence[Kept]) -> list[Kept]:
     """Return the checkpoints that are no symbolic links: rules of retention count those alone."""
     return [each for each in kept if not os.path.islink(each.path)]
-
-
-def _tell_if_dangling(path: str) -> None:
-    if path not in _dangling and os.path.islink(path) and not os.path.exists(path):
-        _dangling.add(path)
-        logger.warning("'%s' is a symbolic link that leads nowhere, and is passed over", path)
 
 
 _dangling: set[str] = set()
@@ -186,34 +182,33 @@ def to_retire(
     return [k for k in kept if k.state != UNKNOWN and k not in safe and (k.state == SOUND or k.step < last[-1].step)]
 
 
-def abandoned(directory: str) -> set[str]:
-    """Return the nonces of abandoned checkpoints."""
-    return _branch(directory)[0]
+class Branch(NamedTuple):
+    """The nonces of abandoned checkpoints, and the step of each rollback so far, oldest first.
+
+    A step that was made when `rollbacks` had n entries is abandoned if a later entry is less than it."""
+
+    abandoned: set[str]
+    rollbacks: list[int]
 
 
-def rollbacks(directory: str) -> list[int]:
-    """Return the step of each rollback so far, oldest first. A step that was made when this list had n entries is abandoned if a
-    later entry is less than it."""
-    return _branch(directory)[1]
-
-
-def _branch(directory: str) -> tuple[set[str], list[int]]:
+def branch_of(directory: str) -> Branch:
+    """Return what the rollbacks in a directory have noted."""
     path = os.path.join(directory, BRANCH)
     try:
         with open(path, "rb") as file:
             noted = json.loads(file.read(_BRANCH_BYTES))
         nonces = {nonce for nonce in noted["abandoned"] if isinstance(nonce, str)}
-        return nonces, [int(step) for step in noted.get("rollbacks", [])]
+        return Branch(nonces, [int(step) for step in noted.get("rollbacks", [])])
     except FileNotFoundError:
-        return set(), []
+        pass
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         logger.warning("'%s' cannot be read (%s): restore() takes the newest checkpoint", path, error)
-        return set(), []
+    return Branch(set(), [])
 
 
 def in_order(directory: str, kept: Sequence[Kept]) -> list[Kept]:
     """Return checkpoints in restore()'s order of preference, best last. Abandoned ones are first."""
-    nonces = abandoned(directory)
+    nonces = branch_of(directory).abandoned
     if not nonces:
         return list(kept)
     left = {each.path for each in (*list_checkpoints(directory, look=True), *kept) if each.nonce in nonces}
@@ -225,7 +220,7 @@ def go_on_from(directory: str, chosen: Kept, elsewhere: Sequence[Kept] = ()) -> 
     `elsewhere`: checkpoints that the directory may lack, with their nonces."""
     path = os.path.join(directory, BRANCH)
     listed = [*list_checkpoints(directory, look=True), *elsewhere]
-    before, steps = _branch(directory)
+    before, steps = branch_of(directory)
     after = {k.nonce for k in listed if k.nonce and (k.step > chosen.step or k.nonce in before)} - {chosen.nonce}
     with open(f"{path}.new", "wb") as file:
         file.write(json.dumps({"abandoned": sorted(after), "rollbacks": [*steps, chosen.step]}).encode())
@@ -276,13 +271,4 @@ class DirectoryLock:
             self._fd = -1
 
 
-_held: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
-
-
-def _forget_locks() -> None:
-    """Close inherited locks in a forked child, so that they do not outlive the parent."""
-    for each in list(_held):
-        each.release()
-
-
-os.register_at_fork(after_in_child=_forget_locks)
+_held = closed_in_children(DirectoryLock.release)

@@ -12,12 +12,12 @@ import subprocess
 import sys
 import threading
 import time
-import weakref
 from pathlib import Path
 from typing import Any
 
 from ..._engine import CheckpointError
-from .guardian import MESSAGE_BYTES, peer_uid, start_of
+from ..folder.partial import closed_in_children
+from .guardian import MESSAGE_BYTES, fields_of, peer_uid
 
 #: seconds that a guardian waits for the job to restart after its last rank ended without goodbye
 LINGER_S = 600.0
@@ -30,13 +30,9 @@ def ancestors() -> list[tuple[int, int]]:
     """Return (pid, start) of this process and of its visible ancestors."""
     found: list[tuple[int, int]] = []
     pid = os.getpid()
-    while pid > 0 and (started := start_of(pid)) and len(found) < 64:
-        found.append((pid, started))
-        try:
-            with open(f"/proc/{pid}/stat", "rb") as file:
-                pid = int(file.read().rpartition(b")")[2].split()[1])
-        except (OSError, IndexError, ValueError):
-            break
+    while pid > 0 and (fields := fields_of(pid)) and len(found) < 64:
+        found.append((pid, int(fields[19])))
+        pid = int(fields[1])
     return found
 
 
@@ -101,15 +97,12 @@ class Client:
         until = time.monotonic() + 2 * answer_s
         starts = 0
         while True:
-            left_s = max(until - time.monotonic(), 0.001)
             try:
-                made = cls(name, run, min(answer_s, left_s))
+                made = cls(name, run, min(answer_s, max(until - time.monotonic(), 0.001)))
                 made._socket.settimeout(answer_s)
                 return made
-            except Silent:  # no other guardian can take its name
-                raise
-            except CheckpointError:
-                if starts == _STARTS or time.monotonic() >= until:
+            except CheckpointError as error:  # no other guardian can take the name of one that is silent
+                if isinstance(error, Silent) or starts == _STARTS or time.monotonic() >= until:
                     raise
             starts += 1
             try:
@@ -164,6 +157,9 @@ class Client:
         finally:
             self._asking.release()
 
+    def _hang_up(self) -> None:
+        self._socket.close()
+
     def close(self, *, goodbye: bool) -> None:
         """Disconnect. After a `goodbye` of every rank of a start, the guardian ends and frees the images."""
         if goodbye:
@@ -172,13 +168,5 @@ class Client:
         self._socket.close()
 
 
-_open: weakref.WeakSet[Client] = weakref.WeakSet()
-
-
-def _forget() -> None:
-    """Close inherited connections in a forked child: they would make the rank look alive to the guardian."""
-    for each in list(_open):
-        each._socket.close()
-
-
-os.register_at_fork(after_in_child=_forget)
+#: an inherited connection would make the rank look alive to the guardian
+_open = closed_in_children(Client._hang_up)

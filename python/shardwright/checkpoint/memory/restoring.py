@@ -74,9 +74,9 @@ class Candidate:
 class Source:
     """The files of a candidate on this host: first meet(), then bring(), then open() and reads.
 
-    It owns `image`, this host's best image of the candidate or an empty one. `open_image` opens an image of this host's
-    guardian by name. close() calls `closed` with the number of bytes that came from other hosts. `is_whole`: every host's image
-    has the whole step, so bring() has no work; equal on all ranks.
+    It owns `image`, this host's best image of the candidate or an empty one. `open_image` opens an image of this host's guardian
+    by name. `is_whole`: every host's image has the whole step, so bring() has no work; equal on all ranks. `moved_bytes` came
+    from other hosts.
     """
 
     def __init__(
@@ -85,11 +85,10 @@ class Source:
         image: Image,
         peers: Peers,
         open_image: Callable[[str], Image],
-        closed: Callable[[int], None],
         timeout_s: float,
     ) -> None:
         self._candidate, self._image, self._peers = candidate, image, peers
-        self._open, self._closed, self._timeout_s = open_image, closed, timeout_s
+        self._open, self._timeout_s = open_image, timeout_s
         self._hosts = peers.host_of
         self._host = self._hosts[peers.rank]
         self._is_first = peers.rank == self._hosts.index(self._host)
@@ -97,7 +96,7 @@ class Source:
         self._brought: list[list[Range]] = [[] for _ in range(peers.host_count)]
         self._wire: Wire | None = None
         self._turn_bytes = max(_LEAST_BYTES, _TURN_BYTES // peers.host_count)
-        self.is_whole, self._moved_bytes = candidate.is_whole, 0
+        self.is_whole, self.moved_bytes = candidate.is_whole, 0
         everywhere = itertools.product(range(peers.host_count), range(candidate.world_size))
         self._is_remote = not all(candidate.holder(host, rank) for host, rank in everywhere)
 
@@ -168,7 +167,6 @@ class Source:
     def close(self) -> None:
         """Close the image after the last read. Call it on each rank, also after a failed restore."""
         self._image.close()
-        self._closed(self._moved_bytes)
         self._hang_up()
 
     # bytes of other hosts ---------------------------------------------------------------------------------------------
@@ -279,7 +277,7 @@ class Source:
         works: list[Any] = []
         for _, begin, nbytes in itertools.chain.from_iterable(receives):
             works.append(wire.receive(by, _TAG, self._image.address + begin, nbytes))
-            self._moved_bytes += nbytes
+            self.moved_bytes += nbytes
         for rank, begin, nbytes in itertools.chain.from_iterable(sends):
             works.append(wire.send(to, _TAG, images(rank).address + begin, nbytes))
         for work in works:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..._engine import CheckpointError, CheckpointPlan, CheckpointSaver
-from ..folder.retention import rollbacks
+from ..folder.retention import branch_of
 from ..peers import Peers
 from .buddies import Buddies
 from .budget import SLOTS, Need, memory_left, no_restore, refusal
@@ -51,6 +51,7 @@ class MemoryTier:
         self._host = self._hosts[peers.rank]
         self._here = [rank for rank, host in enumerate(self._hosts) if host == self._host]
         self._index = self._here.index(peers.rank)
+        self._is_first = self._index == 0
         self._client: Client | None = None
         self._buddies: Buddies | None = None
         self._images: dict[int, tuple[Any, Image]] = {}  # slot -> (layout that it was made for, image)
@@ -90,10 +91,6 @@ class MemoryTier:
             yield
         except CheckpointError as error:
             self._turn_off_if(str(error))
-
-    @property
-    def _is_first(self) -> bool:
-        return self._index == 0
 
     def _choose_replicas(self, asked: int | None) -> int:
         others = self._peers.host_count - 1
@@ -137,7 +134,7 @@ class MemoryTier:
 
     def _rollbacks(self) -> list[int]:
         """Return the steps of all rollbacks of this directory, on rank 0."""
-        return rollbacks(self._directory) if self._peers.rank == 0 else []
+        return branch_of(self._directory).rollbacks if self._peers.rank == 0 else []
 
     def _meet_buddies(self) -> None:
         """Make the wire between carriers. Collective."""
@@ -256,7 +253,7 @@ class MemoryTier:
         head = {"step": step, "nonce": nonce, **ranks, "data": image.data, "branch": self._branch}
         if own_plan is not None:
             head["files"] = [*self._files_of(plan), *self._files_of(own_plan)]
-        image.write(self._index, Table(head, runs, tallies).encode())
+        image.write(self._index, Table(head, runs, tallies))
 
     def _image(
         self, slot: int, layout: Any, plan: CheckpointPlan, share: Callable[[], tuple[int, bool]], own: Any
@@ -350,30 +347,24 @@ class MemoryTier:
                     found.setdefault((name, key), []).append(table.head["rank"])
         return [(name, [*key], ranks) for (name, key), ranks in found.items()]
 
-    def assemble(self, chosen: Candidate) -> tuple[Source | None, str]:
-        """Open an image of a candidate on each host. Return (source, "") or (None, reason). Collective.
+    def assemble(self, chosen: Candidate, opened: contextlib.ExitStack) -> Source:
+        """Open an image of a candidate on each host, until `opened` ends. An error is equal on all ranks. Collective.
 
-        Source.bring() fetches the bytes that ranks read and their host's image lacks; the lists of files and tensors
-        are present."""
-        with contextlib.ExitStack() as stack:
-            stack.callback(self._drop_whole)
-            best = chosen.best(self._host)
-            make = functools.partial(Image.make, self._guardian, WHOLE, chosen.data, 0)  # it has no pages yet
-            try:
-                image = self._image_of_host(best or WHOLE, None if best else make, "an image to restore")
-                stack.callback(image.close)
-                source = Source(chosen, image, self._peers, self._open, self._end_restore, self._timeout_s)
-                stack.callback(source.close)
-                source.meet()
-                source.bring(source.lists())
-            except CheckpointError as error:
-                return None, str(error)
-            stack.pop_all()
-            return source, ""
+        The lists of files and tensors are present; Source.bring() fetches what ranks read and their host's image lacks."""
+        best = chosen.best(self._host)
+        make = functools.partial(Image.make, self._guardian, WHOLE, chosen.data, 0)  # it has no pages yet
+        opened.callback(self._drop_whole)
+        image = self._image_of_host(best or WHOLE, None if best else make, "an image to restore")
+        opened.callback(image.close)
+        source = Source(chosen, image, self._peers, self._open, self._timeout_s)
+        opened.callback(self._end_restore, source)
+        source.meet()
+        source.bring(source.lists())
+        return source
 
-    def _end_restore(self, fetched_bytes: int) -> None:
-        self.fetched_bytes = fetched_bytes
-        self._drop_whole()
+    def _end_restore(self, source: Source) -> None:
+        self.fetched_bytes = source.moved_bytes
+        source.close()
 
     def _drop_whole(self) -> None:
         """Let the guardian free the image that a host without one made. Ranks that mapped it keep it until they close it."""
