@@ -247,7 +247,6 @@ ADDRESSES = {
             "compress/factor_exchange",
             "comm/levels",
             "compress/powersgd",
-            "compress/powersgd_in_turns",
             "optim/whole_tensors",
         ),
         *(

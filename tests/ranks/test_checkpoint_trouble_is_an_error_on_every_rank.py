@@ -245,7 +245,7 @@ def test_a_save_that_one_rank_cannot_begin_is_heard_by_all_at_once(rank, world_s
 
 @on_every_rank(deadline_s=60)
 def test_a_rank_that_cannot_describe_what_it_holds_leaves_no_rank_waiting(rank, world_size):
-    from shardwright.checkpoint import writing
+    from shardwright.checkpoint import inventory
 
     def refuse(*_):
         raise MemoryError("no memory to describe the state")
@@ -255,17 +255,17 @@ def test_a_rank_that_cannot_describe_what_it_holds_leaves_no_rank_waiting(rank, 
     with sw.Checkpointer(shared_folder(rank), model, optimizer, timeout_s=30) as checkpoints:
         with pytest.MonkeyPatch.context() as patch:
             if rank == culprit:
-                patch.setattr(writing, "describe_state", refuse)
+                patch.setattr(inventory, "describe_state", refuse)
             said = agreed(lambda: checkpoints.save(0))
             assert "no memory to describe the state" in said and (f"rank {culprit}: " in said or world_size == 1)
         with pytest.MonkeyPatch.context() as patch:
             if rank == culprit:
-                patch.setattr(writing.Content, "entries", refuse)
+                patch.setattr(inventory.Content, "entries", refuse)
             assert "no memory to describe the state" in agreed(lambda: checkpoints.save(0))
         checkpoints.save(1)
         with pytest.MonkeyPatch.context() as patch:  # after the agreement: the others hear of it at their next call
             if rank == culprit:
-                patch.setattr(writing.Content, "sources", refuse)
+                patch.setattr(inventory.Content, "sources", refuse)
             said = agreed(lambda: checkpoints.save(2) and checkpoints.wait())
             assert "no memory to describe the state" in said and (f"rank {culprit}: " in said or world_size == 1)
         checkpoints.wait()

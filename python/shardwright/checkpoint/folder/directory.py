@@ -15,7 +15,7 @@ from ..files import in_words
 from ..peers import Peers, os_error
 from ..remote.mirror import Mirror
 from ..remote.store import Store, is_of_content, on_first
-from ..writing import new_nonce
+from ..writing import Target, new_nonce
 from .partial import make_folder
 from .retention import (
     DAMAGED,
@@ -37,42 +37,23 @@ logger = logging.getLogger("shardwright")
 _ROUND_S = 0.5
 
 
-@dataclasses.dataclass(frozen=True)
-class Target:
-    """The folder of the next save; on rank 0 also the existing folder's identity, remains, and folders to retire."""
-
-    folder: str
-    replaces: str = ""
-    stale: list[str] = dataclasses.field(default_factory=list)
-    retired: list[str] = dataclasses.field(default_factory=list)
-
-
 class Directory:
     """The directory of one Checkpointer. Rank 0 locks it, lists it and uploads from it. The constructor is collective.
 
     `path`, the local directory of `address` if there is one, is created if it does not exist. `rules` are arguments of
     to_retire().
 
-    Attributes
-    ----------
-    nonce
-        Equal on all ranks and unique to this object.
-    read_only
-        The reason why saves are impossible; "" if they are possible.
-    mirror
-        On rank 0, after open_mirror().
-    rejected
-        On rank 0: nonces of checkpoints that restore() found damaged.
+    `nonce` is equal on all ranks and unique to this object. `read_only`: the reason why saves are impossible, or "".
     """
 
     def __init__(self, peers: Peers, path: str, address: str | None, rules: Mapping[str, Any]) -> None:
         self._peers, self.path, self._address, self._rules = peers, path, address, rules
-        self.mirror: Mirror | None = None
-        self.rejected: set[str] = set()
+        self.mirror: Mirror | None = None  # on rank 0, after open_mirror()
+        self.rejected: set[str] = set()  # on rank 0: nonces of checkpoints that restore() found damaged
         self._warned: set[str] = set()
         self._known: Known = {}
         self._lock: DirectoryLock | None = None
-        told = on_first(peers, self._take, f"Checkpointer for {path}", is_transfer=False)
+        told = peers.first(self._take, f"Checkpointer for {path}")
         self.nonce, self.read_only = str(told[0]), str(told[1])
 
     def _take(self) -> list[str]:
@@ -170,7 +151,7 @@ class Directory:
                 found = in_order(self.path, found) if is_preference else found
             return [(kept.step, kept.path) for kept in found]
 
-        listed = on_first(self._peers, look, f"checkpoints in {self.path}", is_transfer=False)
+        listed = self._peers.first(look, f"checkpoints in {self.path}")
         return [(step, path) for step, path in listed]
 
     def fetch(self, path: str) -> str:
@@ -201,7 +182,7 @@ class Directory:
                 why = f"step {chosen.step} was restored, but later checkpoints could not be noted as abandoned"
                 raise os_error(f"{why}: {in_words(error)}", getattr(error, "errno", None)) from error
 
-        on_first(self._peers, note, f"rollback to step {chosen.step}", is_transfer=False)
+        self._peers.first(note, f"rollback to step {chosen.step}")
 
     def reject(self, path: str) -> None:
         """Record that some rank found `path` damaged: retention no longer counts it."""

@@ -16,7 +16,7 @@ from typing import Any
 from ..._engine import CheckpointError, CheckpointFolder, CheckpointPlan
 from ...options.places import cache_folder, is_writable
 from ..folder.retention import Kept, discard
-from ..peers import Peers, os_error
+from ..peers import Peers
 
 MANIFEST = "MANIFEST.json"
 #: an address with a scheme; one slash is enough, since pathlib.Path drops the second
@@ -60,33 +60,28 @@ def is_of_content(error: Exception) -> bool:
     return isinstance(error, _NO_FILE) or (isinstance(error, CheckpointError) and error.errno is None)
 
 
-def on_first(peers: Peers, work: Callable[[], Any], label: str, *, is_transfer: bool = True) -> Any:
-    """Return rank 0's work(), of JSON; if it fails, raise a CheckpointError of its errno on all ranks. Collective.
-
-    A transfer has no deadline, so it runs in a thread while ranks exchange whether it is done; its error begins with `label`.
-    """
+def on_first(peers: Peers, work: Callable[[], Any], label: str) -> Any:
+    """Return the result of work() (of JSON) on rank 0; if it fails, raise CheckpointError on all ranks. Collective, in repeated
+    exchanges, since a transfer has no deadline."""
     done: list[Any] = []
 
     def run() -> None:
         try:
-            done.append(["", None, work()])
+            done.append(["", work()])
         except Exception as error:
-            why = str(error) or type(error).__name__
-            done.append([f"{label} failed: {why}" if is_transfer else why, getattr(error, "errno", None), None])
+            done.append([f"{label} failed: {error or type(error).__name__}", None])
 
-    thread = threading.Thread(target=run, name="shardwright transfer", daemon=True)
-    if peers.rank == 0 and is_transfer:
+    thread = threading.Thread(target=run, name="shardwright transfer", daemon=True) if peers.rank == 0 else None
+    if thread is not None:
         thread.start()
-    elif peers.rank == 0:
-        run()
     while True:
-        if thread.ident is not None:
+        if thread is not None:
             thread.join(_ROUND_S)
         told = peers.exchange(done, label)[0]
         if told:
-            refusal, code, value = told[0]
-            if refusal:
-                raise os_error(refusal, code)
+            failure, value = told[0]
+            if failure:
+                raise CheckpointError(failure)
             return value
 
 

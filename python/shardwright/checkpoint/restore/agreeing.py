@@ -156,7 +156,7 @@ def _load_together(path: str, peers: Peers, call: Callable[[], None]) -> None:
             why = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
             raise CheckpointError(f"'{path}' was loaded in part, and the training is not usable: {why}") from error
 
-    peers.together(load, f"load of {path}")
+    peers.together(load, f"load of {path}", keeps=())
 
 
 def _open_together(path: str, peers: Peers, source: Source | None = None) -> CheckpointFolder:
