@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 from ..._engine import CheckpointError, CheckpointFolder
 from ...comm.wire import Wire
@@ -56,8 +55,7 @@ class Candidate:
 
     def lacks(self, host: int, rank: int) -> bool:
         """Return True if best(host) lacks the bytes that `rank` wrote."""
-        name = self.best(host)
-        return name is None or rank not in self.parts[host][name]
+        return rank not in self.parts[host].get(self.best(host) or "", ())
 
     def holder(self, host: int, rank: int) -> str | None:
         """Return the name of an image of `host` with the bytes that `rank` wrote."""
@@ -142,9 +140,8 @@ class Source:
         """Open the files on rank 0."""
         chosen = self._candidate
         tallies = [self._tables[rank].tallies for rank in range(chosen.world_size)]
-        return self.attach(
-            CheckpointFolder.merged(chosen.label, chosen.step, chosen.world_size, chosen.nonce, self._files, tallies)
-        )
+        of_step = chosen.label, chosen.step, chosen.world_size, chosen.nonce
+        return self.attach(CheckpointFolder.merged(*of_step, self._files, tallies))
 
     @property
     def _files(self) -> list[tuple[str, int]]:
@@ -253,10 +250,18 @@ class Source:
         left = max((len(each) for _, sends, _, receives in rounds for each in (sends, receives)), default=0)
 
         def move(turn: int, images: Callable[[int], Image]) -> bool:
-            """Exchange one turn's messages with all hosts. Return True if more are left."""
+            """Exchange one turn's messages with all hosts, two at a time. Return True if more are left."""
             try:
                 for to, sends, by, receives in rounds:
-                    self._round(to, sends[turn : turn + 1], by, receives[turn : turn + 1], images)
+                    wire, works = self._wire, []
+                    assert wire is not None
+                    for _, begin, nbytes in itertools.chain.from_iterable(receives[turn : turn + 1]):
+                        works.append(wire.receive(by, _TAG, self._image.address + begin, nbytes))
+                        self.moved_bytes += nbytes
+                    for rank, begin, nbytes in itertools.chain.from_iterable(sends[turn : turn + 1]):
+                        works.append(wire.send(to, _TAG, images(rank).address + begin, nbytes))
+                    for work in works:
+                        wire.wait(work, self._timeout_s)
             except BaseException:
                 self._hang_up()  # peers that wait for this host fail now
                 raise
@@ -268,20 +273,6 @@ class Source:
                 step = functools.partial(move, turn, images)
                 if not any(on_hosts(self._peers, step, "bytes of a step in memory")):
                     return
-
-    def _round(
-        self, to: int, sends: list[list[Parcel]], by: int, receives: list[list[Parcel]], images: Callable[[int], Image]
-    ) -> None:
-        wire = self._wire
-        assert wire is not None
-        works: list[Any] = []
-        for _, begin, nbytes in itertools.chain.from_iterable(receives):
-            works.append(wire.receive(by, _TAG, self._image.address + begin, nbytes))
-            self.moved_bytes += nbytes
-        for rank, begin, nbytes in itertools.chain.from_iterable(sends):
-            works.append(wire.send(to, _TAG, images(rank).address + begin, nbytes))
-        for work in works:
-            wire.wait(work, self._timeout_s)
 
     def _hang_up(self) -> None:
         if self._wire is not None:

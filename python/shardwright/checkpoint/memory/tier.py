@@ -59,9 +59,7 @@ class MemoryTier:
         self._last: tuple[int, int] | None = None
         self._room = 0  # bytes for rank 0's own files in an image of the current layout
         self._failure = ""
-        self._directory = directory
-        self._branch = 0  # number of rollbacks so far
-        self._checked: Any = None  # the layout for which the budget was checked
+        self._directory, self._branch = directory, 0  # number of rollbacks so far
         self._files_of = functools.lru_cache(maxsize=2)(_files_of)
         self._has_warned = self.are_ready = False
         self.told: list[Any] = []
@@ -265,11 +263,10 @@ class MemoryTier:
             return found[1]
         if found is not None:
             self._images.pop(slot)[1].close()
-        if self._checked is not layout:
+        if not any(made_for is layout for made_for, _ in self._images.values()):
             own_bytes = 0 if own is None else sum(in_blocks(nbytes) for _, nbytes, *_ in own[0].files())
             share_bytes, has_slices = share()
             self._turn_off_if(self._over_budget(share_bytes + own_bytes, own_bytes, has_slices))
-            self._checked = layout
         if self.off:
             return None
         data = sum(in_blocks(nbytes) for _, nbytes, _ in self._files_of(plan)) + in_blocks(self._room)
