@@ -58,12 +58,14 @@ class Directory:
 
     def _take(self) -> list[str]:
         """Create and lock the directory. Return a nonce, and the reason why it cannot be written to if it can be read."""
+        is_made = False
         try:
             make_folder(self.path)
+            is_made = True
             self._lock = DirectoryLock(self.path)
         except Exception as error:
             code = getattr(error, "errno", None)
-            if isinstance(error, CheckpointError) and code is None:
+            if isinstance(error, CheckpointError) and (is_made or code is None):  # it names the lock, or its holder
                 raise
             why = os.strerror(code) if code is not None else in_words(error)
             refusal = f"'{self.path}' cannot be written to: {why}"
