@@ -262,13 +262,8 @@ def load(
     peers.agree(check, "load()")
     ((folder, training, names),) = checked
     if training.stages:
-        return load_stages(
-            folder, peers, training.stages, verify=verify, names=names, timeout_s=usable_timeout(timeout_s)
-        )
-    reader, refusal = agree_on(folder, training, peers, verify=verify, names=names)
-    if reader is None:
-        raise CheckpointError(refusal)
-    return apply_together(reader, peers)
+        return load_stages(folder, peers, training.stages, verify=verify, names=names, timeout_s=usable_timeout(timeout_s))
+    return apply_together(agree_on(folder, training, peers, verify=verify, names=names), peers)
 
 
 def step_of(path: str | os.PathLike[str]) -> int:
