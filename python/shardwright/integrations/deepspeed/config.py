@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ... import optim
-from ...options.compressors import Bf16, Fp16, Int4, Int8, PowerSGD
+from ...options.compressors import Int8, compressor_named
 from ...options.options import Options
 from ...options.precision import Precision
 from .keys import KEYS, is_harmless, key_of, nearest
@@ -28,7 +28,6 @@ __all__ = ["Plan", "Reading", "fill_auto", "load_config", "plan"]
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _LONG_DTYPES = {"float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
-_COMPRESSORS = {"fp16": Fp16, "bf16": Bf16, "int8": Int8, "int4": Int4, "powersgd": PowerSGD}
 _REFUSED_OPTIMIZERS = {
     "onebitadam": 'use AdamW with "shardwright": {"compress": "int4"}',
     "zerooneadam": 'use AdamW with "shardwright": {"compress": "int4"}',
@@ -109,12 +108,8 @@ class Plan:
 
 
 def load_config(config: Any) -> dict[str, Any]:
-    """Return a copy of a configuration, given as a dict or as the path of a JSON file.
-
-    Raises
-    ------
-    ValueError
-        If the file is not a JSON object, or repeats a key.
+    """Return a copy of a configuration, given as a dict or as the path of a JSON file. Raise ValueError for a file that
+    is not a JSON object, or repeats a key.
     """
     if isinstance(config, Mapping):
         return copy.deepcopy(dict(config))
@@ -511,13 +506,8 @@ class _Reader:
         if not isinstance(own, dict):
             raise ValueError(f"shardwright must be a section of arguments of sw.wrap, got {own!r}")
         own = dict(own)
-        if isinstance(own.get("compress"), str) and own["compress"] != "auto":
-            kind = _COMPRESSORS.get(own["compress"])
-            if kind is None:
-                raise ValueError(
-                    f"shardwright.compress must be one of {', '.join(_COMPRESSORS)}, got {own['compress']!r}"
-                )
-            own["compress"] = PowerSGD(rank=4) if kind is PowerSGD else kind()
+        if "compress" in own:
+            own["compress"] = compressor_named("shardwright.compress", own["compress"])
         if own:
             self._set("shardwright", **own)
         Options.from_keywords(self._plan.wrap)
