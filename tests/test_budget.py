@@ -15,7 +15,7 @@ LINES = {
     "shardwright/compress": 1_832,
     "shardwright/deepspeed": 9,
     "shardwright/gradients": 1_936,
-    "shardwright/integrations": 3_122,
+    "shardwright/integrations": 3_111,
     "shardwright/layout": 1_438,
     "shardwright/optim": 3_737,
     "shardwright/options": 946,
