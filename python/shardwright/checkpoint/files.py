@@ -262,7 +262,9 @@ def load(
     peers.agree(check, "load()")
     ((folder, training, names),) = checked
     if training.stages:
-        return load_stages(folder, peers, training.stages, verify=verify, names=names, timeout_s=usable_timeout(timeout_s))
+        return load_stages(
+            folder, peers, training.stages, verify=verify, names=names, timeout_s=usable_timeout(timeout_s)
+        )
     return apply_together(agree_on(folder, training, peers, verify=verify, names=names), peers)
 
 
