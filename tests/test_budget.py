@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LINES = {
     "shardwright": 1_364,
     "shardwright/backend": 750,
-    "shardwright/checkpoint": 9_220,
+    "shardwright/checkpoint": 9_226,
     "shardwright/comm": 3_086,
     "shardwright/compress": 1_841,
     "shardwright/deepspeed": 9,
