@@ -14,7 +14,7 @@ import shardwright as sw
 import torch
 from shardwright.checkpoint.remote import mirror as mirrors
 from shardwright.checkpoint.remote.store import Store
-from shardwright.options.offload import offload_folder
+from shardwright.options.checks import offload_folder
 from torch import nn
 
 fsspec = pytest.importorskip("fsspec")
