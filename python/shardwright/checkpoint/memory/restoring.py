@@ -253,15 +253,7 @@ class Source:
             """Exchange one turn's messages with all hosts, two at a time. Return True if more are left."""
             try:
                 for to, sends, by, receives in rounds:
-                    wire, works = self._wire, []
-                    assert wire is not None
-                    for _, begin, nbytes in itertools.chain.from_iterable(receives[turn : turn + 1]):
-                        works.append(wire.receive(by, _TAG, self._image.address + begin, nbytes))
-                        self.moved_bytes += nbytes
-                    for rank, begin, nbytes in itertools.chain.from_iterable(sends[turn : turn + 1]):
-                        works.append(wire.send(to, _TAG, images(rank).address + begin, nbytes))
-                    for work in works:
-                        wire.wait(work, self._timeout_s)
+                    self._round(to, sends[turn : turn + 1], by, receives[turn : turn + 1], images)
             except BaseException:
                 self._hang_up()  # peers that wait for this host fail now
                 raise
@@ -273,6 +265,20 @@ class Source:
                 step = functools.partial(move, turn, images)
                 if not any(on_hosts(self._peers, step, "bytes of a step in memory")):
                     return
+
+    def _round(
+        self, to: int, sends: list[list[Parcel]], by: int, receives: list[list[Parcel]], images: Callable[[int], Image]
+    ) -> None:
+        wire = self._wire
+        assert wire is not None
+        works = []
+        for _, begin, nbytes in itertools.chain.from_iterable(receives):
+            works.append(wire.receive(by, _TAG, self._image.address + begin, nbytes))
+            self.moved_bytes += nbytes
+        for rank, begin, nbytes in itertools.chain.from_iterable(sends):
+            works.append(wire.send(to, _TAG, images(rank).address + begin, nbytes))
+        for work in works:
+            wire.wait(work, self._timeout_s)
 
     def _hang_up(self) -> None:
         if self._wire is not None:

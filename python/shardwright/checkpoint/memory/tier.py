@@ -30,7 +30,6 @@ JOB = "memory.json"
 _JOB_BYTES = 16
 #: address space for the growth of rank 0's own files while the layout stays; they may also double
 _ROOM_BYTES = 64 << 20
-File = tuple[str, int, int]
 _ROUND_S = 0.5
 
 
@@ -338,7 +337,7 @@ class MemoryTier:
         """Return (image, [step, nonce, world size, data, branch], ranks) of this host's valid tables."""
         found: dict[Any, list[int]] = {}
         for name in self._guardian.ask("list")[0]["names"]:
-            with contextlib.closing(self._open(name)) as image:
+            with contextlib.closing(Image.open(self._guardian, name)) as image:
                 for table in image.each_table():
                     key = tuple(table.head[each] for each in ("step", "nonce", "world_size", "data", "branch"))
                     found.setdefault((name, key), []).append(table.head["rank"])
@@ -353,7 +352,7 @@ class MemoryTier:
         opened.callback(self._drop_whole)
         image = self._image_of_host(best or WHOLE, None if best else make, "an image to restore")
         opened.callback(image.close)
-        source = Source(chosen, image, self._peers, self._open, self._timeout_s)
+        source = Source(chosen, image, self._peers, functools.partial(Image.open, self._guardian), self._timeout_s)
         opened.callback(self._end_restore, source)
         source.meet()
         source.bring(source.lists())
@@ -368,9 +367,6 @@ class MemoryTier:
         if self._is_first and self._client is not None:
             with contextlib.suppress(CheckpointError):
                 self._client.ask("drop", WHOLE)
-
-    def _open(self, name: str) -> Image:
-        return Image.open(self._guardian, name)
 
     def took(self, chosen: Candidate) -> None:
         """Keep the restored candidate until the next step is complete."""
@@ -420,7 +416,7 @@ class MemoryTier:
         self._saver.close()
 
 
-def _files_of(plan: CheckpointPlan) -> list[File]:
+def _files_of(plan: CheckpointPlan) -> list[tuple[str, int, int]]:
     """Return (path, bytes, bytes before the first tensor) of each file; a file of values has no tensor."""
     return [
         (path, nbytes, min((begin for _, begin, _ in placed), default=0) or nbytes)

@@ -30,10 +30,6 @@ class Rejected(CheckpointError):
     """An error, equal on all ranks, for a checkpoint that one of them cannot read: another one may do."""
 
 
-#: files of a folder that rank 0 reads for all ranks
-_SMALL = ("state.json", "optimizer.json")
-
-
 @contextlib.contextmanager
 def rejected() -> Iterator[None]:
     """Make Rejected of a CheckpointError, which must be equal on all ranks."""
@@ -170,7 +166,9 @@ def _open_together(path: str, peers: Peers, source: Source | None = None) -> Che
             return ""
         found.append(CheckpointFolder(path) if source is None else source.open())
         shared = (each for each in found[0].files if not each.startswith("ranks/") or each.startswith(TENSORS))
-        catalog = found[0].catalog([each for each in shared if each in _SMALL or each.endswith(".safetensors")])
+        catalog = found[0].catalog(
+            [each for each in shared if each in ("state.json", "optimizer.json") or each.endswith(".safetensors")]
+        )
         return found[0].path
 
     names = _agree(peers, path, read, f"opening {path}")
