@@ -28,7 +28,7 @@ CC = os.environ.get("CC", "gcc")
 QUICK_STRIDE = {"checkpoint": 11, "two_ranks": 7, "saver": 3, "units": 3, "gpu": 3}
 NAMES = [
     *("communicator", "two_ranks", "units", "reducer", "state_file", "optimizer", "checkpoint", "saver", "codecs"),
-    *("gpu", "region"),
+    "gpu",
 ]
 SANITIZERS = {
     "address,undefined": (

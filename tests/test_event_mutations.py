@@ -25,7 +25,7 @@ from test_fake_gpu import FAKE, SHARED, libraries
 #: a program that has not ended by then hangs; on a busy machine one without a mutation takes minutes
 LIMIT_S = 900
 LONG = os.environ.get("SW_TEST_LONG") == "1"
-NOUNS = ("device_rounds", "device_units", "device_offload", "device_stage", "device_region", "kernel_check")
+NOUNS = ("device_rounds", "device_units", "device_offload", "device_stage", "kernel_check")
 #: the programs of which one must fail without a wait of a file, and those for other files
 PROGRAMS = {f"{noun}.c": ("test_" + noun,) for noun in NOUNS}
 PROGRAMS.update({f"slot_{part}.c": ("test_slot_transport",) for part in ("rounds", "memory", "transport")})

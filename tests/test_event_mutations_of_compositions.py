@@ -64,7 +64,6 @@ UNSEEN = (
     ),
     ("for threads that watch, which simulated ranks do not start", "device_comm.c", "c->marked"),
     ("clipping without a wait, which DTensors lack", "device_norm.c", "return sw_device_comm_follow("),
-    ("PowerSGD's memory", "device_region.c", "c->met"),
     ("the check of kernels, before there is a module", "kernel_check.c", "c->event"),
     (
         "slots in a GPU's memory; simulated ranks have the host's",

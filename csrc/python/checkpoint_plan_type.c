@@ -398,8 +398,10 @@ static PyType_Slot plan_slots[] = {
     {Py_tp_dealloc, plan_dealloc},
     {Py_tp_methods, plan_methods},
     {Py_tp_getset, plan_properties},
-    {Py_tp_doc,
-     "CheckpointPlan(groups, texts)\n--\n\nWhich bytes stand where in which file of a checkpoint."},
+    {Py_tp_doc, "CheckpointPlan(groups, texts)\n--\n\nWhich bytes stand where in which file of a "
+                "checkpoint. groups: [(stem, numbered, max_file_bytes, metadata, [(name, dtype, "
+                "shape, holder)])]; texts: [(path, nbytes, holder)]. holder 0: all ranks have it; "
+                "1: rank 0 writes; 2: each writes its sources."},
     {0, NULL},
 };
 

@@ -184,16 +184,17 @@ PyMethodDef sw_py_compress_functions[] = {
      "block_record_bytes($module, block, bits, /)\n--\n\nReturn the bytes of one record."},
     {"block_encode", block_encode, METH_VARARGS,
      "block_encode($module, block, bits, records, source, error, numel, /)\n--\n\n"
-     "Quantize an array."},
+     "Quantize source (+ error) to records, of which an array begins a new one."},
     {"block_fold", block_fold, METH_VARARGS,
      "block_fold($module, block, bits, out, wires, count, scale, residual, /)\n--\n\n"
-     "Fold records as their owner."},
+     "Fold count records of all wires in order: out = quantized(scale * sum); the residual gets "
+     "the rest."},
     {"block_is_finite", block_is_finite, METH_VARARGS,
      "block_is_finite($module, block, bits, records, count, /)\n--\n\n"
      "Return True if all encoded values were finite."},
     {"block_decode", block_decode, METH_VARARGS,
      "block_decode($module, block, bits, out, records, error, own, numel, /)\n--\n\n"
-     "Decode, and keep the rounding error."},
+     "Decode records to out. With an error, first error = out + error - decoded own."},
     {"half_encode", half_encode, METH_VARARGS,
      "half_encode($module, dtype, wire, source, numel, scale, /)\n--\n\n"
      "Scale and round in one pass."},

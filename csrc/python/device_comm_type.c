@@ -4,7 +4,6 @@
 #include <unistd.h>
 
 #include "comm/device_watch.h"
-#include "comm/nccl_register.h"
 #include "python/device_call.h"
 
 bool sw_py_device_stream(PyObject *value, sw_stream **stream)
@@ -515,14 +514,13 @@ static PyObject *device_describe(PyObject *op, PyObject *unused)
     const sw_device *device = comm->device;
     bool has_nccl = comm->library.handle != NULL;
     int version = has_nccl ? comm->library.version : 0;
-    return Py_BuildValue("{s:i,s:s,s:s,s:(ii),s:(iii),s:N,s:s,s:z,s:N}", "ordinal", device->ordinal,
+    return Py_BuildValue("{s:i,s:s,s:s,s:(ii),s:(iii),s:N,s:s,s:z}", "ordinal", device->ordinal,
                          "name", device->name, "address", device->address, "capability",
                          device->major, device->minor, "nccl", version / 10000,
                          version % 10000 / 100, version % 100, "nccl_missing",
                          sw_py_text(has_nccl ? "" : comm->nccl_missing.message), "kernels",
                          sw_image_origin_name(comm->kernels.origin), "transport",
-                         comm->peers && !self->closed ? comm->peers->name : NULL, "windows",
-                         PyBool_FromLong(has_nccl && sw_nccl_has_windows(&comm->library)));
+                         comm->peers && !self->closed ? comm->peers->name : NULL);
 }
 
 static PyObject *device_stats(PyObject *op, PyObject *unused)
@@ -556,7 +554,8 @@ static PyMethodDef device_methods[] = {
      "connect($self, id, rank, world_size, timeout_s, /)\n--\n\nJoin the peers. Collective."},
     {"connect_slots", device_connect_slots, METH_VARARGS,
      "connect_slots($self, arena, members, slot_bytes, place, rank, timeout_s, /)\n--\n\n"
-     "Join peers of this host through slots. Collective."},
+     "Join members of arena, this rank as number rank, through slots in place: \"shm\", \"ipc\" or "
+     "\"auto\". Collective."},
     {"borrow", device_borrow, METH_VARARGS,
      "borrow($self, handle, rank, world_size, timeout_s, /)\n--\n\n"
      "Use a communicator that its owner keeps, instead of connect()."},
@@ -576,7 +575,8 @@ static PyMethodDef device_methods[] = {
      "Return the exact sum of squares in norm_sum()'s format; the host waits."},
     {"clip", device_clip, METH_VARARGS,
      "clip($self, ranges, max_norm, is_sliced, result, stream, /)\n--\n\n"
-     "Compute the norm and the factor that clips it, on the GPU."},
+     "Write the norm and min(1, max_norm / (norm + 1e-6)) as float32 to result. is_sliced: over "
+     "all ranks."},
     {"follow", device_follow, METH_VARARGS,
      "follow($self, later, earlier, /)\n--\n\nOrder one stream after another."},
     {"pack", device_pack, METH_VARARGS,
@@ -610,7 +610,10 @@ static PyType_Slot device_slots[] = {
     {Py_tp_dealloc, device_dealloc},
     {Py_tp_methods, device_methods},
     {Py_tp_getset, device_properties},
-    {Py_tp_doc, "A rank's GPU: its kernels, a communicator of our own and one stream for it."},
+    {Py_tp_doc,
+     "A rank's GPU: its kernels, a communicator and one stream for it. Streams are addresses, like "
+     "torch.cuda.Stream.cuda_stream. host: asked if awaited ranks live, and ended with it. beside: "
+     "its stream is used. make_room() is called on any thread after a failed allocation."},
     {0, NULL},
 };
 

@@ -18,7 +18,6 @@ static const struct {
     {&sw_py_device_units_type_spec, offsetof(engine_state, device_units_type)},
     {&sw_py_device_offload_type_spec, offsetof(engine_state, device_offload_type)},
     {&sw_py_device_stage_type_spec, offsetof(engine_state, device_stage_type)},
-    {&sw_py_device_region_type_spec, offsetof(engine_state, device_region_type)},
 };
 
 static PyMethodDef *const functions[] = {sw_py_optim_functions,

@@ -203,7 +203,6 @@ enum { /* the arguments of __init__ */
        ARG_FIRST_CAP,
        ARG_DETERMINISTIC,
        ARG_WIRE,
-       ARG_LENT,
        ARG_ROW,
        ARG_COLUMN,
        ARG_COUNT
@@ -222,7 +221,7 @@ static int reducer_init(PyObject *op, PyObject *args, PyObject *kwargs)
     int world_size;
     if (!sw_py_read(
             "Reducer comm:O parameters:O | $ bucket_cap_bytes:n transport:s reduce:s sliced:p "
-            "slices:O label:s first_cap_bytes:n deterministic:p wire:z lent:p row:O column:O",
+            "slices:O label:s first_cap_bytes:n deterministic:p wire:z row:O column:O",
             args, kwargs, a) ||
         check_caps(a[ARG_CAP].n, a[ARG_FIRST_CAP].n) < 0 ||
         parse_transport(a[ARG_TRANSPORT].s, &options.transport) < 0 ||
@@ -237,7 +236,6 @@ static int reducer_init(PyObject *op, PyObject *args, PyObject *kwargs)
     options.bucket_cap_bytes = a[ARG_CAP].size;
     options.first_cap_bytes = a[ARG_FIRST_CAP].size;
     options.deterministic = a[ARG_DETERMINISTIC].p;
-    options.is_lent = a[ARG_LENT].p;
     options.is_narrow = a[ARG_WIRE].s != NULL;
     options.wire = a[ARG_WIRE].s ? sw_dtype_from_name(a[ARG_WIRE].s) : SW_DTYPE_COUNT;
     self->grad_name = PyUnicode_InternFromString("grad");
@@ -624,7 +622,10 @@ static PyMethodDef reducer_methods[] = {
      "bucket_shape($self, bucket, /)\n--\n\nReturn (offset_bytes, numel, dtype, trainable)."},
     {"attach", SW_PY_NAMED(reducer_attach),
      "attach($self, parameters, views, *, copy, open, renew, task_id, layouts, unlike=None, "
-     "describe=None, stream=None)\n--\n\nBind tensors."},
+     "describe=None, stream=None)\n--\n\nBind tensors. views[i]: over gradient(i), or None; "
+     "renew(i) replaces one that others hold. copy(view, grad) writes any layout. open() runs at a "
+     "round's first gradient and returns if the backward synchronises. unlike() raises if ranks "
+     "noted other steps."},
     {"watch_hooks", reducer_watch_hooks, METH_VARARGS,
      "watch_hooks($self, index, table, /)\n--\n\nDetect hooks that are registered after ours."},
     {"hook", reducer_hook, METH_VARARGS,
@@ -687,9 +688,6 @@ static PyMethodDef reducer_methods[] = {
     {"set_places", sw_py_reducer_set_places, METH_VARARGS,
      "set_places($self, tensors, /)\n--\n\n"
      "Set the memory that buckets use in turn, the largest first; on a GPU, sliced."},
-    {"lend", sw_py_reducer_lend, METH_VARARGS,
-     "lend($self, tensors, /)\n--\n\n"
-     "Lend memory for peers' contributions and for encoded buckets, on a GPU."},
     {"withdraw", sw_py_reducer_withdraw, METH_NOARGS,
      "withdraw($self, /)\n--\n\nStop averaging buckets in the engine, on a GPU."},
     {"set_active", sw_py_reducer_set_active, METH_VARARGS,
@@ -727,7 +725,10 @@ static PyType_Slot reducer_slots[] = {
     {Py_tp_clear, reducer_clear},
     {Py_tp_methods, reducer_methods},
     {Py_tp_getset, reducer_properties},
-    {Py_tp_doc, "Buckets of gradients and their mean, round by round."},
+    {Py_tp_doc, "Buckets of gradients and their mean, round by round. parameters: [(name, numel, "
+                "dtype, requires_grad[, group])] in registration order; groups share no bucket. "
+                "slices: the slice and the replica of each rank. A GPU's subclass has _locate, "
+                "_keep, _restore, _blank, _blank_bucket and _end."},
     {0, NULL},
 };
 

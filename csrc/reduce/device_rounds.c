@@ -109,8 +109,7 @@ static sw_status create_mean(device_rounds *d, const sw_reducer_options *options
                                              (options->sliced && options->sums),
                                     .slices = options->sliced ? options->slices : NULL,
                                     .row = options->row,
-                                    .column = options->column,
-                                    .is_lent = options->is_lent};
+                                    .column = options->column};
     if (options->is_narrow &&
         ((options->wire != SW_DTYPE_FLOAT16 && options->wire != SW_DTYPE_BFLOAT16) ||
          options->sums))
@@ -266,19 +265,6 @@ sw_status sw_reducer_set_places(sw_reducer *reducer, void *const *places, const 
     return SW_OK;
 }
 
-sw_status sw_reducer_lend(sw_reducer *reducer, void *contributions, void *compressed, sw_error *err)
-{
-    device_rounds *d = device_of(reducer);
-    bool lacks = !contributions || (d->mean.wire != SW_DTYPE_COUNT && !compressed);
-    if (!d->mean.is_lent || d->has_begun || lacks)
-        SW_FAIL(err, SW_E_STATE, "reducer: memory is lent %s",
-                lacks              ? "whole: for contributions and, with wire, what travels"
-                : !d->mean.is_lent ? "to one that was made for it"
-                                   : "before the first round");
-    sw_device_mean_lend(&d->mean, contributions, compressed);
-    return SW_OK;
-}
-
 /* Release the previous round's means: the optimizer has enqueued all reads of them. */
 static sw_status release(device_rounds *d, sw_error *err)
 {
@@ -382,8 +368,6 @@ static sw_status arrive(device_rounds *d, sw_error *err)
     if (!is_new)
         return SW_OK;
     SW_TRY(release(d, err));
-    if (d->mean.is_lent && !d->mean.lent)
-        SW_FAIL(err, SW_E_STATE, "reducer: a round began before memory was lent");
     SW_TRY(sw_device_refuse_capture(d->device, d->stream, "a backward", err));
     SW_TRY(d->device->ops->stream_wait(d->device, d->stream, d->consumed, err));
     if (d->is_begun)

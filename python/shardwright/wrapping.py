@@ -36,6 +36,7 @@ from .parallel.replica import Replica, live_replicas
 from .parameters.mixed_precision import PrecisionPlan
 from .torch_compat import cuda
 from .torch_compat.dtensor import held_tensor, is_dtensor
+from .torch_compat.internals import original_of
 from .torch_compat.optimizers import step_hooks
 
 
@@ -120,7 +121,7 @@ def wrap(
         remedy = ": the module comes first, sw.wrap(module, optimizer)" if swapped else ""
         got = f"the class {module.__name__}" if isinstance(module, type) else type(module).__name__
         raise TypeError(f"wrap needs a torch.nn.Module, got {got}{remedy}")
-    if unwrap(module) is not module and isinstance(_original(module), TorchDDP):
+    if unwrap(module) is not module and isinstance(original_of(module), TorchDDP):
         raise Error("this module is wrapped already: use it as it is, or pass sw.unwrap(module) to wrap it again")
     policy = precision if mixed_precision is None else precision_of(mixed_precision)
     if policy is not None:
@@ -597,12 +598,8 @@ def load_full_optimizer_state_dict(
 
 def unwrap(module: torch.nn.Module) -> torch.nn.Module:
     """Return the user's module from a wrapper, or from torch.compile(wrapper); return a bare module unchanged."""
-    inner = _original(module)
+    inner = original_of(module)
     return inner.module if isinstance(inner, TorchDDP) else module
-
-
-def _original(module: torch.nn.Module) -> torch.nn.Module:
-    return getattr(module, "_orig_mod", module)
 
 
 def _check_travels(plan: PrecisionPlan, compress: Any) -> None:

@@ -34,6 +34,7 @@ from ..optim.sharded import ShardedOptimizer
 from ..options.compress import Compressor, check_compressor
 from ..options.options import FIELDS
 from ..parallel.ddp import DistributedDataParallel
+from ..torch_compat.internals import original_of
 from ..wrapping import full_parameters
 from .settings import chosen
 from .wrappers import Wrappers, stepping, whole_parameters
@@ -310,7 +311,7 @@ class Accelerator(accelerate.Accelerator):
             sampler.even_batches = even_batches
         enable = not (self.even_batches if even_batches is None else even_batches)
         try:
-            with Join([getattr(each, "_orig_mod", each) for each in joinables], enable=enable):
+            with Join([original_of(each) for each in joinables], enable=enable):
                 yield
         finally:
             for sampler, value in zip(samplers, before):

@@ -30,6 +30,7 @@ from ..layout.param_groups import mark_of
 from ..parallel.ddp import DistributedDataParallel
 from ..parallel.fully_shard import FullySharded, wrapper_of
 from ..torch_compat.dtensor import is_dtensor
+from ..torch_compat.internals import original_of
 from .sliceable import ELEMENTWISE
 
 #: seconds that a row waits for a column's result beyond the column's own deadline
@@ -216,7 +217,7 @@ class SlicedParameters(WholeParameters):
 
 def model_ranks_of(model: Any) -> ModelRanks | None:
     """Return the ranks that hold other shards of a wrapped model's DTensors, without making an engine."""
-    model = getattr(model, "_orig_mod", model)
+    model = original_of(model)
     wrapper = model if isinstance(model, DistributedDataParallel) else getattr(mark_of(model), "wrapper", None)
     replica = getattr(wrapper, "_replica", None)
     return None if replica is None else replica.model_ranks

@@ -19,6 +19,7 @@ import torch
 from ..parallel.agreement.optimizer_agreement import check_groups
 from ..torch_compat import cuda
 from ..torch_compat.dtensor import held_tensor, is_dtensor, waited
+from ..torch_compat.optimizers import hooks_around
 from .forwarding import Forwarding, NotAveraged
 
 __all__ = [
@@ -165,11 +166,12 @@ def load_with_hooks(
 ) -> None:
     """Run `load(state_dict)` with the hooks that users have registered on `optimizer`, as torch's own loading does."""
     state_dict = dict(state_dict)
-    for hook in list(optimizer._optimizer_load_state_dict_pre_hooks.values()):
+    before, after = hooks_around(optimizer, "load_state_dict")
+    for hook in before:
         changed = hook(optimizer, state_dict)
         state_dict = state_dict if changed is None else changed
     load(state_dict)
-    for loaded_hook in list(optimizer._optimizer_load_state_dict_post_hooks.values()):
+    for loaded_hook in after:
         loaded_hook(optimizer)
 
 

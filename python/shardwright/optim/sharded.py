@@ -36,7 +36,7 @@ from ..parallel.agreement.optimizer_agreement import (
 from ..parallel.join import A_GRADIENT, NO_GRADIENT, ZEROED, exchange_slices, state_of
 from ..parallel.replica import Replica
 from ..torch_compat.autograd import unguarded
-from ..torch_compat.optimizers import on_meta, step_hooks
+from ..torch_compat.optimizers import hooks_around, on_meta, step_hooks
 from ..torch_compat.state_dicts import asked_by_torchs_functions
 from .forwarded_on_slices import call_on_slices
 from .forwarding import Forwarding
@@ -488,7 +488,8 @@ class ShardedOptimizer(Forwarding):
         torch.distributed.checkpoint.state_dict, which every rank calls, get the gathered state as from
         full_state_dict().
         """
-        for hook in list(self._optimizer_state_dict_pre_hooks.values()):
+        before, after = hooks_around(self, "state_dict")
+        for hook in before:
             hook(self)
         if asked_by_torchs_functions():
             with with_state(self):
@@ -499,7 +500,7 @@ class ShardedOptimizer(Forwarding):
             made = self._in_torchs_format(self._whole_state)
         else:
             made = {MARK: SlicedState(self._slices_of_state())}
-        for made_hook in list(self._optimizer_state_dict_post_hooks.values()):
+        for made_hook in after:
             changed = made_hook(self, made)
             made = made if changed is None else changed
         return made

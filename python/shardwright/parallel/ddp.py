@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.algorithms.join import Join, JoinHook, _JoinConfig
+from torch.distributed.algorithms.join import Join, JoinHook
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from .._engine import Error
@@ -32,6 +32,7 @@ from ..parameters.drift import DriftCheck
 from ..parameters.mixed_precision import PrecisionPlan, remove_plan
 from ..torch_compat import autograd as _hooks
 from ..torch_compat.foreign_wrappers import guard_from_wrappers, refuse_wrapper
+from ..torch_compat.internals import JoinConfig, ignored_by_torchs_ddp
 from ..torch_compat.weak import weakly
 from .composition import loss_scaling
 from .composition.nested import find_inner, give_back
@@ -198,7 +199,7 @@ class DistributedDataParallel(PortableWrapper, TorchDDP):
     def _set_attributes(self, forward_sync_buffers: bool | None, skip_unused: bool, batched_copy: bool) -> None:
         """Set every attribute of torch's class that other code reads."""
         options, parameters = self._options, list(self.module.parameters())
-        self._join_config = _JoinConfig.construct_disabled_join_config()
+        self._join_config = JoinConfig.construct_disabled_join_config()
         self.parameters_to_ignore = self._ignored_names()
         self._module_parameters = [p for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore]
         self.device = parameters[0].device if parameters else torch.device("cpu")
@@ -264,7 +265,7 @@ class DistributedDataParallel(PortableWrapper, TorchDDP):
         return plan
 
     def _ignored_names(self) -> set[str]:
-        ignored = set(getattr(self.module, "_ddp_params_and_buffers_to_ignore", ()))
+        ignored = set(ignored_by_torchs_ddp(self.module))
         ignored.update(self._options.ignored_names(self.module))
         identities = {id(item) for item in self._options.ignored_params}
         identities.update(id(p) for each in self._inner for p in each.module.parameters())

@@ -29,6 +29,7 @@ from ..options.options import refuse_options
 from ..options.precision import Precision
 from ..parameters.unshard_schedule import Unit, UnitSchedule
 from ..torch_compat.dtensor import is_dtensor
+from ..torch_compat.internals import original_of
 from .ddp import DistributedDataParallel
 
 
@@ -446,7 +447,7 @@ def wrapper_of(module: torch.nn.Module) -> DistributedDataParallel | None:
 
     Collective if it makes the engine of the latter.
     """
-    module = getattr(module, "_orig_mod", module)
+    module = original_of(module)
     if isinstance(module, DistributedDataParallel):
         return module
     if not isinstance(module, FullySharded):
