@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LINES = {
     "shardwright": 1_338,
     "shardwright/backend": 674,
-    "shardwright/checkpoint": 9_431,
+    "shardwright/checkpoint": 9_181,
     "shardwright/comm": 2_900,
     "shardwright/compress": 1_804,
     "shardwright/deepspeed": 9,
@@ -29,8 +29,8 @@ LINES = {
     "shardwright_tools/gpu_check": 1_158,
     "shardwright_tools/planner": 1_702,
 }
-#: lines of C, headers and sources
-C_LINES = 46_305
+#: lines of C, headers and sources: the engine, and the check of its kernels that the tools import
+C_LINES = {"csrc": 44_702, "csrc_check": 1_538}
 
 
 def lines_of(path: Path) -> int:
@@ -52,7 +52,8 @@ def test_no_folder_of_python_has_more_lines_than_before() -> None:
 
 
 def test_c_has_no_more_lines_than_before() -> None:
-    assert sum(lines_of(path) for path in (ROOT / "csrc").rglob("*.[ch]")) <= C_LINES
+    found = {name: sum(lines_of(path) for path in (ROOT / name).rglob("*.[ch]")) for name in C_LINES}
+    assert {name: (count, C_LINES[name]) for name, count in found.items() if count > C_LINES[name]} == {}
 
 
 def test_a_planted_line_is_counted(tmp_path: Path) -> None:

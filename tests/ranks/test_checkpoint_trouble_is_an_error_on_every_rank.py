@@ -285,7 +285,7 @@ def test_ranks_that_meet_a_checkpoint_under_two_names_load_it(rank, world_size):
 
         def opened(path, peers, source):
             found = openings(path, peers, source)
-            assert os.path.basename(found[0].path) == before  # noqa: B023
+            assert os.path.basename(found.path) == before  # noqa: B023
             gather(None)
             if rank == 0:
                 os.rename(f"{folder}/{before}", f"{folder}/{after}")  # noqa: B023

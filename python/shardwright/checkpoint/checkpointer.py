@@ -33,7 +33,7 @@ from .memory.tier import MemoryTier
 from .observers import observers_of
 from .pipeline import inventory_of, load_stages, peers_of
 from .remote.store import address_of, local_folder
-from .restore.agreeing import Restore, agree_on, apply_together
+from .restore.agreeing import Rejected, Restore, agree_on, apply_together, rejected
 from .state.optimizer_extras import stepping_optimizer
 from .training import Training, is_pipeline
 from .writing import Writer
@@ -516,26 +516,28 @@ class Checkpointer:
             listed = [(step, path) for path in chosen]
         refusals = []
         for _, place in reversed(_merged(listed, kept)):
+            path = place.label if isinstance(place, Candidate) else place
             with contextlib.ExitStack() as opened:
-                reader, why, path = self._agree_on(place, made[0], opened)
-                if reader is not None:
-                    self._fill_stages(reader, path, made[0])
-                    apply_together(reader, self._peers)
-            if reader is not None:
-                if isinstance(place, Candidate) and self._memory is not None:
-                    self._memory.took(place)
-                if step is not None:
-                    self._place.go_on_from(Kept(step, path, nonce=reader.folder.nonce))
-                    if self._memory is not None:
-                        self._memory.forget_after(step)
-                if not self._place.read_only:
-                    self._writer.warm(self._training, lazy=self._lazy)
-                return int(reader.folder.step)
-            if self._peers.rank == 0:
-                logger.warning("restore() passes over a checkpoint: %s", why)
-            refusals.append(why)
-            if not isinstance(place, Candidate):
-                self._place.reject(path)
+                try:
+                    restored = self._agree_on(place, path, made[0], opened)
+                except Rejected as error:
+                    refusals.append(str(error))
+                    if self._peers.rank == 0:
+                        logger.warning("restore() passes over a checkpoint: %s", error)
+                    if not isinstance(place, Candidate):
+                        self._place.reject(path)
+                    continue
+                self._fill_stages(restored, path, made[0])
+                apply_together(restored, self._peers)
+            if isinstance(place, Candidate) and self._memory is not None:
+                self._memory.took(place)
+            if step is not None:
+                self._place.go_on_from(Kept(step, path, nonce=restored.folder.nonce))
+                if self._memory is not None:
+                    self._memory.forget_after(step)
+            if not self._place.read_only:
+                self._writer.warm(self._training, lazy=self._lazy)
+            return int(restored.folder.step)
         if refusals:
             raise CheckpointError(
                 f"none of the {len(refusals)} checkpoints in '{self.directory}' can be read; the newest: {refusals[0]}"
@@ -544,47 +546,29 @@ class Checkpointer:
             )
         return 0
 
-    def _fill_stages(self, reader: Restore, path: str, names: NameMap) -> None:
-        """Fill the stages of a pipeline, if any, from a folder that `reader` has verified. Collective."""
+    def _fill_stages(self, restored: Restore, path: str, names: NameMap) -> None:
+        """Fill the stages of a pipeline, if any, from a folder that `restored` has verified. Collective."""
         if not self._training.stages:
             return
         try:
             load_stages(path, self._peers, self._training.stages, verify=False, names=names, timeout_s=self._timeout_s)
         except BaseException:
-            reader.take_back()
+            restored.filler.take_back()
             raise
 
-    def _agree_on(
-        self, place: str | Candidate, names: NameMap, opened: contextlib.ExitStack
-    ) -> tuple[Restore | None, str, str]:
-        """Open a checkpoint on disk or in memory: (reader, "", path), or (None, reason to skip it, path). Collective.
-
-        The reader is valid until `opened` ends."""
-        source, path = None, place.label if isinstance(place, Candidate) else place
+    def _agree_on(self, place: str | Candidate, path: str, names: NameMap, opened: contextlib.ExitStack) -> Restore:
+        """Open a checkpoint on disk or in memory, until `opened` ends. Raise Rejected to pass it over. Collective."""
+        source = None
         if isinstance(place, Candidate):
             assert self._memory is not None
-            source, why = self._memory.assemble(place)
-            if source is None:
-                return None, why, path
-            opened.callback(source.close)
-        else:
-            why = self._place.fetch(path)
-            if why:
-                return None, why, path
-        spare = self._writer.spare()
-        if self._training.stages:  # the reader restores all but the model: see _fill_stages()
+            with rejected():
+                source = self._memory.assemble(place, opened)
+        elif why := self._place.fetch(path):
+            raise Rejected(why)
+        if self._training.stages:  # all but the model is restored: see _fill_stages()
             names = NameMap(include="(?!)", strict=False)
-        found = agree_on(
-            path,
-            self._training,
-            self._peers,
-            verify=self._verify,
-            everything=True,
-            spare=spare,
-            names=names,
-            source=source,
-        )
-        return *found, path
+        options: Any = {"verify": self._verify, "names": names, "source": source, "spare": self._writer.spare()}
+        return agree_on(path, self._training, self._peers, everything=True, **options)
 
     @on_every_rank("Checkpointer.steps()")
     def steps(self) -> list[int]:

@@ -265,10 +265,7 @@ def load(
         return load_stages(
             folder, peers, training.stages, verify=verify, names=names, timeout_s=usable_timeout(timeout_s)
         )
-    reader, refusal = agree_on(folder, training, peers, verify=verify, names=names)
-    if reader is None:
-        raise CheckpointError(refusal)
-    return apply_together(reader, peers)
+    return apply_together(agree_on(folder, training, peers, verify=verify, names=names), peers)
 
 
 def step_of(path: str | os.PathLike[str]) -> int:

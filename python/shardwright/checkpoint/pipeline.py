@@ -220,16 +220,13 @@ def load_stages(
         for stage in stages:
             of_it = Peers(stage.model, None, timeout_s)
             own = NameMap(f"^(?:{'|'.join(map(re.escape, of_stage[stage.index]))})$", names.rename, names.strict)
-            reader, refusal = agree_on(path, stage, of_it, verify=verify, names=own)
-            if reader is None:
-                raise CheckpointError(refusal)
-            agreed.append((reader, of_it))
+            agreed.append((agree_on(path, stage, of_it, verify=verify, names=own), of_it))
 
     try:
         peers.together(agree, f"load of {path}")
     except BaseException:
         for reader, _ in agreed:
-            reader.take_back()
+            reader.filler.take_back()
         raise
     extras: list[Any] = []
     peers.together(
