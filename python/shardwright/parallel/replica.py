@@ -219,7 +219,7 @@ class Replica:
 
     def _make_storage(self, request: Request) -> Any:
         if not self.zero:
-            return Storage(self.table)
+            return Storage(self.reducer, self.table, self.slicing, self.label)
         if request.plans is not None:
             return self.backend.unshard_store(self.reducer, request)
         return ParameterMemory(self.backend, self.reducer, request, shared=self.zero == 3)

@@ -25,21 +25,8 @@ __all__ = ["ParameterAccess"]
 class ParameterAccess:
     """The rules by which one module's parameters are read and written.
 
-    Parameters
-    ----------
-    storage : Storage
-    table : ParameterTable
-    group : HostGroup
-    slicing : Slicing
-    guard : {None, "auto", "read-only", ...}
-        The option write_guard.
-    label : str
-        The module's name in messages.
-
-    Attributes
-    ----------
-    guard : SampledParameters, ReadOnlyParameters or None
-        Its check(moment) raises Error if shared parameters were written outside of writing().
+    `guard` is None, or its check(moment) raises Error if shared parameters were written outside of writing(). `forks`
+    is None if a forked child sees no later writes.
     """
 
     def __init__(

@@ -26,18 +26,9 @@ _REMEDY = "wrap again after such a change: sw.wrap(sw.unwrap(model), ...), with 
 class DriftCheck:
     """A check that compares a module with the table it was wrapped with.
 
-    Parameters
-    ----------
-    module : Module
-    table : ParameterTable
-    ignored : frozenset of str
-        Names of parameters outside the table.
-    pinned : bool
-        True if the data of parameters must stay at its address, because an optimizer steps on slices of it.
-    shared : bool
-        True if the data is the host's one copy: all ranks see what one rank writes.
-    places : callable, optional
-        A function that returns the expected address of every parameter's data, if the engine itself moves it.
+    `ignored`: names of parameters outside the table. `pinned`: the data of parameters must stay at its address, because
+    an optimizer steps on slices of it. `shared`: the data is the host's one copy, so that all ranks see what one writes.
+    `places` returns the expected address of every parameter's data, if the engine itself moves it.
     """
 
     def __init__(
@@ -115,7 +106,12 @@ class DriftCheck:
             same = [*chain.from_iterable(self._views)] == self._members
         except RuntimeError:  # two tensors were compared: they are different objects
             return False
-        return same and not any(self._empty) and all(name in d and d[name] is p for d, name, p in self._single)
+        if not same or any(self._empty):
+            return False
+        for members, name, parameter in self._single:  # no generator: each step comes here
+            if members.get(name) is not parameter:
+                return False
+        return True
 
     def _is_swapped(self) -> bool:
         """Return True if the members that differ are tensors that replace parameters during one call.
