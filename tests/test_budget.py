@@ -14,7 +14,7 @@ LINES = {
     "shardwright/comm": 3_066,
     "shardwright/compress": 2_103,
     "shardwright/deepspeed": 9,
-    "shardwright/gradients": 2_070,
+    "shardwright/gradients": 1_902,
     "shardwright/integrations": 3_200,
     "shardwright/layout": 1_348,
     "shardwright/optim": 4_084,
