@@ -20,7 +20,7 @@ LINES = {
     "shardwright/optim": 4_084,
     "shardwright/options": 968,
     "shardwright/parallel": 5_202,
-    "shardwright/parameters": 3_486,
+    "shardwright/parameters": 3_465,
     "shardwright/torch_compat": 1_015,
     "shardwright_tools": 346,
     "shardwright_tools/cli": 1_692,

@@ -22,6 +22,7 @@ import torch
 from ..layout.local_parameters import local_of, module_parameter
 from ..layout.views import made_dense
 from ..options.compress import Compressor
+from ..options.compressors import Bf16, Fp16
 from ..options.names import near
 from ..options.precision import LOW_DTYPES, Precision
 from ..torch_compat import autograd as _hooks
@@ -100,12 +101,7 @@ class PrecisionPlan:
         asked = {policy.reduce_dtype for policy in self._policies.values() if policy.reduce_dtype is not None}
         if len(asked) > 1:
             raise ValueError(f"precision: reduce_dtype must be one for the whole module, got {sorted(map(str, asked))}")
-        if not asked:
-            return None
-        from ..options.compressors import Bf16, Fp16
-
-        made: dict[Any, Compressor] = {torch.bfloat16: Bf16(), torch.float16: Fp16()}
-        return made.get(asked.pop())
+        return Bf16() if torch.bfloat16 in asked else Fp16() if torch.float16 in asked else None
 
     def adds_in_float32(self) -> bool:
         """Return True if low-precision gradients must be added in float32."""
@@ -269,7 +265,7 @@ class PrecisionPlan:
 
     def _copy(self, parameter: torch.Tensor, source: torch.Tensor, dtype: torch.dtype, is_sparse: bool) -> torch.Tensor:
         key = (id(parameter), dtype, is_sparse, source is parameter)  # tied parameters share one copy
-        copy, earlier = self._copies.get(key, (parameter, parameter)) if self._active else (parameter, parameter)
+        copy, earlier = self._copies.get(key, (parameter, parameter))
         if source is not earlier:  # the memory has moved: gradients still add up in the first copy
             copy = _ViewOfMemory.apply(copy, source)
         if copy.dtype is not dtype:

@@ -40,31 +40,15 @@ _COPY = (
 class UnitSchedule:
     """The units of one module, and the forwards and backwards that run in each unit.
 
-    Parameters
-    ----------
-    units : Units or Places
-        The engine's units, on a host or on a GPU. It numbers the compute forms after the units.
-    plans : sequence of UnitPlan
-        The outermost unit first.
-    members, compute_members : sequence of list of Member
-        The parameters of each unit; of each unit's compute form, with their data there, empty for a unit without one.
-    abort : callable
-        A function that sends the other ranks the reason why this rank stops.
-    coded : bool
-        True if running modules see parameters decoded from records; inside everything() they are exact.
-    places : sequence of int, optional
-        On a GPU, the place of each plan's unit, or of its compute form if it has one; the unit itself then has no place.
-    depth : int
-        The number of units gathered ahead, unless the program names them in `ahead`; 0 on a host.
-
-    Attributes
-    ----------
-    units : list of Unit
-        The units, then their compute forms.
-    ahead : dict
-        For "forward" and "backward": a unit's number -> a callable that returns the units to gather ahead while it
-        runs, if the program names them. No effect on the host.
+    `units` are the engine's (Units, or Places on a GPU); it numbers the compute forms after the units. The first plan is
+    the outermost unit's. `compute_members` has each unit's parameters with their data in its compute form; empty for a
+    unit without one. `abort` sends the other ranks the reason why this rank stops. `coded`: running modules see
+    parameters decoded from records; inside everything() they are exact. `places`, on a GPU: the place of each plan's
+    unit, or of its compute form if it has one; the unit itself then has no place. `depth` units are gathered ahead.
     """
+
+    #: the units, then their compute forms
+    units: list[Unit]
 
     def __init__(
         self,
@@ -79,11 +63,10 @@ class UnitSchedule:
         depth: int = 0,
     ) -> None:
         self._units = units
+        #: for each phase, a unit's number -> the units to gather ahead while it runs, if the program names them
         self.ahead: dict[str, dict[int, Callable[[], list[Unit]]]] = {"forward": {}, "backward": {}}
-        self._coded = coded
-        self._abort = abort
+        self._coded, self._abort, self._depth = coded, abort, depth
         self._on_gpu = places is not None
-        self._depth = depth
         self.units = [
             Unit(number, plan, each, on_gpu=self._on_gpu) for number, (plan, each) in enumerate(zip(plans, members))
         ]
@@ -147,9 +130,9 @@ class UnitSchedule:
                 continue
             first = cast(OrderedDict[int, Any], module._forward_pre_hooks)
             last = cast(OrderedDict[int, Any], module._forward_hooks)
-            if next(iter(first), before) != before and before in first:
+            if before in first and next(iter(first)) != before:
                 first.move_to_end(before, last=False)
-            if next(reversed(last), after) != after and after in last:
+            if after in last and next(reversed(last)) != after:
                 last.move_to_end(after)
 
     def _hook_states(self, module: torch.nn.Module) -> None:
