@@ -288,23 +288,9 @@ def _not_an_optimizer(given: Any) -> str:
 
 def _shard(wrapped: DistributedDataParallel, optimizer: torch.optim.Optimizer, partition: str) -> torch.optim.Optimizer:
     optimizer = without_masters(optimizer)
-    made = _sliced_class(partition, wrapped._engine())(
-        optimizer, wrapped._engine(), partition, _without_master(wrapped), parts=wrapped._parts
-    )
+    made = ShardedOptimizer(optimizer, wrapped._engine(), partition, _without_master(wrapped), wrapped._parts)
     _keep_state(wrapped, made, optimizer)
     return made
-
-
-def _sliced_class(partition: str, replica: Replica) -> type[ShardedOptimizer]:
-    if partition != "tensor":
-        return ShardedOptimizer
-    if replica.backend.link is None:
-        from .optim.whole_tensors import TensorPartitionedOptimizer
-
-        return TensorPartitionedOptimizer
-    from .optim.device_whole_tensors import DeviceTensorPartitionedOptimizer
-
-    return DeviceTensorPartitionedOptimizer
 
 
 def _check_offload(module: torch.nn.Module, offload: Any, optimizer: torch.optim.Optimizer | None, zero: int) -> None:

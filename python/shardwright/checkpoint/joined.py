@@ -15,31 +15,13 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from ..optim.sharded import ShardedOptimizer
 from ..parallel.fully_shard import FullySharded, wrapper_of
 
-__all__ = [
-    "Modules",
-    "Optimizers",
-    "compressors_of",
-    "join_modules",
-    "join_optimizers",
-    "members_of",
-    "parts_of",
-    "sharded_of",
-    "wrappers_of",
-    "wrappers_within",
-]
-
 
 class Modules(torch.nn.Module):
     """Several modules under their names. Nothing runs it."""
 
 
 class Optimizers:
-    """Several optimizers: `param_groups` and `state` of all.
-
-    Attributes
-    ----------
-    members : dict of str to Optimizer
-    """
+    """Several optimizers under their names: `param_groups` and `state` of all."""
 
     def __init__(self, members: Mapping[str, Any]) -> None:
         self.members = dict(members)
@@ -69,12 +51,7 @@ def _named(kind: str, given: Any) -> dict[str, Any]:
 
 def join_modules(model: Any) -> Any:
     """Return a list or a dict of modules as one module, whose tensors have the names `<key>.<name>`; any other unchanged.
-
-    Raises
-    ------
-    ValueError
-        A member is no module, or occurs twice.
-    """
+    Raise ValueError if a member is no module, or occurs twice."""
     if not isinstance(model, (list, tuple, Mapping)) or isinstance(model, torch.nn.Module):
         return model
     made = Modules()
@@ -88,13 +65,8 @@ def join_modules(model: Any) -> Any:
 
 
 def join_optimizers(optimizer: Any) -> Any:
-    """Return a list or a dict of optimizers as one; any other unchanged. A member may be None.
-
-    Raises
-    ------
-    ValueError
-        A parameter is in two of them.
-    """
+    """Return a list or a dict of optimizers as one; any other unchanged. A member may be None. Raise ValueError if a
+    parameter is in two of them."""
     if not isinstance(optimizer, (list, tuple, Mapping)) or hasattr(optimizer, "param_groups"):
         return optimizer
     members = {name: each for name, each in _named("optimizer", optimizer).items() if each is not None}
@@ -136,7 +108,10 @@ def compressors_of(model: Any) -> dict[str, Any]:
 
 def wrappers_of(model: Any) -> list[Any]:
     """Return the wrapper of a module, or else those of the modules in it, in order. Collective as wrapper_of() is."""
-    return list(_wrappers(model))
+    if not isinstance(model, torch.nn.Module):
+        return []
+    own = wrapper_of(model)
+    return [each for child in model.children() for each in wrappers_of(child)] if own is None else [own]
 
 
 def wrappers_within(module: torch.nn.Module) -> Iterator[Any]:
@@ -145,12 +120,3 @@ def wrappers_within(module: torch.nn.Module) -> Iterator[Any]:
         found = each._shardwright_mark.wrapper if isinstance(each, FullySharded) else each
         if isinstance(found, TorchDDP) and getattr(found, "is_in_force", True):
             yield found
-
-
-def _wrappers(model: Any) -> Iterator[Any]:
-    own = wrapper_of(model) if isinstance(model, torch.nn.Module) else None
-    if own is not None:
-        yield own
-    elif isinstance(model, torch.nn.Module):
-        for child in model.children():
-            yield from _wrappers(child)

@@ -19,11 +19,11 @@ from torch.distributed.algorithms.join import Join, JoinHook, _JoinConfig
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from .._engine import Error
+from ..comm.agreement import verify
 from ..comm.exchange import Exchange
 from ..comm.levels import Lease
 from ..comm.process_group import HostGroup, host_group, mesh_rows, resolve_group
 from ..layout.param_groups import check_marks, comparable
-from ..layout.param_table import verify
 from ..layout.shard_mesh import Slicing
 from ..options.compress import Compressor, check_compressor
 from ..options.offload import offload_kind
@@ -660,7 +660,7 @@ class DistributedDataParallel(PortableWrapper, TorchDDP):
         if self._comm_hooks:
             raise Error("compress_gradients can only be called once: a communication hook is registered already")
         replica = self._engine()
-        verify([["compress", repr(compress)]], replica.group.comm.all_gather_bytes, f"compression of {replica.label}")
+        verify(replica.group.comm, lambda: [["compress", repr(compress)]], f"compression of {replica.label}")
         states = [self._compress_engine(each, compress) for each in self._engines()]
         self.compression_state = joined_states([each for each in states if each is not None])
 

@@ -17,7 +17,7 @@ from ..layout.param_table import ParameterTable
 from ..layout.shard_mesh import Slicing
 from .drift import DriftCheck
 from .forked import ForkWatch
-from .write_guard import ReadOnlyParameters, SampledParameters
+from .write_guard import SampledParameters
 
 __all__ = ["ParameterAccess"]
 
@@ -39,16 +39,12 @@ class ParameterAccess:
         self._drift: weakref.ref[DriftCheck] | None = None
         self._before_writes: dict[int, Callable[[], object]] = collections.OrderedDict()
 
-    def _make_guard(
-        self, group: HostGroup, slicing: Slicing, kind: str | None
-    ) -> SampledParameters | ReadOnlyParameters | None:
+    def _make_guard(self, group: HostGroup, slicing: Slicing, kind: str | None) -> SampledParameters | None:
         if kind is None or not self._storage.shared:
             return None
         if kind == "auto" and len(group.sharers(slicing)) == 1:
             return None  # no rank shares the parameters
-        if kind != "read-only":
-            return SampledParameters(self._storage, self._table.names, group.comm)
-        return ReadOnlyParameters(self._storage)
+        return SampledParameters(self._storage, self._table.names, group.comm)
 
     @property
     def write_guard(self) -> str | None:

@@ -23,7 +23,6 @@ import torch
 
 from .._engine import DeviceUnits, Reducer
 from ..backend.device_link import DeviceLink, alias
-from ..backend.registration import Registration
 from ..layout.param_groups import UnitPlan, mark_of
 from ..layout.shard_runs import itemsize_of, make_dense
 from ..layout.views import dtype_name
@@ -170,9 +169,6 @@ class DeviceUnitMemory(ReleasedParameters):
             if table.parameters[index].requires_grad:
                 self.adopt(index)
         self._plan_places(plans, depth_of(plans, request.options.prefetch))
-        self._registration: Registration | None = None
-        if request.options.communicator == "register":
-            self._register()
         self._slices = {index: self._slice(index) for index in sorted(self._released)}
         self._write_slices()
         self._places = Places(self._make_units(plans), link.current_stream, weakref.WeakMethod(self._make_apart))
@@ -190,17 +186,6 @@ class DeviceUnitMemory(ReleasedParameters):
             self._pieces[bucket] = cuda.runtime.zeros(numel // self._slicing.count, getattr(torch, dtype), like)
         return self._pieces[bucket][first : first + count]
 
-    def _register(self) -> None:
-        """Register one region for all memory that gathers read and write: slices and places."""
-        shapes = {bucket: self._reducer.bucket_shape(bucket) for form in self._forms for bucket in form.at}
-        pieces = [shape[1] // self._slicing.count * itemsize_of(shape[2]) for shape in shapes.values()]
-        what = f"units of {self._label}"
-        self._registration = Registration(self._row, pieces + self._spans, self._like, what, adds=False)
-        if self._registration.buffers:
-            self._memory_of_places[:] = self._registration.buffers[len(pieces) :]
-            for (bucket, shape), memory in zip(shapes.items(), self._registration.buffers):
-                self._pieces[bucket] = memory.view(getattr(torch, shape[2]))
-
     def _plan_places(self, plans: Sequence[UnitPlan], depth: int) -> None:
         """Plan the forms of units and the places in which they lie."""
         self._forms = [self._plan_form(number, False) for number in range(len(plans))]
@@ -215,12 +200,11 @@ class DeviceUnitMemory(ReleasedParameters):
             spans[place] = max(spans[place], size)
         self._unit_bytes, self._spans = sum(spans), spans
         self._like = cuda.runtime.zeros(0, torch.uint8, self._table.parameters[0].data)
-        self._memory_of_places: list[torch.Tensor] = []
 
     def _make_units(self, plans: Sequence[UnitPlan]) -> DeviceUnits:
         """Return the units, then the compute forms. A unit with a compute form leaves its place to that."""
         zeros = cuda.runtime.zeros
-        memory = self._memory_of_places or [zeros(span, torch.uint8, self._like) for span in self._spans]
+        memory = [zeros(span, torch.uint8, self._like) for span in self._spans]
         apart = {form.number for form in self._forms if form.is_computed_with}
         specs = []
         for number, form in enumerate(self._forms):
@@ -319,12 +303,7 @@ class DeviceUnitMemory(ReleasedParameters):
             self._places.announce = announce
 
     def announce_units(self, announce: Callable[[int], None] | None) -> None:
-        """Inside a join: call `announce` with each unit before it is gathered.
-
-        One rank may gather a unit into its place and another into separate memory, so registration ends.
-        """
-        if announce is not None and self._registration is not None:
-            self._registration.end("a rank may gather units into separate memory inside a join")
+        """Inside a join: call `announce` with each unit before it is gathered."""
         self._places.announce = announce
 
     def gather_beside(self, unit: int) -> None:
