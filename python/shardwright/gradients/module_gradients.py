@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from .._engine import Error
+from .._engine import Error, Reducer
 from ..backend.base import Backend
 from ..comm.agreement import gather_answers, sums_over_ranks
 from ..layout.local_parameters import local_of, whole_of
 from ..layout.memory import bytes_of
 from ..layout.param_table import ParameterTable
 from ..layout.shard_mesh import Slicing
-from ..layout.shard_runs import memory_order
+from ..layout.shard_runs import Storage, memory_order
 from ..layout.views import copy_gradient, gradient_view
 from .rounds import Rounds
 from .sharded_gradient import GradientBoard, ShardedGradient
@@ -51,9 +51,9 @@ class ModuleGradients:
     def __init__(
         self,
         table: ParameterTable,
-        storage: Any,
+        storage: Storage,
         backend: Backend,
-        reducer: Any,
+        reducer: Reducer,
         rounds: Rounds,
         slicing: Slicing,
         zero: int,
@@ -307,14 +307,15 @@ class ModuleGradients:
                     raise Error(_NOT_AVERAGED)
             return json.dumps(self.factors()).encode()
 
-        said = gather_answers(self._group.comm, answer, f"factors of the gradients of {self._label}")
-        other = next((rank for rank, each in enumerate(said) if each != said[0]), None)
-        if other is not None:
-            ours, theirs = (self._describe(json.loads(said[rank])) for rank in (0, other))
-            raise Error(
+        def compare(answers: Sequence[bytes]) -> str:
+            other = next(rank for rank, each in enumerate(answers) if each != answers[0])
+            ours, theirs = (self._describe(json.loads(answers[rank])) for rank in (0, other))
+            return (
                 f"ranks disagree about what the averaged gradients of {self._label} were scaled by: rank 0 by {ours}, rank {other} by "
                 f"{theirs}; each rank keeps slices of them: scale them equally on all ranks"
             )
+
+        gather_answers(self._group.comm, answer, f"factors of the gradients of {self._label}", compare=compare)
         self.accept_factors()
 
     def _describe(self, factors: list[list[Any]]) -> str:

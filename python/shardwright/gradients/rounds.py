@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from .._engine import Reducer
 from ..layout.param_table import ParameterTable
 from ..torch_compat import autograd as _hooks
 from ..torch_compat.weak import weakly
@@ -29,7 +30,7 @@ class Rounds:
     forwards so far and returns an object that records the next one's times, or None.
     """
 
-    def __init__(self, table: ParameterTable, reducer: Any, label: str, zero: int) -> None:
+    def __init__(self, table: ParameterTable, reducer: Reducer, label: str, zero: int) -> None:
         self._table, self._reducer, self._label, self._zero = table, reducer, label, zero
         #: exchanged after each round
         self.sparse: SparseGradients | None = None

@@ -22,7 +22,6 @@ import torch
 from ..layout.local_parameters import local_of, module_parameter
 from ..layout.views import made_dense
 from ..options.compress import Compressor
-from ..options.compressors import Bf16, Fp16
 from ..options.names import near
 from ..options.precision import LOW_DTYPES, Precision
 from ..torch_compat import autograd as _hooks
@@ -101,6 +100,8 @@ class PrecisionPlan:
         asked = {policy.reduce_dtype for policy in self._policies.values() if policy.reduce_dtype is not None}
         if len(asked) > 1:
             raise ValueError(f"precision: reduce_dtype must be one for the whole module, got {sorted(map(str, asked))}")
+        from ..options.compressors import Bf16, Fp16  # which few programs use
+
         return Bf16() if torch.bfloat16 in asked else Fp16() if torch.float16 in asked else None
 
     def adds_in_float32(self) -> bool:

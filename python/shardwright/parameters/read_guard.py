@@ -143,7 +143,7 @@ class Guard:
     _base: type
 
     def __init__(self, names: Sequence[str], parameters: Sequence[torch.Tensor]) -> None:
-        self._names = {id(parameter): name for name, parameter in zip(names, parameters)}
+        self.names = {id(parameter): name for name, parameter in zip(names, parameters)}
         #: a parameter's own class -> its class while guarded
         self._guarded = {kind: self._subclass(kind) for kind in set(map(type, parameters))}
         self._own = {guarded: kind for kind, guarded in self._guarded.items()}
@@ -154,9 +154,6 @@ class Guard:
         body = {"_shardwright_guard": self, "__module__": original.__module__, "__qualname__": original.__qualname__}
         bases = (self._base,) if original is torch.nn.Parameter else (self._base, original)
         return type(original)(original.__name__, bases, body)
-
-    def name_of(self, parameter: torch.Tensor) -> str:
-        return self._names.get(id(parameter), "")
 
     def raise_(self, parameters: Sequence[torch.Tensor]) -> None:
         """Guard these parameters from now on."""
@@ -244,7 +241,7 @@ def _refuse(function: Any, args: Any, kwargs: Any) -> NoReturn:
 
 
 def _name_of(parameter: _Guarded) -> str:
-    return parameter._shardwright_guard.name_of(parameter)
+    return str(parameter._shardwright_guard.names.get(id(parameter), ""))
 
 
 def _found(value: Any, kind: type) -> Iterator[Any]:

@@ -120,17 +120,16 @@ class StepGathers:
             for group in groups
         ]
         self._group_of = {id(p): number for number, members in enumerate(self._members) for p in members}
-        specs = [(self._label, number, *self._spec(group)) for number, group in enumerate(groups)]
+        specs = []
+        for number, group in enumerate(groups):
+            begin = min(memory.data_ptr() for memory in group.values())
+            runs = []
+            for bucket, memory in group.items():
+                dtype, nbytes = self._reducer.bucket_shape(bucket)[2], memory.nbytes // self._link.world_size
+                source = memory.data_ptr() + self._link.rank * nbytes
+                runs.append((source, memory.data_ptr() - begin, nbytes, dtype, dtype))
+            specs.append((self._label, number, begin, runs))
         self._engine = DeviceUnits(self._link.comm, len(specs), specs)
-
-    def _spec(self, group: Mapping[int, torch.Tensor]) -> tuple[int, list[tuple[int, int, int, str, str]]]:
-        first = min(memory.data_ptr() for memory in group.values())
-        runs = []
-        for bucket, memory in group.items():
-            dtype, nbytes = self._reducer.bucket_shape(bucket)[2], memory.nbytes // self._link.world_size
-            own = memory.data_ptr() + self._link.rank * nbytes
-            runs.append((own, memory.data_ptr() - first, nbytes, dtype, dtype))
-        return first, runs
 
     # waiting --------------------------------------------------------------------------------------------------------
 
