@@ -70,7 +70,7 @@ class ModuleGradients:
         self._rounds, self._slicing, self._zero, self._label = rounds, slicing, zero, label
         self._last_step_on = last_step_on
         self._group = backend.group
-        #: the board of sliced gradients; None below zero=2
+        #: None below zero=2
         self.sliced_board: GradientBoard | None = None
         if zero >= 2:
             self.sliced_board = GradientBoard(self._group.comm, reducer, label, speaks=slicing.speaks)
