@@ -20,7 +20,7 @@ LINES = {
     "shardwright/optim": 3_975,
     "shardwright/options": 950,
     "shardwright/parallel": 5_165,
-    "shardwright/parameters": 3_395,
+    "shardwright/parameters": 3_378,
     "shardwright/torch_compat": 1_015,
     "shardwright_tools": 346,
     "shardwright_tools/cli": 1_692,

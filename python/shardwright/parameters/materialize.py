@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -66,9 +67,10 @@ def materialize(module: torch.nn.Module, *, init: Callable[[torch.nn.Module], ob
     del kept
     for each in waiting:
         refresh_weights(each)
-        reset = init or _call_reset
+        reset = _reset_of(each) if init is None else functools.partial(init, each)
+        assert reset is not None
         with torch.no_grad():
-            reset(each)
+            reset()
     return module
 
 
@@ -79,12 +81,6 @@ def _own(module: torch.nn.Module) -> list[torch.Tensor]:
 def _reset_of(module: torch.nn.Module) -> Callable[[], object] | None:
     found = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     return found if callable(found) else None
-
-
-def _call_reset(module: torch.nn.Module) -> None:
-    reset = _reset_of(module)
-    assert reset is not None
-    reset()
 
 
 def _with_memory(tensor: torch.Tensor) -> torch.Tensor:

@@ -51,7 +51,7 @@ class PrecisionPlan:
         self._module = module
         self._root = self._nearest("")
         self._boundaries: dict[torch.nn.Module, tuple[Precision, torch.dtype | None]] = {
-            submodules[name]: (policy, policy.output_dtype or self._dtype_around(name))
+            submodules[name]: (policy, policy.output_dtype or self._nearest_dtype(name.rpartition(".")[0]))
             for name, policy in self._policies.items()
             if name
         }
@@ -73,17 +73,17 @@ class PrecisionPlan:
             name = name.rpartition(".")[0]
         return self._policies.get(name)
 
-    def _dtype_around(self, name: str) -> torch.dtype | None:
-        around = self._nearest(name.rpartition(".")[0])
-        return None if around is None else around.param_dtype
+    def _nearest_dtype(self, name: str) -> torch.dtype | None:
+        policy = self._nearest(name)
+        return None if policy is None else policy.param_dtype
 
     def _slots_of(self, name: str, module: torch.nn.Module, ignored: set[str]) -> dict[str, torch.dtype]:
         """Return the names of the module's own parameters that are cast, with their dtypes."""
-        policy = self._nearest(name)
-        if policy is None or policy.param_dtype is None:
+        dtype = self._nearest_dtype(name)
+        if dtype is None:
             return {}
-        own = {each: p for each, p in module._parameters.items() if p is not None and p.is_floating_point()}
-        return {each: policy.param_dtype for each in own if (f"{name}.{each}" if name else each) not in ignored}
+        own = [each for each, p in module._parameters.items() if p is not None and p.is_floating_point()]
+        return {each: dtype for each in own if (f"{name}.{each}" if name else each) not in ignored}
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a copy: without units, not running."""

@@ -94,11 +94,9 @@ class ReleasedParameters(Storage):
         return piece if piece.numel() or (empty and self._slicing.own == 0) else None
 
     def like(self, index: int) -> torch.Tensor:
-        """Return a tensor with a parameter's shape, strides and dtype, released or not. Its values must not be read."""
         return self._whole.get(index, self._table.parameters[index])
 
     def layouts(self) -> list[torch.Tensor]:
-        """Return like() of every parameter."""
         return [self.like(index) for index in range(len(self._table.parameters))]
 
     def places(self) -> Callable[[], list[int]]:
@@ -127,7 +125,6 @@ class ReleasedParameters(Storage):
         self.schedule.policy = weakref.WeakMethod(copies.is_in_force)
 
     def plan(self) -> dict[str, Any]:
-        """Return facts for describe()."""
         return {
             "units": [f"{name or self._label}: {size} bytes" for name, size in self._unit_sizes],
             "unit_bytes": self._unit_bytes,
@@ -165,7 +162,6 @@ class ReleasedParameters(Storage):
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
-        """Return a context in which all parameters are whole."""
         try:
             with self.schedule.everything():
                 yield
@@ -286,8 +282,8 @@ class UnitMemory(ReleasedParameters):
         return [pair for index in mine for pair in self._casts_of(index)]
 
     def _casts_of(self, index: int) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
-        ranks = [rank for rank in self._slicing.replica() if self.run(index, rank) != (0, 0)]
-        return [(index, self._slice(index, rank, narrow=True), self._slice(index, rank)) for rank in ranks]
+        pairs = zip(self._owned(index, narrow=True), self._owned(index))
+        return [(index, narrow, piece) for (_, _, narrow), (_, _, piece) in pairs]
 
     def _cast(self) -> None:
         """Cast slices after a step. No unit may be gathered meanwhile."""
@@ -295,10 +291,10 @@ class UnitMemory(ReleasedParameters):
             if self.is_stepped(index):
                 narrow.copy_(piece)
 
-    def _owned(self, index: int) -> list[tuple[int, int, torch.Tensor]]:
-        """Return (low, high, slice) of every rank of this replica that owns some of a parameter."""
+    def _owned(self, index: int, *, narrow: bool = False) -> list[tuple[int, int, torch.Tensor]]:
+        """Return (low, high, slice or its cast) of every rank of this replica that owns some of a parameter."""
         runs = [(rank, *self.run(index, rank)) for rank in self._slicing.replica()]
-        return [(low, high, self._slice(index, rank)) for rank, low, high in runs if low < high]
+        return [(low, high, self._slice(index, rank, narrow=narrow)) for rank, low, high in runs if low < high]
 
     def _write_slices(self) -> None:
         """Copy this rank's elements out of whole parameters; the rank that has the host's one copy fills all of it."""
@@ -469,7 +465,6 @@ class UnitMemory(ReleasedParameters):
 
     @property
     def bytes_held(self) -> int:
-        """Return the bytes of this rank's slices, or of the host's copy of all."""
         return self._part_bytes
 
     def plan(self) -> dict[str, Any]:
