@@ -25,13 +25,7 @@ _ROUNDING = 1e-3
 
 
 class ModelRanks:
-    """The ranks that hold the shards of one model: one communicator per dimension of the mesh. Making it is collective.
-
-    Parameters
-    ----------
-    mesh : ModelMesh
-    timeout_s : float
-    """
+    """The ranks that hold the shards of one model: one communicator per dimension of the mesh. Making it is collective."""
 
     def __init__(self, mesh: ModelMesh, timeout_s: float) -> None:
         self._mesh = mesh
@@ -116,16 +110,8 @@ class ModelRanks:
     def add_squares(self, squares: bytes, kinds: Sequence[tuple[bool, ...]], label: str) -> bytes:
         """Return the exact sum of squares of all ranks of the mesh. Collective.
 
-        Parameters
-        ----------
-        squares : bytes
-            This rank's sums (ModuleGradients.squares_of): one for each of the sorted, distinct `kinds`.
-
-        Raises
-        ------
-        Error
-            On all ranks, if the sums of gradients that are not sharded over a dimension differ along it by more than
-            rounding. Otherwise the first rank's sum is used.
+        `squares` are this rank's, one for each of the sorted, distinct `kinds`. All ranks raise Error if sums of
+        gradients that are not sharded over a dimension differ along it by more than rounding.
         """
         sums = _cut(squares)
 

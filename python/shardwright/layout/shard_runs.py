@@ -53,14 +53,8 @@ class Storage:
     At zero=0 this class itself is used: each rank has whole parameters. The reducer's layout places parameters like
     their gradients.
 
-    Attributes
-    ----------
-    reason : str
-        The reason why slices are broadcast instead of gathered; empty if they are gathered.
-    shared : bool
-        True if the ranks of a host share one copy.
-    releases : bool
-        True if a schedule gathers parameters in units and releases them after use.
+    `reason` says why slices are broadcast instead of gathered. `shared`: the ranks of a host share one copy. `releases`:
+    a schedule gathers parameters in units and releases them after use.
     """
 
     reason = ""
@@ -187,19 +181,9 @@ class Storage:
 
 
 class Outcomes:
-    """One byte per rank at the end of an arena of parameters: 1 if the rank's step failed. The operation that publishes
-    a step also sends these bytes.
+    """One byte per rank behind an arena's parameters: 1 if the rank's step failed. What publishes a step also sends these.
 
     Steps alternate between two sets: a rank writes one while a slower rank still reads the other.
-
-    Parameters
-    ----------
-    arena : Arena
-    offset : int
-        The first byte after the parameters; OUTCOME_BYTES per rank are free there.
-    rank, world_size : int
-    part : int
-        The rank that holds the bytes in its part of the arena.
     """
 
     def __init__(self, arena: Arena, offset: int, rank: int, world_size: int, part: int) -> None:

@@ -30,6 +30,7 @@ from ..layout.param_groups import mark_of
 from ..parallel.ddp import DistributedDataParallel
 from ..parallel.fully_shard import FullySharded, wrapper_of
 from ..torch_compat.dtensor import is_dtensor
+from ..torch_compat.internals import original_of
 from .sliceable import ELEMENTWISE
 
 #: seconds that a row waits for a column's result beyond the column's own deadline
@@ -39,17 +40,8 @@ _GRACE_S = 2.0
 class WholeParameters:
     """The parameters of a bare model, or of one wrapped at zero=0: inner steps change them on each rank separately.
 
-    Attributes
-    ----------
-    module : Module
-    names : list of str
-        Names of the trained parameters.
-    tensors : list of Tensor
-        Targets of the outer optimizer, one a parameter; contiguous.
-    numels : list of int
-        Elements of each whole parameter, equal on all ranks.
-    model_ranks : ModelRanks or None
-        The ranks that hold the other shards of DTensors.
+    `tensors`: the targets of the outer optimizer, one for each trained parameter of `names`, contiguous. `numels`: the
+    elements of each whole parameter, equal on all ranks. `model_ranks`: the ranks with the other shards of DTensors.
     """
 
     def __init__(self, model: Any, process_group: Any) -> None:
@@ -109,16 +101,7 @@ class WholeParameters:
 
 
 class SlicedParameters(WholeParameters):
-    """The slices of a model wrapped at zero >= 1 over the rows of `mesh`.
-
-    Parameters
-    ----------
-    model : Module
-    inner_optimizer : Optimizer
-        The optimizer that sw.wrap, or shard_optimizer, returned for it.
-    mesh : DeviceMesh
-        A mesh of two dimensions, (replicate, shard).
-    """
+    """The slices of a model wrapped at zero >= 1 over the rows of a mesh (replicate, shard), with its row's optimizer."""
 
     def __init__(self, model: Any, inner_optimizer: Any, mesh: Any) -> None:
         wrapped = _wrapped_over_a_row(model, mesh)
@@ -234,7 +217,7 @@ class SlicedParameters(WholeParameters):
 
 def model_ranks_of(model: Any) -> ModelRanks | None:
     """Return the ranks that hold other shards of a wrapped model's DTensors, without making an engine."""
-    model = getattr(model, "_orig_mod", model)
+    model = original_of(model)
     wrapper = model if isinstance(model, DistributedDataParallel) else getattr(mark_of(model), "wrapper", None)
     replica = getattr(wrapper, "_replica", None)
     return None if replica is None else replica.model_ranks

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.algorithms.join import Join, JoinHook, _JoinConfig
+from torch.distributed.algorithms.join import Join, JoinHook
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from .._engine import Error
@@ -25,13 +25,14 @@ from ..comm.levels import Lease
 from ..comm.process_group import HostGroup, host_group, mesh_rows, resolve_group
 from ..layout.param_groups import check_marks, comparable
 from ..layout.shard_mesh import Slicing
+from ..options.checks import offload_kind
 from ..options.compress import Compressor, check_compressor
-from ..options.offload import offload_kind
 from ..options.options import Options, refuse_options
 from ..parameters.drift import DriftCheck
 from ..parameters.mixed_precision import PrecisionPlan, remove_plan
 from ..torch_compat import autograd as _hooks
 from ..torch_compat.foreign_wrappers import guard_from_wrappers, refuse_wrapper
+from ..torch_compat.internals import JoinConfig, ignored_by_torchs_ddp
 from ..torch_compat.weak import weakly
 from .composition import loss_scaling
 from .composition.nested import find_inner, give_back
@@ -77,14 +78,8 @@ class DistributedDataParallel(PortableWrapper, TorchDDP):
         Not supported; the error names the replacement.
     check_reduction, skip_all_reduce_unused_params, batched_grad_copy
         Accepted without effect: the engine always does this.
-    zero : {0, 1, 2, 3}
-        The stage (see wrap).
-    precision : str, Precision or dict
-        The precision of the module's computation and of gradients in transit (see wrap).
-    compress : Fp16, Bf16, Int8, Int4, PowerSGD or "auto", optional
-        See wrap.
-    **options
-        Further fields of Options: timeout_s, transport, ignored_params, ...
+    zero, precision, offload, compress, **options
+        Fields of Options, but for partition and clip_grad_norm, which are wrap's.
 
     Raises
     ------
@@ -204,7 +199,7 @@ class DistributedDataParallel(PortableWrapper, TorchDDP):
     def _set_attributes(self, forward_sync_buffers: bool | None, skip_unused: bool, batched_copy: bool) -> None:
         """Set every attribute of torch's class that other code reads."""
         options, parameters = self._options, list(self.module.parameters())
-        self._join_config = _JoinConfig.construct_disabled_join_config()
+        self._join_config = JoinConfig.construct_disabled_join_config()
         self.parameters_to_ignore = self._ignored_names()
         self._module_parameters = [p for n, p in self.module.named_parameters() if n not in self.parameters_to_ignore]
         self.device = parameters[0].device if parameters else torch.device("cpu")
@@ -270,7 +265,7 @@ class DistributedDataParallel(PortableWrapper, TorchDDP):
         return plan
 
     def _ignored_names(self) -> set[str]:
-        ignored = set(getattr(self.module, "_ddp_params_and_buffers_to_ignore", ()))
+        ignored = set(ignored_by_torchs_ddp(self.module))
         ignored.update(self._options.ignored_names(self.module))
         identities = {id(item) for item in self._options.ignored_params}
         identities.update(id(p) for each in self._inner for p in each.module.parameters())
@@ -290,28 +285,16 @@ class DistributedDataParallel(PortableWrapper, TorchDDP):
         parts = find_parts(self.module, options, ignored, group)
         slicing = self._slice_over(group)
         settings = {
-            "bucket_cap_mb": options.bucket_cap_mb,
+            **options.compared(),
             "transport": options.chosen_transport,
-            "reduce": options.reduce,
-            "deterministic": options.deterministic,
-            "communicator": options.communicator,
-            "timeout_s": options.timeout_s,
-            "warn_after_s": options.warn_after_s,
-            "silent_s": options.silent_s,
             "zero": self._zero,
             "device_mesh": slicing.rows(),
-            "share_parameters": options.share_parameters,
-            "gather": options.gather,
-            "write_guard": options.write_guard,
             "units": comparable(options.units),
-            "reshard_after_forward": options.reshard_after_forward,
-            "prefetch": options.prefetch,
             "compress": self._compress,
             "init_sync": init_sync,
             "forward_sync_buffers": self.forward_sync_buffers,
             "precision": repr(self._precision),
-            "offload": offload_kind(self._options.offload),
-            "check_every": options.check_every,
+            "offload": offload_kind(options.offload),
         }
         own = ignored.union(*(part.names for part in parts))
         self._replica = Replica(

@@ -24,12 +24,13 @@ import torch
 
 from .._engine import Error
 from ..layout.param_groups import mark_of
-from ..options.offload import offload_kind
+from ..options.checks import offload_kind
 from ..options.options import refuse_options
 from ..options.precision import Precision
 from ..parameters.gathered_unit import Unit
 from ..parameters.unshard_schedule import UnitSchedule
 from ..torch_compat.dtensor import is_dtensor
+from ..torch_compat.internals import original_of
 from .ddp import DistributedDataParallel
 
 
@@ -447,7 +448,7 @@ def wrapper_of(module: torch.nn.Module) -> DistributedDataParallel | None:
 
     Collective if it makes the engine of the latter.
     """
-    module = getattr(module, "_orig_mod", module)
+    module = original_of(module)
     if isinstance(module, DistributedDataParallel):
         return module
     if not isinstance(module, FullySharded):

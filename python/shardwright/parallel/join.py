@@ -22,12 +22,13 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.algorithms.join import Join, JoinHook, _JoinConfig
+from torch.distributed.algorithms.join import Join, JoinHook
 
 from .._engine import Error
 from ..gradients.sharded_gradient import ShardedGradient
 from ..layout.memory import bytes_of
 from ..layout.shard_runs import memory_order
+from ..torch_compat.internals import JoinConfig
 
 if TYPE_CHECKING:
     from .replica import Replica
@@ -87,7 +88,7 @@ class ShadowHook(JoinHook):
             replica.stop.renew()
         if replica.check is not None:
             replica.check.begin_anew()
-        wrapper._join_config = _JoinConfig.construct_disabled_join_config()
+        wrapper._join_config = JoinConfig.construct_disabled_join_config()
 
 
 def _shadow_forward(wrapper: _Wrapper) -> None:

@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.algorithms.join import _JoinConfig
 
 from .._engine import Error
 from ..comm.process_group import is_default_group
 from ..layout.memory import copied
 from ..torch_compat.foreign_wrappers import guard_from_wrappers
+from ..torch_compat.internals import JoinConfig
 from ..torch_compat.state_dicts import asked_by_torchs_functions
 from .composition.nested import take
 
@@ -73,7 +73,7 @@ class PortableWrapper(torch.nn.Module):
         state = {name: value for name, value in self.__dict__.items() if name not in _RANK_LOCAL}
         if self._is_taken:  # a separate copy averages by itself; a copy of the outer wrapper takes it over again
             state.update(_is_taken=False, _is_around=False)
-        state.update(_options=self._options.without_group(), _join_config=_JoinConfig.construct_disabled_join_config())
+        state.update(_options=self._options.without_group(), _join_config=JoinConfig.construct_disabled_join_config())
         del state["modules_buffers"], state["named_module_buffers"], state["_module_parameters"]
         return state
 

@@ -18,15 +18,15 @@ import functools
 import itertools
 import sys
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NoReturn, Protocol, cast
+from typing import Any, NoReturn, Protocol
 
 import torch
 
 from .._engine import Error
 from ..layout.param_groups import UnitPlan
 from ..torch_compat import autograd as _hooks
+from ..torch_compat.internals import forward_hooks
 from ..torch_compat.weak import weakly
 from .gathered_unit import ComputeForm, Member, Pin, Unit
 
@@ -128,8 +128,7 @@ class UnitSchedule:
             module = reference()
             if module is None:
                 continue
-            first = cast(OrderedDict[int, Any], module._forward_pre_hooks)
-            last = cast(OrderedDict[int, Any], module._forward_hooks)
+            first, last = forward_hooks(module)
             if before in first and next(iter(first)) != before:
                 first.move_to_end(before, last=False)
             if after in last and next(reversed(last)) != after:
