@@ -20,7 +20,7 @@ LINES = {
     "shardwright/optim": 3_738,
     "shardwright/options": 946,
     "shardwright/parallel": 5_146,
-    "shardwright/parameters": 3_366,
+    "shardwright/parameters": 3_364,
     "shardwright/torch_compat": 1_151,
     "shardwright_tools": 346,
     "shardwright_tools/cli": 1_692,

@@ -91,8 +91,8 @@ class UnitSchedule:
         self.coming: set[int] = set()  # the units whose gather ahead is running
         self.forget_order()
         self._handles: list[Any] = []
-        # a module, and our two hooks on it
-        self._hooked: list[tuple[weakref.ref[torch.nn.Module], int, int]] = []
+        # a module's two dictionaries of hooks, and our hook in each
+        self._hooked: list[tuple[weakref.ref[Any], weakref.ref[Any], int, int]] = []
         #: called with the parameters that are about to be released
         self.on_release: Callable[[], Callable[[Sequence[torch.Tensor]], None] | None] = type(None)
         #: returns whether a called module computes under a policy
@@ -120,18 +120,16 @@ class UnitSchedule:
             module.register_forward_hook(after, always_call=True),
         ]
         self._handles += handles
-        self._hooked.append((weakref.ref(module), handles[0].id, handles[1].id))
+        first, last = forward_hooks(module)
+        self._hooked.append((weakref.ref(first), weakref.ref(last), handles[0].id, handles[1].id))
 
     def arrange_hooks(self) -> None:
         """Move our hooks before and after all others, later ones included, so that those see whole parameters."""
-        for reference, before, after in self._hooked:
-            module = reference()
-            if module is None:
-                continue
-            first, last = forward_hooks(module)
-            if before in first and next(iter(first)) != before:
+        for pre_hooks, hooks, before, after in self._hooked:
+            first, last = pre_hooks(), hooks()
+            if first is not None and before in first and next(iter(first)) != before:
                 first.move_to_end(before, last=False)
-            if after in last and next(reversed(last)) != after:
+            if last is not None and after in last and next(reversed(last)) != after:
                 last.move_to_end(after)
 
     def _hook_states(self, module: torch.nn.Module) -> None:
