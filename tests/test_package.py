@@ -265,11 +265,10 @@ ADDRESSES = {
         *(
             "gradients/comm_hook",
             "optim/clip_grad",
-            "parameters/prefetch",
+            "parameters/gathered_unit",
             "parameters/drift",
             "optim/offload",
             "parameters/read_guard",
-            "parameters/released",
             "gradients/module_gradients",
         ),
         *("optim/sharded", "parameters/unshard_schedule"),

@@ -15,8 +15,8 @@ import torch
 from harness import LONG, in_turn
 from oracle.fold import bits_equal
 from peer import PEER, batch
-from shardwright.parameters import step_gathers
 from shardwright.parameters.read_guard import WaitGuard
+from shardwright.parameters.unshard_schedule import ModuleHook
 from simulated_gpus import SimulatedGpus, run, stats, sw
 from torch import nn
 
@@ -175,7 +175,7 @@ def careless(gpus: SimulatedGpus, rank: int, world_size: int, without: str) -> N
         wrapped, optimizer = make(gpus, 1)
         if without == "hooks and guard":
             patch.setattr(WaitGuard, "raise_", lambda *_: None)
-            patch.setattr(step_gathers.StepGathers, "take_unit", lambda *_: None)
+            patch.setattr(ModuleHook, "__call__", lambda *_: None)
         else:  # it steps twice on one gradient
             patch.setattr(wrapped._engine()._storage, "settle", lambda: None)
             wrapped(batch(rank, 6, 7)).backward()

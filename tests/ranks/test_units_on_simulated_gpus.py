@@ -26,7 +26,7 @@ from oracle.fold import bits_equal
 from peer import PEER, batch
 from shardwright.layout.param_groups import UnitPlan
 from shardwright.parameters.device_groups import choose_places
-from shardwright.parameters.prefetch import Places
+from shardwright.parameters.unshard_schedule import UnitSchedule
 from simulated_gpus import POLICIES, SimulatedGpus, meet, run, stats, sw
 from test_stages_on_simulated_gpus import OnGpu, some
 from torch import nn
@@ -286,7 +286,7 @@ def dropped_after_a_failure(gpus: SimulatedGpus, rank: int, world_size: int) -> 
     units.steps(model, optimizer, rank, 1)
     module = model.module
     assert any(each._forward_pre_hooks for each in module.modules())
-    with mock.patch.object(Places, "drop_coming", side_effect=sw.Error("the driver's")):
+    with mock.patch.object(UnitSchedule, "_drop_coming", side_effect=sw.Error("the driver's")):
         del model, optimizer
         gc.collect()
     assert not any(each._forward_pre_hooks or each._forward_hooks for each in module.modules())

@@ -19,7 +19,7 @@ from .._engine import CheckpointError
 from ..layout.local_parameters import module_parameter
 from ..layout.shard_mesh import Slicing
 from ..optim.sharded import ShardedOptimizer
-from ..parameters.released import ReleasedParameters
+from ..parameters.sharded_groups import ReleasedParameters
 from ..torch_compat import cuda
 from ..torch_compat.dtensor import is_dtensor, local_box
 from .joined import members_of, sharded_of, wrappers_of

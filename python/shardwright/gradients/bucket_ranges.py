@@ -14,16 +14,7 @@ class BucketRanges:
     """The tracer of a reducer: a range for each bucket as it is posted, and as the end of a round waits for it.
 
     The thread that posts a bucket also folds it, as far as peers have posted theirs, so its range includes that work. On a
-    GPU the range covers the launch.
-
-    Parameters
-    ----------
-    reducer : Reducer
-        Its buckets are described at once: a tracer does not keep its reducer.
-    names : sequence of str
-        Names of its parameters.
-    op, label : str
-        The collective, and the model's name.
+    GPU the range covers the launch. The reducer's buckets are described at once: a tracer does not keep its reducer.
     """
 
     def __init__(self, reducer: Any, names: Sequence[str], op: str, label: str) -> None:

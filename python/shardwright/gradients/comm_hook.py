@@ -27,22 +27,9 @@ _SLICE_BYTES = 128
 class HookRunner:
     """A runner that calls `hook(state, bucket)` for the buckets of a reducer.
 
-    Parameters
-    ----------
-    reducer : Reducer
-    parameters : sequence of Parameter
-        The parameters attached to the reducer.
-    like : sequence of Tensor
-        Tensors with the parameters' shapes and strides, since a parameter may be released.
-    world_size : int
-    state : object
-        The first argument of the hook.
-    hook : callable
-        A function that returns a Future of a tensor (or of a list of one), or the tensor itself.
-    wanted : Wanted
-    over_all : bool
-        True if the hook always returns the mean over all ranks. Inside a join it is then multiplied by (all ranks /
-        training ranks). Else its result is used unchanged.
+    The hook returns a Future of a tensor (or of a list of one), or the tensor itself. `like` has the parameters' shapes
+    and strides, since a parameter may be released. `over_all`: the hook always returns the mean over all ranks, which
+    inside a join is multiplied by (all ranks / training ranks); else its result is used unchanged.
     """
 
     def __init__(
@@ -117,9 +104,9 @@ class HookRunner:
         if _hooks.profiler_enabled():
             label = f"{_name(self._hook)}, bucket {position}"
             with _hooks.collective_range("comm_hook", label, [(flat.numel(), flat.dtype)]):
-                result = _value_of(self._hook(self._state, given))
+                result = value_of(self._hook(self._state, given))
         else:
-            result = _value_of(self._hook(self._state, given))
+            result = value_of(self._hook(self._state, given))
         if result.numel() != flat.numel():
             raise Error(
                 f"the communication hook {_name(self._hook)} returned {result.numel()} elements "
@@ -181,17 +168,11 @@ class SlicedHookRunner(HookRunner):
 
 
 class Wanted(NamedTuple):
-    """The place of a bucket's result, and the part of it that is needed.
+    """The place of a bucket's result, and the part of it that is needed."""
 
-    Attributes
-    ----------
-    in_slots : bool
-        True if buckets share slots, so that each use must query the address.
-    slice_alone : bool
-        True if only this rank's slice of the result is needed.
-    """
-
+    #: buckets share slots, so each use must query the address
     in_slots: bool = False
+    #: only this rank's slice of the result is needed
     slice_alone: bool = False
 
 
@@ -249,7 +230,8 @@ def _contiguous_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta").stride()
 
 
-def _value_of(result: Any) -> torch.Tensor:
+def value_of(result: Any) -> torch.Tensor:
+    """Return the tensor of a hook's result, which may be a future or a list of one."""
     if hasattr(result, "wait"):  # a torch.futures.Future, its C++ object, or a Work's future
         result = result.wait()
     if isinstance(result, (list, tuple)) and len(result) == 1:

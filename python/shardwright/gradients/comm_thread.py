@@ -52,15 +52,8 @@ class _Round:
 class BucketThread:
     """A thread for the buckets of `runner`, started at the first bucket.
 
-    Parameters
-    ----------
-    runner : Runner
-    comm : HostComm
-        The wrapper's communicator. Its deadline bounds each wait; a wait that passes it ends the communicator.
-    label : str
-        The model's name in messages.
-    lease : object
-        The exchange's communicators, held as long as the thread may use them.
+    The deadline of `comm`, the wrapper's communicator, bounds each wait; a wait that passes it ends the communicator.
+    `lease` is the exchange's communicators, held as long as the thread may use them.
     """
 
     def __init__(self, runner: Runner, comm: HostComm, label: str, lease: object) -> None:

@@ -18,33 +18,17 @@ from .._engine import Reducer
 from ..backend.device_link import DeviceLink
 from ..layout.memory import address_of
 from ..layout.shard_mesh import Slicing
+from ..layout.shard_runs import itemsize_of
 from ..torch_compat import cuda
 
 
 class DeviceReducer(Reducer):
     """Buckets of gradients on a GPU and their mean, round by round.
 
-    Parameters
-    ----------
-    link : DeviceLink
-    rows : list of (name, numel, dtype, requires_grad), or with a group as a fifth
-        One row for each parameter, in registration order.
-    like : Tensor
-        Any tensor on the GPU.
-    bucket_cap_bytes : int
-    reduce : {"mean", "sum"}
-    deterministic : bool
-        Fold in rank order, with the host's bits, instead of the transport's own mean.
-    label : str
-        The model's name in messages.
-    sliced : bool
-        Keep only this rank's slices of the means.
-    slicing : Slicing
-        The owner of each slice, if slices are kept.
-    wire : {"float16", "bfloat16"}, optional
-        The dtype in which the mean travels.
-    mesh : (DeviceLink, DeviceLink), optional
-        The links of this rank's row and column, over which NCCL reduces.
+    `rows` has (name, numel, dtype, requires_grad), or with a group as a fifth, for each parameter. `like` is any tensor
+    on the GPU. `deterministic`: fold in rank order, with the host's bits, instead of the transport's own mean. `sliced`:
+    keep only this rank's slices of the means, as `slicing` has it. `wire`: the 16-bit dtype in which the mean travels.
+    `mesh`: the links of this rank's row and column, over which NCCL reduces.
     """
 
     def __init__(
@@ -92,7 +76,7 @@ class DeviceReducer(Reducer):
 
     def _nbytes(self, bucket: int) -> int:
         _, numel, dtype, _ = self.bucket_shape(bucket)
-        return numel * _itemsize(dtype)
+        return numel * itemsize_of(dtype)
 
     def _adopt(self, bucket: int) -> None:
         """Allocate memory for a bucket that joins the rounds now. A bucket without elements has an address too."""
@@ -156,6 +140,7 @@ class DeviceReducer(Reducer):
 
     @torch.no_grad()
     def _keep(self, index: int) -> None:
+        """Keep a gradient until the ranks know which parameters some rank used."""
         self._kept[index] = self._target(index).clone(memory_format=torch.preserve_format)
 
     @torch.no_grad()
@@ -194,8 +179,7 @@ class DeviceReducer(Reducer):
     @property
     def transport(self) -> str:  # type: ignore[override]
         """Return the transport: "nccl", or "shm" or "ipc" for slots in host or GPU memory."""
-        carrier: str = self._link.comm.describe()["transport"]
-        return carrier
+        return str(self._link.comm.describe()["transport"])
 
     @property
     def transport_reason(self) -> str:  # type: ignore[override]
@@ -212,7 +196,3 @@ def _fill_with_nothing(memory: torch.Tensor) -> None:
     """Fill with -0.0, the neutral element of a sum: x + -0.0 is x for every x."""
     real = torch.view_as_real(memory) if memory.is_complex() else memory
     real.fill_(-0.0 if real.is_floating_point() else 0)
-
-
-def _itemsize(dtype: str) -> int:
-    return getattr(torch, dtype).itemsize

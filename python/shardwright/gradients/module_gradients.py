@@ -13,15 +13,16 @@ from typing import Any
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from .._engine import Error
+from .._engine import Error, Reducer
 from ..backend.base import Backend
 from ..comm.agreement import gather_answers, sums_over_ranks
 from ..layout.local_parameters import local_of, whole_of
 from ..layout.memory import bytes_of
 from ..layout.param_table import ParameterTable
 from ..layout.shard_mesh import Slicing
-from ..layout.shard_runs import memory_order
+from ..layout.shard_runs import Storage, memory_order
 from ..layout.views import copy_gradient, gradient_view
+from .rounds import Rounds
 from .sharded_gradient import GradientBoard, ShardedGradient
 
 _NOT_AVERAGED = (
@@ -40,39 +41,20 @@ _BY_HAND_AT_0 = ", or run such forwards inside no_sync() if each rank steps sepa
 
 
 class ModuleGradients:
-    """Gradients of a module's parameters, which a reducer averages.
+    """Gradients of a module's parameters, which the reducer of `rounds` averages.
 
-    Parameters
-    ----------
-    table : ParameterTable
-    storage : Storage
-        Where the parameters lie.
-    backend : Backend
-    reducer : Reducer
-    slicing : Slicing
-    zero : int
-    label : str
-        The module's class in messages.
-    last_step_on : callable
-        Return the number of rounds when a parameter was stepped on last.
-    warns_of_sparse : bool
-        Warn when a sparse gradient is made dense.
-
-    Attributes
-    ----------
-    views : list of Tensor
-        The tensor that becomes each parameter's `.grad`: a view of its bucket, or at zero >= 2 a ShardedGradient. None
-        if it has no memory.
-    closed_without_backward : bool
-        True if the last round belonged to a forward without a backward.
+    `last_step_on` returns the number of rounds when a parameter was stepped on last. `warns_of_sparse`: warn when a
+    sparse gradient is made dense. `views` has the tensor that becomes each parameter's `.grad`: a view of its bucket, or
+    at zero >= 2 a ShardedGradient; None if it has no memory.
     """
 
     def __init__(
         self,
         table: ParameterTable,
-        storage: Any,
+        storage: Storage,
         backend: Backend,
-        reducer: Any,
+        reducer: Reducer,
+        rounds: Rounds,
         slicing: Slicing,
         zero: int,
         label: str,
@@ -85,14 +67,15 @@ class ModuleGradients:
             copy_gradient if warns_of_sparse else functools.partial(copy_gradient, warns=False)
         )
         self._table, self._storage, self._backend, self._reducer = table, storage, backend, reducer
-        self._slicing, self._zero, self._label, self._last_step_on = slicing, zero, label, last_step_on
+        self._rounds, self._slicing, self._zero, self._label = rounds, slicing, zero, label
+        self._last_step_on = last_step_on
         self._group = backend.group
-        self._board: GradientBoard | None = None
+        #: None below zero=2
+        self.sliced_board: GradientBoard | None = None
         if zero >= 2:
-            self._board = GradientBoard(self._group.comm, reducer, label, speaks=slicing.speaks)
-            self._board.whole_of = weakref.WeakMethod(self.gathered)
+            self.sliced_board = GradientBoard(self._group.comm, reducer, label, speaks=slicing.speaks)
+            self.sliced_board.whole_of = weakref.WeakMethod(self.gathered)
         self.views = [self._make_view(i) if reducer.has_memory(i) else None for i in range(len(table.parameters))]
-        self.closed_without_backward = False
         self._accepted: dict[int, weakref.ref[torch.Tensor]] = {}
         self._slices: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = {}
 
@@ -100,10 +83,10 @@ class ModuleGradients:
 
     def _make_view(self, index: int) -> torch.Tensor:
         like = self._storage.like(index)
-        if self._board is None:
+        if self.sliced_board is None:
             return gradient_view(like, self._reducer, index)
         held = gradient_view(like, self._reducer, index) if self._reducer.transport == "staged" else None
-        return ShardedGradient(index, like, from_dlpack(self._reducer.result(index)), self._board, held)
+        return ShardedGradient(index, like, from_dlpack(self._reducer.result(index)), self.sliced_board, held)
 
     def renew_view(self, index: int) -> None:
         """Make the view of a gradient. An old view that the user kept is moved to separate memory."""
@@ -135,12 +118,8 @@ class ModuleGradients:
         return [self.slice_of(index) for index in range(len(self._table.parameters))]
 
     def slice_of(self, index: int) -> torch.Tensor | None:
-        """Return this rank's elements of a parameter's `.grad`, one-dimensional; None if there is no gradient.
-
-        Raises
-        ------
-        Error
-            The gradient is not averaged, or the parameter is frozen.
+        """Return this rank's elements of a parameter's `.grad`, one-dimensional; None if there is no gradient. Raise
+        Error if it is not averaged, or if the parameter is frozen.
         """
         parameter = self._table.parameters[index]
         gradient = parameter.grad
@@ -177,7 +156,7 @@ class ModuleGradients:
         if self._group.world_size == 1:
             return True
         averaged = self._reducer.averaged_in(index) > since
-        if gradient is self.views[index] and not self.closed_without_backward:
+        if gradient is self.views[index] and not self._rounds.closed_without_backward:
             return True
         if averaged:
             self._accepted[index] = weakref.ref(gradient)
@@ -185,16 +164,10 @@ class ModuleGradients:
         return (kept is not None and kept() is gradient) or not bool(gradient.any())
 
     def check_averaged(self, optimizer: torch.optim.Optimizer, since: int) -> None:
-        """Raise Error at zero=0 for a gradient that was not averaged, and end the communicators with its sentence.
-
-        Parameters
-        ----------
-        optimizer : Optimizer
-            The optimizer that is about to step.
-        since : int
-            The number of rounds at its previous step.
+        """Raise Error at zero=0 for a gradient that was not averaged, before a step of `optimizer`, and end the
+        communicators with its sentence. `since`: the number of rounds at its previous step.
         """
-        suspects = range(len(self.views)) if self.closed_without_backward else self._reducer.foreign()
+        suspects = range(len(self.views)) if self._rounds.closed_without_backward else self._reducer.foreign()
         if not suspects:
             return
         for index, gradient in self._stepped_on(optimizer, suspects):
@@ -226,24 +199,15 @@ class ModuleGradients:
     @property
     def board(self) -> GradientBoard:
         """The board of sliced gradients; only at zero >= 2."""
-        assert self._board is not None
-        return self._board
-
-    @property
-    def sliced_board(self) -> GradientBoard | None:
-        """The board at zero >= 2, else None."""
-        return self._board
+        assert self.sliced_board is not None
+        return self.sliced_board
 
     def squares_of(self, slices: Callable[[], Sequence[torch.Tensor | None]], *, over_ranks: bool = True) -> bytes:
         """Return the exact sums of squares of all ranks' gradients; `slices` returns this rank's. Collective
         `over_ranks`.
 
-        There is one sum for each set of dimensions of the model mesh over which parameters are sharded.
-
-        Raises
-        ------
-        Error
-            On all ranks, if `slices` raises it on some.
+        There is one sum for each set of dimensions of the model mesh over which parameters are sharded. If `slices`
+        raises Error on some rank, all raise.
         """
         kinds = self._table.sharded_kinds
 
@@ -258,12 +222,8 @@ class ModuleGradients:
 
     def agree_on_clipping(self, max_norm: float) -> tuple[float, list[torch.Tensor]]:
         """Return rank 0's `max_norm`, and this rank's part of the gradients that all ranks clip to it. Collective
-        between hosts.
-
-        Raises
-        ------
-        Error
-            On all ranks, if gradients are not averaged on some, or if `max_norm` differs by more than rounding.
+        between hosts. All ranks raise Error if gradients are not averaged on some, or if `max_norm` differs by more than
+        rounding.
         """
         found: list[torch.Tensor | None] = []
 
@@ -283,12 +243,12 @@ class ModuleGradients:
 
     def factors(self) -> list[list[Any]]:
         """Return the factors of sliced gradients since the last comparison between ranks."""
-        return self._board.factors() if self._board is not None else []
+        return self.sliced_board.factors() if self.sliced_board is not None else []
 
     def accept_factors(self) -> None:
         """Forget the factors, after all ranks have scaled by the same ones."""
-        if self._board is not None:
-            self._board.accept_factors()
+        if self.sliced_board is not None:
+            self.sliced_board.accept_factors()
 
     def follow_factors(self, factors: list[list[Any]]) -> None:
         """Scale this rank's part of the gradients by the factors of the training ranks."""
@@ -302,7 +262,7 @@ class ModuleGradients:
     def whole(self) -> dict[str, torch.Tensor | None]:
         """Return whole averaged gradients by bare name. Collective at zero >= 2; below it returns the gradients
         unchanged."""
-        if self._board is not None:
+        if self.sliced_board is not None:
             self._agree()
         found: dict[str, torch.Tensor | None] = {}
         for index, (name, parameter) in enumerate(zip(self._table.names, self._table.parameters)):
@@ -347,14 +307,15 @@ class ModuleGradients:
                     raise Error(_NOT_AVERAGED)
             return json.dumps(self.factors()).encode()
 
-        said = gather_answers(self._group.comm, answer, f"factors of the gradients of {self._label}")
-        other = next((rank for rank, each in enumerate(said) if each != said[0]), None)
-        if other is not None:
-            ours, theirs = (self._describe(json.loads(said[rank])) for rank in (0, other))
-            raise Error(
+        def compare(answers: Sequence[bytes]) -> str:
+            other = next(rank for rank, each in enumerate(answers) if each != answers[0])
+            ours, theirs = (self._describe(json.loads(answers[rank])) for rank in (0, other))
+            return (
                 f"ranks disagree about what the averaged gradients of {self._label} were scaled by: rank 0 by {ours}, rank {other} by "
                 f"{theirs}; each rank keeps slices of them: scale them equally on all ranks"
             )
+
+        gather_answers(self._group.comm, answer, f"factors of the gradients of {self._label}", compare=compare)
         self.accept_factors()
 
     def _describe(self, factors: list[list[Any]]) -> str:

@@ -16,7 +16,6 @@ from ..layout.param_table import ParameterTable
 from ..torch_compat import autograd as _hooks
 from ..torch_compat.weak import weakly
 from .bucket_ranges import BucketRanges
-from .module_gradients import ModuleGradients
 from .sparse_gradients import SparseGradients
 
 __all__ = ["Rounds"]
@@ -25,44 +24,34 @@ __all__ = ["Rounds"]
 class Rounds:
     """The rounds of a module on this rank.
 
-    The reducer calls back through weak references, since this object holds the reducer.
-
-    Attributes
-    ----------
-    sparse : SparseGradients or None
-        See attach().
-    after_round : list of callables
-        Called after each round to which this rank contributes, usually inside a backward.
-    runs_callbacks : bool
-        True while `after_round` is called.
-    watcher : object or None
-        Its after_round(seconds) gets the duration of each end of a round.
-    begin_iteration : callable or None
-        Gets the number of synchronised forwards so far; returns an object that records the next one's times, or None.
+    The reducer calls back through weak references, since this object holds the reducer. `after_round` is called after
+    each round to which this rank contributes, usually inside a backward; `runs_callbacks` is True meanwhile. `watcher`
+    gets the seconds of each end of a round by its after_round(). `begin_iteration` gets the number of synchronised
+    forwards so far and returns an object that records the next one's times, or None.
     """
 
-    def __init__(self, table: ParameterTable, reducer: Any, label: str, zero: int) -> None:
+    def __init__(self, table: ParameterTable, reducer: Reducer, label: str, zero: int) -> None:
         self._table, self._reducer, self._label, self._zero = table, reducer, label, zero
-        self._gradients: Any = None
+        #: exchanged after each round
         self.sparse: SparseGradients | None = None
         self.after_round: list[Callable[[], None]] = []
         self.runs_callbacks = False
+        #: True if the last round belonged to a forward without a backward
+        self.closed_without_backward = False
         self.watcher: Any = None
         self.begin_iteration: Callable[[int], Any] | None = None
         self._iterations = 0
         self._times: Any = None
         self._is_traced = False  # True while the reducer reports each bucket to a profiler
         self._opens_locally = False  # True if the outputs of a forward inside no_sync() open a round
-        self.on_output_gradient = _output_hook(reducer)
+        open_round = reducer.open_round
+        self.on_output_gradient: Callable[[torch.Tensor], None] = lambda _: open_round()
         #: hook for outputs of a forward inside no_sync()
         self.on_local_output_gradient = weakly(self._open_locally)
 
-    def attach(self, gradients: ModuleGradients, sparse: SparseGradients | None) -> None:
-        """Set the gradients that rounds average, and the sparse ones exchanged after each round."""
-        self._gradients, self.sparse = gradients, sparse
-
     def forward(self, synchronises: bool) -> None:
         """Count a forward with gradients, before it."""
+        self.closed_without_backward = False
         if synchronises:
             self._iterations += 1
             if self.begin_iteration is not None:
@@ -121,10 +110,11 @@ class Rounds:
 
     def close_pending(self) -> None:
         """Close a synchronised forward without a backward, before gradients are used."""
-        was_pending = self._reducer.pending_forward
+        if not self._reducer.pending_forward:  # at most there is a round to abandon
+            self._reducer.close_pending()
+            return
         self._end(self._reducer.close_pending)
-        if was_pending:
-            self._gradients.closed_without_backward = True
+        self.closed_without_backward = True
 
     def average(self) -> None:
         """Average the current `.grad` in a round. Collective."""
@@ -167,12 +157,3 @@ class Rounds:
         self._is_traced = is_traced
         op = "reduce_scatter" if self._zero >= 2 else "all_reduce"
         self._reducer.set_tracer(BucketRanges(self._reducer, self._table.names, op, self._label) if is_traced else None)
-
-
-def _output_hook(reducer: Reducer) -> Callable[[torch.Tensor], None]:
-    open_round = reducer.open_round
-
-    def on_output_gradient(_: torch.Tensor) -> None:
-        open_round()
-
-    return on_output_gradient

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -23,23 +23,14 @@ aten = torch.ops.aten
 
 
 class GradientBoard:
-    """State that the gradients of one module share: norms over all ranks, and agreements.
-
-    Parameters
-    ----------
-    comm : HostComm
-    reducer : Reducer
-    label : str
-        The model's name in messages.
-    speaks : bool
-        True if norms count this rank's slices; else those of another owner.
+    """State that the gradients of one module share: norms over all ranks, and agreements. `speaks`: norms count this
+    rank's slices; else those of another owner.
     """
 
     def __init__(self, comm: HostComm, reducer: Reducer, label: str, *, speaks: bool = True) -> None:
         self._comm, self._reducer, self._label, self._speaks = comm, reducer, label, speaks
-        self._pieces: dict[
-            int, torch.Tensor
-        ] = {}  # slices, not gradients: gradients hold the board, and autograd holds gradients
+        # slices, not gradients: gradients hold the board, and autograd holds gradients
+        self._pieces: dict[int, torch.Tensor] = {}
         self._factors: list[list[Any]] = []
         self._factors_of = -1
         self._scalings = 0  # factors on which all ranks agreed
@@ -48,9 +39,8 @@ class GradientBoard:
         self._factor: tuple[torch.Tensor, int, float] | None = None
         #: (index, slice) -> the whole average, gathered; weak, since gradients hold the board
         self.whole_of: Callable[[], Callable[[int, torch.Tensor], torch.Tensor] | None] = lambda: None
-        self.announce: Callable[..., None] = lambda *_: (
-            None
-        )  # announces the next collective to joined ranks; see parallel/join.py
+        #: announces the next collective to joined ranks; see parallel/join.py
+        self.announce: Callable[..., None] = lambda *_: None
 
     def join(self, index: int, piece: torch.Tensor) -> None:
         """Add `piece`, this rank's slice of the gradient of parameter `index`, on all ranks."""
@@ -154,17 +144,15 @@ def _whole(shares: Sequence[float], order: float) -> float:
 
 
 class ShardedGradient(torch.Tensor):
-    """The gradient of a parameter of which this rank keeps its slice.
+    """The gradient of a parameter of which this rank keeps its slice."""
 
-    Attributes
-    ----------
-    piece : Tensor
-        This rank's elements of the averaged gradient, one-dimensional, in the parameter's memory order; may be empty.
-    """
-
+    #: this rank's elements of the average, one-dimensional, in the parameter's memory order; may be empty
     piece: torch.Tensor
+    #: all elements of the average on this rank; more than `piece` if gradients are staged
     _held: torch.Tensor
+    #: the sum of backwards since the last round, which the engine takes
     _pending: torch.Tensor | None
+    #: True if zeroed since the last round: the average no longer stands
     _cleared: bool
     _board: GradientBoard
     _index: int
@@ -179,11 +167,8 @@ class ShardedGradient(torch.Tensor):
         held: torch.Tensor | None = None,
     ) -> ShardedGradient:
         made: ShardedGradient = without_memory_of(cls, parameter)
-        made.piece = piece
-        # all elements of the average on this rank; more than `piece` if gradients are staged
-        made._held = piece if held is None else held
-        made._cleared = False  # True if zeroed since the last round: the average no longer stands
-        made._pending = None  # the sum of backwards since the last round, which the engine takes
+        made.piece, made._held = piece, piece if held is None else held
+        made._cleared, made._pending = False, None
         made._board, made._index = board, index
         board.join(index, piece)
         return made
@@ -230,10 +215,10 @@ class ShardedGradient(torch.Tensor):
         return self._held
 
     def __deepcopy__(self, memo: Any) -> Any:
-        raise Error("a gradient of which this rank keeps a slice cannot be copied: see sw.full_gradients")
+        _refuse("cannot be copied")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise Error("a gradient of which this rank keeps a slice cannot be pickled: see sw.full_gradients")
+        _refuse("cannot be pickled")
 
     def share_memory_(self) -> Any:
         """Raise: module.share_memory() bypasses the dispatch of operations, and torch would read memory that does not
@@ -253,16 +238,16 @@ class ShardedGradient(torch.Tensor):
     @data.setter
     def data(self, value: Any) -> None:
         if value is not self:
-            raise Error(
-                "the data of a gradient of which this rank keeps a slice cannot be replaced: see sw.full_gradients"
-            )
+            _refuse("has no memory, and its data cannot be replaced")
 
     def __dlpack__(self, *_: Any, **__: Any) -> Any:
-        raise Error("a gradient of which this rank keeps a slice has no memory to lend: see sw.full_gradients")
+        _refuse("has no memory to lend")
 
-    def apply_(self, callable: Any) -> Any:
+    def apply_(self, *_: Any) -> Any:
         """Raise: this and similar methods read memory without the dispatch."""
-        raise Error("a gradient of which this rank keeps a slice has no elements to visit: see sw.full_gradients")
+        _refuse("has no elements to visit")
+
+    map_ = map2_ = apply_  # type: ignore[assignment]
 
     def numpy(self, **options: Any) -> Any:
         """Return the whole gradient as torch's numpy() does. Collective."""
@@ -271,12 +256,6 @@ class ShardedGradient(torch.Tensor):
     def tolist(self) -> Any:
         """Return the whole gradient as torch's tolist() does. Collective."""
         return self.as_on_this_rank().tolist()
-
-    def map_(self, tensor: Any, callable: Any) -> Any:
-        return self.apply_(callable)
-
-    def map2_(self, x: Any, y: Any, callable: Any) -> Any:
-        return self.apply_(callable)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override] # torch's stub declares the default, a plain function, not the protocol
@@ -291,14 +270,16 @@ class ShardedGradient(torch.Tensor):
         return handler(*args, **(kwargs or {}))
 
 
+def _refuse(what: str) -> NoReturn:
+    raise Error(f"a gradient of which this rank keeps a slice {what}: see sw.full_gradients")
+
+
 def _add(grad: Any, other: Any, *, alpha: float = 1) -> Any:
     is_gradient = (
         isinstance(other, torch.Tensor) and other.shape == grad.shape and not isinstance(other, ShardedGradient)
     )
     if not isinstance(grad, ShardedGradient) or not is_gradient or alpha != 1:
-        raise Error(
-            "a gradient of which this rank keeps a slice takes a backward's gradient and nothing else: see sw.full_gradients"
-        )
+        _refuse("takes a backward's gradient and nothing else")
     grad._pending = other.clone() if grad._pending is None else grad._pending + other
     return grad
 
@@ -306,9 +287,7 @@ def _add(grad: Any, other: Any, *, alpha: float = 1) -> Any:
 def _scaled(name: str) -> Callable[..., Any]:
     def scale(grad: Any, factor: Any) -> Any:
         if isinstance(factor, torch.Tensor) and (isinstance(factor, ShardedGradient) or factor.numel() != 1):
-            raise Error(
-                "a gradient of which this rank keeps a slice is scaled by one number only: see sw.full_gradients"
-            )
+            _refuse("is scaled by one number only")
         getattr(grad._held, name)(factor)
         if grad._pending is not None:
             grad._pending = getattr(grad._pending.clone(), name)(factor)
@@ -318,15 +297,12 @@ def _scaled(name: str) -> Callable[..., Any]:
     return scale
 
 
-def _clamped(grad: Any, low: Any, high: Any) -> Any:
+def _clamp(grad: Any, min: Any = None, max: Any = None) -> Any:
     """Clamp each element of the average between numbers around 0; each rank clamps its own elements."""
-    bounds = [("clamp_min_", low), ("clamp_max_", high)]
-    if (low or 0) > 0 or (high or 0) < 0:
-        raise Error(
-            "a gradient of which this rank keeps a slice is clamped by numbers only, from at most 0 to at least 0: see sw.full_gradients"
-        )
+    if (min or 0) > 0 or (max or 0) < 0:
+        _refuse("is clamped by numbers only, from at most 0 to at least 0")
     grad.averaged_piece()
-    for name, bound in bounds:
+    for name, bound in (("clamp_min_", min), ("clamp_max_", max)):
         if bound is not None:
             getattr(grad._held, name)(bound)
             grad._board.scaled(grad._index, name, float(bound))
@@ -341,13 +317,13 @@ def _zero(grad: Any) -> Any:
 
 def _fill(grad: Any, value: Any) -> Any:
     if value != 0:
-        raise Error("a gradient of which this rank keeps a slice is filled with 0 only: see sw.full_gradients")
+        _refuse("is filled with 0 only")
     return _zero(grad)
 
 
 def _norm(grad: Any, order: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> torch.Tensor:
     if dim is not None or keepdim:
-        raise Error("the norm of a gradient of which this rank keeps a slice is over all of it: see sw.full_gradients")
+        _refuse("has a norm over all of it, not by dimension")
     if grad._cleared and grad._pending is None:
         nothing = torch.zeros(grad.shape, dtype=grad.dtype, device=grad.device)
         return torch.linalg.vector_norm(nothing, order, dtype=dtype)
@@ -435,14 +411,6 @@ def _reads() -> dict[Any, Callable[..., Any]]:
     return found
 
 
-def _clamp(grad: Any, min: Any = None, max: Any = None) -> Any:
-    return _clamped(grad, min, max)
-
-
-def _clamp_max(grad: Any, max: Any) -> Any:
-    return _clamped(grad, None, max)
-
-
 _HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.add_.Tensor: _add,
     aten.mul_.Tensor: _scaled("mul_"),
@@ -451,7 +419,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.div_.Scalar: _scaled("div_"),
     aten.clamp_.default: _clamp,
     aten.clamp_min_.default: _clamp,
-    aten.clamp_max_.default: _clamp_max,
+    aten.clamp_max_.default: lambda grad, max: _clamp(grad, max=max),
     aten._foreach_clamp_min_.Scalar: _each("clamp_min_"),
     aten._foreach_clamp_max_.Scalar: _each("clamp_max_"),
     **_reads(),

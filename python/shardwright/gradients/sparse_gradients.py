@@ -28,6 +28,7 @@ from ..layout.bucket import Bucket
 from ..layout.memory import bytes_of
 from ..layout.param_table import ParameterTable
 from ..torch_compat import autograd as _hooks
+from .comm_hook import value_of
 
 __all__ = ["SparseGradients", "find_sparse"]
 
@@ -52,20 +53,7 @@ def find_sparse(module: torch.nn.Module, table: ParameterTable) -> frozenset[int
 class SparseGradients:
     """The gradients of a module's sparse parameters, and their exchange.
 
-    Parameters
-    ----------
-    table : ParameterTable
-        Its `sparse` lists the parameters.
-    comm : HostComm
-    reducer : Reducer
-    reduce : {"mean", "sum"}
-    label : str
-        The module's class, in messages.
-
-    Attributes
-    ----------
-    user_hook : (state, hook), optional
-        A user's communication hook, which gets each parameter's gradient as a bucket of its own.
+    `user_hook` is (state, hook) of a user's communication hook, which gets each parameter's gradient as a bucket.
     """
 
     def __init__(self, table: ParameterTable, comm: HostComm, reducer: Any, reduce: str, label: str) -> None:
@@ -169,10 +157,8 @@ class SparseGradients:
             )
         number, is_last = self._reducer.bucket_count + position, position == len(self._parameters) - 1
         bucket = Bucket(as_sparse(gradient), None, [parameter], number, is_last)
-        result = hook(state, bucket)
-        result = result.wait() if hasattr(result, "wait") else result
-        result = result[0] if isinstance(result, (list, tuple)) and len(result) == 1 else result
-        if not isinstance(result, torch.Tensor) or result.shape != parameter.shape:
+        result = value_of(hook(state, bucket))
+        if result.shape != parameter.shape:
             raise Error(
                 "the communication hook must return a Future of a sparse tensor of the parameter's shape for a sparse bucket"
             )

@@ -17,14 +17,7 @@ def wire_bytes(
     """Return the bytes that this rank sends.
 
     A compressor's exchange counts its own bytes. Plain buckets fold in place: a rank reads W - 1 slices, and at zero 0
-    and 1 writes as many.
-
-    Parameters
-    ----------
-    reducer : Reducer
-    world_size, slice_count, zero : int
-    compression : (str, Exchange or None) or None
-        The compressor's name and exchange. The exchange is None if the reducer itself compresses, to 16 bits.
+    and 1 writes as many. `compression`: a compressor's name and exchange, None if the reducer compresses to 16 bits.
     """
     name, exchange = compression or ("", None)
     if exchange is not None:

@@ -48,7 +48,10 @@ class Copies(Protocol):
 
 
 class Storage:
-    """The interface to parameters in any memory. At zero=0 this class itself is used: each rank has whole parameters.
+    """Where each parameter of a module lies, and the elements of it that a rank owns, in any form of memory.
+
+    At zero=0 this class itself is used: each rank has whole parameters. The reducer's layout places parameters like
+    their gradients.
 
     `reason` says why slices are broadcast instead of gathered. `shared`: the ranks of a host share one copy. `releases`:
     a schedule gathers parameters in units and releases them after use.
@@ -58,10 +61,34 @@ class Storage:
     shared = releases = one_copy = False
     #: True if parameters lie in memory that a forked child shares with this rank
     is_mapped = False
-    _table: ParameterTable
 
-    def __init__(self, table: ParameterTable) -> None:
-        self._table = table
+    def __init__(self, reducer: Reducer, table: ParameterTable, slicing: Slicing, label: str) -> None:
+        self._reducer, self._table, self._slicing, self._label = reducer, table, slicing, label
+        self._runs: dict[int, tuple[int, int]] = {}
+        self._stepped: set[int] = set()  # buckets with parameters that train, or have trained
+
+    # the elements that a rank owns ----------------------------------------------------------------------------------
+
+    def run(self, index: int, rank: int) -> tuple[int, int]:
+        """Return [begin, end), in memory order, of the elements of a parameter that `rank` owns; (0, 0) if none."""
+        bucket, begin, numel = self._reducer.place(index)
+        return self._slicing.run(self._reducer.bucket_shape(bucket)[1], (begin, numel), rank)
+
+    def run_in_slice(self, index: int, rank: int) -> tuple[int, int, int]:
+        """Return (bucket, first element in the rank's slice of it, count) of `rank`'s elements of a parameter."""
+        bucket, begin, _ = self._reducer.place(index)
+        low, high = self.run(index, rank)
+        width = self._reducer.bucket_shape(bucket)[1] // self._slicing.count
+        first = begin + low - self._slicing.of_rank[rank] * width if low < high else 0
+        return bucket, first, high - low
+
+    def own_run(self, index: int) -> tuple[int, int]:
+        """Return run(index, this rank), cached."""
+        if index not in self._runs:
+            self._runs[index] = self.run(index, self._slicing.rank)
+        return self._runs[index]
+
+    # memory ---------------------------------------------------------------------------------------------------------
 
     @property
     def bytes_held(self) -> int:
@@ -83,27 +110,58 @@ class Storage:
     def adopt(self, index: int) -> None:
         """Record that a parameter trains from now on."""
 
-    def whole(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which all parameters are whole."""
-        return contextlib.nullcontext()
-
-    def plan(self) -> dict[str, Any]:
-        """Return facts for describe()."""
-        return {}
-
-    def stats(self) -> dict[str, Any]:
-        """Return counts of gathers."""
-        return {}
-
-    def accept_writes(self) -> None:
-        """Record that parameters were written by the engine, or where writes are allowed."""
+    def is_stepped(self, index: int) -> bool:
+        """Return True if a parameter trains or has trained: a step includes a frozen one that has a gradient."""
+        return self._reducer.place(index)[0] in self._stepped
 
     def mapped(self) -> list[tuple[int, int]]:
         """Return (address, bytes) of the memory of whole parameters that other processes write to as well."""
         return []
 
+    def plan(self) -> dict[str, Any]:
+        """Return facts for describe()."""
+        return {}
+
+    def give_back(self, together: bool = False) -> None:
+        """Move the parameters back to private memory. `together`: all ranks call this."""
+
+    # reads and writes -----------------------------------------------------------------------------------------------
+
+    def whole(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which all parameters are whole."""
+        return contextlib.nullcontext()
+
     def settle(self) -> None:
         """Make the current stream wait for parameters that are still being gathered after the last step."""
+
+    def accept_writes(self) -> None:
+        """Record that parameters were written by the engine, or where writes are allowed."""
+
+    def take_writes(self) -> None:
+        """Update slices in separate memory from values that the program wrote to the parameters."""
+
+    def publish(self, *, failed: bool | None = None) -> list[int] | None:
+        """Make updated slices visible after every rank has updated its own. Collective; its cost is the backend's.
+
+        Return the ranks that passed `failed`, or None. See Buckets.publish.
+        """
+        return None
+
+    def publish_all(self) -> None:
+        """Publish after writes to slices of frozen parameters, and after writes of every rank to whole, unreleased
+        parameters. Collective."""
+        self.take_writes()
+        self.publish()
+
+    def is_published(self, index: int) -> bool:
+        """Return whether publish() copies this rank's slice of a parameter to where the program sees it whole."""
+        return False
+
+    # units ----------------------------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """Return counts of gathers."""
+        return {}
 
     def hook_arranger(self) -> Callable[[bool], None] | None:
         """Return a function to call at the start of each forward, None if nothing is to do. It keeps parameters whole in
@@ -120,94 +178,6 @@ class Storage:
     def gather_anew(self) -> None:
         """Gather units as after a step, at the end of a join, regardless of the units that each rank already has.
         Collective if parameters are gathered in units."""
-
-    def give_back(self, together: bool = False) -> None:
-        """Return the parameters to ordinary memory of this rank. `together`: all ranks call this."""
-
-
-class SliceRuns:
-    """The elements of each parameter that a rank owns, in the layout of a reducer's gradients."""
-
-    def __init__(self, reducer: Reducer, slicing: Slicing) -> None:
-        self._reducer = reducer
-        self._slicing = slicing
-        self._runs: dict[int, tuple[int, int]] = {}
-        self._stepped: set[int] = set()  # buckets with parameters that train, or have trained
-
-    def is_stepped(self, index: int) -> bool:
-        """Return True if a parameter trains or has trained: a step includes a frozen one that has a gradient."""
-        return self._reducer.place(index)[0] in self._stepped
-
-    def publish_all(self) -> None:
-        """Publish after writes to slices of frozen parameters, and after writes of every rank to whole, unreleased
-        parameters. Collective."""
-        self.take_writes()
-        self.publish()  # type: ignore[attr-defined]
-
-    def take_writes(self) -> None:
-        """Update slices in separate memory from values that the program wrote to the parameters."""
-
-    def is_published(self, index: int) -> bool:
-        """Return whether publish() copies this rank's slice of a parameter to where the program sees it whole."""
-        return False
-
-    def run(self, index: int, rank: int) -> tuple[int, int]:
-        """Return [begin, end), in memory order, of the elements of a parameter that `rank` owns; (0, 0) if none."""
-        bucket, begin, numel = self._reducer.place(index)
-        return self._slicing.run(self._reducer.bucket_shape(bucket)[1], (begin, numel), rank)
-
-    def run_in_slice(self, index: int, rank: int) -> tuple[int, int, int]:
-        """Return (bucket, first element in the rank's slice of it, count) of `rank`'s elements of a parameter."""
-        bucket, begin, _ = self._reducer.place(index)
-        low, high = self.run(index, rank)
-        width = self._reducer.bucket_shape(bucket)[1] // self._slicing.count
-        first = begin + low - self._slicing.of_rank[rank] * width if low < high else 0
-        return bucket, first, high - low
-
-    def own_run(self, index: int) -> tuple[int, int]:
-        """Return run(index, this rank), cached."""
-        if index not in self._runs:
-            self._runs[index] = self.run(index, self._slicing.rank)
-        return self._runs[index]
-
-
-class ParameterSlices(Storage, SliceRuns):
-    """Parameters that lie in buckets like their gradients, and their slices."""
-
-    def __init__(self, reducer: Reducer, table: ParameterTable, slicing: Slicing, label: str) -> None:
-        SliceRuns.__init__(self, reducer, slicing)
-        self._table, self._label = table, label
-        self._moved: set[int] = set()  # buckets
-        self._flat: dict[int, torch.Tensor] = {}  # index -> tensor at the parameter's current address
-
-    def flat(self, index: int) -> torch.Tensor:
-        """Return all elements of a parameter in memory order: a one-dimensional alias of its bucket memory."""
-        if index in self._flat:
-            return self._flat[index]
-        data = self._table.parameters[index].data
-        return data.as_strided((data.numel(),), (1,), data.storage_offset())
-
-    def is_moved(self, index: int) -> bool:
-        """Return True if a parameter is at its final address. A frozen parameter moves when it is unfrozen."""
-        return index in self._flat
-
-    def is_published(self, index: int) -> bool:
-        return self.is_moved(index) and self._reducer.place(index)[0] in self._moved
-
-    def slice(self, index: int) -> torch.Tensor | None:
-        """Return this rank's elements of a parameter; None if it owns none. Empty ones belong to the first slice."""
-        low, high = self.own_run(index)
-        flat = self.flat(index)
-        return flat[low:high] if low < high or (flat.numel() == 0 and self._slicing.own == 0) else None
-
-    @property
-    def bytes_held(self) -> int:
-        """Return the bytes of parameters on this rank; on the whole host if they are shared."""
-        return sum(self._bucket_range(bucket)[1] for bucket in self._moved)
-
-    def _bucket_range(self, bucket: int) -> tuple[int, int]:
-        offset, numel, dtype, _ = self._reducer.bucket_shape(bucket)
-        return offset, numel * itemsize_of(dtype)
 
 
 class Outcomes:

@@ -27,7 +27,8 @@ from ..layout.param_groups import mark_of
 from ..options.checks import offload_kind
 from ..options.options import refuse_options
 from ..options.precision import Precision
-from ..parameters.unshard_schedule import Unit, UnitSchedule
+from ..parameters.gathered_unit import Unit
+from ..parameters.unshard_schedule import UnitSchedule
 from ..torch_compat.dtensor import is_dtensor
 from ..torch_compat.internals import original_of
 from .ddp import DistributedDataParallel

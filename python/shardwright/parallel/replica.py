@@ -219,7 +219,7 @@ class Replica:
 
     def _make_storage(self, request: Request) -> Any:
         if not self.zero:
-            return Storage(self.table)
+            return Storage(self.reducer, self.table, self.slicing, self.label)
         if request.plans is not None:
             return self.backend.unshard_store(self.reducer, request)
         return ParameterMemory(self.backend, self.reducer, request, shared=self.zero == 3)
@@ -238,7 +238,7 @@ class Replica:
         steppers = self.steppers
         opens_first = None if before is None else weakly(before.open_round)
         gradients = self.gradients = ModuleGradients(
-            *(self.table, self._storage, self.backend, self.reducer, self.slicing, self.zero, self.label),
+            *(self.table, self._storage, self.backend, self.reducer, self.rounds, self.slicing, self.zero, self.label),
             last_step_on=steppers.last_step_on,
             warns_of_sparse=self._request.options.sparse_gradients == "auto",
         )
@@ -259,7 +259,7 @@ class Replica:
             sparse = SparseGradients(
                 self.table, self.group.comm, self.reducer, self._request.options.reduce, self.label
             )
-        self.rounds.attach(gradients, sparse)
+        self.rounds.sparse = sparse
         for index, parameter in enumerate(self.table.parameters):
             if sparse is not None and index in self.table.sparse:
                 self._handles.append(parameter.register_post_accumulate_grad_hook(sparse.hook(index)))
@@ -359,7 +359,6 @@ class Replica:
         self.forwards.begin()
         if self.access.forks is not None:
             self.access.forks.before_forward()
-        self.gradients.closed_without_backward = False
         drift = self._check_drift()
         if self.access.guard is not None:
             self.access.guard.check("before a forward")

@@ -6,7 +6,6 @@ import collections
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -15,8 +14,10 @@ from .._engine import HostComm
 from ..comm.process_group import HostGroup
 from ..layout.param_table import ParameterTable
 from ..layout.shard_mesh import Slicing
+from ..layout.shard_runs import Storage
 from .drift import DriftCheck
 from .forked import ForkWatch
+from .storage import ParameterMemory
 from .write_guard import SampledParameters
 
 __all__ = ["ParameterAccess"]
@@ -25,39 +26,22 @@ __all__ = ["ParameterAccess"]
 class ParameterAccess:
     """The rules by which one module's parameters are read and written.
 
-    Parameters
-    ----------
-    storage : Storage
-    table : ParameterTable
-    group : HostGroup
-    slicing : Slicing
-    guard : {None, "auto", "samples"}
-        The option write_guard.
-    label : str
-        The module's name in messages.
-
-    Attributes
-    ----------
-    guard : SampledParameters or None
-        Its check(moment) raises Error if shared parameters were written outside of writing().
+    `guard` is None, or its check(moment) raises Error if shared parameters were written outside of writing(). `forks`
+    is None if a forked child sees no later writes.
     """
 
     def __init__(
-        self, storage: Any, table: ParameterTable, group: HostGroup, slicing: Slicing, guard: str | None, label: str
+        self, storage: Storage, table: ParameterTable, group: HostGroup, slicing: Slicing, guard: str | None, label: str
     ) -> None:
         self._storage, self._table = storage, table
-        self.guard = self._make_guard(group, slicing, guard)
+        self.guard: SampledParameters | None = None
+        is_watched = guard is not None and (guard != "auto" or len(group.sharers(slicing)) > 1)
+        if isinstance(storage, ParameterMemory) and storage.shared and is_watched:
+            self.guard = SampledParameters(storage, table.names, group.comm)
         shows_later_writes = storage.is_mapped and (group.world_size > 1 or storage.releases)
         self.forks = ForkWatch(table, storage, label, group.rank) if shows_later_writes else None
         self._drift: weakref.ref[DriftCheck] | None = None
         self._before_writes: dict[int, Callable[[], object]] = collections.OrderedDict()
-
-    def _make_guard(self, group: HostGroup, slicing: Slicing, kind: str | None) -> SampledParameters | None:
-        if kind is None or not self._storage.shared:
-            return None
-        if kind == "auto" and len(group.sharers(slicing)) == 1:
-            return None  # no rank shares the parameters
-        return SampledParameters(self._storage, self._table.names, group.comm)
 
     @property
     def write_guard(self) -> str | None:
@@ -145,5 +129,4 @@ class ParameterAccess:
         self.settle()
         if self.guard is not None:
             self.guard.check("before all parameters are read")
-        whole: contextlib.AbstractContextManager[None] = self._storage.whole()
-        return whole
+        return self._storage.whole()

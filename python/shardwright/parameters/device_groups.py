@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+import zlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -26,8 +27,7 @@ from ..layout.param_groups import UnitPlan, mark_of
 from ..layout.shard_runs import itemsize_of, make_dense
 from ..layout.views import dtype_name
 from ..torch_compat import cuda
-from .prefetch import DeviceUnitSchedule, Places
-from .released import ReleasedParameters, releasable
+from .sharded_groups import ReleasedParameters, releasable
 from .storage import ParameterMemory
 
 if TYPE_CHECKING:
@@ -37,9 +37,8 @@ if TYPE_CHECKING:
 _ALIGNMENT = 128
 
 
-def narrowed(request: Request, members: Sequence[list[int]]) -> dict[int, torch.dtype]:
+def narrowed(request: Request, released: Collection[int]) -> dict[int, torch.dtype]:
     """Return the dtypes of parameters that are cast as they are gathered."""
-    released = {index for each in members for index in each}
     parameters = request.table.parameters
     return {
         index: dtype
@@ -50,9 +49,8 @@ def narrowed(request: Request, members: Sequence[list[int]]) -> dict[int, torch.
 
 def rows_in_groups(request: Request) -> list[tuple[str, int, str, bool, int]]:
     """Return reducer rows such that each bucket holds parameters of one unit and compute dtype, or never-released ones."""
-    assert request.plans is not None
-    members = releasable(request.table, request.plans)
-    narrow = narrowed(request, members)
+    members = releasable(request)
+    narrow = narrowed(request, {index for each in members for index in each})
     kinds = {index: (number, str(narrow.get(index, ""))) for number, each in enumerate(members) for index in each}
     numbers = {kind: number for number, kind in enumerate(sorted(set(kinds.values())), 1)}
     groups = {index: numbers[kind] for index, kind in kinds.items()}
@@ -86,55 +84,96 @@ def depth_of(plans: Sequence[UnitPlan], prefetch: int) -> int:
     return max([prefetch, *(len(each) for mark in marks if mark is not None for each in mark.ahead.values())])
 
 
-class DeviceUnitMemory(ReleasedParameters, ParameterMemory):
-    """Parameters of a table on the GPU, sliced and released. Making it is collective; values are rank 0's.
+class Places:
+    """DeviceUnits with the methods of Units, and a digest of what was gathered, in its order.
 
-    Parameters
-    ----------
-    backend : Backend
-    row : DeviceLink
-        The link over which a unit is gathered.
-    reducer : Reducer
-        A reducer made with rows_in_groups().
-    request : Request
-        A request with plans of units.
-
-    Notes
-    -----
-    Memory of a rank: its slices, the places, and parameters that are never released.
+    `stream` returns torch's current stream. `make_apart` allocates memory apart for a unit and returns (address,
+    tensors). Inside a join `announce` tells joined ranks to gather the same unit.
     """
 
-    schedule: DeviceUnitSchedule
+    def __init__(
+        self,
+        engine: DeviceUnits,
+        stream: Callable[[], int],
+        make_apart: weakref.WeakMethod[Callable[[int], tuple[int, list[torch.Tensor]]]],
+    ) -> None:
+        self._engine, self._stream, self._make_apart = engine, stream, make_apart
+        self.holder, self.stats = engine.holder, engine.stats
+        self.digest = 0
+        self.announce: Callable[[int], None] | None = None
+
+    def _note(self, unit: int) -> None:
+        if self.announce is not None:
+            self.announce(unit)
+        self.digest = zlib.crc32(unit.to_bytes(4, "little"), self.digest)
+
+    def gather(self, unit: int) -> None:
+        """Begin to gather a unit into its place."""
+        self._note(unit)
+        self._engine.gather(unit)
+
+    def take(self, unit: int) -> None:
+        """Make torch's current stream wait for a unit."""
+        self._engine.take(unit, self._stream())
+
+    def gather_apart(self, unit: int) -> list[torch.Tensor]:
+        """Return the unit's tensors in memory apart."""
+        make = self._make_apart()
+        assert make is not None
+        address, tensors = make(unit)
+        self._note(unit)
+        self._engine.gather_apart(unit, address, self._stream())
+        return tensors
+
+    def release(self, unit: int) -> None:
+        self._engine.release(unit, self._stream())
+
+    def take_write(self, unit: int) -> int:
+        """Return -1: a write through an older view is not seen on a GPU."""
+        return -1
+
+    def update(self) -> None:
+        """Note that slices were written."""
+        self._engine.update(self._stream())
+
+
+class _Form(NamedTuple):
+    """A unit or its compute form: the number of its plan, each bucket's first byte and dtype, and its bytes."""
+
+    number: int
+    is_computed_with: bool
+    at: dict[int, tuple[int, str]]
+    nbytes: int
+
+
+class DeviceUnitMemory(ReleasedParameters):
+    """Parameters of a table on the GPU, sliced and released. Making it is collective; values are rank 0's.
+
+    The reducer is one made with rows_in_groups(); units are gathered over `row`. Memory of a rank: its slices, the
+    places, and parameters that are never released.
+    """
 
     def __init__(self, backend: Backend, row: DeviceLink, reducer: Reducer, request: Request) -> None:
-        plans, table, link = request.plans, request.table, backend.link
-        assert plans is not None and link is not None
-        members = releasable(table, plans)
+        super().__init__(backend, reducer, request)
+        table, link, plans = self._table, backend.link, request.plans or ()
+        assert link is not None
         self._link, self._row = link, row
-        self._released = {index for each in members for index in each}
-        self._cast_to = narrowed(request, members)
+        self._cast_to = narrowed(request, self._released)
         self._pieces: dict[int, torch.Tensor] = {}  # a bucket's slice
-        self._stepped_slices: set[int] = set()  # buckets with released parameters that train or have trained
-        self._whole = {}
-        self._computed_with = {}
         link.broadcast(table.parameters, 0)
-        super().__init__(backend, reducer, request, shared=False)
+        #: the parameters that are never released
+        self._kept = ParameterMemory(backend, reducer, request, shared=False, without=self._released)
+        self.flat = self._kept.flat
         for index in self._released:
             make_dense(table.parameters[index])
-        self._depth = depth_of(plans, request.options.prefetch)
-        self._plan_places(plans, members)
+            if table.parameters[index].requires_grad:
+                self.adopt(index)
+        self._plan_places(plans, depth_of(plans, request.options.prefetch))
         self._slices = {index: self._slice(index) for index in sorted(self._released)}
         self._write_slices()
-        engine = self._make_units(plans, members)
-        self._places = Places(engine, link.current_stream, weakref.WeakMethod(self._make_apart))
+        self._places = Places(self._make_units(plans), link.current_stream, weakref.WeakMethod(self._make_apart))
         self._places.update()
-        self.schedule = DeviceUnitSchedule(
-            *(self._places, plans, [self._members(each) for each in members], backend.abort),
-            places=self._numbers,
-            depth=request.options.prefetch,
-            compute_members=[self._compute_members(each) for each in members],
-        )
-        self._tell_marks(plans)
+        self._make_schedule(self._places, plans, places=self._numbers, depth=request.options.prefetch)
 
     # layout
 
@@ -147,76 +186,66 @@ class DeviceUnitMemory(ReleasedParameters, ParameterMemory):
             self._pieces[bucket] = cuda.runtime.zeros(numel // self._slicing.count, getattr(torch, dtype), like)
         return self._pieces[bucket][first : first + count]
 
-    def _plan_places(self, plans: Sequence[UnitPlan], members: Sequence[list[int]]) -> None:
+    def _plan_places(self, plans: Sequence[UnitPlan], depth: int) -> None:
         """Plan the forms of units and the places in which they lie."""
-        computed = [number for number, indices in enumerate(members) if self._cast_to.keys() & indices]
-        #: the plan of each form, and whether it is a compute form
-        self._forms = [(number, False) for number in range(len(plans))] + [(number, True) for number in computed]
-        self._unit_members = members
-        self._plan_forms()
-        sizes = self._sizes[: len(plans)]
-        for form, number in enumerate(computed, len(plans)):
-            sizes[number] = self._sizes[form]
+        self._forms = [self._plan_form(number, False) for number in range(len(plans))]
+        self._forms += [
+            self._plan_form(n, True) for n, each in enumerate(self._unit_members) if self._cast_to.keys() & each
+        ]
+        sizes = [*{form.number: form.nbytes for form in self._forms}.values()]  # a unit's, or its compute form's
         self._unit_sizes = [(plan.name, size) for plan, size in zip(plans, sizes)]
-        self._numbers = choose_places(plans, sizes, self._depth)
+        self._numbers = choose_places(plans, sizes, depth)
         spans = [0] * (max(self._numbers) + 1)
         for place, size in zip(self._numbers, sizes):
             spans[place] = max(spans[place], size)
-        self._unit_bytes, self._spans, self._computed = sum(spans), spans, computed
+        self._unit_bytes, self._spans = sum(spans), spans
         self._like = cuda.runtime.zeros(0, torch.uint8, self._table.parameters[0].data)
 
-    def _make_units(self, plans: Sequence[UnitPlan], members: Sequence[list[int]]) -> DeviceUnits:
+    def _make_units(self, plans: Sequence[UnitPlan]) -> DeviceUnits:
         """Return the units, then the compute forms. A unit with a compute form leaves its place to that."""
         zeros = cuda.runtime.zeros
         memory = [zeros(span, torch.uint8, self._like) for span in self._spans]
-        computed = self._computed
+        apart = {form.number for form in self._forms if form.is_computed_with}
         specs = []
-        for form, (number, is_computed_with) in enumerate(self._forms):
-            place = self._numbers[number]
-            tensors = self._computed_with if is_computed_with else self._whole
+        for number, form in enumerate(self._forms):
+            place = self._numbers[form.number]
             # Tensors of a unit without a place are never read: they only have its shapes, strides and dtypes.
-            tensors.update(zip(members[number], self._tensors(form, memory[place])))
-            address = 0 if number in computed and not is_computed_with else memory[place].data_ptr()
-            specs.append((plans[number].name or self._label, place, address, self._runs_of(form)))
+            tensors = zip(self._unit_members[form.number], self._tensors(number, memory[place]))
+            (self._computed_with if form.is_computed_with else self._whole).update(tensors)
+            address = 0 if form.number in apart and not form.is_computed_with else memory[place].data_ptr()
+            runs = []
+            for bucket, (first, dtype) in form.at.items():
+                piece, own = self._pieces[bucket], self._reducer.bucket_shape(bucket)[2]
+                runs.append((piece.data_ptr(), first, piece.numel() * itemsize_of(dtype), own, dtype))
+            specs.append((plans[form.number].name or self._label, place, address, runs))
         return DeviceUnits(self._row.comm, len(self._spans), specs)
 
-    def _plan_forms(self) -> None:
-        self._at: list[dict[int, tuple[int, str]]] = []  # for each form: bucket -> its first byte and its dtype
-        self._sizes: list[int] = []
-        for number, is_computed_with in self._forms:
-            at: dict[int, tuple[int, str]] = {}
-            size = 0
-            for index in sorted(self._unit_members[number], key=lambda index: self._reducer.place(index)[0]):
-                bucket = self._reducer.place(index)[0]
-                _, numel, dtype, _ = self._reducer.bucket_shape(bucket)
-                if is_computed_with and index in self._cast_to:
-                    dtype = dtype_name(self._cast_to[index])
-                if bucket not in at:
-                    at[bucket] = size, dtype
-                    size += -(-numel * itemsize_of(dtype) // _ALIGNMENT) * _ALIGNMENT
-            self._at.append(at)
-            self._sizes.append(size)
-
-    def _runs_of(self, form: int) -> list[tuple[int, int, int, str, str]]:
-        runs = []
-        for bucket, (first, dtype) in self._at[form].items():
-            piece, own = self._pieces[bucket], self._reducer.bucket_shape(bucket)[2]
-            runs.append((piece.data_ptr(), first, piece.numel() * itemsize_of(dtype), own, dtype))
-        return runs
+    def _plan_form(self, number: int, is_computed_with: bool) -> _Form:
+        at: dict[int, tuple[int, str]] = {}
+        size = 0
+        for index in sorted(self._unit_members[number], key=lambda index: self._reducer.place(index)[0]):
+            bucket = self._reducer.place(index)[0]
+            _, numel, dtype, _ = self._reducer.bucket_shape(bucket)
+            if is_computed_with and index in self._cast_to:
+                dtype = dtype_name(self._cast_to[index])
+            if bucket not in at:
+                at[bucket] = size, dtype
+                size += -(-numel * itemsize_of(dtype) // _ALIGNMENT) * _ALIGNMENT
+        return _Form(number, is_computed_with, at, size)
 
     def _tensors(self, form: int, memory: torch.Tensor) -> list[torch.Tensor]:
         """Return the parameters of a form that lies in `memory`, each with a storage of its own."""
         found = []
-        for index in self._unit_members[self._forms[form][0]]:
+        for index in self._unit_members[self._forms[form].number]:
             data = self._table.parameters[index].data if index not in self._whole else self._whole[index]
             bucket, begin, _ = self._reducer.place(index)
-            first, dtype = self._at[form][bucket]
+            first, dtype = self._forms[form].at[bucket]
             address = memory.data_ptr() + first + begin * itemsize_of(dtype)
             found.append(alias(self._link, memory, address, dtype, data.shape, data))
         return found
 
     def _make_apart(self, unit: int) -> tuple[int, list[torch.Tensor]]:
-        memory = cuda.runtime.zeros(self._sizes[unit], torch.uint8, self._like)
+        memory = cuda.runtime.zeros(self._forms[unit].nbytes, torch.uint8, self._like)
         return memory.data_ptr(), self._tensors(unit, memory)
 
     def digest(self) -> int:
@@ -226,41 +255,36 @@ class DeviceUnitMemory(ReleasedParameters, ParameterMemory):
     # the interface of all memories for the optimizer and the replica
 
     def adopt(self, index: int) -> None:
-        """Do nothing: released parameters are sliced from the start."""
+        """Record that a parameter trains: released ones are sliced from the start."""
         if index in self._released:
-            self._stepped_slices.add(self._reducer.place(index)[0])
+            self._stepped.add(self._reducer.place(index)[0])
         else:
-            super().adopt(index)
+            self._kept.adopt(index)
 
     def is_stepped(self, index: int) -> bool:
-        return self._reducer.place(index)[0] in self._stepped_slices or super().is_stepped(index)
-
-    def is_released(self, index: int) -> bool:
-        """Return True if a parameter is whole only while its unit runs."""
-        return index in self._released
+        return super().is_stepped(index) if index in self._released else self._kept.is_stepped(index)
 
     def piece(self, index: int) -> torch.Tensor:
         """Return this rank's elements of a released parameter; may be empty."""
         return self._slices[index]
 
+    def is_published(self, index: int) -> bool:
+        return self._kept.is_published(index)
+
     def is_moved(self, index: int) -> bool:
-        return index in self._released or super().is_moved(index)
+        return index in self._released or self._kept.is_moved(index)
 
     def slice(self, index: int) -> torch.Tensor | None:
-        """Return this rank's elements of a parameter; None if it owns none."""
-        if index not in self._released:
-            return super().slice(index)
-        piece = self._slices[index]
-        return piece if piece.numel() else None
+        return super().slice(index) if index in self._released else self._kept.slice(index)
 
-    def publish(self, *, sliced: bool = True, failed: bool | None = None) -> None:
+    def publish(self, *, failed: bool | None = None, sliced: bool = True) -> None:
         """Publish slices that every rank has updated on torch's current stream. Collective.
 
         The next use of a unit gathers it again. `sliced`: ranks have also updated slices of never-released parameters,
         and lack one another's. Cost: the bytes of those and of units that stay whole. The host does not wait.
         """
         if sliced:
-            super().publish()
+            self._kept.publish()
         self._gather_pinned_anew()
 
     def _gather_pinned_anew(self) -> None:
@@ -295,8 +319,8 @@ class DeviceUnitMemory(ReleasedParameters, ParameterMemory):
     @property
     def bytes_held(self) -> int:
         """Return the bytes of slices, and of parameters that are never released."""
-        return super().bytes_held + sum(piece.nbytes for piece in self._pieces.values())
+        return self._kept.bytes_held + sum(piece.nbytes for piece in self._pieces.values())
 
     def give_back(self, together: bool = False) -> None:
         """Give the parameters back to this rank: whole if all ranks call this, else unchanged."""
-        self.schedule.surrender(together)
+        self.schedule.surrender(whole=together)

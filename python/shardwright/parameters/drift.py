@@ -26,18 +26,9 @@ _REMEDY = "wrap again after such a change: sw.wrap(sw.unwrap(model), ...), with 
 class DriftCheck:
     """A check that compares a module with the table it was wrapped with.
 
-    Parameters
-    ----------
-    module : Module
-    table : ParameterTable
-    ignored : frozenset of str
-        Names of parameters outside the table.
-    pinned : bool
-        True if the data of parameters must stay at its address, because an optimizer steps on slices of it.
-    shared : bool
-        True if the data is the host's one copy: all ranks see what one rank writes.
-    places : callable, optional
-        A function that returns the expected address of every parameter's data, if the engine itself moves it.
+    `ignored`: names of parameters outside the table. `pinned`: the data of parameters must stay at its address, because
+    an optimizer steps on slices of it. `shared`: the data is the host's one copy, so that all ranks see what one writes.
+    `places` returns the expected address of every parameter's data, if the engine itself moves it.
     """
 
     def __init__(
@@ -56,7 +47,8 @@ class DriftCheck:
         self._places = places
         self._frozen = {i: p for i, p in enumerate(table.parameters) if not p.requires_grad}
         self._kinds = [(p.dtype, p.shape, p.device) for p in table.parameters]
-        self._addresses = self._read_addresses()
+        with unguarded():
+            self._addresses = list(map(torch.Tensor.data_ptr, table.parameters))
         self._local = [
             (name, p, tuple(p.owner.placements)) for name, p in zip(table.names, table.parameters) if is_local(p)
         ]
@@ -90,7 +82,13 @@ class DriftCheck:
     def check(self, module: torch.nn.Module) -> None:
         """Raise Error if a parameter was added, replaced or removed, or changed dtype, shape or device."""
         self.is_stateless = False
-        if not self._same_members():
+        try:
+            same = [*chain.from_iterable(self._views)] == self._members and not any(self._empty)
+        except RuntimeError:  # two tensors were compared: they are different objects
+            same = False
+        for members, name, parameter in self._single if same else ():
+            same = same and members.get(name) is parameter
+        if not same:
             self.is_stateless = self._is_swapped()
             if not self.is_stateless:
                 self._compare_names(module)
@@ -99,7 +97,8 @@ class DriftCheck:
                 raise Error(
                     f"parameter {name!r} is a DTensor whose local tensor or placements were replaced after the module was wrapped; {_REMEDY}"
                 )
-        addresses = self._read_addresses()
+        with unguarded():
+            addresses = list(map(torch.Tensor.data_ptr, self._table.parameters))
         if self._places is not None:
             self._addresses = self._places()
         if addresses != self._addresses:
@@ -109,13 +108,6 @@ class DriftCheck:
             self._addresses = addresses
         if self._versions is not None and self._versions != self._read_versions():
             self._compare_versions()
-
-    def _same_members(self) -> bool:
-        try:
-            same = [*chain.from_iterable(self._views)] == self._members
-        except RuntimeError:  # two tensors were compared: they are different objects
-            return False
-        return same and not any(self._empty) and all(name in d and d[name] is p for d, name, p in self._single)
 
     def _is_swapped(self) -> bool:
         """Return True if the members that differ are tensors that replace parameters during one call.
@@ -134,10 +126,6 @@ class DriftCheck:
         """Return True if no parameter of the table is in its place; for is_stateless some suffice."""
         present = {id(each) for each in chain.from_iterable(self._views)}
         return not any(id(parameter) in present for parameter in self._table.module_parameters)
-
-    def _read_addresses(self) -> list[int]:
-        with unguarded():
-            return list(map(torch.Tensor.data_ptr, self._table.parameters))
 
     def _compare_names(self, module: torch.nn.Module) -> None:
         known = dict(zip(self._table.names, self._table.module_parameters))

@@ -27,17 +27,6 @@ _watches: weakref.WeakSet[ForkWatch] = weakref.WeakSet()
 class ForkWatch:
     """The changes of one module's parameters on this rank, and in a forked child whether it may read them.
 
-    Parameters
-    ----------
-    table : ParameterTable
-    storage : Storage
-        Parameters in memory that other processes map.
-    label : str
-        The module's name in messages.
-    rank : int
-
-    Notes
-    -----
     Cost: two stores a step; at a fork the class of each parameter. A child that reads none copies nothing, and one that
     reads copies all of them once.
     """
@@ -53,7 +42,6 @@ class ForkWatch:
         self._is_pending = False  # True in a child that has not read yet
         self._is_child = False
         self._lock = threading.RLock()
-        _register()
         _watches.add(self)
 
     # in the rank ----------------------------------------------------------------------------------------------------
@@ -100,12 +88,8 @@ class ForkWatch:
             self._guard.raise_(self._table.module_parameters)
 
     def settle(self, *_: torch.Tensor) -> None:
-        """In a forked child, make the values of the fork its own before they are read.
-
-        Raises
-        ------
-        Error
-            If a step, a load or full_parameters(writable=True) has changed them since.
+        """In a forked child, make the values of the fork its own before they are read. Raise Error if a step, a load or
+        full_parameters(writable=True) has changed them since.
         """
         if not self._is_pending:
             return
@@ -140,16 +124,6 @@ class ForkWatch:
             )
 
 
-_is_registered = False
-
-
-def _register() -> None:
-    global _is_registered
-    if not _is_registered:
-        _is_registered = True
-        os.register_at_fork(after_in_parent=_note_all, after_in_child=_inherit_all)
-
-
 def _note_all() -> None:
     for watch in list(_watches):
         watch.note_fork()
@@ -158,3 +132,6 @@ def _note_all() -> None:
 def _inherit_all() -> None:
     for watch in list(_watches):
         watch.inherit()
+
+
+os.register_at_fork(after_in_parent=_note_all, after_in_child=_inherit_all)

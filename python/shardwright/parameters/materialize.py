@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -66,18 +67,14 @@ def materialize(module: torch.nn.Module, *, init: Callable[[torch.nn.Module], ob
     del kept
     for each in waiting:
         refresh_weights(each)
-        reset = init or _call_reset
+        reset = reset_of(each) if init is None else functools.partial(init, each)
         with torch.no_grad():
-            reset(each)
+            reset()
     return module
 
 
 def _own(module: torch.nn.Module) -> list[torch.Tensor]:
     return [each for each in (*module._parameters.values(), *module._buffers.values()) if each is not None]
-
-
-def _call_reset(module: torch.nn.Module) -> None:
-    reset_of(module)()
 
 
 def _with_memory(tensor: torch.Tensor) -> torch.Tensor:

@@ -37,19 +37,8 @@ _Taken = list[tuple[torch.nn.Module, list[str]]]
 class PrecisionPlan:
     """The policies of one module and its submodules, and the copies that are in place.
 
-    Parameters
-    ----------
-    module : Module
-        The module that is wrapped.
-    precision : str, Precision or mapping of module names to them
-        "" is the module itself. The nearest name above a submodule applies to it; without one nothing is cast.
-    ignored : collection of str
-        Names of parameters that are not cast.
-
-    Raises
-    ------
-    ValueError, TypeError
-        If there is no such policy, or no such module.
+    `precision` is one policy or maps module names to policies; "" is the module itself. The nearest name above a
+    submodule applies to it; without one nothing is cast. `ignored`: names of parameters that are not cast.
     """
 
     def __init__(self, module: torch.nn.Module, precision: Any, ignored: Collection[str] = ()) -> None:
@@ -63,7 +52,7 @@ class PrecisionPlan:
         self._module = module
         self._root = self._nearest("")
         self._boundaries: dict[torch.nn.Module, tuple[Precision, torch.dtype | None]] = {
-            submodules[name]: (policy, policy.output_dtype or self._dtype_around(name))
+            submodules[name]: (policy, policy.output_dtype or self._nearest_dtype(name.rpartition(".")[0]))
             for name, policy in self._policies.items()
             if name
         }
@@ -77,26 +66,25 @@ class PrecisionPlan:
         self._sources: list[Callable[[torch.Tensor], torch.Tensor | None]] = []
         self._in_units = False
         self._handles: list[Any] = []
-        self._made: list[
-            tuple[torch.Tensor, torch.Tensor]
-        ] = []  # parameters that became float32, with their old data; until keep()
+        #: parameters that became float32, with their old data; until keep()
+        self._made: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def _nearest(self, name: str) -> Precision | None:
         while name and name not in self._policies:
             name = name.rpartition(".")[0]
         return self._policies.get(name)
 
-    def _dtype_around(self, name: str) -> torch.dtype | None:
-        around = self._nearest(name.rpartition(".")[0])
-        return None if around is None else around.param_dtype
+    def _nearest_dtype(self, name: str) -> torch.dtype | None:
+        policy = self._nearest(name)
+        return None if policy is None else policy.param_dtype
 
     def _slots_of(self, name: str, module: torch.nn.Module, ignored: set[str]) -> dict[str, torch.dtype]:
         """Return the names of the module's own parameters that are cast, with their dtypes."""
-        policy = self._nearest(name)
-        if policy is None or policy.param_dtype is None:
+        dtype = self._nearest_dtype(name)
+        if dtype is None:
             return {}
-        own = {each: p for each, p in module._parameters.items() if p is not None and p.is_floating_point()}
-        return {each: policy.param_dtype for each in own if (f"{name}.{each}" if name else each) not in ignored}
+        own = [each for each, p in module._parameters.items() if p is not None and p.is_floating_point()]
+        return {each: dtype for each in own if (f"{name}.{each}" if name else each) not in ignored}
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a copy: without units, not running."""
@@ -113,12 +101,9 @@ class PrecisionPlan:
         asked = {policy.reduce_dtype for policy in self._policies.values() if policy.reduce_dtype is not None}
         if len(asked) > 1:
             raise ValueError(f"precision: reduce_dtype must be one for the whole module, got {sorted(map(str, asked))}")
-        if not asked:
-            return None
-        from ..options.compressors import Bf16, Fp16
+        from ..options.compressors import Bf16, Fp16  # which few programs use
 
-        made: dict[Any, Compressor] = {torch.bfloat16: Bf16(), torch.float16: Fp16()}
-        return made.get(asked.pop())
+        return Bf16() if torch.bfloat16 in asked else Fp16() if torch.float16 in asked else None
 
     def adds_in_float32(self) -> bool:
         """Return True if low-precision gradients must be added in float32."""
@@ -215,7 +200,7 @@ class PrecisionPlan:
 
     def remove(self) -> None:
         """Remove the hooks; parameters stay float32."""
-        self._give_back_places()
+        self.leave()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -227,28 +212,25 @@ class PrecisionPlan:
         self._take_places()
         return _cast_inputs(self._root, inputs, kwargs) or (inputs, kwargs)
 
-    def leave(self) -> None:
-        """Put the parameters back in their slots."""
-        self._give_back_places()
-
     def cast_output(self, output: Any) -> Any:
         """Cast the wrapper's result."""
         return output if self._root is None else _cast(output, self._root.output_dtype)
 
-    def _take(self) -> None:
+    @_hooks.disable_compile
+    def leave(self) -> None:
+        """Put the parameters back in their slots."""
+        self._active = False
+        self._restore_all()
+        self._copies.clear()
+
+    @_hooks.disable_compile
+    def _take_places(self) -> None:
         self._restore_all()
         self._active = True
         if not self._in_units:
             self._swap(self._module)
 
-    def _give_back(self) -> None:
-        self._active = False
-        self._restore_all()
-        self._copies.clear()
-
-    _take_places = _hooks.disable_compile(_take)
-    _give_back_places = _hooks.disable_compile(_give_back)
-
+    @_hooks.disable_compile
     def _swap(self, module: torch.nn.Module) -> _Taken:
         """Put copies in the slots of all parameters below `module` that have none; return the changed slots."""
         taken: _Taken = []
@@ -283,11 +265,9 @@ class PrecisionPlan:
                 return found
         return parameter
 
-    _take_places_below = _hooks.disable_compile(_swap)
-
     def _copy(self, parameter: torch.Tensor, source: torch.Tensor, dtype: torch.dtype, is_sparse: bool) -> torch.Tensor:
         key = (id(parameter), dtype, is_sparse, source is parameter)  # tied parameters share one copy
-        copy, earlier = self._copies.get(key, (parameter, parameter)) if self._active else (parameter, parameter)
+        copy, earlier = self._copies.get(key, (parameter, parameter))
         if source is not earlier:  # the memory has moved: gradients still add up in the first copy
             copy = _ViewOfMemory.apply(copy, source)
         if copy.dtype is not dtype:
@@ -301,10 +281,6 @@ class PrecisionPlan:
         submodule._parameters.update({name: before.pop(name) for name in names if name in before})
         refresh_weights(submodule)
 
-    def _restore(self, taken: _Taken) -> None:
-        for submodule, names in taken:
-            self._put_back(submodule, names)
-
     def _restore_all(self) -> None:
         for submodule, before in self._swapped.items():
             if before:
@@ -316,7 +292,7 @@ class PrecisionPlan:
 
     def _before_outermost(self, module: torch.nn.Module, inputs: Any) -> None:
         if self._in_units and self._active:
-            self._take_places_below(module)
+            self._swap(module)
 
     def _before_module(self, module: torch.nn.Module, inputs: Any) -> None:
         """Put copies in a module's slots if its parameters were not gathered before, or if a backward recomputes it.
@@ -324,7 +300,7 @@ class PrecisionPlan:
         In a recomputation the copies stay for this call alone.
         """
         if self._in_units and self._active:
-            self._take_places_below(module)
+            self._swap(module)
         elif not _is_compiling() and not self._active and _hooks.graph_task_id() != -1:
             taken = self._swap(module)
             if taken or not self._recomputing:  # always for the outermost module: inputs and outputs are cast inside it
@@ -332,7 +308,8 @@ class PrecisionPlan:
 
     def _after_module(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
         if not _is_compiling() and self._recomputing and self._recomputing[-1][0] is module:
-            self._restore(self._recomputing.pop()[1])
+            for submodule, names in self._recomputing.pop()[1]:
+                self._put_back(submodule, names)
 
     def _cast_inputs_of(self, module: torch.nn.Module, inputs: Any, kwargs: Any) -> Any:
         return _cast_inputs(self._boundaries[module][0], inputs, kwargs) if self.is_in_force() else None

@@ -25,46 +25,17 @@ from ..torch_compat.internals import TensorBase
 __all__ = ["ChildGuard", "ReadGuard", "WaitGuard"]
 
 #: attributes that need values, or give a tensor that has them
-_VALUES = ("data", "H", "T", "imag", "mH", "mT", "real", "__cuda_array_interface__", "_cdata")
+_VALUES = frozenset("data H T imag mH mT real __cuda_array_interface__ _cdata".split())
 _METHODS = (
-    *("_is_view", "_use_count", "data_ptr", "dim", "dim_order", "element_size", "get_device", "is_complex", "is_conj"),
-    *(
-        "is_contiguous",
-        "is_floating_point",
-        "is_inference",
-        "is_neg",
-        "is_pinned",
-        "is_same_size",
-        "is_set_to",
-        "is_shared",
-    ),
-    *(
-        "is_signed",
-        "ndimension",
-        "nelement",
-        "new_empty",
-        "new_empty_strided",
-        "new_full",
-        "new_ones",
-        "new_zeros",
-        "numel",
-    ),
-    *("register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad", "size", "storage_offset"),
-    *("stride", "untyped_storage", "__len__"),
-)
+    "_is_view _use_count data_ptr dim dim_order element_size get_device is_complex is_conj is_contiguous "
+    "is_floating_point is_inference is_neg is_pinned is_same_size is_set_to is_shared is_signed ndimension nelement "
+    "new_empty new_empty_strided new_full new_ones new_zeros numel register_hook register_post_accumulate_grad_hook "
+    "requires_grad_ retain_grad size storage_offset stride untyped_storage __len__"
+).split()
 _FUNCTIONS = (
-    *(
-        "empty_like",
-        "full_like",
-        "is_complex",
-        "is_conj",
-        "is_floating_point",
-        "is_inference",
-        "is_neg",
-        "is_same_size",
-    ),
-    *("is_signed", "numel", "ones_like", "rand_like", "randint_like", "randn_like", "result_type", "zeros_like"),
-)
+    "empty_like full_like is_complex is_conj is_floating_point is_inference is_neg is_same_size is_signed numel "
+    "ones_like rand_like randint_like randn_like result_type zeros_like"
+).split()
 #: functions that run autograd's graph, which gathers a parameter before its use
 _BACKWARDS = (torch.autograd.grad, torch.autograd.backward)
 
@@ -164,35 +135,16 @@ class _Awaited(_Guarded):
 class _Inherited(_Awaited):
     """Base of the class of a parameter in a forked child that has not read it."""
 
-    @property
-    def grad(self) -> Any:
-        return _arrive(self).grad
-
-    @grad.setter
-    def grad(self, value: Any) -> None:
-        with unguarded():
-            _gradient.__set__(self, value)
-
-    @grad.deleter
-    def grad(self) -> None:
-        with unguarded():
-            _gradient.__delete__(self)
+    grad = _Guarded.grad.getter(lambda self: _arrive(self).grad)  # type: ignore[attr-defined]
 
 
 class Guard:
-    """Parameters and the classes that they have while they are guarded.
-
-    Parameters
-    ----------
-    names : sequence of str
-    parameters : sequence of Parameter
-        Of their own classes.
-    """
+    """Parameters and the classes that they have while they are guarded."""
 
     _base: type
 
     def __init__(self, names: Sequence[str], parameters: Sequence[torch.Tensor]) -> None:
-        self._names = {id(parameter): name for name, parameter in zip(names, parameters)}
+        self.names = {id(parameter): name for name, parameter in zip(names, parameters)}
         #: a parameter's own class -> its class while guarded
         self._guarded = {kind: self._subclass(kind) for kind in set(map(type, parameters))}
         self._own = {guarded: kind for kind, guarded in self._guarded.items()}
@@ -203,9 +155,6 @@ class Guard:
         body = {"_shardwright_guard": self, "__module__": original.__module__, "__qualname__": original.__qualname__}
         bases = (self._base,) if original is torch.nn.Parameter else (self._base, original)
         return type(original)(original.__name__, bases, body)
-
-    def name_of(self, parameter: torch.Tensor) -> str:
-        return self._names.get(id(parameter), "")
 
     def raise_(self, parameters: Sequence[torch.Tensor]) -> None:
         """Guard these parameters from now on."""
@@ -227,12 +176,8 @@ class ReadGuard(Guard):
 
 
 class WaitGuard(Guard):
-    """A guard of parameters that are being gathered: a read waits.
-
-    Parameters
-    ----------
-    arrive : callable
-        A function that makes the current stream wait for a parameter and removes its guard.
+    """A guard of parameters that are being gathered: a read calls `arrive`, which makes the current stream wait for the
+    parameter and removes its guard.
     """
 
     _base = _Awaited
@@ -297,7 +242,7 @@ def _refuse(function: Any, args: Any, kwargs: Any) -> NoReturn:
 
 
 def _name_of(parameter: _Guarded) -> str:
-    return parameter._shardwright_guard.name_of(parameter)
+    return str(parameter._shardwright_guard.names.get(id(parameter), ""))
 
 
 def _found(value: Any, kind: type) -> Iterator[Any]:

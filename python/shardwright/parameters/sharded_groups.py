@@ -1,6 +1,6 @@
-"""Sliced parameters on a host, gathered in units while they are used: private parameters at zero=3.
+"""Sliced parameters, gathered in units while they are used: private parameters at zero=3, on a host.
 
-Each rank's slice of a parameter lies in an arena that the host's ranks map. The parameter also has a range of
+What is common to hosts and GPUs (parameters/device_groups.py) is in ReleasedParameters. Each rank's slice of a parameter lies in an arena that the host's ranks map. The parameter also has a range of
 addresses, which has pages only while its unit is whole. A parameter with a 16-bit compute dtype has slices of that
 dtype too, cast after each step, and a second range of addresses, into which they are gathered. A released parameter's
 data is one NaN of its own, expanded to its shape. With several hosts the part of each host's lowest rank has a copy of
@@ -10,24 +10,38 @@ a copy. The schedule (parameters/unshard_schedule.py) decides when units are gat
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Collection, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.dlpack import from_dlpack
 
 from .._engine import Arena, Reducer, Units, block_encode, block_record_bytes
-from ..layout.param_groups import UnitPlan
-from ..layout.shard_runs import OUTCOME_BYTES, Outcomes, SliceRuns, itemsize_of, make_dense, memory_order, populate
+from ..layout.param_groups import UnitPlan, mark_of
+from ..layout.shard_runs import (
+    OUTCOME_BYTES,
+    Copies,
+    Outcomes,
+    Storage,
+    itemsize_of,
+    make_dense,
+    memory_order,
+    populate,
+)
 from ..layout.views import dense_strides, dtype_name
 from ..torch_compat.engine_storage import engine_tensor
-from .released import ReleasedParameters, releasable
+from ..torch_compat.weak import weakly
+from .gathered_unit import Member
 from .unshard_schedule import UnitSchedule
 
 if TYPE_CHECKING:
     from ..backend.base import Backend, Request
 
+#: parameters of at most this many bytes are never released: a gather costs more than the memory is worth
+_SMALL_BYTES = 128
 _ALIGNMENT = 128
 #: the size of a page, in which units' memory is counted
 _CHUNK_BYTES = 2 << 20
@@ -37,44 +51,142 @@ _BLOCK, _BITS = 32, 8
 _NARROW_BYTES = 2
 
 
+class ReleasedParameters(Storage):
+    """Parameters in units, which a schedule gathers and releases; the code common to hosts and GPUs."""
+
+    releases = True
+    schedule: UnitSchedule
+
+    def __init__(self, backend: Backend, reducer: Reducer, request: Request) -> None:
+        super().__init__(reducer, request.table, request.slicing, request.label)
+        self._backend = backend
+        #: the parameters that each unit releases
+        self._unit_members = releasable(request)
+        self._released = {index for each in self._unit_members for index in each}
+        # tensors over the memory of releasable parameters when they are whole, and the same in compute dtypes
+        self._whole: dict[int, torch.Tensor] = {}
+        self._computed_with: dict[int, torch.Tensor] = {}
+        self._slices: dict[int, torch.Tensor] = {}  # this rank's elements of each parameter; may be empty
+        self._unit_sizes: list[tuple[str, int]] = []  # (name, bytes)
+        self._unit_bytes = 0  # of the memory that units share
+
+    def _make_schedule(self, units: Any, plans: Sequence[UnitPlan], **options: Any) -> None:
+        """Make the schedule, and give each module of fully_shard its unit."""
+        names, parameters = self._table.names, self._table.parameters
+        members, compute_members = (
+            [[Member(i, names[i], parameters[i], whole[i]) for i in each if i in whole] for each in self._unit_members]
+            for whole in (self._whole, self._computed_with)
+        )
+        abort = self._backend.abort
+        self.schedule = UnitSchedule(units, plans, members, abort, compute_members=compute_members, **options)
+        for number, plan in enumerate(plans):
+            for mark in filter(None, map(mark_of, plan.modules)):
+                mark.join(self.schedule, number)
+
+    def is_released(self, index: int) -> bool:
+        """Return whether a parameter is whole only while its unit runs."""
+        return index in self._released
+
+    def slice(self, index: int) -> torch.Tensor | None:
+        """Return this rank's elements of a parameter; None if it owns none. Empty ones belong to the first slice."""
+        piece = self._slices[index]
+        empty = self._table.parameters[index].numel() == 0
+        return piece if piece.numel() or (empty and self._slicing.own == 0) else None
+
+    def like(self, index: int) -> torch.Tensor:
+        return self._whole.get(index, self._table.parameters[index])
+
+    def layouts(self) -> list[torch.Tensor]:
+        return [self.like(index) for index in range(len(self._table.parameters))]
+
+    def places(self) -> Callable[[], list[int]]:
+        return self.addresses
+
+    def addresses(self) -> list[int]:
+        """Return the expected address of every parameter's data now."""
+        expected = self.schedule.addresses()
+        return [expected[i] if i in expected else p.data_ptr() for i, p in enumerate(self._table.parameters)]
+
+    def stats(self) -> dict[str, Any]:
+        return self.schedule.stats()
+
+    def accept_writes(self) -> None:
+        self.schedule.accept_writes()
+
+    def mapped(self) -> list[tuple[int, int]]:
+        return self.schedule.mapped() if self.is_mapped else []
+
+    def hook_arranger(self) -> Callable[[bool], None] | None:
+        return lambda is_compiling: self.schedule.arrange_hooks()
+
+    def follow(self, copies: Copies) -> None:
+        copies.follow(weakly(self.schedule.source_of), self.schedule.computed_with)
+        self.schedule.on_release = weakref.WeakMethod(copies.forget)
+        self.schedule.policy = weakref.WeakMethod(copies.is_in_force)
+
+    def plan(self) -> dict[str, Any]:
+        return {
+            "units": [f"{name or self._label}: {size} bytes" for name, size in self._unit_sizes],
+            "unit_bytes": self._unit_bytes,
+        }
+
+    def _write_slices(self) -> None:
+        """Copy this rank's elements out of whole parameters."""
+        for index, piece in self._slices.items():
+            low, high = self.own_run(index)
+            if low < high:
+                data = self._table.parameters[index].data
+                piece.copy_(memory_order(data, data)[low:high])
+
+    @contextlib.contextmanager
+    def writable(self) -> Iterator[None]:
+        """Give each rank whole parameters to write to inside; afterwards all have rank 0's. Collective.
+
+        Cost: the parameters' bytes on each rank, and a broadcast.
+        """
+        backend, label = self._backend, f"written parameters of {self._label}"
+        with self.schedule.everything():
+            backend.fence(label)  # all ranks have read the slices before any rank writes them
+            try:
+                yield
+            finally:
+                backend.broadcast(self._table.parameters, 0, label)
+                self._write_slices()
+                self.schedule.accept_writes()
+        backend.fence(label)
+        self._gather_pinned_anew()
+
+    def _gather_pinned_anew(self) -> None:
+        """Gather the units that stay whole. Collective where gathers are."""
+        self.schedule.gather_pinned()
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        try:
+            with self.schedule.everything():
+                yield
+        finally:
+            self.schedule.gather_pinned()
+
+
 class UnitMemory(ReleasedParameters):
     """Parameters of a table, sliced and released. Making it is collective; values are rank 0's.
 
-    Parameters
-    ----------
-    backend : Backend
-    reducer : Reducer
-        The reducer whose layout gives each rank its elements.
-    request : Request
-        A request with plans of units.
-    coded : bool
-        True if units are gathered from records of 8-bit integers, which each rank encodes from its float32 slices after
-        every step.
-
-    Attributes
-    ----------
-    schedule : UnitSchedule
-
-    Notes
-    -----
-    Memory a rank: its slices, their 16-bit casts or records, and the pages of units that are whole at once. Pages for
-    the outermost unit and the largest other one are kept between uses.
+    `coded`: units are gathered from records of 8-bit integers, which each rank encodes from its float32 slices after
+    every step. Memory of a rank: its slices, their 16-bit casts or records, and the pages of units that are whole at
+    once. Pages for the outermost unit and the largest other one are kept between uses.
     """
 
     is_mapped = True
 
     def __init__(self, backend: Backend, reducer: Reducer, request: Request, *, coded: bool = False) -> None:
-        group, table, plans, label = backend.group, request.table, request.plans, request.label
-        slicing = request.slicing
-        assert plans is not None
-        SliceRuns.__init__(self, reducer, slicing)
-        self._backend, self._group, self._table, self._label = backend, group, table, label
-        self.one_copy = group.is_apart(slicing)
+        super().__init__(backend, reducer, request)
+        group, slicing, table, label = backend.group, self._slicing, self._table, self._label
+        plans = request.plans or ()
+        self._group, self.one_copy = group, group.is_apart(slicing)
         self._home = group.home_of(slicing)
-        members = releasable(table, plans)
-        released = {index for each in members for index in each}
         #: compute dtypes of parameters that have 16-bit slices
-        self._narrow = {} if coded else {i: d for i, d in request.compute_dtypes.items() if i in released}
+        self._narrow = {} if coded else {i: d for i, d in request.compute_dtypes.items() if i in self._released}
         self._plan_slices()
         what = f"slices of the parameters of {label}"
         self._arena = group.comm.arena(self._part_bytes + OUTCOME_BYTES * group.world_size, what, of_hosts=True)
@@ -82,28 +194,23 @@ class UnitMemory(ReleasedParameters):
         if group.host_count == 1 and not slicing.is_replicated:  # only then can publish() carry `failed`
             self._outcomes = Outcomes(self._arena, self._part_bytes, group.rank, group.world_size, 0)
         self._populate()
-        self._codes = self._make_codes() if coded else None
+        self._codes: Arena | None = None
+        if coded:
+            size = -(-self._slice_bytes // (4 * _BLOCK)) * block_record_bytes(_BLOCK, _BITS)
+            self._codes = group.comm.arena(max(size, _ALIGNMENT), f"records of the parameters of {label}")
         group.broadcast(table.parameters, 0, f"parameters of {label}")
-        self._whole: dict[int, torch.Tensor] = {}
-        self._computed_with: dict[int, torch.Tensor] = {}
         for parameter in table.parameters:
             make_dense(parameter)
         self._slices = {index: self._slice(index) for index in range(len(table.parameters))}
         self._write_slices()
         self._refreshed = [
-            (i, p, self._owned(i)) for i, p in enumerate(table.parameters) if i not in released and p.numel()
+            (i, p, self._owned(i)) for i, p in enumerate(table.parameters) if i not in self._released and p.numel()
         ]
-        self._units = self._make_units(plans, members)
-        self.schedule = UnitSchedule(
-            *(self._units, plans, [self._members(each) for each in members], backend.abort),
-            coded=coded,
-            compute_members=[self._compute_members(each) for each in members],
-        )
-        self._tell_marks(plans)
+        self._make_schedule(self._make_units(plans), plans, coded=coded)
         group.comm.barrier(f"slices of the parameters of {label}")
 
     def _plan_slices(self) -> None:
-        """Return the first byte of each bucket, in a rank's part (its slice of each) or in the host's copy."""
+        """Plan the first byte of each bucket, in a rank's part (its slice of each) or in the host's copy."""
         self._offsets: list[int] = []
         self._part_bytes = self._slice_bytes = 0
         for bucket in range(self._reducer.bucket_count):
@@ -138,11 +245,6 @@ class UnitMemory(ReleasedParameters):
         width = numel // self._slicing.count
         item = _NARROW_BYTES if narrow else itemsize_of(dtype)
         return self._home, offset + self._slicing.of_rank[rank] * width * item
-
-    def _make_codes(self) -> Arena:
-        count = -(-self._slice_bytes // (4 * _BLOCK))
-        size = max(count * block_record_bytes(_BLOCK, _BITS), _ALIGNMENT)
-        return self._group.comm.arena(size, f"records of the parameters of {self._label}")
 
     def _encode(self) -> None:
         """Encode records from this rank's float32 slices. No unit may be gathered meanwhile."""
@@ -180,8 +282,8 @@ class UnitMemory(ReleasedParameters):
         return [pair for index in mine for pair in self._casts_of(index)]
 
     def _casts_of(self, index: int) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
-        ranks = [rank for rank in self._slicing.replica() if self.run(index, rank) != (0, 0)]
-        return [(index, self._slice(index, rank, narrow=True), self._slice(index, rank)) for rank in ranks]
+        pairs = zip(self._owned(index, narrow=True), self._owned(index))
+        return [(index, narrow, piece) for (_, _, narrow), (_, _, piece) in pairs]
 
     def _cast(self) -> None:
         """Cast slices after a step. No unit may be gathered meanwhile."""
@@ -189,10 +291,10 @@ class UnitMemory(ReleasedParameters):
             if self.is_stepped(index):
                 narrow.copy_(piece)
 
-    def _owned(self, index: int) -> list[tuple[int, int, torch.Tensor]]:
-        """Return (low, high, slice) of every rank of this replica that owns some of a parameter."""
+    def _owned(self, index: int, *, narrow: bool = False) -> list[tuple[int, int, torch.Tensor]]:
+        """Return (low, high, slice or its cast) of every rank of this replica that owns some of a parameter."""
         runs = [(rank, *self.run(index, rank)) for rank in self._slicing.replica()]
-        return [(low, high, self._slice(index, rank)) for rank, low, high in runs if low < high]
+        return [(low, high, self._slice(index, rank, narrow=narrow)) for rank, low, high in runs if low < high]
 
     def _write_slices(self) -> None:
         """Copy this rank's elements out of whole parameters; the rank that has the host's one copy fills all of it."""
@@ -209,7 +311,8 @@ class UnitMemory(ReleasedParameters):
             narrow.copy_(piece)
         self._encode()
 
-    def _make_units(self, plans: Sequence[UnitPlan], members: Sequence[list[int]]) -> Units:
+    def _make_units(self, plans: Sequence[UnitPlan]) -> Units:
+        members = self._unit_members
         forms: list[tuple[int, Collection[int]]] = [(number, ()) for number in range(len(plans))]
         forms += [(number, self._narrow) for number, indices in enumerate(members) if self._narrow.keys() & indices]
         specs, places = [], []
@@ -279,14 +382,6 @@ class UnitMemory(ReleasedParameters):
     def is_moved(self, index: int) -> bool:
         return True
 
-    def slice(self, index: int) -> torch.Tensor | None:
-        """Return this rank's elements of a parameter; None if it owns none. Parameters without elements belong to the
-        first slice.
-        """
-        piece = self._slices[index]
-        empty = self._table.parameters[index].numel() == 0
-        return piece if piece.numel() or (empty and self._slicing.own == 0) else None
-
     def take_writes(self) -> None:
         """Update this rank's slices of parameters that are never released from their current values.
 
@@ -340,7 +435,8 @@ class UnitMemory(ReleasedParameters):
                 comm.barrier(f"updated slices of {self._label}")
             self._cast()
         if self.one_copy and sliced and self._stepped:
-            ranges = [self._bucket_range(bucket) for bucket in sorted(self._stepped)]
+            shapes = {bucket: self._reducer.bucket_shape(bucket) for bucket in sorted(self._stepped)}
+            ranges = [(self._offsets[b], numel * itemsize_of(dtype)) for b, (_, numel, dtype, _) in shapes.items()]
             comm.all_gather(self._arena, ranges, label, one_copy=True, slices=self._slicing.for_engine())
         else:
             comm.barrier(label)
@@ -357,10 +453,6 @@ class UnitMemory(ReleasedParameters):
         finally:
             self._stepped = stepped
 
-    def _bucket_range(self, bucket: int) -> tuple[int, int]:
-        _, numel, dtype, _ = self._reducer.bucket_shape(bucket)
-        return self._offsets[bucket], numel * itemsize_of(dtype)
-
     def _refresh(self) -> None:
         with torch.no_grad():
             for index, parameter, owned in self._refreshed:
@@ -373,11 +465,7 @@ class UnitMemory(ReleasedParameters):
 
     @property
     def bytes_held(self) -> int:
-        """Return the bytes of this rank's slices, or of the host's copy of all."""
         return self._part_bytes
-
-    def mapped(self) -> list[tuple[int, int]]:
-        return self.schedule.mapped()
 
     def plan(self) -> dict[str, Any]:
         return {**super().plan(), **({} if self._codes is None else {"gather": "int8"})}
@@ -389,3 +477,16 @@ class UnitMemory(ReleasedParameters):
 
 def _aligned(nbytes: int, alignment: int = _ALIGNMENT) -> int:
     return -(-nbytes // alignment) * alignment
+
+
+def releasable(request: Request) -> list[list[int]]:
+    """Return the parameters that each unit of a request with plans releases."""
+    assert request.plans is not None
+    parameters = request.table.parameters
+    return [[index for index in plan.indices if _can_be_released(parameters[index])] for plan in request.plans]
+
+
+def _can_be_released(parameter: torch.Tensor) -> bool:
+    """Return whether releasing the parameter saves memory and its dtype has a NaN for the placeholder."""
+    floating = parameter.dtype.is_floating_point or parameter.dtype.is_complex
+    return floating and parameter.numel() * parameter.element_size() > _SMALL_BYTES

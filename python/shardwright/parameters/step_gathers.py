@@ -21,7 +21,7 @@ from ..layout.param_groups import UnitPlan
 from ..torch_compat import autograd as _hooks
 from ..torch_compat.weak import weakly
 from .read_guard import WaitGuard
-from .unshard_schedule import NoHook
+from .unshard_schedule import ModuleHook
 
 _logger = logging.getLogger("shardwright")
 _NO_OVERLAP = (
@@ -36,21 +36,16 @@ _GROUP_MAX = 32
 class StepGathers:
     """Buckets of parameters after each rank has updated its slices.
 
-    Parameters
-    ----------
-    link : DeviceLink
-        The ranks that own all slices together.
-    reducer : Reducer
-    request : Request
-        `forwards` lists the units whose forwards wait for their own parameters; if empty, nothing overlaps with the
-        gathers.
+    `link` joins the ranks that own all slices together. The request's `forwards` lists the units whose forwards wait
+    for their own parameters; if empty, nothing overlaps with the gathers.
     """
 
     def __init__(self, link: DeviceLink, reducer: Reducer, request: Request) -> None:
         self._link, self._reducer, self._table, self._label = link, reducer, request.table, request.label
         # C code reads a DTensor's local tensor and bypasses the guard.
         may_wait = _hooks.CAN_BE_UNGUARDED and not link.borrows and request.table.model_mesh is None
-        self._plans: Sequence[UnitPlan] = request.forwards if may_wait else ()
+        #: the units whose forwards wait for their own parameters
+        self.units: Sequence[UnitPlan] = request.forwards if may_wait else ()
         self._guard = WaitGuard(self._table.names, self._table.parameters, weakly(self.arrive))
         self._engine: DeviceUnits | None = None
         self._stream = 0  # torch's stream at the last step
@@ -61,15 +56,17 @@ class StepGathers:
         self._pending: set[int] = set()  # groups for which no stream waits yet
         self._around: list[weakref.ref[torch.nn.Module]] = []
         self._handles: list[Any] = []
-        if self._plans:
+        if self.units:
             self._hook()
 
     def _hook(self) -> None:
-        for number, plan in enumerate(self._plans):
+        for number, plan in enumerate(self.units):
             for module in plan.modules:
-                self._handles.append(module.register_forward_pre_hook(_WaitHook(self, number), prepend=True))
-        names = [name for plan in self._plans for name in plan.names]
-        for name, module in self._plans[0].module.named_modules():
+                self._handles.append(
+                    module.register_forward_pre_hook(ModuleHook(self, StepGathers.take_unit, number), prepend=True)
+                )
+        names = [name for plan in self.units for name in plan.names]
+        for name, module in self.units[0].module.named_modules():
             if any(not name or each == name or each.startswith(f"{name}.") for each in names):
                 self._around.append(weakref.ref(module))
         self.arrange()
@@ -77,14 +74,14 @@ class StepGathers:
     def arrange(self, is_compiling: bool = False) -> None:
         """End the overlap if a unit or a module around one is compiled: guards and hooks would break its graph."""
         modules = (reference() for reference in self._around)
-        if self._plans and (is_compiling or any(each is not None and _hooks.is_compiled(each) for each in modules)):
+        if self.units and (is_compiling or any(each is not None and _hooks.is_compiled(each) for each in modules)):
             if self._link.rank == 0:
                 _logger.warning(_NO_OVERLAP, self._label)
             self.close()
 
     def close(self) -> None:
         """Gather in the order of torch's stream from now on."""
-        self._plans = ()
+        self.units = ()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -103,9 +100,9 @@ class StepGathers:
         self._stream = self._link.current_stream()
         self._engine.gather_anew(self._stream)
         self._pending.update(range(len(self._members)))
-        if not self._plans:
+        if not self.units:
             self.settle()
-        for members in self._members if self._plans else ():
+        for members in self._members if self.units else ():
             self._guard.raise_(members)
 
     def _make(self, buckets: Mapping[int, torch.Tensor]) -> None:
@@ -113,7 +110,7 @@ class StepGathers:
         self._planned = [*buckets]
         waiting = {bucket: memory for bucket, memory in buckets.items() if memory.numel()}
         groups: list[dict[int, torch.Tensor]] = []
-        orders = [[self._reducer.place(index)[0] for index in plan.indices] for plan in self._plans]
+        orders = [[self._reducer.place(index)[0] for index in plan.indices] for plan in self.units]
         for order in (*orders, self._planned):
             own = [bucket for bucket in dict.fromkeys(order) if bucket in waiting]
             for first in range(0, len(own), _GROUP_MAX):
@@ -123,17 +120,16 @@ class StepGathers:
             for group in groups
         ]
         self._group_of = {id(p): number for number, members in enumerate(self._members) for p in members}
-        specs = [(self._label, number, *self._spec(group)) for number, group in enumerate(groups)]
+        specs = []
+        for number, group in enumerate(groups):
+            begin = min(memory.data_ptr() for memory in group.values())
+            runs = []
+            for bucket, memory in group.items():
+                dtype, nbytes = self._reducer.bucket_shape(bucket)[2], memory.nbytes // self._link.world_size
+                source = memory.data_ptr() + self._link.rank * nbytes
+                runs.append((source, memory.data_ptr() - begin, nbytes, dtype, dtype))
+            specs.append((self._label, number, begin, runs))
         self._engine = DeviceUnits(self._link.comm, len(specs), specs)
-
-    def _spec(self, group: Mapping[int, torch.Tensor]) -> tuple[int, list[tuple[int, int, int, str, str]]]:
-        first = min(memory.data_ptr() for memory in group.values())
-        runs = []
-        for bucket, memory in group.items():
-            dtype, nbytes = self._reducer.bucket_shape(bucket)[2], memory.nbytes // self._link.world_size
-            own = memory.data_ptr() + self._link.rank * nbytes
-            runs.append((own, memory.data_ptr() - first, nbytes, dtype, dtype))
-        return first, runs
 
     # waiting --------------------------------------------------------------------------------------------------------
 
@@ -142,10 +138,13 @@ class StepGathers:
         if self._pending:
             self._take(self._pending.copy())
 
-    def take_unit(self, number: int) -> None:
+    def refuse(self, unit: UnitPlan, what: str) -> None:
+        """Allow copies: reading a parameter waits for it."""
+
+    def take_unit(self, unit: UnitPlan, *_: object) -> None:
         """Make torch's current stream wait for a unit's parameters."""
         if self._pending:
-            parameters = map(self._table.parameters.__getitem__, self._plans[number].indices)
+            parameters = map(self._table.parameters.__getitem__, unit.indices)
             self._take({self._group_of[id(p)] for p in parameters if id(p) in self._group_of})
 
     def arrive(self, parameter: torch.Tensor) -> None:
@@ -169,22 +168,3 @@ class StepGathers:
                         raise
                 self._pending.discard(group)
                 self._guard.lower(self._members[group])
-
-
-class _WaitHook:
-    """A hook in a module's own dictionary. In a copy of the module it does nothing."""
-
-    def __init__(self, gathers: StepGathers, number: int) -> None:
-        self._gathers, self._number = weakref.ref(gathers), number
-
-    @_hooks.disable_compile
-    def __call__(self, *arguments: Any) -> None:
-        gathers = self._gathers()
-        if gathers is not None:
-            gathers.take_unit(self._number)
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        return NoHook()
-
-    def __reduce__(self) -> Any:
-        return NoHook().__reduce__()

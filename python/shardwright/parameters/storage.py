@@ -9,45 +9,40 @@ how slices travel.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from .._engine import Reducer
 from ..backend.base import Backend, Request
-from ..layout.shard_runs import Copies, ParameterSlices, itemsize_of, make_dense
+from ..layout.shard_runs import Copies, Storage, itemsize_of, make_dense
 from ..torch_compat.weak import weakly
 
 
-class ParameterMemory(ParameterSlices):
+class ParameterMemory(Storage):
     """Parameters of a table, moved into buckets. Making it is collective.
 
-    Parameters
-    ----------
-    backend : Backend
-    reducer : Reducer
-        The reducer whose layout places parameters like their gradients.
-    request : Request
-    shared : bool
-        True: one copy a host (on a mesh of two dimensions, one a replica on the host), with rank 0's values. False: one
-        a rank.
-
-    Notes
-    -----
     A parameter keeps its identity, shape and strides (strides that overlap or leave gaps become contiguous). Its data moves
     to a storage of exactly its bytes. Memory: the layout's size, once for each rank or each host.
+
+    `shared`: one copy a host (on a mesh of two dimensions, one a replica on the host), with rank 0's values; else one a
+    rank. `without`: numbers of parameters that lie elsewhere.
     """
 
-    def __init__(self, backend: Backend, reducer: Reducer, request: Request, *, shared: bool) -> None:
+    def __init__(
+        self, backend: Backend, reducer: Reducer, request: Request, *, shared: bool, without: Collection[int] = ()
+    ) -> None:
         super().__init__(reducer, request.table, request.slicing, request.label)
         self.shared, self._backend = shared, backend
-        moving = self._moving()
-        buckets = {reducer.place(index)[0] for index in moving}
-        self._buckets: Any = backend.empty(reducer, buckets, request, shared=shared)
+        self._moved: set[int] = set()  # buckets
+        self._flat: dict[int, torch.Tensor] = {}  # index -> tensor at the parameter's current address
+        moving = [i for i, p in enumerate(self._table.parameters) if (p.requires_grad or shared) and i not in without]
+        self._buckets: Any = backend.empty(reducer, {reducer.place(i)[0] for i in moving}, request, shared=shared)
         self.reason = self._buckets.reason
         self.is_mapped = bool(self._buckets.mapped())
         self.settle: Any = self._buckets.settle
+        self.mapped: Any = self._buckets.mapped
         if shared and self._buckets.is_copied:  # each copy starts with the values of its first rank
             backend.broadcast(self._table.parameters, 0, f"parameters of {self._label}")
         for index in moving:
@@ -100,10 +95,6 @@ class ParameterMemory(ParameterSlices):
         for each in self._narrow.values():
             torch.autograd.graph.increment_version(each)
 
-    def _moving(self) -> list[int]:
-        """Return the parameters that lie in buckets from the start."""
-        return [index for index, p in enumerate(self._table.parameters) if p.requires_grad or self.shared]
-
     def adopt(self, index: int) -> None:
         """Move a parameter, and add its whole bucket to those that publish() gathers."""
         parameter = self._table.parameters[index]
@@ -128,13 +119,25 @@ class ParameterMemory(ParameterSlices):
             if parameter.data_ptr() == self._flat[index].data_ptr():
                 parameter.data = parameter.data.clone(memory_format=torch.preserve_format)
 
+    def flat(self, index: int) -> torch.Tensor:
+        """Return all elements of a parameter in memory order: a one-dimensional alias of its bucket memory."""
+        if index in self._flat:
+            return self._flat[index]
+        data = self._table.parameters[index].data
+        return data.as_strided((data.numel(),), (1,), data.storage_offset())
+
+    def slice(self, index: int) -> torch.Tensor | None:
+        """Return this rank's elements of a parameter; None if it owns none. Empty ones belong to the first slice."""
+        low, high = self.own_run(index)
+        flat = self.flat(index)
+        return flat[low:high] if low < high or (flat.numel() == 0 and self._slicing.own == 0) else None
+
     @property
     def bytes_held(self) -> int:
-        return super().bytes_held + sum(each.nbytes for each in self._narrow.values())
-
-    def mapped(self) -> list[tuple[int, int]]:
-        found: list[tuple[int, int]] = self._buckets.mapped()
-        return found
+        """Return the bytes of parameters on this rank; on the whole host if they are shared."""
+        shapes = [self._reducer.bucket_shape(bucket) for bucket in self._moved]
+        casts = sum(each.nbytes for each in self._narrow.values())
+        return sum(numel * itemsize_of(dtype) for _, numel, dtype, _ in shapes) + casts
 
     def words(self) -> torch.Tensor:
         """Return all memory that parameters were moved to, as words of 4 bytes."""
@@ -154,13 +157,12 @@ class ParameterMemory(ParameterSlices):
 
     def is_moved(self, index: int) -> bool:
         """Return True if a parameter lies at its final address; a frozen one moves when it is unfrozen."""
-        return bool(self.reason) or super().is_moved(index)
+        return bool(self.reason) or index in self._flat
+
+    def is_published(self, index: int) -> bool:
+        return self.is_moved(index) and self._reducer.place(index)[0] in self._moved
 
     def publish(self, *, failed: bool | None = None) -> list[int] | None:
-        """Make updated slices visible after every rank has updated its own. Collective; its cost is the backend's.
-
-        Return the ranks that passed `failed`, or None. See Buckets.publish.
-        """
         outcomes: list[int] | None = self._buckets.publish(self._stepped, failed, self._ranges_of)
         if self._casts:
             self.cast_stepped()

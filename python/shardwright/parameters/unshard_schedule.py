@@ -4,306 +4,81 @@ Each forward of a unit has a beginning and an end, counted by one clock. Autogra
 reverse of the order in which they were made. When the backward reaches the outputs of a forward, the backward of every
 forward that began after its end is over. Those units are released. Remaining units are released at the end of the graph
 task. Releasing is always safe: code that needs a unit gathers it first.
+
+On a GPU a gather is an asynchronous collective. While a unit computes, the units that followed it last time are gathered
+ahead. Ranks must therefore run the same units in the same order; each round compares a digest of it. A unit always lies
+in the same place, since autograd keeps views of it. If another unit that must stay whole occupies its place (both run at
+once, full_parameters(), unshard()), it is gathered *apart*, into temporary memory.
 """
 
 from __future__ import annotations
 
 import contextlib
-import enum
 import functools
 import itertools
-import operator
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 
-from .._engine import Error, sample_crc32c
-from ..layout.local_parameters import module_parameter
-from ..layout.memory import address_of
+from .._engine import Error
 from ..layout.param_groups import UnitPlan
 from ..torch_compat import autograd as _hooks
-from ..torch_compat.dtensor import held_tensor, is_dtensor
 from ..torch_compat.internals import forward_hooks
 from ..torch_compat.weak import weakly
-from .read_guard import ReadGuard
-
-#: without a frame of Python per parameter
-_version_of = operator.attrgetter("_version")
+from .gathered_unit import ComputeForm, Member, Pin, Unit
 
 _NO_TASK = -1
-#: samples of a parameter besides its first and last bytes
-_SAMPLES = 8
 _COPY = (
     "this module's parameters are released, and each rank keeps slices of them: {what} inside "
     "`with sw.full_parameters(module)`, or use sw.full_state_dict(module)"
 )
 
 
-class Pin(enum.Enum):
-    """The reason why a unit stays whole while no module runs in it."""
-
-    NONE = 0
-    #: a second backward may follow, or one without a hook; or an output is a view of a parameter
-    UNTIL_STEP = 1
-    #: unshard()
-    BY_USER = 2
-
-
-class Unit:
-    """Parameters that are whole or released together.
-
-    Attributes
-    ----------
-    running : list of int
-        The clock at the beginning of each forward that is running.
-    opened : list of (int, int)
-        For each backward that has begun: the clock at the beginning of its forward, and its graph task.
-    is_whole : bool
-        True while the parameters are whole. The schedule sets it on each gather and release, without a query to the
-        engine.
-    compute_form : ComputeForm, optional
-        The unit in the dtypes in which its modules compute under a precision policy.
-    forms : list of Unit
-        If it has a compute form: the form in which each running forward of its modules computes.
-    """
-
-    is_compute_form = is_outermost = False
-
-    def __init__(
-        self, number: int, plan: UnitPlan, members: Sequence[tuple[int, str, torch.nn.Parameter, torch.Tensor]]
-    ) -> None:
-        self.number = number
-        self.name = plan.name
-        self.module = weakref.ref(plan.module)
-        self.reshard_after_forward = plan.reshard_after_forward
-        self.indices = [index for index, _, _, _ in members]
-        self.names = [name for _, name, _, _ in members]
-        self.parameters = [parameter for _, _, parameter, _ in members]
-        self.module_parameters = [module_parameter(parameter) for parameter in self.parameters]
-        self.whole = [whole for _, _, _, whole in members]
-        self._has_dtensors = any(map(is_dtensor, self.module_parameters))
-        self._guard = ReadGuard(self.names, self.module_parameters)
-        self.compute_form: ComputeForm | None = None
-        self.forms: list[Unit] = []
-        self.running: list[int] = []
-        self.opened: list[tuple[int, int]] = []
-        self.pin = Pin.NONE
-        self.is_whole = False
-        self._make_placeholders()
-        self._samples: list[int] | None = None
-        self.note_versions()
-
-    def _make_placeholders(self) -> None:
-        """Make one NaN a parameter, expanded to its shape."""
-        dtypes = {parameter.dtype for parameter in self.parameters}
-        self._bytes = {  # addresses of the placeholders' data, compared without a torch operation
-            dtype: bytearray(b"\xff" * (dtype.itemsize * sum(p.dtype == dtype for p in self.parameters)))
-            for dtype in dtypes
-        }
-        self._blank = {dtype: bytes(each) for dtype, each in self._bytes.items()}
-        self._scalars = {dtype: torch.frombuffer(each, dtype=dtype) for dtype, each in self._bytes.items()}
-        following = {dtype: iter(scalars) for dtype, scalars in self._scalars.items()}
-        self.placeholders = [next(following[p.dtype]).expand(p.shape) for p in self.parameters]
-        self._addresses = [each.data_ptr() for each in self.placeholders]
-        self._whole_addresses = [each.data_ptr() for each in self.whole]
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Return True if `tensor` is in this unit's pages."""
-        if self._has_dtensors and is_dtensor(tensor):
-            tensor = held_tensor(tensor)
-        address = address_of(tensor) if self.whole else 0
-        return any(first <= address < first + whole.nbytes for first, whole in zip(self._whole_addresses, self.whole))
-
-    def show_whole(self) -> None:
-        """Make the parameters whole and readable."""
-        self._guard.lower(self.module_parameters)
-        for parameter, each in zip(self.parameters, self.whole):
-            parameter.data = each
-
-    def show_released(self) -> None:
-        """Make the parameters NaN, so that reading them raises an error."""
-        self._guard.lower(self.module_parameters)
-        for parameter, each in zip(self.parameters, self.placeholders):
-            parameter.data = each
-        self._guard.raise_(self.module_parameters)
-
-    def give_up(self, *, whole: bool = True) -> None:
-        """Stop managing the parameters: they are readable, or released for the last time."""
-        self._guard.is_orphan = True
-        if whole:
-            self._guard.lower(self.module_parameters)
-
-    def data_pointers(self) -> list[int]:
-        """Return the current address of each parameter's data."""
-        with _hooks.unguarded():
-            return list(map(torch.Tensor.data_ptr, self.parameters))
-
-    def addresses(self) -> list[int]:
-        """Return the expected address of each parameter's data now."""
-        return self._whole_addresses if self.is_whole else self._addresses
-
-    def all_addresses(self) -> set[int]:
-        """Return the legal addresses of the parameters, whole or released."""
-        return {*self._whole_addresses, *self._addresses}
-
-    def take_written(self) -> str | None:
-        """Return the name of a parameter whose placeholder was written to or replaced while it was released. Release it
-        again.
-        """
-        found = self.data_pointers()
-        if self._bytes == self._blank and found == self._addresses:
-            return None
-        written = [
-            name
-            for name, now, placeholder, address in zip(self.names, found, self.placeholders, self._addresses)
-            if now != address or not bool(torch.isnan(placeholder.as_strided((1,), (1,))).all())
-        ]
-        for dtype, blank in self._blank.items():
-            self._bytes[dtype][:] = blank
-        self.show_released()
-        return written[0] if written else None  # another NaN than ours is a write, but has no effect on training
-
-    def note_versions(self) -> None:
-        self._versions = self._read_versions()
-        if self._samples is not None:
-            self._samples = self._read_samples()
-
-    def note_samples(self) -> None:
-        """Record samples of the whole values, because a program can write to them through `.data` until the step."""
-        if self._samples is None:
-            self._samples = self._read_samples()
-
-    def forget_samples(self) -> None:
-        """Drop the samples of values that were released."""
-        self._samples = None
-
-    def _read_samples(self) -> list[int]:
-        return [
-            sample_crc32c(address, whole.nbytes, max(whole.nbytes // _SAMPLES, 64))
-            for address, whole in zip(self._whole_addresses, self.whole)
-        ]
-
-    def _read_versions(self) -> list[int]:
-        with _hooks.unguarded():
-            return list(map(_version_of, self.parameters))
-
-    def find_written(self) -> str | None:
-        """Return the name of a parameter written since note_versions(), or through `.data` since note_samples()."""
-        before, now = [self._versions], [self._read_versions()]
-        if self._samples is not None:
-            before.append(self._samples)
-            now.append(self._read_samples())
-        if before == now:
-            return None
-        changes = zip(self.names * len(now), itertools.chain(*before), itertools.chain(*now))
-        return next(name for name, old, new in changes if old != new)
-
-    def name_at(self, offset: int) -> str:
-        """Return the parameter at a byte of the unit."""
-        first = min(self._whole_addresses)
-        places = sorted((address - first, name) for address, name in zip(self._whole_addresses, self.names))
-        return next(name for begin, name in reversed(places) if begin <= offset)
-
-
-class ComputeForm(Unit):
-    """A unit in the dtypes in which its modules compute under a precision policy.
-
-    It has separate memory; while it is whole, the modules' slots hold views of that. The parameters themselves stay
-    released.
-
-    Attributes
-    ----------
-    unit : Unit
-        The unit itself.
-    """
-
-    is_compute_form = True
-    unit: Unit
-
-    def _make_placeholders(self) -> None:
-        self._addresses = []
-        self._whole_addresses = [each.data_ptr() for each in self.whole]
-        self._positions = {id(parameter): position for position, parameter in enumerate(self.parameters)}
-
-    def memory_of(self, parameter: torch.Tensor) -> torch.Tensor:
-        """Return a parameter's values in its compute dtype."""
-        return self.whole[self._positions[id(parameter)]]
-
-    def show_whole(self) -> None:
-        """Do nothing: modules read this memory through views of it."""
-
-    show_released = show_whole
-
-    def take_written(self) -> str | None:
-        """Return the name of a parameter whose placeholder was written to, or replaced."""
-        return None if self.unit.is_whole else self.unit.take_written()
-
-    def count_writes(self) -> None:
-        """Bump the version counter, so that autograd detects changed saved values."""
-        for each in self.whole:
-            torch.autograd.graph.increment_version(each)
-
-    def _read_versions(self) -> list[int]:
-        return list(map(_version_of, self.whole))
-
-
 class UnitSchedule:
     """The units of one module, and the forwards and backwards that run in each unit.
 
-    Parameters
-    ----------
-    units : Units
-        The engine's units, or an object with their methods.
-    plans : sequence of UnitPlan
-        The outermost unit first.
-    members : sequence of list
-        The parameters of each unit: (number in the table, name, parameter, its whole data).
-    abort : callable
-        A function that sends the other ranks the reason why this rank stops.
-    coded : bool
-        True if running modules see parameters decoded from records; inside everything() they are exact.
-    compute_members : sequence of list, optional
-        The parameters of each unit's compute form, with their data there; empty for a unit without one. The engine
-        numbers these forms after the units.
-
-    Attributes
-    ----------
-    units : list of Unit
-        The units, then their compute forms.
-    ahead : dict
-        For "forward" and "backward": a unit's number -> a callable that returns the units to gather ahead while it
-        runs, if the program names them. No effect on the host.
+    `units` are the engine's (Units, or Places on a GPU); it numbers the compute forms after the units. The first plan is
+    the outermost unit's. `compute_members` has each unit's parameters with their data in its compute form; empty for a
+    unit without one. `abort` sends the other ranks the reason why this rank stops. `coded`: running modules see
+    parameters decoded from records; inside everything() they are exact. `places`, on a GPU: the place of each plan's
+    unit, or of its compute form if it has one; the unit itself then has no place. `depth` units are gathered ahead.
     """
 
-    unit_class = Unit
-    compute_class: type[ComputeForm] = ComputeForm
-    #: True if a failed backward releases its units at once, on its caller's thread; else the next forward does
-    ends_failed_backwards = True
+    #: the units, then their compute forms
+    units: list[Unit]
 
     def __init__(
         self,
         units: Any,
         plans: Sequence[UnitPlan],
-        members: Sequence[list[tuple[int, str, torch.nn.Parameter, torch.Tensor]]],
+        members: Sequence[list[Member]],
         abort: Callable[[str], None],
         *,
         coded: bool = False,
-        compute_members: Sequence[list[tuple[int, str, torch.nn.Parameter, torch.Tensor]]] = (),
+        compute_members: Sequence[list[Member]] = (),
+        places: Sequence[int] | None = None,
+        depth: int = 0,
     ) -> None:
         self._units = units
+        #: for each phase, a unit's number -> the units to gather ahead while it runs, if the program names them
         self.ahead: dict[str, dict[int, Callable[[], list[Unit]]]] = {"forward": {}, "backward": {}}
-        self._coded = coded
-        self._abort = abort
-        self.units = [self.unit_class(number, plan, each) for number, (plan, each) in enumerate(zip(plans, members))]
+        self._coded, self._abort, self._depth = coded, abort, depth
+        self._on_gpu = places is not None
+        self.units = [
+            Unit(number, plan, each, on_gpu=self._on_gpu) for number, (plan, each) in enumerate(zip(plans, members))
+        ]
         self._plain = self.units.copy()
         for unit, plan, each in zip(self._plain, plans, compute_members):
             if each:
-                unit.compute_form = self.compute_class(len(self.units), plan, each)
-                unit.compute_form.unit = unit
+                unit.compute_form = ComputeForm(unit, len(self.units), plan, each, on_gpu=self._on_gpu)
                 self.units.append(unit.compute_form)
+        for unit, place in zip(self._plain, places or ()):
+            (unit.compute_form or unit).place = place
+            if unit.compute_form is not None:
+                unit.lose_place()
         for form in (self.units[0], self.units[0].compute_form):
             if form is not None:
                 form.is_outermost = True
@@ -313,9 +88,11 @@ class UnitSchedule:
         self._keepers = 0  # the number of open everything() contexts
         self._latest: Unit | None = None  # the unit of the forward that ended last
         self._turning: Unit | None = None  # the unit of the last forward before the previous backward
+        self.coming: set[int] = set()  # the units whose gather ahead is running
+        self.forget_order()
         self._handles: list[Any] = []
-        # a module, and our two hooks on it
-        self._hooked: list[tuple[weakref.ref[torch.nn.Module], int, int]] = []
+        # a module's two dictionaries of hooks, and our hook in each
+        self._hooked: list[tuple[weakref.ref[Any], weakref.ref[Any], int, int]] = []
         #: called with the parameters that are about to be released
         self.on_release: Callable[[], Callable[[Sequence[torch.Tensor]], None] | None] = type(None)
         #: returns whether a called module computes under a policy
@@ -330,26 +107,29 @@ class UnitSchedule:
         self._hook_states(plans[0].module)
         self._hook_holders(plans[0].module)
 
+    def forget_order(self) -> None:
+        """Forget the order of units and record it anew."""
+        self._before: dict[str, Unit | None] = {"forward": None, "backward": None}
+        self._after: dict[str, dict[int, Unit]] = {"forward": {}, "backward": {}}
+
     def _hook_forward(self, unit: Unit, module: torch.nn.Module) -> None:
-        before = _ModuleHook(self, type(self)._before_forward, unit.number)
-        after = _ModuleHook(self, type(self)._after_forward, unit.number)
+        before = ModuleHook(self, UnitSchedule._before_forward, unit.number)
+        after = ModuleHook(self, UnitSchedule._after_forward, unit.number)
         handles = [
             module.register_forward_pre_hook(before, prepend=True),
             module.register_forward_hook(after, always_call=True),
         ]
         self._handles += handles
-        self._hooked.append((weakref.ref(module), handles[0].id, handles[1].id))
+        first, last = forward_hooks(module)
+        self._hooked.append((weakref.ref(first), weakref.ref(last), handles[0].id, handles[1].id))
 
     def arrange_hooks(self) -> None:
         """Move our hooks before and after all others, later ones included, so that those see whole parameters."""
-        for reference, before, after in self._hooked:
-            module = reference()
-            if module is None:
-                continue
-            first, last = forward_hooks(module)
-            if next(iter(first), before) != before and before in first:
+        for pre_hooks, hooks, before, after in self._hooked:
+            first, last = pre_hooks(), hooks()
+            if first is not None and before in first and next(iter(first)) != before:
                 first.move_to_end(before, last=False)
-            if next(reversed(last), after) != after and after in last:
+            if last is not None and after in last and next(reversed(last)) != after:
                 last.move_to_end(after)
 
     def _hook_states(self, module: torch.nn.Module) -> None:
@@ -357,7 +137,7 @@ class UnitSchedule:
         for each in module.modules():
             numbers = {released[id(p)] for p in each.parameters(recurse=False) if id(p) in released}
             for number in sorted(numbers):
-                hook = _ModuleHook(self, UnitSchedule._before_state_dict, number)
+                hook = ModuleHook(self, UnitSchedule._before_state_dict, number)
                 self._handles.append(each.register_state_dict_pre_hook(hook))
 
     def _hook_holders(self, module: torch.nn.Module) -> None:
@@ -365,7 +145,7 @@ class UnitSchedule:
         members = {id(p) for p in self.units[0].module_parameters}
         for each in module.modules():
             if each is not module and any(id(p) in members for p in each.parameters(recurse=False)):
-                hook = _ModuleHook(self, UnitSchedule._before_holder, 0)
+                hook = ModuleHook(self, UnitSchedule._before_holder, 0)
                 self._handles.append(each.register_forward_pre_hook(hook, prepend=True))
 
     def detach(self) -> None:
@@ -385,19 +165,76 @@ class UnitSchedule:
         is_in_force = None if unit.compute_form is None or self._keepers else self.policy()
         return unit if is_in_force is None or not is_in_force() else unit.compute_form or unit
 
-    def _gather(self, unit: Unit) -> None:
-        if not unit.is_whole:
-            self._check_released(unit)
-            gather = self._units.gather_codes if self._coded and not self._keepers else self._units.gather
-            if _hooks.profiler_enabled():
-                parts = [(each.numel(), each.dtype) for each in unit.whole]
-                with _hooks.collective_range("all_gather", f"unit {unit.number}, {unit.name or unit.names[0]}", parts):
-                    gather(unit.number)
-            else:
-                gather(unit.number)
-            unit.is_whole = True
-            unit.show_whole()
-            unit.note_versions()
+    def _gather(self, unit: Unit, in_place: bool = False) -> None:
+        """Make a unit whole. `in_place`: the graph that runs next holds views of its place."""
+        if unit.is_whole:
+            if not (in_place and unit.is_apart):
+                return
+            self._release(unit)
+        self._check_released(unit)
+        if _hooks.profiler_enabled():
+            parts = [(each.numel(), each.dtype) for each in unit.whole]
+            name = unit.name or ", ".join(unit.names[:1])
+            with _hooks.collective_range("all_gather", f"unit {unit.number}, {name}", parts):
+                self._fetch(unit, in_place)
+        else:
+            self._fetch(unit, in_place)
+        unit.is_whole = True
+        unit.show_whole()
+        unit.note_versions()
+
+    def _fetch(self, unit: Unit, in_place: bool) -> None:
+        if not self._on_gpu:
+            (self._units.gather_codes if self._coded and not self._keepers else self._units.gather)(unit.number)
+        elif unit.number in self.coming or (self._may_lie_in_place(unit, in_place) and self._make_room(unit, in_place)):
+            self._take(unit)
+        else:
+            unit.lie_in(self._units.gather_apart(unit.number))
+
+    def _fetch_exactly(self, unit: Unit) -> None:
+        """Gather a unit regardless of what else is whole."""
+        if not self._on_gpu:
+            self._units.gather(unit.number)
+        elif unit.place is None:
+            unit.lie_in(self._units.gather_apart(unit.number))
+        else:
+            self._take(unit)
+
+    def _take(self, unit: Unit) -> None:
+        if unit.number not in self.coming:
+            self._begin(unit)
+        self._units.take(unit.number)  # refused inside a capture: the gather goes on
+        self.coming.discard(unit.number)
+
+    def _begin(self, unit: Unit) -> None:
+        self._units.gather(unit.number)
+        self.coming.add(unit.number)
+
+    def _may_lie_in_place(self, unit: Unit, in_place: bool) -> bool:
+        return unit.place is not None and (in_place or not (self._keepers or unit.pin is Pin.BY_USER))
+
+    def _make_room(self, unit: Unit, in_place: bool) -> bool:
+        """Return True if the place of `unit` is free, or can be made so."""
+        assert unit.place is not None
+        number = self._units.holder(unit.place)
+        if number is None:
+            return True
+        other = self.units[number]
+        if number in self.coming:
+            self._drop_coming()
+            return True
+        if not (other.running or other.opened) and other.pin is not Pin.UNTIL_STEP:
+            self._release(other)
+            if other.pin is Pin.BY_USER or (self._keepers and not other.is_compute_form):
+                self._gather(other)  # apart
+            return True
+        if in_place:
+            raise Error(
+                f"units {unit.name or 'the outermost'!r} and {other.name or 'the outermost'!r} share memory on a GPU, and the backward "
+                "needs both whole at once (create_graph=True, outputs in which no tensor is found, or outputs that are views of a "
+                "parameter): pass reshard_after_forward=False, which gives each memory of its own"
+            )
+        return False
 
     def _check_released(self, unit: Unit) -> None:
         """Raise Error, on all ranks, if a parameter was written to while it was released."""
@@ -420,14 +257,20 @@ class UnitSchedule:
             listener = self.on_release()
             if listener is not None and not (unit.compute_form is not None and unit.compute_form.is_whole):
                 listener(unit.parameters)
-            unit.forget_samples()
             unit.show_released()
             if self.before_reuse is not None:
                 self.before_reuse()
-            self._units.release(unit.number)
+            self._leave(unit)
             unit.is_whole = False
             if written is not None:
                 self._refuse_write(written, "was written to while it was whole for the time of its unit's run only")
+
+    def _leave(self, unit: Unit) -> None:
+        """Give back the memory in which a unit lies. Memory apart is torch's, whose allocator orders its reuse."""
+        if unit.is_apart:
+            unit.lie_in(None)
+        else:
+            self._units.release(unit.number)
 
     def accept_writes(self) -> None:
         """Accept legal writes and the engine's own."""
@@ -442,11 +285,14 @@ class UnitSchedule:
 
     def release_all(self) -> None:
         """Forget everything gathered: the slices are about to change."""
+        if self.coming:
+            self._drop_coming()
         self._tasks.clear()
         for unit in self.units:
             unit.forms.clear()
             unit.running.clear()
             unit.opened.clear()
+            unit.ran_apart.clear()
             if unit.pin is Pin.UNTIL_STEP:
                 unit.pin = Pin.NONE
             self._release(unit)
@@ -456,6 +302,12 @@ class UnitSchedule:
         for unit in self._plain:
             if self._keepers or unit.pin is Pin.BY_USER:
                 self._gather(unit)
+
+    def gather_beside(self, number: int) -> None:
+        """Take part in a gather of other ranks without making a unit whole here."""
+        self.release_all()
+        self._fetch_exactly(self.units[number])
+        self._leave(self.units[number])
 
     @contextlib.contextmanager
     def everything(self) -> Iterator[None]:
@@ -485,36 +337,86 @@ class UnitSchedule:
         for unit in self.units:
             self._release(unit)
 
-    def surrender(self, together: bool = False) -> None:
-        """Give the parameters separate memory, except where their data was replaced, and end the schedule."""
+    def surrender(self, *, whole: bool = True) -> None:
+        """End the schedule, and give the parameters separate memory, except where their data was replaced. `whole`
+        False: released ones stay released, since not all ranks of GPUs call this.
+        """
+        with contextlib.nullcontext() if whole else contextlib.suppress(Error):  # a GPU that failed keeps no hooks
+            self._drop_coming()
+        if whole and self._on_gpu:
+            self.release_all()
         self.detach()
         units, self.units = self.units, []
         for unit in units:
+            if not whole:
+                self._abandon(unit)
+                continue
             if (self._coded or unit.is_compute_form) and unit.is_whole:
-                self._units.release(unit.number)
+                self._leave(unit)
                 unit.is_whole = False
             if unit.is_compute_form:
                 continue
             if not unit.is_whole:
-                self._gather_plainly(unit)
+                self._fetch_exactly(unit)
             unit.give_up()
-            ours = unit.all_addresses()
-            for parameter, whole in zip(unit.parameters, unit.whole):
+            ours = {*unit.whole_addresses, *unit.released_addresses}
+            for parameter, each in zip(unit.parameters, unit.whole):
                 if parameter.data_ptr() in ours:
-                    parameter.data = whole.clone(memory_format=torch.preserve_format)
-            self._units.release(unit.number)
+                    parameter.data = each.clone(memory_format=torch.preserve_format)
+            self._leave(unit)
 
-    def _gather_plainly(self, unit: Unit) -> None:
-        """Gather a unit for the last time."""
-        self._units.gather(unit.number)
+    def _abandon(self, unit: Unit) -> None:
+        unit.give_up(whole=False)
+        if unit.is_whole:
+            unit.show_released()
+            with contextlib.suppress(Error):
+                self._leave(unit)
 
     def pin(self, unit: Unit) -> None:
+        """Gather a unit until unpin(); on a GPU apart, so that other units can use its place."""
+        if self._on_gpu and not (unit.running or unit.opened):
+            self._release(unit)
         unit.pin = Pin.BY_USER
         self._gather(unit)
 
     def unpin(self, unit: Unit) -> None:
         unit.pin = Pin.NONE
         self._release_if_idle(unit)
+
+    # gathering ahead ----------------------------------------------------------------------------------------------
+
+    def _look_ahead(self, phase: str, unit: Unit) -> None:
+        """Begin to gather the units that followed `unit` last time, or that the program names, up to one whose place is
+        in use.
+        """
+        before = self._before[phase]
+        if before is not None and before is not unit:
+            self._after[phase][before.number] = unit
+        self._before[phase] = unit
+        named = self.ahead[phase].get(unit.unit.number if isinstance(unit, ComputeForm) else unit.number)
+        for following in self._followers(phase, unit) if named is None else map(self._form_of, named()):
+            if not following.indices or following.is_whole or following.number in self.coming:
+                continue
+            is_free = following.place is not None and self._units.holder(following.place) is None
+            if self._keepers or following.pin is not Pin.NONE or not is_free:
+                return
+            self._begin(following)
+
+    def _followers(self, phase: str, unit: Unit) -> Iterator[Unit]:
+        for _ in range(self._depth):
+            following = self._after[phase].get(unit.number)
+            if following is None:
+                return
+            unit = following
+            yield unit
+
+    def _drop_coming(self) -> None:
+        """Release units that were gathered ahead and not used."""
+        for number in sorted(self.coming):
+            self._take(self.units[number])
+            self._units.release(number)
+
+    # where a parameter lies ---------------------------------------------------------------------------------------
 
     def source_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """Return the tensor with which a module computes now: the compute form's, the parameter itself, or None while
@@ -535,17 +437,15 @@ class UnitSchedule:
 
     def addresses(self) -> dict[int, int]:
         """Map the number of each parameter that can be released to the expected address of its data."""
-        return {index: address for unit in self._plain for index, address in zip(unit.indices, unit.addresses())}
+        return {
+            index: address
+            for unit in self._plain
+            for index, address in zip(unit.indices, unit.whole_addresses if unit.is_whole else unit.released_addresses)
+        }
 
     def mapped(self) -> list[tuple[int, int]]:
         """Return (address, bytes) of the units that are whole."""
-        found = []
-        for unit in self.units:
-            if unit.is_whole and unit.whole:
-                begin = min(unit._whole_addresses)
-                end = max(address + each.nbytes for address, each in zip(unit._whole_addresses, unit.whole))
-                found.append((begin, end - begin))
-        return found
+        return [span for unit in self.units for span in unit.span()]
 
     def stats(self) -> dict[str, Any]:
         return {"units": len(self._plain), **self._units.stats()}
@@ -555,14 +455,19 @@ class UnitSchedule:
     def _before_forward(self, unit: Unit, *_: Any) -> None:
         if unit is self.units[0]:
             self.arrange_hooks()
+        is_outermost = unit.is_outermost
         if unit.compute_form is not None:
             unit.forms.append(self._form_of(unit))
             unit = unit.forms[-1]
         unit.running.append(next(self._clock))
-        if _hooks.graph_task_id() == _NO_TASK:
-            if self._tasks:  # no backward runs: an exception ended those still listed
-                self._end_tasks(self._tasks.copy())
+        is_recomputed = _hooks.graph_task_id() != _NO_TASK
+        if not is_recomputed and self._tasks:  # no backward runs: an exception ended those still listed
+            self._end_tasks(self._tasks.copy())
         self._gather(unit)
+        if self._on_gpu and not is_recomputed:
+            if is_outermost:
+                self._before["forward"] = None
+            self._look_ahead("forward", unit)
 
     def _after_forward(self, unit: Unit, module: torch.nn.Module, args: Any, output: Any) -> None:
         if unit.forms:
@@ -570,47 +475,49 @@ class UnitSchedule:
         if not unit.running:
             return  # another hook raised before ours
         begin, end = unit.running.pop(), next(self._clock)
+        if unit.is_apart:
+            unit.ran_apart.add(begin)
         failed = output is None and sys.exc_info()[0] is not None
         differentiable = not failed and torch.is_grad_enabled()
-        hooked = differentiable and self._hook_outputs(unit, begin, end, output)
+        outputs = [*_hooks.find_tensors(output)]
+        hooked = [each for each in outputs if each.grad_fn is not None] if differentiable else []
+        hook = _TensorHook(self, unit.number, begin, end)
+        for each in hooked:
+            each.register_hook(hook)
         unannounced = differentiable and not hooked and any(p.requires_grad for p in unit.parameters)
-        if unannounced or any(map(unit.holds, _hooks.find_tensors(output))):
+        if unannounced or any(map(unit.holds, outputs)):
             self._pin_until_step(unit)
-        self._note_order(unit)
-        if not hooked or (unit.reshard_after_forward and unit is not self._turning):
-            self._release_if_idle(unit)
-
-    def _note_order(self, unit: Unit) -> None:
-        """Note the unit that runs last in a forward. It stays whole until the backward, which begins with it."""
+        # the unit that runs last in a forward stays whole until the backward, which begins with it
         if unit.is_outermost:
             self._turning, self._latest = self._latest, None
         elif not unit.running:
             self._latest = unit
-
-    def _hook_outputs(self, unit: Unit, begin: int, end: int, output: Any) -> bool:
-        hook = _TensorHook(self, unit.number, begin, end)
-        hooked = False
-        for tensor in _hooks.find_tensors(output):
-            if tensor.grad_fn is not None:
-                tensor.register_hook(hook)
-                hooked = True
-        return hooked
+        if not hooked or (unit.reshard_after_forward and unit is not self._turning):
+            self._release_if_idle(unit)
+        if self.coming and unit.is_outermost and not unit.running and _hooks.graph_task_id() == _NO_TASK:
+            self._drop_coming()
 
     def _before_backward(self, unit: Unit, begin: int, end: int) -> None:
         task = _hooks.graph_task_id()
+        if not self._tasks:
+            self._before["backward"] = None
         if task not in self._tasks:
             self._tasks.add(task)
             finish = functools.partial(weakly(self._end_tasks), [task])
-            _hooks.queue_at_end(finish, finish if self.ends_failed_backwards else None)
+            # A failed backward releases its units at once, on its caller's thread. On a GPU one of torch's threads may
+            # drop it later, and the next forward releases them.
+            _hooks.queue_at_end(finish, None if self._on_gpu else finish)
         for other in self.units:
             if other.opened and min(other.opened)[0] > end:
                 other.opened.clear()
                 self._release_if_idle(other)
         if (begin, task) not in unit.opened:
             unit.opened.append((begin, task))
-        self._gather(unit)
+        self._gather(unit, begin not in unit.ran_apart)
         if torch.is_grad_enabled() and unit.pin is Pin.NONE:  # create_graph: a backward of this backward will follow
             self._pin_until_step(unit)
+        if self._on_gpu:
+            self._look_ahead("backward", unit)
 
     def _pin_until_step(self, unit: Unit) -> None:
         if unit.pin is not Pin.BY_USER:
@@ -627,6 +534,9 @@ class UnitSchedule:
                 opened.append(unit)
         for unit in opened:
             self._release_if_idle(unit)
+        if self.coming and not self._tasks:
+            with contextlib.suppress(Error):  # the next forward raises the communicator's error
+                self._drop_coming()
 
     def _before_holder(self, unit: Unit, *_: Any) -> None:
         """Gather the unit of a module that is called outside its unit's forward, and pin it until the step. Its pages
@@ -646,22 +556,30 @@ class UnitSchedule:
             raise Error(_COPY.format(what=what))
 
 
-class _ModuleHook:
-    """A hook in a module's own dictionaries.
+class _Hooked(Protocol):
+    @property
+    def units(self) -> Sequence[Any]: ...
+
+    def refuse(self, unit: Any, what: str) -> None:
+        """Raise Error if a module must not be copied now."""
+
+
+class ModuleHook:
+    """A hook in a module's own dictionaries: calls a method with one of its owner's units.
 
     It refuses to be copied with a released module. In a copy of a whole module it does nothing.
     """
 
-    def __init__(self, schedule: UnitSchedule, method: Callable[..., None], number: int) -> None:
-        self._schedule = weakref.ref(schedule)
+    def __init__(self, owner: _Hooked, method: Callable[..., None], number: int) -> None:
+        self._owner = weakref.ref(owner)
         self._method = method
         self._number = number
 
     @_hooks.disable_compile
     def __call__(self, *arguments: Any) -> None:
-        schedule = self._schedule()
-        if schedule is not None and schedule.units:
-            self._method(schedule, schedule.units[self._number], *arguments)
+        owner = self._owner()
+        if owner is not None and owner.units:
+            self._method(owner, owner.units[self._number], *arguments)
 
     def __deepcopy__(self, memo: Any) -> Any:
         return self._copy("copy it")
@@ -670,9 +588,9 @@ class _ModuleHook:
         return self._copy("pickle it").__reduce__()
 
     def _copy(self, what: str) -> NoHook:
-        schedule = self._schedule()
-        if schedule is not None and schedule.units:
-            schedule.refuse(schedule.units[self._number], what)
+        owner = self._owner()
+        if owner is not None and owner.units:
+            owner.refuse(owner.units[self._number], what)
         return NoHook()
 
 

@@ -20,20 +20,10 @@ _SAMPLES = 8
 
 
 class SampledParameters:
-    """A guard that finds writes by comparing samples.
+    """A guard that finds writes to shared memory by comparing samples.
 
-    Parameters
-    ----------
-    memory : ParameterMemory
-        Shared memory of parameters.
-    names : sequence of str
-        The names of its parameters.
-    comm : HostComm
-        The communicator to end when a write is found: the values are wrong on all ranks, so all raise the error.
-
-    Notes
-    -----
-    Cost of a comparison: two torch operations over 8 words of 4 bytes of each parameter.
+    When it finds one it ends `comm`: the values are wrong on all ranks, so all raise the error. Cost of a comparison:
+    two torch operations over 8 words of 4 bytes of each parameter.
     """
 
     kind = "samples"

@@ -1,0 +1,254 @@
+"""A unit: parameters that are whole or released together, and what they are while they are released."""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import operator
+import weakref
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from .._engine import sample_crc32c
+from ..layout.local_parameters import module_parameter
+from ..layout.memory import address_of
+from ..layout.param_groups import UnitPlan
+from ..torch_compat import autograd as _hooks
+from ..torch_compat.dtensor import held_tensor, is_dtensor
+from .read_guard import ReadGuard
+
+__all__ = ["ComputeForm", "Member", "Pin", "Unit"]
+
+#: without a frame of Python per parameter
+_version_of = operator.attrgetter("_version")
+
+#: samples of a parameter besides its first and last bytes
+_SAMPLES = 8
+
+
+class Pin(enum.Enum):
+    """The reason why a unit stays whole while no module runs in it."""
+
+    NONE = 0
+    #: a second backward may follow, or one without a hook; or an output is a view of a parameter
+    UNTIL_STEP = 1
+    #: unshard()
+    BY_USER = 2
+
+
+class Member(NamedTuple):
+    """A parameter of a unit: its number in the table, its name, and its data when it is whole."""
+
+    number: int
+    name: str
+    parameter: torch.nn.Parameter
+    whole: torch.Tensor
+
+
+class Unit:
+    """Parameters that are whole or released together.
+
+    `running` has the clock at the beginning of each forward that is running, and `opened` for each backward that has
+    begun the clock at the beginning of its forward, and its graph task. `forms` has the form in which each running
+    forward computes, if there is a compute form. On a GPU `place` is None for a unit that is always gathered apart,
+    and `ran_apart` has the clock of each forward whose graph holds views of memory apart.
+    """
+
+    is_compute_form = is_outermost = False
+    #: True while the parameters are whole; set by the schedule, which need not ask the engine
+    is_whole = False
+    place: int | None = 0
+
+    def __init__(self, number: int, plan: UnitPlan, members: Sequence[Member], *, on_gpu: bool = False) -> None:
+        self.number = number
+        self.name = plan.name
+        self.module = weakref.ref(plan.module)
+        self.reshard_after_forward = plan.reshard_after_forward
+        self.indices = [each.number for each in members]
+        self.names = [each.name for each in members]
+        self.parameters = [each.parameter for each in members]
+        self.module_parameters = [module_parameter(parameter) for parameter in self.parameters]
+        self._has_dtensors = any(map(is_dtensor, self.module_parameters))
+        self._guard = ReadGuard(self.names, self.module_parameters)
+        self._on_gpu = on_gpu  # the host must not wait for the GPU, so nothing is read
+        self.compute_form: ComputeForm | None = None
+        self.forms: list[Unit] = []
+        self.running: list[int] = []
+        self.opened: list[tuple[int, int]] = []
+        self.ran_apart: set[int] = set()
+        self.pin = Pin.NONE
+        self._in_place = [each.whole for each in members]
+        self.lie_in(None)
+        self.released_addresses: list[int] = []  # of the parameters' data, as whole_addresses
+        self._make_placeholders()
+        self._samples: list[int] | None = None
+        self.note_versions()
+
+    def _make_placeholders(self) -> None:
+        """Make one NaN a parameter, expanded to its shape. A host's are compared by their bytes, without torch."""
+        self._bytes: dict[torch.dtype, bytearray] = {}
+        self._blank: dict[torch.dtype, bytes] = {}
+        following = {}
+        for dtype in dict.fromkeys(parameter.dtype for parameter in self.parameters):
+            count = sum(parameter.dtype == dtype for parameter in self.parameters)
+            if self._on_gpu:
+                scalars = torch.full((count,), float("nan"), dtype=dtype, device=self.parameters[0].device)
+            else:
+                self._blank[dtype] = b"\xff" * (dtype.itemsize * count)
+                self._bytes[dtype] = bytearray(self._blank[dtype])
+                scalars = torch.frombuffer(self._bytes[dtype], dtype=dtype)
+            following[dtype] = iter(scalars.unbind())
+        self.placeholders = [next(following[p.dtype]).expand(p.shape) for p in self.parameters]
+        self.released_addresses = [each.data_ptr() for each in self.placeholders]
+
+    # where the parameters lie ---------------------------------------------------------------------------------------
+
+    def lie_in(self, whole: list[torch.Tensor] | None) -> None:
+        """Set the data that the parameters have when they are whole: memory apart, or with None their place."""
+        self.is_apart = whole is not None
+        self.whole = self._in_place if whole is None else whole
+        self.whole_addresses = [each.data_ptr() for each in self.whole]
+
+    def lose_place(self) -> None:
+        """Gather this unit apart from now on."""
+        self.place, self._in_place = None, []
+        self.lie_in(None)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Return True if `tensor` is in this unit's memory."""
+        if self._has_dtensors and is_dtensor(tensor):
+            tensor = held_tensor(tensor)
+        address = address_of(tensor) if self.whole else 0
+        for first, whole in zip(self.whole_addresses, self.whole):
+            if first <= address < first + whole.nbytes:
+                return True
+        return False
+
+    def show_whole(self) -> None:
+        """Make the parameters whole and readable."""
+        self._guard.lower(self.module_parameters)
+        for parameter, each in zip(self.parameters, self.whole):
+            parameter.data = each
+
+    def show_released(self) -> None:
+        """Make the parameters NaN, so that reading them raises an error."""
+        self._guard.lower(self.module_parameters)
+        for parameter, each in zip(self.parameters, self.placeholders):
+            parameter.data = each
+        self._guard.raise_(self.module_parameters)
+
+    def give_up(self, *, whole: bool = True) -> None:
+        """Stop managing the parameters: they are readable, or released for the last time."""
+        self._guard.is_orphan = True
+        if whole:
+            self._guard.lower(self.module_parameters)
+
+    def span(self) -> list[tuple[int, int]]:
+        """Return (address, bytes) of the memory of the whole unit, if it has any."""
+        if not (self.is_whole and self.whole):
+            return []
+        begin = min(self.whole_addresses)
+        return [(begin, max(at + each.nbytes for at, each in zip(self.whole_addresses, self.whole)) - begin)]
+
+    def name_at(self, offset: int) -> str:
+        """Return the parameter at a byte of the unit."""
+        first = min(self.whole_addresses)
+        places = sorted((address - first, name) for address, name in zip(self.whole_addresses, self.names))
+        return next(name for begin, name in reversed(places) if begin <= offset)
+
+    # writes by the program ------------------------------------------------------------------------------------------
+
+    def take_written(self) -> str | None:
+        """Return the name of a parameter whose placeholder was written to or replaced, and release it again.
+
+        On a GPU writes to a placeholder are not seen.
+        """
+        with _hooks.unguarded():
+            found = list(map(torch.Tensor.data_ptr, self.parameters))
+        if self._bytes == self._blank and found == self.released_addresses:
+            return None
+        written = [
+            name
+            for name, now, placeholder, address in zip(self.names, found, self.placeholders, self.released_addresses)
+            if now != address or (self._bytes and not bool(torch.isnan(placeholder.as_strided((1,), (1,))).all()))
+        ]
+        for dtype, blank in self._blank.items():
+            self._bytes[dtype][:] = blank
+        self.show_released()
+        return written[0] if written else None  # another NaN counts as no write: the next gather overwrites it
+
+    def note_versions(self) -> None:
+        self._versions = self._read_versions()
+        if self._samples is not None:
+            self._samples = self._read_samples()
+
+    def note_samples(self) -> None:
+        """Record samples of the whole values, because a program can write to them through `.data` until the step."""
+        if self._samples is None and not self._on_gpu:
+            self._samples = self._read_samples()
+
+    def _read_samples(self) -> list[int]:
+        return [
+            sample_crc32c(address, whole.nbytes, max(whole.nbytes // _SAMPLES, 64))
+            for address, whole in zip(self.whole_addresses, self.whole)
+        ]
+
+    def _read_versions(self) -> list[int]:
+        with _hooks.unguarded():
+            return list(map(_version_of, self.parameters))
+
+    def find_written(self) -> str | None:
+        """Return the name of a parameter written since note_versions(), or through `.data` since note_samples(), which
+        it ends.
+        """
+        before, now = [self._versions], [self._read_versions()]
+        if self._samples is not None:
+            before.append(self._samples)
+            now.append(self._read_samples())
+            self._samples = None
+        if before == now:
+            return None
+        changes = zip(self.names * len(now), itertools.chain(*before), itertools.chain(*now))
+        return next(name for name, old, new in changes if old != new)
+
+
+class ComputeForm(Unit):
+    """A unit in the dtypes in which its modules compute under a precision policy.
+
+    It has separate memory. While it is whole, the modules' slots hold views of that memory, and the parameters
+    themselves stay released.
+    """
+
+    is_compute_form = True
+
+    def __init__(
+        self, unit: Unit, number: int, plan: UnitPlan, members: Sequence[Member], *, on_gpu: bool = False
+    ) -> None:
+        super().__init__(number, plan, members, on_gpu=on_gpu)
+        self.unit = unit
+        self._positions = {id(parameter): position for position, parameter in enumerate(self.parameters)}
+
+    def _make_placeholders(self) -> None:
+        """Make none: the parameters are shown by the unit itself."""
+
+    def memory_of(self, parameter: torch.Tensor) -> torch.Tensor:
+        """Return a parameter's values in its compute dtype."""
+        return self.whole[self._positions[id(parameter)]]
+
+    def show_whole(self) -> None:
+        """Do nothing: modules read this memory through views of it."""
+
+    show_released = show_whole
+
+    def take_written(self) -> str | None:
+        return None if self.unit.is_whole else self.unit.take_written()
+
+    def count_writes(self) -> None:
+        """Bump the version counter, so that autograd detects changed saved values."""
+        for each in self.whole:
+            torch.autograd.graph.increment_version(each)
+
+    def _read_versions(self) -> list[int]:
+        return list(map(_version_of, self.whole))
