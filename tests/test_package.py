@@ -239,7 +239,6 @@ ADDRESSES = {
             "compress/device_exchange",
             "compress/device_powersgd",
             "optim/device_clip",
-            "optim/device_whole_tensors",
         ),
         *(
             "parameters/device_groups",
@@ -247,7 +246,7 @@ ADDRESSES = {
             "compress/factor_exchange",
             "comm/levels",
             "compress/powersgd",
-            "optim/whole_tensors",
+            "optim/ownership",
         ),
         *(
             "parameters/sharded_groups",

@@ -106,9 +106,10 @@ class Storage:
         """Make the current stream wait for parameters that are still being gathered after the last step."""
 
     def hook_arranger(self) -> Callable[[bool], None] | None:
-        """Return a function to call at the start of each forward, None if nothing is to do. It keeps parameters whole in
-        all hooks of the user's modules, whenever they were registered. Its argument is True if torch's compiler runs
-        the forward."""
+        """Return a function that keeps parameters whole in all of the user's hooks, or None; called at each forward.
+
+        Its argument is True if torch's compiler runs the forward.
+        """
         return None
 
     def follow(self, copies: Copies) -> None:
@@ -118,8 +119,7 @@ class Storage:
         """Inside a join, call `announce` with each unit before it is gathered, if joined ranks must also gather it."""
 
     def gather_anew(self) -> None:
-        """Gather units as after a step, at the end of a join, regardless of the units that each rank already has.
-        Collective if parameters are gathered in units."""
+        """Gather units as after a step, at the end of a join, whatever each rank has. Collective with units."""
 
     def give_back(self, together: bool = False) -> None:
         """Return the parameters to ordinary memory of this rank. `together`: all ranks call this."""
@@ -139,8 +139,7 @@ class SliceRuns:
         return self._reducer.place(index)[0] in self._stepped
 
     def publish_all(self) -> None:
-        """Publish after writes to slices of frozen parameters, and after writes of every rank to whole, unreleased
-        parameters. Collective."""
+        """Publish after writes to frozen slices, and after every rank's writes to whole parameters. Collective."""
         self.take_writes()
         self.publish()  # type: ignore[attr-defined]
 
@@ -235,10 +234,7 @@ class Outcomes:
 
 
 def populate(arena: Arena, ranges: Iterable[tuple[int, int]]) -> None:
-    """Populate ranges (first byte, bytes) of this rank's part, with huge pages where the kernel can.
-
-    Parameters are read in every step.
-    """
+    """Populate ranges (first byte, bytes) of this rank's part, with huge pages where the kernel can."""
     pending: list[int] = []  # merge adjacent ranges: a huge page may span both
     for offset, nbytes in sorted(ranges):
         if pending and pending[1] == offset:
@@ -263,10 +259,7 @@ def make_dense(parameter: torch.Tensor) -> None:
 
 
 def memory_order(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return the elements of `tensor`, one-dimensional, in the memory order of `like`, which has the same shape.
-
-    The result is an alias where the strides agree, else a copy.
-    """
+    """Return elements in the memory order of `like`, of the same shape; an alias where the strides agree."""
     strides = dense_strides(like)
     if strides is None or tensor.stride() != strides or tensor.is_conj() or tensor.is_neg():
         same = torch.empty_strided(
