@@ -8,18 +8,18 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 #: lines of Python by folder, at most; the files beside a package's folders stand under the package's name
 LINES = {
-    "shardwright": 1_361,
-    "shardwright/backend": 649,
-    "shardwright/checkpoint": 9_472,
+    "shardwright": 1_338,
+    "shardwright/backend": 652,
+    "shardwright/checkpoint": 9_181,
     "shardwright/comm": 2_805,
-    "shardwright/compress": 1_798,
+    "shardwright/compress": 1_789,
     "shardwright/deepspeed": 9,
     "shardwright/gradients": 1_935,
-    "shardwright/integrations": 3_197,
+    "shardwright/integrations": 3_112,
     "shardwright/layout": 1_323,
-    "shardwright/optim": 3_976,
-    "shardwright/options": 950,
-    "shardwright/parallel": 5_168,
+    "shardwright/optim": 3_738,
+    "shardwright/options": 946,
+    "shardwright/parallel": 5_146,
     "shardwright/parameters": 3_755,
     "shardwright/torch_compat": 1_138,
     "shardwright_tools": 346,
@@ -30,7 +30,7 @@ LINES = {
     "shardwright_tools/planner": 1_702,
 }
 #: lines of C, headers and sources
-C_LINES = 46_305
+C_LINES = 44_702
 
 
 def lines_of(path: Path) -> int:
@@ -52,7 +52,8 @@ def test_no_folder_of_python_has_more_lines_than_before() -> None:
 
 
 def test_c_has_no_more_lines_than_before() -> None:
-    assert sum(lines_of(path) for path in (ROOT / "csrc").rglob("*.[ch]")) <= C_LINES
+    found = {name: sum(lines_of(path) for path in (ROOT / name).rglob("*.[ch]")) for name in C_LINES}
+    assert {name: (count, C_LINES[name]) for name, count in found.items() if count > C_LINES[name]} == {}
 
 
 def test_a_planted_line_is_counted(tmp_path: Path) -> None:

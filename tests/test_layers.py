@@ -20,6 +20,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 CSRC = ROOT / "csrc"
+CHECK = ROOT / "csrc_check"
 PACKAGE = ROOT / "python" / "shardwright"
 TOOLS = ROOT / "python" / "shardwright_tools"
 ENGINE = PACKAGE / "_engine.abi3.so"
@@ -217,8 +218,9 @@ def test_only_the_python_folder_includes_python_headers() -> None:
     assert users <= {"python"}
 
 
-def test_no_source_calls_a_banned_function() -> None:
-    assert banned_calls(CSRC) == []
+@pytest.mark.parametrize("folder", (CSRC, CHECK), ids=lambda path: path.name)
+def test_no_source_calls_a_banned_function(folder: Path) -> None:
+    assert banned_calls(folder) == []
 
 
 def test_a_planted_banned_call_is_caught_and_a_lookalike_is_not(tmp_path: Path) -> None:
@@ -287,12 +289,13 @@ def test_a_planted_circle_of_headers_is_caught(tmp_path: Path) -> None:
 
 
 def test_file_names_are_unique_in_the_tree() -> None:
-    names = [file.name for file in c_files(CSRC)]
+    names = [file.name for file in [*c_files(CSRC), *c_files(CHECK)]]
     assert sorted(names) == sorted(set(names))
 
 
 def test_no_file_is_longer_than_800_lines() -> None:
-    lengths = {str(file.relative_to(CSRC)): len(file.read_text().splitlines()) for file in c_files(CSRC)}
+    files = [*c_files(CSRC), *c_files(CHECK)]
+    lengths = {str(file.relative_to(ROOT)): len(file.read_text().splitlines()) for file in files}
     assert {name: length for name, length in lengths.items() if length > LINES_MAX} == {}
 
 

@@ -142,21 +142,12 @@ static bool read_id(PyObject *bytes, sw_nccl_id *id)
     return false;
 }
 
-static PyObject *device_connect(PyObject *op, PyObject *args)
-{
-    device_comm_object *self = (device_comm_object *)op;
-    sw_py_arg a[4];
-    sw_nccl_id id;
-    sw_error err;
-    sw_status status;
-    if (!sw_py_read("connect id:B rank:i world_size:i timeout_s:d", args, NULL, a) ||
-        !read_id(a[0].o, &id) || !enter_to_join(self, "connect", a[3].d))
-        return NULL;
-    SW_PY_WITHOUT_GIL(
-        status, sw_device_comm_connect(self->comm, &id, a[1].i, a[2].i, nanoseconds(a[3].d), &err));
-    return sw_py_device_finish(self, status, &err);
-}
-
+SW_PY_METHOD_WITH(device_connect, device_comm_object,
+                  "connect id:B rank:i world_size:i timeout_s:d", sw_nccl_id id,
+                  read_id(a[0].o, &id) && enter_to_join(self, "connect", a[3].d),
+                  sw_device_comm_connect(self->comm, &id, a[1].i, a[2].i, nanoseconds(a[3].d),
+                                         &err),
+                  sw_py_device_finish(self, status, &err))
 SW_PY_METHOD(device_borrow, device_comm_object, "borrow handle:A rank:i world_size:i timeout_s:d",
              enter_to_join(self, "borrow", a[3].d),
              sw_device_comm_borrow(self->comm, a[0].address, a[1].i, a[2].i, nanoseconds(a[3].d),
@@ -333,41 +324,22 @@ static bool read_range(PyObject *tuple, sw_device_range *range)
     return sw_py_read(RANGE, tuple, NULL, a) && fill_range(a, range, NULL);
 }
 
-static PyObject *device_exchange(PyObject *op, PyObject *args)
+SW_PY_METHOD_WITH(device_exchange, device_comm_object, "exchange range:U received:A stream:A",
+                  sw_device_range range, read_range(a[0].o, &range) && sw_py_device_enter(self),
+                  sw_device_comm_exchange(self->comm, &range, a[1].address, a[2].address, &err),
+                  sw_py_device_finish(self, status, &err))
+
+static PyObject *sum_of(PyObject *done, const sw_norm_sum *sum)
 {
-    device_comm_object *self = (device_comm_object *)op;
-    sw_py_arg a[3];
-    sw_device_range range;
-    sw_error err;
-    sw_status status;
-    if (!sw_py_read("exchange range:U received:A stream:A", args, NULL, a) ||
-        !read_range(a[0].o, &range) || !sw_py_device_enter(self))
-        return NULL;
-    SW_PY_WITHOUT_GIL(
-        status, sw_device_comm_exchange(self->comm, &range, a[1].address, a[2].address, &err));
-    return sw_py_device_finish(self, status, &err);
+    Py_XDECREF(done);
+    return done ? PyBytes_FromStringAndSize((const char *)sum, sizeof *sum) : NULL;
 }
 
-static PyObject *device_norm(PyObject *op, PyObject *args)
-{
-    device_comm_object *self = (device_comm_object *)op;
-    sw_py_arg a[2];
-    sw_py_table ranges = {0};
-    sw_norm_sum sum;
-    sw_error err;
-    sw_status status;
-    PyObject *done = NULL;
-    if (sw_py_read("norm_sum ranges:O stream:A", args, NULL, a) &&
-        sw_py_table_init(&ranges, a[0].o, RANGE, sizeof(sw_device_range), fill_range, NULL) &&
-        sw_py_device_enter(self)) {
-        SW_PY_WITHOUT_GIL(status, sw_device_comm_norm(self->comm, ranges.rows, ranges.count,
-                                                      a[1].address, &sum, &err));
-        done = sw_py_device_finish(self, status, &err);
-    }
-    sw_py_table_fini(&ranges);
-    Py_XDECREF(done);
-    return done ? PyBytes_FromStringAndSize((const char *)&sum, sizeof sum) : NULL;
-}
+SW_PY_METHOD_ON_ROWS(device_norm, device_comm_object, "norm_sum ranges:O stream:A", sw_norm_sum sum,
+                     0, RANGE, sw_device_range, fill_range, sw_py_device_enter(self),
+                     sw_device_comm_norm(self->comm, rows.rows, rows.count, a[1].address, &sum,
+                                         &err),
+                     sum_of(sw_py_device_finish(self, status, &err), &sum))
 
 #define DEVICE_METHOD(name, signature, call)                                                       \
     SW_PY_METHOD(device_##name, device_comm_object, #name " " signature, sw_py_device_enter(self), \

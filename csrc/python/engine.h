@@ -257,7 +257,6 @@ extern PyMethodDef sw_py_device_functions[];
 /* device_codec_module.c */
 extern PyMethodDef sw_py_device_codec_functions[];
 extern PyMethodDef sw_py_device_powersgd_functions[];
-extern PyMethodDef sw_py_device_check_functions[];
 
 /* Enters a plan, or raises CheckpointError. */
 bool sw_py_plan_enter(plan_object *self, sw_py_use_kind kind);

@@ -190,13 +190,20 @@ sw_status sw_reducer_create_on_device(sw_device_comm *comm, const sw_layout_para
     return SW_OK;
 }
 
+/* Wait until our stream has done all that was enqueued: it writes to what is freed next. */
+static sw_status drain(device_rounds *d, sw_error *err)
+{
+    SW_TRY(d->device->ops->event_record(d->device, d->gathered, d->comm->stream, err));
+    sw_device_comm_await(d->comm, d->gathered, "the comm stream");
+    return SW_OK;
+}
+
 static void device_destroy(sw_reducer *reducer)
 {
     device_rounds *d = device_of(reducer);
     const sw_device_ops *ops = d->device->ops;
-    /* Our stream writes to what is freed here. An error was already reported. */
-    if (d->gathered && ops->event_record(d->device, d->gathered, d->comm->stream, NULL) == SW_OK)
-        sw_device_comm_await(d->comm, d->gathered, "the comm stream");
+    if (d->gathered)
+        (void)!drain(d, NULL);
     for (size_t b = 0; d->buckets && b < reducer->layout.bucket_count; ++b) {
         free(d->buckets[b].producers.stream);
         ops->event_destroy(d->device, d->buckets[b].ready);
@@ -280,8 +287,7 @@ sw_status sw_reducer_withdraw(sw_reducer *reducer, sw_error *err)
 {
     device_rounds *d = device_of(reducer);
     SW_TRY(release(d, err));
-    SW_TRY(d->device->ops->event_record(d->device, d->gathered, d->comm->stream, err));
-    SW_TRY(sw_peers_wait(d->comm->peers, d->gathered, "the comm stream", err));
+    SW_TRY(drain(d, err));
     sw_device_mean_fini(&d->mean);
     d->mean = (sw_device_mean){.comm = NULL};
     d->is_withdrawn = true;

@@ -346,10 +346,12 @@ class StorageReader(TorchStorageReader):
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         folder = self._open()
         if self._verify:
+            items = (item for item in plan.items if item.type != LoadItemType.BYTE_IO)
+            stored = ((self._found.tensors[item.storage_index.fqn], item) for item in items)
             blocks = {
-                (path, block * _BLOCK_BYTES)
-                for path, ranges in self._reads(plan).items()
-                for begin, nbytes in ranges
+                (each.path, block * _BLOCK_BYTES)
+                for each, item in stored
+                for begin, nbytes in _stored_ranges(each, item)
                 for block in range(begin // _BLOCK_BYTES, (begin + nbytes - 1) // _BLOCK_BYTES + 1)
             }
             checks = [
@@ -357,14 +359,6 @@ class StorageReader(TorchStorageReader):
             ]
             folder.load(checks, _READERS, False, (0, 1))
         return plan
-
-    def _reads(self, plan: LoadPlan) -> dict[str, list[tuple[int, int]]]:
-        found: dict[str, list[tuple[int, int]]] = collections.defaultdict(list)
-        for item in plan.items:
-            if item.type != LoadItemType.BYTE_IO:
-                stored = self._found.tensors[item.storage_index.fqn]
-                found[stored.path] += _stored_ranges(stored, item)
-        return found
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         return plans

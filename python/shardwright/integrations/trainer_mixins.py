@@ -11,7 +11,7 @@ from ..options.compress import Compressor
 from ..parallel.fully_shard import wrapper_of
 from .accelerate import Accelerator
 from .settings import chosen
-from .whole import whole_parameters
+from .wrappers import whole_parameters
 
 __all__ = ["ArgumentsMixin", "TrainerMixin"]
 

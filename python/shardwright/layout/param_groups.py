@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..options.units import unit_types
+from ..options.checks import unit_types
 from .local_parameters import module_parameter
 from .param_table import ParameterTable
 

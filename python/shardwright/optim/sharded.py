@@ -61,24 +61,12 @@ _GradientOf = Callable[[Entry], torch.Tensor | None]
 class ShardedOptimizer(Forwarding):
     """The optimizer that `sw.wrap(module, optimizer, zero=1)` returns.
 
-    Parameters
-    ----------
-    optimizer : Optimizer
-        The user's optimizer. Its groups are taken over unchanged; its state is sliced.
-    replica : Replica
-        The replica of the wrapped module, which must hold every parameter of the optimizer.
-    partition : {"auto", "flat", "tensor"}
-        "auto" accepts torch's elementwise optimizers. "flat" accepts any: the caller vouches that it is elementwise.
-        "tensor": an update of a tensor depends only on that tensor, its gradient and its state.
-    without_master : collection of Tensor
-        Low-precision parameters without a float32 master, by the user's policy. sw.optim's optimizers make masters of
-        the others themselves; for other optimizers this class does.
-    parts : sequence of Replica
-        Further replicas of the module, for the parameters of groups=. Their ranks are among those of `replica`.
-        Parameters are numbered across all replicas.
+    It takes the user's groups over unchanged, and slices the state over the ranks of `replica`, the module's engine, or
+    of one of `parts`, the engines of groups=, whose ranks are among those. Parameters are numbered across all engines.
+    With partition="auto" it accepts torch's elementwise optimizers; with "flat" any that the caller vouches for; with
+    "tensor" those whose update of a tensor depends only on that tensor, its gradient and its state. It keeps masters of
+    low-precision parameters for optimizers that keep none themselves, but for `without_master`.
 
-    Notes
-    -----
     Memory: 1 / world_size of the optimizer's state. step() is collective: one exchange of 16 bytes a rank, then
     ParameterMemory.publish().
     """

@@ -25,8 +25,8 @@ from ..comm.levels import Lease
 from ..comm.process_group import HostGroup, host_group, mesh_rows, resolve_group
 from ..layout.param_groups import check_marks, comparable
 from ..layout.shard_mesh import Slicing
+from ..options.checks import offload_kind
 from ..options.compress import Compressor, check_compressor
-from ..options.offload import offload_kind
 from ..options.options import Options, refuse_options
 from ..parameters.drift import DriftCheck
 from ..parameters.mixed_precision import PrecisionPlan, remove_plan
@@ -78,14 +78,8 @@ class DistributedDataParallel(PortableWrapper, TorchDDP):
         Not supported; the error names the replacement.
     check_reduction, skip_all_reduce_unused_params, batched_grad_copy
         Accepted without effect: the engine always does this.
-    zero : {0, 1, 2, 3}
-        The stage (see wrap).
-    precision : str, Precision or dict
-        The precision of the module's computation and of gradients in transit (see wrap).
-    compress : Fp16, Bf16, Int8, Int4, PowerSGD or "auto", optional
-        See wrap.
-    **options
-        Further fields of Options: timeout_s, transport, ignored_params, ...
+    zero, precision, offload, compress, **options
+        Fields of Options, but for partition and clip_grad_norm, which are wrap's.
 
     Raises
     ------
@@ -291,28 +285,16 @@ class DistributedDataParallel(PortableWrapper, TorchDDP):
         parts = find_parts(self.module, options, ignored, group)
         slicing = self._slice_over(group)
         settings = {
-            "bucket_cap_mb": options.bucket_cap_mb,
+            **options.compared(),
             "transport": options.chosen_transport,
-            "reduce": options.reduce,
-            "deterministic": options.deterministic,
-            "communicator": options.communicator,
-            "timeout_s": options.timeout_s,
-            "warn_after_s": options.warn_after_s,
-            "silent_s": options.silent_s,
             "zero": self._zero,
             "device_mesh": slicing.rows(),
-            "share_parameters": options.share_parameters,
-            "gather": options.gather,
-            "write_guard": options.write_guard,
             "units": comparable(options.units),
-            "reshard_after_forward": options.reshard_after_forward,
-            "prefetch": options.prefetch,
             "compress": self._compress,
             "init_sync": init_sync,
             "forward_sync_buffers": self.forward_sync_buffers,
             "precision": repr(self._precision),
-            "offload": offload_kind(self._options.offload),
-            "check_every": options.check_every,
+            "offload": offload_kind(options.offload),
         }
         own = ignored.union(*(part.names for part in parts))
         self._replica = Replica(

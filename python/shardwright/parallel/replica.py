@@ -541,8 +541,11 @@ class Replica:
     def retire(self, together: bool = False) -> None:
         """Remove the hooks from the parameters. Gradients stay in place.
 
-        `together`: all ranks call this, so released parameters of a GPU can be gathered.
+        `together`: all ranks call this, so released parameters of a GPU can be gathered. Does nothing the second time:
+        what a later wrapper has made of the parameters stays.
         """
+        if self.retired:
+            return
         _live.discard(self)
         _hooks.ignore_steps(self)
         if self.zero >= 2:

@@ -211,16 +211,9 @@ def _readable(group: dict[str, Any]) -> dict[str, Any]:
 def check_members(
     label: str, members: Mapping[int, Any], optimizer: torch.optim.Optimizer, *, all_of_them: bool
 ) -> None:
-    """Raise ValueError for an optimizer that was not made for the module's parameters.
+    """Raise ValueError for an optimizer that was not made for the parameters of module `label`, `members` by id.
 
-    Parameters
-    ----------
-    label : str
-        The module's class.
-    members : mapping
-        The module's parameters by id.
-    all_of_them : bool
-        True: every parameter must be one of the module's. False: one is enough (a second module may have the rest).
+    Without `all_of_them` one is enough: a second module may have the rest.
     """
     strangers = [
         (position, parameter)
