@@ -86,9 +86,7 @@ class Buckets(Protocol):
     is_copied: bool
 
     def tensor(self, bucket: int, begin: int, like: torch.Tensor) -> torch.Tensor | None:
-        """Return a tensor of the shape of `like` at element `begin`, with a storage of exactly its bytes; None if there
-        is no memory.
-        """
+        """Return a tensor of the shape of `like` at element `begin` with a storage of its own; None without memory."""
 
     def publish(self, buckets: Collection[int], failed: bool | None, owned: Any) -> list[int] | None:
         """Gather the buckets from all ranks' slices. Return which ranks passed `failed`, None if the gather does not
@@ -110,9 +108,7 @@ class Buckets(Protocol):
 
 
 class Backend(Protocol):
-    """The memory in which a module trains: a host's or a GPU's. `link` and `row`, the link over the ranks that own all
-    slices together, are None on a host.
-    """
+    """The memory in which a module trains. `link` and `row`, over the ranks that own all slices, are a GPU's."""
 
     capabilities: Capabilities
     group: HostGroup
@@ -137,8 +133,7 @@ class Backend(Protocol):
         """Make the storage of parameters that are gathered in units. Collective."""
 
     def exchange(self, compress: Compressor, request: Request, like: torch.Tensor) -> tuple[Levels, Lease | None]:
-        """Return the exchange of a compressor's hook, with a leased communicator if a thread uses it. Collective at
-        first use."""
+        """Return the exchange of a compressor's hook, leased if a thread uses it. Collective at first use."""
 
     def broadcast(self, tensors: Sequence[torch.Tensor], root: int, label: str) -> None:
         """Broadcast the values of rank `root`. Collective."""

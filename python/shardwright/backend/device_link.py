@@ -37,11 +37,7 @@ _OTHER_FAILED = "another communicator of this rank's GPU has failed"
 def alias(
     link: DeviceLink, owner: Any, address: int, dtype: str, shape: Sequence[int], like: torch.Tensor
 ) -> torch.Tensor:
-    """Return a tensor over memory of `owner`, which it keeps alive.
-
-    Its storage has exactly its bytes. It has the strides of `like` if those are dense and of that shape. `like` is on
-    the memory's device.
-    """
+    """Return a tensor over exactly its bytes of `owner`, which it keeps alive, with the dense strides of `like`."""
     ordinal = link.ordinal if like.is_cuda else -1  # simulated GPUs are the CPU
     strides = dense_strides(like) if like.shape == torch.Size(shape) else None
     return engine_tensor(device_tensor(ordinal, owner, address, dtype, list(shape), strides))
@@ -170,20 +166,14 @@ class DeviceLink:
         return [row for row in (each() for each in self._rows) if row is not None]
 
     def _look_at_lender(self) -> None:
-        """Drop a communicator that torch has ended. A rank raises only when an operation needs it, because programs end
-        their group at exit.
-        """
+        """Drop a communicator that torch has ended; the next operation raises, since programs end groups at exit."""
         if self._lender is not None and self._lender.has_ended:
             self._lender, self._was_left = None, True
             self._failure = self._failure or "torch has ended the communicator that was borrowed from its process group"
             self.comm.abort(self._failure)
 
     def _tell_lender(self) -> None:
-        """End torch's communicator through torch after ours failed, which releases its kernels and us.
-
-        If another thread is already aborting torch's communicator, wait for it. The next error says that torch was
-        told.
-        """
+        """End torch's communicator through torch after ours failed, or wait for a thread that does so already."""
         if not self._telling.acquire(timeout=_ENDING_S):
             return
         try:
@@ -201,11 +191,7 @@ class DeviceLink:
         self._end(reason)
 
     def _end(self, reason: str) -> None:
-        """End this rank's communicators of the family side by side.
-
-        As NCCL aborts one, its frees wait for all work of the GPU. That includes kernels of the other communicators,
-        which wait for peers that have left.
-        """
+        """End this rank's communicators of the family side by side: an abort waits for all kernels of the GPU."""
         main = self._main or self
         family = [main, *main._live_rows()]
         enders = [threading.Thread(target=link.comm.abort, args=(reason,), daemon=True) for link in family]
@@ -255,10 +241,7 @@ class DeviceLink:
         self.comm.clip(ranges, max_norm, is_sliced, result.data_ptr(), self.current_stream())
 
     def scale(self, tensors: Iterable[torch.Tensor], factor: torch.Tensor) -> None:
-        """Multiply dense tensors of float32, float16 or bfloat16 by a float32 on the GPU, each rounded to its dtype.
-
-        In the order of torch's current stream, 64 tensors a launch. Where the factor is 1 no tensor is touched.
-        """
+        """Multiply dense tensors by a float32 on the GPU, each rounded to its dtype; a factor of 1 touches none."""
         together: dict[torch.dtype, list[tuple[int, int, int]]] = {}
         for tensor in tensors:
             address = tensor.data_ptr()

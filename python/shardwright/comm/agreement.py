@@ -122,35 +122,18 @@ def verify(comm: HostComm, describe: Callable[[], list[list[str]]], what: str, *
 
 
 def _disagreement(tables: list[list[list[str]]], what: str) -> str:
-    other = next(rank for rank, table in enumerate(tables) if table != tables[0])
-    ours = [rank for rank, table in enumerate(tables) if table == tables[0]]
-    theirs = [rank for rank, table in enumerate(tables) if table == tables[other]]
-    count = next(
-        (i for i, (a, b) in enumerate(zip(tables[0], tables[other])) if a != b), min(len(tables[0]), len(tables[other]))
-    )
-    left, right = (_line(tables[rank], count) for rank in (0, other))
-    shape = f"{_count(tables[0])} on {_ranks(ours)}, {_count(tables[other])} on {_ranks(theirs)}"
-    is_option = all(
-        count < len(table) and table[count][0].startswith("option ") for table in (tables[0], tables[other])
-    )
-    remedy = "pass the same options on every rank" if is_option else "build the same module on every rank"
-    return (
-        f"ranks disagree about {what}: {_ranks(ours)} has {left}, {_ranks(theirs)} has {right} "
-        f"(parameters: {shape}); {remedy}"
-    )
-
-
-def _line(table: list[list[str]], index: int) -> str:
-    return " ".join(table[index]) if index < len(table) else "nothing more"
-
-
-def _count(table: list[list[str]]) -> int:
-    return sum(row[0].startswith("parameter ") for row in table)
-
-
-def _ranks(ranks: Iterable[int]) -> str:
-    ranks = list(ranks)
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {numbers_of(ranks)}"
+    other = next(table for table in tables if table != tables[0])
+    at = next((i for i, (a, b) in enumerate(zip(tables[0], other)) if a != b), min(map(len, (tables[0], other))))
+    lines, counts, options = [], [], []
+    for table in (tables[0], other):
+        ranks = [rank for rank, each in enumerate(tables) if each == table]
+        holders = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {numbers_of(ranks)}"
+        line = " ".join(table[at]) if at < len(table) else "nothing more"
+        lines.append(f"{holders} has {line}")
+        counts.append(f"{sum(row[0].startswith('parameter ') for row in table)} on {holders}")
+        options.append(line.startswith("option "))
+    remedy = "pass the same options on every rank" if all(options) else "build the same module on every rank"
+    return f"ranks disagree about {what}: {', '.join(lines)} (parameters: {', '.join(counts)}); {remedy}"
 
 
 def sums_over_ranks(comm: HostComm, sums: Callable[[], bytes], label: str) -> bytes:

@@ -82,11 +82,7 @@ class Exchange:
         return whole
 
     def swap(self) -> list[torch.Tensor] | None:
-        """Return every rank's whole message in rank order instead of scatter() and gather(), if that costs no more
-        bytes.
-
-        The caller folds every message into whole(). Return None, at once and on every rank, if it would cost more.
-        """
+        """Return all whole messages, to fold into whole(), if that costs no more bytes; else None on all ranks."""
         return None
 
     def whole(self) -> torch.Tensor:
@@ -94,9 +90,7 @@ class Exchange:
         return self._whole[: self._slice_bytes * self.world_size]
 
     def agree(self, ok: bool) -> bool:
-        """Return True if all ranks pass `ok`. Replaces gather() if each rank needs only its own result. Each rank sends
-        a byte.
-        """
+        """Return True if all ranks pass `ok`; it replaces gather() if each rank needs only its own result."""
         self.wire_bytes += self.world_size - 1
         return self._agree(ok)
 
@@ -107,8 +101,7 @@ class Exchange:
         return torch.empty(numel, dtype=torch.float32, device="cpu")
 
     def fold(self, result: int, pieces: list[int], numel: int, dtype: str, op: str) -> None:
-        """Fold `pieces` in rank order into `result`. `pieces`: addresses from scatter(), or equal offsets into its
-        pieces."""
+        """Fold `pieces` in rank order into `result`: addresses from scatter(), or equal offsets into its pieces."""
         fold(result, pieces, numel, dtype, op)
 
     def encode_half(self, dtype: str, wire: int, source: int, numel: int, scale: float) -> None:
@@ -210,9 +203,7 @@ _BLOCKS_AHEAD = 6
 
 
 class GlooExchange(TorchExchange):
-    """An exchange over our own Gloo backend in messages of a few blocks. `members`: each rank's number and host, for
-    errors.
-    """
+    """An exchange over our own Gloo backend in blocks. `members`: each rank's number and host, for errors."""
 
     def __init__(self, gloo: Any, members: Sequence[tuple[int, str]]) -> None:
         super().__init__(gloo.rank(), gloo.size())
@@ -242,9 +233,7 @@ class GlooExchange(TorchExchange):
         self._swap([mine] * self.world_size, into, size)
 
     def _swap(self, to: list[torch.Tensor], into: list[torch.Tensor], size: int) -> None:
-        """Send `to[peer]` to each peer and receive `into[peer]`. After the first few blocks, send one for each one
-        received.
-        """
+        """Send `to[peer]` and receive `into[peer]`: after a few blocks, send one for each one received."""
         blocks = [slice(begin, begin + _BLOCK_BYTES) for begin in range(0, size, _BLOCK_BYTES)]
         receives = [[self._gloo.recv([into[peer][block]], peer, 0) for peer in self._peers] for block in blocks]
         sends = []
@@ -350,10 +339,7 @@ def done(result: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
 
 
 def fold_slice(exchange: Exchange, message: torch.Tensor, op: str) -> torch.Tensor:
-    """Return this rank's slice of begin()'s message in its dtype, averaged or summed over ranks in rank order.
-
-    With one rank the message itself is returned.
-    """
+    """Return this rank's slice of begin()'s message in its dtype, averaged or summed over ranks in rank order."""
     if exchange.world_size == 1:
         return message
     pieces = exchange.scatter()

@@ -49,9 +49,7 @@ def _report(before: Any, kind: type[BaseException], error: BaseException, trace:
 
 
 def _write(path: str, error: Exception, trace: TracebackType | None) -> None:
-    """Write the file in the format of torch.distributed.elastic.multiprocessing.errors.record, or correct the time in
-    that one's file.
-    """
+    """Write the file as torch.distributed.elastic's record() does, or correct the time in its file."""
     is_heard = _is_heard(error)
     if os.path.exists(path) and not is_heard:
         return

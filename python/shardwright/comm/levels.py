@@ -31,11 +31,15 @@ _Hook = Callable[[Any, Any], Any]
 class Levels:
     """The single level of one host. `exchange` is a compressor's; it counts hosts if there are several."""
 
-    def __init__(self, exchange: Exchange) -> None:
-        self.exchange = exchange
+    def __init__(self, exchange: Exchange, roads: Roads | None = None) -> None:
+        self.exchange, self._roads = exchange, roads
 
     def average(self, flat: torch.Tensor, compressed: Callable[[], None], label: str) -> None:
         """Average `flat` over all ranks in place. `compressed` averages it over `exchange`. Collective."""
+        with contextlib.nullcontext() if self._roads is None else self._roads.watched():
+            self._average(flat, compressed, label)
+
+    def _average(self, flat: torch.Tensor, compressed: Callable[[], None], label: str) -> None:
         compressed()
 
     def hook(self, hook: _Hook) -> _Hook:
@@ -43,24 +47,11 @@ class Levels:
         return hook
 
 
-class _OneHost(Levels):
-    """One host, over a leased communicator."""
-
-    def __init__(self, exchange: Exchange, roads: Roads) -> None:
-        super().__init__(exchange)
-        self._roads = roads
-
-    def average(self, flat: torch.Tensor, compressed: Callable[[], None], label: str) -> None:
-        with self._roads.watched():
-            compressed()
-
-
 class HostLevels(Levels):
     """Several hosts. `flat` is float32."""
 
     def __init__(self, group: HostGroup, roads: Roads) -> None:
         host = group.host_of[group.rank]
-        self._roads = roads
         self._inside = roads.inside
         self._is_carrier = roads.between is not None
         self._carrier = group.host_of.index(host)
@@ -70,12 +61,9 @@ class HostLevels(Levels):
         super().__init__(
             GlooExchange(roads.between, [(first, group.hosts[first]) for first in firsts])
             if self._is_carrier
-            else Exchange(host, group.host_count, takes_part=False)
+            else Exchange(host, group.host_count, takes_part=False),
+            roads,
         )
-
-    def average(self, flat: torch.Tensor, compressed: Callable[[], None], label: str) -> None:
-        with self._roads.watched():
-            self._average(flat, compressed, label)
 
     def _average(self, flat: torch.Tensor, compressed: Callable[[], None], label: str) -> None:
         if self._inside is not None:
@@ -181,5 +169,5 @@ def _levels(group: HostGroup, roads: Roads) -> Levels:
     if roads.inside is not None:
         roads.inside.timeout_s = group.comm.timeout_s
     if group.host_count == 1:
-        return _OneHost(HostExchange(roads.inside or group.comm), roads)
+        return Levels(HostExchange(roads.inside or group.comm), roads)
     return HostLevels(group, roads)

@@ -87,10 +87,7 @@ class HostGroup:
 
     @property
     def is_usable(self) -> bool:
-        """Return True if neither the hosts' communicator nor one of the GPUs' has ended with an error.
-
-        A GPU's failure may not have reached the hosts' communicator yet.
-        """
+        """Return True if no communicator has failed; a GPU's failure may be news to the hosts'."""
         return self.comm.is_alive and not any(link.comm.has_failed for link in self.links.values())
 
     @property
@@ -108,9 +105,7 @@ class HostGroup:
         return found
 
     def home_of(self, slicing: Slicing, rank: int | None = None) -> int:
-        """Return the lowest rank of the replica of `rank` (default: this rank) on its host. Its memory holds the
-        replica's one copy on the host.
-        """
+        """Return the lowest rank of a rank's replica on its host, whose memory holds the replica's one copy there."""
         rank = self.rank if rank is None else rank
         return next(r for r in slicing.replica(rank) if self.host_of[r] == self.host_of[rank])
 
@@ -156,7 +151,9 @@ class HostGroup:
             self.host_of, self._here = met.host_of, met.here
             self._store_name = f"shardwright/{hashlib.sha256(met.secret).hexdigest()}"
             try:
-                self._join_host(met)
+                hosts = [each.host for each in met.here]
+                addresses, members = [each.address for each in met.here], [each.rank for each in met.here]
+                self.comm.connect(addresses, met.secret, hosts, members=members)
                 if meeting is not None and (self.host_count > 1 or _forced_hosts is not None):
                     self._join_hosts(met, meeting, host, timeout_s)
             except TimeoutError:
@@ -180,11 +177,6 @@ class HostGroup:
         )
         return meeting.meet(line, _forced_hosts), meeting
 
-    def _join_host(self, met: Meeting) -> None:
-        """Join the ranks of this host through memory."""
-        addresses, hosts = [each.address for each in met.here], [each.host for each in met.here]
-        self.comm.connect(addresses, met.secret, hosts, members=[each.rank for each in met.here])
-
     def _join_hosts(self, met: Meeting, meeting: Rendezvous, host: str, timeout_s: float) -> None:
         """Join the other hosts through a wire between their lowest ranks."""
         bridge = None
@@ -200,9 +192,7 @@ class HostGroup:
         self.comm.extend(self.host_of, host, wire=bridge)
 
     def end_silence_after(self, silent_s: float | None) -> None:
-        """End waits after a peer of this host is stopped, or another host acknowledges nothing, for `silent_s`; None:
-        at the deadline.
-        """
+        """End waits `silent_s` after a peer was stopped or another host acknowledges nothing; None: at the deadline."""
         if silent_s is not None or self.comm.silent_s:
             self.comm.silent_s = silent_s or 0.0
             if self._wire is not None:
@@ -233,12 +223,10 @@ class HostGroup:
         return not self._leave.alive
 
     def gloo_group(self, name: str, ranks: Sequence[int], timeout_s: float, connects_late: bool = False) -> Any:
-        """Return our own Gloo group over `ranks` of this group, this rank among them: a backend, without torch's
-        dispatch.
+        """Return our own Gloo backend over `ranks` of this group, this rank among them. Collective over them.
 
-        Collective only over `ranks`; the timeout also bounds the rendezvous. torch's new_group() would either need
-        every rank of the job, or name the group after the process's count of groups. Ranks with different counts would
-        then wait for one another for ever.
+        torch's new_group() needs every rank of the job, or names the group after the process's count of groups, in
+        which ranks may differ.
         """
         store = dist.PrefixStore(f"{self._store_name}/{name}", default_store())
         timeout = timedelta(seconds=min(timeout_s, 1e6))
@@ -294,9 +282,7 @@ class HostGroup:
         return made[0] if made else None
 
     def close(self) -> None:
-        """Leave the group; peers that wait for this rank get a CommError. No effect the second time and in a forked
-        child.
-        """
+        """Leave the group; peers that wait for this rank get a CommError. No effect twice and in a forked child."""
         self._leave()
 
     def broadcast(self, tensors: Sequence[torch.Tensor], root: int, label: str) -> None:
@@ -345,9 +331,7 @@ _meetings: collections.Counter[tuple[str, tuple[int, ...]]] = collections.Counte
 
 
 def _next_meeting(name: str, group: Any) -> str:
-    """Return the name of the next rendezvous of `group`, equal on all its ranks and used by no other rendezvous of this
-    job.
-    """
+    """Return the name of the next rendezvous of `group`, equal on all its ranks and used once in this job."""
     ranks = tuple(dist.get_process_group_ranks(group))
     _meetings[name, ranks] += 1
     digest = hashlib.sha256(json.dumps([name, ranks]).encode()).hexdigest()[:16]
@@ -376,8 +360,13 @@ def resolve_group(process_group: Any, device_mesh: Any, *, trains: bool = False)
     launcher of one rank, and log a line.
     """
     if device_mesh is not None:
-        _check_member(device_mesh)
-        process_group = device_mesh.get_group() if device_mesh.ndim == 1 else _group_of_mesh(device_mesh)
+        ranks = tuple(sorted(device_mesh.mesh.flatten().tolist()))
+        if dist.get_rank() not in ranks:  # torch would only raise an IndexError
+            raise ValueError(
+                f"this rank, {dist.get_rank()}, is not part of the device_mesh given, which has ranks "
+                f"{', '.join(map(str, ranks))}: wrap the module on those only"
+            )
+        process_group = device_mesh.get_group() if device_mesh.ndim == 1 else group_over(ranks)
     if process_group is not None:
         if dist.get_rank(process_group) < 0:
             raise ValueError(
@@ -403,22 +392,6 @@ _ONE_RANK = (
 
 #: the default group -> groups over all ranks of meshes, by these ranks
 _mesh_groups: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
-
-
-def _check_member(device_mesh: Any) -> None:
-    """Raise ValueError for a mesh without this rank; torch would only raise an IndexError."""
-    ranks = tuple(sorted(device_mesh.mesh.flatten().tolist()))
-    if dist.get_rank() not in ranks:
-        raise ValueError(
-            f"this rank, {dist.get_rank()}, is not part of the device_mesh given, which has ranks "
-            f"{', '.join(map(str, ranks))}: wrap the module on those only"
-        )
-
-
-def _group_of_mesh(device_mesh: Any) -> Any:
-    """Return the group over all dimensions of a mesh. Collective over its ranks at first use."""
-    ranks = tuple(sorted(device_mesh.mesh.flatten().tolist()))
-    return group_over(ranks)
 
 
 def group_over(ranks: tuple[int, ...]) -> Any:
@@ -496,9 +469,7 @@ def _store_of(launch: Launch, timeout: timedelta | None) -> Any:
 
 
 def _try_threads() -> str:
-    """Return why this process cannot start the threads that joining takes, torch's among them; "" if it can.
-
-    torch would end in an error on this rank alone, and at the deadline on the others."""
+    """Return why joining cannot start its threads, where torch would fail on this rank alone; "" if it can."""
     end, started = threading.Event(), []
     try:
         for _ in range(_JOIN_THREADS):
@@ -602,10 +573,7 @@ def group_size(group: Any) -> int:
 
 
 def gather_in_rank_order(row: torch.Tensor, group: Any) -> tuple[torch.Tensor, ...]:
-    """Return every rank's `row`, over torch's `group`.
-
-    A sum with zeros is exact, and every backend supports it on its devices.
-    """
+    """Return every rank's `row` over torch's `group`, by a sum with zeros, which every backend supports."""
     rows = row.new_zeros(dist.get_world_size(group), row.numel())
     rows[dist.get_rank(group)] = row
     dist.all_reduce(rows, group=group)

@@ -51,9 +51,7 @@ _NAMED = 16
 
 
 class Line(NamedTuple):
-    """The line of one rank. `place` is equal for ranks that share a host, `cores` a mask in hexadecimal digits, `failure`
-    why the rank cannot join.
-    """
+    """A rank's line. `place`: equal on one host; `cores`: a mask in hexadecimal; `failure`: why it cannot join."""
 
     rank: int
     address: str
@@ -151,9 +149,7 @@ class Rendezvous:
         self._await("go", "the other hosts")
 
     def fail(self, error: Exception) -> Exception:
-        """Return the error that all ranks raise: the first reason. A rank writes its own failure before peers report
-        it.
-        """
+        """Return the error that all ranks raise: the first reason, which a rank writes before peers report it."""
         heard = isinstance(error, CommError) and getattr(error, "rank", self._rank) != self._rank
         mine = self._words_of(error)
         deadline_s = time.monotonic() + (_REASONS_S if heard else 0.0)
@@ -211,9 +207,7 @@ class Rendezvous:
             raise self.fail(_comm_error(f"joining: torch's own group failed: {error}", -1, "")) from error
 
     def _await(self, key: str, awaited: str, later_s: float = 0.0) -> bytes:
-        """Return the value of `key` once `awaited` has written it. `later_s`: seconds by which this wait exceeds that
-        rank's own.
-        """
+        """Return the value of `key` once `awaited` has written it; wait `later_s` longer than that rank."""
         self._until(lambda: self._store.call("check", [key]), awaited, later_s=later_s)
         return bytes(self._store.call("get", key))
 
@@ -226,10 +220,7 @@ class Rendezvous:
         *,
         asks: bool = True,
     ) -> None:
-        """Return once `is_done`. Polls less and less often, so that many waiting ranks do not load the store.
-
-        With `asks`, raise a failed rank's reason if the store has one.
-        """
+        """Return once `is_done`, polled ever less often; with `asks`, raise the store's reason of a failed rank."""
         wait = Wait(self._warn_after_s, self._log)
         pause_s, look_s = _LOOK_S
 
@@ -252,9 +243,7 @@ class Rendezvous:
             pause_s = min(1.5 * pause_s, most_s)
 
     def _absent(self) -> str:
-        """Return which ranks have not come, for messages. Rank 0 asks for each rank and publishes the list; the others
-        read it, since every rank's own look would make W * W calls.
-        """
+        """Return which ranks have not come. Rank 0 asks and publishes: every rank's own look would make W * W calls."""
         try:
             if self._rank == 0:
                 self._store.call("set", "absent", self._looked())
@@ -277,10 +266,7 @@ class Rendezvous:
 
 
 class _Caller:
-    """A store whose calls have a deadline. torch's calls wait for ever, even if the link to the store is cut.
-
-    A separate thread makes the calls. It ends with this object, or with the process if a call never returns.
-    """
+    """A store whose calls, made by a thread, have a deadline; torch's own wait for ever if the link is cut."""
 
     def __init__(self, store: Any, rank: int, timeout_s: float) -> None:
         self._rank = rank

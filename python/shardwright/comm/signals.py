@@ -17,9 +17,7 @@ _ENDING = (signal.SIG_DFL, signal.default_int_handler)
 
 
 def check_signals(given: Any) -> tuple[signal.Signals, ...]:
-    """Return the signals of `save_on`. Raise TypeError or ValueError for an entry that is not a signal or cannot be
-    handled.
-    """
+    """Return the signals of `save_on`; raise TypeError or ValueError for an entry that cannot be handled."""
     if isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
         raise TypeError(f"save_on must be a collection of signals such as (SIGTERM, SIGUSR1), got {given!r}")
     found = []

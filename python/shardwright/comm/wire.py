@@ -84,10 +84,10 @@ class Wire:
         work.wait(timeout)
 
     def end_silence_after(self, silent_s: float | None) -> None:
-        """Let the kernel close connections on which sent bytes were not acknowledged for `silent_s`; None: the kernel's
-        rule.
+        """Let the kernel close connections on which bytes were not acknowledged for `silent_s`; None: its own rule.
 
-        The peer's kernel acknowledges even for a stopped process, until its buffers are full."""
+        The peer's kernel acknowledges even for a stopped process, until its buffers are full.
+        """
         for fd, _ in self._sockets & sockets():
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as each:
                 each.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, math.ceil(1000 * (silent_s or 0)))
@@ -148,9 +148,7 @@ class Wire:
         return True
 
     def let_go(self) -> None:
-        """Close the sockets in a forked child. Their numbers stay in use: Gloo would otherwise close another file under
-        such a number.
-        """
+        """Close the sockets in a forked child, and keep their numbers, under which Gloo would close other files."""
         nothing = os.open(os.devnull, os.O_RDONLY)
         for fd, _ in self._sockets & sockets():
             os.dup2(nothing, fd)

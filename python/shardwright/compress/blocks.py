@@ -167,8 +167,7 @@ class _Part(NamedTuple):
 
 
 class _Owner:
-    """The rank that folds records [begin, end) of a bucket. It owns the records from `own` on; the previous rank owns
-    the one before.
+    """The rank that folds records [begin, end), and owns those from `own` on; the previous rank owns the one before.
 
     A record belongs to the rank whose slice holds its first element. If ranks keep only their slices, the rank whose
     slice begins inside a record also folds that record.
@@ -192,11 +191,7 @@ class _Owner:
                     yield _Part(at, span.address + 4 * skip, error, numel, low < self.own)
 
     def rests(self, block: int) -> Iterator[tuple[_Span, int, int, int]]:
-        """Yield (span, begin, place, numel): `numel` elements of the span from `begin` on take the rounding errors from
-        `place` on.
-
-        Places are counted from the record `begin` of this owner.
-        """
+        """Yield (span, begin, place, numel): elements that take rounding errors, from `place` behind `begin`."""
         for span in self._spans:
             start = span.first * block
             low, high = max(start, self.own * block), min(start + span.numel, self.end * block)

@@ -78,9 +78,7 @@ class DeviceExchange(Exchange):
         return ok
 
     def tell(self, flags: torch.Tensor) -> int:
-        """Sum the int32 that each rank has set, among world_size + 1, into the last one on all ranks. Return its
-        address.
-        """
+        """Sum the int32 that each rank has set, among world_size + 1, into the last one; return its address."""
         world, stream = self.world_size, self.link.current_stream()
         self.wire_bytes += 4 * (world - 1)
         begin, last = flags.data_ptr(), flags.data_ptr() + 4 * world
@@ -116,9 +114,7 @@ class DeviceExchange(Exchange):
         device_cast(self.link.comm, out, "float32", wire, dtype, numel, 1.0, self.link.current_stream())
 
     def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], verdict: int = 0) -> None:
-        """Copy with kernels of at most 64 pieces a launch. `verdict`: the address of a flag; the kernels do nothing if
-        it is 1.
-        """
+        """Copy, at most 64 pieces a launch, unless the flag at address `verdict` is set."""
         copies = [
             (to.data_ptr(), source.data_ptr(), to.numel() * to.element_size()) for to, source in pairs if to.numel()
         ]
@@ -141,9 +137,7 @@ class OnDevice(CompressionState):
 
 
 class DeviceBlockState(OnDevice, BlockState):
-    """A BlockState whose exchange, errors and scratch memory are on a GPU. A pass is one launch over all parts of a
-    message.
-    """
+    """A BlockState on a GPU. A pass is one launch over all parts of a message."""
 
     _flags = torch.empty(0, dtype=torch.float32, device="cpu")
 

@@ -15,9 +15,7 @@ from ..comm.exchange import Exchange, fold_message, slice_numel
 
 
 class FactorExchange:
-    """An exchange of factors in float32, bfloat16 or float16: begin() returns memory for this rank's factors, average() the
-    ranks' mean. Memory is reused.
-    """
+    """An exchange of factors: begin() returns memory for this rank's, average() the ranks' mean. It is reused."""
 
     def __init__(self, wire_dtype: torch.dtype) -> None:
         self.wire_dtype = wire_dtype
@@ -117,11 +115,9 @@ class FactorExchange:
             exchange.fold(result + skip, [piece + skip for piece in pieces], self._small_share, "float32", "mean")
 
     def settle(self, exchange: Exchange) -> torch.Tensor:
-        """Return this rank's factors as average() counted them: their mean over ranks is the mean that average()
-        returned.
+        """Return this rank's factors as average() counted them, for 16-bit wires: their mean is what it returned.
 
-        They are the encoded factors times W. The owner of a slice adds W times the rounding error of the mean. For
-        16-bit wires.
+        They are the encoded factors times W. The owner of a slice adds W times the rounding error of the mean.
         """
         world, own = exchange.world_size, self._own
         for rank in range(world):

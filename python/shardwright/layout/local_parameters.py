@@ -128,10 +128,7 @@ def local_of(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def end_local_parameters(module: torch.nn.Module) -> None:
-    """Replace local parameters by plain tensors when a module's last wrapper is retired.
-
-    torch can move a DTensor, as in Module.cpu(), only while no weak reference to it exists.
-    """
+    """Replace local parameters by plain tensors: Module.cpu() moves no DTensor with weak references."""
     for parameter in module.parameters():
         held = local_of(parameter)
         if isinstance(held, LocalParameter):

@@ -109,11 +109,7 @@ def comparable(units: Any) -> Any:
 def cut(
     module: torch.nn.Module, table: ParameterTable, units: Any = "auto", reshard_after_forward: bool = True
 ) -> list[UnitPlan]:
-    """Return the units of `module`, the outermost first, then in the order of modules().
-
-    The outermost unit is whole from its forward to the end of its backward, because the forward needs it last and the
-    backward needs it first.
-    """
+    """Return the units of `module` in the order of modules(). The outermost stays whole until its backward ends."""
     chosen = _choose(module, table, units)
     first = _first_of_each(module, chosen)
     owners: dict[int, list[list[torch.nn.Module]]] = {}
@@ -175,9 +171,7 @@ def _holds_none(module: torch.nn.Module, held: Collection[int]) -> bool:
 
 
 def repeated_blocks(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return the outermost modules that have a sibling of the same class with parameters of the same names, shapes and
-    dtypes.
-    """
+    """Return the outermost modules with a sibling of the same class and parameters of equal names, shapes, dtypes."""
     found: list[torch.nn.Module] = []
     waiting = [module]
     while waiting:
@@ -194,9 +188,7 @@ def _kind(module: torch.nn.Module) -> Any:
 
 
 def _by_size(module: torch.nn.Module, least_bytes: int) -> set[int]:
-    """Return units by size, innermost first. A module is a unit if its parameters outside inner units reach
-    `least_bytes`.
-    """
+    """Return units by size, innermost first: modules whose parameters outside inner units reach `least_bytes`."""
     chosen: set[int] = set()
     taken: set[int] = set()
 

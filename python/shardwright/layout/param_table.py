@@ -51,9 +51,7 @@ class ParameterTable:
 
     @classmethod
     def of(cls, module: torch.nn.Module, ignored: frozenset[str], ranks: Sequence[int] = ()) -> ParameterTable:
-        """Make the table. Raise for tensors that cannot take part, by name. `ranks`: global numbers of the training
-        ranks.
-        """
+        """Make the table; raise for tensors that cannot take part. `ranks`: global numbers of the training ranks."""
         own = [(name, p) for name, p in module.named_parameters() if name not in ignored]
         mesh = find_model_mesh(own, ranks)
         pairs = [(name, LocalParameter.of(p) if is_dtensor(p) else p) for name, p in own]
@@ -73,11 +71,7 @@ class ParameterTable:
         return cls(names, parameters, buffers, module_parameters=tuple(p for _, p in own), model_mesh=mesh)
 
     def check_apart(self) -> None:
-        """Raise Error where a parameter shares elements with another tensor of the module.
-
-        Each parameter is about to move to its own memory, which would silently end the sharing. One parameter under
-        several names is allowed.
-        """
+        """Raise Error if a parameter shares elements with another tensor: in memory of its own it would no longer."""
         tensors: list[tuple[str, torch.Tensor]] = [*zip(self.names, self.parameters), *self.buffers.items()]
         spans = sorted((*_span(tensor), at) for at, (_, tensor) in enumerate(tensors) if tensor.numel())
         for position, (begin, end, at) in enumerate(spans):

@@ -29,10 +29,7 @@ class Slicing:
 
     @classmethod
     def of_rows(cls, rank: int, rows: Sequence[Sequence[int]]) -> Slicing:
-        """Make the slicing of `rows`: the ranks of each replica in the order of their slices. Each rank occurs once.
-
-        One row means no replication.
-        """
+        """Make the slicing of `rows`: the ranks of each replica in the order of their slices, each rank once."""
         if len(rows) == 1:
             return cls.one_a_rank(rank, len(rows[0]))
         place = {member: (column, row) for row, members in enumerate(rows) for column, member in enumerate(members)}

@@ -164,9 +164,10 @@ class Storage:
         return {}
 
     def hook_arranger(self) -> Callable[[bool], None] | None:
-        """Return a function to call at the start of each forward, None if nothing is to do. It keeps parameters whole in
-        all hooks of the user's modules, whenever they were registered. Its argument is True if torch's compiler runs
-        the forward."""
+        """Return a function that keeps parameters whole in all of the user's hooks, or None; called at each forward.
+
+        Its argument is True if torch's compiler runs the forward.
+        """
         return None
 
     def follow(self, copies: Copies) -> None:
@@ -176,8 +177,7 @@ class Storage:
         """Inside a join, call `announce` with each unit before it is gathered, if joined ranks must also gather it."""
 
     def gather_anew(self) -> None:
-        """Gather units as after a step, at the end of a join, regardless of the units that each rank already has.
-        Collective if parameters are gathered in units."""
+        """Gather units as after a step, at the end of a join, whatever each rank has. Collective with units."""
 
 
 class Outcomes:
@@ -205,10 +205,7 @@ class Outcomes:
 
 
 def populate(arena: Arena, ranges: Iterable[tuple[int, int]]) -> None:
-    """Populate ranges (first byte, bytes) of this rank's part, with huge pages where the kernel can.
-
-    Parameters are read in every step.
-    """
+    """Populate ranges (first byte, bytes) of this rank's part, with huge pages where the kernel can."""
     pending: list[int] = []  # merge adjacent ranges: a huge page may span both
     for offset, nbytes in sorted(ranges):
         if pending and pending[1] == offset:
@@ -233,10 +230,7 @@ def make_dense(parameter: torch.Tensor) -> None:
 
 
 def memory_order(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return the elements of `tensor`, one-dimensional, in the memory order of `like`, which has the same shape.
-
-    The result is an alias where the strides agree, else a copy.
-    """
+    """Return elements in the memory order of `like`, of the same shape; an alias where the strides agree."""
     strides = dense_strides(like)
     if strides is None or tensor.stride() != strides or tensor.is_conj() or tensor.is_neg():
         same = torch.empty_strided(

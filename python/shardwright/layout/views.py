@@ -34,11 +34,7 @@ def dense_strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
 
 
 def gradient_view(parameter: torch.Tensor, reducer: Reducer, index: int) -> torch.Tensor:
-    """Return a tensor of the parameter's shape and dtype over the reducer's memory of parameter `index`, without a
-    copy.
-
-    The tensor keeps the memory alive.
-    """
+    """Return a tensor of the parameter's shape over the reducer's memory of it, which it keeps alive."""
     shape, strides = list(parameter.shape), dense_strides(parameter)
     return from_dlpack(reducer.gradient(index, shape, None if strides is None else list(strides)))
 

@@ -131,9 +131,7 @@ def inside_functional_call() -> bool:
 
 
 class _End:
-    """A callback that torch calls at the end of a graph task. torch drops it if the task fails; only its deletion shows
-    that.
-    """
+    """A callback at the end of a graph task. torch drops it if the task fails; only its deletion shows that."""
 
     def __init__(self, callback: Callable[[], None], failed: Callable[[], None] | None) -> None:
         self._callback, self._failed = callback, failed
@@ -270,9 +268,7 @@ def hook_outputs(output: Any, on_gradient: Callable[[torch.Tensor], None]) -> No
 
 
 class StepListener(Protocol):
-    """A listener called before each step of an optimizer that holds one of its parameters. The lowest `serial` comes
-    first, on every rank.
-    """
+    """A listener called before each step of an optimizer of its parameters, the lowest `serial` first."""
 
     serial: int
 

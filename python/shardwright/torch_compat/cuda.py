@@ -43,8 +43,7 @@ class CudaRuntime:
         return autograd.raw_stream(ordinal)
 
     def stream_reader(self, ordinal: int) -> Callable[[], int]:
-        """Return current_stream(ordinal) as a callable without a Python frame: the engine calls it at every
-        gradient."""
+        """Return current_stream(ordinal) as a callable without a Python frame: it is called at every gradient."""
         return autograd.stream_reader(ordinal)
 
     def zeros(self, numel: int, dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
@@ -60,9 +59,7 @@ class CudaRuntime:
         return group._get_backend(torch.device("cuda"))
 
     def communicator(self, backend: Any, ordinal: int) -> int:
-        """Return the address of a backend's communicator for a GPU, 0 before it exists. Raise RuntimeError once it has
-        ended.
-        """
+        """Return the address of a backend's communicator for a GPU, 0 before it exists; RuntimeError after its end."""
         with torch.cuda.device(ordinal):
             address: int = backend._comm_ptr()
         return address
@@ -90,8 +87,7 @@ def nvidia_folders() -> list[Path]:
 
 
 def find_nvrtc(folders: Iterable[Path], cuda_version: str | None) -> tuple[str | None, str | None]:
-    """Return (compiler, its companion library) for torch's CUDA version; a bare name for the loader if no file is
-    found."""
+    """Return (compiler, its companion library) for torch's CUDA version; bare names if no file is found."""
     major = (cuda_version or "").split(".")[0]
     name = "libnvrtc.so.11.2" if major == "11" else f"libnvrtc.so.{major}"  # the name from 11.2 to 11.8
     for folder in folders if major else ():
@@ -107,16 +103,13 @@ def nvrtc_companion(path: Path) -> str | None:
 
 
 def _image_folder() -> str | None:
-    """Return the folder of kernel images made ahead of time (`shardwright kernels --to`): SHARDWRIGHT_KERNELS, else
-    the package's own."""
+    """Return the folder of images made ahead of time (`shardwright kernels --to`): SHARDWRIGHT_KERNELS, or ours."""
     own = Path(__file__).parents[1] / "images"
     return os.environ.get("SHARDWRIGHT_KERNELS") or (str(own) if own.is_dir() else None)
 
 
 def _cache_folder() -> str | None:
-    """Return the folder of compiled kernels, and make its parents; the engine makes the last folder alone. None for a
-    user without a home.
-    """
+    """Return the folder of compiled kernels, after making its parents; None for a user without a home."""
     folder = cache_folder()
     if folder is not None:
         with contextlib.suppress(OSError):  # the engine then compiles at each start and reports the folders it tried

@@ -69,9 +69,7 @@ def cpu_backend(group: Any) -> Any:
 
 
 def make_gloo(store: Any, rank: int, count: int, timeout: timedelta, connects_late: bool = False) -> Any:
-    """Make a Gloo group as a backend, without torch's dispatch. `connects_late`: connect at first use, if this torch
-    can.
-    """
+    """Make a Gloo backend, without torch's dispatch, that connects at first use if asked and this torch can."""
     if not connects_late or os.environ.get("GLOO_DEVICE_TRANSPORT", "TCP") != "TCP":
         return dist.ProcessGroupGloo(store, rank, count, timeout)
     gloo: Any = dist.ProcessGroupGloo  # torch's stubs have no _Options
