@@ -306,7 +306,7 @@ def borrowed(place: Place, rank: int, world_size: int) -> None:
     for zero in (0, 1, 3):
         with place.lending(rank, world_size) as group:
             ours = wrapped(place, {"zero": zero, "communicator": "borrow", **group})
-            assert ours[0]._engine().link.borrows
+            assert ours[0]._engine.replica.link.borrows
             steps(*ours, rank, place.device)
             assert_bits(whole(*ours), expected, zero)
             del ours
@@ -326,7 +326,7 @@ def registered(place: Place, rank: int, world_size: int) -> None:
         return
     for zero in (0, 1, 2, 3):
         ours = wrapped(place, {"zero": zero, "communicator": "register"})
-        reason = ours[0]._engine().reducer.transport_reason
+        reason = ours[0]._engine.replica.reducer.transport_reason
         assert "bytes registered" in reason or "nothing registered: " in reason
         if place.kind == "simulated" and world_size > 1:
             assert "bytes registered" in reason

@@ -64,7 +64,7 @@ def logged() -> Iterator[list[str]]:
 
 
 def reason_of(model: Any) -> str:
-    reason: str = model._engine().reducer.transport_reason
+    reason: str = model._engine.replica.reducer.transport_reason
     return reason
 
 
@@ -237,7 +237,7 @@ def not_given_back(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     found = sw.full_state_dict(model).values()
     assert all(bits_equal(a, b) for a, b in zip(found, expected, strict=True))
     gather(None)
-    model._engine().link.fail("the test's end")  # an orderly one finds it registered
+    model._engine.replica.link.fail("the test's end")  # an orderly one finds it registered
     if rank == 0:
         free(gpus, addresses[0])
 
@@ -296,7 +296,7 @@ def ended_on_the_way(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
             optimizer.step()
             optimizer.zero_grad()
         if "nothing registered" in reason_of(model):
-            assert gpus.registrations() == (model._engine().zero in (1, 2))
+            assert gpus.registrations() == (model._engine.replica.zero in (1, 2))
         return [value.clone() for value in sw.full_state_dict(model).values()]
 
     for train in (compressed, unfrozen):

@@ -13,9 +13,11 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ..optim.sharded import ShardedOptimizer
-from ..parallel.fully_shard import FullySharded, wrapper_of
+from ..parallel.engine import Engine, engine_of
 
 __all__ = [
+    "averaging",
+    "engines_of",
     "Modules",
     "Optimizers",
     "compressors_of",
@@ -24,8 +26,6 @@ __all__ = [
     "members_of",
     "parts_of",
     "sharded_of",
-    "wrappers_of",
-    "wrappers_within",
 ]
 
 
@@ -134,23 +134,20 @@ def compressors_of(model: Any) -> dict[str, Any]:
     return {name: state for name, state in states.items() if state is not None}
 
 
-def wrappers_of(model: Any) -> list[Any]:
-    """Return the wrapper of a module, or else those of the modules in it, in order. Collective as wrapper_of() is."""
-    return list(_wrappers(model))
-
-
-def wrappers_within(module: torch.nn.Module) -> Iterator[Any]:
-    """Yield the wrappers at and in a module that are in force, ours and torch's DistributedDataParallel. Makes no engine."""
-    for each in module.modules():
-        found = each._shardwright_mark.wrapper if isinstance(each, FullySharded) else each
-        if isinstance(found, TorchDDP) and getattr(found, "is_in_force", True):
-            yield found
-
-
-def _wrappers(model: Any) -> Iterator[Any]:
-    own = wrapper_of(model) if isinstance(model, torch.nn.Module) else None
+def engines_of(model: Any) -> list[Engine]:
+    """Return the engine of a module, or else those of the modules in it, in order. Collective as engine_of() is."""
+    own = engine_of(model)
     if own is not None:
-        yield own
-    elif isinstance(model, torch.nn.Module):
-        for child in model.children():
-            yield from _wrappers(child)
+        return [own]
+    children = model.children() if isinstance(model, torch.nn.Module) else ()
+    return [engine for child in children for engine in engines_of(child)]
+
+
+def averaging(module: torch.nn.Module) -> Iterator[Engine | TorchDDP]:
+    """Yield what averages in a module: engines in force, and torch's DistributedDataParallel. Makes no engine."""
+    for each in module.modules():
+        engine = engine_of(each, make=False)
+        if engine is not None and engine.is_in_force:
+            yield engine
+        elif engine is None and isinstance(each, TorchDDP):
+            yield each

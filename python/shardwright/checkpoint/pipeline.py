@@ -19,7 +19,7 @@ import torch
 
 from .._engine import CheckpointError, CheckpointFolder, CheckpointPlan
 from ..options.name_map import NameMap
-from ..parallel.fully_shard import wrapper_of
+from ..parallel.engine import engine_of
 from . import tree
 from .joined import join_modules
 from .peers import Peers, averages_gradients, whole_parameters
@@ -90,7 +90,7 @@ def stages_of(module: Any, optimizer: Any) -> list[Stage]:
         optimizers = [None] * len(stages)
     if len(optimizers) != len(stages):
         raise ValueError(f"each stage needs its optimizer: got {len(stages)} stages and {len(optimizers)} optimizers")
-    odd = next((each for each in stages if not is_pipeline(each) or wrapper_of(each.submod) is None), None)
+    odd = next((each for each in stages if not is_pipeline(each) or engine_of(each.submod) is None), None)
     if odd is not None:
         raise ValueError(f"a stage must be an sw.PipelineStage, whose module is wrapped, got a {type(odd).__name__}")
     found = [Stage(s.stage_index, Training(s.submod, o)) for s, o in zip(stages, optimizers)]

@@ -72,7 +72,7 @@ class _Wraps:
     def _wrappers(self) -> list[DistributedDataParallel]:
         """Return the wrappers in force, in order."""
         alive = [wrapper for reference in self._references if (wrapper := reference()) is not None]
-        return [wrapper for wrapper in alive if wrapper._replica is not None and not wrapper._replica.retired]
+        return [wrapper for wrapper in alive if wrapper._engine.made and wrapper.is_in_force]
 
     def _wrapper_of(self, module: Any) -> DistributedDataParallel | None:
         """Return the wrapper of `module`, which may be the wrapper itself, or bare."""
@@ -90,7 +90,7 @@ class _Wraps:
         wrapper = next(holds, self._wrappers[-1] if self._wrappers else None)
         if wrapper is None:
             raise Error(f"{type(self).__name__}: an optimizer was set up before its module: set up its module first")
-        if wrapper._zero:
+        if wrapper._engine.options.zero:
             return shard_optimizer(wrapper, optimizer, partition=self._partition)
         return keep_optimizer(wrapper, optimizer)
 
@@ -98,7 +98,7 @@ class _Wraps:
 def _clips_all_of(wrapper: DistributedDataParallel, parameters: Iterable[torch.Tensor]) -> bool:
     """Return True if clipping the gradients of `parameters` clips all gradients of the wrapped module, and no others."""
     members = {id(p) for p in parameters}
-    own = [p for engine in wrapper._engines() for p in engine.table.module_parameters]
+    own = [p for replica in wrapper._engine.replicas for p in replica.table.module_parameters]
     return members <= {id(p) for p in own} and {id(p) for p in own if p.requires_grad} <= members
 
 
@@ -107,7 +107,9 @@ def _state_of(wrapper: DistributedDataParallel | None, read: Callable[[], dict[s
     with whole_parameters(wrapper):
         state = read()
         return (
-            copied(state) if wrapper is not None and any(e.releases_parameters for e in wrapper._engines()) else state
+            copied(state)
+            if wrapper is not None and any(e.releases_parameters for e in wrapper._engine.replicas)
+            else state
         )
 
 
@@ -173,7 +175,7 @@ class TrainerMixin(_Wraps):
             self._replace(self.precision_plugin, "clip_grad_by_norm", self._clip_by_norm)
         for callback in trainer.callbacks if self._is_sharded else ():
             self._replace(callback, "file_exists", self._is_there)
-        for callback in trainer.callbacks if wrapper._zero == 3 else ():
+        for callback in trainer.callbacks if wrapper._engine.options.zero == 3 else ():
             if {each.__name__ for each in type(callback).__mro__} & set(_AVERAGING):
                 for name in _READING + _WRITING:
                     self._replace(callback, name, functools.partial(_run_whole, wrapper, name in _WRITING))
@@ -318,8 +320,8 @@ class TrainerMixin(_Wraps):
             for owner, name in self._replaced:
                 delattr(owner, name)
             self.model = self.lightning_module
-            for engine in wrapper._engines():
-                engine.retire(together=not self._failed)
+            for replica in wrapper._engine.replicas:
+                replica.retire(together=not self._failed)
             end_local_parameters(self.model)
         elif isinstance(self.model, _InPrecision):
             self.model = self.lightning_module

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from typing import Any
 
-from ..parallel.ddp import DistributedDataParallel
-from ..wrapping import full_parameters
+from ..parallel.engine import engine_of
+from ..wrapping import whole_replicas
 
 
-@contextlib.contextmanager
-def whole_parameters(wrapper: DistributedDataParallel | None, *, writable: bool = False) -> Iterator[None]:
+def whole_parameters(module: Any, *, writable: bool = False) -> contextlib.AbstractContextManager[None]:
     """Return a context in which every rank has whole parameters. Collective at zero=3. At lower stages each rank has
     them anyway, and all ranks must write the same values."""
-    if wrapper is None or wrapper._zero < 3:
-        yield
-        return
-    with full_parameters(wrapper, writable=writable):
-        yield
+    engine = engine_of(module)
+    if engine is None or engine.options.zero < 3:
+        return contextlib.nullcontext()
+    return whole_replicas(engine.replicas, writable=writable)

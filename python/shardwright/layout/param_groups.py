@@ -120,12 +120,6 @@ class UnitPlan(NamedTuple):
         return (self.name, *(name for name, _ in self.beside))
 
 
-def comparable(units: Any) -> Any:
-    """Return the option in a form that ranks compare: types by sorted names."""
-    types = unit_types(units)
-    return sorted(f"{each.__module__}.{each.__qualname__}" for each in types) if types else units
-
-
 def cut(
     module: torch.nn.Module, table: ParameterTable, units: Any = "auto", reshard_after_forward: bool = True
 ) -> list[UnitPlan]:

@@ -18,7 +18,7 @@ from ..comm.process_group import host_group, resolve_group
 from ..comm.waits import on_every_rank
 from ..gradients.sharded_gradient import ShardedGradient
 from ..layout.views import as_real
-from ..parallel.fully_shard import wrapper_of
+from ..parallel.engine import engine_of
 from ..parallel.replica import Replica, live_replicas
 from ..torch_compat import cuda
 from .device_clip import SCALED_DTYPES, DeviceClip
@@ -224,8 +224,8 @@ def _replica_of(module: Any) -> Replica | None:
 
 
 def _replicas_of(module: Any) -> list[Replica]:
-    wrapped = wrapper_of(module)
-    return [] if wrapped is None else wrapped._engines()
+    engine = engine_of(module)
+    return [] if engine is None else list(engine.replicas)
 
 
 def _squares_of(replica: Replica) -> bytes:

@@ -15,12 +15,18 @@ from .compress import check_compressor
 from .names import near, offers_fields, unknown_name
 from .offload import offload_kind
 from .precision import Precision
-from .units import check_units
+from .units import check_units, comparable
 
 __all__ = ["Options"]
 
 _MIB = 1024 * 1024
 _TRANSPORTS = ("auto", "pool", "staged")
+#: what ranks must give alike
+_COMPARED = (
+    *("bucket_cap_mb", "transport", "reduce", "deterministic", "communicator", "timeout_s", "warn_after_s", "silent_s"),
+    *("zero", "share_parameters", "gather", "write_guard", "units", "reshard_after_forward", "prefetch", "compress"),
+    *("offload", "check_every"),
+)
 
 
 @offers_fields
@@ -234,6 +240,12 @@ class Options:
         self._check_stage()
         if isinstance(self.ignored_params, (str, bytes)) or not isinstance(self.ignored_params, Collection):
             raise TypeError(f"ignored_params must be a collection of parameters or names, got {self.ignored_params!r}")
+
+    def compared(self) -> dict[str, Any]:
+        """Return the values that ranks compare when they wrap a module."""
+        found = {name: getattr(self, name) for name in _COMPARED}
+        found.update(transport=self.chosen_transport, units=comparable(self.units), offload=offload_kind(self.offload))
+        return found
 
     @property
     def chosen_transport(self) -> str:

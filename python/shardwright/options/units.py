@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["check_units", "unit_types"]
+__all__ = ["check_units", "comparable", "unit_types"]
 
 
 def check_units(units: Any) -> None:
@@ -26,3 +26,9 @@ def unit_types(units: Any) -> tuple[type, ...]:
     """Return the module classes that `units` names; empty if it names none."""
     found = (units,) if isinstance(units, type) else tuple(units) if isinstance(units, Collection) else ()
     return found if all(isinstance(each, type) and issubclass(each, torch.nn.Module) for each in found) else ()
+
+
+def comparable(units: Any) -> Any:
+    """Return the option in a form that ranks compare: types by sorted names."""
+    types = unit_types(units)
+    return sorted(f"{each.__module__}.{each.__qualname__}" for each in types) if types else units

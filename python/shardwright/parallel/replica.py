@@ -38,7 +38,6 @@ from ..parameters.storage import ParameterMemory
 from ..torch_compat import autograd as _hooks
 from ..torch_compat.dtensor import held_tensor, is_dtensor
 from ..torch_compat.weak import weakly
-from .agreement.forward_watch import ForwardWatch
 from .agreement.replica_check import ReplicaCheck
 from .agreement.steppers import Steppers
 from .backends import choose_backend
@@ -57,8 +56,7 @@ _live: weakref.WeakSet[Replica] = weakref.WeakSet()
 class Replica:
     """One rank's replica of a module, ready for rounds. Construction is collective.
 
-    It refers to its owner, the wrapper, weakly: hooks of the parameters refer to this object and would keep the wrapper
-    alive.
+    It refers to its engine weakly: hooks of the parameters refer to this object and would keep the module alive.
 
     Attributes
     ----------
@@ -84,10 +82,9 @@ class Replica:
         group: HostGroup,
         options: Options,
         ignored: frozenset[str],
-        wrapper: weakref.ref[Any],
+        slicing: Slicing,
+        engine: weakref.ref[Any],
         settings: dict[str, Any],
-        zero: int = 0,
-        slicing: Slicing | None = None,
         *,
         compress: Compressor | None = None,
         precision: PrecisionPlan | None = None,
@@ -96,10 +93,12 @@ class Replica:
     ) -> None:
         self.serial = next(_serials)
         self.label = type(module).__name__
-        self.zero = zero
+        self.options, self.settings, self.engine = options, settings, engine
+        self.zero = zero = options.zero
         self.group = group
-        self.slicing = slicing or Slicing.one_a_rank(group.rank, group.world_size)
-        self.settings = settings
+        self.slicing = slicing
+        #: True once the hooks are gone, as a later wrapper has taken over the module
+        self.retired = False
         self._gradient_factor = gradient_factor
         self._module = weakref.ref(module)
         #: the ranks of the mesh of the module's DTensors, made first, before anything can fail on one rank only
@@ -160,10 +159,9 @@ class Replica:
         self.arrange_hooks = self._storage.hook_arranger()
         self.access = ParameterAccess(self._storage, self.table, group, self.slicing, options.write_guard, self.label)
         self.rounds = Rounds(self.table, self.reducer, self.label, zero)
-        self.forwards = ForwardWatch(group.rank, group.world_size, self.label)
         self.steppers = Steppers(group, self.label, _is_of_a_wrapped_module)
         try:
-            self._attach(wrapper, before)
+            self._attach(before)
         except BaseException as error:  # an error of this rank only: the peers must not wait for it
             if group.comm.is_alive:
                 group.comm.abort(f"wrapping {self.label} failed: {error}")
@@ -234,19 +232,19 @@ class Replica:
         like: torch.Tensor = self._storage.like(index)
         return like
 
-    def _attach(self, wrapper: weakref.ref[Any], before: Replica | None) -> None:
+    def _attach(self, before: Replica | None) -> None:
         steppers = self.steppers
         opens_first = None if before is None else weakly(before.open_round)
         gradients = self.gradients = ModuleGradients(
             *(self.table, self._storage, self.backend, self.reducer, self.slicing, self.zero, self.label),
             last_step_on=steppers.last_step_on,
-            warns_of_sparse=self._request.options.sparse_gradients == "auto",
+            warns_of_sparse=self.options.sparse_gradients == "auto",
         )
         self.reducer.attach(
             self.table.parameters,
             gradients.views,
             copy=gradients.copy if self.zero < 2 else weakly(gradients.write_contribution),
-            open=self.rounds.opener(wrapper, opens_first),
+            open=self.rounds.opener(self.engine, opens_first),
             renew=weakly(gradients.renew_view),
             task_id=_hooks.graph_task_id,
             layouts=self._storage.layouts(),
@@ -256,9 +254,7 @@ class Replica:
         self._handles: list[Any] = []
         sparse: SparseGradients | None = None
         if self.table.sparse:
-            sparse = SparseGradients(
-                self.table, self.group.comm, self.reducer, self._request.options.reduce, self.label
-            )
+            sparse = SparseGradients(self.table, self.group.comm, self.reducer, self.options.reduce, self.label)
         self.rounds.attach(gradients, sparse)
         for index, parameter in enumerate(self.table.parameters):
             if sparse is not None and index in self.table.sparse:
@@ -325,11 +321,6 @@ class Replica:
         """Return True if this is the replica of `module`."""
         return self._module() is module
 
-    @property
-    def retired(self) -> bool:
-        """Return True if a later wrapper has taken over the module."""
-        return self not in _live
-
     def open_round(self) -> None:
         """Open the round of the running backward, unless it is open."""
         self.reducer.open_round()
@@ -356,7 +347,6 @@ class Replica:
         """Prepare for a forward with gradients. Raise Error if the module is no longer the one that was wrapped."""
         if self._loading is not None and self._loading.depth:  # a load that ended in an exception
             self._loading.abandon()
-        self.forwards.begin()
         if self.access.forks is not None:
             self.access.forks.before_forward()
         self.gradients.closed_without_backward = False
@@ -430,7 +420,9 @@ class Replica:
         """Average the current `.grad` in a round. Collective."""
         self._check_drift()
         self.rounds.average()
-        self.forwards.is_inside = False
+        engine = self.engine()
+        if engine is not None:
+            engine.is_inside_forward = False
 
     @contextlib.contextmanager
     def writable_parameters(self) -> Iterator[None]:
@@ -449,10 +441,6 @@ class Replica:
         finally:
             self.is_writing -= 1
             self.access.count_writes(self.table.module_parameters)
-
-    def give_copies_to(self, precision: PrecisionPlan) -> None:
-        """Let modules compute with the engine's compute forms of the parameters, if it has any."""
-        self._storage.follow(precision)
 
     @property
     def releases_parameters(self) -> bool:
@@ -488,7 +476,9 @@ class Replica:
         if self.check is not None and not self.zero:
             self.check.count_step(optimizer)
         self.reducer.count_step()
-        self.forwards.is_inside = False  # every step belongs to a round, with or without a forward
+        engine = self.engine()
+        if engine is not None:
+            engine.is_inside_forward = False  # every step belongs to a round, with or without a forward
 
     def stop_request(self) -> StopRequest | None:
         """Return a stop request that travels with rounds; None on GPUs, whose tags have no room. Collective."""
@@ -543,6 +533,7 @@ class Replica:
 
         `together`: all ranks call this, so released parameters of a GPU can be gathered.
         """
+        self.retired = True
         _live.discard(self)
         _hooks.ignore_steps(self)
         if self.zero >= 2:

@@ -26,12 +26,12 @@ from ..peers import whole_parameters
 from ..rows import TENSORS, has_rows, read_line, rows_of
 from ..slices import (
     Sliced,
-    engines_of,
     is_row_major,
     loads_slices,
     own_parameters,
     own_slices,
     placed_parts,
+    replicas_of,
 )
 from ..state.composed import together
 from ..state.content import (
@@ -317,7 +317,7 @@ class Reader:
         """Return (path, begin, bytes) of all reads after the constructor, which reads tensor lists and values."""
         slices: dict[int, Sliced] = {}
         if loads_slices(self.training.model):
-            for replica in engines_of(self.training.model):
+            for replica in replicas_of(self.training.model):
                 slices |= own_slices(replica)
         found: list[tuple[Stored, Any]] = [
             (stored, slices.get(id(target), target if is_dtensor(target) else None))
@@ -435,10 +435,10 @@ class Reader:
 
     def _is_sliced(self) -> bool:
         """Return True at zero >= 1: live parameters may then be written in slices or in whole_parameters() only."""
-        return any(replica.zero for replica in engines_of(self.training.model))
+        return any(replica.zero for replica in replicas_of(self.training.model))
 
     def _fill_model(self) -> None:
-        replicas = engines_of(self.training.model)
+        replicas = replicas_of(self.training.model)
         with torch.no_grad(), contextlib.ExitStack() as stack:
             if not loads_slices(self.training.model):
                 with whole_parameters(self.training.model, writable=True):
