@@ -186,7 +186,7 @@ def test_a_communication_hook_averages_over_the_ranks_of_each_group(rank, world_
         owner = engine_of(model)
         keys = [layer.experts for layer in owner.module.layers] if stage == "by hand" else ["layers.*.experts"]
         groups = dict.fromkeys(keys, mesh["dp_mod_ep"].get_group())
-        owner.register_comm_hook({**groups, None: torch.distributed.group.WORLD}, hook)
+        owner.register_hook(owner.states_of_parts({**groups, None: torch.distributed.group.WORLD}), hook)
         seen.clear()
         train(model, optimizer, rank, steps=2)
         assert {ranks for ranks, _ in seen} == {2, 4}

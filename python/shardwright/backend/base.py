@@ -169,9 +169,6 @@ class Backend(Protocol):
     def refuse_capture(self, what: str) -> None:
         """Raise NotImplementedError, naming `what`, inside a capture into a CUDA graph."""
 
-    def check(self) -> None:
-        """Raise the error that ended the communicators, if they have ended."""
-
     def abort(self, reason: str) -> None:
         """End the communicators with a reason that every rank reports."""
 

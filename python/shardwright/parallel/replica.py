@@ -145,6 +145,8 @@ class Replica:
             forwards=cut(module, self.table) if behind else (),
         )
         self.backend: Backend = make_backend(group, request)
+        #: None on the host
+        self.link: DeviceLink | None = self.backend.link
         self.deterministic = options.deterministic or self.backend.capabilities.rank_order_only
         try:
             self.reducer: Any = self.backend.reducer(request)
@@ -178,7 +180,7 @@ class Replica:
         if self.check is not None:
             self.steppers.explain_replicas = weakly(self.check.explain)
             self._handles += self.check.handles
-        self._identities = frozenset(map(id, self.table.module_parameters))
+        self.identities = frozenset(map(id, self.table.module_parameters))
         self._has_begun = False
         self.compression: tuple[str, Exchange | None] | None = None  # Exchange None: the reducer compresses
         self.stores: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -221,11 +223,6 @@ class Replica:
         if request.plans is not None:
             return self.backend.unshard_store(self.reducer, request)
         return ParameterMemory(self.backend, self.reducer, request, shared=self.zero == 3)
-
-    @property
-    def link(self) -> DeviceLink | None:
-        """Return the link to the GPU; None on the host."""
-        return self.backend.link
 
     def layout_of(self, index: int) -> torch.Tensor:
         """Return a tensor with the strides of a parameter, released or not. Its values must not be read."""
@@ -338,7 +335,7 @@ class Replica:
     def _unfreeze(self, index: int) -> None:
         self.reducer.mark_unfrozen(index)
         self._storage.adopt(index)
-        drift = self.access.drift
+        drift = self.access.drift()
         if self.zero and drift is not None:
             drift.forget_address(index)
         self._hook(index)
@@ -353,7 +350,8 @@ class Replica:
         drift = self._check_drift()
         if self.access.guard is not None:
             self.access.guard.check("before a forward")
-        self.backend.check()
+        if self.link is not None:
+            self.link.check()
         if drift is not None and drift.is_stateless and drift.none_in_place():
             return  # no parameter will get a gradient
         if not self._has_begun:
@@ -365,11 +363,11 @@ class Replica:
         if synchronises and self.stop is not None:
             self.stop.note(self.reducer)
         # only after forward() ended the round of a failed backward, in which peers sent no bucket for these parameters
-        for index in drift.take_unfrozen() if drift is not None else ():
+        for index in drift.take_unfrozen() if drift is not None and drift.frozen else ():
             self._unfreeze(index)
 
     def _check_drift(self) -> DriftCheck | None:
-        module, drift = self._module(), self.access.drift
+        module, drift = self._module(), self.access.drift()
         if module is None or drift is None:
             return None
         try:
@@ -386,7 +384,7 @@ class Replica:
 
     def holds(self, parameter: torch.Tensor) -> bool:
         """Return True if `parameter` is in the table."""
-        return id(parameter) in self._identities
+        return id(parameter) in self.identities
 
     def parameters(self) -> Any:
         """Return the storage of the parameters."""
@@ -503,7 +501,8 @@ class Replica:
         if self.reducer.last_round_failed and self.group.world_size > 1:
             self.gradients.refuse_failed_round(optimizer)
         rounds = self.reducer.rounds
-        since = self.steppers.count_step(optimizer, rounds)
+        since = self.steppers.rounds_at_step.get(optimizer, 0)
+        self.steppers.rounds_at_step[optimizer] = rounds
         if rounds != since and self.group.world_size > 1:
             self.gradients.check_averaged(optimizer, since)
             waiting = self.steppers.unaveraged.waiting.get(optimizer)

@@ -54,9 +54,10 @@ class DriftCheck:
         self._ignored = ignored
         self._pinned = pinned
         self._places = places
-        self._frozen = {i: p for i, p in enumerate(table.parameters) if not p.requires_grad}
+        self.frozen = {i: p for i, p in enumerate(table.parameters) if not p.requires_grad}
         self._kinds = [(p.dtype, p.shape, p.device) for p in table.parameters]
-        self._addresses = self._read_addresses()
+        with unguarded():
+            self._addresses = list(map(torch.Tensor.data_ptr, table.parameters))
         self._local = [
             (name, p, tuple(p.owner.placements)) for name, p in zip(table.names, table.parameters) if is_local(p)
         ]
@@ -83,14 +84,20 @@ class DriftCheck:
 
     def take_unfrozen(self) -> list[int]:
         """Return the indices of frozen parameters that require a gradient since the last call."""
-        if not self._frozen or not any(map(_requires_grad, self._frozen.values())):
+        if not any(map(_requires_grad, self.frozen.values())):
             return []
-        return [index for index, p in list(self._frozen.items()) if p.requires_grad and self._frozen.pop(index) is p]
+        return [index for index, p in list(self.frozen.items()) if p.requires_grad and self.frozen.pop(index) is p]
 
     def check(self, module: torch.nn.Module) -> None:
         """Raise Error if a parameter was added, replaced or removed, or changed dtype, shape or device."""
         self.is_stateless = False
-        if not self._same_members():
+        try:
+            same = [*chain.from_iterable(self._views)] == self._members and not any(self._empty)
+        except RuntimeError:  # two tensors were compared: they are different objects
+            same = False
+        for members, name, parameter in self._single if same else ():
+            same = same and members.get(name) is parameter
+        if not same:
             self.is_stateless = self._is_swapped()
             if not self.is_stateless:
                 self._compare_names(module)
@@ -99,7 +106,8 @@ class DriftCheck:
                 raise Error(
                     f"parameter {name!r} is a DTensor whose local tensor or placements were replaced after the module was wrapped; {_REMEDY}"
                 )
-        addresses = self._read_addresses()
+        with unguarded():
+            addresses = list(map(torch.Tensor.data_ptr, self._table.parameters))
         if self._places is not None:
             self._addresses = self._places()
         if addresses != self._addresses:
@@ -109,13 +117,6 @@ class DriftCheck:
             self._addresses = addresses
         if self._versions is not None and self._versions != self._read_versions():
             self._compare_versions()
-
-    def _same_members(self) -> bool:
-        try:
-            same = [*chain.from_iterable(self._views)] == self._members
-        except RuntimeError:  # two tensors were compared: they are different objects
-            return False
-        return same and not any(self._empty) and all(name in d and d[name] is p for d, name, p in self._single)
 
     def _is_swapped(self) -> bool:
         """Return True if the members that differ are tensors that replace parameters during one call.
@@ -134,10 +135,6 @@ class DriftCheck:
         """Return True if no parameter of the table is in its place; for is_stateless some suffice."""
         present = {id(each) for each in chain.from_iterable(self._views)}
         return not any(id(parameter) in present for parameter in self._table.module_parameters)
-
-    def _read_addresses(self) -> list[int]:
-        with unguarded():
-            return list(map(torch.Tensor.data_ptr, self._table.parameters))
 
     def _compare_names(self, module: torch.nn.Module) -> None:
         known = dict(zip(self._table.names, self._table.module_parameters))

@@ -139,23 +139,27 @@ class StepNotes:
 
     def note(self, optimizer: torch.optim.Optimizer) -> int:
         """Return the digest of a step that is about to begin: 32 bits."""
-        texts = [self._text(group) for group in optimizer.param_groups]
-        self._groups = [_without_parameters(group) for group in optimizer.param_groups]
+        self._groups, texts = [], []
+        for group in optimizer.param_groups:
+            values = dict(group)
+            del values["params"]
+            before, text = self._texts.get(id(group), (None, ""))
+            try:
+                is_known = before is not None and before == values
+            except RuntimeError:  # two tensors were compared
+                is_known = False
+            if not is_known:
+                text = json.dumps(_readable(values))
+                # values that change in place are read anew in each step
+                if not any(isinstance(value, (torch.Tensor, list, dict)) for value in values.values()):
+                    self._texts[id(group)] = values, text
+            self._groups.append(values)
+            texts.append(text)
         return zlib.crc32("\n".join(texts).encode())
 
     def forget(self) -> None:
         """Forget the values of past steps."""
         self._groups = []
-
-    def _text(self, group: dict[str, Any]) -> str:
-        """Return a group's values as text, cached while the values are the same objects. Mutable values are not cached."""
-        values = _without_parameters(group)
-        before, text = self._texts.get(id(group), (None, ""))
-        if before is None or not _are_equal(before, values):
-            text = json.dumps(_readable(values))
-            if not any(isinstance(value, (torch.Tensor, list, dict)) for value in values.values()):
-                self._texts[id(group)] = values, text
-        return text
 
     def _rows(self) -> list[Row]:
         return [(f"group {number}", [], _readable(group)) for number, group in enumerate(self._groups)]
@@ -189,17 +193,6 @@ def _own_steps(what: str) -> str:
         f"ranks disagree about {what}; each rank has stepped with its own, so that their parameters differ: "
         "begin again from a checkpoint, with the same hyperparameters on every rank"
     )
-
-
-def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
-
-
-def _are_equal(before: dict[str, Any], values: dict[str, Any]) -> bool:
-    try:
-        return before == values
-    except RuntimeError:  # two tensors were compared
-        return False
 
 
 def _readable(group: dict[str, Any]) -> dict[str, Any]:

@@ -42,7 +42,8 @@ class Steppers:
         self._warns_of_forwards = True
         self._sliced: list[weakref.ref[torch.optim.Optimizer]] = []
         self._plain: list[weakref.ref[torch.optim.Optimizer]] = []
-        self._rounds_at_step: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        #: the number of rounds at each optimizer's last step at zero=0
+        self.rounds_at_step: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._notes = StepNotes()
         #: at zero=0: function that returns the digest of the next step's hyperparameters
         self.note = self._notes.note
@@ -74,12 +75,6 @@ class Steppers:
         """Return the number of rounds at a sliced optimizer's last step on a parameter."""
         holders = (each for each in self.sliced() if each is not None and each.holds(parameter))
         return max((each.rounds_at_step for each in holders), default=0)
-
-    def count_step(self, optimizer: torch.optim.Optimizer, rounds: int) -> int:
-        """Record that `optimizer` steps after `rounds` rounds. Return the count at its previous step."""
-        before = self._rounds_at_step.get(optimizer, 0)
-        self._rounds_at_step[optimizer] = rounds
-        return before
 
     def begin_anew(self) -> None:
         """Forget past hyperparameters on all ranks, after a join in which not all ranks stepped."""

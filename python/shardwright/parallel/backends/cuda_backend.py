@@ -116,9 +116,6 @@ class CudaBackend:
     def refuse_capture(self, what: str) -> None:
         self.link.refuse_capture(what)
 
-    def check(self) -> None:
-        self.link.check()
-
     def abort(self, reason: str) -> None:
         if self.link.comm.is_alive:
             self.link.fail(reason)
