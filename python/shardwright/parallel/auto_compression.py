@@ -33,37 +33,26 @@ def begin_auto(replica: Replica, options: Options, choose: Choose) -> None:
     if not replica.backend.capabilities.sends_beside_backward:
         _say(group.rank, "none, because nothing is measured between GPUs: see docs/design/gpu.md")
     elif group.host_count == 1:
-        _say(
-            group.rank,
-            f"none, because all {group.world_size} ranks share one host, whose memory is faster than any codec",
-        )
+        why = f"none, because all {group.world_size} ranks share one host, whose memory is faster than any codec"
+        _say(group.rank, why)
     elif replica.zero:
         _say(group.rank, f"none, because only zero=0 is measured, and this is zero={replica.zero}")
     elif options.groups is not None:
         _say(group.rank, "none, because only a module without groups= is measured")
     elif options.reduce != "mean":
-        _say(
-            group.rank,
-            f"none, because a compressor computes the mean over ranks, and reduce is {options.reduce!r}",
-        )
+        _say(group.rank, f"none, because a compressor computes the mean over ranks, and reduce is {options.reduce!r}")
     else:
         replica.rounds.watcher = AutoCompression(replica, choose)
 
 
 class AutoCompression:
-    """A timer of a model's first rounds, which then decides whether to compress.
-
-    Attributes
-    ----------
-    waits, steps : list of float
-        Seconds for each round so far: from the end of the backward to its averages; from the previous round to this
-        one.
-    """
+    """A timer of a model's first rounds, which then decides whether to compress."""
 
     def __init__(self, replica: Replica, choose: Choose) -> None:
         self._replica, self._choose = weakref.ref(replica), choose
         self._rounds = self._first = replica.reducer.rounds
         self._ended_s = time.perf_counter()
+        #: seconds of each round: from the end of the backward to its averages; and from the round before
         self.waits: list[float] = []
         self.steps: list[float] = []
 

@@ -57,13 +57,7 @@ class IterationTimes:
 
 
 class DDPLogger:
-    """A stand-in for torch's DDP logger: the methods that torch calls, and the data that it returns.
-
-    Parameters
-    ----------
-    wrapper : DistributedDataParallel
-        The wrapper, held weakly.
-    """
+    """A stand-in for torch's DDP logger: the methods that torch calls, and the data that it returns."""
 
     def __init__(self, wrapper: Any) -> None:
         self._wrapper = weakref.ref(wrapper)

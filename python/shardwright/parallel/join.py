@@ -103,22 +103,14 @@ def _forget(engine: Engine) -> None:
 
 
 class Announcer:
-    """The announcements of training ranks to joined ranks at zero >= 1.
-
-    Attributes
-    ----------
-    joined : list of int
-        Ranks that had joined by the last announcement.
-    lowest : int
-        The lowest rank that still trained at that time.
-    owes : int or None
-        The count of completed rounds when joined ranks began to wait for the next one; None if none waits.
-    """
+    """The announcements of training ranks to joined ranks at zero >= 1."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = weakref.ref(engine)
+        #: ranks that had joined by the last announcement, and the lowest that still trained
         self.joined: list[int] = []
         self.lowest = 0
+        #: the count of completed rounds when joined ranks began to wait for the next one; None if none waits
         self.owes: int | None = None
 
     def _members(self) -> list[Engine]:
@@ -324,11 +316,10 @@ _SHADOWS: dict[str, Callable[[Replica, dict[str, Any]], None]] = {
 def exchange_slices(
     replica: Replica, run: Callable[[int, int], tuple[int, int]], states: Sequence[int] | None = None
 ) -> list[torch.Tensor | None]:
-    """Send joined ranks their slices of the lowest training rank's gradients, at zero=1. Collective.
+    """Send joined ranks their slices of the lowest training rank's gradients, scaled as there, at zero=1. Collective.
 
-    That rank may have scaled or clipped the gradients. `states` says which gradients exist; run(index, rank) returns
-    the elements on which a rank steps. On a joined rank, returns the gradients for its step. Cost: the bytes of the
-    joined ranks' slices; on GPUs they pass through the hosts, which wait for them.
+    run(index, rank) returns the elements on which a rank steps. A joined rank passes `states` and gets the gradients
+    for its step.
     """
     announcer = replica.join_link.announcer
     assert announcer is not None

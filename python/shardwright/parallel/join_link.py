@@ -11,13 +11,7 @@ __all__ = ["JoinLink"]
 
 
 class JoinLink:
-    """Announcements of collectives to ranks that ran out of inputs.
-
-    Attributes
-    ----------
-    announcer : Announcer or None
-        None outside join.
-    """
+    """Announcements of collectives to ranks that ran out of inputs. `announcer`: None outside join."""
 
     def __init__(
         self, gradients: ModuleGradients, reducer: Any, storage: Any, capabilities: Capabilities, zero: int

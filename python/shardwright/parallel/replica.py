@@ -58,20 +58,7 @@ class Replica:
 
     It refers to its engine weakly: hooks of the parameters refer to this object and would keep the module alive.
 
-    Attributes
-    ----------
-    group : HostGroup
-    slicing : Slicing
-        The owners of slices at zero >= 1.
-    table : ParameterTable
-    reducer : Reducer
-    gradients : ModuleGradients
-    steppers : Steppers
-        The optimizers of the module.
-
-    Notes
-    -----
-    With groups= a wrapper has several replicas, each for some of the parameters. The rounds of a replica end after
+    With groups= an engine has several replicas, each for some of the parameters. The rounds of a replica end after
     those of the replica `before` it. Each gradient from autograd is multiplied by `gradient_factor`
     (parallel/composition/parts.py).
     """
@@ -260,11 +247,8 @@ class Replica:
                 self._hook(index)
 
     def _overlaps_compression(self, capabilities: Capabilities) -> bool:
-        """Return True if compressed buckets travel to other hosts while the backward runs.
-
-        Between hosts the network is the bottleneck, not a core. At zero >= 2 buckets share slots and leave when the
-        backward ends.
-        """
+        """Return True if compressed buckets travel to other hosts while the backward runs, which needs a free slot for
+        each: not at zero >= 2."""
         return capabilities.sends_beside_backward and self.group.host_count > 1 and self.zero < 2
 
     @property
@@ -272,9 +256,7 @@ class Replica:
         return self._overlaps_compression(self.backend.capabilities)
 
     def levels(self, compress: Compressor) -> tuple[Levels, Lease | None]:
-        """Return the levels of a compressor's exchange, and a lease if a thread uses them. Across hosts the first call
-        is collective.
-        """
+        """Return the levels of a compressor's exchange, and a lease if a thread uses them. Collective across hosts."""
         return self.backend.exchange(compress, self._request, self.layout_of(0))
 
     def split(self) -> str:
@@ -286,11 +268,8 @@ class Replica:
         return ", ".join(f"{name} {place} of {size}" for name, place, size in places)
 
     def hook_runner(self, state: object, hook: Callable[[Any, Any], Any], *, is_ours: bool) -> HookRunner:
-        """Return the runner of a communication hook.
-
-        Our own hooks return the mean over all ranks and may fill only this rank's slice; a user's hook returns whole
-        buckets, in its own scale.
-        """
+        """Return the runner of a hook. Our own return the mean over all ranks and may fill only this rank's slice; a
+        user's returns whole buckets, in its own scale."""
         parameters = self.table.parameters
         like = [self.layout_of(index) for index in range(len(parameters))]
         if self.zero >= 2 and self.reducer.transport != "staged":
@@ -492,12 +471,7 @@ class Replica:
             check.explain_not_finite(error)
 
     def _check_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise Error at zero=0 for a gradient that was not averaged, if a forward of this step should have
-        synchronised.
-
-        If all forwards were inside no_sync(), each rank steps separately, without an error. Gradients of a round that a
-        rank abandoned also raise.
-        """
+        """Raise Error at zero=0 for a gradient that was not averaged, unless all forwards were inside no_sync()."""
         if self.reducer.last_round_failed and self.group.world_size > 1:
             self.gradients.refuse_failed_round(optimizer)
         rounds = self.reducer.rounds

@@ -19,18 +19,7 @@ __all__ = ["adopt"]
 
 
 def adopt(replica: Any) -> None:
-    """Take over the steps of the module's optimizers of this kind, if it has any.
-
-    Parameters
-    ----------
-    replica : Replica
-        The replica; Any, because its Python module imports this one.
-
-    Raises
-    ------
-    Error
-        At zero >= 1, because steps there are on slices.
-    """
+    """Take over the steps of the module's optimizers of this kind. At zero >= 1, where steps are on slices, raise Error."""
     stepped = [(name, p) for name, p in zip(replica.table.names, replica.table.module_parameters) if optimizers_of(p)]
     if not stepped:
         return

@@ -129,9 +129,7 @@ def given_rows(
 
 
 class StepNotes:
-    """Hyperparameters with which the optimizers of one module stepped at zero=0: a digest to compare, and values for
-    the message.
-    """
+    """Hyperparameters of the last step of one module's optimizers at zero=0: a digest, and values for the message."""
 
     def __init__(self) -> None:
         self._groups: list[dict[str, Any]] = []
@@ -204,16 +202,9 @@ def _readable(group: dict[str, Any]) -> dict[str, Any]:
 def check_members(
     label: str, members: Mapping[int, Any], optimizer: torch.optim.Optimizer, *, all_of_them: bool
 ) -> None:
-    """Raise ValueError for an optimizer that was not made for the module's parameters.
+    """Raise ValueError for an optimizer that has no parameter of the module, or, with `all_of_them`, another one.
 
-    Parameters
-    ----------
-    label : str
-        The module's class.
-    members : mapping
-        The module's parameters by id.
-    all_of_them : bool
-        True: every parameter must be one of the module's. False: one is enough (a second module may have the rest).
+    `members`: the module's parameters by id.
     """
     strangers = [
         (position, parameter)
@@ -242,9 +233,7 @@ def not_of(label: str, parameter: torch.Tensor, position: int) -> str:
 
 
 def unlike_saved(optimizer: Any, groups: Iterable[Mapping[str, Any]]) -> str | None:
-    """Return a message if saved groups belong to another class of optimizer: they lack needed keys and have unknown
-    ones.
-    """
+    """Return a message if saved groups lack needed keys and have unknown ones: those of another class of optimizer."""
     needed = {key for key in getattr(optimizer, "defaults", ()) if key not in _BESIDE}
     for position, (group, saved) in enumerate(zip(optimizer.param_groups, groups)):
         unknown = sorted({key for key in saved if key not in _BESIDE} - needed - set(group))

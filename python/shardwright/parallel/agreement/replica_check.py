@@ -36,28 +36,17 @@ _INTEGERS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
 class _Steps:
-    """The step count of one optimizer. With one count for two optimizers in turn, an even `every` would check only one
-    of them.
-    """
+    """The steps of one optimizer: with one count for two in turn, an even `every` would check only one of them."""
 
     def __init__(self) -> None:
         self.count, self.rounds = 0, -1
 
 
 class ReplicaCheck:
-    """The check of one module's replicas.
+    """The check of one module's replicas before steps 0, every, 2 * every and so on.
 
-    Parameters
-    ----------
-    replica : Replica
-        Held weakly: hooks of its parameters refer to this object.
-    every : int
-        Check before steps 0, every, 2 * every and so on.
-
-    Notes
-    -----
-    Cost of a check: one pass over the parameters, and two over the gradients (at zero >= 1 one over all and one over
-    this rank's slices). On GPUs the host waits for them, and a check exchanges 4 bytes a rank.
+    It costs one pass over the parameters, and two over the gradients (at zero >= 1 one over all and one over this
+    rank's slices). On GPUs the host waits for them, and a check exchanges 4 bytes a rank.
     """
 
     def __init__(self, replica: Any, every: int) -> None:
@@ -106,9 +95,7 @@ class ReplicaCheck:
         return self._steps % self._every == 0
 
     def _steps_before(self, replica: Any) -> int:
-        """Return the count before the round whose gradients are about to be used; another optimizer may have stepped
-        since.
-        """
+        """Return the count before the round whose gradients are used; another optimizer may have stepped since."""
         return self._steps - (self._steps > 0 and self._stepped == replica.reducer.rounds)
 
     def count_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -159,12 +146,8 @@ class ReplicaCheck:
         return crc32c(words.data_ptr(), words.nbytes)
 
     def digest_of_save(self, optimizer: torch.optim.Optimizer | None) -> int:
-        """Return a digest of what a save stores: parameters, and at zero=0 the optimizer's state. Equal on all healthy
-        ranks.
-
-        One pass over both; the exchange that begins a save carries it. A wrong gradient on one rank may change its
-        optimizer state many steps before it changes a bit of its parameters.
-        """
+        """Return a digest of what a save stores, equal on all healthy ranks: parameters, and at zero=0 the optimizer's
+        state, which a wrong gradient may change many steps before it changes a bit of the parameters."""
         replica = self._replica()
         if replica is None or _is_private(replica) or not _has_replicas(replica):
             return 0

@@ -17,13 +17,7 @@ Row = tuple[int, int, int]
 
 
 class SaveCheck:
-    """The checks of the modules that one save stores; none without check_every=.
-
-    Parameters
-    ----------
-    parts : iterable of (Module, Optimizer or None)
-        The modules that this rank saves: one, or stages in order.
-    """
+    """The checks of the modules that one save stores: one, or stages in order; none without check_every=."""
 
     def __init__(self, parts: Iterable[tuple[Any, Any]]) -> None:
         self._checks: list[tuple[ReplicaCheck, Any]] = []

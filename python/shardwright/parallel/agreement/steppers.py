@@ -27,13 +27,7 @@ _UNEVEN = (
 class Steppers:
     """The optimizers of one module, held weakly, and their last stepped hyperparameters.
 
-    Parameters
-    ----------
-    group : HostGroup
-    label : str
-        The module's class.
-    is_known : callable
-        Tells whether a parameter is one of a wrapped module.
+    is_known(parameter) tells whether a parameter is one of a wrapped module.
     """
 
     def __init__(self, group: HostGroup, label: str, is_known: Callable[[torch.Tensor], bool]) -> None:

@@ -183,10 +183,7 @@ class CudaBuckets:
 
 
 def _check_borrowing(module: torch.nn.Module, group: HostGroup) -> None:
-    """Raise NotImplementedError if a batch normalisation over the same ranks would share torch's communicator with us.
-
-    It would use it in forward and backward, while the engine uses it on a separate stream.
-    """
+    """Raise NotImplementedError if a batch normalisation would use the same communicator, on another stream."""
     for name, part in module.named_modules():
         if isinstance(part, torch.nn.SyncBatchNorm) and group.is_of(part.process_group):
             raise NotImplementedError(
