@@ -20,7 +20,7 @@ import torch
 import torch.distributed.checkpoint
 from shardwright._engine import CheckpointFolder
 from shardwright.checkpoint import StorageWriter, dcp
-from shardwright.checkpoint.restore import reading
+from shardwright.checkpoint.restore import filling
 
 BLOCK = 1 << 20
 GUARD = 64
@@ -190,15 +190,15 @@ def test_live_tensors_are_what_they_were_if_a_restore_ends_early(
 ) -> None:
     training = Training(tmp_path)
     before = training.state()
-    verify = reading.Filler.verify
+    verify = filling.Filler.verify
 
-    def interrupted(filler: reading.Filler, first: int, end: int) -> None:
+    def interrupted(filler: filling.Filler, first: int, end: int) -> None:
         verify(filler, first, end)
         assert not torch.equal(training.model.weight, before[0])  # they were read ahead
         raise error("now")
 
     with monkeypatch.context() as patch, training.checkpoints as checkpoints:
-        patch.setattr(reading.Filler, "verify", interrupted)
+        patch.setattr(filling.Filler, "verify", interrupted)
         with pytest.raises((KeyboardInterrupt, sw.CheckpointError)):
             checkpoints.restore()
         assert all(torch.equal(a, b) for a, b in zip(training.state(), before))

@@ -21,7 +21,7 @@ import pytest
 import shardwright as sw
 import torch
 from shardwright._engine import CheckpointPlan
-from shardwright.checkpoint import files, writing
+from shardwright.checkpoint import files, inventory
 from shardwright.checkpoint.folder import retention
 from shardwright.checkpoint.state import content
 from torch import nn
@@ -89,7 +89,7 @@ def test_what_changes_between_saves_is_saved(tmp_path: Path) -> None:
         (lambda: model.register_buffer("count", torch.ones(3)), 1), (rename, 1), (turn, 1), (lambda: group.update(lr=torch.tensor(0.25)), 1),
     ]  # fmt: skip
     with (
-        mock.patch.object(writing, "model_tensors", wraps=writing.model_tensors) as listed,
+        mock.patch.object(inventory, "model_tensors", wraps=inventory.model_tensors) as listed,
         sw.Checkpointer(tmp_path, model, optimizer) as checkpoints,
     ):
         for number, (change, lists) in enumerate(changes):
@@ -207,8 +207,8 @@ def test_a_save_that_fails_after_its_threads_began_ends_before_its_memory_does(
 
     with slow(tmp_path, model, optimizer) as checkpoints:
         with monkeypatch.context() as patch:
-            patch.setattr(writing, "released_slices", lambda _: ({}, {0}))
-            patch.setattr(writing, "whole_parameters", lambda *_, **__: Broken())
+            patch.setattr(inventory, "released_slices", lambda _: ({}, {0}))
+            patch.setattr(inventory, "whole_parameters", lambda *_, **__: Broken())
             with pytest.raises(sw.CheckpointError, match="could not be saved: RuntimeError: a peer left"):
                 checkpoints.save(0)
         assert not checkpoints.progress["busy"]

@@ -140,7 +140,7 @@ def test_what_was_replaced_goes_before_its_successor_does(between: Path) -> None
     with sw.Checkpointer(between, model_of(3.0), keep_last=1) as checkpoints:
         with mock.patch.object(checkpoints._writer, "begin") as begin:
             checkpoints.save(2)
-        assert [os.path.basename(path) for path in begin.call_args.kwargs["retired"]] == [
+        assert [os.path.basename(path) for path in begin.call_args.args[0].retired] == [
             "step-000002.replaced",
             "step-000002",
         ]

@@ -376,7 +376,7 @@ def test_names_that_would_meet_and_keys_of_any_kind_come_back_as_they_were(tmp_p
 class CountingFolder:
     """A CheckpointFolder that records which blocks are read."""
 
-    def __init__(self, folder: sw.checkpoint.restore.reading.CheckpointFolder) -> None:
+    def __init__(self, folder: CheckpointFolder) -> None:
         self._folder, self.blocks, self.files, self.block_count = folder, [], folder.files, folder.block_count
         self._first, count = {}, 0
         for path, nbytes in folder.files.items():
@@ -393,9 +393,12 @@ class CountingFolder:
 
 
 def test_state_that_is_not_there_yet_is_read_once_and_before_anything_is_changed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    from shardwright.checkpoint.restore import reading
+    from shardwright.checkpoint.restore import applying
+    from shardwright.checkpoint.restore.agreeing import Restore
+    from shardwright.checkpoint.restore.filling import Filler
+    from shardwright.checkpoint.restore.fitting import Fit
     from shardwright.checkpoint.training import Training
 
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -409,18 +412,17 @@ def test_state_that_is_not_there_yet_is_read_once_and_before_anything_is_changed
     fresh, fresh_optimizer = build()
     folder = CheckpointFolder(str(tmp_path / "a"))
     counting = CountingFolder(folder)
-    filler = reading.Filler
-    monkeypatch.setattr(reading, "Filler", lambda _, *place: filler(counting, *place))
-    reader = reading.Reader(str(tmp_path / "a"), folder, Training(fresh, fresh_optimizer), 0, 1)
+    restore = Restore("a", Fit(folder, Training(fresh, fresh_optimizer), 0, 1), Filler(counting, 0, 1))
     before = fresh.weight.detach().clone()
-    reader.offer()
-    reader.read_alone(0, 1, ())
-    reader.verify_share(0, 1)
-    assert sorted(counting.blocks) == list(range(reader.folder.block_count))  # every block once
+    restore.filler.share(restore.places, 0, [0], ())
+    restore.read(None, verify=True)
+    assert sorted(counting.blocks) == list(range(folder.block_count))  # every block once
     assert torch.equal(fresh.weight, before) and not fresh_optimizer.state
     counting.blocks.clear()
-    reader.apply(0, 1, everything=False)
-    files = reader.folder.files
+    restore.filler.read_rest()
+    restore.filler.trade(lambda *_: None)
+    applying.apply(restore.fit, restore.filler, restore.random)
+    files = folder.files
     assert len(counting.blocks) <= sum(
         -(-n // (1 << 20)) for path, n in files.items() if not path.startswith("optimizer-")
     )

@@ -155,7 +155,7 @@ def test_the_benchmark_on_gpus_says_why_it_was_skipped() -> None:
 
 
 def test_loaded_state_lies_beside_its_slice_but_for_a_count_of_steps_on_the_host() -> None:
-    from shardwright.optim.sharded import beside
+    from shardwright.optim.sliced_state import beside
 
     piece = torch.empty(3, device="meta")
     state = {"step": torch.tensor(2.0), "exp_avg": torch.zeros(3), "row": torch.zeros(1), "name": "x"}

@@ -84,7 +84,6 @@ HURTING = {
     "NCCL_DEBUG": ("info", "note", "WARN"),
     "NCCL_IB_DISABLE": ("0x1", "slow", "0"),
     "NCCL_LAUNCH_MODE": ("GROUP", "slow", "PARALLEL"),
-    "NCCL_LOCAL_REGISTER": ("0", "note", "1"),
     "NCCL_MAX_CTAS": ("1", "slow", "32"),
     "NCCL_MAX_NCHANNELS": ("1", "slow", "16"),
     "NCCL_NET": ("Socket", "slow", "IB"),

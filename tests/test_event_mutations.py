@@ -30,8 +30,9 @@ NOUNS = ("device_rounds", "device_units", "device_offload", "device_stage", "dev
 PROGRAMS = {f"{noun}.c": ("test_" + noun,) for noun in NOUNS}
 PROGRAMS.update({f"slot_{part}.c": ("test_slot_transport",) for part in ("rounds", "memory", "transport")})
 #: the shorter ones first: one that fails decides
-FOR_OTHERS = ("test_device_lending", "test_device_reducer")
+FOR_OTHERS = ("test_device_lending", "test_device_training")
 PROGRAMS["device_comm.c"] = ("test_device_comm", *FOR_OTHERS)
+PROGRAMS["device_rounds.c"] = ("test_device_rounds", *FOR_OTHERS)
 NAMES = r"(?:ops->(?:stream_wait|stream_wait_number|event_wait)|\bsw_(?:nccl_wait|peers_wait|device_comm_follow|device_comm_await|slot_wait|slot_meet))"
 CALL = NAMES + r"\([^;]*"
 #: csrc/device is the calls themselves, csrc/python makes none of its own accord

@@ -38,7 +38,7 @@ FIRST = {
     "device_stage.c": "of_saved_tensors",
     "device_offload.c": "of_offloaded_tensors",
     "device_units.c": "of_tensors",
-    "device_reducer.c": "of_tensors",
+    "device_rounds.c": "of_tensors",
     "device_norm.c": "of_tensors",
 }
 IMPORTS = ("torch.distributed.pipelining", "torch.distributed.tensor.parallel", "torch._dynamo", "pytest")
@@ -77,15 +77,14 @@ UNSEEN = (
     ("the end of a transport", "slot_transport.c", "t->ended"),
     (
         "a module ends after the host has read its values, or with all of its work done",
-        "device_reducer.c",
-        "the optimizer",
+        "device_rounds.c",
         "the comm stream",
-        "r->gathered, r->comm->stream",
+        "d->gathered, d->comm->stream",
     ),
     ("the end of a module", "device_comm.c", "while (!done"),
-    ("the host reads tags a step later, when their copy has run", "device_reducer.c", "r->told"),
-    ("the optimizer is in the backward's stream", "device_reducer.c", "r->consumed, consumer"),
-    ("the optimizer is in the backward's stream", "device_reducer.c", "producer, r->consumed"),
+    ("the host reads tags a step later, when their copy has run", "device_rounds.c", "d->told"),
+    ("the optimizer is in the backward's stream", "device_rounds.c", "d->consumed, d->consumer"),
+    ("the optimizer is in the backward's stream", "device_rounds.c", "d->stream, d->consumed"),
     ("the optimizer is in the backward's stream", "device_rounds.c", "d->stream, d->comm->stream"),
     ("a backward in several streams", "device_rounds.c", "producers->stream[i]"),
     (

@@ -247,7 +247,6 @@ ADDRESSES = {
             "compress/factor_exchange",
             "comm/levels",
             "compress/powersgd",
-            "compress/powersgd_in_turns",
             "optim/whole_tensors",
         ),
         *(
@@ -288,7 +287,6 @@ ADDRESSES = {
             "layout/param_table",
         ),
         *("checkpoint/state/content", "checkpoint/dcp", "checkpoint/device_staging", "checkpoint/restore/filling"),
-        "checkpoint/restore/shares",
         *("checkpoint/state/names", "checkpoint/memory/repeated", "checkpoint/samples", "checkpoint/slices"),
         "parallel/agreement/replica_check",
     ],

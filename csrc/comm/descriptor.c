@@ -29,7 +29,8 @@ void sw_descriptor_name(const sw_descriptor *d, char *text, size_t capacity)
              SW_COMM_LABEL_BYTES - 1, d->label);
 }
 
-void sw_descriptor_describe(const sw_descriptor *d, char *text, size_t capacity)
+/* "all_reduce 'bucket 0 of Mlp', mean of 640 float32, backward 1 of step 3". */
+static void describe(const sw_descriptor *d, char *text, size_t capacity)
 {
     char detail[96] = "", name[128];
     if (d->kind == SW_OP_ALL_REDUCE || d->kind == SW_OP_REDUCE_SCATTER)
@@ -68,8 +69,8 @@ sw_status sw_descriptor_disagree(uint32_t ticket, int first_rank, const sw_descr
                                  int other_rank, const sw_descriptor *other, sw_error *err)
 {
     char one[224], two[224];
-    sw_descriptor_describe(first, one, sizeof one);
-    sw_descriptor_describe(other, two, sizeof two);
+    describe(first, one, sizeof one);
+    describe(other, two, sizeof two);
     bool are_apart = first->round != other->round || first->step != other->step;
     return sw_error_set(
         err, SW_E_MISMATCH, other_rank,

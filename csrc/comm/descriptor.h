@@ -32,9 +32,6 @@ typedef struct sw_descriptor { /* compared byte by byte between ranks up to `ste
  * `chunk`. */
 void sw_descriptor_fill(sw_descriptor *descriptor, const sw_op *op, uint32_t form);
 
-/* "all_reduce 'bucket 0 of Mlp', mean of 640 float32, backward 1 of step 3". */
-void sw_descriptor_describe(const sw_descriptor *descriptor, char *text, size_t capacity);
-
 /* "all_reduce 'bucket 0 of Mlp'": the short name, for errors of ranks that wait for the
  * operation. */
 void sw_descriptor_name(const sw_descriptor *descriptor, char *text, size_t capacity);

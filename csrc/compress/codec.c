@@ -24,11 +24,6 @@ size_t sw_block_codec_record_bytes(const sw_block_codec *codec)
     return sizeof(float) + codec->block * (size_t)codec->bits / 8;
 }
 
-size_t sw_block_codec_record_count(const sw_block_codec *codec, size_t numel)
-{
-    return numel / codec->block + (numel % codec->block != 0);
-}
-
 void sw_block_encode(const sw_block_codec *codec, unsigned char *records, const float *source,
                      const float *error, size_t numel)
 {

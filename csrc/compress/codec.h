@@ -25,8 +25,6 @@ typedef struct sw_block_codec {
 SW_MUST_USE sw_status sw_block_codec_check(const sw_block_codec *codec, sw_error *err);
 /* Return the bytes of one record of a valid codec. */
 size_t sw_block_codec_record_bytes(const sw_block_codec *codec);
-/* Return the number of records of `numel` elements. */
-size_t sw_block_codec_record_count(const sw_block_codec *codec, size_t numel);
 
 /* records = quantized source (+ error, unless NULL). A record never spans two arrays. Cost: reads 4
  * bytes an element, 8 with an error. */

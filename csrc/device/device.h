@@ -1,9 +1,8 @@
 /* device.h - memory, streams and events of one device as one table of functions.
  *
  * Code above this layer does not know which form of device it has, and orders all work by events
- * only. The host form (device_host.c) runs each call at once in the calling thread, so every order
- * holds. The cuda form (device_cuda.c) calls the driver that torch has loaded, in torch's primary
- * context.
+ * only. device_cuda.c calls the driver that torch has loaded, in torch's primary context. The
+ * tests' form (tests/csrc/device_host.c) runs each call at once in the calling thread.
  *
  * Left out: kernels (kernels/device_kernels.h), and the implicit order of the legacy default
  * stream. Our streams are non-blocking, so record an event on the stream that produced the data.
@@ -162,8 +161,6 @@ struct sw_device {
     sw_device_stats stats;
     sw_device_room room; /* set by the owner */
 };
-
-SW_MUST_USE sw_status sw_device_host_create(sw_device **device, sw_error *err);
 
 /* Open the device of that ordinal through the driver library `library` (NULL: libcuda.so.1). The
  * device uses the primary context, as torch does. SW_E_UNSUPPORTED if there is no driver, or the

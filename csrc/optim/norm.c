@@ -42,8 +42,3 @@ void sw_norm_merge(sw_norm_sum *into, const sw_norm_sum *from)
     into->nan += from->nan;
     sw_norm_sum_carry(into);
 }
-
-bool sw_norm_is_finite(const sw_norm_sum *sum)
-{
-    return sum->infinite == 0 && sum->nan == 0;
-}

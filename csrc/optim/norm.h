@@ -36,7 +36,4 @@ void sw_norm_close(sw_norm_sum *sum);
 /* into += from, as the all-reduce does for two ranks. Both are closed, and so is the result. */
 void sw_norm_merge(sw_norm_sum *into, const sw_norm_sum *from);
 
-/* Return false if an infinity or NaN was among the elements: the overflow check of loss scaling. */
-bool sw_norm_is_finite(const sw_norm_sum *sum);
-
 #endif

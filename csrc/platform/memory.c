@@ -143,14 +143,6 @@ sw_status sw_pages_map(size_t size_bytes, uint8_t **address, sw_error *err)
     return SW_OK;
 }
 
-sw_status sw_memory_protect(uint8_t *address, size_t size_bytes, bool writable, sw_error *err)
-{
-    if (mprotect(address, size_bytes, writable ? PROT_READ | PROT_WRITE : PROT_READ) != 0)
-        return sw_error_set(err, SW_E_OS, errno, "making %zu mapped bytes %s failed: %s",
-                            size_bytes, writable ? "writable" : "read-only", strerror(errno));
-    return SW_OK;
-}
-
 void sw_memory_prefer_huge(uint8_t *address, size_t size_bytes)
 {
     uintptr_t begin =

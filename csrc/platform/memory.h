@@ -58,11 +58,6 @@ int sw_memory_watch(void);
  * each page, and the written pages. */
 size_t sw_memory_find_write(int watch, const uint8_t *address, size_t size_bytes, uint8_t byte);
 
-/* Allows or forbids writes to a mapping; a forbidden write is a SIGSEGV. `address`: the mapping's
- * start. */
-SW_MUST_USE sw_status sw_memory_protect(uint8_t *address, size_t size_bytes, bool writable,
-                                        sw_error *err);
-
 /* Frees the pages of a range of `fd`; a hint. */
 void sw_memory_discard(int fd, size_t offset_bytes, size_t size_bytes);
 

@@ -197,19 +197,6 @@ static PyObject *arena_tensor(PyObject *op, PyObject *args)
     return sw_py_dlpack_capsule_new(op, base + a[0].n, a[1].dtype, a[2].o, a[3].o);
 }
 
-static sw_status protect(const arena_object *self, bool is_writable, sw_error *err)
-{
-    for (int r = 0; self->arena && r < self->arena->world_size; ++r) {
-        uint8_t *base = self->arena->base[r];
-        if (base)
-            SW_TRY(sw_memory_protect(base, self->arena->size_bytes, is_writable, err));
-    }
-    return SW_OK;
-}
-
-SW_PY_METHOD(arena_protect, arena_object, "protect writable:p", true, protect(self, a[0].p, &err),
-             status == SW_OK ? sw_py_none() : sw_py_raise(sw_py_state_of(op), &err, self->owner))
-
 static bool check_range(const arena_object *self, const sw_py_arg *a)
 {
     if (a[0].n >= 0 && a[1].n >= 0 && a[0].size <= arena_size(self) &&
@@ -230,10 +217,6 @@ static PyMethodDef arena_methods[] = {
     {"tensor", arena_tensor, METH_VARARGS,
      "tensor($self, offset_bytes, dtype, shape, strides=None, rank=-1, /)\n--\n\n"
      "Return a DLPack capsule over this rank's part, or over a peer's."},
-    {"protect", arena_protect, METH_VARARGS,
-     "protect($self, writable, /)\n--\n\n"
-     "Allow or forbid this process to write to the parts that it maps; a forbidden write is a "
-     "SIGSEGV."},
     {"populate", arena_populate, METH_VARARGS,
      "populate($self, offset_bytes, nbytes, /)\n--\n\n"
      "Allocate the pages of this rank's part now, as huge pages if the kernel can."},

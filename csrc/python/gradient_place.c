@@ -94,7 +94,7 @@ int sw_py_gradient_place(reducer_object *self, size_t index)
     return failed;
 }
 
-int sw_py_gradient_place_bucket(reducer_object *self, size_t bucket)
+static int place_bucket(reducer_object *self, size_t bucket)
 {
     const sw_layout *layout = sw_reducer_layout(self->reducer);
     for (size_t i = 0; i < layout->bucket[bucket].count; ++i) {
@@ -116,7 +116,7 @@ int sw_py_gradient_fill_bucket(reducer_object *self, size_t bucket)
     sw_error err;
     sw_status status;
     SW_PY_WITHOUT_GIL(status, sw_reducer_reserve(self->reducer, bucket, &err));
-    if (reducer_raise(self, status, &err) < 0 || sw_py_gradient_place_bucket(self, bucket) < 0)
+    if (reducer_raise(self, status, &err) < 0 || place_bucket(self, bucket) < 0)
         return -1;
     REDUCER_ENQUEUE(self, status, sw_reducer_seal(self->reducer, bucket, &err));
     return reducer_raise(self, status, &err) < 0 ? -1 : let_go(self);

@@ -166,11 +166,9 @@ int sw_py_gradient_clear(reducer_object *self, size_t index);
 int sw_py_gradient_keep(reducer_object *self, size_t index);
 
 /* gradient_place.c. The communicator is entered. Moves this rank's contribution from `.grad` into
- * its bucket; of a reserved bucket, all contributions that are not placed yet. Returns -1 with an
- * exception. */
+ * its bucket. Returns -1 with an exception. */
 int sw_py_gradient_place(reducer_object *self, size_t index);
-int sw_py_gradient_place_bucket(reducer_object *self, size_t bucket);
-/* Does the same for a bucket that is not reserved yet. */
+/* Reserves a bucket and moves all contributions to it that are not placed yet. */
 int sw_py_gradient_fill_bucket(reducer_object *self, size_t bucket);
 /* Sends every bucket that can be sent without a wait. */
 int sw_py_gradient_advance(reducer_object *self);

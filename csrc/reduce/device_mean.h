@@ -19,7 +19,7 @@
  * round's mean may stand. If several ranks own a slice (`slices`), each folds one of a bucket's
  * world_size pieces. They exchange their pieces, so owners have equal bits.
  *
- * device_reducer.h orders the buckets on the stream.
+ * device_rounds.c orders the buckets on the stream.
  *
  * Thread rule: one at a time per communicator.
  */

@@ -1,11 +1,32 @@
-/* device_rounds.c - the reducer's table for buckets on a GPU: see docs/design/reduce_machine.md.
+/* device_rounds.c - the reducer's table for buckets on a GPU, ordered only by events: see
+ * docs/design/reduce_machine.md.
+ *
+ * Idea: three kinds of streams. The caller's streams in use write gradients; the communicator's
+ * stream averages bucket after bucket; the consumer, the stream in use as the round ends, runs the
+ * optimizer. The events and their purposes:
+ *
+ *   producer --ready[b]--> comm      a bucket is averaged after it was written, beside the backward
+ *   comm --done[b]--> consumer       the optimizer reads bucket b after its mean
+ *   consumer --consumed--> producer  the next round writes a bucket after the optimizer has read it
+ *   comm --gathered--> host          which gradients some rank used; only a rank that left one
+ *                                    unused in that round reads it
+ *   comm --told--> host              whether ranks are at the same step; read when it has arrived
+ *   comm --left[place]--> producer   (sliced) a place of the ring is written again after its
+ *                                    previous bucket was averaged
+ *
+ * A borrowed communicator needs two more: producer --> comm as a round begins, and comm --> the
+ * consumer, on which its owner uses it next.
  *
  * A complete bucket is written by one PACK launch for each 64 gradients, on the stream in use. If
  * the transport adds contributions, PACK divides them as it copies, and divides in place those
  * already in the bucket. That stream first waits for the streams on which the gradients were
  * written. Those then wait for it, since their allocators may reuse the gradients' memory. Sliced,
  * a bucket travels in one of two places, in turn, and this rank's slice of the mean stays.
- * device_reducer.h defines the events.
+ *
+ * The last bucket waits for the end of the round, where it and the use bytes, one for each
+ * parameter, form one group of the transport: one launch, and one wait until NCCL has accepted the
+ * calls. Groups must be equal on all ranks, so buckets that happen to be complete at the same time
+ * form none. Use bytes travel in a launch's arguments, so the GPU reads no host memory.
  *
  * On a GPU ranks do not wait for one another on the host. So each assumes that the others took the
  * same steps and have the same gradients on top of a standing mean. A tag records both; if tags
@@ -13,13 +34,17 @@
  */
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
+#include "base/bytes.h"
 #include "kernels/crc32c.h"
-#include "reduce/device_reducer.h"
+#include "reduce/device_mean.h"
 #include "reduce/reducer_state.h"
 
-static const uint64_t TAG_NUMBERS = 0xffffffffu; /* low bits of the tag: steps and rounds; the rest
-                                                  * is the digest */
+/* A tag's bytes and their complements travel after the use bytes: the maxima over the ranks are
+ * complementary if and only if all tags are equal. */
+enum { PLACES = 2, TAG_BYTES = 2 * sizeof(uint64_t), TAG_GREATEST = 255 };
+static const uint64_t TAG_NUMBERS = 0xffffffffu; /* its low bits: steps and rounds; then a digest */
 
 typedef struct stream_set {
     sw_stream **stream; /* owned; the streams are borrowed for a round */
@@ -27,27 +52,38 @@ typedef struct stream_set {
 } stream_set;
 
 typedef struct device_bucket {
-    void *data; /* borrowed; NULL: takes no part */
+    void *data; /* borrowed: the bucket, or sliced this rank's slice of its mean; NULL: takes no
+                   part */
     stream_set producers;
+    sw_event *ready, *done; /* owned */
 } device_bucket;
 
 typedef struct device_rounds {
     sw_reducer base;
-    sw_device_comm *comm;      /* borrowed */
-    sw_device_reducer *engine; /* owned: events, use bytes, means */
-    sw_redop op;
-    bool sliced;
-    device_bucket *buckets;        /* owned */
-    sw_stream *stream;             /* in use; borrowed for a call */
-    stream_set arrived;            /* streams ordered after the optimizer in this round */
-    sw_stream *consumer;           /* the optimizer's, borrowed until the next round */
-    bool is_finished;              /* the consumer has not taken the means yet */
-    sw_pack_args pack;             /* copies for the next launch; with `converts` they divide */
-    void *place[SW_DEVICE_PLACES]; /* borrowed; sliced */
-    size_t place_bytes[SW_DEVICE_PLACES], place_count, turn;
+    sw_device_comm *comm; /* borrowed */
+    sw_device *device;    /* the comm's */
+    sw_device_mean mean;
+    bool sliced, is_withdrawn; /* a hook computes the means */
+    bool is_begun, has_begun;  /* a stream has arrived in this round; in any */
+    bool is_finished;          /* the consumer has not taken the means yet */
+    device_bucket *buckets;    /* owned */
+    sw_stream *stream;         /* in use; borrowed for a call */
+    stream_set arrived;        /* streams ordered after the optimizer in this round */
+    sw_stream *consumer;       /* the optimizer's, borrowed until the next round */
+    sw_pack_args pack;         /* copies for the next launch; with `converts` they divide */
+    void *place[PLACES];       /* borrowed; sliced */
+    size_t place_bytes[PLACES], place_count, turn;
+    bucket *held;        /* the last bucket until the round ends, or NULL */
     size_t active;       /* ranks that contribute */
-    uint8_t *bytes;      /* owned scratch, one a parameter */
-    sw_device_run *runs; /* owned scratch, one a parameter */
+    sw_device_run *runs; /* owned: standing runs of the last posted bucket */
+    size_t run_count;
+    void *used;    /* owned device memory: use bytes, then the tag */
+    uint8_t *own;  /* owned: this rank's use bytes */
+    uint8_t *any;  /* owned, pinned: those of all ranks */
+    uint8_t *tags; /* owned, pinned: tags of the round for which `told` was recorded */
+    uint64_t tag;  /* this rank's tag of that round */
+    bool is_told;  /* `told` was recorded and not read yet */
+    sw_event *consumed, *gathered, *told, *left[PLACES]; /* owned; the last only sliced */
 } device_rounds;
 
 static const sw_reducer_ops device_rounds_ops;
@@ -64,45 +100,69 @@ static const device_rounds *device_seen(const sw_reducer *reducer)
 
 /* ---- life ---- */
 
-/* Create the engine; `config` lacks the buckets. */
-static sw_status create_engine(const device_rounds *d, sw_device_reducer_config *config,
-                               sw_device_reducer **engine, sw_error *err)
+static sw_status create_mean(device_rounds *d, const sw_reducer_options *options, sw_error *err)
 {
-    const sw_layout *layout = &d->base.layout;
-    sw_device_bucket_spec *specs = calloc(layout->bucket_count + 1, sizeof *specs);
-    if (!specs)
-        SW_FAIL(err, SW_E_MEMORY, "reducer: no memory for %zu buckets", layout->bucket_count);
-    for (size_t b = 0; b < layout->bucket_count; ++b)
-        specs[b] = (sw_device_bucket_spec){.numel = layout->bucket[b].numel,
-                                           .dtype = layout->bucket[b].dtype};
-    config->comm = d->comm;
-    config->op = d->op;
-    config->buckets = specs;
-    config->bucket_count = layout->bucket_count;
-    config->gradient_count = layout->param_count;
-    sw_status status = sw_device_reducer_create(config, engine, err);
-    free(specs);
-    return status;
+    sw_device_mean_config config = {.comm = d->comm,
+                                    .op = options->sums ? SW_REDOP_SUM : SW_REDOP_MEAN,
+                                    .wire = options->is_narrow ? options->wire : SW_DTYPE_COUNT,
+                                    .folds = options->deterministic ||
+                                             (options->sliced && options->sums),
+                                    .slices = options->sliced ? options->slices : NULL,
+                                    .row = options->row,
+                                    .column = options->column,
+                                    .is_lent = options->is_lent};
+    if (options->is_narrow &&
+        ((options->wire != SW_DTYPE_FLOAT16 && options->wire != SW_DTYPE_BFLOAT16) ||
+         options->sums))
+        SW_FAIL(err, SW_E_INVALID, "reducer: wire must be float16 or bfloat16, for a mean, not %s",
+                sw_dtype_name(options->wire));
+    for (size_t b = 0; b < d->base.layout.bucket_count; ++b) {
+        size_t numel = d->base.layout.bucket[b].numel;
+        if (numel % (size_t)d->base.world_size != 0)
+            SW_FAIL(err, SW_E_INVALID,
+                    "reducer: numel of bucket %zu must be a multiple of world_size %d, not %zu", b,
+                    d->base.world_size, numel);
+        config.bytes = sw_size_max(config.bytes, sw_bucket_bytes(&d->base, b));
+        config.numel = sw_size_max(config.numel, numel);
+    }
+    return sw_device_mean_init(&d->mean, &config, err);
+}
+
+static sw_status create_events(device_rounds *d, sw_error *err)
+{
+    const sw_device_ops *ops = d->device->ops;
+    SW_TRY(ops->event_create(d->device, &d->consumed, err));
+    SW_TRY(ops->event_create(d->device, &d->gathered, err));
+    SW_TRY(ops->event_create(d->device, &d->told, err));
+    for (size_t b = 0; b < d->base.layout.bucket_count; ++b) {
+        SW_TRY(ops->event_create(d->device, &d->buckets[b].ready, err));
+        SW_TRY(ops->event_create(d->device, &d->buckets[b].done, err));
+    }
+    for (int p = 0; d->sliced && p < PLACES; ++p)
+        SW_TRY(ops->event_create(d->device, &d->left[p], err));
+    return SW_OK;
 }
 
 static sw_status create_all(device_rounds *d, const sw_layout_param *params,
                             const char *const *names, size_t param_count,
                             const sw_reducer_options *options, sw_error *err)
 {
-    sw_device_reducer_config config = {.deterministic = options->deterministic,
-                                       .sliced = options->sliced,
-                                       .is_lent = options->is_lent,
-                                       .slices = options->sliced ? options->slices : NULL,
-                                       .row = options->row,
-                                       .column = options->column,
-                                       .wire = options->is_narrow ? options->wire : SW_DTYPE_COUNT};
+    const sw_device_ops *ops = d->device->ops;
+    void *pinned;
     SW_TRY(sw_reducer_init(&d->base, params, names, param_count, options, d->base.world_size, err));
     d->buckets = calloc(d->base.layout.bucket_count + 1, sizeof *d->buckets);
-    d->bytes = calloc(param_count + 1, 1);
+    d->own = calloc(param_count + 1, 1);
     d->runs = calloc(param_count + 1, sizeof *d->runs);
-    if (!d->buckets || !d->bytes || !d->runs)
+    if (!d->buckets || !d->own || !d->runs)
         SW_FAIL(err, SW_E_MEMORY, "reducer: no memory for %zu parameters", param_count);
-    return create_engine(d, &config, &d->engine, err);
+    SW_TRY(create_events(d, err));
+    SW_TRY(create_mean(d, options, err));
+    SW_TRY(ops->memory_alloc(d->device, param_count + TAG_BYTES, &d->used, err));
+    SW_TRY(ops->pinned_alloc(d->device, TAG_BYTES, &pinned, err));
+    d->tags = pinned;
+    SW_TRY(ops->pinned_alloc(d->device, param_count, &pinned, err));
+    d->any = pinned;
+    return SW_OK;
 }
 
 sw_status sw_reducer_create_on_device(sw_device_comm *comm, const sw_layout_param *params,
@@ -119,7 +179,7 @@ sw_status sw_reducer_create_on_device(sw_device_comm *comm, const sw_layout_para
                               .rank = comm->peers->rank,
                               .world_size = comm->peers->world_size};
     made->comm = comm;
-    made->op = options->sums ? SW_REDOP_SUM : SW_REDOP_MEAN;
+    made->device = comm->device;
     made->sliced = options->sliced;
     made->active = (size_t)comm->peers->world_size;
     sw_status status = create_all(made, params, names, param_count, options, err);
@@ -134,12 +194,27 @@ sw_status sw_reducer_create_on_device(sw_device_comm *comm, const sw_layout_para
 static void device_destroy(sw_reducer *reducer)
 {
     device_rounds *d = device_of(reducer);
-    sw_device_reducer_destroy(d->engine);
-    for (size_t b = 0; d->buckets && b < reducer->layout.bucket_count; ++b)
+    const sw_device_ops *ops = d->device->ops;
+    /* Our stream writes to what is freed here. An error was already reported. */
+    if (d->gathered && ops->event_record(d->device, d->gathered, d->comm->stream, NULL) == SW_OK)
+        sw_device_comm_await(d->comm, d->gathered, "the comm stream");
+    for (size_t b = 0; d->buckets && b < reducer->layout.bucket_count; ++b) {
         free(d->buckets[b].producers.stream);
+        ops->event_destroy(d->device, d->buckets[b].ready);
+        ops->event_destroy(d->device, d->buckets[b].done);
+    }
+    sw_device_mean_fini(&d->mean);
+    ops->memory_free(d->device, d->used);
+    ops->pinned_free(d->device, d->any);
+    ops->pinned_free(d->device, d->tags);
+    for (int p = 0; p < PLACES; ++p)
+        ops->event_destroy(d->device, d->left[p]);
+    ops->event_destroy(d->device, d->told);
+    ops->event_destroy(d->device, d->consumed);
+    ops->event_destroy(d->device, d->gathered);
     free(d->buckets);
     free(d->arrived.stream);
-    free(d->bytes);
+    free(d->own);
     free(d->runs);
     sw_reducer_fini(reducer);
     free(d);
@@ -147,13 +222,30 @@ static void device_destroy(sw_reducer *reducer)
 
 /* ---- memory ---- */
 
+/* Return the first bucket at or after `from` that takes part. */
+static size_t next_due(const device_rounds *d, size_t from)
+{
+    while (from < d->base.layout.bucket_count && !d->buckets[from].data)
+        ++from;
+    return from;
+}
+
 sw_status sw_reducer_adopt(sw_reducer *reducer, size_t index, void *data, sw_error *err)
 {
     device_rounds *d = device_of(reducer);
-    if (reducer->owner == SW_BUCKETS_OURS)
-        SW_TRY(sw_device_reducer_adopt(d->engine, index, data, err));
+    bool is_open = reducer->state == SW_ROUND_OPEN;
+    bool is_posting = is_open && reducer->next_bucket != next_due(d, 0);
+    if (!d->is_withdrawn) {
+        if (is_posting || d->buckets[index].data)
+            SW_FAIL(err, SW_E_STATE, "reducer: bucket %zu of %zu cannot be adopted %s", index,
+                    reducer->layout.bucket_count,
+                    is_posting ? "once a round has posted one" : "again");
+        SW_TRY(sw_redop_check(d->mean.op, reducer->layout.bucket[index].dtype, err));
+    }
     d->buckets[index].data = data;
     reducer->buckets[index].takes_part = true;
+    if (is_open && !is_posting)
+        reducer->next_bucket = next_due(d, 0);
     return SW_OK;
 }
 
@@ -161,16 +253,14 @@ sw_status sw_reducer_set_places(sw_reducer *reducer, void *const *places, const 
                                 size_t count, sw_error *err)
 {
     device_rounds *d = device_of(reducer);
-    if (count > SW_DEVICE_PLACES || reducer->state != SW_ROUND_CLOSED)
+    if (count > PLACES || reducer->state != SW_ROUND_CLOSED)
         SW_FAIL(err, SW_E_STATE,
-                "reducer: between two rounds buckets get at most %d places, not %zu",
-                SW_DEVICE_PLACES, count);
+                "reducer: between two rounds buckets get at most %d places, not %zu", PLACES,
+                count);
     if (d->place_count > 0) /* its owner may reuse it, in the order of its own stream */
         SW_TRY(sw_device_comm_follow(d->comm, d->stream, d->comm->stream, err));
-    for (size_t p = 0; p < count; ++p) {
-        d->place[p] = places[p];
-        d->place_bytes[p] = sizes_bytes[p];
-    }
+    memcpy(d->place, places, count * sizeof *places);
+    memcpy(d->place_bytes, sizes_bytes, count * sizeof *sizes_bytes);
     d->place_count = count;
     d->turn = 0;
     return SW_OK;
@@ -178,7 +268,15 @@ sw_status sw_reducer_set_places(sw_reducer *reducer, void *const *places, const 
 
 sw_status sw_reducer_lend(sw_reducer *reducer, void *contributions, void *compressed, sw_error *err)
 {
-    return sw_device_reducer_lend(device_of(reducer)->engine, contributions, compressed, err);
+    device_rounds *d = device_of(reducer);
+    bool lacks = !contributions || (d->mean.wire != SW_DTYPE_COUNT && !compressed);
+    if (!d->mean.is_lent || d->has_begun || lacks)
+        SW_FAIL(err, SW_E_STATE, "reducer: memory is lent %s",
+                lacks              ? "whole: for contributions and, with wire, what travels"
+                : !d->mean.is_lent ? "to one that was made for it"
+                                   : "before the first round");
+    sw_device_mean_lend(&d->mean, contributions, compressed);
+    return SW_OK;
 }
 
 /* Release the previous round's means: the optimizer has enqueued all reads of them. */
@@ -186,7 +284,8 @@ static sw_status release(device_rounds *d, sw_error *err)
 {
     if (!d->is_finished)
         return SW_OK;
-    SW_TRY(sw_device_reducer_release(d->engine, d->consumer, err));
+    SW_TRY(sw_device_refuse_capture(d->device, d->consumer, "a backward", err));
+    SW_TRY(d->device->ops->event_record(d->device, d->consumed, d->consumer, err));
     d->is_finished = false;
     return SW_OK;
 }
@@ -194,12 +293,13 @@ static sw_status release(device_rounds *d, sw_error *err)
 sw_status sw_reducer_withdraw(sw_reducer *reducer, sw_error *err)
 {
     device_rounds *d = device_of(reducer);
-    sw_device_reducer_config config = {.wire = SW_DTYPE_COUNT};
-    sw_device_reducer *rest = NULL;
     SW_TRY(release(d, err));
-    SW_TRY(create_engine(d, &config, &rest, err));
-    sw_device_reducer_destroy(d->engine);
-    d->engine = rest;
+    SW_TRY(d->device->ops->event_record(d->device, d->gathered, d->comm->stream, err));
+    SW_TRY(sw_peers_wait(d->comm->peers, d->gathered, "the comm stream", err));
+    sw_device_mean_fini(&d->mean);
+    d->mean = (sw_device_mean){.comm = NULL};
+    d->is_withdrawn = true;
+    d->is_begun = false;
     return SW_OK;
 }
 
@@ -246,7 +346,7 @@ static sw_status device_write(sw_reducer *reducer, void *to, const void *from, s
 static sw_status device_clear(sw_reducer *reducer, void *to, size_t size_bytes, sw_error *err)
 {
     device_rounds *d = device_of(reducer);
-    return d->comm->device->ops->fill_async(d->comm->device, to, 0, size_bytes, d->stream, err);
+    return d->device->ops->fill_async(d->device, to, 0, size_bytes, d->stream, err);
 }
 
 /* ---- streams ---- */
@@ -282,7 +382,16 @@ static sw_status arrive(device_rounds *d, sw_error *err)
     if (!is_new)
         return SW_OK;
     SW_TRY(release(d, err));
-    return sw_device_reducer_begin(d->engine, d->stream, err);
+    if (d->mean.is_lent && !d->mean.lent)
+        SW_FAIL(err, SW_E_STATE, "reducer: a round began before memory was lent");
+    SW_TRY(sw_device_refuse_capture(d->device, d->stream, "a backward", err));
+    SW_TRY(d->device->ops->stream_wait(d->device, d->stream, d->consumed, err));
+    if (d->is_begun)
+        return SW_OK;
+    SW_TRY(sw_device_comm_take_over(d->comm, d->stream, err));
+    d->is_begun = d->has_begun = true;
+    d->held = NULL;
+    return SW_OK;
 }
 
 sw_status sw_reducer_arrive(sw_reducer *reducer, sw_error *err)
@@ -315,19 +424,13 @@ static void device_open(sw_reducer *reducer)
         d->buckets[b].producers.count = 0;
 }
 
-static bool device_has_room(const sw_reducer *reducer, const bucket *b)
-{
-    (void)reducer;
-    (void)b;
-    return true; /* the stream waits, the host does not */
-}
-
 /* Copies into the bucket divide if its mean needs that. */
 static void set_scale(device_rounds *d, const bucket *b)
 {
     int dtype = (int)d->base.layout.bucket[b->index].dtype;
-    d->pack.scale =
-        d->base.owner == SW_BUCKETS_OURS ? sw_device_reducer_prescale(d->engine, b->index) : 1.0f;
+    d->pack.scale = d->base.owner == SW_BUCKETS_OURS
+                        ? sw_device_mean_prescale(&d->mean, (sw_dtype)dtype)
+                        : 1.0f;
     d->pack.converts = d->pack.scale != 1.0f;
     d->pack.to_dtype = d->pack.from_dtype = dtype;
 }
@@ -363,9 +466,10 @@ static sw_status device_reserve(sw_reducer *reducer, bucket *b, sw_error *err)
     d->turn = (d->turn + 1) % d->place_count;
     if (d->place_bytes[d->turn] < sw_bucket_bytes(reducer, b->index))
         d->turn = 0;
-    return reducer->owner == SW_BUCKETS_OURS
-               ? sw_device_reducer_reserve(d->engine, d->turn, d->stream, err)
-               : SW_OK;
+    if (reducer->owner != SW_BUCKETS_OURS)
+        return SW_OK;
+    /* Wait until the place's previous bucket has been averaged. */
+    return d->device->ops->stream_wait(d->device, d->stream, d->left[d->turn], err);
 }
 
 static sw_status device_seal(sw_reducer *reducer, bucket *b, sw_error *err)
@@ -402,19 +506,50 @@ static size_t standing_runs(const device_rounds *d, const bucket *b)
     return count;
 }
 
+static sw_device_range whole_of(const device_rounds *d, const bucket *b)
+{
+    const sw_layout_bucket *shape = sw_bucket_shape(&d->base, b);
+    return (sw_device_range){.data = d->sliced ? d->place[d->turn] : d->buckets[b->index].data,
+                             .numel = shape->numel,
+                             .dtype = shape->dtype};
+}
+
+/* Enqueue the first half of a bucket's mean, which may be one call of a group. */
+static sw_status start_mean(device_rounds *d, const bucket *b, sw_error *err)
+{
+    const sw_device_range whole = whole_of(d, b);
+    return d->sliced ? sw_device_mean_collect(&d->mean, &whole, d->buckets[b->index].data,
+                                              d->run_count > 0, err)
+                     : sw_device_mean_whole(&d->mean, &whole, err);
+}
+
+/* Enqueue the second half and the events after it. */
+static sw_status end_mean(device_rounds *d, const bucket *b, sw_error *err)
+{
+    const sw_device_ops *ops = d->device->ops;
+    const sw_device_range whole = whole_of(d, b);
+    device_bucket *own = &d->buckets[b->index];
+    if (d->sliced)
+        SW_TRY(sw_device_mean_complete(&d->mean, &whole, own->data, d->runs, d->run_count, err));
+    SW_TRY(ops->event_record(d->device, own->done, d->comm->stream, err));
+    return d->sliced ? ops->event_record(d->device, d->left[d->turn], d->comm->stream, err) : SW_OK;
+}
+
 static sw_status device_post(sw_reducer *reducer, bucket *b, sw_error *err)
 {
     device_rounds *d = device_of(reducer);
-    if (!d->sliced)
-        return sw_device_reducer_post(d->engine, b->index, d->stream, err);
-    return sw_device_reducer_post_slice(d->engine, b->index, d->place[d->turn], d->runs,
-                                        standing_runs(d, b), d->stream, err);
-}
-
-static bool device_leaves_early(const sw_reducer *reducer)
-{
-    (void)reducer;
-    return true;
+    const sw_device_ops *ops = d->device->ops;
+    device_bucket *own = &d->buckets[b->index];
+    d->run_count = d->sliced ? standing_runs(d, b) : 0;
+    SW_TRY(ops->event_record(d->device, own->ready, d->stream, err));
+    SW_TRY(ops->stream_wait(d->device, d->comm->stream, own->ready, err));
+    if (next_due(d, b->index + 1) == reducer->layout.bucket_count &&
+        sw_device_mean_is_one_call(&d->mean, sw_bucket_shape(reducer, b)->dtype)) {
+        d->held = b;
+        return SW_OK;
+    }
+    SW_TRY(start_mean(d, b, err));
+    return end_mean(d, b, err);
 }
 
 /* Return the tag of a round, which must be equal on all ranks. It also covers earlier rounds, since
@@ -430,25 +565,131 @@ static uint64_t next_tag(device_rounds *d)
     return (uint64_t)digest << 32 | (base->step & 0xffffu) << 16 | (base->rounds & 0xffffu);
 }
 
+/* Byte i of a rank's message: it used gradient i. Its tag follows, each byte with its complement. A
+ * rank that does not contribute has no tag and sends bytes below any other's. */
+static unsigned char told_byte(const device_rounds *d, uint64_t tag, size_t i)
+{
+    size_t param_count = d->base.layout.param_count, k = i - param_count;
+    if (i < param_count)
+        return d->own[i];
+    if (!d->base.contributes)
+        return 0;
+    unsigned part = (unsigned)(tag >> 8 * (k / 2)) & 0xffu;
+    return (unsigned char)(k % 2 ? TAG_GREATEST - part : part);
+}
+
+/* Write the rank's use bytes and tag as arguments of a launch, so that no host memory must outlive
+ * the call. Up to about 4,000 gradients need one launch. */
+static sw_status write_use(device_rounds *d, uint64_t tag, sw_error *err)
+{
+    const size_t count = d->base.layout.param_count + TAG_BYTES;
+    for (size_t start = 0; start < count; start += SW_PUT_BYTES_MAX) {
+        size_t taken = sw_size_min(count - start, SW_PUT_BYTES_MAX);
+        sw_put_args put = {.to = (char *)d->used + start, .size_bytes = (int)taken};
+        for (size_t i = 0; i < taken; ++i)
+            put.byte[i] = told_byte(d, tag, start + i);
+        SW_TRY(sw_kernel_launch(&d->comm->kernels, SW_KERNEL_PUT, &put, d->comm->stream, err));
+    }
+    return SW_OK;
+}
+
+static sw_status enqueue_use(device_rounds *d, sw_error *err)
+{
+    return sw_peers_all_reduce(d->comm->peers, d->used, d->base.layout.param_count + TAG_BYTES,
+                               SW_DTYPE_UINT8, SW_REDOP_MAX, d->comm->stream, err);
+}
+
+/* Enqueue the use bytes, in one group with the mean of the held bucket. */
+static sw_status exchange_use(device_rounds *d, sw_error *err)
+{
+    const bucket *held = d->held;
+    if (!held)
+        return enqueue_use(d, err);
+    SW_TRY(sw_peers_group_begin(d->comm->peers, err));
+    sw_status status = start_mean(d, held, err);
+    if (status == SW_OK)
+        status = enqueue_use(d, err);
+    /* Close the group even after an error; the thread's next group must be separate. */
+    sw_status ended = sw_peers_group_end(d->comm->peers, status == SW_OK ? err : NULL);
+    SW_TRY(status != SW_OK ? status : ended);
+    d->held = NULL;
+    return end_mean(d, held, err);
+}
+
+/* Send the tags of all ranks to the host, unless those of an earlier round are still in flight. */
+static sw_status send_tags(device_rounds *d, uint64_t tag, sw_error *err)
+{
+    const sw_device_ops *ops = d->device->ops;
+    if (d->is_told || !d->base.contributes)
+        return SW_OK;
+    SW_TRY(ops->copy_async(d->device, d->tags, (char *)d->used + d->base.layout.param_count,
+                           TAG_BYTES, d->comm->stream, err));
+    SW_TRY(ops->event_record(d->device, d->told, d->comm->stream, err));
+    d->is_told = true;
+    d->tag = tag;
+    return SW_OK;
+}
+
+/* Enqueue the exchange of use bytes and tags. Alone, or if this rank used all, the host needs no
+ * other rank's: *any is its own bytes then. */
+static sw_status exchange(device_rounds *d, const uint8_t **any, sw_error *err)
+{
+    const sw_device_ops *ops = d->device->ops;
+    sw_stream *stream = d->comm->stream;
+    const size_t param_count = d->base.layout.param_count;
+    const uint64_t tag = next_tag(d);
+    *any = d->own;
+    if (d->base.world_size > 1) {
+        SW_TRY(write_use(d, tag, err));
+        SW_TRY(exchange_use(d, err));
+        SW_TRY(send_tags(d, tag, err));
+        if (memchr(d->own, 0, param_count)) {
+            *any = d->any;
+            SW_TRY(ops->copy_async(d->device, d->any, d->used, param_count, stream, err));
+            SW_TRY(ops->event_record(d->device, d->gathered, stream, err));
+        }
+    }
+    return sw_device_comm_mark(d->comm, err);
+}
+
 static sw_status device_finish(sw_reducer *reducer, sw_error *err)
 {
     device_rounds *d = device_of(reducer);
-    const uint64_t tag = next_tag(d);
     const uint8_t *any;
     for (size_t i = 0; i < reducer->layout.param_count;
          ++i) /* use bits of frozen parameters are not read */
-        d->bytes[i] =
+        d->own[i] =
             reducer->contributes && (reducer->params[i].used || !sw_reducer_takes_part(reducer, i));
-    SW_TRY(sw_device_reducer_finish(d->engine, d->bytes, reducer->contributes ? &tag : NULL, err));
-    for (size_t b = 0; b < reducer->layout.bucket_count; ++b)
-        if (sw_device_reducer_takes_part(d->engine, b))
-            SW_TRY(sw_device_reducer_take(d->engine, b, d->stream, err));
+    SW_TRY(exchange(d, &any, err));
+    for (size_t b = 0; !d->is_withdrawn && b < reducer->layout.bucket_count; ++b)
+        if (d->buckets[b].data)
+            SW_TRY(d->device->ops->stream_wait(d->device, d->stream, d->buckets[b].done, err));
     SW_TRY(sw_device_comm_give_back(d->comm, d->stream, err));
+    d->is_begun = false;
     d->is_finished = true;
     d->consumer = d->stream;
-    SW_TRY(sw_device_reducer_used_by_any(d->engine, &any, err));
+    if (any == d->any)
+        SW_TRY(sw_peers_wait(d->comm->peers, d->gathered, "the exchange of use bytes", err));
     for (size_t i = 0; i < reducer->layout.param_count; ++i)
         reducer->params[i].used_by_any = sw_reducer_takes_part(reducer, i) && any[i];
+    return SW_OK;
+}
+
+/* Return a mask of the bytes in which the tags of an earlier round differ, if they have arrived; 0:
+ * none. */
+static sw_status read_tags(device_rounds *d, uint64_t *unlike, sw_error *err)
+{
+    bool is_there = false;
+    *unlike = 0;
+    if (!d->is_told)
+        return SW_OK;
+    SW_TRY(d->device->ops->event_query(d->device, d->told, &is_there, err));
+    if (!is_there)
+        return SW_OK;
+    d->is_told = false;
+    for (size_t k = 0; k < TAG_BYTES; k += 2)
+        if (d->tags[k] + d->tags[k + 1] != TAG_GREATEST)
+            *unlike |= (uint64_t)TAG_GREATEST << 8 * (k / 2);
     return SW_OK;
 }
 
@@ -456,13 +697,13 @@ sw_status sw_reducer_check(sw_reducer *reducer, sw_error *err)
 {
     device_rounds *d = device_of(reducer);
     char what[64];
-    uint64_t tag = 0, unlike = 0;
+    uint64_t unlike;
     snprintf(what, sizeof what, "a forward of %s", reducer->label);
-    SW_TRY(sw_device_refuse_capture(d->comm->device, d->stream, what, err));
-    sw_status status = sw_device_reducer_check(d->engine, &tag, &unlike, err);
-    if (status != SW_E_MISMATCH)
-        return status;
-    unsigned step = (unsigned)(tag >> 16) & 0xffffu, round = (unsigned)tag & 0xffffu;
+    SW_TRY(sw_device_refuse_capture(d->device, d->stream, what, err));
+    SW_TRY(read_tags(d, &unlike, err));
+    if (!unlike)
+        return SW_OK;
+    unsigned step = (unsigned)(d->tag >> 16) & 0xffffu, round = (unsigned)d->tag & 0xffffu;
     if (unlike & TAG_NUMBERS)
         SW_FAIL(err, SW_E_MISMATCH,
                 "ranks ran different numbers of backwards or optimizer steps of %s: their "
@@ -493,9 +734,12 @@ sw_status sw_reducer_set_active(sw_reducer *reducer, const uint8_t *trains, sw_e
     size_t active = 0;
     for (int k = 0; k < reducer->world_size; ++k)
         active += trains[k] != 0;
-    SW_TRY(sw_device_reducer_leave_out(d->engine, trains, err));
-    SW_TRY(sw_device_reducer_divide_by(
-        d->engine, (int)(reducer->divide_by_active ? active : (size_t)reducer->world_size), err));
+    if (active == 0)
+        SW_FAIL(err, SW_E_INVALID, "reducer: at least one of %d ranks must train",
+                reducer->world_size);
+    if (d->sliced && !d->is_withdrawn)
+        SW_TRY(sw_device_mean_leave_out(&d->mean, trains, err));
+    d->mean.divisor = reducer->divide_by_active ? (int)active : reducer->world_size;
     d->active = active;
     return SW_OK;
 }
@@ -533,7 +777,6 @@ static size_t device_planned_bytes(const sw_reducer *reducer)
 static const sw_reducer_ops device_rounds_ops = {
     .traits = {.on_device = true, .places_late = true, .averages_unused = true},
     .open = device_open,
-    .has_room = device_has_room,
     .reserve = device_reserve,
     .address = device_address,
     .result = device_result,
@@ -541,7 +784,6 @@ static const sw_reducer_ops device_rounds_ops = {
     .clear = device_clear,
     .seal = device_seal,
     .post = device_post,
-    .leaves_early = device_leaves_early,
     .finish = device_finish,
     .meet = device_finish,
     .active_ranks = device_active_ranks,

@@ -403,7 +403,8 @@ bool sw_reducer_hold_back(sw_reducer *reducer, size_t param)
 static bool may_leave(const sw_reducer *reducer, const bucket *b)
 {
     return b->pending == 0 && !b->pinned && reducer->stats.rounds > 0 &&
-           reducer->owner == SW_BUCKETS_OURS && reducer->ops->leaves_early(reducer);
+           reducer->owner == SW_BUCKETS_OURS &&
+           (!reducer->ops->leaves_early || reducer->ops->leaves_early(reducer));
 }
 
 bool sw_reducer_is_waiting(const sw_reducer *reducer, size_t *bucket_index)
@@ -412,7 +413,8 @@ bool sw_reducer_is_waiting(const sw_reducer *reducer, size_t *bucket_index)
         return false;
     const bucket *b = &reducer->buckets[reducer->next_bucket];
     *bucket_index = b->index;
-    return b->unplaced > 0 && may_leave(reducer, b) && reducer->ops->has_room(reducer, b);
+    return b->unplaced > 0 && may_leave(reducer, b) &&
+           (!reducer->ops->has_room || reducer->ops->has_room(reducer, b));
 }
 
 bool sw_reducer_next_unsent(const sw_reducer *reducer, size_t *bucket_index)

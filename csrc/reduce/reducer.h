@@ -102,7 +102,7 @@ SW_MUST_USE sw_status sw_reducer_adopt(sw_reducer *reducer, size_t bucket, void 
  * work enqueued on earlier places. */
 SW_MUST_USE sw_status sw_reducer_set_places(sw_reducer *reducer, void *const *places,
                                             const size_t *sizes_bytes, size_t count, sw_error *err);
-/* With `is_lent`, before the first round: see sw_device_reducer_lend. */
+/* With `is_lent`, before the first round: see sw_device_mean_lend. */
 SW_MUST_USE sw_status sw_reducer_lend(sw_reducer *reducer, void *contributions, void *compressed,
                                       sw_error *err);
 /* Leave averaging to a user's hook from the next round on. Use bits, tags and the order of streams

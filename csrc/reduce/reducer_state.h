@@ -40,7 +40,7 @@ typedef struct sw_reducer_ops {
     sw_reducer_traits traits;
     /* Begin a round that synchronises: its state is OPEN, all buckets are FILLING. May be NULL. */
     void (*open)(sw_reducer *reducer);
-    /* Return true if a bucket's memory may be written now. */
+    /* Return true if a bucket's memory may be written now. NULL: streams wait, not the host. */
     bool (*has_room)(const sw_reducer *reducer, const bucket *b);
     /* Wait until it may, or order the stream in use; once for each round and bucket. */
     sw_status (*reserve)(sw_reducer *reducer, bucket *b, sw_error *err);
@@ -56,7 +56,7 @@ typedef struct sw_reducer_ops {
     sw_status (*clear)(sw_reducer *reducer, void *to, size_t size_bytes, sw_error *err);
     /* Post a bucket that was reserved and sealed; it is POSTED from now on. */
     sw_status (*post)(sw_reducer *reducer, bucket *b, sw_error *err);
-    /* Return true if buckets can be sent before the end of the backward. */
+    /* Return true if buckets can be sent before the end of the backward. NULL: they can. */
     bool (*leaves_early)(const sw_reducer *reducer);
     /* Advance buckets in flight and mark finished ones as DONE. May be NULL. */
     sw_status (*poll)(sw_reducer *reducer, sw_error *err);

@@ -544,9 +544,6 @@ class Arena:
         """A DLPack capsule (for torch.utils.dlpack.from_dlpack) over this rank's part, or rank's: the memory lives as
         long as the tensor."""
 
-    def protect(self, writable: bool, /) -> None:
-        """Whether this process may write to any part that it maps; if not, a write is a SIGSEGV."""
-
     def populate(self, offset_bytes: int, nbytes: int, /) -> None:
         """Pages of this rank's part are there from now on, huge ones where the kernel can."""
 

@@ -283,21 +283,9 @@ def _not_an_optimizer(given: Any) -> str:
 def _shard(engine: Engine, optimizer: torch.optim.Optimizer, partition: str) -> torch.optim.Optimizer:
     optimizer = without_masters(optimizer)
     first, *parts = engine.replicas
-    made = _sliced_class(partition, first)(optimizer, first, partition, _without_master(engine), parts=parts)
+    made = ShardedOptimizer(optimizer, first, partition, _without_master(engine), parts)
     _keep_state(engine, made, optimizer)
     return made
-
-
-def _sliced_class(partition: str, replica: Replica) -> type[ShardedOptimizer]:
-    if partition != "tensor":
-        return ShardedOptimizer
-    if replica.backend.link is None:
-        from .optim.whole_tensors import TensorPartitionedOptimizer
-
-        return TensorPartitionedOptimizer
-    from .optim.device_whole_tensors import DeviceTensorPartitionedOptimizer
-
-    return DeviceTensorPartitionedOptimizer
 
 
 def _check_offload(module: torch.nn.Module, offload: Any, optimizer: torch.optim.Optimizer | None, zero: int) -> None:

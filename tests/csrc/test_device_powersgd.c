@@ -8,6 +8,7 @@
 #include "check.h"
 #include "compress/device_powersgd.h"
 #include "compress/powersgd.h"
+#include "device_host.h"
 
 enum { COUNT = 2 * SW_MATRICES_MAX + SW_FACTORS_MAX / 2, ROOM = 512, STEPS = 3 };
 

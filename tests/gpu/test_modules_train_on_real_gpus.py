@@ -199,7 +199,7 @@ def compress(rank: int, world_size: int, device: str) -> None:
         sw.Bf16(),
         sw.Int8(error_feedback=True),
         sw.Int4(),
-        *(sw.PowerSGD(4, alternate=a) for a in (False, True)),
+        sw.PowerSGD(4),
     ]
     for zero in (0, 2):
         for compressor in compressors:

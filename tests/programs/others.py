@@ -9,6 +9,8 @@ from .text import PRIVATE, SLICED, WRAP_OPTIONS, State, Statement, kind
 
 KEPT = r"cannot move"
 FORKED_LATE = r"a forked child"
+#: a forward that one rank alone has begun is closed before gradients are used
+ONE_IS_AHEAD = r"ranks disagree on collective .*optimizer\.eval\(\)"
 #: averages inside a child would be collective
 FORKED_GATHER = r"fork"
 
@@ -151,7 +153,7 @@ with torch.no_grad():
     seen.append(loss(model, {state.next_number()}).item())
 {"" if b % 3 == 2 else "optimizer.train()"}
 """
-    return Statement(text, after_local(state))
+    return Statement(text, (*after_local(state), *((ONE_IS_AHEAD,) if state.is_ahead else ())))
 
 
 # a second module ------------------------------------------------------------------------------------------------------

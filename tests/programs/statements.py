@@ -303,6 +303,7 @@ def forward_raises(state: State, a: int, b: int) -> str:
     """In its midst, on every rank or on one."""
     k = state.next_number()
     one = a % 3 == 0 and state.model != "norm"  # whose buffers all ranks exchange at each forward
+    state.is_ahead = state.is_ahead or one
     return f"""\
 def fail(*_):
     raise ValueError("on purpose")

@@ -220,6 +220,7 @@ class State:
         self.is_local = False  # gradients that no backward has averaged
         self.was_local = False  # the same, also where they were zeroed in place since
         self.is_broken = False  # gradients that a backward has left in its midst
+        self.is_ahead = False  # one rank alone has begun a forward, which failed
         self.is_uneven = False  # gradients that some ranks alone have cleared
         self.stands = False  # gradients that a backward has averaged, and nobody has cleared since
         self.has: set[str] = set()  # names that earlier statements have made
@@ -250,7 +251,7 @@ class State:
             if "SGD" not in self.optimizer or self.model == "low":
                 return False
             self.is_exact = False
-        self.is_local, self.was_local, self.stands = False, False, True
+        self.is_local, self.was_local, self.stands, self.is_ahead = False, False, True, False
         if self.model != "heads" and not self.frozen:  # a round leaves what no rank used as it was
             self.is_uneven = False
         return True

@@ -312,29 +312,6 @@ def borrowed(place: Place, rank: int, world_size: int) -> None:
             del ours
 
 
-def registered(place: Place, rank: int, world_size: int) -> None:
-    """With buckets that NCCL reads and writes in place the bits are the CPU's. If NCCL cannot, the reason is reported
-    and the bits are the same.
-    """
-    with place.aside():
-        twin = wrapped(None, {})
-        steps(*twin, rank, torch.device("cpu"))
-        expected = whole(*twin)
-    if not place.is_gpu:
-        with pytest.raises(NotImplementedError, match="communicator='register' requires a module on a GPU"):
-            wrapped(place, {"communicator": "register"})
-        return
-    for zero in (0, 1, 2, 3):
-        ours = wrapped(place, {"zero": zero, "communicator": "register"})
-        reason = ours[0]._engine.replica.reducer.transport_reason
-        assert "bytes registered" in reason or "nothing registered: " in reason
-        if place.kind == "simulated" and world_size > 1:
-            assert "bytes registered" in reason
-        steps(*ours, rank, place.device)
-        assert_bits(whole(*ours), expected, zero)
-        del ours
-
-
 def captures(place: Place, rank: int, world_size: int) -> None:
     """A call inside a capture into a CUDA graph is refused by name, and training continues as if it had not been tried."""
     results = []
@@ -457,7 +434,6 @@ PROMISES: dict[str, Callable[[Place, int, int], None]] = {
             fused_optimizers,
             clipping_by_parameters,
             borrowed,
-            registered,
             captures,
             join,
             hooks,

@@ -113,21 +113,4 @@ def count(gpus: SimulatedGpus, rank: int, model: Model, width: int, **options: A
     gathers = wrapped._engine.replica.stats().get("gathers", 0) // 3
     # of zero=3 twice a unit, but for the last one of the forward, and what the first forward gathered
     assert gathers >= 2 * len(model.blocks) if options["zero"] == 3 else gathers == 0, gathers
-    assert gpus.registrations() == (2 if options.get("communicator") == "register" else 0)
     return found, taken
-
-
-def test_registered_units_add_a_launch_a_bucket(teams: Any, paths: dict[str, str]) -> None:
-    """A round's registered memory is folded into slices. Gathers of registered units add nothing."""
-    run(teams, 2, paths, registered, policy="on demand")
-
-
-def registered(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
-    blocks, width = 4, 64  # parameters that are released
-    plain, found = (
-        count(gpus, rank, Model(width, blocks), width, zero=3, units=[Block], communicator=communicator)[0]
-        for communicator in ("own", "register")
-    )
-    folds = blocks + 2
-    expected = tuple(n + folds * (name in ("launches", "calls")) for n, name in zip(plain, (*COUNTED, "calls", "")))
-    assert all(n <= bound for n, bound in zip(found, expected, strict=True)), (found, plain)

@@ -16,7 +16,7 @@ from test_checkpoint_bytes_do_not_depend_on_the_ranks import shared_folder
 from torch import nn
 
 if PEER != "torch":
-    from shardwright.checkpoint import writing
+    from shardwright.checkpoint import inventory
     from shardwright.checkpoint.peers import Peers
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="shardwright's checkpoints")
@@ -270,7 +270,7 @@ def test_a_save_of_the_tensors_of_the_last_one_lists_nothing_anew(rank, world_si
         model, optimizer = make()
         train(model, optimizer, 1, width=24)
         with (
-            mock.patch.object(writing, "model_tensors", wraps=writing.model_tensors) as listed,
+            mock.patch.object(inventory, "model_tensors", wraps=inventory.model_tensors) as listed,
             sw.Checkpointer(f"{folder}/{name}", model, optimizer) as checkpoints,
         ):
             for step in range(4):

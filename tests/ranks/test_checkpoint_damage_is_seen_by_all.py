@@ -106,7 +106,7 @@ def test_any_damage_to_any_file_sends_all_ranks_to_the_older_checkpoint(rank, wo
 
 @on_every_rank(at_least=3)
 def test_one_ranks_bad_block_rejects_the_folder_for_all(rank, world_size):
-    from shardwright.checkpoint.restore import reading
+    from shardwright.checkpoint.restore import agreeing
 
     folder = shared_folder(rank)
     model, optimizer = build(Small)
@@ -114,21 +114,21 @@ def test_one_ranks_bad_block_rejects_the_folder_for_all(rank, world_size):
         checkpoints.save(0)
         checkpoints.save(1)
         checkpoints.wait()
-        before = reading.Reader.verify_share
+        before = agreeing.Restore.read
 
-        def fail_on_newest(self, *arguments):
+        def fail_on_newest(self, *arguments, **options):
             if rank == 1 and self.folder.step == 2:
                 raise sw.CheckpointError("this rank's disk cannot read block 3")
-            before(self, *arguments)
+            before(self, *arguments, **options)
 
-        reading.Reader.verify_share = fail_on_newest
+        agreeing.Restore.read = fail_on_newest
         try:
             assert checkpoints.restore() == 1
             assert "rank 1: this rank's disk cannot read block 3" in agreed(
                 lambda: sw.load(f"{folder}/step-000002", model, optimizer)
             )
         finally:
-            reading.Reader.verify_share = before
+            agreeing.Restore.read = before
 
 
 @on_every_rank()

@@ -21,7 +21,7 @@ from torch.optim.swa_utils import AveragedModel
 
 if PEER != "torch":
     from shardwright.checkpoint.peers import os_error
-    from shardwright.checkpoint.restore import agreeing, reading
+    from shardwright.checkpoint.restore import agreeing, applying, filling, fitting
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="shardwright's checkpoints")
 
@@ -245,7 +245,7 @@ def test_a_save_that_one_rank_cannot_begin_is_heard_by_all_at_once(rank, world_s
 
 @on_every_rank(deadline_s=60)
 def test_a_rank_that_cannot_describe_what_it_holds_leaves_no_rank_waiting(rank, world_size):
-    from shardwright.checkpoint import writing
+    from shardwright.checkpoint import inventory
 
     def refuse(*_):
         raise MemoryError("no memory to describe the state")
@@ -255,17 +255,17 @@ def test_a_rank_that_cannot_describe_what_it_holds_leaves_no_rank_waiting(rank, 
     with sw.Checkpointer(shared_folder(rank), model, optimizer, timeout_s=30) as checkpoints:
         with pytest.MonkeyPatch.context() as patch:
             if rank == culprit:
-                patch.setattr(writing, "describe_state", refuse)
+                patch.setattr(inventory, "describe_state", refuse)
             said = agreed(lambda: checkpoints.save(0))
             assert "no memory to describe the state" in said and (f"rank {culprit}: " in said or world_size == 1)
         with pytest.MonkeyPatch.context() as patch:
             if rank == culprit:
-                patch.setattr(writing.Content, "entries", refuse)
+                patch.setattr(inventory.Content, "entries", refuse)
             assert "no memory to describe the state" in agreed(lambda: checkpoints.save(0))
         checkpoints.save(1)
         with pytest.MonkeyPatch.context() as patch:  # after the agreement: the others hear of it at their next call
             if rank == culprit:
-                patch.setattr(writing.Content, "sources", refuse)
+                patch.setattr(inventory.Content, "sources", refuse)
             said = agreed(lambda: checkpoints.save(2) and checkpoints.wait())
             assert "no memory to describe the state" in said and (f"rank {culprit}: " in said or world_size == 1)
         checkpoints.wait()
@@ -296,7 +296,7 @@ def test_ranks_that_meet_a_checkpoint_under_two_names_load_it(rank, world_size):
             other, _ = build(Small, seed=9)
             sw.load(f"{folder}/a", other)
             assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters()))
-    with mock.patch.object(reading.Reader, "_fill_model", side_effect=RuntimeError("no more")):
+    with mock.patch.object(applying, "_fill_model", side_effect=RuntimeError("no more")):
         said = agreed(lambda: sw.load(f"{folder}/a", other))
     assert "was loaded in part" in said
 
@@ -492,11 +492,11 @@ def test_a_rollback_that_cannot_be_noted_is_one_sentence_and_a_whole_training(ra
         train(model, optimizer, 1, width=24)
         live = state_of(model, optimizer)
         wrong = mock.patch.object(
-            reading.Reader, "look_at_compressor", side_effect=KeyError("rank") if rank == world_size - 1 else [True]
+            fitting.Fit, "has_own_compressor", side_effect=KeyError("rank") if rank == world_size - 1 else [True]
         )
         with wrong:
             with pytest.raises((sw.CheckpointError, KeyError), match="rank"):
-                checkpoints.restore()
+                checkpoints.restore(step=2)
         assert_same_state(state_of(model, optimizer), live)
 
 
@@ -540,7 +540,7 @@ def test_a_moment_in_which_a_rank_cannot_open_files_costs_no_checkpoint(rank, wo
         gather(None)
         for code in (errno.EMFILE, errno.ESTALE):
             trouble = os_error(f"opening 'model.safetensors' failed: {os.strerror(code)}", code)
-            with mock.patch.object(reading.Filler, "verify", side_effect=trouble if rank == world_size - 1 else None):
+            with mock.patch.object(filling.Filler, "verify", side_effect=trouble if rank == world_size - 1 else None):
                 said = agreed(checkpoints.restore)
             assert os.strerror(code) in said and (f"rank {world_size - 1}: " in said or world_size == 1)
         assert checkpoints.restore() == 2 and not checkpoints._place.rejected

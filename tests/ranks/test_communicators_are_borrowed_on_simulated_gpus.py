@@ -331,6 +331,6 @@ def on_the_cpu(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
             NotImplementedError, match="communicator='borrow' requires a module on a GPU, got Mlp on the CPU"
         ):
             sw.wrap(Mlp(), communicator="borrow")
-        with pytest.raises(ValueError, match="communicator must be 'own', 'borrow' or 'register', got 'torch'"):
+        with pytest.raises(ValueError, match="communicator must be 'own' or 'borrow', got 'torch'"):
             sw.wrap(Mlp(), communicator="torch")
     gather(None)

@@ -24,11 +24,10 @@ def compressors():
         "int8 with feedback": sw.Int8(error_feedback=True),
         "int4": sw.Int4(),
         "powersgd": sw.PowerSGD(rank=2, warmup_steps=2, min_compression_rate=1),
-        "powersgd in turns": sw.PowerSGD(rank=2, warmup_steps=1, min_compression_rate=1, alternate=True),
     }
 
 
-NAMES = ["fp16", "bf16", "int8", "int8 with feedback", "int4", "powersgd", "powersgd in turns"]
+NAMES = ["fp16", "bf16", "int8", "int8 with feedback", "int4", "powersgd"]
 every_compressor = pytest.mark.parametrize("name", NAMES)
 
 

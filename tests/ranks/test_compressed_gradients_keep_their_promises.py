@@ -111,12 +111,11 @@ def cases(name):
         ),
         "int4": lambda: (BlockState(None, 4, 64, True), int4_compress_hook, sw.Int4()),
         "powersgd": powersgd,
-        "powersgd in turns": lambda: powersgd(alternate=True),
         "powersgd of halves": lambda: powersgd(wire_dtype=torch.bfloat16),
-        "powersgd of halves in turns": lambda: powersgd(wire_dtype=torch.float16, alternate=True),
+        "powersgd of float16": lambda: powersgd(wire_dtype=torch.float16),
         "powersgd with half the memory": lambda: powersgd(error_dtype=torch.bfloat16),
-        "powersgd with half the memory in turns": lambda: powersgd(
-            wire_dtype=torch.bfloat16, error_dtype=torch.bfloat16, alternate=True
+        "powersgd of halves with half the memory": lambda: powersgd(
+            wire_dtype=torch.bfloat16, error_dtype=torch.bfloat16
         ),
         "powersgd of full rank": lambda: (
             PowerSGDState(None, 64, start_powerSGD_iter=0, min_compression_rate=0),
@@ -128,11 +127,11 @@ def cases(name):
 
 HALVES = [
     "powersgd of halves",
-    "powersgd of halves in turns",
+    "powersgd of float16",
     "powersgd with half the memory",
-    "powersgd with half the memory in turns",
+    "powersgd of halves with half the memory",
 ]
-POWERSGD = ["powersgd", "powersgd in turns", *HALVES]
+POWERSGD = ["powersgd", *HALVES]
 NAMES = ["fp16", "bf16", "int8", "int8 with feedback", "int4", *POWERSGD, "powersgd of full rank"]
 
 
@@ -213,9 +212,7 @@ def test_blocks_are_off_by_half_a_level_twice(rank, world_size, bits, levels, bl
             assert float((part[piece] - mean).abs().max()) <= float(first + second) * (1 + 1e-5)
 
 
-@pytest.mark.parametrize(
-    "name", ["int8", "int8 with feedback", "int4", "powersgd", "powersgd in turns", "powersgd with half the memory"]
-)
+@pytest.mark.parametrize("name", ["int8", "int8 with feedback", "int4", "powersgd", "powersgd with half the memory"])
 @on_every_rank()
 def test_values_do_not_depend_on_buckets(rank, world_size, name):
     found = []
@@ -522,7 +519,7 @@ def test_misuse_is_named(rank, world_size):
             PowerSGDState(None, bad)
     with pytest.raises(ValueError, match=r"block must be a multiple of 32 in \[32, 4096\], not 100"):
         sw.Int8(block=100)
-    for argument, given in (("error_feedback", "no"), ("alternate", 1), ("seed", "a")):
+    for argument, given in (("error_feedback", "no"), ("seed", "a")):
         with pytest.raises(TypeError, match=f"{argument} must be .*, got {given!r}"):
             sw.PowerSGD(**{argument: given})
     for argument, given in (
@@ -537,8 +534,8 @@ def test_misuse_is_named(rank, world_size):
             sw.PowerSGD(**{argument: given})
     with pytest.raises(TypeError, match="Int8: block must be an integer, got '64'"):
         sw.Int8(block="64")
-    with pytest.raises(ValueError, match="PowerSGD: alternate=True needs error_feedback=True"):
-        sw.PowerSGD(alternate=True, error_feedback=False)
+    with pytest.raises(TypeError, match="alternate"):  # no option any more
+        sw.PowerSGD(alternate=True)
     with pytest.raises(TypeError, match="compress must be None, 'auto', sw.Fp16"):
         sw.wrap(Mlp(), compress="fp16")
     with pytest.raises(NotImplementedError, match="reduce must be 'mean', got 'sum'"):

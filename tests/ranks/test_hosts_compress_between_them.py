@@ -27,7 +27,6 @@ COMPRESSORS = {
     "int8": sw.Int8(block=32),
     "int4": sw.Int4(block=32),
     "powersgd": sw.PowerSGD(rank=2, warmup_steps=1, min_compression_rate=1),
-    "powersgd in turns": sw.PowerSGD(rank=2, warmup_steps=1, min_compression_rate=1, alternate=True),
 }
 
 

@@ -56,7 +56,7 @@ def test_every_stage_reduces_alike(teams: Any, paths: dict[str, str]) -> None:
 def by_rows(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     gpus.set_node(rank // len(ROWS[0]))
     expected: list[torch.Tensor] = []
-    for options in ({"zero": 0}, {"zero": 1}, {"zero": 2}, {"zero": 2, "communicator": "register"}, {"zero": 3}):
+    for options in ({"zero": 0}, {"zero": 1}, {"zero": 2}, {"zero": 3}):
         found, sent, size = trained(gpus, rank, **options)
         assert sent <= size / 2 + BESIDE, (options, sent, size)
         expected = expected or found
@@ -71,8 +71,6 @@ def test_ranks_that_run_out(teams: Any, paths: dict[str, str]) -> None:
 
 
 def running_out(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
-    whole, sliced = (
-        trained(gpus, rank, 1 + (rank != 3), True, zero=zero, communicator="register")[0] for zero in (0, 2)
-    )
+    whole, sliced = (trained(gpus, rank, 1 + (rank != 3), True, zero=zero)[0] for zero in (0, 2))
     for mine, theirs in zip(sliced, whole, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)

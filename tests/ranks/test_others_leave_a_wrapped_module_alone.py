@@ -130,6 +130,25 @@ def test_memory_of_the_engine_goes_through_a_queue_as_a_copy(rank, world_size):
 
 
 @on_every_rank()
+def test_a_frozen_parameter_that_went_through_a_queue_trains_once_it_is_thawed(rank, world_size):
+    ends = []
+    for stage in (STAGES[1], *STAGES[1:]):  # the first one without a queue
+        torch.manual_seed(0)
+        module = torch.nn.Sequential(torch.nn.Linear(7, 8), torch.nn.Linear(8, 8).requires_grad_(False))
+        model, optimizer = sw.wrap(module, torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9), **stage)
+        with sw.full_parameters(model):
+            if ends:
+                ForkingPickler.dumps(module.state_dict())  # torch moves what lies in its own memory
+        for step in range(4):
+            module[1].requires_grad_(step > 1)
+            model(batch(rank, 6, 7, step=step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append(sw.full_state_dict(model))
+    assert all(torch.equal(end[name], value) for end in ends for name, value in ends[0].items())
+
+
+@on_every_rank()
 def test_a_saved_state_dict_is_loaded_at_every_stage(rank, world_size):
     for stage in STAGES:
         model, optimizer = wrapped(**stage)

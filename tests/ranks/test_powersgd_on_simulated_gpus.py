@@ -38,13 +38,11 @@ QUICK_FORM_IS_THE_LARGEST_WORLD = True
 
 COMPRESSORS = {
     "plain": dict(rank=2, warmup_steps=2),
-    "in turns": dict(rank=3, warmup_steps=1, alternate=True),
     "no feedback": dict(rank=1, error_feedback=False),
     "full rank": dict(rank=9, min_compression_rate=0),
     "half factors": dict(rank=2, wire_dtype=torch.bfloat16),
-    "half factors in turns": dict(rank=2, wire_dtype=torch.float16, alternate=True),
+    "float16 factors": dict(rank=2, wire_dtype=torch.float16),
     "half memory": dict(rank=2, error_dtype=torch.bfloat16),
-    "half memory in turns": dict(rank=2, error_dtype=torch.bfloat16, alternate=True),
 }
 
 
@@ -83,11 +81,11 @@ def overflowing_once(model: Any, optimizer: Any, rank: int) -> None:
 
 SCENES: list[tuple[str, Any, dict[str, Any]]] = [
     ("plain", steps, {}),
-    ("in turns", steps, {"bucket_cap_mb": 25, "build": Wide, "stages": (0,)}),
+    ("plain", steps, {"bucket_cap_mb": 25, "build": Wide, "stages": (0,)}),
     ("no feedback", steps, {}),
     ("full rank", steps, {"build": lambda: Mlp().to(torch.bfloat16)}),
-    ("half factors in turns", steps, {}),
-    ("half memory in turns", steps, {"bucket_cap_mb": 25}),
+    ("float16 factors", steps, {}),
+    ("half memory", steps, {"bucket_cap_mb": 25}),
     ("half factors", not_finite_once, {"bucket_cap_mb": 25}),
     ("full rank", overflowing_once, {"bucket_cap_mb": 25}),
     ("plain", some_heads, {"build": Heads, "stages": in_turn((0, 1, 2), 2, of=3)}),
@@ -96,14 +94,11 @@ SCENES: list[tuple[str, Any, dict[str, Any]]] = [
 ]
 if LONG:
     SCENES += [
-        ("plain", steps, {"bucket_cap_mb": 25, "build": Wide, "stages": (0,)}),
-        ("in turns", steps, {}),
         ("half factors", steps, {"bucket_cap_mb": 25}),
         ("half memory", steps, {}),
         ("plain", not_finite_once, {}),
-        ("in turns", not_finite_once, {}),
     ]
-#: units have "half factors in turns" (below), and so has state that travels "half memory in turns"
+#: units have "float16 factors" (below), and so has state that travels "half memory"
 QUICK = [0, 1, 2, 3, 6, 7, 8, 9, 10]
 
 
@@ -123,7 +118,7 @@ def compare(gpus: SimulatedGpus, rank: int, world_size: int, number: int) -> Non
         not_finite_once,
         overflowing_once,
     )  # a GPU's host does not know that the round was refused
-    by_bucket = "half factors" in name or refused
+    by_bucket = "factors" in name or refused
     stages = options.pop("stages", some_stages(number, by_bucket))
     compare_stages(gpus, rank, powersgd(name), scene, options, stages, same_bytes=not refused, by_bucket=by_bucket)
 
@@ -141,14 +136,14 @@ class Block(torch.nn.Sequential):
 
 
 UNITS: list[tuple[str, Any, int]] = [
-    ("half factors in turns", steps, 2400),
+    ("float16 factors", steps, 2400),
     ("half factors", steps, 1120),
-    ("half factors in turns", not_finite_once, 1120),
+    ("float16 factors", not_finite_once, 1120),
     ("full rank", overflowing_once, 2400),
 ]
 if LONG:
     UNITS += [
-        ("in turns", not_finite_once, 2400),
+        ("plain", not_finite_once, 2400),
         ("half factors", steps, 2400),
         ("plain", not_finite_once, 2400),
         ("half factors", not_finite_once, 2400),
@@ -195,22 +190,19 @@ def test_a_pass_is_one_launch(teams: Any, world_size: int, paths: dict[str, str]
 
 def launches(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     """A bucket of up to 46 matrices takes as many launches as one, except for the copies of 64 gradients."""
-    for options in in_turn(({}, {"alternate": True}), 0):
-        found = []
-        for count in (1, 30):
-            model = sw.wrap(
-                gpus.adopt_module(Layers(count)), compress=sw.PowerSGD(1, min_compression_rate=1, **options)
-            )
-            gc.collect()  # the end of an earlier one waits and would count here
-            for step in range(4):
-                before = stats(model)
-                model(batch(rank, 5, 8, step=step)).square().sum().backward()
-                model.zero_grad(set_to_none=False)
-            after = stats(model)
-            assert after["host_waits"] == before["host_waits"] and after["allocations"] == before["allocations"]
-            found.append(after["launches"] - before["launches"])
-        most = 10 + (os.environ[VARIABLE] != "nccl" and world_size > 1)  # the sum of use bytes is a launch, too
-        assert found[0] == found[1] <= most, found
+    found = []
+    for count in (1, 30):
+        model = sw.wrap(gpus.adopt_module(Layers(count)), compress=sw.PowerSGD(1, min_compression_rate=1))
+        gc.collect()  # the end of an earlier one waits and would count here
+        for step in range(4):
+            before = stats(model)
+            model(batch(rank, 5, 8, step=step)).square().sum().backward()
+            model.zero_grad(set_to_none=False)
+        after = stats(model)
+        assert after["host_waits"] == before["host_waits"] and after["allocations"] == before["allocations"]
+        found.append(after["launches"] - before["launches"])
+    most = 10 + (os.environ[VARIABLE] != "nccl" and world_size > 1)  # the sum of use bytes is a launch, too
+    assert found[0] == found[1] <= most, found
 
 
 def test_the_first_rounds_are_plain(teams: Any, world_size: int, paths: dict[str, str]) -> None:
@@ -238,7 +230,7 @@ def test_the_state_moves_to_the_cpu_and_back(teams: Any, world_size: int, paths:
 
 
 def travelling_state(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
-    for name in ("plain", "half memory in turns") if LONG else ("half memory in turns",):
+    for name in ("plain", "half memory") if LONG else ("half memory",):
         with gpus.torch_on_cpu():
             begun = Trained(gpus, rank, powersgd(name), steps).owed
             expected = Trained(gpus, rank, powersgd(name), resumed_from(begun))
@@ -260,7 +252,7 @@ def checkpointed(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
         torch.manual_seed(seed)
         module = gpus.adopt_module(Mlp())
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-        model, optimizer = sw.wrap(module, optimizer, compress=powersgd("in turns"), zero=1)
+        model, optimizer = sw.wrap(module, optimizer, compress=powersgd("plain"), zero=1)
         return model, optimizer, sw.Checkpointer(folder, model, optimizer)
 
     def go_on(model: Any, optimizer: Any, checkpoints: Any, begin: int) -> None:
@@ -287,7 +279,7 @@ def test_the_error_is_fed_back(teams: Any, world_size: int, paths: dict[str, str
 
 def telescoping(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     """The sum of results plus the ranks' mean error is the sum of the mean gradients; computed naively on the CPU."""
-    for options in ({}, {"alternate": True}, {"wire_dtype": torch.bfloat16}):
+    for options in ({}, {"wire_dtype": torch.bfloat16}):
         torch.manual_seed(0)
         module = gpus.adopt_module(torch.nn.Linear(13, 17, bias=False))
         model = sw.wrap(module, compress=sw.PowerSGD(2, min_compression_rate=0, **options))

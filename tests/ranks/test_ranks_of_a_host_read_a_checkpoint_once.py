@@ -111,25 +111,25 @@ def test_a_part_that_is_damaged_leaves_every_ranks_values(rank, world_size):
 
 @on_every_rank(at_least=3, deadline_s=90)
 def test_a_rank_that_cannot_read_its_part_after_the_verdict_stops_all(rank, world_size):
-    from shardwright.checkpoint.restore import reading
+    from shardwright.checkpoint.restore import filling
 
     folder = shared_folder(rank)
     model, optimizer = build()
     step(model, optimizer, rank)
     sw.save(f"{folder}/a", model, optimizer)
-    read_rest = reading.Reader.read_rest
+    read_rest = filling.Filler.read_rest
 
     def fail(self):
         if rank == 1:
             raise sw.CheckpointError("this rank's disk cannot read block 3")
         read_rest(self)
 
-    reading.Reader.read_rest = fail
+    filling.Filler.read_rest = fail
     try:
         sentence = agreed(lambda: sw.load(f"{folder}/a", model, optimizer))
         assert "rank 1: " in sentence and "loaded in part" in sentence and "cannot read block 3" in sentence
     finally:
-        reading.Reader.read_rest = read_rest
+        filling.Filler.read_rest = read_rest
     sw.load(f"{folder}/a", model, optimizer)
     step(model, optimizer, rank)
 

@@ -243,7 +243,7 @@ def is_misused(rank, world_size):
         with pytest.raises(ValueError, match="every must be"):
             sw.DiLoCo(rows, inner, every=0, device_mesh=mesh)
     else:
-        with pytest.raises(sw.Error, match="rank 2 could not begin DiLoCo: ValueError: DiLoCo: every must be"):
+        with pytest.raises(sw.Error, match="rank 2 could not begin DiLoCo: DiLoCo: every must be"):
             sw.DiLoCo(rows, inner, every=4, device_mesh=mesh)
     with rows.join(), pytest.raises(sw.Error, match=r"cannot step inside join\(\)"):
         sliced.step()

@@ -36,10 +36,9 @@ TRAININGS = {
     "blocks": (ADAMW, {"zero": 2, "compress": lambda: sw.Int8(error_feedback=True)}),
     "blocks of 4 bits": (ADAMW, {"zero": 2, "compress": lambda: sw.Int4()}),
     "PowerSGD": (ADAMW, {"compress": lambda: sw.PowerSGD(2, min_compression_rate=0)}),
-    "PowerSGD in turns": (ADAMW, {"compress": lambda: sw.PowerSGD(2, min_compression_rate=0, alternate=True)}),
 }
 #: others of the quick form go the same ways
-LONG_ALONE = {"zero=1", "blocks of 4 bits", "PowerSGD in turns"}
+LONG_ALONE = {"zero=1", "blocks of 4 bits"}
 
 
 @contextlib.contextmanager

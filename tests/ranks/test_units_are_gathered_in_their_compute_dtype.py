@@ -361,7 +361,7 @@ def test_ranks_that_run_out_of_inputs(rank, world_size):
 
 @on_every_rank(at_least=2)
 def test_casts_are_made_while_parameters_may_be_written(rank, world_size):
-    model, optimizer = wrap(**SHARED, write_guard="read-only")
+    model, optimizer = wrap(**SHARED, write_guard="samples")
     units.steps(model, optimizer, rank, 2)
     with sw.full_parameters(model, writable=True), torch.no_grad():
         model.module.first.weight.mul_(2)

@@ -115,9 +115,6 @@ class Buckets(Protocol):
     def mapped(self) -> list[tuple[int, int]]:
         """Return (address, bytes) of the memory, if a forked child can read it."""
 
-    def protect(self, writable: bool) -> None:
-        """Allow or forbid this process to write to the memory."""
-
 
 class Backend(Protocol):
     """The memory in which a module trains: a host's or a GPU's.

@@ -9,7 +9,6 @@ waits.
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
 import time
 import weakref
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 
 from .._engine import DeviceComm, Error, device_tensor, nccl_unique_id, norm_value, slot_part_bytes
-from ..comm.agreement import gather_answers
+from ..comm.agreement import gather_values
 from ..comm.process_group import HostGroup, comm_error
 from ..layout.memory import check_sendable
 from ..layout.views import as_real, dense_strides, dtype_name
@@ -62,12 +61,11 @@ def _ranges_of(tensors: Iterable[torch.Tensor]) -> tuple[list[torch.Tensor], lis
 
 def _tell(group: HostGroup, make: Callable[[], Any], what: str) -> list[Any]:
     """Return each rank's result of `make`, plain values; raise on all ranks if it fails on one. Collective."""
-    said = gather_answers(
-        *(group.comm, lambda: json.dumps(make()).encode(), what),
+    return gather_values(
+        *(group.comm, make, what),
         refusals=(Exception,),  # any error: the peers must not wait for this rank
         retell=lambda rank, sentence: NotImplementedError(f"rank {rank} cannot use its GPU: {sentence}"),
     )
-    return [json.loads(each) for each in said]
 
 
 class DeviceLink:
@@ -126,8 +124,6 @@ class DeviceLink:
         self._was_left = False
         self._measured: list[torch.Tensor] = []  # copies that the last clip()'s kernels still read
         self._failure: str | None = None
-        #: True once memory was registered as a window of this communicator: see Registration
-        self.had_window = False
         row = next(each for each in rows or [range(group.world_size)] if group.rank in each)
         self.comm: DeviceComm
         self.ordinal, self.rank, self.world_size = ordinal, row.index(group.rank), len(row)

@@ -33,10 +33,9 @@ from .joined import Modules, engines_of, members_of, parts_of
 from .memory.restoring import Candidate
 from .memory.tier import MemoryTier
 from .observers import observers_of
-from .pipeline import Stage, check_options_of_stages, is_pipeline, load_stages, make_writer, peers_of, stages_of
+from .pipeline import Stage, inventory_of, is_pipeline, load_stages, peers_of, stages_of
 from .remote.store import address_of, local_folder
-from .restore.agreeing import agree_on, apply_together
-from .restore.reading import Reader
+from .restore.agreeing import Restore, agree_on, apply_together
 from .state.optimizer_extras import stepping_optimizer
 from .training import Training
 from .writing import Writer
@@ -168,7 +167,7 @@ class Checkpointer:
     ) -> None:
         self._peers = peers_of(model, process_group, usable_timeout(timeout_s))
         self._stages: list[Stage] = []
-        checked: list[tuple[tuple[int, int, int], str | None, dict[str, Any]]] = []
+        checked: list[Any] = []
 
         def check() -> dict[str, Any]:
             _check_choice("snapshot", snapshot, ("copy", "lazy"))
@@ -186,26 +185,26 @@ class Checkpointer:
             if memory_every is None and memory_replicas is not None:
                 raise ValueError(f"memory_replicas={memory_replicas} needs memory_every: nothing goes into memory")
             bandwidth = integer("bandwidth_bytes_per_s", bandwidth_bytes_per_s, 0, 2**63, "an integer in [0, 2**63)")
-            numbers = (file_bytes, integer("threads", threads, 1, 17, "an integer in [1, 16]"), bandwidth)
+            checked.extend((file_bytes, integer("threads", threads, 1, 17, "an integer in [1, 16]"), bandwidth))
             self._save_on = check_signals(save_on)
             address = address_of(directory)
             place = directory if address is None else local_folder(address, local_directory)
             self.directory = absolute_path("directory", place)
-            checked.append((numbers, address, rules))
+            checked.extend((address, rules))
             if is_pipeline(model):
-                check_options_of_stages(snapshot, memory_every)
+                for name, given, needed in (("snapshot", snapshot, "copy"), ("memory_every", memory_every, None)):
+                    if given != needed:
+                        raise ValueError(
+                            f"{name}={given!r} is not supported for stages of a pipeline: it must be {needed!r}"
+                        )
                 self._stages = stages_of(model, optimizer)
             own, steps = (torch.nn.Module(), None) if self._stages else (model, optimizer)
             self._training = Training(own, steps, scheduler, scaler, dataloader, user_state)
             steppers = members_of(self._training.optimizer)
-            if snapshot == "lazy" and not (
-                steppers and all(hasattr(each, "register_step_pre_hook") for each in steppers)
-            ):
-                given = (
-                    "none"
-                    if optimizer is None
-                    else f"a {type(optimizer).__name__}, which has no register_step_pre_hook()"
-                )
+            takes_hooks = bool(steppers) and all(hasattr(each, "register_step_pre_hook") for each in steppers)
+            if snapshot == "lazy" and not takes_hooks:
+                given = f"a {type(optimizer).__name__}, which has no register_step_pre_hook()"
+                given = "none" if optimizer is None else given
                 raise ValueError(
                     f"snapshot='lazy' copies in the optimizer's step: it needs a torch.optim.Optimizer, got {given}"
                 )
@@ -216,7 +215,7 @@ class Checkpointer:
             return {**saves, "save_on": signals, **memory}
 
         self._peers.agree(check, "Checkpointer()")
-        (((max_file_bytes, threads, bandwidth), address, rules),) = checked
+        max_file_bytes, threads, bandwidth, address, rules = checked
         self._timeout_s = timeout_s = float(timeout_s)
         self._lazy = snapshot == "lazy"
         self._on_busy = on_busy
@@ -232,19 +231,16 @@ class Checkpointer:
         try:
             self._place.open_mirror()
             board = None if is_read_only else os.path.join(self.directory, BOARD)
-            self._writer = make_writer(
-                self._stages, self._peers, nonce, board, threads=threads, direct=direct_io, idle_io=idle_io, bandwidth=bandwidth,
-                timeout_s=timeout_s, max_file_bytes=max_file_bytes,
+            self._writer = Writer(
+                self._peers, nonce, board, threads=threads, direct=direct_io, idle_io=idle_io, bandwidth=bandwidth,
+                timeout_s=timeout_s, max_file_bytes=max_file_bytes, inventory=functools.partial(inventory_of, self._stages),
             )  # fmt: skip
             if memory_every is not None and not is_read_only:
                 self._memory = MemoryTier(
                     self._peers, self.directory, nonce, memory_replicas, threads=threads, timeout_s=timeout_s
                 )
             if self._lazy:
-                self._hooks = _before_writes(
-                    self._training,
-                    _hook_on(self._writer, lambda writer: writer.protect()),
-                )
+                self._hooks = _before_writes(self._training, _hook_on(self._writer, lambda writer: writer.protect()))
         except BaseException:
             if self._memory is not None:
                 self._memory.close(goodbye=False)
@@ -261,7 +257,7 @@ class Checkpointer:
             travelling = engine.replica.stop_request() if engine is not None and engine.made else None
             self._is_told = travelling is None  # save() itself exchanges the request
             self._stop = travelling or self._stop
-            self._signals = SaveSignals(self._save_on, _asker(self._stop))
+            self._signals = SaveSignals(self._save_on, functools.partial(setattr, self._stop, "is_asked", True))
         self._retire = weakref.finalize(
             self, _finish, self._writer, self._place, self._memory, self._signals, self._owner_pid, self._hooks
         )
@@ -272,17 +268,12 @@ class Checkpointer:
 
     def _release_after_loads(self) -> None:
         """Release the optimizer's old state when load_state_dict() has replaced it, not only at the next save."""
-        for optimizer in [
-            o for t in [self._training, *(s.training for s in self._stages)] for o in members_of(t.optimizer)
-        ]:
-            optimizer = stepping_optimizer(optimizer)
+        forget = _hook_on(self._writer.inventory.last, lambda last: last.forget())
+        trainings = [self._training, *(each.training for each in self._stages)]
+        for optimizer in (stepping_optimizer(o) for each in trainings for o in members_of(each.optimizer)):
             if hasattr(optimizer, "register_load_state_dict_post_hook"):
                 with contextlib.suppress(TypeError, AttributeError):  # it keeps its hooks in a plain dict, or has none
-                    self._hooks.append(
-                        optimizer.register_load_state_dict_post_hook(
-                            _hook_on(self._writer.last, lambda last: last.forget())
-                        )
-                    )
+                    self._hooks.append(optimizer.register_load_state_dict_post_hook(forget))
 
     def _warm_staging(self) -> None:
         """Allocate staging for the model now, and for the optimizer's state after the first step."""
@@ -291,10 +282,15 @@ class Checkpointer:
         optimizer = stepping_optimizer(next(reversed(members_of(self._training.optimizer)), None))
         self._writer.warm(self._training, lazy=self._lazy)
         if hasattr(optimizer, "register_step_post_hook") and not optimizer.state:
-            with contextlib.suppress(
-                TypeError
-            ):  # an optimizer that keeps its hooks in a plain dict: the first save allocates staging
-                self._hooks.append(optimizer.register_step_post_hook(_warmer(weakref.ref(self), len(self._hooks))))
+            place = len(self._hooks)
+
+            def warm(alive: Checkpointer) -> None:
+                if not alive._closed:
+                    alive._hooks[place].remove()
+                    alive._writer.warm(alive._training, lazy=alive._lazy)
+
+            with contextlib.suppress(TypeError):  # it keeps its hooks in a plain dict: the first save allocates staging
+                self._hooks.append(optimizer.register_step_post_hook(_hook_on(self, warm)))
 
     # saving -----------------------------------------------------------------------------------------------------------
 
@@ -360,7 +356,7 @@ class Checkpointer:
             self._agree_on_first(every, every_s, refusal)
         if refusal is not None and (
             every != 1 or every_s is not None
-        ):  # without a valid `step` this rank cannot know if its peers save now
+        ):  # without a step it cannot know if its peers save
             raise refusal
         if self._memory is not None and refusal is None and (step + 1) % (self._memory_every or 1) == 0:
             self._keep(step + 1, self._memory)
@@ -376,7 +372,12 @@ class Checkpointer:
         self._settle(f"saves step {step + 1}" if refusal is None else "", refusal)
         if not _is_finite(metric):  # the metric of a peer may be finite: that rank begins
             self._writer.refuse(ValueError(f"metric must be finite, got {metric!r}"))
-        self._begin(step + 1, metric)
+        try:
+            target = self._place.target(step + 1, metric)
+        except CheckpointError as error:
+            self._writer.refuse(error)
+        metric = None if metric is None else float(metric)
+        self._writer.begin(target, step + 1, self._training, lazy=self._lazy, metric=metric)
         self._interval.restart()
         return True
 
@@ -384,7 +385,7 @@ class Checkpointer:
         """Copy this rank's share of a step into memory, unless the tier is busy or off. Collective."""
         ready, rows = None, []
         if not memory.off and not memory.is_busy:
-            ready = self._writer.repeat(step, self._training)
+            ready = self._writer.inventory.repeat(step, self._training)
             rows = self._check.rows()
         if memory.is_due(step, ready is not None, rows):
             self._check.compare(memory.told, self._peers.exchange)
@@ -430,22 +431,6 @@ class Checkpointer:
             if theirs != heard[0][1]:
                 raise CheckpointError(f"rank 0 {heard[0][1]} while rank {rank} {theirs}")
         self._check.compare([each[2] for each in heard], self._peers.exchange)
-
-    def _begin(self, step: int, metric: float | None) -> None:
-        try:
-            target = self._place.target(step, metric)
-        except CheckpointError as error:
-            self._writer.refuse(error)
-        self._writer.begin(
-            target.folder,
-            step,
-            self._training,
-            lazy=self._lazy,
-            metric=None if metric is None else float(metric),
-            stale=target.stale,
-            retired=target.retired,
-            replaces=target.replaces,
-        )
 
     @on_every_rank("Checkpointer.wait()")
     def wait(self) -> None:
@@ -549,7 +534,7 @@ class Checkpointer:
                 reader, why, path = self._agree_on(place, made[0], opened)
                 if reader is not None:
                     self._fill_stages(reader, path, made[0])
-                    apply_together(reader, self._peers, everything=True)
+                    apply_together(reader, self._peers)
             if reader is not None:
                 if isinstance(place, Candidate) and self._memory is not None:
                     self._memory.took(place)
@@ -573,7 +558,7 @@ class Checkpointer:
             )
         return 0
 
-    def _fill_stages(self, reader: Reader, path: str, names: NameMap) -> None:
+    def _fill_stages(self, reader: Restore, path: str, names: NameMap) -> None:
         """Fill the stages of a pipeline, if any, from a folder that `reader` has verified. Collective."""
         if not self._stages:
             return
@@ -585,7 +570,7 @@ class Checkpointer:
 
     def _agree_on(
         self, place: str | Candidate, names: NameMap, opened: contextlib.ExitStack
-    ) -> tuple[Reader | None, str, str]:
+    ) -> tuple[Restore | None, str, str]:
         """Open a checkpoint on disk or in memory: (reader, "", path), or (None, reason to skip it, path). Collective.
 
         The reader is valid until `opened` ends."""
@@ -604,7 +589,14 @@ class Checkpointer:
         if self._stages:  # the reader restores all but the model: see _fill_stages()
             names = NameMap(include="(?!)", strict=False)
         found = agree_on(
-            path, self._training, self._peers, verify=self._verify, spare=spare, names=names, source=source
+            path,
+            self._training,
+            self._peers,
+            verify=self._verify,
+            everything=True,
+            spare=spare,
+            names=names,
+            source=source,
         )
         return *found, path
 
@@ -647,17 +639,8 @@ class Checkpointer:
             wait()
         finally:
             self._closed = True
-            for hook in self._hooks:
-                hook.remove()
-            if self._signals is not None:
-                self._signals.close()
             self._retire.detach()
-            try:
-                self._writer.close()
-                if self._memory is not None:
-                    self._memory.close(goodbye=False)
-            finally:
-                self._place.close()
+            _release(self._writer, self._place, self._memory, self._signals, self._hooks)
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -681,13 +664,6 @@ class Checkpointer:
         return found
 
 
-def _asker(stop: StopRequest) -> Callable[[], None]:
-    def ask() -> None:
-        stop.is_asked = True
-
-    return ask
-
-
 def _merged(listed: list[tuple[int, str]], kept: list[Candidate]) -> list[tuple[int, str | Candidate]]:
     """Return checkpoints on disk and in memory in order of preference, best last. Memory is better at equal steps."""
     found: list[tuple[int, str | Candidate]] = [*listed]
@@ -702,18 +678,6 @@ def _merged(listed: list[tuple[int, str]], kept: list[Candidate]) -> list[tuple[
 def live_checkpointers() -> list[Checkpointer]:
     """Return the open Checkpointers of this process."""
     return [each for each in _live if not each._closed]
-
-
-def _warmer(checkpointer: weakref.ref[Checkpointer], place: int) -> Any:
-    """Return a step hook that warms staging once and removes itself."""
-
-    def warm(*_: Any) -> None:
-        alive = checkpointer()
-        if alive is not None and not alive._closed:
-            alive._hooks[place].remove()
-            alive._writer.warm(alive._training, lazy=alive._lazy)
-
-    return warm
 
 
 def _before_writes(training: Training, protect: Any) -> list[Any]:
@@ -761,20 +725,27 @@ def _finish(
     hooks: list[Any],
 ) -> None:
     """Finish the running save of a Checkpointer that was garbage-collected."""
-    if os.getpid() != pid:
-        return
+    if os.getpid() == pid:
+        try:
+            writer.wait_alone()
+        except CheckpointError as error:
+            logger.warning("the last save failed: %s", error)
+        _release(writer, place, memory, signals, hooks)
+
+
+def _release(
+    writer: Writer, place: Directory, memory: MemoryTier | None, signals: SaveSignals | None, hooks: list[Any]
+) -> None:
     for hook in hooks:
         hook.remove()
     if signals is not None:
         signals.close()
     try:
-        writer.wait_alone()
-    except CheckpointError as error:
-        logger.warning("the last save failed: %s", error)
-    writer.close()
-    if memory is not None:
-        memory.close(goodbye=False)
-    place.close()
+        writer.close()
+        if memory is not None:
+            memory.close(goodbye=False)
+    finally:
+        place.close()
 
 
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:

@@ -12,6 +12,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import io
+import itertools
 import logging
 import os
 import secrets
@@ -33,6 +34,7 @@ from torch.distributed.checkpoint.planner import (
     LoadItemType,
     LoadPlan,
     LoadPlanner,
+    ReadItem,
     SavePlan,
     SavePlanner,
     WriteItem,
@@ -48,13 +50,14 @@ from .._engine import CheckpointError, CheckpointFolder, CheckpointPlan
 from ..options.places import absolute_path
 from ..torch_compat.state_dicts import load_everything
 from . import tree
+from .device_staging import DeviceStaging
 from .files import MAX_FILE_BYTES, check_step, why_not_there
 from .folder.partial import make_folder, of_saves
 from .folder.retention import discard, find
 from .peers import os_error
 from .slices import Sliced, box_ranges
-from .state.content import IN_PARTS, Group
-from .state.names import check_savable, plain
+from .state.content import Content, Group, model_group, optimizer_group
+from .state.names import ModelTensors, check_savable, plain
 from .state.stored import Stored, stored_tensors
 
 _logger = logging.getLogger("shardwright")
@@ -211,15 +214,12 @@ class StorageWriter(TorchStorageWriter, BlockingAsyncStager):
         if self._is_saved:
             self.save_id, self._is_saved = _new_id(), False
         self._replaces = CheckpointFolder.identity(self._folder()) if is_coordinator else ""
-        refusal = self._refusal() if is_coordinator else ""
+        taken = find(self._folder()) if is_coordinator and not self.overwrite else None
+        if taken is not None:  # torch's wording, which programs match
+            raise CheckpointError(f"Checkpoint already exists and self.overwrite=False: '{taken}'")
+        refusal = why_not_there(self._folder(), overwrite=True) if is_coordinator else ""
         if refusal:  # torch raises it on all ranks
             raise CheckpointError(refusal)
-
-    def _refusal(self) -> str:
-        taken = None if self.overwrite else find(self._folder())
-        if taken is not None:  # torch's wording, which programs match
-            return f"Checkpoint already exists and self.overwrite=False: '{taken}'"
-        return why_not_there(self._folder(), overwrite=True)
 
     def _folder(self) -> str:
         return absolute_path("path", self.checkpoint_id)
@@ -241,15 +241,14 @@ class StorageWriter(TorchStorageWriter, BlockingAsyncStager):
         return [dataclasses.replace(plan, storage_data=(self._layout.partial, self._layout.places)) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        results: list[WriteResult] = []
-        paths = {os.path.join(plan.storage_data[0], plan.storage_data[1][i.index.fqn][0]) for i in _boxes(plan)}
+        objects = [item for item in plan.items if item.type == WriteItemType.BYTE_IO]
+        boxes = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
+        paths = {os.path.join(plan.storage_data[0], plan.storage_data[1][item.index.fqn][0]) for item in boxes}
         try:
-            for item in plan.items:
-                if item.type == WriteItemType.BYTE_IO:
-                    results.append(WriteResult(item.index, 0, _encoded(_object(planner, item), item.index.fqn)))
+            results = [WriteResult(i.index, 0, _encoded(_object(planner, i), i.index.fqn)) for i in objects]
             write = functools.partial(_write_box, planner, *plan.storage_data)
             with concurrent.futures.ThreadPoolExecutor(self.thread_count) as pool:
-                results += (pool.map if self.thread_count > 1 else map)(write, _boxes(plan))
+                results += (pool.map if self.thread_count > 1 else map)(write, boxes)
             for path in sorted(paths):
                 CheckpointPlan.sync(path)
         except BaseException:
@@ -265,7 +264,7 @@ class StorageWriter(TorchStorageWriter, BlockingAsyncStager):
         tallies: list[bytes] = []
         objects: dict[str, Any] = {}
         streams: list[str] = []
-        for each in (result for of_rank in results for result in of_rank):
+        for each in itertools.chain(*results):
             name = each.index.fqn
             if name in self._layout.places:
                 tallies.append(each.storage_data)
@@ -363,8 +362,7 @@ class StorageReader(TorchStorageReader):
         for item in plan.items:
             if item.type != LoadItemType.BYTE_IO:
                 stored = self._found.tensors[item.storage_index.fqn]
-                ranges = _stored_ranges(stored, item.storage_offsets, item.lengths)
-                found[stored.path] += [(stored.begin + begin, nbytes) for begin, nbytes in ranges]
+                found[stored.path] += _stored_ranges(stored, item)
         return found
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -386,8 +384,8 @@ class StorageReader(TorchStorageReader):
                 of_stored_dtype = torch.empty(target.shape, dtype=stored.torch_dtype, device="cpu")
             memory = plain(of_stored_dtype)
             at, reads = memory.data_ptr(), []
-            for begin, nbytes in _stored_ranges(stored, item.storage_offsets, item.lengths):
-                reads.append((stored.path, stored.begin + begin, nbytes, at, 0))
+            for begin, nbytes in _stored_ranges(stored, item):
+                reads.append((stored.path, begin, nbytes, at, 0))
                 at += nbytes
             if at != memory.data_ptr() + memory.nbytes:
                 raise CheckpointError(
@@ -416,14 +414,11 @@ class _Layout:
         self.partial = f"{folder}.{self.nonce}.partial"
         self._keys = keys
         self._paths: dict[str, Sequence[Any]] = {}
+        shapes: dict[str, Sliced] = {}
         for plan in plans:
             self._paths |= plan.planner_data or {}
-        shapes = {
-            item.index.fqn: Sliced(data.properties.dtype, tuple(data.size), ())
-            for plan in plans
-            for item in plan.items
-            if (data := item.tensor_data) is not None
-        }
+            boxes = ((item.index.fqn, item.tensor_data) for item in plan.items)
+            shapes |= {n: Sliced(data.properties.dtype, tuple(data.size), ()) for n, data in boxes if data is not None}
         order = {name: place for place, name in enumerate(self._paths)}
         self._stored: dict[str, tuple[str, str]] = {}
         groups: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}, "state": {}}
@@ -434,11 +429,10 @@ class _Layout:
             self._stored[name] = group, stored_name
             groups[group][stored_name] = shapes[name]
         self._groups = [
-            Group("model", groups["model"], {"format": "pt"}, max_file_bytes=max_file_bytes),
-            Group("optimizer", groups["optimizer"], {"format": "pt"}, numbered=True, max_file_bytes=max_file_bytes),
+            model_group(ModelTensors(groups["model"]), max_file_bytes),
+            *([optimizer_group(groups["optimizer"], max_file_bytes)] if groups["optimizer"] else []),
             Group("state", groups["state"], {"format": "pt"}),
         ]
-        self._groups = [group for group in self._groups if group.tensors or group.stem != "optimizer"]
         self._plan = self._make_plan({})
         sources = [(g.stem, n) for g in self._groups for n in g.tensors]
         where: dict[tuple[str, str], Place] = {}
@@ -447,13 +441,14 @@ class _Layout:
         self.places = {name: where[place] for name, place in self._stored.items()}
 
     def _make_plan(self, texts: Mapping[str, bytes]) -> CheckpointPlan:
-        return CheckpointPlan([g.plan_entry() for g in self._groups], [(p, len(t), IN_PARTS) for p, t in texts.items()])
+        lines: Any = {path: (len(text), 0, text) for path, text in texts.items()}
+        return CheckpointPlan(*Content(self._groups, DeviceStaging(), lines=lines).entries())
 
     def _place(self, name: str) -> tuple[str, str]:
         """Return (group, name in the file) of a tensor."""
         model, optimizer = self._keys
-        path = list(self._paths.get(name, (name,)))
-        if path[:2] == [optimizer, "state"] and len(path) == 4:
+        path = self._paths.get(name, (name,))
+        if tuple(path[:2]) == (optimizer, "state") and len(path) == 4:
             return "optimizer", f"{path[3]}.{path[2]}"
         if model is None or path[0] == model:
             return "model", name if model is None else name.removeprefix(f"{model}.")
@@ -479,7 +474,7 @@ class _Layout:
         world_size: int,
         replaces: str,
     ) -> None:
-        """Write the texts and rename the partial folder. `tallies`: one report per rank of the bytes that it wrote."""
+        """Write the texts and rename the partial folder. `tallies`: of the bytes that the ranks wrote."""
         texts = {"state.json": tree.dumps(self._state(objects, streams, step))}
         if any(group.stem == "optimizer" for group in self._groups):
             texts["optimizer.json"] = tree.dumps(self._optimizer(objects))
@@ -503,7 +498,8 @@ class _Layout:
         return _write(path, (len(text), first_block), [(0, len(text))], memory)
 
     def _state(self, objects: Mapping[str, Any], streams: list[str], step: int) -> dict[str, Any]:
-        extra = {name: node for name, node in objects.items() if self._path(name)[0] != self._keys[1]}
+        paths = {name: self._paths.get(name, (name,)) for name in objects}
+        extra = {name: node for name, node in objects.items() if paths[name][0] != self._keys[1]}
         extra |= {name: {"$tensor": name} for name, (group, _) in self._stored.items() if group == "state"}
         known = {
             "tensors": {name: list(place) for name, place in self._stored.items()},
@@ -516,15 +512,11 @@ class _Layout:
             "dcp": known,
         }  # fmt: skip
 
-    def _path(self, name: str) -> Sequence[Any]:
-        return self._paths.get(name, (name,))
-
     def _optimizer(self, objects: Mapping[str, Any]) -> dict[str, Any]:
         """Build the tree of optimizer.json from the flat names of torch's optimizer state."""
         groups: dict[int, dict[str, Any]] = collections.defaultdict(dict)
         state: dict[str, dict[str, Any]] = collections.defaultdict(dict)
-        for name in self._paths:
-            path = list(self._path(name))
+        for name, path in self._paths.items():
             if path[0] != self._keys[1] or len(path) != 4:
                 continue
             _, kind, place, key = path
@@ -548,16 +540,17 @@ def _write(path: str, of_file: Sequence[int], ranges: list[tuple[int, int]], mem
     return CheckpointPlan.write(path, nbytes, first_block, ranges, memory.data_ptr())
 
 
-def _ranges(
-    shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int], dtype: torch.dtype
+def _byte_ranges(
+    shape: Sequence[int], dtype: torch.dtype, begin: int, offsets: Sequence[int], sizes: Sequence[int]
 ) -> list[tuple[int, int]]:
-    """Return (first byte, bytes) of each run of a box."""
-    return [(first * dtype.itemsize, numel * dtype.itemsize) for first, numel in box_ranges(shape, offsets, sizes)]
+    """Return (first byte, bytes) of each run of a box of a tensor that begins at `begin`."""
+    runs = box_ranges(shape, offsets, sizes)
+    return [(begin + first * dtype.itemsize, numel * dtype.itemsize) for first, numel in runs]
 
 
-def _stored_ranges(stored: Stored, offsets: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, int]]:
+def _stored_ranges(stored: Stored, item: ReadItem) -> list[tuple[int, int]]:
     shape = stored.shape if stored.complex_dtype is None else stored.shape[:-1]
-    return _ranges(shape, offsets, sizes, stored.torch_dtype)
+    return _byte_ranges(shape, stored.torch_dtype, stored.begin, item.storage_offsets, item.lengths)
 
 
 def _log_without_effect(name: str, **given: Any) -> None:
@@ -571,18 +564,14 @@ def _new_id() -> str:
     return "d" + secrets.token_hex(12)
 
 
-def _boxes(plan: SavePlan) -> list[WriteItem]:
-    return [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
-
-
 def _write_box(planner: SavePlanner, partial: str, places: Mapping[str, Place], item: WriteItem) -> WriteResult:
     tensor, data = planner.resolve_data(item), item.tensor_data
     assert isinstance(tensor, torch.Tensor) and data is not None
     check_savable(item.index.fqn, tensor)
     memory = plain(tensor)
     path, begin, *of_file = places[item.index.fqn]
-    ranges = _ranges(tuple(data.size), tuple(data.chunk.offsets), tuple(data.chunk.sizes), data.properties.dtype)
-    ranges = [(begin + first, nbytes) for first, nbytes in ranges]
+    offsets, sizes = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
+    ranges = _byte_ranges(tuple(data.size), data.properties.dtype, begin, offsets, sizes)
     return WriteResult(item.index, memory.nbytes, _write(os.path.join(partial, path), of_file, ranges, memory))
 
 

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import operator
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,11 +19,11 @@ from ..options.places import absolute_path
 from .folder.partial import make_folder, of_saves
 from .folder.retention import REPLACED, discard
 from .peers import Peers, os_error
-from .pipeline import Stage, is_pipeline, load_stages, make_writer, peers_of, stages_of
+from .pipeline import Stage, inventory_of, is_pipeline, load_stages, peers_of, stages_of
 from .remote.store import Store, address_of, local_folder, on_first
 from .restore.agreeing import agree_on, apply_together
 from .training import Training
-from .writing import Writer, new_nonce
+from .writing import Target, Writer, new_nonce
 
 MAX_FILE_BYTES = 5_000_000_000
 
@@ -110,9 +110,7 @@ def save(
         stages.extend(stages_of(module, optimizer))
         return Training(torch.nn.Module(), extra=extra)
 
-    saver = PathSaver(
-        peers, max_file_bytes=max_file_bytes, timeout_s=timeout_s, writer=functools.partial(make_writer, stages)
-    )
+    saver = PathSaver(peers, max_file_bytes=max_file_bytes, timeout_s=timeout_s, stages=stages)
     try:
         try:
             saver.begin(path, make, step=step, overwrite=overwrite)
@@ -124,15 +122,7 @@ def save(
 
 class PathSaver:
     """Saves to paths that the caller chooses, one at a time, written in the background of training. Collective.
-
-    Parameters
-    ----------
-    peers : Peers
-    max_file_bytes, timeout_s
-        As in save(), checked by the first begin().
-    writer : callable
-        Constructs the writer: Writer, or a callable with the same arguments.
-    """
+    begin() checks the options."""
 
     def __init__(
         self,
@@ -140,9 +130,9 @@ class PathSaver:
         *,
         max_file_bytes: Any = MAX_FILE_BYTES,
         timeout_s: Any = 1800.0,
-        writer: Callable[..., Writer] = Writer,
+        stages: Sequence[Stage] = (),
     ) -> None:
-        self._peers, self._options, self._make_writer = peers, (max_file_bytes, timeout_s), writer
+        self._peers, self._options, self._stages = peers, (max_file_bytes, timeout_s), stages
         self._writer: Writer | None = None
         self._board = ""
 
@@ -159,12 +149,13 @@ class PathSaver:
 
         `replaces_file`: remove a file or a link at `path` first.
         """
-        checked: list[tuple[str, Training]] = []
+        checked: list[Any] = []
 
         def check() -> dict[str, Any]:
             options = check_options(*self._options)
-            checked.append((absolute_path("path", path), make()))
-            name = os.path.basename(checked[0][0])
+            folder = absolute_path("path", path)
+            checked.extend((folder, make(), *options))
+            name = os.path.basename(folder)
             if name.endswith(REPLACED):
                 other = name.removesuffix(REPLACED)
                 raise ValueError(
@@ -173,31 +164,34 @@ class PathSaver:
             return {"step": check_step(step), "max_file_bytes": options[0], "path": name, "overwrite": bool(overwrite)}
 
         self._peers.agree(check, "save()")
-        ((folder, training),) = checked
-        refusal, code, stale, replaces = "", None, [], ""
-        if self._peers.rank == 0:
+        folder, training, file_bytes, timeout_s = checked
+        target = Target(folder)
+
+        def prepare() -> str:
+            nonlocal target
             try:
                 make_folder(os.path.dirname(folder))
                 if replaces_file and (os.path.islink(folder) or os.path.isfile(folder)):
                     os.unlink(folder)
                 replaces = CheckpointFolder.identity(folder)  # before the check: a later folder is another save's
                 refusal = why_not_there(folder, overwrite)
-                stale = of_saves(*os.path.split(folder))
-            except Exception as error:  # report every failure to the other ranks, which wait for it
-                refusal = f"the folder for '{folder}' cannot be made: {in_words(error)}"
-                code = getattr(error, "errno", None)
-        refusal, code, nonce = self._peers.exchange([refusal, code, new_nonce()], f"save to {folder}")[0]
-        if refusal:
-            raise os_error(refusal, code)
+                target = Target(folder, replaces, of_saves(*os.path.split(folder)))
+            except Exception as error:
+                why = f"the folder for '{folder}' cannot be made: {in_words(error)}"
+                raise os_error(why, getattr(error, "errno", None)) from error
+            if refusal:
+                raise CheckpointError(refusal)
+            return new_nonce()
+
+        nonce = self._peers.first(prepare, f"save to {folder}")
         if self._writer is None:
-            file_bytes, timeout_s = check_options(*self._options)
             # the nonce keeps another save to the same path from reading these ranks' reports
             self._board = f"{folder}.{nonce}.board"
-            self._writer = self._make_writer(
+            self._writer = Writer(
                 self._peers, nonce, self._board, threads=2, direct=True, bandwidth=0, timeout_s=timeout_s,
-                max_file_bytes=file_bytes,
+                max_file_bytes=file_bytes, inventory=functools.partial(inventory_of, self._stages),
             )  # fmt: skip
-        self._writer.begin(folder, check_step(step), training, stale=stale, replaces=replaces)
+        self._writer.begin(target, check_step(step), training)
 
     def wait(self, *, together: bool = True) -> None:
         """Wait until no save runs. Raise CheckpointError if it failed on some rank. `together`: all ranks call it."""
@@ -295,7 +289,7 @@ def load(
     reader, refusal = agree_on(folder, training, peers, verify=verify, names=names)
     if reader is None:
         raise CheckpointError(refusal)
-    return apply_together(reader, peers, everything=False)
+    return apply_together(reader, peers)
 
 
 def step_of(path: str | os.PathLike[str]) -> int:

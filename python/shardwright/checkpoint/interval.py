@@ -12,8 +12,6 @@ import time
 
 from .peers import Peers
 
-__all__ = ["Interval"]
-
 
 class Interval:
     """The time since the last save, and when to ask next. Calls are counted, so steps may begin anywhere."""

@@ -15,31 +15,13 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from ..optim.sharded import ShardedOptimizer
 from ..parallel.engine import Engine, engine_of
 
-__all__ = [
-    "averaging",
-    "engines_of",
-    "Modules",
-    "Optimizers",
-    "compressors_of",
-    "join_modules",
-    "join_optimizers",
-    "members_of",
-    "parts_of",
-    "sharded_of",
-]
-
 
 class Modules(torch.nn.Module):
     """Several modules under their names. Nothing runs it."""
 
 
 class Optimizers:
-    """Several optimizers: `param_groups` and `state` of all.
-
-    Attributes
-    ----------
-    members : dict of str to Optimizer
-    """
+    """Several optimizers under their names: `param_groups` and `state` of all."""
 
     def __init__(self, members: Mapping[str, Any]) -> None:
         self.members = dict(members)
@@ -69,12 +51,7 @@ def _named(kind: str, given: Any) -> dict[str, Any]:
 
 def join_modules(model: Any) -> Any:
     """Return a list or a dict of modules as one module, whose tensors have the names `<key>.<name>`; any other unchanged.
-
-    Raises
-    ------
-    ValueError
-        A member is no module, or occurs twice.
-    """
+    Raise ValueError if a member is no module, or occurs twice."""
     if not isinstance(model, (list, tuple, Mapping)) or isinstance(model, torch.nn.Module):
         return model
     made = Modules()
@@ -88,13 +65,8 @@ def join_modules(model: Any) -> Any:
 
 
 def join_optimizers(optimizer: Any) -> Any:
-    """Return a list or a dict of optimizers as one; any other unchanged. A member may be None.
-
-    Raises
-    ------
-    ValueError
-        A parameter is in two of them.
-    """
+    """Return a list or a dict of optimizers as one; any other unchanged. A member may be None. Raise ValueError if a
+    parameter is in two of them."""
     if not isinstance(optimizer, (list, tuple, Mapping)) or hasattr(optimizer, "param_groups"):
         return optimizer
     members = {name: each for name, each in _named("optimizer", optimizer).items() if each is not None}

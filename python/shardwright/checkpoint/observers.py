@@ -6,8 +6,6 @@ import importlib
 import os
 from typing import Any, Protocol
 
-__all__ = ["VARIABLE", "Observer", "observers_of"]
-
 #: names of modules with commas; each has observer_of(model)
 VARIABLE = "SHARDWRIGHT_OBSERVERS"
 
@@ -26,13 +24,8 @@ class Observer(Protocol):
 
 
 def observers_of(model: Any) -> list[Observer]:
-    """Return the observers that the modules named in VARIABLE have for `model`; a module may have none.
-
-    Raises
-    ------
-    ValueError
-        A module cannot be imported, or has no observer_of().
-    """
+    """Return the observers that the modules named in VARIABLE have for `model`; a module may have none. Raise ValueError
+    if one cannot be imported, or has no observer_of()."""
     found = []
     for name in filter(None, os.environ.get(VARIABLE, "").split(",")):
         try:

@@ -47,17 +47,8 @@ def averages_gradients(model: Any) -> bool:
 
 
 class Peers:
-    """A rank's view of its module's group.
-
-    Parameters
-    ----------
-    model : Module
-        A DistributedDataParallel lends its process group.
-    process_group : ProcessGroup, optional
-        Default: the model's, else the default group, else this rank alone.
-    timeout_s : float
-        Timeout of the communicator, unless the model sets one.
-    """
+    """A rank's view of its module's group: `process_group`, else the model's, else the default one, else this rank alone.
+    `timeout_s` is the communicator's, unless the model sets one."""
 
     def __init__(self, model: Any, process_group: Any = None, timeout_s: float = 1800.0) -> None:
         replicas = [replica for engine in engines_of(model) if engine.made for replica in engine.replicas]
@@ -116,22 +107,14 @@ class Peers:
         return self._group.make_wire(name, secret, timeout_s)
 
     def channel(self, path: str, nonce: str) -> tuple[Any, list[int] | None, str | None]:
-        """Make the channel on which ranks report during a save. Collective.
-
-        It consists of control pages that the ranks of a host map and, across hosts, each rank's host and a file at
-        `path`.
-
-        Raises
-        ------
-        CheckpointError
-            On every rank: rank 0 cannot make the file, or some rank does not see it.
-        """
+        """Make the channel on which ranks report during a save. Collective. It consists of control pages that the ranks
+        of a host map and, across hosts, of each rank's host and a file at `path`."""
         if self.world_size == 1:
             return None, None, None
         pages = self._group.comm.arena(_PAGE_BYTES, "pages of checkpoints", of_hosts=True)
         if not self.has_hosts:
             return pages, None, None
-        self.together(lambda: self.make_board(path, nonce), f"making {path}")
+        self.together(lambda: self._make_board(path, nonce), f"making {path}")
         self.check_board(path, nonce)
         return pages, list(self._group.host_of), path
 
@@ -142,7 +125,7 @@ class Peers:
         if self.has_hosts:
             self.together(lambda: self._look_at_board(path, nonce), f"reading {path}")
 
-    def make_board(self, path: str, nonce: str) -> None:
+    def _make_board(self, path: str, nonce: str) -> None:
         """Create the file of a channel on rank 0, with its disk space allocated. Replaces an older file."""
         if self.rank:
             return
@@ -156,7 +139,7 @@ class Peers:
     def renew_board(self, path: str, nonce: str) -> None:
         """Recreate the file on rank 0 if it was removed."""
         if self.rank == 0 and self.has_hosts and not os.path.exists(path):
-            self.make_board(path, nonce)
+            self._make_board(path, nonce)
 
     def remove_board(self, path: str) -> None:
         """Remove the file on rank 0 once every rank has called this. Collective over hosts."""
@@ -195,11 +178,6 @@ class Peers:
         answers = [mine] if self.world_size == 1 else self._group.comm.all_gather_bytes(mine, label)
         return None if all(each == mine for each in answers) else [json.loads(each) for each in answers]
 
-    def gather(self, value: Any, label: str) -> list[Any]:
-        """Return every rank's `value` (of JSON) on rank 0, and [] on the others. Collective."""
-        of_all = self.exchange(value, label)
-        return of_all if self.rank == 0 else []
-
     def broadcast(self, data: bytes, label: str) -> bytes:
         """Return rank 0's `data`. Collective."""
         if self.world_size == 1:
@@ -215,10 +193,11 @@ class Peers:
         """Copy memory, (address, nbytes), from rank `root` to the other ranks. Collective."""
         self._group.comm.broadcast(ranges, root, label)
 
-    def together(self, make: Callable[[], Any], label: str) -> list[Any]:
+    def together(
+        self, make: Callable[[], Any], label: str, keeps: tuple[type[Exception], ...] = (ValueError, TypeError)
+    ) -> list[Any]:
         """Return the result of make() (of JSON) on every rank. Collective. If make() raises on one rank, the exchange
-        still completes and all raise the same CheckpointError. A rank with a wrong argument raises its own ValueError
-        or TypeError."""
+        still completes and all raise the same CheckpointError, but for a rank whose error is one of `keeps`."""
         value, failure = None, None
         try:
             value = make()
@@ -226,27 +205,28 @@ class Peers:
             failure = error
         told = "" if failure is None else str(failure) or type(failure).__name__
         answers = self.agreement([told, value], label) or [[told, value]] * self.world_size
-        if isinstance(failure, (ValueError, TypeError)):
+        if failure is not None and (isinstance(failure, keeps) or self.world_size == 1):
             raise failure
-        self.raise_first([why for why, _ in answers], failure)
+        for rank, (why, _) in enumerate(answers):
+            if why:
+                raise os_error(f"rank {rank}: {why}", getattr(failure, "errno", None)) from failure
         return [each for _, each in answers]
 
-    def raise_first(self, reasons: Sequence[str], own: Exception | None) -> None:
-        """Raise a CheckpointError with the first non-empty one of the ranks' `reasons`. `own`: this rank's error."""
-        if own is not None and self.world_size == 1:
-            raise own
-        for rank, why in enumerate(reasons):
-            if why:
-                raise os_error(f"rank {rank}: {why}", getattr(own, "errno", None)) from own
+    def first(self, make: Callable[[], Any], label: str) -> Any:
+        """Return rank 0's result of make() (of JSON) on every rank. Collective. If it raises, all raise its sentence."""
+        told: list[Any] = ["", None, None]
+        if self.rank == 0:
+            try:
+                told[2] = make()
+            except Exception as error:
+                told = [str(error) or type(error).__name__, getattr(error, "errno", None), None]
+        why, errno, value = self.exchange(told, label)[0]
+        if why:
+            raise os_error(why, errno)
+        return value
 
     def agree(self, arguments: Callable[[], dict[str, Any]], call: str) -> None:
-        """Check a call's arguments with arguments(), whose values (of JSON) must be equal on all ranks. Collective.
-
-        Raises
-        ------
-        CheckpointError
-            On every rank, if a check failed or values differ. A rank whose check raised gets its own error.
-        """
+        """Check a call's arguments with arguments(), whose values (of JSON) must be equal on all ranks. Collective."""
         first, *others = self.together(arguments, f"arguments of {call}")
         for rank, other in enumerate(others, 1):
             for name, value in first.items():

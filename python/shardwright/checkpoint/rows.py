@@ -37,19 +37,13 @@ def structure_of(tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, str, li
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """The layout of the two files.
-
-    Attributes
-    ----------
-    line_bytes : int
-        Bytes of each line, with its newline.
-    entries : mapping of str to (dtype, shape, rank)
-        The tensors by name. With rank None each rank has a row, and `shape` is that of a row.
-    """
+    """The layout of the two files."""
 
     rank: int
     world_size: int
+    #: bytes of each line, with its newline
     line_bytes: int
+    #: (dtype, shape, rank) of the tensors by name; with rank None each rank has a row, and `shape` is that of a row
     entries: Mapping[str, tuple[str, tuple[int, ...], int | None]]
 
     @classmethod
@@ -74,11 +68,8 @@ class Rows:
     def fits(self, structure: Structure, nbytes: int) -> bool:
         """Return whether this rank's content fits the layout."""
         mine = {name: (dtype, tuple(shape)) for name, dtype, shape in structure}
-        wanted = {
-            name if rank is None else name.partition(".")[2]: (dtype, shape)
-            for name, (dtype, shape, rank) in self.entries.items()
-            if rank in (None, self.rank)
-        }
+        held = ((n, *entry) for n, entry in self.entries.items() if entry[2] in (None, self.rank))
+        wanted = {_own_name(name, rank): (dtype, shape) for name, dtype, shape, rank in held}
         return mine == wanted and nbytes < self.line_bytes
 
     def line(self, text: bytes) -> tuple[int, int, bytes]:
@@ -90,13 +81,12 @@ class Rows:
         """Return the tensors of the file, each with this rank's parts. `own`: its row-major tensors."""
         found = {}
         for name, (dtype, shape, rank) in self.entries.items():
-            kind, row = getattr(torch, dtype), 0 if rank is not None else self.rank
-            whole = shape if rank is not None else (self.world_size, *shape)
+            row, whole = (self.rank, (self.world_size, *shape)) if rank is None else (0, shape)
             parts: tuple[tuple[int, torch.Tensor], ...] = ()
             if rank in (None, self.rank):
-                flat = own[name if rank is None else name.partition(".")[2]].reshape(-1)
+                flat = own[_own_name(name, rank)].reshape(-1)
                 parts = ((row * flat.numel(), flat),)
-            found[name] = Sliced(kind, whole, parts)
+            found[name] = Sliced(getattr(torch, dtype), whole, parts)
         return found
 
 
@@ -114,6 +104,11 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
 
 def _of(rank: int, name: str) -> str:
     return f"{rank:05d}.{name}"
+
+
+def _own_name(name: str, rank: int | None) -> str:
+    """Return the name in a rank's tree: the inverse of _of()."""
+    return name if rank is None else name.partition(".")[2]
 
 
 def has_rows(folder: CheckpointFolder) -> bool:

@@ -58,25 +58,18 @@ def digest(samples: Samples) -> int:
     return zlib.crc32(repr(sorted(samples.items())).encode("utf-8", "backslashreplace"))
 
 
-def first_apart(samples_of_all: Sequence[Samples]) -> str:
-    """Describe the first tensor with different samples on two ranks; "" if all are equal."""
-    seen: dict[str, tuple[int, int]] = {}
-    for rank, samples in enumerate(samples_of_all):
-        for name, crc in samples.items():
-            first, expected = seen.setdefault(name, (rank, crc))
-            if crc != expected:
-                return f"'{name}' has other values on rank {rank} than on rank {first}"
-    return ""
-
-
 def check_alike(samples_of_all: Sequence[Samples], *, is_averaged: bool) -> None:
     """Raise CheckpointError if the samples of a tensor differ between ranks. Only log it if a wrapper averages
     gradients: then ranks differ by rounding alone, as on different processor models."""
-    apart = first_apart(samples_of_all)
-    if apart and is_averaged:
-        _logger.warning("%s: the checkpoint mixes blocks of both", apart)
-    elif apart:
+    seen: dict[str, tuple[int, int]] = {}
+    each = ((rank, name, crc) for rank, samples in enumerate(samples_of_all) for name, crc in samples.items())
+    odd = next(((rank, n, seen[n][0]) for rank, n, crc in each if seen.setdefault(n, (rank, crc))[1] != crc), None)
+    if odd is None:
+        return
+    why = f"'{odd[1]}' has other values on rank {odd[0]} than on rank {odd[2]}"
+    if not is_averaged:
         raise CheckpointError(
-            f"{apart}, and a checkpoint would mix them: average the gradients or broadcast rank 0's values, and pass state of "
+            f"{why}, and a checkpoint would mix them: average the gradients or broadcast rank 0's values, and pass state of "
             "each rank's own in dataloader=[...]"
         )
+    _logger.warning("%s: the checkpoint mixes blocks of both", why)

@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -25,9 +25,6 @@ from ..torch_compat.dtensor import is_dtensor, local_box
 from .joined import engines_of, members_of, sharded_of
 from .state.composed import apart, check_sliceable
 
-if TYPE_CHECKING:
-    pass
-
 #: one entry of a sliced optimizer's state: (kind, dtype, shape). A CUT entry is sliced like its parameter and has no shape
 #: of its own; a VALUE is not a tensor and has neither
 Entry = tuple[str, str, tuple[int, ...]]
@@ -36,27 +33,17 @@ CUT, WHOLE, VALUE = "cut", "whole", "value"
 
 @dataclasses.dataclass(frozen=True)
 class Sliced:
-    """A rank's parts of a tensor.
-
-    Attributes
-    ----------
-    dtype, shape
-        dtype and shape of the whole tensor.
-    parts : tuple of (first element, memory)
-        Ascending runs in row-major order. Each memory is one-dimensional and contiguous, on the CPU or, in a save, on a GPU.
-    live : tuple of Tensor
-        The tensors that `parts` alias or were copied from. Their version counters reveal writes.
-    copy : Tensor, optional
-        The copy of live[0], in its shape, that `parts` alias if they do not alias live[0] itself.
-    turn : (int, int)
-        (this rank's number among the ranks that hold the same parts, count of these ranks). One of them writes.
-    """
+    """A rank's parts of a tensor, which has `dtype` and `shape` as a whole."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
+    #: (first element, memory), ascending in row-major order; memory is flat, on the CPU or, in a save, on a GPU
     parts: tuple[tuple[int, torch.Tensor], ...]
+    #: what `parts` alias or were copied from: version counters reveal writes
     live: tuple[torch.Tensor, ...] = ()
+    #: the copy of live[0] that `parts` alias, if they do not alias live[0] itself
     copy: torch.Tensor | None = None
+    #: (this rank's number among the ranks that hold the same parts, their count): one of them writes
     turn: tuple[int, int] = (0, 1)
 
     def numel(self) -> int:
@@ -95,61 +82,34 @@ def box_ranges(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int
     return [(base + sum(i * s for i, s in zip(index, strides)), run) for index in outer]
 
 
-def parts_of_box(
-    shape: Sequence[int], offsets: Sequence[int], memory: torch.Tensor
-) -> tuple[tuple[int, torch.Tensor], ...]:
-    """Split `memory`, a row-major tensor of the box's shape, into runs of the whole array."""
-    flat, done, parts = memory.reshape(-1), 0, []
-    for first, numel in box_ranges(shape, offsets, memory.shape):
-        parts.append((first, flat[done : done + numel]))
-        done += numel
-    return tuple(parts)
-
-
 # DTensors -------------------------------------------------------------------------------------------------------------
 
 
 def check_placements(name: str, tensor: Any) -> None:
     """Raise CheckpointError if the local part of a DTensor is not a box of the whole tensor."""
-    known = {"Shard", "Replicate"}
-    other = [p for p in tensor.placements if type(p).__name__ not in known]
+    other = [p for p in tensor.placements if type(p).__name__ not in ("Shard", "Replicate")]
     if other:
         raise CheckpointError(
             f"tensor '{name}' is a DTensor placed as {other[0]!r}: a checkpoint supports Shard and Replicate only"
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Box:
-    """The box that a rank holds of every DTensor of one shape and placement."""
-
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    turn: tuple[int, int]
-
-
 class Boxes:
-    """A cache of boxes of DTensors: a model has few distinct shapes.
-
-    Parameters
-    ----------
-    members : sequence of int
-        The ranks that save together, as ranks of torch's default group.
-    replicas : mapping of DeviceMesh to (int, int)
-        (this rank's number among ranks outside a DTensor's mesh that hold the same part, their count). Default: (0, 1).
-    """
+    """A cache of boxes of DTensors: a model has few distinct shapes. `members` are ranks of torch's default group;
+    `replicas` has this rank's turn among the ranks outside a mesh that hold the same parts."""
 
     def __init__(self, members: Sequence[int], replicas: Mapping[Any, tuple[int, int]] = {}) -> None:
         self._members, self._replicas = frozenset(members), replicas
-        self._found: dict[Any, _Box] = {}
+        self._found: dict[Any, tuple[tuple[int, ...], tuple[int, ...], tuple[int, int]]] = {}
 
-    def of(self, tensor: Any) -> _Box:
+    def of(self, tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, int]]:
+        """Return shape and offsets of this rank's box, and its turn to write it."""
         key = (id(tensor.device_mesh), tuple(tensor.placements), tuple(tensor.shape))
         found = self._found.get(key)
         if found is None:
             mine, same = _turn_of(tensor, self._members)
             index, count = self._replicas.get(tensor.device_mesh, (0, 1))
-            found = self._found[key] = _Box(*local_box(tensor), (index * same + mine, count * same))
+            found = self._found[key] = (*local_box(tensor), (index * same + mine, count * same))
         return found
 
 
@@ -185,12 +145,15 @@ def slice_of_dtensor(tensor: Any, boxes: Boxes, stays: Callable[[torch.Tensor], 
     """Return this rank's part of a DTensor. Copies it unless it is plain CPU memory or stays(memory) is true."""
     with torch.no_grad():
         local = tensor.to_local().detach()
-    box = boxes.of(tensor)
+    shape, offsets, turn = boxes.of(tensor)
     memory = local.resolve_conj().resolve_neg()
-    memory = (memory if stays(memory) else memory.cpu()).contiguous().reshape(box.shape)
-    parts = parts_of_box(tuple(tensor.shape), box.offsets, memory)
-    is_copy = memory.data_ptr() != local.data_ptr()
-    return Sliced(tensor.dtype, tuple(tensor.shape), parts, (local,), memory if is_copy else None, box.turn)
+    memory = (memory if stays(memory) else memory.cpu()).contiguous().reshape(shape)
+    flat, done, parts = memory.reshape(-1), 0, []
+    for first, numel in box_ranges(tensor.shape, offsets, shape):
+        parts.append((first, flat[done : done + numel]))
+        done += numel
+    copy = memory if memory.data_ptr() != local.data_ptr() else None
+    return Sliced(tensor.dtype, tuple(tensor.shape), tuple(parts), (local,), copy, turn)
 
 
 def is_sliced(model: torch.nn.Module, optimizer: Any) -> bool:
@@ -263,15 +226,8 @@ def sliced_state(
     described: Mapping[int, Mapping[str, Entry]],
     values: Mapping[int, Mapping[str, Any]],
 ) -> dict[torch.Tensor, dict[str, Any]]:
-    """Map each parameter to the part of its state that this rank holds, of all optimizers in `of`.
-
-    Collective if a parameter is not row-major: its state is gathered whole, one parameter at a time.
-
-    Parameters
-    ----------
-    described : the results of describe_state() on all ranks, merged.
-    values : the non-tensor entries; a missing one is None.
-    """
+    """Map each parameter to the part of its state that this rank holds, of all optimizers in `of`. `described` is of all
+    ranks. Collective if a parameter is not row-major: its state is gathered whole, one parameter at a time."""
     found: dict[torch.Tensor, dict[str, Any]] = {}
     for whole in members_of(of):
         found |= {} if isinstance(whole, ShardedOptimizer) else whole.state
@@ -292,17 +248,13 @@ def sliced_state(
             if kind == VALUE:
                 entries[key] = values.get(number, {}).get(key)
                 continue
-            held: tuple[torch.Tensor, ...] = ()
-            if key in state and (speaks if kind == CUT else begins and piece is not None and first == 0):
-                held = (state[key],)
-            flat = [each.detach().resolve_conj().contiguous().reshape(-1) for each in held]
-            parts = tuple(
-                part
-                for each in flat
-                for part in (placed_parts(parameter, first, each) if kind == CUT else ((0, each),))
-            )
             full = tuple(parameter.shape) if kind == CUT else shape
-            entries[key] = Sliced(getattr(torch, dtype), full, parts, held, None, turn)
+            made = Sliced(getattr(torch, dtype), full, (), turn=turn)
+            if key in state and (speaks if kind == CUT else begins and piece is not None and first == 0):
+                flat = state[key].detach().resolve_conj().contiguous().reshape(-1)
+                parts = placed_parts(parameter, first, flat) if kind == CUT else ((0, flat),)
+                made = dataclasses.replace(made, parts=parts, live=(state[key],))
+            entries[key] = made
     return found
 
 
@@ -379,20 +331,14 @@ def own_slices(replica: Any) -> dict[int, Sliced]:
 def held_bytes(model: torch.nn.Module, optimizer: Any, world_size: int) -> int:
     """Estimate the bytes of model and optimizer that this rank writes: its slices and 1/W of the rest."""
     slices, _ = released_slices(model)
-    whole = sum(p.nbytes for p in model.parameters() if id(p) not in slices and not is_dtensor(p))
     own = sum(memory.nbytes for each in slices.values() for _, memory in each.parts)
-    own += sum(p.to_local().nbytes for p in model.parameters() if is_dtensor(p) and id(p) not in slices)
-    for is_cut, state in [
-        (isinstance(o, ShardedOptimizer), s) for o in members_of(optimizer) for s in o.state.values()
-    ]:
-        for value in state.values() if isinstance(state, Mapping) else ():
-            if is_dtensor(value):
-                own += value.to_local().nbytes
-            elif isinstance(value, torch.Tensor) and is_cut:
-                own += value.nbytes
-            elif isinstance(value, torch.Tensor):
-                whole += value.nbytes
-    return own + whole // world_size
+    held: list[tuple[bool, Any]] = [(is_dtensor(p), p) for p in model.parameters() if id(p) not in slices]
+    for each in members_of(optimizer):
+        values = (value for state in each.state.values() if isinstance(state, Mapping) for value in state.values())
+        is_cut = isinstance(each, ShardedOptimizer)
+        held += [(is_cut or is_dtensor(value), value) for value in values if isinstance(value, torch.Tensor)]
+    own += sum((t.to_local() if is_dtensor(t) else t).nbytes for is_own, t in held if is_own)
+    return own + sum(t.nbytes for is_own, t in held if not is_own) // world_size
 
 
 def released_slices(model: Any) -> tuple[dict[int, Sliced], set[int]]:
@@ -400,26 +346,19 @@ def released_slices(model: Any) -> tuple[dict[int, Sliced], set[int]]:
     others, which are not row-major."""
     found: dict[int, Sliced] = {}
     others: set[int] = set()
-    for replica in replicas_of(model):
-        if replica.releases_parameters:
-            _add_released(replica, found, others)
+    for replica in (each for each in replicas_of(model) if each.releases_parameters):
+        memory, mesh = replica.parameters(), replica.table.model_mesh
+        assert isinstance(memory, ReleasedParameters)
+        turn = _turn_among_owners(replica.slicing)
+        for index, parameter in enumerate(replica.table.parameters):
+            if not memory.is_released(index):
+                continue
+            own, (low, _) = module_parameter(parameter), memory.own_run(index)
+            if not is_row_major(memory.like(index)):
+                others.add(id(own))
+                continue
+            piece = None if mesh is not None and not mesh.speaks(own) else memory.slice(index)
+            parts = () if piece is None else placed_parts(own, low, piece.detach())
+            live = () if piece is None else (piece,)
+            found[id(own)] = Sliced(parameter.dtype, tuple(own.shape), parts, live, None, turn)
     return found, others
-
-
-def _add_released(replica: Any, found: dict[int, Sliced], others: set[int]) -> None:
-    memory, mesh = replica.parameters(), replica.table.model_mesh
-    assert isinstance(memory, ReleasedParameters)
-    turn = _turn_among_owners(replica.slicing)
-    for index, parameter in enumerate(replica.table.parameters):
-        if not memory.is_released(index):
-            continue
-        if not is_row_major(memory.like(index)):
-            others.add(id(module_parameter(parameter)))
-            continue
-        piece, (low, _) = memory.slice(index), memory.own_run(index)
-        own = module_parameter(parameter)
-        if mesh is not None and not mesh.speaks(own):
-            piece = None
-        parts = () if piece is None else placed_parts(own, low, piece.detach())
-        live = () if piece is None else (piece,)
-        found[id(own)] = Sliced(parameter.dtype, tuple(own.shape), parts, live, None, turn)

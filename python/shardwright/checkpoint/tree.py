@@ -21,18 +21,8 @@ _SPECIAL_FLOATS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
 
 def encode(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """Return `value` as JSON. Add its tensors to `tensors` under names that begin with `name`.
-
-    Raises
-    ------
-    CheckpointError
-        A value has an unsupported type. The message names its place.
-
-    Notes
-    -----
-    A value of a subclass of a plain type is restored as the plain type: an IntEnum as an int, a named tuple
-    as a tuple, a defaultdict or a Counter as a dict.
-    """
+    """Return `value` as JSON. Add its tensors to `tensors` under names that begin with `name`. A value of a subclass of a
+    plain type becomes the plain type: an IntEnum an int, a named tuple a tuple, a Counter a dict."""
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, torch.Tensor):
@@ -56,7 +46,7 @@ def encode(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
     if type(value) is OrderedDict:
         return {"$ordered": [[encode(k, name, tensors), encode(v, f"{name}.{k}", tensors)] for k, v in value.items()]}
     if isinstance(value, Mapping):
-        return _encode_mapping(value, name, tensors)
+        return mapping({key: encode(item, f"{name}.{key}", tensors) for key, item in value.items()}, name, tensors)
     if isinstance(value, (list, tuple, set, frozenset)):
         ordered = sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value
         items = [encode(item, f"{name}.{index}", tensors) for index, item in enumerate(ordered)]
@@ -75,10 +65,6 @@ def _add(tensor: torch.Tensor, name: str, tensors: dict[str, torch.Tensor]) -> s
         free = f"{name}#{number}"
     tensors[free] = tensor
     return free
-
-
-def _encode_mapping(value: Mapping[Any, Any], name: str, tensors: dict[str, torch.Tensor]) -> Any:
-    return mapping({key: encode(item, f"{name}.{key}", tensors) for key, item in value.items()}, name, tensors)
 
 
 def mapping(nodes: Mapping[Any, Any], name: str, tensors: dict[str, torch.Tensor]) -> Any:

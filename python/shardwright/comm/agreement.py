@@ -1,26 +1,35 @@
-"""Exchanges of answers in which each rank may refuse. A refusal is an error on all ranks, so no rank waits for the one
-that refused.
-"""
+"""All-gathers in which any rank may fail: a failure raises on every rank, so no rank waits for the one that failed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 
 from .._engine import Error, HostComm, norm_sum
 from ..layout.memory import bytes_of
+from ..layout.model_mesh import numbers_of
 
-__all__ = ["NORM_SUM_BYTES", "added_sums", "gather_answers", "sums_over_ranks"]
+__all__ = ["NORM_SUM_BYTES", "added_sums", "gather_answers", "gather_values", "sums_over_ranks", "verify"]
 
 #: bytes of an exact sum of squares
 NORM_SUM_BYTES = len(norm_sum([]))
 
 _ANSWER, _REFUSAL = b"\0", b"\1"
+#: the errors whose message is a sentence by itself; any other one needs its type's name
+_SENTENCES = (Error, NotImplementedError, ValueError, TypeError, MemoryError)
 
 
 def _error_of(rank: int, sentence: str) -> Exception:
     return Error(sentence)
+
+
+def _words_of(error: Exception) -> str:
+    name, text = type(error).__name__, str(error)
+    return text if text and isinstance(error, _SENTENCES) else f"{name}: {text}" if text else name
 
 
 def gather_answers(
@@ -30,6 +39,8 @@ def gather_answers(
     *,
     refusals: tuple[type[Exception], ...] = (Error, NotImplementedError),
     retell: Callable[[int, str], Exception] = _error_of,
+    compare: Callable[[Sequence[bytes]], str] | None = None,
+    alike: bool = False,
 ) -> list[bytes]:
     """Return every rank's answer, in rank order. Collective.
 
@@ -44,6 +55,10 @@ def gather_answers(
         The exceptions that `answer` may raise; after any other one the peers wait until the deadline.
     retell : callable
         A function (refusing rank, message) -> the exception of the other ranks. Default: an Error with the message.
+    compare : callable, optional
+        The answers must be equal. A function (answers that differ) -> the message of the Error on all ranks.
+    alike : bool
+        Ranks that refuse with another message than the lowest one raise that one's, too.
 
     Raises
     ------
@@ -52,23 +67,90 @@ def gather_answers(
 
     Notes
     -----
-    Cost: the answers' bytes and one byte a rank, to every rank.
+    Cost: the answers' bytes and one byte a rank, to every rank. With `compare`, 32 bytes a rank if they are equal.
     """
     refusal: Exception | None = None
     try:
         mine = _ANSWER + answer()
     except refusals as error:
-        refusal, mine = error, _REFUSAL + (str(error) or type(error).__name__).encode(errors="backslashreplace")
-    said = comm.all_gather_bytes(mine, label)
-    if refusal is not None:
-        try:
+        refusal, mine = error, _REFUSAL + _words_of(error).encode(errors="backslashreplace")
+    said = [mine]
+    if compare is not None:
+        digests = comm.all_gather_bytes(hashlib.sha256(mine).digest(), label)
+        said = [mine] * len(digests) if len({*digests}) == 1 else []
+    if compare is None or not said:
+        said = comm.all_gather_bytes(mine, label)
+    refused = next((rank for rank, each in enumerate(said) if each[:1] == _REFUSAL), None)
+    try:
+        if refusal is not None and (not alike or said[refused or 0] == mine):
             raise refusal
-        finally:
-            refusal = None  # its traceback holds this frame
-    for rank, each in enumerate(said):
-        if each[:1] == _REFUSAL:
-            raise retell(rank, each[1:].decode())
-    return [each[1:] for each in said]
+    finally:
+        refusal = None  # its traceback holds this frame
+    if refused is not None:
+        raise retell(refused, said[refused][1:].decode())
+    answers = [each[1:] for each in said]
+    if compare is not None and len({*answers}) > 1:
+        raise Error(compare(answers))
+    return answers
+
+
+def gather_values(comm: HostComm, value: Callable[[], Any], label: str, **options: Any) -> list[Any]:
+    """Return every rank's value, which JSON can express: gather_answers() for values."""
+    said = gather_answers(comm, lambda: json.dumps(value()).encode(), label, **options)
+    return [json.loads(each) for each in said]
+
+
+def verify(comm: HostComm, describe: Callable[[], list[list[str]]], what: str, *, alike: bool = False) -> None:
+    """Raise on every rank unless describe() returns the same [item, value] lines on all ranks. Collective.
+
+    A rank on which describe() fails raises that error, and the others an Error that quotes it.
+    """
+
+    def failed(rank: int, sentence: str) -> Exception:
+        if sentence.startswith("rank "):  # that rank heard of another rank's error
+            return Error(sentence)
+        verb = "wrap" if what.startswith("the wrapped ") else "begin"
+        return Error(f"rank {rank} could not {verb} {what.removeprefix('the wrapped ')}: {sentence}")
+
+    gather_values(
+        *(comm, describe, "parameter table"),  # ranks may differ in what they wrap
+        refusals=(Exception,),  # any error: the peers must not wait for this rank
+        retell=failed,
+        alike=alike,
+        compare=lambda answers: _disagreement([json.loads(each) for each in answers], what),
+    )
+
+
+def _disagreement(tables: list[list[list[str]]], what: str) -> str:
+    other = next(rank for rank, table in enumerate(tables) if table != tables[0])
+    ours = [rank for rank, table in enumerate(tables) if table == tables[0]]
+    theirs = [rank for rank, table in enumerate(tables) if table == tables[other]]
+    count = next(
+        (i for i, (a, b) in enumerate(zip(tables[0], tables[other])) if a != b), min(len(tables[0]), len(tables[other]))
+    )
+    left, right = (_line(tables[rank], count) for rank in (0, other))
+    shape = f"{_count(tables[0])} on {_ranks(ours)}, {_count(tables[other])} on {_ranks(theirs)}"
+    is_option = all(
+        count < len(table) and table[count][0].startswith("option ") for table in (tables[0], tables[other])
+    )
+    remedy = "pass the same options on every rank" if is_option else "build the same module on every rank"
+    return (
+        f"ranks disagree about {what}: {_ranks(ours)} has {left}, {_ranks(theirs)} has {right} "
+        f"(parameters: {shape}); {remedy}"
+    )
+
+
+def _line(table: list[list[str]], index: int) -> str:
+    return " ".join(table[index]) if index < len(table) else "nothing more"
+
+
+def _count(table: list[list[str]]) -> int:
+    return sum(row[0].startswith("parameter ") for row in table)
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    ranks = list(ranks)
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {numbers_of(ranks)}"
 
 
 def sums_over_ranks(comm: HostComm, sums: Callable[[], bytes], label: str) -> bytes:

@@ -350,23 +350,6 @@ def slice_numel(numel: int, world_size: int) -> int:
     return max(_ALIGNMENT, -(-share // _ALIGNMENT) * _ALIGNMENT)
 
 
-class _RealBucket:
-    """A complex bucket as twice as many real numbers, in the same memory."""
-
-    def __init__(self, bucket: Any) -> None:
-        self._bucket = bucket
-
-    def buffer(self) -> torch.Tensor:
-        return torch.view_as_real(self._bucket.buffer()).view(-1)
-
-    def gradients(self) -> list[torch.Tensor]:
-        return [torch.view_as_real(gradient) for gradient in self._bucket.gradients()]
-
-    def __getattr__(self, name: str) -> Any:  # attributes that the bucket lacks are missing here too
-        found = getattr(self._bucket, name)
-        return (lambda: 2 * found()) if name == "slice_numel" else found
-
-
 def check_place(exchange: Exchange, buffer: torch.Tensor) -> None:
     """Raise NotImplementedError for a bucket in memory where an exchange does not work."""
     if cuda.runtime.holds(buffer) and not exchange.on_device:
@@ -375,23 +358,11 @@ def check_place(exchange: Exchange, buffer: torch.Tensor) -> None:
         )
 
 
-def real_bucket(bucket: Any) -> Any:
-    """Return `bucket`, or a view of it as real numbers if it is complex, for compressors."""
-    return _RealBucket(bucket) if bucket.buffer().is_complex() else bucket
-
-
 def done(result: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
     """Return the completed future of a hook that has communicated already."""
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(result)
     return future
-
-
-def share_of(bucket: Any) -> tuple[int | None, bool]:
-    """Return (elements of a rank's slice of a bucket, or None if unknown; True if only that slice is needed)."""
-    if not hasattr(bucket, "slice_numel"):
-        return None, False
-    return bucket.slice_numel(), bucket.keeps_slice()
 
 
 def fold_slice(exchange: Exchange, message: torch.Tensor, op: str) -> torch.Tensor:

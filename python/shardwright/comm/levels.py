@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .exchange import Exchange, GlooExchange, HostExchange, done, real_bucket
+from ..layout.bucket import Bucket, places_of, real_bucket
+from .agreement import gather_answers
+from .exchange import Exchange, GlooExchange, HostExchange, done
 from .process_group import comm_error
 
 if TYPE_CHECKING:
@@ -90,39 +92,30 @@ class HostLevels(Levels):
     def _average(self, flat: torch.Tensor, compressed: Callable[[], None], label: str) -> None:
         if self._inside is not None:
             self._inside.all_reduce(flat.data_ptr(), flat.numel(), "float32", "sum", label)
-        failure: Exception | None = None
-        if self._is_carrier:
-            try:
+
+        def between() -> bytes:
+            if self._is_carrier:
                 if self._share != 1:  # turns the mean over hosts into the mean over ranks
                     flat.mul_(self._share)
                 compressed()
-            except Exception as error:  # raised once all ranks of the host know it
-                failure = error
-        if self._inside is not None:
-            self._hear(failure, label)
-        if failure is not None:
-            raise failure
-        if self._inside is not None:
-            self._inside.broadcast([(flat.data_ptr(), 4 * flat.numel())], 0, label)
+            return b""
 
-    def _hear(self, failure: Exception | None, label: str) -> None:
-        """Share the carrier's failure with its host. Collective inside the host."""
-        assert self._inside is not None
-        mine = "" if failure is None else f"{type(failure).__name__}: {failure}"
-        said = self._inside.all_gather_bytes(mine.encode(), label)[0].decode()
-        if said and failure is None:
-            raise comm_error(
-                f"{label}: rank {self._carrier}, which exchanges for host {self._host_name}, failed: {said}",
-                self._carrier,
-                self._host_name,
-            )
+        def failed(_: int, sentence: str) -> Exception:
+            text = f"{label}: rank {self._carrier}, which exchanges for host {self._host_name}, failed: {sentence}"
+            return comm_error(text, self._carrier, self._host_name)
+
+        if self._inside is None:
+            between()
+            return
+        gather_answers(self._inside, between, label, refusals=(Exception,), retell=failed)
+        self._inside.broadcast([(flat.data_ptr(), 4 * flat.numel())], 0, label)
 
     def hook(self, hook: _Hook) -> _Hook:
         def run(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
             real = real_bucket(bucket)
             buffer: torch.Tensor = real.buffer()
             flat = buffer if buffer.dtype == torch.float32 else buffer.float()
-            view = _HostBucket(real, flat)
+            view = Bucket.over(flat, real, places_of(real.gradients(), buffer))
             self.average(flat, lambda: hook(state, view).wait(), "compressed gradients")
             if not self._is_carrier and getattr(state, "follows_rounds", False):
                 state.end_bucket(bucket.is_last())
@@ -131,34 +124,6 @@ class HostLevels(Levels):
             return done(bucket.buffer())
 
         return run
-
-
-class _HostBucket:
-    """A bucket as a host's contribution: float32, without the ranks' slices."""
-
-    def __init__(self, bucket: Any, flat: torch.Tensor) -> None:
-        self._bucket, self._flat = bucket, flat
-
-    def buffer(self) -> torch.Tensor:
-        return self._flat
-
-    def gradients(self) -> list[torch.Tensor]:
-        shift = self._flat.storage_offset() - self._bucket.buffer().storage_offset()
-        return [
-            self._flat.as_strided(g.shape, g.stride(), g.storage_offset() + shift) for g in self._bucket.gradients()
-        ]
-
-    def parameters(self) -> list[torch.Tensor]:
-        return list(self._bucket.parameters())
-
-    def used(self) -> list[bool]:
-        return list(self._bucket.used())
-
-    def index(self) -> int:
-        return int(self._bucket.index())
-
-    def is_last(self) -> bool:
-        return bool(self._bucket.is_last())
 
 
 class Lease:

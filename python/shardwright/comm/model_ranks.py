@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -13,9 +12,9 @@ import torch
 from .._engine import Error, norm_sum, norm_value
 from ..layout.memory import bytes_of
 from ..layout.model_mesh import ModelMesh, first_mesh
-from ..layout.param_table import ParameterTable, verify
+from ..layout.param_table import ParameterTable
 from ..torch_compat.dtensor import is_dtensor
-from .agreement import NORM_SUM_BYTES, added_sums, gather_answers
+from .agreement import NORM_SUM_BYTES, added_sums, gather_answers, gather_values, verify
 from .process_group import HostGroup, group_over, group_ranks, host_group
 
 __all__ = ["ModelRanks"]
@@ -50,38 +49,42 @@ class ModelRanks:
         mesh = first_mesh(held, ranks)
         first: Any = next(filter(is_dtensor, held), None)
         mine = "no DTensor" if first is None else f"DTensors on {tuple(first.device_mesh.mesh.shape)} ranks"
-        said = [each.decode() for each in group.comm.all_gather_bytes(mine.encode(), "meshes of DTensors")]
-        other = next((at for at, each in enumerate(said) if each != said[0]), None)
-        if other is not None:  # otherwise a rank waits forever for ranks of its mesh without DTensors
-            raise Error(
-                f"ranks disagree about the mesh of a module's DTensors: rank {ranks[0]} has {said[0]}, rank {ranks[other]} has {said[other]}; "
-                "parallelize the module on every rank"
+
+        def differing(said: Sequence[bytes]) -> str:
+            other = next(at for at, each in enumerate(said) if each != said[0])
+            return (
+                f"ranks disagree about the mesh of a module's DTensors: rank {ranks[0]} has {said[0].decode()}, "
+                f"rank {ranks[other]} has {said[other].decode()}; parallelize the module on every rank"
             )
+
+        # otherwise a rank waits forever for ranks of its mesh without DTensors
+        gather_answers(group.comm, mine.encode, "meshes of DTensors", compare=differing)
         return None if mesh is None else cls(mesh, group.comm.timeout_s)
 
     def agree(self, description: list[list[str]], label: str, failure: Exception | None) -> None:
         """Raise on all ranks if one has a `failure` or a different description. Collective."""
-        for dimension, group in zip(self._mesh.dimensions, self._groups):
-            lines = description if failure is None else [["failure", str(failure)]]
-            what = f"the wrapped {label} along mesh dimension {dimension!r}"
-            try:
-                verify(lines, group.comm.all_gather_bytes, what, failure)
-            except Exception as error:
-                failure = error
-        if failure is not None:
-            try:
+
+        def describe() -> list[list[str]]:
+            if failure is not None:
                 raise failure
-            finally:
-                failure = None  # its traceback holds this frame
+            return description
+
+        try:
+            for dimension, group in zip(self._mesh.dimensions, self._groups):
+                try:
+                    verify(group.comm, describe, f"the wrapped {label} along mesh dimension {dimension!r}")
+                except Exception as error:
+                    failure = error
+            describe()
+        finally:
+            failure = None  # its traceback holds this frame
 
     def with_group(self, group: HostGroup) -> Any:
         """Return torch's group over the ranks of `group` and those of the mesh. Collective at first use."""
         if self._together is None:
             ranks = set(group_ranks(group.torch_group))
             for each in self._groups:
-                mine = json.dumps(sorted(ranks)).encode()
-                for said in each.comm.all_gather_bytes(mine, "ranks of a model"):
-                    ranks.update(json.loads(said))
+                ranks.update(*gather_values(each.comm, lambda: sorted(ranks), "ranks of a model"))
             self._together = tuple(sorted(ranks))
         return group_over(self._together)
 
@@ -104,14 +107,11 @@ class ModelRanks:
                     )
             return ""
 
-        sentence = ""
-        try:
+        def compare() -> bytes:
             self._exchange(lambda: digests, differing, f"values of {label}")
-        except Error as error:
-            sentence = str(error)
-        told = group.comm.all_gather_bytes(sentence.encode(), f"values of {label}")
-        if any(told):
-            raise Error(next(each for each in told if each).decode())
+            return b""
+
+        gather_answers(group.comm, compare, f"values of {label}", alike=True)
 
     def add_squares(self, squares: bytes, kinds: Sequence[tuple[bool, ...]], label: str) -> bytes:
         """Return the exact sum of squares of all ranks of the mesh. Collective.

@@ -33,6 +33,7 @@ from .._engine import CommError, HostComm, forked
 from ..layout.memory import check_sendable
 from ..layout.shard_mesh import Slicing
 from . import wire
+from .agreement import gather_values
 from .attempt import attempt_store
 from .failures import report_failures
 from .launch import DEFAULT_PORT, Launch, read_launch
@@ -266,39 +267,40 @@ class HostGroup:
     def join_inside(self, timeout_s: float) -> HostComm | None:
         """Return a communicator of this host's ranks, in order; None for a single rank. Collective over all hosts."""
         here = [rank for rank in range(self.world_size) if self.host_of[rank] == self.host_of[self.rank]]
-        comm, said, failure = None, {"address": "", "secret": "", "failure": ""}, None
-        if len(here) > 1:
-            try:
-                comm = HostComm(
-                    here.index(self.rank),
-                    len(here),
-                    timeout_s=timeout_s,
-                    warn_after_s=self.comm.warn_after_s,
-                    host=self.hosts[self.rank],
-                    log=log,
-                )
-                said = {**said, "address": comm.address, "secret": secrets.token_hex(SECRET_BYTES)}
-            except (MemoryError, OSError) as error:
-                said["failure"] = str(error)
-        answers = [json.loads(each) for each in self.comm.all_gather_bytes(json.dumps(said).encode(), "joining a host")]
-        if comm is not None and not any(each["failure"] for each in answers):
-            try:
-                secret = bytes.fromhex(answers[here[0]]["secret"])
-                comm.connect([answers[rank]["address"] for rank in here], secret, [self.hosts[rank] for rank in here])
-                self._children.append(comm)
-            except (RuntimeError, MemoryError, OSError) as error:
-                said["failure"], failure = str(error), error
-        verdicts = self.comm.all_gather_bytes(said["failure"].encode(), "joining a host")
-        for rank, reason in enumerate(verdicts):
-            if reason:
-                if comm is not None:
-                    comm.close()
-                raise comm_error(
-                    f"joining the ranks of a host failed on rank {rank} on host {self.hosts[rank]}: {reason.decode()}",
-                    rank,
-                    self.hosts[rank],
-                ) from failure
-        return comm
+        made: list[HostComm] = []
+
+        def make() -> list[str]:
+            if len(here) == 1:
+                return []
+            comm = HostComm(
+                *(here.index(self.rank), len(here)),
+                timeout_s=timeout_s,
+                warn_after_s=self.comm.warn_after_s,
+                host=self.hosts[self.rank],
+                log=log,
+            )
+            made.append(comm)
+            return [comm.address, secrets.token_hex(SECRET_BYTES)]
+
+        def connect() -> None:
+            for comm in made:
+                addresses, secret = [answers[rank][0] for rank in here], bytes.fromhex(answers[here[0]][1])
+                comm.connect(addresses, secret, [self.hosts[rank] for rank in here])
+
+        def failed(rank: int, sentence: str) -> Exception:
+            text = f"joining the ranks of a host failed on rank {rank} on host {self.hosts[rank]}: {sentence}"
+            return comm_error(text, rank, self.hosts[rank])
+
+        any_error: Any = {"refusals": (Exception,), "retell": failed}
+        try:
+            answers = gather_values(self.comm, make, "joining a host", **any_error)
+            gather_values(self.comm, connect, "joining a host", **any_error)
+        except BaseException:
+            for comm in made:
+                comm.close()
+            raise
+        self._children += made
+        return made[0] if made else None
 
     def close(self) -> None:
         """Leave the group; peers that wait for this rank get a CommError. No effect the second time and in a forked

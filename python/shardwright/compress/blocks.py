@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from .._engine import block_decode, block_encode, block_fold, block_is_finite, block_record_bytes
-from ..comm.exchange import Exchange, check_place, share_of
+from ..comm.exchange import Exchange, check_place
+from ..layout.bucket import share_of
 from .state import CompressionState
 
 

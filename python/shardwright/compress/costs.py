@@ -13,6 +13,7 @@ import torch
 from ..comm.exchange import average_plain
 from ..comm.levels import Levels
 from ..comm.process_group import HostGroup
+from ..layout.bucket import Bucket
 from ..layout.memory import bytes_of
 from ..options.compress import Compressor
 from ..options.compressors import Bf16, Fp16, Int8, PowerSGD
@@ -91,34 +92,10 @@ def bytes_sent(levels: Levels, message_bytes: int) -> int:
 def _time_codec(compress: Compressor, levels: Levels) -> tuple[float, float]:
     """Return the seconds, and the bytes sent by this rank, of one bucket of _PROBE_NUMEL elements."""
     state, plain_hook = make_hook(compress, levels.exchange)
-    hook, bucket = levels.hook(plain_hook), _Probe()
+    shape = 1024, _PROBE_NUMEL // 1024  # one matrix
+    flat, parameter = (torch.ones(size, dtype=torch.float32, device="cpu") for size in (_PROBE_NUMEL, shape))
+    hook, bucket = levels.hook(plain_hook), Bucket(flat, [(shape, (shape[1], 1), 0)], [parameter])
     seconds = _median_of(lambda: hook(state, bucket).wait())
     before = levels.exchange.wire_bytes
     hook(state, bucket).wait()
     return seconds, float(levels.exchange.wire_bytes - before)
-
-
-class _Probe:
-    """A bucket of one square matrix, for hooks."""
-
-    def __init__(self) -> None:
-        self._flat = torch.ones(_PROBE_NUMEL, dtype=torch.float32, device="cpu")
-        self._parameter = torch.empty(1024, _PROBE_NUMEL // 1024, dtype=torch.float32, device="cpu")
-
-    def buffer(self) -> torch.Tensor:
-        return self._flat
-
-    def gradients(self) -> list[torch.Tensor]:
-        return [self._flat.view_as(self._parameter)]
-
-    def parameters(self) -> list[torch.Tensor]:
-        return [self._parameter]
-
-    def used(self) -> list[bool]:
-        return [True]
-
-    def index(self) -> int:
-        return 0
-
-    def is_last(self) -> bool:
-        return True

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from .._engine import Error
 from ..comm.exchange import GroupExchange
+from ..layout.bucket import Bucket
 from ..options.compress import Compressor
 from .make import make_hook
 from .state import CompressionState
@@ -59,7 +60,14 @@ class ReplicaCompression:
             self._end_round()
         self._seen.add(number)
         is_last = len(self._seen) == len(self._units)
-        bucket = _Slice(self._units[number], output, number, is_last, whole=self.state is not None)
+        unit = self._units[number]
+        if self.state is not None and output.numel() != unit.numel:
+            raise Error(
+                f"the gradients of the unit of {', '.join(unit.names[:3])} have {output.numel()} elements on this rank, "
+                f"not {unit.numel}: a parameter got none in this backward, and the compressor cannot tell which; use a stateless "
+                "compressor (sw.Fp16, sw.Bf16), or let FSDP2 reduce unused parameters as zeros (set_reduce_scatter_unused_params)"
+            )
+        bucket = Bucket(output, unit.layouts, unit.keys, number, is_last)
         result = self._hook(self._given, bucket).wait()
         if result.data_ptr() != output.data_ptr():
             output.copy_(result)
@@ -86,35 +94,6 @@ class _Unit:
         for each in trained:
             self.layouts.append((each.sharded_size, each.contiguous_sharded_stride, self.numel))
             self.numel += each.padded_sharded_param_size.numel()
-
-
-class _Slice:
-    """The flat output of one unit with the interface of a bucket."""
-
-    def __init__(self, unit: _Unit, output: torch.Tensor, number: int, is_last: bool, *, whole: bool) -> None:
-        if whole and output.numel() != unit.numel:
-            raise Error(
-                f"the gradients of the unit of {', '.join(unit.names[:3])} have {output.numel()} elements on this rank, "
-                f"not {unit.numel}: a parameter got none in this backward, and the compressor cannot tell which; use a stateless "
-                "compressor (sw.Fp16, sw.Bf16), or let FSDP2 reduce unused parameters as zeros (set_reduce_scatter_unused_params)"
-            )
-        self._unit, self._output, self._number, self._is_last = unit, output, number, is_last
-
-    def buffer(self) -> torch.Tensor:
-        return self._output
-
-    def gradients(self) -> list[torch.Tensor]:
-        base = self._output.storage_offset()
-        return [self._output.as_strided(size, stride, base + at) for size, stride, at in self._unit.layouts]
-
-    def parameters(self) -> list[torch.Tensor]:
-        return self._unit.keys
-
-    def index(self) -> int:
-        return self._number
-
-    def is_last(self) -> bool:
-        return self._is_last
 
 
 def compress_all_reduce(module: torch.nn.Module, compress: Compressor, replicate: Any) -> ReplicaCompression:

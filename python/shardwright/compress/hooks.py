@@ -29,10 +29,9 @@ from ..comm.exchange import (
     fold_message,
     fold_slice,
     group_exchange,
-    real_bucket,
-    share_of,
     slice_numel,
 )
+from ..layout.bucket import real_bucket, share_of
 from .blocks import BlockState
 from .powersgd import PowerSGDState
 

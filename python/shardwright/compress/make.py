@@ -53,7 +53,6 @@ def _make_powersgd(compress: PowerSGD, exchange: Exchange) -> tuple[Any, _Hook]:
         min_compression_rate=compress.min_compression_rate,
         use_error_feedback=compress.error_feedback,
         random_seed=compress.seed,
-        alternate=compress.alternate,
         wire_dtype=compress.wire_dtype,
         error_dtype=compress.error_dtype,
     )

@@ -30,18 +30,10 @@ class Matrix:
         left, right, basis = (entry[key].data_ptr() for key in ("left", "right", "basis"))
         self.row: MatrixRow = (part.data_ptr(), memory, left, right, basis, rows, cols, rank, seed, dtype)
 
-    def left_from(self, factor: int, to: int = 0) -> tuple[int, int, int, int, int]:
-        """Return the row with which device_powersgd_orthonormalize() writes P̂ of `factor` to `to` (0: the matrix's
-        left).
-        """
-        return to or self.entry["left"].data_ptr(), factor, self.rows, self.rank, self.seed + 1
+    def left_from(self, factor: int) -> tuple[int, int, int, int, int]:
+        """Return the row with which device_powersgd_orthonormalize() writes P̂ of `factor` to the matrix's left."""
+        return self.entry["left"].data_ptr(), factor, self.rows, self.rank, self.seed + 1
 
     def basis_from(self, factor: int) -> tuple[int, int, int, int, int]:
         """Return the row that writes Q̂ of `factor` to the matrix's basis."""
         return self.entry["basis"].data_ptr(), factor, self.cols, self.rank, self.seed
-
-    def row_with(self, **others: int) -> MatrixRow:
-        """Return the matrix's row with other addresses for left or right."""
-        gradient, memory, left, right, basis, rows, cols, rank, seed, dtype = self.row
-        places = {"memory": memory, "left": left, "right": right, **others}
-        return gradient, places["memory"], places["left"], places["right"], basis, rows, cols, rank, seed, dtype

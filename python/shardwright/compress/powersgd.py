@@ -17,12 +17,12 @@ from .._engine import (
     powersgd_project,
     powersgd_stride,
 )
-from ..comm.exchange import average_plain, check_place, share_of
+from ..comm.exchange import average_plain, check_place
+from ..layout.bucket import share_of
 from ..layout.views import dtype_name
 from ..options.compressors import check_powersgd
 from .factor_exchange import FactorExchange
 from .matrix import Matrix
-from .powersgd_in_turns import Turns
 from .state import CompressionState
 
 
@@ -45,9 +45,6 @@ class PowerSGDState(CompressionState):
     orthogonalization_epsilon, compression_stats_logging_frequency, batch_tensors_with_same_shape
         Accepted like torch's, without effect: vanishing columns are replaced, nothing is logged, and one call covers
         all matrices of a bucket.
-    alternate : bool
-        Take one exchange a round instead of two (ACP-SGD, Zhang et al. 2023): P and Q alternate, each against the
-        other's basis of the previous round. Needs error feedback and warm start.
     wire_dtype : torch.dtype
         The dtype of factors on the wire: float32, bfloat16 or float16. Their rounding error is fed back; small
         parameters travel in float32. In float16 a factor beyond 65504 counts as not finite.
@@ -85,7 +82,6 @@ class PowerSGDState(CompressionState):
         compression_stats_logging_frequency: int = 10_000,
         batch_tensors_with_same_shape: bool = False,
         named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
-        alternate: bool = False,
         wire_dtype: torch.dtype = torch.float32,
         error_dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -96,14 +92,11 @@ class PowerSGDState(CompressionState):
             use_error_feedback,
             warm_start,
             random_seed,
-            alternate,
             wire_dtype,
             error_dtype,
         )
         super().__init__(process_group, named_parameters)
         self._q = torch.empty(0, dtype=torch.float32, device="cpu")
-        self.alternate = alternate
-        self._turns = Turns(wire_dtype)
         self._factors = FactorExchange(wire_dtype)
         self.wire_dtype = wire_dtype
         self.error_dtype = error_dtype
@@ -126,7 +119,6 @@ class PowerSGDState(CompressionState):
             "min_compression_rate": self.min_compression_rate,
             "use_error_feedback": self.use_error_feedback,
             "warm_start": self.warm_start,
-            "alternate": self.alternate,
         }
 
     def uses_entries(self) -> bool:
@@ -183,17 +175,11 @@ class PowerSGDState(CompressionState):
                 small.append(part)
         self._average_matrices(matrices, small)
 
-    def _is_turn_of_p(self) -> bool:
-        return (self.iter - self.start_powerSGD_iter) % 2 == 0
-
     def _average_matrices(self, matrices: list[Matrix], small: list[torch.Tensor]) -> None:
         """Average the matrices of one bucket in place."""
         table = [matrix.row for matrix in matrices]
-        if self.alternate:
-            finite = self._turns.average(self.exchange, matrices, small, of_p=self._is_turn_of_p())
-        else:
-            finite, own = self._exchange_p(table, matrices, small)
-            finite = finite and (not matrices or self._exchange_q(table, matrices, own))
+        finite, own = self._exchange_p(table, matrices, small)
+        finite = finite and (not matrices or self._exchange_q(table, matrices, own))
         if not finite:
             for matrix in matrices:
                 matrix.part.fill_(math.nan)
@@ -204,8 +190,6 @@ class PowerSGDState(CompressionState):
         shapes: dict[str, tuple[int, ...]] = {"left": left, "right": right, "basis": right}
         if self.use_error_feedback:
             shapes["memory"] = (rows, cols)
-        if self.alternate:
-            shapes["turn"] = left
         entry, is_new = self.entry(parameter, shapes)
         index = sum(map(ord, self.name_of(parameter)))  # equal on all ranks and in all runs, unlike hash()
         seed = (self.random_seed * 1_000_003 + index * 8191 + (0 if self.warm_start else self.iter * 131)) & (2**63 - 1)

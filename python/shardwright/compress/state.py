@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .._engine import Error
 from ..comm.exchange import Exchange, group_exchange
+from ..layout.bucket import used_in
 
 
 class CompressionState:
@@ -140,7 +141,7 @@ class CompressionState:
 
         The error of an unused parameter stays, because its result would be dropped.
         """
-        used = bucket.used() if hasattr(bucket, "used") else itertools.repeat(True)
+        used = used_in(bucket) or itertools.repeat(True)
         for gradient, parameter, is_used in zip(bucket.gradients(), bucket.parameters(), used):
             if is_used:
                 yield gradient, parameter

@@ -15,66 +15,13 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from .._engine import Error, Reducer
+from ..layout.bucket import Bucket
 from ..layout.shard_mesh import Slicing
 from ..layout.views import dense_strides, dtype_name
 from ..torch_compat import autograd as _hooks
 
 #: slices begin at multiples of this (csrc/tensor/layout.h)
 _SLICE_BYTES = 128
-
-
-class GradBucket:
-    """A bucket with the methods of torch.distributed.GradBucket, and more for our own hooks."""
-
-    def __init__(self, bucket: _Bucket, flat: torch.Tensor, index: int, is_last: bool, used: list[bool]) -> None:
-        self._bucket = bucket
-        self._buffer = flat
-        self._index = index
-        self._is_last = is_last
-        self._used = used
-
-    def index(self) -> int:
-        """Return the position of the bucket in the round, from 0."""
-        return self._index
-
-    def buffer(self) -> torch.Tensor:
-        """Return the whole bucket, one-dimensional: this rank's contributions, not divided. A hook may write to it."""
-        return self._buffer
-
-    def gradients(self) -> list[torch.Tensor]:
-        """Return one view of buffer() for each parameter, in its shape."""
-        base = self._buffer.storage_offset()
-        return [
-            self._buffer.as_strided(*layout, base + o) for layout, o in zip(self._bucket.layouts, self._bucket.offsets)
-        ]
-
-    def parameters(self) -> list[torch.Tensor]:
-        """Return the parameters, in the order of gradients()."""
-        return self._bucket.parameters
-
-    def is_last(self) -> bool:
-        """Return True if no bucket follows in this round."""
-        return self._is_last
-
-    def used(self) -> list[bool]:
-        """Return, for each of parameters(), True if some rank used it in this round. torch's bucket has no such
-        method."""
-        return self._used
-
-    def slice_numel(self) -> int:
-        """Return the elements of each rank's slice of the bucket. torch's bucket has no such method."""
-        return self._bucket.slice_numel
-
-    def keeps_slice(self) -> bool:
-        """Return True if only this rank's slice of buffer() needs the result. torch's bucket has no such
-        method."""
-        return self._bucket.keeps_slice
-
-    def set_buffer(self, buffer: torch.Tensor) -> None:
-        """Replace buffer() by a tensor of the same number of elements."""
-        if buffer.numel() != self._buffer.numel():
-            raise ValueError(f"set_buffer needs {self._buffer.numel()} elements, got {buffer.numel()}")
-        self._buffer = buffer
 
 
 class HookRunner:
@@ -164,7 +111,9 @@ class HookRunner:
 
     def _reduce(self, bucket: _Bucket, flat: torch.Tensor, position: int, is_last: bool, used: list[bool]) -> None:
         bucket.clear_padding(flat)
-        given = GradBucket(bucket, flat, position, is_last, used)
+        places = [(*layout, offset) for layout, offset in zip(bucket.layouts, bucket.offsets)]
+        slicing = bucket.slice_numel, bucket.keeps_slice
+        given = Bucket(flat, places, bucket.parameters, position, is_last, used, *slicing)
         if _hooks.profiler_enabled():
             label = f"{_name(self._hook)}, bucket {position}"
             with _hooks.collective_range("comm_hook", label, [(flat.numel(), flat.dtype)]):

@@ -1,4 +1,4 @@
-"""The reducer of a GPU: allocates the engine's buckets with torch, or registers them with NCCL.
+"""The reducer of a GPU: allocates the engine's buckets with torch.
 
 Rounds are the engine's, as on the host (docs/design/reduce.md). This class allocates the buckets; at zero >= 2 it
 allocates this rank's slices of the means and the two places in which buckets travel. csrc/python calls the underscored
@@ -16,14 +16,13 @@ from torch.utils.dlpack import from_dlpack
 
 from .._engine import Reducer
 from ..backend.device_link import DeviceLink
-from ..backend.registration import Registration
 from ..layout.memory import address_of
 from ..layout.shard_mesh import Slicing
 from ..torch_compat import cuda
 
 
 class DeviceReducer(Reducer):
-    """Buckets of gradients on a GPU and their mean, round by round. Making it is collective if memory is registered.
+    """Buckets of gradients on a GPU and their mean, round by round.
 
     Parameters
     ----------
@@ -44,8 +43,6 @@ class DeviceReducer(Reducer):
         The owner of each slice, if slices are kept.
     wire : {"float16", "bfloat16"}, optional
         The dtype in which the mean travels.
-    registers : bool
-        Register the memory of messages with NCCL, if all ranks can.
     mesh : (DeviceLink, DeviceLink), optional
         The links of this rank's row and column, over which NCCL reduces.
     """
@@ -63,11 +60,9 @@ class DeviceReducer(Reducer):
         sliced: bool,
         slicing: Slicing,
         wire: str | None = None,
-        registers: bool = False,
         mesh: tuple[DeviceLink, DeviceLink] | None = None,
     ) -> None:
         row, column = mesh or (None, None)
-        lent = registers and (deterministic or sliced or wire is not None)
         super().__init__(
             link.comm,
             rows,
@@ -77,7 +72,6 @@ class DeviceReducer(Reducer):
             sliced=sliced,
             wire=wire,
             slices=slicing.for_engine() if sliced else None,
-            lent=lent,
             label=label,
             row=None if row is None else row.comm,
             column=None if column is None else column.comm,
@@ -88,14 +82,10 @@ class DeviceReducer(Reducer):
         self._has_hook = False
         self._adopted: set[int] = set()
         self._kept: dict[int, torch.Tensor] = {}
-        self._registration: Registration | None = None
-        self._registered: list[torch.Tensor] = []  # memory of buckets for messages, in order
         self._ring: list[torch.Tensor] = []  # places that buckets share in turn
-        trainable = [bucket for bucket in range(self.bucket_count) if self.bucket_shape(bucket)[3]]
-        if registers:
-            self._register(trainable, self._lent_sizes() if lent else [])
-        for bucket in trainable:
-            self._adopt(bucket)
+        for bucket in range(self.bucket_count):
+            if self.bucket_shape(bucket)[3]:
+                self._adopt(bucket)
         self._make_places()
 
     # memory ---------------------------------------------------------------------------------------------------------
@@ -104,59 +94,22 @@ class DeviceReducer(Reducer):
         _, numel, dtype, _ = self.bucket_shape(bucket)
         return numel * _itemsize(dtype)
 
-    def _register(self, trainable: Sequence[int], lent: list[int]) -> None:
-        """Register one region for all memory that a round passes to NCCL, except use bits. Collective."""
-        travelling: list[int] = []
-        if self.wire is None:
-            travelling = self._sizes_of_places(trainable) if self._sliced else list(map(self._nbytes, trainable))
-        self._registration = Registration(self._bucket_link, lent + travelling, self._like, f"buckets of {self._label}")
-        buffers = self._registration.buffers
-        self._registered = buffers[len(lent) :]
-        if lent:
-            zeros = cuda.runtime.zeros
-            self.lend(tuple(buffers[: len(lent)] or (zeros(size, torch.uint8, self._like) for size in lent)))
-
-    def _lent_sizes(self) -> list[int]:
-        """Return the sizes of memory for the peers' contributions, if the engine may fold, and for a bucket in `wire`."""
-        buckets = range(self.bucket_count)
-        sizes = [max(map(self._nbytes, buckets), default=1)]
-        if self.wire is not None:
-            most = max((self.bucket_shape(bucket)[1] for bucket in buckets), default=1)
-            sizes.append(most * _itemsize(self.wire))
-        return [max(size, 1) for size in sizes]
-
     def _adopt(self, bucket: int) -> None:
         """Allocate memory for a bucket that joins the rounds now. A bucket without elements has an address too."""
         _, numel, name, _ = self.bucket_shape(bucket)
         dtype: torch.dtype = getattr(torch, name)
-        if self._registered and not self._sliced:
-            memory = self._registered.pop(0).view(dtype)
-        else:
-            memory = cuda.runtime.zeros(max(numel // self._slice_count, 1), dtype, self._like)
-        self.adopt(bucket, memory)
+        self.adopt(bucket, cuda.runtime.zeros(max(numel // self._slice_count, 1), dtype, self._like))
         self._adopted.add(bucket)
-
-    def _sizes_of_places(self, buckets: Sequence[int]) -> list[int]:
-        """Return the sizes of the places: two in turn, or one with a hook, since its buckets follow one another on
-        torch's stream.
-        """
-        return heapq.nlargest(1 if self._has_hook else 2, map(self._nbytes, buckets))
 
     def _make_places(self) -> None:
         if not self._sliced:
             return
-        sizes = self._sizes_of_places(list(self._adopted))
+        # two places in turn, or one with a hook, since its buckets follow one another on torch's stream
+        sizes = heapq.nlargest(1 if self._has_hook else 2, map(self._nbytes, self._adopted))
         if not sizes or sizes == [place.numel() for place in self._ring]:
             return
-        registered, self._registered = self._registered, []
-        zeros = cuda.runtime.zeros
-        self._ring = registered or [zeros(size, torch.uint8, self._like) for size in sizes]
+        self._ring = [cuda.runtime.zeros(size, torch.uint8, self._like) for size in sizes]
         self.set_places(tuple(self._ring))
-
-    def _end_registration(self, reason: str) -> None:
-        """End the registration, because later messages lie outside the region. On all ranks, between two rounds."""
-        if self._registration is not None:
-            self._registration.end(reason)
 
     def attach(self, parameters: Any, views: Any, *, renew: Callable[[int], None], **others: Any) -> None:
         """Attach as Reducer does, and read torch's current stream before each enqueue. `renew(i)` also makes a missing views[i]."""
@@ -167,7 +120,6 @@ class DeviceReducer(Reducer):
         """Include the bucket of a parameter from the next round on."""
         bucket = self.place(index)[0]
         if bucket not in self._adopted:
-            self._end_registration(f"bucket {bucket} was frozen at first")
             self._adopt(bucket)
             self._make_places()
             for member in self.bucket_parameters(bucket):
@@ -182,7 +134,6 @@ class DeviceReducer(Reducer):
 
         The engine then exchanges only use bits and tags, and no bucket.
         """
-        self._end_registration("buckets are averaged by a communication hook")
         self.withdraw()
         self._has_hook = True
         super().set_bucket_callback(callback)
@@ -254,14 +205,7 @@ class DeviceReducer(Reducer):
         way = places.get(found["transport"], f"NCCL {'.'.join(map(str, found['nccl']))}{whose}")
         way += ", means by rows and columns" * (self._bucket_link is not self._link)
         why = f" ({self._link.transport_reason})" if self._link.transport_reason else ""
-        return f"GPU {found['ordinal']}, {found['name']}; {way}{why}{self._registration_text()}; kernels {found['kernels']}"
-
-    def _registration_text(self) -> str:
-        if self._registration is None:
-            return ""
-        if self._registration.nbytes:
-            return f", {self._registration.nbytes} bytes registered"
-        return f", nothing registered: {self._registration.reason}"
+        return f"GPU {found['ordinal']}, {found['name']}; {way}{why}; kernels {found['kernels']}"
 
 
 def _fill_with_nothing(memory: torch.Tensor) -> None:

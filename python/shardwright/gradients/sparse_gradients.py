@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from .._engine import Error, HostComm
+from ..layout.bucket import Bucket
 from ..layout.memory import bytes_of
 from ..layout.param_table import ParameterTable
 from ..torch_compat import autograd as _hooks
@@ -166,9 +167,8 @@ class SparseGradients:
                 is_coalesced=True,
                 check_invariants=False,
             )
-        bucket = SparseBucket(
-            self._reducer.bucket_count + position, parameter, as_sparse(gradient), position == len(self._parameters) - 1
-        )
+        number, is_last = self._reducer.bucket_count + position, position == len(self._parameters) - 1
+        bucket = Bucket(as_sparse(gradient), None, [parameter], number, is_last)
         result = hook(state, bucket)
         result = result.wait() if hasattr(result, "wait") else result
         result = result[0] if isinstance(result, (list, tuple)) and len(result) == 1 else result
@@ -177,33 +177,6 @@ class SparseGradients:
                 "the communication hook must return a Future of a sparse tensor of the parameter's shape for a sparse bucket"
             )
         return as_sparse(result)
-
-
-class SparseBucket:
-    """One sparse gradient with the methods of torch.distributed.GradBucket."""
-
-    def __init__(self, index: int, parameter: torch.Tensor, gradient: torch.Tensor, is_last: bool) -> None:
-        self._index, self._parameter, self._buffer, self._is_last = index, parameter, gradient, is_last
-
-    def index(self) -> int:
-        """Return the position in the round, behind all dense buckets."""
-        return self._index
-
-    def buffer(self) -> torch.Tensor:
-        """Return the coalesced gradient of this rank, not divided."""
-        return self._buffer
-
-    def gradients(self) -> list[torch.Tensor]:
-        return [self._buffer]
-
-    def parameters(self) -> list[torch.Tensor]:
-        return [self._parameter]
-
-    def is_last(self) -> bool:
-        return self._is_last
-
-    def set_buffer(self, buffer: torch.Tensor) -> None:
-        self._buffer = buffer
 
 
 def as_sparse(gradient: torch.Tensor) -> torch.Tensor:

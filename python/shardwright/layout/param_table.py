@@ -1,16 +1,14 @@
-"""The table of a wrapped module's parameters and buffers, and the check that all ranks have the same one.
+"""The table of a wrapped module's parameters and buffers.
 
-Ranks that disagree about names, order, shapes, dtypes or strides would silently average unrelated values. Ranks compare
-a digest first (32 bytes a rank) and exchange their tables only if digests differ.
+Ranks that disagree about names, order, shapes, dtypes or strides would silently average unrelated values, so they
+compare description() first (comm/agreement.py: verify).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
-import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +18,7 @@ from ..torch_compat import cuda
 from ..torch_compat.dtensor import held_tensor, is_dtensor
 from .local_parameters import LocalParameter, module_parameter
 from .memory import has_memory, without_memory
-from .model_mesh import ModelMesh, find_model_mesh, numbers_of, placed
+from .model_mesh import ModelMesh, find_model_mesh, placed
 from .views import dense_strides, dtype_name
 
 
@@ -192,66 +190,3 @@ def _sentence(name: str, tensor: torch.Tensor, *, with_gradient: bool) -> str:
         text += f" strides {strides}"
     text += placed(module_parameter(tensor))
     return text if tensor.requires_grad else text + " frozen"
-
-
-def verify(
-    description: list[list[str]],
-    gather: Callable[[bytes, str], list[bytes]],
-    what: str,
-    refusal: Exception | None = None,
-) -> None:
-    """Raise Error, the same sentence on every rank, unless all ranks have the same description. Collective.
-
-    A rank that cannot describe anything passes its error as `refusal` and raises it; the other ranks raise an Error
-    that quotes it. Cost: 32 bytes a rank when they agree.
-    """
-    encoded = json.dumps(description, separators=(",", ":")).encode()
-    digests = gather(hashlib.sha256(encoded).digest(), "digest of the parameter table")
-    are_alike = all(digest == digests[0] for digest in digests)
-    tables = [] if are_alike else [json.loads(data) for data in gather(encoded, "parameter table")]
-    try:
-        if refusal is not None:
-            raise refusal
-    finally:
-        refusal = None  # its traceback would keep this frame alive
-    if are_alike:
-        return
-    for rank, table in enumerate(tables):
-        if table and table[0][0] == "failure":
-            if table[0][1].startswith("rank "):  # this rank received the error of another rank
-                raise Error(table[0][1])
-            verb = "wrap" if what.startswith("the wrapped ") else "begin"
-            raise Error(f"rank {rank} could not {verb} {what.removeprefix('the wrapped ')}: {table[0][1]}")
-    raise Error(_disagreement(tables, what))
-
-
-def _disagreement(tables: list[list[list[str]]], what: str) -> str:
-    other = next(rank for rank, table in enumerate(tables) if table != tables[0])
-    ours = [rank for rank, table in enumerate(tables) if table == tables[0]]
-    theirs = [rank for rank, table in enumerate(tables) if table == tables[other]]
-    count = next(
-        (i for i, (a, b) in enumerate(zip(tables[0], tables[other])) if a != b), min(len(tables[0]), len(tables[other]))
-    )
-    left, right = (_line(tables[rank], count) for rank in (0, other))
-    shape = f"{_count(tables[0])} on {_ranks(ours)}, {_count(tables[other])} on {_ranks(theirs)}"
-    is_option = all(
-        count < len(table) and table[count][0].startswith("option ") for table in (tables[0], tables[other])
-    )
-    remedy = "pass the same options on every rank" if is_option else "build the same module on every rank"
-    return (
-        f"ranks disagree about {what}: {_ranks(ours)} has {left}, {_ranks(theirs)} has {right} "
-        f"(parameters: {shape}); {remedy}"
-    )
-
-
-def _line(table: list[list[str]], index: int) -> str:
-    return " ".join(table[index]) if index < len(table) else "nothing more"
-
-
-def _count(table: list[list[str]]) -> int:
-    return sum(row[0].startswith("parameter ") for row in table)
-
-
-def _ranks(ranks: Iterable[int]) -> str:
-    ranks = list(ranks)
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {numbers_of(ranks)}"

@@ -26,13 +26,14 @@ from typing import Any
 import torch
 
 from .._engine import Error
+from ..comm.agreement import verify
 from ..comm.exchange import average_plain
 from ..comm.levels import Levels, leased_levels, levels_of
 from ..comm.model_ranks import ModelRanks
 from ..compress.blocks import BlockState
 from ..compress.hooks import average_half
 from ..gradients.comm_thread import BucketThread
-from ..layout.param_table import verify
+from ..layout.bucket import Bucket, places_of
 from .diloco_parameters import SlicedParameters, WholeParameters, creating_group, model_ranks_of
 from .sharded import ShardedOptimizer
 
@@ -122,8 +123,8 @@ class DiLoCo:
             model, process_group, device_mesh, timeout_s if _is_timeout(timeout_s) else _TIMEOUT_S
         )
         description: list[list[str]] = []
-        refusal: Exception | None = None
-        try:
+
+        def describe() -> list[list[str]]:
             _check_arguments(inner_optimizer, every, fragments, wire, overlap, timeout_s)
             if device_mesh is None:
                 self._held: WholeParameters = WholeParameters(model, process_group)
@@ -135,18 +136,18 @@ class DiLoCo:
             self.outer_optimizer = _made(outer, self._anchors)
             self._held.check_outer(self.outer_optimizer)
             settings = [["every", str(every)], ["fragments", str(fragments)], ["wire", wire], ["overlap", str(overlap)]]
-            description = [*settings, ["outer", _hyperparameters(self.outer_optimizer)], *self._held.description()]
-        except Exception as error:  # other ranks must see the error before they wait for this one
-            refusal, description = error, [["failure", f"{type(error).__name__}: {error}"]]
+            description.extend([*settings, ["outer", _hyperparameters(self.outer_optimizer)]])
+            return [*description, *self._held.description()]
+
         failure: Exception | None = None
         try:
-            verify(description, all_ranks.comm.all_gather_bytes, "DiLoCo", refusal)
+            verify(all_ranks.comm, describe, "DiLoCo")
         except Exception as error:
             failure = error
         try:
-            self._agree_over_mesh(model_ranks_of(model), description[:5], failure)
+            self._agree_over_mesh(model_ranks_of(model), description, failure)
         finally:
-            refusal = failure = None  # their tracebacks hold this frame
+            failure = None  # its traceback holds this frame
         group = self._held.begin(all_ranks)
         self._names, self._tensors = self._held.names, self._held.tensors
         for anchor, tensor in zip(self._anchors, self._tensors):
@@ -386,30 +387,11 @@ class _Mean:
 
     def _mean(self, flat: torch.Tensor, parts: tuple[torch.Tensor, ...], parameters: list[torch.Tensor]) -> None:
         if self._wire == "int8":
-            self._int8.average(_Fragment(flat, parts, parameters))
+            self._int8.average(Bucket(flat, places_of(parts, flat), parameters))
         elif self._wire == "bf16":
             average_half(self._levels.exchange, flat, torch.bfloat16)
         else:
             average_plain(self._levels.exchange, flat)
-
-
-class _Fragment:
-    """A fragment with the interface of a bucket that compressors use."""
-
-    def __init__(self, flat: torch.Tensor, parts: tuple[torch.Tensor, ...], parameters: list[torch.Tensor]) -> None:
-        self._flat, self._parts, self._parameters = flat, parts, parameters
-
-    def buffer(self) -> torch.Tensor:
-        return self._flat
-
-    def gradients(self) -> list[torch.Tensor]:
-        return list(self._parts)
-
-    def parameters(self) -> list[torch.Tensor]:
-        return self._parameters
-
-    def is_last(self) -> bool:
-        return True
 
 
 def _is_timeout(value: Any) -> bool:

@@ -8,7 +8,6 @@ method may clear it and cannot read it.
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Callable, Collection
 from typing import Any
@@ -18,48 +17,39 @@ import torch
 from .._engine import Error
 from ..layout.memory import bytes_of
 from ..layout.shard_runs import memory_order
-from ..parallel.agreement.optimizer_agreement import agree
+from ..parallel.agreement.optimizer_agreement import agree, check_groups
 from ..torch_compat.autograd import unguarded
 from .forwarding import NotAveraged, WithoutReductions, reads_only
-from .master_weights import check_groups
+from .ownership import Entry
 
 #: a ShardedOptimizer, which imports this file
 ShardedOptimizer = Any
 
 
 class _GradientWrites:
-    """A context that finds the gradients which a method clears or writes to on this rank's slices.
+    """A context that finds which gradients of this rank's slices a method clears or writes to, and their new values."""
 
-    Attributes
-    ----------
-    cleared, written : set of int
-        Numbers of parameters.
-    values : dict of int to Tensor
-        The gradients of slices after the call, in memory order, by their parameters' numbers.
-    """
-
-    def __init__(self, optimizer: ShardedOptimizer, name: str) -> None:
-        self._optimizer, self._name = optimizer, name
-        self.cleared: set[int] = set()
-        self.written: set[int] = set()
-        self.values: dict[int, torch.Tensor] = {}
+    def __init__(self, entries: list[Entry], name: str) -> None:
+        self._entries, self._name = entries, name
+        self.cleared: set[Entry] = set()
+        self.written: set[Entry] = set()
+        self.values: dict[Entry, torch.Tensor] = {}  # of all averaged ones afterwards, in memory order
 
     def __enter__(self) -> None:
-        pieces = [(i, piece) for i, piece in self._optimizer._slices.items() if piece is not None]
-        averaged = [(i, p, p.grad) for i, p in pieces if p.grad is not None and not isinstance(p.grad, NotAveraged)]
-        self._before = {i: gradient.clone() for i, _, gradient in averaged}
-        self._pieces = [(i, piece, piece.grad) for i, piece in pieces]
+        self._given = [(e, e.piece, e.piece.grad) for e in self._entries if e.piece is not None]
+        averaged = [(e, given) for e, _, given in self._given if given is not None]
+        self._before = {e: given.clone() for e, given in averaged if not isinstance(given, NotAveraged)}
 
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is not None:
             return
-        for index, piece, given in self._pieces:
+        for entry, piece, given in self._given:
             now = piece.grad
             if now is None:
-                self.cleared |= {index} if given is not None else set()
-            elif index in self._before:
-                self.values[index] = memory_order(now, piece)
-                self.written |= set() if torch.equal(now, self._before[index]) else {index}
+                self.cleared |= {entry} if given is not None else set()
+            elif entry in self._before:
+                self.values[entry] = memory_order(now, piece)
+                self.written |= set() if torch.equal(now, self._before[entry]) else {entry}
             elif now is not given:
                 raise Error(
                     f"optimizer.{self._name}() sets a gradient where ranks have no averaged one: use zero=0 for this optimizer"
@@ -74,14 +64,14 @@ def call_on_slices(optimizer: ShardedOptimizer, name: str, method: Callable[[], 
     if reads_only(name):
         with optimizer._on_slices():
             return method()
-    replica, label = optimizer._replica, f"optimizer.{name}()"
+    replica, label = optimizer.replica, f"optimizer.{name}()"
     refusal: Exception | None = None
     if replica.join_link.is_on:
         refusal = Error(
             f"{label} writes to slices on all ranks, and inside join a rank that ran out of inputs takes no part in it: call it "
             "after the join"
         )
-    reasons: dict[int, str] = {}
+    reasons: dict[Entry, str] = {}
     try:
         check_groups(optimizer, optimizer._inner)
         for each in optimizer.replicas:
@@ -92,13 +82,11 @@ def call_on_slices(optimizer: ShardedOptimizer, name: str, method: Callable[[], 
 
     def call() -> Any:
         cut = optimizer.partition != "tensor" and replica.slicing.count > 1
-        shapes = {piece.shape for piece in optimizer._slices.values() if piece is not None} if cut else set()
+        shapes = {each.piece.shape for each in optimizer._entries if each.piece is not None} if cut else set()
         with WithoutReductions(name, shapes):
             return method()
 
-    with contextlib.ExitStack() as announced:
-        for each in optimizer.replicas:
-            announced.enter_context(each.access.changing())
+    with optimizer._changing():
         try:
             agree(replica.group.comm.all_gather_bytes, [("it", [], {"method": name})], refusal, label)
         except Exception:
@@ -109,57 +97,55 @@ def call_on_slices(optimizer: ShardedOptimizer, name: str, method: Callable[[], 
         optimizer._consolidated = optimizer._state_names = None
         not_averaged = _over_ranks(optimizer, reasons, label)
 
-        def gradient_of(index: int) -> torch.Tensor | None:
-            if index not in not_averaged:
-                return optimizer._own_gradient(index)
-            piece = optimizer.slice_of(index)
-            reason = reasons.get(index, "another rank has added to a gradient since it was averaged")
-            return None if piece is None else NotAveraged(piece, reason)
+        def gradient_of(entry: Entry) -> torch.Tensor | None:
+            if entry not in not_averaged:
+                return optimizer._owner.gradient(entry)
+            reason = reasons.get(entry, "another rank has added to a gradient since it was averaged")
+            return None if entry.piece is None else NotAveraged(entry.piece, reason)
 
         optimizer._take_gradients(gradient_of)
-        writes = _GradientWrites(optimizer, name)
-        members = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        result = optimizer._write_together(call, name, members, writes)
+        writes = _GradientWrites(optimizer._entries, name)
+        result = optimizer._write_together(call, name, optimizer._members(), writes)
     cleared = _over_ranks(optimizer, writes.cleared, label)
     with unguarded(), torch.no_grad():
-        for index in cleared:
-            optimizer._parameters[index].grad = None
-        for index in sorted(_over_ranks(optimizer, writes.written, label) - cleared):
-            _send_gradient(optimizer, index, writes.values.get(index), label)
+        for entry in cleared:
+            entry.parameter.grad = None
+        written = _over_ranks(optimizer, writes.written, label) - cleared
+        for entry in sorted(written, key=lambda each: each.index):
+            _send_gradient(optimizer, entry, writes.values.get(entry), label)
     return result
 
 
-def _not_averaged(optimizer: ShardedOptimizer) -> dict[int, str]:
+def _not_averaged(optimizer: ShardedOptimizer) -> dict[Entry, str]:
     """Return the parameters whose gradient a step would refuse, with the reason."""
     reasons = {}
     with unguarded():
-        for index in optimizer._positions():
+        for entry in optimizer._members():
             try:
-                optimizer._own_gradient(index)
+                optimizer._owner.gradient(entry)
             except Error as error:
-                reasons[index] = str(error)
+                reasons[entry] = str(error)
     return reasons
 
 
-def _over_ranks(optimizer: ShardedOptimizer, found: Collection[int], label: str) -> set[int]:
-    """Return the numbers that are in `found` on some rank. Collective."""
-    everywhere: set[int] = set()
+def _over_ranks(optimizer: ShardedOptimizer, found: Collection[Entry], label: str) -> set[Entry]:
+    """Return the parameters that are in `found` on some rank. Collective."""
+    everywhere: set[Entry] = set()
     for replica in optimizer.replicas:
-        numbers = {at: index for index, (of, _, at) in enumerate(optimizer._places) if of is replica}
-        mine = json.dumps([at for at, index in numbers.items() if index in found])
+        entries = [each for each in optimizer._entries if each.replica is replica]
+        mine = json.dumps([each.at for each in entries if each in found])
         for said in replica.group.comm.all_gather_bytes(mine.encode(), label):
-            everywhere |= {numbers[at] for at in json.loads(said)}
+            everywhere |= {entries[at] for at in json.loads(said)}
     return everywhere
 
 
-def _send_gradient(optimizer: ShardedOptimizer, index: int, mine: torch.Tensor | None, label: str) -> None:
+def _send_gradient(optimizer: ShardedOptimizer, entry: Entry, mine: torch.Tensor | None, label: str) -> None:
     """Write a gradient that ranks have changed on their slices to `.grad` on all ranks. Collective."""
-    replica, _, at = optimizer._places[index]
-    like = optimizer._like(index)
+    like = entry.like
     flat = torch.empty(like.numel(), dtype=like.dtype, device=like.device)
-    data = b"" if mine is None or not replica.slicing.speaks else bytes_of(mine)
-    for rank, said in enumerate(replica.group.comm.all_gather_bytes(data, label)):
-        low, high = optimizer.run(index, rank)
+    data = b"" if mine is None or not entry.replica.slicing.speaks else bytes_of(mine)
+    for rank, said in enumerate(entry.replica.group.comm.all_gather_bytes(data, label)):
+        low, high = optimizer.run(entry.index, rank)
         if low < high and said:
             flat[low:high] = torch.frombuffer(bytearray(said), dtype=flat.dtype)
-    replica.gradients.rewrite(at, flat)
+    entry.replica.gradients.rewrite(entry.at, flat)

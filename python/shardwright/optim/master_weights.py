@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .._engine import Error
+from ..parallel.agreement.optimizer_agreement import check_groups
 from ..torch_compat import cuda
 from ..torch_compat.dtensor import held_tensor, is_dtensor, waited
 from .forwarding import Forwarding, NotAveraged
@@ -26,7 +26,6 @@ __all__ = [
     "MasterOptimizer",
     "as_kept",
     "as_written",
-    "check_groups",
     "has_own_masters",
     "kept_by",
     "load_in_float32",
@@ -167,16 +166,6 @@ def _widened(value: Any, parameter: torch.Tensor) -> Any:
 def has_own_masters(optimizer: torch.optim.Optimizer) -> bool:
     """Return True for an optimizer of sw.optim, which keeps its own masters (option `master=`)."""
     return any(kind.__module__ == "shardwright.optim" for kind in type(optimizer).__mro__)
-
-
-def check_groups(outer: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> None:
-    """Raise an error unless both have the same groups, since a scheduler may change only one of them."""
-    ours, theirs = outer.param_groups, inner.param_groups
-    if len(ours) != len(theirs) or any(a is not b for a, b in zip(ours, theirs)):
-        raise Error(
-            "the optimizer passed to sw.wrap no longer has the groups of the one that it returned (add_param_group or "
-            "load_state_dict was called on it): call them on the optimizer that sw.wrap returned"
-        )
 
 
 def load_with_hooks(

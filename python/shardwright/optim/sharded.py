@@ -1,9 +1,9 @@
 """An optimizer whose state and work are sliced over ranks: ZeRO-1.
 
-The user's own optimizer does the arithmetic on one-dimensional tensors: the slices that this rank owns. An elementwise
-update gives every element the same bits on a slice as on the whole, because slices are cut on 128-byte boundaries. This
-class keeps the interface of the whole optimizer. `param_groups` are the user's own dictionaries over whole parameters,
-so schedulers, zero_grad and clipping work as before.
+The user's own optimizer does the arithmetic on what this rank owns: slices, one-dimensional, or whole tensors
+(optim/ownership.py). An elementwise update gives every element the same bits on a slice as on the whole, because slices
+are cut on 128-byte boundaries. This class keeps the interface of the whole optimizer. `param_groups` are the user's own
+dictionaries over whole parameters, so schedulers, zero_grad and clipping work as before.
 
 References
 ----------
@@ -14,22 +14,20 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
-import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .._engine import Error
 from ..comm.waits import on_every_rank
-from ..layout.local_parameters import part_of, whole_of
-from ..layout.memory import bytes_of
+from ..layout.local_parameters import part_of
 from ..layout.shard_runs import memory_order
 from ..parallel.agreement.optimizer_agreement import (
     GRADIENTS,
     Row,
     agree,
+    check_groups,
     check_saved,
     hyperparameters,
     not_of,
@@ -45,19 +43,19 @@ from .forwarding import Forwarding
 from .master_weights import (
     LOW,
     as_kept,
-    check_groups,
     has_own_masters,
     kept_by,
     load_with_hooks,
     masters_in_place,
 )
+from .ownership import Entry, owner_of
 from .sliceable import adopt, check_sliceable, members_of
-from .state.sliced_state import MARK, SlicedState
-from .state.travelling_state import beside, copied, description_of, from_memory_order, small_tensor
-from .state.whole_state import StateNames, with_state
+from .sliced_state import MARK, SlicedState, StateNames, beside, with_state
 
 if TYPE_CHECKING:
     from .device_clip import DeviceClip
+
+_GradientOf = Callable[[Entry], torch.Tensor | None]
 
 
 class ShardedOptimizer(Forwarding):
@@ -69,10 +67,9 @@ class ShardedOptimizer(Forwarding):
         The user's optimizer. Its groups are taken over unchanged; its state is sliced.
     replica : Replica
         The replica of the wrapped module, which must hold every parameter of the optimizer.
-    partition : {"auto", "flat"}
+    partition : {"auto", "flat", "tensor"}
         "auto" accepts torch's elementwise optimizers. "flat" accepts any: the caller vouches that it is elementwise.
-        For "tensor" see optim/whole_tensors.py.
-
+        "tensor": an update of a tensor depends only on that tensor, its gradient and its state.
     without_master : collection of Tensor
         Low-precision parameters without a float32 master, by the user's policy. sw.optim's optimizers make masters of
         the others themselves; for other optimizers this class does.
@@ -99,21 +96,14 @@ class ShardedOptimizer(Forwarding):
         self._inner = optimizer
         self.replica = self._replica = replica
         self.replicas = (replica, *parts)
-        self._memory: Any = replica.parameters()
-        #: by parameter number: its replica, storage and number in the replica
-        self._places = [(r, r.parameters(), i) for r in self.replicas for i in range(len(r.table.parameters))]
-        #: parameters by number
-        self._parameters = [p for each in self.replicas for p in each.table.parameters]
-        numbered = (p for each in self.replicas for p in each.table.module_parameters)
-        self._index = {id(p): i for i, p in enumerate(numbered)}
+        places = [(each, at) for each in self.replicas for at in range(len(each.table.parameters))]
+        self._entries = [Entry(index, each, at) for index, (each, at) in enumerate(places)]
+        self._index = {id(entry.member): entry.index for entry in self._entries}
+        self._owner = owner_of(partition, self.replicas)
         self._makes_masters = not has_own_masters(optimizer)
         self._without_master = {id(parameter) for parameter in without_master}
-        self._slices: dict[int, torch.Tensor | None] = {}
-        self._homes: dict[int, torch.Tensor] = {}  # the memory of the slices
-        self._unmoved: set[int] = set()
-        self._group_of: dict[int, dict[str, Any]] = {}
-        self._consolidated: dict[int, dict[str, Any]] | None = None  # whole state by index, until state changes
-        self._state_names: dict[int, list[str]] | None = None  # by index, equal on all ranks, until state changes
+        self._consolidated: dict[Entry, dict[str, Any]] | None = None  # whole state, until state changes
+        self._state_names: dict[Entry, list[str]] | None = None  # equal on all ranks, until state changes
         for position, group in enumerate(optimizer.param_groups):
             self._check_members(group["params"], position)
         whole = dict(optimizer.state)
@@ -125,7 +115,7 @@ class ShardedOptimizer(Forwarding):
         super().__init__(optimizer.param_groups, optimizer.defaults)
         optimizer.state.clear()
         for parameter, state in whole.items():
-            self._take_state(self._index[id(parameter)], state)
+            self._take_state(self._entry(parameter), state)
         #: the number of rounds at the last step
         self.rounds_at_step = 0
         self._position = replica.steppers.add_sliced(self)
@@ -139,18 +129,22 @@ class ShardedOptimizer(Forwarding):
                     on_meta(parameter, position) if is_meta else not_of(self._replica.label, parameter, position)
                 )
 
+    def _entry(self, parameter: torch.Tensor) -> Entry:
+        """Return the entry of a parameter of the module."""
+        return self._entries[self._index[id(parameter)]]
+
+    def _members(self) -> list[Entry]:
+        """Return the entries of the optimizer's parameters, in order of its groups."""
+        entries, index = self._entries, self._index
+        return [entries[index[id(p)]] for group in self.param_groups for p in group["params"]]
+
     def replica_of(self, parameter: torch.Tensor) -> Replica:
         """Return the replica that holds a parameter."""
-        return self._places[self._index[id(parameter)]][0]
-
-    def _like(self, index: int) -> torch.Tensor:
-        replica, _, at = self._places[index]
-        return replica.layout_of(at)
+        return self._entry(parameter).replica
 
     def holds(self, parameter: torch.Tensor) -> bool:
         """Return True if this optimizer steps on a parameter."""
-        index = self._index.get(id(parameter))
-        return index is not None and index in self._group_of
+        return id(parameter) in self._index and self._entry(parameter).group is not None
 
     def __repr__(self) -> str:
         return f"ShardedOptimizer(rank {self._replica.group.rank} of {self._replica.group.world_size}, {self._inner!r})"
@@ -162,7 +156,10 @@ class ShardedOptimizer(Forwarding):
             self._inner.add_param_group(param_group)
         super().add_param_group(param_group)
         self._consolidated = self._state_names = None
-        self._group_of |= {self._index[id(p)]: self.param_groups[-1] for p in self.param_groups[-1]["params"]}
+        entries = [self._entry(p) for p in self.param_groups[-1]["params"]]
+        for entry in entries:
+            entry.group = self.param_groups[-1]
+        self._owner.assign(entries)
 
     def __getstate__(self) -> Any:
         raise Error("a sliced optimizer cannot be copied or pickled: use sw.full_optimizer_state_dict")
@@ -183,60 +180,45 @@ class ShardedOptimizer(Forwarding):
 
     # stepping -----------------------------------------------------------------------------------------------------
 
-    def slice_of(self, index: int) -> torch.Tensor | None:
-        """Return this rank's slice of a parameter. The user's optimizer steps on it and keys its state by it."""
-        _, memory, at = self._places[index]
-        if index in self._slices and not (index in self._unmoved and memory.is_moved(at)):
-            return self._slices[index]
-        old = self._slices.get(index)
-        piece = self._slices[index] = self._make_piece(index)
-        if piece is not None:
-            self._homes[index] = piece.detach()
-        if memory.is_moved(at):
-            self._unmoved.discard(index)
-        else:
-            self._unmoved.add(index)  # a frozen parameter moves when it is unfrozen
-        if old is not None and piece is not None and old in self._inner.state:
-            self._inner.state[piece] = self._inner.state.pop(old)
-        return piece
+    def _piece(self, entry: Entry) -> torch.Tensor | None:
+        """Return what this rank owns of a parameter. The user's optimizer steps on it and keys its state by it."""
+        if entry.is_final or (entry.is_final is False and not entry.memory.is_moved(entry.at)):
+            return entry.piece
+        old, entry.piece = entry.piece, self._owner.piece(entry)
+        entry.home = None if entry.piece is None else entry.piece.detach()
+        entry.is_final = entry.memory.is_moved(entry.at)
+        if old is not None and entry.piece is not None and old in self._inner.state:
+            self._inner.state[entry.piece] = self._inner.state.pop(old)
+        return entry.piece
 
     def piece_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """Return slice_of() a parameter of the module."""
-        return self.slice_of(self._index[id(parameter)])
-
-    def _make_piece(self, index: int) -> torch.Tensor | None:
-        _, memory, at = self._places[index]
-        piece: torch.Tensor | None = memory.slice(at)
-        return piece
+        """Return this rank's slice of a parameter of the module."""
+        return self._piece(self._entry(parameter))
 
     def run(self, index: int, rank: int) -> tuple[int, int]:
         """Return [begin, end) of the elements of a parameter, in memory order, that `rank` of its group updates."""
-        _, memory, at = self._places[index]
-        begin, end = memory.run(at, rank)
-        return begin, end
+        return self._owner.run(self._entries[index], rank)
 
     @contextlib.contextmanager
     def _on_slices(self) -> Iterator[list[torch.Tensor]]:
         """Inside, give the user's optimizer slices instead of whole parameters, or masters if this class makes them."""
         whole = [group["params"] for group in self._inner.param_groups]
-        slices, unmoved = self._slices, self._unmoved
+        entries, index = self._entries, self._index
         try:
             with_master = []
             for group in self._inner.param_groups:
-                numbered = [(p, self._index[id(p)]) for p in group["params"]]
-                pairs = [
-                    (p, slices[i] if i in slices and i not in unmoved else self.slice_of(i)) for p, i in numbered
-                ]  # no call for each
-                group["params"] = [each for _, each in pairs if each is not None]
+                members = [entries[index[id(p)]] for p in group["params"]]
+                pairs = [(e, e.piece if e.is_final else self._piece(e)) for e in members]  # no call for each
+                group["params"] = [piece for _, piece in pairs if piece is not None]
                 if self._makes_masters:
-                    with_master += [each for p, each in pairs if each is not None and self.has_master(p)]
+                    with_master += [each for e, each in pairs if each is not None and self.has_master(e.member)]
             yield with_master
         finally:
             for group, parameters in zip(self._inner.param_groups, whole):
                 group["params"] = parameters
-            for index, home in self._homes.items():
-                piece = self._slices[index]
-                if piece is not None and piece.data_ptr() != home.data_ptr():  # replaced, p.data = ...
+            for entry in entries:
+                piece, home = entry.piece, entry.home
+                if piece is not None and home is not None and piece.data_ptr() != home.data_ptr():  # p.data = ...
                     home.copy_(piece.detach())
                     piece.data = home
 
@@ -244,61 +226,31 @@ class ShardedOptimizer(Forwarding):
         """Return True if this class keeps a float32 master of a parameter."""
         return self._makes_masters and parameter.dtype in LOW and id(parameter) not in self._without_master
 
-    def _as_kept(self, parameter: torch.Tensor, state: Mapping[str, Any], *, exactly: bool) -> Mapping[str, Any]:
-        """Convert loaded state to the kept form, with or without a master.
-
-        `exactly`: the state has the dtypes in which it was kept. Else it is in torch's format, which torch's own
-        loading casts.
-        """
-        if not self._makes_masters:
-            return kept_by(self._inner, parameter, state)
-        has_master = self.has_master(parameter)
-        return as_kept(state, parameter, has_master) if has_master or not exactly else state
-
-    def _loaded(self) -> None:
-        """Call the user's class to update loaded state, as torch's own loading does."""
-        self._consolidated = self._state_names = None
-        with self._on_slices():
-            self._inner.__setstate__({"state": self._inner.state, "param_groups": self._inner.param_groups})
-
     def take_clip(self, clip: DeviceClip) -> bool:
         """Return True if the next step multiplies gradients by the factor of `clip`; else they must be clipped before.
 
-        At zero=1 clip before: `.grad` is whole, and the step reads only a slice.
+        At zero=1 `.grad` is whole, and the step reads only a slice; whole tensors' gradients are sent to their owners.
         """
         take = getattr(self._inner, "take_clip", None)
-        return self._replica.zero >= 2 and take is not None and not step_hooks(self._inner) and bool(take(clip))
+        if self._replica.zero < 2 or self._owner.is_whole:
+            return False
+        return take is not None and not step_hooks(self._inner) and bool(take(clip))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Load like torch's method."""
+        """Clear the gradients like torch's method."""
         with unguarded():
             super().zero_grad(set_to_none)
 
-    def _take_gradients(self, gradient_of: Callable[[int], torch.Tensor | None]) -> None:
+    def _take_gradients(self, gradient_of: _GradientOf) -> None:
+        """Give each slice of this rank its gradient."""
+        owner = self._owner
+        if owner.is_whole:
+            owner.begin()
         with unguarded():
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    index = self._index[id(parameter)]
-                    piece = self.slice_of(index)
-                    self._take_gradient(index, piece, gradient_of(index))
-
-    def _own_gradient(self, index: int) -> torch.Tensor | None:
-        replica, _, at = self._places[index]
-        return replica.gradients.slice_of(at)
-
-    def _take_gradient(self, index: int, piece: torch.Tensor | None, gradient: torch.Tensor | None) -> None:
-        if piece is not None:
-            piece.grad = gradient
-
-    def _complete_gradients(self) -> None:
-        """Finish the gradients once all ranks are known to step."""
-
-    def _publish(self, failed: bool) -> list[int] | None:
-        """Make this rank's slices visible to all. Return which ranks failed; None if that needs a separate exchange."""
-        outcomes: list[int] | None = self._memory.publish(failed=failed)
-        for part in self.replicas[1:]:  # the first replica's publish reports the failure to their ranks
-            part.parameters().publish(failed=None)
-        return outcomes
+            for entry in self._members():
+                if not entry.is_final:
+                    self._piece(entry)
+                owner.take(entry, gradient_of(entry))
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step on this rank's slices; afterwards every rank has every update. Collective.
@@ -321,9 +273,8 @@ class ShardedOptimizer(Forwarding):
         if self._replica.zero == 1 and self._replica.join_link.is_on:
             exchange_slices(self._replica, self.run)
         with unguarded():
-            held, index = self._parameters, self._index
-            states = {p: state_of(held[index[id(p)]].grad) for group in self.param_groups for p in group["params"]}
-        self._step_together(self._own_gradient, states)
+            states = {entry: state_of(entry.parameter.grad) for entry in self._members()}
+        self._step_together(self._owner.gradient, states)
         return loss
 
     def shadow_step(
@@ -338,12 +289,10 @@ class ShardedOptimizer(Forwarding):
         for group, theirs in zip(self.param_groups, groups):
             adopt(group, theirs)
         check_groups(self, self._inner)
-        told = {p: states[self._index[id(p)]] for group in self.param_groups for p in group["params"]}
-        self._step_together(gradients.__getitem__, told)
+        told = {entry: states[entry.index] for entry in self._members()}
+        self._step_together(lambda entry: gradients[entry.index], told)
 
-    def _step_together(
-        self, gradient_of: Callable[[int], torch.Tensor | None], states: Mapping[torch.Tensor, int]
-    ) -> None:
+    def _step_together(self, gradient_of: _GradientOf, states: Mapping[Entry, int]) -> None:
         """Step on this rank's slices and publish them, collectively. `states`: see state_of, for its own parameters."""
         refusal: Exception | None = None
         try:
@@ -352,14 +301,12 @@ class ShardedOptimizer(Forwarding):
         except (Error, NotImplementedError) as error:  # the peers get the error before they wait for this rank's slices
             refusal = error
         if self._replica.check is not None:
-            gradients = (gradient_of(self._index[id(parameter)]) for parameter in states)
+            gradients = map(gradient_of, states)
             try:
                 self._replica.check.refuse(self, gradients, [each.model_ranks for each in self.replicas], refusal)
             except (Error, NotImplementedError) as error:
                 refusal = error
-        with contextlib.ExitStack() as announced:  # to forked children, before a peer, which has agreed, writes
-            for replica in self.replicas:
-                announced.enter_context(replica.access.changing())
+        with self._changing():
             try:
                 self._agree(refusal, states)
             except Exception:
@@ -367,14 +314,26 @@ class ShardedOptimizer(Forwarding):
                 raise
             rounds = self._replica.reducer.rounds
             vars(self).update(_consolidated=None, _state_names=None, rounds_at_step=rounds)  # spares three __setattr__
-            stepped = [parameter for parameter, state in states.items() if state != NO_GRADIENT]
+            stepped = [entry for entry, state in states.items() if state != NO_GRADIENT]
             self._write_together(self._inner.step, "step", stepped)
+
+    def _changing(self) -> contextlib.ExitStack:
+        """Announce to forked children that values change, before a peer, which has agreed, writes."""
+        announced = contextlib.ExitStack()
+        for replica in self.replicas:
+            announced.enter_context(replica.access.changing())
+        return announced
+
+    def refuse_change(self) -> None:
+        """Note that all ranks refuse a call, if they have agreed on it."""
+        for replica in self.replicas:
+            replica.access.refuse_change(self._replica.group.comm)
 
     def _write_together(
         self,
         call: Callable[[], Any],
         name: str,
-        written: list[torch.Tensor],
+        written: list[Entry],
         around: contextlib.AbstractContextManager[Any] | None = None,
     ) -> Any:
         """Call a method of the user's optimizer on this rank's slices and publish them. Collective.
@@ -386,16 +345,12 @@ class ShardedOptimizer(Forwarding):
             for replica in self.replicas:
                 writing.enter_context(replica.access.writing())
             result, failure = self._run_on_slices(call, around)
-            outcomes = self._publish(failure is not None)  # after a failure too: slices stay equal
-        self._count_writes(written)
+            outcomes = self._owner.publish(failure is not None)  # after a failure too: slices stay equal
+        for replica in self.replicas:
+            replica.access.count_writes([entry.member for entry in written if entry.replica is replica])
         if outcomes is None or any(outcomes):
             self._tell(failure, name)
         return result
-
-    def refuse_change(self) -> None:
-        """Note that all ranks refuse a call, if they have agreed on it."""
-        for replica in self.replicas:
-            replica.access.refuse_change(self._replica.group.comm)
 
     def _call(self, name: str, method: Callable[[], Any]) -> Any:
         return call_on_slices(self, name, method)
@@ -420,10 +375,13 @@ class ShardedOptimizer(Forwarding):
         try:
             for replica in self.replicas:
                 replica.parameters().take_writes()
-            self._complete_gradients()
-            masters = functools.partial(masters_in_place, self._inner, stateful=around is not None)
-            with around or contextlib.nullcontext(), self._on_slices() as low, masters(low):
-                return call(), None
+            if self._owner.is_whole:
+                self._owner.complete()
+            with around or contextlib.nullcontext(), self._on_slices() as low:
+                if not low:
+                    return call(), None
+                with masters_in_place(self._inner, low, stateful=around is not None):
+                    return call(), None
         except BaseException as error:
             if isinstance(error, Exception) and comm.is_alive:
                 return None, error
@@ -431,22 +389,17 @@ class ShardedOptimizer(Forwarding):
                 comm.abort(f"the optimizer's step was broken off: {error!r}")
             raise
         finally:
-            for piece in self._slices.values():
-                if piece is not None:
-                    piece.grad = None
+            for entry in self._entries:
+                if entry.piece is not None:
+                    entry.piece.grad = None
 
-    def _count_writes(self, stepped: list[torch.Tensor]) -> None:
-        for replica in self.replicas:
-            own = stepped if len(self.replicas) == 1 else [p for p in stepped if self.replica_of(p) is replica]
-            replica.access.count_writes(own)
-
-    def _facts(self, replica: Replica, states: Mapping[torch.Tensor, int]) -> dict[str, Any]:
+    def _facts(self, replica: Replica, states: Mapping[Entry, int]) -> dict[str, Any]:
         """Return the values besides the groups on which a replica's ranks must agree before a step."""
-        names, index, places = replica.table.names, self._index, self._places
+        names = replica.table.names
         without = [
-            (names[places[index[id(p)]][2]], state)
-            for p, state in states.items()
-            if state != A_GRADIENT and places[index[id(p)]][0] is replica
+            (names[entry.at], state)
+            for entry, state in states.items()
+            if state != A_GRADIENT and entry.replica is replica
         ]
         return {
             "factors that gradients were scaled by": replica.gradients.factors(),
@@ -454,7 +407,7 @@ class ShardedOptimizer(Forwarding):
             "parameters whose gradient was zeroed": [name for name, state in without if state == ZEROED],
         }
 
-    def _agree(self, refusal: Exception | None, states: Mapping[torch.Tensor, int]) -> None:
+    def _agree(self, refusal: Exception | None, states: Mapping[Entry, int]) -> None:
         """Check that no backward is open on any rank, and that all ranks step with the same hyperparameters and
         factors.
         """
@@ -483,43 +436,59 @@ class ShardedOptimizer(Forwarding):
         for replica in self.replicas:
             replica.gradients.accept_factors()
 
-    # state --------------------------------------------------------------------------------------------------------
+    # state in memory ----------------------------------------------------------------------------------------------
 
-    def _take_state(self, index: int, state: Mapping[str, Any]) -> None:
+    def _take_state(self, entry: Entry, state: Mapping[str, Any]) -> None:
         """Keep this rank's slices of a whole parameter's state."""
-        piece = self.slice_of(index)
+        piece = self._piece(entry)
         if piece is None:
             return
-        parameter = self._like(index)
-        replica, memory, at = self._places[index]
-        low, high = memory.run(at, replica.group.rank)
-        kept: dict[str, Any] = {}
+        like, (low, high) = entry.like, self.run(entry.index, entry.replica.group.rank)
+        kept = {}
         for key, value in state.items():
-            value = part_of(self._parameters[index], value)
-            if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim() > 0:
-                value = memory_order(value, parameter)[low:high].clone()
-            elif (
-                isinstance(value, torch.Tensor)
-                and value.shape == parameter.shape
-                and value.numel() == 1
-                and key != "step"
-            ):
-                value = value.reshape(1).clone()
-            elif isinstance(value, torch.Tensor):
-                value = value.clone()
+            value = part_of(entry.parameter, value)
+            if isinstance(value, torch.Tensor):
+                is_cut = value.shape == like.shape and not self._owner.is_whole and (value.dim() > 0 or key != "step")
+                value = (memory_order(value, like)[low:high] if is_cut else value).clone()
             kept[key] = value
-        self._inner.state[piece] = self._placed(index, kept, piece)
+        self._inner.state[piece] = self._placed(entry, kept, piece)
 
-    def _placed(self, index: int, state: Mapping[str, Any], piece: torch.Tensor) -> dict[str, Any]:
+    def _placed(self, entry: Entry, state: Mapping[str, Any], piece: torch.Tensor) -> dict[str, Any]:
         """Move loaded state to the device on which a step needs it. The step itself moves offloaded state."""
         if getattr(self._inner, "store", None) is not None:
             return dict(state)
-        return beside(state, piece, self._group_of[index])
+        assert entry.group is not None
+        return beside(state, piece, entry.group)
 
-    def _layout(self) -> list[Any]:
-        group = self._replica.group
-        runs = [[i, *memory.run(at, each.group.rank)] for i, (each, memory, at) in enumerate(self._places)]
-        return [group.rank, group.world_size, runs]
+    def _as_kept(self, parameter: torch.Tensor, state: Mapping[str, Any], *, exactly: bool) -> Mapping[str, Any]:
+        """Convert loaded state to the kept form, with or without a master.
+
+        `exactly`: the state has the dtypes in which it was kept. Else it is in torch's format, which torch's own
+        loading casts.
+        """
+        if not self._makes_masters:
+            return kept_by(self._inner, parameter, state)
+        has_master = self.has_master(parameter)
+        return as_kept(state, parameter, has_master) if has_master or not exactly else state
+
+    def _keep(self, entry: Entry, state: Mapping[str, Any]) -> None:
+        """Load the state of this rank's slice of a parameter."""
+        piece = self._piece(entry)
+        assert piece is not None
+        self._inner.state[piece] = self._placed(entry, self._as_kept(entry.member, state, exactly=True), piece)
+
+    def _loaded(self) -> None:
+        """Call the user's class to update loaded state, as torch's own loading does."""
+        self._consolidated = self._state_names = None
+        with self._on_slices():
+            self._inner.__setstate__({"state": self._inner.state, "param_groups": self._inner.param_groups})
+
+    def _held(self, entry: Entry) -> Mapping[str, Any]:
+        """Return the state of this rank's slice of a parameter."""
+        piece = self._piece(entry)
+        return self._inner.state.get(piece, {}) if piece is not None else {}
+
+    # state dicts --------------------------------------------------------------------------------------------------
 
     @on_every_rank("optimizer.state_dict()")
     def state_dict(self) -> dict[str, Any]:
@@ -552,29 +521,30 @@ class ShardedOptimizer(Forwarding):
         return {MARK: self._slices_of_state()}
 
     def _slices_of_state(self) -> dict[str, Any]:
-        indices = [[self._index[id(p)] for p in group["params"]] for group in self.param_groups]
-        groups = [
-            {**{k: v for k, v in group.items() if k != "params"}, "indices": each}
-            for group, each in zip(self.param_groups, indices)
-        ]
-        state = {}
-        for index in sorted({i for each in indices for i in each}):
-            piece = self.slice_of(index)
-            if piece is not None and piece in self._inner.state:
-                state[index] = dict(self._inner.state[piece])
+        groups = self._groups("indices", self._index.__getitem__)
+        entries = sorted(set(self._members()), key=lambda each: each.index)
+        state = {entry.index: dict(held) for entry in entries if (held := self._held(entry))}
         return {"layout": self._layout(), "groups": groups, "state": state}
 
-    def _whole_state(self, index: int) -> dict[str, Any]:
+    def _layout(self) -> list[Any]:
+        group = self._replica.group
+        return [group.rank, group.world_size, *self._owner.layout(self._entries)]
+
+    def _groups(self, members: str, number: Callable[[int], int]) -> list[dict[str, Any]]:
+        """Return the groups with numbers of parameters, by their ids, under the key `members`."""
+        return [
+            {**{k: v for k, v in group.items() if k != "params"}, members: [number(id(p)) for p in group["params"]]}
+            for group in self.param_groups
+        ]
+
+    def _whole_state(self, entry: Entry) -> dict[str, Any]:
         """Return a parameter's whole state, without copies, on a rank that has all of it."""
-        piece = self.slice_of(index)
-        if piece is None:
-            return {}
-        like = self._like(index)
+        piece, like = self._piece(entry), entry.like
         return {
             key: value.as_strided(like.shape, like.stride(), value.storage_offset())
-            if isinstance(value, torch.Tensor) and key != "step" and value.shape == piece.shape
+            if isinstance(value, torch.Tensor) and key != "step" and piece is not None and value.shape == piece.shape
             else value
-            for key, value in self._inner.state.get(piece, {}).items()
+            for key, value in self._held(entry).items()
         }
 
     @on_every_rank("optimizer.load_state_dict()")
@@ -603,11 +573,8 @@ class ShardedOptimizer(Forwarding):
         self._load_groups(saved["groups"], "indices")
         self._inner.state.clear()
         for index, state in saved["state"].items():
-            piece = self.slice_of(int(index))
-            assert piece is not None
-            parameter = self._parameters[int(index)]
-            kept = {k: copied(v) for k, v in self._as_kept(parameter, state, exactly=True).items()}
-            self._inner.state[piece] = self._placed(int(index), kept, piece)
+            copies = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
+            self._keep(self._entries[int(index)], copies)
         self._loaded()
 
     def _load_groups(self, groups: list[dict[str, Any]], members: str) -> None:
@@ -623,13 +590,11 @@ class ShardedOptimizer(Forwarding):
     def _load_whole(self, state_dict: dict[str, Any]) -> None:
         groups = state_dict["param_groups"]
         self._load_groups(groups, "params")
-        parameters = [p for group in self.param_groups for p in group["params"]]
         names = [name for group in groups for name in group["params"]]
         self._inner.state.clear()
-        for name, parameter in zip(names, parameters):
+        for name, entry in zip(names, self._members()):
             if name in state_dict["state"]:
-                state = self._as_kept(parameter, state_dict["state"][name], exactly=False)
-                self._take_state(self._index[id(parameter)], state)
+                self._take_state(entry, self._as_kept(entry.member, state_dict["state"][name], exactly=False))
         self._loaded()
 
     @on_every_rank("optimizer.consolidate_state_dict()")
@@ -645,10 +610,10 @@ class ShardedOptimizer(Forwarding):
         if isinstance(to, bool) or not isinstance(to, int) or not 0 <= to < group.world_size:
             raise ValueError(f"consolidate_state_dict: to must be a rank in [0, {group.world_size}), got {to!r}")
         whole = {}
-        for index in self._positions():
-            state = self._gather_state(index)
+        for entry in dict.fromkeys(self._members()):
+            state = self._gather_state(entry)
             if group.rank == to:
-                whole[index] = state
+                whole[entry] = state
         self._consolidated = whole if group.rank == to else None
 
     def full_state_dict(self) -> dict[str, Any]:
@@ -659,25 +624,25 @@ class ShardedOptimizer(Forwarding):
         made = self._in_torchs_format(self._gather_state)
         return {**made, "param_groups": copy.deepcopy(made["param_groups"])}
 
-    def _positions(self) -> dict[int, int]:
-        """Map a parameter's index in the table to its number in torch's state dicts."""
-        positions: dict[int, int] = {}
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                positions.setdefault(self._index[id(parameter)], len(positions))
-        return positions
+    def _in_torchs_format(self, state_of: Callable[[Entry], dict[str, Any]]) -> dict[str, Any]:
+        entries = list(dict.fromkeys(self._members()))
+        numbers = {id(entry.member): number for number, entry in enumerate(entries)}
+        state = {number: state_of(entry) for number, entry in enumerate(entries)}
+        return {
+            "state": {number: each for number, each in state.items() if each},
+            "param_groups": self._groups("params", numbers.__getitem__),
+        }
 
-    def _in_torchs_format(self, state_of: Callable[[int], dict[str, Any]]) -> dict[str, Any]:
-        positions = self._positions()
-        groups = [
-            {
-                **{k: v for k, v in g.items() if k != "params"},
-                "params": [positions[self._index[id(p)]] for p in g["params"]],
-            }
-            for g in self.param_groups
-        ]
-        state = {position: state_of(index) for index, position in positions.items()}
-        return {"state": {position: each for position, each in state.items() if each}, "param_groups": groups}
+    def _gather_state(self, entry: Entry) -> dict[str, Any]:
+        return self._owner.gather(entry, self._held(entry))
+
+    def _names_of_state(self, parameter: torch.Tensor) -> list[str]:
+        """Return the names of a parameter's state. The first call after a change is collective."""
+        if self._state_names is None:
+            with with_state(self):
+                entries = dict.fromkeys(self._members())
+                self._state_names = {each: list(self._owner.described(each, self._held(each))) for each in entries}
+        return self._state_names[self._entry(parameter)]
 
     # slices, for checkpoints --------------------------------------------------------------------------------------
 
@@ -685,39 +650,38 @@ class ShardedOptimizer(Forwarding):
         """Return [begin, end) of the elements, in memory order, of which this rank keeps the state; None if it keeps
         none.
         """
-        index = self._index[id(parameter)]
-        return None if self.slice_of(index) is None else self.run(index, self._places[index][0].group.rank)
+        entry = self._entry(parameter)
+        return None if self._piece(entry) is None else self.run(entry.index, entry.replica.group.rank)
 
     def layout_of(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return a tensor with the shape and strides of a parameter, released or not. Its values must not be read."""
-        return self._like(self._index[id(parameter)])
+        return self._entry(parameter).like
 
-    def layouts(self) -> Iterator[torch.Tensor]:
+    def layouts(self) -> Iterable[torch.Tensor]:
         """Return layout_of() for each of the optimizer's parameters."""
-        return (self.layout_of(parameter) for group in self.param_groups for parameter in group["params"])
+        return (entry.like for entry in self._members())
 
     def held_state(self, parameter: torch.Tensor) -> tuple[Mapping[str, Any], torch.Tensor | None, int]:
         """Return (state of this rank's slice of a parameter, the slice or None, its first element)."""
-        piece, run = self.piece_of(parameter), self.held_run(parameter)
-        state = self._inner.state.get(piece, {}) if piece is not None else {}
-        return state, piece, run[0] if run else 0
+        run = self.held_run(parameter)
+        return self._held(self._entry(parameter)), self.piece_of(parameter), run[0] if run else 0
 
     def as_held(self, parameter: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
         """Return the elements of held_run() in the form of the state."""
-        return flat
+        like = self.layout_of(parameter)
+        return flat.as_strided(like.shape, like.stride(), flat.storage_offset()) if self._owner.is_whole else flat
 
     def empty_state(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Allocate a one-dimensional tensor, where state is kept, for elements of a slice's state that will be loaded."""
         store = getattr(self._inner, "store", None)
-        return (
-            torch.empty(numel, dtype=dtype, device="cpu")
-            if store is None
-            else store.empty(torch.empty(numel, dtype=dtype, device="meta"), dtype)
-        )
+        if store is None:
+            return torch.empty(numel, dtype=dtype, device="cpu")
+        made: torch.Tensor = store.empty(torch.empty(numel, dtype=dtype, device="meta"), dtype)
+        return made
 
     def gathered_state(self, parameter: torch.Tensor) -> dict[str, Any]:
         """Return the parameter's full state. Collective."""
-        return self._gather_state(self._index[id(parameter)])
+        return self._gather_state(self._entry(parameter))
 
     def load_held_state(
         self,
@@ -734,46 +698,5 @@ class ShardedOptimizer(Forwarding):
         if not keep_others:
             self._inner.state.clear()
         for parameter, state in states.items():
-            piece = self.piece_of(parameter)
-            assert piece is not None
-            kept = self._as_kept(parameter, state, exactly=True)
-            self._inner.state[piece] = self._placed(self._index[id(parameter)], kept, piece)
+            self._keep(self._entry(parameter), state)
         self._loaded()
-
-    def _names_of_state(self, parameter: torch.Tensor) -> list[str]:
-        """Return the names of a parameter's state. The first call after a change is collective."""
-        if self._state_names is None:
-            with with_state(self):
-                self._state_names = {index: list(self._described(index)[1]) for index in self._positions()}
-        return self._state_names[self._index[id(parameter)]]
-
-    def _described(self, index: int) -> tuple[Mapping[str, Any], dict[str, Any], str]:
-        """Return (this rank's state of a parameter, each entry's form on the ranks that have it, a label). Collective."""
-        piece = self.slice_of(index)
-        mine = self._inner.state.get(piece, {}) if piece is not None else {}
-        replica, _, at = self._places[index]
-        label = f"optimizer state of {replica.table.names[at]}"
-        said = replica.group.comm.all_gather_bytes(description_of(mine, piece).encode(), label)
-        return mine, next((each for each in map(json.loads, said) if each), {}), label
-
-    def _gather_state(self, index: int) -> dict[str, Any]:
-        replica, memory, at = self._places[index]
-        comm, parameter = replica.group.comm, self._like(index)
-        mine, described, label = self._described(index)
-        whole: dict[str, Any] = {}
-        for key, (kind, dtype, value) in described.items():
-            if kind != "sliced":
-                whole[key] = small_tensor(value, dtype) if kind == "tensor" else value
-                continue
-            held = key in mine and replica.slicing.speaks
-            data = bytes_of(mine[key]) if held else b""
-            pieces = comm.all_gather_bytes(data, label)
-            result = torch.empty_like(parameter, dtype=getattr(torch, dtype), requires_grad=False)
-            flat = memory_order(result, parameter)
-            for rank, each in enumerate(pieces):
-                low, high = memory.run(at, rank)
-                if low < high and each:
-                    flat[low:high] = torch.frombuffer(bytearray(each), dtype=flat.dtype)
-            result = result if flat.data_ptr() == result.data_ptr() else from_memory_order(flat, parameter)
-            whole[key] = whole_of(self._parameters[index], result)
-        return whole

@@ -92,8 +92,6 @@ class PowerSGD(Compressor):
         A matrix is compressed if (rows + columns) * rank * rate < rows * columns.
     error_feedback : bool
     seed : int
-    alternate : bool
-        Take one exchange a bucket instead of two: P and Q alternate.
     wire_dtype : torch.dtype
         The dtype of factors on the wire: float32, bfloat16 or float16.
     error_dtype : torch.dtype
@@ -105,7 +103,6 @@ class PowerSGD(Compressor):
     min_compression_rate: float = 2
     error_feedback: bool = True
     seed: int = 0
-    alternate: bool = False
     wire_dtype: torch.dtype = torch.float32
     error_dtype: torch.dtype = torch.float32
 
@@ -117,7 +114,6 @@ class PowerSGD(Compressor):
             self.error_feedback,
             True,
             self.seed,
-            self.alternate,
             self.wire_dtype,
             self.error_dtype,
             "PowerSGD",
@@ -132,7 +128,6 @@ def check_powersgd(
     use_error_feedback: Any,
     warm_start: Any,
     random_seed: Any,
-    alternate: Any,
     wire_dtype: Any,
     error_dtype: Any,
     kind: str = "PowerSGDState",
@@ -152,20 +147,11 @@ def check_powersgd(
     ):
         if dtype not in legal:
             raise ValueError(f"{of(name)} must be one of {', '.join(map(str, legal))}, got {dtype!r}")
-    for name, value in (
-        ("use_error_feedback", use_error_feedback),
-        ("warm_start", warm_start),
-        ("alternate", alternate),
-    ):
+    for name, value in (("use_error_feedback", use_error_feedback), ("warm_start", warm_start)):
         if not isinstance(value, bool):
             raise TypeError(f"{of(name)} must be True or False, got {value!r}")
     if isinstance(random_seed, bool) or not isinstance(random_seed, int):
         raise TypeError(f"{of('random_seed')} must be an integer, got {random_seed!r}")
-    if alternate and not (use_error_feedback and warm_start):
-        needed = " and ".join(
-            f"{names.get(name, name)}=True" for name in ("use_error_feedback", "warm_start")[: 1 if names else 2]
-        )
-        raise ValueError(f"{kind}: alternate=True needs {needed}")
     if type(matrix_approximation_rank) is not int or not 1 <= matrix_approximation_rank <= _RANK_MAX:
         raise ValueError(
             f"{of('matrix_approximation_rank')} must be in [1, {_RANK_MAX}], got {matrix_approximation_rank!r}"

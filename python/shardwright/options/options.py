@@ -92,15 +92,11 @@ class Options:
         On GPUs: the fold in rank order, with the host's bits, instead of the transport's own mean. On the host it
         always holds. On a mesh the transport's mean is made by rows and columns, alike at every stage; the fold sends
         more between nodes.
-    communicator : {"own", "borrow", "register"}
+    communicator : {"own", "borrow"}
         On GPUs: the NCCL communicator. "own": one of our own. "borrow": that of torch's process group, found by
         ProcessGroupNCCL._comm_ptr; an error with SHARDWRIGHT_GPU_TRANSPORT=shm or ipc. It saves a communicator's
         memory. All ranks must call torch's collectives over the group in the same place between our steps, never inside
-        a backward. A failing rank or a passed deadline also aborts torch's communicator. "register": one of our own
-        that reads and writes buckets in place. Their memory comes from NCCL (2.19 or newer). All ranks register it, or
-        none does and a line in the log names the rank and NCCL's reason. Bits are those of "own". At zero=3 units are
-        registered too, as a window from NCCL 2.27 on. torch's allocator does not count the memory, and `record_stream`
-        has no effect on it.
+        a backward. A failing rank or a passed deadline also aborts torch's communicator.
     transport : {"auto", "pool", "staged"}
         The place of gradient memory: shared between ranks, or private and staged through slots. The bits are the same.
     share_parameters : {"auto", True, False}
@@ -120,11 +116,11 @@ class Options:
         At zero=3 with share_parameters=False: the form from which float32 parameters are gathered. "int8": records of
         32 elements, 8-bit integers and one float32 scale, which each rank encodes from its slices after every step. The
         slices stay exact: the optimizer steps on them, they are saved, and full_parameters gathers them.
-    write_guard : {"auto", "samples", "read-only", None}
+    write_guard : {"auto", "samples", None}
         At zero=3 with shared parameters: the check for writes outside of the step that version counters do not record.
         Writes through `.data` are not recorded; EMA and SWA swap weights that way. "samples": compare 8 words of each
         parameter before and after each forward and before each step. "auto": "samples" if several ranks share the
-        parameters. "read-only", for debugging: a write raises SIGSEGV at its line. None: compare versions alone.
+        parameters. None: compare versions alone.
     check_every : int, optional
         Check every `check_every` steps that ranks hold equal parameters and that averaged gradients are finite. All
         ranks raise an Error that names the parameter and the rank. A check costs two or three passes over the model's
@@ -213,8 +209,8 @@ class Options:
             raise ValueError(f"sparse_gradients must be 'auto' or 'dense', got {self.sparse_gradients!r}")
         if self.transport not in _TRANSPORTS:
             raise ValueError(f"transport must be one of {', '.join(_TRANSPORTS)}, got {self.transport!r}")
-        if self.communicator not in ("own", "borrow", "register"):
-            raise ValueError(f"communicator must be 'own', 'borrow' or 'register', got {self.communicator!r}")
+        if self.communicator not in ("own", "borrow"):
+            raise ValueError(f"communicator must be 'own' or 'borrow', got {self.communicator!r}")
         if self.share_parameters != "auto" and not isinstance(self.share_parameters, bool):
             raise ValueError(f"share_parameters must be 'auto', True or False, got {self.share_parameters!r}")
         if self.gather not in (None, "int8"):
@@ -224,9 +220,9 @@ class Options:
                 f"gather={self.gather!r} needs share_parameters=False, got {self.share_parameters!r}: parameters that a host shares are "
                 "not gathered"
             )
-        if self.write_guard not in ("auto", "samples", "read-only", None):
-            raise ValueError(f"write_guard must be 'auto', 'samples', 'read-only' or None, got {self.write_guard!r}")
-        if self.write_guard in ("samples", "read-only") and self.share_parameters is False:
+        if self.write_guard not in ("auto", "samples", None):
+            raise ValueError(f"write_guard must be 'auto', 'samples' or None, got {self.write_guard!r}")
+        if self.write_guard == "samples" and self.share_parameters is False:
             raise ValueError(
                 f"write_guard={self.write_guard!r} watches parameters that a host shares, got share_parameters=False, under which released ones "
                 "are watched anyway"

@@ -20,11 +20,11 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from .._engine import Error
+from ..comm.agreement import verify
 from ..comm.exchange import Exchange
 from ..comm.levels import Lease
 from ..comm.process_group import HostGroup, host_group, is_default_group, mesh_rows, resolve_group
 from ..layout.param_groups import check_marks
-from ..layout.param_table import verify
 from ..layout.shard_mesh import Slicing
 from ..options.compress import Compressor, check_compressor
 from ..options.options import Options
@@ -608,7 +608,7 @@ class Engine:
         if self.comm_hooks:
             raise Error("compress_gradients can only be called once: a communication hook is registered already")
         replica = self.replica
-        verify([["compress", repr(compress)]], replica.group.comm.all_gather_bytes, f"compression of {replica.label}")
+        verify(replica.group.comm, lambda: [["compress", repr(compress)]], f"compression of {replica.label}")
         states = [self._compress(each, compress) for each in self.replicas]
         self.compression_state = joined_states([each for each in states if each is not None])
 

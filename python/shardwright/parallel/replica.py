@@ -13,6 +13,7 @@ import torch
 
 from .._engine import Error
 from ..backend.base import Backend, Capabilities, Request
+from ..comm.agreement import verify
 from ..comm.exchange import Exchange
 from ..comm.levels import Lease, Levels
 from ..comm.model_ranks import ModelRanks
@@ -26,7 +27,7 @@ from ..gradients.sparse_gradients import SparseGradients, find_sparse
 from ..gradients.traffic import wire_bytes
 from ..layout.model_mesh import placed
 from ..layout.param_groups import check_hookable, check_inner, cut
-from ..layout.param_table import ParameterTable, verify
+from ..layout.param_table import ParameterTable
 from ..layout.shard_mesh import Slicing
 from ..layout.shard_runs import Storage
 from ..options.compress import Compressor
@@ -91,8 +92,10 @@ class Replica:
         #: the ranks of the mesh of the module's DTensors, made first, before anything can fail on one rank only
         self.model_ranks = ModelRanks.beside(_taking_part(module, ignored), group)
         self._has_agreed = False
-        refusal: Exception | None = None
-        try:
+        in_units = False
+
+        def describe() -> list[list[str]]:
+            nonlocal in_units
             self.table = self._table_of(module, ignored, options)
             self._request = Request(self.table, options, zero, self.slicing, self.label, compress=compress)
             choose_backend(self.table).check_request(module, self._request, group)
@@ -107,18 +110,15 @@ class Replica:
             if before is None:
                 check_inner(module, _ranks_of(options, group), ignored)
             sparse = [self.table.names[index] for index in sorted(self.table.sparse)]
-            description = self.table.description({**settings, "sparse gradients": sparse})
-        except Exception as error:  # any error: send it to the peers before they wait for this rank
-            refusal, description = error, [["failure", str(error) or type(error).__name__]]
+            return self.table.description({**settings, "sparse gradients": sparse})
+
         try:
-            verify(description, group.comm.all_gather_bytes, f"the wrapped {self.label}", refusal)
+            verify(group.comm, describe, f"the wrapped {self.label}")
             self._agree_over_mesh(None)
         except Exception as error:
             if not self._has_agreed:
                 self._agree_over_mesh(error)
             raise
-        finally:
-            refusal = None  # its traceback would keep this frame and the module alive
         make_backend = choose_backend(self.table)
         plans = None
         if in_units:

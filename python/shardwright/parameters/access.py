@@ -17,7 +17,7 @@ from ..layout.param_table import ParameterTable
 from ..layout.shard_mesh import Slicing
 from .drift import DriftCheck
 from .forked import ForkWatch
-from .write_guard import ReadOnlyParameters, SampledParameters
+from .write_guard import SampledParameters
 
 __all__ = ["ParameterAccess"]
 
@@ -31,14 +31,14 @@ class ParameterAccess:
     table : ParameterTable
     group : HostGroup
     slicing : Slicing
-    guard : {None, "auto", "read-only", ...}
+    guard : {None, "auto", "samples"}
         The option write_guard.
     label : str
         The module's name in messages.
 
     Attributes
     ----------
-    guard : SampledParameters, ReadOnlyParameters or None
+    guard : SampledParameters or None
         Its check(moment) raises Error if shared parameters were written outside of writing().
     """
 
@@ -53,16 +53,12 @@ class ParameterAccess:
         self.drift: Callable[[], DriftCheck | None] = lambda: None
         self._before_writes: dict[int, Callable[[], object]] = collections.OrderedDict()
 
-    def _make_guard(
-        self, group: HostGroup, slicing: Slicing, kind: str | None
-    ) -> SampledParameters | ReadOnlyParameters | None:
+    def _make_guard(self, group: HostGroup, slicing: Slicing, kind: str | None) -> SampledParameters | None:
         if kind is None or not self._storage.shared:
             return None
         if kind == "auto" and len(group.sharers(slicing)) == 1:
             return None  # no rank shares the parameters
-        if kind != "read-only":
-            return SampledParameters(self._storage, self._table.names, group.comm)
-        return ReadOnlyParameters(self._storage)
+        return SampledParameters(self._storage, self._table.names, group.comm)
 
     @property
     def write_guard(self) -> str | None:

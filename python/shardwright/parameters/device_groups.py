@@ -22,7 +22,6 @@ import torch
 
 from .._engine import DeviceUnits, Reducer
 from ..backend.device_link import DeviceLink, alias
-from ..backend.registration import Registration
 from ..layout.param_groups import UnitPlan, mark_of
 from ..layout.shard_runs import itemsize_of, make_dense
 from ..layout.views import dtype_name
@@ -124,9 +123,6 @@ class DeviceUnitMemory(ReleasedParameters, ParameterMemory):
             make_dense(table.parameters[index])
         self._depth = depth_of(plans, request.options.prefetch)
         self._plan_places(plans, members)
-        self._registration: Registration | None = None
-        if request.options.communicator == "register":
-            self._register()
         self._slices = {index: self._slice(index) for index in sorted(self._released)}
         self._write_slices()
         engine = self._make_units(plans, members)
@@ -151,17 +147,6 @@ class DeviceUnitMemory(ReleasedParameters, ParameterMemory):
             self._pieces[bucket] = cuda.runtime.zeros(numel // self._slicing.count, getattr(torch, dtype), like)
         return self._pieces[bucket][first : first + count]
 
-    def _register(self) -> None:
-        """Register one region for all memory that gathers read and write: slices and places."""
-        shapes = {bucket: self._reducer.bucket_shape(bucket) for at in self._at for bucket in at}
-        pieces = [shape[1] // self._slicing.count * itemsize_of(shape[2]) for shape in shapes.values()]
-        what = f"units of {self._label}"
-        self._registration = Registration(self._row, pieces + self._spans, self._like, what, adds=False)
-        if self._registration.buffers:
-            self._memory_of_places[:] = self._registration.buffers[len(pieces) :]
-            for (bucket, shape), memory in zip(shapes.items(), self._registration.buffers):
-                self._pieces[bucket] = memory.view(getattr(torch, shape[2]))
-
     def _plan_places(self, plans: Sequence[UnitPlan], members: Sequence[list[int]]) -> None:
         """Plan the forms of units and the places in which they lie."""
         computed = [number for number, indices in enumerate(members) if self._cast_to.keys() & indices]
@@ -179,12 +164,11 @@ class DeviceUnitMemory(ReleasedParameters, ParameterMemory):
             spans[place] = max(spans[place], size)
         self._unit_bytes, self._spans, self._computed = sum(spans), spans, computed
         self._like = cuda.runtime.zeros(0, torch.uint8, self._table.parameters[0].data)
-        self._memory_of_places: list[torch.Tensor] = []
 
     def _make_units(self, plans: Sequence[UnitPlan], members: Sequence[list[int]]) -> DeviceUnits:
         """Return the units, then the compute forms. A unit with a compute form leaves its place to that."""
         zeros = cuda.runtime.zeros
-        memory = self._memory_of_places or [zeros(span, torch.uint8, self._like) for span in self._spans]
+        memory = [zeros(span, torch.uint8, self._like) for span in self._spans]
         computed = self._computed
         specs = []
         for form, (number, is_computed_with) in enumerate(self._forms):
@@ -295,12 +279,7 @@ class DeviceUnitMemory(ReleasedParameters, ParameterMemory):
             self._places.announce = announce
 
     def announce_units(self, announce: Callable[[int], None] | None) -> None:
-        """Inside a join: call `announce` with each unit before it is gathered.
-
-        One rank may gather a unit into its place and another into separate memory, so registration ends.
-        """
-        if announce is not None and self._registration is not None:
-            self._registration.end("a rank may gather units into separate memory inside a join")
+        """Inside a join: call `announce` with each unit before it is gathered."""
         self._places.announce = announce
 
     def gather_beside(self, unit: int) -> None:

@@ -176,8 +176,8 @@ class DriftCheck:
         self._addresses[index] = self._table.parameters[index].data_ptr()
 
     def _compare_addresses(self, addresses: list[int]) -> None:
-        for name, before, now in zip(self._table.names, self._addresses, addresses):
-            if before != now:
+        for index, (name, before, now) in enumerate(zip(self._table.names, self._addresses, addresses)):
+            if before != now and index not in self.frozen:  # a frozen one stays in torch's memory until it trains
                 raise Error(
                     f"the data of parameter {name!r} was replaced (p.data = ...) after the module was wrapped, and slices of the "
                     f"old are stepped on: write into it instead, p.data.copy_(...), or {_REMEDY}"

@@ -152,10 +152,6 @@ class ParameterMemory(ParameterSlices):
             return 0, 0
         return (offset + begin * itemsize_of(dtype)) // 4, -(-numel * itemsize_of(dtype) // 4)
 
-    def protect(self, *, writable: bool) -> None:
-        """Allow or forbid this process to write to the memory that parameters were moved to."""
-        self._buckets.protect(writable)
-
     def is_moved(self, index: int) -> bool:
         """Return True if a parameter lies at its final address; a frozen one moves when it is unfrozen."""
         return bool(self.reason) or super().is_moved(index)

@@ -1,10 +1,8 @@
-"""Checks for writes to shared parameters that version counters do not record.
+"""The check for writes to shared parameters that version counters do not record.
 
 A write through `.data`, or by foreign code, changes the parameter for every rank of the host, in the middle of their
-forwards. Swapping averaged weights in and out (EMA, SWA) would silently leave wrong weights on all ranks.
-*samples*, the default, compares some elements of each parameter before and after each forward and before each step.
-*read-only*, for debugging, forbids writes between steps, so that a write gets a SIGSEGV where it happens (`python -X
-faulthandler` prints the line).
+forwards. Swapping averaged weights in and out (EMA, SWA) would silently leave wrong weights on all ranks. So some
+elements of each parameter are compared before and after each forward and before each step.
 """
 
 from __future__ import annotations
@@ -94,35 +92,3 @@ class SampledParameters:
         finally:
             self._is_writing = False
         self._take()
-
-
-class ReadOnlyParameters:
-    """A guard that makes the mapping of the shared parameters read-only except while this rank may write.
-
-    Parameters
-    ----------
-    memory : ParameterMemory
-        Shared memory of parameters.
-    """
-
-    kind = "read-only"
-
-    def __init__(self, memory: ParameterMemory) -> None:
-        self._memory = memory
-        self._depth = 0
-        memory.protect(writable=False)
-
-    def check(self, when: str) -> None:
-        """Do nothing: the kernel checks."""
-
-    @contextlib.contextmanager
-    def writing(self) -> Iterator[None]:
-        """Allow writes inside."""
-        self._depth += 1
-        self._memory.protect(writable=True)
-        try:
-            yield
-        finally:
-            self._depth -= 1
-            if not self._depth:
-                self._memory.protect(writable=False)

@@ -321,6 +321,12 @@ def _notes(shape: Shape, machine: Machine, work: Work, chosen: Candidate, second
         yield f"a sequence of {work.sequence} tokens is longer than the model's context of {shape.context}"
     if not shape.is_transformer:
         yield "activations are not counted: the module is no known transformer, so leave room for them"
+    whole = shape.numel * PRECISIONS[work.precision].parameter // (chosen.tp * chosen.pp)
+    if chosen.zero == 3 and whole > machine.memory:
+        yield (
+            f"each rank builds the whole module before sw.wrap slices it: {shown_bytes(whole)} of host memory per rank, "
+            f"{shown_bytes(whole * machine.ranks)} per host; the budget above is of what remains"
+        )
     if machine.on_gpu:
         yield "no GPU has run this code yet: bytes on GPUs follow from the layout, not from a measurement"
 

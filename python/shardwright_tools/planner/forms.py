@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 
 from .choose import Candidate, Work
@@ -21,29 +22,29 @@ def wrap_call(chosen: Candidate, machine: Machine, work: Work) -> str:
         words.append(f'offload="{chosen.offload}"')
     if _is_private(chosen, machine):
         words.append("share_parameters=False")
-    before, mesh = [], ""
-    if chosen.tp * chosen.pp * work.cp > 1:
-        sizes, names = ["-1"], ["dp"]
-        for name, value in (("pp", chosen.pp), ("cp", work.cp), ("tp", chosen.tp)):
-            if value > 1:
-                sizes.append(str(value))
-                names.append(name)
-        device = "cuda" if machine.on_gpu else "cpu"
-        quoted = ", ".join(f'"{name}"' for name in names)
-        data = machine.world // (chosen.tp * chosen.pp * work.cp)
-        before.append(
-            f'mesh = init_device_mesh("{device}", ({data}, {", ".join(sizes[1:])}), mesh_dim_names=({quoted}))'
-        )
-        mesh = ', device_mesh=mesh["dp"]'
-        if work.cp > 1:  # ranks of a sequence average their gradients too
-            before.append('mesh["dp", "cp"]._flatten("dp_cp")')
-            mesh = ', device_mesh=mesh["dp_cp"]'
+    before, part = _mesh(chosen, machine, work)
+    mesh = f", device_mesh={part}" if part else ""
     if precision.convert:
         before.append(precision.convert)
     if chosen.checkpointed:
         before.append("# each layer's forward inside torch.utils.checkpoint.checkpoint(..., use_reentrant=False)")
     made = _OPTIMIZER[work.optimizer]
     return "\n".join([*before, f"model, optimizer = sw.wrap(model, {made}, {', '.join(words)}{mesh})"])
+
+
+def _mesh(chosen: Candidate, machine: Machine, work: Work) -> tuple[list[str], str]:
+    """Return the lines that make a mesh of all degrees, and its part that averages gradients; none if it is all of it."""
+    degrees = {"pp": chosen.pp, "cp": work.cp, "tp": chosen.tp}
+    sizes = {name: size for name, size in degrees.items() if size > 1}
+    if not sizes:
+        return [], ""
+    device = "cuda" if machine.on_gpu else "cpu"
+    shape = ", ".join(map(str, (machine.world // math.prod(sizes.values()), *sizes.values())))
+    names = ", ".join(f'"{name}"' for name in ("dp", *sizes))
+    lines = [f'mesh = init_device_mesh("{device}", ({shape}), mesh_dim_names=({names}))']
+    if work.cp == 1:
+        return lines, 'mesh["dp"]'
+    return [*lines, 'mesh["dp", "cp"]._flatten("dp_cp")'], 'mesh["dp_cp"]'  # ranks of a sequence average gradients, too
 
 
 def _is_private(chosen: Candidate, machine: Machine) -> bool:
@@ -77,7 +78,11 @@ def mixed(work: Work) -> str:
 
 def _accelerate(chosen: Candidate, machine: Machine, work: Work) -> str:
     """Return the file that `accelerate launch --config_file` reads. Our Accelerator takes zero= itself."""
+    if chosen.pp > 1:
+        raise PlanError(f"accelerate has no pipeline stages, got pp {chosen.pp}: use --form wrap")
     sharded = chosen.zero >= 2
+    if chosen.tp * work.cp > 1 and not sharded:
+        raise PlanError(f"accelerate has tp and cp with FSDP2 only, got zero {chosen.zero}: use --form wrap")
     kind = "FSDP" if sharded else "MULTI_GPU" if machine.on_gpu else "MULTI_CPU"
     lines = [
         "compute_environment: LOCAL_MACHINE",
@@ -98,14 +103,24 @@ def _accelerate(chosen: Candidate, machine: Machine, work: Work) -> str:
             f"  fsdp_offload_params: {str(bool(chosen.offload)).lower()}",
             "  fsdp_state_dict_type: SHARDED_STATE_DICT",
         ]
+    if chosen.tp * work.cp > 1:
+        lines += [
+            "parallelism_config:",
+            f"  parallelism_config_dp_shard_size: {machine.world // (chosen.tp * work.cp)}",
+            f"  parallelism_config_tp_size: {chosen.tp}",
+            f"  parallelism_config_cp_size: {work.cp}",
+        ]
     return "\n".join(lines)
 
 
 def _fsdp2(chosen: Candidate, machine: Machine, work: Work) -> str:
     device = "cuda" if machine.on_gpu else "cpu"
-    data = machine.world // (chosen.tp * chosen.pp)
-    lines = [f'mesh = init_device_mesh("{device}", ({data},))']
-    words = ["mesh=mesh", f"reshard_after_forward={chosen.zero == 3}"]
+    lines, part = _mesh(chosen, machine, work)
+    if chosen.zero < 2:  # FSDP2 has no form that keeps whole gradients
+        group = f", process_group={part}.get_group()" if part else ""
+        return "\n".join([*lines, f"model = DistributedDataParallel(model{group})"])
+    lines = lines or [f'mesh = init_device_mesh("{device}", ({machine.world},))']
+    words = [f"mesh={part or 'mesh'}", f"reshard_after_forward={chosen.zero == 3}"]
     if work.precision != "fp32":
         dtype = "float16" if work.precision == "fp16" else "bfloat16"
         lines.append(f"policy = MixedPrecisionPolicy(param_dtype=torch.{dtype}, reduce_dtype=torch.float32)")
@@ -113,13 +128,15 @@ def _fsdp2(chosen: Candidate, machine: Machine, work: Work) -> str:
     if chosen.offload:
         words.append("offload_policy=CPUOffloadPolicy()")
     given = ", ".join(words)
-    if chosen.zero < 2:
-        return "model = DistributedDataParallel(model)  # FSDP2 has no form that keeps whole gradients"
     lines += ["for layer in model.layers:", f"    fully_shard(layer, {given})", f"fully_shard(model, {given})"]
     return "\n".join(lines)
 
 
 def _deepspeed(chosen: Candidate, machine: Machine, work: Work) -> str:
+    if chosen.pp * work.cp > 1:
+        raise PlanError(
+            f"a DeepSpeed JSON has no pipeline stages and no context parallelism, got pp {chosen.pp} and cp {work.cp}: use --form wrap"
+        )
     device, _, folder = (chosen.offload or "").partition(":")
     place = {"device": device, **({"nvme_path": folder} if folder else {})}
     offload = {"offload_optimizer": place} if device else {}
@@ -127,6 +144,7 @@ def _deepspeed(chosen: Candidate, machine: Machine, work: Work) -> str:
         "train_micro_batch_size_per_gpu": work.micro_batch,
         "gradient_accumulation_steps": work.accumulate,
         "zero_optimization": {"stage": chosen.zero, **offload},
+        **({"tensor_parallel": {"autotp_size": chosen.tp}} if chosen.tp > 1 else {}),
         **({} if work.precision == "fp32" else {mixed(work): {"enabled": True}}),
         "gradient_clipping": 1.0,
     }

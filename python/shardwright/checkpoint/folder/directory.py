@@ -16,7 +16,7 @@ from ..files import in_words
 from ..peers import Peers, os_error
 from ..remote.mirror import Mirror
 from ..remote.store import Store, is_of_content, on_first
-from ..writing import new_nonce
+from ..writing import Target, new_nonce
 from .partial import make_folder
 from .retention import (
     DAMAGED,
@@ -36,16 +36,6 @@ from .retention import (
 
 logger = logging.getLogger("shardwright")
 _ROUND_S = 0.5
-
-
-@dataclasses.dataclass(frozen=True)
-class Target:
-    """The folder of the next save; on rank 0 also the existing folder's identity, remains, and folders to retire."""
-
-    folder: str
-    replaces: str = ""
-    stale: list[str] = dataclasses.field(default_factory=list)
-    retired: list[str] = dataclasses.field(default_factory=list)
 
 
 class Directory:

@@ -7,8 +7,8 @@ receiver clears its tables first and writes them last, so a partial copy is neve
 
 from __future__ import annotations
 
-import json
 import logging
+import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,25 +17,21 @@ from typing import Any
 import torch
 
 from ...layout.memory import bytes_of
-from .image import Image, Table, pieces
+from .image import Image, Table
+from .ranges import cut, merged
 
 _logger = logging.getLogger("shardwright")
-_HEAD_BYTES = 64
+_HEAD = struct.Struct("<3Q40x")  # slot, bytes of data, bytes of tables
 _WINDOW_BYTES = 64 << 20
 _POLL_S = 0.001
 _SIZE, _TABLES, _RUNS = 1, 2, 3  # tags; a pair has one sender and one receiver, so the order identifies steps
 
 
 class Buddies:
-    """The sender and the receivers of one carrier.
+    """The senders and the receivers of one carrier.
 
-    Parameters
-    ----------
-    wire : Wire
-    peers : list of (int, int)
-        For each k: the carrier that receives our images, and the carrier that sends us its images.
-    make : callable
-        make(k, slot, data, tables) returns the image for host (h - k)'s step.
+    `peers`: for each k the carrier that receives our images, and the one that sends us its images. make(k, slot, data, tables)
+    returns the image for host (h - k)'s step.
     """
 
     def __init__(
@@ -44,13 +40,11 @@ class Buddies:
         self._wire, self._peers, self._make = wire, peers, make
         self._changed = threading.Condition()
         self._job: tuple[Image, int, str, int] | None = (
-            None  # image, slot, nonce, tables; of the step that is being sent
+            None  # image, slot, nonce, tables of the step that is being sent
         )
         self._started = 0
-        self._sent, self._received = (
-            [0] * len(peers),
-            [0] * len(peers),
-        )  # a peer's step may arrive before ours has started
+        self._sent = [0] * len(peers)
+        self._received = [0] * len(peers)  # a peer's step may arrive before ours has started
         self._is_closed = False
         self.moved = 0  # completed transfers, read by waiting threads; need not be exact
         self.failure = ""
@@ -125,17 +119,13 @@ class Buddies:
         return [found[index] for index in range(count)] if len(found) == count else None
 
     def _send(self, rank: int, image: Image, slot: int, tables: Sequence[Table]) -> None:
-        encoded = [table.encode() for table in tables]
-        told = json.dumps([slot, image.data, [len(each) for each in encoded]]).encode()
-        self._wire_send(rank, _SIZE, _memory(len(told).to_bytes(8, "little").ljust(_HEAD_BYTES, b"\0")))
-        self._wire_send(rank, _SIZE, _memory(told))
-        self._wire_send(rank, _TABLES, _memory(b"".join(encoded)))
-        for begin, nbytes in _cut(tables):
+        encoded = b"".join(table.encode() for table in tables)
+        for tag, data in ((_SIZE, _HEAD.pack(slot, image.data, len(encoded))), (_TABLES, encoded)):
+            memory = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            self._wire.wait(self._wire.send(rank, tag, memory.data_ptr(), memory.numel()))
+        for begin, nbytes in _runs(tables):
             self._wire.wait(self._wire.send(rank, _RUNS, image.address + begin, nbytes))
             self.moved += 1
-
-    def _wire_send(self, rank: int, tag: int, memory: torch.Tensor) -> None:
-        self._wire.wait(self._wire.send(rank, tag, memory.data_ptr(), memory.numel()))
 
     # receiving --------------------------------------------------------------------------------------------------------
 
@@ -143,22 +133,18 @@ class Buddies:
         rank = self._peers[number][1]
         images: dict[int, Image] = {}
         while True:
-            size = self._wire_receive(rank, _SIZE, _HEAD_BYTES)
-            told = self._wire_receive(rank, _SIZE, int.from_bytes(size[:8], "little"))
-            slot, data, lengths = json.loads(told)
-            encoded = self._wire_receive(rank, _TABLES, sum(lengths))
-            tables = [Table.decode(each) for each in _split(encoded, lengths)]
-            assert all(tables)
+            slot, data, nbytes = _HEAD.unpack(self._wire_receive(rank, _SIZE, _HEAD.size))
+            tables = list(Table.each_of(self._wire_receive(rank, _TABLES, nbytes)))
             image = images.get(slot)
-            if image is None or (image.data, image.tables) != (data, len(lengths)):
-                image = images[slot] = self._make(number + 1, slot, data, len(lengths))
+            if image is None or (image.data, image.tables) != (data, len(tables)):
+                image = images[slot] = self._make(number + 1, slot, data, len(tables))
             for index in range(image.tables):
                 image.clear(index)
-            for begin, nbytes in _cut([table for table in tables if table is not None]):
+            for begin, nbytes in _runs(tables):
                 self._wire.wait(self._wire.receive(rank, _RUNS, image.address + begin, nbytes))
                 self.moved += 1
-            for index, each in enumerate(_split(encoded, lengths)):
-                image.write(index, each)
+            for index, table in enumerate(tables):
+                image.write(index, table.encode())
             self._count(self._received, number)
 
     def _wire_receive(self, rank: int, tag: int, nbytes: int) -> bytes:
@@ -167,24 +153,7 @@ class Buddies:
         return bytes_of(memory)
 
 
-def _cut(tables: Sequence[Table]) -> list[tuple[int, int]]:
-    """Return the runs of tables, merged where adjacent and cut at windows, equal on both sides."""
-    joined: list[tuple[int, int]] = []
-    for begin, nbytes in sorted(run for table in tables for run in table.each_run()):
-        if joined and sum(joined[-1]) == begin:
-            joined[-1] = joined[-1][0], joined[-1][1] + nbytes
-        else:
-            joined.append((begin, nbytes))
-    return [run for part in pieces(joined, _WINDOW_BYTES) for run in part]
-
-
-def _memory(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-def _split(data: bytes, lengths: Sequence[int]) -> list[bytes]:
-    found, at = [], 0
-    for length in lengths:
-        found.append(data[at : at + length])
-        at += length
-    return found
+def _runs(tables: Sequence[Table]) -> list[tuple[int, int]]:
+    """Return the runs of tables, merged and cut at windows, equal on both sides."""
+    runs = merged(run for table in tables for run in table.each_run())
+    return [run for window in cut(runs, _WINDOW_BYTES) for run in window]

@@ -37,7 +37,6 @@ import torch
 from ..._engine import CheckpointError
 from .client import Client
 
-BLOCK_BYTES = 1 << 20
 TABLE_BYTES = 64 << 20  # of address space; a table has as many pages as bytes
 _MAGIC = b"swimage3"
 _PREFIX = struct.Struct("<8sIIII")
@@ -74,9 +73,13 @@ class Table:
         """Yield (begin, nbytes)."""
         return _RUN.iter_unpack(self.runs)
 
-    @property
-    def nbytes(self) -> int:
-        return sum(nbytes for _, nbytes in self.each_run())
+    @classmethod
+    def each_of(cls, encoded: bytes) -> Iterator[Table]:
+        """Yield the tables in a concatenation of tables."""
+        at = 0
+        while at < len(encoded) and (table := cls.decode(memoryview(encoded)[at:])) is not None:
+            yield table
+            at += len(table.encode())
 
 
 def _checksum(lengths: Sequence[int], rest: bytes) -> int:
@@ -84,15 +87,7 @@ def _checksum(lengths: Sequence[int], rest: bytes) -> int:
 
 
 class Image:
-    """A mapped image.
-
-    Parameters
-    ----------
-    fd : int
-        Owned.
-    meta : dict
-        data: bytes before the tables; tables: number of tables.
-    """
+    """A mapped image. It owns `fd`; `meta` has "data", the bytes before the tables, and "tables", their number."""
 
     def __init__(self, fd: int, meta: dict[str, int]) -> None:
         self.fd, self.data, self.tables = fd, meta["data"], meta["tables"]
@@ -150,16 +145,7 @@ class Image:
 
     def each_table(self) -> Iterator[Table]:
         """Yield the valid tables."""
-        for index in range(self.tables):
-            table = self.table(index)
-            if table is not None:
-                yield table
-
-    def copy(self, runs: Sequence[tuple[int, int]], other: Image) -> None:
-        """Copy runs from another image."""
-        ours, theirs = self.view, other.view
-        for begin, nbytes in runs:
-            ours[begin : begin + nbytes] = theirs[begin : begin + nbytes]
+        return filter(None, map(self.table, range(self.tables)))
 
     def close(self) -> None:
         """Close the file descriptor. The last reference to the memory unmaps it."""
@@ -182,9 +168,7 @@ def _forget() -> None:
     if not files:
         return
     nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-    for fd in map(
-        int, os.listdir("/proc/self/fd")
-    ):  # the one of the map, too, which has no name here and closes it itself
+    for fd in map(int, os.listdir("/proc/self/fd")):  # the map's, too, which has no name here and closes it itself
         with contextlib.suppress(OSError):
             found = os.fstat(fd)
             if (found.st_dev, found.st_ino) in files:
@@ -193,19 +177,3 @@ def _forget() -> None:
 
 
 os.register_at_fork(after_in_child=_forget)
-
-
-def pieces(runs: Sequence[tuple[int, int]], window: int) -> Iterator[list[tuple[int, int]]]:
-    """Cut runs into lists of at most `window` bytes each."""
-    part: list[tuple[int, int]] = []
-    room = window
-    for begin, nbytes in runs:
-        while nbytes:
-            taken = min(nbytes, room)
-            part.append((begin, taken))
-            begin, nbytes, room = begin + taken, nbytes - taken, room - taken
-            if not room:
-                yield part
-                part, room = [], window
-    if part:
-        yield part

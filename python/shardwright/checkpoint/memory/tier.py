@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import json
 import logging
 import os
@@ -21,7 +20,8 @@ from .buddies import Buddies
 from .budget import SLOTS, Need, memory_left, no_restore, refusal
 from .client import ANSWER_S, Client, ancestors, launcher_of, name_of
 from .image import Image, Table
-from .restoring import WHOLE, Candidate, Source, first_reason, in_blocks
+from .ranges import connect_carriers, in_blocks, on_hosts
+from .restoring import WHOLE, Candidate, Source
 
 _logger = logging.getLogger("shardwright")
 #: file of the checkpoint directory: the name of its guardians. Another directory, or one that was made anew, has another. It is
@@ -32,27 +32,14 @@ _JOB_BYTES = 16
 _ROOM_BYTES = 64 << 20
 File = tuple[str, int, int]
 _ROUND_S = 0.5
-_MEET_S = 60.0
 
 
 class MemoryTier:
     """This rank's part of the memory tier. The constructor is collective. If the tier is impossible it does not raise:
     `off` has the reason, equal on all ranks, and rank 0 logs it once.
 
-    Parameters
-    ----------
-    directory : str
-    run : str
-        Equal on all ranks and never used before.
-    replicas : int, optional
-        Number of hosts with a copy of each host's images. Default: 1 if the next host is another machine, else 0.
-    threads : int
-        Copying threads of each rank.
-
-    Raises
-    ------
-    ValueError
-        On every rank: more replicas than other hosts.
+    `run` is equal on all ranks and was never used before. `replicas`: the number of hosts with a copy of each host's images;
+    default: 1 if the next host is another machine, else 0. More than the other hosts is a ValueError on every rank.
     """
 
     def __init__(
@@ -74,17 +61,16 @@ class MemoryTier:
         self._directory = directory
         self._branch = 0  # number of rollbacks so far
         self._checked: Any = None  # the layout for which the budget was checked
-        self._files: list[tuple[Any, list[File]]] = []  # (plan, its files) of the last two plans
+        self._files_of = functools.lru_cache(maxsize=2)(_files_of)
         self._has_warned = self.are_ready = False
         self.told: list[Any] = []
         self.skipped = self.kept_bytes = self.fetched_bytes = 0
         self._saver = CheckpointSaver(peers.rank, peers.world_size, threads=threads)
         self.replicas = self._choose_replicas(replicas)
-        self._turn_off_if(
-            first_reason(self._peers, functools.partial(self._find_guardians, directory, run), "guardians")
-        )
-        if not self.off and self.replicas:
-            self._turn_off_if(first_reason(self._peers, self._meet_buddies, "buddies"))
+        with self._or_off():
+            self._find_guardians(directory, run)
+            if self.replicas:
+                self._meet_buddies()
 
     # agreement --------------------------------------------------------------------------------------------------------
 
@@ -96,6 +82,14 @@ class MemoryTier:
         if self._peers.rank == 0:
             _logger.warning("checkpoints go to the disk alone, without a memory tier: %s", reason)
         self.close(goodbye=True)
+
+    @contextlib.contextmanager
+    def _or_off(self) -> Iterator[None]:
+        """Turn the tier off on an error of on_hosts(), which is equal on all ranks."""
+        try:
+            yield
+        except CheckpointError as error:
+            self._turn_off_if(str(error))
 
     @property
     def _is_first(self) -> bool:
@@ -121,36 +115,35 @@ class MemoryTier:
         return asked
 
     def _find_guardians(self, directory: str, run: str) -> None:
-        """Connect each rank to its host's guardian. The host's first rank starts it. Collective up to an error."""
-        told = self._peers.together(
+        """Connect each rank to its host's guardian. The host's first rank starts it. Collective."""
+        told = on_hosts(
+            self._peers,
             lambda: [_job_of(directory) if self._peers.rank == 0 else "", ancestors(), self._rollbacks()],
-            "guardians of the memory tier",
+            "guardians",
         )
         self._branch = len(told[0][2])
         chains = [[(pid, start) for pid, start in told[rank][1]] for rank in self._here]
-        name, failure = name_of(told[0][0], self._peers.simulated_host), None
+        name = name_of(told[0][0], self._peers.simulated_host)
         answer_s = min(ANSWER_S, self._peers.timeout_s / 4)  # the others wait for this rank
-        if self._is_first:
-            try:
+
+        def connect(is_starter: bool) -> None:
+            if self._is_first and is_starter:
                 self._client = Client.start(name, run, launcher_of(chains, os.getsid(0)), answer_s=answer_s)
-            except (CheckpointError, OSError) as error:
-                failure = error
-        self._peers.together(functools.partial(_raise, failure), "starting the guardians of the memory tier")
-        if not self._is_first:
-            self._client = Client(name, run, answer_s)
+            elif not self._is_first and not is_starter:
+                self._client = Client(name, run, answer_s)
+
+        for is_starter in (True, False):
+            on_hosts(self._peers, functools.partial(connect, is_starter), "guardians")
 
     def _rollbacks(self) -> list[int]:
         """Return the steps of all rollbacks of this directory, on rank 0."""
         return rollbacks(self._directory) if self._peers.rank == 0 else []
 
     def _meet_buddies(self) -> None:
-        """Make the wire between carriers. Collective over hosts."""
-        told = self._peers.exchange(secrets.token_hex(32) if self._peers.rank == 0 else "", "wire of the memory tier")
-        if not self._is_first:
+        """Make the wire between carriers. Collective."""
+        wire = connect_carriers(self._peers, "memory", self._timeout_s)
+        if wire is None:
             return
-        secret = bytes.fromhex(told[0])
-        name = f"memory/{hashlib.sha256(secret).hexdigest()[:16]}"
-        wire = self._peers.make_wire(name, secret, min(_MEET_S, self._timeout_s))
         carriers = self._peers.carriers
         others = [
             (carriers[(self._host + k) % len(carriers)], carriers[(self._host - k) % len(carriers)])
@@ -170,10 +163,8 @@ class MemoryTier:
         return self._buddies is not None and self._buddies.is_busy
 
     def is_due(self, step: int, ready: bool, digests: Any = ()) -> bool:
-        """Return True if the state of `step` must be copied to memory now. Collective. Afterwards `are_ready` is True
-        if all ranks passed `ready`, and `told` has every rank's digests.
-
-        False, equal on all ranks, while any rank is_busy, and after the tier is off."""
+        """Return True if the state of `step` must be copied to memory now; not while any rank is_busy, nor once the tier is off.
+        Afterwards `are_ready` is True if all ranks passed `ready`, and `told` has every rank's digests. Collective."""
         if self.off:
             return False
         mine = [step, self.is_busy, self._trouble(), ready, digests]
@@ -213,13 +204,8 @@ class MemoryTier:
         """Copy this rank's share of a step into memory. Call it after is_due(), on all ranks. An error ends the tier at
         the next step.
 
-        Parameters
-        ----------
-        layout
-            Equal objects in successive calls mean equal plans, on all ranks.
-        share : callable
-            Returns (estimate of this rank's bytes for the budget, True if a restore reads only its slices). Called only
-            for a new layout.
+        Equal `layout` objects in successive calls mean equal plans, on all ranks. share(), called only for a new layout, returns
+        (estimate of this rank's bytes for the budget, True if a restore reads only its slices).
         """
         slot = 0 if self._complete is None else (self._complete[0] + 1) % SLOTS
         image = self._image(slot, layout, plan, share, own)
@@ -255,14 +241,6 @@ class MemoryTier:
             head["files"] = [*self._files_of(plan), *self._files_of(own_plan)]
         image.write(self._index, Table(head, runs, tallies).encode())
 
-    def _files_of(self, plan: CheckpointPlan) -> list[File]:
-        """Return a plan's files, cached for the last two plans."""
-        for known, files in self._files:
-            if known is plan:
-                return files
-        self._files = [*self._files[-1:], (plan, _files_of(plan))]
-        return self._files[-1][1]
-
     def _image(
         self, slot: int, layout: Any, plan: CheckpointPlan, share: Callable[[], tuple[int, bool]], own: Any
     ) -> Image | None:
@@ -272,8 +250,7 @@ class MemoryTier:
         if found is not None and found[0] is layout:
             return found[1]
         if found is not None:
-            found[1].close()
-            del self._images[slot]
+            self._images.pop(slot)[1].close()
         if self._checked is not layout:
             own_bytes = 0 if own is None else sum(in_blocks(nbytes) for _, nbytes, *_ in own[0].files())
             share_bytes, has_slices = share()
@@ -283,24 +260,21 @@ class MemoryTier:
             return None
         data = sum(in_blocks(nbytes) for _, nbytes, _ in self._files_of(plan)) + in_blocks(self._room)
         name = f"own-{slot}"
-        made: list[Image] = []
 
-        def make() -> None:
+        def make(is_maker: bool) -> None:
             assert self._client is not None
-            if self._is_first:
-                made.append(Image.make(self._client, name, data, len(self._here)))
+            if self._is_first == is_maker:
+                made = (
+                    Image.make(self._client, name, data, len(self._here))
+                    if is_maker
+                    else Image.open(self._client, name)
+                )
+                self._images[slot] = layout, made
 
-        def open_it() -> None:
-            assert self._client is not None
-            if not self._is_first:
-                made.append(Image.open(self._client, name))
-
-        for call in (make, open_it):
-            self._turn_off_if(first_reason(self._peers, call, f"image {slot}") if not self.off else "")
-        if self.off:
-            return None
-        self._images[slot] = layout, made[0]
-        return made[0]
+        with self._or_off():
+            for is_maker in (True, False):
+                on_hosts(self._peers, functools.partial(make, is_maker), f"image {slot}")
+        return None if self.off else self._images[slot][1]
 
     def _over_budget(self, share_bytes: int, own_bytes: int, has_slices: bool) -> str:
         """Return the reason why the images of some host do not fit. Set the room for rank 0's files. Collective."""
@@ -346,30 +320,31 @@ class MemoryTier:
             except (CheckpointError, OSError) as error:
                 _logger.warning("steps in memory cannot be read: %s", error)
         images_of, noted = zip(*self._peers.exchange([mine, self._rollbacks()], "steps in memory"))
-        found: dict[Any, dict[int, list[tuple[str, dict[int, tuple[int, int]]]]]] = {}
+        found: dict[Any, dict[int, dict[str, list[int]]]] = {}
         for rank, images in enumerate(images_of):
-            for name, *key, ranks in images:
-                held = {int(each): (sizes[0], sizes[1]) for each, sizes in ranks.items()}
-                found.setdefault(tuple(key), {}).setdefault(self._hosts[rank], []).append((name, held))
+            for name, key, ranks in images:
+                found.setdefault(tuple(key), {}).setdefault(self._hosts[rank], {})[name] = ranks
         complete = []
         for (step, nonce, world_size, data, branch), by_host in sorted(found.items(), key=lambda each: each[0]):
             if any(step > rollback for rollback in noted[0][branch:]):  # of a host that was away then
                 continue
-            if {rank for images in by_host.values() for _, ranks in images for rank in ranks} == {*range(world_size)}:
-                parts = tuple(tuple(by_host.get(host, ())) for host in range(self._peers.host_count))
+            if {rank for images in by_host.values() for ranks in images.values() for rank in ranks} == {
+                *range(world_size)
+            }:
+                parts = tuple(by_host.get(host, {}) for host in range(self._peers.host_count))
                 complete.append(Candidate(step, nonce, world_size, data, parts))
         return complete
 
-    def _look(self) -> list[Any]:
-        """Return (image, step, nonce, world size, data, branch, rank -> sizes) of this host's valid tables."""
+    def _look(self) -> list[tuple[str, list[Any], list[int]]]:
+        """Return (image, [step, nonce, world size, data, branch], ranks) of this host's valid tables."""
         assert self._client is not None
-        found: dict[Any, dict[int, tuple[int, int]]] = {}
+        found: dict[Any, list[int]] = {}
         for name in self._client.ask("list")[0]["names"]:
-            with self._opened(name) as image:
+            with contextlib.closing(self._open(name)) as image:
                 for table in image.each_table():
-                    key = name, *(table.head[each] for each in ("step", "nonce", "world_size", "data", "branch"))
-                    found.setdefault(key, {})[table.head["rank"]] = len(table.encode()), table.nbytes
-        return [(*key, ranks) for key, ranks in found.items()]
+                    key = tuple(table.head[each] for each in ("step", "nonce", "world_size", "data", "branch"))
+                    found.setdefault((name, key), []).append(table.head["rank"])
+        return [(name, [*key], ranks) for (name, key), ranks in found.items()]
 
     def assemble(self, chosen: Candidate) -> tuple[Source | None, str]:
         """Open an image of a candidate on each host. Return (source, "") or (None, reason). Collective.
@@ -378,20 +353,21 @@ class MemoryTier:
         are present."""
         with contextlib.ExitStack() as stack:
             stack.callback(self._drop_whole)
-            made: list[Image] = []
-            reason = first_reason(self._peers, lambda: self._make_whole(chosen), "an image to restore")
-            reason = reason or first_reason(
-                self._peers, lambda: made.append(self._open_best(chosen)), "an image to restore"
-            )
-            for image in made:
-                stack.callback(image.close)
-            if reason:
-                return None, reason
-            source = Source(chosen, made[0], self._peers, self._open, self._end_restore, self._timeout_s)
-            stack.callback(source.close)
-            reason = source.meet() or source.bring(source.lists())
-            if reason:
-                return None, reason
+            opened: list[Image] = []
+
+            def open_best() -> None:
+                opened.append(self._open(chosen.best(self._host) or WHOLE))
+                stack.callback(opened[0].close)
+
+            try:
+                on_hosts(self._peers, lambda: self._make_whole(chosen), "an image to restore")
+                on_hosts(self._peers, open_best, "an image to restore")
+                source = Source(chosen, opened[0], self._peers, self._open, self._end_restore, self._timeout_s)
+                stack.callback(source.close)
+                source.meet()
+                source.bring(source.lists())
+            except CheckpointError as error:
+                return None, str(error)
             stack.pop_all()
             return source, ""
 
@@ -410,25 +386,13 @@ class MemoryTier:
         if self._is_first and self._client is not None and chosen.best(self._host) is None:
             Image.make(self._client, WHOLE, chosen.data, 0).close()
 
-    def _open_best(self, chosen: Candidate) -> Image:
-        return self._open(chosen.best(self._host) or WHOLE)
-
     def _open(self, name: str) -> Image:
         assert self._client is not None
         return Image.open(self._client, name)
 
-    @contextlib.contextmanager
-    def _opened(self, name: str) -> Iterator[Image]:
-        assert self._client is not None
-        image = Image.open(self._client, name)
-        try:
-            yield image
-        finally:
-            image.close()
-
     def took(self, chosen: Candidate) -> None:
         """Keep the restored candidate until the next step is complete."""
-        names = [name for host in chosen.parts for name, _ in host]
+        names = [name for host in chosen.parts for name in host]
         self._complete, self._last = (int(names[0].rpartition("-")[2]), chosen.step), None
 
     def forget_after(self, step: int) -> None:
@@ -483,18 +447,10 @@ def _files_of(plan: CheckpointPlan) -> list[File]:
     ]
 
 
-def _raise(failure: Exception | None) -> None:
-    if failure is not None:
-        raise failure
-
-
 def _job_of(directory: str) -> str:
-    """Return the name of the directory's guardians. Made at first use, and again for a copy of another directory.
-
-    The file system's number distinguishes directories on all hosts; st_dev of a network file system differs between
-    hosts.
-    """
+    """Return the name of the directory's guardians. Made at first use, and again for a copy of another directory."""
     path = os.path.join(directory, JOB)
+    # f_fsid distinguishes directories on all hosts; st_dev of a network file system differs between hosts
     place = [os.statvfs(directory).f_fsid, os.stat(directory).st_ino]
     with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError), open(path, encoding="ascii") as file:
         told = json.load(file)

@@ -1,4 +1,4 @@
-"""A restore on all ranks: rank 0 reads the lists, each rank its bytes; live tensors change only after agreement."""
+"""A restore on all ranks: what fits, what is read, and after a verdict of all ranks what is applied."""
 
 from __future__ import annotations
 
@@ -10,16 +10,56 @@ from typing import Any
 
 from ..._engine import CheckpointError, CheckpointFolder, NewerCheckpointError
 from ...options.name_map import NameMap
+from .. import tree
 from ..memory.repeated import forget_tensors_of
 from ..memory.restoring import Source
 from ..peers import Peers
 from ..rows import TENSORS
+from ..slices import replicas_of
+from ..state.content import try_random_state
 from ..training import Training
-from .reading import Mismatch, Reader
+from .applying import apply, tensors_of
+from .filling import Filler, digest_of, is_in_place, places_of
+from .fitting import Fit, Mismatch
 
 SOUND, REJECTED, FATAL = "sound", "rejected", "fatal"
 #: files of a folder that rank 0 reads for all ranks
 _SMALL = ("state.json", "optimizer.json")
+
+
+class Restore:
+    """A checkpoint on one rank, from its lists to the training."""
+
+    def __init__(self, path: str, fit: Fit, filler: Filler) -> None:
+        self.path, self.fit, self.filler = path, fit, filler
+        self.folder = fit.folder
+        self.random: Any = None
+        is_sliced = any(replica.zero for replica in replicas_of(fit.training.model))  # written in slices or whole only
+        live = [*([] if is_sliced else fit.model[0]), *fit.live.values()]
+        self.places = places_of([*fit.new.values(), *fit.state_reads.values()], live)
+
+    def read(self, spans: Sequence[tuple[str, int, int]] | None, *, verify: bool) -> None:
+        """Read what no live tensor loses by, try the generators and check this rank's share of the rest, or `spans`."""
+        fit, filler = self.fit, self.filler
+        if fit.own is not None:
+            try:
+                filler.fill(fit.own_reads.values())
+                self.random = tree.decode(fit.own["random"], tensors_of(fit.own_reads))
+                try_random_state(self.random)
+            except Exception as error:
+                why = error or type(error).__name__
+                raise CheckpointError(f"'{self.folder.path}', ranks/ of rank {fit.rank}: {why}") from None
+        filler.read_ahead()
+        filler.fill(each for each in (*fit.new.values(), *fit.state_reads.values()) if not is_in_place(each[1]))
+        count = self.folder.block_count
+        if verify and spans is not None:
+            filler.check(spans)
+        elif verify:
+            filler.verify(count * fit.rank // fit.world_size, count * (fit.rank + 1) // fit.world_size)
+
+    def take_back(self) -> None:
+        """Restore the values that live tensors had before read()."""
+        self.filler.take_back()
 
 
 def agree_on(
@@ -28,14 +68,16 @@ def agree_on(
     peers: Peers,
     *,
     verify: bool,
+    everything: bool = False,
     spare: Sequence[tuple[int, int]] = (),
     names: NameMap = NameMap(),
     source: Source | None = None,
-) -> tuple[Reader | None, str]:
-    """Return (reader, "") if every rank finds `path` sound and fitting. Collective.
+) -> tuple[Restore | None, str]:
+    """Return (restore, "") if every rank finds `path` sound and fitting. Collective.
 
-    If some rank cannot read it, return (None, reason) and leave live tensors unchanged. `spare`: see Reader.verify_share.
-    `source`: the files, if they are in memory; `path` then only names the checkpoint.
+    If some rank cannot read it, return (None, reason) and leave live tensors unchanged. `everything`: restore all that a
+    Checkpointer saves, not only model and optimizer. `spare`: (address, nbytes) of memory that keeps old values of live
+    tensors until take_back(). `source`: the files, if they are in memory; `path` then only names the checkpoint.
 
     Raises
     ------
@@ -46,34 +88,41 @@ def agree_on(
     folder, refusal = _open_together(path, peers, source)
     if folder is None:
         return None, refusal
-    made: list[Reader] = []
+    made: list[Restore] = []
     is_sound = False
-    offers: list[str] = []
-    ranges: list[tuple[str, int, int]] = []
     arriving = None if source is None or source.is_whole else source
+    room = sum(nbytes for _, nbytes in spare)
 
-    def look() -> None:
-        made.append(Reader(path, folder, training, peers.rank, peers.world_size, names))
-        offers.append(made[0].offer())
+    keeps: Sequence[bool] = ()
+    reads: list[tuple[str, int, int]] = []
 
-    def check() -> None:
-        made[0].try_generators(peers.rank)
-        if verify:
-            made[0].verify_share(peers.rank, peers.world_size, None if arriving is None else arriving.share())
+    def fits() -> list[Any]:
+        fit = Fit(folder, training, peers.rank, peers.world_size, names, everything)
+        made.append(Restore(path, fit, Filler(folder, peers.rank, peers.world_size)))
+        return ["" if source is not None else digest_of(made[0].places), room, fit.has_own_compressor()]
 
-    def agree(call: Callable[[], None]) -> str:
-        mine = _verdict_of(call, path)
-        return _hear(peers.agreement(mine, f"verdict on {path}") or [mine], peers)
+    def list_reads() -> None:
+        made[0].fit.choose_debts(all(keeps))
+        if arriving is not None:
+            reads.extend(made[0].filler.ranges(made[0].fit.reads()))
 
+    agree = functools.partial(_agree, peers, path)
     try:
-        refusal = agree(look)
+        refusal, told = agree(fits)
         if not refusal:
-            _share(made[0], offers[0] if source is None else "", spare, peers)
+            digests, rooms, keeps = zip(*told)
+            is_shared = not peers.has_hosts and bool(digests[0]) and len({*digests}) == 1
+            turn = (peers.rank, rooms) if is_shared else (0, (room,))
+            made[0].filler.share(made[0].places, *turn, spare)
+            refusal, _ = agree(list_reads)
         if arriving is not None and not refusal:
-            _agree_on_compressor(made[0], peers)
-            refusal = agree(lambda: ranges.extend(made[0].reads(peers.rank, peers.world_size)))
-            refusal = refusal or arriving.bring(ranges)
-        refusal = refusal or agree(check)
+            try:
+                arriving.bring(reads)
+            except CheckpointError as error:  # equal on all ranks
+                refusal = str(error)
+        if not refusal:
+            spans = None if arriving is None else arriving.share()
+            refusal, _ = agree(lambda: made[0].read(spans, verify=verify))
         is_sound = not refusal
     finally:
         if made and not is_sound:
@@ -81,24 +130,50 @@ def agree_on(
     return (made[0], "") if is_sound else (None, refusal)
 
 
+def apply_together(restore: Restore, peers: Peers) -> Any:
+    """Fill the training on every rank and return `extra`. All ranks raise CheckpointError if one fails. Collective."""
+    extra = None
+
+    def apply_it() -> None:
+        nonlocal extra
+        extra = apply(restore.fit, restore.filler, restore.random)
+
+    _load_together(restore.path, peers, restore.filler.read_rest)
+    restore.filler.trade(functools.partial(peers.send, label=f"parts of {restore.path}"))
+    _load_together(restore.path, peers, apply_it)
+    return extra
+
+
+def _load_together(path: str, peers: Peers, call: Callable[[], None]) -> None:
+    def load() -> None:
+        try:
+            call()
+        except Exception as error:
+            why = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+            raise CheckpointError(f"'{path}' was loaded in part, and the training is not usable: {why}") from error
+
+    peers.together(load, f"load of {path}")
+
+
 def _open_together(path: str, peers: Peers, source: Source | None = None) -> tuple[CheckpointFolder | None, str]:
     """Open the folder on rank 0 and send its catalog to all ranks. Return (folder, "") or (None, reason). Collective."""
     catalog = b""
     found: list[CheckpointFolder] = []
 
-    def read() -> None:
+    def read() -> str:
         nonlocal catalog
+        if peers.rank:
+            return ""
         found.append(CheckpointFolder(path) if source is None else source.open())
         headers = [each for each in found[0].files if each.endswith(".safetensors") and not _is_of_one_rank(each)]
         catalog = found[0].catalog([*(name for name in _SMALL if name in found[0].files), *headers])
+        return found[0].path
 
-    verdict = _verdict_of(read, path) if peers.rank == 0 else _SOUND
-    verdict, name = peers.exchange([verdict, found[0].path if found else path], f"opening {path}")[0]
-    refusal = _hear([verdict], peers)
+    refusal, names = _agree(peers, path, read, f"opening {path}")
     if refusal:
         return None, refusal
     catalog = peers.broadcast(catalog, f"catalog of {path}")
-    folder = found[0] if found else CheckpointFolder.received(name, catalog)
+    folder = found[0] if found else CheckpointFolder.received(names[0], catalog)
     return (folder if source is None else source.attach(folder)), ""
 
 
@@ -106,24 +181,38 @@ def _is_of_one_rank(path: str) -> bool:
     return path.startswith("ranks/") and not path.startswith(TENSORS)
 
 
-_SOUND = [SOUND, ""]
 #: transient errors of a process, a system or a mount: the folder may be sound, so they must not reject it
 _OF_A_MOMENT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE)
 
 
-def _verdict_of(look: Callable[[], None], path: str) -> list[str]:
-    """Call look() and return its outcome for the other ranks: [kind, sentence]."""
+def _agree(peers: Peers, path: str, look: Callable[[], Any], label: str = "") -> tuple[str, list[Any]]:
+    """Call look() on all ranks. Return ("", its values, of JSON, by rank), or (the reason to pass over the folder, []).
+
+    All ranks raise CheckpointError if look() raises on one for another cause than the folder's content. Collective.
+    """
+    mine = _verdict_of(look, path)
+    told = peers.agreement(mine, label or f"verdict on {path}") or [mine] * peers.world_size
+    for kind in (FATAL, REJECTED):
+        for rank, (found, text, _) in enumerate(told):
+            if found == kind:
+                sentence = text if peers.world_size == 1 else f"rank {rank}: {text}"
+                if kind == FATAL:
+                    raise CheckpointError(sentence)
+                return sentence, []
+    return "", [value for _, _, value in told]
+
+
+def _verdict_of(look: Callable[[], Any], path: str) -> list[Any]:
+    """Call look() and return its outcome for the other ranks: [kind, sentence, value]."""
     try:
-        look()
+        return [SOUND, "", look()]
     except (Mismatch, NewerCheckpointError) as error:
-        return [FATAL, str(error)]
+        return [FATAL, str(error), None]
     except CheckpointError as error:
-        return [FATAL if error.errno in _OF_A_MOMENT else REJECTED, str(error) + _instead(error, path)]
-    except (KeyError, TypeError) as error:
-        return [REJECTED, f"'{path}': {type(error).__name__}: {error}"]
+        return [FATAL if error.errno in _OF_A_MOMENT else REJECTED, str(error) + _instead(error, path), None]
     except Exception as error:
-        return [FATAL, f"'{path}': {type(error).__name__}: {error}"]
-    return _SOUND
+        kind = REJECTED if isinstance(error, (KeyError, TypeError)) else FATAL
+        return [kind, f"'{path}': {type(error).__name__}: {error}", None]
 
 
 def _instead(error: CheckpointError, path: str) -> str:
@@ -138,68 +227,3 @@ def _instead(error: CheckpointError, path: str) -> str:
         else "pass the path that was saved to"
     )
     return f": there is no checkpoint at '{path}', {offer}"
-
-
-def _hear(verdicts: Sequence[Sequence[str]], peers: Peers) -> str:
-    """Return the reason to pass over the folder; "" if all ranks find it sound. Raise CheckpointError for a FATAL verdict."""
-    for kind in (FATAL, REJECTED):
-        for rank, (found, text) in enumerate(verdicts):
-            if found == kind:
-                sentence = text if peers.world_size == 1 else f"rank {rank}: {text}"
-                if kind == FATAL:
-                    raise CheckpointError(sentence)
-                return sentence
-    return ""
-
-
-def _share(reader: Reader, offer: str, spare: Sequence[tuple[int, int]], peers: Peers) -> None:
-    """Decide whether each rank reads its part of the tensors for all ranks, or all of them itself. Collective on one host.
-
-    `offer`: the digest of its ranges; "" if they are not on a disk.
-    """
-    mine: list[Any] = [offer, sum(nbytes for _, nbytes in spare)]
-    told = [mine] if peers.has_hosts else peers.exchange(mine, f"ranges of {reader.path}")
-    if len(told) > 1 and offer and all(each[0] == offer for each in told):
-        reader.share(peers.rank, [each[1] for each in told], spare)
-    else:
-        reader.read_alone(peers.rank, peers.world_size, spare)
-
-
-def _agree_on_compressor(reader: Reader, peers: Peers) -> None:
-    """Decide whether every rank restores the compressor state that it wrote itself. Collective."""
-    same = peers.together(lambda: reader.look_at_compressor(peers.rank, peers.world_size), "owner of compressor")
-    reader.keeps_compressor = all(same)
-
-
-def apply_together(reader: Reader, peers: Peers, *, everything: bool) -> Any:
-    """Fill the training on every rank and return `extra`. All ranks raise CheckpointError if one fails. Collective."""
-    extra = None
-    if everything:
-        try:
-            _agree_on_compressor(reader, peers)
-        except BaseException:
-            reader.take_back()
-            raise
-
-    def apply() -> None:
-        nonlocal extra
-        extra = reader.apply(peers.rank, peers.world_size, everything=everything)
-
-    if reader.is_shared:
-        _load_together(reader, peers, reader.read_rest)
-        reader.trade(functools.partial(peers.send, label=f"parts of {reader.path}"))
-    _load_together(reader, peers, apply)
-    return extra
-
-
-def _load_together(reader: Reader, peers: Peers, call: Callable[[], None]) -> None:
-    """Call call() on every rank. All ranks raise CheckpointError if one fails. Collective."""
-    failure = ""
-    try:
-        call()
-    except Exception as error:
-        failure = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-    for rank, text in enumerate(peers.exchange(failure, f"load of {reader.path}")):
-        if text:
-            where = "" if peers.world_size == 1 else f"rank {rank}: "
-            raise CheckpointError(f"{where}'{reader.path}' was loaded in part, and the training is not usable: {text}")

@@ -45,13 +45,7 @@ def apart(state: Mapping[Any, Any]) -> Mapping[Any, Any]:
 
 
 def together(state: dict[Any, Any], shape: torch.Size) -> dict[Any, Any]:
-    """Invert apart(), for a parameter of `shape`.
-
-    Raises
-    ------
-    CheckpointError
-        The class is not registered here.
-    """
+    """Invert apart(), for a parameter of `shape`. Raise CheckpointError if a class is not registered here."""
     for mark in [key for key in state if isinstance(key, str) and key.endswith(_CLASS)]:
         key = mark.removesuffix(_CLASS)
         name, context = state.pop(mark)
@@ -68,22 +62,16 @@ def together(state: dict[Any, Any], shape: torch.Size) -> dict[Any, Any]:
 
 
 def check_sliceable(name: str, state: Mapping[Any, Any], *, is_whole: bool) -> None:
-    """Raise CheckpointError for an entry of a sliced optimizer's state that no checkpoint can hold.
-
-    `is_whole`: this rank has the state of the whole parameter.
-    """
+    """Raise CheckpointError for an entry of a sliced optimizer's state that no checkpoint can hold. `is_whole`: this rank
+    has the state of the whole parameter."""
     for key, value in state.items():
         if is_composed(value) and not is_whole:
             raise CheckpointError(
                 f"'{key}' of the state of parameter {name} is a {type(value).__name__} over a slice, whose blocks depend on the number "
                 "of ranks: give sw.wrap partition='tensor'"
             )
-        if (
-            isinstance(value, torch.Tensor)
-            and not is_dtensor(value)
-            and not is_composed(value)
-            and not has_memory(value)
-        ):
+        is_odd = isinstance(value, torch.Tensor) and not is_dtensor(value) and not is_composed(value)
+        if is_odd and not has_memory(value):
             raise CheckpointError(
                 f"'{key}' of the state of parameter {name} is {without_memory(value)}. A checkpoint holds plain tensors, and "
                 "subclasses with __tensor_flatten__ that torch.serialization.add_safe_globals knows"

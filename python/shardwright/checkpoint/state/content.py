@@ -14,12 +14,12 @@ import json
 import random
 import struct
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
-from ..._engine import CheckpointError, CheckpointPlan
+from ..._engine import CheckpointError
 from ...checkpoint import tree
 from ...torch_compat.dtensor import is_dtensor
 from ..device_staging import DeviceStaging
@@ -42,20 +42,16 @@ _MT19937_BYTES = 4 * (624 + 1)  # its numbers and its position
 
 @dataclasses.dataclass
 class Group:
-    """Tensors that become one series of safetensors files, in order.
-
-    Attributes
-    ----------
-    eager : names that every form of snapshot copies at once, because code outside the optimizer writes to them.
-    first : names of tensors that may differ between ranks. The file holds rank 0's.
-    """
+    """Tensors, or Sliced, that become one series of safetensors files, in order."""
 
     stem: str
-    tensors: dict[str, Any]  # Tensor, or Sliced
+    tensors: dict[str, Any]
     metadata: dict[str, str]
     numbered: bool = False
     max_file_bytes: int = 0
+    #: names that every form of snapshot copies at once, because code outside the optimizer writes to them
     eager: frozenset[str] = frozenset()
+    #: names of tensors that may differ between ranks: the file holds rank 0's
     first: frozenset[str] = frozenset()
 
     def plan_entry(self) -> tuple[str, bool, int, str, list[tuple[str, str, list[int], int]]]:
@@ -63,16 +59,13 @@ class Group:
             f"complex.{n}": str(t.dtype).removeprefix("torch.") for n, t in self.tensors.items() if t.is_complex()
         }
         metadata = tree.dumps(self.metadata | complex_ones).decode().strip()
+        entries = []
         for name, tensor in self.tensors.items():
-            if not isinstance(tensor, Sliced):
+            holder = IN_PARTS if isinstance(tensor, Sliced) else BY_FIRST if name in self.first else BY_ALL
+            if holder != IN_PARTS:
                 check_savable(name, tensor)
-        entries = [(n, dtype_name(n, t.dtype), stored_shape(t), self._holder(n, t)) for n, t in self.tensors.items()]
+            entries.append((name, dtype_name(name, tensor.dtype), stored_shape(tensor), holder))
         return (self.stem, self.numbered, self.max_file_bytes, metadata, entries)
-
-    def _holder(self, name: str, tensor: Any) -> int:
-        if isinstance(tensor, Sliced):
-            return IN_PARTS
-        return BY_FIRST if name in self.first else BY_ALL
 
 
 class Ahead(Protocol):
@@ -85,27 +78,17 @@ class Ahead(Protocol):
 
 @dataclasses.dataclass
 class Content:
-    """Groups and texts of one save.
-
-    Attributes
-    ----------
-    staging : DeviceStaging
-        Reads tensors on a GPU; copies those that it cannot read in place.
-    texts : dict of str to bytes
-        Files that every rank holds whole.
-    lines : dict of str to (int, int, bytes)
-        Files in parts: bytes of the file, first byte of this rank's part, the part. A bytearray is read in place.
-    held : list
-        The memory that addresses of sources point into. Keep it until the snapshot is taken.
-    ahead : Ahead, optional
-        The groups before `groups`, with sources that are already known.
-    """
+    """Groups and texts of one save."""
 
     groups: list[Group]
     staging: DeviceStaging
+    #: files that every rank holds whole
     texts: dict[str, bytes] = dataclasses.field(default_factory=dict)
+    #: files in parts: bytes of the file, first byte of this rank's part, the part; a bytearray is read in place
     lines: dict[str, tuple[int, int, bytes | bytearray]] = dataclasses.field(default_factory=dict)
+    #: the memory that sources point into, until the snapshot is taken
     held: list[Any] = dataclasses.field(default_factory=list)
+    #: the groups before `groups`, with sources that are already known
     ahead: Ahead | None = None
 
     def all_groups(self) -> list[Group]:
@@ -116,9 +99,6 @@ class Content:
         texts = [(path, len(text), BY_ALL) for path, text in self.texts.items()]
         texts += [(path, nbytes, IN_PARTS) for path, (nbytes, _, _) in self.lines.items()]
         return [group.plan_entry() for group in self.groups], texts
-
-    def plan(self) -> CheckpointPlan:
-        return CheckpointPlan(*self.entries())
 
     def slice_tensors(self, boxes: Boxes) -> None:
         """Replace every DTensor by a Sliced."""
@@ -143,11 +123,13 @@ class Content:
                 eager = name in group.eager
                 if isinstance(tensor, Sliced):
                     mine, count = tensor.turn
-                    if number % count == mine:
-                        found += [
-                            (number, first, nbytes, address, eager, on_device)
-                            for first, nbytes, address, on_device in self._parts(tensor)
-                        ]
+                    for first, memory in tensor.parts if number % count == mine else ():
+                        if memory.numel():
+                            on_device = self.staging.takes(memory)
+                            memory = memory if on_device else memory.cpu()
+                            self.held.append(memory)
+                            begin = first * tensor.dtype.itemsize
+                            found.append((number, begin, memory.nbytes, memory.data_ptr(), eager, on_device))
                 elif tensor.numel() and (wanted is None or number in wanted):
                     bytes_of, on_device = self.staging.memory_of(tensor)
                     self.held.append(bytes_of)
@@ -166,16 +148,6 @@ class Content:
         memory = torch.frombuffer(text if isinstance(text, bytearray) else bytearray(text), dtype=torch.uint8)
         self.held.append(memory)
         return memory.data_ptr()
-
-    def _parts(self, tensor: Sliced) -> Iterator[tuple[int, int, int, bool]]:
-        """Yield (first byte in the whole tensor, bytes, address, is on the GPU) of each part."""
-        for first, memory in tensor.parts:
-            if not memory.numel():
-                continue
-            on_device = self.staging.takes(memory)
-            there = memory if on_device else memory.cpu()
-            self.held.append(there)
-            yield first * tensor.dtype.itemsize, there.nbytes, there.data_ptr(), on_device
 
 
 def packed(sources: Sequence[Source]) -> bytes:
@@ -196,10 +168,8 @@ def digest_of(entries: Entries) -> bytes:
 
 
 def model_index(plan: Any, names: Sequence[str]) -> bytes:
-    """Return the text of the index over a plan's model files, as transformers writes it; b"" for one file.
-
-    `names`: of the plan's first sources, the model's tensors.
-    """
+    """Return the text of the index over a plan's model files, as transformers writes it; b"" for one file. `names` are
+    those of the plan's first sources."""
     files = [(path, pieces) for path, _, _, pieces in plan.files() if path.startswith("model")]
     if len(files) < 2:
         return b""
@@ -219,10 +189,7 @@ def model_group(found: ModelTensors, max_file_bytes: int) -> Group:
 def optimizer_content(
     optimizer: Any, found: ModelTensors, max_file_bytes: int, states: Mapping[Any, Mapping[str, Any]] | None = None
 ) -> tuple[Group, dict[str, Any]]:
-    """Return the group of optimizer-*.safetensors and the tree of optimizer.json, from `states` or the optimizer's own state.
-
-    Tensors are named `<state key>.<parameter>`. A parameter outside the model is named `param_groups.<group>.<index>`.
-    """
+    """Return the group of optimizer-*.safetensors and the tree of optimizer.json, from `states` or the optimizer's own state."""
     names = parameter_names(optimizer, found)
     whole = optimizer.state if states is None else states
     tensors: dict[str, Any] = {}
@@ -231,29 +198,27 @@ def optimizer_content(
     if further:
         body["further"] = {key: tree.encode(value, f"further.{key}", tensors) for key, value in further.items()}
     eager = frozenset(tensors)  # a scheduler writes to these outside the optimizer's step
+    place = {name: index for index, name in enumerate(found.parameters)}
+    parameters = {p: names[id(p)] for group in optimizer.param_groups for p in group["params"]}
     state = {}
-    for parameter, name in ordered_parameters(optimizer, names, found):
+    for parameter, name in sorted(parameters.items(), key=lambda pair: place.get(pair[1], len(place))):
         values = apart(whole.get(parameter, {}))
-        entry = {}
-        for key in sorted(values, key=str):
-            entry[str(key)] = _encode_state(values[key], str(key), name, tensors)
+        entry = {str(key): _encode_state(values[key], str(key), name, tensors) for key in sorted(values, key=str)}
         if entry:
             state[name] = entry
-    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    stray = [key for key in whole if id(key) not in known]
+    stray = [key for key in whole if key not in parameters]
     if stray:
         raise CheckpointError(
             f"{type(optimizer).__name__} keeps state under {len(stray)} keys that are not its parameters: not savable"
         )
     body["state"] = state
-    group = Group("optimizer", tensors, {"format": "pt"}, numbered=True, max_file_bytes=max_file_bytes)
+    group = optimizer_group(tensors, max_file_bytes)
     group.eager = group.first = eager
     return group, body
 
 
-def positions_of(optimizer: Any) -> dict[int, torch.Tensor]:
-    """Map the numbers that torch's state dicts use to parameters."""
-    return dict(enumerate({p: None for group in optimizer.param_groups for p in group["params"]}))
+def optimizer_group(tensors: dict[str, Any], max_file_bytes: int) -> Group:
+    return Group("optimizer", tensors, {"format": "pt"}, numbered=True, max_file_bytes=max_file_bytes)
 
 
 def group_options(optimizer: Any, names: Mapping[int, str], tensors: dict[str, torch.Tensor]) -> list[dict[str, Any]]:
@@ -300,19 +265,12 @@ def _with_suffix(node: Any, suffix: str) -> Any:
 
 
 def parameter_names(optimizer: Any, found: ModelTensors) -> dict[int, str]:
-    """Map id(parameter) to its name, for all parameters of the optimizer."""
+    """Map id(parameter) to its name; one outside the model is called `param_groups.<group>.<index>`."""
     known = {id(tensor): name for name, tensor in found.parameters.items()}
     for number, group in enumerate(optimizer.param_groups):
         for index, parameter in enumerate(group["params"]):
             known.setdefault(id(parameter), f"param_groups.{number}.{index}")
     return known
-
-
-def ordered_parameters(optimizer: Any, names: Mapping[int, str], found: ModelTensors) -> list[tuple[torch.Tensor, str]]:
-    """Return the optimizer's parameters and their names in the model's order; those outside the model come last."""
-    place = {name: index for index, name in enumerate(found.parameters)}
-    pairs = [(p, names[id(p)]) for group in optimizer.param_groups for p in group["params"]]
-    return sorted(pairs, key=lambda pair: place.get(pair[1], len(place)))
 
 
 # own ------------------------------------------------------------------------------------------------------------------

@@ -48,21 +48,14 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {name: dtype for dtype, name in _DTYPE
 
 @dataclasses.dataclass
 class ModelTensors:
-    """A model's tensors by their names without wrappers, in registration order.
-
-    Attributes
-    ----------
-    parameters, buffers : dict of str to Tensor
-        Each tensor once, under its first name. Non-persistent buffers are left out.
-    tied : dict of str to str
-        Additional name of a tensor -> its name in `parameters` or `buffers`.
-    extras : dict of str to Module
-        Modules with get_extra_state(), by name.
-    """
+    """A model's tensors by their names without wrappers, in registration order: each once, under its first name."""
 
     parameters: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    #: the persistent ones
     buffers: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    #: additional name of a tensor -> its name in `parameters` or `buffers`
     tied: dict[str, str] = dataclasses.field(default_factory=dict)
+    #: modules with get_extra_state()
     extras: dict[str, torch.nn.Module] = dataclasses.field(default_factory=dict)
 
     def all(self) -> dict[str, torch.Tensor]:
@@ -84,35 +77,29 @@ def check_wrappers(model: torch.nn.Module) -> None:
 
 
 def model_tensors(model: torch.nn.Module) -> ModelTensors:
-    """Return the tensors of `model` by their names without wrappers.
-
-    Raises
-    ------
-    CheckpointError
-        A tensor is sparse, quantized or without data, or a DTensor of partial sums.
-    """
-    found = ModelTensors()
+    """Return the tensors of `model` by their names without wrappers. Raise CheckpointError for one that cannot be saved."""
+    found, modules = ModelTensors(), list(walk(model, ""))
     first_names: dict[Any, str] = {}
-    for name, tensor in _walk_parameters(model, ""):
-        _add(found.parameters, found, first_names, name, tensor)
-    for name, tensor in _walk_buffers(model, ""):
-        _add(found.buffers, found, first_names, name, tensor)
-    for prefix, module in walk(model, ""):
+
+    def add(table: dict[str, torch.Tensor], name: str, tensor: torch.Tensor) -> None:
+        check_savable(name, tensor)
+        first = first_names.setdefault(_identity(tensor), name)
+        if first != name:
+            found.tied[name] = first
+        else:
+            table[name] = tensor
+
+    for place, module in modules:
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                add(found.parameters, place + name, parameter)
+    for place, module in modules:
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                add(found.buffers, place + name, buffer)
         if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
-            found.extras.setdefault(prefix + "_extra_state", module)
+            found.extras.setdefault(place + "_extra_state", module)
     return found
-
-
-def _add(
-    table: dict[str, torch.Tensor], found: ModelTensors, first_names: dict[Any, str], name: str, tensor: torch.Tensor
-) -> None:
-    check_savable(name, tensor)
-    identity = _identity(tensor)
-    if identity in first_names:
-        found.tied[name] = first_names[identity]
-        return
-    first_names[identity] = name
-    table[name] = tensor
 
 
 def _identity(tensor: torch.Tensor) -> Any:
@@ -133,20 +120,6 @@ def walk(module: torch.nn.Module, prefix: str) -> Iterator[tuple[str, torch.nn.M
             continue
         hidden = name in _TRANSPARENT or (name == "module" and isinstance(module, (TorchDDP, DataParallel)))
         yield from walk(child, prefix if hidden else f"{prefix}{name}.")
-
-
-def _walk_parameters(model: torch.nn.Module, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-    for place, module in walk(model, prefix):
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                yield place + name, parameter
-
-
-def _walk_buffers(model: torch.nn.Module, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-    for place, module in walk(model, prefix):
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                yield place + name, buffer
 
 
 def check_savable(name: str, tensor: torch.Tensor) -> None:

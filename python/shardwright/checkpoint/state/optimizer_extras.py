@@ -43,13 +43,8 @@ def stepping_optimizer(optimizer: Any) -> Any:
 
 
 def further_state(optimizer: Any) -> dict[str, Any]:
-    """Return the entries of the optimizer's state_dict() other than torch's own keys, of any type.
-
-    Raises
-    ------
-    CheckpointError
-        An entry cannot be saved or restored. The message names the optimizer's class.
-    """
+    """Return the entries of the optimizer's state_dict() other than torch's own keys. Raise CheckpointError for one that
+    cannot be saved or restored."""
     if isinstance(optimizer, Optimizers):
         of_each = {name: further_state(each) for name, each in optimizer.members.items()}
         return {name: further for name, further in of_each.items() if further}

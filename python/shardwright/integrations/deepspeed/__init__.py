@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import logging
 import math
 import os
@@ -25,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from ..._engine import Error
 from ...checkpoint import load, save
-from ...comm.agreement import gather_answers
+from ...comm.agreement import gather_values
 from ...comm.process_group import host_group, resolve_group
 from ...layout.local_parameters import end_local_parameters
 from ...layout.memory import address_of
@@ -576,11 +575,8 @@ class DeepSpeedEngine(torch.nn.Module):
     def _on_rank_0(self, work: Callable[[], str | None], label: str) -> str | None:
         """Return the result of work() on rank 0, on every rank. An error of rank 0 raises on all ranks. Collective."""
         comm = host_group(self.wrapped.process_group, self.wrapped._engine.options.timeout_s).comm
-
-        def answer() -> bytes:
-            return json.dumps(work() if self.global_rank == 0 else None).encode()
-
-        found: str | None = json.loads(gather_answers(comm, answer, label, refusals=(Exception,))[0])
+        mine = work if self.global_rank == 0 else lambda: None
+        found: str | None = gather_values(comm, mine, label, refusals=(Exception,))[0]
         return found
 
 

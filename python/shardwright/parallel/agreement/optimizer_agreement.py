@@ -232,6 +232,15 @@ def not_of(label: str, parameter: torch.Tensor, position: int) -> str:
     )
 
 
+def check_groups(outer: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> None:
+    """Raise an error unless both have the same groups, since a scheduler may change only one of them."""
+    if list(map(id, outer.param_groups)) != list(map(id, inner.param_groups)):
+        raise Error(
+            "the optimizer passed to sw.wrap no longer has the groups of the one that it returned (add_param_group or "
+            "load_state_dict was called on it): call them on the optimizer that sw.wrap returned"
+        )
+
+
 def unlike_saved(optimizer: Any, groups: Iterable[Mapping[str, Any]]) -> str | None:
     """Return a message if saved groups lack needed keys and have unknown ones: those of another class of optimizer."""
     needed = {key for key in getattr(optimizer, "defaults", ()) if key not in _BESIDE}

@@ -12,7 +12,6 @@ import torch
 from ..._engine import Reducer
 from ...backend.base import Capabilities, Request
 from ...backend.device_link import DeviceLink, alias, device_link, mesh_links
-from ...backend.registration import Registration
 from ...comm.levels import Lease, Levels
 from ...comm.process_group import HostGroup
 from ...compress.device_exchange import DeviceExchange
@@ -43,7 +42,6 @@ class CudaBackend:
     def __init__(self, group: HostGroup, request: Request) -> None:
         self.group = group
         self._like, self._timeout_s = request.table.parameters[0], request.options.timeout_s
-        self._registers = request.options.communicator == "register"
         borrows = request.options.communicator == "borrow"
         self.link = device_link(group, self._like, self._timeout_s, borrows=borrows)
         #: link over the ranks that own all slices together
@@ -60,9 +58,7 @@ class CudaBackend:
     def check_request(module: torch.nn.Module, request: Request, group: HostGroup) -> None:
         options = request.options
         if request.zero == 3 and (
-            options.share_parameters is True
-            or options.gather is not None
-            or options.write_guard in ("samples", "read-only")
+            options.share_parameters is True or options.gather is not None or options.write_guard == "samples"
         ):
             raise NotImplementedError(
                 "share_parameters=True, gather='int8' and write_guard= are the host's: at zero=3 on GPUs each rank keeps its slices as they are"
@@ -84,12 +80,11 @@ class CudaBackend:
             sliced=request.zero >= 2,
             slicing=request.slicing,
             wire=wire_of(request.compress, request.table),
-            registers=self._registers,
             mesh=self._mesh,
         )
 
     def empty(self, reducer: Reducer, buckets: Collection[int], request: Request, *, shared: bool) -> CudaBuckets:
-        return CudaBuckets(self.row, reducer, buckets, request, self._registers and request.plans is None)
+        return CudaBuckets(self.row, reducer, request)
 
     def unshard_store(self, reducer: Reducer, request: Request) -> Storage:
         assert request.plans is not None
@@ -122,45 +117,23 @@ class CudaBackend:
 
 
 class CudaBuckets:
-    """Buckets in torch tensors, optionally registered with NCCL, gathered after the work on torch's current stream. See
-    Buckets."""
+    """Buckets in torch tensors, gathered after the work on torch's current stream. See Buckets."""
 
     reason = ""
     is_home, is_copied = True, False
 
-    def __init__(
-        self,
-        row: DeviceLink,
-        reducer: Reducer,
-        buckets: Collection[int],
-        request: Request,
-        registers: bool,
-    ) -> None:
+    def __init__(self, row: DeviceLink, reducer: Reducer, request: Request) -> None:
         like = request.table.parameters[0].data
         self._row, self._reducer, self._like = row, reducer, like
         self._gathers = StepGathers(row, reducer, request)
         self.settle, self.close = self._gathers.settle, self._gathers.close
         self.arrange_hooks: Callable[[bool], None] | None = self._gathers.arrange
         self._memory: dict[int, torch.Tensor] = {}
-        self._registered: dict[int, torch.Tensor] = {}
-        if registers:  # each gather is a separate operation: buckets added later are in other memory
-            ordered = sorted(buckets)
-            sizes = [self._nbytes(bucket) for bucket in ordered]
-            made = Registration(row, sizes, like, f"parameters of {request.label}")
-            self._registered = dict(zip(ordered, made.buffers))
-
-    def _nbytes(self, bucket: int) -> int:
-        _, numel, dtype, _ = self._reducer.bucket_shape(bucket)
-        return numel * itemsize_of(dtype)
 
     def tensor(self, bucket: int, begin: int, like: torch.Tensor) -> torch.Tensor:
         _, numel, dtype, _ = self._reducer.bucket_shape(bucket)
         if bucket not in self._memory:
-            registered = self._registered.pop(bucket, None)
-            made = (
-                cuda.runtime.zeros(self._nbytes(bucket), torch.uint8, self._like) if registered is None else registered
-            )
-            self._memory[bucket] = made.view(getattr(torch, dtype))
+            self._memory[bucket] = cuda.runtime.zeros(numel, getattr(torch, dtype), self._like)
         flat = self._memory[bucket]
         return alias(self._row, flat, flat.data_ptr() + begin * itemsize_of(dtype), dtype, like.shape, like)
 
@@ -177,9 +150,6 @@ class CudaBuckets:
     def mapped(self) -> list[tuple[int, int]]:
         """Return nothing: a forked child cannot use a GPU."""
         return []
-
-    def protect(self, writable: bool) -> None:
-        """Do nothing: no guard watches GPU memory."""
 
 
 def _check_borrowing(module: torch.nn.Module, group: HostGroup) -> None:

@@ -199,7 +199,3 @@ class HostBuckets:
     arrange_hooks: Callable[[bool], None] | None = None
 
     close = settle
-
-    def protect(self, writable: bool) -> None:
-        if self._arena is not None:
-            self._arena.protect(writable)

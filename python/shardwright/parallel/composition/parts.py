@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ..._engine import Error
+from ...comm.agreement import verify
 from ...comm.process_group import HostGroup, group_ranks, host_group, resolve_group
 from ...layout.model_mesh import first_mesh, mesh_text, numbers_of
-from ...layout.param_table import verify
 from ...options.names import near
 from ...options.options import Options, text_of_group
 from ...torch_compat.dtensor import is_dtensor
@@ -69,29 +69,17 @@ def find_parts(module: torch.nn.Module, options: Options, ignored: frozenset[str
         return []
     label = type(module).__name__
     parts: list[Part] = []
-    lines: list[list[str]] = []
-    refusal: Exception | None = None
-    try:
-        parts = _assign(module, options, ignored)
+
+    def check() -> list[list[str]]:
+        parts[:] = _assign(module, options, ignored)
         named = {n: p for n, p in module.named_parameters(remove_duplicate=False) if n not in ignored}
         ranks = group_ranks(group.torch_group)
         for part in parts:
             _check(part, named, ranks)
         _check_together(parts, named, ranks)
-        lines = [[f"group {p.title}", f"of {len(p.ranks)} ranks, {', '.join(sorted(p.names))}"] for p in parts]
-    except Exception as error:  # any error: report it to the peers before they wait for this rank
-        refusal = error
-    try:
-        mine = "" if refusal is None else str(refusal) or type(refusal).__name__
-        said = [each.decode() for each in group.comm.all_gather_bytes(mine.encode(), f"groups of {label}")]
-        sentence = next(filter(None, said), "")
-        if refusal is not None and mine == sentence:
-            raise refusal
-        if sentence:
-            raise Error(sentence)
-    finally:
-        refusal = None  # its traceback holds this frame
-    verify(lines, group.comm.all_gather_bytes, f"the wrapped {label}")
+        return [[f"group {p.title}", f"of {len(p.ranks)} ranks, {', '.join(sorted(p.names))}"] for p in parts]
+
+    verify(group.comm, check, f"the wrapped {label}", alike=True)
     return parts
 
 

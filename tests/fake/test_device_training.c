@@ -1,4 +1,4 @@
-/* test_device_reducer.c - training on simulated GPUs: the mean is the fold in rank order, for any
+/* test_device_training.c - training on simulated GPUs: the mean is the fold in rank order, for any
  * schedule.
  *
  * Laws, after 4 steps of Adam:
@@ -24,7 +24,7 @@
 #include "kernels/kernels.h"
 #include "kernels/optim_kernels.h"
 #include "optim/norm.h"
-#include "reduce/device_reducer.h"
+#include "reduce/reducer.h"
 
 enum {
     BUCKETS = 3,
@@ -33,13 +33,30 @@ enum {
     NUMEL_MAX = 384,
     SEEDS = 5,
     FAILURE = 999,
-    GRADIENTS = 7
+    PARAMS = 7,
+    PLACES = 2
 };
 static const int64_t TIMEOUT_NS = 2000000000;
 static const double MAX_NORM = 0.5;
 
-static const sw_dtype dtypes[BUCKETS] = {SW_DTYPE_FLOAT32, SW_DTYPE_BFLOAT16, SW_DTYPE_FLOAT32};
-static const size_t numels[BUCKETS] = {96, 384, 192};
+static const sw_layout_param params[PARAMS] = {
+    {60, SW_DTYPE_FLOAT32, true, 1},   {100, SW_DTYPE_FLOAT32, true, 1},
+    {100, SW_DTYPE_BFLOAT16, true, 0}, {60, SW_DTYPE_BFLOAT16, true, 0},
+    {100, SW_DTYPE_BFLOAT16, true, 0}, {40, SW_DTYPE_FLOAT32, true, 0},
+    {20, SW_DTYPE_FLOAT32, true, 0}};
+static const char *const names[PARAMS] = {"p0", "p1", "p2", "p3", "p4", "p5", "p6"};
+enum { CAP_BYTES = 4096 };
+static sw_layout layout; /* of this run */
+
+static size_t numel_of(size_t b)
+{
+    return layout.bucket[b].numel;
+}
+
+static sw_dtype dtype_of(size_t b)
+{
+    return layout.bucket[b].dtype;
+}
 
 typedef struct model { /* the training of one bucket */
     float *p, *m, *v;  /* device memory of the test, float32 */
@@ -56,6 +73,7 @@ typedef struct training {
     long fail_nth;      /* the call of rank 0 that fails; 0: none */
     bool stop_in_step;  /* destroy while buckets are in flight */
     bool leave_at_once; /* destroy while the last step runs, without reading results */
+    bool withdraws;     /* leave the averaging to a hook while it runs */
     float result[GPU_RANKS_MAX][BUCKETS][NUMEL_MAX]; /* parameters at the end */
     double norm[GPU_RANKS_MAX];                      /* norm of the last step */
     float clipped[GPU_RANKS_MAX][2]; /* the same of all ranks' slices, and the factor, on the GPU */
@@ -76,11 +94,19 @@ static float value_of(int rank, int step, size_t bucket, size_t i)
     return (float)(int32_t)mixed * 0x1p-31f;
 }
 
-/* In step 1 every rank uses all gradients. Else rank r leaves a few out, and some are used by none.
- */
-static bool is_used(int rank, int step, int gradient)
+/* Padding is zero. */
+static float gradient_of(int rank, int step, size_t b, size_t i)
 {
-    return step == 1 || (gradient + rank + step) % 4 != 0;
+    for (size_t p = 0; p < PARAMS; ++p)
+        if (layout.place[p].bucket == b && i - layout.place[p].begin < layout.place[p].numel)
+            return value_of(rank, step, b, i);
+    return 0.0f;
+}
+
+/* In step 1 every rank uses all gradients. Else rank r leaves a few out, and one is used by none. */
+static bool is_used(int rank, int step, size_t p)
+{
+    return step == 1 || ((p + (size_t)(rank + step)) % 4 != 0 && p != (size_t)step + 2);
 }
 
 /* A joined rank shadows the step and contributes nothing; means divide by the other ranks. */
@@ -89,11 +115,11 @@ static bool has_joined(const training *run, int rank, int world_size, int step)
     return run->joins && step == LONE_STEP && rank == world_size - 1;
 }
 
-/* At stage 2, step 2 adds to the standing mean of step 1 in a part of each slice. */
-static sw_device_run standing_of(const training *run, size_t slice_numel, int step)
+/* At stage 2, step 2 adds to the standing mean of step 1 in some parameters, two of them side by
+ * side. */
+static bool stands(const training *run, int step, size_t p)
 {
-    bool is_some = run->stage == 2 && step == 2;
-    return (sw_device_run){is_some ? slice_numel / 4 : 0, is_some ? slice_numel / 2 : 0};
+    return run->stage == 2 && step == 2 && (p == 1 || p == 3 || p == 4);
 }
 
 static sw_adam_args adam_of(float *p, float *m, float *v, const void *g, size_t numel,
@@ -133,16 +159,16 @@ static void narrow(void *to, const float *from, size_t numel, sw_dtype dtype)
     sw_kernel_contracts()[SW_KERNEL_CAST].reference(&cast);
 }
 
-/* Add the standing mean to the run of each slice, as autograd would. */
-static void add_standing(void *gradient, const void *mean, sw_device_run run, size_t b,
-                         int world_size)
+/* Add the standing mean to the gradients that stand, as autograd would. */
+static void add_standing(const training *run, void *gradient, const void *mean, int step, size_t b)
 {
-    size_t width = numels[b] / (size_t)world_size, bytes = sw_dtype_size_bytes(dtypes[b]);
-    for (int r = 0; r < world_size && run.begin < run.end; ++r) {
-        size_t offset = ((size_t)r * width + run.begin) * bytes;
+    for (size_t p = 0; p < PARAMS; ++p) {
+        if (layout.place[p].bucket != b || !stands(run, step, p))
+            continue;
+        size_t offset = layout.place[p].begin * sw_dtype_size_bytes(dtype_of(b));
         void *to = (char *)gradient + offset;
         const void *source[] = {(const char *)mean + offset, to};
-        sw_kernels()->fold[dtypes[b]](&to, 1, source, 2, run.end - run.begin, 1, SW_REDOP_SUM);
+        sw_kernels()->fold[dtype_of(b)](&to, 1, source, 2, params[p].numel, 1, SW_REDOP_SUM);
     }
 }
 
@@ -155,7 +181,7 @@ static double oracle(const training *run, int world_size, int steps,
     memset(m, 0, sizeof m);
     memset(v, 0, sizeof v);
     for (size_t b = 0; b < BUCKETS; ++b)
-        for (size_t i = 0; i < numels[b]; ++i)
+        for (size_t i = 0; i < numel_of(b); ++i)
             result[b][i] = value_of(99, 0, b, i);
     for (int step = 0; step < steps; ++step) {
         sw_norm_sum sum;
@@ -165,19 +191,19 @@ static double oracle(const training *run, int world_size, int steps,
             const void *source[GPU_RANKS_MAX];
             void *to = mean[b];
             int active = 0;
-            sw_device_run standing = standing_of(run, numels[b] / (size_t)world_size, step);
             for (int r = 0; r < world_size && !has_joined(run, r, world_size, step); ++r) {
-                for (size_t i = 0; i < numels[b]; ++i)
-                    wide[i] = value_of(r, step, b, i);
-                narrow(gradient[r], wide, numels[b], dtypes[b]);
-                add_standing(gradient[r], mean[b], standing, b, world_size);
+                for (size_t i = 0; i < numel_of(b); ++i)
+                    wide[i] = gradient_of(r, step, b, i);
+                narrow(gradient[r], wide, numel_of(b), dtype_of(b));
+                add_standing(run, gradient[r], mean[b], step, b);
                 source[active++] = gradient[r];
             }
-            sw_kernels()->fold[dtypes[b]](&to, 1, source, active, numels[b], 1.0 / active,
-                                          SW_REDOP_MEAN);
-            sw_norm_array array = {.data = mean[b], .numel = numels[b], .dtype = dtypes[b]};
+            sw_kernels()->fold[dtype_of(b)](&to, 1, source, active, numel_of(b), 1.0 / active,
+                                            SW_REDOP_MEAN);
+            sw_norm_array array = {.data = mean[b], .numel = numel_of(b), .dtype = dtype_of(b)};
             check(sw_norm_add(&sum, &array, 1, NULL) == SW_OK, "norm");
-            sw_adam_args adam = adam_of(result[b], m[b], v[b], mean[b], numels[b], dtypes[b], step);
+            sw_adam_args adam =
+                adam_of(result[b], m[b], v[b], mean[b], numel_of(b), dtype_of(b), step);
             sw_kernel_contracts()[SW_KERNEL_ADAM].reference(&adam);
         }
         sw_norm_close(&sum);
@@ -191,11 +217,11 @@ static double oracle(const training *run, int world_size, int steps,
 typedef struct loop {
     gpu_rank *self;
     training *run;
-    sw_device_reducer *reducer;
+    sw_reducer *reducer;
     sw_stream *backward, *optimizer;
     sw_event *loaded, *ended;
     model part[BUCKETS];
-    void *place[SW_DEVICE_PLACES]; /* device memory of the largest bucket */
+    void *place[PLACES]; /* device memory of the largest bucket */
     float *pinned[BUCKETS];
     sw_device_region *region;
     size_t taken; /* bytes of the region in use */
@@ -222,10 +248,10 @@ static void give_memory(loop *l, void *memory)
 
 static size_t slice_of(const loop *l, size_t b)
 {
-    return numels[b] / (size_t)l->self->world_size;
+    return numel_of(b) / (size_t)l->self->world_size;
 }
 
-static sw_status upload(loop *l, float *to, const float *from, size_t numel, int slot)
+static sw_status upload(loop *l, float *to, const float *from, size_t numel, size_t slot)
 {
     sw_device *device = l->self->device;
     memcpy(l->pinned[slot], from, numel * sizeof *from);
@@ -245,13 +271,12 @@ static sw_status prepare(loop *l)
     SW_TRY(device->ops->event_create(device, &l->loaded, err));
     SW_TRY(device->ops->event_create(device, &l->ended, err));
     if (l->run->registered)
-        SW_TRY(sw_device_region_create(l->self->all,
-                                       (2 * BUCKETS + SW_DEVICE_PLACES + 2) * PIECE_BYTES,
+        SW_TRY(sw_device_region_create(l->self->all, (2 * BUCKETS + PLACES + 2) * PIECE_BYTES,
                                        l->backward, &l->region, err));
-    for (int p = 0; p < SW_DEVICE_PLACES; ++p)
+    for (int p = 0; p < PLACES; ++p)
         SW_TRY(take_memory(l, PIECE_BYTES, &l->place[p]));
-    for (int b = 0; b < BUCKETS; ++b) {
-        size_t bytes = numels[b] * sizeof(float);
+    for (size_t b = 0; b < BUCKETS; ++b) {
+        size_t bytes = numel_of(b) * sizeof(float);
         float start[NUMEL_MAX];
         void *memory;
         SW_TRY(device->ops->pinned_alloc(device, bytes, &memory, err));
@@ -264,112 +289,123 @@ static sw_status prepare(loop *l)
                            : device->ops->memory_alloc(device, bytes, &memory, err));
             *device_memory[k] = memory;
         }
-        for (size_t i = 0; i < numels[b]; ++i)
-            start[i] = value_of(99 + l->self->rank, 0, (size_t)b, i);
-        SW_TRY(upload(l, l->part[b].p, start, numels[b], b));
+        for (size_t i = 0; i < numel_of(b); ++i)
+            start[i] = value_of(99 + l->self->rank, 0, b, i);
+        SW_TRY(upload(l, l->part[b].p, start, numel_of(b), b));
         SW_TRY(device->ops->fill_async(device, l->part[b].m, 0, bytes, l->backward, err));
         SW_TRY(device->ops->fill_async(device, l->part[b].v, 0, bytes, l->backward, err));
         SW_TRY(device->ops->fill_async(device, l->part[b].bucket, 0, bytes, l->backward, err));
-        parameters[b] = (sw_device_range){l->part[b].p, numels[b], SW_DTYPE_FLOAT32};
+        parameters[b] = (sw_device_range){l->part[b].p, numel_of(b), SW_DTYPE_FLOAT32};
     }
     SW_TRY(sw_device_comm_broadcast(l->self->all, parameters, BUCKETS, 0, l->backward, err));
-    for (int b = 0; b < BUCKETS; ++b) /* the received parameters are ordered on its stream */
+    for (size_t b = 0; b < BUCKETS; ++b) /* the received parameters are ordered on its stream */
         SW_TRY(device->ops->copy_async(device, l->part[b].source, l->part[b].p,
-                                       numels[b] * sizeof(float), l->backward, err));
+                                       numel_of(b) * sizeof(float), l->backward, err));
     SW_TRY(device->ops->event_record(device, l->loaded, l->backward, err));
     SW_TRY(device->ops->stream_wait(device, l->optimizer, l->loaded, err));
     return device->ops->event_wait(device, l->loaded, TIMEOUT_NS, "the test's upload", err);
+}
+
+/* Whether the reducer copies gradients into the bucket; else the backward writes it in place. */
+static bool packs(const loop *l, size_t b)
+{
+    return l->run->stage < 2 && dtype_of(b) == SW_DTYPE_FLOAT32;
 }
 
 /* Make the gradient on its stream from a float32 source of this step, as a backward does. */
 static sw_status produce(loop *l, void *to, size_t b, int step)
 {
     float wide[NUMEL_MAX];
-    for (size_t i = 0; i < numels[b]; ++i)
+    for (size_t i = 0; i < numel_of(b); ++i)
         wide[i] = has_joined(l->run, l->self->rank, l->self->world_size, step)
                       ? -0.0f
-                      : value_of(l->self->rank, step, b, i);
-    SW_TRY(upload(l, l->part[b].source, wide, numels[b], (int)b));
+                      : gradient_of(l->self->rank, step, b, i);
+    SW_TRY(upload(l, l->part[b].source, wide, numel_of(b), b));
+    if (packs(l, b))
+        return SW_OK;
     sw_cast_args cast = {.to = to,
                          .from = l->part[b].source,
-                         .numel = numels[b],
-                         .scale = sw_device_reducer_prescale(l->reducer, b),
-                         .to_dtype = (int)dtypes[b],
+                         .numel = numel_of(b),
+                         .scale = 1.0f,
+                         .to_dtype = (int)dtype_of(b),
                          .from_dtype = (int)SW_DTYPE_FLOAT32};
     return sw_kernel_launch(&l->self->kernels, SW_KERNEL_CAST, &cast, l->backward, &l->self->err);
 }
 
 /* Check which gradients some rank used. */
-static sw_status read_use(loop *l, int step)
+static void read_use(loop *l, int step)
 {
-    const uint8_t *any;
-    SW_TRY(sw_device_reducer_used_by_any(l->reducer, &any, &l->self->err));
-    gpu_sim->host_access(any, GRADIENTS, SW_ACCESS_READ, "the test's use bytes");
-    for (int i = 0; i < GRADIENTS; ++i) {
+    for (size_t p = 0; p < PARAMS; ++p) {
         bool expected = false;
         for (int r = 0; r < l->self->world_size; ++r)
-            expected |= !has_joined(l->run, r, l->self->world_size, step) && is_used(r, step, i);
-        l->run->wrong_use += (any[i] != 0) != expected;
+            expected |= !has_joined(l->run, r, l->self->world_size, step) && is_used(r, step, p);
+        l->run->wrong_use += sw_reducer_used_by_any(l->reducer, p) != expected;
     }
-    return SW_OK;
-}
-
-/* Check tags that agree. The host reads only bytes that have arrived. */
-static sw_status check_tags(loop *l, uint64_t tag)
-{
-    uint64_t own = tag, unlike = 0;
-    SW_TRY(sw_device_reducer_check(l->reducer, &own, &unlike, &l->self->err));
-    return own == tag && unlike == 0 ? SW_OK : SW_E_STATE;
 }
 
 /* Run the backward of one bucket. */
 static sw_status send_bucket(loop *l, size_t b, int step)
 {
-    size_t place = b % SW_DEVICE_PLACES;
+    const float *source = l->part[b].source;
     sw_error *err = &l->self->err;
-    if (l->run->stage < 2) {
-        SW_TRY(produce(l, l->part[b].bucket, b, step));
-        return sw_device_reducer_post(l->reducer, b, l->backward, err);
+    SW_TRY(sw_reducer_reserve(l->reducer, b, err));
+    SW_TRY(produce(l, sw_reducer_slot(l->reducer, b), b, step));
+    for (size_t k = 0; k < layout.bucket[b].count; ++k) {
+        size_t p = layout.order[layout.bucket[b].first + k];
+        if (packs(l, b))
+            SW_TRY(sw_reducer_write(l->reducer, p, source + layout.place[p].begin, false, err));
+        sw_reducer_place(l->reducer, p, stands(l->run, step, p));
     }
-    sw_device_run standing = standing_of(l->run, slice_of(l, b), step);
-    SW_TRY(sw_device_reducer_reserve(l->reducer, place, l->backward, err));
-    SW_TRY(produce(l, l->place[place], b, step));
-    return sw_device_reducer_post_slice(l->reducer, b, l->place[place], &standing,
-                                        standing.begin < standing.end, l->backward, err);
+    return sw_reducer_send(l->reducer, b, err);
 }
 
 /* Run the optimizer on bucket b, or on this rank's slice of it. */
 static sw_status update(loop *l, size_t b, int step)
 {
     const model *part = &l->part[b];
-    size_t numel = l->run->stage ? slice_of(l, b) : numels[b];
+    size_t numel = l->run->stage ? slice_of(l, b) : numel_of(b);
     size_t begin = l->run->stage ? (size_t)l->self->rank * numel : 0;
-    size_t mean_begin = l->run->stage == 2 ? 0 : begin * sw_dtype_size_bytes(dtypes[b]);
+    size_t mean_begin = l->run->stage == 2 ? 0 : begin * sw_dtype_size_bytes(dtype_of(b));
     sw_adam_args adam = adam_of(part->p + begin, part->m + begin, part->v + begin,
-                                (char *)part->bucket + mean_begin, numel, dtypes[b], step);
-    SW_TRY(sw_device_reducer_take(l->reducer, b, l->optimizer, &l->self->err));
+                                (char *)part->bucket + mean_begin, numel, dtype_of(b), step);
     return sw_kernel_launch(&l->self->kernels, SW_KERNEL_ADAM, &adam, l->optimizer, &l->self->err);
 }
 
 static sw_status gather(loop *l)
 {
     sw_device_range parameters[BUCKETS];
-    for (int b = 0; b < BUCKETS; ++b)
-        parameters[b] = (sw_device_range){l->part[b].p, numels[b], SW_DTYPE_FLOAT32};
+    for (size_t b = 0; b < BUCKETS; ++b)
+        parameters[b] = (sw_device_range){l->part[b].p, numel_of(b), SW_DTYPE_FLOAT32};
     return sw_device_comm_all_gather(l->self->all, parameters, BUCKETS, l->optimizer,
                                      &l->self->err);
 }
 
+static sw_status open_round(loop *l, int step)
+{
+    uint8_t trains[GPU_RANKS_MAX];
+    sw_error *err = &l->self->err;
+    bool due;
+    sw_reducer_use_stream(l->reducer, l->backward);
+    for (int r = 0; r < l->self->world_size; ++r)
+        trains[r] = !has_joined(l->run, r, l->self->world_size, step);
+    if (l->run->joins)
+        SW_TRY(sw_reducer_set_active(l->reducer, trains, err));
+    SW_TRY(sw_reducer_check(l->reducer, err));
+    SW_TRY(sw_reducer_arrive(l->reducer, err));
+    if (has_joined(l->run, l->self->rank, l->self->world_size, step))
+        return sw_reducer_open_shadow(l->reducer, err);
+    SW_TRY(sw_reducer_open(l->reducer, step, true, err));
+    for (size_t p = 0; p < PARAMS; ++p)
+        if (is_used(l->self->rank, step, p))
+            SW_TRY(sw_reducer_mark_ready(l->reducer, p, step, &due, err));
+    return SW_OK;
+}
+
 static sw_status train_step(loop *l, int step)
 {
-    uint8_t used[GRADIENTS];
     sw_device *device = l->self->device;
     sw_error *err = &l->self->err;
-    bool joined = has_joined(l->run, l->self->rank, l->self->world_size, step);
-    if (l->run->joins)
-        SW_TRY(sw_device_reducer_divide_by(l->reducer, l->self->world_size - (step == LONE_STEP),
-                                           err));
-    SW_TRY(sw_device_reducer_begin(l->reducer, l->backward, err));
+    SW_TRY(open_round(l, step));
     if (step > 0) /* the test's own wait: the last step has read the pinned sources */
         SW_TRY(device->ops->event_wait(device, l->loaded, TIMEOUT_NS, "the test's sources", err));
     for (size_t b = 0; b < BUCKETS; ++b) {
@@ -378,22 +414,19 @@ static sw_status train_step(loop *l, int step)
             return SW_OK;
     }
     SW_TRY(device->ops->event_record(device, l->loaded, l->backward, err));
-    for (int i = 0; i < GRADIENTS; ++i)
-        used[i] = !joined && is_used(l->self->rank, step, i);
-    uint64_t tag = 0x102030405060708u * (uint64_t)step;
+    sw_reducer_use_stream(l->reducer, l->optimizer);
     sw_device_stats before = device->stats;
-    SW_TRY(sw_device_reducer_finish(l->reducer, used, joined ? NULL : &tag, err));
+    SW_TRY(sw_reducer_finish(l->reducer, err));
     if (!l->self->part) /* slots launch and copy themselves; finish copies use bytes and tags */
         check(device->stats.launches - before.launches <= (l->self->world_size > 1 ? 4 : 0) &&
                   device->stats.copies - before.copies <= 2,
               "finish took more than a launch, those of the last slice, and two copies");
-    if (step == 0) /* before any wait, the memory holds no tag */
-        SW_TRY(check_tags(l, tag));
-    SW_TRY(read_use(l, step));
-    SW_TRY(check_tags(l, tag));
+    read_use(l, step);
+    SW_TRY(
+        sw_reducer_check(l->reducer, err)); /* on the first step perhaps before any tag is there */
     for (size_t b = 0; b < BUCKETS; ++b)
         SW_TRY(update(l, b, step));
-    SW_TRY(sw_device_reducer_release(l->reducer, l->optimizer, err));
+    sw_reducer_count_step(l->reducer);
     return l->run->stage ? gather(l) : SW_OK;
 }
 
@@ -409,7 +442,7 @@ static sw_status read_clip(loop *l, const sw_device_range *gradients)
     const uint64_t launches = device->stats.launches;
     l->self->all->norm_room = 5; /* the sum is carried every five elements */
     SW_TRY(sw_device_comm_clip(l->self->all, gradients, BUCKETS, &clip, l->optimizer, err));
-    check(device->stats.launches - launches > 2 * numels[0] / 5 / (size_t)l->self->world_size,
+    check(device->stats.launches - launches > 2 * numel_of(0) / 5 / (size_t)l->self->world_size,
           "the sum was not carried on its way");
     SW_TRY(device->ops->copy_async(device, l->pinned[0], l->part[0].m, 2 * sizeof(float),
                                    l->optimizer, err));
@@ -438,20 +471,20 @@ static sw_status read_back(loop *l)
     sw_error *err = &l->self->err;
     sw_norm_sum sum;
     sw_device_range gradients[BUCKETS];
-    for (int b = 0; b < BUCKETS; ++b)
+    for (size_t b = 0; b < BUCKETS; ++b)
         SW_TRY(device->ops->copy_async(device, l->pinned[b], l->part[b].p,
-                                       numels[b] * sizeof(float), l->optimizer, err));
+                                       numel_of(b) * sizeof(float), l->optimizer, err));
     SW_TRY(device->ops->event_record(device, l->ended, l->optimizer, err));
     SW_TRY(
         sw_peers_wait(l->self->comm, l->ended, "the test's results", err)); /* sees failed peers */
-    for (int b = 0; b < BUCKETS; ++b) {
-        gpu_sim->host_access(l->pinned[b], numels[b] * sizeof(float), SW_ACCESS_READ,
+    for (size_t b = 0; b < BUCKETS; ++b) {
+        gpu_sim->host_access(l->pinned[b], numel_of(b) * sizeof(float), SW_ACCESS_READ,
                              "the test's results");
-        memcpy(l->run->result[l->self->rank][b], l->pinned[b], numels[b] * sizeof(float));
+        memcpy(l->run->result[l->self->rank][b], l->pinned[b], numel_of(b) * sizeof(float));
     }
     for (size_t b = 0; b < BUCKETS; ++b)
         gradients[b] = (sw_device_range){
-            l->part[b].bucket, l->run->stage == 2 ? slice_of(l, b) : numels[b], dtypes[b]};
+            l->part[b].bucket, l->run->stage == 2 ? slice_of(l, b) : numel_of(b), dtype_of(b)};
     SW_TRY(touch(l, &gradients[0]));
     SW_TRY(sw_device_comm_norm(l->self->all, gradients, BUCKETS, l->optimizer, &sum, err));
     gpu_sim->host_access(l->self->all->staged, sizeof sum, SW_ACCESS_READ, "the test's norm");
@@ -461,29 +494,29 @@ static sw_status read_back(loop *l)
 
 static sw_status train(loop *l)
 {
-    sw_device_bucket_spec specs[BUCKETS];
-    for (int b = 0; b < BUCKETS; ++b)
-        specs[b] = (sw_device_bucket_spec){.numel = numels[b], .dtype = dtypes[b]};
-    sw_device_reducer_config config = {.comm = l->self->all,
-                                       .buckets = specs,
-                                       .bucket_count = BUCKETS,
-                                       .gradient_count = GRADIENTS,
-                                       .op = SW_REDOP_MEAN,
-                                       .deterministic = l->run->deterministic,
-                                       .sliced = l->run->stage == 2,
-                                       .is_lent = l->run->registered,
-                                       .wire =
-                                           l->run->narrowed ? SW_DTYPE_BFLOAT16 : SW_DTYPE_COUNT};
+    sw_error *err = &l->self->err;
+    const sw_reducer_options options = {.bucket_cap_bytes = CAP_BYTES,
+                                        .label = "m",
+                                        .deterministic = l->run->deterministic,
+                                        .sliced = l->run->stage == 2,
+                                        .is_lent = l->run->registered,
+                                        .is_narrow = l->run->narrowed,
+                                        .wire = SW_DTYPE_BFLOAT16};
+    const size_t sizes[PLACES] = {PIECE_BYTES, PIECE_BYTES};
     SW_TRY(prepare(l));
-    specs[0].data = l->part[0].bucket;
-    specs[1].data = l->part[1].bucket;
-    SW_TRY(sw_device_reducer_create(&config, &l->reducer, &l->self->err));
-    SW_TRY(sw_device_reducer_adopt(l->reducer, 2, l->part[2].bucket, &l->self->err));
+    SW_TRY(sw_reducer_create_on_device(l->self->all, params, names, PARAMS, &options, &l->reducer,
+                                       err));
+    sw_reducer_divide_by_active(l->reducer, true);
+    sw_reducer_use_stream(l->reducer, l->backward);
+    for (size_t b = 0; b < BUCKETS; ++b)
+        SW_TRY(sw_reducer_adopt(l->reducer, b, l->part[b].bucket, err));
+    if (l->run->stage == 2)
+        SW_TRY(sw_reducer_set_places(l->reducer, l->place, sizes, PLACES, err));
     if (l->region) {
         void *contributions, *compressed;
         SW_TRY(take_memory(l, PIECE_BYTES, &contributions));
         SW_TRY(take_memory(l, PIECE_BYTES, &compressed));
-        SW_TRY(sw_device_reducer_lend(l->reducer, contributions, compressed, &l->self->err));
+        SW_TRY(sw_reducer_lend(l->reducer, contributions, compressed, err));
     }
     for (int step = 0; step < l->run->steps; ++step) {
         uint64_t waits = l->self->device->stats.host_waits;
@@ -493,10 +526,12 @@ static sw_status train(loop *l)
             l->run->host_waits += l->self->device->stats.host_waits - waits - (step > 0);
         check(l->self->device->stats.allocations == allocations, "step %d allocated", step);
     }
+    if (l->run->withdraws)
+        SW_TRY(sw_reducer_withdraw(l->reducer, err));
     return l->run->stop_in_step || l->run->leave_at_once ? SW_OK : read_back(l);
 }
 
-/* End the test's own streams first; the reducer must end by itself. */
+/* The reducer must end by itself; then the test's own streams end. */
 static void tear_down(loop *l)
 {
     sw_device *device = l->self->device;
@@ -504,20 +539,19 @@ static void tear_down(loop *l)
         (void)!device->ops->event_record(device, l->ended, l->backward, NULL);
         (void)!device->ops->event_wait(device, l->ended, TIMEOUT_NS, "the test's backward", NULL);
     }
-    sw_device_reducer_destroy(l->reducer);
-    for (int b = 0; b < BUCKETS; ++b) /* all readers of released means are done */
-        give_memory(l, l->part[b].bucket);
+    sw_reducer_destroy(l->reducer);
     if (l->ended && l->optimizer) {
         (void)!device->ops->event_record(device, l->ended, l->optimizer, NULL);
         (void)!device->ops->event_wait(device, l->ended, TIMEOUT_NS, "the test's optimizer", NULL);
         (void)!device->ops->event_record(device, l->ended, l->backward, NULL);
         (void)!device->ops->event_wait(device, l->ended, TIMEOUT_NS, "the test's backward", NULL);
     }
-    for (int p = 0; p < SW_DEVICE_PLACES; ++p)
+    for (int p = 0; p < PLACES; ++p)
         give_memory(l, l->place[p]);
-    for (int b = 0; b < BUCKETS; ++b) {
+    for (size_t b = 0; b < BUCKETS; ++b) {
         void *memory[] = {l->part[b].m, l->part[b].v, l->part[b].source};
         give_memory(l, l->part[b].p);
+        give_memory(l, l->part[b].bucket);
         for (int k = 0; k < 3; ++k)
             device->ops->memory_free(device, memory[k]);
         device->ops->pinned_free(device, l->pinned[b]);
@@ -552,6 +586,16 @@ static bool train_rank(gpu_rank *self)
     return status == SW_OK;
 }
 
+static bool run_ranks(int world_size, sim_policy policy, uint64_t seed, training *run)
+{
+    const sw_layout_caps caps = {.bytes = CAP_BYTES};
+    sw_layout_fini(&layout);
+    check(sw_layout_init(&layout, params, PARAMS, world_size, caps, NULL) == SW_OK &&
+              layout.bucket_count == BUCKETS,
+          "the layout");
+    return gpu_ranks_run(world_size, policy, seed, train_rank, run);
+}
+
 typedef enum way { NCCLS_MEAN, DETERMINISTIC, NARROWED, WAYS } way;
 static const char *const way_names[WAYS] = {"NCCL's mean", "deterministic", "narrowed"};
 
@@ -571,18 +615,17 @@ static void check_training(int world_size, int stage, way how, sim_policy policy
                      .narrowed = how == NARROWED,
                      .steps = STEPS,
                      .joins = joins};
-    check(gpu_ranks_run(world_size, policy, seed, train_rank, &run), "%s: %s", label,
-          run.message[0]);
+    check(run_ranks(world_size, policy, seed, &run), "%s: %s", label, run.message[0]);
     double norm = oracle(&run, world_size, STEPS, expected);
     double off = 0;
     for (int r = 0; r < world_size; ++r)
-        for (int b = 0; b < BUCKETS; ++b) {
+        for (size_t b = 0; b < BUCKETS; ++b) {
             const float *got = run.result[r][b];
-            check(memcmp(got, run.result[0][b], numels[b] * sizeof(float)) == 0,
-                  "%s: rank %d differs from rank 0 in bucket %d", label, r, b);
-            check(!deterministic || memcmp(got, expected[b], numels[b] * sizeof(float)) == 0,
-                  "%s: bucket %d is not the oracle's", label, b);
-            for (size_t i = 0; i < numels[b]; ++i)
+            check(memcmp(got, run.result[0][b], numel_of(b) * sizeof(float)) == 0,
+                  "%s: rank %d differs from rank 0 in bucket %zu", label, r, b);
+            check(!deterministic || memcmp(got, expected[b], numel_of(b) * sizeof(float)) == 0,
+                  "%s: bucket %zu is not the oracle's", label, b);
+            for (size_t i = 0; i < numel_of(b); ++i)
                 off = fmax(off, fabs((double)got[i] - (double)expected[b][i]));
         }
     /* Adam moves by at most the learning rate a step, so even a gradient of the other sign stays
@@ -604,17 +647,20 @@ static void check_training(int world_size, int stage, way how, sim_policy policy
     gpu_expect_clean(label);
 }
 
+typedef enum early_end { IN_STEP, AT_ONCE, WITHDRAWN, EARLY_ENDS } early_end;
+
 /* Destroy in the middle of a step, and while the last step runs. */
-static void check_early_end(int world_size, int stage, sim_policy policy, bool in_step)
+static void check_early_end(int world_size, int stage, sim_policy policy, early_end end)
 {
     static training run;
     run = (training){.stage = stage,
                      .deterministic = true,
                      .steps = 2,
-                     .stop_in_step = in_step,
-                     .leave_at_once = !in_step};
-    check(gpu_ranks_run(world_size, policy, 1, train_rank, &run), "stop: %s", run.message[0]);
-    gpu_expect_clean(in_step ? "destroyed inside a step" : "destroyed at once");
+                     .stop_in_step = end == IN_STEP,
+                     .leave_at_once = end != IN_STEP,
+                     .withdraws = end == WITHDRAWN};
+    check(run_ranks(world_size, policy, 1, &run), "stop: %s", run.message[0]);
+    gpu_expect_clean(end == IN_STEP ? "destroyed inside a step" : "destroyed at once");
 }
 
 typedef struct failing_case {
@@ -632,7 +678,7 @@ static bool fail_among(int world_size, long nth, failing_case *tried)
                             .registered = tried->registered,
                             .steps = 2,
                             .fail_nth = nth};
-    return gpu_ranks_run(world_size, SIM_EAGER, 1, train_rank, &tried->run);
+    return run_ranks(world_size, SIM_EAGER, 1, &tried->run);
 }
 
 static bool fail_at(long nth, void *context)
@@ -683,9 +729,9 @@ static void check_registered_trainings(void)
 static void check_early_ends(void)
 {
     for (int policy = 0; policy < SIM_POLICY_COUNT; ++policy)
-        for (int in_step = 0; in_step < 2; ++in_step)
+        for (early_end end = IN_STEP; end < EARLY_ENDS; ++end)
             for (int stage = 0; stage <= 2; stage += 2)
-                check_early_end(3, stage, (sim_policy)policy, in_step);
+                check_early_end(3, stage, (sim_policy)policy, end);
 }
 
 int main(int argc, char **argv)

@@ -7,7 +7,7 @@
 #include <string.h>
 
 #include "base/bytes.h"
-#include "device/device.h"
+#include "device_host.h"
 
 static char place_holder; /* the target of every stream and event pointer */
 

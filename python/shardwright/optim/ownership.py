@@ -1,0 +1,410 @@
+"""Who steps on which elements: the rules of ownership of a sliced optimizer.
+
+`Slices` cuts each parameter where its bucket is cut. `WholeTensors` gives whole tensors to ranks, balanced by bytes. It
+serves optimizers whose update depends on a tensor as a whole: Adafactor's row and column averages, Muon's
+orthogonalised momentum, norms a tensor, third-party classes. Only a parameter's owner keeps its state and steps on it;
+then all ranks get the owner's values. Gradients are averaged and sliced as usual: at zero >= 2 an owner assembles its
+tensors' gradients before the step. `WholeTensorsOnGpu` assembles and sends bucket by bucket in one buffer on the GPU,
+in the order of torch's current stream; the host does not wait.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..backend.device_link import DeviceLink
+from ..layout.local_parameters import whole_of
+from ..layout.memory import bytes_of
+from ..layout.shard_runs import itemsize_of, memory_order
+from ..parallel.replica import Replica
+from ..torch_compat import cuda
+from .forwarding import NotAveraged
+from .sliced_state import description_of, from_memory_order, small_tensor
+
+__all__ = ["Entry", "Slices", "owner_of"]
+
+_CHUNK_BYTES = 8 << 20
+
+
+class Entry:
+    """One parameter: its number in the optimizer and `at` in its engine, and what this rank steps on in its place."""
+
+    __slots__ = (
+        "at",
+        "group",
+        "home",
+        "index",
+        "is_final",
+        "member",
+        "memory",
+        "owner",
+        "parameter",
+        "piece",
+        "replica",
+    )
+
+    def __init__(self, index: int, replica: Replica, at: int) -> None:
+        self.index, self.replica, self.at = index, replica, at
+        self.memory: Any = replica.parameters()
+        #: the module's parameter, and the engine's: a DTensor's local part
+        self.member, self.parameter = replica.table.module_parameters[at], replica.table.parameters[at]
+        self.group: dict[str, Any] | None = None  # of the optimizer
+        self.owner: int | None = None  # of a whole tensor: the number of its slice
+        self.piece: torch.Tensor | None = None
+        self.home: torch.Tensor | None = None  # the piece's memory
+        self.is_final: bool | None = (
+            None  # None: no piece was made; False: a frozen parameter moves when it is unfrozen
+        )
+
+    @property
+    def name(self) -> str:
+        """Return the parameter's name in the module."""
+        return self.replica.table.names[self.at]
+
+    @property
+    def like(self) -> torch.Tensor:
+        """Return a tensor with the parameter's shape and strides, released or not. Its values must not be read."""
+        return self.replica.layout_of(self.at)
+
+    def run(self, rank: int) -> tuple[int, int]:
+        """Return [begin, end) of the elements, in memory order, of a rank's slice."""
+        begin, end = self.memory.run(self.at, rank)
+        return begin, end
+
+
+class Slices:
+    """Each rank of an engine owns a slice of each parameter."""
+
+    is_whole = False
+
+    def __init__(self, replicas: Sequence[Replica]) -> None:
+        self._replicas, self._replica = replicas, replicas[0]
+
+    def assign(self, entries: Iterable[Entry]) -> None:
+        """Give new parameters their owners."""
+
+    def run(self, entry: Entry, rank: int) -> tuple[int, int]:
+        """Return [begin, end) of the elements, in memory order, that a rank steps on."""
+        return entry.run(rank)
+
+    def piece(self, entry: Entry) -> torch.Tensor | None:
+        """Return what this rank steps on; None for nothing."""
+        piece: torch.Tensor | None = entry.memory.slice(entry.at)
+        return piece
+
+    def gradient(self, entry: Entry) -> torch.Tensor | None:
+        """Return this rank's slice of the averaged gradient. Raise Error if no step is possible."""
+        return entry.replica.gradients.slice_of(entry.at)
+
+    def begin(self) -> None:
+        """Forget the gradients of an earlier step."""
+
+    def take(self, entry: Entry, gradient: torch.Tensor | None) -> None:
+        """Set the gradient of what this rank steps on."""
+        if entry.piece is not None:
+            entry.piece.grad = gradient
+
+    def complete(self) -> None:
+        """Finish the gradients once all ranks are known to step."""
+
+    def publish(self, failed: bool) -> list[int] | None:
+        """Make what this rank stepped on visible to all. Return which ranks failed; None if that is not known."""
+        outcomes: list[int] | None = self._replica.parameters().publish(failed=failed)
+        for part in self._replicas[1:]:  # the first engine's publish reports the failure to their ranks
+            part.parameters().publish(failed=None)
+        return outcomes
+
+    def layout(self, entries: Iterable[Entry]) -> list[Any]:
+        """Return what must be equal for a rank's state to fit again."""
+        return [[[each.index, *each.run(each.replica.group.rank)] for each in entries]]
+
+    def described(self, entry: Entry, mine: Mapping[str, Any]) -> dict[str, Any]:
+        """Return each entry of a parameter's state, in its form on the ranks that have it. Collective."""
+        label = f"optimizer state of {entry.name}"
+        sent = entry.replica.group.comm.all_gather_bytes(description_of(mine, entry.piece).encode(), label)
+        return next((each for each in map(json.loads, sent) if each), {})
+
+    def gather(self, entry: Entry, mine: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a parameter's whole state on every rank. Collective."""
+        like, replica, whole = entry.like, entry.replica, dict[str, Any]()
+        for key, (kind, dtype, value) in self.described(entry, mine).items():
+            if kind != "sliced":
+                whole[key] = small_tensor(value, dtype) if kind == "tensor" else value
+                continue
+            data = bytes_of(mine[key]) if key in mine and replica.slicing.speaks else b""
+            result = torch.empty_like(like, dtype=getattr(torch, dtype), requires_grad=False)
+            flat = memory_order(result, like)
+            for rank, each in enumerate(replica.group.comm.all_gather_bytes(data, f"optimizer state of {entry.name}")):
+                low, high = entry.run(rank)
+                if low < high and each:
+                    flat[low:high] = torch.frombuffer(bytearray(each), dtype=flat.dtype)
+            result = result if flat.data_ptr() == result.data_ptr() else from_memory_order(flat, like)
+            whole[key] = whole_of(entry.parameter, result)
+        return whole
+
+
+class WholeTensors(Slices):
+    """One rank of a replica owns each tensor.
+
+    Memory: state about 1 / world_size, at worst one tensor more than that. At zero=3 without sharing also a copy of the
+    tensors that this rank owns, read from slices before a step and written to them after it. Otherwise a step sends
+    every tensor to world_size - 1 ranks (to none at zero=3). At zero >= 2 the gradients' bytes go to every rank before
+    the step, 8 MiB at a time.
+    """
+
+    is_whole = True
+
+    def __init__(self, replicas: Sequence[Replica]) -> None:
+        super().__init__(replicas)
+        self._slicing, self._memory = self._replica.slicing, self._replica.parameters()
+        self._loads = [0] * self._slicing.count
+        self._owned: list[Entry] = []  # by some rank
+        self._slices: dict[Entry, torch.Tensor] = {}  # of this step's gradients, at zero >= 2
+
+    def assign(self, entries: Iterable[Entry]) -> None:
+        """Give the largest tensor first, each to the rank of a replica with the fewest bytes, alike on every rank."""
+        sizes = {each: each.member.numel() * each.member.element_size() for each in entries if each.owner is None}
+        for entry in sorted(sizes, key=lambda each: (-sizes[each], each.index)):
+            entry.owner = min(range(len(self._loads)), key=lambda owner: (self._loads[owner], owner))
+            self._loads[entry.owner] += sizes[entry]
+            self._owned.append(entry)
+
+    def run(self, entry: Entry, rank: int) -> tuple[int, int]:
+        return (0, entry.parameter.numel()) if entry.owner == self._slicing.of_rank[rank] else (0, 0)
+
+    def piece(self, entry: Entry) -> torch.Tensor | None:
+        if entry.owner != self._slicing.own:
+            return None
+        like = entry.like
+        flat = self._copy_of(like) if self._is_released(entry) else self._memory.flat(entry.at)
+        return flat.as_strided(like.shape, like.stride(), flat.storage_offset())
+
+    def _is_released(self, entry: Entry) -> bool:
+        return bool(self._memory.releases)
+
+    def _copy_of(self, like: torch.Tensor) -> torch.Tensor:
+        return torch.empty(like.numel(), dtype=like.dtype, device="cpu")
+
+    def _mine(self, entries: Iterable[Entry] | None = None) -> Iterator[tuple[Entry, torch.Tensor]]:
+        """Yield those of the parameters that this rank owns, in memory order."""
+        for entry in self._owned if entries is None else entries:
+            if entry.piece is not None:
+                yield entry, entry.piece.as_strided((entry.piece.numel(),), (1,))
+
+    # gradients ----------------------------------------------------------------------------------------------------
+
+    def gradient(self, entry: Entry) -> torch.Tensor | None:
+        piece = super().gradient(entry)
+        gradient = entry.parameter.grad
+        return piece if self._replica.zero >= 2 or gradient is None else gradient.detach()
+
+    def begin(self) -> None:
+        self._slices = {}
+
+    def take(self, entry: Entry, gradient: torch.Tensor | None) -> None:
+        """Note a slice of a gradient, to be sent to its owner; or set the gradient of a tensor of this rank."""
+        piece = entry.piece
+        if self._replica.zero >= 2 and not isinstance(gradient, NotAveraged):
+            if gradient is not None:
+                self._slices[entry] = gradient
+        elif piece is not None:  # one from another rank is one-dimensional, in memory order
+            if gradient is not None and gradient.shape != piece.shape:
+                gradient = gradient.as_strided(piece.shape, piece.stride())
+            piece.grad = gradient
+
+    def complete(self) -> None:
+        """Gather for each owner the gradients of its tensors, and its released tensors, from all slices. Collective."""
+        slices, self._slices = self._slices, {}
+        if self._memory.releases:
+            for entry, flat in self._mine():
+                self._memory.read_whole(entry.at, flat)
+        for entry in slices:
+            if (piece := entry.piece) is not None:
+                piece.grad = torch.empty_strided(piece.shape, piece.stride(), dtype=piece.dtype, device="cpu")
+        label = f"gradients of the tensors that ranks own, of {self._replica.label}"
+        for chunk in _chunks(sorted(slices, key=lambda each: each.index)):
+            mine = b"".join(bytes_of(slices[entry]) for entry in chunk)
+            for rank, data in enumerate(self._replica.group.comm.all_gather_bytes(mine, label)):
+                at = 0
+                for entry in chunk:
+                    low, high = entry.run(rank)
+                    size = (high - low) * slices[entry].element_size()
+                    whole = None if entry.piece is None else entry.piece.grad
+                    if whole is not None and size:
+                        flat = whole.as_strided((whole.numel(),), (1,))
+                        flat[low:high] = torch.frombuffer(bytearray(data[at : at + size]), dtype=whole.dtype)
+                    at += size
+
+    # results ------------------------------------------------------------------------------------------------------
+
+    def publish(self, failed: bool) -> None:
+        memory, comm = self._memory, self._replica.group.comm
+        if memory.releases:
+            for entry, flat in self._mine():
+                memory.write_whole(entry.at, flat)
+            for entry, flat in self._from_other_hosts():
+                memory.write_whole(entry.at, flat)
+            memory.publish(sliced=False)
+        elif memory.shared:
+            for entry, flat in self._from_other_hosts():
+                memory.flat(entry.at).copy_(flat)
+            comm.barrier(f"updated tensors of {self._replica.label}")
+            memory.cast_stepped()
+        else:
+            for root, owned in self._by_owner():
+                self._broadcast(root, [memory.flat(entry.at) for entry in owned])
+
+    def _by_owner(self) -> Iterator[tuple[int, list[Entry]]]:
+        """Yield (rank, the parameters that it owns and may have updated)."""
+        stepped = sorted((e for e in self._owned if self._memory.is_stepped(e.at)), key=lambda each: each.index)
+        for owner in range(self._slicing.count):
+            yield self._slicing.first_owner(owner), [entry for entry in stepped if entry.owner == owner]
+
+    def _broadcast(self, root: int, flats: list[torch.Tensor]) -> None:
+        ranges = [(flat.data_ptr(), flat.numel() * flat.element_size()) for flat in flats if flat.numel()]
+        if ranges:
+            self._replica.group.comm.broadcast(ranges, root, f"updated tensors of {self._replica.label}")
+
+    def _from_other_hosts(self) -> Iterator[tuple[Entry, torch.Tensor]]:
+        """Send tensors that ranks of other hosts updated to the rank with this host's copy; on a mesh of two dimensions
+        to each replica's copy on this host. Collective. Temporary memory: one tensor besides the copy.
+        """
+        group, slicing = self._replica.group, self._slicing
+        if not group.is_apart(slicing):
+            return
+        mine = dict(self._mine())
+        beside = [rank for rank in slicing.replica() if group.host_of[rank] == group.host_of[group.rank]]
+        here = {slicing.of_rank[rank] for rank in beside}
+        for root, owned in self._by_owner():
+            for entry in owned:
+                flat = mine[entry] if entry in mine else WholeTensors._copy_of(self, entry.like)
+                self._broadcast(root, [flat])
+                if group.rank == beside[0] and slicing.of_rank[root] not in here:
+                    yield entry, flat
+
+    # state --------------------------------------------------------------------------------------------------------
+
+    def layout(self, entries: Iterable[Entry]) -> list[Any]:
+        return ["tensor", sorted((each.index, each.owner) for each in self._owned)]
+
+    def gather(self, entry: Entry, mine: Mapping[str, Any]) -> dict[str, Any]:
+        packed = io.BytesIO()
+        if entry.piece is not None:
+            on_gpu = [key for key, value in mine.items() if isinstance(value, torch.Tensor) and not value.is_cpu]
+            torch.save([{**mine, **{key: mine[key].cpu() for key in on_gpu}}, on_gpu], packed)
+        assert entry.owner is not None
+        owner = self._slicing.first_owner(entry.owner)
+        sent = self._replica.group.comm.all_gather_bytes(packed.getvalue(), f"optimizer state of {entry.name}")[owner]
+        found, on_gpu = torch.load(io.BytesIO(sent), weights_only=True)
+        where = entry.like.device  # its number differs between ranks
+        return {key: value.to(where) if key in on_gpu else value for key, value in found.items()}
+
+
+def _chunks(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
+    chunk: list[Entry] = []
+    size = 0
+    for entry in entries:
+        chunk.append(entry)
+        size += entry.parameter.numel() * entry.parameter.element_size()
+        if size >= _CHUNK_BYTES:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
+class WholeTensorsOnGpu(WholeTensors):
+    """Whole tensors of a module on a GPU: one all_gather a bucket collects slices, one broadcast per owner sends.
+
+    Memory: at zero >= 2 also the largest bucket, and during a step the gradients of the tensors that this rank owns; at
+    zero=3 also a copy of owned tensors that are released.
+    """
+
+    _room: torch.Tensor | None = None
+    #: this rank's slices of released parameters that the current step changes
+    _released: Mapping[Entry, torch.Tensor] = {}
+
+    @property
+    def _link(self) -> DeviceLink:
+        link = self._replica.link
+        assert link is not None
+        return link
+
+    def _is_released(self, entry: Entry) -> bool:
+        return self._memory.releases and bool(self._memory.is_released(entry.at))
+
+    def _copy_of(self, like: torch.Tensor) -> torch.Tensor:
+        return cuda.runtime.zeros(like.numel(), like.dtype, like)
+
+    def _by_bucket(self, entries: Iterable[Entry]) -> Iterator[tuple[torch.Tensor, dict[Entry, slice]]]:
+        """Yield memory for each bucket with some of these parameters, and their elements of it."""
+        reducer, found = self._replica.reducer, dict[int, list[Entry]]()
+        for entry in sorted(entries, key=lambda each: each.index):
+            found.setdefault(reducer.place(entry.at)[0], []).append(entry)
+        for bucket, members in sorted(found.items()):
+            _, numel, dtype, _ = reducer.bucket_shape(bucket)
+            nbytes = numel * itemsize_of(dtype)
+            if self._room is None or self._room.numel() < nbytes:
+                self._room = cuda.runtime.zeros(nbytes, torch.uint8, members[0].like)
+            places = {entry: reducer.place(entry.at)[1:] for entry in members}
+            whole = self._room[:nbytes].view(getattr(torch, dtype))
+            yield whole, {entry: slice(begin, begin + size) for entry, (begin, size) in places.items()}
+
+    def _own_part(self, whole: torch.Tensor, entry: Entry, place: slice) -> torch.Tensor:
+        low, high = self._memory.own_run(entry.at)
+        return whole[place.start + low : place.start + high]
+
+    def _copy(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Copy (to, from) pairs of dense tensors with equal strides."""
+        copies = [(to.data_ptr(), of.data_ptr(), to.numel() * to.element_size()) for to, of in pairs if to.numel()]
+        if copies:
+            self._link.comm.pack(copies, self._link.current_stream())
+
+    def _gathered(self, slices: Mapping[Entry, torch.Tensor]) -> Iterator[tuple[torch.Tensor, dict[Entry, slice]]]:
+        """Yield like _by_bucket, with all ranks' slices of these tensors filled in. Collective."""
+        row = self._replica.backend.row
+        assert row is not None
+        for whole, places in self._by_bucket(slices):
+            self._copy((self._own_part(whole, each, place), slices[each]) for each, place in places.items())
+            dtype = str(whole.dtype).removeprefix("torch.")
+            row.comm.all_gather([(whole.data_ptr(), whole.numel(), dtype)], row.current_stream())
+            yield whole, places
+
+    def complete(self) -> None:
+        slices, self._slices = self._slices, {}
+        self._released = {each: self._memory.piece(each.at) for each in slices if self._is_released(each)}
+        for whole, places in self._gathered(self._released):
+            self._copy((flat, whole[places[each]]) for each, flat in self._mine(places))
+        for whole, places in self._gathered(slices):
+            for entry, place in places.items():
+                if (piece := entry.piece) is not None:
+                    piece.grad = whole[place].clone().as_strided(piece.shape, piece.stride())
+
+    def publish(self, failed: bool) -> None:
+        for whole, places in self._by_bucket(self._released):
+            self._copy((whole[places[each]], flat) for each, flat in self._mine(places))
+            for owner in range(self._slicing.count):
+                sent = [whole[place] for each, place in places.items() if each.owner == owner]
+                self._broadcast(self._slicing.first_owner(owner), sent)
+            self._copy((self._released[each], self._own_part(whole, each, place)) for each, place in places.items())
+        self._released = {}
+        for root, owned in self._by_owner():
+            self._broadcast(root, [self._memory.flat(each.at) for each in owned if not self._is_released(each)])
+        if self._memory.releases:
+            self._memory.publish(sliced=False)
+
+    def _broadcast(self, root: int, flats: list[torch.Tensor]) -> None:
+        ranges = [(flat.data_ptr(), flat.numel() * flat.element_size(), "uint8") for flat in flats if flat.numel()]
+        if ranges and self._link.world_size > 1:
+            self._link.comm.broadcast(ranges, root, self._link.current_stream())
+
+
+def owner_of(partition: str, replicas: Sequence[Replica]) -> Slices:
+    """Return the rule of ownership of an optimizer of these engines."""
+    kind: type[Slices] = WholeTensors if replicas[0].backend.link is None else WholeTensorsOnGpu
+    return (kind if partition == "tensor" else Slices)(replicas)
