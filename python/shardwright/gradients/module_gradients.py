@@ -87,10 +87,11 @@ class ModuleGradients:
         self._table, self._storage, self._backend, self._reducer = table, storage, backend, reducer
         self._slicing, self._zero, self._label, self._last_step_on = slicing, zero, label, last_step_on
         self._group = backend.group
-        self._board: GradientBoard | None = None
+        #: None below zero=2
+        self.sliced_board: GradientBoard | None = None
         if zero >= 2:
-            self._board = GradientBoard(self._group.comm, reducer, label, speaks=slicing.speaks)
-            self._board.whole_of = weakref.WeakMethod(self.gathered)
+            self.sliced_board = GradientBoard(self._group.comm, reducer, label, speaks=slicing.speaks)
+            self.sliced_board.whole_of = weakref.WeakMethod(self.gathered)
         self.views = [self._make_view(i) if reducer.has_memory(i) else None for i in range(len(table.parameters))]
         self.closed_without_backward = False
         self._accepted: dict[int, weakref.ref[torch.Tensor]] = {}
@@ -100,10 +101,10 @@ class ModuleGradients:
 
     def _make_view(self, index: int) -> torch.Tensor:
         like = self._storage.like(index)
-        if self._board is None:
+        if self.sliced_board is None:
             return gradient_view(like, self._reducer, index)
         held = gradient_view(like, self._reducer, index) if self._reducer.transport == "staged" else None
-        return ShardedGradient(index, like, from_dlpack(self._reducer.result(index)), self._board, held)
+        return ShardedGradient(index, like, from_dlpack(self._reducer.result(index)), self.sliced_board, held)
 
     def renew_view(self, index: int) -> None:
         """Make the view of a gradient. An old view that the user kept is moved to separate memory."""
@@ -226,13 +227,8 @@ class ModuleGradients:
     @property
     def board(self) -> GradientBoard:
         """The board of sliced gradients; only at zero >= 2."""
-        assert self._board is not None
-        return self._board
-
-    @property
-    def sliced_board(self) -> GradientBoard | None:
-        """The board at zero >= 2, else None."""
-        return self._board
+        assert self.sliced_board is not None
+        return self.sliced_board
 
     def squares_of(self, slices: Callable[[], Sequence[torch.Tensor | None]], *, over_ranks: bool = True) -> bytes:
         """Return the exact sums of squares of all ranks' gradients; `slices` returns this rank's. Collective
@@ -281,18 +277,9 @@ class ModuleGradients:
             )
         return norms[0], [each for each in found if each is not None] if self._slicing.speaks else []
 
-    def factors(self) -> list[list[Any]]:
-        """Return the factors of sliced gradients since the last comparison between ranks."""
-        return self._board.factors() if self._board is not None else []
-
-    def accept_factors(self) -> None:
-        """Forget the factors, after all ranks have scaled by the same ones."""
-        if self._board is not None:
-            self._board.accept_factors()
-
     def follow_factors(self, factors: list[list[Any]]) -> None:
         """Scale this rank's part of the gradients by the factors of the training ranks."""
-        done = self.factors()
+        done = self.sliced_board.factors() if self.sliced_board is not None else []
         for index, name, factor in factors[len(done) :]:
             view = self.views[index]
             assert isinstance(view, ShardedGradient)
@@ -302,7 +289,7 @@ class ModuleGradients:
     def whole(self) -> dict[str, torch.Tensor | None]:
         """Return whole averaged gradients by bare name. Collective at zero >= 2; below it returns the gradients
         unchanged."""
-        if self._board is not None:
+        if self.sliced_board is not None:
             self._agree()
         found: dict[str, torch.Tensor | None] = {}
         for index, (name, parameter) in enumerate(zip(self._table.names, self._table.parameters)):
@@ -345,7 +332,7 @@ class ModuleGradients:
                     parameter.grad.averaged_piece()
                 elif parameter.grad is not None and self._reducer.is_used(index):
                     raise Error(_NOT_AVERAGED)
-            return json.dumps(self.factors()).encode()
+            return json.dumps(self.board.factors()).encode()
 
         said = gather_answers(self._group.comm, answer, f"factors of the gradients of {self._label}")
         other = next((rank for rank, each in enumerate(said) if each != said[0]), None)
@@ -355,7 +342,7 @@ class ModuleGradients:
                 f"ranks disagree about what the averaged gradients of {self._label} were scaled by: rank 0 by {ours}, rank {other} by "
                 f"{theirs}; each rank keeps slices of them: scale them equally on all ranks"
             )
-        self.accept_factors()
+        self.board.accept_factors()
 
     def _describe(self, factors: list[list[Any]]) -> str:
         names = self._table.names

@@ -25,7 +25,7 @@ import torch
 from torch.distributed.algorithms.join import Join, JoinHook, _JoinConfig
 
 from .._engine import Error
-from ..gradients.sharded_gradient import ShardedGradient
+from ..gradients.sharded_gradient import NO_GRADIENT, ZEROED, ShardedGradient, states_of
 from ..layout.memory import bytes_of
 from ..layout.shard_runs import memory_order
 from .engine import Engine
@@ -159,8 +159,9 @@ class Announcer:
         replica = engine.replica
         said: dict[str, Any] = {"kind": kind, "member": members.index(engine), "number": number, "groups": groups}
         if kind not in ("forward", *_INSIDE):
-            said["gradients"] = [state_of(parameter.grad) for parameter in replica.table.parameters]
-            said["factors"] = replica.gradients.factors()
+            said["gradients"] = states_of(replica.table.parameters)
+            board = replica.gradients.sliced_board
+            said["factors"] = [] if board is None else board.factors()
         self._exchange(members, json.dumps(said).encode())
         if kind == "forward" and torch.is_grad_enabled() and engine.require_backward_grad_sync and self.joined:
             self.owes = replica.reducer.rounds
@@ -237,17 +238,6 @@ _WORDS = {
     "vote": "unscaling gradients",
     "read": "a read of a whole gradient",
 }
-#: the state of a gradient on a training rank
-NO_GRADIENT, ZEROED, A_GRADIENT = range(3)
-
-
-def state_of(gradient: torch.Tensor | None) -> int:
-    """Return NO_GRADIENT, ZEROED (known only for sliced gradients) or A_GRADIENT."""
-    if gradient is None:
-        return NO_GRADIENT
-    return ZEROED if isinstance(gradient, ShardedGradient) and gradient._cleared else A_GRADIENT
-
-
 # the work of a joined rank
 
 

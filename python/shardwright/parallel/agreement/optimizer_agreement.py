@@ -26,6 +26,8 @@ _BESIDE = frozenset(
     + ("decoupled_weight_decay", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr", "name")
 )
 _watched: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+#: types of values that JSON has
+_PLAIN = (bool, int, float, str, type(None))
 #: largest number of characters of hyperparameters in a message
 _DESCRIBED = 200
 _Gather = Callable[[bytes, str], list[bytes]]
@@ -37,7 +39,8 @@ GRADIENTS = "the gradients of a step"
 
 def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return a group's values as JSON types."""
-    return {key: plain(value) for key, value in group.items() if key != "params"}
+    own = {key: value if type(value) in _PLAIN else plain(value) for key, value in group.items() if key != "params"}
+    return own
 
 
 def plain(value: Any) -> Any:
@@ -46,7 +49,7 @@ def plain(value: Any) -> Any:
         return value.tolist()
     if isinstance(value, (list, tuple)):
         return [plain(each) for each in value]
-    if isinstance(value, (bool, int, float, str, type(None))):
+    if isinstance(value, _PLAIN):
         return value
     return repr(value) if isinstance(value, numbers.Number) else repr(type(value))
 
@@ -63,15 +66,16 @@ def agree(gather: _Gather, rows: Iterable[Row], refusal: Exception | None, label
         else b"\0" + hashlib.blake2b(encoded, digest_size=16).digest()
     )
     digests = gather(mine, label)
+    if refusal is None and digests.count(mine) == len(digests):
+        return
     refused = next((digest[1:].decode() for digest in digests if digest[:1] == b"\1"), None)
     if refused is not None:
         try:
             raise refusal if refusal is not None and str(refusal) == refused else Error(refused)
         finally:
             refusal = None  # its traceback would keep this frame alive
-    if any(digest != digests[0] for digest in digests):
-        tables = {rank: json.loads(data) for rank, data in enumerate(gather(encoded, "hyperparameters"))}
-        raise Error(f"ranks disagree about {difference(tables)}")
+    tables = {rank: json.loads(data) for rank, data in enumerate(gather(encoded, "hyperparameters"))}
+    raise Error(f"ranks disagree about {difference(tables)}")
 
 
 _UNLIKE_BEFORE = "the optimizer: it stepped with different hyperparameters before the last step"

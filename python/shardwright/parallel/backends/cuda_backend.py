@@ -108,9 +108,6 @@ class CudaBackend:
     def fence(self, label: str) -> None:
         """Do nothing: streams order the writes of ranks."""
 
-    def refuse_capture(self, what: str) -> None:
-        self.link.refuse_capture(what)
-
     def abort(self, reason: str) -> None:
         if self.link.comm.is_alive:
             self.link.fail(reason)

@@ -91,9 +91,6 @@ class HostBackend:
     def fence(self, label: str) -> None:
         self.group.comm.barrier(label)
 
-    def refuse_capture(self, what: str) -> None:
-        """Do nothing: a host has no capture."""
-
     def abort(self, reason: str) -> None:
         if self.group.comm.is_alive:
             self.group.comm.abort(reason)
