@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, overload
 
@@ -13,6 +12,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ._engine import Error
+from .comm.agreement import gather_values
 from .comm.model_ranks import ModelRanks
 from .comm.process_group import HostGroup, host_group, resolve_group
 from .comm.waits import calling, on_every_rank
@@ -27,7 +27,7 @@ from .optim.sliceable import check_sliceable
 from .options.names import offers_names
 from .options.offload import offload_folder
 from .options.options import Options
-from .parallel.agreement.optimizer_agreement import agree, check_members, given_rows, watch_loading
+from .parallel.agreement.optimizer_agreement import Row, agree, check_members, given_rows, watch_loading
 from .parallel.ddp import DistributedDataParallel
 from .parallel.ddp_compat import precision_of
 from .parallel.engine import Engine, needed_engine
@@ -237,34 +237,21 @@ def _agree_on_optimizer(
 
     The message is the same on every rank, also over the mesh of the module's DTensors.
     """
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-    refusal: Exception | None = None
-    try:
+    names, label = {id(parameter): name for name, parameter in module.named_parameters()}, type(module).__name__
+
+    def rows() -> list[Row]:
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"wrap needs a torch.optim.Optimizer or None, got {_not_an_optimizer(optimizer)}")
         if optimizer is not None and zero:
             check_sliceable(without_masters(optimizer), partition)
         if optimizer is not None:
-            check_members(type(module).__name__, names, optimizer, all_of_them=bool(zero))
+            check_members(label, names, optimizer, all_of_them=bool(zero))
             _check_dtensors(module, optimizer, zero, partition)
         if optimizer is not None or not zero:
             _check_offload(module, offload, optimizer, zero)
-    except (TypeError, ValueError, Error) as error:  # reported to the peers before they wait for this rank
-        refusal = error
-    rows = [] if refusal else given_rows(optimizer, names, partition if zero else "", clip_grad_norm)
-    label = type(module).__name__
-    try:
-        agree(group.comm.all_gather_bytes, rows, refusal, f"optimizer of {label}")
-        refusal = None
-    except Exception as error:
-        refusal = error
-    try:
-        if model_ranks is not None:
-            model_ranks.agree([], label, refusal)
-        elif refusal is not None:
-            raise refusal
-    finally:
-        refusal = None  # its traceback holds this frame
+        return given_rows(optimizer, names, partition if zero else "", clip_grad_norm)
+
+    ModelRanks.together(model_ranks, lambda: agree(group.comm, rows, f"optimizer of {label}"), label)
 
 
 def _not_an_optimizer(given: Any) -> str:
@@ -331,13 +318,10 @@ def _keep_state(engine: Engine, optimizer: Any, inner: Any) -> None:
         return
     from .optim.device_offload import HostStateStore, make_route
 
-    store: Any
-    failure: Exception | None = None
-    try:
-        link = replica.backend.link
-        route = (
-            None if link is None else make_route(replica.group, link, replica.label)
-        )  # a new one: an earlier wrapper's link may have ended
+    def make() -> Any:
+        # a new route: an earlier wrapper's link may have ended
+        route = None if replica.link is None else make_route(replica.group, replica.link, replica.label)
+        store: Any
         if in_file:
             store = earlier
         elif folder is not None:
@@ -347,19 +331,14 @@ def _keep_state(engine: Engine, optimizer: Any, inner: Any) -> None:
             assert route is not None
             store = HostStateStore(route, _state_bytes(replica, optimizer, inner))
         store.route = route
-    except (OSError, MemoryError, ValueError, Error) as error:
-        failure = error
+        return store
+
     try:
-        if replica.model_ranks is not None:
-            replica.model_ranks.agree([], replica.label, failure)
-        elif failure is not None:
-            raise failure
+        store = ModelRanks.together(replica.model_ranks, make, replica.label)
     except (OSError, MemoryError, ValueError, Error):
         for each in engine.replicas:
             each.retire(together=True)  # leave the module as it was
         raise
-    finally:
-        failure = None  # its traceback holds this frame
     inner.keep_in(store)
     replica.stores.add(store)
 
@@ -565,7 +544,7 @@ def load_full_state_dict(
         loads = any(replica.group.rank == 0 for replica in replicas)
         also = " and on the first rank of each group" if len(replicas) > 1 else ""
         verdict = _load_state(bare, state, strict, also) if loads else ("", [], [])
-        said = [json.loads(each) for each in group.comm.all_gather_bytes(json.dumps(verdict).encode(), label)]
+        said = gather_values(group.comm, lambda: verdict, label)
         failure, missing, unexpected = next((each for each in said if each[0]), said[0])
         known = {id(p) for replica in replicas for p in replica.table.module_parameters}
         tensors = {n: v for n, v in bare.state_dict(keep_vars=True).items() if isinstance(v, torch.Tensor)}

@@ -79,6 +79,23 @@ class ModelRanks:
         finally:
             failure = None  # its traceback holds this frame
 
+    @staticmethod
+    def together(ranks: ModelRanks | None, work: Callable[[], Any], label: str) -> Any:
+        """Return work(). If it fails on one of the ranks, all raise. Collective over them; None: this rank alone."""
+        found, failure = None, None
+        try:
+            found = work()
+        except Exception as error:
+            if ranks is None:
+                raise
+            failure = error
+        try:
+            if ranks is not None:
+                ranks.agree([], label, failure)
+        finally:
+            failure = None  # its traceback holds this frame
+        return found
+
     def with_group(self, group: HostGroup) -> Any:
         """Return torch's group over the ranks of `group` and those of the mesh. Collective at first use."""
         if self._together is None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -408,15 +409,14 @@ class ShardedOptimizer(Forwarding):
     def _facts(self, replica: Replica, states: Mapping[Entry, int]) -> dict[str, Any]:
         """Return the values besides the groups on which a replica's ranks must agree before a step."""
         names, board = replica.table.names, replica.gradients.sliced_board
-        without = [
-            (names[entry.at], state)
-            for entry, state in states.items()
-            if state != A_GRADIENT and entry.replica is replica
-        ]
+        without: dict[int, list[str]] = {NO_GRADIENT: [], ZEROED: [], A_GRADIENT: []}
+        for entry, state in states.items():
+            if state != A_GRADIENT and entry.replica is replica:
+                without[state].append(names[entry.at])
         return {
             "factors that gradients were scaled by": [] if board is None else board.factors(),
-            "parameters without a gradient": [name for name, state in without if state == NO_GRADIENT],
-            "parameters whose gradient was zeroed": [name for name, state in without if state == ZEROED],
+            "parameters without a gradient": without[NO_GRADIENT],
+            "parameters whose gradient was zeroed": without[ZEROED],
         }
 
     def _agree(self, refusal: Exception | None, states: Mapping[Entry, int]) -> None:
@@ -427,16 +427,20 @@ class ShardedOptimizer(Forwarding):
         checks: list[Any] = []
         if self._replica.check is not None:  # all parts have the same options
             checks = [replica.check for replica in self.replicas]
+
+        def rows(replica: Replica) -> list[Row]:
+            if refusal is not None:
+                raise refusal
+            own = rows_of(self, self._index) if replica is self._replica else []
+            return [*own, (GRADIENTS, [], self._facts(replica, states))]
+
         try:
             for part in self.replicas[1:]:  # the first replica's ranks are all ranks: pass on what these find
                 try:
-                    rows: list[Row] = [(GRADIENTS, [], self._facts(part, states))]
-                    agree(part.group.comm.all_gather_bytes, rows, refusal, label)
+                    agree(part.group.comm, functools.partial(rows, part), label)
                 except (Error, NotImplementedError) as error:
                     refusal = error
-            rows = rows_of(self, self._index)
-            rows.append((GRADIENTS, [], self._facts(self._replica, states)))
-            agree(self._replica.group.comm.all_gather_bytes, rows, refusal, label)
+            agree(self._replica.group.comm, functools.partial(rows, self._replica), label)
         except Error as error:
             if checks:
                 checks[0].explain_not_finite(error, checks[1:])

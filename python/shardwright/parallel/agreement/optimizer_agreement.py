@@ -7,7 +7,6 @@ digest travels with the use bits of the next round.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import numbers
 import weakref
@@ -17,7 +16,8 @@ from typing import Any
 
 import torch
 
-from ..._engine import Error
+from ..._engine import Error, HostComm
+from ...comm.agreement import gather_answers
 from ...torch_compat.optimizers import on_meta
 
 #: keys of a parameter group that are not hyperparameters: implementation options, schedulers' values, newer torch's keys
@@ -54,28 +54,14 @@ def plain(value: Any) -> Any:
     return repr(value) if isinstance(value, numbers.Number) else repr(type(value))
 
 
-def agree(gather: _Gather, rows: Iterable[Row], refusal: Exception | None, label: str) -> None:
-    """Raise, the same sentence on every rank, unless all ranks have the same rows and none refuses. Collective.
-
-    Cost: 17 bytes a rank when they agree.
-    """
-    encoded = json.dumps(list(rows), sort_keys=True, separators=(",", ":")).encode()
-    mine = (
-        b"\1" + str(refusal).encode(errors="backslashreplace")
-        if refusal
-        else b"\0" + hashlib.blake2b(encoded, digest_size=16).digest()
+def agree(comm: HostComm, rows: Callable[[], Iterable[Row]], label: str) -> None:
+    """Raise, the same sentence on every rank, unless rows() returns the same on all ranks. Collective."""
+    gather_answers(
+        *(comm, lambda: json.dumps(list(rows()), sort_keys=True, separators=(",", ":")).encode(), label),
+        refusals=(Error, NotImplementedError, TypeError, ValueError),
+        compare=lambda said: f"ranks disagree about {difference(dict(enumerate(map(json.loads, said))))}",
+        alike=True,
     )
-    digests = gather(mine, label)
-    if refusal is None and digests.count(mine) == len(digests):
-        return
-    refused = next((digest[1:].decode() for digest in digests if digest[:1] == b"\1"), None)
-    if refused is not None:
-        try:
-            raise refusal if refusal is not None and str(refusal) == refused else Error(refused)
-        finally:
-            refusal = None  # its traceback would keep this frame alive
-    tables = {rank: json.loads(data) for rank, data in enumerate(gather(encoded, "hyperparameters"))}
-    raise Error(f"ranks disagree about {difference(tables)}")
 
 
 _UNLIKE_BEFORE = "the optimizer: it stepped with different hyperparameters before the last step"
@@ -110,15 +96,13 @@ def _some(items: list[Any]) -> str:
 
 def rows_of(optimizer: torch.optim.Optimizer | None, names: Mapping[int, Any]) -> list[Row]:
     """Return one row per group. `names`: id of a module's parameter -> name; other parameters appear by their shape."""
-    groups = [] if optimizer is None else optimizer.param_groups
-    return [
-        (
-            f"group {number}",
-            [names[id(p)] if id(p) in names else [*p.shape] for p in group["params"]],
-            hyperparameters(group),
-        )
-        for number, group in enumerate(groups)
-    ]
+    rows: list[Row] = []
+    for group in () if optimizer is None else optimizer.param_groups:
+        members = list(map(names.get, map(id, group["params"])))
+        if None in members:
+            members = [[*p.shape] if name is None else name for name, p in zip(members, group["params"])]
+        rows.append((f"group {len(rows)}", members, hyperparameters(group)))
+    return rows
 
 
 def given_rows(
