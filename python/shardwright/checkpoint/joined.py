@@ -109,10 +109,8 @@ def compressors_of(model: Any) -> dict[str, Any]:
 def engines_of(model: Any) -> list[Engine]:
     """Return the engine of a module, or else those of the modules in it, in order. Collective as engine_of() is."""
     own = engine_of(model)
-    if own is not None:
-        return [own]
-    children = model.children() if isinstance(model, torch.nn.Module) else ()
-    return [engine for child in children for engine in engines_of(child)]
+    children = model.children() if own is None and isinstance(model, torch.nn.Module) else ()
+    return [each for child in children for each in engines_of(child)] if own is None else [own]
 
 
 def averaging(module: torch.nn.Module) -> Iterator[Engine | TorchDDP]:

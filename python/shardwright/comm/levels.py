@@ -29,13 +29,7 @@ _Hook = Callable[[Any, Any], Any]
 
 
 class Levels:
-    """The single level of one host.
-
-    Attributes
-    ----------
-    exchange : Exchange
-        The exchange of a compressor. Its rank and world_size count hosts if there are several.
-    """
+    """The single level of one host: a compressor's exchange, which counts hosts if there are several."""
 
     def __init__(self, exchange: Exchange) -> None:
         self.exchange = exchange
@@ -62,13 +56,7 @@ class _OneHost(Levels):
 
 
 class HostLevels(Levels):
-    """Several hosts. `flat` is float32.
-
-    Parameters
-    ----------
-    group : HostGroup
-    roads : Roads
-    """
+    """Several hosts. `flat` is float32."""
 
     def __init__(self, group: HostGroup, roads: Roads) -> None:
         host = group.host_of[group.rank]

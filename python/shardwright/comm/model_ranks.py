@@ -25,13 +25,7 @@ _ROUNDING = 1e-3
 
 
 class ModelRanks:
-    """The ranks that hold the shards of one model: one communicator per dimension of the mesh. Making it is collective.
-
-    Parameters
-    ----------
-    mesh : ModelMesh
-    timeout_s : float
-    """
+    """The ranks that hold the shards of one model: one communicator per dimension of the mesh. Making it is collective."""
 
     def __init__(self, mesh: ModelMesh, timeout_s: float) -> None:
         self._mesh = mesh
@@ -131,18 +125,10 @@ class ModelRanks:
         gather_answers(group.comm, compare, f"values of {label}", alike=True)
 
     def add_squares(self, squares: bytes, kinds: Sequence[tuple[bool, ...]], label: str) -> bytes:
-        """Return the exact sum of squares of all ranks of the mesh. Collective.
+        """Return the exact sum of squares of all ranks of the mesh, from this rank's for each of the distinct `kinds`.
 
-        Parameters
-        ----------
-        squares : bytes
-            This rank's sums (ModuleGradients.squares_of): one for each of the sorted, distinct `kinds`.
-
-        Raises
-        ------
-        Error
-            On all ranks, if the sums of gradients that are not sharded over a dimension differ along it by more than
-            rounding. Otherwise the first rank's sum is used.
+        All ranks raise Error if the sums of gradients that are not sharded over a dimension differ along it by more
+        than rounding; otherwise the first rank's is used. Collective.
         """
         sums = _cut(squares)
 

@@ -39,17 +39,8 @@ _GRACE_S = 2.0
 class WholeParameters:
     """The parameters of a bare model, or of one wrapped at zero=0: inner steps change them on each rank separately.
 
-    Attributes
-    ----------
-    module : Module
-    names : list of str
-        Names of the trained parameters.
-    tensors : list of Tensor
-        Targets of the outer optimizer, one a parameter; contiguous.
-    numels : list of int
-        Elements of each whole parameter, equal on all ranks.
-    model_ranks : ModelRanks or None
-        The ranks that hold the other shards of DTensors.
+    `tensors` are the contiguous targets of the outer optimizer, one a trained parameter, `numels` the elements of the
+    whole parameters.
     """
 
     def __init__(self, model: Any, process_group: Any) -> None:
@@ -109,16 +100,7 @@ class WholeParameters:
 
 
 class SlicedParameters(WholeParameters):
-    """The slices of a model wrapped at zero >= 1 over the rows of `mesh`.
-
-    Parameters
-    ----------
-    model : Module
-    inner_optimizer : Optimizer
-        The optimizer that sw.wrap, or shard_optimizer, returned for it.
-    mesh : DeviceMesh
-        A mesh of two dimensions, (replicate, shard).
-    """
+    """The slices of a model wrapped at zero >= 1 over the rows of `mesh`, (replicate, shard)."""
 
     def __init__(self, model: Any, inner_optimizer: Any, mesh: Any) -> None:
         engine = _engine_over_a_row(model, mesh)

@@ -194,15 +194,7 @@ class Options:
             _check_positive("warn_after_s", self.warn_after_s, "seconds", 1e9, "None or 0 for never, or ")
         if self.silent_s is not None:
             _check_positive("silent_s", self.silent_s, "seconds", 1e6)
-        for name in (
-            "broadcast_buffers",
-            "init_sync",
-            "gradient_as_bucket_view",
-            "find_unused_parameters",
-            "static_graph",
-            "deterministic",
-            "reshard_after_forward",
-        ):
+        for name in (each.name for each in dataclasses.fields(self) if isinstance(each.default, bool)):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.sparse_gradients not in ("auto", "dense"):
@@ -261,13 +253,7 @@ class Options:
 
     @classmethod
     def from_keywords(cls, keywords: Mapping[str, Any], also_known: Collection[str] = ()) -> Options:
-        """Make options from a caller's keywords.
-
-        Raises
-        ------
-        TypeError
-            For an unknown name; the message suggests the nearest name among ours and `also_known`.
-        """
+        """Make options from keywords. TypeError for an unknown one suggests the nearest of ours and `also_known`."""
         known = {field.name for field in dataclasses.fields(cls)}
         for name in keywords:
             if name not in known:
@@ -282,11 +268,7 @@ class Options:
 
     def ignored_names(self, module: Any) -> set[str]:
         """Return the names in ignored_params. Raise ValueError for one that no parameter or buffer of `module` has."""
-        named = {
-            name
-            for pairs in (module.named_parameters, module.named_buffers)
-            for name, _ in pairs(remove_duplicate=False)
-        }
+        named = {n for each in (module.named_parameters, module.named_buffers) for n, _ in each(remove_duplicate=False)}
         names = {item for item in self.ignored_params if isinstance(item, str)}
         for name in sorted(names - named):
             raise ValueError(
