@@ -382,7 +382,7 @@ def fully_shard(
     for each in modules:
         if mark_of(each) is not None:
             raise Error(f"fully_shard was called on this {type(each).__name__} already")
-        wrapped = engine_of(each)
+        wrapped = engine_of(each, make=False)
         if wrapped is not None:
             raise Error(
                 f"fully_shard was given a {type(wrapped.module).__name__} that sw.wrap wrapped already: use it as it is, or call fully_shard on "

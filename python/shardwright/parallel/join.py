@@ -60,7 +60,7 @@ class ShadowHook(JoinHook):
             if heard["kind"] == "forward":
                 _shadow_forward(member)
             else:
-                _SHADOWS[heard["kind"]](member.replica, heard)
+                _shadow(member.replica, heard)
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Give all ranks the model of the last rank that joined; of several, the highest."""
@@ -238,7 +238,6 @@ _WORDS = {
     "vote": "unscaling gradients",
     "read": "a read of a whole gradient",
 }
-# the work of a joined rank
 
 
 def _own_slices(replica: Replica, states: Sequence[int]) -> list[torch.Tensor | None]:
@@ -250,57 +249,35 @@ def _own_slices(replica: Replica, states: Sequence[int]) -> list[torch.Tensor | 
     return found
 
 
-def _shadow_norm(replica: Replica, heard: dict[str, Any]) -> None:
-    replica.gradients.follow_factors(heard["factors"])
-    replica.gradients.squares_of(lambda: _own_slices(replica, heard["gradients"]))
-
-
-def _shadow_norms(replica: Replica, heard: dict[str, Any]) -> None:
-    replica.gradients.follow_factors(heard["factors"])
-    replica.gradients.board.gather_norms(heard["number"])
-
-
-def _shadow_read(replica: Replica, heard: dict[str, Any]) -> None:
-    replica.gradients.follow_factors(heard["factors"])
-    index = int(heard["number"])
-    view = replica.gradients.views[index]
-    assert isinstance(view, ShardedGradient)
-    replica.gradients.gathered(index, view.piece)
-
-
-def _shadow_vote(replica: Replica, heard: dict[str, Any]) -> None:
-    slices = _own_slices(replica, heard["gradients"])
-    overflowed = any(piece is not None and not bool(piece.isfinite().all()) for piece in slices)
-    replica.gradients.follow_factors(heard["factors"])
-    replica.gradients.board.any_rank(lambda: overflowed)
-
-
-def _shadow_step(replica: Replica, heard: dict[str, Any]) -> None:
-    replica.gradients.follow_factors(heard["factors"])
-    optimizer = replica.steppers.sliced()[int(heard["number"])]
+def _shadow(replica: Replica, heard: dict[str, Any]) -> None:
+    """Take part in an announced operation."""
+    kind, number, gradients = heard["kind"], heard["number"], replica.gradients
+    if kind == "round":
+        replica.rounds.shadow(heard["groups"])
+        return
+    if kind == "unit":
+        replica.parameters().gather_beside(int(number))
+        return
     states = heard["gradients"]
-    whole = replica.zero == 1
-    gradients = exchange_slices(replica, optimizer.run, states) if whole else _own_slices(replica, states)
-    optimizer.shadow_step(heard["groups"], gradients, states)
-
-
-def _shadow_round(replica: Replica, heard: dict[str, Any]) -> None:
-    replica.rounds.shadow(heard["groups"])
-
-
-def _shadow_unit(replica: Replica, heard: dict[str, Any]) -> None:
-    replica.parameters().gather_beside(int(heard["number"]))
-
-
-_SHADOWS: dict[str, Callable[[Replica, dict[str, Any]], None]] = {
-    "round": _shadow_round,
-    "unit": _shadow_unit,
-    "norm": _shadow_norm,
-    "norms": _shadow_norms,
-    "vote": _shadow_vote,
-    "read": _shadow_read,
-    "step": _shadow_step,
-}
+    overflowed = kind == "vote" and any(
+        piece is not None and not bool(piece.isfinite().all()) for piece in _own_slices(replica, states)
+    )
+    gradients.follow_factors(heard["factors"])
+    if kind == "norm":
+        gradients.squares_of(lambda: _own_slices(replica, states))
+    elif kind == "norms":
+        gradients.board.gather_norms(number)
+    elif kind == "vote":
+        gradients.board.any_rank(lambda: overflowed)
+    elif kind == "read":
+        view = gradients.views[int(number)]
+        assert isinstance(view, ShardedGradient)
+        gradients.gathered(int(number), view.piece)
+    else:
+        optimizer = replica.steppers.sliced()[int(number)]
+        is_whole = replica.zero == 1
+        own = exchange_slices(replica, optimizer.run, states) if is_whole else _own_slices(replica, states)
+        optimizer.shadow_step(heard["groups"], own, states)
 
 
 def exchange_slices(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import numbers
 import weakref
-import zlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -28,9 +27,6 @@ _BESIDE = frozenset(
 _watched: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 #: types of values that JSON has
 _PLAIN = (bool, int, float, str, type(None))
-#: largest number of characters of hyperparameters in a message
-_DESCRIBED = 200
-_Gather = Callable[[bytes, str], list[bytes]]
 #: (title, parameters, values) of each group, or of all groups together
 Row = tuple[str, list[Any], dict[str, Any]]
 #: title of the row of operations on gradients; its values are lists
@@ -64,7 +60,7 @@ def agree(comm: HostComm, rows: Callable[[], Iterable[Row]], label: str) -> None
     )
 
 
-_UNLIKE_BEFORE = "the optimizer: it stepped with different hyperparameters before the last step"
+UNLIKE_BEFORE = "the optimizer: it stepped with different hyperparameters before the last step"
 
 
 def difference(tables: Mapping[int, list[Any]]) -> str:
@@ -72,7 +68,7 @@ def difference(tables: Mapping[int, list[Any]]) -> str:
     first = min(tables)
     other = next((rank for rank, table in tables.items() if table != tables[first]), None)
     if other is None:
-        return _UNLIKE_BEFORE
+        return UNLIKE_BEFORE
     for (title, ours, values), (_, theirs, others) in zip(tables[first], tables[other]):
         if ours != theirs:
             return f"the optimizer: {title} holds other parameters on rank {first} and rank {other}"
@@ -114,77 +110,6 @@ def given_rows(
         ("it", [], {"class": kind, "partition": partition, "clip_grad_norm": clip_grad_norm}),
         *rows_of(optimizer, names),
     ]
-
-
-class StepNotes:
-    """Hyperparameters of the last step of one module's optimizers at zero=0: a digest, and values for the message."""
-
-    def __init__(self) -> None:
-        self._groups: list[dict[str, Any]] = []
-        self._texts: dict[int, tuple[dict[str, Any], str]] = {}
-
-    def note(self, optimizer: torch.optim.Optimizer) -> int:
-        """Return the digest of a step that is about to begin: 32 bits."""
-        self._groups, texts = [], []
-        for group in optimizer.param_groups:
-            values = dict(group)
-            del values["params"]
-            before, text = self._texts.get(id(group), (None, ""))
-            try:
-                is_known = before is not None and before == values
-            except RuntimeError:  # two tensors were compared
-                is_known = False
-            if not is_known:
-                text = json.dumps(_readable(values))
-                # values that change in place are read anew in each step
-                if not any(isinstance(value, (torch.Tensor, list, dict)) for value in values.values()):
-                    self._texts[id(group)] = values, text
-            self._groups.append(values)
-            texts.append(text)
-        return zlib.crc32("\n".join(texts).encode())
-
-    def forget(self) -> None:
-        """Forget the values of past steps."""
-        self._groups = []
-
-    def _rows(self) -> list[Row]:
-        return [(f"group {number}", [], _readable(group)) for number, group in enumerate(self._groups)]
-
-    def describe(self) -> str:
-        """Return a description of the last stepped hyperparameters."""
-        groups = (
-            f"{title} {', '.join(f'{key}={value}' for key, value in values.items() if isinstance(value, (int, float)))}"
-            for title, _, values in self._rows()
-        )
-        return "; ".join(groups)[:_DESCRIBED]
-
-    def explain(self, gather: _Gather, contributes: bool = True) -> None:
-        """Raise if the last hyperparameters differ. Call it on all ranks after digests differed. Collective.
-
-        `contributes`: False for a joined rank, which did not take the last step.
-        """
-        mine = json.dumps(self._rows()).encode() if contributes else b""
-        tables = {rank: json.loads(data) for rank, data in enumerate(gather(mine, "hyperparameters")) if data}
-        if any(table != tables[min(tables)] for table in tables.values()):
-            raise Error(_own_steps(difference(tables)))
-
-
-def unlike_before() -> str:
-    """Return the message for digests that differ although the last hyperparameters are equal."""
-    return _own_steps(_UNLIKE_BEFORE)
-
-
-def _own_steps(what: str) -> str:
-    return (
-        f"ranks disagree about {what}; each rank has stepped with its own, so that their parameters differ: "
-        "begin again from a checkpoint, with the same hyperparameters on every rank"
-    )
-
-
-def _readable(group: dict[str, Any]) -> dict[str, Any]:
-    """Return hyperparameters() without tensors on a GPU, since reading those would make the host wait."""
-    there = {key for key, value in group.items() if isinstance(value, torch.Tensor) and value.device.type != "cpu"}
-    return hyperparameters({key: value for key, value in group.items() if key not in there})
 
 
 def check_members(
