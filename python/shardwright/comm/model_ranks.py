@@ -74,21 +74,22 @@ class ModelRanks:
             failure = None  # its traceback holds this frame
 
     @staticmethod
-    def together(ranks: ModelRanks | None, work: Callable[[], Any], label: str) -> Any:
-        """Return work(). If it fails on one of the ranks, all raise. Collective over them; None: this rank alone."""
-        found, failure = None, None
+    def together(
+        ranks: ModelRanks | None, work: Callable[[], Any], label: str, describe: Callable[[], list[list[str]]] = list
+    ) -> Any:
+        """Return work(). All `ranks` raise if it fails on one, or describe() differs between them. Collective over them."""
+        if ranks is None:
+            return work()
+        found, lines, failure = None, list[list[str]](), None
         try:
-            found = work()
+            found, lines = work(), describe()
         except Exception as error:
-            if ranks is None:
-                raise
             failure = error
         try:
-            if ranks is not None:
-                ranks.agree([], label, failure)
+            ranks.agree(lines, label, failure)
+            return found
         finally:
             failure = None  # its traceback holds this frame
-        return found
 
     def with_group(self, group: HostGroup) -> Any:
         """Return torch's group over the ranks of `group` and those of the mesh. Collective at first use."""

@@ -390,12 +390,7 @@ def find_hosts(lines: Sequence[Line]) -> list[int]:
 
 
 class Assembly:
-    """A rendezvous of all ranks through torch's Gloo group: O(log W) messages a rank, no file descriptor.
-
-    Parameters
-    ----------
-    backend : ProcessGroupGloo
-    """
+    """A rendezvous of all ranks through torch's Gloo group: O(log W) messages a rank, no file descriptor."""
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend

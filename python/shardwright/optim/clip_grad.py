@@ -133,7 +133,7 @@ def _link_of(parameters: list[torch.Tensor], replica: Replica | None) -> DeviceL
     if replica is not None and replica.model_ranks is not None:
         return None
     if replica is not None and replica.zero:
-        fits = not replica.join_link.is_on and all(each.dtype in SCALED_DTYPES for each in parameters)
+        fits = not replica.in_sliced_join and all(each.dtype in SCALED_DTYPES for each in parameters)
         return replica.link if fits else None
     gradients = [p.grad for p in parameters if p.grad is not None]
     if not all(type(each) is torch.Tensor and each.dtype in SCALED_DTYPES for each in gradients):
@@ -231,14 +231,14 @@ def _replicas_of(module: Any) -> list[Replica]:
 def _squares_of(replica: Replica) -> bytes:
     """Return the exact sum of squares of a wrapped module's gradients. Collective at zero >= 1, and over a model mesh."""
     gradients = replica.gradients
-    if replica.zero == 0 or (replica.zero == 1 and replica.join_link.is_on):  # a joined rank keeps no gradients
+    if replica.zero == 0 or (replica.zero == 1 and replica.in_sliced_join):  # a joined rank keeps no gradients
         if replica.zero:
             gradients.slices()  # raises if they are not averaged
         whole = [p.grad for p in replica.table.parameters]
         real = [None if each is None else _real(each) for each in whole]
         squares = gradients.squares_of(lambda: real, over_ranks=False)
     else:
-        replica.join_link.announce("norm")
+        replica.announce("norm")
         squares = gradients.squares_of(gradients.slices)
     ranks = replica.model_ranks
     return squares if ranks is None else ranks.add_squares(squares, replica.table.sharded_kinds, replica.label)

@@ -175,7 +175,7 @@ class SlicedParameters(WholeParameters):
     def check_step(self) -> None:
         if self._replica.retired:
             raise Error("DiLoCo: the model has been wrapped again: create a DiLoCo of the newer wrapper and optimizer")
-        if self._replica.join_link.is_on:
+        if self._replica.in_sliced_join:
             raise Error(
                 "DiLoCo over a mesh cannot step inside join(): ranks that ran out of inputs take no part in outer steps; give the "
                 "ranks of a row the same number of inputs"

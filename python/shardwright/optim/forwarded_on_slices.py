@@ -66,7 +66,7 @@ def call_on_slices(optimizer: ShardedOptimizer, name: str, method: Callable[[], 
             return method()
     replica, label = optimizer.replica, f"optimizer.{name}()"
     refusal: Exception | None = None
-    if replica.join_link.is_on:
+    if replica.in_sliced_join:
         refusal = Error(
             f"{label} writes to slices on all ranks, and inside join a rank that ran out of inputs takes no part in it: call it "
             "after the join"

@@ -277,10 +277,10 @@ class ShardedOptimizer(Forwarding):
             for replica in self.replicas:
                 replica.rounds.close_pending()
         check_groups(self, self._inner)
-        if self._replica.join_link.announcer is not None:
+        if self._replica.announcer is not None:
             groups = [hyperparameters(group) for group in self.param_groups]
-            self._replica.join_link.announce("step", self._position, groups)
-            if self._replica.zero == 1 and self._replica.join_link.is_on:
+            self._replica.announce("step", self._position, groups)
+            if self._replica.zero == 1 and self._replica.in_sliced_join:
                 exchange_slices(self._replica, self.run)
         members = self._members()
         with unguarded():

@@ -537,7 +537,7 @@ class Engine:
 
     def _announce_forward(self) -> bool:
         """Tell ranks that have joined of a forward. Return is_joining."""
-        announcer, is_joining = self.replica.join_link.announcer, self.is_joining
+        announcer, is_joining = self.replica.announcer, self.is_joining
         if announcer is not None and announcer.is_on:
             announcer.announce("forward", 0, None)
         elif is_joining:

@@ -28,6 +28,7 @@ from .._engine import Error
 from ..gradients.sharded_gradient import NO_GRADIENT, ZEROED, ShardedGradient, states_of
 from ..layout.memory import bytes_of
 from ..layout.shard_runs import memory_order
+from ..torch_compat.weak import weakly
 from .engine import Engine
 from .replica import Replica
 
@@ -44,14 +45,14 @@ class ShadowHook(JoinHook):
         engine.join_member = weakref.ref(wrapper)
         replica = engine.replica
         replica.reducer.set_divide_by(not divide_by_initial_world_size)
-        replica.join_link.connect(Announcer(engine))
+        _connect(replica, Announcer(engine))
         wrapper.logger._set_uneven_input_join()
         _forget(engine)
         _joining.append(weakref.ref(engine))
 
     def main_hook(self) -> None:
         """Shadow one iteration of the training ranks; at zero >= 1, one announced operation."""
-        announcer = self._engine.replica.join_link.announcer
+        announcer = self._engine.replica.announcer
         assert announcer is not None
         if not announcer.is_on:
             _shadow_forward(self._engine)
@@ -65,7 +66,7 @@ class ShadowHook(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         """Give all ranks the model of the last rank that joined; of several, the highest."""
         engine, replica = self._engine, self._engine.replica
-        replica.join_link.connect(None)
+        _connect(replica, None)
         replica.parameters().gather_anew()
         _forget(engine)
         root = replica.group.highest_rank_where(is_last_joiner, "last rank to join")
@@ -83,6 +84,22 @@ class ShadowHook(JoinHook):
         engine.join_member = lambda: None
 
 
+def _announces_rounds(replica: Replica) -> bool:
+    """Return True if opening a round must be announced to joined ranks."""
+    return replica.zero >= 2 and not replica.backend.capabilities.tells_standing
+
+
+def _connect(replica: Replica, announcer: Announcer | None) -> None:
+    """Announce collectives through `announcer`; None stops announcements."""
+    replica.announcer = announcer
+    if replica.gradients.sliced_board is not None:
+        replica.gradients.sliced_board.announce = (lambda *_: None) if announcer is None else weakly(replica.announce)
+    if _announces_rounds(replica):
+        replica.reducer.set_announcer(None if announcer is None else announcer.announce_round)
+    if not replica.backend.capabilities.free_unit_order:
+        replica.parameters().announce_units(None if announcer is None else announcer.announce_unit)
+
+
 def _shadow_forward(engine: Engine) -> None:
     """Shadow a forward of the training ranks and, if they synchronise, its round."""
     replica = engine.replica
@@ -90,7 +107,7 @@ def _shadow_forward(engine: Engine) -> None:
     if engine.syncs_buffers(before=True):
         engine.sync_buffers(candidate=False)
     engine.require_forward_param_sync = synchronises = engine.agree_on_sync(False, trains=False)
-    if synchronises and not replica.join_link.announces_rounds:
+    if synchronises and not _announces_rounds(replica):
         replica.rounds.shadow()
 
 
@@ -205,7 +222,7 @@ class Announcer:
                     f"({heard['number']:g}, {other['number']:g})"
                 )
         for each in members:
-            announcer = each.replica.join_link.announcer
+            announcer = each.replica.announcer
             if announcer is not None:
                 announcer.joined = [rank for rank, text in enumerate(said) if not text]
                 announcer.lowest = lowest
@@ -214,7 +231,7 @@ class Announcer:
 
 def _check_ended(replica: Replica, kind: str) -> None:
     """Raise Error if joined ranks still wait in a round that has not ended."""
-    announcer = replica.join_link.announcer
+    announcer = replica.announcer
     if announcer is None or announcer.owes is None or replica.reducer.rounds != announcer.owes:
         return
     message = (
@@ -288,7 +305,7 @@ def exchange_slices(
     run(index, rank) returns the elements on which a rank steps. A joined rank passes `states` and gets the gradients
     for its step.
     """
-    announcer = replica.join_link.announcer
+    announcer = replica.announcer
     assert announcer is not None
     if not announcer.joined:
         return []

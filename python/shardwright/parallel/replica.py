@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .._engine import Error
-from ..backend.base import Backend, Capabilities, Request
+from ..backend.base import Backend, Request
 from ..comm.agreement import verify
 from ..comm.exchange import Exchange
 from ..comm.levels import Lease, Levels
@@ -42,7 +43,6 @@ from ..torch_compat.weak import weakly
 from .agreement.replica_check import ReplicaCheck
 from .agreement.steppers import Steppers
 from .backends import choose_backend
-from .join_link import JoinLink
 from .loading import StateLoading
 from .step_in_backward import adopt as adopt_steps_in_backward
 
@@ -91,7 +91,6 @@ class Replica:
         self._module = weakref.ref(module)
         #: the ranks of the mesh of the module's DTensors, made first, before anything can fail on one rank only
         self.model_ranks = ModelRanks.beside(_taking_part(module, ignored), group)
-        self._has_agreed = False
         in_units = False
 
         def describe() -> list[list[str]]:
@@ -112,22 +111,22 @@ class Replica:
             sparse = [self.table.names[index] for index in sorted(self.table.sparse)]
             return self.table.description({**settings, "sparse gradients": sparse})
 
-        try:
-            verify(group.comm, describe, f"the wrapped {self.label}")
-            self._agree_over_mesh(None)
-        except Exception as error:
-            if not self._has_agreed:
-                self._agree_over_mesh(error)
-            raise
+        begin = functools.partial(verify, group.comm, describe, f"the wrapped {self.label}")
+        ModelRanks.together(self.model_ranks, begin, self.label, self._facts_over_mesh)
+        if self.model_ranks is not None and settings["init_sync"]:
+            self.model_ranks.check_replicated(self.table, group, self.label)
         make_backend = choose_backend(self.table)
         plans = None
         if in_units:
             plans = cut(module, self.table, options.units, options.reshard_after_forward)
         behind = make_backend.capabilities.publishes_behind and zero in (1, 2) and options.prefetch > 0
-        sends_early = compress is None or self._overlaps_compression(make_backend.capabilities)
+        #: compressed buckets travel to other hosts while the backward runs: at zero >= 2 none has a slot for itself
+        self.overlaps_compression = (
+            make_backend.capabilities.sends_beside_backward and group.host_count > 1 and zero < 2
+        )
         request = self._request._replace(
             plans=plans,
-            sends_early=sends_early,
+            sends_early=compress is None or self.overlaps_compression,
             compute_dtypes=self._compute_dtypes(precision),
             forwards=cut(module, self.table) if behind else (),
         )
@@ -159,7 +158,8 @@ class Replica:
         self.is_writing = 0
         self._loading = StateLoading(self, module) if zero == 3 else None
         self._handles += [] if self._loading is None else self._loading.handles
-        self.join_link = JoinLink(self.gradients, self.reducer, self._storage, self.backend.capabilities, zero)
+        #: tells ranks that ran out of inputs of collectives; None outside join (parallel/join.py)
+        self.announcer: Any = None
         #: see stop_request()
         self.stop: StopRequest | None = None
         #: compares replicas every few steps; None without check_every=
@@ -174,21 +174,12 @@ class Replica:
         _live.add(self)
         _hooks.watch_steps(self)
 
-    def _agree_over_mesh(self, failure: Exception | None) -> None:
-        """Raise on all ranks of the model mesh if wrapping failed on one of them or their models differ. Collective."""
-        self._has_agreed = True
-        if self.model_ranks is None:
-            return
-        if failure is not None:
-            self.model_ranks.agree([], self.label, failure)
+    def _facts_over_mesh(self) -> list[list[str]]:
+        """Return what the ranks of the model mesh compare."""
         place = [["option zero", str(self.zero)], ["ranks that average", str(self.group.world_size)]]
         place += [["rank among them", str(self.group.rank)]]
-        lines = [
-            [name, f"{tuple(p.shape)}{placed(p)}"] for name, p in zip(self.table.names, self.table.module_parameters)
-        ]
-        self.model_ranks.agree(place + lines, self.label, None)
-        if self.settings.get("init_sync"):
-            self.model_ranks.check_replicated(self.table, self.group, self.label)
+        named = zip(self.table.names, self.table.module_parameters)
+        return place + [[name, f"{tuple(p.shape)}{placed(p)}"] for name, p in named]
 
     def _compute_dtypes(self, precision: PrecisionPlan | None) -> dict[int, torch.dtype]:
         """Return the 16-bit dtypes in which modules compute with wider parameters."""
@@ -245,15 +236,6 @@ class Replica:
                 self._handles.append(parameter.register_post_accumulate_grad_hook(sparse.hook(index)))
             elif parameter.requires_grad:
                 self._hook(index)
-
-    def _overlaps_compression(self, capabilities: Capabilities) -> bool:
-        """Return True if compressed buckets travel to other hosts while the backward runs, which needs a free slot for
-        each: not at zero >= 2."""
-        return capabilities.sends_beside_backward and self.group.host_count > 1 and self.zero < 2
-
-    @property
-    def overlaps_compression(self) -> bool:
-        return self._overlaps_compression(self.backend.capabilities)
 
     def levels(self, compress: Compressor) -> tuple[Levels, Lease | None]:
         """Return the levels of a compressor's exchange, and a lease if a thread uses them. Collective across hosts."""
@@ -385,13 +367,28 @@ class Replica:
 
     def full_gradients(self) -> dict[str, torch.Tensor | None]:
         """Return whole averaged gradients by bare name. Collective at zero >= 2."""
-        if self.zero >= 2 and self.join_link.is_on:
+        if self.zero >= 2 and self.in_sliced_join:
             raise Error(
                 f"full_gradients is collective, and inside join a rank of {self.label} that ran out of inputs takes no part in it: read "
                 "p.grad.clone() of each parameter on every rank that trains, or call it after the join"
             )
         self.rounds.close_pending()
         return self.gradients.whole()
+
+    @property
+    def in_sliced_join(self) -> bool:
+        """Return True inside join at zero >= 1."""
+        return self.announcer is not None and self.announcer.is_on
+
+    @property
+    def in_join(self) -> bool:
+        """Return True inside join. Some rank may then be shadowing, and make no other collective call."""
+        return self.announcer is not None and self.announcer.is_joining
+
+    def announce(self, kind: str, number: float = 0, groups: Any = None) -> None:
+        """Announce an operation to joined ranks inside join; do nothing outside."""
+        if self.in_sliced_join:
+            self.announcer.announce(kind, number, groups)
 
     def average_gradients(self) -> None:
         """Average the current `.grad` in a round. Collective."""
