@@ -19,7 +19,7 @@ LINES = {
     "shardwright/layout": 1_432,
     "shardwright/optim": 3_974,
     "shardwright/options": 950,
-    "shardwright/parallel": 4_917,
+    "shardwright/parallel": 4_912,
     "shardwright/parameters": 3_761,
     "shardwright/torch_compat": 1_003,
     "shardwright_tools": 346,

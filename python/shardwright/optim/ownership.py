@@ -1,4 +1,4 @@
-"""Who steps on which elements: the rules of ownership of a sliced optimizer.
+"""The rules of ownership of a sliced optimizer: which rank steps on which elements.
 
 `Slices` cuts each parameter where its bucket is cut. `WholeTensors` gives whole tensors to ranks, balanced by bytes. It
 serves optimizers whose update depends on a tensor as a whole: Adafactor's row and column averages, Muon's

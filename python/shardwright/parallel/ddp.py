@@ -21,7 +21,7 @@ from .._engine import Error
 from ..layout.memory import copied
 from ..options.compress import Compressor
 from ..options.options import Options, refuse_options
-from ..torch_compat.foreign_wrappers import refuse_wrapper
+from ..torch_compat.foreign_wrappers import guard_from_wrappers, refuse_wrapper
 from ..torch_compat.state_dicts import asked_by_torchs_functions
 from .ddp_compat import (
     ReducerFacade,
@@ -199,7 +199,7 @@ class DistributedDataParallel(TorchDDP):
         self.reducer = ReducerFacade(self)  # type: ignore[assignment]
         self.logger = DDPLogger(self)  # type: ignore[assignment]
         register_face(self, lambda wrapper, make: wrapper._engine)
-        self._engine.guard(self)
+        guard_from_wrappers(self._engine, self)
 
     is_in_force: bool = _of_engine("is_in_force")
     parameters_to_ignore = _of_engine("parameters_to_ignore")

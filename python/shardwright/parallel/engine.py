@@ -31,7 +31,7 @@ from ..options.options import Options
 from ..parameters.drift import DriftCheck
 from ..parameters.mixed_precision import PrecisionPlan, remove_plan
 from ..torch_compat import autograd as _hooks
-from ..torch_compat.foreign_wrappers import find_wrapper, guard_from_wrappers, is_ours
+from ..torch_compat.foreign_wrappers import find_wrapper, is_ours
 from ..torch_compat.weak import weakly
 from .composition import loss_scaling
 from .composition.parts import by_name, find_parts, states_of_parts
@@ -105,9 +105,7 @@ class Engine:
     comm_hooks : list of (hook, state)
     """
 
-    def __init__(
-        self, module: torch.nn.Module, options: Options, *, forward_sync_buffers: bool | None = None, init: bool = True
-    ) -> None:
+    def __init__(self, module: torch.nn.Module, options: Options, *, forward_sync_buffers: bool | None = None) -> None:
         self.module = module
         self.options = dataclasses.replace(options, groups=by_name(module, options.groups))
         self.require_backward_grad_sync = self.require_forward_param_sync = True
@@ -157,10 +155,6 @@ class Engine:
         self.is_inside_forward = False
         self._warns_of_unended = True
         self._range: torch.profiler.record_function | None = None
-
-    def guard(self, face: torch.nn.Module) -> None:
-        """Refuse other wrappers of the module or `face` from now on."""
-        guard_from_wrappers(self, face)
 
     @property
     def is_in_force(self) -> bool:

@@ -29,6 +29,7 @@ from ..options.options import Options, refuse_options
 from ..options.precision import Precision
 from ..parameters.unshard_schedule import Unit, UnitSchedule
 from ..torch_compat.dtensor import is_dtensor
+from ..torch_compat.foreign_wrappers import guard_from_wrappers
 from .engine import Engine, engine_of, register_face
 
 
@@ -106,7 +107,7 @@ class Mark:
             _check_divide_factors(module, options)
             stage = {"zero": 3, "share_parameters": False, "precision": _policies(module)}
             self.engine = Engine(module, Options.from_keywords({**options, **stage}))
-            self.engine.guard(module)
+            guard_from_wrappers(self.engine, module)
 
 
 class Gathered:
