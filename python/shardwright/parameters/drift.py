@@ -96,7 +96,7 @@ class DriftCheck:
         except RuntimeError:  # two tensors were compared: they are different objects
             same = False
         for members, name, parameter in self._single if same else ():
-            same = same and members.get(name) is parameter
+            same = same and name in members and members[name] is parameter
         if not same:
             self.is_stateless = self._is_swapped()
             if not self.is_stateless:
