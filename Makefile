@@ -19,7 +19,7 @@ export SW_WERROR ?= 1
 # Tests start many programs, and each would compile the package anew
 unexport PYTHONDONTWRITEBYTECODE
 MAKEFLAGS += --no-print-directory
-CSRC := $(sort $(shell find csrc -name '*.[ch]'))
+CSRC := $(sort $(shell find csrc csrc_check -name '*.[ch]'))
 KERNEL_TEXT := $(sort $(shell find csrc -name "*.cu*"))
 PYTHON_TEXT := setup.py python tests examples benchmarks
 BUILD_INPUTS := $(CSRC) $(KERNEL_TEXT) setup.py pyproject.toml
@@ -122,7 +122,7 @@ crash: build
 
 # Files and messages of any bytes (tests/csrc/test_*_fuzz.c): libFuzzer where clang has it, else random changes of sound ones
 FUZZ_FLAGS := -std=c11 -O1 -g -D_GNU_SOURCE -pthread -Icsrc -Itests/csrc -fsanitize=address,undefined -fno-sanitize-recover=all
-FUZZ_OBJECTS := $(patsubst %.c,build/fuzz/%.o,$(filter-out csrc/python/%,$(filter %.c,$(CSRC))) tests/csrc/fuzz.c)
+FUZZ_OBJECTS := $(patsubst %.c,build/fuzz/%.o,$(filter-out csrc/python/% csrc_check/%,$(filter %.c,$(CSRC))) tests/csrc/fuzz.c)
 FUZZ_TESTS := $(patsubst tests/csrc/%.c,%,$(wildcard tests/csrc/test_*_fuzz.c))
 
 build/fuzz/with: # the compiler and its flags
@@ -194,7 +194,7 @@ lint: build $(VENV)/.fmt
 	$(BIN)/ruff check $(PYTHON_TEXT)
 	$(BIN)/ruff format --check --quiet $(PYTHON_TEXT)
 	$(BIN)/mypy
-	MYPYPATH=python $(BIN)/python -m mypy.stubtest shardwright._engine
+	MYPYPATH=python $(BIN)/python -m mypy.stubtest shardwright._engine shardwright._engine_check
 
 wheel: $(VENV)/.installed
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation -w dist .
@@ -213,4 +213,4 @@ test-aarch64: build
 	SW_TEST_MODES=aarch64 $(BIN)/python -m pytest tests/test_csrc.py -k aarch64 -n 2 $(PYTEST_ARGS)
 
 clean:
-	rm -rf build dist $(ENGINE) $(VENV)/.built .pytest_cache
+	rm -rf build dist $(ENGINE) $(ENGINE:.abi3.so=_check.abi3.so) $(VENV)/.built .pytest_cache

@@ -1,4 +1,5 @@
-"""Builds `shardwright._engine`: every C file under csrc, one extension, CPython 3.10's limited API.
+"""Builds `shardwright._engine`, every C file under csrc, and `shardwright._engine_check`, csrc_check: the comparison of
+GPU kernels with their references, for the tools. Both have CPython 3.10's limited API.
 
 Everything else about the package stands in pyproject.toml. The flags live here once: the C tests
 (tests/test_csrc.py) import this file for them, so what is tested is compiled as what is shipped.
@@ -34,18 +35,34 @@ BASE_FLAGS = [
     "-Werror=implicit-function-declaration",
 ]
 STRICT_FLAGS = ["-Wpedantic", "-Wconversion", "-Werror"]
+#: files of the engine that _engine_check has, too: errors and dtypes
+CHECK_SHARES = ["csrc/base/status.c", "csrc/tensor/dtype.c"]
 MACROS = [("_GNU_SOURCE", "1"), ("Py_LIMITED_API", "0x030A0000")]
 
 
-def sources() -> list[str]:
+def sources(folder: str) -> list[str]:
     """All C files, sorted, relative to the root as setuptools wants them."""
-    return sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "csrc").rglob("*.c"))
+    return sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / folder).rglob("*.c"))
 
 
 def headers() -> list[str]:
     """What sources include, the device kernels' text (csrc/kernels/kernel_source.c) among it."""
-    patterns = ("*.h", "*.cu", "*.cuh")
-    return sorted(path.relative_to(ROOT).as_posix() for end in patterns for path in (ROOT / "csrc").rglob(end))
+    patterns = ("csrc/**/*.h", "csrc/**/*.cu", "csrc/**/*.cuh", "csrc_check/*.h")
+    return sorted(path.relative_to(ROOT).as_posix() for each in patterns for path in ROOT.glob(each))
+
+
+def extension(name: str, files: list[str], *more_folders: str) -> Extension:
+    return Extension(
+        name,
+        sources=files,
+        depends=[*headers(), "setup.py"],
+        include_dirs=["csrc", *more_folders],
+        define_macros=MACROS,
+        extra_compile_args=compile_flags(),
+        extra_link_args=link_flags(),
+        libraries=["m"],
+        py_limited_api=True,
+    )
 
 
 def compile_flags() -> list[str]:
@@ -74,7 +91,7 @@ class BuildEngine(build_ext):
     """build_ext that recompiles a file only if it, a header or the flags changed, on all processors."""
 
     def build_extension(self, ext: Extension) -> None:
-        files, ext.sources = ext.sources, []
+        files, ext.sources, forced = ext.sources, [], self.force
         # A Python built in an odd place bakes its library folder into what it links: not into our wheel.
         self.compiler.linker_so = [word for word in self.compiler.linker_so if not word.startswith("-Wl,-rpath")]
         flags_changed = self._record_flags(ext)
@@ -98,6 +115,7 @@ class BuildEngine(build_ext):
             ext.extra_objects = list(pool.map(compile_one, files))
         self.force = True  # the link is cheap: always do it, a file may have gone
         super().build_extension(ext)
+        self.force = forced
 
     def _record_flags(self, ext: Extension) -> bool:
         """Keep the command line beside the objects; True if it is not the one they were made with."""
@@ -126,17 +144,8 @@ if __name__ == "__main__":
     setup(
         project_urls=project_urls(),
         ext_modules=[
-            Extension(
-                "shardwright._engine",
-                sources=sources(),
-                depends=[*headers(), "setup.py"],
-                include_dirs=["csrc"],
-                define_macros=MACROS,
-                extra_compile_args=compile_flags(),
-                extra_link_args=link_flags(),
-                libraries=["m"],
-                py_limited_api=True,
-            )
+            extension("shardwright._engine", sources("csrc")),
+            extension("shardwright._engine_check", [*sources("csrc_check"), *CHECK_SHARES], "csrc_check"),
         ],
         cmdclass={"build_ext": BuildEngine},
         options={"bdist_wheel": {"py_limited_api": "cp310"}},

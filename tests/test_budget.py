@@ -8,20 +8,20 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 #: lines of Python by folder, at most; the files beside a package's folders stand under the package's name
 LINES = {
-    "shardwright": 1_346,
-    "shardwright/backend": 744,
-    "shardwright/checkpoint": 9_468,
-    "shardwright/comm": 3_073,
-    "shardwright/compress": 1_841,
+    "shardwright": 1_321,
+    "shardwright/backend": 668,
+    "shardwright/checkpoint": 9_180,
+    "shardwright/comm": 2_900,
+    "shardwright/compress": 1_804,
     "shardwright/deepspeed": 9,
-    "shardwright/gradients": 1_931,
-    "shardwright/integrations": 3_195,
-    "shardwright/layout": 1_432,
-    "shardwright/optim": 3_974,
-    "shardwright/options": 950,
-    "shardwright/parallel": 4_912,
-    "shardwright/parameters": 3_761,
-    "shardwright/torch_compat": 1_003,
+    "shardwright/gradients": 1_930,
+    "shardwright/integrations": 3_112,
+    "shardwright/layout": 1_354,
+    "shardwright/optim": 3_737,
+    "shardwright/options": 942,
+    "shardwright/parallel": 4_938,
+    "shardwright/parameters": 3_748,
+    "shardwright/torch_compat": 1_139,
     "shardwright_tools": 346,
     "shardwright_tools/cli": 1_692,
     "shardwright_tools/convert": 1_944,
@@ -30,7 +30,7 @@ LINES = {
     "shardwright_tools/planner": 1_702,
 }
 #: lines of C, headers and sources
-C_LINES = 47_000
+C_LINES = 44_702
 
 
 def lines_of(path: Path) -> int:
@@ -52,7 +52,8 @@ def test_no_folder_of_python_has_more_lines_than_before() -> None:
 
 
 def test_c_has_no_more_lines_than_before() -> None:
-    assert sum(lines_of(path) for path in (ROOT / "csrc").rglob("*.[ch]")) <= C_LINES
+    found = {name: sum(lines_of(path) for path in (ROOT / name).rglob("*.[ch]")) for name in C_LINES}
+    assert {name: (count, C_LINES[name]) for name, count in found.items() if count > C_LINES[name]} == {}
 
 
 def test_a_planted_line_is_counted(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import shardwright as sw
 import torch
 from shardwright.checkpoint.remote import mirror as mirrors
 from shardwright.checkpoint.remote.store import Store
-from shardwright.options.offload import offload_folder
+from shardwright.options.checks import offload_folder
 from torch import nn
 
 fsspec = pytest.importorskip("fsspec")
@@ -166,7 +166,7 @@ def test_an_address_whose_folder_cannot_be_written_is_refused(
     def lock(_: str) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("shardwright.checkpoint.folder.directory._lock_directory", lock)
+    monkeypatch.setattr("shardwright.checkpoint.folder.directory.DirectoryLock", lock)
     with sw.Checkpointer(address, *trained(9.0)) as checkpoints:
         for call in (checkpoints.restore, checkpoints.steps):
             with pytest.raises(sw.CheckpointError, match="cannot be written to.*name another local_directory"):

@@ -25,6 +25,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 CSRC = ROOT / "csrc"
+#: the comparison of kernels with their references, an extension of its own
+CHECK = ROOT / "csrc_check"
 C_TESTS = sorted((ROOT / "tests" / "csrc").glob("test_*.c"))
 SHARED = sorted(set((ROOT / "tests" / "csrc").glob("*.c")) - set(C_TESTS))
 WRAPPED = ["-Wl," + ",".join(f"--wrap={name}" for name in ("malloc", "calloc", "realloc", "mmap", "munmap"))]
@@ -85,7 +87,9 @@ def shipped_flags() -> list[str]:
 
 
 def engine_sources() -> list[Path]:
-    return sorted(path for path in CSRC.rglob("*.c") if path.relative_to(CSRC).parts[0] != "python")
+    """Return all files without Python, those of the check of kernels among them."""
+    engine = [path for path in CSRC.rglob("*.c") if path.relative_to(CSRC).parts[0] != "python"]
+    return sorted([*engine, *(path for path in CHECK.glob("*.c") if path.name != "check_module.c")])
 
 
 def shipped_object(compiler: str, source: Path) -> Path | None:
@@ -106,7 +110,7 @@ def run_checked(command: list[str]) -> None:
 
 @functools.cache
 def newest_header(tests: bool = True) -> float:
-    headers = [*CSRC.rglob("*.h"), *CSRC.rglob("*.cu*"), ROOT / "setup.py"]
+    headers = [*CSRC.rglob("*.h"), *CHECK.glob("*.h"), *CSRC.rglob("*.cu*"), ROOT / "setup.py"]
     if tests:
         headers += [*(ROOT / "tests" / "csrc").glob("*.h"), Path(__file__)]
     return max(header.stat().st_mtime for header in headers)
@@ -132,6 +136,7 @@ class Builder:
             "-D_GNU_SOURCE",
             "-pthread",
             "-Icsrc",
+            "-Icsrc_check",
             "-Itests/csrc",
             "-Itests/fake",
             *mode.flags,
@@ -167,7 +172,7 @@ class Builder:
         return program
 
     def compile(self, source: Path) -> Path:
-        is_engines = CSRC in source.parents
+        is_engines = CSRC in source.parents or CHECK in source.parents
         shipped = shipped_object(self.mode.compiler, source) if self.mode.shipped and is_engines else None
         quickly = ["-O0"] if source.name in LARGE and SANITIZED[1] in self.mode.flags else []
         if self.mode.shipped and not is_engines and not LONG:

@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from test_csrc import BUILDERS, CSRC, ROOT, run_checked
+from test_csrc import BUILDERS, ROOT, engine_sources, run_checked
 from test_fake_gpu import FAKE, SHARED, libraries
 
 #: a program that has not ended by then hangs; on a busy machine one without a mutation takes minutes
 LIMIT_S = 900
 LONG = os.environ.get("SW_TEST_LONG") == "1"
-NOUNS = ("device_rounds", "device_units", "device_offload", "device_stage", "device_region", "kernel_check")
+NOUNS = ("device_rounds", "device_units", "device_offload", "device_stage", "kernel_check")
 #: the programs of which one must fail without a wait of a file, and those for other files
 PROGRAMS = {f"{noun}.c": ("test_" + noun,) for noun in NOUNS}
 PROGRAMS.update({f"slot_{part}.c": ("test_slot_transport",) for part in ("rounds", "memory", "transport")})
@@ -36,7 +36,7 @@ PROGRAMS["device_rounds.c"] = ("test_device_rounds", *FOR_OTHERS)
 NAMES = r"(?:ops->(?:stream_wait|stream_wait_number|event_wait)|\bsw_(?:nccl_wait|peers_wait|device_comm_follow|device_comm_await|slot_wait|slot_meet))"
 CALL = NAMES + r"\([^;]*"
 #: csrc/device is the calls themselves, csrc/python makes none of its own accord
-OTHERS = ("device", "python")
+FILES = [path for path in engine_sources() if path.parent.name != "device"]
 WAIT = re.compile(rf"(?:SW_TRY\(|\(void\)!?|return |(?<!void )(?=sw_device_comm_await))\s*(?:\w+->)*{CALL};")
 
 #: (file, a loop that polls for what a wait would wait for, how it looks without)
@@ -88,27 +88,25 @@ class Mutation:
 
 
 def mutations() -> list[Mutation]:
-    files = [path for path in sorted(CSRC.rglob("*.c")) if path.parent.name not in OTHERS]
     return [
         Mutation(path, match.start(), match.end(), " ".join(match[0].split()))
-        for path in files
+        for path in FILES
         for match in WAIT.finditer(path.read_text())
     ]
 
 
 def records() -> list[Mutation]:
     """Run each mutation of each place."""
-    files = [path for path in sorted(CSRC.rglob("*.c")) if path.parent.name not in OTHERS]
     return [
         Mutation(path, match.start("stream"), match.end("stream"), " ".join(match[0].split()), wrong)
-        for path in files
+        for path in FILES
         for match in RECORD.finditer(path.read_text())
         for wrong in WRONG
     ]
 
 
 def test_every_record_of_the_engine_is_seen_by_the_pattern() -> None:
-    texts = [path.read_text() for path in CSRC.rglob("*.c") if path.parent.name not in OTHERS]
+    texts = [path.read_text() for path in FILES]
     assert len(records()) == len(WRONG) * sum(text.count("event_record(") for text in texts) > 0
     assert set(UNSEEN) <= {(record.file.name, record.text, record.wrong) for record in records()}
 
@@ -117,8 +115,7 @@ def test_every_wait_of_the_engine_is_seen_by_the_pattern() -> None:
     found = {(mutation.file.name, mutation.text) for mutation in mutations()}
     calls = [
         (path.name, number)
-        for path in sorted(CSRC.rglob("*.c"))
-        if path.parent.name not in OTHERS
+        for path in FILES
         for number, line in enumerate(path.read_text().splitlines(), 1)
         if re.search(NAMES + r"\(", line) and not line.startswith(("sw_status", "static", "void"))
     ]
@@ -134,7 +131,7 @@ def test_streams_are_ordered_by_the_engine_alone() -> None:
 def polls() -> list[Mutation]:
     found = []
     for name, text, _ in POLLS:
-        path = next(CSRC.rglob(name))
+        (path,) = (path for path in FILES if path.name == name)
         start = path.read_text().index(text)
         found.append(Mutation(path, start, start + len(text), text))
     return found
@@ -171,7 +168,7 @@ def succeeds(source: Path, file: Path, changed: Path, folder: Path) -> bool:
 @pytest.mark.skipif(not LONG, reason="long form only (SW_TEST_LONG=1, make mutate-events)")
 @pytest.mark.parametrize("source", sorted({*FOR_OTHERS, *(each for some in PROGRAMS.values() for each in some)}))
 def test_without_a_mutation_a_program_succeeds(source: str, tmp_path: Path) -> None:
-    file = next(CSRC.rglob("device_comm.c"))
+    (file,) = (path for path in FILES if path.name == "device_comm.c")
     same = tmp_path / file.name
     same.write_text(file.read_text())
     assert succeeds(FAKE / f"{source}.c", file, same, tmp_path)

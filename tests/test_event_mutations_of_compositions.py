@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from test_csrc import ROOT, run_checked, shipped_flags
+from test_csrc import CHECK, ROOT, run_checked, shipped_flags
 from test_event_mutations import LONG, PYTHON, Mutation, mutations, polls, records
 from test_layers import built_objects
 
@@ -45,7 +45,7 @@ IMPORTS = ("torch.distributed.pipelining", "torch.distributed.tensor.parallel", 
 LIMIT_S = 600
 #: whether mutations with a reason are run, too, which takes an hour more: make mutate-events-unseen
 SEARCHES = os.environ.get("SW_TEST_UNSEEN") == "1"
-ALL = [*mutations(), *polls(), *records()]
+ALL = [each for each in [*mutations(), *polls(), *records()] if CHECK not in each.file.parents]
 #: (reason why no scene fails, file, parts of the texts of its waits and records, see text_of()); test_event_mutations.py sees each of them
 UNSEEN = (
     (
@@ -64,8 +64,6 @@ UNSEEN = (
     ),
     ("for threads that watch, which simulated ranks do not start", "device_comm.c", "c->marked"),
     ("clipping without a wait, which DTensors lack", "device_norm.c", "return sw_device_comm_follow("),
-    ("PowerSGD's memory", "device_region.c", "c->met"),
-    ("the check of kernels, before there is a module", "kernel_check.c", "c->event"),
     (
         "slots in a GPU's memory; simulated ranks have the host's",
         "slot_memory.c",

@@ -20,6 +20,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 CSRC = ROOT / "csrc"
+CHECK = ROOT / "csrc_check"
 PACKAGE = ROOT / "python" / "shardwright"
 TOOLS = ROOT / "python" / "shardwright_tools"
 ENGINE = PACKAGE / "_engine.abi3.so"
@@ -217,8 +218,9 @@ def test_only_the_python_folder_includes_python_headers() -> None:
     assert users <= {"python"}
 
 
-def test_no_source_calls_a_banned_function() -> None:
-    assert banned_calls(CSRC) == []
+@pytest.mark.parametrize("folder", (CSRC, CHECK), ids=lambda path: path.name)
+def test_no_source_calls_a_banned_function(folder: Path) -> None:
+    assert banned_calls(folder) == []
 
 
 def test_a_planted_banned_call_is_caught_and_a_lookalike_is_not(tmp_path: Path) -> None:
@@ -287,12 +289,13 @@ def test_a_planted_circle_of_headers_is_caught(tmp_path: Path) -> None:
 
 
 def test_file_names_are_unique_in_the_tree() -> None:
-    names = [file.name for file in c_files(CSRC)]
+    names = [file.name for file in [*c_files(CSRC), *c_files(CHECK)]]
     assert sorted(names) == sorted(set(names))
 
 
 def test_no_file_is_longer_than_800_lines() -> None:
-    lengths = {str(file.relative_to(CSRC)): len(file.read_text().splitlines()) for file in c_files(CSRC)}
+    files = [*c_files(CSRC), *c_files(CHECK)]
+    lengths = {str(file.relative_to(ROOT)): len(file.read_text().splitlines()) for file in files}
     assert {name: length for name, length in lengths.items() if length > LINES_MAX} == {}
 
 
@@ -414,3 +417,88 @@ def test_no_folder_has_more_than_twenty_files() -> None:
     folders = [path for package in (PACKAGE, TOOLS) for path in package.iterdir() if path.is_dir()]
     counts = {path.name: len(list(path.glob("*.py"))) for path in folders}
     assert {name: count for name, count in counts.items() if count > 20} == {}
+
+
+# Private names of torch ----------------------------------------------------------------------------------------------
+
+#: a name that torch_compat need not hold -> why
+NOT_HIDDEN = {
+    **dict.fromkeys(("_foreach_", "_amp_foreach_", "_to_copy"), "beginnings of operators, which have no other name"),
+    "_version": "a tensor's counter of writes, which autograd documents",
+    **dict.fromkeys(("_parameters", "_buffers", "_modules"), "a module's tables, whose order its named_ methods hide"),
+    **dict.fromkeys(
+        ("_assign_modules_buffers", "_authoritative_rank", "_check_comm_hook", "_check_sync_bufs", "_check_input_dim"),
+        "what classes of ours inherit from classes of torch",
+    ),
+    **dict.fromkeys(("_dataloaders", "_models", "_is_accelerate_prepared"), "accelerate's"),
+    **dict.fromkeys(("_bit_generator", "_Unpickler", "_exit"), "NumPy's and Python's"),
+}
+
+
+#: variables that hold objects of ours where an attribute is first set
+OURS = ("self", "cls", "made", "each")
+
+
+def is_private(name: object) -> bool:
+    return isinstance(name, str) and name.startswith("_") and not name.startswith("__")
+
+
+def defined_in(tree: ast.AST) -> Iterator[str]:
+    """Yield the names that a file gives to functions, classes, arguments, variables and attributes of `self`."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            if isinstance(node.value, ast.Name) and node.value.id in OURS:
+                yield node.attr
+
+
+def private_uses(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield (line, name) of private names of torch's modules, and of attributes that are read or set, by name too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found = [each.name for each in node.names if each.name.startswith("torch.")]
+            yield from ((node.lineno, part) for name in found for part in name.split(".") if is_private(part))
+        elif isinstance(node, ast.ImportFrom) and not node.level and (node.module or "").split(".")[0] == "torch":
+            names = [*(node.module or "").split("."), *(each.name for each in node.names)]
+            yield from ((node.lineno, name) for name in names if is_private(name))
+        elif isinstance(node, ast.Attribute) and is_private(node.attr):
+            yield node.lineno, node.attr
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            if node.func.id in ("getattr", "hasattr", "setattr") and len(node.args) > 1:
+                name = getattr(node.args[1], "value", None)
+                if is_private(name):
+                    yield node.lineno, str(name)
+
+
+def private_names(*packages: Path) -> list[str]:
+    """Return one sentence for each private name that no file of ours defines, outside of torch_compat."""
+    trees = {path: ast.parse(path.read_text()) for package in packages for path in package.rglob("*.py")}
+    own = {name for tree in trees.values() for name in defined_in(tree)}
+    return sorted(
+        f"{path.name}:{line}: {name}"
+        for path, tree in trees.items()
+        if path.parent.name != "torch_compat"
+        for line, name in private_uses(tree)
+        if name not in own and not any(name.startswith(each) for each in NOT_HIDDEN)
+    )
+
+
+def test_private_names_of_torch_are_in_torch_compat_alone() -> None:
+    assert private_names(PACKAGE, TOOLS) == []
+
+
+def test_planted_private_names_of_torch_are_caught(tmp_path: Path) -> None:
+    package = copy_package(tmp_path)
+    planted = (
+        "import torch._dynamo\nfrom torch.utils._pytree import tree_map\n\n\n"
+        "def f(module, _own):\n    torch._C._functorch, module._forward_pre_hooks\n"
+        "    return getattr(module, '_orig_mod', _own)._own\n"
+    )
+    (package / "layout" / "planted.py").write_text(planted)
+    names = ("1: _dynamo", "2: _pytree", "6: _C", "6: _forward_pre_hooks", "6: _functorch", "7: _orig_mod")
+    assert private_names(package, TOOLS) == [f"planted.py:{name}" for name in names]

@@ -1,11 +1,23 @@
 """Laws of options: each is validated before anything is created, and an option without effect is refused."""
 
 import gc
+import re
+import types
 import weakref
+from pathlib import Path
 
 import pytest
 import shardwright as sw
 import torch
+from shardwright.compress.make import make_hook
+from shardwright.integrations.deepspeed import keys as deepspeed_keys
+from shardwright.integrations.deepspeed.config import optimizer_class
+from shardwright.integrations.settings import read_settings
+from shardwright.optim.master_weights import has_own_masters
+from shardwright.optim.sliceable import ELEMENTWISE
+from shardwright.options import compress, compressors, options
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.mark.parametrize(
@@ -16,7 +28,7 @@ import torch
         ({"compress": sw.Int8(), "reduce": "sum"}, NotImplementedError, "computes the mean"),
         ({"precision": 17}, ValueError, "precision must be"),
         ({"precision": {"": 17}}, ValueError, r"precision\[''\] must be"),
-        ({"clip_grad_norm": -1.0}, ValueError, "clip_grad_norm must be above 0, got"),
+        ({"clip_grad_norm": -1.0}, ValueError, "clip_grad_norm must be None or a number above 0, got"),
         ({"zero": 4}, ValueError, "zero must be 0, 1, 2 or 3"),
         ({"units": "size"}, ValueError, r"units= requires zero=3, got zero=0"),
         ({"precision": torch.bfloat16}, ValueError, "got torch.bfloat16: did you mean 'bf16'"),
@@ -185,3 +197,39 @@ def test_a_refusal_keeps_no_module_alive():
         assert refused()() is None
     finally:
         gc.enable()
+
+
+def test_help_of_wrap_describes_every_option():
+    described = set(re.findall(r"^    ([a-z_, ]+) : ", sw.wrap.__doc__, re.MULTILINE))
+    names = {name for line in described for name in line.split(", ")}
+    assert names >= {*options.FIELDS, "module", "optimizer", "mixed_precision"} and "**options" not in sw.wrap.__doc__
+
+
+def test_each_compressor_is_known_wherever_compressors_are_named():
+    """A compressor has a class, a name in files, a hook, and a row in the documents."""
+    known = {kind.__name__ for kind in subclasses(compress.Compressor) if not kind.__name__.startswith("_")}
+    made = {type(each).__name__ for each in compressors.COMPRESSORS.values()}
+    assert (
+        known == made == set(compress.KINDS) == {type(compressors.COMPRESSORS[name.lower()]).__name__ for name in known}
+    )
+    text = " ".join((ROOT / "docs" / name).read_text() for name in ("communication.md", "features.md"))
+    for name, each in compressors.COMPRESSORS.items():
+        assert f"{type(each).__name__}" in text and hasattr(sw, type(each).__name__)
+        assert name in deepspeed_keys.KEYS["shardwright"].text
+        assert read_settings(f"compress={name}")["compress"] == each
+        make_hook(each, types.SimpleNamespace(on_device=False, group=None))
+
+
+def test_each_optimizer_of_ours_is_known_wherever_optimizers_are_named():
+    """A fused optimizer is torch's class with our step, may be sliced, keeps its masters, and is in the documents."""
+    kinds = [each for name in sw.optim.__all__ if isinstance(each := getattr(sw.optim, name), type)]
+    assert {f"shardwright.optim.{kind.__name__}" for kind in kinds} == {n for n in ELEMENTWISE if n.startswith("shard")}
+    for kind in kinds:
+        made = kind([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+        assert issubclass(kind, getattr(torch.optim, kind.__name__)) and has_own_masters(made)
+        assert optimizer_class(f"sw.optim.{kind.__name__}") is kind
+        assert f"{kind.__name__}`" in (ROOT / "docs" / "features.md").read_text()
+
+
+def subclasses(kind):
+    return {kind}.union(*(subclasses(each) for each in kind.__subclasses__())) - {compress.Compressor}

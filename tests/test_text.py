@@ -20,7 +20,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "python/shardwright"
 PACKAGES = (PACKAGE, "python/shardwright_tools")
-FOLDERS = (*PACKAGES, "csrc", "docs")
+C_FOLDERS = ("csrc", "csrc_check")
+FOLDERS = (*PACKAGES, *C_FOLDERS, "docs")
 
 #: paths, or folders with a slash behind them, that are not rewritten yet
 STILL_TO_DO: tuple[str, ...] = ()
@@ -168,7 +169,7 @@ def texts_of_code(root: Path) -> list[Text]:
     for path in files(root, ".py", under=PACKAGES):
         source, name = path.read_text(encoding="utf-8"), str(path.relative_to(root))
         found += [*docstrings(name, source), *python_comments(name, source)]
-    for path in files(root, ".c", ".h", ".cu", ".cuh", under=("csrc",)):
+    for path in files(root, ".c", ".h", ".cu", ".cuh", under=C_FOLDERS):
         found += c_comments(str(path.relative_to(root)), path.read_text(encoding="utf-8"))
     return found
 
@@ -208,7 +209,7 @@ def banned_names(root: Path) -> list[str]:
         for token in tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline):
             if token.type == tokenize.NAME and BANNED_NAME.fullmatch(token.string):
                 found.append(f"{path.relative_to(root)}:{token.start[0]}: {token.string}")
-    for path in files(root, ".c", ".h", ".cu", ".cuh", under=("csrc",)):
+    for path in files(root, ".c", ".h", ".cu", ".cuh", under=C_FOLDERS):
         code = C_COMMENT.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), path.read_text(encoding="utf-8"))
         found += [
             f"{path.relative_to(root)}:{code.count(chr(10), 0, match.start()) + 1}: {match[0]}"

@@ -22,7 +22,7 @@ from shutil import copy2, copytree, ignore_patterns, which
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-INPUTS = ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "csrc", "python")
+INPUTS = ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "csrc", "csrc_check", "python")
 NEWEST_GLIBC = (2, 28)
 OLDEST_PYTHON = (3, 10)
 LONG = os.environ.get("SW_TEST_LONG") == "1"
@@ -121,10 +121,19 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+def unpacked(wheel: Path, name: str) -> Path:
+    with zipfile.ZipFile(wheel) as archive:
+        return Path(archive.extract(f"shardwright/{name}.abi3.so", wheel.parent / "unpacked"))
+
+
 @pytest.fixture(scope="session")
 def engine(wheel: Path) -> Path:
-    with zipfile.ZipFile(wheel) as archive:
-        return Path(archive.extract("shardwright/_engine.abi3.so", wheel.parent / "unpacked"))
+    return unpacked(wheel, "_engine")
+
+
+@pytest.fixture(scope="session", params=("_engine", "_engine_check"))
+def binary(wheel: Path, request: pytest.FixtureRequest) -> Path:
+    return unpacked(wheel, request.param)
 
 
 def test_the_wheel_is_tagged_for_every_cpython_from_3_10(wheel: Path) -> None:
@@ -138,25 +147,25 @@ def test_the_wheel_carries_the_types_the_licence_and_no_source(wheel: Path) -> N
     assert [name for name in names if name.endswith((".c", ".h", ".o"))] == []
 
 
-def test_the_engine_needs_libc_and_libm_alone(engine: Path) -> None:
-    needed = re.findall(r"\(NEEDED\).*\[(.+)\]", output_of("readelf", "-d", str(engine)))
+def test_each_binary_needs_libc_and_libm_alone(binary: Path) -> None:
+    needed = re.findall(r"\(NEEDED\).*\[(.+)\]", output_of("readelf", "-d", str(binary)))
     assert {name for name in needed if not name.startswith("ld-linux")} <= {"libc.so.6", "libm.so.6"}
-    assert re.search(r"\((RPATH|RUNPATH|TEXTREL)\)", output_of("readelf", "-d", str(engine))) is None
+    assert re.search(r"\((RPATH|RUNPATH|TEXTREL)\)", output_of("readelf", "-d", str(binary))) is None
 
 
-def test_no_symbol_is_newer_than_glibc_2_28(engine: Path) -> None:
-    wanted = re.findall(r"GLIBC_(\d+)\.(\d+)[.\d]*\)?\s+(\S+)", output_of("objdump", "-T", str(engine)))
+def test_no_symbol_is_newer_than_glibc_2_28(binary: Path) -> None:
+    wanted = re.findall(r"GLIBC_(\d+)\.(\d+)[.\d]*\)?\s+(\S+)", output_of("objdump", "-T", str(binary)))
     newer = {name: f"{major}.{minor}" for major, minor, name in wanted if (int(major), int(minor)) > NEWEST_GLIBC}
     assert wanted and newer == {}, "bind it in csrc/platform/glibc_compat.h or use syscall()"
 
 
-def test_the_stack_is_not_executable(engine: Path) -> None:
-    stack = re.search(r"GNU_STACK.*\n?.*", output_of("readelf", "-lW", str(engine)))
+def test_the_stack_is_not_executable(binary: Path) -> None:
+    stack = re.search(r"GNU_STACK.*\n?.*", output_of("readelf", "-lW", str(binary)))
     assert stack is not None and "RWE" not in stack[0]
 
 
-def test_it_asks_python_for_public_names_only(engine: Path) -> None:
-    asked = re.findall(r"\*UND\*.*?\s(_?Py\w+)$", output_of("objdump", "-T", str(engine)), re.MULTILINE)
+def test_it_asks_python_for_public_names_only(binary: Path) -> None:
+    asked = re.findall(r"\*UND\*.*?\s(_?Py\w+)$", output_of("objdump", "-T", str(binary)), re.MULTILINE)
     assert asked
     # Macros of the 3.10 limited API lead to these private names, which are part of the stable ABI.
     private = {name for name in asked if name.startswith("_")} - {"_Py_NoneStruct", "_Py_TrueStruct"}
@@ -176,11 +185,10 @@ def test_the_binding_compiles_against_the_headers_of_python_3_10() -> None:
     includes = [include for version, include in PYTHONS.values() if version == OLDEST_PYTHON and include]
     if not includes:
         pytest.skip("no Python 3.10 with headers on this machine")
-    files = sorted(map(str, (ROOT / "csrc" / "python").glob("**/*.c")))
-    assert files
+    files = sorted(map(str, [*(ROOT / "csrc" / "python").glob("**/*.c"), ROOT / "csrc_check" / "check_module.c"]))
     flags = ("-std=c11", "-fsyntax-only", "-Wall", "-Wextra", "-Werror", "-Wno-missing-field-initializers")
     macros = ("-D_GNU_SOURCE=1", "-DPy_LIMITED_API=0x030A0000")
-    output_of("gcc", *flags, *macros, "-Icsrc", "-isystem", includes[0], *files, cwd=ROOT)
+    output_of("gcc", *flags, *macros, "-Icsrc", "-Icsrc_check", "-isystem", includes[0], *files, cwd=ROOT)
 
 
 @pytest.mark.skipif(not LONG, reason="long form only (SW_TEST_LONG=1)")

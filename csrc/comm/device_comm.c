@@ -3,7 +3,6 @@
 
 #include <stdlib.h>
 
-#include "comm/device_region.h"
 #include "comm/device_watch.h"
 #include "platform/clock.h"
 #include "platform/thread.h"
@@ -124,8 +123,6 @@ void sw_device_comm_disconnect(sw_device_comm *c)
     c->is_abandoned = c->is_abandoned || !sw_device_watch_stop(c, c->timeout_ns);
     if (c->is_abandoned)
         return;
-    if (c->peers)
-        sw_device_regions_leave(c);
     if (c->peers && c->peers->is_borrowed)
         return_borrowed(c);
     sw_peers_destroy(c->peers);
@@ -141,7 +138,6 @@ void sw_device_comm_destroy(sw_device_comm *c)
         return;
     if (c->device) {
         const sw_device_ops *ops = c->device->ops;
-        sw_device_regions_collect(c);
         ops->memory_free(c->device, c->sum);
         ops->pinned_free(c->device, c->staged);
         ops->event_destroy(c->device, c->met);

@@ -54,13 +54,12 @@ typedef struct sw_device_comm {
     struct sw_device_watch *watch; /* owned; NULL: no watch runs (device_watch.h) */
     int64_t timeout_ns;
     sw_lookout lookout;
-    void *sum;                        /* device memory: sw_norm_sum */
-    sw_norm_sum *staged;              /* pinned */
-    size_t norm_room;                 /* elements that the sum adds between two carries, below
-                                         2^31; tests lower it */
-    struct sw_device_region *regions; /* not owned: device_region.h's list */
-    bool is_abandoned; /* an engine thread is inside a driver call that does not return: never
-                          freed */
+    void *sum;           /* device memory: sw_norm_sum */
+    sw_norm_sum *staged; /* pinned */
+    size_t norm_room;    /* elements that the sum adds between two carries, below
+                            2^31; tests lower it */
+    bool is_abandoned;   /* an engine thread is inside a driver call that does not return: never
+                            freed */
 } sw_device_comm;
 
 typedef struct sw_device_range { /* device memory of the caller */

@@ -186,6 +186,8 @@ SW_MUST_USE sw_status sw_carrier_settle_probes(sw_carrier *carrier, sw_carrier_h
 
 /* Return the description of an operation's payload, without its place. */
 sw_payload sw_carrier_payload(const sw_carrier *carrier, const sw_hier_pending *pending);
+/* Return true for operations that run in one pipeline (hier_reduce.c). */
+bool sw_carrier_reduces(const sw_carrier *carrier, const sw_hier_pending *pending);
 /* Return the payload bytes of `hosts` hosts, this one first; for BY_ROOT the maximum. */
 size_t sw_carrier_payload_bytes(const sw_carrier *carrier, const sw_payload *payload, int hosts);
 /* Copy this host's payload of operation `index` into the agreement. */
@@ -203,14 +205,6 @@ SW_MUST_USE sw_status sw_carrier_deliver_payload(sw_carrier *carrier, uint32_t i
 
 /* hier_frames.c
  * ------------------------------------------------------------------------------------------ */
-
-/* Return true for operations that run in one pipeline (hier_reduce.c). */
-static inline bool sw_carrier_reduces(const sw_carrier *carrier, const sw_hier_pending *pending)
-{
-    sw_payload_kind kind = sw_carrier_payload(carrier, pending).kind;
-    return (pending->op.kind == SW_OP_ALL_REDUCE || pending->op.kind == SW_OP_REDUCE_SCATTER) &&
-           kind != SW_PAYLOAD_BY_HOST && kind != SW_PAYLOAD_MERGED;
-}
 
 /* Return true if hier_stream.c moves its data. */
 static inline bool sw_carrier_streams(const sw_hier_pending *pending)

@@ -42,6 +42,13 @@ sw_payload sw_carrier_payload(const sw_carrier *carrier, const sw_hier_pending *
     return (sw_payload){.kind = SW_PAYLOAD_NONE};
 }
 
+bool sw_carrier_reduces(const sw_carrier *carrier, const sw_hier_pending *pending)
+{
+    sw_payload_kind kind = sw_carrier_payload(carrier, pending).kind;
+    return (pending->op.kind == SW_OP_ALL_REDUCE || pending->op.kind == SW_OP_REDUCE_SCATTER) &&
+           kind != SW_PAYLOAD_BY_HOST && kind != SW_PAYLOAD_MERGED;
+}
+
 /* Return the number of ranks of `hosts` hosts, this one first. */
 static size_t ranks_of(const sw_hier *hier, int hosts)
 {

@@ -1,12 +1,20 @@
 /* nccl.c - see nccl.h. */
 #include "comm/nccl.h"
 
+#include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
 
-#include "comm/nccl_register.h"
-#include "comm/nccl_state.h"
 #include "platform/clock.h"
+
+/* An NCCL communicator. Thread rule: as peers.h; `calls` guards the fields that name it. */
+typedef struct nccl_comm {
+    sw_peers base;
+    const sw_nccl_library *library; /* borrowed */
+    sw_nccl_comm handle;            /* owned, or borrowed; NULL once it has ended; under `calls` */
+    int depth;                      /* depth of open NCCL groups; under `calls` */
+    pthread_mutex_t calls;          /* held for each NCCL call that names the communicator */
+} nccl_comm;
 
 static nccl_comm *comm_of(sw_peers *peers)
 {
@@ -446,8 +454,6 @@ static const sw_peers_ops nccl_ops = {
     .exchange_slices = nccl_exchange_slices,
     .gather_among = nccl_gather_among,
     .broadcast = nccl_broadcast,
-    .memory_register = sw_nccl_register,
-    .memory_deregister = sw_nccl_deregister,
     .check = nccl_check,
     .end = nccl_end,
     .look = nccl_look,

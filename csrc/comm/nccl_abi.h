@@ -16,8 +16,6 @@ enum {
     SW_NCCL_OLDEST_VERSION = 21400, /* 10000 * major + 100 * minor + patch */
     SW_NCCL_UNIQUE_ID_BYTES = 128,
     SW_NCCL_CONFIG_VERSION = 21400,
-    SW_NCCL_REGISTERING_VERSION = 21900,
-    SW_NCCL_WINDOW_VERSION = 22700,
 
     SW_NCCL_SUCCESS = 0,
     SW_NCCL_UNHANDLED_CUDA_ERROR = 1,
@@ -42,14 +40,11 @@ enum {
     SW_NCCL_MAX = 2,
     SW_NCCL_MIN = 3,
     SW_NCCL_AVG = 4,
-
-    SW_NCCL_WIN_COLL_SYMMETRIC = 1,
 };
 #define SW_NCCL_CONFIG_MAGIC 0xcafebeefu
 
 typedef int sw_nccl_result; /* ncclResult_t */
 typedef struct ncclComm *sw_nccl_comm;
-typedef void *sw_nccl_window; /* ncclWindow_t */
 
 typedef struct sw_nccl_id {
     char internal[SW_NCCL_UNIQUE_ID_BYTES];
@@ -89,22 +84,9 @@ typedef struct sw_nccl_config {
     X(ncclGroupStart, (void))                                                                 \
     X(ncclGroupEnd, (void))
 
-/* Functions of NCCL 2.27 and newer, and of 2.19; NULL in the table of an older one. */
-#define SW_NCCL_NEWEST_FUNCTIONS(X)                                                       \
-    X(ncclCommWindowRegister,                                                             \
-      (sw_nccl_comm comm, void *memory, size_t bytes, sw_nccl_window *window, int flags)) \
-    X(ncclCommWindowDeregister, (sw_nccl_comm comm, sw_nccl_window window))
-#define SW_NCCL_NEWER_FUNCTIONS(X)                                                          \
-    X(ncclMemAlloc, (void **memory, size_t bytes))                                          \
-    X(ncclMemFree, (void *memory))                                                          \
-    X(ncclCommRegister, (sw_nccl_comm comm, void *memory, size_t bytes, void **registered)) \
-    X(ncclCommDeregister, (sw_nccl_comm comm, void *registered))
-
 typedef struct sw_nccl_table {
 #define SW_NCCL_FIELD(name, parameters) sw_nccl_result(*name) parameters;
     SW_NCCL_FUNCTIONS(SW_NCCL_FIELD)
-    SW_NCCL_NEWER_FUNCTIONS(SW_NCCL_FIELD)
-    SW_NCCL_NEWEST_FUNCTIONS(SW_NCCL_FIELD)
 #undef SW_NCCL_FIELD
     const char *(*ncclGetErrorString)(sw_nccl_result result);
     const char *(*ncclGetLastError)(sw_nccl_comm comm);

@@ -11,12 +11,6 @@ static const sw_library_symbol symbols[] = {
 #undef SYMBOL
 };
 
-static const sw_library_symbol newer_symbols[] = {
-#define SYMBOL(name, parameters) {#name, offsetof(sw_nccl_table, name)},
-    SW_NCCL_NEWER_FUNCTIONS(SYMBOL) SW_NCCL_NEWEST_FUNCTIONS(SYMBOL)
-#undef SYMBOL
-};
-
 /* Read the version before the functions are looked up, so that the error for an old library names
  * its version instead of a missing function. */
 static sw_status read_version(void *handle, const char *name, int *version, sw_error *err)
@@ -49,8 +43,6 @@ sw_status sw_nccl_library_init(sw_nccl_library *nccl, const char *library, sw_er
                 sw_library_bind(made.handle, name, symbols, sizeof symbols / sizeof *symbols,
                                 &made.call, err),
                 close);
-    sw_library_bind_found(made.handle, newer_symbols, sizeof newer_symbols / sizeof *newer_symbols,
-                          &made.call);
     *nccl = made;
     return SW_OK;
 close:

@@ -26,11 +26,6 @@
 
 typedef struct sw_peers sw_peers;
 
-typedef struct sw_registration {
-    void *handle; /* NULL: nothing is registered */
-    bool is_window;
-} sw_registration;
-
 typedef struct sw_peers_ops {
     /* Operations between begin and end form one operation of one stream. Each successful begin
      * needs its end, even after a failure in between. */
@@ -64,17 +59,6 @@ typedef struct sw_peers_ops {
                               int count, sw_stream *stream, sw_error *err);
     sw_status (*broadcast)(sw_peers *peers, void *data, size_t numel, sw_dtype dtype, int root,
                            sw_stream *stream, sw_error *err);
-    /* This rank only: later operations may read and write `memory` in place, without the
-     * transport's copies. It comes from sw_nccl_memory_alloc. Either all ranks pass it to the same
-     * operations at the same offset, or none does. SW_E_UNSUPPORTED if the transport cannot
-     * register. A failure does not change the transport. With `as_window`, collective with equal
-     * sizes: makes a window, or registers plainly if NCCL has none. Its failure ends the transport,
-     * because other ranks wait. */
-    sw_status (*memory_register)(sw_peers *peers, void *memory, size_t size_bytes, bool as_window,
-                                 sw_registration *made, sw_error *err);
-    /* Deregister memory after the host has waited for its last operation. On failure it stays in
-     * use. */
-    sw_status (*memory_deregister)(sw_peers *peers, const sw_registration *made, sw_error *err);
     /* Return the transport's failure, if any, without waiting. */
     sw_status (*check)(sw_peers *peers, sw_error *err);
     /* Called after a failure, once the ranks' hosts are notified, and after each later failure:
@@ -161,19 +145,6 @@ static inline sw_status sw_peers_broadcast(sw_peers *t, void *data, size_t numel
                                            int root, sw_stream *stream, sw_error *err)
 {
     return t->ops->broadcast(t, data, numel, dtype, root, stream, err);
-}
-
-static inline sw_status sw_peers_memory_register(sw_peers *t, void *memory, size_t size_bytes,
-                                                 bool as_window, sw_registration *made,
-                                                 sw_error *err)
-{
-    return t->ops->memory_register(t, memory, size_bytes, as_window, made, err);
-}
-
-static inline sw_status sw_peers_memory_deregister(sw_peers *t, const sw_registration *made,
-                                                   sw_error *err)
-{
-    return t->ops->memory_deregister(t, made, err);
 }
 
 static inline sw_status sw_peers_check(sw_peers *t, sw_error *err)

@@ -11,7 +11,6 @@
 
 #include "comm/agree.h"
 #include "comm/fabric.h"
-#include "comm/star_messages.h"
 #include "platform/futex.h"
 #include "platform/limits.h"
 #include "platform/memory.h"

@@ -1,5 +1,5 @@
 /* shm.h - a communicator whose ranks are processes of one host. The first rank makes memfds and
- * passes them over abstract Unix sockets (star.h); the protocol on the mapped pages is in
+ * passes them over abstract Unix sockets (bootstrap.h); the protocol on the mapped pages is in
  * fabric_state.h.
  *
  * Joining has two steps, because the addresses travel through a store of the caller: create
@@ -8,9 +8,7 @@
 #ifndef SW_COMM_SHM_H
 #define SW_COMM_SHM_H
 
-#include "comm/comm.h"
-#include "comm/proof.h"
-#include "platform/socket.h"
+#include "comm/bootstrap.h"
 
 enum { SW_SHM_SECRET_BYTES = SW_PROOF_SECRET_BYTES };
 

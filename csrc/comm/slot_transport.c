@@ -368,25 +368,6 @@ static void slot_destroy(sw_peers *base)
     free_all(t);
 }
 
-/* Peers access only slots, so other memory cannot be registered. */
-static sw_status slot_memory_register(sw_peers *t, void *memory, size_t size_bytes, bool as_window,
-                                      sw_registration *made, sw_error *err)
-{
-    (void)memory;
-    (void)as_window;
-    (void)made;
-    SW_FAIL(err, SW_E_UNSUPPORTED,
-            "slots (%s): %zu bytes cannot be registered: slots copy all data, only NCCL uses "
-            "registered memory",
-            t->name, size_bytes);
-}
-
-static sw_status slot_memory_deregister(sw_peers *t, const sw_registration *made, sw_error *err)
-{
-    (void)made;
-    SW_FAIL(err, SW_E_STATE, "slots (%s): nothing is registered", t->name);
-}
-
 static const sw_peers_ops slot_ops = {
     .group_begin = slot_group_begin,
     .group_end = slot_group_end,
@@ -397,8 +378,6 @@ static const sw_peers_ops slot_ops = {
     .exchange_slices = slot_exchange_slices,
     .gather_among = slot_gather_among,
     .broadcast = slot_broadcast,
-    .memory_register = slot_memory_register,
-    .memory_deregister = slot_memory_deregister,
     .check = sw_slot_check,
     .end = sw_slot_end,
     .look = sw_slot_look,

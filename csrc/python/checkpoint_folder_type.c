@@ -156,34 +156,23 @@ static PyObject *folder_lies_in(PyObject *op, PyObject *args)
     return PyErr_Occurred() ? NULL : sw_py_none();
 }
 
-static PyObject *folder_catalog(PyObject *op, PyObject *args)
+/* Keeps the catalog that was read, and returns its bytes. */
+static PyObject *keep_catalog(folder_object *self, sw_status status, const sw_catalog *catalog,
+                              const sw_error *err)
 {
-    folder_object *self = (folder_object *)op;
-    sw_py_arg a[1];
-    sw_py_table paths = {0};
-    sw_error err = {0};
-    sw_catalog catalog = {0};
-    sw_status status;
-    PyObject *result = NULL;
-    if (sw_py_read("catalog paths:L", args, NULL, a) &&
-        sw_py_table_init(&paths, a[0].o, "catalog path:s", sizeof(const char *), sw_py_fill_text,
-                         NULL) &&
-        enter(self, SW_PY_ALONE)) {
-        SW_PY_WITHOUT_GIL(status, sw_catalog_read(self->path, &self->manifest, paths.rows,
-                                                  paths.count, &catalog, &err));
-        if (status == SW_OK) {
-            sw_catalog_fini(&self->catalog);
-            self->catalog = catalog;
-            result = PyBytes_FromStringAndSize((const char *)catalog.data,
-                                               (Py_ssize_t)catalog.size_bytes);
-        } else {
-            (void)sw_py_raise_checkpoint(sw_py_state_of(op), &err);
-        }
-        sw_py_use_leave(&self->use);
-    }
-    sw_py_table_fini(&paths);
-    return result;
+    if (status != SW_OK)
+        return finish(self, status, err);
+    sw_catalog_fini(&self->catalog);
+    self->catalog = *catalog;
+    sw_py_use_leave(&self->use);
+    return PyBytes_FromStringAndSize((const char *)catalog->data, (Py_ssize_t)catalog->size_bytes);
 }
+
+SW_PY_METHOD_ON_ROWS(folder_catalog, folder_object, "catalog paths:L", sw_catalog catalog = {0}, 0,
+                     "catalog path:s", const char *, sw_py_fill_text, enter(self, SW_PY_ALONE),
+                     sw_catalog_read(self->path, &self->manifest, rows.rows, rows.count, &catalog,
+                                     &err),
+                     keep_catalog(self, status, &catalog, &err))
 
 static void folder_dealloc(PyObject *op)
 {
@@ -270,18 +259,9 @@ static sw_status read_whole(const folder_object *self, const char *path, uint8_t
     return read_part(self, path, *size_bytes, data, err);
 }
 
-static PyObject *folder_read_bytes(PyObject *op, PyObject *args)
+/* Returns the bytes in place of a method's `done`, and frees them. */
+static PyObject *bytes_of(PyObject *done, uint8_t *data, size_t size_bytes)
 {
-    folder_object *self = (folder_object *)op;
-    sw_py_arg a[1];
-    uint8_t *data = NULL;
-    size_t size_bytes = 0;
-    sw_error err = {0};
-    sw_status status;
-    if (!sw_py_read("read_bytes path:s", args, NULL, a) || !enter(self, SW_PY_SHARED))
-        return NULL;
-    SW_PY_WITHOUT_GIL(status, read_whole(self, a[0].s, &data, &size_bytes, &err));
-    PyObject *done = finish(self, status, &err);
     PyObject *bytes =
         done ? PyBytes_FromStringAndSize((const char *)data, (Py_ssize_t)size_bytes) : NULL;
     Py_XDECREF(done);
@@ -289,11 +269,16 @@ static PyObject *folder_read_bytes(PyObject *op, PyObject *args)
     return bytes;
 }
 
+SW_PY_METHOD_WITH(folder_read_bytes, folder_object, "read_bytes path:s", uint8_t *data = NULL;
+                  size_t size_bytes = 0, enter(self, SW_PY_SHARED),
+                  read_whole(self, a[0].s, &data, &size_bytes, &err),
+                  bytes_of(finish(self, status, &err), data, size_bytes))
+
 static sw_status read_header(const folder_object *self, const char *path, sw_safetensors *found,
-                             uint8_t **header, sw_error *err)
+                             sw_error *err)
 {
     const sw_manifest_file *file = sw_manifest_find(&self->manifest, path);
-    uint8_t *first = NULL;
+    uint8_t *first = NULL, *header = NULL;
     size_t header_bytes = 0;
     char full[SW_PATH_BYTES]; /* for messages */
     SW_TRY(sw_path_join(full, self->path, path, err));
@@ -305,10 +290,9 @@ static sw_status read_header(const folder_object *self, const char *path, sw_saf
         sw_safetensors_header_size(first, file->size_bytes, full, &header_bytes, err);
     free(first);
     SW_TRY(status);
-    SW_TRY(read_part(self, path, header_bytes, header, err));
-    status = sw_safetensors_read(*header, header_bytes, file->size_bytes, full, found, err);
-    free(*header);
-    *header = NULL;
+    SW_TRY(read_part(self, path, header_bytes, &header, err));
+    status = sw_safetensors_read(header, header_bytes, file->size_bytes, full, found, err);
+    free(header);
     return status;
 }
 
@@ -383,33 +367,19 @@ static PyObject *build_header(sw_safetensors *found)
     return Py_BuildValue("(NN)", metadata, tensors);
 }
 
-static PyObject *folder_tensors(PyObject *op, PyObject *args)
+/* Drops the result of a method's finish(), and returns what was read in its place. */
+static PyObject *header_of(PyObject *done, sw_safetensors *found)
 {
-    folder_object *self = (folder_object *)op;
-    sw_py_arg a[1];
-    sw_safetensors found = {0};
-    uint8_t *header = NULL;
-    sw_error err = {0};
-    sw_status status;
-    if (!sw_py_read("tensors path:s", args, NULL, a) || !enter(self, SW_PY_SHARED))
-        return NULL;
-    SW_PY_WITHOUT_GIL(status, read_header(self, a[0].s, &found, &header, &err));
-    PyObject *done = finish(self, status, &err);
     Py_XDECREF(done);
-    return done ? build_header(&found) : NULL;
+    return done ? build_header(found) : NULL;
 }
 
-static PyObject *folder_header(PyObject *type, PyObject *args)
-{
-    sw_py_arg a[2];
-    sw_safetensors found = {0};
-    sw_error err = {0};
-    sw_status status;
-    if (!sw_py_read("header fd:i path:s", args, NULL, a))
-        return NULL;
-    SW_PY_WITHOUT_GIL(status, read_plain_header(a[0].i, a[1].s, &found, &err));
-    return status == SW_OK ? build_header(&found) : result_of((PyTypeObject *)type, status, &err);
-}
+SW_PY_METHOD_WITH(folder_tensors, folder_object, "tensors path:s", sw_safetensors found = {0},
+                  enter(self, SW_PY_SHARED), read_header(self, a[0].s, &found, &err),
+                  header_of(finish(self, status, &err), &found))
+SW_PY_METHOD_WITH(folder_header, PyTypeObject, "header fd:i path:s", sw_safetensors found = {0},
+                  true, read_plain_header(a[0].i, a[1].s, &found, &err),
+                  header_of(result_of(self, status, &err), &found))
 
 static PyObject *build_files(const sw_manifest *manifest)
 {
@@ -462,54 +432,17 @@ PATH_METHOD(make, sw_folder_make(a[0].s, &err))
 PATH_METHOD(sync, sw_folder_sync(a[0].s, &err))
 PATH_METHOD(remove, sw_folder_remove(a[0].s, &err))
 
-static PyObject *folder_identity(PyObject *type, PyObject *args)
-{
-    sw_py_arg a[1];
-    char identity[SW_IDENTITY_BYTES];
-    (void)type;
-    if (!sw_py_read("identity path:s", args, NULL, a))
-        return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    sw_checkpoint_identify(a[0].s, identity);
-    Py_END_ALLOW_THREADS
-    return PyUnicode_FromString(identity);
-}
-
-static PyObject *folder_find(PyObject *type, PyObject *args)
-{
-    sw_py_arg a[1];
-    char found[SW_PATH_BYTES];
-    bool stands;
-    (void)type;
-    if (!sw_py_read("find path:s", args, NULL, a))
-        return NULL;
-    Py_BEGIN_ALLOW_THREADS
-    stands = sw_checkpoint_stands(a[0].s, found);
-    Py_END_ALLOW_THREADS
-    return stands ? PyUnicode_FromString(found) : sw_py_none();
-}
-
-static PyObject *folder_lock(PyObject *type, PyObject *args)
-{
-    sw_py_arg a[2];
-    bool is_taken = false;
-    sw_error err = {0};
-    if (!sw_py_read("lock fd:i path:s", args, NULL, a))
-        return NULL;
-    sw_status status = sw_file_lock(a[0].i, a[1].s, &is_taken, &err);
-    return status == SW_OK ? PyBool_FromLong(is_taken)
-                           : result_of((PyTypeObject *)type, status, &err);
-}
-
-static PyObject *folder_is_alive(PyObject *type, PyObject *args)
-{
-    sw_py_arg a[1];
-    (void)type;
-    if (!sw_py_read("is_alive path:s", args, NULL, a))
-        return NULL;
-    sw_save_life found = sw_save_lock_look(a[0].s);
-    return found == SW_SAVE_UNKNOWN ? sw_py_none() : PyBool_FromLong(found == SW_SAVE_ALIVE);
-}
+SW_PY_METHOD_WITH(folder_identity, PyTypeObject, "identity path:s", char found[SW_IDENTITY_BYTES],
+                  true, (sw_checkpoint_identify(a[0].s, found), SW_OK), PyUnicode_FromString(found))
+SW_PY_METHOD_WITH(folder_find, PyTypeObject, "find path:s", char found[SW_PATH_BYTES], true,
+                  sw_checkpoint_stands(a[0].s, found) ? SW_OK : SW_E_STATE,
+                  status == SW_OK ? PyUnicode_FromString(found) : sw_py_none())
+SW_PY_METHOD_WITH(folder_lock, PyTypeObject, "lock fd:i path:s", bool is_taken = false, true,
+                  sw_file_lock(a[0].i, a[1].s, &is_taken, &err),
+                  status == SW_OK ? PyBool_FromLong(is_taken) : result_of(self, status, &err))
+SW_PY_METHOD_WITH(folder_is_alive, PyTypeObject, "is_alive path:s", sw_save_life found, true,
+                  (found = sw_save_lock_look(a[0].s), SW_OK),
+                  found == SW_SAVE_UNKNOWN ? sw_py_none() : PyBool_FromLong(found == SW_SAVE_ALIVE))
 
 static PyMethodDef folder_methods[] = {
     {"lock", folder_lock, METH_VARARGS | METH_CLASS,

@@ -195,16 +195,10 @@ static PyObject *plan_needed(PyObject *op, PyObject *args)
     return result;
 }
 
-static PyObject *plan_trim(PyObject *op, PyObject *args)
-{
-    plan_object *self = (plan_object *)op;
-    sw_py_arg a[3] = {[2] = {.word = 0}};
-    if (!sw_py_read("trim rank:i world_size:i | keep_bytes:K", args, NULL, a) ||
-        !check_rank("trim", a[0].i, a[1].i) || !sw_py_plan_enter(self, SW_PY_ALONE))
-        return NULL;
-    sw_plan_trim(self->plan, a[0].i, a[1].i, a[2].word);
-    return finish(self, SW_OK, NULL);
-}
+SW_PY_METHOD(plan_trim, plan_object, "trim rank:i world_size:i | keep_bytes:K",
+             check_rank("trim", a[0].i, a[1].i) && sw_py_plan_enter(self, SW_PY_ALONE),
+             (sw_plan_trim(self->plan, a[0].i, a[1].i, a[2].word), SW_OK),
+             finish(self, status, &err))
 
 SW_PY_GETTER(plan_get_digest, plan_object, PyLong_FromUnsignedLong(self->plan->digest))
 
@@ -258,29 +252,24 @@ SW_PY_METHOD(plan_create_files, plan_object, "create_files folder:s",
 
 SW_PY_ROW(fill_write_range, sw_write_range, a[0].word, a[1].word)
 
-static PyObject *plan_write(PyObject *type, PyObject *args)
+/* Returns the tallies, and frees them. */
+static PyObject *tallies_of(PyTypeObject *type, sw_status status, sw_tally_list *tallies,
+                            const sw_error *err)
 {
-    sw_py_arg a[5];
-    sw_py_table ranges = {0};
-    sw_tally_list tallies = {0};
-    sw_error err = {0};
-    sw_status status;
-    PyObject *result = NULL;
-    if (sw_py_read("write path:s nbytes:K first_block:K ranges:L address:A", args, NULL, a) &&
-        sw_py_table_init(&ranges, a[3].o, "write begin:K nbytes:K", sizeof(sw_write_range),
-                         fill_write_range, NULL)) {
-        const sw_write_file file = {a[0].s, a[1].word, a[2].word};
-        SW_PY_WITHOUT_GIL(status, sw_checkpoint_write(&file, ranges.rows, ranges.count,
-                                                      a[4].address, &tallies, &err));
-        result = status == SW_OK
-                     ? PyBytes_FromStringAndSize((const char *)tallies.data,
-                                                 (Py_ssize_t)tallies.size_bytes)
-                     : sw_py_raise_checkpoint(PyType_GetModuleState((PyTypeObject *)type), &err);
-    }
-    sw_py_table_fini(&ranges);
-    sw_tally_list_fini(&tallies);
+    PyObject *result = status == SW_OK ? PyBytes_FromStringAndSize((const char *)tallies->data,
+                                                                   (Py_ssize_t)tallies->size_bytes)
+                                       : sw_py_raise_checkpoint(PyType_GetModuleState(type), err);
+    sw_tally_list_fini(tallies);
     return result;
 }
+
+SW_PY_METHOD_ON_ROWS(plan_write, PyTypeObject,
+                     "write path:s nbytes:K first_block:K ranges:L address:A",
+                     sw_tally_list tallies = {0}, 3, "write begin:K nbytes:K", sw_write_range,
+                     fill_write_range, true,
+                     sw_checkpoint_write(&(sw_write_file){a[0].s, a[1].word, a[2].word}, rows.rows,
+                                         rows.count, a[4].address, &tallies, &err),
+                     tallies_of(self, status, &tallies, &err))
 
 static sw_status sync_file(const char *path, sw_error *err)
 {
@@ -398,8 +387,10 @@ static PyType_Slot plan_slots[] = {
     {Py_tp_dealloc, plan_dealloc},
     {Py_tp_methods, plan_methods},
     {Py_tp_getset, plan_properties},
-    {Py_tp_doc,
-     "CheckpointPlan(groups, texts)\n--\n\nWhich bytes stand where in which file of a checkpoint."},
+    {Py_tp_doc, "CheckpointPlan(groups, texts)\n--\n\nWhich bytes stand where in which file of a "
+                "checkpoint. groups: [(stem, numbered, max_file_bytes, metadata, [(name, dtype, "
+                "shape, holder)])]; texts: [(path, nbytes, holder)]. holder 0: all ranks have it; "
+                "1: rank 0 writes; 2: each writes its sources."},
     {0, NULL},
 };
 

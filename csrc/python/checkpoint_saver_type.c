@@ -544,7 +544,9 @@ static PyObject *saver_spare(PyObject *op, PyObject *unused)
 }
 
 static PyMethodDef saver_methods[] = {
-    {"begin", SW_PY_NAMED(saver_begin), "Takes the snapshot and starts the rest."},
+    {"begin", SW_PY_NAMED(saver_begin),
+     "Take the snapshot of [(source, begin, nbytes, address, eager, on_device)] and start the "
+     "rest."},
     {"keep", SW_PY_NAMED(saver_keep),
      "Writes this rank's part into memory; (tallies, runs, bytes)."},
     {"warm", saver_warm, METH_VARARGS,

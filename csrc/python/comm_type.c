@@ -313,41 +313,24 @@ static PyObject *comm_all_gather(PyObject *op, PyObject *args, PyObject *kwargs)
     return done;
 }
 
-static PyObject *comm_barrier(PyObject *op, PyObject *args)
+static sw_status run_barrier(sw_comm *comm, const char *label, sw_error *err)
 {
-    comm_object *self = (comm_object *)op;
-    sw_py_arg a[1] = {{.s = "barrier"}};
     sw_op operation = {.kind = SW_OP_BARRIER, .dtype = SW_DTYPE_UINT8};
-    sw_error err;
-    sw_status status;
-    if (!sw_py_read("barrier | label:s", args, NULL, a) || !sw_py_comm_enter(self))
-        return NULL;
-    set_label(&operation, a[0].s);
-    SW_PY_WITHOUT_GIL(status, self->comm->ops->run(self->comm, &operation, &err));
-    return sw_py_comm_finish(self, status, &err);
+    set_label(&operation, label);
+    return comm->ops->run(comm, &operation, err);
 }
+
+SW_PY_METHOD_WITH(comm_barrier, comm_object, "barrier | label:s", a[0].s = "barrier",
+                  sw_py_comm_enter(self), run_barrier(self->comm, a[0].s, &err),
+                  sw_py_comm_finish(self, status, &err))
 
 SW_PY_ROW(fill_range, sw_range, .address = a[0].address, .size_bytes = a[1].size)
 
-static PyObject *comm_broadcast(PyObject *op, PyObject *args)
-{
-    comm_object *self = (comm_object *)op;
-    sw_py_arg a[3] = {[2] = {.s = "broadcast"}};
-    sw_py_table ranges = {0};
-    sw_error err;
-    sw_status status;
-    PyObject *done = NULL;
-    if (sw_py_read("broadcast ranges:O root:i | label:s", args, NULL, a) &&
-        sw_py_table_init(&ranges, a[0].o, "broadcast address:A nbytes:N", sizeof(sw_range),
-                         fill_range, NULL) &&
-        sw_py_comm_enter(self)) {
-        SW_PY_WITHOUT_GIL(
-            status, sw_comm_broadcast(self->comm, ranges.rows, ranges.count, a[1].i, a[2].s, &err));
-        done = sw_py_comm_finish(self, status, &err);
-    }
-    sw_py_table_fini(&ranges);
-    return done;
-}
+SW_PY_METHOD_ON_ROWS(comm_broadcast, comm_object, "broadcast ranges:O root:i | label:s",
+                     a[2].s = "broadcast", 0, "broadcast address:A nbytes:N", sw_range, fill_range,
+                     sw_py_comm_enter(self),
+                     sw_comm_broadcast(self->comm, rows.rows, rows.count, a[1].i, a[2].s, &err),
+                     sw_py_comm_finish(self, status, &err))
 
 /* The first message carries the length and as much data as fits, so short data needs no second. */
 enum { INLINE_BYTES = 1016 };

@@ -53,26 +53,18 @@ SW_PY_VALUE(block_is_finite, PyObject, "block_is_finite block:n bits:i records:A
             PyBool_FromLong(sw_block_is_finite(&(sw_block_codec){a[0].size, a[1].i}, a[2].address,
                                                a[3].size)))
 
-static PyObject *block_fold(PyObject *module, PyObject *args)
+static sw_status fold_records(const sw_py_arg *a, const sw_py_table *wires)
 {
-    sw_py_arg a[7];
-    sw_py_table wires = {0};
-    PyObject *done = NULL;
-    if (sw_py_read("block_fold block:n bits:i out:A wires:O count:N scale:d residual:A", args, NULL,
-                   a) &&
-        check_codec(module, a) &&
-        sw_py_table_init(&wires, a[3].o, "block_fold wire:A", sizeof(void *), sw_py_fill_address,
-                         NULL)) {
-        const sw_block_codec codec = codec_of(a);
-        Py_BEGIN_ALLOW_THREADS
-        sw_block_fold(&codec, a[2].address, wires.rows, wires.count, a[4].size, (float)a[5].d,
-                      a[6].address);
-        Py_END_ALLOW_THREADS
-        done = sw_py_none();
-    }
-    sw_py_table_fini(&wires);
-    return done;
+    const sw_block_codec codec = codec_of(a);
+    sw_block_fold(&codec, a[2].address, wires->rows, wires->count, a[4].size, (float)a[5].d,
+                  a[6].address);
+    return SW_OK;
 }
+
+SW_PY_METHOD_ON_ROWS(block_fold, PyObject,
+                     "block_fold block:n bits:i out:A wires:O count:N scale:d residual:A", , 3,
+                     "block_fold wire:A", void *, sw_py_fill_address, check_codec(self, a),
+                     fold_records(a, &rows), sw_py_finish(self, status, &err))
 
 /* ---- halves ---- */
 
@@ -184,16 +176,17 @@ PyMethodDef sw_py_compress_functions[] = {
      "block_record_bytes($module, block, bits, /)\n--\n\nReturn the bytes of one record."},
     {"block_encode", block_encode, METH_VARARGS,
      "block_encode($module, block, bits, records, source, error, numel, /)\n--\n\n"
-     "Quantize an array."},
+     "Quantize source (+ error) to records, of which an array begins a new one."},
     {"block_fold", block_fold, METH_VARARGS,
      "block_fold($module, block, bits, out, wires, count, scale, residual, /)\n--\n\n"
-     "Fold records as their owner."},
+     "Fold count records of all wires in order: out = quantized(scale * sum); the residual gets "
+     "the rest."},
     {"block_is_finite", block_is_finite, METH_VARARGS,
      "block_is_finite($module, block, bits, records, count, /)\n--\n\n"
      "Return True if all encoded values were finite."},
     {"block_decode", block_decode, METH_VARARGS,
      "block_decode($module, block, bits, out, records, error, own, numel, /)\n--\n\n"
-     "Decode, and keep the rounding error."},
+     "Decode records to out. With an error, first error = out + error - decoded own."},
     {"half_encode", half_encode, METH_VARARGS,
      "half_encode($module, dtype, wire, source, numel, scale, /)\n--\n\n"
      "Scale and round in one pass."},

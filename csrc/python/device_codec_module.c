@@ -93,18 +93,20 @@ SW_PY_ON_DEVICE(block_fold,
 PyMethodDef sw_py_device_codec_functions[] = {
     {"device_block_encode", block_encode, METH_VARARGS,
      "device_block_encode($module, comm, block, bits, parts, stream, /)\n--\n\n"
-     "Encode all parts like block_encode."},
+     "Encode parts (records, source or 0 for zeros, error, numel) like block_encode."},
     {"device_block_fold", block_fold, METH_VARARGS,
      "device_block_fold($module, comm, block, bits, out, own, others, stride_bytes, own_index, "
-     "world_size, count, scale, rest, stream, /)\n--\n\nFold like block_fold."},
+     "world_size, count, scale, rest, stream, /)\n--\n\nFold like block_fold. Rank r's records are "
+     "at others + r * stride_bytes, but own ones at own."},
     {"device_block_verdict", block_verdict, METH_VARARGS,
      "device_block_verdict($module, comm, block, bits, verdict, records, count, stream, /)\n--\n\n"
      "Set the int32 to 0 if all records have finite values, else to 1."},
     {"device_block_decode", block_decode, METH_VARARGS,
      "device_block_decode($module, comm, block, bits, parts, verdict, stream, /)\n--\n\n"
-     "Decode all parts like block_decode; keep errors unless the verdict is 1."},
+     "Decode parts (values, error, records or 0, own, numel) like block_decode; keep errors if the "
+     "verdict is 1."},
     {"device_block_owe", block_owe, METH_VARARGS,
      "device_block_owe($module, comm, block, bits, parts, verdict, scale, stream, /)\n--\n\n"
-     "Add rest * scale to the error of all parts, unless the verdict is 1."},
+     "Add rest * scale to the error of parts (error, rest, numel), unless the verdict is 1."},
     {NULL, NULL, 0, NULL},
 };

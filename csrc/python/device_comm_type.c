@@ -4,7 +4,6 @@
 #include <unistd.h>
 
 #include "comm/device_watch.h"
-#include "comm/nccl_register.h"
 #include "python/device_call.h"
 
 bool sw_py_device_stream(PyObject *value, sw_stream **stream)
@@ -143,21 +142,12 @@ static bool read_id(PyObject *bytes, sw_nccl_id *id)
     return false;
 }
 
-static PyObject *device_connect(PyObject *op, PyObject *args)
-{
-    device_comm_object *self = (device_comm_object *)op;
-    sw_py_arg a[4];
-    sw_nccl_id id;
-    sw_error err;
-    sw_status status;
-    if (!sw_py_read("connect id:B rank:i world_size:i timeout_s:d", args, NULL, a) ||
-        !read_id(a[0].o, &id) || !enter_to_join(self, "connect", a[3].d))
-        return NULL;
-    SW_PY_WITHOUT_GIL(
-        status, sw_device_comm_connect(self->comm, &id, a[1].i, a[2].i, nanoseconds(a[3].d), &err));
-    return sw_py_device_finish(self, status, &err);
-}
-
+SW_PY_METHOD_WITH(device_connect, device_comm_object,
+                  "connect id:B rank:i world_size:i timeout_s:d", sw_nccl_id id,
+                  read_id(a[0].o, &id) && enter_to_join(self, "connect", a[3].d),
+                  sw_device_comm_connect(self->comm, &id, a[1].i, a[2].i, nanoseconds(a[3].d),
+                                         &err),
+                  sw_py_device_finish(self, status, &err))
 SW_PY_METHOD(device_borrow, device_comm_object, "borrow handle:A rank:i world_size:i timeout_s:d",
              enter_to_join(self, "borrow", a[3].d),
              sw_device_comm_borrow(self->comm, a[0].address, a[1].i, a[2].i, nanoseconds(a[3].d),
@@ -334,41 +324,22 @@ static bool read_range(PyObject *tuple, sw_device_range *range)
     return sw_py_read(RANGE, tuple, NULL, a) && fill_range(a, range, NULL);
 }
 
-static PyObject *device_exchange(PyObject *op, PyObject *args)
+SW_PY_METHOD_WITH(device_exchange, device_comm_object, "exchange range:U received:A stream:A",
+                  sw_device_range range, read_range(a[0].o, &range) && sw_py_device_enter(self),
+                  sw_device_comm_exchange(self->comm, &range, a[1].address, a[2].address, &err),
+                  sw_py_device_finish(self, status, &err))
+
+static PyObject *sum_of(PyObject *done, const sw_norm_sum *sum)
 {
-    device_comm_object *self = (device_comm_object *)op;
-    sw_py_arg a[3];
-    sw_device_range range;
-    sw_error err;
-    sw_status status;
-    if (!sw_py_read("exchange range:U received:A stream:A", args, NULL, a) ||
-        !read_range(a[0].o, &range) || !sw_py_device_enter(self))
-        return NULL;
-    SW_PY_WITHOUT_GIL(
-        status, sw_device_comm_exchange(self->comm, &range, a[1].address, a[2].address, &err));
-    return sw_py_device_finish(self, status, &err);
+    Py_XDECREF(done);
+    return done ? PyBytes_FromStringAndSize((const char *)sum, sizeof *sum) : NULL;
 }
 
-static PyObject *device_norm(PyObject *op, PyObject *args)
-{
-    device_comm_object *self = (device_comm_object *)op;
-    sw_py_arg a[2];
-    sw_py_table ranges = {0};
-    sw_norm_sum sum;
-    sw_error err;
-    sw_status status;
-    PyObject *done = NULL;
-    if (sw_py_read("norm_sum ranges:O stream:A", args, NULL, a) &&
-        sw_py_table_init(&ranges, a[0].o, RANGE, sizeof(sw_device_range), fill_range, NULL) &&
-        sw_py_device_enter(self)) {
-        SW_PY_WITHOUT_GIL(status, sw_device_comm_norm(self->comm, ranges.rows, ranges.count,
-                                                      a[1].address, &sum, &err));
-        done = sw_py_device_finish(self, status, &err);
-    }
-    sw_py_table_fini(&ranges);
-    Py_XDECREF(done);
-    return done ? PyBytes_FromStringAndSize((const char *)&sum, sizeof sum) : NULL;
-}
+SW_PY_METHOD_ON_ROWS(device_norm, device_comm_object, "norm_sum ranges:O stream:A", sw_norm_sum sum,
+                     0, RANGE, sw_device_range, fill_range, sw_py_device_enter(self),
+                     sw_device_comm_norm(self->comm, rows.rows, rows.count, a[1].address, &sum,
+                                         &err),
+                     sum_of(sw_py_device_finish(self, status, &err), &sum))
 
 #define DEVICE_METHOD(name, signature, call)                                                       \
     SW_PY_METHOD(device_##name, device_comm_object, #name " " signature, sw_py_device_enter(self), \
@@ -515,14 +486,13 @@ static PyObject *device_describe(PyObject *op, PyObject *unused)
     const sw_device *device = comm->device;
     bool has_nccl = comm->library.handle != NULL;
     int version = has_nccl ? comm->library.version : 0;
-    return Py_BuildValue("{s:i,s:s,s:s,s:(ii),s:(iii),s:N,s:s,s:z,s:N}", "ordinal", device->ordinal,
+    return Py_BuildValue("{s:i,s:s,s:s,s:(ii),s:(iii),s:N,s:s,s:z}", "ordinal", device->ordinal,
                          "name", device->name, "address", device->address, "capability",
                          device->major, device->minor, "nccl", version / 10000,
                          version % 10000 / 100, version % 100, "nccl_missing",
                          sw_py_text(has_nccl ? "" : comm->nccl_missing.message), "kernels",
                          sw_image_origin_name(comm->kernels.origin), "transport",
-                         comm->peers && !self->closed ? comm->peers->name : NULL, "windows",
-                         PyBool_FromLong(has_nccl && sw_nccl_has_windows(&comm->library)));
+                         comm->peers && !self->closed ? comm->peers->name : NULL);
 }
 
 static PyObject *device_stats(PyObject *op, PyObject *unused)
@@ -556,7 +526,8 @@ static PyMethodDef device_methods[] = {
      "connect($self, id, rank, world_size, timeout_s, /)\n--\n\nJoin the peers. Collective."},
     {"connect_slots", device_connect_slots, METH_VARARGS,
      "connect_slots($self, arena, members, slot_bytes, place, rank, timeout_s, /)\n--\n\n"
-     "Join peers of this host through slots. Collective."},
+     "Join members of arena, this rank as number rank, through slots in place: \"shm\", \"ipc\" or "
+     "\"auto\". Collective."},
     {"borrow", device_borrow, METH_VARARGS,
      "borrow($self, handle, rank, world_size, timeout_s, /)\n--\n\n"
      "Use a communicator that its owner keeps, instead of connect()."},
@@ -576,7 +547,8 @@ static PyMethodDef device_methods[] = {
      "Return the exact sum of squares in norm_sum()'s format; the host waits."},
     {"clip", device_clip, METH_VARARGS,
      "clip($self, ranges, max_norm, is_sliced, result, stream, /)\n--\n\n"
-     "Compute the norm and the factor that clips it, on the GPU."},
+     "Write the norm and min(1, max_norm / (norm + 1e-6)) as float32 to result. is_sliced: over "
+     "all ranks."},
     {"follow", device_follow, METH_VARARGS,
      "follow($self, later, earlier, /)\n--\n\nOrder one stream after another."},
     {"pack", device_pack, METH_VARARGS,
@@ -610,7 +582,10 @@ static PyType_Slot device_slots[] = {
     {Py_tp_dealloc, device_dealloc},
     {Py_tp_methods, device_methods},
     {Py_tp_getset, device_properties},
-    {Py_tp_doc, "A rank's GPU: its kernels, a communicator of our own and one stream for it."},
+    {Py_tp_doc,
+     "A rank's GPU: its kernels, a communicator and one stream for it. Streams are addresses, like "
+     "torch.cuda.Stream.cuda_stream. host: asked if awaited ranks live, and ended with it. beside: "
+     "its stream is used. make_room() is called on any thread after a failed allocation."},
     {0, NULL},
 };
 

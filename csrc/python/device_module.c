@@ -5,8 +5,9 @@
 #include "device/cuda_driver.h"
 #include "device/device.h"
 #include "kernels/kernel_image.h"
+#include "kernels/kernel_loan.h"
 #include "kernels/kernel_source.h"
-#include "python/method.h"
+#include "python/device_call.h"
 
 static PyObject *describe_device(PyObject *module, const char *library, int ordinal)
 {
@@ -76,6 +77,22 @@ static PyObject *device_kernel_image(PyObject *module, PyObject *args, PyObject 
     return bytes ? Py_BuildValue("(sN)", origin, bytes) : NULL;
 }
 
+static PyObject *kernel_loan(PyObject *module, PyObject *comm)
+{
+    sw_kernel_loan loan = {.contracts = sw_kernel_contracts,
+                           .kernels = sw_kernels,
+                           .redop_check = sw_redop_check,
+                           .norm_sum_carry = sw_norm_sum_carry};
+    if (comm != Py_None) {
+        device_comm_object *gpu = sw_py_device_comm_of(PyModule_GetState(module), comm);
+        if (!gpu || !sw_py_device_lend_kernels(gpu))
+            return NULL;
+        loan.set = &gpu->comm->kernels;
+        loan.stream = gpu->comm->stream;
+    }
+    return PyBytes_FromStringAndSize((const char *)&loan, sizeof loan);
+}
+
 static sw_status make_id(const char *path, sw_nccl_id *id, sw_error *err)
 {
     sw_nccl_library nccl;
@@ -85,18 +102,10 @@ static sw_status make_id(const char *path, sw_nccl_id *id, sw_error *err)
     return status;
 }
 
-static PyObject *nccl_unique_id(PyObject *module, PyObject *args)
-{
-    sw_py_arg a[1] = {{.s = NULL}};
-    sw_nccl_id id;
-    sw_error err;
-    sw_status status;
-    if (!sw_py_read("nccl_unique_id | library:z", args, NULL, a))
-        return NULL;
-    SW_PY_WITHOUT_GIL(status, make_id(a[0].s, &id, &err));
-    return status == SW_OK ? PyBytes_FromStringAndSize(id.internal, sizeof id.internal)
-                           : sw_py_raise(PyModule_GetState(module), &err, NULL);
-}
+SW_PY_METHOD_WITH(nccl_unique_id, PyObject, "nccl_unique_id | library:z", sw_nccl_id id, true,
+                  make_id(a[0].s, &id, &err),
+                  status == SW_OK ? PyBytes_FromStringAndSize(id.internal, sizeof id.internal)
+                                  : sw_py_raise(PyModule_GetState(self), &err, NULL))
 
 SW_PY_VALUE(slot_part_bytes, PyObject, "slot_part_bytes slot_bytes:N", true,
             PyLong_FromSize_t(sw_slot_part_bytes(a[0].size)))
@@ -114,6 +123,9 @@ PyMethodDef sw_py_device_functions[] = {
     {"device_kernel_image", SW_PY_NAMED(device_kernel_image),
      "device_kernel_image($module, major, minor, packaged=None, cache=None, nvrtc=None, "
      "builtins=None)\n--\n\nReturn (origin, image) of the device kernels for one GPU."},
+    {"kernel_loan", kernel_loan, METH_O,
+     "kernel_loan($module, comm, /)\n--\n\n"
+     "Return what _engine_check needs to compare the kernels of a DeviceComm, or of none."},
     {"device_tensor", device_tensor, METH_VARARGS,
      "device_tensor($module, ordinal, owner, address, dtype, shape, strides, /)\n--\n\n"
      "Return a DLPack capsule."},

@@ -112,13 +112,14 @@ PyMethodDef sw_py_device_powersgd_functions[] = {
      "Compute gradients from P and Q, or NaN."},
     {"device_powersgd_orthonormalize", orthonormalize, METH_VARARGS,
      "device_powersgd_orthonormalize($module, comm, factors, verdict, stream, /)\n--\n\n"
-     "Make rows orthonormal."},
+     "Make rows of (to, from, count, rank, seed) orthonormal, unless the verdict is not 0."},
     {"device_finite", is_finite, METH_VARARGS,
      "device_finite($module, comm, verdict, values, numel, refusal, stream, /)\n--\n\n"
      "Set the verdict to `refusal` if it is 0 and a value is not finite."},
     {"device_fold", device_fold, METH_VARARGS,
      "device_fold($module, comm, to, own, rest, numel, stride_bytes, own_index, count, dtype, "
-     "is_mean, stream, /)\n--\n\nFold contributions in rank order."},
+     "is_mean, stream, /)\n--\n\nFold contributions in rank order: number k is at rest + k * "
+     "stride_bytes, own_index at own."},
     {"device_cast", device_cast, METH_VARARGS,
      "device_cast($module, comm, to, to_dtype, from, from_dtype, numel, scale, stream, /)\n--\n\n"
      "Scale and round."},

@@ -165,7 +165,9 @@ static PyType_Slot units_slots[] = {
     {Py_tp_init, units_init},
     {Py_tp_dealloc, sw_py_owner_dealloc},
     {Py_tp_methods, units_methods},
-    {Py_tp_doc, "Units of parameters that are gathered into a GPU's places."},
+    {Py_tp_doc,
+     "Units of parameters that are gathered into a GPU's places. units: [(name, place, address or "
+     "0, [(slice, offset_bytes, nbytes, dtype of the slice, dtype in the unit)])]."},
     {0, NULL},
 };
 

@@ -33,7 +33,7 @@ typedef struct engine_state {
     PyTypeObject *arena_type, *comm_type, *reducer_type, *hook_type;
     PyTypeObject *plan_type, *saver_type, *folder_type, *units_type, *state_file_type;
     PyTypeObject *device_comm_type, *device_units_type, *device_offload_type;
-    PyTypeObject *device_stage_type, *device_region_type;
+    PyTypeObject *device_stage_type;
     struct comm_object *comms; /* borrowed: all live HostComms; fork.c */
 } engine_state;
 
@@ -250,7 +250,6 @@ extern PyType_Spec sw_py_device_comm_type_spec;
 extern PyType_Spec sw_py_device_units_type_spec;
 extern PyType_Spec sw_py_device_offload_type_spec;
 extern PyType_Spec sw_py_device_stage_type_spec;
-extern PyType_Spec sw_py_device_region_type_spec;
 
 /* device_module.c */
 extern PyMethodDef sw_py_device_functions[];
@@ -258,7 +257,6 @@ extern PyMethodDef sw_py_device_functions[];
 /* device_codec_module.c */
 extern PyMethodDef sw_py_device_codec_functions[];
 extern PyMethodDef sw_py_device_powersgd_functions[];
-extern PyMethodDef sw_py_device_check_functions[];
 
 /* Enters a plan, or raises CheckpointError. */
 bool sw_py_plan_enter(plan_object *self, sw_py_use_kind kind);

@@ -199,7 +199,7 @@ PyMethodDef sw_py_kernel_functions[] = {
      "force_instruction_set($module, name, /)\n--\n\nUse another kernel table, for debugging."},
     {"fold", fold, METH_VARARGS,
      "fold($module, destination, sources, numel, dtype, op, /)\n--\n\n"
-     "Run the fold kernel on addresses."},
+     "Run the fold kernel on addresses of numel elements: destination = op over sources in order."},
     {"crc32c", crc32c, METH_VARARGS,
      "crc32c($module, address, nbytes, /)\n--\n\nReturn the checksum that checkpoints use."},
     {"sample_crc32c", sample_crc32c, METH_VARARGS,

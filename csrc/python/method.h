@@ -9,7 +9,7 @@
  * call, a sw_status, evaluated without the GIL. The third leaves the object; its value, None or
  * NULL with an exception, is returned. The expressions may use `self`, `a`, `status` and `err`.
  *
- * A method whose arguments have defaults, or that returns more, is written out, in the same order.
+ * A method that takes arguments by name, or returns more, is written out, in the same order.
  */
 #ifndef SW_PYTHON_METHOD_H
 #define SW_PYTHON_METHOD_H
@@ -27,17 +27,46 @@
     } while (0)
 
 #define SW_PY_METHOD(function, object, signature, enter, call, finish) \
-    static PyObject *function(PyObject *op, PyObject *args)            \
-    {                                                                  \
-        object *self = (object *)(void *)op;                           \
-        sw_py_arg a[SW_PY_ARGS_MAX] = {{0}};                           \
-        sw_error err = {0};                                            \
-        sw_status status;                                              \
-        (void)self, (void)err;                                         \
-        if (!sw_py_read(signature, args, NULL, a) || !(enter))         \
-            return NULL;                                               \
-        SW_PY_WITHOUT_GIL(status, call);                               \
-        return finish;                                                 \
+    SW_PY_METHOD_WITH(function, object, signature, , enter, call, finish)
+
+/* The same with `local`: declarations of what the expressions fill in, or defaults of a[]. */
+#define SW_PY_METHOD_WITH(function, object, signature, local, enter, call, finish) \
+    static PyObject *function(PyObject *op, PyObject *args)                        \
+    {                                                                              \
+        object *self = (object *)(void *)op;                                       \
+        sw_py_arg a[SW_PY_ARGS_MAX] = {{0}};                                       \
+        sw_error err = {0};                                                        \
+        sw_status status;                                                          \
+        local;                                                                     \
+        (void)self, (void)err;                                                     \
+        if (!sw_py_read(signature, args, NULL, a) || !(enter))                     \
+            return NULL;                                                           \
+        SW_PY_WITHOUT_GIL(status, call);                                           \
+        (void)status;                                                              \
+        return finish;                                                             \
+    }
+
+/* The same for a method whose argument a[list] is a sequence of rows of C's `type`: the expressions
+ * may use `rows`. `fill` gets `self`. */
+#define SW_PY_METHOD_ON_ROWS(function, object, signature, local, list, row, type, fill, enter, \
+                             call, finish)                                                     \
+    static PyObject *function(PyObject *op, PyObject *args)                                    \
+    {                                                                                          \
+        object *self = (object *)(void *)op;                                                   \
+        sw_py_arg a[SW_PY_ARGS_MAX] = {{0}};                                                   \
+        sw_py_table rows = {0};                                                                \
+        sw_error err = {0};                                                                    \
+        sw_status status;                                                                      \
+        PyObject *done = NULL;                                                                 \
+        local;                                                                                 \
+        (void)err;                                                                             \
+        if (sw_py_read(signature, args, NULL, a) &&                                            \
+            sw_py_table_init(&rows, a[list].o, row, sizeof(type), fill, self) && (enter)) {    \
+            SW_PY_WITHOUT_GIL(status, call);                                                   \
+            done = finish;                                                                     \
+        }                                                                                      \
+        sw_py_table_fini(&rows);                                                               \
+        return done;                                                                           \
     }
 
 /* A method, or a function of the module, that only returns a value. */

@@ -18,17 +18,12 @@ static const struct {
     {&sw_py_device_units_type_spec, offsetof(engine_state, device_units_type)},
     {&sw_py_device_offload_type_spec, offsetof(engine_state, device_offload_type)},
     {&sw_py_device_stage_type_spec, offsetof(engine_state, device_stage_type)},
-    {&sw_py_device_region_type_spec, offsetof(engine_state, device_region_type)},
 };
 
-static PyMethodDef *const functions[] = {sw_py_optim_functions,
-                                         sw_py_compress_functions,
-                                         sw_py_device_functions,
-                                         sw_py_device_codec_functions,
-                                         sw_py_device_powersgd_functions,
-                                         sw_py_device_check_functions,
-                                         sw_py_fork_functions,
-                                         sw_py_marks_functions};
+static PyMethodDef *const functions[] = {
+    sw_py_optim_functions,        sw_py_compress_functions,        sw_py_device_functions,
+    sw_py_device_codec_functions, sw_py_device_powersgd_functions, sw_py_fork_functions,
+    sw_py_marks_functions};
 
 static PyObject **type_place(engine_state *state, size_t i)
 {

@@ -549,11 +549,15 @@ PyMethodDef sw_py_optim_functions[] = {
     {"adam_step", SW_PY_NAMED(adam_step),
      "adam_step($module, params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, copies, *, "
      "lr, beta1, beta2, eps, weight_decay, decoupled, maximize=False, grad_scale=1.0, "
-     "state_file=None, gpu=None, clip=0)\n--\n\nTake one step of Adam or AdamW."},
+     "state_file=None, gpu=None, clip=0)\n--\n\nTake one step of Adam, or AdamW if decoupled. "
+     "Return the indices of parameters whose arrays have other strides; nothing was done if there "
+     "are any. gpu: (DeviceComm or DeviceOffload, stream). clip: the address of a float32 on the "
+     "GPU that multiplies gradients first."},
     {"sgd_step", SW_PY_NAMED(sgd_step),
      "sgd_step($module, params, grads, momentum_buffers, copies, *, lr, momentum, dampening, "
      "weight_decay, nesterov, first, maximize=False, grad_scale=1.0, state_file=None, gpu=None, "
-     "clip=0)\n--\n\nTake one step of SGD."},
+     "clip=0)\n--\n\nTake one step of SGD, like adam_step. first: the momentum buffers become the "
+     "gradient."},
     {"norm_sum", norm_sum, METH_O,
      "norm_sum($module, tensors, /)\n--\n\n"
      "Return the exact sum of squares, as bytes that can be merged."},

@@ -19,7 +19,7 @@ typedef struct reducer_object {
     sw_reducer *reducer;             /* owned */
     PyObject *memory;   /* owned: the Arena that owns the reducer's memory. On a GPU a list of
                            tensors, one per bucket (sliced: its slice of the mean; None if it takes no
-                           part), followed by tuples of the places and of the lent ones */
+                           part), followed by a tuple of the places */
     reducer_link *link; /* reference-counted, shared with the hooks */
     PyObject *params,
         *views; /* owned lists; NULL before attach. The caller shares the list of views */
@@ -54,7 +54,7 @@ typedef struct reducer_object {
 
 enum { NO_TASK = -2 };
 /* On a GPU, the entries of `memory` after those of the buckets. */
-enum { PLACES, LENT, ROW, COLUMN, EXTRAS };
+enum { PLACES, ROW, COLUMN, EXTRAS };
 
 static inline engine_state *reducer_state_of(reducer_object *self)
 {
@@ -149,7 +149,6 @@ int sw_py_reducer_use_stream(reducer_object *self);
 /* reducer_on_device.c: methods of the type. */
 PyObject *sw_py_reducer_adopt(PyObject *op, PyObject *args);
 PyObject *sw_py_reducer_set_places(PyObject *op, PyObject *args);
-PyObject *sw_py_reducer_lend(PyObject *op, PyObject *args);
 PyObject *sw_py_reducer_withdraw(PyObject *op, PyObject *unused);
 PyObject *sw_py_reducer_set_active(PyObject *op, PyObject *args);
 PyObject *sw_py_reducer_set_order(PyObject *op, PyObject *args);

@@ -70,7 +70,6 @@ typedef struct lent_tensors { /* at most two, owned by their tuple */
     size_t sizes_bytes[2], count;
 } lent_tensors;
 
-/* Reads the arguments of set_places() and lend(). */
 static bool read_tensors(reducer_object *self, PyObject *args, const char *signature,
                          lent_tensors *out)
 {
@@ -107,17 +106,6 @@ PyObject *sw_py_reducer_set_places(PyObject *op, PyObject *args)
     SW_PY_WITHOUT_GIL(status, sw_reducer_set_places(self->reducer, places.addresses,
                                                     places.sizes_bytes, places.count, &err));
     return finish_keeping(self, reducer_bucket_count(self) + PLACES, places.tuple, status, &err);
-}
-
-PyObject *sw_py_reducer_lend(PyObject *op, PyObject *args)
-{
-    reducer_object *self = (reducer_object *)op;
-    lent_tensors lent;
-    sw_error err;
-    if (!read_tensors(self, args, "lend tensors:U", &lent) || reducer_enter(self) < 0)
-        return NULL;
-    sw_status status = sw_reducer_lend(self->reducer, lent.addresses[0], lent.addresses[1], &err);
-    return finish_keeping(self, reducer_bucket_count(self) + LENT, lent.tuple, status, &err);
 }
 
 PyObject *sw_py_reducer_withdraw(PyObject *op, PyObject *unused)

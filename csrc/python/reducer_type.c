@@ -28,21 +28,18 @@ static int parse_reduce(const char *name, bool *sums)
     return -1;
 }
 
-typedef struct parameter_row { /* an optional fifth is the group whose buckets it shares */
-    sw_layout_param param;
-    const char *name;
-} parameter_row;
+/* A row is what the engine lays out; the last argument is the group whose buckets it shares. */
+#define PARAMETER "parameter name:s numel:n dtype:s requires_grad:p | group:n"
 
 static bool fill_parameter(const sw_py_arg *a, void *row, void *unused)
 {
-    parameter_row *out = row;
+    sw_layout_param *out = row;
     (void)unused;
-    out->name = a[0].s;
-    out->param = (sw_layout_param){.numel = a[1].size,
-                                   .dtype = sw_dtype_from_name(a[2].s),
-                                   .trainable = a[3].p,
-                                   .group = a[4].size};
-    if (a[1].n >= 0 && out->param.dtype != SW_DTYPE_COUNT)
+    *out = (sw_layout_param){.numel = a[1].size,
+                             .dtype = sw_dtype_from_name(a[2].s),
+                             .trainable = a[3].p,
+                             .group = a[4].size};
+    if (a[1].n >= 0 && out->dtype != SW_DTYPE_COUNT)
         return true;
     PyErr_Format(
         PyExc_ValueError,
@@ -52,82 +49,27 @@ static bool fill_parameter(const sw_py_arg *a, void *row, void *unused)
     return false;
 }
 
-static bool read_parameters(sw_py_table *rows, PyObject *sequence)
-{
-    return sw_py_table_init(rows, sequence,
-                            "parameter name:s numel:n dtype:s requires_grad:p | group:n",
-                            sizeof(parameter_row), fill_parameter, NULL);
-}
-
-/* The engine wants the layouts and the names apart. */
-typedef struct apart {
-    sw_layout_param *params; /* owned */
-    const char **names;      /* owned */
-} apart;
-
-static bool take_apart(apart *out, const sw_py_table *rows)
-{
-    const parameter_row *row = rows->rows;
-    out->params = calloc(rows->count + 1, sizeof *out->params);
-    out->names = calloc(rows->count + 1, sizeof *out->names);
-    if (!out->params || !out->names) {
-        PyErr_NoMemory();
-        return false;
-    }
-    for (size_t i = 0; i < rows->count; ++i) {
-        out->params[i] = row[i].param;
-        out->names[i] = row[i].name;
-    }
-    return true;
-}
-
-static void apart_fini(apart *out)
-{
-    free(out->params);
-    free((void *)out->names);
-}
-
-static int create_on_host(reducer_object *self, const apart *s, size_t count,
-                          const sw_reducer_options *options)
+static int create(reducer_object *self, const sw_py_table *params, const sw_py_table *names,
+                  const sw_reducer_options *options)
 {
     sw_error err;
     sw_status status;
     if (reducer_enter(self) < 0)
         return -1;
-    SW_PY_WITHOUT_GIL(status, sw_reducer_create(self->comm->comm, s->params, s->names, count,
-                                                options, &self->reducer, &err));
+    SW_PY_WITHOUT_GIL(
+        status, self->gpu
+                    ? sw_reducer_create_on_device(self->gpu->comm, params->rows, names->rows,
+                                                  params->count, options, &self->reducer, &err)
+                    : sw_reducer_create(self->comm->comm, params->rows, names->rows, params->count,
+                                        options, &self->reducer, &err));
+    int failed = reducer_raise(self, status, &err);
     reducer_leave(self);
-    if (reducer_raise(self, status, &err) < 0)
-        return -1;
+    if (failed || self->gpu)
+        return failed ? -1 : sw_py_reducer_init_on_device(self);
     /* The Arena object takes ownership of the memory; the reducer still borrows it. */
     sw_gradient_memory *memory = (sw_gradient_memory *)(uintptr_t)sw_reducer_memory(self->reducer);
     self->memory = sw_py_arena_object_new(reducer_state_of(self), self->comm, NULL, memory);
     return self->memory ? 0 : -1;
-}
-
-static int create_on_gpu(reducer_object *self, const apart *s, size_t count,
-                         const sw_reducer_options *options)
-{
-    sw_error err;
-    sw_status status;
-    if (reducer_enter(self) < 0)
-        return -1;
-    SW_PY_WITHOUT_GIL(status, sw_reducer_create_on_device(self->gpu->comm, s->params, s->names,
-                                                          count, options, &self->reducer, &err));
-    PyObject *done = sw_py_device_finish(self->gpu, status, &err);
-    Py_XDECREF(done);
-    return done ? sw_py_reducer_init_on_device(self) : -1;
-}
-
-static int create(reducer_object *self, const sw_py_table *rows, const sw_reducer_options *options)
-{
-    apart s = {NULL, NULL};
-    int failed = -1;
-    if (take_apart(&s, rows))
-        failed = self->gpu ? create_on_gpu(self, &s, rows->count, options)
-                           : create_on_host(self, &s, rows->count, options);
-    apart_fini(&s);
-    return failed;
 }
 
 /* Binds a HostComm or a DeviceComm and returns its world size, which is 0 once it is closed;
@@ -203,7 +145,6 @@ enum { /* the arguments of __init__ */
        ARG_FIRST_CAP,
        ARG_DETERMINISTIC,
        ARG_WIRE,
-       ARG_LENT,
        ARG_ROW,
        ARG_COLUMN,
        ARG_COUNT
@@ -218,11 +159,11 @@ static int reducer_init(PyObject *op, PyObject *args, PyObject *kwargs)
                               [ARG_COLUMN] = {.o = Py_None}};
     sw_py_slices slices;
     sw_reducer_options options = {.label = "model"};
-    sw_py_table rows = {0};
+    sw_py_table params = {0}, names = {0};
     int world_size;
     if (!sw_py_read(
             "Reducer comm:O parameters:O | $ bucket_cap_bytes:n transport:s reduce:s sliced:p "
-            "slices:O label:s first_cap_bytes:n deterministic:p wire:z lent:p row:O column:O",
+            "slices:O label:s first_cap_bytes:n deterministic:p wire:z row:O column:O",
             args, kwargs, a) ||
         check_caps(a[ARG_CAP].n, a[ARG_FIRST_CAP].n) < 0 ||
         parse_transport(a[ARG_TRANSPORT].s, &options.transport) < 0 ||
@@ -237,7 +178,6 @@ static int reducer_init(PyObject *op, PyObject *args, PyObject *kwargs)
     options.bucket_cap_bytes = a[ARG_CAP].size;
     options.first_cap_bytes = a[ARG_FIRST_CAP].size;
     options.deterministic = a[ARG_DETERMINISTIC].p;
-    options.is_lent = a[ARG_LENT].p;
     options.is_narrow = a[ARG_WIRE].s != NULL;
     options.wire = a[ARG_WIRE].s ? sw_dtype_from_name(a[ARG_WIRE].s) : SW_DTYPE_COUNT;
     self->grad_name = PyUnicode_InternFromString("grad");
@@ -250,27 +190,29 @@ static int reducer_init(PyObject *op, PyObject *args, PyObject *kwargs)
     if (sw_py_slices_init(&slices, a[ARG_SLICES].o, world_size) < 0)
         return -1;
     options.slices = sw_py_slices_get(&slices);
-    int result = read_parameters(&rows, a[ARG_PARAMETERS].o) ? 0 : -1;
-    if (result == 0)
-        result = create(self, &rows, &options);
-    sw_py_table_fini(&rows);
+    int result = -1;
+    if (sw_py_table_init(&params, a[ARG_PARAMETERS].o, PARAMETER, sizeof(sw_layout_param),
+                         fill_parameter, NULL) &&
+        sw_py_table_init(&names, params.items, PARAMETER, sizeof(const char *), sw_py_fill_text,
+                         NULL))
+        result = create(self, &params, &names, &options);
+    sw_py_table_fini(&params);
+    sw_py_table_fini(&names);
     sw_py_slices_fini(&slices);
     return result == 0 && self->gpu ? keep_sides(self, a[ARG_ROW].o, a[ARG_COLUMN].o) : result;
 }
 
 /* The references that attach() sets, and those that other methods set. */
-static PyObject **attached(reducer_object *self, size_t i)
+static PyObject **reference(reducer_object *self, size_t i)
 {
-    PyObject **const slots[] = {&self->params, &self->views,    &self->hook_tables, &self->renew,
-                                &self->copy,   &self->open,     &self->task_id,     &self->layouts,
-                                &self->unlike, &self->describe, &self->stream};
-    return i < sizeof slots / sizeof *slots ? slots[i] : NULL;
-}
-
-static PyObject **set_later(reducer_object *self, size_t i)
-{
-    PyObject **const slots[] = {&self->bucket_callback, &self->bucket_wait, &self->tracer,
-                                &self->order, &self->announcer};
+    PyObject **const slots[] = {&self->params,      &self->views,
+                                &self->hook_tables, &self->renew,
+                                &self->copy,        &self->open,
+                                &self->task_id,     &self->layouts,
+                                &self->unlike,      &self->describe,
+                                &self->stream,      &self->order,
+                                &self->announcer,   &self->bucket_callback,
+                                &self->bucket_wait, &self->tracer};
     return i < sizeof slots / sizeof *slots ? slots[i] : NULL;
 }
 
@@ -282,9 +224,7 @@ static int reducer_traverse(PyObject *op, visitproc visit, void *arg)
     Py_VISIT(self->comm);
     Py_VISIT(self->held);
     Py_VISIT(self->gpu);
-    for (size_t i = 0; (slot = attached(self, i)); ++i)
-        Py_VISIT(*slot);
-    for (size_t i = 0; (slot = set_later(self, i)); ++i)
+    for (size_t i = 0; (slot = reference(self, i)); ++i)
         Py_VISIT(*slot);
     return 0;
 }
@@ -295,9 +235,7 @@ static int reducer_clear(PyObject *op)
     PyObject **slot;
     if (self->link) /* first: clearing runs destructors, which may call a hook */
         self->link->reducer = NULL;
-    for (size_t i = 0; (slot = attached(self, i)); ++i)
-        ENGINE_CLEAR(*slot);
-    for (size_t i = 0; (slot = set_later(self, i)); ++i)
+    for (size_t i = 0; (slot = reference(self, i)); ++i)
         ENGINE_CLEAR(*slot);
     return 0;
 }
@@ -569,42 +507,22 @@ static PyObject *reducer_stats(PyObject *op, PyObject *unused)
     return made;
 }
 
-enum {
-    GET_TRANSPORT,
-    GET_REASON,
-    GET_BUCKETS,
-    GET_BYTES,
-    GET_OPEN,
-    GET_FAILED,
-    GET_ROUNDS,
-    GET_PENDING
-};
+/* Properties, which are None before __init__. On a GPU the subclass has the first two. */
+#define PROPERTY(name, value) \
+    SW_PY_GETTER(reducer_get_##name, reducer_object, self->reducer ? (value) : sw_py_none())
 
-static PyObject *reducer_get(PyObject *op, void *which)
-{
-    reducer_object *self = (reducer_object *)op;
-    if (!self->reducer)
-        Py_RETURN_NONE;
-    switch ((intptr_t)which) {
-    case GET_TRANSPORT: /* on a GPU the subclass has both properties */
-        return PyUnicode_FromString(
-            self->gpu ? "" : sw_transport_name(sw_reducer_memory(self->reducer)->transport));
-    case GET_REASON:
-        return PyUnicode_FromString(self->gpu ? "" : sw_reducer_memory(self->reducer)->why);
-    case GET_BUCKETS:
-        return PyLong_FromSize_t(sw_reducer_layout(self->reducer)->bucket_count);
-    case GET_BYTES:
-        return PyLong_FromSize_t(sw_reducer_planned_bytes(self->reducer));
-    case GET_OPEN:
-        return PyBool_FromLong(sw_reducer_state(self->reducer) != SW_ROUND_CLOSED);
-    case GET_FAILED:
-        return PyBool_FromLong(sw_reducer_last_round_failed(self->reducer));
-    case GET_ROUNDS:
-        return PyLong_FromUnsignedLongLong(sw_reducer_get_stats(self->reducer)->rounds);
-    default:
-        return PyBool_FromLong(self->pending_forward);
-    }
-}
+PROPERTY(transport,
+         PyUnicode_FromString(self->gpu
+                                  ? ""
+                                  : sw_transport_name(sw_reducer_memory(self->reducer)->transport)))
+PROPERTY(transport_reason,
+         PyUnicode_FromString(self->gpu ? "" : sw_reducer_memory(self->reducer)->why))
+PROPERTY(bucket_count, PyLong_FromSize_t(reducer_bucket_count(self)))
+PROPERTY(planned_bytes, PyLong_FromSize_t(sw_reducer_planned_bytes(self->reducer)))
+PROPERTY(is_open, PyBool_FromLong(sw_reducer_state(self->reducer) != SW_ROUND_CLOSED))
+PROPERTY(last_round_failed, PyBool_FromLong(sw_reducer_last_round_failed(self->reducer)))
+PROPERTY(rounds, PyLong_FromUnsignedLongLong(sw_reducer_get_stats(self->reducer)->rounds))
+PROPERTY(pending_forward, PyBool_FromLong(self->pending_forward))
 
 static PyMethodDef reducer_methods[] = {
     {"gradient", sw_py_reducer_gradient, METH_VARARGS,
@@ -624,7 +542,10 @@ static PyMethodDef reducer_methods[] = {
      "bucket_shape($self, bucket, /)\n--\n\nReturn (offset_bytes, numel, dtype, trainable)."},
     {"attach", SW_PY_NAMED(reducer_attach),
      "attach($self, parameters, views, *, copy, open, renew, task_id, layouts, unlike=None, "
-     "describe=None, stream=None)\n--\n\nBind tensors."},
+     "describe=None, stream=None)\n--\n\nBind tensors. views[i]: over gradient(i), or None; "
+     "renew(i) replaces one that others hold. copy(view, grad) writes any layout. open() runs at a "
+     "round's first gradient and returns if the backward synchronises. unlike() raises if ranks "
+     "noted other steps."},
     {"watch_hooks", reducer_watch_hooks, METH_VARARGS,
      "watch_hooks($self, index, table, /)\n--\n\nDetect hooks that are registered after ours."},
     {"hook", reducer_hook, METH_VARARGS,
@@ -687,9 +608,6 @@ static PyMethodDef reducer_methods[] = {
     {"set_places", sw_py_reducer_set_places, METH_VARARGS,
      "set_places($self, tensors, /)\n--\n\n"
      "Set the memory that buckets use in turn, the largest first; on a GPU, sliced."},
-    {"lend", sw_py_reducer_lend, METH_VARARGS,
-     "lend($self, tensors, /)\n--\n\n"
-     "Lend memory for peers' contributions and for encoded buckets, on a GPU."},
     {"withdraw", sw_py_reducer_withdraw, METH_NOARGS,
      "withdraw($self, /)\n--\n\nStop averaging buckets in the engine, on a GPU."},
     {"set_active", sw_py_reducer_set_active, METH_VARARGS,
@@ -705,18 +623,18 @@ static PyMethodDef reducer_methods[] = {
 };
 
 static PyGetSetDef reducer_properties[] = {
-    {"transport", reducer_get, NULL, "'pool' or 'staged'", (void *)GET_TRANSPORT},
-    {"transport_reason", reducer_get, NULL, "why", (void *)GET_REASON},
-    {"bucket_count", reducer_get, NULL, "number of buckets, frozen ones included",
-     (void *)GET_BUCKETS},
-    {"planned_bytes", reducer_get, NULL, "bytes of gradient memory on each rank",
-     (void *)GET_BYTES},
-    {"is_open", reducer_get, NULL, "True if a round is open", (void *)GET_OPEN},
-    {"last_round_failed", reducer_get, NULL, "True if the last round averaged nothing",
-     (void *)GET_FAILED},
-    {"rounds", reducer_get, NULL, "number of rounds that averaged", (void *)GET_ROUNDS},
-    {"pending_forward", reducer_get, NULL, "True if a synchronised forward has no round yet",
-     (void *)GET_PENDING},
+    {"transport", reducer_get_transport, NULL, "'pool' or 'staged'", NULL},
+    {"transport_reason", reducer_get_transport_reason, NULL, "why", NULL},
+    {"bucket_count", reducer_get_bucket_count, NULL, "number of buckets, frozen ones included",
+     NULL},
+    {"planned_bytes", reducer_get_planned_bytes, NULL, "bytes of gradient memory on each rank",
+     NULL},
+    {"is_open", reducer_get_is_open, NULL, "True if a round is open", NULL},
+    {"last_round_failed", reducer_get_last_round_failed, NULL,
+     "True if the last round averaged nothing", NULL},
+    {"rounds", reducer_get_rounds, NULL, "number of rounds that averaged", NULL},
+    {"pending_forward", reducer_get_pending_forward, NULL,
+     "True if a synchronised forward has no round yet", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
@@ -727,7 +645,10 @@ static PyType_Slot reducer_slots[] = {
     {Py_tp_clear, reducer_clear},
     {Py_tp_methods, reducer_methods},
     {Py_tp_getset, reducer_properties},
-    {Py_tp_doc, "Buckets of gradients and their mean, round by round."},
+    {Py_tp_doc, "Buckets of gradients and their mean, round by round. parameters: [(name, numel, "
+                "dtype, requires_grad[, group])] in registration order; groups share no bucket. "
+                "slices: the slice and the replica of each rank. A GPU's subclass has _locate, "
+                "_keep, _restore, _blank, _blank_bucket and _end."},
     {0, NULL},
 };
 

@@ -56,21 +56,17 @@ static bool enter(sw_py_owner *self, sw_py_use_kind kind)
            sw_py_use_enter(&self->use, kind, SW_PY_PATIENCE_NS, PyExc_RuntimeError, "StateFile");
 }
 
-static PyObject *state_file_grow(PyObject *op, PyObject *args)
+static PyObject *address_of(sw_py_owner *self, sw_status status, uint8_t *address,
+                            const sw_error *err)
 {
-    sw_py_owner *self = (sw_py_owner *)op;
-    sw_py_arg a[1];
-    uint8_t *address = NULL;
-    sw_error err;
-    sw_status status;
-    if (!sw_py_read("grow nbytes:N", args, NULL, a) || !enter(self, SW_PY_ALONE))
-        return NULL;
-    SW_PY_WITHOUT_GIL(status,
-                      sw_state_file_grow(&offload_of(self)->file, a[0].size, &address, &err));
     sw_py_use_leave(&self->use);
-    return status == SW_OK ? PyLong_FromVoidPtr(address)
-                           : sw_py_raise(sw_py_state_of(op), &err, NULL);
+    return sw_py_owner_made(self, status, err) < 0 ? NULL : PyLong_FromVoidPtr(address);
 }
+
+SW_PY_METHOD_WITH(state_file_grow, sw_py_owner, "grow nbytes:N", uint8_t *address = NULL,
+                  enter(self, SW_PY_ALONE),
+                  sw_state_file_grow(&offload_of(self)->file, a[0].size, &address, &err),
+                  address_of(self, status, address, &err))
 
 static PyObject *state_file_tensor(PyObject *op, PyObject *args)
 {

@@ -192,7 +192,8 @@ static PyType_Slot units_slots[] = {
     {Py_tp_init, units_init},
     {Py_tp_dealloc, sw_py_owner_dealloc},
     {Py_tp_methods, units_methods},
-    {Py_tp_doc, "Parameters that are gathered and released in units, over an arena of slices."},
+    {Py_tp_doc, "Parameters that are gathered and released in units, over an arena of slices. "
+                "units: [(name, nbytes, [(target_bytes, rank, source_bytes, nbytes, coded)])]."},
     {0, NULL},
 };
 

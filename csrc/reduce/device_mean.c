@@ -66,30 +66,18 @@ sw_status sw_device_mean_init(sw_device_mean *m, const sw_device_mean_config *co
     m->folds = is_compressed || (world_size > 1 && (config->folds || is_shared));
     if (!m->folds)
         SW_TRY(bind_mesh(m, config, err));
-    m->is_lent = config->is_lent;
-    if (m->is_lent)
-        return SW_OK;
     if (is_compressed)
         SW_TRY(ops->memory_alloc(device, config->numel * sw_dtype_size_bytes(m->wire),
                                  &m->compressed, err));
     return m->folds ? ops->memory_alloc(device, config->bytes, &m->contributions, err) : SW_OK;
 }
 
-void sw_device_mean_lend(sw_device_mean *m, void *contributions, void *compressed)
-{
-    m->lent = contributions;
-    m->contributions = m->folds ? contributions : NULL;
-    m->compressed = compressed;
-}
-
 void sw_device_mean_fini(sw_device_mean *m)
 {
     if (!m->comm)
         return;
-    if (!m->is_lent) {
-        m->comm->device->ops->memory_free(m->comm->device, m->contributions);
-        m->comm->device->ops->memory_free(m->comm->device, m->compressed);
-    }
+    m->comm->device->ops->memory_free(m->comm->device, m->contributions);
+    m->comm->device->ops->memory_free(m->comm->device, m->compressed);
     free(m->trains);
     free(m->piece);
     free(m->owners);
@@ -104,8 +92,6 @@ sw_status sw_device_mean_leave_out(sw_device_mean *m, const uint8_t *trains, sw_
     if (active == 0)
         SW_FAIL(err, SW_E_INVALID, "device reducer: at least one of %d ranks must train",
                 world_size);
-    if (active < world_size && !m->contributions)
-        m->contributions = m->lent;
     if (active < world_size && !m->contributions)
         SW_TRY(device->ops->memory_alloc(device, m->bytes, &m->contributions, err));
     memcpy(m->trains, trains, (size_t)world_size);
@@ -425,8 +411,7 @@ static size_t piece_begin(const sw_device_mean *m, const sw_device_range *bucket
 }
 
 /* Describe the reduction of this rank's slice. The transport reduces into the slice itself
- * (is_made) if no mean stands there and no memory is lent. Lent memory is registered, and an
- * operation writes registered memory on all ranks or on none. */
+ * (is_made) if no mean stands there. */
 static slicing slicing_of(const sw_device_mean *m, const sw_device_range *bucket, void *slice,
                           bool is_standing)
 {
@@ -439,7 +424,7 @@ static slicing slicing_of(const sw_device_mean *m, const sw_device_range *bucket
         return s;
     }
     s.fold = fold_of(m, bucket, m->op, s.piece);
-    s.is_made = !m->contributions && !is_standing && !m->is_lent;
+    s.is_made = !m->contributions && !is_standing;
     return s;
 }
 

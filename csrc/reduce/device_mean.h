@@ -47,7 +47,6 @@ typedef struct sw_device_mean_config {
     /* Borrowed, both or none, on the stream of `comm`: the communicators of this rank's row, in the
      * order of slices, and of its column. Unused by forms 2 and 3. */
     sw_device_comm *row, *column;
-    bool is_lent;        /* sw_device_mean_lend provides its memory */
     size_t numel, bytes; /* size of the largest buckets */
 } sw_device_mean_config;
 
@@ -66,8 +65,6 @@ typedef struct sw_device_mean {
     bool folds;          /* set by the first bucket */
     void *contributions; /* device memory; only if the fold is ours, not the transport's */
     void *compressed;    /* device memory; only with `wire` */
-    bool is_lent;        /* both are borrowed; else they are owned */
-    void *lent;          /* borrowed: later `contributions` */
 } sw_device_mean;
 
 /* On failure the caller still calls fini. */
@@ -75,11 +72,6 @@ SW_MUST_USE sw_status sw_device_mean_init(sw_device_mean *mean, const sw_device_
                                           sw_error *err);
 /* Call once the stream has run all enqueued work. */
 void sw_device_mean_fini(sw_device_mean *mean);
-
-/* With `is_lent`, before the first bucket: use the caller's device memory, which outlives the mean.
- * `contributions`: the largest bucket's bytes; `compressed`: its elements in `wire`, NULL without
- * `wire`. */
-void sw_device_mean_lend(sw_device_mean *mean, void *contributions, void *compressed);
 
 /* From now on only ranks with a non-zero byte in `trains` (at least one) contribute to slices; the
  * standing mean is under only their contributions. `trains` is equal on all ranks. Once a rank is

@@ -109,8 +109,7 @@ static sw_status create_mean(device_rounds *d, const sw_reducer_options *options
                                              (options->sliced && options->sums),
                                     .slices = options->sliced ? options->slices : NULL,
                                     .row = options->row,
-                                    .column = options->column,
-                                    .is_lent = options->is_lent};
+                                    .column = options->column};
     if (options->is_narrow &&
         ((options->wire != SW_DTYPE_FLOAT16 && options->wire != SW_DTYPE_BFLOAT16) ||
          options->sums))
@@ -191,13 +190,20 @@ sw_status sw_reducer_create_on_device(sw_device_comm *comm, const sw_layout_para
     return SW_OK;
 }
 
+/* Wait until our stream has done all that was enqueued: it writes to what is freed next. */
+static sw_status drain(device_rounds *d, sw_error *err)
+{
+    SW_TRY(d->device->ops->event_record(d->device, d->gathered, d->comm->stream, err));
+    sw_device_comm_await(d->comm, d->gathered, "the comm stream");
+    return SW_OK;
+}
+
 static void device_destroy(sw_reducer *reducer)
 {
     device_rounds *d = device_of(reducer);
     const sw_device_ops *ops = d->device->ops;
-    /* Our stream writes to what is freed here. An error was already reported. */
-    if (d->gathered && ops->event_record(d->device, d->gathered, d->comm->stream, NULL) == SW_OK)
-        sw_device_comm_await(d->comm, d->gathered, "the comm stream");
+    if (d->gathered)
+        (void)!drain(d, NULL);
     for (size_t b = 0; d->buckets && b < reducer->layout.bucket_count; ++b) {
         free(d->buckets[b].producers.stream);
         ops->event_destroy(d->device, d->buckets[b].ready);
@@ -266,19 +272,6 @@ sw_status sw_reducer_set_places(sw_reducer *reducer, void *const *places, const 
     return SW_OK;
 }
 
-sw_status sw_reducer_lend(sw_reducer *reducer, void *contributions, void *compressed, sw_error *err)
-{
-    device_rounds *d = device_of(reducer);
-    bool lacks = !contributions || (d->mean.wire != SW_DTYPE_COUNT && !compressed);
-    if (!d->mean.is_lent || d->has_begun || lacks)
-        SW_FAIL(err, SW_E_STATE, "reducer: memory is lent %s",
-                lacks              ? "whole: for contributions and, with wire, what travels"
-                : !d->mean.is_lent ? "to one that was made for it"
-                                   : "before the first round");
-    sw_device_mean_lend(&d->mean, contributions, compressed);
-    return SW_OK;
-}
-
 /* Release the previous round's means: the optimizer has enqueued all reads of them. */
 static sw_status release(device_rounds *d, sw_error *err)
 {
@@ -294,8 +287,7 @@ sw_status sw_reducer_withdraw(sw_reducer *reducer, sw_error *err)
 {
     device_rounds *d = device_of(reducer);
     SW_TRY(release(d, err));
-    SW_TRY(d->device->ops->event_record(d->device, d->gathered, d->comm->stream, err));
-    SW_TRY(sw_peers_wait(d->comm->peers, d->gathered, "the comm stream", err));
+    SW_TRY(drain(d, err));
     sw_device_mean_fini(&d->mean);
     d->mean = (sw_device_mean){.comm = NULL};
     d->is_withdrawn = true;
@@ -382,8 +374,6 @@ static sw_status arrive(device_rounds *d, sw_error *err)
     if (!is_new)
         return SW_OK;
     SW_TRY(release(d, err));
-    if (d->mean.is_lent && !d->mean.lent)
-        SW_FAIL(err, SW_E_STATE, "reducer: a round began before memory was lent");
     SW_TRY(sw_device_refuse_capture(d->device, d->stream, "a backward", err));
     SW_TRY(d->device->ops->stream_wait(d->device, d->stream, d->consumed, err));
     if (d->is_begun)

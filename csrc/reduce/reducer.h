@@ -50,7 +50,6 @@ typedef struct sw_reducer_options {
     /* On a GPU (without `transport` and `first_cap_bytes`): */
     bool deterministic; /* fold in rank order, with the host's bits, instead of the transport's own
                          * mean */
-    bool is_lent;       /* sw_reducer_lend provides memory for peers' contributions */
     sw_device_comm *row, *column; /* borrowed: see sw_device_mean_config */
     bool is_narrow;               /* means travel in `wire` */
     sw_dtype wire;                /* FLOAT16 or BFLOAT16 */
@@ -102,9 +101,6 @@ SW_MUST_USE sw_status sw_reducer_adopt(sw_reducer *reducer, size_t bucket, void 
  * work enqueued on earlier places. */
 SW_MUST_USE sw_status sw_reducer_set_places(sw_reducer *reducer, void *const *places,
                                             const size_t *sizes_bytes, size_t count, sw_error *err);
-/* With `is_lent`, before the first round: see sw_device_mean_lend. */
-SW_MUST_USE sw_status sw_reducer_lend(sw_reducer *reducer, void *contributions, void *compressed,
-                                      sw_error *err);
 /* Leave averaging to a user's hook from the next round on. Use bits, tags and the order of streams
  * remain. Call between two rounds; waits for enqueued work. */
 SW_MUST_USE sw_status sw_reducer_withdraw(sw_reducer *reducer, sw_error *err);

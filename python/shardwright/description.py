@@ -14,7 +14,7 @@ from . import _engine
 from ._version import __version__
 from .comm.launch import VARIABLES
 from .comm.process_group import describe_group, live_groups
-from .options.offload import offload_kind
+from .options.checks import offload_kind
 from .parallel.replica import live_replicas
 from .plan import memory_plan
 from .wrapping import unwrap

@@ -21,13 +21,13 @@ from .layout.memory import has_memory, without_memory
 from .optim.clip_grad import clip_in_step
 from .optim.device_clip import DeviceClip
 from .optim.master_weights import MasterOptimizer, has_own_masters, without_masters
-from .optim.offload import make_store, rounded_bytes
+from .optim.offload import StateStore, make_route, make_store, rounded_bytes
 from .optim.sharded import ShardedOptimizer
 from .optim.sliceable import check_sliceable
+from .options.checks import offload_folder
 from .options.names import offers_names
-from .options.offload import offload_folder
-from .options.options import Options
-from .parallel.agreement.optimizer_agreement import Row, agree, check_members, given_rows, watch_loading
+from .options.options import Options, describes_options
+from .parallel.agreement.optimizer_agreement import Row, agree, check_members, given_rows, together, watch_loading
 from .parallel.ddp import DistributedDataParallel
 from .parallel.ddp_compat import precision_of
 from .parallel.engine import Engine, needed_engine
@@ -35,6 +35,7 @@ from .parallel.replica import Replica, live_replicas
 from .parameters.mixed_precision import PrecisionPlan
 from .torch_compat import cuda
 from .torch_compat.dtensor import held_tensor, is_dtensor
+from .torch_compat.internals import original_of
 from .torch_compat.optimizers import step_hooks
 
 
@@ -49,6 +50,7 @@ def wrap(
 
 
 @offers_names
+@describes_options
 @on_every_rank("sw.wrap()")
 def wrap(
     module: torch.nn.Module,
@@ -72,31 +74,10 @@ def wrap(
         An optimizer. At zero=0 it is returned unchanged; at other stages an optimizer that steps on this rank's slices
         replaces it. For bfloat16 or float16 parameters it steps on their float32 masters, `state[p]["master"]`, at
         every stage, including 0.
-    zero : {0, 1, 2, 3}
-        The stage. 0 slices nothing over ranks; 1 slices the optimizer's state; 2 also averaged gradients; 3 also
-        parameters, where a host shares one copy, or each rank gathers units.
-    clip_grad_norm : float, optional
-        Call sw.clip_grad_norm_(module, clip_grad_norm) at the start of each optimizer.step(). Needs `optimizer`.
-    compress : Fp16, Bf16, Int8, Int4, PowerSGD or "auto", optional
-        Compression of gradients in transit; it excludes a communication hook. "auto" compresses only where that pays
-        off: never inside one host or between GPUs. Between hosts (at zero=0) it times five plain rounds, then all ranks
-        make the same choice.
-    precision : {"bf16", "fp16", "fp32"}, Precision, or dict of module names to them, optional
-        The precision in which the module computes. Parameters are then float32 (low-precision ones are converted),
-        serve as their own masters, and are cast during the wrapper's forward. None: no casts. See
-        docs/design/precision.md.
-    offload : {"cpu", "nvme:<folder>"}, optional
-        Where the optimizer's state and masters are stored. "nvme:<folder>": in an unnamed file per rank in that folder;
-        a step streams it through three buffers of 16 MiB. "cpu": in host memory; no effect for parameters on the CPU.
-        For parameters on a GPU the step then runs on the host in batches, overlapped with copies of gradients to the
-        host and of new parameters back. Both need an optimizer of sw.optim and give the same bits as no offload. See
-        docs/design/zero_offload.md and gpu.md.
-    partition : {"auto", "flat", "tensor"}
-        How an optimizer is sliced at zero >= 1; no effect at 0. "auto": flat slices, for optimizers known to be
-        elementwise. "flat": flat slices for any optimizer; the caller guarantees that it is elementwise. "tensor":
-        whole tensors, balanced over ranks.
     **options
-        Fields of Options; or torch's `mixed_precision`, a policy of param_dtype, reduce_dtype and buffer_dtype.
+        Fields of Options:
+    mixed_precision : optional
+        torch's policy of param_dtype, reduce_dtype and buffer_dtype, instead of `precision`.
 
     Returns
     -------
@@ -140,7 +121,7 @@ def wrap(
         remedy = ": the module comes first, sw.wrap(module, optimizer)" if swapped else ""
         got = f"the class {module.__name__}" if isinstance(module, type) else type(module).__name__
         raise TypeError(f"wrap needs a torch.nn.Module, got {got}{remedy}")
-    if unwrap(module) is not module and isinstance(_original(module), TorchDDP):
+    if unwrap(module) is not module and isinstance(original_of(module), TorchDDP):
         raise Error("this module is wrapped already: use it as it is, or pass sw.unwrap(module) to wrap it again")
     if policy is not None:
         _check_travels(PrecisionPlan(module, policy), compress)
@@ -251,7 +232,7 @@ def _agree_on_optimizer(
             _check_offload(module, offload, optimizer, zero)
         return given_rows(optimizer, names, partition if zero else "", clip_grad_norm)
 
-    ModelRanks.together(model_ranks, lambda: agree(group.comm, rows, f"optimizer of {label}"), label)
+    together(model_ranks, lambda: agree(group.comm, rows, f"optimizer of {label}"), label)
 
 
 def _not_an_optimizer(given: Any) -> str:
@@ -316,7 +297,6 @@ def _keep_state(engine: Engine, optimizer: Any, inner: Any) -> None:
         if earlier is not None:  # the module has left its GPU; its state stays on the host
             inner.keep_in(None)
         return
-    from .optim.device_offload import HostStateStore, make_route
 
     def make() -> Any:
         # a new route: an earlier wrapper's link may have ended
@@ -328,13 +308,12 @@ def _keep_state(engine: Engine, optimizer: Any, inner: Any) -> None:
             nbytes = _state_bytes(replica, optimizer, inner, rounded_bytes)
             store = make_store(replica.group, folder, replica.label, nbytes)
         else:
-            assert route is not None
-            store = HostStateStore(route, _state_bytes(replica, optimizer, inner))
+            store = StateStore(None, replica.label, _state_bytes(replica, optimizer, inner))
         store.route = route
         return store
 
     try:
-        store = ModelRanks.together(replica.model_ranks, make, replica.label)
+        store = together(replica.model_ranks, make, replica.label)
     except (OSError, MemoryError, ValueError, Error):
         for each in engine.replicas:
             each.retire(together=True)  # leave the module as it was
@@ -601,12 +580,8 @@ def load_full_optimizer_state_dict(
 
 def unwrap(module: torch.nn.Module) -> torch.nn.Module:
     """Return the user's module from a wrapper, or from torch.compile(wrapper); return a bare module unchanged."""
-    inner = _original(module)
+    inner = original_of(module)
     return inner.module if isinstance(inner, TorchDDP) else module
-
-
-def _original(module: torch.nn.Module) -> torch.nn.Module:
-    return getattr(module, "_orig_mod", module)
 
 
 def _check_travels(plan: PrecisionPlan, compress: Any) -> None:

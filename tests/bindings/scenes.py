@@ -289,19 +289,8 @@ def gpu() -> None:
     engine.DeviceStage(0, 1 << 20, simulation.cuda).stats()
 
 
-def region() -> None:
-    comm = simulation.open(None)
-    comm.connect(engine.nccl_unique_id(simulation.nccl), 0, 1, 5.0)
-    try:
-        made = engine.DeviceRegion(comm, 1 << 12, 0)
-        made.register(), made.deregister()
-        engine.device_tensor(0, made, made.address, "float32", (16,), None)
-    finally:
-        comm.close()
-
-
 SCENES: list[Callable[[], None]] = [
-    communicator, two_ranks, units, reducer, state_file, optimizer, checkpoint, saver, codecs, gpu, region,
+    communicator, two_ranks, units, reducer, state_file, optimizer, checkpoint, saver, codecs, gpu,
 ]  # fmt: skip
 #: What a scene may raise when an allocation failed in it.
 TOLD = (MemoryError, OSError, engine.Error, ValueError, KeyboardInterrupt, RuntimeError, NotImplementedError)
@@ -318,7 +307,7 @@ def note_unraisable(told: Any) -> None:
 
 
 def begin(scene: Callable[[], None]) -> None:
-    if scene in (gpu, region):
+    if scene is gpu:
         gc.collect()
         simulation.begin()
 
@@ -419,14 +408,14 @@ def main() -> None:
         simulation = Simulation(os.environ["SW_FAKES"])
     only = sys.argv[5:] or [scene.__name__ for scene in SCENES]
     for scene in SCENES:
-        if scene.__name__ not in only or (scene in (gpu, region) and simulation is None):
+        if scene.__name__ not in only or (scene is gpu and simulation is None):
             continue
         if sys.argv[3] == "faults":
             print(scene.__name__, run_with_faults(scene, int(sys.argv[4])), flush=True)
         else:
             begin(scene)
             scene()
-            if scene not in (optimizer, checkpoint, saver, codecs, gpu, region):  # these use one memory or folder
+            if scene not in (optimizer, checkpoint, saver, codecs, gpu):  # these use one memory or folder
                 in_threads(lambda _, scene=scene: scene())
     if sys.argv[3] == "plain":
         share_objects()

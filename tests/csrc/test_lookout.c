@@ -4,9 +4,8 @@
  * short are not, however many follow one another, and whatever they wait for; the program is asked
  * whether it was interrupted, but not by waits of a moment. A rank that fails in making NCCL's
  * communicator tells all ranks, which would wait for it there. A thread that ends a communicator
- * beside another lets the GPU go before it tells other hosts, for which it takes the GIL. No call
- * reaches a communicator of NCCL's that another thread has ended, and a registration that takes its
- * time ends with it. A thread that is lost in a call is waited for once. */
+ * beside another lets the GPU go before it tells other hosts, for which it takes the GIL. A thread
+ * that is lost in a call is waited for once. */
 #include <string.h>
 
 #include "check.h"
@@ -100,9 +99,8 @@ static void check_telling(sw_comm *const *host)
 
 static struct {
     sw_peers *peers;
-    int aborts, told, calls_after_abort, polls;
-    bool registers; /* a registration is under way */
-    bool hangs;     /* a query does not return until it is false */
+    int aborts, told;
+    bool hangs; /* a query does not return until it is false */
     int aborts_when_told;
 } nccl_seen;
 
@@ -138,30 +136,13 @@ static sw_nccl_result abort_comm(sw_nccl_comm comm)
     return SW_NCCL_SUCCESS;
 }
 
-/* The third query of a registration finds that another thread wants the end. */
 static sw_nccl_result query(sw_nccl_comm comm, sw_nccl_result *result)
 {
-    sw_error reason;
     (void)comm;
-    nccl_seen.calls_after_abort += nccl_seen.aborts > 0;
-    *result = nccl_seen.registers ? SW_NCCL_IN_PROGRESS : SW_NCCL_SUCCESS;
+    *result = SW_NCCL_SUCCESS;
     while (__atomic_load_n(&nccl_seen.hangs, __ATOMIC_SEQ_CST))
         sw_thread_sleep_ns(MS);
-    if (nccl_seen.registers && ++nccl_seen.polls == 3) {
-        sw_error_set(&reason, SW_E_COMM, 2, "rank 2 has died");
-        sw_peers_request_end(nccl_seen.peers, &reason);
-    }
     return SW_NCCL_SUCCESS;
-}
-
-static sw_nccl_result begin_to_register(sw_nccl_comm comm, void *memory, size_t bytes, void **made)
-{
-    (void)comm;
-    (void)memory;
-    (void)bytes;
-    *made = &nccl_seen;
-    nccl_seen.registers = true;
-    return SW_NCCL_IN_PROGRESS;
 }
 
 static const char *text_of(sw_nccl_result result)
@@ -173,7 +154,6 @@ static const char *text_of(sw_nccl_result result)
 static const char *last_error(sw_nccl_comm comm)
 {
     (void)comm;
-    nccl_seen.calls_after_abort += nccl_seen.aborts > 0;
     return "";
 }
 
@@ -189,7 +169,6 @@ static sw_device gpu = {.ops = &working};
 static const sw_nccl_library library = {.call = {.ncclCommInitRankConfig = init,
                                                  .ncclCommAbort = abort_comm,
                                                  .ncclCommGetAsyncError = query,
-                                                 .ncclCommRegister = begin_to_register,
                                                  .ncclGetErrorString = text_of,
                                                  .ncclGetLastError = last_error}};
 
@@ -221,22 +200,6 @@ static void check_ending_beside(sw_comm *host)
     check(host->ops->look(host, false, &said) == SW_E_COMM, "this host's ranks know");
     sw_peers_destroy(peers);
     host->ops = plain;
-}
-
-static void check_ending_beside_a_registration(void)
-{
-    sw_peers *peers = connect(NULL, INT64_C(20000) * MS);
-    int64_t begun = sw_clock_now_ns();
-    sw_registration registered;
-    sw_error err;
-    check(sw_peers_memory_register(peers, &gpu, 1, false, &registered, &err) == SW_E_COMM &&
-              strstr(err.message, "rank 2 has died"),
-          "%s", err.message);
-    check(sw_clock_now_ns() - begun < INT64_C(5000) * MS, "a registration waited on");
-    check(nccl_seen.aborts == 1 && nccl_seen.calls_after_abort == 0,
-          "%d aborts, %d calls behind one", nccl_seen.aborts, nccl_seen.calls_after_abort);
-    nccl_seen.registers = false;
-    sw_peers_destroy(peers);
 }
 
 static void check_a_lost_thread(void)
@@ -274,7 +237,6 @@ int main(void)
         check_logging(host[0]);
         check_ending_beside(alone);
         check_telling(host);
-        check_ending_beside_a_registration();
         check_a_lost_thread();
     }
     for (int r = 0; r < WORLD; ++r)

@@ -12,9 +12,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "comm/proof.h"
-#include "comm/star.h"
-#include "comm/star_messages.h"
+#include "comm/bootstrap.h"
 #include "fuzz.h"
 
 enum { STRANGERS = 3, ROOM = 512 };

@@ -121,27 +121,14 @@ static bool is_paired(const clique *c, int rank, int at)
     return other && other->count == call->count && other->dtype == call->dtype;
 }
 
-/* Return the call that rank 0 makes in that place, or the other end of a send or receive. */
-static const nccl_call *like_of(const clique *c, int rank, int at)
-{
-    const nccl_group *g = c->comm[rank]->first;
-    const nccl_call *call = &g->call[at];
-    if (call->kind != SEND && call->kind != RECEIVE)
-        return &c->comm[0]->first->call[at];
-    return nth_call(c->comm[call->peer]->first, call->kind == SEND ? RECEIVE : SEND, rank,
-                    place_of(g, at));
-}
-
 /* Return false, after a report, if a call of some rank has no counterpart. All ranks then fail. */
 static bool matches(const clique *c)
 {
     for (int r = 0; r < c->world_size; ++r) {
         const nccl_group *g = c->comm[r]->first;
         for (int i = 0; i < g->call_count; ++i) {
-            if (is_paired(c, r, i)) {
-                nccl_registered_compare(&g->call[i], like_of(c, r, i), &g->stream->first->site);
+            if (is_paired(c, r, i))
                 continue;
-            }
             char detail[256];
             const nccl_group *base = c->comm[0]->first;
             snprintf(detail, sizeof detail,
@@ -301,8 +288,6 @@ static int enqueue_group(const nccl_group *group)
             sim_track(&g->stream->clock, g->stream->actor, call->to,
                       nccl_written_bytes(call, world), SW_ACCESS_WRITE, &op->site);
     }
-    for (int i = 0; i < g->call_count; ++i)
-        nccl_registered_use(&g->call[i], g->comm, g->stream);
     if (g->comm->last)
         g->comm->last->next = g;
     else
@@ -333,7 +318,7 @@ SIM_API long sim_nccl_settlements(void)
 static bool is_settled(sw_nccl_comm comm, const char *call)
 {
     sim_site site = sim_here(call);
-    bool settled = !comm->unsettled && !comm->window_out;
+    bool settled = !comm->unsettled;
     if (!settled)
         sim_report("unsettled communicator", call, &site, NULL);
     return settled;
@@ -388,7 +373,7 @@ static int issue(const nccl_call *call, sw_nccl_comm comm, sw_cu_stream stream)
     open_group.comm = comm;
     open_group.stream = stream;
     open_group.call[open_group.call_count] = *call;
-    nccl_registered_note(&open_group.call[open_group.call_count++], comm);
+    open_group.call_count++;
     count_sent(call, (size_t)comm->clique->world_size);
     if (group_depth > 0)
         return SW_NCCL_SUCCESS;
@@ -520,10 +505,9 @@ SIM_API int ncclCommGetAsyncError(sw_nccl_comm comm, sw_nccl_result *result)
         comm->error = SW_NCCL_REMOTE_ERROR;
     if (comm->finalizing && comm->first)
         sim_drive(comm->first->stream, NULL, 0);
-    is_done = nccl_window_done(comm) && is_done;
     bool is_busy = !all || !is_done || (comm->finalizing && comm->first);
     *result = comm->error ? comm->error : is_busy ? SW_NCCL_IN_PROGRESS : SW_NCCL_SUCCESS;
-    if (!all || comm->window_out)
+    if (!all)
         sim_yield();
     LEAVE(SW_NCCL_SUCCESS);
 }
@@ -600,7 +584,6 @@ SIM_API int ncclCommDestroy(sw_nccl_comm comm)
     outside_groups("ncclCommDestroy");
     if (!is_settled(comm, "ncclCommDestroy"))
         LEAVE(SW_NCCL_INVALID_ARGUMENT);
-    nccl_registered_end(comm, true);
     drop(comm);
     LEAVE(SW_NCCL_SUCCESS);
 }
@@ -634,7 +617,6 @@ SIM_API int ncclCommAbort(sw_nccl_comm comm)
     FORBIDDEN_IN_CAPTURES("ncclCommAbort");
     outside_groups("ncclCommAbort");
     const clique *own = comm->clique;
-    nccl_registered_end(comm, false);
     let_go(comm);
     /* With ranks as threads this one has the baton, so no other rank could release them. */
     for (int ms = 0; own->in_files && abort_waits(own); ++ms) {

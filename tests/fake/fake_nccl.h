@@ -4,7 +4,7 @@
 
 #include "sim.h"
 
-enum { CALL_MAX = 64, GROUP_DEPTH_MAX = 8, PLAIN = -1, HALF = -2 };
+enum { CALL_MAX = 64, GROUP_DEPTH_MAX = 8 };
 
 typedef enum call_kind {
     ALL_REDUCE,
@@ -21,8 +21,6 @@ typedef struct nccl_call {
     void *to;
     size_t count;
     int dtype, op, peer; /* peer: the root, or the other end */
-    /* Offsets in registered memory; PLAIN: none is registered, HALF: only a part is. */
-    long from_registered, to_registered;
 } nccl_call;
 
 typedef struct nccl_group {
@@ -48,13 +46,6 @@ typedef struct clique {
     struct clique *next, *next_joined;
 } clique;
 
-typedef struct registration {
-    const unsigned char *begin, *end;
-    int actor; /* the stream and time of the last operation on it */
-    uint32_t time;
-    struct registration *next;
-} registration;
-
 struct ncclComm {
     clique *clique;
     int rank;
@@ -64,11 +55,7 @@ struct ncclComm {
     bool finalizing;          /* ranks are processes: enqueued groups have yet to run */
     unsigned char order;      /* written by each operation: two unordered ones are a race */
     nccl_group *first, *last; /* enqueued and not yet run */
-    registration *registered; /* list */
-    int windows;              /* calls of ncclCommWindowRegister, each a collective */
-    void **window_out;        /* filled once all ranks have made theirs; NULL: filled */
-    registration *window;
-    sw_nccl_comm next; /* the next communicator of this process */
+    sw_nccl_comm next;        /* the next communicator of this process */
 };
 extern sw_nccl_comm nccl_comms;
 
@@ -87,21 +74,6 @@ size_t nccl_element_bytes(int dtype);
 /* Reduce the contributions of `call`, which lie `stride` bytes apart, in NCCL's own order. */
 void nccl_fold(void *to, const unsigned char *inputs, size_t stride, int world_size,
                const nccl_call *call);
-
-/* ---- fake_nccl_register.c. NCCL's rule: either all ranks pass registered memory to an operation,
- * at the same offset, or none does. NCCL leaves anything else undefined; here it is a report. ----
- */
-
-/* Note the offsets of a call's memory in registered memory. */
-void nccl_registered_note(nccl_call *call, sw_nccl_comm comm);
-/* Note that the call was enqueued on the stream. */
-void nccl_registered_use(const nccl_call *call, sw_nccl_comm comm, sw_cu_stream stream);
-/* Report if `other`, a call of another rank or the other end of a send, breaks the rule. */
-void nccl_registered_compare(const nccl_call *call, const nccl_call *other, const sim_site *site);
-/* Finish a window that all ranks have asked for. False if some have not. */
-bool nccl_window_done(sw_nccl_comm comm);
-/* End the communicator; `orderly`: nothing may be registered any more. */
-void nccl_registered_end(sw_nccl_comm comm, bool orderly);
 
 /* ---- fake_nccl_files.c: ranks are processes, and meet in the folder that the id names ---- */
 
@@ -122,8 +94,4 @@ bool nccl_files_ready(nccl_group *g);
 /* Move on after the loaded group has run. */
 void nccl_files_next(clique *c);
 void nccl_files_leave(clique *c);
-/* Announce this rank's n-th window; count the ranks that have announced theirs. */
-void nccl_files_window(const clique *c, int n);
-int nccl_files_windows(const clique *c, int n);
-
 #endif

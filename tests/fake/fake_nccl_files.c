@@ -3,7 +3,6 @@
  *   <folder>/here.<rank>       the rank has joined
  *   <folder>/<n>.<rank>        its part of group n: its node, call_count, the calls, then the bytes
  *                              that each call reads
- *   <folder>/window<n>.<rank>  the rank has asked for its n-th window
  *   <folder>/ends.<rank>       the rank begins to end the communicator
  *   <folder>/gone.<rank>       the rank has ended the communicator
  *
@@ -224,23 +223,6 @@ int nccl_files_gone(const clique *c)
         if (r != c->own_rank && exists(c, "gone", -1, r) && !exists(c, "", c->sequence, r))
             return r;
     return -1;
-}
-
-void nccl_files_window(const clique *c, int n)
-{
-    char name[32];
-    snprintf(name, sizeof name, "window%d", n);
-    touch(c, name);
-}
-
-int nccl_files_windows(const clique *c, int n)
-{
-    char name[32];
-    int count = 0;
-    snprintf(name, sizeof name, "window%d", n);
-    for (int r = 0; r < c->world_size; ++r)
-        count += exists(c, name, -1, r);
-    return count;
 }
 
 void nccl_files_leave(clique *c)

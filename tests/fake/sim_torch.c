@@ -79,7 +79,7 @@ SIM_API void sim_torch_adopt(void *stream, void *memory, uint64_t size_bytes)
 }
 
 /* Mark the block that an operation of torch's writes to. The host's thread writes it from now on,
- * without the gate. Torch may not own the block: it is given memory registered with NCCL. */
+ * without the gate. */
 static void note_writer(const sim_torch_access *access)
 {
     sim_block *block =

@@ -7,7 +7,6 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "comm/device_region.h"
 #include "gpu_ranks.h"
 #include "reduce/reducer.h"
 
@@ -96,11 +95,8 @@ static sw_status borrow(lender *l)
     SW_TRY(device->ops->fill_async(device, l->own, 0, bytes, l->user, err));
     SW_TRY(device->ops->fill_async(device, l->ours, (unsigned char)l->self->rank, bytes, l->user,
                                    err));
-    SW_TRY(sw_device_comm_borrow(all, l->handle, l->self->rank, l->self->world_size, TIMEOUT_NS,
-                                 err));
-    sw_device_region *none;
-    check(sw_device_region_create(all, bytes, l->user, &none, NULL) == SW_E_UNSUPPORTED,
-          "memory is registered with a borrowed communicator");
+    SW_TRY(
+        sw_device_comm_borrow(all, l->handle, l->self->rank, l->self->world_size, TIMEOUT_NS, err));
     SW_TRY(sw_reducer_create_on_device(all, params, names, GRADIENTS, &options, &l->reducer, err));
     sw_reducer_use_stream(l->reducer, l->user);
     for (int step = 0; step < LENT_STEPS; ++step)
@@ -118,8 +114,8 @@ static sw_status give_back(lender *l)
     lending *run = l->self->context;
     sw_reducer_destroy(l->reducer);
     l->reducer = NULL;
-    SW_TRY(sw_device_comm_broadcast(l->self->all, &range, 1, l->self->world_size - 1, l->user,
-                                    err));
+    SW_TRY(
+        sw_device_comm_broadcast(l->self->all, &range, 1, l->self->world_size - 1, l->user, err));
     sw_device_comm_disconnect(l->self->all);
     sw_nccl_result result = l->self->all->library.call.ncclCommDestroy(l->handle);
     if (result != SW_NCCL_SUCCESS)

@@ -11,7 +11,6 @@
  *     by slots;
  *   - a step does not wait on the host, unless a gradient is unused on this rank;
  *   - each driver call that fails ends in a named error and leaves nothing;
- *   - all of it holds in memory that is registered with NCCL.
  */
 #include <math.h>
 #include <stdio.h>
@@ -19,7 +18,6 @@
 #include <string.h>
 
 #include "comm/device_norm.h"
-#include "comm/device_region.h"
 #include "gpu_ranks.h"
 #include "kernels/kernels.h"
 #include "kernels/optim_kernels.h"
@@ -67,8 +65,7 @@ typedef struct model { /* the training of one bucket */
 typedef struct training {
     int stage; /* 1: the optimizer steps on slices; 2: means are slices too */
     bool deterministic;
-    bool narrowed;   /* means travel as bfloat16 */
-    bool registered; /* all memory passed to NCCL but use bytes lies in one region */
+    bool narrowed; /* means travel as bfloat16 */
     int steps;
     long fail_nth;      /* the call of rank 0 that fails; 0: none */
     bool stop_in_step;  /* destroy while buckets are in flight */
@@ -103,7 +100,8 @@ static float gradient_of(int rank, int step, size_t b, size_t i)
     return 0.0f;
 }
 
-/* In step 1 every rank uses all gradients. Else rank r leaves a few out, and one is used by none. */
+/* In step 1 every rank uses all gradients. Else rank r leaves a few out, and one is used by none.
+ */
 static bool is_used(int rank, int step, size_t p)
 {
     return step == 1 || ((p + (size_t)(rank + step)) % 4 != 0 && p != (size_t)step + 2);
@@ -223,28 +221,9 @@ typedef struct loop {
     model part[BUCKETS];
     void *place[PLACES]; /* device memory of the largest bucket */
     float *pinned[BUCKETS];
-    sw_device_region *region;
-    size_t taken; /* bytes of the region in use */
 } loop;
 
-enum { PIECE_BYTES = sizeof(float[NUMEL_MAX]) }; /* the largest piece of the region */
-
-/* Allocate device memory of at most PIECE_BYTES, in the region if there is one. */
-static sw_status take_memory(loop *l, size_t bytes, void **memory)
-{
-    sw_device *device = l->self->device;
-    if (!l->region)
-        return device->ops->memory_alloc(device, bytes, memory, &l->self->err);
-    *memory = (char *)sw_device_region_memory(l->region) + l->taken;
-    l->taken += PIECE_BYTES;
-    return SW_OK;
-}
-
-static void give_memory(loop *l, void *memory)
-{
-    if (!l->region)
-        l->self->device->ops->memory_free(l->self->device, memory);
-}
+enum { PIECE_BYTES = sizeof(float[NUMEL_MAX]) }; /* the largest bucket, widened */
 
 static size_t slice_of(const loop *l, size_t b)
 {
@@ -270,11 +249,8 @@ static sw_status prepare(loop *l)
     SW_TRY(device->ops->stream_create(device, false, &l->optimizer, err));
     SW_TRY(device->ops->event_create(device, &l->loaded, err));
     SW_TRY(device->ops->event_create(device, &l->ended, err));
-    if (l->run->registered)
-        SW_TRY(sw_device_region_create(l->self->all, (2 * BUCKETS + PLACES + 2) * PIECE_BYTES,
-                                       l->backward, &l->region, err));
     for (int p = 0; p < PLACES; ++p)
-        SW_TRY(take_memory(l, PIECE_BYTES, &l->place[p]));
+        SW_TRY(device->ops->memory_alloc(device, PIECE_BYTES, &l->place[p], err));
     for (size_t b = 0; b < BUCKETS; ++b) {
         size_t bytes = numel_of(b) * sizeof(float);
         float start[NUMEL_MAX];
@@ -284,9 +260,7 @@ static sw_status prepare(loop *l)
         float **device_memory[] = {&l->part[b].p, &l->part[b].m, &l->part[b].v,
                                    (float **)&l->part[b].source, (float **)&l->part[b].bucket};
         for (int k = 0; k < 5; ++k) {
-            bool travels = k == 0 || k == 4; /* parameters are gathered */
-            SW_TRY(travels ? take_memory(l, bytes, &memory)
-                           : device->ops->memory_alloc(device, bytes, &memory, err));
+            SW_TRY(device->ops->memory_alloc(device, bytes, &memory, err));
             *device_memory[k] = memory;
         }
         for (size_t i = 0; i < numel_of(b); ++i)
@@ -499,7 +473,6 @@ static sw_status train(loop *l)
                                         .label = "m",
                                         .deterministic = l->run->deterministic,
                                         .sliced = l->run->stage == 2,
-                                        .is_lent = l->run->registered,
                                         .is_narrow = l->run->narrowed,
                                         .wire = SW_DTYPE_BFLOAT16};
     const size_t sizes[PLACES] = {PIECE_BYTES, PIECE_BYTES};
@@ -512,12 +485,6 @@ static sw_status train(loop *l)
         SW_TRY(sw_reducer_adopt(l->reducer, b, l->part[b].bucket, err));
     if (l->run->stage == 2)
         SW_TRY(sw_reducer_set_places(l->reducer, l->place, sizes, PLACES, err));
-    if (l->region) {
-        void *contributions, *compressed;
-        SW_TRY(take_memory(l, PIECE_BYTES, &contributions));
-        SW_TRY(take_memory(l, PIECE_BYTES, &compressed));
-        SW_TRY(sw_reducer_lend(l->reducer, contributions, compressed, err));
-    }
     for (int step = 0; step < l->run->steps; ++step) {
         uint64_t waits = l->self->device->stats.host_waits;
         uint64_t allocations = l->self->device->stats.allocations;
@@ -547,16 +514,15 @@ static void tear_down(loop *l)
         (void)!device->ops->event_wait(device, l->ended, TIMEOUT_NS, "the test's backward", NULL);
     }
     for (int p = 0; p < PLACES; ++p)
-        give_memory(l, l->place[p]);
+        device->ops->memory_free(device, l->place[p]);
     for (size_t b = 0; b < BUCKETS; ++b) {
         void *memory[] = {l->part[b].m, l->part[b].v, l->part[b].source};
-        give_memory(l, l->part[b].p);
-        give_memory(l, l->part[b].bucket);
+        device->ops->memory_free(device, l->part[b].p);
+        device->ops->memory_free(device, l->part[b].bucket);
         for (int k = 0; k < 3; ++k)
             device->ops->memory_free(device, memory[k]);
         device->ops->pinned_free(device, l->pinned[b]);
     }
-    sw_device_region_destroy(l->region);
     device->ops->event_destroy(device, l->loaded);
     device->ops->event_destroy(device, l->ended);
     device->ops->stream_destroy(device, l->backward);
@@ -599,18 +565,16 @@ static bool run_ranks(int world_size, sim_policy policy, uint64_t seed, training
 typedef enum way { NCCLS_MEAN, DETERMINISTIC, NARROWED, WAYS } way;
 static const char *const way_names[WAYS] = {"NCCL's mean", "deterministic", "narrowed"};
 
-static void check_training(int world_size, int stage, way how, sim_policy policy, uint64_t seed,
-                           bool registered)
+static void check_training(int world_size, int stage, way how, sim_policy policy, uint64_t seed)
 {
     bool deterministic = how == DETERMINISTIC;
     bool joins = stage == 0 && world_size > 1 && seed % 2 == 0;
     static training run;
     static float expected[BUCKETS][NUMEL_MAX];
     char label[96];
-    snprintf(label, sizeof label, "W = %d, stage %d, %s, policy %d, seed %d%s", world_size, stage,
-             way_names[how], (int)policy, (int)seed, registered ? ", registered" : "");
+    snprintf(label, sizeof label, "W = %d, stage %d, %s, policy %d, seed %d", world_size, stage,
+             way_names[how], (int)policy, (int)seed);
     run = (training){.stage = stage,
-                     .registered = registered,
                      .deterministic = deterministic,
                      .narrowed = how == NARROWED,
                      .steps = STEPS,
@@ -667,7 +631,6 @@ typedef struct failing_case {
     training run;
     int stage;
     way how;
-    bool registered;
 } failing_case;
 
 static bool fail_among(int world_size, long nth, failing_case *tried)
@@ -675,7 +638,6 @@ static bool fail_among(int world_size, long nth, failing_case *tried)
     tried->run = (training){.stage = tried->stage,
                             .deterministic = tried->how == DETERMINISTIC,
                             .narrowed = tried->how == NARROWED,
-                            .registered = tried->registered,
                             .steps = 2,
                             .fail_nth = nth};
     return run_ranks(world_size, SIM_EAGER, 1, &tried->run);
@@ -691,18 +653,18 @@ static bool fail_first_of_three(long nth, void *context)
     return fail_among(3, nth, context);
 }
 
-static void check_failing_rank(int stage, way how, bool registered)
+static void check_failing_rank(int stage, way how)
 {
     static failing_case tried;
-    tried = (failing_case){.stage = stage, .how = how, .registered = registered};
+    tried = (failing_case){.stage = stage, .how = how};
     gpu_check_failing_rank(fail_first_of_three, &tried, tried.run.message, tried.run.failed,
                            getenv("SW_TEST_LONG") ? 1 : 61);
 }
 
-static void check_failing_calls(int stage, way how, bool registered)
+static void check_failing_calls(int stage, way how)
 {
     static failing_case tried;
-    tried = (failing_case){.stage = stage, .how = how, .registered = registered};
+    tried = (failing_case){.stage = stage, .how = how};
     gpu_check_failing_calls(fail_at, &tried, tried.run.message[0]);
 }
 
@@ -711,19 +673,11 @@ static void check_trainings(int world_size, uint64_t seeds)
     for (int policy = 0; policy < SIM_POLICY_COUNT; ++policy)
         for (uint64_t seed = 1; seed <= seeds; ++seed)
             for (int stage = 0; stage <= 2; ++stage) {
-                check_training(world_size, stage, DETERMINISTIC, (sim_policy)policy, seed, false);
-                check_training(world_size, stage, NCCLS_MEAN, (sim_policy)policy, seed, false);
+                check_training(world_size, stage, DETERMINISTIC, (sim_policy)policy, seed);
+                check_training(world_size, stage, NCCLS_MEAN, (sim_policy)policy, seed);
                 if (seed == 1)
-                    check_training(world_size, stage, NARROWED, (sim_policy)policy, seed, false);
+                    check_training(world_size, stage, NARROWED, (sim_policy)policy, seed);
             }
-}
-
-static void check_registered_trainings(void)
-{
-    for (int policy = 0; policy < SIM_POLICY_COUNT; ++policy)
-        for (int stage = 0; stage <= 2; ++stage)
-            for (way how = NCCLS_MEAN; how < WAYS; ++how)
-                check_training(3, stage, how, (sim_policy)policy, 1, true);
 }
 
 static void check_early_ends(void)
@@ -740,20 +694,18 @@ int main(int argc, char **argv)
         return check_result();
     check_trainings(1, SEEDS);
     check_trainings(3, SEEDS);
-    check_registered_trainings();
     check_early_ends();
     for (int stage = 0; stage <= 2; ++stage)
-        check_failing_calls(stage, stage != 1 ? DETERMINISTIC : NCCLS_MEAN, false);
-    check_failing_calls(2, NCCLS_MEAN, false);
-    check_failing_calls(2, NARROWED, false);
-    check_failing_calls(2, NARROWED, true);
+        check_failing_calls(stage, stage != 1 ? DETERMINISTIC : NCCLS_MEAN);
+    check_failing_calls(2, NCCLS_MEAN);
+    check_failing_calls(2, NARROWED);
     for (int stage = 0; stage <= 2; ++stage)
-        check_failing_rank(stage, stage == 1 ? DETERMINISTIC : NCCLS_MEAN, stage == 2);
+        check_failing_rank(stage, stage == 1 ? DETERMINISTIC : NCCLS_MEAN);
     for (int where = SW_SLOTS_ON_HOST; where <= SW_SLOTS_ON_DEVICE; ++where) {
         gpu_ranks_slots = (gpu_slots){4096, (sw_slot_place)where};
         check_trainings(3, 2);
         check_early_ends();
-        check_failing_calls(2, NARROWED, false);
+        check_failing_calls(2, NARROWED);
     }
     return check_result();
 }

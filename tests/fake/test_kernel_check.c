@@ -7,8 +7,8 @@
 #include <stdlib.h>
 
 #include "gpu_ranks.h"
-#include "kernels/kernel_cases.h"
-#include "kernels/kernel_check.h"
+#include "kernel_cases.h"
+#include "kernel_check.h"
 
 enum { CASES = 3 };
 static const int64_t TIMEOUT_NS = 2000000000;

@@ -1,14 +1,14 @@
 /* test_kernel_text.c - compare the .cu text, compiled by the host's compiler, with the contracts'
  * references.
  *
- * Law: for every case of csrc/kernels/kernel_cases.h and several grids, the arena after the text ran
+ * Law: for every case of csrc_check/kernel_cases.h and several grids, the arena after the text ran
  * equals the arena after the reference ran, guard bytes included, and only declared bytes changed.
  * Every kernel has cases, and making a case twice gives the same bytes. */
 #include <stdlib.h>
 #include <string.h>
 
 #include "check.h"
-#include "kernels/kernel_cases.h"
+#include "kernel_cases.h"
 
 bool run_kernel_text(int kernel, const void *args, unsigned blocks, unsigned threads);
 

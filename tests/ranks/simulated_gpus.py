@@ -541,16 +541,6 @@ class SimulatedGpus:
         found: int = self._nccl.sim_nccl_communicators()
         return found
 
-    def registrations(self) -> int:
-        """Return the number of buffers that this rank has registered with NCCL."""
-        found: int = self._nccl.sim_nccl_registrations()
-        return found
-
-    def windows(self) -> int:
-        """Return the number of NCCL windows that this process has made."""
-        found: int = self._nccl.sim_nccl_windows()
-        return found
-
     def averages(self) -> int:
         """Return the number of reductions with ncclAvg that this process has requested."""
         found: int = self._nccl.sim_nccl_averages()

@@ -17,6 +17,7 @@ from unittest import mock
 import pytest
 from peer import PEER, sw
 from shardwright.checkpoint.memory import client, tier
+from shardwright.checkpoint.memory import guardian as guardian_program
 from shardwright.checkpoint.memory.image import Image
 from test_steps_in_memory_outlive_their_ranks import open_images, wait_for
 from test_strangers_are_kept_out import become, needs_root, stranger
@@ -213,7 +214,10 @@ def test_a_guardian_ends_with_its_launcher_and_after_its_linger():
         signal.pause()
         os._exit(1)
     pids = []
-    for job, launcher, linger_s in (("2", (child, client.start_of(child)), 60.0), ("3", client.ancestors()[0], 0.2)):
+    for job, launcher, linger_s in (
+        ("2", (child, guardian_program.start_of(child)), 60.0),
+        ("3", client.ancestors()[0], 0.2),
+    ):
         guardian = client.Client.start(client.name_of(job * 32, None), "a", launcher, linger_s)
         pids.append(guardian.ask("list")[0]["pid"])
         guardian.close(goodbye=False)

@@ -344,7 +344,7 @@ def test_a_compression_handler_serves_the_stock_class_and_ours(rank, world_size,
             accelerator.backward(model(batch(rank, 6, 7, step=step)).square().mean())
         gradients.append([p.grad.clone() for p in model.parameters()])
         if own:
-            assert accelerator._wrappers == [model]
+            assert list(accelerator._wrappers) == [model]
             assert model.compression_state is not None or name in ("Fp16", "Bf16")
         assert same_everywhere([*gradients[-1]])
     for stock, ours in zip(*gradients, strict=True):
@@ -392,7 +392,7 @@ def test_an_accelerator_is_pickled_with_its_settings_alone(rank, world_size):
         other = pickle.loads(pickle.dumps(accelerator))
         assert (other.zero, other.gradient_accumulation_steps) == (zero, 2)
         assert other.state.__dict__ == accelerator.state.__dict__
-        assert not other._models + other._optimizers + other._schedulers + other._wrappers
+        assert not other._models + other._optimizers + other._schedulers + list(other._wrappers)
         train(accelerator, model, optimizer, scheduler, rank, range(2))
     gather(None)
 

@@ -17,7 +17,7 @@ import torch.distributed.tensor.parallel
 from harness import in_turn
 from oracle.fold import bits_equal
 from peer import PEER
-from shardwright.optim import device_offload
+from shardwright.optim import offload as device_offload
 from simulated_gpus import SimulatedGpus, meet, run, sw
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")

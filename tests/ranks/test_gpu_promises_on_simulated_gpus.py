@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from gpu_promises import PROMISES, Place
 from peer import PEER
-from shardwright.optim import device_offload
+from shardwright.optim import offload as device_offload
 from simulated_gpus import POLICIES, SimulatedGpus, run
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")

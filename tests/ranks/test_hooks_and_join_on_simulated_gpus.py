@@ -133,7 +133,7 @@ def uneven_after_join(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     gather(None)
 
 
-@pytest.mark.parametrize(("nth", "registering"), [(2, True), (1, False), (5, False)])
+@pytest.mark.parametrize(("nth", "registering"), [(1, True), (1, False), (5, False)])
 def test_a_call_of_the_driver_that_fails_beside_a_hook_is_named(
     teams: Any, world_size: int, paths: dict[str, str], nth: int, registering: bool
 ) -> None:

@@ -1,4 +1,4 @@
-"""Law: the comparison of a card's kernels with their references (csrc/kernels/kernel_check.h) runs through the driver,
+"""Law: the comparison of a card's kernels with their references (csrc_check/kernel_check.h) runs through the driver,
 passes correct kernels, and names each wrong one. The simulated driver runs the kernels' own text, with the grids of a
 card.
 """
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from peer import PEER
-from shardwright import _engine
+from shardwright import _engine, _engine_check
 from shardwright.torch_compat import cuda
 from simulated_gpus import SimulatedGpus, run
 
@@ -33,9 +33,9 @@ def gpu() -> Any:
 
 
 def check(comm: Any, name: str, cases: int, strict: bool = False) -> dict[str, Any]:
-    count = _engine.device_kernel_cases()[name]
+    count = _engine_check.device_kernel_cases()[name]
     step = max(1, count // cases) | 1  # odd, so that every size comes
-    found: dict[str, Any] = _engine.device_kernel_check(comm, name, 1, step, strict)
+    found: dict[str, Any] = _engine_check.device_kernel_check(comm, name, 1, step, strict)
     return found
 
 
@@ -46,14 +46,14 @@ def test_the_text_agrees_with_every_reference(teams: Any, paths: dict[str, str],
 def every_kernel(gpus: SimulatedGpus, rank: int, world_size: int, text: str) -> None:
     gpus.run_text(text)
     comm = gpu()
-    assert len(_engine.device_kernel_cases()) >= 17
-    for name in _engine.device_kernel_cases():
+    assert len(_engine_check.device_kernel_cases()) >= 17
+    for name in _engine_check.device_kernel_cases():
         found = check(comm, name, FEW.get(name, CASES))
         assert found["cases"] >= 2 and found["launches"] == 3 * found["cases"], (name, found)
         assert found["differences"] == 0 and found["sentences"] == [], (name, found)
         assert check(comm, name, 1, strict=True)["differences"] == 0, name
     with pytest.raises(ValueError, match="no kernel 'sort'"):
-        _engine.device_kernel_check(comm, "sort")
+        _engine_check.device_kernel_check(comm, "sort")
 
 
 def test_a_kernel_that_is_wrong_is_named(teams: Any, paths: dict[str, str], text: str) -> None:
@@ -62,7 +62,7 @@ def test_a_kernel_that_is_wrong_is_named(teams: Any, paths: dict[str, str], text
 
 def each_spoiled(gpus: SimulatedGpus, rank: int, world_size: int, text: str) -> None:
     comm = gpu()
-    for number, name in enumerate(_engine.device_kernel_cases()):
+    for number, name in enumerate(_engine_check.device_kernel_cases()):
         gpus.run_text(text, number)
         found = check(comm, name, min(4, FEW.get(name, 4)))
         assert found["differences"] > 0 and f"sw_{name}, case " in found["sentences"][0], (name, found)

@@ -215,7 +215,7 @@ def test_misuse_is_named(rank, world_size):
     for name, value, most in (("every", 0, 2**31), ("fragments", 5, 4), ("fragments", 0, 4)):
         with pytest.raises(ValueError, match=rf"{name} must be an integer in \[1, {most}\], got {value}"):
             sw.DiLoCo(model, inner, **{"every": 4, name: value})
-    with pytest.raises(ValueError, match="wire must be one of float32, bf16, int8, got 'fp8'"):
+    with pytest.raises(ValueError, match="wire must be 'float32', 'bf16' or 'int8', got 'fp8'"):
         sw.DiLoCo(model, inner, every=4, wire="fp8")
     for overlap in (2, -1):
         with pytest.raises(ValueError, match=rf"overlap must be an integer in \[0, 2\), .* got {overlap}"):
@@ -265,7 +265,7 @@ def test_buffers_are_rank_0s(rank, world_size):
 BAD = {
     "every": (0, ValueError, r"every must be an integer in \[1, 2147483648\], got 0"),
     "fragments": (9, ValueError, r"fragments must be an integer in \[1, 4\], got 9"),
-    "wire": ("fp8", ValueError, "wire must be one of float32, bf16, int8, got 'fp8'"),
+    "wire": ("fp8", ValueError, "wire must be 'float32', 'bf16' or 'int8', got 'fp8'"),
     "timeout_s": (-1, ValueError, "timeout_s must be above 0 and at most 1e.09 seconds, got -1"),
     "outer": (lambda parameters: None, TypeError, "outer must return a torch.optim.Optimizer, got NoneType"),
     "inner": (None, TypeError, "inner_optimizer must be an optimizer, got NoneType"),

@@ -15,7 +15,6 @@ import torch
 from harness import at_least_two, gather, in_turn, same_everywhere
 from models import Mlp
 from peer import PEER, batch
-from shardwright.optim import device_offload
 from shardwright.optim import offload as state_offload
 from simulated_gpus import POLICIES, SimulatedGpus, run, stats, sw
 from test_stages_on_simulated_gpus import LONG, OnGpu, some
@@ -29,7 +28,7 @@ OPTIMIZERS = offloaded.OPTIMIZERS
 
 def small() -> None:
     """Force several batches in a step of a small model, in memory and in a file."""
-    device_offload.SLOT_BYTES = 1 << 10
+    state_offload.SLOT_BYTES = 1 << 10
     state_offload.BUFFER_BYTES = 64 << 10
 
 
@@ -124,7 +123,7 @@ def described(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     found = sw.describe()["models"][-1]
     plain, _ = wrap(gpus, build(OPTIMIZERS["AdamW"]), zero=2)
     beside = sw.describe()["models"][-1]
-    assert found["offload"] == "cpu" and found["offload_pinned_bytes"] == 3 * device_offload.SLOT_BYTES
+    assert found["offload"] == "cpu" and found["offload_pinned_bytes"] == 3 * state_offload.SLOT_BYTES
     assert found["offload_threads"] >= 1
     assert found["planned_bytes"] + beside["optimizer_state_bytes"] == beside["planned_bytes"]
     offloaded.train(model, optimizer, rank, range(1))
@@ -140,7 +139,7 @@ def described(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     in_file, optimizer = wrap(gpus, build(OPTIMIZERS["AdamW"]), zero=2, offload=f"nvme:{folder}")
     found = sw.describe()["models"][-1]
     assert found["offload"] == f"nvme:{folder}" and found["offload_threads"] >= 1
-    assert found["offload_pinned_bytes"] == 3 * device_offload.SLOT_BYTES
+    assert found["offload_pinned_bytes"] == 3 * state_offload.SLOT_BYTES
     assert found["planned_bytes"] + beside["optimizer_state_bytes"] == beside["planned_bytes"]
     offloaded.train(in_file, optimizer, rank, range(1))
     assert found["offload_bytes"] == optimizer._inner.store.nbytes
@@ -198,7 +197,7 @@ def wrapped_again(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     for step, options in enumerate(({"offload": "cpu"}, {}), 1):
         model, optimizer = wrap(gpus, (module, optimizer), **options)
         begun += offloaded.train(model, optimizer, rank, range(step, step + 1))
-        assert isinstance(optimizer.store, device_offload.HostStateStore)
+        assert isinstance(optimizer.store, state_offload.StateStore) and optimizer.store.file is None
     begun += offloaded.train(model, optimizer, rank, range(3, 4))
     assert begun == losses
     offloaded.assert_same(offloaded.whole(model, optimizer), expected, "again")
@@ -272,7 +271,7 @@ def test_a_rank_whose_store_cannot_be_created_is_named_on_all(
 def no_store(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     module, optimizer = build(OPTIMIZERS["AdamW"])
     wrap(gpus, (module, None))  # opens the link
-    device_offload.SLOT_BYTES = 100 if rank == 1 else 1 << 10
+    state_offload.SLOT_BYTES = 100 if rank == 1 else 1 << 10
     with pytest.raises((sw.Error, ValueError), match="must be a positive multiple of 256, not 100"):
         wrap(gpus, (module, optimizer), offload="cpu")
     small()

@@ -14,7 +14,7 @@ import torch
 from harness import at_least_two, in_turn, same_everywhere
 from models import Heads, Mlp
 from peer import PEER
-from shardwright.optim import device_offload
+from shardwright.optim import offload as device_offload
 from shardwright.parallel.replica import live_replicas
 from simulated_gpus import POLICIES, SimulatedGpus, run, sw
 from test_stages_on_simulated_gpus import LONG, OnGpu, some

@@ -275,8 +275,8 @@ def ends_in_order(rank, world_size, folder):
             checkpoints.restore()
         assert not open_images()
         with mock.patch("shardwright.checkpoint.memory.tier.Image.each_table", lambda self: 1 // 0):
-            with pytest.raises(ZeroDivisionError):
-                checkpoints._memory.assemble(mock.Mock(world_size=1, best=lambda host: "own-0", is_whole=True))
+            with pytest.raises(ZeroDivisionError), contextlib.ExitStack() as opened:
+                checkpoints._memory.assemble(mock.Mock(world_size=1, best=lambda host: "own-0", is_whole=True), opened)
         assert not open_images()
     with sw.Checkpointer(folder, *pair, memory_every=2) as checkpoints:
         assert checkpoints.restore() == 9, "the other model has cost nothing"

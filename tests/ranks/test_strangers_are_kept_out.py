@@ -24,7 +24,7 @@ from peer import batch, compare_step, engine, pair
 pytestmark = pytest.mark.skipif(engine is None, reason="the engine itself")
 
 NOBODY = 65534
-MAGIC, CALL_BYTES, ANSWER_BYTES = 0x53574833, 28, 48  # csrc/comm/proof.h
+MAGIC, CALL_BYTES, ANSWER_BYTES = 0x53574833, 28, 48  # csrc/comm/bootstrap.h
 ROUNDS, NOISE_S = 7, 0.15
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="not root: this process cannot become another user")
 USERS = [pytest.param("nobody", marks=needs_root), "the same user"]

@@ -64,3 +64,27 @@ def test_a_model_that_nobody_holds_is_gone(rank, world_size, form, steps):
     assert [each() for each in held] == [None] * len(held)
     assert sw.describe().get("models", []) == []
     gather(None)
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+@on_every_rank()
+def test_an_older_wrapper_that_ends_late_leaves_the_later_one_alone(rank, world_size, precision):
+    """As where something, here a list, holds it for a while."""
+    for options in ({"zero": 0}, {"zero": 1}, {"zero": 2}, {"zero": 3}, {"zero": 3, "share_parameters": False}):
+        ends = []
+        for ends_late in (False, True):
+            torch.manual_seed(0)
+            module, older = Mlp(), []
+            for k in range(3):
+                optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+                model, optimizer = sw.wrap(module, optimizer, precision=precision, **options)
+                for step in range(2):
+                    model(batch(rank, 6, 7, step=2 * k + step)).square().mean().backward()
+                    if ends_late:
+                        older.clear()
+                        gc.collect()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                older[:] = model, optimizer
+            ends.append(sw.full_state_dict(model))
+        assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items()), options

@@ -480,8 +480,16 @@ def test_what_is_given_wrongly_is_said_before_anything_changes(rank, world_size)
     sgd = torch.optim.SGD([*module.parameters(), *other.parameters()], lr=0.1)
     for options, kind, words in [
         ({"optimizer": sgd, "zero": 1}, ValueError, r"shape \(2, 2\) in group 0 is not one of the wrapped Mlp"),
-        ({"optimizer": sgd, "clip_grad_norm": "1"}, TypeError, "clip_grad_norm must be a number or None, got '1'"),
-        ({"optimizer": sgd, "clip_grad_norm": True}, TypeError, "clip_grad_norm must be a number or None, got True"),
+        (
+            {"optimizer": sgd, "clip_grad_norm": "1"},
+            TypeError,
+            "clip_grad_norm must be None or a number above 0, got '1'",
+        ),
+        (
+            {"optimizer": sgd, "clip_grad_norm": True},
+            TypeError,
+            "clip_grad_norm must be None or a number above 0, got True",
+        ),
         ({"zero": 1.0}, ValueError, "zero must be 0, 1, 2 or 3, got 1.0"),
         ({"zero": 3, "share_parameters": 0}, ValueError, "share_parameters must be 'auto', True or False, got 0"),
     ]:

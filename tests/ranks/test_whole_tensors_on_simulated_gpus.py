@@ -17,7 +17,7 @@ import torch
 from harness import LONG, gather, in_turn, same_everywhere
 from models import Heads, Mlp
 from peer import PEER, batch
-from shardwright.optim import device_offload
+from shardwright.optim import offload as device_offload
 from simulated_gpus import POLICIES, SimulatedGpus, run, stats, sw
 from test_stages_on_simulated_gpus import OnGpu, some
 from torch import nn

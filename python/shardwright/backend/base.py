@@ -58,16 +58,9 @@ class Capabilities(NamedTuple):
 class Request(NamedTuple):
     """A wrapper's request to a backend.
 
-    Attributes
-    ----------
-    plans : sequence of UnitPlan, optional
-        The plans of units, if parameters are released.
-    sends_early : bool
-        Plain buckets leave while the backward goes on.
-    compute_dtypes : mapping of int to torch.dtype
-        The 16-bit dtypes in which modules compute with wider parameters, by the parameters' numbers.
-    forwards : sequence of UnitPlan
-        Units whose forwards wait for their own parameters after a step, if the backend publishes behind it.
+    `plans`: of units, if parameters are released. `forwards`: units whose forwards wait for their own parameters after a
+    step, if the backend publishes behind it. `compute_dtypes`: the 16-bit dtypes in which modules compute with wider
+    parameters, by number.
     """
 
     table: ParameterTable
@@ -117,15 +110,8 @@ class Buckets(Protocol):
 
 
 class Backend(Protocol):
-    """The memory in which a module trains: a host's or a GPU's.
-
-    Attributes
-    ----------
-    capabilities : Capabilities
-    link : DeviceLink, optional
-        The link of a GPU; None on a host.
-    row : DeviceLink, optional
-        The link over the ranks that own all slices together; None on a host.
+    """The memory in which a module trains: a host's or a GPU's. `link` and `row`, the link over the ranks that own all
+    slices together, are None on a host.
     """
 
     capabilities: Capabilities

@@ -71,38 +71,9 @@ def _tell(group: HostGroup, make: Callable[[], Any], what: str) -> list[Any]:
 class DeviceLink:
     """A rank's GPU among its peers'. Making it is collective.
 
-    Parameters
-    ----------
-    group : HostGroup
-    ordinal : int
-    timeout_s : float
-    rows : sequence of sequence of int, optional
-        Link each rank to the ranks of its row alone, in that order. Default: one row of all ranks.
-    main : DeviceLink, optional
-        The link of the whole group. A failure of either link ends both.
-    borrows : bool
-        Use torch's NCCL communicator of the group instead of one of our own.
-    beside : bool
-        Use the stream of `main`, so that the operations of both have one order.
-
-    Attributes
-    ----------
-    comm : DeviceComm
-    ordinal : int
-    rank, world_size : int
-        Numbers inside the row.
-    host : HostComm
-        The group's communicator between the ranks' hosts.
-    transport_reason : str
-        The reason why the transport is not NCCL; empty if it is.
-
-    Raises
-    ------
-    NotImplementedError
-        On every rank, if some rank's driver or kernels cannot be used, no transport is usable, or some rank's torch has
-        no communicator to lend.
-    CommTimeoutError
-        If a rank did not come.
+    `rows` link each rank to the ranks of its row alone. A failure of a link or its `main` ends both; a link `beside` its
+    main uses the same stream. `transport_reason` says why the transport is not NCCL. NotImplementedError on all ranks if
+    one cannot use its GPU, or has no communicator to lend.
     """
 
     def __init__(

@@ -15,26 +15,7 @@ _logger = logging.getLogger("shardwright")
 
 
 class Lender:
-    """A torch process group that lends its communicator for one GPU.
-
-    Parameters
-    ----------
-    runtime
-        The functions of torch.cuda that the engine uses (CudaRuntime).
-    group : ProcessGroup or None
-    ordinal : int
-
-    Attributes
-    ----------
-    address : int
-        The communicator's address.
-
-    Raises
-    ------
-    NotImplementedError
-        If there is no group, its backend on GPUs is not NCCL, this torch does not give the address, or no communicator
-        exists yet.
-    """
+    """A torch process group that lends its communicator, at `address`, for one GPU. NotImplementedError if it has none."""
 
     def __init__(self, runtime: Any, group: Any, ordinal: int) -> None:
         self._runtime, self._ordinal = runtime, ordinal

@@ -44,21 +44,7 @@ def choose_transport(
 ) -> tuple[str, str]:
     """Return (transport, the reason why it is not NCCL). "auto" is slots if every rank supports them.
 
-    Parameters
-    ----------
-    offers : sequence of dict
-        The offer_of() of each rank.
-    host_of : sequence of int
-        Each rank's host.
-    borrows : bool
-        True to use torch's communicator, which needs NCCL. Equal on all ranks.
-
-    Raises
-    ------
-    ValueError
-        If ranks ask for different transports.
-    NotImplementedError
-        If the requested transport, or every transport, is unavailable; the sentence is the same on all ranks.
+    `offers` are each rank's offer_of(), so all ranks choose alike, or raise the same ValueError or NotImplementedError.
     """
     wanted = offers[0]["wanted"]
     for rank, offer in enumerate(offers):

@@ -13,8 +13,6 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-import torch
-
 from .._engine import CheckpointError, Error
 from ..comm.signals import SaveSignals, check_signals
 from ..comm.stop_request import StopRequest
@@ -33,11 +31,11 @@ from .joined import Modules, engines_of, members_of, parts_of
 from .memory.restoring import Candidate
 from .memory.tier import MemoryTier
 from .observers import observers_of
-from .pipeline import Stage, inventory_of, is_pipeline, load_stages, peers_of, stages_of
+from .pipeline import inventory_of, load_stages, peers_of
 from .remote.store import address_of, local_folder
-from .restore.agreeing import Restore, agree_on, apply_together
+from .restore.agreeing import Rejected, Restore, agree_on, apply_together, rejected
 from .state.optimizer_extras import stepping_optimizer
-from .training import Training
+from .training import Training, is_pipeline
 from .writing import Writer
 
 logger = logging.getLogger("shardwright")
@@ -166,19 +164,18 @@ class Checkpointer:
         memory_replicas: int | None = None,
     ) -> None:
         self._peers = peers_of(model, process_group, usable_timeout(timeout_s))
-        self._stages: list[Stage] = []
         checked: list[Any] = []
 
         def check() -> dict[str, Any]:
-            _check_choice("snapshot", snapshot, ("copy", "lazy"))
-            _check_choice("on_busy", on_busy, ("wait", "skip", "raise"))
-            _check_choice("best", best, ("min", "max"))
-            rules = {
-                "keep_last": _count("keep_last", keep_last),
-                "keep_every": _count("keep_every", keep_every),
-                "keep_best": _count("keep_best", keep_best),
-                "largest": best == "max",
-            }
+            choices = {"snapshot": ("copy", "lazy"), "on_busy": ("wait", "skip", "raise"), "best": ("min", "max")}
+            for (name, legal), value in zip(choices.items(), (snapshot, on_busy, best)):
+                if value not in legal:
+                    raise ValueError(f"{name} must be one of {', '.join(map(repr, legal))}, got {value!r}")
+            rules: dict[str, Any] = {"keep_last": keep_last, "keep_every": keep_every, "keep_best": keep_best}
+            for name, value in rules.items():
+                if value is not None:
+                    rules[name] = integer(name, value, 1, 2**63, "None or an integer of at least 1")
+            rules["largest"] = best == "max"
             file_bytes, _ = check_options(max_file_bytes, timeout_s)
             integer("memory_every", 1 if memory_every is None else memory_every, 1, 2**63, "an integer of at least 1")
             integer("memory_replicas", memory_replicas or 0, 0, 2**31, "None or an integer of at least 0")
@@ -197,9 +194,7 @@ class Checkpointer:
                         raise ValueError(
                             f"{name}={given!r} is not supported for stages of a pipeline: it must be {needed!r}"
                         )
-                self._stages = stages_of(model, optimizer)
-            own, steps = (torch.nn.Module(), None) if self._stages else (model, optimizer)
-            self._training = Training(own, steps, scheduler, scaler, dataloader, user_state)
+            self._training = Training(model, optimizer, scheduler, scaler, dataloader, user_state)
             steppers = members_of(self._training.optimizer)
             takes_hooks = bool(steppers) and all(hasattr(each, "register_step_pre_hook") for each in steppers)
             if snapshot == "lazy" and not takes_hooks:
@@ -233,7 +228,7 @@ class Checkpointer:
             board = None if is_read_only else os.path.join(self.directory, BOARD)
             self._writer = Writer(
                 self._peers, nonce, board, threads=threads, direct=direct_io, idle_io=idle_io, bandwidth=bandwidth,
-                timeout_s=timeout_s, max_file_bytes=max_file_bytes, inventory=functools.partial(inventory_of, self._stages),
+                timeout_s=timeout_s, max_file_bytes=max_file_bytes, inventory=functools.partial(inventory_of, self._training),
             )  # fmt: skip
             if memory_every is not None and not is_read_only:
                 self._memory = MemoryTier(
@@ -250,8 +245,8 @@ class Checkpointer:
         self._warm_staging()
         self._owner_pid = os.getpid()
         engine = None if isinstance(self._training.model, Modules) else engine_of(model)
-        parts = [each.training for each in self._stages] or [self._training]
-        self._check = SaveCheck((module, each.optimizer) for each in parts for module in parts_of(each.model).values())
+        pairs = ((module, t.optimizer) for t in self._training.parts for module in parts_of(t.model).values())
+        self._check = SaveCheck(pairs)
         self._stop, self._signals = StopRequest(self._peers.rank, 1), None
         if self._save_on:
             travelling = engine.replica.stop_request() if engine is not None and engine.made else None
@@ -269,8 +264,7 @@ class Checkpointer:
     def _release_after_loads(self) -> None:
         """Release the optimizer's old state when load_state_dict() has replaced it, not only at the next save."""
         forget = _hook_on(self._writer.inventory.last, lambda last: last.forget())
-        trainings = [self._training, *(each.training for each in self._stages)]
-        for optimizer in (stepping_optimizer(o) for each in trainings for o in members_of(each.optimizer)):
+        for optimizer in (stepping_optimizer(o) for each in self._training.parts for o in members_of(each.optimizer)):
             if hasattr(optimizer, "register_load_state_dict_post_hook"):
                 with contextlib.suppress(TypeError, AttributeError):  # it keeps its hooks in a plain dict, or has none
                     self._hooks.append(optimizer.register_load_state_dict_post_hook(forget))
@@ -501,55 +495,49 @@ class Checkpointer:
     def _restore(self, step: int | None, *names: Any) -> int:
         made: list[NameMap] = []
 
-        def check() -> list[Any]:
-            made.append(NameMap(*names))
-            if self._stages and made[0].include:
-                raise ValueError(
-                    "include is not supported for stages of a pipeline, each of which takes its own tensors"
-                )
-            asked = None if step is None else integer("step", step, -(2**63), 2**63, "None or an integer")
-            return [asked, *made[0].describe().values()]
+        def check() -> dict[str, Any]:
+            nonlocal step
+            step = None if step is None else integer("step", step, -(2**63), 2**63, "None or an integer")
+            made.append(self._training.names(*names))
+            return {"step": step, **made[0].describe()}
 
         self._settle("restores", checks=False)
-        wanted = self._peers.together(check, "step to restore")
-        asked = [each[0] for each in wanted]
-        if any(each != asked[0] for each in asked):
-            raise CheckpointError(f"restore: ranks ask for different steps: {', '.join(map(str, asked))}, by rank")
-        if any(each != wanted[0] for each in wanted):
-            raise CheckpointError("restore: strict, include or rename differ between ranks: give the same on all ranks")
+        self._peers.agree(check, "restore()")
         listed = self._place.list(is_preference=step is None)
         kept = [] if self._memory is None else self._memory.candidates()
         if step is not None:
-            chosen = [path for found, path in listed if found == asked[0]]
-            kept = [each for each in kept if each.step == asked[0]]
+            chosen = [path for found, path in listed if found == step]
+            kept = [each for each in kept if each.step == step]
             if not chosen and not kept:
                 there = ", ".join(str(found) for found, _ in listed[-5:]) or "none"
                 raise CheckpointError(
-                    f"restore: '{self.directory}' has no checkpoint of step {asked[0]!r}; the newest are of: {there}"
+                    f"restore: '{self.directory}' has no checkpoint of step {step!r}; the newest are of: {there}"
                 )
-            listed = [(asked[0], path) for path in chosen]
+            listed = [(step, path) for path in chosen]
         refusals = []
         for _, place in reversed(_merged(listed, kept)):
+            path = place.label if isinstance(place, Candidate) else place
             with contextlib.ExitStack() as opened:
-                reader, why, path = self._agree_on(place, made[0], opened)
-                if reader is not None:
-                    self._fill_stages(reader, path, made[0])
-                    apply_together(reader, self._peers)
-            if reader is not None:
-                if isinstance(place, Candidate) and self._memory is not None:
-                    self._memory.took(place)
-                if step is not None:
-                    self._place.go_on_from(Kept(asked[0], path, nonce=reader.folder.nonce))
-                    if self._memory is not None:
-                        self._memory.forget_after(asked[0])
-                if not self._place.read_only:
-                    self._writer.warm(self._training, lazy=self._lazy)
-                return int(reader.folder.step)
-            if self._peers.rank == 0:
-                logger.warning("restore() passes over a checkpoint: %s", why)
-            refusals.append(why)
-            if not isinstance(place, Candidate):
-                self._place.reject(path)
+                try:
+                    restored = self._agree_on(place, path, made[0], opened)
+                except Rejected as error:
+                    refusals.append(str(error))
+                    if self._peers.rank == 0:
+                        logger.warning("restore() passes over a checkpoint: %s", error)
+                    if not isinstance(place, Candidate):
+                        self._place.reject(path)
+                    continue
+                self._fill_stages(restored, path, made[0])
+                apply_together(restored, self._peers)
+            if isinstance(place, Candidate) and self._memory is not None:
+                self._memory.took(place)
+            if step is not None:
+                self._place.go_on_from(Kept(step, path, nonce=restored.folder.nonce))
+                if self._memory is not None:
+                    self._memory.forget_after(step)
+            if not self._place.read_only:
+                self._writer.warm(self._training, lazy=self._lazy)
+            return int(restored.folder.step)
         if refusals:
             raise CheckpointError(
                 f"none of the {len(refusals)} checkpoints in '{self.directory}' can be read; the newest: {refusals[0]}"
@@ -558,47 +546,29 @@ class Checkpointer:
             )
         return 0
 
-    def _fill_stages(self, reader: Restore, path: str, names: NameMap) -> None:
-        """Fill the stages of a pipeline, if any, from a folder that `reader` has verified. Collective."""
-        if not self._stages:
+    def _fill_stages(self, restored: Restore, path: str, names: NameMap) -> None:
+        """Fill the stages of a pipeline, if any, from a folder that `restored` has verified. Collective."""
+        if not self._training.stages:
             return
         try:
-            load_stages(path, self._peers, self._stages, verify=False, names=names, timeout_s=self._timeout_s)
+            load_stages(path, self._peers, self._training.stages, verify=False, names=names, timeout_s=self._timeout_s)
         except BaseException:
-            reader.take_back()
+            restored.filler.take_back()
             raise
 
-    def _agree_on(
-        self, place: str | Candidate, names: NameMap, opened: contextlib.ExitStack
-    ) -> tuple[Restore | None, str, str]:
-        """Open a checkpoint on disk or in memory: (reader, "", path), or (None, reason to skip it, path). Collective.
-
-        The reader is valid until `opened` ends."""
-        source, path = None, place.label if isinstance(place, Candidate) else place
+    def _agree_on(self, place: str | Candidate, path: str, names: NameMap, opened: contextlib.ExitStack) -> Restore:
+        """Open a checkpoint on disk or in memory, until `opened` ends. Raise Rejected to pass it over. Collective."""
+        source = None
         if isinstance(place, Candidate):
             assert self._memory is not None
-            source, why = self._memory.assemble(place)
-            if source is None:
-                return None, why, path
-            opened.callback(source.close)
-        else:
-            why = self._place.fetch(path)
-            if why:
-                return None, why, path
-        spare = self._writer.spare()
-        if self._stages:  # the reader restores all but the model: see _fill_stages()
+            with rejected():
+                source = self._memory.assemble(place, opened)
+        elif why := self._place.fetch(path):
+            raise Rejected(why)
+        if self._training.stages:  # all but the model is restored: see _fill_stages()
             names = NameMap(include="(?!)", strict=False)
-        found = agree_on(
-            path,
-            self._training,
-            self._peers,
-            verify=self._verify,
-            everything=True,
-            spare=spare,
-            names=names,
-            source=source,
-        )
-        return *found, path
+        options: Any = {"verify": self._verify, "names": names, "source": source, "spare": self._writer.spare()}
+        return agree_on(path, self._training, self._peers, everything=True, **options)
 
     @on_every_rank("Checkpointer.steps()")
     def steps(self) -> list[int]:
@@ -748,17 +718,8 @@ def _release(
         place.close()
 
 
-def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
-
-
 def _is_finite(metric: Any) -> bool:
     try:
         return metric is None or math.isfinite(metric)
     except Exception:  # not a number, or too large for a float
         return False
-
-
-def _count(name: str, value: Any) -> int | None:
-    return None if value is None else integer(name, value, 1, 2**63, "None or an integer of at least 1")

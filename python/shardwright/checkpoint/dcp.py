@@ -48,6 +48,7 @@ from torch.futures import Future
 
 from .._engine import CheckpointError, CheckpointFolder, CheckpointPlan
 from ..options.places import absolute_path
+from ..torch_compat.dtensor import held_tensor, is_dtensor
 from ..torch_compat.state_dicts import load_everything
 from . import tree
 from .device_staging import DeviceStaging
@@ -77,7 +78,7 @@ Place = tuple[str, int, int, int]
 
 
 def _storage_of(tensor: torch.Tensor) -> int:
-    local = getattr(tensor, "_local_tensor", tensor)
+    local = held_tensor(tensor) if is_dtensor(tensor) else tensor
     return int(local.untyped_storage().data_ptr())
 
 
@@ -345,10 +346,12 @@ class StorageReader(TorchStorageReader):
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         folder = self._open()
         if self._verify:
+            items = (item for item in plan.items if item.type != LoadItemType.BYTE_IO)
+            stored = ((self._found.tensors[item.storage_index.fqn], item) for item in items)
             blocks = {
-                (path, block * _BLOCK_BYTES)
-                for path, ranges in self._reads(plan).items()
-                for begin, nbytes in ranges
+                (each.path, block * _BLOCK_BYTES)
+                for each, item in stored
+                for begin, nbytes in _stored_ranges(each, item)
                 for block in range(begin // _BLOCK_BYTES, (begin + nbytes - 1) // _BLOCK_BYTES + 1)
             }
             checks = [
@@ -356,14 +359,6 @@ class StorageReader(TorchStorageReader):
             ]
             folder.load(checks, _READERS, False, (0, 1))
         return plan
-
-    def _reads(self, plan: LoadPlan) -> dict[str, list[tuple[int, int]]]:
-        found: dict[str, list[tuple[int, int]]] = collections.defaultdict(list)
-        for item in plan.items:
-            if item.type != LoadItemType.BYTE_IO:
-                stored = self._found.tensors[item.storage_index.fqn]
-                found[stored.path] += _stored_ranges(stored, item)
-        return found
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         return plans

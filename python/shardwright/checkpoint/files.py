@@ -6,10 +6,8 @@ import contextlib
 import functools
 import operator
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
-
-import torch
 
 from .._engine import CheckpointError, CheckpointFolder, Error
 from ..comm.waits import on_every_rank
@@ -19,7 +17,7 @@ from ..options.places import absolute_path
 from .folder.partial import make_folder, of_saves
 from .folder.retention import REPLACED, discard
 from .peers import Peers, os_error
-from .pipeline import Stage, inventory_of, is_pipeline, load_stages, peers_of, stages_of
+from .pipeline import inventory_of, load_stages, peers_of
 from .remote.store import Store, address_of, local_folder, on_first
 from .restore.agreeing import agree_on, apply_together
 from .training import Training
@@ -102,15 +100,8 @@ def save(
         options |= {"process_group": process_group, "timeout_s": timeout_s}
         _save_remote(peers, address, local_directory, overwrite, lambda f: save(f, module, optimizer, **options))
         return
-    stages: list[Stage] = []
-
-    def make() -> Training:
-        if not is_pipeline(module):
-            return Training(module, optimizer, extra=extra)
-        stages.extend(stages_of(module, optimizer))
-        return Training(torch.nn.Module(), extra=extra)
-
-    saver = PathSaver(peers, max_file_bytes=max_file_bytes, timeout_s=timeout_s, stages=stages)
+    make = functools.partial(Training, module, optimizer, extra=extra)
+    saver = PathSaver(peers, max_file_bytes=max_file_bytes, timeout_s=timeout_s)
     try:
         try:
             saver.begin(path, make, step=step, overwrite=overwrite)
@@ -124,15 +115,8 @@ class PathSaver:
     """Saves to paths that the caller chooses, one at a time, written in the background of training. Collective.
     begin() checks the options."""
 
-    def __init__(
-        self,
-        peers: Peers,
-        *,
-        max_file_bytes: Any = MAX_FILE_BYTES,
-        timeout_s: Any = 1800.0,
-        stages: Sequence[Stage] = (),
-    ) -> None:
-        self._peers, self._options, self._stages = peers, (max_file_bytes, timeout_s), stages
+    def __init__(self, peers: Peers, *, max_file_bytes: Any = MAX_FILE_BYTES, timeout_s: Any = 1800.0) -> None:
+        self._peers, self._options = peers, (max_file_bytes, timeout_s)
         self._writer: Writer | None = None
         self._board = ""
 
@@ -189,7 +173,7 @@ class PathSaver:
             self._board = f"{folder}.{nonce}.board"
             self._writer = Writer(
                 self._peers, nonce, self._board, threads=2, direct=True, bandwidth=0, timeout_s=timeout_s,
-                max_file_bytes=file_bytes, inventory=functools.partial(inventory_of, self._stages),
+                max_file_bytes=file_bytes, inventory=functools.partial(inventory_of, training),
             )  # fmt: skip
         self._writer.begin(target, check_step(step), training)
 
@@ -267,29 +251,21 @@ def load(
         options |= {"strict": strict, "include": include, "rename": rename}
         return _load_remote(peers, address, local_directory, lambda f: load(f, module, optimizer, **options))
     checked: list[tuple[str, Training, NameMap]] = []
-    stages: list[Stage] = []
 
     def check() -> dict[str, Any]:
         check_timeout(timeout_s)
-        names = NameMap(include, rename, strict)
-        if is_pipeline(module):
-            if names.include:
-                raise ValueError(
-                    "include is not supported for stages of a pipeline, each of which takes its own tensors"
-                )
-            stages.extend(stages_of(module, optimizer))
-        training = stages[0].training if stages else Training(module, optimizer)
+        training = Training(module, optimizer)
+        names = training.names(include, rename, strict)
         checked.append((absolute_path("path", path), training, names))
         return {"verify": bool(verify), **names.describe()}
 
     peers.agree(check, "load()")
     ((folder, training, names),) = checked
-    if stages:
-        return load_stages(folder, peers, stages, verify=verify, names=names, timeout_s=usable_timeout(timeout_s))
-    reader, refusal = agree_on(folder, training, peers, verify=verify, names=names)
-    if reader is None:
-        raise CheckpointError(refusal)
-    return apply_together(reader, peers)
+    if training.stages:
+        return load_stages(
+            folder, peers, training.stages, verify=verify, names=names, timeout_s=usable_timeout(timeout_s)
+        )
+    return apply_together(agree_on(folder, training, peers, verify=verify, names=names), peers)
 
 
 def step_of(path: str | os.PathLike[str]) -> int:

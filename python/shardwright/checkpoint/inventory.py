@@ -199,9 +199,10 @@ class Inventory:
         found = listed.shared.sources(listed.plan.needed(self.peers.rank, self.peers.world_size))
         if listed.draft is not None:
             draft = listed.draft
-            self.last.value = Repeated.of(
+            last = Repeated(
                 training, self.layout, draft.found, listed.shared, found, listed.entries_text, draft.released
             )
+            self.last.value = last if last.is_usable else None
         return found
 
     def own_sources(self, listed: Listed) -> tuple[CheckpointPlan | None, list[Source]]:

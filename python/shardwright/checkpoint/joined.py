@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ..optim.sharded import ShardedOptimizer
 from ..parallel.engine import Engine, engine_of
+from ..torch_compat.internals import original_of
 
 
 class Modules(torch.nn.Module):
@@ -102,7 +103,7 @@ def parts_of(model: Any) -> dict[str, Any]:
 
 def compressors_of(model: Any) -> dict[str, Any]:
     """Return the compressors' states of the modules that `model` stands for, by name; "" for a single module."""
-    states = {n: getattr(getattr(m, "_orig_mod", m), "compression_state", None) for n, m in parts_of(model).items()}
+    states = {n: getattr(original_of(m), "compression_state", None) for n, m in parts_of(model).items()}
     return {name: state for name, state in states.items() if state is not None}
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from .._engine import CheckpointError, CommError
+from ..comm.agreement import gather_values
 from ..comm.process_group import host_group, resolve_group
 from ..comm.waits import Wait
 from ..comm.wire import Wire
@@ -166,7 +167,7 @@ class Peers:
         """Return every rank's `value` (of JSON), in rank order. Collective."""
         if self.world_size == 1:
             return [value]
-        return [json.loads(text) for text in self._group.comm.all_gather_bytes(json.dumps(value).encode(), label)]
+        return [json.loads(text) for text in self.all_gather(json.dumps(value).encode(), label)]
 
     def all_gather(self, data: bytes, label: str) -> list[bytes]:
         """Return every rank's `data`, in rank order. Collective."""
@@ -175,7 +176,7 @@ class Peers:
     def agreement(self, value: Any, label: str) -> list[Any] | None:
         """Return None if all ranks gave the same `value` (of JSON), the fast path; else all values. Collective."""
         mine = json.dumps(value).encode()
-        answers = [mine] if self.world_size == 1 else self._group.comm.all_gather_bytes(mine, label)
+        answers = self.all_gather(mine, label)
         return None if all(each == mine for each in answers) else [json.loads(each) for each in answers]
 
     def broadcast(self, data: bytes, label: str) -> bytes:
@@ -198,19 +199,25 @@ class Peers:
     ) -> list[Any]:
         """Return the result of make() (of JSON) on every rank. Collective. If make() raises on one rank, the exchange
         still completes and all raise the same CheckpointError, but for a rank whose error is one of `keeps`."""
-        value, failure = None, None
+        if self.world_size == 1:
+            return [make()]
+        own: list[Exception] = []
+
+        def answer() -> Any:
+            try:
+                return make()
+            except Exception as error:
+                own.append(error)
+                why = f"rank {self.rank}: {str(error) or type(error).__name__}"
+                raise os_error(why, getattr(error, "errno", None)) from error
+
+        options: dict[str, Any] = {"refusals": (CheckpointError,), "retell": lambda _, why: CheckpointError(why)}
         try:
-            value = make()
-        except Exception as error:
-            failure = error
-        told = "" if failure is None else str(failure) or type(failure).__name__
-        answers = self.agreement([told, value], label) or [[told, value]] * self.world_size
-        if failure is not None and (isinstance(failure, keeps) or self.world_size == 1):
-            raise failure
-        for rank, (why, _) in enumerate(answers):
-            if why:
-                raise os_error(f"rank {rank}: {why}", getattr(failure, "errno", None)) from failure
-        return [each for _, each in answers]
+            return gather_values(self._group.comm, answer, label, alike=True, **options)
+        except CheckpointError:
+            if not own or not isinstance(own[0], keeps):
+                raise
+        raise own[0]
 
     def first(self, make: Callable[[], Any], label: str) -> Any:
         """Return rank 0's result of make() (of JSON) on every rank. Collective. If it raises, all raise its sentence."""

@@ -8,7 +8,6 @@ folder equals that of the whole model.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 import json
 import re
@@ -19,7 +18,6 @@ import torch
 
 from .._engine import CheckpointError, CheckpointFolder
 from ..options.name_map import NameMap
-from ..parallel.engine import engine_of
 from . import tree
 from .device_staging import DeviceStaging
 from .inventory import FIRST, Draft, Inventory, Listed
@@ -31,21 +29,7 @@ from .slices import Sliced
 from .state.content import Content, model_group, optimizer_group
 from .state.names import ModelTensors, model_tensors
 from .state.stored import stored_tensors
-from .training import Training
-
-
-@dataclasses.dataclass(frozen=True)
-class Stage:
-    """A stage of this rank. `index`: its position in the pipeline."""
-
-    index: int
-    training: Training
-
-
-def is_pipeline(module: Any) -> bool:
-    """Return whether `module` is a stage of torch.distributed.pipelining, or a list of them."""
-    each = module[0] if isinstance(module, (list, tuple)) and module else module
-    return hasattr(each, "stage_index") and hasattr(each, "submod")
+from .training import Training, is_pipeline
 
 
 def peers_of(module: Any, process_group: Any, timeout_s: float) -> Peers:
@@ -57,32 +41,15 @@ def peers_of(module: Any, process_group: Any, timeout_s: float) -> Peers:
     return Peers(module, process_group, timeout_s)
 
 
-def inventory_of(stages: Sequence[Stage], peers: Peers, staging: DeviceStaging, max_file_bytes: int) -> Inventory:
-    """Return the inventory of `stages`, or of a module if there are none."""
-    if stages:
-        return PipelineInventory(stages, peers, staging, max_file_bytes)
-    return Inventory(peers, staging, max_file_bytes)
-
-
-def stages_of(module: Any, optimizer: Any) -> list[Stage]:
-    """Return this rank's stages in pipeline order. Raise ValueError if stages and optimizers do not match."""
-    stages = list(module) if isinstance(module, (list, tuple)) else [module]
-    optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
-    if optimizer is None:
-        optimizers = [None] * len(stages)
-    if len(optimizers) != len(stages):
-        raise ValueError(f"each stage needs its optimizer: got {len(stages)} stages and {len(optimizers)} optimizers")
-    odd = next((each for each in stages if not is_pipeline(each) or engine_of(each.submod) is None), None)
-    if odd is not None:
-        raise ValueError(f"a stage must be an sw.PipelineStage, whose module is wrapped, got a {type(odd).__name__}")
-    found = [Stage(s.stage_index, Training(s.submod, o)) for s, o in zip(stages, optimizers)]
-    return sorted(found, key=lambda stage: stage.index)
+def inventory_of(training: Training, *given: Any) -> Inventory:
+    """Return the inventory of a training, or of its stages."""
+    return PipelineInventory(training.stages, *given) if training.stages else Inventory(*given)
 
 
 class PipelineInventory(Inventory):
     """The inventory of all stages of a pipeline. `peers` are the ranks of all of them."""
 
-    def __init__(self, stages: Sequence[Stage], peers: Peers, staging: DeviceStaging, max_file_bytes: int) -> None:
+    def __init__(self, stages: Sequence[Training], peers: Peers, staging: DeviceStaging, max_file_bytes: int) -> None:
         super().__init__(peers, staging, max_file_bytes)
         self._stages = stages
         self._of_stage: list[Inventory] = []
@@ -121,21 +88,21 @@ class PipelineInventory(Inventory):
     def _open(self) -> None:
         """Make the inventories of this rank's stages, once: each rank of a stage has its peers and its layout."""
         if not self._of_stage:
-            peers = [Peers(each.training.model, None, self.peers.timeout_s) for each in self._stages]
+            peers = [Peers(each.model, None, self.peers.timeout_s) for each in self._stages]
             self._of_stage = [Inventory(each, self._staging, self._max_file_bytes) for each in peers]
 
     def _describe(
-        self, stage: Stage, inventory: Inventory, step: int, opened: contextlib.ExitStack, owned: dict[int, Any]
+        self, stage: Training, inventory: Inventory, step: int, opened: contextlib.ExitStack, owned: dict[int, Any]
     ) -> dict[str, Any]:
         """Describe a whole stage, equal on its ranks, and add this rank's parts to `owned`. Collective over its ranks."""
-        draft, peers = inventory.draft(stage.training, step, opened), inventory.peers
+        draft, peers = inventory.draft(stage, step, opened), inventory.peers
         made: list[dict[str, Any]] = []
 
         def make() -> None:
             found = draft.found
             if found.extras:
                 raise CheckpointError(f"'{next(iter(found.extras))}' is extra state, which a pipeline cannot save")
-            content, body = inventory.members(stage.training, draft)
+            content, body = inventory.members(stage, draft)
             each = [(g, n, t) for g in content.groups for n, t in g.tensors.items()]
             owned[stage.index] = {f"{g.stem}.{n}": _in_parts(t, peers, of_first=n in g.first) for g, n, t in each}
             options = {n: t for g, n, t in each if n in g.first and isinstance(t, torch.Tensor)}
@@ -221,7 +188,7 @@ def _joined_optimizer(in_order: Sequence[Any], owned: Mapping[int, Any]) -> tupl
 
 
 def load_stages(
-    path: str, peers: Peers, stages: Sequence[Stage], *, verify: bool, names: NameMap, timeout_s: float
+    path: str, peers: Peers, stages: Sequence[Training], *, verify: bool, names: NameMap, timeout_s: float
 ) -> Any:
     """Fill each stage of this rank from one checkpoint. Return its `extra`. Collective over the ranks of all stages.
 
@@ -231,7 +198,7 @@ def load_stages(
     def describe() -> list[str]:
         tied: list[str] = []
         for stage in stages:
-            tensors = model_tensors(stage.training.model)
+            tensors = model_tensors(stage.model)
             of_stage[stage.index] = list(tensors.all())
             tied += tensors.tied
         return [*(name for each in of_stage.values() for name in each), *tied]
@@ -251,18 +218,15 @@ def load_stages(
 
     def agree() -> None:
         for stage in stages:
-            of_it = Peers(stage.training.model, None, timeout_s)
+            of_it = Peers(stage.model, None, timeout_s)
             own = NameMap(f"^(?:{'|'.join(map(re.escape, of_stage[stage.index]))})$", names.rename, names.strict)
-            reader, refusal = agree_on(path, stage.training, of_it, verify=verify, names=own)
-            if reader is None:
-                raise CheckpointError(refusal)
-            agreed.append((reader, of_it))
+            agreed.append((agree_on(path, stage, of_it, verify=verify, names=own), of_it))
 
     try:
         peers.together(agree, f"load of {path}")
     except BaseException:
         for reader, _ in agreed:
-            reader.take_back()
+            reader.filler.take_back()
         raise
     extras: list[Any] = []
     peers.together(

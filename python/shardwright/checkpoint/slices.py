@@ -115,14 +115,17 @@ class Boxes:
 
 def placed_parts(parameter: Any, first: int, memory: torch.Tensor) -> tuple[tuple[int, torch.Tensor], ...]:
     """Convert a run of this rank's elements of a parameter to runs of the whole tensor; a DTensor's box cuts it up.
-
-    `first` is the run's first element, counted in row-major order in the rank's part of the parameter.
-    """
+    `first` is the run's first element, counted in row-major order in the rank's part of the parameter."""
     if not is_dtensor(parameter):
         return ((first, memory),)
-    shape, offsets = local_box(parameter)
+    return _cut_by_box(parameter.shape, *local_box(parameter), first, memory)
+
+
+def _cut_by_box(
+    whole: Sequence[int], shape: Sequence[int], offsets: Sequence[int], first: int, memory: torch.Tensor
+) -> tuple[tuple[int, torch.Tensor], ...]:
     done, end, parts = 0, first + memory.numel(), []
-    for begin, numel in box_ranges(parameter.shape, offsets, shape):
+    for begin, numel in box_ranges(whole, offsets, shape):
         low, high = max(first, done), min(end, done + numel)
         if low < high:
             parts.append((begin + low - done, memory[low - first : high - first]))
@@ -148,12 +151,9 @@ def slice_of_dtensor(tensor: Any, boxes: Boxes, stays: Callable[[torch.Tensor], 
     shape, offsets, turn = boxes.of(tensor)
     memory = local.resolve_conj().resolve_neg()
     memory = (memory if stays(memory) else memory.cpu()).contiguous().reshape(shape)
-    flat, done, parts = memory.reshape(-1), 0, []
-    for first, numel in box_ranges(tensor.shape, offsets, shape):
-        parts.append((first, flat[done : done + numel]))
-        done += numel
+    parts = _cut_by_box(tensor.shape, shape, offsets, 0, memory.reshape(-1))
     copy = memory if memory.data_ptr() != local.data_ptr() else None
-    return Sliced(tensor.dtype, tuple(tensor.shape), tuple(parts), (local,), copy, turn)
+    return Sliced(tensor.dtype, tuple(tensor.shape), parts, (local,), copy, turn)
 
 
 def is_sliced(model: torch.nn.Module, optimizer: Any) -> bool:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from ..optim.sharded import ShardedOptimizer
+from ..options.name_map import NameMap, Rename
+from ..parallel.engine import engine_of
 from .joined import Optimizers, join_modules, join_optimizers, members_of
 from .state.names import check_wrappers
 from .state.optimizer_extras import bare_optimizer
@@ -15,8 +18,8 @@ from .state.optimizer_extras import bare_optimizer
 
 @dataclasses.dataclass
 class Training:
-    """The objects that a checkpoint holds: model and optimizer are one each, or lists or dicts of them (joined.py).
-    `extra` is a tree of plain values and tensors."""
+    """The objects that a checkpoint holds: model and optimizer are one each, or lists or dicts of them (joined.py), or this
+    rank's stages of a pipeline, which become trainings of their own. `extra` is a tree of plain values and tensors."""
 
     model: Any
     optimizer: Any = None
@@ -25,10 +28,16 @@ class Training:
     dataloader: Any = None
     user_state: Any = None
     extra: Any = None
+    #: in pipeline order; the place of each in the pipeline
+    stages: list[Training] = dataclasses.field(default_factory=list)
+    index: int = 0
 
     def __post_init__(self) -> None:
         from ..optim.diloco import DiLoCo
 
+        if is_pipeline(self.model):
+            self.stages = _stages_of(self.model, self.optimizer)
+            self.model, self.optimizer = torch.nn.Module(), None
         self.model, self.optimizer = join_modules(self.model), join_optimizers(self.optimizer)
         if any(isinstance(each, DiLoCo) for each in members_of(self.optimizer)):
             raise ValueError(
@@ -54,6 +63,38 @@ class Training:
                 "user_state is saved from rank 0 only, but it contains a DiLoCo over a mesh, which has slices on each rank: pass it in "
                 "dataloader=[...], and give each replica its own folder"
             )
+
+    @property
+    def parts(self) -> list[Training]:
+        """Return the stages, or itself."""
+        return self.stages or [self]
+
+    def names(self, include: str | Iterable[str], rename: Rename, strict: bool) -> NameMap:
+        """Return the names to load."""
+        found = NameMap(include, rename, strict)
+        if self.stages and found.include:
+            raise ValueError("include is not supported for stages of a pipeline, each of which takes its own tensors")
+        return found
+
+
+def is_pipeline(module: Any) -> bool:
+    """Return whether `module` is a stage of torch.distributed.pipelining, or a list of them."""
+    each = module[0] if isinstance(module, (list, tuple)) and module else module
+    return hasattr(each, "stage_index") and hasattr(each, "submod")
+
+
+def _stages_of(module: Any, optimizer: Any) -> list[Training]:
+    stages = list(module) if isinstance(module, (list, tuple)) else [module]
+    optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+    if optimizer is None:
+        optimizers = [None] * len(stages)
+    if len(optimizers) != len(stages):
+        raise ValueError(f"each stage needs its optimizer: got {len(stages)} stages and {len(optimizers)} optimizers")
+    odd = next((each for each in stages if not is_pipeline(each) or engine_of(each.submod) is None), None)
+    if odd is not None:
+        raise ValueError(f"a stage must be an sw.PipelineStage, whose module is wrapped, got a {type(odd).__name__}")
+    found = [Training(s.submod, o, index=s.stage_index) for s, o in zip(stages, optimizers)]
+    return sorted(found, key=lambda stage: stage.index)
 
 
 def _check_owners(model: torch.nn.Module, optimizers: list[Any]) -> None:

@@ -48,21 +48,8 @@ _LOOK_S = (0.001, 0.05)
 def attempt_store(store: Any, rank: int, world_size: int, timeout_s: float, failure: str = "") -> Any:
     """Return a store that only the ranks of this start use. Collective.
 
-    Parameters
-    ----------
-    store : torch.distributed.Store
-        A store that may hold keys of earlier starts of this job and of other world sizes.
-    rank, world_size : int
-    timeout_s : float
-    failure : str
-        The reason why this rank cannot go on, told to all; "": it can.
-
-    Raises
-    ------
-    CommError
-        Some rank cannot go on.
-    TimeoutError
-        If some ranks did not come; the message names them.
+    `store` may hold keys of earlier starts and other world sizes. `failure`: why this rank cannot go on, a CommError on
+    all ranks. TimeoutError names ranks that did not come.
     """
     room = dist.PrefixStore(_ROOM, store)
     if rank == 0:

@@ -23,23 +23,12 @@ _ALIGNMENT = 64
 
 
 class Exchange:
-    """The protocol of an exchange: begin() returns the message to fill, scatter() the W pieces to fold, result() the
-    memory for the fold, gather() the whole result.
+    """An exchange: begin() returns the message to fill, scatter() the W pieces to fold, result() the memory for the fold,
+    gather() the whole result.
 
     Returned memory stays valid until the next begin(); gather()'s until the next gather(). Every rank makes the same
-    calls.
-
-    Attributes
-    ----------
-    rank, world_size : int
-    wire_bytes : int
-        Bytes that this rank has sent to peers so far.
-    bucket_wire_bytes : tuple of int
-        The same for each bucket of the last complete round.
-    takes_part : bool
-        False if another rank exchanges this rank's contributions, so that this rank keeps no error.
-    on_device : bool
-        True if messages lie on a GPU, where the host does not read them.
+    calls. `wire_bytes` counts what this rank has sent to peers, `bucket_wire_bytes` by bucket of the last round. Without
+    `takes_part` another rank exchanges this rank's contributions. `on_device`: messages are in GPU memory.
     """
 
     on_device = False
@@ -221,13 +210,8 @@ _BLOCKS_AHEAD = 6
 
 
 class GlooExchange(TorchExchange):
-    """An exchange over our own Gloo backend: each pair of ranks exchanges messages of a few blocks.
-
-    Parameters
-    ----------
-    gloo : Backend
-    members : sequence of (int, str)
-        The rank in the wrapper's group and the host name of each rank, for error messages.
+    """An exchange over our own Gloo backend in messages of a few blocks. `members`: each rank's number and host, for
+    errors.
     """
 
     def __init__(self, gloo: Any, members: Sequence[tuple[int, str]]) -> None:

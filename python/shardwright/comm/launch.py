@@ -38,19 +38,7 @@ VARIABLES = (
 
 
 class Launch(NamedTuple):
-    """The description of a launch.
-
-    Attributes
-    ----------
-    launcher : str
-        "torchrun" (or any launcher that sets its variables), "Open MPI" or "SLURM".
-    rank, world_size : int
-    local_rank : int or None
-        The rank among those of this host; None if the launcher did not set it. Nothing on the CPU depends on it.
-    master_addr : str
-        The host of rank 0; "" for one rank without an address.
-    master_port : int
-    """
+    """A launch. `local_rank` is None if the launcher did not set it, and `master_addr` "" for one rank without an address."""
 
     launcher: str
     rank: int
@@ -70,10 +58,7 @@ class Launch(NamedTuple):
 def read_launch(environment: Mapping[str, str]) -> Launch | None:
     """Return the launch that `environment` describes; None without a launcher, which means one rank.
 
-    Raises
-    ------
-    ValueError
-        If a variable is missing, not a number or out of range, or contradicts another; the message names it.
+    A ValueError names a variable that is missing, not a number or out of range, or contradicts another.
     """
     read = _Reader(environment)
     if "RANK" in environment:
@@ -241,12 +226,7 @@ class _Reader:
 
 def expand_hostlist(text: str) -> Iterator[str]:
     """Expand SLURM's short form of host names in its order: `node[01-03,7],login` is node01, node02, node03, node7,
-    login.
-
-    Raises
-    ------
-    ValueError
-        When the iterator reaches text of another form.
+    login. ValueError for another form.
     """
     for word in _split_outside_brackets(text):
         parts = [_alternatives(part) for part in re.split(r"(\[[^][]*\])", word)]

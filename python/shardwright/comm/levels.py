@@ -29,7 +29,7 @@ _Hook = Callable[[Any, Any], Any]
 
 
 class Levels:
-    """The single level of one host: a compressor's exchange, which counts hosts if there are several."""
+    """The single level of one host. `exchange` is a compressor's; it counts hosts if there are several."""
 
     def __init__(self, exchange: Exchange) -> None:
         self.exchange = exchange
@@ -120,15 +120,7 @@ class Lease:
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Roads:
-    """The extra communicators of a group over several hosts, and their current lease.
-
-    Attributes
-    ----------
-    inside : HostComm or None
-        The ranks of this host; None for a single rank.
-    between : Backend or None
-        The carriers of all hosts; None on other ranks.
-    """
+    """The extra communicators of a group over several hosts: of this host's ranks, and on carriers of the hosts."""
 
     inside: HostComm | None
     between: Any

@@ -73,24 +73,6 @@ class ModelRanks:
         finally:
             failure = None  # its traceback holds this frame
 
-    @staticmethod
-    def together(
-        ranks: ModelRanks | None, work: Callable[[], Any], label: str, describe: Callable[[], list[list[str]]] = list
-    ) -> Any:
-        """Return work(). All `ranks` raise if it fails on one, or describe() differs between them. Collective over them."""
-        if ranks is None:
-            return work()
-        found, lines, failure = None, list[list[str]](), None
-        try:
-            found, lines = work(), describe()
-        except Exception as error:
-            failure = error
-        try:
-            ranks.agree(lines, label, failure)
-            return found
-        finally:
-            failure = None  # its traceback holds this frame
-
     def with_group(self, group: HostGroup) -> Any:
         """Return torch's group over the ranks of `group` and those of the mesh. Collective at first use."""
         if self._together is None:
@@ -128,8 +110,8 @@ class ModelRanks:
     def add_squares(self, squares: bytes, kinds: Sequence[tuple[bool, ...]], label: str) -> bytes:
         """Return the exact sum of squares of all ranks of the mesh, from this rank's for each of the distinct `kinds`.
 
-        All ranks raise Error if the sums of gradients that are not sharded over a dimension differ along it by more
-        than rounding; otherwise the first rank's is used. Collective.
+        `squares` are this rank's, one for each of the sorted, distinct `kinds`. All ranks raise Error if sums of
+        gradients that are not sharded over a dimension differ along it by more than rounding.
         """
         sums = _cut(squares)
 

@@ -32,6 +32,7 @@ import torch.distributed as dist
 from .._engine import CommError, HostComm, forked
 from ..layout.memory import check_sendable
 from ..layout.shard_mesh import Slicing
+from ..torch_compat.internals import default_store, make_gloo
 from . import wire
 from .agreement import gather_values
 from .attempt import attempt_store
@@ -55,17 +56,7 @@ _forced_hosts: Sequence[int] | None = None
 class HostGroup:
     """The ranks of one process group, joined by shared memory inside each host and by a bridge across.
 
-    Attributes
-    ----------
-    comm : HostComm
-    rank, world_size : int
-        Numbers inside the group.
-    name : str
-        torch's name of the group.
-    hosts : list of str
-        Each rank's host name, only for error messages.
-    host_of : list of int
-        Each rank's host, numbered by its lowest rank: ranks of one host map one another's memory.
+    `host_of` is each rank's host, numbered by its lowest rank; `hosts` their names, for messages.
     """
 
     def __init__(self, group: Any, name: str, timeout_s: float, warn_after_s: float | None = WARN_AFTER_S) -> None:
@@ -182,7 +173,7 @@ class HostGroup:
         if self.world_size == 1:
             return Meeting(secrets.token_bytes(SECRET_BYTES), [0], [line]), None
         meeting = Rendezvous(
-            dist.PrefixStore(_next_meeting(self.name, group), dist.distributed_c10d._get_default_store()),
+            dist.PrefixStore(_next_meeting(self.name, group), default_store()),
             *(self.rank, self.world_size, line.host, timeout_s),
             assembly=assembly_of(group),
             warn_after_s=self._warn_start_s,
@@ -249,9 +240,9 @@ class HostGroup:
         every rank of the job, or name the group after the process's count of groups. Ranks with different counts would
         then wait for one another for ever.
         """
-        store = dist.PrefixStore(f"{self._store_name}/{name}", dist.distributed_c10d._get_default_store())
+        store = dist.PrefixStore(f"{self._store_name}/{name}", default_store())
         timeout = timedelta(seconds=min(timeout_s, 1e6))
-        return wire.make_gloo(store, ranks.index(self.rank), len(ranks), timeout, connects_late)
+        return make_gloo(store, ranks.index(self.rank), len(ranks), timeout, connects_late)
 
     def make_wire(self, name: str, secret: bytes, timeout_s: float) -> wire.Wire:
         """Return a wire between the carriers. Collective over them; the timeout bounds the rendezvous."""
@@ -379,15 +370,10 @@ def live_groups() -> list[HostGroup]:
 
 
 def resolve_group(process_group: Any, device_mesh: Any, *, trains: bool = False) -> Any:
-    """Return torch's group for these options; None for a single rank without one.
+    """Return torch's group for these options; None for a single rank without one. ValueError if this rank is not in it.
 
     With `trains` (a module will train over it) and without a launcher, make a default group of one rank, as under a
     launcher of one rank, and log a line.
-
-    Raises
-    ------
-    ValueError
-        If this rank is not part of the group.
     """
     if device_mesh is not None:
         _check_member(device_mesh)

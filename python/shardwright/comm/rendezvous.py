@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from .._engine import CommError, CommTimeoutError
 from ..layout.memory import bytes_of
+from ..torch_compat.internals import cpu_backend
 from .waits import START_S, Wait, log
 
 #: children of a rank in the tree
@@ -50,16 +51,8 @@ _NAMED = 16
 
 
 class Line(NamedTuple):
-    """The line of one rank.
-
-    Attributes
-    ----------
-    place : str
-        Equal for ranks that share a host.
-    cores : str
-        The cores on which the rank may run: a mask in hexadecimal digits.
-    failure : str
-        The reason why the rank cannot join; empty if it can.
+    """The line of one rank. `place` is equal for ranks that share a host, `cores` a mask in hexadecimal digits, `failure`
+    why the rank cannot join.
     """
 
     rank: int
@@ -80,23 +73,10 @@ class Meeting(NamedTuple):
 
 
 class Rendezvous:
-    """One rendezvous of a group's ranks.
+    """One rendezvous of a group's ranks, through a store for it alone.
 
-    Parameters
-    ----------
-    store : torch.distributed.Store
-        A store for this rendezvous alone.
-    rank, world_size : int
-    host : str
-        This host's name.
-    timeout_s : float
-        The deadline of each wait once all ranks have come. Until then torch's default, if that is later.
-    assembly : Assembly, optional
-        A collective in which all ranks meet first; a rank that dies ends it.
-    warn_after_s : float, optional
-        The seconds after which a wait is logged; None: never.
-    log : callable, optional
-        Called with these lines.
+    `timeout_s` bounds each wait once all ranks have come; until then torch's default, if that is later. In `assembly`
+    all ranks meet first; a rank that dies ends it.
     """
 
     def __init__(
@@ -122,12 +102,7 @@ class Rendezvous:
     def meet(self, line: Line, forced_hosts: Sequence[int] | None = None) -> Meeting:
         """Exchange the lines. `forced_hosts`: the host of each rank, instead of the detected one.
 
-        Raises
-        ------
-        MemoryError
-            Some rank's line says that it cannot join.
-        CommError, CommTimeoutError
-            Some rank died, gave up or did not come.
+        MemoryError: some rank cannot join. CommError, CommTimeoutError: one died, gave up or did not come.
         """
         line = line._replace(failure=line.failure or self._store.failure)
         try:
@@ -324,15 +299,7 @@ class _Caller:
             self._store, self.failure = store, no_thread(error)
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """`store.name(*arguments)`.
-
-        Raises
-        ------
-        CommError
-            The store failed, or an earlier call had no answer.
-        CommTimeoutError
-            It did not answer.
-        """
+        """Return `store.name(*arguments)`. CommError if the store fails, CommTimeoutError if it does not answer."""
         failed = f"joining: the store of torch.distributed failed on rank {self._rank}"
         if self._is_stuck:
             raise _comm_error(f"{failed}: it did not answer", -1, "")
@@ -430,7 +397,7 @@ def assembly_of(group: Any) -> Assembly | None:
     """Return the assembly of torch's `group`, if that has Gloo for the CPU."""
     if "cpu:gloo" not in str(dist.get_backend_config(group)):
         return None
-    return Assembly(group._get_backend(torch.device("cpu")))
+    return Assembly(cpu_backend(group))
 
 
 def _error_of(said: dict[str, Any]) -> CommError:

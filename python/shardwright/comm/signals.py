@@ -36,14 +36,8 @@ def check_signals(given: Any) -> tuple[signal.Signals, ...]:
 
 
 class SaveSignals:
-    """Handlers that note a signal and call the program's earlier handler, except Python's own for SIGINT, which would
-    raise KeyboardInterrupt. After close() they only pass signals on.
-
-    Parameters
-    ----------
-    signals : tuple of Signals
-    ask : callable
-        Called by the handler, once.
+    """Handlers that note a signal, call `ask` once and then the program's earlier handler, except Python's own for SIGINT,
+    which would raise KeyboardInterrupt. After close() they only pass signals on.
     """
 
     def __init__(self, signals: tuple[signal.Signals, ...], ask: Callable[[], None]) -> None:

@@ -17,15 +17,7 @@ _STEP = 0x9E3779B1
 
 
 class StopRequest:
-    """The request of one module's ranks.
-
-    Attributes
-    ----------
-    is_asked : bool
-        True if this rank was asked to stop. A signal handler may set it.
-    is_agreed : bool
-        True if all ranks know that some rank was asked. It is set in the same round on all ranks.
-    """
+    """The request of one module's ranks. A signal handler may set `is_asked`; `is_agreed` is set in one round on all ranks."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.is_asked = self.is_agreed = False

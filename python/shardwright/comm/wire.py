@@ -16,7 +16,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ..layout.memory import bytes_of
 
@@ -37,25 +36,8 @@ class Wire:
     """The wire between the carriers of hosts, over a Gloo group of our own; implements csrc/comm/bridge.h.
 
     The first message each way is a token, HMAC-SHA256 of both ranks under the group's secret. No message of a peer is
-    accepted before its token. Carriers that exchange frames send tokens at the start, others at first use.
-
-    Parameters
-    ----------
-    gloo : ProcessGroupGloo
-    carriers : sequence of int
-        The group's rank of each rank of `gloo`.
-    secret : bytes
-        A secret of the carriers that no other process knows.
-    before : set of (int, str)
-        Sockets of this process before `gloo` was made. A forked child closes the later ones: a child that outlives a
-        killed process would keep its connections open.
-    exits : callable
-        A function that returns True if the process is about to end.
-
-    Raises
-    ------
-    RuntimeError
-        If a peer did not answer, or its token is wrong.
+    accepted before its token. Carriers that exchange frames send tokens at the start, others at first use. A forked
+    child closes the sockets that `before` lacks: one that outlives a killed process would keep them open.
     """
 
     #: rate below which carriers send packets (docs/design/hosts_packets.md); the engine reads it once
@@ -195,25 +177,6 @@ def first_peers(place: int, count: int) -> list[int]:
         steps += [far for far in range(step, step * _RADIX, step) if far < count]
         step *= _RADIX
     return sorted({(place + far * way) % count for far in steps for way in (1, -1)})
-
-
-def make_gloo(store: Any, rank: int, count: int, timeout: timedelta, connects_late: bool = False) -> Any:
-    """Make a Gloo group as a backend, without torch's dispatch. `connects_late`: connect at first use, if this torch
-    can.
-    """
-    if not connects_late or os.environ.get("GLOO_DEVICE_TRANSPORT", "TCP") != "TCP":
-        return dist.ProcessGroupGloo(store, rank, count, timeout)
-    gloo: Any = dist.ProcessGroupGloo  # torch's stubs have no _Options
-    options = gloo._Options()
-    interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
-    try:
-        options._devices = [
-            dist.ProcessGroupGloo.create_device(interface=name, lazy_init=True) for name in interfaces
-        ] or [dist.ProcessGroupGloo.create_default_device(lazy_init=True)]
-    except TypeError:  # before torch 2.7
-        return dist.ProcessGroupGloo(store, rank, count, timeout)
-    options._timeout = timeout
-    return dist.ProcessGroupGloo(store, rank, count, options)
 
 
 def let_go() -> None:

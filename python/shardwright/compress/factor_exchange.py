@@ -15,13 +15,8 @@ from ..comm.exchange import Exchange, fold_message, slice_numel
 
 
 class FactorExchange:
-    """An exchange of factors: begin() returns memory for this rank's factors, average() the ranks' mean. Memory is
-    reused.
-
-    Parameters
-    ----------
-    wire_dtype : torch.dtype
-        float32, bfloat16 or float16.
+    """An exchange of factors in float32, bfloat16 or float16: begin() returns memory for this rank's factors, average() the
+    ranks' mean. Memory is reused.
     """
 
     def __init__(self, wire_dtype: torch.dtype) -> None:

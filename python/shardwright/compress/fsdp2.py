@@ -7,7 +7,6 @@ unit.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from .._engine import Error
 from ..comm.exchange import GroupExchange
 from ..layout.bucket import Bucket
 from ..options.compress import Compressor
+from ..torch_compat.internals import fsdp2_groups, is_hsdp
 from .make import make_hook
 from .state import CompressionState
 
@@ -142,7 +142,7 @@ def compress_all_reduce(module: torch.nn.Module, compress: Compressor, replicate
             f"compress_all_reduce: compress must be sw.Fp16(), sw.Bf16(), sw.Int8(), sw.Int4() or sw.PowerSGD(), got {compress!r}"
         )
     group = replicate if isinstance(replicate, dist.ProcessGroup) else replicate.get_group()
-    units = [(each, found) for each in module.modules() for found in _groups_of(each)]
+    units = [(each, found) for each in module.modules() for found in fsdp2_groups(each)]
     if not units:
         raise Error("compress_all_reduce: torch's fully_shard was called on no module here")
     names = {id(parameter): name for name, parameter in module.named_parameters()}
@@ -155,24 +155,12 @@ def compress_all_reduce(module: torch.nn.Module, compress: Compressor, replicate
     return made
 
 
-def _groups_of(module: torch.nn.Module) -> list[Any]:
-    """Return FSDP2's parameter groups of this module itself."""
-    get: Callable[[], Any] | None = getattr(module, "_get_fsdp_state", None)
-    if get is None:
-        return []
-    state = get()
-    found = getattr(state, "_fsdp_param_groups", None)
-    if found is None:
-        found = [getattr(state, "_fsdp_param_group", None)]
-    return [group for group in found if group is not None]
-
-
 def _check(module: Any, group: Any) -> None:
     if not hasattr(module, "set_all_reduce_hook"):
         raise NotImplementedError(
             f"compress_all_reduce: torch {torch.__version__} has no FSDPModule.set_all_reduce_hook"
         )
-    if getattr(group, "_is_hsdp", False):
+    if is_hsdp(group):
         raise Error(
             "compress_all_reduce: the module was sharded over a mesh of two dimensions, so FSDP2 all-reduces whole gradients before "
             "any hook: give fully_shard only the sharded dimension, mesh['shard'], and this function mesh['replicate']"

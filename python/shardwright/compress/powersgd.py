@@ -85,16 +85,7 @@ class PowerSGDState(CompressionState):
         wire_dtype: torch.dtype = torch.float32,
         error_dtype: torch.dtype = torch.float32,
     ) -> None:
-        check_powersgd(
-            matrix_approximation_rank,
-            start_powerSGD_iter,
-            min_compression_rate,
-            use_error_feedback,
-            warm_start,
-            random_seed,
-            wire_dtype,
-            error_dtype,
-        )
+        check_powersgd(locals())
         super().__init__(process_group, named_parameters)
         self._q = torch.empty(0, dtype=torch.float32, device="cpu")
         self._factors = FactorExchange(wire_dtype)

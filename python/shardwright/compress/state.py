@@ -22,12 +22,7 @@ from ..layout.bucket import used_in
 class CompressionState:
     """Entries (dicts of tensors) by parameter, created at a parameter's first bucket or taken from a loaded state.
 
-    Attributes
-    ----------
-    iter : int
-        Complete rounds.
-    split : str
-        This rank's position among ranks that hold other parts of the parameters; "" if parameters are whole.
+    `iter` counts complete rounds. `split` is this rank's position among ranks with other parts of the parameters.
     """
 
     kind = ""
@@ -190,13 +185,7 @@ class CompressionState:
         }
 
     def scale_errors(self, factor: float) -> None:
-        """Multiply the error when the loss scale grows by `factor`.
-
-        Raises
-        ------
-        ValueError
-            If the factor is not positive and finite.
-        """
+        """Multiply the error when the loss scale grows by `factor`, which must be positive and finite."""
         self._check_rest("scale_errors")
         if not 0 < factor < math.inf:
             raise ValueError(f"{self.kind}: scale_errors: factor must be above 0 and finite, got {factor!r}")

@@ -17,6 +17,7 @@ import torch
 
 from .._engine import Error, HostComm, Reducer
 from ..comm.agreement import gather_answers
+from ..torch_compat.internals import no_torch_function, without_memory_of
 
 aten = torch.ops.aten
 
@@ -184,9 +185,7 @@ class ShardedGradient(torch.Tensor):
         board: GradientBoard,
         held: torch.Tensor | None = None,
     ) -> ShardedGradient:
-        made: ShardedGradient = torch.Tensor._make_wrapper_subclass(
-            cls, parameter.shape, strides=parameter.stride(), dtype=parameter.dtype, device=parameter.device
-        )
+        made: ShardedGradient = without_memory_of(cls, parameter)
         made.piece = piece
         # all elements of the average on this rank; more than `piece` if gradients are staged
         made._held = piece if held is None else held
@@ -196,7 +195,7 @@ class ShardedGradient(torch.Tensor):
         board.join(index, piece)
         return made
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         pending = ", with gradients that are not averaged yet" if self._pending is not None else ""

@@ -134,7 +134,7 @@ class SparseGradients:
             return _HEAD.pack(flags, 0)
         whole = as_sparse(gradient)
         values = bytes_of(whole.values())
-        return _HEAD.pack(flags, whole._nnz()) + bytes_of(whole.indices()) + values
+        return _HEAD.pack(flags, whole.indices().shape[1]) + bytes_of(whole.indices()) + values
 
     def _mean(self, parameter: torch.Tensor, parts: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
         """Return the mean of (indices, values) of each rank, added in rank order."""

@@ -15,7 +15,6 @@ import contextlib
 import dataclasses
 import os
 import warnings
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -33,10 +32,12 @@ from ..optim.clip_grad import clip_grad_norm_
 from ..optim.master_weights import MasterOptimizer
 from ..optim.sharded import ShardedOptimizer
 from ..options.compress import Compressor, check_compressor
+from ..options.options import FIELDS
 from ..parallel.ddp import DistributedDataParallel
-from ..wrapping import full_parameters, keep_optimizer, shard_optimizer, unwrap
+from ..torch_compat.internals import original_of
+from ..wrapping import full_parameters
 from .settings import chosen
-from .whole import whole_parameters
+from .wrappers import Wrappers, stepping, whole_parameters
 
 __all__ = ["Accelerator", "CompressionHandler"]
 
@@ -142,7 +143,7 @@ class Accelerator(accelerate.Accelerator):
         **kwargs: Any,
     ) -> None:
         stage = chosen("", zero, compress=compress, partition=partition, wrap_options=wrap_options)
-        _check_stage(stage["zero"], stage["partition"])
+        _check_stage(zero=stage["zero"], partition=stage["partition"])
         handlers = list(kwargs_handlers or ())
         compressing = [handler for handler in handlers if isinstance(handler, CompressionHandler)]
         if len(compressing) + (stage["compress"] is not None) > 1:
@@ -152,7 +153,7 @@ class Accelerator(accelerate.Accelerator):
         others = [handler for handler in handlers if not isinstance(handler, CompressionHandler)]
         super().__init__(*args, kwargs_handlers=others, **kwargs)
         _check_launch(self)
-        self._begin(**stage, compressing=compressing)
+        self._begin(stage, compressing)
 
     @classmethod
     def of_stock(
@@ -169,47 +170,37 @@ class Accelerator(accelerate.Accelerator):
         For programs that create the accelerator themselves. Raises ValueError if it has already prepared a model or an
         optimizer, and else the errors of Accelerator().
         """
-        _check_stage(zero, partition)
+        _check_stage(zero=zero, partition=partition)
         if accelerator._models or accelerator._optimizers:
             raise ValueError("of_stock needs an accelerator that has prepared no model and no optimizer yet")
         _check_launch(accelerator)
         accelerator.__class__ = cls
         assert isinstance(accelerator, cls)
-        accelerator._begin(zero, compress, partition, wrap_options, compressing=[])
+        stage = {"zero": zero, "compress": compress, "partition": partition, "wrap_options": wrap_options}
+        accelerator._begin(stage, [])
         return accelerator
 
-    def _begin(
-        self,
-        zero: int,
-        compress: Compressor | None,
-        partition: str,
-        wrap_options: Mapping[str, Any] | None,
-        compressing: Sequence[CompressionHandler],
-    ) -> None:
+    def _begin(self, stage: Mapping[str, Any], compressing: Sequence[CompressionHandler]) -> None:
         if compressing and self.ddp_handler is not None:
             raise ValueError(
                 "kwargs_handlers: a CompressionHandler is a DistributedDataParallelKwargs; pass only one of both"
             )
         self.ddp_handler = compressing[0] if compressing else self.ddp_handler
-        self.zero = zero
-        self.partition = partition
-        self.compress = compress
-        self.wrap_options = dict(wrap_options or {})
-        check_compressor(self._compressor(), self.wrap_options.get("reduce", "mean"))
-        self._references: list[weakref.ref[DistributedDataParallel]] = []
+        self.zero, self.partition, self.compress = stage["zero"], stage["partition"], stage["compress"]
+        self.wrap_options = dict(stage["wrap_options"] or {})
+        compress = self.compress or getattr(self.ddp_handler, "compress", None)
+        check_compressor(compress, self.wrap_options.get("reduce", "mean"))
+        self._wrappers = Wrappers()
         if self.mixed_precision == "fp16" and self.device.type == "cpu":
             self.native_amp = True
             self.scaler = torch.amp.GradScaler(
                 "cpu", **(self.scaler_handler.to_kwargs() if self.scaler_handler else {})
             )
 
-    def _compressor(self) -> Compressor | None:
-        return self.compress or getattr(self.ddp_handler, "compress", None)
-
     def __getstate__(self) -> dict[str, Any]:
         """Leave out models, optimizers and schedulers: a copy for another process has the settings only."""
-        prepared: dict[str, list[Any]] = {name: [] for name in ("_models", "_optimizers", "_schedulers", "_references")}
-        return {**self.__dict__, **prepared}
+        prepared: dict[str, list[Any]] = {name: [] for name in ("_models", "_optimizers", "_schedulers")}
+        return {**self.__dict__, **prepared, "_wrappers": Wrappers()}
 
     # preparing ----------------------------------------------------------------------------------------------------
 
@@ -218,9 +209,10 @@ class Accelerator(accelerate.Accelerator):
     ) -> torch.nn.Module:
         """Prepare a model like accelerate. Collective, unless `evaluation_mode` is set or no parameter is trained."""
         prepared = evaluation_mode or getattr(model, "_is_accelerate_prepared", False)
-        if prepared and self._wrapper_of(model) is not None:
+        if prepared and self._wrappers.of(model) is not None:
             return model  # accelerate would register it twice, and move the wrapped parameters to another "cpu:0"
-        if evaluation_mode or not self._wraps(model):
+        trains = self.distributed_type in _TOGETHER and any(p.requires_grad for p in model.parameters())
+        if evaluation_mode or not trains:
             return super().prepare_model(model, device_placement, evaluation_mode=True)
         plugin = self.state.dynamo_plugin
         backend, whole = plugin.backend, not plugin.use_regional_compilation
@@ -232,7 +224,6 @@ class Accelerator(accelerate.Accelerator):
             plugin.backend = backend
         module.__dict__.pop("_is_accelerate_prepared", None)  # unwrap_model must return a module that is not prepared
         wrapper = self._wrap(module)
-        self._references.append(weakref.ref(wrapper))
         for optimizer in self._optimizers:
             self._slice(optimizer)
         result: torch.nn.Module = wrapper
@@ -241,14 +232,11 @@ class Accelerator(accelerate.Accelerator):
         result._is_accelerate_prepared = True  # type: ignore[assignment]
         return result
 
-    def _wraps(self, model: torch.nn.Module) -> bool:
-        return self.distributed_type in _TOGETHER and any(p.requires_grad for p in model.parameters())
-
     def _wrap(self, model: torch.nn.Module) -> DistributedDataParallel:
         options = dict(self.ddp_handler.to_kwargs()) if self.ddp_handler is not None else {}
         device = next(model.parameters()).device
         device_ids = [device] if device.type == "cuda" else None
-        wrapper = DistributedDataParallel(model, device_ids, zero=self.zero, **{**options, **self.wrap_options})
+        wrapper = self._wrappers.make(model, device_ids, zero=self.zero, **{**options, **self.wrap_options})
         if self.compress is not None:
             wrapper.compress_gradients(self.compress)
         elif self.ddp_handler is not None:
@@ -268,17 +256,12 @@ class Accelerator(accelerate.Accelerator):
         inner = optimizer.optimizer
         if isinstance(inner, (ShardedOptimizer, MasterOptimizer)):
             return
-        members = {id(parameter) for group in inner.param_groups for parameter in group["params"]}
-        wrapper = next((each for each in self._wrappers if any(id(p) in members for p in each.parameters())), None)
+        wrapper = self._wrappers.with_members_of(inner)
         if wrapper is None:
             return
-        if self.zero:
-            optimizer.optimizer = shard_optimizer(wrapper, inner, partition=self.partition)
-        else:
-            optimizer.optimizer = keep_optimizer(wrapper, inner)
-        if optimizer.optimizer is inner:
-            return
-        optimizer.__setstate__(optimizer.__getstate__())  # patches the new optimizer's step
+        optimizer.optimizer = stepping(wrapper, inner, self.partition)
+        if optimizer.optimizer is not inner:
+            optimizer.__setstate__(optimizer.__getstate__())  # patches the new optimizer's step
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
         """Prepare a scheduler like accelerate.
@@ -293,16 +276,6 @@ class Accelerator(accelerate.Accelerator):
                 prepared.optimizers = [optimizer]
         return prepared
 
-    @property
-    def _wrappers(self) -> list[DistributedDataParallel]:
-        """Return the live wrappers in order of preparation, which is equal on all ranks."""
-        return [wrapper for reference in self._references if (wrapper := reference()) is not None]
-
-    def _wrapper_of(self, model: torch.nn.Module) -> DistributedDataParallel | None:
-        """Return the wrapper of `model`, which may be the wrapper itself, compiled or bare."""
-        bare = unwrap(model)
-        return next((wrapper for wrapper in self._wrappers if unwrap(wrapper) is bare), None)
-
     # training -----------------------------------------------------------------------------------------------------
 
     def clip_grad_norm_(
@@ -313,11 +286,10 @@ class Accelerator(accelerate.Accelerator):
         With all parameters of one model and the 2-norm, every stage gives the same bits.
         """
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        members = {id(parameter) for parameter in parameters}
-        for wrapper in self._wrappers if float(norm_type) == 2.0 else ():
-            if members == {id(parameter) for parameter in wrapper.parameters()}:
-                self.unscale_gradients()
-                return clip_grad_norm_(wrapper, float(max_norm))
+        wrapper = self._wrappers.clipped_by(parameters) if float(norm_type) == 2.0 else None
+        if wrapper is not None:
+            self.unscale_gradients()
+            return clip_grad_norm_(wrapper, float(max_norm))
         return super().clip_grad_norm_(parameters, max_norm, norm_type)
 
     @contextlib.contextmanager
@@ -339,7 +311,7 @@ class Accelerator(accelerate.Accelerator):
             sampler.even_batches = even_batches
         enable = not (self.even_batches if even_batches is None else even_batches)
         try:
-            with Join([getattr(each, "_orig_mod", each) for each in joinables], enable=enable):
+            with Join([original_of(each) for each in joinables], enable=enable):
                 yield
         finally:
             for sampler, value in zip(samplers, before):
@@ -352,7 +324,7 @@ class Accelerator(accelerate.Accelerator):
 
         At zero=3 it is collective and returns copies of the shared memory.
         """
-        wrapper = self._wrapper_of(model)
+        wrapper = self._wrappers.of(model)
         if wrapper is None or self.zero < 3:
             return super().get_state_dict(model, unwrap)
         with full_parameters(wrapper):
@@ -400,11 +372,9 @@ def _check_launch(accelerator: accelerate.Accelerator) -> None:
         )
 
 
-def _check_stage(zero: Any, partition: Any) -> None:
-    if isinstance(zero, bool) or zero not in (0, 1, 2, 3):
-        raise ValueError(f"zero must be 0, 1, 2 or 3, got {zero!r}")
-    if partition not in ("auto", "flat", "tensor"):
-        raise ValueError(f"partition must be 'auto', 'flat' or 'tensor', got {partition!r}")
+def _check_stage(**given: Any) -> None:
+    for name, value in given.items():
+        FIELDS[name]["check"](name, value)
 
 
 class _Whole:

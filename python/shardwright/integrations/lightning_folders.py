@@ -36,14 +36,7 @@ def check_kind(state_dict_type: str) -> None:
 
 
 class Folders:
-    """The saves of one fit, which do not overlap.
-
-    Parameters
-    ----------
-    wrapper : DistributedDataParallel
-    remove : callable
-        Removes the checkpoint at a path, of any form.
-    """
+    """The saves of one fit, which do not overlap. `remove` removes the checkpoint at a path, of any form."""
 
     def __init__(self, wrapper: DistributedDataParallel, remove: Callable[[str], None]) -> None:
         self._wrapper, self._remove = wrapper, remove
@@ -54,12 +47,8 @@ class Folders:
         self.writing = ""
 
     def begin(self, path: str, checkpoint: dict[str, Any], optimizer: torch.optim.Optimizer | None) -> None:
-        """Wait for the previous save, then begin to write `checkpoint` to `path`. Collective.
-
-        Raises
-        ------
-        CheckpointError
-            On every rank: the previous save failed, or this one cannot begin.
+        """Wait for the previous save, then begin to write `checkpoint` to `path`. Collective. Raise CheckpointError on every
+        rank if the previous save failed, or this one cannot begin.
         """
         self.wait()
         rest = dict(checkpoint)
@@ -102,12 +91,8 @@ class Folders:
             self._remove(path)
 
     def wait(self, *, together: bool = True) -> None:
-        """Wait for the running save, then remove the checkpoints that waited for it. `together`: all ranks call it.
-
-        Raises
-        ------
-        CheckpointError
-            The save failed on some rank. Older checkpoints stay.
+        """Wait for the running save, then remove the checkpoints that waited for it; if it failed on some rank, raise
+        CheckpointError and keep them. `together`: all ranks call it.
         """
         later, self._later = self._later, []
         try:
@@ -145,12 +130,8 @@ _Find = Callable[[Any], DistributedDataParallel | None]
 
 
 def _split(state: Mapping[str, Any], wrapper_of: _Find) -> tuple[str, str]:
-    """Return the keys of the module and of the optimizer in a program's state; "" if there is none.
-
-    Raises
-    ------
-    TypeError
-        If the state has no module, several modules or several optimizers. Bare modules count only if none is wrapped.
+    """Return the keys of the module and of the optimizer in a program's state; "" if there is none. Raise TypeError unless
+    there is one module, and at most one optimizer. Bare modules count only if none is wrapped.
     """
     modules = [key for key, each in state.items() if isinstance(each, torch.nn.Module)]
     modules = [key for key in modules if wrapper_of(state[key]) is not None] or modules
@@ -176,14 +157,7 @@ def save_state(path: str, state: Mapping[str, Any], wrapper_of: _Find) -> None:
 def load_state(folder: str, state: Any, wrapper_of: _Find, *, strict: bool) -> dict[str, Any]:
     """Fill the state of a Fabric program, or one module; return the entries that the state does not name. Collective.
 
-    Raises
-    ------
-    KeyError
-        If `strict` and the folder lacks keys of the state. Module and optimizer are already filled then.
-    CheckpointError
-        If Fabric did not write the folder.
-    TypeError
-        If the state has not exactly one module to fill.
+    If `strict` and the folder lacks keys of the state, raise KeyError once module and optimizer are filled.
     """
     if isinstance(state, torch.nn.Module):
         load(folder, wrapper_of(state) or state, strict=strict)

@@ -11,8 +11,7 @@ import functools
 import inspect
 import logging
 import os
-import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
@@ -24,9 +23,8 @@ from ..optim.clip_grad import clip_grad_norm_
 from ..options.options import Options, refuse_options
 from ..parallel.ddp import DistributedDataParallel
 from ..parameters.mixed_precision import PrecisionPlan, remove_plan
-from ..wrapping import keep_optimizer, shard_optimizer, unwrap
 from .lightning_folders import Folders, check_kind, folder_at, load_folder, load_state, save_state
-from .whole import whole_parameters
+from .wrappers import Wrappers, stepping, whole_parameters
 
 _logger = logging.getLogger("shardwright")
 #: hooks in which weight-averaging callbacks read parameters, and hooks in which they write them
@@ -46,7 +44,16 @@ class _Wraps:
 
     root_device: torch.device
 
-    def __init__(self, *, zero: int = 0, precision: Any = None, compress: Any = None, **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        zero: int = 0,
+        precision: Any = None,
+        compress: Any = None,
+        state_dict_type: str = "full",
+        **options: Any,
+    ) -> None:
+        check_kind(state_dict_type)
         known = inspect.signature(super().__init__).parameters.values()
         names = {each.name for each in known if each.kind is not each.VAR_KEYWORD} - {"precision"}
         theirs = {name: options.pop(name) for name in names & options.keys()}
@@ -58,26 +65,14 @@ class _Wraps:
         self._ddp_kwargs = given  # programs read this attribute of DDPStrategy
         self._partition = options.pop("partition", "auto")
         self._wrap_options = options
-        self._references: list[weakref.ref[DistributedDataParallel]] = []
+        self._wrappers = Wrappers()
+        self._is_sharded = state_dict_type == "sharded"
 
     _clips_by: str
 
     def _wrap(self, module: torch.nn.Module) -> DistributedDataParallel:
         device_ids = None if self.root_device.type == "cpu" else [self.root_device.index]
-        wrapper = DistributedDataParallel(module, device_ids=device_ids, **self._wrap_options)
-        self._references.append(weakref.ref(wrapper))
-        return wrapper
-
-    @property
-    def _wrappers(self) -> list[DistributedDataParallel]:
-        """Return the wrappers in force, in order."""
-        alive = [wrapper for reference in self._references if (wrapper := reference()) is not None]
-        return [wrapper for wrapper in alive if wrapper._engine.made and wrapper.is_in_force]
-
-    def _wrapper_of(self, module: Any) -> DistributedDataParallel | None:
-        """Return the wrapper of `module`, which may be the wrapper itself, or bare."""
-        bare = unwrap(module)
-        return next((wrapper for wrapper in self._wrappers if unwrap(wrapper) is bare), None)
+        return self._wrappers.make(module, device_ids, **self._wrap_options)
 
     def _slice(self, optimizer: Any) -> torch.optim.Optimizer:
         """Return the optimizer that steps in place of the user's. Collective."""
@@ -85,21 +80,10 @@ class _Wraps:
             optimizer = optimizer.optimizer
         if type(optimizer).__name__ == "_MockOptimizer":  # Lightning's placeholder for no optimizer
             return cast(torch.optim.Optimizer, optimizer)
-        members = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        holds = (each for each in self._wrappers if any(id(p) in members for p in each.parameters()))
-        wrapper = next(holds, self._wrappers[-1] if self._wrappers else None)
+        wrapper = self._wrappers.with_members_of(optimizer) or next(reversed(list(self._wrappers)), None)
         if wrapper is None:
             raise Error(f"{type(self).__name__}: an optimizer was set up before its module: set up its module first")
-        if wrapper._engine.options.zero:
-            return shard_optimizer(wrapper, optimizer, partition=self._partition)
-        return keep_optimizer(wrapper, optimizer)
-
-
-def _clips_all_of(wrapper: DistributedDataParallel, parameters: Iterable[torch.Tensor]) -> bool:
-    """Return True if clipping the gradients of `parameters` clips all gradients of the wrapped module, and no others."""
-    members = {id(p) for p in parameters}
-    own = [p for replica in wrapper._engine.replicas for p in replica.table.module_parameters]
-    return members <= {id(p) for p in own} and {id(p) for p in own if p.requires_grad} <= members
+        return stepping(wrapper, optimizer, self._partition)
 
 
 def _state_of(wrapper: DistributedDataParallel | None, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -147,11 +131,6 @@ class TrainerMixin(_Wraps):
     _folders: Folders | None = None
     _loaded: tuple[str, bool] | None = None  # (folder that was loaded, True if the optimizer is not yet filled)
 
-    def __init__(self, *, state_dict_type: str = "full", **options: Any) -> None:
-        check_kind(state_dict_type)
-        super().__init__(**options)
-        self._is_sharded = state_dict_type == "sharded"
-
     def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
         return self._wrap(model)
 
@@ -165,7 +144,7 @@ class TrainerMixin(_Wraps):
         """Set up like DDPStrategy. Collective."""
         self._failed, self._replaced = False, []
         super().setup(trainer)  # type: ignore[misc]
-        wrapper = self._wrapper_of(self.model)
+        wrapper = self._wrappers.of(self.model)
         if wrapper is None:
             if self._wrap_options["precision"] is not None:
                 self.model = _InPrecision(self.model, self._wrap_options["precision"])
@@ -196,8 +175,8 @@ class TrainerMixin(_Wraps):
             )
 
     def _clip_by_norm(self, method: Callable[..., None], optimizer: Any, clip_val: float) -> None:
-        wrapper = self._wrapper_of(self.model)
-        if wrapper is not None and _clips_all_of(wrapper, self.precision_plugin.main_params(optimizer)):
+        wrapper = self._wrappers.clipped_by(self.precision_plugin.main_params(optimizer))
+        if wrapper is not None:
             clip_grad_norm_(wrapper, float(clip_val))
         else:
             method(optimizer, clip_val)
@@ -215,7 +194,7 @@ class TrainerMixin(_Wraps):
 
     @property
     def _writes_folders(self) -> bool:
-        return self._is_sharded and self._wrapper_of(self.model) is not None
+        return self._is_sharded and self._wrappers.of(self.model) is not None
 
     def _is_there(self, method: Callable[..., bool], filepath: Any, trainer: Any) -> bool:
         """Return True also for the folder that is being written, so that ModelCheckpoint does not reuse its name."""
@@ -228,12 +207,8 @@ class TrainerMixin(_Wraps):
         return real[0] if real else None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Save like DDPStrategy, or begin to write a folder. Collective.
-
-        Raises
-        ------
-        CheckpointError
-            On every rank: the previous save failed, or this one cannot begin.
+        """Save like DDPStrategy, or begin to write a folder. Collective. Raise CheckpointError on every rank if the
+        previous save failed, or this one cannot begin.
         """
         if not self._writes_folders:
             super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]
@@ -241,7 +216,7 @@ class TrainerMixin(_Wraps):
         if storage_options is not None:
             raise TypeError("storage_options has no meaning with state_dict_type='sharded', which uses no CheckpointIO")
         if self._folders is None:
-            wrapper = self._wrapper_of(self.model)
+            wrapper = self._wrappers.of(self.model)
             assert wrapper is not None
             self._folders = Folders(wrapper, super().remove_checkpoint)  # type: ignore[misc]
         path = str(super().broadcast(filepath))  # type: ignore[misc]
@@ -259,7 +234,7 @@ class TrainerMixin(_Wraps):
         self._loaded = None
         if folder is None:
             return super().load_checkpoint(checkpoint_path, *args, **kwargs)  # type: ignore[misc]
-        wrapper, module = self._wrapper_of(self.model), self.lightning_module
+        wrapper, module = self._wrappers.of(self.model), self.lightning_module
         fits = module.trainer.state.fn == "fit"
         optimizer = self._only_optimizer if fits and wrapper is not None else None
         found = load_folder(folder, wrapper or module, optimizer, strict=module.strict_loading)
@@ -274,13 +249,13 @@ class TrainerMixin(_Wraps):
         """Return the module's state dict; {} while checkpoints are folders. Collective at zero=3."""
         if self._writes_folders:
             return {}
-        return _state_of(self._wrapper_of(self.model), super().lightning_module_state_dict)  # type: ignore[misc]
+        return _state_of(self._wrappers.of(self.model), super().lightning_module_state_dict)  # type: ignore[misc]
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load a module's state dict of any stage. Collective at zero=3."""
         if self._loaded is not None:
             return  # load_checkpoint() has filled the module
-        with whole_parameters(self._wrapper_of(self.model), writable=True):
+        with whole_parameters(self._wrappers.of(self.model), writable=True):
             super().load_model_state_dict(checkpoint, strict)  # type: ignore[misc]
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -288,7 +263,7 @@ class TrainerMixin(_Wraps):
         if self._loaded is not None:
             folder, waits = self._loaded
             if waits and self._only_optimizer is not None:  # the folder was loaded before the module was wrapped
-                module = self._wrapper_of(self.model) or self.lightning_module
+                module = self._wrappers.of(self.model) or self.lightning_module
                 load_folder(folder, module, self._only_optimizer, strict=self.lightning_module.strict_loading)
             return
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"]):
@@ -309,7 +284,7 @@ class TrainerMixin(_Wraps):
 
     def teardown(self) -> None:
         """Give every rank whole parameters, and tear down like DDPStrategy."""
-        wrapper = self._wrapper_of(self.model)
+        wrapper = self._wrappers.of(self.model)
         folders, self._folders = self._folders, None
         if folders is not None:
             try:
@@ -370,11 +345,6 @@ class FabricMixin(_Wraps):
     _clips_by = "call fabric.clip_gradients"
     is_global_zero: bool
 
-    def __init__(self, *, state_dict_type: str = "full", **options: Any) -> None:
-        check_kind(state_dict_type)
-        super().__init__(**options)
-        self._is_sharded = state_dict_type == "sharded"
-
     def setup_module(self, module: torch.nn.Module) -> DistributedDataParallel:
         """Wrap a module. Collective."""
         return self._wrap(module)
@@ -392,9 +362,8 @@ class FabricMixin(_Wraps):
         error_if_nonfinite: bool = True,
     ) -> torch.Tensor:
         """Clip like Fabric. The 2-norm over all parameters of a module has the same bits at every stage."""
-        wrapper = self._wrapper_of(module)
-        parameters = self.precision.main_params(optimizer)
-        if wrapper is not None and float(norm_type) == 2.0 and _clips_all_of(wrapper, parameters):
+        wrapper = self._wrappers.clipped_by(self.precision.main_params(optimizer)) if float(norm_type) == 2.0 else None
+        if wrapper is not None:
             self.precision.unscale_gradients(optimizer)
             return clip_grad_norm_(wrapper, float(max_norm), error_if_nonfinite=error_if_nonfinite)
         return super().clip_gradients_norm(  # type: ignore[misc]
@@ -406,33 +375,27 @@ class FabricMixin(_Wraps):
     def get_module_state_dict(self, module: torch.nn.Module) -> dict[str, Any]:
         """Return the bare module's state dict. Collective at zero=3."""
         return _state_of(
-            self._wrapper_of(module),
+            self._wrappers.of(module),
             functools.partial(super().get_module_state_dict, module),  # type: ignore[misc]
         )
 
     def load_module_state_dict(self, module: torch.nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Load a bare module's state dict of any stage. Collective at zero=3."""
-        with whole_parameters(self._wrapper_of(module), writable=True):
+        with whole_parameters(self._wrappers.of(module), writable=True):
             super().load_module_state_dict(module, state_dict, strict)  # type: ignore[misc]
 
     def save_checkpoint(
         self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
     ) -> None:
-        """Save like DDPStrategy, or write a folder. Collective.
-
-        Raises
-        ------
-        CheckpointError
-            On every rank: the folder cannot be written.
-        TypeError
-            If a folder cannot do what is asked: storage_options, a filter, several modules or optimizers.
+        """Save like DDPStrategy, or write a folder. Collective. Raise CheckpointError on every rank if the folder cannot
+        be written; TypeError if it cannot do what is asked: storage_options, a filter, several modules or optimizers.
         """
         if not self._is_sharded:
             super().save_checkpoint(path, state, storage_options, filter)  # type: ignore[misc]
         elif storage_options is not None or filter:
             raise TypeError("storage_options and filter have no meaning with state_dict_type='sharded'")
         else:
-            save_state(str(super().broadcast(path)), state, self._wrapper_of)  # type: ignore[misc]
+            save_state(str(super().broadcast(path)), state, self._wrappers.of)  # type: ignore[misc]
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load a file like DDPStrategy, or fill module and optimizer from a folder. Collective for a folder."""
@@ -440,7 +403,7 @@ class FabricMixin(_Wraps):
         if folder is None:
             return super().load_checkpoint(path, state, *args, **kwargs)  # type: ignore[misc]
         strict = bool(args[0] if args else kwargs.get("strict", True))
-        return load_state(folder, state, self._wrapper_of, strict=strict)
+        return load_state(folder, state, self._wrappers.of, strict=strict)
 
 
 def register(registry: Any, strategy: type) -> None:

@@ -15,36 +15,22 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ..options.compressors import Bf16, Fp16, Int4, Int8, PowerSGD
+from ..options.compressors import compressor_named
 from ..options.options import Options
 
 __all__ = ["VARIABLE", "chosen", "read_settings"]
 
 VARIABLE = "SHARDWRIGHT_OPTIONS"
-_COMPRESSORS = {
-    "fp16": Fp16(),
-    "bf16": Bf16(),
-    "int8": Int8(),
-    "int4": Int4(),
-    "powersgd": PowerSGD(rank=4),
-    "auto": "auto",
-}
 _OWN = ("zero", "compress", "partition")
 
 
 def read_settings(text: str) -> dict[str, Any]:
-    """Parse a text into the arguments `zero`, `compress`, `partition` and `wrap_options` of Accelerator.
-
-    Raises
-    ------
-    ValueError, TypeError
-        For text of another form, an unknown option, or a value out of range.
+    """Parse a text into the arguments `zero`, `compress`, `partition` and `wrap_options` of Accelerator. Raise ValueError or
+    TypeError for text of another form, an unknown option, or a value out of range.
     """
     found = _read_file(text) if text.endswith((".yaml", ".yml", ".json")) else dict(map(_read_item, text.split(",")))
-    if isinstance(found.get("compress"), str):
-        if found["compress"] not in _COMPRESSORS:
-            raise ValueError(f"compress must be one of {', '.join(_COMPRESSORS)}, got {found['compress']!r}")
-        found["compress"] = _COMPRESSORS[found["compress"]]
+    if "compress" in found:
+        found["compress"] = compressor_named("compress", found["compress"])
     Options.from_keywords(found)
     others = {name: value for name, value in found.items() if name not in _OWN}
     return {**{name: found[name] for name in _OWN if name in found}, **({"wrap_options": others} if others else {})}

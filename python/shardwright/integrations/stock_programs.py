@@ -73,12 +73,8 @@ class _TrainerFinder(importlib.abc.MetaPathFinder):
 
 
 def run_program(text: str, command: Sequence[str]) -> None:
-    """Run `program.py arguments...` or `-m module arguments...` like the python command, with our classes.
-
-    Raises
-    ------
-    CannotRun
-        Before the program starts: for options that cannot be read, and for a program or a package that is not there.
+    """Run `program.py arguments...` or `-m module arguments...` like the python command, with our classes. Raise CannotRun
+    before the program starts, if options cannot be read or the program or a package is not there.
     """
     try:
         read_settings(text)

@@ -10,7 +10,7 @@ from typing import Any
 from ..options.compress import Compressor
 from .accelerate import Accelerator
 from .settings import chosen
-from .whole import whole_parameters
+from .wrappers import whole_parameters
 
 __all__ = ["ArgumentsMixin", "TrainerMixin"]
 

@@ -16,6 +16,7 @@ import torch
 
 from .._engine import Error
 from ..torch_compat import dtensor as _dtensor
+from ..torch_compat.internals import subclassed
 
 __all__ = [
     "LocalParameter",
@@ -42,7 +43,7 @@ class LocalParameter(torch.nn.Parameter):
         if isinstance(held, LocalParameter) and held._owner() is owner:
             return held
         local = _dtensor.waited(held).detach()
-        made: LocalParameter = torch.Tensor._make_subclass(cls, local, False)
+        made = subclassed(cls, local)
         made._owner = weakref.ref(owner)
         _dtensor.set_held_tensor(owner, made)
         return made
@@ -122,7 +123,7 @@ def is_local(parameter: torch.Tensor) -> TypeGuard[LocalParameter]:
 
 def local_of(parameter: torch.Tensor) -> torch.Tensor:
     """Return the entry of a parameter table for a module's parameter: a DTensor's local parameter, or itself."""
-    held = getattr(parameter, "_local_tensor", None)
+    held = _dtensor.held_tensor(parameter) if _dtensor.is_dtensor(parameter) else None
     return held if isinstance(held, LocalParameter) else parameter
 
 

@@ -18,16 +18,7 @@ __all__ = ["ModelMesh", "find_model_mesh", "first_mesh", "mesh_text", "numbers_o
 
 
 class ModelMesh(NamedTuple):
-    """The mesh of a module's DTensors.
-
-    Attributes
-    ----------
-    mesh : DeviceMesh
-    dimensions : tuple of str
-        Names of the dimensions; "0", "1", ... if the mesh has none.
-    coordinate : tuple of int
-        This rank's coordinate.
-    """
+    """The mesh of a module's DTensors: names of its dimensions ("0", "1", ... if it has none), and this rank's coordinate."""
 
     mesh: Any
     dimensions: tuple[str, ...]
@@ -66,10 +57,7 @@ def _model_mesh(mesh: Any) -> ModelMesh:
 def find_model_mesh(parameters: Sequence[tuple[str, torch.Tensor]], ranks: Sequence[int]) -> ModelMesh | None:
     """Return the mesh of the DTensors among `parameters`; None without one.
 
-    Raises
-    ------
-    Error, NotImplementedError
-        If `ranks` cannot train a DTensor. `ranks`: global numbers of the ranks that average gradients.
+    Raise Error or NotImplementedError for a DTensor that `ranks`, which average gradients, cannot train.
     """
     found: Any = None
     first = ""

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..options.units import unit_types
+from ..options.checks import unit_types
 from .local_parameters import module_parameter
 from .param_table import ParameterTable
 
@@ -39,16 +39,7 @@ def check_marks(module: torch.nn.Module, zero: int, share_parameters: Any) -> No
 
 def check_inner(module: torch.nn.Module, ranks: Any, ignored: Collection[str]) -> None:
     """Raise NotImplementedError for options of fully_shard on an inner module that the outermost module's engine would
-    silently ignore.
-
-    Parameters
-    ----------
-    module : Module
-        The outermost module.
-    ranks : nested list of int
-        The ranks that slice the module, by global numbers: one list, or a list of rows.
-    ignored : collection of str
-        Names of the parameters that the engine leaves alone.
+    silently ignore. `ranks`: those that slice `module`, by global numbers, as a list or rows. `ignored`: names.
     """
     known = {id(p): name for name, p in module.named_parameters(remove_duplicate=False)}
     for name, each in module.named_modules():
@@ -89,20 +80,9 @@ def _is_apart(module: torch.nn.Module, names: Mapping[int, str], ignored: Collec
 
 
 class UnitPlan(NamedTuple):
-    """The plan of one unit.
+    """The plan of one unit: its module, by its name in the outermost one, and the numbers of its parameters in the table.
 
-    Attributes
-    ----------
-    name : str
-        The module's name in the outermost one; "" for the outermost.
-    module : Module
-        The module; its parameters are whole during its forward.
-    indices : tuple of int
-        Numbers of its parameters in the table.
-    reshard_after_forward : bool
-        True if the unit is released between its forward and its backward.
-    beside : tuple of (str, Module)
-        Names and modules of the rest of the unit, if fully_shard was called on a list.
+    `beside`: names and modules of the rest of the unit, if fully_shard was called on a list.
     """
 
     name: str
@@ -118,6 +98,12 @@ class UnitPlan(NamedTuple):
     @property
     def names(self) -> tuple[str, ...]:
         return (self.name, *(name for name, _ in self.beside))
+
+
+def comparable(units: Any) -> Any:
+    """Return the option in a form that ranks compare: types by sorted names."""
+    types = unit_types(units)
+    return sorted(f"{each.__module__}.{each.__qualname__}" for each in types) if types else units
 
 
 def cut(

@@ -24,22 +24,10 @@ from .views import dense_strides, dtype_name
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class ParameterTable:
-    """The trained state of a module: parameters in registration order, tied ones once, and buffers.
+    """The trained state of a module: parameters in registration order, tied ones once, and buffers, by bare names.
 
-    Attributes
-    ----------
-    names : tuple of str
-        Bare names, as in the module's own `named_parameters()`.
-    parameters : tuple of Parameter
-        The trained tensors. A LocalParameter stands for a DTensor of the module.
-    buffers : dict of str to Tensor
-        Buffers; local tensors for DTensors of the module.
-    sparse : frozenset of int
-        Numbers of the parameters with sparse gradients, which have no place in the buckets.
-    module_parameters : tuple of Parameter
-        The module's own parameters.
-    model_mesh : ModelMesh, optional
-        The mesh of the module's DTensors.
+    A LocalParameter stands for a DTensor in `parameters`, which is itself in `module_parameters`. `sparse`: numbers of
+    parameters with sparse gradients, which have no place in the buckets.
     """
 
     names: tuple[str, ...]

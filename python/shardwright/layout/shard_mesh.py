@@ -17,15 +17,7 @@ from collections.abc import Sequence
 
 @dataclasses.dataclass(frozen=True)
 class Slicing:
-    """The slices of one group of ranks, from the view of one rank.
-
-    Attributes
-    ----------
-    rank : int
-    of_rank : tuple of int
-        The slice that each rank owns.
-    replica_of_rank : tuple of int
-    """
+    """The slices of one group of ranks, from the view of one rank: the slice that each rank owns, and its replica."""
 
     rank: int
     of_rank: tuple[int, ...]

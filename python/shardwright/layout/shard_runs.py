@@ -50,14 +50,8 @@ class Copies(Protocol):
 class Storage:
     """The interface to parameters in any memory. At zero=0 this class itself is used: each rank has whole parameters.
 
-    Attributes
-    ----------
-    reason : str
-        The reason why slices are broadcast instead of gathered; empty if they are gathered.
-    shared : bool
-        True if the ranks of a host share one copy.
-    releases : bool
-        True if a schedule gathers parameters in units and releases them after use.
+    `reason` says why slices are broadcast instead of gathered. `shared`: the ranks of a host share one copy. `releases`:
+    a schedule gathers parameters in units and releases them after use.
     """
 
     reason = ""
@@ -132,14 +126,7 @@ class Storage:
 
 
 class SliceRuns:
-    """The elements of each parameter that a rank owns.
-
-    Parameters
-    ----------
-    reducer : Reducer
-        The reducer whose layout places parameters like their gradients.
-    slicing : Slicing
-    """
+    """The elements of each parameter that a rank owns, in the layout of a reducer's gradients."""
 
     def __init__(self, reducer: Reducer, slicing: Slicing) -> None:
         self._reducer = reducer
@@ -185,17 +172,7 @@ class SliceRuns:
 
 
 class ParameterSlices(Storage, SliceRuns):
-    """Parameters that lie in buckets, and their slices.
-
-    Parameters
-    ----------
-    reducer : Reducer
-        The reducer whose layout places parameters like their gradients.
-    table : ParameterTable
-    slicing : Slicing
-    label : str
-        The model's name in messages.
-    """
+    """Parameters that lie in buckets like their gradients, and their slices."""
 
     def __init__(self, reducer: Reducer, table: ParameterTable, slicing: Slicing, label: str) -> None:
         SliceRuns.__init__(self, reducer, slicing)
@@ -234,19 +211,9 @@ class ParameterSlices(Storage, SliceRuns):
 
 
 class Outcomes:
-    """One byte per rank at the end of an arena of parameters: 1 if the rank's step failed. The operation that publishes
-    a step also sends these bytes.
+    """One byte per rank behind an arena's parameters: 1 if the rank's step failed. What publishes a step also sends these.
 
     Steps alternate between two sets: a rank writes one while a slower rank still reads the other.
-
-    Parameters
-    ----------
-    arena : Arena
-    offset : int
-        The first byte after the parameters; OUTCOME_BYTES per rank are free there.
-    rank, world_size : int
-    part : int
-        The rank that holds the bytes in its part of the arena.
     """
 
     def __init__(self, arena: Arena, offset: int, rank: int, world_size: int, part: int) -> None:

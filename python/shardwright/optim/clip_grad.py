@@ -73,10 +73,7 @@ def clip_grad_norm_(
         (torch.Tensor, torch.nn.Module),  # Sequential is iterable
     ):
         module_or_parameters = list(module_or_parameters)
-    stages = _stages_of(module_or_parameters)
-    if pp_mesh is not None or (stages and isinstance(module_or_parameters, list)):
-        return _clip_stages(stages, max_norm, error_if_nonfinite, pp_mesh)
-    return _clip(module_or_parameters, max_norm, error_if_nonfinite, lambda clip: False)
+    return _clip(module_or_parameters, max_norm, error_if_nonfinite, lambda clip: False, pp_mesh)
 
 
 def clip_in_step(wrapped: torch.nn.Module, max_norm: float, take: Callable[[DeviceClip], bool]) -> None:
@@ -85,44 +82,54 @@ def clip_in_step(wrapped: torch.nn.Module, max_norm: float, take: Callable[[Devi
 
 
 def _clip(
-    module_or_parameters: torch.nn.Module | torch.Tensor | Iterable[torch.Tensor],
-    max_norm: float,
-    error_if_nonfinite: bool,
-    take: Callable[[DeviceClip], bool],
+    given: Any, max_norm: float, error_if_nonfinite: bool, take: Callable[[DeviceClip], bool], pp_mesh: Any = None
 ) -> torch.Tensor:
     if not max_norm >= 0:
         raise ValueError(f"clip_grad_norm_: max_norm must be at least 0, got {max_norm!r}")
-    replica = _replica_of(module_or_parameters)
-    if replica is not None and len(_replicas_of(module_or_parameters)) > 1:
-        return _clip_stages(_stages_of(module_or_parameters), max_norm, error_if_nonfinite, None)
-    if replica is not None:
+    modules = given if isinstance(given, list) else [given]
+    modules = modules if all(isinstance(each, torch.nn.Module) for each in modules) else []
+    of_modules = [_replicas_of(module) for module in modules]
+    replicas = [replica for each in of_modules for replica in each]
+    are_stages = pp_mesh is not None or (bool(modules) and isinstance(given, list))
+    if are_stages and (not modules or [] in of_modules):
+        raise TypeError("clip_grad_norm_: pipeline stages must be wrapped modules")
+    for replica in replicas:
         replica.rounds.close_pending()
-    parameters = _parameters_of(module_or_parameters, replica)
-    link = None if error_if_nonfinite else _link_of(parameters, replica)
-    if link is None:
-        return _clip_through_host(parameters, replica, max_norm, error_if_nonfinite)
-    is_sliced = replica is not None and replica.zero > 0
-    if is_sliced:
-        assert replica is not None
-        max_norm, measured = replica.gradients.agree_on_clipping(max_norm)
+    parameters: list[torch.Tensor]
+    if replicas:
+        parameters = [p for replica in replicas for p in replica.table.parameters]
+    else:  # a tensor is iterable, but its rows have no gradients
+        parameters = list(given.parameters()) if modules else [given] if isinstance(given, torch.Tensor) else given
+    own = replicas[0] if replicas else None
+    link = None if error_if_nonfinite or are_stages or len(replicas) > 1 else _link_of(parameters, own)
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if link is not None:
+        is_sliced, measured = own is not None and own.zero > 0, gradients
+        if own is not None and is_sliced:
+            max_norm, measured = own.gradients.agree_on_clipping(max_norm)
+        clip = DeviceClip(link, parameters, measured, max_norm, is_sliced=is_sliced)
+        if not take(clip):
+            clip.scale()
+        return clip.norm
+    if own is None or not (are_stages or len(replicas) > 1 or own.zero or own.model_ranks is not None):
+        norm = _norm_of_whole(gradients, own)
     else:
-        measured = [p.grad for p in parameters if p.grad is not None]
-    clip = DeviceClip(link, parameters, measured, max_norm, is_sliced=is_sliced)
-    if not take(clip):
-        clip.scale()
-    return clip.norm
 
+        def squares() -> bytes:
+            return added_sums([_squares_of(replica) for replica in replicas])
 
-def _parameters_of(
-    module_or_parameters: torch.nn.Module | torch.Tensor | Iterable[torch.Tensor], replica: Replica | None
-) -> list[torch.Tensor]:
-    if replica is not None:
-        return list(replica.table.parameters)
-    if isinstance(module_or_parameters, torch.nn.Module):
-        return list(module_or_parameters.parameters())
-    if isinstance(module_or_parameters, torch.Tensor):  # a tensor is iterable, but its rows have no gradients
-        return [module_or_parameters]
-    return list(module_or_parameters)
+        if pp_mesh is None:
+            norm = _engine.norm_value([squares()])
+        else:
+            over_stages = host_group(resolve_group(None, pp_mesh), own.group.comm.timeout_s).comm
+            norm = _engine.norm_value([sums_over_ranks(over_stages, squares, "all pipeline stages")])
+    if error_if_nonfinite and not abs(norm) < float("inf"):
+        raise RuntimeError(f"clip_grad_norm_: the norm of the gradients is {norm}, so they cannot be clipped")
+    scale = max_norm / (norm + 1e-6)
+    if not scale >= 1:
+        _scale(gradients, scale)
+    is_double = any(gradient.dtype in (torch.float64, torch.complex128) for gradient in gradients)
+    return torch.tensor(norm, dtype=torch.float64 if is_double else torch.float32, device="cpu")
 
 
 def _link_of(parameters: list[torch.Tensor], replica: Replica | None) -> DeviceLink | None:
@@ -145,61 +152,6 @@ def _link_of(parameters: list[torch.Tensor], replica: Replica | None) -> DeviceL
     return replica.link if replica is not None else _link_beside(gradients)
 
 
-def _clip_through_host(
-    parameters: list[torch.Tensor], replica: Replica | None, max_norm: float, error_if_nonfinite: bool
-) -> torch.Tensor:
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    if replica is not None and (replica.zero or replica.model_ranks is not None):
-        norm = _engine.norm_value([_squares_of(replica)])
-    else:
-        norm = _norm_of_whole(gradients, replica)
-    return _clip_to(norm, gradients, max_norm, error_if_nonfinite)
-
-
-def _stages_of(given: Any) -> list[torch.nn.Module]:
-    """Return the given modules; none if parameters were given."""
-    if isinstance(given, torch.nn.Module):
-        return [given]
-    several = isinstance(given, list) and bool(given) and all(isinstance(each, torch.nn.Module) for each in given)
-    return given if several else []
-
-
-def _clip_stages(
-    stages: list[torch.nn.Module], max_norm: float, error_if_nonfinite: bool, pp_mesh: Any
-) -> torch.Tensor:
-    """Clip the gradients of the pipeline stages of this rank, all parts of each, by the norm of all stages of `pp_mesh`."""
-    if not max_norm >= 0:
-        raise ValueError(f"clip_grad_norm_: max_norm must be at least 0, got {max_norm!r}")
-    replicas = [_replicas_of(stage) for stage in stages]
-    if not stages or [] in replicas:
-        raise TypeError("clip_grad_norm_: pipeline stages must be wrapped modules")
-    known = [replica for each in replicas for replica in each]
-    for replica in known:
-        replica.rounds.close_pending()
-
-    def own() -> bytes:
-        return added_sums([_squares_of(replica) for replica in known])
-
-    if pp_mesh is None:
-        squares = own()
-    else:
-        over_stages = host_group(resolve_group(None, pp_mesh), known[0].group.comm.timeout_s).comm
-        squares = sums_over_ranks(over_stages, own, "all pipeline stages")
-    gradients = [p.grad for replica in known for p in replica.table.parameters if p.grad is not None]
-    return _clip_to(_engine.norm_value([squares]), gradients, max_norm, error_if_nonfinite)
-
-
-def _clip_to(norm: float, gradients: list[torch.Tensor], max_norm: float, error_if_nonfinite: bool) -> torch.Tensor:
-    """Scale gradients by their norm's factor and return the norm."""
-    if error_if_nonfinite and not abs(norm) < float("inf"):
-        raise RuntimeError(f"clip_grad_norm_: the norm of the gradients is {norm}, so they cannot be clipped")
-    scale = max_norm / (norm + 1e-6)
-    if not scale >= 1:
-        _scale(gradients, scale)
-    is_double = any(gradient.dtype in (torch.float64, torch.complex128) for gradient in gradients)
-    return torch.tensor(norm, dtype=torch.float64 if is_double else torch.float32, device="cpu")
-
-
 def local_norms(module: torch.nn.Module) -> dict[str, float]:
     """Return the 2-norms of this rank's part of each averaged gradient, by the bare module's names. Not collective.
 
@@ -217,10 +169,6 @@ def local_norms(module: torch.nn.Module) -> dict[str, float]:
                 each = held.detach().double() if held.is_floating_point() else held
                 found[name] = float(torch.linalg.vector_norm(each))
     return found
-
-
-def _replica_of(module: Any) -> Replica | None:
-    return next(iter(_replicas_of(module)), None)
 
 
 def _replicas_of(module: Any) -> list[Replica]:

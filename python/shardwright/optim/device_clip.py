@@ -24,22 +24,9 @@ SCALED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class DeviceClip:
-    """The norm of some gradients, and the factor that clips them, in one GPU's memory.
+    """The norm of `measured`, a float32 scalar on the GPU, and the factor that clips the gradients of `parameters`.
 
-    Parameters
-    ----------
-    link : DeviceLink
-    parameters : sequence of Tensor
-        Those whose gradients are clipped.
-    measured : iterable of Tensor
-        The tensors of the norm. With `is_sliced` the norm is over all ranks' tensors, and making the object is
-        collective.
-    max_norm : float
-
-    Attributes
-    ----------
-    norm : Tensor
-        A float32 scalar on the GPU.
+    With `is_sliced` the norm is over all ranks' tensors, and making the object is collective.
     """
 
     def __init__(

@@ -19,8 +19,8 @@ DiLoCo with overlapping communication, 2025 (fragments).
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from ..compress.blocks import BlockState
 from ..compress.hooks import average_half
 from ..gradients.comm_thread import BucketThread
 from ..layout.bucket import Bucket, places_of
+from ..options.checks import among, count
 from .diloco_parameters import SlicedParameters, WholeParameters, creating_group, model_ranks_of
 from .sharded import ShardedOptimizer
 
@@ -296,13 +297,7 @@ class DiLoCo:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the state that state_dict() returned on this rank.
-
-        Raises
-        ------
-        Error
-            If the state belongs to another model.
-        """
+        """Load the state that state_dict() returned on this rank. Raise Error if it belongs to another model."""
         missing = [key for key in ("steps", "inner", "outer", "anchors") if key not in state]
         if missing:
             raise Error(f"DiLoCo: load_state_dict: the state must come from state_dict(): it has no {missing[0]!r}")
@@ -379,8 +374,8 @@ class _Mean:
         parameters = self._fragments[bucket]
         sizes = [parameter.numel() for parameter in parameters]
         flat = self._change[: sum(sizes)]
-        run = functools.partial(self._mean, flat, flat.split(sizes), parameters)
-        return functools.partial(self._levels.average, flat, run, "changes under DiLoCo")
+        run = partial(self._mean, flat, flat.split(sizes), parameters)
+        return partial(self._levels.average, flat, run, "changes under DiLoCo")
 
     def finish_early(self, buckets: Iterable[int]) -> None:
         """Do nothing: no bucket finishes early."""
@@ -401,16 +396,12 @@ def _is_timeout(value: Any) -> bool:
 def _check_arguments(inner_optimizer: Any, every: Any, fragments: Any, wire: Any, overlap: Any, timeout_s: Any) -> None:
     if not hasattr(inner_optimizer, "step") or not hasattr(inner_optimizer, "param_groups"):
         raise TypeError(f"DiLoCo: inner_optimizer must be an optimizer, got {type(inner_optimizer).__name__}")
-    for name, value, most in (("every", every, 2**31), ("fragments", fragments, every)):
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-            raise ValueError(f"DiLoCo: {name} must be an integer in [1, {most}], got {value!r}")
-    if isinstance(overlap, bool) or not isinstance(overlap, int) or not 0 <= overlap < every // fragments:
-        raise ValueError(
-            f"DiLoCo: overlap must be an integer in [0, {every // fragments}), every // fragments, so that one exchange ends before "
-            f"the next begins; got {overlap!r}"
-        )
-    if wire not in _WIRES:
-        raise ValueError(f"DiLoCo: wire must be one of {', '.join(_WIRES)}, got {wire!r}")
+    count(1, 2**31, f"an integer in [1, {2**31}]")("DiLoCo: every", every)
+    count(1, every, f"an integer in [1, {every}]")("DiLoCo: fragments", fragments)
+    most = every // fragments
+    in_time = "every // fragments, so that one exchange ends before the next begins"
+    count(0, most - 1, f"an integer in [0, {most}), {in_time}")("DiLoCo: overlap", overlap)
+    among(*_WIRES)("DiLoCo: wire", wire)
     if not _is_timeout(timeout_s):
         raise ValueError(f"DiLoCo: timeout_s must be above 0 and at most 1e+09 seconds, got {timeout_s!r}")
 

@@ -39,8 +39,8 @@ _GRACE_S = 2.0
 class WholeParameters:
     """The parameters of a bare model, or of one wrapped at zero=0: inner steps change them on each rank separately.
 
-    `tensors` are the contiguous targets of the outer optimizer, one a trained parameter, `numels` the elements of the
-    whole parameters.
+    `tensors`: the targets of the outer optimizer, one for each trained parameter of `names`, contiguous. `numels`: the
+    elements of each whole parameter, equal on all ranks. `model_ranks`: the ranks with the other shards of DTensors.
     """
 
     def __init__(self, model: Any, process_group: Any) -> None:
@@ -100,7 +100,7 @@ class WholeParameters:
 
 
 class SlicedParameters(WholeParameters):
-    """The slices of a model wrapped at zero >= 1 over the rows of `mesh`, (replicate, shard)."""
+    """The slices of a model wrapped at zero >= 1 over the rows of a mesh (replicate, shard), with its row's optimizer."""
 
     def __init__(self, model: Any, inner_optimizer: Any, mesh: Any) -> None:
         engine = _engine_over_a_row(model, mesh)

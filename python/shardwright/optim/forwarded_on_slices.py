@@ -8,13 +8,13 @@ method may clear it and cannot read it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 
 from .._engine import Error
+from ..comm.agreement import gather_values
 from ..layout.memory import bytes_of
 from ..layout.shard_runs import memory_order
 from ..parallel.agreement.optimizer_agreement import Row, agree, check_groups
@@ -138,9 +138,8 @@ def _over_ranks(optimizer: ShardedOptimizer, found: Collection[Entry], label: st
     everywhere: set[Entry] = set()
     for replica in optimizer.replicas:
         entries = [each for each in optimizer._entries if each.replica is replica]
-        mine = json.dumps([each.at for each in entries if each in found])
-        for said in replica.group.comm.all_gather_bytes(mine.encode(), label):
-            everywhere |= {entries[at] for at in json.loads(said)}
+        for numbers in gather_values(replica.group.comm, lambda: [e.at for e in entries if e in found], label):
+            everywhere |= {entries[at] for at in numbers}
     return everywhere
 
 

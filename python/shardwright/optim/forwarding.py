@@ -14,10 +14,9 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from .._engine import Error
+from ..torch_compat.internals import TorchDispatchMode, no_torch_function, tree_leaves, without_memory_of
 
 __all__ = ["Forwarding", "NotAveraged", "WithoutReductions", "reads_only"]
 
@@ -70,13 +69,11 @@ class NotAveraged(torch.Tensor):
 
     @staticmethod
     def __new__(cls, like: torch.Tensor, reason: str, dtype: torch.dtype | None = None) -> NotAveraged:
-        made: NotAveraged = torch.Tensor._make_wrapper_subclass(
-            cls, like.shape, strides=like.stride(), dtype=dtype or like.dtype, device=like.device
-        )
+        made: NotAveraged = without_memory_of(cls, like, dtype)
         made.reason = reason
         return made
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"NotAveraged({self.reason})"

@@ -22,7 +22,6 @@ from .offload import StateStore
 
 if TYPE_CHECKING:
     from .device_clip import DeviceClip
-    from .device_offload import HostStateStore
 
 __all__ = ["SGD", "Adam", "AdamW", "global_norm"]
 
@@ -52,7 +51,7 @@ class _Fused(torch.optim.Optimizer):
 
     _master: bool
     #: stores state on another device or in a file; None: on the parameters' device. Copies of the optimizer have none
-    store: StateStore | HostStateStore | None = None
+    store: StateStore | None = None
     #: True if parameters are DTensors. Their state is DTensors too; the engine gets the local tensors
     _has_dtensors = False
     #: the next step's kernels multiply gradients by its factor
@@ -60,18 +59,7 @@ class _Fused(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Perform one optimization step.
-
-        Parameters
-        ----------
-        closure : callable, optional
-            Reevaluates the model and returns the loss; runs with gradients enabled.
-
-        Returns
-        -------
-        object
-            The result of `closure`, or None.
-        """
+        """Perform one optimization step. `closure` reevaluates the model with gradients enabled; return its result."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -94,8 +82,67 @@ class _Fused(torch.optim.Optimizer):
         self._clip = clip if takes else None
         return takes
 
-    def _step_group(self, group: dict[str, Any], grad_scale: float) -> None:
+    def _keys(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """Return the names of a parameter's state, without its master."""
         raise NotImplementedError(f"{type(self).__name__} has no step")
+
+    def _scalars(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Return the engine's arguments from a group's hyperparameters."""
+        raise NotImplementedError
+
+    def _call(
+        self, lists: _Lists, grads: list[Tensor], copies: list[Tensor] | None, first: bool, options: dict[str, Any]
+    ) -> list[int]:
+        """Call the engine. `first`: the first step of these parameters. Return those with mismatched layouts."""
+        raise NotImplementedError
+
+    def _step_group(self, group: dict[str, Any], grad_scale: float) -> None:
+        keys = self._keys(group)
+        options = {**self._scalars(group), "maximize": group["maximize"], "grad_scale": grad_scale}
+        calls: dict[tuple[bool, bool, torch.device | None], _Lists] = {}
+        needed, of_state, store = set(keys), self.state, self.store
+        for p in group["params"]:
+            grad = p.grad
+            if grad is None:
+                continue
+            has_master = self._has_master(p)
+            state = of_state[p] if keys or has_master else {}
+            if self._has_dtensors:
+                self._place_state(p, state)
+            if store is not None:
+                store.adopt(state)
+            elif not p.is_cpu:
+                _check_beside(p, state)
+            first = not state.keys() >= needed
+            kind = (has_master, first, None if p.is_cpu else p.device)
+            lists = calls.get(kind)
+            if lists is None:
+                lists = calls[kind] = _Lists(keys)
+            lists.params.append(p)
+            lists.targets.append(self._master_of(p, state) if has_master else p)
+            lists.grads.append(grad)
+            lists.states.append(state)
+            if "step" in state and not state["step"].is_cpu:  # torch's fused form keeps the step count on the GPU
+                state["step"] = state["step"].cpu()
+            held = self._first_state(p, state, keys) if first else state
+            for key, tensors in lists.lists.items():
+                tensors.append(held[key])
+        for (has_master, first, _), lists in calls.items():
+            arguments = {**options, **self._where(lists.params[0])}
+            copies = self._plain(lists.params) if has_master else None
+            lists.run(
+                lambda: self._call(lists, self._plain_gradients(lists.grads, lists.params), copies, first, arguments)
+            )
+            for key, tensors in lists.lists.items() if first else ():
+                for state, value in zip(lists.states, tensors):
+                    state[key] = value
+            self._written(lists, lists.targets if has_master else [])
+
+    def _first_state(self, p: Tensor, state: dict[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
+        """Return the state with zeros for what it lacks; a step that fails keeps none of them."""
+        count = torch.zeros((), dtype=torch.float32, device="cpu")
+        made = {key: count if key == "step" else self._state_like(p) for key in keys if key not in state}
+        return {**state, **made}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_master": self._master}
@@ -109,13 +156,8 @@ class _Fused(torch.optim.Optimizer):
                 each["step"] = step.to(torch.float32)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as torch does.
-
-        Raises
-        ------
-        ValueError
-            If a parameter is not float32, bfloat16 or float16 on the CPU or a CUDA GPU, or if the group asks for a form
-            of the step that is not fused (`foreach=True`, `fused=False`, `capturable=True`, `differentiable=True`).
+        """Add a group, as torch does. Raise ValueError for a parameter that is not float32, bfloat16 or float16 on the
+        CPU or a CUDA GPU, and for a form of the step that is not fused (`foreach=True`, `fused=False`, ...).
         """
         super().add_param_group(param_group)
         try:
@@ -143,12 +185,7 @@ class _Fused(torch.optim.Optimizer):
     def _place_state(self, p: Tensor, state: dict[str, Any]) -> None:
         """Place the state's DTensors like their parameter, whose local tensors the engine writes side by side.
 
-        Collective over the mesh if placements differ.
-
-        Raises
-        ------
-        ValueError
-            If one lies on another mesh, or its parameter is not a DTensor.
+        Collective over the mesh if placements differ. Raise ValueError for one on another mesh, or of a plain tensor.
         """
         for key, value in state.items():
             if not is_dtensor(value) or key == "step":
@@ -171,21 +208,18 @@ class _Fused(torch.optim.Optimizer):
                     f"sw.optim.{name}: {option}={other} is not supported, since the step is one fused pass; use torch.optim.{name} for it"
                 )
         for position, p in enumerate(group["params"]):
+            refused = ""
             if self.store is not None and is_dtensor(p):
-                raise ValueError(
-                    f"sw.optim.{name}: parameter {position} of group {number} is a DTensor, whose state cannot be offloaded at zero=0: wrap with "
-                    "zero=1 or higher"
+                refused = "is a DTensor, whose state cannot be offloaded at zero=0: wrap with zero=1 or higher"
+            elif p.dtype is not torch.float32 and p.dtype not in LOW:
+                got = str(p.dtype).removeprefix("torch.")
+                refused = f"must be float32, bfloat16 or float16, not {got}; torch.optim.{name} supports it"
+            elif p.device.type not in ("cpu", "cuda", "meta"):
+                refused = (
+                    f"must be on the CPU or a CUDA GPU, not on {p.device}; torch.optim.{name}(fused=True) supports it"
                 )
-            if p.dtype is not torch.float32 and p.dtype not in LOW:
-                raise ValueError(
-                    f"sw.optim.{name}: parameter {position} of group {number} must be float32, bfloat16 or float16, "
-                    f"not {str(p.dtype).removeprefix('torch.')}; torch.optim.{name} supports it"
-                )
-            if p.device.type not in ("cpu", "cuda", "meta"):
-                raise ValueError(
-                    f"sw.optim.{name}: parameter {position} of group {number} must be on the CPU or a CUDA GPU, not on {p.device}; "
-                    f"torch.optim.{name}(fused=True) supports it"
-                )
+            if refused:
+                raise ValueError(f"sw.optim.{name}: parameter {position} of group {number} {refused}")
 
     def _has_master(self, p: Tensor) -> bool:
         return self._master and p.dtype in LOW
@@ -202,13 +236,10 @@ class _Fused(torch.optim.Optimizer):
 
     def state_dtypes(self, p: Tensor, group: dict[str, Any]) -> list[torch.dtype]:
         """Return the dtypes of the state tensors of `p` that have its shape."""
-        has_master = self._has_master(p)
-        return [torch.float32 if has_master else p.dtype] * self._moment_count(group) + [torch.float32] * has_master
+        has_master, moments = self._has_master(p), [key for key in self._keys(group) if key != "step"]
+        return [torch.float32 if has_master else p.dtype] * len(moments) + [torch.float32] * has_master
 
-    def _moment_count(self, group: dict[str, Any]) -> int:
-        raise NotImplementedError
-
-    def keep_in(self, store: StateStore | HostStateStore | None) -> None:
+    def keep_in(self, store: StateStore | None) -> None:
         """Keep new state in `store` and move old state there at its next step; None: on the parameters' device."""
         self.store = store
 
@@ -247,7 +278,7 @@ class _Fused(torch.optim.Optimizer):
 class _Lists:
     """The tensors of one engine call as parallel lists, with the state dict of each parameter."""
 
-    def __init__(self, *keys: str) -> None:
+    def __init__(self, keys: tuple[str, ...]) -> None:
         self.params: list[Tensor] = []
         self.targets: list[Tensor] = []  # masters, or the parameters themselves
         self.grads: list[Tensor] = []
@@ -265,7 +296,8 @@ class _Lists:
             target = self.targets[i]
             self.grads[i] = _with_strides_of(target, self.grads[i])
             for key, tensors in self.lists.items():
-                tensors[i] = self.states[i][key] = _with_strides_of(target, tensors[i])
+                if key != "step":  # scalars have no layout
+                    tensors[i] = self.states[i][key] = _with_strides_of(target, tensors[i])
         if mismatched := call():
             raise ValueError(f"step: parameters {mismatched} have a layout that their gradients cannot take")
 
@@ -296,77 +328,30 @@ def _increment_versions(tensors: list[Tensor]) -> None:
 
 
 class _AdamStep(_Fused):
-    def _step_group(self, group: dict[str, Any], grad_scale: float) -> None:
-        amsgrad: bool = group["amsgrad"]
-        keys = ("exp_avg", "exp_avg_sq", "step", *(("max_exp_avg_sq",) if amsgrad else ()))
+    def _keys(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return (
+            ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+            if group["amsgrad"]
+            else ("step", "exp_avg", "exp_avg_sq")
+        )
+
+    def _scalars(self, group: dict[str, Any]) -> dict[str, Any]:
         beta1, beta2 = group["betas"]
-        options = {
+        return {
             "lr": float(group["lr"]),
             "beta1": float(beta1),
             "beta2": float(beta2),
             "eps": group["eps"],
             "weight_decay": group["weight_decay"],
             "decoupled": isinstance(self, torch.optim.AdamW) or group.get("decoupled_weight_decay", False),
-            "maximize": group["maximize"],
-            "grad_scale": grad_scale,
         }
-        calls: dict[tuple[bool, torch.device | None], _Lists] = {}
-        of_state, store = self.state, self.store
-        for p in group["params"]:
-            grad = p.grad
-            if grad is None:
-                continue
-            state = of_state[p]
-            if self._has_dtensors:
-                self._place_state(p, state)
-            if "exp_avg" not in state:
-                self._init_state(p, state)
-            if amsgrad and "max_exp_avg_sq" not in state:
-                state["max_exp_avg_sq"] = self._state_like(p)
-            has_master = self._has_master(p)
-            if store is not None:
-                store.adopt(state)
-            elif not p.is_cpu:
-                _check_beside(p, state)
-            kind = (has_master, None if p.is_cpu else p.device)
-            lists = calls.get(kind)
-            if lists is None:
-                lists = calls[kind] = _Lists(*keys)
-            lists.params.append(p)
-            lists.targets.append(self._master_of(p, state) if has_master else p)
-            lists.grads.append(grad)
-            lists.states.append(state)
-            if not state["step"].is_cpu:  # torch's fused form keeps the step count on the GPU
-                state["step"] = state["step"].cpu()
-            for key, tensors in lists.lists.items():
-                tensors.append(state[key])
-        for (has_master, _), lists in calls.items():
-            masters = lists.targets if has_master else []
-            self._call(lists, lists.params if masters else None, {**options, **self._where(lists.params[0])})
-            self._written(lists, masters)
 
-    def _moment_count(self, group: dict[str, Any]) -> int:
-        return 2 + group["amsgrad"]
-
-    def _init_state(self, p: Tensor, state: dict[str, Any]) -> None:
-        first, second = self._state_like(p), self._state_like(p)  # both, or neither if memory or disk space runs out
-        state.update(step=torch.zeros((), dtype=torch.float32, device="cpu"), exp_avg=first, exp_avg_sq=second)
-
-    def _call(self, lists: _Lists, copies: list[Tensor] | None, options: dict[str, Any]) -> None:
+    def _call(
+        self, lists: _Lists, grads: list[Tensor], copies: list[Tensor] | None, first: bool, options: dict[str, Any]
+    ) -> list[int]:
         of, plain = lists.lists, self._plain
-        steps = of.pop("step")  # scalars have no layout
-        lists.run(
-            lambda: _engine.adam_step(
-                plain(lists.targets),
-                self._plain_gradients(lists.grads, lists.params),
-                plain(of["exp_avg"]),
-                plain(of["exp_avg_sq"]),
-                plain(of.get("max_exp_avg_sq")),
-                steps,
-                plain(copies),
-                **options,
-            )
-        )
+        moments = plain(of["exp_avg"]), plain(of["exp_avg_sq"]), plain(of.get("max_exp_avg_sq"))
+        return _engine.adam_step(plain(lists.targets), grads, *moments, of["step"], copies, **options)
 
 
 class AdamW(_AdamStep, torch.optim.AdamW):
@@ -541,54 +526,18 @@ class SGD(_Fused, torch.optim.SGD):
             maximize=maximize, foreach=foreach, differentiable=differentiable, fused=fused,
         )  # fmt: skip
 
-    def _moment_count(self, group: dict[str, Any]) -> int:
-        return int(group["momentum"] != 0)
+    def _keys(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return ("momentum_buffer",) if group["momentum"] != 0 else ()
 
-    def _step_group(self, group: dict[str, Any], grad_scale: float) -> None:
-        options: dict[str, Any] = {name: float(group[name]) for name in ("lr", "momentum", "dampening", "weight_decay")}
-        options |= {"nesterov": group["nesterov"], "maximize": group["maximize"], "grad_scale": grad_scale}
-        buffered = group["momentum"] != 0
-        calls: dict[tuple[bool, bool, torch.device | None], _Lists] = {}
-        for p in group["params"]:
-            if p.grad is None:
-                continue
-            has_master = self._has_master(p)
-            state = self.state[p] if buffered or has_master else {}
-            if self._has_dtensors:
-                self._place_state(p, state)
-            if self.store is not None:
-                self.store.adopt(state)
-            elif not p.is_cpu:
-                _check_beside(p, state)
-            buffer = state.get("momentum_buffer")
-            kind = (has_master, buffered and buffer is None, None if p.is_cpu else p.device)
-            lists = calls.get(kind)
-            if lists is None:
-                lists = calls[kind] = _Lists(*(("momentum_buffer",) if buffered else ()))
-            lists.params.append(p)
-            lists.targets.append(self._master_of(p, state) if has_master else p)
-            lists.grads.append(p.grad)
-            lists.states.append(state)
-            if buffered:
-                lists.lists["momentum_buffer"].append(self._state_like(p) if buffer is None else buffer)
-        for (has_master, first, _), lists in calls.items():
-            copies = lists.params if has_master else None
-            self._call(lists, copies, {**options, "first": first, **self._where(lists.params[0])})
-            self._written(lists, lists.targets if has_master else [])
+    def _scalars(self, group: dict[str, Any]) -> dict[str, Any]:
+        scalars = {name: float(group[name]) for name in ("lr", "momentum", "dampening", "weight_decay")}
+        return {**scalars, "nesterov": group["nesterov"]}
 
-    def _call(self, lists: _Lists, copies: list[Tensor] | None, options: dict[str, Any]) -> None:
-        buffers, plain = lists.lists.get("momentum_buffer"), self._plain
-        lists.run(
-            lambda: _engine.sgd_step(
-                plain(lists.targets),
-                self._plain_gradients(lists.grads, lists.params),
-                plain(buffers),
-                plain(copies),
-                **options,
-            )
-        )
-        for state, buffer in zip(lists.states, buffers or ()):
-            state["momentum_buffer"] = buffer
+    def _call(
+        self, lists: _Lists, grads: list[Tensor], copies: list[Tensor] | None, first: bool, options: dict[str, Any]
+    ) -> list[int]:
+        buffers = self._plain(lists.lists.get("momentum_buffer"))
+        return _engine.sgd_step(self._plain(lists.targets), grads, buffers, copies, first=first, **options)
 
 
 def global_norm(tensors: Iterable[Tensor]) -> float:

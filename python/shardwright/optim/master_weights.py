@@ -19,6 +19,7 @@ import torch
 from ..parallel.agreement.optimizer_agreement import check_groups
 from ..torch_compat import cuda
 from ..torch_compat.dtensor import held_tensor, is_dtensor, waited
+from ..torch_compat.optimizers import hooks_around
 from .forwarding import Forwarding, NotAveraged
 
 __all__ = [
@@ -37,19 +38,14 @@ __all__ = [
 
 LOW = (torch.bfloat16, torch.float16)
 _KEY = "master"
-#: makes the float32 tensor of a master with a parameter's shape and strides
-_Empty = Callable[[torch.Tensor], torch.Tensor]
 
 
-def _empty(parameter: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(parameter, dtype=torch.float32, requires_grad=False)
-
-
-def master_of(parameter: torch.Tensor, state: dict[str, Any], empty: _Empty = _empty) -> torch.Tensor:
+def master_of(parameter: torch.Tensor, state: dict[str, Any], empty: Callable[..., torch.Tensor] | None = None) -> Any:
     """Return the master in `state`; make it, or match its layout to the parameter's, if needed."""
     master = master_in(state)
     if master is None or master.stride() != parameter.stride():
-        master = state[_KEY] = empty(parameter).copy_(parameter if master is None else master)
+        made = empty(parameter) if empty else torch.empty_like(parameter, dtype=torch.float32, requires_grad=False)
+        master = state[_KEY] = made.copy_(parameter if master is None else master)
     return master
 
 
@@ -68,8 +64,8 @@ def masters_in_place(
     """Within the context, replace low-precision parameters that have a gradient by their masters in the optimizer's groups;
     with `stateful` also those that have state.
 
-    On exit the parameters are set to the rounded masters, and gradients that were written to or cleared likewise. Cost:
-    a float32 copy of the gradients meanwhile.
+    On exit parameters are the rounded masters, and gradients that were written to or cleared follow. Cost: a float32
+    copy of the gradients meanwhile.
     """
     taken: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, int]] = {}
     before = [group["params"] for group in optimizer.param_groups]
@@ -85,9 +81,8 @@ def masters_in_place(
         for group, members in zip(optimizer.param_groups, before):
             group["params"] = members
         for parameter, master, gradient, version in taken.values():
-            if stateful or master.grad is not gradient or _version_of(gradient) != version:  # `.data` has no version
-                _give_gradient_back(parameter, master)
-            _give_back(optimizer, parameter, master)
+            writes = stateful or master.grad is not gradient or _version_of(gradient) != version
+            _give_back(optimizer, parameter, master, writes)  # `.data` has no version
 
 
 def _take(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> torch.Tensor:
@@ -116,20 +111,18 @@ def _version_of(gradient: torch.Tensor | None) -> int:
     return -1 if gradient is None or gradient.is_inference() else gradient._version
 
 
-def _give_gradient_back(parameter: torch.Tensor, master: torch.Tensor) -> None:
-    with torch.no_grad():
-        if master.grad is None or parameter.grad is None:
-            parameter.grad = None if master.grad is None else master.grad.to(parameter.dtype)
-        elif not isinstance(master.grad, NotAveraged):
-            parameter.grad.copy_(master.grad)
-
-
-def _give_back(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, master: torch.Tensor) -> None:
-    master.grad = None
+def _give_back(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, master: torch.Tensor, writes: bool) -> None:
+    """Round the master to its parameter and take its state; with `writes` its gradient, too."""
+    gradient, master.grad = master.grad, None
     state = optimizer.state.pop(master, {})
     state[_KEY] = master
     optimizer.state[parameter] = state
     with torch.no_grad():
+        held = parameter.grad
+        if writes and (gradient is None or held is None):
+            parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
+        elif gradient is not None and held is not None and writes and not isinstance(gradient, NotAveraged):
+            held.copy_(gradient)
         parameter.copy_(master)
 
 
@@ -173,11 +166,12 @@ def load_with_hooks(
 ) -> None:
     """Run `load(state_dict)` with the hooks that users have registered on `optimizer`, as torch's own loading does."""
     state_dict = dict(state_dict)
-    for hook in list(optimizer._optimizer_load_state_dict_pre_hooks.values()):
+    before, after = hooks_around(optimizer, "load_state_dict")
+    for hook in before:
         changed = hook(optimizer, state_dict)
         state_dict = state_dict if changed is None else changed
     load(state_dict)
-    for loaded_hook in list(optimizer._optimizer_load_state_dict_post_hooks.values()):
+    for loaded_hook in after:
         loaded_hook(optimizer)
 
 
@@ -215,16 +209,10 @@ def load_in_float32(
 
 
 class MasterOptimizer(Forwarding):
-    """An optimizer that steps on float32 masters of low-precision parameters.
+    """An optimizer that steps on float32 masters of low-precision parameters, except for those in `without`.
 
-    `sw.wrap(module, optimizer)` returns it at zero=0 for an optimizer without its own masters.
-
-    Parameters
-    ----------
-    optimizer : Optimizer
-        The user's optimizer, which does the arithmetic on masters. Its groups are shared, not copied.
-    without : iterable of Tensor
-        Parameters that a policy denies a master (Precision(master=False)).
+    `sw.wrap(module, optimizer)` returns it at zero=0 for an optimizer without its own masters. The user's optimizer
+    does the arithmetic on masters. Its groups are shared, not copied.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, without: Iterable[torch.Tensor] = ()) -> None:

@@ -1,39 +1,63 @@
-"""Optimizer state in a file: offload="nvme:<folder>".
+"""Optimizer state off the device of its parameters: offload="nvme:<folder>" and "cpu".
 
-The state of sw.optim's optimizers, masters included, lies in one unnamed file for each rank. A step moves it through
-three buffers (csrc/optim/offload.h). Other code sees ordinary tensors over the mapped file, whose pages the kernel may
-drop after use.
+In a file: the state of sw.optim's optimizers, masters included, lies in one unnamed file for each rank. A step moves it
+through three buffers (csrc/optim/offload.h). Other code sees ordinary tensors over the mapped file, whose pages the
+kernel may drop after use. For parameters on a GPU a step copies gradients to the host and new parameters to the GPU,
+batch by batch through pinned memory; the host's threads compute it (csrc/zero/device_offload.h).
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from .._engine import Error, StateFile
+from .._engine import DeviceOffload, Error, StateFile
+from ..backend.device_link import DeviceLink
+from ..comm.agreement import gather_answers
 from ..comm.process_group import HostGroup
 from ..layout.views import dense_strides
+from ..torch_compat import cuda
 
-if TYPE_CHECKING:
-    from .device_offload import DeviceRoute
-
-__all__ = ["StateStore", "make_store"]
+__all__ = ["DeviceRoute", "StateStore", "make_route", "make_store"]
 
 _PAGE_BYTES = 4096
 _GROWTH_BYTES = 16 << 20
-#: bytes of one of the three buffers; 8 MiB a read for AdamW's two arrays
+#: bytes of one of a file's three buffers; 8 MiB a read for AdamW's two arrays
 BUFFER_BYTES = 16 << 20
+#: bytes of each of a GPU's three slots; 2 Mi elements
+SLOT_BYTES = 16 << 20
+_THREADS_MAX = 16
 _serials = itertools.count()
 
 
 def rounded_bytes(numel: int, dtype: torch.dtype) -> int:
     """Return the bytes of a tensor in the file, rounded up to whole pages."""
     return -(-numel * dtype.itemsize // _PAGE_BYTES) * _PAGE_BYTES
+
+
+class DeviceRoute:
+    """The path of a step with parameters on the GPU of `link`, whose host's ranks, `group`, share its cores."""
+
+    def __init__(self, group: HostGroup, link: DeviceLink) -> None:
+        here = sum(host == group.host_of[group.rank] for host in group.host_of)
+        threads = max(1, min(_THREADS_MAX, len(os.sched_getaffinity(0)) // here))
+        self._ordinal = link.ordinal
+        self._offload = DeviceOffload(link.comm, SLOT_BYTES, threads)
+        #: counts of batches and of bytes in both directions
+        self.stats = self._offload.stats
+
+    def place(self) -> tuple[DeviceOffload, int]:
+        """Return the engine's route and the stream that orders a step."""
+        return self._offload, cuda.runtime.current_stream(self._ordinal)
+
+    def describe(self) -> dict[str, Any]:
+        """Return the entry of describe()."""
+        return {"offload_pinned_bytes": self._offload.buffer_nbytes, "offload_threads": self._offload.thread_count}
 
 
 class _Region:
@@ -49,82 +73,67 @@ class _Region:
 
 
 class StateStore:
-    """The state file of one rank.
+    """The place of one rank's optimizer state: a file in `folder`, or host memory for None.
 
-    Parameters
-    ----------
-    folder : str
-        A folder on the disk; it must exist.
-    label : str
-        The file's name in messages.
-    nbytes : int
-        Bytes to allocate on the disk now. The file grows if needed.
-
-    Raises
-    ------
-    OSError
-        If the folder does not exist, is not writable, or has no space for `nbytes`.
+    `nbytes` are allocated on the disk now, and the file grows if needed.
     """
 
-    def __init__(self, folder: str, label: str, nbytes: int = 0) -> None:
-        self.folder, self._owner = folder, os.getpid()
+    def __init__(self, folder: str | None, label: str, nbytes: int = 0) -> None:
+        self.folder, self._owner, self._nbytes = folder, os.getpid(), nbytes
         self.route: DeviceRoute | None = None  # set if parameters are on a GPU
-        self.file = StateFile(folder, f"{label}-{os.getpid()}-{next(_serials)}.state", BUFFER_BYTES)
+        name = f"{label}-{os.getpid()}-{next(_serials)}.state"
+        self.file = None if folder is None else StateFile(folder, name, BUFFER_BYTES)
         self._next = self._end = 0
         self._free: dict[int, list[int]] = {}
         self._used: set[int] = set()
-        if nbytes:
-            self._grow(nbytes)
+        if self.file is not None and nbytes:
+            self._grow(self.file, nbytes)
 
-    def _grow(self, nbytes: int) -> None:
-        self._next = self.file.grow(nbytes)
+    def _grow(self, file: StateFile, nbytes: int) -> None:
+        self._next = file.grow(nbytes)
         self._end = self._next + nbytes
-
-    def _take(self, size: int) -> tuple[int, bool]:
-        """Return (address, True if it holds zeros) of `size` free bytes."""
-        free = self._free.get(size)
-        if free:
-            return free.pop(), False
-        if self._end - self._next < size:
-            self._grow(max(size, _GROWTH_BYTES))
-        address = self._next
-        self._next += size
-        return address, True
 
     def _take_back(self, region: _Region) -> None:
         self._used.discard(region.address)
         self._free.setdefault(region.size, []).append(region.address)
 
-    def _new(self, like: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, bool]:
-        if like.numel() == 0:
-            return torch.empty_like(like, dtype=dtype, device="cpu", requires_grad=False), True
+    def empty(self, like: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Return a tensor of the store with the shape and strides of `like` and undefined contents."""
+        if self.file is None or like.numel() == 0:
+            return torch.empty_like(like, dtype=dtype, device="cpu", requires_grad=False)
         size = rounded_bytes(like.numel(), dtype)
-        address, is_zero = self._take(size)
+        free = self._free.get(size)
+        if free:
+            address = free.pop()
+        else:
+            if self._end - self._next < size:
+                self._grow(self.file, max(size, _GROWTH_BYTES))
+            address, self._next = self._next, self._next + size
         name, strides = str(dtype).removeprefix("torch."), dense_strides(like)
         region = _Region(self, address, size)
         self._used.add(address)
         capsule = self.file.tensor(address, name, list(like.shape), None if strides is None else list(strides), region)
-        return from_dlpack(capsule), is_zero
-
-    def empty(self, like: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Return a tensor in the file with the shape and strides of `like` and undefined contents."""
-        return self._new(like, dtype)[0]
+        return from_dlpack(capsule)
 
     def zeros(self, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor of zeros in the file with the shape and strides of `like`."""
-        made, is_zero = self._new(like, dtype)
-        return made if is_zero else made.zero_()
+        """Return a tensor of zeros of the store with the shape and strides of `like`."""
+        is_fresh = self.file is not None and not self._free.get(rounded_bytes(like.numel(), dtype))
+        made = self.empty(like, dtype)
+        return made if is_fresh else made.zero_()  # new pages of a file hold zeros
 
     def adopt(self, state: dict[str, Any]) -> None:
-        """Move tensors of a state from memory into the file (loaded or older state); scalars stay in memory."""
+        """Move tensors of loaded or older state into the store; scalars stay in memory."""
         for key, value in state.items():
-            if isinstance(value, torch.Tensor) and key != "step" and value.numel():
-                if value.data_ptr() not in self._used:
-                    state[key] = self.empty(value, value.dtype).copy_(value)
+            if not isinstance(value, torch.Tensor):
+                continue
+            if self.file is None:
+                state[key] = value if value.device.type == "cpu" else value.cpu()  # which a GPU's queue waits for
+            elif key != "step" and value.numel() and value.data_ptr() not in self._used:
+                state[key] = self.empty(value, value.dtype).copy_(value)
 
     def place(self) -> Any:
         """Return (route, stream) for a step of parameters on a GPU; None on the host."""
-        if os.getpid() != self._owner:
+        if self.file is not None and os.getpid() != self._owner:
             raise Error(
                 f"optimizer: its state lies in a file of process {self._owner}, and process {os.getpid()}, a forked child, would overwrite "
                 "it: step in that process, or make an optimizer without offload= in the child"
@@ -133,33 +142,60 @@ class StateStore:
 
     @property
     def planned_nbytes(self) -> int:
-        """Return the bytes of parameter memory that offloading takes: the buffers, if parameters are in host memory."""
-        return self.file.buffer_nbytes if self.route is None else 0
+        """Return the bytes of parameter memory that offloading takes: a file's buffers, unless parameters are on a GPU."""
+        return self.file.buffer_nbytes if self.file is not None and self.route is None else 0
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the file."""
-        return self.file.nbytes
+        """Return the bytes of the state."""
+        return self._nbytes if self.file is None else self.file.nbytes
 
     def describe(self) -> dict[str, Any]:
         """Return the entry of describe()."""
-        file = self.file
-        path = "bypasses the page cache" if file.direct else "through the page cache: the file system refuses O_DIRECT"
         route = {} if self.route is None else self.route.describe()
+        if self.file is None:
+            return {"offload": "cpu", **route}
+        direct = self.file.direct
+        path = "bypasses the page cache" if direct else "through the page cache: the file system refuses O_DIRECT"
         return {"offload": f"nvme:{self.folder}", "offload_io": path, **route}
 
 
+def _made_together(group: HostGroup, make: Callable[[], Any], label: str, **options: Any) -> Any:
+    """Return what this rank makes, or raise an error on every rank. Collective."""
+    made: list[Any] = []
+
+    def answer() -> bytes:
+        made.append(make())
+        return b""
+
+    refusals = (OSError, MemoryError, ValueError, Error)
+    gather_answers(group.comm, answer, f"offload of {label}", refusals=refusals, **options)
+    return made[0]
+
+
+def make_route(group: HostGroup, link: DeviceLink, label: str) -> DeviceRoute:
+    """Create a route on every rank, or raise an error on every rank. Collective."""
+    made: DeviceRoute = _made_together(
+        *(group, lambda: DeviceRoute(group, link), label),
+        retell=lambda rank, sentence: Error(f"offload of {label} on rank {rank}: {sentence}"),
+    )
+    return made
+
+
 def make_store(group: HostGroup, folder: str, label: str, nbytes: int) -> StateStore:
-    """Create a store on every rank, or raise the same error on every rank. Collective."""
-    store, verdict = None, (0, "")
-    try:
-        store = StateStore(folder, f"shardwright-{label}-rank{group.rank}", nbytes)
-    except (OSError, MemoryError) as error:
-        why = getattr(error, "strerror", None) or str(error)
-        verdict = (getattr(error, "errno", None) or 12, f"offload to '{folder}' on rank {group.rank}: {why}")
-    verdicts = group.comm.all_gather_bytes(json.dumps(verdict).encode(), f"offload of {label}")
-    for number, text in map(json.loads, verdicts):
-        if text:
-            raise OSError(number, text)
-    assert store is not None
-    return store
+    """Create a file on every rank, or raise OSError with the same sentence on every rank. Collective."""
+
+    def make() -> StateStore:
+        try:
+            return StateStore(folder, f"shardwright-{label}-rank{group.rank}", nbytes)
+        except (OSError, MemoryError) as error:
+            why = getattr(error, "strerror", None) or str(error)
+            number = getattr(error, "errno", None) or 12
+            raise OSError(number, f"offload to '{folder}' on rank {group.rank}: {why}") from None
+
+    def retell(rank: int, sentence: str) -> Exception:
+        number, _, text = sentence.partition("[Errno ")[2].partition("] ")
+        return OSError(int(number), text)
+
+    made: StateStore = _made_together(group, make, label, retell=retell, alike=True)
+    return made

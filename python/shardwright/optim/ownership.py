@@ -1,4 +1,4 @@
-"""The rules of ownership of a sliced optimizer: which rank steps on which elements.
+"""The rules of ownership of a sliced optimizer: the elements on which each rank steps.
 
 `Slices` cuts each parameter where its bucket is cut. `WholeTensors` gives whole tensors to ranks, balanced by bytes. It
 serves optimizers whose update depends on a tensor as a whole: Adafactor's row and column averages, Muon's

@@ -38,7 +38,7 @@ from ..parallel.agreement.optimizer_agreement import (
 from ..parallel.join import exchange_slices
 from ..parallel.replica import Replica
 from ..torch_compat.autograd import unguarded
-from ..torch_compat.optimizers import on_meta, step_hooks
+from ..torch_compat.optimizers import hooks_around, on_meta, step_hooks
 from ..torch_compat.state_dicts import asked_by_torchs_functions
 from .forwarded_on_slices import call_on_slices
 from .forwarding import Forwarding
@@ -63,24 +63,12 @@ _GradientOf = Callable[[Entry], torch.Tensor | None]
 class ShardedOptimizer(Forwarding):
     """The optimizer that `sw.wrap(module, optimizer, zero=1)` returns.
 
-    Parameters
-    ----------
-    optimizer : Optimizer
-        The user's optimizer. Its groups are taken over unchanged; its state is sliced.
-    replica : Replica
-        The replica of the wrapped module, which must hold every parameter of the optimizer.
-    partition : {"auto", "flat", "tensor"}
-        "auto" accepts torch's elementwise optimizers. "flat" accepts any: the caller vouches that it is elementwise.
-        "tensor": an update of a tensor depends only on that tensor, its gradient and its state.
-    without_master : collection of Tensor
-        Low-precision parameters without a float32 master, by the user's policy. sw.optim's optimizers make masters of
-        the others themselves; for other optimizers this class does.
-    parts : sequence of Replica
-        Further replicas of the module, for the parameters of groups=. Their ranks are among those of `replica`.
-        Parameters are numbered across all replicas.
+    It takes the user's groups over unchanged, and slices the state over the ranks of `replica`, the module's engine, or
+    of one of `parts`, the engines of groups=, whose ranks are among those. Parameters are numbered across all engines.
+    With partition="auto" it accepts torch's elementwise optimizers; with "flat" any that the caller vouches for; with
+    "tensor" those whose update of a tensor depends only on that tensor, its gradient and its state. It keeps masters of
+    low-precision parameters for optimizers that keep none themselves, but for `without_master`.
 
-    Notes
-    -----
     Memory: 1 / world_size of the optimizer's state. step() is collective: one exchange of 16 bytes a rank, then
     ParameterMemory.publish().
     """
@@ -171,9 +159,7 @@ class ShardedOptimizer(Forwarding):
 
     @property
     def state(self) -> Any:
-        """The state of this rank's slices, keyed by slice. torch.distributed.checkpoint.state_dict gets only the names
-        of state.
-        """
+        """The state of this rank's slices, keyed by slice; torch.distributed.checkpoint.state_dict gets only names."""
         return StateNames(self._names_of_state) if asked_by_torchs_functions() else self._inner.state
 
     @state.setter
@@ -420,9 +406,7 @@ class ShardedOptimizer(Forwarding):
         }
 
     def _agree(self, refusal: Exception | None, states: Mapping[Entry, int]) -> None:
-        """Check that no backward is open on any rank, and that all ranks step with the same hyperparameters and
-        factors.
-        """
+        """Check that no backward is open on any rank, and that all step with the same hyperparameters and factors."""
         label = "hyperparameters of a step"
         checks: list[Any] = []
         if self._replica.check is not None:  # all parts have the same options
@@ -517,7 +501,8 @@ class ShardedOptimizer(Forwarding):
         torch.distributed.checkpoint.state_dict, which every rank calls, get the gathered state as from
         full_state_dict().
         """
-        for hook in list(self._optimizer_state_dict_pre_hooks.values()):
+        before, after = hooks_around(self, "state_dict")
+        for hook in before:
             hook(self)
         if asked_by_torchs_functions():
             with with_state(self):
@@ -528,7 +513,7 @@ class ShardedOptimizer(Forwarding):
             made = self._in_torchs_format(self._whole_state)
         else:
             made = {MARK: SlicedState(self._slices_of_state())}
-        for made_hook in list(self._optimizer_state_dict_post_hooks.values()):
+        for made_hook in after:
             changed = made_hook(self, made)
             made = made if changed is None else changed
         return made

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .._engine import Error
+from ..options.options import FIELDS
 from ..parallel.agreement.optimizer_agreement import plain
 
 __all__ = ["ELEMENTWISE", "adopt", "check_sliceable", "members_of"]
@@ -38,8 +39,7 @@ def check_sliceable(optimizer: torch.optim.Optimizer, partition: str) -> None:
     """Raise an error for an optimizer that cannot be sliced in this way."""
     kind = type(optimizer)
     name = f"{kind.__module__}.{kind.__qualname__}"
-    if partition not in ("auto", "flat", "tensor"):
-        raise ValueError(f"partition must be 'auto', 'flat' or 'tensor', got {partition!r}")
+    FIELDS["partition"]["check"]("partition", partition)
     if any(each.__name__ == "ShardedOptimizer" for each in kind.__mro__):
         raise Error("this optimizer is sliced already: pass the one that it was made from")
     if kind.__name__ == "ZeroRedundancyOptimizer":

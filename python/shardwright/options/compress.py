@@ -6,9 +6,10 @@ from typing import Any
 
 from .names import near
 
-__all__ = ["Compressor", "check_compressor"]
+__all__ = ["KINDS", "Compressor", "check_compressor"]
 
-_KINDS = ("Fp16", "Bf16", "Int8", "Int4", "PowerSGD")
+#: the classes; options/compressors.py has them by name
+KINDS = ("Fp16", "Bf16", "Int8", "Int4", "PowerSGD")
 
 
 class Compressor:
@@ -21,10 +22,9 @@ def check_compressor(compress: Any, reduce: str) -> None:
         return
     if not isinstance(compress, Compressor):
         name = compress.__name__ if isinstance(compress, type) else str(compress)
-        offer = near(name, _KINDS).replace("'", "sw.", 1).replace("'", "()", 1)
-        raise TypeError(
-            f"compress must be None, 'auto', sw.Fp16(), sw.Bf16(), sw.Int8(), sw.Int4() or sw.PowerSGD(), got {compress!r}{offer}"
-        )
+        offer = near(name, KINDS).replace("'", "sw.", 1).replace("'", "()", 1)
+        *most, last = (f"sw.{each}()" for each in KINDS)
+        raise TypeError(f"compress must be None, 'auto', {', '.join(most)} or {last}, got {compress!r}{offer}")
     if reduce != "mean":
         raise NotImplementedError(
             f"compress={compress} computes the mean over ranks: reduce must be 'mean', got {reduce!r}"

@@ -13,20 +13,40 @@ from typing import Any
 import torch
 
 from .._engine import block_record_bytes
-from .compress import Compressor
+from .checks import Check, among, count, switch
+from .compress import KINDS, Compressor
 from .names import offers_fields
 
-__all__ = ["Bf16", "Fp16", "Int4", "Int8", "PowerSGD", "check_powersgd"]
+__all__ = ["COMPRESSORS", "Bf16", "Fp16", "Int4", "Int8", "PowerSGD", "check_powersgd", "compressor_named"]
 
-_RANK_MAX = 256
-_WIRE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_ERROR_DTYPES = (torch.float32, torch.bfloat16)
 #: name of the hook's parameter -> field of PowerSGD
 _FIELDS = {
     "matrix_approximation_rank": "rank",
     "start_powerSGD_iter": "warmup_steps",
     "use_error_feedback": "error_feedback",
     "random_seed": "seed",
+}
+
+
+def _check_seed(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+
+
+def _check_rate(name: str, value: Any) -> None:
+    if not isinstance(value, (int, float)) or not value >= 0:
+        raise ValueError(f"{name} must be a number of at least 0, got {value!r}")
+
+
+_POWERSGD: dict[str, Check] = {
+    "wire_dtype": among(torch.float32, torch.bfloat16, torch.float16),
+    "error_dtype": among(torch.float32, torch.bfloat16),
+    "use_error_feedback": switch,
+    "warm_start": switch,
+    "random_seed": _check_seed,
+    "matrix_approximation_rank": count(1, 256, "in [1, 256]"),
+    "start_powerSGD_iter": count(0, float("inf"), "an integer of at least 0"),
+    "min_compression_rate": _check_rate,
 }
 
 
@@ -53,8 +73,7 @@ class _Block(Compressor):
         if type(self.block) is not int:
             raise TypeError(f"{type(self).__name__}: block must be an integer, got {self.block!r}")
         block_record_bytes(self.block, self.bits)
-        if not isinstance(self.error_feedback, bool):
-            raise TypeError(f"{type(self).__name__}: error_feedback must be True or False, got {self.error_feedback!r}")
+        switch(f"{type(self).__name__}: error_feedback", self.error_feedback)
 
 
 @offers_fields
@@ -107,56 +126,32 @@ class PowerSGD(Compressor):
     error_dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
-        check_powersgd(
-            self.rank,
-            self.warmup_steps,
-            self.min_compression_rate,
-            self.error_feedback,
-            True,
-            self.seed,
-            self.wire_dtype,
-            self.error_dtype,
-            "PowerSGD",
-            _FIELDS,
-        )
+        given = {name: getattr(self, _FIELDS.get(name, name), True) for name in _POWERSGD}  # it has no warm_start
+        check_powersgd(given, "PowerSGD", _FIELDS)
 
 
 def check_powersgd(
-    matrix_approximation_rank: Any,
-    start_powerSGD_iter: Any,  # noqa: N803, torch's name
-    min_compression_rate: Any,
-    use_error_feedback: Any,
-    warm_start: Any,
-    random_seed: Any,
-    wire_dtype: Any,
-    error_dtype: Any,
-    kind: str = "PowerSGDState",
-    names: Mapping[str, str] = MappingProxyType({}),
+    settings: Mapping[str, Any], kind: str = "PowerSGDState", names: Mapping[str, str] = MappingProxyType({})
 ) -> None:
     """Raise TypeError or ValueError for a setting of PowerSGD that is out of range.
 
-    `kind`, `names`: the class that the user called, and its names for the parameters where they differ from these.
+    `settings`: by the names of PowerSGDState. `kind`, `names`: the class that the user called, and its names where they
+    differ from these.
     """
+    for name, check in _POWERSGD.items():
+        check(f"{kind}: {names.get(name, name)}", settings[name])
 
-    def of(name: str) -> str:
-        return f"{kind}: {names.get(name, name)}"
 
-    for name, dtype, legal in (
-        ("wire_dtype", wire_dtype, _WIRE_DTYPES),
-        ("error_dtype", error_dtype, _ERROR_DTYPES),
-    ):
-        if dtype not in legal:
-            raise ValueError(f"{of(name)} must be one of {', '.join(map(str, legal))}, got {dtype!r}")
-    for name, value in (("use_error_feedback", use_error_feedback), ("warm_start", warm_start)):
-        if not isinstance(value, bool):
-            raise TypeError(f"{of(name)} must be True or False, got {value!r}")
-    if isinstance(random_seed, bool) or not isinstance(random_seed, int):
-        raise TypeError(f"{of('random_seed')} must be an integer, got {random_seed!r}")
-    if type(matrix_approximation_rank) is not int or not 1 <= matrix_approximation_rank <= _RANK_MAX:
-        raise ValueError(
-            f"{of('matrix_approximation_rank')} must be in [1, {_RANK_MAX}], got {matrix_approximation_rank!r}"
-        )
-    if type(start_powerSGD_iter) is not int or start_powerSGD_iter < 0:
-        raise ValueError(f"{of('start_powerSGD_iter')} must be an integer of at least 0, got {start_powerSGD_iter!r}")
-    if not isinstance(min_compression_rate, (int, float)) or not min_compression_rate >= 0:
-        raise ValueError(f"{of('min_compression_rate')} must be a number of at least 0, got {min_compression_rate!r}")
+#: the name of each compressor in files and on command lines -> the compressor
+COMPRESSORS: dict[str, Compressor] = {
+    each.lower(): made for each, made in zip(KINDS, (Fp16(), Bf16(), Int8(), Int4(), PowerSGD()), strict=True)
+}
+
+
+def compressor_named(option: str, name: Any) -> Any:
+    """Return the compressor of a name; "auto" and what is no name are returned as they are."""
+    if not isinstance(name, str) or name == "auto":
+        return name
+    if name not in COMPRESSORS:
+        raise ValueError(f"{option} must be one of {', '.join(COMPRESSORS)} or auto, got {name!r}")
+    return COMPRESSORS[name]

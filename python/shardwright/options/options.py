@@ -9,24 +9,56 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
+from .checks import Check, among, check_units, count, number, offload_kind, switch
 from .compress import check_compressor
 from .names import near, offers_fields, unknown_name
-from .offload import offload_kind
 from .precision import Precision
-from .units import check_units, comparable
 
-__all__ = ["Options"]
+__all__ = ["FIELDS", "Options", "describes_options"]
 
 _MIB = 1024 * 1024
-_TRANSPORTS = ("auto", "pool", "staged")
-#: what ranks must give alike
-_COMPARED = (
-    *("bucket_cap_mb", "transport", "reduce", "deterministic", "communicator", "timeout_s", "warn_after_s", "silent_s"),
-    *("zero", "share_parameters", "gather", "write_guard", "units", "reshard_after_forward", "prefetch", "compress"),
-    *("offload", "check_every"),
-)
+_Made = TypeVar("_Made")
+
+
+def _check_precision(name: str, value: Any) -> None:
+    for module, each in value.items() if isinstance(value, Mapping) else ((None, value),):
+        Precision.of(each, name if module is None else f"{name}[{module!r}]")
+
+
+def _check_mesh(name: str, value: Any) -> None:
+    if not hasattr(value, "get_group"):
+        raise TypeError(f"{name} must be a DeviceMesh, got {value!r}")
+    if getattr(value, "ndim", 1) not in (1, 2):
+        raise ValueError(
+            f"{name} must have one dimension, or two (replicate, shard), got {value.ndim}: "
+            "pass mesh['name'] of the data-parallel one, or mesh['replicate', 'shard']"
+        )
+
+
+def _check_groups(name: str, value: Any) -> None:
+    if not isinstance(value, Mapping) or not value:
+        raise TypeError(f"{name} must be a dict of patterns or modules to meshes or process groups, got {value!r}")
+    for key, group in value.items():
+        if not isinstance(key, str) and not hasattr(key, "named_parameters"):
+            raise TypeError(f"{name}: a key must be a pattern or a module, got {key!r}")
+        if getattr(group, "ndim", 1) != 1:
+            raise ValueError(f"{name}: the mesh of {text_of_group(key)} must have one dimension, got {group.ndim}")
+
+
+def _check_ignored(name: str, value: Any) -> None:
+    if isinstance(value, (str, bytes)) or not isinstance(value, Collection):
+        raise TypeError(f"{name} must be a collection of parameters or names, got {value!r}")
+
+
+def _option(
+    default: Any, check: Check | None = None, *, zero: tuple[int, ...] = (0, 1, 2, 3), alike: bool = True
+) -> Any:
+    """Return a field with its check, which None passes where it is the default; the stages that have it; whether all
+    ranks must give the same value.
+    """
+    return dataclasses.field(default=default, metadata={"check": check, "stages": zero, "compared": alike})
 
 
 @offers_fields
@@ -37,17 +69,27 @@ class Options:
     Parameters
     ----------
     zero : {0, 1, 2, 3}
-        The stage. 0 slices nothing over ranks, 1 optimizer state, 2 also averaged gradients, 3 also parameters.
+        The stage. 0 slices nothing over ranks, 1 the optimizer's state, 2 also averaged gradients, 3 also parameters,
+        where a host shares one copy, or each rank gathers units.
     precision : {"bf16", "fp16", "fp32"}, Precision, or dict of module names to them, optional
-        The dtypes in which the module computes. None: nothing is cast.
+        The dtypes in which the module computes. Parameters are then float32 (low-precision ones are converted), serve
+        as their own masters, and are cast during the wrapper's forward. None: nothing is cast. See
+        docs/design/precision.md.
     compress : Fp16, Bf16, Int8, Int4, PowerSGD or "auto", optional
-        The format in which gradients travel. None: uncompressed.
+        The format in which gradients travel; it excludes a communication hook. "auto" compresses only where that pays
+        off: never inside one host or between GPUs. Between hosts (at zero=0) it times five plain rounds, then all ranks
+        make the same choice. None: uncompressed.
     clip_grad_norm : float, optional
-        The norm to which each step clips gradients first. Needs the optimizer.
+        Each optimizer.step() begins with sw.clip_grad_norm_(module, clip_grad_norm). Needs the optimizer.
     offload : {"cpu", "nvme:<folder>"}, optional
-        The place of the state of sw.optim's optimizers.
+        The place of the state and the masters of sw.optim's optimizers, with the same bits. "nvme:<folder>": an unnamed
+        file per rank in that folder; a step streams it through three buffers of 16 MiB. "cpu": host memory, for
+        parameters on a GPU; the step then runs on the host in batches, overlapped with copies of gradients to the host
+        and of new parameters back. See docs/design/zero_offload.md and gpu.md.
     partition : {"auto", "flat", "tensor"}
-        How an optimizer is sliced at zero >= 1.
+        How an optimizer is sliced at zero >= 1; no effect at 0. "auto": flat slices, for optimizers known to be
+        elementwise. "flat": flat slices for any optimizer; the caller guarantees that it is elementwise. "tensor":
+        whole tensors, balanced over ranks.
     process_group : torch.distributed.ProcessGroup, optional
         The ranks that train together. Default: the default group; without one, the group of the launcher's variables
         (docs/launch.md); without those, one rank.
@@ -134,106 +176,62 @@ class Options:
         For a value that is not supported yet.
     """
 
-    zero: int = 0
-    precision: Any = None
-    compress: Any = None
-    clip_grad_norm: float | None = None
-    offload: str | None = None
-    partition: str = "auto"
-    process_group: Any = None
-    device_mesh: Any = None
-    groups: Any = None
-    bucket_cap_mb: float = 25
-    timeout_s: float = 1800.0
-    warn_after_s: float | None = 30.0
-    silent_s: float | None = None
-    broadcast_buffers: bool = True
-    init_sync: bool = True
-    gradient_as_bucket_view: bool = False
-    find_unused_parameters: bool = False
-    static_graph: bool = False
-    sparse_gradients: str = "auto"
-    ignored_params: Collection[Any] = ()
-    reduce: str = "mean"
-    deterministic: bool = False
-    communicator: str = "own"
-    transport: str = "auto"
-    units: Any = "auto"
-    reshard_after_forward: bool = True
-    prefetch: int = 1
-    share_parameters: Any = "auto"
-    gather: str | None = None
-    write_guard: str | None = "auto"
-    check_every: int | None = None
+    zero: int = _option(0, among(0, 1, 2, 3))
+    precision: Any = _option(None, _check_precision)
+    compress: Any = _option(None)
+    clip_grad_norm: float | None = _option(None, number(also="None or "), alike=False)
+    offload: str | None = _option(None, lambda name, value: offload_kind(value))
+    partition: str = _option("auto", among("auto", "flat", "tensor"), alike=False)
+    process_group: Any = _option(None, alike=False)
+    device_mesh: Any = _option(None, _check_mesh)
+    groups: Any = _option(None, _check_groups, alike=False)
+    bucket_cap_mb: float = _option(25, number("MiB", 2**40))
+    timeout_s: float = _option(1800.0, number("seconds", 1e9))
+    warn_after_s: float | None = _option(30.0, number("seconds", 1e9, "None or 0 for never, or ", (None, 0)))
+    silent_s: float | None = _option(None, number("seconds", 1e6))
+    broadcast_buffers: bool = _option(True, switch, alike=False)
+    init_sync: bool = _option(True, switch)
+    gradient_as_bucket_view: bool = _option(False, switch, alike=False)
+    find_unused_parameters: bool = _option(False, switch, alike=False)
+    static_graph: bool = _option(False, switch, alike=False)
+    sparse_gradients: str = _option("auto", among("auto", "dense"), alike=False)
+    ignored_params: Collection[Any] = _option((), _check_ignored, alike=False)
+    reduce: str = _option("mean", among("mean", "sum"))
+    deterministic: bool = _option(False, switch)
+    communicator: str = _option("own", among("own", "borrow"))
+    transport: str = _option("auto", among("auto", "pool", "staged"))
+    units: Any = _option("auto", check_units, zero=(3,))
+    reshard_after_forward: bool = _option(True, switch, zero=(3,))
+    prefetch: int = _option(1, count(0, 1024, "a number of units in [0, 1024]"))
+    share_parameters: Any = _option("auto", among("auto", True, False), zero=(3,))
+    gather: str | None = _option(None, among(None, "int8"), zero=(3,))
+    write_guard: str | None = _option("auto", among("auto", "samples", None), zero=(3,))
+    check_every: int | None = _option(None, count(1, float("inf"), "None or a number of steps, at least 1"))
 
     def __post_init__(self) -> None:
-        if isinstance(self.zero, bool) or not isinstance(self.zero, int) or self.zero not in (0, 1, 2, 3):
-            raise ValueError(f"zero must be 0, 1, 2 or 3, got {self.zero!r}")
-        if self.reduce not in ("mean", "sum"):
-            raise ValueError(f"reduce must be 'mean' or 'sum', got {self.reduce!r}")
-        offload_kind(self.offload)
+        for name, rules in FIELDS.items():
+            value, default = getattr(self, name), getattr(Options, name)
+            if rules["check"] is not None and (value is not None or default is not None):
+                rules["check"](name, value)
+            if self.zero not in rules["stages"] and value not in (default, None):
+                raise ValueError(f"{name}= requires zero=3, got zero={self.zero}")
         check_compressor(self.compress, self.reduce)
-        _check_precision(self.precision)
-        if self.partition not in ("auto", "flat", "tensor"):
-            raise ValueError(f"partition must be 'auto', 'flat' or 'tensor', got {self.partition!r}")
-        if self.clip_grad_norm is not None:
-            _check_clip(self.clip_grad_norm)
         if self.process_group is not None and self.device_mesh is not None:
             raise ValueError("process_group and device_mesh were both given: pass one of them")
-        if self.device_mesh is not None and not hasattr(self.device_mesh, "get_group"):
-            raise TypeError(f"device_mesh must be a DeviceMesh, got {self.device_mesh!r}")
-        if self.device_mesh is not None and getattr(self.device_mesh, "ndim", 1) not in (1, 2):
-            raise ValueError(
-                f"device_mesh must have one dimension, or two (replicate, shard), got {self.device_mesh.ndim}: "
-                "pass mesh['name'] of the data-parallel one, or mesh['replicate', 'shard']"
-            )
-        check_groups(self.groups)
-        _check_positive("bucket_cap_mb", self.bucket_cap_mb, "MiB", 2**40)
-        _check_positive("timeout_s", self.timeout_s, "seconds", 1e9)
-        if self.warn_after_s not in (None, 0) or isinstance(self.warn_after_s, bool):
-            _check_positive("warn_after_s", self.warn_after_s, "seconds", 1e9, "None or 0 for never, or ")
-        if self.silent_s is not None:
-            _check_positive("silent_s", self.silent_s, "seconds", 1e6)
-        for name in (each.name for each in dataclasses.fields(self) if isinstance(each.default, bool)):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        if self.sparse_gradients not in ("auto", "dense"):
-            raise ValueError(f"sparse_gradients must be 'auto' or 'dense', got {self.sparse_gradients!r}")
-        if self.transport not in _TRANSPORTS:
-            raise ValueError(f"transport must be one of {', '.join(_TRANSPORTS)}, got {self.transport!r}")
-        if self.communicator not in ("own", "borrow"):
-            raise ValueError(f"communicator must be 'own' or 'borrow', got {self.communicator!r}")
-        if self.share_parameters != "auto" and not isinstance(self.share_parameters, bool):
-            raise ValueError(f"share_parameters must be 'auto', True or False, got {self.share_parameters!r}")
-        if self.gather not in (None, "int8"):
-            raise ValueError(f"gather must be None or 'int8', got {self.gather!r}")
         if self.gather is not None and self.share_parameters is not False:
             raise ValueError(
                 f"gather={self.gather!r} needs share_parameters=False, got {self.share_parameters!r}: parameters that a host shares are "
                 "not gathered"
             )
-        if self.write_guard not in ("auto", "samples", None):
-            raise ValueError(f"write_guard must be 'auto', 'samples' or None, got {self.write_guard!r}")
         if self.write_guard == "samples" and self.share_parameters is False:
             raise ValueError(
                 f"write_guard={self.write_guard!r} watches parameters that a host shares, got share_parameters=False, under which released ones "
                 "are watched anyway"
             )
-        if isinstance(self.prefetch, bool) or not isinstance(self.prefetch, int) or not 0 <= self.prefetch <= 1024:
-            raise ValueError(f"prefetch must be a number of units in [0, 1024], got {self.prefetch!r}")
-        every = self.check_every
-        if every is not None and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
-            raise ValueError(f"check_every must be None or a number of steps, at least 1, got {every!r}")
-        check_units(self.units)
-        self._check_stage()
-        if isinstance(self.ignored_params, (str, bytes)) or not isinstance(self.ignored_params, Collection):
-            raise TypeError(f"ignored_params must be a collection of parameters or names, got {self.ignored_params!r}")
 
     def compared(self) -> dict[str, Any]:
-        """Return the values that ranks compare when they wrap a module."""
-        found = {name: getattr(self, name) for name in _COMPARED}
-        found.update(transport=self.chosen_transport, units=comparable(self.units), offload=offload_kind(self.offload))
-        return found
+        """Return the values that must be equal on all ranks."""
+        return {name: getattr(self, name) for name, rules in FIELDS.items() if rules["compared"]}
 
     @property
     def chosen_transport(self) -> str:
@@ -242,8 +240,7 @@ class Options:
         A debug entry: bits do not depend on it.
         """
         forced = os.environ.get("SHARDWRIGHT_TRANSPORT", "auto")
-        if forced not in _TRANSPORTS:
-            raise ValueError(f"SHARDWRIGHT_TRANSPORT must be one of {', '.join(_TRANSPORTS)}, got {forced!r}")
+        FIELDS["transport"]["check"]("SHARDWRIGHT_TRANSPORT", forced)
         return forced if self.transport == "auto" else self.transport
 
     @property
@@ -253,18 +250,11 @@ class Options:
 
     @classmethod
     def from_keywords(cls, keywords: Mapping[str, Any], also_known: Collection[str] = ()) -> Options:
-        """Make options from keywords. TypeError for an unknown one suggests the nearest of ours and `also_known`."""
-        known = {field.name for field in dataclasses.fields(cls)}
+        """Make options from a caller's keywords. Raise TypeError for an unknown name, with the nearest known one."""
         for name in keywords:
-            if name not in known:
-                raise TypeError(unknown_name(name, known | set(also_known)))
+            if name not in FIELDS:
+                raise TypeError(unknown_name(name, {*FIELDS, *also_known}))
         return cls(**keywords)
-
-    def _check_stage(self) -> None:
-        """Raise ValueError for an option of zero=3 that is given at another stage."""
-        for name in ("gather", "share_parameters", "units", "reshard_after_forward", "write_guard"):
-            if self.zero != 3 and getattr(self, name) not in (getattr(Options, name), None):
-                raise ValueError(f"{name}= requires zero=3, got zero={self.zero}")
 
     def ignored_names(self, module: Any) -> set[str]:
         """Return the names in ignored_params. Raise ValueError for one that no parameter or buffer of `module` has."""
@@ -281,6 +271,10 @@ class Options:
         return dataclasses.replace(self, process_group=None, device_mesh=None, groups=None, ignored_params=())
 
 
+#: the rules of each option
+FIELDS = {each.name: each.metadata for each in dataclasses.fields(Options)}
+
+
 def refuse_options(options: Collection[str], names: Collection[str], where: str, instead: str) -> None:
     """Raise TypeError for an option that has no effect at `where`."""
     for name in names:
@@ -288,39 +282,14 @@ def refuse_options(options: Collection[str], names: Collection[str], where: str,
             raise TypeError(f"{name} is no option of {where}: {instead}")
 
 
-def _check_precision(precision: Any) -> None:
-    for name, value in precision.items() if isinstance(precision, Mapping) else ():
-        Precision.of(value, f"precision[{name!r}]")
-    if precision is not None and not isinstance(precision, Mapping):
-        Precision.of(precision)
-
-
-def check_groups(groups: Any) -> None:
-    if groups is None:
-        return
-    if not isinstance(groups, Mapping) or not groups:
-        raise TypeError(f"groups must be a dict of patterns or modules to meshes or process groups, got {groups!r}")
-    for key, group in groups.items():
-        if not isinstance(key, str) and not hasattr(key, "named_parameters"):
-            raise TypeError(f"groups: a key must be a pattern or a module, got {key!r}")
-        if getattr(group, "ndim", 1) != 1:
-            raise ValueError(f"groups: the mesh of {text_of_group(key)} must have one dimension, got {group.ndim}")
-
-
 def text_of_group(key: Any) -> str:
     """Return a key of `groups` for messages."""
     return repr(key) if isinstance(key, str) else f"a {type(key).__name__}"
 
 
-def _check_clip(max_norm: Any) -> None:
-    if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)):
-        raise TypeError(f"clip_grad_norm must be a number or None, got {max_norm!r}")
-    if not max_norm > 0:
-        raise ValueError(f"clip_grad_norm must be above 0, got {max_norm!r}")
-
-
-def _check_positive(name: str, value: Any, unit: str, largest: float, also: str = "") -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be {also}a number of {unit}, got {value!r}")
-    if not 0 < value <= largest:
-        raise ValueError(f"{name} must be {also}above 0 and at most {largest:g} {unit}, got {value!r}")
+def describes_options(function: _Made) -> _Made:
+    """Complete a docstring that ends its Parameters with `**options` by the descriptions of Options."""
+    described = (Options.__doc__ or "").partition("----------\n")[2].partition("\n\n    Raises")[0]
+    if function.__doc__:  # python -OO has none
+        function.__doc__ = function.__doc__.replace("    **options\n        Fields of Options:\n", described + "\n", 1)
+    return function

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .checks import among, switch
 from .names import offers_fields
 
 __all__ = ["LOW_DTYPES", "Precision"]
@@ -58,13 +59,9 @@ class Precision:
             value = getattr(self, field)
             if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
                 raise TypeError(f"Precision: {field} must be a floating dtype or None, got {value!r}")
-        if self.reduce_dtype not in (None, torch.float32, *LOW_DTYPES):
-            raise ValueError(
-                f"Precision: reduce_dtype must be float32, bfloat16, float16 or None, got {self.reduce_dtype}"
-            )
+        among(torch.float32, *LOW_DTYPES, None)("Precision: reduce_dtype", self.reduce_dtype)
         for field in ("cast_forward_inputs", "master"):
-            if not isinstance(getattr(self, field), bool):
-                raise TypeError(f"Precision: {field} must be True or False, got {getattr(self, field)!r}")
+            switch(f"Precision: {field}", getattr(self, field))
 
     @staticmethod
     def of(value: Any, where: str = "precision") -> Precision:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.algorithms.join import Join, JoinHook, _JoinConfig
+from torch.distributed.algorithms.join import Join, JoinHook
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from .._engine import Error
@@ -22,6 +22,7 @@ from ..layout.memory import copied
 from ..options.compress import Compressor
 from ..options.options import Options, refuse_options
 from ..torch_compat.foreign_wrappers import guard_from_wrappers, refuse_wrapper
+from ..torch_compat.internals import JoinConfig
 from ..torch_compat.state_dicts import asked_by_torchs_functions
 from .ddp_compat import (
     ReducerFacade,
@@ -69,14 +70,8 @@ class DistributedDataParallel(TorchDDP):
         Not supported; the error names the replacement.
     check_reduction, skip_all_reduce_unused_params, batched_grad_copy
         Accepted without effect: the engine always does this.
-    zero : {0, 1, 2, 3}
-        The stage (see wrap).
-    precision : str, Precision or dict
-        The precision of the module's computation and of gradients in transit (see wrap).
-    compress : Fp16, Bf16, Int8, Int4, PowerSGD or "auto", optional
-        See wrap.
-    **options
-        Further fields of Options: timeout_s, transport, ignored_params, ...
+    zero, precision, offload, compress, **options
+        Fields of Options, but for partition and clip_grad_norm, which are wrap's.
 
     Raises
     ------
@@ -194,7 +189,7 @@ class DistributedDataParallel(TorchDDP):
 
     def _begin(self) -> None:
         """Set what a copy has of its own, and refuse other wrappers of the module."""
-        self._join_config = _JoinConfig.construct_disabled_join_config()
+        self._join_config = JoinConfig.construct_disabled_join_config()
         self._module_parameters = self._engine.own_parameters()
         self.reducer = ReducerFacade(self)  # type: ignore[assignment]
         self.logger = DDPLogger(self)  # type: ignore[assignment]

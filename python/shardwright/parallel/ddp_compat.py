@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from .._engine import Error
 from ..options.precision import Precision
+from ..torch_compat.internals import set_low_precision
 
 
 class ReducerFacade:
@@ -156,6 +157,4 @@ def apply_mixed_precision(
     for name, parameter in module.named_parameters() if keeps_places else ():
         if name in ignored or not parameter.is_floating_point():
             continue
-        low = mixed_precision.param_dtype or parameter.dtype
-        parameter._fp_param = parameter.data  # type: ignore[attr-defined]
-        parameter._mp_param = parameter.data.new_empty(0, dtype=low)  # type: ignore[attr-defined] # freed in torch, too
+        set_low_precision(parameter, mixed_precision.param_dtype or parameter.dtype)

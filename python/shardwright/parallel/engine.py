@@ -24,14 +24,16 @@ from ..comm.agreement import verify
 from ..comm.exchange import Exchange
 from ..comm.levels import Lease
 from ..comm.process_group import HostGroup, host_group, is_default_group, mesh_rows, resolve_group
-from ..layout.param_groups import check_marks
+from ..layout.param_groups import check_marks, comparable
 from ..layout.shard_mesh import Slicing
+from ..options.checks import offload_kind
 from ..options.compress import Compressor, check_compressor
 from ..options.options import Options
 from ..parameters.drift import DriftCheck
 from ..parameters.mixed_precision import PrecisionPlan, remove_plan
 from ..torch_compat import autograd as _hooks
 from ..torch_compat.foreign_wrappers import find_wrapper, is_ours
+from ..torch_compat.internals import ignored_by_torchs_ddp, original_of
 from ..torch_compat.weak import weakly
 from .composition import loss_scaling
 from .composition.parts import by_name, find_parts, states_of_parts
@@ -66,7 +68,7 @@ def engine_of(module: Any, *, make: bool = True) -> Engine | None:
 
     With `make` it makes the engine of the latter, collectively.
     """
-    module = getattr(module, "_orig_mod", module)
+    module = original_of(module)
     find = _faces.get(module) if isinstance(module, torch.nn.Module) else None
     return None if find is None else find(module, make)
 
@@ -261,7 +263,7 @@ class Engine:
             self.options = dataclasses.replace(self.options, deterministic=True)
 
     def _ignored_names(self) -> set[str]:
-        ignored = set(getattr(self.module, "_ddp_params_and_buffers_to_ignore", ()))
+        ignored = set(ignored_by_torchs_ddp(self.module))
         ignored.update(self.options.ignored_names(self.module))
         identities = {id(item) for item in self.options.ignored_params}
         identities.update(id(p) for each in self.inner for p in each.module.parameters())
@@ -286,6 +288,11 @@ class Engine:
         parts = find_parts(module, options, ignored, group)
         beside = {
             **options.compared(),
+            "transport": options.chosen_transport,
+            "zero": options.zero,
+            "units": comparable(options.units),
+            "compress": options.compress,
+            "offload": offload_kind(options.offload),
             "init_sync": init_sync,
             "forward_sync_buffers": self.forward_sync_buffers,
             "precision": repr(self.precision),

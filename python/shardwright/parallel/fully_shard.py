@@ -24,7 +24,7 @@ import torch
 
 from .._engine import Error
 from ..layout.param_groups import mark_of
-from ..options.offload import offload_kind
+from ..options.checks import offload_kind
 from ..options.options import Options, refuse_options
 from ..options.precision import Precision
 from ..parameters.unshard_schedule import Unit, UnitSchedule

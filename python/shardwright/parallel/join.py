@@ -22,12 +22,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.algorithms.join import Join, JoinHook, _JoinConfig
+from torch.distributed.algorithms.join import Join, JoinHook
 
 from .._engine import Error
 from ..gradients.sharded_gradient import NO_GRADIENT, ZEROED, ShardedGradient, states_of
 from ..layout.memory import bytes_of
 from ..layout.shard_runs import memory_order
+from ..torch_compat.internals import JoinConfig
 from ..torch_compat.weak import weakly
 from .engine import Engine
 from .replica import Replica
@@ -80,7 +81,7 @@ class ShadowHook(JoinHook):
             replica.stop.renew()
         if replica.check is not None:
             replica.check.begin_anew()
-        self._wrapper._join_config = _JoinConfig.construct_disabled_join_config()
+        self._wrapper._join_config = JoinConfig.construct_disabled_join_config()
         engine.join_member = lambda: None
 
 

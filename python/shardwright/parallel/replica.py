@@ -40,6 +40,7 @@ from ..parameters.storage import ParameterMemory
 from ..torch_compat import autograd as _hooks
 from ..torch_compat.dtensor import held_tensor, is_dtensor
 from ..torch_compat.weak import weakly
+from .agreement.optimizer_agreement import together
 from .agreement.replica_check import ReplicaCheck
 from .agreement.steppers import Steppers
 from .backends import choose_backend
@@ -112,7 +113,7 @@ class Replica:
             return self.table.description({**settings, "sparse gradients": sparse})
 
         begin = functools.partial(verify, group.comm, describe, f"the wrapped {self.label}")
-        ModelRanks.together(self.model_ranks, begin, self.label, self._facts_over_mesh)
+        together(self.model_ranks, begin, self.label, self._facts_over_mesh)
         if self.model_ranks is not None and settings["init_sync"]:
             self.model_ranks.check_replicated(self.table, group, self.label)
         make_backend = choose_backend(self.table)
@@ -501,8 +502,11 @@ class Replica:
     def retire(self, together: bool = False) -> None:
         """Remove the hooks from the parameters. Gradients stay in place.
 
-        `together`: all ranks call this, so released parameters of a GPU can be gathered.
+        `together`: all ranks call this, so released parameters of a GPU can be gathered. Does nothing the second time:
+        what a later wrapper has made of the parameters stays.
         """
+        if self.retired:
+            return
         self.retired = True
         _live.discard(self)
         _hooks.ignore_steps(self)

@@ -12,6 +12,7 @@ import torch
 from torch.nn import functional as F
 
 from ..comm.process_group import gather_in_rank_order, group_size
+from ..torch_compat.internals import BatchNorm
 
 
 class SyncBatchNorm(torch.nn.SyncBatchNorm):
@@ -82,7 +83,7 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
     @classmethod
     def convert_sync_batchnorm(cls, module: torch.nn.Module, process_group: Any = None) -> torch.nn.Module:
         """Replace every BatchNorm in `module` by one of this class with its parameters and buffers; return `module`."""
-        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and not isinstance(module, cls):
+        if isinstance(module, BatchNorm) and not isinstance(module, cls):
             made = cls(
                 module.num_features,
                 module.eps,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from .._engine import Error
-from .mixed_precision import refresh_weights
+from ..torch_compat.internals import refresh_weights, reset_of
 
 __all__ = ["materialize"]
 
@@ -50,7 +50,7 @@ def materialize(module: torch.nn.Module, *, init: Callable[[torch.nn.Module], ob
     waiting = [each for each in reversed(list(module.modules())) if any(t.is_meta for t in _own(each))]
     if init is None:
         names = {each: name for name, each in module.named_modules()}
-        without = [each for each in waiting if _reset_of(each) is None]
+        without = [each for each in waiting if reset_of(each) is None]
         if without:
             raise Error(
                 f"materialize: {names[without[0]] or 'the module'!r}, a {type(without[0]).__name__}, has tensors on the meta device and no "
@@ -76,15 +76,8 @@ def _own(module: torch.nn.Module) -> list[torch.Tensor]:
     return [each for each in (*module._parameters.values(), *module._buffers.values()) if each is not None]
 
 
-def _reset_of(module: torch.nn.Module) -> Callable[[], object] | None:
-    found = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-    return found if callable(found) else None
-
-
 def _call_reset(module: torch.nn.Module) -> None:
-    reset = _reset_of(module)
-    assert reset is not None
-    reset()
+    reset_of(module)()
 
 
 def _with_memory(tensor: torch.Tensor) -> torch.Tensor:

@@ -26,6 +26,7 @@ from ..options.names import near
 from ..options.precision import LOW_DTYPES, Precision
 from ..torch_compat import autograd as _hooks
 from ..torch_compat.dtensor import is_dtensor, placed_like, set_dtype
+from ..torch_compat.internals import refresh_weights
 
 __all__ = ["PrecisionPlan"]
 
@@ -391,13 +392,6 @@ def remove_plan(module: torch.nn.Module) -> None:
     earlier = _plans.pop(id(module), None)
     if earlier is not None:
         earlier.remove()
-
-
-def refresh_weights(module: torch.nn.Module) -> None:
-    """Refresh the list of weights that recurrent layers keep beside their parameters."""
-    names = getattr(module, "_flat_weights_names", None)
-    if names is not None:
-        module._flat_weights = [getattr(module, name, None) for name in names]  # type: ignore[assignment]
 
 
 def _cast_inputs(policy: Precision | None, inputs: Any, kwargs: Any) -> Any:

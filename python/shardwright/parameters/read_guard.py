@@ -20,6 +20,7 @@ import torch
 
 from .._engine import Error
 from ..torch_compat.autograd import CAN_BE_UNGUARDED, unguarded
+from ..torch_compat.internals import TensorBase
 
 __all__ = ["ChildGuard", "ReadGuard", "WaitGuard"]
 
@@ -71,7 +72,7 @@ _BACKWARDS = (torch.autograd.grad, torch.autograd.backward)
 def _allowed() -> frozenset[Any]:
     found: set[Any] = set()
     for name in dir(torch.Tensor):
-        attribute = torch.Tensor.__dict__.get(name, getattr(torch._C.TensorBase, name, None))
+        attribute = torch.Tensor.__dict__.get(name, getattr(TensorBase, name, None))
         if name not in _VALUES and hasattr(attribute, "__set__"):
             found |= {attribute.__get__, attribute.__set__}
     found |= {getattr(torch.Tensor, name) for name in _METHODS if hasattr(torch.Tensor, name)}

@@ -15,9 +15,8 @@ import itertools
 import operator
 import sys
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 
@@ -27,6 +26,7 @@ from ..layout.memory import address_of
 from ..layout.param_groups import UnitPlan
 from ..torch_compat import autograd as _hooks
 from ..torch_compat.dtensor import held_tensor, is_dtensor
+from ..torch_compat.internals import forward_hooks
 from ..torch_compat.weak import weakly
 from .read_guard import ReadGuard
 
@@ -346,8 +346,7 @@ class UnitSchedule:
             module = reference()
             if module is None:
                 continue
-            first = cast(OrderedDict[int, Any], module._forward_pre_hooks)
-            last = cast(OrderedDict[int, Any], module._forward_hooks)
+            first, last = forward_hooks(module)
             if next(iter(first), before) != before and before in first:
                 first.move_to_end(before, last=False)
             if next(reversed(last), after) != after and after in last:

@@ -13,12 +13,7 @@ def records_of(source: str | IO[bytes]) -> list[str] | None:
     """Return the names of an archive's records; None if torch.load does not take the file for an archive.
 
     torch.load chooses between a state dict and TorchScript by this list. Another parser may list other records of a
-    malicious file.
-
-    Parameters
-    ----------
-    source : path or file
-        A file keeps its position.
+    malicious file. A file keeps its position.
     """
     if isinstance(source, str):
         with open(source, "rb") as file:

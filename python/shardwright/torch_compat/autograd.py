@@ -1,4 +1,4 @@
-"""Every hook into autograd, the optimizers and the compiler. The only file that uses private names of torch.
+"""Every hook into autograd, the optimizers and the compiler.
 
 Each private name has a fallback, so a torch without it lacks a feature but runs:
 
@@ -106,14 +106,7 @@ def named_range(op: str, label: str, more: Mapping[str, Any] | None = None) -> A
 
 
 def collective_range(op: str, label: str, parts: Iterable[tuple[int, Any]]) -> Any:
-    """Return the profiler range of one collective; its values describe the data moved. See named_range.
-
-    Parameters
-    ----------
-    op, label : str
-    parts : iterable of (int, dtype or its name)
-        Numbers of elements, and what they are.
-    """
+    """Return the profiler range of one collective over `parts` (elements, dtype or its name). See named_range."""
     sized = [(numel, str(dtype).removeprefix("torch.")) for numel, dtype in parts]
     size_bytes = sum(numel * getattr(torch, name).itemsize for numel, name in sized)
     dtypes = ",".join({name: None for _, name in sized})

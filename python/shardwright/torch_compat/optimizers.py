@@ -25,6 +25,12 @@ def check_steppable(optimizer: torch.optim.Optimizer) -> None:
                 raise Error(on_meta(parameter, position))
 
 
+def hooks_around(optimizer: torch.optim.Optimizer, what: str) -> tuple[list[Any], list[Any]]:
+    """Return the hooks that run before and after state_dict() or load_state_dict(), named by `what`, in their order."""
+    before, after = (getattr(optimizer, f"_optimizer_{what}_{when}_hooks", {}) for when in ("pre", "post"))
+    return [*before.values()], [*after.values()]
+
+
 def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
     """Return the hooks that run before each step of an optimizer, in their order."""
     return list(optimizer._optimizer_step_pre_hooks.values())

@@ -12,7 +12,7 @@ from typing import Any
 import shardwright as sw
 import torch
 import torch.distributed as dist
-from shardwright import _engine
+from shardwright import _engine, _engine_check
 from shardwright.layout.memory import bytes_of
 from torch import nn
 
@@ -71,17 +71,17 @@ def _library(place: Any) -> str | None:
 def kernels(place: Any, rank: int, world_size: int, *, is_quick: bool) -> Iterator[Row]:
     """Compare each kernel with its reference, on cases spread evenly through its table, with three grids each."""
     comm = place.open()
-    for name, count in _engine.device_kernel_cases().items():
+    for name, count in _engine_check.device_kernel_cases().items():
         step = max(1, count // (_CASES_QUICK if is_quick else _CASES)) | 1  # odd, so that every size occurs
-        yield _compared(name, _engine.device_kernel_check(comm, name, 1, step))
+        yield _compared(name, _engine_check.device_kernel_check(comm, name, 1, step))
 
 
 def sanitized(place: Any, rank: int, world_size: int, *, tool: str, is_quick: bool) -> Iterator[Row]:
     """Run a few cases of every kernel, each on memory with only the bytes that it may touch, under a sanitizer."""
     comm, launches = place.open(), 0
-    for name, count in _engine.device_kernel_cases().items():
+    for name, count in _engine_check.device_kernel_cases().items():
         step = max(1, count if is_quick else count // _CASES_SANITIZED) | 1
-        found = _engine.device_kernel_check(comm, name, 1, step, True)
+        found = _engine_check.device_kernel_check(comm, name, 1, step, True)
         launches += found["launches"]
         if found["differences"]:
             yield _compared(tool, found)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardwright import _engine
+from shardwright import _engine_check
 
 #: tools of compute-sanitizer
 SANITIZERS = ("memcheck", "racecheck", "initcheck")
@@ -85,7 +85,7 @@ def _shared(ranks: int, way: str) -> Run:
 def parts(*, is_quick: bool = False) -> tuple[Part, ...]:
     """Return all parts, the most valuable first. `is_quick`: use sizes that a simulated GPU runs in seconds."""
     size = {"is_quick": is_quick}
-    kernels = tuple(_engine.device_kernel_cases())
+    kernels = tuple(_engine_check.device_kernel_cases())
     slots = {_TRANSPORT: "shm"}
     return (
         # torch's libraries come from a cold disk, and NVRTC compiles the kernels: outside of the other limits

@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
-import functools
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..._engine import CheckpointError, CheckpointFolder
@@ -41,59 +40,39 @@ _ROUND_S = 0.5
 class Directory:
     """The directory of one Checkpointer. Rank 0 locks it, lists it and uploads from it. The constructor is collective.
 
-    Parameters
-    ----------
-    peers : Peers
-    path : str
-        Created if it does not exist.
-    address : str, optional
-        The address for which `path` is the local directory.
-    rules : mapping
-        Arguments of to_retire().
+    `path`, the local directory of `address` if there is one, is created if it does not exist. `rules` are arguments of
+    to_retire().
 
-    Attributes
-    ----------
-    nonce : str
-        Equal on all ranks and unique to this object.
-    read_only : str
-        The reason why saves are impossible; "" if they are possible.
-    mirror : Mirror, optional
-        On rank 0, after open_mirror().
-    rejected : set of str
-        On rank 0: nonces of checkpoints that restore() found damaged.
+    `nonce` is equal on all ranks and unique to this object. `read_only`: the reason why saves are impossible, or "".
     """
 
     def __init__(self, peers: Peers, path: str, address: str | None, rules: Mapping[str, Any]) -> None:
         self._peers, self.path, self._address, self._rules = peers, path, address, rules
-        self.mirror: Mirror | None = None
-        self.rejected: set[str] = set()
-        self.read_only = ""
+        self.mirror: Mirror | None = None  # on rank 0, after open_mirror()
+        self.rejected: set[str] = set()  # on rank 0: nonces of checkpoints that restore() found damaged
         self._warned: set[str] = set()
         self._known: Known = {}
         self._lock: DirectoryLock | None = None
-        self.nonce = self._take()
+        told = peers.first(self._take, f"Checkpointer for {path}")
+        self.nonce, self.read_only = str(told[0]), str(told[1])
 
-    def _take(self) -> str:
-        """Create and lock the directory on rank 0, and return the nonce. A failure raises on all ranks, a read-only
-        directory does not."""
-        refusal, code, is_readable = "", None, False
-        if self._peers.rank == 0:
-            try:
-                self._lock = _lock_directory(self.path)
-            except CheckpointError as error:
-                refusal, code = str(error), error.errno
-            except Exception as error:
-                refusal = f"'{self.path}' cannot be written to: {in_words(error)}"
-                code = getattr(error, "errno", None)
-                is_readable = code in (errno.EACCES, errno.EPERM, errno.EROFS) and os.path.isdir(self.path)
-        told = [refusal, code, is_readable, new_nonce()]
-        refusal, code, is_readable, nonce = self._peers.exchange(told, f"Checkpointer for {self.path}")[0]
-        if is_readable:
-            self.read_only = refusal
-        elif refusal:
-            self.close()
-            raise os_error(refusal, code)
-        return str(nonce)
+    def _take(self) -> list[str]:
+        """Create and lock the directory. Return a nonce, and the reason why it cannot be written to if it can be read."""
+        is_made = False
+        try:
+            make_folder(self.path)
+            is_made = True
+            self._lock = DirectoryLock(self.path)
+        except Exception as error:
+            code = getattr(error, "errno", None)
+            if isinstance(error, CheckpointError) and (is_made or code is None):  # it names the lock, or its holder
+                raise
+            why = os.strerror(code) if code is not None else in_words(error)
+            refusal = f"'{self.path}' cannot be written to: {why}"
+            if code not in (errno.EACCES, errno.EPERM, errno.EROFS) or not os.path.isdir(self.path):
+                raise os_error(refusal, code) from error
+            return [new_nonce(), refusal]
+        return [new_nonce(), ""]
 
     def open_mirror(self) -> None:
         """Begin to upload, on rank 0. Collective."""
@@ -130,12 +109,9 @@ class Directory:
         folder = os.path.join(self.path, folder_name(step))
         if self._peers.rank:
             return Target(folder)
-        try:
-            replaces = CheckpointFolder.identity(folder)  # sw.save() and dcp need no lock on the directory
+        with _reading(self.path):
+            replaces = CheckpointFolder.identity(folder)  # sw.save() and dcp do not take the directory's lock
             return Target(folder, replaces, left_overs(self.path), self._to_retire(Kept(step, folder, metric)))
-        except Exception as error:
-            refusal = f"'{self.path}' cannot be read: {in_words(error)}"
-            raise os_error(refusal, getattr(error, "errno", None)) from error
 
     def _to_retire(self, new: Kept) -> list[str]:
         """Return the paths to remove once `new` is durable."""
@@ -165,62 +141,50 @@ class Directory:
 
     def list(self, *, is_preference: bool = False) -> list[tuple[int, str]]:
         """Return rank 0's list of (step, path) of folders with a manifest: oldest first, or in order of preference, best last."""
-        listed: list[tuple[int, str]] = []
-        refusal, code = "", None
-        if self._address is not None and self._peers.rank == 0 and self.mirror is None:
-            refusal = (
-                f"{self.read_only}; checkpoints of '{self._address}' are copied there: name another local_directory"
-            )
-        elif self._peers.rank == 0:
-            try:
+
+        def look() -> list[tuple[int, str]]:
+            if self._address is not None and self.mirror is None:
+                raise CheckpointError(
+                    f"{self.read_only}; checkpoints of '{self._address}' are copied there: name another local_directory"
+                )
+            with _reading(self.path):
                 found = list_checkpoints(self.path)
                 found = found if self.mirror is None else self.mirror.listed(found)
                 found = in_order(self.path, found) if is_preference else found
-                listed = [(kept.step, kept.path) for kept in found]
-            except Exception as error:
-                refusal = f"'{self.path}' cannot be read: {in_words(error)}"
-                code = getattr(error, "errno", None)
-        listed, refusal, code = self._peers.exchange([listed, refusal, code], f"checkpoints in {self.path}")[0]
-        if refusal:
-            raise os_error(refusal, code)
+            return [(kept.step, kept.path) for kept in found]
+
+        listed = self._peers.first(look, f"checkpoints in {self.path}")
         return [(step, path) for step, path in listed]
 
     def fetch(self, path: str) -> str:
-        """Download a checkpoint that only the address has. Return, equal on all ranks, "" or what is missing or
-        damaged. Collective.
+        """Download a checkpoint that only the address has. Return, equal on all ranks, "" or what is missing or damaged.
+        A failed transfer, of a checkpoint that may be sound, raises CheckpointError on every rank. Collective."""
 
-        Raises
-        ------
-        CheckpointError
-            On every rank: the transfer failed. The checkpoint itself may be sound.
-        """
-        if self._address is None:
+        def download() -> str:
+            try:
+                if self.mirror is not None:
+                    self.mirror.fetch(path)
+            except Exception as error:
+                if not is_of_content(error):
+                    raise
+                return f"download from {self._address} failed: {in_words(error)}"
             return ""
-        return str(on_first(self._peers, functools.partial(self._download, path), f"download from {self._address}"))
 
-    def _download(self, path: str) -> str:
-        """Download the checkpoint on rank 0. Return "" or what is missing or damaged; raise if the transfer fails."""
-        try:
-            if self.mirror is not None:
-                self.mirror.fetch(path)
-        except Exception as error:
-            if not is_of_content(error):
-                raise
-            return f"download from {self._address} failed: {in_words(error)}"
-        return ""
+        return "" if self._address is None else str(on_first(self._peers, download, f"download from {self._address}"))
 
     def go_on_from(self, chosen: Kept) -> None:
         """Mark later checkpoints as abandoned, if the directory is writable. Collective."""
 
         def note() -> None:
-            if self._peers.rank == 0 and self._lock is not None:
-                try:
-                    go_on_from(self.path, chosen, () if self.mirror is None else self.mirror.remote_only)
-                except Exception as error:
-                    why = f"step {chosen.step} was restored, but later checkpoints could not be noted as abandoned"
-                    raise os_error(f"{why}: {in_words(error)}", getattr(error, "errno", None)) from error
+            if self._lock is None:
+                return
+            try:
+                go_on_from(self.path, chosen, () if self.mirror is None else self.mirror.remote_only)
+            except Exception as error:
+                why = f"step {chosen.step} was restored, but later checkpoints could not be noted as abandoned"
+                raise os_error(f"{why}: {in_words(error)}", getattr(error, "errno", None)) from error
 
-        self._peers.together(note, f"rollback to step {chosen.step}")
+        self._peers.first(note, f"rollback to step {chosen.step}")
 
     def reject(self, path: str) -> None:
         """Record that some rank found `path` damaged: retention no longer counts it."""
@@ -229,11 +193,9 @@ class Directory:
                 self.rejected.add(CheckpointFolder(path).nonce)
 
 
-def _lock_directory(directory: str) -> DirectoryLock:
+@contextlib.contextmanager
+def _reading(path: str) -> Iterator[None]:
     try:
-        make_folder(directory)
-    except CheckpointError as error:
-        if error.errno is None:
-            raise
-        raise OSError(error.errno, os.strerror(error.errno)) from None
-    return DirectoryLock(directory)
+        yield
+    except Exception as error:
+        raise os_error(f"'{path}' cannot be read: {in_words(error)}", getattr(error, "errno", None)) from error

@@ -13,11 +13,15 @@ import os
 import re
 import tempfile
 import time
+import weakref
+from collections.abc import Callable
+from typing import TypeVar
 
 from ..._engine import CheckpointError, CheckpointFolder
 
 logger = logging.getLogger("shardwright")
 
+_T = TypeVar("_T")
 LOCK = "LOCK"
 #: lock a file for one file descriptor; return False if another open file holds the lock
 lock_file = CheckpointFolder.lock
@@ -29,8 +33,6 @@ _ORPHAN_S = 3600.0
 #: name of the file through which hosts exchange progress of a save to a path
 _BOARD = re.compile(r"(.+)\.[0-9a-f]{24}\.board\Z", re.DOTALL)
 _OF_DCP = re.compile(r".+\.d[0-9a-f]{24}\.partial\Z", re.DOTALL)
-
-
 #: errors of a file system without locks: Lustre without -o flock, NFS without lockd, some FUSE
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
 #: file systems, by device, whose limits are logged or that have none
@@ -95,6 +97,18 @@ def of_saves(directory: str, name: str | None = None) -> list[str]:
         if board and name in (None, board[1]) and os.path.isfile(path) and _is_old(path):
             found.append(path)
     return sorted(found)
+
+
+def closed_in_children(close: Callable[[_T], None]) -> weakref.WeakSet[_T]:
+    """Return a set on whose members close() is called in each forked child, so that what it inherits does not outlive the parent."""
+    members: weakref.WeakSet[_T] = weakref.WeakSet()
+
+    def close_all() -> None:
+        for each in list(members):
+            close(each)
+
+    os.register_at_fork(after_in_child=close_all)
+    return members
 
 
 def is_left(partial: str) -> bool:

@@ -9,12 +9,11 @@ import json
 import logging
 import os
 import re
-import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..._engine import CheckpointError, CheckpointFolder, NewerCheckpointError
-from .partial import NO_LOCKS, is_left, lock_file, of_saves
+from .partial import NO_LOCKS, closed_in_children, is_left, lock_file, of_saves
 
 logger = logging.getLogger("shardwright")
 _STEP = re.compile(r"step-(\d{6,15})(\.replaced)?\Z")
@@ -64,11 +63,14 @@ def list_checkpoints(directory: str, *, look: bool = False, known: Known | None 
     A folder may be a symbolic link, which is never removed or replaced: see removable_ones(). One that leads nowhere is
     logged. `known`: results of earlier calls. A folder with unchanged files is not opened again."""
     found = []
-    left = abandoned(directory) if look else set()
+    left = branch_of(directory).abandoned if look else set()
     for name in {name.removesuffix(REPLACED) for name in os.listdir(directory) if _STEP.match(name)}:
         path = find(os.path.join(directory, name))
         if path is None:
-            _tell_if_dangling(os.path.join(directory, name))
+            path = os.path.join(directory, name)
+            if path not in _dangling and os.path.islink(path) and not os.path.exists(path):
+                _dangling.add(path)
+                logger.warning("'%s' is a symbolic link that leads nowhere, and is passed over", path)
         else:
             each = Kept(int(name.removeprefix("step-")), path, *(_look_again(path, known) if look else ()))
             found.append(dataclasses.replace(each, state=ABANDONED) if each.nonce in left else each)
@@ -78,12 +80,6 @@ def list_checkpoints(directory: str, *, look: bool = False, known: Known | None 
 def removable_ones(kept: Sequence[Kept]) -> list[Kept]:
     """Return the checkpoints that are no symbolic links: rules of retention count those alone."""
     return [each for each in kept if not os.path.islink(each.path)]
-
-
-def _tell_if_dangling(path: str) -> None:
-    if path not in _dangling and os.path.islink(path) and not os.path.exists(path):
-        _dangling.add(path)
-        logger.warning("'%s' is a symbolic link that leads nowhere, and is passed over", path)
 
 
 _dangling: set[str] = set()
@@ -112,11 +108,11 @@ def replaced_ones(directory: str) -> list[str]:
 
 def _look_again(path: str, known: Known | None) -> tuple[float | None, str, str]:
     """Return _look(), or the result in `known` if the folder has not changed."""
-    if known is None:
-        return _look(path)
     try:
-        files = [*_files_of(path), *_files_of(os.path.join(path, "ranks"))]
+        files = [] if known is None else [*_files_of(path), *_files_of(os.path.join(path, "ranks"))]
     except OSError:
+        known = None
+    if known is None:
         return _look(path)
     if known.get(path, (None, None))[0] != files:
         found = _look(path)
@@ -166,14 +162,9 @@ def to_retire(
 ) -> list[Kept]:
     """Return the checkpoints that no rule keeps; none if there is no rule. The newest sound one always stays.
 
-    Rules count only sound checkpoints. A damaged one is returned once `keep_last` sound ones (one without that rule)
-    are newer, unless another rule would keep it if it were sound: the damage may be transient. An UNKNOWN one stays.
-
-    Parameters
-    ----------
-    keep_last : keep that many of the newest.
-    keep_every : keep steps that are a multiple of it.
-    keep_best : keep that many with the smallest metric, or the largest if `largest`; prefer newer ones among equals.
+    Rules count only sound checkpoints: the newest `keep_last`, multiples of `keep_every`, and the `keep_best` with the smallest
+    metric, or the largest, newer ones first among equals. A damaged one is returned once `keep_last` sound ones (one without that
+    rule) are newer, unless another rule would keep it if it were sound: the damage may be transient. An UNKNOWN one stays.
     """
     if keep_last is None and keep_every is None and keep_best is None:
         return []
@@ -191,35 +182,33 @@ def to_retire(
     return [k for k in kept if k.state != UNKNOWN and k not in safe and (k.state == SOUND or k.step < last[-1].step)]
 
 
-def _branch(directory: str) -> tuple[set[str], list[int]]:
-    """Return the nonces of abandoned checkpoints, and the steps of all rollbacks, oldest first."""
+class Branch(NamedTuple):
+    """The nonces of abandoned checkpoints, and the step of each rollback so far, oldest first.
+
+    A step that was made when `rollbacks` had n entries is abandoned if a later entry is less than it."""
+
+    abandoned: set[str]
+    rollbacks: list[int]
+
+
+def branch_of(directory: str) -> Branch:
+    """Return what the rollbacks in a directory have noted."""
     path = os.path.join(directory, BRANCH)
     try:
         with open(path, "rb") as file:
             noted = json.loads(file.read(_BRANCH_BYTES))
         nonces = {nonce for nonce in noted["abandoned"] if isinstance(nonce, str)}
-        return nonces, [int(step) for step in noted.get("rollbacks", [])]
+        return Branch(nonces, [int(step) for step in noted.get("rollbacks", [])])
     except FileNotFoundError:
-        return set(), []
+        pass
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         logger.warning("'%s' cannot be read (%s): restore() takes the newest checkpoint", path, error)
-        return set(), []
-
-
-def abandoned(directory: str) -> set[str]:
-    """Return the nonces of abandoned checkpoints."""
-    return _branch(directory)[0]
-
-
-def rollbacks(directory: str) -> list[int]:
-    """Return the step of each rollback so far. A step that was made when this list had n entries is abandoned if a later
-    entry is less than it."""
-    return _branch(directory)[1]
+    return Branch(set(), [])
 
 
 def in_order(directory: str, kept: Sequence[Kept]) -> list[Kept]:
     """Return checkpoints in restore()'s order of preference, best last. Abandoned ones are first."""
-    nonces = abandoned(directory)
+    nonces = branch_of(directory).abandoned
     if not nonces:
         return list(kept)
     left = {each.path for each in (*list_checkpoints(directory, look=True), *kept) if each.nonce in nonces}
@@ -227,13 +216,11 @@ def in_order(directory: str, kept: Sequence[Kept]) -> list[Kept]:
 
 
 def go_on_from(directory: str, chosen: Kept, elsewhere: Sequence[Kept] = ()) -> None:
-    """Mark checkpoints later than `chosen` as abandoned, and `chosen` as not abandoned. Durable. Reads one manifest
-    each.
-
+    """Mark checkpoints later than `chosen` as abandoned, and `chosen` as not abandoned. Durable. Reads one manifest each;
     `elsewhere`: checkpoints that the directory may lack, with their nonces."""
     path = os.path.join(directory, BRANCH)
     listed = [*list_checkpoints(directory, look=True), *elsewhere]
-    before, steps = _branch(directory)
+    before, steps = branch_of(directory)
     after = {k.nonce for k in listed if k.nonce and (k.step > chosen.step or k.nonce in before)} - {chosen.nonce}
     with open(f"{path}.new", "wb") as file:
         file.write(json.dumps({"abandoned": sorted(after), "rollbacks": [*steps, chosen.step]}).encode())
@@ -244,15 +231,10 @@ def go_on_from(directory: str, chosen: Kept, elsewhere: Sequence[Kept] = ()) -> 
 
 
 class DirectoryLock:
-    """A lock that gives a directory one writer. The kernel releases it when the process ends, even with forked
-    children.
+    """A lock that gives a directory one writer. It belongs to the open file: a read or copy of `.lock` in the same process does
+    not release it, and the kernel does when the process ends, even with forked children.
 
-    The lock belongs to the open file: a read or copy of `.lock` in the same process does not release it.
-
-    Raises
-    ------
-    CheckpointError
-        Another Checkpointer holds the lock, of this process or of the process that the message names.
+    CheckpointError: another Checkpointer has it, of this process or of the process that the message names.
     """
 
     def __init__(self, directory: str) -> None:
@@ -270,9 +252,9 @@ class DirectoryLock:
         try:
             is_taken = lock_file(self._fd, path)
         except CheckpointError as error:
-            if error.errno not in NO_LOCKS:
+            is_taken = error.errno in NO_LOCKS  # make_folder() has logged it
+            if not is_taken:
                 raise
-            is_taken = True  # make_folder() has logged it
         if not is_taken:
             holder = os.pread(self._fd, 200, 0).decode("utf-8", "replace").strip() or "another program"
             if holder == mine:
@@ -289,13 +271,4 @@ class DirectoryLock:
             self._fd = -1
 
 
-_held: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
-
-
-def _forget_locks() -> None:
-    """Close inherited locks in a forked child, so that they do not outlive the parent."""
-    for each in list(_held):
-        each.release()
-
-
-os.register_at_fork(after_in_child=_forget_locks)
+_held = closed_in_children(DirectoryLock.release)

@@ -55,10 +55,7 @@ class Buddies:
     @property
     def is_busy(self) -> bool:
         with self._changed:
-            return self._is_busy()
-
-    def _is_busy(self) -> bool:
-        return any(count < self._started for count in (*self._sent, *self._received))
+            return any(count < self._started for count in (*self._sent, *self._received))
 
     def start(self, image: Image, slot: int, nonce: str, tables: int) -> None:
         """Begin to exchange a step. Not while is_busy. The caller must not change `image` until the exchange ends."""
@@ -70,7 +67,7 @@ class Buddies:
     def wait(self, timeout_s: float) -> bool:
         """Return True once the exchange has ended, whatever its outcome."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._is_busy() or bool(self.failure), timeout_s)
+            return self._changed.wait_for(lambda: not self.is_busy or bool(self.failure), timeout_s)
 
     def close(self, gently: bool) -> None:
         with self._changed:
@@ -144,7 +141,7 @@ class Buddies:
                 self._wire.wait(self._wire.receive(rank, _RUNS, image.address + begin, nbytes))
                 self.moved += 1
             for index, table in enumerate(tables):
-                image.write(index, table.encode())
+                image.write(index, table)
             self._count(self._received, number)
 
     def _wire_receive(self, rank: int, tag: int, nbytes: int) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 
@@ -14,13 +15,13 @@ _SHARE = 0.9
 
 @dataclasses.dataclass(frozen=True)
 class Need:
-    """The bytes that a host needs for its own images and for those of each host in `of_others`."""
+    """The bytes that a host needs for its own images and for those of each host in `of_others`; its guardian's images have
+    `held` already."""
 
     host: str
     own: int
     of_others: Sequence[int]
     held: int
-    """bytes that the guardian's images have already"""
     left: int
     limit: str
 
@@ -34,19 +35,14 @@ class Need:
 def memory_left() -> tuple[int, str]:
     """Return the bytes that this process may still touch, and the name of the limit that applies."""
     limits = host_limits()
-    found = [(_available(), "MemAvailable")]
+    available = 1 << 62
+    with contextlib.suppress(OSError, StopIteration, ValueError), open("/proc/meminfo", "rb") as file:
+        available = next(1024 * int(line.split()[1]) for line in file if line.startswith(b"MemAvailable:"))
+    found = [(available, "MemAvailable")]
     if limits["memory_max_bytes"] is not None and limits["memory_current_bytes"] is not None:
         left = max(0, limits["memory_max_bytes"] - limits["memory_current_bytes"])
         found.append((left, f"the control group's limit of {in_gib(limits['memory_max_bytes'])}"))
     return min(found)
-
-
-def _available() -> int:
-    try:
-        with open("/proc/meminfo", "rb") as file:
-            return next(1024 * int(line.split()[1]) for line in file if line.startswith(b"MemAvailable:"))
-    except (OSError, StopIteration, ValueError):
-        return 1 << 62
 
 
 def refusal(needs: Sequence[Need], replicas: int) -> str:
@@ -64,10 +60,7 @@ def refusal(needs: Sequence[Need], replicas: int) -> str:
 
 
 def no_restore(needs: Sequence[Need], replicas: int) -> str:
-    """Return the reason why a restore that fetches the missing parts of a step would exceed some host's memory; "" if
-    none.
-
-    On several hosts, a restore of state that all ranks hold whole fetches everything to the images of each host."""
+    """Return the reason why a restore that fetches a whole step to the images of each host would exceed some host's memory, or ""."""
     whole = sum(need.own for need in needs)
     for need in needs:
         rest = whole - need.own

@@ -12,12 +12,12 @@ import subprocess
 import sys
 import threading
 import time
-import weakref
 from pathlib import Path
 from typing import Any
 
 from ..._engine import CheckpointError
-from .guardian import MESSAGE_BYTES, peer_uid, start_of
+from ..folder.partial import closed_in_children
+from .guardian import MESSAGE_BYTES, fields_of, peer_uid
 
 #: seconds that a guardian waits for the job to restart after its last rank ended without goodbye
 LINGER_S = 600.0
@@ -30,13 +30,9 @@ def ancestors() -> list[tuple[int, int]]:
     """Return (pid, start) of this process and of its visible ancestors."""
     found: list[tuple[int, int]] = []
     pid = os.getpid()
-    while pid > 0 and (started := start_of(pid)) and len(found) < 64:
-        found.append((pid, started))
-        try:
-            with open(f"/proc/{pid}/stat", "rb") as file:
-                pid = int(file.read().rpartition(b")")[2].split()[1])
-        except (OSError, IndexError, ValueError):
-            break
+    while pid > 0 and (fields := fields_of(pid)) and len(found) < 64:
+        found.append((pid, int(fields[19])))
+        pid = int(fields[1])
     return found
 
 
@@ -45,11 +41,6 @@ def launcher_of(chains: list[list[tuple[int, int]]], session: int) -> tuple[int,
 
     For a rank alone on its host this is the session's leader (`session`) if that is an ancestor, since a wrapper such
     as `timeout` may be between the two and ends with the rank; else its parent.
-
-    Raises
-    ------
-    CheckpointError
-        No ancestor is visible: the ranks are the first processes of their containers.
     """
     shared = set(chains[0][1:]).intersection(*chains[1:])
     leaders = [each for each in shared if each[0] == session and len(chains) == 1]
@@ -74,23 +65,8 @@ class Silent(CheckpointError):
 class Client:
     """A connection to a guardian of the same user.
 
-    Parameters
-    ----------
-    name : str
-    run : str
-        The identity of this start of the job, equal on its ranks.
-    answer_s : float
-        Timeout of an answer in seconds, far below the deadline of ranks that wait for this one.
-
-    Attributes
-    ----------
-    is_silent : bool
-        True after an answer timed out. The connection is then closed.
-
-    Raises
-    ------
-    CheckpointError
-        No guardian answers, or a process of another user does. Silent: a guardian that is stopped.
+    `run` identifies this start of the job, equal on its ranks. `answer_s`, the timeout of an answer, is far below the deadline of
+    ranks that wait for this one. After an answer timed out `is_silent` is True, and the connection is closed.
     """
 
     def __init__(self, name: str, run: str, answer_s: float = ANSWER_S) -> None:
@@ -114,27 +90,19 @@ class Client:
 
     @classmethod
     def start(
-        cls,
-        name: str,
-        run: str,
-        launcher: tuple[int, int],
-        linger_s: float | None = None,
-        answer_s: float = ANSWER_S,
+        cls, name: str, run: str, launcher: tuple[int, int], linger_s: float | None = None, answer_s: float = ANSWER_S
     ) -> Client:
         """Return a connection to the guardian with this name. Start it if none runs; takes about 2 * answer_s at most."""
         options = ["-I", "-S", _PROGRAM, name, *map(str, launcher), str(linger_s or LINGER_S)]
         until = time.monotonic() + 2 * answer_s
         starts = 0
         while True:
-            left_s = max(until - time.monotonic(), 0.001)
             try:
-                made = cls(name, run, min(answer_s, left_s))
+                made = cls(name, run, min(answer_s, max(until - time.monotonic(), 0.001)))
                 made._socket.settimeout(answer_s)
                 return made
-            except Silent:  # no other guardian can take its name
-                raise
-            except CheckpointError:
-                if starts == _STARTS or time.monotonic() >= until:
+            except CheckpointError as error:  # no other guardian can take the name of one that is silent
+                if isinstance(error, Silent) or starts == _STARTS or time.monotonic() >= until:
                     raise
             starts += 1
             try:
@@ -189,6 +157,9 @@ class Client:
         finally:
             self._asking.release()
 
+    def _hang_up(self) -> None:
+        self._socket.close()
+
     def close(self, *, goodbye: bool) -> None:
         """Disconnect. After a `goodbye` of every rank of a start, the guardian ends and frees the images."""
         if goodbye:
@@ -197,13 +168,5 @@ class Client:
         self._socket.close()
 
 
-_open: weakref.WeakSet[Client] = weakref.WeakSet()
-
-
-def _forget() -> None:
-    """Close inherited connections in a forked child: they would make the rank look alive to the guardian."""
-    for each in list(_open):
-        each._socket.close()
-
-
-os.register_at_fork(after_in_child=_forget)
+#: an inherited connection would make the rank look alive to the guardian
+_open = closed_in_children(Client._hang_up)

@@ -31,14 +31,20 @@ def peer_uid(connection: socket.socket) -> int:
     return int(PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER.size))[1])
 
 
-def start_of(pid: int) -> int:
-    """Return the start time of a process in kernel ticks; 0 if it has ended, reaped or not."""
+def fields_of(pid: int) -> list[bytes]:
+    """Return the fields of a process from its state on (proc(5)); [] if it has ended, reaped or not."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
-        return 0 if fields[0] in (b"Z", b"X") else int(fields[19])
-    except (OSError, IndexError, ValueError):
-        return 0
+    except OSError:
+        return []
+    return [] if len(fields) < 20 or fields[0] in (b"Z", b"X") else fields
+
+
+def start_of(pid: int) -> int:
+    """Return the start time of a process in kernel ticks; 0 if it has ended."""
+    fields = fields_of(pid)
+    return int(fields[19]) if fields else 0
 
 
 class Guardian:

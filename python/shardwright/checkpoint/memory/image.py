@@ -27,7 +27,6 @@ import json
 import mmap
 import os
 import struct
-import weakref
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -35,6 +34,7 @@ from typing import Any
 import torch
 
 from ..._engine import CheckpointError
+from ..folder.partial import closed_in_children
 from .client import Client
 
 TABLE_BYTES = 64 << 20  # of address space; a table has as many pages as bytes
@@ -131,8 +131,9 @@ class Image:
         at = self.data + index * TABLE_BYTES
         self._map[at : at + _PREFIX.size] = bytes(_PREFIX.size)
 
-    def write(self, index: int, encoded: bytes) -> None:
+    def write(self, index: int, table: Table) -> None:
         """Write a cleared table, its prefix last."""
+        encoded = table.encode()
         if len(encoded) > TABLE_BYTES:
             raise CheckpointError(f"a rank wrote {len(encoded)} bytes of runs: a table has at most {TABLE_BYTES}")
         at = self.data + index * TABLE_BYTES
@@ -153,27 +154,18 @@ class Image:
             os.close(self.fd)
             self.fd = -1
 
-
-_live: weakref.WeakSet[Image] = weakref.WeakSet()
-
-
-def _forget() -> None:
-    """Close images in a forked child, which inherits descriptors but not the memory (MADV_DONTFORK)."""
-    images = list(_live)
-    files = {each.file for each in images}
-    for each in images:
-        each.fd = -1
+    def _forget(self) -> None:
+        """Close the descriptors in a forked child, the map's, too, which has no name here. The child has no memory of the image."""
+        self.fd = -1
         # never unmap: the child may have other memory at this address by then
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(each._map))
-    if not files:
-        return
-    nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-    for fd in map(int, os.listdir("/proc/self/fd")):  # the map's, too, which has no name here and closes it itself
-        with contextlib.suppress(OSError):
-            found = os.fstat(fd)
-            if (found.st_dev, found.st_ino) in files:
-                os.dup2(nothing, fd, inheritable=False)
-    os.close(nothing)
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._map))
+        nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        for fd in map(int, os.listdir("/proc/self/fd")):
+            with contextlib.suppress(OSError):
+                found = os.fstat(fd)
+                if (found.st_dev, found.st_ino) == self.file:
+                    os.dup2(nothing, fd, inheritable=False)
+        os.close(nothing)
 
 
-os.register_at_fork(after_in_child=_forget)
+_live = closed_in_children(Image._forget)

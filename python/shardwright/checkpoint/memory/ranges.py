@@ -91,7 +91,7 @@ def on_hosts(peers: Peers, call: Callable[[], Any], label: str) -> list[Any]:
         except (CheckpointError, OSError, MemoryError, RuntimeError) as error:
             raise CheckpointError(f"host {socket.gethostname()}: {error or type(error).__name__}") from error
 
-    return peers.together(named, f"memory tier: {label}")
+    return peers.together(named, f"memory tier: {label}", keeps=())
 
 
 def connect_carriers(peers: Peers, name: str, timeout_s: float) -> Wire | None:

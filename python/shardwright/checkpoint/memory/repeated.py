@@ -24,19 +24,12 @@ from ..state.optimizer_extras import further_state
 
 
 class Repeated:
-    """The sources of model and optimizer of one step, valid while the training has the same tensors at the same
-    addresses.
+    """The sources of model and optimizer of one step, valid while the training has the same tensors at the same addresses.
 
-    It compares identity, address, dtype, shape and strides of every tensor. It keeps the objects alive, so that no other
-    object can take their identity. It does not change: a save that uses it keeps a reference.
-
-    Attributes
-    ----------
-    found : ModelTensors
-    groups, sources, count
-        The groups of model and optimizer, and their sources, which have the first `count` numbers of the plan.
-    needs_no_agreement : bool
-        True if no other content can differ between ranks: no buffers, no state in parts.
+    It compares identity, address, dtype, shape and strides of every tensor, and keeps the objects alive, so that no other object
+    can take their identity. It does not change: a save that uses it keeps a reference. `sources` have the first `count` numbers of
+    the plan. `needs_no_agreement`: no other content can differ between ranks, since there are no buffers and no state in parts. Not `is_usable`:
+    content may change unnoticed between steps, or is copied before it is saved.
     """
 
     def __init__(
@@ -47,7 +40,7 @@ class Repeated:
         content: Content,
         sources: Sequence[Source],
         entries_text: bytes,
-        released: Mapping[int, Sliced],
+        released: Mapping[int, Sliced] = {},
     ) -> None:
         self.layout, self.found = layout, found
         self._optimizers = [weakref.ref(each) for each in members_of(training.optimizer)]
@@ -59,65 +52,45 @@ class Repeated:
             found.buffers or released or layout.state is not None or holds_shards([training.user_state, training.extra])
         )
         self._modules = [module for _, module in walk(training.model, "")]
-        containers = self._containers(training)
-        self._kept = [list(_members_of(each)) for each in containers]
-        self._identities = object_addresses(containers)
-        self._tensors = [
-            *(each for each in found.parameters.values() if id(each) not in released),
-            *found.buffers.values(),
-            *_state_of(training.optimizer),
-        ]
-        plain = [each for each in self._tensors if not is_dtensor(each)]
+        self._kept = [list(_members_of(each)) for each in self._containers(training)]
+        state = list(_state_of(training.optimizer))
+        parameters = [each for each in found.parameters.values() if id(each) not in released]
+        tensors = [each for each in (*parameters, *found.buffers.values(), *state) if isinstance(each, torch.Tensor)]
+        plain = [each for each in tensors if not is_dtensor(each)]
         self._plain = plain if tensor_places(plain) is not None else []
-        self._places = tensor_places(self._plain)
-        self._odd = [each for each in self._tensors if not self._plain or is_dtensor(each)]
-        self._odd_places = self._places_of_odd(released)
+        self._odd = [each for each in tensors if not self._plain or is_dtensor(each)]
+        self._known = self._places(training, released)
         self._options: bytes | None = None  # tree.mark() of the options of the groups
         self._optimizer_text = b""  # of these options
         self._rest: OwnRows | None = None
         self._entries = entries_text  # the text of "state" in optimizer.json, on rank 0
-
-    @classmethod
-    def of(
-        cls,
-        training: Any,
-        layout: Any,
-        found: ModelTensors,
-        content: Content,
-        sources: Sequence[Source],
-        entries_text: bytes,
-        released: Mapping[int, Sliced] = {},
-    ) -> Repeated | None:
-        """Make the object; None if content may change unnoticed between steps, or is copied before it is saved."""
-        if layout.has_values or any(not isinstance(each, torch.Tensor) for each in _state_of(training.optimizer)):
-            return None
-        made = cls(training, layout, found, content, sources, entries_text, released)
-        held = [_memory_of(each) for each in made._tensors]
-        if any(each.numel() and not address_of(each) for each in held):
-            return None
+        held = [_memory_of(each) for each in tensors]
+        has_memory = all(address_of(each) or not each.numel() for each in held)
         held += [memory for each in released.values() for _, memory in each.parts]
-        return made if made._has_plain_options(training) and _all_inside(made.sources, held) else None
+        self.is_usable = (
+            not layout.has_values
+            and all(isinstance(each, torch.Tensor) for each in state)
+            and has_memory
+            and self._has_plain_options(training)
+            and _all_inside(self.sources, held)
+        )
 
     def fits(self, training: Any, released: Mapping[int, Sliced] = {}) -> bool:
         """Return True if the training has the same tensors with the same memory, shape and layout."""
-        return (
-            object_addresses(self._containers(training)) == self._identities
-            and tensor_places(self._plain) == self._places
-            and self._places_of_odd(released) == self._odd_places
-            and self._has_plain_options(training)
-        )
+        return self._places(training, released) == self._known and self._has_plain_options(training)
+
+    def _places(self, training: Any, released: Mapping[int, Sliced]) -> tuple[Any, ...]:
+        """Return identities of the members of all containers, and address, dtype, shape and strides of each tensor."""
+        odd = [_memory_of(tensor) for tensor in self._odd]  # C cannot read them
+        odd += [memory for each in released.values() for _, memory in each.parts]
+        of_odd = [(each.data_ptr(), each.dtype, each.shape, each.stride()) for each in odd]
+        return object_addresses(self._containers(training)), tensor_places(self._plain), of_odd
 
     def is_of(self, training: Any) -> bool:
         """Return True if a load into `training` may replace some of the tensors."""
         own = [*(each() for each in self._optimizers), *self._parts]
         others = [*members_of(training.optimizer), *parts_of(training.model).values()]
         return any(each is other for each in own for other in others)
-
-    def _places_of_odd(self, released: Mapping[int, Sliced]) -> list[Any]:
-        """Return address, dtype, shape and strides of each tensor that C cannot read."""
-        held = [_memory_of(tensor) for tensor in self._odd]
-        held += [memory for each in released.values() for _, memory in each.parts]
-        return [(each.data_ptr(), each.dtype, each.shape, each.stride()) for each in held]
 
     def _has_plain_options(self, training: Any) -> bool:
         """Return True if no option of the optimizer is a tensor, and its state_dict() has no further keys."""
@@ -185,13 +158,7 @@ def forget_tensors_of(training: Any) -> None:
 
 
 class OwnRows:
-    """A rank's own line and rows in memory that each step overwrites, so that a step's sources are those of the last.
-
-    Attributes
-    ----------
-    content : Content
-    sources : its sources, packed.
-    """
+    """A rank's own line and rows in memory that each step overwrites, so that a step's packed `sources` are those of the last."""
 
     def __init__(self, rows: Rows, tensors: Mapping[str, torch.Tensor], content: Content) -> None:
         self._rows, self.content = rows, content

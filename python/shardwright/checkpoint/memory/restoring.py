@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 from ..._engine import CheckpointError, CheckpointFolder
 from ...comm.wire import Wire
@@ -56,8 +55,7 @@ class Candidate:
 
     def lacks(self, host: int, rank: int) -> bool:
         """Return True if best(host) lacks the bytes that `rank` wrote."""
-        name = self.best(host)
-        return name is None or rank not in self.parts[host][name]
+        return rank not in self.parts[host].get(self.best(host) or "", ())
 
     def holder(self, host: int, rank: int) -> str | None:
         """Return the name of an image of `host` with the bytes that `rank` wrote."""
@@ -74,9 +72,9 @@ class Candidate:
 class Source:
     """The files of a candidate on this host: first meet(), then bring(), then open() and reads.
 
-    It owns `image`, this host's best image of the candidate or an empty one. `open_image` opens an image of this host's
-    guardian by name. close() calls `closed` with the number of bytes that came from other hosts. `is_whole`: every host's image
-    has the whole step, so bring() has no work; equal on all ranks.
+    It owns `image`, this host's best image of the candidate or an empty one. `open_image` opens an image of this host's guardian
+    by name. `is_whole`: every host's image has the whole step, so bring() has no work; equal on all ranks. `moved_bytes` came
+    from other hosts.
     """
 
     def __init__(
@@ -85,11 +83,10 @@ class Source:
         image: Image,
         peers: Peers,
         open_image: Callable[[str], Image],
-        closed: Callable[[int], None],
         timeout_s: float,
     ) -> None:
         self._candidate, self._image, self._peers = candidate, image, peers
-        self._open, self._closed, self._timeout_s = open_image, closed, timeout_s
+        self._open, self._timeout_s = open_image, timeout_s
         self._hosts = peers.host_of
         self._host = self._hosts[peers.rank]
         self._is_first = peers.rank == self._hosts.index(self._host)
@@ -97,7 +94,7 @@ class Source:
         self._brought: list[list[Range]] = [[] for _ in range(peers.host_count)]
         self._wire: Wire | None = None
         self._turn_bytes = max(_LEAST_BYTES, _TURN_BYTES // peers.host_count)
-        self.is_whole, self._moved_bytes = candidate.is_whole, 0
+        self.is_whole, self.moved_bytes = candidate.is_whole, 0
         everywhere = itertools.product(range(peers.host_count), range(candidate.world_size))
         self._is_remote = not all(candidate.holder(host, rank) for host, rank in everywhere)
 
@@ -143,9 +140,8 @@ class Source:
         """Open the files on rank 0."""
         chosen = self._candidate
         tallies = [self._tables[rank].tallies for rank in range(chosen.world_size)]
-        return self.attach(
-            CheckpointFolder.merged(chosen.label, chosen.step, chosen.world_size, chosen.nonce, self._files, tallies)
-        )
+        of_step = chosen.label, chosen.step, chosen.world_size, chosen.nonce
+        return self.attach(CheckpointFolder.merged(*of_step, self._files, tallies))
 
     @property
     def _files(self) -> list[tuple[str, int]]:
@@ -168,7 +164,6 @@ class Source:
     def close(self) -> None:
         """Close the image after the last read. Call it on each rank, also after a failed restore."""
         self._image.close()
-        self._closed(self._moved_bytes)
         self._hang_up()
 
     # bytes of other hosts ---------------------------------------------------------------------------------------------
@@ -255,10 +250,18 @@ class Source:
         left = max((len(each) for _, sends, _, receives in rounds for each in (sends, receives)), default=0)
 
         def move(turn: int, images: Callable[[int], Image]) -> bool:
-            """Exchange one turn's messages with all hosts. Return True if more are left."""
+            """Exchange one turn's messages with all hosts, two at a time. Return True if more are left."""
             try:
                 for to, sends, by, receives in rounds:
-                    self._round(to, sends[turn : turn + 1], by, receives[turn : turn + 1], images)
+                    wire, works = self._wire, []
+                    assert wire is not None
+                    for _, begin, nbytes in itertools.chain.from_iterable(receives[turn : turn + 1]):
+                        works.append(wire.receive(by, _TAG, self._image.address + begin, nbytes))
+                        self.moved_bytes += nbytes
+                    for rank, begin, nbytes in itertools.chain.from_iterable(sends[turn : turn + 1]):
+                        works.append(wire.send(to, _TAG, images(rank).address + begin, nbytes))
+                    for work in works:
+                        wire.wait(work, self._timeout_s)
             except BaseException:
                 self._hang_up()  # peers that wait for this host fail now
                 raise
@@ -270,20 +273,6 @@ class Source:
                 step = functools.partial(move, turn, images)
                 if not any(on_hosts(self._peers, step, "bytes of a step in memory")):
                     return
-
-    def _round(
-        self, to: int, sends: list[list[Parcel]], by: int, receives: list[list[Parcel]], images: Callable[[int], Image]
-    ) -> None:
-        wire = self._wire
-        assert wire is not None
-        works: list[Any] = []
-        for _, begin, nbytes in itertools.chain.from_iterable(receives):
-            works.append(wire.receive(by, _TAG, self._image.address + begin, nbytes))
-            self._moved_bytes += nbytes
-        for rank, begin, nbytes in itertools.chain.from_iterable(sends):
-            works.append(wire.send(to, _TAG, images(rank).address + begin, nbytes))
-        for work in works:
-            wire.wait(work, self._timeout_s)
 
     def _hang_up(self) -> None:
         if self._wire is not None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..._engine import CheckpointError, CheckpointPlan, CheckpointSaver
-from ..folder.retention import rollbacks
+from ..folder.retention import branch_of
 from ..peers import Peers
 from .buddies import Buddies
 from .budget import SLOTS, Need, memory_left, no_restore, refusal
@@ -51,6 +51,7 @@ class MemoryTier:
         self._host = self._hosts[peers.rank]
         self._here = [rank for rank, host in enumerate(self._hosts) if host == self._host]
         self._index = self._here.index(peers.rank)
+        self._is_first = self._index == 0
         self._client: Client | None = None
         self._buddies: Buddies | None = None
         self._images: dict[int, tuple[Any, Image]] = {}  # slot -> (layout that it was made for, image)
@@ -58,9 +59,7 @@ class MemoryTier:
         self._last: tuple[int, int] | None = None
         self._room = 0  # bytes for rank 0's own files in an image of the current layout
         self._failure = ""
-        self._directory = directory
-        self._branch = 0  # number of rollbacks so far
-        self._checked: Any = None  # the layout for which the budget was checked
+        self._directory, self._branch = directory, 0  # number of rollbacks so far
         self._files_of = functools.lru_cache(maxsize=2)(_files_of)
         self._has_warned = self.are_ready = False
         self.told: list[Any] = []
@@ -90,10 +89,6 @@ class MemoryTier:
             yield
         except CheckpointError as error:
             self._turn_off_if(str(error))
-
-    @property
-    def _is_first(self) -> bool:
-        return self._index == 0
 
     def _choose_replicas(self, asked: int | None) -> int:
         others = self._peers.host_count - 1
@@ -137,7 +132,7 @@ class MemoryTier:
 
     def _rollbacks(self) -> list[int]:
         """Return the steps of all rollbacks of this directory, on rank 0."""
-        return rollbacks(self._directory) if self._peers.rank == 0 else []
+        return branch_of(self._directory).rollbacks if self._peers.rank == 0 else []
 
     def _meet_buddies(self) -> None:
         """Make the wire between carriers. Collective."""
@@ -149,11 +144,34 @@ class MemoryTier:
             (carriers[(self._host + k) % len(carriers)], carriers[(self._host - k) % len(carriers)])
             for k in range(1, self.replicas + 1)
         ]
-        self._buddies = Buddies(wire, others, self._make_theirs)
 
-    def _make_theirs(self, distance: int, slot: int, data: int, tables: int) -> Image:
+        def make(k: int, slot: int, data: int, tables: int) -> Image:
+            return Image.make(client, f"of-{k}-{slot}", data, tables)
+
+        client = self._guardian
+        self._buddies = Buddies(wire, others, make)
+
+    @property
+    def _guardian(self) -> Client:
         assert self._client is not None
-        return Image.make(self._client, f"of-{distance}-{slot}", data, tables)
+        return self._client
+
+    def _image_of_host(self, name: str, make: Callable[[], Image] | None, label: str) -> Image:
+        """Return an image that the host's first rank makes and the others open. An error is equal on all ranks. Collective."""
+        opened: list[Image] = []
+
+        def open_it(is_first: bool) -> None:
+            if self._is_first == is_first:
+                opened.append(make() if is_first and make is not None else Image.open(self._guardian, name))
+
+        try:
+            for is_first in (True, False):
+                on_hosts(self._peers, functools.partial(open_it, is_first), label)
+        except BaseException:
+            for image in opened:
+                image.close()
+            raise
+        return opened[0]
 
     # saving -----------------------------------------------------------------------------------------------------------
 
@@ -229,17 +247,11 @@ class MemoryTier:
             nonce=nonce, shared=plan, shared_sources=sources, own=own_plan, own_sources=own_sources,
             image=image.address, image_bytes=image.data, timeout_s=self._timeout_s, device=device,
         )  # fmt: skip
-        head = {
-            "step": step,
-            "nonce": nonce,
-            "rank": self._peers.rank,
-            "world_size": self._peers.world_size,
-            "data": image.data,
-            "branch": self._branch,
-        }
+        ranks = {"rank": self._peers.rank, "world_size": self._peers.world_size}
+        head = {"step": step, "nonce": nonce, **ranks, "data": image.data, "branch": self._branch}
         if own_plan is not None:
             head["files"] = [*self._files_of(plan), *self._files_of(own_plan)]
-        image.write(self._index, Table(head, runs, tallies).encode())
+        image.write(self._index, Table(head, runs, tallies))
 
     def _image(
         self, slot: int, layout: Any, plan: CheckpointPlan, share: Callable[[], tuple[int, bool]], own: Any
@@ -251,29 +263,17 @@ class MemoryTier:
             return found[1]
         if found is not None:
             self._images.pop(slot)[1].close()
-        if self._checked is not layout:
+        if not any(made_for is layout for made_for, _ in self._images.values()):
             own_bytes = 0 if own is None else sum(in_blocks(nbytes) for _, nbytes, *_ in own[0].files())
             share_bytes, has_slices = share()
             self._turn_off_if(self._over_budget(share_bytes + own_bytes, own_bytes, has_slices))
-            self._checked = layout
         if self.off:
             return None
         data = sum(in_blocks(nbytes) for _, nbytes, _ in self._files_of(plan)) + in_blocks(self._room)
         name = f"own-{slot}"
-
-        def make(is_maker: bool) -> None:
-            assert self._client is not None
-            if self._is_first == is_maker:
-                made = (
-                    Image.make(self._client, name, data, len(self._here))
-                    if is_maker
-                    else Image.open(self._client, name)
-                )
-                self._images[slot] = layout, made
-
+        make = functools.partial(Image.make, self._guardian, name, data, len(self._here))
         with self._or_off():
-            for is_maker in (True, False):
-                on_hosts(self._peers, functools.partial(make, is_maker), f"image {slot}")
+            self._images[slot] = layout, self._image_of_host(name, make, f"image {slot}")
         return None if self.off else self._images[slot][1]
 
     def _over_budget(self, share_bytes: int, own_bytes: int, has_slices: bool) -> str:
@@ -328,67 +328,49 @@ class MemoryTier:
         for (step, nonce, world_size, data, branch), by_host in sorted(found.items(), key=lambda each: each[0]):
             if any(step > rollback for rollback in noted[0][branch:]):  # of a host that was away then
                 continue
-            if {rank for images in by_host.values() for ranks in images.values() for rank in ranks} == {
-                *range(world_size)
-            }:
+            held = {rank for images in by_host.values() for ranks in images.values() for rank in ranks}
+            if held == {*range(world_size)}:
                 parts = tuple(by_host.get(host, {}) for host in range(self._peers.host_count))
                 complete.append(Candidate(step, nonce, world_size, data, parts))
         return complete
 
     def _look(self) -> list[tuple[str, list[Any], list[int]]]:
         """Return (image, [step, nonce, world size, data, branch], ranks) of this host's valid tables."""
-        assert self._client is not None
         found: dict[Any, list[int]] = {}
-        for name in self._client.ask("list")[0]["names"]:
+        for name in self._guardian.ask("list")[0]["names"]:
             with contextlib.closing(self._open(name)) as image:
                 for table in image.each_table():
                     key = tuple(table.head[each] for each in ("step", "nonce", "world_size", "data", "branch"))
                     found.setdefault((name, key), []).append(table.head["rank"])
         return [(name, [*key], ranks) for (name, key), ranks in found.items()]
 
-    def assemble(self, chosen: Candidate) -> tuple[Source | None, str]:
-        """Open an image of a candidate on each host. Return (source, "") or (None, reason). Collective.
+    def assemble(self, chosen: Candidate, opened: contextlib.ExitStack) -> Source:
+        """Open an image of a candidate on each host, until `opened` ends. An error is equal on all ranks. Collective.
 
-        Source.bring() fetches the bytes that ranks read and their host's image lacks; the lists of files and tensors
-        are present."""
-        with contextlib.ExitStack() as stack:
-            stack.callback(self._drop_whole)
-            opened: list[Image] = []
+        The lists of files and tensors are present; Source.bring() fetches what ranks read and their host's image lacks."""
+        best = chosen.best(self._host)
+        make = functools.partial(Image.make, self._guardian, WHOLE, chosen.data, 0)  # it has no pages yet
+        opened.callback(self._drop_whole)
+        image = self._image_of_host(best or WHOLE, None if best else make, "an image to restore")
+        opened.callback(image.close)
+        source = Source(chosen, image, self._peers, self._open, self._timeout_s)
+        opened.callback(self._end_restore, source)
+        source.meet()
+        source.bring(source.lists())
+        return source
 
-            def open_best() -> None:
-                opened.append(self._open(chosen.best(self._host) or WHOLE))
-                stack.callback(opened[0].close)
-
-            try:
-                on_hosts(self._peers, lambda: self._make_whole(chosen), "an image to restore")
-                on_hosts(self._peers, open_best, "an image to restore")
-                source = Source(chosen, opened[0], self._peers, self._open, self._end_restore, self._timeout_s)
-                stack.callback(source.close)
-                source.meet()
-                source.bring(source.lists())
-            except CheckpointError as error:
-                return None, str(error)
-            stack.pop_all()
-            return source, ""
-
-    def _end_restore(self, fetched_bytes: int) -> None:
-        self.fetched_bytes = fetched_bytes
-        self._drop_whole()
+    def _end_restore(self, source: Source) -> None:
+        self.fetched_bytes = source.moved_bytes
+        source.close()
 
     def _drop_whole(self) -> None:
-        """Let the guardian free the image of _make_whole(). Ranks that mapped it keep it until they close it."""
+        """Let the guardian free the image that a host without one made. Ranks that mapped it keep it until they close it."""
         if self._is_first and self._client is not None:
             with contextlib.suppress(CheckpointError):
                 self._client.ask("drop", WHOLE)
 
-    def _make_whole(self, chosen: Candidate) -> None:
-        """Make an image for a host that has none. It has no pages yet."""
-        if self._is_first and self._client is not None and chosen.best(self._host) is None:
-            Image.make(self._client, WHOLE, chosen.data, 0).close()
-
     def _open(self, name: str) -> Image:
-        assert self._client is not None
-        return Image.open(self._client, name)
+        return Image.open(self._guardian, name)
 
     def took(self, chosen: Candidate) -> None:
         """Keep the restored candidate until the next step is complete."""
@@ -419,8 +401,7 @@ class MemoryTier:
                 return
 
     def progress(self) -> dict[str, int]:
-        """Return memory_step, the newest step that this rank has in memory; its bytes; the steps that were skipped; and the bytes
-        that the last restore brought from other hosts, counted by the first rank of a host."""
+        """Return the counts of Checkpointer.progress."""
         step = 0 if self._last is None else self._last[1]
         counts = {"memory_bytes": self.kept_bytes, "memory_skipped": self.skipped, "memory_fetched": self.fetched_bytes}
         return {"memory_step": step, **counts}

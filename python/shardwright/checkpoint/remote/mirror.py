@@ -26,16 +26,7 @@ _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EML
 
 
 class Mirror:
-    """The copies of a directory's checkpoints.
-
-    Parameters
-    ----------
-    store : Store
-    directory : str
-        Its `step-*` folders are copied, including earlier ones.
-    rules : mapping
-        Arguments of to_retire(), for the store.
-    """
+    """The copies of a directory's `step-*` folders, including earlier ones, in a store. `rules`: arguments of to_retire() there."""
 
     def __init__(self, store: Store, directory: str, rules: Mapping[str, Any]) -> None:
         self._store, self._directory, self._rules = store, directory, rules

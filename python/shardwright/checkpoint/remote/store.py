@@ -61,14 +61,8 @@ def is_of_content(error: Exception) -> bool:
 
 
 def on_first(peers: Peers, work: Callable[[], Any], label: str) -> Any:
-    """Return the result of work() (of JSON) on rank 0. Collective, in repeated exchanges, since a transfer has no
-    deadline.
-
-    Raises
-    ------
-    CheckpointError
-        On every rank: work() failed.
-    """
+    """Return the result of work() (of JSON) on rank 0; if it fails, raise CheckpointError on all ranks. Collective, in repeated
+    exchanges, since a transfer has no deadline."""
     done: list[Any] = []
 
     def run() -> None:
@@ -92,17 +86,7 @@ def on_first(peers: Peers, work: Callable[[], Any], label: str) -> Any:
 
 
 class Store:
-    """The checkpoints at an address, through fsspec.
-
-    Parameters
-    ----------
-    address : str
-
-    Raises
-    ------
-    CheckpointError
-        fsspec does not know the scheme, or lacks a package for it.
-    """
+    """The checkpoints at an address, through fsspec. CheckpointError: it lacks the scheme, or a package for it."""
 
     def __init__(self, address: str) -> None:
         import fsspec
@@ -130,8 +114,7 @@ class Store:
             return None
 
     def manifest(self, name: str) -> Mapping[str, Any] | None:
-        """Return the manifest of a checkpoint; None if it is missing or invalid JSON. Only a download checks its
-        checksum."""
+        """Return the manifest of a checkpoint, unchecked; None if it is missing or invalid JSON."""
         text = self._read(self._path(name, MANIFEST))
         try:
             found = json.loads(text) if text is not None else None
@@ -148,10 +131,9 @@ class Store:
             return []
         found = []
         for name in {posixpath.basename(str(path).rstrip("/")) for path in paths}:
-            match, manifest = _STEP.match(name), None
-            if match is not None:
-                manifest = self.manifest(name)
-            if match is not None and manifest is not None:
+            match = _STEP.match(name)
+            manifest = match and self.manifest(name)
+            if match and manifest is not None:
                 found.append(Kept(int(match[1]), name, manifest.get("metric"), nonce=str(manifest.get("nonce", ""))))
         return sorted(found, key=lambda kept: kept.step)
 
@@ -179,13 +161,8 @@ class Store:
         self._fs.rm_file(marker)
 
     def download(self, name: str, local: str) -> None:
-        """Copy a checkpoint to the new folder `local`, which appears when it is complete and durable.
-
-        Raises
-        ------
-        CheckpointError
-            No checkpoint exists, or its manifest names other than plain files.
-        """
+        """Copy a checkpoint to the new folder `local`, which appears when it is complete and durable. CheckpointError: there is
+        none, or its manifest names other than plain files."""
         manifest = self.manifest(name)
         if manifest is None:
             raise CheckpointError(f"'{self.address}' has no checkpoint{f' {name!r}' if name else ''}")

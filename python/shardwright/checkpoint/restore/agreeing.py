@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ..._engine import CheckpointError, CheckpointFolder, NewerCheckpointError
@@ -23,8 +24,23 @@ from .filling import Filler, digest_of, is_in_place, places_of
 from .fitting import Fit, Mismatch
 
 SOUND, REJECTED, FATAL = "sound", "rejected", "fatal"
+
+
+class Rejected(CheckpointError):
+    """An error, equal on all ranks, for a checkpoint that one of them cannot read: another one may do."""
+
+
 #: files of a folder that rank 0 reads for all ranks
 _SMALL = ("state.json", "optimizer.json")
+
+
+@contextlib.contextmanager
+def rejected() -> Iterator[None]:
+    """Make Rejected of a CheckpointError, which must be equal on all ranks."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise Rejected(str(error)) from error
 
 
 class Restore:
@@ -57,10 +73,6 @@ class Restore:
         elif verify:
             filler.verify(count * fit.rank // fit.world_size, count * (fit.rank + 1) // fit.world_size)
 
-    def take_back(self) -> None:
-        """Restore the values that live tensors had before read()."""
-        self.filler.take_back()
-
 
 def agree_on(
     path: str,
@@ -72,27 +84,23 @@ def agree_on(
     spare: Sequence[tuple[int, int]] = (),
     names: NameMap = NameMap(),
     source: Source | None = None,
-) -> tuple[Restore | None, str]:
-    """Return (restore, "") if every rank finds `path` sound and fitting. Collective.
+) -> Restore:
+    """Return what apply_together() takes once every rank finds `path` sound and fitting. Collective.
 
-    If some rank cannot read it, return (None, reason) and leave live tensors unchanged. `everything`: restore all that a
-    Checkpointer saves, not only model and optimizer. `spare`: (address, nbytes) of memory that keeps old values of live
-    tensors until take_back(). `source`: the files, if they are in memory; `path` then only names the checkpoint.
+    `everything`: restore all that a Checkpointer saves, not only model and optimizer. `spare`: (address, nbytes) of memory that
+    keeps old values of live tensors. `source`: the files, if they are in memory; `path` then only names the checkpoint.
 
     Raises
     ------
     CheckpointError
-        A rank cannot use a checkpoint that is sound or has a newer format. All ranks raise the same message.
+        Rejected: a rank cannot read it. Any other: a rank cannot use a checkpoint that is sound or has a newer format. All ranks
+        raise the same message, and live tensors are unchanged.
     """
     forget_tensors_of(training)
-    folder, refusal = _open_together(path, peers, source)
-    if folder is None:
-        return None, refusal
+    folder = _open_together(path, peers, source)
     made: list[Restore] = []
-    is_sound = False
     arriving = None if source is None or source.is_whole else source
     room = sum(nbytes for _, nbytes in spare)
-
     keeps: Sequence[bool] = ()
     reads: list[tuple[str, int, int]] = []
 
@@ -108,26 +116,22 @@ def agree_on(
 
     agree = functools.partial(_agree, peers, path)
     try:
-        refusal, told = agree(fits)
-        if not refusal:
-            digests, rooms, keeps = zip(*told)
-            is_shared = not peers.has_hosts and bool(digests[0]) and len({*digests}) == 1
-            turn = (peers.rank, rooms) if is_shared else (0, (room,))
-            made[0].filler.share(made[0].places, *turn, spare)
-            refusal, _ = agree(list_reads)
-        if arriving is not None and not refusal:
-            try:
+        digests, rooms, keeps = zip(*agree(fits))
+        is_shared = not peers.has_hosts and bool(digests[0]) and len({*digests}) == 1
+        turn = (peers.rank, rooms) if is_shared else (0, (room,))
+        made[0].filler.share(made[0].places, *turn, spare)
+        agree(list_reads)
+        spans = None
+        if arriving is not None:
+            with rejected():
                 arriving.bring(reads)
-            except CheckpointError as error:  # equal on all ranks
-                refusal = str(error)
-        if not refusal:
-            spans = None if arriving is None else arriving.share()
-            refusal, _ = agree(lambda: made[0].read(spans, verify=verify))
-        is_sound = not refusal
-    finally:
-        if made and not is_sound:
-            made[0].take_back()
-    return (made[0], "") if is_sound else (None, refusal)
+            spans = arriving.share()
+        agree(lambda: made[0].read(spans, verify=verify))
+    except BaseException:
+        for each in made:
+            each.filler.take_back()
+        raise
+    return made[0]
 
 
 def apply_together(restore: Restore, peers: Peers) -> Any:
@@ -152,11 +156,11 @@ def _load_together(path: str, peers: Peers, call: Callable[[], None]) -> None:
             why = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
             raise CheckpointError(f"'{path}' was loaded in part, and the training is not usable: {why}") from error
 
-    peers.together(load, f"load of {path}")
+    peers.together(load, f"load of {path}", keeps=())
 
 
-def _open_together(path: str, peers: Peers, source: Source | None = None) -> tuple[CheckpointFolder | None, str]:
-    """Open the folder on rank 0 and send its catalog to all ranks. Return (folder, "") or (None, reason). Collective."""
+def _open_together(path: str, peers: Peers, source: Source | None = None) -> CheckpointFolder:
+    """Open the folder on rank 0 and send its catalog to all ranks. Collective."""
     catalog = b""
     found: list[CheckpointFolder] = []
 
@@ -165,54 +169,40 @@ def _open_together(path: str, peers: Peers, source: Source | None = None) -> tup
         if peers.rank:
             return ""
         found.append(CheckpointFolder(path) if source is None else source.open())
-        headers = [each for each in found[0].files if each.endswith(".safetensors") and not _is_of_one_rank(each)]
-        catalog = found[0].catalog([*(name for name in _SMALL if name in found[0].files), *headers])
+        shared = (each for each in found[0].files if not each.startswith("ranks/") or each.startswith(TENSORS))
+        catalog = found[0].catalog([each for each in shared if each in _SMALL or each.endswith(".safetensors")])
         return found[0].path
 
-    refusal, names = _agree(peers, path, read, f"opening {path}")
-    if refusal:
-        return None, refusal
+    names = _agree(peers, path, read, f"opening {path}")
     catalog = peers.broadcast(catalog, f"catalog of {path}")
     folder = found[0] if found else CheckpointFolder.received(names[0], catalog)
-    return (folder if source is None else source.attach(folder)), ""
-
-
-def _is_of_one_rank(path: str) -> bool:
-    return path.startswith("ranks/") and not path.startswith(TENSORS)
+    return folder if source is None else source.attach(folder)
 
 
 #: transient errors of a process, a system or a mount: the folder may be sound, so they must not reject it
 _OF_A_MOMENT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE)
 
 
-def _agree(peers: Peers, path: str, look: Callable[[], Any], label: str = "") -> tuple[str, list[Any]]:
-    """Call look() on all ranks. Return ("", its values, of JSON, by rank), or (the reason to pass over the folder, []).
-
-    All ranks raise CheckpointError if look() raises on one for another cause than the folder's content. Collective.
-    """
-    mine = _verdict_of(look, path)
+def _agree(peers: Peers, path: str, look: Callable[[], Any], label: str = "") -> list[Any]:
+    """Return look() of all ranks, of JSON. If it raises on one, all raise the same: Rejected if the folder's content is the
+    cause, else CheckpointError. Collective."""
+    mine: list[Any]  # kind, sentence, value
+    try:
+        mine = [SOUND, "", look()]
+    except (Mismatch, NewerCheckpointError) as error:
+        mine = [FATAL, str(error), None]
+    except CheckpointError as error:
+        mine = [FATAL if error.errno in _OF_A_MOMENT else REJECTED, str(error) + _instead(error, path), None]
+    except Exception as error:
+        kind = REJECTED if isinstance(error, (KeyError, TypeError)) else FATAL
+        mine = [kind, f"'{path}': {type(error).__name__}: {error}", None]
     told = peers.agreement(mine, label or f"verdict on {path}") or [mine] * peers.world_size
     for kind in (FATAL, REJECTED):
         for rank, (found, text, _) in enumerate(told):
             if found == kind:
                 sentence = text if peers.world_size == 1 else f"rank {rank}: {text}"
-                if kind == FATAL:
-                    raise CheckpointError(sentence)
-                return sentence, []
-    return "", [value for _, _, value in told]
-
-
-def _verdict_of(look: Callable[[], Any], path: str) -> list[Any]:
-    """Call look() and return its outcome for the other ranks: [kind, sentence, value]."""
-    try:
-        return [SOUND, "", look()]
-    except (Mismatch, NewerCheckpointError) as error:
-        return [FATAL, str(error), None]
-    except CheckpointError as error:
-        return [FATAL if error.errno in _OF_A_MOMENT else REJECTED, str(error) + _instead(error, path), None]
-    except Exception as error:
-        kind = REJECTED if isinstance(error, (KeyError, TypeError)) else FATAL
-        return [kind, f"'{path}': {type(error).__name__}: {error}", None]
+                raise CheckpointError(sentence) if kind == FATAL else Rejected(sentence)
+    return [value for _, _, value in told]
 
 
 def _instead(error: CheckpointError, path: str) -> str:

@@ -63,7 +63,7 @@ def apply(fit: Fit, filler: Filler, random: Any) -> Any:
             "%s was written by %d ranks, these are %d: the dataloader and the random generators stay unchanged",
             fit.folder.path, fit.folder.world_size, fit.world_size,
         )  # fmt: skip
-    for state, _, debts in fit.debts:
+    for state, debts in fit.debts:
         _apply_compressor(fit, filler, state, debts)
     return tree.decode(fit.state["extra"], tensors)
 

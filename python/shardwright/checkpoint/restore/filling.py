@@ -8,7 +8,6 @@ than a disk of a few GB/s delivers.
 from __future__ import annotations
 
 import ctypes
-import functools
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -74,22 +73,31 @@ class Filler:
 
     def fill(self, reads: Iterable[tuple[Stored, Any]]) -> None:
         """Read stored tensors into tensors or slices."""
-        shared, own, landed = [], [], []
+        shared, own = [], []
+        wholes: list[tuple[torch.Tensor, torch.Tensor]] = []
+        slices: list[Sliced] = []
         for stored, target in reads:
             if not stored.nbytes:
                 continue
             sliced = self._sliced(target)
             if sliced is not None:
                 own += [Place(stored.path, stored.begin + begin, n, at) for begin, n, at in sliced.ranges()]
-                landed.append(functools.partial(_land_slice, sliced))
+                slices.append(sliced)
             else:
-                memory = plain(target)
-                shared.append(Place(stored.path, stored.begin, stored.nbytes, memory.data_ptr()))
-                landed.append(functools.partial(_land, target, memory))
+                wholes.append((target, plain(target)))
+                shared.append(Place(stored.path, stored.begin, stored.nbytes, wholes[-1][1].data_ptr()))
         self._read([place for place in shared if place not in self._done], direct=self._turn[1] == 1)
         self._read(own, direct=True)
-        for land in landed:
-            land()
+        for target, memory in wholes:
+            if memory.data_ptr() != target.data_ptr() or target.is_conj() or target.is_neg():
+                target.copy_(torch.view_as_complex(memory) if target.is_complex() else memory)
+            else:
+                torch.autograd.graph.increment_version(target)
+        for sliced in slices:
+            for each in sliced.live:
+                if sliced.copy is not None:
+                    each.copy_(sliced.copy)
+                torch.autograd.graph.increment_version(each)
 
     # what is read in place --------------------------------------------------------------------------------------------
 
@@ -258,18 +266,3 @@ def _with_undo(places: Iterable[Place], spare: list[tuple[int, int]]) -> Iterato
             done += nbytes
             if left > nbytes:
                 spare.insert(0, (undo + nbytes, left - nbytes))
-
-
-def _land(target: torch.Tensor, memory: torch.Tensor) -> None:
-    """Copy `memory` to `target` unless they alias; count a write to `target`."""
-    if memory.data_ptr() != target.data_ptr() or target.is_conj() or target.is_neg():
-        target.copy_(torch.view_as_complex(memory) if target.is_complex() else memory)
-    else:
-        torch.autograd.graph.increment_version(target)
-
-
-def _land_slice(sliced: Sliced) -> None:
-    for each in sliced.live:
-        if sliced.copy is not None:
-            each.copy_(sliced.copy)
-        torch.autograd.graph.increment_version(each)

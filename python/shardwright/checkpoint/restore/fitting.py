@@ -40,25 +40,7 @@ class Mismatch(CheckpointError):
 class Fit:
     """The reads and trees of one checkpoint for one rank's training. `everything`: also the state of a Checkpointer.
 
-    Attributes
-    ----------
-    model
-        Reads in turns: a tensor tied only in the checkpoint is read once a turn.
-    new, live
-        Reads of the optimizer's state, by name: into tensors that are not in use yet, and into those of the present state.
-    state_reads, own_reads
-        Reads of state.json's tensors, and of this rank's own tree, into new tensors.
-    optimizer, state, own
-        Trees. `own` is None in another world size, `optimizer` without one.
-    debts
-        (compressor, its name, (rank, tree) of each rank whose error it takes over), after choose_debts().
-
-    Raises
-    ------
-    CheckpointError
-        The folder is not a sound checkpoint.
-    Mismatch
-        The checkpoint is sound and does not fit this model or optimizer.
+    CheckpointError: the folder is not a sound checkpoint. Mismatch: it is sound and does not fit this model or optimizer.
     """
 
     def __init__(
@@ -81,14 +63,16 @@ class Fit:
             self._check_stateful(name, self.state)
         own = self._own_tree(rank) if folder.world_size == world_size else None
         self.own = None if own is None else self._check_own(own)
-        self.model = self._match_model()
+        self.model = self._match_model()  # in turns: a tensor tied only in the checkpoint is read once a turn
         self.optimizer = None if training.optimizer is None else self._match_optimizer()
         self.state_reads = self._state_reads(stored)
         self.own_reads: dict[str, Read] = {}
         if self.own is not None:
             wanted = ("random", "buffers", "dataloader") if everything else ("random", "buffers")
             self.own_reads = into_new(self.own_stored(rank, [self.own[key] for key in wanted]))
-        self.new: dict[str, Read] = {}
+        self.new: dict[
+            str, Read
+        ] = {}  # of the optimizer's state, into tensors not in use yet and into the present state's
         self.live: dict[str, Read] = {}
         if self.optimizer is not None:
             further = tree.tensor_names(self.optimizer.get("further"))
@@ -96,7 +80,7 @@ class Fit:
             with torch.no_grad():
                 for optimizer, part in self.parts():
                     self._add_state_reads(optimizer, part)
-        self.debts: list[tuple[Any, str, list[tuple[int, Any]]]] = []
+        self.debts: list[tuple[Any, list[tuple[int, Any]]]] = []  # of each compressor: (rank, tree) that it takes over
         self.keeps_compressor = False
 
     def reads(self) -> Iterator[Read]:
@@ -109,7 +93,7 @@ class Fit:
             yield from ((stored, slices.get(id(target), target)) for stored, target in turn)
         for named in (self.new, self.live, self.state_reads, self.own_reads):
             yield from named.values()
-        for _, _, debts in self.debts:
+        for _, debts in self.debts:
             for rank, node in debts:
                 yield from ((stored, None) for stored in self.own_stored(rank, node).values())
 
@@ -210,13 +194,12 @@ class Fit:
         states = compressors_of(self.training.model) if self.everything else {}
         if not states or self.folder.world_size != self.world_size:
             return False
-        nodes = {name: self._compressor_node(self.rank, name) for name in states}
-        return all(
-            own is None
-            or (own["rank"], own["world_size"], own.get("split", ""))
-            == (states[name].exchange.rank, states[name].exchange.world_size, states[name].split)
-            for name, own in nodes.items()
-        )
+        for name, state in states.items():
+            own = self._compressor_node(self.rank, name)
+            ours = state.exchange.rank, state.exchange.world_size, state.split
+            if own is not None and (own["rank"], own["world_size"], own.get("split", "")) != ours:
+                return False
+        return True
 
     def choose_debts(self, keeps_compressor: bool) -> None:
         """Choose whose compressor error this rank takes over: its own, if all ranks wrote theirs, else an equal share of all."""
@@ -228,7 +211,7 @@ class Fit:
                 node = self._compressor_node(rank, name)
                 if keeps_compressor or node is None or node.get("split", "") == state.split:  # of the same shards
                     debts.setdefault(None if node is None else node["rank"], (rank, node))  # the lowest rank of a host
-            self.debts.append((state, name, list(debts.values())))
+            self.debts.append((state, list(debts.values())))
 
     def _compressor_node(self, rank: int, name: str) -> dict[str, Any] | None:
         """Return the tree of a rank's compressor state, of module `name` if there are several, without its tensors."""

@@ -157,10 +157,9 @@ def packed(sources: Sequence[Source]) -> bytes:
 
 def digest_of(entries: Entries) -> bytes:
     """Return a digest of the arguments of a plan, which take more memory than the plan."""
-    found = hashlib.blake2b(repr(entries[1]).encode("utf-8", "surrogatepass"), digest_size=16)
-    for *settings, tensors in entries[0]:
-        found.update(repr(settings).encode("utf-8", "surrogatepass"))
-        found.update(repr(tensors).encode("utf-8", "surrogatepass"))
+    found = hashlib.blake2b(digest_size=16)
+    for each in (entries[1], *entries[0]):
+        found.update(repr(each).encode("utf-8", "surrogatepass"))
     return found.digest()
 
 

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from ..._engine import CheckpointError
 from ...layout.memory import address_of, has_memory, without_memory
 from ...torch_compat.dtensor import is_dtensor
+from ...torch_compat.internals import buffers_of_state
 from ..slices import Sliced, check_placements
 
 #: children of wrappers that names in a checkpoint leave out
@@ -94,9 +95,8 @@ def model_tensors(model: torch.nn.Module) -> ModelTensors:
             if parameter is not None:
                 add(found.parameters, place + name, parameter)
     for place, module in modules:
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                add(found.buffers, place + name, buffer)
+        for name, buffer in buffers_of_state(module).items():
+            add(found.buffers, place + name, buffer)
         if type(module).get_extra_state is not torch.nn.Module.get_extra_state:
             found.extras.setdefault(place + "_extra_state", module)
     return found

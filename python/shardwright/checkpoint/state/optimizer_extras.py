@@ -16,6 +16,7 @@ from ..._engine import CheckpointError
 from ...optim.master_weights import MasterOptimizer
 from ...optim.sharded import ShardedOptimizer
 from ...torch_compat.dtensor import is_dtensor
+from ...torch_compat.optimizers import hooks_around
 from ..joined import Optimizers
 
 _OF_TORCH = ("state", "param_groups")
@@ -153,7 +154,7 @@ def _attributes(optimizer: Any) -> dict[str, Any]:
 def _tells_more(optimizer: Any) -> bool:
     """Return whether state_dict() may have more entries than those of torch."""
     made = getattr(type(optimizer), "state_dict", None)
-    if "state_dict" in _attributes(optimizer) or getattr(optimizer, "_optimizer_state_dict_post_hooks", None):
+    if "state_dict" in _attributes(optimizer) or hooks_around(optimizer, "state_dict")[1]:
         return True
     if type(optimizer).__module__.startswith("shardwright."):
         return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -41,12 +41,6 @@ class Stored:
         return made
 
 
-def complex_mark(metadata: Mapping[str, str], name: str) -> str | None:
-    """Return the complex dtype that a file's metadata records for the tensor `name`; None for a real tensor."""
-    key = f"complex.{name}"
-    return metadata[key] if key in metadata and _is_mark(key, metadata[key]) else None
-
-
 def _is_mark(key: str, value: str) -> bool:
     """Return whether an entry records a complex dtype, rather than a tied tensor of a module named `complex`."""
     return key.startswith("complex.") and re.fullmatch(r"complex\d+", value) is not None
@@ -73,8 +67,9 @@ def stored_tensors(folder: CheckpointFolder, prefix: str) -> tuple[dict[str, Sto
             continue
         metadata, entries = folder.tensors(path)
         for name, dtype, shape, begin, nbytes in entries:
-            of_complex = complex_mark(metadata, name)
-            complex_dtype = _complex_dtype(f"{folder.path}/{path}", name, of_complex, dtype, shape)
+            key = f"complex.{name}"
+            mark = metadata[key] if key in metadata and _is_mark(key, metadata[key]) else None
+            complex_dtype = _complex_dtype(f"{folder.path}/{path}", name, mark, dtype, shape)
             if name in tensors:
                 raise CheckpointError(f"'{folder.path}' holds the tensor '{name}' twice")
             tensors[name] = Stored(path, dtype, tuple(shape), begin, nbytes, complex_dtype)

@@ -575,8 +575,8 @@ class DeepSpeedEngine(torch.nn.Module):
     def _on_rank_0(self, work: Callable[[], str | None], label: str) -> str | None:
         """Return the result of work() on rank 0, on every rank. An error of rank 0 raises on all ranks. Collective."""
         comm = host_group(self.wrapped.process_group, self.wrapped._engine.options.timeout_s).comm
-        mine = work if self.global_rank == 0 else lambda: None
-        found: str | None = gather_values(comm, mine, label, refusals=(Exception,))[0]
+        values = gather_values(comm, lambda: work() if self.global_rank == 0 else None, label, refusals=(Exception,))
+        found: str | None = values[0]
         return found
 
 

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from ... import optim
-from ...options.compressors import Bf16, Fp16, Int4, Int8, PowerSGD
+from ...options.checks import among
+from ...options.compressors import Int8, compressor_named
 from ...options.options import Options
 from ...options.precision import Precision
 from .keys import KEYS, is_harmless, key_of, nearest
@@ -28,7 +29,6 @@ __all__ = ["Plan", "Reading", "fill_auto", "load_config", "plan"]
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _LONG_DTYPES = {"float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
-_COMPRESSORS = {"fp16": Fp16, "bf16": Bf16, "int8": Int8, "int4": Int4, "powersgd": PowerSGD}
 _REFUSED_OPTIMIZERS = {
     "onebitadam": 'use AdamW with "shardwright": {"compress": "int4"}',
     "zerooneadam": 'use AdamW with "shardwright": {"compress": "int4"}',
@@ -109,12 +109,8 @@ class Plan:
 
 
 def load_config(config: Any) -> dict[str, Any]:
-    """Return a copy of a configuration, given as a dict or as the path of a JSON file.
-
-    Raises
-    ------
-    ValueError
-        If the file is not a JSON object, or repeats a key.
+    """Return a copy of a configuration, given as a dict or as the path of a JSON file. Raise ValueError for a file that
+    is not a JSON object, or repeats a key.
     """
     if isinstance(config, Mapping):
         return copy.deepcopy(dict(config))
@@ -200,14 +196,8 @@ def fill_auto(
 
 
 def plan(config: Any, world_size: int) -> Plan:
-    """Convert a configuration for this number of ranks.
-
-    Raises
-    ------
-    ValueError
-        For an unknown key, a contradiction, an "auto" that nothing filled, or a value out of range.
-    NotImplementedError
-        For a feature that shardwright lacks.
+    """Convert a configuration for this number of ranks. Raise ValueError for an unknown key, a contradiction, an "auto"
+    that nothing filled, or a value out of range; NotImplementedError for a feature that shardwright lacks.
     """
     return _Reader(load_config(config)).read(world_size)
 
@@ -318,8 +308,7 @@ class _Reader:
             stage, name = self._number(f"{zero}.stage", 0), f"{zero}.stage"
         else:
             raise ValueError(f"{zero} must be a section, got {whole!r}")
-        if stage > 3:
-            raise ValueError(f"{name} must be 0, 1, 2 or 3, got {stage!r}")
+        among(0, 1, 2, 3)(name, stage)
         self._set(name, zero=stage)
         elements = self._number(f"{zero}.reduce_bucket_size")
         if elements:
@@ -345,15 +334,16 @@ class _Reader:
         if device == "cpu":
             for name in ("offload_param.device", "cpu_offload_param"):
                 self._became[f"{zero}.{name}"] = "parameters of a model on the CPU lie there already"
+        for name in ("zero_quantized_weights", "mics_shard_size"):
+            if stage != 3 and self._get(f"{zero}.{name}", False) not in (False, -1):
+                raise ValueError(f"{zero}.{name} needs zero_optimization.stage 3, got stage {stage}")
         if self._switch(f"{zero}.zero_quantized_weights"):
-            self._needs_stage_3(f"{zero}.zero_quantized_weights", stage)
             self._set(f"{zero}.zero_quantized_weights", gather="int8", share_parameters=False)
         if self._switch(f"{zero}.zero_quantized_gradients"):
             self._set(f"{zero}.zero_quantized_gradients", compress=Int8())
         size = self._get(f"{zero}.mics_shard_size", -1)
         if size != -1:
             size = self._number(f"{zero}.mics_shard_size", low=1)
-            self._needs_stage_3(f"{zero}.mics_shard_size", stage)
             if world_size % size:
                 raise ValueError(f"{zero}.mics_shard_size must divide the {world_size} ranks, got {size}")
             self._plan.shard_size = size
@@ -361,15 +351,10 @@ class _Reader:
         if self._switch("zero_allow_untested_optimizer") and wrap["zero"]:
             self._set("zero_allow_untested_optimizer", partition="flat")
 
-    def _needs_stage_3(self, name: str, stage: int) -> None:
-        if stage != 3:
-            raise ValueError(f"{name} needs zero_optimization.stage 3, got stage {stage}")
-
     def _device(self, section: str, old: str) -> str:
         """Return "none", "cpu" or "nvme", by a section or by its old name."""
         device = self._get(f"{section}.device", "cpu" if self._switch(old) else "none")
-        if device not in ("none", "cpu", "nvme"):
-            raise ValueError(f"{section}.device must be 'none', 'cpu' or 'nvme', got {device!r}")
+        among("none", "cpu", "nvme")(f"{section}.device", device)
         return str(device)
 
     def _set(self, name: str, **options: Any) -> None:
@@ -381,13 +366,12 @@ class _Reader:
         if len(on) > 1:
             raise ValueError(f"{' and '.join(on)} are both enabled: one precision at a time")
         travels = self._get("communication_data_type")
-        if travels is not None and travels not in _DTYPES:
-            raise ValueError(f"communication_data_type must be 'fp32', 'fp16' or 'bf16', got {travels!r}")
+        if travels is not None:
+            among(*_DTYPES)("communication_data_type", travels)
         if on == ["torch_autocast"]:
             given = str(self._get("torch_autocast.dtype", "bf16")).removeprefix("torch.")
             given = _LONG_DTYPES.get(given, given)
-            if given not in ("bf16", "fp16"):
-                raise ValueError(f"torch_autocast.dtype must be 'bf16' or 'fp16', got {given!r}")
+            among("bf16", "fp16")("torch_autocast.dtype", given)
             self._plan.autocast = _DTYPES[given]
             self._became["torch_autocast.enabled"] = f"torch.autocast with {_DTYPES[given]}"
             self._became["torch_autocast.dtype"] = "see enabled"
@@ -511,13 +495,8 @@ class _Reader:
         if not isinstance(own, dict):
             raise ValueError(f"shardwright must be a section of arguments of sw.wrap, got {own!r}")
         own = dict(own)
-        if isinstance(own.get("compress"), str) and own["compress"] != "auto":
-            kind = _COMPRESSORS.get(own["compress"])
-            if kind is None:
-                raise ValueError(
-                    f"shardwright.compress must be one of {', '.join(_COMPRESSORS)}, got {own['compress']!r}"
-                )
-            own["compress"] = PowerSGD(rank=4) if kind is PowerSGD else kind()
+        if "compress" in own:
+            own["compress"] = compressor_named("shardwright.compress", own["compress"])
         if own:
             self._set("shardwright", **own)
         Options.from_keywords(self._plan.wrap)

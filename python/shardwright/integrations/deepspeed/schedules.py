@@ -293,13 +293,7 @@ class LossScale:
         self._smallest, self._left, self._quiet = float(min_loss_scale), hysteresis, 0
 
     def update(self, overflow: bool) -> None:
-        """Count a step.
-
-        Raises
-        ------
-        OverflowError
-            If a dynamic factor would fall below its minimum.
-        """
+        """Count a step. Raise OverflowError if a dynamic factor would fall below its minimum."""
         if not self.is_dynamic:
             return
         if overflow:

@@ -17,6 +17,7 @@ import torch
 
 from ..._engine import Error, HostComm
 from ...comm.agreement import gather_answers
+from ...comm.model_ranks import ModelRanks
 from ...torch_compat.optimizers import on_meta
 
 #: keys of a parameter group that are not hyperparameters: implementation options, schedulers' values, newer torch's keys
@@ -48,6 +49,24 @@ def plain(value: Any) -> Any:
     if isinstance(value, _PLAIN):
         return value
     return repr(value) if isinstance(value, numbers.Number) else repr(type(value))
+
+
+def together(
+    ranks: ModelRanks | None, work: Callable[[], Any], label: str, describe: Callable[[], list[list[str]]] = list
+) -> Any:
+    """Return work(). All `ranks` raise if it fails on one, or describe() differs between them. Collective over them."""
+    if ranks is None:
+        return work()
+    found, lines, failure = None, list[list[str]](), None
+    try:
+        found, lines = work(), describe()
+    except Exception as error:
+        failure = error
+    try:
+        ranks.agree(lines, label, failure)
+        return found
+    finally:
+        failure = None  # its traceback holds this frame
 
 
 def agree(comm: HostComm, rows: Callable[[], Iterable[Row]], label: str) -> None:
@@ -115,9 +134,9 @@ def given_rows(
 def check_members(
     label: str, members: Mapping[int, Any], optimizer: torch.optim.Optimizer, *, all_of_them: bool
 ) -> None:
-    """Raise ValueError for an optimizer that has no parameter of the module, or, with `all_of_them`, another one.
+    """Raise ValueError for an optimizer that was not made for the parameters of module `label`, `members` by id.
 
-    `members`: the module's parameters by id.
+    Without `all_of_them` one is enough: a second module may have the rest.
     """
     strangers = [
         (position, parameter)

@@ -2,7 +2,7 @@
  */
 #include <string.h>
 
-#include "kernels/case_parts.h"
+#include "case_parts.h"
 #include "kernels/compress_kernels.h"
 
 /* Options that all but OWE have: the size of a record, its bits, and whether values are wild. */

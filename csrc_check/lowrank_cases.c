@@ -3,7 +3,7 @@
  */
 #include <string.h>
 
-#include "kernels/case_parts.h"
+#include "case_parts.h"
 #include "kernels/compress_kernels.h"
 
 typedef struct shape {

@@ -1,11 +1,11 @@
 /* kernel_check.c - see kernel_check.h. */
-#include "kernels/kernel_check.h"
+#include "kernel_check.h"
 
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "kernels/kernel_cases.h"
+#include "kernel_cases.h"
 
 enum { GRIDS = 3, WARP = 32 };
 

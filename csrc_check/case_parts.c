@@ -1,5 +1,5 @@
 /* case_parts.c - the generator, and arrays with pseudo-random contents. */
-#include "kernels/case_parts.h"
+#include "case_parts.h"
 
 #include <string.h>
 

@@ -1,11 +1,11 @@
 /* kernel_cases.c - the tables of all kernels, and the cases of CAST, PACK, FOLD, ADAM, SGD, NORM,
  * CLIP and PUT; see kernel_cases.h. block_cases.c and lowrank_cases.c have the others.
  */
-#include "kernels/kernel_cases.h"
+#include "kernel_cases.h"
 
 #include <string.h>
 
-#include "kernels/case_parts.h"
+#include "case_parts.h"
 #include "kernels/compress_kernels.h"
 #include "kernels/kernels.h"
 #include "kernels/optim_kernels.h"

@@ -6,7 +6,7 @@
 #ifndef SW_KERNELS_CASE_PARTS_H
 #define SW_KERNELS_CASE_PARTS_H
 
-#include "kernels/kernel_cases.h"
+#include "kernel_cases.h"
 #include "tensor/dtype.h"
 
 enum { SW_CASE_REGIONS = 16 };

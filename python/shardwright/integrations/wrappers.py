@@ -1,0 +1,73 @@
+"""What the integrations share: the wrapped modules of a program, the optimizers that step for its own, whole parameters.
+
+Frameworks prepare modules and optimizers in calls of their own. An optimizer is sliced once the module with its
+parameters is wrapped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from ..parallel.ddp import DistributedDataParallel
+from ..parallel.engine import engine_of
+from ..wrapping import full_parameters, keep_optimizer, shard_optimizer, unwrap
+
+
+class Wrappers:
+    """The wrappers that an integration made, in order, which is equal on all ranks. It keeps none of them alive."""
+
+    def __init__(self) -> None:
+        self._references: list[weakref.ref[DistributedDataParallel]] = []
+
+    def make(self, module: torch.nn.Module, device_ids: Any, **options: Any) -> DistributedDataParallel:
+        """Wrap a module. Collective."""
+        wrapper = DistributedDataParallel(module, device_ids, **options)
+        self._references.append(weakref.ref(wrapper))
+        return wrapper
+
+    def __iter__(self) -> Iterator[DistributedDataParallel]:
+        """Yield the wrappers in force."""
+        alive = [wrapper for reference in self._references if (wrapper := reference()) is not None]
+        return (each for each in alive if each._engine.made and each.is_in_force)
+
+    def of(self, module: Any) -> DistributedDataParallel | None:
+        """Return the wrapper of `module`, which may be the wrapper itself, compiled or bare."""
+        bare = unwrap(module)
+        return next((wrapper for wrapper in self if unwrap(wrapper) is bare), None)
+
+    def with_members_of(self, optimizer: torch.optim.Optimizer) -> DistributedDataParallel | None:
+        """Return the first wrapper of a module with parameters of an optimizer."""
+        members = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        return next((each for each in self if any(id(p) in members for p in each.parameters())), None)
+
+    def clipped_by(self, parameters: Iterable[torch.Tensor]) -> DistributedDataParallel | None:
+        """Return the wrapper of a module that has gradients of all of `parameters`, and no others."""
+        members = {id(p) for p in parameters}
+        for wrapper in self:
+            own = [p for replica in wrapper._engine.replicas for p in replica.table.module_parameters]
+            if members <= {id(p) for p in own} and {id(p) for p in own if p.requires_grad} <= members:
+                return wrapper
+        return None
+
+
+def stepping(wrapper: DistributedDataParallel, optimizer: Any, partition: str) -> torch.optim.Optimizer:
+    """Return the optimizer that steps in place of the user's. Collective."""
+    if wrapper._engine.options.zero:
+        return shard_optimizer(wrapper, optimizer, partition=partition)
+    return keep_optimizer(wrapper, optimizer)
+
+
+@contextlib.contextmanager
+def whole_parameters(module: Any, *, writable: bool = False) -> Iterator[None]:
+    """Return a context in which every rank has whole parameters, as at lower stages anyway. Collective at zero=3."""
+    engine = engine_of(module)
+    if engine is None or engine.options.zero < 3:
+        yield
+        return
+    with full_parameters(module, writable=writable):
+        yield

@@ -1,0 +1,142 @@
+"""Private names of torch that have no public form, each at one place. Without one of them this module does not import."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import _JoinConfig as JoinConfig
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+__all__ = [
+    "BatchNorm",
+    "JoinConfig",
+    "TensorBase",
+    "TorchDispatchMode",
+    "buffers_of_state",
+    "cpu_backend",
+    "default_store",
+    "forward_hooks",
+    "fsdp2_groups",
+    "ignored_by_torchs_ddp",
+    "is_hsdp",
+    "make_gloo",
+    "no_torch_function",
+    "original_of",
+    "refresh_weights",
+    "reset_of",
+    "set_low_precision",
+    "subclassed",
+    "tree_leaves",
+    "without_memory_of",
+]
+
+_Tensor = TypeVar("_Tensor", bound=torch.Tensor)
+
+#: the `__torch_function__` of a class whose operations reach `__torch_dispatch__` only
+no_torch_function: Any = torch._C._disabled_torch_function_impl
+#: the class in C with the attributes of every tensor
+TensorBase: Any = torch._C.TensorBase
+
+
+def without_memory_of(kind: type[_Tensor], like: torch.Tensor, dtype: torch.dtype | None = None) -> _Tensor:
+    """Return a tensor of class `kind` with the shape and strides of `like` and no memory."""
+    made: _Tensor = torch.Tensor._make_wrapper_subclass(
+        kind, like.shape, strides=like.stride(), dtype=dtype or like.dtype, device=like.device
+    )
+    return made
+
+
+def subclassed(kind: type[_Tensor], tensor: torch.Tensor) -> _Tensor:
+    """Return a tensor of class `kind` over the memory of `tensor`, which requires no gradient."""
+    made: _Tensor = torch.Tensor._make_subclass(kind, tensor, False)
+    return made
+
+
+def default_store() -> Any:
+    """Return the store of the default process group."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def cpu_backend(group: Any) -> Any:
+    """Return the backend of torch's `group` for tensors on the CPU."""
+    return group._get_backend(torch.device("cpu"))
+
+
+def make_gloo(store: Any, rank: int, count: int, timeout: timedelta, connects_late: bool = False) -> Any:
+    """Make a Gloo group as a backend, without torch's dispatch. `connects_late`: connect at first use, if this torch
+    can.
+    """
+    if not connects_late or os.environ.get("GLOO_DEVICE_TRANSPORT", "TCP") != "TCP":
+        return dist.ProcessGroupGloo(store, rank, count, timeout)
+    gloo: Any = dist.ProcessGroupGloo  # torch's stubs have no _Options
+    options = gloo._Options()
+    interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+    try:
+        options._devices = [
+            dist.ProcessGroupGloo.create_device(interface=name, lazy_init=True) for name in interfaces
+        ] or [dist.ProcessGroupGloo.create_default_device(lazy_init=True)]
+    except TypeError:  # before torch 2.7
+        return dist.ProcessGroupGloo(store, rank, count, timeout)
+    options._timeout = timeout
+    return dist.ProcessGroupGloo(store, rank, count, options)
+
+
+def original_of(module: Any) -> Any:
+    """Return the module inside torch.compile(module); any other unchanged."""
+    return getattr(module, "_orig_mod", module)
+
+
+def forward_hooks(module: torch.nn.Module) -> tuple[Any, Any]:
+    """Return the tables of hooks that run before and after a module's forward, in their order."""
+    return module._forward_pre_hooks, module._forward_hooks
+
+
+def buffers_of_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return a module's own buffers that its state dict holds."""
+    hidden = module._non_persistent_buffers_set
+    return {name: each for name, each in module._buffers.items() if each is not None and name not in hidden}
+
+
+def refresh_weights(module: torch.nn.Module) -> None:
+    """Refresh the list of weights that recurrent layers keep beside their parameters."""
+    names = getattr(module, "_flat_weights_names", None)
+    if names is not None:
+        module._flat_weights = [getattr(module, name, None) for name in names]  # type: ignore[assignment]
+
+
+def reset_of(module: torch.nn.Module) -> Any:
+    """Return the method that initialises a module's parameters, or None; MultiheadAttention's has another name."""
+    found = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+    return found if callable(found) else None
+
+
+def ignored_by_torchs_ddp(module: torch.nn.Module) -> tuple[str, ...]:
+    """Return the names that a program told torch's DistributedDataParallel to leave alone."""
+    return tuple(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+def set_low_precision(parameter: torch.Tensor, dtype: torch.dtype) -> None:
+    """Set the attributes that torch's own code reads of a parameter under mixed_precision=; the copy has no memory."""
+    parameter._fp_param = parameter.data  # type: ignore[attr-defined]
+    parameter._mp_param = parameter.data.new_empty(0, dtype=dtype)  # type: ignore[attr-defined]
+
+
+def is_hsdp(group: Any) -> bool:
+    """Return True if FSDP2 sharded a parameter group over two dimensions."""
+    return bool(getattr(group, "_is_hsdp", False))
+
+
+def fsdp2_groups(module: torch.nn.Module) -> list[Any]:
+    """Return FSDP2's parameter groups of this module itself."""
+    get = getattr(module, "_get_fsdp_state", None)
+    state = None if get is None else get()
+    found = getattr(state, "_fsdp_param_groups", None)
+    if found is None:
+        found = [getattr(state, "_fsdp_param_group", None)]
+    return [group for group in found if group is not None]
