@@ -84,14 +84,14 @@ def time_steps(rank: int, world_size: int, rounds: int, budget_s: float) -> Any:
     for _ in range(PLAIN_ROUNDS):
         trainers[HOOK].step()
     sent = {arm: count_bytes(trainers[arm]) for arm in trainers if arm != "none"}
-    replica = trainers["Bf16"].outer._engine()
+    replica = trainers["Bf16"].outer._engine.replica
     levels, numel = levels_of(replica.group), sum(p.numel() for p in trainers["none"].module.parameters())
     bandwidth = measure_bandwidth(replica.group, levels)
     codecs = {repr(c.compress): c.codec_s for c in measure_codecs(replica.group, levels, numel, bandwidth)}
     work: dict[str, Callable[[], Any]] = {arm: trainers[arm].step for arm in trainers}
     samples = common.interleave(work, dist.barrier, rounds=rounds, budget_s=budget_s, warmup=1)
     parts = {
-        name: (codecs[repr(compress)], trainers[name].outer._engine().stats()["step_wire_bytes"] / bandwidth)
+        name: (codecs[repr(compress)], trainers[name].outer._engine.replica.stats()["step_wire_bytes"] / bandwidth)
         for name, compress in COMPRESSORS.items()
     }
     return samples, sent, parts, bandwidth

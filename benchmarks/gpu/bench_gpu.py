@@ -82,7 +82,7 @@ def step_rows(where: Gpu, rank: int, nccl: Any, sizes: Sizes) -> list[Row]:
 
 def _host_waits(module: Any) -> int:
     """Return the number of times that the host waited for the GPU."""
-    waits: int = module._engine().reducer.stats()["host_waits"]
+    waits: int = module._engine.replica.reducer.stats()["host_waits"]
     return waits
 
 

@@ -38,7 +38,7 @@ def kernel_rows(where: Gpu, sizes: Sizes) -> list[Row]:
         where, max(_ADAMW_BYTES * sizes.kernel_numel, 8 * sizes.copies * sizes.copy_numel, 4 * sizes.norm_numel)
     )
     wrapped = sw.DistributedDataParallel(where.put(torch.nn.Linear(1, 1)))
-    link = wrapped._engine().link
+    link = wrapped._engine.replica.link
     rows = _pack_and_norm(where, sizes, link, copies)
     rows += _adamw(where, sizes, copies)
     return rows + _cast_and_quantise(where, sizes, link, copies)

@@ -14,6 +14,7 @@ from . import _engine
 from ._version import __version__
 from .comm.launch import VARIABLES
 from .comm.process_group import describe_group, live_groups
+from .options.checks import offload_kind
 from .parallel.replica import live_replicas
 from .plan import memory_plan
 from .wrapping import unwrap
@@ -166,7 +167,7 @@ def _offload(replica: Any) -> dict[str, Any]:
         else "cpu: no optimizer of this model is sliced or wrapped yet",
         "nvme": "nvme: no optimizer of this model is sliced or wrapped yet",
     }
-    kind = replica.settings["offload"]
+    kind = offload_kind(replica.options.offload)
     return {} if kind is None else {"offload": said[kind]}
 
 

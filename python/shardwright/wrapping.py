@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import functools
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, overload
 
 import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ._engine import Error
+from .comm.agreement import gather_values
 from .comm.model_ranks import ModelRanks
 from .comm.process_group import HostGroup, host_group, resolve_group
 from .comm.waits import calling, on_every_rank
@@ -28,10 +27,10 @@ from .optim.sliceable import check_sliceable
 from .options.checks import offload_folder
 from .options.names import offers_names
 from .options.options import Options, describes_options
-from .parallel.agreement.optimizer_agreement import agree, check_members, given_rows, watch_loading
+from .parallel.agreement.optimizer_agreement import Row, agree, check_members, given_rows, together, watch_loading
 from .parallel.ddp import DistributedDataParallel
 from .parallel.ddp_compat import precision_of
-from .parallel.fully_shard import needed_wrapper
+from .parallel.engine import Engine, needed_engine
 from .parallel.replica import Replica, live_replicas
 from .parameters.mixed_precision import PrecisionPlan
 from .torch_compat import cuda
@@ -112,7 +111,8 @@ def wrap(
     mixed_precision = options.pop("mixed_precision", None)
     if mixed_precision is not None and precision is not None:
         raise ValueError("mixed_precision= and precision= were both given: pass one of them")
-    stage = {"zero": zero, "precision": precision, "compress": compress, "offload": offload}
+    policy = precision if mixed_precision is None else precision_of(mixed_precision)
+    stage = {"zero": zero, "precision": policy, "compress": compress, "offload": offload}
     given = Options.from_keywords({**options, **stage, "partition": partition, "clip_grad_norm": clip_grad_norm})
     if clip_grad_norm is not None and optimizer is None:
         raise ValueError(f"clip_grad_norm={clip_grad_norm!r} needs the optimizer, whose steps begin with it")
@@ -123,20 +123,15 @@ def wrap(
         raise TypeError(f"wrap needs a torch.nn.Module, got {got}{remedy}")
     if unwrap(module) is not module and isinstance(original_of(module), TorchDDP):
         raise Error("this module is wrapped already: use it as it is, or pass sw.unwrap(module) to wrap it again")
-    policy = precision if mixed_precision is None else precision_of(mixed_precision)
     if policy is not None:
         _check_travels(PrecisionPlan(module, policy), compress)
     group = _group_of(module, given)
     ranks = ModelRanks.beside(_taking_part(module, given), group)
     _agree_on_optimizer(group, ranks, module, optimizer, zero, partition, offload, clip_grad_norm)
-    own = {
-        ("_" if name == "broadcast_buffers" else "") + name: value for name, value in options.items()
-    }  # torch's argument is deprecated
-    wrapped = DistributedDataParallel(module, mixed_precision=mixed_precision, **stage, **own)
-    wrapped._options = dataclasses.replace(wrapped._options, partition=partition, clip_grad_norm=clip_grad_norm)
+    wrapped = DistributedDataParallel(module, mixed_precision=mixed_precision, _options=given)
     if optimizer is None:
         return wrapped
-    optimizer = (_shard if zero else _keep)(wrapped, optimizer, partition)
+    optimizer = (_shard if zero else _keep)(wrapped._engine, optimizer, partition)
     if clip_grad_norm is not None:
         optimizer.register_step_pre_hook(_Clip(wrapped, clip_grad_norm))
     return wrapped, optimizer
@@ -186,17 +181,16 @@ def shard_optimizer(
     ValueError
         If the optimizer holds a parameter of another module, or is not known to be elementwise (see `partition`).
     """
-    wrapped = needed_wrapper("shard_optimizer", module)
-    if not wrapped._zero:
+    engine = needed_engine("shard_optimizer", module)
+    if not engine.options.zero:
         raise Error(
             "shard_optimizer needs a module that was wrapped with zero >= 1, got zero=0: use the optimizer as it is"
         )
-    engine = wrapped._engine()
     _agree_on_optimizer(
-        *(engine.group, engine.model_ranks, wrapped.module, optimizer),
-        *(wrapped._zero, partition, wrapped._options.offload),
+        *(engine.replica.group, engine.replica.model_ranks, engine.module, optimizer),
+        *(engine.options.zero, partition, engine.options.offload),
     )
-    return _shard(wrapped, optimizer, partition)
+    return _shard(engine, optimizer, partition)
 
 
 def _group_of(module: torch.nn.Module, options: Options) -> HostGroup:
@@ -224,34 +218,21 @@ def _agree_on_optimizer(
 
     The message is the same on every rank, also over the mesh of the module's DTensors.
     """
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-    refusal: Exception | None = None
-    try:
+    names, label = {id(parameter): name for name, parameter in module.named_parameters()}, type(module).__name__
+
+    def rows() -> list[Row]:
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"wrap needs a torch.optim.Optimizer or None, got {_not_an_optimizer(optimizer)}")
         if optimizer is not None and zero:
             check_sliceable(without_masters(optimizer), partition)
         if optimizer is not None:
-            check_members(type(module).__name__, names, optimizer, all_of_them=bool(zero))
+            check_members(label, names, optimizer, all_of_them=bool(zero))
             _check_dtensors(module, optimizer, zero, partition)
         if optimizer is not None or not zero:
             _check_offload(module, offload, optimizer, zero)
-    except (TypeError, ValueError, Error) as error:  # reported to the peers before they wait for this rank
-        refusal = error
-    rows = [] if refusal else given_rows(optimizer, names, partition if zero else "", clip_grad_norm)
-    label = type(module).__name__
-    try:
-        agree(group.comm.all_gather_bytes, rows, refusal, f"optimizer of {label}")
-        refusal = None
-    except Exception as error:
-        refusal = error
-    try:
-        if model_ranks is not None:
-            model_ranks.agree([], label, refusal)
-        elif refusal is not None:
-            raise refusal
-    finally:
-        refusal = None  # its traceback holds this frame
+        return given_rows(optimizer, names, partition if zero else "", clip_grad_norm)
+
+    together(model_ranks, lambda: agree(group.comm, rows, f"optimizer of {label}"), label)
 
 
 def _not_an_optimizer(given: Any) -> str:
@@ -267,10 +248,11 @@ def _not_an_optimizer(given: Any) -> str:
     return f"{type(given).__name__}: {remedy}"
 
 
-def _shard(wrapped: DistributedDataParallel, optimizer: torch.optim.Optimizer, partition: str) -> torch.optim.Optimizer:
+def _shard(engine: Engine, optimizer: torch.optim.Optimizer, partition: str) -> torch.optim.Optimizer:
     optimizer = without_masters(optimizer)
-    made = ShardedOptimizer(optimizer, wrapped._engine(), partition, _without_master(wrapped), wrapped._parts)
-    _keep_state(wrapped, made, optimizer)
+    first, *parts = engine.replicas
+    made = ShardedOptimizer(optimizer, first, partition, _without_master(engine), parts)
+    _keep_state(engine, made, optimizer)
     return made
 
 
@@ -303,25 +285,23 @@ def _is_on_gpu(module: torch.nn.Module) -> bool:
     return any(cuda.runtime.holds(p) for p in module.parameters())
 
 
-def _keep_state(wrapped: DistributedDataParallel, optimizer: Any, inner: Any) -> None:
+def _keep_state(engine: Engine, optimizer: Any, inner: Any) -> None:
     """Move the state of `inner`, which steps for `optimizer`, to where offload= says. Collective if it moves."""
-    folder, replica = offload_folder(wrapped._options.offload), wrapped._engine()
+    folder, replica = offload_folder(engine.options.offload), engine.replica
     earlier = getattr(inner, "store", None)
     in_file = getattr(earlier, "file", None) is not None  # an earlier wrapper put the state into a file
     moves = not replica.backend.capabilities.state_is_there and (
-        wrapped._options.offload is not None or earlier is not None
+        engine.options.offload is not None or earlier is not None
     )
     if folder is None and not moves and not in_file:
         if earlier is not None:  # the module has left its GPU; its state stays on the host
             inner.keep_in(None)
         return
-    store: Any
-    failure: Exception | None = None
-    try:
-        link = replica.backend.link
-        route = (
-            None if link is None else make_route(replica.group, link, replica.label)
-        )  # a new one: an earlier wrapper's link may have ended
+
+    def make() -> Any:
+        # a new route: an earlier wrapper's link may have ended
+        route = None if replica.link is None else make_route(replica.group, replica.link, replica.label)
+        store: Any
         if in_file:
             store = earlier
         elif folder is not None:
@@ -330,19 +310,14 @@ def _keep_state(wrapped: DistributedDataParallel, optimizer: Any, inner: Any) ->
         else:
             store = StateStore(None, replica.label, _state_bytes(replica, optimizer, inner))
         store.route = route
-    except (OSError, MemoryError, ValueError, Error) as error:
-        failure = error
+        return store
+
     try:
-        if replica.model_ranks is not None:
-            replica.model_ranks.agree([], replica.label, failure)
-        elif failure is not None:
-            raise failure
+        store = together(replica.model_ranks, make, replica.label)
     except (OSError, MemoryError, ValueError, Error):
-        for each in wrapped._engines():
+        for each in engine.replicas:
             each.retire(together=True)  # leave the module as it was
         raise
-    finally:
-        failure = None  # its traceback holds this frame
     inner.keep_in(store)
     replica.stores.add(store)
 
@@ -371,26 +346,26 @@ def keep_optimizer(wrapped: DistributedDataParallel, optimizer: torch.optim.Opti
     them, it is an optimizer on float32 masters. At zero >= 1 the same holds for slices. Its state is stored where
     offload= says.
     """
-    engine = wrapped._engine()
-    _agree_on_optimizer(engine.group, engine.model_ranks, wrapped.module, optimizer, 0, "", wrapped._options.offload)
-    return _keep(wrapped, optimizer)
+    engine, replica = wrapped._engine, wrapped._engine.replica
+    _agree_on_optimizer(replica.group, replica.model_ranks, engine.module, optimizer, 0, "", engine.options.offload)
+    return _keep(engine, optimizer)
 
 
-def _keep(wrapped: DistributedDataParallel, optimizer: torch.optim.Optimizer, _: str = "") -> torch.optim.Optimizer:
+def _keep(engine: Engine, optimizer: torch.optim.Optimizer, _: str = "") -> torch.optim.Optimizer:
     optimizer = without_masters(optimizer)
     watch_loading(optimizer)
     if not has_own_masters(optimizer) and not isinstance(optimizer, torch.optim.LBFGS):
-        made = MasterOptimizer(optimizer, _without_master(wrapped))
+        made = MasterOptimizer(optimizer, _without_master(engine))
         members = (p for group in optimizer.param_groups for p in group["params"])
         optimizer = made if any(map(made.has_master, members)) else optimizer
-    for engine in wrapped._engines():
-        engine.steppers.add_plain(optimizer)
-    _keep_state(wrapped, optimizer, optimizer)
+    for replica in engine.replicas:
+        replica.steppers.add_plain(optimizer)
+    _keep_state(engine, optimizer, optimizer)
     return optimizer
 
 
-def _without_master(wrapped: DistributedDataParallel) -> list[torch.Tensor]:
-    return wrapped._precision.without_master() if wrapped._precision is not None else []
+def _without_master(engine: Engine) -> list[torch.Tensor]:
+    return engine.precision.without_master() if engine.precision is not None else []
 
 
 @on_every_rank("sw.full_optimizer_state_dict()")
@@ -409,9 +384,9 @@ def full_gradients(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
 
     Cost at zero >= 2: every rank receives the bytes of all gradients.
     """
-    wrapped = needed_wrapper("full_gradients", module)
-    found = {name: each for engine in wrapped._engines() for name, each in engine.full_gradients().items()}
-    return {name: found[name] for name, _ in wrapped.module.named_parameters() if name in found}
+    engine = needed_engine("full_gradients", module)
+    found = {name: each for replica in engine.replicas for name, each in replica.full_gradients().items()}
+    return {name: found[name] for name, _ in engine.module.named_parameters() if name in found}
 
 
 @on_every_rank("sw.average_gradients()")
@@ -428,9 +403,8 @@ def average_gradients(module: torch.nn.Module) -> None:
     Error
         If the module is not wrapped, or a backward runs.
     """
-    wrapped = needed_wrapper("average_gradients", module)
-    for engine in wrapped._engines():
-        engine.average_gradients()
+    for replica in needed_engine("average_gradients", module).replicas:
+        replica.average_gradients()
 
 
 @contextlib.contextmanager
@@ -447,19 +421,28 @@ def full_parameters(
     writable : bool
         True to allow writes. Each rank writes to its own copy; afterwards all ranks have rank 0's values.
     """
+    with calling("sw.full_parameters()"):
+        replicas = _replicas_of(module)
+    with whole_replicas(replicas, writable=writable):
+        yield
+
+
+@contextlib.contextmanager
+def whole_replicas(replicas: Iterable[Replica], *, writable: bool = False) -> Iterator[None]:
+    """Return a context in which every rank has the whole parameters of replicas. See full_parameters. Collective."""
     with contextlib.ExitStack() as stack:
         with calling("sw.full_parameters()"):
-            for engine in _engines_of(module):
-                stack.enter_context(engine.writable_parameters() if writable else engine.access.whole())
+            for replica in replicas:
+                stack.enter_context(replica.writable_parameters() if writable else replica.access.whole())
         yield
         with calling("sw.full_parameters()"):
             stack.close()
 
 
-def _engines_of(module: Any) -> list[Replica]:
-    """Return the engine of a wrapped module, or those that hold the parameters, in order of wrapping."""
+def _replicas_of(module: Any) -> Sequence[Replica]:
+    """Return the replicas of a wrapped module, or those that hold the parameters, in order of wrapping."""
     if isinstance(module, torch.nn.Module):
-        return needed_wrapper("full_parameters", module)._engines()
+        return needed_engine("full_parameters", module).replicas
     asked = {id(each) for each in ([module] if isinstance(module, torch.Tensor) else module)}
     owners = [(each, {id(p) for p in each.table.module_parameters}) for each in live_replicas()]
     strange = len(asked.difference(*(members for _, members in owners)))
@@ -533,17 +516,16 @@ def load_full_state_dict(
     -----
     Cost: a broadcast of all parameters; at zero=3 also, during the call, memory for them on each rank.
     """
-    wrapped = needed_wrapper("load_full_state_dict", module)
-    engines, bare = wrapped._engines(), unwrap(module)
-    group = engines[0].group
+    replicas, bare = needed_engine("load_full_state_dict", module).replicas, unwrap(module)
+    group = replicas[0].group
     label = f"loaded state of {type(bare).__name__}"
     with full_parameters(module, writable=True):
-        loads = any(engine.group.rank == 0 for engine in engines)
-        also = " and on the first rank of each group" if len(engines) > 1 else ""
+        loads = any(replica.group.rank == 0 for replica in replicas)
+        also = " and on the first rank of each group" if len(replicas) > 1 else ""
         verdict = _load_state(bare, state, strict, also) if loads else ("", [], [])
-        said = [json.loads(each) for each in group.comm.all_gather_bytes(json.dumps(verdict).encode(), label)]
+        said = gather_values(group.comm, lambda: verdict, label)
         failure, missing, unexpected = next((each for each in said if each[0]), said[0])
-        known = {id(p) for engine in engines for p in engine.table.module_parameters}
+        known = {id(p) for replica in replicas for p in replica.table.module_parameters}
         tensors = {n: v for n, v in bare.state_dict(keep_vars=True).items() if isinstance(v, torch.Tensor)}
         others = {n: v for n, v in tensors.items() if id(v) not in known}  # buffers, and ignored parameters
         others = {n: held_tensor(v) if is_dtensor(v) else v for n, v in others.items()}

@@ -316,15 +316,15 @@ class Agent:
         """Report the digest of this rank's parameters, just before the training ends."""
         from shardwright._engine import Error
         from shardwright.parallel.agreement.replica_check import digests
-        from shardwright.parallel.fully_shard import wrapper_of
+        from shardwright.parallel.engine import engine_of
 
         model = self._model()
-        wrapped = None if model is None else wrapper_of(model)
-        if wrapped is not None and wrapped._replica is not None:
+        engine = engine_of(model)
+        if engine is not None and engine.made:
             with contextlib.suppress(
                 Error
             ):  # ranks that failed; those that have ended already have published their slices
-                self.tell("end", step=self._step, digest=digests(wrapped._replica))
+                self.tell("end", step=self._step, digest=digests(engine.made[0]))
 
 
 def _flip(optimizer: Any, at: float) -> None:

@@ -142,7 +142,7 @@ def step(optimizers: Any, wrapped: Any, other: torch.nn.Module) -> None:
 
 
 def host_waits(wrapped: Any) -> int:
-    waits: int = wrapped._engine().reducer.stats().get("host_waits", 0)
+    waits: int = wrapped._engine.replica.reducer.stats().get("host_waits", 0)
     return waits
 
 
@@ -220,7 +220,7 @@ def compress(rank: int, world_size: int, device: str) -> None:
 
 def shared_gpu(rank: int, world_size: int, device: str, way: str) -> None:
     wrapped, _ = pair(Mlp, place(rank, device))
-    used = wrapped._engine().reducer.transport
+    used = wrapped._engine.replica.reducer.transport
     allowed = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
     assert used == way or (way == "auto" and (used in ("shm", "ipc") or (allowed and used == "nccl"))), used
     everything(rank, world_size, device)

@@ -3,6 +3,7 @@
 import expert_subjects as experts
 import model_parallel_subjects as tensors
 import torch
+from shardwright.parallel.engine import engine_of
 
 
 class Experts:
@@ -37,8 +38,8 @@ SUBJECTS = {"experts": Experts, "tensors": Tensors}
 
 
 def own(model):
-    """Return the wrapper of a module, whichever way it was wrapped."""
-    return getattr(getattr(model, "_shardwright_mark", None), "wrapper", None) or model
+    """Return the engine of a module, whichever way it was wrapped."""
+    return engine_of(model)
 
 
 def part_of(whole, parameter):

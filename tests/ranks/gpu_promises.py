@@ -306,7 +306,7 @@ def borrowed(place: Place, rank: int, world_size: int) -> None:
     for zero in (0, 1, 3):
         with place.lending(rank, world_size) as group:
             ours = wrapped(place, {"zero": zero, "communicator": "borrow", **group})
-            assert ours[0]._engine().link.borrows
+            assert ours[0]._engine.replica.link.borrows
             steps(*ours, rank, place.device)
             assert_bits(whole(*ours), expected, zero)
             del ours

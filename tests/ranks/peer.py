@@ -38,7 +38,7 @@ def data_parallel(module: torch.nn.Module, **options: Any) -> Any:
         return torch.nn.parallel.DistributedDataParallel(module, **options)
     wrapped = sw.DistributedDataParallel(module, **options)
     if "transport" in options:
-        assert wrapped._replica.reducer.transport == options["transport"]
+        assert wrapped._engine.made[0].reducer.transport == options["transport"]
     assert wrapped.process_group.size() == dist.get_world_size(group)
     return wrapped
 

@@ -608,7 +608,7 @@ class SimulatedGpus:
 
 def stats(wrapped: Any) -> dict[str, int]:
     """Return the counters of a wrapped module, with torch's host waits added to the engine's."""
-    counts: dict[str, int] = wrapped._engine().reducer.stats()
+    counts: dict[str, int] = wrapped._engine.replica.reducer.stats()
     if isinstance(sw_device.runtime, _Runtime):
         counts["host_waits"] += len(sw_device.runtime.torch_waits)
     return counts

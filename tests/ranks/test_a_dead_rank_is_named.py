@@ -542,7 +542,7 @@ def wrap_under_an_address_space_limit(rank, world_size):
     try:
         with limited(resource.RLIMIT_AS, soft) if rank == world_size - 1 else contextlib.nullcontext():
             wrapped = data_parallel(module, timeout_s=10.0)
-        return wrapped._replica.reducer.transport, wrapped._replica.reducer.transport_reason
+        return wrapped._engine.made[0].reducer.transport, wrapped._engine.made[0].reducer.transport_reason
     except (engine.Error, MemoryError, OSError) as error:
         return "error", str(error)
 
@@ -562,7 +562,7 @@ def trains_in_a_namespace(rank, world_size):
     gather(None)
     if rank == 1:
         os._exit(9)
-    return os.getpid(), wrapped._replica.reducer.transport, report(lambda: backward(wrapped, rank, 9))
+    return os.getpid(), wrapped._engine.made[0].reducer.transport, report(lambda: backward(wrapped, rank, 9))
 
 
 UNSHARE = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc", "--kill-child"]

@@ -62,7 +62,7 @@ def test_what_a_child_writes_to_parameters_does_not_reach_its_parent(rank, world
         assert all(bool((p == 7).all()) for p in model.parameters())
 
     assert in_a_child(write) == ""
-    model._replica.group.comm.barrier()
+    model._engine.made[0].group.comm.barrier()
     assert all(bits_equal(p.detach(), old) for p, old in zip(model.parameters(), before))
     optimizer.zero_grad()
     backward(model, rank, 1)
@@ -159,7 +159,7 @@ def test_a_child_that_reads_late_gets_an_error_and_one_that_read_in_time_keeps_t
         early = {name: Child(*[lambda read=read: read(model)] * 2) for name, read in READS.items() if name in expected}
         for name, child in early.items():
             assert child() == expected[name], name
-    model._replica.group.comm.barrier()
+    model._engine.made[0].group.comm.barrier()
     for number in range(1, 4):
         step(model, optimizer, rank, number)
     for name, child in children.items():
@@ -194,7 +194,7 @@ def test_a_child_of_a_child_and_one_forked_where_parameters_are_whole(rank, worl
         before = repr(total())
         late, early = Child(grandchild), Child(total, grandchild, total)
         assert early() == before
-    model._replica.group.comm.barrier()
+    model._engine.made[0].group.comm.barrier()
     for number in range(1, 3):
         step(model, optimizer, rank, number)
     assert "Error: parameters of Mlp" in late()
@@ -202,7 +202,7 @@ def test_a_child_of_a_child_and_one_forked_where_parameters_are_whole(rank, worl
     assert early() == before
     late.close()
     early.close()
-    model._replica.group.comm.barrier()
+    model._engine.made[0].group.comm.barrier()
 
 
 @on_every_rank(at_least=2)
@@ -232,7 +232,7 @@ def test_a_step_that_all_ranks_refuse_changes_nothing_for_a_child(rank, world_si
 @pytest.mark.parametrize("options", STAGES[:3])
 def test_a_change_under_way_at_the_fork_or_during_the_copy_is_an_error(rank, world_size, options):
     model, optimizer = trained(**options)
-    access = model._replica.access
+    access = model._engine.made[0].access
 
     def look():
         return float(next(model.parameters()).detach().sum())
@@ -257,7 +257,7 @@ def test_a_change_under_way_at_the_fork_or_during_the_copy_is_an_error(rank, wor
     said = in_a_child(look)
     del storage.mapped
     assert said.startswith("Error") and "fork" in said, said
-    model._replica.group.comm.barrier()
+    model._engine.made[0].group.comm.barrier()
 
 
 @on_every_rank(at_least=2)
@@ -265,10 +265,12 @@ def test_a_change_under_way_at_the_fork_or_during_the_copy_is_an_error(rank, wor
 def test_a_child_that_touches_no_parameter_copies_none(rank, world_size, options):
     model, optimizer = trained(**options)
     step(model, optimizer, rank, 0)
-    copied = Child(lambda: (model._replica.access.forks._is_pending, len(list(model.parameters())), repr(model)[:3]))
+    copied = Child(
+        lambda: (model._engine.made[0].access.forks._is_pending, len(list(model.parameters())), repr(model)[:3])
+    )
     assert copied().startswith("(True")
     copied.close()
-    model._replica.group.comm.barrier()
+    model._engine.made[0].group.comm.barrier()
 
 
 @on_every_rank(at_least=2)
@@ -283,7 +285,7 @@ def test_a_childs_gradients_are_those_of_the_fork_or_none(rank, world_size):
     assert late() == "None"
     early.close()
     late.close()
-    model._replica.group.comm.barrier()
+    model._engine.made[0].group.comm.barrier()
 
 
 @on_every_rank(at_least=2)
@@ -298,7 +300,7 @@ def test_a_child_does_not_step_into_its_parents_state_file(rank, world_size):
         said = in_a_child(optimizer.step)
         assert said.startswith("Error") and "forked child" in said, said
         optimizer.step()
-        model._replica.group.comm.barrier()
+        model._engine.made[0].group.comm.barrier()
 
 
 @on_every_rank(at_least=2)
@@ -320,7 +322,7 @@ def test_every_way_out_of_torch_reads_through_the_guard(rank, world_size, zero):
         "a new parameter": lambda: torch.nn.Parameter(parameter.detach()),
         "to_dlpack": lambda: torch.utils.dlpack.to_dlpack(parameter.detach()),
     }
-    watch = model._replica.access.forks
+    watch = model._engine.made[0].access.forks
 
     def read():
         watch._shared[0] += 2  # as the parent's next step does

@@ -141,7 +141,7 @@ def trains_until_interrupted(rank, world_size, folder):
         while True:
             wrapped(batch(rank, 2, 3000)).square().mean().backward()
     except KeyboardInterrupt:
-        wrapped._engine().group.comm.abort("it was told to stop")
+        wrapped._engine.replica.group.comm.abort("it was told to stop")
         return rank, "", "", time.monotonic()
     except engine.CommError as error:
         return error.rank, error.host, str(error), time.monotonic()

@@ -214,7 +214,7 @@ def test_no_collective_is_added_to_a_step(rank, world_size, zero):
         before = collectives()
         train(model, optimizer, rank, 1)
         scheduler.step()
-        assert collectives() - before == model._replica.reducer.bucket_count, step
+        assert collectives() - before == model._engine.made[0].reducer.bucket_count, step
     gather(None)
 
 

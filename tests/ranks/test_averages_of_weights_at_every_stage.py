@@ -205,7 +205,7 @@ def test_one_rank_shares_with_nobody(rank, world_size, kind):
 def test_the_guard_can_be_turned_off(rank, world_size):
     model = sw.wrap(Mlp(), zero=3, write_guard=None)
     assert "write_guard" not in sw.describe()["models"][-1]
-    assert model._replica.access.write_guard is None
+    assert model._engine.made[0].access.write_guard is None
     sw.wrap(Mlp(), zero=1, write_guard=None)
     sw.wrap(Mlp(), zero=3, share_parameters=False, write_guard=None)
     model = sw.wrap(Mlp(), zero=3)

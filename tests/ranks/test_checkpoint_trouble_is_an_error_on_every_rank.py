@@ -588,4 +588,4 @@ def test_copies_and_retired_wrappers_in_user_state_are_saved(rank, world_size, z
                 each.zero_()
         assert checkpoints.restore() == 1
     assert all(torch.equal(each, value) for each, value in zip(copies, expected, strict=True))
-    assert state["copy"]._replica is None and kept is not None
+    assert not state["copy"]._engine.made and kept is not None

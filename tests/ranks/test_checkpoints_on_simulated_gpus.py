@@ -145,12 +145,12 @@ def quiet(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     with checkpointer(shared_folder(rank), model, optimizer) as checkpoints:
         for step in range(3):
             go_on(model, optimizer, rank, range(step, step + 1))
-            before = model._engine().reducer.stats()["host_waits"]
+            before = model._engine.replica.reducer.stats()["host_waits"]
             with mock.patch.object(gpus, "synchronize", wraps=gpus.synchronize) as synchronized:
                 checkpoints.save(step)
             # ranks compare their buffers: those come down together
             assert synchronized.call_count == (world_size > 1)
-            assert model._engine().reducer.stats()["host_waits"] == before
+            assert model._engine.replica.reducer.stats()["host_waits"] == before
         assert checkpoints._writer._staging.stats()["pinned_bytes"] == 3 << 20
 
 

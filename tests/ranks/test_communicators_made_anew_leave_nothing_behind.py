@@ -48,7 +48,7 @@ def is_made_anew(rank, world_size, end):
         group = dist.new_group() if end == "well" else None
         model = data_parallel(Mlp(), process_group=group, timeout_s=10)
         step(model, rank)
-        host_group = model._engine().group
+        host_group = model._engine.replica.group
         assert host_group.host_count == 2
         if end == "well":
             host_group.close()
@@ -93,7 +93,7 @@ def loses_a_host_in_the_middle(rank, world_size, folder):
     """
     torch.manual_seed(0)
     model = data_parallel(torch.nn.Linear(3000, 3000), timeout_s=20)
-    group = model._engine().group
+    group = model._engine.replica.group
     while True:
         model.zero_grad()
         live = gradient_bytes()

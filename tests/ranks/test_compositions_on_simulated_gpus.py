@@ -48,7 +48,7 @@ class OnGpu:
 
     def wrap(self, module: Any, *arguments: Any, **options: Any) -> Any:
         made = sw.wrap(self._gpus.adopt_module(module), *arguments, **{"deterministic": True, **options})
-        self.places.update(each.link is not None for each in made[0]._engines())
+        self.places.update(each.link is not None for each in made[0]._engine.replicas)
         return made
 
 

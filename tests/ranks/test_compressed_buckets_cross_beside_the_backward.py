@@ -89,7 +89,7 @@ def train(rank, model, optimizer, steps=4, skips=lambda step: False):
 
 
 def early(model):
-    return model._engine().stats()["buckets_early"]
+    return model._engine.replica.stats()["buckets_early"]
 
 
 def wait_until(condition, within_s=5.0):
@@ -110,7 +110,7 @@ def test_the_bits_are_those_of_buckets_that_wait(rank, world_size, name, zero):
                 at_the_end(monkeypatch)
             model, optimizer = made(rank, "2+1", world_size, COMPRESSORS[name], zero=zero)
         after.append(train(rank, model, optimizer))
-        sent.append(model._engine().stats())
+        sent.append(model._engine.replica.stats())
         state = model.compression_state
         assert state is None or state.iter == 4
     assert sent[0]["buckets_early"] == 0 and sent[1]["buckets_early"] == 9  # three in each of three rounds
@@ -200,7 +200,7 @@ def test_a_backward_that_raises_leaves_all_ranks_in_step(rank, world_size, name,
     after = train(rank, model, optimizer, steps=3)
     assert same_everywhere([*after])
     assert all(bool(p.isfinite().all()) for p in after)
-    assert len(model._engine().stats()["bucket_wire_bytes"]) == 2 + in_flight
+    assert len(model._engine.replica.stats()["bucket_wire_bytes"]) == 2 + in_flight
     state = model.compression_state
     assert same_everywhere(state and state.iter)  # the abandoned round counts if its last bucket was exchanged
 
@@ -249,7 +249,7 @@ def test_leased_communicators_are_reused(rank, world_size):
         for model in both:
             for step in range(2):
                 model(batch(rank, 8, 7, step=step)).square().mean().backward()
-        host_group = both[0]._engine().group
+        host_group = both[0]._engine.replica.group
         assert count() == 2 and len(levels._joined[host_group]) == 3  # exchanges without a thread share one
         ended = [weakref.ref(model) for model in both]
         del both, model
@@ -303,7 +303,7 @@ def dies(rank, world_size, where):
     if rank == victim:
         then = kill if where == "backward" else None
         if where == "exchange":
-            model._engine().compression[1]._all_gather = kill
+            model._engine.replica.compression[1]._all_gather = kill
     loss = model(batch(rank, 8, 7, step=2), False, then).square().mean()
     start_s = time.monotonic()
     try:

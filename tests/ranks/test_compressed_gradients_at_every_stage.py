@@ -68,7 +68,7 @@ def test_every_stage_trains_with_the_same_bits(rank, world_size, name, cap):
 
 def owners_of(wrapped, index, world_size):
     """Return the owner of each element of a parameter."""
-    reducer = wrapped._engine().reducer
+    reducer = wrapped._engine.replica.reducer
     bucket, begin, numel = reducer.place(index)
     width = reducer.bucket_shape(bucket)[1] // world_size
     return [(begin + element) // width for element in range(numel)]

@@ -28,7 +28,7 @@ class Naive:
 
     def __init__(self, name, model, world_size):
         self.name, self.places, self.feedback = name, {}, {}
-        engines = own(model)._engines()
+        engines = own(model).replicas
         for engine in engines:
             ranks, reducer = engine.group.world_size, engine.reducer
             for index, each in enumerate(engine.table.names):

@@ -12,6 +12,7 @@ from harness import LONG, gather, in_turn, on_every_rank, same_everywhere
 from oracle.fold import bits_equal
 from peer import PEER, sw
 from shardwright.layout.local_parameters import whole_tensor
+from shardwright.parallel.engine import engine_of
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
@@ -66,7 +67,7 @@ def test_a_checkpoint_has_the_same_bytes_over_any_ranks_and_loads_there(rank, wo
                 for key, value in state.items():
                     assert torch.allclose(kept[1][at][key], value, rtol=0, atol=1e-6), (at, key)
         elif stage == 0:
-            first = any(engine.group.rank == 0 for engine in model._engines())
+            first = any(engine.group.rank == 0 for engine in model._engine.replicas)
             sw.load_full_state_dict(model, kept[0] if first else None)
             whole = sw.full_optimizer_state_dict(model, optimizer)
             sw.load_full_optimizer_state_dict(model, optimizer, {**whole, "state": kept[1]})
@@ -182,10 +183,10 @@ def test_a_communication_hook_averages_over_the_ranks_of_each_group(rank, world_
 
     for stage in (0, *in_turn(STAGES[1:], 1, of=3)):
         model, optimizer = wrapped(mesh, stage)
-        owner = model if hasattr(model, "register_comm_hook") else model._shardwright_mark.wrapper
+        owner = engine_of(model)
         keys = [layer.experts for layer in owner.module.layers] if stage == "by hand" else ["layers.*.experts"]
         groups = dict.fromkeys(keys, mesh["dp_mod_ep"].get_group())
-        owner.register_comm_hook({**groups, None: torch.distributed.group.WORLD}, hook)
+        owner.register_hook(owner.states_of_parts({**groups, None: torch.distributed.group.WORLD}), hook)
         seen.clear()
         train(model, optimizer, rank, steps=2)
         assert {ranks for ranks, _ in seen} == {2, 4}
@@ -353,8 +354,8 @@ def test_what_is_asked_of_the_wrapper_is_asked_of_all_its_engines(rank, world_si
         assert_equal(sw.full_state_dict(model), doubled)
 
     with sw.Checkpointer(os.environ["SW_TEST_FOLDER"], model, optimizer, snapshot="lazy"):
-        assert [len(each.access._before_writes) for each in model._engines()] == [1, 1]
-    engines = model._engines()
+        assert [len(each.access._before_writes) for each in model._engine.replicas] == [1, 1]
+    engines = model._engine.replicas
     model.reducer._remove_autograd_hooks()
     assert all(each.retired for each in engines)
 
@@ -374,7 +375,7 @@ def test_what_is_asked_of_the_wrapper_is_asked_of_all_its_engines(rank, world_si
         sw.fully_shard(layer, shard_placement_fn=placement)
     sw.fully_shard(placed, shard_placement_fn=placement)
     optimizer = sw.shard_optimizer(placed, optimizer_of(placed))
-    assert [len(each.table.names) for each in placed._shardwright_mark.wrapper._engines()] == [8, 4]
+    assert [len(each.table.names) for each in engine_of(placed).replicas] == [8, 4]
     train(placed, optimizer, rank, steps=1)
     assert_equal(sw.full_state_dict(placed), expected)
     odd = sw.fully_shard(torch.nn.Linear(2, 2), shard_placement_fn=lambda parameter: 3)
@@ -396,7 +397,7 @@ def test_a_deepspeed_engine_takes_all_its_engines_off(rank, world_size):
     config["shardwright"] = {"groups": {"layers.*.experts": mesh["dp_mod_ep"]}, "share_parameters": False}
     model = distributed(mesh)
     engine, *_ = sw.deepspeed.initialize(model=model, optimizer=optimizer_of(model), config=config)
-    engines, expected = engine.wrapped._engines(), sw.full_state_dict(engine.wrapped)
+    engines, expected = engine.wrapped._engine.replicas, sw.full_state_dict(engine.wrapped)
     engine.destroy()
     assert len(engines) == 2 and all(each.retired for each in engines)
     model.cpu()  # swaps DTensors

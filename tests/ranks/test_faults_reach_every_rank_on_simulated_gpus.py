@@ -74,7 +74,7 @@ def failing_call(gpus: SimulatedGpus, rank: int, world_size: int, call: str) -> 
         if rank == 1:
             gpus.fail_next(call, 3)
             backward(wrapped, rank)
-        wrapped._engine().link.host.barrier("what hosts do")
+        wrapped._engine.replica.link.host.barrier("what hosts do")
     assert gpus.failed_call() == (call if rank == 1 else "")
     said = gather(str(caught.value))
     assert all(text == said[1] for text in said), said
@@ -92,7 +92,7 @@ def test_a_failure_that_is_seen_beside_a_hosts_exchange_ends_that(
 def seen_beside(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     """The thread that watches rank 1's GPU raises the fault, while the program's thread waits for rank 0."""
     gpus.watch()
-    host = wrapped_mlp(gpus)._engine().link.host
+    host = wrapped_mlp(gpus)._engine.replica.link.host
     gather(None)
     if rank == 1:
         gpus.fail_next("ncclCommGetAsyncError", 3)
@@ -116,7 +116,7 @@ def test_what_nccl_takes_for_a_peers_failure_is_told_in_that_peers_words(
 
 def a_peers_words(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     wrapped = wrapped_mlp(gpus)
-    comm = wrapped._engine().link.comm
+    comm = wrapped._engine.replica.link.comm
     gather(None)
     with pytest.raises(sw.Error, match=f"NCCL on rank 1 of {world_size}: send of a slice failed"):
         if rank == 1:
@@ -187,7 +187,7 @@ def test_a_rank_that_is_killed_as_communicators_end_holds_nobody_up(
 def killed_at_the_end(gpus: SimulatedGpus, rank: int, world_size: int, end: str) -> None:
     """No thread watches the GPUs here, so a thread that closes or drops must wait itself."""
     wrapped = wrapped_mlp(gpus)
-    link = wrapped._engine().link
+    link = wrapped._engine.replica.link
     backward(wrapped, rank)
     gpus.synchronize()
     gather(None)
@@ -197,7 +197,7 @@ def killed_at_the_end(gpus: SimulatedGpus, rank: int, world_size: int, end: str)
     backward(wrapped, rank)
     with soon():
         if end == "drop":
-            gone = weakref.ref(wrapped._engine().reducer)
+            gone = weakref.ref(wrapped._engine.replica.reducer)
             del wrapped
             gc.collect()
             assert gone() is None and not link.comm.is_alive
@@ -220,7 +220,7 @@ def slow_end(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     backward(model, rank)
     optimizer.step()
     gpus.synchronize()
-    group = model._engine().group
+    group = model._engine.replica.group
     assert len(group.links) == 2
     gather(None)
     with logged() as lines:
@@ -251,7 +251,7 @@ def test_an_interrupt_ends_a_wait_for_peers(
 
 def interrupted(gpus: SimulatedGpus, rank: int, world_size: int, where: str) -> None:
     wrapped = sw.wrap(gpus.adopt_module(Heads()))
-    link = wrapped._engine().link
+    link = wrapped._engine.replica.link
     gather(None)
     if rank == 0:
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -282,7 +282,7 @@ def test_a_call_of_the_driver_that_does_not_return_holds_up_nobody_else(
 def slow_call(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     """The watching thread holds the communicator for a while; a thread that needs it waits."""
     wrapped = wrapped_mlp(gpus)
-    comm = wrapped._engine().link.comm
+    comm = wrapped._engine.replica.link.comm
     backward(wrapped, rank)
     gpus.slow_next("cuEventQuery", 1.0)
     watcher = threading.Thread(target=comm.watch)
@@ -292,7 +292,7 @@ def slow_call(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
         time.sleep(0.005)
         longest_s, last = max(longest_s, time.monotonic() - last), time.monotonic()
     assert watcher.is_alive() and longest_s < 0.5, longest_s
-    wrapped._engine().link.broadcast([*wrapped.parameters()], 0)
+    wrapped._engine.replica.link.broadcast([*wrapped.parameters()], 0)
     assert comm.is_alive
     comm.close()
     watcher.join()

@@ -54,7 +54,7 @@ def step(wrapped: Any, optimizer: Any, rank: int, number: int) -> None:
 
 def pending(wrapped: Any) -> set[int]:
     """Return the groups for which no stream has waited yet."""
-    return set(wrapped._engine().parameters()._buckets._gathers._pending)
+    return set(wrapped._engine.replica.parameters()._buckets._gathers._pending)
 
 
 #: what reads whole parameters behind a step, and gives them
@@ -177,7 +177,7 @@ def careless(gpus: SimulatedGpus, rank: int, world_size: int, without: str) -> N
             patch.setattr(WaitGuard, "raise_", lambda *_: None)
             patch.setattr(ModuleHook, "__call__", lambda *_: None)
         else:  # it steps twice on one gradient
-            patch.setattr(wrapped._engine()._storage, "settle", lambda: None)
+            patch.setattr(wrapped._engine.replica._storage, "settle", lambda: None)
             wrapped(batch(rank, 6, 7)).backward()
             optimizer.step()
             optimizer.step()

@@ -142,7 +142,7 @@ def test_bytes_are_those_between_hosts(rank, world_size, shape):
     backward_once = lambda: model(torch.ones(2, 640)).sum().backward()  # noqa: E731
     backward_once()
     slice_numel = -(-(-(-640 * 63 // hosts)) // 64) * 64
-    assert model._engine().stats()["step_wire_bytes"] == (2 * (hosts - 1) * slice_numel * 2 if is_first else 0)
+    assert model._engine.replica.stats()["step_wire_bytes"] == (2 * (hosts - 1) * slice_numel * 2 if is_first else 0)
 
 
 @on_every_rank(at_least=3)
@@ -221,7 +221,7 @@ def test_two_hosts_swap_small_messages_with_the_same_bits(rank, world_size, name
                 optimizer.step()
                 optimizer.zero_grad()
         after.append([p.detach().clone() for p in model.parameters()])
-        sent.append(model._engine().stats()["wire_bytes"])
+        sent.append(model._engine.replica.stats()["wire_bytes"])
     assert sent[0] == sent[1]
     assert all(map(bits_equal, *after))
     assert same_everywhere([p.tolist() for p in after[0]])

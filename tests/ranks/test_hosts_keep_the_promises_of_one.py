@@ -78,7 +78,7 @@ def forks_in_the_middle(rank, world_size):
     assert_averages(wrapped, batch(rank, 6, 7))
     for x in torch.utils.data.DataLoader(Squares(), batch_size=6, num_workers=2):
         assert_averages(wrapped, x + rank)
-    comm = wrapped._engine().group.comm
+    comm = wrapped._engine.replica.group.comm
     for action in (comm.barrier, lambda: comm.all_gather_bytes(b"x"), lambda: backward(wrapped, batch(rank, 6, 7))):
         text = in_a_child(action)
         assert text.startswith("Error") and "fork" in text, text
@@ -99,7 +99,9 @@ def has_no_room(rank, world_size):
         with limited(resource.RLIMIT_FSIZE, room) if rank == 2 else contextlib.nullcontext():
             try:
                 wrapped = sw.wrap(model, timeout_s=10.0)
-                texts.append(f"{wrapped._replica.reducer.transport}: {wrapped._replica.reducer.transport_reason}")
+                texts.append(
+                    f"{wrapped._engine.made[0].reducer.transport}: {wrapped._engine.made[0].reducer.transport_reason}"
+                )
                 assert_averages(wrapped, batch(rank, 2, 600))
             except (engine.Error, MemoryError, OSError) as error:
                 texts.append(str(error))

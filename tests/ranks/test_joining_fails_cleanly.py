@@ -42,7 +42,7 @@ def test_memory_that_one_rank_could_not_map_is_not_taken_for_the_next(rank, worl
     module = torch.nn.Linear(4096, 4096, bias=False)  # 64 MiB
     with with_address_space(104 << 20) if rank == world_size - 1 else contextlib.nullcontext():
         wrapped = data_parallel(module, timeout_s=20.0)
-        reducer = wrapped._replica.reducer
+        reducer = wrapped._engine.made[0].reducer
         assert reducer.transport == "staged" and f"rank {world_size - 1}" in reducer.transport_reason, (
             reducer.transport_reason
         )

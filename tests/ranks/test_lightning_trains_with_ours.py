@@ -309,7 +309,7 @@ def fit_experts(rank, world_size, folder):
 
     class Watch(subjects.pl.Callback):
         def on_train_start(self, trainer, module):
-            engines.extend(trainer.model._engines())
+            engines.extend(trainer.model._engine.replicas)
 
     strategy = {"zero": 3, "share_parameters": False, "groups": {"net.layers.*.experts": mesh["dp_mod_ep"]}}
     trainer, module, _ = subjects.fit(strategy, folder, Experts, epochs=1, callbacks=[Watch()])

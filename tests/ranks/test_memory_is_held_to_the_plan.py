@@ -84,7 +84,7 @@ def test_mapped_memory_is_the_plan_to_a_page(rank, world_size, stage):
     torch.manual_seed(0)
     module = nn.Sequential(*(nn.Linear(301, 301) for _ in range(5)))
     model, _ = sw.wrap(module, sw.optim.AdamW(module.parameters()), bucket_cap_mb=0.5, **STAGES[stage])
-    plan, replica = planned(), model._engine()
+    plan, replica = planned(), model._engine.replica
     memory = gradient_view(replica.layout_of(0), replica.reducer, 0)
     held = mapping_bytes(memory.data_ptr()) // world_size  # an arena is one mapping with every rank's part
     if STAGES[stage]["zero"] >= 2:  # and private pages for this rank's slices of the means

@@ -44,7 +44,7 @@ def trained(
             gpus.synchronize()
             sent = gpus.sent_across() - before
             losses.append(loss.detach())
-    reducer = model._engine().reducer
+    reducer = model._engine.replica.reducer
     size = sum(4 * reducer.bucket_shape(bucket)[1] for bucket in range(reducer.bucket_count))
     return [*losses, *(value.clone() for value in sw.full_state_dict(model).values())], sent, size
 

@@ -58,7 +58,7 @@ def test_an_mlp_trains_with_the_oracles_bits(teams: Any, world_size: int, paths:
 
 def mlp(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     wrapped, naive = on_gpu(gpus, Mlp, bucket_cap_mb=0.001)
-    assert wrapped._engine().reducer.transport == os.environ[VARIABLE]
+    assert wrapped._engine.replica.reducer.transport == os.environ[VARIABLE]
     train(rank, wrapped, naive)
     counts = stats(wrapped)
     assert counts["buckets_early"] > 0, counts
@@ -255,7 +255,7 @@ def test_streams_of_the_users_own_are_followed(teams: Any, world_size: int, path
 def stream_scene(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     """The optimizer runs on another stream than the backward; the user orders the two as torch requires."""
     wrapped, naive = on_gpu(gpus, Mlp, bucket_cap_mb=0.001)
-    comm = wrapped._engine().link.comm
+    comm = wrapped._engine.replica.link.comm
     backwards = gpus.stream
     optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in (wrapped.module, naive.module)]
     for step in range(3):
@@ -296,7 +296,7 @@ def two_streams(gpus: SimulatedGpus, rank: int, world_size: int, elsewhere: bool
     back.
     """
     wrapped, naive = on_gpu(gpus, Hopping)
-    comm = wrapped._engine().link.comm
+    comm = wrapped._engine.replica.link.comm
     home = gpus.stream
     with gpus.other_stream() as side:
         pass
@@ -460,7 +460,7 @@ def nccls_deadline(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     wrapped = sw.wrap(gpus.adopt_module(Mlp()))
     gpus.fail_next("ncclCommGetAsyncError", 8)
     with pytest.raises(sw.CommTimeoutError, match=r"\(8\)"):
-        wrapped._engine().link.comm.watch()
+        wrapped._engine.replica.link.comm.watch()
 
 
 @at_least_two
@@ -539,7 +539,7 @@ def killed_beside_a_gather(gpus: SimulatedGpus, rank: int, world_size: int) -> N
     """
     gpus.watch()
     wrapped = sw.wrap(gpus.adopt_module(Heads()), zero=3)
-    links = list(wrapped._engine().group.links.values())
+    links = list(wrapped._engine.replica.group.links.values())
     means, gathered = gpus.adopt(torch.ones(4)), gpus.adopt(torch.ones(4))
     wrapped(batch(rank, 6, 7), "left right").backward()
     gpus.synchronize()

@@ -29,7 +29,7 @@ class CastByHand(nn.Module):
 
 def naive(subject, model, rank, steps, dtype):
     """Train with parameters cast by hand, and gradients gathered and folded. Return whole parameters."""
-    engines = own(model)._engines()
+    engines = own(model).replicas
     places = {name: each.group for each in engines for name in each.table.names}
     module = subject.plain()
     by_hand = CastByHand(module, dtype)

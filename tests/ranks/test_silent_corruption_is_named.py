@@ -66,7 +66,7 @@ def test_a_flipped_bit_is_named_before_the_next_checked_step(rank, world_size, s
         if options["zero"] == 0:
             step(model, optimizer, rank, 3)  # is not checked; at zero >= 1 it would publish the owner's value
         else:
-            model._replica.check._steps += 1
+            model._engine.made[0].check._steps += 1
         with pytest.raises(
             engine.Error,
             match="the replicas of Mlp differ 4 steps after the start of these ranks: parameter '2.weight'",

@@ -32,7 +32,7 @@ class ReadWhole(Mlp):
 
     def parameters(self, recurse: bool = True) -> Any:
         replica = next((each for each in live_replicas() if each.wraps(self)), None)
-        if replica is None or replica.zero < 3 or replica.join_link.is_on:
+        if replica is None or replica.zero < 3 or replica.in_sliced_join:
             return super().parameters(recurse)
         with replica.access.whole():
             return iter([p.detach().clone() for p in super().parameters(recurse)])

@@ -158,7 +158,7 @@ def sharing(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SIM_BUS", "7")
         wrapped = sw.wrap(gpus.adopt_module(Mlp()))
-        reducer = wrapped._engine().reducer
+        reducer = wrapped._engine.replica.reducer
         assert reducer.transport == "ipc"
         said = "slots in the GPUs' memory (ranks 0 and 1 share the GPU at 0000:07:00, which NCCL 2.21.0 refuses"
         assert said in reducer.transport_reason
@@ -178,8 +178,8 @@ def without_nccl(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
         if rank == 0:
             patch.setenv("SIM_NO_IPC", "1")  # so that of all ranks the slots are in the host's memory
         wrapped, naive = modules.on_gpu(gpus, Mlp, bucket_cap_mb=0.001)
-        assert wrapped._engine().reducer.transport == "shm"
-        assert "is NCCL 2.13.5: 2.14 or newer" in wrapped._engine().reducer.transport_reason
+        assert wrapped._engine.replica.reducer.transport == "shm"
+        assert "is NCCL 2.13.5: 2.14 or newer" in wrapped._engine.replica.reducer.transport_reason
         modules.train(rank, wrapped, naive)
 
 
@@ -230,7 +230,7 @@ def test_a_second_connection_is_refused_and_leaves_the_first(
 
 def connected_twice(gpus: SimulatedGpus, rank: int, world_size: int, way: str) -> None:
     wrapped, naive = modules.on_gpu(gpus, Mlp, bucket_cap_mb=0.001)
-    link = wrapped._engine().link
+    link = wrapped._engine.replica.link
     size = device_transport.SLOT_BYTES
     arena = link.host.arena(slot_part_bytes(size), "other slots")
     with pytest.raises(sw.Error, match=f"connected already, as rank {rank} of {world_size}"):

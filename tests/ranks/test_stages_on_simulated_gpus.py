@@ -416,10 +416,10 @@ def remade_ring(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     largest = max(range(4), key=lambda index: [*module.parameters()][index].numel())
     frozen = [*module.parameters()][largest].requires_grad_(False)
     wrapped, _ = sw.wrap(module, torch.optim.SGD(module.parameters(), lr=0.1), zero=2, bucket_cap_mb=0.0001)
-    reducer, home = wrapped._engine().reducer, gpus.stream
+    reducer, home = wrapped._engine.replica.reducer, gpus.stream
     loss = wrapped(batch(rank, 6, 7)).square().mean()
     with gpus.other_stream() as side:
-        wrapped._engine().link.comm.follow(side, home)
+        wrapped._engine.replica.link.comm.follow(side, home)
         loss.backward()
     frozen.requires_grad_()
     ring = [*reducer._ring]

@@ -185,7 +185,7 @@ def test_what_travels_is_what_hosts_want(rank, world_size):
             model, optimizer = sw.wrap(
                 model, torch.optim.SGD(model.parameters(), lr=0.1), process_group=group, **stage(zero, {})
             )
-            comm = model._engine().group.comm
+            comm = model._engine.replica.group.comm
             for step, on_top in enumerate([False, False, True]):
                 if not on_top:
                     optimizer.zero_grad()

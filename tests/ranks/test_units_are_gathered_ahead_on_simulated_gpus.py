@@ -10,6 +10,7 @@ import pytest
 import torch
 from oracle.fold import bits_equal
 from peer import PEER, batch
+from shardwright.parallel.engine import engine_of
 from simulated_gpus import SimulatedGpus, run, stats, sw
 from torch import nn
 
@@ -24,7 +25,7 @@ def net(gpus: SimulatedGpus) -> Any:
 
 
 def schedule_of(wrapped: Any) -> Any:
-    return wrapped._engine().parameters().schedule
+    return engine_of(wrapped).replica.parameters().schedule
 
 
 def train(gpus: SimulatedGpus, module: Any, rank: int, **options: Any) -> tuple[Any, list[list[int]], list[Any]]:
@@ -34,7 +35,7 @@ def train(gpus: SimulatedGpus, module: Any, rank: int, **options: Any) -> tuple[
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
     if hasattr(module, "unshard"):
         optimizer = sw.shard_optimizer(module, optimizer)
-        wrapped = module._shardwright_mark.wrapper
+        wrapped = module
     else:
         wrapped, optimizer = sw.wrap(module, optimizer, zero=3, **options)
     found: list[list[int]] = []

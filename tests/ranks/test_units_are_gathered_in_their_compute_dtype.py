@@ -122,7 +122,7 @@ def bytes_of_ours(**stage):
     optimizer.zero_grad()
     before = sw.stats()["models"][-1].get("gathered_bytes", 0)
     watch = Watch(model)
-    storage = model._replica.parameters()
+    storage = model._engine.made[0].parameters()
     narrow = (
         {each.data_ptr() for each in getattr(storage, "_narrow", {}).values()}
         if "share_parameters" not in stage
@@ -414,7 +414,7 @@ def test_a_wrapper_that_is_dropped_leaves_float32_parameters(rank, world_size):
         model, optimizer = wrap(**stage)
         units.steps(model, optimizer, rank, 1)
         module, expected = model.module, sw.full_state_dict(model)
-        storage = weakref.ref(model._replica.parameters())
+        storage = weakref.ref(model._engine.made[0].parameters())
         gather(None)
         del model, optimizer
         assert storage() is None

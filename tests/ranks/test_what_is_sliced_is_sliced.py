@@ -138,7 +138,7 @@ def test_a_sliced_gradient_answers_norms_and_refuses_the_rest(rank, world_size, 
 @on_every_rank()
 def test_one_collective_gives_all_norms_of_a_round(rank, world_size, zero):
     model, _ = wrap(zero)
-    comm = model._replica.group.comm
+    comm = model._engine.made[0].group.comm
     backward(model, rank)
     before = comm.stats()["all_gather"]
     first = nn.utils.clip_grad_norm_(model.parameters(), 1e9)

@@ -144,12 +144,6 @@ class Backend(Protocol):
     def fence(self, label: str) -> None:
         """Make the writes of all ranks visible to the next read of any rank. Collective."""
 
-    def refuse_capture(self, what: str) -> None:
-        """Raise NotImplementedError, naming `what`, inside a capture into a CUDA graph."""
-
-    def check(self) -> None:
-        """Raise the error that ended the communicators, if they have ended."""
-
     def abort(self, reason: str) -> None:
         """End the communicators with a reason that every rank reports."""
 

@@ -21,13 +21,13 @@ from ..options.name_map import NameMap, Rename
 from ..options.names import offers_names
 from ..options.places import absolute_path
 from ..parallel.agreement.save_check import SaveCheck
-from ..parallel.fully_shard import wrapper_of
+from ..parallel.engine import engine_of
 from .calls import OneCall
 from .files import MAX_FILE_BYTES, check_options, integer, usable_timeout
 from .folder.directory import Directory
 from .folder.retention import BOARD, STEP_LIMIT, Kept
 from .interval import Interval
-from .joined import Modules, members_of, parts_of, wrappers_of
+from .joined import Modules, engines_of, members_of, parts_of
 from .memory.restoring import Candidate
 from .memory.tier import MemoryTier
 from .observers import observers_of
@@ -244,12 +244,12 @@ class Checkpointer:
         self._release_after_loads()
         self._warm_staging()
         self._owner_pid = os.getpid()
-        replica = getattr(None if isinstance(self._training.model, Modules) else wrapper_of(model), "_replica", None)
+        engine = None if isinstance(self._training.model, Modules) else engine_of(model)
         pairs = ((module, t.optimizer) for t in self._training.parts for module in parts_of(t.model).values())
         self._check = SaveCheck(pairs)
         self._stop, self._signals = StopRequest(self._peers.rank, 1), None
         if self._save_on:
-            travelling = None if replica is None else replica.stop_request()
+            travelling = engine.replica.stop_request() if engine is not None and engine.made else None
             self._is_told = travelling is None  # save() itself exchanges the request
             self._stop = travelling or self._stop
             self._signals = SaveSignals(self._save_on, functools.partial(setattr, self._stop, "is_asked", True))
@@ -652,10 +652,10 @@ def live_checkpointers() -> list[Checkpointer]:
 
 def _before_writes(training: Training, protect: Any) -> list[Any]:
     """Call `protect` before each optimizer step and each other write of the engine. Return the hooks' handles."""
-    wrapped = [each for each in wrappers_of(training.model) if each._replica is not None]
+    replicas = [replica for engine in engines_of(training.model) if engine.made for replica in engine.replicas]
     return [
         *(stepping_optimizer(each).register_step_pre_hook(protect) for each in members_of(training.optimizer)),
-        *(engine.access.register_before_writes(protect) for each in wrapped for engine in each._engines()),
+        *(replica.access.register_before_writes(protect) for replica in replicas),
     ]
 
 

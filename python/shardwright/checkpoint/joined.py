@@ -13,7 +13,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ..optim.sharded import ShardedOptimizer
-from ..parallel.fully_shard import FullySharded, wrapper_of
+from ..parallel.engine import Engine, engine_of
 from ..torch_compat.internals import original_of
 
 
@@ -107,17 +107,18 @@ def compressors_of(model: Any) -> dict[str, Any]:
     return {name: state for name, state in states.items() if state is not None}
 
 
-def wrappers_of(model: Any) -> list[Any]:
-    """Return the wrapper of a module, or else those of the modules in it, in order. Collective as wrapper_of() is."""
-    if not isinstance(model, torch.nn.Module):
-        return []
-    own = wrapper_of(model)
-    return [each for child in model.children() for each in wrappers_of(child)] if own is None else [own]
+def engines_of(model: Any) -> list[Engine]:
+    """Return the engine of a module, or else those of the modules in it, in order. Collective as engine_of() is."""
+    own = engine_of(model)
+    children = model.children() if own is None and isinstance(model, torch.nn.Module) else ()
+    return [each for child in children for each in engines_of(child)] if own is None else [own]
 
 
-def wrappers_within(module: torch.nn.Module) -> Iterator[Any]:
-    """Yield the wrappers at and in a module that are in force, ours and torch's DistributedDataParallel. Makes no engine."""
+def averaging(module: torch.nn.Module) -> Iterator[Engine | TorchDDP]:
+    """Yield what averages in a module: engines in force, and torch's DistributedDataParallel. Makes no engine."""
     for each in module.modules():
-        found = each._shardwright_mark.wrapper if isinstance(each, FullySharded) else each
-        if isinstance(found, TorchDDP) and getattr(found, "is_in_force", True):
-            yield found
+        engine = engine_of(each, make=False)
+        if engine is not None and engine.is_in_force:
+            yield engine
+        elif engine is None and isinstance(each, TorchDDP):
+            yield each

@@ -18,7 +18,9 @@ from ..comm.process_group import host_group, resolve_group
 from ..comm.waits import Wait
 from ..comm.wire import Wire
 from ..layout.memory import bytes_of
-from .joined import parts_of, wrappers_of, wrappers_within
+from ..parallel.engine import engine_of
+from ..wrapping import whole_replicas
+from .joined import averaging, engines_of, parts_of
 
 _PAGE_BYTES = 4096
 #: ranks that a message names
@@ -28,11 +30,9 @@ _NAMED = 8
 @contextlib.contextmanager
 def whole_parameters(model: Any, *, writable: bool) -> Iterator[None]:
     """Return a context in which `model` has whole parameters to read, or to write. Collective if they are sliced or shared."""
-    import shardwright
-
     with contextlib.ExitStack() as stack:
-        for each in wrappers_of(model):
-            stack.enter_context(shardwright.full_parameters(each, writable=writable))
+        for each in engines_of(model):
+            stack.enter_context(whole_replicas(each.replicas, writable=writable))
         yield
 
 
@@ -40,9 +40,9 @@ def averages_gradients(model: Any) -> bool:
     """Return whether wrappers average the gradients of all trained parameters, which keeps these equal on all ranks."""
     averaged = {
         id(parameter)
-        for wrapper in wrappers_within(model)
-        for name, parameter in wrapper.module.named_parameters()
-        if name not in wrapper.parameters_to_ignore
+        for each in averaging(model)
+        for name, parameter in each.module.named_parameters()
+        if name not in each.parameters_to_ignore
     }
     return bool(averaged) and all(id(each) in averaged for each in model.parameters() if each.requires_grad)
 
@@ -52,20 +52,21 @@ class Peers:
     `timeout_s` is the communicator's, unless the model sets one."""
 
     def __init__(self, model: Any, process_group: Any = None, timeout_s: float = 1800.0) -> None:
-        wrapped = [each for each in wrappers_of(model) if each._replica is not None]
+        replicas = [replica for engine in engines_of(model) if engine.made for replica in engine.replicas]
         #: mesh of DTensors -> (this rank's number among the ranks that hold equal shards of them, count of these ranks)
         self.replicas: dict[Any, tuple[int, int]] = {}
-        for each in (engine for wrapper in wrapped for engine in wrapper._engines()):
+        for each in replicas:
             if each.table.model_mesh is not None:
                 self.replicas[each.table.model_mesh.mesh] = each.group.rank, each.group.world_size
-        replica = next((w._replica for w in wrapped if w._replica.model_ranks is not None), None)
+        replica = next((each for each in replicas if each.model_ranks is not None), None)
         if replica is not None:
+            assert replica.model_ranks is not None
             process_group = process_group or replica.model_ranks.with_group(replica.group)
         of_torch = [each.process_group for each in parts_of(model).values() if isinstance(each, TorchDDP)]
         if process_group is None and replica is None and of_torch:
             process_group = of_torch[0]
-        options = next((each._options for each in parts_of(model).values() if hasattr(each, "_options")), None)
-        timeout_s = getattr(options, "timeout_s", timeout_s)
+        engines = (engine_of(each, make=False) for each in parts_of(model).values())
+        timeout_s = next((each.options.timeout_s for each in engines if each is not None), timeout_s)
         self._group = host_group(resolve_group(process_group, None), timeout_s)
         #: deadline of an exchange; a rank's own work before an exchange must take less
         self.timeout_s = float(timeout_s)

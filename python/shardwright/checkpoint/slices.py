@@ -22,7 +22,7 @@ from ..optim.sharded import ShardedOptimizer
 from ..parameters.sharded_groups import ReleasedParameters
 from ..torch_compat import cuda
 from ..torch_compat.dtensor import is_dtensor, local_box
-from .joined import members_of, sharded_of, wrappers_of
+from .joined import engines_of, members_of, sharded_of
 from .state.composed import apart, check_sliceable
 
 #: one entry of a sliced optimizer's state: (kind, dtype, shape). A CUT entry is sliced like its parameter and has no shape
@@ -276,9 +276,9 @@ def is_row_major(tensor: torch.Tensor) -> bool:
 # slices of parameters -------------------------------------------------------------------------------------------------
 
 
-def engines_of(model: Any) -> list[Any]:
+def replicas_of(model: Any) -> list[Any]:
     """Return the replicas of a module of sw.wrap or fully_shard, or of those in it; none for any other module."""
-    return [engine for each in wrappers_of(model) for engine in each._engines()]
+    return [replica for engine in engines_of(model) for replica in engine.replicas]
 
 
 def fills_slices(replica: Any) -> bool:
@@ -291,7 +291,7 @@ def fills_slices(replica: Any) -> bool:
 
 def loads_slices(model: Any) -> bool:
     """Return True if a load writes only this rank's slices of the model."""
-    replicas = engines_of(model)
+    replicas = replicas_of(model)
     return bool(replicas) and all(map(fills_slices, replicas))
 
 
@@ -346,7 +346,7 @@ def released_slices(model: Any) -> tuple[dict[int, Sliced], set[int]]:
     others, which are not row-major."""
     found: dict[int, Sliced] = {}
     others: set[int] = set()
-    for replica in (each for each in engines_of(model) if each.releases_parameters):
+    for replica in (each for each in replicas_of(model) if each.releases_parameters):
         memory, mesh = replica.parameters(), replica.table.model_mesh
         assert isinstance(memory, ReleasedParameters)
         turn = _turn_among_owners(replica.slicing)

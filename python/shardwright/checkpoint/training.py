@@ -10,7 +10,7 @@ import torch
 
 from ..optim.sharded import ShardedOptimizer
 from ..options.name_map import NameMap, Rename
-from ..parallel.fully_shard import wrapper_of
+from ..parallel.engine import engine_of
 from .joined import Optimizers, join_modules, join_optimizers, members_of
 from .state.names import check_wrappers
 from .state.optimizer_extras import bare_optimizer
@@ -90,7 +90,7 @@ def _stages_of(module: Any, optimizer: Any) -> list[Training]:
         optimizers = [None] * len(stages)
     if len(optimizers) != len(stages):
         raise ValueError(f"each stage needs its optimizer: got {len(stages)} stages and {len(optimizers)} optimizers")
-    odd = next((each for each in stages if not is_pipeline(each) or wrapper_of(each.submod) is None), None)
+    odd = next((each for each in stages if not is_pipeline(each) or engine_of(each.submod) is None), None)
     if odd is not None:
         raise ValueError(f"a stage must be an sw.PipelineStage, whose module is wrapped, got a {type(odd).__name__}")
     found = [Training(s.submod, o, index=s.stage_index) for s, o in zip(stages, optimizers)]

@@ -108,7 +108,7 @@ class ModelRanks:
         gather_answers(group.comm, compare, f"values of {label}", alike=True)
 
     def add_squares(self, squares: bytes, kinds: Sequence[tuple[bool, ...]], label: str) -> bytes:
-        """Return the exact sum of squares of all ranks of the mesh. Collective.
+        """Return the exact sum of squares of all ranks of the mesh, from this rank's for each of the distinct `kinds`.
 
         `squares` are this rank's, one for each of the sorted, distinct `kinds`. All ranks raise Error if sums of
         gradients that are not sharded over a dimension differ along it by more than rounding.

@@ -241,18 +241,9 @@ class ModuleGradients:
             )
         return norms[0], [each for each in found if each is not None] if self._slicing.speaks else []
 
-    def factors(self) -> list[list[Any]]:
-        """Return the factors of sliced gradients since the last comparison between ranks."""
-        return self.sliced_board.factors() if self.sliced_board is not None else []
-
-    def accept_factors(self) -> None:
-        """Forget the factors, after all ranks have scaled by the same ones."""
-        if self.sliced_board is not None:
-            self.sliced_board.accept_factors()
-
     def follow_factors(self, factors: list[list[Any]]) -> None:
         """Scale this rank's part of the gradients by the factors of the training ranks."""
-        done = self.factors()
+        done = self.sliced_board.factors() if self.sliced_board is not None else []
         for index, name, factor in factors[len(done) :]:
             view = self.views[index]
             assert isinstance(view, ShardedGradient)
@@ -305,7 +296,7 @@ class ModuleGradients:
                     parameter.grad.averaged_piece()
                 elif parameter.grad is not None and self._reducer.is_used(index):
                     raise Error(_NOT_AVERAGED)
-            return json.dumps(self.factors()).encode()
+            return json.dumps(self.board.factors()).encode()
 
         def compare(answers: Sequence[bytes]) -> str:
             other = next(rank for rank, each in enumerate(answers) if each != answers[0])
@@ -316,7 +307,7 @@ class ModuleGradients:
             )
 
         gather_answers(self._group.comm, answer, f"factors of the gradients of {self._label}", compare=compare)
-        self.accept_factors()
+        self.board.accept_factors()
 
     def _describe(self, factors: list[list[Any]]) -> str:
         names = self._table.names

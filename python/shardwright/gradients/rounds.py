@@ -128,12 +128,10 @@ class Rounds:
         self._end(end, contributes=False)
 
     def _end(self, end: Callable[[], None], *, contributes: bool = True) -> None:
-        begin_s = time.perf_counter()
-        has_followers = self.sparse is not None or bool(self.after_round)
-        before = self._reducer.rounds if has_followers else 0
-        is_traced = _hooks.profiler_enabled()
+        is_traced, has_followers = _hooks.profiler_enabled(), self.sparse is not None or bool(self.after_round)
         if is_traced is not self._is_traced:
             self._trace(is_traced)
+        begin_s, before = time.perf_counter(), self._reducer.rounds if has_followers else 0
         with _hooks.named_range("end_of_round", self._label) if is_traced else contextlib.nullcontext():
             end()
         if has_followers and (not contributes or self._reducer.rounds != before):

@@ -10,7 +10,7 @@ they are collective. Every other operation raises and names sw.full_gradients, s
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -22,9 +22,24 @@ from ..torch_compat.internals import no_torch_function, without_memory_of
 aten = torch.ops.aten
 
 
+#: the state of a gradient on a training rank
+NO_GRADIENT, ZEROED, A_GRADIENT = range(3)
+
+
+def states_of(parameters: Iterable[torch.Tensor]) -> list[int]:
+    """Return NO_GRADIENT, ZEROED (known only for sliced gradients) or A_GRADIENT for each parameter's `.grad`."""
+    found = []
+    for parameter in parameters:
+        gradient = parameter.grad
+        is_zeroed = isinstance(gradient, ShardedGradient) and gradient._cleared
+        found.append(NO_GRADIENT if gradient is None else ZEROED if is_zeroed else A_GRADIENT)
+    return found
+
+
 class GradientBoard:
-    """State that the gradients of one module share: norms over all ranks, and agreements. `speaks`: norms count this
-    rank's slices; else those of another owner.
+    """State that the gradients of one module share: norms over all ranks, and agreements.
+
+    `speaks`: norms count this rank's slices; else those of another owner.
     """
 
     def __init__(self, comm: HostComm, reducer: Reducer, label: str, *, speaks: bool = True) -> None:

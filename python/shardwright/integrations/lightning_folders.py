@@ -40,7 +40,7 @@ class Folders:
 
     def __init__(self, wrapper: DistributedDataParallel, remove: Callable[[str], None]) -> None:
         self._wrapper, self._remove = wrapper, remove
-        self._saver = PathSaver(Peers(wrapper), timeout_s=wrapper._options.timeout_s)
+        self._saver = PathSaver(Peers(wrapper), timeout_s=wrapper._engine.options.timeout_s)
         self._later: list[str] = []  # paths to remove once the running save is durable
         self._told = False
         #: absolute path of the folder that is being written; "" for none

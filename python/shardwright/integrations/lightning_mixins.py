@@ -91,7 +91,9 @@ def _state_of(wrapper: DistributedDataParallel | None, read: Callable[[], dict[s
     with whole_parameters(wrapper):
         state = read()
         return (
-            copied(state) if wrapper is not None and any(e.releases_parameters for e in wrapper._engines()) else state
+            copied(state)
+            if wrapper is not None and any(e.releases_parameters for e in wrapper._engine.replicas)
+            else state
         )
 
 
@@ -152,7 +154,7 @@ class TrainerMixin(_Wraps):
             self._replace(self.precision_plugin, "clip_grad_by_norm", self._clip_by_norm)
         for callback in trainer.callbacks if self._is_sharded else ():
             self._replace(callback, "file_exists", self._is_there)
-        for callback in trainer.callbacks if wrapper._zero == 3 else ():
+        for callback in trainer.callbacks if wrapper._engine.options.zero == 3 else ():
             if {each.__name__ for each in type(callback).__mro__} & set(_AVERAGING):
                 for name in _READING + _WRITING:
                     self._replace(callback, name, functools.partial(_run_whole, wrapper, name in _WRITING))
@@ -293,8 +295,8 @@ class TrainerMixin(_Wraps):
             for owner, name in self._replaced:
                 delattr(owner, name)
             self.model = self.lightning_module
-            for engine in wrapper._engines():
-                engine.retire(together=not self._failed)
+            for replica in wrapper._engine.replicas:
+                replica.retire(together=not self._failed)
             end_local_parameters(self.model)
         elif isinstance(self.model, _InPrecision):
             self.model = self.lightning_module

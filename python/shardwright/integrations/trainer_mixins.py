@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..options.compress import Compressor
-from ..parallel.fully_shard import wrapper_of
 from .accelerate import Accelerator
 from .settings import chosen
 from .wrappers import whole_parameters
@@ -81,7 +80,7 @@ class TrainerMixin:
             super()._load_best_model()  # type: ignore[misc]
 
     def _whole_parameters(self, *, writable: bool) -> contextlib.AbstractContextManager[None]:
-        return whole_parameters(wrapper_of(self.model_wrapped), writable=writable)
+        return whole_parameters(self.model_wrapped, writable=writable)
 
     accelerator: Accelerator
     model_wrapped: Any

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..parallel.ddp import DistributedDataParallel
+from ..parallel.engine import engine_of
 from ..wrapping import full_parameters, keep_optimizer, shard_optimizer, unwrap
 
 
@@ -32,7 +33,7 @@ class Wrappers:
     def __iter__(self) -> Iterator[DistributedDataParallel]:
         """Yield the wrappers in force."""
         alive = [wrapper for reference in self._references if (wrapper := reference()) is not None]
-        return (each for each in alive if each._replica is not None and not each._replica.retired)
+        return (each for each in alive if each._engine.made and each.is_in_force)
 
     def of(self, module: Any) -> DistributedDataParallel | None:
         """Return the wrapper of `module`, which may be the wrapper itself, compiled or bare."""
@@ -45,12 +46,10 @@ class Wrappers:
         return next((each for each in self if any(id(p) in members for p in each.parameters())), None)
 
     def clipped_by(self, parameters: Iterable[torch.Tensor]) -> DistributedDataParallel | None:
-        """Return the wrapper of a module of which clipping the gradients of `parameters` clips all gradients, and no
-        others.
-        """
+        """Return the wrapper of a module that has gradients of all of `parameters`, and no others."""
         members = {id(p) for p in parameters}
         for wrapper in self:
-            own = [p for engine in wrapper._engines() for p in engine.table.module_parameters]
+            own = [p for replica in wrapper._engine.replicas for p in replica.table.module_parameters]
             if members <= {id(p) for p in own} and {id(p) for p in own if p.requires_grad} <= members:
                 return wrapper
         return None
@@ -58,17 +57,17 @@ class Wrappers:
 
 def stepping(wrapper: DistributedDataParallel, optimizer: Any, partition: str) -> torch.optim.Optimizer:
     """Return the optimizer that steps in place of the user's. Collective."""
-    if wrapper._zero:
+    if wrapper._engine.options.zero:
         return shard_optimizer(wrapper, optimizer, partition=partition)
     return keep_optimizer(wrapper, optimizer)
 
 
 @contextlib.contextmanager
-def whole_parameters(wrapper: DistributedDataParallel | None, *, writable: bool = False) -> Iterator[None]:
-    """Return a context in which every rank has whole parameters. Collective at zero=3. At lower stages each rank has
-    them anyway, and all ranks must write the same values."""
-    if wrapper is None or wrapper._zero < 3:
+def whole_parameters(module: Any, *, writable: bool = False) -> Iterator[None]:
+    """Return a context in which every rank has whole parameters, as at lower stages anyway. Collective at zero=3."""
+    engine = engine_of(module)
+    if engine is None or engine.options.zero < 3:
         yield
         return
-    with full_parameters(wrapper, writable=writable):
+    with full_parameters(module, writable=writable):
         yield

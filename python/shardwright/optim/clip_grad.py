@@ -18,7 +18,7 @@ from ..comm.process_group import host_group, resolve_group
 from ..comm.waits import on_every_rank
 from ..gradients.sharded_gradient import ShardedGradient
 from ..layout.views import as_real
-from ..parallel.fully_shard import wrapper_of
+from ..parallel.engine import engine_of
 from ..parallel.replica import Replica, live_replicas
 from ..torch_compat import cuda
 from .device_clip import SCALED_DTYPES, DeviceClip
@@ -140,7 +140,7 @@ def _link_of(parameters: list[torch.Tensor], replica: Replica | None) -> DeviceL
     if replica is not None and replica.model_ranks is not None:
         return None
     if replica is not None and replica.zero:
-        fits = not replica.join_link.is_on and all(each.dtype in SCALED_DTYPES for each in parameters)
+        fits = not replica.in_sliced_join and all(each.dtype in SCALED_DTYPES for each in parameters)
         return replica.link if fits else None
     gradients = [p.grad for p in parameters if p.grad is not None]
     if not all(type(each) is torch.Tensor and each.dtype in SCALED_DTYPES for each in gradients):
@@ -172,21 +172,21 @@ def local_norms(module: torch.nn.Module) -> dict[str, float]:
 
 
 def _replicas_of(module: Any) -> list[Replica]:
-    wrapped = wrapper_of(module)
-    return [] if wrapped is None else wrapped._engines()
+    engine = engine_of(module)
+    return [] if engine is None else list(engine.replicas)
 
 
 def _squares_of(replica: Replica) -> bytes:
     """Return the exact sum of squares of a wrapped module's gradients. Collective at zero >= 1, and over a model mesh."""
     gradients = replica.gradients
-    if replica.zero == 0 or (replica.zero == 1 and replica.join_link.is_on):  # a joined rank keeps no gradients
+    if replica.zero == 0 or (replica.zero == 1 and replica.in_sliced_join):  # a joined rank keeps no gradients
         if replica.zero:
             gradients.slices()  # raises if they are not averaged
         whole = [p.grad for p in replica.table.parameters]
         real = [None if each is None else _real(each) for each in whole]
         squares = gradients.squares_of(lambda: real, over_ranks=False)
     else:
-        replica.join_link.announce("norm")
+        replica.announce("norm")
         squares = gradients.squares_of(gradients.slices)
     ranks = replica.model_ranks
     return squares if ranks is None else ranks.add_squares(squares, replica.table.sharded_kinds, replica.label)

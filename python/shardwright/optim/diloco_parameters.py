@@ -26,11 +26,10 @@ from .._engine import Error
 from ..comm.model_ranks import ModelRanks
 from ..comm.process_group import HostGroup, host_group, resolve_group
 from ..layout.local_parameters import local_of
-from ..layout.param_groups import mark_of
 from ..parallel.ddp import DistributedDataParallel
-from ..parallel.fully_shard import FullySharded, wrapper_of
+from ..parallel.engine import Engine, engine_of
+from ..parallel.fully_shard import FullySharded
 from ..torch_compat.dtensor import is_dtensor
-from ..torch_compat.internals import original_of
 from .sliceable import ELEMENTWISE
 
 #: seconds that a row waits for a column's result beyond the column's own deadline
@@ -50,7 +49,7 @@ class WholeParameters:
         trained = [(name, parameter) for name, parameter in self.module.named_parameters() if parameter.requires_grad]
         self.model_ranks: ModelRanks | None = None
         if isinstance(model, DistributedDataParallel):
-            self.model_ranks = model._engine().model_ranks
+            self.model_ranks = model._engine.replica.model_ranks
         self.names = [name for name, _ in trained]
         self.numels = [parameter.numel() for _, parameter in trained]
         for name, parameter in trained:
@@ -104,15 +103,15 @@ class SlicedParameters(WholeParameters):
     """The slices of a model wrapped at zero >= 1 over the rows of a mesh (replicate, shard), with its row's optimizer."""
 
     def __init__(self, model: Any, inner_optimizer: Any, mesh: Any) -> None:
-        wrapped = _wrapped_over_a_row(model, mesh)
-        self.module = wrapped.module
-        self._mesh, self._replica = mesh, wrapped._engine()
+        engine = _engine_over_a_row(model, mesh)
+        self.module = engine.module
+        self._mesh, self._replica = mesh, engine.replica
         if getattr(inner_optimizer, "replica", None) is not self._replica:
             raise ValueError(
-                f"DiLoCo: inner_optimizer must be the optimizer that sw.wrap(model, optimizer, zero={wrapped._zero}, ...) returned, got "
+                f"DiLoCo: inner_optimizer must be the optimizer that sw.wrap(model, optimizer, zero={engine.options.zero}, ...) returned, got "
                 f"{type(inner_optimizer).__name__}"
             )
-        _check_no_groups(wrapped)
+        _check_no_groups(engine)
         self.model_ranks = self._replica.model_ranks
         table = self._replica.table
         indices = {id(parameter): index for index, parameter in enumerate(table.module_parameters)}
@@ -176,7 +175,7 @@ class SlicedParameters(WholeParameters):
     def check_step(self) -> None:
         if self._replica.retired:
             raise Error("DiLoCo: the model has been wrapped again: create a DiLoCo of the newer wrapper and optimizer")
-        if self._replica.join_link.is_on:
+        if self._replica.in_sliced_join:
             raise Error(
                 "DiLoCo over a mesh cannot step inside join(): ranks that ran out of inputs take no part in outer steps; give the "
                 "ranks of a row the same number of inputs"
@@ -217,20 +216,18 @@ class SlicedParameters(WholeParameters):
 
 def model_ranks_of(model: Any) -> ModelRanks | None:
     """Return the ranks that hold other shards of a wrapped model's DTensors, without making an engine."""
-    model = original_of(model)
-    wrapper = model if isinstance(model, DistributedDataParallel) else getattr(mark_of(model), "wrapper", None)
-    replica = getattr(wrapper, "_replica", None)
-    return None if replica is None else replica.model_ranks
+    engine = engine_of(model, make=False)
+    return engine.made[0].model_ranks if engine is not None and engine.made else None
 
 
 def creating_group(model: Any, process_group: Any, device_mesh: Any, timeout_s: float) -> HostGroup:
     """Return all ranks that create a DiLoCo together. They exchange errors before its arguments are trusted."""
-    replica = model._replica if isinstance(model, DistributedDataParallel) else None
+    engine = engine_of(model, make=False) if isinstance(model, DistributedDataParallel) else None
     if device_mesh is not None:
         fits = getattr(device_mesh, "ndim", 0) == 2 and dist.get_rank() in device_mesh.mesh.flatten().tolist()
         return host_group(resolve_group(None, device_mesh if fits else None), timeout_s)
-    if replica is not None:
-        return replica.group
+    if engine is not None and engine.made:
+        return engine.made[0].group
     return host_group(resolve_group(process_group, None), timeout_s)
 
 
@@ -252,10 +249,9 @@ def _module_to_train(model: Any, process_group: Any) -> torch.nn.Module:
         raise ValueError(
             "DiLoCo: the model has a compressor or a communication hook, which would never run: use `wire` instead"
         )
-    if model._zero:
-        raise Error(_over_slices(model._zero))
-    model._engine()  # raises if a later wrapper has replaced this one
-    _check_no_groups(model)
+    if model._engine.options.zero:
+        raise Error(_over_slices(model._engine.options.zero))
+    _check_no_groups(model._engine)
     return model.module
 
 
@@ -266,8 +262,8 @@ def _over_slices(zero: int) -> str:
     )
 
 
-def _wrapped_over_a_row(model: Any, mesh: Any) -> DistributedDataParallel:
-    """Return the wrapper of `model`, whose ranks must be this rank's row of `mesh`."""
+def _engine_over_a_row(model: Any, mesh: Any) -> Engine:
+    """Return the engine of `model`, whose ranks must be this rank's row of `mesh`."""
     if getattr(mesh, "ndim", 0) != 2:
         raise ValueError(
             f"DiLoCo: device_mesh must be a DeviceMesh of two dimensions, (replicate, shard), got {mesh!r}"
@@ -280,21 +276,21 @@ def _wrapped_over_a_row(model: Any, mesh: Any) -> DistributedDataParallel:
         raise ValueError(
             f"DiLoCo: device_mesh {rows} has columns whose ranks own different slices: order all of its rows equally"
         )
-    wrapped = wrapper_of(model) if isinstance(model, torch.nn.Module) else None
-    if wrapped is None or not wrapped._zero:
-        got = type(model).__name__ if wrapped is None else "one at zero=0"
+    engine = engine_of(model)
+    if engine is None or not engine.options.zero:
+        got = type(model).__name__ if engine is None else "one at zero=0"
         raise ValueError(
             "DiLoCo: with device_mesh the model must be wrapped with zero >= 1, or fully sharded, over mesh['shard'], got "
             f"{got}; zero=0 needs no mesh"
         )
-    group = wrapped.process_group
+    group = engine.process_group
     ranks = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
     if sorted(ranks) != sorted(row):
         raise ValueError(
             f"DiLoCo: the model is wrapped over ranks {sorted(ranks)}, but this rank's row of device_mesh is {row}: wrap it with "
             "device_mesh=mesh['shard'], so that only the row shares inner steps"
         )
-    return wrapped
+    return engine
 
 
 def _check_elementwise(optimizer: torch.optim.Optimizer, pieces: str) -> None:
@@ -306,8 +302,8 @@ def _check_elementwise(optimizer: torch.optim.Optimizer, pieces: str) -> None:
         )
 
 
-def _check_no_groups(wrapped: DistributedDataParallel) -> None:
-    if wrapped._parts:
+def _check_no_groups(engine: Engine) -> None:
+    if len(engine.replicas) > 1:  # raises if a later wrapper has replaced this one
         raise NotImplementedError(
             "DiLoCo does not support a module with groups=: its outer steps average over one group of replicas"
         )

@@ -17,7 +17,7 @@ from .._engine import Error
 from ..comm.agreement import gather_values
 from ..layout.memory import bytes_of
 from ..layout.shard_runs import memory_order
-from ..parallel.agreement.optimizer_agreement import agree, check_groups
+from ..parallel.agreement.optimizer_agreement import Row, agree, check_groups
 from ..torch_compat.autograd import unguarded
 from .forwarding import NotAveraged, WithoutReductions, reads_only
 from .ownership import Entry
@@ -66,7 +66,7 @@ def call_on_slices(optimizer: ShardedOptimizer, name: str, method: Callable[[], 
             return method()
     replica, label = optimizer.replica, f"optimizer.{name}()"
     refusal: Exception | None = None
-    if replica.join_link.is_on:
+    if replica.in_sliced_join:
         refusal = Error(
             f"{label} writes to slices on all ranks, and inside join a rank that ran out of inputs takes no part in it: call it "
             "after the join"
@@ -80,6 +80,11 @@ def call_on_slices(optimizer: ShardedOptimizer, name: str, method: Callable[[], 
     except (Error, NotImplementedError) as error:
         refusal = refusal or error
 
+    def rows() -> list[Row]:
+        if refusal is not None:
+            raise refusal
+        return [("it", [], {"method": name})]
+
     def call() -> Any:
         cut = optimizer.partition != "tensor" and replica.slicing.count > 1
         shapes = {each.piece.shape for each in optimizer._entries if each.piece is not None} if cut else set()
@@ -88,7 +93,7 @@ def call_on_slices(optimizer: ShardedOptimizer, name: str, method: Callable[[], 
 
     with optimizer._changing():
         try:
-            agree(replica.group.comm.all_gather_bytes, [("it", [], {"method": name})], refusal, label)
+            agree(replica.group.comm, rows, label)
         except Exception:
             optimizer.refuse_change()
             raise

@@ -73,22 +73,9 @@ class _Region:
 
 
 class StateStore:
-    """The place of one rank's optimizer state: a file in `folder`, or host memory.
+    """The place of one rank's optimizer state: a file in `folder`, or host memory for None.
 
-    Parameters
-    ----------
-    folder : str, optional
-        A folder on the disk; it must exist. None: host memory.
-    label : str
-        The file's name in messages.
-    nbytes : int
-        Bytes to allocate on the disk now; the file grows if needed. In memory: the bytes once every parameter has been
-        stepped on, for describe().
-
-    Raises
-    ------
-    OSError
-        If the folder does not exist, is not writable, or has no space for `nbytes`.
+    `nbytes` are allocated on the disk now, and the file grows if needed.
     """
 
     def __init__(self, folder: str | None, label: str, nbytes: int = 0) -> None:

@@ -105,9 +105,7 @@ class Slices:
         """Forget the gradients of an earlier step."""
 
     def take(self, entry: Entry, gradient: torch.Tensor | None) -> None:
-        """Set the gradient of what this rank steps on."""
-        if entry.piece is not None:
-            entry.piece.grad = gradient
+        """Take a slice of a gradient, if whole tensors are owned."""
 
     def complete(self) -> None:
         """Finish the gradients once all ranks are known to step."""

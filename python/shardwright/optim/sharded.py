@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ import torch
 
 from .._engine import Error
 from ..comm.waits import on_every_rank
+from ..gradients.sharded_gradient import A_GRADIENT, NO_GRADIENT, ZEROED, states_of
 from ..layout.local_parameters import part_of
 from ..layout.shard_runs import memory_order
 from ..parallel.agreement.optimizer_agreement import (
@@ -33,7 +35,7 @@ from ..parallel.agreement.optimizer_agreement import (
     not_of,
     rows_of,
 )
-from ..parallel.join import A_GRADIENT, NO_GRADIENT, ZEROED, exchange_slices, state_of
+from ..parallel.join import exchange_slices
 from ..parallel.replica import Replica
 from ..torch_compat.autograd import unguarded
 from ..torch_compat.optimizers import hooks_around, on_meta, step_hooks
@@ -157,9 +159,7 @@ class ShardedOptimizer(Forwarding):
 
     @property
     def state(self) -> Any:
-        """The state of this rank's slices, keyed by slice. torch.distributed.checkpoint.state_dict gets only the names
-        of state.
-        """
+        """The state of this rank's slices, keyed by slice; torch.distributed.checkpoint.state_dict gets only names."""
         return StateNames(self._names_of_state) if asked_by_torchs_functions() else self._inner.state
 
     @state.setter
@@ -199,7 +199,10 @@ class ShardedOptimizer(Forwarding):
                 pairs = [(e, e.piece if e.is_final else self._piece(e)) for e in members]  # no call for each
                 group["params"] = [piece for _, piece in pairs if piece is not None]
                 if self._makes_masters:
-                    with_master += [each for e, each in pairs if each is not None and self.has_master(e.member)]
+                    low = [
+                        (e, each) for e, each in pairs if each is not None and e.member.dtype in LOW
+                    ]  # no call for others
+                    with_master += [each for e, each in low if self.has_master(e.member)]
             yield with_master
         finally:
             for group, parameters in zip(self._inner.param_groups, whole):
@@ -229,16 +232,21 @@ class ShardedOptimizer(Forwarding):
         with unguarded():
             super().zero_grad(set_to_none)
 
-    def _take_gradients(self, gradient_of: _GradientOf) -> None:
+    def _take_gradients(self, gradient_of: _GradientOf, entries: Iterable[Entry]) -> None:
         """Give each slice of this rank its gradient."""
         owner = self._owner
         if owner.is_whole:
             owner.begin()
         with unguarded():
-            for entry in self._members():
+            for entry in entries:
                 if not entry.is_final:
                     self._piece(entry)
-                owner.take(entry, gradient_of(entry))
+                if owner.is_whole:
+                    owner.take(entry, gradient_of(entry))
+                elif entry.piece is not None:
+                    entry.piece.grad = gradient_of(entry)
+                else:
+                    gradient_of(entry)  # raises for one that is not averaged
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step on this rank's slices; afterwards every rank has every update. Collective.
@@ -255,13 +263,14 @@ class ShardedOptimizer(Forwarding):
             for replica in self.replicas:
                 replica.rounds.close_pending()
         check_groups(self, self._inner)
-        self._replica.join_link.announce(
-            "step", self._position, [hyperparameters(group) for group in self.param_groups]
-        )
-        if self._replica.zero == 1 and self._replica.join_link.is_on:
-            exchange_slices(self._replica, self.run)
+        if self._replica.announcer is not None:
+            groups = [hyperparameters(group) for group in self.param_groups]
+            self._replica.announce("step", self._position, groups)
+            if self._replica.zero == 1 and self._replica.in_sliced_join:
+                exchange_slices(self._replica, self.run)
+        members = self._members()
         with unguarded():
-            states = {entry: state_of(entry.parameter.grad) for entry in self._members()}
+            states = dict(zip(members, states_of([entry.parameter for entry in members])))
         self._step_together(self._owner.gradient, states)
         return loss
 
@@ -284,8 +293,9 @@ class ShardedOptimizer(Forwarding):
         """Step on this rank's slices and publish them, collectively. `states`: see state_of, for its own parameters."""
         refusal: Exception | None = None
         try:
-            self._replica.backend.refuse_capture("an optimizer's step")
-            self._take_gradients(gradient_of)
+            if self._replica.link is not None:
+                self._replica.link.refuse_capture("an optimizer's step")
+            self._take_gradients(gradient_of, states)
         except (Error, NotImplementedError) as error:  # the peers get the error before they wait for this rank's slices
             refusal = error
         if self._replica.check is not None:
@@ -309,7 +319,8 @@ class ShardedOptimizer(Forwarding):
         """Announce to forked children that values change, before a peer, which has agreed, writes."""
         announced = contextlib.ExitStack()
         for replica in self.replicas:
-            announced.enter_context(replica.access.changing())
+            if replica.access.forks is not None:
+                announced.enter_context(replica.access.forks)
         return announced
 
     def refuse_change(self) -> None:
@@ -383,36 +394,37 @@ class ShardedOptimizer(Forwarding):
 
     def _facts(self, replica: Replica, states: Mapping[Entry, int]) -> dict[str, Any]:
         """Return the values besides the groups on which a replica's ranks must agree before a step."""
-        names = replica.table.names
-        without = [
-            (names[entry.at], state)
-            for entry, state in states.items()
-            if state != A_GRADIENT and entry.replica is replica
-        ]
+        names, board = replica.table.names, replica.gradients.sliced_board
+        without: dict[int, list[str]] = {NO_GRADIENT: [], ZEROED: [], A_GRADIENT: []}
+        for entry, state in states.items():
+            if state != A_GRADIENT and entry.replica is replica:
+                without[state].append(names[entry.at])
         return {
-            "factors that gradients were scaled by": replica.gradients.factors(),
-            "parameters without a gradient": [name for name, state in without if state == NO_GRADIENT],
-            "parameters whose gradient was zeroed": [name for name, state in without if state == ZEROED],
+            "factors that gradients were scaled by": [] if board is None else board.factors(),
+            "parameters without a gradient": without[NO_GRADIENT],
+            "parameters whose gradient was zeroed": without[ZEROED],
         }
 
     def _agree(self, refusal: Exception | None, states: Mapping[Entry, int]) -> None:
-        """Check that no backward is open on any rank, and that all ranks step with the same hyperparameters and
-        factors.
-        """
+        """Check that no backward is open on any rank, and that all step with the same hyperparameters and factors."""
         label = "hyperparameters of a step"
         checks: list[Any] = []
         if self._replica.check is not None:  # all parts have the same options
             checks = [replica.check for replica in self.replicas]
+
+        def rows(replica: Replica) -> list[Row]:
+            if refusal is not None:
+                raise refusal
+            own = rows_of(self, self._index) if replica is self._replica else []
+            return [*own, (GRADIENTS, [], self._facts(replica, states))]
+
         try:
             for part in self.replicas[1:]:  # the first replica's ranks are all ranks: pass on what these find
                 try:
-                    rows: list[Row] = [(GRADIENTS, [], self._facts(part, states))]
-                    agree(part.group.comm.all_gather_bytes, rows, refusal, label)
+                    agree(part.group.comm, functools.partial(rows, part), label)
                 except (Error, NotImplementedError) as error:
                     refusal = error
-            rows = rows_of(self, self._index)
-            rows.append((GRADIENTS, [], self._facts(self._replica, states)))
-            agree(self._replica.group.comm.all_gather_bytes, rows, refusal, label)
+            agree(self._replica.group.comm, functools.partial(rows, self._replica), label)
         except Error as error:
             if checks:
                 checks[0].explain_not_finite(error, checks[1:])
@@ -422,7 +434,8 @@ class ShardedOptimizer(Forwarding):
         for check in checks:
             check.count_step(self)
         for replica in self.replicas:
-            replica.gradients.accept_factors()
+            if replica.gradients.sliced_board is not None:
+                replica.gradients.sliced_board.accept_factors()
 
     # state in memory ----------------------------------------------------------------------------------------------
 

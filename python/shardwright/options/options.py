@@ -258,11 +258,7 @@ class Options:
 
     def ignored_names(self, module: Any) -> set[str]:
         """Return the names in ignored_params. Raise ValueError for one that no parameter or buffer of `module` has."""
-        named = {
-            name
-            for pairs in (module.named_parameters, module.named_buffers)
-            for name, _ in pairs(remove_duplicate=False)
-        }
+        named = {n for each in (module.named_parameters, module.named_buffers) for n, _ in each(remove_duplicate=False)}
         names = {item for item in self.ignored_params if isinstance(item, str)}
         for name in sorted(names - named):
             raise ValueError(

@@ -11,78 +11,68 @@ import logging
 import statistics
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ..comm.levels import levels_of
 from ..compress.costs import LEAST_GAIN, hidden_beside, measure_bandwidth, measure_codecs, slowest
+from ..options.options import Options
+from .replica import Replica
 
-#: a DistributedDataParallel; Any, because its module imports this one
-_Wrapper = Any
+#: compresses with a compressor from now on; of None it returns whether that is still possible
+Choose = Callable[[Any], Any]
 _logger = logging.getLogger("shardwright")
 _ROUNDS = 5  # the first is not typical: it allocates, and sends nothing early
 
 
-def begin_auto(wrapped: _Wrapper) -> None:
+def begin_auto(replica: Replica, options: Options, choose: Choose) -> None:
     """Start wrap(compress="auto"). Rank 0 logs the choice in one line."""
-    replica = wrapped._engine()
     group = replica.group
     if not replica.backend.capabilities.sends_beside_backward:
         _say(group.rank, "none, because nothing is measured between GPUs: see docs/design/gpu.md")
     elif group.host_count == 1:
-        _say(
-            group.rank,
-            f"none, because all {group.world_size} ranks share one host, whose memory is faster than any codec",
-        )
+        why = f"none, because all {group.world_size} ranks share one host, whose memory is faster than any codec"
+        _say(group.rank, why)
     elif replica.zero:
         _say(group.rank, f"none, because only zero=0 is measured, and this is zero={replica.zero}")
-    elif wrapped._options.groups is not None:
+    elif options.groups is not None:
         _say(group.rank, "none, because only a module without groups= is measured")
-    elif wrapped._options.reduce != "mean":
-        _say(
-            group.rank,
-            f"none, because a compressor computes the mean over ranks, and reduce is {wrapped._options.reduce!r}",
-        )
+    elif options.reduce != "mean":
+        _say(group.rank, f"none, because a compressor computes the mean over ranks, and reduce is {options.reduce!r}")
     else:
-        replica.rounds.watcher = AutoCompression(wrapped)
+        replica.rounds.watcher = AutoCompression(replica, choose)
 
 
 class AutoCompression:
-    """A timer of a model's first rounds, which then decides whether to compress.
+    """A timer of a model's first rounds, which then decides whether to compress."""
 
-    Attributes
-    ----------
-    waits, steps : list of float
-        Seconds for each round so far: from the end of the backward to its averages; from the previous round to this
-        one.
-    """
-
-    def __init__(self, wrapped: _Wrapper) -> None:
-        self._wrapped = weakref.ref(wrapped)
-        self._rounds = self._first = wrapped._engine().reducer.rounds
+    def __init__(self, replica: Replica, choose: Choose) -> None:
+        self._replica, self._choose = weakref.ref(replica), choose
+        self._rounds = self._first = replica.reducer.rounds
         self._ended_s = time.perf_counter()
+        #: seconds of each round: from the end of the backward to its averages; and from the round before
         self.waits: list[float] = []
         self.steps: list[float] = []
 
     def after_round(self, wait_s: float) -> None:
         """Count a round, if there was one. All ranks call this, even without a part in it. Collective if it decides."""
-        wrapped = self._wrapped()
-        if wrapped is None or wrapped._engine().reducer.rounds == self._rounds:
+        replica = self._replica()
+        if replica is None or replica.reducer.rounds == self._rounds:
             return
-        self._rounds = wrapped._engine().reducer.rounds
+        self._rounds = replica.reducer.rounds
         now_s = time.perf_counter()
         self.waits.append(wait_s)
         self.steps.append(now_s - self._ended_s)
         self._ended_s = now_s
         if self._rounds - self._first >= _ROUNDS:
-            wrapped._engine().rounds.watcher = None
-            if not wrapped._comm_hooks:
-                self._decide(wrapped)
+            replica.rounds.watcher = None
+            if self._choose(None):
+                self._decide(replica)
 
     @torch.no_grad()
-    def _decide(self, wrapped: _Wrapper) -> None:
-        replica = wrapped._engine()
+    def _decide(self, replica: Replica) -> None:
         comm, levels = replica.group.comm, levels_of(replica.group)
         # The last rank to arrive waits for communication alone, the others also for that rank: take the shortest wait.
         mine = [statistics.median(each[1:] or each) for each in (self.waits, self.steps)]
@@ -101,7 +91,7 @@ class AutoCompression:
         pays = best_s < wait_s - LEAST_GAIN * step_s
         _say(replica.group.rank, f"{best.compress!r}, because {why}" if pays else f"none, because {why}")
         if pays:
-            wrapped.compress_gradients(best.compress)
+            self._choose(best.compress)
 
 
 def _say(rank: int, choice: str) -> None:

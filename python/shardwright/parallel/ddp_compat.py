@@ -33,7 +33,7 @@ class ReducerFacade:
         wrapper = self._wrapper()
         if wrapper is None or not torch.is_grad_enabled():
             return
-        reducer = wrapper._engine().reducer
+        reducer = wrapper._engine.replica.reducer
         if not reducer.is_open and not reducer.pending_forward:
             reducer.forward(wrapper.require_backward_grad_sync)
 
@@ -54,12 +54,12 @@ class ReducerFacade:
     def _remove_autograd_hooks(self) -> None:
         wrapper = self._wrapper()
         if wrapper is not None:
-            for engine in wrapper._engines():
-                engine.retire()
+            for replica in wrapper._engine.replicas:
+                replica.retire()
 
     def _check_reducer_finalized(self) -> None:
         wrapper = self._wrapper()
-        if wrapper is not None and wrapper._engine().reducer.is_open:
+        if wrapper is not None and wrapper._engine.replica.reducer.is_open:
             raise Error("the round of the last backward was never closed: the backward ended in an exception")
 
 

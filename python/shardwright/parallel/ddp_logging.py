@@ -57,13 +57,7 @@ class IterationTimes:
 
 
 class DDPLogger:
-    """A stand-in for torch's DDP logger: the methods that torch calls, and the data that it returns.
-
-    Parameters
-    ----------
-    wrapper : DistributedDataParallel
-        The wrapper, held weakly.
-    """
+    """A stand-in for torch's DDP logger: the methods that torch calls, and the data that it returns."""
 
     def __init__(self, wrapper: Any) -> None:
         self._wrapper = weakref.ref(wrapper)
@@ -104,7 +98,7 @@ class DDPLogger:
         """Measure iterations from now on; return the wrapper and its engine."""
         wrapper = self._wrapper()
         assert wrapper is not None
-        replica = wrapper._engine()
+        replica = wrapper._engine.replica
         replica.rounds.begin_iteration = self.begin_iteration
         return wrapper, replica
 
@@ -143,6 +137,7 @@ class DDPLogger:
             **self._measured,
             **self._averages,
             **self._facts,
+            **({"has_error": 1, "error": wrapper._engine.error} if wrapper._engine.error else {}),
             **replica.reducer.stats(),
         }
 
@@ -159,7 +154,7 @@ def _of_wrapper(wrapper: Any) -> dict[str, Any]:
         "static_graph": int(wrapper.static_graph),
         "is_multi_device_module": 0,
         "has_sync_bn": int(any(isinstance(each, torch.nn.SyncBatchNorm) for each in wrapper.module.modules())),
-        "zero": wrapper._zero,
+        "zero": wrapper._engine.options.zero,
     }
 
 

@@ -25,13 +25,13 @@ import torch
 from .._engine import Error
 from ..layout.param_groups import mark_of
 from ..options.checks import offload_kind
-from ..options.options import refuse_options
+from ..options.options import Options, refuse_options
 from ..options.precision import Precision
 from ..parameters.gathered_unit import Unit
 from ..parameters.unshard_schedule import UnitSchedule
 from ..torch_compat.dtensor import is_dtensor
-from ..torch_compat.internals import original_of
-from .ddp import DistributedDataParallel
+from ..torch_compat.foreign_wrappers import guard_from_wrappers
+from .engine import Engine, engine_of, register_face
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -42,8 +42,8 @@ class Mark:
     ----------
     is_list : bool
         True if fully_shard got several modules, which form one unit and share this mark.
-    wrapper : DistributedDataParallel or None
-        The wrapper of the outermost module; None until it is made.
+    engine : Engine or None
+        The engine of the outermost module; None until it is made.
     ahead : dict of str to list of Mark
         The units to gather ahead during this one's "forward" and "backward", if the program names them.
     divide_factor : float, optional
@@ -58,7 +58,7 @@ class Mark:
     options: dict[str, Any]
     precision: Precision | None = None
     is_list: bool = False
-    wrapper: DistributedDataParallel | None = None
+    engine: Engine | None = None
     ahead: dict[str, list[Mark]] = dataclasses.field(default_factory=dict)
     divide_factor: float | None = None
     divides_by: int | None = None
@@ -103,13 +103,12 @@ class Mark:
                 "outermost module too, and run that module first"
             )
         if not self.places():
-            self.wrapper = None
+            self.engine = None
             options = {**self.options, "groups": self.options.get("groups") or _groups(module, self.options)}
             _check_divide_factors(module, options)
-            precision = _policies(module)
-            self.wrapper = DistributedDataParallel(
-                module, zero=3, share_parameters=False, precision=precision, **options
-            )
+            stage = {"zero": 3, "share_parameters": False, "precision": _policies(module)}
+            self.engine = Engine(module, Options.from_keywords({**options, **stage}))
+            guard_from_wrappers(self.engine, module)
 
 
 class Gathered:
@@ -187,18 +186,9 @@ class FullySharded(torch.nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         mark = self._shardwright_mark
         mark.make(self)
-        if mark.wrapper is None:
+        if mark.engine is None:
             return super().__call__(*args, **kwargs)
-        wrapper = mark.wrapper
-        wrapper._pre_forward()
-        if wrapper._precision is None:
-            return wrapper._post_forward(super().__call__(*args, **kwargs))
-        args, kwargs = wrapper._precision.enter(args, kwargs)
-        try:
-            output = super().__call__(*args, **kwargs)
-        finally:
-            wrapper._precision.leave()
-        return wrapper._post_forward(wrapper._precision.cast_output(output))
+        return mark.engine.run(super().__call__, args, kwargs)
 
     def _placed(self) -> list[tuple[UnitSchedule, Unit]]:
         self._shardwright_mark.make(self)
@@ -286,11 +276,11 @@ class FullySharded(torch.nn.Module):
         self._shardwright_mark.divide_factor = factor
         self._shardwright_mark.check_divide_factor()
 
-    def _outermost(self, what: str) -> DistributedDataParallel:
-        wrapper = wrapper_of(self)
-        if wrapper is None:
+    def _outermost(self, what: str) -> Engine:
+        engine = engine_of(self)
+        if engine is None:
             raise Error(f"{what}() is asked of the outermost module that sw.fully_shard was called on")
-        return wrapper
+        return engine
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as the original class; our hooks refuse a copy while the module is released."""
@@ -394,9 +384,10 @@ def fully_shard(
     for each in modules:
         if mark_of(each) is not None:
             raise Error(f"fully_shard was called on this {type(each).__name__} already")
-        if isinstance(each, DistributedDataParallel):
+        wrapped = engine_of(each, make=False)
+        if wrapped is not None:
             raise Error(
-                f"fully_shard was given a {type(each.module).__name__} that sw.wrap wrapped already: use it as it is, or call fully_shard on "
+                f"fully_shard was given a {type(wrapped.module).__name__} that sw.wrap wrapped already: use it as it is, or call fully_shard on "
                 "sw.unwrap(module), which replaces its wrapper"
             )
     chosen = device_mesh if mesh is None else mesh
@@ -412,6 +403,7 @@ def fully_shard(
             "__qualname__": original.__qualname__,
         }
         each.__class__ = type(original.__name__, (FullySharded, original), body)
+        register_face(each, _find_engine)
     return module
 
 
@@ -443,26 +435,8 @@ def _listed(modules: Any) -> list[Any]:
     return list(modules)
 
 
-def wrapper_of(module: torch.nn.Module) -> DistributedDataParallel | None:
-    """Return the wrapper of a wrapped module, or of an outermost module of fully_shard; None for any other.
-
-    Collective if it makes the engine of the latter.
-    """
-    module = original_of(module)
-    if isinstance(module, DistributedDataParallel):
-        return module
-    if not isinstance(module, FullySharded):
-        return None
-    module._shardwright_mark.make(module)
-    return module._shardwright_mark.wrapper
-
-
-def needed_wrapper(operation: str, module: Any) -> DistributedDataParallel:
-    """Return the wrapper of a module, as wrapper_of(). Raise Error, which names `operation`, if there is none."""
-    wrapper = wrapper_of(module)
-    if wrapper is None:
-        raise Error(
-            f"{operation} needs a wrapped module, or the outermost one that was fully sharded, got {type(module).__name__}: "
-            "call sw.wrap first, and pass the module that it returns"
-        )
-    return wrapper
+def _find_engine(module: FullySharded, make: bool) -> Engine | None:
+    mark = module._shardwright_mark
+    if make:
+        mark.make(module)
+    return mark.engine

@@ -125,8 +125,8 @@ def headroom(
         raise ValueError(f"headroom: repeat must be at least 3, got {repeat!r}")
     if bandwidth is not None and not bandwidth > 0:
         raise ValueError(f"headroom: bandwidth must be above 0 bytes a second, got {bandwidth!r}")
-    replica = model._engine()
-    if replica.compression is not None or model._comm_hooks:
+    replica = model._engine.replica
+    if replica.compression is not None or model._engine.comm_hooks:
         raise Error("headroom measures plain gradients: this model has a compressor or a communication hook")
     comm = replica.group.comm
     step_s, local_s = _measure_backwards(model, backward, repeat, lambda values: slowest(comm, values))

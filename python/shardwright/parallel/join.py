@@ -19,68 +19,61 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.algorithms.join import Join, JoinHook
 
 from .._engine import Error
-from ..gradients.sharded_gradient import ShardedGradient
+from ..gradients.sharded_gradient import NO_GRADIENT, ZEROED, ShardedGradient, states_of
 from ..layout.memory import bytes_of
 from ..layout.shard_runs import memory_order
 from ..torch_compat.internals import JoinConfig
-
-if TYPE_CHECKING:
-    from .replica import Replica
-
-#: a DistributedDataParallel; Any, because its module imports this one
-_Wrapper = Any
+from ..torch_compat.weak import weakly
+from .engine import Engine
+from .replica import Replica
 
 
 class ShadowHook(JoinHook):
     """The join hook of a wrapped module.
 
-    Parameters
-    ----------
-    wrapper : DistributedDataParallel
-    divide_by_initial_world_size : bool
-        True: the mean divides by the number of all ranks. False: by the number that still train.
+    With `divide_by_initial_world_size` the mean divides by the number of all ranks, else by the number that still train.
     """
 
-    def __init__(self, wrapper: _Wrapper, divide_by_initial_world_size: bool) -> None:
-        self._wrapper = wrapper
+    def __init__(self, wrapper: Any, engine: Engine, divide_by_initial_world_size: bool) -> None:
+        self._wrapper, self._engine = wrapper, engine
         wrapper._divide_by_initial_world_size = divide_by_initial_world_size
-        replica = wrapper._engine()
+        engine.join_member = weakref.ref(wrapper)
+        replica = engine.replica
         replica.reducer.set_divide_by(not divide_by_initial_world_size)
-        replica.join_link.connect(Announcer(wrapper))
+        _connect(replica, Announcer(engine))
         wrapper.logger._set_uneven_input_join()
-        _remember(wrapper)
+        _forget(engine)
+        _joining.append(weakref.ref(engine))
 
     def main_hook(self) -> None:
         """Shadow one iteration of the training ranks; at zero >= 1, one announced operation."""
-        announcer = self._wrapper._engine().join_link.announcer
+        announcer = self._engine.replica.announcer
         assert announcer is not None
         if not announcer.is_on:
-            _shadow_forward(self._wrapper)
+            _shadow_forward(self._engine)
         elif self._wrapper._join_config.is_first_joinable:  # the first module's hook serves all modules
             member, heard = announcer.listen()
             if heard["kind"] == "forward":
                 _shadow_forward(member)
             else:
-                _SHADOWS[heard["kind"]](member._engine(), heard)
+                _shadow(member.replica, heard)
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Give all ranks the model of the last rank that joined; of several, the highest."""
-        wrapper = self._wrapper
-        replica = wrapper._engine()
-        replica.join_link.connect(None)
+        engine, replica = self._engine, self._engine.replica
+        _connect(replica, None)
         replica.parameters().gather_anew()
-        _forget(wrapper)
+        _forget(engine)
         root = replica.group.highest_rank_where(is_last_joiner, "last rank to join")
-        wrapper._authoritative_rank = root
+        self._wrapper._authoritative_rank = root
         replica.access.before_writes()
-        wrapper._assign_modules_buffers()
-        replica.broadcast_state(root, wrapper.modules_buffers if wrapper.forward_sync_buffers else ())
+        replica.broadcast_state(root, engine.note_buffers().values() if engine.forward_sync_buffers else ())
         replica.reducer.set_divide_by(False)
         replica.reducer.forget_steps()
         replica.steppers.begin_anew()
@@ -88,76 +81,80 @@ class ShadowHook(JoinHook):
             replica.stop.renew()
         if replica.check is not None:
             replica.check.begin_anew()
-        wrapper._join_config = JoinConfig.construct_disabled_join_config()
+        self._wrapper._join_config = JoinConfig.construct_disabled_join_config()
+        engine.join_member = lambda: None
 
 
-def _shadow_forward(wrapper: _Wrapper) -> None:
+def _announces_rounds(replica: Replica) -> bool:
+    """Return True if opening a round must be announced to joined ranks."""
+    return replica.zero >= 2 and not replica.backend.capabilities.tells_standing
+
+
+def _connect(replica: Replica, announcer: Announcer | None) -> None:
+    """Announce collectives through `announcer`; None stops announcements."""
+    replica.announcer = announcer
+    if replica.gradients.sliced_board is not None:
+        replica.gradients.sliced_board.announce = (lambda *_: None) if announcer is None else weakly(replica.announce)
+    if _announces_rounds(replica):
+        replica.reducer.set_announcer(None if announcer is None else announcer.announce_round)
+    if not replica.backend.capabilities.free_unit_order:
+        replica.parameters().announce_units(None if announcer is None else announcer.announce_unit)
+
+
+def _shadow_forward(engine: Engine) -> None:
     """Shadow a forward of the training ranks and, if they synchronise, its round."""
-    wrapper._engine().steppers.has_joined = True
-    if wrapper._check_sync_bufs_pre_fwd():
-        wrapper._sync_buffers(candidate=False)
-    synchronises = wrapper._agree_on_sync(False, trains=False)
-    wrapper.require_forward_param_sync = synchronises
-    if synchronises and not wrapper._engine().join_link.announces_rounds:
-        wrapper._engine().rounds.shadow()
+    replica = engine.replica
+    replica.steppers.has_joined = True
+    if engine.syncs_buffers(before=True):
+        engine.sync_buffers(candidate=False)
+    engine.require_forward_param_sync = synchronises = engine.agree_on_sync(False, trains=False)
+    if synchronises and not _announces_rounds(replica):
+        replica.rounds.shadow()
 
 
-#: wrappers with a live join hook, in order of creation; wrappers of one Join are adjacent
-_joining: list[weakref.ref[_Wrapper]] = []
+#: engines with a live join hook, in order of creation; engines of one Join are adjacent
+_joining: list[weakref.ref[Engine]] = []
 
 
-def _forget(wrapper: _Wrapper) -> None:
-    _joining[:] = [each for each in _joining if each() not in (None, wrapper)]
-
-
-def _remember(wrapper: _Wrapper) -> None:
-    _forget(wrapper)
-    _joining.append(weakref.ref(wrapper))
+def _forget(engine: Engine) -> None:
+    _joining[:] = [each for each in _joining if each() not in (None, engine)]
 
 
 class Announcer:
-    """The announcements of training ranks to joined ranks at zero >= 1.
+    """The announcements of training ranks to joined ranks at zero >= 1."""
 
-    Attributes
-    ----------
-    joined : list of int
-        Ranks that had joined by the last announcement.
-    lowest : int
-        The lowest rank that still trained at that time.
-    """
-
-    def __init__(self, wrapper: _Wrapper) -> None:
-        self._wrapper = weakref.ref(wrapper)
+    def __init__(self, engine: Engine) -> None:
+        self._engine = weakref.ref(engine)
+        #: ranks that had joined by the last announcement, and the lowest that still trained
         self.joined: list[int] = []
         self.lowest = 0
-        self._owed: int | None = None
+        #: the count of completed rounds when joined ranks began to wait for the next one; None if none waits
+        self.owes: int | None = None
 
-    def _members(self) -> list[_Wrapper]:
-        """Return the wrappers of this Join, in its order; none if its first module belongs to another library."""
-        all_wrappers = [wrapper for each in _joining if (wrapper := each()) is not None]
-        wrapper = self._wrapper()
-        at = next((i for i, each in enumerate(all_wrappers) if each is wrapper), None)
-        if at is None:
+    def _members(self) -> list[Engine]:
+        """Return the engines of this Join, in its order; none if its first module belongs to another library."""
+        found = [engine for each in _joining if (engine := each()) is not None]
+        if self._engine() not in found:
             return []
-        firsts = [i for i, each in enumerate(all_wrappers) if each._join_config.is_first_joinable]
+        at = found.index(self._engine())  # type: ignore[arg-type]
+        faces = [each.join_member() for each in found]
+        firsts = [i for i, each in enumerate(faces) if each is not None and each._join_config.is_first_joinable]
         begin = max((i for i in firsts if i <= at), default=None)
-        return (
-            [] if begin is None else all_wrappers[begin : min((i for i in firsts if i > at), default=len(all_wrappers))]
-        )
+        return [] if begin is None else found[begin : min((i for i in firsts if i > at), default=len(found))]
 
     @property
     def is_joining(self) -> bool:
         """Return True inside a join, unless it has enable=False."""
-        wrapper = self._wrapper()
-        return wrapper is not None and bool(wrapper._join_config.enable)
+        engine = self._engine()
+        return engine is not None and engine.is_joining
 
     @property
     def is_on(self) -> bool:
         """Return True inside a join with sliced state."""
-        wrapper = self._wrapper()
-        if wrapper is None or not self.is_joining:
+        engine = self._engine()
+        if engine is None or not engine.is_joining:
             return False
-        return bool(wrapper._zero) or any(each._zero for each in self._members())
+        return bool(engine.options.zero) or any(each.options.zero for each in self._members())
 
     def announce(self, kind: str, number: float, groups: Any) -> None:
         """Announce an operation in which joined ranks must take part, before it begins. Every training rank calls it.
@@ -171,28 +168,23 @@ class Announcer:
                 "a Join at zero >= 1 begins with a module that shardwright wrapped, and holds no others: pass only wrapped modules to it"
             )
         for each in members if kind not in _INSIDE else ():
-            _check_ended(each, kind)
-        work = Join.notify_join_context(members[0])
+            _check_ended(each.replica, kind)
+        work = Join.notify_join_context(members[0].join_member())
         if work is not None:
             work.wait()
-        wrapper = self._wrapper()
-        assert wrapper is not None
-        replica = wrapper._engine()
-        position = next(i for i, each in enumerate(members) if each is wrapper)
-        said: dict[str, Any] = {"kind": kind, "member": position, "number": number, "groups": groups}
+        engine = self._engine()
+        assert engine is not None
+        replica = engine.replica
+        said: dict[str, Any] = {"kind": kind, "member": members.index(engine), "number": number, "groups": groups}
         if kind not in ("forward", *_INSIDE):
-            said["gradients"] = [state_of(parameter.grad) for parameter in replica.table.parameters]
-            said["factors"] = replica.gradients.factors()
+            said["gradients"] = states_of(replica.table.parameters)
+            board = replica.gradients.sliced_board
+            said["factors"] = [] if board is None else board.factors()
         self._exchange(members, json.dumps(said).encode())
-        if kind == "forward" and torch.is_grad_enabled() and wrapper.require_backward_grad_sync and self.joined:
-            self._owed = replica.reducer.rounds
+        if kind == "forward" and torch.is_grad_enabled() and engine.require_backward_grad_sync and self.joined:
+            self.owes = replica.reducer.rounds
 
-    @property
-    def owes(self) -> int | None:
-        """Return the count of completed rounds when joined ranks began to wait for the next one; None if none waits."""
-        return self._owed
-
-    def listen(self) -> tuple[_Wrapper, dict[str, Any]]:
+    def listen(self) -> tuple[Engine, dict[str, Any]]:
         """Receive an announcement. Return the module that it names, and the lowest training rank's content."""
         members = self._members()
         heard: dict[str, Any] = self._exchange(members, b"")
@@ -215,8 +207,8 @@ class Announcer:
         if self.joined and self.is_on:
             self.announce(kind, number, groups)
 
-    def _exchange(self, members: Sequence[_Wrapper], mine: bytes) -> dict[str, Any]:
-        first = members[0]._engine()
+    def _exchange(self, members: Sequence[Engine], mine: bytes) -> dict[str, Any]:
+        first = members[0].replica
         said = first.group.comm.all_gather_bytes(mine, f"next operation in the join of {first.label}")
         trains = {rank: json.loads(each) for rank, each in enumerate(said) if each}
         lowest = min(trains)
@@ -224,25 +216,24 @@ class Announcer:
         for rank, other in trains.items():
             if any(other[key] != heard[key] for key in ("kind", "member", "number")):
                 one, two = (
-                    f"{_WORDS[each['kind']]} of {members[each['member']]._engine().label}" for each in (heard, other)
+                    f"{_WORDS[each['kind']]} of {members[each['member']].replica.label}" for each in (heard, other)
                 )
                 raise Error(
                     f"ranks disagree inside join: rank {lowest} comes to {one}, rank {rank} to {two} "
                     f"({heard['number']:g}, {other['number']:g})"
                 )
         for each in members:
-            announcer = each._engine().join_link.announcer
+            announcer = each.replica.announcer
             if announcer is not None:
                 announcer.joined = [rank for rank, text in enumerate(said) if not text]
                 announcer.lowest = lowest
         return heard
 
 
-def _check_ended(wrapper: _Wrapper, kind: str) -> None:
+def _check_ended(replica: Replica, kind: str) -> None:
     """Raise Error if joined ranks still wait in a round that has not ended."""
-    replica = wrapper._engine()
-    owed = replica.join_link.announcer.owes if replica.join_link.announcer is not None else None
-    if owed is None or replica.reducer.rounds != owed:
+    announcer = replica.announcer
+    if announcer is None or announcer.owes is None or replica.reducer.rounds != announcer.owes:
         return
     message = (
         f"inside join, {_WORDS[kind]} begins before the backward of the last forward of {replica.label}, while a rank that has run out of "
@@ -265,18 +256,6 @@ _WORDS = {
     "vote": "unscaling gradients",
     "read": "a read of a whole gradient",
 }
-#: the state of a gradient on a training rank
-NO_GRADIENT, ZEROED, A_GRADIENT = range(3)
-
-
-def state_of(gradient: torch.Tensor | None) -> int:
-    """Return NO_GRADIENT, ZEROED (known only for sliced gradients) or A_GRADIENT."""
-    if gradient is None:
-        return NO_GRADIENT
-    return ZEROED if isinstance(gradient, ShardedGradient) and gradient._cleared else A_GRADIENT
-
-
-# the work of a joined rank
 
 
 def _own_slices(replica: Replica, states: Sequence[int]) -> list[torch.Tensor | None]:
@@ -288,69 +267,46 @@ def _own_slices(replica: Replica, states: Sequence[int]) -> list[torch.Tensor | 
     return found
 
 
-def _shadow_norm(replica: Replica, heard: dict[str, Any]) -> None:
-    replica.gradients.follow_factors(heard["factors"])
-    replica.gradients.squares_of(lambda: _own_slices(replica, heard["gradients"]))
-
-
-def _shadow_norms(replica: Replica, heard: dict[str, Any]) -> None:
-    replica.gradients.follow_factors(heard["factors"])
-    replica.gradients.board.gather_norms(heard["number"])
-
-
-def _shadow_read(replica: Replica, heard: dict[str, Any]) -> None:
-    replica.gradients.follow_factors(heard["factors"])
-    index = int(heard["number"])
-    view = replica.gradients.views[index]
-    assert isinstance(view, ShardedGradient)
-    replica.gradients.gathered(index, view.piece)
-
-
-def _shadow_vote(replica: Replica, heard: dict[str, Any]) -> None:
-    slices = _own_slices(replica, heard["gradients"])
-    overflowed = any(piece is not None and not bool(piece.isfinite().all()) for piece in slices)
-    replica.gradients.follow_factors(heard["factors"])
-    replica.gradients.board.any_rank(lambda: overflowed)
-
-
-def _shadow_step(replica: Replica, heard: dict[str, Any]) -> None:
-    replica.gradients.follow_factors(heard["factors"])
-    optimizer = replica.steppers.sliced()[int(heard["number"])]
+def _shadow(replica: Replica, heard: dict[str, Any]) -> None:
+    """Take part in an announced operation."""
+    kind, number, gradients = heard["kind"], heard["number"], replica.gradients
+    if kind == "round":
+        replica.rounds.shadow(heard["groups"])
+        return
+    if kind == "unit":
+        replica.parameters().gather_beside(int(number))
+        return
     states = heard["gradients"]
-    whole = replica.zero == 1
-    gradients = exchange_slices(replica, optimizer.run, states) if whole else _own_slices(replica, states)
-    optimizer.shadow_step(heard["groups"], gradients, states)
-
-
-def _shadow_round(replica: Replica, heard: dict[str, Any]) -> None:
-    replica.rounds.shadow(heard["groups"])
-
-
-def _shadow_unit(replica: Replica, heard: dict[str, Any]) -> None:
-    replica.parameters().gather_beside(int(heard["number"]))
-
-
-_SHADOWS: dict[str, Callable[[Replica, dict[str, Any]], None]] = {
-    "round": _shadow_round,
-    "unit": _shadow_unit,
-    "norm": _shadow_norm,
-    "norms": _shadow_norms,
-    "vote": _shadow_vote,
-    "read": _shadow_read,
-    "step": _shadow_step,
-}
+    overflowed = kind == "vote" and any(
+        piece is not None and not bool(piece.isfinite().all()) for piece in _own_slices(replica, states)
+    )
+    gradients.follow_factors(heard["factors"])
+    if kind == "norm":
+        gradients.squares_of(lambda: _own_slices(replica, states))
+    elif kind == "norms":
+        gradients.board.gather_norms(number)
+    elif kind == "vote":
+        gradients.board.any_rank(lambda: overflowed)
+    elif kind == "read":
+        view = gradients.views[int(number)]
+        assert isinstance(view, ShardedGradient)
+        gradients.gathered(int(number), view.piece)
+    else:
+        optimizer = replica.steppers.sliced()[int(number)]
+        is_whole = replica.zero == 1
+        own = exchange_slices(replica, optimizer.run, states) if is_whole else _own_slices(replica, states)
+        optimizer.shadow_step(heard["groups"], own, states)
 
 
 def exchange_slices(
     replica: Replica, run: Callable[[int, int], tuple[int, int]], states: Sequence[int] | None = None
 ) -> list[torch.Tensor | None]:
-    """Send joined ranks their slices of the lowest training rank's gradients, at zero=1. Collective.
+    """Send joined ranks their slices of the lowest training rank's gradients, scaled as there, at zero=1. Collective.
 
-    That rank may have scaled or clipped the gradients. `states` says which gradients exist; run(index, rank) returns
-    the elements on which a rank steps. On a joined rank, returns the gradients for its step. Cost: the bytes of the
-    joined ranks' slices; on GPUs they pass through the hosts, which wait for them.
+    run(index, rank) returns the elements on which a rank steps. A joined rank passes `states` and gets the gradients
+    for its step.
     """
-    announcer = replica.join_link.announcer
+    announcer = replica.announcer
     assert announcer is not None
     if not announcer.joined:
         return []

@@ -20,18 +20,7 @@ from ..torch_compat.state_dicts import hook_loading
 
 
 class StateLoading:
-    """The loads of state dicts into one wrapped module.
-
-    Parameters
-    ----------
-    replica : Replica
-    module : Module
-
-    Attributes
-    ----------
-    handles : list
-        Handles that remove the hooks of its modules.
-    """
+    """The loads of state dicts into one wrapped module. `handles` remove the hooks of its modules."""
 
     def __init__(self, replica: Any, module: torch.nn.Module) -> None:
         self._replica = weakref.ref(replica)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .._engine import Error
-from ..backend.base import Backend, Capabilities, Request
+from ..backend.base import Backend, Request
 from ..comm.agreement import verify
 from ..comm.exchange import Exchange
 from ..comm.levels import Lease, Levels
@@ -39,11 +40,10 @@ from ..parameters.storage import ParameterMemory
 from ..torch_compat import autograd as _hooks
 from ..torch_compat.dtensor import held_tensor, is_dtensor
 from ..torch_compat.weak import weakly
-from .agreement.forward_watch import ForwardWatch
+from .agreement.optimizer_agreement import together
 from .agreement.replica_check import ReplicaCheck
 from .agreement.steppers import Steppers
 from .backends import choose_backend
-from .join_link import JoinLink
 from .loading import StateLoading
 from .step_in_backward import adopt as adopt_steps_in_backward
 
@@ -58,23 +58,9 @@ _live: weakref.WeakSet[Replica] = weakref.WeakSet()
 class Replica:
     """One rank's replica of a module, ready for rounds. Construction is collective.
 
-    It refers to its owner, the wrapper, weakly: hooks of the parameters refer to this object and would keep the wrapper
-    alive.
+    It refers to its engine weakly: hooks of the parameters refer to this object and would keep the module alive.
 
-    Attributes
-    ----------
-    group : HostGroup
-    slicing : Slicing
-        The owners of slices at zero >= 1.
-    table : ParameterTable
-    reducer : Reducer
-    gradients : ModuleGradients
-    steppers : Steppers
-        The optimizers of the module.
-
-    Notes
-    -----
-    With groups= a wrapper has several replicas, each for some of the parameters. The rounds of a replica end after
+    With groups= an engine has several replicas, each for some of the parameters. The rounds of a replica end after
     those of the replica `before` it. Each gradient from autograd is multiplied by `gradient_factor`
     (parallel/composition/parts.py).
     """
@@ -85,10 +71,9 @@ class Replica:
         group: HostGroup,
         options: Options,
         ignored: frozenset[str],
-        wrapper: weakref.ref[Any],
+        slicing: Slicing,
+        engine: weakref.ref[Any],
         settings: dict[str, Any],
-        zero: int = 0,
-        slicing: Slicing | None = None,
         *,
         compress: Compressor | None = None,
         precision: PrecisionPlan | None = None,
@@ -97,15 +82,16 @@ class Replica:
     ) -> None:
         self.serial = next(_serials)
         self.label = type(module).__name__
-        self.zero = zero
+        self.options, self.settings, self.engine = options, settings, engine
+        self.zero = zero = options.zero
         self.group = group
-        self.slicing = slicing or Slicing.one_a_rank(group.rank, group.world_size)
-        self.settings = settings
+        self.slicing = slicing
+        #: True once the hooks are gone, as a later wrapper has taken over the module
+        self.retired = False
         self._gradient_factor = gradient_factor
         self._module = weakref.ref(module)
         #: the ranks of the mesh of the module's DTensors, made first, before anything can fail on one rank only
         self.model_ranks = ModelRanks.beside(_taking_part(module, ignored), group)
-        self._has_agreed = False
         in_units = False
 
         def describe() -> list[list[str]]:
@@ -126,26 +112,28 @@ class Replica:
             sparse = [self.table.names[index] for index in sorted(self.table.sparse)]
             return self.table.description({**settings, "sparse gradients": sparse})
 
-        try:
-            verify(group.comm, describe, f"the wrapped {self.label}")
-            self._agree_over_mesh(None)
-        except Exception as error:
-            if not self._has_agreed:
-                self._agree_over_mesh(error)
-            raise
+        begin = functools.partial(verify, group.comm, describe, f"the wrapped {self.label}")
+        together(self.model_ranks, begin, self.label, self._facts_over_mesh)
+        if self.model_ranks is not None and settings["init_sync"]:
+            self.model_ranks.check_replicated(self.table, group, self.label)
         make_backend = choose_backend(self.table)
         plans = None
         if in_units:
             plans = cut(module, self.table, options.units, options.reshard_after_forward)
         behind = make_backend.capabilities.publishes_behind and zero in (1, 2) and options.prefetch > 0
-        sends_early = compress is None or self._overlaps_compression(make_backend.capabilities)
+        #: compressed buckets travel to other hosts while the backward runs: at zero >= 2 none has a slot for itself
+        self.overlaps_compression = (
+            make_backend.capabilities.sends_beside_backward and group.host_count > 1 and zero < 2
+        )
         request = self._request._replace(
             plans=plans,
-            sends_early=sends_early,
+            sends_early=compress is None or self.overlaps_compression,
             compute_dtypes=self._compute_dtypes(precision),
             forwards=cut(module, self.table) if behind else (),
         )
         self.backend: Backend = make_backend(group, request)
+        #: None on the host
+        self.link: DeviceLink | None = self.backend.link
         self.deterministic = options.deterministic or self.backend.capabilities.rank_order_only
         try:
             self.reducer: Any = self.backend.reducer(request)
@@ -160,10 +148,9 @@ class Replica:
         self.arrange_hooks = self._storage.hook_arranger()
         self.access = ParameterAccess(self._storage, self.table, group, self.slicing, options.write_guard, self.label)
         self.rounds = Rounds(self.table, self.reducer, self.label, zero)
-        self.forwards = ForwardWatch(group.rank, group.world_size, self.label)
         self.steppers = Steppers(group, self.label, _is_of_a_wrapped_module)
         try:
-            self._attach(wrapper, before)
+            self._attach(before)
         except BaseException as error:  # an error of this rank only: the peers must not wait for it
             if group.comm.is_alive:
                 group.comm.abort(f"wrapping {self.label} failed: {error}")
@@ -172,7 +159,8 @@ class Replica:
         self.is_writing = 0
         self._loading = StateLoading(self, module) if zero == 3 else None
         self._handles += [] if self._loading is None else self._loading.handles
-        self.join_link = JoinLink(self.gradients, self.reducer, self._storage, self.backend.capabilities, zero)
+        #: tells ranks that ran out of inputs of collectives; None outside join (parallel/join.py)
+        self.announcer: Any = None
         #: see stop_request()
         self.stop: StopRequest | None = None
         #: compares replicas every few steps; None without check_every=
@@ -180,28 +168,19 @@ class Replica:
         if self.check is not None:
             self.steppers.explain_replicas = weakly(self.check.explain)
             self._handles += self.check.handles
-        self._identities = frozenset(map(id, self.table.module_parameters))
+        self.identities = frozenset(map(id, self.table.module_parameters))
         self._has_begun = False
         self.compression: tuple[str, Exchange | None] | None = None  # Exchange None: the reducer compresses
         self.stores: weakref.WeakSet[Any] = weakref.WeakSet()
         _live.add(self)
         _hooks.watch_steps(self)
 
-    def _agree_over_mesh(self, failure: Exception | None) -> None:
-        """Raise on all ranks of the model mesh if wrapping failed on one of them or their models differ. Collective."""
-        self._has_agreed = True
-        if self.model_ranks is None:
-            return
-        if failure is not None:
-            self.model_ranks.agree([], self.label, failure)
+    def _facts_over_mesh(self) -> list[list[str]]:
+        """Return what the ranks of the model mesh compare."""
         place = [["option zero", str(self.zero)], ["ranks that average", str(self.group.world_size)]]
         place += [["rank among them", str(self.group.rank)]]
-        lines = [
-            [name, f"{tuple(p.shape)}{placed(p)}"] for name, p in zip(self.table.names, self.table.module_parameters)
-        ]
-        self.model_ranks.agree(place + lines, self.label, None)
-        if self.settings.get("init_sync"):
-            self.model_ranks.check_replicated(self.table, self.group, self.label)
+        named = zip(self.table.names, self.table.module_parameters)
+        return place + [[name, f"{tuple(p.shape)}{placed(p)}"] for name, p in named]
 
     def _compute_dtypes(self, precision: PrecisionPlan | None) -> dict[int, torch.dtype]:
         """Return the 16-bit dtypes in which modules compute with wider parameters."""
@@ -224,29 +203,24 @@ class Replica:
             return self.backend.unshard_store(self.reducer, request)
         return ParameterMemory(self.backend, self.reducer, request, shared=self.zero == 3)
 
-    @property
-    def link(self) -> DeviceLink | None:
-        """Return the link to the GPU; None on the host."""
-        return self.backend.link
-
     def layout_of(self, index: int) -> torch.Tensor:
         """Return a tensor with the strides of a parameter, released or not. Its values must not be read."""
         like: torch.Tensor = self._storage.like(index)
         return like
 
-    def _attach(self, wrapper: weakref.ref[Any], before: Replica | None) -> None:
+    def _attach(self, before: Replica | None) -> None:
         steppers = self.steppers
         opens_first = None if before is None else weakly(before.open_round)
         gradients = self.gradients = ModuleGradients(
             *(self.table, self._storage, self.backend, self.reducer, self.rounds, self.slicing, self.zero, self.label),
             last_step_on=steppers.last_step_on,
-            warns_of_sparse=self._request.options.sparse_gradients == "auto",
+            warns_of_sparse=self.options.sparse_gradients == "auto",
         )
         self.reducer.attach(
             self.table.parameters,
             gradients.views,
             copy=gradients.copy if self.zero < 2 else weakly(gradients.write_contribution),
-            open=self.rounds.opener(wrapper, opens_first),
+            open=self.rounds.opener(self.engine, opens_first),
             renew=weakly(gradients.renew_view),
             task_id=_hooks.graph_task_id,
             layouts=self._storage.layouts(),
@@ -256,9 +230,7 @@ class Replica:
         self._handles: list[Any] = []
         sparse: SparseGradients | None = None
         if self.table.sparse:
-            sparse = SparseGradients(
-                self.table, self.group.comm, self.reducer, self._request.options.reduce, self.label
-            )
+            sparse = SparseGradients(self.table, self.group.comm, self.reducer, self.options.reduce, self.label)
         self.rounds.sparse = sparse
         for index, parameter in enumerate(self.table.parameters):
             if sparse is not None and index in self.table.sparse:
@@ -266,22 +238,8 @@ class Replica:
             elif parameter.requires_grad:
                 self._hook(index)
 
-    def _overlaps_compression(self, capabilities: Capabilities) -> bool:
-        """Return True if compressed buckets travel to other hosts while the backward runs.
-
-        Between hosts the network is the bottleneck, not a core. At zero >= 2 buckets share slots and leave when the
-        backward ends.
-        """
-        return capabilities.sends_beside_backward and self.group.host_count > 1 and self.zero < 2
-
-    @property
-    def overlaps_compression(self) -> bool:
-        return self._overlaps_compression(self.backend.capabilities)
-
     def levels(self, compress: Compressor) -> tuple[Levels, Lease | None]:
-        """Return the levels of a compressor's exchange, and a lease if a thread uses them. Across hosts the first call
-        is collective.
-        """
+        """Return the levels of a compressor's exchange, and a lease if a thread uses them. Collective across hosts."""
         return self.backend.exchange(compress, self._request, self.layout_of(0))
 
     def split(self) -> str:
@@ -293,11 +251,8 @@ class Replica:
         return ", ".join(f"{name} {place} of {size}" for name, place, size in places)
 
     def hook_runner(self, state: object, hook: Callable[[Any, Any], Any], *, is_ours: bool) -> HookRunner:
-        """Return the runner of a communication hook.
-
-        Our own hooks return the mean over all ranks and may fill only this rank's slice; a user's hook returns whole
-        buckets, in its own scale.
-        """
+        """Return the runner of a hook. Our own return the mean over all ranks and may fill only this rank's slice; a
+        user's returns whole buckets, in its own scale."""
         parameters = self.table.parameters
         like = [self.layout_of(index) for index in range(len(parameters))]
         if self.zero >= 2 and self.reducer.transport != "staged":
@@ -325,11 +280,6 @@ class Replica:
         """Return True if this is the replica of `module`."""
         return self._module() is module
 
-    @property
-    def retired(self) -> bool:
-        """Return True if a later wrapper has taken over the module."""
-        return self not in _live
-
     def open_round(self) -> None:
         """Open the round of the running backward, unless it is open."""
         self.reducer.open_round()
@@ -347,7 +297,7 @@ class Replica:
     def _unfreeze(self, index: int) -> None:
         self.reducer.mark_unfrozen(index)
         self._storage.adopt(index)
-        drift = self.access.drift
+        drift = self.access.drift()
         if self.zero and drift is not None:
             drift.forget_address(index)
         self._hook(index)
@@ -356,13 +306,13 @@ class Replica:
         """Prepare for a forward with gradients. Raise Error if the module is no longer the one that was wrapped."""
         if self._loading is not None and self._loading.depth:  # a load that ended in an exception
             self._loading.abandon()
-        self.forwards.begin()
         if self.access.forks is not None:
             self.access.forks.before_forward()
         drift = self._check_drift()
         if self.access.guard is not None:
             self.access.guard.check("before a forward")
-        self.backend.check()
+        if self.link is not None:
+            self.link.check()
         if drift is not None and drift.is_stateless and drift.none_in_place():
             return  # no parameter will get a gradient
         if not self._has_begun:
@@ -374,11 +324,11 @@ class Replica:
         if synchronises and self.stop is not None:
             self.stop.note(self.reducer)
         # only after forward() ended the round of a failed backward, in which peers sent no bucket for these parameters
-        for index in drift.take_unfrozen() if drift is not None else ():
+        for index in drift.take_unfrozen() if drift is not None and drift.frozen else ():
             self._unfreeze(index)
 
     def _check_drift(self) -> DriftCheck | None:
-        module, drift = self._module(), self.access.drift
+        module, drift = self._module(), self.access.drift()
         if module is None or drift is None:
             return None
         try:
@@ -395,7 +345,7 @@ class Replica:
 
     def holds(self, parameter: torch.Tensor) -> bool:
         """Return True if `parameter` is in the table."""
-        return id(parameter) in self._identities
+        return id(parameter) in self.identities
 
     def parameters(self) -> Any:
         """Return the storage of the parameters."""
@@ -417,7 +367,7 @@ class Replica:
 
     def full_gradients(self) -> dict[str, torch.Tensor | None]:
         """Return whole averaged gradients by bare name. Collective at zero >= 2."""
-        if self.zero >= 2 and self.join_link.is_on:
+        if self.zero >= 2 and self.in_sliced_join:
             raise Error(
                 f"full_gradients is collective, and inside join a rank of {self.label} that ran out of inputs takes no part in it: read "
                 "p.grad.clone() of each parameter on every rank that trains, or call it after the join"
@@ -425,11 +375,28 @@ class Replica:
         self.rounds.close_pending()
         return self.gradients.whole()
 
+    @property
+    def in_sliced_join(self) -> bool:
+        """Return True inside join at zero >= 1."""
+        return self.announcer is not None and self.announcer.is_on
+
+    @property
+    def in_join(self) -> bool:
+        """Return True inside join. Some rank may then be shadowing, and make no other collective call."""
+        return self.announcer is not None and self.announcer.is_joining
+
+    def announce(self, kind: str, number: float = 0, groups: Any = None) -> None:
+        """Announce an operation to joined ranks inside join; do nothing outside."""
+        if self.in_sliced_join:
+            self.announcer.announce(kind, number, groups)
+
     def average_gradients(self) -> None:
         """Average the current `.grad` in a round. Collective."""
         self._check_drift()
         self.rounds.average()
-        self.forwards.is_inside = False
+        engine = self.engine()
+        if engine is not None:
+            engine.is_inside_forward = False
 
     @contextlib.contextmanager
     def writable_parameters(self) -> Iterator[None]:
@@ -448,10 +415,6 @@ class Replica:
         finally:
             self.is_writing -= 1
             self.access.count_writes(self.table.module_parameters)
-
-    def give_copies_to(self, precision: PrecisionPlan) -> None:
-        """Let modules compute with the engine's compute forms of the parameters, if it has any."""
-        self._storage.follow(precision)
 
     @property
     def releases_parameters(self) -> bool:
@@ -487,7 +450,9 @@ class Replica:
         if self.check is not None and not self.zero:
             self.check.count_step(optimizer)
         self.reducer.count_step()
-        self.forwards.is_inside = False  # every step belongs to a round, with or without a forward
+        engine = self.engine()
+        if engine is not None:
+            engine.is_inside_forward = False  # every step belongs to a round, with or without a forward
 
     def stop_request(self) -> StopRequest | None:
         """Return a stop request that travels with rounds; None on GPUs, whose tags have no room. Collective."""
@@ -503,16 +468,12 @@ class Replica:
             check.explain_not_finite(error)
 
     def _check_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise Error at zero=0 for a gradient that was not averaged, if a forward of this step should have
-        synchronised.
-
-        If all forwards were inside no_sync(), each rank steps separately, without an error. Gradients of a round that a
-        rank abandoned also raise.
-        """
+        """Raise Error at zero=0 for a gradient that was not averaged, unless all forwards were inside no_sync()."""
         if self.reducer.last_round_failed and self.group.world_size > 1:
             self.gradients.refuse_failed_round(optimizer)
         rounds = self.reducer.rounds
-        since = self.steppers.count_step(optimizer, rounds)
+        since = self.steppers.rounds_at_step.get(optimizer, 0)
+        self.steppers.rounds_at_step[optimizer] = rounds
         if rounds != since and self.group.world_size > 1:
             self.gradients.check_averaged(optimizer, since)
             waiting = self.steppers.unaveraged.waiting.get(optimizer)
@@ -545,6 +506,7 @@ class Replica:
         """
         if self.retired:
             return
+        self.retired = True
         _live.discard(self)
         _hooks.ignore_steps(self)
         if self.zero >= 2:

@@ -7,6 +7,7 @@ that does not synchronise steps nothing. Ignored parameters keep torch's hooks.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from typing import Any
 
@@ -19,18 +20,7 @@ __all__ = ["adopt"]
 
 
 def adopt(replica: Any) -> None:
-    """Take over the steps of the module's optimizers of this kind, if it has any.
-
-    Parameters
-    ----------
-    replica : Replica
-        The replica; Any, because its Python module imports this one.
-
-    Raises
-    ------
-    Error
-        At zero >= 1, because steps there are on slices.
-    """
+    """Take over the steps of the module's optimizers of this kind. At zero >= 1, where steps are on slices, raise Error."""
     stepped = [(name, p) for name, p in zip(replica.table.names, replica.table.module_parameters) if optimizers_of(p)]
     if not stepped:
         return
@@ -42,20 +32,15 @@ def adopt(replica: Any) -> None:
         )
     parameters = [parameter for _, parameter in stepped]
     take_hooks(parameters)
-    replica.rounds.after_round.append(_Stepper(parameters))
+    replica.rounds.after_round.append(functools.partial(_step, list(map(weakref.ref, parameters))))
 
 
-class _Stepper:
-    """A callable that steps the optimizers of parameters with a gradient, then sets the gradient to None."""
-
-    def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
-        self._parameters = [weakref.ref(parameter) for parameter in parameters]
-
-    def __call__(self) -> None:
-        for reference in self._parameters:
-            parameter = reference()
-            if parameter is None or parameter.grad is None:
-                continue
-            for optimizer in optimizers_of(parameter):
-                optimizer.step()
-            parameter.grad = None
+def _step(parameters: list[weakref.ref[torch.nn.Parameter]]) -> None:
+    """Step the optimizers of parameters with a gradient, then set the gradient to None."""
+    for reference in parameters:
+        parameter = reference()
+        if parameter is None or parameter.grad is None:
+            continue
+        for optimizer in optimizers_of(parameter):
+            optimizer.step()
+        parameter.grad = None

@@ -40,7 +40,8 @@ class ParameterAccess:
             self.guard = SampledParameters(storage, table.names, group.comm)
         shows_later_writes = storage.is_mapped and (group.world_size > 1 or storage.releases)
         self.forks = ForkWatch(table, storage, label, group.rank) if shows_later_writes else None
-        self._drift: weakref.ref[DriftCheck] | None = None
+        #: returns the drift check of the module, if there is one
+        self.drift: Callable[[], DriftCheck | None] = lambda: None
         self._before_writes: dict[int, Callable[[], object]] = collections.OrderedDict()
 
     @property
@@ -57,13 +58,8 @@ class ParameterAccess:
         """
         storage = self._storage
         drift = DriftCheck(module, self._table, ignored, pinned=pinned, shared=storage.shared, places=storage.places())
-        self._drift = weakref.ref(drift)
+        self.drift = weakref.ref(drift)
         return drift
-
-    @property
-    def drift(self) -> DriftCheck | None:
-        """Return the drift check of the module, if there is one."""
-        return self._drift() if self._drift is not None else None
 
     # writes ---------------------------------------------------------------------------------------------------------
 
@@ -105,7 +101,7 @@ class ParameterAccess:
         """
         for parameter in parameters:
             torch.autograd.graph.increment_version(parameter)
-        drift = self.drift
+        drift = self.drift()
         if drift is not None:
             drift.accept_writes()
         self._storage.accept_writes()

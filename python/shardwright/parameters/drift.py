@@ -45,7 +45,7 @@ class DriftCheck:
         self._ignored = ignored
         self._pinned = pinned
         self._places = places
-        self._frozen = {i: p for i, p in enumerate(table.parameters) if not p.requires_grad}
+        self.frozen = {i: p for i, p in enumerate(table.parameters) if not p.requires_grad}
         self._kinds = [(p.dtype, p.shape, p.device) for p in table.parameters]
         with unguarded():
             self._addresses = list(map(torch.Tensor.data_ptr, table.parameters))
@@ -75,9 +75,9 @@ class DriftCheck:
 
     def take_unfrozen(self) -> list[int]:
         """Return the indices of frozen parameters that require a gradient since the last call."""
-        if not self._frozen or not any(map(_requires_grad, self._frozen.values())):
+        if not any(map(_requires_grad, self.frozen.values())):
             return []
-        return [index for index, p in list(self._frozen.items()) if p.requires_grad and self._frozen.pop(index) is p]
+        return [index for index, p in list(self.frozen.items()) if p.requires_grad and self.frozen.pop(index) is p]
 
     def check(self, module: torch.nn.Module) -> None:
         """Raise Error if a parameter was added, replaced or removed, or changed dtype, shape or device."""
@@ -87,7 +87,7 @@ class DriftCheck:
         except RuntimeError:  # two tensors were compared: they are different objects
             same = False
         for members, name, parameter in self._single if same else ():
-            same = same and members.get(name) is parameter
+            same = same and name in members and members[name] is parameter
         if not same:
             self.is_stateless = self._is_swapped()
             if not self.is_stateless:
@@ -168,7 +168,7 @@ class DriftCheck:
 
     def _compare_addresses(self, addresses: list[int]) -> None:
         for index, (name, before, now) in enumerate(zip(self._table.names, self._addresses, addresses)):
-            if before != now and index not in self._frozen:  # a frozen one stays in torch's memory until it trains
+            if before != now and index not in self.frozen:  # a frozen one stays in torch's memory until it trains
                 raise Error(
                     f"the data of parameter {name!r} was replaced (p.data = ...) after the module was wrapped, and slices of the "
                     f"old are stepped on: write into it instead, p.data.copy_(...), or {_REMEDY}"

@@ -130,12 +130,19 @@ def inside_functional_call() -> bool:
     return False
 
 
-class _End:
-    """A callback at the end of a graph task. torch drops it if the task fails; only its deletion shows that."""
+class queue_at_end:  # noqa: N801
+    """Run `callback` when the graph task that runs now has ended, while backward() still waits.
 
-    def __init__(self, callback: Callable[[], None], failed: Callable[[], None] | None) -> None:
+    It runs on the thread that ran the last node (the caller's, or torch's own for a GPU), with the caller's streams
+    current. Its exceptions come out of backward(). If the backward fails, `failed` runs instead; its own exceptions are
+    dropped. torch drops the callback then, and only its deletion shows that: on the caller's thread before the
+    exception comes out, on a GPU's thread perhaps some milliseconds later.
+    """
+
+    def __init__(self, callback: Callable[[], None], failed: Callable[[], None] | None = None) -> None:
         self._callback, self._failed = callback, failed
         self._called = False
+        torch.autograd.Variable._execution_engine.queue_callback(self)
 
     def __call__(self) -> None:
         self._called = True
@@ -145,17 +152,6 @@ class _End:
         if not self._called and self._failed is not None:
             with contextlib.suppress(Exception):  # the next call reports the peers' error
                 self._failed()
-
-
-def queue_at_end(callback: Callable[[], None], failed: Callable[[], None] | None = None) -> None:
-    """Run `callback` when the graph task that runs now has ended, while backward() still waits.
-
-    It runs on the thread that ran the last node (the caller's, or torch's own for a GPU), with the caller's streams
-    current. Its exceptions come out of backward(). If the backward fails, `failed` runs instead; its own exceptions are
-    dropped. On the caller's thread that is before the exception comes out; a GPU's thread may drop the task some
-    milliseconds later.
-    """
-    torch.autograd.Variable._execution_engine.queue_callback(_End(callback, failed))
 
 
 def raw_stream(ordinal: int) -> int:
@@ -268,11 +264,13 @@ def hook_outputs(output: Any, on_gradient: Callable[[torch.Tensor], None]) -> No
 
 
 class StepListener(Protocol):
-    """A listener called before each step of an optimizer of its parameters, the lowest `serial` first."""
+    """A listener called before each step of an optimizer that holds one of its parameters, whose ids are `identities`.
+    The lowest `serial` comes first, on every rank.
+    """
 
     serial: int
+    identities: frozenset[int]
 
-    def holds(self, parameter: torch.Tensor) -> bool: ...
     def before_step(self, optimizer: torch.optim.Optimizer) -> None: ...
 
 
@@ -298,16 +296,13 @@ _serial = operator.attrgetter("serial")
 
 
 def _before_any_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    listeners = [each for each in sorted(_listeners, key=_serial) if _holds_some(each, optimizer)]
+    listeners = []
+    for each in sorted(_listeners, key=_serial):
+        for group in optimizer.param_groups:
+            if not each.identities.isdisjoint(map(id, group["params"])):
+                listeners.append(each)
+                break
     if _listeners and not listeners:
         check_steppable(optimizer)
     for listener in listeners:
         listener.before_step(optimizer)
-
-
-def _holds_some(listener: StepListener, optimizer: torch.optim.Optimizer) -> bool:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if listener.holds(parameter):
-                return True
-    return False

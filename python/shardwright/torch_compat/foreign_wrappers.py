@@ -80,20 +80,20 @@ def refuse_wrapper(what: str, label: str) -> None:
 
 
 class _Registry(OrderedDict[str, Any]):
-    """torch's registry of the composable APIs of one module; it refuses those that average, while `wrapper` is in force.
+    """torch's registry of the composable APIs of one module; it refuses those that average, while `engine` is in force.
 
     A copy is a plain registry.
     """
 
-    wrapper: weakref.ref[Any]
+    engine: weakref.ref[Any]
 
     def refuse(self, what: str, ignored: Collection[int]) -> None:
-        """Raise Error if the module's wrapper is in force and averages a parameter whose id is not in `ignored`."""
-        wrapper = self.wrapper()
-        if wrapper is None or not wrapper.is_in_force:
+        """Raise Error if the module's engine is in force and averages a parameter whose id is not in `ignored`."""
+        engine = self.engine()
+        if engine is None or not engine.is_in_force:
             return
-        if not _averaged(wrapper.module, wrapper.parameters_to_ignore) <= set(ignored):
-            refuse_wrapper(what, type(wrapper.module).__name__)
+        if not _averaged(engine.module, engine.parameters_to_ignore) <= set(ignored):
+            refuse_wrapper(what, type(engine.module).__name__)
 
     def __contains__(self, name: object) -> bool:
         what = _asking(sys._getframe(1)) if name in _AVERAGING else None
@@ -135,26 +135,23 @@ def _ignored_by(frame: Any) -> set[int]:
     return found
 
 
-def guard_from_wrappers(wrapper: Any, ignored: Collection[str]) -> None:
-    """Refuse every other wrapper around `wrapper`, or around a part of its module, while `wrapper.is_in_force`.
-
-    `ignored`: names of parameters of its module that it leaves to others.
-    """
+def guard_from_wrappers(engine: Any, face: torch.nn.Module) -> None:
+    """Refuse every other wrapper around `face`, or around a part of the engine's module, while the engine is in force."""
     key = _registry_key()
     if key is None:
         return
     _install()
-    modules = [wrapper]
-    for name, module in wrapper.module.named_modules():
+    modules = [face]
+    for name, module in engine.module.named_modules():
         inside = (f"{name}.{each}" if name else each for each, _ in module.named_parameters())
         if any(
-            each not in ignored for each in inside
+            each not in engine.parameters_to_ignore for each in inside
         ):  # containers too, on which torch leaves its mark before it looks inside
             modules.append(module)
-    reference = weakref.ref(wrapper)
+    reference = weakref.ref(engine)
     for module in modules:
         registry = _Registry(module.__dict__.get(key, ()))
-        registry.wrapper = reference
+        registry.engine = reference
         module.__dict__[key] = registry
 
 

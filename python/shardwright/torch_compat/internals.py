@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import os
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -90,9 +92,10 @@ def original_of(module: Any) -> Any:
     return getattr(module, "_orig_mod", module)
 
 
-def forward_hooks(module: torch.nn.Module) -> tuple[Any, Any]:
-    """Return the tables of hooks that run before and after a module's forward, in their order."""
-    return module._forward_pre_hooks, module._forward_hooks
+#: returns a module's tables of hooks before and after its forward; runs no Python code
+forward_hooks: Callable[[torch.nn.Module], tuple[Any, Any]] = operator.attrgetter(
+    "_forward_pre_hooks", "_forward_hooks"
+)
 
 
 def buffers_of_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:

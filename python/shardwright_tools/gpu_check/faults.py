@@ -38,7 +38,7 @@ def _wrapped(place: Any, rank: int, is_quick: bool) -> Any:
 
 def _fill_queue(place: Any, model: Any) -> None:
     """Enqueue collectives and copies until an exception ends the loop, like a host that is far ahead of its GPU."""
-    link = model._engine().link
+    link = model._engine.replica.link
     size = 8 * link.world_size
     memory = [place.memory(torch.zeros(size, dtype=torch.float32, device="cpu")) for _ in range(2)]
     to, source = (each.data_ptr() for each in memory)
@@ -100,7 +100,7 @@ def interrupt(place: Any, rank: int, world_size: int, *, is_quick: bool) -> Iter
             yield _timed("Ctrl-C", begun, error, "", is_quick)
     else:
         try:
-            model._engine().link.host.barrier("the end of rank 0")
+            model._engine.replica.link.host.barrier("the end of rank 0")
         except sw.CommError as error:
             assert "interrupted" in str(error), error
     dist.barrier()

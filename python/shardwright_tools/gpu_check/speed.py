@@ -24,7 +24,7 @@ _HOST_GB_S = 45.0
 def bandwidths(place: Any, rank: int, world_size: int, *, is_quick: bool) -> Iterator[Row]:
     """Run each arm alternately with its copy and compare medians."""
     numel = 1 << 10 if is_quick else 64 << 20
-    link = sw.DistributedDataParallel(place.put(torch.nn.Linear(1, 1)))._engine().link
+    link = sw.DistributedDataParallel(place.put(torch.nn.Linear(1, 1)))._engine.replica.link
     assert link is not None
     comm, stream = link.comm, link.current_stream()
     wide, back = (place.memory(torch.randn(numel, dtype=torch.float32, device="cpu")) for _ in range(2))

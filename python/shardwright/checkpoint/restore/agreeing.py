@@ -16,7 +16,7 @@ from ..memory.repeated import forget_tensors_of
 from ..memory.restoring import Source
 from ..peers import Peers
 from ..rows import TENSORS
-from ..slices import engines_of
+from ..slices import replicas_of
 from ..state.content import try_random_state
 from ..training import Training
 from .applying import apply, tensors_of
@@ -46,7 +46,7 @@ class Restore:
         self.path, self.fit, self.filler = path, fit, filler
         self.folder = fit.folder
         self.random: Any = None
-        is_sliced = any(replica.zero for replica in engines_of(fit.training.model))  # written in slices or whole only
+        is_sliced = any(replica.zero for replica in replicas_of(fit.training.model))  # written in slices or whole only
         live = [*([] if is_sliced else fit.model[0]), *fit.live.values()]
         self.places = places_of([*fit.new.values(), *fit.state_reads.values()], live)
 

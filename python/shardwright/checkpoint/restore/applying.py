@@ -16,7 +16,7 @@ from ...optim.master_weights import kept_by
 from ...optim.sharded import ShardedOptimizer
 from .. import tree
 from ..peers import whole_parameters
-from ..slices import Sliced, engines_of, loads_slices, own_parameters
+from ..slices import Sliced, loads_slices, own_parameters, replicas_of
 from ..state.composed import together
 from ..state.content import load_stateful, set_random_state
 from ..state.optimizer_extras import give_back
@@ -72,7 +72,7 @@ def _fill_model(fit: Fit, filler: Filler) -> None:
     with torch.no_grad(), contextlib.ExitStack() as stack:
         slices: dict[int, Sliced] = {}
         if loads_slices(fit.training.model):
-            for replica in engines_of(fit.training.model):
+            for replica in replicas_of(fit.training.model):
                 slices |= stack.enter_context(own_parameters(replica))
         else:
             stack.enter_context(whole_parameters(fit.training.model, writable=True))

@@ -17,7 +17,7 @@ from ...torch_compat.dtensor import is_dtensor
 from .. import tree
 from ..joined import compressors_of, members_of
 from ..rows import TENSORS, has_rows, read_line, rows_of
-from ..slices import Sliced, engines_of, is_row_major, loads_slices, own_slices, placed_parts
+from ..slices import Sliced, is_row_major, loads_slices, own_slices, placed_parts, replicas_of
 from ..state.content import holds_shards, parameter_names, stateful_tree, unlike_stateful
 from ..state.names import dtype_name, model_tensors, stored_shape
 from ..state.optimizer_extras import further_state, names_of, users_optimizer
@@ -87,7 +87,7 @@ class Fit:
         """Yield all reads from now on."""
         slices: dict[int, Sliced] = {}
         if loads_slices(self.training.model):
-            for replica in engines_of(self.training.model):
+            for replica in replicas_of(self.training.model):
                 slices |= own_slices(replica)
         for turn in self.model:
             yield from ((stored, slices.get(id(target), target)) for stored, target in turn)

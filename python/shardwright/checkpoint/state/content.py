@@ -23,7 +23,7 @@ from ..._engine import CheckpointError
 from ...checkpoint import tree
 from ...torch_compat.dtensor import is_dtensor
 from ..device_staging import DeviceStaging
-from ..joined import sharded_of, wrappers_within
+from ..joined import averaging, sharded_of
 from ..slices import Boxes, Sliced, check_placements, slice_of_dtensor
 from .composed import apart
 from .names import ModelTensors, check_savable, dtype_name, stored_shape
@@ -392,10 +392,7 @@ def _check_whole(value: Any, name: str) -> None:
     """Raise CheckpointError for an optimizer or a wrapped module of which each rank holds slices. Makes no engine: rank 0
     may be the only caller."""
     is_released = isinstance(value, torch.nn.Module) and any(
-        engine.releases_parameters
-        for wrapper in wrappers_within(value)
-        for engine in (getattr(wrapper, "_replica", None), *getattr(wrapper, "_parts", ()))
-        if engine is not None
+        replica.releases_parameters for each in averaging(value) for replica in getattr(each, "made", ())
     )
     if is_released or sharded_of(value):
         raise CheckpointError(

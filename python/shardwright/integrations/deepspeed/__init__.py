@@ -340,8 +340,8 @@ class DeepSpeedEngine(torch.nn.Module):
 
     def destroy(self) -> None:
         """Remove the wrapper. Afterwards every rank has its own whole model. Collective."""
-        for engine in self.wrapped._engines():
-            engine.retire(together=True)
+        for replica in self.wrapped._engine.replicas:
+            replica.retire(together=True)
         end_local_parameters(self.module)
 
     # numbers ------------------------------------------------------------------------------------------------------
@@ -574,7 +574,7 @@ class DeepSpeedEngine(torch.nn.Module):
 
     def _on_rank_0(self, work: Callable[[], str | None], label: str) -> str | None:
         """Return the result of work() on rank 0, on every rank. An error of rank 0 raises on all ranks. Collective."""
-        comm = host_group(self.wrapped.process_group, self.wrapped._options.timeout_s).comm
+        comm = host_group(self.wrapped.process_group, self.wrapped._engine.options.timeout_s).comm
         values = gather_values(comm, lambda: work() if self.global_rank == 0 else None, label, refusals=(Exception,))
         found: str | None = values[0]
         return found

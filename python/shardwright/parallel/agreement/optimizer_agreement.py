@@ -7,17 +7,17 @@ digest travels with the use bits of the next round.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import numbers
 import weakref
-import zlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
-from ..._engine import Error
+from ..._engine import Error, HostComm
+from ...comm.agreement import gather_answers
+from ...comm.model_ranks import ModelRanks
 from ...torch_compat.optimizers import on_meta
 
 #: keys of a parameter group that are not hyperparameters: implementation options, schedulers' values, newer torch's keys
@@ -26,9 +26,8 @@ _BESIDE = frozenset(
     + ("decoupled_weight_decay", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr", "name")
 )
 _watched: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-#: largest number of characters of hyperparameters in a message
-_DESCRIBED = 200
-_Gather = Callable[[bytes, str], list[bytes]]
+#: types of values that JSON has
+_PLAIN = (bool, int, float, str, type(None))
 #: (title, parameters, values) of each group, or of all groups together
 Row = tuple[str, list[Any], dict[str, Any]]
 #: title of the row of operations on gradients; its values are lists
@@ -37,7 +36,8 @@ GRADIENTS = "the gradients of a step"
 
 def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return a group's values as JSON types."""
-    return {key: plain(value) for key, value in group.items() if key != "params"}
+    own = {key: value if type(value) in _PLAIN else plain(value) for key, value in group.items() if key != "params"}
+    return own
 
 
 def plain(value: Any) -> Any:
@@ -46,35 +46,40 @@ def plain(value: Any) -> Any:
         return value.tolist()
     if isinstance(value, (list, tuple)):
         return [plain(each) for each in value]
-    if isinstance(value, (bool, int, float, str, type(None))):
+    if isinstance(value, _PLAIN):
         return value
     return repr(value) if isinstance(value, numbers.Number) else repr(type(value))
 
 
-def agree(gather: _Gather, rows: Iterable[Row], refusal: Exception | None, label: str) -> None:
-    """Raise, the same sentence on every rank, unless all ranks have the same rows and none refuses. Collective.
+def together(
+    ranks: ModelRanks | None, work: Callable[[], Any], label: str, describe: Callable[[], list[list[str]]] = list
+) -> Any:
+    """Return work(). All `ranks` raise if it fails on one, or describe() differs between them. Collective over them."""
+    if ranks is None:
+        return work()
+    found, lines, failure = None, list[list[str]](), None
+    try:
+        found, lines = work(), describe()
+    except Exception as error:
+        failure = error
+    try:
+        ranks.agree(lines, label, failure)
+        return found
+    finally:
+        failure = None  # its traceback holds this frame
 
-    Cost: 17 bytes a rank when they agree.
-    """
-    encoded = json.dumps(list(rows), sort_keys=True, separators=(",", ":")).encode()
-    mine = (
-        b"\1" + str(refusal).encode(errors="backslashreplace")
-        if refusal
-        else b"\0" + hashlib.blake2b(encoded, digest_size=16).digest()
+
+def agree(comm: HostComm, rows: Callable[[], Iterable[Row]], label: str) -> None:
+    """Raise, the same sentence on every rank, unless rows() returns the same on all ranks. Collective."""
+    gather_answers(
+        *(comm, lambda: json.dumps(list(rows()), sort_keys=True, separators=(",", ":")).encode(), label),
+        refusals=(Error, NotImplementedError, TypeError, ValueError),
+        compare=lambda said: f"ranks disagree about {difference(dict(enumerate(map(json.loads, said))))}",
+        alike=True,
     )
-    digests = gather(mine, label)
-    refused = next((digest[1:].decode() for digest in digests if digest[:1] == b"\1"), None)
-    if refused is not None:
-        try:
-            raise refusal if refusal is not None and str(refusal) == refused else Error(refused)
-        finally:
-            refusal = None  # its traceback would keep this frame alive
-    if any(digest != digests[0] for digest in digests):
-        tables = {rank: json.loads(data) for rank, data in enumerate(gather(encoded, "hyperparameters"))}
-        raise Error(f"ranks disagree about {difference(tables)}")
 
 
-_UNLIKE_BEFORE = "the optimizer: it stepped with different hyperparameters before the last step"
+UNLIKE_BEFORE = "the optimizer: it stepped with different hyperparameters before the last step"
 
 
 def difference(tables: Mapping[int, list[Any]]) -> str:
@@ -82,7 +87,7 @@ def difference(tables: Mapping[int, list[Any]]) -> str:
     first = min(tables)
     other = next((rank for rank, table in tables.items() if table != tables[first]), None)
     if other is None:
-        return _UNLIKE_BEFORE
+        return UNLIKE_BEFORE
     for (title, ours, values), (_, theirs, others) in zip(tables[first], tables[other]):
         if ours != theirs:
             return f"the optimizer: {title} holds other parameters on rank {first} and rank {other}"
@@ -106,15 +111,13 @@ def _some(items: list[Any]) -> str:
 
 def rows_of(optimizer: torch.optim.Optimizer | None, names: Mapping[int, Any]) -> list[Row]:
     """Return one row per group. `names`: id of a module's parameter -> name; other parameters appear by their shape."""
-    groups = [] if optimizer is None else optimizer.param_groups
-    return [
-        (
-            f"group {number}",
-            [names[id(p)] if id(p) in names else [*p.shape] for p in group["params"]],
-            hyperparameters(group),
-        )
-        for number, group in enumerate(groups)
-    ]
+    rows: list[Row] = []
+    for group in () if optimizer is None else optimizer.param_groups:
+        members = list(map(names.get, map(id, group["params"])))
+        if None in members:
+            members = [[*p.shape] if name is None else name for name, p in zip(members, group["params"])]
+        rows.append((f"group {len(rows)}", members, hyperparameters(group)))
+    return rows
 
 
 def given_rows(
@@ -126,86 +129,6 @@ def given_rows(
         ("it", [], {"class": kind, "partition": partition, "clip_grad_norm": clip_grad_norm}),
         *rows_of(optimizer, names),
     ]
-
-
-class StepNotes:
-    """Hyperparameters with which the optimizers of one module stepped at zero=0: a digest to compare, and values for
-    the message.
-    """
-
-    def __init__(self) -> None:
-        self._groups: list[dict[str, Any]] = []
-        self._texts: dict[int, tuple[dict[str, Any], str]] = {}
-
-    def note(self, optimizer: torch.optim.Optimizer) -> int:
-        """Return the digest of a step that is about to begin: 32 bits."""
-        texts = [self._text(group) for group in optimizer.param_groups]
-        self._groups = [_without_parameters(group) for group in optimizer.param_groups]
-        return zlib.crc32("\n".join(texts).encode())
-
-    def forget(self) -> None:
-        """Forget the values of past steps."""
-        self._groups = []
-
-    def _text(self, group: dict[str, Any]) -> str:
-        """Return a group's values as text, cached while the values are the same objects. Mutable values are not cached."""
-        values = _without_parameters(group)
-        before, text = self._texts.get(id(group), (None, ""))
-        if before is None or not _are_equal(before, values):
-            text = json.dumps(_readable(values))
-            if not any(isinstance(value, (torch.Tensor, list, dict)) for value in values.values()):
-                self._texts[id(group)] = values, text
-        return text
-
-    def _rows(self) -> list[Row]:
-        return [(f"group {number}", [], _readable(group)) for number, group in enumerate(self._groups)]
-
-    def describe(self) -> str:
-        """Return a description of the last stepped hyperparameters."""
-        groups = (
-            f"{title} {', '.join(f'{key}={value}' for key, value in values.items() if isinstance(value, (int, float)))}"
-            for title, _, values in self._rows()
-        )
-        return "; ".join(groups)[:_DESCRIBED]
-
-    def explain(self, gather: _Gather, contributes: bool = True) -> None:
-        """Raise if the last hyperparameters differ. Call it on all ranks after digests differed. Collective.
-
-        `contributes`: False for a joined rank, which did not take the last step.
-        """
-        mine = json.dumps(self._rows()).encode() if contributes else b""
-        tables = {rank: json.loads(data) for rank, data in enumerate(gather(mine, "hyperparameters")) if data}
-        if any(table != tables[min(tables)] for table in tables.values()):
-            raise Error(_own_steps(difference(tables)))
-
-
-def unlike_before() -> str:
-    """Return the message for digests that differ although the last hyperparameters are equal."""
-    return _own_steps(_UNLIKE_BEFORE)
-
-
-def _own_steps(what: str) -> str:
-    return (
-        f"ranks disagree about {what}; each rank has stepped with its own, so that their parameters differ: "
-        "begin again from a checkpoint, with the same hyperparameters on every rank"
-    )
-
-
-def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
-
-
-def _are_equal(before: dict[str, Any], values: dict[str, Any]) -> bool:
-    try:
-        return before == values
-    except RuntimeError:  # two tensors were compared
-        return False
-
-
-def _readable(group: dict[str, Any]) -> dict[str, Any]:
-    """Return hyperparameters() without tensors on a GPU, since reading those would make the host wait."""
-    there = {key for key, value in group.items() if isinstance(value, torch.Tensor) and value.device.type != "cpu"}
-    return hyperparameters({key: value for key, value in group.items() if key not in there})
 
 
 def check_members(
@@ -251,9 +174,7 @@ def check_groups(outer: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> 
 
 
 def unlike_saved(optimizer: Any, groups: Iterable[Mapping[str, Any]]) -> str | None:
-    """Return a message if saved groups belong to another class of optimizer: they lack needed keys and have unknown
-    ones.
-    """
+    """Return a message if saved groups lack needed keys and have unknown ones: those of another class of optimizer."""
     needed = {key for key in getattr(optimizer, "defaults", ()) if key not in _BESIDE}
     for position, (group, saved) in enumerate(zip(optimizer.param_groups, groups)):
         unknown = sorted({key for key in saved if key not in _BESIDE} - needed - set(group))

@@ -13,7 +13,7 @@ import functools
 import json
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from ...layout.views import as_real
 from ...options.precision import LOW_DTYPES
 from ...torch_compat import cuda
 from ...torch_compat.dtensor import held_tensor, is_dtensor, waited
+from ...torch_compat.weak import weakly
 
 __all__ = ["NOT_FINITE", "ReplicaCheck"]
 
@@ -36,28 +37,17 @@ _INTEGERS = {4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
 class _Steps:
-    """The step count of one optimizer. With one count for two optimizers in turn, an even `every` would check only one
-    of them.
-    """
+    """The steps of one optimizer: with one count for two in turn, an even `every` would check only one of them."""
 
     def __init__(self) -> None:
         self.count, self.rounds = 0, -1
 
 
 class ReplicaCheck:
-    """The check of one module's replicas.
+    """The check of one module's replicas before steps 0, every, 2 * every and so on.
 
-    Parameters
-    ----------
-    replica : Replica
-        Held weakly: hooks of its parameters refer to this object.
-    every : int
-        Check before steps 0, every, 2 * every and so on.
-
-    Notes
-    -----
-    Cost of a check: one pass over the parameters, and two over the gradients (at zero >= 1 one over all and one over
-    this rank's slices). On GPUs the host waits for them, and a check exchanges 4 bytes a rank.
+    It costs one pass over the parameters, and two over the gradients (at zero >= 1 one over all and one over this
+    rank's slices). On GPUs the host waits for them, and a check exchanges 4 bytes a rank.
     """
 
     def __init__(self, replica: Any, every: int) -> None:
@@ -72,7 +62,7 @@ class ReplicaCheck:
         self._state_is_equal = True  # optimizer state at zero=0, equal unless a rank is faulty
         self._count_from_zero()
         self.handles = [
-            parameter.register_hook(_noter(weakref.ref(self), index, weakref.ref(parameter)))
+            parameter.register_hook(functools.partial(weakly(self.take), index, weakref.ref(parameter)))
             for index, parameter in enumerate(replica.table.module_parameters)  # autograd does not see local parameters
             if parameter.requires_grad and self._is_checkable(parameter)
         ]
@@ -106,9 +96,7 @@ class ReplicaCheck:
         return self._steps % self._every == 0
 
     def _steps_before(self, replica: Any) -> int:
-        """Return the count before the round whose gradients are about to be used; another optimizer may have stepped
-        since.
-        """
+        """Return the count before the round whose gradients are used; another optimizer may have stepped since."""
         return self._steps - (self._steps > 0 and self._stepped == replica.reducer.rounds)
 
     def count_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -137,7 +125,7 @@ class ReplicaCheck:
         if replica is None or not self.is_due or self._noted == self._steps or not _has_replicas(replica):
             return
         travels = not _is_private(replica) and replica.link is None
-        if not travels and replica.join_link.is_joining:  # a joined rank would not take part in the exchange
+        if not travels and replica.in_join:  # a joined rank would not take part in the exchange
             return
         self._noted, digest = self._steps, self._digest(replica)
         if travels:
@@ -159,12 +147,8 @@ class ReplicaCheck:
         return crc32c(words.data_ptr(), words.nbytes)
 
     def digest_of_save(self, optimizer: torch.optim.Optimizer | None) -> int:
-        """Return a digest of what a save stores: parameters, and at zero=0 the optimizer's state. Equal on all healthy
-        ranks.
-
-        One pass over both; the exchange that begins a save carries it. A wrong gradient on one rank may change its
-        optimizer state many steps before it changes a bit of its parameters.
-        """
+        """Return a digest of what a save stores, equal on all healthy ranks: parameters, and at zero=0 the optimizer's
+        state, which a wrong gradient may change many steps before it changes a bit of the parameters."""
         replica = self._replica()
         if replica is None or _is_private(replica) or not _has_replicas(replica):
             return 0
@@ -193,15 +177,16 @@ class ReplicaCheck:
 
     # finite gradients -------------------------------------------------------------------------------------------------
 
-    def take(self, index: int, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    def take(self, index: int, of: weakref.ref[torch.Tensor], gradient: torch.Tensor) -> None:
         """Record a gradient of this rank before it is accumulated."""
+        parameter = of()
         own = self._of_parameter.get(index)
         if own is not None and own.count % self._every:  # refuse() checks the first step of each optimizer
             return
         if self._is_stale:
             self._finite.clear()
             self._is_stale = False
-        before = None if parameter.grad is None else self._finite.get(index)
+        before = None if parameter is None or parameter.grad is None else self._finite.get(index)
         finite = is_finite(waited(held_tensor(gradient)) if is_dtensor(gradient) else gradient)
         self._finite[index] = finite if before is None else finite & before
 
@@ -219,7 +204,7 @@ class ReplicaCheck:
         """
         replica = self._replica()
         own = self._of_optimizer.get(optimizer)
-        if replica is None or (own is not None and own.count % self._every) or replica.join_link.is_on:
+        if replica is None or (own is not None and own.count % self._every) or replica.in_sliced_join:
             return
 
         @functools.cache
@@ -231,7 +216,7 @@ class ReplicaCheck:
 
         found = False
         try:
-            for each in () if replica.join_link.is_joining else filter(None, model_ranks):
+            for each in () if replica.in_join else filter(None, model_ranks):
                 found = each.any_rank(lambda: bytes([found or is_bad()]), f"gradients of {replica.label}")
             if found or is_bad():
                 raise Error(NOT_FINITE)
@@ -255,7 +240,7 @@ class ReplicaCheck:
         bad = [name for check in (self, *parts) for name in check.not_finite()]
         mine = [len(bad), bad[:_MOST_NAMED]]
         said: dict[int, Any] = {replica.group.rank: mine}
-        if not replica.join_link.is_joining:  # a joined rank would not take part in the exchange
+        if not replica.in_join:  # a joined rank would not take part in the exchange
             label = f"gradients of {replica.label}"
             of_all = replica.group.comm.all_gather_bytes(json.dumps(mine).encode(), label)
             said = dict(enumerate(map(json.loads, of_all)))
@@ -381,14 +366,3 @@ def _some(names: list[str], count: int) -> str:
         if count == 1
         else f"those of {text}" + (f" and {count - len(names)} more" if count > len(names) else "")
     )
-
-
-def _noter(
-    check: weakref.ref[ReplicaCheck], index: int, parameter: weakref.ref[torch.Tensor]
-) -> Callable[[torch.Tensor], None]:
-    def note(gradient: torch.Tensor) -> None:
-        alive, held = check(), parameter()
-        if alive is not None and held is not None:
-            alive.take(index, held, gradient)
-
-    return note

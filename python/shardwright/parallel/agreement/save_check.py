@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ..._engine import Error
-from ..fully_shard import wrapper_of
+from ..engine import engine_of
 from .replica_check import ReplicaCheck
 
 __all__ = ["SaveCheck"]
@@ -17,20 +17,14 @@ Row = tuple[int, int, int]
 
 
 class SaveCheck:
-    """The checks of the modules that one save stores; none without check_every=.
-
-    Parameters
-    ----------
-    parts : iterable of (Module, Optimizer or None)
-        The modules that this rank saves: one, or stages in order.
-    """
+    """The checks of the modules that one save stores: one, or stages in order; none without check_every=."""
 
     def __init__(self, parts: Iterable[tuple[Any, Any]]) -> None:
         self._checks: list[tuple[ReplicaCheck, Any]] = []
         for module, optimizer in parts:
-            wrapper = wrapper_of(module)
-            engines = [] if wrapper is None or wrapper._replica is None else wrapper._engines()
-            self._checks += [(each.check, optimizer) for each in engines if each.check is not None]
+            engine = engine_of(module)
+            replicas = engine.replicas if engine is not None and engine.made else ()
+            self._checks += [(each.check, optimizer) for each in replicas if each.check is not None]
 
     def rows(self) -> list[Row]:
         """Return this rank's digests, for the exchange at the start of a save."""

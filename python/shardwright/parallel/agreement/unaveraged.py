@@ -25,15 +25,7 @@ __all__ = ["UnaveragedCheck"]
 
 
 class UnaveragedCheck:
-    """The check of one module's optimizers.
-
-    Parameters
-    ----------
-    label : str
-        The wrapped module's class.
-    is_known : callable
-        Tells whether a parameter is one of a wrapped module.
-    """
+    """The check of one module's optimizers. is_known(parameter): it is one of a wrapped module."""
 
     def __init__(self, label: str, is_known: Callable[[torch.Tensor], bool]) -> None:
         self._label, self._is_known = label, is_known

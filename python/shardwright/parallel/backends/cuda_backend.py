@@ -108,12 +108,6 @@ class CudaBackend:
     def fence(self, label: str) -> None:
         """Do nothing: streams order the writes of ranks."""
 
-    def refuse_capture(self, what: str) -> None:
-        self.link.refuse_capture(what)
-
-    def check(self) -> None:
-        self.link.check()
-
     def abort(self, reason: str) -> None:
         if self.link.comm.is_alive:
             self.link.fail(reason)
@@ -156,10 +150,7 @@ class CudaBuckets:
 
 
 def _check_borrowing(module: torch.nn.Module, group: HostGroup) -> None:
-    """Raise NotImplementedError if a batch normalisation over the same ranks would share torch's communicator with us.
-
-    It would use it in forward and backward, while the engine uses it on a separate stream.
-    """
+    """Raise NotImplementedError if a batch normalisation would use the same communicator, on another stream."""
     for name, part in module.named_modules():
         if isinstance(part, torch.nn.SyncBatchNorm) and group.is_of(part.process_group):
             raise NotImplementedError(

@@ -91,12 +91,6 @@ class HostBackend:
     def fence(self, label: str) -> None:
         self.group.comm.barrier(label)
 
-    def refuse_capture(self, what: str) -> None:
-        """Do nothing: a host has no capture."""
-
-    def check(self) -> None:
-        """Do nothing: each call raises the error that ended the communicator."""
-
     def abort(self, reason: str) -> None:
         if self.group.comm.is_alive:
             self.group.comm.abort(reason)
@@ -125,6 +119,8 @@ class HostBuckets:
         self.reason = ""
         self._arena: Arena | None = None
         self._outcomes: Outcomes | None = None
+        self._is_apart, self._slices = group.is_apart(slicing), slicing.for_engine()
+        self._ranges: dict[int, tuple[int, int]] = {}
         self._nbytes = max(sum(self._range(bucket)) for bucket in range(reducer.bucket_count))
         outcome_bytes = OUTCOME_BYTES * group.world_size
         try:
@@ -143,7 +139,7 @@ class HostBuckets:
 
     def _range(self, bucket: int) -> tuple[int, int]:
         offset, numel, dtype, _ = self._reducer.bucket_shape(bucket)
-        return offset, numel * itemsize_of(dtype)
+        return self._ranges.setdefault(bucket, (offset, numel * itemsize_of(dtype)))
 
     def tensor(self, bucket: int, begin: int, like: torch.Tensor) -> torch.Tensor | None:
         if self._arena is None:
@@ -181,13 +177,12 @@ class HostBuckets:
         Across hosts, each host also sends the slices that its ranks updated to the others once."""
         comm, label = self._group.comm, f"updated parameters of {self._label}"
         outcomes = [] if self._outcomes is None or failed is None else [self._outcomes.put(failed)]
-        is_apart = self._group.is_apart(self._slicing)
-        if self._shared and (not is_apart or not buckets):
+        if self._shared and (not self._is_apart or not buckets):
             comm.barrier(label)
-            outcomes *= not is_apart
+            outcomes *= not self._is_apart
         elif self._arena is not None:
-            ranges = [*map(self._range, sorted(buckets)), *outcomes]
-            comm.all_gather(self._arena, ranges, label, one_copy=self._shared, slices=self._slicing.for_engine())
+            ranges = [*map(self._ranges.__getitem__, sorted(buckets)), *outcomes]
+            comm.all_gather(self._arena, ranges, label, one_copy=self._shared, slices=self._slices)
         else:
             for root in map(self._slicing.first_owner, range(self._slicing.count)):
                 if owned(root):

@@ -22,24 +22,12 @@ __all__ = ["Part", "by_name", "find_parts", "states_of_parts"]
 
 
 class Part(NamedTuple):
-    """The parameters of all entries of `groups=` with the same ranks.
+    """The parameters of all entries of `groups=` with the same ranks."""
 
-    Attributes
-    ----------
-    title : str
-        Keys of the entries, for messages.
-    names : frozenset of str
-        All names of the part's parameters in the module.
-    ranks : tuple of int
-        Global numbers of the ranks that average the part.
-    options : Options
-        The wrapper's options, with the entry's ranks as the group.
-    """
-
-    title: str
-    names: frozenset[str]
-    ranks: tuple[int, ...]
-    options: Options
+    title: str  # keys of the entries, for messages
+    names: frozenset[str]  # all names of the parameters in the module
+    ranks: tuple[int, ...]  # global numbers of the ranks that average the part
+    options: Options  # the engine's, with the entry's ranks as the group
 
     def group(self) -> HostGroup:
         """Return the communicator. Collective over its ranks at first use."""
@@ -53,14 +41,8 @@ def by_name(module: torch.nn.Module, groups: Any) -> Any:
     return groups and {glob.escape(names[id(key)]) if id(key) in names else key: ranks for key, ranks in groups.items()}
 
 
-def states_of_parts(state: Any, groups: Any, module: torch.nn.Module, engines: Sequence[Any]) -> list[Any]:
-    """Return the state of a communication hook for each engine of a wrapper: with `groups`, one of a dict.
-
-    Raises
-    ------
-    TypeError, ValueError
-        If there are groups, and the state is not a dict with the keys of `groups` and None.
-    """
+def states_of_parts(state: Any, groups: Any, module: torch.nn.Module, replicas: Sequence[Any]) -> list[Any]:
+    """Return the state of a communication hook for each replica: with `groups`, that of a key of a dict; None: the rest."""
     if groups is None:
         return [state]
     if not isinstance(state, dict):
@@ -75,7 +57,7 @@ def states_of_parts(state: Any, groups: Any, module: torch.nn.Module, engines: S
     states: dict[frozenset[int], Any] = {}
     for key, ranks in groups.items():  # entries of the same ranks are one part, with the first one's state
         states.setdefault(frozenset(_ranks_of(ranks)), given[key])
-    return [given[None], *(states[frozenset(group_ranks(each.group.torch_group))] for each in engines[1:])]
+    return [given[None], *(states[frozenset(group_ranks(each.group.torch_group))] for each in replicas[1:])]
 
 
 def find_parts(module: torch.nn.Module, options: Options, ignored: frozenset[str], group: HostGroup) -> list[Part]:
@@ -170,10 +152,7 @@ def _check(part: Part, named: Mapping[str, torch.Tensor], ranks: Sequence[int]) 
 
 
 def _check_together(parts: Sequence[Part], named: Mapping[str, torch.Tensor], ranks: Sequence[int]) -> None:
-    """Raise if all parameters are in parts, or if a part is on other ranks than the rest.
-
-    A checkpoint would miss parameters, or write them twice.
-    """
+    """Raise if all parameters are in parts, or a part is on other ranks than the rest, which checkpoints cannot write."""
     apart = {name for part in parts for name in part.names}
     outside = [p for name, p in named.items() if name not in apart]
     if parts and not any(p.requires_grad for p in outside):

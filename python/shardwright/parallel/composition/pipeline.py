@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch.distributed.pipelining import PipelineStage as TorchPipelineStage
 
-from ..fully_shard import needed_wrapper
+from ..engine import Engine, needed_engine
 
 __all__ = ["PipelineStage"]
 
 #: wrapper -> its stage
-_stages: weakref.WeakKeyDictionary[torch.nn.Module, Callable[[], Any]] = weakref.WeakKeyDictionary()
+_stages: weakref.WeakKeyDictionary[Engine, Callable[[], Any]] = weakref.WeakKeyDictionary()
 
 
 class PipelineStage(TorchPipelineStage):
@@ -53,19 +53,19 @@ class PipelineStage(TorchPipelineStage):
                 f"sw.PipelineStage needs a torch whose stages have perform_reduce_grad, and this is {torch.__version__}: use torch's own "
                 "PipelineStage with the result of sw.wrap"
             )
-        wrapper = needed_wrapper("sw.PipelineStage", submodule)
-        self._wrapper, self._keeps_whole = wrapper, keep_whole
+        engine = needed_engine("sw.PipelineStage", submodule)
+        self._engine, self._keeps_whole = engine, keep_whole
         self._kept = contextlib.ExitStack()
         self._is_kept = False
         self._is_averaged = True
         super().__init__(submodule, *args, **kwargs)
-        other = _stages.get(wrapper, lambda: None)()
+        other = _stages.get(engine, lambda: None)()
         if other is not None and other.stage_index != self.stage_index:
             raise ValueError(
-                f"sw.PipelineStage: this {type(wrapper.module).__name__} is stage {other.stage_index} already, got stage_index="
+                f"sw.PipelineStage: this {type(engine.module).__name__} is stage {other.stage_index} already, got stage_index="
                 f"{self.stage_index}: wrap a module of its own for each stage"
             )
-        _stages[wrapper] = weakref.ref(self)
+        _stages[engine] = weakref.ref(self)
 
     def _keep(self) -> None:
         if self._keeps_whole and not self._is_kept and self.has_backward and torch.is_grad_enabled():
@@ -75,31 +75,31 @@ class PipelineStage(TorchPipelineStage):
     @contextlib.contextmanager
     def _whole(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            for engine in self._wrapper._engines():
-                stack.enter_context(engine.access.whole())
+            for replica in self._engine.replicas:
+                stack.enter_context(replica.access.whole())
             yield
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward of a micro-batch."""
         self._keep()
         self._is_averaged = not self.has_backward
-        with self._wrapper.no_sync():
+        with self._engine.no_sync():
             return super().forward_maybe_with_nosync(*args, **kwargs)
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Any:
         """Run a backward of a micro-batch, or a part of it: "full", "input" or "weight". Averages no gradients."""
-        reads = backward_type != "full" and self._wrapper._engine().releases_parameters
+        reads = backward_type != "full" and self._engine.replica.releases_parameters
         whole = self._whole() if reads else contextlib.nullcontext()
-        with self._wrapper.no_sync(), whole:
+        with self._engine.no_sync(), whole:
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward=False)
 
     def _average(self) -> None:
         self._is_kept = False
         self._kept.close()
-        for engine in self._wrapper._engines():
-            engine.average_gradients()
+        for replica in self._engine.replicas:
+            replica.average_gradients()
         self._is_averaged = True
 
     def scale_grads(self, grad_scale_factor: int) -> None:
