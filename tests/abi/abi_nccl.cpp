@@ -7,11 +7,6 @@
 #define SAME_FUNCTION(name, parameters) \
     static_assert(alike_functions(static_cast<decltype(&name)>(nullptr), decltype(sw_nccl_table::name){}), #name);
 SW_NCCL_FUNCTIONS(SAME_FUNCTION)
-SW_NCCL_NEWER_FUNCTIONS(SAME_FUNCTION)
-#if NCCL_VERSION_CODE >= 22700
-SW_NCCL_NEWEST_FUNCTIONS(SAME_FUNCTION)
-static_assert(SW_NCCL_WIN_COLL_SYMMETRIC == NCCL_WIN_COLL_SYMMETRIC);
-#endif
 SAME_FUNCTION(ncclGetErrorString, )
 SAME_FUNCTION(ncclGetLastError, )
 

@@ -536,6 +536,7 @@ def test_misuse_is_named(rank, world_size):
         sw.Int8(block="64")
     with pytest.raises(TypeError, match="alternate"):  # no option any more
         sw.PowerSGD(alternate=True)
+    assert PowerSGDState(None, 2).settings()["alternate"] is False  # as states have it that were saved while it was one
     with pytest.raises(TypeError, match="compress must be None, 'auto', sw.Fp16"):
         sw.wrap(Mlp(), compress="fp16")
     with pytest.raises(NotImplementedError, match="reduce must be 'mean', got 'sum'"):

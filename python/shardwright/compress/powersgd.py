@@ -110,6 +110,7 @@ class PowerSGDState(CompressionState):
             "min_compression_rate": self.min_compression_rate,
             "use_error_feedback": self.use_error_feedback,
             "warm_start": self.warm_start,
+            "alternate": False,  # of a form that is gone: states of the two cannot be exchanged
         }
 
     def uses_entries(self) -> bool:
