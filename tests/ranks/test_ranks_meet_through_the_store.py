@@ -15,6 +15,7 @@ import torch.distributed as dist
 from peer import PEER, engine
 from shardwright.comm import rendezvous, wire
 from shardwright.comm.rendezvous import Line, Rendezvous, children
+from shardwright.torch_compat import internals
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="about the engine's way to join")
 
@@ -128,7 +129,7 @@ def wires(secrets, spoil=lambda rank, gloo: gloo):
     store = dist.HashStore()
 
     def connect(rank):
-        gloo = wire.make_gloo(store, rank, len(secrets), timedelta(seconds=20))
+        gloo = internals.make_gloo(store, rank, len(secrets), timedelta(seconds=20))
         return wire.Wire(spoil(rank, gloo), range(len(secrets)), secrets[rank], wire.sockets())
 
     return run_threads(len(secrets), connect)
@@ -163,7 +164,7 @@ def test_a_carrier_that_connects_late_proves_itself_first(monkeypatch):
     store = dist.HashStore()
 
     def connect(rank):
-        gloo = wire.make_gloo(store, rank, 3, timedelta(seconds=20), connects_late=True)
+        gloo = internals.make_gloo(store, rank, 3, timedelta(seconds=20), connects_late=True)
         return wire.Wire(gloo, range(3), b"s" * 16 if rank != 1 else b"t" * 16, wire.sockets())
 
     monkeypatch.setattr(wire.Wire, "_exchange_tokens", lambda *_: None)  # whatever the first two would say
