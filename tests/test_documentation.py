@@ -1,6 +1,7 @@
 """Laws of the documentation: each link leads to a file and a heading that are there, each page is named in an index, and the
 README shows the program whose output it prints."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -42,3 +43,26 @@ def test_an_index_names_every_page_of_its_folder(folder):
 def test_the_readme_shows_the_program_whose_output_it_prints():
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert (ROOT / "examples" / "01_wrap_model.py").read_text() in blocks
+
+
+def test_the_flows_name_calls_that_exist():
+    """docs/design/python.md: at most twelve calls a flow, each in the file that it names."""
+    text = (ROOT / "docs" / "design" / "python.md").read_text()
+    flows = re.split(r"^\*\*", text.split("## Four flows")[1].split("**How it fails.**")[0], flags=re.M)[1:]
+    assert len(flows) == 4
+    for flow in flows:
+        steps = re.findall(r"^\d+\. (.*(?:\n    .*)*)", flow, flags=re.M)
+        assert 5 <= len(steps) <= 12, flow
+        for step in steps:
+            for file, name in re.findall(r"`([\w/]+\.(?:py|c))`(?:: `([\w.]+)`)?", step):
+                path = ROOT / file if file.startswith("csrc/") else ROOT / "python" / "shardwright" / file
+                assert path.exists(), step
+                assert not name or name in _defined(ast.parse(path.read_text())), step
+
+
+def _defined(node: ast.AST, outer: str = "") -> set[str]:
+    found: set[str] = set()
+    for each in ast.iter_child_nodes(node):
+        if isinstance(each, ast.ClassDef | ast.FunctionDef):
+            found |= {outer + each.name} | _defined(each, f"{outer}{each.name}.")
+    return found
