@@ -286,8 +286,10 @@ class Engine:
         group.end_silence_after(options.silent_s)
         ignored = frozenset(self.parameters_to_ignore)
         parts = find_parts(module, options, ignored, group)
+        slicing = self._slicing(group)
         beside = {
             **options.compared(),
+            "device_mesh": slicing.rows(),
             "transport": options.chosen_transport,
             "zero": options.zero,
             "units": comparable(options.units),
@@ -297,7 +299,7 @@ class Engine:
             "forward_sync_buffers": self.forward_sync_buffers,
             "precision": repr(self.precision),
         }
-        self._make(group, options, ignored.union(*(part.names for part in parts)), self._slicing(group), beside)
+        self._make(group, options, ignored.union(*(part.names for part in parts)), slicing, beside)
         try:
             named = {name for name, _ in (*module.named_parameters(remove_duplicate=False), *module.named_buffers())}
             for part in parts:
@@ -340,7 +342,7 @@ class Engine:
         """Make a replica. Collective over its ranks."""
         replica = Replica(
             *(self.module, group, options, ignored, slicing, weakref.ref(self)),
-            {"device_mesh": slicing.rows(), **beside},
+            dict(beside),
             compress=self._compressor,
             precision=self.precision,
             before=self.made[-1] if self.made else None,
