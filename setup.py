@@ -120,7 +120,7 @@ class BuildEngine(build_ext):
     def _record_flags(self, ext: Extension) -> bool:
         """Keep the command line beside the objects; True if it is not the one they were made with."""
         text = repr((self.compiler.compiler_so, ext.extra_compile_args, ext.define_macros))
-        record = Path(self.build_temp, "flags.txt")
+        record = Path(self.build_temp, f"{ext.name}.flags.txt")
         record.parent.mkdir(parents=True, exist_ok=True)
         changed = not record.exists() or record.read_text() != text
         record.write_text(text)

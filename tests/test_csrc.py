@@ -95,7 +95,7 @@ def engine_sources() -> list[Path]:
 def shipped_object(compiler: str, source: Path) -> Path | None:
     """Return setup.py's object of an engine source for this compiler without sanitizers; None if it is out of date."""
     newest = max(source.stat().st_mtime, newest_header(tests=False))
-    for flags in sorted(ROOT.glob("build/temp.*/flags.txt")):
+    for flags in sorted(ROOT.glob("build/temp.*/*_engine.flags.txt")):
         made = (flags.parent / source.relative_to(ROOT)).with_suffix(".o")
         text = flags.read_text()
         if made.exists() and made.stat().st_mtime > newest and "-fsanitize" not in text and f"'{compiler}'" in text:

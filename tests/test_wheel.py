@@ -97,7 +97,7 @@ def clean_copy(folder: Path) -> Path:
 def with_built_objects(tree: Path) -> dict[str, str]:
     """Copy the objects of `make build` into the tree. Return the settings with which they were built."""
     settings = {}
-    for flags in (ROOT / "build").glob("temp.*/flags.txt"):
+    for flags in (ROOT / "build").glob("temp.*/*_engine.flags.txt"):
         text = flags.read_text()
         if "-fsanitize" not in text and "'-g0'" in text:
             copytree(flags.parent, tree / "build" / flags.parent.name)

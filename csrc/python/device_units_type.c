@@ -1,5 +1,5 @@
 /* device_units_type.c - shardwright._engine.DeviceUnits: units of parameters that are gathered into
- * places of GPU memory. parameters/prefetch.py decides when. */
+ * places of GPU memory. parameters/unshard_schedule.py decides when. */
 #include "python/method.h"
 #include "python/owner.h"
 #include "zero/device_units.h"

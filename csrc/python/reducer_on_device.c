@@ -64,17 +64,17 @@ PyObject *sw_py_reducer_adopt(PyObject *op, PyObject *args)
     return finish_keeping(self, a[0].size, a[1].o, status, &err);
 }
 
-typedef struct lent_tensors { /* at most two, owned by their tuple */
+typedef struct places_given { /* at most two, owned by their tuple */
     PyObject *tuple;
     void *addresses[2];
     size_t sizes_bytes[2], count;
-} lent_tensors;
+} places_given;
 
 static bool read_tensors(reducer_object *self, PyObject *args, const char *signature,
-                         lent_tensors *out)
+                         places_given *out)
 {
     sw_py_arg a[1];
-    *out = (lent_tensors){.count = 0};
+    *out = (places_given){.count = 0};
     if (check_gpu(self) < 0 || !sw_py_read(signature, args, NULL, a))
         return false;
     out->tuple = a[0].o;
@@ -97,7 +97,7 @@ static bool read_tensors(reducer_object *self, PyObject *args, const char *signa
 PyObject *sw_py_reducer_set_places(PyObject *op, PyObject *args)
 {
     reducer_object *self = (reducer_object *)op;
-    lent_tensors places;
+    places_given places;
     sw_error err;
     sw_status status;
     if (!read_tensors(self, args, "set_places tensors:U", &places) ||

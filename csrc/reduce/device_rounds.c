@@ -64,7 +64,7 @@ typedef struct device_rounds {
     sw_device *device;    /* the comm's */
     sw_device_mean mean;
     bool sliced, is_withdrawn; /* a hook computes the means */
-    bool is_begun, has_begun;  /* a stream has arrived in this round; in any */
+    bool is_begun;             /* a stream has arrived in this round */
     bool is_finished;          /* the consumer has not taken the means yet */
     device_bucket *buckets;    /* owned */
     sw_stream *stream;         /* in use; borrowed for a call */
@@ -379,7 +379,7 @@ static sw_status arrive(device_rounds *d, sw_error *err)
     if (d->is_begun)
         return SW_OK;
     SW_TRY(sw_device_comm_take_over(d->comm, d->stream, err));
-    d->is_begun = d->has_begun = true;
+    d->is_begun = true;
     d->held = NULL;
     return SW_OK;
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import os
 import signal
 import sys
@@ -28,7 +29,6 @@ from shardwright.comm import process_group
 from shardwright.parallel.backends import cuda_backend
 from shardwright.torch_compat import cuda as sw_device
 from simulated_gpus import SimulatedGpus, run, simulate, sw
-from test_buckets_are_registered_on_simulated_gpus import logged
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
 QUICK_FORM_IS_THE_LARGEST_WORLD = True
@@ -42,6 +42,23 @@ def soon() -> Iterator[None]:
     start = time.monotonic()
     yield
     assert time.monotonic() - start < SOON_S
+
+
+@contextlib.contextmanager
+def logged() -> Iterator[list[str]]:
+    """A handler that collects the engine's warnings."""
+    lines: list[str] = []
+
+    class Kept(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    kept = Kept()
+    logging.getLogger("shardwright").addHandler(kept)
+    try:
+        yield lines
+    finally:
+        logging.getLogger("shardwright").removeHandler(kept)
 
 
 def wrapped_mlp(gpus: SimulatedGpus, **options: Any) -> Any:

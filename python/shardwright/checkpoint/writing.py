@@ -162,7 +162,7 @@ class Writer:
         with contextlib.ExitStack() as opened:
             listed = ready or self.inventory.agree(training, step, opened)
             own, own_sources = self.inventory.own_sources(listed)
-            sources = listed.sources or self.inventory.sources(training, listed)
+            sources = self.inventory.sources(training, listed) if listed.sources is None else listed.sources
             with_own = None if own is None else (own, own_sources)
             layout, device = self.inventory.layout, self._staging.for_saver()
             tier.put(step, nonce, layout, listed.plan, sources, with_own, share, device)

@@ -108,7 +108,7 @@ def call_on_slices(optimizer: ShardedOptimizer, name: str, method: Callable[[], 
             reason = reasons.get(entry, "another rank has added to a gradient since it was averaged")
             return None if entry.piece is None else NotAveraged(entry.piece, reason)
 
-        optimizer._take_gradients(gradient_of)
+        optimizer._take_gradients(gradient_of, optimizer._members())
         writes = _GradientWrites(optimizer._entries, name)
         result = optimizer._write_together(call, name, optimizer._members(), writes)
     cleared = _over_ranks(optimizer, writes.cleared, label)

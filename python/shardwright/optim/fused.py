@@ -100,7 +100,7 @@ class _Fused(torch.optim.Optimizer):
         keys = self._keys(group)
         options = {**self._scalars(group), "maximize": group["maximize"], "grad_scale": grad_scale}
         calls: dict[tuple[bool, bool, torch.device | None], _Lists] = {}
-        needed, of_state, store = set(keys), self.state, self.store
+        of_state, store = self.state, self.store
         for p in group["params"]:
             grad = p.grad
             if grad is None:
@@ -113,7 +113,7 @@ class _Fused(torch.optim.Optimizer):
                 store.adopt(state)
             elif not p.is_cpu:
                 _check_beside(p, state)
-            first = not state.keys() >= needed
+            first = any(state.get(key) is None for key in keys)
             kind = (has_master, first, None if p.is_cpu else p.device)
             lists = calls.get(kind)
             if lists is None:
@@ -141,7 +141,7 @@ class _Fused(torch.optim.Optimizer):
     def _first_state(self, p: Tensor, state: dict[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
         """Return the state with zeros for what it lacks; a step that fails keeps none of them."""
         count = torch.zeros((), dtype=torch.float32, device="cpu")
-        made = {key: count if key == "step" else self._state_like(p) for key in keys if key not in state}
+        made = {key: count if key == "step" else self._state_like(p) for key in keys if state.get(key) is None}
         return {**state, **made}
 
     def __getstate__(self) -> dict[str, Any]:

@@ -101,25 +101,31 @@ class StateStore:
         """Return a tensor of the store with the shape and strides of `like` and undefined contents."""
         if self.file is None or like.numel() == 0:
             return torch.empty_like(like, dtype=dtype, device="cpu", requires_grad=False)
+        return self._new(self.file, like, dtype)[0]
+
+    def _new(self, file: StateFile, like: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, bool]:
+        """Return a tensor in the file, and True if its pages are new: they hold zeros."""
         size = rounded_bytes(like.numel(), dtype)
         free = self._free.get(size)
+        is_new = not free
         if free:
             address = free.pop()
         else:
             if self._end - self._next < size:
-                self._grow(self.file, max(size, _GROWTH_BYTES))
+                self._grow(file, max(size, _GROWTH_BYTES))
             address, self._next = self._next, self._next + size
         name, strides = str(dtype).removeprefix("torch."), dense_strides(like)
         region = _Region(self, address, size)
         self._used.add(address)
-        capsule = self.file.tensor(address, name, list(like.shape), None if strides is None else list(strides), region)
-        return from_dlpack(capsule)
+        capsule = file.tensor(address, name, list(like.shape), None if strides is None else list(strides), region)
+        return from_dlpack(capsule), is_new
 
     def zeros(self, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor of zeros of the store with the shape and strides of `like`."""
-        is_fresh = self.file is not None and not self._free.get(rounded_bytes(like.numel(), dtype))
-        made = self.empty(like, dtype)
-        return made if is_fresh else made.zero_()  # new pages of a file hold zeros
+        if self.file is None or like.numel() == 0:
+            return self.empty(like, dtype).zero_()
+        made, is_new = self._new(self.file, like, dtype)
+        return made if is_new else made.zero_()
 
     def adopt(self, state: dict[str, Any]) -> None:
         """Move tensors of loaded or older state into the store; scalars stay in memory."""
@@ -195,7 +201,7 @@ def make_store(group: HostGroup, folder: str, label: str, nbytes: int) -> StateS
 
     def retell(rank: int, sentence: str) -> Exception:
         number, _, text = sentence.partition("[Errno ")[2].partition("] ")
-        return OSError(int(number), text)
+        return OSError(int(number), text) if number else Error(sentence)
 
     made: StateStore = _made_together(group, make, label, retell=retell, alike=True)
     return made
