@@ -149,6 +149,18 @@ def test_a_frozen_parameter_that_went_through_a_queue_trains_once_it_is_thawed(r
 
 
 @on_every_rank()
+def test_a_frozen_parameter_in_the_engines_memory_cannot_be_replaced(rank, world_size):
+    """At zero=3 the engine has moved it, too."""
+    for stage in STAGES[3:]:
+        module = torch.nn.Sequential(torch.nn.Linear(7, 8), torch.nn.Linear(8, 8).requires_grad_(False))
+        model, _ = sw.wrap(module, torch.optim.SGD(module.parameters(), lr=0.1), **stage)
+        with pytest.raises(sw.Error, match="was replaced|is released"):
+            module[1].weight.data = torch.zeros(8, 8)
+            model(batch(rank, 6, 7))
+        gather(None)
+
+
+@on_every_rank()
 def test_a_saved_state_dict_is_loaded_at_every_stage(rank, world_size):
     for stage in STAGES:
         model, optimizer = wrapped(**stage)

@@ -96,6 +96,7 @@ def gather_answers(
 
 def gather_values(comm: HostComm, value: Callable[[], Any], label: str, **options: Any) -> list[Any]:
     """Return every rank's value, which JSON can express: gather_answers() for values."""
+    options.setdefault("refusals", (Error, NotImplementedError, TypeError, ValueError))
     said = gather_answers(comm, lambda: json.dumps(value()).encode(), label, **options)
     return [json.loads(each) for each in said]
 

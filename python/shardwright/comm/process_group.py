@@ -274,9 +274,11 @@ class HostGroup:
         try:
             answers = gather_values(self.comm, make, "joining a host", **any_error)
             gather_values(self.comm, connect, "joining a host", **any_error)
-        except BaseException:
+        except BaseException as error:
             for comm in made:
                 comm.close()
+            if isinstance(error, (RuntimeError, MemoryError, OSError)) and not isinstance(error, CommError):
+                raise failed(self.rank, str(error)) from error
             raise
         self._children += made
         return made[0] if made else None

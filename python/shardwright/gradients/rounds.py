@@ -66,9 +66,9 @@ class Rounds:
         finally:
             self._opens_locally = False
 
-    def opener(self, wrapper: weakref.ref[Any], opens_first: Callable[[], None] | None = None) -> Callable[[], bool]:
+    def opener(self, engine: weakref.ref[Any], opens_first: Callable[[], None] | None = None) -> Callable[[], bool]:
         """Return the callback that opens a round after it calls `opens_first`. It returns True if the round
-        synchronises, by the wrapper's require_backward_grad_sync.
+        synchronises, by the engine's require_backward_grad_sync.
         """
         reference = weakref.ref(self)
 
@@ -79,7 +79,7 @@ class Rounds:
             if opens_first is not None:
                 opens_first()
             reducer, sparse, times = rounds._reducer, rounds.sparse, rounds._times
-            owner = wrapper()
+            owner = engine()
             synchronises = owner is not None and owner.require_backward_grad_sync
             local = not synchronises or (rounds._opens_locally and not reducer.pending_forward)
             if sparse is not None:

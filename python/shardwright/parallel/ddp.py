@@ -147,7 +147,13 @@ class DistributedDataParallel(TorchDDP):
         self.device = torch.device("cpu") if first is None else first.device
         check_device_ids(device_ids, output_device, self.device)
         self.module = module
-        self._engine = Engine(module, _options, forward_sync_buffers=forward_sync_buffers)
+
+        def prepare(engine: Engine) -> None:
+            if mixed_precision is not None:
+                ignored, keeps_places = engine.parameters_to_ignore, not engine.options.zero
+                apply_mixed_precision(module, mixed_precision, ignored, keeps_places=keeps_places)
+
+        self._engine = Engine(module, _options, forward_sync_buffers=forward_sync_buffers, prepare=prepare)
         self._set_attributes(_options)
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.batched_grad_copy = batched_grad_copy
@@ -156,9 +162,6 @@ class DistributedDataParallel(TorchDDP):
             self.device_mesh = _options.device_mesh
         if mixed_precision is not None:
             self.mixed_precision = mixed_precision
-            apply_mixed_precision(
-                module, mixed_precision, self.parameters_to_ignore, keeps_places=not self._engine.options.zero
-            )
         self._inputs_to = self.device if device_ids else None
         self._begin()
 
@@ -291,7 +294,7 @@ class DistributedDataParallel(TorchDDP):
         wait for joined ranks until the deadline.
         """
         engine = self._engine
-        if engine.options.groups is not None:
+        if any(each.options.groups is not None for each in (engine, *engine.inner)):
             raise NotImplementedError(
                 "join() is not supported for a module with groups=: give all ranks equally many inputs"
             )
@@ -299,7 +302,8 @@ class DistributedDataParallel(TorchDDP):
             return contextlib.nullcontext(self)
         members: list[Any] = [self]
         if engine.inner:
-            members = [each for each in self.module.modules() if getattr(each, "_engine", None) in engine.inner]
+            faces = [each for each in self.module.modules() if isinstance(each, TorchDDP)]
+            members = [each for each in faces if getattr(each, "_engine", None) in engine.inner]
         if engine.inner and not (engine.is_around and len(members) == 1):
             raise NotImplementedError(
                 "join() of a module that holds wrappers beside other parameters: their backwards cross; wrap all of it once, without them"
@@ -351,7 +355,8 @@ class DistributedDataParallel(TorchDDP):
         try:
             self._engine.register_hook(states, hook)
         except Error as error:
-            self._log_and_throw(Error, str(error))
+            self.logger.set_error_and_log(f"{type(error)}: {error}")  # type: ignore[union-attr]
+            raise
         self.logger._set_comm_hook_name(name)  # type: ignore[union-attr]
 
     def compress_gradients(self, compress: Compressor) -> None:

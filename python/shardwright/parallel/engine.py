@@ -54,7 +54,7 @@ _UNENDED_FORWARD = (
 _faces: weakref.WeakKeyDictionary[torch.nn.Module, Callable[[Any, bool], Engine | None]] = weakref.WeakKeyDictionary()
 
 
-def _no_member() -> None:
+def no_member() -> None:
     """Return None: no face is in a Join."""
 
 
@@ -107,7 +107,14 @@ class Engine:
     comm_hooks : list of (hook, state)
     """
 
-    def __init__(self, module: torch.nn.Module, options: Options, *, forward_sync_buffers: bool | None = None) -> None:
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        options: Options,
+        *,
+        forward_sync_buffers: bool | None = None,
+        prepare: Callable[[Engine], None] | None = None,
+    ) -> None:
         self.module = module
         self.options = dataclasses.replace(options, groups=by_name(module, options.groups))
         self.require_backward_grad_sync = self.require_forward_param_sync = True
@@ -127,6 +134,8 @@ class Engine:
             self.parameters_to_ignore = self._ignored_names()
             # inner wrappers average all gradients: this one has no work
             self.is_around = bool(self.inner) and not any(p.requires_grad for p in self.own_parameters())
+            if prepare is not None:
+                prepare(self)
             self._build(
                 init_sync=options.init_sync, sync_buffers=forward_sync_buffers is not None or options.broadcast_buffers
             )
@@ -150,7 +159,7 @@ class Engine:
         self._given_back: tuple[list[Engine], bool] = ([], False)
         self.process_group: Any = self.options.process_group
         self.buffers: dict[str, torch.Tensor] = {}
-        self.join_member: Callable[[], Any] = _no_member
+        self.join_member: Callable[[], Any] = no_member
         #: the text of the last error of a forward
         self.error = ""
         #: from the start of a forward with gradients to its end, the next step, or a round without a backward
@@ -279,6 +288,7 @@ class Engine:
         """Make the replicas. Collective."""
         if self.is_around:
             self.process_group = self.inner[0].process_group
+            self.note_buffers()
             return
         options, module = self.options, self.module
         self.process_group = resolve_group(options.process_group, options.device_mesh, trains=True)
@@ -423,7 +433,7 @@ class Engine:
         for each in replicas:
             if each.arrange_hooks is not None:
                 each.arrange_hooks(is_compiling)
-        is_joining = self.join_member is not _no_member and self._announce_forward()
+        is_joining = self.join_member is not no_member and self._announce_forward()
         if self.require_forward_param_sync and self.buffers and self.syncs_buffers(before=True):
             self.sync_buffers()
         if is_joining:

@@ -30,7 +30,7 @@ from ..layout.memory import bytes_of
 from ..layout.shard_runs import memory_order
 from ..torch_compat.internals import JoinConfig
 from ..torch_compat.weak import weakly
-from .engine import Engine
+from .engine import Engine, no_member
 from .replica import Replica
 
 
@@ -82,7 +82,7 @@ class ShadowHook(JoinHook):
         if replica.check is not None:
             replica.check.begin_anew()
         self._wrapper._join_config = JoinConfig.construct_disabled_join_config()
-        engine.join_member = lambda: None
+        engine.join_member = no_member
 
 
 def _announces_rounds(replica: Replica) -> bool:

@@ -45,6 +45,7 @@ class DriftCheck:
         self._ignored = ignored
         self._pinned = pinned
         self._places = places
+        self._spares_frozen = places is None and not shared  # frozen parameters stay in torch's memory until they train
         self.frozen = {i: p for i, p in enumerate(table.parameters) if not p.requires_grad}
         self._kinds = [(p.dtype, p.shape, p.device) for p in table.parameters]
         with unguarded():
@@ -168,7 +169,7 @@ class DriftCheck:
 
     def _compare_addresses(self, addresses: list[int]) -> None:
         for index, (name, before, now) in enumerate(zip(self._table.names, self._addresses, addresses)):
-            if before != now and index not in self.frozen:  # a frozen one stays in torch's memory until it trains
+            if before != now and not (self._spares_frozen and index in self.frozen):
                 raise Error(
                     f"the data of parameter {name!r} was replaced (p.data = ...) after the module was wrapped, and slices of the "
                     f"old are stepped on: write into it instead, p.data.copy_(...), or {_REMEDY}"

@@ -36,8 +36,7 @@ GRADIENTS = "the gradients of a step"
 
 def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return a group's values as JSON types."""
-    own = {key: value if type(value) in _PLAIN else plain(value) for key, value in group.items() if key != "params"}
-    return own
+    return {key: value if type(value) in _PLAIN else plain(value) for key, value in group.items() if key != "params"}
 
 
 def plain(value: Any) -> Any:
