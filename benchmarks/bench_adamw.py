@@ -83,7 +83,7 @@ def plain_arms(name: str, sizes: list[int], library: str, **options: Any) -> Arm
 def copy_arms(library: str) -> Arms:
     """Step float32 parameters and write a bfloat16 copy of them. Our kernel writes the copy in the same pass."""
     ps, qs = tensors(PARTS), tensors(PARTS)
-    ours, theirs = ([torch.empty_like(p, dtype=torch.bfloat16) for p in ps] for _ in range(2))
+    ours, theirs = ([p.detach().bfloat16() for p in ps] for _ in range(2))  # another copy would be taken for a write
     m, v, step = [torch.zeros_like(p) for p in ps], [torch.zeros_like(p) for p in ps], [torch.zeros(()) for _ in ps]
     scalars = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01, "decoupled": True}
     optimizer = torch.optim.AdamW(qs, fused=True, **OPTIONS)

@@ -17,7 +17,7 @@ LINES = {
     "shardwright/gradients": 1_774,
     "shardwright/integrations": 3_112,
     "shardwright/layout": 1_294,
-    "shardwright/optim": 3_743,
+    "shardwright/optim": 3_745,
     "shardwright/options": 942,
     "shardwright/parallel": 4_954,
     "shardwright/parameters": 3_361,

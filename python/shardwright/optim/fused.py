@@ -100,29 +100,31 @@ class _Fused(torch.optim.Optimizer):
         keys = self._keys(group)
         options = {**self._scalars(group), "maximize": group["maximize"], "grad_scale": grad_scale}
         calls: dict[tuple[bool, bool, torch.device | None], _Lists] = {}
-        of_state, store = self.state, self.store
+        needed, of_state, store = set(keys), self.state, self.store
+        last_kind, lists = None, _Lists(keys)
         for p in group["params"]:
             grad = p.grad
             if grad is None:
                 continue
-            has_master = self._has_master(p)
+            has_master, on_host = self._has_master(p), p.is_cpu
             state = of_state[p] if keys or has_master else {}
             if self._has_dtensors:
                 self._place_state(p, state)
             if store is not None:
                 store.adopt(state)
-            elif not p.is_cpu:
+            elif not on_host:
                 _check_beside(p, state)
-            first = any(state.get(key) is None for key in keys)
-            kind = (has_master, first, None if p.is_cpu else p.device)
-            lists = calls.get(kind)
-            if lists is None:
-                lists = calls[kind] = _Lists(keys)
+            first = not state.keys() >= needed or (bool(keys) and state[keys[-1]] is None)  # as torch has saved it
+            kind = (has_master, first, None if on_host else p.device)
+            if kind != last_kind:
+                last_kind, lists = kind, calls.setdefault(kind, _Lists(keys))
             lists.params.append(p)
             lists.targets.append(self._master_of(p, state) if has_master else p)
             lists.grads.append(grad)
             lists.states.append(state)
-            if "step" in state and not state["step"].is_cpu:  # torch's fused form keeps the step count on the GPU
+            if (
+                not on_host and "step" in state and not state["step"].is_cpu
+            ):  # torch's fused form keeps the step count on the GPU
                 state["step"] = state["step"].cpu()
             held = self._first_state(p, state, keys) if first else state
             for key, tensors in lists.lists.items():
