@@ -136,8 +136,9 @@ def test_extra_state_is_part_of_the_model(tmp_path: Path) -> None:
     sw.load(tmp_path / "a", found)
     assert found.count == 5
     before = model.weight.detach().clone()
-    with pytest.raises(sw.CheckpointError, match="it lacks '_extra_state'"):
+    with pytest.raises(sw.CheckpointError, match="it lacks '_extra_state'") as caught:
         sw.load(tmp_path / "b", model)
+    assert type(caught.value).__name__ == "CheckpointError"  # a subclass that has no name of its own outside
     assert torch.equal(model.weight, before)
     with pytest.raises(sw.CheckpointError, match="it has '_extra_state', which the model here lacks"):
         sw.load(tmp_path / "a", plain)

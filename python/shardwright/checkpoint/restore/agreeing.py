@@ -29,6 +29,11 @@ SOUND, REJECTED, FATAL = "sound", "rejected", "fatal"
 class Rejected(CheckpointError):
     """An error, equal on all ranks, for a checkpoint that one of them cannot read: another one may do."""
 
+    __module__ = "shardwright"  # programs see a CheckpointError
+
+
+Rejected.__name__ = Rejected.__qualname__ = "CheckpointError"
+
 
 @contextlib.contextmanager
 def rejected() -> Iterator[None]:
