@@ -502,3 +502,49 @@ def test_planted_private_names_of_torch_are_caught(tmp_path: Path) -> None:
     (package / "layout" / "planted.py").write_text(planted)
     names = ("1: _dynamo", "2: _pytree", "6: _C", "6: _forward_pre_hooks", "6: _functorch", "7: _orig_mod")
     assert private_names(package, TOOLS) == [f"planted.py:{name}" for name in names]
+
+
+#: what a program may import of the package, besides its names
+PUBLIC = {"checkpoint", "deepspeed", "elastic", "hooks", "optim"}
+
+
+def inner_uses(tests: Path) -> list[str]:
+    """Return one sentence for each inner name of the package that a test of ranks uses, but for internals.py."""
+    found = []
+    for path in sorted(tests.glob("*.py")):
+        if path.name == "internals.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            names: list[str] = []
+            if isinstance(node, ast.Import):
+                names = [each.name for each in node.names]
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                names = [f"{node.module}.{each.name}" for each in node.names]
+            inner = [name for name in names if is_inner(name)]
+            if isinstance(node, ast.Attribute) and node.attr == "_engine":
+                inner += [] if ast.unparse(node.value) == "internals" else [ast.unparse(node)]
+            found += [f"{path.name}:{node.lineno}: {name}" for name in inner]  # type: ignore[attr-defined]
+    return found
+
+
+def is_inner(name: str) -> bool:
+    """Return whether an imported name lies behind the package's public ones."""
+    package, *parts = name.split(".")
+    if package != "shardwright" or not parts or parts[0] in ("deepspeed", "integrations"):
+        return False
+    files = [PACKAGE.joinpath(*parts[: n + 1]).with_suffix(".py") for n in range(len(parts))]
+    modules = [file for file in files if file.exists() or (file.with_suffix("") / "__init__.py").exists()]
+    return parts[0].startswith("_engine") or len(modules) > (parts[0] in PUBLIC)
+
+
+def test_tests_of_ranks_use_public_names_and_internals_alone() -> None:
+    assert inner_uses(ROOT / "tests" / "ranks") == []
+
+
+def test_planted_inner_names_are_caught(tmp_path: Path) -> None:
+    planted = (
+        "from shardwright.comm import wire\nfrom shardwright import wrap, _engine, optim\nx = model._engine.made\n"
+    )
+    (tmp_path / "test_planted.py").write_text(planted)
+    names = ("1: shardwright.comm.wire", "2: shardwright._engine", "3: model._engine")
+    assert inner_uses(tmp_path) == [f"test_planted.py:{name}" for name in names]

@@ -3,7 +3,7 @@
 import expert_subjects as experts
 import model_parallel_subjects as tensors
 import torch
-from shardwright.parallel.engine import engine_of
+from internals import engine_of
 
 
 class Experts:

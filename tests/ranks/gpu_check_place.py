@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from shardwright.backend.transport import VARIABLE
-from shardwright.torch_compat import cuda
+from internals import VARIABLE, cuda
 from shardwright_tools.gpu_check.place import wall_milliseconds
 from simulated_gpus import SimulatedGpus
 from torch.utils._python_dispatch import _disable_current_modes

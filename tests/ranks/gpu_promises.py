@@ -11,6 +11,7 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import internals
 import pytest
 import shardwright as sw
 import torch
@@ -306,7 +307,7 @@ def borrowed(place: Place, rank: int, world_size: int) -> None:
     for zero in (0, 1, 3):
         with place.lending(rank, world_size) as group:
             ours = wrapped(place, {"zero": zero, "communicator": "borrow", **group})
-            assert ours[0]._engine.replica.link.borrows
+            assert internals.link(ours[0]).borrows
             steps(*ours, rank, place.device)
             assert_bits(whole(*ours), expected, zero)
             del ours

@@ -12,6 +12,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
+import internals
 import torch
 import torch.distributed as dist
 from harness import gather
@@ -25,7 +26,7 @@ if PEER == "torch":
     engine: Any = None
 else:
     import shardwright as sw
-    from shardwright import _engine as engine
+    from internals import _engine as engine
 
 TRANSPORTS = ("pool", "staged")
 
@@ -38,7 +39,7 @@ def data_parallel(module: torch.nn.Module, **options: Any) -> Any:
         return torch.nn.parallel.DistributedDataParallel(module, **options)
     wrapped = sw.DistributedDataParallel(module, **options)
     if "transport" in options:
-        assert wrapped._engine.made[0].reducer.transport == options["transport"]
+        assert internals.reducer(wrapped).transport == options["transport"]
     assert wrapped.process_group.size() == dist.get_world_size(group)
     return wrapped
 

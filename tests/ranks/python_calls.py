@@ -20,7 +20,7 @@ from typing import Any
 
 import shardwright as sw
 import torch
-from shardwright.torch_compat import autograd
+from internals import autograd
 
 _PACKAGE = str(Path(sw.__file__).parent)
 UNITS = 5

@@ -17,7 +17,7 @@ from typing import Any
 
 import shardwright as sw
 import torch
-from shardwright.gradients.sharded_gradient import ShardedGradient
+from internals import ShardedGradient
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 

@@ -26,19 +26,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+import internals
 import peer
 import pytest
 import shardwright as sw
 import torch
 from harness import DEADLINE_S, before_waiting, gather
-from shardwright import _engine
-from shardwright.backend import transport as device_transport
-from shardwright.backend.transport import VARIABLE
-from shardwright.checkpoint import device_staging
-from shardwright.comm import process_group
-from shardwright.gradients.sharded_gradient import ShardedGradient
-from shardwright.parameters.read_guard import _Guarded
-from shardwright.torch_compat import cuda as sw_device
+from internals import VARIABLE, ShardedGradient, _engine, _Guarded, device_staging, process_group
+from internals import cuda as sw_device
+from internals import transport as device_transport
 from simulated_devices import HOLDERS, WRITE, Devices, held, operator_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -608,7 +604,7 @@ class SimulatedGpus:
 
 def stats(wrapped: Any) -> dict[str, int]:
     """Return the counters of a wrapped module, with torch's host waits added to the engine's."""
-    counts: dict[str, int] = wrapped._engine.replica.reducer.stats()
+    counts: dict[str, int] = internals.reducer(wrapped).stats()
     if isinstance(sw_device.runtime, _Runtime):
         counts["host_waits"] += len(sw_device.runtime.torch_waits)
     return counts

@@ -11,6 +11,7 @@ import gc
 import time
 from typing import Any
 
+import internals
 import pytest
 import torch
 from models import Mlp
@@ -183,7 +184,7 @@ def forbidden(gpus: SimulatedGpus, rank: int, world_size: int, result: int) -> N
     module = gpus.adopt_module(Mlp())
     model, _ = sw.wrap(module, torch.optim.SGD(module.parameters(), lr=0.1))
     model(batch(rank, 6, 7)).square().mean().backward()
-    comm = model._engine.replica.reducer._link.comm
+    comm = internals.reducer(model)._link.comm
     gpus.fail_call(2 if comm.describe()["transport"] == "nccl" else 1, result)
     comm.watch()
     assert gpus.failed_call() == "cuEventQuery"

@@ -13,6 +13,7 @@ import subprocess
 import time
 
 import harness
+import internals
 import pytest
 import torch
 import torch.distributed as dist
@@ -478,7 +479,7 @@ def wrap_under_a_limit(rank, world_size, kind, soft, transport, poor):
     descriptors.
     """
     if kind == resource.RLIMIT_NOFILE:
-        import shardwright.description  # noqa: F401, opens files of its own
+        sw.describe()  # opens files of its own
 
         first_free = os.open("/dev/null", os.O_RDONLY)
         os.close(first_free)
@@ -542,7 +543,7 @@ def wrap_under_an_address_space_limit(rank, world_size):
     try:
         with limited(resource.RLIMIT_AS, soft) if rank == world_size - 1 else contextlib.nullcontext():
             wrapped = data_parallel(module, timeout_s=10.0)
-        return wrapped._engine.made[0].reducer.transport, wrapped._engine.made[0].reducer.transport_reason
+        return internals.reducer(wrapped).transport, internals.reducer(wrapped).transport_reason
     except (engine.Error, MemoryError, OSError) as error:
         return "error", str(error)
 
@@ -562,7 +563,7 @@ def trains_in_a_namespace(rank, world_size):
     gather(None)
     if rank == 1:
         os._exit(9)
-    return os.getpid(), wrapped._engine.made[0].reducer.transport, report(lambda: backward(wrapped, rank, 9))
+    return os.getpid(), internals.reducer(wrapped).transport, report(lambda: backward(wrapped, rank, 9))
 
 
 UNSHARE = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--mount-proc", "--kill-child"]
@@ -588,7 +589,7 @@ def test_ranks_in_pid_namespaces_of_their_own_train_and_miss_each_other(fresh_ra
 
 def joins_without_one(rank, world_size, how):
     """The last rank has published its address, and never joins."""
-    from shardwright.comm.process_group import HostGroup
+    from internals import HostGroup
 
     meet = HostGroup._meet
 

@@ -7,6 +7,7 @@ import os
 import socket
 import tempfile
 
+import internals
 import pytest
 import torch
 from harness import gather, on_every_rank
@@ -62,7 +63,7 @@ def test_what_a_child_writes_to_parameters_does_not_reach_its_parent(rank, world
         assert all(bool((p == 7).all()) for p in model.parameters())
 
     assert in_a_child(write) == ""
-    model._engine.made[0].group.comm.barrier()
+    internals.comm(model).barrier()
     assert all(bits_equal(p.detach(), old) for p, old in zip(model.parameters(), before))
     optimizer.zero_grad()
     backward(model, rank, 1)
@@ -159,7 +160,7 @@ def test_a_child_that_reads_late_gets_an_error_and_one_that_read_in_time_keeps_t
         early = {name: Child(*[lambda read=read: read(model)] * 2) for name, read in READS.items() if name in expected}
         for name, child in early.items():
             assert child() == expected[name], name
-    model._engine.made[0].group.comm.barrier()
+    internals.comm(model).barrier()
     for number in range(1, 4):
         step(model, optimizer, rank, number)
     for name, child in children.items():
@@ -194,7 +195,7 @@ def test_a_child_of_a_child_and_one_forked_where_parameters_are_whole(rank, worl
         before = repr(total())
         late, early = Child(grandchild), Child(total, grandchild, total)
         assert early() == before
-    model._engine.made[0].group.comm.barrier()
+    internals.comm(model).barrier()
     for number in range(1, 3):
         step(model, optimizer, rank, number)
     assert "Error: parameters of Mlp" in late()
@@ -202,7 +203,7 @@ def test_a_child_of_a_child_and_one_forked_where_parameters_are_whole(rank, worl
     assert early() == before
     late.close()
     early.close()
-    model._engine.made[0].group.comm.barrier()
+    internals.comm(model).barrier()
 
 
 @on_every_rank(at_least=2)
@@ -232,7 +233,7 @@ def test_a_step_that_all_ranks_refuse_changes_nothing_for_a_child(rank, world_si
 @pytest.mark.parametrize("options", STAGES[:3])
 def test_a_change_under_way_at_the_fork_or_during_the_copy_is_an_error(rank, world_size, options):
     model, optimizer = trained(**options)
-    access = model._engine.made[0].access
+    access = internals.replica(model).access
 
     def look():
         return float(next(model.parameters()).detach().sum())
@@ -257,7 +258,7 @@ def test_a_change_under_way_at_the_fork_or_during_the_copy_is_an_error(rank, wor
     said = in_a_child(look)
     del storage.mapped
     assert said.startswith("Error") and "fork" in said, said
-    model._engine.made[0].group.comm.barrier()
+    internals.comm(model).barrier()
 
 
 @on_every_rank(at_least=2)
@@ -266,11 +267,11 @@ def test_a_child_that_touches_no_parameter_copies_none(rank, world_size, options
     model, optimizer = trained(**options)
     step(model, optimizer, rank, 0)
     copied = Child(
-        lambda: (model._engine.made[0].access.forks._is_pending, len(list(model.parameters())), repr(model)[:3])
+        lambda: (internals.replica(model).access.forks._is_pending, len(list(model.parameters())), repr(model)[:3])
     )
     assert copied().startswith("(True")
     copied.close()
-    model._engine.made[0].group.comm.barrier()
+    internals.comm(model).barrier()
 
 
 @on_every_rank(at_least=2)
@@ -285,7 +286,7 @@ def test_a_childs_gradients_are_those_of_the_fork_or_none(rank, world_size):
     assert late() == "None"
     early.close()
     late.close()
-    model._engine.made[0].group.comm.barrier()
+    internals.comm(model).barrier()
 
 
 @on_every_rank(at_least=2)
@@ -300,7 +301,7 @@ def test_a_child_does_not_step_into_its_parents_state_file(rank, world_size):
         said = in_a_child(optimizer.step)
         assert said.startswith("Error") and "forked child" in said, said
         optimizer.step()
-        model._engine.made[0].group.comm.barrier()
+        internals.comm(model).barrier()
 
 
 @on_every_rank(at_least=2)
@@ -322,7 +323,7 @@ def test_every_way_out_of_torch_reads_through_the_guard(rank, world_size, zero):
         "a new parameter": lambda: torch.nn.Parameter(parameter.detach()),
         "to_dlpack": lambda: torch.utils.dlpack.to_dlpack(parameter.detach()),
     }
-    watch = model._engine.made[0].access.forks
+    watch = internals.replica(model).access.forks
 
     def read():
         watch._shared[0] += 2  # as the parent's next step does

@@ -13,6 +13,7 @@ import threading
 import time
 from typing import Any
 
+import internals
 import pytest
 import torch
 from gpu_promises import Place, adamw, inputs, steps, wrapped
@@ -79,7 +80,7 @@ def test_another_thread_runs_beside_a_blocked_call(teams: Any, paths: dict[str, 
 def beside_a_blocked_call(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     """Only this thread lets the GPU run again."""
     model, _ = wrapped(Place("simulated", rank, gpus), {})
-    comm = model._engine.replica.link.comm
+    comm = internals.link(model).comm
     memory = [gpus.adopt(torch.zeros(8)) for _ in range(2)]
     gpus.synchronize()
     to, source = (each.data_ptr() for each in memory)
@@ -148,7 +149,7 @@ def killed(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
 
 def keep_enqueuing(gpus: SimulatedGpus, model: Any) -> None:
     """Enqueue collectives and copies behind them, as a host ahead of its GPU does."""
-    link = model._engine.replica.link
+    link = internals.link(model)
     memory = [gpus.adopt(torch.zeros(8 * link.world_size)) for _ in range(2)]
     addresses = [each.data_ptr() for each in memory]
     gpus.synchronize()

@@ -15,10 +15,9 @@ import types
 from unittest import mock
 
 import pytest
+from internals import Image, client, tier
+from internals import guardian as guardian_program
 from peer import PEER, sw
-from shardwright.checkpoint.memory import client, tier
-from shardwright.checkpoint.memory import guardian as guardian_program
-from shardwright.checkpoint.memory.image import Image
 from test_steps_in_memory_outlive_their_ranks import open_images, wait_for
 from test_strangers_are_kept_out import become, needs_root, stranger
 

@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 
+import internals
 import pytest
 import torch
 import torch.distributed as dist
@@ -163,8 +164,7 @@ def test_a_collective_that_some_ranks_call_alone_says_call_it_on_every_rank(fres
 
 
 def test_ranks_that_have_not_come_are_named(monkeypatch):
-    from shardwright.comm.attempt import attempt_store
-    from shardwright.comm.rendezvous import Line, Rendezvous
+    from internals import Line, Rendezvous, attempt_store
 
     lines, room = [], dist.HashStore()
 
@@ -181,7 +181,7 @@ def test_ranks_that_have_not_come_are_named(monkeypatch):
         thread.join(20)
     assert any("joining: rank 0 of 4 on host here has waited" in text and "for rank 3" in text for text in lines), lines
 
-    monkeypatch.setattr("shardwright.comm.attempt.START_S", WARN_AFTER_S)
+    monkeypatch.setattr(internals.attempt, "START_S", WARN_AFTER_S)
     said = lines_of()
     errors, store = {}, dist.HashStore()
 
@@ -215,8 +215,7 @@ class Counting(dist.PrefixStore):
 
 def test_only_rank_0_asks_for_each_absent_rank(monkeypatch):
     """Law: while ranks are absent, a line costs rank 0 one call of the store per rank, and the others at most two."""
-    from shardwright.comm import attempt
-    from shardwright.comm.rendezvous import Rendezvous
+    from internals import Rendezvous, attempt
 
     world_size, shared, room, errors = 40, dist.HashStore(), dist.HashStore(), {}
     stores = [Counting(shared), Counting(shared)]
@@ -248,8 +247,7 @@ def test_only_rank_0_asks_for_each_absent_rank(monkeypatch):
 
 def test_a_host_that_drops_packets_does_not_silence_joining(monkeypatch):
     """Law: one attempt to connect is short, so lines of the wait name rank and address, and the deadline holds."""
-    from shardwright.comm import process_group
-    from shardwright.comm.launch import Launch
+    from internals import Launch, process_group
 
     with socket.socket() as full, contextlib.ExitStack() as opened:
         full.bind(("127.0.0.1", 0))
@@ -270,9 +268,7 @@ def test_a_host_that_drops_packets_does_not_silence_joining(monkeypatch):
 
 
 def test_a_rank_that_cannot_start_a_thread_is_named_on_all(monkeypatch):
-    from shardwright.comm import process_group
-    from shardwright.comm.attempt import attempt_store
-    from shardwright.comm.rendezvous import Line, Rendezvous
+    from internals import Line, Rendezvous, attempt_store, process_group
 
     start, failing = threading.Thread.start, {"sw-join", "sw-try"}
 

@@ -9,6 +9,7 @@ import signal
 import time
 
 import harness
+import internals
 import pytest
 import torch
 from harness import LONG, RanksFailed, gather
@@ -141,7 +142,7 @@ def trains_until_interrupted(rank, world_size, folder):
         while True:
             wrapped(batch(rank, 2, 3000)).square().mean().backward()
     except KeyboardInterrupt:
-        wrapped._engine.replica.group.comm.abort("it was told to stop")
+        internals.comm(wrapped).abort("it was told to stop")
         return rank, "", "", time.monotonic()
     except engine.CommError as error:
         return error.rank, error.host, str(error), time.monotonic()
@@ -226,7 +227,7 @@ def test_a_slow_link_is_waited_for(hosts):
 
 
 def loses_a_host_while_it_joins(rank, world_size, folder):
-    from shardwright.comm.process_group import HostGroup
+    from internals import HostGroup
 
     meet = HostGroup._meet
 

@@ -55,7 +55,7 @@ def lacking(settings):
 
 
 def save_and_restore(rank, world_size, within):
-    from shardwright.checkpoint.folder import partial
+    from internals import partial
 
     said = []
     logging.getLogger("shardwright").addHandler(handler := logging.Handler(logging.WARNING))
@@ -83,7 +83,7 @@ def use(directory, rank):
         checkpoints.save(3)  # replaces
         checkpoints.wait()
         if rank == 0 and "POOR_OPEN_FILE_LOCK" in os.environ:  # the other kind of lock excludes as well
-            from shardwright.checkpoint.folder.retention import DirectoryLock
+            from internals import DirectoryLock
 
             with pytest.raises(sw.CheckpointError, match="close it first"):
                 DirectoryLock(directory)

@@ -10,6 +10,7 @@ import struct
 import subprocess
 import time
 
+import internals
 import pytest
 import torch
 from harness import at_least_two, gather, join_from_own_namespaces
@@ -51,7 +52,7 @@ def dies_without_a_pidfd(rank, world_size, everywhere):
     wrapped, naive = pair(Mlp)
     for step in range(2):
         compare_step(wrapped, naive, lambda model, step=step: backward(model, rank, step))
-    watch = wrapped._engine.made[0].group.comm.describe()["watch"]
+    watch = internals.comm(wrapped).describe()["watch"]
     gather(None)
     if rank == 1:
         if os.fork() == 0:  # a child that lives on, with every descriptor, hides nothing
@@ -156,7 +157,7 @@ def trains_beside_a_small_dev_shm(rank, world_size):
         compare_step(wrapped, naive, lambda model, x=x: model(x).square().mean().backward())
     assert os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_bsize == 64 << 10
     assert os.listdir("/dev/shm") == []
-    return wrapped._engine.made[0].reducer.transport, sw.describe()["models"][-1]["transport"]
+    return internals.reducer(wrapped).transport, sw.describe()["models"][-1]["transport"]
 
 
 def test_a_small_dev_shm_does_not_matter(fresh_ranks):

@@ -110,7 +110,7 @@ def count(gpus: SimulatedGpus, rank: int, model: Model, width: int, **options: A
     taken, calls, after = time.perf_counter() - begin, gpus.calls() - calls, stats(wrapped)
     found = (*(after[name] - before[name] for name in COUNTED), calls, gpus.settlements() - settlements)
     gpus.synchronize()
-    gathers = wrapped._engine.replica.stats().get("gathers", 0) // 3
+    gathers = sw.stats(wrapped)["models"][0].get("gathers", 0) // 3
     # of zero=3 twice a unit, but for the last one of the forward, and what the first forward gathered
     assert gathers >= 2 * len(model.blocks) if options["zero"] == 3 else gathers == 0, gathers
     return found, taken

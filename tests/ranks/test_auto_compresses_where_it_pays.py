@@ -4,12 +4,13 @@ On one host compress="auto" is no compression, reported in one line."""
 import copy
 import logging
 
+import internals
 import pytest
 import torch
 from harness import on_every_rank, same_everywhere
+from internals import process_group
 from oracle.fold import bits_equal
 from peer import PEER, batch, sw
-from shardwright.comm import process_group
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="torch has none")
 
@@ -94,13 +95,13 @@ def between_hosts(rank, world_size):
     with Lines() as said:
         model = made(compress="auto", timeout_s=20)
         train(model, rank, 4)
-        assert model._engine.replica.compression is None and not said
+        assert internals.replica(model).compression is None and not said
         model.zero_grad()
         with model.no_sync():  # not a round
             model(batch(rank, 4, 64)).square().mean().backward()
-        assert model._engine.replica.compression is None
+        assert internals.replica(model).compression is None
         train(model, rank, 2, first=4)
-        compression = model._engine.replica.compression
+        compression = internals.replica(model).compression
     assert len(said) == (rank == 0), said
     assert all("waits" in line and "GB/s" in line for line in said)
     assert compression is not None and same_everywhere(compression[0])
@@ -123,13 +124,13 @@ def test_without_a_wait_it_is_none(rank, world_size):
         plain = made(process_group=group, timeout_s=20)
     finally:
         process_group._forced_hosts = None
-    watcher = model._engine.replica.rounds.watcher
+    watcher = internals.replica(model).rounds.watcher
     with Lines() as said:
         for step in range(6):
             train(model, rank, 1, first=step)
             watcher.waits[:] = [0.0] * len(watcher.waits)
     assert len(said) == (rank == 0) and all(line.startswith("compress='auto': none, because") for line in said)
-    assert model._engine.replica.compression is None and model._engine.replica.rounds.watcher is None
+    assert internals.replica(model).compression is None and internals.replica(model).rounds.watcher is None
     train(plain, rank, 6)
     assert all(bits_equal(a.detach(), b.detach()) for a, b in zip(model.parameters(), plain.parameters()))
 
@@ -144,8 +145,8 @@ def test_joined_ranks_decide_too(rank, world_size):
         process_group._forced_hosts = None
     with model.join():
         train(model, rank, 8 if rank == 0 else 3)
-    assert model._engine.replica.rounds.watcher is None
-    assert same_everywhere(repr(model._engine.replica.compression and model._engine.replica.compression[0]))
+    assert internals.replica(model).rounds.watcher is None
+    assert same_everywhere(repr(internals.replica(model).compression and internals.replica(model).compression[0]))
     assert same_everywhere([*model.module.parameters()])
 
 

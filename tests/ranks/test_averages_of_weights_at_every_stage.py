@@ -7,6 +7,7 @@ names the context to use. Inside that context it is right at every stage.
 import contextlib
 import importlib.util
 
+import internals
 import pytest
 import torch
 from harness import gather, on_every_rank, same_everywhere
@@ -205,7 +206,7 @@ def test_one_rank_shares_with_nobody(rank, world_size, kind):
 def test_the_guard_can_be_turned_off(rank, world_size):
     model = sw.wrap(Mlp(), zero=3, write_guard=None)
     assert "write_guard" not in sw.describe()["models"][-1]
-    assert model._engine.made[0].access.write_guard is None
+    assert internals.replica(model).access.write_guard is None
     sw.wrap(Mlp(), zero=1, write_guard=None)
     sw.wrap(Mlp(), zero=3, share_parameters=False, write_guard=None)
     model = sw.wrap(Mlp(), zero=3)

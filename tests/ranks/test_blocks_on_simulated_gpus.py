@@ -23,9 +23,9 @@ from compressed_on_gpus import (
     steps,
 )
 from harness import LONG
+from internals import VARIABLE
 from models import Heads, Layers, Mlp
 from peer import PEER, batch
-from shardwright.backend.transport import VARIABLE
 from simulated_gpus import POLICIES, SimulatedGpus, run, stats, sw
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")

@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from unittest import mock
 
+import internals
 import pytest
 import torch
 from checkpoint_subjects import EveryKind, Small, assert_same_state, build, digest_of, state_of, train
@@ -16,8 +17,7 @@ from test_checkpoint_bytes_do_not_depend_on_the_ranks import shared_folder
 from torch import nn
 
 if PEER != "torch":
-    from shardwright.checkpoint import inventory
-    from shardwright.checkpoint.peers import Peers
+    from internals import Peers, inventory
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="shardwright's checkpoints")
 QUICK_FORM_IS_THE_LARGEST_WORLD = True
@@ -307,7 +307,7 @@ def test_an_average_beside_fsdp2_s_parameters_is_written_and_read_in_parts(rank,
         written = gather(checkpoints.progress["bytes_total"])
     expected = {name: value.full_tensor() for name, value in user["average"].items()}
     if rank == 0:
-        header, entries = sw._engine.CheckpointFolder(f"{folder}/step-000002").tensors("state.safetensors")
+        header, entries = internals._engine.CheckpointFolder(f"{folder}/step-000002").tensors("state.safetensors")
         shapes = {name: shape for name, _, shape, _, _ in entries}
         assert shapes["user_state.table"] == (6,)  # rank 0's
         assert {n: tuple(t.shape) for n, t in expected.items()} == {

@@ -8,6 +8,7 @@ import re
 import resource
 import shutil
 
+import internals
 import pytest
 import torch
 from checkpoint_subjects import EveryKind, Small, assert_same_state, build, files_of, state_of, train
@@ -106,7 +107,7 @@ def test_any_damage_to_any_file_sends_all_ranks_to_the_older_checkpoint(rank, wo
 
 @on_every_rank(at_least=3)
 def test_one_ranks_bad_block_rejects_the_folder_for_all(rank, world_size):
-    from shardwright.checkpoint.restore import agreeing
+    from internals import agreeing
 
     folder = shared_folder(rank)
     model, optimizer = build(Small)
@@ -296,12 +297,12 @@ def test_refusals_at_the_door(rank, world_size):
 
 def checksum(data):
     memory = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    return sw._engine.crc32c(memory.data_ptr(), len(data))
+    return internals._engine.crc32c(memory.data_ptr(), len(data))
 
 
 @on_every_rank()
 def test_another_process_that_writes_to_the_directory_is_named(rank, world_size):
-    from shardwright.checkpoint.folder.retention import DirectoryLock
+    from internals import DirectoryLock
 
     folder = shared_folder(rank)
     model, _ = build(Small)

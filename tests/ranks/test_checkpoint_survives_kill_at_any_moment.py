@@ -136,7 +136,7 @@ def ends_beside_a_killed_rank(rank, world_size, folder, call, zero, victim):
     model, optimizer = (module, inner) if zero is None else sw.wrap(module, inner, zero=zero, timeout_s=600.0)
     stamp = os.path.join(folder, "killed")
     if rank == victim:
-        from shardwright._engine import CheckpointSaver
+        from internals import CheckpointSaver
 
         begin = CheckpointSaver.begin
 

@@ -10,6 +10,7 @@ import os
 import shutil
 from unittest import mock
 
+import internals
 import pytest
 import torch
 from checkpoint_subjects import Small, assert_same_state, build, state_of, train
@@ -20,8 +21,7 @@ from test_checkpoint_damage_is_seen_by_all import agreed, checksum
 from torch.optim.swa_utils import AveragedModel
 
 if PEER != "torch":
-    from shardwright.checkpoint.peers import os_error
-    from shardwright.checkpoint.restore import agreeing, applying, filling, fitting
+    from internals import agreeing, applying, filling, fitting, os_error
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="shardwright's checkpoints")
 
@@ -170,7 +170,7 @@ def test_a_tensor_that_claims_to_be_a_smaller_complex_one_is_refused(rank, world
 
 @on_every_rank()
 def test_generators_of_more_gpus_than_there_are_here(rank, world_size):
-    from shardwright.checkpoint.state import content
+    from internals import content
 
     given = []
     with pytest.MonkeyPatch.context() as patch:
@@ -186,8 +186,7 @@ def test_generators_of_more_gpus_than_there_are_here(rank, world_size):
 
 @on_every_rank()
 def test_a_lock_that_fails_is_not_called_another_writer(rank, world_size):
-    from shardwright.checkpoint.folder import retention
-    from shardwright.checkpoint.peers import os_error
+    from internals import os_error, retention
 
     def refuse(_, path):
         raise os_error(f"'{path}' cannot be locked: {os.strerror(errno.EIO)}", errno.EIO)
@@ -245,7 +244,7 @@ def test_a_save_that_one_rank_cannot_begin_is_heard_by_all_at_once(rank, world_s
 
 @on_every_rank(deadline_s=60)
 def test_a_rank_that_cannot_describe_what_it_holds_leaves_no_rank_waiting(rank, world_size):
-    from shardwright.checkpoint import inventory
+    from internals import inventory
 
     def refuse(*_):
         raise MemoryError("no memory to describe the state")
@@ -588,4 +587,4 @@ def test_copies_and_retired_wrappers_in_user_state_are_saved(rank, world_size, z
                 each.zero_()
         assert checkpoints.restore() == 1
     assert all(torch.equal(each, value) for each, value in zip(copies, expected, strict=True))
-    assert not state["copy"]._engine.made and kept is not None
+    assert not internals.engine_of(state["copy"]).made and kept is not None

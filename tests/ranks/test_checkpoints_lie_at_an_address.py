@@ -26,7 +26,7 @@ def trained(seed, rank):
 
 @on_every_rank(at_least=2)
 def test_all_ranks_save_to_an_address_and_restore_from_it(rank, world_size):
-    from shardwright.checkpoint.remote import mirror as mirrors
+    from internals import mirror as mirrors
 
     mirrors._PAUSES_S = (0.01,)
     folder = shared_folder(rank)

@@ -12,15 +12,14 @@ import os
 from typing import Any
 from unittest import mock
 
+import internals
 import pytest
 import test_offloaded_state_has_the_same_bits as offloaded
 import torch
 from harness import gather, in_turn
+from internals import Content, Filler, Sliced
 from models import Mlp
 from peer import PEER
-from shardwright.checkpoint.restore.filling import Filler
-from shardwright.checkpoint.slices import Sliced
-from shardwright.checkpoint.state.content import Content
 from simulated_gpus import POLICIES, SimulatedGpus, run, sw
 from test_checkpoint_bytes_do_not_depend_on_the_ranks import manifest_entries, shared_folder
 from test_stages_on_simulated_gpus import OnGpu, some
@@ -145,12 +144,12 @@ def quiet(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     with checkpointer(shared_folder(rank), model, optimizer) as checkpoints:
         for step in range(3):
             go_on(model, optimizer, rank, range(step, step + 1))
-            before = model._engine.replica.reducer.stats()["host_waits"]
+            before = internals.reducer(model).stats()["host_waits"]
             with mock.patch.object(gpus, "synchronize", wraps=gpus.synchronize) as synchronized:
                 checkpoints.save(step)
             # ranks compare their buffers: those come down together
             assert synchronized.call_count == (world_size > 1)
-            assert model._engine.replica.reducer.stats()["host_waits"] == before
+            assert internals.reducer(model).stats()["host_waits"] == before
         assert checkpoints._writer._staging.stats()["pinned_bytes"] == 3 << 20
 
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import LONG, gather, on_every_rank
+from internals import process_group
 from models import Fragile, Heads, Mlp
 from oracle.data_parallel import NaiveDataParallel
 from oracle.fold import bits_equal
 from peer import PEER, batch, sw
-from shardwright.comm import process_group
 from test_every_stage_has_the_same_bits import PRIVATE, stage
 from test_hosts_fold_in_two_steps import hosts_of, on_hosts
 from torch import nn

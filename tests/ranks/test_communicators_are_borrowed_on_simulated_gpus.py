@@ -12,14 +12,15 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+import internals
 import pytest
 import torch
 from harness import gather
+from internals import VARIABLE
+from internals import cuda as sw_device
 from models import Mlp
 from oracle.fold import bits_equal
 from peer import PEER, batch
-from shardwright.backend.transport import VARIABLE
-from shardwright.torch_compat import cuda as sw_device
 from simulated_gpus import POLICIES, SimulatedGpus, run, stats, sw
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
@@ -215,8 +216,8 @@ def means_nccl(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     with lending(gpus, rank, world_size) as backend, pytest.MonkeyPatch.context() as patch:
         patch.setenv("SIM_BUS", "7")
         _, model, _ = training(gpus, {"communicator": "borrow"})
-        assert model._engine.replica.reducer.transport == "nccl"
-        assert "NCCL 2.21.0, torch's communicator; kernels" in model._engine.replica.reducer.transport_reason
+        assert internals.reducer(model).transport == "nccl"
+        assert "NCCL 2.21.0, torch's communicator; kernels" in internals.reducer(model).transport_reason
         gpus._close_groups()
         patch.setenv(VARIABLE, "shm")
         with pytest.raises(NotImplementedError, match="needs NCCL, but SHARDWRIGHT_GPU_TRANSPORT=shm asks") as caught:
@@ -248,7 +249,7 @@ def with_batch_norm(gpus: SimulatedGpus, rank: int, world_size: int, kind: type[
             sw.wrap(alone, communicator="borrow")
         norm[1][0].process_group = object()  # type: ignore[assignment]
         model = sw.wrap(gpus.adopt_module(norm), communicator="borrow")
-        assert model._engine.replica.link.borrows
+        assert internals.link(model).borrows
 
 
 def test_a_communicator_of_others_is_refused(teams: Any, world_size: int, paths: dict[str, str]) -> None:

@@ -11,13 +11,14 @@ import re
 import signal
 import time
 
+import internals
 import pytest
 import torch
 import torch.distributed as dist
 from harness import RanksFailed, gather
+from internals import process_group, wire
 from models import Mlp
 from peer import PEER, batch, data_parallel, engine
-from shardwright.comm import process_group, wire
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="torch's groups are torch's")
 
@@ -48,7 +49,7 @@ def is_made_anew(rank, world_size, end):
         group = dist.new_group() if end == "well" else None
         model = data_parallel(Mlp(), process_group=group, timeout_s=10)
         step(model, rank)
-        host_group = model._engine.replica.group
+        host_group = internals.replica(model).group
         assert host_group.host_count == 2
         if end == "well":
             host_group.close()
@@ -93,7 +94,7 @@ def loses_a_host_in_the_middle(rank, world_size, folder):
     """
     torch.manual_seed(0)
     model = data_parallel(torch.nn.Linear(3000, 3000), timeout_s=20)
-    group = model._engine.replica.group
+    group = internals.replica(model).group
     while True:
         model.zero_grad()
         live = gradient_bytes()

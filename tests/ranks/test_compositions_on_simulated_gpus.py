@@ -7,6 +7,7 @@ import contextlib
 from typing import Any
 
 import expert_subjects as experts
+import internals
 import model_parallel_subjects as tensors
 import pytest
 import test_experts_train_over_a_group_of_their_own as groups
@@ -15,9 +16,9 @@ import torch
 import torch.distributed.pipelining  # seconds: here once, and not on every rank
 import torch.distributed.tensor.parallel
 from harness import in_turn
+from internals import offload as device_offload
 from oracle.fold import bits_equal
 from peer import PEER
-from shardwright.optim import offload as device_offload
 from simulated_gpus import SimulatedGpus, meet, run, sw
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
@@ -48,7 +49,7 @@ class OnGpu:
 
     def wrap(self, module: Any, *arguments: Any, **options: Any) -> Any:
         made = sw.wrap(self._gpus.adopt_module(module), *arguments, **{"deterministic": True, **options})
-        self.places.update(each.link is not None for each in made[0]._engine.replicas)
+        self.places.update(each.link is not None for each in internals.replicas(made[0]))
         return made
 
 

@@ -10,16 +10,16 @@ import threading
 import time
 import weakref
 
+import internals
 import pytest
 import shardwright as sw
 import torch
 from harness import RanksFailed, gather, on_every_rank, same_everywhere
+from internals import comm_thread as bucket_thread
+from internals import host_backend, levels
 from models import Mlp
 from oracle.fold import bits_equal
 from peer import batch
-from shardwright.comm import levels
-from shardwright.gradients import comm_thread as bucket_thread
-from shardwright.parallel.backends import host_backend
 from test_hosts_compress_between_them import COMPRESSORS, hosts_of, on_hosts
 
 CAP = {"bucket_cap_mb": 0.001}
@@ -89,7 +89,7 @@ def train(rank, model, optimizer, steps=4, skips=lambda step: False):
 
 
 def early(model):
-    return model._engine.replica.stats()["buckets_early"]
+    return sw.stats(model)["models"][0]["buckets_early"]
 
 
 def wait_until(condition, within_s=5.0):
@@ -110,7 +110,7 @@ def test_the_bits_are_those_of_buckets_that_wait(rank, world_size, name, zero):
                 at_the_end(monkeypatch)
             model, optimizer = made(rank, "2+1", world_size, COMPRESSORS[name], zero=zero)
         after.append(train(rank, model, optimizer))
-        sent.append(model._engine.replica.stats())
+        sent.append(sw.stats(model)["models"][0])
         state = model.compression_state
         assert state is None or state.iter == 4
     assert sent[0]["buckets_early"] == 0 and sent[1]["buckets_early"] == 9  # three in each of three rounds
@@ -200,7 +200,7 @@ def test_a_backward_that_raises_leaves_all_ranks_in_step(rank, world_size, name,
     after = train(rank, model, optimizer, steps=3)
     assert same_everywhere([*after])
     assert all(bool(p.isfinite().all()) for p in after)
-    assert len(model._engine.replica.stats()["bucket_wire_bytes"]) == 2 + in_flight
+    assert len(sw.stats(model)["models"][0]["bucket_wire_bytes"]) == 2 + in_flight
     state = model.compression_state
     assert same_everywhere(state and state.iter)  # the abandoned round counts if its last bucket was exchanged
 
@@ -249,7 +249,7 @@ def test_leased_communicators_are_reused(rank, world_size):
         for model in both:
             for step in range(2):
                 model(batch(rank, 8, 7, step=step)).square().mean().backward()
-        host_group = both[0]._engine.replica.group
+        host_group = internals.replica(both[0]).group
         assert count() == 2 and len(levels._joined[host_group]) == 3  # exchanges without a thread share one
         ended = [weakref.ref(model) for model in both]
         del both, model
@@ -303,7 +303,7 @@ def dies(rank, world_size, where):
     if rank == victim:
         then = kill if where == "backward" else None
         if where == "exchange":
-            model._engine.replica.compression[1]._all_gather = kill
+            internals.replica(model).compression[1]._all_gather = kill
     loss = model(batch(rank, 8, 7, step=2), False, then).square().mean()
     start_s = time.monotonic()
     try:

@@ -4,6 +4,7 @@ on gathered gradients. They send no whole result, so they send half the bytes.
 
 import math
 
+import internals
 import pytest
 import torch
 from harness import gather, on_every_rank, same_everywhere
@@ -68,7 +69,7 @@ def test_every_stage_trains_with_the_same_bits(rank, world_size, name, cap):
 
 def owners_of(wrapped, index, world_size):
     """Return the owner of each element of a parameter."""
-    reducer = wrapped._engine.replica.reducer
+    reducer = internals.reducer(wrapped)
     bucket, begin, numel = reducer.place(index)
     width = reducer.bucket_shape(bucket)[1] // world_size
     return [(begin + element) // width for element in range(numel)]

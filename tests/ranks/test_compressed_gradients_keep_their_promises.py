@@ -18,8 +18,7 @@ pytestmark = pytest.mark.skipif(PEER == "torch", reason="torch has none of it, o
 QUICK_FORM_IS_THE_LARGEST_WORLD = True
 
 if PEER != "torch":
-    from shardwright.comm import process_group
-    from shardwright.comm.levels import levels_of
+    from internals import levels_of, process_group
     from shardwright.hooks import (
         BlockState,
         PowerSGDState,

@@ -13,9 +13,9 @@ import test_compressed_gradients_at_every_stage as at_every_stage
 import torch
 from compressed_on_gpus import Trained, running_out_of_the_mean, steps
 from harness import LONG, gather, in_turn
+from internals import auto_compression
 from models import Mlp
 from peer import PEER, batch
-from shardwright.parallel import auto_compression
 from simulated_gpus import POLICIES, SimulatedGpus, run, sw
 from torch.distributed.device_mesh import DeviceMesh
 

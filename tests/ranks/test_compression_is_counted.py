@@ -4,6 +4,7 @@ the second step it allocates nothing.
 
 import itertools
 
+import internals
 import pytest
 import torch
 from harness import on_every_rank
@@ -48,7 +49,7 @@ def test_steps_and_buckets_add_up(rank, world_size, zero, text):
         step(model, rank, number)
         row = counts()
         assert row["step_wire_bytes"] == sum(row["bucket_wire_bytes"])
-        assert len(row["bucket_wire_bytes"]) == model._engine.replica.reducer.bucket_count
+        assert len(row["bucket_wire_bytes"]) == internals.reducer(model).bucket_count
         seen.append(row["wire_bytes"])
         steps.append(row["step_wire_bytes"])
     assert seen == [*itertools.accumulate(steps)]
@@ -76,7 +77,7 @@ def test_bytes_are_those_of_the_format(rank, world_size):
 def test_nothing_is_allocated_after_the_second_step(rank, world_size, zero, text):
     model = wrapped(zero, text)
     runner_calls = []
-    replica = model._engine.replica
+    replica = internals.replica(model)
     hook, state = model._comm_hooks[0]
     runner = replica.hook_runner(state, hook, is_ours=True)
 

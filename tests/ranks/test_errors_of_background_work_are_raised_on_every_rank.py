@@ -9,8 +9,8 @@ import time
 import pytest
 import torch
 from harness import gather, on_every_rank
+from internals import BucketThread
 from peer import PEER, batch, engine, sw
-from shardwright.gradients.comm_thread import BucketThread
 from torch import nn
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")

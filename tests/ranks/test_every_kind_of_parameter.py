@@ -8,6 +8,7 @@ import warnings
 import pytest
 import torch
 from harness import gather, on_every_rank, same_everywhere
+from internals import views
 from models import Mlp
 from oracle.data_parallel import NaiveDataParallel
 from peer import (
@@ -22,7 +23,6 @@ from peer import (
     pair,
     zero_grad,
 )
-from shardwright.layout import views
 from torch import nn
 
 both_caps = pytest.mark.parametrize("cap", [0.001, 25])

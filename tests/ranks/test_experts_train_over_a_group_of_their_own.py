@@ -5,14 +5,14 @@ import os
 from pathlib import Path
 from types import SimpleNamespace
 
+import internals
 import pytest
 import torch
 from expert_subjects import STEPS, backward, build, distributed, mesh_of, optimizer_of, oracle, train, wrapped
 from harness import LONG, gather, in_turn, on_every_rank, same_everywhere
+from internals import engine_of, whole_tensor
 from oracle.fold import bits_equal
 from peer import PEER, sw
-from shardwright.layout.local_parameters import whole_tensor
-from shardwright.parallel.engine import engine_of
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
@@ -67,7 +67,7 @@ def test_a_checkpoint_has_the_same_bytes_over_any_ranks_and_loads_there(rank, wo
                 for key, value in state.items():
                     assert torch.allclose(kept[1][at][key], value, rtol=0, atol=1e-6), (at, key)
         elif stage == 0:
-            first = any(engine.group.rank == 0 for engine in model._engine.replicas)
+            first = any(engine.group.rank == 0 for engine in internals.replicas(model))
             sw.load_full_state_dict(model, kept[0] if first else None)
             whole = sw.full_optimizer_state_dict(model, optimizer)
             sw.load_full_optimizer_state_dict(model, optimizer, {**whole, "state": kept[1]})
@@ -354,8 +354,8 @@ def test_what_is_asked_of_the_wrapper_is_asked_of_all_its_engines(rank, world_si
         assert_equal(sw.full_state_dict(model), doubled)
 
     with sw.Checkpointer(os.environ["SW_TEST_FOLDER"], model, optimizer, snapshot="lazy"):
-        assert [len(each.access._before_writes) for each in model._engine.replicas] == [1, 1]
-    engines = model._engine.replicas
+        assert [len(each.access._before_writes) for each in internals.replicas(model)] == [1, 1]
+    engines = internals.replicas(model)
     model.reducer._remove_autograd_hooks()
     assert all(each.retired for each in engines)
 
@@ -397,7 +397,7 @@ def test_a_deepspeed_engine_takes_all_its_engines_off(rank, world_size):
     config["shardwright"] = {"groups": {"layers.*.experts": mesh["dp_mod_ep"]}, "share_parameters": False}
     model = distributed(mesh)
     engine, *_ = sw.deepspeed.initialize(model=model, optimizer=optimizer_of(model), config=config)
-    engines, expected = engine.wrapped._engine.replicas, sw.full_state_dict(engine.wrapped)
+    engines, expected = internals.replicas(engine.wrapped), sw.full_state_dict(engine.wrapped)
     engine.destroy()
     assert len(engines) == 2 and all(each.retired for each in engines)
     model.cpu()  # swaps DTensors

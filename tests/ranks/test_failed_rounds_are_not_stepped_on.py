@@ -5,6 +5,7 @@ rank waits for one that steps instead of running its next forward.
 import gc
 import time
 
+import internals
 import pytest
 import torch
 import torch.nn as nn
@@ -134,7 +135,7 @@ def test_a_hook_that_fails_as_a_round_is_abandoned_keeps_no_error_alive(rank, wo
         if is_early and rank == 0:
             raise ZeroDivisionError("the hook's own")
 
-    model._engine.replica.reducer.set_bucket_callback(average, lambda: None)
+    internals.reducer(model).set_bucket_callback(average, lambda: None)
     if rank == 0:  # its upper layer waits for the end of the backward
         for p in model.module.upper.parameters():
             p.register_post_accumulate_grad_hook(lambda _: None)

@@ -19,15 +19,15 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
+import internals
 import pytest
 import test_modules_on_simulated_gpus as modules
 import torch
 from harness import at_least_two, gather, in_turn
+from internals import cuda as sw_device
+from internals import cuda_backend, process_group
 from models import Heads, Mlp
 from peer import PEER, batch
-from shardwright.comm import process_group
-from shardwright.parallel.backends import cuda_backend
-from shardwright.torch_compat import cuda as sw_device
 from simulated_gpus import SimulatedGpus, run, simulate, sw
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
@@ -91,7 +91,7 @@ def failing_call(gpus: SimulatedGpus, rank: int, world_size: int, call: str) -> 
         if rank == 1:
             gpus.fail_next(call, 3)
             backward(wrapped, rank)
-        wrapped._engine.replica.link.host.barrier("what hosts do")
+        internals.link(wrapped).host.barrier("what hosts do")
     assert gpus.failed_call() == (call if rank == 1 else "")
     said = gather(str(caught.value))
     assert all(text == said[1] for text in said), said
@@ -109,7 +109,7 @@ def test_a_failure_that_is_seen_beside_a_hosts_exchange_ends_that(
 def seen_beside(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     """The thread that watches rank 1's GPU raises the fault, while the program's thread waits for rank 0."""
     gpus.watch()
-    host = wrapped_mlp(gpus)._engine.replica.link.host
+    host = internals.link(wrapped_mlp(gpus)).host
     gather(None)
     if rank == 1:
         gpus.fail_next("ncclCommGetAsyncError", 3)
@@ -133,7 +133,7 @@ def test_what_nccl_takes_for_a_peers_failure_is_told_in_that_peers_words(
 
 def a_peers_words(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     wrapped = wrapped_mlp(gpus)
-    comm = wrapped._engine.replica.link.comm
+    comm = internals.link(wrapped).comm
     gather(None)
     with pytest.raises(sw.Error, match=f"NCCL on rank 1 of {world_size}: send of a slice failed"):
         if rank == 1:
@@ -204,7 +204,7 @@ def test_a_rank_that_is_killed_as_communicators_end_holds_nobody_up(
 def killed_at_the_end(gpus: SimulatedGpus, rank: int, world_size: int, end: str) -> None:
     """No thread watches the GPUs here, so a thread that closes or drops must wait itself."""
     wrapped = wrapped_mlp(gpus)
-    link = wrapped._engine.replica.link
+    link = internals.link(wrapped)
     backward(wrapped, rank)
     gpus.synchronize()
     gather(None)
@@ -214,7 +214,7 @@ def killed_at_the_end(gpus: SimulatedGpus, rank: int, world_size: int, end: str)
     backward(wrapped, rank)
     with soon():
         if end == "drop":
-            gone = weakref.ref(wrapped._engine.replica.reducer)
+            gone = weakref.ref(internals.reducer(wrapped))
             del wrapped
             gc.collect()
             assert gone() is None and not link.comm.is_alive
@@ -237,7 +237,7 @@ def slow_end(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     backward(model, rank)
     optimizer.step()
     gpus.synchronize()
-    group = model._engine.replica.group
+    group = internals.replica(model).group
     assert len(group.links) == 2
     gather(None)
     with logged() as lines:
@@ -268,7 +268,7 @@ def test_an_interrupt_ends_a_wait_for_peers(
 
 def interrupted(gpus: SimulatedGpus, rank: int, world_size: int, where: str) -> None:
     wrapped = sw.wrap(gpus.adopt_module(Heads()))
-    link = wrapped._engine.replica.link
+    link = internals.link(wrapped)
     gather(None)
     if rank == 0:
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -299,7 +299,7 @@ def test_a_call_of_the_driver_that_does_not_return_holds_up_nobody_else(
 def slow_call(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     """The watching thread holds the communicator for a while; a thread that needs it waits."""
     wrapped = wrapped_mlp(gpus)
-    comm = wrapped._engine.replica.link.comm
+    comm = internals.link(wrapped).comm
     backward(wrapped, rank)
     gpus.slow_next("cuEventQuery", 1.0)
     watcher = threading.Thread(target=comm.watch)
@@ -309,7 +309,7 @@ def slow_call(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
         time.sleep(0.005)
         longest_s, last = max(longest_s, time.monotonic() - last), time.monotonic()
     assert watcher.is_alive() and longest_s < 0.5, longest_s
-    wrapped._engine.replica.link.broadcast([*wrapped.parameters()], 0)
+    internals.link(wrapped).broadcast([*wrapped.parameters()], 0)
     assert comm.is_alive
     comm.close()
     watcher.join()

@@ -10,13 +10,13 @@ import io
 import logging
 from typing import Any
 
+import internals
 import pytest
 import torch
 from harness import LONG, in_turn
+from internals import ModuleHook, WaitGuard
 from oracle.fold import bits_equal
 from peer import PEER, batch
-from shardwright.parameters.read_guard import WaitGuard
-from shardwright.parameters.unshard_schedule import ModuleHook
 from simulated_gpus import SimulatedGpus, run, stats, sw
 from torch import nn
 
@@ -54,7 +54,7 @@ def step(wrapped: Any, optimizer: Any, rank: int, number: int) -> None:
 
 def pending(wrapped: Any) -> set[int]:
     """Return the groups for which no stream has waited yet."""
-    return set(wrapped._engine.replica.parameters()._buckets._gathers._pending)
+    return set(internals.replica(wrapped).parameters()._buckets._gathers._pending)
 
 
 #: what reads whole parameters behind a step, and gives them
@@ -177,7 +177,7 @@ def careless(gpus: SimulatedGpus, rank: int, world_size: int, without: str) -> N
             patch.setattr(WaitGuard, "raise_", lambda *_: None)
             patch.setattr(ModuleHook, "__call__", lambda *_: None)
         else:  # it steps twice on one gradient
-            patch.setattr(wrapped._engine.replica._storage, "settle", lambda: None)
+            patch.setattr(internals.replica(wrapped)._storage, "settle", lambda: None)
             wrapped(batch(rank, 6, 7)).backward()
             optimizer.step()
             optimizer.step()

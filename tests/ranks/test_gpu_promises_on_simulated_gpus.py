@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from gpu_promises import PROMISES, Place
+from internals import offload as device_offload
 from peer import PEER
-from shardwright.optim import offload as device_offload
 from simulated_gpus import POLICIES, SimulatedGpus, run
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")

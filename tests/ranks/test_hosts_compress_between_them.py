@@ -12,11 +12,11 @@ import shardwright as sw
 import torch
 import torch.distributed as dist
 from harness import gather, in_turn, on_every_rank, same_everywhere
+from internals import exchange, process_group
 from models import Mlp
 from oracle.compression import block_mean, half_mean
 from oracle.fold import bits_equal
 from peer import batch
-from shardwright.comm import exchange, process_group
 
 MAPS = {"2+1": [0, 0, 1], "1+2": [0, 1, 1], "1+1+1": [0, 1, 2], "crosswise": [0, 1, 0]}
 every_map = pytest.mark.parametrize("shape", MAPS)
@@ -142,7 +142,7 @@ def test_bytes_are_those_between_hosts(rank, world_size, shape):
     backward_once = lambda: model(torch.ones(2, 640)).sum().backward()  # noqa: E731
     backward_once()
     slice_numel = -(-(-(-640 * 63 // hosts)) // 64) * 64
-    assert model._engine.replica.stats()["step_wire_bytes"] == (2 * (hosts - 1) * slice_numel * 2 if is_first else 0)
+    assert sw.stats(model)["models"][0]["step_wire_bytes"] == (2 * (hosts - 1) * slice_numel * 2 if is_first else 0)
 
 
 @on_every_rank(at_least=3)
@@ -221,7 +221,7 @@ def test_two_hosts_swap_small_messages_with_the_same_bits(rank, world_size, name
                 optimizer.step()
                 optimizer.zero_grad()
         after.append([p.detach().clone() for p in model.parameters()])
-        sent.append(model._engine.replica.stats()["wire_bytes"])
+        sent.append(sw.stats(model)["models"][0]["wire_bytes"])
     assert sent[0] == sent[1]
     assert all(map(bits_equal, *after))
     assert same_everywhere([p.tolist() for p in after[0]])

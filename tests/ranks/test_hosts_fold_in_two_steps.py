@@ -12,10 +12,9 @@ import shardwright as sw
 import torch
 import torch.distributed as dist
 from harness import gather, on_every_rank, same_everywhere
+from internals import Line, find_hosts, process_group, wire
 from oracle.fold import bits_equal, fold
 from oracle.hosts import fold_over_hosts
-from shardwright.comm import process_group, wire
-from shardwright.comm.rendezvous import Line, find_hosts
 
 MAPS = {"2+1": [0, 0, 1], "1+2": [0, 1, 1], "1+1+1": [0, 1, 2], "crosswise": [0, 1, 0], "one host": [0, 0, 0]}
 every_map = pytest.mark.parametrize("shape", MAPS)

@@ -12,6 +12,7 @@ import resource
 import signal
 import time
 
+import internals
 import pytest
 import torch
 from harness import LONG, RanksFailed, gather
@@ -78,7 +79,7 @@ def forks_in_the_middle(rank, world_size):
     assert_averages(wrapped, batch(rank, 6, 7))
     for x in torch.utils.data.DataLoader(Squares(), batch_size=6, num_workers=2):
         assert_averages(wrapped, x + rank)
-    comm = wrapped._engine.replica.group.comm
+    comm = internals.comm(wrapped)
     for action in (comm.barrier, lambda: comm.all_gather_bytes(b"x"), lambda: backward(wrapped, batch(rank, 6, 7))):
         text = in_a_child(action)
         assert text.startswith("Error") and "fork" in text, text
@@ -99,9 +100,7 @@ def has_no_room(rank, world_size):
         with limited(resource.RLIMIT_FSIZE, room) if rank == 2 else contextlib.nullcontext():
             try:
                 wrapped = sw.wrap(model, timeout_s=10.0)
-                texts.append(
-                    f"{wrapped._engine.made[0].reducer.transport}: {wrapped._engine.made[0].reducer.transport_reason}"
-                )
+                texts.append(f"{internals.reducer(wrapped).transport}: {internals.reducer(wrapped).transport_reason}")
                 assert_averages(wrapped, batch(rank, 2, 600))
             except (engine.Error, MemoryError, OSError) as error:
                 texts.append(str(error))

@@ -17,10 +17,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from checkpoint_subjects import Small, build, digest_of, train, train_steps
 from harness import LONG, gather, in_turn, on_every_rank
+from internals import Peers, Writer, process_group
 from peer import PEER, sw
-from shardwright.checkpoint.peers import Peers
-from shardwright.checkpoint.writing import Writer
-from shardwright.comm import process_group
 from test_checkpoint_bytes_do_not_depend_on_the_ranks import shared_folder
 from test_checkpoint_bytes_do_not_depend_on_the_stage import Wide, digest_at_stage_0, fully_sharded, needs_fsdp2_on_cpus
 from test_hosts_fold_in_two_steps import hosts_of, on_hosts

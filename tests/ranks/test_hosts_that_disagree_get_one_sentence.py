@@ -51,7 +51,7 @@ def test_modules_that_differ_between_hosts_are_one_sentence(hosts, difference):
 
 
 def communicator():
-    from shardwright.comm.process_group import host_group
+    from internals import host_group
 
     return host_group(torch.distributed.group.WORLD, 10.0).comm
 

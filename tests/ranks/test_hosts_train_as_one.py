@@ -10,8 +10,8 @@ import pytest
 import shardwright as sw
 import torch
 import torch.distributed as dist
+from internals import process_group
 from oracle.fold import bits_equal
-from shardwright.comm import process_group
 
 STEPS = 6
 

@@ -9,7 +9,7 @@ import os
 import shardwright as sw
 import torch
 from harness import on_every_rank, same_everywhere
-from shardwright.comm import process_group
+from internals import process_group
 from test_hosts_fold_in_two_steps import hosts_of, on_hosts
 
 

@@ -9,11 +9,10 @@ import re
 import pytest
 import torch
 from harness import LONG, gather, in_turn, same_everywhere
+from internals import Slicing, process_group
 from models import Heads, Mlp
 from oracle.fold import bits_equal
 from peer import PEER, batch, sw
-from shardwright.comm import process_group
-from shardwright.layout.shard_mesh import Slicing
 from test_compressed_gradients_at_every_stage import NAMES as COMPRESSORS
 from test_compressed_gradients_at_every_stage import made as compressed
 from test_compressed_gradients_at_every_stage import train

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 
+import internals
 import pytest
 import torch
 import torch.distributed as dist
@@ -42,7 +43,7 @@ def test_memory_that_one_rank_could_not_map_is_not_taken_for_the_next(rank, worl
     module = torch.nn.Linear(4096, 4096, bias=False)  # 64 MiB
     with with_address_space(104 << 20) if rank == world_size - 1 else contextlib.nullcontext():
         wrapped = data_parallel(module, timeout_s=20.0)
-        reducer = wrapped._engine.made[0].reducer
+        reducer = internals.reducer(wrapped)
         assert reducer.transport == "staged" and f"rank {world_size - 1}" in reducer.transport_reason, (
             reducer.transport_reason
         )
@@ -105,7 +106,7 @@ class Poor:
 @pytest.mark.parametrize("poor", [0, 1, 2])
 @on_every_rank(at_least=3, spoils=True)
 def test_what_keeps_one_rank_from_joining_is_one_sentence_on_every_rank(rank, world_size, poor):
-    from shardwright.comm import process_group
+    from internals import process_group
 
     kept = process_group.HostComm
     process_group.HostComm = Poor if rank == poor else kept
@@ -182,7 +183,7 @@ print(seen)
 def fails_in_wrap(rank, folder):
     """A program whose rank 1 cannot join, which ends all its ranks."""
     import shardwright as sw
-    from shardwright.comm import process_group
+    from internals import process_group
 
     def refuse(*_, **__):
         raise MemoryError("no memory in this test")

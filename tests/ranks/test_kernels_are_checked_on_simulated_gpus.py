@@ -8,9 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from internals import _engine, _engine_check, cuda
 from peer import PEER
-from shardwright import _engine, _engine_check
-from shardwright.torch_compat import cuda
 from simulated_gpus import SimulatedGpus, run
 
 pytestmark = [

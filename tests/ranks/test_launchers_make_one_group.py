@@ -35,7 +35,7 @@ def variables(launcher, rank, world_size, local_rank, local_size, address):
 
 
 def joins(rank, world_size, launcher):
-    from shardwright.comm.process_group import resolve_group
+    from internals import resolve_group
 
     own = variables(
         launcher, rank, world_size, os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"], os.environ["MASTER_ADDR"]
@@ -58,7 +58,7 @@ def test_ranks_of_two_hosts_meet(hosts, launcher):
 
 
 def is_alone(rank, world_size, variables):
-    from shardwright.comm.process_group import resolve_group
+    from internals import resolve_group
 
     for name in TORCHRUNS:
         del os.environ[name]

@@ -8,6 +8,7 @@ import pathlib
 import subprocess
 import sys
 
+import internals
 import pytest
 import torch
 from harness import LONG, in_turn
@@ -309,7 +310,7 @@ def fit_experts(rank, world_size, folder):
 
     class Watch(subjects.pl.Callback):
         def on_train_start(self, trainer, module):
-            engines.extend(trainer.model._engine.replicas)
+            engines.extend(internals.replicas(trainer.model))
 
     strategy = {"zero": 3, "share_parameters": False, "groups": {"net.layers.*.experts": mesh["dp_mod_ep"]}}
     trainer, module, _ = subjects.fit(strategy, folder, Experts, epochs=1, callbacks=[Watch()])

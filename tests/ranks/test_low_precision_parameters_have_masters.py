@@ -16,7 +16,7 @@ from peer import PEER, batch, sw
 from torch import nn
 
 if PEER != "torch":
-    from shardwright.optim import master_weights
+    from internals import master_weights
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
 QUICK_FORM_IS_THE_LARGEST_WORLD = True

@@ -7,6 +7,7 @@ import ctypes
 import gc
 import sys
 
+import internals
 import pytest
 import torch
 from harness import LONG, gather, on_every_rank
@@ -79,12 +80,12 @@ def planned():
 @pytest.mark.parametrize("stage", STAGES)
 @on_every_rank(at_least=2)  # one rank alone has private pages, which the system joins with their neighbours
 def test_mapped_memory_is_the_plan_to_a_page(rank, world_size, stage):
-    from shardwright.layout.views import gradient_view
+    from internals import gradient_view
 
     torch.manual_seed(0)
     module = nn.Sequential(*(nn.Linear(301, 301) for _ in range(5)))
     model, _ = sw.wrap(module, sw.optim.AdamW(module.parameters()), bucket_cap_mb=0.5, **STAGES[stage])
-    plan, replica = planned(), model._engine.replica
+    plan, replica = planned(), internals.replica(model)
     memory = gradient_view(replica.layout_of(0), replica.reducer, 0)
     held = mapping_bytes(memory.data_ptr()) // world_size  # an arena is one mapping with every rank's part
     if STAGES[stage]["zero"] >= 2:  # and private pages for this rank's slices of the means
@@ -201,7 +202,7 @@ def test_all_of_it_is_the_plan_and_the_activations_to_10_percent(fresh_ranks, wo
 @on_every_rank()
 def test_populated_parameters_are_there_before_anybody_writes(rank, world_size):
     """Return the pages of a rank's own part of an arena."""
-    from shardwright.comm.process_group import host_group
+    from internals import host_group
 
     arena = host_group(torch.distributed.group.WORLD, 20).comm.arena(64 * PAGE, "an arena")
     present = (ctypes.c_ubyte * 64)()

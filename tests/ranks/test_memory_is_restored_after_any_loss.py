@@ -15,9 +15,8 @@ import zlib
 import pytest
 import torch
 from harness import LONG, gather
+from internals import client, process_group
 from peer import PEER, batch, sw
-from shardwright.checkpoint.memory import client
-from shardwright.comm import process_group
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="shardwright's checkpoints")
 TO_DISK = 5

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+import internals
 import pytest
 import torch
 from models import Mlp
@@ -44,7 +45,7 @@ def trained(
             gpus.synchronize()
             sent = gpus.sent_across() - before
             losses.append(loss.detach())
-    reducer = model._engine.replica.reducer
+    reducer = internals.reducer(model)
     size = sum(4 * reducer.bucket_shape(bucket)[1] for bucket in range(reducer.bucket_count))
     return [*losses, *(value.clone() for value in sw.full_state_dict(model).values())], sent, size
 

@@ -14,17 +14,16 @@ import sys
 import time
 from typing import Any
 
+import internals
 import pytest
 import torch
 import torch.distributed as dist
 from harness import DEADLINE_S, LONG, at_least_two, gather, same_everywhere
+from internals import VARIABLE, device_link, host_group
+from internals import cuda as sw_device
 from models import Fragile, Heads, Mlp
 from oracle.data_parallel import NaiveDataParallel
 from peer import PEER, assert_same_parameters, batch, compare_step, pair, zero_grad
-from shardwright.backend.device_link import device_link
-from shardwright.backend.transport import VARIABLE
-from shardwright.comm.process_group import host_group
-from shardwright.torch_compat import cuda as sw_device
 from shardwright_tools.doctor.bench import make_round
 from simulated_gpus import POLICIES, SimulatedGpus, keep_promise, run, simulate, stats, sw
 
@@ -58,7 +57,7 @@ def test_an_mlp_trains_with_the_oracles_bits(teams: Any, world_size: int, paths:
 
 def mlp(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     wrapped, naive = on_gpu(gpus, Mlp, bucket_cap_mb=0.001)
-    assert wrapped._engine.replica.reducer.transport == os.environ[VARIABLE]
+    assert internals.reducer(wrapped).transport == os.environ[VARIABLE]
     train(rank, wrapped, naive)
     counts = stats(wrapped)
     assert counts["buckets_early"] > 0, counts
@@ -255,7 +254,7 @@ def test_streams_of_the_users_own_are_followed(teams: Any, world_size: int, path
 def stream_scene(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     """The optimizer runs on another stream than the backward; the user orders the two as torch requires."""
     wrapped, naive = on_gpu(gpus, Mlp, bucket_cap_mb=0.001)
-    comm = wrapped._engine.replica.link.comm
+    comm = internals.link(wrapped).comm
     backwards = gpus.stream
     optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in (wrapped.module, naive.module)]
     for step in range(3):
@@ -296,7 +295,7 @@ def two_streams(gpus: SimulatedGpus, rank: int, world_size: int, elsewhere: bool
     back.
     """
     wrapped, naive = on_gpu(gpus, Hopping)
-    comm = wrapped._engine.replica.link.comm
+    comm = internals.link(wrapped).comm
     home = gpus.stream
     with gpus.other_stream() as side:
         pass
@@ -460,7 +459,7 @@ def nccls_deadline(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     wrapped = sw.wrap(gpus.adopt_module(Mlp()))
     gpus.fail_next("ncclCommGetAsyncError", 8)
     with pytest.raises(sw.CommTimeoutError, match=r"\(8\)"):
-        wrapped._engine.replica.link.comm.watch()
+        internals.link(wrapped).comm.watch()
 
 
 @at_least_two
@@ -539,7 +538,7 @@ def killed_beside_a_gather(gpus: SimulatedGpus, rank: int, world_size: int) -> N
     """
     gpus.watch()
     wrapped = sw.wrap(gpus.adopt_module(Heads()), zero=3)
-    links = list(wrapped._engine.replica.group.links.values())
+    links = list(internals.replica(wrapped).group.links.values())
     means, gathered = gpus.adopt(torch.ones(4)), gpus.adopt(torch.ones(4))
     wrapped(batch(rank, 6, 7), "left right").backward()
     gpus.synchronize()

@@ -13,9 +13,9 @@ import pytest
 import test_offloaded_state_has_the_same_bits as offloaded
 import torch
 from harness import at_least_two, gather, in_turn, same_everywhere
+from internals import offload as state_offload
 from models import Mlp
 from peer import PEER, batch
-from shardwright.optim import offload as state_offload
 from simulated_gpus import POLICIES, SimulatedGpus, run, stats, sw
 from test_stages_on_simulated_gpus import LONG, OnGpu, some
 from torch import nn

@@ -96,7 +96,7 @@ def assert_same(found, expected, what):
 
 def small_buffers():
     """Force several batches in a step of a small model."""
-    from shardwright.optim import offload
+    from internals import offload
 
     offload.BUFFER_BYTES = 64 << 10
 
@@ -221,7 +221,7 @@ class Wide(nn.Module):
 
 
 def within_a_limit(rank, world_size, folder, saves):
-    from shardwright.optim import offload
+    from internals import offload
 
     offload.BUFFER_BYTES = 1 << 20
     ctypes.CDLL(None).mallopt(

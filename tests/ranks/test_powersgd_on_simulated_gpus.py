@@ -24,12 +24,10 @@ from compressed_on_gpus import (
     steps,
 )
 from harness import LONG, gather, in_turn
+from internals import VARIABLE, DevicePowerSGDState, PowerSGDState
 from models import Heads, Layers, Mlp
 from oracle.fold import bits_equal
 from peer import PEER, batch
-from shardwright.backend.transport import VARIABLE
-from shardwright.compress.device_powersgd import DevicePowerSGDState
-from shardwright.compress.powersgd import PowerSGDState
 from simulated_gpus import POLICIES, SimulatedGpus, run, stats, sw
 from test_checkpoint_bytes_do_not_depend_on_the_ranks import shared_folder
 

@@ -12,10 +12,8 @@ from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
+from internals import Line, Rendezvous, children, internals, rendezvous, wire
 from peer import PEER, engine
-from shardwright.comm import rendezvous, wire
-from shardwright.comm.rendezvous import Line, Rendezvous, children
-from shardwright.torch_compat import internals
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="about the engine's way to join")
 

@@ -39,7 +39,7 @@ class Reads:
     values are read."""
 
     def __init__(self):
-        from shardwright.checkpoint.restore import filling
+        from internals import filling
 
         self._filler, self.direct, self.cached = filling.Filler, 0, 0
         self.turns = set()
@@ -111,7 +111,7 @@ def test_a_part_that_is_damaged_leaves_every_ranks_values(rank, world_size):
 
 @on_every_rank(at_least=3, deadline_s=90)
 def test_a_rank_that_cannot_read_its_part_after_the_verdict_stops_all(rank, world_size):
-    from shardwright.checkpoint.restore import filling
+    from internals import filling
 
     folder = shared_folder(rank)
     model, optimizer = build()

@@ -6,16 +6,17 @@ row always have.
 import copy
 import math
 
+import internals
 import pytest
 import torch
 import torch.distributed as dist
 from harness import LONG, gather, in_turn, same_everywhere
+from internals import process_group
 from models import Mlp
 from oracle.compression import block_mean, half_mean
 from oracle.data_parallel import NaiveDataParallel
 from oracle.fold import bits_equal, fold
 from peer import PEER, batch, sw
-from shardwright.comm import process_group
 from test_every_stage_has_the_same_bits import PRIVATE, stage
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -281,7 +282,7 @@ def outer_steps_that_fail(rank, world_size):
     mesh = mesh_of(world_size)
     for zero in STAGES[:3]:
         model, trainer = made(zero, mesh, every=1)
-        forks = model._engine.made[0].access.forks
+        forks = internals.replica(model).access.forks
         steps(model, trainer, rank, 0, 1)
         assert not forks._depth
         count = forks._own[0]

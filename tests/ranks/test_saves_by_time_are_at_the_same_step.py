@@ -24,7 +24,7 @@ def made():
 
 @on_every_rank()
 def test_all_ranks_save_at_the_step_that_rank_0_chooses(rank, world_size):
-    from shardwright.checkpoint import interval
+    from internals import interval
 
     clock = [1000.0 * rank]  # each rank has another clock, and another speed of it
     speed = 1.0 if rank == 0 else 0.1 * rank

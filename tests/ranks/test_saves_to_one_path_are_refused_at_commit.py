@@ -14,9 +14,10 @@ import pytest
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness import at_least_two, gather, on_every_rank
+from internals import dcp as torchs
+from internals import files
 from peer import PEER, sw
-from shardwright.checkpoint import StorageWriter, files
-from shardwright.checkpoint import dcp as torchs
+from shardwright.checkpoint import StorageWriter
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 

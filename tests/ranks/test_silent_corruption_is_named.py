@@ -7,13 +7,14 @@ import copy
 import os
 import tempfile
 
+import internals
 import pytest
 import torch
 from harness import gather, on_every_rank, same_everywhere
+from internals import is_finite
 from models import Mlp
 from oracle.fold import bits_equal
 from peer import PEER, batch, engine, sw
-from shardwright.parallel.agreement.replica_check import is_finite
 from torch import nn
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
@@ -66,7 +67,7 @@ def test_a_flipped_bit_is_named_before_the_next_checked_step(rank, world_size, s
         if options["zero"] == 0:
             step(model, optimizer, rank, 3)  # is not checked; at zero >= 1 it would publish the owner's value
         else:
-            model._engine.made[0].check._steps += 1
+            internals.replica(model).check._steps += 1
         with pytest.raises(
             engine.Error,
             match="the replicas of Mlp differ 4 steps after the start of these ranks: parameter '2.weight'",

@@ -12,10 +12,10 @@ import pytest
 import test_sliced_ranks_may_run_out_of_inputs as uneven
 import torch
 from harness import at_least_two, in_turn, same_everywhere
+from internals import live_replicas
+from internals import offload as device_offload
 from models import Heads, Mlp
 from peer import PEER
-from shardwright.optim import offload as device_offload
-from shardwright.parallel.replica import live_replicas
 from simulated_gpus import POLICIES, SimulatedGpus, run, sw
 from test_stages_on_simulated_gpus import LONG, OnGpu, some
 

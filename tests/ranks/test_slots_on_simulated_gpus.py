@@ -12,6 +12,7 @@ import subprocess
 import sys
 from typing import Any
 
+import internals
 import pytest
 import test_a_capture_is_refused_on_simulated_gpus as captures
 import test_blocks_on_simulated_gpus as blocks
@@ -25,12 +26,10 @@ import test_stages_on_simulated_gpus as stages
 import test_units_on_simulated_gpus as units
 import torch
 from harness import at_least_two, gather
+from internals import VARIABLE, choose_transport, host_group, slot_part_bytes
+from internals import transport as device_transport
 from models import Mlp
 from peer import PEER, batch
-from shardwright._engine import slot_part_bytes
-from shardwright.backend import transport as device_transport
-from shardwright.backend.transport import VARIABLE, choose_transport
-from shardwright.comm.process_group import host_group
 from simulated_gpus import POLICIES, SimulatedGpus, run, sw
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
@@ -158,7 +157,7 @@ def sharing(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SIM_BUS", "7")
         wrapped = sw.wrap(gpus.adopt_module(Mlp()))
-        reducer = wrapped._engine.replica.reducer
+        reducer = internals.reducer(wrapped)
         assert reducer.transport == "ipc"
         said = "slots in the GPUs' memory (ranks 0 and 1 share the GPU at 0000:07:00, which NCCL 2.21.0 refuses"
         assert said in reducer.transport_reason
@@ -178,8 +177,8 @@ def without_nccl(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
         if rank == 0:
             patch.setenv("SIM_NO_IPC", "1")  # so that of all ranks the slots are in the host's memory
         wrapped, naive = modules.on_gpu(gpus, Mlp, bucket_cap_mb=0.001)
-        assert wrapped._engine.replica.reducer.transport == "shm"
-        assert "is NCCL 2.13.5: 2.14 or newer" in wrapped._engine.replica.reducer.transport_reason
+        assert internals.reducer(wrapped).transport == "shm"
+        assert "is NCCL 2.13.5: 2.14 or newer" in internals.reducer(wrapped).transport_reason
         modules.train(rank, wrapped, naive)
 
 
@@ -230,7 +229,7 @@ def test_a_second_connection_is_refused_and_leaves_the_first(
 
 def connected_twice(gpus: SimulatedGpus, rank: int, world_size: int, way: str) -> None:
     wrapped, naive = modules.on_gpu(gpus, Mlp, bucket_cap_mb=0.001)
-    link = wrapped._engine.replica.link
+    link = internals.link(wrapped)
     size = device_transport.SLOT_BYTES
     arena = link.host.arena(slot_part_bytes(size), "other slots")
     with pytest.raises(sw.Error, match=f"connected already, as rank {rank} of {world_size}"):

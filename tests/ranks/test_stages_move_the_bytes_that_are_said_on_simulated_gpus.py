@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import internals
 import pytest
 import torch
 from peer import PEER, batch
@@ -40,7 +41,7 @@ def train(gpus: SimulatedGpus, rank: int, world_size: int, zero: int) -> list[fl
         optimizer.step()
         optimizer.zero_grad()
         sent, gathered = gpus.sent_bytes() - before, whole_bytes(wrapped) - gathered
-    reducer = wrapped._engine.replica.reducer
+    reducer = internals.reducer(wrapped)
     shapes = [reducer.bucket_shape(bucket) for bucket in range(reducer.bucket_count)]
     n = sum(numel * 4 for _, numel, _, _ in shapes)
     expected = {0: 2 * n, 1: 3 * n, 2: 2 * n, 3: n + gathered}[zero] * (world_size - 1) / world_size
@@ -51,4 +52,4 @@ def train(gpus: SimulatedGpus, rank: int, world_size: int, zero: int) -> list[fl
 
 def whole_bytes(wrapped: Any) -> int:
     """Return the bytes of whole units gathered so far."""
-    return int(wrapped._engine.replica.stats().get("gathered_bytes", 0))
+    return int(sw.stats(wrapped)["models"][0].get("gathered_bytes", 0))

@@ -14,14 +14,15 @@ import itertools
 import os
 from typing import Any
 
+import internals
 import pytest
 import test_every_stage_has_the_same_bits as stages
 import torch
 from harness import at_least_two, gather, in_turn, same_everywhere
+from internals import cuda as sw_device
 from models import Heads, Mlp
 from oracle.fold import bits_equal, fold
 from peer import PEER, batch
-from shardwright.torch_compat import cuda as sw_device
 from simulated_gpus import POLICIES, SimulatedGpus, run, stats, sw
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
@@ -416,10 +417,10 @@ def remade_ring(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     largest = max(range(4), key=lambda index: [*module.parameters()][index].numel())
     frozen = [*module.parameters()][largest].requires_grad_(False)
     wrapped, _ = sw.wrap(module, torch.optim.SGD(module.parameters(), lr=0.1), zero=2, bucket_cap_mb=0.0001)
-    reducer, home = wrapped._engine.replica.reducer, gpus.stream
+    reducer, home = internals.reducer(wrapped), gpus.stream
     loss = wrapped(batch(rank, 6, 7)).square().mean()
     with gpus.other_stream() as side:
-        wrapped._engine.replica.link.comm.follow(side, home)
+        internals.link(wrapped).comm.follow(side, home)
         loss.backward()
     frozen.requires_grad_()
     ring = [*reducer._ring]

@@ -7,6 +7,7 @@ Ranks of one machine are told their host. Separate hosts: test_stages_over_hosts
 
 import copy
 
+import internals
 import pytest
 import torch
 from harness import LONG, gather, in_turn, on_every_rank, same_everywhere
@@ -185,7 +186,7 @@ def test_what_travels_is_what_hosts_want(rank, world_size):
             model, optimizer = sw.wrap(
                 model, torch.optim.SGD(model.parameters(), lr=0.1), process_group=group, **stage(zero, {})
             )
-            comm = model._engine.replica.group.comm
+            comm = internals.comm(model)
             for step, on_top in enumerate([False, False, True]):
                 if not on_top:
                     optimizer.zero_grad()

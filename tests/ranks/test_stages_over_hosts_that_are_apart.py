@@ -12,7 +12,7 @@ import shardwright as sw
 import torch
 import torch.distributed as dist
 from harness import LONG
-from shardwright.comm import process_group, wire
+from internals import process_group, wire
 from test_a_dead_host_is_named import ends_in_order
 from test_every_stage_has_the_same_bits import PRIVATE, stage
 

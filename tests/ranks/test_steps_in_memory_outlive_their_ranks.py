@@ -24,10 +24,8 @@ import torch
 from checkpoint_subjects import Small, build, train_steps
 from harness import LONG, gather, on_every_rank
 from hosts import Lab
+from internals import Table, budget, client, process_group, restoring
 from peer import PEER, sw
-from shardwright.checkpoint.memory import budget, client, restoring
-from shardwright.checkpoint.memory.image import Table
-from shardwright.comm import process_group
 from test_checkpoint_bytes_do_not_depend_on_the_ranks import shared_folder
 from test_checkpoint_survives_kill_at_any_moment import fill, kill_at_random, training, values_of
 

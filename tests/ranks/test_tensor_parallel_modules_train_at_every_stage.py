@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness import LONG, gather, in_turn, on_every_rank, same_everywhere
+from internals import wrapping
 from model_parallel_subjects import (
     STEPS,
     build,
@@ -24,7 +25,6 @@ from model_parallel_subjects import (
 )
 from oracle.fold import bits_equal
 from peer import PEER, sw
-from shardwright import wrapping
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
 

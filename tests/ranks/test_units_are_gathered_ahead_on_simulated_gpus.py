@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from internals import engine_of
 from oracle.fold import bits_equal
 from peer import PEER, batch
-from shardwright.parallel.engine import engine_of
 from simulated_gpus import SimulatedGpus, run, stats, sw
 from torch import nn
 

@@ -8,6 +8,7 @@ import shutil
 import tempfile
 import weakref
 
+import internals
 import pytest
 import test_units_are_whole_only_while_they_run as units
 import torch
@@ -122,7 +123,7 @@ def bytes_of_ours(**stage):
     optimizer.zero_grad()
     before = sw.stats()["models"][-1].get("gathered_bytes", 0)
     watch = Watch(model)
-    storage = model._engine.made[0].parameters()
+    storage = internals.replica(model).parameters()
     narrow = (
         {each.data_ptr() for each in getattr(storage, "_narrow", {}).values()}
         if "share_parameters" not in stage
@@ -414,7 +415,7 @@ def test_a_wrapper_that_is_dropped_leaves_float32_parameters(rank, world_size):
         model, optimizer = wrap(**stage)
         units.steps(model, optimizer, rank, 1)
         module, expected = model.module, sw.full_state_dict(model)
-        storage = weakref.ref(model._engine.made[0].parameters())
+        storage = weakref.ref(internals.replica(model).parameters())
         gather(None)
         del model, optimizer
         assert storage() is None

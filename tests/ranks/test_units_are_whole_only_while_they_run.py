@@ -9,6 +9,7 @@ import pathlib
 import pickle
 import sys
 
+import internals
 import pytest
 import torch
 from harness import LONG, gather, on_every_rank, same_everywhere
@@ -468,7 +469,7 @@ def test_a_write_to_a_released_parameter_is_an_error_at_its_line_and_nothing_is_
             lambda: torch._foreach_mul_([torch.ones(2), weight], 2),
             lambda: torch.mul(torch.ones(2), 2, out=weight),
         ):
-            if model._engine.options.zero and rank == world_size - 1:
+            if internals.replica(model).zero and rank == world_size - 1:
                 with (
                     torch.no_grad(),
                     pytest.raises(engine.Error, match=r"parameter 'blocks\.1\.wide\.weight' is released"),

@@ -21,12 +21,10 @@ import test_units_are_gathered_in_their_compute_dtype as computed
 import test_units_are_whole_only_while_they_run as units
 import torch
 from harness import DEADLINE_S, LONG, at_least_two, gather, in_turn, same_everywhere
+from internals import UnitPlan, UnitSchedule, choose_places
 from models import Heads, Mlp
 from oracle.fold import bits_equal
 from peer import PEER, batch
-from shardwright.layout.param_groups import UnitPlan
-from shardwright.parameters.device_groups import choose_places
-from shardwright.parameters.unshard_schedule import UnitSchedule
 from simulated_gpus import POLICIES, SimulatedGpus, meet, run, stats, sw
 from test_stages_on_simulated_gpus import OnGpu, some
 from torch import nn

@@ -7,9 +7,9 @@ import time
 import pytest
 import torch
 from harness import gather, on_every_rank, same_everywhere
+from internals import ShardedGradient
 from models import Mlp
 from peer import PEER, batch, engine, sw
-from shardwright.gradients.sharded_gradient import ShardedGradient
 from torch import nn
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")

@@ -4,6 +4,7 @@ call that cannot work is one error on every rank.
 
 import copy
 
+import internals
 import pytest
 import torch
 from harness import gather, in_turn, on_every_rank, same_everywhere
@@ -138,7 +139,7 @@ def test_a_sliced_gradient_answers_norms_and_refuses_the_rest(rank, world_size, 
 @on_every_rank()
 def test_one_collective_gives_all_norms_of_a_round(rank, world_size, zero):
     model, _ = wrap(zero)
-    comm = model._engine.made[0].group.comm
+    comm = internals.comm(model)
     backward(model, rank)
     before = comm.stats()["all_gather"]
     first = nn.utils.clip_grad_norm_(model.parameters(), 1e9)

@@ -13,6 +13,7 @@ import threading
 import warnings
 import weakref
 
+import internals
 import pytest
 import torch
 import torch.distributed as dist
@@ -341,7 +342,7 @@ def test_a_profile_has_a_range_for_each_bucket_unit_and_broadcast(rank, world_si
     loss_of(wrapped, rank).backward()
     wrapped.zero_grad()
     ranges, threads, profile = profiled(lambda step: loss_of(wrapped, rank, step).backward(), steps=2)
-    replica = wrapped._engine.made[0]
+    replica = internals.replica(wrapped)
     buckets = replica.reducer.bucket_count
     kind = "reduce_scatter" if zero >= 2 else "all_reduce"
     assert buckets >= 2 and len(set(threads)) == 1
@@ -370,7 +371,7 @@ def test_a_profile_has_a_range_for_each_bucket_unit_and_broadcast(rank, world_si
         wrapped(torch.randn(3, 7))
     wrapped.zero_grad()
     loss_of(wrapped, rank).backward()  # without a profiler, nothing is traced
-    assert not wrapped._engine.made[0].rounds._is_traced
+    assert not internals.replica(wrapped).rounds._is_traced
 
 
 @on_every_rank()
@@ -379,10 +380,10 @@ def test_a_profile_has_the_ranges_of_hooks_on_every_thread(rank, world_size):
     wrapped.register_comm_hook(None, default_hooks.allreduce_hook)
     ranges, _, _ = profiled(lambda step: loss_of(wrapped, rank, step).backward())
     labels = [values["label"] for name, values in ranges if name == "comm_hook"]
-    assert labels == [f"allreduce_hook, bucket {i}" for i in range(wrapped._engine.made[0].reducer.bucket_count)]
+    assert labels == [f"allreduce_hook, bucket {i}" for i in range(internals.reducer(wrapped).bucket_count)]
 
     def work(step):  # as comm_thread.py does, over several hosts
-        runner = wrapped._engine.made[0].hook_runner(None, default_hooks.allreduce_hook, is_ours=False)
+        runner = internals.replica(wrapped).hook_runner(None, default_hooks.allreduce_hook, is_ours=False)
         thread = threading.Thread(target=lambda: runner(0, False, True))
         thread.start()
         thread.join()
@@ -501,7 +502,7 @@ def test_a_sharded_tensor_and_a_subclass_may_be_ignored(rank, world_size):
 @on_every_rank()
 def test_a_taken_wrapper_leaves_no_engine_and_raises_once_the_outer_one_has_ended(rank, world_size):
     inner = data_parallel(nn.Linear(7, 6), zero=1)
-    engine = weakref.ref(inner._engine.replica)
+    engine = weakref.ref(internals.replica(inner))
     outer = data_parallel(nn.Sequential(inner, nn.Linear(6, 2)), zero=1)
     outer(batch(rank, 6, 7)).sum().backward()
     assert engine() is None

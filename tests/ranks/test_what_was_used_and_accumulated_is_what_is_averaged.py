@@ -4,6 +4,7 @@ A contribution is `.grad` when the round closes: what stands plus what was accum
 parameter that no rank touched since the last synchronisation keeps its `.grad` bit for bit.
 """
 
+import internals
 import pytest
 import torch
 from harness import on_every_rank
@@ -195,7 +196,7 @@ def test_no_collective_is_added_for_what_is_unused_or_accumulated(rank, world_si
         return sum(c[name] for c in counts for name in ("all_reduce", "broadcast", "all_gather", "barrier"))
 
     wrapped, naive = pair(Heads, bucket_cap_mb=0.0001)
-    buckets = wrapped._engine.made[0].reducer.bucket_count
+    buckets = internals.reducer(wrapped).bucket_count
     assert buckets > 1
     used = ["left right", "left", "right" if rank else "left right", "left right"]
     for step, heads in enumerate(used):

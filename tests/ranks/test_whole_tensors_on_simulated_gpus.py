@@ -15,9 +15,9 @@ import pytest
 import test_whole_tensors_are_stepped_on_by_their_owners as whole
 import torch
 from harness import LONG, gather, in_turn, same_everywhere
+from internals import offload as device_offload
 from models import Heads, Mlp
 from peer import PEER, batch
-from shardwright.optim import offload as device_offload
 from simulated_gpus import POLICIES, SimulatedGpus, run, stats, sw
 from test_stages_on_simulated_gpus import OnGpu, some
 from torch import nn

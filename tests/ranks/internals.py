@@ -1,0 +1,127 @@
+"""What tests of ranks read inside the package: the only file here that imports more than public names.
+
+`from internals import NAME` imports a name of HOMES from its submodule, at the first use. A file that moves changes its
+line here and no test.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+#: name -> the submodule that has it, or is it
+HOMES = {
+    "BucketThread": "gradients.comm_thread",
+    "CheckpointSaver": "_engine",
+    "Content": "checkpoint.state.content",
+    "DevicePowerSGDState": "compress.device_powersgd",
+    "DirectoryLock": "checkpoint.folder.retention",
+    "Filler": "checkpoint.restore.filling",
+    "HostGroup": "comm.process_group",
+    "Image": "checkpoint.memory.image",
+    "Launch": "comm.launch",
+    "Line": "comm.rendezvous",
+    "ModuleHook": "parameters.unshard_schedule",
+    "Peers": "checkpoint.peers",
+    "PowerSGDState": "compress.powersgd",
+    "Rendezvous": "comm.rendezvous",
+    "ShardedGradient": "gradients.sharded_gradient",
+    "Sliced": "checkpoint.slices",
+    "Slicing": "layout.shard_mesh",
+    "Table": "checkpoint.memory.image",
+    "UnitPlan": "layout.param_groups",
+    "UnitSchedule": "parameters.unshard_schedule",
+    "VARIABLE": "backend.transport",
+    "WaitGuard": "parameters.read_guard",
+    "Writer": "checkpoint.writing",
+    "_Guarded": "parameters.read_guard",
+    "_digest": "parallel.agreement.unaveraged",
+    "_engine": "_engine",
+    "_engine_check": "_engine_check",
+    "agreeing": "checkpoint.restore.agreeing",
+    "applying": "checkpoint.restore.applying",
+    "attempt": "comm.attempt",
+    "attempt_store": "comm.attempt",
+    "auto_compression": "parallel.auto_compression",
+    "autograd": "torch_compat.autograd",
+    "budget": "checkpoint.memory.budget",
+    "children": "comm.rendezvous",
+    "choose_places": "parameters.device_groups",
+    "choose_transport": "backend.transport",
+    "client": "checkpoint.memory.client",
+    "comm_thread": "gradients.comm_thread",
+    "content": "checkpoint.state.content",
+    "cuda": "torch_compat.cuda",
+    "cuda_backend": "parallel.backends.cuda_backend",
+    "dcp": "checkpoint.dcp",
+    "device_link": "backend.device_link",
+    "device_staging": "checkpoint.device_staging",
+    "engine_of": "parallel.engine",
+    "exchange": "comm.exchange",
+    "files": "checkpoint.files",
+    "filling": "checkpoint.restore.filling",
+    "find_hosts": "comm.rendezvous",
+    "fitting": "checkpoint.restore.fitting",
+    "gradient_view": "layout.views",
+    "guardian": "checkpoint.memory.guardian",
+    "host_backend": "parallel.backends.host_backend",
+    "host_group": "comm.process_group",
+    "internals": "torch_compat.internals",
+    "interval": "checkpoint.interval",
+    "inventory": "checkpoint.inventory",
+    "is_finite": "parallel.agreement.replica_check",
+    "join_modules": "checkpoint.joined",
+    "levels": "comm.levels",
+    "levels_of": "comm.levels",
+    "live_replicas": "parallel.replica",
+    "master_weights": "optim.master_weights",
+    "mirror": "checkpoint.remote.mirror",
+    "offload": "optim.offload",
+    "os_error": "checkpoint.peers",
+    "partial": "checkpoint.folder.partial",
+    "process_group": "comm.process_group",
+    "rendezvous": "comm.rendezvous",
+    "resolve_group": "comm.process_group",
+    "restoring": "checkpoint.memory.restoring",
+    "retention": "checkpoint.folder.retention",
+    "slot_part_bytes": "_engine",
+    "tier": "checkpoint.memory.tier",
+    "transport": "backend.transport",
+    "views": "layout.views",
+    "whole_parameters": "checkpoint.peers",
+    "whole_tensor": "layout.local_parameters",
+    "wire": "comm.wire",
+    "wrapping": "wrapping",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = importlib.import_module(f"shardwright.{HOMES[name]}")
+    return home if home.__name__.rpartition(".")[2] == name else getattr(home, name)
+
+
+def replicas(model: Any) -> Any:
+    """Return the replicas of a wrapped module. Collective if it makes them."""
+    return model._engine.replicas
+
+
+def replica(model: Any) -> Any:
+    """Return the first replica of a wrapped module. Collective if it makes them."""
+    return replicas(model)[0]
+
+
+def reducer(model: Any) -> Any:
+    """Return the reducer of a wrapped module's first replica."""
+    return replica(model).reducer
+
+
+def comm(model: Any) -> Any:
+    """Return the communicator of host ranks under a wrapped module."""
+    return replica(model).group.comm
+
+
+def link(model: Any) -> Any:
+    """Return the link to the GPUs of a wrapped module's ranks."""
+    return replica(model).link
