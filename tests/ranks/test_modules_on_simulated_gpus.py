@@ -625,7 +625,7 @@ def test_the_doctors_round_is_a_mean(teams: Any, world_size: int, paths: dict[st
 
 def doctors_round(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     parameter = torch.nn.Parameter(gpus.adopt(torch.zeros(64)))
-    link = device_link(host_group(dist.group.WORLD, DEADLINE_S), parameter, DEADLINE_S)
+    link = device_link.device_link(host_group(dist.group.WORLD, DEADLINE_S), parameter, DEADLINE_S)
     run_round = make_round(link, parameter)
     with torch.no_grad():
         parameter.grad.fill_(float(rank))
