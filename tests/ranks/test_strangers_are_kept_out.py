@@ -117,10 +117,10 @@ def knows_another_secret(say, names):
     their contents.
     """
     with call(names[0], 10.0) as made:
-        say.write("begun\n")
         asked, received = hello(), []
+        made.send(asked)  # before the ranks call: the first rank answers before it has linked all of them
+        say.write("begun\n")
         with contextlib.suppress(OSError):  # it may hang up at any time
-            made.send(asked)
             received.append(socket.recv_fds(made, 4096, 4))
             made.send(hmac.new(b"another secret!!", asked + received[0][0], "sha256").digest())
             received.append(socket.recv_fds(made, 4096, 4))
