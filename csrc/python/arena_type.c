@@ -199,12 +199,11 @@ static PyObject *arena_tensor(PyObject *op, PyObject *args)
 
 static bool check_range(const arena_object *self, const sw_py_arg *a)
 {
-    if (a[0].n >= 0 && a[1].n >= 0 && a[0].size <= arena_size(self) &&
-        a[1].size <= arena_size(self) - a[0].size)
-        return true;
-    PyErr_Format(PyExc_ValueError, "Arena.populate: [%zd, +%zd) bytes leave the arena of %zu",
-                 a[0].n, a[1].n, arena_size(self));
-    return false;
+    return (a[0].n >= 0 && a[1].n >= 0 && a[0].size <= arena_size(self) &&
+            a[1].size <= arena_size(self) - a[0].size) ||
+           sw_py_refuse(PyExc_ValueError,
+                        "Arena.populate: [%zd, +%zd) bytes leave the arena of %zu", a[0].n, a[1].n,
+                        arena_size(self));
 }
 
 SW_PY_METHOD(arena_populate, arena_object, "populate offset_bytes:n nbytes:n", check_range(self, a),
@@ -214,12 +213,10 @@ SW_PY_GETTER(arena_get_nbytes, arena_object, PyLong_FromSize_t(arena_size(self))
 SW_PY_GETTER(arena_get_address, arena_object, PyLong_FromVoidPtr(arena_base(self)))
 
 static PyMethodDef arena_methods[] = {
-    {"tensor", arena_tensor, METH_VARARGS,
-     "tensor($self, offset_bytes, dtype, shape, strides=None, rank=-1, /)\n--\n\n"
-     "Return a DLPack capsule over this rank's part, or over a peer's."},
-    {"populate", arena_populate, METH_VARARGS,
-     "populate($self, offset_bytes, nbytes, /)\n--\n\n"
-     "Allocate the pages of this rank's part now, as huge pages if the kernel can."},
+    SW_PY_ARGS(arena, tensor, "offset_bytes, dtype, shape, strides=None, rank=-1, /",
+               "Return a DLPack capsule over this rank's part, or over a peer's."),
+    SW_PY_ARGS(arena, populate, "offset_bytes, nbytes, /",
+               "Allocate the pages of this rank's part now, as huge pages if the kernel can."),
     {NULL, NULL, 0, NULL},
 };
 
@@ -229,14 +226,7 @@ static PyGetSetDef arena_properties[] = {
     {NULL, NULL, NULL, NULL, NULL},
 };
 
-static PyType_Slot arena_slots[] = {
-    {Py_tp_dealloc, arena_dealloc},
-    {Py_tp_methods, arena_methods},
-    {Py_tp_getset, arena_properties},
-    {Py_tp_doc,
-     "Memory of one size on every rank, mapped by all of them. Made by HostComm.arena()."},
-    {0, NULL},
-};
-
 SW_PY_TYPE(sw_py_arena_type_spec, "Arena", arena_object, Py_TPFLAGS_DISALLOW_INSTANTIATION,
-           arena_slots)
+           "Memory of one size on every rank, mapped by all of them. Made by HostComm.arena().",
+           {Py_tp_dealloc, arena_dealloc}, {Py_tp_methods, arena_methods},
+           {Py_tp_getset, arena_properties})

@@ -2,8 +2,18 @@
 #include "python/arguments.h"
 
 #include <limits.h>
+#include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
+
+bool sw_py_refuse(PyObject *type, const char *format, ...)
+{
+    va_list values;
+    va_start(values, format);
+    PyErr_FormatV(type, format, values);
+    va_end(values);
+    return false;
+}
 
 typedef struct field { /* of a signature */
     const char *operation;
@@ -36,8 +46,7 @@ static bool refuse_as(const field *f, PyObject *error, const char *text, PyObjec
     char format[256];
     PyOS_snprintf(format, sizeof format, "%.*s: %.*s %s", f->operation_length, f->operation,
                   f->length, f->name, text);
-    PyErr_Format(error, format, value);
-    return false;
+    return sw_py_refuse(error, format, value);
 }
 
 static bool refuse(const field *f, PyObject *error, const char *wanted, PyObject *value)
@@ -209,8 +218,8 @@ static bool fill_row(const char *signature, PyObject *item, void *row, sw_py_row
     sw_py_arg a[SW_PY_ARGS_MAX] = {{0}};
     if (PyTuple_Check(item))
         return sw_py_read(signature, item, NULL, a) && fill(a, row, context);
-    PyErr_Format(PyExc_TypeError, "%s: a row must be a tuple of these, got %R", signature, item);
-    return false;
+    return sw_py_refuse(PyExc_TypeError, "%s: a row must be a tuple of these, got %R", signature,
+                        item);
 }
 
 bool sw_py_table_init(sw_py_table *table, PyObject *sequence, const char *signature,

@@ -70,10 +70,9 @@ static PyObject *folder_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     sw_error err = {0};
     sw_manifest manifest = {0};
     sw_catalog catalog = {0};
-    sw_status status;
     if (!sw_py_read("CheckpointFolder path:s", args, kwargs, a))
         return NULL;
-    SW_PY_WITHOUT_GIL(status, sw_checkpoint_find(a[0].s, found, &manifest, &err));
+    sw_status status = SW_PY_WITHOUT_GIL(sw_checkpoint_find(a[0].s, found, &manifest, &err));
     return status == SW_OK ? make_folder(type, found, &manifest, &catalog)
                            : result_of(type, status, &err);
 }
@@ -84,12 +83,12 @@ static PyObject *folder_received(PyObject *type, PyObject *args)
     sw_error err = {0};
     sw_manifest manifest = {0};
     sw_catalog catalog = {0};
-    sw_status status;
     if (!sw_py_read("received path:s catalog:B", args, NULL, a))
         return NULL;
     char *data = PyBytes_AsString(a[1].o);
     size_t size_bytes = (size_t)PyBytes_Size(a[1].o);
-    SW_PY_WITHOUT_GIL(status, sw_catalog_copy(data, size_bytes, &catalog, &manifest, &err));
+    sw_status status =
+        SW_PY_WITHOUT_GIL(sw_catalog_copy(data, size_bytes, &catalog, &manifest, &err));
     return status == SW_OK ? make_folder((PyTypeObject *)type, a[0].s, &manifest, &catalog)
                            : result_of((PyTypeObject *)type, status, &err);
 }
@@ -190,11 +189,9 @@ static bool fill_load_range(const sw_py_arg *a, void *row, void *context)
 {
     const folder_object *self = context;
     const sw_manifest_file *file = sw_manifest_find(&self->manifest, a[0].s);
-    if (!file) {
-        PyErr_Format(PyExc_ValueError, "load: the checkpoint '%s' has no file '%s'", self->path,
-                     a[0].s);
-        return false;
-    }
+    if (!file)
+        return sw_py_refuse(PyExc_ValueError, "load: the checkpoint '%s' has no file '%s'",
+                            self->path, a[0].s);
     *(sw_load_range *)row = (sw_load_range){.file = (size_t)(file - self->manifest.files),
                                             .begin = a[1].word,
                                             .size_bytes = (size_t)a[2].word,
@@ -209,7 +206,6 @@ static PyObject *folder_load(PyObject *op, PyObject *args)
     sw_py_arg a[4] = {[1] = {.i = 1}}, turn[2] = {{.word = 0}, {.word = 1}};
     sw_py_table ranges = {0};
     sw_error err = {0};
-    sw_status status;
     PyObject *done = NULL;
     if (sw_py_read("load ranges:L | threads:i direct:p turn:U", args, NULL, a) &&
         (!a[3].o || sw_py_read("turn number:K count:K", a[3].o, NULL, turn)) &&
@@ -220,8 +216,8 @@ static PyObject *folder_load(PyObject *op, PyObject *args)
                                          .is_direct = a[2].p,
                                          .turn = (size_t)turn[0].word,
                                          .turn_count = (size_t)turn[1].word};
-        SW_PY_WITHOUT_GIL(status, sw_checkpoint_load(self->path, &self->manifest, ranges.rows,
-                                                     ranges.count, &options, &err));
+        sw_status status = SW_PY_WITHOUT_GIL(sw_checkpoint_load(
+            self->path, &self->manifest, ranges.rows, ranges.count, &options, &err));
         done = finish(self, status, &err);
     }
     sw_py_table_fini(&ranges);
@@ -391,11 +387,10 @@ static PyObject *build_files(const sw_manifest *manifest)
 }
 
 /* Loops over blocks read it in each turn. */
-static PyObject *folder_get_files(PyObject *op, void *unused)
+static PyObject *folder_get_files(PyObject *op, void *Py_UNUSED(unused))
 {
     folder_object *self = (folder_object *)op;
     PyObject *made = self->files ? NULL : build_files(&self->manifest);
-    (void)unused;
     if (made)
         sw_py_set(&self->files, made);
     Py_XDECREF(made);
@@ -445,55 +440,41 @@ SW_PY_METHOD_WITH(folder_is_alive, PyTypeObject, "is_alive path:s", sw_save_life
                   found == SW_SAVE_UNKNOWN ? sw_py_none() : PyBool_FromLong(found == SW_SAVE_ALIVE))
 
 static PyMethodDef folder_methods[] = {
-    {"lock", folder_lock, METH_VARARGS | METH_CLASS,
-     "lock($type, fd, path, /)\n--\n\n"
-     "Lock an open file; return False if another open file has the lock."},
-    {"is_alive", folder_is_alive, METH_VARARGS | METH_CLASS,
-     "is_alive($type, path, /)\n--\n\nReturn whether the save that writes to `path` is alive; None "
-     "if that is unknown."},
-    {"make", folder_make, METH_VARARGS | METH_CLASS,
-     "make($type, path, /)\n--\n\nMake a folder and those above it, durable."},
-    {"sync", folder_sync, METH_VARARGS | METH_CLASS,
-     "sync($type, path, /)\n--\n\nMake the names in a folder durable."},
-    {"remove", folder_remove, METH_VARARGS | METH_CLASS,
-     "remove($type, path, /)\n--\n\nRemove a file, a link, or a folder with its contents."},
-    {"check_removable", folder_check_removable, METH_VARARGS | METH_CLASS,
-     "check_removable($type, path, /)\n--\n\n"
-     "Raise CheckpointError unless the folder holds only a checkpoint."},
-    {"check_replaceable", folder_check_replaceable, METH_VARARGS | METH_CLASS,
-     "check_replaceable($type, path, /)\n--\n\n"
-     "Do the same for everything that a save to `path` replaces."},
-    {"received", folder_received, METH_VARARGS | METH_CLASS,
-     "received($type, path, catalog, /)\n--\n\n"
-     "Return a checkpoint whose catalog another rank has read."},
-    {"merged", folder_merged, METH_VARARGS | METH_CLASS,
-     "merged($type, path, step, world_size, nonce, files, tallies, /)\n--\n\n"
-     "Return a checkpoint of [(path, nbytes)] from the ranks' lists of tallies."},
-    {"lies_in", folder_lies_in, METH_VARARGS,
-     "lies_in($self, fd, begins, /)\n--\n\n"
-     "Read from an open file, in which each file begins at begins[path]."},
-    {"catalog", folder_catalog, METH_VARARGS,
-     "catalog($self, paths, /)\n--\n\n"
-     "Return the manifest, headers of safetensors files, and other files whole."},
-    {"find", folder_find, METH_VARARGS | METH_CLASS,
-     "find($type, path, /)\n--\n\n"
-     "Return where checkpoint `path` is, found by its manifest: `path` or its replaced name; None "
-     "for neither."},
-    {"identity", folder_identity, METH_VARARGS | METH_CLASS,
-     "identity($type, path, /)\n--\n\n"
-     "Return a text that identifies the checkpoint there now; '' for none."},
-    {"load", folder_load, METH_VARARGS,
-     "load($self, ranges, threads=1, direct=False, turn=(0, 1), /)\n--\n\n"
-     "Fill or check [(path, begin, nbytes, address or 0, undo or 0)] with several threads."},
-    {"read_bytes", folder_read_bytes, METH_VARARGS,
-     "read_bytes($self, path, /)\n--\n\nReturn a whole file, checked."},
-    {"tensors", folder_tensors, METH_VARARGS,
-     "tensors($self, path, /)\n--\n\nReturn (metadata, [(name, dtype, shape, begin, nbytes)])."},
-    {"header", folder_header, METH_VARARGS | METH_CLASS,
-     "header($type, fd, path, /)\n--\n\n"
-     "Return what tensors() does, for an open file outside a checkpoint."},
-    {"checksums", folder_checksums, METH_VARARGS,
-     "checksums($self, path, /)\n--\n\nReturn the CRC32C of each block from the manifest."},
+    SW_PY_OF_TYPE(folder, lock, "fd, path, /",
+                  "Lock an open file; return False if another open file has the lock."),
+    SW_PY_OF_TYPE(
+        folder, is_alive, "path, /",
+        "Return whether the save that writes to `path` is alive; None if that is unknown."),
+    SW_PY_OF_TYPE(folder, make, "path, /", "Make a folder and those above it, durable."),
+    SW_PY_OF_TYPE(folder, sync, "path, /", "Make the names in a folder durable."),
+    SW_PY_OF_TYPE(folder, remove, "path, /",
+                  "Remove a file, a link, or a folder with its contents."),
+    SW_PY_OF_TYPE(folder, check_removable, "path, /",
+                  "Raise CheckpointError unless the folder holds only a checkpoint."),
+    SW_PY_OF_TYPE(folder, check_replaceable, "path, /",
+                  "Do the same for everything that a save to `path` replaces."),
+    SW_PY_OF_TYPE(folder, received, "path, catalog, /",
+                  "Return a checkpoint whose catalog another rank has read."),
+    SW_PY_OF_TYPE(folder, merged, "path, step, world_size, nonce, files, tallies, /",
+                  "Return a checkpoint of [(path, nbytes)] from the ranks' lists of tallies."),
+    SW_PY_ARGS(folder, lies_in, "fd, begins, /",
+               "Read from an open file, in which each file begins at begins[path]."),
+    SW_PY_ARGS(folder, catalog, "paths, /",
+               "Return the manifest, headers of safetensors files, and other files whole."),
+    SW_PY_OF_TYPE(folder, find, "path, /",
+                  "Return where checkpoint `path` is, found by its manifest: `path` or its "
+                  "replaced name; None for neither."),
+    SW_PY_OF_TYPE(folder, identity, "path, /",
+                  "Return a text that identifies the checkpoint there now; '' for none."),
+    SW_PY_ARGS(
+        folder, load, "ranges, threads=1, direct=False, turn=(0, 1), /",
+        "Fill or check [(path, begin, nbytes, address or 0, undo or 0)] with several threads."),
+    SW_PY_ARGS(folder, read_bytes, "path, /", "Return a whole file, checked."),
+    SW_PY_ARGS(folder, tensors, "path, /",
+               "Return (metadata, [(name, dtype, shape, begin, nbytes)])."),
+    SW_PY_OF_TYPE(folder, header, "fd, path, /",
+                  "Return what tensors() does, for an open file outside a checkpoint."),
+    SW_PY_ARGS(folder, checksums, "path, /", "Return the CRC32C of each block from the manifest."),
     {NULL, NULL, 0, NULL},
 };
 
@@ -515,15 +496,9 @@ static PyMemberDef folder_members[] = {
     {NULL, 0, 0, 0, NULL},
 };
 
-static PyType_Slot folder_slots[] = {
-    {Py_tp_new, folder_new},
-    {Py_tp_dealloc, folder_dealloc},
-    {Py_tp_methods, folder_methods},
-    {Py_tp_getset, folder_properties},
-    {Py_tp_members, folder_members},
-    {Py_tp_doc, "CheckpointFolder(path)\n--\n\nA checkpoint to read from: its manifest is sound "
-                "and its files have their sizes."},
-    {0, NULL},
-};
-
-SW_PY_TYPE(sw_py_checkpoint_folder_type_spec, "CheckpointFolder", folder_object, 0, folder_slots)
+SW_PY_TYPE(sw_py_checkpoint_folder_type_spec, "CheckpointFolder", folder_object, 0,
+           "CheckpointFolder(path)\n--\n\nA checkpoint to read from: its manifest is sound and its "
+           "files have their sizes.",
+           {Py_tp_new, folder_new}, {Py_tp_dealloc, folder_dealloc},
+           {Py_tp_methods, folder_methods}, {Py_tp_getset, folder_properties},
+           {Py_tp_members, folder_members})

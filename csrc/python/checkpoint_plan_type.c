@@ -12,20 +12,18 @@
 
 static bool fill_holder(int number, sw_plan_holder *holder)
 {
-    if (number < SW_HELD_BY_ALL || number > SW_HELD_IN_PARTS) {
-        PyErr_Format(PyExc_ValueError, "CheckpointPlan: holder must be in [0, 2], got %d", number);
-        return false;
-    }
+    if (number < SW_HELD_BY_ALL || number > SW_HELD_IN_PARTS)
+        return sw_py_refuse(PyExc_ValueError, "CheckpointPlan: holder must be in [0, 2], got %d",
+                            number);
     *holder = (sw_plan_holder)number;
     return true;
 }
 
 /* A tensor owns its shape, which free_shapes() frees. */
-static bool fill_tensor(const sw_py_arg *a, void *row, void *unused)
+static bool fill_tensor(const sw_py_arg *a, void *row, void *Py_UNUSED(unused))
 {
     sw_plan_tensor *tensor = row;
     sw_py_table sizes;
-    (void)unused;
     bool is_read =
         sw_py_table_init(&sizes, a[2].o, "tensor size:n", sizeof(int64_t), sw_py_fill_size, NULL);
     tensor->name = a[0].s;
@@ -52,10 +50,9 @@ static bool fill_group(const sw_py_arg *a, void *row, void *groups)
     return tensors != NULL;
 }
 
-static bool fill_text(const sw_py_arg *a, void *row, void *unused)
+static bool fill_text(const sw_py_arg *a, void *row, void *Py_UNUSED(unused))
 {
     sw_plan_text *text = row;
-    (void)unused;
     text->path = a[0].s;
     text->size_bytes = a[1].word;
     return fill_holder(a[2].i, &text->holder);
@@ -139,11 +136,10 @@ static PyObject *describe_file(const sw_plan *plan, const sw_plan_file *file)
                   : NULL;
 }
 
-static PyObject *plan_files(PyObject *op, PyObject *unused)
+static PyObject *plan_files(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     const sw_plan *plan = ((plan_object *)op)->plan;
     PyObject *files = PyList_New(0);
-    (void)unused;
     for (size_t f = 0; files && f < plan->file_count; ++f)
         sw_py_append(&files, describe_file(plan, &plan->files[f]));
     return files;
@@ -164,11 +160,9 @@ static void mark_needed(const sw_plan *plan, const sw_plan_range *ranges, size_t
 
 static bool check_rank(const char *call, int rank, int world_size)
 {
-    if (rank >= 0 && rank < world_size)
-        return true;
-    PyErr_Format(PyExc_ValueError, "%s: rank must be in [0, world_size), got %d of %d", call, rank,
-                 world_size);
-    return false;
+    return (rank >= 0 && rank < world_size) ||
+           sw_py_refuse(PyExc_ValueError, "%s: rank must be in [0, world_size), got %d of %d", call,
+                        rank, world_size);
 }
 
 static PyObject *plan_needed(PyObject *op, PyObject *args)
@@ -207,7 +201,6 @@ static PyObject *plan_create(PyObject *op, PyObject *args)
     plan_object *self = (plan_object *)op;
     sw_py_arg a[1];
     sw_error err = {0};
-    sw_status status;
     if (!sw_py_read("create partial:s", args, NULL, a))
         return NULL;
     if (self->lock_fd >= 0)
@@ -222,14 +215,13 @@ static PyObject *plan_create(PyObject *op, PyObject *args)
     }
     free(self->partial);
     self->partial = kept;
-    SW_PY_WITHOUT_GIL(status, sw_partial_create(self->plan, kept, &self->lock_fd, &err));
+    sw_status status = SW_PY_WITHOUT_GIL(sw_partial_create(self->plan, kept, &self->lock_fd, &err));
     return finish(self, status, &err);
 }
 
-static PyObject *plan_abandon(PyObject *op, PyObject *unused)
+static PyObject *plan_abandon(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     plan_object *self = (plan_object *)op;
-    (void)unused;
     if (!sw_py_plan_enter(self, SW_PY_ALONE))
         return NULL;
     if (self->lock_fd >= 0) { /* else it is committed or abandoned already */
@@ -338,7 +330,7 @@ static PyObject *plan_commit(PyObject *op, PyObject *args, PyObject *kwargs)
     if (status == SW_OK && sw_py_add_tallies(a[5].o, &manifest, &err) < 0)
         status = SW_E_INVALID;
     if (status == SW_OK)
-        SW_PY_WITHOUT_GIL(status, commit(self->plan, creator, &manifest, a[0].s, a[1].s, &err));
+        status = SW_PY_WITHOUT_GIL(commit(self->plan, creator, &manifest, a[0].s, a[1].s, &err));
     sw_manifest_fini(&manifest);
     if (self != creator)
         sw_py_use_leave(&self->use);
@@ -349,31 +341,22 @@ static PyObject *plan_commit(PyObject *op, PyObject *args, PyObject *kwargs)
 }
 
 static PyMethodDef plan_methods[] = {
-    {"write", plan_write, METH_VARARGS | METH_CLASS,
-     "write($type, path, nbytes, first_block, ranges, address, /)\n--\n\n"
-     "Write [(begin, nbytes)] of a file of a plan; return the tallies for commit()."},
-    {"sync", plan_sync, METH_VARARGS | METH_CLASS,
-     "sync($type, path, /)\n--\n\nMake a file durable."},
-    {"create", plan_create, METH_VARARGS,
-     "create($self, partial, /)\n--\n\nMake a folder with LOCK and every file, with its whole size "
-     "and disk space."},
-    {"abandon", plan_abandon, METH_NOARGS,
-     "abandon($self, /)\n--\n\nRelease LOCK and remove the folder of create(), unless it is "
-     "committed."},
-    {"create_files", plan_create_files, METH_VARARGS,
-     "create_files($self, folder, /)\n--\n\nMake every file in a folder, with disk space and "
-     "header."},
+    SW_PY_OF_TYPE(plan, write, "path, nbytes, first_block, ranges, address, /",
+                  "Write [(begin, nbytes)] of a file of a plan; return the tallies for commit()."),
+    SW_PY_OF_TYPE(plan, sync, "path, /", "Make a file durable."),
+    SW_PY_ARGS(plan, create, "partial, /",
+               "Make a folder with LOCK and every file, with its whole size and disk space."),
+    SW_PY_NONE(plan, abandon,
+               "Release LOCK and remove the folder of create(), unless it is committed."),
+    SW_PY_ARGS(plan, create_files, "folder, /",
+               "Make every file in a folder, with disk space and header."),
     {"commit", SW_PY_NAMED(plan_commit),
      "Makes the folder of creator.create() a checkpoint, headers included, and releases its LOCK."},
-    {"files", plan_files, METH_NOARGS,
-     "files($self, /)\n--\n\n[(path, nbytes, first block, [(source, begin, nbytes)])], in order."
-     ""},
-    {"needed", plan_needed, METH_VARARGS,
-     "needed($self, rank, world_size, /)\n--\n\n"
-     "Return the sources whose bytes this rank writes, except for those held in parts."},
-    {"trim", plan_trim, METH_VARARGS,
-     "trim($self, rank, world_size, keep_bytes=0, /)\n--\n\nForget the headers that other ranks "
-     "write, if all take more than keep_bytes."},
+    SW_PY_NONE(plan, files, "[(path, nbytes, first block, [(source, begin, nbytes)])], in order."),
+    SW_PY_ARGS(plan, needed, "rank, world_size, /",
+               "Return the sources whose bytes this rank writes, except for those held in parts."),
+    SW_PY_ARGS(plan, trim, "rank, world_size, keep_bytes=0, /",
+               "Forget the headers that other ranks write, if all take more than keep_bytes."),
     {NULL, NULL, 0, NULL},
 };
 
@@ -382,16 +365,10 @@ static PyGetSetDef plan_properties[] = {
     {NULL, NULL, NULL, NULL, NULL},
 };
 
-static PyType_Slot plan_slots[] = {
-    {Py_tp_new, plan_new},
-    {Py_tp_dealloc, plan_dealloc},
-    {Py_tp_methods, plan_methods},
-    {Py_tp_getset, plan_properties},
-    {Py_tp_doc, "CheckpointPlan(groups, texts)\n--\n\nWhich bytes stand where in which file of a "
-                "checkpoint. groups: [(stem, numbered, max_file_bytes, metadata, [(name, dtype, "
-                "shape, holder)])]; texts: [(path, nbytes, holder)]. holder 0: all ranks have it; "
-                "1: rank 0 writes; 2: each writes its sources."},
-    {0, NULL},
-};
-
-SW_PY_TYPE(sw_py_checkpoint_plan_type_spec, "CheckpointPlan", plan_object, 0, plan_slots)
+SW_PY_TYPE(sw_py_checkpoint_plan_type_spec, "CheckpointPlan", plan_object, 0,
+           "CheckpointPlan(groups, texts)\n--\n\nWhich bytes stand where in which file of a "
+           "checkpoint. groups: [(stem, numbered, max_file_bytes, metadata, [(name, dtype, shape, "
+           "holder)])]; texts: [(path, nbytes, holder)]. holder 0: all ranks have it; 1: rank 0 "
+           "writes; 2: each writes its sources.",
+           {Py_tp_new, plan_new}, {Py_tp_dealloc, plan_dealloc}, {Py_tp_methods, plan_methods},
+           {Py_tp_getset, plan_properties})

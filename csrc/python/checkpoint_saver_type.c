@@ -78,10 +78,8 @@ static bool enter_plan(engine_state *state, PyObject *plan, const sw_py_table *s
     part->source_count = sources->count;
     if (plan == Py_None && sources->count == 0)
         return true;
-    if (Py_TYPE(plan) != state->plan_type) {
-        PyErr_SetString(PyExc_TypeError, "begin: shared and own must be CheckpointPlans");
-        return false;
-    }
+    if (Py_TYPE(plan) != state->plan_type)
+        return sw_py_refuse(PyExc_TypeError, "begin: shared and own must be CheckpointPlans");
     if (!sw_py_plan_enter((plan_object *)plan, SW_PY_SHARED))
         return false;
     Py_INCREF(plan);
@@ -207,10 +205,9 @@ static void saver_dealloc(PyObject *op)
     Py_DECREF(type);
 }
 
-static PyObject *saver_close(PyObject *op, PyObject *unused)
+static PyObject *saver_close(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     saver_object *self = (saver_object *)op;
-    (void)unused;
     if (self->saver && sw_py_use_is_own(&self->use)) {
         if (!sw_py_use_enter(&self->use, SW_PY_ALONE, CLOSE_NS,
                              sw_py_state_of(op)->checkpoint_error, "Checkpointer"))
@@ -238,11 +235,9 @@ static bool read_packed(sw_py_table *rows, PyObject *sources)
         return sw_py_table_init(rows, sources,
                                 "source source:n begin:K nbytes:K address:A eager:p on_device:p",
                                 each, fill_source, NULL);
-    if (!PyBytes_Check(sources) || (size_t)PyBytes_Size(sources) % each != 0) {
-        PyErr_Format(PyExc_TypeError,
-                     "keep: shared_sources must be a list, or bytes in units of %zu", each);
-        return false;
-    }
+    if (!PyBytes_Check(sources) || (size_t)PyBytes_Size(sources) % each != 0)
+        return sw_py_refuse(PyExc_TypeError,
+                            "keep: shared_sources must be a list, or bytes in units of %zu", each);
     rows->count = (size_t)PyBytes_Size(sources) / each;
     rows->rows = malloc(rows->count * each + 1);
     if (!rows->rows) {
@@ -318,8 +313,8 @@ static bool read_stage(engine_state *state, PyObject *pair, sw_save_request *req
     if (!PyTuple_Check(pair) || !sw_py_read("device stage:O stream:A", pair, NULL, a) ||
         !PyObject_TypeCheck(a[0].o, state->device_stage_type)) {
         if (!PyErr_Occurred())
-            PyErr_SetString(PyExc_TypeError, "begin: device must be (DeviceStage, stream) or None");
-        return false;
+            return sw_py_refuse(PyExc_TypeError,
+                                "begin: device must be (DeviceStage, stream) or None");
     }
     request->stage = ((sw_py_owner *)a[0].o)->made;
     request->user = a[1].address;
@@ -332,10 +327,8 @@ static bool read_save(saver_object *self, save_call *call, const sw_py_arg *shar
 {
     engine_state *state = sw_py_state_of((PyObject *)self);
     sw_save_request *request = &call->request;
-    if (!(timeout_s >= 0)) {
-        PyErr_SetString(PyExc_ValueError, "begin: timeout_s must be at least 0 seconds");
-        return false;
-    }
+    if (!(timeout_s >= 0))
+        return sw_py_refuse(PyExc_ValueError, "begin: timeout_s must be at least 0 seconds");
     request->timeout_ns = (int64_t)((timeout_s > 1e9 ? 1e9 : timeout_s) * 1e9);
     return read_sources(shared[1].o, &call->shared, is_eager) &&
            read_sources(own[1].o, &call->own, NULL) &&
@@ -385,7 +378,7 @@ static PyObject *saver_begin(PyObject *op, PyObject *args, PyObject *kwargs)
         read_texts(&call.retired, a[12].o, "begin retired:s", &request->retired,
                    &request->retired_count)) {
         request->is_eager = call.is_eager;
-        SW_PY_WITHOUT_GIL(status, sw_saver_begin(self->saver, request, &err));
+        status = SW_PY_WITHOUT_GIL(sw_saver_begin(self->saver, request, &err));
     }
     if (status == SW_OK) {
         plan_pair before = {self->plans[0], self->plans[1]};
@@ -423,8 +416,8 @@ static PyObject *saver_keep(PyObject *op, PyObject *args, PyObject *kwargs)
         return NULL;
     call.request.nonce = a[0].s;
     if (read_save(self, &call, &a[1], &a[3], a[7].d, a[8].o, NULL)) {
-        SW_PY_WITHOUT_GIL(status, sw_saver_keep(self->saver, &call.request, a[5].address, a[6].word,
-                                                &kept, &err));
+        status = SW_PY_WITHOUT_GIL(
+            sw_saver_keep(self->saver, &call.request, a[5].address, a[6].word, &kept, &err));
         if (status == SW_OK)
             result = build_kept(&kept);
         else
@@ -449,7 +442,6 @@ static PyObject *saver_wait(PyObject *op, PyObject *args)
     sw_py_arg a[1];
     bool is_over = false;
     sw_error err = {0};
-    sw_status status;
     if (!sw_py_read("wait timeout_s:d", args, NULL, a))
         return NULL;
     if (!(a[0].d >= 0 && a[0].d <= 1e9))
@@ -462,7 +454,7 @@ static PyObject *saver_wait(PyObject *op, PyObject *args)
         if (self->use.kind == SW_PY_FREE) {
             was_free = true;
             sw_py_use_take(&self->use, SW_PY_ALONE);
-            SW_PY_WITHOUT_GIL(status, sw_saver_wait(self->saver, 0, &is_over, &err));
+            sw_status status = SW_PY_WITHOUT_GIL(sw_saver_wait(self->saver, 0, &is_over, &err));
             if (status != SW_OK || is_over)
                 leave_plans(self->plans);
             PyObject *done = finish(self, status, &err);
@@ -500,11 +492,10 @@ SW_PY_METHOD(saver_fail, saver_object, "fail number:K message:s", enter(self, 0)
 SW_PY_VALUE(saver_cancel, saver_object, "cancel message:s", is_usable(self),
             (cancel(self->saver, a[0].s), sw_py_none()))
 
-static PyObject *saver_progress(PyObject *op, PyObject *unused)
+static PyObject *saver_progress(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     saver_object *self = (saver_object *)op;
     sw_save_progress progress;
-    (void)unused;
     if (!is_usable(self))
         return NULL;
     sw_saver_progress(self->saver, &progress);
@@ -515,10 +506,9 @@ static PyObject *saver_progress(PyObject *op, PyObject *unused)
         (unsigned long long)progress.direct_bytes, "busy", PyBool_FromLong(progress.is_busy));
 }
 
-static PyObject *saver_unwritten(PyObject *op, PyObject *unused)
+static PyObject *saver_unwritten(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     saver_object *self = (saver_object *)op;
-    (void)unused;
     PyObject *list = PyList_New(0); /* a destructor that runs meanwhile may close the saver */
     if (list && !is_usable(self))
         ENGINE_CLEAR(list);
@@ -527,12 +517,11 @@ static PyObject *saver_unwritten(PyObject *op, PyObject *unused)
     return list;
 }
 
-static PyObject *saver_spare(PyObject *op, PyObject *unused)
+static PyObject *saver_spare(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     saver_object *self = (saver_object *)op;
     size_t size_bytes = 0;
     uint8_t *base;
-    (void)unused;
     if (!enter(self, 0))
         return NULL;
     PyObject *list = PyList_New(0);
@@ -549,40 +538,25 @@ static PyMethodDef saver_methods[] = {
      "rest."},
     {"keep", SW_PY_NAMED(saver_keep),
      "Writes this rank's part into memory; (tallies, runs, bytes)."},
-    {"warm", saver_warm, METH_VARARGS,
-     "warm($self, nbytes, /)\n--\n\nTouch staging memory of this size in a separate thread."},
-    {"protect", saver_protect, METH_VARARGS,
-     "protect($self, /)\n--\n\nCopy the state that is still live."},
-    {"wait", saver_wait, METH_VARARGS,
-     "wait($self, timeout_s, /)\n--\n\n"
-     "Return True if no save is running; raise a save's error once."},
-    {"fail", saver_fail, METH_VARARGS,
-     "fail($self, number, message, /)\n--\n\n"
-     "Tell the other ranks that this rank cannot begin the save."},
-    {"cancel", saver_cancel, METH_VARARGS,
-     "cancel($self, message, /)\n--\n\nMake a running save fail soon."},
-    {"progress", saver_progress, METH_NOARGS,
-     "progress($self, /)\n--\n\n"
-     "Return bytes_total, bytes_written, staging_bytes, direct_bytes, busy."},
-    {"unwritten", saver_unwritten, METH_NOARGS,
-     "unwritten($self, /)\n--\n\n"
-     "Return the ranks of this host whose part of the last save is not durable yet."},
-    {"spare", saver_spare, METH_NOARGS,
-     "spare($self, /)\n--\n\n"
-     "Return [(address, nbytes)] of memory that the caller may use until the next save begins."},
-    {"close", saver_close, METH_NOARGS,
-     "close($self, /)\n--\n\nCancel a running save and free everything."},
+    SW_PY_ARGS(saver, warm, "nbytes, /", "Touch staging memory of this size in a separate thread."),
+    SW_PY_ARGS(saver, protect, "/", "Copy the state that is still live."),
+    SW_PY_ARGS(saver, wait, "timeout_s, /",
+               "Return True if no save is running; raise a save's error once."),
+    SW_PY_ARGS(saver, fail, "number, message, /",
+               "Tell the other ranks that this rank cannot begin the save."),
+    SW_PY_ARGS(saver, cancel, "message, /", "Make a running save fail soon."),
+    SW_PY_NONE(saver, progress,
+               "Return bytes_total, bytes_written, staging_bytes, direct_bytes, busy."),
+    SW_PY_NONE(saver, unwritten,
+               "Return the ranks of this host whose part of the last save is not durable yet."),
+    SW_PY_NONE(
+        saver, spare,
+        "Return [(address, nbytes)] of memory that the caller may use until the next save begins."),
+    SW_PY_NONE(saver, close, "Cancel a running save and free everything."),
     {NULL, NULL, 0, NULL},
 };
 
-static PyType_Slot saver_slots[] = {
-    {Py_tp_init, saver_init},
-    {Py_tp_dealloc, saver_dealloc},
-    {Py_tp_methods, saver_methods},
-    {Py_tp_doc, "CheckpointSaver(rank, world_size, pages=None, hosts=None, path=None, *, "
-                "threads=2, direct=True, "
-                "idle_io=False, bandwidth=0)\n--\n\nOne save at a time."},
-    {0, NULL},
-};
-
-SW_PY_TYPE(sw_py_checkpoint_saver_type_spec, "CheckpointSaver", saver_object, 0, saver_slots)
+SW_PY_TYPE(sw_py_checkpoint_saver_type_spec, "CheckpointSaver", saver_object, 0,
+           "CheckpointSaver(rank, world_size, pages=None, hosts=None, path=None, *, threads=2, "
+           "direct=True, idle_io=False, bandwidth=0)\n--\n\nOne save at a time.",
+           {Py_tp_init, saver_init}, {Py_tp_dealloc, saver_dealloc}, {Py_tp_methods, saver_methods})

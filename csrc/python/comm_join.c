@@ -52,12 +52,10 @@ static bool read_addresses(join_request *request, const comm_object *self, PyObj
         !sw_py_table_init(&request->hosts, hosts, "connect hosts:s", sizeof(const char *),
                           sw_py_fill_text, NULL))
         return false;
-    if (request->addresses.count == count && request->hosts.count == count)
-        return true;
-    PyErr_Format(PyExc_ValueError,
-                 "connect: addresses and hosts must have %zu entries, got %zu and %zu", count,
-                 request->addresses.count, request->hosts.count);
-    return false;
+    return (request->addresses.count == count && request->hosts.count == count) ||
+           sw_py_refuse(PyExc_ValueError,
+                        "connect: addresses and hosts must have %zu entries, got %zu and %zu",
+                        count, request->addresses.count, request->hosts.count);
 }
 
 /* Makes the host name of each rank, empty for ranks of other hosts. */
@@ -162,12 +160,11 @@ static sw_status join_hosts(comm_object *self, const int *host_of, const char *h
 {
     sw_comm *inside = self->comm, *whole = NULL;
     sw_identity own = {.pid = (int32_t)getpid()};
-    sw_status status;
     snprintf(own.host, sizeof own.host, "%s", host);
     self->comm = NULL;
     self->connected = false; /* a concurrent close() stops it, as it stops connect() */
-    SW_PY_WITHOUT_GIL(status, sw_hier_comm_create(inside, self->rank, self->world_size, host_of,
-                                                  &own, wire, &whole, err));
+    sw_status status = SW_PY_WITHOUT_GIL(sw_hier_comm_create(inside, self->rank, self->world_size,
+                                                             host_of, &own, wire, &whole, err));
     self->comm = whole;
     self->connected = self->spans_hosts = status == SW_OK;
     self->closed |= status != SW_OK;
@@ -180,11 +177,10 @@ static bool read_map(comm_object *self, PyObject *map, PyObject *group, sw_py_ta
 {
     if (!sw_py_table_init(host_of, map, "extend host_of:i", sizeof(int), sw_py_fill_int, NULL))
         return false;
-    if (host_of->count != (size_t)self->world_size) {
-        PyErr_Format(PyExc_ValueError, "extend: host_of must have world_size = %d entries, got %zu",
-                     self->world_size, host_of->count);
-        return false;
-    }
+    if (host_of->count != (size_t)self->world_size)
+        return sw_py_refuse(PyExc_ValueError,
+                            "extend: host_of must have world_size = %d entries, got %zu",
+                            self->world_size, host_of->count);
     if (group && group != Py_None)
         *wire = sw_py_wire_new(group);
     return !PyErr_Occurred();

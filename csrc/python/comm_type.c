@@ -49,10 +49,8 @@ static bool is_legal_period(double seconds)
 /* Lets __init__ run: first, after it failed, or once a closed communicator has no user left. */
 static bool may_init(comm_object *self)
 {
-    if (self->comm || self->users > 0 || self->use.kind != SW_PY_FREE) {
-        PyErr_SetString(PyExc_TypeError, "HostComm: already initialised");
-        return false;
-    }
+    if (self->comm || self->users > 0 || self->use.kind != SW_PY_FREE)
+        return sw_py_refuse(PyExc_TypeError, "HostComm: already initialised");
     sw_py_comm_unlink(sw_py_state_of((PyObject *)self), self);
     self->use = (sw_py_use){.pid = getpid()};
     self->connected = self->closed = self->spans_hosts = false;
@@ -130,14 +128,11 @@ static void comm_dealloc(PyObject *op)
 {
     comm_object *self = (comm_object *)op;
     PyTypeObject *type = Py_TYPE(op);
-    PyObject *kind, *value, *trace;
     PyObject_GC_UnTrack(op);
     sw_py_comm_unlink(sw_py_state_of(op), self);
-    PyErr_Fetch(&kind, &value, &trace);
+    sw_py_pending pending = sw_py_set_aside();
     close_comm(self);
-    if (PyErr_Occurred()) /* a signal handler raised while this thread waited */
-        PyErr_WriteUnraisable(NULL);
-    PyErr_Restore(kind, value, trace);
+    sw_py_bring_back_quietly(&pending); /* a signal handler may raise while this thread waits */
     ENGINE_CLEAR(self->log);
     ENGINE_CLEAR(self->hosts);
     PyObject_GC_Del(op);
@@ -159,9 +154,8 @@ static int comm_clear(PyObject *op)
     return 0;
 }
 
-static PyObject *comm_close(PyObject *op, PyObject *unused)
+static PyObject *comm_close(PyObject *op, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     close_comm((comm_object *)op);
     Py_RETURN_NONE;
 }
@@ -187,8 +181,8 @@ static PyObject *comm_arena(PyObject *op, PyObject *args, PyObject *kwargs)
                               a[1].s, sw_hier_comm_map(self->comm)->host_count);
         return sw_py_comm_finish(self, status, &err);
     }
-    SW_PY_WITHOUT_GIL(status,
-                      self->comm->ops->arena_create(self->comm, a[0].size, a[1].s, &arena, &err));
+    status = SW_PY_WITHOUT_GIL(
+        self->comm->ops->arena_create(self->comm, a[0].size, a[1].s, &arena, &err));
     if (status != SW_OK)
         return sw_py_comm_finish(self, status, &err);
     PyObject *made = sw_py_arena_object_new(sw_py_state_of(op), self, arena, NULL);
@@ -211,8 +205,8 @@ static bool parse_redop(const char *name, sw_redop *op)
             *op = (sw_redop)i;
             return true;
         }
-    PyErr_Format(PyExc_ValueError, "op must be 'sum', 'mean', 'min' or 'max', got '%s'", name);
-    return false;
+    return sw_py_refuse(PyExc_ValueError, "op must be 'sum', 'mean', 'min' or 'max', got '%s'",
+                        name);
 }
 
 /* Returns the memory of an Arena of this communicator, or NULL with an exception. */
@@ -234,7 +228,6 @@ static PyObject *comm_all_reduce(PyObject *op, PyObject *args, PyObject *kwargs)
     sw_py_arg a[6] = {[3] = {.s = "sum"}, [4] = {.s = "all_reduce"}, [5] = {.o = Py_None}};
     sw_op operation = {.kind = SW_OP_ALL_REDUCE};
     sw_error err;
-    sw_status status;
     if (!sw_py_read("all_reduce address:A numel:n dtype:s | op:s label:s arena:O", args, kwargs,
                     a) ||
         !parse_redop(a[3].s, &operation.redop))
@@ -256,7 +249,7 @@ static PyObject *comm_all_reduce(PyObject *op, PyObject *args, PyObject *kwargs)
     }
     if (!sw_py_comm_enter(self))
         return NULL;
-    SW_PY_WITHOUT_GIL(status, self->comm->ops->run(self->comm, &operation, &err));
+    sw_status status = SW_PY_WITHOUT_GIL(self->comm->ops->run(self->comm, &operation, &err));
     return sw_py_comm_finish(self, status, &err);
 }
 
@@ -292,7 +285,6 @@ static PyObject *comm_all_gather(PyObject *op, PyObject *args, PyObject *kwargs)
     sw_py_table ranges = {0};
     sw_op operation = {.kind = SW_OP_ALL_GATHER, .dtype = SW_DTYPE_UINT8};
     sw_error err;
-    sw_status status;
     PyObject *done = NULL;
     if (!sw_py_read("all_gather arena:O ranges:O | label:s $ one_copy:p slices:O", args, kwargs, a))
         return NULL;
@@ -305,7 +297,7 @@ static PyObject *comm_all_gather(PyObject *op, PyObject *args, PyObject *kwargs)
         sw_py_slices_init(&slices, a[4].o, operation.arena->world_size) == 0 &&
         sw_py_comm_enter(self)) {
         operation.slices = sw_py_slices_get(&slices);
-        SW_PY_WITHOUT_GIL(status, gather_ranges(self->comm, &operation, &ranges, &err));
+        sw_status status = SW_PY_WITHOUT_GIL(gather_ranges(self->comm, &operation, &ranges, &err));
         done = sw_py_comm_finish(self, status, &err);
     }
     sw_py_table_fini(&ranges);
@@ -381,13 +373,12 @@ static PyObject *comm_all_gather_bytes(PyObject *op, PyObject *args)
     sw_py_arg a[2] = {[1] = {.s = "all_gather"}};
     gathered out = {.longest = 0};
     sw_error err;
-    sw_status status;
     if (!sw_py_read("all_gather_bytes data:B | label:s", args, NULL, a) || !sw_py_comm_enter(self))
         return NULL;
     int world_size = self->comm->world_size;
     const char *data = PyBytes_AsString(a[0].o);
     size_t size = (size_t)PyBytes_Size(a[0].o);
-    SW_PY_WITHOUT_GIL(status, gather_bytes(self->comm, data, size, a[1].s, &out, &err));
+    sw_status status = SW_PY_WITHOUT_GIL(gather_bytes(self->comm, data, size, a[1].s, &out, &err));
     PyObject *done = sw_py_comm_finish(self, status, &err);
     PyObject *result = done ? PyList_New(0) : NULL;
     for (int r = 0; result && r < world_size; ++r)
@@ -433,7 +424,7 @@ static bool is_there(comm_object *self)
     return self->comm != NULL;
 }
 
-static PyObject *comm_stats(PyObject *op, PyObject *unused)
+static PyObject *comm_stats(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     static const sw_py_count counts[] = {
         SW_PY_COUNT_AS(sw_comm_stats, operations[SW_OP_ALL_REDUCE], "all_reduce"),
@@ -448,7 +439,6 @@ static PyObject *comm_stats(PyObject *op, PyObject *unused)
         SW_PY_COUNT(sw_comm_stats, wire_bytes_received),
     };
     comm_object *self = (comm_object *)op;
-    (void)unused;
     if (!is_there(self))
         return NULL;
     sw_py_comm_acquire(self); /* a destructor that runs meanwhile may close it */
@@ -468,10 +458,9 @@ static PyObject *build_peers(const sw_comm *comm)
     return peers;
 }
 
-static PyObject *comm_describe(PyObject *op, PyObject *unused)
+static PyObject *comm_describe(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     comm_object *self = (comm_object *)op;
-    (void)unused;
     if (!is_there(self))
         return NULL;
     const sw_comm *inside = self->spans_hosts ? sw_hier_comm_inside(self->comm) : self->comm;
@@ -502,11 +491,10 @@ SW_PY_GETTER(comm_get_alive, comm_object,
                              (sw_py_use_is_own(&self->use) || self->group) &&
                              self->comm->ops->is_alive(self->comm)))
 
-static PyObject *comm_get_end_reason(PyObject *op, void *unused)
+static PyObject *comm_get_end_reason(PyObject *op, void *Py_UNUSED(unused))
 {
     comm_object *self = (comm_object *)op;
     sw_error err;
-    (void)unused;
     if (!sw_py_use_is_own(
             &self->use)) /* a forked child takes no lock that a parent's thread may have held */
         return PyUnicode_FromString("this process was forked from the one that joined");
@@ -540,47 +528,36 @@ static int set_period(PyObject *op, PyObject *value, bool is_silent)
     return 0;
 }
 
-static int comm_set_silent(PyObject *op, PyObject *value, void *unused)
+static int comm_set_silent(PyObject *op, PyObject *value, void *Py_UNUSED(unused))
 {
-    (void)unused;
     return set_period(op, value, true);
 }
 
-static int comm_set_timeout(PyObject *op, PyObject *value, void *unused)
+static int comm_set_timeout(PyObject *op, PyObject *value, void *Py_UNUSED(unused))
 {
-    (void)unused;
     return set_period(op, value, false);
 }
 
 static PyMethodDef comm_methods[] = {
-    {"peer", sw_py_comm_peer, METH_VARARGS,
-     "peer($self, rank, /)\n--\n\n"
-     "Return a rank, its process and host, and what the process does, for messages."},
-    {"connect", SW_PY_NAMED(sw_py_comm_connect),
-     "connect($self, addresses, secret, hosts, *, members=None)\n--\n\n"
-     "Join the ranks of this host."},
-    {"extend", SW_PY_NAMED(sw_py_comm_extend),
-     "extend($self, host_of, host, *, wire=None)\n--\n\nJoin the ranks of other hosts."},
-    {"arena", SW_PY_NAMED(comm_arena),
-     "arena($self, nbytes, label='arena', *, of_hosts=False)\n--\n\nCreate an arena. Collective."},
-    {"all_reduce", SW_PY_NAMED(comm_all_reduce),
-     "all_reduce($self, address, numel, dtype, op='sum', label='all_reduce', arena=None)\n--\n\n"
-     "Reduce in place."},
-    {"broadcast", comm_broadcast, METH_VARARGS,
-     "broadcast($self, ranges, root, label='broadcast', /)\n--\n\nBroadcast bytes."},
-    {"all_gather_bytes", comm_all_gather_bytes, METH_VARARGS,
-     "all_gather_bytes($self, data, label='all_gather', /)\n--\n\nReturn every rank's data."},
-    {"all_gather", SW_PY_NAMED(comm_all_gather),
-     "all_gather($self, arena, ranges, label='all_gather', *, one_copy=False, slices=None)\n--\n\n"
-     "Send every rank's slice of each range to all ranks."},
-    {"barrier", comm_barrier, METH_VARARGS,
-     "barrier($self, label='barrier', /)\n--\n\nWait for every rank."},
-    {"abort", comm_abort, METH_VARARGS,
-     "abort($self, reason, /)\n--\n\nEnd the communicator on every rank. Any thread."},
-    {"stats", comm_stats, METH_NOARGS, "stats($self, /)\n--\n\nReturn counts since creation."},
-    {"describe", comm_describe, METH_NOARGS,
-     "describe($self, /)\n--\n\nReturn the facts and choices of this communicator."},
-    {"close", comm_close, METH_NOARGS, "close($self, /)\n--\n\nLeave the group."},
+    SW_PY_ARGS(sw_py_comm, peer, "rank, /",
+               "Return a rank, its process and host, and what the process does, for messages."),
+    SW_PY_KEYS(sw_py_comm, connect, "addresses, secret, hosts, *, members=None",
+               "Join the ranks of this host."),
+    SW_PY_KEYS(sw_py_comm, extend, "host_of, host, *, wire=None", "Join the ranks of other hosts."),
+    SW_PY_KEYS(comm, arena, "nbytes, label='arena', *, of_hosts=False",
+               "Create an arena. Collective."),
+    SW_PY_KEYS(comm, all_reduce, "address, numel, dtype, op='sum', label='all_reduce', arena=None",
+               "Reduce in place."),
+    SW_PY_ARGS(comm, broadcast, "ranges, root, label='broadcast', /", "Broadcast bytes."),
+    SW_PY_ARGS(comm, all_gather_bytes, "data, label='all_gather', /", "Return every rank's data."),
+    SW_PY_KEYS(comm, all_gather,
+               "arena, ranges, label='all_gather', *, one_copy=False, slices=None",
+               "Send every rank's slice of each range to all ranks."),
+    SW_PY_ARGS(comm, barrier, "label='barrier', /", "Wait for every rank."),
+    SW_PY_ARGS(comm, abort, "reason, /", "End the communicator on every rank. Any thread."),
+    SW_PY_NONE(comm, stats, "Return counts since creation."),
+    SW_PY_NONE(comm, describe, "Return the facts and choices of this communicator."),
+    SW_PY_NONE(comm, close, "Leave the group."),
     {NULL, NULL, 0, NULL},
 };
 
@@ -603,15 +580,8 @@ static PyGetSetDef comm_properties[] = {
     {NULL, NULL, NULL, NULL, NULL},
 };
 
-static PyType_Slot comm_slots[] = {
-    {Py_tp_init, comm_init},
-    {Py_tp_dealloc, comm_dealloc},
-    {Py_tp_traverse, comm_traverse},
-    {Py_tp_clear, comm_clear},
-    {Py_tp_methods, comm_methods},
-    {Py_tp_getset, comm_properties},
-    {Py_tp_doc, "The ranks of one host, joined through shared memory. One issuing thread a rank."},
-    {0, NULL},
-};
-
-SW_PY_TYPE(sw_py_comm_type_spec, "HostComm", comm_object, Py_TPFLAGS_HAVE_GC, comm_slots)
+SW_PY_TYPE(sw_py_comm_type_spec, "HostComm", comm_object, Py_TPFLAGS_HAVE_GC,
+           "The ranks of one host, joined through shared memory. One issuing thread a rank.",
+           {Py_tp_init, comm_init}, {Py_tp_dealloc, comm_dealloc}, {Py_tp_traverse, comm_traverse},
+           {Py_tp_clear, comm_clear}, {Py_tp_methods, comm_methods},
+           {Py_tp_getset, comm_properties})

@@ -1,6 +1,5 @@
 /* comm_waits.c - what a HostComm tells of waits: when one is logged, and which rank has died. */
 #include "comm/wait.h"
-#include "python/arguments.h"
 #include "python/engine.h"
 
 bool sw_py_read_warn_after(double seconds, int64_t *warn_after_ns)
@@ -13,27 +12,24 @@ bool sw_py_read_warn_after(double seconds, int64_t *warn_after_ns)
     return is_legal;
 }
 
-PyObject *sw_py_comm_get_waits(PyObject *op, void *unused)
+PyObject *sw_py_comm_get_waits(PyObject *op, void *Py_UNUSED(unused))
 {
     const comm_object *self = (comm_object *)op;
-    (void)unused;
     return PyFloat_FromDouble(self->comm ? (double)self->comm->warn_after_ns * 1e-9 : 0);
 }
 
-int sw_py_comm_set_waits(PyObject *op, PyObject *value, void *unused)
+int sw_py_comm_set_waits(PyObject *op, PyObject *value, void *Py_UNUSED(unused))
 {
     sw_comm *comm = ((comm_object *)op)->comm;
     double seconds = value ? PyFloat_AsDouble(value) : 0;
-    (void)unused;
     if (!PyErr_Occurred() && !comm)
         PyErr_SetString(PyExc_ValueError, "HostComm: warn_after_s is of an open communicator");
     return !PyErr_Occurred() && sw_py_read_warn_after(seconds, &comm->warn_after_ns) ? 0 : -1;
 }
 
-PyObject *sw_py_comm_get_dead(PyObject *op, void *unused)
+PyObject *sw_py_comm_get_dead(PyObject *op, void *Py_UNUSED(unused))
 {
     const comm_object *self = (comm_object *)op;
-    (void)unused;
     int rank = -1;
     if (sw_py_use_is_own(&self->use) && self->comm && !self->closed && self->connected &&
         self->comm->ops->dead)

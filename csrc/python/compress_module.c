@@ -116,11 +116,10 @@ static bool read_addresses(PyObject *sequence, const char *name, size_t wanted, 
     if (!sw_py_table_init(out, sequence, "powersgd address:A", sizeof(void *), sw_py_fill_address,
                           NULL))
         return false;
-    if (out->count == wanted)
-        return true;
-    PyErr_Format(PyExc_ValueError, "powersgd: %s must have one address a matrix, %zu, not %zu",
-                 name, wanted, out->count);
-    return false;
+    return out->count == wanted ||
+           sw_py_refuse(PyExc_ValueError,
+                        "powersgd: %s must have one address a matrix, %zu, not %zu", name, wanted,
+                        out->count);
 }
 
 /* Reads (matrices, p, q), or the first of them, by the signature. */
@@ -172,41 +171,28 @@ SW_PY_VALUE(powersgd_stride, PyObject, "powersgd_stride count:N", true,
             PyLong_FromSize_t(sw_powersgd_stride(a[0].size)))
 
 PyMethodDef sw_py_compress_functions[] = {
-    {"block_record_bytes", block_record_bytes, METH_VARARGS,
-     "block_record_bytes($module, block, bits, /)\n--\n\nReturn the bytes of one record."},
-    {"block_encode", block_encode, METH_VARARGS,
-     "block_encode($module, block, bits, records, source, error, numel, /)\n--\n\n"
-     "Quantize source (+ error) to records, of which an array begins a new one."},
-    {"block_fold", block_fold, METH_VARARGS,
-     "block_fold($module, block, bits, out, wires, count, scale, residual, /)\n--\n\n"
-     "Fold count records of all wires in order: out = quantized(scale * sum); the residual gets "
-     "the rest."},
-    {"block_is_finite", block_is_finite, METH_VARARGS,
-     "block_is_finite($module, block, bits, records, count, /)\n--\n\n"
-     "Return True if all encoded values were finite."},
-    {"block_decode", block_decode, METH_VARARGS,
-     "block_decode($module, block, bits, out, records, error, own, numel, /)\n--\n\n"
-     "Decode records to out. With an error, first error = out + error - decoded own."},
-    {"half_encode", half_encode, METH_VARARGS,
-     "half_encode($module, dtype, wire, source, numel, scale, /)\n--\n\n"
-     "Scale and round in one pass."},
-    {"half_decode", half_decode, METH_VARARGS,
-     "half_decode($module, dtype, out, wire, numel, /)\n--\n\nWiden to float32."},
-    {"powersgd_stride", powersgd_stride, METH_VARARGS,
-     "powersgd_stride($module, count, /)\n--\n\nReturn the elements of a factor's row."},
-    {"powersgd_init_basis", powersgd_init_basis, METH_VARARGS,
-     "powersgd_init_basis($module, matrices, /)\n--\n\nWrite a first basis."},
-    {"powersgd_project", powersgd_project, METH_VARARGS,
-     "powersgd_project($module, matrices, p, /)\n--\n\nCompute P = v Q."},
-    {"powersgd_absorb", powersgd_absorb, METH_VARARGS,
-     "powersgd_absorb($module, matrices, p, q, /)\n--\n\n"
-     "Orthonormalize P, compute Q = vᵀ P, and keep v."},
-    {"powersgd_decompress", powersgd_decompress, METH_VARARGS,
-     "powersgd_decompress($module, matrices, q, /)\n--\n\nCompute gradients from P and Q."},
-    {"powersgd_error", powersgd_error, METH_VARARGS,
-     "powersgd_error($module, matrices, errors, /)\n--\n\nWrite the error."},
-    {"powersgd_is_finite", powersgd_is_finite, METH_VARARGS,
-     "powersgd_is_finite($module, values, numel, /)\n--\n\n"
-     "Return True if all float32 values are finite."},
+    SW_PY_FUNCTION(block_record_bytes, "block, bits, /", "Return the bytes of one record."),
+    SW_PY_FUNCTION(block_encode, "block, bits, records, source, error, numel, /",
+                   "Quantize source (+ error) to records, of which an array begins a new one."),
+    SW_PY_FUNCTION(block_fold, "block, bits, out, wires, count, scale, residual, /",
+                   "Fold count records of all wires in order: out = quantized(scale * sum); the "
+                   "residual gets the rest."),
+    SW_PY_FUNCTION(block_is_finite, "block, bits, records, count, /",
+                   "Return True if all encoded values were finite."),
+    SW_PY_FUNCTION(
+        block_decode, "block, bits, out, records, error, own, numel, /",
+        "Decode records to out. With an error, first error = out + error - decoded own."),
+    SW_PY_FUNCTION(half_encode, "dtype, wire, source, numel, scale, /",
+                   "Scale and round in one pass."),
+    SW_PY_FUNCTION(half_decode, "dtype, out, wire, numel, /", "Widen to float32."),
+    SW_PY_FUNCTION(powersgd_stride, "count, /", "Return the elements of a factor's row."),
+    SW_PY_FUNCTION(powersgd_init_basis, "matrices, /", "Write a first basis."),
+    SW_PY_FUNCTION(powersgd_project, "matrices, p, /", "Compute P = v Q."),
+    SW_PY_FUNCTION(powersgd_absorb, "matrices, p, q, /",
+                   "Orthonormalize P, compute Q = vᵀ P, and keep v."),
+    SW_PY_FUNCTION(powersgd_decompress, "matrices, q, /", "Compute gradients from P and Q."),
+    SW_PY_FUNCTION(powersgd_error, "matrices, errors, /", "Write the error."),
+    SW_PY_FUNCTION(powersgd_is_finite, "values, numel, /",
+                   "Return True if all float32 values are finite."),
     {NULL, NULL, 0, NULL},
 };

@@ -14,7 +14,6 @@ PyObject *sw_py_device_run(PyObject *op, PyObject *args, const sw_py_device_call
     sw_py_arg a[SW_PY_ARGS_MAX] = {{0}};
     sw_py_table rows = {0};
     sw_error err = {0};
-    sw_status status;
     PyObject *done = NULL;
     if (!sw_py_read(call->signature, args, NULL, a))
         return NULL;
@@ -25,7 +24,7 @@ PyObject *sw_py_device_run(PyObject *op, PyObject *args, const sw_py_device_call
         (!call->row ||
          sw_py_table_init(&rows, a[call->list].o, call->row, call->row_bytes, call->fill, NULL)) &&
         sw_py_device_enter(comm)) {
-        SW_PY_WITHOUT_GIL(status, call->run(comm->comm, a, &rows, &err));
+        sw_status status = SW_PY_WITHOUT_GIL(call->run(comm->comm, a, &rows, &err));
         done = sw_py_device_finish(comm, status, &err);
     }
     sw_py_table_fini(&rows);

@@ -50,17 +50,16 @@ static sw_status owe(sw_device_comm *comm, const sw_py_arg *a, const sw_py_table
                                err);
 }
 
-static sw_status verdict(sw_device_comm *comm, const sw_py_arg *a, const sw_py_table *unused,
-                         sw_error *err)
+static sw_status verdict(sw_device_comm *comm, const sw_py_arg *a,
+                         const sw_py_table *Py_UNUSED(unused), sw_error *err)
 {
     sw_device_blocks blocks;
-    (void)unused;
     SW_TRY(blocks_of(comm, a, a[6].address, &blocks, err));
     return sw_device_block_verdict(&blocks, a[3].address, a[4].address, a[5].size, err);
 }
 
-static sw_status fold(sw_device_comm *comm, const sw_py_arg *a, const sw_py_table *unused,
-                      sw_error *err)
+static sw_status fold(sw_device_comm *comm, const sw_py_arg *a,
+                      const sw_py_table *Py_UNUSED(unused), sw_error *err)
 {
     sw_device_blocks blocks;
     const sw_device_wires wires = {.own = a[4].address,
@@ -68,45 +67,43 @@ static sw_status fold(sw_device_comm *comm, const sw_py_arg *a, const sw_py_tabl
                                    .stride_bytes = (size_t)a[6].word,
                                    .own_index = a[7].i,
                                    .count = a[8].i};
-    (void)unused;
     SW_TRY(blocks_of(comm, a, a[12].address, &blocks, err));
     return sw_device_block_fold(&blocks, a[3].address, &wires, a[9].size, (float)a[10].d,
                                 a[11].address, err);
 }
 
-SW_PY_ON_ROWS(block_encode, "device_block_encode comm:O block:n bits:i parts:L stream:A", encode, 3,
-              "part records:A source:A error:A numel:K", sw_quantize_part, fill_quantize)
-SW_PY_ON_ROWS(block_decode, "device_block_decode comm:O block:n bits:i parts:L verdict:A stream:A",
-              decode, 3, "part values:A error:A records:A own:A numel:K", sw_decode_part,
-              fill_decode)
-SW_PY_ON_ROWS(block_owe,
+SW_PY_ON_ROWS(device_block_encode, "device_block_encode comm:O block:n bits:i parts:L stream:A",
+              encode, 3, "part records:A source:A error:A numel:K", sw_quantize_part, fill_quantize)
+SW_PY_ON_ROWS(device_block_decode,
+              "device_block_decode comm:O block:n bits:i parts:L verdict:A stream:A", decode, 3,
+              "part values:A error:A records:A own:A numel:K", sw_decode_part, fill_decode)
+SW_PY_ON_ROWS(device_block_owe,
               "device_block_owe comm:O block:n bits:i parts:L verdict:A scale:d stream:A", owe, 3,
               "part error:A rest:A numel:K", sw_owe_part, fill_owe)
-SW_PY_ON_DEVICE(block_verdict,
+SW_PY_ON_DEVICE(device_block_verdict,
                 "device_block_verdict comm:O block:n bits:i verdict:A records:A count:N stream:A",
                 verdict)
-SW_PY_ON_DEVICE(block_fold,
+SW_PY_ON_DEVICE(device_block_fold,
                 "device_block_fold comm:O block:n bits:i out:A own:A others:A stride_bytes:K "
                 "own_index:i world_size:i count:N scale:d rest:A stream:A",
                 fold)
 
 PyMethodDef sw_py_device_codec_functions[] = {
-    {"device_block_encode", block_encode, METH_VARARGS,
-     "device_block_encode($module, comm, block, bits, parts, stream, /)\n--\n\n"
-     "Encode parts (records, source or 0 for zeros, error, numel) like block_encode."},
-    {"device_block_fold", block_fold, METH_VARARGS,
-     "device_block_fold($module, comm, block, bits, out, own, others, stride_bytes, own_index, "
-     "world_size, count, scale, rest, stream, /)\n--\n\nFold like block_fold. Rank r's records are "
-     "at others + r * stride_bytes, but own ones at own."},
-    {"device_block_verdict", block_verdict, METH_VARARGS,
-     "device_block_verdict($module, comm, block, bits, verdict, records, count, stream, /)\n--\n\n"
-     "Set the int32 to 0 if all records have finite values, else to 1."},
-    {"device_block_decode", block_decode, METH_VARARGS,
-     "device_block_decode($module, comm, block, bits, parts, verdict, stream, /)\n--\n\n"
-     "Decode parts (values, error, records or 0, own, numel) like block_decode; keep errors if the "
-     "verdict is 1."},
-    {"device_block_owe", block_owe, METH_VARARGS,
-     "device_block_owe($module, comm, block, bits, parts, verdict, scale, stream, /)\n--\n\n"
-     "Add rest * scale to the error of parts (error, rest, numel), unless the verdict is 1."},
+    SW_PY_FUNCTION(
+        device_block_encode, "comm, block, bits, parts, stream, /",
+        "Encode parts (records, source or 0 for zeros, error, numel) like block_encode."),
+    SW_PY_FUNCTION(device_block_fold,
+                   "comm, block, bits, out, own, others, stride_bytes, own_index, world_size, "
+                   "count, scale, rest, stream, /",
+                   "Fold like block_fold. Rank r's records are at others + r * "
+                   "stride_bytes, but own ones at own."),
+    SW_PY_FUNCTION(device_block_verdict, "comm, block, bits, verdict, records, count, stream, /",
+                   "Set the int32 to 0 if all records have finite values, else to 1."),
+    SW_PY_FUNCTION(device_block_decode, "comm, block, bits, parts, verdict, stream, /",
+                   "Decode parts (values, error, records or 0, own, numel) like "
+                   "block_decode; keep errors if the verdict is 1."),
+    SW_PY_FUNCTION(
+        device_block_owe, "comm, block, bits, parts, verdict, scale, stream, /",
+        "Add rest * scale to the error of parts (error, rest, numel), unless the verdict is 1."),
     {NULL, NULL, 0, NULL},
 };

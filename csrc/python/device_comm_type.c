@@ -20,11 +20,10 @@ static bool keep_host(device_comm_object *self, PyObject *host)
     if (host == Py_None || self->host)
         return true;
     if (!PyObject_TypeCheck(host, sw_py_state_of((PyObject *)self)->comm_type) ||
-        !((comm_object *)host)->comm || !((comm_object *)host)->connected) {
-        PyErr_SetString(PyExc_TypeError,
-                        "DeviceComm: host must be a HostComm that has joined its peers, or None");
-        return false;
-    }
+        !((comm_object *)host)->comm || !((comm_object *)host)->connected)
+        return sw_py_refuse(
+            PyExc_TypeError,
+            "DeviceComm: host must be a HostComm that has joined its peers, or None");
     Py_INCREF(host);
     self->host = (comm_object *)host;
     sw_py_comm_acquire(self->host);
@@ -42,13 +41,12 @@ static void drop_host(device_comm_object *self)
 static void make_room(void *context)
 {
     PyGILState_STATE gil = PyGILState_Ensure();
-    PyObject *kind, *value, *trace;
-    PyErr_Fetch(&kind, &value, &trace); /* the exception of a caller that already holds the GIL */
+    sw_py_pending pending = sw_py_set_aside(); /* of a caller that already holds the GIL */
     PyObject *done = PyObject_CallNoArgs(context);
     if (!done)
         PyErr_WriteUnraisable(context);
     Py_XDECREF(done);
-    PyErr_Restore(kind, value, trace);
+    sw_py_bring_back_quietly(&pending);
     PyGILState_Release(gil);
 }
 
@@ -57,10 +55,8 @@ static bool keep(PyObject **slot, PyObject *value, bool fits, const char *wanted
 {
     if (value == Py_None)
         return true;
-    if (!fits) {
-        PyErr_Format(PyExc_TypeError, "DeviceComm: %s, or None", wanted);
-        return false;
-    }
+    if (!fits)
+        return sw_py_refuse(PyExc_TypeError, "DeviceComm: %s, or None", wanted);
     Py_INCREF(value);
     Py_XDECREF(*slot);
     *slot = value;
@@ -74,7 +70,6 @@ static int device_init(PyObject *op, PyObject *args, PyObject *kwargs)
     sw_py_arg a[10] = {[7] = {.o = Py_None}, [8] = {.o = Py_None}, [9] = {.o = Py_None}};
     sw_device_comm *made = NULL;
     sw_error err;
-    sw_status status;
     if (!sw_py_read("DeviceComm ordinal:i | $ libcuda:z libnccl:z packaged:z cache:z nvrtc:z "
                     "builtins:z host:O make_room:O beside:O",
                     args, kwargs, a) ||
@@ -95,7 +90,7 @@ static int device_init(PyObject *op, PyObject *args, PyObject *kwargs)
         .room = {.make = self->make_room ? make_room : NULL, .context = self->make_room},
         .beside = self->beside ? self->beside->comm : NULL,
         .host = self->host ? self->host->comm : NULL};
-    SW_PY_WITHOUT_GIL(status, sw_device_comm_create(&config, &made, &err));
+    sw_status status = SW_PY_WITHOUT_GIL(sw_device_comm_create(&config, &made, &err));
     self->comm = made;
     if (status == SW_OK)
         return 0;
@@ -108,11 +103,9 @@ static bool is_open_and_free(device_comm_object *self, const char *what)
 {
     if (!sw_py_device_wait_for_watch(self))
         return false;
-    if (self->comm && !self->closed && self->use.kind == SW_PY_FREE)
-        return true;
-    PyErr_Format(sw_py_state_of((PyObject *)self)->error,
-                 "%s: the GPU's communicator was closed, or was never opened", what);
-    return false;
+    return (self->comm && !self->closed && self->use.kind == SW_PY_FREE) ||
+           sw_py_refuse(sw_py_state_of((PyObject *)self)->error,
+                        "%s: the GPU's communicator was closed, or was never opened", what);
 }
 
 /* Checks the deadline and enters a communicator that has no peers yet. */
@@ -137,9 +130,8 @@ static bool read_id(PyObject *bytes, sw_nccl_id *id)
         memcpy(id, PyBytes_AsString(bytes), sizeof *id);
         return true;
     }
-    PyErr_Format(PyExc_ValueError, "connect: id must be %zd bytes, not %zd bytes",
-                 (Py_ssize_t)sizeof *id, PyBytes_Size(bytes));
-    return false;
+    return sw_py_refuse(PyExc_ValueError, "connect: id must be %zd bytes, not %zd bytes",
+                        (Py_ssize_t)sizeof *id, PyBytes_Size(bytes));
 }
 
 SW_PY_METHOD_WITH(device_connect, device_comm_object,
@@ -169,9 +161,9 @@ static bool fill_part(const sw_py_arg *a, void *row, void *context)
         *(uint8_t **)row = memory->base[a[0].i];
         return true;
     }
-    PyErr_Format(PyExc_ValueError, "connect_slots: the arena has no part of %zu bytes of rank %d",
-                 of->part_bytes, a[0].i);
-    return false;
+    return sw_py_refuse(PyExc_ValueError,
+                        "connect_slots: the arena has no part of %zu bytes of rank %d",
+                        of->part_bytes, a[0].i);
 }
 
 static bool slot_place_of(const char *name, sw_slot_place *place)
@@ -183,8 +175,8 @@ static bool slot_place_of(const char *name, sw_slot_place *place)
             *place = (sw_slot_place)i;
             return true;
         }
-    PyErr_Format(PyExc_ValueError, "connect_slots: place must be auto, shm or ipc, not %s", name);
-    return false;
+    return sw_py_refuse(PyExc_ValueError, "connect_slots: place must be auto, shm or ipc, not %s",
+                        name);
 }
 
 static PyObject *device_connect_slots(PyObject *op, PyObject *args)
@@ -194,7 +186,6 @@ static PyObject *device_connect_slots(PyObject *op, PyObject *args)
     sw_slot_parts parts = {0};
     sw_py_table table = {0};
     sw_error err;
-    sw_status status;
     if (!sw_py_read("connect_slots arena:O members:O slot_bytes:N place:s rank:i timeout_s:d", args,
                     NULL, a) ||
         !slot_place_of(a[3].s, &parts.place))
@@ -209,9 +200,8 @@ static PyObject *device_connect_slots(PyObject *op, PyObject *args)
         enter_to_join(self, "connect_slots", a[5].d)) {
         parts.slot_bytes = a[2].size;
         parts.base = table.rows;
-        SW_PY_WITHOUT_GIL(status,
-                          sw_device_comm_connect_slots(self->comm, &parts, a[4].i, (int)table.count,
-                                                       nanoseconds(a[5].d), &err));
+        sw_status status = SW_PY_WITHOUT_GIL(sw_device_comm_connect_slots(
+            self->comm, &parts, a[4].i, (int)table.count, nanoseconds(a[5].d), &err));
         if (status == SW_OK)
             sw_py_set(&self->arena, arena);
         done = sw_py_device_finish(self, status, &err);
@@ -226,10 +216,9 @@ static bool is_used(const device_comm_object *self)
     return self->use.kind != SW_PY_FREE || (self->beside && self->beside->use.kind == SW_PY_ALONE);
 }
 
-static PyObject *device_close(PyObject *op, PyObject *unused)
+static PyObject *device_close(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     device_comm_object *self = (device_comm_object *)op;
-    (void)unused;
     if (self->closed || !self->comm || !sw_py_use_is_own(&self->use))
         Py_RETURN_NONE;
     if (!sw_py_device_wait_for_watch(self))
@@ -335,8 +324,9 @@ static PyObject *sum_of(PyObject *done, const sw_norm_sum *sum)
     return done ? PyBytes_FromStringAndSize((const char *)sum, sizeof *sum) : NULL;
 }
 
-SW_PY_METHOD_ON_ROWS(device_norm, device_comm_object, "norm_sum ranges:O stream:A", sw_norm_sum sum,
-                     0, RANGE, sw_device_range, fill_range, sw_py_device_enter(self),
+SW_PY_METHOD_ON_ROWS(device_norm_sum, device_comm_object, "norm_sum ranges:O stream:A",
+                     sw_norm_sum sum, 0, RANGE, sw_device_range, fill_range,
+                     sw_py_device_enter(self),
                      sw_device_comm_norm(self->comm, rows.rows, rows.count, a[1].address, &sum,
                                          &err),
                      sum_of(sw_py_device_finish(self, status, &err), &sum))
@@ -420,19 +410,17 @@ SW_PY_ON_ROWS(device_convert,
 
 /* Releases the GIL, since a driver call may never return. Then only threads that need the
  * communicator wait. */
-static PyObject *device_watch(PyObject *op, PyObject *unused)
+static PyObject *device_watch(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     device_comm_object *self = (device_comm_object *)op;
     sw_error err;
-    sw_status status;
-    (void)unused;
     if (!sw_py_device_wait_for_watch(self)) /* raise the other watcher's error here too */
         return NULL;
     if (self->use.kind != SW_PY_FREE || self->closed || !self->comm || !self->comm->peers ||
         !sw_py_use_is_own(&self->use))
         Py_RETURN_NONE;
     sw_py_device_take(self, SW_PY_WATCHED);
-    SW_PY_WITHOUT_GIL(status, sw_device_comm_watch(self->comm, &err));
+    sw_status status = SW_PY_WITHOUT_GIL(sw_device_comm_watch(self->comm, &err));
     return sw_py_device_finish(self, status, &err);
 }
 
@@ -466,20 +454,18 @@ static PyObject *device_abort(PyObject *op, PyObject *args)
 }
 
 /* Starts a thread that watches the communicator and can abort it while a call is blocked. */
-static PyObject *device_start_watch(PyObject *op, PyObject *unused)
+static PyObject *device_start_watch(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     device_comm_object *self = (device_comm_object *)op;
     sw_error err;
-    (void)unused;
     if (!sw_py_device_enter(self))
         return NULL;
     return sw_py_device_finish(self, sw_device_watch_start(self->comm, &err), &err);
 }
 
-static PyObject *device_describe(PyObject *op, PyObject *unused)
+static PyObject *device_describe(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     const device_comm_object *self = (device_comm_object *)op;
-    (void)unused;
     if (!self->comm)
         Py_RETURN_NONE;
     const sw_device_comm *comm = self->comm;
@@ -495,14 +481,13 @@ static PyObject *device_describe(PyObject *op, PyObject *unused)
                          comm->peers && !self->closed ? comm->peers->name : NULL);
 }
 
-static PyObject *device_stats(PyObject *op, PyObject *unused)
+static PyObject *device_stats(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     static const sw_py_count counts[] = {
         SW_PY_COUNT(sw_device_stats, launches),   SW_PY_COUNT(sw_device_stats, copies),
         SW_PY_COUNT(sw_device_stats, records),    SW_PY_COUNT(sw_device_stats, stream_waits),
         SW_PY_COUNT(sw_device_stats, host_waits), SW_PY_COUNT(sw_device_stats, allocations)};
     const device_comm_object *self = (device_comm_object *)op;
-    (void)unused;
     return self->comm
                ? sw_py_counts(&self->comm->device->stats, counts, sizeof counts / sizeof *counts)
                : sw_py_none();
@@ -522,51 +507,35 @@ SW_PY_GETTER(device_get_failed, device_comm_object,
              PyBool_FromLong(has_peers(self) && sw_peers_has_failed(self->comm->peers)))
 
 static PyMethodDef device_methods[] = {
-    {"connect", device_connect, METH_VARARGS,
-     "connect($self, id, rank, world_size, timeout_s, /)\n--\n\nJoin the peers. Collective."},
-    {"connect_slots", device_connect_slots, METH_VARARGS,
-     "connect_slots($self, arena, members, slot_bytes, place, rank, timeout_s, /)\n--\n\n"
-     "Join members of arena, this rank as number rank, through slots in place: \"shm\", \"ipc\" or "
-     "\"auto\". Collective."},
-    {"borrow", device_borrow, METH_VARARGS,
-     "borrow($self, handle, rank, world_size, timeout_s, /)\n--\n\n"
-     "Use a communicator that its owner keeps, instead of connect()."},
-    {"give_back", device_give_back, METH_VARARGS,
-     "give_back($self, stream, /)\n--\n\n"
-     "Order the stream's next operations after ours, if the communicator is borrowed."},
-    {"refuse_capture", device_refuse_capture, METH_VARARGS,
-     "refuse_capture($self, stream, what, /)\n--\n\nRaise if a graph captures it."},
-    {"broadcast", device_broadcast, METH_VARARGS,
-     "broadcast($self, ranges, root, stream, /)\n--\n\nBroadcast (address, numel, dtype) ranges."},
-    {"all_gather", device_all_gather, METH_VARARGS,
-     "all_gather($self, ranges, stream, /)\n--\n\nGather the ranks' slices of each range."},
-    {"exchange", device_exchange, METH_VARARGS,
-     "exchange($self, range, received, stream, /)\n--\n\nExchange slices of all ranks."},
-    {"norm_sum", device_norm, METH_VARARGS,
-     "norm_sum($self, ranges, stream, /)\n--\n\n"
-     "Return the exact sum of squares in norm_sum()'s format; the host waits."},
-    {"clip", device_clip, METH_VARARGS,
-     "clip($self, ranges, max_norm, is_sliced, result, stream, /)\n--\n\n"
-     "Write the norm and min(1, max_norm / (norm + 1e-6)) as float32 to result. is_sliced: over "
-     "all ranks."},
-    {"follow", device_follow, METH_VARARGS,
-     "follow($self, later, earlier, /)\n--\n\nOrder one stream after another."},
-    {"pack", device_pack, METH_VARARGS,
-     "pack($self, copies, stream, verdict=0, /)\n--\n\nCopy (to, from, nbytes)."},
-    {"convert", device_convert, METH_VARARGS,
-     "convert($self, copies, to_dtype, from_dtype, scale, stream, factor=0, /)\n--\n\n"
-     "Copy like pack, and scale and round each element."},
-    {"start_watch", device_start_watch, METH_NOARGS,
-     "start_watch($self, /)\n--\n\nWatch the communicator in a thread until it is closed."},
-    {"watch", device_watch, METH_NOARGS,
-     "watch($self, /)\n--\n\nRaise if a rank has failed or is late; do not wait."},
-    {"abort", device_abort, METH_VARARGS,
-     "abort($self, reason, /)\n--\n\nEnd the communicator on this rank."},
-    {"describe", device_describe, METH_NOARGS,
-     "describe($self, /)\n--\n\nReturn the facts of this GPU and communicator."},
-    {"stats", device_stats, METH_NOARGS,
-     "stats($self, /)\n--\n\nReturn driver calls since creation."},
-    {"close", device_close, METH_NOARGS, "close($self, /)\n--\n\nEnd the communicator."},
+    SW_PY_ARGS(device, connect, "id, rank, world_size, timeout_s, /",
+               "Join the peers. Collective."),
+    SW_PY_ARGS(device, connect_slots, "arena, members, slot_bytes, place, rank, timeout_s, /",
+               "Join members of arena, this rank as number rank, through slots in place: \"shm\", "
+               "\"ipc\" or \"auto\". Collective."),
+    SW_PY_ARGS(device, borrow, "handle, rank, world_size, timeout_s, /",
+               "Use a communicator that its owner keeps, instead of connect()."),
+    SW_PY_ARGS(device, give_back, "stream, /",
+               "Order the stream's next operations after ours, if the communicator is borrowed."),
+    SW_PY_ARGS(device, refuse_capture, "stream, what, /", "Raise if a graph captures it."),
+    SW_PY_ARGS(device, broadcast, "ranges, root, stream, /",
+               "Broadcast (address, numel, dtype) ranges."),
+    SW_PY_ARGS(device, all_gather, "ranges, stream, /", "Gather the ranks' slices of each range."),
+    SW_PY_ARGS(device, exchange, "range, received, stream, /", "Exchange slices of all ranks."),
+    SW_PY_ARGS(device, norm_sum, "ranges, stream, /",
+               "Return the exact sum of squares in norm_sum()'s format; the host waits."),
+    SW_PY_ARGS(device, clip, "ranges, max_norm, is_sliced, result, stream, /",
+               "Write the norm and min(1, max_norm / (norm + 1e-6)) as float32 to result. "
+               "is_sliced: over all ranks."),
+    SW_PY_ARGS(device, follow, "later, earlier, /", "Order one stream after another."),
+    SW_PY_ARGS(device, pack, "copies, stream, verdict=0, /", "Copy (to, from, nbytes)."),
+    SW_PY_ARGS(device, convert, "copies, to_dtype, from_dtype, scale, stream, factor=0, /",
+               "Copy like pack, and scale and round each element."),
+    SW_PY_NONE(device, start_watch, "Watch the communicator in a thread until it is closed."),
+    SW_PY_NONE(device, watch, "Raise if a rank has failed or is late; do not wait."),
+    SW_PY_ARGS(device, abort, "reason, /", "End the communicator on this rank."),
+    SW_PY_NONE(device, describe, "Return the facts of this GPU and communicator."),
+    SW_PY_NONE(device, stats, "Return driver calls since creation."),
+    SW_PY_NONE(device, close, "End the communicator."),
     {NULL, NULL, 0, NULL},
 };
 
@@ -577,16 +546,10 @@ static PyGetSetDef device_properties[] = {
     {NULL, NULL, NULL, NULL, NULL},
 };
 
-static PyType_Slot device_slots[] = {
-    {Py_tp_init, device_init},
-    {Py_tp_dealloc, device_dealloc},
-    {Py_tp_methods, device_methods},
-    {Py_tp_getset, device_properties},
-    {Py_tp_doc,
-     "A rank's GPU: its kernels, a communicator and one stream for it. Streams are addresses, like "
-     "torch.cuda.Stream.cuda_stream. host: asked if awaited ranks live, and ended with it. beside: "
-     "its stream is used. make_room() is called on any thread after a failed allocation."},
-    {0, NULL},
-};
-
-SW_PY_TYPE(sw_py_device_comm_type_spec, "DeviceComm", device_comm_object, 0, device_slots)
+SW_PY_TYPE(
+    sw_py_device_comm_type_spec, "DeviceComm", device_comm_object, 0,
+    "A rank's GPU: its kernels, a communicator and one stream for it. Streams are addresses, like "
+    "torch.cuda.Stream.cuda_stream. host: asked if awaited ranks live, and ended with it. beside: "
+    "its stream is used. make_room() is called on any thread after a failed allocation.",
+    {Py_tp_init, device_init}, {Py_tp_dealloc, device_dealloc}, {Py_tp_methods, device_methods},
+    {Py_tp_getset, device_properties})

@@ -13,8 +13,7 @@ static PyObject *describe_device(PyObject *module, const char *library, int ordi
 {
     sw_device *device;
     sw_error err;
-    sw_status status;
-    SW_PY_WITHOUT_GIL(status, sw_device_cuda_create(library, ordinal, &device, &err));
+    sw_status status = SW_PY_WITHOUT_GIL(sw_device_cuda_create(library, ordinal, &device, &err));
     if (status != SW_OK)
         return sw_py_raise(PyModule_GetState(module), &err, NULL);
     PyObject *made =
@@ -29,10 +28,9 @@ static PyObject *cuda_devices(PyObject *module, PyObject *args)
     sw_py_arg a[1] = {{.s = NULL}};
     sw_cuda_driver driver;
     sw_error err;
-    sw_status status;
     if (!sw_py_read("cuda_devices | library:z", args, NULL, a))
         return NULL;
-    SW_PY_WITHOUT_GIL(status, sw_cuda_driver_init(&driver, a[0].s, &err));
+    sw_status status = SW_PY_WITHOUT_GIL(sw_cuda_driver_init(&driver, a[0].s, &err));
     if (status != SW_OK)
         return sw_py_raise(PyModule_GetState(module), &err, NULL);
     int count = driver.device_count, version = driver.version;
@@ -45,11 +43,9 @@ static PyObject *cuda_devices(PyObject *module, PyObject *args)
                    : NULL;
 }
 
-static PyObject *device_kernel_source(PyObject *module, PyObject *unused)
+static PyObject *device_kernel_source(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
 {
     PyObject *options = PyList_New(0);
-    (void)module;
-    (void)unused;
     for (const char *const *option = sw_kernel_options; options && *option; ++option)
         sw_py_append(&options, PyUnicode_FromString(*option));
     return options ? Py_BuildValue("(sN)", sw_kernel_source(), options) : NULL;
@@ -60,7 +56,6 @@ static PyObject *device_kernel_image(PyObject *module, PyObject *args, PyObject 
     sw_py_arg a[6] = {{0}};
     sw_image image;
     sw_error err;
-    sw_status status;
     if (!sw_py_read("device_kernel_image major:i minor:i | packaged:z cache:z nvrtc:z builtins:z",
                     args, kwargs, a))
         return NULL;
@@ -68,7 +63,7 @@ static PyObject *device_kernel_image(PyObject *module, PyObject *args, PyObject 
                                     .cache_folder = a[3].s,
                                     .nvrtc = a[4].s,
                                     .nvrtc_builtins = a[5].s};
-    SW_PY_WITHOUT_GIL(status, sw_image_find(&image, a[0].i, a[1].i, &places, &err));
+    sw_status status = SW_PY_WITHOUT_GIL(sw_image_find(&image, a[0].i, a[1].i, &places, &err));
     if (status != SW_OK)
         return sw_py_raise(PyModule_GetState(module), &err, NULL);
     PyObject *bytes = PyBytes_FromStringAndSize(image.data, (Py_ssize_t)image.size_bytes);
@@ -114,26 +109,21 @@ SW_PY_VALUE(device_tensor, PyObject,
             sw_py_dlpack_capsule_on(a[0].i, a[1].o, a[2].address, a[3].dtype, a[4].o, a[5].o))
 
 PyMethodDef sw_py_device_functions[] = {
-    {"cuda_devices", cuda_devices, METH_VARARGS,
-     "cuda_devices($module, library=None, /)\n--\n\n"
-     "Return the driver's version and the visible GPUs."},
-    {"device_kernel_source", device_kernel_source, METH_NOARGS,
-     "device_kernel_source($module, /)\n--\n\n"
-     "Return the CUDA text of the device kernels and its options."},
-    {"device_kernel_image", SW_PY_NAMED(device_kernel_image),
-     "device_kernel_image($module, major, minor, packaged=None, cache=None, nvrtc=None, "
-     "builtins=None)\n--\n\nReturn (origin, image) of the device kernels for one GPU."},
-    {"kernel_loan", kernel_loan, METH_O,
-     "kernel_loan($module, comm, /)\n--\n\n"
-     "Return what _engine_check needs to compare the kernels of a DeviceComm, or of none."},
-    {"device_tensor", device_tensor, METH_VARARGS,
-     "device_tensor($module, ordinal, owner, address, dtype, shape, strides, /)\n--\n\n"
-     "Return a DLPack capsule."},
-    {"nccl_unique_id", nccl_unique_id, METH_VARARGS,
-     "nccl_unique_id($module, library=None, /)\n--\n\n"
-     "Return the identifier that one rank makes for all to connect with."},
-    {"slot_part_bytes", slot_part_bytes, METH_VARARGS,
-     "slot_part_bytes($module, slot_bytes, /)\n--\n\n"
-     "Return the bytes of each rank's part of an arena with such slots."},
+    SW_PY_FUNCTION(cuda_devices, "library=None, /",
+                   "Return the driver's version and the visible GPUs."),
+    SW_PY_FUNCTION_AS(device_kernel_source, METH_NOARGS, "/",
+                      "Return the CUDA text of the device kernels and its options."),
+    SW_PY_FUNCTION_AS(device_kernel_image, METH_VARARGS | METH_KEYWORDS,
+                      "major, minor, packaged=None, cache=None, nvrtc=None, builtins=None",
+                      "Return (origin, image) of the device kernels for one GPU."),
+    SW_PY_FUNCTION_AS(
+        kernel_loan, METH_O, "comm, /",
+        "Return what _engine_check needs to compare the kernels of a DeviceComm, or of none."),
+    SW_PY_FUNCTION(device_tensor, "ordinal, owner, address, dtype, shape, strides, /",
+                   "Return a DLPack capsule."),
+    SW_PY_FUNCTION(nccl_unique_id, "library=None, /",
+                   "Return the identifier that one rank makes for all to connect with."),
+    SW_PY_FUNCTION(slot_part_bytes, "slot_bytes, /",
+                   "Return the bytes of each rank's part of an arena with such slots."),
     {NULL, NULL, 0, NULL},
 };

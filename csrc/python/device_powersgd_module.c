@@ -34,9 +34,9 @@ static sw_device_passes passes_of(sw_device_comm *comm, const sw_py_arg *a)
     SW_PY_ON_ROWS(name, "device_powersgd_" #name " comm:O matrices:L verdict:A stream:A",          \
                   name##_run, 1, MATRIX, sw_matrix_args, fill_matrix)
 
-PASS(project, SW_KERNEL_PROJECT)
-PASS(absorb, SW_KERNEL_ABSORB)
-PASS(expand, SW_KERNEL_EXPAND)
+PASS(device_powersgd_project, SW_KERNEL_PROJECT)
+PASS(device_powersgd_absorb, SW_KERNEL_ABSORB)
+PASS(device_powersgd_expand, SW_KERNEL_EXPAND)
 
 static sw_status orthonormalize_run(sw_device_comm *comm, const sw_py_arg *a,
                                     const sw_py_table *rows, sw_error *err)
@@ -45,23 +45,23 @@ static sw_status orthonormalize_run(sw_device_comm *comm, const sw_py_arg *a,
     return sw_device_powersgd_orthonormalize(&passes, rows->rows, rows->count, err);
 }
 
-SW_PY_ON_ROWS(orthonormalize, "device_powersgd_orthonormalize comm:O factors:L verdict:A stream:A",
+SW_PY_ON_ROWS(device_powersgd_orthonormalize,
+              "device_powersgd_orthonormalize comm:O factors:L verdict:A stream:A",
               orthonormalize_run, 1, "factor to:A from:A count:K rank:K seed:K", sw_factor_args,
               fill_factor)
 
 /* ---- messages ---- */
 
-static sw_status finite_run(sw_device_comm *comm, const sw_py_arg *a, const sw_py_table *unused,
-                            sw_error *err)
+static sw_status finite_run(sw_device_comm *comm, const sw_py_arg *a,
+                            const sw_py_table *Py_UNUSED(unused), sw_error *err)
 {
     const sw_finite_args finite = {
         .verdict = a[1].address, .values = a[2].address, .numel = a[3].word, .refusal = a[4].i};
-    (void)unused;
     return sw_kernel_launch(&comm->kernels, SW_KERNEL_FINITE, &finite, a[5].address, err);
 }
 
-static sw_status fold_run(sw_device_comm *comm, const sw_py_arg *a, const sw_py_table *unused,
-                          sw_error *err)
+static sw_status fold_run(sw_device_comm *comm, const sw_py_arg *a,
+                          const sw_py_table *Py_UNUSED(unused), sw_error *err)
 {
     const sw_fold_args fold = {.to = a[1].address,
                                .own = a[2].address,
@@ -73,12 +73,11 @@ static sw_status fold_run(sw_device_comm *comm, const sw_py_arg *a, const sw_py_
                                .op = (int)(a[9].p ? SW_REDOP_MEAN : SW_REDOP_SUM),
                                .own_index = a[6].i,
                                .source_count = a[7].i};
-    (void)unused;
     return sw_kernel_launch(&comm->kernels, SW_KERNEL_FOLD, &fold, a[10].address, err);
 }
 
-static sw_status cast_run(sw_device_comm *comm, const sw_py_arg *a, const sw_py_table *unused,
-                          sw_error *err)
+static sw_status cast_run(sw_device_comm *comm, const sw_py_arg *a,
+                          const sw_py_table *Py_UNUSED(unused), sw_error *err)
 {
     const sw_cast_args cast = {.to = a[1].address,
                                .from = a[3].address,
@@ -86,11 +85,10 @@ static sw_status cast_run(sw_device_comm *comm, const sw_py_arg *a, const sw_py_
                                .scale = (float)a[6].d,
                                .to_dtype = (int)sw_dtype_from_name(a[2].s),
                                .from_dtype = (int)sw_dtype_from_name(a[4].s)};
-    (void)unused;
     return sw_kernel_launch(&comm->kernels, SW_KERNEL_CAST, &cast, a[7].address, err);
 }
 
-SW_PY_ON_DEVICE(is_finite, "device_finite comm:O verdict:A values:A numel:K refusal:i stream:A",
+SW_PY_ON_DEVICE(device_finite, "device_finite comm:O verdict:A values:A numel:K refusal:i stream:A",
                 finite_run)
 SW_PY_ON_DEVICE(device_fold,
                 "device_fold comm:O to:A own:A rest:A numel:K stride_bytes:K own_index:i count:i "
@@ -101,27 +99,23 @@ SW_PY_ON_DEVICE(device_cast,
                 cast_run)
 
 PyMethodDef sw_py_device_powersgd_functions[] = {
-    {"device_powersgd_project", project, METH_VARARGS,
-     "device_powersgd_project($module, comm, matrices, verdict, stream, /)\n--\n\n"
-     "Project all matrices like powersgd_project."},
-    {"device_powersgd_absorb", absorb, METH_VARARGS,
-     "device_powersgd_absorb($module, comm, matrices, verdict, stream, /)\n--\n\n"
-     "Compute Q = vᵀ P and keep v, unless the verdict refuses."},
-    {"device_powersgd_expand", expand, METH_VARARGS,
-     "device_powersgd_expand($module, comm, matrices, verdict, stream, /)\n--\n\n"
-     "Compute gradients from P and Q, or NaN."},
-    {"device_powersgd_orthonormalize", orthonormalize, METH_VARARGS,
-     "device_powersgd_orthonormalize($module, comm, factors, verdict, stream, /)\n--\n\n"
-     "Make rows of (to, from, count, rank, seed) orthonormal, unless the verdict is not 0."},
-    {"device_finite", is_finite, METH_VARARGS,
-     "device_finite($module, comm, verdict, values, numel, refusal, stream, /)\n--\n\n"
-     "Set the verdict to `refusal` if it is 0 and a value is not finite."},
-    {"device_fold", device_fold, METH_VARARGS,
-     "device_fold($module, comm, to, own, rest, numel, stride_bytes, own_index, count, dtype, "
-     "is_mean, stream, /)\n--\n\nFold contributions in rank order: number k is at rest + k * "
-     "stride_bytes, own_index at own."},
-    {"device_cast", device_cast, METH_VARARGS,
-     "device_cast($module, comm, to, to_dtype, from, from_dtype, numel, scale, stream, /)\n--\n\n"
-     "Scale and round."},
+    SW_PY_FUNCTION(device_powersgd_project, "comm, matrices, verdict, stream, /",
+                   "Project all matrices like powersgd_project."),
+    SW_PY_FUNCTION(device_powersgd_absorb, "comm, matrices, verdict, stream, /",
+                   "Compute Q = vᵀ P and keep v, unless the verdict refuses."),
+    SW_PY_FUNCTION(device_powersgd_expand, "comm, matrices, verdict, stream, /",
+                   "Compute gradients from P and Q, or NaN."),
+    SW_PY_FUNCTION(
+        device_powersgd_orthonormalize, "comm, factors, verdict, stream, /",
+        "Make rows of (to, from, count, rank, seed) orthonormal, unless the verdict is not 0."),
+    SW_PY_FUNCTION(device_finite, "comm, verdict, values, numel, refusal, stream, /",
+                   "Set the verdict to `refusal` if it is 0 and a value is not finite."),
+    SW_PY_FUNCTION(
+        device_fold,
+        "comm, to, own, rest, numel, stride_bytes, own_index, count, dtype, is_mean, stream, /",
+        "Fold contributions in rank order: number k is at rest + k * stride_bytes, own_index at "
+        "own."),
+    SW_PY_FUNCTION(device_cast, "comm, to, to_dtype, from, from_dtype, numel, scale, stream, /",
+                   "Scale and round."),
     {NULL, NULL, 0, NULL},
 };

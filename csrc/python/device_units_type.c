@@ -45,7 +45,6 @@ static int units_init(PyObject *op, PyObject *args, PyObject *kwargs)
     sw_py_nested specs = {.begun = 0};
     sw_device_units *made = NULL;
     sw_error err;
-    sw_status status;
     int failed = -1;
     if (!sw_py_read("DeviceUnits comm:O place_count:N units:L", args, kwargs, a) ||
         !sw_py_owner_bind(self, a[0].o, "DeviceUnits"))
@@ -55,9 +54,8 @@ static int units_init(PyObject *op, PyObject *args, PyObject *kwargs)
     if (sw_py_nested_init(&specs, a[2].o, "unit name:s place:n address:A runs:L",
                           sizeof(sw_device_unit_spec), fill_spec) &&
         sw_py_device_enter(self->comm)) {
-        SW_PY_WITHOUT_GIL(status,
-                          sw_device_units_create(self->comm->comm, a[1].size, specs.outer.rows,
-                                                 specs.outer.count, &made, &err));
+        sw_status status = SW_PY_WITHOUT_GIL(sw_device_units_create(
+            self->comm->comm, a[1].size, specs.outer.rows, specs.outer.count, &made, &err));
         self->made = made;
         failed = sw_py_owner_finish(self, status, &err);
     }
@@ -73,10 +71,8 @@ static bool check_unit(const sw_py_owner *self, Py_ssize_t unit)
     size_t count = self->made ? sw_device_units_count(units_of(self)) : 0;
     if (!sw_py_owner_check(self, "the units were"))
         return false;
-    if (unit >= 0 && (size_t)unit < count)
-        return true;
-    PyErr_Format(PyExc_IndexError, "unit must be in [0, %zu), got %zd", count, unit);
-    return false;
+    return (unit >= 0 && (size_t)unit < count) ||
+           sw_py_refuse(PyExc_IndexError, "unit must be in [0, %zu), got %zd", count, unit);
 }
 
 static bool enter(const sw_py_owner *self)
@@ -120,55 +116,40 @@ static PyObject *units_holder(PyObject *op, PyObject *args)
     return holder == SW_DEVICE_UNIT_NONE ? sw_py_none() : PyLong_FromSize_t(holder);
 }
 
-static PyObject *units_stats(PyObject *op, PyObject *unused)
+static PyObject *units_stats(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     static const sw_py_count counts[] = {
         SW_PY_COUNT(sw_device_units_stats, gathers), SW_PY_COUNT(sw_device_units_stats, releases),
         SW_PY_COUNT_AS(sw_device_units_stats, bytes, "gathered_bytes")};
     sw_device_units_stats stats = {0};
     const sw_py_owner *self = (sw_py_owner *)op;
-    (void)unused;
     if (self->made)
         stats = sw_device_units_get_stats(units_of(self));
     return sw_py_counts(&stats, counts, self->made ? 3 : 0);
 }
 
 static PyMethodDef units_methods[] = {
-    {"gather", units_gather, METH_VARARGS,
-     "gather($self, unit, /)\n--\n\n"
-     "Gather a unit into its place after earlier work on that; do not wait."},
-    {"take", units_take, METH_VARARGS,
-     "take($self, unit, stream, /)\n--\n\nLet the stream wait for the unit."},
-    {"wait", units_wait, METH_VARARGS,
-     "wait($self, unit, /)\n--\n\n"
-     "Make the host wait until the unit is whole, for use on all streams."},
-    {"release", units_release, METH_VARARGS,
-     "release($self, unit, stream, /)\n--\n\n"
-     "Release the unit after the work enqueued on the stream."},
-    {"gather_apart", units_gather_apart, METH_VARARGS,
-     "gather_apart($self, unit, address, stream, /)\n--\n\n"
-     "Gather into separate memory, in the order of the stream."},
-    {"update", units_update, METH_VARARGS,
-     "update($self, stream, /)\n--\n\nOrder later gathers after writes to slices on the stream."},
-    {"gather_anew", units_gather_anew, METH_VARARGS,
-     "gather_anew($self, stream, /)\n--\n\n"
-     "Gather all units after writes to their slices on the stream."},
-    {"state", units_state, METH_VARARGS,
-     "state($self, unit, /)\n--\n\nReturn 'sharded', 'gathering' or 'unsharded'."},
-    {"holder", units_holder, METH_VARARGS,
-     "holder($self, place, /)\n--\n\nReturn the unit in a place, or None."},
-    {"stats", units_stats, METH_NOARGS, "stats($self, /)\n--\n\nReturn counts since creation."},
+    SW_PY_ARGS(units, gather, "unit, /",
+               "Gather a unit into its place after earlier work on that; do not wait."),
+    SW_PY_ARGS(units, take, "unit, stream, /", "Let the stream wait for the unit."),
+    SW_PY_ARGS(units, wait, "unit, /",
+               "Make the host wait until the unit is whole, for use on all streams."),
+    SW_PY_ARGS(units, release, "unit, stream, /",
+               "Release the unit after the work enqueued on the stream."),
+    SW_PY_ARGS(units, gather_apart, "unit, address, stream, /",
+               "Gather into separate memory, in the order of the stream."),
+    SW_PY_ARGS(units, update, "stream, /",
+               "Order later gathers after writes to slices on the stream."),
+    SW_PY_ARGS(units, gather_anew, "stream, /",
+               "Gather all units after writes to their slices on the stream."),
+    SW_PY_ARGS(units, state, "unit, /", "Return 'sharded', 'gathering' or 'unsharded'."),
+    SW_PY_ARGS(units, holder, "place, /", "Return the unit in a place, or None."),
+    SW_PY_NONE(units, stats, "Return counts since creation."),
     {NULL, NULL, 0, NULL},
 };
 
-static PyType_Slot units_slots[] = {
-    {Py_tp_init, units_init},
-    {Py_tp_dealloc, sw_py_owner_dealloc},
-    {Py_tp_methods, units_methods},
-    {Py_tp_doc,
-     "Units of parameters that are gathered into a GPU's places. units: [(name, place, address or "
-     "0, [(slice, offset_bytes, nbytes, dtype of the slice, dtype in the unit)])]."},
-    {0, NULL},
-};
-
-SW_PY_TYPE(sw_py_device_units_type_spec, "DeviceUnits", device_units_object, 0, units_slots)
+SW_PY_TYPE(
+    sw_py_device_units_type_spec, "DeviceUnits", device_units_object, 0,
+    "Units of parameters that are gathered into a GPU's places. units: [(name, place, address or "
+    "0, [(slice, offset_bytes, nbytes, dtype of the slice, dtype in the unit)])].",
+    {Py_tp_init, units_init}, {Py_tp_dealloc, sw_py_owner_dealloc}, {Py_tp_methods, units_methods})

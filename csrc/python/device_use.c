@@ -28,12 +28,9 @@ bool sw_py_device_wait_for_watch(device_comm_object *self)
         return true;
     if (!sw_py_wait_while(is_being_ended, self, patience_of(self)))
         return false;
-    if (!is_being_ended(self))
-        return true;
-    PyErr_SetString(
-        sw_py_state_of((PyObject *)self)->error,
-        "a driver call by the communicator's watch thread has not returned within the deadline");
-    return false;
+    return !is_being_ended(self) || sw_py_refuse(sw_py_state_of((PyObject *)self)->error,
+                                                 "a driver call by the communicator's watch thread "
+                                                 "has not returned within the deadline");
 }
 
 bool sw_py_device_enter(device_comm_object *self)
@@ -61,11 +58,9 @@ bool sw_py_device_enter(device_comm_object *self)
 
 bool sw_py_device_lend_kernels(device_comm_object *self)
 {
-    if (self->comm && sw_py_use_is_own(&self->use))
-        return true;
-    PyErr_SetString(sw_py_state_of((PyObject *)self)->error,
-                    "this process has not opened the GPU: it was forked from the one that did");
-    return false;
+    return (self->comm && sw_py_use_is_own(&self->use)) ||
+           sw_py_refuse(sw_py_state_of((PyObject *)self)->error,
+                        "this process has not opened the GPU: it was forked from the one that did");
 }
 
 static bool is_held_by_another(const void *op)
@@ -76,12 +71,9 @@ static bool is_held_by_another(const void *op)
 
 static bool enter_to_destroy(device_comm_object *self)
 {
-    PyObject *kind, *value, *trace;
-    PyErr_Fetch(&kind, &value, &trace);
+    sw_py_pending pending = sw_py_set_aside();
     (void)sw_py_wait_while(is_held_by_another, self, SW_PY_PATIENCE_NS);
-    if (PyErr_Occurred()) /* a signal handler raised */
-        PyErr_WriteUnraisable(NULL);
-    PyErr_Restore(kind, value, trace);
+    sw_py_bring_back_quietly(&pending); /* a signal handler may raise */
     if (self->use.kind != SW_PY_FREE)
         return false;
     sw_py_device_take(self, SW_PY_ALONE);
@@ -91,14 +83,11 @@ static bool enter_to_destroy(device_comm_object *self)
 /* Releases the GIL, since the driver may wait before it frees memory. */
 void sw_py_destroy_quietly(sw_py_destroy_fn *destroy, void *made)
 {
-    PyObject *kind, *value, *trace;
-    PyErr_Fetch(&kind, &value, &trace);
+    sw_py_pending pending = sw_py_set_aside();
     Py_BEGIN_ALLOW_THREADS
     destroy(made);
     Py_END_ALLOW_THREADS
-    if (PyErr_Occurred()) /* a signal handler raised while this thread waited */
-        PyErr_WriteUnraisable(NULL);
-    PyErr_Restore(kind, value, trace);
+    sw_py_bring_back_quietly(&pending); /* a signal handler may raise while this thread waits */
 }
 
 void sw_py_device_destroy(device_comm_object *self, sw_py_destroy_fn *destroy,

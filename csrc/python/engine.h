@@ -23,6 +23,7 @@
 #include "comm/comm.h"
 #include "comm/hier.h"
 #include "comm/local.h"
+#include "python/arguments.h"
 #include "python/use.h"
 #include "reduce/gradient_memory.h"
 #include "reduce/reducer.h"
@@ -260,6 +261,24 @@ extern PyMethodDef sw_py_device_powersgd_functions[];
 
 /* Enters a plan, or raises CheckpointError. */
 bool sw_py_plan_enter(plan_object *self, sw_py_use_kind kind);
+
+/* An exception that is set, put aside while a call runs that may raise one of its own. It replaces
+ * that one; where none was set, the call's own stays. */
+typedef struct sw_py_pending {
+    PyObject *type, *value, *trace; /* owned */
+} sw_py_pending;
+sw_py_pending sw_py_set_aside(void);
+void sw_py_bring_back(sw_py_pending *pending);
+/* The same where nothing can raise: the call's own exception is reported. */
+void sw_py_bring_back_quietly(sw_py_pending *pending);
+void sw_py_let_go(sw_py_pending *pending);
+
+/* Drops the reference of a local variable that ends, as in SW_PY_OWNED *list = PyList_New(0); */
+static inline void sw_py_drop(PyObject **object)
+{
+    Py_XDECREF(*object);
+}
+#define SW_PY_OWNED __attribute__((cleanup(sw_py_drop))) PyObject
 
 /* Clears *object before it drops the reference, so that a destructor cannot see it. */
 #define ENGINE_CLEAR(object)                          \

@@ -53,10 +53,5 @@ static void hook_dealloc(PyObject *op)
     Py_DECREF(type);
 }
 
-static PyType_Slot hook_slots[] = {
-    {Py_tp_dealloc, hook_dealloc},
-    {0, NULL},
-};
-
 SW_PY_TYPE(sw_py_hook_type_spec, "GradientHook", hook_object, Py_TPFLAGS_DISALLOW_INSTANTIATION,
-           hook_slots)
+           NULL, {Py_tp_dealloc, hook_dealloc})

@@ -12,13 +12,11 @@
 
 enum { SELF_TEST_RANKS = 3, SELF_TEST_NUMEL = 70001, MAX_TABLES = 8 };
 
-static PyObject *instruction_sets(PyObject *module, PyObject *unused)
+static PyObject *instruction_sets(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
 {
     const sw_kernel_table *tables[MAX_TABLES];
     size_t count = sw_kernels_available(tables, MAX_TABLES);
     PyObject *list = PyList_New(0);
-    (void)module;
-    (void)unused;
     for (size_t i = 0; list && i < count; ++i)
         sw_py_append(&list, PyUnicode_FromString(tables[i]->name));
     return list;
@@ -70,11 +68,9 @@ static PyObject *limit_value(uint64_t value)
     return PyLong_FromUnsignedLongLong(value);
 }
 
-static PyObject *host_limits(PyObject *module, PyObject *unused)
+static PyObject *host_limits(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
 {
     sw_limits limits;
-    (void)module;
-    (void)unused;
     sw_limits_read(&limits);
     return Py_BuildValue(
         "{s:N,s:N,s:N,s:N}", "memory_max_bytes", limit_value(limits.memory_max_bytes),
@@ -147,14 +143,13 @@ static bool self_test_once(test_rank *ranks, float *data, sw_error *err)
     return right && cause == 0;
 }
 
-static PyObject *self_test(PyObject *module, PyObject *unused)
+static PyObject *self_test(PyObject *module, PyObject *Py_UNUSED(unused))
 {
     engine_state *state = PyModule_GetState(module);
     test_rank ranks[SELF_TEST_RANKS] = {0};
     sw_local_group *group = NULL;
     sw_error err = {.message = "self_test: an all_reduce of 3 threads gave a wrong sum"};
     bool right = false;
-    (void)unused;
     float *data = calloc((size_t)SELF_TEST_RANKS * SELF_TEST_NUMEL, sizeof *data);
     if (!data)
         return PyErr_NoMemory();
@@ -191,27 +186,20 @@ SW_PY_VALUE(prefer_huge_pages, PyObject, "prefer_huge_pages address:A nbytes:N",
             (sw_memory_prefer_huge(a[0].address, a[1].size), sw_py_none()))
 
 PyMethodDef sw_py_kernel_functions[] = {
-    {"instruction_sets", instruction_sets, METH_NOARGS,
-     "instruction_sets($module, /)\n--\n\nReturn the kernel tables that run here, best last."},
-    {"instruction_set", instruction_set, METH_VARARGS,
-     "instruction_set($module, /)\n--\n\nReturn the kernel table in use."},
-    {"force_instruction_set", force_instruction_set, METH_VARARGS,
-     "force_instruction_set($module, name, /)\n--\n\nUse another kernel table, for debugging."},
-    {"fold", fold, METH_VARARGS,
-     "fold($module, destination, sources, numel, dtype, op, /)\n--\n\n"
-     "Run the fold kernel on addresses of numel elements: destination = op over sources in order."},
-    {"crc32c", crc32c, METH_VARARGS,
-     "crc32c($module, address, nbytes, /)\n--\n\nReturn the checksum that checkpoints use."},
-    {"sample_crc32c", sample_crc32c, METH_VARARGS,
-     "sample_crc32c($module, address, nbytes, stride, /)\n--\n\n"
-     "Return the checksum of sampled cache lines of some memory."},
-    {"prefer_huge_pages", prefer_huge_pages, METH_VARARGS,
-     "prefer_huge_pages($module, address, nbytes, /)\n--\n\n"
-     "Request huge pages for untouched memory; a hint."},
-    {"host_limits", host_limits, METH_NOARGS,
-     "host_limits($module, /)\n--\n\nReturn the limits of this process."},
-    {"self_test", self_test, METH_NOARGS,
-     "self_test($module, /)\n--\n\n"
-     "Run an all_reduce of threads; raise Error if its result is wrong."},
+    SW_PY_FUNCTION_AS(instruction_sets, METH_NOARGS, "/",
+                      "Return the kernel tables that run here, best last."),
+    SW_PY_FUNCTION(instruction_set, "/", "Return the kernel table in use."),
+    SW_PY_FUNCTION(force_instruction_set, "name, /", "Use another kernel table, for debugging."),
+    SW_PY_FUNCTION(fold, "destination, sources, numel, dtype, op, /",
+                   "Run the fold kernel on addresses of numel elements: destination = op over "
+                   "sources in order."),
+    SW_PY_FUNCTION(crc32c, "address, nbytes, /", "Return the checksum that checkpoints use."),
+    SW_PY_FUNCTION(sample_crc32c, "address, nbytes, stride, /",
+                   "Return the checksum of sampled cache lines of some memory."),
+    SW_PY_FUNCTION(prefer_huge_pages, "address, nbytes, /",
+                   "Request huge pages for untouched memory; a hint."),
+    SW_PY_FUNCTION_AS(host_limits, METH_NOARGS, "/", "Return the limits of this process."),
+    SW_PY_FUNCTION_AS(self_test, METH_NOARGS, "/",
+                      "Run an all_reduce of threads; raise Error if its result is wrong."),
     {NULL, NULL, 0, NULL},
 };

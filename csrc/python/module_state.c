@@ -13,6 +13,33 @@ engine_state *sw_py_state_of(PyObject *self)
     return state;
 }
 
+sw_py_pending sw_py_set_aside(void)
+{
+    sw_py_pending pending;
+    PyErr_Fetch(&pending.type, &pending.value, &pending.trace);
+    return pending;
+}
+
+void sw_py_bring_back(sw_py_pending *pending)
+{
+    if (pending->type)
+        PyErr_Restore(pending->type, pending->value, pending->trace);
+}
+
+void sw_py_bring_back_quietly(sw_py_pending *pending)
+{
+    if (PyErr_Occurred())
+        PyErr_WriteUnraisable(NULL);
+    PyErr_Restore(pending->type, pending->value, pending->trace);
+}
+
+void sw_py_let_go(sw_py_pending *pending)
+{
+    Py_XDECREF(pending->type);
+    Py_XDECREF(pending->value);
+    Py_XDECREF(pending->trace);
+}
+
 void sw_py_append(PyObject **list, PyObject *item)
 {
     if (!item || PyList_Append(*list, item) < 0)

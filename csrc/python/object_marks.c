@@ -4,8 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "python/arguments.h"
-#include "python/engine.h"
+#include "python/method.h"
 
 typedef struct word_list {
     uint64_t *words; /* owned */
@@ -59,11 +58,10 @@ static void append_members(word_list *list, PyObject *container)
     }
 }
 
-static PyObject *object_addresses(PyObject *module, PyObject *args)
+static PyObject *object_addresses(PyObject *Py_UNUSED(module), PyObject *args)
 {
     sw_py_arg a[1];
     word_list list = {0};
-    (void)module;
     if (!sw_py_read("object_addresses containers:L", args, NULL, a))
         return NULL;
     PyObject *containers = a[0].o;
@@ -83,12 +81,11 @@ static void append_view(word_list *list, const tensor_view *view)
     }
 }
 
-static PyObject *tensor_places(PyObject *module, PyObject *args)
+static PyObject *tensor_places(PyObject *Py_UNUSED(module), PyObject *args)
 {
     sw_py_arg a[1];
     word_list list = {0};
     tensor_view view;
-    (void)module;
     if (!sw_py_read("tensor_places tensors:L", args, NULL, a))
         return NULL;
     PyObject *tensors = a[0].o;
@@ -105,12 +102,11 @@ static PyObject *tensor_places(PyObject *module, PyObject *args)
 }
 
 PyMethodDef sw_py_marks_functions[] = {
-    {"object_addresses", object_addresses, METH_VARARGS,
-     "object_addresses($module, containers, /)\n--\n\n"
-     "Return the identities of the members of dicts and lists, and of other objects, as bytes."},
-    {"tensor_places", tensor_places, METH_VARARGS,
-     "tensor_places($module, tensors, /)\n--\n\n"
-     "Return address, device type, dtype, shape and strides of tensors, as bytes; None if some "
-     "tensor has no such view."},
+    SW_PY_FUNCTION(
+        object_addresses, "containers, /",
+        "Return the identities of the members of dicts and lists, and of other objects, as bytes."),
+    SW_PY_FUNCTION(tensor_places, "tensors, /",
+                   "Return address, device type, dtype, shape and strides of tensors, as bytes; "
+                   "None if some tensor has no such view."),
     {NULL, NULL, 0, NULL},
 };

@@ -61,16 +61,13 @@ static bool read_file(step_call *call, PyObject *module, PyObject *file)
     const engine_state *state = PyModule_GetState(module);
     if (file == Py_None)
         return true;
-    if (Py_TYPE(file) != state->state_file_type) {
-        PyErr_Format(PyExc_TypeError, "%s: state_file must be a StateFile or None, not %R",
-                     call->operation, (PyObject *)Py_TYPE(file));
-        return false;
-    }
+    if (Py_TYPE(file) != state->state_file_type)
+        return sw_py_refuse(PyExc_TypeError, "%s: state_file must be a StateFile or None, not %R",
+                            call->operation, (PyObject *)Py_TYPE(file));
     call->file = (sw_py_owner *)file;
-    if (call->file->made)
-        return true;
-    PyErr_Format(PyExc_RuntimeError, "%s: the StateFile is not initialised", call->operation);
-    return false;
+    return call->file->made ||
+           sw_py_refuse(PyExc_RuntimeError, "%s: the StateFile is not initialised",
+                        call->operation);
 }
 
 /* Parses the place of the step: None for the CPU, (DeviceComm, stream), or (DeviceOffload, stream)
@@ -81,38 +78,33 @@ static bool read_place(step_call *call, PyObject *module, PyObject *place)
     sw_py_arg a[2];
     if (place == Py_None)
         return true;
-    if (!PyTuple_Check(place) || PyTuple_Size(place) != 2) {
-        PyErr_SetString(PyExc_TypeError,
-                        "gpu must be None or (DeviceComm or DeviceOffload, stream)");
-        return false;
-    }
+    if (!PyTuple_Check(place) || PyTuple_Size(place) != 2)
+        return sw_py_refuse(PyExc_TypeError,
+                            "gpu must be None or (DeviceComm or DeviceOffload, stream)");
     if (!sw_py_read("gpu comm:O stream:A", place, NULL, a))
         return false;
     bool offloads = PyObject_TypeCheck(a[0].o, state->device_offload_type);
-    if (!offloads && (!PyObject_TypeCheck(a[0].o, state->device_comm_type) || call->file)) {
-        PyErr_Format(PyExc_TypeError,
-                     "%s: gpu must be (DeviceComm or DeviceOffload, stream), with a StateFile "
-                     "(DeviceOffload, stream)",
-                     call->operation);
-        return false;
-    }
+    if (!offloads && (!PyObject_TypeCheck(a[0].o, state->device_comm_type) || call->file))
+        return sw_py_refuse(
+            PyExc_TypeError,
+            "%s: gpu must be (DeviceComm or DeviceOffload, stream), with a StateFile "
+            "(DeviceOffload, stream)",
+            call->operation);
     call->offload = offloads ? ((sw_py_owner *)a[0].o)->made : NULL;
     call->gpu = offloads ? ((sw_py_owner *)a[0].o)->comm : (device_comm_object *)a[0].o;
     call->stream = a[1].address;
-    if (!offloads || call->offload)
-        return true;
-    PyErr_Format(PyExc_RuntimeError, "%s: the DeviceOffload is not initialised", call->operation);
-    return false;
+    return !offloads || call->offload ||
+           sw_py_refuse(PyExc_RuntimeError, "%s: the DeviceOffload is not initialised",
+                        call->operation);
 }
 
 static bool read_clip(step_call *call, const void *address)
 {
     call->clip = address;
-    if (!address || (call->gpu && !call->offload))
-        return true;
-    PyErr_Format(PyExc_ValueError, "%s: clip needs gpu=(DeviceComm, stream), whose kernels read it",
-                 call->operation);
-    return false;
+    return (!address || (call->gpu && !call->offload)) ||
+           sw_py_refuse(PyExc_ValueError,
+                        "%s: clip needs gpu=(DeviceComm, stream), whose kernels read it",
+                        call->operation);
 }
 
 /* Converts the arguments to tuples of equal length. */
@@ -128,11 +120,10 @@ static bool step_call_init(step_call *call, PyObject *const *given)
             return false;
         Py_ssize_t count = PyTuple_Size(call->lists[k]);
         call->count = k == LIST_PARAMS ? count : call->count;
-        if (count != call->count) {
-            PyErr_Format(PyExc_ValueError, "%s: %s must have one tensor a parameter, %zd, not %zd",
-                         call->operation, call->names[k], call->count, count);
-            return false;
-        }
+        if (count != call->count)
+            return sw_py_refuse(PyExc_ValueError,
+                                "%s: %s must have one tensor a parameter, %zd, not %zd",
+                                call->operation, call->names[k], call->count, count);
     }
     size_t room = call->count ? (size_t)call->count : 1;
     call->runs = calloc(room, sizeof *call->runs);
@@ -163,12 +154,10 @@ static bool read_tensor(const step_call *call, int list, Py_ssize_t index, tenso
     PyObject *tensor = PyTuple_GetItem(call->lists[list], index);
     if (!sw_py_tensor_read(call->table, tensor, name, index, is_on_gpu(call, list), out))
         return false;
-    if (out->dtype == SW_DTYPE_FLOAT64 && list != LIST_STEPS) {
-        PyErr_Format(PyExc_ValueError,
-                     "%s[%zd] must be float32, bfloat16 or float16, not torch.float64", name,
-                     index);
-        return false;
-    }
+    if (out->dtype == SW_DTYPE_FLOAT64 && list != LIST_STEPS)
+        return sw_py_refuse(PyExc_ValueError,
+                            "%s[%zd] must be float32, bfloat16 or float16, not torch.float64", name,
+                            index);
     return true;
 }
 
@@ -201,12 +190,10 @@ static bool read_step(step_call *call, Py_ssize_t index, sw_optim_run *run)
     double value;
     if (!read_tensor(call, LIST_STEPS, index, &seen))
         return false;
-    if (seen.numel != 1 || (seen.dtype != SW_DTYPE_FLOAT32 && seen.dtype != SW_DTYPE_FLOAT64)) {
-        PyErr_Format(PyExc_ValueError,
-                     "%s: steps[%zd] must be one float32 or float64, not %zd of %s",
-                     call->operation, index, (Py_ssize_t)seen.numel, sw_dtype_name(seen.dtype));
-        return false;
-    }
+    if (seen.numel != 1 || (seen.dtype != SW_DTYPE_FLOAT32 && seen.dtype != SW_DTYPE_FLOAT64))
+        return sw_py_refuse(
+            PyExc_ValueError, "%s: steps[%zd] must be one float32 or float64, not %zd of %s",
+            call->operation, index, (Py_ssize_t)seen.numel, sw_dtype_name(seen.dtype));
     call->steps[index] = seen.data;
     call->wide_steps[index] = seen.dtype == SW_DTYPE_FLOAT64;
     value = call->wide_steps[index] ? *(double *)seen.data : (double)*(float *)seen.data;
@@ -231,12 +218,10 @@ static bool read_state(const step_call *call, int list, Py_ssize_t index,
         return true;
     if (!read_like(call, list, index, parameter, &seen, matches))
         return false;
-    if (list != LIST_FIRST && seen.dtype != run->state_dtype) {
-        PyErr_Format(PyExc_ValueError, "%s: %s[%zd] must have the dtype of %s, %s, not %s",
-                     call->operation, call->names[list], index, call->names[LIST_FIRST],
-                     sw_dtype_name(run->state_dtype), sw_dtype_name(seen.dtype));
-        return false;
-    }
+    if (list != LIST_FIRST && seen.dtype != run->state_dtype)
+        return sw_py_refuse(PyExc_ValueError, "%s: %s[%zd] must have the dtype of %s, %s, not %s",
+                            call->operation, call->names[list], index, call->names[LIST_FIRST],
+                            sw_dtype_name(run->state_dtype), sw_dtype_name(seen.dtype));
     run->state_dtype = seen.dtype;
     *into = seen.data;
     return true;
@@ -249,13 +234,11 @@ static bool read_run(step_call *call, Py_ssize_t index)
     bool matches = true;
     if (!read_tensor(call, LIST_PARAMS, index, &parameter))
         return false;
-    if (!sw_py_tensor_is_dense(&parameter)) {
-        PyErr_Format(
+    if (!sw_py_tensor_is_dense(&parameter))
+        return sw_py_refuse(
             PyExc_ValueError,
             "%s: params[%zd] must cover its memory without gaps or overlaps; its strides do not",
             call->operation, index);
-        return false;
-    }
     *run = (sw_optim_run){
         .p = parameter.data, .numel = parameter.numel, .p_dtype = parameter.dtype, .step = 1};
     if (!read_like(call, LIST_GRADS, index, &parameter, &seen, &matches))
@@ -365,7 +348,6 @@ static bool run_step(const step_call *call, PyObject *module, const sw_adam_opti
                      const sw_sgd_options *sgd)
 {
     sw_error err;
-    sw_status status;
     bool is_on_gpu = call->gpu && !call->offload;
     if (is_on_gpu ? !sw_py_device_lend_kernels(call->gpu)
                   : call->gpu && !sw_py_device_enter(call->gpu))
@@ -376,8 +358,8 @@ static bool run_step(const step_call *call, PyObject *module, const sw_adam_opti
             sw_py_device_leave(call->gpu);
         return false;
     }
-    SW_PY_WITHOUT_GIL(status, is_on_gpu ? run_on_gpu(call, adam, sgd, &err)
-                                        : run_on_host(call, adam, sgd, &err));
+    sw_status status = SW_PY_WITHOUT_GIL(is_on_gpu ? run_on_gpu(call, adam, sgd, &err)
+                                                   : run_on_host(call, adam, sgd, &err));
     if (call->file)
         sw_py_use_leave(&call->file->use);
     if (call->gpu && !is_on_gpu)
@@ -518,21 +500,19 @@ done:
 
 static bool read_sum(PyObject *bytes, sw_norm_sum *sum)
 {
-    if (!PyBytes_Check(bytes) || PyBytes_Size(bytes) != sizeof *sum) {
-        PyErr_Format(PyExc_ValueError,
-                     "norm_value: a sum must be the %zd bytes that norm_sum() returned, not %R",
-                     (Py_ssize_t)sizeof *sum, (PyObject *)Py_TYPE(bytes));
-        return false;
-    }
+    if (!PyBytes_Check(bytes) || PyBytes_Size(bytes) != sizeof *sum)
+        return sw_py_refuse(
+            PyExc_ValueError,
+            "norm_value: a sum must be the %zd bytes that norm_sum() returned, not %R",
+            (Py_ssize_t)sizeof *sum, (PyObject *)Py_TYPE(bytes));
     memcpy(sum, PyBytes_AsString(bytes), sizeof *sum);
     return true;
 }
 
-static PyObject *norm_value(PyObject *module, PyObject *sums)
+static PyObject *norm_value(PyObject *Py_UNUSED(module), PyObject *sums)
 {
     sw_norm_sum total, one;
     PyObject *result = NULL, *held = PySequence_Tuple(sums);
-    (void)module;
     sw_norm_init(&total);
     for (Py_ssize_t i = 0; held && i < PyTuple_Size(held); ++i) {
         if (!read_sum(PyTuple_GetItem(held, i), &one))
@@ -546,22 +526,22 @@ done:
 }
 
 PyMethodDef sw_py_optim_functions[] = {
-    {"adam_step", SW_PY_NAMED(adam_step),
-     "adam_step($module, params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, copies, *, "
-     "lr, beta1, beta2, eps, weight_decay, decoupled, maximize=False, grad_scale=1.0, "
-     "state_file=None, gpu=None, clip=0)\n--\n\nTake one step of Adam, or AdamW if decoupled. "
-     "Return the indices of parameters whose arrays have other strides; nothing was done if there "
-     "are any. gpu: (DeviceComm or DeviceOffload, stream). clip: the address of a float32 on the "
-     "GPU that multiplies gradients first."},
-    {"sgd_step", SW_PY_NAMED(sgd_step),
-     "sgd_step($module, params, grads, momentum_buffers, copies, *, lr, momentum, dampening, "
-     "weight_decay, nesterov, first, maximize=False, grad_scale=1.0, state_file=None, gpu=None, "
-     "clip=0)\n--\n\nTake one step of SGD, like adam_step. first: the momentum buffers become the "
-     "gradient."},
-    {"norm_sum", norm_sum, METH_O,
-     "norm_sum($module, tensors, /)\n--\n\n"
-     "Return the exact sum of squares, as bytes that can be merged."},
-    {"norm_value", norm_value, METH_O,
-     "norm_value($module, sums, /)\n--\n\nReturn the square root of the total of all sums."},
+    SW_PY_FUNCTION_AS(adam_step, METH_VARARGS | METH_KEYWORDS,
+                      "params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps, copies, *, "
+                      "lr, beta1, beta2, eps, weight_decay, decoupled, maximize=False, "
+                      "grad_scale=1.0, state_file=None, gpu=None, clip=0",
+                      "Take one step of Adam, or AdamW if decoupled. Return the indices of "
+                      "parameters whose arrays have other strides; nothing was done if there are "
+                      "any. gpu: (DeviceComm or DeviceOffload, stream). clip: the address of a "
+                      "float32 on the GPU that multiplies gradients first."),
+    SW_PY_FUNCTION_AS(
+        sgd_step, METH_VARARGS | METH_KEYWORDS,
+        "params, grads, momentum_buffers, copies, *, lr, momentum, dampening, weight_decay, "
+        "nesterov, first, maximize=False, grad_scale=1.0, state_file=None, gpu=None, clip=0",
+        "Take one step of SGD, like adam_step. first: the momentum buffers become the gradient."),
+    SW_PY_FUNCTION_AS(norm_sum, METH_O, "tensors, /",
+                      "Return the exact sum of squares, as bytes that can be merged."),
+    SW_PY_FUNCTION_AS(norm_value, METH_O, "sums, /",
+                      "Return the square root of the total of all sums."),
     {NULL, NULL, 0, NULL},
 };

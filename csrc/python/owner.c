@@ -6,11 +6,9 @@
 bool sw_py_owner_bind(sw_py_owner *self, PyObject *comm, const char *type_name)
 {
     PyTypeObject *wanted = sw_py_state_of((PyObject *)self)->device_comm_type;
-    if (!PyObject_TypeCheck(comm, wanted)) {
-        PyErr_Format(PyExc_TypeError, "%s: comm must be a DeviceComm, got %R", type_name,
-                     (PyObject *)Py_TYPE(comm));
-        return false;
-    }
+    if (!PyObject_TypeCheck(comm, wanted))
+        return sw_py_refuse(PyExc_TypeError, "%s: comm must be a DeviceComm, got %R", type_name,
+                            (PyObject *)Py_TYPE(comm));
     if (!sw_py_use_make(&self->use, type_name))
         return false;
     Py_INCREF(comm);
@@ -26,10 +24,8 @@ void sw_py_owner_keep(sw_py_owner *self, int place, PyObject *value)
 
 bool sw_py_owner_check(const sw_py_owner *self, const char *what)
 {
-    if (self->made)
-        return true;
-    PyErr_Format(sw_py_state_of((PyObject *)(uintptr_t)self)->error, "%s not initialised", what);
-    return false;
+    return self->made || sw_py_refuse(sw_py_state_of((PyObject *)(uintptr_t)self)->error,
+                                      "%s not initialised", what);
 }
 
 int sw_py_owner_made(sw_py_owner *self, sw_status status, const sw_error *err)

@@ -4,10 +4,9 @@
 
 static bool is_within(const char *what, Py_ssize_t index, size_t count)
 {
-    if (index >= 0 && (size_t)index < count)
-        return true;
-    PyErr_Format(PyExc_IndexError, "%s index must be in [0, %zu), got %zd", what, count, index);
-    return false;
+    return (index >= 0 && (size_t)index < count) ||
+           sw_py_refuse(PyExc_IndexError, "%s index must be in [0, %zu), got %zd", what, count,
+                        index);
 }
 
 bool sw_py_reducer_has_index(reducer_object *self, Py_ssize_t index)
@@ -34,9 +33,8 @@ static PyObject *owner_of(reducer_object *self, size_t index, bool is_result, in
     PyObject *flag = first ? PyObject_GetAttrString(first, "is_cuda") : NULL;
     if (!flag) {
         PyErr_Clear();
-        PyErr_Format(reducer_state_of(self)->error, "bucket %zu takes no part: it has no memory",
-                     index);
-        return NULL;
+        return PyErr_Format(reducer_state_of(self)->error,
+                            "bucket %zu takes no part: it has no memory", index);
     }
     if (flag == Py_True)
         *ordinal = self->gpu->comm->device->ordinal;

@@ -110,16 +110,18 @@ static inline void reducer_leave(reducer_object *self)
         sw_py_comm_leave(self->comm);
 }
 
-/* Evaluates a call that may enqueue on a GPU. A host that is ahead of its GPU blocks there, so the
- * GIL is released. On the host such a call is short and keeps the GIL. The communicator is entered.
- */
-#define REDUCER_ENQUEUE(self, status, expression)                                  \
-    do {                                                                           \
-        PyThreadState *reducer_thread_ = (self)->gpu ? PyEval_SaveThread() : NULL; \
-        (status) = (expression);                                                   \
-        if (reducer_thread_)                                                       \
-            PyEval_RestoreThread(reducer_thread_);                                 \
-    } while (0)
+/* What a call of the engine gives: 0, or -1 with an exception. It may use `err`. The second form is
+ * for calls that reduce or wait, the third for those that may enqueue on a GPU: a host that is
+ * ahead of its GPU blocks there, so the GIL is released. On the host such a call is short and keeps
+ * it. The communicator is entered. */
+#define REDUCER_DO(self, expression)           \
+    __extension__({                            \
+        sw_error err;                          \
+        reducer_raise(self, expression, &err); \
+    })
+#define REDUCER_WAIT(self, expression) REDUCER_DO(self, SW_PY_WITHOUT_GIL(expression))
+#define REDUCER_ENQUEUE(self, expression) \
+    ((self)->gpu ? REDUCER_WAIT(self, expression) : REDUCER_DO(self, expression))
 
 /* Drops a call's result. Returns 0, or -1 if the call raised. */
 static inline int reducer_called(PyObject *result)
@@ -171,9 +173,14 @@ int sw_py_gradient_place(reducer_object *self, size_t index);
 int sw_py_gradient_fill_bucket(reducer_object *self, size_t bucket);
 /* Sends every bucket that can be sent without a wait. */
 int sw_py_gradient_advance(reducer_object *self);
-/* Tells the tracer what begins with a bucket, "begin" or "wait", or what ended ("end"; an exception
- * that is set is kept). No-op without a tracer. */
+/* Tells the tracer what begins with a bucket, "begin" or "wait". No-op without a tracer. */
 int sw_py_gradient_trace(reducer_object *self, size_t bucket, const char *what);
+/* Tells it that this ended, also if it failed, whose exception is kept. */
+int sw_py_gradient_trace_end(reducer_object *self, size_t bucket, int failed);
+#define REDUCER_TRACED(self, bucket, what, expression) \
+    (sw_py_gradient_trace(self, bucket, what) < 0      \
+         ? -1                                          \
+         : sw_py_gradient_trace_end(self, bucket, REDUCER_WAIT(self, expression)))
 /* Returns the borrowed view of a parameter that will be overwritten while `.grad` is another
  * tensor. */
 PyObject *sw_py_gradient_writable_view(reducer_object *self, size_t index);
@@ -194,12 +201,12 @@ int sw_py_sliced_announce(reducer_object *self);
 int sw_py_sliced_publish(reducer_object *self);
 
 /* gradient_round.c: methods. */
-PyObject *sw_py_round_forward(PyObject *op, PyObject *synchronised);
-PyObject *sw_py_round_announce(PyObject *op, PyObject *unused);
-PyObject *sw_py_round_close(PyObject *op, PyObject *unused);
-PyObject *sw_py_round_fail(PyObject *op, PyObject *unused);
-PyObject *sw_py_round_close_pending(PyObject *op, PyObject *unused);
-PyObject *sw_py_round_average(PyObject *op, PyObject *unused);
-PyObject *sw_py_round_shadow(PyObject *op, PyObject *args);
+PyObject *sw_py_reducer_forward(PyObject *op, PyObject *synchronised);
+PyObject *sw_py_reducer_open_round(PyObject *op, PyObject *unused);
+PyObject *sw_py_reducer_close(PyObject *op, PyObject *unused);
+PyObject *sw_py_reducer_fail(PyObject *op, PyObject *unused);
+PyObject *sw_py_reducer_close_pending(PyObject *op, PyObject *unused);
+PyObject *sw_py_reducer_average(PyObject *op, PyObject *unused);
+PyObject *sw_py_reducer_shadow(PyObject *op, PyObject *args);
 
 #endif

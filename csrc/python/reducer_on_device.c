@@ -79,10 +79,8 @@ static bool read_tensors(reducer_object *self, PyObject *args, const char *signa
         return false;
     out->tuple = a[0].o;
     out->count = (size_t)PyTuple_Size(a[0].o);
-    if (out->count > 2) {
-        PyErr_SetString(PyExc_ValueError, "at most two tensors");
-        return false;
-    }
+    if (out->count > 2)
+        return sw_py_refuse(PyExc_ValueError, "at most two tensors");
     for (size_t i = 0; i < out->count; ++i) {
         PyObject *tensor = PyTuple_GetItem(a[0].o, (Py_ssize_t)i);
         PyObject *size = PyObject_GetAttrString(tensor, "nbytes");
@@ -99,24 +97,21 @@ PyObject *sw_py_reducer_set_places(PyObject *op, PyObject *args)
     reducer_object *self = (reducer_object *)op;
     places_given places;
     sw_error err;
-    sw_status status;
     if (!read_tensors(self, args, "set_places tensors:U", &places) ||
         sw_py_reducer_use_stream(self) < 0 || reducer_enter(self) < 0)
         return NULL;
-    SW_PY_WITHOUT_GIL(status, sw_reducer_set_places(self->reducer, places.addresses,
-                                                    places.sizes_bytes, places.count, &err));
+    sw_status status = SW_PY_WITHOUT_GIL(sw_reducer_set_places(
+        self->reducer, places.addresses, places.sizes_bytes, places.count, &err));
     return finish_keeping(self, reducer_bucket_count(self) + PLACES, places.tuple, status, &err);
 }
 
-PyObject *sw_py_reducer_withdraw(PyObject *op, PyObject *unused)
+PyObject *sw_py_reducer_withdraw(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     reducer_object *self = (reducer_object *)op;
     sw_error err;
-    sw_status status;
-    (void)unused;
     if (check_gpu(self) < 0 || reducer_enter(self) < 0)
         return NULL;
-    SW_PY_WITHOUT_GIL(status, sw_reducer_withdraw(self->reducer, &err));
+    sw_status status = SW_PY_WITHOUT_GIL(sw_reducer_withdraw(self->reducer, &err));
     return sw_py_device_finish(self->gpu, status, &err);
 }
 

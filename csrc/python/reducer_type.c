@@ -31,37 +31,32 @@ static int parse_reduce(const char *name, bool *sums)
 /* A row is what the engine lays out; the last argument is the group whose buckets it shares. */
 #define PARAMETER "parameter name:s numel:n dtype:s requires_grad:p | group:n"
 
-static bool fill_parameter(const sw_py_arg *a, void *row, void *unused)
+static bool fill_parameter(const sw_py_arg *a, void *row, void *Py_UNUSED(unused))
 {
     sw_layout_param *out = row;
-    (void)unused;
     *out = (sw_layout_param){.numel = a[1].size,
                              .dtype = sw_dtype_from_name(a[2].s),
                              .trainable = a[3].p,
                              .group = a[4].size};
-    if (a[1].n >= 0 && out->dtype != SW_DTYPE_COUNT)
-        return true;
-    PyErr_Format(
-        PyExc_ValueError,
-        "parameter '%s': dtype %s with %zd elements is not one the engine moves; a frozen one "
-        "may stay out: name it in ignored_params",
-        a[0].s, a[2].s, a[1].n);
-    return false;
+    return (a[1].n >= 0 && out->dtype != SW_DTYPE_COUNT) ||
+           sw_py_refuse(PyExc_ValueError,
+                        "parameter '%s': dtype %s with %zd elements is not one the engine moves; a "
+                        "frozen one "
+                        "may stay out: name it in ignored_params",
+                        a[0].s, a[2].s, a[1].n);
 }
 
 static int create(reducer_object *self, const sw_py_table *params, const sw_py_table *names,
                   const sw_reducer_options *options)
 {
     sw_error err;
-    sw_status status;
     if (reducer_enter(self) < 0)
         return -1;
-    SW_PY_WITHOUT_GIL(
-        status, self->gpu
-                    ? sw_reducer_create_on_device(self->gpu->comm, params->rows, names->rows,
-                                                  params->count, options, &self->reducer, &err)
-                    : sw_reducer_create(self->comm->comm, params->rows, names->rows, params->count,
-                                        options, &self->reducer, &err));
+    sw_status status = SW_PY_WITHOUT_GIL(
+        self->gpu ? sw_reducer_create_on_device(self->gpu->comm, params->rows, names->rows,
+                                                params->count, options, &self->reducer, &err)
+                  : sw_reducer_create(self->comm->comm, params->rows, names->rows, params->count,
+                                      options, &self->reducer, &err));
     int failed = reducer_raise(self, status, &err);
     reducer_leave(self);
     if (failed || self->gpu)
@@ -316,11 +311,9 @@ static bool make_attachment(attachment *made, const reducer_object *self, PyObje
     if (!made->params)
         return false;
     if (PyList_Size(made->params) != count || PyList_Size(views) != count ||
-        (layouts != Py_None && (!PyList_Check(layouts) || PyList_Size(layouts) != count))) {
-        PyErr_Format(PyExc_ValueError, "attach: parameters and views must have %zd entries each",
-                     count);
-        return false;
-    }
+        (layouts != Py_None && (!PyList_Check(layouts) || PyList_Size(layouts) != count)))
+        return sw_py_refuse(PyExc_ValueError,
+                            "attach: parameters and views must have %zd entries each", count);
     made->exchange = count ? sw_py_tensor_exchange_table(PyList_GetItem(made->params, 0)) : NULL;
     made->hook_tables = PyList_New(0);
     for (Py_ssize_t i = 0; made->hook_tables && i < count; ++i) {
@@ -426,11 +419,9 @@ static PyObject *reducer_set_bucket_callback(PyObject *op, PyObject *args)
     if (reducer_check_made(self) < 0 ||
         !sw_py_read("set_bucket_callback callback:O | wait:O", args, NULL, a))
         return NULL;
-    if (a[1].o != Py_None && self->sliced) {
-        PyErr_SetString(reducer_state_of(self)->error,
-                        "sliced buckets leave at the end of a backward");
-        return NULL;
-    }
+    if (a[1].o != Py_None && self->sliced)
+        return PyErr_Format(reducer_state_of(self)->error,
+                            "sliced buckets leave at the end of a backward");
     sw_reducer_give_buckets(self->reducer, a[0].o == Py_None   ? SW_BUCKETS_OURS
                                            : a[1].o == Py_None ? SW_BUCKETS_HOOKS
                                                                : SW_BUCKETS_HOOKS_EARLY);
@@ -440,10 +431,9 @@ static PyObject *reducer_set_bucket_callback(PyObject *op, PyObject *args)
 }
 
 /* Returns the indices of parameters whose `.grad` is a tensor other than our view. */
-static PyObject *reducer_foreign(PyObject *op, PyObject *unused)
+static PyObject *reducer_foreign(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     reducer_object *self = (reducer_object *)op;
-    (void)unused;
     PyObject *found = reducer_check_ready(self) < 0 ? NULL : PyList_New(0);
     size_t count = found ? sw_reducer_layout(self->reducer)->param_count : 0;
     for (size_t i = 0; found && i < count; ++i) {
@@ -485,7 +475,7 @@ static int add_driver_counts(reducer_object *self, PyObject *counts)
     return failed;
 }
 
-static PyObject *reducer_stats(PyObject *op, PyObject *unused)
+static PyObject *reducer_stats(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     static const sw_py_count counts[] = {SW_PY_COUNT(sw_reducer_stats, rounds),
                                          SW_PY_COUNT(sw_reducer_stats, local_rounds),
@@ -495,7 +485,6 @@ static PyObject *reducer_stats(PyObject *op, PyObject *unused)
                                          SW_PY_COUNT(sw_reducer_stats, bytes),
                                          SW_PY_COUNT(sw_reducer_stats, unplaced_bytes_peak)};
     reducer_object *self = (reducer_object *)op;
-    (void)unused;
     if (reducer_check_made(self) < 0)
         return NULL;
     PyObject *made =
@@ -525,100 +514,74 @@ PROPERTY(rounds, PyLong_FromUnsignedLongLong(sw_reducer_get_stats(self->reducer)
 PROPERTY(pending_forward, PyBool_FromLong(self->pending_forward))
 
 static PyMethodDef reducer_methods[] = {
-    {"gradient", sw_py_reducer_gradient, METH_VARARGS,
-     "gradient($self, index, shape, strides=None, /)\n--\n\n"
-     "Return a DLPack capsule over a parameter's gradient."},
-    {"result", sw_py_reducer_result, METH_VARARGS,
-     "result($self, index, /)\n--\n\nReturn a DLPack capsule over this rank's slice of a mean."},
-    {"bucket", sw_py_reducer_bucket, METH_VARARGS,
-     "bucket($self, bucket, /)\n--\n\nReturn a DLPack capsule over a whole bucket."},
-    {"bucket_parameters", sw_py_reducer_bucket_parameters, METH_VARARGS,
-     "bucket_parameters($self, bucket, /)\n--\n\nReturn the bucket's parameters, in memory order."},
-    {"bucket_dtype", sw_py_reducer_bucket_dtype, METH_VARARGS,
-     "bucket_dtype($self, bucket, /)\n--\n\nReturn the bucket's element type."},
-    {"place", sw_py_reducer_place, METH_VARARGS,
-     "place($self, index, /)\n--\n\nReturn (bucket, begin, numel) of a parameter, in elements."},
-    {"bucket_shape", sw_py_reducer_bucket_shape, METH_VARARGS,
-     "bucket_shape($self, bucket, /)\n--\n\nReturn (offset_bytes, numel, dtype, trainable)."},
-    {"attach", SW_PY_NAMED(reducer_attach),
-     "attach($self, parameters, views, *, copy, open, renew, task_id, layouts, unlike=None, "
-     "describe=None, stream=None)\n--\n\nBind tensors. views[i]: over gradient(i), or None; "
-     "renew(i) replaces one that others hold. copy(view, grad) writes any layout. open() runs at a "
-     "round's first gradient and returns if the backward synchronises. unlike() raises if ranks "
-     "noted other steps."},
-    {"watch_hooks", reducer_watch_hooks, METH_VARARGS,
-     "watch_hooks($self, index, table, /)\n--\n\nDetect hooks that are registered after ours."},
-    {"hook", reducer_hook, METH_VARARGS,
-     "hook($self, index, /)\n--\n\nReturn the post-accumulate-grad hook of a parameter."},
-    {"forward", sw_py_round_forward, METH_O,
-     "forward($self, synchronised, /)\n--\n\nCount a forward with gradients."},
-    {"open_round", sw_py_round_announce, METH_NOARGS,
-     "open_round($self, /)\n--\n\nAnnounce a round, which the first gradient opens."},
-    {"close", sw_py_round_close, METH_NOARGS, "close($self, /)\n--\n\nEnd the round."},
-    {"fail", sw_py_round_fail, METH_NOARGS,
-     "fail($self, /)\n--\n\nTell the peers that the backward of an open round failed."},
-    {"close_pending", sw_py_round_close_pending, METH_NOARGS,
-     "close_pending($self, /)\n--\n\nRun a whole round if a forward has none."},
-    {"shadow", sw_py_round_shadow, METH_VARARGS,
-     "shadow($self, standing=(), /)\n--\n\n"
-     "Run a round without a contribution. `standing`, on a GPU: one byte for each parameter, 1 if "
-     "the other ranks contribute on top of the standing mean."},
-    {"has_memory", reducer_has_memory, METH_VARARGS,
-     "has_memory($self, index, /)\n--\n\nReturn True if the parameter's gradient has memory."},
-    {"average", sw_py_round_average, METH_NOARGS,
-     "average($self, /)\n--\n\nRun a whole round over the current .grad."},
-    {"count_step", reducer_count_step, METH_VARARGS,
-     "count_step($self, /)\n--\n\nCount a step of the optimizer; ranks compare the count."},
-    {"note_step", reducer_note_step, METH_VARARGS,
-     "note_step($self, digest, /)\n--\n\nNote a step, which ranks compare in the next round."},
-    {"forget_steps", reducer_forget_steps, METH_VARARGS,
-     "forget_steps($self, /)\n--\n\nCount from 0 again."},
-    {"set_divide_by", reducer_set_divide_by, METH_VARARGS,
-     "set_divide_by($self, active_only, /)\n--\n\nSet the mean's divisor."},
-    {"set_bucket_callback", reducer_set_bucket_callback, METH_VARARGS,
-     "set_bucket_callback($self, callback, wait=None, /)\n--\n\n"
-     "Set a communication hook, or None: callback(bucket, is_last, is_early) averages a bucket. "
-     "With `wait` the callback may only start that, and is called early if possible."},
-    {"set_tracer", reducer_set_tracer, METH_VARARGS,
-     "set_tracer($self, tracer, /)\n--\n\n"
-     "Set a callable that is called around each bucket's post and wait, or None."},
-    {"used_by_any", reducer_used_by_any, METH_VARARGS,
-     "used_by_any($self, index, /)\n--\n\nReturn True if some rank used the parameter."},
-    {"divisor", reducer_divisor, METH_VARARGS,
-     "divisor($self, /)\n--\n\n"
-     "Return the number of ranks over which a hook's mean of the last round is taken."},
-    {"standing_ranks", reducer_standing_ranks, METH_VARARGS,
-     "standing_ranks($self, index, /)\n--\n\n"
-     "Return the number of ranks that contribute on top of the standing mean."},
-    {"is_used", reducer_is_used, METH_VARARGS,
-     "is_used($self, index, /)\n--\n\n"
-     "Return True if this rank used the parameter since the last round."},
-    {"averaged_in", reducer_averaged_in, METH_VARARGS,
-     "averaged_in($self, index, /)\n--\n\n"
-     "Return the last round, from 1, in which some rank used the parameter."},
-    {"foreign", reducer_foreign, METH_NOARGS,
-     "foreign($self, /)\n--\n\nReturn the indices of parameters whose .grad is not our view."},
-    {"mark_unfrozen", reducer_mark_unfrozen, METH_VARARGS,
-     "mark_unfrozen($self, index, /)\n--\n\nLet the parameter's bucket take part."},
-    {"stats", reducer_stats, METH_NOARGS,
-     "stats($self, /)\n--\n\nReturn counts since creation; the driver's are the process's."},
-    {"adopt", sw_py_reducer_adopt, METH_VARARGS,
-     "adopt($self, bucket, tensor, /)\n--\n\n"
-     "Set a bucket's memory from the next round on, on a GPU."},
-    {"set_places", sw_py_reducer_set_places, METH_VARARGS,
-     "set_places($self, tensors, /)\n--\n\n"
-     "Set the memory that buckets use in turn, the largest first; on a GPU, sliced."},
-    {"withdraw", sw_py_reducer_withdraw, METH_NOARGS,
-     "withdraw($self, /)\n--\n\nStop averaging buckets in the engine, on a GPU."},
-    {"set_active", sw_py_reducer_set_active, METH_VARARGS,
-     "set_active($self, trains, /)\n--\n\n"
-     "Set the ranks that train, one byte for each rank, on a GPU."},
-    {"set_order", sw_py_reducer_set_order, METH_VARARGS,
-     "set_order($self, order, /)\n--\n\n"
-     "Set a callable that returns a digest to compare in each round, or None; on a GPU."},
-    {"set_announcer", sw_py_reducer_set_announcer, METH_VARARGS,
-     "set_announcer($self, announce, /)\n--\n\n"
-     "Set a callable that is called as a round opens, or None; on a GPU."},
+    SW_PY_ARGS(sw_py_reducer, gradient, "index, shape, strides=None, /",
+               "Return a DLPack capsule over a parameter's gradient."),
+    SW_PY_ARGS(sw_py_reducer, result, "index, /",
+               "Return a DLPack capsule over this rank's slice of a mean."),
+    SW_PY_ARGS(sw_py_reducer, bucket, "bucket, /", "Return a DLPack capsule over a whole bucket."),
+    SW_PY_ARGS(sw_py_reducer, bucket_parameters, "bucket, /",
+               "Return the bucket's parameters, in memory order."),
+    SW_PY_ARGS(sw_py_reducer, bucket_dtype, "bucket, /", "Return the bucket's element type."),
+    SW_PY_ARGS(sw_py_reducer, place, "index, /",
+               "Return (bucket, begin, numel) of a parameter, in elements."),
+    SW_PY_ARGS(sw_py_reducer, bucket_shape, "bucket, /",
+               "Return (offset_bytes, numel, dtype, trainable)."),
+    SW_PY_KEYS(
+        reducer, attach,
+        "parameters, views, *, copy, open, renew, task_id, layouts, unlike=None, describe=None, "
+        "stream=None",
+        "Bind tensors. views[i]: over gradient(i), or None; renew(i) replaces one that others "
+        "hold. copy(view, grad) writes any layout. open() runs at a round's first gradient and "
+        "returns if the backward synchronises. unlike() raises if ranks noted other steps."),
+    SW_PY_ARGS(reducer, watch_hooks, "index, table, /",
+               "Detect hooks that are registered after ours."),
+    SW_PY_ARGS(reducer, hook, "index, /", "Return the post-accumulate-grad hook of a parameter."),
+    SW_PY_ENTRY(sw_py_reducer_forward, METH_O, "forward", "$self, synchronised, /",
+                "Count a forward with gradients."),
+    SW_PY_NONE(sw_py_reducer, open_round, "Announce a round, which the first gradient opens."),
+    SW_PY_NONE(sw_py_reducer, close, "End the round."),
+    SW_PY_NONE(sw_py_reducer, fail, "Tell the peers that the backward of an open round failed."),
+    SW_PY_NONE(sw_py_reducer, close_pending, "Run a whole round if a forward has none."),
+    SW_PY_ARGS(sw_py_reducer, shadow, "standing=(), /",
+               "Run a round without a contribution. `standing`, on a GPU: one byte for each "
+               "parameter, 1 if the other ranks contribute on top of the standing mean."),
+    SW_PY_ARGS(reducer, has_memory, "index, /",
+               "Return True if the parameter's gradient has memory."),
+    SW_PY_NONE(sw_py_reducer, average, "Run a whole round over the current .grad."),
+    SW_PY_ARGS(reducer, count_step, "/", "Count a step of the optimizer; ranks compare the count."),
+    SW_PY_ARGS(reducer, note_step, "digest, /",
+               "Note a step, which ranks compare in the next round."),
+    SW_PY_ARGS(reducer, forget_steps, "/", "Count from 0 again."),
+    SW_PY_ARGS(reducer, set_divide_by, "active_only, /", "Set the mean's divisor."),
+    SW_PY_ARGS(
+        reducer, set_bucket_callback, "callback, wait=None, /",
+        "Set a communication hook, or None: callback(bucket, is_last, is_early) averages a bucket. "
+        "With `wait` the callback may only start that, and is called early if possible."),
+    SW_PY_ARGS(reducer, set_tracer, "tracer, /",
+               "Set a callable that is called around each bucket's post and wait, or None."),
+    SW_PY_ARGS(reducer, used_by_any, "index, /", "Return True if some rank used the parameter."),
+    SW_PY_ARGS(reducer, divisor, "/",
+               "Return the number of ranks over which a hook's mean of the last round is taken."),
+    SW_PY_ARGS(reducer, standing_ranks, "index, /",
+               "Return the number of ranks that contribute on top of the standing mean."),
+    SW_PY_ARGS(reducer, is_used, "index, /",
+               "Return True if this rank used the parameter since the last round."),
+    SW_PY_ARGS(reducer, averaged_in, "index, /",
+               "Return the last round, from 1, in which some rank used the parameter."),
+    SW_PY_NONE(reducer, foreign, "Return the indices of parameters whose .grad is not our view."),
+    SW_PY_ARGS(reducer, mark_unfrozen, "index, /", "Let the parameter's bucket take part."),
+    SW_PY_NONE(reducer, stats, "Return counts since creation; the driver's are the process's."),
+    SW_PY_ARGS(sw_py_reducer, adopt, "bucket, tensor, /",
+               "Set a bucket's memory from the next round on, on a GPU."),
+    SW_PY_ARGS(sw_py_reducer, set_places, "tensors, /",
+               "Set the memory that buckets use in turn, the largest first; on a GPU, sliced."),
+    SW_PY_NONE(sw_py_reducer, withdraw, "Stop averaging buckets in the engine, on a GPU."),
+    SW_PY_ARGS(sw_py_reducer, set_active, "trains, /",
+               "Set the ranks that train, one byte for each rank, on a GPU."),
+    SW_PY_ARGS(sw_py_reducer, set_order, "order, /",
+               "Set a callable that returns a digest to compare in each round, or None; on a GPU."),
+    SW_PY_ARGS(sw_py_reducer, set_announcer, "announce, /",
+               "Set a callable that is called as a round opens, or None; on a GPU."),
     {NULL, NULL, 0, NULL},
 };
 
@@ -638,19 +601,12 @@ static PyGetSetDef reducer_properties[] = {
     {NULL, NULL, NULL, NULL, NULL},
 };
 
-static PyType_Slot reducer_slots[] = {
-    {Py_tp_init, reducer_init},
-    {Py_tp_dealloc, reducer_dealloc},
-    {Py_tp_traverse, reducer_traverse},
-    {Py_tp_clear, reducer_clear},
-    {Py_tp_methods, reducer_methods},
-    {Py_tp_getset, reducer_properties},
-    {Py_tp_doc, "Buckets of gradients and their mean, round by round. parameters: [(name, numel, "
-                "dtype, requires_grad[, group])] in registration order; groups share no bucket. "
-                "slices: the slice and the replica of each rank. A GPU's subclass has _locate, "
-                "_keep, _restore, _blank, _blank_bucket and _end."},
-    {0, NULL},
-};
-
 SW_PY_TYPE(sw_py_reducer_type_spec, "Reducer", reducer_object,
-           Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE, reducer_slots)
+           Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE,
+           "Buckets of gradients and their mean, round by round. parameters: [(name, numel, dtype, "
+           "requires_grad[, group])] in registration order; groups share no bucket. slices: the "
+           "slice and the replica of each rank. A GPU's subclass has _locate, _keep, _restore, "
+           "_blank, _blank_bucket and _end.",
+           {Py_tp_init, reducer_init}, {Py_tp_dealloc, reducer_dealloc},
+           {Py_tp_traverse, reducer_traverse}, {Py_tp_clear, reducer_clear},
+           {Py_tp_methods, reducer_methods}, {Py_tp_getset, reducer_properties})

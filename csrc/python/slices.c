@@ -2,7 +2,6 @@
  * world_size numbers. */
 #include <stdlib.h>
 
-#include "python/arguments.h"
 #include "python/engine.h"
 
 /* Reads world_size numbers in [0, world_size). Returns false, perhaps without an exception. */

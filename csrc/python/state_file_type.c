@@ -25,7 +25,6 @@ static int state_file_init(PyObject *op, PyObject *args, PyObject *kwargs)
     sw_py_arg a[3];
     PyObject *folder = NULL;
     sw_error err;
-    sw_status status;
     if (!sw_py_read("StateFile folder:O label:s buffer_bytes:N", args, kwargs, a) ||
         !PyUnicode_FSConverter(a[0].o, &folder))
         return -1;
@@ -39,7 +38,7 @@ static int state_file_init(PyObject *op, PyObject *args, PyObject *kwargs)
     }
     self->destroy = destroy;
     const char *path = PyBytes_AsString(folder);
-    SW_PY_WITHOUT_GIL(status, sw_offload_init(made, path, a[1].s, a[2].size, &err));
+    sw_status status = SW_PY_WITHOUT_GIL(sw_offload_init(made, path, a[1].s, a[2].size, &err));
     Py_DECREF(folder);
     if (status == SW_OK)
         self->made = made;
@@ -85,10 +84,9 @@ static PyObject *state_file_tensor(PyObject *op, PyObject *args)
     return sw_py_dlpack_capsule_new(a[4].o, a[0].address, a[1].dtype, a[2].o, a[3].o);
 }
 
-static PyObject *state_file_forget(PyObject *op, PyObject *unused)
+static PyObject *state_file_forget(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     sw_py_owner *self = (sw_py_owner *)op;
-    (void)unused;
     if (!enter(self, SW_PY_ALONE))
         return NULL;
     sw_state_file_forget(&offload_of(self)->file);
@@ -105,13 +103,11 @@ SW_PY_GETTER(get_direct, sw_py_owner,
              PyBool_FromLong(self->made &&sw_state_file_is_direct(&offload_of(self)->file)))
 
 static PyMethodDef state_file_methods[] = {
-    {"grow", state_file_grow, METH_VARARGS,
-     "grow($self, nbytes, /)\n--\n\nAppend zeroed bytes to the file; return their address."},
-    {"tensor", state_file_tensor, METH_VARARGS,
-     "tensor($self, address, dtype, shape, strides, owner, /)\n--\n\n"
-     "Return a DLPack capsule that keeps owner alive."},
-    {"forget", state_file_forget, METH_NOARGS,
-     "forget($self, /)\n--\n\nDrop the file's pages from this process's memory."},
+    SW_PY_ARGS(state_file, grow, "nbytes, /",
+               "Append zeroed bytes to the file; return their address."),
+    SW_PY_ARGS(state_file, tensor, "address, dtype, shape, strides, owner, /",
+               "Return a DLPack capsule that keeps owner alive."),
+    SW_PY_NONE(state_file, forget, "Drop the file's pages from this process's memory."),
     {NULL, NULL, 0, NULL},
 };
 
@@ -122,13 +118,7 @@ static PyGetSetDef state_file_properties[] = {
     {NULL, NULL, NULL, NULL, NULL},
 };
 
-static PyType_Slot state_file_slots[] = {
-    {Py_tp_init, state_file_init},
-    {Py_tp_dealloc, sw_py_owner_dealloc},
-    {Py_tp_methods, state_file_methods},
-    {Py_tp_getset, state_file_properties},
-    {Py_tp_doc, "Optimizer state in a file without a name, seen as memory."},
-    {0, NULL},
-};
-
-SW_PY_TYPE(sw_py_state_file_type_spec, "StateFile", sw_py_owner, 0, state_file_slots)
+SW_PY_TYPE(sw_py_state_file_type_spec, "StateFile", sw_py_owner, 0,
+           "Optimizer state in a file without a name, seen as memory.",
+           {Py_tp_init, state_file_init}, {Py_tp_dealloc, sw_py_owner_dealloc},
+           {Py_tp_methods, state_file_methods}, {Py_tp_getset, state_file_properties})

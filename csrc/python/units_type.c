@@ -41,7 +41,6 @@ static int units_init(PyObject *op, PyObject *args, PyObject *kwargs)
     sw_py_arg a[5] = {{0}};
     sw_py_nested specs = {.begun = 0};
     sw_error err;
-    sw_status status;
     if (!sw_py_read("Units arena:O units:L warm_bytes:N label:s | codes:O", args, kwargs, a))
         return -1;
     PyObject *arena = a[0].o, *codes = a[4].o;
@@ -67,8 +66,8 @@ static int units_init(PyObject *op, PyObject *args, PyObject *kwargs)
     if (sw_py_nested_init(&specs, a[1].o, "unit name:s nbytes:N runs:L", sizeof(sw_unit_spec),
                           fill_spec)) {
         sw_units *made = NULL;
-        SW_PY_WITHOUT_GIL(status, sw_units_create(&parts, specs.outer.rows, specs.outer.count,
-                                                  a[2].size, a[3].s, &made, &err));
+        sw_status status = SW_PY_WITHOUT_GIL(sw_units_create(
+            &parts, specs.outer.rows, specs.outer.count, a[2].size, a[3].s, &made, &err));
         self->made = made;
         failed = sw_py_owner_made(self, status, &err);
     }
@@ -81,10 +80,8 @@ static int units_init(PyObject *op, PyObject *args, PyObject *kwargs)
 static bool check_unit(const sw_py_owner *self, Py_ssize_t unit)
 {
     size_t count = self->made ? sw_units_count(units_of(self)) : 0;
-    if (unit >= 0 && (size_t)unit < count)
-        return true;
-    PyErr_Format(PyExc_ValueError, "Units: unit must be in [0, %zu), got %zd", count, unit);
-    return false;
+    return (unit >= 0 && (size_t)unit < count) ||
+           sw_py_refuse(PyExc_ValueError, "Units: unit must be in [0, %zu), got %zd", count, unit);
 }
 
 /* Enters to change a unit: units share pages, so that one thread at a time changes any of them. */
@@ -95,11 +92,10 @@ static bool enter(sw_py_owner *self, Py_ssize_t unit)
         return false;
     if (sw_py_use_is_own(&self->use))
         return sw_py_use_enter(&self->use, SW_PY_ALONE, SW_PY_PATIENCE_NS, error, "units");
-    PyErr_SetString(
+    return sw_py_refuse(
         error, "units: this process is a child of the one that wrapped the module, whose pages it "
                "would overwrite: fork inside `with sw.full_parameters(module)`, or copy the "
                "module there");
-    return false;
 }
 
 static PyObject *finish(sw_py_owner *self, sw_status status, const sw_error *err)
@@ -135,11 +131,10 @@ static PyObject *units_take_write(PyObject *op, PyObject *args)
 SW_PY_VALUE(units_state, sw_py_owner, "state unit:n", check_unit(self, a[0].n),
             PyUnicode_FromString(sw_shard_state_name(sw_unit_state(units_of(self), a[0].size))))
 
-static PyObject *units_stats(PyObject *op, PyObject *unused)
+static PyObject *units_stats(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     const sw_py_owner *self = (sw_py_owner *)op;
     sw_units_stats stats = {0};
-    (void)unused;
     if (self->made)
         stats = sw_units_get_stats(units_of(self));
     return Py_BuildValue("{s:K,s:K,s:K,s:K,s:n}", "gathers", (unsigned long long)stats.gathers,
@@ -170,31 +165,21 @@ static PyObject *units_tensor(PyObject *op, PyObject *args)
 }
 
 static PyMethodDef units_methods[] = {
-    {"gather", units_gather, METH_VARARGS,
-     "gather($self, unit, /)\n--\n\nGather a unit: sharded to unsharded."},
-    {"gather_codes", units_gather_codes, METH_VARARGS,
-     "gather_codes($self, unit, /)\n--\n\nGather a unit and decode coded runs from their records."},
-    {"release", units_release, METH_VARARGS,
-     "release($self, unit, /)\n--\n\nRelease a unit: unsharded to sharded."},
-    {"take_write", units_take_write, METH_VARARGS,
-     "take_write($self, unit, /)\n--\n\n"
-     "Return the first byte written in a released unit, once; -1: none."},
-    {"state", units_state, METH_VARARGS,
-     "state($self, unit, /)\n--\n\nReturn 'sharded', 'gathering' or 'unsharded'."},
-    {"stats", units_stats, METH_NOARGS, "stats($self, /)\n--\n\nReturn counts since creation."},
-    {"tensor", units_tensor, METH_VARARGS,
-     "tensor($self, unit, offset_bytes, numel, dtype, shape, strides, /)\n--\n\n"
-     "Return a DLPack capsule."},
+    SW_PY_ARGS(units, gather, "unit, /", "Gather a unit: sharded to unsharded."),
+    SW_PY_ARGS(units, gather_codes, "unit, /",
+               "Gather a unit and decode coded runs from their records."),
+    SW_PY_ARGS(units, release, "unit, /", "Release a unit: unsharded to sharded."),
+    SW_PY_ARGS(units, take_write, "unit, /",
+               "Return the first byte written in a released unit, once; -1: none."),
+    SW_PY_ARGS(units, state, "unit, /", "Return 'sharded', 'gathering' or 'unsharded'."),
+    SW_PY_NONE(units, stats, "Return counts since creation."),
+    SW_PY_ARGS(units, tensor, "unit, offset_bytes, numel, dtype, shape, strides, /",
+               "Return a DLPack capsule."),
     {NULL, NULL, 0, NULL},
 };
 
-static PyType_Slot units_slots[] = {
-    {Py_tp_init, units_init},
-    {Py_tp_dealloc, sw_py_owner_dealloc},
-    {Py_tp_methods, units_methods},
-    {Py_tp_doc, "Parameters that are gathered and released in units, over an arena of slices. "
-                "units: [(name, nbytes, [(target_bytes, rank, source_bytes, nbytes, coded)])]."},
-    {0, NULL},
-};
-
-SW_PY_TYPE(sw_py_units_type_spec, "Units", sw_py_owner, 0, units_slots)
+SW_PY_TYPE(sw_py_units_type_spec, "Units", sw_py_owner, 0,
+           "Parameters that are gathered and released in units, over an arena of slices. units: "
+           "[(name, nbytes, [(target_bytes, rank, source_bytes, nbytes, coded)])].",
+           {Py_tp_init, units_init}, {Py_tp_dealloc, sw_py_owner_dealloc},
+           {Py_tp_methods, units_methods})

@@ -5,6 +5,7 @@
 
 #include "platform/clock.h"
 #include "platform/thread.h"
+#include "python/arguments.h"
 
 bool sw_py_use_make(sw_py_use *use, const char *type_name)
 {
@@ -12,8 +13,8 @@ bool sw_py_use_make(sw_py_use *use, const char *type_name)
         use->pid = getpid();
         return true;
     }
-    PyErr_Format(PyExc_TypeError, "%s: already initialised; an object is made once", type_name);
-    return false;
+    return sw_py_refuse(PyExc_TypeError, "%s: already initialised; an object is made once",
+                        type_name);
 }
 
 bool sw_py_use_is_own(const sw_py_use *use)
@@ -51,10 +52,8 @@ bool sw_py_use_enter(sw_py_use *use, sw_py_use_kind kind, int64_t patience_ns, P
     sw_py_busy_fn *is_busy = kind == SW_PY_SHARED ? is_closed_to_readers : is_closed_to_others;
     if (!sw_py_wait_while(is_busy, use, patience_ns))
         return false;
-    if (is_busy(use)) {
-        PyErr_Format(error, "another thread is inside the %s: one call at a time", noun);
-        return false;
-    }
+    if (is_busy(use))
+        return sw_py_refuse(error, "another thread is inside the %s: one call at a time", noun);
     sw_py_use_take(use, kind);
     return true;
 }
