@@ -54,32 +54,26 @@ static void capsule_delete(PyObject *capsule)
  * must be there. */
 static bool read_sizes(PyObject *sizes, const char *signature, int64_t *out, size_t wanted)
 {
-    sw_py_table table;
-    bool is_read =
-        sw_py_table_init(&table, sizes, signature, sizeof(int64_t), sw_py_fill_size, NULL);
-    if (is_read && table.count != wanted) {
-        PyErr_Format(PyExc_ValueError, "strides must have %zu values, as shape has, got %zu",
-                     wanted, table.count);
-        is_read = false;
-    }
-    if (is_read)
-        memcpy(out, table.rows, wanted * sizeof *out);
-    sw_py_table_fini(&table);
-    return is_read;
+    SW_PY_TABLE table = {0};
+    if (!sw_py_table_init(&table, sizes, signature, sizeof(int64_t), sw_py_fill_size, NULL))
+        return false;
+    if (table.count != wanted)
+        return sw_py_refuse(PyExc_ValueError, "strides must have %zu values, as shape has, got %zu",
+                            wanted, table.count);
+    memcpy(out, table.rows, wanted * sizeof *out);
+    return true;
 }
 
 bool sw_py_shape_bytes(PyObject *shape, sw_dtype dtype, const char *what, size_t *bytes)
 {
-    sw_py_table table;
-    bool fits =
-        sw_py_table_init(&table, shape, "shape size:N", sizeof(int64_t), sw_py_fill_size, NULL);
+    SW_PY_TABLE table = {0};
+    if (!sw_py_table_init(&table, shape, "shape size:N", sizeof(int64_t), sw_py_fill_size, NULL))
+        return false;
     *bytes = sw_dtype_size_bytes(dtype);
-    for (size_t i = 0; fits && i < table.count; ++i)
-        fits = !__builtin_mul_overflow(*bytes, (size_t)((const int64_t *)table.rows)[i], bytes);
-    if (!fits && !PyErr_Occurred())
-        PyErr_Format(PyExc_ValueError, "%s: shape overflows the address space", what);
-    sw_py_table_fini(&table);
-    return fits;
+    for (size_t i = 0; i < table.count; ++i)
+        if (__builtin_mul_overflow(*bytes, (size_t)((const int64_t *)table.rows)[i], bytes))
+            return sw_py_refuse(PyExc_ValueError, "%s: shape overflows the address space", what);
+    return true;
 }
 
 static void contiguous_strides(const int64_t *shape, int64_t *strides, Py_ssize_t count)
@@ -89,12 +83,6 @@ static void contiguous_strides(const int64_t *shape, int64_t *strides, Py_ssize_
         strides[i] = stride;
         stride *= shape[i] > 0 ? shape[i] : 1;
     }
-}
-
-PyObject *sw_py_dlpack_capsule_new(PyObject *owner, void *address, sw_dtype dtype, PyObject *shape,
-                                   PyObject *strides)
-{
-    return sw_py_dlpack_capsule_on(-1, owner, address, dtype, shape, strides);
 }
 
 PyObject *sw_py_dlpack_capsule_on(int ordinal, PyObject *owner, void *address, sw_dtype dtype,
@@ -108,31 +96,30 @@ PyObject *sw_py_dlpack_capsule_on(int ordinal, PyObject *owner, void *address, s
     if (!managed)
         return PyErr_NoMemory();
     int64_t *sizes = (int64_t *)(managed + 1);
-    managed->tensor.data = address;
-    managed->tensor.device_type = ordinal < 0 ? DL_CPU : DL_CUDA;
-    managed->tensor.device_id = ordinal < 0 ? 0 : ordinal;
-    managed->tensor.ndim = (int32_t)count;
-    managed->tensor.code = dl_code(dtype);
-    managed->tensor.bits = (uint8_t)(dtype == SW_DTYPE_BOOL ? 8 : sw_dtype_size_bytes(dtype) * 8);
-    managed->tensor.lanes = 1;
-    managed->tensor.shape = sizes;
-    managed->tensor.strides = sizes + count;
-    managed->deleter = managed_delete;
-    managed->context = owner;
-    if (!read_sizes(shape, "shape size:n", sizes, (size_t)count))
-        goto failed;
-    contiguous_strides(sizes, sizes + count, count);
-    if (strides != Py_None &&
-        !read_sizes(strides, "strides stride:n", sizes + count, (size_t)count))
-        goto failed;
-    PyObject *capsule = PyCapsule_New(managed, "dltensor", capsule_delete);
-    if (!capsule)
-        goto failed;
-    Py_INCREF(owner);
+    *managed = (dl_managed_tensor){
+        .tensor = {.data = address,
+                   .device_type = ordinal < 0 ? DL_CPU : DL_CUDA,
+                   .device_id = ordinal < 0 ? 0 : ordinal,
+                   .ndim = (int32_t)count,
+                   .code = dl_code(dtype),
+                   .bits = (uint8_t)(dtype == SW_DTYPE_BOOL ? 8 : sw_dtype_size_bytes(dtype) * 8),
+                   .lanes = 1,
+                   .shape = sizes,
+                   .strides = sizes + count},
+        .context = owner,
+        .deleter = managed_delete};
+    PyObject *capsule = NULL;
+    if (read_sizes(shape, "shape size:n", sizes, (size_t)count)) {
+        contiguous_strides(sizes, sizes + count, count);
+        if (strides == Py_None ||
+            read_sizes(strides, "strides stride:n", sizes + count, (size_t)count))
+            capsule = PyCapsule_New(managed, "dltensor", capsule_delete);
+    }
+    if (capsule)
+        Py_INCREF(owner);
+    else
+        free(managed);
     return capsule;
-failed:
-    free(managed);
-    return NULL;
 }
 
 PyObject *sw_py_arena_object_new(engine_state *state, comm_object *owner, sw_arena *arena,
@@ -152,14 +139,12 @@ PyObject *sw_py_arena_object_new(engine_state *state, comm_object *owner, sw_are
 static void arena_dealloc(PyObject *op)
 {
     arena_object *self = (arena_object *)op;
-    PyTypeObject *type = Py_TYPE(op);
     if (self->arena)
         self->owner->comm->ops->arena_destroy(self->owner->comm, self->arena);
     sw_gradient_memory_destroy(self->memory);
     sw_py_comm_release(self->owner);
     Py_DECREF(self->owner);
-    PyObject_Free(op);
-    Py_DECREF(type);
+    sw_py_free(op);
 }
 
 static uint8_t *arena_base(const arena_object *self)
@@ -194,7 +179,7 @@ static PyObject *arena_tensor(PyObject *op, PyObject *args)
     if (!base)
         return PyErr_Format(PyExc_ValueError,
                             "Arena.tensor: the part of rank %d is on another host", rank);
-    return sw_py_dlpack_capsule_new(op, base + a[0].n, a[1].dtype, a[2].o, a[3].o);
+    return sw_py_dlpack_capsule_on(-1, op, base + a[0].n, a[1].dtype, a[2].o, a[3].o);
 }
 
 static bool check_range(const arena_object *self, const sw_py_arg *a)

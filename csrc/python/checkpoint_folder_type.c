@@ -26,41 +26,25 @@ typedef struct folder_object {
 static bool enter(folder_object *self, sw_py_use_kind kind)
 {
     return sw_py_use_enter(&self->use, kind, SW_PY_PATIENCE_NS,
-                           sw_py_state_of((PyObject *)self)->checkpoint_error, "checkpoint");
+                           sw_py_state_of(self)->checkpoint_error, "checkpoint");
 }
 
-/* Returns None, or NULL with the exception of `err`. */
-static PyObject *finish(folder_object *self, sw_status status, const sw_error *err)
+/* Takes ownership of the manifest and the catalog, unless there was an error, which it raises. */
+static PyObject *make_folder(PyTypeObject *type, sw_status status, const sw_error *err,
+                             const char *path, sw_manifest *manifest, sw_catalog *catalog)
 {
-    sw_py_use_leave(&self->use);
-    return status == SW_OK ? sw_py_none()
-                           : sw_py_raise_checkpoint(sw_py_state_of((PyObject *)self), err);
-}
-
-/* Does the same for a method of the type. */
-static PyObject *result_of(PyTypeObject *type, sw_status status, const sw_error *err)
-{
-    return status == SW_OK ? sw_py_none()
-                           : sw_py_raise_checkpoint(PyType_GetModuleState(type), err);
-}
-
-/* Takes ownership of the manifest and the catalog. */
-static PyObject *make_folder(PyTypeObject *type, const char *path, sw_manifest *manifest,
-                             sw_catalog *catalog)
-{
-    folder_object *self = (folder_object *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
-    char *copy = strdup(path);
-    if (!self || !copy) {
-        sw_manifest_fini(manifest);
-        sw_catalog_fini(catalog);
-        free(copy);
-        Py_XDECREF(self);
-        return self ? PyErr_NoMemory() : NULL;
+    folder_object *self = status == SW_OK ? sw_py_alloc(type) : NULL;
+    char *copy = self ? strdup(path) : NULL;
+    if (copy) {
+        self->path = copy;
+        self->manifest = *manifest;
+        self->catalog = *catalog;
+        return (PyObject *)self;
     }
-    self->path = copy;
-    self->manifest = *manifest;
-    self->catalog = *catalog;
-    return (PyObject *)self;
+    sw_manifest_fini(manifest);
+    sw_catalog_fini(catalog);
+    Py_XDECREF(self);
+    return self ? PyErr_NoMemory() : status == SW_OK ? NULL : sw_py_raise_checkpoint(type, err);
 }
 
 static PyObject *folder_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
@@ -73,8 +57,7 @@ static PyObject *folder_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     if (!sw_py_read("CheckpointFolder path:s", args, kwargs, a))
         return NULL;
     sw_status status = SW_PY_WITHOUT_GIL(sw_checkpoint_find(a[0].s, found, &manifest, &err));
-    return status == SW_OK ? make_folder(type, found, &manifest, &catalog)
-                           : result_of(type, status, &err);
+    return make_folder(type, status, &err, found, &manifest, &catalog);
 }
 
 static PyObject *folder_received(PyObject *type, PyObject *args)
@@ -89,8 +72,7 @@ static PyObject *folder_received(PyObject *type, PyObject *args)
     size_t size_bytes = (size_t)PyBytes_Size(a[1].o);
     sw_status status =
         SW_PY_WITHOUT_GIL(sw_catalog_copy(data, size_bytes, &catalog, &manifest, &err));
-    return status == SW_OK ? make_folder((PyTypeObject *)type, a[0].s, &manifest, &catalog)
-                           : result_of((PyTypeObject *)type, status, &err);
+    return make_folder((PyTypeObject *)type, status, &err, a[0].s, &manifest, &catalog);
 }
 
 typedef struct sized_path {
@@ -112,25 +94,22 @@ static sw_status add_files(const sw_py_table *files, sw_manifest *manifest, sw_e
 static PyObject *folder_merged(PyObject *type, PyObject *args)
 {
     sw_py_arg a[6];
-    sw_py_table files = {0};
-    sw_manifest manifest = {0};
+    SW_PY_TABLE files = {0};
     sw_catalog catalog = {0};
     sw_error err = {0};
     if (!sw_py_read("merged path:s step:K world_size:i nonce:s files:L tallies:L", args, NULL, a))
         return NULL;
-    manifest.step = a[1].word;
-    manifest.world_size = a[2].i;
+    sw_manifest manifest = {.step = a[1].word, .world_size = a[2].i};
     snprintf(manifest.nonce, sizeof manifest.nonce, "%s", a[3].s);
-    bool is_made = sw_py_table_init(&files, a[4].o, "merged path:s nbytes:K", sizeof(sized_path),
-                                    fill_sized_path, NULL) &&
-                   add_files(&files, &manifest, &err) == SW_OK &&
-                   sw_py_add_tallies(a[5].o, &manifest, &err) == 0 &&
-                   sw_manifest_complete(&manifest, &err) == SW_OK;
-    sw_py_table_fini(&files);
-    if (is_made)
-        return make_folder((PyTypeObject *)type, a[0].s, &manifest, &catalog);
+    if (sw_py_table_init(&files, a[4].o, "merged path:s nbytes:K", sizeof(sized_path),
+                         fill_sized_path, NULL) &&
+        add_files(&files, &manifest, &err) == SW_OK &&
+        sw_py_add_tallies(a[5].o, &manifest, &err) == 0)
+        (void)!sw_manifest_complete(&manifest, &err);
+    if (!PyErr_Occurred())
+        return make_folder((PyTypeObject *)type, err.status, &err, a[0].s, &manifest, &catalog);
     sw_manifest_fini(&manifest);
-    return PyErr_Occurred() ? NULL : result_of((PyTypeObject *)type, err.status, &err);
+    return NULL;
 }
 
 static PyObject *folder_lies_in(PyObject *op, PyObject *args)
@@ -160,7 +139,7 @@ static PyObject *keep_catalog(folder_object *self, sw_status status, const sw_ca
                               const sw_error *err)
 {
     if (status != SW_OK)
-        return finish(self, status, err);
+        return sw_py_finish_checkpoint(self, &self->use, status, err);
     sw_catalog_fini(&self->catalog);
     self->catalog = *catalog;
     sw_py_use_leave(&self->use);
@@ -176,13 +155,11 @@ SW_PY_METHOD_ON_ROWS(folder_catalog, folder_object, "catalog paths:L", sw_catalo
 static void folder_dealloc(PyObject *op)
 {
     folder_object *self = (folder_object *)op;
-    PyTypeObject *type = Py_TYPE(op);
     sw_manifest_fini(&self->manifest);
     sw_catalog_fini(&self->catalog);
     Py_XDECREF(self->files);
     free(self->path);
-    ((freefunc)PyType_GetSlot(type, Py_tp_free))(op);
-    Py_DECREF(type);
+    sw_py_free(op);
 }
 
 static bool fill_load_range(const sw_py_arg *a, void *row, void *context)
@@ -204,24 +181,21 @@ static PyObject *folder_load(PyObject *op, PyObject *args)
 {
     folder_object *self = (folder_object *)op;
     sw_py_arg a[4] = {[1] = {.i = 1}}, turn[2] = {{.word = 0}, {.word = 1}};
-    sw_py_table ranges = {0};
+    SW_PY_TABLE ranges = {0};
     sw_error err = {0};
-    PyObject *done = NULL;
-    if (sw_py_read("load ranges:L | threads:i direct:p turn:U", args, NULL, a) &&
-        (!a[3].o || sw_py_read("turn number:K count:K", a[3].o, NULL, turn)) &&
-        sw_py_table_init(&ranges, a[0].o, "load path:s begin:K nbytes:K address:A undo:A",
-                         sizeof(sw_load_range), fill_load_range, self) &&
-        enter(self, SW_PY_SHARED)) {
-        const sw_load_options options = {.thread_count = a[1].i,
-                                         .is_direct = a[2].p,
-                                         .turn = (size_t)turn[0].word,
-                                         .turn_count = (size_t)turn[1].word};
-        sw_status status = SW_PY_WITHOUT_GIL(sw_checkpoint_load(
-            self->path, &self->manifest, ranges.rows, ranges.count, &options, &err));
-        done = finish(self, status, &err);
-    }
-    sw_py_table_fini(&ranges);
-    return done;
+    if (!sw_py_read("load ranges:L | threads:i direct:p turn:U", args, NULL, a) ||
+        (a[3].o && !sw_py_read("turn number:K count:K", a[3].o, NULL, turn)) ||
+        !sw_py_table_init(&ranges, a[0].o, "load path:s begin:K nbytes:K address:A undo:A",
+                          sizeof(sw_load_range), fill_load_range, self) ||
+        !enter(self, SW_PY_SHARED))
+        return NULL;
+    const sw_load_options options = {.thread_count = a[1].i,
+                                     .is_direct = a[2].p,
+                                     .turn = (size_t)turn[0].word,
+                                     .turn_count = (size_t)turn[1].word};
+    sw_status status = SW_PY_WITHOUT_GIL(
+        sw_checkpoint_load(self->path, &self->manifest, ranges.rows, ranges.count, &options, &err));
+    return sw_py_finish_checkpoint(self, &self->use, status, &err);
 }
 
 /* Reads bytes [0, size) of a file into malloc'ed memory, from the catalog if it holds them. */
@@ -268,7 +242,8 @@ static PyObject *bytes_of(PyObject *done, uint8_t *data, size_t size_bytes)
 SW_PY_METHOD_WITH(folder_read_bytes, folder_object, "read_bytes path:s", uint8_t *data = NULL;
                   size_t size_bytes = 0, enter(self, SW_PY_SHARED),
                   read_whole(self, a[0].s, &data, &size_bytes, &err),
-                  bytes_of(finish(self, status, &err), data, size_bytes))
+                  bytes_of(sw_py_finish_checkpoint(self, &self->use, status, &err), data,
+                           size_bytes))
 
 static sw_status read_header(const folder_object *self, const char *path, sw_safetensors *found,
                              sw_error *err)
@@ -318,27 +293,19 @@ static sw_status read_plain_header(int fd, const char *path, sw_safetensors *fou
 
 static PyObject *build_shape(const sw_json_node *shape)
 {
-    PyObject *sizes = PyList_New(0);
     const sw_json_node *item = sw_json_first(shape);
-    for (size_t i = 0; sizes && i < shape->count; ++i, item = sw_json_next(item))
-        sw_py_append(&sizes, PyLong_FromLongLong(item->integer));
-    PyObject *tuple = sizes ? PyList_AsTuple(sizes) : NULL;
-    Py_XDECREF(sizes);
-    return tuple;
+    SW_PY_OWNED *sizes = SW_PY_LIST(
+        i, shape->count, PyLong_FromLongLong((i ? (item = sw_json_next(item)) : item)->integer));
+    return sizes ? PyList_AsTuple(sizes) : NULL;
 }
 
-static PyObject *build_tensors(const sw_safetensors *found)
+static PyObject *build_tensor(const sw_safetensors_entry *entry)
 {
-    PyObject *list = PyList_New(0);
-    for (size_t i = 0; list && i < found->entry_count; ++i) {
-        const sw_safetensors_entry *entry = &found->entries[i];
-        PyObject *shape = build_shape(entry->shape);
-        sw_py_append(&list, shape ? Py_BuildValue("(ssNKK)", entry->name, entry->dtype, shape,
-                                                  (unsigned long long)entry->begin,
-                                                  (unsigned long long)entry->size_bytes)
-                                  : NULL);
-    }
-    return list;
+    PyObject *shape = build_shape(entry->shape);
+    return shape ? Py_BuildValue("(ssNKK)", entry->name, entry->dtype, shape,
+                                 (unsigned long long)entry->begin,
+                                 (unsigned long long)entry->size_bytes)
+                 : NULL;
 }
 
 static PyObject *build_metadata(const sw_json_node *metadata)
@@ -350,32 +317,23 @@ static PyObject *build_metadata(const sw_json_node *metadata)
     return made;
 }
 
-/* Returns (metadata, tensors), and frees what was read. */
-static PyObject *build_header(sw_safetensors *found)
-{
-    PyObject *metadata = build_metadata(found->metadata);
-    PyObject *tensors = metadata ? build_tensors(found) : NULL;
-    sw_safetensors_fini(found);
-    if (!tensors) {
-        Py_XDECREF(metadata);
-        return NULL;
-    }
-    return Py_BuildValue("(NN)", metadata, tensors);
-}
-
-/* Drops the result of a method's finish(), and returns what was read in its place. */
+/* Drops the result of a method's finish(), and returns (metadata, tensors) in its place. */
 static PyObject *header_of(PyObject *done, sw_safetensors *found)
 {
+    SW_PY_OWNED *metadata = done ? build_metadata(found->metadata) : NULL;
+    SW_PY_OWNED *tensors =
+        metadata ? SW_PY_LIST(i, found->entry_count, build_tensor(&found->entries[i])) : NULL;
     Py_XDECREF(done);
-    return done ? build_header(found) : NULL;
+    sw_safetensors_fini(found);
+    return tensors ? PyTuple_Pack(2, metadata, tensors) : NULL;
 }
 
 SW_PY_METHOD_WITH(folder_tensors, folder_object, "tensors path:s", sw_safetensors found = {0},
                   enter(self, SW_PY_SHARED), read_header(self, a[0].s, &found, &err),
-                  header_of(finish(self, status, &err), &found))
+                  header_of(sw_py_finish_checkpoint(self, &self->use, status, &err), &found))
 SW_PY_METHOD_WITH(folder_header, PyTypeObject, "header fd:i path:s", sw_safetensors found = {0},
                   true, read_plain_header(a[0].i, a[1].s, &found, &err),
-                  header_of(result_of(self, status, &err), &found))
+                  header_of(sw_py_finish_checkpoint(self, NULL, status, &err), &found))
 
 static PyObject *build_files(const sw_manifest *manifest)
 {
@@ -406,10 +364,7 @@ static PyObject *folder_checksums(PyObject *op, PyObject *args)
     const sw_manifest_file *file = sw_manifest_find(&((folder_object *)op)->manifest, a[0].s);
     if (!file)
         return PyErr_Format(PyExc_KeyError, "the manifest lists no file '%s'", a[0].s);
-    PyObject *list = PyList_New(0);
-    for (uint64_t b = 0; list && b < file->block_count; ++b)
-        sw_py_append(&list, PyLong_FromUnsignedLong(file->crcs[b]));
-    return list;
+    return SW_PY_LIST(b, file->block_count, PyLong_FromUnsignedLong(file->crcs[b]));
 }
 
 SW_PY_GETTER(folder_get_metric, folder_object,
@@ -419,7 +374,7 @@ SW_PY_GETTER(folder_get_metric, folder_object,
 
 #define PATH_METHOD(name, call)                                            \
     SW_PY_METHOD(folder_##name, PyTypeObject, #name " path:s", true, call, \
-                 result_of(self, status, &err))
+                 sw_py_finish_checkpoint(self, NULL, status, &err))
 
 PATH_METHOD(check_removable, sw_checkpoint_check_removable(a[0].s, &err))
 PATH_METHOD(check_replaceable, sw_checkpoint_check_replaceable(a[0].s, &err))
@@ -434,7 +389,8 @@ SW_PY_METHOD_WITH(folder_find, PyTypeObject, "find path:s", char found[SW_PATH_B
                   status == SW_OK ? PyUnicode_FromString(found) : sw_py_none())
 SW_PY_METHOD_WITH(folder_lock, PyTypeObject, "lock fd:i path:s", bool is_taken = false, true,
                   sw_file_lock(a[0].i, a[1].s, &is_taken, &err),
-                  status == SW_OK ? PyBool_FromLong(is_taken) : result_of(self, status, &err))
+                  status == SW_OK ? PyBool_FromLong(is_taken)
+                                  : sw_py_finish_checkpoint(self, NULL, status, &err))
 SW_PY_METHOD_WITH(folder_is_alive, PyTypeObject, "is_alive path:s", sw_save_life found, true,
                   (found = sw_save_lock_look(a[0].s), SW_OK),
                   found == SW_SAVE_UNKNOWN ? sw_py_none() : PyBool_FromLong(found == SW_SAVE_ALIVE))

@@ -65,35 +65,37 @@ static void free_shapes(const sw_py_nested *groups)
             free((void *)(uintptr_t)((sw_plan_tensor *)groups->inner[g].rows)[i].shape);
 }
 
-static PyObject *plan_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+static sw_plan *read_plan(PyTypeObject *type, const sw_py_arg *a)
 {
-    sw_py_arg a[2];
-    sw_py_nested groups = {.begun = 0};
-    sw_py_table texts = {0};
+    SW_PY_NESTED groups = {.begun = 0};
+    SW_PY_TABLE texts = {0};
     sw_error err = {0};
     sw_plan *plan = NULL;
-    if (!sw_py_read("CheckpointPlan groups:L texts:L", args, kwargs, a))
-        return NULL;
-    sw_status status = SW_E_INVALID;
     if (sw_py_nested_init(&groups, a[0].o,
                           "group stem:s is_numbered:p max_file_bytes:K metadata:s tensors:L",
                           sizeof(sw_plan_group), fill_group) &&
         sw_py_table_init(&texts, a[1].o, "text path:s nbytes:K holder:i", sizeof(sw_plan_text),
-                         fill_text, NULL))
-        status = sw_plan_create(groups.outer.rows, groups.outer.count, texts.rows, texts.count,
-                                &plan, &err);
+                         fill_text, NULL) &&
+        sw_plan_create(groups.outer.rows, groups.outer.count, texts.rows, texts.count, &plan,
+                       &err) != SW_OK)
+        (void)sw_py_raise_checkpoint(type, &err);
     free_shapes(&groups);
-    sw_py_nested_fini(&groups);
-    sw_py_table_fini(&texts);
-    if (status != SW_OK)
-        return PyErr_Occurred() ? NULL : sw_py_raise_checkpoint(PyType_GetModuleState(type), &err);
-    plan_object *self = (plan_object *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
-    if (!self) {
-        sw_plan_destroy(plan);
+    return plan;
+}
+
+static PyObject *plan_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    sw_py_arg a[2];
+    if (!sw_py_read("CheckpointPlan groups:L texts:L", args, kwargs, a))
         return NULL;
+    sw_plan *plan = read_plan(type, a);
+    plan_object *self = plan ? sw_py_alloc(type) : NULL;
+    if (self) {
+        self->plan = plan;
+        self->lock_fd = -1;
+    } else {
+        sw_plan_destroy(plan);
     }
-    self->plan = plan;
-    self->lock_fd = -1;
     return (PyObject *)self;
 }
 
@@ -101,36 +103,28 @@ static PyObject *plan_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 
 bool sw_py_plan_enter(plan_object *self, sw_py_use_kind kind)
 {
-    return sw_py_use_enter(&self->use, kind, 0, sw_py_state_of((PyObject *)self)->checkpoint_error,
+    return sw_py_use_enter(&self->use, kind, 0, sw_py_state_of(self)->checkpoint_error,
                            "plan, or a save with it is under way");
-}
-
-static PyObject *finish(plan_object *self, sw_status status, const sw_error *err)
-{
-    sw_py_use_leave(&self->use);
-    return status == SW_OK ? sw_py_none()
-                           : sw_py_raise_checkpoint(sw_py_state_of((PyObject *)self), err);
 }
 
 static void plan_dealloc(PyObject *op)
 {
-    PyTypeObject *type = Py_TYPE(op);
     (void)!sw_file_close(&((plan_object *)op)->lock_fd, "LOCK", NULL);
     sw_plan_destroy(((plan_object *)op)->plan);
     free(((plan_object *)op)->partial);
-    ((freefunc)PyType_GetSlot(type, Py_tp_free))(op);
-    Py_DECREF(type);
+    sw_py_free(op);
+}
+
+static PyObject *describe_piece(const sw_plan_piece *piece)
+{
+    return Py_BuildValue("(nKK)", (Py_ssize_t)piece->source, (unsigned long long)piece->begin,
+                         (unsigned long long)piece->size_bytes);
 }
 
 static PyObject *describe_file(const sw_plan *plan, const sw_plan_file *file)
 {
-    PyObject *pieces = PyList_New(0);
-    for (size_t i = 0; pieces && i < file->piece_count; ++i) {
-        const sw_plan_piece *piece = &plan->pieces[file->first_piece + i];
-        sw_py_append(&pieces, Py_BuildValue("(nKK)", (Py_ssize_t)piece->source,
-                                            (unsigned long long)piece->begin,
-                                            (unsigned long long)piece->size_bytes));
-    }
+    PyObject *pieces =
+        SW_PY_LIST(i, file->piece_count, describe_piece(&plan->pieces[file->first_piece + i]));
     return pieces ? Py_BuildValue("(sKKN)", file->path, (unsigned long long)file->size_bytes,
                                   (unsigned long long)file->first_block, pieces)
                   : NULL;
@@ -139,10 +133,7 @@ static PyObject *describe_file(const sw_plan *plan, const sw_plan_file *file)
 static PyObject *plan_files(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     const sw_plan *plan = ((plan_object *)op)->plan;
-    PyObject *files = PyList_New(0);
-    for (size_t f = 0; files && f < plan->file_count; ++f)
-        sw_py_append(&files, describe_file(plan, &plan->files[f]));
-    return files;
+    return SW_PY_LIST(f, plan->file_count, describe_file(plan, &plan->files[f]));
 }
 
 /* Sets the flag of each source that a range touches. */
@@ -176,7 +167,7 @@ static PyObject *plan_needed(PyObject *op, PyObject *args)
         !check_rank("needed", a[0].i, a[1].i))
         return NULL;
     if (sw_plan_own_ranges(plan, a[0].i, a[1].i, &ranges, &count, &err) != SW_OK)
-        return sw_py_raise_checkpoint(sw_py_state_of(op), &err);
+        return sw_py_raise_checkpoint(op, &err);
     bool *needed = calloc(plan->source_count + 1, sizeof *needed);
     PyObject *result = needed ? PyList_New(0) : PyErr_NoMemory();
     if (needed)
@@ -192,7 +183,7 @@ static PyObject *plan_needed(PyObject *op, PyObject *args)
 SW_PY_METHOD(plan_trim, plan_object, "trim rank:i world_size:i | keep_bytes:K",
              check_rank("trim", a[0].i, a[1].i) && sw_py_plan_enter(self, SW_PY_ALONE),
              (sw_plan_trim(self->plan, a[0].i, a[1].i, a[2].word), SW_OK),
-             finish(self, status, &err))
+             sw_py_finish_checkpoint(self, &self->use, status, &err))
 
 SW_PY_GETTER(plan_get_digest, plan_object, PyLong_FromUnsignedLong(self->plan->digest))
 
@@ -216,7 +207,7 @@ static PyObject *plan_create(PyObject *op, PyObject *args)
     free(self->partial);
     self->partial = kept;
     sw_status status = SW_PY_WITHOUT_GIL(sw_partial_create(self->plan, kept, &self->lock_fd, &err));
-    return finish(self, status, &err);
+    return sw_py_finish_checkpoint(self, &self->use, status, &err);
 }
 
 static PyObject *plan_abandon(PyObject *op, PyObject *Py_UNUSED(unused))
@@ -229,7 +220,7 @@ static PyObject *plan_abandon(PyObject *op, PyObject *Py_UNUSED(unused))
         sw_partial_abandon(self->partial, &self->lock_fd);
         Py_END_ALLOW_THREADS
     }
-    return finish(self, SW_OK, NULL);
+    return sw_py_finish_checkpoint(self, &self->use, SW_OK, NULL);
 }
 
 static sw_status create_files(const sw_plan *plan, const char *folder, sw_error *err)
@@ -240,7 +231,7 @@ static sw_status create_files(const sw_plan *plan, const char *folder, sw_error 
 
 SW_PY_METHOD(plan_create_files, plan_object, "create_files folder:s",
              sw_py_plan_enter(self, SW_PY_SHARED), create_files(self->plan, a[0].s, &err),
-             finish(self, status, &err))
+             sw_py_finish_checkpoint(self, &self->use, status, &err))
 
 SW_PY_ROW(fill_write_range, sw_write_range, a[0].word, a[1].word)
 
@@ -250,7 +241,7 @@ static PyObject *tallies_of(PyTypeObject *type, sw_status status, sw_tally_list 
 {
     PyObject *result = status == SW_OK ? PyBytes_FromStringAndSize((const char *)tallies->data,
                                                                    (Py_ssize_t)tallies->size_bytes)
-                                       : sw_py_raise_checkpoint(PyType_GetModuleState(type), err);
+                                       : sw_py_raise_checkpoint(type, err);
     sw_tally_list_fini(tallies);
     return result;
 }
@@ -273,8 +264,7 @@ static sw_status sync_file(const char *path, sw_error *err)
 }
 
 SW_PY_METHOD(plan_sync, PyTypeObject, "sync path:s", true, sync_file(a[0].s, &err),
-             status == SW_OK ? sw_py_none()
-                             : sw_py_raise_checkpoint(PyType_GetModuleState(self), &err))
+             sw_py_finish_checkpoint(self, NULL, status, &err))
 
 int sw_py_add_tallies(PyObject *lists, sw_manifest *manifest, sw_error *err)
 {
@@ -301,28 +291,12 @@ static sw_status commit(const sw_plan *plan, plan_object *creator, sw_manifest *
     return SW_OK;
 }
 
-static PyObject *plan_commit(PyObject *op, PyObject *args, PyObject *kwargs)
+/* Both plans are entered. */
+static PyObject *commit_entered(plan_object *self, plan_object *creator, const sw_py_arg *a)
 {
-    plan_object *self = (plan_object *)op, *creator;
-    sw_py_arg a[7];
-    sw_manifest manifest = {0};
+    sw_manifest manifest = {.step = a[3].word, .world_size = a[4].i};
     sw_error err = {0};
     sw_status status = SW_OK;
-    if (!sw_py_read("commit $ folder:s replaces:z nonce:s step:K world_size:i tallies:L creator:O",
-                    args, kwargs, a))
-        return NULL;
-    creator = (plan_object *)a[6].o;
-    if (Py_TYPE(creator) != sw_py_state_of(op)->plan_type || creator->lock_fd < 0)
-        return PyErr_Format(PyExc_ValueError,
-                            "commit: `creator` holds no folder of create() for '%s'", a[0].s);
-    if (!sw_py_plan_enter(creator, SW_PY_ALONE))
-        return NULL;
-    if (self != creator && !sw_py_plan_enter(self, SW_PY_SHARED)) {
-        sw_py_use_leave(&creator->use);
-        return NULL;
-    }
-    manifest.step = a[3].word;
-    manifest.world_size = a[4].i;
     snprintf(manifest.nonce, sizeof manifest.nonce, "%s", a[2].s);
     for (size_t f = 0; f < self->plan->file_count && status == SW_OK; ++f)
         status = sw_manifest_add_file(&manifest, self->plan->files[f].path,
@@ -332,12 +306,31 @@ static PyObject *plan_commit(PyObject *op, PyObject *args, PyObject *kwargs)
     if (status == SW_OK)
         status = SW_PY_WITHOUT_GIL(commit(self->plan, creator, &manifest, a[0].s, a[1].s, &err));
     sw_manifest_fini(&manifest);
-    if (self != creator)
+    return PyErr_Occurred() ? NULL : sw_py_finish_checkpoint(self, NULL, status, &err);
+}
+
+static PyObject *plan_commit(PyObject *op, PyObject *args, PyObject *kwargs)
+{
+    plan_object *self = (plan_object *)op, *creator;
+    sw_py_arg a[7];
+    PyObject *done = NULL;
+    if (!sw_py_read("commit $ folder:s replaces:z nonce:s step:K world_size:i tallies:L creator:O",
+                    args, kwargs, a))
+        return NULL;
+    creator = (plan_object *)a[6].o;
+    if (Py_TYPE(creator) != sw_py_state_of(op)->plan_type || creator->lock_fd < 0)
+        return PyErr_Format(PyExc_ValueError,
+                            "commit: `creator` holds no folder of create() for '%s'", a[0].s);
+    if (!sw_py_plan_enter(creator, SW_PY_ALONE))
+        return NULL;
+    if (self == creator) {
+        done = commit_entered(self, creator, a);
+    } else if (sw_py_plan_enter(self, SW_PY_SHARED)) {
+        done = commit_entered(self, creator, a);
         sw_py_use_leave(&self->use);
+    }
     sw_py_use_leave(&creator->use);
-    if (status == SW_OK)
-        Py_RETURN_NONE;
-    return PyErr_Occurred() ? NULL : sw_py_raise_checkpoint(sw_py_state_of(op), &err);
+    return done;
 }
 
 static PyMethodDef plan_methods[] = {

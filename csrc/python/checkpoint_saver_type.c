@@ -26,21 +26,18 @@ static const int64_t CLOSE_NS = INT64_C(2) * 1000000000, PROTECT_NS = INT64_C(60
 
 static bool is_usable(saver_object *self)
 {
-    const char *why = NULL;
-    if (self->saver && !sw_py_use_is_own(&self->use))
-        why =
-            "this process was forked from the one that made the Checkpointer; only that one saves";
-    else if (!self->saver)
-        why = "the Checkpointer was closed";
-    if (why)
-        PyErr_SetString(sw_py_state_of((PyObject *)self)->checkpoint_error, why);
-    return !why;
+    PyObject *error = sw_py_state_of(self)->checkpoint_error;
+    if (!self->saver)
+        return sw_py_refuse(error, "the Checkpointer was closed");
+    return sw_py_use_is_own(&self->use) ||
+           sw_py_refuse(error, "this process was forked from the one that made the Checkpointer; "
+                               "only that one saves");
 }
 
 /* Begins a call that excludes others, once their calls have ended; one of them may be close(). */
 static bool enter(saver_object *self, int64_t patience_ns)
 {
-    PyObject *error = sw_py_state_of((PyObject *)self)->checkpoint_error;
+    PyObject *error = sw_py_state_of(self)->checkpoint_error;
     if (!is_usable(self) ||
         !sw_py_use_enter(&self->use, SW_PY_ALONE, patience_ns, error, "Checkpointer"))
         return false;
@@ -52,9 +49,7 @@ static bool enter(saver_object *self, int64_t patience_ns)
 
 static PyObject *finish(saver_object *self, sw_status status, const sw_error *err)
 {
-    sw_py_use_leave(&self->use);
-    return status == SW_OK ? sw_py_none()
-                           : sw_py_raise_checkpoint(sw_py_state_of((PyObject *)self), err);
+    return sw_py_finish_checkpoint(self, &self->use, status, err);
 }
 
 /* ---- the plans of a save, whose headers its threads write ---- */
@@ -117,57 +112,54 @@ static bool read_hosts(sw_py_table *hosts, PyObject *list, int world_size)
         int host = ((const int *)hosts->rows)[r];
         fits = host >= 0 && host < world_size;
     }
-    if (!fits)
-        PyErr_Format(PyExc_ValueError,
-                     "CheckpointSaver: hosts must be a list of %d numbers in [0, %d)", world_size,
-                     world_size);
-    return fits;
+    return fits || sw_py_refuse(PyExc_ValueError,
+                                "CheckpointSaver: hosts must be a list of %d numbers in [0, %d)",
+                                world_size, world_size);
+}
+
+static bool check_ranks(const saver_object *self, const sw_py_arg *a)
+{
+    int rank = a[0].i, world_size = a[1].i;
+    if (self->saver || self->use.kind != SW_PY_FREE)
+        return sw_py_refuse(PyExc_TypeError, "CheckpointSaver: already initialised");
+    return (world_size >= 1 && rank >= 0 && rank < world_size &&
+            (world_size > 1 || a[2].o == Py_None) && (a[3].o != Py_None) == (a[4].s != NULL)) ||
+           sw_py_refuse(PyExc_ValueError,
+                        "CheckpointSaver: rank must be in [0, world_size), only several ranks have "
+                        "pages, and several hosts have a path; got %d of %d",
+                        rank, world_size);
 }
 
 static int saver_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     saver_object *self = (saver_object *)op;
-    engine_state *state = sw_py_state_of(op);
     sw_py_arg a[9] = {
         [2] = {.o = Py_None}, [3] = {.o = Py_None}, [5] = {.i = 2}, [6] = {.p = true}};
-    sw_py_table hosts = {0};
+    SW_PY_TABLE hosts = {0};
     sw_error err = {0};
     if (!sw_py_read(
             "CheckpointSaver rank:i world_size:i | pages:O hosts:O path:z $ threads:i direct:p "
             "idle_io:p bandwidth:K",
-            args, kwargs, a))
+            args, kwargs, a) ||
+        !check_ranks(self, a))
         return -1;
-    if (self->saver || self->use.kind != SW_PY_FREE) {
-        PyErr_SetString(PyExc_TypeError, "CheckpointSaver: already initialised");
-        return -1;
-    }
     int rank = a[0].i, world_size = a[1].i;
     PyObject *arena = a[2].o;
-    if (world_size < 1 || rank < 0 || rank >= world_size || (world_size == 1 && arena != Py_None) ||
-        (a[3].o != Py_None) != (a[4].s != NULL)) {
-        PyErr_Format(PyExc_ValueError,
-                     "CheckpointSaver: rank must be in [0, world_size), only several ranks have "
-                     "pages, and several hosts have a path; got %d of %d",
-                     rank, world_size);
+    uint8_t **pages =
+        arena == Py_None ? NULL : read_pages(sw_py_state_of(op), arena, rank, world_size);
+    if (PyErr_Occurred() || !read_hosts(&hosts, a[3].o, world_size))
         return -1;
-    }
-    uint8_t **pages = arena == Py_None ? NULL : read_pages(state, arena, rank, world_size);
-    if (PyErr_Occurred() || !read_hosts(&hosts, a[3].o, world_size)) {
-        sw_py_table_fini(&hosts);
-        return -1;
-    }
     const sw_saver_options options = {.thread_count = a[5].i,
                                       .use_direct = a[6].p,
                                       .is_idle_io = a[7].p,
                                       .bandwidth_bytes_per_second = a[8].word};
     sw_status status =
         sw_channel_init(&self->channel, rank, world_size, pages, hosts.rows, a[4].s, &err);
-    sw_py_table_fini(&hosts);
     if (status == SW_OK)
         status = sw_saver_create(&self->channel, &options, &self->saver, &err);
     if (status != SW_OK) {
         sw_channel_fini(&self->channel);
-        sw_py_raise(state, &err, NULL);
+        sw_py_raise(op, &err, NULL);
         return -1;
     }
     sw_py_set_or_clear(&self->arena, arena);
@@ -176,10 +168,7 @@ static int saver_init(PyObject *op, PyObject *args, PyObject *kwargs)
     return 0;
 }
 
-static void destroy(void *saver)
-{
-    sw_saver_destroy(saver);
-}
+SW_PY_DESTROY(destroy, sw_saver_destroy)
 
 /* Takes the saver away first: progress() and cancel() of other threads do not enter. A forked child
  * lacks the saver's threads, so it frees nothing. */
@@ -199,10 +188,8 @@ static void close_saver(saver_object *self)
 
 static void saver_dealloc(PyObject *op)
 {
-    PyTypeObject *type = Py_TYPE(op);
     close_saver((saver_object *)op);
-    ((freefunc)PyType_GetSlot(type, Py_tp_free))(op);
-    Py_DECREF(type);
+    sw_py_free(op);
 }
 
 static PyObject *saver_close(PyObject *op, PyObject *Py_UNUSED(unused))
@@ -310,12 +297,10 @@ static bool read_stage(engine_state *state, PyObject *pair, sw_save_request *req
     sw_py_arg a[2];
     if (pair == Py_None)
         return true;
-    if (!PyTuple_Check(pair) || !sw_py_read("device stage:O stream:A", pair, NULL, a) ||
-        !PyObject_TypeCheck(a[0].o, state->device_stage_type)) {
-        if (!PyErr_Occurred())
-            return sw_py_refuse(PyExc_TypeError,
-                                "begin: device must be (DeviceStage, stream) or None");
-    }
+    if (PyTuple_Check(pair) && !sw_py_read("device stage:O stream:A", pair, NULL, a))
+        return false;
+    if (!PyTuple_Check(pair) || !PyObject_TypeCheck(a[0].o, state->device_stage_type))
+        return sw_py_refuse(PyExc_TypeError, "begin: device must be (DeviceStage, stream) or None");
     request->stage = ((sw_py_owner *)a[0].o)->made;
     request->user = a[1].address;
     return true;
@@ -325,7 +310,7 @@ static bool read_stage(engine_state *state, PyObject *pair, sw_save_request *req
 static bool read_save(saver_object *self, save_call *call, const sw_py_arg *shared,
                       const sw_py_arg *own, double timeout_s, PyObject *device, bool **is_eager)
 {
-    engine_state *state = sw_py_state_of((PyObject *)self);
+    engine_state *state = sw_py_state_of(self);
     sw_save_request *request = &call->request;
     if (!(timeout_s >= 0))
         return sw_py_refuse(PyExc_ValueError, "begin: timeout_s must be at least 0 seconds");
@@ -421,7 +406,7 @@ static PyObject *saver_keep(PyObject *op, PyObject *args, PyObject *kwargs)
         if (status == SW_OK)
             result = build_kept(&kept);
         else
-            (void)sw_py_raise_checkpoint(sw_py_state_of(op), &err);
+            (void)sw_py_raise_checkpoint(op, &err);
     }
     sw_save_kept_fini(&kept);
     save_call_fini(&call);

@@ -8,6 +8,7 @@
 #include "base/text.h"
 #include "comm/descriptor.h"
 #include "comm/shm.h"
+#include "comm/wait.h"
 #include "python/method.h"
 
 /* Reports signals, and a close() during connect(), which nothing else can stop. */
@@ -17,7 +18,7 @@ static bool is_interrupted(void *context)
     PyGILState_STATE gil = PyGILState_Ensure();
     bool raised = PyErr_CheckSignals() != 0;
     if (!raised && self->closed && !self->connected) {
-        PyErr_Format(sw_py_state_of((PyObject *)self)->error,
+        PyErr_Format(sw_py_state_of(self)->error,
                      "the communicator of rank %d was closed while it joined its peers",
                      self->rank);
         raised = true;
@@ -30,20 +31,54 @@ static void log_message(void *context, const char *message)
 {
     comm_object *self = context;
     PyGILState_STATE gil = PyGILState_Ensure();
-    if (self->log) {
-        PyObject *text = sw_py_text(message);
-        PyObject *result = text ? PyObject_CallFunctionObjArgs(self->log, text, NULL) : NULL;
-        if (!result)
-            PyErr_WriteUnraisable(self->log);
-        Py_XDECREF(result);
-        Py_XDECREF(text);
-    }
+    PyObject *text = self->log ? sw_py_text(message) : NULL;
+    PyObject *result = text ? PyObject_CallFunctionObjArgs(self->log, text, NULL) : NULL;
+    if (self->log && !result)
+        PyErr_WriteUnraisable(self->log);
+    Py_XDECREF(result);
+    Py_XDECREF(text);
     PyGILState_Release(gil);
 }
 
-static bool is_legal_period(double seconds)
+/* The periods that are properties, in seconds. */
+typedef struct period {
+    const char *name;
+    size_t place; /* of its nanoseconds, an int64_t of sw_comm */
+    bool may_be_0;
+} period;
+
+enum { TIMEOUT, SILENT, WARN_AFTER };
+static const period periods[] = {{"timeout_s", offsetof(sw_comm, timeout_ns), false},
+                                 {"silent_s", offsetof(sw_comm, silent_ns), true},
+                                 {"warn_after_s", offsetof(sw_comm, warn_after_ns), true}};
+
+static bool check_period(const period *of, double seconds, bool is_open)
 {
-    return seconds > 0 && seconds <= 1e9;
+    return (is_open && (seconds > 0 || (of->may_be_0 && seconds == 0)) && seconds <= 1e9) ||
+           sw_py_refuse(PyExc_ValueError,
+                        "HostComm: %s must be in %s 1e9] seconds, of an open communicator",
+                        of->name, of->may_be_0 ? "[0," : "(0,");
+}
+
+static int64_t *place_of(const sw_comm *comm, const period *of)
+{
+    return (int64_t *)((uintptr_t)comm + of->place);
+}
+
+static PyObject *get_period(PyObject *op, void *of)
+{
+    const sw_comm *comm = ((comm_object *)op)->comm;
+    return PyFloat_FromDouble(comm ? (double)*place_of(comm, of) * 1e-9 : 0);
+}
+
+static int set_period(PyObject *op, PyObject *value, void *of)
+{
+    const sw_comm *comm = ((comm_object *)op)->comm;
+    double seconds = value ? PyFloat_AsDouble(value) : 0;
+    if (PyErr_Occurred() || !check_period(of, seconds, comm != NULL))
+        return -1;
+    *place_of(comm, of) = (int64_t)(seconds * 1e9);
+    return 0;
 }
 
 /* Lets __init__ run: first, after it failed, or once a closed communicator has no user left. */
@@ -51,7 +86,7 @@ static bool may_init(comm_object *self)
 {
     if (self->comm || self->users > 0 || self->use.kind != SW_PY_FREE)
         return sw_py_refuse(PyExc_TypeError, "HostComm: already initialised");
-    sw_py_comm_unlink(sw_py_state_of((PyObject *)self), self);
+    sw_py_comm_unlink(sw_py_state_of(self), self);
     self->use = (sw_py_use){.pid = getpid()};
     self->connected = self->closed = self->spans_hosts = false;
     self->address[0] = '\0';
@@ -59,43 +94,40 @@ static bool may_init(comm_object *self)
     return true;
 }
 
+/* Makes the communicator: of one rank, or of ranks that connect() joins. */
+static sw_status make(comm_object *self, const char *host, sw_error *err)
+{
+    if (self->world_size != 1)
+        return sw_shm_comm_create(self->rank, self->world_size, host, &self->comm, self->address,
+                                  err);
+    SW_TRY(sw_local_group_create(1, &self->group, err));
+    sw_status status = sw_local_comm_create(self->group, self->rank, &self->comm, err);
+    self->connected = status == SW_OK;
+    if (status != SW_OK) {
+        sw_local_group_destroy(self->group);
+        self->group = NULL;
+    }
+    return status;
+}
+
 static int comm_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     comm_object *self = (comm_object *)op;
     sw_py_arg a[6] = {[2] = {.d = 1800}, [3] = {.d = 30}, [4] = {.s = ""}, [5] = {.o = Py_None}};
-    int64_t warn_after_ns;
     sw_error err;
-    sw_status status;
     if (!sw_py_read("HostComm rank:i world_size:i | $ timeout_s:d warn_after_s:d host:s log:O",
-                    args, kwargs, a))
-        return -1;
-    if (!is_legal_period(a[2].d)) {
-        PyErr_SetString(PyExc_ValueError, "HostComm: timeout_s must be in (0, 1e9] seconds");
-        return -1;
-    }
-    if (!sw_py_read_warn_after(a[3].d, &warn_after_ns) || !may_init(self))
+                    args, kwargs, a) ||
+        !check_period(&periods[TIMEOUT], a[2].d, true) ||
+        !check_period(&periods[WARN_AFTER], a[3].d, true) || !may_init(self))
         return -1;
     self->rank = a[0].i;
     self->world_size = a[1].i;
-    if (self->world_size == 1) {
-        status = sw_local_group_create(1, &self->group, &err);
-        if (status == SW_OK)
-            status = sw_local_comm_create(self->group, self->rank, &self->comm, &err);
-        if (status != SW_OK) {
-            sw_local_group_destroy(self->group);
-            self->group = NULL;
-        }
-        self->connected = status == SW_OK;
-    } else {
-        status = sw_shm_comm_create(self->rank, self->world_size, a[4].s, &self->comm,
-                                    self->address, &err);
-    }
-    if (status != SW_OK) {
-        sw_py_raise(sw_py_state_of(op), &err, NULL);
+    if (make(self, a[4].s, &err) != SW_OK) {
+        sw_py_raise(op, &err, NULL);
         return -1;
     }
     self->comm->timeout_ns = (int64_t)(a[2].d * 1e9);
-    self->comm->warn_after_ns = warn_after_ns;
+    self->comm->warn_after_ns = (int64_t)(a[3].d * 1e9);
     self->comm->hooks =
         (sw_comm_hooks){.context = self, .interrupted = is_interrupted, .log = log_message};
     sw_py_comm_link(sw_py_state_of(op), self);
@@ -127,7 +159,6 @@ static void close_comm(comm_object *self)
 static void comm_dealloc(PyObject *op)
 {
     comm_object *self = (comm_object *)op;
-    PyTypeObject *type = Py_TYPE(op);
     PyObject_GC_UnTrack(op);
     sw_py_comm_unlink(sw_py_state_of(op), self);
     sw_py_pending pending = sw_py_set_aside();
@@ -135,8 +166,7 @@ static void comm_dealloc(PyObject *op)
     sw_py_bring_back_quietly(&pending); /* a signal handler may raise while this thread waits */
     ENGINE_CLEAR(self->log);
     ENGINE_CLEAR(self->hosts);
-    PyObject_GC_Del(op);
-    Py_DECREF(type);
+    sw_py_free(op);
 }
 
 static int comm_traverse(PyObject *op, visitproc visit, void *arg)
@@ -160,13 +190,24 @@ static PyObject *comm_close(PyObject *op, PyObject *Py_UNUSED(unused))
     Py_RETURN_NONE;
 }
 
+/* Checks that all ranks can map one memory, which `of_hosts` does not need. */
+static sw_status check_hosts(const comm_object *self, const char *label, sw_error *err)
+{
+    int count = self->spans_hosts ? sw_hier_comm_map(self->comm)->host_count : 1;
+    if (count > 1)
+        SW_FAIL(err, SW_E_UNSUPPORTED,
+                "arena '%.200s': memory that all ranks map needs one host, and these ranks are on "
+                "%d",
+                label, count);
+    return SW_OK;
+}
+
 static PyObject *comm_arena(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     comm_object *self = (comm_object *)op;
     sw_py_arg a[3] = {[1] = {.s = "arena"}};
     sw_arena *arena = NULL;
     sw_error err;
-    sw_status status;
     if (!sw_py_read("arena nbytes:n | label:s $ of_hosts:p", args, kwargs, a))
         return NULL;
     if (a[0].n <= 0)
@@ -174,15 +215,10 @@ static PyObject *comm_arena(PyObject *op, PyObject *args, PyObject *kwargs)
                             a[1].s, a[0].n);
     if (!sw_py_comm_enter(self))
         return NULL;
-    if (!a[2].p && self->spans_hosts && sw_hier_comm_map(self->comm)->host_count > 1) {
-        status = sw_error_set(&err, SW_E_UNSUPPORTED, -1,
-                              "arena '%.200s': memory that all ranks map needs one host, and these "
-                              "ranks are on %d",
-                              a[1].s, sw_hier_comm_map(self->comm)->host_count);
-        return sw_py_comm_finish(self, status, &err);
-    }
-    status = SW_PY_WITHOUT_GIL(
-        self->comm->ops->arena_create(self->comm, a[0].size, a[1].s, &arena, &err));
+    sw_status status = a[2].p ? SW_OK : check_hosts(self, a[1].s, &err);
+    if (status == SW_OK)
+        status = SW_PY_WITHOUT_GIL(
+            self->comm->ops->arena_create(self->comm, a[0].size, a[1].s, &arena, &err));
     if (status != SW_OK)
         return sw_py_comm_finish(self, status, &err);
     PyObject *made = sw_py_arena_object_new(sw_py_state_of(op), self, arena, NULL);
@@ -214,7 +250,7 @@ static sw_arena *own_arena(comm_object *self, PyObject *arena, const char *opera
                            const char *label)
 {
     const arena_object *memory = (arena_object *)arena;
-    if (Py_TYPE(arena) == sw_py_state_of((PyObject *)self)->arena_type && memory->owner == self &&
+    if (Py_TYPE(arena) == sw_py_state_of(self)->arena_type && memory->owner == self &&
         memory->arena)
         return memory->arena;
     PyErr_Format(PyExc_TypeError, "%s '%s': arena is not one of this communicator", operation,
@@ -281,28 +317,24 @@ static PyObject *comm_all_gather(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     comm_object *self = (comm_object *)op;
     sw_py_arg a[5] = {[2] = {.s = "all_gather"}, [4] = {.o = Py_None}};
-    sw_py_slices slices = {.numbers = NULL};
-    sw_py_table ranges = {0};
+    SW_PY_SLICES slices = {.numbers = NULL};
+    SW_PY_TABLE ranges = {0};
     sw_op operation = {.kind = SW_OP_ALL_GATHER, .dtype = SW_DTYPE_UINT8};
     sw_error err;
-    PyObject *done = NULL;
     if (!sw_py_read("all_gather arena:O ranges:O | label:s $ one_copy:p slices:O", args, kwargs, a))
         return NULL;
     set_label(&operation, a[2].s);
     operation.one_copy = a[3].p;
     operation.arena = own_arena(self, a[0].o, "all_gather", a[2].s);
-    if (operation.arena &&
-        sw_py_table_init(&ranges, a[1].o, "all_gather offset_bytes:N nbytes:N", sizeof(byte_range),
-                         fill_byte_range, NULL) &&
-        sw_py_slices_init(&slices, a[4].o, operation.arena->world_size) == 0 &&
-        sw_py_comm_enter(self)) {
-        operation.slices = sw_py_slices_get(&slices);
-        sw_status status = SW_PY_WITHOUT_GIL(gather_ranges(self->comm, &operation, &ranges, &err));
-        done = sw_py_comm_finish(self, status, &err);
-    }
-    sw_py_table_fini(&ranges);
-    sw_py_slices_fini(&slices);
-    return done;
+    if (!operation.arena ||
+        !sw_py_table_init(&ranges, a[1].o, "all_gather offset_bytes:N nbytes:N", sizeof(byte_range),
+                          fill_byte_range, NULL) ||
+        sw_py_slices_init(&slices, a[4].o, operation.arena->world_size) < 0 ||
+        !sw_py_comm_enter(self))
+        return NULL;
+    operation.slices = sw_py_slices_get(&slices);
+    sw_status status = SW_PY_WITHOUT_GIL(gather_ranges(self->comm, &operation, &ranges, &err));
+    return sw_py_comm_finish(self, status, &err);
 }
 
 static sw_status run_barrier(sw_comm *comm, const char *label, sw_error *err)
@@ -338,9 +370,10 @@ typedef struct gathered {
     size_t longest;
 } gathered;
 
-static const uint8_t *gathered_data(const gathered *g, int rank)
+static PyObject *gathered_data(const gathered *g, size_t rank)
 {
-    return g->all ? g->all + (size_t)rank * g->longest : g->envelopes[rank].bytes;
+    const uint8_t *data = g->all ? g->all + rank * g->longest : g->envelopes[rank].bytes;
+    return PyBytes_FromStringAndSize((const char *)data, (Py_ssize_t)g->envelopes[rank].length);
 }
 
 static sw_status gather_bytes(sw_comm *comm, const char *data, size_t size, const char *label,
@@ -379,12 +412,8 @@ static PyObject *comm_all_gather_bytes(PyObject *op, PyObject *args)
     const char *data = PyBytes_AsString(a[0].o);
     size_t size = (size_t)PyBytes_Size(a[0].o);
     sw_status status = SW_PY_WITHOUT_GIL(gather_bytes(self->comm, data, size, a[1].s, &out, &err));
-    PyObject *done = sw_py_comm_finish(self, status, &err);
-    PyObject *result = done ? PyList_New(0) : NULL;
-    for (int r = 0; result && r < world_size; ++r)
-        sw_py_append(&result, PyBytes_FromStringAndSize((const char *)gathered_data(&out, r),
-                                                        (Py_ssize_t)out.envelopes[r].length));
-    Py_XDECREF(done);
+    SW_PY_OWNED *done = sw_py_comm_finish(self, status, &err);
+    PyObject *result = done ? SW_PY_LIST(r, world_size, gathered_data(&out, r)) : NULL;
     free(out.envelopes);
     free(out.padded);
     free(out.all);
@@ -418,9 +447,9 @@ static PyObject *comm_abort(PyObject *op, PyObject *args)
 static bool is_there(comm_object *self)
 {
     if (!self->comm)
-        PyErr_SetString(sw_py_state_of((PyObject *)self)->error,
-                        self->closed ? "the communicator was closed"
-                                     : "the communicator is joining its peers");
+        PyErr_SetString(sw_py_state_of(self)->error, self->closed
+                                                         ? "the communicator was closed"
+                                                         : "the communicator is joining its peers");
     return self->comm != NULL;
 }
 
@@ -447,15 +476,11 @@ static PyObject *comm_stats(PyObject *op, PyObject *Py_UNUSED(unused))
     return made;
 }
 
-static PyObject *build_peers(const sw_comm *comm)
+static PyObject *build_peer(sw_comm *comm, size_t rank)
 {
-    PyObject *peers = PyList_New(0);
-    for (int r = 0; peers && r < comm->world_size; ++r) {
-        char text[SW_COMM_PEER_BYTES];
-        comm->ops->peer((sw_comm *)(uintptr_t)comm, r, text);
-        sw_py_append(&peers, sw_py_text(text));
-    }
-    return peers;
+    char text[SW_COMM_PEER_BYTES];
+    comm->ops->peer(comm, (int)rank, text);
+    return sw_py_text(text);
 }
 
 static PyObject *comm_describe(PyObject *op, PyObject *Py_UNUSED(unused))
@@ -468,7 +493,8 @@ static PyObject *comm_describe(PyObject *op, PyObject *Py_UNUSED(unused))
     const char *transport = self->group ? "local" : self->spans_hosts ? "hier" : "shm";
     double timeout_s = (double)self->comm->timeout_ns * 1e-9;
     sw_py_comm_acquire(self);
-    PyObject *peers = self->connected ? build_peers(self->comm) : PyList_New(0);
+    PyObject *peers =
+        SW_PY_LIST(r, self->connected ? self->world_size : 0, build_peer(self->comm, r));
     sw_py_comm_release(self);
     return peers ? Py_BuildValue("{s:i,s:i,s:s,s:s,s:N,s:d}", "rank", self->rank, "world_size",
                                  self->world_size, "transport", transport, "watch", watch, "peers",
@@ -476,14 +502,17 @@ static PyObject *comm_describe(PyObject *op, PyObject *Py_UNUSED(unused))
                  : NULL;
 }
 
-static PyObject *comm_get(PyObject *op, void *which)
+SW_PY_GETTER(comm_get_rank, comm_object,
+             PyLong_FromLong(self->closed && !self->comm ? -1 : self->rank))
+SW_PY_GETTER(comm_get_world_size, comm_object,
+             PyLong_FromLong(self->closed && !self->comm ? -1 : self->world_size))
+SW_PY_GETTER(comm_get_address, comm_object, PyUnicode_FromString(self->address))
+
+/* Joined and open, in the process that joined: a forked child takes no lock that a thread of its
+ * parent may have held. */
+static bool is_joined(const comm_object *self)
 {
-    comm_object *self = (comm_object *)op;
-    if ((intptr_t)which == 2)
-        return PyUnicode_FromString(self->address);
-    if (self->closed && !self->comm)
-        return PyLong_FromLong(-1);
-    return PyLong_FromLong((intptr_t)which == 0 ? self->rank : self->world_size);
+    return sw_py_use_is_own(&self->use) && self->comm && !self->closed && self->connected;
 }
 
 SW_PY_GETTER(comm_get_alive, comm_object,
@@ -495,51 +524,42 @@ static PyObject *comm_get_end_reason(PyObject *op, void *Py_UNUSED(unused))
 {
     comm_object *self = (comm_object *)op;
     sw_error err;
-    if (!sw_py_use_is_own(
-            &self->use)) /* a forked child takes no lock that a parent's thread may have held */
+    if (!sw_py_use_is_own(&self->use))
         return PyUnicode_FromString("this process was forked from the one that joined");
-    if (!self->comm || self->closed || !self->connected ||
-        self->comm->ops->look(self->comm, true, &err) == SW_OK)
+    if (!is_joined(self) || self->comm->ops->look(self->comm, true, &err) == SW_OK)
         Py_RETURN_NONE;
     return sw_py_text(err.message);
 }
 
-SW_PY_GETTER(comm_get_silent, comm_object,
-             PyFloat_FromDouble(self->comm ? (double)self->comm->silent_ns * 1e-9 : 0))
-SW_PY_GETTER(comm_get_timeout, comm_object,
-             PyFloat_FromDouble(self->comm ? (double)self->comm->timeout_ns * 1e-9 : 0))
+static PyObject *comm_get_dead(PyObject *op, void *Py_UNUSED(unused))
+{
+    const comm_object *self = (comm_object *)op;
+    int rank = is_joined(self) && self->comm->ops->dead ? self->comm->ops->dead(self->comm) : -1;
+    return rank < 0 ? sw_py_none() : PyLong_FromLong(rank);
+}
+
+static PyObject *comm_peer(PyObject *op, PyObject *args)
+{
+    const comm_object *self = (comm_object *)op;
+    sw_wait_text text = {.rank = -1};
+    sw_py_arg a[1];
+    if (!sw_py_read("peer rank:i", args, NULL, a))
+        return NULL;
+    if (a[0].i < 0 || a[0].i >= self->world_size)
+        return PyErr_Format(PyExc_ValueError, "peer: rank must be in [0, %d), got %d",
+                            self->world_size, a[0].i);
+    if (!is_joined(self))
+        return PyUnicode_FromFormat("rank %d", a[0].i);
+    (void)sw_wait_add_missing(&text, self->comm, a[0].i);
+    return sw_py_text(text.missing);
+}
+
 SW_PY_GETTER(comm_get_hosts, comm_object,
              self->hosts ? PyList_GetSlice(self->hosts, 0, PyList_Size(self->hosts))
                          : PyList_New(0))
 
-/* Sets silent_s, which may be 0, or timeout_s. */
-static int set_period(PyObject *op, PyObject *value, bool is_silent)
-{
-    sw_comm *comm = ((comm_object *)op)->comm;
-    double seconds = value ? PyFloat_AsDouble(value) : 0;
-    if (PyErr_Occurred())
-        return -1;
-    if ((!is_legal_period(seconds) && !(is_silent && seconds == 0)) || !comm) {
-        PyErr_Format(PyExc_ValueError, "HostComm: %s 1e9] seconds, of an open communicator",
-                     is_silent ? "silent_s must be in [0," : "timeout_s must be in (0,");
-        return -1;
-    }
-    *(is_silent ? &comm->silent_ns : &comm->timeout_ns) = (int64_t)(seconds * 1e9);
-    return 0;
-}
-
-static int comm_set_silent(PyObject *op, PyObject *value, void *Py_UNUSED(unused))
-{
-    return set_period(op, value, true);
-}
-
-static int comm_set_timeout(PyObject *op, PyObject *value, void *Py_UNUSED(unused))
-{
-    return set_period(op, value, false);
-}
-
 static PyMethodDef comm_methods[] = {
-    SW_PY_ARGS(sw_py_comm, peer, "rank, /",
+    SW_PY_ARGS(comm, peer, "rank, /",
                "Return a rank, its process and host, and what the process does, for messages."),
     SW_PY_KEYS(sw_py_comm, connect, "addresses, secret, hosts, *, members=None",
                "Join the ranks of this host."),
@@ -562,20 +582,22 @@ static PyMethodDef comm_methods[] = {
 };
 
 static PyGetSetDef comm_properties[] = {
-    {"rank", comm_get, NULL, "this rank, in the group", (void *)0},
-    {"world_size", comm_get, NULL, "ranks in the group", (void *)1},
-    {"silent_s", comm_get_silent, comm_set_silent,
+    {"rank", comm_get_rank, NULL, "this rank, in the group", NULL},
+    {"world_size", comm_get_world_size, NULL, "ranks in the group", NULL},
+    {"silent_s", get_period, set_period,
      "seconds for which a peer may be stopped before a wait for it ends; 0: until the deadline",
-     NULL},
-    {"timeout_s", comm_get_timeout, comm_set_timeout, "deadline of each wait, seconds", NULL},
-    {"warn_after_s", sw_py_comm_get_waits, sw_py_comm_set_waits,
-     "seconds after which a wait is logged, then again whenever it has doubled; 0: never", NULL},
-    {"dead_rank", sw_py_comm_get_dead, NULL,
+     (void *)(uintptr_t)&periods[SILENT]},
+    {"timeout_s", get_period, set_period, "deadline of each wait, seconds",
+     (void *)(uintptr_t)&periods[TIMEOUT]},
+    {"warn_after_s", get_period, set_period,
+     "seconds after which a wait is logged, then again whenever it has doubled; 0: never",
+     (void *)(uintptr_t)&periods[WARN_AFTER]},
+    {"dead_rank", comm_get_dead, NULL,
      "a rank of this host whose process has ended; None if none is known", NULL},
     {"is_alive", comm_get_alive, NULL, "True if no rank has met an error or left", NULL},
     {"end_reason", comm_get_end_reason, NULL, "the reason why it is not alive; None if it is",
      NULL},
-    {"address", comm_get, NULL, "the abstract socket that peers connect to", (void *)2},
+    {"address", comm_get_address, NULL, "the abstract socket that peers connect to", NULL},
     {"hosts", comm_get_hosts, NULL, "the host name of each rank, once joined", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };

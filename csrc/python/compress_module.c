@@ -21,7 +21,7 @@ static bool check_codec(PyObject *module, const sw_py_arg *a)
     sw_error err;
     sw_status status = sw_block_codec_check(&codec, &err);
     if (status != SW_OK)
-        sw_py_raise(PyModule_GetState(module), &err, NULL);
+        sw_py_raise(module, &err, NULL);
     return status == SW_OK;
 }
 
@@ -105,7 +105,7 @@ static bool fill_matrix(const sw_py_arg *a, void *row, void *module)
                                         .memory_dtype = sw_dtype_from_name(a[9].s)};
     if (sw_powersgd_check(row, &err) == SW_OK)
         return true;
-    sw_py_raise(PyModule_GetState(module), &err, NULL);
+    sw_py_raise(module, &err, NULL);
     return false;
 }
 

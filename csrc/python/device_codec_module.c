@@ -16,77 +16,50 @@ SW_PY_ROW(fill_owe, sw_owe_part, .error = a[0].address, .rest = a[1].address, .n
 
 /* ---- calls: comm, block, bits, ... ---- */
 
-static sw_status blocks_of(sw_device_comm *comm, const sw_py_arg *a, void *stream,
-                           sw_device_blocks *blocks, sw_error *err)
+static sw_device_blocks blocks_of(const sw_device_comm *comm, const sw_py_arg *a,
+                                  const sw_py_arg *stream)
 {
-    *blocks = (sw_device_blocks){.kernels = &comm->kernels,
-                                 .codec = {.block = a[1].n < 0 ? 0 : a[1].size, .bits = a[2].i},
-                                 .stream = stream};
-    return sw_block_codec_check(&blocks->codec, err);
+    return (sw_device_blocks){.kernels = &comm->kernels,
+                              .codec = {.block = a[1].n < 0 ? 0 : a[1].size, .bits = a[2].i},
+                              .stream = stream->address};
 }
 
-static sw_status encode(sw_device_comm *comm, const sw_py_arg *a, const sw_py_table *parts,
-                        sw_error *err)
-{
-    sw_device_blocks blocks;
-    SW_TRY(blocks_of(comm, a, a[4].address, &blocks, err));
-    return sw_device_block_encode(&blocks, parts->rows, parts->count, err);
-}
+/* A call on `blocks`, whose codec is checked first. */
+#define ON_BLOCKS(stream, call)                                         \
+    __extension__({                                                     \
+        const sw_device_blocks blocks = blocks_of(comm, a, &(stream));  \
+        sw_status is_known = sw_block_codec_check(&blocks.codec, &err); \
+        is_known == SW_OK ? (call) : is_known;                          \
+    })
 
-static sw_status decode(sw_device_comm *comm, const sw_py_arg *a, const sw_py_table *parts,
-                        sw_error *err)
-{
-    sw_device_blocks blocks;
-    SW_TRY(blocks_of(comm, a, a[5].address, &blocks, err));
-    return sw_device_block_decode(&blocks, parts->rows, parts->count, a[4].address, err);
-}
-
-static sw_status owe(sw_device_comm *comm, const sw_py_arg *a, const sw_py_table *parts,
-                     sw_error *err)
-{
-    sw_device_blocks blocks;
-    SW_TRY(blocks_of(comm, a, a[6].address, &blocks, err));
-    return sw_device_block_owe(&blocks, parts->rows, parts->count, a[4].address, (float)a[5].d,
-                               err);
-}
-
-static sw_status verdict(sw_device_comm *comm, const sw_py_arg *a,
-                         const sw_py_table *Py_UNUSED(unused), sw_error *err)
-{
-    sw_device_blocks blocks;
-    SW_TRY(blocks_of(comm, a, a[6].address, &blocks, err));
-    return sw_device_block_verdict(&blocks, a[3].address, a[4].address, a[5].size, err);
-}
-
-static sw_status fold(sw_device_comm *comm, const sw_py_arg *a,
-                      const sw_py_table *Py_UNUSED(unused), sw_error *err)
-{
-    sw_device_blocks blocks;
-    const sw_device_wires wires = {.own = a[4].address,
-                                   .others = a[5].address,
-                                   .stride_bytes = (size_t)a[6].word,
-                                   .own_index = a[7].i,
-                                   .count = a[8].i};
-    SW_TRY(blocks_of(comm, a, a[12].address, &blocks, err));
-    return sw_device_block_fold(&blocks, a[3].address, &wires, a[9].size, (float)a[10].d,
-                                a[11].address, err);
-}
-
-SW_PY_ON_ROWS(device_block_encode, "device_block_encode comm:O block:n bits:i parts:L stream:A",
-              encode, 3, "part records:A source:A error:A numel:K", sw_quantize_part, fill_quantize)
+SW_PY_ON_ROWS(device_block_encode, "device_block_encode comm:O block:n bits:i parts:L stream:A", 3,
+              "part records:A source:A error:A numel:K", sw_quantize_part, fill_quantize,
+              ON_BLOCKS(a[4], sw_device_block_encode(&blocks, rows.rows, rows.count, &err)))
 SW_PY_ON_ROWS(device_block_decode,
-              "device_block_decode comm:O block:n bits:i parts:L verdict:A stream:A", decode, 3,
-              "part values:A error:A records:A own:A numel:K", sw_decode_part, fill_decode)
+              "device_block_decode comm:O block:n bits:i parts:L verdict:A stream:A", 3,
+              "part values:A error:A records:A own:A numel:K", sw_decode_part, fill_decode,
+              ON_BLOCKS(a[5],
+                        sw_device_block_decode(&blocks, rows.rows, rows.count, a[4].address, &err)))
 SW_PY_ON_ROWS(device_block_owe,
-              "device_block_owe comm:O block:n bits:i parts:L verdict:A scale:d stream:A", owe, 3,
-              "part error:A rest:A numel:K", sw_owe_part, fill_owe)
+              "device_block_owe comm:O block:n bits:i parts:L verdict:A scale:d stream:A", 3,
+              "part error:A rest:A numel:K", sw_owe_part, fill_owe,
+              ON_BLOCKS(a[6], sw_device_block_owe(&blocks, rows.rows, rows.count, a[4].address,
+                                                  (float)a[5].d, &err)))
 SW_PY_ON_DEVICE(device_block_verdict,
                 "device_block_verdict comm:O block:n bits:i verdict:A records:A count:N stream:A",
-                verdict)
+                ON_BLOCKS(a[6], sw_device_block_verdict(&blocks, a[3].address, a[4].address,
+                                                        a[5].size, &err)))
 SW_PY_ON_DEVICE(device_block_fold,
                 "device_block_fold comm:O block:n bits:i out:A own:A others:A stride_bytes:K "
                 "own_index:i world_size:i count:N scale:d rest:A stream:A",
-                fold)
+                ON_BLOCKS(a[12],
+                          sw_device_block_fold(&blocks, a[3].address,
+                                               &(sw_device_wires){.own = a[4].address,
+                                                                  .others = a[5].address,
+                                                                  .stride_bytes = (size_t)a[6].word,
+                                                                  .own_index = a[7].i,
+                                                                  .count = a[8].i},
+                                               a[9].size, (float)a[10].d, a[11].address, &err)))
 
 PyMethodDef sw_py_device_codec_functions[] = {
     SW_PY_FUNCTION(

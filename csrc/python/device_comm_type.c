@@ -19,7 +19,7 @@ static bool keep_host(device_comm_object *self, PyObject *host)
 {
     if (host == Py_None || self->host)
         return true;
-    if (!PyObject_TypeCheck(host, sw_py_state_of((PyObject *)self)->comm_type) ||
+    if (!PyObject_TypeCheck(host, sw_py_state_of(self)->comm_type) ||
         !((comm_object *)host)->comm || !((comm_object *)host)->connected)
         return sw_py_refuse(
             PyExc_TypeError,
@@ -94,7 +94,7 @@ static int device_init(PyObject *op, PyObject *args, PyObject *kwargs)
     self->comm = made;
     if (status == SW_OK)
         return 0;
-    sw_py_raise(sw_py_state_of(op), &err, NULL);
+    sw_py_raise(op, &err, NULL);
     return -1;
 }
 
@@ -104,7 +104,7 @@ static bool is_open_and_free(device_comm_object *self, const char *what)
     if (!sw_py_device_wait_for_watch(self))
         return false;
     return (self->comm && !self->closed && self->use.kind == SW_PY_FREE) ||
-           sw_py_refuse(sw_py_state_of((PyObject *)self)->error,
+           sw_py_refuse(sw_py_state_of(self)->error,
                         "%s: the GPU's communicator was closed, or was never opened", what);
 }
 
@@ -237,21 +237,14 @@ static PyObject *device_close(PyObject *op, PyObject *Py_UNUSED(unused))
     Py_RETURN_NONE;
 }
 
-static void disconnect_comm(void *comm)
-{
-    sw_device_comm_disconnect(comm);
-}
+SW_PY_DESTROY(disconnect_comm, sw_device_comm_disconnect)
 
-static void destroy_comm(void *comm)
-{
-    sw_device_comm_destroy(comm);
-}
+SW_PY_DESTROY(destroy_comm, sw_device_comm_destroy)
 
 /* No reference is left, so no thread can be inside. */
 static void device_dealloc(PyObject *op)
 {
     device_comm_object *self = (device_comm_object *)op;
-    PyTypeObject *type = Py_TYPE(op);
     /* An abandoned watch thread still reads the host communicator. */
     bool is_abandoned = false;
     /* A forked child has no CUDA context, so its calls would fail. */
@@ -265,8 +258,7 @@ static void device_dealloc(PyObject *op)
         drop_host(self);
     Py_XDECREF(self->make_room);
     Py_XDECREF(self->beside);
-    PyObject_Free(op);
-    Py_DECREF(type);
+    sw_py_free(op);
 }
 
 /* ---- ranges ---- */
@@ -276,35 +268,21 @@ static void device_dealloc(PyObject *op)
 SW_PY_ROW(fill_range, sw_device_range, .data = a[0].address, .numel = a[1].size,
           .dtype = a[2].dtype)
 
-static sw_status broadcast(sw_device_comm *comm, const sw_py_arg *a, const sw_py_table *ranges,
-                           sw_error *err)
-{
-    return sw_device_comm_broadcast(comm, ranges->rows, ranges->count, a[1].i, a[2].address, err);
-}
-
-static sw_status all_gather(sw_device_comm *comm, const sw_py_arg *a, const sw_py_table *ranges,
-                            sw_error *err)
-{
-    return sw_device_comm_all_gather(comm, ranges->rows, ranges->count, a[1].address, err);
-}
-
+SW_PY_ON_ROWS(device_broadcast, "broadcast ranges:O root:i stream:A", 0, RANGE, sw_device_range,
+              fill_range,
+              sw_device_comm_broadcast(comm, rows.rows, rows.count, a[1].i, a[2].address, &err))
+SW_PY_ON_ROWS(device_all_gather, "all_gather ranges:O stream:A", 0, RANGE, sw_device_range,
+              fill_range,
+              sw_device_comm_all_gather(comm, rows.rows, rows.count, a[1].address, &err))
 /* Enqueues the norm and the factor that clips it to max_norm: two float32 at `result`. */
-static sw_status clip(sw_device_comm *comm, const sw_py_arg *a, const sw_py_table *ranges,
-                      sw_error *err)
-{
-    const sw_device_clip given = {.max_norm = a[1].d,
-                                  .is_sliced = a[2].p,
-                                  .norm = a[3].address,
-                                  .factor = (float *)a[3].address + 1};
-    return sw_device_comm_clip(comm, ranges->rows, ranges->count, &given, a[4].address, err);
-}
-
-SW_PY_ON_ROWS(device_broadcast, "broadcast ranges:O root:i stream:A", broadcast, 0, RANGE,
-              sw_device_range, fill_range)
-SW_PY_ON_ROWS(device_all_gather, "all_gather ranges:O stream:A", all_gather, 0, RANGE,
-              sw_device_range, fill_range)
-SW_PY_ON_ROWS(device_clip, "clip ranges:O max_norm:d is_sliced:p result:A stream:A", clip, 0, RANGE,
-              sw_device_range, fill_range)
+SW_PY_ON_ROWS(device_clip, "clip ranges:O max_norm:d is_sliced:p result:A stream:A", 0, RANGE,
+              sw_device_range, fill_range,
+              sw_device_comm_clip(comm, rows.rows, rows.count,
+                                  &(sw_device_clip){.max_norm = a[1].d,
+                                                    .is_sliced = a[2].p,
+                                                    .norm = a[3].address,
+                                                    .factor = (float *)a[3].address + 1},
+                                  a[4].address, &err))
 
 /* Reads one range. Returns false with an exception. */
 static bool read_range(PyObject *tuple, sw_device_range *range)
@@ -331,15 +309,12 @@ SW_PY_METHOD_ON_ROWS(device_norm_sum, device_comm_object, "norm_sum ranges:O str
                                          &err),
                      sum_of(sw_py_device_finish(self, status, &err), &sum))
 
-#define DEVICE_METHOD(name, signature, call)                                                       \
-    SW_PY_METHOD(device_##name, device_comm_object, #name " " signature, sw_py_device_enter(self), \
-                 call, sw_py_device_finish(self, status, &err))
-
-DEVICE_METHOD(follow, "later:A earlier:A",
-              sw_device_comm_follow(self->comm, a[0].address, a[1].address, &err))
-DEVICE_METHOD(refuse_capture, "stream:A what:s",
-              sw_device_refuse_capture(self->comm->device, a[0].address, a[1].s, &err))
-DEVICE_METHOD(give_back, "stream:A", sw_device_comm_give_back(self->comm, a[0].address, &err))
+SW_PY_ON_DEVICE(device_follow, "follow later:A earlier:A",
+                sw_device_comm_follow(comm, a[0].address, a[1].address, &err))
+SW_PY_ON_DEVICE(device_refuse_capture, "refuse_capture stream:A what:s",
+                sw_device_refuse_capture(comm->device, a[0].address, a[1].s, &err))
+SW_PY_ON_DEVICE(device_give_back, "give_back stream:A",
+                sw_device_comm_give_back(comm, a[0].address, &err))
 
 /* ---- copies ---- */
 
@@ -370,14 +345,6 @@ static sw_status launch_pack(const sw_device_comm *comm, const sw_py_table *copi
     return SW_OK;
 }
 
-/* Enqueues copies (to, from, nbytes) on `stream`; they are skipped if *verdict is set. */
-static sw_status pack(sw_device_comm *comm, const sw_py_arg *a, const sw_py_table *copies,
-                      sw_error *err)
-{
-    sw_pack_args args = {.verdict = a[2].address};
-    return launch_pack(comm, copies, &args, a[1].address, err);
-}
-
 static sw_status small_dtype(const char *name, int *dtype, sw_error *err)
 {
     *dtype = (int)sw_dtype_from_name(name);
@@ -400,11 +367,14 @@ static sw_status convert(sw_device_comm *comm, const sw_py_arg *a, const sw_py_t
 
 #define COPY "copy to:A from:A nbytes:N"
 
-SW_PY_ON_ROWS(device_pack, "pack copies:L stream:A | verdict:A", pack, 0, COPY, sw_pack_segment,
-              fill_segment)
+/* Copies are skipped if *verdict is set. */
+SW_PY_ON_ROWS(device_pack, "pack copies:L stream:A | verdict:A", 0, COPY, sw_pack_segment,
+              fill_segment,
+              launch_pack(comm, &rows, &(sw_pack_args){.verdict = a[2].address}, a[1].address,
+                          &err))
 SW_PY_ON_ROWS(device_convert,
-              "convert copies:L to_dtype:s from_dtype:s scale:d stream:A | factor:A", convert, 0,
-              COPY, sw_pack_segment, fill_segment)
+              "convert copies:L to_dtype:s from_dtype:s scale:d stream:A | factor:A", 0, COPY,
+              sw_pack_segment, fill_segment, convert(comm, a, &rows, &err))
 
 /* ---- state and end ---- */
 

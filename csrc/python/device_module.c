@@ -15,7 +15,7 @@ static PyObject *describe_device(PyObject *module, const char *library, int ordi
     sw_error err;
     sw_status status = SW_PY_WITHOUT_GIL(sw_device_cuda_create(library, ordinal, &device, &err));
     if (status != SW_OK)
-        return sw_py_raise(PyModule_GetState(module), &err, NULL);
+        return sw_py_raise(module, &err, NULL);
     PyObject *made =
         Py_BuildValue("{s:N,s:(ii),s:i}", "name", sw_py_text(device->name), "capability",
                       device->major, device->minor, "multiprocessors", device->processor_count);
@@ -32,7 +32,7 @@ static PyObject *cuda_devices(PyObject *module, PyObject *args)
         return NULL;
     sw_status status = SW_PY_WITHOUT_GIL(sw_cuda_driver_init(&driver, a[0].s, &err));
     if (status != SW_OK)
-        return sw_py_raise(PyModule_GetState(module), &err, NULL);
+        return sw_py_raise(module, &err, NULL);
     int count = driver.device_count, version = driver.version;
     PyObject *devices = PyList_New(0);
     for (int i = 0; devices && i < count; ++i)
@@ -65,7 +65,7 @@ static PyObject *device_kernel_image(PyObject *module, PyObject *args, PyObject 
                                     .nvrtc_builtins = a[5].s};
     sw_status status = SW_PY_WITHOUT_GIL(sw_image_find(&image, a[0].i, a[1].i, &places, &err));
     if (status != SW_OK)
-        return sw_py_raise(PyModule_GetState(module), &err, NULL);
+        return sw_py_raise(module, &err, NULL);
     PyObject *bytes = PyBytes_FromStringAndSize(image.data, (Py_ssize_t)image.size_bytes);
     const char *origin = sw_image_origin_name(image.origin);
     sw_image_fini(&image);
@@ -79,7 +79,7 @@ static PyObject *kernel_loan(PyObject *module, PyObject *comm)
                            .redop_check = sw_redop_check,
                            .norm_sum_carry = sw_norm_sum_carry};
     if (comm != Py_None) {
-        device_comm_object *gpu = sw_py_device_comm_of(PyModule_GetState(module), comm);
+        device_comm_object *gpu = sw_py_device_comm_of(module, comm);
         if (!gpu || !sw_py_device_lend_kernels(gpu))
             return NULL;
         loan.set = &gpu->comm->kernels;
@@ -100,7 +100,7 @@ static sw_status make_id(const char *path, sw_nccl_id *id, sw_error *err)
 SW_PY_METHOD_WITH(nccl_unique_id, PyObject, "nccl_unique_id | library:z", sw_nccl_id id, true,
                   make_id(a[0].s, &id, &err),
                   status == SW_OK ? PyBytes_FromStringAndSize(id.internal, sizeof id.internal)
-                                  : sw_py_raise(PyModule_GetState(self), &err, NULL))
+                                  : sw_py_raise(self, &err, NULL))
 
 SW_PY_VALUE(slot_part_bytes, PyObject, "slot_part_bytes slot_bytes:N", true,
             PyLong_FromSize_t(sw_slot_part_bytes(a[0].size)))

@@ -5,10 +5,7 @@
 #include "python/owner.h"
 #include "zero/device_offload.h"
 
-static void destroy(void *offload)
-{
-    sw_device_offload_destroy(offload);
-}
+SW_PY_DESTROY(destroy, sw_device_offload_destroy)
 
 static int offload_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {

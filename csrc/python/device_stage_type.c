@@ -4,10 +4,7 @@
 #include "python/method.h"
 #include "python/owner.h"
 
-static void destroy(void *stage)
-{
-    sw_device_stage_destroy(stage);
-}
+SW_PY_DESTROY(destroy, sw_device_stage_destroy)
 
 static int stage_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {

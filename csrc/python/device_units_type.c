@@ -33,10 +33,7 @@ static bool fill_spec(const sw_py_arg *a, void *row, void *specs)
     return runs != NULL;
 }
 
-static void destroy(void *units)
-{
-    sw_device_units_destroy(units);
-}
+SW_PY_DESTROY(destroy, sw_device_units_destroy)
 
 static int units_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {

@@ -28,7 +28,7 @@ bool sw_py_device_wait_for_watch(device_comm_object *self)
         return true;
     if (!sw_py_wait_while(is_being_ended, self, patience_of(self)))
         return false;
-    return !is_being_ended(self) || sw_py_refuse(sw_py_state_of((PyObject *)self)->error,
+    return !is_being_ended(self) || sw_py_refuse(sw_py_state_of(self)->error,
                                                  "a driver call by the communicator's watch thread "
                                                  "has not returned within the deadline");
 }
@@ -48,19 +48,26 @@ bool sw_py_device_enter(device_comm_object *self)
     else if (self->use.kind != SW_PY_FREE)
         why = "another thread is inside the GPU's communicator; one thread a rank issues its "
               "collectives";
-    if (why) {
-        PyErr_SetString(sw_py_state_of((PyObject *)self)->error, why);
-        return false;
-    }
+    if (why)
+        return sw_py_refuse(sw_py_state_of(self)->error, "%s", why);
     sw_py_device_take(self, SW_PY_ALONE);
     return true;
+}
+
+device_comm_object *sw_py_device_comm_of(PyObject *op, PyObject *first)
+{
+    bool is_method = !PyModule_Check(op);
+    if (is_method || PyObject_TypeCheck(first, sw_py_state_of(op)->device_comm_type))
+        return (device_comm_object *)(is_method ? op : first);
+    PyErr_Format(PyExc_TypeError, "comm must be a DeviceComm, got %R", (PyObject *)Py_TYPE(first));
+    return NULL;
 }
 
 bool sw_py_device_lend_kernels(device_comm_object *self)
 {
     return (self->comm && sw_py_use_is_own(&self->use)) ||
-           sw_py_refuse(sw_py_state_of((PyObject *)self)->error,
-                        "this process has not opened the GPU: it was forked from the one that did");
+           sw_py_refuse(sw_py_state_of(self)->error, "this process has not opened the GPU: it was "
+                                                     "forked from the one that did");
 }
 
 static bool is_held_by_another(const void *op)
@@ -129,7 +136,7 @@ void sw_py_device_raise(device_comm_object *self, const sw_error *err)
         end_for_all(self, &told);
         err = &told;
     }
-    sw_py_raise(sw_py_state_of((PyObject *)self), err, self->host);
+    sw_py_raise(self, err, self->host);
 }
 
 PyObject *sw_py_device_finish(device_comm_object *self, sw_status status, const sw_error *err)
@@ -137,7 +144,5 @@ PyObject *sw_py_device_finish(device_comm_object *self, sw_status status, const 
     if (status != SW_OK)
         sw_py_device_raise(self, err);
     sw_py_device_leave(self);
-    if (status != SW_OK)
-        return NULL;
-    Py_RETURN_NONE;
+    return status == SW_OK ? Py_BuildValue("") : NULL;
 }

@@ -20,13 +20,13 @@ void sw_py_comm_unlink(engine_state *state, const comm_object *self)
 
 static PyObject *forked(PyObject *module, PyObject *Py_UNUSED(unused))
 {
-    engine_state *state = PyModule_GetState(module);
+    engine_state *state = sw_py_state_of(module);
     sw_error err = {0}, each_err;
     for (comm_object *each = state->comms; each; each = each->next) /* all, also after a failure */
         if (each->comm && each->comm->ops->forked &&
             each->comm->ops->forked(each->comm, &each_err) != SW_OK)
             err = each_err;
-    return err.status == SW_OK ? sw_py_none() : sw_py_raise(state, &err, NULL);
+    return err.status == SW_OK ? sw_py_none() : sw_py_raise(module, &err, NULL);
 }
 
 SW_PY_METHOD(own_pages, PyObject, "own_pages address:A nbytes:N", true,

@@ -49,7 +49,7 @@ int sw_py_gradient_restore(reducer_object *self)
     if (self->kept == 0)
         return 0;
     self->kept = 0;
-    return reducer_called(sw_py_call((PyObject *)self, "_restore", NULL, NULL));
+    return reducer_called(sw_py_call(self, "_restore", NULL, NULL));
 }
 
 static int take_other(reducer_object *self, size_t index, PyObject *param, PyObject *grad)

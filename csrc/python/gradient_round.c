@@ -49,9 +49,9 @@ static int end_communicators(reducer_object *self, const sw_error *err)
         PyErr_Clear();
         reason = PyUnicode_FromString("");
     }
-    SW_PY_OWNED *result = reason ? sw_py_call((PyObject *)self, "_end", reason, NULL) : NULL;
+    SW_PY_OWNED *result = reason ? sw_py_call(self, "_end", reason, NULL) : NULL;
     if (result) /* it should have raised */
-        sw_py_raise(reducer_state_of(self), err, NULL);
+        sw_py_raise(self, err, NULL);
     return -1;
 }
 
@@ -511,7 +511,7 @@ PyObject *sw_py_reducer_close_pending(PyObject *op, PyObject *Py_UNUSED(unused))
         return NULL;
     if (task >= 0)
         return PyErr_Format(
-            reducer_state_of(self)->error,
+            sw_py_state_of(self)->error,
             "optimizer.step() was called inside a backward, before its gradients were "
             "averaged: call it after backward() has returned");
     /* an exception left the backward open, and the caller still steps */
@@ -546,7 +546,7 @@ PyObject *sw_py_reducer_average(PyObject *op, PyObject *Py_UNUSED(unused))
     if (reducer_check_ready(self) < 0 || current_task(self, &task) < 0)
         return NULL;
     if (task >= 0 || sw_reducer_state(self->reducer) != SW_ROUND_CLOSED)
-        return PyErr_Format(reducer_state_of(self)->error,
+        return PyErr_Format(sw_py_state_of(self)->error,
                             "an explicit call averages gradients only outside of a backward");
     size_t count = sw_reducer_layout(self->reducer)->param_count;
     for (size_t i = 0; i < count; ++i) {
@@ -568,7 +568,7 @@ static int shadow_buckets(reducer_object *self)
     size_t bucket;
     while (sw_reducer_next_unsent(self->reducer, &bucket))
         if (REDUCER_ENQUEUE(self, sw_reducer_reserve(self->reducer, bucket, &err)) < 0 ||
-            reducer_called(sw_py_call_at((PyObject *)self, "_blank_bucket", bucket)) < 0 ||
+            reducer_called(sw_py_call_at(self, "_blank_bucket", bucket)) < 0 ||
             REDUCER_ENQUEUE(self, sw_reducer_send(self->reducer, bucket, &err)) < 0)
             return -1;
     return finish_sent(self);

@@ -33,7 +33,7 @@ static int locate_slowly(reducer_object *self, PyObject *like, PyObject *grad, v
     *from = NULL;
     if (!self->gpu)
         return 0;
-    SW_PY_OWNED *address = sw_py_call((PyObject *)self, "_locate", like, grad);
+    SW_PY_OWNED *address = sw_py_call(self, "_locate", like, grad);
     *from = address ? PyLong_AsVoidPtr(address) : NULL;
     return PyErr_Occurred() ? -1 : 0;
 }
@@ -67,5 +67,5 @@ int sw_py_gradient_keep(reducer_object *self, size_t index)
     if (!sw_reducer_get_traits(self->reducer)->averages_unused)
         return 0;
     self->kept++;
-    return reducer_called(sw_py_call_at((PyObject *)self, "_keep", index));
+    return reducer_called(sw_py_call_at(self, "_keep", index));
 }

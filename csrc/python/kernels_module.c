@@ -145,7 +145,7 @@ static bool self_test_once(test_rank *ranks, float *data, sw_error *err)
 
 static PyObject *self_test(PyObject *module, PyObject *Py_UNUSED(unused))
 {
-    engine_state *state = PyModule_GetState(module);
+    engine_state *state = sw_py_state_of(module);
     test_rank ranks[SELF_TEST_RANKS] = {0};
     sw_local_group *group = NULL;
     sw_error err = {.message = "self_test: an all_reduce of 3 threads gave a wrong sum"};

@@ -58,7 +58,7 @@ static void step_call_fini(step_call *call)
 
 static bool read_file(step_call *call, PyObject *module, PyObject *file)
 {
-    const engine_state *state = PyModule_GetState(module);
+    const engine_state *state = sw_py_state_of(module);
     if (file == Py_None)
         return true;
     if (Py_TYPE(file) != state->state_file_type)
@@ -74,7 +74,7 @@ static bool read_file(step_call *call, PyObject *module, PyObject *file)
  * for the CPU while parameters are on a GPU. */
 static bool read_place(step_call *call, PyObject *module, PyObject *place)
 {
-    const engine_state *state = PyModule_GetState(module);
+    const engine_state *state = sw_py_state_of(module);
     sw_py_arg a[2];
     if (place == Py_None)
         return true;
@@ -107,37 +107,10 @@ static bool read_clip(step_call *call, const void *address)
                         call->operation);
 }
 
-/* Converts the arguments to tuples of equal length. */
-static bool step_call_init(step_call *call, PyObject *const *given)
-{
-    for (int k = 0; k < LIST_COUNT; ++k) {
-        if (given[k] == NULL || given[k] == Py_None)
-            continue;
-        PyOS_snprintf(call->full_names[k], sizeof call->full_names[k], "%s: %s", call->operation,
-                      call->names[k]);
-        call->lists[k] = PySequence_Tuple(given[k]);
-        if (!call->lists[k])
-            return false;
-        Py_ssize_t count = PyTuple_Size(call->lists[k]);
-        call->count = k == LIST_PARAMS ? count : call->count;
-        if (count != call->count)
-            return sw_py_refuse(PyExc_ValueError,
-                                "%s: %s must have one tensor a parameter, %zd, not %zd",
-                                call->operation, call->names[k], call->count, count);
-    }
-    size_t room = call->count ? (size_t)call->count : 1;
-    call->runs = calloc(room, sizeof *call->runs);
-    call->steps = calloc(room, sizeof *call->steps);
-    call->wide_steps = calloc(room, sizeof *call->wide_steps);
-    call->mismatched = PyList_New(0);
-    if (!call->runs || !call->steps || !call->wide_steps) {
-        PyErr_NoMemory();
-        return false;
-    }
-    if (call->count)
-        call->table = sw_py_tensor_exchange_table(PyTuple_GetItem(call->lists[LIST_PARAMS], 0));
-    return call->mismatched != NULL;
-}
+typedef struct array {
+    void *data;
+    sw_dtype dtype;
+} array;
 
 /* Returns true if tensors of a list are on the GPU. */
 static bool is_on_gpu(const step_call *call, int list)
@@ -164,24 +137,22 @@ static bool read_tensor(const step_call *call, int list, Py_ssize_t index, tenso
 /* Reads one more array of parameter `index`. Different strides only mark the parameter as
  * mismatched. Returns false with an exception. */
 static bool read_like(const step_call *call, int list, Py_ssize_t index,
-                      const tensor_reading *parameter, tensor_reading *out, bool *matches)
+                      const tensor_reading *parameter, array *out, bool *matches)
 {
-    if (!read_tensor(call, list, index, out))
+    tensor_reading seen;
+    if (!read_tensor(call, list, index, &seen))
         return false;
-    if (!sw_py_tensor_same_shape(parameter, out)) {
-        PyObject *own = PyObject_GetAttrString(PyTuple_GetItem(call->lists[list], index), "shape");
-        PyObject *wanted =
-            PyObject_GetAttrString(PyTuple_GetItem(call->lists[LIST_PARAMS], index), "shape");
-        if (own && wanted)
-            PyErr_Format(PyExc_ValueError,
-                         "%s: %s[%zd] must have the shape of its parameter, %S, not %S",
-                         call->operation, call->names[list], index, wanted, own);
-        Py_XDECREF(own);
-        Py_XDECREF(wanted);
-        return false;
-    }
-    *matches = *matches && sw_py_tensor_same_strides(parameter, out);
-    return true;
+    *out = (array){seen.data, seen.dtype};
+    *matches = *matches && sw_py_tensor_same_strides(parameter, &seen);
+    if (sw_py_tensor_same_shape(parameter, &seen))
+        return true;
+    SW_PY_OWNED *own = PyObject_GetAttrString(PyTuple_GetItem(call->lists[list], index), "shape");
+    SW_PY_OWNED *wanted =
+        PyObject_GetAttrString(PyTuple_GetItem(call->lists[LIST_PARAMS], index), "shape");
+    return own && wanted &&
+           sw_py_refuse(PyExc_ValueError,
+                        "%s: %s[%zd] must have the shape of its parameter, %S, not %S",
+                        call->operation, call->names[list], index, wanted, own);
 }
 
 static bool read_step(step_call *call, Py_ssize_t index, sw_optim_run *run)
@@ -198,39 +169,19 @@ static bool read_step(step_call *call, Py_ssize_t index, sw_optim_run *run)
     call->wide_steps[index] = seen.dtype == SW_DTYPE_FLOAT64;
     value = call->wide_steps[index] ? *(double *)seen.data : (double)*(float *)seen.data;
     if (!(value >= 0.0 && value < 9e15)) {
-        PyObject *text = PyFloat_FromDouble(value);
-        if (text)
-            PyErr_Format(PyExc_ValueError, "%s: steps[%zd] must be at least 0, not %S",
-                         call->operation, index, text);
-        Py_XDECREF(text);
-        return false;
+        SW_PY_OWNED *text = PyFloat_FromDouble(value);
+        return text && sw_py_refuse(PyExc_ValueError, "%s: steps[%zd] must be at least 0, not %S",
+                                    call->operation, index, text);
     }
     run->step = (int64_t)value + 1;
-    return true;
-}
-
-static bool read_state(const step_call *call, int list, Py_ssize_t index,
-                       const tensor_reading *parameter, sw_optim_run *run, void **into,
-                       bool *matches)
-{
-    tensor_reading seen;
-    if (!call->lists[list])
-        return true;
-    if (!read_like(call, list, index, parameter, &seen, matches))
-        return false;
-    if (list != LIST_FIRST && seen.dtype != run->state_dtype)
-        return sw_py_refuse(PyExc_ValueError, "%s: %s[%zd] must have the dtype of %s, %s, not %s",
-                            call->operation, call->names[list], index, call->names[LIST_FIRST],
-                            sw_dtype_name(run->state_dtype), sw_dtype_name(seen.dtype));
-    run->state_dtype = seen.dtype;
-    *into = seen.data;
     return true;
 }
 
 static bool read_run(step_call *call, Py_ssize_t index)
 {
     sw_optim_run *run = &call->runs[index];
-    tensor_reading parameter, seen;
+    tensor_reading parameter;
+    array arrays[LIST_COUNT] = {{.data = NULL}};
     bool matches = true;
     if (!read_tensor(call, LIST_PARAMS, index, &parameter))
         return false;
@@ -239,38 +190,68 @@ static bool read_run(step_call *call, Py_ssize_t index)
             PyExc_ValueError,
             "%s: params[%zd] must cover its memory without gaps or overlaps; its strides do not",
             call->operation, index);
-    *run = (sw_optim_run){
-        .p = parameter.data, .numel = parameter.numel, .p_dtype = parameter.dtype, .step = 1};
-    if (!read_like(call, LIST_GRADS, index, &parameter, &seen, &matches))
-        return false;
-    run->g = seen.data;
-    run->g_dtype = seen.dtype;
-    if (!read_state(call, LIST_FIRST, index, &parameter, run, &run->m, &matches) ||
-        !read_state(call, LIST_SECOND, index, &parameter, run, &run->v, &matches) ||
-        !read_state(call, LIST_MAXIMUM, index, &parameter, run, &run->v_max, &matches))
-        return false;
-    if (call->lists[LIST_COPIES]) {
-        if (!read_like(call, LIST_COPIES, index, &parameter, &seen, &matches))
+    for (int list = LIST_GRADS; list < LIST_COUNT; ++list) {
+        bool is_read = call->lists[list] && list != LIST_STEPS;
+        if (is_read && !read_like(call, list, index, &parameter, &arrays[list], &matches))
             return false;
-        run->copy = seen.data;
-        run->copy_dtype = seen.dtype;
+        if (is_read && (list == LIST_SECOND || list == LIST_MAXIMUM) &&
+            arrays[list].dtype != arrays[LIST_FIRST].dtype)
+            return sw_py_refuse(
+                PyExc_ValueError, "%s: %s[%zd] must have the dtype of %s, %s, not %s",
+                call->operation, call->names[list], index, call->names[LIST_FIRST],
+                sw_dtype_name(arrays[LIST_FIRST].dtype), sw_dtype_name(arrays[list].dtype));
     }
+    *run = (sw_optim_run){.p = parameter.data,
+                          .numel = parameter.numel,
+                          .p_dtype = parameter.dtype,
+                          .step = 1,
+                          .g = arrays[LIST_GRADS].data,
+                          .g_dtype = arrays[LIST_GRADS].dtype,
+                          .m = arrays[LIST_FIRST].data,
+                          .v = arrays[LIST_SECOND].data,
+                          .v_max = arrays[LIST_MAXIMUM].data,
+                          .state_dtype = arrays[LIST_FIRST].dtype,
+                          .copy = arrays[LIST_COPIES].data,
+                          .copy_dtype = arrays[LIST_COPIES].dtype};
     if (call->lists[LIST_STEPS] && !read_step(call, index, run))
         return false;
     if (matches)
         return true;
-    PyObject *number = PyLong_FromSsize_t(index);
-    int failed = !number || PyList_Append(call->mismatched, number) < 0;
-    Py_XDECREF(number);
-    return !failed;
+    SW_PY_OWNED *number = PyLong_FromSsize_t(index);
+    return number && PyList_Append(call->mismatched, number) == 0;
 }
 
-static bool read_runs(step_call *call)
+/* Reads the arguments, tuples of equal length, into runs. */
+static bool step_call_init(step_call *call, PyObject *const *given)
 {
-    for (Py_ssize_t i = 0; i < call->count; ++i)
-        if (!read_run(call, i))
+    for (int k = 0; k < LIST_COUNT; ++k) {
+        if (given[k] == NULL || given[k] == Py_None)
+            continue;
+        PyOS_snprintf(call->full_names[k], sizeof call->full_names[k], "%s: %s", call->operation,
+                      call->names[k]);
+        call->lists[k] = PySequence_Tuple(given[k]);
+        if (!call->lists[k])
             return false;
-    return true;
+        Py_ssize_t count = PyTuple_Size(call->lists[k]);
+        call->count = k == LIST_PARAMS ? count : call->count;
+        if (count != call->count)
+            return sw_py_refuse(PyExc_ValueError,
+                                "%s: %s must have one tensor a parameter, %zd, not %zd",
+                                call->operation, call->names[k], call->count, count);
+    }
+    size_t room = call->count ? (size_t)call->count : 1;
+    call->runs = calloc(room, sizeof *call->runs);
+    call->steps = calloc(room, sizeof *call->steps);
+    call->wide_steps = calloc(room, sizeof *call->wide_steps);
+    call->mismatched = PyList_New(0);
+    if (!call->runs || !call->steps || !call->wide_steps)
+        return PyErr_NoMemory() != NULL;
+    if (call->count)
+        call->table = sw_py_tensor_exchange_table(PyTuple_GetItem(call->lists[LIST_PARAMS], 0));
+    bool is_read = call->mismatched != NULL;
+    for (Py_ssize_t i = 0; is_read && i < call->count; ++i)
+        is_read = read_run(call, i);
+    return is_read;
 }
 
 static void count_steps(const step_call *call)
@@ -365,7 +346,7 @@ static bool run_step(const step_call *call, PyObject *module, const sw_adam_opti
     if (call->gpu && !is_on_gpu)
         sw_py_device_leave(call->gpu);
     if (status != SW_OK)
-        sw_py_raise(PyModule_GetState(module), &err, NULL);
+        sw_py_raise(module, &err, NULL);
     return status == SW_OK;
 }
 
@@ -381,7 +362,7 @@ static bool read_step_call(step_call *call, PyObject *module, const sw_py_arg *l
                            PyObject *const *given)
 {
     return read_file(call, module, last[0].o) && read_place(call, module, last[1].o) &&
-           read_clip(call, last[2].address) && step_call_init(call, given) && read_runs(call);
+           read_clip(call, last[2].address) && step_call_init(call, given);
 }
 
 static PyObject *adam_step(PyObject *module, PyObject *args, PyObject *kwargs)
@@ -457,44 +438,48 @@ static PyObject *sgd_step(PyObject *module, PyObject *args, PyObject *kwargs)
 
 /* ---- the norm ---- */
 
+static bool read_norm_arrays(PyObject *held, sw_norm_array *arrays)
+{
+    Py_ssize_t count = PyTuple_Size(held);
+    const void *table = count ? sw_py_tensor_exchange_table(PyTuple_GetItem(held, 0)) : NULL;
+    tensor_reading seen;
+    for (Py_ssize_t i = 0; i < count; ++i) {
+        if (!sw_py_tensor_read(table, PyTuple_GetItem(held, i), "norm_sum: tensors", i, false,
+                               &seen))
+            return false;
+        if (!sw_py_tensor_is_dense(&seen))
+            return sw_py_refuse(PyExc_ValueError,
+                                "norm_sum: tensors[%zd] must cover its memory without gaps or "
+                                "overlaps; its strides do not",
+                                i);
+        arrays[i] = (sw_norm_array){seen.data, seen.numel, seen.dtype};
+    }
+    return true;
+}
+
+static sw_status add_arrays(sw_norm_sum *sum, const sw_norm_array *arrays, size_t count,
+                            sw_error *err)
+{
+    sw_norm_init(sum);
+    sw_status status = sw_norm_add(sum, arrays, count, err);
+    sw_norm_close(sum);
+    return status;
+}
+
 static PyObject *norm_sum(PyObject *module, PyObject *tensors)
 {
     sw_norm_sum sum;
     sw_error err;
-    sw_status status = SW_OK;
-    PyObject *result = NULL, *held = PySequence_Tuple(tensors);
-    Py_ssize_t count = held ? PyTuple_Size(held) : 0;
-    sw_norm_array *arrays = calloc(count ? (size_t)count : 1, sizeof *arrays);
-    if (!held || !arrays) {
-        if (held)
-            PyErr_NoMemory();
-        goto done;
+    SW_PY_OWNED *held = PySequence_Tuple(tensors);
+    size_t count = held ? (size_t)PyTuple_Size(held) : 0;
+    sw_norm_array *arrays = held ? calloc(count + 1, sizeof *arrays) : NULL;
+    PyObject *result = held && !arrays ? PyErr_NoMemory() : NULL;
+    if (arrays && read_norm_arrays(held, arrays)) {
+        sw_status status = SW_PY_WITHOUT_GIL(add_arrays(&sum, arrays, count, &err));
+        result = status == SW_OK ? PyBytes_FromStringAndSize((const char *)&sum, sizeof sum)
+                                 : sw_py_raise(module, &err, NULL);
     }
-    const void *table = count ? sw_py_tensor_exchange_table(PyTuple_GetItem(held, 0)) : NULL;
-    for (Py_ssize_t i = 0; i < count; ++i) {
-        tensor_reading seen;
-        if (!sw_py_tensor_read(table, PyTuple_GetItem(held, i), "norm_sum: tensors", i, false,
-                               &seen))
-            goto done;
-        if (!sw_py_tensor_is_dense(&seen)) {
-            PyErr_Format(PyExc_ValueError,
-                         "norm_sum: tensors[%zd] must cover its memory without gaps or overlaps; "
-                         "its strides do not",
-                         i);
-            goto done;
-        }
-        arrays[i] = (sw_norm_array){seen.data, seen.numel, seen.dtype};
-    }
-    sw_norm_init(&sum);
-    Py_BEGIN_ALLOW_THREADS
-    status = sw_norm_add(&sum, arrays, (size_t)count, &err);
-    sw_norm_close(&sum);
-    Py_END_ALLOW_THREADS
-    result = status == SW_OK ? PyBytes_FromStringAndSize((const char *)&sum, sizeof sum)
-                             : sw_py_raise(PyModule_GetState(module), &err, NULL);
-done:
     free(arrays);
-    Py_XDECREF(held);
     return result;
 }
 
@@ -512,17 +497,14 @@ static bool read_sum(PyObject *bytes, sw_norm_sum *sum)
 static PyObject *norm_value(PyObject *Py_UNUSED(module), PyObject *sums)
 {
     sw_norm_sum total, one;
-    PyObject *result = NULL, *held = PySequence_Tuple(sums);
+    SW_PY_OWNED *held = PySequence_Tuple(sums);
     sw_norm_init(&total);
     for (Py_ssize_t i = 0; held && i < PyTuple_Size(held); ++i) {
         if (!read_sum(PyTuple_GetItem(held, i), &one))
-            goto done;
+            return NULL;
         sw_norm_merge(&total, &one);
     }
-    result = held ? PyFloat_FromDouble(sw_norm_value(&total)) : NULL;
-done:
-    Py_XDECREF(held);
-    return result;
+    return held ? PyFloat_FromDouble(sw_norm_value(&total)) : NULL;
 }
 
 PyMethodDef sw_py_optim_functions[] = {

@@ -33,7 +33,7 @@ static PyObject *owner_of(reducer_object *self, size_t index, bool is_result, in
     PyObject *flag = first ? PyObject_GetAttrString(first, "is_cuda") : NULL;
     if (!flag) {
         PyErr_Clear();
-        return PyErr_Format(reducer_state_of(self)->error,
+        return PyErr_Format(sw_py_state_of(self)->error,
                             "bucket %zu takes no part: it has no memory", index);
     }
     if (flag == Py_True)

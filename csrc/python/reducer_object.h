@@ -58,7 +58,7 @@ enum { PLACES, ROW, COLUMN, EXTRAS };
 
 static inline engine_state *reducer_state_of(reducer_object *self)
 {
-    return sw_py_state_of((PyObject *)self);
+    return sw_py_state_of(self);
 }
 
 /* Returns 0, or -1 with the exception of `err`. */
@@ -69,7 +69,7 @@ static inline int reducer_raise(reducer_object *self, sw_status status, const sw
     if (self->gpu)
         sw_py_device_raise(self->gpu, err);
     else
-        sw_py_raise(reducer_state_of(self), err, self->comm);
+        sw_py_raise(self, err, self->comm);
     return -1;
 }
 
@@ -82,7 +82,7 @@ static inline int reducer_check_made(reducer_object *self)
 {
     if (self->reducer)
         return 0;
-    PyErr_SetString(reducer_state_of(self)->error, "the reducer was not initialised");
+    PyErr_SetString(sw_py_state_of(self)->error, "the reducer was not initialised");
     return -1;
 }
 
@@ -90,8 +90,7 @@ static inline int reducer_check_ready(reducer_object *self)
 {
     if (self->reducer && self->params)
         return 0;
-    PyErr_SetString(reducer_state_of(self)->error,
-                    "the reducer has no tensors: call attach() first");
+    PyErr_SetString(sw_py_state_of(self)->error, "the reducer has no tensors: call attach() first");
     return -1;
 }
 

@@ -8,7 +8,7 @@ static int check_gpu(reducer_object *self)
         return -1;
     if (self->gpu)
         return 0;
-    PyErr_SetString(reducer_state_of(self)->error, "only a reducer on a GPU has this method");
+    PyErr_SetString(sw_py_state_of(self)->error, "only a reducer on a GPU has this method");
     return -1;
 }
 

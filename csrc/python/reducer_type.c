@@ -63,7 +63,7 @@ static int create(reducer_object *self, const sw_py_table *params, const sw_py_t
         return failed ? -1 : sw_py_reducer_init_on_device(self);
     /* The Arena object takes ownership of the memory; the reducer still borrows it. */
     sw_gradient_memory *memory = (sw_gradient_memory *)(uintptr_t)sw_reducer_memory(self->reducer);
-    self->memory = sw_py_arena_object_new(reducer_state_of(self), self->comm, NULL, memory);
+    self->memory = sw_py_arena_object_new(sw_py_state_of(self), self->comm, NULL, memory);
     return self->memory ? 0 : -1;
 }
 
@@ -71,7 +71,7 @@ static int create(reducer_object *self, const sw_py_table *params, const sw_py_t
  * create() then refuses it. */
 static int bind_comm(reducer_object *self, PyObject *comm, int *world_size)
 {
-    const engine_state *state = reducer_state_of(self);
+    const engine_state *state = sw_py_state_of(self);
     bool on_host = PyObject_TypeCheck(comm, state->comm_type);
     *world_size = 0;
     if (self->comm || self->gpu ||
@@ -99,7 +99,7 @@ static bool read_side(reducer_object *self, PyObject *value, sw_device_comm **si
     *side = NULL;
     if (value == Py_None)
         return true;
-    if (self->gpu && PyObject_TypeCheck(value, reducer_state_of(self)->device_comm_type))
+    if (self->gpu && PyObject_TypeCheck(value, sw_py_state_of(self)->device_comm_type))
         *side = ((device_comm_object *)value)->comm;
     if (!*side)
         PyErr_SetString(PyExc_TypeError, "Reducer: row and column must be DeviceComms beside the "
@@ -235,10 +235,7 @@ static int reducer_clear(PyObject *op)
     return 0;
 }
 
-static void destroy(void *reducer)
-{
-    sw_reducer_destroy(reducer);
-}
+SW_PY_DESTROY(destroy, sw_reducer_destroy)
 
 static void destroy_reducer(reducer_object *self)
 {
@@ -256,7 +253,6 @@ static void destroy_reducer(reducer_object *self)
 static void reducer_dealloc(PyObject *op)
 {
     reducer_object *self = (reducer_object *)op;
-    PyTypeObject *type = Py_TYPE(op);
     PyObject_GC_UnTrack(op);
     reducer_clear(op);
     if (self->link)
@@ -272,8 +268,7 @@ static void reducer_dealloc(PyObject *op)
         sw_py_comm_release(self->comm);
         Py_DECREF(self->comm);
     }
-    PyObject_GC_Del(op);
-    Py_DECREF(type);
+    sw_py_free(op);
 }
 
 /* Methods
@@ -387,7 +382,7 @@ static PyObject *reducer_watch_hooks(PyObject *op, PyObject *args)
     SW_PY_VALUE(reducer_##name, reducer_object, #name " index:n", \
                 sw_py_reducer_has_index(self, a[0].n), value)
 
-OF_PARAMETER(hook, sw_py_hook_object_new(reducer_state_of(self), self->link, a[0].size))
+OF_PARAMETER(hook, sw_py_hook_object_new(sw_py_state_of(self), self->link, a[0].size))
 OF_PARAMETER(has_memory,
              PyBool_FromLong(!self->gpu || sw_reducer_takes_part(self->reducer, a[0].size)))
 OF_PARAMETER(used_by_any, PyBool_FromLong(sw_reducer_used_by_any(self->reducer, a[0].size)))
@@ -420,7 +415,7 @@ static PyObject *reducer_set_bucket_callback(PyObject *op, PyObject *args)
         !sw_py_read("set_bucket_callback callback:O | wait:O", args, NULL, a))
         return NULL;
     if (a[1].o != Py_None && self->sliced)
-        return PyErr_Format(reducer_state_of(self)->error,
+        return PyErr_Format(sw_py_state_of(self)->error,
                             "sliced buckets leave at the end of a backward");
     sw_reducer_give_buckets(self->reducer, a[0].o == Py_None   ? SW_BUCKETS_OURS
                                            : a[1].o == Py_None ? SW_BUCKETS_HOOKS
@@ -469,7 +464,7 @@ static PyObject *reducer_mark_unfrozen(PyObject *op, PyObject *args)
 /* Adds the driver's counts since the GPU was opened, for all reducers on it. */
 static int add_driver_counts(reducer_object *self, PyObject *counts)
 {
-    PyObject *driver = sw_py_call((PyObject *)self->gpu, "stats", NULL, NULL);
+    PyObject *driver = sw_py_call(self->gpu, "stats", NULL, NULL);
     int failed = driver ? PyDict_Update(counts, driver) : -1;
     Py_XDECREF(driver);
     return failed;

@@ -40,7 +40,7 @@ static int place_nothing(reducer_object *self, size_t index, bool standing)
     if (!standing)
         return sw_py_gradient_clear(self, index);
     if (self->gpu)
-        return reducer_called(sw_py_call_at((PyObject *)self, "_blank", index));
+        return reducer_called(sw_py_call_at(self, "_blank", index));
     write_negative_zeros(self, index);
     return 0;
 }

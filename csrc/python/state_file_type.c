@@ -81,7 +81,7 @@ static PyObject *state_file_tensor(PyObject *op, PyObject *args)
     sw_py_use_leave(&self->use);
     if (place == UINT64_MAX)
         return PyErr_Format(PyExc_ValueError, "StateFile.tensor: %zu bytes leave the file", bytes);
-    return sw_py_dlpack_capsule_new(a[4].o, a[0].address, a[1].dtype, a[2].o, a[3].o);
+    return sw_py_dlpack_capsule_on(-1, a[4].o, a[0].address, a[1].dtype, a[2].o, a[3].o);
 }
 
 static PyObject *state_file_forget(PyObject *op, PyObject *Py_UNUSED(unused))

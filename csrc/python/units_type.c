@@ -29,10 +29,7 @@ static bool fill_spec(const sw_py_arg *a, void *row, void *specs)
     return runs != NULL;
 }
 
-static void destroy(void *units)
-{
-    sw_units_destroy(units);
-}
+SW_PY_DESTROY(destroy, sw_units_destroy)
 
 static int units_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
@@ -87,7 +84,7 @@ static bool check_unit(const sw_py_owner *self, Py_ssize_t unit)
 /* Enters to change a unit: units share pages, so that one thread at a time changes any of them. */
 static bool enter(sw_py_owner *self, Py_ssize_t unit)
 {
-    PyObject *error = sw_py_state_of((PyObject *)self)->error;
+    PyObject *error = sw_py_state_of(self)->error;
     if (!check_unit(self, unit))
         return false;
     if (sw_py_use_is_own(&self->use))
@@ -160,8 +157,8 @@ static PyObject *units_tensor(PyObject *op, PyObject *args)
         return PyErr_Format(PyExc_ValueError,
                             "Units.tensor: %zd elements from byte %zd leave the unit of %zu bytes",
                             a[2].n, a[1].n, size);
-    return sw_py_dlpack_capsule_new(op, sw_unit_address(units_of(self), a[0].size) + a[1].n,
-                                    a[3].dtype, a[4].o, a[5].o);
+    return sw_py_dlpack_capsule_on(-1, op, sw_unit_address(units_of(self), a[0].size) + a[1].n,
+                                   a[3].dtype, a[4].o, a[5].o);
 }
 
 static PyMethodDef units_methods[] = {
