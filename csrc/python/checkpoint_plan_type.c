@@ -210,18 +210,11 @@ static PyObject *plan_create(PyObject *op, PyObject *args)
     return sw_py_finish_checkpoint(self, &self->use, status, &err);
 }
 
-static PyObject *plan_abandon(PyObject *op, PyObject *Py_UNUSED(unused))
-{
-    plan_object *self = (plan_object *)op;
-    if (!sw_py_plan_enter(self, SW_PY_ALONE))
-        return NULL;
-    if (self->lock_fd >= 0) { /* else it is committed or abandoned already */
-        Py_BEGIN_ALLOW_THREADS
-        sw_partial_abandon(self->partial, &self->lock_fd);
-        Py_END_ALLOW_THREADS
-    }
-    return sw_py_finish_checkpoint(self, &self->use, SW_OK, NULL);
-}
+/* It is committed or abandoned already if no lock is held. */
+SW_PY_METHOD(plan_abandon, plan_object, "abandon", sw_py_plan_enter(self, SW_PY_ALONE),
+             (self->lock_fd >= 0 ? sw_partial_abandon(self->partial, &self->lock_fd) : (void)0,
+              SW_OK),
+             sw_py_finish_checkpoint(self, &self->use, status, &err))
 
 static sw_status create_files(const sw_plan *plan, const char *folder, sw_error *err)
 {
@@ -339,7 +332,7 @@ static PyMethodDef plan_methods[] = {
     SW_PY_OF_TYPE(plan, sync, "path, /", "Make a file durable."),
     SW_PY_ARGS(plan, create, "partial, /",
                "Make a folder with LOCK and every file, with its whole size and disk space."),
-    SW_PY_NONE(plan, abandon,
+    SW_PY_ARGS(plan, abandon, "/",
                "Release LOCK and remove the folder of create(), unless it is committed."),
     SW_PY_ARGS(plan, create_files, "folder, /",
                "Make every file in a folder, with disk space and header."),

@@ -227,49 +227,41 @@ static bool read_packed(sw_py_table *rows, PyObject *sources)
                             "keep: shared_sources must be a list, or bytes in units of %zu", each);
     rows->count = (size_t)PyBytes_Size(sources) / each;
     rows->rows = malloc(rows->count * each + 1);
-    if (!rows->rows) {
-        PyErr_NoMemory();
-        return false;
-    }
+    if (!rows->rows)
+        return PyErr_NoMemory() != NULL;
     memcpy(rows->rows, PyBytes_AsString(sources), rows->count * each);
     return true;
 }
 
-/* Reads sources, and which of them are eager unless that is NULL. */
+/* Reads sources, and which of them are eager. */
 static bool read_sources(PyObject *given, sw_py_table *sources, bool **is_eager)
 {
-    sw_py_table packed = {0};
-    bool is_read = read_packed(&packed, given);
-    const packed_source *from = packed.rows;
-    if (is_read) {
-        sources->rows = calloc(packed.count + 1, sizeof(sw_save_source));
-        if (is_eager)
-            *is_eager = calloc(packed.count + 1, sizeof **is_eager);
-        is_read = sources->rows && (!is_eager || *is_eager);
-        if (!is_read)
-            PyErr_NoMemory();
+    SW_PY_TABLE packed = {0};
+    if (!read_packed(&packed, given))
+        return false;
+    sw_save_source *made = sources->rows = calloc(packed.count + 1, sizeof *made);
+    *is_eager = calloc(packed.count + 1, sizeof **is_eager);
+    if (!made || !*is_eager)
+        return PyErr_NoMemory() != NULL;
+    sources->count = packed.count;
+    for (size_t i = 0; i < packed.count; ++i) {
+        const packed_source *each = (const packed_source *)packed.rows + i;
+        const packed_source *before = i ? each - 1 : NULL;
+        (*is_eager)[i] = each->is_eager != 0;
+        made[i] = (sw_save_source){.source = (size_t)each->source,
+                                   .begin = each->begin,
+                                   .size_bytes = each->size_bytes,
+                                   .data = (const void *)(uintptr_t)each->address,
+                                   .is_on_device = each->is_on_device != 0};
+        if (each->source > INT64_MAX ||
+            (before &&
+             (before->source > each->source || (before->source == each->source &&
+                                                before->begin + before->size_bytes > each->begin))))
+            return sw_py_refuse(PyExc_ValueError,
+                                "begin: sources must ascend without overlap; number %zu does not",
+                                i);
     }
-    for (size_t i = 0; is_read && i < packed.count; ++i) {
-        const packed_source *each = &from[i], *before = i ? &from[i - 1] : NULL;
-        ((sw_save_source *)sources->rows)[i] =
-            (sw_save_source){.source = (size_t)each->source,
-                             .begin = each->begin,
-                             .size_bytes = each->size_bytes,
-                             .data = (const void *)(uintptr_t)each->address,
-                             .is_on_device = each->is_on_device != 0};
-        if (is_eager)
-            (*is_eager)[i] = each->is_eager != 0;
-        is_read =
-            each->source <= INT64_MAX &&
-            (!before || before->source < each->source ||
-             (before->source == each->source && before->begin + before->size_bytes <= each->begin));
-        if (!is_read)
-            PyErr_Format(PyExc_ValueError,
-                         "begin: sources must ascend without overlap; number %zu does not", i);
-    }
-    sources->count = is_read ? packed.count : 0;
-    sw_py_table_fini(&packed);
-    return is_read;
+    return true;
 }
 
 /* ---- a save ---- */
@@ -277,7 +269,7 @@ static bool read_sources(PyObject *given, sw_py_table *sources, bool **is_eager)
 typedef struct save_call { /* what a request borrows */
     sw_save_request request;
     sw_py_table shared, own, stale, retired; /* owned */
-    bool *is_eager;                          /* owned */
+    bool *is_eager, *is_own_eager;           /* owned; the second is of no use */
     plan_pair plans;                         /* owned, and entered */
 } save_call;
 
@@ -288,6 +280,7 @@ static void save_call_fini(save_call *call)
     sw_py_table_fini(&call->stale);
     sw_py_table_fini(&call->retired);
     free(call->is_eager);
+    free(call->is_own_eager);
     leave_plans(call->plans);
 }
 
@@ -308,15 +301,15 @@ static bool read_stage(engine_state *state, PyObject *pair, sw_save_request *req
 
 /* Reads the arguments that begin() and keep() share. */
 static bool read_save(saver_object *self, save_call *call, const sw_py_arg *shared,
-                      const sw_py_arg *own, double timeout_s, PyObject *device, bool **is_eager)
+                      const sw_py_arg *own, double timeout_s, PyObject *device)
 {
     engine_state *state = sw_py_state_of(self);
     sw_save_request *request = &call->request;
     if (!(timeout_s >= 0))
         return sw_py_refuse(PyExc_ValueError, "begin: timeout_s must be at least 0 seconds");
     request->timeout_ns = (int64_t)((timeout_s > 1e9 ? 1e9 : timeout_s) * 1e9);
-    return read_sources(shared[1].o, &call->shared, is_eager) &&
-           read_sources(own[1].o, &call->own, NULL) &&
+    return read_sources(shared[1].o, &call->shared, &call->is_eager) &&
+           read_sources(own[1].o, &call->own, &call->is_own_eager) &&
            enter_plan(state, shared[0].o, &call->shared, &call->plans[0], &request->shared) &&
            enter_plan(state, own[0].o, &call->own, &call->plans[1], &request->own) &&
            read_stage(state, device, request);
@@ -357,8 +350,7 @@ static PyObject *saver_begin(PyObject *op, PyObject *args, PyObject *kwargs)
     if (self->keeps_only)
         PyErr_SetString(PyExc_ValueError,
                         "begin: several ranks need the pages that the constructor takes");
-    if (!PyErr_Occurred() &&
-        read_save(self, &call, &a[6], &a[8], a[13].d, a[14].o, &call.is_eager) &&
+    if (!PyErr_Occurred() && read_save(self, &call, &a[6], &a[8], a[13].d, a[14].o) &&
         read_texts(&call.stale, a[11].o, "begin stale:s", &request->stale, &request->stale_count) &&
         read_texts(&call.retired, a[12].o, "begin retired:s", &request->retired,
                    &request->retired_count)) {
@@ -371,10 +363,9 @@ static PyObject *saver_begin(PyObject *op, PyObject *args, PyObject *kwargs)
         memcpy(call.plans, before, sizeof before);
     }
     save_call_fini(&call);
-    if (!PyErr_Occurred())
-        return finish(self, status, &err);
+    PyObject *done = PyErr_Occurred() ? NULL : sw_py_finish_checkpoint(self, NULL, status, &err);
     sw_py_use_leave(&self->use);
-    return NULL;
+    return done;
 }
 
 static PyObject *build_kept(const sw_save_kept *kept)
@@ -393,20 +384,16 @@ static PyObject *saver_keep(PyObject *op, PyObject *args, PyObject *kwargs)
     PyObject *result = NULL;
     sw_save_kept kept = {0};
     sw_error err = {0};
-    sw_status status = SW_E_INVALID;
     if (!sw_py_read("keep $ nonce:s shared:O shared_sources:O own:O own_sources:L image:A "
                     "image_bytes:K timeout_s:d device:O",
                     args, kwargs, a) ||
         !enter(self, 0))
         return NULL;
     call.request.nonce = a[0].s;
-    if (read_save(self, &call, &a[1], &a[3], a[7].d, a[8].o, NULL)) {
-        status = SW_PY_WITHOUT_GIL(
+    if (read_save(self, &call, &a[1], &a[3], a[7].d, a[8].o)) {
+        sw_status status = SW_PY_WITHOUT_GIL(
             sw_saver_keep(self->saver, &call.request, a[5].address, a[6].word, &kept, &err));
-        if (status == SW_OK)
-            result = build_kept(&kept);
-        else
-            (void)sw_py_raise_checkpoint(op, &err);
+        result = status == SW_OK ? build_kept(&kept) : sw_py_raise_checkpoint(op, &err);
     }
     sw_save_kept_fini(&kept);
     save_call_fini(&call);
@@ -442,8 +429,7 @@ static PyObject *saver_wait(PyObject *op, PyObject *args)
             sw_status status = SW_PY_WITHOUT_GIL(sw_saver_wait(self->saver, 0, &is_over, &err));
             if (status != SW_OK || is_over)
                 leave_plans(self->plans);
-            PyObject *done = finish(self, status, &err);
-            Py_XDECREF(done);
+            SW_PY_OWNED *done = finish(self, status, &err);
             if (!done)
                 return NULL;
         }
@@ -455,27 +441,29 @@ static PyObject *saver_wait(PyObject *op, PyObject *args)
     }
 }
 
+static sw_error reason_of(sw_status status, const char *message)
+{
+    sw_error reason;
+    (void)sw_error_set(&reason, status, -1, "%s", message);
+    return reason;
+}
+
 /* Over hosts the message may need a retry, so it goes without the GIL. */
-static sw_status tell_failure(sw_saver *saver, uint64_t number, const char *message)
-{
-    sw_error reason;
-    (void)sw_error_set(&reason, SW_E_STATE, -1, "%s", message);
-    sw_saver_fail(saver, number, &reason);
-    return SW_OK;
-}
+SW_PY_METHOD_WITH(saver_fail, saver_object, "fail number:K message:s", sw_error reason,
+                  enter(self, 0),
+                  (reason = reason_of(SW_E_STATE, a[1].s),
+                   sw_saver_fail(self->saver, a[0].word, &reason), SW_OK),
+                  finish(self, status, &err))
 
-static sw_status cancel(sw_saver *saver, const char *message)
+static PyObject *cancel(sw_saver *saver, const char *message)
 {
-    sw_error reason;
-    (void)sw_error_set(&reason, SW_E_INTERRUPTED, -1, "%s", message);
+    const sw_error reason = reason_of(SW_E_INTERRUPTED, message);
     sw_saver_cancel(saver, &reason);
-    return SW_OK;
+    return sw_py_none();
 }
 
-SW_PY_METHOD(saver_fail, saver_object, "fail number:K message:s", enter(self, 0),
-             tell_failure(self->saver, a[0].word, a[1].s), finish(self, status, &err))
 SW_PY_VALUE(saver_cancel, saver_object, "cancel message:s", is_usable(self),
-            (cancel(self->saver, a[0].s), sw_py_none()))
+            cancel(self->saver, a[0].s))
 
 static PyObject *saver_progress(PyObject *op, PyObject *Py_UNUSED(unused))
 {

@@ -19,52 +19,35 @@ static bool check_codec(PyObject *module, const sw_py_arg *a)
 {
     const sw_block_codec codec = codec_of(a);
     sw_error err;
-    sw_status status = sw_block_codec_check(&codec, &err);
-    if (status != SW_OK)
-        sw_py_raise(module, &err, NULL);
-    return status == SW_OK;
+    SW_PY_OWNED *done = sw_py_finish(module, sw_block_codec_check(&codec, &err), &err);
+    return done != NULL;
 }
+
+#define CODEC &(const sw_block_codec){a[0].size, a[1].i} /* once it is checked */
 
 SW_PY_VALUE(block_record_bytes, PyObject, "block_record_bytes block:n bits:i", check_codec(self, a),
-            PyLong_FromSize_t(sw_block_codec_record_bytes(&(sw_block_codec){a[0].size, a[1].i})))
-
-static sw_status encode(const sw_py_arg *a)
-{
-    const sw_block_codec codec = codec_of(a);
-    sw_block_encode(&codec, a[2].address, a[3].address, a[4].address, a[5].size);
-    return SW_OK;
-}
-
-static sw_status decode(const sw_py_arg *a)
-{
-    const sw_block_codec codec = codec_of(a);
-    sw_block_decode(&codec, a[2].address, a[3].address, a[4].address, a[5].address, a[6].size);
-    return SW_OK;
-}
-
-SW_PY_METHOD(block_encode, PyObject,
-             "block_encode block:n bits:i records:A source:A error:A numel:N", check_codec(self, a),
-             encode(a), sw_py_finish(self, status, &err))
-SW_PY_METHOD(block_decode, PyObject,
-             "block_decode block:n bits:i out:A records:A error:A own:A numel:N",
-             check_codec(self, a), decode(a), sw_py_finish(self, status, &err))
+            PyLong_FromSize_t(sw_block_codec_record_bytes(CODEC)))
 SW_PY_VALUE(block_is_finite, PyObject, "block_is_finite block:n bits:i records:A count:N",
             check_codec(self, a),
-            PyBool_FromLong(sw_block_is_finite(&(sw_block_codec){a[0].size, a[1].i}, a[2].address,
-                                               a[3].size)))
-
-static sw_status fold_records(const sw_py_arg *a, const sw_py_table *wires)
-{
-    const sw_block_codec codec = codec_of(a);
-    sw_block_fold(&codec, a[2].address, wires->rows, wires->count, a[4].size, (float)a[5].d,
-                  a[6].address);
-    return SW_OK;
-}
-
+            PyBool_FromLong(sw_block_is_finite(CODEC, a[2].address, a[3].size)))
+SW_PY_METHOD(block_encode, PyObject,
+             "block_encode block:n bits:i records:A source:A error:A numel:N", check_codec(self, a),
+             (sw_block_encode(CODEC, a[2].address, a[3].address, a[4].address, a[5].size), SW_OK),
+             sw_py_finish(self, status, &err))
+SW_PY_METHOD(block_decode, PyObject,
+             "block_decode block:n bits:i out:A records:A error:A own:A numel:N",
+             check_codec(self, a),
+             (sw_block_decode(CODEC, a[2].address, a[3].address, a[4].address, a[5].address,
+                              a[6].size),
+              SW_OK),
+             sw_py_finish(self, status, &err))
 SW_PY_METHOD_ON_ROWS(block_fold, PyObject,
                      "block_fold block:n bits:i out:A wires:O count:N scale:d residual:A", , 3,
                      "block_fold wire:A", void *, sw_py_fill_address, check_codec(self, a),
-                     fold_records(a, &rows), sw_py_finish(self, status, &err))
+                     (sw_block_fold(CODEC, a[2].address, rows.rows, rows.count, a[4].size,
+                                    (float)a[5].d, a[6].address),
+                      SW_OK),
+                     sw_py_finish(self, status, &err))
 
 /* ---- halves ---- */
 
@@ -113,13 +96,12 @@ static bool read_addresses(PyObject *sequence, const char *name, size_t wanted, 
 {
     if (!sequence)
         return true;
-    if (!sw_py_table_init(out, sequence, "powersgd address:A", sizeof(void *), sw_py_fill_address,
-                          NULL))
-        return false;
-    return out->count == wanted ||
-           sw_py_refuse(PyExc_ValueError,
-                        "powersgd: %s must have one address a matrix, %zu, not %zu", name, wanted,
-                        out->count);
+    return sw_py_table_init(out, sequence, "powersgd address:A", sizeof(void *), sw_py_fill_address,
+                            NULL) &&
+           (out->count == wanted ||
+            sw_py_refuse(PyExc_ValueError,
+                         "powersgd: %s must have one address a matrix, %zu, not %zu", name, wanted,
+                         out->count));
 }
 
 /* Reads (matrices, p, q), or the first of them, by the signature. */

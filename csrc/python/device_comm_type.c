@@ -30,13 +30,6 @@ static bool keep_host(device_comm_object *self, PyObject *host)
     return true;
 }
 
-static void drop_host(device_comm_object *self)
-{
-    if (self->host)
-        sw_py_comm_release(self->host);
-    ENGINE_CLEAR(self->host);
-}
-
 /* Asks torch's allocator to release cached memory, since GPU memory is short. */
 static void make_room(void *context)
 {
@@ -112,8 +105,8 @@ static bool is_open_and_free(device_comm_object *self, const char *what)
 static bool enter_to_join(device_comm_object *self, const char *what, double timeout_s)
 {
     if (!(timeout_s > 0 && timeout_s <= 1e9))
-        PyErr_Format(PyExc_ValueError, "%s: timeout_s must be in (0, 1e9]", what);
-    if (PyErr_Occurred() || !is_open_and_free(self, what))
+        return sw_py_refuse(PyExc_ValueError, "%s: timeout_s must be in (0, 1e9]", what);
+    if (!is_open_and_free(self, what))
         return false;
     sw_py_device_take(self, SW_PY_ALONE);
     return true;
@@ -184,30 +177,28 @@ static PyObject *device_connect_slots(PyObject *op, PyObject *args)
     device_comm_object *self = (device_comm_object *)op;
     sw_py_arg a[6];
     sw_slot_parts parts = {0};
-    sw_py_table table = {0};
+    SW_PY_TABLE table = {0};
     sw_error err;
     if (!sw_py_read("connect_slots arena:O members:O slot_bytes:N place:s rank:i timeout_s:d", args,
                     NULL, a) ||
         !slot_place_of(a[3].s, &parts.place))
         return NULL;
-    PyObject *arena = a[0].o, *done = NULL;
+    PyObject *arena = a[0].o;
     if (Py_TYPE(arena) != sw_py_state_of(op)->arena_type)
         return PyErr_Format(PyExc_TypeError, "connect_slots: arena must be an Arena, got %R",
                             (PyObject *)Py_TYPE(arena));
     slot_ranks of = {((arena_object *)arena)->arena, sw_slot_part_bytes(a[2].size)};
-    if (sw_py_table_init(&table, a[1].o, "connect_slots members:i", sizeof(uint8_t *), fill_part,
-                         &of) &&
-        enter_to_join(self, "connect_slots", a[5].d)) {
-        parts.slot_bytes = a[2].size;
-        parts.base = table.rows;
-        sw_status status = SW_PY_WITHOUT_GIL(sw_device_comm_connect_slots(
-            self->comm, &parts, a[4].i, (int)table.count, nanoseconds(a[5].d), &err));
-        if (status == SW_OK)
-            sw_py_set(&self->arena, arena);
-        done = sw_py_device_finish(self, status, &err);
-    }
-    sw_py_table_fini(&table);
-    return done;
+    if (!sw_py_table_init(&table, a[1].o, "connect_slots members:i", sizeof(uint8_t *), fill_part,
+                          &of) ||
+        !enter_to_join(self, "connect_slots", a[5].d))
+        return NULL;
+    parts.slot_bytes = a[2].size;
+    parts.base = table.rows;
+    sw_status status = SW_PY_WITHOUT_GIL(sw_device_comm_connect_slots(
+        self->comm, &parts, a[4].i, (int)table.count, nanoseconds(a[5].d), &err));
+    if (status == SW_OK)
+        sw_py_set(&self->arena, arena);
+    return sw_py_device_finish(self, status, &err);
 }
 
 /* Call from a thread inside it, or inside the communicator whose stream it uses. */
@@ -238,7 +229,6 @@ static PyObject *device_close(PyObject *op, PyObject *Py_UNUSED(unused))
 }
 
 SW_PY_DESTROY(disconnect_comm, sw_device_comm_disconnect)
-
 SW_PY_DESTROY(destroy_comm, sw_device_comm_destroy)
 
 /* No reference is left, so no thread can be inside. */
@@ -254,8 +244,10 @@ static void device_dealloc(PyObject *op)
         sw_py_destroy_quietly(destroy_comm, self->comm);
     }
     Py_XDECREF(self->arena);
-    if (!is_abandoned)
-        drop_host(self);
+    if (self->host && !is_abandoned) {
+        sw_py_comm_release(self->host);
+        Py_DECREF(self->host);
+    }
     Py_XDECREF(self->make_room);
     Py_XDECREF(self->beside);
     sw_py_free(op);
@@ -296,9 +288,9 @@ SW_PY_METHOD_WITH(device_exchange, device_comm_object, "exchange range:U receive
                   sw_device_comm_exchange(self->comm, &range, a[1].address, a[2].address, &err),
                   sw_py_device_finish(self, status, &err))
 
-static PyObject *sum_of(PyObject *done, const sw_norm_sum *sum)
+static PyObject *sum_of(PyObject *finished, const sw_norm_sum *sum)
 {
-    Py_XDECREF(done);
+    SW_PY_OWNED *done = finished;
     return done ? PyBytes_FromStringAndSize((const char *)sum, sizeof *sum) : NULL;
 }
 
@@ -424,14 +416,7 @@ static PyObject *device_abort(PyObject *op, PyObject *args)
 }
 
 /* Starts a thread that watches the communicator and can abort it while a call is blocked. */
-static PyObject *device_start_watch(PyObject *op, PyObject *Py_UNUSED(unused))
-{
-    device_comm_object *self = (device_comm_object *)op;
-    sw_error err;
-    if (!sw_py_device_enter(self))
-        return NULL;
-    return sw_py_device_finish(self, sw_device_watch_start(self->comm, &err), &err);
-}
+SW_PY_ON_DEVICE(device_start_watch, "start_watch", sw_device_watch_start(comm, &err))
 
 static PyObject *device_describe(PyObject *op, PyObject *Py_UNUSED(unused))
 {
@@ -500,7 +485,7 @@ static PyMethodDef device_methods[] = {
     SW_PY_ARGS(device, pack, "copies, stream, verdict=0, /", "Copy (to, from, nbytes)."),
     SW_PY_ARGS(device, convert, "copies, to_dtype, from_dtype, scale, stream, factor=0, /",
                "Copy like pack, and scale and round each element."),
-    SW_PY_NONE(device, start_watch, "Watch the communicator in a thread until it is closed."),
+    SW_PY_ARGS(device, start_watch, "/", "Watch the communicator in a thread until it is closed."),
     SW_PY_NONE(device, watch, "Raise if a rank has failed or is late; do not wait."),
     SW_PY_ARGS(device, abort, "reason, /", "End the communicator on this rank."),
     SW_PY_NONE(device, describe, "Return the facts of this GPU and communicator."),

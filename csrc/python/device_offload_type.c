@@ -16,25 +16,15 @@ static int offload_init(PyObject *op, PyObject *args, PyObject *kwargs)
     if (!sw_py_read("DeviceOffload comm:O slot_bytes:N thread_count:i", args, kwargs, a) ||
         !sw_py_owner_bind(self, a[0].o, "DeviceOffload") || !sw_py_device_enter(self->comm))
         return -1;
-    self->destroy = destroy;
     sw_status status = SW_PY_WITHOUT_GIL(
         sw_device_offload_create(self->comm->comm, a[1].size, a[2].i, &made, &err));
-    self->made = made;
-    return sw_py_owner_finish(self, status, &err);
+    return sw_py_owner_made(self, made, destroy, status, &err);
 }
 
-static PyObject *offload_stats(PyObject *op, PyObject *Py_UNUSED(unused))
-{
-    static const sw_py_count counts[] = {SW_PY_COUNT(sw_device_offload_stats, batches),
-                                         SW_PY_COUNT(sw_device_offload_stats, bytes_down),
-                                         SW_PY_COUNT(sw_device_offload_stats, bytes_up)};
-    const sw_py_owner *self = (sw_py_owner *)op;
-    sw_device_offload_stats stats = {0};
-    if (self->made)
-        stats = sw_device_offload_get_stats(self->made);
-    return sw_py_counts(&stats, counts, self->made ? 3 : 0);
-}
-
+SW_PY_OWNER_STATS(offload_stats, sw_device_offload_stats, sw_device_offload_get_stats,
+                  SW_PY_COUNT(sw_device_offload_stats, batches),
+                  SW_PY_COUNT(sw_device_offload_stats, bytes_down),
+                  SW_PY_COUNT(sw_device_offload_stats, bytes_up))
 SW_PY_GETTER(get_buffer_nbytes, sw_py_owner,
              PyLong_FromSize_t(self->made ? sw_device_offload_pinned_bytes(self->made) : 0))
 SW_PY_GETTER(get_thread_count, sw_py_owner,

@@ -15,12 +15,10 @@ static int stage_init(PyObject *op, PyObject *args, PyObject *kwargs)
     if (!sw_py_read("DeviceStage ordinal:i slot_bytes:N | libcuda:z", args, kwargs, a) ||
         !sw_py_use_make(&self->use, "DeviceStage"))
         return -1;
-    self->destroy = destroy;
     self->is_the_parents = true;
     sw_status status =
         SW_PY_WITHOUT_GIL(sw_device_stage_create(a[2].s, a[0].i, a[1].size, &made, &err));
-    self->made = made;
-    return sw_py_owner_made(self, status, &err);
+    return sw_py_owner_made(self, made, destroy, status, &err);
 }
 
 static PyObject *stage_stats(PyObject *op, PyObject *Py_UNUSED(unused))

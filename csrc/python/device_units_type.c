@@ -39,25 +39,19 @@ static int units_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     sw_py_owner *self = (sw_py_owner *)op;
     sw_py_arg a[3] = {{0}};
-    sw_py_nested specs = {.begun = 0};
+    SW_PY_NESTED specs = {.begun = 0};
     sw_device_units *made = NULL;
     sw_error err;
-    int failed = -1;
     if (!sw_py_read("DeviceUnits comm:O place_count:N units:L", args, kwargs, a) ||
-        !sw_py_owner_bind(self, a[0].o, "DeviceUnits"))
+        !sw_py_owner_bind(self, a[0].o, "DeviceUnits") ||
+        !sw_py_nested_init(&specs, a[2].o, "unit name:s place:n address:A runs:L",
+                           sizeof(sw_device_unit_spec), fill_spec) ||
+        !sw_py_device_enter(self->comm))
         return -1;
-    self->destroy = destroy;
     ((device_units_object *)op)->place_count = a[1].size;
-    if (sw_py_nested_init(&specs, a[2].o, "unit name:s place:n address:A runs:L",
-                          sizeof(sw_device_unit_spec), fill_spec) &&
-        sw_py_device_enter(self->comm)) {
-        sw_status status = SW_PY_WITHOUT_GIL(sw_device_units_create(
-            self->comm->comm, a[1].size, specs.outer.rows, specs.outer.count, &made, &err));
-        self->made = made;
-        failed = sw_py_owner_finish(self, status, &err);
-    }
-    sw_py_nested_fini(&specs);
-    return failed;
+    sw_status status = SW_PY_WITHOUT_GIL(sw_device_units_create(
+        self->comm->comm, a[1].size, specs.outer.rows, specs.outer.count, &made, &err));
+    return sw_py_owner_made(self, made, destroy, status, &err);
 }
 
 /* ---- one unit, and all units ---- */
@@ -113,17 +107,10 @@ static PyObject *units_holder(PyObject *op, PyObject *args)
     return holder == SW_DEVICE_UNIT_NONE ? sw_py_none() : PyLong_FromSize_t(holder);
 }
 
-static PyObject *units_stats(PyObject *op, PyObject *Py_UNUSED(unused))
-{
-    static const sw_py_count counts[] = {
-        SW_PY_COUNT(sw_device_units_stats, gathers), SW_PY_COUNT(sw_device_units_stats, releases),
-        SW_PY_COUNT_AS(sw_device_units_stats, bytes, "gathered_bytes")};
-    sw_device_units_stats stats = {0};
-    const sw_py_owner *self = (sw_py_owner *)op;
-    if (self->made)
-        stats = sw_device_units_get_stats(units_of(self));
-    return sw_py_counts(&stats, counts, self->made ? 3 : 0);
-}
+SW_PY_OWNER_STATS(units_stats, sw_device_units_stats, sw_device_units_get_stats,
+                  SW_PY_COUNT(sw_device_units_stats, gathers),
+                  SW_PY_COUNT(sw_device_units_stats, releases),
+                  SW_PY_COUNT_AS(sw_device_units_stats, bytes, "gathered_bytes"))
 
 static PyMethodDef units_methods[] = {
     SW_PY_ARGS(units, gather, "unit, /",

@@ -76,11 +76,9 @@ static int arrive(reducer_object *self)
 {
     if (!self->gpu)
         return 0;
-    if (sw_py_reducer_use_stream(self) < 0 || reducer_enter(self) < 0)
+    if (sw_py_reducer_use_stream(self) < 0)
         return -1;
-    int failed = REDUCER_WAIT(self, sw_reducer_arrive(self->reducer, &err));
-    reducer_leave(self);
-    return failed;
+    return REDUCER_INSIDE(self, REDUCER_WAIT(self, sw_reducer_arrive(self->reducer, &err)));
 }
 
 /* Arranges that close() runs at the end of graph task `task`. Nothing is sent yet: a backward that
@@ -164,12 +162,8 @@ static int fill_for_hook(reducer_object *self, size_t bucket, bool contributes)
 {
     if (contributes && !self->sliced)
         return 0;
-    if (reducer_enter(self) < 0)
-        return -1;
-    int failed =
-        contributes ? sw_py_gradient_fill_bucket(self, bucket) : clear_bucket(self, bucket);
-    reducer_leave(self);
-    return failed;
+    return REDUCER_INSIDE(self, contributes ? sw_py_gradient_fill_bucket(self, bucket)
+                                            : clear_bucket(self, bucket));
 }
 
 /* Calls the user's hook with each participating bucket, in order. */
@@ -209,9 +203,9 @@ static int run_crossed(reducer_object *self, bool contributes)
 /* Marks the gradient as written on torch's current stream. */
 static int produce(reducer_object *self, size_t index)
 {
-    if (sw_py_reducer_use_stream(self) < 0)
-        return -1;
-    return REDUCER_ENQUEUE(self, sw_reducer_produce(self->reducer, index, &err));
+    return sw_py_reducer_use_stream(self) < 0
+               ? -1
+               : REDUCER_ENQUEUE(self, sw_reducer_produce(self->reducer, index, &err));
 }
 
 /* Sends the buckets that earlier gradients completed. A mean overwrites the memory of `.grad`,
@@ -263,11 +257,7 @@ int sw_py_reducer_take_gradient(reducer_object *self, size_t index, PyObject *pa
         return -1;
     if (sw_reducer_state(self->reducer) == SW_ROUND_LOCAL)
         return REDUCER_DO(self, sw_reducer_mark_ready(self->reducer, index, task, &advance, &err));
-    if (reducer_enter(self) < 0) /* a forked child ends here */
-        return -1;
-    int result = take(self, index, task, param);
-    reducer_leave(self);
-    return result;
+    return REDUCER_INSIDE(self, take(self, index, task, param)); /* not in a forked child */
 }
 
 /* ---- a round ends ---- */
@@ -393,22 +383,20 @@ static int finish_sent(reducer_object *self)
     return end_in_order(self, sw_reducer_finish);
 }
 
+static int finish_buckets(reducer_object *self)
+{
+    return send_rest(self) < 0 || wait_traced(self) < 0 ? -1 : finish_sent(self);
+}
+
 static int finish_round(reducer_object *self)
 {
-    int failed;
     if (sw_reducer_state(self->reducer) == SW_ROUND_LOCAL)
         return REDUCER_DO(self, sw_reducer_finish(self->reducer, &err));
     if (sw_py_reducer_use_stream(self) < 0)
         return -1;
-    if (self->bucket_callback) {
-        failed = finish_with_callback(self) < 0;
-    } else {
-        if (reducer_enter(self) < 0)
-            return -1;
-        failed = send_rest(self) < 0 || wait_traced(self) < 0 || finish_sent(self) < 0;
-        reducer_leave(self);
-    }
-    return failed || publish(self) < 0 ? -1 : compare_ranks(self);
+    int failed = self->bucket_callback ? finish_with_callback(self)
+                                       : REDUCER_INSIDE(self, finish_buckets(self));
+    return failed < 0 || publish(self) < 0 ? -1 : compare_ranks(self);
 }
 
 static int abandon(reducer_object *self)
@@ -478,7 +466,6 @@ PyObject *sw_py_reducer_close(PyObject *op, PyObject *Py_UNUSED(unused))
 PyObject *sw_py_reducer_fail(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     reducer_object *self = (reducer_object *)op;
-    sw_error err;
     if (reducer_check_ready(self) < 0)
         return NULL;
     self->announced_task = NO_TASK; /* even if no gradient had arrived yet */
@@ -486,12 +473,8 @@ PyObject *sw_py_reducer_fail(PyObject *op, PyObject *Py_UNUSED(unused))
         return none_or_null(abandon(self));
     if (sw_reducer_state(self->reducer) != SW_ROUND_OPEN)
         Py_RETURN_NONE;
-    if (reducer_enter(self) < 0)
-        return NULL;
-    sw_status status =
-        SW_PY_WITHOUT_GIL(sw_reducer_try_abandon(self->reducer, abandon_budget_ns, &err));
-    reducer_leave(self);
-    return none_or_null(reducer_raise(self, status, &err));
+    return none_or_null(REDUCER_INSIDE(
+        self, REDUCER_WAIT(self, sw_reducer_try_abandon(self->reducer, abandon_budget_ns, &err))));
 }
 
 /* Runs a whole round with the gradients as they are. */

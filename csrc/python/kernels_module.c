@@ -16,10 +16,7 @@ static PyObject *instruction_sets(PyObject *Py_UNUSED(module), PyObject *Py_UNUS
 {
     const sw_kernel_table *tables[MAX_TABLES];
     size_t count = sw_kernels_available(tables, MAX_TABLES);
-    PyObject *list = PyList_New(0);
-    for (size_t i = 0; list && i < count; ++i)
-        sw_py_append(&list, PyUnicode_FromString(tables[i]->name));
-    return list;
+    return SW_PY_LIST(i, count, PyUnicode_FromString(tables[i]->name));
 }
 
 SW_PY_VALUE(instruction_set, PyObject, "instruction_set", true,
@@ -27,39 +24,32 @@ SW_PY_VALUE(instruction_set, PyObject, "instruction_set", true,
 SW_PY_METHOD(force_instruction_set, PyObject, "force_instruction_set name:z", true,
              sw_kernels_force(a[0].s, &err), sw_py_finish(self, status, &err))
 
-static PyObject *fold_tables(PyObject *module, const sw_py_arg *a, const sw_py_table *sources)
+static bool check_fold(const sw_py_arg *a, size_t count, sw_redop *op)
 {
-    sw_dtype dtype = sw_dtype_from_name(a[3].s);
-    sw_redop op = 0;
-    void *target = a[0].address;
-    sw_error err;
-    while (op < SW_REDOP_COUNT && strcmp(sw_redop_name(op), a[4].s) != 0)
-        op++;
-    if (sources->count < 1 || sources->count > 64 || a[2].n < 0 || dtype == SW_DTYPE_COUNT ||
-        op == SW_REDOP_COUNT)
-        return PyErr_Format(
-            PyExc_ValueError,
-            "fold: 1 to 64 sources, a dtype and an op of the engine; got %zu, %s, %s",
-            sources->count, a[3].s, a[4].s);
-    sw_status status = sw_redop_check(op, dtype, &err);
-    if (status == SW_OK)
-        sw_kernels()->fold[dtype](&target, 1, sources->rows, (int)sources->count, a[2].size,
-                                  1.0 / (double)sources->count, op);
-    return sw_py_finish(module, status, &err);
+    for (*op = 0; *op < SW_REDOP_COUNT && strcmp(sw_redop_name(*op), a[4].s) != 0;)
+        ++*op;
+    return (count >= 1 && count <= 64 && a[2].n >= 0 &&
+            sw_dtype_from_name(a[3].s) != SW_DTYPE_COUNT && *op < SW_REDOP_COUNT) ||
+           sw_py_refuse(PyExc_ValueError,
+                        "fold: 1 to 64 sources, a dtype and an op of the engine; got %zu, %s, %s",
+                        count, a[3].s, a[4].s);
 }
 
-static PyObject *fold(PyObject *module, PyObject *args)
+static sw_status run_fold(const sw_py_arg *a, const sw_py_table *sources, sw_redop op,
+                          sw_error *err)
 {
-    sw_py_arg a[5];
-    sw_py_table sources = {0};
-    PyObject *done = NULL;
-    if (sw_py_read("fold destination:A sources:O numel:n dtype:s op:s", args, NULL, a) &&
-        sw_py_table_init(&sources, a[1].o, "fold source:A", sizeof(void *), sw_py_fill_address,
-                         NULL))
-        done = fold_tables(module, a, &sources);
-    sw_py_table_fini(&sources);
-    return done;
+    sw_dtype dtype = sw_dtype_from_name(a[3].s);
+    void *target = a[0].address;
+    SW_TRY(sw_redop_check(op, dtype, err));
+    sw_kernels()->fold[dtype](&target, 1, sources->rows, (int)sources->count, a[2].size,
+                              1.0 / (double)sources->count, op);
+    return SW_OK;
 }
+
+SW_PY_METHOD_ON_ROWS(fold, PyObject, "fold destination:A sources:O numel:n dtype:s op:s",
+                     sw_redop reduction, 1, "fold source:A", void *, sw_py_fill_address,
+                     check_fold(a, rows.count, &reduction), run_fold(a, &rows, reduction, &err),
+                     sw_py_finish(self, status, &err))
 
 static PyObject *limit_value(uint64_t value)
 {
@@ -145,7 +135,6 @@ static bool self_test_once(test_rank *ranks, float *data, sw_error *err)
 
 static PyObject *self_test(PyObject *module, PyObject *Py_UNUSED(unused))
 {
-    engine_state *state = sw_py_state_of(module);
     test_rank ranks[SELF_TEST_RANKS] = {0};
     sw_local_group *group = NULL;
     sw_error err = {.message = "self_test: an all_reduce of 3 threads gave a wrong sum"};
@@ -162,11 +151,7 @@ static PyObject *self_test(PyObject *module, PyObject *Py_UNUSED(unused))
         sw_local_group_destroy(group);
     }
     free(data);
-    if (!right) {
-        PyErr_SetString(state->error, err.message);
-        return NULL;
-    }
-    Py_RETURN_NONE;
+    return right ? sw_py_none() : PyErr_Format(sw_py_state_of(module)->error, "%s", err.message);
 }
 
 SW_PY_VALUE(crc32c, PyObject, "crc32c address:A nbytes:N", true,

@@ -66,14 +66,16 @@
 
 /* A method, or a function of the module, that only returns a value. */
 #define SW_PY_VALUE(function, object, signature, check, value) \
-    static PyObject *function(PyObject *op, PyObject *args)    \
-    {                                                          \
-        object *self = (object *)(void *)op;                   \
-        sw_py_arg a[SW_PY_ARGS_MAX] = {{0}};                   \
-        (void)self;                                            \
-        if (!sw_py_read(signature, args, NULL, a) || !(check)) \
-            return NULL;                                       \
-        return value;                                          \
+    static SW_PY_SHARED_VALUE(function, object, signature, check, value)
+#define SW_PY_SHARED_VALUE(function, object, signature, check, value) \
+    PyObject *function(PyObject *op, PyObject *args)                  \
+    {                                                                 \
+        object *self = (object *)(void *)op;                          \
+        sw_py_arg a[SW_PY_ARGS_MAX] = {{0}};                          \
+        (void)self;                                                   \
+        if (!sw_py_read(signature, args, NULL, a) || !(check))        \
+            return NULL;                                              \
+        return value;                                                 \
     }
 
 /* A property without a setter. */

@@ -27,18 +27,13 @@ bool sw_py_owner_check(const sw_py_owner *self, const char *what)
     return self->made || sw_py_refuse(sw_py_state_of(self)->error, "%s not initialised", what);
 }
 
-int sw_py_owner_made(sw_py_owner *self, sw_status status, const sw_error *err)
+int sw_py_owner_made(sw_py_owner *self, void *made, sw_py_destroy_fn *destroy, sw_status status,
+                     const sw_error *err)
 {
-    if (status == SW_OK)
-        return 0;
-    sw_py_raise(self, err, NULL);
-    return -1;
-}
-
-int sw_py_owner_finish(sw_py_owner *self, sw_status status, const sw_error *err)
-{
-    PyObject *done = sw_py_device_finish(self->comm, status, err);
-    Py_XDECREF(done);
+    self->made = made;
+    self->destroy = destroy;
+    SW_PY_OWNED *done =
+        self->comm ? sw_py_device_finish(self->comm, status, err) : sw_py_finish(self, status, err);
     return done ? 0 : -1;
 }
 

@@ -8,24 +8,22 @@
 /* Lifecycle
  * ------------------------------------------------------------------------------------------ */
 
-static int parse_transport(const char *name, sw_transport *transport)
+static bool parse_transport(const char *name, sw_transport *transport)
 {
     for (int t = SW_TRANSPORT_AUTO; t <= SW_TRANSPORT_STAGED; ++t)
         if (strcmp(sw_transport_name((sw_transport)t), name) == 0) {
             *transport = (sw_transport)t;
-            return 0;
+            return true;
         }
-    PyErr_Format(PyExc_ValueError, "transport must be 'auto', 'pool' or 'staged', got '%s'", name);
-    return -1;
+    return sw_py_refuse(PyExc_ValueError, "transport must be 'auto', 'pool' or 'staged', got '%s'",
+                        name);
 }
 
-static int parse_reduce(const char *name, bool *sums)
+static bool parse_reduce(const char *name, bool *sums)
 {
     *sums = strcmp(name, "sum") == 0;
-    if (*sums || strcmp(name, "mean") == 0)
-        return 0;
-    PyErr_Format(PyExc_ValueError, "reduce must be 'mean' or 'sum', got '%s'", name);
-    return -1;
+    return *sums || strcmp(name, "mean") == 0 ||
+           sw_py_refuse(PyExc_ValueError, "reduce must be 'mean' or 'sum', got '%s'", name);
 }
 
 /* A row is what the engine lays out; the last argument is the group whose buckets it shares. */
@@ -68,18 +66,15 @@ static int create(reducer_object *self, const sw_py_table *params, const sw_py_t
 }
 
 /* Binds a HostComm or a DeviceComm and returns its world size, which is 0 once it is closed;
- * create() then refuses it. */
-static int bind_comm(reducer_object *self, PyObject *comm, int *world_size)
+ * create() then refuses it. Returns false with an exception. */
+static bool bind_comm(reducer_object *self, PyObject *comm, int *world_size)
 {
     const engine_state *state = sw_py_state_of(self);
     bool on_host = PyObject_TypeCheck(comm, state->comm_type);
     *world_size = 0;
-    if (self->comm || self->gpu ||
-        !(on_host || PyObject_TypeCheck(comm, state->device_comm_type))) {
-        PyErr_SetString(PyExc_TypeError, "Reducer: comm must be a HostComm or a DeviceComm, and a "
-                                         "Reducer is initialised once");
-        return -1;
-    }
+    if (self->comm || self->gpu || !(on_host || PyObject_TypeCheck(comm, state->device_comm_type)))
+        return sw_py_refuse(PyExc_TypeError, "Reducer: comm must be a HostComm or a DeviceComm, "
+                                             "and a Reducer is initialised once");
     Py_INCREF(comm);
     if (on_host) {
         self->comm = (comm_object *)comm;
@@ -90,7 +85,7 @@ static int bind_comm(reducer_object *self, PyObject *comm, int *world_size)
         const sw_peers *peers = self->gpu->comm ? self->gpu->comm->peers : NULL;
         *world_size = peers ? peers->world_size : 0;
     }
-    return 0;
+    return true;
 }
 
 /* Checks another DeviceComm of the reducer's rank, or None. Returns false with an exception. */
@@ -101,10 +96,8 @@ static bool read_side(reducer_object *self, PyObject *value, sw_device_comm **si
         return true;
     if (self->gpu && PyObject_TypeCheck(value, sw_py_state_of(self)->device_comm_type))
         *side = ((device_comm_object *)value)->comm;
-    if (!*side)
-        PyErr_SetString(PyExc_TypeError, "Reducer: row and column must be DeviceComms beside the "
-                                         "DeviceComm given, or None");
-    return *side != NULL;
+    return *side || sw_py_refuse(PyExc_TypeError, "Reducer: row and column must be DeviceComms "
+                                                  "beside the DeviceComm given, or None");
 }
 
 /* Keeps the row and column alive as long as the reducer. */
@@ -118,120 +111,83 @@ static int keep_sides(reducer_object *self, PyObject *row, PyObject *column)
     return PyList_SetItem(self->memory, first + COLUMN, column);
 }
 
-static int check_caps(Py_ssize_t cap, Py_ssize_t first_cap)
+static bool check_caps(Py_ssize_t cap, Py_ssize_t first_cap)
 {
     if (cap <= 0)
-        PyErr_Format(PyExc_ValueError, "Reducer: bucket_cap_bytes must be positive, got %zd", cap);
-    else if (first_cap < 0)
-        PyErr_Format(PyExc_ValueError, "Reducer: first_cap_bytes must not be negative, got %zd",
-                     first_cap);
-    return cap <= 0 || first_cap < 0 ? -1 : 0;
+        return sw_py_refuse(PyExc_ValueError, "Reducer: bucket_cap_bytes must be positive, got %zd",
+                            cap);
+    return first_cap >= 0 ||
+           sw_py_refuse(PyExc_ValueError, "Reducer: first_cap_bytes must not be negative, got %zd",
+                        first_cap);
 }
 
-enum { /* the arguments of __init__ */
-       ARG_COMM,
-       ARG_PARAMETERS,
-       ARG_CAP,
-       ARG_TRANSPORT,
-       ARG_REDUCE,
-       ARG_SLICED,
-       ARG_SLICES,
-       ARG_LABEL,
-       ARG_FIRST_CAP,
-       ARG_DETERMINISTIC,
-       ARG_WIRE,
-       ARG_ROW,
-       ARG_COLUMN,
-       ARG_COUNT
-};
+/* Makes what the hooks reach the reducer by, and the name that is looked up on each parameter. */
+static bool make_link(reducer_object *self)
+{
+    self->announced_task = NO_TASK;
+    self->grad_name = PyUnicode_InternFromString("grad");
+    self->link = calloc(1, sizeof *self->link);
+    if (!self->link)
+        return PyErr_NoMemory() != NULL;
+    *self->link = (reducer_link){.reducer = self, .references = 1};
+    return self->grad_name != NULL;
+}
 
 static int reducer_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     reducer_object *self = (reducer_object *)op;
-    sw_py_arg a[ARG_COUNT] = {[ARG_CAP] = {.n = 25 * 1024 * 1024}, [ARG_TRANSPORT] = {.s = "auto"},
-                              [ARG_REDUCE] = {.s = "mean"},        [ARG_SLICES] = {.o = Py_None},
-                              [ARG_LABEL] = {.s = "model"},        [ARG_ROW] = {.o = Py_None},
-                              [ARG_COLUMN] = {.o = Py_None}};
-    sw_py_slices slices;
+    sw_py_arg a[13] = {[2] = {.n = 25 * 1024 * 1024}, [3] = {.s = "auto"},  [4] = {.s = "mean"},
+                       [6] = {.o = Py_None},          [7] = {.s = "model"}, [11] = {.o = Py_None},
+                       [12] = {.o = Py_None}};
+    SW_PY_SLICES slices = {.numbers = NULL};
+    SW_PY_TABLE params = {0}, names = {0};
     sw_reducer_options options = {.label = "model"};
-    sw_py_table params = {0}, names = {0};
     int world_size;
     if (!sw_py_read(
             "Reducer comm:O parameters:O | $ bucket_cap_bytes:n transport:s reduce:s sliced:p "
             "slices:O label:s first_cap_bytes:n deterministic:p wire:z row:O column:O",
             args, kwargs, a) ||
-        check_caps(a[ARG_CAP].n, a[ARG_FIRST_CAP].n) < 0 ||
-        parse_transport(a[ARG_TRANSPORT].s, &options.transport) < 0 ||
-        parse_reduce(a[ARG_REDUCE].s, &options.sums) < 0 ||
-        bind_comm(self, a[ARG_COMM].o, &world_size) < 0 ||
-        !read_side(self, a[ARG_ROW].o, &options.row) ||
-        !read_side(self, a[ARG_COLUMN].o, &options.column))
+        !check_caps(a[2].n, a[8].n) || !parse_transport(a[3].s, &options.transport) ||
+        !parse_reduce(a[4].s, &options.sums) || !bind_comm(self, a[0].o, &world_size) ||
+        !read_side(self, a[11].o, &options.row) || !read_side(self, a[12].o, &options.column) ||
+        !make_link(self) || sw_py_slices_init(&slices, a[6].o, world_size) < 0 ||
+        !sw_py_table_init(&params, a[1].o, PARAMETER, sizeof(sw_layout_param), fill_parameter,
+                          NULL) ||
+        !sw_py_table_init(&names, params.items, PARAMETER, sizeof(const char *), sw_py_fill_text,
+                          NULL))
         return -1;
-    self->announced_task = NO_TASK;
-    self->sliced = options.sliced = a[ARG_SLICED].p;
-    options.label = a[ARG_LABEL].s;
-    options.bucket_cap_bytes = a[ARG_CAP].size;
-    options.first_cap_bytes = a[ARG_FIRST_CAP].size;
-    options.deterministic = a[ARG_DETERMINISTIC].p;
-    options.is_narrow = a[ARG_WIRE].s != NULL;
-    options.wire = a[ARG_WIRE].s ? sw_dtype_from_name(a[ARG_WIRE].s) : SW_DTYPE_COUNT;
-    self->grad_name = PyUnicode_InternFromString("grad");
-    self->link = calloc(1, sizeof *self->link);
-    if (!self->link)
-        PyErr_NoMemory();
-    if (!self->grad_name || !self->link)
-        return -1;
-    *self->link = (reducer_link){.reducer = self, .references = 1};
-    if (sw_py_slices_init(&slices, a[ARG_SLICES].o, world_size) < 0)
-        return -1;
+    self->sliced = options.sliced = a[5].p;
     options.slices = sw_py_slices_get(&slices);
-    int result = -1;
-    if (sw_py_table_init(&params, a[ARG_PARAMETERS].o, PARAMETER, sizeof(sw_layout_param),
-                         fill_parameter, NULL) &&
-        sw_py_table_init(&names, params.items, PARAMETER, sizeof(const char *), sw_py_fill_text,
-                         NULL))
-        result = create(self, &params, &names, &options);
-    sw_py_table_fini(&params);
-    sw_py_table_fini(&names);
-    sw_py_slices_fini(&slices);
-    return result == 0 && self->gpu ? keep_sides(self, a[ARG_ROW].o, a[ARG_COLUMN].o) : result;
-}
-
-/* The references that attach() sets, and those that other methods set. */
-static PyObject **reference(reducer_object *self, size_t i)
-{
-    PyObject **const slots[] = {&self->params,      &self->views,
-                                &self->hook_tables, &self->renew,
-                                &self->copy,        &self->open,
-                                &self->task_id,     &self->layouts,
-                                &self->unlike,      &self->describe,
-                                &self->stream,      &self->order,
-                                &self->announcer,   &self->bucket_callback,
-                                &self->bucket_wait, &self->tracer};
-    return i < sizeof slots / sizeof *slots ? slots[i] : NULL;
+    options.label = a[7].s;
+    options.bucket_cap_bytes = a[2].size;
+    options.first_cap_bytes = a[8].size;
+    options.deterministic = a[9].p;
+    options.is_narrow = a[10].s != NULL;
+    options.wire = a[10].s ? sw_dtype_from_name(a[10].s) : SW_DTYPE_COUNT;
+    if (create(self, &params, &names, &options) < 0)
+        return -1;
+    return self->gpu ? keep_sides(self, a[11].o, a[12].o) : 0;
 }
 
 static int reducer_traverse(PyObject *op, visitproc visit, void *arg)
 {
     reducer_object *self = (reducer_object *)op;
-    PyObject **slot;
     Py_VISIT(Py_TYPE(op));
     Py_VISIT(self->comm);
     Py_VISIT(self->held);
     Py_VISIT(self->gpu);
-    for (size_t i = 0; (slot = reference(self, i)); ++i)
-        Py_VISIT(*slot);
+    for (size_t i = 0; i < REDUCER_REFERENCES; ++i)
+        Py_VISIT(self->references[i]);
     return 0;
 }
 
 static int reducer_clear(PyObject *op)
 {
     reducer_object *self = (reducer_object *)op;
-    PyObject **slot;
     if (self->link) /* first: clearing runs destructors, which may call a hook */
         self->link->reducer = NULL;
-    for (size_t i = 0; (slot = reference(self, i)); ++i)
-        ENGINE_CLEAR(*slot);
+    for (size_t i = 0; i < REDUCER_REFERENCES; ++i)
+        ENGINE_CLEAR(self->references[i]);
     return 0;
 }
 
@@ -310,17 +266,32 @@ static bool make_attachment(attachment *made, const reducer_object *self, PyObje
         return sw_py_refuse(PyExc_ValueError,
                             "attach: parameters and views must have %zd entries each", count);
     made->exchange = count ? sw_py_tensor_exchange_table(PyList_GetItem(made->params, 0)) : NULL;
-    made->hook_tables = PyList_New(0);
-    for (Py_ssize_t i = 0; made->hook_tables && i < count; ++i) {
-        Py_INCREF(Py_None);
-        sw_py_append(&made->hook_tables, Py_None);
-    }
+    made->hook_tables = SW_PY_LIST(i, count, sw_py_none());
     made->hook_counts = calloc((size_t)count + 1, sizeof *made->hook_counts);
     if (made->exchange && (!self->sliced || layouts != Py_None))
         made->shapes = calloc((size_t)count, sizeof *made->shapes);
     if (!made->hook_counts) /* without shapes every gradient goes through copy() */
         PyErr_NoMemory();
     return made->hook_tables && made->hook_counts;
+}
+
+/* Nothing fails here; each old object is dropped once it is replaced. */
+static void take_attachment(reducer_object *self, attachment *made, const sw_py_arg *a)
+{
+    tensor_view *shapes = self->shapes;
+    Py_ssize_t *hook_counts = self->hook_counts;
+    self->exchange = made->exchange;
+    self->shapes = made->shapes;
+    self->hook_counts = made->hook_counts;
+    made->shapes = shapes;
+    made->hook_counts = hook_counts;
+    sw_py_set(&self->hook_tables, made->hook_tables);
+    sw_py_set(&self->views, a[1].o);
+    for (int i = 0; i < 8; ++i)
+        sw_py_set(&self->references[i], a[i + 2].o);
+    sw_py_set(&self->params, made->params);
+    for (Py_ssize_t i = 0; self->shapes && i < PyList_Size(self->params); ++i)
+        read_shape(self, shape_models(self), self->shapes, i);
 }
 
 static PyObject *reducer_attach(PyObject *op, PyObject *args, PyObject *kwargs)
@@ -336,24 +307,8 @@ static PyObject *reducer_attach(PyObject *op, PyObject *args, PyObject *kwargs)
                     args, kwargs, a))
         return NULL;
     bool is_made = make_attachment(&made, self, a[0].o, a[1].o, a[6].o);
-    if (is_made) { /* from here on nothing fails; each old object is dropped once it is replaced */
-        PyObject **const slots[] = {&self->copy,    &self->open,   &self->renew,    &self->task_id,
-                                    &self->layouts, &self->unlike, &self->describe, &self->stream};
-        tensor_view *shapes = self->shapes;
-        Py_ssize_t *hook_counts = self->hook_counts;
-        self->exchange = made.exchange;
-        self->shapes = made.shapes;
-        self->hook_counts = made.hook_counts;
-        made.shapes = shapes;
-        made.hook_counts = hook_counts;
-        sw_py_set(&self->hook_tables, made.hook_tables);
-        sw_py_set(&self->views, a[1].o);
-        for (int i = 0; i < 8; ++i)
-            sw_py_set(slots[i], a[i + 2].o);
-        sw_py_set(&self->params, made.params);
-        for (Py_ssize_t i = 0; self->shapes && i < PyList_Size(self->params); ++i)
-            read_shape(self, shape_models(self), self->shapes, i);
-    }
+    if (is_made)
+        take_attachment(self, &made, a);
     Py_XDECREF(made.params);
     Py_XDECREF(made.hook_tables);
     free(made.shapes);
@@ -432,15 +387,12 @@ static PyObject *reducer_foreign(PyObject *op, PyObject *Py_UNUSED(unused))
     PyObject *found = reducer_check_ready(self) < 0 ? NULL : PyList_New(0);
     size_t count = found ? sw_reducer_layout(self->reducer)->param_count : 0;
     for (size_t i = 0; found && i < count; ++i) {
-        PyObject *param = sw_py_item(self->params, i), *view = sw_py_item(self->views, i);
-        PyObject *grad = param && view ? PyObject_GetAttr(param, self->grad_name) : NULL;
+        SW_PY_OWNED *param = sw_py_item(self->params, i), *view = sw_py_item(self->views, i);
+        SW_PY_OWNED *grad = param && view ? PyObject_GetAttr(param, self->grad_name) : NULL;
         if (!grad)
             ENGINE_CLEAR(found);
         else if (grad != Py_None && grad != view)
             sw_py_append(&found, PyLong_FromSize_t(i));
-        Py_XDECREF(grad);
-        Py_XDECREF(param);
-        Py_XDECREF(view);
     }
     return found;
 }
@@ -464,10 +416,8 @@ static PyObject *reducer_mark_unfrozen(PyObject *op, PyObject *args)
 /* Adds the driver's counts since the GPU was opened, for all reducers on it. */
 static int add_driver_counts(reducer_object *self, PyObject *counts)
 {
-    PyObject *driver = sw_py_call(self->gpu, "stats", NULL, NULL);
-    int failed = driver ? PyDict_Update(counts, driver) : -1;
-    Py_XDECREF(driver);
-    return failed;
+    SW_PY_OWNED *driver = sw_py_call(self->gpu, "stats", NULL, NULL);
+    return driver ? PyDict_Update(counts, driver) : -1;
 }
 
 static PyObject *reducer_stats(PyObject *op, PyObject *Py_UNUSED(unused))

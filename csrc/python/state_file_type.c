@@ -23,49 +23,46 @@ static int state_file_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     sw_py_owner *self = (sw_py_owner *)op;
     sw_py_arg a[3];
-    PyObject *folder = NULL;
+    PyObject *encoded = NULL;
     sw_error err;
     if (!sw_py_read("StateFile folder:O label:s buffer_bytes:N", args, kwargs, a) ||
-        !PyUnicode_FSConverter(a[0].o, &folder))
+        !PyUnicode_FSConverter(a[0].o, &encoded))
+        return -1;
+    SW_PY_OWNED *folder = encoded;
+    if (!sw_py_use_make(&self->use, "StateFile"))
         return -1;
     sw_offload *made = calloc(1, sizeof *made);
-    if (!made)
+    if (!made) {
         PyErr_NoMemory();
-    if (!made || !sw_py_use_make(&self->use, "StateFile")) {
-        free(made);
-        Py_DECREF(folder);
         return -1;
     }
-    self->destroy = destroy;
     const char *path = PyBytes_AsString(folder);
     sw_status status = SW_PY_WITHOUT_GIL(sw_offload_init(made, path, a[1].s, a[2].size, &err));
-    Py_DECREF(folder);
-    if (status == SW_OK)
-        self->made = made;
-    else
+    if (status != SW_OK) {
         free(made);
-    return sw_py_owner_made(self, status, &err);
+        made = NULL;
+    }
+    return sw_py_owner_made(self, made, destroy, status, &err);
 }
 
 static bool enter(sw_py_owner *self, sw_py_use_kind kind)
 {
-    if (!self->made)
-        PyErr_SetString(PyExc_RuntimeError, "StateFile: not made yet");
-    return self->made &&
+    return (self->made || sw_py_refuse(PyExc_RuntimeError, "StateFile: not made yet")) &&
            sw_py_use_enter(&self->use, kind, SW_PY_PATIENCE_NS, PyExc_RuntimeError, "StateFile");
 }
 
-static PyObject *address_of(sw_py_owner *self, sw_status status, uint8_t *address,
-                            const sw_error *err)
+/* Leaves, and returns the address, unless that is NULL, or None. */
+static PyObject *finish(sw_py_owner *self, sw_status status, uint8_t *address, const sw_error *err)
 {
     sw_py_use_leave(&self->use);
-    return sw_py_owner_made(self, status, err) < 0 ? NULL : PyLong_FromVoidPtr(address);
+    return status == SW_OK && address ? PyLong_FromVoidPtr(address)
+                                      : sw_py_finish(self, status, err);
 }
 
 SW_PY_METHOD_WITH(state_file_grow, sw_py_owner, "grow nbytes:N", uint8_t *address = NULL,
                   enter(self, SW_PY_ALONE),
                   sw_state_file_grow(&offload_of(self)->file, a[0].size, &address, &err),
-                  address_of(self, status, address, &err))
+                  finish(self, status, address, &err))
 
 static PyObject *state_file_tensor(PyObject *op, PyObject *args)
 {
@@ -84,15 +81,9 @@ static PyObject *state_file_tensor(PyObject *op, PyObject *args)
     return sw_py_dlpack_capsule_on(-1, a[4].o, a[0].address, a[1].dtype, a[2].o, a[3].o);
 }
 
-static PyObject *state_file_forget(PyObject *op, PyObject *Py_UNUSED(unused))
-{
-    sw_py_owner *self = (sw_py_owner *)op;
-    if (!enter(self, SW_PY_ALONE))
-        return NULL;
-    sw_state_file_forget(&offload_of(self)->file);
-    sw_py_use_leave(&self->use);
-    Py_RETURN_NONE;
-}
+SW_PY_METHOD(state_file_forget, sw_py_owner, "forget", enter(self, SW_PY_ALONE),
+             (sw_state_file_forget(&offload_of(self)->file), SW_OK),
+             finish(self, status, NULL, &err))
 
 SW_PY_GETTER(get_nbytes, sw_py_owner,
              PyLong_FromUnsignedLongLong(self->made ? offload_of(self)->file.size_bytes : 0))
@@ -107,7 +98,7 @@ static PyMethodDef state_file_methods[] = {
                "Append zeroed bytes to the file; return their address."),
     SW_PY_ARGS(state_file, tensor, "address, dtype, shape, strides, owner, /",
                "Return a DLPack capsule that keeps owner alive."),
-    SW_PY_NONE(state_file, forget, "Drop the file's pages from this process's memory."),
+    SW_PY_ARGS(state_file, forget, "/", "Drop the file's pages from this process's memory."),
     {NULL, NULL, 0, NULL},
 };
 

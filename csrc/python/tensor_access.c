@@ -63,42 +63,38 @@ static sw_dtype floating_dtype(uint8_t code, uint8_t bits)
 static bool refuse(PyObject *tensor, const char *what, Py_ssize_t index, const char *wanted,
                    const char *name)
 {
-    PyObject *value = PyObject_GetAttrString(tensor, name);
-    PyObject *text = value ? PyObject_Str(value) : NULL;
+    SW_PY_OWNED *value = PyObject_GetAttrString(tensor, name);
+    SW_PY_OWNED *text = value ? PyObject_Str(value) : NULL;
     PyErr_Clear();
-    PyErr_Format(PyExc_ValueError, "%s[%zd] must be %s, not %V", what, index, wanted, text, "that");
-    Py_XDECREF(text);
-    Py_XDECREF(value);
-    return false;
+    return sw_py_refuse(PyExc_ValueError, "%s[%zd] must be %s, not %V", what, index, wanted, text,
+                        "that");
 }
 
-/* Copies a tuple of integers to `into`. Returns its length, or -1 with an exception. */
-static int read_integers(PyObject *tuple, int64_t *into)
+/* Copies a tuple of integers, whose reference it takes, to `into`. Returns its length, or -1 with
+ * an exception. */
+static int read_integers(PyObject *taken, int64_t *into)
 {
+    SW_PY_OWNED *tuple = taken;
     Py_ssize_t count = tuple ? PySequence_Size(tuple) : -1;
     for (Py_ssize_t i = 0; i < count && i < SW_PY_TENSOR_DIMS_MAX; ++i) {
-        PyObject *item = PySequence_GetItem(tuple, i);
+        SW_PY_OWNED *item = PySequence_GetItem(tuple, i);
         into[i] = item ? (int64_t)PyLong_AsLongLong(item) : -1;
-        Py_XDECREF(item);
     }
-    Py_XDECREF(tuple);
     return PyErr_Occurred() || count > SW_PY_TENSOR_DIMS_MAX ? -1 : (int)count;
 }
 
 /* Returns an attribute's text, like "torch.float32", owned by `text`; NULL with an exception. */
 static const char *attribute_text(PyObject *object, const char *name, PyObject **text)
 {
-    PyObject *value = PyObject_GetAttrString(object, name);
+    SW_PY_OWNED *value = PyObject_GetAttrString(object, name);
     *text = value ? PyObject_Str(value) : NULL;
-    Py_XDECREF(value);
     return *text ? PyUnicode_AsUTF8AndSize(*text, NULL) : NULL;
 }
 
 bool sw_py_tensor_address(PyObject *tensor, void **address)
 {
-    PyObject *value = sw_py_call(tensor, "data_ptr", NULL, NULL);
+    SW_PY_OWNED *value = sw_py_call(tensor, "data_ptr", NULL, NULL);
     *address = value ? PyLong_AsVoidPtr(value) : NULL;
-    Py_XDECREF(value);
     return !PyErr_Occurred();
 }
 

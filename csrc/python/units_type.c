@@ -36,7 +36,8 @@ static int units_init(PyObject *op, PyObject *args, PyObject *kwargs)
     sw_py_owner *self = (sw_py_owner *)op;
     PyTypeObject *arena_type = sw_py_state_of(op)->arena_type;
     sw_py_arg a[5] = {{0}};
-    sw_py_nested specs = {.begun = 0};
+    SW_PY_NESTED specs = {.begun = 0};
+    sw_units *made = NULL;
     sw_error err;
     if (!sw_py_read("Units arena:O units:L warm_bytes:N label:s | codes:O", args, kwargs, a))
         return -1;
@@ -50,7 +51,6 @@ static int units_init(PyObject *op, PyObject *args, PyObject *kwargs)
     }
     if (!sw_py_use_make(&self->use, "Units"))
         return -1;
-    self->destroy = destroy;
     sw_py_owner_keep(self, KEPT_ARENA, arena);
     if (codes)
         sw_py_owner_keep(self, KEPT_CODES, codes);
@@ -59,17 +59,12 @@ static int units_init(PyObject *op, PyObject *args, PyObject *kwargs)
                                  .world_size = (size_t)slices->world_size,
                                  .slice_bytes = slices->size_bytes,
                                  .code_bytes = records ? records->size_bytes : 0};
-    int failed = -1;
-    if (sw_py_nested_init(&specs, a[1].o, "unit name:s nbytes:N runs:L", sizeof(sw_unit_spec),
-                          fill_spec)) {
-        sw_units *made = NULL;
-        sw_status status = SW_PY_WITHOUT_GIL(sw_units_create(
-            &parts, specs.outer.rows, specs.outer.count, a[2].size, a[3].s, &made, &err));
-        self->made = made;
-        failed = sw_py_owner_made(self, status, &err);
-    }
-    sw_py_nested_fini(&specs);
-    return failed;
+    if (!sw_py_nested_init(&specs, a[1].o, "unit name:s nbytes:N runs:L", sizeof(sw_unit_spec),
+                           fill_spec))
+        return -1;
+    sw_status status = SW_PY_WITHOUT_GIL(sw_units_create(
+        &parts, specs.outer.rows, specs.outer.count, a[2].size, a[3].s, &made, &err));
+    return sw_py_owner_made(self, made, destroy, status, &err);
 }
 
 /* ---- one unit ---- */
@@ -98,7 +93,7 @@ static bool enter(sw_py_owner *self, Py_ssize_t unit)
 static PyObject *finish(sw_py_owner *self, sw_status status, const sw_error *err)
 {
     sw_py_use_leave(&self->use);
-    return sw_py_owner_made(self, status, err) < 0 ? NULL : sw_py_none();
+    return sw_py_finish(self, status, err);
 }
 
 #define UNITS_METHOD(name, call)                                                        \
@@ -120,26 +115,18 @@ static PyObject *units_take_write(PyObject *op, PyObject *args)
     size_t found = sw_unit_find_write(units_of(self), a[0].size);
     if (found != SIZE_MAX)
         status = sw_unit_forget_writes(units_of(self), a[0].size, &err);
-    PyObject *done = finish(self, status, &err);
-    Py_XDECREF(done);
+    SW_PY_OWNED *done = finish(self, status, &err);
     return !done ? NULL : found == SIZE_MAX ? PyLong_FromLong(-1) : PyLong_FromSize_t(found);
 }
 
 SW_PY_VALUE(units_state, sw_py_owner, "state unit:n", check_unit(self, a[0].n),
             PyUnicode_FromString(sw_shard_state_name(sw_unit_state(units_of(self), a[0].size))))
 
-static PyObject *units_stats(PyObject *op, PyObject *Py_UNUSED(unused))
-{
-    const sw_py_owner *self = (sw_py_owner *)op;
-    sw_units_stats stats = {0};
-    if (self->made)
-        stats = sw_units_get_stats(units_of(self));
-    return Py_BuildValue("{s:K,s:K,s:K,s:K,s:n}", "gathers", (unsigned long long)stats.gathers,
-                         "releases", (unsigned long long)stats.releases, "gathered_bytes",
-                         (unsigned long long)stats.bytes, "gather_ns",
-                         (unsigned long long)stats.gather_ns, "most_unit_bytes",
-                         (Py_ssize_t)stats.most_bytes);
-}
+SW_PY_OWNER_STATS(units_stats, sw_units_stats, sw_units_get_stats,
+                  SW_PY_COUNT(sw_units_stats, gathers), SW_PY_COUNT(sw_units_stats, releases),
+                  SW_PY_COUNT_AS(sw_units_stats, bytes, "gathered_bytes"),
+                  SW_PY_COUNT(sw_units_stats, gather_ns),
+                  SW_PY_COUNT_AS(sw_units_stats, most_bytes, "most_unit_bytes"))
 
 static PyObject *units_tensor(PyObject *op, PyObject *args)
 {
