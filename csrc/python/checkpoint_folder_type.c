@@ -198,43 +198,59 @@ static PyObject *folder_load(PyObject *op, PyObject *args)
     return sw_py_finish_checkpoint(self, &self->use, status, &err);
 }
 
-/* Reads bytes [0, size) of a file into malloc'ed memory, from the catalog if it holds them. */
-static sw_status read_part(const folder_object *self, const char *path, size_t size_bytes,
-                           uint8_t **data, sw_error *err)
+/* A file of the checkpoint or, if that is NULL, an open one. */
+typedef struct source {
+    const folder_object *folder;
+    int fd;
+    const char *path;
+} source;
+
+/* Reads its first bytes, from the catalog if that holds them. */
+static sw_status read_start(const source *from, void *into, size_t size_bytes, sw_error *err)
 {
+    const folder_object *folder = from->folder;
+    if (!folder)
+        return sw_file_read_at(from->fd, from->path, into, size_bytes, 0, err);
     size_t known_bytes = 0;
-    const uint8_t *known = sw_catalog_find(&self->catalog, path, &known_bytes);
-    sw_read_range range = {.size_bytes = size_bytes, .destination = malloc(size_bytes + 1)};
-    if (!range.destination)
-        SW_FAIL(err, SW_E_MEMORY, "no memory for %zu bytes of '%s'", size_bytes, path);
-    sw_status status = SW_OK;
-    if (known && size_bytes <= known_bytes)
-        memcpy(range.destination, known, size_bytes);
-    else
-        status = sw_checkpoint_read(self->path, &self->manifest, path, &range, 1, err);
+    const uint8_t *known = sw_catalog_find(&folder->catalog, from->path, &known_bytes);
+    const sw_read_range range = {.size_bytes = size_bytes, .destination = into};
+    if (!known || size_bytes > known_bytes)
+        return sw_checkpoint_read(folder->path, &folder->manifest, from->path, &range, 1, err);
+    memcpy(into, known, size_bytes);
+    return SW_OK;
+}
+
+/* Does the same into malloc'ed memory. */
+static sw_status read_part(const source *from, size_t size_bytes, uint8_t **data, sw_error *err)
+{
+    uint8_t *made = malloc(size_bytes + 1);
+    if (!made)
+        SW_FAIL(err, SW_E_MEMORY, "no memory for %zu bytes of '%s'", size_bytes, from->path);
+    sw_status status = read_start(from, made, size_bytes, err);
     if (status == SW_OK)
-        *data = range.destination;
+        *data = made;
     else
-        free(range.destination);
+        free(made);
     return status;
 }
 
 static sw_status read_whole(const folder_object *self, const char *path, uint8_t **data,
                             size_t *size_bytes, sw_error *err)
 {
+    const source from = {.folder = self, .path = path};
     const sw_manifest_file *file = sw_manifest_find(&self->manifest, path);
     *size_bytes = file ? (size_t)file->size_bytes : 0;
     if (file)
         SW_TRY(sw_checkpoint_check_values(self->path, file, err));
-    return read_part(self, path, *size_bytes, data, err);
+    return read_part(&from, *size_bytes, data, err);
 }
 
-/* Returns the bytes in place of a method's `done`, and frees them. */
-static PyObject *bytes_of(PyObject *done, uint8_t *data, size_t size_bytes)
+/* Returns the bytes in place of a method's `finished`, and frees them. */
+static PyObject *bytes_of(PyObject *finished, uint8_t *data, size_t size_bytes)
 {
+    SW_PY_OWNED *done = finished;
     PyObject *bytes =
         done ? PyBytes_FromStringAndSize((const char *)data, (Py_ssize_t)size_bytes) : NULL;
-    Py_XDECREF(done);
     free(data);
     return bytes;
 }
@@ -245,50 +261,43 @@ SW_PY_METHOD_WITH(folder_read_bytes, folder_object, "read_bytes path:s", uint8_t
                   bytes_of(sw_py_finish_checkpoint(self, &self->use, status, &err), data,
                            size_bytes))
 
-static sw_status read_header(const folder_object *self, const char *path, sw_safetensors *found,
-                             sw_error *err)
+/* `full`: the file's path, for messages. */
+static sw_status read_header(const source *from, uint64_t file_bytes, const char *full,
+                             sw_safetensors *found, sw_error *err)
 {
-    const sw_manifest_file *file = sw_manifest_find(&self->manifest, path);
-    uint8_t *first = NULL, *header = NULL;
+    uint8_t first[8], *header = NULL;
     size_t header_bytes = 0;
-    char full[SW_PATH_BYTES]; /* for messages */
-    SW_TRY(sw_path_join(full, self->path, path, err));
-    if (!file || file->size_bytes < 8)
-        SW_FAIL(err, SW_E_INVALID, "the checkpoint '%.300s' has no safetensors file '%.120s'",
-                self->path, path);
-    SW_TRY(read_part(self, path, 8, &first, err));
-    sw_status status =
-        sw_safetensors_header_size(first, file->size_bytes, full, &header_bytes, err);
-    free(first);
-    SW_TRY(status);
-    SW_TRY(read_part(self, path, header_bytes, &header, err));
-    status = sw_safetensors_read(header, header_bytes, file->size_bytes, full, found, err);
+    SW_TRY(read_start(from, first, sizeof first, err));
+    SW_TRY(sw_safetensors_header_size(first, file_bytes, full, &header_bytes, err));
+    SW_TRY(read_part(from, header_bytes, &header, err));
+    sw_status status = sw_safetensors_read(header, header_bytes, file_bytes, full, found, err);
     free(header);
     return status;
 }
 
-/* The same for an open file outside a checkpoint; `path`: for messages. */
+static sw_status read_own_header(const folder_object *self, const char *path, sw_safetensors *found,
+                                 sw_error *err)
+{
+    const source from = {.folder = self, .path = path};
+    const sw_manifest_file *file = sw_manifest_find(&self->manifest, path);
+    char full[SW_PATH_BYTES];
+    SW_TRY(sw_path_join(full, self->path, path, err));
+    if (!file || file->size_bytes < 8)
+        SW_FAIL(err, SW_E_INVALID, "the checkpoint '%.300s' has no safetensors file '%.120s'",
+                self->path, path);
+    return read_header(&from, file->size_bytes, full, found, err);
+}
+
 static sw_status read_plain_header(int fd, const char *path, sw_safetensors *found, sw_error *err)
 {
-    uint8_t first[8];
+    const source from = {.fd = fd, .path = path};
     struct stat info;
-    size_t header_bytes = 0;
     if (fstat(fd, &info) != 0)
         return sw_error_set(err, SW_E_OS, errno, "'%.300s': %s", path, strerror(errno));
-    if (info.st_size < (off_t)sizeof first)
+    if (info.st_size < 8)
         SW_FAIL(err, SW_E_INVALID, "'%.300s' has %lld bytes, fewer than any safetensors file", path,
                 (long long)info.st_size);
-    SW_TRY(sw_file_read_at(fd, path, first, sizeof first, 0, err));
-    SW_TRY(sw_safetensors_header_size(first, (uint64_t)info.st_size, path, &header_bytes, err));
-    uint8_t *header = malloc(header_bytes);
-    if (!header)
-        SW_FAIL(err, SW_E_MEMORY, "no memory for the header of '%.300s'", path);
-    sw_status status = sw_file_read_at(fd, path, header, header_bytes, 0, err);
-    if (status == SW_OK)
-        status =
-            sw_safetensors_read(header, header_bytes, (uint64_t)info.st_size, path, found, err);
-    free(header);
-    return status;
+    return read_header(&from, (uint64_t)info.st_size, path, found, err);
 }
 
 static PyObject *build_shape(const sw_json_node *shape)
@@ -318,18 +327,18 @@ static PyObject *build_metadata(const sw_json_node *metadata)
 }
 
 /* Drops the result of a method's finish(), and returns (metadata, tensors) in its place. */
-static PyObject *header_of(PyObject *done, sw_safetensors *found)
+static PyObject *header_of(PyObject *finished, sw_safetensors *found)
 {
+    SW_PY_OWNED *done = finished;
     SW_PY_OWNED *metadata = done ? build_metadata(found->metadata) : NULL;
     SW_PY_OWNED *tensors =
         metadata ? SW_PY_LIST(i, found->entry_count, build_tensor(&found->entries[i])) : NULL;
-    Py_XDECREF(done);
     sw_safetensors_fini(found);
     return tensors ? PyTuple_Pack(2, metadata, tensors) : NULL;
 }
 
 SW_PY_METHOD_WITH(folder_tensors, folder_object, "tensors path:s", sw_safetensors found = {0},
-                  enter(self, SW_PY_SHARED), read_header(self, a[0].s, &found, &err),
+                  enter(self, SW_PY_SHARED), read_own_header(self, a[0].s, &found, &err),
                   header_of(sw_py_finish_checkpoint(self, &self->use, status, &err), &found))
 SW_PY_METHOD_WITH(folder_header, PyTypeObject, "header fd:i path:s", sw_safetensors found = {0},
                   true, read_plain_header(a[0].i, a[1].s, &found, &err),
@@ -396,40 +405,31 @@ SW_PY_METHOD_WITH(folder_is_alive, PyTypeObject, "is_alive path:s", sw_save_life
                   found == SW_SAVE_UNKNOWN ? sw_py_none() : PyBool_FromLong(found == SW_SAVE_ALIVE))
 
 static PyMethodDef folder_methods[] = {
-    SW_PY_OF_TYPE(folder, lock, "fd, path, /",
-                  "Lock an open file; return False if another open file has the lock."),
-    SW_PY_OF_TYPE(
-        folder, is_alive, "path, /",
-        "Return whether the save that writes to `path` is alive; None if that is unknown."),
+    SW_PY_OF_TYPE(folder, lock, "fd, path, /", "Lock an open file; False if it is locked."),
+    SW_PY_OF_TYPE(folder, is_alive, "path, /",
+                  "Return whether the save that writes to `path` is alive; None if unknown."),
     SW_PY_OF_TYPE(folder, make, "path, /", "Make a folder and those above it, durable."),
     SW_PY_OF_TYPE(folder, sync, "path, /", "Make the names in a folder durable."),
-    SW_PY_OF_TYPE(folder, remove, "path, /",
-                  "Remove a file, a link, or a folder with its contents."),
-    SW_PY_OF_TYPE(folder, check_removable, "path, /",
-                  "Raise CheckpointError unless the folder holds only a checkpoint."),
+    SW_PY_OF_TYPE(folder, remove, "path, /", "Remove a file, link, or folder with its contents."),
+    SW_PY_OF_TYPE(folder, check_removable, "path, /", "Raise unless it holds only a checkpoint."),
     SW_PY_OF_TYPE(folder, check_replaceable, "path, /",
                   "Do the same for everything that a save to `path` replaces."),
     SW_PY_OF_TYPE(folder, received, "path, catalog, /",
-                  "Return a checkpoint whose catalog another rank has read."),
+                  "Open one whose catalog another rank read."),
     SW_PY_OF_TYPE(folder, merged, "path, step, world_size, nonce, files, tallies, /",
                   "Return a checkpoint of [(path, nbytes)] from the ranks' lists of tallies."),
-    SW_PY_ARGS(folder, lies_in, "fd, begins, /",
-               "Read from an open file, in which each file begins at begins[path]."),
+    SW_PY_ARGS(folder, lies_in, "fd, begins, /", "Read each file from fd, at begins[path]."),
     SW_PY_ARGS(folder, catalog, "paths, /",
                "Return the manifest, headers of safetensors files, and other files whole."),
-    SW_PY_OF_TYPE(folder, find, "path, /",
-                  "Return where checkpoint `path` is, found by its manifest: `path` or its "
-                  "replaced name; None for neither."),
-    SW_PY_OF_TYPE(folder, identity, "path, /",
-                  "Return a text that identifies the checkpoint there now; '' for none."),
-    SW_PY_ARGS(
-        folder, load, "ranges, threads=1, direct=False, turn=(0, 1), /",
-        "Fill or check [(path, begin, nbytes, address or 0, undo or 0)] with several threads."),
+    SW_PY_OF_TYPE(
+        folder, find, "path, /",
+        "Return where checkpoint `path` is: there or at its replaced name; None for neither."),
+    SW_PY_OF_TYPE(folder, identity, "path, /", "Identify the checkpoint there now; '' for none."),
+    SW_PY_ARGS(folder, load, "ranges, threads=1, direct=False, turn=(0, 1), /",
+               "Fill or check [(path, begin, nbytes, address or 0, undo or 0)], with threads."),
     SW_PY_ARGS(folder, read_bytes, "path, /", "Return a whole file, checked."),
-    SW_PY_ARGS(folder, tensors, "path, /",
-               "Return (metadata, [(name, dtype, shape, begin, nbytes)])."),
-    SW_PY_OF_TYPE(folder, header, "fd, path, /",
-                  "Return what tensors() does, for an open file outside a checkpoint."),
+    SW_PY_ARGS(folder, tensors, "path, /", "(metadata, [(name, dtype, shape, begin, nbytes)])."),
+    SW_PY_OF_TYPE(folder, header, "fd, path, /", "Do tensors() for a file outside a checkpoint."),
     SW_PY_ARGS(folder, checksums, "path, /", "Return the CRC32C of each block from the manifest."),
     {NULL, NULL, 0, NULL},
 };

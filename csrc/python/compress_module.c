@@ -8,8 +8,6 @@
 #include "compress/powersgd.h"
 #include "python/method.h"
 
-/* ---- blocks: block, bits, ... ---- */
-
 static sw_block_codec codec_of(const sw_py_arg *a)
 {
     return (sw_block_codec){a[0].n < 0 ? 0 : a[0].size, a[1].i};
@@ -49,8 +47,6 @@ SW_PY_METHOD_ON_ROWS(block_fold, PyObject,
                       SW_OK),
                      sw_py_finish(self, status, &err))
 
-/* ---- halves ---- */
-
 SW_PY_METHOD(half_encode, PyObject, "half_encode dtype:s wire:A source:A numel:N scale:d", true,
              sw_half_encode(sw_dtype_from_name(a[0].s), a[1].address, a[2].address, a[3].size,
                             (float)a[4].d, &err),
@@ -59,8 +55,6 @@ SW_PY_METHOD(half_decode, PyObject, "half_decode dtype:s out:A wire:A numel:N", 
              sw_half_decode(sw_dtype_from_name(a[0].s), a[1].address, a[2].address, a[3].size,
                             &err),
              sw_py_finish(self, status, &err))
-
-/* ---- PowerSGD ---- */
 
 typedef struct matrices {
     sw_py_table at, p, q; /* owned; one address per matrix in p and q, where they are passed */
@@ -164,8 +158,7 @@ PyMethodDef sw_py_compress_functions[] = {
     SW_PY_FUNCTION(
         block_decode, "block, bits, out, records, error, own, numel, /",
         "Decode records to out. With an error, first error = out + error - decoded own."),
-    SW_PY_FUNCTION(half_encode, "dtype, wire, source, numel, scale, /",
-                   "Scale and round in one pass."),
+    SW_PY_FUNCTION(half_encode, "dtype, wire, source, numel, scale, /", "Scale and round."),
     SW_PY_FUNCTION(half_decode, "dtype, out, wire, numel, /", "Widen to float32."),
     SW_PY_FUNCTION(powersgd_stride, "count, /", "Return the elements of a factor's row."),
     SW_PY_FUNCTION(powersgd_init_basis, "matrices, /", "Write a first basis."),
@@ -174,7 +167,6 @@ PyMethodDef sw_py_compress_functions[] = {
                    "Orthonormalize P, compute Q = vᵀ P, and keep v."),
     SW_PY_FUNCTION(powersgd_decompress, "matrices, q, /", "Compute gradients from P and Q."),
     SW_PY_FUNCTION(powersgd_error, "matrices, errors, /", "Write the error."),
-    SW_PY_FUNCTION(powersgd_is_finite, "values, numel, /",
-                   "Return True if all float32 values are finite."),
+    SW_PY_FUNCTION(powersgd_is_finite, "values, numel, /", "Return True if all values are finite."),
     {NULL, NULL, 0, NULL},
 };

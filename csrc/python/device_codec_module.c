@@ -4,8 +4,6 @@
 #include "compress/device_codec.h"
 #include "python/device_call.h"
 
-/* ---- tables ---- */
-
 SW_PY_ROW(fill_quantize, sw_quantize_part, .records = a[0].address, .source = a[1].address,
           .error = a[2].address, .numel = a[3].word)
 
@@ -13,8 +11,6 @@ SW_PY_ROW(fill_decode, sw_decode_part, .values = a[0].address, .error = a[1].add
           .records = a[2].address, .own = a[3].address, .numel = a[4].word)
 
 SW_PY_ROW(fill_owe, sw_owe_part, .error = a[0].address, .rest = a[1].address, .numel = a[2].word)
-
-/* ---- calls: comm, block, bits, ... ---- */
 
 static sw_device_blocks blocks_of(const sw_device_comm *comm, const sw_py_arg *a,
                                   const sw_py_arg *stream)
@@ -68,13 +64,13 @@ PyMethodDef sw_py_device_codec_functions[] = {
     SW_PY_FUNCTION(device_block_fold,
                    "comm, block, bits, out, own, others, stride_bytes, own_index, world_size, "
                    "count, scale, rest, stream, /",
-                   "Fold like block_fold. Rank r's records are at others + r * "
-                   "stride_bytes, but own ones at own."),
+                   "Fold like block_fold. Rank r's records are at others + r * stride_bytes, but "
+                   "own ones at own."),
     SW_PY_FUNCTION(device_block_verdict, "comm, block, bits, verdict, records, count, stream, /",
                    "Set the int32 to 0 if all records have finite values, else to 1."),
     SW_PY_FUNCTION(device_block_decode, "comm, block, bits, parts, verdict, stream, /",
-                   "Decode parts (values, error, records or 0, own, numel) like "
-                   "block_decode; keep errors if the verdict is 1."),
+                   "Decode parts (values, error, records or 0, own, numel) like block_decode; keep "
+                   "errors if the verdict is 1."),
     SW_PY_FUNCTION(
         device_block_owe, "comm, block, bits, parts, verdict, scale, stream, /",
         "Add rest * scale to the error of parts (error, rest, numel), unless the verdict is 1."),

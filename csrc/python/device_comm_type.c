@@ -462,8 +462,7 @@ SW_PY_GETTER(device_get_failed, device_comm_object,
              PyBool_FromLong(has_peers(self) && sw_peers_has_failed(self->comm->peers)))
 
 static PyMethodDef device_methods[] = {
-    SW_PY_ARGS(device, connect, "id, rank, world_size, timeout_s, /",
-               "Join the peers. Collective."),
+    SW_PY_ARGS(device, connect, "id, rank, world_size, timeout_s, /", "Join peers. Collective."),
     SW_PY_ARGS(device, connect_slots, "arena, members, slot_bytes, place, rank, timeout_s, /",
                "Join members of arena, this rank as number rank, through slots in place: \"shm\", "
                "\"ipc\" or \"auto\". Collective."),
@@ -472,8 +471,7 @@ static PyMethodDef device_methods[] = {
     SW_PY_ARGS(device, give_back, "stream, /",
                "Order the stream's next operations after ours, if the communicator is borrowed."),
     SW_PY_ARGS(device, refuse_capture, "stream, what, /", "Raise if a graph captures it."),
-    SW_PY_ARGS(device, broadcast, "ranges, root, stream, /",
-               "Broadcast (address, numel, dtype) ranges."),
+    SW_PY_ARGS(device, broadcast, "ranges, root, stream, /", "Broadcast (address, numel, dtype)."),
     SW_PY_ARGS(device, all_gather, "ranges, stream, /", "Gather the ranks' slices of each range."),
     SW_PY_ARGS(device, exchange, "range, received, stream, /", "Exchange slices of all ranks."),
     SW_PY_ARGS(device, norm_sum, "ranges, stream, /",

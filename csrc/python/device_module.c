@@ -109,8 +109,7 @@ SW_PY_VALUE(device_tensor, PyObject,
             sw_py_dlpack_capsule_on(a[0].i, a[1].o, a[2].address, a[3].dtype, a[4].o, a[5].o))
 
 PyMethodDef sw_py_device_functions[] = {
-    SW_PY_FUNCTION(cuda_devices, "library=None, /",
-                   "Return the driver's version and the visible GPUs."),
+    SW_PY_FUNCTION(cuda_devices, "library=None, /", "Return the driver's version and the GPUs."),
     SW_PY_FUNCTION_AS(device_kernel_source, METH_NOARGS, "/",
                       "Return the CUDA text of the device kernels and its options."),
     SW_PY_FUNCTION_AS(device_kernel_image, METH_VARARGS | METH_KEYWORDS,

@@ -31,8 +31,7 @@ SW_PY_GETTER(get_thread_count, sw_py_owner,
              PyLong_FromLong(self->made ? sw_device_offload_thread_count(self->made) : 0))
 
 static PyMethodDef offload_methods[] = {
-    SW_PY_NONE(offload, stats,
-               "Return the batches stepped on and the bytes each way since creation."),
+    SW_PY_NONE(offload, stats, "Return batches stepped on and the bytes each way since creation."),
     {NULL, NULL, 0, NULL},
 };
 

@@ -5,8 +5,6 @@
 #include "kernels/kernels.h"
 #include "python/device_call.h"
 
-/* ---- passes: comm, matrices or factors, verdict, stream ---- */
-
 #define MATRIX \
     "matrix gradient:A memory:A left:A right:A basis:A out:A copy:A rows:K cols:K rank:K dtype:s"
 
@@ -34,8 +32,6 @@ SW_PY_ON_ROWS(device_powersgd_orthonormalize,
               "device_powersgd_orthonormalize comm:O factors:L verdict:A stream:A", 1,
               "factor to:A from:A count:K rank:K seed:K", sw_factor_args, fill_factor,
               sw_device_powersgd_orthonormalize(PASSES, rows.rows, rows.count, &err))
-
-/* ---- messages ---- */
 
 SW_PY_ON_DEVICE(device_finite, "device_finite comm:O verdict:A values:A numel:K refusal:i stream:A",
                 sw_kernel_launch(&comm->kernels, SW_KERNEL_FINITE,

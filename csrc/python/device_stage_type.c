@@ -34,8 +34,7 @@ static PyObject *stage_stats(PyObject *op, PyObject *Py_UNUSED(unused))
 }
 
 static PyMethodDef stage_methods[] = {
-    SW_PY_NONE(stage, stats,
-               "Return batches, bytes_down and host_waits since creation, and pinned_bytes held."),
+    SW_PY_NONE(stage, stats, "Return batches, bytes_down and host_waits so far, and pinned_bytes."),
     {NULL, NULL, 0, NULL},
 };
 

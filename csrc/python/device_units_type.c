@@ -14,8 +14,6 @@ static sw_device_units *units_of(const sw_py_owner *self)
     return self->made;
 }
 
-/* ---- life ---- */
-
 SW_PY_ROW(fill_run, sw_device_unit_run, .slice = a[0].address, .offset_bytes = a[1].size,
           .slice_bytes = a[2].size, .slice_dtype = a[3].dtype, .dtype = a[4].dtype)
 
@@ -53,8 +51,6 @@ static int units_init(PyObject *op, PyObject *args, PyObject *kwargs)
         self->comm->comm, a[1].size, specs.outer.rows, specs.outer.count, &made, &err));
     return sw_py_owner_made(self, made, destroy, status, &err);
 }
-
-/* ---- one unit, and all units ---- */
 
 /* Checks the unit's number and enters the communicator. Returns false with an exception. */
 static bool check_unit(const sw_py_owner *self, Py_ssize_t unit)
@@ -113,19 +109,14 @@ SW_PY_OWNER_STATS(units_stats, sw_device_units_stats, sw_device_units_get_stats,
                   SW_PY_COUNT_AS(sw_device_units_stats, bytes, "gathered_bytes"))
 
 static PyMethodDef units_methods[] = {
-    SW_PY_ARGS(units, gather, "unit, /",
-               "Gather a unit into its place after earlier work on that; do not wait."),
+    SW_PY_ARGS(units, gather, "unit, /", "Gather a unit into its place, after earlier work there."),
     SW_PY_ARGS(units, take, "unit, stream, /", "Let the stream wait for the unit."),
-    SW_PY_ARGS(units, wait, "unit, /",
-               "Make the host wait until the unit is whole, for use on all streams."),
-    SW_PY_ARGS(units, release, "unit, stream, /",
-               "Release the unit after the work enqueued on the stream."),
+    SW_PY_ARGS(units, wait, "unit, /", "Make the host wait for the unit, for use on all streams."),
+    SW_PY_ARGS(units, release, "unit, stream, /", "Release the unit after the stream's work."),
     SW_PY_ARGS(units, gather_apart, "unit, address, stream, /",
                "Gather into separate memory, in the order of the stream."),
-    SW_PY_ARGS(units, update, "stream, /",
-               "Order later gathers after writes to slices on the stream."),
-    SW_PY_ARGS(units, gather_anew, "stream, /",
-               "Gather all units after writes to their slices on the stream."),
+    SW_PY_ARGS(units, update, "stream, /", "Order gathers after writes to slices on the stream."),
+    SW_PY_ARGS(units, gather_anew, "stream, /", "Gather all units after the stream's writes."),
     SW_PY_ARGS(units, state, "unit, /", "Return 'sharded', 'gathering' or 'unsharded'."),
     SW_PY_ARGS(units, holder, "place, /", "Return the unit in a place, or None."),
     SW_PY_NONE(units, stats, "Return counts since creation."),

@@ -43,7 +43,9 @@ typedef struct step_call {
     device_comm_object *gpu;
     sw_device_offload *offload;
     sw_stream *stream;
-    const void *clip; /* a float32 on the GPU that first multiplies gradients, or NULL */
+    const void *clip;            /* a float32 on the GPU that first multiplies gradients, or NULL */
+    const sw_adam_options *adam; /* borrowed; or */
+    const sw_sgd_options *sgd;
 } step_call;
 
 static void step_call_fini(step_call *call)
@@ -264,105 +266,86 @@ static void count_steps(const step_call *call)
     }
 }
 
-static sw_status adam_batch(const void *options, const sw_optim_run *runs, size_t count,
-                            sw_error *err)
+static sw_status step_on_host(const void *given, const sw_optim_run *runs, size_t count,
+                              sw_error *err)
 {
-    return sw_adam_step(options, runs, count, err);
+    const step_call *call = given;
+    return call->adam ? sw_adam_step(call->adam, runs, count, err)
+                      : sw_sgd_step(call->sgd, runs, count, err);
 }
 
-static sw_status sgd_batch(const void *options, const sw_optim_run *runs, size_t count,
-                           sw_error *err)
+/* Steps on the host for a GPU: gradients are copied down, parameters up. State may be in memory, or
+ * read into a file's buffers. */
+static sw_status step_for_gpu(const void *given, const sw_optim_run *runs, size_t count,
+                              sw_error *err)
 {
-    return sw_sgd_step(options, runs, count, err);
-}
-
-typedef struct gpu_batch { /* a step with state in a file and parameters on a GPU */
-    const step_call *call;
-    sw_offload_step_fn *step;
-    const void *options;
-} gpu_batch;
-
-/* Steps on runs whose state was read into the file's buffers: gradients are copied down, parameters
- * up. */
-static sw_status step_through_gpu(const void *given, const sw_optim_run *runs, size_t count,
-                                  sw_error *err)
-{
-    const gpu_batch *batch = given;
-    return sw_device_offload_step(batch->call->offload, batch->step, batch->options, runs, count,
-                                  batch->call->stream, err);
-}
-
-/* Steps without the GIL. All options and runs are checked before the first run is stepped on. */
-static sw_status run_on_host(const step_call *call, const sw_adam_options *adam,
-                             const sw_sgd_options *sgd, sw_error *err)
-{
-    const void *options = adam ? (const void *)adam : sgd;
-    sw_offload_step_fn *step = adam ? adam_batch : sgd_batch;
-    size_t count = (size_t)call->count;
-    SW_TRY(adam ? sw_adam_check(adam, call->runs, count, err)
-                : sw_sgd_check(sgd, call->runs, count, err));
-    const gpu_batch batch = {call, step, options};
-    if (call->offload && call->file)
-        return sw_offload_step(call->file->made, step_through_gpu, &batch, call->runs, count, err);
-    if (call->offload)
-        return sw_device_offload_step(call->offload, step, options, call->runs, count, call->stream,
-                                      err);
-    if (call->file)
-        return sw_offload_step(call->file->made, step, options, call->runs, count, err);
-    return step(options, call->runs, count, err);
+    const step_call *call = given;
+    return sw_device_offload_step(call->offload, step_on_host, call, runs, count, call->stream,
+                                  err);
 }
 
 /* Enqueues a step on the GPU. */
-static sw_status run_on_gpu(const step_call *call, const sw_adam_options *adam,
-                            const sw_sgd_options *sgd, sw_error *err)
+static sw_status step_on_gpu(const step_call *call, sw_error *err)
 {
     const sw_kernel_set *kernels = &call->gpu->comm->kernels;
     size_t count = (size_t)call->count;
-    return adam
-               ? sw_device_adam_step(kernels, adam, call->runs, count, call->clip, call->stream,
-                                     err)
-               : sw_device_sgd_step(kernels, sgd, call->runs, count, call->clip, call->stream, err);
+    return call->adam ? sw_device_adam_step(kernels, call->adam, call->runs, count, call->clip,
+                                            call->stream, err)
+                      : sw_device_sgd_step(kernels, call->sgd, call->runs, count, call->clip,
+                                           call->stream, err);
+}
+
+/* Steps without the GIL. All options and runs are checked before the first run is stepped on. */
+static sw_status step_anywhere(const step_call *call, sw_error *err)
+{
+    sw_offload_step_fn *step = call->offload ? step_for_gpu : step_on_host;
+    size_t count = (size_t)call->count;
+    if (call->gpu && !call->offload)
+        return step_on_gpu(call, err);
+    SW_TRY(call->adam ? sw_adam_check(call->adam, call->runs, count, err)
+                      : sw_sgd_check(call->sgd, call->runs, count, err));
+    return call->file ? sw_offload_step(call->file->made, step, call, call->runs, count, err)
+                      : step(call, call->runs, count, err);
 }
 
 /* Runs the step on the device of `call`. Returns false with an exception. */
-static bool run_step(const step_call *call, PyObject *module, const sw_adam_options *adam,
-                     const sw_sgd_options *sgd)
+static bool run_step(const step_call *call, PyObject *module)
 {
     sw_error err;
-    bool is_on_gpu = call->gpu && !call->offload;
-    if (is_on_gpu ? !sw_py_device_lend_kernels(call->gpu)
-                  : call->gpu && !sw_py_device_enter(call->gpu))
+    bool is_lent = call->gpu && !call->offload, is_entered = call->gpu && call->offload;
+    if ((is_lent && !sw_py_device_lend_kernels(call->gpu)) ||
+        (is_entered && !sw_py_device_enter(call->gpu)))
         return false;
-    if (call->file &&
-        !sw_py_use_enter(&call->file->use, SW_PY_ALONE, 0, PyExc_RuntimeError, "StateFile")) {
-        if (call->gpu && !is_on_gpu)
-            sw_py_device_leave(call->gpu);
-        return false;
-    }
-    sw_status status = SW_PY_WITHOUT_GIL(is_on_gpu ? run_on_gpu(call, adam, sgd, &err)
-                                                   : run_on_host(call, adam, sgd, &err));
-    if (call->file)
+    bool runs = !call->file ||
+                sw_py_use_enter(&call->file->use, SW_PY_ALONE, 0, PyExc_RuntimeError, "StateFile");
+    sw_status status = runs ? SW_PY_WITHOUT_GIL(step_anywhere(call, &err)) : SW_E_STATE;
+    if (runs && call->file)
         sw_py_use_leave(&call->file->use);
-    if (call->gpu && !is_on_gpu)
+    if (is_entered)
         sw_py_device_leave(call->gpu);
-    if (status != SW_OK)
+    if (runs && status != SW_OK)
         sw_py_raise(module, &err, NULL);
     return status == SW_OK;
 }
 
-static PyObject *take_mismatched(step_call *call)
+/* Reads state_file, gpu and clip, which both optimizers have last, and then the lists, and steps.
+ * `step`: the number of the step where no list has it, or 0. */
+static PyObject *take_step(step_call *call, PyObject *module, const sw_py_arg *last,
+                           PyObject *const *given, int step)
 {
-    PyObject *mismatched = call->mismatched;
-    call->mismatched = NULL;
-    return mismatched;
-}
-
-/* Reads state_file, gpu and clip, which both optimizers have last, and then the lists. */
-static bool read_step_call(step_call *call, PyObject *module, const sw_py_arg *last,
-                           PyObject *const *given)
-{
-    return read_file(call, module, last[0].o) && read_place(call, module, last[1].o) &&
-           read_clip(call, last[2].address) && step_call_init(call, given);
+    PyObject *result = NULL;
+    if (read_file(call, module, last[0].o) && read_place(call, module, last[1].o) &&
+        read_clip(call, last[2].address) && step_call_init(call, given)) {
+        bool matches = PyList_Size(call->mismatched) == 0;
+        for (Py_ssize_t i = 0; step && i < call->count; ++i)
+            call->runs[i].step = step;
+        if (!matches || run_step(call, module))
+            sw_py_set(&result, call->mismatched);
+        if (matches && result)
+            count_steps(call);
+    }
+    step_call_fini(call);
+    return result;
 }
 
 static PyObject *adam_step(PyObject *module, PyObject *args, PyObject *kwargs)
@@ -370,7 +353,7 @@ static PyObject *adam_step(PyObject *module, PyObject *args, PyObject *kwargs)
     step_call call = {.operation = "adam_step",
                       .names = {"params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs",
                                 "steps", "copies"}};
-    PyObject *given[LIST_COUNT], *result = NULL;
+    PyObject *given[LIST_COUNT];
     sw_py_arg a[18] = {[14] = {.d = 1.0}, [15] = {.o = Py_None}, [16] = {.o = Py_None}};
     for (int i = 7; i < 12; ++i)
         a[i].d = NAN; /* the step refuses an option that was not passed by name */
@@ -390,23 +373,14 @@ static PyObject *adam_step(PyObject *module, PyObject *args, PyObject *kwargs)
                                      .maximize = a[13].p,
                                      .grad_scale = a[14].d,
                                      .amsgrad = given[LIST_MAXIMUM] != Py_None};
-    if (read_step_call(&call, module, &a[15], given)) {
-        bool matches = PyList_Size(call.mismatched) == 0;
-        if (!matches || run_step(&call, module, &options, NULL)) {
-            if (matches)
-                count_steps(&call);
-            result = take_mismatched(&call);
-        }
-    }
-    step_call_fini(&call);
-    return result;
+    call.adam = &options;
+    return take_step(&call, module, &a[15], given, 0);
 }
 
 static PyObject *sgd_step(PyObject *module, PyObject *args, PyObject *kwargs)
 {
     step_call call = {.operation = "sgd_step",
                       .names = {"params", "grads", "momentum_buffers", "", "", "", "copies"}};
-    PyObject *result = NULL;
     sw_py_arg a[15] = {[11] = {.d = 1.0}, [12] = {.o = Py_None}, [13] = {.o = Py_None}};
     for (int i = 4; i < 8; ++i)
         a[i].d = NAN;
@@ -426,14 +400,8 @@ static PyObject *sgd_step(PyObject *module, PyObject *args, PyObject *kwargs)
                                     .nesterov = a[8].p,
                                     .maximize = a[10].p,
                                     .grad_scale = a[11].d};
-    if (read_step_call(&call, module, &a[12], given)) {
-        for (Py_ssize_t i = 0; i < call.count; ++i)
-            call.runs[i].step = a[9].p ? 1 : 2;
-        if (PyList_Size(call.mismatched) > 0 || run_step(&call, module, NULL, &options))
-            result = take_mismatched(&call);
-    }
-    step_call_fini(&call);
-    return result;
+    call.sgd = &options;
+    return take_step(&call, module, &a[12], given, a[9].p ? 1 : 2);
 }
 
 /* ---- the norm ---- */

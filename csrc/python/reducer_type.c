@@ -467,8 +467,7 @@ static PyMethodDef reducer_methods[] = {
     SW_PY_ARGS(sw_py_reducer, bucket_parameters, "bucket, /",
                "Return the bucket's parameters, in memory order."),
     SW_PY_ARGS(sw_py_reducer, bucket_dtype, "bucket, /", "Return the bucket's element type."),
-    SW_PY_ARGS(sw_py_reducer, place, "index, /",
-               "Return (bucket, begin, numel) of a parameter, in elements."),
+    SW_PY_ARGS(sw_py_reducer, place, "index, /", "Return (bucket, begin, numel), in elements."),
     SW_PY_ARGS(sw_py_reducer, bucket_shape, "bucket, /",
                "Return (offset_bytes, numel, dtype, trainable)."),
     SW_PY_KEYS(
@@ -478,8 +477,7 @@ static PyMethodDef reducer_methods[] = {
         "Bind tensors. views[i]: over gradient(i), or None; renew(i) replaces one that others "
         "hold. copy(view, grad) writes any layout. open() runs at a round's first gradient and "
         "returns if the backward synchronises. unlike() raises if ranks noted other steps."),
-    SW_PY_ARGS(reducer, watch_hooks, "index, table, /",
-               "Detect hooks that are registered after ours."),
+    SW_PY_ARGS(reducer, watch_hooks, "index, table, /", "Detect hooks registered after ours."),
     SW_PY_ARGS(reducer, hook, "index, /", "Return the post-accumulate-grad hook of a parameter."),
     SW_PY_ENTRY(sw_py_reducer_forward, METH_O, "forward", "$self, synchronised, /",
                 "Count a forward with gradients."),
@@ -490,12 +488,10 @@ static PyMethodDef reducer_methods[] = {
     SW_PY_ARGS(sw_py_reducer, shadow, "standing=(), /",
                "Run a round without a contribution. `standing`, on a GPU: one byte for each "
                "parameter, 1 if the other ranks contribute on top of the standing mean."),
-    SW_PY_ARGS(reducer, has_memory, "index, /",
-               "Return True if the parameter's gradient has memory."),
+    SW_PY_ARGS(reducer, has_memory, "index, /", "Return True if the gradient has memory."),
     SW_PY_NONE(sw_py_reducer, average, "Run a whole round over the current .grad."),
     SW_PY_ARGS(reducer, count_step, "/", "Count a step of the optimizer; ranks compare the count."),
-    SW_PY_ARGS(reducer, note_step, "digest, /",
-               "Note a step, which ranks compare in the next round."),
+    SW_PY_ARGS(reducer, note_step, "digest, /", "Note a step, to compare in the next round."),
     SW_PY_ARGS(reducer, forget_steps, "/", "Count from 0 again."),
     SW_PY_ARGS(reducer, set_divide_by, "active_only, /", "Set the mean's divisor."),
     SW_PY_ARGS(
@@ -509,8 +505,7 @@ static PyMethodDef reducer_methods[] = {
                "Return the number of ranks over which a hook's mean of the last round is taken."),
     SW_PY_ARGS(reducer, standing_ranks, "index, /",
                "Return the number of ranks that contribute on top of the standing mean."),
-    SW_PY_ARGS(reducer, is_used, "index, /",
-               "Return True if this rank used the parameter since the last round."),
+    SW_PY_ARGS(reducer, is_used, "index, /", "Return True if used here since the last round."),
     SW_PY_ARGS(reducer, averaged_in, "index, /",
                "Return the last round, from 1, in which some rank used the parameter."),
     SW_PY_NONE(reducer, foreign, "Return the indices of parameters whose .grad is not our view."),

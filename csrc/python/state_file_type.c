@@ -94,8 +94,7 @@ SW_PY_GETTER(get_direct, sw_py_owner,
              PyBool_FromLong(self->made &&sw_state_file_is_direct(&offload_of(self)->file)))
 
 static PyMethodDef state_file_methods[] = {
-    SW_PY_ARGS(state_file, grow, "nbytes, /",
-               "Append zeroed bytes to the file; return their address."),
+    SW_PY_ARGS(state_file, grow, "nbytes, /", "Append zeroed bytes; return their address."),
     SW_PY_ARGS(state_file, tensor, "address, dtype, shape, strides, owner, /",
                "Return a DLPack capsule that keeps owner alive."),
     SW_PY_ARGS(state_file, forget, "/", "Drop the file's pages from this process's memory."),

@@ -44,8 +44,6 @@ bool sw_py_tensor_view_get(const void *table, PyObject *tensor, tensor_view *vie
     return true;
 }
 
-/* ---- the fallback ---- */
-
 /* Maps DLPack's floating dtypes to ours. */
 static sw_dtype floating_dtype(uint8_t code, uint8_t bits)
 {

@@ -13,8 +13,6 @@ static sw_units *units_of(const sw_py_owner *self)
     return self->made;
 }
 
-/* ---- life ---- */
-
 SW_PY_ROW(fill_run, sw_unit_run, .target_bytes = a[0].size, .rank = a[1].size,
           .source_bytes = a[2].size, .size_bytes = a[3].size, .coded = a[4].p)
 
@@ -66,8 +64,6 @@ static int units_init(PyObject *op, PyObject *args, PyObject *kwargs)
         &parts, specs.outer.rows, specs.outer.count, a[2].size, a[3].s, &made, &err));
     return sw_py_owner_made(self, made, destroy, status, &err);
 }
-
-/* ---- one unit ---- */
 
 static bool check_unit(const sw_py_owner *self, Py_ssize_t unit)
 {
@@ -150,8 +146,7 @@ static PyObject *units_tensor(PyObject *op, PyObject *args)
 
 static PyMethodDef units_methods[] = {
     SW_PY_ARGS(units, gather, "unit, /", "Gather a unit: sharded to unsharded."),
-    SW_PY_ARGS(units, gather_codes, "unit, /",
-               "Gather a unit and decode coded runs from their records."),
+    SW_PY_ARGS(units, gather_codes, "unit, /", "Gather a unit, decoding coded runs."),
     SW_PY_ARGS(units, release, "unit, /", "Release a unit: unsharded to sharded."),
     SW_PY_ARGS(units, take_write, "unit, /",
                "Return the first byte written in a released unit, once; -1: none."),
