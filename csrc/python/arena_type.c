@@ -34,9 +34,8 @@ static uint8_t dl_code(sw_dtype dtype)
 static void managed_delete(dl_managed_tensor *managed)
 {
     if (Py_IsInitialized()) { /* at interpreter exit the kernel frees the pages */
-        PyGILState_STATE gil = PyGILState_Ensure();
+        SW_PY_GIL(gil);
         Py_DECREF((PyObject *)managed->context);
-        PyGILState_Release(gil);
     }
     free(managed);
 }

@@ -435,9 +435,7 @@ static PyObject *saver_wait(PyObject *op, PyObject *args)
         }
         if ((was_free && is_over) || sw_clock_now_ns() >= until_ns)
             return PyBool_FromLong(is_over);
-        Py_BEGIN_ALLOW_THREADS
-        sw_thread_sleep_ns(1000 * 1000);
-        Py_END_ALLOW_THREADS
+        SW_PY_DO_WITHOUT_GIL(sw_thread_sleep_ns(1000 * 1000));
     }
 }
 

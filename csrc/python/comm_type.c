@@ -15,29 +15,25 @@
 static bool is_interrupted(void *context)
 {
     comm_object *self = context;
-    PyGILState_STATE gil = PyGILState_Ensure();
-    bool raised = PyErr_CheckSignals() != 0;
-    if (!raised && self->closed && !self->connected) {
-        PyErr_Format(sw_py_state_of(self)->error,
-                     "the communicator of rank %d was closed while it joined its peers",
-                     self->rank);
-        raised = true;
-    }
-    PyGILState_Release(gil);
-    return raised;
+    SW_PY_GIL(gil);
+    if (PyErr_CheckSignals() != 0)
+        return true;
+    return self->closed && !self->connected &&
+           !sw_py_refuse(sw_py_state_of(self)->error,
+                         "the communicator of rank %d was closed while it joined its peers",
+                         self->rank);
 }
 
 static void log_message(void *context, const char *message)
 {
     comm_object *self = context;
-    PyGILState_STATE gil = PyGILState_Ensure();
-    PyObject *text = self->log ? sw_py_text(message) : NULL;
-    PyObject *result = text ? PyObject_CallFunctionObjArgs(self->log, text, NULL) : NULL;
-    if (self->log && !result)
+    SW_PY_GIL(gil);
+    if (!self->log)
+        return;
+    SW_PY_OWNED *text = sw_py_text(message);
+    SW_PY_OWNED *result = text ? PyObject_CallFunctionObjArgs(self->log, text, NULL) : NULL;
+    if (!result)
         PyErr_WriteUnraisable(self->log);
-    Py_XDECREF(result);
-    Py_XDECREF(text);
-    PyGILState_Release(gil);
 }
 
 /* The periods that are properties, in seconds. */
@@ -161,9 +157,8 @@ static void comm_dealloc(PyObject *op)
     comm_object *self = (comm_object *)op;
     PyObject_GC_UnTrack(op);
     sw_py_comm_unlink(sw_py_state_of(op), self);
-    sw_py_pending pending = sw_py_set_aside();
+    SW_PY_ASIDE(pending); /* a signal handler may raise while this thread waits */
     close_comm(self);
-    sw_py_bring_back_quietly(&pending); /* a signal handler may raise while this thread waits */
     ENGINE_CLEAR(self->log);
     ENGINE_CLEAR(self->hosts);
     sw_py_free(op);
@@ -433,24 +428,21 @@ static PyObject *comm_abort(PyObject *op, PyObject *args)
         return NULL;
     sw_error_set(&reason, SW_E_COMM, self->rank, "rank %d aborted the communicator: %.400s",
                  self->rank, a[0].s);
-    if (is_beside) { /* the thread inside is woken and may close the communicator */
-        sw_py_comm_acquire(self);
-        sw_comm_request_end(self->comm, &reason);
-        sw_py_comm_release(self);
-        Py_RETURN_NONE;
+    if (!is_beside) {
+        self->comm->ops->abort(self->comm, &reason);
+        return sw_py_comm_finish(self, SW_OK, NULL);
     }
-    self->comm->ops->abort(self->comm, &reason);
-    sw_py_comm_leave(self);
+    sw_py_comm_acquire(self); /* the thread inside is woken and may close the communicator */
+    sw_comm_request_end(self->comm, &reason);
+    sw_py_comm_release(self);
     Py_RETURN_NONE;
 }
 
 static bool is_there(comm_object *self)
 {
-    if (!self->comm)
-        PyErr_SetString(sw_py_state_of(self)->error, self->closed
-                                                         ? "the communicator was closed"
-                                                         : "the communicator is joining its peers");
-    return self->comm != NULL;
+    return self->comm || sw_py_refuse(sw_py_state_of(self)->error, "%s",
+                                      self->closed ? "the communicator was closed"
+                                                   : "the communicator is joining its peers");
 }
 
 static PyObject *comm_stats(PyObject *op, PyObject *Py_UNUSED(unused))

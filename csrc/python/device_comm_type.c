@@ -33,14 +33,11 @@ static bool keep_host(device_comm_object *self, PyObject *host)
 /* Asks torch's allocator to release cached memory, since GPU memory is short. */
 static void make_room(void *context)
 {
-    PyGILState_STATE gil = PyGILState_Ensure();
-    sw_py_pending pending = sw_py_set_aside(); /* of a caller that already holds the GIL */
-    PyObject *done = PyObject_CallNoArgs(context);
+    SW_PY_GIL(gil);
+    SW_PY_ASIDE(pending); /* of a caller that already holds the GIL */
+    SW_PY_OWNED *done = PyObject_CallNoArgs(context);
     if (!done)
         PyErr_WriteUnraisable(context);
-    Py_XDECREF(done);
-    sw_py_bring_back_quietly(&pending);
-    PyGILState_Release(gil);
 }
 
 /* Checks an argument that may be None. Returns false with an exception if it has another type. */
@@ -218,14 +215,10 @@ static PyObject *device_close(PyObject *op, PyObject *Py_UNUSED(unused))
         Py_RETURN_NONE;
     self->closed = true;
     sw_py_device_take(self, SW_PY_ALONE);
-    Py_BEGIN_ALLOW_THREADS
-    sw_device_comm_disconnect(self->comm);
-    Py_END_ALLOW_THREADS
+    SW_PY_DO_WITHOUT_GIL(sw_device_comm_disconnect(self->comm));
     sw_py_device_leave(self);
-    Py_CLEAR(self->arena);
-    if (PyErr_Occurred()) /* a signal handler raised while this thread waited */
-        return NULL;
-    Py_RETURN_NONE;
+    ENGINE_CLEAR(self->arena);
+    return PyErr_Occurred() ? NULL : sw_py_none(); /* a signal handler raised meanwhile */
 }
 
 SW_PY_DESTROY(disconnect_comm, sw_device_comm_disconnect)

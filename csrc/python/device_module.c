@@ -34,9 +34,7 @@ static PyObject *cuda_devices(PyObject *module, PyObject *args)
     if (status != SW_OK)
         return sw_py_raise(module, &err, NULL);
     int count = driver.device_count, version = driver.version;
-    PyObject *devices = PyList_New(0);
-    for (int i = 0; devices && i < count; ++i)
-        sw_py_append(&devices, describe_device(module, a[0].s, i));
+    PyObject *devices = SW_PY_LIST(i, count, describe_device(module, a[0].s, (int)i));
     sw_cuda_driver_fini(&driver);
     return devices ? Py_BuildValue("{s:(ii),s:N}", "version", version / 1000, version % 1000 / 10,
                                    "devices", devices)

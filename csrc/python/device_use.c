@@ -78,9 +78,8 @@ static bool is_held_by_another(const void *op)
 
 static bool enter_to_destroy(device_comm_object *self)
 {
-    sw_py_pending pending = sw_py_set_aside();
+    SW_PY_ASIDE(pending); /* a signal handler may raise */
     (void)sw_py_wait_while(is_held_by_another, self, SW_PY_PATIENCE_NS);
-    sw_py_bring_back_quietly(&pending); /* a signal handler may raise */
     if (self->use.kind != SW_PY_FREE)
         return false;
     sw_py_device_take(self, SW_PY_ALONE);
@@ -90,11 +89,8 @@ static bool enter_to_destroy(device_comm_object *self)
 /* Releases the GIL, since the driver may wait before it frees memory. */
 void sw_py_destroy_quietly(sw_py_destroy_fn *destroy, void *made)
 {
-    sw_py_pending pending = sw_py_set_aside();
-    Py_BEGIN_ALLOW_THREADS
-    destroy(made);
-    Py_END_ALLOW_THREADS
-    sw_py_bring_back_quietly(&pending); /* a signal handler may raise while this thread waits */
+    SW_PY_ASIDE(pending); /* a signal handler may raise while this thread waits */
+    SW_PY_DO_WITHOUT_GIL(destroy(made));
 }
 
 void sw_py_device_destroy(device_comm_object *self, sw_py_destroy_fn *destroy,
@@ -121,9 +117,7 @@ static void end_for_all(device_comm_object *self, sw_error *err)
     sw_error reason;
     sw_error_set(&reason, err->status, err->detail, "the GPU of rank %d of %d: %.400s", peers->rank,
                  peers->world_size, err->message);
-    Py_BEGIN_ALLOW_THREADS
-    sw_peers_abort(peers, &reason);
-    Py_END_ALLOW_THREADS
+    SW_PY_DO_WITHOUT_GIL(sw_peers_abort(peers, &reason));
     *err = reason;
 }
 

@@ -163,9 +163,7 @@ int sw_py_gradient_make_room(reducer_object *self, size_t index)
             return -1;
         if (sw_reducer_can_place(self->reducer, index))
             return 0;
-        Py_BEGIN_ALLOW_THREADS
-        held = sw_reducer_hold_back(self->reducer, index);
-        Py_END_ALLOW_THREADS
+        SW_PY_DO_WITHOUT_GIL(held = sw_reducer_hold_back(self->reducer, index));
     } while (held);
     return 0;
 }

@@ -145,9 +145,7 @@ static PyObject *self_test(PyObject *module, PyObject *Py_UNUSED(unused))
     if (sw_local_group_create(SELF_TEST_RANKS, &group, &err) == SW_OK) {
         for (int r = 0; r < SELF_TEST_RANKS; ++r)
             ranks[r].group = group;
-        Py_BEGIN_ALLOW_THREADS
-        right = self_test_once(ranks, data, &err);
-        Py_END_ALLOW_THREADS
+        SW_PY_DO_WITHOUT_GIL(right = self_test_once(ranks, data, &err));
         sw_local_group_destroy(group);
     }
     free(data);

@@ -58,17 +58,15 @@ static void append_members(word_list *list, PyObject *container)
     }
 }
 
-static PyObject *object_addresses(PyObject *Py_UNUSED(module), PyObject *args)
+static PyObject *addresses_of(PyObject *containers)
 {
-    sw_py_arg a[1];
     word_list list = {0};
-    if (!sw_py_read("object_addresses containers:L", args, NULL, a))
-        return NULL;
-    PyObject *containers = a[0].o;
     for (Py_ssize_t i = 0; i < PyList_Size(containers); ++i)
         append_members(&list, PyList_GetItem(containers, i));
     return take(&list);
 }
+
+SW_PY_VALUE(object_addresses, PyObject, "object_addresses containers:L", true, addresses_of(a[0].o))
 
 static void append_view(word_list *list, const tensor_view *view)
 {
@@ -81,14 +79,10 @@ static void append_view(word_list *list, const tensor_view *view)
     }
 }
 
-static PyObject *tensor_places(PyObject *Py_UNUSED(module), PyObject *args)
+static PyObject *places_of(PyObject *tensors)
 {
-    sw_py_arg a[1];
     word_list list = {0};
     tensor_view view;
-    if (!sw_py_read("tensor_places tensors:L", args, NULL, a))
-        return NULL;
-    PyObject *tensors = a[0].o;
     Py_ssize_t count = PyList_Size(tensors);
     const void *table = count ? sw_py_tensor_exchange_table(PyList_GetItem(tensors, 0)) : NULL;
     for (Py_ssize_t i = 0; i < count; ++i) {
@@ -100,6 +94,8 @@ static PyObject *tensor_places(PyObject *Py_UNUSED(module), PyObject *args)
     }
     return take(&list);
 }
+
+SW_PY_VALUE(tensor_places, PyObject, "tensor_places tensors:L", true, places_of(a[0].o))
 
 PyMethodDef sw_py_marks_functions[] = {
     SW_PY_FUNCTION(

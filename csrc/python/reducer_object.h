@@ -62,11 +62,6 @@ enum { NO_TASK = -2 };
 /* On a GPU, the entries of `memory` after those of the buckets. */
 enum { PLACES, ROW, COLUMN, EXTRAS };
 
-static inline engine_state *reducer_state_of(reducer_object *self)
-{
-    return sw_py_state_of(self);
-}
-
 /* Returns 0, or -1 with the exception of `err`. */
 static inline int reducer_raise(reducer_object *self, sw_status status, const sw_error *err)
 {
@@ -86,18 +81,17 @@ static inline size_t reducer_bucket_count(const reducer_object *self)
 
 static inline int reducer_check_made(reducer_object *self)
 {
-    if (self->reducer)
-        return 0;
-    PyErr_SetString(sw_py_state_of(self)->error, "the reducer was not initialised");
-    return -1;
+    bool is_made = self->reducer ||
+                   sw_py_refuse(sw_py_state_of(self)->error, "the reducer was not initialised");
+    return is_made ? 0 : -1;
 }
 
 static inline int reducer_check_ready(reducer_object *self)
 {
-    if (self->reducer && self->params)
-        return 0;
-    PyErr_SetString(sw_py_state_of(self)->error, "the reducer has no tensors: call attach() first");
-    return -1;
+    bool is_ready = (self->reducer && self->params) ||
+                    sw_py_refuse(sw_py_state_of(self)->error,
+                                 "the reducer has no tensors: call attach() first");
+    return is_ready ? 0 : -1;
 }
 
 /* Enters the communicator until reducer_leave(). Returns -1 with an exception. */

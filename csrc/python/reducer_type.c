@@ -362,23 +362,21 @@ OF_REDUCER(divisor, "", true, PyLong_FromSize_t(sw_reducer_divisor(self->reducer
 SW_PY_VALUE(reducer_set_tracer, reducer_object, "set_tracer tracer:O", true,
             (sw_py_set_or_clear(&self->tracer, a[0].o), sw_py_none()))
 
-static PyObject *reducer_set_bucket_callback(PyObject *op, PyObject *args)
+static PyObject *set_callback(reducer_object *self, PyObject *callback, PyObject *wait)
 {
-    reducer_object *self = (reducer_object *)op;
-    sw_py_arg a[2] = {[1] = {.o = Py_None}};
-    if (reducer_check_made(self) < 0 ||
-        !sw_py_read("set_bucket_callback callback:O | wait:O", args, NULL, a))
-        return NULL;
-    if (a[1].o != Py_None && self->sliced)
+    if (wait != Py_None && self->sliced)
         return PyErr_Format(sw_py_state_of(self)->error,
                             "sliced buckets leave at the end of a backward");
-    sw_reducer_give_buckets(self->reducer, a[0].o == Py_None   ? SW_BUCKETS_OURS
-                                           : a[1].o == Py_None ? SW_BUCKETS_HOOKS
+    sw_reducer_give_buckets(self->reducer, callback == Py_None ? SW_BUCKETS_OURS
+                                           : wait == Py_None   ? SW_BUCKETS_HOOKS
                                                                : SW_BUCKETS_HOOKS_EARLY);
-    sw_py_set_or_clear(&self->bucket_wait, a[0].o == Py_None ? Py_None : a[1].o);
-    sw_py_set_or_clear(&self->bucket_callback, a[0].o);
+    sw_py_set_or_clear(&self->bucket_wait, callback == Py_None ? Py_None : wait);
+    sw_py_set_or_clear(&self->bucket_callback, callback);
     Py_RETURN_NONE;
 }
+
+OF_REDUCER(set_bucket_callback, " callback:O | wait:O", true,
+           set_callback(self, a[0].o, a[1].o ? a[1].o : Py_None))
 
 /* Returns the indices of parameters whose `.grad` is a tensor other than our view. */
 static PyObject *reducer_foreign(PyObject *op, PyObject *Py_UNUSED(unused))
@@ -397,21 +395,18 @@ static PyObject *reducer_foreign(PyObject *op, PyObject *Py_UNUSED(unused))
     return found;
 }
 
-static PyObject *reducer_mark_unfrozen(PyObject *op, PyObject *args)
+static PyObject *unfreeze(reducer_object *self, size_t index)
 {
-    reducer_object *self = (reducer_object *)op;
-    sw_py_arg a[1];
-    if (!sw_py_read("mark_unfrozen index:n", args, NULL, a) ||
-        !sw_py_reducer_has_index(self, a[0].n))
-        return NULL;
-    sw_reducer_unfreeze(self->reducer, a[0].size);
     const sw_layout *layout = sw_reducer_layout(self->reducer);
-    const sw_layout_bucket *bucket = &layout->bucket[layout->place[a[0].n].bucket];
+    const sw_layout_bucket *bucket = &layout->bucket[layout->place[index].bucket];
+    sw_reducer_unfreeze(self->reducer, index);
     for (size_t k = 0; self->shapes && k < bucket->count; ++k) /* the views may be new */
         read_shape(self, shape_models(self), self->shapes,
                    (Py_ssize_t)layout->order[bucket->first + k]);
     Py_RETURN_NONE;
 }
+
+OF_PARAMETER(mark_unfrozen, unfreeze(self, a[0].size))
 
 /* Adds the driver's counts since the GPU was opened, for all reducers on it. */
 static int add_driver_counts(reducer_object *self, PyObject *counts)

@@ -33,32 +33,28 @@ static PyObject *call(void *context, const char *method, PyObject *arguments)
 static sw_status begin(void *context, const char *method, int rank, uint32_t tag, const void *data,
                        size_t size_bytes, void **work, sw_error *err)
 {
-    PyGILState_STATE gil = PyGILState_Ensure();
-    sw_py_pending pending = sw_py_set_aside(); /* of this thread, such as an interrupt */
+    SW_PY_GIL(gil);
+    SW_PY_ASIDE(pending); /* of this thread, such as an interrupt */
     PyObject *made =
         call(context, method,
              Py_BuildValue("(iIKn)", rank, (unsigned)tag, (unsigned long long)(uintptr_t)data,
                            (Py_ssize_t)size_bytes));
-    sw_status status = made ? SW_OK : take_exception(err);
-    sw_py_bring_back_quietly(&pending);
-    PyGILState_Release(gil);
-    if (status == SW_OK)
-        *work = made;
-    return status;
+    if (!made)
+        return take_exception(err);
+    *work = made;
+    return SW_OK;
 }
 
 /* Gives the carrier's thread a lasting thread state: otherwise each call would create and destroy
  * one, and map and unmap memory. */
-static void wire_enter(void *context, void **kept)
+static void wire_enter(void *Py_UNUSED(context), void **kept)
 {
-    (void)context;
     (void)PyGILState_Ensure();
     *kept = PyEval_SaveThread();
 }
 
-static void wire_leave(void *context, void *kept)
+static void wire_leave(void *Py_UNUSED(context), void *kept)
 {
-    (void)context;
     PyEval_RestoreThread(kept);
     PyGILState_Release(PyGILState_UNLOCKED);
 }
@@ -77,43 +73,32 @@ static sw_status wire_receive(void *context, int rank, uint32_t tag, void *data,
 
 static sw_status wire_wait(void *context, void *work, sw_error *err)
 {
-    PyGILState_STATE gil = PyGILState_Ensure();
-    PyObject *result = call(context, "wait", Py_BuildValue("(O)", (PyObject *)work));
-    sw_status status = result ? SW_OK : take_exception(err);
-    Py_XDECREF(result);
-    Py_DECREF((PyObject *)work);
-    PyGILState_Release(gil);
-    return status;
+    SW_PY_GIL(gil);
+    SW_PY_OWNED *held = work;
+    SW_PY_OWNED *result = call(context, "wait", Py_BuildValue("(O)", held));
+    return result ? SW_OK : take_exception(err);
 }
 
 static bool wire_close(void *context, bool gently)
 {
-    PyGILState_STATE gil = PyGILState_Ensure();
-    sw_py_pending pending = sw_py_set_aside();
-    PyObject *result = call(context, "close", Py_BuildValue("(O)", gently ? Py_True : Py_False));
-    bool closed = result == Py_True;
+    SW_PY_GIL(gil);
+    SW_PY_ASIDE(pending);
+    SW_PY_OWNED *result = call(context, "close", Py_BuildValue("(O)", gently ? Py_True : Py_False));
     PyErr_Clear(); /* after any error it counts as not closed */
-    Py_XDECREF(result);
-    sw_py_bring_back_quietly(&pending);
-    PyGILState_Release(gil);
-    return closed;
+    return result == Py_True;
 }
 
-static void wire_drop(void *context, void *work)
+static void wire_drop(void *Py_UNUSED(context), void *work)
 {
-    (void)context;
-    PyGILState_STATE gil = PyGILState_Ensure();
+    SW_PY_GIL(gil);
     Py_DECREF((PyObject *)work);
-    PyGILState_Release(gil);
 }
 
 static void wire_release(void *context)
 {
-    py_wire *wire = context;
-    PyGILState_STATE gil = PyGILState_Ensure();
-    Py_DECREF(wire->group);
-    PyGILState_Release(gil);
-    free(wire);
+    SW_PY_GIL(gil);
+    Py_DECREF(((py_wire *)context)->group);
+    free(context);
 }
 
 const sw_wire *sw_py_wire_new(PyObject *group)
