@@ -9,27 +9,13 @@
 #include "python/dlpack_abi.h"
 #include "python/method.h"
 
-static uint8_t dl_code(sw_dtype dtype)
-{
-    switch (dtype) {
-    case SW_DTYPE_BFLOAT16:
-        return DL_BFLOAT;
-    case SW_DTYPE_INT8:
-    case SW_DTYPE_INT16:
-    case SW_DTYPE_INT32:
-    case SW_DTYPE_INT64:
-        return DL_INT;
-    case SW_DTYPE_UINT8:
-        return DL_UINT;
-    case SW_DTYPE_COMPLEX64:
-    case SW_DTYPE_COMPLEX128:
-        return DL_COMPLEX;
-    case SW_DTYPE_BOOL:
-        return DL_BOOL;
-    default:
-        return DL_FLOAT;
-    }
-}
+static const uint8_t dl_codes[SW_DTYPE_COUNT] = {
+    [SW_DTYPE_FLOAT16] = DL_FLOAT,     [SW_DTYPE_BFLOAT16] = DL_BFLOAT,
+    [SW_DTYPE_FLOAT32] = DL_FLOAT,     [SW_DTYPE_FLOAT64] = DL_FLOAT,
+    [SW_DTYPE_INT8] = DL_INT,          [SW_DTYPE_INT16] = DL_INT,
+    [SW_DTYPE_INT32] = DL_INT,         [SW_DTYPE_INT64] = DL_INT,
+    [SW_DTYPE_UINT8] = DL_UINT,        [SW_DTYPE_BOOL] = DL_BOOL,
+    [SW_DTYPE_COMPLEX64] = DL_COMPLEX, [SW_DTYPE_COMPLEX128] = DL_COMPLEX};
 
 static void managed_delete(dl_managed_tensor *managed)
 {
@@ -100,7 +86,7 @@ PyObject *sw_py_dlpack_capsule_on(int ordinal, PyObject *owner, void *address, s
                    .device_type = ordinal < 0 ? DL_CPU : DL_CUDA,
                    .device_id = ordinal < 0 ? 0 : ordinal,
                    .ndim = (int32_t)count,
-                   .code = dl_code(dtype),
+                   .code = dl_codes[dtype],
                    .bits = (uint8_t)(dtype == SW_DTYPE_BOOL ? 8 : sw_dtype_size_bytes(dtype) * 8),
                    .lanes = 1,
                    .shape = sizes,
@@ -133,6 +119,11 @@ PyObject *sw_py_arena_object_new(engine_state *state, comm_object *owner, sw_are
     made->memory = memory;
     sw_py_comm_acquire(owner);
     return (PyObject *)made;
+}
+
+sw_arena *sw_py_arena_of(const void *op, PyObject *arena)
+{
+    return Py_TYPE(arena) == sw_py_state_of(op)->arena_type ? ((arena_object *)arena)->arena : NULL;
 }
 
 static void arena_dealloc(PyObject *op)

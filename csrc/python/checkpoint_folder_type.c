@@ -245,12 +245,10 @@ static sw_status read_whole(const folder_object *self, const char *path, uint8_t
     return read_part(&from, *size_bytes, data, err);
 }
 
-/* Returns the bytes in place of a method's `finished`, and frees them. */
+/* Does the same as sw_py_bytes_if, and frees the data. */
 static PyObject *bytes_of(PyObject *finished, uint8_t *data, size_t size_bytes)
 {
-    SW_PY_OWNED *done = finished;
-    PyObject *bytes =
-        done ? PyBytes_FromStringAndSize((const char *)data, (Py_ssize_t)size_bytes) : NULL;
+    PyObject *bytes = sw_py_bytes_if(finished, data, size_bytes);
     free(data);
     return bytes;
 }

@@ -232,9 +232,8 @@ SW_PY_ROW(fill_write_range, sw_write_range, a[0].word, a[1].word)
 static PyObject *tallies_of(PyTypeObject *type, sw_status status, sw_tally_list *tallies,
                             const sw_error *err)
 {
-    PyObject *result = status == SW_OK ? PyBytes_FromStringAndSize((const char *)tallies->data,
-                                                                   (Py_ssize_t)tallies->size_bytes)
-                                       : sw_py_raise_checkpoint(type, err);
+    PyObject *result = sw_py_bytes_if(sw_py_finish_checkpoint(type, NULL, status, err),
+                                      tallies->data, tallies->size_bytes);
     sw_tally_list_fini(tallies);
     return result;
 }

@@ -86,13 +86,13 @@ static bool enter_plan(engine_state *state, PyObject *plan, const sw_py_table *s
 /* ---- life ---- */
 
 /* Finds the control pages of the ranks of this host. Returns NULL with an exception. */
-static uint8_t **read_pages(engine_state *state, PyObject *arena, int rank, int world_size)
+static uint8_t **read_pages(saver_object *self, PyObject *arena, int rank, int world_size)
 {
-    const arena_object *memory = (arena_object *)arena;
-    if (Py_TYPE(arena) == state->arena_type && memory->arena &&
-        memory->arena->world_size == world_size && memory->owner->comm->rank == rank &&
-        memory->arena->size_bytes >= SW_CHANNEL_PAGE_BYTES)
-        return memory->arena->base;
+    const sw_arena *memory = sw_py_arena_of(self, arena);
+    if (memory && memory->world_size == world_size &&
+        ((arena_object *)arena)->owner->comm->rank == rank &&
+        memory->size_bytes >= SW_CHANNEL_PAGE_BYTES)
+        return memory->base;
     PyErr_Format(PyExc_TypeError,
                  "CheckpointSaver: pages must be an Arena of these ranks with at least %d bytes",
                  SW_CHANNEL_PAGE_BYTES);
@@ -145,8 +145,7 @@ static int saver_init(PyObject *op, PyObject *args, PyObject *kwargs)
         return -1;
     int rank = a[0].i, world_size = a[1].i;
     PyObject *arena = a[2].o;
-    uint8_t **pages =
-        arena == Py_None ? NULL : read_pages(sw_py_state_of(op), arena, rank, world_size);
+    uint8_t **pages = arena == Py_None ? NULL : read_pages(self, arena, rank, world_size);
     if (PyErr_Occurred() || !read_hosts(&hosts, a[3].o, world_size))
         return -1;
     const sw_saver_options options = {.thread_count = a[5].i,

@@ -244,10 +244,9 @@ static bool parse_redop(const char *name, sw_redop *op)
 static sw_arena *own_arena(comm_object *self, PyObject *arena, const char *operation,
                            const char *label)
 {
-    const arena_object *memory = (arena_object *)arena;
-    if (Py_TYPE(arena) == sw_py_state_of(self)->arena_type && memory->owner == self &&
-        memory->arena)
-        return memory->arena;
+    sw_arena *memory = sw_py_arena_of(self, arena);
+    if (memory && ((arena_object *)arena)->owner == self)
+        return memory;
     PyErr_Format(PyExc_TypeError, "%s '%s': arena is not one of this communicator", operation,
                  label);
     return NULL;

@@ -281,18 +281,12 @@ SW_PY_METHOD_WITH(device_exchange, device_comm_object, "exchange range:U receive
                   sw_device_comm_exchange(self->comm, &range, a[1].address, a[2].address, &err),
                   sw_py_device_finish(self, status, &err))
 
-static PyObject *sum_of(PyObject *finished, const sw_norm_sum *sum)
-{
-    SW_PY_OWNED *done = finished;
-    return done ? PyBytes_FromStringAndSize((const char *)sum, sizeof *sum) : NULL;
-}
-
 SW_PY_METHOD_ON_ROWS(device_norm_sum, device_comm_object, "norm_sum ranges:O stream:A",
                      sw_norm_sum sum, 0, RANGE, sw_device_range, fill_range,
                      sw_py_device_enter(self),
                      sw_device_comm_norm(self->comm, rows.rows, rows.count, a[1].address, &sum,
                                          &err),
-                     sum_of(sw_py_device_finish(self, status, &err), &sum))
+                     sw_py_bytes_if(sw_py_device_finish(self, status, &err), &sum, sizeof sum))
 
 SW_PY_ON_DEVICE(device_follow, "follow later:A earlier:A",
                 sw_device_comm_follow(comm, a[0].address, a[1].address, &err))

@@ -97,8 +97,7 @@ static sw_status make_id(const char *path, sw_nccl_id *id, sw_error *err)
 
 SW_PY_METHOD_WITH(nccl_unique_id, PyObject, "nccl_unique_id | library:z", sw_nccl_id id, true,
                   make_id(a[0].s, &id, &err),
-                  status == SW_OK ? PyBytes_FromStringAndSize(id.internal, sizeof id.internal)
-                                  : sw_py_raise(self, &err, NULL))
+                  sw_py_bytes_if(sw_py_finish(self, status, &err), id.internal, sizeof id.internal))
 
 SW_PY_VALUE(slot_part_bytes, PyObject, "slot_part_bytes slot_bytes:N", true,
             PyLong_FromSize_t(sw_slot_part_bytes(a[0].size)))

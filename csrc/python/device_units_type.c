@@ -9,11 +9,6 @@ typedef struct device_units_object {
     size_t place_count;
 } device_units_object;
 
-static sw_device_units *units_of(const sw_py_owner *self)
-{
-    return self->made;
-}
-
 SW_PY_ROW(fill_run, sw_device_unit_run, .slice = a[0].address, .offset_bytes = a[1].size,
           .slice_bytes = a[2].size, .slice_dtype = a[3].dtype, .dtype = a[4].dtype)
 
@@ -55,7 +50,7 @@ static int units_init(PyObject *op, PyObject *args, PyObject *kwargs)
 /* Checks the unit's number and enters the communicator. Returns false with an exception. */
 static bool check_unit(const sw_py_owner *self, Py_ssize_t unit)
 {
-    size_t count = self->made ? sw_device_units_count(units_of(self)) : 0;
+    size_t count = self->made ? sw_device_units_count(self->made) : 0;
     if (!sw_py_owner_check(self, "the units were"))
         return false;
     return (unit >= 0 && (size_t)unit < count) ||
@@ -72,23 +67,21 @@ static bool enter(const sw_py_owner *self)
                  sw_py_device_finish(self->comm, status, &err))
 #define ONE check_unit(self, a[0].n) && enter(self)
 
-UNITS_METHOD(gather, "unit:n", ONE, sw_device_unit_gather(units_of(self), a[0].size, &err))
+UNITS_METHOD(gather, "unit:n", ONE, sw_device_unit_gather(self->made, a[0].size, &err))
 UNITS_METHOD(take, "unit:n stream:A", ONE,
-             sw_device_unit_take(units_of(self), a[0].size, a[1].address, &err))
-UNITS_METHOD(wait, "unit:n", ONE, sw_device_unit_wait(units_of(self), a[0].size, &err))
+             sw_device_unit_take(self->made, a[0].size, a[1].address, &err))
+UNITS_METHOD(wait, "unit:n", ONE, sw_device_unit_wait(self->made, a[0].size, &err))
 UNITS_METHOD(release, "unit:n stream:A", ONE,
-             sw_device_unit_release(units_of(self), a[0].size, a[1].address, &err))
+             sw_device_unit_release(self->made, a[0].size, a[1].address, &err))
 UNITS_METHOD(gather_apart, "unit:n address:A stream:A", ONE,
-             sw_device_unit_gather_apart(units_of(self), a[0].size, a[1].address, a[2].address,
-                                         &err))
+             sw_device_unit_gather_apart(self->made, a[0].size, a[1].address, a[2].address, &err))
 UNITS_METHOD(update, "stream:A", enter(self),
-             sw_device_units_update(units_of(self), a[0].address, &err))
+             sw_device_units_update(self->made, a[0].address, &err))
 UNITS_METHOD(gather_anew, "stream:A", enter(self),
-             sw_device_units_gather_anew(units_of(self), a[0].address, &err))
+             sw_device_units_gather_anew(self->made, a[0].address, &err))
 
 SW_PY_VALUE(units_state, sw_py_owner, "state unit:n", check_unit(self, a[0].n),
-            PyUnicode_FromString(sw_shard_state_name(sw_device_unit_state(units_of(self),
-                                                                          a[0].size))))
+            PyUnicode_FromString(sw_shard_state_name(sw_device_unit_state(self->made, a[0].size))))
 
 static PyObject *units_holder(PyObject *op, PyObject *args)
 {
@@ -99,7 +92,7 @@ static PyObject *units_holder(PyObject *op, PyObject *args)
     if (!self->owner.made || a[0].n < 0 || a[0].size >= self->place_count)
         return PyErr_Format(PyExc_IndexError, "place must be in [0, %zu), got %zd",
                             self->owner.made ? self->place_count : 0, a[0].n);
-    size_t holder = sw_device_units_holder(units_of(&self->owner), a[0].size);
+    size_t holder = sw_device_units_holder(self->owner.made, a[0].size);
     return holder == SW_DEVICE_UNIT_NONE ? sw_py_none() : PyLong_FromSize_t(holder);
 }
 

@@ -112,6 +112,9 @@ PyObject *sw_py_comm_connect(PyObject *op, PyObject *args, PyObject *kwargs);
 PyObject *sw_py_comm_extend(PyObject *op, PyObject *args, PyObject *kwargs);
 
 /* arena_type.c */
+/* Returns the memory of an Arena that ranks share; NULL, without an exception, for other objects.
+ * `op`: as above. */
+sw_arena *sw_py_arena_of(const void *op, PyObject *arena);
 /* Takes ownership of `arena` or `memory` on success. */
 PyObject *sw_py_arena_object_new(engine_state *state, comm_object *owner, sw_arena *arena,
                                  sw_gradient_memory *memory);
@@ -193,8 +196,8 @@ extern PyType_Spec sw_py_arena_type_spec, sw_py_comm_type_spec, sw_py_reducer_ty
     sw_py_checkpoint_folder_type_spec, sw_py_device_comm_type_spec, sw_py_device_units_type_spec,
     sw_py_device_offload_type_spec, sw_py_device_stage_type_spec;
 extern PyMethodDef sw_py_kernel_functions[], sw_py_optim_functions[], sw_py_compress_functions[],
-    sw_py_device_functions[], sw_py_device_codec_functions[], sw_py_device_powersgd_functions[],
-    sw_py_fork_functions[], sw_py_marks_functions[];
+    sw_py_device_functions[], sw_py_device_compress_functions[], sw_py_fork_functions[],
+    sw_py_marks_functions[];
 
 /* module_state.c */
 engine_state *sw_py_state_of(const void *op); /* an instance of our types, a type, or the module */
@@ -249,6 +252,10 @@ static inline void sw_py_drop(PyObject **object)
         (object) = NULL;                              \
         Py_XDECREF(engine_old_);                      \
     } while (0)
+
+/* Returns bytes in place of what a method finished with, whose reference it takes, unless that is
+ * NULL. */
+PyObject *sw_py_bytes_if(PyObject *finished, const void *data, size_t size_bytes);
 
 /* Appends `item`, whose reference it takes; NULL, with an exception, or a failure clears *list. */
 void sw_py_append(PyObject **list, PyObject *item);

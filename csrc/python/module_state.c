@@ -55,6 +55,12 @@ void sw_py_let_go(sw_py_pending *pending)
     Py_XDECREF(pending->trace);
 }
 
+PyObject *sw_py_bytes_if(PyObject *finished, const void *data, size_t size_bytes)
+{
+    SW_PY_OWNED *done = finished;
+    return done ? PyBytes_FromStringAndSize(data, (Py_ssize_t)size_bytes) : NULL;
+}
+
 void sw_py_append(PyObject **list, PyObject *item)
 {
     if (!item || PyList_Append(*list, item) < 0)

@@ -444,8 +444,7 @@ static PyObject *norm_sum(PyObject *module, PyObject *tensors)
     PyObject *result = held && !arrays ? PyErr_NoMemory() : NULL;
     if (arrays && read_norm_arrays(held, arrays)) {
         sw_status status = SW_PY_WITHOUT_GIL(add_arrays(&sum, arrays, count, &err));
-        result = status == SW_OK ? PyBytes_FromStringAndSize((const char *)&sum, sizeof sum)
-                                 : sw_py_raise(module, &err, NULL);
+        result = sw_py_bytes_if(sw_py_finish(module, status, &err), &sum, sizeof sum);
     }
     free(arrays);
     return result;

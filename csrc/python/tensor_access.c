@@ -57,10 +57,12 @@ static sw_dtype floating_dtype(uint8_t code, uint8_t bits)
                         : SW_DTYPE_COUNT;
 }
 
-/* Raises "grads[3] must be <wanted>, not <the value of attribute `name`>". Returns false. */
+/* Raises "grads[3] must be <wanted>, not <the value of attribute `name`>" in place of what is
+ * raised already. Returns false. */
 static bool refuse(PyObject *tensor, const char *what, Py_ssize_t index, const char *wanted,
                    const char *name)
 {
+    PyErr_Clear();
     SW_PY_OWNED *value = PyObject_GetAttrString(tensor, name);
     SW_PY_OWNED *text = value ? PyObject_Str(value) : NULL;
     PyErr_Clear();
@@ -111,20 +113,15 @@ static bool read_by_methods(PyObject *tensor, const char *what, Py_ssize_t index
     out->dtype =
         name && strncmp(name, "torch.", 6) == 0 ? sw_dtype_from_name(name + 6) : SW_DTYPE_COUNT;
     Py_XDECREF(text);
-    if (PyErr_Occurred() || !sw_py_tensor_address(tensor, &out->data)) {
-        PyErr_Clear();
+    if (PyErr_Occurred() || !sw_py_tensor_address(tensor, &out->data))
         return refuse(tensor, what, index, "a dense tensor", "layout");
-    }
     out->ndim = read_integers(PyObject_GetAttrString(tensor, "shape"), out->own);
     int strides =
         read_integers(sw_py_call(tensor, "stride", NULL, NULL), out->own + SW_PY_TENSOR_DIMS_MAX);
     out->shape = out->own;
     out->strides = out->own + SW_PY_TENSOR_DIMS_MAX;
-    if (out->ndim < 0 || strides != out->ndim) {
-        PyErr_Clear();
-        return refuse(tensor, what, index, "a dense tensor", "layout");
-    }
-    return true;
+    return (out->ndim >= 0 && strides == out->ndim) ||
+           refuse(tensor, what, index, "a dense tensor", "layout");
 }
 
 bool sw_py_tensor_read(const void *table, PyObject *tensor, const char *what, Py_ssize_t index,

@@ -8,11 +8,6 @@
 
 enum { KEPT_ARENA, KEPT_CODES }; /* the arena of the slices, and that of its records */
 
-static sw_units *units_of(const sw_py_owner *self)
-{
-    return self->made;
-}
-
 SW_PY_ROW(fill_run, sw_unit_run, .target_bytes = a[0].size, .rank = a[1].size,
           .source_bytes = a[2].size, .size_bytes = a[3].size, .coded = a[4].p)
 
@@ -32,7 +27,6 @@ SW_PY_DESTROY(destroy, sw_units_destroy)
 static int units_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     sw_py_owner *self = (sw_py_owner *)op;
-    PyTypeObject *arena_type = sw_py_state_of(op)->arena_type;
     sw_py_arg a[5] = {{0}};
     SW_PY_NESTED specs = {.begun = 0};
     sw_units *made = NULL;
@@ -40,9 +34,8 @@ static int units_init(PyObject *op, PyObject *args, PyObject *kwargs)
     if (!sw_py_read("Units arena:O units:L warm_bytes:N label:s | codes:O", args, kwargs, a))
         return -1;
     PyObject *arena = a[0].o, *codes = a[4].o;
-    const sw_arena *slices = Py_TYPE(arena) == arena_type ? ((arena_object *)arena)->arena : NULL;
-    const sw_arena *records =
-        codes && Py_TYPE(codes) == arena_type ? ((arena_object *)codes)->arena : NULL;
+    const sw_arena *slices = sw_py_arena_of(op, arena);
+    const sw_arena *records = codes ? sw_py_arena_of(op, codes) : NULL;
     if (!slices || (codes && !records)) {
         PyErr_SetString(PyExc_ValueError, "Units: arena and codes must be Arenas that ranks share");
         return -1;
@@ -67,7 +60,7 @@ static int units_init(PyObject *op, PyObject *args, PyObject *kwargs)
 
 static bool check_unit(const sw_py_owner *self, Py_ssize_t unit)
 {
-    size_t count = self->made ? sw_units_count(units_of(self)) : 0;
+    size_t count = self->made ? sw_units_count(self->made) : 0;
     return (unit >= 0 && (size_t)unit < count) ||
            sw_py_refuse(PyExc_ValueError, "Units: unit must be in [0, %zu), got %zd", count, unit);
 }
@@ -96,9 +89,9 @@ static PyObject *finish(sw_py_owner *self, sw_status status, const sw_error *err
     SW_PY_METHOD(units_##name, sw_py_owner, #name " unit:n", enter(self, a[0].n), call, \
                  finish(self, status, &err))
 
-UNITS_METHOD(gather, sw_unit_gather(units_of(self), a[0].size, SW_UNIT_SLICES, &err))
-UNITS_METHOD(gather_codes, sw_unit_gather(units_of(self), a[0].size, SW_UNIT_CODES, &err))
-UNITS_METHOD(release, sw_unit_release(units_of(self), a[0].size, &err))
+UNITS_METHOD(gather, sw_unit_gather(self->made, a[0].size, SW_UNIT_SLICES, &err))
+UNITS_METHOD(gather_codes, sw_unit_gather(self->made, a[0].size, SW_UNIT_CODES, &err))
+UNITS_METHOD(release, sw_unit_release(self->made, a[0].size, &err))
 
 static PyObject *units_take_write(PyObject *op, PyObject *args)
 {
@@ -108,15 +101,15 @@ static PyObject *units_take_write(PyObject *op, PyObject *args)
     sw_status status = SW_OK;
     if (!sw_py_read("take_write unit:n", args, NULL, a) || !enter(self, a[0].n))
         return NULL;
-    size_t found = sw_unit_find_write(units_of(self), a[0].size);
+    size_t found = sw_unit_find_write(self->made, a[0].size);
     if (found != SIZE_MAX)
-        status = sw_unit_forget_writes(units_of(self), a[0].size, &err);
+        status = sw_unit_forget_writes(self->made, a[0].size, &err);
     SW_PY_OWNED *done = finish(self, status, &err);
     return !done ? NULL : found == SIZE_MAX ? PyLong_FromLong(-1) : PyLong_FromSize_t(found);
 }
 
 SW_PY_VALUE(units_state, sw_py_owner, "state unit:n", check_unit(self, a[0].n),
-            PyUnicode_FromString(sw_shard_state_name(sw_unit_state(units_of(self), a[0].size))))
+            PyUnicode_FromString(sw_shard_state_name(sw_unit_state(self->made, a[0].size))))
 
 SW_PY_OWNER_STATS(units_stats, sw_units_stats, sw_units_get_stats,
                   SW_PY_COUNT(sw_units_stats, gathers), SW_PY_COUNT(sw_units_stats, releases),
@@ -133,14 +126,14 @@ static PyObject *units_tensor(PyObject *op, PyObject *args)
                     NULL, a) ||
         !check_unit(self, a[0].n))
         return NULL;
-    size_t size = sw_unit_size_bytes(units_of(self), a[0].size);
+    size_t size = sw_unit_size_bytes(self->made, a[0].size);
     if (a[1].n < 0 || a[2].n <= 0 || a[1].size > size ||
         __builtin_mul_overflow(a[2].size, sw_dtype_size_bytes(a[3].dtype), &bytes) ||
         bytes > size - a[1].size)
         return PyErr_Format(PyExc_ValueError,
                             "Units.tensor: %zd elements from byte %zd leave the unit of %zu bytes",
                             a[2].n, a[1].n, size);
-    return sw_py_dlpack_capsule_on(-1, op, sw_unit_address(units_of(self), a[0].size) + a[1].n,
+    return sw_py_dlpack_capsule_on(-1, op, sw_unit_address(self->made, a[0].size) + a[1].n,
                                    a[3].dtype, a[4].o, a[5].o);
 }
 

@@ -36,23 +36,25 @@ bool sw_py_wait_while(sw_py_busy_fn *is_busy, const void *object, int64_t patien
     return true;
 }
 
-static bool is_closed_to_readers(const void *use)
-{
-    return !sw_py_use_fits(use, SW_PY_SHARED);
-}
+typedef struct entry {
+    const sw_py_use *use;
+    sw_py_use_kind kind;
+} entry;
 
-static bool is_closed_to_others(const void *use)
+static bool is_closed(const void *wanted)
 {
-    return !sw_py_use_fits(use, SW_PY_ALONE);
+    const entry *at = wanted;
+    return at->use->kind != SW_PY_FREE &&
+           !(at->use->kind == SW_PY_SHARED && at->kind == SW_PY_SHARED);
 }
 
 bool sw_py_use_enter(sw_py_use *use, sw_py_use_kind kind, int64_t patience_ns, PyObject *error,
                      const char *noun)
 {
-    sw_py_busy_fn *is_busy = kind == SW_PY_SHARED ? is_closed_to_readers : is_closed_to_others;
-    if (!sw_py_wait_while(is_busy, use, patience_ns))
+    const entry wanted = {use, kind};
+    if (!sw_py_wait_while(is_closed, &wanted, patience_ns))
         return false;
-    if (is_busy(use))
+    if (is_closed(&wanted))
         return sw_py_refuse(error, "another thread is inside the %s: one call at a time", noun);
     sw_py_use_take(use, kind);
     return true;
