@@ -172,18 +172,14 @@ static PyObject *arena_tensor(PyObject *op, PyObject *args)
     return sw_py_dlpack_capsule_on(-1, op, base + a[0].n, a[1].dtype, a[2].o, a[3].o);
 }
 
-static bool check_range(const arena_object *self, const sw_py_arg *a)
-{
-    return (a[0].n >= 0 && a[1].n >= 0 && a[0].size <= arena_size(self) &&
-            a[1].size <= arena_size(self) - a[0].size) ||
-           sw_py_refuse(PyExc_ValueError,
-                        "Arena.populate: [%zd, +%zd) bytes leave the arena of %zu", a[0].n, a[1].n,
-                        arena_size(self));
-}
-
-SW_PY_METHOD(arena_populate, arena_object, "populate offset_bytes:n nbytes:n", check_range(self, a),
+SW_PY_METHOD(arena_populate, arena_object, "populate offset_bytes:n nbytes:n",
+             (a[0].n >= 0 && a[1].n >= 0 && a[0].size <= arena_size(self) &&
+              a[1].size <= arena_size(self) - a[0].size) ||
+                 sw_py_refuse(PyExc_ValueError,
+                              "Arena.populate: [%zd, +%zd) bytes leave the arena of %zu", a[0].n,
+                              a[1].n, arena_size(self)),
              (a[1].n ? sw_memory_populate(arena_base(self) + a[0].n, a[1].size) : (void)0, SW_OK),
-             status == SW_OK ? sw_py_none() : NULL)
+             sw_py_none())
 SW_PY_GETTER(arena_get_nbytes, arena_object, PyLong_FromSize_t(arena_size(self)))
 SW_PY_GETTER(arena_get_address, arena_object, PyLong_FromVoidPtr(arena_base(self)))
 

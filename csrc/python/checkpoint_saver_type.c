@@ -367,14 +367,6 @@ static PyObject *saver_begin(PyObject *op, PyObject *args, PyObject *kwargs)
     return done;
 }
 
-static PyObject *build_kept(const sw_save_kept *kept)
-{
-    return Py_BuildValue("(y#y#K)", kept->tallies.data ? (const char *)kept->tallies.data : "",
-                         (Py_ssize_t)kept->tallies.size_bytes, (const char *)kept->runs,
-                         (Py_ssize_t)(kept->run_count * sizeof *kept->runs),
-                         (unsigned long long)kept->size_bytes);
-}
-
 static PyObject *saver_keep(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     saver_object *self = (saver_object *)op;
@@ -392,7 +384,13 @@ static PyObject *saver_keep(PyObject *op, PyObject *args, PyObject *kwargs)
     if (read_save(self, &call, &a[1], &a[3], a[7].d, a[8].o)) {
         sw_status status = SW_PY_WITHOUT_GIL(
             sw_saver_keep(self->saver, &call.request, a[5].address, a[6].word, &kept, &err));
-        result = status == SW_OK ? build_kept(&kept) : sw_py_raise_checkpoint(op, &err);
+        result =
+            status == SW_OK
+                ? Py_BuildValue("(y#y#K)", kept.tallies.data ? (const char *)kept.tallies.data : "",
+                                (Py_ssize_t)kept.tallies.size_bytes, (const char *)kept.runs,
+                                (Py_ssize_t)(kept.run_count * sizeof *kept.runs),
+                                (unsigned long long)kept.size_bytes)
+                : sw_py_raise_checkpoint(op, &err);
     }
     sw_save_kept_fini(&kept);
     save_call_fini(&call);

@@ -326,7 +326,7 @@ static PyObject *comm_all_gather(PyObject *op, PyObject *args, PyObject *kwargs)
         sw_py_slices_init(&slices, a[4].o, operation.arena->world_size) < 0 ||
         !sw_py_comm_enter(self))
         return NULL;
-    operation.slices = sw_py_slices_get(&slices);
+    operation.slices = slices.given;
     sw_status status = SW_PY_WITHOUT_GIL(gather_ranges(self->comm, &operation, &ranges, &err));
     return sw_py_comm_finish(self, status, &err);
 }
@@ -551,7 +551,7 @@ SW_PY_GETTER(comm_get_hosts, comm_object,
 
 static PyMethodDef comm_methods[] = {
     SW_PY_ARGS(comm, peer, "rank, /",
-               "Return a rank, its process and host, and what the process does, for messages."),
+               "Return a rank, its process and host, and what that does, for messages."),
     SW_PY_KEYS(sw_py_comm, connect, "addresses, secret, hosts, *, members=None",
                "Join the ranks of this host."),
     SW_PY_KEYS(sw_py_comm, extend, "host_of, host, *, wire=None", "Join the ranks of other hosts."),

@@ -8,14 +8,9 @@
 #include "compress/powersgd.h"
 #include "python/method.h"
 
-static sw_block_codec codec_of(const sw_py_arg *a)
-{
-    return (sw_block_codec){a[0].n < 0 ? 0 : a[0].size, a[1].i};
-}
-
 static bool check_codec(PyObject *module, const sw_py_arg *a)
 {
-    const sw_block_codec codec = codec_of(a);
+    const sw_block_codec codec = {a[0].n < 0 ? 0 : a[0].size, a[1].i};
     sw_error err;
     SW_PY_OWNED *done = sw_py_finish(module, sw_block_codec_check(&codec, &err), &err);
     return done != NULL;

@@ -269,15 +269,11 @@ SW_PY_ON_ROWS(device_clip, "clip ranges:O max_norm:d is_sliced:p result:A stream
                                                     .factor = (float *)a[3].address + 1},
                                   a[4].address, &err))
 
-/* Reads one range. Returns false with an exception. */
-static bool read_range(PyObject *tuple, sw_device_range *range)
-{
-    sw_py_arg a[3];
-    return sw_py_read(RANGE, tuple, NULL, a) && fill_range(a, range, NULL);
-}
-
 SW_PY_METHOD_WITH(device_exchange, device_comm_object, "exchange range:U received:A stream:A",
-                  sw_device_range range, read_range(a[0].o, &range) && sw_py_device_enter(self),
+                  sw_device_range range;
+                  sw_py_arg parts[3],
+                  sw_py_read(RANGE, a[0].o, NULL, parts) && fill_range(parts, &range, NULL) &&
+                      sw_py_device_enter(self),
                   sw_device_comm_exchange(self->comm, &range, a[1].address, a[2].address, &err),
                   sw_py_device_finish(self, status, &err))
 

@@ -67,11 +67,11 @@ const sw_wire *sw_py_wire_new(PyObject *group);
 /* slices.c: parses None, or (of_rank, replica_of_rank). Returns -1 with an exception. */
 typedef struct sw_py_slices {
     sw_slices slices;
-    int *numbers; /* owned; NULL: one slice per rank */
+    int *numbers;           /* owned */
+    const sw_slices *given; /* `slices`; NULL: one slice per rank */
 } sw_py_slices;
 int sw_py_slices_init(sw_py_slices *slices, PyObject *given, int world_size);
 void sw_py_slices_fini(sw_py_slices *slices);
-const sw_slices *sw_py_slices_get(const sw_py_slices *slices);
 #define SW_PY_SLICES __attribute__((cleanup(sw_py_slices_fini))) sw_py_slices
 
 /* errors.c. In all of them `op` is an instance of one of our types, such a type, or the module. */

@@ -98,19 +98,14 @@ static int place_bucket(reducer_object *self, size_t bucket)
     return 0;
 }
 
-/* Releases the held gradients, whose copies are launched. */
-static int let_go(reducer_object *self)
-{
-    return self->held ? PyList_SetSlice(self->held, 0, PyList_Size(self->held), NULL) : 0;
-}
-
 int sw_py_gradient_fill_bucket(reducer_object *self, size_t bucket)
 {
     if (REDUCER_WAIT(self, sw_reducer_reserve(self->reducer, bucket, &err)) < 0 ||
         place_bucket(self, bucket) < 0 ||
         REDUCER_ENQUEUE(self, sw_reducer_seal(self->reducer, bucket, &err)) < 0)
         return -1;
-    return let_go(self);
+    /* releases the held gradients, whose copies are launched */
+    return self->held ? PyList_SetSlice(self->held, 0, PyList_Size(self->held), NULL) : 0;
 }
 
 int sw_py_gradient_trace(reducer_object *self, size_t bucket, const char *what)

@@ -155,15 +155,10 @@ static PyObject *self_test(PyObject *module, PyObject *Py_UNUSED(unused))
 SW_PY_VALUE(crc32c, PyObject, "crc32c address:A nbytes:N", true,
             PyLong_FromUnsignedLong(sw_crc32c(0, a[0].address, a[1].size)))
 
-static bool check_stride(Py_ssize_t stride)
-{
-    if (stride < 1)
-        PyErr_Format(PyExc_ValueError, "sample_crc32c: stride must be at least 1, got %zd", stride);
-    return stride >= 1;
-}
-
 SW_PY_VALUE(sample_crc32c, PyObject, "sample_crc32c address:A nbytes:N stride:n",
-            check_stride(a[2].n),
+            a[2].n >= 1 ||
+                sw_py_refuse(PyExc_ValueError, "sample_crc32c: stride must be at least 1, got %zd",
+                             a[2].n),
             PyLong_FromUnsignedLong(sw_sample_crc32c(a[0].address, a[1].size, a[2].size)))
 SW_PY_VALUE(prefer_huge_pages, PyObject, "prefer_huge_pages address:A nbytes:N", true,
             (sw_memory_prefer_huge(a[0].address, a[1].size), sw_py_none()))

@@ -157,7 +157,7 @@ static int reducer_init(PyObject *op, PyObject *args, PyObject *kwargs)
                           NULL))
         return -1;
     self->sliced = options.sliced = a[5].p;
-    options.slices = sw_py_slices_get(&slices);
+    options.slices = slices.given;
     options.label = a[7].s;
     options.bucket_cap_bytes = a[2].size;
     options.first_cap_bytes = a[8].size;
@@ -408,13 +408,6 @@ static PyObject *unfreeze(reducer_object *self, size_t index)
 
 OF_PARAMETER(mark_unfrozen, unfreeze(self, a[0].size))
 
-/* Adds the driver's counts since the GPU was opened, for all reducers on it. */
-static int add_driver_counts(reducer_object *self, PyObject *counts)
-{
-    SW_PY_OWNED *driver = sw_py_call(self->gpu, "stats", NULL, NULL);
-    return driver ? PyDict_Update(counts, driver) : -1;
-}
-
 static PyObject *reducer_stats(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     static const sw_py_count counts[] = {SW_PY_COUNT(sw_reducer_stats, rounds),
@@ -431,8 +424,11 @@ static PyObject *reducer_stats(PyObject *op, PyObject *Py_UNUSED(unused))
         sw_py_counts(sw_reducer_get_stats(self->reducer), counts, sizeof counts / sizeof *counts);
     if (made)
         sw_py_put(&made, "copies", PyLong_FromUnsignedLongLong(self->copies));
-    if (made && self->gpu && add_driver_counts(self, made) < 0)
-        ENGINE_CLEAR(made);
+    if (made && self->gpu) { /* the driver's counts since the GPU was opened, for all reducers */
+        SW_PY_OWNED *driver = sw_py_call(self->gpu, "stats", NULL, NULL);
+        if (!driver || PyDict_Update(made, driver) < 0)
+            ENGINE_CLEAR(made);
+    }
     return made;
 }
 
@@ -496,8 +492,7 @@ static PyMethodDef reducer_methods[] = {
     SW_PY_ARGS(reducer, set_tracer, "tracer, /",
                "Set a callable that is called around each bucket's post and wait, or None."),
     SW_PY_ARGS(reducer, used_by_any, "index, /", "Return True if some rank used the parameter."),
-    SW_PY_ARGS(reducer, divisor, "/",
-               "Return the number of ranks over which a hook's mean of the last round is taken."),
+    SW_PY_ARGS(reducer, divisor, "/", "Return how many ranks are in a hook's last mean."),
     SW_PY_ARGS(reducer, standing_ranks, "index, /",
                "Return the number of ranks that contribute on top of the standing mean."),
     SW_PY_ARGS(reducer, is_used, "index, /", "Return True if used here since the last round."),

@@ -56,6 +56,7 @@ int sw_py_slices_init(sw_py_slices *slices, PyObject *given, int world_size)
         is_complete(slices->numbers, second, world_size, count + 1, replicas + 1)) {
         slices->slices =
             (sw_slices){.count = count + 1, .of_rank = slices->numbers, .replica_of_rank = second};
+        slices->given = &slices->slices;
         return 0;
     }
     if (!PyErr_Occurred())
@@ -70,9 +71,4 @@ void sw_py_slices_fini(sw_py_slices *slices)
 {
     free(slices->numbers);
     slices->numbers = NULL;
-}
-
-const sw_slices *sw_py_slices_get(const sw_py_slices *slices)
-{
-    return slices->numbers ? &slices->slices : NULL;
 }

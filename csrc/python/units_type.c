@@ -93,20 +93,19 @@ UNITS_METHOD(gather, sw_unit_gather(self->made, a[0].size, SW_UNIT_SLICES, &err)
 UNITS_METHOD(gather_codes, sw_unit_gather(self->made, a[0].size, SW_UNIT_CODES, &err))
 UNITS_METHOD(release, sw_unit_release(self->made, a[0].size, &err))
 
-static PyObject *units_take_write(PyObject *op, PyObject *args)
+/* Returns a byte's place, -1 for SIZE_MAX, unless the call has failed. */
+static PyObject *place_if(PyObject *finished, size_t place)
 {
-    sw_py_owner *self = (sw_py_owner *)op;
-    sw_py_arg a[1];
-    sw_error err;
-    sw_status status = SW_OK;
-    if (!sw_py_read("take_write unit:n", args, NULL, a) || !enter(self, a[0].n))
-        return NULL;
-    size_t found = sw_unit_find_write(self->made, a[0].size);
-    if (found != SIZE_MAX)
-        status = sw_unit_forget_writes(self->made, a[0].size, &err);
-    SW_PY_OWNED *done = finish(self, status, &err);
-    return !done ? NULL : found == SIZE_MAX ? PyLong_FromLong(-1) : PyLong_FromSize_t(found);
+    SW_PY_OWNED *done = finished;
+    return done ? PyLong_FromSsize_t((Py_ssize_t)place) : NULL;
 }
+
+SW_PY_METHOD_WITH(units_take_write, sw_py_owner, "take_write unit:n", size_t found,
+                  enter(self, a[0].n),
+                  (found = sw_unit_find_write(self->made, a[0].size)) == SIZE_MAX
+                      ? SW_OK
+                      : sw_unit_forget_writes(self->made, a[0].size, &err),
+                  place_if(finish(self, status, &err), found))
 
 SW_PY_VALUE(units_state, sw_py_owner, "state unit:n", check_unit(self, a[0].n),
             PyUnicode_FromString(sw_shard_state_name(sw_unit_state(self->made, a[0].size))))
