@@ -9,34 +9,19 @@
 #include "python/dlpack_abi.h"
 #include "python/method.h"
 
-static uint8_t dl_code(sw_dtype dtype)
-{
-    switch (dtype) {
-    case SW_DTYPE_BFLOAT16:
-        return DL_BFLOAT;
-    case SW_DTYPE_INT8:
-    case SW_DTYPE_INT16:
-    case SW_DTYPE_INT32:
-    case SW_DTYPE_INT64:
-        return DL_INT;
-    case SW_DTYPE_UINT8:
-        return DL_UINT;
-    case SW_DTYPE_COMPLEX64:
-    case SW_DTYPE_COMPLEX128:
-        return DL_COMPLEX;
-    case SW_DTYPE_BOOL:
-        return DL_BOOL;
-    default:
-        return DL_FLOAT;
-    }
-}
+static const uint8_t dl_codes[SW_DTYPE_COUNT] = {
+    [SW_DTYPE_FLOAT16] = DL_FLOAT,     [SW_DTYPE_BFLOAT16] = DL_BFLOAT,
+    [SW_DTYPE_FLOAT32] = DL_FLOAT,     [SW_DTYPE_FLOAT64] = DL_FLOAT,
+    [SW_DTYPE_INT8] = DL_INT,          [SW_DTYPE_INT16] = DL_INT,
+    [SW_DTYPE_INT32] = DL_INT,         [SW_DTYPE_INT64] = DL_INT,
+    [SW_DTYPE_UINT8] = DL_UINT,        [SW_DTYPE_BOOL] = DL_BOOL,
+    [SW_DTYPE_COMPLEX64] = DL_COMPLEX, [SW_DTYPE_COMPLEX128] = DL_COMPLEX};
 
 static void managed_delete(dl_managed_tensor *managed)
 {
     if (Py_IsInitialized()) { /* at interpreter exit the kernel frees the pages */
-        PyGILState_STATE gil = PyGILState_Ensure();
+        SW_PY_GIL(gil);
         Py_DECREF((PyObject *)managed->context);
-        PyGILState_Release(gil);
     }
     free(managed);
 }
@@ -54,32 +39,26 @@ static void capsule_delete(PyObject *capsule)
  * must be there. */
 static bool read_sizes(PyObject *sizes, const char *signature, int64_t *out, size_t wanted)
 {
-    sw_py_table table;
-    bool is_read =
-        sw_py_table_init(&table, sizes, signature, sizeof(int64_t), sw_py_fill_size, NULL);
-    if (is_read && table.count != wanted) {
-        PyErr_Format(PyExc_ValueError, "strides must have %zu values, as shape has, got %zu",
-                     wanted, table.count);
-        is_read = false;
-    }
-    if (is_read)
-        memcpy(out, table.rows, wanted * sizeof *out);
-    sw_py_table_fini(&table);
-    return is_read;
+    SW_PY_TABLE table = {0};
+    if (!sw_py_table_init(&table, sizes, signature, sizeof(int64_t), sw_py_fill_size, NULL))
+        return false;
+    if (table.count != wanted)
+        return sw_py_refuse(PyExc_ValueError, "strides must have %zu values, as shape has, got %zu",
+                            wanted, table.count);
+    memcpy(out, table.rows, wanted * sizeof *out);
+    return true;
 }
 
 bool sw_py_shape_bytes(PyObject *shape, sw_dtype dtype, const char *what, size_t *bytes)
 {
-    sw_py_table table;
-    bool fits =
-        sw_py_table_init(&table, shape, "shape size:N", sizeof(int64_t), sw_py_fill_size, NULL);
+    SW_PY_TABLE table = {0};
+    if (!sw_py_table_init(&table, shape, "shape size:N", sizeof(int64_t), sw_py_fill_size, NULL))
+        return false;
     *bytes = sw_dtype_size_bytes(dtype);
-    for (size_t i = 0; fits && i < table.count; ++i)
-        fits = !__builtin_mul_overflow(*bytes, (size_t)((const int64_t *)table.rows)[i], bytes);
-    if (!fits && !PyErr_Occurred())
-        PyErr_Format(PyExc_ValueError, "%s: shape overflows the address space", what);
-    sw_py_table_fini(&table);
-    return fits;
+    for (size_t i = 0; i < table.count; ++i)
+        if (__builtin_mul_overflow(*bytes, (size_t)((const int64_t *)table.rows)[i], bytes))
+            return sw_py_refuse(PyExc_ValueError, "%s: shape overflows the address space", what);
+    return true;
 }
 
 static void contiguous_strides(const int64_t *shape, int64_t *strides, Py_ssize_t count)
@@ -89,12 +68,6 @@ static void contiguous_strides(const int64_t *shape, int64_t *strides, Py_ssize_
         strides[i] = stride;
         stride *= shape[i] > 0 ? shape[i] : 1;
     }
-}
-
-PyObject *sw_py_dlpack_capsule_new(PyObject *owner, void *address, sw_dtype dtype, PyObject *shape,
-                                   PyObject *strides)
-{
-    return sw_py_dlpack_capsule_on(-1, owner, address, dtype, shape, strides);
 }
 
 PyObject *sw_py_dlpack_capsule_on(int ordinal, PyObject *owner, void *address, sw_dtype dtype,
@@ -108,31 +81,30 @@ PyObject *sw_py_dlpack_capsule_on(int ordinal, PyObject *owner, void *address, s
     if (!managed)
         return PyErr_NoMemory();
     int64_t *sizes = (int64_t *)(managed + 1);
-    managed->tensor.data = address;
-    managed->tensor.device_type = ordinal < 0 ? DL_CPU : DL_CUDA;
-    managed->tensor.device_id = ordinal < 0 ? 0 : ordinal;
-    managed->tensor.ndim = (int32_t)count;
-    managed->tensor.code = dl_code(dtype);
-    managed->tensor.bits = (uint8_t)(dtype == SW_DTYPE_BOOL ? 8 : sw_dtype_size_bytes(dtype) * 8);
-    managed->tensor.lanes = 1;
-    managed->tensor.shape = sizes;
-    managed->tensor.strides = sizes + count;
-    managed->deleter = managed_delete;
-    managed->context = owner;
-    if (!read_sizes(shape, "shape size:n", sizes, (size_t)count))
-        goto failed;
-    contiguous_strides(sizes, sizes + count, count);
-    if (strides != Py_None &&
-        !read_sizes(strides, "strides stride:n", sizes + count, (size_t)count))
-        goto failed;
-    PyObject *capsule = PyCapsule_New(managed, "dltensor", capsule_delete);
-    if (!capsule)
-        goto failed;
-    Py_INCREF(owner);
+    *managed = (dl_managed_tensor){
+        .tensor = {.data = address,
+                   .device_type = ordinal < 0 ? DL_CPU : DL_CUDA,
+                   .device_id = ordinal < 0 ? 0 : ordinal,
+                   .ndim = (int32_t)count,
+                   .code = dl_codes[dtype],
+                   .bits = (uint8_t)(dtype == SW_DTYPE_BOOL ? 8 : sw_dtype_size_bytes(dtype) * 8),
+                   .lanes = 1,
+                   .shape = sizes,
+                   .strides = sizes + count},
+        .context = owner,
+        .deleter = managed_delete};
+    PyObject *capsule = NULL;
+    if (read_sizes(shape, "shape size:n", sizes, (size_t)count)) {
+        contiguous_strides(sizes, sizes + count, count);
+        if (strides == Py_None ||
+            read_sizes(strides, "strides stride:n", sizes + count, (size_t)count))
+            capsule = PyCapsule_New(managed, "dltensor", capsule_delete);
+    }
+    if (capsule)
+        Py_INCREF(owner);
+    else
+        free(managed);
     return capsule;
-failed:
-    free(managed);
-    return NULL;
 }
 
 PyObject *sw_py_arena_object_new(engine_state *state, comm_object *owner, sw_arena *arena,
@@ -149,17 +121,20 @@ PyObject *sw_py_arena_object_new(engine_state *state, comm_object *owner, sw_are
     return (PyObject *)made;
 }
 
+sw_arena *sw_py_arena_of(const void *op, PyObject *arena)
+{
+    return Py_TYPE(arena) == sw_py_state_of(op)->arena_type ? ((arena_object *)arena)->arena : NULL;
+}
+
 static void arena_dealloc(PyObject *op)
 {
     arena_object *self = (arena_object *)op;
-    PyTypeObject *type = Py_TYPE(op);
     if (self->arena)
         self->owner->comm->ops->arena_destroy(self->owner->comm, self->arena);
     sw_gradient_memory_destroy(self->memory);
     sw_py_comm_release(self->owner);
     Py_DECREF(self->owner);
-    PyObject_Free(op);
-    Py_DECREF(type);
+    sw_py_free(op);
 }
 
 static uint8_t *arena_base(const arena_object *self)
@@ -194,32 +169,25 @@ static PyObject *arena_tensor(PyObject *op, PyObject *args)
     if (!base)
         return PyErr_Format(PyExc_ValueError,
                             "Arena.tensor: the part of rank %d is on another host", rank);
-    return sw_py_dlpack_capsule_new(op, base + a[0].n, a[1].dtype, a[2].o, a[3].o);
+    return sw_py_dlpack_capsule_on(-1, op, base + a[0].n, a[1].dtype, a[2].o, a[3].o);
 }
 
-static bool check_range(const arena_object *self, const sw_py_arg *a)
-{
-    if (a[0].n >= 0 && a[1].n >= 0 && a[0].size <= arena_size(self) &&
-        a[1].size <= arena_size(self) - a[0].size)
-        return true;
-    PyErr_Format(PyExc_ValueError, "Arena.populate: [%zd, +%zd) bytes leave the arena of %zu",
-                 a[0].n, a[1].n, arena_size(self));
-    return false;
-}
-
-SW_PY_METHOD(arena_populate, arena_object, "populate offset_bytes:n nbytes:n", check_range(self, a),
+SW_PY_METHOD(arena_populate, arena_object, "populate offset_bytes:n nbytes:n",
+             (a[0].n >= 0 && a[1].n >= 0 && a[0].size <= arena_size(self) &&
+              a[1].size <= arena_size(self) - a[0].size) ||
+                 sw_py_refuse(PyExc_ValueError,
+                              "Arena.populate: [%zd, +%zd) bytes leave the arena of %zu", a[0].n,
+                              a[1].n, arena_size(self)),
              (a[1].n ? sw_memory_populate(arena_base(self) + a[0].n, a[1].size) : (void)0, SW_OK),
-             status == SW_OK ? sw_py_none() : NULL)
+             sw_py_none())
 SW_PY_GETTER(arena_get_nbytes, arena_object, PyLong_FromSize_t(arena_size(self)))
 SW_PY_GETTER(arena_get_address, arena_object, PyLong_FromVoidPtr(arena_base(self)))
 
 static PyMethodDef arena_methods[] = {
-    {"tensor", arena_tensor, METH_VARARGS,
-     "tensor($self, offset_bytes, dtype, shape, strides=None, rank=-1, /)\n--\n\n"
-     "Return a DLPack capsule over this rank's part, or over a peer's."},
-    {"populate", arena_populate, METH_VARARGS,
-     "populate($self, offset_bytes, nbytes, /)\n--\n\n"
-     "Allocate the pages of this rank's part now, as huge pages if the kernel can."},
+    SW_PY_ARGS(arena, tensor, "offset_bytes, dtype, shape, strides=None, rank=-1, /",
+               "Return a DLPack capsule over this rank's part, or over a peer's."),
+    SW_PY_ARGS(arena, populate, "offset_bytes, nbytes, /",
+               "Allocate the pages of this rank's part now, as huge pages if the kernel can."),
     {NULL, NULL, 0, NULL},
 };
 
@@ -229,14 +197,7 @@ static PyGetSetDef arena_properties[] = {
     {NULL, NULL, NULL, NULL, NULL},
 };
 
-static PyType_Slot arena_slots[] = {
-    {Py_tp_dealloc, arena_dealloc},
-    {Py_tp_methods, arena_methods},
-    {Py_tp_getset, arena_properties},
-    {Py_tp_doc,
-     "Memory of one size on every rank, mapped by all of them. Made by HostComm.arena()."},
-    {0, NULL},
-};
-
 SW_PY_TYPE(sw_py_arena_type_spec, "Arena", arena_object, Py_TPFLAGS_DISALLOW_INSTANTIATION,
-           arena_slots)
+           "Memory of one size on every rank, mapped by all of them. Made by HostComm.arena().",
+           {Py_tp_dealloc, arena_dealloc}, {Py_tp_methods, arena_methods},
+           {Py_tp_getset, arena_properties})

@@ -2,8 +2,18 @@
 #include "python/arguments.h"
 
 #include <limits.h>
+#include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
+
+bool sw_py_refuse(PyObject *type, const char *format, ...)
+{
+    va_list values;
+    va_start(values, format);
+    PyErr_FormatV(type, format, values);
+    va_end(values);
+    return false;
+}
 
 typedef struct field { /* of a signature */
     const char *operation;
@@ -36,8 +46,7 @@ static bool refuse_as(const field *f, PyObject *error, const char *text, PyObjec
     char format[256];
     PyOS_snprintf(format, sizeof format, "%.*s: %.*s %s", f->operation_length, f->operation,
                   f->length, f->name, text);
-    PyErr_Format(error, format, value);
-    return false;
+    return sw_py_refuse(error, format, value);
 }
 
 static bool refuse(const field *f, PyObject *error, const char *wanted, PyObject *value)
@@ -101,6 +110,23 @@ static bool read_text(const field *f, PyObject *value, sw_py_arg *out)
     return true;
 }
 
+/* Checks an object whose letter names its type. */
+static bool is_of_kind(const field *f, PyObject *value)
+{
+    static const struct {
+        char letter;
+        unsigned long flag;
+        const char *wanted;
+    } kinds[] = {{'L', Py_TPFLAGS_LIST_SUBCLASS, "a list"},
+                 {'U', Py_TPFLAGS_TUPLE_SUBCLASS, "a tuple"},
+                 {'B', Py_TPFLAGS_BYTES_SUBCLASS, "bytes"},
+                 {'D', Py_TPFLAGS_DICT_SUBCLASS, "a dict"}};
+    for (size_t i = 0; i < sizeof kinds / sizeof *kinds; ++i)
+        if (f->letter == kinds[i].letter && !PyType_HasFeature(Py_TYPE(value), kinds[i].flag))
+            return refuse_type(f, kinds[i].wanted, value);
+    return true;
+}
+
 static bool read_value(const field *f, PyObject *value, sw_py_arg *out)
 {
     switch (f->letter) {
@@ -119,28 +145,15 @@ static bool read_value(const field *f, PyObject *value, sw_py_arg *out)
         return truth >= 0;
     }
     case 'O':
-        break;
     case 'L':
-        if (!PyList_Check(value))
-            return refuse_type(f, "a list", value);
-        break;
     case 'U':
-        if (!PyTuple_Check(value))
-            return refuse_type(f, "a tuple", value);
-        break;
     case 'B':
-        if (!PyBytes_Check(value))
-            return refuse_type(f, "bytes", value);
-        break;
     case 'D':
-        if (!PyDict_Check(value))
-            return refuse_type(f, "a dict", value);
-        break;
+        out->o = value;
+        return is_of_kind(f, value);
     default:
         return read_integer(f, value, out);
     }
-    out->o = value;
-    return true;
 }
 
 /* Returns the borrowed value that was passed by name, or NULL, also with an exception. */
@@ -209,8 +222,8 @@ static bool fill_row(const char *signature, PyObject *item, void *row, sw_py_row
     sw_py_arg a[SW_PY_ARGS_MAX] = {{0}};
     if (PyTuple_Check(item))
         return sw_py_read(signature, item, NULL, a) && fill(a, row, context);
-    PyErr_Format(PyExc_TypeError, "%s: a row must be a tuple of these, got %R", signature, item);
-    return false;
+    return sw_py_refuse(PyExc_TypeError, "%s: a row must be a tuple of these, got %R", signature,
+                        item);
 }
 
 bool sw_py_table_init(sw_py_table *table, PyObject *sequence, const char *signature,
@@ -222,21 +235,18 @@ bool sw_py_table_init(sw_py_table *table, PyObject *sequence, const char *signat
         return false;
     table->count = (size_t)PyTuple_Size(table->items);
     table->rows = calloc(table->count + 1, row_bytes);
-    if (!table->rows) {
-        PyErr_NoMemory();
-        return false;
-    }
-    for (size_t i = 0; i < table->count; ++i) {
+    if (!table->rows)
+        return PyErr_NoMemory() != NULL;
+    bool is_filled = true;
+    for (size_t i = 0; is_filled && i < table->count; ++i) {
         PyObject *item = PyTuple_GetItem(table->items, (Py_ssize_t)i);
         PyObject *row = is_single ? PyTuple_Pack(1, item) : item;
-        bool is_filled =
+        is_filled =
             row && fill_row(signature, row, (char *)table->rows + i * row_bytes, fill, context);
         if (is_single)
             Py_XDECREF(row);
-        if (!is_filled)
-            return false;
     }
-    return true;
+    return is_filled;
 }
 
 void sw_py_table_fini(sw_py_table *table)

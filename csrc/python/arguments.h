@@ -39,6 +39,9 @@ enum { SW_PY_ARGS_MAX = 20 };
  * arguments that were left out keep their values. Returns false with an exception. */
 bool sw_py_read(const char *signature, PyObject *args, PyObject *kwargs, sw_py_arg *out);
 
+/* Sets an exception, with a text like PyErr_Format's. Returns false. */
+bool sw_py_refuse(PyObject *type, const char *format, ...);
+
 /* Rows of C made from a sequence: one row of `row_bytes` for each item. An item is a tuple that the
  * signature describes, or the one argument itself if the signature has one name. The table keeps
  * the items, and so their strings, alive: the caller's list may change while other code runs. */
@@ -52,12 +55,11 @@ typedef struct sw_py_table {
 typedef bool sw_py_row_fn(const sw_py_arg *a, void *row, void *context);
 
 /* Defines such a function for a row whose values are these expressions of a[]. */
-#define SW_PY_SHARED_ROW(function, type, ...)                  \
-    bool function(const sw_py_arg *a, void *row, void *unused) \
-    {                                                          \
-        (void)unused;                                          \
-        *(type *)row = (type){__VA_ARGS__};                    \
-        return true;                                           \
+#define SW_PY_SHARED_ROW(function, type, ...)                             \
+    bool function(const sw_py_arg *a, void *row, void *Py_UNUSED(unused)) \
+    {                                                                     \
+        *(type *)row = (type){__VA_ARGS__};                               \
+        return true;                                                      \
     }
 #define SW_PY_ROW(function, type, ...) static SW_PY_SHARED_ROW(function, type, __VA_ARGS__)
 
@@ -65,6 +67,8 @@ typedef bool sw_py_row_fn(const sw_py_arg *a, void *row, void *context);
 bool sw_py_table_init(sw_py_table *table, PyObject *sequence, const char *signature,
                       size_t row_bytes, sw_py_row_fn *fill, void *context);
 void sw_py_table_fini(sw_py_table *table);
+/* A local table that ends with its block; begun as {0}. */
+#define SW_PY_TABLE __attribute__((cleanup(sw_py_table_fini))) sw_py_table
 
 /* Rows that have a table of their own each, such as units with their runs. */
 typedef struct sw_py_nested {
@@ -79,6 +83,7 @@ bool sw_py_nested_init(sw_py_nested *nested, PyObject *sequence, const char *sig
 sw_py_table *sw_py_nested_add(sw_py_nested *nested, PyObject *sequence, const char *signature,
                               size_t row_bytes, sw_py_row_fn *fill);
 void sw_py_nested_fini(sw_py_nested *nested);
+#define SW_PY_NESTED __attribute__((cleanup(sw_py_nested_fini))) sw_py_nested
 
 /* Rows of one argument each. */
 bool sw_py_fill_int(const sw_py_arg *a, void *row, void *unused);

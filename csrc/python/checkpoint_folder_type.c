@@ -26,41 +26,25 @@ typedef struct folder_object {
 static bool enter(folder_object *self, sw_py_use_kind kind)
 {
     return sw_py_use_enter(&self->use, kind, SW_PY_PATIENCE_NS,
-                           sw_py_state_of((PyObject *)self)->checkpoint_error, "checkpoint");
+                           sw_py_state_of(self)->checkpoint_error, "checkpoint");
 }
 
-/* Returns None, or NULL with the exception of `err`. */
-static PyObject *finish(folder_object *self, sw_status status, const sw_error *err)
+/* Takes ownership of the manifest and the catalog, unless there was an error, which it raises. */
+static PyObject *make_folder(PyTypeObject *type, sw_status status, const sw_error *err,
+                             const char *path, sw_manifest *manifest, sw_catalog *catalog)
 {
-    sw_py_use_leave(&self->use);
-    return status == SW_OK ? sw_py_none()
-                           : sw_py_raise_checkpoint(sw_py_state_of((PyObject *)self), err);
-}
-
-/* Does the same for a method of the type. */
-static PyObject *result_of(PyTypeObject *type, sw_status status, const sw_error *err)
-{
-    return status == SW_OK ? sw_py_none()
-                           : sw_py_raise_checkpoint(PyType_GetModuleState(type), err);
-}
-
-/* Takes ownership of the manifest and the catalog. */
-static PyObject *make_folder(PyTypeObject *type, const char *path, sw_manifest *manifest,
-                             sw_catalog *catalog)
-{
-    folder_object *self = (folder_object *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
-    char *copy = strdup(path);
-    if (!self || !copy) {
-        sw_manifest_fini(manifest);
-        sw_catalog_fini(catalog);
-        free(copy);
-        Py_XDECREF(self);
-        return self ? PyErr_NoMemory() : NULL;
+    folder_object *self = status == SW_OK ? sw_py_alloc(type) : NULL;
+    char *copy = self ? strdup(path) : NULL;
+    if (copy) {
+        self->path = copy;
+        self->manifest = *manifest;
+        self->catalog = *catalog;
+        return (PyObject *)self;
     }
-    self->path = copy;
-    self->manifest = *manifest;
-    self->catalog = *catalog;
-    return (PyObject *)self;
+    sw_manifest_fini(manifest);
+    sw_catalog_fini(catalog);
+    Py_XDECREF(self);
+    return self ? PyErr_NoMemory() : status == SW_OK ? NULL : sw_py_raise_checkpoint(type, err);
 }
 
 static PyObject *folder_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
@@ -70,12 +54,10 @@ static PyObject *folder_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     sw_error err = {0};
     sw_manifest manifest = {0};
     sw_catalog catalog = {0};
-    sw_status status;
     if (!sw_py_read("CheckpointFolder path:s", args, kwargs, a))
         return NULL;
-    SW_PY_WITHOUT_GIL(status, sw_checkpoint_find(a[0].s, found, &manifest, &err));
-    return status == SW_OK ? make_folder(type, found, &manifest, &catalog)
-                           : result_of(type, status, &err);
+    sw_status status = SW_PY_WITHOUT_GIL(sw_checkpoint_find(a[0].s, found, &manifest, &err));
+    return make_folder(type, status, &err, found, &manifest, &catalog);
 }
 
 static PyObject *folder_received(PyObject *type, PyObject *args)
@@ -84,14 +66,13 @@ static PyObject *folder_received(PyObject *type, PyObject *args)
     sw_error err = {0};
     sw_manifest manifest = {0};
     sw_catalog catalog = {0};
-    sw_status status;
     if (!sw_py_read("received path:s catalog:B", args, NULL, a))
         return NULL;
     char *data = PyBytes_AsString(a[1].o);
     size_t size_bytes = (size_t)PyBytes_Size(a[1].o);
-    SW_PY_WITHOUT_GIL(status, sw_catalog_copy(data, size_bytes, &catalog, &manifest, &err));
-    return status == SW_OK ? make_folder((PyTypeObject *)type, a[0].s, &manifest, &catalog)
-                           : result_of((PyTypeObject *)type, status, &err);
+    sw_status status =
+        SW_PY_WITHOUT_GIL(sw_catalog_copy(data, size_bytes, &catalog, &manifest, &err));
+    return make_folder((PyTypeObject *)type, status, &err, a[0].s, &manifest, &catalog);
 }
 
 typedef struct sized_path {
@@ -113,25 +94,22 @@ static sw_status add_files(const sw_py_table *files, sw_manifest *manifest, sw_e
 static PyObject *folder_merged(PyObject *type, PyObject *args)
 {
     sw_py_arg a[6];
-    sw_py_table files = {0};
-    sw_manifest manifest = {0};
+    SW_PY_TABLE files = {0};
     sw_catalog catalog = {0};
     sw_error err = {0};
     if (!sw_py_read("merged path:s step:K world_size:i nonce:s files:L tallies:L", args, NULL, a))
         return NULL;
-    manifest.step = a[1].word;
-    manifest.world_size = a[2].i;
+    sw_manifest manifest = {.step = a[1].word, .world_size = a[2].i};
     snprintf(manifest.nonce, sizeof manifest.nonce, "%s", a[3].s);
-    bool is_made = sw_py_table_init(&files, a[4].o, "merged path:s nbytes:K", sizeof(sized_path),
-                                    fill_sized_path, NULL) &&
-                   add_files(&files, &manifest, &err) == SW_OK &&
-                   sw_py_add_tallies(a[5].o, &manifest, &err) == 0 &&
-                   sw_manifest_complete(&manifest, &err) == SW_OK;
-    sw_py_table_fini(&files);
-    if (is_made)
-        return make_folder((PyTypeObject *)type, a[0].s, &manifest, &catalog);
+    if (sw_py_table_init(&files, a[4].o, "merged path:s nbytes:K", sizeof(sized_path),
+                         fill_sized_path, NULL) &&
+        add_files(&files, &manifest, &err) == SW_OK &&
+        sw_py_add_tallies(a[5].o, &manifest, &err) == 0)
+        (void)!sw_manifest_complete(&manifest, &err);
+    if (!PyErr_Occurred())
+        return make_folder((PyTypeObject *)type, err.status, &err, a[0].s, &manifest, &catalog);
     sw_manifest_fini(&manifest);
-    return PyErr_Occurred() ? NULL : result_of((PyTypeObject *)type, err.status, &err);
+    return NULL;
 }
 
 static PyObject *folder_lies_in(PyObject *op, PyObject *args)
@@ -161,7 +139,7 @@ static PyObject *keep_catalog(folder_object *self, sw_status status, const sw_ca
                               const sw_error *err)
 {
     if (status != SW_OK)
-        return finish(self, status, err);
+        return sw_py_finish_checkpoint(self, &self->use, status, err);
     sw_catalog_fini(&self->catalog);
     self->catalog = *catalog;
     sw_py_use_leave(&self->use);
@@ -177,24 +155,20 @@ SW_PY_METHOD_ON_ROWS(folder_catalog, folder_object, "catalog paths:L", sw_catalo
 static void folder_dealloc(PyObject *op)
 {
     folder_object *self = (folder_object *)op;
-    PyTypeObject *type = Py_TYPE(op);
     sw_manifest_fini(&self->manifest);
     sw_catalog_fini(&self->catalog);
     Py_XDECREF(self->files);
     free(self->path);
-    ((freefunc)PyType_GetSlot(type, Py_tp_free))(op);
-    Py_DECREF(type);
+    sw_py_free(op);
 }
 
 static bool fill_load_range(const sw_py_arg *a, void *row, void *context)
 {
     const folder_object *self = context;
     const sw_manifest_file *file = sw_manifest_find(&self->manifest, a[0].s);
-    if (!file) {
-        PyErr_Format(PyExc_ValueError, "load: the checkpoint '%s' has no file '%s'", self->path,
-                     a[0].s);
-        return false;
-    }
+    if (!file)
+        return sw_py_refuse(PyExc_ValueError, "load: the checkpoint '%s' has no file '%s'",
+                            self->path, a[0].s);
     *(sw_load_range *)row = (sw_load_range){.file = (size_t)(file - self->manifest.files),
                                             .begin = a[1].word,
                                             .size_bytes = (size_t)a[2].word,
@@ -207,64 +181,74 @@ static PyObject *folder_load(PyObject *op, PyObject *args)
 {
     folder_object *self = (folder_object *)op;
     sw_py_arg a[4] = {[1] = {.i = 1}}, turn[2] = {{.word = 0}, {.word = 1}};
-    sw_py_table ranges = {0};
+    SW_PY_TABLE ranges = {0};
     sw_error err = {0};
-    sw_status status;
-    PyObject *done = NULL;
-    if (sw_py_read("load ranges:L | threads:i direct:p turn:U", args, NULL, a) &&
-        (!a[3].o || sw_py_read("turn number:K count:K", a[3].o, NULL, turn)) &&
-        sw_py_table_init(&ranges, a[0].o, "load path:s begin:K nbytes:K address:A undo:A",
-                         sizeof(sw_load_range), fill_load_range, self) &&
-        enter(self, SW_PY_SHARED)) {
-        const sw_load_options options = {.thread_count = a[1].i,
-                                         .is_direct = a[2].p,
-                                         .turn = (size_t)turn[0].word,
-                                         .turn_count = (size_t)turn[1].word};
-        SW_PY_WITHOUT_GIL(status, sw_checkpoint_load(self->path, &self->manifest, ranges.rows,
-                                                     ranges.count, &options, &err));
-        done = finish(self, status, &err);
-    }
-    sw_py_table_fini(&ranges);
-    return done;
+    if (!sw_py_read("load ranges:L | threads:i direct:p turn:U", args, NULL, a) ||
+        (a[3].o && !sw_py_read("turn number:K count:K", a[3].o, NULL, turn)) ||
+        !sw_py_table_init(&ranges, a[0].o, "load path:s begin:K nbytes:K address:A undo:A",
+                          sizeof(sw_load_range), fill_load_range, self) ||
+        !enter(self, SW_PY_SHARED))
+        return NULL;
+    const sw_load_options options = {.thread_count = a[1].i,
+                                     .is_direct = a[2].p,
+                                     .turn = (size_t)turn[0].word,
+                                     .turn_count = (size_t)turn[1].word};
+    sw_status status = SW_PY_WITHOUT_GIL(
+        sw_checkpoint_load(self->path, &self->manifest, ranges.rows, ranges.count, &options, &err));
+    return sw_py_finish_checkpoint(self, &self->use, status, &err);
 }
 
-/* Reads bytes [0, size) of a file into malloc'ed memory, from the catalog if it holds them. */
-static sw_status read_part(const folder_object *self, const char *path, size_t size_bytes,
-                           uint8_t **data, sw_error *err)
+/* A file of the checkpoint or, if that is NULL, an open one. */
+typedef struct source {
+    const folder_object *folder;
+    int fd;
+    const char *path;
+} source;
+
+/* Reads its first bytes, from the catalog if that holds them. */
+static sw_status read_start(const source *from, void *into, size_t size_bytes, sw_error *err)
 {
+    const folder_object *folder = from->folder;
+    if (!folder)
+        return sw_file_read_at(from->fd, from->path, into, size_bytes, 0, err);
     size_t known_bytes = 0;
-    const uint8_t *known = sw_catalog_find(&self->catalog, path, &known_bytes);
-    sw_read_range range = {.size_bytes = size_bytes, .destination = malloc(size_bytes + 1)};
-    if (!range.destination)
-        SW_FAIL(err, SW_E_MEMORY, "no memory for %zu bytes of '%s'", size_bytes, path);
-    sw_status status = SW_OK;
-    if (known && size_bytes <= known_bytes)
-        memcpy(range.destination, known, size_bytes);
-    else
-        status = sw_checkpoint_read(self->path, &self->manifest, path, &range, 1, err);
+    const uint8_t *known = sw_catalog_find(&folder->catalog, from->path, &known_bytes);
+    const sw_read_range range = {.size_bytes = size_bytes, .destination = into};
+    if (!known || size_bytes > known_bytes)
+        return sw_checkpoint_read(folder->path, &folder->manifest, from->path, &range, 1, err);
+    memcpy(into, known, size_bytes);
+    return SW_OK;
+}
+
+/* Does the same into malloc'ed memory. */
+static sw_status read_part(const source *from, size_t size_bytes, uint8_t **data, sw_error *err)
+{
+    uint8_t *made = malloc(size_bytes + 1);
+    if (!made)
+        SW_FAIL(err, SW_E_MEMORY, "no memory for %zu bytes of '%s'", size_bytes, from->path);
+    sw_status status = read_start(from, made, size_bytes, err);
     if (status == SW_OK)
-        *data = range.destination;
+        *data = made;
     else
-        free(range.destination);
+        free(made);
     return status;
 }
 
 static sw_status read_whole(const folder_object *self, const char *path, uint8_t **data,
                             size_t *size_bytes, sw_error *err)
 {
+    const source from = {.folder = self, .path = path};
     const sw_manifest_file *file = sw_manifest_find(&self->manifest, path);
     *size_bytes = file ? (size_t)file->size_bytes : 0;
     if (file)
         SW_TRY(sw_checkpoint_check_values(self->path, file, err));
-    return read_part(self, path, *size_bytes, data, err);
+    return read_part(&from, *size_bytes, data, err);
 }
 
-/* Returns the bytes in place of a method's `done`, and frees them. */
-static PyObject *bytes_of(PyObject *done, uint8_t *data, size_t size_bytes)
+/* Does the same as sw_py_bytes_if, and frees the data. */
+static PyObject *bytes_of(PyObject *finished, uint8_t *data, size_t size_bytes)
 {
-    PyObject *bytes =
-        done ? PyBytes_FromStringAndSize((const char *)data, (Py_ssize_t)size_bytes) : NULL;
-    Py_XDECREF(done);
+    PyObject *bytes = sw_py_bytes_if(finished, data, size_bytes);
     free(data);
     return bytes;
 }
@@ -272,77 +256,63 @@ static PyObject *bytes_of(PyObject *done, uint8_t *data, size_t size_bytes)
 SW_PY_METHOD_WITH(folder_read_bytes, folder_object, "read_bytes path:s", uint8_t *data = NULL;
                   size_t size_bytes = 0, enter(self, SW_PY_SHARED),
                   read_whole(self, a[0].s, &data, &size_bytes, &err),
-                  bytes_of(finish(self, status, &err), data, size_bytes))
+                  bytes_of(sw_py_finish_checkpoint(self, &self->use, status, &err), data,
+                           size_bytes))
 
-static sw_status read_header(const folder_object *self, const char *path, sw_safetensors *found,
-                             sw_error *err)
+/* `full`: the file's path, for messages. */
+static sw_status read_header(const source *from, uint64_t file_bytes, const char *full,
+                             sw_safetensors *found, sw_error *err)
 {
-    const sw_manifest_file *file = sw_manifest_find(&self->manifest, path);
-    uint8_t *first = NULL, *header = NULL;
+    uint8_t first[8], *header = NULL;
     size_t header_bytes = 0;
-    char full[SW_PATH_BYTES]; /* for messages */
+    SW_TRY(read_start(from, first, sizeof first, err));
+    SW_TRY(sw_safetensors_header_size(first, file_bytes, full, &header_bytes, err));
+    SW_TRY(read_part(from, header_bytes, &header, err));
+    sw_status status = sw_safetensors_read(header, header_bytes, file_bytes, full, found, err);
+    free(header);
+    return status;
+}
+
+static sw_status read_own_header(const folder_object *self, const char *path, sw_safetensors *found,
+                                 sw_error *err)
+{
+    const source from = {.folder = self, .path = path};
+    const sw_manifest_file *file = sw_manifest_find(&self->manifest, path);
+    char full[SW_PATH_BYTES];
     SW_TRY(sw_path_join(full, self->path, path, err));
     if (!file || file->size_bytes < 8)
         SW_FAIL(err, SW_E_INVALID, "the checkpoint '%.300s' has no safetensors file '%.120s'",
                 self->path, path);
-    SW_TRY(read_part(self, path, 8, &first, err));
-    sw_status status =
-        sw_safetensors_header_size(first, file->size_bytes, full, &header_bytes, err);
-    free(first);
-    SW_TRY(status);
-    SW_TRY(read_part(self, path, header_bytes, &header, err));
-    status = sw_safetensors_read(header, header_bytes, file->size_bytes, full, found, err);
-    free(header);
-    return status;
+    return read_header(&from, file->size_bytes, full, found, err);
 }
 
-/* The same for an open file outside a checkpoint; `path`: for messages. */
 static sw_status read_plain_header(int fd, const char *path, sw_safetensors *found, sw_error *err)
 {
-    uint8_t first[8];
+    const source from = {.fd = fd, .path = path};
     struct stat info;
-    size_t header_bytes = 0;
     if (fstat(fd, &info) != 0)
         return sw_error_set(err, SW_E_OS, errno, "'%.300s': %s", path, strerror(errno));
-    if (info.st_size < (off_t)sizeof first)
+    if (info.st_size < 8)
         SW_FAIL(err, SW_E_INVALID, "'%.300s' has %lld bytes, fewer than any safetensors file", path,
                 (long long)info.st_size);
-    SW_TRY(sw_file_read_at(fd, path, first, sizeof first, 0, err));
-    SW_TRY(sw_safetensors_header_size(first, (uint64_t)info.st_size, path, &header_bytes, err));
-    uint8_t *header = malloc(header_bytes);
-    if (!header)
-        SW_FAIL(err, SW_E_MEMORY, "no memory for the header of '%.300s'", path);
-    sw_status status = sw_file_read_at(fd, path, header, header_bytes, 0, err);
-    if (status == SW_OK)
-        status =
-            sw_safetensors_read(header, header_bytes, (uint64_t)info.st_size, path, found, err);
-    free(header);
-    return status;
+    return read_header(&from, (uint64_t)info.st_size, path, found, err);
 }
 
 static PyObject *build_shape(const sw_json_node *shape)
 {
-    PyObject *sizes = PyList_New(0);
     const sw_json_node *item = sw_json_first(shape);
-    for (size_t i = 0; sizes && i < shape->count; ++i, item = sw_json_next(item))
-        sw_py_append(&sizes, PyLong_FromLongLong(item->integer));
-    PyObject *tuple = sizes ? PyList_AsTuple(sizes) : NULL;
-    Py_XDECREF(sizes);
-    return tuple;
+    SW_PY_OWNED *sizes = SW_PY_LIST(
+        i, shape->count, PyLong_FromLongLong((i ? (item = sw_json_next(item)) : item)->integer));
+    return sizes ? PyList_AsTuple(sizes) : NULL;
 }
 
-static PyObject *build_tensors(const sw_safetensors *found)
+static PyObject *build_tensor(const sw_safetensors_entry *entry)
 {
-    PyObject *list = PyList_New(0);
-    for (size_t i = 0; list && i < found->entry_count; ++i) {
-        const sw_safetensors_entry *entry = &found->entries[i];
-        PyObject *shape = build_shape(entry->shape);
-        sw_py_append(&list, shape ? Py_BuildValue("(ssNKK)", entry->name, entry->dtype, shape,
-                                                  (unsigned long long)entry->begin,
-                                                  (unsigned long long)entry->size_bytes)
-                                  : NULL);
-    }
-    return list;
+    PyObject *shape = build_shape(entry->shape);
+    return shape ? Py_BuildValue("(ssNKK)", entry->name, entry->dtype, shape,
+                                 (unsigned long long)entry->begin,
+                                 (unsigned long long)entry->size_bytes)
+                 : NULL;
 }
 
 static PyObject *build_metadata(const sw_json_node *metadata)
@@ -354,32 +324,23 @@ static PyObject *build_metadata(const sw_json_node *metadata)
     return made;
 }
 
-/* Returns (metadata, tensors), and frees what was read. */
-static PyObject *build_header(sw_safetensors *found)
+/* Drops the result of a method's finish(), and returns (metadata, tensors) in its place. */
+static PyObject *header_of(PyObject *finished, sw_safetensors *found)
 {
-    PyObject *metadata = build_metadata(found->metadata);
-    PyObject *tensors = metadata ? build_tensors(found) : NULL;
+    SW_PY_OWNED *done = finished;
+    SW_PY_OWNED *metadata = done ? build_metadata(found->metadata) : NULL;
+    SW_PY_OWNED *tensors =
+        metadata ? SW_PY_LIST(i, found->entry_count, build_tensor(&found->entries[i])) : NULL;
     sw_safetensors_fini(found);
-    if (!tensors) {
-        Py_XDECREF(metadata);
-        return NULL;
-    }
-    return Py_BuildValue("(NN)", metadata, tensors);
-}
-
-/* Drops the result of a method's finish(), and returns what was read in its place. */
-static PyObject *header_of(PyObject *done, sw_safetensors *found)
-{
-    Py_XDECREF(done);
-    return done ? build_header(found) : NULL;
+    return tensors ? PyTuple_Pack(2, metadata, tensors) : NULL;
 }
 
 SW_PY_METHOD_WITH(folder_tensors, folder_object, "tensors path:s", sw_safetensors found = {0},
-                  enter(self, SW_PY_SHARED), read_header(self, a[0].s, &found, &err),
-                  header_of(finish(self, status, &err), &found))
+                  enter(self, SW_PY_SHARED), read_own_header(self, a[0].s, &found, &err),
+                  header_of(sw_py_finish_checkpoint(self, &self->use, status, &err), &found))
 SW_PY_METHOD_WITH(folder_header, PyTypeObject, "header fd:i path:s", sw_safetensors found = {0},
                   true, read_plain_header(a[0].i, a[1].s, &found, &err),
-                  header_of(result_of(self, status, &err), &found))
+                  header_of(sw_py_finish_checkpoint(self, NULL, status, &err), &found))
 
 static PyObject *build_files(const sw_manifest *manifest)
 {
@@ -391,11 +352,10 @@ static PyObject *build_files(const sw_manifest *manifest)
 }
 
 /* Loops over blocks read it in each turn. */
-static PyObject *folder_get_files(PyObject *op, void *unused)
+static PyObject *folder_get_files(PyObject *op, void *Py_UNUSED(unused))
 {
     folder_object *self = (folder_object *)op;
     PyObject *made = self->files ? NULL : build_files(&self->manifest);
-    (void)unused;
     if (made)
         sw_py_set(&self->files, made);
     Py_XDECREF(made);
@@ -411,10 +371,7 @@ static PyObject *folder_checksums(PyObject *op, PyObject *args)
     const sw_manifest_file *file = sw_manifest_find(&((folder_object *)op)->manifest, a[0].s);
     if (!file)
         return PyErr_Format(PyExc_KeyError, "the manifest lists no file '%s'", a[0].s);
-    PyObject *list = PyList_New(0);
-    for (uint64_t b = 0; list && b < file->block_count; ++b)
-        sw_py_append(&list, PyLong_FromUnsignedLong(file->crcs[b]));
-    return list;
+    return SW_PY_LIST(b, file->block_count, PyLong_FromUnsignedLong(file->crcs[b]));
 }
 
 SW_PY_GETTER(folder_get_metric, folder_object,
@@ -424,7 +381,7 @@ SW_PY_GETTER(folder_get_metric, folder_object,
 
 #define PATH_METHOD(name, call)                                            \
     SW_PY_METHOD(folder_##name, PyTypeObject, #name " path:s", true, call, \
-                 result_of(self, status, &err))
+                 sw_py_finish_checkpoint(self, NULL, status, &err))
 
 PATH_METHOD(check_removable, sw_checkpoint_check_removable(a[0].s, &err))
 PATH_METHOD(check_replaceable, sw_checkpoint_check_replaceable(a[0].s, &err))
@@ -439,61 +396,38 @@ SW_PY_METHOD_WITH(folder_find, PyTypeObject, "find path:s", char found[SW_PATH_B
                   status == SW_OK ? PyUnicode_FromString(found) : sw_py_none())
 SW_PY_METHOD_WITH(folder_lock, PyTypeObject, "lock fd:i path:s", bool is_taken = false, true,
                   sw_file_lock(a[0].i, a[1].s, &is_taken, &err),
-                  status == SW_OK ? PyBool_FromLong(is_taken) : result_of(self, status, &err))
+                  status == SW_OK ? PyBool_FromLong(is_taken)
+                                  : sw_py_finish_checkpoint(self, NULL, status, &err))
 SW_PY_METHOD_WITH(folder_is_alive, PyTypeObject, "is_alive path:s", sw_save_life found, true,
                   (found = sw_save_lock_look(a[0].s), SW_OK),
                   found == SW_SAVE_UNKNOWN ? sw_py_none() : PyBool_FromLong(found == SW_SAVE_ALIVE))
 
 static PyMethodDef folder_methods[] = {
-    {"lock", folder_lock, METH_VARARGS | METH_CLASS,
-     "lock($type, fd, path, /)\n--\n\n"
-     "Lock an open file; return False if another open file has the lock."},
-    {"is_alive", folder_is_alive, METH_VARARGS | METH_CLASS,
-     "is_alive($type, path, /)\n--\n\nReturn whether the save that writes to `path` is alive; None "
-     "if that is unknown."},
-    {"make", folder_make, METH_VARARGS | METH_CLASS,
-     "make($type, path, /)\n--\n\nMake a folder and those above it, durable."},
-    {"sync", folder_sync, METH_VARARGS | METH_CLASS,
-     "sync($type, path, /)\n--\n\nMake the names in a folder durable."},
-    {"remove", folder_remove, METH_VARARGS | METH_CLASS,
-     "remove($type, path, /)\n--\n\nRemove a file, a link, or a folder with its contents."},
-    {"check_removable", folder_check_removable, METH_VARARGS | METH_CLASS,
-     "check_removable($type, path, /)\n--\n\n"
-     "Raise CheckpointError unless the folder holds only a checkpoint."},
-    {"check_replaceable", folder_check_replaceable, METH_VARARGS | METH_CLASS,
-     "check_replaceable($type, path, /)\n--\n\n"
-     "Do the same for everything that a save to `path` replaces."},
-    {"received", folder_received, METH_VARARGS | METH_CLASS,
-     "received($type, path, catalog, /)\n--\n\n"
-     "Return a checkpoint whose catalog another rank has read."},
-    {"merged", folder_merged, METH_VARARGS | METH_CLASS,
-     "merged($type, path, step, world_size, nonce, files, tallies, /)\n--\n\n"
-     "Return a checkpoint of [(path, nbytes)] from the ranks' lists of tallies."},
-    {"lies_in", folder_lies_in, METH_VARARGS,
-     "lies_in($self, fd, begins, /)\n--\n\n"
-     "Read from an open file, in which each file begins at begins[path]."},
-    {"catalog", folder_catalog, METH_VARARGS,
-     "catalog($self, paths, /)\n--\n\n"
-     "Return the manifest, headers of safetensors files, and other files whole."},
-    {"find", folder_find, METH_VARARGS | METH_CLASS,
-     "find($type, path, /)\n--\n\n"
-     "Return where checkpoint `path` is, found by its manifest: `path` or its replaced name; None "
-     "for neither."},
-    {"identity", folder_identity, METH_VARARGS | METH_CLASS,
-     "identity($type, path, /)\n--\n\n"
-     "Return a text that identifies the checkpoint there now; '' for none."},
-    {"load", folder_load, METH_VARARGS,
-     "load($self, ranges, threads=1, direct=False, turn=(0, 1), /)\n--\n\n"
-     "Fill or check [(path, begin, nbytes, address or 0, undo or 0)] with several threads."},
-    {"read_bytes", folder_read_bytes, METH_VARARGS,
-     "read_bytes($self, path, /)\n--\n\nReturn a whole file, checked."},
-    {"tensors", folder_tensors, METH_VARARGS,
-     "tensors($self, path, /)\n--\n\nReturn (metadata, [(name, dtype, shape, begin, nbytes)])."},
-    {"header", folder_header, METH_VARARGS | METH_CLASS,
-     "header($type, fd, path, /)\n--\n\n"
-     "Return what tensors() does, for an open file outside a checkpoint."},
-    {"checksums", folder_checksums, METH_VARARGS,
-     "checksums($self, path, /)\n--\n\nReturn the CRC32C of each block from the manifest."},
+    SW_PY_OF_TYPE(folder, lock, "fd, path, /", "Lock an open file; False if it is locked."),
+    SW_PY_OF_TYPE(folder, is_alive, "path, /",
+                  "Return whether the save that writes to `path` is alive; None if unknown."),
+    SW_PY_OF_TYPE(folder, make, "path, /", "Make a folder and those above it, durable."),
+    SW_PY_OF_TYPE(folder, sync, "path, /", "Make the names in a folder durable."),
+    SW_PY_OF_TYPE(folder, remove, "path, /", "Remove a file, link, or folder with its contents."),
+    SW_PY_OF_TYPE(folder, check_removable, "path, /", "Raise unless it holds only a checkpoint."),
+    SW_PY_OF_TYPE(folder, check_replaceable, "path, /",
+                  "Do it for all that a save there replaces."),
+    SW_PY_OF_TYPE(folder, received, "path, catalog, /",
+                  "Open one whose catalog another rank read."),
+    SW_PY_OF_TYPE(folder, merged, "path, step, world_size, nonce, files, tallies, /",
+                  "Return a checkpoint of [(path, nbytes)] from the ranks' lists of tallies."),
+    SW_PY_ARGS(folder, lies_in, "fd, begins, /", "Read each file from fd, at begins[path]."),
+    SW_PY_ARGS(folder, catalog, "paths, /", "Return the manifest, headers, and other files whole."),
+    SW_PY_OF_TYPE(
+        folder, find, "path, /",
+        "Return where checkpoint `path` is: there or at its replaced name; None for neither."),
+    SW_PY_OF_TYPE(folder, identity, "path, /", "Identify the checkpoint there now; '' for none."),
+    SW_PY_ARGS(folder, load, "ranges, threads=1, direct=False, turn=(0, 1), /",
+               "Fill or check [(path, begin, nbytes, address or 0, undo or 0)], with threads."),
+    SW_PY_ARGS(folder, read_bytes, "path, /", "Return a whole file, checked."),
+    SW_PY_ARGS(folder, tensors, "path, /", "(metadata, [(name, dtype, shape, begin, nbytes)])."),
+    SW_PY_OF_TYPE(folder, header, "fd, path, /", "Do tensors() for a file outside a checkpoint."),
+    SW_PY_ARGS(folder, checksums, "path, /", "Return the CRC32C of each block from the manifest."),
     {NULL, NULL, 0, NULL},
 };
 
@@ -515,15 +449,9 @@ static PyMemberDef folder_members[] = {
     {NULL, 0, 0, 0, NULL},
 };
 
-static PyType_Slot folder_slots[] = {
-    {Py_tp_new, folder_new},
-    {Py_tp_dealloc, folder_dealloc},
-    {Py_tp_methods, folder_methods},
-    {Py_tp_getset, folder_properties},
-    {Py_tp_members, folder_members},
-    {Py_tp_doc, "CheckpointFolder(path)\n--\n\nA checkpoint to read from: its manifest is sound "
-                "and its files have their sizes."},
-    {0, NULL},
-};
-
-SW_PY_TYPE(sw_py_checkpoint_folder_type_spec, "CheckpointFolder", folder_object, 0, folder_slots)
+SW_PY_TYPE(sw_py_checkpoint_folder_type_spec, "CheckpointFolder", folder_object, 0,
+           "CheckpointFolder(path)\n--\n\nA checkpoint to read from: its manifest is sound and its "
+           "files have their sizes.",
+           {Py_tp_new, folder_new}, {Py_tp_dealloc, folder_dealloc},
+           {Py_tp_methods, folder_methods}, {Py_tp_getset, folder_properties},
+           {Py_tp_members, folder_members})

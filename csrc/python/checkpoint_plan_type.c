@@ -12,20 +12,18 @@
 
 static bool fill_holder(int number, sw_plan_holder *holder)
 {
-    if (number < SW_HELD_BY_ALL || number > SW_HELD_IN_PARTS) {
-        PyErr_Format(PyExc_ValueError, "CheckpointPlan: holder must be in [0, 2], got %d", number);
-        return false;
-    }
+    if (number < SW_HELD_BY_ALL || number > SW_HELD_IN_PARTS)
+        return sw_py_refuse(PyExc_ValueError, "CheckpointPlan: holder must be in [0, 2], got %d",
+                            number);
     *holder = (sw_plan_holder)number;
     return true;
 }
 
 /* A tensor owns its shape, which free_shapes() frees. */
-static bool fill_tensor(const sw_py_arg *a, void *row, void *unused)
+static bool fill_tensor(const sw_py_arg *a, void *row, void *Py_UNUSED(unused))
 {
     sw_plan_tensor *tensor = row;
     sw_py_table sizes;
-    (void)unused;
     bool is_read =
         sw_py_table_init(&sizes, a[2].o, "tensor size:n", sizeof(int64_t), sw_py_fill_size, NULL);
     tensor->name = a[0].s;
@@ -52,10 +50,9 @@ static bool fill_group(const sw_py_arg *a, void *row, void *groups)
     return tensors != NULL;
 }
 
-static bool fill_text(const sw_py_arg *a, void *row, void *unused)
+static bool fill_text(const sw_py_arg *a, void *row, void *Py_UNUSED(unused))
 {
     sw_plan_text *text = row;
-    (void)unused;
     text->path = a[0].s;
     text->size_bytes = a[1].word;
     return fill_holder(a[2].i, &text->holder);
@@ -68,35 +65,37 @@ static void free_shapes(const sw_py_nested *groups)
             free((void *)(uintptr_t)((sw_plan_tensor *)groups->inner[g].rows)[i].shape);
 }
 
-static PyObject *plan_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+static sw_plan *read_plan(PyTypeObject *type, const sw_py_arg *a)
 {
-    sw_py_arg a[2];
-    sw_py_nested groups = {.begun = 0};
-    sw_py_table texts = {0};
+    SW_PY_NESTED groups = {.begun = 0};
+    SW_PY_TABLE texts = {0};
     sw_error err = {0};
     sw_plan *plan = NULL;
-    if (!sw_py_read("CheckpointPlan groups:L texts:L", args, kwargs, a))
-        return NULL;
-    sw_status status = SW_E_INVALID;
     if (sw_py_nested_init(&groups, a[0].o,
                           "group stem:s is_numbered:p max_file_bytes:K metadata:s tensors:L",
                           sizeof(sw_plan_group), fill_group) &&
         sw_py_table_init(&texts, a[1].o, "text path:s nbytes:K holder:i", sizeof(sw_plan_text),
-                         fill_text, NULL))
-        status = sw_plan_create(groups.outer.rows, groups.outer.count, texts.rows, texts.count,
-                                &plan, &err);
+                         fill_text, NULL) &&
+        sw_plan_create(groups.outer.rows, groups.outer.count, texts.rows, texts.count, &plan,
+                       &err) != SW_OK)
+        (void)sw_py_raise_checkpoint(type, &err);
     free_shapes(&groups);
-    sw_py_nested_fini(&groups);
-    sw_py_table_fini(&texts);
-    if (status != SW_OK)
-        return PyErr_Occurred() ? NULL : sw_py_raise_checkpoint(PyType_GetModuleState(type), &err);
-    plan_object *self = (plan_object *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
-    if (!self) {
-        sw_plan_destroy(plan);
+    return plan;
+}
+
+static PyObject *plan_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    sw_py_arg a[2];
+    if (!sw_py_read("CheckpointPlan groups:L texts:L", args, kwargs, a))
         return NULL;
+    sw_plan *plan = read_plan(type, a);
+    plan_object *self = plan ? sw_py_alloc(type) : NULL;
+    if (self) {
+        self->plan = plan;
+        self->lock_fd = -1;
+    } else {
+        sw_plan_destroy(plan);
     }
-    self->plan = plan;
-    self->lock_fd = -1;
     return (PyObject *)self;
 }
 
@@ -104,49 +103,37 @@ static PyObject *plan_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 
 bool sw_py_plan_enter(plan_object *self, sw_py_use_kind kind)
 {
-    return sw_py_use_enter(&self->use, kind, 0, sw_py_state_of((PyObject *)self)->checkpoint_error,
+    return sw_py_use_enter(&self->use, kind, 0, sw_py_state_of(self)->checkpoint_error,
                            "plan, or a save with it is under way");
-}
-
-static PyObject *finish(plan_object *self, sw_status status, const sw_error *err)
-{
-    sw_py_use_leave(&self->use);
-    return status == SW_OK ? sw_py_none()
-                           : sw_py_raise_checkpoint(sw_py_state_of((PyObject *)self), err);
 }
 
 static void plan_dealloc(PyObject *op)
 {
-    PyTypeObject *type = Py_TYPE(op);
     (void)!sw_file_close(&((plan_object *)op)->lock_fd, "LOCK", NULL);
     sw_plan_destroy(((plan_object *)op)->plan);
     free(((plan_object *)op)->partial);
-    ((freefunc)PyType_GetSlot(type, Py_tp_free))(op);
-    Py_DECREF(type);
+    sw_py_free(op);
+}
+
+static PyObject *describe_piece(const sw_plan_piece *piece)
+{
+    return Py_BuildValue("(nKK)", (Py_ssize_t)piece->source, (unsigned long long)piece->begin,
+                         (unsigned long long)piece->size_bytes);
 }
 
 static PyObject *describe_file(const sw_plan *plan, const sw_plan_file *file)
 {
-    PyObject *pieces = PyList_New(0);
-    for (size_t i = 0; pieces && i < file->piece_count; ++i) {
-        const sw_plan_piece *piece = &plan->pieces[file->first_piece + i];
-        sw_py_append(&pieces, Py_BuildValue("(nKK)", (Py_ssize_t)piece->source,
-                                            (unsigned long long)piece->begin,
-                                            (unsigned long long)piece->size_bytes));
-    }
+    PyObject *pieces =
+        SW_PY_LIST(i, file->piece_count, describe_piece(&plan->pieces[file->first_piece + i]));
     return pieces ? Py_BuildValue("(sKKN)", file->path, (unsigned long long)file->size_bytes,
                                   (unsigned long long)file->first_block, pieces)
                   : NULL;
 }
 
-static PyObject *plan_files(PyObject *op, PyObject *unused)
+static PyObject *plan_files(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     const sw_plan *plan = ((plan_object *)op)->plan;
-    PyObject *files = PyList_New(0);
-    (void)unused;
-    for (size_t f = 0; files && f < plan->file_count; ++f)
-        sw_py_append(&files, describe_file(plan, &plan->files[f]));
-    return files;
+    return SW_PY_LIST(f, plan->file_count, describe_file(plan, &plan->files[f]));
 }
 
 /* Sets the flag of each source that a range touches. */
@@ -164,11 +151,9 @@ static void mark_needed(const sw_plan *plan, const sw_plan_range *ranges, size_t
 
 static bool check_rank(const char *call, int rank, int world_size)
 {
-    if (rank >= 0 && rank < world_size)
-        return true;
-    PyErr_Format(PyExc_ValueError, "%s: rank must be in [0, world_size), got %d of %d", call, rank,
-                 world_size);
-    return false;
+    return (rank >= 0 && rank < world_size) ||
+           sw_py_refuse(PyExc_ValueError, "%s: rank must be in [0, world_size), got %d of %d", call,
+                        rank, world_size);
 }
 
 static PyObject *plan_needed(PyObject *op, PyObject *args)
@@ -182,7 +167,7 @@ static PyObject *plan_needed(PyObject *op, PyObject *args)
         !check_rank("needed", a[0].i, a[1].i))
         return NULL;
     if (sw_plan_own_ranges(plan, a[0].i, a[1].i, &ranges, &count, &err) != SW_OK)
-        return sw_py_raise_checkpoint(sw_py_state_of(op), &err);
+        return sw_py_raise_checkpoint(op, &err);
     bool *needed = calloc(plan->source_count + 1, sizeof *needed);
     PyObject *result = needed ? PyList_New(0) : PyErr_NoMemory();
     if (needed)
@@ -198,7 +183,7 @@ static PyObject *plan_needed(PyObject *op, PyObject *args)
 SW_PY_METHOD(plan_trim, plan_object, "trim rank:i world_size:i | keep_bytes:K",
              check_rank("trim", a[0].i, a[1].i) && sw_py_plan_enter(self, SW_PY_ALONE),
              (sw_plan_trim(self->plan, a[0].i, a[1].i, a[2].word), SW_OK),
-             finish(self, status, &err))
+             sw_py_finish_checkpoint(self, &self->use, status, &err))
 
 SW_PY_GETTER(plan_get_digest, plan_object, PyLong_FromUnsignedLong(self->plan->digest))
 
@@ -207,7 +192,6 @@ static PyObject *plan_create(PyObject *op, PyObject *args)
     plan_object *self = (plan_object *)op;
     sw_py_arg a[1];
     sw_error err = {0};
-    sw_status status;
     if (!sw_py_read("create partial:s", args, NULL, a))
         return NULL;
     if (self->lock_fd >= 0)
@@ -222,23 +206,15 @@ static PyObject *plan_create(PyObject *op, PyObject *args)
     }
     free(self->partial);
     self->partial = kept;
-    SW_PY_WITHOUT_GIL(status, sw_partial_create(self->plan, kept, &self->lock_fd, &err));
-    return finish(self, status, &err);
+    sw_status status = SW_PY_WITHOUT_GIL(sw_partial_create(self->plan, kept, &self->lock_fd, &err));
+    return sw_py_finish_checkpoint(self, &self->use, status, &err);
 }
 
-static PyObject *plan_abandon(PyObject *op, PyObject *unused)
-{
-    plan_object *self = (plan_object *)op;
-    (void)unused;
-    if (!sw_py_plan_enter(self, SW_PY_ALONE))
-        return NULL;
-    if (self->lock_fd >= 0) { /* else it is committed or abandoned already */
-        Py_BEGIN_ALLOW_THREADS
-        sw_partial_abandon(self->partial, &self->lock_fd);
-        Py_END_ALLOW_THREADS
-    }
-    return finish(self, SW_OK, NULL);
-}
+/* It is committed or abandoned already if no lock is held. */
+SW_PY_METHOD(plan_abandon, plan_object, "abandon", sw_py_plan_enter(self, SW_PY_ALONE),
+             (self->lock_fd >= 0 ? sw_partial_abandon(self->partial, &self->lock_fd) : (void)0,
+              SW_OK),
+             sw_py_finish_checkpoint(self, &self->use, status, &err))
 
 static sw_status create_files(const sw_plan *plan, const char *folder, sw_error *err)
 {
@@ -248,7 +224,7 @@ static sw_status create_files(const sw_plan *plan, const char *folder, sw_error 
 
 SW_PY_METHOD(plan_create_files, plan_object, "create_files folder:s",
              sw_py_plan_enter(self, SW_PY_SHARED), create_files(self->plan, a[0].s, &err),
-             finish(self, status, &err))
+             sw_py_finish_checkpoint(self, &self->use, status, &err))
 
 SW_PY_ROW(fill_write_range, sw_write_range, a[0].word, a[1].word)
 
@@ -256,9 +232,8 @@ SW_PY_ROW(fill_write_range, sw_write_range, a[0].word, a[1].word)
 static PyObject *tallies_of(PyTypeObject *type, sw_status status, sw_tally_list *tallies,
                             const sw_error *err)
 {
-    PyObject *result = status == SW_OK ? PyBytes_FromStringAndSize((const char *)tallies->data,
-                                                                   (Py_ssize_t)tallies->size_bytes)
-                                       : sw_py_raise_checkpoint(PyType_GetModuleState(type), err);
+    PyObject *result = sw_py_bytes_if(sw_py_finish_checkpoint(type, NULL, status, err),
+                                      tallies->data, tallies->size_bytes);
     sw_tally_list_fini(tallies);
     return result;
 }
@@ -281,8 +256,7 @@ static sw_status sync_file(const char *path, sw_error *err)
 }
 
 SW_PY_METHOD(plan_sync, PyTypeObject, "sync path:s", true, sync_file(a[0].s, &err),
-             status == SW_OK ? sw_py_none()
-                             : sw_py_raise_checkpoint(PyType_GetModuleState(self), &err))
+             sw_py_finish_checkpoint(self, NULL, status, &err))
 
 int sw_py_add_tallies(PyObject *lists, sw_manifest *manifest, sw_error *err)
 {
@@ -309,13 +283,29 @@ static sw_status commit(const sw_plan *plan, plan_object *creator, sw_manifest *
     return SW_OK;
 }
 
+/* Both plans are entered. */
+static PyObject *commit_entered(plan_object *self, plan_object *creator, const sw_py_arg *a)
+{
+    sw_manifest manifest = {.step = a[3].word, .world_size = a[4].i};
+    sw_error err = {0};
+    sw_status status = SW_OK;
+    snprintf(manifest.nonce, sizeof manifest.nonce, "%s", a[2].s);
+    for (size_t f = 0; f < self->plan->file_count && status == SW_OK; ++f)
+        status = sw_manifest_add_file(&manifest, self->plan->files[f].path,
+                                      self->plan->files[f].size_bytes, &err);
+    if (status == SW_OK && sw_py_add_tallies(a[5].o, &manifest, &err) < 0)
+        status = SW_E_INVALID;
+    if (status == SW_OK)
+        status = SW_PY_WITHOUT_GIL(commit(self->plan, creator, &manifest, a[0].s, a[1].s, &err));
+    sw_manifest_fini(&manifest);
+    return PyErr_Occurred() ? NULL : sw_py_finish_checkpoint(self, NULL, status, &err);
+}
+
 static PyObject *plan_commit(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     plan_object *self = (plan_object *)op, *creator;
     sw_py_arg a[7];
-    sw_manifest manifest = {0};
-    sw_error err = {0};
-    sw_status status = SW_OK;
+    PyObject *done = NULL;
     if (!sw_py_read("commit $ folder:s replaces:z nonce:s step:K world_size:i tallies:L creator:O",
                     args, kwargs, a))
         return NULL;
@@ -325,55 +315,31 @@ static PyObject *plan_commit(PyObject *op, PyObject *args, PyObject *kwargs)
                             "commit: `creator` holds no folder of create() for '%s'", a[0].s);
     if (!sw_py_plan_enter(creator, SW_PY_ALONE))
         return NULL;
-    if (self != creator && !sw_py_plan_enter(self, SW_PY_SHARED)) {
-        sw_py_use_leave(&creator->use);
-        return NULL;
-    }
-    manifest.step = a[3].word;
-    manifest.world_size = a[4].i;
-    snprintf(manifest.nonce, sizeof manifest.nonce, "%s", a[2].s);
-    for (size_t f = 0; f < self->plan->file_count && status == SW_OK; ++f)
-        status = sw_manifest_add_file(&manifest, self->plan->files[f].path,
-                                      self->plan->files[f].size_bytes, &err);
-    if (status == SW_OK && sw_py_add_tallies(a[5].o, &manifest, &err) < 0)
-        status = SW_E_INVALID;
-    if (status == SW_OK)
-        SW_PY_WITHOUT_GIL(status, commit(self->plan, creator, &manifest, a[0].s, a[1].s, &err));
-    sw_manifest_fini(&manifest);
-    if (self != creator)
+    if (self == creator) {
+        done = commit_entered(self, creator, a);
+    } else if (sw_py_plan_enter(self, SW_PY_SHARED)) {
+        done = commit_entered(self, creator, a);
         sw_py_use_leave(&self->use);
+    }
     sw_py_use_leave(&creator->use);
-    if (status == SW_OK)
-        Py_RETURN_NONE;
-    return PyErr_Occurred() ? NULL : sw_py_raise_checkpoint(sw_py_state_of(op), &err);
+    return done;
 }
 
 static PyMethodDef plan_methods[] = {
-    {"write", plan_write, METH_VARARGS | METH_CLASS,
-     "write($type, path, nbytes, first_block, ranges, address, /)\n--\n\n"
-     "Write [(begin, nbytes)] of a file of a plan; return the tallies for commit()."},
-    {"sync", plan_sync, METH_VARARGS | METH_CLASS,
-     "sync($type, path, /)\n--\n\nMake a file durable."},
-    {"create", plan_create, METH_VARARGS,
-     "create($self, partial, /)\n--\n\nMake a folder with LOCK and every file, with its whole size "
-     "and disk space."},
-    {"abandon", plan_abandon, METH_NOARGS,
-     "abandon($self, /)\n--\n\nRelease LOCK and remove the folder of create(), unless it is "
-     "committed."},
-    {"create_files", plan_create_files, METH_VARARGS,
-     "create_files($self, folder, /)\n--\n\nMake every file in a folder, with disk space and "
-     "header."},
+    SW_PY_OF_TYPE(plan, write, "path, nbytes, first_block, ranges, address, /",
+                  "Write [(begin, nbytes)] of a file of a plan; return the tallies for commit()."),
+    SW_PY_OF_TYPE(plan, sync, "path, /", "Make a file durable."),
+    SW_PY_ARGS(plan, create, "partial, /", "Make a folder with LOCK and files with disk space."),
+    SW_PY_ARGS(plan, abandon, "/",
+               "Release LOCK and remove the folder of create(), unless committed."),
+    SW_PY_ARGS(plan, create_files, "folder, /", "Make all files, with disk space and header."),
     {"commit", SW_PY_NAMED(plan_commit),
      "Makes the folder of creator.create() a checkpoint, headers included, and releases its LOCK."},
-    {"files", plan_files, METH_NOARGS,
-     "files($self, /)\n--\n\n[(path, nbytes, first block, [(source, begin, nbytes)])], in order."
-     ""},
-    {"needed", plan_needed, METH_VARARGS,
-     "needed($self, rank, world_size, /)\n--\n\n"
-     "Return the sources whose bytes this rank writes, except for those held in parts."},
-    {"trim", plan_trim, METH_VARARGS,
-     "trim($self, rank, world_size, keep_bytes=0, /)\n--\n\nForget the headers that other ranks "
-     "write, if all take more than keep_bytes."},
+    SW_PY_NONE(plan, files, "[(path, nbytes, first block, [(source, begin, nbytes)])], in order."),
+    SW_PY_ARGS(plan, needed, "rank, world_size, /",
+               "Return the sources whose bytes this rank writes, except for those held in parts."),
+    SW_PY_ARGS(plan, trim, "rank, world_size, keep_bytes=0, /",
+               "Forget the headers that other ranks write, if all take more than keep_bytes."),
     {NULL, NULL, 0, NULL},
 };
 
@@ -382,16 +348,10 @@ static PyGetSetDef plan_properties[] = {
     {NULL, NULL, NULL, NULL, NULL},
 };
 
-static PyType_Slot plan_slots[] = {
-    {Py_tp_new, plan_new},
-    {Py_tp_dealloc, plan_dealloc},
-    {Py_tp_methods, plan_methods},
-    {Py_tp_getset, plan_properties},
-    {Py_tp_doc, "CheckpointPlan(groups, texts)\n--\n\nWhich bytes stand where in which file of a "
-                "checkpoint. groups: [(stem, numbered, max_file_bytes, metadata, [(name, dtype, "
-                "shape, holder)])]; texts: [(path, nbytes, holder)]. holder 0: all ranks have it; "
-                "1: rank 0 writes; 2: each writes its sources."},
-    {0, NULL},
-};
-
-SW_PY_TYPE(sw_py_checkpoint_plan_type_spec, "CheckpointPlan", plan_object, 0, plan_slots)
+SW_PY_TYPE(sw_py_checkpoint_plan_type_spec, "CheckpointPlan", plan_object, 0,
+           "CheckpointPlan(groups, texts)\n--\n\nWhich bytes stand where in which file of a "
+           "checkpoint. groups: [(stem, numbered, max_file_bytes, metadata, [(name, dtype, shape, "
+           "holder)])]; texts: [(path, nbytes, holder)]. holder 0: all ranks have it; 1: rank 0 "
+           "writes; 2: each writes its sources.",
+           {Py_tp_new, plan_new}, {Py_tp_dealloc, plan_dealloc}, {Py_tp_methods, plan_methods},
+           {Py_tp_getset, plan_properties})

@@ -26,21 +26,18 @@ static const int64_t CLOSE_NS = INT64_C(2) * 1000000000, PROTECT_NS = INT64_C(60
 
 static bool is_usable(saver_object *self)
 {
-    const char *why = NULL;
-    if (self->saver && !sw_py_use_is_own(&self->use))
-        why =
-            "this process was forked from the one that made the Checkpointer; only that one saves";
-    else if (!self->saver)
-        why = "the Checkpointer was closed";
-    if (why)
-        PyErr_SetString(sw_py_state_of((PyObject *)self)->checkpoint_error, why);
-    return !why;
+    PyObject *error = sw_py_state_of(self)->checkpoint_error;
+    if (!self->saver)
+        return sw_py_refuse(error, "the Checkpointer was closed");
+    return sw_py_use_is_own(&self->use) ||
+           sw_py_refuse(error, "this process was forked from the one that made the Checkpointer; "
+                               "only that one saves");
 }
 
 /* Begins a call that excludes others, once their calls have ended; one of them may be close(). */
 static bool enter(saver_object *self, int64_t patience_ns)
 {
-    PyObject *error = sw_py_state_of((PyObject *)self)->checkpoint_error;
+    PyObject *error = sw_py_state_of(self)->checkpoint_error;
     if (!is_usable(self) ||
         !sw_py_use_enter(&self->use, SW_PY_ALONE, patience_ns, error, "Checkpointer"))
         return false;
@@ -52,9 +49,7 @@ static bool enter(saver_object *self, int64_t patience_ns)
 
 static PyObject *finish(saver_object *self, sw_status status, const sw_error *err)
 {
-    sw_py_use_leave(&self->use);
-    return status == SW_OK ? sw_py_none()
-                           : sw_py_raise_checkpoint(sw_py_state_of((PyObject *)self), err);
+    return sw_py_finish_checkpoint(self, &self->use, status, err);
 }
 
 /* ---- the plans of a save, whose headers its threads write ---- */
@@ -78,10 +73,8 @@ static bool enter_plan(engine_state *state, PyObject *plan, const sw_py_table *s
     part->source_count = sources->count;
     if (plan == Py_None && sources->count == 0)
         return true;
-    if (Py_TYPE(plan) != state->plan_type) {
-        PyErr_SetString(PyExc_TypeError, "begin: shared and own must be CheckpointPlans");
-        return false;
-    }
+    if (Py_TYPE(plan) != state->plan_type)
+        return sw_py_refuse(PyExc_TypeError, "begin: shared and own must be CheckpointPlans");
     if (!sw_py_plan_enter((plan_object *)plan, SW_PY_SHARED))
         return false;
     Py_INCREF(plan);
@@ -93,13 +86,13 @@ static bool enter_plan(engine_state *state, PyObject *plan, const sw_py_table *s
 /* ---- life ---- */
 
 /* Finds the control pages of the ranks of this host. Returns NULL with an exception. */
-static uint8_t **read_pages(engine_state *state, PyObject *arena, int rank, int world_size)
+static uint8_t **read_pages(saver_object *self, PyObject *arena, int rank, int world_size)
 {
-    const arena_object *memory = (arena_object *)arena;
-    if (Py_TYPE(arena) == state->arena_type && memory->arena &&
-        memory->arena->world_size == world_size && memory->owner->comm->rank == rank &&
-        memory->arena->size_bytes >= SW_CHANNEL_PAGE_BYTES)
-        return memory->arena->base;
+    const sw_arena *memory = sw_py_arena_of(self, arena);
+    if (memory && memory->world_size == world_size &&
+        ((arena_object *)arena)->owner->comm->rank == rank &&
+        memory->size_bytes >= SW_CHANNEL_PAGE_BYTES)
+        return memory->base;
     PyErr_Format(PyExc_TypeError,
                  "CheckpointSaver: pages must be an Arena of these ranks with at least %d bytes",
                  SW_CHANNEL_PAGE_BYTES);
@@ -119,57 +112,53 @@ static bool read_hosts(sw_py_table *hosts, PyObject *list, int world_size)
         int host = ((const int *)hosts->rows)[r];
         fits = host >= 0 && host < world_size;
     }
-    if (!fits)
-        PyErr_Format(PyExc_ValueError,
-                     "CheckpointSaver: hosts must be a list of %d numbers in [0, %d)", world_size,
-                     world_size);
-    return fits;
+    return fits || sw_py_refuse(PyExc_ValueError,
+                                "CheckpointSaver: hosts must be a list of %d numbers in [0, %d)",
+                                world_size, world_size);
+}
+
+static bool check_ranks(const saver_object *self, const sw_py_arg *a)
+{
+    int rank = a[0].i, world_size = a[1].i;
+    if (self->saver || self->use.kind != SW_PY_FREE)
+        return sw_py_refuse(PyExc_TypeError, "CheckpointSaver: already initialised");
+    return (world_size >= 1 && rank >= 0 && rank < world_size &&
+            (world_size > 1 || a[2].o == Py_None) && (a[3].o != Py_None) == (a[4].s != NULL)) ||
+           sw_py_refuse(PyExc_ValueError,
+                        "CheckpointSaver: rank must be in [0, world_size), only several ranks have "
+                        "pages, and several hosts have a path; got %d of %d",
+                        rank, world_size);
 }
 
 static int saver_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     saver_object *self = (saver_object *)op;
-    engine_state *state = sw_py_state_of(op);
     sw_py_arg a[9] = {
         [2] = {.o = Py_None}, [3] = {.o = Py_None}, [5] = {.i = 2}, [6] = {.p = true}};
-    sw_py_table hosts = {0};
+    SW_PY_TABLE hosts = {0};
     sw_error err = {0};
     if (!sw_py_read(
             "CheckpointSaver rank:i world_size:i | pages:O hosts:O path:z $ threads:i direct:p "
             "idle_io:p bandwidth:K",
-            args, kwargs, a))
+            args, kwargs, a) ||
+        !check_ranks(self, a))
         return -1;
-    if (self->saver || self->use.kind != SW_PY_FREE) {
-        PyErr_SetString(PyExc_TypeError, "CheckpointSaver: already initialised");
-        return -1;
-    }
     int rank = a[0].i, world_size = a[1].i;
     PyObject *arena = a[2].o;
-    if (world_size < 1 || rank < 0 || rank >= world_size || (world_size == 1 && arena != Py_None) ||
-        (a[3].o != Py_None) != (a[4].s != NULL)) {
-        PyErr_Format(PyExc_ValueError,
-                     "CheckpointSaver: rank must be in [0, world_size), only several ranks have "
-                     "pages, and several hosts have a path; got %d of %d",
-                     rank, world_size);
+    uint8_t **pages = arena == Py_None ? NULL : read_pages(self, arena, rank, world_size);
+    if (PyErr_Occurred() || !read_hosts(&hosts, a[3].o, world_size))
         return -1;
-    }
-    uint8_t **pages = arena == Py_None ? NULL : read_pages(state, arena, rank, world_size);
-    if (PyErr_Occurred() || !read_hosts(&hosts, a[3].o, world_size)) {
-        sw_py_table_fini(&hosts);
-        return -1;
-    }
     const sw_saver_options options = {.thread_count = a[5].i,
                                       .use_direct = a[6].p,
                                       .is_idle_io = a[7].p,
                                       .bandwidth_bytes_per_second = a[8].word};
     sw_status status =
         sw_channel_init(&self->channel, rank, world_size, pages, hosts.rows, a[4].s, &err);
-    sw_py_table_fini(&hosts);
     if (status == SW_OK)
         status = sw_saver_create(&self->channel, &options, &self->saver, &err);
     if (status != SW_OK) {
         sw_channel_fini(&self->channel);
-        sw_py_raise(state, &err, NULL);
+        sw_py_raise(op, &err, NULL);
         return -1;
     }
     sw_py_set_or_clear(&self->arena, arena);
@@ -178,10 +167,7 @@ static int saver_init(PyObject *op, PyObject *args, PyObject *kwargs)
     return 0;
 }
 
-static void destroy(void *saver)
-{
-    sw_saver_destroy(saver);
-}
+SW_PY_DESTROY(destroy, sw_saver_destroy)
 
 /* Takes the saver away first: progress() and cancel() of other threads do not enter. A forked child
  * lacks the saver's threads, so it frees nothing. */
@@ -201,16 +187,13 @@ static void close_saver(saver_object *self)
 
 static void saver_dealloc(PyObject *op)
 {
-    PyTypeObject *type = Py_TYPE(op);
     close_saver((saver_object *)op);
-    ((freefunc)PyType_GetSlot(type, Py_tp_free))(op);
-    Py_DECREF(type);
+    sw_py_free(op);
 }
 
-static PyObject *saver_close(PyObject *op, PyObject *unused)
+static PyObject *saver_close(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     saver_object *self = (saver_object *)op;
-    (void)unused;
     if (self->saver && sw_py_use_is_own(&self->use)) {
         if (!sw_py_use_enter(&self->use, SW_PY_ALONE, CLOSE_NS,
                              sw_py_state_of(op)->checkpoint_error, "Checkpointer"))
@@ -238,56 +221,46 @@ static bool read_packed(sw_py_table *rows, PyObject *sources)
         return sw_py_table_init(rows, sources,
                                 "source source:n begin:K nbytes:K address:A eager:p on_device:p",
                                 each, fill_source, NULL);
-    if (!PyBytes_Check(sources) || (size_t)PyBytes_Size(sources) % each != 0) {
-        PyErr_Format(PyExc_TypeError,
-                     "keep: shared_sources must be a list, or bytes in units of %zu", each);
-        return false;
-    }
+    if (!PyBytes_Check(sources) || (size_t)PyBytes_Size(sources) % each != 0)
+        return sw_py_refuse(PyExc_TypeError,
+                            "keep: shared_sources must be a list, or bytes in units of %zu", each);
     rows->count = (size_t)PyBytes_Size(sources) / each;
     rows->rows = malloc(rows->count * each + 1);
-    if (!rows->rows) {
-        PyErr_NoMemory();
-        return false;
-    }
+    if (!rows->rows)
+        return PyErr_NoMemory() != NULL;
     memcpy(rows->rows, PyBytes_AsString(sources), rows->count * each);
     return true;
 }
 
-/* Reads sources, and which of them are eager unless that is NULL. */
+/* Reads sources, and which of them are eager. */
 static bool read_sources(PyObject *given, sw_py_table *sources, bool **is_eager)
 {
-    sw_py_table packed = {0};
-    bool is_read = read_packed(&packed, given);
-    const packed_source *from = packed.rows;
-    if (is_read) {
-        sources->rows = calloc(packed.count + 1, sizeof(sw_save_source));
-        if (is_eager)
-            *is_eager = calloc(packed.count + 1, sizeof **is_eager);
-        is_read = sources->rows && (!is_eager || *is_eager);
-        if (!is_read)
-            PyErr_NoMemory();
+    SW_PY_TABLE packed = {0};
+    if (!read_packed(&packed, given))
+        return false;
+    sw_save_source *made = sources->rows = calloc(packed.count + 1, sizeof *made);
+    *is_eager = calloc(packed.count + 1, sizeof **is_eager);
+    if (!made || !*is_eager)
+        return PyErr_NoMemory() != NULL;
+    sources->count = packed.count;
+    for (size_t i = 0; i < packed.count; ++i) {
+        const packed_source *each = (const packed_source *)packed.rows + i;
+        const packed_source *before = i ? each - 1 : NULL;
+        (*is_eager)[i] = each->is_eager != 0;
+        made[i] = (sw_save_source){.source = (size_t)each->source,
+                                   .begin = each->begin,
+                                   .size_bytes = each->size_bytes,
+                                   .data = (const void *)(uintptr_t)each->address,
+                                   .is_on_device = each->is_on_device != 0};
+        if (each->source > INT64_MAX ||
+            (before &&
+             (before->source > each->source || (before->source == each->source &&
+                                                before->begin + before->size_bytes > each->begin))))
+            return sw_py_refuse(PyExc_ValueError,
+                                "begin: sources must ascend without overlap; number %zu does not",
+                                i);
     }
-    for (size_t i = 0; is_read && i < packed.count; ++i) {
-        const packed_source *each = &from[i], *before = i ? &from[i - 1] : NULL;
-        ((sw_save_source *)sources->rows)[i] =
-            (sw_save_source){.source = (size_t)each->source,
-                             .begin = each->begin,
-                             .size_bytes = each->size_bytes,
-                             .data = (const void *)(uintptr_t)each->address,
-                             .is_on_device = each->is_on_device != 0};
-        if (is_eager)
-            (*is_eager)[i] = each->is_eager != 0;
-        is_read =
-            each->source <= INT64_MAX &&
-            (!before || before->source < each->source ||
-             (before->source == each->source && before->begin + before->size_bytes <= each->begin));
-        if (!is_read)
-            PyErr_Format(PyExc_ValueError,
-                         "begin: sources must ascend without overlap; number %zu does not", i);
-    }
-    sources->count = is_read ? packed.count : 0;
-    sw_py_table_fini(&packed);
-    return is_read;
+    return true;
 }
 
 /* ---- a save ---- */
@@ -295,7 +268,7 @@ static bool read_sources(PyObject *given, sw_py_table *sources, bool **is_eager)
 typedef struct save_call { /* what a request borrows */
     sw_save_request request;
     sw_py_table shared, own, stale, retired; /* owned */
-    bool *is_eager;                          /* owned */
+    bool *is_eager, *is_own_eager;           /* owned; the second is of no use */
     plan_pair plans;                         /* owned, and entered */
 } save_call;
 
@@ -306,6 +279,7 @@ static void save_call_fini(save_call *call)
     sw_py_table_fini(&call->stale);
     sw_py_table_fini(&call->retired);
     free(call->is_eager);
+    free(call->is_own_eager);
     leave_plans(call->plans);
 }
 
@@ -315,12 +289,10 @@ static bool read_stage(engine_state *state, PyObject *pair, sw_save_request *req
     sw_py_arg a[2];
     if (pair == Py_None)
         return true;
-    if (!PyTuple_Check(pair) || !sw_py_read("device stage:O stream:A", pair, NULL, a) ||
-        !PyObject_TypeCheck(a[0].o, state->device_stage_type)) {
-        if (!PyErr_Occurred())
-            PyErr_SetString(PyExc_TypeError, "begin: device must be (DeviceStage, stream) or None");
+    if (PyTuple_Check(pair) && !sw_py_read("device stage:O stream:A", pair, NULL, a))
         return false;
-    }
+    if (!PyTuple_Check(pair) || !PyObject_TypeCheck(a[0].o, state->device_stage_type))
+        return sw_py_refuse(PyExc_TypeError, "begin: device must be (DeviceStage, stream) or None");
     request->stage = ((sw_py_owner *)a[0].o)->made;
     request->user = a[1].address;
     return true;
@@ -328,17 +300,15 @@ static bool read_stage(engine_state *state, PyObject *pair, sw_save_request *req
 
 /* Reads the arguments that begin() and keep() share. */
 static bool read_save(saver_object *self, save_call *call, const sw_py_arg *shared,
-                      const sw_py_arg *own, double timeout_s, PyObject *device, bool **is_eager)
+                      const sw_py_arg *own, double timeout_s, PyObject *device)
 {
-    engine_state *state = sw_py_state_of((PyObject *)self);
+    engine_state *state = sw_py_state_of(self);
     sw_save_request *request = &call->request;
-    if (!(timeout_s >= 0)) {
-        PyErr_SetString(PyExc_ValueError, "begin: timeout_s must be at least 0 seconds");
-        return false;
-    }
+    if (!(timeout_s >= 0))
+        return sw_py_refuse(PyExc_ValueError, "begin: timeout_s must be at least 0 seconds");
     request->timeout_ns = (int64_t)((timeout_s > 1e9 ? 1e9 : timeout_s) * 1e9);
-    return read_sources(shared[1].o, &call->shared, is_eager) &&
-           read_sources(own[1].o, &call->own, NULL) &&
+    return read_sources(shared[1].o, &call->shared, &call->is_eager) &&
+           read_sources(own[1].o, &call->own, &call->is_own_eager) &&
            enter_plan(state, shared[0].o, &call->shared, &call->plans[0], &request->shared) &&
            enter_plan(state, own[0].o, &call->own, &call->plans[1], &request->own) &&
            read_stage(state, device, request);
@@ -379,13 +349,12 @@ static PyObject *saver_begin(PyObject *op, PyObject *args, PyObject *kwargs)
     if (self->keeps_only)
         PyErr_SetString(PyExc_ValueError,
                         "begin: several ranks need the pages that the constructor takes");
-    if (!PyErr_Occurred() &&
-        read_save(self, &call, &a[6], &a[8], a[13].d, a[14].o, &call.is_eager) &&
+    if (!PyErr_Occurred() && read_save(self, &call, &a[6], &a[8], a[13].d, a[14].o) &&
         read_texts(&call.stale, a[11].o, "begin stale:s", &request->stale, &request->stale_count) &&
         read_texts(&call.retired, a[12].o, "begin retired:s", &request->retired,
                    &request->retired_count)) {
         request->is_eager = call.is_eager;
-        SW_PY_WITHOUT_GIL(status, sw_saver_begin(self->saver, request, &err));
+        status = SW_PY_WITHOUT_GIL(sw_saver_begin(self->saver, request, &err));
     }
     if (status == SW_OK) {
         plan_pair before = {self->plans[0], self->plans[1]};
@@ -393,18 +362,9 @@ static PyObject *saver_begin(PyObject *op, PyObject *args, PyObject *kwargs)
         memcpy(call.plans, before, sizeof before);
     }
     save_call_fini(&call);
-    if (!PyErr_Occurred())
-        return finish(self, status, &err);
+    PyObject *done = PyErr_Occurred() ? NULL : sw_py_finish_checkpoint(self, NULL, status, &err);
     sw_py_use_leave(&self->use);
-    return NULL;
-}
-
-static PyObject *build_kept(const sw_save_kept *kept)
-{
-    return Py_BuildValue("(y#y#K)", kept->tallies.data ? (const char *)kept->tallies.data : "",
-                         (Py_ssize_t)kept->tallies.size_bytes, (const char *)kept->runs,
-                         (Py_ssize_t)(kept->run_count * sizeof *kept->runs),
-                         (unsigned long long)kept->size_bytes);
+    return done;
 }
 
 static PyObject *saver_keep(PyObject *op, PyObject *args, PyObject *kwargs)
@@ -415,20 +375,22 @@ static PyObject *saver_keep(PyObject *op, PyObject *args, PyObject *kwargs)
     PyObject *result = NULL;
     sw_save_kept kept = {0};
     sw_error err = {0};
-    sw_status status = SW_E_INVALID;
     if (!sw_py_read("keep $ nonce:s shared:O shared_sources:O own:O own_sources:L image:A "
                     "image_bytes:K timeout_s:d device:O",
                     args, kwargs, a) ||
         !enter(self, 0))
         return NULL;
     call.request.nonce = a[0].s;
-    if (read_save(self, &call, &a[1], &a[3], a[7].d, a[8].o, NULL)) {
-        SW_PY_WITHOUT_GIL(status, sw_saver_keep(self->saver, &call.request, a[5].address, a[6].word,
-                                                &kept, &err));
-        if (status == SW_OK)
-            result = build_kept(&kept);
-        else
-            (void)sw_py_raise_checkpoint(sw_py_state_of(op), &err);
+    if (read_save(self, &call, &a[1], &a[3], a[7].d, a[8].o)) {
+        sw_status status = SW_PY_WITHOUT_GIL(
+            sw_saver_keep(self->saver, &call.request, a[5].address, a[6].word, &kept, &err));
+        result =
+            status == SW_OK
+                ? Py_BuildValue("(y#y#K)", kept.tallies.data ? (const char *)kept.tallies.data : "",
+                                (Py_ssize_t)kept.tallies.size_bytes, (const char *)kept.runs,
+                                (Py_ssize_t)(kept.run_count * sizeof *kept.runs),
+                                (unsigned long long)kept.size_bytes)
+                : sw_py_raise_checkpoint(op, &err);
     }
     sw_save_kept_fini(&kept);
     save_call_fini(&call);
@@ -449,7 +411,6 @@ static PyObject *saver_wait(PyObject *op, PyObject *args)
     sw_py_arg a[1];
     bool is_over = false;
     sw_error err = {0};
-    sw_status status;
     if (!sw_py_read("wait timeout_s:d", args, NULL, a))
         return NULL;
     if (!(a[0].d >= 0 && a[0].d <= 1e9))
@@ -462,49 +423,47 @@ static PyObject *saver_wait(PyObject *op, PyObject *args)
         if (self->use.kind == SW_PY_FREE) {
             was_free = true;
             sw_py_use_take(&self->use, SW_PY_ALONE);
-            SW_PY_WITHOUT_GIL(status, sw_saver_wait(self->saver, 0, &is_over, &err));
+            sw_status status = SW_PY_WITHOUT_GIL(sw_saver_wait(self->saver, 0, &is_over, &err));
             if (status != SW_OK || is_over)
                 leave_plans(self->plans);
-            PyObject *done = finish(self, status, &err);
-            Py_XDECREF(done);
+            SW_PY_OWNED *done = finish(self, status, &err);
             if (!done)
                 return NULL;
         }
         if ((was_free && is_over) || sw_clock_now_ns() >= until_ns)
             return PyBool_FromLong(is_over);
-        Py_BEGIN_ALLOW_THREADS
-        sw_thread_sleep_ns(1000 * 1000);
-        Py_END_ALLOW_THREADS
+        SW_PY_DO_WITHOUT_GIL(sw_thread_sleep_ns(1000 * 1000));
     }
 }
 
+static sw_error reason_of(sw_status status, const char *message)
+{
+    sw_error reason;
+    (void)sw_error_set(&reason, status, -1, "%s", message);
+    return reason;
+}
+
 /* Over hosts the message may need a retry, so it goes without the GIL. */
-static sw_status tell_failure(sw_saver *saver, uint64_t number, const char *message)
-{
-    sw_error reason;
-    (void)sw_error_set(&reason, SW_E_STATE, -1, "%s", message);
-    sw_saver_fail(saver, number, &reason);
-    return SW_OK;
-}
+SW_PY_METHOD_WITH(saver_fail, saver_object, "fail number:K message:s", sw_error reason,
+                  enter(self, 0),
+                  (reason = reason_of(SW_E_STATE, a[1].s),
+                   sw_saver_fail(self->saver, a[0].word, &reason), SW_OK),
+                  finish(self, status, &err))
 
-static sw_status cancel(sw_saver *saver, const char *message)
+static PyObject *cancel(sw_saver *saver, const char *message)
 {
-    sw_error reason;
-    (void)sw_error_set(&reason, SW_E_INTERRUPTED, -1, "%s", message);
+    const sw_error reason = reason_of(SW_E_INTERRUPTED, message);
     sw_saver_cancel(saver, &reason);
-    return SW_OK;
+    return sw_py_none();
 }
 
-SW_PY_METHOD(saver_fail, saver_object, "fail number:K message:s", enter(self, 0),
-             tell_failure(self->saver, a[0].word, a[1].s), finish(self, status, &err))
 SW_PY_VALUE(saver_cancel, saver_object, "cancel message:s", is_usable(self),
-            (cancel(self->saver, a[0].s), sw_py_none()))
+            cancel(self->saver, a[0].s))
 
-static PyObject *saver_progress(PyObject *op, PyObject *unused)
+static PyObject *saver_progress(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     saver_object *self = (saver_object *)op;
     sw_save_progress progress;
-    (void)unused;
     if (!is_usable(self))
         return NULL;
     sw_saver_progress(self->saver, &progress);
@@ -515,10 +474,9 @@ static PyObject *saver_progress(PyObject *op, PyObject *unused)
         (unsigned long long)progress.direct_bytes, "busy", PyBool_FromLong(progress.is_busy));
 }
 
-static PyObject *saver_unwritten(PyObject *op, PyObject *unused)
+static PyObject *saver_unwritten(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     saver_object *self = (saver_object *)op;
-    (void)unused;
     PyObject *list = PyList_New(0); /* a destructor that runs meanwhile may close the saver */
     if (list && !is_usable(self))
         ENGINE_CLEAR(list);
@@ -527,12 +485,11 @@ static PyObject *saver_unwritten(PyObject *op, PyObject *unused)
     return list;
 }
 
-static PyObject *saver_spare(PyObject *op, PyObject *unused)
+static PyObject *saver_spare(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     saver_object *self = (saver_object *)op;
     size_t size_bytes = 0;
     uint8_t *base;
-    (void)unused;
     if (!enter(self, 0))
         return NULL;
     PyObject *list = PyList_New(0);
@@ -549,40 +506,20 @@ static PyMethodDef saver_methods[] = {
      "rest."},
     {"keep", SW_PY_NAMED(saver_keep),
      "Writes this rank's part into memory; (tallies, runs, bytes)."},
-    {"warm", saver_warm, METH_VARARGS,
-     "warm($self, nbytes, /)\n--\n\nTouch staging memory of this size in a separate thread."},
-    {"protect", saver_protect, METH_VARARGS,
-     "protect($self, /)\n--\n\nCopy the state that is still live."},
-    {"wait", saver_wait, METH_VARARGS,
-     "wait($self, timeout_s, /)\n--\n\n"
-     "Return True if no save is running; raise a save's error once."},
-    {"fail", saver_fail, METH_VARARGS,
-     "fail($self, number, message, /)\n--\n\n"
-     "Tell the other ranks that this rank cannot begin the save."},
-    {"cancel", saver_cancel, METH_VARARGS,
-     "cancel($self, message, /)\n--\n\nMake a running save fail soon."},
-    {"progress", saver_progress, METH_NOARGS,
-     "progress($self, /)\n--\n\n"
-     "Return bytes_total, bytes_written, staging_bytes, direct_bytes, busy."},
-    {"unwritten", saver_unwritten, METH_NOARGS,
-     "unwritten($self, /)\n--\n\n"
-     "Return the ranks of this host whose part of the last save is not durable yet."},
-    {"spare", saver_spare, METH_NOARGS,
-     "spare($self, /)\n--\n\n"
-     "Return [(address, nbytes)] of memory that the caller may use until the next save begins."},
-    {"close", saver_close, METH_NOARGS,
-     "close($self, /)\n--\n\nCancel a running save and free everything."},
+    SW_PY_ARGS(saver, warm, "nbytes, /", "Touch staging memory of this size in a separate thread."),
+    SW_PY_ARGS(saver, protect, "/", "Copy the state that is still live."),
+    SW_PY_ARGS(saver, wait, "timeout_s, /", "Return True if no save runs; raise its error once."),
+    SW_PY_ARGS(saver, fail, "number, message, /", "Tell peers that this rank cannot begin it."),
+    SW_PY_ARGS(saver, cancel, "message, /", "Make a running save fail soon."),
+    SW_PY_NONE(saver, progress, "bytes_total, bytes_written, staging_bytes, direct_bytes, busy."),
+    SW_PY_NONE(saver, unwritten, "Return ranks of this host whose last part is not durable yet."),
+    SW_PY_NONE(saver, spare,
+               "Return [(address, nbytes)] of memory that the caller may use until the next save."),
+    SW_PY_NONE(saver, close, "Cancel a running save and free everything."),
     {NULL, NULL, 0, NULL},
 };
 
-static PyType_Slot saver_slots[] = {
-    {Py_tp_init, saver_init},
-    {Py_tp_dealloc, saver_dealloc},
-    {Py_tp_methods, saver_methods},
-    {Py_tp_doc, "CheckpointSaver(rank, world_size, pages=None, hosts=None, path=None, *, "
-                "threads=2, direct=True, "
-                "idle_io=False, bandwidth=0)\n--\n\nOne save at a time."},
-    {0, NULL},
-};
-
-SW_PY_TYPE(sw_py_checkpoint_saver_type_spec, "CheckpointSaver", saver_object, 0, saver_slots)
+SW_PY_TYPE(sw_py_checkpoint_saver_type_spec, "CheckpointSaver", saver_object, 0,
+           "CheckpointSaver(rank, world_size, pages=None, hosts=None, path=None, *, threads=2, "
+           "direct=True, idle_io=False, bandwidth=0)\n--\n\nOne save at a time.",
+           {Py_tp_init, saver_init}, {Py_tp_dealloc, saver_dealloc}, {Py_tp_methods, saver_methods})

@@ -52,30 +52,34 @@ static bool read_addresses(join_request *request, const comm_object *self, PyObj
         !sw_py_table_init(&request->hosts, hosts, "connect hosts:s", sizeof(const char *),
                           sw_py_fill_text, NULL))
         return false;
-    if (request->addresses.count == count && request->hosts.count == count)
-        return true;
-    PyErr_Format(PyExc_ValueError,
-                 "connect: addresses and hosts must have %zu entries, got %zu and %zu", count,
-                 request->addresses.count, request->hosts.count);
-    return false;
+    return (request->addresses.count == count && request->hosts.count == count) ||
+           sw_py_refuse(PyExc_ValueError,
+                        "connect: addresses and hosts must have %zu entries, got %zu and %zu",
+                        count, request->addresses.count, request->hosts.count);
 }
 
 /* Makes the host name of each rank, empty for ranks of other hosts. */
 static bool name_hosts(join_request *request, int world_size)
 {
     const int *member = request->members.rows;
-    PyObject *made = PyList_New(world_size);
-    for (int r = 0, i = 0; made && r < world_size; ++r) {
-        bool is_here = !request->is_narrow || (i < (int)request->members.count && member[i] == r);
+    Py_ssize_t i = 0;
+    request->by_rank = PyList_New(0);
+    for (int r = 0; request->by_rank && r < world_size; ++r) {
+        bool is_here =
+            !request->is_narrow || ((size_t)i < request->members.count && member[i] == r);
         PyObject *name = is_here ? PyTuple_GetItem(request->hosts.items, i++) : NULL;
         Py_XINCREF(name);
-        if (!name)
-            name = PyUnicode_FromString("");
-        if (!name || PyList_SetItem(made, r, name) < 0)
-            ENGINE_CLEAR(made);
+        sw_py_append(&request->by_rank, name ? name : PyUnicode_FromString(""));
     }
-    request->by_rank = made;
-    return made != NULL;
+    return request->by_rank != NULL;
+}
+
+static sw_status join(sw_comm *comm, const join_request *request, const uint8_t *secret,
+                      sw_error *err)
+{
+    if (request->is_narrow)
+        SW_TRY(sw_shm_comm_narrow(comm, request->members.rows, (int)request->members.count, err));
+    return sw_shm_comm_connect(comm, request->addresses.rows, secret, err);
 }
 
 /* Joins the ranks of this host. No other thread can use the communicator meanwhile, but hooks run,
@@ -84,14 +88,8 @@ static sw_status join_host(comm_object *self, const join_request *request, const
                            sw_error *err)
 {
     sw_comm *comm = self->comm;
-    sw_status status = SW_OK;
     self->comm = NULL;
-    Py_BEGIN_ALLOW_THREADS
-    if (request->is_narrow)
-        status = sw_shm_comm_narrow(comm, request->members.rows, (int)request->members.count, err);
-    if (status == SW_OK)
-        status = sw_shm_comm_connect(comm, request->addresses.rows, secret, err);
-    Py_END_ALLOW_THREADS
+    sw_status status = SW_PY_WITHOUT_GIL(join(comm, request, secret, err));
     self->comm = comm;
     self->connected = status == SW_OK;
     return status;
@@ -99,12 +97,10 @@ static sw_status join_host(comm_object *self, const join_request *request, const
 
 static PyObject *finish_join(comm_object *self, sw_status status, sw_error *err)
 {
-    if (status == SW_OK && self->closed) {
-        sw_error_set(err, SW_E_STATE, -1,
-                     "the communicator of rank %d was closed while it joined its peers",
-                     self->rank);
-        status = err->status;
-    }
+    if (status == SW_OK && self->closed)
+        status = sw_error_set(err, SW_E_STATE, -1,
+                              "the communicator of rank %d was closed while it joined its peers",
+                              self->rank);
     return sw_py_comm_finish(self, status, err);
 }
 
@@ -143,15 +139,12 @@ static PyObject *introduced_hosts(const sw_comm *comm)
     const sw_host_map *map = sw_hier_comm_map(comm);
     PyObject *made = PyList_New(map->world_size);
     for (int h = 0; made && h < map->host_count; ++h) {
-        PyObject *name = sw_py_text(sw_hier_comm_host(comm, h));
-        for (int i = 0; name && made && i < sw_host_size(map, h); ++i) {
-            Py_INCREF(name);
-            if (PyList_SetItem(made, sw_host_members(map, h)[i], name) < 0)
-                Py_CLEAR(made);
+        SW_PY_OWNED *name = sw_py_text(sw_hier_comm_host(comm, h));
+        for (int i = 0; made && i < sw_host_size(map, h); ++i) {
+            Py_XINCREF(name);
+            if (!name || PyList_SetItem(made, sw_host_members(map, h)[i], name) < 0)
+                ENGINE_CLEAR(made);
         }
-        if (!name)
-            Py_CLEAR(made);
-        Py_XDECREF(name);
     }
     return made;
 }
@@ -162,12 +155,11 @@ static sw_status join_hosts(comm_object *self, const int *host_of, const char *h
 {
     sw_comm *inside = self->comm, *whole = NULL;
     sw_identity own = {.pid = (int32_t)getpid()};
-    sw_status status;
     snprintf(own.host, sizeof own.host, "%s", host);
     self->comm = NULL;
     self->connected = false; /* a concurrent close() stops it, as it stops connect() */
-    SW_PY_WITHOUT_GIL(status, sw_hier_comm_create(inside, self->rank, self->world_size, host_of,
-                                                  &own, wire, &whole, err));
+    sw_status status = SW_PY_WITHOUT_GIL(sw_hier_comm_create(inside, self->rank, self->world_size,
+                                                             host_of, &own, wire, &whole, err));
     self->comm = whole;
     self->connected = self->spans_hosts = status == SW_OK;
     self->closed |= status != SW_OK;
@@ -180,11 +172,10 @@ static bool read_map(comm_object *self, PyObject *map, PyObject *group, sw_py_ta
 {
     if (!sw_py_table_init(host_of, map, "extend host_of:i", sizeof(int), sw_py_fill_int, NULL))
         return false;
-    if (host_of->count != (size_t)self->world_size) {
-        PyErr_Format(PyExc_ValueError, "extend: host_of must have world_size = %d entries, got %zu",
-                     self->world_size, host_of->count);
-        return false;
-    }
+    if (host_of->count != (size_t)self->world_size)
+        return sw_py_refuse(PyExc_ValueError,
+                            "extend: host_of must have world_size = %d entries, got %zu",
+                            self->world_size, host_of->count);
     if (group && group != Py_None)
         *wire = sw_py_wire_new(group);
     return !PyErr_Occurred();
@@ -194,36 +185,29 @@ PyObject *sw_py_comm_extend(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     comm_object *self = (comm_object *)op;
     sw_py_arg a[3] = {{0}};
-    sw_py_table host_of = {0};
+    SW_PY_TABLE host_of = {0};
     const sw_wire *wire = NULL;
-    const char *why = NULL;
     sw_error err;
     if (!sw_py_read("extend host_of:O host:s | $ wire:O", args, kwargs, a))
         return NULL;
     if (self->spans_hosts || self->group)
-        why = "extend: the communicator has been extended already, or has one rank";
-    else if (self->users > (self->use.kind != SW_PY_FREE))
-        why = "extend: arenas, reducers or a GPU's communicator use this communicator already; "
-              "extend "
-              "it before they are made";
-    if (why) {
-        PyErr_SetString(sw_py_state_of(op)->error, why);
-        return NULL;
-    }
+        return PyErr_Format(sw_py_state_of(op)->error,
+                            "extend: the communicator has been extended already, or has one rank");
+    if (self->users > (self->use.kind != SW_PY_FREE))
+        return PyErr_Format(sw_py_state_of(op)->error,
+                            "extend: arenas, reducers or a GPU's communicator use this "
+                            "communicator already; extend it before they are made");
     if (!sw_py_comm_enter(self))
         return NULL;
     if (!read_map(self, a[0].o, a[2].o, &host_of, &wire)) {
-        sw_py_table_fini(&host_of);
         sw_py_comm_leave(self);
         return NULL;
     }
     sw_status status = join_hosts(self, host_of.rows, a[1].s, wire, &err);
-    sw_py_table_fini(&host_of);
-    PyObject *by_rank = status == SW_OK ? introduced_hosts(self->comm) : NULL;
+    SW_PY_OWNED *by_rank = status == SW_OK ? introduced_hosts(self->comm) : NULL;
     if (by_rank)
         sw_py_set(&self->hosts, by_rank);
     else
         PyErr_Clear(); /* only messages would lack the names; real failures are raised below */
-    Py_XDECREF(by_rank);
     return finish_join(self, status, &err);
 }

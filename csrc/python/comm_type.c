@@ -8,52 +8,81 @@
 #include "base/text.h"
 #include "comm/descriptor.h"
 #include "comm/shm.h"
+#include "comm/wait.h"
 #include "python/method.h"
 
 /* Reports signals, and a close() during connect(), which nothing else can stop. */
 static bool is_interrupted(void *context)
 {
     comm_object *self = context;
-    PyGILState_STATE gil = PyGILState_Ensure();
-    bool raised = PyErr_CheckSignals() != 0;
-    if (!raised && self->closed && !self->connected) {
-        PyErr_Format(sw_py_state_of((PyObject *)self)->error,
-                     "the communicator of rank %d was closed while it joined its peers",
-                     self->rank);
-        raised = true;
-    }
-    PyGILState_Release(gil);
-    return raised;
+    SW_PY_GIL(gil);
+    if (PyErr_CheckSignals() != 0)
+        return true;
+    return self->closed && !self->connected &&
+           !sw_py_refuse(sw_py_state_of(self)->error,
+                         "the communicator of rank %d was closed while it joined its peers",
+                         self->rank);
 }
 
 static void log_message(void *context, const char *message)
 {
     comm_object *self = context;
-    PyGILState_STATE gil = PyGILState_Ensure();
-    if (self->log) {
-        PyObject *text = sw_py_text(message);
-        PyObject *result = text ? PyObject_CallFunctionObjArgs(self->log, text, NULL) : NULL;
-        if (!result)
-            PyErr_WriteUnraisable(self->log);
-        Py_XDECREF(result);
-        Py_XDECREF(text);
-    }
-    PyGILState_Release(gil);
+    SW_PY_GIL(gil);
+    if (!self->log)
+        return;
+    SW_PY_OWNED *text = sw_py_text(message);
+    SW_PY_OWNED *result = text ? PyObject_CallFunctionObjArgs(self->log, text, NULL) : NULL;
+    if (!result)
+        PyErr_WriteUnraisable(self->log);
 }
 
-static bool is_legal_period(double seconds)
+/* The periods that are properties, in seconds. */
+typedef struct period {
+    const char *name;
+    size_t place; /* of its nanoseconds, an int64_t of sw_comm */
+    bool may_be_0;
+} period;
+
+enum { TIMEOUT, SILENT, WARN_AFTER };
+static const period periods[] = {{"timeout_s", offsetof(sw_comm, timeout_ns), false},
+                                 {"silent_s", offsetof(sw_comm, silent_ns), true},
+                                 {"warn_after_s", offsetof(sw_comm, warn_after_ns), true}};
+
+static bool check_period(const period *of, double seconds, bool is_open)
 {
-    return seconds > 0 && seconds <= 1e9;
+    return (is_open && (seconds > 0 || (of->may_be_0 && seconds == 0)) && seconds <= 1e9) ||
+           sw_py_refuse(PyExc_ValueError,
+                        "HostComm: %s must be in %s 1e9] seconds, of an open communicator",
+                        of->name, of->may_be_0 ? "[0," : "(0,");
+}
+
+static int64_t *place_of(const sw_comm *comm, const period *of)
+{
+    return (int64_t *)((uintptr_t)comm + of->place);
+}
+
+static PyObject *get_period(PyObject *op, void *of)
+{
+    const sw_comm *comm = ((comm_object *)op)->comm;
+    return PyFloat_FromDouble(comm ? (double)*place_of(comm, of) * 1e-9 : 0);
+}
+
+static int set_period(PyObject *op, PyObject *value, void *of)
+{
+    const sw_comm *comm = ((comm_object *)op)->comm;
+    double seconds = value ? PyFloat_AsDouble(value) : 0;
+    if (PyErr_Occurred() || !check_period(of, seconds, comm != NULL))
+        return -1;
+    *place_of(comm, of) = (int64_t)(seconds * 1e9);
+    return 0;
 }
 
 /* Lets __init__ run: first, after it failed, or once a closed communicator has no user left. */
 static bool may_init(comm_object *self)
 {
-    if (self->comm || self->users > 0 || self->use.kind != SW_PY_FREE) {
-        PyErr_SetString(PyExc_TypeError, "HostComm: already initialised");
-        return false;
-    }
-    sw_py_comm_unlink(sw_py_state_of((PyObject *)self), self);
+    if (self->comm || self->users > 0 || self->use.kind != SW_PY_FREE)
+        return sw_py_refuse(PyExc_TypeError, "HostComm: already initialised");
+    sw_py_comm_unlink(sw_py_state_of(self), self);
     self->use = (sw_py_use){.pid = getpid()};
     self->connected = self->closed = self->spans_hosts = false;
     self->address[0] = '\0';
@@ -61,43 +90,40 @@ static bool may_init(comm_object *self)
     return true;
 }
 
+/* Makes the communicator: of one rank, or of ranks that connect() joins. */
+static sw_status make(comm_object *self, const char *host, sw_error *err)
+{
+    if (self->world_size != 1)
+        return sw_shm_comm_create(self->rank, self->world_size, host, &self->comm, self->address,
+                                  err);
+    SW_TRY(sw_local_group_create(1, &self->group, err));
+    sw_status status = sw_local_comm_create(self->group, self->rank, &self->comm, err);
+    self->connected = status == SW_OK;
+    if (status != SW_OK) {
+        sw_local_group_destroy(self->group);
+        self->group = NULL;
+    }
+    return status;
+}
+
 static int comm_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     comm_object *self = (comm_object *)op;
     sw_py_arg a[6] = {[2] = {.d = 1800}, [3] = {.d = 30}, [4] = {.s = ""}, [5] = {.o = Py_None}};
-    int64_t warn_after_ns;
     sw_error err;
-    sw_status status;
     if (!sw_py_read("HostComm rank:i world_size:i | $ timeout_s:d warn_after_s:d host:s log:O",
-                    args, kwargs, a))
-        return -1;
-    if (!is_legal_period(a[2].d)) {
-        PyErr_SetString(PyExc_ValueError, "HostComm: timeout_s must be in (0, 1e9] seconds");
-        return -1;
-    }
-    if (!sw_py_read_warn_after(a[3].d, &warn_after_ns) || !may_init(self))
+                    args, kwargs, a) ||
+        !check_period(&periods[TIMEOUT], a[2].d, true) ||
+        !check_period(&periods[WARN_AFTER], a[3].d, true) || !may_init(self))
         return -1;
     self->rank = a[0].i;
     self->world_size = a[1].i;
-    if (self->world_size == 1) {
-        status = sw_local_group_create(1, &self->group, &err);
-        if (status == SW_OK)
-            status = sw_local_comm_create(self->group, self->rank, &self->comm, &err);
-        if (status != SW_OK) {
-            sw_local_group_destroy(self->group);
-            self->group = NULL;
-        }
-        self->connected = status == SW_OK;
-    } else {
-        status = sw_shm_comm_create(self->rank, self->world_size, a[4].s, &self->comm,
-                                    self->address, &err);
-    }
-    if (status != SW_OK) {
-        sw_py_raise(sw_py_state_of(op), &err, NULL);
+    if (make(self, a[4].s, &err) != SW_OK) {
+        sw_py_raise(op, &err, NULL);
         return -1;
     }
     self->comm->timeout_ns = (int64_t)(a[2].d * 1e9);
-    self->comm->warn_after_ns = warn_after_ns;
+    self->comm->warn_after_ns = (int64_t)(a[3].d * 1e9);
     self->comm->hooks =
         (sw_comm_hooks){.context = self, .interrupted = is_interrupted, .log = log_message};
     sw_py_comm_link(sw_py_state_of(op), self);
@@ -129,19 +155,13 @@ static void close_comm(comm_object *self)
 static void comm_dealloc(PyObject *op)
 {
     comm_object *self = (comm_object *)op;
-    PyTypeObject *type = Py_TYPE(op);
-    PyObject *kind, *value, *trace;
     PyObject_GC_UnTrack(op);
     sw_py_comm_unlink(sw_py_state_of(op), self);
-    PyErr_Fetch(&kind, &value, &trace);
+    SW_PY_ASIDE(pending); /* a signal handler may raise while this thread waits */
     close_comm(self);
-    if (PyErr_Occurred()) /* a signal handler raised while this thread waited */
-        PyErr_WriteUnraisable(NULL);
-    PyErr_Restore(kind, value, trace);
     ENGINE_CLEAR(self->log);
     ENGINE_CLEAR(self->hosts);
-    PyObject_GC_Del(op);
-    Py_DECREF(type);
+    sw_py_free(op);
 }
 
 static int comm_traverse(PyObject *op, visitproc visit, void *arg)
@@ -159,11 +179,22 @@ static int comm_clear(PyObject *op)
     return 0;
 }
 
-static PyObject *comm_close(PyObject *op, PyObject *unused)
+static PyObject *comm_close(PyObject *op, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     close_comm((comm_object *)op);
     Py_RETURN_NONE;
+}
+
+/* Checks that all ranks can map one memory, which `of_hosts` does not need. */
+static sw_status check_hosts(const comm_object *self, const char *label, sw_error *err)
+{
+    int count = self->spans_hosts ? sw_hier_comm_map(self->comm)->host_count : 1;
+    if (count > 1)
+        SW_FAIL(err, SW_E_UNSUPPORTED,
+                "arena '%.200s': memory that all ranks map needs one host, and these ranks are on "
+                "%d",
+                label, count);
+    return SW_OK;
 }
 
 static PyObject *comm_arena(PyObject *op, PyObject *args, PyObject *kwargs)
@@ -172,7 +203,6 @@ static PyObject *comm_arena(PyObject *op, PyObject *args, PyObject *kwargs)
     sw_py_arg a[3] = {[1] = {.s = "arena"}};
     sw_arena *arena = NULL;
     sw_error err;
-    sw_status status;
     if (!sw_py_read("arena nbytes:n | label:s $ of_hosts:p", args, kwargs, a))
         return NULL;
     if (a[0].n <= 0)
@@ -180,15 +210,10 @@ static PyObject *comm_arena(PyObject *op, PyObject *args, PyObject *kwargs)
                             a[1].s, a[0].n);
     if (!sw_py_comm_enter(self))
         return NULL;
-    if (!a[2].p && self->spans_hosts && sw_hier_comm_map(self->comm)->host_count > 1) {
-        status = sw_error_set(&err, SW_E_UNSUPPORTED, -1,
-                              "arena '%.200s': memory that all ranks map needs one host, and these "
-                              "ranks are on %d",
-                              a[1].s, sw_hier_comm_map(self->comm)->host_count);
-        return sw_py_comm_finish(self, status, &err);
-    }
-    SW_PY_WITHOUT_GIL(status,
-                      self->comm->ops->arena_create(self->comm, a[0].size, a[1].s, &arena, &err));
+    sw_status status = a[2].p ? SW_OK : check_hosts(self, a[1].s, &err);
+    if (status == SW_OK)
+        status = SW_PY_WITHOUT_GIL(
+            self->comm->ops->arena_create(self->comm, a[0].size, a[1].s, &arena, &err));
     if (status != SW_OK)
         return sw_py_comm_finish(self, status, &err);
     PyObject *made = sw_py_arena_object_new(sw_py_state_of(op), self, arena, NULL);
@@ -211,18 +236,17 @@ static bool parse_redop(const char *name, sw_redop *op)
             *op = (sw_redop)i;
             return true;
         }
-    PyErr_Format(PyExc_ValueError, "op must be 'sum', 'mean', 'min' or 'max', got '%s'", name);
-    return false;
+    return sw_py_refuse(PyExc_ValueError, "op must be 'sum', 'mean', 'min' or 'max', got '%s'",
+                        name);
 }
 
 /* Returns the memory of an Arena of this communicator, or NULL with an exception. */
 static sw_arena *own_arena(comm_object *self, PyObject *arena, const char *operation,
                            const char *label)
 {
-    const arena_object *memory = (arena_object *)arena;
-    if (Py_TYPE(arena) == sw_py_state_of((PyObject *)self)->arena_type && memory->owner == self &&
-        memory->arena)
-        return memory->arena;
+    sw_arena *memory = sw_py_arena_of(self, arena);
+    if (memory && ((arena_object *)arena)->owner == self)
+        return memory;
     PyErr_Format(PyExc_TypeError, "%s '%s': arena is not one of this communicator", operation,
                  label);
     return NULL;
@@ -234,7 +258,6 @@ static PyObject *comm_all_reduce(PyObject *op, PyObject *args, PyObject *kwargs)
     sw_py_arg a[6] = {[3] = {.s = "sum"}, [4] = {.s = "all_reduce"}, [5] = {.o = Py_None}};
     sw_op operation = {.kind = SW_OP_ALL_REDUCE};
     sw_error err;
-    sw_status status;
     if (!sw_py_read("all_reduce address:A numel:n dtype:s | op:s label:s arena:O", args, kwargs,
                     a) ||
         !parse_redop(a[3].s, &operation.redop))
@@ -256,7 +279,7 @@ static PyObject *comm_all_reduce(PyObject *op, PyObject *args, PyObject *kwargs)
     }
     if (!sw_py_comm_enter(self))
         return NULL;
-    SW_PY_WITHOUT_GIL(status, self->comm->ops->run(self->comm, &operation, &err));
+    sw_status status = SW_PY_WITHOUT_GIL(self->comm->ops->run(self->comm, &operation, &err));
     return sw_py_comm_finish(self, status, &err);
 }
 
@@ -288,29 +311,24 @@ static PyObject *comm_all_gather(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     comm_object *self = (comm_object *)op;
     sw_py_arg a[5] = {[2] = {.s = "all_gather"}, [4] = {.o = Py_None}};
-    sw_py_slices slices = {.numbers = NULL};
-    sw_py_table ranges = {0};
+    SW_PY_SLICES slices = {.numbers = NULL};
+    SW_PY_TABLE ranges = {0};
     sw_op operation = {.kind = SW_OP_ALL_GATHER, .dtype = SW_DTYPE_UINT8};
     sw_error err;
-    sw_status status;
-    PyObject *done = NULL;
     if (!sw_py_read("all_gather arena:O ranges:O | label:s $ one_copy:p slices:O", args, kwargs, a))
         return NULL;
     set_label(&operation, a[2].s);
     operation.one_copy = a[3].p;
     operation.arena = own_arena(self, a[0].o, "all_gather", a[2].s);
-    if (operation.arena &&
-        sw_py_table_init(&ranges, a[1].o, "all_gather offset_bytes:N nbytes:N", sizeof(byte_range),
-                         fill_byte_range, NULL) &&
-        sw_py_slices_init(&slices, a[4].o, operation.arena->world_size) == 0 &&
-        sw_py_comm_enter(self)) {
-        operation.slices = sw_py_slices_get(&slices);
-        SW_PY_WITHOUT_GIL(status, gather_ranges(self->comm, &operation, &ranges, &err));
-        done = sw_py_comm_finish(self, status, &err);
-    }
-    sw_py_table_fini(&ranges);
-    sw_py_slices_fini(&slices);
-    return done;
+    if (!operation.arena ||
+        !sw_py_table_init(&ranges, a[1].o, "all_gather offset_bytes:N nbytes:N", sizeof(byte_range),
+                          fill_byte_range, NULL) ||
+        sw_py_slices_init(&slices, a[4].o, operation.arena->world_size) < 0 ||
+        !sw_py_comm_enter(self))
+        return NULL;
+    operation.slices = slices.given;
+    sw_status status = SW_PY_WITHOUT_GIL(gather_ranges(self->comm, &operation, &ranges, &err));
+    return sw_py_comm_finish(self, status, &err);
 }
 
 static sw_status run_barrier(sw_comm *comm, const char *label, sw_error *err)
@@ -346,9 +364,10 @@ typedef struct gathered {
     size_t longest;
 } gathered;
 
-static const uint8_t *gathered_data(const gathered *g, int rank)
+static PyObject *gathered_data(const gathered *g, size_t rank)
 {
-    return g->all ? g->all + (size_t)rank * g->longest : g->envelopes[rank].bytes;
+    const uint8_t *data = g->all ? g->all + rank * g->longest : g->envelopes[rank].bytes;
+    return PyBytes_FromStringAndSize((const char *)data, (Py_ssize_t)g->envelopes[rank].length);
 }
 
 static sw_status gather_bytes(sw_comm *comm, const char *data, size_t size, const char *label,
@@ -381,19 +400,14 @@ static PyObject *comm_all_gather_bytes(PyObject *op, PyObject *args)
     sw_py_arg a[2] = {[1] = {.s = "all_gather"}};
     gathered out = {.longest = 0};
     sw_error err;
-    sw_status status;
     if (!sw_py_read("all_gather_bytes data:B | label:s", args, NULL, a) || !sw_py_comm_enter(self))
         return NULL;
     int world_size = self->comm->world_size;
     const char *data = PyBytes_AsString(a[0].o);
     size_t size = (size_t)PyBytes_Size(a[0].o);
-    SW_PY_WITHOUT_GIL(status, gather_bytes(self->comm, data, size, a[1].s, &out, &err));
-    PyObject *done = sw_py_comm_finish(self, status, &err);
-    PyObject *result = done ? PyList_New(0) : NULL;
-    for (int r = 0; result && r < world_size; ++r)
-        sw_py_append(&result, PyBytes_FromStringAndSize((const char *)gathered_data(&out, r),
-                                                        (Py_ssize_t)out.envelopes[r].length));
-    Py_XDECREF(done);
+    sw_status status = SW_PY_WITHOUT_GIL(gather_bytes(self->comm, data, size, a[1].s, &out, &err));
+    SW_PY_OWNED *done = sw_py_comm_finish(self, status, &err);
+    PyObject *result = done ? SW_PY_LIST(r, world_size, gathered_data(&out, r)) : NULL;
     free(out.envelopes);
     free(out.padded);
     free(out.all);
@@ -413,27 +427,24 @@ static PyObject *comm_abort(PyObject *op, PyObject *args)
         return NULL;
     sw_error_set(&reason, SW_E_COMM, self->rank, "rank %d aborted the communicator: %.400s",
                  self->rank, a[0].s);
-    if (is_beside) { /* the thread inside is woken and may close the communicator */
-        sw_py_comm_acquire(self);
-        sw_comm_request_end(self->comm, &reason);
-        sw_py_comm_release(self);
-        Py_RETURN_NONE;
+    if (!is_beside) {
+        self->comm->ops->abort(self->comm, &reason);
+        return sw_py_comm_finish(self, SW_OK, NULL);
     }
-    self->comm->ops->abort(self->comm, &reason);
-    sw_py_comm_leave(self);
+    sw_py_comm_acquire(self); /* the thread inside is woken and may close the communicator */
+    sw_comm_request_end(self->comm, &reason);
+    sw_py_comm_release(self);
     Py_RETURN_NONE;
 }
 
 static bool is_there(comm_object *self)
 {
-    if (!self->comm)
-        PyErr_SetString(sw_py_state_of((PyObject *)self)->error,
-                        self->closed ? "the communicator was closed"
-                                     : "the communicator is joining its peers");
-    return self->comm != NULL;
+    return self->comm || sw_py_refuse(sw_py_state_of(self)->error, "%s",
+                                      self->closed ? "the communicator was closed"
+                                                   : "the communicator is joining its peers");
 }
 
-static PyObject *comm_stats(PyObject *op, PyObject *unused)
+static PyObject *comm_stats(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     static const sw_py_count counts[] = {
         SW_PY_COUNT_AS(sw_comm_stats, operations[SW_OP_ALL_REDUCE], "all_reduce"),
@@ -448,7 +459,6 @@ static PyObject *comm_stats(PyObject *op, PyObject *unused)
         SW_PY_COUNT(sw_comm_stats, wire_bytes_received),
     };
     comm_object *self = (comm_object *)op;
-    (void)unused;
     if (!is_there(self))
         return NULL;
     sw_py_comm_acquire(self); /* a destructor that runs meanwhile may close it */
@@ -457,21 +467,16 @@ static PyObject *comm_stats(PyObject *op, PyObject *unused)
     return made;
 }
 
-static PyObject *build_peers(const sw_comm *comm)
+static PyObject *build_peer(sw_comm *comm, size_t rank)
 {
-    PyObject *peers = PyList_New(0);
-    for (int r = 0; peers && r < comm->world_size; ++r) {
-        char text[SW_COMM_PEER_BYTES];
-        comm->ops->peer((sw_comm *)(uintptr_t)comm, r, text);
-        sw_py_append(&peers, sw_py_text(text));
-    }
-    return peers;
+    char text[SW_COMM_PEER_BYTES];
+    comm->ops->peer(comm, (int)rank, text);
+    return sw_py_text(text);
 }
 
-static PyObject *comm_describe(PyObject *op, PyObject *unused)
+static PyObject *comm_describe(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     comm_object *self = (comm_object *)op;
-    (void)unused;
     if (!is_there(self))
         return NULL;
     const sw_comm *inside = self->spans_hosts ? sw_hier_comm_inside(self->comm) : self->comm;
@@ -479,7 +484,8 @@ static PyObject *comm_describe(PyObject *op, PyObject *unused)
     const char *transport = self->group ? "local" : self->spans_hosts ? "hier" : "shm";
     double timeout_s = (double)self->comm->timeout_ns * 1e-9;
     sw_py_comm_acquire(self);
-    PyObject *peers = self->connected ? build_peers(self->comm) : PyList_New(0);
+    PyObject *peers =
+        SW_PY_LIST(r, self->connected ? self->world_size : 0, build_peer(self->comm, r));
     sw_py_comm_release(self);
     return peers ? Py_BuildValue("{s:i,s:i,s:s,s:s,s:N,s:d}", "rank", self->rank, "world_size",
                                  self->world_size, "transport", transport, "watch", watch, "peers",
@@ -487,14 +493,17 @@ static PyObject *comm_describe(PyObject *op, PyObject *unused)
                  : NULL;
 }
 
-static PyObject *comm_get(PyObject *op, void *which)
+SW_PY_GETTER(comm_get_rank, comm_object,
+             PyLong_FromLong(self->closed && !self->comm ? -1 : self->rank))
+SW_PY_GETTER(comm_get_world_size, comm_object,
+             PyLong_FromLong(self->closed && !self->comm ? -1 : self->world_size))
+SW_PY_GETTER(comm_get_address, comm_object, PyUnicode_FromString(self->address))
+
+/* Joined and open, in the process that joined: a forked child takes no lock that a thread of its
+ * parent may have held. */
+static bool is_joined(const comm_object *self)
 {
-    comm_object *self = (comm_object *)op;
-    if ((intptr_t)which == 2)
-        return PyUnicode_FromString(self->address);
-    if (self->closed && !self->comm)
-        return PyLong_FromLong(-1);
-    return PyLong_FromLong((intptr_t)which == 0 ? self->rank : self->world_size);
+    return sw_py_use_is_own(&self->use) && self->comm && !self->closed && self->connected;
 }
 
 SW_PY_GETTER(comm_get_alive, comm_object,
@@ -502,116 +511,90 @@ SW_PY_GETTER(comm_get_alive, comm_object,
                              (sw_py_use_is_own(&self->use) || self->group) &&
                              self->comm->ops->is_alive(self->comm)))
 
-static PyObject *comm_get_end_reason(PyObject *op, void *unused)
+static PyObject *comm_get_end_reason(PyObject *op, void *Py_UNUSED(unused))
 {
     comm_object *self = (comm_object *)op;
     sw_error err;
-    (void)unused;
-    if (!sw_py_use_is_own(
-            &self->use)) /* a forked child takes no lock that a parent's thread may have held */
+    if (!sw_py_use_is_own(&self->use))
         return PyUnicode_FromString("this process was forked from the one that joined");
-    if (!self->comm || self->closed || !self->connected ||
-        self->comm->ops->look(self->comm, true, &err) == SW_OK)
+    if (!is_joined(self) || self->comm->ops->look(self->comm, true, &err) == SW_OK)
         Py_RETURN_NONE;
     return sw_py_text(err.message);
 }
 
-SW_PY_GETTER(comm_get_silent, comm_object,
-             PyFloat_FromDouble(self->comm ? (double)self->comm->silent_ns * 1e-9 : 0))
-SW_PY_GETTER(comm_get_timeout, comm_object,
-             PyFloat_FromDouble(self->comm ? (double)self->comm->timeout_ns * 1e-9 : 0))
+static PyObject *comm_get_dead(PyObject *op, void *Py_UNUSED(unused))
+{
+    const comm_object *self = (comm_object *)op;
+    int rank = is_joined(self) && self->comm->ops->dead ? self->comm->ops->dead(self->comm) : -1;
+    return rank < 0 ? sw_py_none() : PyLong_FromLong(rank);
+}
+
+static PyObject *comm_peer(PyObject *op, PyObject *args)
+{
+    const comm_object *self = (comm_object *)op;
+    sw_wait_text text = {.rank = -1};
+    sw_py_arg a[1];
+    if (!sw_py_read("peer rank:i", args, NULL, a))
+        return NULL;
+    if (a[0].i < 0 || a[0].i >= self->world_size)
+        return PyErr_Format(PyExc_ValueError, "peer: rank must be in [0, %d), got %d",
+                            self->world_size, a[0].i);
+    if (!is_joined(self))
+        return PyUnicode_FromFormat("rank %d", a[0].i);
+    (void)sw_wait_add_missing(&text, self->comm, a[0].i);
+    return sw_py_text(text.missing);
+}
+
 SW_PY_GETTER(comm_get_hosts, comm_object,
              self->hosts ? PyList_GetSlice(self->hosts, 0, PyList_Size(self->hosts))
                          : PyList_New(0))
 
-/* Sets silent_s, which may be 0, or timeout_s. */
-static int set_period(PyObject *op, PyObject *value, bool is_silent)
-{
-    sw_comm *comm = ((comm_object *)op)->comm;
-    double seconds = value ? PyFloat_AsDouble(value) : 0;
-    if (PyErr_Occurred())
-        return -1;
-    if ((!is_legal_period(seconds) && !(is_silent && seconds == 0)) || !comm) {
-        PyErr_Format(PyExc_ValueError, "HostComm: %s 1e9] seconds, of an open communicator",
-                     is_silent ? "silent_s must be in [0," : "timeout_s must be in (0,");
-        return -1;
-    }
-    *(is_silent ? &comm->silent_ns : &comm->timeout_ns) = (int64_t)(seconds * 1e9);
-    return 0;
-}
-
-static int comm_set_silent(PyObject *op, PyObject *value, void *unused)
-{
-    (void)unused;
-    return set_period(op, value, true);
-}
-
-static int comm_set_timeout(PyObject *op, PyObject *value, void *unused)
-{
-    (void)unused;
-    return set_period(op, value, false);
-}
-
 static PyMethodDef comm_methods[] = {
-    {"peer", sw_py_comm_peer, METH_VARARGS,
-     "peer($self, rank, /)\n--\n\n"
-     "Return a rank, its process and host, and what the process does, for messages."},
-    {"connect", SW_PY_NAMED(sw_py_comm_connect),
-     "connect($self, addresses, secret, hosts, *, members=None)\n--\n\n"
-     "Join the ranks of this host."},
-    {"extend", SW_PY_NAMED(sw_py_comm_extend),
-     "extend($self, host_of, host, *, wire=None)\n--\n\nJoin the ranks of other hosts."},
-    {"arena", SW_PY_NAMED(comm_arena),
-     "arena($self, nbytes, label='arena', *, of_hosts=False)\n--\n\nCreate an arena. Collective."},
-    {"all_reduce", SW_PY_NAMED(comm_all_reduce),
-     "all_reduce($self, address, numel, dtype, op='sum', label='all_reduce', arena=None)\n--\n\n"
-     "Reduce in place."},
-    {"broadcast", comm_broadcast, METH_VARARGS,
-     "broadcast($self, ranges, root, label='broadcast', /)\n--\n\nBroadcast bytes."},
-    {"all_gather_bytes", comm_all_gather_bytes, METH_VARARGS,
-     "all_gather_bytes($self, data, label='all_gather', /)\n--\n\nReturn every rank's data."},
-    {"all_gather", SW_PY_NAMED(comm_all_gather),
-     "all_gather($self, arena, ranges, label='all_gather', *, one_copy=False, slices=None)\n--\n\n"
-     "Send every rank's slice of each range to all ranks."},
-    {"barrier", comm_barrier, METH_VARARGS,
-     "barrier($self, label='barrier', /)\n--\n\nWait for every rank."},
-    {"abort", comm_abort, METH_VARARGS,
-     "abort($self, reason, /)\n--\n\nEnd the communicator on every rank. Any thread."},
-    {"stats", comm_stats, METH_NOARGS, "stats($self, /)\n--\n\nReturn counts since creation."},
-    {"describe", comm_describe, METH_NOARGS,
-     "describe($self, /)\n--\n\nReturn the facts and choices of this communicator."},
-    {"close", comm_close, METH_NOARGS, "close($self, /)\n--\n\nLeave the group."},
+    SW_PY_ARGS(comm, peer, "rank, /",
+               "Return a rank, its process and host, and what that does, for messages."),
+    SW_PY_KEYS(sw_py_comm, connect, "addresses, secret, hosts, *, members=None",
+               "Join the ranks of this host."),
+    SW_PY_KEYS(sw_py_comm, extend, "host_of, host, *, wire=None", "Join the ranks of other hosts."),
+    SW_PY_KEYS(comm, arena, "nbytes, label='arena', *, of_hosts=False",
+               "Create an arena. Collective."),
+    SW_PY_KEYS(comm, all_reduce, "address, numel, dtype, op='sum', label='all_reduce', arena=None",
+               "Reduce in place."),
+    SW_PY_ARGS(comm, broadcast, "ranges, root, label='broadcast', /", "Broadcast bytes."),
+    SW_PY_ARGS(comm, all_gather_bytes, "data, label='all_gather', /", "Return every rank's data."),
+    SW_PY_KEYS(comm, all_gather,
+               "arena, ranges, label='all_gather', *, one_copy=False, slices=None",
+               "Send every rank's slice of each range to all ranks."),
+    SW_PY_ARGS(comm, barrier, "label='barrier', /", "Wait for every rank."),
+    SW_PY_ARGS(comm, abort, "reason, /", "End the communicator on every rank. Any thread."),
+    SW_PY_NONE(comm, stats, "Return counts since creation."),
+    SW_PY_NONE(comm, describe, "Return the facts and choices of this communicator."),
+    SW_PY_NONE(comm, close, "Leave the group."),
     {NULL, NULL, 0, NULL},
 };
 
 static PyGetSetDef comm_properties[] = {
-    {"rank", comm_get, NULL, "this rank, in the group", (void *)0},
-    {"world_size", comm_get, NULL, "ranks in the group", (void *)1},
-    {"silent_s", comm_get_silent, comm_set_silent,
+    {"rank", comm_get_rank, NULL, "this rank, in the group", NULL},
+    {"world_size", comm_get_world_size, NULL, "ranks in the group", NULL},
+    {"silent_s", get_period, set_period,
      "seconds for which a peer may be stopped before a wait for it ends; 0: until the deadline",
-     NULL},
-    {"timeout_s", comm_get_timeout, comm_set_timeout, "deadline of each wait, seconds", NULL},
-    {"warn_after_s", sw_py_comm_get_waits, sw_py_comm_set_waits,
-     "seconds after which a wait is logged, then again whenever it has doubled; 0: never", NULL},
-    {"dead_rank", sw_py_comm_get_dead, NULL,
+     (void *)(uintptr_t)&periods[SILENT]},
+    {"timeout_s", get_period, set_period, "deadline of each wait, seconds",
+     (void *)(uintptr_t)&periods[TIMEOUT]},
+    {"warn_after_s", get_period, set_period,
+     "seconds after which a wait is logged, then again whenever it has doubled; 0: never",
+     (void *)(uintptr_t)&periods[WARN_AFTER]},
+    {"dead_rank", comm_get_dead, NULL,
      "a rank of this host whose process has ended; None if none is known", NULL},
     {"is_alive", comm_get_alive, NULL, "True if no rank has met an error or left", NULL},
     {"end_reason", comm_get_end_reason, NULL, "the reason why it is not alive; None if it is",
      NULL},
-    {"address", comm_get, NULL, "the abstract socket that peers connect to", (void *)2},
+    {"address", comm_get_address, NULL, "the abstract socket that peers connect to", NULL},
     {"hosts", comm_get_hosts, NULL, "the host name of each rank, once joined", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
-static PyType_Slot comm_slots[] = {
-    {Py_tp_init, comm_init},
-    {Py_tp_dealloc, comm_dealloc},
-    {Py_tp_traverse, comm_traverse},
-    {Py_tp_clear, comm_clear},
-    {Py_tp_methods, comm_methods},
-    {Py_tp_getset, comm_properties},
-    {Py_tp_doc, "The ranks of one host, joined through shared memory. One issuing thread a rank."},
-    {0, NULL},
-};
-
-SW_PY_TYPE(sw_py_comm_type_spec, "HostComm", comm_object, Py_TPFLAGS_HAVE_GC, comm_slots)
+SW_PY_TYPE(sw_py_comm_type_spec, "HostComm", comm_object, Py_TPFLAGS_HAVE_GC,
+           "The ranks of one host, joined through shared memory. One issuing thread a rank.",
+           {Py_tp_init, comm_init}, {Py_tp_dealloc, comm_dealloc}, {Py_tp_traverse, comm_traverse},
+           {Py_tp_clear, comm_clear}, {Py_tp_methods, comm_methods},
+           {Py_tp_getset, comm_properties})

@@ -34,19 +34,13 @@ static bool has_leaver(const void *op)
 
 static bool enter(comm_object *self, const char *why)
 {
-    PyObject *error = sw_py_state_of((PyObject *)self)->error;
+    if (!why && self->use.kind != SW_PY_FREE)
+        why = "another thread is inside the communicator; one thread a rank issues its collectives";
     if (why)
-        PyErr_SetString(error, why);
-    else if (self->use.kind != SW_PY_FREE)
-        PyErr_SetString(error,
-                        "another thread is inside the communicator; one thread a rank issues "
-                        "its collectives");
-    else {
-        sw_py_use_take(&self->use, SW_PY_ALONE);
-        sw_py_comm_acquire(self);
-        return true;
-    }
-    return false;
+        return sw_py_refuse(sw_py_state_of(self)->error, "%s", why);
+    sw_py_use_take(&self->use, SW_PY_ALONE);
+    sw_py_comm_acquire(self);
+    return true;
 }
 
 bool sw_py_comm_enter(comm_object *self)
@@ -80,7 +74,5 @@ void sw_py_comm_leave(comm_object *self)
 PyObject *sw_py_comm_finish(comm_object *self, sw_status status, const sw_error *err)
 {
     sw_py_comm_leave(self);
-    if (status != SW_OK)
-        return sw_py_raise(sw_py_state_of((PyObject *)self), err, self);
-    Py_RETURN_NONE;
+    return status == SW_OK ? Py_BuildValue("") : sw_py_raise(self, err, self);
 }

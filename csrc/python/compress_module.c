@@ -8,65 +8,39 @@
 #include "compress/powersgd.h"
 #include "python/method.h"
 
-/* ---- blocks: block, bits, ... ---- */
-
-static sw_block_codec codec_of(const sw_py_arg *a)
-{
-    return (sw_block_codec){a[0].n < 0 ? 0 : a[0].size, a[1].i};
-}
-
 static bool check_codec(PyObject *module, const sw_py_arg *a)
 {
-    const sw_block_codec codec = codec_of(a);
+    const sw_block_codec codec = {a[0].n < 0 ? 0 : a[0].size, a[1].i};
     sw_error err;
-    sw_status status = sw_block_codec_check(&codec, &err);
-    if (status != SW_OK)
-        sw_py_raise(PyModule_GetState(module), &err, NULL);
-    return status == SW_OK;
+    SW_PY_OWNED *done = sw_py_finish(module, sw_block_codec_check(&codec, &err), &err);
+    return done != NULL;
 }
+
+#define CODEC &(const sw_block_codec){a[0].size, a[1].i} /* once it is checked */
 
 SW_PY_VALUE(block_record_bytes, PyObject, "block_record_bytes block:n bits:i", check_codec(self, a),
-            PyLong_FromSize_t(sw_block_codec_record_bytes(&(sw_block_codec){a[0].size, a[1].i})))
-
-static sw_status encode(const sw_py_arg *a)
-{
-    const sw_block_codec codec = codec_of(a);
-    sw_block_encode(&codec, a[2].address, a[3].address, a[4].address, a[5].size);
-    return SW_OK;
-}
-
-static sw_status decode(const sw_py_arg *a)
-{
-    const sw_block_codec codec = codec_of(a);
-    sw_block_decode(&codec, a[2].address, a[3].address, a[4].address, a[5].address, a[6].size);
-    return SW_OK;
-}
-
-SW_PY_METHOD(block_encode, PyObject,
-             "block_encode block:n bits:i records:A source:A error:A numel:N", check_codec(self, a),
-             encode(a), sw_py_finish(self, status, &err))
-SW_PY_METHOD(block_decode, PyObject,
-             "block_decode block:n bits:i out:A records:A error:A own:A numel:N",
-             check_codec(self, a), decode(a), sw_py_finish(self, status, &err))
+            PyLong_FromSize_t(sw_block_codec_record_bytes(CODEC)))
 SW_PY_VALUE(block_is_finite, PyObject, "block_is_finite block:n bits:i records:A count:N",
             check_codec(self, a),
-            PyBool_FromLong(sw_block_is_finite(&(sw_block_codec){a[0].size, a[1].i}, a[2].address,
-                                               a[3].size)))
-
-static sw_status fold_records(const sw_py_arg *a, const sw_py_table *wires)
-{
-    const sw_block_codec codec = codec_of(a);
-    sw_block_fold(&codec, a[2].address, wires->rows, wires->count, a[4].size, (float)a[5].d,
-                  a[6].address);
-    return SW_OK;
-}
-
+            PyBool_FromLong(sw_block_is_finite(CODEC, a[2].address, a[3].size)))
+SW_PY_METHOD(block_encode, PyObject,
+             "block_encode block:n bits:i records:A source:A error:A numel:N", check_codec(self, a),
+             (sw_block_encode(CODEC, a[2].address, a[3].address, a[4].address, a[5].size), SW_OK),
+             sw_py_finish(self, status, &err))
+SW_PY_METHOD(block_decode, PyObject,
+             "block_decode block:n bits:i out:A records:A error:A own:A numel:N",
+             check_codec(self, a),
+             (sw_block_decode(CODEC, a[2].address, a[3].address, a[4].address, a[5].address,
+                              a[6].size),
+              SW_OK),
+             sw_py_finish(self, status, &err))
 SW_PY_METHOD_ON_ROWS(block_fold, PyObject,
                      "block_fold block:n bits:i out:A wires:O count:N scale:d residual:A", , 3,
                      "block_fold wire:A", void *, sw_py_fill_address, check_codec(self, a),
-                     fold_records(a, &rows), sw_py_finish(self, status, &err))
-
-/* ---- halves ---- */
+                     (sw_block_fold(CODEC, a[2].address, rows.rows, rows.count, a[4].size,
+                                    (float)a[5].d, a[6].address),
+                      SW_OK),
+                     sw_py_finish(self, status, &err))
 
 SW_PY_METHOD(half_encode, PyObject, "half_encode dtype:s wire:A source:A numel:N scale:d", true,
              sw_half_encode(sw_dtype_from_name(a[0].s), a[1].address, a[2].address, a[3].size,
@@ -76,8 +50,6 @@ SW_PY_METHOD(half_decode, PyObject, "half_decode dtype:s out:A wire:A numel:N", 
              sw_half_decode(sw_dtype_from_name(a[0].s), a[1].address, a[2].address, a[3].size,
                             &err),
              sw_py_finish(self, status, &err))
-
-/* ---- PowerSGD ---- */
 
 typedef struct matrices {
     sw_py_table at, p, q; /* owned; one address per matrix in p and q, where they are passed */
@@ -105,7 +77,7 @@ static bool fill_matrix(const sw_py_arg *a, void *row, void *module)
                                         .memory_dtype = sw_dtype_from_name(a[9].s)};
     if (sw_powersgd_check(row, &err) == SW_OK)
         return true;
-    sw_py_raise(PyModule_GetState(module), &err, NULL);
+    sw_py_raise(module, &err, NULL);
     return false;
 }
 
@@ -113,14 +85,12 @@ static bool read_addresses(PyObject *sequence, const char *name, size_t wanted, 
 {
     if (!sequence)
         return true;
-    if (!sw_py_table_init(out, sequence, "powersgd address:A", sizeof(void *), sw_py_fill_address,
-                          NULL))
-        return false;
-    if (out->count == wanted)
-        return true;
-    PyErr_Format(PyExc_ValueError, "powersgd: %s must have one address a matrix, %zu, not %zu",
-                 name, wanted, out->count);
-    return false;
+    return sw_py_table_init(out, sequence, "powersgd address:A", sizeof(void *), sw_py_fill_address,
+                            NULL) &&
+           (out->count == wanted ||
+            sw_py_refuse(PyExc_ValueError,
+                         "powersgd: %s must have one address a matrix, %zu, not %zu", name, wanted,
+                         out->count));
 }
 
 /* Reads (matrices, p, q), or the first of them, by the signature. */
@@ -172,41 +142,26 @@ SW_PY_VALUE(powersgd_stride, PyObject, "powersgd_stride count:N", true,
             PyLong_FromSize_t(sw_powersgd_stride(a[0].size)))
 
 PyMethodDef sw_py_compress_functions[] = {
-    {"block_record_bytes", block_record_bytes, METH_VARARGS,
-     "block_record_bytes($module, block, bits, /)\n--\n\nReturn the bytes of one record."},
-    {"block_encode", block_encode, METH_VARARGS,
-     "block_encode($module, block, bits, records, source, error, numel, /)\n--\n\n"
-     "Quantize source (+ error) to records, of which an array begins a new one."},
-    {"block_fold", block_fold, METH_VARARGS,
-     "block_fold($module, block, bits, out, wires, count, scale, residual, /)\n--\n\n"
-     "Fold count records of all wires in order: out = quantized(scale * sum); the residual gets "
-     "the rest."},
-    {"block_is_finite", block_is_finite, METH_VARARGS,
-     "block_is_finite($module, block, bits, records, count, /)\n--\n\n"
-     "Return True if all encoded values were finite."},
-    {"block_decode", block_decode, METH_VARARGS,
-     "block_decode($module, block, bits, out, records, error, own, numel, /)\n--\n\n"
-     "Decode records to out. With an error, first error = out + error - decoded own."},
-    {"half_encode", half_encode, METH_VARARGS,
-     "half_encode($module, dtype, wire, source, numel, scale, /)\n--\n\n"
-     "Scale and round in one pass."},
-    {"half_decode", half_decode, METH_VARARGS,
-     "half_decode($module, dtype, out, wire, numel, /)\n--\n\nWiden to float32."},
-    {"powersgd_stride", powersgd_stride, METH_VARARGS,
-     "powersgd_stride($module, count, /)\n--\n\nReturn the elements of a factor's row."},
-    {"powersgd_init_basis", powersgd_init_basis, METH_VARARGS,
-     "powersgd_init_basis($module, matrices, /)\n--\n\nWrite a first basis."},
-    {"powersgd_project", powersgd_project, METH_VARARGS,
-     "powersgd_project($module, matrices, p, /)\n--\n\nCompute P = v Q."},
-    {"powersgd_absorb", powersgd_absorb, METH_VARARGS,
-     "powersgd_absorb($module, matrices, p, q, /)\n--\n\n"
-     "Orthonormalize P, compute Q = vᵀ P, and keep v."},
-    {"powersgd_decompress", powersgd_decompress, METH_VARARGS,
-     "powersgd_decompress($module, matrices, q, /)\n--\n\nCompute gradients from P and Q."},
-    {"powersgd_error", powersgd_error, METH_VARARGS,
-     "powersgd_error($module, matrices, errors, /)\n--\n\nWrite the error."},
-    {"powersgd_is_finite", powersgd_is_finite, METH_VARARGS,
-     "powersgd_is_finite($module, values, numel, /)\n--\n\n"
-     "Return True if all float32 values are finite."},
+    SW_PY_FUNCTION(block_record_bytes, "block, bits, /", "Return the bytes of one record."),
+    SW_PY_FUNCTION(block_encode, "block, bits, records, source, error, numel, /",
+                   "Quantize source (+ error) to records, of which an array begins a new one."),
+    SW_PY_FUNCTION(block_fold, "block, bits, out, wires, count, scale, residual, /",
+                   "Fold count records of all wires in order: out = quantized(scale * sum); the "
+                   "residual gets the rest."),
+    SW_PY_FUNCTION(block_is_finite, "block, bits, records, count, /",
+                   "Return True if all encoded values were finite."),
+    SW_PY_FUNCTION(
+        block_decode, "block, bits, out, records, error, own, numel, /",
+        "Decode records to out. With an error, first error = out + error - decoded own."),
+    SW_PY_FUNCTION(half_encode, "dtype, wire, source, numel, scale, /", "Scale and round."),
+    SW_PY_FUNCTION(half_decode, "dtype, out, wire, numel, /", "Widen to float32."),
+    SW_PY_FUNCTION(powersgd_stride, "count, /", "Return the elements of a factor's row."),
+    SW_PY_FUNCTION(powersgd_init_basis, "matrices, /", "Write a first basis."),
+    SW_PY_FUNCTION(powersgd_project, "matrices, p, /", "Compute P = v Q."),
+    SW_PY_FUNCTION(powersgd_absorb, "matrices, p, q, /",
+                   "Orthonormalize P, compute Q = vᵀ P, and keep v."),
+    SW_PY_FUNCTION(powersgd_decompress, "matrices, q, /", "Compute gradients from P and Q."),
+    SW_PY_FUNCTION(powersgd_error, "matrices, errors, /", "Write the error."),
+    SW_PY_FUNCTION(powersgd_is_finite, "values, numel, /", "Return True if all values are finite."),
     {NULL, NULL, 0, NULL},
 };

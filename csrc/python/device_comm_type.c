@@ -19,37 +19,25 @@ static bool keep_host(device_comm_object *self, PyObject *host)
 {
     if (host == Py_None || self->host)
         return true;
-    if (!PyObject_TypeCheck(host, sw_py_state_of((PyObject *)self)->comm_type) ||
-        !((comm_object *)host)->comm || !((comm_object *)host)->connected) {
-        PyErr_SetString(PyExc_TypeError,
-                        "DeviceComm: host must be a HostComm that has joined its peers, or None");
-        return false;
-    }
+    if (!PyObject_TypeCheck(host, sw_py_state_of(self)->comm_type) ||
+        !((comm_object *)host)->comm || !((comm_object *)host)->connected)
+        return sw_py_refuse(
+            PyExc_TypeError,
+            "DeviceComm: host must be a HostComm that has joined its peers, or None");
     Py_INCREF(host);
     self->host = (comm_object *)host;
     sw_py_comm_acquire(self->host);
     return true;
 }
 
-static void drop_host(device_comm_object *self)
-{
-    if (self->host)
-        sw_py_comm_release(self->host);
-    ENGINE_CLEAR(self->host);
-}
-
 /* Asks torch's allocator to release cached memory, since GPU memory is short. */
 static void make_room(void *context)
 {
-    PyGILState_STATE gil = PyGILState_Ensure();
-    PyObject *kind, *value, *trace;
-    PyErr_Fetch(&kind, &value, &trace); /* the exception of a caller that already holds the GIL */
-    PyObject *done = PyObject_CallNoArgs(context);
+    SW_PY_GIL(gil);
+    SW_PY_ASIDE(pending); /* of a caller that already holds the GIL */
+    SW_PY_OWNED *done = PyObject_CallNoArgs(context);
     if (!done)
         PyErr_WriteUnraisable(context);
-    Py_XDECREF(done);
-    PyErr_Restore(kind, value, trace);
-    PyGILState_Release(gil);
 }
 
 /* Checks an argument that may be None. Returns false with an exception if it has another type. */
@@ -57,10 +45,8 @@ static bool keep(PyObject **slot, PyObject *value, bool fits, const char *wanted
 {
     if (value == Py_None)
         return true;
-    if (!fits) {
-        PyErr_Format(PyExc_TypeError, "DeviceComm: %s, or None", wanted);
-        return false;
-    }
+    if (!fits)
+        return sw_py_refuse(PyExc_TypeError, "DeviceComm: %s, or None", wanted);
     Py_INCREF(value);
     Py_XDECREF(*slot);
     *slot = value;
@@ -74,7 +60,6 @@ static int device_init(PyObject *op, PyObject *args, PyObject *kwargs)
     sw_py_arg a[10] = {[7] = {.o = Py_None}, [8] = {.o = Py_None}, [9] = {.o = Py_None}};
     sw_device_comm *made = NULL;
     sw_error err;
-    sw_status status;
     if (!sw_py_read("DeviceComm ordinal:i | $ libcuda:z libnccl:z packaged:z cache:z nvrtc:z "
                     "builtins:z host:O make_room:O beside:O",
                     args, kwargs, a) ||
@@ -95,11 +80,11 @@ static int device_init(PyObject *op, PyObject *args, PyObject *kwargs)
         .room = {.make = self->make_room ? make_room : NULL, .context = self->make_room},
         .beside = self->beside ? self->beside->comm : NULL,
         .host = self->host ? self->host->comm : NULL};
-    SW_PY_WITHOUT_GIL(status, sw_device_comm_create(&config, &made, &err));
+    sw_status status = SW_PY_WITHOUT_GIL(sw_device_comm_create(&config, &made, &err));
     self->comm = made;
     if (status == SW_OK)
         return 0;
-    sw_py_raise(sw_py_state_of(op), &err, NULL);
+    sw_py_raise(op, &err, NULL);
     return -1;
 }
 
@@ -108,19 +93,17 @@ static bool is_open_and_free(device_comm_object *self, const char *what)
 {
     if (!sw_py_device_wait_for_watch(self))
         return false;
-    if (self->comm && !self->closed && self->use.kind == SW_PY_FREE)
-        return true;
-    PyErr_Format(sw_py_state_of((PyObject *)self)->error,
-                 "%s: the GPU's communicator was closed, or was never opened", what);
-    return false;
+    return (self->comm && !self->closed && self->use.kind == SW_PY_FREE) ||
+           sw_py_refuse(sw_py_state_of(self)->error,
+                        "%s: the GPU's communicator was closed, or was never opened", what);
 }
 
 /* Checks the deadline and enters a communicator that has no peers yet. */
 static bool enter_to_join(device_comm_object *self, const char *what, double timeout_s)
 {
     if (!(timeout_s > 0 && timeout_s <= 1e9))
-        PyErr_Format(PyExc_ValueError, "%s: timeout_s must be in (0, 1e9]", what);
-    if (PyErr_Occurred() || !is_open_and_free(self, what))
+        return sw_py_refuse(PyExc_ValueError, "%s: timeout_s must be in (0, 1e9]", what);
+    if (!is_open_and_free(self, what))
         return false;
     sw_py_device_take(self, SW_PY_ALONE);
     return true;
@@ -137,9 +120,8 @@ static bool read_id(PyObject *bytes, sw_nccl_id *id)
         memcpy(id, PyBytes_AsString(bytes), sizeof *id);
         return true;
     }
-    PyErr_Format(PyExc_ValueError, "connect: id must be %zd bytes, not %zd bytes",
-                 (Py_ssize_t)sizeof *id, PyBytes_Size(bytes));
-    return false;
+    return sw_py_refuse(PyExc_ValueError, "connect: id must be %zd bytes, not %zd bytes",
+                        (Py_ssize_t)sizeof *id, PyBytes_Size(bytes));
 }
 
 SW_PY_METHOD_WITH(device_connect, device_comm_object,
@@ -169,9 +151,9 @@ static bool fill_part(const sw_py_arg *a, void *row, void *context)
         *(uint8_t **)row = memory->base[a[0].i];
         return true;
     }
-    PyErr_Format(PyExc_ValueError, "connect_slots: the arena has no part of %zu bytes of rank %d",
-                 of->part_bytes, a[0].i);
-    return false;
+    return sw_py_refuse(PyExc_ValueError,
+                        "connect_slots: the arena has no part of %zu bytes of rank %d",
+                        of->part_bytes, a[0].i);
 }
 
 static bool slot_place_of(const char *name, sw_slot_place *place)
@@ -183,8 +165,8 @@ static bool slot_place_of(const char *name, sw_slot_place *place)
             *place = (sw_slot_place)i;
             return true;
         }
-    PyErr_Format(PyExc_ValueError, "connect_slots: place must be auto, shm or ipc, not %s", name);
-    return false;
+    return sw_py_refuse(PyExc_ValueError, "connect_slots: place must be auto, shm or ipc, not %s",
+                        name);
 }
 
 static PyObject *device_connect_slots(PyObject *op, PyObject *args)
@@ -192,32 +174,28 @@ static PyObject *device_connect_slots(PyObject *op, PyObject *args)
     device_comm_object *self = (device_comm_object *)op;
     sw_py_arg a[6];
     sw_slot_parts parts = {0};
-    sw_py_table table = {0};
+    SW_PY_TABLE table = {0};
     sw_error err;
-    sw_status status;
     if (!sw_py_read("connect_slots arena:O members:O slot_bytes:N place:s rank:i timeout_s:d", args,
                     NULL, a) ||
         !slot_place_of(a[3].s, &parts.place))
         return NULL;
-    PyObject *arena = a[0].o, *done = NULL;
+    PyObject *arena = a[0].o;
     if (Py_TYPE(arena) != sw_py_state_of(op)->arena_type)
         return PyErr_Format(PyExc_TypeError, "connect_slots: arena must be an Arena, got %R",
                             (PyObject *)Py_TYPE(arena));
     slot_ranks of = {((arena_object *)arena)->arena, sw_slot_part_bytes(a[2].size)};
-    if (sw_py_table_init(&table, a[1].o, "connect_slots members:i", sizeof(uint8_t *), fill_part,
-                         &of) &&
-        enter_to_join(self, "connect_slots", a[5].d)) {
-        parts.slot_bytes = a[2].size;
-        parts.base = table.rows;
-        SW_PY_WITHOUT_GIL(status,
-                          sw_device_comm_connect_slots(self->comm, &parts, a[4].i, (int)table.count,
-                                                       nanoseconds(a[5].d), &err));
-        if (status == SW_OK)
-            sw_py_set(&self->arena, arena);
-        done = sw_py_device_finish(self, status, &err);
-    }
-    sw_py_table_fini(&table);
-    return done;
+    if (!sw_py_table_init(&table, a[1].o, "connect_slots members:i", sizeof(uint8_t *), fill_part,
+                          &of) ||
+        !enter_to_join(self, "connect_slots", a[5].d))
+        return NULL;
+    parts.slot_bytes = a[2].size;
+    parts.base = table.rows;
+    sw_status status = SW_PY_WITHOUT_GIL(sw_device_comm_connect_slots(
+        self->comm, &parts, a[4].i, (int)table.count, nanoseconds(a[5].d), &err));
+    if (status == SW_OK)
+        sw_py_set(&self->arena, arena);
+    return sw_py_device_finish(self, status, &err);
 }
 
 /* Call from a thread inside it, or inside the communicator whose stream it uses. */
@@ -226,10 +204,9 @@ static bool is_used(const device_comm_object *self)
     return self->use.kind != SW_PY_FREE || (self->beside && self->beside->use.kind == SW_PY_ALONE);
 }
 
-static PyObject *device_close(PyObject *op, PyObject *unused)
+static PyObject *device_close(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     device_comm_object *self = (device_comm_object *)op;
-    (void)unused;
     if (self->closed || !self->comm || !sw_py_use_is_own(&self->use))
         Py_RETURN_NONE;
     if (!sw_py_device_wait_for_watch(self))
@@ -238,31 +215,19 @@ static PyObject *device_close(PyObject *op, PyObject *unused)
         Py_RETURN_NONE;
     self->closed = true;
     sw_py_device_take(self, SW_PY_ALONE);
-    Py_BEGIN_ALLOW_THREADS
-    sw_device_comm_disconnect(self->comm);
-    Py_END_ALLOW_THREADS
+    SW_PY_DO_WITHOUT_GIL(sw_device_comm_disconnect(self->comm));
     sw_py_device_leave(self);
-    Py_CLEAR(self->arena);
-    if (PyErr_Occurred()) /* a signal handler raised while this thread waited */
-        return NULL;
-    Py_RETURN_NONE;
+    ENGINE_CLEAR(self->arena);
+    return PyErr_Occurred() ? NULL : sw_py_none(); /* a signal handler raised meanwhile */
 }
 
-static void disconnect_comm(void *comm)
-{
-    sw_device_comm_disconnect(comm);
-}
-
-static void destroy_comm(void *comm)
-{
-    sw_device_comm_destroy(comm);
-}
+SW_PY_DESTROY(disconnect_comm, sw_device_comm_disconnect)
+SW_PY_DESTROY(destroy_comm, sw_device_comm_destroy)
 
 /* No reference is left, so no thread can be inside. */
 static void device_dealloc(PyObject *op)
 {
     device_comm_object *self = (device_comm_object *)op;
-    PyTypeObject *type = Py_TYPE(op);
     /* An abandoned watch thread still reads the host communicator. */
     bool is_abandoned = false;
     /* A forked child has no CUDA context, so its calls would fail. */
@@ -272,12 +237,13 @@ static void device_dealloc(PyObject *op)
         sw_py_destroy_quietly(destroy_comm, self->comm);
     }
     Py_XDECREF(self->arena);
-    if (!is_abandoned)
-        drop_host(self);
+    if (self->host && !is_abandoned) {
+        sw_py_comm_release(self->host);
+        Py_DECREF(self->host);
+    }
     Py_XDECREF(self->make_room);
     Py_XDECREF(self->beside);
-    PyObject_Free(op);
-    Py_DECREF(type);
+    sw_py_free(op);
 }
 
 /* ---- ranges ---- */
@@ -287,69 +253,43 @@ static void device_dealloc(PyObject *op)
 SW_PY_ROW(fill_range, sw_device_range, .data = a[0].address, .numel = a[1].size,
           .dtype = a[2].dtype)
 
-static sw_status broadcast(sw_device_comm *comm, const sw_py_arg *a, const sw_py_table *ranges,
-                           sw_error *err)
-{
-    return sw_device_comm_broadcast(comm, ranges->rows, ranges->count, a[1].i, a[2].address, err);
-}
-
-static sw_status all_gather(sw_device_comm *comm, const sw_py_arg *a, const sw_py_table *ranges,
-                            sw_error *err)
-{
-    return sw_device_comm_all_gather(comm, ranges->rows, ranges->count, a[1].address, err);
-}
-
+SW_PY_ON_ROWS(device_broadcast, "broadcast ranges:O root:i stream:A", 0, RANGE, sw_device_range,
+              fill_range,
+              sw_device_comm_broadcast(comm, rows.rows, rows.count, a[1].i, a[2].address, &err))
+SW_PY_ON_ROWS(device_all_gather, "all_gather ranges:O stream:A", 0, RANGE, sw_device_range,
+              fill_range,
+              sw_device_comm_all_gather(comm, rows.rows, rows.count, a[1].address, &err))
 /* Enqueues the norm and the factor that clips it to max_norm: two float32 at `result`. */
-static sw_status clip(sw_device_comm *comm, const sw_py_arg *a, const sw_py_table *ranges,
-                      sw_error *err)
-{
-    const sw_device_clip given = {.max_norm = a[1].d,
-                                  .is_sliced = a[2].p,
-                                  .norm = a[3].address,
-                                  .factor = (float *)a[3].address + 1};
-    return sw_device_comm_clip(comm, ranges->rows, ranges->count, &given, a[4].address, err);
-}
-
-SW_PY_ON_ROWS(device_broadcast, "broadcast ranges:O root:i stream:A", broadcast, 0, RANGE,
-              sw_device_range, fill_range)
-SW_PY_ON_ROWS(device_all_gather, "all_gather ranges:O stream:A", all_gather, 0, RANGE,
-              sw_device_range, fill_range)
-SW_PY_ON_ROWS(device_clip, "clip ranges:O max_norm:d is_sliced:p result:A stream:A", clip, 0, RANGE,
-              sw_device_range, fill_range)
-
-/* Reads one range. Returns false with an exception. */
-static bool read_range(PyObject *tuple, sw_device_range *range)
-{
-    sw_py_arg a[3];
-    return sw_py_read(RANGE, tuple, NULL, a) && fill_range(a, range, NULL);
-}
+SW_PY_ON_ROWS(device_clip, "clip ranges:O max_norm:d is_sliced:p result:A stream:A", 0, RANGE,
+              sw_device_range, fill_range,
+              sw_device_comm_clip(comm, rows.rows, rows.count,
+                                  &(sw_device_clip){.max_norm = a[1].d,
+                                                    .is_sliced = a[2].p,
+                                                    .norm = a[3].address,
+                                                    .factor = (float *)a[3].address + 1},
+                                  a[4].address, &err))
 
 SW_PY_METHOD_WITH(device_exchange, device_comm_object, "exchange range:U received:A stream:A",
-                  sw_device_range range, read_range(a[0].o, &range) && sw_py_device_enter(self),
+                  sw_device_range range;
+                  sw_py_arg parts[3],
+                  sw_py_read(RANGE, a[0].o, NULL, parts) && fill_range(parts, &range, NULL) &&
+                      sw_py_device_enter(self),
                   sw_device_comm_exchange(self->comm, &range, a[1].address, a[2].address, &err),
                   sw_py_device_finish(self, status, &err))
 
-static PyObject *sum_of(PyObject *done, const sw_norm_sum *sum)
-{
-    Py_XDECREF(done);
-    return done ? PyBytes_FromStringAndSize((const char *)sum, sizeof *sum) : NULL;
-}
-
-SW_PY_METHOD_ON_ROWS(device_norm, device_comm_object, "norm_sum ranges:O stream:A", sw_norm_sum sum,
-                     0, RANGE, sw_device_range, fill_range, sw_py_device_enter(self),
+SW_PY_METHOD_ON_ROWS(device_norm_sum, device_comm_object, "norm_sum ranges:O stream:A",
+                     sw_norm_sum sum, 0, RANGE, sw_device_range, fill_range,
+                     sw_py_device_enter(self),
                      sw_device_comm_norm(self->comm, rows.rows, rows.count, a[1].address, &sum,
                                          &err),
-                     sum_of(sw_py_device_finish(self, status, &err), &sum))
+                     sw_py_bytes_if(sw_py_device_finish(self, status, &err), &sum, sizeof sum))
 
-#define DEVICE_METHOD(name, signature, call)                                                       \
-    SW_PY_METHOD(device_##name, device_comm_object, #name " " signature, sw_py_device_enter(self), \
-                 call, sw_py_device_finish(self, status, &err))
-
-DEVICE_METHOD(follow, "later:A earlier:A",
-              sw_device_comm_follow(self->comm, a[0].address, a[1].address, &err))
-DEVICE_METHOD(refuse_capture, "stream:A what:s",
-              sw_device_refuse_capture(self->comm->device, a[0].address, a[1].s, &err))
-DEVICE_METHOD(give_back, "stream:A", sw_device_comm_give_back(self->comm, a[0].address, &err))
+SW_PY_ON_DEVICE(device_follow, "follow later:A earlier:A",
+                sw_device_comm_follow(comm, a[0].address, a[1].address, &err))
+SW_PY_ON_DEVICE(device_refuse_capture, "refuse_capture stream:A what:s",
+                sw_device_refuse_capture(comm->device, a[0].address, a[1].s, &err))
+SW_PY_ON_DEVICE(device_give_back, "give_back stream:A",
+                sw_device_comm_give_back(comm, a[0].address, &err))
 
 /* ---- copies ---- */
 
@@ -380,14 +320,6 @@ static sw_status launch_pack(const sw_device_comm *comm, const sw_py_table *copi
     return SW_OK;
 }
 
-/* Enqueues copies (to, from, nbytes) on `stream`; they are skipped if *verdict is set. */
-static sw_status pack(sw_device_comm *comm, const sw_py_arg *a, const sw_py_table *copies,
-                      sw_error *err)
-{
-    sw_pack_args args = {.verdict = a[2].address};
-    return launch_pack(comm, copies, &args, a[1].address, err);
-}
-
 static sw_status small_dtype(const char *name, int *dtype, sw_error *err)
 {
     *dtype = (int)sw_dtype_from_name(name);
@@ -410,29 +342,30 @@ static sw_status convert(sw_device_comm *comm, const sw_py_arg *a, const sw_py_t
 
 #define COPY "copy to:A from:A nbytes:N"
 
-SW_PY_ON_ROWS(device_pack, "pack copies:L stream:A | verdict:A", pack, 0, COPY, sw_pack_segment,
-              fill_segment)
+/* Copies are skipped if *verdict is set. */
+SW_PY_ON_ROWS(device_pack, "pack copies:L stream:A | verdict:A", 0, COPY, sw_pack_segment,
+              fill_segment,
+              launch_pack(comm, &rows, &(sw_pack_args){.verdict = a[2].address}, a[1].address,
+                          &err))
 SW_PY_ON_ROWS(device_convert,
-              "convert copies:L to_dtype:s from_dtype:s scale:d stream:A | factor:A", convert, 0,
-              COPY, sw_pack_segment, fill_segment)
+              "convert copies:L to_dtype:s from_dtype:s scale:d stream:A | factor:A", 0, COPY,
+              sw_pack_segment, fill_segment, convert(comm, a, &rows, &err))
 
 /* ---- state and end ---- */
 
 /* Releases the GIL, since a driver call may never return. Then only threads that need the
  * communicator wait. */
-static PyObject *device_watch(PyObject *op, PyObject *unused)
+static PyObject *device_watch(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     device_comm_object *self = (device_comm_object *)op;
     sw_error err;
-    sw_status status;
-    (void)unused;
     if (!sw_py_device_wait_for_watch(self)) /* raise the other watcher's error here too */
         return NULL;
     if (self->use.kind != SW_PY_FREE || self->closed || !self->comm || !self->comm->peers ||
         !sw_py_use_is_own(&self->use))
         Py_RETURN_NONE;
     sw_py_device_take(self, SW_PY_WATCHED);
-    SW_PY_WITHOUT_GIL(status, sw_device_comm_watch(self->comm, &err));
+    sw_status status = SW_PY_WITHOUT_GIL(sw_device_comm_watch(self->comm, &err));
     return sw_py_device_finish(self, status, &err);
 }
 
@@ -466,20 +399,11 @@ static PyObject *device_abort(PyObject *op, PyObject *args)
 }
 
 /* Starts a thread that watches the communicator and can abort it while a call is blocked. */
-static PyObject *device_start_watch(PyObject *op, PyObject *unused)
-{
-    device_comm_object *self = (device_comm_object *)op;
-    sw_error err;
-    (void)unused;
-    if (!sw_py_device_enter(self))
-        return NULL;
-    return sw_py_device_finish(self, sw_device_watch_start(self->comm, &err), &err);
-}
+SW_PY_ON_DEVICE(device_start_watch, "start_watch", sw_device_watch_start(comm, &err))
 
-static PyObject *device_describe(PyObject *op, PyObject *unused)
+static PyObject *device_describe(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     const device_comm_object *self = (device_comm_object *)op;
-    (void)unused;
     if (!self->comm)
         Py_RETURN_NONE;
     const sw_device_comm *comm = self->comm;
@@ -495,14 +419,13 @@ static PyObject *device_describe(PyObject *op, PyObject *unused)
                          comm->peers && !self->closed ? comm->peers->name : NULL);
 }
 
-static PyObject *device_stats(PyObject *op, PyObject *unused)
+static PyObject *device_stats(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     static const sw_py_count counts[] = {
         SW_PY_COUNT(sw_device_stats, launches),   SW_PY_COUNT(sw_device_stats, copies),
         SW_PY_COUNT(sw_device_stats, records),    SW_PY_COUNT(sw_device_stats, stream_waits),
         SW_PY_COUNT(sw_device_stats, host_waits), SW_PY_COUNT(sw_device_stats, allocations)};
     const device_comm_object *self = (device_comm_object *)op;
-    (void)unused;
     return self->comm
                ? sw_py_counts(&self->comm->device->stats, counts, sizeof counts / sizeof *counts)
                : sw_py_none();
@@ -522,51 +445,33 @@ SW_PY_GETTER(device_get_failed, device_comm_object,
              PyBool_FromLong(has_peers(self) && sw_peers_has_failed(self->comm->peers)))
 
 static PyMethodDef device_methods[] = {
-    {"connect", device_connect, METH_VARARGS,
-     "connect($self, id, rank, world_size, timeout_s, /)\n--\n\nJoin the peers. Collective."},
-    {"connect_slots", device_connect_slots, METH_VARARGS,
-     "connect_slots($self, arena, members, slot_bytes, place, rank, timeout_s, /)\n--\n\n"
-     "Join members of arena, this rank as number rank, through slots in place: \"shm\", \"ipc\" or "
-     "\"auto\". Collective."},
-    {"borrow", device_borrow, METH_VARARGS,
-     "borrow($self, handle, rank, world_size, timeout_s, /)\n--\n\n"
-     "Use a communicator that its owner keeps, instead of connect()."},
-    {"give_back", device_give_back, METH_VARARGS,
-     "give_back($self, stream, /)\n--\n\n"
-     "Order the stream's next operations after ours, if the communicator is borrowed."},
-    {"refuse_capture", device_refuse_capture, METH_VARARGS,
-     "refuse_capture($self, stream, what, /)\n--\n\nRaise if a graph captures it."},
-    {"broadcast", device_broadcast, METH_VARARGS,
-     "broadcast($self, ranges, root, stream, /)\n--\n\nBroadcast (address, numel, dtype) ranges."},
-    {"all_gather", device_all_gather, METH_VARARGS,
-     "all_gather($self, ranges, stream, /)\n--\n\nGather the ranks' slices of each range."},
-    {"exchange", device_exchange, METH_VARARGS,
-     "exchange($self, range, received, stream, /)\n--\n\nExchange slices of all ranks."},
-    {"norm_sum", device_norm, METH_VARARGS,
-     "norm_sum($self, ranges, stream, /)\n--\n\n"
-     "Return the exact sum of squares in norm_sum()'s format; the host waits."},
-    {"clip", device_clip, METH_VARARGS,
-     "clip($self, ranges, max_norm, is_sliced, result, stream, /)\n--\n\n"
-     "Write the norm and min(1, max_norm / (norm + 1e-6)) as float32 to result. is_sliced: over "
-     "all ranks."},
-    {"follow", device_follow, METH_VARARGS,
-     "follow($self, later, earlier, /)\n--\n\nOrder one stream after another."},
-    {"pack", device_pack, METH_VARARGS,
-     "pack($self, copies, stream, verdict=0, /)\n--\n\nCopy (to, from, nbytes)."},
-    {"convert", device_convert, METH_VARARGS,
-     "convert($self, copies, to_dtype, from_dtype, scale, stream, factor=0, /)\n--\n\n"
-     "Copy like pack, and scale and round each element."},
-    {"start_watch", device_start_watch, METH_NOARGS,
-     "start_watch($self, /)\n--\n\nWatch the communicator in a thread until it is closed."},
-    {"watch", device_watch, METH_NOARGS,
-     "watch($self, /)\n--\n\nRaise if a rank has failed or is late; do not wait."},
-    {"abort", device_abort, METH_VARARGS,
-     "abort($self, reason, /)\n--\n\nEnd the communicator on this rank."},
-    {"describe", device_describe, METH_NOARGS,
-     "describe($self, /)\n--\n\nReturn the facts of this GPU and communicator."},
-    {"stats", device_stats, METH_NOARGS,
-     "stats($self, /)\n--\n\nReturn driver calls since creation."},
-    {"close", device_close, METH_NOARGS, "close($self, /)\n--\n\nEnd the communicator."},
+    SW_PY_ARGS(device, connect, "id, rank, world_size, timeout_s, /", "Join peers. Collective."),
+    SW_PY_ARGS(device, connect_slots, "arena, members, slot_bytes, place, rank, timeout_s, /",
+               "Join members of arena, this rank as number rank, through slots in place: \"shm\", "
+               "\"ipc\" or \"auto\". Collective."),
+    SW_PY_ARGS(device, borrow, "handle, rank, world_size, timeout_s, /",
+               "Use a communicator that its owner keeps, instead of connect()."),
+    SW_PY_ARGS(device, give_back, "stream, /",
+               "Order the stream's next operations after ours, if the communicator is borrowed."),
+    SW_PY_ARGS(device, refuse_capture, "stream, what, /", "Raise if a graph captures it."),
+    SW_PY_ARGS(device, broadcast, "ranges, root, stream, /", "Broadcast (address, numel, dtype)."),
+    SW_PY_ARGS(device, all_gather, "ranges, stream, /", "Gather the ranks' slices of each range."),
+    SW_PY_ARGS(device, exchange, "range, received, stream, /", "Exchange slices of all ranks."),
+    SW_PY_ARGS(device, norm_sum, "ranges, stream, /",
+               "Return the exact sum of squares in norm_sum()'s format; the host waits."),
+    SW_PY_ARGS(device, clip, "ranges, max_norm, is_sliced, result, stream, /",
+               "Write the norm and min(1, max_norm / (norm + 1e-6)) as float32 to result. "
+               "is_sliced: over all ranks."),
+    SW_PY_ARGS(device, follow, "later, earlier, /", "Order one stream after another."),
+    SW_PY_ARGS(device, pack, "copies, stream, verdict=0, /", "Copy (to, from, nbytes)."),
+    SW_PY_ARGS(device, convert, "copies, to_dtype, from_dtype, scale, stream, factor=0, /",
+               "Copy like pack, and scale and round each element."),
+    SW_PY_ARGS(device, start_watch, "/", "Watch the communicator in a thread until it is closed."),
+    SW_PY_NONE(device, watch, "Raise if a rank has failed or is late; do not wait."),
+    SW_PY_ARGS(device, abort, "reason, /", "End the communicator on this rank."),
+    SW_PY_NONE(device, describe, "Return the facts of this GPU and communicator."),
+    SW_PY_NONE(device, stats, "Return driver calls since creation."),
+    SW_PY_NONE(device, close, "End the communicator."),
     {NULL, NULL, 0, NULL},
 };
 
@@ -577,16 +482,10 @@ static PyGetSetDef device_properties[] = {
     {NULL, NULL, NULL, NULL, NULL},
 };
 
-static PyType_Slot device_slots[] = {
-    {Py_tp_init, device_init},
-    {Py_tp_dealloc, device_dealloc},
-    {Py_tp_methods, device_methods},
-    {Py_tp_getset, device_properties},
-    {Py_tp_doc,
-     "A rank's GPU: its kernels, a communicator and one stream for it. Streams are addresses, like "
-     "torch.cuda.Stream.cuda_stream. host: asked if awaited ranks live, and ended with it. beside: "
-     "its stream is used. make_room() is called on any thread after a failed allocation."},
-    {0, NULL},
-};
-
-SW_PY_TYPE(sw_py_device_comm_type_spec, "DeviceComm", device_comm_object, 0, device_slots)
+SW_PY_TYPE(
+    sw_py_device_comm_type_spec, "DeviceComm", device_comm_object, 0,
+    "A rank's GPU: its kernels, a communicator and one stream for it. Streams are addresses, like "
+    "torch.cuda.Stream.cuda_stream. host: asked if awaited ranks live, and ended with it. beside: "
+    "its stream is used. make_room() is called on any thread after a failed allocation.",
+    {Py_tp_init, device_init}, {Py_tp_dealloc, device_dealloc}, {Py_tp_methods, device_methods},
+    {Py_tp_getset, device_properties})

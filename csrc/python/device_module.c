@@ -13,10 +13,9 @@ static PyObject *describe_device(PyObject *module, const char *library, int ordi
 {
     sw_device *device;
     sw_error err;
-    sw_status status;
-    SW_PY_WITHOUT_GIL(status, sw_device_cuda_create(library, ordinal, &device, &err));
+    sw_status status = SW_PY_WITHOUT_GIL(sw_device_cuda_create(library, ordinal, &device, &err));
     if (status != SW_OK)
-        return sw_py_raise(PyModule_GetState(module), &err, NULL);
+        return sw_py_raise(module, &err, NULL);
     PyObject *made =
         Py_BuildValue("{s:N,s:(ii),s:i}", "name", sw_py_text(device->name), "capability",
                       device->major, device->minor, "multiprocessors", device->processor_count);
@@ -29,27 +28,22 @@ static PyObject *cuda_devices(PyObject *module, PyObject *args)
     sw_py_arg a[1] = {{.s = NULL}};
     sw_cuda_driver driver;
     sw_error err;
-    sw_status status;
     if (!sw_py_read("cuda_devices | library:z", args, NULL, a))
         return NULL;
-    SW_PY_WITHOUT_GIL(status, sw_cuda_driver_init(&driver, a[0].s, &err));
+    sw_status status = SW_PY_WITHOUT_GIL(sw_cuda_driver_init(&driver, a[0].s, &err));
     if (status != SW_OK)
-        return sw_py_raise(PyModule_GetState(module), &err, NULL);
+        return sw_py_raise(module, &err, NULL);
     int count = driver.device_count, version = driver.version;
-    PyObject *devices = PyList_New(0);
-    for (int i = 0; devices && i < count; ++i)
-        sw_py_append(&devices, describe_device(module, a[0].s, i));
+    PyObject *devices = SW_PY_LIST(i, count, describe_device(module, a[0].s, (int)i));
     sw_cuda_driver_fini(&driver);
     return devices ? Py_BuildValue("{s:(ii),s:N}", "version", version / 1000, version % 1000 / 10,
                                    "devices", devices)
                    : NULL;
 }
 
-static PyObject *device_kernel_source(PyObject *module, PyObject *unused)
+static PyObject *device_kernel_source(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
 {
     PyObject *options = PyList_New(0);
-    (void)module;
-    (void)unused;
     for (const char *const *option = sw_kernel_options; options && *option; ++option)
         sw_py_append(&options, PyUnicode_FromString(*option));
     return options ? Py_BuildValue("(sN)", sw_kernel_source(), options) : NULL;
@@ -60,7 +54,6 @@ static PyObject *device_kernel_image(PyObject *module, PyObject *args, PyObject 
     sw_py_arg a[6] = {{0}};
     sw_image image;
     sw_error err;
-    sw_status status;
     if (!sw_py_read("device_kernel_image major:i minor:i | packaged:z cache:z nvrtc:z builtins:z",
                     args, kwargs, a))
         return NULL;
@@ -68,9 +61,9 @@ static PyObject *device_kernel_image(PyObject *module, PyObject *args, PyObject 
                                     .cache_folder = a[3].s,
                                     .nvrtc = a[4].s,
                                     .nvrtc_builtins = a[5].s};
-    SW_PY_WITHOUT_GIL(status, sw_image_find(&image, a[0].i, a[1].i, &places, &err));
+    sw_status status = SW_PY_WITHOUT_GIL(sw_image_find(&image, a[0].i, a[1].i, &places, &err));
     if (status != SW_OK)
-        return sw_py_raise(PyModule_GetState(module), &err, NULL);
+        return sw_py_raise(module, &err, NULL);
     PyObject *bytes = PyBytes_FromStringAndSize(image.data, (Py_ssize_t)image.size_bytes);
     const char *origin = sw_image_origin_name(image.origin);
     sw_image_fini(&image);
@@ -84,7 +77,7 @@ static PyObject *kernel_loan(PyObject *module, PyObject *comm)
                            .redop_check = sw_redop_check,
                            .norm_sum_carry = sw_norm_sum_carry};
     if (comm != Py_None) {
-        device_comm_object *gpu = sw_py_device_comm_of(PyModule_GetState(module), comm);
+        device_comm_object *gpu = sw_py_device_comm_of(module, comm);
         if (!gpu || !sw_py_device_lend_kernels(gpu))
             return NULL;
         loan.set = &gpu->comm->kernels;
@@ -104,8 +97,7 @@ static sw_status make_id(const char *path, sw_nccl_id *id, sw_error *err)
 
 SW_PY_METHOD_WITH(nccl_unique_id, PyObject, "nccl_unique_id | library:z", sw_nccl_id id, true,
                   make_id(a[0].s, &id, &err),
-                  status == SW_OK ? PyBytes_FromStringAndSize(id.internal, sizeof id.internal)
-                                  : sw_py_raise(PyModule_GetState(self), &err, NULL))
+                  sw_py_bytes_if(sw_py_finish(self, status, &err), id.internal, sizeof id.internal))
 
 SW_PY_VALUE(slot_part_bytes, PyObject, "slot_part_bytes slot_bytes:N", true,
             PyLong_FromSize_t(sw_slot_part_bytes(a[0].size)))
@@ -114,26 +106,20 @@ SW_PY_VALUE(device_tensor, PyObject,
             sw_py_dlpack_capsule_on(a[0].i, a[1].o, a[2].address, a[3].dtype, a[4].o, a[5].o))
 
 PyMethodDef sw_py_device_functions[] = {
-    {"cuda_devices", cuda_devices, METH_VARARGS,
-     "cuda_devices($module, library=None, /)\n--\n\n"
-     "Return the driver's version and the visible GPUs."},
-    {"device_kernel_source", device_kernel_source, METH_NOARGS,
-     "device_kernel_source($module, /)\n--\n\n"
-     "Return the CUDA text of the device kernels and its options."},
-    {"device_kernel_image", SW_PY_NAMED(device_kernel_image),
-     "device_kernel_image($module, major, minor, packaged=None, cache=None, nvrtc=None, "
-     "builtins=None)\n--\n\nReturn (origin, image) of the device kernels for one GPU."},
-    {"kernel_loan", kernel_loan, METH_O,
-     "kernel_loan($module, comm, /)\n--\n\n"
-     "Return what _engine_check needs to compare the kernels of a DeviceComm, or of none."},
-    {"device_tensor", device_tensor, METH_VARARGS,
-     "device_tensor($module, ordinal, owner, address, dtype, shape, strides, /)\n--\n\n"
-     "Return a DLPack capsule."},
-    {"nccl_unique_id", nccl_unique_id, METH_VARARGS,
-     "nccl_unique_id($module, library=None, /)\n--\n\n"
-     "Return the identifier that one rank makes for all to connect with."},
-    {"slot_part_bytes", slot_part_bytes, METH_VARARGS,
-     "slot_part_bytes($module, slot_bytes, /)\n--\n\n"
-     "Return the bytes of each rank's part of an arena with such slots."},
+    SW_PY_FUNCTION(cuda_devices, "library=None, /", "Return the driver's version and the GPUs."),
+    SW_PY_FUNCTION_AS(device_kernel_source, METH_NOARGS, "/",
+                      "Return the CUDA text of the device kernels and its options."),
+    SW_PY_FUNCTION_AS(device_kernel_image, METH_VARARGS | METH_KEYWORDS,
+                      "major, minor, packaged=None, cache=None, nvrtc=None, builtins=None",
+                      "Return (origin, image) of the device kernels for one GPU."),
+    SW_PY_FUNCTION_AS(
+        kernel_loan, METH_O, "comm, /",
+        "Return what _engine_check needs to compare the kernels of a DeviceComm, or of none."),
+    SW_PY_FUNCTION(device_tensor, "ordinal, owner, address, dtype, shape, strides, /",
+                   "Return a DLPack capsule."),
+    SW_PY_FUNCTION(nccl_unique_id, "library=None, /",
+                   "Return the identifier that one rank makes for all to connect with."),
+    SW_PY_FUNCTION(slot_part_bytes, "slot_bytes, /",
+                   "Return the bytes of each rank's part of an arena with such slots."),
     {NULL, NULL, 0, NULL},
 };

@@ -44,12 +44,22 @@ void sw_py_device_destroy(device_comm_object *self, sw_py_destroy_fn *destroy,
                           sw_py_destroy_fn *drop, void *made);
 /* Does the same when no thread can be inside. */
 void sw_py_destroy_quietly(sw_py_destroy_fn *destroy, void *made);
+/* Defines a sw_py_destroy_fn that calls `call`. */
+#define SW_PY_DESTROY(function, call) \
+    static void function(void *made)  \
+    {                                 \
+        call(made);                   \
+    }
 
 /* Sets the exception of `err`. An error of the driver on this rank aborts the communicator on all
  * ranks. This thread is inside. */
 void sw_py_device_raise(device_comm_object *self, const sw_error *err);
 /* Leaves the communicator. Returns None, or NULL with the exception of `err`. */
 PyObject *sw_py_device_finish(device_comm_object *self, sw_status status, const sw_error *err);
+
+/* Returns the DeviceComm that is `op` or, if that is the module, `first`; NULL with an exception.
+ */
+device_comm_object *sw_py_device_comm_of(PyObject *op, PyObject *first);
 
 /* Parses a torch stream, an integer address. Returns false with an exception. */
 bool sw_py_device_stream(PyObject *value, sw_stream **stream);

@@ -5,10 +5,7 @@
 #include "python/owner.h"
 #include "zero/device_offload.h"
 
-static void destroy(void *offload)
-{
-    sw_device_offload_destroy(offload);
-}
+SW_PY_DESTROY(destroy, sw_device_offload_destroy)
 
 static int offload_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
@@ -16,38 +13,25 @@ static int offload_init(PyObject *op, PyObject *args, PyObject *kwargs)
     sw_py_arg a[3];
     sw_device_offload *made = NULL;
     sw_error err;
-    sw_status status;
     if (!sw_py_read("DeviceOffload comm:O slot_bytes:N thread_count:i", args, kwargs, a) ||
         !sw_py_owner_bind(self, a[0].o, "DeviceOffload") || !sw_py_device_enter(self->comm))
         return -1;
-    self->destroy = destroy;
-    SW_PY_WITHOUT_GIL(status,
-                      sw_device_offload_create(self->comm->comm, a[1].size, a[2].i, &made, &err));
-    self->made = made;
-    return sw_py_owner_finish(self, status, &err);
+    sw_status status = SW_PY_WITHOUT_GIL(
+        sw_device_offload_create(self->comm->comm, a[1].size, a[2].i, &made, &err));
+    return sw_py_owner_made(self, made, destroy, status, &err);
 }
 
-static PyObject *offload_stats(PyObject *op, PyObject *unused)
-{
-    static const sw_py_count counts[] = {SW_PY_COUNT(sw_device_offload_stats, batches),
-                                         SW_PY_COUNT(sw_device_offload_stats, bytes_down),
-                                         SW_PY_COUNT(sw_device_offload_stats, bytes_up)};
-    const sw_py_owner *self = (sw_py_owner *)op;
-    sw_device_offload_stats stats = {0};
-    (void)unused;
-    if (self->made)
-        stats = sw_device_offload_get_stats(self->made);
-    return sw_py_counts(&stats, counts, self->made ? 3 : 0);
-}
-
+SW_PY_OWNER_STATS(offload_stats, sw_device_offload_stats, sw_device_offload_get_stats,
+                  SW_PY_COUNT(sw_device_offload_stats, batches),
+                  SW_PY_COUNT(sw_device_offload_stats, bytes_down),
+                  SW_PY_COUNT(sw_device_offload_stats, bytes_up))
 SW_PY_GETTER(get_buffer_nbytes, sw_py_owner,
              PyLong_FromSize_t(self->made ? sw_device_offload_pinned_bytes(self->made) : 0))
 SW_PY_GETTER(get_thread_count, sw_py_owner,
              PyLong_FromLong(self->made ? sw_device_offload_thread_count(self->made) : 0))
 
 static PyMethodDef offload_methods[] = {
-    {"stats", offload_stats, METH_NOARGS,
-     "stats($self, /)\n--\n\nReturn the batches stepped on and the bytes each way since creation."},
+    SW_PY_NONE(offload, stats, "Return batches stepped on and the bytes each way since creation."),
     {NULL, NULL, 0, NULL},
 };
 
@@ -58,13 +42,7 @@ static PyGetSetDef offload_properties[] = {
     {NULL, NULL, NULL, NULL, NULL},
 };
 
-static PyType_Slot offload_slots[] = {
-    {Py_tp_init, offload_init},
-    {Py_tp_dealloc, sw_py_owner_dealloc},
-    {Py_tp_methods, offload_methods},
-    {Py_tp_getset, offload_properties},
-    {Py_tp_doc, "Steps on the host, in batches through pinned memory, for parameters on a GPU."},
-    {0, NULL},
-};
-
-SW_PY_TYPE(sw_py_device_offload_type_spec, "DeviceOffload", sw_py_owner, 0, offload_slots)
+SW_PY_TYPE(sw_py_device_offload_type_spec, "DeviceOffload", sw_py_owner, 0,
+           "Steps on the host, in batches through pinned memory, for parameters on a GPU.",
+           {Py_tp_init, offload_init}, {Py_tp_dealloc, sw_py_owner_dealloc},
+           {Py_tp_methods, offload_methods}, {Py_tp_getset, offload_properties})

@@ -4,10 +4,7 @@
 #include "python/method.h"
 #include "python/owner.h"
 
-static void destroy(void *stage)
-{
-    sw_device_stage_destroy(stage);
-}
+SW_PY_DESTROY(destroy, sw_device_stage_destroy)
 
 static int stage_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
@@ -15,21 +12,18 @@ static int stage_init(PyObject *op, PyObject *args, PyObject *kwargs)
     sw_py_arg a[3] = {{0}};
     sw_device_stage *made = NULL;
     sw_error err;
-    sw_status status;
     if (!sw_py_read("DeviceStage ordinal:i slot_bytes:N | libcuda:z", args, kwargs, a) ||
         !sw_py_use_make(&self->use, "DeviceStage"))
         return -1;
-    self->destroy = destroy;
     self->is_the_parents = true;
-    SW_PY_WITHOUT_GIL(status, sw_device_stage_create(a[2].s, a[0].i, a[1].size, &made, &err));
-    self->made = made;
-    return sw_py_owner_made(self, status, &err);
+    sw_status status =
+        SW_PY_WITHOUT_GIL(sw_device_stage_create(a[2].s, a[0].i, a[1].size, &made, &err));
+    return sw_py_owner_made(self, made, destroy, status, &err);
 }
 
-static PyObject *stage_stats(PyObject *op, PyObject *unused)
+static PyObject *stage_stats(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     const sw_py_owner *self = (sw_py_owner *)op;
-    (void)unused;
     if (!self->made)
         return PyDict_New();
     sw_device_stage_stats stats = sw_device_stage_get_stats(self->made);
@@ -40,19 +34,12 @@ static PyObject *stage_stats(PyObject *op, PyObject *unused)
 }
 
 static PyMethodDef stage_methods[] = {
-    {"stats", stage_stats, METH_NOARGS,
-     "stats($self, /)\n--\n\n"
-     "Return batches, bytes_down and host_waits since creation, and pinned_bytes held."},
+    SW_PY_NONE(stage, stats, "Return batches, bytes_down and host_waits so far, and pinned_bytes."),
     {NULL, NULL, 0, NULL},
 };
 
-static PyType_Slot stage_slots[] = {
-    {Py_tp_init, stage_init},
-    {Py_tp_dealloc, sw_py_owner_dealloc},
-    {Py_tp_methods, stage_methods},
-    {Py_tp_doc, "DeviceStage(ordinal, slot_bytes, libcuda=None)\n--\n\nSlots of pinned memory "
-                "between a GPU and a checkpoint."},
-    {0, NULL},
-};
-
-SW_PY_TYPE(sw_py_device_stage_type_spec, "DeviceStage", sw_py_owner, 0, stage_slots)
+SW_PY_TYPE(sw_py_device_stage_type_spec, "DeviceStage", sw_py_owner, 0,
+           "DeviceStage(ordinal, slot_bytes, libcuda=None)\n--\n\nSlots of pinned memory between a "
+           "GPU and a checkpoint.",
+           {Py_tp_init, stage_init}, {Py_tp_dealloc, sw_py_owner_dealloc},
+           {Py_tp_methods, stage_methods})

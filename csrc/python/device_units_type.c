@@ -9,13 +9,6 @@ typedef struct device_units_object {
     size_t place_count;
 } device_units_object;
 
-static sw_device_units *units_of(const sw_py_owner *self)
-{
-    return self->made;
-}
-
-/* ---- life ---- */
-
 SW_PY_ROW(fill_run, sw_device_unit_run, .slice = a[0].address, .offset_bytes = a[1].size,
           .slice_bytes = a[2].size, .slice_dtype = a[3].dtype, .dtype = a[4].dtype)
 
@@ -33,50 +26,35 @@ static bool fill_spec(const sw_py_arg *a, void *row, void *specs)
     return runs != NULL;
 }
 
-static void destroy(void *units)
-{
-    sw_device_units_destroy(units);
-}
+SW_PY_DESTROY(destroy, sw_device_units_destroy)
 
 static int units_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     sw_py_owner *self = (sw_py_owner *)op;
     sw_py_arg a[3] = {{0}};
-    sw_py_nested specs = {.begun = 0};
+    SW_PY_NESTED specs = {.begun = 0};
     sw_device_units *made = NULL;
     sw_error err;
-    sw_status status;
-    int failed = -1;
     if (!sw_py_read("DeviceUnits comm:O place_count:N units:L", args, kwargs, a) ||
-        !sw_py_owner_bind(self, a[0].o, "DeviceUnits"))
+        !sw_py_owner_bind(self, a[0].o, "DeviceUnits") ||
+        !sw_py_nested_init(&specs, a[2].o, "unit name:s place:n address:A runs:L",
+                           sizeof(sw_device_unit_spec), fill_spec) ||
+        !sw_py_device_enter(self->comm))
         return -1;
-    self->destroy = destroy;
     ((device_units_object *)op)->place_count = a[1].size;
-    if (sw_py_nested_init(&specs, a[2].o, "unit name:s place:n address:A runs:L",
-                          sizeof(sw_device_unit_spec), fill_spec) &&
-        sw_py_device_enter(self->comm)) {
-        SW_PY_WITHOUT_GIL(status,
-                          sw_device_units_create(self->comm->comm, a[1].size, specs.outer.rows,
-                                                 specs.outer.count, &made, &err));
-        self->made = made;
-        failed = sw_py_owner_finish(self, status, &err);
-    }
-    sw_py_nested_fini(&specs);
-    return failed;
+    sw_status status = SW_PY_WITHOUT_GIL(sw_device_units_create(
+        self->comm->comm, a[1].size, specs.outer.rows, specs.outer.count, &made, &err));
+    return sw_py_owner_made(self, made, destroy, status, &err);
 }
-
-/* ---- one unit, and all units ---- */
 
 /* Checks the unit's number and enters the communicator. Returns false with an exception. */
 static bool check_unit(const sw_py_owner *self, Py_ssize_t unit)
 {
-    size_t count = self->made ? sw_device_units_count(units_of(self)) : 0;
+    size_t count = self->made ? sw_device_units_count(self->made) : 0;
     if (!sw_py_owner_check(self, "the units were"))
         return false;
-    if (unit >= 0 && (size_t)unit < count)
-        return true;
-    PyErr_Format(PyExc_IndexError, "unit must be in [0, %zu), got %zd", count, unit);
-    return false;
+    return (unit >= 0 && (size_t)unit < count) ||
+           sw_py_refuse(PyExc_IndexError, "unit must be in [0, %zu), got %zd", count, unit);
 }
 
 static bool enter(const sw_py_owner *self)
@@ -89,23 +67,21 @@ static bool enter(const sw_py_owner *self)
                  sw_py_device_finish(self->comm, status, &err))
 #define ONE check_unit(self, a[0].n) && enter(self)
 
-UNITS_METHOD(gather, "unit:n", ONE, sw_device_unit_gather(units_of(self), a[0].size, &err))
+UNITS_METHOD(gather, "unit:n", ONE, sw_device_unit_gather(self->made, a[0].size, &err))
 UNITS_METHOD(take, "unit:n stream:A", ONE,
-             sw_device_unit_take(units_of(self), a[0].size, a[1].address, &err))
-UNITS_METHOD(wait, "unit:n", ONE, sw_device_unit_wait(units_of(self), a[0].size, &err))
+             sw_device_unit_take(self->made, a[0].size, a[1].address, &err))
+UNITS_METHOD(wait, "unit:n", ONE, sw_device_unit_wait(self->made, a[0].size, &err))
 UNITS_METHOD(release, "unit:n stream:A", ONE,
-             sw_device_unit_release(units_of(self), a[0].size, a[1].address, &err))
+             sw_device_unit_release(self->made, a[0].size, a[1].address, &err))
 UNITS_METHOD(gather_apart, "unit:n address:A stream:A", ONE,
-             sw_device_unit_gather_apart(units_of(self), a[0].size, a[1].address, a[2].address,
-                                         &err))
+             sw_device_unit_gather_apart(self->made, a[0].size, a[1].address, a[2].address, &err))
 UNITS_METHOD(update, "stream:A", enter(self),
-             sw_device_units_update(units_of(self), a[0].address, &err))
+             sw_device_units_update(self->made, a[0].address, &err))
 UNITS_METHOD(gather_anew, "stream:A", enter(self),
-             sw_device_units_gather_anew(units_of(self), a[0].address, &err))
+             sw_device_units_gather_anew(self->made, a[0].address, &err))
 
 SW_PY_VALUE(units_state, sw_py_owner, "state unit:n", check_unit(self, a[0].n),
-            PyUnicode_FromString(sw_shard_state_name(sw_device_unit_state(units_of(self),
-                                                                          a[0].size))))
+            PyUnicode_FromString(sw_shard_state_name(sw_device_unit_state(self->made, a[0].size))))
 
 static PyObject *units_holder(PyObject *op, PyObject *args)
 {
@@ -116,59 +92,32 @@ static PyObject *units_holder(PyObject *op, PyObject *args)
     if (!self->owner.made || a[0].n < 0 || a[0].size >= self->place_count)
         return PyErr_Format(PyExc_IndexError, "place must be in [0, %zu), got %zd",
                             self->owner.made ? self->place_count : 0, a[0].n);
-    size_t holder = sw_device_units_holder(units_of(&self->owner), a[0].size);
+    size_t holder = sw_device_units_holder(self->owner.made, a[0].size);
     return holder == SW_DEVICE_UNIT_NONE ? sw_py_none() : PyLong_FromSize_t(holder);
 }
 
-static PyObject *units_stats(PyObject *op, PyObject *unused)
-{
-    static const sw_py_count counts[] = {
-        SW_PY_COUNT(sw_device_units_stats, gathers), SW_PY_COUNT(sw_device_units_stats, releases),
-        SW_PY_COUNT_AS(sw_device_units_stats, bytes, "gathered_bytes")};
-    sw_device_units_stats stats = {0};
-    const sw_py_owner *self = (sw_py_owner *)op;
-    (void)unused;
-    if (self->made)
-        stats = sw_device_units_get_stats(units_of(self));
-    return sw_py_counts(&stats, counts, self->made ? 3 : 0);
-}
+SW_PY_OWNER_STATS(units_stats, sw_device_units_stats, sw_device_units_get_stats,
+                  SW_PY_COUNT(sw_device_units_stats, gathers),
+                  SW_PY_COUNT(sw_device_units_stats, releases),
+                  SW_PY_COUNT_AS(sw_device_units_stats, bytes, "gathered_bytes"))
 
 static PyMethodDef units_methods[] = {
-    {"gather", units_gather, METH_VARARGS,
-     "gather($self, unit, /)\n--\n\n"
-     "Gather a unit into its place after earlier work on that; do not wait."},
-    {"take", units_take, METH_VARARGS,
-     "take($self, unit, stream, /)\n--\n\nLet the stream wait for the unit."},
-    {"wait", units_wait, METH_VARARGS,
-     "wait($self, unit, /)\n--\n\n"
-     "Make the host wait until the unit is whole, for use on all streams."},
-    {"release", units_release, METH_VARARGS,
-     "release($self, unit, stream, /)\n--\n\n"
-     "Release the unit after the work enqueued on the stream."},
-    {"gather_apart", units_gather_apart, METH_VARARGS,
-     "gather_apart($self, unit, address, stream, /)\n--\n\n"
-     "Gather into separate memory, in the order of the stream."},
-    {"update", units_update, METH_VARARGS,
-     "update($self, stream, /)\n--\n\nOrder later gathers after writes to slices on the stream."},
-    {"gather_anew", units_gather_anew, METH_VARARGS,
-     "gather_anew($self, stream, /)\n--\n\n"
-     "Gather all units after writes to their slices on the stream."},
-    {"state", units_state, METH_VARARGS,
-     "state($self, unit, /)\n--\n\nReturn 'sharded', 'gathering' or 'unsharded'."},
-    {"holder", units_holder, METH_VARARGS,
-     "holder($self, place, /)\n--\n\nReturn the unit in a place, or None."},
-    {"stats", units_stats, METH_NOARGS, "stats($self, /)\n--\n\nReturn counts since creation."},
+    SW_PY_ARGS(units, gather, "unit, /", "Gather a unit into its place, after earlier work there."),
+    SW_PY_ARGS(units, take, "unit, stream, /", "Let the stream wait for the unit."),
+    SW_PY_ARGS(units, wait, "unit, /", "Make the host wait for the unit, for use on all streams."),
+    SW_PY_ARGS(units, release, "unit, stream, /", "Release the unit after the stream's work."),
+    SW_PY_ARGS(units, gather_apart, "unit, address, stream, /",
+               "Gather into separate memory, in the order of the stream."),
+    SW_PY_ARGS(units, update, "stream, /", "Order gathers after writes to slices on the stream."),
+    SW_PY_ARGS(units, gather_anew, "stream, /", "Gather all units after the stream's writes."),
+    SW_PY_ARGS(units, state, "unit, /", "Return 'sharded', 'gathering' or 'unsharded'."),
+    SW_PY_ARGS(units, holder, "place, /", "Return the unit in a place, or None."),
+    SW_PY_NONE(units, stats, "Return counts since creation."),
     {NULL, NULL, 0, NULL},
 };
 
-static PyType_Slot units_slots[] = {
-    {Py_tp_init, units_init},
-    {Py_tp_dealloc, sw_py_owner_dealloc},
-    {Py_tp_methods, units_methods},
-    {Py_tp_doc,
-     "Units of parameters that are gathered into a GPU's places. units: [(name, place, address or "
-     "0, [(slice, offset_bytes, nbytes, dtype of the slice, dtype in the unit)])]."},
-    {0, NULL},
-};
-
-SW_PY_TYPE(sw_py_device_units_type_spec, "DeviceUnits", device_units_object, 0, units_slots)
+SW_PY_TYPE(
+    sw_py_device_units_type_spec, "DeviceUnits", device_units_object, 0,
+    "Units of parameters that are gathered into a GPU's places. units: [(name, place, address or "
+    "0, [(slice, offset_bytes, nbytes, dtype of the slice, dtype in the unit)])].",
+    {Py_tp_init, units_init}, {Py_tp_dealloc, sw_py_owner_dealloc}, {Py_tp_methods, units_methods})

@@ -28,12 +28,9 @@ bool sw_py_device_wait_for_watch(device_comm_object *self)
         return true;
     if (!sw_py_wait_while(is_being_ended, self, patience_of(self)))
         return false;
-    if (!is_being_ended(self))
-        return true;
-    PyErr_SetString(
-        sw_py_state_of((PyObject *)self)->error,
-        "a driver call by the communicator's watch thread has not returned within the deadline");
-    return false;
+    return !is_being_ended(self) || sw_py_refuse(sw_py_state_of(self)->error,
+                                                 "a driver call by the communicator's watch thread "
+                                                 "has not returned within the deadline");
 }
 
 bool sw_py_device_enter(device_comm_object *self)
@@ -51,21 +48,26 @@ bool sw_py_device_enter(device_comm_object *self)
     else if (self->use.kind != SW_PY_FREE)
         why = "another thread is inside the GPU's communicator; one thread a rank issues its "
               "collectives";
-    if (why) {
-        PyErr_SetString(sw_py_state_of((PyObject *)self)->error, why);
-        return false;
-    }
+    if (why)
+        return sw_py_refuse(sw_py_state_of(self)->error, "%s", why);
     sw_py_device_take(self, SW_PY_ALONE);
     return true;
 }
 
+device_comm_object *sw_py_device_comm_of(PyObject *op, PyObject *first)
+{
+    bool is_method = !PyModule_Check(op);
+    if (is_method || PyObject_TypeCheck(first, sw_py_state_of(op)->device_comm_type))
+        return (device_comm_object *)(is_method ? op : first);
+    PyErr_Format(PyExc_TypeError, "comm must be a DeviceComm, got %R", (PyObject *)Py_TYPE(first));
+    return NULL;
+}
+
 bool sw_py_device_lend_kernels(device_comm_object *self)
 {
-    if (self->comm && sw_py_use_is_own(&self->use))
-        return true;
-    PyErr_SetString(sw_py_state_of((PyObject *)self)->error,
-                    "this process has not opened the GPU: it was forked from the one that did");
-    return false;
+    return (self->comm && sw_py_use_is_own(&self->use)) ||
+           sw_py_refuse(sw_py_state_of(self)->error, "this process has not opened the GPU: it was "
+                                                     "forked from the one that did");
 }
 
 static bool is_held_by_another(const void *op)
@@ -76,12 +78,8 @@ static bool is_held_by_another(const void *op)
 
 static bool enter_to_destroy(device_comm_object *self)
 {
-    PyObject *kind, *value, *trace;
-    PyErr_Fetch(&kind, &value, &trace);
+    SW_PY_ASIDE(pending); /* a signal handler may raise */
     (void)sw_py_wait_while(is_held_by_another, self, SW_PY_PATIENCE_NS);
-    if (PyErr_Occurred()) /* a signal handler raised */
-        PyErr_WriteUnraisable(NULL);
-    PyErr_Restore(kind, value, trace);
     if (self->use.kind != SW_PY_FREE)
         return false;
     sw_py_device_take(self, SW_PY_ALONE);
@@ -91,14 +89,8 @@ static bool enter_to_destroy(device_comm_object *self)
 /* Releases the GIL, since the driver may wait before it frees memory. */
 void sw_py_destroy_quietly(sw_py_destroy_fn *destroy, void *made)
 {
-    PyObject *kind, *value, *trace;
-    PyErr_Fetch(&kind, &value, &trace);
-    Py_BEGIN_ALLOW_THREADS
-    destroy(made);
-    Py_END_ALLOW_THREADS
-    if (PyErr_Occurred()) /* a signal handler raised while this thread waited */
-        PyErr_WriteUnraisable(NULL);
-    PyErr_Restore(kind, value, trace);
+    SW_PY_ASIDE(pending); /* a signal handler may raise while this thread waits */
+    SW_PY_DO_WITHOUT_GIL(destroy(made));
 }
 
 void sw_py_device_destroy(device_comm_object *self, sw_py_destroy_fn *destroy,
@@ -125,9 +117,7 @@ static void end_for_all(device_comm_object *self, sw_error *err)
     sw_error reason;
     sw_error_set(&reason, err->status, err->detail, "the GPU of rank %d of %d: %.400s", peers->rank,
                  peers->world_size, err->message);
-    Py_BEGIN_ALLOW_THREADS
-    sw_peers_abort(peers, &reason);
-    Py_END_ALLOW_THREADS
+    SW_PY_DO_WITHOUT_GIL(sw_peers_abort(peers, &reason));
     *err = reason;
 }
 
@@ -140,7 +130,7 @@ void sw_py_device_raise(device_comm_object *self, const sw_error *err)
         end_for_all(self, &told);
         err = &told;
     }
-    sw_py_raise(sw_py_state_of((PyObject *)self), err, self->host);
+    sw_py_raise(self, err, self->host);
 }
 
 PyObject *sw_py_device_finish(device_comm_object *self, sw_status status, const sw_error *err)
@@ -148,7 +138,5 @@ PyObject *sw_py_device_finish(device_comm_object *self, sw_status status, const 
     if (status != SW_OK)
         sw_py_device_raise(self, err);
     sw_py_device_leave(self);
-    if (status != SW_OK)
-        return NULL;
-    Py_RETURN_NONE;
+    return status == SW_OK ? Py_BuildValue("") : NULL;
 }

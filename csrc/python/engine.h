@@ -23,6 +23,7 @@
 #include "comm/comm.h"
 #include "comm/hier.h"
 #include "comm/local.h"
+#include "python/arguments.h"
 #include "python/use.h"
 #include "reduce/gradient_memory.h"
 #include "reduce/reducer.h"
@@ -63,56 +64,31 @@ typedef struct arena_object {         /* an owner of memory: an arena, or a redu
  * running. release() frees the wire. Returns NULL with an exception. */
 const sw_wire *sw_py_wire_new(PyObject *group);
 
-/* slices.c: parses None, or (of_rank, replica_of_rank). Returns -1 with an exception, and then
- * needs no fini. */
+/* slices.c: parses None, or (of_rank, replica_of_rank). Returns -1 with an exception. */
 typedef struct sw_py_slices {
     sw_slices slices;
-    int *numbers; /* owned; NULL: one slice per rank */
+    int *numbers;           /* owned */
+    const sw_slices *given; /* `slices`; NULL: one slice per rank */
 } sw_py_slices;
 int sw_py_slices_init(sw_py_slices *slices, PyObject *given, int world_size);
 void sw_py_slices_fini(sw_py_slices *slices);
-const sw_slices *sw_py_slices_get(const sw_py_slices *slices);
+#define SW_PY_SLICES __attribute__((cleanup(sw_py_slices_fini))) sw_py_slices
 
-/* errors.c */
+/* errors.c. In all of them `op` is an instance of one of our types, such a type, or the module. */
 int sw_py_errors_init(PyObject *module, engine_state *state);
 /* Sets the Python exception for `err` and returns NULL. `comm` names the peer's host, and may be
- * NULL. */
-PyObject *sw_py_raise(engine_state *state, const sw_error *err, const comm_object *comm);
-
-/* Ends a function of the module: returns None, or NULL with the exception of `err`. */
-PyObject *sw_py_finish(PyObject *module, sw_status status, const sw_error *err);
-
-/* Raises CheckpointError with `errno` (None unless a system call failed), or MemoryError. Returns
- * NULL. */
-PyObject *sw_py_raise_checkpoint(engine_state *state, const sw_error *err);
-
+ * NULL. The second raises CheckpointError with `errno` (None unless a system call failed), or
+ * MemoryError. */
+PyObject *sw_py_raise(const void *op, const sw_error *err, const comm_object *comm);
+PyObject *sw_py_raise_checkpoint(const void *op, const sw_error *err);
+/* Returns None, or NULL with the exception of `err`. */
+PyObject *sw_py_finish(const void *op, sw_status status, const sw_error *err);
+/* The same for checkpoints; leaves `use` first, unless that is NULL. */
+PyObject *sw_py_finish_checkpoint(const void *op, sw_py_use *use, sw_status status,
+                                  const sw_error *err);
 /* Returns a str of text that may quote names in any language, or bytes of a name that are no UTF-8:
  * a decoding error must not replace what is reported. */
 PyObject *sw_py_text(const char *text);
-
-/* module_state.c */
-engine_state *sw_py_state_of(PyObject *self); /* `self` is an instance of one of our types */
-
-/* Calls self.name(), self.name(a) or self.name(a, b). With Py_ssize_t lengths PyObject_CallMethod
- * expands to a private name, which the stable ABI lacks. */
-static inline PyObject *sw_py_call(PyObject *self, const char *name, PyObject *a, PyObject *b)
-{
-    PyObject *method = PyObject_GetAttrString(self, name);
-    PyObject *result = method ? PyObject_CallFunctionObjArgs(method, a, b, NULL) : NULL;
-    Py_XDECREF(method);
-    return result;
-}
-
-static inline PyObject *sw_py_call_at(PyObject *self, const char *name, size_t index)
-{
-    PyObject *position = PyLong_FromSize_t(index);
-    PyObject *result = position ? sw_py_call(self, name, position, NULL) : NULL;
-    Py_XDECREF(position);
-    return result;
-}
-
-/* comm_type.c */
-extern PyType_Spec sw_py_comm_type_spec;
 
 /* comm_use.c */
 /* Marks the communicator as in use by this thread. Returns false with an exception if it is closed,
@@ -130,70 +106,48 @@ PyObject *sw_py_comm_finish(comm_object *self, sw_status status, const sw_error 
 /* fork.c: the communicators that a forked child inherits. */
 void sw_py_comm_link(engine_state *state, comm_object *self);
 void sw_py_comm_unlink(engine_state *state, const comm_object *self);
-extern PyMethodDef sw_py_fork_functions[];
-/* object_marks.c */
-extern PyMethodDef sw_py_marks_functions[];
-
-/* comm_waits.c: about waits */
-/* Returns false with an exception. */
-bool sw_py_read_warn_after(double seconds, int64_t *warn_after_ns);
-PyObject *sw_py_comm_get_waits(PyObject *op, void *unused);
-int sw_py_comm_set_waits(PyObject *op, PyObject *value, void *unused);
-PyObject *sw_py_comm_get_dead(PyObject *op, void *unused);
-PyObject *sw_py_comm_peer(PyObject *op, PyObject *args);
 
 /* comm_join.c: methods */
 PyObject *sw_py_comm_connect(PyObject *op, PyObject *args, PyObject *kwargs);
 PyObject *sw_py_comm_extend(PyObject *op, PyObject *args, PyObject *kwargs);
 
 /* arena_type.c */
-extern PyType_Spec sw_py_arena_type_spec;
+/* Returns the memory of an Arena that ranks share; NULL, without an exception, for other objects.
+ * `op`: as above. */
+sw_arena *sw_py_arena_of(const void *op, PyObject *arena);
 /* Takes ownership of `arena` or `memory` on success. */
 PyObject *sw_py_arena_object_new(engine_state *state, comm_object *owner, sw_arena *arena,
                                  sw_gradient_memory *memory);
 /* Multiplies the sizes of a shape, and the dtype's. Returns false with an exception that begins
  * with `what`. */
 bool sw_py_shape_bytes(PyObject *shape, sw_dtype dtype, const char *what, size_t *bytes);
-/* Makes a DLPack capsule over elements at `address`. Its tensor keeps `owner` alive. */
-PyObject *sw_py_dlpack_capsule_new(PyObject *owner, void *address, sw_dtype dtype, PyObject *shape,
-                                   PyObject *strides);
-/* Makes the same on GPU `ordinal`, or on the CPU if that is -1. */
+/* Makes a DLPack capsule over elements at `address`, on GPU `ordinal` or, for -1, on the CPU. Its
+ * tensor keeps `owner` alive. */
 PyObject *sw_py_dlpack_capsule_on(int ordinal, PyObject *owner, void *address, sw_dtype dtype,
                                   PyObject *shape, PyObject *strides);
 
-/* reducer_type.c, hook_type.c */
-extern PyType_Spec sw_py_reducer_type_spec;
-extern PyType_Spec sw_py_hook_type_spec;
-
-/* A hook's link to its reducer, which may be freed first. The GIL guards the count. */
+/* hook_type.c: a hook's link to its reducer, which may be freed first. The GIL guards the count. */
 typedef struct reducer_link {
     struct reducer_object *reducer; /* borrowed; NULL once it is gone */
     Py_ssize_t references;
 } reducer_link;
 void sw_py_reducer_link_release(reducer_link *link);
 PyObject *sw_py_hook_object_new(engine_state *state, reducer_link *link, size_t index);
-/* The body of a hook: takes the gradient of parameter `index`. Returns -1 with an exception. */
+/* gradient_round.c: the body of a hook: takes the gradient of parameter `index`. Returns -1 with an
+ * exception. */
 int sw_py_reducer_take_gradient(struct reducer_object *self, size_t index, PyObject *param);
 
-/* checkpoint_plan_type.c, checkpoint_saver_type.c, checkpoint_folder_type.c */
+/* checkpoint_plan_type.c */
 typedef struct plan_object {
     PyObject_HEAD sw_plan *plan; /* owned */
     int lock_fd;                 /* owned descriptor of the folder that create() made; -1: none */
     char *partial;               /* owned path of that folder; NULL: not made yet */
     sw_py_use use;               /* shared by a save that is under way with it */
 } plan_object;
-/* checkpoint_plan_type.c: merges lists of what ranks wrote. Returns -1 with an exception, or sets
- * *err. */
+/* Enters a plan, or raises CheckpointError. */
+bool sw_py_plan_enter(plan_object *self, sw_py_use_kind kind);
+/* Merges lists of what ranks wrote. Returns -1 with an exception, or sets *err. */
 int sw_py_add_tallies(PyObject *lists, sw_manifest *manifest, sw_error *err);
-extern PyType_Spec sw_py_checkpoint_plan_type_spec;
-extern PyType_Spec sw_py_checkpoint_saver_type_spec;
-extern PyType_Spec sw_py_checkpoint_folder_type_spec;
-
-/* units_type.c */
-extern PyType_Spec sw_py_units_type_spec;
-
-/* kernels_module.c */
-extern PyMethodDef sw_py_kernel_functions[];
 
 /* tensor_access.c: data pointers of torch tensors without torch's headers. */
 enum { TENSOR_CODE_COMPLEX = 5 }; /* dmlc/dlpack: kDLComplex */
@@ -208,8 +162,7 @@ typedef struct tensor_view {
  * has none. */
 const void *sw_py_tensor_exchange_table(PyObject *tensor);
 /* Reads a tensor through the table. Returns false without an exception if the tensor has no such
- * view (sparse, ...). The bytes are those before a lazy conjugation or negation.
- */
+ * view (sparse, ...). The bytes are those before a lazy conjugation or negation. */
 bool sw_py_tensor_view_get(const void *table, PyObject *tensor, tensor_view *view);
 
 /* Reads data_ptr(). Returns false with an exception, and then NULL. */
@@ -236,30 +189,61 @@ bool sw_py_tensor_same_shape(const tensor_reading *a, const tensor_reading *b);
 bool sw_py_tensor_same_strides(const tensor_reading *a, const tensor_reading *b);
 bool sw_py_tensor_is_dense(const tensor_reading *a);
 
-/* state_file_type.c: a sw_py_owner (owner.h) of a sw_offload */
-extern PyType_Spec sw_py_state_file_type_spec;
+/* The module's types, each in the file of its name, and its functions. */
+extern PyType_Spec sw_py_arena_type_spec, sw_py_comm_type_spec, sw_py_reducer_type_spec,
+    sw_py_hook_type_spec, sw_py_units_type_spec, sw_py_state_file_type_spec,
+    sw_py_checkpoint_plan_type_spec, sw_py_checkpoint_saver_type_spec,
+    sw_py_checkpoint_folder_type_spec, sw_py_device_comm_type_spec, sw_py_device_units_type_spec,
+    sw_py_device_offload_type_spec, sw_py_device_stage_type_spec;
+extern PyMethodDef sw_py_kernel_functions[], sw_py_optim_functions[], sw_py_compress_functions[],
+    sw_py_device_functions[], sw_py_device_compress_functions[], sw_py_fork_functions[],
+    sw_py_marks_functions[];
 
-/* optim_module.c */
-extern PyMethodDef sw_py_optim_functions[];
+/* module_state.c */
+engine_state *sw_py_state_of(const void *op); /* an instance of our types, a type, or the module */
+void *sw_py_alloc(PyTypeObject *type);        /* for tp_new: a zeroed object; NULL, exception */
+void sw_py_free(PyObject *op);                /* the last of tp_dealloc */
 
-/* compress_module.c */
-extern PyMethodDef sw_py_compress_functions[];
+/* Calls self.name(), self.name(a) or self.name(a, b). With Py_ssize_t lengths PyObject_CallMethod
+ * expands to a private name, which the stable ABI lacks. */
+PyObject *sw_py_call(void *self, const char *name, PyObject *a, PyObject *b);
+PyObject *sw_py_call_at(void *self, const char *name, size_t index);
 
-/* device_comm_type.c, device_units_type.c */
-extern PyType_Spec sw_py_device_comm_type_spec;
-extern PyType_Spec sw_py_device_units_type_spec;
-extern PyType_Spec sw_py_device_offload_type_spec;
-extern PyType_Spec sw_py_device_stage_type_spec;
+/* An exception that is set, put aside while a call runs that may raise one of its own. It replaces
+ * that one; where none was set, the call's own stays. */
+typedef struct sw_py_pending {
+    PyObject *type, *value, *trace; /* owned */
+} sw_py_pending;
+sw_py_pending sw_py_set_aside(void);
+void sw_py_bring_back(sw_py_pending *pending);
+/* The same where nothing can raise: the call's own exception is reported. */
+void sw_py_bring_back_quietly(sw_py_pending *pending);
+void sw_py_let_go(sw_py_pending *pending);
+/* Puts it aside, quietly, until the block ends. */
+#define SW_PY_ASIDE(name) \
+    __attribute__((cleanup(sw_py_bring_back_quietly))) sw_py_pending name = sw_py_set_aside()
 
-/* device_module.c */
-extern PyMethodDef sw_py_device_functions[];
+/* Holds the GIL, on a thread of the engine, until the block ends. */
+static inline void sw_py_release_gil(const PyGILState_STATE *gil)
+{
+    PyGILState_Release(*gil);
+}
+#define SW_PY_GIL(name) \
+    __attribute__((cleanup(sw_py_release_gil))) PyGILState_STATE name = PyGILState_Ensure()
+/* The opposite, for one expression. */
+#define SW_PY_DO_WITHOUT_GIL(expression) \
+    do {                                 \
+        Py_BEGIN_ALLOW_THREADS           \
+        expression;                      \
+        Py_END_ALLOW_THREADS             \
+    } while (0)
 
-/* device_codec_module.c */
-extern PyMethodDef sw_py_device_codec_functions[];
-extern PyMethodDef sw_py_device_powersgd_functions[];
-
-/* Enters a plan, or raises CheckpointError. */
-bool sw_py_plan_enter(plan_object *self, sw_py_use_kind kind);
+/* Drops the reference of a local variable that ends, as in SW_PY_OWNED *list = PyList_New(0); */
+static inline void sw_py_drop(PyObject **object)
+{
+    Py_XDECREF(*object);
+}
+#define SW_PY_OWNED __attribute__((cleanup(sw_py_drop))) PyObject
 
 /* Clears *object before it drops the reference, so that a destructor cannot see it. */
 #define ENGINE_CLEAR(object)                          \
@@ -269,36 +253,29 @@ bool sw_py_plan_enter(plan_object *self, sw_py_use_kind kind);
         Py_XDECREF(engine_old_);                      \
     } while (0)
 
+/* Returns bytes in place of what a method finished with, whose reference it takes, unless that is
+ * NULL. */
+PyObject *sw_py_bytes_if(PyObject *finished, const void *data, size_t size_bytes);
+
 /* Appends `item`, whose reference it takes; NULL, with an exception, or a failure clears *list. */
 void sw_py_append(PyObject **list, PyObject *item);
 /* The same for a dict. */
 void sw_py_put(PyObject **dict, const char *key, PyObject *value);
+/* A list of `count` items, the expression `item` of the index `i`; NULL with an exception. */
+#define SW_PY_LIST(i, count, item)                               \
+    __extension__({                                              \
+        PyObject *sw_list_ = PyList_New(0);                      \
+        for (size_t i = 0; sw_list_ && i < (size_t)(count); ++i) \
+            sw_py_append(&sw_list_, item);                       \
+        sw_list_;                                                \
+    })
 
 /* Stores `value` and then drops the old object, whose destructor may run any code. */
-static inline void sw_py_set(PyObject **slot, PyObject *value)
-{
-    PyObject *old = *slot;
-    Py_INCREF(value);
-    *slot = value;
-    Py_XDECREF(old);
-}
-
+void sw_py_set(PyObject **slot, PyObject *value);
 /* The same, or stores NULL for None. */
-static inline void sw_py_set_or_clear(PyObject **slot, PyObject *value)
-{
-    if (value != Py_None)
-        sw_py_set(slot, value);
-    else
-        ENGINE_CLEAR(*slot);
-}
-
+void sw_py_set_or_clear(PyObject **slot, PyObject *value);
 /* Returns a new reference to an item: code that runs meanwhile may take it out of the list. NULL
  * with an exception. */
-static inline PyObject *sw_py_item(PyObject *list, size_t index)
-{
-    PyObject *item = PyList_GetItem(list, (Py_ssize_t)index);
-    Py_XINCREF(item);
-    return item;
-}
+PyObject *sw_py_item(PyObject *list, size_t index);
 
 #endif

@@ -30,11 +30,7 @@ PyObject *sw_py_gradient_writable_view(reducer_object *self, size_t index)
     PyObject *view = PyList_GetItem(self->views, (Py_ssize_t)index);
     if (!view || (Py_REFCNT(view) == 1 && is_in_place(self, index, view)))
         return view;
-    PyObject *position = PyLong_FromSize_t(index);
-    PyObject *result = position ? PyObject_CallFunctionObjArgs(self->renew, position, NULL) : NULL;
-    Py_XDECREF(position);
-    Py_XDECREF(result);
-    if (!result)
+    if (reducer_called(PyObject_CallFunction(self->renew, "n", (Py_ssize_t)index)) < 0)
         return NULL;
     view = PyList_GetItem(self->views, (Py_ssize_t)index);
     if (self->shapes && !sw_py_tensor_view_get(self->exchange, view, &self->shapes[index]))
@@ -53,7 +49,7 @@ int sw_py_gradient_restore(reducer_object *self)
     if (self->kept == 0)
         return 0;
     self->kept = 0;
-    return reducer_called(sw_py_call((PyObject *)self, "_restore", NULL, NULL));
+    return reducer_called(sw_py_call(self, "_restore", NULL, NULL));
 }
 
 static int take_other(reducer_object *self, size_t index, PyObject *param, PyObject *grad)
@@ -78,17 +74,14 @@ int sw_py_gradient_place(reducer_object *self, size_t index)
 {
     if (self->sliced)
         return sw_py_sliced_place(self, index);
-    PyObject *param = sw_py_item(self->params, index);
-    PyObject *grad = param ? PyObject_GetAttr(param, self->grad_name) : NULL;
+    SW_PY_OWNED *param = sw_py_item(self->params, index);
+    SW_PY_OWNED *grad = param ? PyObject_GetAttr(param, self->grad_name) : NULL;
     PyObject *view = grad ? PyList_GetItem(self->views, (Py_ssize_t)index) : NULL;
-    bool ours = view && grad == view && is_in_place(self, index, grad);
-    int failed = !view ? -1 : 0;
-    if (view && !ours)
+    int failed = view ? 0 : -1;
+    if (view && (grad != view || !is_in_place(self, index, grad)))
         failed = take_other(self, index, param, grad);
     else if (view && !sw_reducer_is_used(self->reducer, index))
         failed = sw_py_gradient_keep(self, index); /* unchanged if no rank used it */
-    Py_XDECREF(grad);
-    Py_XDECREF(param);
     if (!failed)
         sw_reducer_place(self->reducer, index, false);
     return failed;
@@ -105,65 +98,48 @@ static int place_bucket(reducer_object *self, size_t bucket)
     return 0;
 }
 
-/* Releases the held gradients, whose copies are launched. */
-static int let_go(reducer_object *self)
-{
-    return self->held ? PyList_SetSlice(self->held, 0, PyList_Size(self->held), NULL) : 0;
-}
-
 int sw_py_gradient_fill_bucket(reducer_object *self, size_t bucket)
 {
-    sw_error err;
-    sw_status status;
-    SW_PY_WITHOUT_GIL(status, sw_reducer_reserve(self->reducer, bucket, &err));
-    if (reducer_raise(self, status, &err) < 0 || place_bucket(self, bucket) < 0)
+    if (REDUCER_WAIT(self, sw_reducer_reserve(self->reducer, bucket, &err)) < 0 ||
+        place_bucket(self, bucket) < 0 ||
+        REDUCER_ENQUEUE(self, sw_reducer_seal(self->reducer, bucket, &err)) < 0)
         return -1;
-    REDUCER_ENQUEUE(self, status, sw_reducer_seal(self->reducer, bucket, &err));
-    return reducer_raise(self, status, &err) < 0 ? -1 : let_go(self);
+    /* releases the held gradients, whose copies are launched */
+    return self->held ? PyList_SetSlice(self->held, 0, PyList_Size(self->held), NULL) : 0;
 }
 
 int sw_py_gradient_trace(reducer_object *self, size_t bucket, const char *what)
 {
-    PyObject *type, *value, *trace;
-    if (!self->tracer)
-        return 0;
-    PyErr_Fetch(&type, &value, &trace);
-    int failed =
-        reducer_called(PyObject_CallFunction(self->tracer, "ns", (Py_ssize_t)bucket, what));
-    if (!type)
-        return failed;
-    PyErr_Clear();
-    PyErr_Restore(type, value, trace);
-    return -1;
+    return self->tracer
+               ? reducer_called(PyObject_CallFunction(self->tracer, "ns", (Py_ssize_t)bucket, what))
+               : 0;
+}
+
+int sw_py_gradient_trace_end(reducer_object *self, size_t bucket, int failed)
+{
+    sw_py_pending pending = sw_py_set_aside();
+    int untold = sw_py_gradient_trace(self, bucket, "end");
+    sw_py_bring_back(&pending);
+    return failed < 0 || untold < 0 ? -1 : 0;
 }
 
 /* Sends every complete bucket, each in a range of its own. */
 static int send_traced(reducer_object *self)
 {
-    sw_error err;
-    sw_status status;
     size_t bucket;
-    while (self->tracer && sw_reducer_next_complete(self->reducer, &bucket)) {
-        if (sw_py_gradient_trace(self, bucket, "begin") < 0)
+    while (self->tracer && sw_reducer_next_complete(self->reducer, &bucket))
+        if (REDUCER_TRACED(self, bucket, "begin",
+                           sw_reducer_send_complete(self->reducer, bucket, &err)) < 0)
             return -1;
-        SW_PY_WITHOUT_GIL(status, sw_reducer_send_complete(self->reducer, bucket, &err));
-        int failed = reducer_raise(self, status, &err);
-        if (sw_py_gradient_trace(self, bucket, "end") < 0 || failed < 0)
-            return -1;
-    }
     return 0;
 }
 
 int sw_py_gradient_advance(reducer_object *self)
 {
-    sw_error err;
-    sw_status status;
     size_t bucket;
     for (;;) { /* only calls that may reduce or wait release the GIL */
-        if (send_traced(self) < 0)
-            return -1;
-        SW_PY_WITHOUT_GIL(status, sw_reducer_advance(self->reducer, &err));
-        if (reducer_raise(self, status, &err) < 0)
+        if (send_traced(self) < 0 ||
+            REDUCER_WAIT(self, sw_reducer_advance(self->reducer, &err)) < 0)
             return -1;
         if (!sw_reducer_is_waiting(self->reducer, &bucket))
             return 0;
@@ -182,9 +158,7 @@ int sw_py_gradient_make_room(reducer_object *self, size_t index)
             return -1;
         if (sw_reducer_can_place(self->reducer, index))
             return 0;
-        Py_BEGIN_ALLOW_THREADS
-        held = sw_reducer_hold_back(self->reducer, index);
-        Py_END_ALLOW_THREADS
+        SW_PY_DO_WITHOUT_GIL(held = sw_reducer_hold_back(self->reducer, index));
     } while (held);
     return 0;
 }

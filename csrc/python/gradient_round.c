@@ -16,9 +16,8 @@ static PyObject *none_or_null(int failed)
 
 static int current_task(reducer_object *self, int64_t *task)
 {
-    PyObject *result = PyObject_CallFunctionObjArgs(self->task_id, NULL);
+    SW_PY_OWNED *result = PyObject_CallFunctionObjArgs(self->task_id, NULL);
     *task = result ? PyLong_AsLongLong(result) : -1;
-    Py_XDECREF(result);
     return PyErr_Occurred() ? -1 : 0;
 }
 
@@ -31,9 +30,8 @@ static PyObject *reason_of(reducer_object *self, const sw_error *err)
     PyObject *reason = sw_py_text(err->message);
     if (!reason || !sw_reducer_take_unlike_steps(self->reducer) || self->describe == Py_None)
         return reason;
-    PyObject *said = PyObject_CallFunctionObjArgs(self->describe, NULL);
+    SW_PY_OWNED *said = PyObject_CallFunctionObjArgs(self->describe, NULL);
     PyObject *longer = said ? PyUnicode_Concat(reason, said) : NULL;
-    Py_XDECREF(said);
     if (!longer) {
         PyErr_WriteUnraisable(self->describe);
         return reason;
@@ -46,16 +44,14 @@ static PyObject *reason_of(reducer_object *self, const sw_error *err)
  * aborts the communicators with one message for all ranks and raises it. */
 static int end_communicators(reducer_object *self, const sw_error *err)
 {
-    PyObject *reason = reason_of(self, err);
+    SW_PY_OWNED *reason = reason_of(self, err);
     if (!reason) { /* no memory for the text: peers hear of the end without it */
         PyErr_Clear();
         reason = PyUnicode_FromString("");
     }
-    PyObject *result = reason ? sw_py_call((PyObject *)self, "_end", reason, NULL) : NULL;
-    Py_XDECREF(reason);
-    Py_XDECREF(result);
+    SW_PY_OWNED *result = reason ? sw_py_call(self, "_end", reason, NULL) : NULL;
     if (result) /* it should have raised */
-        sw_py_raise(reducer_state_of(self), err, NULL);
+        sw_py_raise(self, err, NULL);
     return -1;
 }
 
@@ -63,12 +59,11 @@ static int end_communicators(reducer_object *self, const sw_error *err)
 static int check_tags(reducer_object *self)
 {
     sw_error err;
-    sw_status status;
     if (!self->gpu)
         return 0;
     if (sw_py_reducer_use_stream(self) < 0 || reducer_enter(self) < 0)
         return -1;
-    REDUCER_ENQUEUE(self, status, sw_reducer_check(self->reducer, &err));
+    sw_status status = SW_PY_WITHOUT_GIL(sw_reducer_check(self->reducer, &err));
     int failed = status == SW_E_MISMATCH ? 0 : reducer_raise(self, status, &err);
     reducer_leave(self);
     return status == SW_E_MISMATCH ? end_communicators(self, &err) : failed;
@@ -79,25 +74,19 @@ static int check_tags(reducer_object *self)
 /* On a GPU, orders later writes on torch's current stream after the optimizer. */
 static int arrive(reducer_object *self)
 {
-    sw_error err;
-    sw_status status;
     if (!self->gpu)
         return 0;
-    if (sw_py_reducer_use_stream(self) < 0 || reducer_enter(self) < 0)
+    if (sw_py_reducer_use_stream(self) < 0)
         return -1;
-    REDUCER_ENQUEUE(self, status, sw_reducer_arrive(self->reducer, &err));
-    int failed = reducer_raise(self, status, &err);
-    reducer_leave(self);
-    return failed;
+    return REDUCER_INSIDE(self, REDUCER_WAIT(self, sw_reducer_arrive(self->reducer, &err)));
 }
 
 /* Arranges that close() runs at the end of graph task `task`. Nothing is sent yet: a backward that
  * reaches no parameter (torch.autograd.grad, a separate loss) is not a round. */
 static int announce(reducer_object *self, int64_t task)
 {
-    PyObject *result = PyObject_CallFunctionObjArgs(self->open, NULL);
+    SW_PY_OWNED *result = PyObject_CallFunctionObjArgs(self->open, NULL);
     int synchronised = result ? PyObject_IsTrue(result) : -1;
-    Py_XDECREF(result);
     if (synchronised < 0)
         return -1;
     self->announced_task = task;
@@ -108,15 +97,13 @@ static int announce(reducer_object *self, int64_t task)
 /* Opens a round at the first gradient of the announced graph task, or of one nested in it. */
 static int open_round(reducer_object *self, int64_t task)
 {
-    sw_error err;
     if (self->announced_task == NO_TASK && announce(self, task) < 0)
         return -1;
     if (self->announced_sync)
         self->pending_forward = false;
     self->send_is_due = false;
-    if (reducer_raise(
-            self, sw_reducer_open(self->reducer, self->announced_task, self->announced_sync, &err),
-            &err) < 0)
+    if (REDUCER_DO(self, sw_reducer_open(self->reducer, self->announced_task, self->announced_sync,
+                                         &err)) < 0)
         return -1;
     return self->announcer && self->announced_sync ? sw_py_sliced_announce(self) : 0;
 }
@@ -153,27 +140,20 @@ static int hand_over(reducer_object *self)
 /* Waits for the hook's operations. An exception that is already set is kept. */
 static int wait_for_callbacks(reducer_object *self)
 {
-    PyObject *type, *value, *trace;
     if (!self->bucket_wait)
         return 0;
-    PyErr_Fetch(&type, &value, &trace);
-    PyObject *result = PyObject_CallFunctionObjArgs(self->bucket_wait, NULL);
-    Py_XDECREF(result);
-    if (type) {
-        PyErr_Clear();
-        PyErr_Restore(type, value, trace);
-    }
-    return result && !type ? 0 : -1;
+    sw_py_pending pending = sw_py_set_aside();
+    bool failed =
+        reducer_called(PyObject_CallFunctionObjArgs(self->bucket_wait, NULL)) < 0 || pending.type;
+    sw_py_bring_back(&pending);
+    return failed ? -1 : 0;
 }
 
 static int clear_bucket(reducer_object *self, size_t bucket)
 {
-    sw_error err;
-    sw_status status;
-    REDUCER_ENQUEUE(self, status, sw_reducer_reserve(self->reducer, bucket, &err));
-    if (status == SW_OK)
-        REDUCER_ENQUEUE(self, status, sw_reducer_clear_bucket(self->reducer, bucket, &err));
-    return reducer_raise(self, status, &err);
+    if (REDUCER_ENQUEUE(self, sw_reducer_reserve(self->reducer, bucket, &err)) < 0)
+        return -1;
+    return REDUCER_ENQUEUE(self, sw_reducer_clear_bucket(self->reducer, bucket, &err));
 }
 
 /* Sliced buckets of a hook share memory, so each is filled when its turn comes, with zeros on a
@@ -182,12 +162,8 @@ static int fill_for_hook(reducer_object *self, size_t bucket, bool contributes)
 {
     if (contributes && !self->sliced)
         return 0;
-    if (reducer_enter(self) < 0)
-        return -1;
-    int failed =
-        contributes ? sw_py_gradient_fill_bucket(self, bucket) : clear_bucket(self, bucket);
-    reducer_leave(self);
-    return failed;
+    return REDUCER_INSIDE(self, contributes ? sw_py_gradient_fill_bucket(self, bucket)
+                                            : clear_bucket(self, bucket));
 }
 
 /* Calls the user's hook with each participating bucket, in order. */
@@ -227,12 +203,9 @@ static int run_crossed(reducer_object *self, bool contributes)
 /* Marks the gradient as written on torch's current stream. */
 static int produce(reducer_object *self, size_t index)
 {
-    sw_error err;
-    sw_status status;
-    if (sw_py_reducer_use_stream(self) < 0)
-        return -1;
-    REDUCER_ENQUEUE(self, status, sw_reducer_produce(self->reducer, index, &err));
-    return reducer_raise(self, status, &err);
+    return sw_py_reducer_use_stream(self) < 0
+               ? -1
+               : REDUCER_ENQUEUE(self, sw_reducer_produce(self->reducer, index, &err));
 }
 
 /* Sends the buckets that earlier gradients completed. A mean overwrites the memory of `.grad`,
@@ -250,18 +223,15 @@ static int send_due(reducer_object *self)
 static int take(reducer_object *self, size_t index, int64_t task, PyObject *param)
 {
     bool due = false, early = false;
-    sw_error err;
     if ((self->gpu && produce(self, index) < 0) || send_due(self) < 0)
         return -1;
     if (sw_py_gradient_is_hooked_later(self, index) && sw_reducer_pin(self->reducer, index))
         return 0;
     PyObject *grad = PyObject_GetAttr(param, self->grad_name);
-    bool none = grad == Py_None;
-    Py_XDECREF(grad);
-    if (!grad || none)
+    Py_XDECREF(grad); /* `param` keeps it */
+    if (!grad || grad == Py_None)
         return grad ? 0 : -1;
-    if (reducer_raise(self, sw_reducer_mark_ready(self->reducer, index, task, &due, &err), &err) <
-        0)
+    if (REDUCER_DO(self, sw_reducer_mark_ready(self->reducer, index, task, &due, &err)) < 0)
         return -1;
     if (!sw_reducer_get_traits(self->reducer)->places_late) {
         early = !sw_reducer_can_place(self->reducer, index);
@@ -281,19 +251,13 @@ int sw_py_reducer_take_gradient(reducer_object *self, size_t index, PyObject *pa
 {
     int64_t task;
     bool advance;
-    sw_error err;
     if (reducer_check_ready(self) < 0 || current_task(self, &task) < 0)
         return -1;
     if (sw_reducer_state(self->reducer) == SW_ROUND_CLOSED && open_round(self, task) < 0)
         return -1;
     if (sw_reducer_state(self->reducer) == SW_ROUND_LOCAL)
-        return reducer_raise(
-            self, sw_reducer_mark_ready(self->reducer, index, task, &advance, &err), &err);
-    if (reducer_enter(self) < 0) /* a forked child ends here */
-        return -1;
-    int result = take(self, index, task, param);
-    reducer_leave(self);
-    return result;
+        return REDUCER_DO(self, sw_reducer_mark_ready(self->reducer, index, task, &advance, &err));
+    return REDUCER_INSIDE(self, take(self, index, task, param)); /* not in a forked child */
 }
 
 /* ---- a round ends ---- */
@@ -307,11 +271,8 @@ static int publish(reducer_object *self)
     for (size_t i = 0; i < count && !self->sliced; ++i) {
         if (sw_reducer_is_ready(self->reducer, i) || !sw_reducer_used_by_any(self->reducer, i))
             continue;
-        PyObject *param = sw_py_item(self->params, i), *view = sw_py_item(self->views, i);
-        int failed = param && view ? PyObject_SetAttr(param, self->grad_name, view) : -1;
-        Py_XDECREF(param);
-        Py_XDECREF(view);
-        if (failed < 0)
+        SW_PY_OWNED *param = sw_py_item(self->params, i), *view = sw_py_item(self->views, i);
+        if (!param || !view || PyObject_SetAttr(param, self->grad_name, view) < 0)
             return -1;
     }
     return sw_py_gradient_restore(self);
@@ -340,9 +301,8 @@ static int note_order(reducer_object *self)
 {
     if (!self->order)
         return 0;
-    PyObject *digest = PyObject_CallFunctionObjArgs(self->order, NULL);
+    SW_PY_OWNED *digest = PyObject_CallFunctionObjArgs(self->order, NULL);
     unsigned long long value = digest ? PyLong_AsUnsignedLongLong(digest) : 0;
-    Py_XDECREF(digest);
     if (PyErr_Occurred())
         return -1;
     sw_reducer_set_digest(self->reducer, (uint32_t)value);
@@ -352,12 +312,7 @@ static int note_order(reducer_object *self)
 /* Ends a round in which ranks also compare the order of their units. */
 static int end_in_order(reducer_object *self, sw_status (*end)(sw_reducer *, sw_error *))
 {
-    sw_error err;
-    sw_status status;
-    if (note_order(self) < 0)
-        return -1;
-    SW_PY_WITHOUT_GIL(status, end(self->reducer, &err));
-    return reducer_raise(self, status, &err);
+    return note_order(self) < 0 ? -1 : REDUCER_WAIT(self, end(self->reducer, &err));
 }
 
 /* Exchanges only the use bits, since a user's hook averages the buckets. */
@@ -383,7 +338,6 @@ static int prepare_for_hook(reducer_object *self)
  * each bucket, and may use the communicator itself. */
 static int finish_with_callback(reducer_object *self)
 {
-    PyObject *type, *value, *trace;
     if (reducer_enter(self) < 0)
         return -1;
     int failed = send_due(self) < 0 ? -1 : prepare_for_hook(self);
@@ -393,51 +347,34 @@ static int finish_with_callback(reducer_object *self)
         return -1;
     if (differ == 0)
         return run_callbacks(self, true);
-    /* the error of a round without a hook, once the hook's buckets are in place */
-    PyErr_Fetch(&type, &value, &trace);
-    if (run_crossed(self, true) == 0) {
-        PyErr_Restore(type, value, trace);
-        return -1;
-    }
-    Py_XDECREF(type); /* the hook's own error is raised instead */
-    Py_XDECREF(value);
-    Py_XDECREF(trace);
+    /* the error of a round without a hook, once the hook's buckets are in place; the hook's own
+     * error is raised instead */
+    sw_py_pending pending = sw_py_set_aside();
+    if (run_crossed(self, true) == 0)
+        sw_py_bring_back(&pending);
+    else
+        sw_py_let_go(&pending);
     return -1;
 }
 
 /* Sends all buckets that have not been sent. */
 static int send_rest(reducer_object *self)
 {
-    sw_error err;
-    sw_status status;
     size_t bucket;
-    while (sw_reducer_next_unsent(self->reducer, &bucket)) {
+    while (sw_reducer_next_unsent(self->reducer, &bucket))
         if (sw_py_gradient_fill_bucket(self, bucket) < 0 ||
-            sw_py_gradient_trace(self, bucket, "begin") < 0)
+            REDUCER_TRACED(self, bucket, "begin", sw_reducer_send(self->reducer, bucket, &err)) < 0)
             return -1;
-        SW_PY_WITHOUT_GIL(status, sw_reducer_send(self->reducer, bucket, &err));
-        int failed = reducer_raise(self, status, &err);
-        if (sw_py_gradient_trace(self, bucket, "end") < 0 || failed < 0)
-            return -1;
-    }
     return 0;
 }
 
 /* In a round that a profiler records: waits for each bucket in a range of its own. */
 static int wait_traced(reducer_object *self)
 {
-    sw_error err;
-    sw_status status;
-    for (size_t b = 0; self->tracer && b < reducer_bucket_count(self); ++b) {
-        if (!bucket_takes_part(self, b))
-            continue;
-        if (sw_py_gradient_trace(self, b, "wait") < 0)
+    for (size_t b = 0; self->tracer && b < reducer_bucket_count(self); ++b)
+        if (bucket_takes_part(self, b) &&
+            REDUCER_TRACED(self, b, "wait", sw_reducer_await(self->reducer, b, &err)) < 0)
             return -1;
-        SW_PY_WITHOUT_GIL(status, sw_reducer_await(self->reducer, b, &err));
-        int failed = reducer_raise(self, status, &err);
-        if (sw_py_gradient_trace(self, b, "end") < 0 || failed < 0)
-            return -1;
-    }
     return 0;
 }
 
@@ -446,35 +383,31 @@ static int finish_sent(reducer_object *self)
     return end_in_order(self, sw_reducer_finish);
 }
 
+static int finish_buckets(reducer_object *self)
+{
+    return send_rest(self) < 0 || wait_traced(self) < 0 ? -1 : finish_sent(self);
+}
+
 static int finish_round(reducer_object *self)
 {
-    sw_error err;
-    int failed;
     if (sw_reducer_state(self->reducer) == SW_ROUND_LOCAL)
-        return reducer_raise(self, sw_reducer_finish(self->reducer, &err), &err);
+        return REDUCER_DO(self, sw_reducer_finish(self->reducer, &err));
     if (sw_py_reducer_use_stream(self) < 0)
         return -1;
-    if (self->bucket_callback) {
-        failed = finish_with_callback(self) < 0;
-    } else {
-        if (reducer_enter(self) < 0)
-            return -1;
-        failed = send_rest(self) < 0 || wait_traced(self) < 0 || finish_sent(self) < 0;
-        reducer_leave(self);
-    }
-    return failed || publish(self) < 0 ? -1 : compare_ranks(self);
+    int failed = self->bucket_callback ? finish_with_callback(self)
+                                       : REDUCER_INSIDE(self, finish_buckets(self));
+    return failed < 0 || publish(self) < 0 ? -1 : compare_ranks(self);
 }
 
 static int abandon(reducer_object *self)
 {
-    sw_error err;
-    sw_status status;
     bool can_abandon = sw_reducer_get_traits(self->reducer)->can_abandon;
     if (sw_reducer_state(self->reducer) != SW_ROUND_OPEN)
-        return reducer_raise(self, sw_reducer_abandon(self->reducer, &err), &err);
+        return REDUCER_DO(self, sw_reducer_abandon(self->reducer, &err));
     if (can_abandon && reducer_enter(self) < 0)
         return -1;
-    SW_PY_WITHOUT_GIL(status, sw_reducer_abandon(self->reducer, &err));
+    sw_error err;
+    sw_status status = SW_PY_WITHOUT_GIL(sw_reducer_abandon(self->reducer, &err));
     if (!can_abandon)
         return end_communicators(self, &err);
     reducer_leave(self);
@@ -483,7 +416,7 @@ static int abandon(reducer_object *self)
 
 /* ---- methods ---- */
 
-PyObject *sw_py_round_forward(PyObject *op, PyObject *synchronised)
+PyObject *sw_py_reducer_forward(PyObject *op, PyObject *synchronised)
 {
     reducer_object *self = (reducer_object *)op;
     int64_t task;
@@ -504,11 +437,10 @@ PyObject *sw_py_round_forward(PyObject *op, PyObject *synchronised)
     Py_RETURN_NONE;
 }
 
-PyObject *sw_py_round_announce(PyObject *op, PyObject *unused)
+PyObject *sw_py_reducer_open_round(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     reducer_object *self = (reducer_object *)op;
     int64_t task;
-    (void)unused;
     if (reducer_check_ready(self) < 0 || current_task(self, &task) < 0)
         return NULL;
     if (self->announced_task == task)
@@ -518,10 +450,9 @@ PyObject *sw_py_round_announce(PyObject *op, PyObject *unused)
     return none_or_null(announce(self, task));
 }
 
-PyObject *sw_py_round_close(PyObject *op, PyObject *unused)
+PyObject *sw_py_reducer_close(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     reducer_object *self = (reducer_object *)op;
-    (void)unused;
     if (reducer_check_ready(self) < 0)
         return NULL;
     self->announced_task = NO_TASK;
@@ -532,12 +463,9 @@ PyObject *sw_py_round_close(PyObject *op, PyObject *unused)
 
 /* A backward ended without its callback, by an exception. Completes the round with peers now if
  * that is quick; else the caller's next forward does. */
-PyObject *sw_py_round_fail(PyObject *op, PyObject *unused)
+PyObject *sw_py_reducer_fail(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     reducer_object *self = (reducer_object *)op;
-    sw_error err;
-    sw_status status;
-    (void)unused;
     if (reducer_check_ready(self) < 0)
         return NULL;
     self->announced_task = NO_TASK; /* even if no gradient had arrived yet */
@@ -545,38 +473,30 @@ PyObject *sw_py_round_fail(PyObject *op, PyObject *unused)
         return none_or_null(abandon(self));
     if (sw_reducer_state(self->reducer) != SW_ROUND_OPEN)
         Py_RETURN_NONE;
-    if (reducer_enter(self) < 0)
-        return NULL;
-    SW_PY_WITHOUT_GIL(status, sw_reducer_try_abandon(self->reducer, abandon_budget_ns, &err));
-    reducer_leave(self);
-    return none_or_null(reducer_raise(self, status, &err));
+    return none_or_null(REDUCER_INSIDE(
+        self, REDUCER_WAIT(self, sw_reducer_try_abandon(self->reducer, abandon_budget_ns, &err))));
 }
 
 /* Runs a whole round with the gradients as they are. */
 static int run_whole_round(reducer_object *self)
 {
-    sw_error err;
-    if (arrive(self) < 0 ||
-        reducer_raise(self, sw_reducer_open(self->reducer, -1, true, &err), &err) < 0)
-        return -1;
-    if (self->announcer && sw_py_sliced_announce(self) < 0)
+    if (arrive(self) < 0 || REDUCER_DO(self, sw_reducer_open(self->reducer, -1, true, &err)) < 0 ||
+        (self->announcer && sw_py_sliced_announce(self) < 0))
         return -1;
     return finish_round(self);
 }
 
-PyObject *sw_py_round_close_pending(PyObject *op, PyObject *unused)
+PyObject *sw_py_reducer_close_pending(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     reducer_object *self = (reducer_object *)op;
     int64_t task;
-    (void)unused;
     if (reducer_check_ready(self) < 0 || current_task(self, &task) < 0)
         return NULL;
-    if (task >= 0) {
-        PyErr_SetString(reducer_state_of(self)->error,
-                        "optimizer.step() was called inside a backward, before its gradients were "
-                        "averaged: call it after backward() has returned");
-        return NULL;
-    }
+    if (task >= 0)
+        return PyErr_Format(
+            sw_py_state_of(self)->error,
+            "optimizer.step() was called inside a backward, before its gradients were "
+            "averaged: call it after backward() has returned");
     /* an exception left the backward open, and the caller still steps */
     self->announced_task = NO_TASK;
     if (sw_reducer_state(self->reducer) != SW_ROUND_CLOSED && abandon(self) < 0)
@@ -591,42 +511,31 @@ PyObject *sw_py_round_close_pending(PyObject *op, PyObject *unused)
  * standing mean of which this rank has only a slice. Returns 0 if not, -1 with an exception. */
 static int holds_contribution(reducer_object *self, size_t index)
 {
-    PyObject *param = sw_py_item(self->params, index);
-    PyObject *grad = param ? PyObject_GetAttr(param, self->grad_name) : NULL;
-    int result = !grad ? -1 : grad != Py_None;
-    Py_XDECREF(param);
-    if (result > 0 && self->sliced && grad == PyList_GetItem(self->views, (Py_ssize_t)index)) {
-        PyObject *pending = PyObject_GetAttrString(grad, "_pending");
-        result = !pending ? -1 : pending != Py_None;
-        Py_XDECREF(pending);
-    }
-    Py_XDECREF(grad);
-    return result;
+    SW_PY_OWNED *param = sw_py_item(self->params, index);
+    SW_PY_OWNED *grad = param ? PyObject_GetAttr(param, self->grad_name) : NULL;
+    if (!grad || grad == Py_None || !self->sliced ||
+        grad != PyList_GetItem(self->views, (Py_ssize_t)index))
+        return !grad ? -1 : grad != Py_None;
+    SW_PY_OWNED *pending = PyObject_GetAttrString(grad, "_pending");
+    return !pending ? -1 : pending != Py_None;
 }
 
 /* Runs a round without a backward: `.grad` holds the contributions. */
-PyObject *sw_py_round_average(PyObject *op, PyObject *unused)
+PyObject *sw_py_reducer_average(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     reducer_object *self = (reducer_object *)op;
-    sw_error err;
     int64_t task;
     bool advance;
-    (void)unused;
     if (reducer_check_ready(self) < 0 || current_task(self, &task) < 0)
         return NULL;
-    if (task >= 0 || sw_reducer_state(self->reducer) != SW_ROUND_CLOSED) {
-        PyErr_SetString(reducer_state_of(self)->error,
-                        "an explicit call averages gradients only outside of a backward");
-        return NULL;
-    }
+    if (task >= 0 || sw_reducer_state(self->reducer) != SW_ROUND_CLOSED)
+        return PyErr_Format(sw_py_state_of(self)->error,
+                            "an explicit call averages gradients only outside of a backward");
     size_t count = sw_reducer_layout(self->reducer)->param_count;
     for (size_t i = 0; i < count; ++i) {
         int holds = sw_reducer_takes_part(self->reducer, i) ? holds_contribution(self, i) : 0;
-        if (holds < 0)
-            return NULL;
-        if (holds &&
-            reducer_raise(self, sw_reducer_mark_ready(self->reducer, i, task, &advance, &err),
-                          &err) < 0)
+        if (holds < 0 || (holds && REDUCER_DO(self, sw_reducer_mark_ready(self->reducer, i, task,
+                                                                          &advance, &err)) < 0))
             return NULL;
     }
     self->pending_forward = false;
@@ -639,18 +548,12 @@ PyObject *sw_py_round_average(PyObject *op, PyObject *unused)
  */
 static int shadow_buckets(reducer_object *self)
 {
-    sw_error err;
-    sw_status status;
     size_t bucket;
-    while (sw_reducer_next_unsent(self->reducer, &bucket)) {
-        REDUCER_ENQUEUE(self, status, sw_reducer_reserve(self->reducer, bucket, &err));
-        if (reducer_raise(self, status, &err) < 0 ||
-            reducer_called(sw_py_call_at((PyObject *)self, "_blank_bucket", bucket)) < 0)
+    while (sw_reducer_next_unsent(self->reducer, &bucket))
+        if (REDUCER_ENQUEUE(self, sw_reducer_reserve(self->reducer, bucket, &err)) < 0 ||
+            reducer_called(sw_py_call_at(self, "_blank_bucket", bucket)) < 0 ||
+            REDUCER_ENQUEUE(self, sw_reducer_send(self->reducer, bucket, &err)) < 0)
             return -1;
-        REDUCER_ENQUEUE(self, status, sw_reducer_send(self->reducer, bucket, &err));
-        if (reducer_raise(self, status, &err) < 0)
-            return -1;
-    }
     return finish_sent(self);
 }
 
@@ -678,11 +581,10 @@ static int renew_views(reducer_object *self)
     for (size_t i = 0; i < count && !self->sliced; ++i) {
         if (!sw_reducer_takes_part(self->reducer, i))
             continue;
-        PyObject *param = sw_py_item(self->params, i);
+        SW_PY_OWNED *param = sw_py_item(self->params, i);
         PyObject *grad = param ? PyObject_GetAttr(param, self->grad_name) : NULL;
-        Py_XDECREF(param);
         bool is_other = grad && grad != PyList_GetItem(self->views, (Py_ssize_t)i);
-        Py_XDECREF(grad);
+        Py_XDECREF(grad); /* before the check for other references to the view */
         if (!grad || (is_other && !sw_py_gradient_writable_view(self, i)))
             return -1;
     }
@@ -691,10 +593,9 @@ static int renew_views(reducer_object *self)
 
 static int shadow_on_device(reducer_object *self, PyObject *standing)
 {
-    sw_error err;
     if (arrive(self) < 0 || renew_views(self) < 0 || reducer_enter(self) < 0)
         return -1;
-    int failed = reducer_raise(self, sw_reducer_open_shadow(self->reducer, &err), &err) < 0 ||
+    int failed = REDUCER_DO(self, sw_reducer_open_shadow(self->reducer, &err)) < 0 ||
                  follow_standing(self, standing) < 0;
     if (!failed)
         failed = (self->bucket_callback ? exchange_use(self) : shadow_buckets(self)) < 0;
@@ -707,21 +608,18 @@ static int shadow_on_device(reducer_object *self, PyObject *standing)
 static int shadow_on_host(reducer_object *self)
 {
     sw_error err;
-    sw_status status;
     if (reducer_enter(self) < 0)
         return -1;
-    SW_PY_WITHOUT_GIL(status, sw_reducer_shadow(self->reducer, &err));
+    sw_status status = SW_PY_WITHOUT_GIL(sw_reducer_shadow(self->reducer, &err));
     reducer_leave(self);
-    if (status != SW_OK && run_crossed(self, false) < 0)
-        return -1;
-    if (reducer_raise(self, status, &err) < 0)
-        return -1;
-    if (self->bucket_callback && run_callbacks(self, false) < 0)
+    if ((status != SW_OK && run_crossed(self, false) < 0) ||
+        reducer_raise(self, status, &err) < 0 ||
+        (self->bucket_callback && run_callbacks(self, false) < 0))
         return -1;
     return compare_ranks(self);
 }
 
-PyObject *sw_py_round_shadow(PyObject *op, PyObject *args)
+PyObject *sw_py_reducer_shadow(PyObject *op, PyObject *args)
 {
     reducer_object *self = (reducer_object *)op;
     sw_py_arg a[1] = {{.o = NULL}};

@@ -33,9 +33,8 @@ static int locate_slowly(reducer_object *self, PyObject *like, PyObject *grad, v
     *from = NULL;
     if (!self->gpu)
         return 0;
-    PyObject *address = sw_py_call((PyObject *)self, "_locate", like, grad);
+    SW_PY_OWNED *address = sw_py_call(self, "_locate", like, grad);
     *from = address ? PyLong_AsVoidPtr(address) : NULL;
-    Py_XDECREF(address);
     return PyErr_Occurred() ? -1 : 0;
 }
 
@@ -43,8 +42,6 @@ int sw_py_gradient_write(reducer_object *self, size_t index, PyObject *like, PyO
                          bool add)
 {
     tensor_view seen, shape;
-    sw_error err;
-    sw_status status;
     void *from = NULL;
     bool known =
         self->shapes || (self->exchange && sw_py_tensor_view_get(self->exchange, like, &shape));
@@ -57,16 +54,12 @@ int sw_py_gradient_write(reducer_object *self, size_t index, PyObject *like, PyO
         return 1;
     if (self->held && PyList_Append(self->held, grad) < 0)
         return -1;
-    REDUCER_ENQUEUE(self, status, sw_reducer_write(self->reducer, index, from, add, &err));
-    return reducer_raise(self, status, &err);
+    return REDUCER_ENQUEUE(self, sw_reducer_write(self->reducer, index, from, add, &err));
 }
 
 int sw_py_gradient_clear(reducer_object *self, size_t index)
 {
-    sw_error err;
-    sw_status status;
-    REDUCER_ENQUEUE(self, status, sw_reducer_clear(self->reducer, index, &err));
-    return reducer_raise(self, status, &err);
+    return REDUCER_ENQUEUE(self, sw_reducer_clear(self->reducer, index, &err));
 }
 
 int sw_py_gradient_keep(reducer_object *self, size_t index)
@@ -74,5 +67,5 @@ int sw_py_gradient_keep(reducer_object *self, size_t index)
     if (!sw_reducer_get_traits(self->reducer)->averages_unused)
         return 0;
     self->kept++;
-    return reducer_called(sw_py_call_at((PyObject *)self, "_keep", index));
+    return reducer_called(sw_py_call_at(self, "_keep", index));
 }

@@ -47,16 +47,9 @@ void sw_py_reducer_link_release(reducer_link *link)
 
 static void hook_dealloc(PyObject *op)
 {
-    PyTypeObject *type = Py_TYPE(op);
     sw_py_reducer_link_release(((hook_object *)op)->link);
-    PyObject_Free(op);
-    Py_DECREF(type);
+    sw_py_free(op);
 }
 
-static PyType_Slot hook_slots[] = {
-    {Py_tp_dealloc, hook_dealloc},
-    {0, NULL},
-};
-
 SW_PY_TYPE(sw_py_hook_type_spec, "GradientHook", hook_object, Py_TPFLAGS_DISALLOW_INSTANTIATION,
-           hook_slots)
+           NULL, {Py_tp_dealloc, hook_dealloc})

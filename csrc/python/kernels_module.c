@@ -12,16 +12,11 @@
 
 enum { SELF_TEST_RANKS = 3, SELF_TEST_NUMEL = 70001, MAX_TABLES = 8 };
 
-static PyObject *instruction_sets(PyObject *module, PyObject *unused)
+static PyObject *instruction_sets(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
 {
     const sw_kernel_table *tables[MAX_TABLES];
     size_t count = sw_kernels_available(tables, MAX_TABLES);
-    PyObject *list = PyList_New(0);
-    (void)module;
-    (void)unused;
-    for (size_t i = 0; list && i < count; ++i)
-        sw_py_append(&list, PyUnicode_FromString(tables[i]->name));
-    return list;
+    return SW_PY_LIST(i, count, PyUnicode_FromString(tables[i]->name));
 }
 
 SW_PY_VALUE(instruction_set, PyObject, "instruction_set", true,
@@ -29,39 +24,32 @@ SW_PY_VALUE(instruction_set, PyObject, "instruction_set", true,
 SW_PY_METHOD(force_instruction_set, PyObject, "force_instruction_set name:z", true,
              sw_kernels_force(a[0].s, &err), sw_py_finish(self, status, &err))
 
-static PyObject *fold_tables(PyObject *module, const sw_py_arg *a, const sw_py_table *sources)
+static bool check_fold(const sw_py_arg *a, size_t count, sw_redop *op)
 {
-    sw_dtype dtype = sw_dtype_from_name(a[3].s);
-    sw_redop op = 0;
-    void *target = a[0].address;
-    sw_error err;
-    while (op < SW_REDOP_COUNT && strcmp(sw_redop_name(op), a[4].s) != 0)
-        op++;
-    if (sources->count < 1 || sources->count > 64 || a[2].n < 0 || dtype == SW_DTYPE_COUNT ||
-        op == SW_REDOP_COUNT)
-        return PyErr_Format(
-            PyExc_ValueError,
-            "fold: 1 to 64 sources, a dtype and an op of the engine; got %zu, %s, %s",
-            sources->count, a[3].s, a[4].s);
-    sw_status status = sw_redop_check(op, dtype, &err);
-    if (status == SW_OK)
-        sw_kernels()->fold[dtype](&target, 1, sources->rows, (int)sources->count, a[2].size,
-                                  1.0 / (double)sources->count, op);
-    return sw_py_finish(module, status, &err);
+    for (*op = 0; *op < SW_REDOP_COUNT && strcmp(sw_redop_name(*op), a[4].s) != 0;)
+        ++*op;
+    return (count >= 1 && count <= 64 && a[2].n >= 0 &&
+            sw_dtype_from_name(a[3].s) != SW_DTYPE_COUNT && *op < SW_REDOP_COUNT) ||
+           sw_py_refuse(PyExc_ValueError,
+                        "fold: 1 to 64 sources, a dtype and an op of the engine; got %zu, %s, %s",
+                        count, a[3].s, a[4].s);
 }
 
-static PyObject *fold(PyObject *module, PyObject *args)
+static sw_status run_fold(const sw_py_arg *a, const sw_py_table *sources, sw_redop op,
+                          sw_error *err)
 {
-    sw_py_arg a[5];
-    sw_py_table sources = {0};
-    PyObject *done = NULL;
-    if (sw_py_read("fold destination:A sources:O numel:n dtype:s op:s", args, NULL, a) &&
-        sw_py_table_init(&sources, a[1].o, "fold source:A", sizeof(void *), sw_py_fill_address,
-                         NULL))
-        done = fold_tables(module, a, &sources);
-    sw_py_table_fini(&sources);
-    return done;
+    sw_dtype dtype = sw_dtype_from_name(a[3].s);
+    void *target = a[0].address;
+    SW_TRY(sw_redop_check(op, dtype, err));
+    sw_kernels()->fold[dtype](&target, 1, sources->rows, (int)sources->count, a[2].size,
+                              1.0 / (double)sources->count, op);
+    return SW_OK;
 }
+
+SW_PY_METHOD_ON_ROWS(fold, PyObject, "fold destination:A sources:O numel:n dtype:s op:s",
+                     sw_redop reduction, 1, "fold source:A", void *, sw_py_fill_address,
+                     check_fold(a, rows.count, &reduction), run_fold(a, &rows, reduction, &err),
+                     sw_py_finish(self, status, &err))
 
 static PyObject *limit_value(uint64_t value)
 {
@@ -70,11 +58,9 @@ static PyObject *limit_value(uint64_t value)
     return PyLong_FromUnsignedLongLong(value);
 }
 
-static PyObject *host_limits(PyObject *module, PyObject *unused)
+static PyObject *host_limits(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
 {
     sw_limits limits;
-    (void)module;
-    (void)unused;
     sw_limits_read(&limits);
     return Py_BuildValue(
         "{s:N,s:N,s:N,s:N}", "memory_max_bytes", limit_value(limits.memory_max_bytes),
@@ -147,71 +133,51 @@ static bool self_test_once(test_rank *ranks, float *data, sw_error *err)
     return right && cause == 0;
 }
 
-static PyObject *self_test(PyObject *module, PyObject *unused)
+static PyObject *self_test(PyObject *module, PyObject *Py_UNUSED(unused))
 {
-    engine_state *state = PyModule_GetState(module);
     test_rank ranks[SELF_TEST_RANKS] = {0};
     sw_local_group *group = NULL;
     sw_error err = {.message = "self_test: an all_reduce of 3 threads gave a wrong sum"};
     bool right = false;
-    (void)unused;
     float *data = calloc((size_t)SELF_TEST_RANKS * SELF_TEST_NUMEL, sizeof *data);
     if (!data)
         return PyErr_NoMemory();
     if (sw_local_group_create(SELF_TEST_RANKS, &group, &err) == SW_OK) {
         for (int r = 0; r < SELF_TEST_RANKS; ++r)
             ranks[r].group = group;
-        Py_BEGIN_ALLOW_THREADS
-        right = self_test_once(ranks, data, &err);
-        Py_END_ALLOW_THREADS
+        SW_PY_DO_WITHOUT_GIL(right = self_test_once(ranks, data, &err));
         sw_local_group_destroy(group);
     }
     free(data);
-    if (!right) {
-        PyErr_SetString(state->error, err.message);
-        return NULL;
-    }
-    Py_RETURN_NONE;
+    return right ? sw_py_none() : PyErr_Format(sw_py_state_of(module)->error, "%s", err.message);
 }
 
 SW_PY_VALUE(crc32c, PyObject, "crc32c address:A nbytes:N", true,
             PyLong_FromUnsignedLong(sw_crc32c(0, a[0].address, a[1].size)))
 
-static bool check_stride(Py_ssize_t stride)
-{
-    if (stride < 1)
-        PyErr_Format(PyExc_ValueError, "sample_crc32c: stride must be at least 1, got %zd", stride);
-    return stride >= 1;
-}
-
 SW_PY_VALUE(sample_crc32c, PyObject, "sample_crc32c address:A nbytes:N stride:n",
-            check_stride(a[2].n),
+            a[2].n >= 1 ||
+                sw_py_refuse(PyExc_ValueError, "sample_crc32c: stride must be at least 1, got %zd",
+                             a[2].n),
             PyLong_FromUnsignedLong(sw_sample_crc32c(a[0].address, a[1].size, a[2].size)))
 SW_PY_VALUE(prefer_huge_pages, PyObject, "prefer_huge_pages address:A nbytes:N", true,
             (sw_memory_prefer_huge(a[0].address, a[1].size), sw_py_none()))
 
 PyMethodDef sw_py_kernel_functions[] = {
-    {"instruction_sets", instruction_sets, METH_NOARGS,
-     "instruction_sets($module, /)\n--\n\nReturn the kernel tables that run here, best last."},
-    {"instruction_set", instruction_set, METH_VARARGS,
-     "instruction_set($module, /)\n--\n\nReturn the kernel table in use."},
-    {"force_instruction_set", force_instruction_set, METH_VARARGS,
-     "force_instruction_set($module, name, /)\n--\n\nUse another kernel table, for debugging."},
-    {"fold", fold, METH_VARARGS,
-     "fold($module, destination, sources, numel, dtype, op, /)\n--\n\n"
-     "Run the fold kernel on addresses of numel elements: destination = op over sources in order."},
-    {"crc32c", crc32c, METH_VARARGS,
-     "crc32c($module, address, nbytes, /)\n--\n\nReturn the checksum that checkpoints use."},
-    {"sample_crc32c", sample_crc32c, METH_VARARGS,
-     "sample_crc32c($module, address, nbytes, stride, /)\n--\n\n"
-     "Return the checksum of sampled cache lines of some memory."},
-    {"prefer_huge_pages", prefer_huge_pages, METH_VARARGS,
-     "prefer_huge_pages($module, address, nbytes, /)\n--\n\n"
-     "Request huge pages for untouched memory; a hint."},
-    {"host_limits", host_limits, METH_NOARGS,
-     "host_limits($module, /)\n--\n\nReturn the limits of this process."},
-    {"self_test", self_test, METH_NOARGS,
-     "self_test($module, /)\n--\n\n"
-     "Run an all_reduce of threads; raise Error if its result is wrong."},
+    SW_PY_FUNCTION_AS(instruction_sets, METH_NOARGS, "/",
+                      "Return the kernel tables that run here, best last."),
+    SW_PY_FUNCTION(instruction_set, "/", "Return the kernel table in use."),
+    SW_PY_FUNCTION(force_instruction_set, "name, /", "Use another kernel table, for debugging."),
+    SW_PY_FUNCTION(fold, "destination, sources, numel, dtype, op, /",
+                   "Run the fold kernel on addresses of numel elements: destination = op over "
+                   "sources in order."),
+    SW_PY_FUNCTION(crc32c, "address, nbytes, /", "Return the checksum that checkpoints use."),
+    SW_PY_FUNCTION(sample_crc32c, "address, nbytes, stride, /",
+                   "Return the checksum of sampled cache lines of some memory."),
+    SW_PY_FUNCTION(prefer_huge_pages, "address, nbytes, /",
+                   "Request huge pages for untouched memory; a hint."),
+    SW_PY_FUNCTION_AS(host_limits, METH_NOARGS, "/", "Return the limits of this process."),
+    SW_PY_FUNCTION_AS(self_test, METH_NOARGS, "/",
+                      "Run an all_reduce of threads; raise Error if its result is wrong."),
     {NULL, NULL, 0, NULL},
 };

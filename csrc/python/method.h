@@ -14,17 +14,17 @@
 #ifndef SW_PYTHON_METHOD_H
 #define SW_PYTHON_METHOD_H
 
-#include "python/arguments.h"
 #include "python/engine.h"
 
-/* status = expression, without the GIL. A call that enqueues on a GPU blocks while the driver's
- * queue is full, until the GPU proceeds or another thread aborts. */
-#define SW_PY_WITHOUT_GIL(status, expression)            \
-    do {                                                 \
+/* The status that an expression gives, without the GIL. A call that enqueues on a GPU blocks while
+ * the driver's queue is full, until the GPU proceeds or another thread aborts. */
+#define SW_PY_WITHOUT_GIL(expression)                    \
+    __extension__({                                      \
         PyThreadState *sw_thread_ = PyEval_SaveThread(); \
-        (status) = (expression);                         \
+        sw_status sw_given_ = (expression);              \
         PyEval_RestoreThread(sw_thread_);                \
-    } while (0)
+        sw_given_;                                       \
+    })
 
 #define SW_PY_METHOD(function, object, signature, enter, call, finish) \
     SW_PY_METHOD_WITH(function, object, signature, , enter, call, finish)
@@ -36,12 +36,11 @@
         object *self = (object *)(void *)op;                                       \
         sw_py_arg a[SW_PY_ARGS_MAX] = {{0}};                                       \
         sw_error err = {0};                                                        \
-        sw_status status;                                                          \
         local;                                                                     \
         (void)self, (void)err;                                                     \
         if (!sw_py_read(signature, args, NULL, a) || !(enter))                     \
             return NULL;                                                           \
-        SW_PY_WITHOUT_GIL(status, call);                                           \
+        sw_status status = SW_PY_WITHOUT_GIL(call);                                \
         (void)status;                                                              \
         return finish;                                                             \
     }
@@ -54,50 +53,66 @@
     {                                                                                          \
         object *self = (object *)(void *)op;                                                   \
         sw_py_arg a[SW_PY_ARGS_MAX] = {{0}};                                                   \
-        sw_py_table rows = {0};                                                                \
+        SW_PY_TABLE rows = {0};                                                                \
         sw_error err = {0};                                                                    \
-        sw_status status;                                                                      \
-        PyObject *done = NULL;                                                                 \
         local;                                                                                 \
         (void)err;                                                                             \
-        if (sw_py_read(signature, args, NULL, a) &&                                            \
-            sw_py_table_init(&rows, a[list].o, row, sizeof(type), fill, self) && (enter)) {    \
-            SW_PY_WITHOUT_GIL(status, call);                                                   \
-            done = finish;                                                                     \
-        }                                                                                      \
-        sw_py_table_fini(&rows);                                                               \
-        return done;                                                                           \
+        if (!sw_py_read(signature, args, NULL, a) ||                                           \
+            !sw_py_table_init(&rows, a[list].o, row, sizeof(type), fill, self) || !(enter))    \
+            return NULL;                                                                       \
+        sw_status status = SW_PY_WITHOUT_GIL(call);                                            \
+        return finish;                                                                         \
     }
 
 /* A method, or a function of the module, that only returns a value. */
 #define SW_PY_VALUE(function, object, signature, check, value) \
-    static PyObject *function(PyObject *op, PyObject *args)    \
-    {                                                          \
-        object *self = (object *)(void *)op;                   \
-        sw_py_arg a[SW_PY_ARGS_MAX] = {{0}};                   \
-        (void)self;                                            \
-        if (!sw_py_read(signature, args, NULL, a) || !(check)) \
-            return NULL;                                       \
-        return value;                                          \
+    static SW_PY_SHARED_VALUE(function, object, signature, check, value)
+#define SW_PY_SHARED_VALUE(function, object, signature, check, value) \
+    PyObject *function(PyObject *op, PyObject *args)                  \
+    {                                                                 \
+        object *self = (object *)(void *)op;                          \
+        sw_py_arg a[SW_PY_ARGS_MAX] = {{0}};                          \
+        (void)self;                                                   \
+        if (!sw_py_read(signature, args, NULL, a) || !(check))        \
+            return NULL;                                              \
+        return value;                                                 \
     }
 
 /* A property without a setter. */
-#define SW_PY_GETTER(function, object, value)                  \
-    static PyObject *function(PyObject *op, void *unused)      \
-    {                                                          \
-        const object *self = (const object *)(const void *)op; \
-        (void)unused;                                          \
-        return value;                                          \
+#define SW_PY_GETTER(function, object, value)                        \
+    static PyObject *function(PyObject *op, void *Py_UNUSED(unused)) \
+    {                                                                \
+        const object *self = (const object *)(const void *)op;       \
+        return value;                                                \
     }
 
-/* A type of the module. */
-#define SW_PY_TYPE(spec, name_, object, flags_, slots_)         \
-    PyType_Spec spec = {.name = "shardwright._engine." name_,   \
-                        .basicsize = sizeof(object),            \
-                        .flags = Py_TPFLAGS_DEFAULT | (flags_), \
-                        .slots = (slots_)};
+/* A type of the module, with its slots. */
+#define SW_PY_TYPE(spec, name_, object, flags_, doc, ...)                                     \
+    static PyType_Slot spec##_slots[] = {__VA_ARGS__, {Py_tp_doc, (void *)(doc)}, {0, NULL}}; \
+    PyType_Spec spec = {.name = "shardwright._engine." name_,                                 \
+                        .basicsize = sizeof(object),                                          \
+                        .flags = Py_TPFLAGS_DEFAULT | (flags_),                               \
+                        .slots = spec##_slots};
 
-/* In a table of methods: a function of (op, args, kwargs). */
+/* An entry of a table of methods, with the parameters that help() shows. */
+#define SW_PY_ENTRY(function, flags, name, parameters, doc) \
+    {name, (PyCFunction)(void (*)(void))(function), flags, name "(" parameters ")\n--\n\n" doc}
+/* Entries of functions named prefix_name: a method that takes arguments by position, one that also
+ * takes them by name, one that takes none, and one of the type itself. */
+#define SW_PY_ARGS(prefix, name, parameters, doc) \
+    SW_PY_ENTRY(prefix##_##name, METH_VARARGS, #name, "$self, " parameters, doc)
+#define SW_PY_KEYS(prefix, name, parameters, doc) \
+    SW_PY_ENTRY(prefix##_##name, METH_VARARGS | METH_KEYWORDS, #name, "$self, " parameters, doc)
+#define SW_PY_NONE(prefix, name, doc) \
+    SW_PY_ENTRY(prefix##_##name, METH_NOARGS, #name, "$self, /", doc)
+#define SW_PY_OF_TYPE(prefix, name, parameters, doc) \
+    SW_PY_ENTRY(prefix##_##name, METH_VARARGS | METH_CLASS, #name, "$type, " parameters, doc)
+/* The same for functions of the module. */
+#define SW_PY_FUNCTION(name, parameters, doc) \
+    SW_PY_ENTRY(name, METH_VARARGS, #name, "$module, " parameters, doc)
+#define SW_PY_FUNCTION_AS(name, flags, parameters, doc) \
+    SW_PY_ENTRY(name, flags, #name, "$module, " parameters, doc)
+/* A method whose parameters help() does not show. */
 #define SW_PY_NAMED(function) (PyCFunction)(void (*)(void))(function), METH_VARARGS | METH_KEYWORDS
 
 /* A count of a struct of statistics, all uint64_t, and a dict of such a table. */

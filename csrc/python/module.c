@@ -20,10 +20,9 @@ static const struct {
     {&sw_py_device_stage_type_spec, offsetof(engine_state, device_stage_type)},
 };
 
-static PyMethodDef *const functions[] = {
-    sw_py_optim_functions,        sw_py_compress_functions,        sw_py_device_functions,
-    sw_py_device_codec_functions, sw_py_device_powersgd_functions, sw_py_fork_functions,
-    sw_py_marks_functions};
+static PyMethodDef *const functions[] = {sw_py_optim_functions,  sw_py_compress_functions,
+                                         sw_py_device_functions, sw_py_device_compress_functions,
+                                         sw_py_fork_functions,   sw_py_marks_functions};
 
 static PyObject **type_place(engine_state *state, size_t i)
 {

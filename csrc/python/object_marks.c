@@ -4,8 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "python/arguments.h"
-#include "python/engine.h"
+#include "python/method.h"
 
 typedef struct word_list {
     uint64_t *words; /* owned */
@@ -59,18 +58,15 @@ static void append_members(word_list *list, PyObject *container)
     }
 }
 
-static PyObject *object_addresses(PyObject *module, PyObject *args)
+static PyObject *addresses_of(PyObject *containers)
 {
-    sw_py_arg a[1];
     word_list list = {0};
-    (void)module;
-    if (!sw_py_read("object_addresses containers:L", args, NULL, a))
-        return NULL;
-    PyObject *containers = a[0].o;
     for (Py_ssize_t i = 0; i < PyList_Size(containers); ++i)
         append_members(&list, PyList_GetItem(containers, i));
     return take(&list);
 }
+
+SW_PY_VALUE(object_addresses, PyObject, "object_addresses containers:L", true, addresses_of(a[0].o))
 
 static void append_view(word_list *list, const tensor_view *view)
 {
@@ -83,15 +79,10 @@ static void append_view(word_list *list, const tensor_view *view)
     }
 }
 
-static PyObject *tensor_places(PyObject *module, PyObject *args)
+static PyObject *places_of(PyObject *tensors)
 {
-    sw_py_arg a[1];
     word_list list = {0};
     tensor_view view;
-    (void)module;
-    if (!sw_py_read("tensor_places tensors:L", args, NULL, a))
-        return NULL;
-    PyObject *tensors = a[0].o;
     Py_ssize_t count = PyList_Size(tensors);
     const void *table = count ? sw_py_tensor_exchange_table(PyList_GetItem(tensors, 0)) : NULL;
     for (Py_ssize_t i = 0; i < count; ++i) {
@@ -104,13 +95,14 @@ static PyObject *tensor_places(PyObject *module, PyObject *args)
     return take(&list);
 }
 
+SW_PY_VALUE(tensor_places, PyObject, "tensor_places tensors:L", true, places_of(a[0].o))
+
 PyMethodDef sw_py_marks_functions[] = {
-    {"object_addresses", object_addresses, METH_VARARGS,
-     "object_addresses($module, containers, /)\n--\n\n"
-     "Return the identities of the members of dicts and lists, and of other objects, as bytes."},
-    {"tensor_places", tensor_places, METH_VARARGS,
-     "tensor_places($module, tensors, /)\n--\n\n"
-     "Return address, device type, dtype, shape and strides of tensors, as bytes; None if some "
-     "tensor has no such view."},
+    SW_PY_FUNCTION(
+        object_addresses, "containers, /",
+        "Return the identities of the members of dicts and lists, and of other objects, as bytes."),
+    SW_PY_FUNCTION(tensor_places, "tensors, /",
+                   "Return address, device type, dtype, shape and strides of tensors, as bytes; "
+                   "None if some tensor has no such view."),
     {NULL, NULL, 0, NULL},
 };

@@ -5,12 +5,10 @@
 
 bool sw_py_owner_bind(sw_py_owner *self, PyObject *comm, const char *type_name)
 {
-    PyTypeObject *wanted = sw_py_state_of((PyObject *)self)->device_comm_type;
-    if (!PyObject_TypeCheck(comm, wanted)) {
-        PyErr_Format(PyExc_TypeError, "%s: comm must be a DeviceComm, got %R", type_name,
-                     (PyObject *)Py_TYPE(comm));
-        return false;
-    }
+    PyTypeObject *wanted = sw_py_state_of(self)->device_comm_type;
+    if (!PyObject_TypeCheck(comm, wanted))
+        return sw_py_refuse(PyExc_TypeError, "%s: comm must be a DeviceComm, got %R", type_name,
+                            (PyObject *)Py_TYPE(comm));
     if (!sw_py_use_make(&self->use, type_name))
         return false;
     Py_INCREF(comm);
@@ -26,24 +24,16 @@ void sw_py_owner_keep(sw_py_owner *self, int place, PyObject *value)
 
 bool sw_py_owner_check(const sw_py_owner *self, const char *what)
 {
-    if (self->made)
-        return true;
-    PyErr_Format(sw_py_state_of((PyObject *)(uintptr_t)self)->error, "%s not initialised", what);
-    return false;
+    return self->made || sw_py_refuse(sw_py_state_of(self)->error, "%s not initialised", what);
 }
 
-int sw_py_owner_made(sw_py_owner *self, sw_status status, const sw_error *err)
+int sw_py_owner_made(sw_py_owner *self, void *made, sw_py_destroy_fn *destroy, sw_status status,
+                     const sw_error *err)
 {
-    if (status == SW_OK)
-        return 0;
-    sw_py_raise(sw_py_state_of((PyObject *)self), err, NULL);
-    return -1;
-}
-
-int sw_py_owner_finish(sw_py_owner *self, sw_status status, const sw_error *err)
-{
-    PyObject *done = sw_py_device_finish(self->comm, status, err);
-    Py_XDECREF(done);
+    self->made = made;
+    self->destroy = destroy;
+    SW_PY_OWNED *done =
+        self->comm ? sw_py_device_finish(self->comm, status, err) : sw_py_finish(self, status, err);
     return done ? 0 : -1;
 }
 
@@ -51,7 +41,6 @@ int sw_py_owner_finish(sw_py_owner *self, sw_status status, const sw_error *err)
 void sw_py_owner_dealloc(PyObject *op)
 {
     sw_py_owner *self = (sw_py_owner *)op;
-    PyTypeObject *type = Py_TYPE(op);
     if (self->made && self->comm && sw_py_use_is_own(&self->comm->use))
         sw_py_device_destroy(self->comm, self->destroy, self->drop, self->made);
     else if (self->made && !self->comm && (!self->is_the_parents || sw_py_use_is_own(&self->use)))
@@ -59,8 +48,7 @@ void sw_py_owner_dealloc(PyObject *op)
     Py_XDECREF(self->comm);
     Py_XDECREF(self->kept[0]);
     Py_XDECREF(self->kept[1]);
-    PyObject_Free(op);
-    Py_DECREF(type);
+    sw_py_free(op);
 }
 
 PyObject *sw_py_counts(const void *stats, const sw_py_count *counts, size_t count)

@@ -24,9 +24,21 @@ void sw_py_owner_keep(sw_py_owner *self, int place, PyObject *value);
 void sw_py_owner_dealloc(PyObject *op);
 /* Returns false with an exception if __init__ has not made it. */
 bool sw_py_owner_check(const sw_py_owner *self, const char *what);
-/* Ends __init__: returns 0, or -1 with the exception of `err`. */
-int sw_py_owner_made(sw_py_owner *self, sw_status status, const sw_error *err);
-/* The same for one that has entered its communicator, which it leaves. */
-int sw_py_owner_finish(sw_py_owner *self, sw_status status, const sw_error *err);
+/* Ends __init__ with what it made, or NULL: returns 0, or -1 with the exception of `err`. It leaves
+ * the communicator, which an object that is made from one has entered. */
+int sw_py_owner_made(sw_py_owner *self, void *made, sw_py_destroy_fn *destroy, sw_status status,
+                     const sw_error *err);
+
+/* Defines stats(): a dict of counts, empty before __init__. */
+#define SW_PY_OWNER_STATS(function, type, get, ...)                          \
+    static PyObject *function(PyObject *op, PyObject *Py_UNUSED(unused))     \
+    {                                                                        \
+        static const sw_py_count counts[] = {__VA_ARGS__};                   \
+        const sw_py_owner *self = (sw_py_owner *)op;                         \
+        if (!self->made)                                                     \
+            return PyDict_New();                                             \
+        const type stats = get(self->made);                                  \
+        return sw_py_counts(&stats, counts, sizeof counts / sizeof *counts); \
+    }
 
 #endif

@@ -4,10 +4,9 @@
 
 static bool is_within(const char *what, Py_ssize_t index, size_t count)
 {
-    if (index >= 0 && (size_t)index < count)
-        return true;
-    PyErr_Format(PyExc_IndexError, "%s index must be in [0, %zu), got %zd", what, count, index);
-    return false;
+    return (index >= 0 && (size_t)index < count) ||
+           sw_py_refuse(PyExc_IndexError, "%s index must be in [0, %zu), got %zd", what, count,
+                        index);
 }
 
 bool sw_py_reducer_has_index(reducer_object *self, Py_ssize_t index)
@@ -34,9 +33,8 @@ static PyObject *owner_of(reducer_object *self, size_t index, bool is_result, in
     PyObject *flag = first ? PyObject_GetAttrString(first, "is_cuda") : NULL;
     if (!flag) {
         PyErr_Clear();
-        PyErr_Format(reducer_state_of(self)->error, "bucket %zu takes no part: it has no memory",
-                     index);
-        return NULL;
+        return PyErr_Format(sw_py_state_of(self)->error,
+                            "bucket %zu takes no part: it has no memory", index);
     }
     if (flag == Py_True)
         *ordinal = self->gpu->comm->device->ordinal;
@@ -60,74 +58,47 @@ static PyObject *capsule_over(reducer_object *self, size_t index, bool is_result
 static PyObject *flat_capsule_over(reducer_object *self, size_t index, bool is_result,
                                    void *address, size_t numel)
 {
-    PyObject *shape = Py_BuildValue("(n)", (Py_ssize_t)numel);
-    PyObject *made = capsule_over(self, index, is_result, address, shape, Py_None);
-    Py_XDECREF(shape);
-    return made;
-}
-
-PyObject *sw_py_reducer_gradient(PyObject *op, PyObject *args)
-{
-    reducer_object *self = (reducer_object *)op;
-    sw_py_arg a[3] = {[2] = {.o = Py_None}};
-    if (!sw_py_read("gradient index:n shape:O | strides:O", args, NULL, a) ||
-        !sw_py_reducer_has_index(self, a[0].n))
-        return NULL;
-    return capsule_over(self, sw_reducer_layout(self->reducer)->place[a[0].n].bucket, false,
-                        sw_reducer_address(self->reducer, a[0].size), a[1].o, a[2].o);
+    SW_PY_OWNED *shape = Py_BuildValue("(n)", (Py_ssize_t)numel);
+    return capsule_over(self, index, is_result, address, shape, Py_None);
 }
 
 /* Returns this rank's slice of a parameter's mean, one-dimensional. */
-PyObject *sw_py_reducer_result(PyObject *op, PyObject *args)
+static PyObject *slice_of(reducer_object *self, size_t index, size_t bucket)
 {
-    reducer_object *self = (reducer_object *)op;
-    sw_py_arg a[1];
     size_t numel;
-    if (!sw_py_read("result index:n", args, NULL, a) || !sw_py_reducer_has_index(self, a[0].n))
-        return NULL;
-    uint8_t *address = sw_reducer_result(self->reducer, a[0].size, &numel);
-    return flat_capsule_over(self, sw_reducer_layout(self->reducer)->place[a[0].n].bucket, true,
-                             address, numel);
+    uint8_t *address = sw_reducer_result(self->reducer, index, &numel);
+    return flat_capsule_over(self, bucket, true, address, numel);
 }
-
-#define OF_BUCKET(name, value)                                                              \
-    PyObject *sw_py_reducer_##name(PyObject *op, PyObject *args)                            \
-    {                                                                                       \
-        reducer_object *self = (reducer_object *)op;                                        \
-        sw_py_arg a[1];                                                                     \
-        if (!sw_py_read(#name " bucket:n", args, NULL, a) ||                                \
-            !sw_py_reducer_has_bucket(self, a[0].n))                                        \
-            return NULL;                                                                    \
-        const sw_layout_bucket *bucket = &sw_reducer_layout(self->reducer)->bucket[a[0].n]; \
-        return value;                                                                       \
-    }
 
 static PyObject *parameters_of(const reducer_object *self, const sw_layout_bucket *bucket)
 {
-    PyObject *list = PyList_New(0);
-    for (size_t i = 0; list && i < bucket->count; ++i)
-        sw_py_append(&list,
-                     PyLong_FromSize_t(sw_reducer_layout(self->reducer)->order[bucket->first + i]));
-    return list;
+    const size_t *order = sw_reducer_layout(self->reducer)->order + bucket->first;
+    return SW_PY_LIST(i, bucket->count, PyLong_FromSize_t(order[i]));
 }
 
+/* A method of one parameter, whose place is PLACE, or of one BUCKET. */
+#define PLACE (&sw_reducer_layout(self->reducer)->place[a[0].n])
+#define BUCKET (&sw_reducer_layout(self->reducer)->bucket[a[0].n])
+#define OF_PARAMETER(name, rest, value)                                             \
+    SW_PY_SHARED_VALUE(sw_py_reducer_##name, reducer_object, #name " index:n" rest, \
+                       sw_py_reducer_has_index(self, a[0].n), value)
+#define OF_BUCKET(name, value)                                                  \
+    SW_PY_SHARED_VALUE(sw_py_reducer_##name, reducer_object, #name " bucket:n", \
+                       sw_py_reducer_has_bucket(self, a[0].n), value)
+
+OF_PARAMETER(gradient, " shape:O | strides:O",
+             capsule_over(self, PLACE->bucket, false, sw_reducer_address(self->reducer, a[0].size),
+                          a[1].o, a[2].o ? a[2].o : Py_None))
+OF_PARAMETER(result, "", slice_of(self, a[0].size, PLACE->bucket))
+/* Returns (bucket, begin, numel) of a parameter. */
+OF_PARAMETER(place, "",
+             Py_BuildValue("nnn", (Py_ssize_t)PLACE->bucket, (Py_ssize_t)PLACE->begin,
+                           (Py_ssize_t)PLACE->numel))
 OF_BUCKET(bucket, flat_capsule_over(self, a[0].size, false,
-                                    sw_reducer_slot(self->reducer, a[0].size), bucket->numel))
-OF_BUCKET(bucket_parameters, parameters_of(self, bucket))
-OF_BUCKET(bucket_dtype, PyUnicode_FromString(sw_dtype_name(bucket->dtype)))
+                                    sw_reducer_slot(self->reducer, a[0].size), BUCKET->numel))
+OF_BUCKET(bucket_parameters, parameters_of(self, BUCKET))
+OF_BUCKET(bucket_dtype, PyUnicode_FromString(sw_dtype_name(BUCKET->dtype)))
 /* Returns (offset_bytes, numel, dtype, trainable). */
 OF_BUCKET(bucket_shape,
-          Py_BuildValue("nnsO", (Py_ssize_t)bucket->offset_bytes, (Py_ssize_t)bucket->numel,
-                        sw_dtype_name(bucket->dtype), bucket->trainable ? Py_True : Py_False))
-
-/* Returns (bucket, begin, numel) of a parameter. */
-PyObject *sw_py_reducer_place(PyObject *op, PyObject *args)
-{
-    reducer_object *self = (reducer_object *)op;
-    sw_py_arg a[1];
-    if (!sw_py_read("place index:n", args, NULL, a) || !sw_py_reducer_has_index(self, a[0].n))
-        return NULL;
-    const sw_layout_place *place = &sw_reducer_layout(self->reducer)->place[a[0].n];
-    return Py_BuildValue("nnn", (Py_ssize_t)place->bucket, (Py_ssize_t)place->begin,
-                         (Py_ssize_t)place->numel);
-}
+          Py_BuildValue("nnsO", (Py_ssize_t)BUCKET->offset_bytes, (Py_ssize_t)BUCKET->numel,
+                        sw_dtype_name(BUCKET->dtype), BUCKET->trainable ? Py_True : Py_False))

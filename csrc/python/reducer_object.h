@@ -13,6 +13,8 @@
 #include "python/device_object.h"
 #include "python/method.h"
 
+enum { REDUCER_REFERENCES = 16 };
+
 typedef struct reducer_object {
     PyObject_HEAD comm_object *comm; /* owned; NULL on a GPU */
     device_comm_object *gpu;         /* owned; NULL on the host */
@@ -21,25 +23,29 @@ typedef struct reducer_object {
                            tensors, one per bucket (sliced: its slice of the mean; None if it takes no
                            part), followed by a tuple of the places */
     reducer_link *link; /* reference-counted, shared with the hooks */
-    PyObject *params,
-        *views; /* owned lists; NULL before attach. The caller shares the list of views */
-    PyObject *hook_tables; /* owned list: torch's table of hooks of each parameter, or None */
-    PyObject *layouts; /* owned list of tensors with the layouts of gradients, where parameters may
-                          differ; or None */
-    PyObject *copy, *open, *renew, *task_id; /* owned callables or NULL */
-    PyObject *unlike, *describe; /* owned callables, or None: called if ranks noted different steps,
-                                    and on a GPU to describe this rank's */
-    PyObject *stream;            /* owned callable: torch's current stream; NULL on the host */
-    PyObject *order; /* owned callable that returns a digest that ranks must agree on; or NULL */
-    PyObject *announcer; /* owned callable, gets the standing means as a round opens; or NULL */
-    PyObject *held;      /* owned list: on a GPU, gradients until their copies are launched */
-    PyObject *bucket_callback; /* owned, or NULL: averages a bucket in place of the engine */
-    PyObject *bucket_wait; /* owned, or NULL: waits for operations of bucket_callback, which then
-                              gets buckets as soon as they are complete */
-    PyObject *tracer; /* owned, or NULL: in a round that a profiler records, called with a bucket
-                         and "begin" or "wait", and with "end" behind it */
-    bool sliced;      /* a view is a ShardedGradient, without memory; sliced_gradients.c takes the
-                         gradients */
+    union {
+        struct { /* owned, or NULL. The first eight: attach()'s callables and lists */
+            PyObject *copy, *open, *renew, *task_id;
+            PyObject *layouts; /* list of tensors with the layouts of gradients, where parameters
+                                  may differ; or None */
+            PyObject *unlike, *describe; /* or None: called if ranks noted different steps, and on a
+                                            GPU to describe this rank's */
+            PyObject *stream;            /* torch's current stream; None on the host */
+            PyObject *params, *views;  /* lists; NULL before attach. The caller shares the views */
+            PyObject *hook_tables;     /* list: torch's table of hooks of each parameter, or None */
+            PyObject *order;           /* returns a digest that ranks must agree on */
+            PyObject *announcer;       /* gets the standing means as a round opens */
+            PyObject *bucket_callback; /* averages a bucket in place of the engine */
+            PyObject *bucket_wait;     /* waits for operations of bucket_callback, which then gets
+                                          buckets as soon as they are complete */
+            PyObject *tracer; /* in a round that a profiler records, called with a bucket and
+                                 "begin" or "wait", and with "end" behind it */
+        };
+        PyObject *references[REDUCER_REFERENCES];
+    };
+    PyObject *held; /* owned list: on a GPU, gradients until their copies are launched */
+    bool sliced;    /* a view is a ShardedGradient, without memory; sliced_gradients.c takes the
+                       gradients */
     PyObject *grad_name;     /* owned: "grad" */
     const void *exchange;    /* torch's table, or NULL */
     tensor_view *shapes;     /* owned: layout of each view, to compare a gradient's with */
@@ -56,11 +62,6 @@ enum { NO_TASK = -2 };
 /* On a GPU, the entries of `memory` after those of the buckets. */
 enum { PLACES, ROW, COLUMN, EXTRAS };
 
-static inline engine_state *reducer_state_of(reducer_object *self)
-{
-    return sw_py_state_of((PyObject *)self);
-}
-
 /* Returns 0, or -1 with the exception of `err`. */
 static inline int reducer_raise(reducer_object *self, sw_status status, const sw_error *err)
 {
@@ -69,7 +70,7 @@ static inline int reducer_raise(reducer_object *self, sw_status status, const sw
     if (self->gpu)
         sw_py_device_raise(self->gpu, err);
     else
-        sw_py_raise(reducer_state_of(self), err, self->comm);
+        sw_py_raise(self, err, self->comm);
     return -1;
 }
 
@@ -80,19 +81,17 @@ static inline size_t reducer_bucket_count(const reducer_object *self)
 
 static inline int reducer_check_made(reducer_object *self)
 {
-    if (self->reducer)
-        return 0;
-    PyErr_SetString(reducer_state_of(self)->error, "the reducer was not initialised");
-    return -1;
+    bool is_made = self->reducer ||
+                   sw_py_refuse(sw_py_state_of(self)->error, "the reducer was not initialised");
+    return is_made ? 0 : -1;
 }
 
 static inline int reducer_check_ready(reducer_object *self)
 {
-    if (self->reducer && self->params)
-        return 0;
-    PyErr_SetString(reducer_state_of(self)->error,
-                    "the reducer has no tensors: call attach() first");
-    return -1;
+    bool is_ready = (self->reducer && self->params) ||
+                    sw_py_refuse(sw_py_state_of(self)->error,
+                                 "the reducer has no tensors: call attach() first");
+    return is_ready ? 0 : -1;
 }
 
 /* Enters the communicator until reducer_leave(). Returns -1 with an exception. */
@@ -110,16 +109,28 @@ static inline void reducer_leave(reducer_object *self)
         sw_py_comm_leave(self->comm);
 }
 
-/* Evaluates a call that may enqueue on a GPU. A host that is ahead of its GPU blocks there, so the
- * GIL is released. On the host such a call is short and keeps the GIL. The communicator is entered.
- */
-#define REDUCER_ENQUEUE(self, status, expression)                                  \
-    do {                                                                           \
-        PyThreadState *reducer_thread_ = (self)->gpu ? PyEval_SaveThread() : NULL; \
-        (status) = (expression);                                                   \
-        if (reducer_thread_)                                                       \
-            PyEval_RestoreThread(reducer_thread_);                                 \
-    } while (0)
+static inline int reducer_left(reducer_object *self, int result)
+{
+    reducer_leave(self);
+    return result;
+}
+
+/* An expression that is -1 with an exception, inside the communicator. */
+#define REDUCER_INSIDE(self, expression) \
+    (reducer_enter(self) < 0 ? -1 : reducer_left(self, expression))
+
+/* What a call of the engine gives: 0, or -1 with an exception. It may use `err`. The second form is
+ * for calls that reduce or wait, the third for those that may enqueue on a GPU: a host that is
+ * ahead of its GPU blocks there, so the GIL is released. On the host such a call is short and keeps
+ * it. The communicator is entered. */
+#define REDUCER_DO(self, expression)           \
+    __extension__({                            \
+        sw_error err;                          \
+        reducer_raise(self, expression, &err); \
+    })
+#define REDUCER_WAIT(self, expression) REDUCER_DO(self, SW_PY_WITHOUT_GIL(expression))
+#define REDUCER_ENQUEUE(self, expression) \
+    ((self)->gpu ? REDUCER_WAIT(self, expression) : REDUCER_DO(self, expression))
 
 /* Drops a call's result. Returns 0, or -1 if the call raised. */
 static inline int reducer_called(PyObject *result)
@@ -132,27 +143,20 @@ static inline int reducer_called(PyObject *result)
 bool sw_py_reducer_has_index(reducer_object *self, Py_ssize_t index);
 bool sw_py_reducer_has_bucket(reducer_object *self, Py_ssize_t bucket);
 
-/* reducer_layout.c: methods of the type. */
-PyObject *sw_py_reducer_gradient(PyObject *op, PyObject *args);
-PyObject *sw_py_reducer_result(PyObject *op, PyObject *args);
-PyObject *sw_py_reducer_bucket(PyObject *op, PyObject *args);
-PyObject *sw_py_reducer_bucket_parameters(PyObject *op, PyObject *args);
-PyObject *sw_py_reducer_bucket_dtype(PyObject *op, PyObject *args);
-PyObject *sw_py_reducer_place(PyObject *op, PyObject *args);
-PyObject *sw_py_reducer_bucket_shape(PyObject *op, PyObject *args);
+/* Methods of the type: reducer_layout.c, reducer_on_device.c, gradient_round.c. */
+typedef PyObject *sw_py_method(PyObject *op, PyObject *args);
+sw_py_method sw_py_reducer_gradient, sw_py_reducer_result, sw_py_reducer_bucket,
+    sw_py_reducer_bucket_parameters, sw_py_reducer_bucket_dtype, sw_py_reducer_place,
+    sw_py_reducer_bucket_shape;
+sw_py_method sw_py_reducer_adopt, sw_py_reducer_set_places, sw_py_reducer_withdraw,
+    sw_py_reducer_set_active, sw_py_reducer_set_order, sw_py_reducer_set_announcer;
+sw_py_method sw_py_reducer_forward, sw_py_reducer_open_round, sw_py_reducer_close,
+    sw_py_reducer_fail, sw_py_reducer_close_pending, sw_py_reducer_average, sw_py_reducer_shadow;
 
 /* reducer_on_device.c. Returns -1 or NULL with an exception. */
 int sw_py_reducer_init_on_device(reducer_object *self);
 /* Orders the next operations on torch's current stream. No-op on the host. */
 int sw_py_reducer_use_stream(reducer_object *self);
-
-/* reducer_on_device.c: methods of the type. */
-PyObject *sw_py_reducer_adopt(PyObject *op, PyObject *args);
-PyObject *sw_py_reducer_set_places(PyObject *op, PyObject *args);
-PyObject *sw_py_reducer_withdraw(PyObject *op, PyObject *unused);
-PyObject *sw_py_reducer_set_active(PyObject *op, PyObject *args);
-PyObject *sw_py_reducer_set_order(PyObject *op, PyObject *args);
-PyObject *sw_py_reducer_set_announcer(PyObject *op, PyObject *args);
 
 /* gradient_write.c. The communicator is entered. Writes the elements of `grad`, whose layout is
  * that of `like`, as the contribution, or adds them to it. Returns 1 if the bytes cannot be copied
@@ -171,9 +175,14 @@ int sw_py_gradient_place(reducer_object *self, size_t index);
 int sw_py_gradient_fill_bucket(reducer_object *self, size_t bucket);
 /* Sends every bucket that can be sent without a wait. */
 int sw_py_gradient_advance(reducer_object *self);
-/* Tells the tracer what begins with a bucket, "begin" or "wait", or what ended ("end"; an exception
- * that is set is kept). No-op without a tracer. */
+/* Tells the tracer what begins with a bucket, "begin" or "wait". No-op without a tracer. */
 int sw_py_gradient_trace(reducer_object *self, size_t bucket, const char *what);
+/* Tells it that this ended, also if it failed, whose exception is kept. */
+int sw_py_gradient_trace_end(reducer_object *self, size_t bucket, int failed);
+#define REDUCER_TRACED(self, bucket, what, expression) \
+    (sw_py_gradient_trace(self, bucket, what) < 0      \
+         ? -1                                          \
+         : sw_py_gradient_trace_end(self, bucket, REDUCER_WAIT(self, expression)))
 /* Returns the borrowed view of a parameter that will be overwritten while `.grad` is another
  * tensor. */
 PyObject *sw_py_gradient_writable_view(reducer_object *self, size_t index);
@@ -192,14 +201,5 @@ int sw_py_sliced_declare_standing(reducer_object *self);
 int sw_py_sliced_announce(reducer_object *self);
 /* Ends a round: every parameter that some rank used gets its ShardedGradient. */
 int sw_py_sliced_publish(reducer_object *self);
-
-/* gradient_round.c: methods. */
-PyObject *sw_py_round_forward(PyObject *op, PyObject *synchronised);
-PyObject *sw_py_round_announce(PyObject *op, PyObject *unused);
-PyObject *sw_py_round_close(PyObject *op, PyObject *unused);
-PyObject *sw_py_round_fail(PyObject *op, PyObject *unused);
-PyObject *sw_py_round_close_pending(PyObject *op, PyObject *unused);
-PyObject *sw_py_round_average(PyObject *op, PyObject *unused);
-PyObject *sw_py_round_shadow(PyObject *op, PyObject *args);
 
 #endif

@@ -2,14 +2,11 @@
  * buckets, torch's current stream, and which ranks still train. */
 #include "python/reducer_object.h"
 
-static int check_gpu(reducer_object *self)
+static bool check_gpu(reducer_object *self)
 {
-    if (reducer_check_made(self) < 0)
-        return -1;
-    if (self->gpu)
-        return 0;
-    PyErr_SetString(reducer_state_of(self)->error, "only a reducer on a GPU has this method");
-    return -1;
+    return reducer_check_made(self) == 0 &&
+           (self->gpu ||
+            sw_py_refuse(sw_py_state_of(self)->error, "only a reducer on a GPU has this method"));
 }
 
 int sw_py_reducer_use_stream(reducer_object *self)
@@ -17,12 +14,11 @@ int sw_py_reducer_use_stream(reducer_object *self)
     sw_stream *stream;
     if (!self->gpu || !self->stream) /* nothing is enqueued before attach() */
         return 0;
-    PyObject *value = PyObject_CallFunctionObjArgs(self->stream, NULL);
-    bool read = value && sw_py_device_stream(value, &stream);
-    Py_XDECREF(value);
-    if (read)
-        sw_reducer_use_stream(self->reducer, stream);
-    return read ? 0 : -1;
+    SW_PY_OWNED *value = PyObject_CallFunctionObjArgs(self->stream, NULL);
+    if (!value || !sw_py_device_stream(value, &stream))
+        return -1;
+    sw_reducer_use_stream(self->reducer, stream);
+    return 0;
 }
 
 /* Fills `memory` after the reducer is created. */
@@ -56,7 +52,7 @@ PyObject *sw_py_reducer_adopt(PyObject *op, PyObject *args)
     sw_py_arg a[2];
     void *data;
     sw_error err;
-    if (check_gpu(self) < 0 || !sw_py_read("adopt bucket:n tensor:O", args, NULL, a) ||
+    if (!check_gpu(self) || !sw_py_read("adopt bucket:n tensor:O", args, NULL, a) ||
         !sw_py_reducer_has_bucket(self, a[0].n) || !sw_py_tensor_address(a[1].o, &data) ||
         reducer_enter(self) < 0)
         return NULL;
@@ -75,19 +71,16 @@ static bool read_tensors(reducer_object *self, PyObject *args, const char *signa
 {
     sw_py_arg a[1];
     *out = (places_given){.count = 0};
-    if (check_gpu(self) < 0 || !sw_py_read(signature, args, NULL, a))
+    if (!check_gpu(self) || !sw_py_read(signature, args, NULL, a))
         return false;
     out->tuple = a[0].o;
     out->count = (size_t)PyTuple_Size(a[0].o);
-    if (out->count > 2) {
-        PyErr_SetString(PyExc_ValueError, "at most two tensors");
-        return false;
-    }
+    if (out->count > 2)
+        return sw_py_refuse(PyExc_ValueError, "at most two tensors");
     for (size_t i = 0; i < out->count; ++i) {
         PyObject *tensor = PyTuple_GetItem(a[0].o, (Py_ssize_t)i);
-        PyObject *size = PyObject_GetAttrString(tensor, "nbytes");
+        SW_PY_OWNED *size = PyObject_GetAttrString(tensor, "nbytes");
         out->sizes_bytes[i] = size ? PyLong_AsSize_t(size) : 0;
-        Py_XDECREF(size);
         if (PyErr_Occurred() || !sw_py_tensor_address(tensor, &out->addresses[i]))
             return false;
     }
@@ -99,24 +92,21 @@ PyObject *sw_py_reducer_set_places(PyObject *op, PyObject *args)
     reducer_object *self = (reducer_object *)op;
     places_given places;
     sw_error err;
-    sw_status status;
     if (!read_tensors(self, args, "set_places tensors:U", &places) ||
         sw_py_reducer_use_stream(self) < 0 || reducer_enter(self) < 0)
         return NULL;
-    SW_PY_WITHOUT_GIL(status, sw_reducer_set_places(self->reducer, places.addresses,
-                                                    places.sizes_bytes, places.count, &err));
+    sw_status status = SW_PY_WITHOUT_GIL(sw_reducer_set_places(
+        self->reducer, places.addresses, places.sizes_bytes, places.count, &err));
     return finish_keeping(self, reducer_bucket_count(self) + PLACES, places.tuple, status, &err);
 }
 
-PyObject *sw_py_reducer_withdraw(PyObject *op, PyObject *unused)
+PyObject *sw_py_reducer_withdraw(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     reducer_object *self = (reducer_object *)op;
     sw_error err;
-    sw_status status;
-    (void)unused;
-    if (check_gpu(self) < 0 || reducer_enter(self) < 0)
+    if (!check_gpu(self) || reducer_enter(self) < 0)
         return NULL;
-    SW_PY_WITHOUT_GIL(status, sw_reducer_withdraw(self->reducer, &err));
+    sw_status status = SW_PY_WITHOUT_GIL(sw_reducer_withdraw(self->reducer, &err));
     return sw_py_device_finish(self->gpu, status, &err);
 }
 
@@ -125,7 +115,7 @@ PyObject *sw_py_reducer_set_active(PyObject *op, PyObject *args)
     reducer_object *self = (reducer_object *)op;
     sw_py_arg a[1];
     sw_error err;
-    if (check_gpu(self) < 0 || !sw_py_read("set_active trains:B", args, NULL, a))
+    if (!check_gpu(self) || !sw_py_read("set_active trains:B", args, NULL, a))
         return NULL;
     int world_size = self->gpu->comm->peers ? self->gpu->comm->peers->world_size : 0;
     if (PyBytes_Size(a[0].o) != world_size)
@@ -138,15 +128,9 @@ PyObject *sw_py_reducer_set_active(PyObject *op, PyObject *args)
     return sw_py_device_finish(self->gpu, status, &err);
 }
 
-#define SETTER(name, slot)                                         \
-    PyObject *sw_py_reducer_##name(PyObject *op, PyObject *args)   \
-    {                                                              \
-        sw_py_arg a[1];                                            \
-        if (!sw_py_read(#name " callable:O", args, NULL, a))       \
-            return NULL;                                           \
-        sw_py_set_or_clear(&((reducer_object *)op)->slot, a[0].o); \
-        Py_RETURN_NONE;                                            \
-    }
+#define SETTER(name, slot)                                                              \
+    SW_PY_SHARED_VALUE(sw_py_reducer_##name, reducer_object, #name " callable:O", true, \
+                       (sw_py_set_or_clear(&self->slot, a[0].o), sw_py_none()))
 
 SETTER(set_order, order)
 SETTER(set_announcer, announcer)

@@ -8,83 +8,73 @@
 /* Lifecycle
  * ------------------------------------------------------------------------------------------ */
 
-static int parse_transport(const char *name, sw_transport *transport)
+static bool parse_transport(const char *name, sw_transport *transport)
 {
     for (int t = SW_TRANSPORT_AUTO; t <= SW_TRANSPORT_STAGED; ++t)
         if (strcmp(sw_transport_name((sw_transport)t), name) == 0) {
             *transport = (sw_transport)t;
-            return 0;
+            return true;
         }
-    PyErr_Format(PyExc_ValueError, "transport must be 'auto', 'pool' or 'staged', got '%s'", name);
-    return -1;
+    return sw_py_refuse(PyExc_ValueError, "transport must be 'auto', 'pool' or 'staged', got '%s'",
+                        name);
 }
 
-static int parse_reduce(const char *name, bool *sums)
+static bool parse_reduce(const char *name, bool *sums)
 {
     *sums = strcmp(name, "sum") == 0;
-    if (*sums || strcmp(name, "mean") == 0)
-        return 0;
-    PyErr_Format(PyExc_ValueError, "reduce must be 'mean' or 'sum', got '%s'", name);
-    return -1;
+    return *sums || strcmp(name, "mean") == 0 ||
+           sw_py_refuse(PyExc_ValueError, "reduce must be 'mean' or 'sum', got '%s'", name);
 }
 
 /* A row is what the engine lays out; the last argument is the group whose buckets it shares. */
 #define PARAMETER "parameter name:s numel:n dtype:s requires_grad:p | group:n"
 
-static bool fill_parameter(const sw_py_arg *a, void *row, void *unused)
+static bool fill_parameter(const sw_py_arg *a, void *row, void *Py_UNUSED(unused))
 {
     sw_layout_param *out = row;
-    (void)unused;
     *out = (sw_layout_param){.numel = a[1].size,
                              .dtype = sw_dtype_from_name(a[2].s),
                              .trainable = a[3].p,
                              .group = a[4].size};
-    if (a[1].n >= 0 && out->dtype != SW_DTYPE_COUNT)
-        return true;
-    PyErr_Format(
-        PyExc_ValueError,
-        "parameter '%s': dtype %s with %zd elements is not one the engine moves; a frozen one "
-        "may stay out: name it in ignored_params",
-        a[0].s, a[2].s, a[1].n);
-    return false;
+    return (a[1].n >= 0 && out->dtype != SW_DTYPE_COUNT) ||
+           sw_py_refuse(PyExc_ValueError,
+                        "parameter '%s': dtype %s with %zd elements is not one the engine moves; a "
+                        "frozen one "
+                        "may stay out: name it in ignored_params",
+                        a[0].s, a[2].s, a[1].n);
 }
 
 static int create(reducer_object *self, const sw_py_table *params, const sw_py_table *names,
                   const sw_reducer_options *options)
 {
     sw_error err;
-    sw_status status;
     if (reducer_enter(self) < 0)
         return -1;
-    SW_PY_WITHOUT_GIL(
-        status, self->gpu
-                    ? sw_reducer_create_on_device(self->gpu->comm, params->rows, names->rows,
-                                                  params->count, options, &self->reducer, &err)
-                    : sw_reducer_create(self->comm->comm, params->rows, names->rows, params->count,
-                                        options, &self->reducer, &err));
+    sw_status status = SW_PY_WITHOUT_GIL(
+        self->gpu ? sw_reducer_create_on_device(self->gpu->comm, params->rows, names->rows,
+                                                params->count, options, &self->reducer, &err)
+                  : sw_reducer_create(self->comm->comm, params->rows, names->rows, params->count,
+                                      options, &self->reducer, &err));
     int failed = reducer_raise(self, status, &err);
     reducer_leave(self);
     if (failed || self->gpu)
         return failed ? -1 : sw_py_reducer_init_on_device(self);
     /* The Arena object takes ownership of the memory; the reducer still borrows it. */
     sw_gradient_memory *memory = (sw_gradient_memory *)(uintptr_t)sw_reducer_memory(self->reducer);
-    self->memory = sw_py_arena_object_new(reducer_state_of(self), self->comm, NULL, memory);
+    self->memory = sw_py_arena_object_new(sw_py_state_of(self), self->comm, NULL, memory);
     return self->memory ? 0 : -1;
 }
 
 /* Binds a HostComm or a DeviceComm and returns its world size, which is 0 once it is closed;
- * create() then refuses it. */
-static int bind_comm(reducer_object *self, PyObject *comm, int *world_size)
+ * create() then refuses it. Returns false with an exception. */
+static bool bind_comm(reducer_object *self, PyObject *comm, int *world_size)
 {
-    const engine_state *state = reducer_state_of(self);
+    const engine_state *state = sw_py_state_of(self);
     bool on_host = PyObject_TypeCheck(comm, state->comm_type);
     *world_size = 0;
-    if (self->comm || self->gpu ||
-        !(on_host || PyObject_TypeCheck(comm, state->device_comm_type))) {
-        PyErr_SetString(PyExc_TypeError, "Reducer: comm must be a HostComm or a DeviceComm, and a "
-                                         "Reducer is initialised once");
-        return -1;
-    }
+    if (self->comm || self->gpu || !(on_host || PyObject_TypeCheck(comm, state->device_comm_type)))
+        return sw_py_refuse(PyExc_TypeError, "Reducer: comm must be a HostComm or a DeviceComm, "
+                                             "and a Reducer is initialised once");
     Py_INCREF(comm);
     if (on_host) {
         self->comm = (comm_object *)comm;
@@ -95,7 +85,7 @@ static int bind_comm(reducer_object *self, PyObject *comm, int *world_size)
         const sw_peers *peers = self->gpu->comm ? self->gpu->comm->peers : NULL;
         *world_size = peers ? peers->world_size : 0;
     }
-    return 0;
+    return true;
 }
 
 /* Checks another DeviceComm of the reducer's rank, or None. Returns false with an exception. */
@@ -104,12 +94,10 @@ static bool read_side(reducer_object *self, PyObject *value, sw_device_comm **si
     *side = NULL;
     if (value == Py_None)
         return true;
-    if (self->gpu && PyObject_TypeCheck(value, reducer_state_of(self)->device_comm_type))
+    if (self->gpu && PyObject_TypeCheck(value, sw_py_state_of(self)->device_comm_type))
         *side = ((device_comm_object *)value)->comm;
-    if (!*side)
-        PyErr_SetString(PyExc_TypeError, "Reducer: row and column must be DeviceComms beside the "
-                                         "DeviceComm given, or None");
-    return *side != NULL;
+    return *side || sw_py_refuse(PyExc_TypeError, "Reducer: row and column must be DeviceComms "
+                                                  "beside the DeviceComm given, or None");
 }
 
 /* Keeps the row and column alive as long as the reducer. */
@@ -123,127 +111,87 @@ static int keep_sides(reducer_object *self, PyObject *row, PyObject *column)
     return PyList_SetItem(self->memory, first + COLUMN, column);
 }
 
-static int check_caps(Py_ssize_t cap, Py_ssize_t first_cap)
+static bool check_caps(Py_ssize_t cap, Py_ssize_t first_cap)
 {
     if (cap <= 0)
-        PyErr_Format(PyExc_ValueError, "Reducer: bucket_cap_bytes must be positive, got %zd", cap);
-    else if (first_cap < 0)
-        PyErr_Format(PyExc_ValueError, "Reducer: first_cap_bytes must not be negative, got %zd",
-                     first_cap);
-    return cap <= 0 || first_cap < 0 ? -1 : 0;
+        return sw_py_refuse(PyExc_ValueError, "Reducer: bucket_cap_bytes must be positive, got %zd",
+                            cap);
+    return first_cap >= 0 ||
+           sw_py_refuse(PyExc_ValueError, "Reducer: first_cap_bytes must not be negative, got %zd",
+                        first_cap);
 }
 
-enum { /* the arguments of __init__ */
-       ARG_COMM,
-       ARG_PARAMETERS,
-       ARG_CAP,
-       ARG_TRANSPORT,
-       ARG_REDUCE,
-       ARG_SLICED,
-       ARG_SLICES,
-       ARG_LABEL,
-       ARG_FIRST_CAP,
-       ARG_DETERMINISTIC,
-       ARG_WIRE,
-       ARG_ROW,
-       ARG_COLUMN,
-       ARG_COUNT
-};
+/* Makes what the hooks reach the reducer by, and the name that is looked up on each parameter. */
+static bool make_link(reducer_object *self)
+{
+    self->announced_task = NO_TASK;
+    self->grad_name = PyUnicode_InternFromString("grad");
+    self->link = calloc(1, sizeof *self->link);
+    if (!self->link)
+        return PyErr_NoMemory() != NULL;
+    *self->link = (reducer_link){.reducer = self, .references = 1};
+    return self->grad_name != NULL;
+}
 
 static int reducer_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     reducer_object *self = (reducer_object *)op;
-    sw_py_arg a[ARG_COUNT] = {[ARG_CAP] = {.n = 25 * 1024 * 1024}, [ARG_TRANSPORT] = {.s = "auto"},
-                              [ARG_REDUCE] = {.s = "mean"},        [ARG_SLICES] = {.o = Py_None},
-                              [ARG_LABEL] = {.s = "model"},        [ARG_ROW] = {.o = Py_None},
-                              [ARG_COLUMN] = {.o = Py_None}};
-    sw_py_slices slices;
+    sw_py_arg a[13] = {[2] = {.n = 25 * 1024 * 1024}, [3] = {.s = "auto"},  [4] = {.s = "mean"},
+                       [6] = {.o = Py_None},          [7] = {.s = "model"}, [11] = {.o = Py_None},
+                       [12] = {.o = Py_None}};
+    SW_PY_SLICES slices = {.numbers = NULL};
+    SW_PY_TABLE params = {0}, names = {0};
     sw_reducer_options options = {.label = "model"};
-    sw_py_table params = {0}, names = {0};
     int world_size;
     if (!sw_py_read(
             "Reducer comm:O parameters:O | $ bucket_cap_bytes:n transport:s reduce:s sliced:p "
             "slices:O label:s first_cap_bytes:n deterministic:p wire:z row:O column:O",
             args, kwargs, a) ||
-        check_caps(a[ARG_CAP].n, a[ARG_FIRST_CAP].n) < 0 ||
-        parse_transport(a[ARG_TRANSPORT].s, &options.transport) < 0 ||
-        parse_reduce(a[ARG_REDUCE].s, &options.sums) < 0 ||
-        bind_comm(self, a[ARG_COMM].o, &world_size) < 0 ||
-        !read_side(self, a[ARG_ROW].o, &options.row) ||
-        !read_side(self, a[ARG_COLUMN].o, &options.column))
+        !check_caps(a[2].n, a[8].n) || !parse_transport(a[3].s, &options.transport) ||
+        !parse_reduce(a[4].s, &options.sums) || !bind_comm(self, a[0].o, &world_size) ||
+        !read_side(self, a[11].o, &options.row) || !read_side(self, a[12].o, &options.column) ||
+        !make_link(self) || sw_py_slices_init(&slices, a[6].o, world_size) < 0 ||
+        !sw_py_table_init(&params, a[1].o, PARAMETER, sizeof(sw_layout_param), fill_parameter,
+                          NULL) ||
+        !sw_py_table_init(&names, params.items, PARAMETER, sizeof(const char *), sw_py_fill_text,
+                          NULL))
         return -1;
-    self->announced_task = NO_TASK;
-    self->sliced = options.sliced = a[ARG_SLICED].p;
-    options.label = a[ARG_LABEL].s;
-    options.bucket_cap_bytes = a[ARG_CAP].size;
-    options.first_cap_bytes = a[ARG_FIRST_CAP].size;
-    options.deterministic = a[ARG_DETERMINISTIC].p;
-    options.is_narrow = a[ARG_WIRE].s != NULL;
-    options.wire = a[ARG_WIRE].s ? sw_dtype_from_name(a[ARG_WIRE].s) : SW_DTYPE_COUNT;
-    self->grad_name = PyUnicode_InternFromString("grad");
-    self->link = calloc(1, sizeof *self->link);
-    if (!self->link)
-        PyErr_NoMemory();
-    if (!self->grad_name || !self->link)
+    self->sliced = options.sliced = a[5].p;
+    options.slices = slices.given;
+    options.label = a[7].s;
+    options.bucket_cap_bytes = a[2].size;
+    options.first_cap_bytes = a[8].size;
+    options.deterministic = a[9].p;
+    options.is_narrow = a[10].s != NULL;
+    options.wire = a[10].s ? sw_dtype_from_name(a[10].s) : SW_DTYPE_COUNT;
+    if (create(self, &params, &names, &options) < 0)
         return -1;
-    *self->link = (reducer_link){.reducer = self, .references = 1};
-    if (sw_py_slices_init(&slices, a[ARG_SLICES].o, world_size) < 0)
-        return -1;
-    options.slices = sw_py_slices_get(&slices);
-    int result = -1;
-    if (sw_py_table_init(&params, a[ARG_PARAMETERS].o, PARAMETER, sizeof(sw_layout_param),
-                         fill_parameter, NULL) &&
-        sw_py_table_init(&names, params.items, PARAMETER, sizeof(const char *), sw_py_fill_text,
-                         NULL))
-        result = create(self, &params, &names, &options);
-    sw_py_table_fini(&params);
-    sw_py_table_fini(&names);
-    sw_py_slices_fini(&slices);
-    return result == 0 && self->gpu ? keep_sides(self, a[ARG_ROW].o, a[ARG_COLUMN].o) : result;
-}
-
-/* The references that attach() sets, and those that other methods set. */
-static PyObject **reference(reducer_object *self, size_t i)
-{
-    PyObject **const slots[] = {&self->params,      &self->views,
-                                &self->hook_tables, &self->renew,
-                                &self->copy,        &self->open,
-                                &self->task_id,     &self->layouts,
-                                &self->unlike,      &self->describe,
-                                &self->stream,      &self->order,
-                                &self->announcer,   &self->bucket_callback,
-                                &self->bucket_wait, &self->tracer};
-    return i < sizeof slots / sizeof *slots ? slots[i] : NULL;
+    return self->gpu ? keep_sides(self, a[11].o, a[12].o) : 0;
 }
 
 static int reducer_traverse(PyObject *op, visitproc visit, void *arg)
 {
     reducer_object *self = (reducer_object *)op;
-    PyObject **slot;
     Py_VISIT(Py_TYPE(op));
     Py_VISIT(self->comm);
     Py_VISIT(self->held);
     Py_VISIT(self->gpu);
-    for (size_t i = 0; (slot = reference(self, i)); ++i)
-        Py_VISIT(*slot);
+    for (size_t i = 0; i < REDUCER_REFERENCES; ++i)
+        Py_VISIT(self->references[i]);
     return 0;
 }
 
 static int reducer_clear(PyObject *op)
 {
     reducer_object *self = (reducer_object *)op;
-    PyObject **slot;
     if (self->link) /* first: clearing runs destructors, which may call a hook */
         self->link->reducer = NULL;
-    for (size_t i = 0; (slot = reference(self, i)); ++i)
-        ENGINE_CLEAR(*slot);
+    for (size_t i = 0; i < REDUCER_REFERENCES; ++i)
+        ENGINE_CLEAR(self->references[i]);
     return 0;
 }
 
-static void destroy(void *reducer)
-{
-    sw_reducer_destroy(reducer);
-}
+SW_PY_DESTROY(destroy, sw_reducer_destroy)
 
 static void destroy_reducer(reducer_object *self)
 {
@@ -261,7 +209,6 @@ static void destroy_reducer(reducer_object *self)
 static void reducer_dealloc(PyObject *op)
 {
     reducer_object *self = (reducer_object *)op;
-    PyTypeObject *type = Py_TYPE(op);
     PyObject_GC_UnTrack(op);
     reducer_clear(op);
     if (self->link)
@@ -277,8 +224,7 @@ static void reducer_dealloc(PyObject *op)
         sw_py_comm_release(self->comm);
         Py_DECREF(self->comm);
     }
-    PyObject_GC_Del(op);
-    Py_DECREF(type);
+    sw_py_free(op);
 }
 
 /* Methods
@@ -316,23 +262,36 @@ static bool make_attachment(attachment *made, const reducer_object *self, PyObje
     if (!made->params)
         return false;
     if (PyList_Size(made->params) != count || PyList_Size(views) != count ||
-        (layouts != Py_None && (!PyList_Check(layouts) || PyList_Size(layouts) != count))) {
-        PyErr_Format(PyExc_ValueError, "attach: parameters and views must have %zd entries each",
-                     count);
-        return false;
-    }
+        (layouts != Py_None && (!PyList_Check(layouts) || PyList_Size(layouts) != count)))
+        return sw_py_refuse(PyExc_ValueError,
+                            "attach: parameters and views must have %zd entries each", count);
     made->exchange = count ? sw_py_tensor_exchange_table(PyList_GetItem(made->params, 0)) : NULL;
-    made->hook_tables = PyList_New(0);
-    for (Py_ssize_t i = 0; made->hook_tables && i < count; ++i) {
-        Py_INCREF(Py_None);
-        sw_py_append(&made->hook_tables, Py_None);
-    }
+    made->hook_tables = SW_PY_LIST(i, count, sw_py_none());
     made->hook_counts = calloc((size_t)count + 1, sizeof *made->hook_counts);
     if (made->exchange && (!self->sliced || layouts != Py_None))
         made->shapes = calloc((size_t)count, sizeof *made->shapes);
     if (!made->hook_counts) /* without shapes every gradient goes through copy() */
         PyErr_NoMemory();
     return made->hook_tables && made->hook_counts;
+}
+
+/* Nothing fails here; each old object is dropped once it is replaced. */
+static void take_attachment(reducer_object *self, attachment *made, const sw_py_arg *a)
+{
+    tensor_view *shapes = self->shapes;
+    Py_ssize_t *hook_counts = self->hook_counts;
+    self->exchange = made->exchange;
+    self->shapes = made->shapes;
+    self->hook_counts = made->hook_counts;
+    made->shapes = shapes;
+    made->hook_counts = hook_counts;
+    sw_py_set(&self->hook_tables, made->hook_tables);
+    sw_py_set(&self->views, a[1].o);
+    for (int i = 0; i < 8; ++i)
+        sw_py_set(&self->references[i], a[i + 2].o);
+    sw_py_set(&self->params, made->params);
+    for (Py_ssize_t i = 0; self->shapes && i < PyList_Size(self->params); ++i)
+        read_shape(self, shape_models(self), self->shapes, i);
 }
 
 static PyObject *reducer_attach(PyObject *op, PyObject *args, PyObject *kwargs)
@@ -348,24 +307,8 @@ static PyObject *reducer_attach(PyObject *op, PyObject *args, PyObject *kwargs)
                     args, kwargs, a))
         return NULL;
     bool is_made = make_attachment(&made, self, a[0].o, a[1].o, a[6].o);
-    if (is_made) { /* from here on nothing fails; each old object is dropped once it is replaced */
-        PyObject **const slots[] = {&self->copy,    &self->open,   &self->renew,    &self->task_id,
-                                    &self->layouts, &self->unlike, &self->describe, &self->stream};
-        tensor_view *shapes = self->shapes;
-        Py_ssize_t *hook_counts = self->hook_counts;
-        self->exchange = made.exchange;
-        self->shapes = made.shapes;
-        self->hook_counts = made.hook_counts;
-        made.shapes = shapes;
-        made.hook_counts = hook_counts;
-        sw_py_set(&self->hook_tables, made.hook_tables);
-        sw_py_set(&self->views, a[1].o);
-        for (int i = 0; i < 8; ++i)
-            sw_py_set(slots[i], a[i + 2].o);
-        sw_py_set(&self->params, made.params);
-        for (Py_ssize_t i = 0; self->shapes && i < PyList_Size(self->params); ++i)
-            read_shape(self, shape_models(self), self->shapes, i);
-    }
+    if (is_made)
+        take_attachment(self, &made, a);
     Py_XDECREF(made.params);
     Py_XDECREF(made.hook_tables);
     free(made.shapes);
@@ -394,7 +337,7 @@ static PyObject *reducer_watch_hooks(PyObject *op, PyObject *args)
     SW_PY_VALUE(reducer_##name, reducer_object, #name " index:n", \
                 sw_py_reducer_has_index(self, a[0].n), value)
 
-OF_PARAMETER(hook, sw_py_hook_object_new(reducer_state_of(self), self->link, a[0].size))
+OF_PARAMETER(hook, sw_py_hook_object_new(sw_py_state_of(self), self->link, a[0].size))
 OF_PARAMETER(has_memory,
              PyBool_FromLong(!self->gpu || sw_reducer_takes_part(self->reducer, a[0].size)))
 OF_PARAMETER(used_by_any, PyBool_FromLong(sw_reducer_used_by_any(self->reducer, a[0].size)))
@@ -419,73 +362,53 @@ OF_REDUCER(divisor, "", true, PyLong_FromSize_t(sw_reducer_divisor(self->reducer
 SW_PY_VALUE(reducer_set_tracer, reducer_object, "set_tracer tracer:O", true,
             (sw_py_set_or_clear(&self->tracer, a[0].o), sw_py_none()))
 
-static PyObject *reducer_set_bucket_callback(PyObject *op, PyObject *args)
+static PyObject *set_callback(reducer_object *self, PyObject *callback, PyObject *wait)
 {
-    reducer_object *self = (reducer_object *)op;
-    sw_py_arg a[2] = {[1] = {.o = Py_None}};
-    if (reducer_check_made(self) < 0 ||
-        !sw_py_read("set_bucket_callback callback:O | wait:O", args, NULL, a))
-        return NULL;
-    if (a[1].o != Py_None && self->sliced) {
-        PyErr_SetString(reducer_state_of(self)->error,
-                        "sliced buckets leave at the end of a backward");
-        return NULL;
-    }
-    sw_reducer_give_buckets(self->reducer, a[0].o == Py_None   ? SW_BUCKETS_OURS
-                                           : a[1].o == Py_None ? SW_BUCKETS_HOOKS
+    if (wait != Py_None && self->sliced)
+        return PyErr_Format(sw_py_state_of(self)->error,
+                            "sliced buckets leave at the end of a backward");
+    sw_reducer_give_buckets(self->reducer, callback == Py_None ? SW_BUCKETS_OURS
+                                           : wait == Py_None   ? SW_BUCKETS_HOOKS
                                                                : SW_BUCKETS_HOOKS_EARLY);
-    sw_py_set_or_clear(&self->bucket_wait, a[0].o == Py_None ? Py_None : a[1].o);
-    sw_py_set_or_clear(&self->bucket_callback, a[0].o);
+    sw_py_set_or_clear(&self->bucket_wait, callback == Py_None ? Py_None : wait);
+    sw_py_set_or_clear(&self->bucket_callback, callback);
     Py_RETURN_NONE;
 }
 
+OF_REDUCER(set_bucket_callback, " callback:O | wait:O", true,
+           set_callback(self, a[0].o, a[1].o ? a[1].o : Py_None))
+
 /* Returns the indices of parameters whose `.grad` is a tensor other than our view. */
-static PyObject *reducer_foreign(PyObject *op, PyObject *unused)
+static PyObject *reducer_foreign(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     reducer_object *self = (reducer_object *)op;
-    (void)unused;
     PyObject *found = reducer_check_ready(self) < 0 ? NULL : PyList_New(0);
     size_t count = found ? sw_reducer_layout(self->reducer)->param_count : 0;
     for (size_t i = 0; found && i < count; ++i) {
-        PyObject *param = sw_py_item(self->params, i), *view = sw_py_item(self->views, i);
-        PyObject *grad = param && view ? PyObject_GetAttr(param, self->grad_name) : NULL;
+        SW_PY_OWNED *param = sw_py_item(self->params, i), *view = sw_py_item(self->views, i);
+        SW_PY_OWNED *grad = param && view ? PyObject_GetAttr(param, self->grad_name) : NULL;
         if (!grad)
             ENGINE_CLEAR(found);
         else if (grad != Py_None && grad != view)
             sw_py_append(&found, PyLong_FromSize_t(i));
-        Py_XDECREF(grad);
-        Py_XDECREF(param);
-        Py_XDECREF(view);
     }
     return found;
 }
 
-static PyObject *reducer_mark_unfrozen(PyObject *op, PyObject *args)
+static PyObject *unfreeze(reducer_object *self, size_t index)
 {
-    reducer_object *self = (reducer_object *)op;
-    sw_py_arg a[1];
-    if (!sw_py_read("mark_unfrozen index:n", args, NULL, a) ||
-        !sw_py_reducer_has_index(self, a[0].n))
-        return NULL;
-    sw_reducer_unfreeze(self->reducer, a[0].size);
     const sw_layout *layout = sw_reducer_layout(self->reducer);
-    const sw_layout_bucket *bucket = &layout->bucket[layout->place[a[0].n].bucket];
+    const sw_layout_bucket *bucket = &layout->bucket[layout->place[index].bucket];
+    sw_reducer_unfreeze(self->reducer, index);
     for (size_t k = 0; self->shapes && k < bucket->count; ++k) /* the views may be new */
         read_shape(self, shape_models(self), self->shapes,
                    (Py_ssize_t)layout->order[bucket->first + k]);
     Py_RETURN_NONE;
 }
 
-/* Adds the driver's counts since the GPU was opened, for all reducers on it. */
-static int add_driver_counts(reducer_object *self, PyObject *counts)
-{
-    PyObject *driver = sw_py_call((PyObject *)self->gpu, "stats", NULL, NULL);
-    int failed = driver ? PyDict_Update(counts, driver) : -1;
-    Py_XDECREF(driver);
-    return failed;
-}
+OF_PARAMETER(mark_unfrozen, unfreeze(self, a[0].size))
 
-static PyObject *reducer_stats(PyObject *op, PyObject *unused)
+static PyObject *reducer_stats(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     static const sw_py_count counts[] = {SW_PY_COUNT(sw_reducer_stats, rounds),
                                          SW_PY_COUNT(sw_reducer_stats, local_rounds),
@@ -495,15 +418,17 @@ static PyObject *reducer_stats(PyObject *op, PyObject *unused)
                                          SW_PY_COUNT(sw_reducer_stats, bytes),
                                          SW_PY_COUNT(sw_reducer_stats, unplaced_bytes_peak)};
     reducer_object *self = (reducer_object *)op;
-    (void)unused;
     if (reducer_check_made(self) < 0)
         return NULL;
     PyObject *made =
         sw_py_counts(sw_reducer_get_stats(self->reducer), counts, sizeof counts / sizeof *counts);
     if (made)
         sw_py_put(&made, "copies", PyLong_FromUnsignedLongLong(self->copies));
-    if (made && self->gpu && add_driver_counts(self, made) < 0)
-        ENGINE_CLEAR(made);
+    if (made && self->gpu) { /* the driver's counts since the GPU was opened, for all reducers */
+        SW_PY_OWNED *driver = sw_py_call(self->gpu, "stats", NULL, NULL);
+        if (!driver || PyDict_Update(made, driver) < 0)
+            ENGINE_CLEAR(made);
+    }
     return made;
 }
 
@@ -525,100 +450,68 @@ PROPERTY(rounds, PyLong_FromUnsignedLongLong(sw_reducer_get_stats(self->reducer)
 PROPERTY(pending_forward, PyBool_FromLong(self->pending_forward))
 
 static PyMethodDef reducer_methods[] = {
-    {"gradient", sw_py_reducer_gradient, METH_VARARGS,
-     "gradient($self, index, shape, strides=None, /)\n--\n\n"
-     "Return a DLPack capsule over a parameter's gradient."},
-    {"result", sw_py_reducer_result, METH_VARARGS,
-     "result($self, index, /)\n--\n\nReturn a DLPack capsule over this rank's slice of a mean."},
-    {"bucket", sw_py_reducer_bucket, METH_VARARGS,
-     "bucket($self, bucket, /)\n--\n\nReturn a DLPack capsule over a whole bucket."},
-    {"bucket_parameters", sw_py_reducer_bucket_parameters, METH_VARARGS,
-     "bucket_parameters($self, bucket, /)\n--\n\nReturn the bucket's parameters, in memory order."},
-    {"bucket_dtype", sw_py_reducer_bucket_dtype, METH_VARARGS,
-     "bucket_dtype($self, bucket, /)\n--\n\nReturn the bucket's element type."},
-    {"place", sw_py_reducer_place, METH_VARARGS,
-     "place($self, index, /)\n--\n\nReturn (bucket, begin, numel) of a parameter, in elements."},
-    {"bucket_shape", sw_py_reducer_bucket_shape, METH_VARARGS,
-     "bucket_shape($self, bucket, /)\n--\n\nReturn (offset_bytes, numel, dtype, trainable)."},
-    {"attach", SW_PY_NAMED(reducer_attach),
-     "attach($self, parameters, views, *, copy, open, renew, task_id, layouts, unlike=None, "
-     "describe=None, stream=None)\n--\n\nBind tensors. views[i]: over gradient(i), or None; "
-     "renew(i) replaces one that others hold. copy(view, grad) writes any layout. open() runs at a "
-     "round's first gradient and returns if the backward synchronises. unlike() raises if ranks "
-     "noted other steps."},
-    {"watch_hooks", reducer_watch_hooks, METH_VARARGS,
-     "watch_hooks($self, index, table, /)\n--\n\nDetect hooks that are registered after ours."},
-    {"hook", reducer_hook, METH_VARARGS,
-     "hook($self, index, /)\n--\n\nReturn the post-accumulate-grad hook of a parameter."},
-    {"forward", sw_py_round_forward, METH_O,
-     "forward($self, synchronised, /)\n--\n\nCount a forward with gradients."},
-    {"open_round", sw_py_round_announce, METH_NOARGS,
-     "open_round($self, /)\n--\n\nAnnounce a round, which the first gradient opens."},
-    {"close", sw_py_round_close, METH_NOARGS, "close($self, /)\n--\n\nEnd the round."},
-    {"fail", sw_py_round_fail, METH_NOARGS,
-     "fail($self, /)\n--\n\nTell the peers that the backward of an open round failed."},
-    {"close_pending", sw_py_round_close_pending, METH_NOARGS,
-     "close_pending($self, /)\n--\n\nRun a whole round if a forward has none."},
-    {"shadow", sw_py_round_shadow, METH_VARARGS,
-     "shadow($self, standing=(), /)\n--\n\n"
-     "Run a round without a contribution. `standing`, on a GPU: one byte for each parameter, 1 if "
-     "the other ranks contribute on top of the standing mean."},
-    {"has_memory", reducer_has_memory, METH_VARARGS,
-     "has_memory($self, index, /)\n--\n\nReturn True if the parameter's gradient has memory."},
-    {"average", sw_py_round_average, METH_NOARGS,
-     "average($self, /)\n--\n\nRun a whole round over the current .grad."},
-    {"count_step", reducer_count_step, METH_VARARGS,
-     "count_step($self, /)\n--\n\nCount a step of the optimizer; ranks compare the count."},
-    {"note_step", reducer_note_step, METH_VARARGS,
-     "note_step($self, digest, /)\n--\n\nNote a step, which ranks compare in the next round."},
-    {"forget_steps", reducer_forget_steps, METH_VARARGS,
-     "forget_steps($self, /)\n--\n\nCount from 0 again."},
-    {"set_divide_by", reducer_set_divide_by, METH_VARARGS,
-     "set_divide_by($self, active_only, /)\n--\n\nSet the mean's divisor."},
-    {"set_bucket_callback", reducer_set_bucket_callback, METH_VARARGS,
-     "set_bucket_callback($self, callback, wait=None, /)\n--\n\n"
-     "Set a communication hook, or None: callback(bucket, is_last, is_early) averages a bucket. "
-     "With `wait` the callback may only start that, and is called early if possible."},
-    {"set_tracer", reducer_set_tracer, METH_VARARGS,
-     "set_tracer($self, tracer, /)\n--\n\n"
-     "Set a callable that is called around each bucket's post and wait, or None."},
-    {"used_by_any", reducer_used_by_any, METH_VARARGS,
-     "used_by_any($self, index, /)\n--\n\nReturn True if some rank used the parameter."},
-    {"divisor", reducer_divisor, METH_VARARGS,
-     "divisor($self, /)\n--\n\n"
-     "Return the number of ranks over which a hook's mean of the last round is taken."},
-    {"standing_ranks", reducer_standing_ranks, METH_VARARGS,
-     "standing_ranks($self, index, /)\n--\n\n"
-     "Return the number of ranks that contribute on top of the standing mean."},
-    {"is_used", reducer_is_used, METH_VARARGS,
-     "is_used($self, index, /)\n--\n\n"
-     "Return True if this rank used the parameter since the last round."},
-    {"averaged_in", reducer_averaged_in, METH_VARARGS,
-     "averaged_in($self, index, /)\n--\n\n"
-     "Return the last round, from 1, in which some rank used the parameter."},
-    {"foreign", reducer_foreign, METH_NOARGS,
-     "foreign($self, /)\n--\n\nReturn the indices of parameters whose .grad is not our view."},
-    {"mark_unfrozen", reducer_mark_unfrozen, METH_VARARGS,
-     "mark_unfrozen($self, index, /)\n--\n\nLet the parameter's bucket take part."},
-    {"stats", reducer_stats, METH_NOARGS,
-     "stats($self, /)\n--\n\nReturn counts since creation; the driver's are the process's."},
-    {"adopt", sw_py_reducer_adopt, METH_VARARGS,
-     "adopt($self, bucket, tensor, /)\n--\n\n"
-     "Set a bucket's memory from the next round on, on a GPU."},
-    {"set_places", sw_py_reducer_set_places, METH_VARARGS,
-     "set_places($self, tensors, /)\n--\n\n"
-     "Set the memory that buckets use in turn, the largest first; on a GPU, sliced."},
-    {"withdraw", sw_py_reducer_withdraw, METH_NOARGS,
-     "withdraw($self, /)\n--\n\nStop averaging buckets in the engine, on a GPU."},
-    {"set_active", sw_py_reducer_set_active, METH_VARARGS,
-     "set_active($self, trains, /)\n--\n\n"
-     "Set the ranks that train, one byte for each rank, on a GPU."},
-    {"set_order", sw_py_reducer_set_order, METH_VARARGS,
-     "set_order($self, order, /)\n--\n\n"
-     "Set a callable that returns a digest to compare in each round, or None; on a GPU."},
-    {"set_announcer", sw_py_reducer_set_announcer, METH_VARARGS,
-     "set_announcer($self, announce, /)\n--\n\n"
-     "Set a callable that is called as a round opens, or None; on a GPU."},
+    SW_PY_ARGS(sw_py_reducer, gradient, "index, shape, strides=None, /",
+               "Return a DLPack capsule over a parameter's gradient."),
+    SW_PY_ARGS(sw_py_reducer, result, "index, /",
+               "Return a DLPack capsule over this rank's slice of a mean."),
+    SW_PY_ARGS(sw_py_reducer, bucket, "bucket, /", "Return a DLPack capsule over a whole bucket."),
+    SW_PY_ARGS(sw_py_reducer, bucket_parameters, "bucket, /",
+               "Return the bucket's parameters, in memory order."),
+    SW_PY_ARGS(sw_py_reducer, bucket_dtype, "bucket, /", "Return the bucket's element type."),
+    SW_PY_ARGS(sw_py_reducer, place, "index, /", "Return (bucket, begin, numel), in elements."),
+    SW_PY_ARGS(sw_py_reducer, bucket_shape, "bucket, /",
+               "Return (offset_bytes, numel, dtype, trainable)."),
+    SW_PY_KEYS(
+        reducer, attach,
+        "parameters, views, *, copy, open, renew, task_id, layouts, unlike=None, describe=None, "
+        "stream=None",
+        "Bind tensors. views[i]: over gradient(i), or None; renew(i) replaces one that others "
+        "hold. copy(view, grad) writes any layout. open() runs at a round's first gradient and "
+        "returns if the backward synchronises. unlike() raises if ranks noted other steps."),
+    SW_PY_ARGS(reducer, watch_hooks, "index, table, /", "Detect hooks registered after ours."),
+    SW_PY_ARGS(reducer, hook, "index, /", "Return the post-accumulate-grad hook of a parameter."),
+    SW_PY_ENTRY(sw_py_reducer_forward, METH_O, "forward", "$self, synchronised, /",
+                "Count a forward with gradients."),
+    SW_PY_NONE(sw_py_reducer, open_round, "Announce a round, which the first gradient opens."),
+    SW_PY_NONE(sw_py_reducer, close, "End the round."),
+    SW_PY_NONE(sw_py_reducer, fail, "Tell the peers that the backward of an open round failed."),
+    SW_PY_NONE(sw_py_reducer, close_pending, "Run a whole round if a forward has none."),
+    SW_PY_ARGS(sw_py_reducer, shadow, "standing=(), /",
+               "Run a round without a contribution. `standing`, on a GPU: one byte for each "
+               "parameter, 1 if the other ranks contribute on top of the standing mean."),
+    SW_PY_ARGS(reducer, has_memory, "index, /", "Return True if the gradient has memory."),
+    SW_PY_NONE(sw_py_reducer, average, "Run a whole round over the current .grad."),
+    SW_PY_ARGS(reducer, count_step, "/", "Count a step of the optimizer; ranks compare the count."),
+    SW_PY_ARGS(reducer, note_step, "digest, /", "Note a step, to compare in the next round."),
+    SW_PY_ARGS(reducer, forget_steps, "/", "Count from 0 again."),
+    SW_PY_ARGS(reducer, set_divide_by, "active_only, /", "Set the mean's divisor."),
+    SW_PY_ARGS(
+        reducer, set_bucket_callback, "callback, wait=None, /",
+        "Set a communication hook, or None: callback(bucket, is_last, is_early) averages a bucket. "
+        "With `wait` the callback may only start that, and is called early if possible."),
+    SW_PY_ARGS(reducer, set_tracer, "tracer, /",
+               "Set a callable that is called around each bucket's post and wait, or None."),
+    SW_PY_ARGS(reducer, used_by_any, "index, /", "Return True if some rank used the parameter."),
+    SW_PY_ARGS(reducer, divisor, "/", "Return how many ranks are in a hook's last mean."),
+    SW_PY_ARGS(reducer, standing_ranks, "index, /",
+               "Return the number of ranks that contribute on top of the standing mean."),
+    SW_PY_ARGS(reducer, is_used, "index, /", "Return True if used here since the last round."),
+    SW_PY_ARGS(reducer, averaged_in, "index, /",
+               "Return the last round, from 1, in which some rank used the parameter."),
+    SW_PY_NONE(reducer, foreign, "Return the indices of parameters whose .grad is not our view."),
+    SW_PY_ARGS(reducer, mark_unfrozen, "index, /", "Let the parameter's bucket take part."),
+    SW_PY_NONE(reducer, stats, "Return counts since creation; the driver's are the process's."),
+    SW_PY_ARGS(sw_py_reducer, adopt, "bucket, tensor, /",
+               "Set a bucket's memory from the next round on, on a GPU."),
+    SW_PY_ARGS(sw_py_reducer, set_places, "tensors, /",
+               "Set the memory that buckets use in turn, the largest first; on a GPU, sliced."),
+    SW_PY_NONE(sw_py_reducer, withdraw, "Stop averaging buckets in the engine, on a GPU."),
+    SW_PY_ARGS(sw_py_reducer, set_active, "trains, /",
+               "Set the ranks that train, one byte for each rank, on a GPU."),
+    SW_PY_ARGS(sw_py_reducer, set_order, "order, /",
+               "Set a callable that returns a digest to compare in each round, or None; on a GPU."),
+    SW_PY_ARGS(sw_py_reducer, set_announcer, "announce, /",
+               "Set a callable that is called as a round opens, or None; on a GPU."),
     {NULL, NULL, 0, NULL},
 };
 
@@ -638,19 +531,12 @@ static PyGetSetDef reducer_properties[] = {
     {NULL, NULL, NULL, NULL, NULL},
 };
 
-static PyType_Slot reducer_slots[] = {
-    {Py_tp_init, reducer_init},
-    {Py_tp_dealloc, reducer_dealloc},
-    {Py_tp_traverse, reducer_traverse},
-    {Py_tp_clear, reducer_clear},
-    {Py_tp_methods, reducer_methods},
-    {Py_tp_getset, reducer_properties},
-    {Py_tp_doc, "Buckets of gradients and their mean, round by round. parameters: [(name, numel, "
-                "dtype, requires_grad[, group])] in registration order; groups share no bucket. "
-                "slices: the slice and the replica of each rank. A GPU's subclass has _locate, "
-                "_keep, _restore, _blank, _blank_bucket and _end."},
-    {0, NULL},
-};
-
 SW_PY_TYPE(sw_py_reducer_type_spec, "Reducer", reducer_object,
-           Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE, reducer_slots)
+           Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE,
+           "Buckets of gradients and their mean, round by round. parameters: [(name, numel, dtype, "
+           "requires_grad[, group])] in registration order; groups share no bucket. slices: the "
+           "slice and the replica of each rank. A GPU's subclass has _locate, _keep, _restore, "
+           "_blank, _blank_bucket and _end.",
+           {Py_tp_init, reducer_init}, {Py_tp_dealloc, reducer_dealloc},
+           {Py_tp_traverse, reducer_traverse}, {Py_tp_clear, reducer_clear},
+           {Py_tp_methods, reducer_methods}, {Py_tp_getset, reducer_properties})

@@ -7,7 +7,6 @@
  * bucket is sent. The ShardedGradient is put back when the round ends. A gradient taken from a
  * ShardedGradient that was not cleared is marked as standing: the owners of slices add the old mean
  * to it. */
-#include <stdlib.h>
 #include <string.h>
 
 #include "python/reducer_object.h"
@@ -40,7 +39,7 @@ static int place_nothing(reducer_object *self, size_t index, bool standing)
     if (!standing)
         return sw_py_gradient_clear(self, index);
     if (self->gpu)
-        return reducer_called(sw_py_call_at((PyObject *)self, "_blank", index));
+        return reducer_called(sw_py_call_at(self, "_blank", index));
     write_negative_zeros(self, index);
     return 0;
 }
@@ -48,9 +47,8 @@ static int place_nothing(reducer_object *self, size_t index, bool standing)
 /* Writes `grad` as the contribution, or adds it with `add`. */
 static int place_gradient(reducer_object *self, size_t index, PyObject *grad, bool add)
 {
-    PyObject *like = sw_py_item(self->layouts == Py_None ? self->params : self->layouts, index);
+    SW_PY_OWNED *like = sw_py_item(self->layouts == Py_None ? self->params : self->layouts, index);
     int written = like ? sw_py_gradient_write(self, index, like, grad, add) : -1;
-    Py_XDECREF(like);
     self->copies += self->gpu || written == 1;
     if (written < 1)
         return written;
@@ -60,22 +58,18 @@ static int place_gradient(reducer_object *self, size_t index, PyObject *grad, bo
 
 static int flag_of(PyObject *view, const char *name)
 {
-    PyObject *value = PyObject_GetAttrString(view, name);
-    int flag = value ? PyObject_IsTrue(value) : -1;
-    Py_XDECREF(value);
-    return flag;
+    SW_PY_OWNED *value = PyObject_GetAttrString(view, name);
+    return value ? PyObject_IsTrue(value) : -1;
 }
 
 /* Returns whether the contribution of a parameter adds to the standing mean; -1 with an exception.
  */
 static int stands(reducer_object *self, size_t index, bool *is_ours)
 {
-    PyObject *param = sw_py_item(self->params, index);
-    PyObject *grad = param ? PyObject_GetAttr(param, self->grad_name) : NULL;
+    SW_PY_OWNED *param = sw_py_item(self->params, index);
+    SW_PY_OWNED *grad = param ? PyObject_GetAttr(param, self->grad_name) : NULL;
     *is_ours = grad && grad != Py_None && grad == PyList_GetItem(self->views, (Py_ssize_t)index);
     int cleared = !grad ? -1 : *is_ours ? flag_of(grad, "_cleared") : 1;
-    Py_XDECREF(grad);
-    Py_XDECREF(param);
     return cleared < 0 ? -1 : !cleared;
 }
 
@@ -95,8 +89,8 @@ static int place_from(reducer_object *self, size_t index, bool is_ours, bool sta
                       PyObject *holder)
 {
     bool pool = is_pool(self);
-    PyObject *source = is_ours ? PyObject_GetAttrString(holder, "_pending")
-                               : PyObject_GetAttr(holder, self->grad_name);
+    SW_PY_OWNED *source = is_ours ? PyObject_GetAttrString(holder, "_pending")
+                                  : PyObject_GetAttr(holder, self->grad_name);
     if (!source)
         return -1;
     /* A second gradient in one backward adds to the first. Private buckets hold the standing mean
@@ -113,7 +107,6 @@ static int place_from(reducer_object *self, size_t index, bool is_ours, bool sta
         failed = take_away(self, index, is_ours, holder);
     if (!failed)
         sw_reducer_place(self->reducer, index, standing && pool);
-    Py_DECREF(source);
     return failed;
 }
 
@@ -121,11 +114,9 @@ int sw_py_sliced_place(reducer_object *self, size_t index)
 {
     bool is_ours;
     int standing = stands(self, index, &is_ours);
-    PyObject *holder =
+    SW_PY_OWNED *holder =
         standing < 0 ? NULL : sw_py_item(is_ours ? self->views : self->params, index);
-    int failed = holder ? place_from(self, index, is_ours, standing, holder) : -1;
-    Py_XDECREF(holder);
-    return failed;
+    return holder ? place_from(self, index, is_ours, standing, holder) : -1;
 }
 
 int sw_py_sliced_declare_standing(reducer_object *self)
@@ -147,23 +138,16 @@ int sw_py_sliced_declare_standing(reducer_object *self)
 int sw_py_sliced_announce(reducer_object *self)
 {
     size_t count = sw_reducer_layout(self->reducer)->param_count;
-    char *bytes = calloc(count + 1, 1);
-    PyObject *said = NULL;
+    SW_PY_OWNED *said = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)count);
+    char *bytes = said ? PyBytes_AsString(said) : NULL;
     bool is_ours;
-    int standing = bytes ? 0 : -1;
-    for (size_t i = 0; standing >= 0 && i < count; ++i) {
-        standing = stands(self, i, &is_ours);
+    for (size_t i = 0; bytes && i < count; ++i) {
+        int standing = stands(self, i, &is_ours);
+        if (standing < 0)
+            return -1;
         bytes[i] = standing == 1;
     }
-    if (standing >= 0)
-        said = PyBytes_FromStringAndSize(bytes, (Py_ssize_t)count);
-    else if (!bytes)
-        PyErr_NoMemory();
-    free(bytes);
-    int failed =
-        said ? reducer_called(PyObject_CallFunctionObjArgs(self->announcer, said, NULL)) : -1;
-    Py_XDECREF(said);
-    return failed;
+    return said ? reducer_called(PyObject_CallFunctionObjArgs(self->announcer, said, NULL)) : -1;
 }
 
 /* Ends a round: every parameter that some rank used gets its ShardedGradient. A ShardedGradient
@@ -175,13 +159,10 @@ int sw_py_sliced_publish(reducer_object *self)
     for (size_t i = 0; i < count; ++i) {
         if (!sw_reducer_used_by_any(self->reducer, i))
             continue;
-        PyObject *param = sw_py_item(self->params, i), *view = sw_py_item(self->views, i);
-        bool failed = !param || !view || PyObject_SetAttrString(view, "_cleared", Py_False) < 0 ||
-                      PyObject_SetAttrString(view, "_pending", Py_None) < 0 ||
-                      PyObject_SetAttr(param, self->grad_name, view) < 0;
-        Py_XDECREF(param);
-        Py_XDECREF(view);
-        if (failed)
+        SW_PY_OWNED *param = sw_py_item(self->params, i), *view = sw_py_item(self->views, i);
+        if (!param || !view || PyObject_SetAttrString(view, "_cleared", Py_False) < 0 ||
+            PyObject_SetAttrString(view, "_pending", Py_None) < 0 ||
+            PyObject_SetAttr(param, self->grad_name, view) < 0)
             return -1;
     }
     return 0;

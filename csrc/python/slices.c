@@ -2,13 +2,12 @@
  * world_size numbers. */
 #include <stdlib.h>
 
-#include "python/arguments.h"
 #include "python/engine.h"
 
 /* Reads world_size numbers in [0, world_size). Returns false, perhaps without an exception. */
 static bool read_numbers(PyObject *sequence, int world_size, int *numbers, int *highest)
 {
-    sw_py_table table;
+    SW_PY_TABLE table = {0};
     bool fits =
         sw_py_table_init(&table, sequence, "slices of_rank:i", sizeof(int), sw_py_fill_int, NULL) &&
         table.count == (size_t)world_size;
@@ -18,27 +17,24 @@ static bool read_numbers(PyObject *sequence, int world_size, int *numbers, int *
         fits = numbers[r] >= 0 && numbers[r] < world_size;
         *highest = numbers[r] > *highest ? numbers[r] : *highest;
     }
-    sw_py_table_fini(&table);
     return fits;
 }
 
-/* Returns whether every replica has every slice exactly once; -1 with an exception. */
-static int is_complete(const int *slice_of, const int *replica_of, int world_size, int count,
-                       int replicas)
+/* Returns true if every replica has every slice exactly once; false, perhaps with an exception. */
+static bool is_complete(const int *slice_of, const int *replica_of, int world_size, int count,
+                        int replicas)
 {
     bool *seen = calloc((size_t)world_size, sizeof *seen);
-    int unique = (long)count * replicas == world_size;
-    if (!seen) {
+    bool is_unique = seen && (long)count * replicas == world_size;
+    if (!seen)
         PyErr_NoMemory();
-        return -1;
-    }
-    for (int r = 0; r < world_size && unique; ++r) {
+    for (int r = 0; r < world_size && is_unique; ++r) {
         bool *place = &seen[replica_of[r] * count + slice_of[r]];
-        unique = !*place;
+        is_unique = !*place;
         *place = true;
     }
     free(seen);
-    return unique;
+    return is_unique;
 }
 
 int sw_py_slices_init(sw_py_slices *slices, PyObject *given, int world_size)
@@ -54,31 +50,25 @@ int sw_py_slices_init(sw_py_slices *slices, PyObject *given, int world_size)
         return -1;
     }
     int *second = slices->numbers + world_size;
-    if (!PyTuple_Check(given) ||
-        !sw_py_read("slices of_rank:O replica_of_rank:O", given, NULL, a) ||
-        !read_numbers(a[0].o, world_size, slices->numbers, &count) ||
-        !read_numbers(a[1].o, world_size, second, &replicas) ||
-        is_complete(slices->numbers, second, world_size, count + 1, replicas + 1) != 1) {
-        if (!PyErr_Occurred())
-            PyErr_Format(PyExc_ValueError,
-                         "slices must be (of_rank, replica_of_rank), %d numbers each, and every "
-                         "replica must have every slice once",
-                         world_size);
-        sw_py_slices_fini(slices);
-        return -1;
+    if (PyTuple_Check(given) && sw_py_read("slices of_rank:O replica_of_rank:O", given, NULL, a) &&
+        read_numbers(a[0].o, world_size, slices->numbers, &count) &&
+        read_numbers(a[1].o, world_size, second, &replicas) &&
+        is_complete(slices->numbers, second, world_size, count + 1, replicas + 1)) {
+        slices->slices =
+            (sw_slices){.count = count + 1, .of_rank = slices->numbers, .replica_of_rank = second};
+        slices->given = &slices->slices;
+        return 0;
     }
-    slices->slices =
-        (sw_slices){.count = count + 1, .of_rank = slices->numbers, .replica_of_rank = second};
-    return 0;
+    if (!PyErr_Occurred())
+        PyErr_Format(PyExc_ValueError,
+                     "slices must be (of_rank, replica_of_rank), %d numbers each, and every "
+                     "replica must have every slice once",
+                     world_size);
+    return -1;
 }
 
 void sw_py_slices_fini(sw_py_slices *slices)
 {
     free(slices->numbers);
     slices->numbers = NULL;
-}
-
-const sw_slices *sw_py_slices_get(const sw_py_slices *slices)
-{
-    return slices->numbers ? &slices->slices : NULL;
 }

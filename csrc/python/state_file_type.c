@@ -23,50 +23,46 @@ static int state_file_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     sw_py_owner *self = (sw_py_owner *)op;
     sw_py_arg a[3];
-    PyObject *folder = NULL;
+    PyObject *encoded = NULL;
     sw_error err;
-    sw_status status;
     if (!sw_py_read("StateFile folder:O label:s buffer_bytes:N", args, kwargs, a) ||
-        !PyUnicode_FSConverter(a[0].o, &folder))
+        !PyUnicode_FSConverter(a[0].o, &encoded))
+        return -1;
+    SW_PY_OWNED *folder = encoded;
+    if (!sw_py_use_make(&self->use, "StateFile"))
         return -1;
     sw_offload *made = calloc(1, sizeof *made);
-    if (!made)
+    if (!made) {
         PyErr_NoMemory();
-    if (!made || !sw_py_use_make(&self->use, "StateFile")) {
-        free(made);
-        Py_DECREF(folder);
         return -1;
     }
-    self->destroy = destroy;
     const char *path = PyBytes_AsString(folder);
-    SW_PY_WITHOUT_GIL(status, sw_offload_init(made, path, a[1].s, a[2].size, &err));
-    Py_DECREF(folder);
-    if (status == SW_OK)
-        self->made = made;
-    else
+    sw_status status = SW_PY_WITHOUT_GIL(sw_offload_init(made, path, a[1].s, a[2].size, &err));
+    if (status != SW_OK) {
         free(made);
-    return sw_py_owner_made(self, status, &err);
+        made = NULL;
+    }
+    return sw_py_owner_made(self, made, destroy, status, &err);
 }
 
 static bool enter(sw_py_owner *self, sw_py_use_kind kind)
 {
-    if (!self->made)
-        PyErr_SetString(PyExc_RuntimeError, "StateFile: not made yet");
-    return self->made &&
+    return (self->made || sw_py_refuse(PyExc_RuntimeError, "StateFile: not made yet")) &&
            sw_py_use_enter(&self->use, kind, SW_PY_PATIENCE_NS, PyExc_RuntimeError, "StateFile");
 }
 
-static PyObject *address_of(sw_py_owner *self, sw_status status, uint8_t *address,
-                            const sw_error *err)
+/* Leaves, and returns the address, unless that is NULL, or None. */
+static PyObject *finish(sw_py_owner *self, sw_status status, uint8_t *address, const sw_error *err)
 {
     sw_py_use_leave(&self->use);
-    return sw_py_owner_made(self, status, err) < 0 ? NULL : PyLong_FromVoidPtr(address);
+    return status == SW_OK && address ? PyLong_FromVoidPtr(address)
+                                      : sw_py_finish(self, status, err);
 }
 
 SW_PY_METHOD_WITH(state_file_grow, sw_py_owner, "grow nbytes:N", uint8_t *address = NULL,
                   enter(self, SW_PY_ALONE),
                   sw_state_file_grow(&offload_of(self)->file, a[0].size, &address, &err),
-                  address_of(self, status, address, &err))
+                  finish(self, status, address, &err))
 
 static PyObject *state_file_tensor(PyObject *op, PyObject *args)
 {
@@ -82,19 +78,12 @@ static PyObject *state_file_tensor(PyObject *op, PyObject *args)
     sw_py_use_leave(&self->use);
     if (place == UINT64_MAX)
         return PyErr_Format(PyExc_ValueError, "StateFile.tensor: %zu bytes leave the file", bytes);
-    return sw_py_dlpack_capsule_new(a[4].o, a[0].address, a[1].dtype, a[2].o, a[3].o);
+    return sw_py_dlpack_capsule_on(-1, a[4].o, a[0].address, a[1].dtype, a[2].o, a[3].o);
 }
 
-static PyObject *state_file_forget(PyObject *op, PyObject *unused)
-{
-    sw_py_owner *self = (sw_py_owner *)op;
-    (void)unused;
-    if (!enter(self, SW_PY_ALONE))
-        return NULL;
-    sw_state_file_forget(&offload_of(self)->file);
-    sw_py_use_leave(&self->use);
-    Py_RETURN_NONE;
-}
+SW_PY_METHOD(state_file_forget, sw_py_owner, "forget", enter(self, SW_PY_ALONE),
+             (sw_state_file_forget(&offload_of(self)->file), SW_OK),
+             finish(self, status, NULL, &err))
 
 SW_PY_GETTER(get_nbytes, sw_py_owner,
              PyLong_FromUnsignedLongLong(self->made ? offload_of(self)->file.size_bytes : 0))
@@ -105,13 +94,10 @@ SW_PY_GETTER(get_direct, sw_py_owner,
              PyBool_FromLong(self->made &&sw_state_file_is_direct(&offload_of(self)->file)))
 
 static PyMethodDef state_file_methods[] = {
-    {"grow", state_file_grow, METH_VARARGS,
-     "grow($self, nbytes, /)\n--\n\nAppend zeroed bytes to the file; return their address."},
-    {"tensor", state_file_tensor, METH_VARARGS,
-     "tensor($self, address, dtype, shape, strides, owner, /)\n--\n\n"
-     "Return a DLPack capsule that keeps owner alive."},
-    {"forget", state_file_forget, METH_NOARGS,
-     "forget($self, /)\n--\n\nDrop the file's pages from this process's memory."},
+    SW_PY_ARGS(state_file, grow, "nbytes, /", "Append zeroed bytes; return their address."),
+    SW_PY_ARGS(state_file, tensor, "address, dtype, shape, strides, owner, /",
+               "Return a DLPack capsule that keeps owner alive."),
+    SW_PY_ARGS(state_file, forget, "/", "Drop the file's pages from this process's memory."),
     {NULL, NULL, 0, NULL},
 };
 
@@ -122,13 +108,7 @@ static PyGetSetDef state_file_properties[] = {
     {NULL, NULL, NULL, NULL, NULL},
 };
 
-static PyType_Slot state_file_slots[] = {
-    {Py_tp_init, state_file_init},
-    {Py_tp_dealloc, sw_py_owner_dealloc},
-    {Py_tp_methods, state_file_methods},
-    {Py_tp_getset, state_file_properties},
-    {Py_tp_doc, "Optimizer state in a file without a name, seen as memory."},
-    {0, NULL},
-};
-
-SW_PY_TYPE(sw_py_state_file_type_spec, "StateFile", sw_py_owner, 0, state_file_slots)
+SW_PY_TYPE(sw_py_state_file_type_spec, "StateFile", sw_py_owner, 0,
+           "Optimizer state in a file without a name, seen as memory.",
+           {Py_tp_init, state_file_init}, {Py_tp_dealloc, sw_py_owner_dealloc},
+           {Py_tp_methods, state_file_methods}, {Py_tp_getset, state_file_properties})

@@ -44,8 +44,6 @@ bool sw_py_tensor_view_get(const void *table, PyObject *tensor, tensor_view *vie
     return true;
 }
 
-/* ---- the fallback ---- */
-
 /* Maps DLPack's floating dtypes to ours. */
 static sw_dtype floating_dtype(uint8_t code, uint8_t bits)
 {
@@ -59,46 +57,44 @@ static sw_dtype floating_dtype(uint8_t code, uint8_t bits)
                         : SW_DTYPE_COUNT;
 }
 
-/* Raises "grads[3] must be <wanted>, not <the value of attribute `name`>". Returns false. */
+/* Raises "grads[3] must be <wanted>, not <the value of attribute `name`>" in place of what is
+ * raised already. Returns false. */
 static bool refuse(PyObject *tensor, const char *what, Py_ssize_t index, const char *wanted,
                    const char *name)
 {
-    PyObject *value = PyObject_GetAttrString(tensor, name);
-    PyObject *text = value ? PyObject_Str(value) : NULL;
     PyErr_Clear();
-    PyErr_Format(PyExc_ValueError, "%s[%zd] must be %s, not %V", what, index, wanted, text, "that");
-    Py_XDECREF(text);
-    Py_XDECREF(value);
-    return false;
+    SW_PY_OWNED *value = PyObject_GetAttrString(tensor, name);
+    SW_PY_OWNED *text = value ? PyObject_Str(value) : NULL;
+    PyErr_Clear();
+    return sw_py_refuse(PyExc_ValueError, "%s[%zd] must be %s, not %V", what, index, wanted, text,
+                        "that");
 }
 
-/* Copies a tuple of integers to `into`. Returns its length, or -1 with an exception. */
-static int read_integers(PyObject *tuple, int64_t *into)
+/* Copies a tuple of integers, whose reference it takes, to `into`. Returns its length, or -1 with
+ * an exception. */
+static int read_integers(PyObject *taken, int64_t *into)
 {
+    SW_PY_OWNED *tuple = taken;
     Py_ssize_t count = tuple ? PySequence_Size(tuple) : -1;
     for (Py_ssize_t i = 0; i < count && i < SW_PY_TENSOR_DIMS_MAX; ++i) {
-        PyObject *item = PySequence_GetItem(tuple, i);
+        SW_PY_OWNED *item = PySequence_GetItem(tuple, i);
         into[i] = item ? (int64_t)PyLong_AsLongLong(item) : -1;
-        Py_XDECREF(item);
     }
-    Py_XDECREF(tuple);
     return PyErr_Occurred() || count > SW_PY_TENSOR_DIMS_MAX ? -1 : (int)count;
 }
 
 /* Returns an attribute's text, like "torch.float32", owned by `text`; NULL with an exception. */
 static const char *attribute_text(PyObject *object, const char *name, PyObject **text)
 {
-    PyObject *value = PyObject_GetAttrString(object, name);
+    SW_PY_OWNED *value = PyObject_GetAttrString(object, name);
     *text = value ? PyObject_Str(value) : NULL;
-    Py_XDECREF(value);
     return *text ? PyUnicode_AsUTF8AndSize(*text, NULL) : NULL;
 }
 
 bool sw_py_tensor_address(PyObject *tensor, void **address)
 {
-    PyObject *value = sw_py_call(tensor, "data_ptr", NULL, NULL);
+    SW_PY_OWNED *value = sw_py_call(tensor, "data_ptr", NULL, NULL);
     *address = value ? PyLong_AsVoidPtr(value) : NULL;
-    Py_XDECREF(value);
     return !PyErr_Occurred();
 }
 
@@ -117,20 +113,15 @@ static bool read_by_methods(PyObject *tensor, const char *what, Py_ssize_t index
     out->dtype =
         name && strncmp(name, "torch.", 6) == 0 ? sw_dtype_from_name(name + 6) : SW_DTYPE_COUNT;
     Py_XDECREF(text);
-    if (PyErr_Occurred() || !sw_py_tensor_address(tensor, &out->data)) {
-        PyErr_Clear();
+    if (PyErr_Occurred() || !sw_py_tensor_address(tensor, &out->data))
         return refuse(tensor, what, index, "a dense tensor", "layout");
-    }
     out->ndim = read_integers(PyObject_GetAttrString(tensor, "shape"), out->own);
     int strides =
         read_integers(sw_py_call(tensor, "stride", NULL, NULL), out->own + SW_PY_TENSOR_DIMS_MAX);
     out->shape = out->own;
     out->strides = out->own + SW_PY_TENSOR_DIMS_MAX;
-    if (out->ndim < 0 || strides != out->ndim) {
-        PyErr_Clear();
-        return refuse(tensor, what, index, "a dense tensor", "layout");
-    }
-    return true;
+    return (out->ndim >= 0 && strides == out->ndim) ||
+           refuse(tensor, what, index, "a dense tensor", "layout");
 }
 
 bool sw_py_tensor_read(const void *table, PyObject *tensor, const char *what, Py_ssize_t index,

@@ -8,13 +8,6 @@
 
 enum { KEPT_ARENA, KEPT_CODES }; /* the arena of the slices, and that of its records */
 
-static sw_units *units_of(const sw_py_owner *self)
-{
-    return self->made;
-}
-
-/* ---- life ---- */
-
 SW_PY_ROW(fill_run, sw_unit_run, .target_bytes = a[0].size, .rank = a[1].size,
           .source_bytes = a[2].size, .size_bytes = a[3].size, .coded = a[4].p)
 
@@ -29,32 +22,26 @@ static bool fill_spec(const sw_py_arg *a, void *row, void *specs)
     return runs != NULL;
 }
 
-static void destroy(void *units)
-{
-    sw_units_destroy(units);
-}
+SW_PY_DESTROY(destroy, sw_units_destroy)
 
 static int units_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     sw_py_owner *self = (sw_py_owner *)op;
-    PyTypeObject *arena_type = sw_py_state_of(op)->arena_type;
     sw_py_arg a[5] = {{0}};
-    sw_py_nested specs = {.begun = 0};
+    SW_PY_NESTED specs = {.begun = 0};
+    sw_units *made = NULL;
     sw_error err;
-    sw_status status;
     if (!sw_py_read("Units arena:O units:L warm_bytes:N label:s | codes:O", args, kwargs, a))
         return -1;
     PyObject *arena = a[0].o, *codes = a[4].o;
-    const sw_arena *slices = Py_TYPE(arena) == arena_type ? ((arena_object *)arena)->arena : NULL;
-    const sw_arena *records =
-        codes && Py_TYPE(codes) == arena_type ? ((arena_object *)codes)->arena : NULL;
+    const sw_arena *slices = sw_py_arena_of(op, arena);
+    const sw_arena *records = codes ? sw_py_arena_of(op, codes) : NULL;
     if (!slices || (codes && !records)) {
         PyErr_SetString(PyExc_ValueError, "Units: arena and codes must be Arenas that ranks share");
         return -1;
     }
     if (!sw_py_use_make(&self->use, "Units"))
         return -1;
-    self->destroy = destroy;
     sw_py_owner_keep(self, KEPT_ARENA, arena);
     if (codes)
         sw_py_owner_keep(self, KEPT_CODES, codes);
@@ -63,91 +50,71 @@ static int units_init(PyObject *op, PyObject *args, PyObject *kwargs)
                                  .world_size = (size_t)slices->world_size,
                                  .slice_bytes = slices->size_bytes,
                                  .code_bytes = records ? records->size_bytes : 0};
-    int failed = -1;
-    if (sw_py_nested_init(&specs, a[1].o, "unit name:s nbytes:N runs:L", sizeof(sw_unit_spec),
-                          fill_spec)) {
-        sw_units *made = NULL;
-        SW_PY_WITHOUT_GIL(status, sw_units_create(&parts, specs.outer.rows, specs.outer.count,
-                                                  a[2].size, a[3].s, &made, &err));
-        self->made = made;
-        failed = sw_py_owner_made(self, status, &err);
-    }
-    sw_py_nested_fini(&specs);
-    return failed;
+    if (!sw_py_nested_init(&specs, a[1].o, "unit name:s nbytes:N runs:L", sizeof(sw_unit_spec),
+                           fill_spec))
+        return -1;
+    sw_status status = SW_PY_WITHOUT_GIL(sw_units_create(
+        &parts, specs.outer.rows, specs.outer.count, a[2].size, a[3].s, &made, &err));
+    return sw_py_owner_made(self, made, destroy, status, &err);
 }
-
-/* ---- one unit ---- */
 
 static bool check_unit(const sw_py_owner *self, Py_ssize_t unit)
 {
-    size_t count = self->made ? sw_units_count(units_of(self)) : 0;
-    if (unit >= 0 && (size_t)unit < count)
-        return true;
-    PyErr_Format(PyExc_ValueError, "Units: unit must be in [0, %zu), got %zd", count, unit);
-    return false;
+    size_t count = self->made ? sw_units_count(self->made) : 0;
+    return (unit >= 0 && (size_t)unit < count) ||
+           sw_py_refuse(PyExc_ValueError, "Units: unit must be in [0, %zu), got %zd", count, unit);
 }
 
 /* Enters to change a unit: units share pages, so that one thread at a time changes any of them. */
 static bool enter(sw_py_owner *self, Py_ssize_t unit)
 {
-    PyObject *error = sw_py_state_of((PyObject *)self)->error;
+    PyObject *error = sw_py_state_of(self)->error;
     if (!check_unit(self, unit))
         return false;
     if (sw_py_use_is_own(&self->use))
         return sw_py_use_enter(&self->use, SW_PY_ALONE, SW_PY_PATIENCE_NS, error, "units");
-    PyErr_SetString(
+    return sw_py_refuse(
         error, "units: this process is a child of the one that wrapped the module, whose pages it "
                "would overwrite: fork inside `with sw.full_parameters(module)`, or copy the "
                "module there");
-    return false;
 }
 
 static PyObject *finish(sw_py_owner *self, sw_status status, const sw_error *err)
 {
     sw_py_use_leave(&self->use);
-    return sw_py_owner_made(self, status, err) < 0 ? NULL : sw_py_none();
+    return sw_py_finish(self, status, err);
 }
 
 #define UNITS_METHOD(name, call)                                                        \
     SW_PY_METHOD(units_##name, sw_py_owner, #name " unit:n", enter(self, a[0].n), call, \
                  finish(self, status, &err))
 
-UNITS_METHOD(gather, sw_unit_gather(units_of(self), a[0].size, SW_UNIT_SLICES, &err))
-UNITS_METHOD(gather_codes, sw_unit_gather(units_of(self), a[0].size, SW_UNIT_CODES, &err))
-UNITS_METHOD(release, sw_unit_release(units_of(self), a[0].size, &err))
+UNITS_METHOD(gather, sw_unit_gather(self->made, a[0].size, SW_UNIT_SLICES, &err))
+UNITS_METHOD(gather_codes, sw_unit_gather(self->made, a[0].size, SW_UNIT_CODES, &err))
+UNITS_METHOD(release, sw_unit_release(self->made, a[0].size, &err))
 
-static PyObject *units_take_write(PyObject *op, PyObject *args)
+/* Returns a byte's place, -1 for SIZE_MAX, unless the call has failed. */
+static PyObject *place_if(PyObject *finished, size_t place)
 {
-    sw_py_owner *self = (sw_py_owner *)op;
-    sw_py_arg a[1];
-    sw_error err;
-    sw_status status = SW_OK;
-    if (!sw_py_read("take_write unit:n", args, NULL, a) || !enter(self, a[0].n))
-        return NULL;
-    size_t found = sw_unit_find_write(units_of(self), a[0].size);
-    if (found != SIZE_MAX)
-        status = sw_unit_forget_writes(units_of(self), a[0].size, &err);
-    PyObject *done = finish(self, status, &err);
-    Py_XDECREF(done);
-    return !done ? NULL : found == SIZE_MAX ? PyLong_FromLong(-1) : PyLong_FromSize_t(found);
+    SW_PY_OWNED *done = finished;
+    return done ? PyLong_FromSsize_t((Py_ssize_t)place) : NULL;
 }
+
+SW_PY_METHOD_WITH(units_take_write, sw_py_owner, "take_write unit:n", size_t found,
+                  enter(self, a[0].n),
+                  (found = sw_unit_find_write(self->made, a[0].size)) == SIZE_MAX
+                      ? SW_OK
+                      : sw_unit_forget_writes(self->made, a[0].size, &err),
+                  place_if(finish(self, status, &err), found))
 
 SW_PY_VALUE(units_state, sw_py_owner, "state unit:n", check_unit(self, a[0].n),
-            PyUnicode_FromString(sw_shard_state_name(sw_unit_state(units_of(self), a[0].size))))
+            PyUnicode_FromString(sw_shard_state_name(sw_unit_state(self->made, a[0].size))))
 
-static PyObject *units_stats(PyObject *op, PyObject *unused)
-{
-    const sw_py_owner *self = (sw_py_owner *)op;
-    sw_units_stats stats = {0};
-    (void)unused;
-    if (self->made)
-        stats = sw_units_get_stats(units_of(self));
-    return Py_BuildValue("{s:K,s:K,s:K,s:K,s:n}", "gathers", (unsigned long long)stats.gathers,
-                         "releases", (unsigned long long)stats.releases, "gathered_bytes",
-                         (unsigned long long)stats.bytes, "gather_ns",
-                         (unsigned long long)stats.gather_ns, "most_unit_bytes",
-                         (Py_ssize_t)stats.most_bytes);
-}
+SW_PY_OWNER_STATS(units_stats, sw_units_stats, sw_units_get_stats,
+                  SW_PY_COUNT(sw_units_stats, gathers), SW_PY_COUNT(sw_units_stats, releases),
+                  SW_PY_COUNT_AS(sw_units_stats, bytes, "gathered_bytes"),
+                  SW_PY_COUNT(sw_units_stats, gather_ns),
+                  SW_PY_COUNT_AS(sw_units_stats, most_bytes, "most_unit_bytes"))
 
 static PyObject *units_tensor(PyObject *op, PyObject *args)
 {
@@ -158,43 +125,32 @@ static PyObject *units_tensor(PyObject *op, PyObject *args)
                     NULL, a) ||
         !check_unit(self, a[0].n))
         return NULL;
-    size_t size = sw_unit_size_bytes(units_of(self), a[0].size);
+    size_t size = sw_unit_size_bytes(self->made, a[0].size);
     if (a[1].n < 0 || a[2].n <= 0 || a[1].size > size ||
         __builtin_mul_overflow(a[2].size, sw_dtype_size_bytes(a[3].dtype), &bytes) ||
         bytes > size - a[1].size)
         return PyErr_Format(PyExc_ValueError,
                             "Units.tensor: %zd elements from byte %zd leave the unit of %zu bytes",
                             a[2].n, a[1].n, size);
-    return sw_py_dlpack_capsule_new(op, sw_unit_address(units_of(self), a[0].size) + a[1].n,
-                                    a[3].dtype, a[4].o, a[5].o);
+    return sw_py_dlpack_capsule_on(-1, op, sw_unit_address(self->made, a[0].size) + a[1].n,
+                                   a[3].dtype, a[4].o, a[5].o);
 }
 
 static PyMethodDef units_methods[] = {
-    {"gather", units_gather, METH_VARARGS,
-     "gather($self, unit, /)\n--\n\nGather a unit: sharded to unsharded."},
-    {"gather_codes", units_gather_codes, METH_VARARGS,
-     "gather_codes($self, unit, /)\n--\n\nGather a unit and decode coded runs from their records."},
-    {"release", units_release, METH_VARARGS,
-     "release($self, unit, /)\n--\n\nRelease a unit: unsharded to sharded."},
-    {"take_write", units_take_write, METH_VARARGS,
-     "take_write($self, unit, /)\n--\n\n"
-     "Return the first byte written in a released unit, once; -1: none."},
-    {"state", units_state, METH_VARARGS,
-     "state($self, unit, /)\n--\n\nReturn 'sharded', 'gathering' or 'unsharded'."},
-    {"stats", units_stats, METH_NOARGS, "stats($self, /)\n--\n\nReturn counts since creation."},
-    {"tensor", units_tensor, METH_VARARGS,
-     "tensor($self, unit, offset_bytes, numel, dtype, shape, strides, /)\n--\n\n"
-     "Return a DLPack capsule."},
+    SW_PY_ARGS(units, gather, "unit, /", "Gather a unit: sharded to unsharded."),
+    SW_PY_ARGS(units, gather_codes, "unit, /", "Gather a unit, decoding coded runs."),
+    SW_PY_ARGS(units, release, "unit, /", "Release a unit: unsharded to sharded."),
+    SW_PY_ARGS(units, take_write, "unit, /",
+               "Return the first byte written in a released unit, once; -1: none."),
+    SW_PY_ARGS(units, state, "unit, /", "Return 'sharded', 'gathering' or 'unsharded'."),
+    SW_PY_NONE(units, stats, "Return counts since creation."),
+    SW_PY_ARGS(units, tensor, "unit, offset_bytes, numel, dtype, shape, strides, /",
+               "Return a DLPack capsule."),
     {NULL, NULL, 0, NULL},
 };
 
-static PyType_Slot units_slots[] = {
-    {Py_tp_init, units_init},
-    {Py_tp_dealloc, sw_py_owner_dealloc},
-    {Py_tp_methods, units_methods},
-    {Py_tp_doc, "Parameters that are gathered and released in units, over an arena of slices. "
-                "units: [(name, nbytes, [(target_bytes, rank, source_bytes, nbytes, coded)])]."},
-    {0, NULL},
-};
-
-SW_PY_TYPE(sw_py_units_type_spec, "Units", sw_py_owner, 0, units_slots)
+SW_PY_TYPE(sw_py_units_type_spec, "Units", sw_py_owner, 0,
+           "Parameters that are gathered and released in units, over an arena of slices. units: "
+           "[(name, nbytes, [(target_bytes, rank, source_bytes, nbytes, coded)])].",
+           {Py_tp_init, units_init}, {Py_tp_dealloc, sw_py_owner_dealloc},
+           {Py_tp_methods, units_methods})

@@ -5,6 +5,7 @@
 
 #include "platform/clock.h"
 #include "platform/thread.h"
+#include "python/arguments.h"
 
 bool sw_py_use_make(sw_py_use *use, const char *type_name)
 {
@@ -12,8 +13,8 @@ bool sw_py_use_make(sw_py_use *use, const char *type_name)
         use->pid = getpid();
         return true;
     }
-    PyErr_Format(PyExc_TypeError, "%s: already initialised; an object is made once", type_name);
-    return false;
+    return sw_py_refuse(PyExc_TypeError, "%s: already initialised; an object is made once",
+                        type_name);
 }
 
 bool sw_py_use_is_own(const sw_py_use *use)
@@ -35,26 +36,26 @@ bool sw_py_wait_while(sw_py_busy_fn *is_busy, const void *object, int64_t patien
     return true;
 }
 
-static bool is_closed_to_readers(const void *use)
-{
-    return !sw_py_use_fits(use, SW_PY_SHARED);
-}
+typedef struct entry {
+    const sw_py_use *use;
+    sw_py_use_kind kind;
+} entry;
 
-static bool is_closed_to_others(const void *use)
+static bool is_closed(const void *wanted)
 {
-    return !sw_py_use_fits(use, SW_PY_ALONE);
+    const entry *at = wanted;
+    return at->use->kind != SW_PY_FREE &&
+           !(at->use->kind == SW_PY_SHARED && at->kind == SW_PY_SHARED);
 }
 
 bool sw_py_use_enter(sw_py_use *use, sw_py_use_kind kind, int64_t patience_ns, PyObject *error,
                      const char *noun)
 {
-    sw_py_busy_fn *is_busy = kind == SW_PY_SHARED ? is_closed_to_readers : is_closed_to_others;
-    if (!sw_py_wait_while(is_busy, use, patience_ns))
+    const entry wanted = {use, kind};
+    if (!sw_py_wait_while(is_closed, &wanted, patience_ns))
         return false;
-    if (is_busy(use)) {
-        PyErr_Format(error, "another thread is inside the %s: one call at a time", noun);
-        return false;
-    }
+    if (is_closed(&wanted))
+        return sw_py_refuse(error, "another thread is inside the %s: one call at a time", noun);
     sw_py_use_take(use, kind);
     return true;
 }

@@ -31,11 +31,6 @@ bool sw_py_use_make(sw_py_use *use, const char *type_name);
 /* Returns true if this process made the object, not a process that it was forked from. */
 bool sw_py_use_is_own(const sw_py_use *use);
 
-static inline bool sw_py_use_fits(const sw_py_use *use, sw_py_use_kind kind)
-{
-    return use->kind == SW_PY_FREE || (use->kind == SW_PY_SHARED && kind == SW_PY_SHARED);
-}
-
 /* Enters, once other threads have left, for which it waits without the GIL for at most
  * `patience_ns`. Returns false with an exception of type `error` that names the object by `noun`,
  * or with the one of a signal handler. */

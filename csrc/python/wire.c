@@ -7,17 +7,13 @@
 /* Moves the current exception's text to *err and clears the exception. */
 static sw_status take_exception(sw_error *err)
 {
-    PyObject *type, *value, *trace;
-    PyErr_Fetch(&type, &value, &trace);
-    PyErr_NormalizeException(&type, &value, &trace);
-    PyObject *text = value ? PyObject_Str(value) : NULL;
+    sw_py_pending pending = sw_py_set_aside();
+    PyErr_NormalizeException(&pending.type, &pending.value, &pending.trace);
+    SW_PY_OWNED *text = pending.value ? PyObject_Str(pending.value) : NULL;
     const char *utf8 = text ? PyUnicode_AsUTF8AndSize(text, NULL) : NULL;
     sw_error_set(err, SW_E_COMM, -1, "%.300s", utf8 ? utf8 : "torch's group failed");
     PyErr_Clear();
-    Py_XDECREF(text);
-    Py_XDECREF(type);
-    Py_XDECREF(value);
-    Py_XDECREF(trace);
+    sw_py_let_go(&pending);
     return SW_E_COMM;
 }
 
@@ -29,44 +25,36 @@ typedef struct py_wire {
 /* Calls group.method(*arguments) and drops the arguments. */
 static PyObject *call(void *context, const char *method, PyObject *arguments)
 {
-    PyObject *group = ((py_wire *)context)->group;
-    PyObject *bound = arguments ? PyObject_GetAttrString(group, method) : NULL;
-    PyObject *result = bound ? PyObject_CallObject(bound, arguments) : NULL;
-    Py_XDECREF(bound);
-    Py_XDECREF(arguments);
-    return result;
+    SW_PY_OWNED *held = arguments;
+    SW_PY_OWNED *bound = held ? PyObject_GetAttrString(((py_wire *)context)->group, method) : NULL;
+    return bound ? PyObject_CallObject(bound, held) : NULL;
 }
 
 static sw_status begin(void *context, const char *method, int rank, uint32_t tag, const void *data,
                        size_t size_bytes, void **work, sw_error *err)
 {
-    PyGILState_STATE gil = PyGILState_Ensure();
-    PyObject *type, *value, *trace; /* a pending exception of this thread, such as an interrupt */
-    PyErr_Fetch(&type, &value, &trace);
+    SW_PY_GIL(gil);
+    SW_PY_ASIDE(pending); /* of this thread, such as an interrupt */
     PyObject *made =
         call(context, method,
              Py_BuildValue("(iIKn)", rank, (unsigned)tag, (unsigned long long)(uintptr_t)data,
                            (Py_ssize_t)size_bytes));
-    sw_status status = made ? SW_OK : take_exception(err);
-    PyErr_Restore(type, value, trace);
-    PyGILState_Release(gil);
-    if (status == SW_OK)
-        *work = made;
-    return status;
+    if (!made)
+        return take_exception(err);
+    *work = made;
+    return SW_OK;
 }
 
 /* Gives the carrier's thread a lasting thread state: otherwise each call would create and destroy
  * one, and map and unmap memory. */
-static void wire_enter(void *context, void **kept)
+static void wire_enter(void *Py_UNUSED(context), void **kept)
 {
-    (void)context;
     (void)PyGILState_Ensure();
     *kept = PyEval_SaveThread();
 }
 
-static void wire_leave(void *context, void *kept)
+static void wire_leave(void *Py_UNUSED(context), void *kept)
 {
-    (void)context;
     PyEval_RestoreThread(kept);
     PyGILState_Release(PyGILState_UNLOCKED);
 }
@@ -85,44 +73,32 @@ static sw_status wire_receive(void *context, int rank, uint32_t tag, void *data,
 
 static sw_status wire_wait(void *context, void *work, sw_error *err)
 {
-    PyGILState_STATE gil = PyGILState_Ensure();
-    PyObject *result = call(context, "wait", Py_BuildValue("(O)", (PyObject *)work));
-    sw_status status = result ? SW_OK : take_exception(err);
-    Py_XDECREF(result);
-    Py_DECREF((PyObject *)work);
-    PyGILState_Release(gil);
-    return status;
+    SW_PY_GIL(gil);
+    SW_PY_OWNED *held = work;
+    SW_PY_OWNED *result = call(context, "wait", Py_BuildValue("(O)", held));
+    return result ? SW_OK : take_exception(err);
 }
 
 static bool wire_close(void *context, bool gently)
 {
-    PyGILState_STATE gil = PyGILState_Ensure();
-    PyObject *type, *value, *trace;
-    PyErr_Fetch(&type, &value, &trace);
-    PyObject *result = call(context, "close", Py_BuildValue("(O)", gently ? Py_True : Py_False));
-    bool closed = result == Py_True;
+    SW_PY_GIL(gil);
+    SW_PY_ASIDE(pending);
+    SW_PY_OWNED *result = call(context, "close", Py_BuildValue("(O)", gently ? Py_True : Py_False));
     PyErr_Clear(); /* after any error it counts as not closed */
-    Py_XDECREF(result);
-    PyErr_Restore(type, value, trace);
-    PyGILState_Release(gil);
-    return closed;
+    return result == Py_True;
 }
 
-static void wire_drop(void *context, void *work)
+static void wire_drop(void *Py_UNUSED(context), void *work)
 {
-    (void)context;
-    PyGILState_STATE gil = PyGILState_Ensure();
+    SW_PY_GIL(gil);
     Py_DECREF((PyObject *)work);
-    PyGILState_Release(gil);
 }
 
 static void wire_release(void *context)
 {
-    py_wire *wire = context;
-    PyGILState_STATE gil = PyGILState_Ensure();
-    Py_DECREF(wire->group);
-    PyGILState_Release(gil);
-    free(wire);
+    SW_PY_GIL(gil);
+    Py_DECREF(((py_wire *)context)->group);
+    free(context);
 }
 
 const sw_wire *sw_py_wire_new(PyObject *group)

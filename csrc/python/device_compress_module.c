@@ -1,0 +1,163 @@
+/* device_compress_module.c - the module's functions that compress GPU gradients: the codec of
+ * blocks, PowerSGD, and the arithmetic of its messages. Addresses are integers. Each call enqueues
+ * work on the given stream and returns. */
+#include "compress/device_codec.h"
+#include "compress/device_powersgd.h"
+#include "kernels/kernels.h"
+#include "python/device_call.h"
+
+/* ---- blocks: comm, block, bits, ... ---- */
+
+SW_PY_ROW(fill_quantize, sw_quantize_part, .records = a[0].address, .source = a[1].address,
+          .error = a[2].address, .numel = a[3].word)
+
+SW_PY_ROW(fill_decode, sw_decode_part, .values = a[0].address, .error = a[1].address,
+          .records = a[2].address, .own = a[3].address, .numel = a[4].word)
+
+SW_PY_ROW(fill_owe, sw_owe_part, .error = a[0].address, .rest = a[1].address, .numel = a[2].word)
+
+static sw_device_blocks blocks_of(const sw_device_comm *comm, const sw_py_arg *a,
+                                  const sw_py_arg *stream)
+{
+    return (sw_device_blocks){.kernels = &comm->kernels,
+                              .codec = {.block = a[1].n < 0 ? 0 : a[1].size, .bits = a[2].i},
+                              .stream = stream->address};
+}
+
+/* A call on `blocks`, whose codec is checked first. */
+#define ON_BLOCKS(stream, call)                                         \
+    __extension__({                                                     \
+        const sw_device_blocks blocks = blocks_of(comm, a, &(stream));  \
+        sw_status is_known = sw_block_codec_check(&blocks.codec, &err); \
+        is_known == SW_OK ? (call) : is_known;                          \
+    })
+
+SW_PY_ON_ROWS(device_block_encode, "device_block_encode comm:O block:n bits:i parts:L stream:A", 3,
+              "part records:A source:A error:A numel:K", sw_quantize_part, fill_quantize,
+              ON_BLOCKS(a[4], sw_device_block_encode(&blocks, rows.rows, rows.count, &err)))
+SW_PY_ON_ROWS(device_block_decode,
+              "device_block_decode comm:O block:n bits:i parts:L verdict:A stream:A", 3,
+              "part values:A error:A records:A own:A numel:K", sw_decode_part, fill_decode,
+              ON_BLOCKS(a[5],
+                        sw_device_block_decode(&blocks, rows.rows, rows.count, a[4].address, &err)))
+SW_PY_ON_ROWS(device_block_owe,
+              "device_block_owe comm:O block:n bits:i parts:L verdict:A scale:d stream:A", 3,
+              "part error:A rest:A numel:K", sw_owe_part, fill_owe,
+              ON_BLOCKS(a[6], sw_device_block_owe(&blocks, rows.rows, rows.count, a[4].address,
+                                                  (float)a[5].d, &err)))
+SW_PY_ON_DEVICE(device_block_verdict,
+                "device_block_verdict comm:O block:n bits:i verdict:A records:A count:N stream:A",
+                ON_BLOCKS(a[6], sw_device_block_verdict(&blocks, a[3].address, a[4].address,
+                                                        a[5].size, &err)))
+SW_PY_ON_DEVICE(device_block_fold,
+                "device_block_fold comm:O block:n bits:i out:A own:A others:A stride_bytes:K "
+                "own_index:i world_size:i count:N scale:d rest:A stream:A",
+                ON_BLOCKS(a[12],
+                          sw_device_block_fold(&blocks, a[3].address,
+                                               &(sw_device_wires){.own = a[4].address,
+                                                                  .others = a[5].address,
+                                                                  .stride_bytes = (size_t)a[6].word,
+                                                                  .own_index = a[7].i,
+                                                                  .count = a[8].i},
+                                               a[9].size, (float)a[10].d, a[11].address, &err)))
+
+/* ---- PowerSGD: comm, matrices or factors, verdict, stream ---- */
+
+#define MATRIX \
+    "matrix gradient:A memory:A left:A right:A basis:A out:A copy:A rows:K cols:K rank:K dtype:s"
+
+SW_PY_ROW(fill_matrix, sw_matrix_args, .gradient = a[0].address, .memory = a[1].address,
+          .left = a[2].address, .right = a[3].address, .basis = a[4].address, .out = a[5].address,
+          .copy = a[6].address, .rows = a[7].word, .cols = a[8].word, .rank = a[9].word,
+          .memory_dtype = (int)sw_dtype_from_name(a[10].s))
+
+SW_PY_ROW(fill_factor, sw_factor_args, .to = a[0].address, .from = a[1].address, .count = a[2].word,
+          .rank = a[3].word, .seed = a[4].word)
+
+#define PASSES \
+    &(sw_device_passes){.kernels = &comm->kernels, .verdict = a[2].address, .stream = a[3].address}
+
+#define PASS(name, kernel)                                                                        \
+    SW_PY_ON_ROWS(name, #name " comm:O matrices:L verdict:A stream:A", 1, MATRIX, sw_matrix_args, \
+                  fill_matrix,                                                                    \
+                  sw_device_powersgd_run(PASSES, kernel, rows.rows, rows.count, &err))
+
+PASS(device_powersgd_project, SW_KERNEL_PROJECT)
+PASS(device_powersgd_absorb, SW_KERNEL_ABSORB)
+PASS(device_powersgd_expand, SW_KERNEL_EXPAND)
+
+SW_PY_ON_ROWS(device_powersgd_orthonormalize,
+              "device_powersgd_orthonormalize comm:O factors:L verdict:A stream:A", 1,
+              "factor to:A from:A count:K rank:K seed:K", sw_factor_args, fill_factor,
+              sw_device_powersgd_orthonormalize(PASSES, rows.rows, rows.count, &err))
+
+SW_PY_ON_DEVICE(device_finite, "device_finite comm:O verdict:A values:A numel:K refusal:i stream:A",
+                sw_kernel_launch(&comm->kernels, SW_KERNEL_FINITE,
+                                 &(sw_finite_args){.verdict = a[1].address,
+                                                   .values = a[2].address,
+                                                   .numel = a[3].word,
+                                                   .refusal = a[4].i},
+                                 a[5].address, &err))
+SW_PY_ON_DEVICE(device_fold,
+                "device_fold comm:O to:A own:A rest:A numel:K stride_bytes:K own_index:i count:i "
+                "dtype:s is_mean:p stream:A",
+                sw_kernel_launch(&comm->kernels, SW_KERNEL_FOLD,
+                                 &(sw_fold_args){.to = a[1].address,
+                                                 .own = a[2].address,
+                                                 .rest = a[3].address,
+                                                 .numel = a[4].word,
+                                                 .stride_bytes = a[5].word,
+                                                 .scale = a[9].p ? 1.0 / a[7].i : 1.0,
+                                                 .dtype = (int)sw_dtype_from_name(a[8].s),
+                                                 .op = (int)(a[9].p ? SW_REDOP_MEAN : SW_REDOP_SUM),
+                                                 .own_index = a[6].i,
+                                                 .source_count = a[7].i},
+                                 a[10].address, &err))
+SW_PY_ON_DEVICE(device_cast,
+                "device_cast comm:O to:A to_dtype:s from:A from_dtype:s numel:K scale:d stream:A",
+                sw_kernel_launch(&comm->kernels, SW_KERNEL_CAST,
+                                 &(sw_cast_args){.to = a[1].address,
+                                                 .from = a[3].address,
+                                                 .numel = a[5].word,
+                                                 .scale = (float)a[6].d,
+                                                 .to_dtype = (int)sw_dtype_from_name(a[2].s),
+                                                 .from_dtype = (int)sw_dtype_from_name(a[4].s)},
+                                 a[7].address, &err))
+
+PyMethodDef sw_py_device_compress_functions[] = {
+    SW_PY_FUNCTION(
+        device_block_encode, "comm, block, bits, parts, stream, /",
+        "Encode parts (records, source or 0 for zeros, error, numel) like block_encode."),
+    SW_PY_FUNCTION(device_block_fold,
+                   "comm, block, bits, out, own, others, stride_bytes, own_index, world_size, "
+                   "count, scale, rest, stream, /",
+                   "Fold like block_fold. Rank r's records are at others + r * stride_bytes, but "
+                   "own ones at own."),
+    SW_PY_FUNCTION(device_block_verdict, "comm, block, bits, verdict, records, count, stream, /",
+                   "Set the int32 to 0 if all records have finite values, else to 1."),
+    SW_PY_FUNCTION(device_block_decode, "comm, block, bits, parts, verdict, stream, /",
+                   "Decode parts (values, error, records or 0, own, numel) like block_decode; keep "
+                   "errors if the verdict is 1."),
+    SW_PY_FUNCTION(
+        device_block_owe, "comm, block, bits, parts, verdict, scale, stream, /",
+        "Add rest * scale to the error of parts (error, rest, numel), unless the verdict is 1."),
+    SW_PY_FUNCTION(device_powersgd_project, "comm, matrices, verdict, stream, /",
+                   "Project all matrices like powersgd_project."),
+    SW_PY_FUNCTION(device_powersgd_absorb, "comm, matrices, verdict, stream, /",
+                   "Compute Q = vᵀ P and keep v, unless the verdict refuses."),
+    SW_PY_FUNCTION(device_powersgd_expand, "comm, matrices, verdict, stream, /",
+                   "Compute gradients from P and Q, or NaN."),
+    SW_PY_FUNCTION(
+        device_powersgd_orthonormalize, "comm, factors, verdict, stream, /",
+        "Make rows of (to, from, count, rank, seed) orthonormal, unless the verdict is not 0."),
+    SW_PY_FUNCTION(device_finite, "comm, verdict, values, numel, refusal, stream, /",
+                   "Set the verdict to `refusal` if it is 0 and a value is not finite."),
+    SW_PY_FUNCTION(
+        device_fold,
+        "comm, to, own, rest, numel, stride_bytes, own_index, count, dtype, is_mean, stream, /",
+        "Fold contributions in rank order: number k is at rest + k * stride_bytes, own_index at "
+        "own."),
+    SW_PY_FUNCTION(device_cast, "comm, to, to_dtype, from, from_dtype, numel, scale, stream, /",
+                   "Scale and round."),
+    {NULL, NULL, 0, NULL},
+};
