@@ -49,10 +49,15 @@ bool sw_py_use_enter(sw_py_use *use, sw_py_use_kind kind, int64_t patience_ns, P
                      const char *noun)
 {
     sw_py_busy_fn *is_busy = kind == SW_PY_SHARED ? is_closed_to_readers : is_closed_to_others;
-    if (!sw_py_wait_while(is_busy, use, patience_ns))
+    bool is_left = use->kind != SW_PY_FREE && use->inside_pid != getpid();
+    if (!is_left && !sw_py_wait_while(is_busy, use, patience_ns))
         return false;
     if (is_busy(use)) {
-        PyErr_Format(error, "another thread is inside the %s: one call at a time", noun);
+        PyErr_Format(error,
+                     is_left ? "this process was forked while a thread of its parent was inside "
+                               "the %s: only the parent can use it further"
+                             : "another thread is inside the %s: one call at a time",
+                     noun);
         return false;
     }
     sw_py_use_take(use, kind);
@@ -61,6 +66,8 @@ bool sw_py_use_enter(sw_py_use *use, sw_py_use_kind kind, int64_t patience_ns, P
 
 void sw_py_use_take(sw_py_use *use, sw_py_use_kind kind)
 {
+    if (use->kind == SW_PY_FREE)
+        use->inside_pid = getpid();
     use->kind = kind;
     if (kind == SW_PY_SHARED)
         ++use->readers;
