@@ -391,6 +391,38 @@ def test_init_makes_an_object_once(tmp_path: Path) -> None:
         reducer(comm).__init__(comm, [])  # type: ignore[misc,call-arg]
 
 
+def test_a_child_that_was_forked_beside_a_call_does_not_wait_for_its_end(tmp_path: Path) -> None:
+    """The thread that was inside does not exist in the child."""
+    file = engine.StateFile(str(tmp_path), "m", 1 << 16)
+    stop, said = threading.Event(), os.pipe()
+
+    def work() -> None:
+        while not stop.is_set():
+            file.grow(1 << 22)
+            file.forget()
+
+    def law() -> None:
+        begun = time.monotonic()
+        try:
+            file.forget()
+        except RuntimeError as refused:
+            assert "forked while a thread of its parent was inside the StateFile" in str(refused)
+            os.write(said[1], b"x")
+        assert time.monotonic() - begun < 5
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        for _ in range(20):
+            in_a_child(law)
+    finally:
+        stop.set()
+        thread.join()
+    os.close(said[1])
+    assert os.read(said[0], 64), "no child was forked during a call"
+    os.close(said[0])
+
+
 # arguments ----------------------------------------------------------------------------------------------------------
 
 

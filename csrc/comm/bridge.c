@@ -17,15 +17,44 @@ static sw_status name_rank(sw_status status, int rank, sw_error *err)
     return status;
 }
 
+/* A thread inside the wire may never return from it; see hier_carrier.c. */
+static const sw_wire *begin_call(sw_bridge *bridge)
+{
+    atomic_fetch_add(&bridge->inside, 1);
+    return bridge->wire;
+}
+
+static void end_call(sw_bridge *bridge)
+{
+    atomic_fetch_sub(&bridge->inside, 1);
+}
+
+void sw_bridge_enter(sw_bridge *bridge, void **kept)
+{
+    if (!bridge->wire || !bridge->wire->enter)
+        return;
+    begin_call(bridge)->enter(bridge->wire->context, kept);
+    end_call(bridge);
+}
+
+void sw_bridge_leave(sw_bridge *bridge, void *kept)
+{
+    if (!bridge->wire || !bridge->wire->leave)
+        return;
+    begin_call(bridge)->leave(bridge->wire->context, kept);
+    end_call(bridge);
+}
+
 static sw_status begin_send(sw_bridge *bridge, int host, uint32_t tag, const void *data,
                             size_t size_bytes, sw_transfer *transfer, sw_error *err)
 {
     *transfer = (sw_transfer){.rank = sw_host_carrier(bridge->map, host)};
     if (size_bytes == 0)
         return SW_OK;
-    return name_rank(bridge->wire->send(bridge->wire->context, transfer->rank, tag, data,
-                                        size_bytes, &transfer->work, err),
-                     transfer->rank, err);
+    sw_status status = begin_call(bridge)->send(bridge->wire->context, transfer->rank, tag, data,
+                                                size_bytes, &transfer->work, err);
+    end_call(bridge);
+    return name_rank(status, transfer->rank, err);
 }
 
 sw_status sw_bridge_send(sw_bridge *bridge, int host, sw_message message, uint32_t number,
@@ -49,10 +78,11 @@ sw_status sw_bridge_expect(sw_bridge *bridge, int host, sw_message message, uint
     *transfer = (sw_transfer){.rank = sw_host_carrier(bridge->map, host)};
     if (size_bytes == 0)
         return SW_OK;
-    return name_rank(bridge->wire->receive(bridge->wire->context, transfer->rank,
-                                           tag_of(message, number), data, size_bytes,
-                                           &transfer->work, err),
-                     transfer->rank, err);
+    sw_status status =
+        begin_call(bridge)->receive(bridge->wire->context, transfer->rank, tag_of(message, number),
+                                    data, size_bytes, &transfer->work, err);
+    end_call(bridge);
+    return name_rank(status, transfer->rank, err);
 }
 
 sw_status sw_bridge_receive(sw_bridge *bridge, int host, sw_message message, uint32_t number,
@@ -79,7 +109,8 @@ sw_status sw_bridge_wait(sw_bridge *bridge, sw_transfer *transfer, sw_error *err
         return SW_OK;
     transfer->work = NULL;
     atomic_store_explicit(bridge->awaiting, transfer->rank, memory_order_relaxed);
-    sw_status status = bridge->wire->wait(bridge->wire->context, work, err);
+    sw_status status = begin_call(bridge)->wait(bridge->wire->context, work, err);
+    end_call(bridge);
     atomic_store_explicit(bridge->awaiting, -1, memory_order_relaxed);
     return name_rank(status, transfer->rank, err);
 }

@@ -73,7 +73,12 @@ typedef struct sw_bridge {
     int host;                          /* this one */
     _Atomic uint64_t *sent, *received; /* borrowed counters, bytes */
     _Atomic int32_t *awaiting;         /* borrowed: the rank that the bridge waits for, or -1 */
+    _Atomic int inside;                /* threads inside a call of the wire */
 } sw_bridge;
+
+/* Run as the carrier's thread begins and ends; see sw_wire. */
+void sw_bridge_enter(sw_bridge *bridge, void **kept);
+void sw_bridge_leave(sw_bridge *bridge, void *kept);
 
 /* A message to or from the carrier of `host`. 0 bytes move nothing. */
 SW_MUST_USE sw_status sw_bridge_send(sw_bridge *bridge, int host, sw_message message,

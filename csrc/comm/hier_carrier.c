@@ -42,10 +42,8 @@ static void *carry(void *argument)
     sw_hier *hier = carrier->hier;
     sw_error reason;
     uint32_t ticket = 1;
-    const sw_wire *wire = carrier->bridge.wire;
     void *kept = NULL;
-    if (wire && wire->enter)
-        wire->enter(wire->context, &kept);
+    sw_bridge_enter(&carrier->bridge, &kept);
     sw_status status = sw_carrier_expect_ends(carrier, &reason);
     if (status == SW_OK)
         status = sw_carrier_expect_frames(carrier, &reason);
@@ -55,8 +53,7 @@ static void *carry(void *argument)
     if (!leaves)
         sw_comm_request_end(&hier->comm, &reason);
     sw_carrier_take_leave(carrier, leaves ? NULL : &reason);
-    if (wire && wire->leave)
-        wire->leave(wire->context, kept);
+    sw_bridge_leave(&carrier->bridge, kept);
     atomic_store(&carrier->finished, true);
     return NULL;
 }
@@ -193,10 +190,14 @@ bool sw_carrier_is_over(const sw_carrier *carrier)
     return atomic_load(&carrier->finished) && carrier->wire_closed;
 }
 
+/* Only a call of the wire may take for ever: outside of one the thread sees soon that it is to
+ * stop, however late a busy machine runs it. */
 static bool await_end(sw_carrier *carrier)
 {
     _Atomic uint32_t *word = &sw_hier_page(carrier->hier, 0)->posted;
-    for (int i = 0; i < LEAVE_MS && !atomic_load(&carrier->finished); ++i) {
+    for (int i = 0; !atomic_load(&carrier->finished) &&
+                    (i < LEAVE_MS || atomic_load(&carrier->bridge.inside) == 0);
+         ++i) {
         sw_futex_wake_all(word);
         sw_thread_sleep_ns(1000 * 1000);
     }

@@ -73,7 +73,8 @@ bool sw_py_device_lend_kernels(device_comm_object *self)
 static bool is_held_by_another(const void *op)
 {
     const sw_py_use *use = &((const device_comm_object *)op)->use;
-    return use->kind != SW_PY_FREE && use->thread != PyThread_get_thread_ident();
+    return use->kind != SW_PY_FREE && use->thread != PyThread_get_thread_ident() &&
+           sw_py_use_is_own(use);
 }
 
 static bool enter_to_destroy(device_comm_object *self)

@@ -52,16 +52,23 @@ bool sw_py_use_enter(sw_py_use *use, sw_py_use_kind kind, int64_t patience_ns, P
                      const char *noun)
 {
     const entry wanted = {use, kind};
-    if (!sw_py_wait_while(is_closed, &wanted, patience_ns))
+    bool is_left = use->kind != SW_PY_FREE && use->inside_pid != getpid();
+    if (!is_left && !sw_py_wait_while(is_closed, &wanted, patience_ns))
         return false;
     if (is_closed(&wanted))
-        return sw_py_refuse(error, "another thread is inside the %s: one call at a time", noun);
+        return sw_py_refuse(error,
+                            is_left ? "this process was forked while a thread of its parent was "
+                                      "inside the %s: only the parent can use it further"
+                                    : "another thread is inside the %s: one call at a time",
+                            noun);
     sw_py_use_take(use, kind);
     return true;
 }
 
 void sw_py_use_take(sw_py_use *use, sw_py_use_kind kind)
 {
+    if (use->kind == SW_PY_FREE)
+        use->inside_pid = getpid();
     use->kind = kind;
     if (kind == SW_PY_SHARED)
         ++use->readers;

@@ -23,6 +23,7 @@ typedef struct sw_py_use {
     sw_py_use_kind kind;  /* what is inside now */
     int readers;          /* threads that share it */
     unsigned long thread; /* the last that entered otherwise */
+    long inside_pid;      /* the process whose threads are inside */
 } sw_py_use;
 
 /* Begins __init__, once in an object's life, also if that fails or the object is closed later.
@@ -32,8 +33,9 @@ bool sw_py_use_make(sw_py_use *use, const char *type_name);
 bool sw_py_use_is_own(const sw_py_use *use);
 
 /* Enters, once other threads have left, for which it waits without the GIL for at most
- * `patience_ns`. Returns false with an exception of type `error` that names the object by `noun`,
- * or with the one of a signal handler. */
+ * `patience_ns`; in a forked child not at all for its parent's threads, which never leave there.
+ * Returns false with an exception of type `error` that names the object by `noun`, or with the one
+ * of a signal handler. */
 bool sw_py_use_enter(sw_py_use *use, sw_py_use_kind kind, int64_t patience_ns, PyObject *error,
                      const char *noun);
 void sw_py_use_take(sw_py_use *use, sw_py_use_kind kind);

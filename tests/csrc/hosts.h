@@ -41,6 +41,7 @@ typedef struct pending_work {
 typedef struct box {
     pending_work *works; /* owned */
     bool closed[RANKS_MAX], released[RANKS_MAX];
+    int waiting[RANKS_MAX]; /* calls inside box_wait */
     pthread_mutex_t lock;
     pthread_cond_t changed;
     message messages[HOSTS_BOX];
@@ -53,6 +54,7 @@ typedef struct box {
 typedef struct wire_end { /* one a rank */
     box *box;
     int rank;
+    pthread_t carrier; /* of a rank that receives: its carrier's thread */
 } wire_end;
 
 typedef struct scene {
