@@ -353,8 +353,10 @@ def _lines(
     for row in rows:
         cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:-1], widths[1:-1]))]
         lines.append("  ".join([*cells, row[-1]]).rstrip())
-    held = chosen.memory
-    inside = ((held.buckets, "gradients", "buckets in flight"), (held.masters, "state", "float32 masters"))
+    inside = (
+        (chosen.memory.buckets, "gradients", "buckets in flight"),
+        (chosen.memory.masters, "state", "float32 masters"),
+    )
     shares = [f"{shown_bytes(size)} of its {name} are {part}" for size, name, part in inside if size]
     lines.append("units: whole layers and compute copies; other: the loss, buffers, the runtime")
     lines += ["", found.reason, *(f"{share}." for share in shares)]
