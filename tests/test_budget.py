@@ -16,18 +16,18 @@ LINES = {
     "shardwright/deepspeed": 9,
     "shardwright/gradients": 1_774,
     "shardwright/integrations": 3_112,
-    "shardwright/layout": 1_294,
+    "shardwright/layout": 1_298,
     "shardwright/optim": 3_745,
     "shardwright/options": 942,
     "shardwright/parallel": 4_954,
     "shardwright/parameters": 3_361,
     "shardwright/torch_compat": 1_133,
     "shardwright_tools": 346,
-    "shardwright_tools/cli": 1_692,
+    "shardwright_tools/cli": 1_712,
     "shardwright_tools/convert": 1_944,
     "shardwright_tools/doctor": 1_075,
     "shardwright_tools/gpu_check": 1_158,
-    "shardwright_tools/planner": 1_702,
+    "shardwright_tools/planner": 1_711,
 }
 #: lines of C, headers and sources: the engine, and the check of its kernels that the tools import
 C_LINES = {"csrc": 44_749, "csrc_check": 1_538}

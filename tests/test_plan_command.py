@@ -4,6 +4,7 @@ with its reason, launch files that their own tools accept, and a sentence with e
 
 import dataclasses
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -306,7 +307,7 @@ def test_the_text_has_the_table_the_choice_and_its_reason(config, capsys):
 
 
 def test_nothing_fits_is_said_with_the_remedy(config, capsys):
-    assert main(["plan", config, "--ranks", "2", "--memory", "4GB"]) == 1
+    assert main(["plan", config, "--ranks", "2", "--memory", "4GB"]) == 2
     out = capsys.readouterr().out
     assert "Nothing fits" in out and "use more ranks" in out
 
@@ -336,6 +337,7 @@ WRONG = {
     "no model": ([*GPU], "--layers and --width and --vocabulary are missing"),
     "no file": (["absent.json", *GPU], "absent.json does not exist"),
     "no json": (["{bad}", *GPU], "is not a readable JSON file"),
+    "a program without a name": (["{lazy}", *GPU], "lazy_model.py:NAME, a function in it that returns the module"),
     "a list": (["{list}", *GPU], "must hold a JSON object"),
     "unknown family": (["{other}", *GPU], "model_type 'mamba' is not known"),
     "a field": (["{short}", *GPU], "has no intermediate_size"),
@@ -640,8 +642,68 @@ def test_a_module_larger_than_a_rank_is_said_to_be_built_whole():
 
 
 def test_a_launch_file_of_what_does_not_fit_is_marked(config, capsys):
-    assert main(["plan", config, "--memory", "2GB", "--launch", "torchrun"]) == 1
+    assert main(["plan", config, "--memory", "2GB", "--launch", "torchrun"]) == 2
     assert "Nothing fits" in capsys.readouterr().err
+
+
+def test_a_row_adds_up_and_names_its_parts(config, capsys):
+    words = ["plan", config, "--ranks", "8", "--gpu", "h100", "--precision", "bf16-parameters", "--json"]
+    assert main(words) == 0
+    for row in json.loads(capsys.readouterr().out)["table"]:
+        held = row["memory"]
+        parts = ("parameters", "units", "gradients", "state", "buffers", "activations", "workspace", "runtime")
+        assert held["total"] == sum(held[name] for name in parts)
+        assert (held["buckets"] > 0) == (row["zero"] >= 2) and (held["masters"] > 0) == (row["offload"] is None)
+        assert held["buckets"] < held["gradients"] and held["masters"] <= held["state"]
+    assert main(words[:-1]) == 0
+    assert "4.02 GB of its state are float32 masters." in capsys.readouterr().out
+
+
+def test_degrees_that_another_engine_lacks_leave_the_rest_of_the_json(config, capsys):
+    assert (
+        main(["plan", config, "--ranks", "8", "--gpu", "h100", "--tp", "2", "--pp", "2", "--accumulate", "8", "--json"])
+        == 0
+    )
+    found = json.loads(capsys.readouterr().out)
+    assert found["forms"].keys() == {"wrap", "fsdp2"} and found["missing_forms"].keys() == {"accelerate", "deepspeed"}
+
+
+def test_a_reader_that_leaves_is_no_error(config):
+    words = [sys.executable, "-m", "shardwright", "plan", config, "--gpu", "h100"]
+    plan = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    plan.stdout.close()
+    assert "Error" not in plan.stderr.read() and plan.wait(60) in (0, 2)
+
+
+SIZED = re.compile(r"^\| (1|8|70) B.*?, (\d+) ranks \| (.*?) \| (.*) \|$", re.MULTILINE)
+
+
+def test_the_memory_table_of_the_page_is_what_the_plan_says():
+    """docs/choosing.md: model state in GB of three models at each stage."""
+
+    page = (ROOT / "docs" / "choosing.md").read_text()
+    billion = from_numbers(layers=16, width=2048, vocabulary=32000, parameters=10**9)
+    shapes = {"1": billion, "8": from_config(LLAMA_8B), "70": from_config(LLAMA_70B)}
+    rows = SIZED.findall(page)
+    assert len(rows) == 9
+    for size, ranks, precision, cells in rows:
+        for zero, cell in enumerate(cells.split(" | ")):
+            held = state_of(
+                shapes[size], zero=zero, ranks=int(ranks), host_ranks=8, optimizer="adamw", on_gpu=True,
+                precision=PRECISIONS["fp32" if precision == "float32" else "bf16-parameters"],
+                offload="cpu" if "offload" in precision else None,
+            )  # fmt: skip
+            assert float(cell.replace(",", "")) == pytest.approx(held.model_state / 1e9, rel=5e-3), (
+                size,
+                precision,
+                zero,
+            )
+    rows = re.findall(r"^\| (1|8|70) B[^|]*\| ([\d.]+) \| ([\d.]+) \|$", page, re.MULTILINE)
+    assert len(rows) == 3
+    for size, kept, again in rows:
+        for cell, checkpointed in ((kept, False), (again, True)):
+            found = activation_bytes(shapes[size], 8192, 2, checkpointed=checkpointed)
+            assert float(cell) == pytest.approx(found / 1e9, rel=5e-3), (size, checkpointed)
 
 
 def test_errors_are_of_one_kind():

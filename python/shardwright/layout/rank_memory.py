@@ -9,7 +9,9 @@ __all__ = ["Memory"]
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank, by what they hold."""
+    """Bytes of one rank, by what they hold. The plan also says which part of the gradients are buckets in flight, and which
+    part of the state are float32 masters.
+    """
 
     parameters: int = 0
     units: int = 0
@@ -19,6 +21,8 @@ class Memory:
     activations: int = 0
     workspace: int = 0
     runtime: int = 0
+    buckets: int = 0
+    masters: int = 0
 
     @property
     def model_state(self) -> int:

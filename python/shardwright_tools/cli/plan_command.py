@@ -8,7 +8,7 @@ import shlex
 import sys
 from typing import TYPE_CHECKING, Any
 
-from .report import printable
+from .report import print_report, printable, show
 
 if TYPE_CHECKING:
     from ..planner.choose import Candidate, Choice, Work
@@ -22,7 +22,7 @@ _EPILOG = """Examples:
   shardwright plan train.py:build_model --ranks 4 --memory 6GB --json
   shardwright plan config.json --hosts 2 --ranks 8 --gpu h100 --launch slurm -- train.py --steps 1000 > train.sbatch
 
-Exit codes: 0 a configuration fits, 1 nothing fits, 2 usage error."""
+Exit codes: 0 a configuration fits, 2 nothing fits or the input is wrong."""
 
 
 def add_parser(commands: Any, text: str) -> None:
@@ -96,14 +96,14 @@ def add_parser(commands: Any, text: str) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the plan. Return 0 if something fits, 1 if nothing does, 2 for input that no plan can be made for."""
+    """Print the plan. Return 0 if something fits, 2 if nothing does or no plan can be made of the input."""
     from ..planner.shape import PlanError
 
     try:
         return _run(options)
     except PlanError as error:
         if options.json:
-            print(json.dumps({"ok": False, "error": str(error)}, indent=2))
+            show(json.dumps({"ok": False, "error": str(error)}, indent=2))
         print(f"shardwright plan: {printable(str(error))}", file=sys.stderr)
         return 2
 
@@ -134,15 +134,15 @@ def _run(options: argparse.Namespace) -> int:
             mixed_precision=forms.mixed(work),
             made_by=f"made by: shardwright {shlex.join([*options.words, '--', *program])}",
         )
-        print(launch.launch_file(options.launch, job), end="")
+        show(launch.launch_file(options.launch, job).removesuffix("\n"))
         if not found.chosen.fits:
             print(f"shardwright plan: {found.reason}", file=sys.stderr)
-        return 0 if found.chosen.fits else 1
+        return 0 if found.chosen.fits else 2
     if options.form is not None:
         if options.json:
             raise PlanError("pass one of --launch, --form and --json")
-        print(forms.FORMS[options.form](found.chosen, machine, work))
-        return 0 if found.chosen.fits else 1
+        show(forms.FORMS[options.form](found.chosen, machine, work))
+        return 0 if found.chosen.fits else 2
     saves = saving.save_plan(
         shape,
         optimizer=work.optimizer,
@@ -165,11 +165,9 @@ def _run(options: argparse.Namespace) -> int:
         base = count_of(options.base_batch, "--base-batch")
         rate = saving.learning_rate(options.learning_rate, base, found.global_batch_tokens, rule)
     table = choose.candidates(shape, machine, work)
-    if options.json:
-        print(json.dumps(_as_json(shape, machine, work, found, table, saves, rate), indent=2))
-    else:
-        print("\n".join(_lines(shape, machine, work, found, table, saves, rate)))
-    return 0 if found.chosen.fits else 1
+    given = (shape, machine, work, found, table, saves, rate)
+    print_report(options, _as_json(*given) if options.json else None, [] if options.json else _lines(*given))
+    return 0 if found.chosen.fits else 2
 
 
 def _in_range(options: argparse.Namespace, *names: str, least: int | None = None) -> None:
@@ -295,6 +293,14 @@ def _as_json(
 
     from ..planner.choose import as_dict
     from ..planner.forms import FORMS
+    from ..planner.shape import PlanError
+
+    forms, missing = {}, {}
+    for name, make in FORMS.items():
+        try:
+            forms[name] = make(found.chosen, machine, work)
+        except PlanError as error:  # the other engine lacks a degree
+            missing[name] = str(error)
 
     return {
         "ok": found.chosen.fits,
@@ -311,11 +317,12 @@ def _as_json(
         "days": found.days,
         "checkpoints": dataclasses.asdict(saves),
         "learning_rate": None if rate is None else {"value": rate[0], "source": rate[1]},
-        "forms": {name: make(found.chosen, machine, work) for name, make in FORMS.items()},
+        "forms": forms,
+        "missing_forms": missing,
     }
 
 
-_COLUMNS = ("parameters", "gradients", "state", "units", "activations")
+_COLUMNS = ("parameters", "gradients", "state", "units", "activations", "other")
 
 
 def _lines(
@@ -337,16 +344,22 @@ def _lines(
     head = ["per rank", *_COLUMNS, "total", ""]
     rows = [head]
     for each in table:
-        held = each.memory
-        cells = [shown_bytes(getattr(held, name)) if getattr(held, name) else "-" for name in _COLUMNS]
+        held = {**vars(each.memory), "other": each.memory.buffers + each.memory.workspace + each.memory.runtime}
+        cells = [shown_bytes(held[name]) if held[name] else "-" for name in _COLUMNS]
         note = "fits" if each.fits else f"{shown_bytes(each.over)} over"
         label = each.label.replace("activation checkpointing", "checkpointing")
-        rows.append([label, *cells, shown_bytes(held.total), note])
+        rows.append([label, *cells, shown_bytes(each.memory.total), note])
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
     for row in rows:
         cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:-1], widths[1:-1]))]
         lines.append("  ".join([*cells, row[-1]]).rstrip())
-    lines += ["", found.reason]
+    inside = (
+        (chosen.memory.buckets, "gradients", "buckets in flight"),
+        (chosen.memory.masters, "state", "float32 masters"),
+    )
+    shares = [f"{shown_bytes(size)} of its {name} are {part}" for size, name, part in inside if size]
+    lines.append("units: whole layers and compute copies; other: the loss, buffers, the runtime")
+    lines += ["", found.reason, *(f"{share}." for share in shares)]
     if found.nearest is not None and chosen.fits:
         nearest = found.nearest
         lines.append(
@@ -363,7 +376,7 @@ def _lines(
     lines += ["", *_save_lines(saves)]
     if rate is not None:
         lines += ["", f"Learning rate for {found.global_batch_tokens:,} tokens per step: {rate[0]:.3g} ({rate[1]})."]
-    return list(map(printable, lines))
+    return lines
 
 
 def _save_lines(saves: SavePlan) -> list[str]:
@@ -372,7 +385,7 @@ def _save_lines(saves: SavePlan) -> list[str]:
     days = saves.mtbf_s / 86400
     often = f"{days:.3g} days" if days >= 1 else f"{24 * days:.3g} hours"
     return [
-        f"Save every {saves.every_s:.0f} s (sw.Checkpointer.save(step, every_s={saves.every_s:.0f})): a failure each {often}, "
+        f"Save every {saves.every_s:.0f} s (sw.Checkpointer.save(step, every_s={saves.every_s:.0f})): one failure per {often}, "
         f"{saves.save_s:.2g} s of training per save, {100 * saves.lost:.2g} % of the time lost in all (Young 1974, Daly 2006).",
         f"A checkpoint takes {shown_bytes(saves.checkpoint_bytes)}; keep_last={saves.keep_last} and one being written: "
         f"{shown_bytes(saves.disk_bytes)} of disk.",

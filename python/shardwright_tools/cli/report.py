@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -54,8 +55,16 @@ def _check_paths(options: argparse.Namespace) -> None:
             raise Nothing(str(error)) from None
 
 
+def show(text: str) -> None:
+    """Print to stdout. A reader that has left (`| head`) is no error."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes again as it ends
+
+
 def print_report(options: argparse.Namespace, found: Any, lines: Sequence[str]) -> None:
-    print(json.dumps(found, indent=2) if options.json else "\n".join(map(printable, lines)))
+    show(json.dumps(found, indent=2) if options.json else "\n".join(map(printable, lines)))
 
 
 def printable(line: str) -> str:

@@ -202,7 +202,8 @@ def _jobset(job: Job) -> str:
             [
                 f"# {job.made_by}",
                 "#",
-                "# kubectl apply -f FILE; needs the JobSet controller. Pod 0 is the meeting point, by the name that the headless service",
+                "# kubectl apply -f FILE; needs the JobSet controller. Set image: to one that holds your program and shardwright, and mount a",
+                "# folder that all pods share for checkpoints. Pod 0 is the meeting point, by the name that the headless service",
                 "# of the JobSet gives it. /dev/shm holds buckets and parameters that ranks of a host share.",
                 "apiVersion: jobset.x-k8s.io/v1alpha2",
                 "kind: JobSet",

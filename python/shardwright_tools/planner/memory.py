@@ -134,7 +134,9 @@ def state_of(
     joined = groups if released and on_gpu else [[each for group in groups for each in group]]
     buckets = cut_buckets(joined, precision.gradient, cap, max(slices, 1))
     stepped = whole // slices
-    state = stepped * (OPTIMIZERS[optimizer] + precision.master)
+    gradients = gradient_bytes(buckets, zero=zero, slices=max(slices, 1), cap_bytes=cap, on_gpu=on_gpu)
+    leaves = offload and (on_gpu or offload.startswith("nvme"))
+    masters, moments = (0, 0) if leaves else (stepped * precision.master, stepped * OPTIMIZERS[optimizer])
     if released:
         parameters = whole * precision.parameter // ranks
         item = precision.copy or precision.parameter
@@ -147,7 +149,9 @@ def state_of(
     return Memory(
         parameters=parameters,
         units=held,
-        gradients=gradient_bytes(buckets, zero=zero, slices=max(slices, 1), cap_bytes=cap, on_gpu=on_gpu),
-        state=0 if offload and (on_gpu or offload.startswith("nvme")) else state,
+        gradients=gradients,
+        state=masters + moments,
         buffers=48 * _MIB if offload and offload.startswith("nvme") else 64 * _MIB if offload and on_gpu else 0,
+        buckets=gradients - sum(each // slices for each in buckets) if zero >= 2 else 0,
+        masters=masters,
     )

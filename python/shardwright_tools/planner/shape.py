@@ -254,6 +254,10 @@ def from_config(config: Mapping[str, Any] | str | Path, where: str | None = None
         except FileNotFoundError:
             raise PlanError(f"{path} does not exist: pass a config.json, its folder, or module:name") from None
         except (OSError, ValueError, RecursionError) as error:
+            if path.suffix == ".py":
+                raise PlanError(
+                    f"{path} is a program: pass {path}:NAME, a function in it that returns the module"
+                ) from None
             raise PlanError(f"{path} is not a readable JSON file: {error}") from None
         if not isinstance(config, Mapping):
             raise PlanError(f"{path} must hold a JSON object, got {type(config).__name__}")
