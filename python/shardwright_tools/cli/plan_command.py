@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import shlex
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .report import printable
 
@@ -52,37 +53,29 @@ def add_parser(commands: Any, text: str) -> None:
     ranks.add_argument("--network", metavar="RATE", help="between hosts: a name such as 8x400g, or 100Gbit")
     work = parser.add_argument_group("the run")
     work.add_argument("--batch", type=int, default=1, metavar="N", help="sequences per rank and forward (default: 1)")
-    work.add_argument(
-        "--sequence", type=int, default=2048, metavar="TOKENS", help="tokens per sequence (default: 2048)"
-    )
+    work.add_argument("--sequence", type=int, default=2048, metavar="TOKENS", help="of each sequence (default: 2048)")
     work.add_argument("--accumulate", type=int, default=1, metavar="N", help="forwards per step (default: 1)")
     work.add_argument("--tokens", metavar="COUNT", help="tokens of the run, such as 1T")
     work.add_argument("--steps", metavar="COUNT", help="steps of the run, instead of --tokens")
     work.add_argument("--optimizer", default="adamw", metavar="NAME")
-    work.add_argument(
-        "--precision", default=None, metavar="NAME", help="fp32, bf16, bf16-parameters, fp16; default: bf16 on GPUs"
-    )
+    work.add_argument("--precision", metavar="NAME", help="fp32, bf16, bf16-parameters, fp16; default: bf16 on GPUs")
     for name, meaning in (("tp", "tensor"), ("pp", "pipeline"), ("ep", "expert"), ("cp", "context")):
         work.add_argument(f"--{name}", type=int, default=1, metavar="N", help=f"{meaning} parallel ranks (default: 1)")
     saving = parser.add_argument_group("checkpoints")
     saving.add_argument("--mtbf-hours", type=float, metavar="H", help="mean time between failures of the job")
     saving.add_argument("--save-seconds", type=float, metavar="S", help="training time that one save costs")
-    saving.add_argument(
-        "--disk-rate", default="1GB", metavar="SIZE", help="bytes per second of the folder (default: 1GB)"
-    )
+    saving.add_argument("--disk-rate", default="1GB", metavar="SIZE", help="bytes per second written (default: 1GB)")
     saving.add_argument("--folder", help="where checkpoints go: warns of a disk that does not outlive the job")
     saving.add_argument("--keep-last", type=int, default=3, metavar="N")
     saving.add_argument("--milestones", type=int, default=0, metavar="N", help="checkpoints kept for good")
     rate = parser.add_argument_group("learning rate")
     rate.add_argument("--learning-rate", type=float, metavar="LR", help="at --base-batch: print it for this batch")
     rate.add_argument("--base-batch", metavar="TOKENS", help="tokens per step for which --learning-rate was found")
-    rate.add_argument(
-        "--rule", default=None, metavar="NAME", help="linear or sqrt; default: sqrt for Adam, else linear"
-    )
+    rate.add_argument("--rule", metavar="NAME", help="linear or sqrt; default: sqrt for Adam, else linear")
     out = parser.add_argument_group("what to print")
     out.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     out.add_argument(
-        "--form", metavar="NAME", help="print only the configuration: wrap, accelerate, fsdp2 or deepspeed"
+        "--form", metavar="NAME", help="print the configuration alone: wrap, accelerate, fsdp2 or deepspeed"
     )
     out.add_argument(
         "--launch",
@@ -119,16 +112,12 @@ def _run(options: argparse.Namespace) -> int:
     found = choose.choose(shape, machine, work)
     if options.form is not None and options.form not in forms.FORMS:
         raise PlanError(f"--form must be one of {', '.join(forms.FORMS)}, got {options.form!r}")
+    if (options.launch is not None) + (options.form is not None) + options.json > 1:
+        raise PlanError("pass one of --launch, --form and --json")
     if options.launch is not None:
-        if options.json or options.form is not None:
-            raise PlanError("pass one of --launch, --form and --json")
         program = options.after or ["train.py"]
         job = launch.Job(
-            program,
-            machine,
-            options.name,
-            options.hours,
-            options.cpus,
+            *(program, machine, options.name, options.hours, options.cpus),
             hostfile=options.hostfile,
             options=forms.run_options(found.chosen, machine),
             mixed_precision=forms.mixed(work),
@@ -139,8 +128,6 @@ def _run(options: argparse.Namespace) -> int:
             print(f"shardwright plan: {found.reason}", file=sys.stderr)
         return 0 if found.chosen.fits else 1
     if options.form is not None:
-        if options.json:
-            raise PlanError("pass one of --launch, --form and --json")
         print(forms.FORMS[options.form](found.chosen, machine, work))
         return 0 if found.chosen.fits else 1
     saves = saving.save_plan(
@@ -164,11 +151,8 @@ def _run(options: argparse.Namespace) -> int:
         rule = options.rule or ("sqrt" if work.optimizer.startswith("adam") else "linear")
         base = count_of(options.base_batch, "--base-batch")
         rate = saving.learning_rate(options.learning_rate, base, found.global_batch_tokens, rule)
-    table = choose.candidates(shape, machine, work)
-    if options.json:
-        print(json.dumps(_as_json(shape, machine, work, found, table, saves, rate), indent=2))
-    else:
-        print("\n".join(_lines(shape, machine, work, found, table, saves, rate)))
+    report = _Report(shape, machine, work, found, choose.candidates(shape, machine, work), saves, rate)
+    print(json.dumps(_as_json(report), indent=2) if options.json else "\n".join(_lines(report)))
     return 0 if found.chosen.fits else 1
 
 
@@ -186,7 +170,7 @@ def _in_range(options: argparse.Namespace, *names: str, least: int | None = None
 
 def _machine(options: argparse.Namespace) -> Machine:
     from ..planner.launch import hosts_of
-    from ..planner.machine import GPUS, Machine, bytes_of, link_of, peak_of
+    from ..planner.machine import GPUS, Machine, bytes_of, link_of
     from ..planner.shape import PlanError
 
     _in_range(options, "hosts", "ranks", "peak", "batch", "sequence", "accumulate", "cpus", "hours", "keep-last")
@@ -212,17 +196,8 @@ def _machine(options: argparse.Namespace) -> Machine:
         listed = hosts_of(options.hostfile)
         hosts, ranks = len(listed), listed[0][1]
     item = 4 if options.precision == "fp32" or (options.precision is None and not on_gpu) else 2
-    return Machine(
-        hosts=hosts,
-        ranks=ranks,
-        memory=memory,
-        inside=inside,
-        between=between,
-        on_gpu=on_gpu,
-        gpu=gpu,
-        peak=peak_of(gpu, options.peak, item),
-        has_bf16=GPUS[gpu][3] if gpu else True,
-    )
+    peak = GPUS[gpu][0 if item == 2 else 1] if options.peak is None and gpu else options.peak
+    return Machine(hosts, ranks, memory, inside, between, on_gpu, gpu, peak, GPUS[gpu][3] if gpu else True)
 
 
 def _work(options: argparse.Namespace, machine: Machine) -> Work:
@@ -237,22 +212,11 @@ def _work(options: argparse.Namespace, machine: Machine) -> Work:
         raise PlanError(f"--precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
     if options.optimizer not in OPTIMIZERS:
         raise PlanError(f"--optimizer must be one of {', '.join(OPTIMIZERS)}, got {options.optimizer!r}")
-    work = Work(
-        micro_batch=options.batch,
-        sequence=options.sequence,
-        accumulate=options.accumulate,
-        tokens=None if options.tokens is None else count_of(options.tokens, "--tokens"),
-        optimizer=options.optimizer,
-        precision=precision,
-        mfu=options.mfu,
-        tp=options.tp,
-        pp=options.pp,
-        ep=options.ep,
-        cp=options.cp,
-    )
+    same = ("sequence", "accumulate", "optimizer", "mfu", "tp", "pp", "ep", "cp")
+    tokens = None if options.tokens is None else count_of(options.tokens, "--tokens")
+    given = {name: getattr(options, name) for name in same}
+    work = Work(micro_batch=options.batch, tokens=tokens, precision=precision, **given)
     if options.steps is not None:
-        import dataclasses
-
         if options.tokens is not None:
             raise PlanError("pass --tokens or --steps, not both")
         data = machine.world // max(1, work.tp * work.pp * work.cp)
@@ -282,20 +246,21 @@ def _shape(options: argparse.Namespace) -> Shape:
     return from_module(model) if ":" in model and not model.endswith(".json") else from_config(model)
 
 
-def _as_json(
-    shape: Shape,
-    machine: Machine,
-    work: Work,
-    found: Choice,
-    table: list[Candidate],
-    saves: SavePlan,
-    rate: tuple[float, str] | None,
-) -> dict[str, Any]:
-    import dataclasses
+class _Report(NamedTuple):
+    shape: Shape
+    machine: Machine
+    work: Work
+    found: Choice
+    table: list[Candidate]
+    saves: SavePlan
+    rate: tuple[float, str] | None
 
+
+def _as_json(report: _Report) -> dict[str, Any]:
     from ..planner.choose import as_dict
     from ..planner.forms import FORMS
 
+    shape, machine, work, found, table, saves, rate = report
     return {
         "ok": found.chosen.fits,
         "model": {"name": shape.name, "parameters": shape.numel, "active_parameters": shape.active_numel},
@@ -318,18 +283,11 @@ def _as_json(
 _COLUMNS = ("parameters", "gradients", "state", "units", "activations")
 
 
-def _lines(
-    shape: Shape,
-    machine: Machine,
-    work: Work,
-    found: Choice,
-    table: list[Candidate],
-    saves: SavePlan,
-    rate: tuple[float, str] | None,
-) -> list[str]:
+def _lines(report: _Report) -> list[str]:
     from ..planner.forms import wrap_call
     from ..planner.machine import shown_bytes
 
+    shape, machine, work, found, table, saves, rate = report
     chosen, memory = found.chosen, machine.memory
     active = f" ({shape.active_numel / 1e9:.3g} B per token)" if shape.active_numel != shape.numel else ""
     where = f"{machine.hosts} x {machine.ranks} ranks with {shown_bytes(memory)}"

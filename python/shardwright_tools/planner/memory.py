@@ -22,16 +22,13 @@ _CHUNK_BYTES = 2 * _MIB
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """Dtypes of a run: bytes per element of parameters, gradients, computation, masters, and copies for computation.
-
-    `copy`: bytes of a compute copy of each parameter, which precision= makes; 0 if parameters compute as they are.
-    """
+    """Bytes per element of a run's parameters, gradients, computation, masters, and copies for computation."""
 
     parameter: int
     gradient: int
     compute: int
     master: int
-    copy: int
+    copy: int  # made by precision=; 0 if parameters compute as they are
     call: str
     convert: str = ""
 
@@ -47,9 +44,7 @@ OPTIMIZERS = {"adamw": 8, "adam": 8, "sgd": 0, "sgd-momentum": 4, "adagrad": 4, 
 
 
 def cut_buckets(groups: Iterable[Sequence[int]], item: int, cap_bytes: int, slices: int) -> list[int]:
-    """Return the bytes of each bucket, as csrc/tensor/layout.c cuts them: parameters in reverse, a bucket closed by the
-    parameter with which it reaches the cap. No bucket holds parameters of two groups.
-    """
+    """Return the bytes of each bucket as csrc/tensor/layout.c cuts them; no bucket holds parameters of two groups."""
     step = _ALIGNMENT * slices
     buckets = []
     for group in groups:
@@ -65,8 +60,7 @@ def cut_buckets(groups: Iterable[Sequence[int]], item: int, cap_bytes: int, slic
 
 
 def gradient_bytes(buckets: Sequence[int], *, zero: int, slices: int, cap_bytes: int, on_gpu: bool) -> int:
-    """Return the bytes of gradient memory per rank. At zero >= 2 each rank keeps its slices, and buckets pass through a
-    ring (csrc/reduce/bucket_ring.c, device_rounds.c)."""
+    """Return the bytes of gradient memory per rank. At zero >= 2 whole buckets pass through a ring."""
     if zero < 2 or not buckets:
         return sum(buckets)
     first, *rest = sorted(buckets, reverse=True)
@@ -99,18 +93,9 @@ def state_of(
     ep: int = 1,
     cap_bytes: int = CAP_BYTES,
 ) -> Memory:
-    """Return the bytes of a rank's model state.
+    """Return the bytes of a rank's model state. `ranks` average gradients; `host_ranks` of them are on one host.
 
-    Parameters
-    ----------
-    ranks : int
-        Ranks that average gradients: all of them by tp * pp.
-    host_ranks : int
-        Those of them on one host, which share one copy of the parameters on CPUs.
-    shared : bool
-        At zero=3 on CPUs: one copy per host instead of gathered units.
-    tp, pp, ep : int
-        Ranks that slice matrices, layers and experts.
+    `shared`: at zero=3 on CPUs, one copy of the parameters per host instead of gathered units.
     """
     if optimizer not in OPTIMIZERS:
         raise PlanError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {optimizer!r}")
