@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from shardwright.backend.transport import VARIABLE
 from shardwright.torch_compat import cuda
-from shardwright_tools.gpu_check.place import wall_milliseconds
 from simulated_gpus import SimulatedGpus
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -35,7 +35,11 @@ class Cpu:
         pass
 
     def milliseconds(self, work: Any, repeat: int) -> float:
-        return wall_milliseconds(work, self.synchronize, repeat)
+        begin = time.perf_counter()
+        for _ in range(repeat):
+            work()
+        self.synchronize()
+        return 1e3 * (time.perf_counter() - begin) / repeat
 
     def reset_peak(self) -> None:
         pass

@@ -1,8 +1,4 @@
-"""The GPU part of `shardwright doctor`: settings and findings of the driver and NCCL, each with a verdict and a fix.
-
-No CUDA context is created: the driver lists its devices without one. A missing GPU is not an error: every verdict is
-then ``ok`` or ``note``.
-"""
+"""The GPU part of `shardwright doctor`: findings of the driver and NCCL. A missing GPU is not an error."""
 
 from __future__ import annotations
 
@@ -50,6 +46,5 @@ def _limits() -> Iterator[Finding]:
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = files != resource.RLIM_INFINITY and files < _NOFILE_LEAST
     fix = f"set ulimit -n {_NOFILE_LEAST} or more: large groups open many sockets" if few else ""
-    yield Finding(
-        "nofile", "unlimited" if files == resource.RLIM_INFINITY else str(files), "note" if few else "ok", fix
-    )
+    shown = "unlimited" if files == resource.RLIM_INFINITY else str(files)
+    yield Finding("nofile", shown, "note" if few else "ok", fix)

@@ -43,13 +43,12 @@ def machine(place: Any, rank: int, world_size: int) -> Iterator[Row]:
     """Report versions, the card, NCCL, the kernels' image and the findings of `shardwright doctor`."""
     versions = f"shardwright {sw.__version__}, torch {torch.__version__}, CUDA {torch.version.cuda}"
     yield row("versions", note=f"{versions}, Python {platform.python_version()}")
-    driver = _engine.cuda_devices(_library(place))
+    driver = _engine.cuda_devices(getattr(place, "libcuda", None))
     for each in driver["devices"][:1]:
         major, minor = each["capability"]
         text = f"{each['name']}, sm_{major}{minor}, {each['multiprocessors']} multiprocessors"
         yield row("GPU", value=len(driver["devices"]), unit="GPUs", note=f"{text}, driver {driver['version']}")
-    comm = place.open()
-    about = comm.describe()
+    about = place.open().describe()
     missing = about["nccl_missing"]
     version = ".".join(map(str, about["nccl"])) if not missing else missing
     yield row("NCCL", "failed" if missing else "ok", note=version)
@@ -58,11 +57,6 @@ def machine(place: Any, rank: int, world_size: int) -> Iterator[Row]:
     harmful = [each for each in found if each.verdict in ("bad", "slow")]
     note = "; ".join(f"{each.name} {each.value}: {each.fix}" for each in harmful)
     yield row("doctor", "slow" if harmful else "ok", len(harmful), "findings", note=note)
-
-
-def _library(place: Any) -> str | None:
-    path: str | None = getattr(place, "libcuda", None)
-    return path
 
 
 # kernels -------------------------------------------------------------------------------------------------------------
@@ -111,10 +105,7 @@ class Product(nn.Module):
 
 
 class Given(nn.Module):
-    """A module with its inputs as gradients, so that no device library computes them.
-
-    `used` is the number of `parts` in the loss.
-    """
+    """A module with its inputs as gradients, so that no device library computes them; `used` parts are in the loss."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -89,12 +88,3 @@ class Gpu:
 def gpu(rank: int, world_size: int, folder: str) -> Iterator[Gpu]:
     """The GPU that --place uses by default."""
     yield Gpu()
-
-
-def wall_milliseconds(work: Callable[[], Any], finish: Callable[[], None], repeat: int) -> float:
-    """Return the milliseconds of one `work` by the host's clock, including all work that it enqueues."""
-    begin = time.perf_counter()
-    for _ in range(repeat):
-        work()
-    finish()
-    return 1e3 * (time.perf_counter() - begin) / repeat

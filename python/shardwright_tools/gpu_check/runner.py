@@ -29,19 +29,13 @@ _REFUSALS = ("Device not supported", "not supported on this", "Failed to initial
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the check.
-
-    Returns the exit code. 0: no row is wrong (rows may be slow or skipped); 1: a row is wrong, failed or cut; 2: wrong
-    usage; 3: there is no GPU, so nothing was checked.
-    """
+    """Run the check. Return 0: no row is wrong; 1: one is wrong, failed or cut; 2: wrong usage; 3: no GPU."""
     names = [part.name for part in parts()]
-    parser = argparse.ArgumentParser(
-        prog="shardwright gpu-check", description="Check and time a GPU: a table and two reports."
-    )
+    about = "Check and time a GPU: a table and two reports."
+    parser = argparse.ArgumentParser(prog="shardwright gpu-check", description=about)
     parser.add_argument("--to", type=Path, default=Path(), metavar="FOLDER", help="where gpu-report.json and .html go")
-    parser.add_argument(
-        "--only", nargs="+", choices=names, default=names, metavar="PART", help=f"of {', '.join(names)}"
-    )
+    listed = f"of {', '.join(names)}"
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="PART", help=listed)
     parser.add_argument("--within", type=_seconds, metavar="SECONDS", help="end by then: the last parts get less time")
     parser.add_argument("--continue", dest="goes_on", action="store_true", help="run what the report in --to lacks")
     parser.add_argument("--quick", action="store_true", help="small sizes, whose times mean nothing")
@@ -86,10 +80,7 @@ def run_parts(
     within_s: float | None = None,
     before: dict[str, Any] | None = None,
 ) -> list[Row]:
-    """Run the parts and return all rows. The reports in `to` always contain the rows found so far.
-
-    Parts that are complete in `before`, an earlier report, keep its rows and are not run.
-    """
+    """Run the parts that `before`, an earlier report, lacks. Return all rows, which the reports in `to` hold so far."""
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     about = {"begun": now, "host": platform.node(), "system": platform.platform(), "python": platform.python_version()}
     rows: list[Row] = [each for each in (before or {}).get("rows", ()) if each["status"] != "cut"]
@@ -144,8 +135,7 @@ def _read(folder: Path) -> list[Row]:
 
 
 def rows_of(run: Run, limit_s: float, to: Path, place: str, tell: Callable[[list[Row]], None]) -> list[Row]:
-    """Run the processes of one run and return a row for each case, also after a failure. Calls tell(rows so far) as
-    rows arrive."""
+    """Run the processes of one run and return a row for each case, also after a failure. Call tell(rows so far)."""
     if run.prefix and shutil.which(run.prefix[0]) is None:
         return [row(case, "skipped", note=f"{run.prefix[0]} is not installed") for case in run.cases]
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as name:
@@ -188,12 +178,11 @@ def _processes(
                 )
             )
     try:
-        told = 0
+        found = []
         while any(each.poll() is None for each in started) and time.monotonic() < end:
             time.sleep(_POLL_S)
-            found = _read(folder)
-            if len(found) > told:
-                told = len(found)
+            found, before = _read(folder), len(found)
+            if len(found) > before:
                 tell(found)
         is_cut = not started or any(each.poll() is None for each in started)
     finally:  # also for Ctrl-C
