@@ -1,8 +1,7 @@
-"""Clipping on a GPU: norm and factor stay on the GPU, and the host does not wait.
+"""Clipping on a GPU: norm and factor stay there, and the host does not wait.
 
-The engine adds the squares of all gradients, with one launch for each table of tensors, and computes norm and factor on
-the GPU. The same number of launches multiplies the gradients by the factor. Or the kernels of a sw.optim optimizer do
-so in the next step and write the product back, so `.grad` is clipped either way.
+One launch per table of tensors adds the squares of all gradients. As many multiply gradients by the factor, or the
+kernels of a sw.optim optimizer do so in the next step and write the product back: `.grad` is clipped either way.
 """
 
 from __future__ import annotations

@@ -29,7 +29,6 @@ from .._engine import Error
 from ..comm.agreement import verify
 from ..comm.exchange import average_plain
 from ..comm.levels import Levels, leased_levels, levels_of
-from ..comm.model_ranks import ModelRanks
 from ..compress.blocks import BlockState
 from ..compress.hooks import average_half
 from ..gradients.comm_thread import BucketThread
@@ -120,9 +119,8 @@ class DiLoCo:
         self.wire = wire
         self.overlap = overlap
         self.steps = 0
-        all_ranks = creating_group(
-            model, process_group, device_mesh, timeout_s if _is_timeout(timeout_s) else _TIMEOUT_S
-        )
+        deadline_s = timeout_s if _is_timeout(timeout_s) else _TIMEOUT_S
+        all_ranks = creating_group(model, process_group, device_mesh, deadline_s)
         description: list[list[str]] = []
 
         def describe() -> list[list[str]]:
@@ -136,17 +134,23 @@ class DiLoCo:
             self._anchors = [tensor.detach().clone() for tensor in self._held.tensors]
             self.outer_optimizer = _made(outer, self._anchors)
             self._held.check_outer(self.outer_optimizer)
-            settings = [["every", str(every)], ["fragments", str(fragments)], ["wire", wire], ["overlap", str(overlap)]]
-            description.extend([*settings, ["outer", _hyperparameters(self.outer_optimizer)]])
+            settings = {"every": every, "fragments": fragments, "wire": wire, "overlap": overlap}
+            description.extend([name, str(value)] for name, value in settings.items())
+            description.append(["outer", _hyperparameters(self.outer_optimizer)])
             return [*description, *self._held.description()]
 
+        model_ranks = model_ranks_of(model)
         failure: Exception | None = None
         try:
             verify(all_ranks.comm, describe, "DiLoCo")
         except Exception as error:
             failure = error
         try:
-            self._agree_over_mesh(model_ranks_of(model), description, failure)
+            if model_ranks is not None:  # ranks that hold shards of the model raise the same failure
+                facts = [] if failure is not None else description + self._held.description_over_mesh(wire)
+                model_ranks.agree(facts, "model under DiLoCo", failure)
+            elif failure is not None:
+                raise failure
         finally:
             failure = None  # its traceback holds this frame
         group = self._held.begin(all_ranks)
@@ -165,16 +169,6 @@ class DiLoCo:
         label = type(self._held.module).__name__
         self._runner = BucketThread(mean, group.comm, label, lease) if on_thread else _AtOnce(mean)
         self._pending: tuple[int, int] | None = None  # a fragment in flight, and the step in which it ends
-
-    def _agree_over_mesh(
-        self, model_ranks: ModelRanks | None, settings: list[list[str]], failure: Exception | None
-    ) -> None:
-        """Raise a failure, on all ranks that hold shards of the model. Collective over them."""
-        if model_ranks is not None:
-            facts = [] if failure is not None else settings + self._held.description_over_mesh(self.wire)
-            model_ranks.agree(facts, "model under DiLoCo", failure)
-        elif failure is not None:
-            raise failure
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -307,16 +301,13 @@ class DiLoCo:
                 "DiLoCo: load_state_dict: the state has other slices than this rank's: load each rank's own state, on a mesh "
                 "with rows of the same size and at the same bucket size"
             )
+        other = "DiLoCo: load_state_dict: the state belongs to another model"
         for name, anchor in zip(self._names, self._anchors):
             if name not in anchors or anchors[name].shape != anchor.shape:
-                raise Error(
-                    f"DiLoCo: load_state_dict: the state belongs to another model: it has no {name!r} of this shape"
-                )
+                raise Error(f"{other}: it has no {name!r} of this shape")
         for name in anchors:
             if name not in self._names:
-                raise Error(
-                    f"DiLoCo: load_state_dict: the state belongs to another model: this one does not train {name!r}"
-                )
+                raise Error(f"{other}: this one does not train {name!r}")
         pending = state.get("pending")
         if pending is not None:
             self._check_pending(pending)
@@ -406,9 +397,7 @@ def _check_arguments(inner_optimizer: Any, every: Any, fragments: Any, wire: Any
         raise ValueError(f"DiLoCo: timeout_s must be above 0 and at most 1e+09 seconds, got {timeout_s!r}")
 
 
-def _made(
-    outer: Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer], anchors: list[torch.Tensor]
-) -> torch.optim.Optimizer:
+def _made(outer: Any, anchors: list[torch.Tensor]) -> torch.optim.Optimizer:
     if not callable(outer):
         raise TypeError(f"DiLoCo: outer must be a callable that returns an optimizer, got {outer!r}")
     made = outer(anchors)
@@ -419,9 +408,7 @@ def _made(
 
 def _hyperparameters(optimizer: torch.optim.Optimizer) -> str:
     plain = (int, float, str, tuple, type(None))  # the repr of other types may differ between ranks
-    groups = [
-        {key: value for key, value in group.items() if isinstance(value, plain)} for group in optimizer.param_groups
-    ]
+    groups = [{k: v for k, v in group.items() if isinstance(v, plain)} for group in optimizer.param_groups]
     return f"{type(optimizer).__name__} {groups}"
 
 

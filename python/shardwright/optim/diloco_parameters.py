@@ -39,8 +39,7 @@ _GRACE_S = 2.0
 class WholeParameters:
     """The parameters of a bare model, or of one wrapped at zero=0: inner steps change them on each rank separately.
 
-    `tensors`: the targets of the outer optimizer, one for each trained parameter of `names`, contiguous. `numels`: the
-    elements of each whole parameter, equal on all ranks. `model_ranks`: the ranks with the other shards of DTensors.
+    `tensors`: the contiguous targets of the outer optimizer, by `names`. `numels`: elements of each whole parameter.
     """
 
     def __init__(self, model: Any, process_group: Any) -> None:
@@ -115,11 +114,8 @@ class SlicedParameters(WholeParameters):
         self.model_ranks = self._replica.model_ranks
         table = self._replica.table
         indices = {id(parameter): index for index, parameter in enumerate(table.module_parameters)}
-        trained = [
-            (name, parameter)
-            for name, parameter in self.module.named_parameters()
-            if parameter.requires_grad and id(parameter) in indices
-        ]
+        named = self.module.named_parameters()
+        trained = [(name, p) for name, p in named if p.requires_grad and id(p) in indices]
         self._parameters = [parameter for _, parameter in trained]
         self._indices = [indices[id(parameter)] for parameter in self._parameters]
         self.names = [name for name, _ in trained]
@@ -127,16 +123,14 @@ class SlicedParameters(WholeParameters):
         for name, parameter in trained:
             _check_tensor(name, local_of(parameter), True)
         _check_buffers(self.module)
+        none = torch.empty(0, dtype=torch.float32, device="cpu")
         pieces = map(self._replica.parameters().slice, self._indices)
-        self.tensors = [
-            torch.empty(0, dtype=torch.float32, device="cpu") if piece is None else piece for piece in pieces
-        ]
+        self.tensors = [none.clone() if piece is None else piece for piece in pieces]
 
     def description(self) -> list[list[str]]:
-        runs = [
-            [str(self._run(index, rank)) for index in self._indices] for rank in range(self._replica.group.world_size)
-        ]
-        slices = [["slices", f"{number}: {' '.join(row)}"] for number, row in enumerate(runs)]
+        ranks = range(self._replica.group.world_size)
+        runs = [" ".join(str(self._run(index, rank)) for index in self._indices) for rank in ranks]
+        slices = [["slices", f"{number}: {row}"] for number, row in enumerate(runs)]
         tensors = [*zip(self.names, self._parameters), *self.module.named_buffers()]
         return [["zero", str(self._replica.zero)], *_described(tensors), *slices]
 
@@ -144,9 +138,8 @@ class SlicedParameters(WholeParameters):
         runs, mesh = [], self._replica.table.model_mesh
         if wire == "int8":  # blocks begin at slices: other slices would give equal parameters other values
             for name, parameter, run in zip(self.names, self._parameters, self.layout() or ()):
-                if mesh is not None and any(mesh.sharded(parameter)):
-                    continue
-                runs.append([f"wire='int8' on the slice of {name!r}", str(run)])
+                if mesh is None or not any(mesh.sharded(parameter)):
+                    runs.append([f"wire='int8' on the slice of {name!r}", str(run)])
         return [*super().description_over_mesh(wire), *runs]
 
     def layout(self) -> list[list[int]] | None:
@@ -183,9 +176,7 @@ class SlicedParameters(WholeParameters):
 
     @contextlib.contextmanager
     def changing(self, failure: Exception | None) -> Iterator[None]:
-        """Inside, write to `tensors`; then publish them. One rank's failure is raised on all ranks of the row, which do
-        not read parameters meanwhile.
-        """
+        """Inside, write to `tensors`; then publish them. One rank's failure is raised on all ranks of the row."""
         access = self._replica.access
         with access.changing(), contextlib.ExitStack() as agreed:
             try:
@@ -205,12 +196,12 @@ class SlicedParameters(WholeParameters):
         before_s = comm.timeout_s
         comm.timeout_s = before_s + _GRACE_S  # a column's wait, with its better message, ends first
         try:
-            said = [each.decode() for each in comm.all_gather_bytes(text.encode(), "news of DiLoCo's exchange")]
+            replies = [each.decode() for each in comm.all_gather_bytes(text.encode(), "news of DiLoCo's exchange")]
         finally:
             comm.timeout_s = before_s
-        other = next((rank for rank, each in enumerate(said) if each), None)
+        other = next((rank for rank, each in enumerate(replies) if each), None)
         if failure is None and other is not None:
-            return Error(f"DiLoCo: rank {other} of this replica could not exchange its slices: {said[other]}")
+            return Error(f"DiLoCo: rank {other} of this replica could not exchange its slices: {replies[other]}")
         return failure
 
 

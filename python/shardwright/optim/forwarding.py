@@ -60,10 +60,7 @@ class WithoutReductions(TorchDispatchMode):
 
 
 class NotAveraged(torch.Tensor):
-    """The `.grad` of a slice while a method runs and ranks have added to the gradient since it was averaged.
-
-    The method may clear it. An operation on it raises Error with the reason.
-    """
+    """The `.grad` of a slice to which ranks have added since it was averaged: it can be cleared, and raises if used."""
 
     reason: str
 
@@ -89,10 +86,7 @@ class NotAveraged(torch.Tensor):
 
 
 class Forwarding(torch.optim.Optimizer):
-    """A base of optimizers that step by the user's optimizer, `_inner`.
-
-    A subclass sets `_forwards` to True at the end of its constructor, and defines _call().
-    """
+    """A base of optimizers that step by the user's optimizer, `_inner`, once their constructor sets `_forwards`."""
 
     _inner: torch.optim.Optimizer
     _forwards = False

@@ -44,10 +44,7 @@ _Tensors = TypeVar("_Tensors", list[Tensor], "list[Tensor] | None")
 
 
 class _Fused(torch.optim.Optimizer):
-    """The base of the three optimizers: float32 masters, layouts, loading.
-
-    state[p]["master"] is the float32 parameter behind a low-precision one; see optim/master_weights.py.
-    """
+    """The base of the three optimizers: float32 masters (see optim/master_weights.py), layouts, loading."""
 
     _master: bool
     #: stores state on another device or in a file; None: on the parameters' device. Copies of the optimizer have none
@@ -122,9 +119,7 @@ class _Fused(torch.optim.Optimizer):
             lists.targets.append(self._master_of(p, state) if has_master else p)
             lists.grads.append(grad)
             lists.states.append(state)
-            if (
-                not on_host and "step" in state and not state["step"].is_cpu
-            ):  # torch's fused form keeps the step count on the GPU
+            if not on_host and "step" in state:  # torch's fused form keeps the step count on the GPU
                 state["step"] = state["step"].cpu()
             held = self._first_state(p, state, keys) if first else state
             for key, tensors in lists.lists.items():
@@ -132,9 +127,7 @@ class _Fused(torch.optim.Optimizer):
         for (has_master, first, _), lists in calls.items():
             arguments = {**options, **self._where(lists.params[0])}
             copies = self._plain(lists.params) if has_master else None
-            lists.run(
-                lambda: self._call(lists, self._plain_gradients(lists.grads, lists.params), copies, first, arguments)
-            )
+            lists.run(lambda: self._call(lists, self._gradients(lists), copies, first, arguments))
             for key, tensors in lists.lists.items() if first else ():
                 for state, value in zip(lists.states, tensors):
                     state[key] = value
@@ -158,9 +151,7 @@ class _Fused(torch.optim.Optimizer):
                 each["step"] = step.to(torch.float32)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as torch does. Raise ValueError for a parameter that is not float32, bfloat16 or float16 on the
-        CPU or a CUDA GPU, and for a form of the step that is not fused (`foreach=True`, `fused=False`, ...).
-        """
+        """Add a group, as torch does. Raise ValueError for a parameter or a form of the step that is not supported."""
         super().add_param_group(param_group)
         try:
             self._check_group(self.param_groups[-1])
@@ -178,17 +169,15 @@ class _Fused(torch.optim.Optimizer):
             return tensors
         return [waited(held_tensor(each)) if is_dtensor(each) else each for each in tensors]
 
-    def _plain_gradients(self, gradients: list[Tensor], like: list[Tensor]) -> list[Tensor]:
-        """Return gradients that the engine reads, placed like the parameters `like`; what is re-placed is a copy."""
+    def _gradients(self, lists: _Lists) -> list[Tensor]:
+        """Return gradients that the engine reads, placed like their parameters; what is re-placed is a copy."""
         if not self._has_dtensors:
-            return gradients
-        return self._plain([placed_as(each, p) if is_dtensor(each) else each for each, p in zip(gradients, like)])
+            return lists.grads
+        pairs = zip(lists.grads, lists.params)
+        return self._plain([placed_as(each, p) if is_dtensor(each) else each for each, p in pairs])
 
     def _place_state(self, p: Tensor, state: dict[str, Any]) -> None:
-        """Place the state's DTensors like their parameter, whose local tensors the engine writes side by side.
-
-        Collective over the mesh if placements differ. Raise ValueError for one on another mesh, or of a plain tensor.
-        """
+        """Place the state's DTensors like their parameter. Collective over the mesh if placements differ."""
         for key, value in state.items():
             if not is_dtensor(value) or key == "step":
                 continue
@@ -269,11 +258,7 @@ class _Fused(torch.optim.Optimizer):
         return 1.0 if scale is None else 1.0 / float(scale)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load torch's format, from this class or from torch's own.
-
-        torch casts loaded state to the parameter's dtype; here float32 moments and masters stay float32. The next step
-        makes a master that `state_dict` lacks from the parameter.
-        """
+        """Load torch's format, from this class or torch's own, but keep moments and masters in float32."""
         load_in_float32(self, super().load_state_dict, state_dict, self._has_master)
 
 
@@ -288,9 +273,7 @@ class _Lists:
         self.lists: dict[str, list[Tensor]] = {key: [] for key in keys}
 
     def run(self, call: Callable[[], list[int]]) -> None:
-        """Run `call()`. If it reports mismatched layouts, nothing has changed: rearrange those tensors and call it
-        again.
-        """
+        """Run `call()`. If it reports mismatched layouts, nothing has changed: rearrange those, and call it again."""
         mismatched = call()
         if not mismatched:
             return
@@ -331,11 +314,7 @@ def _increment_versions(tensors: list[Tensor]) -> None:
 
 class _AdamStep(_Fused):
     def _keys(self, group: dict[str, Any]) -> tuple[str, ...]:
-        return (
-            ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-            if group["amsgrad"]
-            else ("step", "exp_avg", "exp_avg_sq")
-        )
+        return ("step", "exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
 
     def _scalars(self, group: dict[str, Any]) -> dict[str, Any]:
         beta1, beta2 = group["betas"]

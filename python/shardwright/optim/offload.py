@@ -73,10 +73,7 @@ class _Region:
 
 
 class StateStore:
-    """The place of one rank's optimizer state: a file in `folder`, or host memory for None.
-
-    `nbytes` are allocated on the disk now, and the file grows if needed.
-    """
+    """The place of one rank's optimizer state: a file in `folder` of at first `nbytes`, or host memory for None."""
 
     def __init__(self, folder: str | None, label: str, nbytes: int = 0) -> None:
         self.folder, self._owner, self._nbytes = folder, os.getpid(), nbytes

@@ -1,11 +1,9 @@
 """The rules of ownership of a sliced optimizer: the elements on which each rank steps.
 
-`Slices` cuts each parameter where its bucket is cut. `WholeTensors` gives whole tensors to ranks, balanced by bytes. It
-serves optimizers whose update depends on a tensor as a whole: Adafactor's row and column averages, Muon's
-orthogonalised momentum, norms a tensor, third-party classes. Only a parameter's owner keeps its state and steps on it;
-then all ranks get the owner's values. Gradients are averaged and sliced as usual: at zero >= 2 an owner assembles its
-tensors' gradients before the step. `WholeTensorsOnGpu` assembles and sends bucket by bucket in one buffer on the GPU,
-in the order of torch's current stream; the host does not wait.
+`Slices` cuts each parameter where its bucket is cut. `WholeTensors` gives whole tensors to ranks, balanced by bytes,
+for optimizers whose update depends on a tensor as a whole: Adafactor, Muon, third-party classes. Only a parameter's
+owner keeps its state and steps on it; then all ranks get the owner's values. Gradients are averaged and sliced as
+usual: at zero >= 2 an owner assembles its tensors' gradients before the step.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ from typing import Any
 
 import torch
 
-from ..backend.device_link import DeviceLink
 from ..layout.local_parameters import whole_of
 from ..layout.memory import bytes_of
 from ..layout.shard_runs import itemsize_of, memory_order
@@ -34,20 +31,6 @@ _CHUNK_BYTES = 8 << 20
 class Entry:
     """One parameter: its number in the optimizer and `at` in its engine, and what this rank steps on in its place."""
 
-    __slots__ = (
-        "at",
-        "group",
-        "home",
-        "index",
-        "is_final",
-        "member",
-        "memory",
-        "owner",
-        "parameter",
-        "piece",
-        "replica",
-    )
-
     def __init__(self, index: int, replica: Replica, at: int) -> None:
         self.index, self.replica, self.at = index, replica, at
         self.memory: Any = replica.parameters()
@@ -57,9 +40,8 @@ class Entry:
         self.owner: int | None = None  # of a whole tensor: the number of its slice
         self.piece: torch.Tensor | None = None
         self.home: torch.Tensor | None = None  # the piece's memory
-        self.is_final: bool | None = (
-            None  # None: no piece was made; False: a frozen parameter moves when it is unfrozen
-        )
+        #: None: no piece was made; False: a frozen parameter moves when it is unfrozen
+        self.is_final: bool | None = None
 
     @property
     def name(self) -> str:
@@ -73,8 +55,7 @@ class Entry:
 
     def run(self, rank: int) -> tuple[int, int]:
         """Return [begin, end) of the elements, in memory order, of a rank's slice."""
-        begin, end = self.memory.run(self.at, rank)
-        return begin, end
+        return self.memory.run(self.at, rank)
 
 
 class Slices:
@@ -94,8 +75,7 @@ class Slices:
 
     def piece(self, entry: Entry) -> torch.Tensor | None:
         """Return what this rank steps on; None for nothing."""
-        piece: torch.Tensor | None = entry.memory.slice(entry.at)
-        return piece
+        return entry.memory.slice(entry.at)
 
     def gradient(self, entry: Entry) -> torch.Tensor | None:
         """Return this rank's slice of the averaged gradient. Raise Error if no step is possible."""
@@ -149,16 +129,16 @@ class Slices:
 class WholeTensors(Slices):
     """One rank of a replica owns each tensor.
 
-    Memory: state about 1 / world_size, at worst one tensor more than that. At zero=3 without sharing also a copy of the
-    tensors that this rank owns, read from slices before a step and written to them after it. Otherwise a step sends
-    every tensor to world_size - 1 ranks (to none at zero=3). At zero >= 2 the gradients' bytes go to every rank before
-    the step, 8 MiB at a time.
+    Memory: state about 1 / world_size, at worst one tensor more; at zero=3 without sharing also a copy of owned
+    tensors. A step sends every tensor to world_size - 1 ranks (to none at zero=3), and at zero >= 2 its gradients'
+    bytes before.
     """
 
     is_whole = True
 
     def __init__(self, replicas: Sequence[Replica]) -> None:
         super().__init__(replicas)
+        self._link: Any = self._replica.link
         self._slicing, self._memory = self._replica.slicing, self._replica.parameters()
         self._loads = [0] * self._slicing.count
         self._owned: list[Entry] = []  # by some rank
@@ -166,7 +146,7 @@ class WholeTensors(Slices):
 
     def assign(self, entries: Iterable[Entry]) -> None:
         """Give the largest tensor first, each to the rank of a replica with the fewest bytes, alike on every rank."""
-        sizes = {each: each.member.numel() * each.member.element_size() for each in entries if each.owner is None}
+        sizes = {each: each.member.nbytes for each in entries if each.owner is None}
         for entry in sorted(sizes, key=lambda each: (-sizes[each], each.index)):
             entry.owner = min(range(len(self._loads)), key=lambda owner: (self._loads[owner], owner))
             self._loads[entry.owner] += sizes[entry]
@@ -269,9 +249,7 @@ class WholeTensors(Slices):
             self._replica.group.comm.broadcast(ranges, root, f"updated tensors of {self._replica.label}")
 
     def _from_other_hosts(self) -> Iterator[tuple[Entry, torch.Tensor]]:
-        """Send tensors that ranks of other hosts updated to the rank with this host's copy; on a mesh of two dimensions
-        to each replica's copy on this host. Collective. Temporary memory: one tensor besides the copy.
-        """
+        """Yield tensors that other hosts updated, on the rank with this host's copy of their replica. Collective."""
         group, slicing = self._replica.group, self._slicing
         if not group.is_apart(slicing):
             return
@@ -305,13 +283,11 @@ class WholeTensors(Slices):
 
 def _chunks(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
     chunk: list[Entry] = []
-    size = 0
     for entry in entries:
         chunk.append(entry)
-        size += entry.parameter.numel() * entry.parameter.element_size()
-        if size >= _CHUNK_BYTES:
+        if sum(each.parameter.nbytes for each in chunk) >= _CHUNK_BYTES:
             yield chunk
-            chunk, size = [], 0
+            chunk = []
     if chunk:
         yield chunk
 
@@ -319,19 +295,13 @@ def _chunks(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
 class WholeTensorsOnGpu(WholeTensors):
     """Whole tensors of a module on a GPU: one all_gather a bucket collects slices, one broadcast per owner sends.
 
-    Memory: at zero >= 2 also the largest bucket, and during a step the gradients of the tensors that this rank owns; at
-    zero=3 also a copy of owned tensors that are released.
+    All is enqueued on torch's current stream. Memory: at zero >= 2 also the largest bucket, and in a step the gradients
+    of owned tensors; at zero=3 also a copy of owned tensors that are released.
     """
 
     _room: torch.Tensor | None = None
     #: this rank's slices of released parameters that the current step changes
     _released: Mapping[Entry, torch.Tensor] = {}
-
-    @property
-    def _link(self) -> DeviceLink:
-        link = self._replica.link
-        assert link is not None
-        return link
 
     def _is_released(self, entry: Entry) -> bool:
         return self._memory.releases and bool(self._memory.is_released(entry.at))

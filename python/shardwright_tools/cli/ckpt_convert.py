@@ -17,33 +17,22 @@ def add_parsers(add: Callable[..., argparse.ArgumentParser]) -> None:
     """Add both commands; `add(name, action, text)` returns a new parser."""
     from ..convert import READERS, WRITERS
 
-    importing = add(
-        "import", run_import, "convert a torch.distributed.checkpoint, DeepSpeed or Hugging Face checkpoint to ours"
-    )
+    text = "convert a torch.distributed.checkpoint, DeepSpeed or Hugging Face checkpoint to ours"
+    importing = add("import", run_import, text)
     importing.add_argument("source")
     importing.add_argument("output", help="a new folder, such as runs/a/step-000100")
-    importing.add_argument(
-        "--from", dest="kind", choices=READERS[1:], help="format of the source; default: detected from its files"
-    )
-    importing.add_argument(
-        "--tag", help="subfolder (tag) of a DeepSpeed checkpoint; default: the one that its file `latest` names"
-    )
+    importing.add_argument("--from", dest="kind", choices=READERS[1:], help="format; default: detected from the files")
+    importing.add_argument("--tag", help="tag of a DeepSpeed checkpoint; default: the one that its file `latest` names")
     importing.add_argument("--step", type=int, help="number of completed steps to record; default: the source's")
-    exporting = add(
-        "export", run_export, "convert a checkpoint to another format; default: a model folder for from_pretrained"
-    )
+    text = "convert a checkpoint to another format; default: a model folder for from_pretrained"
+    exporting = add("export", run_export, text)
     exporting.add_argument("checkpoint")
     exporting.add_argument("output", help="a new folder (with --to torch a new file)")
-    exporting.add_argument(
-        "--to", choices=WRITERS[1:], default="hf", help="target format; default: hf, which holds the model only"
-    )
+    exporting.add_argument("--to", choices=WRITERS[1:], default="hf", help="default: hf, which holds the model only")
+    text = "a TOML or JSON file: `include`, a list of regular expressions, `rename`, a table {expression: replacement}"
     for each in (importing, exporting):
         each.add_argument("--dtype", choices=sorted(_DTYPES), help="cast the model's floating-point tensors")
-        each.add_argument(
-            "--map",
-            metavar="FILE",
-            help="a TOML or JSON file with `include`, a list of regular expressions, and `rename`, a table from expression to replacement",
-        )
+        each.add_argument("--map", metavar="FILE", help=text)
 
 
 def run_import(options: argparse.Namespace) -> int:
@@ -92,9 +81,8 @@ def _write(options: argparse.Namespace, contents: Any, output: str, kind: str) -
         raise Nothing(str(error)) from None
     contents = contents.cast(getattr(torch, _DTYPES[options.dtype])) if options.dtype else contents
     if not contents.model:
-        raise Nothing(
-            f"'{getattr(options, 'checkpoint', None) or options.source}' holds no model tensors, or the map selects none of them"
-        )
+        source = getattr(options, "checkpoint", None) or options.source
+        raise Nothing(f"'{source}' holds no model tensors, or the map selects none of them")
     total = sum(each.nbytes for each in contents.model.values()) if kind == "hf" else contents.nbytes
     progress = Progress(options, os.path.basename(output), total, "B")
     try:

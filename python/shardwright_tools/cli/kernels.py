@@ -31,13 +31,8 @@ def add_parser(commands: Any, text: str) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    parser.add_argument(
-        "--arch",
-        type=_architecture,
-        nargs="+",
-        metavar="SM",
-        help=f"compute capabilities of at least {_OLDEST}, written 80 or 8.0; default: those of this host's GPUs",
-    )
+    text = f"compute capabilities of at least {_OLDEST}, written 80 or 8.0; default: those of this host's GPUs"
+    parser.add_argument("--arch", type=_architecture, nargs="+", metavar="SM", help=text)
     parser.add_argument("--to", metavar="FOLDER", help="write missing images to this folder; default: the user's cache")
     parser.add_argument("--nvrtc", metavar="PATH", help="the NVRTC library; default: the one of torch's CUDA")
     parser.set_defaults(run=lambda options: run(parser, options))
@@ -86,9 +81,8 @@ def _images(options: argparse.Namespace, architectures: list[int]) -> Iterator[d
         kind = "machine code" if image[:4] == b"\x7fELF" else "PTX, which the driver compiles at first use"
         detail = f"{origin}, {len(image)} bytes of {kind}"
         if options.to is not None:
-            detail = {"cached": "exists already", "compiled": "written"}.get(origin, "not written") + detail[
-                len(origin) :
-            ]
+            state = {"cached": "exists already", "compiled": "written"}.get(origin, "not written")
+            detail = state + detail.removeprefix(origin)
         if not ok:
             detail += f": '{options.to}' is not writable"
         yield {"arch": architecture, "ok": ok, "origin": origin, "size_bytes": len(image), "detail": detail}
@@ -108,7 +102,6 @@ def _architecture(text: str) -> int:
     found = re.fullmatch(r"(?:sm_)?(\d{1,2})\.?(\d)", text)
     number = 10 * int(found[1]) + int(found[2]) if found else 0
     if number < _OLDEST:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a compute capability of at least {_OLDEST}, such as 80 or 9.0"
-        )
+        sentence = f"{text!r} is not a compute capability of at least {_OLDEST}, such as 80 or 9.0"
+        raise argparse.ArgumentTypeError(sentence)
     return number

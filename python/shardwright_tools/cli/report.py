@@ -39,10 +39,8 @@ def guarded(action: Callable[[argparse.Namespace], int], options: argparse.Names
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        print(
-            "this command needs torch, which is not installed here; ls, inspect, verify and prune do not",
-            file=sys.stderr,
-        )
+        sentence = "this command needs torch, which is not installed here; ls, inspect, verify and prune do not"
+        print(sentence, file=sys.stderr)
         return 2
 
 

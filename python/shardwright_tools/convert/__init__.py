@@ -32,13 +32,7 @@ def _one_sentence(path: str) -> Iterator[None]:
 
 
 def read(path: str, *, kind: str | None = None, tag: str | None = None) -> Contents:
-    """Return the contents of the checkpoint at `path`. `kind`: a format in READERS; None: detect it from the files.
-
-    Raises
-    ------
-    CheckpointError
-        No reader knows the files, or they are damaged.
-    """
+    """Return the contents of the checkpoint at `path`. `kind`: a format in READERS; None: detect it from the files."""
     with _one_sentence(path):
         return _read(path, kind, tag)
 
@@ -68,13 +62,7 @@ def _read(path: str, kind: str | None, tag: str | None) -> Contents:
 
 
 def write(contents: Contents, output: str, kind: str, tell: Tell) -> None:
-    """Write a checkpoint of a format in WRITERS to the new path `output`: either all of it, durably, or nothing.
-
-    Raises
-    ------
-    CheckpointError
-        `output` exists, or cannot be written.
-    """
+    """Write a checkpoint of a format in WRITERS to the new path `output`: either all of it, durably, or nothing."""
     from shardwright.checkpoint.folder.partial import make_folder
 
     from . import dcp_format, deepspeed_universal, folders, model_files

@@ -45,11 +45,8 @@ def is_megatron(path: str) -> bool:
             form = json.loads(file.read(_FORM_BYTES))
     except (OSError, ValueError, RecursionError):
         return False
-    return (
-        isinstance(form, dict)
-        and form.get("sharded_backend") == "torch_dist"
-        and os.path.isfile(os.path.join(path, METADATA))
-    )
+    is_ours = isinstance(form, dict) and form.get("sharded_backend") == "torch_dist"
+    return is_ours and os.path.isfile(os.path.join(path, METADATA))
 
 
 def read_megatron(path: str) -> Contents:

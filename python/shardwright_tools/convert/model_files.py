@@ -16,7 +16,7 @@ from shardwright.checkpoint.files import MAX_FILE_BYTES
 from shardwright.checkpoint.state.content import MODEL_METADATA, Group, model_index
 from shardwright.checkpoint.state.names import TORCH_DTYPES
 
-from .contents import Contents, Lazy, leaves, replaced
+from .contents import Contents, Lazy, durable_file, leaves, replaced
 from .folders import Tell, copy_beside, plan_of, take_beside, write_all
 from .unpickle import load_torch_file
 
@@ -143,10 +143,8 @@ def write_model(contents: Contents, output: str, tell: Tell) -> None:
     write_all(plan, output, lazy, {}, tell)
     index = model_index(plan, [name for group in groups for name in group.tensors])
     if index:
-        with open(os.path.join(output, "model.safetensors.index.json"), "xb") as file:
+        with durable_file(os.path.join(output, "model.safetensors.index.json")) as file:
             file.write(index)
-            file.flush()
-            os.fsync(file.fileno())
     copy_beside(contents, output)
 
 
@@ -157,25 +155,19 @@ def _files(model: Mapping[str, Lazy]) -> dict[str, list[str]]:
         for name, each in model.items():
             names_of.setdefault(each.file, []).append(name)
     else:
-        shards: list[list[str]] = [[]]
-        filled = 0
+        number = filled = 0
         for name, each in model.items():
             if filled and filled + each.nbytes > MAX_FILE_BYTES:
-                shards.append([])
-                filled = 0
-            shards[-1].append(name)
+                number, filled = number + 1, 0
+            names_of.setdefault(str(number), []).append(name)
             filled += each.nbytes
-        names_of = {str(number): names for number, names in enumerate(shards)}
     count = len(names_of)
     name = "model-{:05d}-of-{:05d}.safetensors" if count > 1 else "model.safetensors"
     return {name.format(number, count): names for number, names in enumerate(names_of.values(), 1)}
 
 
 def write_torch_file(contents: Contents, output: str, tell: Tell) -> None:
-    """Write one file of torch.save with model, optimizer keyed by position, step, and other state.
-
-    Tensors pass through a mapped temporary file, because torch.save needs all of them at once.
-    """
+    """Write one file of torch.save, through a mapped temporary file: torch.save needs all tensors at once."""
     body: dict[str, Any] = {"model": {**contents.model, **{n: contents.model[k] for n, k in contents.tied.items()}}}
     if contents.groups is not None:
         body["optimizer"] = by_position(contents)
@@ -185,9 +177,10 @@ def write_torch_file(contents: Contents, output: str, tell: Tell) -> None:
     with tempfile.TemporaryFile(dir=os.path.dirname(output)) as spool:
         spool.truncate(max(size, 1))
         try:
-            memory, at = mmap.mmap(spool.fileno(), max(size, 1)), 0
+            memory = mmap.mmap(spool.fileno(), max(size, 1))
         except OSError:  # ENODEV: a file system without mappings; then the tensors are in memory at once
-            memory, at = mmap.mmap(-1, max(size, 1)), 0
+            memory = mmap.mmap(-1, max(size, 1))
+        at = 0
 
         def spooled(each: Lazy) -> torch.Tensor:
             nonlocal at
@@ -201,10 +194,8 @@ def write_torch_file(contents: Contents, output: str, tell: Tell) -> None:
                 tell(each.nbytes)
             return shared[id(each)]
 
-        with open(output, "xb") as file:
+        with durable_file(output) as file:
             torch.save(replaced(body, spooled), file)
-            file.flush()
-            os.fsync(file.fileno())
 
 
 def by_position(contents: Contents) -> dict[str, Any]:

@@ -146,10 +146,14 @@ def _parameter(data: Any, requires_grad: Any, hooks: Any, *_: Any) -> torch.Tens
     return torch.nn.Parameter(data, bool(requires_grad))
 
 
+def _check_call(target: Any) -> None:
+    if isinstance(target, type) and issubclass(target, _NAMED_ALONE):
+        raise pickle.UnpicklingError(f"the pickle calls {target!r}, which trusts its arguments")
+
+
 def _without_attributes(rebuild: Any, _: Any, arguments: Any, __: Any) -> Any:
     """Return a tensor without the extra attributes with which it was saved."""
-    if isinstance(rebuild, type) and issubclass(rebuild, _NAMED_ALONE):
-        raise pickle.UnpicklingError(f"the pickle calls {rebuild!r}, which trusts its arguments")
+    _check_call(rebuild)
     return rebuild(*arguments)
 
 
@@ -194,21 +198,17 @@ class Unpickler(pickle._Unpickler):
             raise pickle.UnpicklingError(f"the pickle sets attributes of {target!r}, which it did not make")
         self.load_build()  # type: ignore[attr-defined]
 
-    def _check_call(self, target: Any) -> None:
-        if isinstance(target, type) and issubclass(target, _NAMED_ALONE):
-            raise pickle.UnpicklingError(f"the pickle calls {target!r}, which trusts its arguments")
-
     def _reduce(self) -> None:
-        self._check_call(self.stack[-2])  # type: ignore[attr-defined]
+        _check_call(self.stack[-2])  # type: ignore[attr-defined]
         self.load_reduce()  # type: ignore[attr-defined]
 
     def _newobj(self) -> None:
-        self._check_call(self.stack[-2])  # type: ignore[attr-defined]
+        _check_call(self.stack[-2])  # type: ignore[attr-defined]
         self.load_newobj()  # type: ignore[attr-defined]
 
     def _instantiate(self, target: Any, arguments: Any) -> None:
         """Serve the opcodes INST and OBJ."""
-        self._check_call(target)
+        _check_call(target)
         super()._instantiate(target, arguments)  # type: ignore[misc]
 
     def _refuse(self) -> None:
@@ -243,13 +243,7 @@ _MODULE = types.SimpleNamespace(Unpickler=Unpickler, load=_load, __name__=__name
 
 
 def load_torch_file(path: str | IO[bytes]) -> Any:
-    """Return the value of a file of torch.save, given by path or open. Maps the tensors of a zip file on disk.
-
-    Raises
-    ------
-    CheckpointError
-        The file is not one of torch.save, or it holds code.
-    """
+    """Return the value of a file of torch.save, given by path or open. Maps the tensors of a zip file on disk."""
     what = f"'{path}'" if isinstance(path, str) else "the object"
     try:
         records = records_of(path)

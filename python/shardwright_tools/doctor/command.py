@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from ..cli.report import encoded
 from . import bench as bench_table
 from . import gpu as gpu_report
 
@@ -75,7 +74,8 @@ def run(options: argparse.Namespace) -> int:
         lines.append(f"{finding.verdict:4} {finding.name}: {finding.value}{fix}")
     lines += map(str, bench)
     shown = json.dumps({**found, "description": description or {}}, indent=2, default=str)
-    print(shown if options.json else encoded("\n".join(lines)))
+    encoding = sys.stdout.encoding or "utf-8"  # which may lack characters of names
+    print(shown if options.json else "\n".join(lines).encode(encoding, "backslashreplace").decode(encoding))
     return 0 if ok else 1
 
 
