@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from .._engine import DeviceComm, Error, device_tensor, nccl_unique_id, norm_value, slot_part_bytes
+from .._engine import DeviceComm, Error, device_tensor, nccl_unique_id, slot_part_bytes
 from ..comm.agreement import gather_values
 from ..comm.process_group import HostGroup, comm_error
 from ..layout.memory import check_sendable
@@ -55,7 +55,7 @@ def _ranges_of(tensors: Iterable[torch.Tensor]) -> tuple[list[torch.Tensor], lis
     return copies, ranges
 
 
-def _tell(group: HostGroup, make: Callable[[], Any], what: str) -> list[Any]:
+def _gather(group: HostGroup, make: Callable[[], Any], what: str) -> list[Any]:
     """Return each rank's result of `make`, plain values; raise on all ranks if it fails on one. Collective."""
     return gather_values(
         *(group.comm, make, what),
@@ -83,11 +83,10 @@ class DeviceLink:
         beside: bool = False,
     ) -> None:
         self._main = main
-        # links whose main link is this one; a tuple, since the watching thread iterates over it while the program's
-        # thread adds one
+        # links whose main link is this one; a tuple, which the watching thread reads while another thread adds one
         self._rows: tuple[weakref.ref[DeviceLink], ...] = ()
         self._lender: Lender | None = None
-        self._telling = threading.Lock()
+        self._aborting = threading.Lock()
         self._was_left = False
         self._measured: list[torch.Tensor] = []  # copies that the last clip()'s kernels still read
         self._failure: str | None = None
@@ -104,7 +103,7 @@ class DeviceLink:
             self.comm = cuda.open_gpu(ordinal, libraries, self.host, main.comm if main and beside else None)
             return device_transport.offer_of(self.comm)
 
-        offers = _tell(group, open_own, "opening the GPUs")
+        offers = _gather(group, open_own, "opening the GPUs")
         chosen, self.transport_reason = device_transport.choose_transport(offers, group.host_of, borrows)
         if borrows:
 
@@ -113,19 +112,20 @@ class DeviceLink:
                 self.comm.borrow(lender.address, self.rank, self.world_size, timeout_s)
                 self._lender = lender
 
-            _tell(group, borrow, "borrowing torch's communicator of the GPUs")
+            _gather(group, borrow, "borrowing torch's communicator of the GPUs")
         elif chosen == "nccl":
 
             def make_id() -> str:
                 return nccl_unique_id(libraries.get("libnccl")).hex() if self.rank == 0 else ""
 
-            ids = _tell(group, make_id, "the identifier of the GPUs' communicator")
+            ids = _gather(group, make_id, "the identifier of the GPUs' communicator")
             self.comm.connect(bytes.fromhex(ids[row[0]]), self.rank, self.world_size, timeout_s)
         else:
             slot_bytes = device_transport.SLOT_BYTES
             arena = group.comm.arena(slot_part_bytes(slot_bytes), "slots between GPUs")
             self.comm.connect_slots(arena, row, slot_bytes, chosen, self.rank, timeout_s)
-        self._join_family()
+        if main is not None:
+            main._rows = (*main._rows, weakref.ref(self))
         if cuda.runtime.watches:
             self.comm.start_watch()
             if borrows:
@@ -142,7 +142,7 @@ class DeviceLink:
 
     def check(self) -> None:
         """Raise the error that has ended the communicator, if there is one. There is no driver call otherwise."""
-        self._look_at_lender()
+        self._check_lender()
         if self._main is not None:
             if not self._main.comm.is_alive:
                 self._failure = self._failure or self._main._failure or self.host.end_reason
@@ -152,36 +152,32 @@ class DeviceLink:
         elif self._rows and any(row.comm.has_failed for row in self._live_rows()):
             self._end(self._failure or self.host.end_reason or _OTHER_FAILED)
         if not self.comm.is_alive:
-            self._tell_lender()
+            self._abort_lender()
             if self._was_left:  # the group's other ranks get the error, and the next wrap makes new links
                 self.fail(self._failure or "")
             self.comm.watch()
             raise comm_error(self._failure or "the communicator of the GPUs was closed")
 
-    def _join_family(self) -> None:
-        if self._main is not None:
-            self._main._rows = (*self._main._rows, weakref.ref(self))
-
     def _live_rows(self) -> list[DeviceLink]:
         return [row for row in (each() for each in self._rows) if row is not None]
 
-    def _look_at_lender(self) -> None:
+    def _check_lender(self) -> None:
         """Drop a communicator that torch has ended; the next operation raises, since programs end groups at exit."""
         if self._lender is not None and self._lender.has_ended:
             self._lender, self._was_left = None, True
             self._failure = self._failure or "torch has ended the communicator that was borrowed from its process group"
             self.comm.abort(self._failure)
 
-    def _tell_lender(self) -> None:
+    def _abort_lender(self) -> None:
         """End torch's communicator through torch after ours failed, or wait for a thread that does so already."""
-        if not self._telling.acquire(timeout=_ENDING_S):
+        if not self._aborting.acquire(timeout=_ENDING_S):
             return
         try:
             if self._lender is not None and not self.comm.is_alive:
                 lender, self._lender = self._lender, None
                 lender.abort()
         finally:
-            self._telling.release()
+            self._aborting.release()
 
     def fail(self, reason: str) -> None:
         """End the communicators: peers that wait for this rank on the GPU or the host get the reason."""
@@ -201,14 +197,10 @@ class DeviceLink:
         deadline = time.monotonic() + _ENDING_S
         for link, ender in zip(family, enders):
             ender.join(max(0.0, deadline - time.monotonic()))
-            link._tell_lender()
+            link._abort_lender()
 
     def broadcast(self, tensors: Sequence[torch.Tensor], root: int) -> None:
-        """Broadcast the values of `root` to all ranks. Tensors may differ in strides; version counters do not change.
-
-        Enqueued in the order of torch's current stream. Cost: the bytes of `tensors`, once; tensors that are not
-        contiguous go through a copy.
-        """
+        """Broadcast `root`'s values on torch's current stream. Strides may differ; version counters do not change."""
         check_sendable(tensors, "a broadcast")
         plain = [tensor.data for tensor in tensors if tensor.numel()]
         if not plain or self.world_size == 1:
@@ -220,10 +212,6 @@ class DeviceLink:
             if copy is not tensor:
                 tensor.copy_(copy)
 
-    def norm(self, gradients: Iterable[torch.Tensor]) -> float:
-        """Return the exact 2-norm of all tensors together: the number that the host would compute. See norm_sum."""
-        return norm_value([self.norm_sum(gradients)])
-
     def norm_sum(self, gradients: Iterable[torch.Tensor]) -> bytes:
         """Return the exact sum of squares, like norm_sum(). The host waits for it."""
         _copies, ranges = _ranges_of(gradients)
@@ -232,11 +220,7 @@ class DeviceLink:
     def clip(
         self, gradients: Iterable[torch.Tensor], max_norm: float, result: torch.Tensor, *, is_sliced: bool
     ) -> None:
-        """Write the exact 2-norm of all tensors, and the factor that clips it, to the two elements of `result`.
-
-        With `is_sliced` the norm is over the tensors of all ranks; collective then. Runs on torch's current stream: the
-        host does not wait.
-        """
+        """Write the exact 2-norm of all tensors and the factor that clips it to `result`; `is_sliced`: collective."""
         self._measured, ranges = _ranges_of(gradients)
         self.comm.clip(ranges, max_norm, is_sliced, result.data_ptr(), self.current_stream())
 
@@ -257,10 +241,7 @@ class DeviceLink:
 
 
 class _LenderWatch(threading.Thread):
-    """A watch over a link whose communicator is torch's: only torch may end it, which releases its kernels.
-
-    The engine's own thread (csrc/comm/device_watch.h) sees a peer that fails or is late, as for every link.
-    """
+    """A watch over a link whose communicator is torch's: only torch may end it, which releases its kernels."""
 
     def __init__(self, link: DeviceLink) -> None:
         super().__init__(name="shardwright-gpu-lender", daemon=True)
@@ -272,9 +253,9 @@ class _LenderWatch(threading.Thread):
             link = self._link()
             if link is None:
                 return
-            link._look_at_lender()
+            link._check_lender()
             if not link.comm.is_alive:
-                link._tell_lender()
+                link._abort_lender()
                 return
             del link
 

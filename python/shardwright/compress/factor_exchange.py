@@ -24,8 +24,7 @@ class FactorExchange:
         self._scratch = torch.empty(0, dtype=torch.float32, device="cpu")
         self._message = self._scratch
         self._own = self._whole = self._sum = self._term = self._flat = self._scratch
-        self._share = self._small_share = self._slice_bytes = self._world_size = 0
-        self._world: torch.Tensor | None = None
+        self._share = self._small_share = self._slice_bytes = 0
 
     @property
     def rounds(self) -> bool:
@@ -84,9 +83,8 @@ class FactorExchange:
             place = received.data_ptr() + rank * self._slice_bytes
             exchange.decode_half(self._name, self._whole.data_ptr() + 4 * rank * self._share, place, self._share)
             begin = rank * self._slice_bytes + 2 * self._share
-            self._flat[rank * self._small_share :][: self._small_share].copy_(
-                received[begin : begin + 4 * self._small_share].view(torch.float32)
-            )
+            small = received[begin : begin + 4 * self._small_share].view(torch.float32)
+            self._flat[rank * self._small_share :][: self._small_share].copy_(small)
         unpack(exchange, self._flat, self._small)
         return self._whole[: self._head]
 
@@ -115,9 +113,9 @@ class FactorExchange:
             exchange.fold(result + skip, [piece + skip for piece in pieces], self._small_share, "float32", "mean")
 
     def settle(self, exchange: Exchange) -> torch.Tensor:
-        """Return this rank's factors as average() counted them, for 16-bit wires: their mean is what it returned.
+        """Return this rank's factors as a 16-bit wire has counted them: encoded, times W.
 
-        They are the encoded factors times W. The owner of a slice adds W times the rounding error of the mean.
+        Their mean is what average() returned: the owner of a slice adds W times the rounding error of the mean.
         """
         world, own = exchange.world_size, self._own
         for rank in range(world):
@@ -125,11 +123,7 @@ class FactorExchange:
             exchange.decode_half(self._name, own.data_ptr() + 4 * rank * self._share, place, self._share)
         if world == 1:
             return own[: self._head]
-        if (
-            self._world is None or self._world_size != world
-        ):  # cached, because torch would make a tensor of a number at each use
-            self._world, self._world_size = torch.tensor(float(world), dtype=torch.float32, device="cpu"), world
-        own.mul_(self._world)
+        own.mul_(world)
         mine = slice(exchange.rank * self._share, (exchange.rank + 1) * self._share)
         own[mine].add_(self._whole[mine], alpha=world).sub_(self._sum, alpha=world)
         return own[: self._head]
@@ -146,8 +140,5 @@ def unpack(exchange: Exchange, message: torch.Tensor, parts: Sequence[torch.Tens
 
 
 def _places(message: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    found, at = [], 0
-    for part in parts:
-        found.append((message[at : at + part.numel()], part))
-        at += part.numel()
-    return found
+    sizes = [part.numel() for part in parts]
+    return list(zip(message[: sum(sizes)].split(sizes), parts))

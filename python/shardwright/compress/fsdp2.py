@@ -24,13 +24,7 @@ __all__ = ["compress_all_reduce"]
 
 
 class ReplicaCompression:
-    """The result of compress_all_reduce().
-
-    Attributes
-    ----------
-    state : CompressionState or None
-        For state_dict() and load_state_dict() on each rank; None if the compressor has no state.
-    """
+    """The result of compress_all_reduce(). `state`, which each rank saves and loads, is None for stateless ones."""
 
     def __init__(self, compress: Compressor, group: Any) -> None:
         self._exchange = GroupExchange(group)
@@ -87,9 +81,8 @@ class _Unit:
     def __init__(self, parameters: list[Any], names: dict[int, str]) -> None:
         trained = [each for each in parameters if each.sharded_param.requires_grad]
         self.names = [names[id(each.sharded_param)] for each in trained]
-        self.keys = [
-            torch.empty(0, dtype=torch.float32, device="cpu") for _ in trained
-        ]  # placeholders, since FSDP2 may replace its parameters
+        # placeholders, since FSDP2 may replace its parameters
+        self.keys = [torch.empty(0, dtype=torch.float32, device="cpu") for _ in trained]
         self.layouts, self.numel = [], 0
         for each in trained:
             self.layouts.append((each.sharded_size, each.contiguous_sharded_stride, self.numel))
@@ -166,7 +159,6 @@ def _check(module: Any, group: Any) -> None:
             "any hook: give fully_shard only the sharded dimension, mesh['shard'], and this function mesh['replicate']"
         )
     for each in group.fsdp_params:
-        if each.sharded_param.device.type != "cpu":
-            raise NotImplementedError(
-                f"compress_all_reduce: parameters must be on the CPU, not on {each.sharded_param.device.type}"
-            )
+        device = each.sharded_param.device.type
+        if device != "cpu":
+            raise NotImplementedError(f"compress_all_reduce: parameters must be on the CPU, not on {device}")

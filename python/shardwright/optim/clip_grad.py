@@ -189,7 +189,7 @@ def _norm_of_whole(gradients: list[torch.Tensor], replica: Replica | None) -> fl
     real = [_real(gradient) for gradient in gradients]
     link = replica.link if replica is not None else _link_beside(real)
     if link is not None:
-        return link.norm(real)
+        return _engine.norm_value([link.norm_sum(real)])
     return global_norm(each.cpu() for each in real)
 
 
