@@ -395,7 +395,8 @@ class ShardedOptimizer(Forwarding):
     def _agree(self, refusal: Exception | None, states: Mapping[Entry, int]) -> None:
         """Check that no backward is open on any rank, and that all step with the same hyperparameters and factors."""
         label = "hyperparameters of a step"
-        checks: list[Any] = [replica.check for replica in self.replicas if replica.check is not None]
+        # all parts have the same options
+        checks: list[Any] = [] if self._replica.check is None else [each.check for each in self.replicas]
 
         def rows(replica: Replica) -> list[Row]:
             if refusal is not None:

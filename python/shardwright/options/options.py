@@ -55,9 +55,7 @@ def _check_ignored(name: str, value: Any) -> None:
 def _option(
     default: Any, check: Check | None = None, *, zero: tuple[int, ...] = (0, 1, 2, 3), alike: bool = True
 ) -> Any:
-    """Return a field with its check, which None passes where it is the default; the stages that have it; whether all
-    ranks must give the same value.
-    """
+    """Return a field with its check of values but the default, its stages, and if ranks must have the same value."""
     return dataclasses.field(default=default, metadata={"check": check, "stages": zero, "compared": alike})
 
 
@@ -235,10 +233,7 @@ class Options:
 
     @property
     def chosen_transport(self) -> str:
-        """Return `transport`; where that is "auto", the environment's SHARDWRIGHT_TRANSPORT.
-
-        A debug entry: bits do not depend on it.
-        """
+        """Return `transport`; where that is "auto", the environment's SHARDWRIGHT_TRANSPORT, for debugging."""
         forced = os.environ.get("SHARDWRIGHT_TRANSPORT", "auto")
         FIELDS["transport"]["check"]("SHARDWRIGHT_TRANSPORT", forced)
         return forced if self.transport == "auto" else self.transport
