@@ -53,7 +53,7 @@ def _parameter_bytes(replica: Replica) -> tuple[int, int]:
 
 
 def _state_bytes(replica: Replica, optimizer: Any) -> int | None:
-    from .optim.sliceable import ELEMENTWISE
+    from .optim.ownership import ELEMENTWISE
 
     inner = getattr(optimizer, "_inner", optimizer)
     name = f"{type(inner).__module__}.{type(inner).__name__}"

@@ -22,8 +22,8 @@ from .optim.clip_grad import clip_in_step
 from .optim.device_clip import DeviceClip
 from .optim.master_weights import MasterOptimizer, has_own_masters, without_masters
 from .optim.offload import StateStore, make_route, make_store, rounded_bytes
+from .optim.ownership import check_sliceable
 from .optim.sharded import ShardedOptimizer
-from .optim.sliceable import check_sliceable
 from .options.checks import offload_folder
 from .options.names import offers_names
 from .options.options import Options, describes_options

@@ -26,20 +26,6 @@ from typing import Any
 
 from shardwright.options.names import near
 
-__all__ = [
-    "KINDS",
-    "MODULE",
-    "OBSERVERS",
-    "PLAN_NAME",
-    "SOCKET_NAME",
-    "VARIABLE",
-    "Fault",
-    "Plan",
-    "mark_of",
-    "observer_of",
-    "read_plan",
-]
-
 VARIABLE = "SHARDWRIGHT_CHAOS"
 #: a Checkpointer takes observers from the modules that this variable names
 OBSERVERS, MODULE = "SHARDWRIGHT_OBSERVERS", __name__

@@ -124,8 +124,7 @@ class DeviceLink:
             slot_bytes = device_transport.SLOT_BYTES
             arena = group.comm.arena(slot_part_bytes(slot_bytes), "slots between GPUs")
             self.comm.connect_slots(arena, row, slot_bytes, chosen, self.rank, timeout_s)
-        if main is not None:
-            main._rows = (*main._rows, weakref.ref(self))
+        self._join_family()
         if cuda.runtime.watches:
             self.comm.start_watch()
             if borrows:
@@ -157,6 +156,10 @@ class DeviceLink:
                 self.fail(self._failure or "")
             self.comm.watch()
             raise comm_error(self._failure or "the communicator of the GPUs was closed")
+
+    def _join_family(self) -> None:
+        if self._main is not None:
+            self._main._rows = (*self._main._rows, weakref.ref(self))
 
     def _live_rows(self) -> list[DeviceLink]:
         return [row for row in (each() for each in self._rows) if row is not None]

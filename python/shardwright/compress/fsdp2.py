@@ -20,8 +20,6 @@ from ..torch_compat.internals import fsdp2_groups, is_hsdp
 from .make import make_hook
 from .state import CompressionState
 
-__all__ = ["compress_all_reduce"]
-
 
 class ReplicaCompression:
     """The result of compress_all_reduce(). `state`, which each rank saves and loads, is None for stateless ones."""
@@ -150,9 +148,7 @@ def compress_all_reduce(module: torch.nn.Module, compress: Compressor, replicate
 
 def _check(module: Any, group: Any) -> None:
     if not hasattr(module, "set_all_reduce_hook"):
-        raise NotImplementedError(
-            f"compress_all_reduce: torch {torch.__version__} has no FSDPModule.set_all_reduce_hook"
-        )
+        raise NotImplementedError(f"compress_all_reduce: torch {torch.__version__} has no set_all_reduce_hook")
     if is_hsdp(group):
         raise Error(
             "compress_all_reduce: the module was sharded over a mesh of two dimensions, so FSDP2 all-reduces whole gradients before "

@@ -12,8 +12,6 @@ from . import hooks
 from .blocks import BlockState
 from .powersgd import PowerSGDState
 
-__all__ = ["make_hook"]
-
 _Hook = Callable[[Any, Any], Any]
 
 

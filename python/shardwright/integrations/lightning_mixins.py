@@ -30,11 +30,8 @@ _logger = logging.getLogger("shardwright")
 #: hooks in which weight-averaging callbacks read parameters, and hooks in which they write them
 _READING = ("on_train_batch_end", "on_train_epoch_end")
 _WRITING = (
-    "on_train_epoch_start",
-    "on_validation_epoch_start",
-    "on_validation_epoch_end",
-    "on_train_end",
-    "on_load_checkpoint",
+    *("on_train_epoch_start", "on_validation_epoch_start", "on_validation_epoch_end"),
+    *("on_train_end", "on_load_checkpoint"),
 )
 _AVERAGING = ("WeightAveraging", "StochasticWeightAveraging")
 
@@ -90,11 +87,8 @@ def _state_of(wrapper: DistributedDataParallel | None, read: Callable[[], dict[s
     """Return the state dict of read() with whole parameters. Those that are released afterwards are copied."""
     with whole_parameters(wrapper):
         state = read()
-        return (
-            copied(state)
-            if wrapper is not None and any(e.releases_parameters for e in wrapper._engine.replicas)
-            else state
-        )
+        releases = wrapper is not None and any(each.releases_parameters for each in wrapper._engine.replicas)
+        return copied(state) if releases else state
 
 
 class TrainerMixin(_Wraps):
@@ -169,10 +163,9 @@ class TrainerMixin(_Wraps):
         """Create optimizers like DDPStrategy, and slice them. Collective."""
         super().setup_optimizers(trainer)  # type: ignore[misc]
         self.optimizers = [self._slice(optimizer) for optimizer in self.optimizers]
-        if self._is_sharded and len(self.optimizers) > 1:
-            raise ValueError(
-                f"state_dict_type='sharded' takes one optimizer, got {len(self.optimizers)}: give the strategy 'full'"
-            )
+        count = len(self.optimizers)
+        if self._is_sharded and count > 1:
+            raise ValueError(f"state_dict_type='sharded' takes one optimizer, got {count}: give the strategy 'full'")
 
     def _clip_by_norm(self, method: Callable[..., None], optimizer: Any, clip_val: float) -> None:
         wrapper = self._wrappers.clipped_by(self.precision_plugin.main_params(optimizer))
@@ -188,8 +181,7 @@ class TrainerMixin(_Wraps):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """True if wrapping may convert parameters, since loading earlier would round the checkpoint's values; also True
-        for folders, which fill wrapped modules."""
+        """True for folders, which fill wrapped modules, and if wrapping may convert the parameters' dtype."""
         return self._wrap_options["precision"] is not None or self._is_sharded
 
     @property
@@ -207,8 +199,9 @@ class TrainerMixin(_Wraps):
         return real[0] if real else None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Save like DDPStrategy, or begin to write a folder. Collective. Raise CheckpointError on every rank if the
-        previous save failed, or this one cannot begin.
+        """Save like DDPStrategy, or begin to write a folder. Collective.
+
+        Raises CheckpointError on every rank if the previous save failed, or this one cannot begin.
         """
         if not self._writes_folders:
             super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]
@@ -366,18 +359,15 @@ class FabricMixin(_Wraps):
         if wrapper is not None:
             self.precision.unscale_gradients(optimizer)
             return clip_grad_norm_(wrapper, float(max_norm), error_if_nonfinite=error_if_nonfinite)
-        return super().clip_gradients_norm(  # type: ignore[misc]
-            module, optimizer, max_norm, norm_type, error_if_nonfinite
-        )
+        arguments = module, optimizer, max_norm, norm_type, error_if_nonfinite
+        return super().clip_gradients_norm(*arguments)  # type: ignore[misc]
 
     precision: Any
 
     def get_module_state_dict(self, module: torch.nn.Module) -> dict[str, Any]:
         """Return the bare module's state dict. Collective at zero=3."""
-        return _state_of(
-            self._wrappers.of(module),
-            functools.partial(super().get_module_state_dict, module),  # type: ignore[misc]
-        )
+        read = functools.partial(super().get_module_state_dict, module)  # type: ignore[misc]
+        return _state_of(self._wrappers.of(module), read)
 
     def load_module_state_dict(self, module: torch.nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Load a bare module's state dict of any stage. Collective at zero=3."""
@@ -387,9 +377,7 @@ class FabricMixin(_Wraps):
     def save_checkpoint(
         self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
     ) -> None:
-        """Save like DDPStrategy, or write a folder. Collective. Raise CheckpointError on every rank if the folder cannot
-        be written; TypeError if it cannot do what is asked: storage_options, a filter, several modules or optimizers.
-        """
+        """Save like DDPStrategy, or write a folder. Collective. Raise CheckpointError on every rank if it cannot."""
         if not self._is_sharded:
             super().save_checkpoint(path, state, storage_options, filter)  # type: ignore[misc]
         elif storage_options is not None or filter:
@@ -407,8 +395,7 @@ class FabricMixin(_Wraps):
 
 
 def register(registry: Any, strategy: type) -> None:
-    """Register "shardwright_zero0" to "shardwright_zero3", and variants with Lightning's suffixes "_spawn", "_fork" and
-    "_notebook", which start processes in another way."""
+    """Register "shardwright_zero0" to "shardwright_zero3", also with Lightning's "_spawn", "_fork" and "_notebook"."""
     for zero in range(4):
         for ending, start_method in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")):
             about = f"shardwright at zero={zero}, start_method={start_method!r}"

@@ -17,8 +17,6 @@ from typing import Any
 
 from .settings import VARIABLE, read_settings
 
-__all__ = ["CannotRun", "install", "run_program"]
-
 _TRAINER = "transformers.trainer"
 
 
@@ -73,9 +71,7 @@ class _TrainerFinder(importlib.abc.MetaPathFinder):
 
 
 def run_program(text: str, command: Sequence[str]) -> None:
-    """Run `program.py arguments...` or `-m module arguments...` like the python command, with our classes. Raise CannotRun
-    before the program starts, if options cannot be read or the program or a package is not there.
-    """
+    """Run `program.py arguments...` or `-m module arguments...` with our classes. Raise CannotRun before it starts."""
     try:
         read_settings(text)
         _check_program(command)
@@ -99,10 +95,8 @@ def _check_program(command: Sequence[str]) -> None:
     name = command[0]
     if name == "-m":
         top = command[1].split(".")[0]
-        if (
-            importlib.util.find_spec(top) is None
-            and importlib.machinery.PathFinder.find_spec(top, [os.getcwd()]) is None
-        ):
+        here = importlib.machinery.PathFinder.find_spec(top, [os.getcwd()])
+        if here is None and importlib.util.find_spec(top) is None:
             raise CannotRun(f"no module named {command[1]!r}: pass its name as `python -m` takes it")
         return
     main = os.path.join(name, "__main__.py") if os.path.isdir(name) else name

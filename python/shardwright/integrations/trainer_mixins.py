@@ -12,8 +12,6 @@ from .accelerate import Accelerator
 from .settings import chosen
 from .wrappers import whole_parameters
 
-__all__ = ["ArgumentsMixin", "TrainerMixin"]
-
 
 @dataclasses.dataclass
 class ArgumentsMixin:

@@ -37,8 +37,6 @@ from ..options.checks import among, count
 from .diloco_parameters import SlicedParameters, WholeParameters, creating_group, model_ranks_of
 from .sharded import ShardedOptimizer
 
-__all__ = ["DiLoCo"]
-
 _WIRES = ("float32", "bf16", "int8")
 _TIMEOUT_S = 1800.0
 

@@ -30,7 +30,7 @@ from ..parallel.ddp import DistributedDataParallel
 from ..parallel.engine import Engine, engine_of
 from ..parallel.fully_shard import FullySharded
 from ..torch_compat.dtensor import is_dtensor
-from .sliceable import ELEMENTWISE
+from .ownership import ELEMENTWISE
 
 #: seconds that a row waits for a column's result beyond the column's own deadline
 _GRACE_S = 2.0
@@ -264,9 +264,7 @@ def _engine_over_a_row(model: Any, mesh: Any) -> Engine:
     if row is None:
         raise ValueError(f"DiLoCo: this rank, {dist.get_rank()}, is not part of the device_mesh given, {rows}")
     if len({tuple(sorted(range(len(each)), key=each.__getitem__)) for each in rows}) > 1:
-        raise ValueError(
-            f"DiLoCo: device_mesh {rows} has columns whose ranks own different slices: order all of its rows equally"
-        )
+        raise ValueError(f"DiLoCo: device_mesh {rows} has columns of different slices: order all of its rows equally")
     engine = engine_of(model)
     if engine is None or not engine.options.zero:
         got = type(model).__name__ if engine is None else "one at zero=0"

@@ -18,8 +18,6 @@ import torch
 from .._engine import Error
 from ..torch_compat.internals import TorchDispatchMode, no_torch_function, tree_leaves, without_memory_of
 
-__all__ = ["Forwarding", "NotAveraged", "WithoutReductions", "reads_only"]
-
 #: GradScaler hands unscaling over to an optimizer that has these; our optimizers unscale before they step
 _WITHHELD = frozenset(("grad_scale", "found_inf"))
 #: beginnings of names of methods that only read

@@ -23,8 +23,6 @@ from .offload import StateStore
 if TYPE_CHECKING:
     from .device_clip import DeviceClip
 
-__all__ = ["SGD", "Adam", "AdamW", "global_norm"]
-
 #: options of torch that exclude one fused pass
 _OTHER_FORMS = {"foreach": True, "fused": False, "capturable": True, "differentiable": True}
 
@@ -206,9 +204,7 @@ class _Fused(torch.optim.Optimizer):
                 got = str(p.dtype).removeprefix("torch.")
                 refused = f"must be float32, bfloat16 or float16, not {got}; torch.optim.{name} supports it"
             elif p.device.type not in ("cpu", "cuda", "meta"):
-                refused = (
-                    f"must be on the CPU or a CUDA GPU, not on {p.device}; torch.optim.{name}(fused=True) supports it"
-                )
+                refused = f"must be on the CPU or a CUDA GPU, not {p.device}; torch.optim.{name}(fused=True) takes it"
             if refused:
                 raise ValueError(f"sw.optim.{name}: parameter {position} of group {number} {refused}")
 

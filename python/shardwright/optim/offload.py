@@ -23,8 +23,6 @@ from ..comm.process_group import HostGroup
 from ..layout.views import dense_strides
 from ..torch_compat import cuda
 
-__all__ = ["DeviceRoute", "StateStore", "make_route", "make_store"]
-
 _PAGE_BYTES = 4096
 _GROWTH_BYTES = 16 << 20
 #: bytes of one of a file's three buffers; 8 MiB a read for AdamW's two arrays

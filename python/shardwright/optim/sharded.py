@@ -50,8 +50,7 @@ from .master_weights import (
     load_with_hooks,
     masters_in_place,
 )
-from .ownership import Entry, owner_of
-from .sliceable import adopt, check_sliceable, members_of
+from .ownership import Entry, adopt, check_sliceable, members_of, owner_of
 from .sliced_state import MARK, SlicedState, StateNames, beside, with_state
 
 if TYPE_CHECKING:

@@ -10,8 +10,6 @@ import torch
 
 from .places import expanded
 
-__all__ = ["Check", "among", "check_units", "count", "number", "offload_folder", "offload_kind", "switch", "unit_types"]
-
 Check = Callable[[str, Any], object]
 
 

@@ -17,8 +17,6 @@ from .checks import Check, among, count, switch
 from .compress import KINDS, Compressor
 from .names import offers_fields
 
-__all__ = ["COMPRESSORS", "Bf16", "Fp16", "Int4", "Int8", "PowerSGD", "check_powersgd", "compressor_named"]
-
 #: name of the hook's parameter -> field of PowerSGD
 POWERSGD_FIELDS = {
     "matrix_approximation_rank": "rank",

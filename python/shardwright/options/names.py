@@ -9,8 +9,6 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import ParamSpec, TypeVar
 
-__all__ = ["near", "offers_fields", "offers_names", "unknown_name"]
-
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 

@@ -16,8 +16,6 @@ from .compress import check_compressor
 from .names import near, offers_fields, unknown_name
 from .precision import Precision
 
-__all__ = ["FIELDS", "Options", "describes_options"]
-
 _MIB = 1024 * 1024
 _Made = TypeVar("_Made")
 

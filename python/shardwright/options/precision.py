@@ -10,8 +10,6 @@ import torch
 from .checks import among, switch
 from .names import offers_fields
 
-__all__ = ["LOW_DTYPES", "Precision"]
-
 LOW_DTYPES = (torch.bfloat16, torch.float16)
 _NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 #: other names of them -> name

@@ -74,9 +74,7 @@ def add_parser(commands: Any, text: str) -> None:
     rate.add_argument("--rule", metavar="NAME", help="linear or sqrt; default: sqrt for Adam, else linear")
     out = parser.add_argument_group("what to print")
     out.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    out.add_argument(
-        "--form", metavar="NAME", help="print the configuration alone: wrap, accelerate, fsdp2 or deepspeed"
-    )
+    out.add_argument("--form", metavar="NAME", help="print this configuration: wrap, accelerate, fsdp2 or deepspeed")
     out.add_argument(
         "--launch",
         metavar="NAME",
@@ -180,9 +178,7 @@ def _machine(options: argparse.Namespace) -> Machine:
         raise PlanError(f"--mfu must be above 0 and at most 1, got {options.mfu}")
     gpu = options.gpu.lower() if options.gpu else None
     if gpu is not None and gpu not in GPUS:
-        raise PlanError(
-            f"--gpu must be one of {', '.join(GPUS)}, got {options.gpu!r}; else pass --memory and --peak alone"
-        )
+        raise PlanError(f"--gpu must be one of {', '.join(GPUS)}, got {options.gpu!r}; else pass --memory and --peak")
     if options.memory is None and gpu is None:
         raise PlanError(
             "--memory is needed: the bytes that each rank may use, such as 80GB (or --gpu, which has its own)"
@@ -237,7 +233,7 @@ def _shape(options: argparse.Namespace) -> Shape:
         missing = [f"--{name}" for name in ("layers", "width", "vocabulary") if name not in given]
         if missing:
             raise PlanError(
-                f"no model: pass a config.json, module:name, or numbers, of which {' and '.join(missing)} are missing"
+                f"no model: pass a config.json, module:name, or numbers; {' and '.join(missing)} are missing"
             )
         return from_numbers(**given)
     if given:

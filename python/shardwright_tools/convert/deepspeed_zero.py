@@ -82,9 +82,7 @@ def read_zero(folder: str) -> Contents:
         for name, shape in names.items():
             found = sum(count for _, _, count in places.get(name, ()))
             if found != math.prod(shape) or any(first + count > flat[r].numel() for r, first, count in places[name]):
-                raise CheckpointError(
-                    f"'{folder}': the ranks hold {found} elements of '{name}', whose shape is {tuple(shape)}"
-                )
+                raise CheckpointError(f"'{folder}': ranks hold {found} elements of '{name}', of shape {tuple(shape)}")
         _take_group(contents, names, places, flat, [each["state"].get(number, {}) for each in base])
     contents.groups = groups_of(base[0]["param_groups"], shapes, contents)
     if is_stage_3:
@@ -118,9 +116,7 @@ def files_of(folder: str, pattern: re.Pattern[str]) -> list[str]:
 def model_of(first: Mapping[str, Any], path: str) -> Contents:
     """Return the contents of a model file, without the optimizer."""
     if not isinstance(first, dict) or not isinstance(first.get("module"), Mapping) or "param_shapes" not in first:
-        raise CheckpointError(
-            f"'{path}' is not a model's file of DeepSpeed with ZeRO: it lacks `module` or `param_shapes`"
-        )
+        raise CheckpointError(f"'{path}' is no model file of DeepSpeed with ZeRO: it lacks `module` or `param_shapes`")
     shared = dict(first.get("shared_params") or {})
     contents = Contents({}, tied={name: kept for name, kept in shared.items() if name in first["module"]})
     for name, value in first["module"].items():

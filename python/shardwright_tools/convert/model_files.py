@@ -76,9 +76,7 @@ def read_safetensors(path: str) -> dict[str, Lazy]:
     with open(path, "rb") as file:
         metadata, entries = CheckpointFolder.header(file.fileno(), path)
     if "DCP_SHARDING_INFO" in metadata:
-        raise CheckpointError(
-            f"'{path}' is one of torch's sharded safetensors files: consolidate them with torch first"
-        )
+        raise CheckpointError(f"'{path}' is one of torch's sharded safetensors: consolidate them with torch first")
     odd = next(((name, dtype) for name, dtype, *_ in entries if dtype not in TORCH_DTYPES), None)
     if odd is not None:
         raise CheckpointError(f"'{path}': tensor '{odd[0]}' has the dtype {odd[1]}, which this program does not know")

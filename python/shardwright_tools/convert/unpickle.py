@@ -250,9 +250,7 @@ def load_torch_file(path: str | IO[bytes]) -> Any:
         if records is None and tarfile.is_tarfile(path):
             raise CheckpointError(f"{what} is a tar archive: no torch since 0.1.10 writes one")
         if any(name == "constants.pkl" or name.startswith("code/") for name in records or ()):
-            raise CheckpointError(
-                f"{what} is a TorchScript archive, whose code torch.load would run: save a state dict"
-            )
+            raise CheckpointError(f"{what} is a TorchScript archive, whose code torch.load runs: save a state dict")
         is_mapped = isinstance(path, str) and records is not None
         return torch.load(path, map_location="cpu", mmap=is_mapped, weights_only=False, pickle_module=_MODULE)
     except (OSError, CheckpointError):

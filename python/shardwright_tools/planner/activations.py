@@ -15,8 +15,6 @@ from __future__ import annotations
 
 from .shape import Shape
 
-__all__ = ["activation_bytes", "layer_bytes", "workspace_bytes"]
-
 
 def layer_bytes(shape: Shape, item: int, tp: int = 1) -> float:
     """Return the bytes per token that one layer keeps. `item`: bytes of an element as it computes."""

@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+from shardwright.layout.rank_memory import Memory
+
 from .activations import activation_bytes, workspace_bytes
 from .machine import Machine, shown_bytes
-from .memory import PRECISIONS, Memory, state_of
+from .memory import PRECISIONS, state_of
 from .shape import PlanError, Shape
-
-__all__ = ["Candidate", "Choice", "Work", "candidates", "choose"]
 
 #: bytes per rank that the context of a GPU and NCCL's communicators take; on CPUs the interpreter and torch
 _RUNTIME_GPU, _RUNTIME_SECOND_COMMUNICATOR, _RUNTIME_CPU = 1_500_000_000, 600_000_000, 250_000_000

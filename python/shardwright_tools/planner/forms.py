@@ -11,8 +11,6 @@ from .machine import Machine
 from .memory import PRECISIONS
 from .shape import PlanError
 
-__all__ = ["FORMS", "mixed", "run_options", "wrap_call"]
-
 
 def wrap_call(chosen: Candidate, machine: Machine, work: Work) -> str:
     """Return the call of sw.wrap."""

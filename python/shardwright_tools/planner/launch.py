@@ -11,8 +11,6 @@ from pathlib import Path
 from .machine import Machine
 from .shape import PlanError
 
-__all__ = ["LAUNCHERS", "Job", "hosts_of", "launch_file"]
-
 _PORT = 29500
 #: seconds before the limit in which a job saves its last step
 _NOTICE_S = 120
@@ -39,9 +37,7 @@ def launch_file(kind: str, job: Job) -> str:
     if kind not in LAUNCHERS:
         raise PlanError(f"--launch must be one of {', '.join(LAUNCHERS)}, got {kind!r}")
     if not re.fullmatch(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", job.name):
-        raise PlanError(
-            f"--name must be 1 to 40 lower-case letters, digits and hyphens, with a letter first, got {job.name!r}"
-        )
+        raise PlanError(f"--name must be 1 to 40 lower-case letters, digits, hyphens, a letter first, got {job.name!r}")
     return LAUNCHERS[kind](job)
 
 

@@ -7,8 +7,6 @@ import re
 
 from .shape import PlanError
 
-__all__ = ["GPUS", "LINKS", "Machine", "bytes_of", "count_of", "link_of", "shown_bytes"]
-
 #: bus bandwidth of a collective inside a host or between hosts, GB/s per rank; what NCCL's tests report, not the wire's rate
 LINKS = {
     "nvlink": 350.0,  # NVLink 4, 8 GPUs

@@ -9,8 +9,6 @@ from shardwright.layout.rank_memory import Memory
 
 from .shape import PlanError, Shape, Unit
 
-__all__ = ["OPTIMIZERS", "PRECISIONS", "Memory", "Precision", "cut_buckets", "gradient_bytes", "state_of"]
-
 _MIB = 1 << 20
 _ALIGNMENT = 128
 CAP_BYTES = 25 * _MIB

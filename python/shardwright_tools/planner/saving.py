@@ -9,8 +9,6 @@ import os
 from .memory import OPTIMIZERS, PRECISIONS
 from .shape import PlanError, Shape
 
-__all__ = ["SavePlan", "learning_rate", "save_plan"]
-
 #: failures per GPU and day: 419 unexpected interruptions of 16,384 GPUs in 54 days ("The Llama 3 Herd of Models", 2024, table 5)
 _FAILURES_PER_RANK_DAY = 419 / 16_384 / 54
 _LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run", "/scratch", "/mnt/local", "/local")

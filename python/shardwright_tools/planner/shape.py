@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["PlanError", "Shape", "Unit", "from_config", "from_module", "from_numbers", "of_module"]
-
 
 class PlanError(ValueError):
     """Input that no plan can be made for. The message says what would work."""
@@ -164,7 +162,7 @@ class _Config:
             return value
         if default is None:
             raise PlanError(
-                f"{self._where} has no {' or '.join(names)}: add it, or pass --layers, --width and --vocabulary"
+                f"{self._where} has no {' or '.join(names)}: add it, or pass --layers, --width, --vocabulary"
             )
         return default
 

@@ -15,8 +15,6 @@ import difflib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-__all__ = ["KEYS", "Key", "document", "is_harmless", "key_of", "nearest"]
-
 
 class Key(NamedTuple):
     """One key of DeepSpeed's JSON: its dotted name, its state and the text of its row."""

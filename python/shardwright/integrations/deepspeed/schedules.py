@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,14 +14,10 @@ _Values = float | list[float]
 
 
 class _Absolute(torch.optim.lr_scheduler.LambdaLR):
-    """A LambdaLR with functions that return learning rates instead of factors of the first rate.
+    """A LambdaLR with functions from steps taken to learning rates, instead of factors of the first rate.
 
-    Functions are called with the number of steps taken. DeepSpeed's schedules count from -1: their first step repeats
-    the first learning rate.
+    DeepSpeed's schedules count from -1: their first step repeats the first learning rate.
     """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, functions: list[Callable[[int], float]]) -> None:
-        super().__init__(optimizer, functions)
 
     def get_lr(self) -> Any:
         return [function(self.last_epoch) for function in self.lr_lambdas]
@@ -59,9 +54,8 @@ class WarmupLR(_Absolute):
     warmup_min_lr, warmup_max_lr : float or list of float
         The first and the largest rate; None: the optimizer's rate.
     warmup_num_steps : int
-        Steps of the warm-up; at least 2 are taken.
+        At least 2 are taken.
     warmup_type : {"log", "linear"}
-        The shape of the warm-up.
     """
 
     def __init__(
@@ -74,17 +68,16 @@ class WarmupLR(_Absolute):
     ) -> None:
         self._steps, self._kind = _check_warmup(warmup_num_steps, warmup_type), warmup_type
         largest = optimizer.param_groups[0]["lr"] if warmup_max_lr is None else warmup_max_lr
-        pairs = zip(
-            _each(optimizer, "warmup_min_lr", warmup_min_lr), _each(optimizer, "warmup_max_lr", largest), strict=True
-        )
+        lows = _each(optimizer, "warmup_min_lr", warmup_min_lr)
+        pairs = zip(lows, _each(optimizer, "warmup_max_lr", largest), strict=True)
         super().__init__(optimizer, [functools.partial(self._rate, low, high) for low, high in pairs])
 
     def _rate(self, low: float, high: float, taken: int) -> float:
         step = taken - 1
         if step < 0:
             return low
-        share = _warmup(self._kind, self._steps, step) if step < self._steps else self._after(step)
-        return low + (high - low) * share
+        progress = _warmup(self._kind, self._steps, step) if step < self._steps else self._after(step)
+        return low + (high - low) * progress
 
     def _after(self, step: int) -> float:
         return 1.0
@@ -137,15 +130,13 @@ class WarmupCosineLR(_Absolute):
         super().__init__(optimizer, [functools.partial(self._rate, rate) for rate in rates])
 
     def _rate(self, rate: float, taken: int) -> float:
-        return rate * self._ratio(taken - 1)
-
-    def _ratio(self, step: int) -> float:
+        step = taken - 1
         if step < 0:
             return 0.0
         if step < self._steps:
-            return self._low + (1.0 - self._low) * _warmup(self._kind, self._steps, step)
+            return rate * (self._low + (1.0 - self._low) * _warmup(self._kind, self._steps, step))
         progress = min(1.0, (step - self._steps + 1) / max(1, self._total - self._steps))
-        return max(0.0, self._end + (1.0 - self._end) * (1 + math.cos(math.pi * progress)) / 2)
+        return rate * max(0.0, self._end + (1.0 - self._end) * (1 + math.cos(math.pi * progress)) / 2)
 
 
 class OneCycle(_Absolute):
@@ -241,11 +232,8 @@ class LRRangeTest(_Absolute):
         lr_range_test_step_rate: float = 1.0,
         lr_range_test_staircase: bool = False,
     ) -> None:
-        self._size, self._growth, self._stairs = (
-            lr_range_test_step_size,
-            lr_range_test_step_rate,
-            lr_range_test_staircase,
-        )
+        self._size, self._growth = lr_range_test_step_size, lr_range_test_step_rate
+        self._stairs = lr_range_test_staircase
         rates = _each(optimizer, "lr_range_test_min_lr", lr_range_test_min_lr)
         super().__init__(optimizer, [functools.partial(self._rate, rate) for rate in rates])
 
@@ -275,7 +263,6 @@ class LossScale:
     consecutive_hysteresis : bool
         True: a step without an overflow restarts the count; False: only a full window does.
     min_loss_scale : float
-        The smallest factor.
     """
 
     def __init__(

@@ -52,9 +52,9 @@ def GatheredParameters(
 class Init(contextlib.ContextDecorator):
     """A context that does nothing: a model is built as without it. Accepts DeepSpeed's arguments without effect.
 
-    `initialize` gives all ranks rank 0's values and slices them; until it returns, each rank holds the whole model in
-    its own memory. A model built on the meta device holds none until sw.materialize(model), which must come before its
-    optimizer and `initialize`, and which makes it whole on each rank too.
+    `initialize` gives all ranks rank 0's values and slices them; until it returns, each rank holds the whole model. A
+    model built on the meta device holds none until sw.materialize(model), which must come before its optimizer and
+    `initialize`.
     """
 
     def __init__(self, module: Any = None, *args: Any, **kwargs: Any) -> None:
