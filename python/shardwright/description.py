@@ -52,11 +52,8 @@ def describe() -> Description:
 
 
 def _checkpointers() -> list[dict[str, Any]]:
-    if f"{__package__}.checkpoint" not in sys.modules:
-        return []
-    from .checkpoint.checkpointer import live_checkpointers
-
-    return [each.describe() for each in live_checkpointers()]
+    module = sys.modules.get(f"{__package__}.checkpoint.checkpointer")
+    return [] if module is None else [each.describe() for each in module.live_checkpointers()]
 
 
 def stats(model: torch.nn.Module | None = None) -> dict[str, Any]:

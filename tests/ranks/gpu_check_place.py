@@ -78,9 +78,6 @@ class Simulated(Cpu):
         with self._gpus.torch_on_cpu(), _disable_current_modes():
             yield Cpu()
 
-    def as_it_is(self) -> Any:
-        return contextlib.nullcontext(self)
-
 
 @contextlib.contextmanager
 def simulated(rank: int, world_size: int, folder: str) -> Iterator[Simulated]:

@@ -96,6 +96,7 @@ class _Fused(torch.optim.Optimizer):
         options = {**self._scalars(group), "maximize": group["maximize"], "grad_scale": grad_scale}
         calls: dict[tuple[bool, bool, torch.device | None], _Lists] = {}
         needed, of_state, store = set(keys), self.state, self.store
+        empty = None if store is None else store.empty
         last_kind, lists = None, _Lists(keys)
         for p in group["params"]:
             grad = p.grad
@@ -114,7 +115,7 @@ class _Fused(torch.optim.Optimizer):
             if kind != last_kind:
                 last_kind, lists = kind, calls.setdefault(kind, _Lists(keys))
             lists.params.append(p)
-            lists.targets.append(self._master_of(p, state) if has_master else p)
+            lists.targets.append(master_of(p, state, empty) if has_master else p)
             lists.grads.append(grad)
             lists.states.append(state)
             if not on_host and "step" in state:  # torch's fused form keeps the step count on the GPU
@@ -217,9 +218,6 @@ class _Fused(torch.optim.Optimizer):
         if self.store is not None:
             return self.store.zeros(p, dtype)
         return torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format)
-
-    def _master_of(self, p: Tensor, state: dict[str, Any]) -> Tensor:
-        return master_of(p, state) if self.store is None else master_of(p, state, self.store.empty)
 
     def state_dtypes(self, p: Tensor, group: dict[str, Any]) -> list[torch.dtype]:
         """Return the dtypes of the state tensors of `p` that have its shape."""
@@ -413,12 +411,7 @@ class Adam(_AdamStep, torch.optim.Adam):
     decoupled_weight_decay : bool, default False
         True is AdamW. ValueError if the installed torch does not have it.
     foreach, capturable, differentiable, fused, master
-        As in `AdamW`.
-
-    Raises
-    ------
-    ValueError
-        As in `AdamW`.
+        As in `AdamW`, like the errors.
 
     References
     ----------
@@ -460,17 +453,10 @@ class SGD(_Fused, torch.optim.SGD):
 
     Parameters
     ----------
-    params : iterable of Tensor or of dict
-        As in `AdamW`.
     lr, momentum, dampening, weight_decay, nesterov, maximize
         As in `torch.optim.SGD`.
-    foreach, differentiable, fused, master
-        As in `AdamW`.
-
-    Raises
-    ------
-    ValueError
-        As in `AdamW`. Sparse gradients are refused by `step()`.
+    params, foreach, differentiable, fused, master
+        As in `AdamW`, like the errors. Sparse gradients are refused by `step()`.
 
     Notes
     -----

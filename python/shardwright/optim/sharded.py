@@ -242,10 +242,7 @@ class ShardedOptimizer(Forwarding):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step on this rank's slices; afterwards every rank has every update. Collective.
 
-        Raises
-        ------
-        Error
-            If hyperparameters differ between ranks; it names each group and both values.
+        Raises Error if hyperparameters differ between ranks; it names each group and both values.
         """
         loss = None
         if closure is not None:
@@ -531,10 +528,7 @@ class ShardedOptimizer(Forwarding):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load this rank's state_dict(), or an ordinary whole state that is equal on every rank.
 
-        Raises
-        ------
-        ValueError
-            For slices of another rank, world size or layout, or groups of other sizes.
+        Raises ValueError for slices of another rank, world size or layout, or groups of other sizes.
         """
         load_with_hooks(self, self._load, state_dict)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from . import ckpt_convert
-from .report import EPILOG, Nothing, Progress, guarded, open_checkpoint, print_report, size_text
+from .report import EPILOG, Nothing, Progress, guarded, open_checkpoint, print_report, shortened, size_text
 
 _PROGRESS_BLOCKS = 256
 _BLOCK_BYTES, _READERS = 1 << 20, 6
@@ -228,11 +228,6 @@ def _plain_values(folder: Any) -> dict[str, Any]:
     return found
 
 
-def _text(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
 def run_diff(options: argparse.Namespace) -> int:
     """Compare two checkpoints bit for bit."""
     import torch
@@ -257,7 +252,8 @@ def run_diff(options: argparse.Namespace) -> int:
     other_values = []
     for name in values[0]:
         if name in values[1] and json.dumps(values[0][name]) != json.dumps(values[1][name]):
-            other_values.append({"value": name, "why": f"{_text(values[0][name])} against {_text(values[1][name])}"})
+            before, after = (shortened(json.dumps(each[name], ensure_ascii=False), 60) for each in values)
+            other_values.append({"value": name, "why": f"{before} against {after}"})
     for mine, names, others in ((0, only[0], 1), (1, only[1], 0)):
         names += [name for name in values[mine] if name not in values[others]]
     found = {

@@ -7,6 +7,8 @@ import json
 import types
 from typing import TYPE_CHECKING, Any
 
+from .report import columns, shortened
+
 if TYPE_CHECKING:
     from shardwright.integrations.deepspeed.config import Plan
 
@@ -53,16 +55,8 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps({"ok": True, "python": python_of(made), "rows": rows}, indent=2, default=str))
         return 0
     print(python_of(made))
-    cells = [(row["key"], _cell(row["value"]), row["state"], row["here"]) for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells)][:3]
-    for *first, here in cells:
-        print("  ".join([*(cell.ljust(width) for cell, width in zip(first, widths)), here]))
+    print("\n".join(columns([(row["key"], shortened(row["value"], 30), row["state"], row["here"]) for row in rows])))
     return 0
-
-
-def _cell(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, default=str)
-    return text if len(text) <= 30 else text[:27] + "..."
 
 
 def _filled(given: dict[str, Any], ranks: int, steps: int) -> dict[str, Any]:

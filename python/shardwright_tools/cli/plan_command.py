@@ -9,7 +9,7 @@ import shlex
 import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .report import printable
+from .report import columns, printable, refuse
 
 if TYPE_CHECKING:
     from ..planner.choose import Candidate, Choice, Work
@@ -93,10 +93,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         return _run(options)
     except PlanError as error:
-        if options.json:
-            print(json.dumps({"ok": False, "error": str(error)}, indent=2))
-        print(f"shardwright plan: {printable(str(error))}", file=sys.stderr)
-        return 2
+        return refuse(options, str(error), command="shardwright plan: ")
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -288,19 +285,14 @@ def _lines(report: _Report) -> list[str]:
     active = f" ({shape.active_numel / 1e9:.3g} B per token)" if shape.active_numel != shape.numel else ""
     where = f"{machine.hosts} x {machine.ranks} ranks with {shown_bytes(memory)}"
     lines = [f"{shape.name}: {shape.numel:,} parameters{active}, {work.precision}, {work.optimizer}, on {where}", ""]
-    head = ["per rank", *_COLUMNS, "total", ""]
-    rows = [head]
+    rows = [["per rank", *_COLUMNS, "total", ""]]
     for each in table:
         held = each.memory
         cells = [shown_bytes(getattr(held, name)) if getattr(held, name) else "-" for name in _COLUMNS]
         note = "fits" if each.fits else f"{shown_bytes(each.over)} over"
         label = each.label.replace("activation checkpointing", "checkpointing")
         rows.append([label, *cells, shown_bytes(held.total), note])
-    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-    for row in rows:
-        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:-1], widths[1:-1]))]
-        lines.append("  ".join([*cells, row[-1]]).rstrip())
-    lines += ["", found.reason]
+    lines += [*columns(rows, right=range(1, len(rows[0]))), "", found.reason]
     if found.nearest is not None and chosen.fits:
         nearest = found.nearest
         lines.append(

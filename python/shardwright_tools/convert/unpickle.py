@@ -115,10 +115,6 @@ class _NumpyArray(Placeholder):
             self.array = None if numbers is None else numbers.reshape(shape, order="F" if is_fortran else "C")
 
 
-def _numpy_array(*_: Any) -> _NumpyArray:
-    return _NumpyArray()
-
-
 def _numpy_scalar(dtype: Any = None, data: Any = None) -> Any:
     """Return a numpy number; a placeholder if its dtype is not numeric."""
     numbers = dtype.read(data, 1) if isinstance(dtype, _NumpyDtype) else None
@@ -135,10 +131,6 @@ def _tensor_of_numpy(data: Any, dtype: Any, *_: Any) -> Any:
 def _bytes(data: Any = b"", encoding: str = "latin-1", *_: Any) -> bytes:
     """Return bytes(data, encoding) for text of the file. bytes(n) is refused: it would allocate n bytes."""
     return data.encode(encoding) if isinstance(data, str) else bytes(memoryview(data))
-
-
-def _bytearray(*arguments: Any) -> bytearray:
-    return bytearray(_bytes(*arguments))
 
 
 def _parameter(data: Any, requires_grad: Any, hooks: Any, *_: Any) -> torch.Tensor:
@@ -159,13 +151,18 @@ def _without_attributes(rebuild: Any, _: Any, arguments: Any, __: Any) -> Any:
 
 _OWN = {
     ("builtins", "bytes"): _bytes,
-    ("builtins", "bytearray"): _bytearray,
+    ("builtins", "bytearray"): lambda *arguments: bytearray(_bytes(*arguments)),
     ("torch._tensor", "_rebuild_from_type_v2"): _without_attributes,
     ("torch._utils", "_rebuild_device_tensor_from_numpy"): _tensor_of_numpy,
     ("torch._utils", "_rebuild_parameter"): _parameter,
     ("torch._utils", "_rebuild_parameter_with_state"): _parameter,
 }
-_NUMPY = {"_reconstruct": _numpy_array, "scalar": _numpy_scalar, "dtype": _NumpyDtype, "ndarray": _NumpyArray}
+_NUMPY = {
+    "_reconstruct": lambda *_: _NumpyArray(),
+    "scalar": _numpy_scalar,
+    "dtype": _NumpyDtype,
+    "ndarray": _NumpyArray,
+}
 
 
 class Unpickler(pickle._Unpickler):
@@ -234,12 +231,10 @@ def _is_torch_value(name: str) -> bool:
     return isinstance(getattr(torch, name, None), kinds) or name.endswith("Storage") or name == "Tensor"
 
 
-def _load(file: Any, **options: Any) -> Any:
-    return Unpickler(file, **options).load()
-
-
 #: the argument pickle_module of torch.load
-_MODULE = types.SimpleNamespace(Unpickler=Unpickler, load=_load, __name__=__name__)
+_MODULE = types.SimpleNamespace(
+    Unpickler=Unpickler, load=lambda file, **options: Unpickler(file, **options).load(), __name__=__name__
+)
 
 
 def load_torch_file(path: str | IO[bytes]) -> Any:

@@ -51,9 +51,6 @@ class Gpu:
         """Return a context that gives the place for a program that uses torch alone."""
         return contextlib.nullcontext(self)
 
-    def as_it_is(self) -> Any:
-        return contextlib.nullcontext(self)
-
     def pinned(self, size_bytes: int) -> torch.Tensor:
         """Return pinned float32 memory on the host."""
         return torch.empty(size_bytes // 4, dtype=torch.float32, device="cpu", pin_memory=True)

@@ -7,6 +7,7 @@ arms keep none.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -102,7 +103,7 @@ def arm(place: Any, rank: int, world_size: int, *, name: str, is_quick: bool) ->
     """Report one arm's tokens a second and peak memory, and write a profiler's trace."""
     size = _QUICK if is_quick else Size()
     is_torchs, wrap = _ARMS[name]
-    with place.torchs() if is_torchs else place.as_it_is() as where:
+    with place.torchs() if is_torchs else contextlib.nullcontext(place) as where:
         torch.manual_seed(0)
         with torch.device(where.device):
             module = Model(size).to(torch.bfloat16)

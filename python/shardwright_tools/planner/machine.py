@@ -66,11 +66,8 @@ def link_of(text: str, what: str) -> float:
     name = text.strip().lower()
     if name in LINKS:
         return LINKS[name]
-    found = re.match(r"^([0-9.]+)\s*(gb/s|gbit(?:/s)?|gbps)$", name)
-    try:
-        value = float(found[1]) / (1 if found[2] == "gb/s" else 8) if found else 0.0
-    except ValueError:
-        value = 0.0
+    found = re.match(r"^(\d+\.?\d*|\.\d+)\s*(gb/s|gbit(?:/s)?|gbps)$", name)
+    value = float(found[1]) / (1 if found[2] == "gb/s" else 8) if found else 0.0
     if value <= 0:
         raise PlanError(f"{what} must be one of {', '.join(LINKS)}, or a rate such as 300GB/s or 100Gbit, got {text!r}")
     return value

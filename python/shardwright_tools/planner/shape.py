@@ -143,11 +143,12 @@ _NAMES: dict[str, tuple[str, ...]] = {
 }
 
 
+@dataclasses.dataclass
 class _Config:
     """A configuration whose missing fields are errors that name them."""
 
-    def __init__(self, fields: Mapping[str, Any], where: str) -> None:
-        self._fields, self._where = fields, where
+    _fields: Mapping[str, Any]
+    _where: str
 
     def size(self, name: str, default: int | None = None) -> int:
         """Return a size by our name. Raises PlanError if it is missing or not a positive integer."""
@@ -171,9 +172,6 @@ class _Config:
         if value is not None and not isinstance(value, bool):
             raise PlanError(f"{self._where}: {name} must be true or false, got {value!r}")
         return default if value is None else value
-
-    def __getitem__(self, name: str) -> Any:
-        return self._fields.get(name)
 
 
 @dataclasses.dataclass(frozen=True)
