@@ -164,9 +164,6 @@ def mark_of(folder: str, number: int) -> str:
     return os.path.join(folder, f"fired-{number}")
 
 
-# in a rank ----------------------------------------------------------------------------------------------------------
-
-
 @functools.cache
 def _agent(folder: str, pid: int) -> Agent:
     return Agent(folder)

@@ -175,8 +175,6 @@ class WholeTensors(Slices):
             if entry.piece is not None:
                 yield entry, entry.piece.as_strided((entry.piece.numel(),), (1,))
 
-    # gradients ----------------------------------------------------------------------------------------------------
-
     def gradient(self, entry: Entry) -> torch.Tensor | None:
         piece = super().gradient(entry)
         gradient = entry.parameter.grad
@@ -218,8 +216,6 @@ class WholeTensors(Slices):
                         flat = whole.as_strided((whole.numel(),), (1,))
                         flat[low:high] = torch.frombuffer(bytearray(data[at : at + size]), dtype=whole.dtype)
                     at += size
-
-    # results ------------------------------------------------------------------------------------------------------
 
     def publish(self, failed: bool) -> None:
         memory, comm = self._memory, self._replica.group.comm
@@ -263,8 +259,6 @@ class WholeTensors(Slices):
                 self._broadcast(root, [flat])
                 if group.rank == beside[0] and slicing.of_rank[root] not in here:
                     yield entry, flat
-
-    # state --------------------------------------------------------------------------------------------------------
 
     def layout(self, entries: Iterable[Entry]) -> list[Any]:
         return ["tensor", sorted((each.index, each.owner) for each in self._owned)]
@@ -378,8 +372,6 @@ def owner_of(partition: str, replicas: Sequence[Replica]) -> Slices:
     kind: type[Slices] = WholeTensors if replicas[0].backend.link is None else WholeTensorsOnGpu
     return (kind if partition == "tensor" else Slices)(replicas)
 
-
-# optimizers and groups ------------------------------------------------------------------------------------------------
 
 #: torch's elementwise optimizers, which give a slice the same bits as the whole
 ELEMENTWISE = frozenset(

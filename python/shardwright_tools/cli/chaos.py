@@ -200,9 +200,6 @@ class Run:
             self._signal(pid, signal.SIGKILL)
 
 
-# the report ---------------------------------------------------------------------------------------------------------
-
-
 def report_of(plan: Plan, result: Result, reference: Result | None) -> dict[str, Any]:
     """Return the report: the outcome of the run and a row for each fault."""
     rows = []

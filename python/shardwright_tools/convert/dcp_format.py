@@ -261,9 +261,6 @@ def _grouped(options: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
     return list(found.values())
 
 
-# writer ---------------------------------------------------------------------------------------------------------------
-
-
 class _LazyPlanner(DefaultSavePlanner):
     """A planner that plans tensors without data and reads each one when it is written."""
 

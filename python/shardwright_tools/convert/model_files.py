@@ -125,9 +125,6 @@ def _of_torch_file(path: str, contents: Contents, places: dict[Any, str]) -> dic
     return found
 
 
-# writers --------------------------------------------------------------------------------------------------------------
-
-
 def write_model(contents: Contents, output: str, tell: Tell) -> None:
     """Write the model to the new folder `output`, in the form that from_pretrained reads."""
     os.mkdir(output)

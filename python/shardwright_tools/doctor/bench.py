@@ -91,9 +91,6 @@ def _run(where: str, ranks: int, sizes: tuple[int, ...]) -> list[Row]:
     return [Row(where, ranks, nbytes, seconds) for nbytes, seconds in json.loads(said[0][0])]
 
 
-# in a rank ----------------------------------------------------------------------------------------------------------
-
-
 def _measure(asked: dict[str, Any], rank: int) -> list[tuple[int, float]]:
     import torch
     import torch.distributed as dist

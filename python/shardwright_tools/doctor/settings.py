@@ -63,44 +63,39 @@ class _Rule(NamedTuple):
 _STOPS_HOST = "unset it: it makes the host wait in each collective"
 _FEW_CHANNELS = "unset it: so few channels cannot saturate NVLink or several network cards"
 
-#: harmful values by variable; the first rule that matches the value applies
-_RULES: dict[str, tuple[_Rule, ...]] = {
-    "CUDA_DEVICE_MAX_CONNECTIONS": (
-        _Rule(
-            _below(_FEWEST_CONNECTIONS),
-            "slow",
-            f"unset it, or set {_FEWEST_CONNECTIONS} to 32: streams that share a hardware queue wait for one another, so collectives do not "
-            "overlap the backward",
-        ),
+#: harmful values by variable
+_RULES = {
+    "CUDA_DEVICE_MAX_CONNECTIONS": _Rule(
+        _below(_FEWEST_CONNECTIONS), "slow",
+        f"unset it, or set {_FEWEST_CONNECTIONS} to 32: streams that share a hardware queue wait for one another, so collectives do not "
+        "overlap the backward",
     ),
-    "CUDA_LAUNCH_BLOCKING": (_Rule(_is_on, "slow", "set it only for debugging: it makes the host wait for each kernel"),),
-    "CUDA_MODULE_LOADING": (_Rule(_one_of("EAGER"), "note", "unset it: it loads all kernels of all libraries into GPU memory at the start"),),
-    "PYTORCH_NO_CUDA_MEMORY_CACHING": (_Rule(_is_any, "slow", "set it only for debugging: each allocation then synchronizes with the GPU"),),
-    "TORCH_DISTRIBUTED_DEBUG": (_Rule(_one_of("DETAIL"), "slow", "set it to INFO outside of debugging: with DETAIL torch checks each collective by another one"),),
-    "TORCH_NCCL_BLOCKING_WAIT": (_Rule(_is_on, "slow", _STOPS_HOST),),
-    "NCCL_ALGO": (_Rule(_is_any, "slow", "unset it: NCCL then chooses an algorithm by size"),),
-    "NCCL_BLOCKING_WAIT": (_Rule(_is_on, "slow", _STOPS_HOST),),
-    "NCCL_BUFFSIZE": (
-        _Rule(_below(_LEAST_BUFFER_BYTES), "slow", "unset it (4 MiB), or set 1 MiB or more: small buffers make many small messages"),
-    ),
-    "NCCL_CHECK_POINTERS": (_Rule(_is_on, "slow", "set it only for debugging: each call then asks the driver about its pointers"),),
-    "NCCL_COMM_BLOCKING": (_Rule(_is_on, "note", "unset it: creation under a deadline needs non-blocking communicators"),),
-    "NCCL_CUMEM_ENABLE": (_Rule(_is_off, "note", "unset it: NVLink SHARP needs cuMem allocations"),),
-    "NCCL_DEBUG": (_Rule(_one_of("TRACE", "INFO"), "note", "set it to WARN outside of debugging: the log grows with every communicator"),),
-    "NCCL_IB_DISABLE": (_Rule(_is_on, "slow", "unset it on hosts with InfiniBand: it makes hosts communicate over TCP"),),
-    "NCCL_LAUNCH_MODE": (_Rule(_one_of("GROUP"), "slow", "unset it: it makes the kernels of a process's GPUs wait for one another at each launch"),),
-    "NCCL_MAX_CTAS": (_Rule(_below(_FEWEST_CHANNELS), "slow", _FEW_CHANNELS),),
-    "NCCL_MAX_NCHANNELS": (_Rule(_below(_FEWEST_CHANNELS), "slow", _FEW_CHANNELS),),
-    "NCCL_MAX_NRINGS": (_Rule(_below(_FEWEST_CHANNELS), "slow", _FEW_CHANNELS),),
-    "NCCL_NET": (_Rule(_one_of("SOCKET"), "slow", "unset it on hosts with InfiniBand: it makes hosts communicate over TCP"),),
-    "NCCL_NET_GDR_LEVEL": (_Rule(_one_of("0", "LOC"), "slow", "unset it: it keeps the network card from reading GPU memory"),),
-    "NCCL_NTHREADS": (_Rule(_below(_FEWEST_THREADS), "slow", "unset it (512): so few threads cannot saturate NVLink"),),
-    "NCCL_NVLS_ENABLE": (_Rule(_is_off, "slow", "unset it: it turns off reduction in NVSwitches (Hopper and later); other hosts lose nothing"),),
-    "NCCL_P2P_DISABLE": (_Rule(_is_on, "slow", "unset it: it makes GPUs of one host communicate through host memory"),),
-    "NCCL_P2P_LEVEL": (_Rule(_one_of("0", "LOC"), "slow", "unset it: it makes GPUs of one host communicate through host memory"),),
-    "NCCL_PROTO": (_Rule(_is_any, "slow", "unset it: NCCL then chooses a protocol by size; any single one is slow for some sizes"),),
-    "NCCL_PXN_DISABLE": (_Rule(_is_on, "note", "unset it on hosts with several network cards: it makes a GPU reach distant cards through the CPU"),),
-    "NCCL_SHM_DISABLE": (_Rule(_is_on, "slow", "unset it: it makes ranks of one host communicate through the network"),),
+    "CUDA_LAUNCH_BLOCKING": _Rule(_is_on, "slow", "set it only for debugging: it makes the host wait for each kernel"),
+    "CUDA_MODULE_LOADING": _Rule(_one_of("EAGER"), "note", "unset it: it loads all kernels of all libraries into GPU memory at the start"),
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": _Rule(_is_any, "slow", "set it only for debugging: each allocation then synchronizes with the GPU"),
+    "TORCH_DISTRIBUTED_DEBUG": _Rule(_one_of("DETAIL"), "slow", "set it to INFO outside of debugging: with DETAIL torch checks each collective by another one"),
+    "TORCH_NCCL_BLOCKING_WAIT": _Rule(_is_on, "slow", _STOPS_HOST),
+    "NCCL_ALGO": _Rule(_is_any, "slow", "unset it: NCCL then chooses an algorithm by size"),
+    "NCCL_BLOCKING_WAIT": _Rule(_is_on, "slow", _STOPS_HOST),
+    "NCCL_BUFFSIZE": _Rule(_below(_LEAST_BUFFER_BYTES), "slow", "unset it (4 MiB), or set 1 MiB or more: small buffers make many small messages"),
+    "NCCL_CHECK_POINTERS": _Rule(_is_on, "slow", "set it only for debugging: each call then asks the driver about its pointers"),
+    "NCCL_COMM_BLOCKING": _Rule(_is_on, "note", "unset it: creation under a deadline needs non-blocking communicators"),
+    "NCCL_CUMEM_ENABLE": _Rule(_is_off, "note", "unset it: NVLink SHARP needs cuMem allocations"),
+    "NCCL_DEBUG": _Rule(_one_of("TRACE", "INFO"), "note", "set it to WARN outside of debugging: the log grows with every communicator"),
+    "NCCL_IB_DISABLE": _Rule(_is_on, "slow", "unset it on hosts with InfiniBand: it makes hosts communicate over TCP"),
+    "NCCL_LAUNCH_MODE": _Rule(_one_of("GROUP"), "slow", "unset it: it makes the kernels of a process's GPUs wait for one another at each launch"),
+    "NCCL_MAX_CTAS": _Rule(_below(_FEWEST_CHANNELS), "slow", _FEW_CHANNELS),
+    "NCCL_MAX_NCHANNELS": _Rule(_below(_FEWEST_CHANNELS), "slow", _FEW_CHANNELS),
+    "NCCL_MAX_NRINGS": _Rule(_below(_FEWEST_CHANNELS), "slow", _FEW_CHANNELS),
+    "NCCL_NET": _Rule(_one_of("SOCKET"), "slow", "unset it on hosts with InfiniBand: it makes hosts communicate over TCP"),
+    "NCCL_NET_GDR_LEVEL": _Rule(_one_of("0", "LOC"), "slow", "unset it: it keeps the network card from reading GPU memory"),
+    "NCCL_NTHREADS": _Rule(_below(_FEWEST_THREADS), "slow", "unset it (512): so few threads cannot saturate NVLink"),
+    "NCCL_NVLS_ENABLE": _Rule(_is_off, "slow", "unset it: it turns off reduction in NVSwitches (Hopper and later); other hosts lose nothing"),
+    "NCCL_P2P_DISABLE": _Rule(_is_on, "slow", "unset it: it makes GPUs of one host communicate through host memory"),
+    "NCCL_P2P_LEVEL": _Rule(_one_of("0", "LOC"), "slow", "unset it: it makes GPUs of one host communicate through host memory"),
+    "NCCL_PROTO": _Rule(_is_any, "slow", "unset it: NCCL then chooses a protocol by size; any single one is slow for some sizes"),
+    "NCCL_PXN_DISABLE": _Rule(_is_on, "note", "unset it on hosts with several network cards: it makes a GPU reach distant cards through the CPU"),
+    "NCCL_SHM_DISABLE": _Rule(_is_on, "slow", "unset it: it makes ranks of one host communicate through the network"),
 }  # fmt: skip
 
 
@@ -124,11 +119,9 @@ def settings_findings(machine: Machine) -> Iterator[Finding]:
         elif name == VARIABLE:
             yield Finding(name, value)
         elif name.startswith(_PREFIXES) or name in _RULES:
-            rule = next((rule for rule in _RULES.get(name, ()) if rule.hurts(value)), None)
-            yield Finding(name, value, rule.verdict, rule.fix) if rule else Finding(name, value)
-
-
-# NCCL's configuration files -------------------------------------------------------------------------------------------------------
+            rule = _RULES.get(name)
+            is_harmful = rule is not None and rule.hurts(value)
+            yield Finding(name, value, rule.verdict, rule.fix) if rule and is_harmful else Finding(name, value)
 
 
 def _conf_files(machine: Machine) -> Iterator[Path]:
@@ -176,9 +169,6 @@ def _fault_of_line(name: str, separator: str, value: str) -> tuple[str, str] | N
             return "note", fix
         return "bad", "remove blanks and comments after '=': NCCL takes them as part of the value"
     return None
-
-
-# names of interfaces ------------------------------------------------------------------------------------------------
 
 
 class _Names(NamedTuple):

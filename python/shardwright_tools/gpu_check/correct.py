@@ -25,9 +25,6 @@ _SHAPES = ((40, 24), (17, 30), (33, 16), (9,))
 _CASES, _CASES_QUICK, _CASES_SANITIZED = 400, 4, 6
 
 
-# machine -------------------------------------------------------------------------------------------------------------
-
-
 def warm(place: Any, rank: int, world_size: int) -> Iterator[Row]:
     """Start torch and this GPU's kernels once, so that no other run pays for cold files or for a compiler."""
     place.synchronize()
@@ -59,9 +56,6 @@ def machine(place: Any, rank: int, world_size: int) -> Iterator[Row]:
     yield row("doctor", "slow" if harmful else "ok", len(harmful), "findings", note=note)
 
 
-# kernels -------------------------------------------------------------------------------------------------------------
-
-
 def kernels(place: Any, rank: int, world_size: int, *, is_quick: bool) -> Iterator[Row]:
     """Compare each kernel with its reference, on cases spread evenly through its table, with three grids each."""
     comm = place.open()
@@ -87,9 +81,6 @@ def _compared(case: str, found: dict[str, Any]) -> Row:
     wrong, launches = found["differences"], found["launches"]
     note = "; ".join(found["sentences"][:2])
     return row(case, "wrong" if wrong or not launches else "ok", launches, "launches", note=note)
-
-
-# training ------------------------------------------------------------------------------------------------------------
 
 
 class Product(nn.Module):

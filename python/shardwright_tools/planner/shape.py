@@ -70,9 +70,6 @@ class Shape:
         return self.width > 0
 
 
-# a few numbers --------------------------------------------------------------------------------------------------------
-
-
 def from_numbers(
     *,
     layers: int,
@@ -128,8 +125,6 @@ def _divides(name: str, value: int, by_name: str, by: int) -> None:
     if by < 1 or value % by:
         raise PlanError(f"{by_name} must divide {name}, got {by_name} {by} and {name} {value}")
 
-
-# config.json ----------------------------------------------------------------------------------------------------------
 
 #: names of a size in configurations, the usual one first
 _NAMES: dict[str, tuple[str, ...]] = {
@@ -314,9 +309,6 @@ def _transformer(kind: str, family: _Family, config: _Config) -> Shape:
         active=active,
         shared_inner=shared_inner,
     )
-
-
-# a module on meta -----------------------------------------------------------------------------------------------------
 
 
 def from_module(path: str) -> Shape:
