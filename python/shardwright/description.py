@@ -63,12 +63,8 @@ def stats(model: torch.nn.Module | None = None) -> dict[str, Any]:
     ----------
     model : Module, optional
         A wrapped module, the module inside it, or an engine of deepspeed.initialize(). Counters are then its own and
-        those of its groups; a module with groups= has several rows in `models`.
-
-    Raises
-    ------
-    Error
-        If `model` was never wrapped, or its counters ended with a later wrapper.
+        those of its groups; a module with groups= has several rows in `models`. Error if it was never wrapped, or its
+        counters ended with a later wrapper.
     """
     groups, models = live_groups(), list(live_replicas())
     if model is not None:
@@ -110,7 +106,6 @@ def _machine() -> dict[str, Any]:
 
 
 def processor_name() -> str:
-    """Return the processor's model name."""
     with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
         for line in file:
             if line.startswith("model name"):

@@ -180,12 +180,8 @@ def shard_optimizer(
 ) -> torch.optim.Optimizer:
     """Return the sliced optimizer for a module wrapped with zero >= 1 or by fully_shard. Collective.
 
-    Raises
-    ------
-    Error
-        If the module is not wrapped with zero >= 1.
-    ValueError
-        If the optimizer holds a parameter of another module, or is not known to be elementwise (see `partition`).
+    Raises Error for a module at zero=0, ValueError if the optimizer holds a parameter of another module, or is not
+    known to be elementwise (see `partition`).
     """
     engine = needed_engine("shard_optimizer", module)
     if not engine.options.zero:
@@ -375,13 +371,8 @@ def average_gradients(module: torch.nn.Module) -> None:
 
     Each rank contributes the `.grad` of every parameter that has one; afterwards `.grad` is the mean, as after a
     synchronised backward. Use it for gradients of torch.autograd.grad that are set by hand, and for pipelines that add
-    to weight.grad without running hooks (zero-bubble schedules). Their forwards may run inside or outside no_sync();
-    call this once before the step. A gradient that is already averaged is averaged again.
-
-    Raises
-    ------
-    Error
-        If the module is not wrapped, or a backward runs.
+    to weight.grad without running hooks (zero-bubble schedules): call it once before the step. A gradient that is
+    already averaged is averaged again. Raises Error if the module is not wrapped, or a backward runs.
     """
     for replica in needed_engine("average_gradients", module).replicas:
         replica.average_gradients()
@@ -396,8 +387,7 @@ def full_parameters(
     Parameters
     ----------
     module : Module, Parameter or iterable of Parameter
-        A wrapped module, at any stage; or parameters of wrapped modules. Then all parameters of their modules are
-        whole.
+        A wrapped module, at any stage; or parameters, of whose modules all parameters are then whole.
     writable : bool
         True to allow writes. Each rank writes to its own copy; afterwards all ranks have rank 0's values.
     """
@@ -489,8 +479,8 @@ def load_full_state_dict(
     Raises
     ------
     Error
-        For names on one side only, or another shape. Every rank raises the same message. As with torch's
-        load_state_dict, matching tensors are loaded anyway.
+        For names on one side only, or another shape, alike on all ranks. As in torch, matching tensors are loaded
+        anyway.
 
     Notes
     -----

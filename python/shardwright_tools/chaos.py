@@ -48,8 +48,6 @@ SOCKET_NAME, PLAN_NAME = "socket", "plan.json"
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """One fault, at a step of a rank."""
-
     kind: str
     rank: int
     step: int

@@ -22,19 +22,13 @@ class BlockState(CompressionState):
         None: the default group.
     bits : {8, 4}
     block : int
-        Elements that share a scale: a multiple of 32 in [32, 4096].
+        Elements that share a scale: a multiple of 32 in [32, 4096]. ValueError for others, as for bits.
     error_feedback : bool
         Add the rounding error of a step to the next step, on the rank where it arose. The owner of a slice also takes
-        the rounding error of the mean, times W. The sum over steps of applied means plus the ranks' mean error is
-        therefore the sum of the mean gradients. Costs a float32 an element. A bucket with a value that is not finite
-        leaves the error unchanged.
+        the rounding error of the mean, times W: the sum over steps of applied means plus the ranks' mean error is that
+        of the mean gradients. Costs a float32 an element. A value that is not finite leaves a bucket's error unchanged.
     named_parameters : iterable of (str, Parameter), optional
         Names for state_dict().
-
-    Raises
-    ------
-    ValueError
-        If bits or block are out of range.
     """
 
     def __init__(
@@ -58,7 +52,6 @@ class BlockState(CompressionState):
         return self.error_feedback
 
     def average(self, bucket: Any) -> torch.Tensor:
-        """Average the bucket's buffer in place and return it."""
         buffer = bucket.buffer()
         check_place(self.exchange, buffer)
         flat = buffer if buffer.dtype == torch.float32 else buffer.float()
@@ -154,8 +147,8 @@ class _Part(NamedTuple):
 class _Owner:
     """The rank that folds records [begin, end), and owns those from `own` on; the previous rank owns the one before.
 
-    A record belongs to the rank whose slice holds its first element. If ranks keep only their slices, the rank whose
-    slice begins inside a record also folds that record.
+    A record belongs to the rank whose slice holds its first element. With kept slices, the rank whose slice begins
+    inside a record folds it too.
     """
 
     def __init__(self, begin: int, own: int, end: int, spans: list[_Span]) -> None:

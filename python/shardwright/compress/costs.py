@@ -84,7 +84,6 @@ def _time_plain(levels: Levels) -> float:
 
 
 def bytes_sent(levels: Levels, message_bytes: int) -> int:
-    """Return the bytes that an exchange of `message_bytes` sends."""
     world_size = levels.exchange.world_size
     return 2 * (world_size - 1) * message_bytes // world_size
 

@@ -38,7 +38,6 @@ class ReplicaCompression:
         return self._exchange.wire_bytes
 
     def attach(self, module: Any, group: Any, names: dict[int, str]) -> None:
-        """Replace the all-reduce of one FSDP2 unit."""
         unit = _Unit(group.fsdp_params, names)
         if self.state is not None:
             self.state.set_names(zip(unit.names, unit.keys))
@@ -101,24 +100,20 @@ def compress_all_reduce(module: torch.nn.Module, compress: Compressor, replicate
     Returns
     -------
     ReplicaCompression
-        The compressor's state, which each rank saves, and its byte count.
+        The compressor's `state`, which each rank saves, and `wire_bytes`.
 
     Raises
     ------
-    Error
-        If FSDP2 has sharded nothing in the module, or has sharded it over two dimensions: its all-reduce then precedes
-        any hook.
-    TypeError
-        If `compress` is not a compressor.
-    NotImplementedError
-        If torch has no set_all_reduce_hook, or parameters are not on the CPU.
+    Error, TypeError, NotImplementedError
+        If FSDP2 has sharded nothing in the module, or has sharded it over two dimensions, where its all-reduce precedes
+        any hook; for no compressor; without set_all_reduce_hook, or for parameters that are not on the CPU.
 
     Notes
     -----
     FSDP2 averages over the sharded dimension, the hook over the replicas: together the mean over all ranks. Inside
-    set_requires_gradient_sync(False) neither runs. Parameters are not broadcast: replicas must start equal, as in FSDP2
-    itself. PowerSGD compresses a rank's slice of each matrix. State belongs to this rank's slices and can be loaded on
-    a mesh with the same dimensions. Cost: the compressor's, on 1/S of the gradients.
+    set_requires_gradient_sync(False) neither runs. Replicas must start equal, as in FSDP2 itself. PowerSGD compresses a
+    rank's slice of each matrix. State belongs to this rank's slices and can be loaded on a mesh with the same
+    dimensions. Cost: the compressor's, on 1/S of the gradients.
 
     Examples
     --------

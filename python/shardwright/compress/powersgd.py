@@ -69,8 +69,7 @@ class PowerSGDState(CompressionState):
     random_seed : int
         The seed of the first basis; equal on all ranks.
     orthogonalization_epsilon, compression_stats_logging_frequency, batch_tensors_with_same_shape
-        Accepted like torch's, without effect: vanishing columns are replaced, nothing is logged, and one call covers
-        all matrices of a bucket.
+        Accepted like torch's, without effect.
     wire_dtype : torch.dtype
         The dtype of factors on the wire: float32, bfloat16 or float16. Their rounding error is fed back; small
         parameters travel in float32. In float16 a factor beyond 65504 counts as not finite.
@@ -80,17 +79,12 @@ class PowerSGDState(CompressionState):
     named_parameters : iterable of (str, Parameter), optional
         Names for state_dict().
 
-    Raises
-    ------
-    ValueError
-        If a value is out of range.
-
     Notes
     -----
-    Each rank keeps its own error, (I - P Pᵀ) v, so the error does not grow with other ranks' contributions. It is never
-    stored: the memory holds v. If a bucket's P is not finite on some rank, the state is unchanged on every rank and the
-    compressed gradients are NaN. If P is finite but Q overflows, the state restarts. Memory: one element of error_dtype
-    an element, and 2 rank (rows + columns) float32.
+    Values out of range raise ValueError. Each rank keeps its own error, (I - P Pᵀ) v, so the error does not grow with
+    other ranks' contributions. It is never stored: the memory holds v. If a bucket's P is not finite on some rank, the
+    state is unchanged on every rank and the compressed gradients are NaN. If P is finite but Q overflows, the state
+    restarts. Memory: one element of error_dtype an element, and 2 rank (rows + columns) float32.
     """
 
     kind = "PowerSGD"
@@ -160,7 +154,6 @@ class PowerSGDState(CompressionState):
         return found
 
     def average(self, bucket: Any) -> torch.Tensor:
-        """Average the bucket's buffer in place and return it."""
         buffer = bucket.buffer()
         check_place(self.exchange, buffer)
         if self.iter < self.start_powerSGD_iter:
@@ -193,7 +186,6 @@ class PowerSGDState(CompressionState):
         self._average_matrices(matrices, small)
 
     def _average_matrices(self, matrices: list[Matrix], small: list[torch.Tensor]) -> None:
-        """Average the matrices of one bucket in place."""
         table = [matrix.row for matrix in matrices]
         finite = self._exchange_p(table, matrices, small)
         if not (finite and (not matrices or self._exchange_q(table, matrices))):

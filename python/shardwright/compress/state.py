@@ -157,7 +157,6 @@ class CompressionState:
         return True
 
     def dtype_of(self, key: str) -> torch.dtype:
-        """Return the dtype of an entry's tensor."""
         return torch.float32
 
     def settings(self) -> dict[str, Any]:
@@ -285,7 +284,6 @@ def reshard_state(states: Sequence[dict[str, Any]], rank: int, world_size: int) 
 
 
 def _joined(entries: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Return one entry with the mean of the errors of `entries`."""
     made = {key: tensor.clone() for key, tensor in entries[0].items()}
     if "error" in made:
         made["error"] = torch.stack([entry["error"].double() for entry in entries]).mean(0).float()

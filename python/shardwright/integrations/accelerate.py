@@ -90,12 +90,10 @@ class Accelerator(accelerate.Accelerator):
     *args, **kwargs
         Arguments of accelerate's Accelerator. `kwargs_handlers` may hold a CompressionHandler.
     zero : {0, 1, 2, 3}, optional
-        The stage: the parts of the training state that are sliced over ranks; see wrap. None: this and the options that
-        are not given are read from the variable SHARDWRIGHT_OPTIONS (see settings.py); without it the stage is 0.
-    compress : Fp16, Bf16, Int8, Int4 or PowerSGD, optional
+        The stage; see wrap. None: this and the options that are not given are read from the variable
+        SHARDWRIGHT_OPTIONS (see settings.py); without it the stage is 0.
+    compress, partition : optional
         See wrap.
-    partition : {"auto", "flat", "tensor"}
-        How optimizers are sliced; see wrap.
     wrap_options : mapping, optional
         Fields of Options. They override the same fields of a DistributedDataParallelKwargs.
 

@@ -103,7 +103,6 @@ class Folders:
             self._remove(path)
 
     def close(self, *, together: bool = True) -> None:
-        """Wait for the running save and free all memory."""
         try:
             self.wait(together=together)
         finally:

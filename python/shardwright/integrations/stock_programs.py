@@ -91,7 +91,6 @@ def run_program(text: str, command: Sequence[str]) -> None:
 
 
 def _check_program(command: Sequence[str]) -> None:
-    """Raise CannotRun for a program or module that is not there."""
     name = command[0]
     if name == "-m":
         top = command[1].split(".")[0]

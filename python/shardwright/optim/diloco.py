@@ -51,8 +51,8 @@ class DiLoCo:
     Parameters
     ----------
     model : Module
-        A bare module, or one wrapped by sw at zero=0, which then stops averaging gradients. With `device_mesh`,
-        a module wrapped at zero >= 1 over mesh["shard"]. Parameters are float32 on the CPU. All ranks take rank 0's
+        A bare module, or one wrapped by sw at zero=0, which then stops averaging gradients. With `device_mesh`, a
+        module wrapped at zero >= 1 over mesh["shard"]. Parameters are float32 on the CPU. All ranks take rank 0's
         parameters and buffers.
     inner_optimizer : Optimizer
         This rank's own optimizer. With `device_mesh`, the row's optimizer that sw.wrap returned.
@@ -67,8 +67,7 @@ class DiLoCo:
     wire : {"bf16", "int8", "float32"}
         The format in which changes of parameters travel.
     overlap : int
-        In [0, every // fragments): an exchange ends this many local steps after its begin and runs on a thread
-        meanwhile.
+        In [0, every // fragments): an exchange runs on a thread and ends this many local steps after its begin.
     process_group : ProcessGroup, optional
         The group of a bare model; default: the default group.
     device_mesh : DeviceMesh, optional
@@ -79,23 +78,21 @@ class DiLoCo:
 
     Raises
     ------
-    Error
-        If the model is wrapped with zero >= 1 and there is no `device_mesh`, or if ranks disagree about the arguments.
-    ValueError, TypeError
-        If a value is out of range, or another wrapper averages the model. If only one rank has such an error, all
-        others at once raise an Error that names it.
+    Error, ValueError, TypeError
+        If the model is wrapped with zero >= 1 and there is no `device_mesh`, if ranks disagree about the arguments or
+        one is out of range, or if another wrapper averages the model; on all ranks.
 
     Notes
     -----
     Let θ be the last common parameter and θ_r this rank's. At an exchange the outer optimizer steps on θ with the mean
-    of θ - θ_r as its gradient, and θ_r is set to θ: the same bits on every rank. Without `overlap` an exchange ends
-    before step() returns. With it, θ_r is set to θ plus the change that the rank's own steps made since the start of
-    the exchange. Ranks then differ until synchronise(), and only θ is bitwise equal.
+    of θ - θ_r as its gradient, and θ_r is set to θ: the same bits on every rank. With `overlap`, θ_r is set to θ plus
+    the change that the rank's own steps made since the start of the exchange. Ranks then differ until synchronise(),
+    and only θ is bitwise equal.
 
     Cost: a copy of the parameters and the outer optimizer's state, with overlap also a copy of the largest fragment. On
     the wire, in `every` steps, 2 (W - 1) / W times the parameters in the wire type. With `device_mesh` the memory is
-    that of this rank's slices and W is the number of rows. An exchange then costs the row two barriers and one
-    publication of updated slices; blocks of int8 are counted from each slice's start.
+    that of this rank's slices, W is the number of rows, and an exchange costs the row two barriers and one publication;
+    blocks of int8 are counted from each slice's start.
     """
 
     def __init__(

@@ -235,7 +235,6 @@ class _Fused(torch.optim.Optimizer):
         return {"state_file": self.store.file, "gpu": self.store.place()}
 
     def _written(self, lists: _Lists, masters: list[Tensor]) -> None:
-        """Count the writes in autograd."""
         params = lists.params
         _increment_versions(params)
         if self._clip is not None:
@@ -509,17 +508,12 @@ def global_norm(tensors: Iterable[Tensor]) -> float:
     Parameters
     ----------
     tensors : iterable of Tensor
-        float32, bfloat16, float16 or float64, on the CPU, any shapes.
+        Dense float32, bfloat16, float16 or float64 on the CPU, any shapes; ValueError for others.
 
     Returns
     -------
     float
         The same number for any order or cut of the same elements; NaN if one is NaN, else infinity if one is infinite.
-
-    Raises
-    ------
-    ValueError
-        If a tensor is sparse, on another device or of another dtype.
 
     Examples
     --------

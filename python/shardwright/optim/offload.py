@@ -54,7 +54,6 @@ class DeviceRoute:
         return self._offload, cuda.runtime.current_stream(self._ordinal)
 
     def describe(self) -> dict[str, Any]:
-        """Return the entry of describe()."""
         return {"offload_pinned_bytes": self._offload.buffer_nbytes, "offload_threads": self._offload.thread_count}
 
 
@@ -148,11 +147,9 @@ class StateStore:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the state."""
         return self._nbytes if self.file is None else self.file.nbytes
 
     def describe(self) -> dict[str, Any]:
-        """Return the entry of describe()."""
         route = {} if self.route is None else self.route.describe()
         if self.file is None:
             return {"offload": "cpu", **route}

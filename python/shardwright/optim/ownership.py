@@ -46,7 +46,6 @@ class Entry:
 
     @property
     def name(self) -> str:
-        """Return the parameter's name in the module."""
         return self.replica.table.names[self.at]
 
     @property

@@ -42,14 +42,7 @@ from ..torch_compat.optimizers import hooks_around, on_meta, step_hooks
 from ..torch_compat.state_dicts import asked_by_torchs_functions
 from .forwarded_on_slices import call_on_slices
 from .forwarding import Forwarding
-from .master_weights import (
-    LOW,
-    as_kept,
-    has_own_masters,
-    kept_by,
-    load_with_hooks,
-    masters_in_place,
-)
+from .master_weights import LOW, as_kept, has_own_masters, kept_by, load_with_hooks, masters_in_place
 from .ownership import Entry, adopt, check_sliceable, members_of, owner_of
 from .sliced_state import MARK, SlicedState, StateNames, beside, with_state
 
@@ -116,7 +109,6 @@ class ShardedOptimizer(Forwarding):
                 raise ValueError(not_of(self._replica.label, parameter, position))
 
     def _entry(self, parameter: torch.Tensor) -> Entry:
-        """Return the entry of a parameter of the module."""
         return self._entries[self._index[id(parameter)]]
 
     def _members(self) -> list[Entry]:
@@ -125,11 +117,9 @@ class ShardedOptimizer(Forwarding):
         return [entries[index[id(p)]] for group in self.param_groups for p in group["params"]]
 
     def replica_of(self, parameter: torch.Tensor) -> Replica:
-        """Return the replica that holds a parameter."""
         return self._entry(parameter).replica
 
     def holds(self, parameter: torch.Tensor) -> bool:
-        """Return True if this optimizer steps on a parameter."""
         return id(parameter) in self._index and self._entry(parameter).group is not None
 
     def __repr__(self) -> str:
@@ -219,12 +209,10 @@ class ShardedOptimizer(Forwarding):
         return take is not None and not step_hooks(self._inner) and bool(take(clip))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients like torch's method."""
         with unguarded():
             super().zero_grad(set_to_none)
 
     def _take_gradients(self, gradient_of: _GradientOf, entries: Iterable[Entry]) -> None:
-        """Give each slice of this rank its gradient."""
         owner = self._owner
         if owner.is_whole:
             owner.begin()
@@ -422,7 +410,6 @@ class ShardedOptimizer(Forwarding):
     # state in memory ----------------------------------------------------------------------------------------------
 
     def _take_state(self, entry: Entry, state: Mapping[str, Any]) -> None:
-        """Keep this rank's slices of a whole parameter's state."""
         piece = self._piece(entry)
         if piece is None:
             return
@@ -451,7 +438,6 @@ class ShardedOptimizer(Forwarding):
         return as_kept(state, parameter, has_master) if has_master or not exactly else state
 
     def _keep(self, entry: Entry, state: Mapping[str, Any]) -> None:
-        """Load the state of this rank's slice of a parameter."""
         piece = self._piece(entry)
         assert piece is not None
         self._inner.state[piece] = self._placed(entry, self._as_kept(entry.member, state, exactly=True), piece)
@@ -463,7 +449,6 @@ class ShardedOptimizer(Forwarding):
             self._inner.__setstate__({"state": self._inner.state, "param_groups": self._inner.param_groups})
 
     def _held(self, entry: Entry) -> Mapping[str, Any]:
-        """Return the state of this rank's slice of a parameter."""
         piece = self._piece(entry)
         return self._inner.state.get(piece, {}) if piece is not None else {}
 
@@ -626,7 +611,6 @@ class ShardedOptimizer(Forwarding):
         return self._entry(parameter).like
 
     def layouts(self) -> Iterable[torch.Tensor]:
-        """Return layout_of() for each of the optimizer's parameters."""
         return (entry.like for entry in self._members())
 
     def held_state(self, parameter: torch.Tensor) -> tuple[Mapping[str, Any], torch.Tensor | None, int]:

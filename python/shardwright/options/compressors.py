@@ -110,10 +110,8 @@ class PowerSGD(Compressor):
         A matrix is compressed if (rows + columns) * rank * rate < rows * columns.
     error_feedback : bool
     seed : int
-    wire_dtype : torch.dtype
-        The dtype of factors on the wire: float32, bfloat16 or float16.
-    error_dtype : torch.dtype
-        The dtype of the memory between rounds: float32 or bfloat16.
+    wire_dtype, error_dtype : torch.dtype
+        Of factors on the wire: float32, bfloat16 or float16; of the memory between rounds: float32 or bfloat16.
     """
 
     rank: int = 4

@@ -81,7 +81,6 @@ def near(name: str, known: Iterable[str], *, nothing: str = "") -> str:
 
 
 def unknown_name(name: str, known: Iterable[str]) -> str:
-    """Return the sentence about an option that does not exist."""
     return f"unknown option {name!r}" + near(name, known, nothing=f"; known are {', '.join(sorted(known))}")
 
 
@@ -110,6 +109,5 @@ def offers_names(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def offers_fields(kind: type[_T]) -> type[_T]:
-    """Make the constructor of a dataclass offer names."""
     setattr(kind, "__init__", offers_names(kind.__init__))
     return kind

@@ -226,7 +226,6 @@ class Options:
             )
 
     def compared(self) -> dict[str, Any]:
-        """Return the values that must be equal on all ranks."""
         return {name: getattr(self, name) for name, rules in FIELDS.items() if rules["compared"]}
 
     @property
@@ -276,7 +275,6 @@ def refuse_options(options: Collection[str], names: Collection[str], where: str,
 
 
 def text_of_group(key: Any) -> str:
-    """Return a key of `groups` for messages."""
     return repr(key) if isinstance(key, str) else f"a {type(key).__name__}"
 
 

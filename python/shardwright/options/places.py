@@ -51,7 +51,6 @@ def expanded(name: str, path: str) -> str:
 
 
 def is_writable(folder: str) -> bool:
-    """Make a folder, and return whether this user can write to it."""
     try:
         os.makedirs(folder, exist_ok=True)
     except OSError:

@@ -51,7 +51,6 @@ _MESSAGE_BYTES = 1 << 20
 
 
 def add_parser(commands: Any, text: str) -> None:
-    """Add the command."""
     kinds = "\n".join(f"  {kind:6} {what}" for kind, what in KINDS.items())
     parser = commands.add_parser(
         "chaos",
@@ -119,7 +118,6 @@ class Run:
         self._later: list[tuple[float, Any]] = []  # (time, action)
 
     def watch(self, timeout_s: float) -> Result:
-        """Run the command; end it after `timeout_s`."""
         with tempfile.TemporaryDirectory(prefix="sw-chaos-") as folder, contextlib.ExitStack() as closing:
             with open(os.path.join(folder, PLAN_NAME), "w", encoding="utf-8") as file:
                 file.write(self._plan.as_json())
@@ -249,12 +247,10 @@ def _row(fault: Fault, fired: dict[str, Any] | None, events: Sequence[dict[str, 
 
 
 def _digests(result: Result) -> dict[int, Any]:
-    """Return the digest of the final parameters of each rank."""
     return {event["rank"]: event["digest"] for event in result.events if event["event"] == "end"}
 
 
 def lines_of(report: dict[str, Any]) -> list[str]:
-    """Return the printed lines of the report."""
     lines = [f"{'fault':6} {'rank':>4} {'step':>6}  {'detected':>9} {'restarted':>10} {'steps lost':>10}"]
     for row in report["faults"]:
         cells = [f"{row[key]:.2f} s" if key in row else "-" for key in ("detected_s", "restarted_s")]

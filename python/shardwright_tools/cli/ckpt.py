@@ -18,7 +18,6 @@ _BLOCK_BYTES, _READERS = 1 << 20, 6
 
 
 def add_parser(commands: Any, text: str) -> None:
-    """Add the command and its subcommands to an argparse subparsers object."""
     parser: argparse.ArgumentParser = commands.add_parser("ckpt", help=text, description=__doc__, epilog=EPILOG)
     actions = parser.add_subparsers(title="commands", dest="action", required=True)
 
@@ -100,7 +99,6 @@ def _summary(path: str) -> dict[str, Any]:
 
 
 def run_ls(options: argparse.Namespace) -> int:
-    """List the checkpoints of a directory."""
     from shardwright.checkpoint.folder.retention import all_left_overs, find, replaced_ones
 
     found = [_summary(path) for path in _checkpoints(options.directory)]
@@ -136,7 +134,6 @@ def _stored_tensors(folder: Any, prefixes: tuple[str, ...]) -> dict[str, dict[st
 
 
 def run_inspect(options: argparse.Namespace) -> int:
-    """Show one checkpoint."""
     folder = open_checkpoint(options.checkpoint)
     found = _summary(options.checkpoint) | {"files": folder.files}
     tensors = _stored_tensors(folder, ("model", "optimizer", "state", "ranks/"))
@@ -178,7 +175,6 @@ def _verify(path: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_verify(options: argparse.Namespace) -> int:
-    """Read and check every block."""
     from shardwright.checkpoint.folder.retention import find
 
     paths = _checkpoints(options.path) if find(options.path) is None else [options.path]
@@ -229,7 +225,6 @@ def _plain_values(folder: Any) -> dict[str, Any]:
 
 
 def run_diff(options: argparse.Namespace) -> int:
-    """Compare two checkpoints bit for bit."""
     import torch
 
     prefixes = ("model",) if options.model else ("model", "optimizer", "state")
@@ -272,7 +267,6 @@ def run_diff(options: argparse.Namespace) -> int:
 
 
 def run_prune(options: argparse.Namespace) -> int:
-    """Remove the checkpoints that no rule keeps, or print their names."""
     from shardwright.checkpoint.folder.retention import DirectoryLock
 
     if options.keep_last is None and options.keep_every is None and options.keep_best is None:

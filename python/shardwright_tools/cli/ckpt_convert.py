@@ -36,7 +36,6 @@ def add_parsers(add: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def run_import(options: argparse.Namespace) -> int:
-    """Convert a foreign checkpoint to ours."""
     from .. import convert
 
     if not os.path.lexists(options.source):
@@ -49,7 +48,6 @@ def run_import(options: argparse.Namespace) -> int:
 
 
 def run_export(options: argparse.Namespace) -> int:
-    """Convert a checkpoint of ours to another format."""
     from ..convert import folders
 
     path = open_checkpoint(options.checkpoint).path

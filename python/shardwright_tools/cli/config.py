@@ -21,7 +21,6 @@ _TRAINER: dict[str, Any] = {
 
 
 def add_parser(commands: Any, text: str) -> None:
-    """Add the command."""
     parser = commands.add_parser("config", help=text)
     parser.add_argument("file", nargs="?", help="the JSON file passed to deepspeed.initialize")
     parser.add_argument("--ranks", type=int, default=1, help="the number of ranks (default: %(default)s)")

@@ -22,13 +22,8 @@ _OLDEST = 75
 
 
 def add_parser(commands: Any, text: str) -> None:
-    """Add the command to an argparse subparsers object."""
     parser: argparse.ArgumentParser = commands.add_parser(
-        "kernels",
-        help=text,
-        description=__doc__,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "kernels", help=text, description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     text = f"compute capabilities of at least {_OLDEST}, written 80 or 8.0; default: those of this host's GPUs"

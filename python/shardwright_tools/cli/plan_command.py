@@ -27,7 +27,6 @@ Exit codes: 0 a configuration fits, 1 nothing fits, 2 usage error."""
 
 
 def add_parser(commands: Any, text: str) -> None:
-    """Add the command to an argparse subparsers object."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "plan",
         help=text,

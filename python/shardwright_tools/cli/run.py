@@ -14,7 +14,6 @@ from typing import Any
 
 
 def add_parser(commands: Any, text: str) -> None:
-    """Add the command."""
     form = argparse.RawDescriptionHelpFormatter
     parser = commands.add_parser("run", help=text, description=__doc__, formatter_class=form)
     text = "zero2, or zero=3,compress=int8, or a .yaml or .json file of such options; optional with SHARDWRIGHT_OPTIONS"
@@ -26,7 +25,6 @@ def add_parser(commands: Any, text: str) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the program in this process."""
     from shardwright.integrations.settings import VARIABLE
     from shardwright.integrations.stock_programs import CannotRun, run_program
 

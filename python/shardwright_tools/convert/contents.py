@@ -117,7 +117,6 @@ class Contents:
             del self.extra["step"]
 
     def tensors(self) -> Iterator[Lazy]:
-        """Yield every tensor."""
         for tree in (self.model, self.state, self.groups, self.extra):
             yield from leaves(tree)
 

@@ -28,7 +28,6 @@ _VERSION = "0.14.0"
 
 
 def read_universal(folder: str) -> Contents:
-    """Return the contents of a universal checkpoint."""
     path = os.path.join(folder, sorted(filter(MODEL.match, os.listdir(folder)))[0])
     first = load_torch_file(path)
     contents = model_of(first, path)

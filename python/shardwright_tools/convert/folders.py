@@ -33,7 +33,6 @@ _BESIDE_BYTES = 64 << 20
 
 
 def read_folder(path: str) -> Contents:
-    """Return the contents of a checkpoint of this format."""
     folder = CheckpointFolder(path)
     stored = {stem: stored_tensors(folder, stem) for stem in ("model", "optimizer", "state")}
     lazy = {stem: {n: _lazy(folder, each) for n, each in found.items()} for stem, (found, _) in stored.items()}
@@ -153,7 +152,6 @@ def write_all(
 
 
 def _layout(contents: Contents, max_file_bytes: int) -> tuple[list[Group], dict[str, bytes]]:
-    """Return the groups, with Lazy tensors, and the texts."""
     extra = dict(contents.extra)
     kept = {key: extra.pop(key, None) for key in ("scheduler", "scaler", "user_state", "model_extra_state")}
     kept["model_extra_state"] = kept["model_extra_state"] or {}

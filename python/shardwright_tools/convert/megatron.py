@@ -36,7 +36,6 @@ _KEYS = dict.fromkeys(("fp32_param", "master_param", "param"), MASTER)
 
 
 def is_megatron(path: str) -> bool:
-    """Return True if `path` is a folder of this format."""
     place = os.path.join(path, "metadata.json")
     if not os.path.isfile(place):  # one that cannot end, such as a pipe
         return False
@@ -50,7 +49,6 @@ def is_megatron(path: str) -> bool:
 
 
 def read_megatron(path: str) -> Contents:
-    """Return the contents of a folder of this format."""
     left_out: list[str] = []
     values = {".".join(map(str, key)): value for key, value in read_values(path, left_out).items()}
     common = _common(path, left_out)

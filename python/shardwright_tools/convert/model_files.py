@@ -72,7 +72,6 @@ def read_model(path: str) -> Contents:
 
 
 def read_safetensors(path: str) -> dict[str, Lazy]:
-    """Return the tensors of a safetensors file."""
     with open(path, "rb") as file:
         metadata, entries = CheckpointFolder.header(file.fileno(), path)
     if "DCP_SHARDING_INFO" in metadata:
@@ -84,8 +83,6 @@ def read_safetensors(path: str) -> dict[str, Lazy]:
 
 
 def _at(path: str, dtype: torch.dtype, shape: tuple[int, ...], at: int) -> Lazy:
-    """Return the tensor at byte offset `at` of a file."""
-
     def read() -> torch.Tensor:
         tensor = torch.empty(shape, dtype=dtype, device="cpu")
         if tensor.nbytes:

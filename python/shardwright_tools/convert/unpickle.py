@@ -134,7 +134,6 @@ def _bytes(data: Any = b"", encoding: str = "latin-1", *_: Any) -> bytes:
 
 
 def _parameter(data: Any, requires_grad: Any, hooks: Any, *_: Any) -> torch.Tensor:
-    """Return a parameter without extra attributes."""
     return torch.nn.Parameter(data, bool(requires_grad))
 
 

@@ -28,7 +28,6 @@ class Check:
 
 
 def add_parser(commands: Any, text: str) -> None:
-    """Add the command to an argparse subparsers object."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "doctor",
         help=text,

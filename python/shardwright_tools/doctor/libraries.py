@@ -15,7 +15,6 @@ _DELETED = " (deleted)"
 
 
 def driver_findings(machine: Machine) -> Iterator[Finding]:
-    """Report the driver and its visible GPUs."""
     import torch
     from shardwright import _engine
 

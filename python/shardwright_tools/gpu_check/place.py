@@ -52,7 +52,6 @@ class Gpu:
         return contextlib.nullcontext(self)
 
     def pinned(self, size_bytes: int) -> torch.Tensor:
-        """Return pinned float32 memory on the host."""
         return torch.empty(size_bytes // 4, dtype=torch.float32, device="cpu", pin_memory=True)
 
     def milliseconds(self, work: Callable[[], Any], repeat: int) -> float:
@@ -73,7 +72,6 @@ class Gpu:
 
     @contextlib.contextmanager
     def profile(self, path: str) -> Iterator[None]:
-        """Write a profiler's trace of the block."""
         from torch.profiler import ProfilerActivity, profile
 
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
@@ -83,5 +81,4 @@ class Gpu:
 
 @contextlib.contextmanager
 def gpu(rank: int, world_size: int, folder: str) -> Iterator[Gpu]:
-    """The GPU that --place uses by default."""
     yield Gpu()

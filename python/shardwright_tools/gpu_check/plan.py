@@ -40,7 +40,6 @@ class Part:
 
     @property
     def cases(self) -> tuple[str, ...]:
-        """Return the names of all rows that the part must produce."""
         own = tuple(case for run in self.runs for case in run.cases)
         return own + tuple(f"{case} beside {peer}" for case, peer, _ in self.comparisons)
 

@@ -34,7 +34,6 @@ def row(
 
 
 def least(case: str, value: float, unit: str, goal: float, note: str = "") -> Row:
-    """Return a row for a value that should be at least `goal`."""
     return row(case, "ok" if value >= goal else "slow", value, unit, goal, note)
 
 
@@ -46,7 +45,6 @@ def _cells(found: Row) -> list[str]:
 
 
 def table(rows: Iterable[Row]) -> str:
-    """Return the rows as text in columns, one row a line."""
     cells = [list(_COLUMNS), *map(_cells, rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(_COLUMNS) - 1)]
     padded = ([*(cell.ljust(width) for cell, width in zip(line, widths)), line[-1]] for line in cells)

@@ -115,7 +115,6 @@ def _rows_of_part(part: Part, most_s: float, to: Path, place: str, tell: Callabl
 
 
 def compare(part: Part, rows: Sequence[Row]) -> list[Row]:
-    """Return one row for each of the part's comparisons."""
     values = {each["case"]: each["value"] for each in rows if each["part"] == part.name}
     made = []
     for case, peer, goal in part.comparisons:

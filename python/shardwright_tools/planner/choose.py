@@ -8,9 +8,8 @@ from typing import Any
 
 from shardwright.layout.rank_memory import Memory
 
-from .activations import activation_bytes, workspace_bytes
 from .machine import Machine, shown_bytes
-from .memory import PRECISIONS, state_of
+from .memory import PRECISIONS, activation_bytes, state_of, workspace_bytes
 from .shape import PlanError, Shape
 
 #: bytes per rank that the context of a GPU and NCCL's communicators take; on CPUs the interpreter and torch
@@ -39,8 +38,6 @@ class Work:
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A configuration and what it takes."""
-
     zero: int
     offload: str | None
     checkpointed: bool
@@ -64,8 +61,6 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The chosen configuration."""
-
     chosen: Candidate
     reason: str
     nearest: Candidate | None  # the last cheaper configuration that does not fit
@@ -299,7 +294,6 @@ def _notes(shape: Shape, machine: Machine, work: Work, chosen: Candidate, second
 
 
 def as_dict(choice: Candidate) -> dict[str, Any]:
-    """Return a candidate as JSON has it."""
     found = dataclasses.asdict(choice)
     found["memory"] |= {"model_state": choice.memory.model_state, "total": choice.memory.total}
     return {"configuration": choice.label, **found}

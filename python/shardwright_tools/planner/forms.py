@@ -13,7 +13,6 @@ from .shape import PlanError
 
 
 def wrap_call(chosen: Candidate, machine: Machine, work: Work) -> str:
-    """Return the call of sw.wrap."""
     precision = PRECISIONS[work.precision]
     words = [f"zero={chosen.zero}", *([precision.call] if precision.call else [])]
     if chosen.offload:

@@ -396,7 +396,6 @@ class _Reader:
             self._became["dataloader_drop_last"] = "drop_last=True of the loader"
 
     def _section(self, name: str) -> tuple[str, dict[str, Any]] | None:
-        """Return the type and the arguments of a section."""
         if self._get(name) is None or self._get(f"{name}.type") is None:
             return None
         params = self._get(f"{name}.params", {})
