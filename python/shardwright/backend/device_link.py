@@ -86,8 +86,7 @@ class Lender:
     def _ask(self) -> int:
         """Return the address of torch's communicator; 0 if it does not exist or has ended."""
         with contextlib.suppress(RuntimeError):
-            address: int = self._runtime.communicator(self._backend, self._ordinal)
-            return address
+            return self._runtime.communicator(self._backend, self._ordinal)
         return 0
 
     @property

@@ -41,8 +41,7 @@ class DeviceExchange(Exchange):
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return memory on the GPU that collectives may use."""
-        made: torch.Tensor = cuda.runtime.zeros(numel, dtype, self._like)
-        return made
+        return cuda.runtime.zeros(numel, dtype, self._like)
 
     def _memory(self, size_bytes: int) -> torch.Tensor:
         return self.zeros(size_bytes, torch.uint8)

@@ -195,5 +195,4 @@ def make_store(group: HostGroup, folder: str, label: str, nbytes: int) -> StateS
         number, _, text = sentence.partition("[Errno ")[2].partition("] ")
         return OSError(int(number), text) if number else Error(sentence)
 
-    made: StateStore = _made_together(group, make, label, retell=retell, alike=True)
-    return made
+    return _made_together(group, make, label, retell=retell, alike=True)

@@ -86,8 +86,7 @@ class _Planner(DefaultLoadPlanner):
         return plan
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        found: torch.Tensor = self.state_dict[index.fqn]  # torch's own looks for a shard of this offset
-        return found
+        return self.state_dict[index.fqn]  # torch's own looks for a shard of this offset
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         self.state_dict[read_item.dest_index.fqn] = load_torch_file(value)
@@ -159,13 +158,11 @@ class Stored:
         self._place, self._size, self._dtype = (reader, metadata, name), entry.size, entry.properties.dtype
 
     def __call__(self) -> torch.Tensor:
-        found: torch.Tensor = _read(*self._place, torch.empty(self._size, dtype=self._dtype, device="cpu"))
-        return found
+        return _read(*self._place, torch.empty(self._size, dtype=self._dtype, device="cpu"))
 
     def row(self, number: int) -> torch.Tensor:
         target = torch.empty((1, *self._size[1:]), dtype=self._dtype, device="cpu")
-        found: torch.Tensor = _read(*self._place, target, number)[0]
-        return found
+        return _read(*self._place, target, number)[0]
 
 
 def _sorted(values: Mapping[tuple[Any, ...], Any]) -> Contents:

@@ -103,5 +103,4 @@ def _adamw(place: Any, numel: int, make: Callable[[list[torch.nn.Parameter]], An
     parameters = [torch.nn.Parameter(place.memory(value)) for value in made[::2]]
     for parameter, gradient in zip(parameters, made[1::2]):
         parameter.grad = place.memory(gradient)
-    step: Callable[[], Any] = make(parameters).step
-    return step
+    return make(parameters).step

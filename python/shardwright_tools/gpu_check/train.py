@@ -35,38 +35,28 @@ class Size:
 _QUICK = Size(16, 2, 2, 32, 8, 2, 1)
 
 
-class Block(nn.Module):
-    """Causal attention and two linear layers, each preceded by a norm."""
-
-    def __init__(self, size: Size) -> None:
-        super().__init__()
-        self.heads = size.heads
-        self.before, self.between = nn.LayerNorm(size.width), nn.LayerNorm(size.width)
-        self.attention = nn.Linear(size.width, 3 * size.width, bias=False)
-        self.out = nn.Linear(size.width, size.width, bias=False)
-        self.up = nn.Linear(size.width, 4 * size.width, bias=False)
-        self.down = nn.Linear(4 * size.width, size.width, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, sequence, width = x.shape
-        shape = (batch, sequence, self.heads, width // self.heads)
-        q, k, v = (part.view(shape).transpose(1, 2) for part in self.attention(self.before(x)).split(width, 2))
-        seen = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(seen.transpose(1, 2).reshape(batch, sequence, width))
-        return x + self.down(functional.gelu(self.up(self.between(x))))
-
-
 class Model(nn.Module):
+    """A transformer that predicts the next token."""
+
     def __init__(self, size: Size) -> None:
         super().__init__()
         self.words = nn.Embedding(size.words, size.width)
-        self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
+        form: dict[str, Any] = {
+            "dropout": 0.0,
+            "activation": functional.gelu,
+            "batch_first": True,
+            "norm_first": True,
+            "bias": False,
+        }
+        sizes = (size.width, size.heads, 4 * size.width)
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(*sizes, **form) for _ in range(size.layers))
         self.head = nn.Linear(size.width, size.words, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.words(tokens)
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], device=x.device, dtype=x.dtype)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, src_mask=mask, is_causal=True)
         scores = self.head(x[:, :-1])
         return functional.cross_entropy(scores.flatten(0, 1).float(), tokens[:, 1:].flatten())
 

@@ -475,8 +475,7 @@ class _Reader:
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     """Return the class of "sw.optim.<name>" or "torch.optim.<name>"."""
     home: Any = optim if name.startswith("sw.") else torch.optim
-    found: type[torch.optim.Optimizer] = getattr(home, name.rpartition(".")[2])
-    return found
+    return getattr(home, name.rpartition(".")[2])
 
 
 def _short(value: Any) -> str:
