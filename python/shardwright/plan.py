@@ -87,7 +87,8 @@ def _element_bytes(inner: torch.optim.Optimizer, group: Mapping[str, Any], dtype
     tensor = torch.zeros(_PROBE_NUMEL, dtype=dtype, device="cpu", requires_grad=True)
     tensor.grad = torch.zeros_like(tensor)
     step = type(inner).step
-    for make in (_emptied, _made_anew):
+    # a new instance serves classes that need state from their constructor (Adagrad in torch 2.4)
+    for make in (_emptied, lambda *_: type(inner)([tensor], **inner.defaults)):
         try:
             twin = make(inner, group, tensor)
             getattr(step, "__wrapped__", step)(twin)  # a copy without hooks
@@ -103,8 +104,3 @@ def _emptied(inner: torch.optim.Optimizer, group: Mapping[str, Any], tensor: tor
     twin.state = collections.defaultdict(dict)
     twin.param_groups = [{**group, "params": [tensor]}]
     return twin
-
-
-def _made_anew(inner: torch.optim.Optimizer, group: Mapping[str, Any], tensor: torch.Tensor) -> torch.optim.Optimizer:
-    """Construct a new optimizer, for classes that need state from their constructor (Adagrad in torch 2.4)."""
-    return type(inner)([tensor], **inner.defaults)

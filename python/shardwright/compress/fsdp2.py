@@ -48,7 +48,9 @@ class ReplicaCompression:
     @torch.no_grad()
     def _average(self, number: int, output: torch.Tensor) -> None:
         if number in self._seen:  # the last backward did not reach every unit
-            self._end_round()
+            self._seen.clear()
+            if self.state is not None:
+                self.state.end_bucket(True)
         self._seen.add(number)
         is_last = len(self._seen) == len(self._units)
         unit = self._units[number]
@@ -65,11 +67,6 @@ class ReplicaCompression:
         self._exchange.end_bucket(is_last)
         if is_last:
             self._seen.clear()
-
-    def _end_round(self) -> None:
-        self._seen.clear()
-        if self.state is not None:
-            self.state.end_bucket(True)
 
 
 class _Unit:

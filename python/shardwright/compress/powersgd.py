@@ -166,11 +166,6 @@ class PowerSGDState(CompressionState):
         self.end_bucket(bucket.is_last())
         return buffer
 
-    def _rank_of(self, rows: int, cols: int) -> int:
-        """Return the rank of a matrix; 0: not compressed."""
-        rank = min(rows, cols, self.matrix_approximation_rank)
-        return rank if (rows + cols) * rank * self.min_compression_rate < rows * cols else 0
-
     def _average_compressed(self, bucket: Any, flat: torch.Tensor, base: int) -> None:
         matrices: list[Matrix] = []
         small: list[torch.Tensor] = []
@@ -178,8 +173,9 @@ class PowerSGDState(CompressionState):
             offset = gradient.storage_offset() - base
             part = flat[offset : offset + gradient.numel()]
             rows = _rows_in_memory(gradient)
-            rank = self._rank_of(rows, gradient.numel() // rows) if rows else 0
-            if rank:
+            cols = gradient.numel() // rows if rows else 0
+            rank = min(rows, cols, self.matrix_approximation_rank)
+            if (rows + cols) * rank * self.min_compression_rate < rows * cols:
                 matrices.append(self._matrix(parameter, part, rows, rank))
             elif part.numel():
                 small.append(part)

@@ -109,11 +109,8 @@ class DiLoCo:
         device_mesh: Any = None,
         timeout_s: float = _TIMEOUT_S,
     ) -> None:
-        self.inner_optimizer = inner_optimizer
-        self.every = every
-        self.wire = wire
-        self.overlap = overlap
-        self.steps = 0
+        self.inner_optimizer, self.steps = inner_optimizer, 0
+        self.every, self.wire, self.overlap = every, wire, overlap
         deadline_s = timeout_s if _is_timeout(timeout_s) else _TIMEOUT_S
         all_ranks = creating_group(model, process_group, device_mesh, deadline_s)
         description: list[list[str]] = []
@@ -162,7 +159,7 @@ class DiLoCo:
         self._exchange = levels.exchange
         mean = _Mean(levels, wire, [[self._tensors[i] for i in part] for part in self._fragments], self._change)
         label = type(self._held.module).__name__
-        self._runner = BucketThread(mean, group.comm, label, lease) if on_thread else _AtOnce(mean)
+        self._runner = BucketThread(mean, group.comm, label, lease) if on_thread else mean
         self._pending: tuple[int, int] | None = None  # a fragment in flight, and the step in which it ends
 
     @property
@@ -187,7 +184,7 @@ class DiLoCo:
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a local step and exchange the fragments that are due. Collective once every / fragments steps."""
         self._held.check_step()
-        result = self.inner_optimizer.step(closure) if closure is not None else self.inner_optimizer.step()
+        result = self.inner_optimizer.step(*(() if closure is None else (closure,)))
         self.steps += 1
         if self._pending is not None and self._pending[1] == self.steps:
             self._end()
@@ -236,7 +233,11 @@ class DiLoCo:
         fragment, changes = self._fragments[k], self._parts(self._change, k)
         try:
             self._wait()
-            self._check_finite(k)
+            if not bool(self._change[: sum(self._sizes[k])].isfinite().all()):  # the same bits on all ranks
+                raise Error(
+                    f"DiLoCo: the change of the fragment of {self._names[fragment[0]]!r} is not finite on some rank "
+                    f"after {self.steps} steps: its parameters were not averaged"
+                )
         except Exception as error:
             failure = error
         with self._held.changing(failure):
@@ -250,14 +251,6 @@ class DiLoCo:
                     tensor.sub_(then.view(tensor.shape)).add_(anchor)
                 else:
                     tensor.copy_(anchor)
-
-    def _check_finite(self, k: int) -> None:
-        """Raise if fragment k's mean change is not finite; all ranks that averaged it have the same bits."""
-        if not bool(self._change[: sum(self._sizes[k])].isfinite().all()):
-            raise Error(
-                f"DiLoCo: the change of the fragment of {self._names[self._fragments[k][0]]!r} is not finite on some rank "
-                f"after {self.steps} steps: its parameters were not averaged"
-            )
 
     def _parts(self, flat: torch.Tensor, k: int) -> list[torch.Tensor]:
         """Return the parts of `flat` of fragment k's parameters; an empty list if `flat` is empty."""
@@ -287,9 +280,9 @@ class DiLoCo:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the state that state_dict() returned on this rank. Raise Error if it belongs to another model."""
-        missing = [key for key in ("steps", "inner", "outer", "anchors") if key not in state]
-        if missing:
-            raise Error(f"DiLoCo: load_state_dict: the state must come from state_dict(): it has no {missing[0]!r}")
+        for key in ("steps", "inner", "outer", "anchors"):
+            if key not in state:
+                raise Error(f"DiLoCo: load_state_dict: the state must come from state_dict(): it has no {key!r}")
         anchors = state["anchors"]
         if state.get("layout") != self._held.layout():
             raise Error(
@@ -305,7 +298,12 @@ class DiLoCo:
                 raise Error(f"{other}: this one does not train {name!r}")
         pending = state.get("pending")
         if pending is not None:
-            self._check_pending(pending)
+            k, total = pending["fragment"], pending["change"].numel()
+            if not self.overlap or k >= len(self._fragments) or total != sum(self._sizes[k]):
+                raise Error(
+                    f"DiLoCo: load_state_dict: fragment {k} of {total} elements was in flight, which needs the same fragments and "
+                    f"overlap > 0; this trainer has {len(self._fragments)} fragments and overlap={self.overlap}"
+                )
         if self._pending is not None:
             self._wait()  # ends the exchange of the abandoned run
         self.inner_optimizer.load_state_dict(state["inner"])
@@ -314,44 +312,20 @@ class DiLoCo:
         for name, anchor in zip(self._names, self._anchors):
             anchor.copy_(anchors[name])
         if pending is not None:
-            total = pending["change"].numel()
             self._change[:total].copy_(pending["change"])
             self._then[:total].copy_(pending["then"])
             self._pending = pending["fragment"], int(pending["ends"])
 
-    def _check_pending(self, pending: dict[str, Any]) -> None:
-        k, total = pending["fragment"], pending["change"].numel()
-        if not self.overlap or k >= len(self._fragments) or total != sum(self._sizes[k]):
-            raise Error(
-                f"DiLoCo: load_state_dict: fragment {k} of {total} elements was in flight, which needs the same fragments and "
-                f"overlap > 0; this trainer has {len(self._fragments)} fragments and overlap={self.overlap}"
-            )
-
-
-class _AtOnce:
-    """A runner with BucketThread's interface that runs a bucket on its caller's thread."""
-
-    def __init__(self, runner: _Mean) -> None:
-        self._runner = runner
-        self._failure: Exception | None = None
-
-    def __call__(self, bucket: int, is_last: bool, is_early: bool) -> None:
-        try:
-            self._runner.job(bucket, is_last, is_early)()
-        except Exception as error:
-            self._failure = error
-
-    def wait(self) -> None:
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
-
 
 class _Mean:
-    """The job of a BucketThread: average a fragment's change in place. It does not reference the trainer."""
+    """The job of a BucketThread: average a fragment's change in place. It does not reference the trainer.
+
+    Without a thread it has the thread's interface itself.
+    """
 
     def __init__(self, levels: Levels, wire: str, fragments: list[list[torch.Tensor]], change: torch.Tensor) -> None:
         self._levels, self._wire, self._fragments, self._change = levels, wire, fragments, change
+        self._failure: Exception | None = None
         self._int8 = BlockState(None, 8, 256)
         self._int8.use_exchange(levels.exchange)
 
@@ -362,6 +336,17 @@ class _Mean:
         flat = self._change[: sum(sizes)]
         run = partial(self._mean, flat, flat.split(sizes), parameters)
         return partial(self._levels.average, flat, run, "changes under DiLoCo")
+
+    def __call__(self, bucket: int, is_last: bool, is_early: bool) -> None:
+        try:
+            self.job(bucket, is_last, is_early)()
+        except Exception as error:
+            self._failure = error
+
+    def wait(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
 
     def finish_early(self, buckets: Iterable[int]) -> None:
         """Do nothing: no bucket finishes early."""

@@ -15,7 +15,7 @@ failure is also sent to the ranks of the other shards.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -45,21 +45,28 @@ class WholeParameters:
     def __init__(self, model: Any, process_group: Any) -> None:
         self._model = model
         self.module = _module_to_train(model, process_group)
-        trained = [(name, parameter) for name, parameter in self.module.named_parameters() if parameter.requires_grad]
-        self.model_ranks: ModelRanks | None = None
-        if isinstance(model, DistributedDataParallel):
-            self.model_ranks = model._engine.replica.model_ranks
-        self.names = [name for name, _ in trained]
-        self.numels = [parameter.numel() for _, parameter in trained]
-        for name, parameter in trained:
+        trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        is_wrapped = isinstance(model, DistributedDataParallel)
+        self.model_ranks: ModelRanks | None = model._engine.replica.model_ranks if is_wrapped else None
+        for name, parameter in trained.items():
             if is_dtensor(parameter) and self.model_ranks is None:
                 raise ValueError(
                     f"DiLoCo: parameter {name!r} is a DTensor, whose ranks hold other shards and do not average: wrap the model over the "
                     'data-parallel dimension first, sw.wrap(model, device_mesh=mesh["dp"])'
                 )
-            _check_tensor(name, local_of(parameter), local_of(parameter).is_contiguous())
-        self.tensors: list[torch.Tensor] = [local_of(parameter) for _, parameter in trained]
-        _check_buffers(self.module)
+        self._hold(trained, [local_of(parameter) for parameter in trained.values()])
+
+    def _hold(self, trained: Mapping[str, torch.Tensor], tensors: list[torch.Tensor]) -> None:
+        self.names, self.numels = list(trained), [parameter.numel() for parameter in trained.values()]
+        self.tensors = tensors
+        for (name, parameter), tensor in zip(trained.items(), tensors):
+            dtype, device = parameter.dtype, parameter.device.type
+            if dtype != torch.float32 or device != "cpu" or not tensor.is_contiguous():
+                needed = "must be a contiguous float32 tensor on the CPU"
+                raise TypeError(f"DiLoCo: parameter {name!r} {needed}, not {dtype} on {device}")
+        for name, buffer in self.module.named_buffers():
+            if buffer.device.type != "cpu":
+                raise TypeError(f"DiLoCo: buffer {name!r} must be on the CPU, not on {buffer.device.type}")
 
     def description(self) -> list[list[str]]:
         """Return the facts that must be equal on all ranks."""
@@ -115,17 +122,12 @@ class SlicedParameters(WholeParameters):
         table = self._replica.table
         indices = {id(parameter): index for index, parameter in enumerate(table.module_parameters)}
         named = self.module.named_parameters()
-        trained = [(name, p) for name, p in named if p.requires_grad and id(p) in indices]
-        self._parameters = [parameter for _, parameter in trained]
+        trained = {name: p for name, p in named if p.requires_grad and id(p) in indices}
+        self._parameters = list(trained.values())
         self._indices = [indices[id(parameter)] for parameter in self._parameters]
-        self.names = [name for name, _ in trained]
-        self.numels = [parameter.numel() for parameter in self._parameters]
-        for name, parameter in trained:
-            _check_tensor(name, local_of(parameter), True)
-        _check_buffers(self.module)
         none = torch.empty(0, dtype=torch.float32, device="cpu")
         pieces = map(self._replica.parameters().slice, self._indices)
-        self.tensors = [none.clone() if piece is None else piece for piece in pieces]
+        self._hold(trained, [none.clone() if piece is None else piece for piece in pieces])
 
     def description(self) -> list[list[str]]:
         ranks = range(self._replica.group.world_size)
@@ -296,20 +298,6 @@ def _check_no_groups(engine: Engine) -> None:
         raise NotImplementedError(
             "DiLoCo does not support a module with groups=: its outer steps average over one group of replicas"
         )
-
-
-def _check_tensor(name: str, parameter: torch.Tensor, is_contiguous: bool) -> None:
-    if parameter.dtype != torch.float32 or parameter.device.type != "cpu" or not is_contiguous:
-        raise TypeError(
-            f"DiLoCo: parameter {name!r} must be a contiguous float32 tensor on the CPU, not {parameter.dtype} on "
-            f"{parameter.device.type}"
-        )
-
-
-def _check_buffers(module: torch.nn.Module) -> None:
-    for name, buffer in module.named_buffers():
-        if buffer.device.type != "cpu":
-            raise TypeError(f"DiLoCo: buffer {name!r} must be on the CPU, not on {buffer.device.type}")
 
 
 def _described(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[list[str]]:

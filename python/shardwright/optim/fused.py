@@ -61,10 +61,11 @@ class _Fused(torch.optim.Optimizer):
                 loss = closure()
         clip = self._clip
         try:
-            grad_scale = self._scale_of_scaler()
-            for group in self.param_groups:
-                if grad_scale is not None:
-                    self._step_group(group, grad_scale)
+            # torch's GradScaler sets these for a fused step, and skips one after an overflow
+            found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+            if found_inf is None or float(found_inf) == 0.0:
+                for group in self.param_groups:
+                    self._step_group(group, 1.0 if scale is None else 1.0 / float(scale))
         finally:  # even after an exception: gradients are then clipped, as on the host
             self._clip = None
             if clip is not None:
@@ -120,7 +121,11 @@ class _Fused(torch.optim.Optimizer):
             lists.states.append(state)
             if not on_host and "step" in state:  # torch's fused form keeps the step count on the GPU
                 state["step"] = state["step"].cpu()
-            held = self._first_state(p, state, keys) if first else state
+            held = state
+            if first:  # zeros for what the state lacks; a step that fails keeps none of them
+                count = torch.zeros((), dtype=torch.float32, device="cpu")
+                lacked = [key for key in keys if state.get(key) is None]
+                held = {**state, **{key: count if key == "step" else self._state_like(p) for key in lacked}}
             for key, tensors in lists.lists.items():
                 tensors.append(held[key])
         for (has_master, first, _), lists in calls.items():
@@ -131,12 +136,6 @@ class _Fused(torch.optim.Optimizer):
                 for state, value in zip(lists.states, tensors):
                     state[key] = value
             self._written(lists, lists.targets if has_master else [])
-
-    def _first_state(self, p: Tensor, state: dict[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
-        """Return the state with zeros for what it lacks; a step that fails keeps none of them."""
-        count = torch.zeros((), dtype=torch.float32, device="cpu")
-        made = {key: count if key == "step" else self._state_like(p) for key in keys if state.get(key) is None}
-        return {**state, **made}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_master": self._master}
@@ -242,13 +241,6 @@ class _Fused(torch.optim.Optimizer):
             self._clip.count_stepped(lists.grads)
         if masters:
             _increment_versions(masters)
-
-    def _scale_of_scaler(self) -> float | None:
-        """Return torch's GradScaler's factor for a fused step; None: an overflow, so skip the step."""
-        found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
-        if found_inf is not None and float(found_inf) != 0.0:
-            return None
-        return 1.0 if scale is None else 1.0 / float(scale)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load torch's format, from this class or torch's own, but keep moments and masters in float32."""

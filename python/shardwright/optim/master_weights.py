@@ -74,7 +74,9 @@ def _take(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> torch.Te
     """Give the master its parameter's gradient and state, and return it. If memory runs out, nothing has changed."""
     state = dict(optimizer.state.get(parameter, {}))
     if master_in(state) is None:  # the state was made without masters
-        state = {key: _widened(value, parameter) for key, value in state.items()}
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.dtype in LOW and value.shape == parameter.shape:
+                state[key] = value.to(torch.float32)
     with torch.no_grad():
         master = master_of(parameter, state)
         pair = master, parameter.detach().to(master.device)
@@ -127,11 +129,6 @@ def as_kept(state: Mapping[str, Any], parameter: torch.Tensor, has_master: bool)
                 value = value.to(parameter.dtype)
         kept[key] = value
     return kept
-
-
-def _widened(value: Any, parameter: torch.Tensor) -> Any:
-    low = isinstance(value, torch.Tensor) and value.dtype in LOW and value.shape == parameter.shape
-    return value.to(torch.float32) if low else value
 
 
 def has_own_masters(optimizer: torch.optim.Optimizer) -> bool:

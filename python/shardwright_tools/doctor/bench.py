@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
+import timeit
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -169,18 +169,10 @@ def make_round(link: Any, parameter: torch.nn.Parameter) -> Callable[[], None]:
 
 def _time(group: Any, work: Callable[[], None]) -> float:
     """Return the largest of the ranks' median times, in seconds."""
-    samples: list[float] = []
-    for _ in range(3):
-        work()
-    start = time.perf_counter()
-    work()
-    once = time.perf_counter() - start
+    timeit.timeit(work, number=3)
+    once = timeit.timeit(work, number=1)
     wanted = group.comm.all_gather_bytes(repr(max(5, min(200, int(_SECONDS_A_SIZE / max(once, 1e-9))))).encode())
-    for _ in range(min(int(each) for each in wanted)):
-        group.comm.barrier()
-        start = time.perf_counter()
-        work()
-        samples.append(time.perf_counter() - start)
+    samples = timeit.repeat(work, group.comm.barrier, number=1, repeat=min(map(int, wanted)))
     medians = group.comm.all_gather_bytes(repr(statistics.median(samples)).encode(), "doctor")
     return max(float(each) for each in medians)
 

@@ -53,16 +53,15 @@ def _links(machine: Machine, gpus: int, switches: int) -> Finding:
     by_kind: dict[str, list[str]] = {}
     for pair, kind in pairs.items():
         by_kind.setdefault(kind, []).append(pair)
-    value = "; ".join(f"{kind}: {_shortly(each)}" for kind, each in sorted(by_kind.items()))
+    shown = []
+    for kind, each in sorted(by_kind.items()):
+        more = len(each) - _PAIRS_SHOWN
+        shown.append(f"{kind}: {', '.join(each[:_PAIRS_SHOWN])}{f' and {more} more pairs' if more > 0 else ''}")
+    value = "; ".join(shown)
     if all(kind.startswith("NV") for kind in by_kind):
         return Finding(name, value)
     fix = "select GPUs that NVLink (NV) connects with CUDA_VISIBLE_DEVICES if there are enough: other pairs use PCIe"
     return Finding(name, value, "note", fix)
-
-
-def _shortly(pairs: list[str]) -> str:
-    more = len(pairs) - _PAIRS_SHOWN
-    return ", ".join(pairs[:_PAIRS_SHOWN]) + (f" and {more} more pairs" if more > 0 else "")
 
 
 def _pairs(matrix: str) -> dict[str, str]:

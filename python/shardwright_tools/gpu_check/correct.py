@@ -134,13 +134,6 @@ def _tensors(state: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(each)
 
 
-def _differing(found: list[torch.Tensor], expected: list[torch.Tensor]) -> int:
-    if len(found) != len(expected):
-        return max(len(found), len(expected))
-    pairs = zip(found, expected)
-    return sum(a.shape != b.shape or bytes_of(a) != bytes_of(b) for a, b in pairs)
-
-
 def stages(place: Any, rank: int, world_size: int, *, label: str = "") -> Iterator[Row]:
     """Compare each stage's bits with CPU training by the same ranks. Sums the ranks' counts of differing tensors."""
     cpu = torch.device("cpu")
@@ -149,7 +142,9 @@ def stages(place: Any, rank: int, world_size: int, *, label: str = "") -> Iterat
     for zero in (0, 1, 2, 3):
         found = _train(place.put(Given()), rank, place.device, zero=zero)
         with place.aside():
-            wrong = torch.tensor([_differing(found, expected)], dtype=torch.int64, device="cpu")
+            pairs = zip(found, expected, strict=True)
+            differ = sum(a.shape != b.shape or bytes_of(a) != bytes_of(b) for a, b in pairs)
+            wrong = torch.tensor([differ], dtype=torch.int64, device="cpu")
             dist.all_reduce(wrong)
             count = int(wrong)
         note = f"{len(expected)} tensors after {STEPS} steps, clipped"

@@ -41,14 +41,8 @@ class Model(nn.Module):
     def __init__(self, size: Size) -> None:
         super().__init__()
         self.words = nn.Embedding(size.words, size.width)
-        form: dict[str, Any] = {
-            "dropout": 0.0,
-            "activation": functional.gelu,
-            "batch_first": True,
-            "norm_first": True,
-            "bias": False,
-        }
-        sizes = (size.width, size.heads, 4 * size.width)
+        sizes: tuple[Any, ...] = (size.width, size.heads, 4 * size.width, 0.0, functional.gelu)
+        form: dict[str, Any] = {"batch_first": True, "norm_first": True, "bias": False}
         self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(*sizes, **form) for _ in range(size.layers))
         self.head = nn.Linear(size.width, size.words, bias=False)
 

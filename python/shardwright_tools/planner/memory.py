@@ -164,11 +164,6 @@ def _norm_bytes(shape: Shape, item: int) -> int:
     return (shape.norm_kept[0] + shape.norm_kept[1] * item) * shape.width
 
 
-def _outer_bytes(shape: Shape, item: int, tp: int) -> float:
-    """Return the bytes per token of the last norm, the logits and their log-softmax."""
-    return _norm_bytes(shape, item) + (item + 4) * shape.vocabulary / tp if shape.has_head else 0
-
-
 def activation_bytes(
     shape: Shape,
     tokens: int,
@@ -188,7 +183,9 @@ def activation_bytes(
     layer = layer_bytes(shape, item, tp)
     kept = layers * item * shape.width + layer if checkpointed else layers * layer
     in_flight = min(pp, micro_batches)  # 1F1B: the first stage has as many forwards ahead of its backward
-    outer = _outer_bytes(shape, item, tp) if pp == 1 else 0
+    outer = 0.0  # of the last norm, the logits and their log-softmax
+    if pp == 1 and shape.has_head:
+        outer = _norm_bytes(shape, item) + (item + 4) * shape.vocabulary / tp
     return round(tokens * (kept * in_flight + outer))
 
 
