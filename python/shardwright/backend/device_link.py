@@ -110,9 +110,8 @@ def _backend_of(runtime: Any, group: Any) -> Any:
     try:
         backend = runtime.backend(group)
     except RuntimeError as error:
-        raise NotImplementedError(
-            f"communicator='borrow': the process group has no backend for GPUs: {error}"
-        ) from error
+        what = "communicator='borrow': the process group has no backend for GPUs"
+        raise NotImplementedError(f"{what}: {error}") from error
     missing = [name for name in ("_comm_ptr", "abort") if not hasattr(backend, name)]
     if missing:
         raise NotImplementedError(

@@ -12,7 +12,7 @@ from shardwright._engine import CheckpointError, CheckpointFolder
 
 if TYPE_CHECKING:
     from .contents import Contents
-    from .folders import Tell
+    from .folders import Progress
 
 #: formats that read() knows, by their names for --from
 READERS = ("shardwright", "dcp", "megatron", "deepspeed", "hf", "torch")
@@ -61,7 +61,7 @@ def _read(path: str, kind: str | None, tag: str | None) -> Contents:
     raise CheckpointError(f"'{path}' is not a checkpoint of a known format{f' ({kind})' if kind else f': {known}'}")
 
 
-def write(contents: Contents, output: str, kind: str, tell: Tell) -> None:
+def write(contents: Contents, output: str, kind: str, progress: Progress) -> None:
     """Write a checkpoint of a format in WRITERS to the new path `output`: either all of it, durably, or nothing."""
     from shardwright.checkpoint.folder.partial import make_folder
 
@@ -71,7 +71,7 @@ def write(contents: Contents, output: str, kind: str, tell: Tell) -> None:
         raise CheckpointError(f"'{output}' exists already: name a new one")
     if kind == "shardwright":
         with _one_sentence(output):
-            folders.write_folder(contents, output, tell)
+            folders.write_folder(contents, output, progress)
         return
     make = {
         "hf": model_files.write_model, "dcp": dcp_format.write_dcp, "torch": model_files.write_torch_file,
@@ -81,7 +81,7 @@ def write(contents: Contents, output: str, kind: str, tell: Tell) -> None:
     make_folder(os.path.dirname(output))
     try:
         with _one_sentence(output):
-            make(contents, partial, tell)
+            make(contents, partial, progress)
         for folder, _, _ in os.walk(partial):
             CheckpointFolder.sync(folder)
         os.rename(partial, output)  # readers see all of it or nothing

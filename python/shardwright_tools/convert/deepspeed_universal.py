@@ -16,7 +16,7 @@ from shardwright._engine import CheckpointError
 
 from .contents import MASTER, Contents, Lazy, durable_file, lazily, replaced
 from .deepspeed_zero import MODEL, groups_of, model_of, take_weight
-from .folders import Tell
+from .folders import Progress
 from .unpickle import load_torch_file
 
 _FP32, _PARAM, _STEP = "fp32", "param", "step"
@@ -62,7 +62,7 @@ def _take_parameter(contents: Contents, folder: str, name: str, shape: tuple[int
     take_weight(contents, name, state.pop(_FP32))
 
 
-def write_universal(contents: Contents, output: str, tell: Tell) -> None:
+def write_universal(contents: Contents, output: str, progress: Progress) -> None:
     """Write a folder with one tag and the file `latest_universal`, in the form that DeepSpeed's engine loads."""
     if contents.groups is None:
         raise CheckpointError("the checkpoint has no optimizer, which DeepSpeed's universal form needs")
@@ -76,7 +76,7 @@ def write_universal(contents: Contents, output: str, tell: Tell) -> None:
             _check_name("parameter", name)
         shapes.append(OrderedDict((name, torch.Size(contents.model[name].shape)) for name in group["params"]))
         for name in group["params"]:
-            _write_parameter(contents, os.path.join(folder, "zero", name), name, tell)
+            _write_parameter(contents, os.path.join(folder, "zero", name), name, progress)
     groups = [
         {**{k: v for k, v in replaced(group, lambda each: each.read()).items() if k != "params"}, "params": [number]}
         for number, group in enumerate(contents.groups)
@@ -100,7 +100,7 @@ def _check_name(kind: str, name: Any) -> None:
         raise CheckpointError(f"the {kind} {name!r} cannot be the name of a file: use letters, digits, _, - and .")
 
 
-def _write_parameter(contents: Contents, folder: str, name: str, tell: Tell) -> None:
+def _write_parameter(contents: Contents, folder: str, name: str, progress: Progress) -> None:
     os.makedirs(folder)
     state = dict(contents.state.get(name, {}))
     weight = contents.wide(name)
@@ -119,7 +119,7 @@ def _write_parameter(contents: Contents, folder: str, name: str, tell: Tell) -> 
             memory = value.read()
             is_part = memory.nbytes != memory.untyped_storage().nbytes()
             _save({_PARAM: memory.clone() if is_part else memory}, os.path.join(folder, f"{key}.pt"))
-            tell(value.nbytes)
+            progress(value.nbytes)
 
 
 def _write_model(contents: Contents, folder: str, shapes: list[Any]) -> None:

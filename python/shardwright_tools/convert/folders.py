@@ -22,7 +22,7 @@ from shardwright.checkpoint.state.stored import Stored, stored_tensors
 from .contents import Contents, Lazy, durable_file, replaced
 
 #: callback that takes the number of bytes just written
-Tell = Callable[[int], None]
+Progress = Callable[[int], None]
 #: further files that from_pretrained reads
 BESIDE_A_MODEL = (
     *("config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json"),
@@ -96,7 +96,7 @@ def copy_beside(contents: Contents, output: str) -> None:
             shutil.copyfileobj(source, file)
 
 
-def write_folder(contents: Contents, output: str, tell: Tell, *, max_file_bytes: int = MAX_FILE_BYTES) -> None:
+def write_folder(contents: Contents, output: str, progress: Progress, *, max_file_bytes: int = MAX_FILE_BYTES) -> None:
     """Write a checkpoint to the new folder `output`. It is durable on return."""
     if refusal := why_not_there(output, False):
         raise CheckpointError(refusal)
@@ -111,7 +111,7 @@ def write_folder(contents: Contents, output: str, tell: Tell, *, max_file_bytes:
     make_folder(os.path.dirname(output))
     plan.create(partial)
     try:
-        tallies = write_all(plan, partial, lazy, texts, tell)
+        tallies = write_all(plan, partial, lazy, texts, progress)
         copy_beside(contents, partial)
         plan.commit(
             folder=output, replaces="", nonce=nonce, step=contents.step, world_size=1, tallies=tallies, creator=plan
@@ -132,7 +132,7 @@ def plan_of(groups: list[Group], texts: Mapping[str, bytes]) -> tuple[Checkpoint
 
 
 def write_all(
-    plan: CheckpointPlan, partial: str, lazy: list[Lazy], texts: Mapping[str, bytes], tell: Tell
+    plan: CheckpointPlan, partial: str, lazy: list[Lazy], texts: Mapping[str, bytes], progress: Progress
 ) -> list[bytes]:
     """Write tensors and texts durably to the plan's files, with one tensor in memory at a time. Return the tallies."""
     tallies = []
@@ -145,7 +145,7 @@ def write_all(
             else:
                 memory = torch.frombuffer(bytearray(in_order[source - len(lazy)]), dtype=torch.uint8)
             tallies.append(CheckpointPlan.write(place, nbytes, first_block, [(begin, size)], memory.data_ptr()))
-            tell(size)
+            progress(size)
             del memory
         CheckpointPlan.sync(place)
     return tallies

@@ -17,7 +17,7 @@ from shardwright.checkpoint.state.content import MODEL_METADATA, Group, model_in
 from shardwright.checkpoint.state.names import TORCH_DTYPES
 
 from .contents import Contents, Lazy, durable_file, leaves, replaced
-from .folders import Tell, copy_beside, plan_of, take_beside, write_all
+from .folders import Progress, copy_beside, plan_of, take_beside, write_all
 from .unpickle import load_torch_file
 
 #: names of index files, in order of preference
@@ -122,7 +122,7 @@ def _of_torch_file(path: str, contents: Contents, places: dict[Any, str]) -> dic
     return found
 
 
-def write_model(contents: Contents, output: str, tell: Tell) -> None:
+def write_model(contents: Contents, output: str, progress: Progress) -> None:
     """Write the model to the new folder `output`, in the form that from_pretrained reads."""
     os.mkdir(output)
     metadata = MODEL_METADATA | contents.tied | MODEL_METADATA
@@ -132,7 +132,7 @@ def write_model(contents: Contents, output: str, tell: Tell) -> None:
     ]
     plan, lazy = plan_of(groups, {})
     plan.create_files(output)
-    write_all(plan, output, lazy, {}, tell)
+    write_all(plan, output, lazy, {}, progress)
     index = model_index(plan, [name for group in groups for name in group.tensors])
     if index:
         with durable_file(os.path.join(output, "model.safetensors.index.json")) as file:
@@ -158,7 +158,7 @@ def _files(model: Mapping[str, Lazy]) -> dict[str, list[str]]:
     return {name.format(number, count): names for number, names in enumerate(names_of.values(), 1)}
 
 
-def write_torch_file(contents: Contents, output: str, tell: Tell) -> None:
+def write_torch_file(contents: Contents, output: str, progress: Progress) -> None:
     """Write one file of torch.save, through a mapped temporary file: torch.save needs all tensors at once."""
     body: dict[str, Any] = {"model": {**contents.model, **{n: contents.model[k] for n, k in contents.tied.items()}}}
     if contents.groups is not None:
@@ -183,7 +183,7 @@ def write_torch_file(contents: Contents, output: str, tell: Tell) -> None:
                     made.copy_(each.read())
                 shared[id(each)] = made
                 at += -(-each.nbytes // _ALIGNMENT) * _ALIGNMENT
-                tell(each.nbytes)
+                progress(each.nbytes)
             return shared[id(each)]
 
         with durable_file(output) as file:

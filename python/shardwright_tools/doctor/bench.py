@@ -79,16 +79,16 @@ def _run(where: str, ranks: int, sizes: tuple[int, ...]) -> list[Row]:
             for rank in range(ranks)
         ]
         try:
-            said = [program.communicate(timeout=_LIMIT_S) for program in programs]
+            outputs = [program.communicate(timeout=_LIMIT_S) for program in programs]
         finally:
             for program in programs:
                 program.kill()
                 program.wait()
-    for rank, (program, (_, complaint)) in enumerate(zip(programs, said)):
+    for rank, (program, (_, complaint)) in enumerate(zip(programs, outputs)):
         if program.returncode:
             last = complaint.strip().splitlines()[-1:] or [f"exit status {program.returncode}"]
             raise RuntimeError(f"rank {rank} of {ranks} {where}: {last[0]}")
-    return [Row(where, ranks, nbytes, seconds) for nbytes, seconds in json.loads(said[0][0])]
+    return [Row(where, ranks, nbytes, seconds) for nbytes, seconds in json.loads(outputs[0][0])]
 
 
 def _measure(asked: dict[str, Any], rank: int) -> list[tuple[int, float]]:

@@ -63,18 +63,18 @@ def nccl_findings(machine: Machine) -> Iterator[Finding]:
         yield Finding("NCCL", "not loaded", "note", "a CUDA build of torch loads it")
         return
     versions = {path: _nccl_version(path) for path in paths}
-    said = ", ".join(f"{path} ({_dotted(version)})" for path, version in versions.items())
+    found = ", ".join(f"{path} ({_dotted(version)})" for path, version in versions.items())
     old = [path for path, version in versions.items() if version is not None and version < _OLDEST_NCCL]
     if len(paths) > 1:
         fix = "load only one: uninstall the extra nvidia-nccl package, or correct LD_PRELOAD and LD_LIBRARY_PATH"
-        yield Finding("NCCL", said, "bad", fix)
+        yield Finding("NCCL", found, "bad", fix)
     elif any(path.endswith(_DELETED) for path in mapped):
         fix = "restart the program: the file was replaced after the program had loaded it"
-        yield Finding("NCCL", f"{said}, replaced on disk since", "note", fix)
+        yield Finding("NCCL", f"{found}, replaced on disk since", "note", fix)
     elif old:
-        yield Finding("NCCL", said, "bad", f"install {_dotted(_OLDEST_NCCL)} or newer: torch's wheels include it")
+        yield Finding("NCCL", found, "bad", f"install {_dotted(_OLDEST_NCCL)} or newer: torch's wheels include it")
     else:
-        yield Finding("NCCL", said)
+        yield Finding("NCCL", found)
 
 
 def nvrtc_findings(machine: Machine) -> Iterator[Finding]:

@@ -33,8 +33,8 @@ def run_command(words: list[str]) -> str:
     except subprocess.TimeoutExpired as error:
         raise OSError(f"{words[0]} did not end within {_COMMAND_TIMEOUT_S:g} s") from error
     if done.returncode:
-        said = (done.stderr or done.stdout).decode(errors="backslashreplace").strip().splitlines()
-        raise OSError(f"{' '.join(words)}: exit {done.returncode}{': ' + said[-1] if said else ''}")
+        output = (done.stderr or done.stdout).decode(errors="backslashreplace").strip().splitlines()
+        raise OSError(f"{' '.join(words)}: exit {done.returncode}{': ' + output[-1] if output else ''}")
     return done.stdout.decode(errors="backslashreplace")
 
 
@@ -67,9 +67,9 @@ def guarded(name: str, section: Iterable[Finding]) -> list[Finding]:
     try:
         found.extend(section)  # keeps the findings before an exception
     except Exception as error:
-        said = f"{type(error).__name__}: {error}"
+        text = f"{type(error).__name__}: {error}"
         fix = "the section is incomplete: fix the cause of this error, or report a bug"
-        found.append(Finding(name, said, "note", fix))
+        found.append(Finding(name, text, "note", fix))
     return found
 
 

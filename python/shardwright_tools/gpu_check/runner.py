@@ -98,8 +98,8 @@ def run_parts(
     return rows
 
 
-def _rows_of_part(part: Part, most_s: float, to: Path, place: str, tell: Callable[[list[Row]], None]) -> list[Row]:
-    """Run one part and return its rows. Calls tell(rows so far) as rows arrive."""
+def _rows_of_part(part: Part, most_s: float, to: Path, place: str, publish: Callable[[list[Row]], None]) -> list[Row]:
+    """Run one part and return its rows. Calls publish(rows so far) as rows arrive."""
     end, rows = time.monotonic() + most_s, list[Row]()
 
     def named(found: Sequence[Row]) -> list[Row]:
@@ -108,9 +108,9 @@ def _rows_of_part(part: Part, most_s: float, to: Path, place: str, tell: Callabl
     for run in part.runs:
         shown = f"{', '.join(run.cases[:4])}{' ...' if len(run.cases) > 4 else ''}"
         print(f"{part.name}: {shown}" if most_s else f"{part.name}: no time is left for it", flush=True)
-        found = rows_of(run, end - time.monotonic(), to, place, lambda found: tell(rows + named(found)))
+        found = rows_of(run, end - time.monotonic(), to, place, lambda found: publish(rows + named(found)))
         rows += named(found)
-        tell(rows)
+        publish(rows)
     return rows + named(compare(part, rows))
 
 
@@ -133,13 +133,13 @@ def _read(folder: Path) -> list[Row]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def rows_of(run: Run, limit_s: float, to: Path, place: str, tell: Callable[[list[Row]], None]) -> list[Row]:
-    """Run the processes of one run and return a row for each case, also after a failure. Call tell(rows so far)."""
+def rows_of(run: Run, limit_s: float, to: Path, place: str, publish: Callable[[list[Row]], None]) -> list[Row]:
+    """Run the processes of one run and return a row for each case, also after a failure. Call publish(rows so far)."""
     if run.prefix and shutil.which(run.prefix[0]) is None:
         return [row(case, "skipped", note=f"{run.prefix[0]} is not installed") for case in run.cases]
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as name:
         folder = Path(name)
-        is_cut, codes = _processes(run, limit_s, folder, to, place, tell)
+        is_cut, codes = _processes(run, limit_s, folder, to, place, publish)
         found = _read(folder)
         skipped = folder / "skipped"
         if is_cut:
@@ -160,7 +160,7 @@ def rows_of(run: Run, limit_s: float, to: Path, place: str, tell: Callable[[list
 
 
 def _processes(
-    run: Run, limit_s: float, folder: Path, to: Path, place: str, tell: Callable[[list[Row]], None]
+    run: Run, limit_s: float, folder: Path, to: Path, place: str, publish: Callable[[list[Row]], None]
 ) -> tuple[bool, list[int]]:
     """Return True if the limit passed first, and the exit code of each rank."""
     end = time.monotonic() + max(limit_s, 0.0)
@@ -182,7 +182,7 @@ def _processes(
             time.sleep(_POLL_S)
             found, before = _read(folder), len(found)
             if len(found) > before:
-                tell(found)
+                publish(found)
         is_cut = not started or any(each.poll() is None for each in started)
     finally:  # also for Ctrl-C
         _end(started)
