@@ -7,16 +7,13 @@ kernels of a sw.optim optimizer do so in the next step and write the product bac
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
+from ..backend.device_link import DeviceLink
 from ..gradients.sharded_gradient import ShardedGradient
 from ..layout.views import dense_strides
 from ..torch_compat import cuda
-
-if TYPE_CHECKING:
-    from ..backend.device_link import DeviceLink
 
 #: dtypes that the kernels multiply with the bits of torch's mul_
 SCALED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)

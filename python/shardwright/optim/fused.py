@@ -8,7 +8,7 @@ the arithmetic.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,11 +17,9 @@ from torch.optim.optimizer import ParamsT
 from .. import _engine
 from ..torch_compat import cuda
 from ..torch_compat.dtensor import held_tensor, is_dtensor, placed_as, waited
+from .device_clip import DeviceClip
 from .master_weights import LOW, load_in_float32, master_of
 from .offload import StateStore
-
-if TYPE_CHECKING:
-    from .device_clip import DeviceClip
 
 #: options of torch that exclude one fused pass
 _OTHER_FORMS = {"foreach": True, "fused": False, "capturable": True, "differentiable": True}

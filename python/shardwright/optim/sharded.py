@@ -16,7 +16,7 @@ import contextlib
 import copy
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -40,14 +40,12 @@ from ..parallel.replica import Replica
 from ..torch_compat.autograd import unguarded
 from ..torch_compat.optimizers import hooks_around, on_meta, step_hooks
 from ..torch_compat.state_dicts import asked_by_torchs_functions
+from .device_clip import DeviceClip
 from .forwarded_on_slices import call_on_slices
 from .forwarding import Forwarding
 from .master_weights import LOW, as_kept, has_own_masters, kept_by, load_with_hooks, masters_in_place
 from .ownership import Entry, adopt, check_sliceable, members_of, owner_of
 from .sliced_state import MARK, SlicedState, StateNames, beside, with_state
-
-if TYPE_CHECKING:
-    from .device_clip import DeviceClip
 
 _GradientOf = Callable[[Entry], torch.Tensor | None]
 

@@ -10,6 +10,10 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from shardwright._engine import CheckpointError, CheckpointFolder
+from shardwright.checkpoint.folder import retention
+from shardwright.checkpoint.folder.retention import DAMAGED, REPLACED, SOUND, find
+
 from . import ckpt_convert
 from .report import EPILOG, Nothing, Progress, guarded, open_checkpoint, print_report, shortened, size_text
 
@@ -61,11 +65,9 @@ def _count(text: str) -> int:
 
 
 def _checkpoints(directory: str) -> list[str]:
-    from shardwright.checkpoint.folder.retention import list_checkpoints
-
     if not os.path.isdir(directory):
         raise Nothing(f"'{directory}' is not a directory")
-    steps = [kept.path for kept in list_checkpoints(directory)]
+    steps = [kept.path for kept in retention.list_checkpoints(directory)]
     names = (os.path.join(directory, name) for name in sorted(os.listdir(directory)))
     return steps + [path for path in names if path not in steps and _is_of_a_save(path)]
 
@@ -78,15 +80,11 @@ def _number_in(path: str) -> int:
 
 def _is_of_a_save(path: str) -> bool:
     """Return True for a checkpoint of any name, such as a tag of DeepSpeed's engine.save_checkpoint()."""
-    from shardwright.checkpoint.folder.retention import REPLACED
-
     is_left = path.endswith((".partial", ".trash", REPLACED)) or os.path.basename(path).startswith(".")
     return not is_left and os.path.lexists(os.path.join(path, "MANIFEST.json"))
 
 
 def _summary(path: str) -> dict[str, Any]:
-    from shardwright._engine import CheckpointError
-
     try:
         folder = open_checkpoint(path)
     except CheckpointError as error:
@@ -99,14 +97,12 @@ def _summary(path: str) -> dict[str, Any]:
 
 
 def run_ls(options: argparse.Namespace) -> int:
-    from shardwright.checkpoint.folder.retention import all_left_overs, find, replaced_ones
-
     found = [_summary(path) for path in _checkpoints(options.directory)]
     found.sort(key=lambda each: each.get("step", _number_in(each["path"])))
     if not found and find(options.directory) is not None:
         remedy = f"use `shardwright ckpt inspect {options.directory}`"
         raise Nothing(f"'{options.directory}' is a checkpoint, not a directory of checkpoints: {remedy}")
-    left = all_left_overs(options.directory) + replaced_ones(options.directory)
+    left = retention.all_left_overs(options.directory) + retention.replaced_ones(options.directory)
     lines = []
     for each in found:
         name = os.path.basename(each["path"])
@@ -151,8 +147,6 @@ def run_inspect(options: argparse.Namespace) -> int:
 
 
 def _verify(path: str, options: argparse.Namespace) -> dict[str, Any]:
-    from shardwright._engine import CheckpointError
-
     try:
         folder = open_checkpoint(path)
         total = folder.block_count
@@ -175,8 +169,6 @@ def _verify(path: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_verify(options: argparse.Namespace) -> int:
-    from shardwright.checkpoint.folder.retention import find
-
     paths = _checkpoints(options.path) if find(options.path) is None else [options.path]
     if not paths:
         raise Nothing(f"'{options.path}' holds no checkpoint")
@@ -267,14 +259,12 @@ def run_diff(options: argparse.Namespace) -> int:
 
 
 def run_prune(options: argparse.Namespace) -> int:
-    from shardwright.checkpoint.folder.retention import DirectoryLock
-
     if options.keep_last is None and options.keep_every is None and options.keep_best is None:
         raise Nothing("no rule given: pass --keep-last, --keep-every or --keep-best")
     if not os.path.isdir(options.directory):
         raise Nothing(f"'{options.directory}' is not a directory")
     # The lock excludes a running Checkpointer. It is a file, and a preview must write nothing.
-    lock = DirectoryLock(options.directory) if options.yes else None
+    lock = retention.DirectoryLock(options.directory) if options.yes else None
     try:
         goes, left, stays = _to_prune(options)
         if options.yes:
@@ -294,10 +284,6 @@ def run_prune(options: argparse.Namespace) -> int:
 
 def _to_prune(options: argparse.Namespace) -> tuple[list[str], list[str], list[dict[str, Any]]]:
     """Return the checkpoints to remove, the left-overs to remove, and {path, error} of folders that must stay."""
-    from shardwright._engine import CheckpointError, CheckpointFolder
-    from shardwright.checkpoint.folder import retention
-    from shardwright.checkpoint.folder.retention import DAMAGED, SOUND
-
     kept = retention.removable_ones(retention.list_checkpoints(options.directory, look=True))
     if options.verify:
         found = {k.path: _verify(k.path, options) for k in kept if k.state == SOUND}
@@ -323,15 +309,13 @@ def _to_prune(options: argparse.Namespace) -> tuple[list[str], list[str], list[d
 
 
 def _prune(options: argparse.Namespace, goes: Sequence[str], left: Sequence[str]) -> None:
-    from shardwright.checkpoint.folder.retention import REPLACED, remove, sync
-
     progress = Progress(options, os.path.basename(os.path.normpath(options.directory)), len(goes) + len(left))
     if any(path.endswith(REPLACED) for path in left):
-        sync(options.directory)  # the folders that replaced them must be durable before they go
+        retention.sync(options.directory)  # the folders that replaced them must be durable before they go
     for path in [*left, *goes]:  # left-overs first: an earlier prune may have left a name needed here
         if path in goes or path.endswith(REPLACED):  # a half-removed folder must not be taken for a checkpoint
             os.rename(path, f"{path}.prune.trash")
             path = f"{path}.prune.trash"
-        remove(path)
+        retention.remove(path)
         progress.add(1)
     progress.end()

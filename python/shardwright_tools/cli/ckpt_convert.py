@@ -7,6 +7,11 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from shardwright.options.name_map import NameMap
+from shardwright.options.places import absolute_path
+
+from .. import convert
+from ..convert import READERS, WRITERS
 from .report import Nothing, Progress, open_checkpoint, print_report, size_text
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -15,8 +20,6 @@ _SHOWN = 20
 
 def add_parsers(add: Callable[..., argparse.ArgumentParser]) -> None:
     """Add both commands; `add(name, action, text)` returns a new parser."""
-    from ..convert import READERS, WRITERS
-
     text = "convert a torch.distributed.checkpoint, DeepSpeed or Hugging Face checkpoint to ours"
     importing = add("import", run_import, text)
     importing.add_argument("source")
@@ -36,8 +39,6 @@ def add_parsers(add: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def run_import(options: argparse.Namespace) -> int:
-    from .. import convert
-
     if not os.path.lexists(options.source):
         raise Nothing(f"'{options.source}' does not exist")
     output = _output(options)
@@ -56,8 +57,6 @@ def run_export(options: argparse.Namespace) -> int:
 
 
 def _output(options: argparse.Namespace) -> str:
-    from shardwright.options.places import absolute_path
-
     try:
         output = absolute_path("output", options.output)
     except ValueError as error:
@@ -69,9 +68,6 @@ def _output(options: argparse.Namespace) -> str:
 
 def _write(options: argparse.Namespace, contents: Any, output: str, kind: str) -> int:
     import torch
-    from shardwright.options.name_map import NameMap
-
-    from .. import convert
 
     try:
         contents = contents.under(NameMap.from_file(options.map)) if options.map else contents

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from shardwright import _engine
+
 EPILOG = """Exit code 0: each architecture has an image; 1: one has none; 2: usage error.
 
 Programs look for an image in SHARDWRIGHT_KERNELS (or the package's folder `images` if it is unset), then in the user's cache;
@@ -57,7 +59,6 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
 
 def _images(options: argparse.Namespace, architectures: list[int]) -> Iterator[dict[str, Any]]:
-    from shardwright import _engine
     from shardwright.torch_compat.cuda import nvrtc_companion, runtime
 
     places: dict[str, str | None] = runtime.libraries()
@@ -84,8 +85,6 @@ def _images(options: argparse.Namespace, architectures: list[int]) -> Iterator[d
 
 
 def _of_this_machine() -> list[int]:
-    from shardwright import _engine
-
     try:
         devices = _engine.cuda_devices()["devices"]
     except (_engine.Error, NotImplementedError, RuntimeError):

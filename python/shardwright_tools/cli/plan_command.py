@@ -7,15 +7,15 @@ import dataclasses
 import json
 import shlex
 import sys
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from ..planner import choose, forms, launch, saving
+from ..planner.choose import Candidate, Choice, Work, as_dict
+from ..planner.machine import GPUS, Machine, bytes_of, count_of, link_of, shown_bytes
+from ..planner.memory import OPTIMIZERS, PRECISIONS
+from ..planner.saving import SavePlan
+from ..planner.shape import PlanError, Shape, from_config, from_module, from_numbers
 from .report import columns, printable, refuse
-
-if TYPE_CHECKING:
-    from ..planner.choose import Candidate, Choice, Work
-    from ..planner.machine import Machine
-    from ..planner.saving import SavePlan
-    from ..planner.shape import Shape
 
 _EPILOG = """Examples:
   shardwright plan config.json --hosts 1 --ranks 8 --gpu h100 --tokens 1T
@@ -87,8 +87,6 @@ def add_parser(commands: Any, text: str) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the plan. Return 0 if something fits, 1 if nothing does, 2 for input that no plan can be made for."""
-    from ..planner.shape import PlanError
-
     try:
         return _run(options)
     except PlanError as error:
@@ -96,10 +94,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from ..planner import choose, forms, launch, saving
-    from ..planner.machine import bytes_of, count_of
-    from ..planner.shape import PlanError
-
     machine = _machine(options)
     work = _work(options, machine)
     shape = _shape(options)
@@ -152,8 +146,6 @@ def _run(options: argparse.Namespace) -> int:
 
 def _in_range(options: argparse.Namespace, *names: str, least: int | None = None) -> None:
     """Raise PlanError for a number that is not positive, or not at least `least`, and for one that no machine has."""
-    from ..planner.shape import PlanError
-
     for name in names:
         value = getattr(options, name.replace("-", "_"))
         if value is not None and not (value > 0 if least is None else value >= least):
@@ -163,10 +155,6 @@ def _in_range(options: argparse.Namespace, *names: str, least: int | None = None
 
 
 def _machine(options: argparse.Namespace) -> Machine:
-    from ..planner.launch import hosts_of
-    from ..planner.machine import GPUS, Machine, bytes_of, link_of
-    from ..planner.shape import PlanError
-
     _in_range(options, "hosts", "ranks", "peak", "batch", "sequence", "accumulate", "cpus", "hours", "keep-last")
     _in_range(options, "mtbf-hours", "save-seconds", "learning-rate")
     _in_range(options, "milestones", least=0)
@@ -185,7 +173,7 @@ def _machine(options: argparse.Namespace) -> Machine:
     between = link_of(options.network or ("8x400g" if on_gpu else "10g"), "--network")
     hosts, ranks = options.hosts, options.ranks
     if options.hostfile is not None:
-        listed = hosts_of(options.hostfile)
+        listed = launch.hosts_of(options.hostfile)
         hosts, ranks = len(listed), listed[0][1]
     item = 4 if options.precision == "fp32" or (options.precision is None and not on_gpu) else 2
     peak = GPUS[gpu][0 if item == 2 else 1] if options.peak is None and gpu else options.peak
@@ -193,11 +181,6 @@ def _machine(options: argparse.Namespace) -> Machine:
 
 
 def _work(options: argparse.Namespace, machine: Machine) -> Work:
-    from ..planner.choose import Work
-    from ..planner.machine import count_of
-    from ..planner.memory import OPTIMIZERS, PRECISIONS
-    from ..planner.shape import PlanError
-
     default = "fp32" if not machine.on_gpu else "bf16" if machine.has_bf16 else "fp16"
     precision = options.precision or default
     if precision not in PRECISIONS:
@@ -218,9 +201,6 @@ def _work(options: argparse.Namespace, machine: Machine) -> Work:
 
 
 def _shape(options: argparse.Namespace) -> Shape:
-    from ..planner.machine import count_of
-    from ..planner.shape import PlanError, from_config, from_module, from_numbers
-
     names = ("parameters", "layers", "width", "vocabulary", "heads", "kv_heads", "inner")
     given: dict[str, Any] = {
         name: count_of(text, f"--{name}") for name in names if (text := getattr(options, name)) is not None
@@ -249,9 +229,6 @@ class _Report(NamedTuple):
 
 
 def _as_json(report: _Report) -> dict[str, Any]:
-    from ..planner.choose import as_dict
-    from ..planner.forms import FORMS
-
     shape, machine, work, found, table, saves, rate = report
     return {
         "ok": found.chosen.fits,
@@ -268,7 +245,7 @@ def _as_json(report: _Report) -> dict[str, Any]:
         "days": found.days,
         "checkpoints": dataclasses.asdict(saves),
         "learning_rate": None if rate is None else {"value": rate[0], "source": rate[1]},
-        "forms": {name: make(found.chosen, machine, work) for name, make in FORMS.items()},
+        "forms": {name: make(found.chosen, machine, work) for name, make in forms.FORMS.items()},
     }
 
 
@@ -276,9 +253,6 @@ _COLUMNS = ("parameters", "gradients", "state", "units", "activations")
 
 
 def _lines(report: _Report) -> list[str]:
-    from ..planner.forms import wrap_call
-    from ..planner.machine import shown_bytes
-
     shape, machine, work, found, table, saves, rate = report
     chosen, memory = found.chosen, machine.memory
     active = f" ({shape.active_numel / 1e9:.3g} B per token)" if shape.active_numel != shape.numel else ""
@@ -297,7 +271,7 @@ def _lines(report: _Report) -> list[str]:
         lines.append(
             f"Nearest that does not fit: {nearest.label}, {shown_bytes(nearest.memory.total)}, {shown_bytes(nearest.over)} too much."
         )
-    lines += ["", *(f"    {line}" for line in wrap_call(chosen, machine, work).splitlines()), ""]
+    lines += ["", *(f"    {line}" for line in forms.wrap_call(chosen, machine, work).splitlines()), ""]
     if "compute" in found.seconds:
         seconds = found.seconds["compute"] + found.seconds["exposed"]
         text = f"A step of {found.global_batch_tokens:,} tokens takes {seconds:.3g} s at {100 * work.mfu:.0f} % of the peak rate"
@@ -312,8 +286,6 @@ def _lines(report: _Report) -> list[str]:
 
 
 def _save_lines(saves: SavePlan) -> list[str]:
-    from ..planner.machine import shown_bytes
-
     days = saves.mtbf_s / 86400
     often = f"{days:.3g} days" if days >= 1 else f"{24 * days:.3g} hours"
     return [

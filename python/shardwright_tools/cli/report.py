@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from shardwright._engine import CheckpointError, CheckpointFolder
+from shardwright.checkpoint.folder.retention import find
 from shardwright.options.places import check_encodable
 
 EPILOG = "Exit codes: 0 success, 1 a checkpoint is damaged or different, 2 usage error or no checkpoint found."
@@ -24,8 +26,6 @@ def encoded(text: str) -> str:
 
 
 def guarded(action: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
-    from shardwright._engine import CheckpointError
-
     try:
         for name in _PATHS:
             check_encodable(name, getattr(options, name, None) or "")
@@ -117,9 +117,6 @@ def size_text(count: int) -> str:
 
 
 def open_checkpoint(path: str) -> Any:
-    from shardwright._engine import CheckpointError, CheckpointFolder
-    from shardwright.checkpoint.folder.retention import find
-
     try:
         path.encode()
     except UnicodeEncodeError:

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from shardwright._engine import CheckpointError, CheckpointFolder
+from shardwright.checkpoint.folder.partial import make_folder
+from shardwright.checkpoint.folder.retention import find
 
 if TYPE_CHECKING:
     from .contents import Contents
@@ -38,8 +40,6 @@ def read(path: str, *, kind: str | None = None, tag: str | None = None) -> Conte
 
 
 def _read(path: str, kind: str | None, tag: str | None) -> Contents:
-    from shardwright.checkpoint.folder.retention import find  # imports torch
-
     from . import dcp_format, deepspeed_universal, deepspeed_zero, folders, megatron, model_files
 
     if not os.path.lexists(path):
@@ -63,8 +63,6 @@ def _read(path: str, kind: str | None, tag: str | None) -> Contents:
 
 def write(contents: Contents, output: str, kind: str, progress: Progress) -> None:
     """Write a checkpoint of a format in WRITERS to the new path `output`: either all of it, durably, or nothing."""
-    from shardwright.checkpoint.folder.partial import make_folder
-
     from . import dcp_format, deepspeed_universal, folders, model_files
 
     if os.path.lexists(output):
