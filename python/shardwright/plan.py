@@ -15,6 +15,7 @@ import torch
 
 from .layout.rank_memory import Memory
 from .optim.master_weights import MasterOptimizer
+from .optim.ownership import ELEMENTWISE
 
 if TYPE_CHECKING:
     from .parallel.replica import Replica
@@ -53,8 +54,6 @@ def _parameter_bytes(replica: Replica) -> tuple[int, int]:
 
 
 def _state_bytes(replica: Replica, optimizer: Any) -> int | None:
-    from .optim.ownership import ELEMENTWISE
-
     inner = getattr(optimizer, "_inner", optimizer)
     name = f"{type(inner).__module__}.{type(inner).__name__}"
     if replica.zero and optimizer.partition == "tensor" and name not in ELEMENTWISE:

@@ -1,9 +1,8 @@
 """Fault injection in a rank of `shardwright chaos`: the plan, and the agent that executes it and reports.
 
-The runner (cli/chaos.py) starts the command with VARIABLE set to a folder with the plan and a socket, and names this
-module to Checkpointers as an observer. The first Checkpointer of each rank makes an agent. save() and restore() tell
-the agent which step runs, so "rank 1 in step 7" is the same moment in each run. A fault happens once, even if a restart
-repeats its step.
+The runner (cli/chaos.py) names this module to Checkpointers as an observer, and VARIABLE names a folder with the plan
+and a socket. save() and restore() say which step runs, so "rank 1 in step 7" is the same moment in each run. A fault
+happens once, even if a restart repeats its step.
 """
 
 from __future__ import annotations

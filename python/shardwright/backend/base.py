@@ -1,8 +1,4 @@
-"""The seam between training and the memory that it trains in: one protocol, HostBackend and CudaBackend.
-
-A module's backend makes its parameters, gradients and exchanges. Code above never asks which backend it has; real
-differences are named in Capabilities.
-"""
+"""The protocol of the memory that training uses; HostBackend and CudaBackend have it. Differences are Capabilities."""
 
 from __future__ import annotations
 

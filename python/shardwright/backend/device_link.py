@@ -1,9 +1,8 @@
 """The link of a rank's GPU to those of its peers.
 
 All modules wrapped over one group and GPU share one DeviceLink: a communicator and one stream for it. The communicator
-is our own in the NCCL that torch has loaded, or slots in memory of the host (see backend/transport.py). NCCL's unique
-id travels over the group's host communicator. There ranks also report why they cannot use their GPU, before any rank
-waits.
+is our own in the NCCL that torch has loaded, or slots in memory of the host (see backend/transport.py). Over the host's
+communicator ranks also report why they cannot use their GPU, before any rank waits.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The two-step exchange of encoded slices between GPUs, and blocks over it (PowerSGD: compress/device_powersgd.py).
 
-Everything is enqueued. Arithmetic runs on torch's current stream, collectives on the communicator's stream, and each
-waits for the other. The host reads no message. On the CPU the host decides whether errors are kept; here kernels read a
-verdict in GPU memory.
+Everything is enqueued: arithmetic on torch's current stream, collectives on the communicator's, and each waits for the
+other. The host reads no message; where the CPU decides whether errors are kept, kernels read a verdict in GPU memory.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""PowerSGD on a GPU: compress/powersgd.py's rounds, enqueued.
+"""PowerSGD on a GPU: compress/powersgd.py's rounds, enqueued; a pass handles all matrices of a bucket in one launch.
 
-A pass handles all matrices of a bucket in one launch. The host reads nothing. A verdict in GPU memory says if an
-average was finite; if not, it keeps later passes from changing the state and makes the result NaN. Both exchanges of a
-round therefore always run. In a refused round this rank's Q is undefined, and no rank uses it.
+A verdict in GPU memory says if an average was finite; if not, it keeps later passes from changing the state and makes
+the result NaN. Both exchanges of a round therefore always run. In a refused round this rank's Q is undefined.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The message of PowerSGD: factors of a bucket's matrices, in float32 or half, and whole small parameters beside them.
 
 Each of the W slices of a half message has a part of the factors in the wire's dtype, then a part of the small
-parameters in float32. Small parameters have no error feedback and are therefore not rounded. Factors have it: see
-settle().
+parameters in float32, which have no error feedback. Factors have it: see settle().
 """
 
 from __future__ import annotations
@@ -18,18 +17,14 @@ class FactorExchange:
     """An exchange of factors: begin() returns memory for this rank's, average() the ranks' mean. It is reused."""
 
     def __init__(self, wire_dtype: torch.dtype) -> None:
-        self.wire_dtype = wire_dtype
+        self.wire_dtype, self._name = wire_dtype, str(wire_dtype).removeprefix("torch.")
+        self.rounds = wire_dtype != torch.float32  # True if the wire rounds the factors
         self._head = 0
         self._small: Sequence[torch.Tensor] = ()
         self._scratch = torch.empty(0, dtype=torch.float32, device="cpu")
         self._message = self._scratch
         self._own = self._whole = self._sum = self._term = self._flat = self._scratch
         self._share = self._small_share = self._slice_bytes = 0
-
-    @property
-    def rounds(self) -> bool:
-        """Return True if the wire rounds the factors."""
-        return self.wire_dtype != torch.float32
 
     def begin(self, exchange: Exchange, head: int, small: Sequence[torch.Tensor] = ()) -> torch.Tensor:
         """Return the float32 memory for this rank's `head` elements of factors. `small` will be averaged in place.
@@ -87,10 +82,6 @@ class FactorExchange:
             self._flat[rank * self._small_share :][: self._small_share].copy_(small)
         unpack(exchange, self._flat, self._small)
         return self._whole[: self._head]
-
-    @property
-    def _name(self) -> str:
-        return str(self.wire_dtype).removeprefix("torch.")
 
     def _slices(self, world: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return this rank's factors and small parameters by slice; the last slices may have fewer factors, or none."""

@@ -1,8 +1,7 @@
 """Compressors for torch's FSDP2: the all-reduce of slices over replicas.
 
-On a mesh of two dimensions, FSDP2 reduce-scatters gradients over one and all-reduces the slices over the other. Given
-only the sharded dimension, it leaves the other to a hook (FSDPModule.set_all_reduce_hook), which gets one flat slice a
-unit.
+Given only the sharded dimension of a mesh, FSDP2 leaves the other one to a hook (FSDPModule.set_all_reduce_hook), which
+gets one flat slice a unit.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Training of unmodified accelerate and transformers Trainer programs with shardwright.
 
-`install` replaces accelerate's Accelerator and transformers' Trainer by our classes before the program imports either.
-It changes this process only, and no startup file of Python.
+`install` replaces their Accelerator and Trainer by our classes, in this process, before the program imports either.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Clip gradients by the global norm, with the same bits at every stage.
-
-The sum of squares is exact (docs/design/optim.md), so it does not depend on how gradients are cut, and every element is
-scaled by the same number.
-"""
+"""Clip gradients by the global norm, with the same bits at every stage: the sum of squares is exact, see optim.md."""
 
 from __future__ import annotations
 

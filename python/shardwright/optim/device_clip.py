@@ -38,6 +38,7 @@ class DeviceClip:
         result = cuda.runtime.zeros(2, torch.float32, parameters[0])
         link.clip(measured, max_norm, result, is_sliced=is_sliced)
         self.norm, self._factor = result.unbind()
+        self.address = self._factor.data_ptr()  # of a float32
         self._link, self._members = link, {id(parameter) for parameter in parameters}
         self._gradients: list[torch.Tensor] = []  # memory to multiply by the factor
         for parameter in parameters:
@@ -46,11 +47,6 @@ class DeviceClip:
                 self._gradients.append(gradient.clipped(max_norm))
             elif gradient is not None:
                 self._gradients.append(gradient.detach())
-
-    @property
-    def address(self) -> int:
-        """Return the address of the factor, a float32."""
-        return self._factor.data_ptr()
 
     def covers(self, parameters: Iterable[torch.Tensor]) -> bool:
         """Return True if the gradients of all `parameters` are in this clip."""

@@ -7,9 +7,8 @@ slices and average them:
       0 1         0 and 1 as one        0 and 2, on slice 0
       2 3         2 and 3 as one        1 and 3, on slice 1
 
-A row has whole parameters again once all of its ranks have stepped on their slices. A failure in one column is
-therefore sent to every row before any parameter is written. For a DTensor each rank averages its local tensor; a
-failure is also sent to the ranks of the other shards.
+A row has whole parameters again once all of its ranks have stepped on their slices. A failure in one column, or in the
+ranks of one shard of a DTensor, is therefore sent to all others before any parameter is written.
 """
 
 from __future__ import annotations

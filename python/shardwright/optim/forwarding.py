@@ -1,9 +1,8 @@
 """Attributes and methods of the user's optimizer on the optimizer that wrap() returns.
 
-A library asks an optimizer by hasattr() what it can do: accelerate and transformers call `train()` and `eval()` if they
-exist, which in schedule-free optimizers move the parameters. So each public name of the user's optimizer is a name of
-ours, and no other. A method of the user's optimizer runs like its step: on what this optimizer steps on, and its writes
-become visible.
+Libraries ask an optimizer by hasattr() what it can do, so each public name of the user's optimizer is a name of ours,
+and no other. A method of it runs like its step: on what this optimizer steps on, and its writes become visible. In
+schedule-free optimizers, `train()` and `eval()` move the parameters.
 """
 
 from __future__ import annotations

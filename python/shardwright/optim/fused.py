@@ -1,8 +1,7 @@
-"""Fused optimizers on the engine's kernels, and the exact global norm.
+"""Fused optimizers on the engine's kernels, and the exact global norm. docs/design/optim.md has the arithmetic.
 
 `AdamW`, `Adam` and `SGD` are torch's classes with another `step()`. Arguments, `param_groups` and `state_dict()` are
-torch's, and state dicts load into each other both ways. Tensors are on the CPU or on a GPU; docs/design/optim.md has
-the arithmetic.
+torch's, and state dicts load into each other both ways. Tensors are on the CPU or on a GPU.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """float32 masters behind low-precision parameters.
 
 A bfloat16 parameter does not change in a step smaller than half its unit in the last place. The optimizer therefore
-steps on a float32 copy, the master, with float32 state, and the parameter is the rounded master. sw.optim does both in
-one pass. For any other optimizer, masters replace the parameters during its step. In both cases a master is
-`state[p]["master"]`, and a parameter that other code has written wins: a step begins with the parameter wherever the
-master does not round to it.
+steps on a float32 copy, `state[p]["master"]`, and the parameter is the rounded master. sw.optim does both in one pass;
+for any other optimizer, masters replace the parameters during its step. A parameter that other code has written wins: a
+step begins with the parameter wherever the master does not round to it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Optimizer state off the device of its parameters: offload="nvme:<folder>" and "cpu".
 
-In a file: the state of sw.optim's optimizers, masters included, lies in one unnamed file for each rank. A step moves it
-through three buffers (csrc/optim/offload.h). Other code sees ordinary tensors over the mapped file, whose pages the
-kernel may drop after use. For parameters on a GPU a step copies gradients to the host and new parameters to the GPU,
-batch by batch through pinned memory; the host's threads compute it (csrc/zero/device_offload.h).
+In a file: state lies in one unnamed file for each rank. A step moves it through three buffers (csrc/optim/offload.h);
+other code sees tensors over the mapped file. For parameters on a GPU a step copies gradients to the host and new
+parameters back, batch by batch through pinned memory; the host's threads compute it (csrc/zero/device_offload.h).
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Options of a wrapped module: one frozen dataclass, validated in one place.
-
-Names are torch's where torch has one. An option of a stage that does not exist yet is refused by name, at construction
-and not after an hour.
-"""
+"""Options of a wrapped module: one frozen dataclass, validated in one place. Names are torch's where torch has one."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Folders of torch.distributed.checkpoint. torch's own reader and writer handle one tensor at a time; metadata is
-unpickled without executing code.
+"""Folders of torch.distributed.checkpoint, which FSDP, FSDP2, torchtitan and Megatron (megatron.py) write.
 
-FSDP, FSDP2 and torchtitan save sharded state in this format. So does Megatron's `torch_dist`: see megatron.py.
+torch's own reader and writer handle one tensor at a time; metadata is unpickled without executing code.
 """
 
 from __future__ import annotations

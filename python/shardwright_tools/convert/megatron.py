@@ -1,10 +1,8 @@
-"""Megatron-Core's distributed checkpoints in format "torch_dist": a folder of torch.distributed.checkpoint and
-common.pt.
+"""Megatron-Core's checkpoints in format "torch_dist": a folder of torch.distributed.checkpoint and common.pt.
 
-Names are those of sharded tensors. Megatron stacks the layers of a block: the first dimension of
-`decoder.layers.mlp.linear_fc1.weight` counts layers. The reader splits it into `decoder.layers.0.mlp.linear_fc1.weight`
-and so on, the names of the modules. Optimizer state also has names, unless Megatron's distributed optimizer wrote flat
-buffers.
+Megatron stacks the layers of a block: the first dimension of `decoder.layers.mlp.linear_fc1.weight` counts layers. The
+reader splits it into `decoder.layers.0.mlp.linear_fc1.weight` and so on, the names of the modules. Optimizer state also
+has names, unless Megatron's distributed optimizer wrote flat buffers.
 """
 
 from __future__ import annotations

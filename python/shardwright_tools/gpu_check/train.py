@@ -1,8 +1,7 @@
 """Training of a bfloat16 model with a billion parameters on one rank: torch's DDP and FSDP2, ours at zero=0 and zero=3.
 
-Each arm runs in its own process, so peak memory is measured per arm. One rank exchanges no data: the figures show the
-copies, launches and waits that a stage adds to a step. Our arms keep float32 masters, 4 bytes per parameter; torch's
-arms keep none.
+Each arm runs in its own process, for its own peak memory. One rank exchanges no data: the figures show the copies,
+launches and waits that a stage adds to a step. Our arms keep float32 masters, 4 bytes per parameter, torch's none.
 """
 
 from __future__ import annotations
