@@ -1,8 +1,8 @@
 """Fault injection in a rank of `shardwright chaos`: the plan, and the agent that executes it and reports.
 
 The runner (cli/chaos.py) names this module to Checkpointers as an observer, and VARIABLE names a folder with the plan
-and a socket. save() and restore() say which step runs, so "rank 1 in step 7" is the same moment in each run. A fault
-happens once, even if a restart repeats its step.
+and a socket. save() and restore() give the step: "rank 1 in step 7" is the same moment in each run. A fault happens
+once, even if a restart repeats its step.
 """
 
 from __future__ import annotations

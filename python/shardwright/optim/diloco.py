@@ -233,11 +233,7 @@ class DiLoCo:
         fragment, changes = self._fragments[k], self._parts(self._change, k)
         try:
             self._wait()
-            if not bool(self._change[: sum(self._sizes[k])].isfinite().all()):  # the same bits on all ranks
-                raise Error(
-                    f"DiLoCo: the change of the fragment of {self._names[fragment[0]]!r} is not finite on some rank "
-                    f"after {self.steps} steps: its parameters were not averaged"
-                )
+            self._check_finite(k)
         except Exception as error:
             failure = error
         with self._held.changing(failure):
@@ -251,6 +247,14 @@ class DiLoCo:
                     tensor.sub_(then.view(tensor.shape)).add_(anchor)
                 else:
                     tensor.copy_(anchor)
+
+    def _check_finite(self, k: int) -> None:
+        """Raise if fragment k's mean change is not finite; all ranks that averaged it have the same bits."""
+        if not bool(self._change[: sum(self._sizes[k])].isfinite().all()):
+            raise Error(
+                f"DiLoCo: the change of the fragment of {self._names[self._fragments[k][0]]!r} is not finite on some rank "
+                f"after {self.steps} steps: its parameters were not averaged"
+            )
 
     def _parts(self, flat: torch.Tensor, k: int) -> list[torch.Tensor]:
         """Return the parts of `flat` of fragment k's parameters; an empty list if `flat` is empty."""
