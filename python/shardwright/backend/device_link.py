@@ -184,7 +184,8 @@ class DeviceLink:
         if cuda.runtime.watches:
             self.comm.start_watch()
             if borrows:
-                _LenderWatch(self).start()
+                watch = threading.Thread(target=_watch_lender, args=(weakref.ref(self),), daemon=True)
+                watch.start()
 
     def refuse_capture(self, what: str) -> None:
         """Raise NotImplementedError, naming `what`, where torch's stream is being captured into a CUDA graph."""
@@ -299,24 +300,18 @@ class DeviceLink:
         self.comm.close()
 
 
-class _LenderWatch(threading.Thread):
-    """A watch over a link whose communicator is torch's: only torch may end it, which releases its kernels."""
-
-    def __init__(self, link: DeviceLink) -> None:
-        super().__init__(name="shardwright-gpu-lender", daemon=True)
-        self._link = weakref.ref(link)
-        self._pause = threading.Event()
-
-    def run(self) -> None:
-        while not self._pause.wait(_WATCH_PERIOD_S):
-            link = self._link()
-            if link is None:
-                return
-            link._check_lender()
-            if not link.comm.is_alive:
-                link._abort_lender()
-                return
-            del link
+def _watch_lender(reference: weakref.ref[DeviceLink]) -> None:
+    """Watch a link whose communicator is torch's: only torch may end it, which releases its kernels."""
+    while True:
+        time.sleep(_WATCH_PERIOD_S)
+        link = reference()
+        if link is None:
+            return
+        link._check_lender()
+        if not link.comm.is_alive:
+            link._abort_lender()
+            return
+        del link
 
 
 def device_link(

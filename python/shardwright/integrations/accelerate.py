@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import types
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -320,8 +321,9 @@ class Accelerator(accelerate.Accelerator):
         held = []
         try:
             for optimizer in self._optimizers:
-                if isinstance(optimizer.optimizer, ShardedOptimizer):
-                    sliced, optimizer.optimizer = optimizer.optimizer, _Whole(optimizer.optimizer)
+                if isinstance(sliced := optimizer.optimizer, ShardedOptimizer):
+                    state = sliced.full_state_dict()
+                    optimizer.optimizer = types.SimpleNamespace(state_dict=lambda state=state: state)
                     held.append((optimizer, sliced))
             yield
         finally:
@@ -354,13 +356,3 @@ def _check_launch(accelerator: accelerate.Accelerator) -> None:
 def _check_stage(**given: Any) -> None:
     for name, value in given.items():
         FIELDS[name]["check"](name, value)
-
-
-class _Whole:
-    """A stand-in for a sliced optimizer that gives accelerate the full state on every rank."""
-
-    def __init__(self, optimizer: ShardedOptimizer) -> None:
-        self._state = optimizer.full_state_dict()
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._state

@@ -30,7 +30,6 @@ import functools
 import json
 import os
 import select
-import selectors
 import shlex
 import shutil
 import signal
@@ -143,9 +142,7 @@ class Run:
         return Result(ordered, code, time.monotonic() - begin_s, marks)
 
     def _receive(self, listener: socket.socket) -> None:
-        with selectors.DefaultSelector() as selector:
-            selector.register(listener, selectors.EVENT_READ)
-            selector.select(_POLL_S)
+        select.select([listener], [], [], _POLL_S)
         with contextlib.suppress(BlockingIOError):
             while True:
                 self._take(json.loads(listener.recv(_MESSAGE_BYTES)))

@@ -116,25 +116,16 @@ class Contents:
             self.step = step
             del self.extra["step"]
 
-    def tensors(self) -> Iterator[Lazy]:
-        for tree in (self.model, self.state, self.groups, self.extra):
-            yield from leaves(tree)
-
     @property
     def nbytes(self) -> int:
-        return sum(each.nbytes for each in self.tensors())
+        return sum(each.nbytes for each in leaves([self.model, self.state, self.groups, self.extra]))
 
 
-def leaves(tree: Any) -> Iterator[Lazy]:
-    """Yield the Lazy tensors in dicts, lists and tuples."""
-    if isinstance(tree, Lazy):
-        yield tree
-    elif isinstance(tree, dict):
-        for value in tree.values():
-            yield from leaves(value)
-    elif isinstance(tree, (list, tuple)):
-        for value in tree:
-            yield from leaves(value)
+def leaves(tree: Any) -> list[Lazy]:
+    """Return the Lazy tensors in dicts, lists and tuples."""
+    found: list[Lazy] = []
+    replaced(tree, found.append)
+    return found
 
 
 def replaced(tree: Any, function: Callable[[Any], Any], kind: type = Lazy) -> Any:

@@ -38,17 +38,10 @@ class Placeholder:
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
 
+    append = extend = __setitem__ = __init__
+
     def __setstate__(self, state: Any) -> None:
         self.state = state
-
-    def __setitem__(self, _: Any, __: Any) -> None:
-        pass
-
-    def append(self, _: Any) -> None:
-        pass
-
-    def extend(self, _: Any) -> None:
-        pass
 
     def __hash__(self) -> int:
         return id(self)

@@ -108,20 +108,14 @@ def _torch_is_new_enough() -> str:
 
 
 def _memory_can_be_shared() -> str:
-    descriptor = os.memfd_create("shardwright-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(descriptor, 1 << 20)
-    finally:
-        os.close(descriptor)
+    with open(os.memfd_create("shardwright-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "wb") as file:
+        file.truncate(1 << 20)
     return "memfd_create works"
 
 
 def _peers_can_be_watched() -> str:
-    descriptor = os.memfd_create("shardwright-doctor", os.MFD_CLOEXEC)
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
-    finally:
-        os.close(descriptor)
+    with open(os.memfd_create("shardwright-doctor", os.MFD_CLOEXEC), "wb") as file:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
     return "a byte of a memfd can be locked, so peers can detect the death of a rank"
 
 

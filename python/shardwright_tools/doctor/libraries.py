@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from .machine import Finding, Machine, read_text
+from .machine import Finding, Machine, checked, read_text
 
 _OLDEST_NCCL = (2, 14)
 _DELETED = " (deleted)"
@@ -35,9 +35,8 @@ def driver_findings(machine: Machine) -> Iterator[Finding]:
     yield Finding("CUDA driver", "CUDA {}.{}".format(*shown["version"]))
     for ordinal, device in enumerate(shown["devices"]):
         name = f"{device['name']}, sm_{device['capability'][0]}{device['capability'][1]}"
-        old = device["capability"] < (7, 5)
-        fix = "use another GPU: the kernels need compute capability 7.5 or higher" if old else ""
-        yield Finding(f"GPU {ordinal}", name, "bad" if old else "ok", fix)
+        fix = "use another GPU: the kernels need compute capability 7.5 or higher"
+        yield checked(f"GPU {ordinal}", name, device["capability"] < (7, 5), "bad", fix)
     if torch.version.cuda is None:
         value = f"{torch.__version__} is built without CUDA"
         yield Finding("torch", value, "note", "install a CUDA build of torch to use the GPUs")
@@ -71,10 +70,9 @@ def nccl_findings(machine: Machine) -> Iterator[Finding]:
     elif any(path.endswith(_DELETED) for path in mapped):
         fix = "restart the program: the file was replaced after the program had loaded it"
         yield Finding("NCCL", f"{found}, replaced on disk since", "note", fix)
-    elif old:
-        yield Finding("NCCL", found, "bad", f"install {_dotted(_OLDEST_NCCL)} or newer: torch's wheels include it")
     else:
-        yield Finding("NCCL", found)
+        fix = f"install {_dotted(_OLDEST_NCCL)} or newer: torch's wheels include it"
+        yield checked("NCCL", found, bool(old), "bad", fix)
 
 
 def nvrtc_findings(machine: Machine) -> Iterator[Finding]:

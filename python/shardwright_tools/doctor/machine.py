@@ -26,6 +26,11 @@ class Finding:
             object.__setattr__(self, field, _printable(getattr(self, field)))
 
 
+def checked(name: str, value: str, is_wrong: bool, verdict: str, fix: str) -> Finding:
+    """Return a finding whose verdict and fix apply if `is_wrong`."""
+    return Finding(name, value, verdict, fix) if is_wrong else Finding(name, value)
+
+
 def run_command(words: list[str]) -> str:
     """Return the output of a program. Raise OSError if it is missing, fails or times out."""
     try:

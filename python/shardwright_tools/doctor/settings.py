@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from .machine import Finding, Machine
+from .machine import Finding, Machine, checked
 
 _PREFIXES = ("NCCL_", "TORCH_NCCL_")
 _FEWEST_CONNECTIONS = 8
@@ -60,6 +60,7 @@ class _Rule(NamedTuple):
     fix: str
 
 
+_HARMLESS = _Rule(lambda _: False, "ok", "")
 _STOPS_HOST = "unset it: it makes the host wait in each collective"
 _FEW_CHANNELS = "unset it: so few channels cannot saturate NVLink or several network cards"
 
@@ -113,15 +114,12 @@ def settings_findings(machine: Machine) -> Iterator[Finding]:
             yield Finding(name, value, *_CHECKS[name](value, names, settings))
         elif name == VARIABLE and value not in TRANSPORTS:
             yield Finding(name, value, "bad", f"one of {', '.join(TRANSPORTS)}")
-        elif name == VARIABLE and value == "shm":
-            fix = "unset it: NCCL, or slots in GPU memory, avoid the copy through the host"
-            yield Finding(name, value, "slow", fix)
         elif name == VARIABLE:
-            yield Finding(name, value)
+            fix = "unset it: NCCL, or slots in GPU memory, avoid the copy through the host"
+            yield checked(name, value, value == "shm", "slow", fix)
         elif name.startswith(_PREFIXES) or name in _RULES:
-            rule = _RULES.get(name)
-            is_harmful = rule is not None and rule.hurts(value)
-            yield Finding(name, value, rule.verdict, rule.fix) if rule and is_harmful else Finding(name, value)
+            rule = _RULES.get(name, _HARMLESS)
+            yield checked(name, value, rule.hurts(value), rule.verdict, rule.fix)
 
 
 def _conf_files(machine: Machine) -> Iterator[Path]:

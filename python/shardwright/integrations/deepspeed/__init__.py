@@ -242,14 +242,8 @@ class DeepSpeedEngine(torch.nn.Module):
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Run the backward of a micro-batch; the last one of a step averages gradients.
 
-        Parameters
-        ----------
-        loss : Tensor
-            A scalar.
-        retain_graph : bool
-            As in Tensor.backward.
-        scale_wrt_gas : bool
-            Divide the loss by the number of micro-batches of a step; the quotient is returned.
+        `loss` is a scalar; with `scale_wrt_gas` it is divided by the number of micro-batches of a step. Returns the
+        quotient.
         """
         if scale_wrt_gas and self.plan.accumulation_steps > 1:
             loss = loss / self.plan.accumulation_steps

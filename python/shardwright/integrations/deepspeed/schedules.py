@@ -46,16 +46,10 @@ def _check_warmup(steps: Any, kind: Any) -> int:
 
 
 class WarmupLR(_Absolute):
-    """A warm-up from one learning rate to another, then a constant rate.
+    """A warm-up from `warmup_min_lr` to `warmup_max_lr` in `warmup_num_steps` steps (at least 2), then a constant rate.
 
-    Parameters
-    ----------
-    optimizer : Optimizer
-    warmup_min_lr, warmup_max_lr : float or list of float
-        The first and the largest rate; None: the optimizer's rate.
-    warmup_num_steps : int
-        At least 2 are taken.
-    warmup_type : {"log", "linear"}
+    Rates are numbers, or one for each parameter group; `warmup_max_lr=None` is the optimizer's rate. `warmup_type` is
+    "log" or "linear".
     """
 
     def __init__(
@@ -103,16 +97,10 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(_Absolute):
-    """A warm-up to the optimizer's learning rate, then a half cosine to a fraction of it.
+    """A warm-up to the optimizer's learning rate, then a half cosine to a fraction of it at `total_num_steps`.
 
-    Parameters
-    ----------
-    optimizer : Optimizer
-    total_num_steps : int
-    warmup_min_ratio, cos_min_ratio : float
-        Fractions of the optimizer's rate at the start of the warm-up and at the end.
-    warmup_num_steps, warmup_type
-        See WarmupLR.
+    `warmup_min_ratio` and `cos_min_ratio` are fractions of the optimizer's rate at the start of the warm-up and at the
+    end. `warmup_num_steps` and `warmup_type`: see WarmupLR.
     """
 
     def __init__(
@@ -142,18 +130,10 @@ class WarmupCosineLR(_Absolute):
 class OneCycle(_Absolute):
     """One cycle of the learning rate, with an inverse cycle of Adam's first beta; then a decay.
 
-    Parameters
-    ----------
-    optimizer : Optimizer
-    cycle_min_lr, cycle_max_lr : float
-        The rates at the ends and in the middle of the cycle.
-    cycle_first_step_size, cycle_second_step_size : int
-        Steps up and steps down; None: as many down as up.
-    decay_step_size, decay_lr_rate, decay_mom_rate
-        After the cycle the rate is divided by 1 + decay_lr_rate for each decay_step_size steps; the momentum is
-        multiplied likewise. 0: no decay.
-    cycle_momentum, cycle_min_mom, cycle_max_mom
-        True: betas cycle between the two momenta, inversely to the rate.
+    The rate goes from `cycle_min_lr` to `cycle_max_lr` in `cycle_first_step_size` steps, and back in
+    `cycle_second_step_size` (None: as many). With `cycle_momentum` betas cycle between the two momenta. After the cycle
+    the rate is divided by 1 + `decay_lr_rate` for each `decay_step_size` steps (0: never); the momentum is multiplied
+    likewise.
     """
 
     def __init__(
@@ -210,18 +190,10 @@ class OneCycle(_Absolute):
 
 
 class LRRangeTest(_Absolute):
-    """A learning rate that grows from a first value, linearly or in stairs.
+    """A learning rate that grows from `lr_range_test_min_lr`, a number or one for each parameter group.
 
-    Parameters
-    ----------
-    optimizer : Optimizer
-    lr_range_test_min_lr : float or list of float
-        The first rate.
-    lr_range_test_step_size : int
-        Steps in which the rate grows by its first value times `lr_range_test_step_rate`.
-    lr_range_test_step_rate : float
-    lr_range_test_staircase : bool
-        True: grow only at the end of each interval.
+    In each `lr_range_test_step_size` steps it grows by its first value times `lr_range_test_step_rate`: linearly, or
+    with `lr_range_test_staircase` at the end of each interval.
     """
 
     def __init__(
@@ -250,19 +222,10 @@ SCHEDULES: dict[str, type[_Absolute]] = {
 class LossScale:
     """The factor of the loss under float16. An overflow halves it; a window without overflow doubles it.
 
-    Parameters
-    ----------
-    loss_scale : float
-        A fixed factor; 0: a dynamic one.
-    initial_scale_power : int
-        The first dynamic factor is 2 to this power.
-    loss_scale_window : int
-        Steps without an overflow after which the factor doubles; the first of them does not count, as in DeepSpeed.
-    hysteresis : int
-        The overflow, counted from 1, that first halves the factor.
-    consecutive_hysteresis : bool
-        True: a step without an overflow restarts the count; False: only a full window does.
-    min_loss_scale : float
+    `loss_scale` is a fixed factor; 0 makes it dynamic, with 2 to the power of `initial_scale_power` first and at least
+    `min_loss_scale`. `loss_scale_window` steps without an overflow double it; the first of them does not count, as in
+    DeepSpeed. `hysteresis` is the overflow, counted from 1, that first halves it. With `consecutive_hysteresis` a step
+    without an overflow restarts that count; else only a full window does.
     """
 
     def __init__(
