@@ -14,7 +14,7 @@ from shardwright.integrations.deepspeed import keys as deepspeed_keys
 from shardwright.integrations.deepspeed.config import optimizer_class
 from shardwright.integrations.settings import read_settings
 from shardwright.optim.master_weights import has_own_masters
-from shardwright.optim.sliceable import ELEMENTWISE
+from shardwright.optim.ownership import ELEMENTWISE
 from shardwright.options import compress, compressors, options
 
 ROOT = Path(__file__).resolve().parents[1]

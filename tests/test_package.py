@@ -234,7 +234,6 @@ ADDRESSES = {
     "memory that the package made": [
         *(
             "compress/blocks",
-            "compress/matrix",
             "parallel/backends/cuda_backend",
             "compress/device_exchange",
             "compress/device_powersgd",

@@ -12,10 +12,16 @@ from pathlib import Path
 
 import pytest
 from shardwright_tools.cli import main
-from shardwright_tools.planner.activations import activation_bytes
 from shardwright_tools.planner.choose import Work, candidates, choose
 from shardwright_tools.planner.machine import Machine
-from shardwright_tools.planner.memory import OPTIMIZERS, PRECISIONS, cut_buckets, gradient_bytes, state_of
+from shardwright_tools.planner.memory import (
+    OPTIMIZERS,
+    PRECISIONS,
+    activation_bytes,
+    cut_buckets,
+    gradient_bytes,
+    state_of,
+)
 from shardwright_tools.planner.saving import learning_rate, save_plan
 from shardwright_tools.planner.shape import PlanError, from_config, from_numbers
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import sys
@@ -20,17 +21,9 @@ from .plan import memory_plan
 from .wrapping import unwrap
 
 _VARIABLES = (
-    *VARIABLES,
-    "LOCAL_WORLD_SIZE",
-    "TORCHELASTIC_RESTART_COUNT",
-    "OMP_NUM_THREADS",
-    "MKL_NUM_THREADS",
-    "GLOO_SOCKET_IFNAME",
-    "ACCELERATE_USE_CPU",
-    "SHARDWRIGHT_TRANSPORT",
-    "SHARDWRIGHT_GPU_TRANSPORT",
-    "SHARDWRIGHT_KERNELS",
-    "LD_PRELOAD",
+    *(*VARIABLES, "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT", "OMP_NUM_THREADS", "MKL_NUM_THREADS"),
+    *("GLOO_SOCKET_IFNAME", "ACCELERATE_USE_CPU"),
+    *("SHARDWRIGHT_TRANSPORT", "SHARDWRIGHT_GPU_TRANSPORT", "SHARDWRIGHT_KERNELS", "LD_PRELOAD"),
 )
 
 
@@ -44,10 +37,7 @@ class Description(dict[str, Any]):
 def describe() -> Description:
     """Return versions, processor, limits, communicators, models and the environment variables that matter.
 
-    Returns
-    -------
-    Description
-        A dict that prints as an indented block. Takes less than 10 ms and does not communicate.
+    Takes less than 10 ms and does not communicate.
     """
     return Description(
         versions=_versions(),
@@ -62,11 +52,8 @@ def describe() -> Description:
 
 
 def _checkpointers() -> list[dict[str, Any]]:
-    if f"{__package__}.checkpoint" not in sys.modules:
-        return []
-    from .checkpoint.checkpointer import live_checkpointers
-
-    return [each.describe() for each in live_checkpointers()]
+    module = sys.modules.get(f"{__package__}.checkpoint.checkpointer")
+    return [] if module is None else [each.describe() for each in module.live_checkpointers()]
 
 
 def stats(model: torch.nn.Module | None = None) -> dict[str, Any]:
@@ -76,12 +63,8 @@ def stats(model: torch.nn.Module | None = None) -> dict[str, Any]:
     ----------
     model : Module, optional
         A wrapped module, the module inside it, or an engine of deepspeed.initialize(). Counters are then its own and
-        those of its groups; a module with groups= has several rows in `models`.
-
-    Raises
-    ------
-    Error
-        If `model` was never wrapped, or its counters ended with a later wrapper.
+        those of its groups; a module with groups= has several rows in `models`. Error if it was never wrapped, or its
+        counters ended with a later wrapper.
     """
     groups, models = live_groups(), list(live_replicas())
     if model is not None:
@@ -123,14 +106,10 @@ def _machine() -> dict[str, Any]:
 
 
 def processor_name() -> str:
-    """Return the processor's model name."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
-            for line in file:
-                if line.startswith("model name"):
-                    return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+        for line in file:
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
     return platform.processor() or "unknown"
 
 
@@ -159,16 +138,13 @@ def _offload(replica: Any) -> dict[str, Any]:
     """Return where the optimizer state lies, or {} if `offload` was not given."""
     stores = list(replica.stores)
     if stores:
-        found: dict[str, Any] = stores[0].describe()
-        return found | {"offload_bytes": sum(store.nbytes for store in stores)}
-    said = {
-        "cpu": "cpu: no effect, optimizer state is in host memory already"
-        if replica.backend.capabilities.state_is_there
-        else "cpu: no optimizer of this model is sliced or wrapped yet",
-        "nvme": "nvme: no optimizer of this model is sliced or wrapped yet",
-    }
+        return stores[0].describe() | {"offload_bytes": sum(store.nbytes for store in stores)}
     kind = offload_kind(replica.options.offload)
-    return {} if kind is None else {"offload": said[kind]}
+    if kind is None:
+        return {}
+    if kind == "cpu" and replica.backend.capabilities.state_is_there:
+        return {"offload": "cpu: no effect, optimizer state is in host memory already"}
+    return {"offload": f"{kind}: no optimizer of this model is sliced or wrapped yet"}
 
 
 def _lines(value: Mapping[str, Any], depth: int) -> list[str]:

@@ -32,13 +32,8 @@ __all__ = ["Batches", "Sampler", "batches", "by_samples"]
 class Batches:
     """The cut of a global batch into micro-batches of ranks. Make it with batches().
 
-    Attributes
-    ----------
-    global_batch : int
-        Samples of all ranks in one step.
-    accumulation : int
-        Backwards of a rank in one step, the same on all ranks. All but the last belong inside no_sync().
-    rank, world_size : int
+    `global_batch`: samples of all ranks in one step. `accumulation`: backwards of a rank in one step, the same on all
+    ranks; all but the last belong inside no_sync().
     """
 
     global_batch: int
@@ -47,10 +42,7 @@ class Batches:
     world_size: int
 
     def scale(self, samples: int) -> float:
-        """Return the factor for the mean loss of a micro-batch that makes averaged gradients those of the global mean.
-
-        The factor is 1 / accumulation if all micro-batches have equal size.
-        """
+        """Return the factor of a micro-batch's mean loss that makes averaged gradients those of the global mean."""
         return samples * self.world_size / self.global_batch
 
     def own(self) -> list[tuple[int, int]]:
@@ -112,16 +104,12 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
     shuffle : bool
         False: samples in their order, epoch after epoch.
 
-    Attributes
-    ----------
-    position : int
-        Samples that all ranks together have trained since the beginning. step() advances it, not iteration, because
-        DataLoader workers read ahead.
-
     Notes
     -----
-    Pass it to a Checkpointer as `user_state`, or in a list with the scheduler: its state is equal on all ranks. Memory:
-    8 bytes per sample of the data set.
+    `position` counts the samples that all ranks have trained. step() advances it, not iteration, because DataLoader
+    workers read ahead. Pass the sampler to a Checkpointer as `user_state`, or in a list with the scheduler: its state
+    is
+    equal on all ranks. Memory: 8 bytes per sample of the data set.
     """
 
     def __init__(self, size: int, batches: Batches, *, seed: int = 0, shuffle: bool = True) -> None:
@@ -186,13 +174,7 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
         return {"position": self.position, "size": self._size, "seed": self._seed, "shuffle": self._shuffle}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue at a position.
-
-        Raises
-        ------
-        ValueError
-            The state belongs to another order of samples: another size, seed or shuffle.
-        """
+        """Continue at a position. Raise ValueError for a state of another size, seed or shuffle."""
         for name, own in (("size", self._size), ("seed", self._seed), ("shuffle", self._shuffle)):
             if state_dict[name] != own:
                 raise ValueError(f"the sampler was saved with {name}={state_dict[name]} and has {name}={own}")

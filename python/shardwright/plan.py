@@ -15,6 +15,7 @@ import torch
 
 from .layout.rank_memory import Memory
 from .optim.master_weights import MasterOptimizer
+from .optim.ownership import ELEMENTWISE
 
 if TYPE_CHECKING:
     from .parallel.replica import Replica
@@ -35,13 +36,8 @@ def memory_plan(replica: Replica) -> dict[str, Any]:
     if in_memory is None:
         return {**plan, "planned_bytes": None}
     parameters, units = _parameter_bytes(replica)
-    held = Memory(
-        parameters=parameters,
-        units=units,
-        gradients=replica.reducer.planned_bytes,
-        state=in_memory,
-        buffers=sum(store.planned_nbytes for store in replica.stores),
-    )
+    buffers, gradients = sum(store.planned_nbytes for store in replica.stores), replica.reducer.planned_bytes
+    held = Memory(parameters=parameters, units=units, gradients=gradients, state=in_memory, buffers=buffers)
     return {**plan, "planned_bytes": held.model_state}
 
 
@@ -58,14 +54,9 @@ def _parameter_bytes(replica: Replica) -> tuple[int, int]:
 
 
 def _state_bytes(replica: Replica, optimizer: Any) -> int | None:
-    from .optim.sliceable import ELEMENTWISE
-
     inner = getattr(optimizer, "_inner", optimizer)
-    if (
-        replica.zero
-        and optimizer.partition == "tensor"
-        and f"{type(inner).__module__}.{type(inner).__name__}" not in ELEMENTWISE
-    ):
+    name = f"{type(inner).__module__}.{type(inner).__name__}"
+    if replica.zero and optimizer.partition == "tensor" and name not in ELEMENTWISE:
         return None  # the size of the state depends on shapes
     total, rates = 0, {}
     for group, numel, dtype, has_master in _held(replica, optimizer):
@@ -82,24 +73,21 @@ def _state_bytes(replica: Replica, optimizer: Any) -> int | None:
 def _held(replica: Replica, optimizer: Any) -> Iterator[_Held]:
     for group in optimizer.param_groups:
         for p in group["params"]:
-            if not p.requires_grad:
+            if not p.requires_grad or not (replica.zero or replica.holds(p)):  # another engine of the wrapper counts it
                 continue
             if not replica.zero:
-                if not replica.holds(p):  # another engine of the wrapper holds and counts it
-                    continue
                 yield group, p.numel(), p.dtype, isinstance(optimizer, MasterOptimizer) and optimizer.has_master(p)
             elif (piece := optimizer.piece_of(p)) is not None:
                 yield group, piece.numel(), p.dtype, optimizer.has_master(p)
 
 
 def _element_bytes(inner: torch.optim.Optimizer, group: Mapping[str, Any], dtype: torch.dtype) -> int | None:
-    """Return the bytes of state per element. None if neither a copy of the optimizer nor a new instance of its class
-    can make a step.
-    """
+    """Return the bytes of state per element; None if neither a copy of the optimizer nor a new one can step."""
     tensor = torch.zeros(_PROBE_NUMEL, dtype=dtype, device="cpu", requires_grad=True)
     tensor.grad = torch.zeros_like(tensor)
     step = type(inner).step
-    for make in (_emptied, _made_anew):
+    # a new instance serves classes that need state from their constructor (Adagrad in torch 2.4)
+    for make in (_emptied, lambda *_: type(inner)([tensor], **inner.defaults)):
         try:
             twin = make(inner, group, tensor)
             getattr(step, "__wrapped__", step)(twin)  # a copy without hooks
@@ -115,8 +103,3 @@ def _emptied(inner: torch.optim.Optimizer, group: Mapping[str, Any], tensor: tor
     twin.state = collections.defaultdict(dict)
     twin.param_groups = [{**group, "params": [tensor]}]
     return twin
-
-
-def _made_anew(inner: torch.optim.Optimizer, group: Mapping[str, Any], tensor: torch.Tensor) -> torch.optim.Optimizer:
-    """Construct a new optimizer, for classes that need state from their constructor (Adagrad in torch 2.4)."""
-    return type(inner)([tensor], **inner.defaults)

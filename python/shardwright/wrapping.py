@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, overload
 
 import torch
@@ -22,8 +22,8 @@ from .optim.clip_grad import clip_in_step
 from .optim.device_clip import DeviceClip
 from .optim.master_weights import MasterOptimizer, has_own_masters, without_masters
 from .optim.offload import StateStore, make_route, make_store, rounded_bytes
+from .optim.ownership import check_sliceable
 from .optim.sharded import ShardedOptimizer
-from .optim.sliceable import check_sliceable
 from .options.checks import offload_folder
 from .options.names import offers_names
 from .options.options import Options, describes_options
@@ -123,10 +123,16 @@ def wrap(
         raise TypeError(f"wrap needs a torch.nn.Module, got {got}{remedy}")
     if unwrap(module) is not module and isinstance(original_of(module), TorchDDP):
         raise Error("this module is wrapped already: use it as it is, or pass sw.unwrap(module) to wrap it again")
-    if policy is not None:
-        _check_travels(PrecisionPlan(module, policy), compress)
-    group = _group_of(module, given)
-    ranks = ModelRanks.beside(_taking_part(module, given), group)
+    if policy is not None and compress is not None and PrecisionPlan(module, policy).compressor() is not None:
+        raise ValueError(
+            f"reduce_dtype and compress={compress} both set the wire format of gradients: pass one of them"
+        )
+    ignored = {each if isinstance(each, str) else id(each) for each in given.ignored_params}
+    members = [p for name, p in module.named_parameters() if id(p) not in ignored and name not in ignored]
+    group = host_group(
+        resolve_group(given.process_group, given.device_mesh, trains=True), given.timeout_s, given.warn_after_s
+    )
+    ranks = ModelRanks.beside(members, group)
     _agree_on_optimizer(group, ranks, module, optimizer, zero, partition, offload, clip_grad_norm)
     wrapped = DistributedDataParallel(module, mixed_precision=mixed_precision, _options=given)
     if optimizer is None:
@@ -174,34 +180,24 @@ def shard_optimizer(
 ) -> torch.optim.Optimizer:
     """Return the sliced optimizer for a module wrapped with zero >= 1 or by fully_shard. Collective.
 
-    Raises
-    ------
-    Error
-        If the module is not wrapped with zero >= 1.
-    ValueError
-        If the optimizer holds a parameter of another module, or is not known to be elementwise (see `partition`).
+    Raises Error for a module at zero=0, ValueError if the optimizer holds a parameter of another module, or is not
+    known to be elementwise (see `partition`).
     """
     engine = needed_engine("shard_optimizer", module)
     if not engine.options.zero:
         raise Error(
             "shard_optimizer needs a module that was wrapped with zero >= 1, got zero=0: use the optimizer as it is"
         )
+    return _step_for(engine, optimizer, partition)
+
+
+def _step_for(engine: Engine, optimizer: torch.optim.Optimizer, partition: str) -> torch.optim.Optimizer:
+    """Return the optimizer that steps on the module of an engine. Collective."""
+    zero, replica = engine.options.zero, engine.replica
     _agree_on_optimizer(
-        *(engine.replica.group, engine.replica.model_ranks, engine.module, optimizer),
-        *(engine.options.zero, partition, engine.options.offload),
+        replica.group, replica.model_ranks, engine.module, optimizer, zero, partition, engine.options.offload
     )
-    return _shard(engine, optimizer, partition)
-
-
-def _group_of(module: torch.nn.Module, options: Options) -> HostGroup:
-    """Return the communicator that the module's wrapper will have."""
-    group = resolve_group(options.process_group, options.device_mesh, trains=True)
-    return host_group(group, options.timeout_s, options.warn_after_s)
-
-
-def _taking_part(module: torch.nn.Module, options: Options) -> list[torch.Tensor]:
-    ignored = {each if isinstance(each, str) else id(each) for each in options.ignored_params}
-    return [p for name, p in module.named_parameters() if id(p) not in ignored and name not in ignored]
+    return (_shard if zero else _keep)(engine, optimizer, partition)
 
 
 def _agree_on_optimizer(
@@ -214,10 +210,7 @@ def _agree_on_optimizer(
     offload: Any,
     clip_grad_norm: float | None = None,
 ) -> None:
-    """Raise for an optimizer that cannot step on the module, or that differs between ranks. Collective.
-
-    The message is the same on every rank, also over the mesh of the module's DTensors.
-    """
+    """Raise the same on all ranks for an optimizer that cannot step on the module, or differs. Collective."""
     names, label = {id(parameter): name for name, parameter in module.named_parameters()}, type(module).__name__
 
     def rows() -> list[Row]:
@@ -239,12 +232,8 @@ def _not_an_optimizer(given: Any) -> str:
     """Return what `given` is, and the call that makes an optimizer of it."""
     if isinstance(given, type) and issubclass(given, torch.optim.Optimizer):
         return f"the class {given.__name__}: make the optimizer first, {given.__name__}(module.parameters())"
-    is_stage = isinstance(given, (int, str, Mapping))
-    remedy = (
-        "pass options by name, such as zero=2"
-        if is_stage
-        else "make one of these parameters, as in torch.optim.AdamW(module.parameters())"
-    )
+    remedy = "make one of these parameters, as in torch.optim.AdamW(module.parameters())"
+    remedy = "pass options by name, such as zero=2" if isinstance(given, (int, str, Mapping)) else remedy
     return f"{type(given).__name__}: {remedy}"
 
 
@@ -257,7 +246,8 @@ def _shard(engine: Engine, optimizer: torch.optim.Optimizer, partition: str) -> 
 
 
 def _check_offload(module: torch.nn.Module, offload: Any, optimizer: torch.optim.Optimizer | None, zero: int) -> None:
-    if offload_folder(offload) is None and not (offload == "cpu" and _is_on_gpu(module)):
+    is_on_gpu = any(map(cuda.runtime.holds, module.parameters()))
+    if offload_folder(offload) is None and not (offload == "cpu" and is_on_gpu):
         return
     if not (optimizer is not None and has_own_masters(optimizer)):
         got = "none" if optimizer is None else f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
@@ -281,18 +271,13 @@ def _check_dtensors(module: torch.nn.Module, optimizer: torch.optim.Optimizer, z
         )
 
 
-def _is_on_gpu(module: torch.nn.Module) -> bool:
-    return any(cuda.runtime.holds(p) for p in module.parameters())
-
-
 def _keep_state(engine: Engine, optimizer: Any, inner: Any) -> None:
     """Move the state of `inner`, which steps for `optimizer`, to where offload= says. Collective if it moves."""
     folder, replica = offload_folder(engine.options.offload), engine.replica
     earlier = getattr(inner, "store", None)
     in_file = getattr(earlier, "file", None) is not None  # an earlier wrapper put the state into a file
-    moves = not replica.backend.capabilities.state_is_there and (
-        engine.options.offload is not None or earlier is not None
-    )
+    is_asked = engine.options.offload is not None or earlier is not None
+    moves = is_asked and not replica.backend.capabilities.state_is_there
     if folder is None and not moves and not in_file:
         if earlier is not None:  # the module has left its GPU; its state stays on the host
             inner.keep_in(None)
@@ -305,7 +290,7 @@ def _keep_state(engine: Engine, optimizer: Any, inner: Any) -> None:
         if in_file:
             store = earlier
         elif folder is not None:
-            nbytes = _state_bytes(replica, optimizer, inner, rounded_bytes)
+            nbytes = _state_bytes(replica, optimizer, inner, in_file=True)
             store = make_store(replica.group, folder, replica.label, nbytes)
         else:
             store = StateStore(None, replica.label, _state_bytes(replica, optimizer, inner))
@@ -322,33 +307,26 @@ def _keep_state(engine: Engine, optimizer: Any, inner: Any) -> None:
     replica.stores.add(store)
 
 
-def _exact_bytes(numel: int, dtype: torch.dtype) -> int:
-    return numel * dtype.itemsize
-
-
-def _state_bytes(
-    replica: Replica, optimizer: Any, inner: Any, nbytes_of: Callable[[int, torch.dtype], int] = _exact_bytes
-) -> int:
-    """Return the bytes of state of `inner` after a step on each parameter that trains."""
+def _state_bytes(replica: Replica, optimizer: Any, inner: Any, *, in_file: bool = False) -> int:
+    """Return the bytes of state of `inner` after a step on each parameter that trains; a file has whole pages."""
     nbytes = 0
     for group in optimizer.param_groups:
         for p in group["params"]:
             piece = optimizer.piece_of(p) if replica.zero else p
             if piece is not None and p.requires_grad:
-                nbytes += sum(nbytes_of(piece.numel(), dtype) for dtype in inner.state_dtypes(piece, group))
+                for dtype in inner.state_dtypes(piece, group):
+                    numel = piece.numel()
+                    nbytes += rounded_bytes(numel, dtype) if in_file else numel * dtype.itemsize
     return nbytes
 
 
 def keep_optimizer(wrapped: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return the optimizer that steps at zero=0. Collective.
 
-    This is the optimizer itself. If parameters are low-precision, the optimizer keeps no masters and no policy forbids
-    them, it is an optimizer on float32 masters. At zero >= 1 the same holds for slices. Its state is stored where
-    offload= says.
+    This is the optimizer itself, or one on float32 masters for low-precision parameters whose masters nothing keeps
+    yet. Its state is stored where offload= says.
     """
-    engine, replica = wrapped._engine, wrapped._engine.replica
-    _agree_on_optimizer(replica.group, replica.model_ranks, engine.module, optimizer, 0, "", engine.options.offload)
-    return _keep(engine, optimizer)
+    return _step_for(wrapped._engine, optimizer, "")
 
 
 def _keep(engine: Engine, optimizer: torch.optim.Optimizer, _: str = "") -> torch.optim.Optimizer:
@@ -370,12 +348,10 @@ def _without_master(engine: Engine) -> list[torch.Tensor]:
 
 @on_every_rank("sw.full_optimizer_state_dict()")
 def full_optimizer_state_dict(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return a copy of the optimizer's whole state in torch's format, on every rank, at any stage. Collective at
-    zero >= 1."""
+    """Return a copy of the optimizer's whole state in torch's format, on every rank. Collective at zero >= 1."""
     if isinstance(optimizer, ShardedOptimizer):
         return optimizer.full_state_dict()
-    made: dict[str, Any] = _copied(optimizer.state_dict(), {})
-    return made
+    return _copied(optimizer.state_dict(), {})
 
 
 @on_every_rank("sw.full_gradients()")
@@ -395,13 +371,8 @@ def average_gradients(module: torch.nn.Module) -> None:
 
     Each rank contributes the `.grad` of every parameter that has one; afterwards `.grad` is the mean, as after a
     synchronised backward. Use it for gradients of torch.autograd.grad that are set by hand, and for pipelines that add
-    to weight.grad without running hooks (zero-bubble schedules). Their forwards may run inside or outside no_sync();
-    call this once before the step. A gradient that is already averaged is averaged again.
-
-    Raises
-    ------
-    Error
-        If the module is not wrapped, or a backward runs.
+    to weight.grad without running hooks (zero-bubble schedules): call it once before the step. A gradient that is
+    already averaged is averaged again. Raises Error if the module is not wrapped, or a backward runs.
     """
     for replica in needed_engine("average_gradients", module).replicas:
         replica.average_gradients()
@@ -416,8 +387,7 @@ def full_parameters(
     Parameters
     ----------
     module : Module, Parameter or iterable of Parameter
-        A wrapped module, at any stage; or parameters of wrapped modules. Then all parameters of their modules are
-        whole.
+        A wrapped module, at any stage; or parameters, of whose modules all parameters are then whole.
     writable : bool
         True to allow writes. Each rank writes to its own copy; afterwards all ranks have rank 0's values.
     """
@@ -509,8 +479,8 @@ def load_full_state_dict(
     Raises
     ------
     Error
-        For names on one side only, or another shape. Every rank raises the same message. As with torch's
-        load_state_dict, matching tensors are loaded anyway.
+        For names on one side only, or another shape, alike on all ranks. As in torch, matching tensors are loaded
+        anyway.
 
     Notes
     -----
@@ -522,9 +492,9 @@ def load_full_state_dict(
     with full_parameters(module, writable=True):
         loads = any(replica.group.rank == 0 for replica in replicas)
         also = " and on the first rank of each group" if len(replicas) > 1 else ""
-        verdict = _load_state(bare, state, strict, also) if loads else ("", [], [])
-        said = gather_values(group.comm, lambda: verdict, label)
-        failure, missing, unexpected = next((each for each in said if each[0]), said[0])
+        result = _load_state(bare, state, strict, also) if loads else ("", [], [])
+        results = gather_values(group.comm, lambda: result, label)
+        failure, missing, unexpected = next((each for each in results if each[0]), results[0])
         known = {id(p) for replica in replicas for p in replica.table.module_parameters}
         tensors = {n: v for n, v in bare.state_dict(keep_vars=True).items() if isinstance(v, torch.Tensor)}
         others = {n: v for n, v in tensors.items() if id(v) not in known}  # buffers, and ignored parameters
@@ -546,21 +516,14 @@ def load_full_state_dict(
 def _load_state(bare: torch.nn.Module, state: Any, strict: bool, also: str) -> tuple[str, list[str], list[str]]:
     """Return (the errors, names that `state` lacks, names that the module lacks)."""
     if not isinstance(state, Mapping):
-        return (
-            f"state must be a mapping of names to tensors on rank 0{also}, got {type(state).__name__}",
-            [],
-            [],
-        )
+        return f"state must be a mapping of names to tensors on rank 0{also}, got {type(state).__name__}", [], []
     try:
         found = bare.load_state_dict(as_dtensors(state, bare.state_dict(keep_vars=True)), strict=False)
     except Exception as error:  # any error must be reported: the peers wait for the answer
         return str(error) or type(error).__name__, [], []
     missing, unexpected = list(found.missing_keys), list(found.unexpected_keys)
-    sentences = [
-        f"{what} {', '.join(map(repr, names))}"
-        for what, names in (("the state lacks", missing), ("the module lacks", unexpected))
-        if strict and names
-    ]
+    lacks = (("the state lacks", missing), ("the module lacks", unexpected)) if strict else ()
+    sentences = [f"{what} {', '.join(map(repr, names))}" for what, names in lacks if names]
     return "; ".join(sentences), missing, unexpected
 
 
@@ -582,10 +545,3 @@ def unwrap(module: torch.nn.Module) -> torch.nn.Module:
     """Return the user's module from a wrapper, or from torch.compile(wrapper); return a bare module unchanged."""
     inner = original_of(module)
     return inner.module if isinstance(inner, TorchDDP) else module
-
-
-def _check_travels(plan: PrecisionPlan, compress: Any) -> None:
-    if compress is not None and plan.compressor() is not None:
-        raise ValueError(
-            f"reduce_dtype and compress={compress} both set the wire format of gradients: pass one of them"
-        )

@@ -1,9 +1,8 @@
 """Fault injection in a rank of `shardwright chaos`: the plan, and the agent that executes it and reports.
 
-The runner (cli/chaos.py) starts the command with VARIABLE set to a folder with the plan and a socket, and names this
-module to Checkpointers as an observer. The first Checkpointer of each rank makes an agent. save() and restore() tell
-the agent which step runs, so "rank 1 in step 7" is the same moment in each run. A fault happens once, even if a restart
-repeats its step.
+The runner (cli/chaos.py) names this module to Checkpointers as an observer, and VARIABLE names a folder with the plan
+and a socket. save() and restore() give the step: "rank 1 in step 7" is the same moment in each run. A fault happens
+once, even if a restart repeats its step.
 """
 
 from __future__ import annotations
@@ -25,20 +24,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from shardwright.options.names import near
-
-__all__ = [
-    "KINDS",
-    "MODULE",
-    "OBSERVERS",
-    "PLAN_NAME",
-    "SOCKET_NAME",
-    "VARIABLE",
-    "Fault",
-    "Plan",
-    "mark_of",
-    "observer_of",
-    "read_plan",
-]
 
 VARIABLE = "SHARDWRIGHT_CHAOS"
 #: a Checkpointer takes observers from the modules that this variable names
@@ -62,22 +47,11 @@ SOCKET_NAME, PLAN_NAME = "socket", "plan.json"
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """One fault.
-
-    Attributes
-    ----------
-    kind : str
-    rank, step : int
-    seconds : float
-    at : float
-        For kill and stop: the moment inside the step, in [0, 1) of the duration of the previous step.
-    """
-
     kind: str
     rank: int
     step: int
     seconds: float = 1.0
-    at: float = 0.0
+    at: float = 0.0  # of kill and stop: when in the step, in [0, 1) of the duration of the previous step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,13 +66,7 @@ class Plan:
 
 
 def read_plan(path: str) -> Plan:
-    """Read a plan, .toml or .json.
-
-    Raises
-    ------
-    ValueError
-        One sentence with the path: missing file, other format, unknown fault or key, or value out of range.
-    """
+    """Read a plan, .toml or .json. Raises ValueError, one sentence with the path and the fault."""
     try:
         with open(path, "rb") as file:
             data = file.read().decode()
@@ -193,9 +161,6 @@ def mark_of(folder: str, number: int) -> str:
     return os.path.join(folder, f"fired-{number}")
 
 
-# in a rank ----------------------------------------------------------------------------------------------------------
-
-
 @functools.cache
 def _agent(folder: str, pid: int) -> Agent:
     return Agent(folder)
@@ -228,7 +193,7 @@ class Agent:
         self._limited = 0
         self._model: Any = lambda: None
         self._timers: list[tuple[threading.Timer, int, Fault]] = []  # timers of this step
-        self.tell("start", attempt=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        self.report("start", attempt=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         register_optimizer_step_pre_hook(self._before_step)
         self._stepped = -1
         sys.excepthook = functools.partial(self._failed, sys.excepthook)
@@ -237,14 +202,14 @@ class Agent:
         """Choose the model; on_close() reports the digest of its parameters."""
         self._model = weakref.ref(model)
 
-    def tell(self, event: str, **facts: Any) -> None:
+    def report(self, event: str, **facts: Any) -> None:
         message = {"event": event, "rank": self._rank, "pid": os.getpid(), "time": time.time(), **facts}
         with contextlib.suppress(OSError):  # the runner has ended
             self._socket.sendto(json.dumps(message).encode(), os.path.join(self._folder, SOCKET_NAME))
 
     def on_restore(self, step: int) -> None:
         """Report a restore; the next step is `step`."""
-        self.tell("restored", step=step)
+        self.report("restored", step=step)
         self._begin(step)
 
     def on_save(self, step: int) -> None:
@@ -252,7 +217,7 @@ class Agent:
         for timer, number, fault in self._timers:  # the step was shorter than the previous one: fire now
             timer.cancel()
             self._signal(number, fault)
-        self.tell("step", step=step)
+        self.report("step", step=step)
         self._limit_disk(step)
         self._began_ns, self._took_ns = time.monotonic_ns(), time.monotonic_ns() - self._began_ns
         self._begin(step + 1)
@@ -286,7 +251,7 @@ class Agent:
 
     def _fire(self, number: int, fault: Fault) -> None:
         os.mkdir(mark_of(self._folder, number))
-        self.tell("fault", number=number, step=self._step, kind=fault.kind, seconds=fault.seconds)
+        self.report("fault", number=number, step=self._step, kind=fault.kind, seconds=fault.seconds)
 
     def _signal(self, number: int, fault: Fault) -> None:
         try:
@@ -298,7 +263,7 @@ class Agent:
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if self._stepped != self._step:
             self._stepped = self._step
-            self.tell("stepping", step=self._step)
+            self.report("stepping", step=self._step)
         for number, fault in self._due("slow", "raise", "flip", "cut"):
             self._fire(number, fault)
             if fault.kind == "slow":
@@ -309,7 +274,7 @@ class Agent:
                 _flip(optimizer, fault.at)
 
     def _failed(self, before: Any, kind: Any, error: BaseException, trace: Any) -> None:
-        self.tell("error", message=f"{kind.__name__}: {error}"[:2000])
+        self.report("error", message=f"{kind.__name__}: {error}"[:2000])
         before(kind, error, trace)
 
     def on_close(self) -> None:
@@ -321,10 +286,8 @@ class Agent:
         model = self._model()
         engine = engine_of(model)
         if engine is not None and engine.made:
-            with contextlib.suppress(
-                Error
-            ):  # ranks that failed; those that have ended already have published their slices
-                self.tell("end", step=self._step, digest=digests(engine.made[0]))
+            with contextlib.suppress(Error):  # ranks that failed; those that ended have published their slices
+                self.report("end", step=self._step, digest=digests(engine.made[0]))
 
 
 def _flip(optimizer: Any, at: float) -> None:

@@ -1,8 +1,4 @@
-"""The seam between training and the memory that it trains in: one protocol, HostBackend and CudaBackend.
-
-A module's backend makes its parameters, gradients and exchanges. Code above never asks which backend it has; real
-differences are named in Capabilities.
-"""
+"""The protocol of the memory that training uses; HostBackend and CudaBackend have it. Differences are Capabilities."""
 
 from __future__ import annotations
 
@@ -26,52 +22,39 @@ if TYPE_CHECKING:
 
 
 class Capabilities(NamedTuple):
-    """Differences between backends, each with a name.
+    """Differences between backends, each with a name."""
 
-    Attributes
-    ----------
-    one_copy : bool
-        At zero=3 the ranks of a host can map one copy of the parameters. Else each rank has its own, in units.
-    free_unit_order : bool
-        A rank gathers a unit without the others. Else ranks run the same units in the same order.
-    tells_standing : bool
-        A contribution travels with its standing mean. Else joined ranks are told of standing means as a round opens.
-    sends_beside_backward : bool
-        Compressed buckets can cross to other hosts while the backward goes on.
-    rank_order_only : bool
-        The mean is always the fold in rank order.
-    state_is_there : bool
-        offload="cpu" has no effect: optimizer state is in the host's memory already.
-    publishes_behind : bool
-        Buckets.publish() returns before the slices have arrived, and readers wait for them (Buckets.settle).
-    """
-
+    #: at zero=3 the ranks of a host can map one copy of the parameters; else each has its own, in units
     one_copy: bool
+    #: a rank gathers a unit without the others; else ranks run the same units in the same order
     free_unit_order: bool
+    #: a contribution travels with its standing mean; else joined ranks get standing means as a round opens
     tells_standing: bool
+    #: compressed buckets can cross to other hosts while the backward goes on
     sends_beside_backward: bool
+    #: the mean is always the fold in rank order
     rank_order_only: bool
+    #: offload="cpu" has no effect: optimizer state is in the host's memory already
     state_is_there: bool
+    #: Buckets.publish() returns before the slices have arrived, and readers wait for them (Buckets.settle)
     publishes_behind: bool
 
 
 class Request(NamedTuple):
-    """A wrapper's request to a backend.
-
-    `plans`: of units, if parameters are released. `forwards`: units whose forwards wait for their own parameters after a
-    step, if the backend publishes behind it. `compute_dtypes`: the 16-bit dtypes in which modules compute with wider
-    parameters, by number.
-    """
+    """A wrapper's request to a backend."""
 
     table: ParameterTable
     options: Options
     zero: int
     slicing: Slicing
     label: str
+    #: units, if parameters are released
     plans: Sequence[UnitPlan] | None = None
     compress: Compressor | None = None
     sends_early: bool = True
+    #: the 16-bit dtypes in which modules compute with wider parameters, by number
     compute_dtypes: Mapping[int, torch.dtype] = MappingProxyType({})
+    #: units whose forwards wait for their own parameters after a step, if the backend publishes behind it
     forwards: Sequence[UnitPlan] = ()
 
 
@@ -89,8 +72,9 @@ class Buckets(Protocol):
         """Return a tensor of the shape of `like` at element `begin` with a storage of its own; None without memory."""
 
     def publish(self, buckets: Collection[int], failed: bool | None, owned: Any) -> list[int] | None:
-        """Gather the buckets from all ranks' slices. Return which ranks passed `failed`, None if the gather does not
-        carry that. `owned(rank)`: ranges of that rank's slices, to broadcast if there is no memory.
+        """Gather the buckets from all ranks' slices. Return which ranks passed `failed`; None if the gather cannot say.
+
+        `owned(rank)`: ranges of that rank's slices, to broadcast if there is no memory.
         """
 
     def settle(self) -> None:
@@ -112,6 +96,9 @@ class Backend(Protocol):
 
     capabilities: Capabilities
     group: HostGroup
+
+    def __init__(self, group: HostGroup, request: Request) -> None:
+        """Make the backend. Collective."""
 
     @property
     def link(self) -> DeviceLink | None: ...
@@ -146,15 +133,3 @@ class Backend(Protocol):
 
     def abort(self, reason: str) -> None:
         """End the communicators with a reason that every rank reports."""
-
-
-class BackendClass(Protocol):
-    """A backend class: its capabilities are known, and a request can be checked, before an instance exists."""
-
-    @property
-    def capabilities(self) -> Capabilities: ...
-
-    def check_request(self, module: torch.nn.Module, request: Request, group: HostGroup) -> None: ...
-
-    def __call__(self, group: HostGroup, request: Request) -> Backend:
-        """Make the backend. Collective."""

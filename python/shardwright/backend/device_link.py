@@ -1,14 +1,14 @@
 """The link of a rank's GPU to those of its peers.
 
 All modules wrapped over one group and GPU share one DeviceLink: a communicator and one stream for it. The communicator
-is our own in the NCCL that torch has loaded, or slots in memory of the host (see backend/transport.py). NCCL's unique
-id travels over the group's host communicator. There ranks also report why they cannot use their GPU, before any rank
-waits.
+is our own in the NCCL that torch has loaded, or slots in memory of the host (see backend/transport.py). Over the host's
+communicator ranks also report why they cannot use their GPU, before any rank waits.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 import weakref
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from .._engine import DeviceComm, Error, device_tensor, nccl_unique_id, norm_value, slot_part_bytes
+from .._engine import DeviceComm, Error, device_tensor, nccl_unique_id, slot_part_bytes
 from ..comm.agreement import gather_values
 from ..comm.process_group import HostGroup, comm_error
 from ..layout.memory import check_sendable
@@ -25,8 +25,8 @@ from ..layout.views import as_real, dense_strides, dtype_name
 from ..torch_compat import cuda
 from ..torch_compat.engine_storage import engine_tensor
 from . import transport as device_transport
-from .lender import Lender
 
+_logger = logging.getLogger("shardwright")
 _WATCH_PERIOD_S = 0.1
 #: seconds for which a failure waits until its communicators have ended, before it is raised: other communicators'
 #: kernels may delay that
@@ -55,13 +55,69 @@ def _ranges_of(tensors: Iterable[torch.Tensor]) -> tuple[list[torch.Tensor], lis
     return copies, ranges
 
 
-def _tell(group: HostGroup, make: Callable[[], Any], what: str) -> list[Any]:
+def _gather(group: HostGroup, make: Callable[[], Any], what: str) -> list[Any]:
     """Return each rank's result of `make`, plain values; raise on all ranks if it fails on one. Collective."""
     return gather_values(
         *(group.comm, make, what),
         refusals=(Exception,),  # any error: the peers must not wait for this rank
         retell=lambda rank, sentence: NotImplementedError(f"rank {rank} cannot use its GPU: {sentence}"),
     )
+
+
+class Lender:
+    """A torch process group that lends its communicator, at `address`, for one GPU (`communicator="borrow"`).
+
+    torch still owns it: the engine neither destroys nor aborts it, but calls torch's `abort()`, which releases threads
+    that wait in its kernels. Forwards and the watching thread check whether torch has ended it. NotImplementedError if
+    there is none.
+    """
+
+    def __init__(self, runtime: Any, group: Any, ordinal: int) -> None:
+        self._runtime, self._ordinal = runtime, ordinal
+        self._backend = _backend_of(runtime, group)
+        self.address = self._ask()
+        if not self.address:
+            raise NotImplementedError(
+                "communicator='borrow': torch has made no NCCL communicator for this GPU yet: pass device_id= to init_process_group, or run one "
+                "collective of GPU tensors over the group, on every rank, before wrapping"
+            )
+
+    def _ask(self) -> int:
+        """Return the address of torch's communicator; 0 if it does not exist or has ended."""
+        with contextlib.suppress(RuntimeError):
+            return self._runtime.communicator(self._backend, self._ordinal)
+        return 0
+
+    @property
+    def has_ended(self) -> bool:
+        """Return True if torch has ended or replaced the communicator."""
+        return self._ask() != self.address
+
+    def abort(self) -> None:
+        """Abort all communicators of the group through torch. torch's log repeats the known failure."""
+        try:
+            self._backend.abort()
+        except Exception as error:
+            _logger.warning("torch's abort of the borrowed communicator: %s", str(error))
+
+
+def _backend_of(runtime: Any, group: Any) -> Any:
+    if group is None:
+        raise NotImplementedError(
+            "communicator='borrow' requires torch's process group: call torch.distributed.init_process_group('nccl') before sw.wrap"
+        )
+    try:
+        backend = runtime.backend(group)
+    except RuntimeError as error:
+        what = "communicator='borrow': the process group has no backend for GPUs"
+        raise NotImplementedError(f"{what}: {error}") from error
+    missing = [name for name in ("_comm_ptr", "abort") if not hasattr(backend, name)]
+    if missing:
+        raise NotImplementedError(
+            f"communicator='borrow': the process group's backend for GPUs is {type(backend).__name__}, which has no {missing[0]}(): "
+            "the ProcessGroupNCCL of a newer torch has"
+        )
+    return backend
 
 
 class DeviceLink:
@@ -83,11 +139,10 @@ class DeviceLink:
         beside: bool = False,
     ) -> None:
         self._main = main
-        # links whose main link is this one; a tuple, since the watching thread iterates over it while the program's
-        # thread adds one
+        # links whose main link is this one; a tuple, which the watching thread reads while another thread adds one
         self._rows: tuple[weakref.ref[DeviceLink], ...] = ()
         self._lender: Lender | None = None
-        self._telling = threading.Lock()
+        self._aborting = threading.Lock()
         self._was_left = False
         self._measured: list[torch.Tensor] = []  # copies that the last clip()'s kernels still read
         self._failure: str | None = None
@@ -104,7 +159,7 @@ class DeviceLink:
             self.comm = cuda.open_gpu(ordinal, libraries, self.host, main.comm if main and beside else None)
             return device_transport.offer_of(self.comm)
 
-        offers = _tell(group, open_own, "opening the GPUs")
+        offers = _gather(group, open_own, "opening the GPUs")
         chosen, self.transport_reason = device_transport.choose_transport(offers, group.host_of, borrows)
         if borrows:
 
@@ -113,13 +168,13 @@ class DeviceLink:
                 self.comm.borrow(lender.address, self.rank, self.world_size, timeout_s)
                 self._lender = lender
 
-            _tell(group, borrow, "borrowing torch's communicator of the GPUs")
+            _gather(group, borrow, "borrowing torch's communicator of the GPUs")
         elif chosen == "nccl":
 
             def make_id() -> str:
                 return nccl_unique_id(libraries.get("libnccl")).hex() if self.rank == 0 else ""
 
-            ids = _tell(group, make_id, "the identifier of the GPUs' communicator")
+            ids = _gather(group, make_id, "the identifier of the GPUs' communicator")
             self.comm.connect(bytes.fromhex(ids[row[0]]), self.rank, self.world_size, timeout_s)
         else:
             slot_bytes = device_transport.SLOT_BYTES
@@ -129,7 +184,8 @@ class DeviceLink:
         if cuda.runtime.watches:
             self.comm.start_watch()
             if borrows:
-                _LenderWatch(self).start()
+                watch = threading.Thread(target=_watch_lender, args=(weakref.ref(self),), daemon=True)
+                watch.start()
 
     def refuse_capture(self, what: str) -> None:
         """Raise NotImplementedError, naming `what`, where torch's stream is being captured into a CUDA graph."""
@@ -142,7 +198,7 @@ class DeviceLink:
 
     def check(self) -> None:
         """Raise the error that has ended the communicator, if there is one. There is no driver call otherwise."""
-        self._look_at_lender()
+        self._check_lender()
         if self._main is not None:
             if not self._main.comm.is_alive:
                 self._failure = self._failure or self._main._failure or self.host.end_reason
@@ -152,7 +208,7 @@ class DeviceLink:
         elif self._rows and any(row.comm.has_failed for row in self._live_rows()):
             self._end(self._failure or self.host.end_reason or _OTHER_FAILED)
         if not self.comm.is_alive:
-            self._tell_lender()
+            self._abort_lender()
             if self._was_left:  # the group's other ranks get the error, and the next wrap makes new links
                 self.fail(self._failure or "")
             self.comm.watch()
@@ -165,23 +221,23 @@ class DeviceLink:
     def _live_rows(self) -> list[DeviceLink]:
         return [row for row in (each() for each in self._rows) if row is not None]
 
-    def _look_at_lender(self) -> None:
+    def _check_lender(self) -> None:
         """Drop a communicator that torch has ended; the next operation raises, since programs end groups at exit."""
         if self._lender is not None and self._lender.has_ended:
             self._lender, self._was_left = None, True
             self._failure = self._failure or "torch has ended the communicator that was borrowed from its process group"
             self.comm.abort(self._failure)
 
-    def _tell_lender(self) -> None:
+    def _abort_lender(self) -> None:
         """End torch's communicator through torch after ours failed, or wait for a thread that does so already."""
-        if not self._telling.acquire(timeout=_ENDING_S):
+        if not self._aborting.acquire(timeout=_ENDING_S):
             return
         try:
             if self._lender is not None and not self.comm.is_alive:
                 lender, self._lender = self._lender, None
                 lender.abort()
         finally:
-            self._telling.release()
+            self._aborting.release()
 
     def fail(self, reason: str) -> None:
         """End the communicators: peers that wait for this rank on the GPU or the host get the reason."""
@@ -201,14 +257,10 @@ class DeviceLink:
         deadline = time.monotonic() + _ENDING_S
         for link, ender in zip(family, enders):
             ender.join(max(0.0, deadline - time.monotonic()))
-            link._tell_lender()
+            link._abort_lender()
 
     def broadcast(self, tensors: Sequence[torch.Tensor], root: int) -> None:
-        """Broadcast the values of `root` to all ranks. Tensors may differ in strides; version counters do not change.
-
-        Enqueued in the order of torch's current stream. Cost: the bytes of `tensors`, once; tensors that are not
-        contiguous go through a copy.
-        """
+        """Broadcast `root`'s values on torch's current stream. Strides may differ; version counters do not change."""
         check_sendable(tensors, "a broadcast")
         plain = [tensor.data for tensor in tensors if tensor.numel()]
         if not plain or self.world_size == 1:
@@ -220,10 +272,6 @@ class DeviceLink:
             if copy is not tensor:
                 tensor.copy_(copy)
 
-    def norm(self, gradients: Iterable[torch.Tensor]) -> float:
-        """Return the exact 2-norm of all tensors together: the number that the host would compute. See norm_sum."""
-        return norm_value([self.norm_sum(gradients)])
-
     def norm_sum(self, gradients: Iterable[torch.Tensor]) -> bytes:
         """Return the exact sum of squares, like norm_sum(). The host waits for it."""
         _copies, ranges = _ranges_of(gradients)
@@ -232,11 +280,7 @@ class DeviceLink:
     def clip(
         self, gradients: Iterable[torch.Tensor], max_norm: float, result: torch.Tensor, *, is_sliced: bool
     ) -> None:
-        """Write the exact 2-norm of all tensors, and the factor that clips it, to the two elements of `result`.
-
-        With `is_sliced` the norm is over the tensors of all ranks; collective then. Runs on torch's current stream: the
-        host does not wait.
-        """
+        """Write the exact 2-norm of all tensors and the factor that clips it to `result`; `is_sliced`: collective."""
         self._measured, ranges = _ranges_of(gradients)
         self.comm.clip(ranges, max_norm, is_sliced, result.data_ptr(), self.current_stream())
 
@@ -256,27 +300,18 @@ class DeviceLink:
         self.comm.close()
 
 
-class _LenderWatch(threading.Thread):
-    """A watch over a link whose communicator is torch's: only torch may end it, which releases its kernels.
-
-    The engine's own thread (csrc/comm/device_watch.h) sees a peer that fails or is late, as for every link.
-    """
-
-    def __init__(self, link: DeviceLink) -> None:
-        super().__init__(name="shardwright-gpu-lender", daemon=True)
-        self._link = weakref.ref(link)
-        self._pause = threading.Event()
-
-    def run(self) -> None:
-        while not self._pause.wait(_WATCH_PERIOD_S):
-            link = self._link()
-            if link is None:
-                return
-            link._look_at_lender()
-            if not link.comm.is_alive:
-                link._tell_lender()
-                return
-            del link
+def _watch_lender(reference: weakref.ref[DeviceLink]) -> None:
+    """Watch a link whose communicator is torch's: only torch may end it, which releases its kernels."""
+    while True:
+        time.sleep(_WATCH_PERIOD_S)
+        link = reference()
+        if link is None:
+            return
+        link._check_lender()
+        if not link.comm.is_alive:
+            link._abort_lender()
+            return
+        del link
 
 
 def device_link(

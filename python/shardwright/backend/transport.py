@@ -52,8 +52,11 @@ def choose_transport(
             raise ValueError(
                 f"{VARIABLE} must be equal on all ranks: rank 0 has {wanted!r}, rank {rank} {offer['wanted']!r}"
             )
-    if borrows:
-        return _judge_borrowing(offers)
+    if borrows:  # ranks may share a GPU
+        why = f"{VARIABLE}={wanted} asks for slots" if wanted in ("shm", "ipc") else _missing_nccl(offers)
+        if why:
+            raise NotImplementedError(f"communicator='borrow' needs NCCL, but {why}")
+        return "nccl", ""
     host_count = len(set(host_of))
     if wanted in ("shm", "ipc"):
         if host_count > 1:
@@ -69,15 +72,6 @@ def choose_transport(
     raise NotImplementedError(why)
 
 
-def _judge_borrowing(offers: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
-    """Return NCCL, or raise if torch's communicator does not exist. Ranks may share a GPU."""
-    wanted = offers[0]["wanted"]
-    why = f"{VARIABLE}={wanted} asks for slots" if wanted in ("shm", "ipc") else _missing_nccl(offers)
-    if why:
-        raise NotImplementedError(f"communicator='borrow' needs NCCL, but {why}")
-    return "nccl", ""
-
-
 def _missing_nccl(offers: Sequence[Mapping[str, Any]]) -> str:
     for rank, offer in enumerate(offers):
         if offer["nccl_missing"]:
@@ -86,8 +80,7 @@ def _missing_nccl(offers: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _why_not_nccl(offers: Sequence[Mapping[str, Any]], host_of: Sequence[int]) -> str:
-    missing = _missing_nccl(offers)
-    if missing:
+    if missing := _missing_nccl(offers):
         return missing
     if all(tuple(offer["nccl"]) >= _NCCL_SHARES and offer["nccl_shares"] for offer in offers):
         return ""

@@ -22,19 +22,13 @@ class BlockState(CompressionState):
         None: the default group.
     bits : {8, 4}
     block : int
-        Elements that share a scale: a multiple of 32 in [32, 4096].
+        Elements that share a scale: a multiple of 32 in [32, 4096]. ValueError for others, as for bits.
     error_feedback : bool
         Add the rounding error of a step to the next step, on the rank where it arose. The owner of a slice also takes
-        the rounding error of the mean, times W. The sum over steps of applied means plus the ranks' mean error is
-        therefore the sum of the mean gradients. Costs a float32 an element. A bucket with a value that is not finite
-        leaves the error unchanged.
+        the rounding error of the mean, times W: the sum over steps of applied means plus the ranks' mean error is that
+        of the mean gradients. Costs a float32 an element. A value that is not finite leaves a bucket's error unchanged.
     named_parameters : iterable of (str, Parameter), optional
         Names for state_dict().
-
-    Raises
-    ------
-        If bits or block are out of range.
-        bits or block out of range.
     """
 
     def __init__(
@@ -47,11 +41,8 @@ class BlockState(CompressionState):
     ) -> None:
         self.kind = f"int{bits}"
         self._record_bytes = block_record_bytes(block, bits)
-        self.bits = bits
-        self.block = block
-        self.error_feedback = error_feedback
+        self.bits, self.block, self.error_feedback = bits, block, error_feedback
         self._rest = torch.empty(0, dtype=torch.float32, device="cpu")
-        self._world: torch.Tensor | None = None
         super().__init__(process_group, named_parameters)
 
     def settings(self) -> dict[str, Any]:
@@ -61,7 +52,6 @@ class BlockState(CompressionState):
         return self.error_feedback
 
     def average(self, bucket: Any) -> torch.Tensor:
-        """Average the bucket's buffer in place and return it."""
         buffer = bucket.buffer()
         check_place(self.exchange, buffer)
         flat = buffer if buffer.dtype == torch.float32 else buffer.float()
@@ -71,7 +61,8 @@ class BlockState(CompressionState):
             error = None
             if self.error_feedback:
                 error = self.entry(parameter, {"error": (gradient.numel(),)})[0]["error"]
-            spans.append(_Span(flat, offset, gradient.numel(), first, error))
+            address, of_error = flat.data_ptr() + 4 * offset, 0 if error is None else error.data_ptr()
+            spans.append(_Span(address, offset, gradient.numel(), first, error, of_error))
             first += -(-gradient.numel() // self.block)
         share, keeps_slice = share_of(bucket)
         owners = _owners(spans, first, self.exchange, share, keeps_slice, self.block)
@@ -93,7 +84,9 @@ class BlockState(CompressionState):
             message[(rank * count + owner.end - owner.begin) * size : (rank + 1) * count * size].zero_()
         # The message stays until the next begin(), so decoding may read it as "own".
         pieces, result = exchange.scatter(), exchange.result()
-        rest = self._rest_of(count) if self.error_feedback else None
+        if self.error_feedback and self._rest.numel() < count * self.block:
+            self._rest = torch.empty(count * self.block, dtype=torch.float32, device="cpu")
+        rest = self._rest[: count * self.block] if self.error_feedback else None
         places = [piece.data_ptr() for piece in pieces]
         rest_address = rest.data_ptr() if rest is not None else 0
         block_fold(self.block, self.bits, result.data_ptr(), places, count, 1.0 / exchange.world_size, rest_address)
@@ -102,7 +95,7 @@ class BlockState(CompressionState):
         else:
             keep = self._take_whole(exchange, parts, base, count)
         if keep and rest is not None:
-            owners[exchange.rank].add_rest(rest.mul_(self._factor(exchange.world_size)), self.block)
+            owners[exchange.rank].add_rest(rest.mul_(exchange.world_size), self.block)
 
     def _take_whole(self, exchange: Exchange, parts: list[_Part], base: int, count: int) -> bool:
         """Decode every owner's results. Return True if errors were updated."""
@@ -129,31 +122,16 @@ class BlockState(CompressionState):
                 block_decode(self.block, self.bits, part.address, at, 0, 0, part.numel)
         return keep
 
-    def _factor(self, world_size: int) -> torch.Tensor:
-        if self._world is None:  # cached, because torch would make a tensor of a number at each use
-            self._world = torch.tensor(float(world_size), dtype=torch.float32, device="cpu")
-        return self._world
 
-    def _rest_of(self, count: int) -> torch.Tensor:
-        if self._rest.numel() < count * self.block:
-            self._rest = torch.empty(count * self.block, dtype=torch.float32, device="cpu")
-        return self._rest[: count * self.block]
+class _Span(NamedTuple):
+    """One parameter's run in a bucket: its address and first element, its first record, its error."""
 
-
-class _Span:
-    """One parameter's run in a bucket: its first element, its first record, its error."""
-
-    def __init__(self, flat: torch.Tensor, offset: int, numel: int, first: int, error: torch.Tensor | None) -> None:
-        self.address = flat.data_ptr() + 4 * offset
-        self.offset = offset
-        self.numel = numel
-        self.first = first
-        self.error = error
-        self.error_address = error.data_ptr() if error is not None else 0
-
-    def record_at(self, element: int, block: int) -> int:
-        """Return the first record that begins at or after `element` of the bucket; it may belong to the next span."""
-        return self.first + -(-min(max(element - self.offset, 0), self.numel) // block)
+    address: int
+    offset: int
+    numel: int
+    first: int
+    error: torch.Tensor | None
+    error_address: int
 
 
 class _Part(NamedTuple):
@@ -169,8 +147,8 @@ class _Part(NamedTuple):
 class _Owner:
     """The rank that folds records [begin, end), and owns those from `own` on; the previous rank owns the one before.
 
-    A record belongs to the rank whose slice holds its first element. If ranks keep only their slices, the rank whose
-    slice begins inside a record also folds that record.
+    A record belongs to the rank whose slice holds its first element. With kept slices, the rank whose slice begins
+    inside a record folds it too.
     """
 
     def __init__(self, begin: int, own: int, end: int, spans: list[_Span]) -> None:
@@ -223,10 +201,10 @@ def _owners(
 
 
 def _first_record(spans: list[_Span], element: int, count: int, block: int) -> int:
-    """Return the first record that begins at `element` of the bucket or after it."""
+    """Return the first record that begins at `element` of the bucket or after it; it may be the next span's."""
     for span in spans:
         if element < span.offset + span.numel:
-            return span.record_at(element, block)
+            return span.first + -(-max(element - span.offset, 0) // block)
     return count
 
 

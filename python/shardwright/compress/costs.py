@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-import time
+import timeit
 from collections.abc import Callable
 from typing import Any
 
@@ -46,7 +46,9 @@ def hidden_beside(overlaps: bool, levels: Levels, numel: int, bandwidth: float, 
 
 def measure_bandwidth(group: HostGroup, levels: Levels) -> float:
     """Return the bytes a second that a rank sends in a plain exchange; infinite for one rank. Collective."""
-    plain_s = slowest(group.comm, [_time_plain(levels)])[0]
+    flat = torch.ones(_PROBE_NUMEL, dtype=torch.float32, device="cpu")
+    own_s = _median_of(lambda: levels.average(flat, lambda: average_plain(levels.exchange, flat), "headroom"))
+    plain_s = slowest(group.comm, [own_s])[0]
     return bytes_sent(levels, 4 * _PROBE_NUMEL) / plain_s if group.world_size > 1 else float("inf")
 
 
@@ -70,21 +72,10 @@ def slowest(comm: Any, values: list[float]) -> list[float]:
 
 def _median_of(work: Callable[[], Any]) -> float:
     work()
-    times = []
-    for _ in range(3):
-        start = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
-
-
-def _time_plain(levels: Levels) -> float:
-    flat = torch.ones(_PROBE_NUMEL, dtype=torch.float32, device="cpu")
-    return _median_of(lambda: levels.average(flat, lambda: average_plain(levels.exchange, flat), "headroom"))
+    return statistics.median(timeit.repeat(work, number=1, repeat=3))
 
 
 def bytes_sent(levels: Levels, message_bytes: int) -> int:
-    """Return the bytes that an exchange of `message_bytes` sends."""
     world_size = levels.exchange.world_size
     return 2 * (world_size - 1) * message_bytes // world_size
 

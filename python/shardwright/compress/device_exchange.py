@@ -1,8 +1,7 @@
 """The two-step exchange of encoded slices between GPUs, and blocks over it (PowerSGD: compress/device_powersgd.py).
 
-Everything is enqueued. Arithmetic runs on torch's current stream, collectives on the communicator's stream, and each
-waits for the other. The host reads no message. On the CPU the host decides whether errors are kept; here kernels read a
-verdict in GPU memory.
+Everything is enqueued: arithmetic on torch's current stream, collectives on the communicator's, and each waits for the
+other. The host reads no message; where the CPU decides whether errors are kept, kernels read a verdict in GPU memory.
 """
 
 from __future__ import annotations
@@ -37,25 +36,24 @@ class DeviceExchange(Exchange):
         super().__init__(link.rank, link.world_size)
         self.link = link
         self._like = like.detach().new_empty(0)
-        self._said = self._received = self._like
+        self._sent = self._received = self._like
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return memory on the GPU that collectives may use."""
-        made: torch.Tensor = cuda.runtime.zeros(numel, dtype, self._like)
-        return made
+        return cuda.runtime.zeros(numel, dtype, self._like)
 
     def _memory(self, size_bytes: int) -> torch.Tensor:
         return self.zeros(size_bytes, torch.uint8)
 
     def _message(self, slice_bytes: int) -> torch.Tensor:
         size = slice_bytes * self.world_size
-        if self._said.numel() < size:  # the streams have synchronised since a collective used the old tensors
-            self._said, self._received = self._memory(size), self._memory(size)
-        return self._said[:size]
+        if self._sent.numel() < size:  # the streams have synchronised since a collective used the old tensors
+            self._sent, self._received = self._memory(size), self._memory(size)
+        return self._sent[:size]
 
     def _scatter(self, slice_bytes: int) -> list[torch.Tensor]:
         size, own = slice_bytes * self.world_size, self.rank
-        message, received = self._said[:size], self._received[:size]
+        message, received = self._sent[:size], self._received[:size]
         stream = self.link.current_stream()
         self.link.comm.exchange((message.data_ptr(), size, "uint8"), received.data_ptr(), stream)
         pieces = list(received.split(slice_bytes))
@@ -77,7 +75,7 @@ class DeviceExchange(Exchange):
         """Return `ok`: streams order the ranks' messages, and the host makes no decision."""
         return ok
 
-    def tell(self, flags: torch.Tensor) -> int:
+    def share_flags(self, flags: torch.Tensor) -> int:
         """Sum the int32 that each rank has set, among world_size + 1, into the last one; return its address."""
         world, stream = self.world_size, self.link.current_stream()
         self.wire_bytes += 4 * (world - 1)
@@ -90,22 +88,10 @@ class DeviceExchange(Exchange):
         return self.zeros(numel, torch.float32)
 
     def fold(self, result: int, pieces: list[int], numel: int, dtype: str, op: str) -> None:
-        own = self.rank
+        own, size, comm, stream = self.rank, self._slice_bytes, self.link.comm, self.link.current_stream()
         other = int(own == 0)  # received pieces are evenly spaced
-        rest = pieces[other] - other * self._slice_bytes
-        device_fold(
-            self.link.comm,
-            result,
-            pieces[own],
-            rest,
-            numel,
-            self._slice_bytes,
-            own,
-            self.world_size,
-            dtype,
-            op == "mean",
-            self.link.current_stream(),
-        )
+        rest = pieces[other] - other * size
+        device_fold(comm, result, pieces[own], rest, numel, size, own, self.world_size, dtype, op == "mean", stream)
 
     def encode_half(self, dtype: str, wire: int, source: int, numel: int, scale: float) -> None:
         device_cast(self.link.comm, wire, dtype, source, "float32", numel, scale, self.link.current_stream())
@@ -115,9 +101,7 @@ class DeviceExchange(Exchange):
 
     def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], verdict: int = 0) -> None:
         """Copy, at most 64 pieces a launch, unless the flag at address `verdict` is set."""
-        copies = [
-            (to.data_ptr(), source.data_ptr(), to.numel() * to.element_size()) for to, source in pairs if to.numel()
-        ]
+        copies = [(to.data_ptr(), source.data_ptr(), to.nbytes) for to, source in pairs if to.numel()]
         if copies:
             self.link.comm.pack(copies, self.link.current_stream(), verdict)
 
@@ -185,16 +169,13 @@ class DeviceBlockState(OnDevice, BlockState):
         result = exchange.result().data_ptr()
         if self.error_feedback:
             device_block_verdict(comm, *codec, self._flags.data_ptr() + 4 * exchange.rank, result, count, stream)
-            verdict = exchange.tell(self._flags)
+            verdict = exchange.share_flags(self._flags)
             rows = [
-                (part.address, part.error, 0, base + part.at * size, part.numel) for part in parts if not part.is_copy
+                (each.address, each.error, 0, base + each.at * size, each.numel) for each in parts if not each.is_copy
             ]
             device_block_decode(comm, *codec, rows, verdict, stream)
-        rows = [
-            (part.address, 0, result + (part.at - first) * size, 0, part.numel)
-            for part in parts
-            if first <= part.at < first + count
-        ]
+        own = [each for each in parts if first <= each.at < first + count]
+        rows = [(each.address, 0, result + (each.at - first) * size, 0, each.numel) for each in own]
         device_block_decode(comm, *codec, rows, 0, stream)
         return verdict
 

@@ -1,8 +1,7 @@
-"""PowerSGD on a GPU: compress/powersgd.py's rounds, enqueued.
+"""PowerSGD on a GPU: compress/powersgd.py's rounds, enqueued; a pass handles all matrices of a bucket in one launch.
 
-A pass handles all matrices of a bucket in one launch. The host reads nothing. A verdict in GPU memory says if an
-average was finite; if not, it keeps later passes from changing the state and makes the result NaN. Both exchanges of a
-round therefore always run. In a refused round this rank's Q is undefined, and no rank uses it.
+A verdict in GPU memory says if an average was finite; if not, it keeps later passes from changing the state and makes
+the result NaN. Both exchanges of a round therefore always run. In a refused round this rank's Q is undefined.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ from .._engine import (
     device_powersgd_project,
 )
 from .device_exchange import OnDevice
-from .matrix import Matrix
-from .powersgd import PowerSGDState, addresses
+from .powersgd import Matrix, PowerSGDState, addresses
 
 #: verdicts: refused before the state changed, refused after
 _REFUSED, _REFUSED_LATE = 1, 2
@@ -46,7 +44,7 @@ class DevicePowerSGDState(OnDevice, PowerSGDState):
         """Enqueue a pass over `rows` on torch's current stream."""
         run(self._device.link.comm, rows, verdict, self._device.link.current_stream())
 
-    def _judge(self, verdict: int, mean: torch.Tensor, refusal: int) -> None:
+    def _check_finite(self, verdict: int, mean: torch.Tensor, refusal: int) -> None:
         link = self._device.link
         device_finite(link.comm, verdict, mean.data_ptr(), mean.numel(), refusal, link.current_stream())
 
@@ -60,7 +58,7 @@ class DevicePowerSGDState(OnDevice, PowerSGDState):
         mean = factors.average(self.exchange)
         if not matrices:
             return
-        self._judge(verdict, mean, _REFUSED)
+        self._check_finite(verdict, mean, _REFUSED)
         lefts = [m.left_from(p) for m, p in zip(matrices, addresses(mean, of_p))]
         self._run(device_powersgd_orthonormalize, lefts, verdict)
         own = factors.begin(self.exchange, sum(of_q))
@@ -69,10 +67,10 @@ class DevicePowerSGDState(OnDevice, PowerSGDState):
         rows = [_row(m, out=q, copy=right.data_ptr()) for m, q, right in places]
         self._run(device_powersgd_absorb, rows, verdict)
         mean = factors.average(self.exchange)
-        self._judge(verdict, mean, _REFUSED_LATE)
+        self._check_finite(verdict, mean, _REFUSED_LATE)
         if factors.rounds and self.use_error_feedback:
-            said = factors.settle(self.exchange).split(of_q)
-            self._device.copy([(to.view(-1), source) for to, source in zip(rights, said)], verdict)
+            settled = factors.settle(self.exchange).split(of_q)
+            self._device.copy([(to.view(-1), source) for to, source in zip(rights, settled)], verdict)
         means = addresses(mean, of_q)
         rows = [_row(m, right=q, out=right.data_ptr()) for m, q, right in zip(matrices, means, rights)]
         self._run(device_powersgd_expand, rows, verdict)

@@ -1,8 +1,7 @@
 """The message of PowerSGD: factors of a bucket's matrices, in float32 or half, and whole small parameters beside them.
 
 Each of the W slices of a half message has a part of the factors in the wire's dtype, then a part of the small
-parameters in float32. Small parameters have no error feedback and are therefore not rounded. Factors have it: see
-settle().
+parameters in float32, which have no error feedback. Factors have it: see settle().
 """
 
 from __future__ import annotations
@@ -18,19 +17,14 @@ class FactorExchange:
     """An exchange of factors: begin() returns memory for this rank's, average() the ranks' mean. It is reused."""
 
     def __init__(self, wire_dtype: torch.dtype) -> None:
-        self.wire_dtype = wire_dtype
+        self.wire_dtype, self._name = wire_dtype, str(wire_dtype).removeprefix("torch.")
+        self.rounds = wire_dtype != torch.float32  # True if the wire rounds the factors
         self._head = 0
         self._small: Sequence[torch.Tensor] = ()
         self._scratch = torch.empty(0, dtype=torch.float32, device="cpu")
         self._message = self._scratch
         self._own = self._whole = self._sum = self._term = self._flat = self._scratch
-        self._share = self._small_share = self._slice_bytes = self._world_size = 0
-        self._world: torch.Tensor | None = None
-
-    @property
-    def rounds(self) -> bool:
-        """Return True if the wire rounds the factors."""
-        return self.wire_dtype != torch.float32
+        self._share = self._small_share = self._slice_bytes = 0
 
     def begin(self, exchange: Exchange, head: int, small: Sequence[torch.Tensor] = ()) -> torch.Tensor:
         """Return the float32 memory for this rank's `head` elements of factors. `small` will be averaged in place.
@@ -84,15 +78,10 @@ class FactorExchange:
             place = received.data_ptr() + rank * self._slice_bytes
             exchange.decode_half(self._name, self._whole.data_ptr() + 4 * rank * self._share, place, self._share)
             begin = rank * self._slice_bytes + 2 * self._share
-            self._flat[rank * self._small_share :][: self._small_share].copy_(
-                received[begin : begin + 4 * self._small_share].view(torch.float32)
-            )
+            small = received[begin : begin + 4 * self._small_share].view(torch.float32)
+            self._flat[rank * self._small_share :][: self._small_share].copy_(small)
         unpack(exchange, self._flat, self._small)
         return self._whole[: self._head]
-
-    @property
-    def _name(self) -> str:
-        return str(self.wire_dtype).removeprefix("torch.")
 
     def _slices(self, world: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return this rank's factors and small parameters by slice; the last slices may have fewer factors, or none."""
@@ -115,9 +104,9 @@ class FactorExchange:
             exchange.fold(result + skip, [piece + skip for piece in pieces], self._small_share, "float32", "mean")
 
     def settle(self, exchange: Exchange) -> torch.Tensor:
-        """Return this rank's factors as average() counted them, for 16-bit wires: their mean is what it returned.
+        """Return this rank's factors as a 16-bit wire has counted them: encoded, times W.
 
-        They are the encoded factors times W. The owner of a slice adds W times the rounding error of the mean.
+        Their mean is what average() returned: the owner of a slice adds W times the rounding error of the mean.
         """
         world, own = exchange.world_size, self._own
         for rank in range(world):
@@ -125,11 +114,7 @@ class FactorExchange:
             exchange.decode_half(self._name, own.data_ptr() + 4 * rank * self._share, place, self._share)
         if world == 1:
             return own[: self._head]
-        if (
-            self._world is None or self._world_size != world
-        ):  # cached, because torch would make a tensor of a number at each use
-            self._world, self._world_size = torch.tensor(float(world), dtype=torch.float32, device="cpu"), world
-        own.mul_(self._world)
+        own.mul_(world)
         mine = slice(exchange.rank * self._share, (exchange.rank + 1) * self._share)
         own[mine].add_(self._whole[mine], alpha=world).sub_(self._sum, alpha=world)
         return own[: self._head]
@@ -146,8 +131,5 @@ def unpack(exchange: Exchange, message: torch.Tensor, parts: Sequence[torch.Tens
 
 
 def _places(message: torch.Tensor, parts: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    found, at = [], 0
-    for part in parts:
-        found.append((message[at : at + part.numel()], part))
-        at += part.numel()
-    return found
+    sizes = [part.numel() for part in parts]
+    return list(zip(message[: sum(sizes)].split(sizes), parts))

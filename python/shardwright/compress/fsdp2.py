@@ -1,8 +1,7 @@
 """Compressors for torch's FSDP2: the all-reduce of slices over replicas.
 
-On a mesh of two dimensions, FSDP2 reduce-scatters gradients over one and all-reduces the slices over the other. Given
-only the sharded dimension, it leaves the other to a hook (FSDPModule.set_all_reduce_hook), which gets one flat slice a
-unit.
+Given only the sharded dimension of a mesh, FSDP2 leaves the other one to a hook (FSDPModule.set_all_reduce_hook), which
+gets one flat slice a unit.
 """
 
 from __future__ import annotations
@@ -20,17 +19,9 @@ from ..torch_compat.internals import fsdp2_groups, is_hsdp
 from .make import make_hook
 from .state import CompressionState
 
-__all__ = ["compress_all_reduce"]
-
 
 class ReplicaCompression:
-    """The result of compress_all_reduce().
-
-    Attributes
-    ----------
-    state : CompressionState or None
-        For state_dict() and load_state_dict() on each rank; None if the compressor has no state.
-    """
+    """The result of compress_all_reduce(). `state`, which each rank saves and loads, is None for stateless ones."""
 
     def __init__(self, compress: Compressor, group: Any) -> None:
         self._exchange = GroupExchange(group)
@@ -46,7 +37,6 @@ class ReplicaCompression:
         return self._exchange.wire_bytes
 
     def attach(self, module: Any, group: Any, names: dict[int, str]) -> None:
-        """Replace the all-reduce of one FSDP2 unit."""
         unit = _Unit(group.fsdp_params, names)
         if self.state is not None:
             self.state.set_names(zip(unit.names, unit.keys))
@@ -57,7 +47,9 @@ class ReplicaCompression:
     @torch.no_grad()
     def _average(self, number: int, output: torch.Tensor) -> None:
         if number in self._seen:  # the last backward did not reach every unit
-            self._end_round()
+            self._seen.clear()
+            if self.state is not None:
+                self.state.end_bucket(True)
         self._seen.add(number)
         is_last = len(self._seen) == len(self._units)
         unit = self._units[number]
@@ -75,11 +67,6 @@ class ReplicaCompression:
         if is_last:
             self._seen.clear()
 
-    def _end_round(self) -> None:
-        self._seen.clear()
-        if self.state is not None:
-            self.state.end_bucket(True)
-
 
 class _Unit:
     """A set of parameters that FSDP2 gathers and reduces together, with the offset of each slice in the flat output."""
@@ -87,9 +74,8 @@ class _Unit:
     def __init__(self, parameters: list[Any], names: dict[int, str]) -> None:
         trained = [each for each in parameters if each.sharded_param.requires_grad]
         self.names = [names[id(each.sharded_param)] for each in trained]
-        self.keys = [
-            torch.empty(0, dtype=torch.float32, device="cpu") for _ in trained
-        ]  # placeholders, since FSDP2 may replace its parameters
+        # placeholders, since FSDP2 may replace its parameters
+        self.keys = [torch.empty(0, dtype=torch.float32, device="cpu") for _ in trained]
         self.layouts, self.numel = [], 0
         for each in trained:
             self.layouts.append((each.sharded_size, each.contiguous_sharded_stride, self.numel))
@@ -110,24 +96,20 @@ def compress_all_reduce(module: torch.nn.Module, compress: Compressor, replicate
     Returns
     -------
     ReplicaCompression
-        The compressor's state, which each rank saves, and its byte count.
+        The compressor's `state`, which each rank saves, and `wire_bytes`.
 
     Raises
     ------
-    Error
-        If FSDP2 has sharded nothing in the module, or has sharded it over two dimensions: its all-reduce then precedes
-        any hook.
-    TypeError
-        If `compress` is not a compressor.
-    NotImplementedError
-        If torch has no set_all_reduce_hook, or parameters are not on the CPU.
+    Error, TypeError, NotImplementedError
+        If FSDP2 has sharded nothing in the module, or has sharded it over two dimensions, where its all-reduce precedes
+        any hook; for no compressor; without set_all_reduce_hook, or for parameters that are not on the CPU.
 
     Notes
     -----
     FSDP2 averages over the sharded dimension, the hook over the replicas: together the mean over all ranks. Inside
-    set_requires_gradient_sync(False) neither runs. Parameters are not broadcast: replicas must start equal, as in FSDP2
-    itself. PowerSGD compresses a rank's slice of each matrix. State belongs to this rank's slices and can be loaded on
-    a mesh with the same dimensions. Cost: the compressor's, on 1/S of the gradients.
+    set_requires_gradient_sync(False) neither runs. Replicas must start equal, as in FSDP2 itself. PowerSGD compresses a
+    rank's slice of each matrix. State belongs to this rank's slices and can be loaded on a mesh with the same
+    dimensions. Cost: the compressor's, on 1/S of the gradients.
 
     Examples
     --------
@@ -157,16 +139,13 @@ def compress_all_reduce(module: torch.nn.Module, compress: Compressor, replicate
 
 def _check(module: Any, group: Any) -> None:
     if not hasattr(module, "set_all_reduce_hook"):
-        raise NotImplementedError(
-            f"compress_all_reduce: torch {torch.__version__} has no FSDPModule.set_all_reduce_hook"
-        )
+        raise NotImplementedError(f"compress_all_reduce: torch {torch.__version__} has no set_all_reduce_hook")
     if is_hsdp(group):
         raise Error(
             "compress_all_reduce: the module was sharded over a mesh of two dimensions, so FSDP2 all-reduces whole gradients before "
             "any hook: give fully_shard only the sharded dimension, mesh['shard'], and this function mesh['replicate']"
         )
     for each in group.fsdp_params:
-        if each.sharded_param.device.type != "cpu":
-            raise NotImplementedError(
-                f"compress_all_reduce: parameters must be on the CPU, not on {each.sharded_param.device.type}"
-            )
+        device = each.sharded_param.device.type
+        if device != "cpu":
+            raise NotImplementedError(f"compress_all_reduce: parameters must be on the CPU, not on {device}")

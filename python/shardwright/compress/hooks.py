@@ -22,15 +22,7 @@ import torch
 import torch.distributed as dist
 
 from .._engine import half_decode, half_encode
-from ..comm.exchange import (
-    Exchange,
-    check_place,
-    done,
-    fold_message,
-    fold_slice,
-    group_exchange,
-    slice_numel,
-)
+from ..comm.exchange import Exchange, check_place, done, fold_message, fold_slice, group_exchange, slice_numel
 from ..layout.bucket import real_bucket, share_of
 from .blocks import BlockState
 from .powersgd import PowerSGDState

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -22,8 +23,33 @@ from ..layout.bucket import share_of
 from ..layout.views import dtype_name
 from ..options.compressors import check_powersgd
 from .factor_exchange import FactorExchange
-from .matrix import Matrix
 from .state import CompressionState
+
+#: addresses of gradient, memory, left, right, basis; rows, columns, rank; seed; dtype of the memory
+MatrixRow = tuple[int, int, int, int, int, int, int, int, int, str]
+
+
+class Matrix:
+    """One gradient as rows x cols, and its row in the engine's table."""
+
+    def __init__(
+        self, part: torch.Tensor, entry: dict[str, torch.Tensor], rows: int, cols: int, rank: int, seed: int, dtype: str
+    ) -> None:
+        self.part, self.entry = part, entry
+        self.rows, self.cols, self.rank, self.seed = rows, cols, rank, seed
+        self.left_numel = entry["left"].numel()
+        self.right_numel = entry["right"].numel()
+        memory = entry["memory"].data_ptr() if "memory" in entry else 0
+        left, right, basis = (entry[key].data_ptr() for key in ("left", "right", "basis"))
+        self.row: MatrixRow = (part.data_ptr(), memory, left, right, basis, rows, cols, rank, seed, dtype)
+
+    def left_from(self, factor: int) -> tuple[int, int, int, int, int]:
+        """Return the row with which device_powersgd_orthonormalize() writes P̂ of `factor` to the matrix's left."""
+        return self.entry["left"].data_ptr(), factor, self.rows, self.rank, self.seed + 1
+
+    def basis_from(self, factor: int) -> tuple[int, int, int, int, int]:
+        """Return the row that writes Q̂ of `factor` to the matrix's basis."""
+        return self.entry["basis"].data_ptr(), factor, self.cols, self.rank, self.seed
 
 
 class PowerSGDState(CompressionState):
@@ -43,8 +69,7 @@ class PowerSGDState(CompressionState):
     random_seed : int
         The seed of the first basis; equal on all ranks.
     orthogonalization_epsilon, compression_stats_logging_frequency, batch_tensors_with_same_shape
-        Accepted like torch's, without effect: vanishing columns are replaced, nothing is logged, and one call covers
-        all matrices of a bucket.
+        Accepted like torch's, without effect.
     wire_dtype : torch.dtype
         The dtype of factors on the wire: float32, bfloat16 or float16. Their rounding error is fed back; small
         parameters travel in float32. In float16 a factor beyond 65504 counts as not finite.
@@ -54,17 +79,12 @@ class PowerSGDState(CompressionState):
     named_parameters : iterable of (str, Parameter), optional
         Names for state_dict().
 
-    Raises
-    ------
-    ValueError
-        If a value is out of range.
-
     Notes
     -----
-    Each rank keeps its own error, (I - P Pᵀ) v, so the error does not grow with other ranks' contributions. It is never
-    stored: the memory holds v. If a bucket's P is not finite on some rank, the state is unchanged on every rank and the
-    compressed gradients are NaN. If P is finite but Q overflows, the state restarts. Memory: one element of error_dtype
-    an element, and 2 rank (rows + columns) float32.
+    Values out of range raise ValueError. Each rank keeps its own error, (I - P Pᵀ) v, so the error does not grow with
+    other ranks' contributions. It is never stored: the memory holds v. If a bucket's P is not finite on some rank, the
+    state is unchanged on every rank and the compressed gradients are NaN. If P is finite but Q overflows, the state
+    restarts. Memory: one element of error_dtype an element, and 2 rank (rows + columns) float32.
     """
 
     kind = "PowerSGD"
@@ -89,8 +109,7 @@ class PowerSGDState(CompressionState):
         super().__init__(process_group, named_parameters)
         self._q = torch.empty(0, dtype=torch.float32, device="cpu")
         self._factors = FactorExchange(wire_dtype)
-        self.wire_dtype = wire_dtype
-        self.error_dtype = error_dtype
+        self.wire_dtype, self.error_dtype = wire_dtype, error_dtype
         self.matrix_approximation_rank = matrix_approximation_rank
         self.start_powerSGD_iter = start_powerSGD_iter
         self.min_compression_rate = min_compression_rate
@@ -135,7 +154,6 @@ class PowerSGDState(CompressionState):
         return found
 
     def average(self, bucket: Any) -> torch.Tensor:
-        """Average the bucket's buffer in place and return it."""
         buffer = bucket.buffer()
         check_place(self.exchange, buffer)
         if self.iter < self.start_powerSGD_iter:
@@ -148,11 +166,6 @@ class PowerSGDState(CompressionState):
         self.end_bucket(bucket.is_last())
         return buffer
 
-    def _rank_of(self, rows: int, cols: int) -> int:
-        """Return the rank of a matrix; 0: not compressed."""
-        rank = min(rows, cols, self.matrix_approximation_rank)
-        return rank if (rows + cols) * rank * self.min_compression_rate < rows * cols else 0
-
     def _average_compressed(self, bucket: Any, flat: torch.Tensor, base: int) -> None:
         matrices: list[Matrix] = []
         small: list[torch.Tensor] = []
@@ -160,19 +173,18 @@ class PowerSGDState(CompressionState):
             offset = gradient.storage_offset() - base
             part = flat[offset : offset + gradient.numel()]
             rows = _rows_in_memory(gradient)
-            rank = self._rank_of(rows, gradient.numel() // rows) if rows else 0
-            if rank:
+            cols = gradient.numel() // rows if rows else 0
+            rank = min(rows, cols, self.matrix_approximation_rank)
+            if (rows + cols) * rank * self.min_compression_rate < rows * cols:
                 matrices.append(self._matrix(parameter, part, rows, rank))
             elif part.numel():
                 small.append(part)
         self._average_matrices(matrices, small)
 
     def _average_matrices(self, matrices: list[Matrix], small: list[torch.Tensor]) -> None:
-        """Average the matrices of one bucket in place."""
         table = [matrix.row for matrix in matrices]
-        finite, own = self._exchange_p(table, matrices, small)
-        finite = finite and (not matrices or self._exchange_q(table, matrices, own))
-        if not finite:
+        finite = self._exchange_p(table, matrices, small)
+        if not (finite and (not matrices or self._exchange_q(table, matrices))):
             for matrix in matrices:
                 matrix.part.fill_(math.nan)
 
@@ -193,27 +205,22 @@ class PowerSGDState(CompressionState):
     def _begin_basis(self, matrix: Matrix) -> None:
         powersgd_init_basis([matrix.row])
 
-    def _exchange_p(
-        self, table: list[Any], matrices: list[Matrix], small: list[torch.Tensor]
-    ) -> tuple[bool, torch.Tensor]:
+    def _exchange_p(self, table: list[Any], matrices: list[Matrix], small: list[torch.Tensor]) -> bool:
         """Make P orthonormal and compute this rank's Q, unless some P is not finite. Average small parameters."""
-        sizes = [matrix.left_numel for matrix in matrices]
-        factors = self._factors.begin(self.exchange, sum(sizes), small)
-        powersgd_project(table, addresses(factors, sizes))
+        of_p, of_q = [m.left_numel for m in matrices], [m.right_numel for m in matrices]
+        factors = self._factors.begin(self.exchange, sum(of_p), small)
+        powersgd_project(table, addresses(factors, of_p))
         whole = self._factors.average(self.exchange)
-        own = self._own_q(sum(matrix.right_numel for matrix in matrices))
-        finite = powersgd_is_finite(whole.data_ptr(), whole.numel())
-        if finite:
-            powersgd_absorb(table, addresses(whole, sizes), addresses(own, [m.right_numel for m in matrices]))
-        return finite, own
+        if not powersgd_is_finite(whole.data_ptr(), whole.numel()):
+            return False
+        if self._q.numel() < sum(of_q):
+            self._q = torch.empty(sum(of_q), dtype=torch.float32, device="cpu")
+        powersgd_absorb(table, addresses(whole, of_p), addresses(self._q, of_q))
+        return True
 
-    def _own_q(self, numel: int) -> torch.Tensor:
-        if self._q.numel() < numel:
-            self._q = torch.empty(numel, dtype=torch.float32, device="cpu")
-        return self._q[:numel]
-
-    def _exchange_q(self, table: list[Any], matrices: list[Matrix], own: torch.Tensor) -> bool:
+    def _exchange_q(self, table: list[Any], matrices: list[Matrix]) -> bool:
         sizes = [matrix.right_numel for matrix in matrices]
+        own = self._q[: sum(sizes)]
         self._factors.begin(self.exchange, own.numel()).copy_(own)
         whole = self._factors.average(self.exchange)
         if not powersgd_is_finite(whole.data_ptr(), own.numel()):
@@ -222,8 +229,7 @@ class PowerSGDState(CompressionState):
                     matrix.entry[key].zero_()
             return False
         if self._factors.rounds and self.use_error_feedback:
-            said = self._factors.settle(self.exchange)
-            for matrix, right in zip(matrices, said.split(sizes)):
+            for matrix, right in zip(matrices, self._factors.settle(self.exchange).split(sizes)):
                 matrix.entry["right"].view(-1).copy_(right)
         powersgd_decompress(table, addresses(whole, sizes))
         return True
@@ -231,11 +237,7 @@ class PowerSGDState(CompressionState):
 
 def addresses(message: torch.Tensor, sizes: list[int]) -> list[int]:
     """Return the addresses of consecutive parts of `sizes` floats."""
-    places, at = [], message.data_ptr()
-    for size in sizes:
-        places.append(at)
-        at += 4 * size
-    return places
+    return [message.data_ptr() + 4 * (end - size) for end, size in zip(itertools.accumulate(sizes), sizes)]
 
 
 def _rows_in_memory(gradient: torch.Tensor) -> int:

@@ -1,7 +1,7 @@
 """The state of compressors with memory: its parameters, saving and loading.
 
 An entry belongs to a parameter, by its name if names are known, else by the order in which parameters first reached the
-hook; buckets do not matter. Every rank saves its own state and loads it at the same world size.
+hook. Every rank saves its own state and loads it at the same world size.
 """
 
 from __future__ import annotations
@@ -88,12 +88,11 @@ class CompressionState:
         if name not in self._entries:
             taken = self._taken(name, shapes)
             if taken is not None:
-                self._entries[name] = {key: self._placed(tensor, parameter) for key, tensor in taken.items()}
+                made = {key: self._placed(tensor, parameter) for key, tensor in taken.items()}
             else:
-                self._entries[name] = {
-                    key: self._zeros(shape, self.dtype_of(key), parameter) for key, shape in shapes.items()
-                }
-            return self._entries[name], taken is None
+                made = {key: self._zeros(shape, self.dtype_of(key), parameter) for key, shape in shapes.items()}
+            self._entries[name] = made
+            return made, taken is None
         found = self._entries[name]
         for key, shape in shapes.items():
             if tuple(found[key].shape) != tuple(shape):
@@ -132,10 +131,7 @@ class CompressionState:
         return {key: given[key].clone() for key in shapes}
 
     def members(self, bucket: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield gradients and parameters of a bucket, except those that no rank used, if the bucket knows.
-
-        The error of an unused parameter stays, because its result would be dropped.
-        """
+        """Yield gradients and parameters of a bucket, without those that no rank used: their error stays."""
         used = used_in(bucket) or itertools.repeat(True)
         for gradient, parameter, is_used in zip(bucket.gradients(), bucket.parameters(), used):
             if is_used:
@@ -161,12 +157,15 @@ class CompressionState:
         return True
 
     def dtype_of(self, key: str) -> torch.dtype:
-        """Return the dtype of an entry's tensor."""
         return torch.float32
 
     def settings(self) -> dict[str, Any]:
         """Return the settings that a loaded state must share."""
         return {}
+
+    def _facts(self) -> dict[str, Any]:
+        ranks = {"rank": self.exchange.rank, "world_size": self.exchange.world_size}
+        return {"kind": self.kind, "settings": self.settings(), **ranks}
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state as copies. Every rank saves its own."""
@@ -174,11 +173,8 @@ class CompressionState:
         entries = {**(self._loaded or {}), **self._entries}
         known = {str(name) for name in self._names.values()} | self._loaded_without
         return {
-            "kind": self.kind,
-            "settings": self.settings(),
+            **self._facts(),
             "iter": self.iter,
-            "rank": self.exchange.rank,
-            "world_size": self.exchange.world_size,
             **({"split": self.split} if self.split else {}),
             "parameters": {name: {key: t.clone().cpu() for key, t in entry.items()} for name, entry in entries.items()},
             "without": sorted(known - entries.keys()),  # parameters that have not been in any bucket yet
@@ -195,21 +191,9 @@ class CompressionState:
                     entry[key].mul_(factor)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the state that state_dict() returned on this rank.
-
-        Raises
-        ------
-        Error
-            If the state has another compressor, rank or world size; at the first round, if it belongs to another model.
-        """
+        """Load state_dict()'s result of this rank. Raise Error for another compressor, rank or world size."""
         self._check_rest("load_state_dict")
-        wanted = {
-            "kind": self.kind,
-            "settings": self.settings(),
-            "rank": self.exchange.rank,
-            "world_size": self.exchange.world_size,
-        }
-        for key, value in {**wanted, "split": self.split}.items():
+        for key, value in {**self._facts(), "split": self.split}.items():
             if state.get(key, "") != value:
                 raise Error(f"{self.kind}: load_state_dict: {key} must be {value!r}, got {state.get(key)!r}")
         self.iter = int(state["iter"])
@@ -300,7 +284,6 @@ def reshard_state(states: Sequence[dict[str, Any]], rank: int, world_size: int) 
 
 
 def _joined(entries: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Return one entry with the mean of the errors of `entries`."""
     made = {key: tensor.clone() for key, tensor in entries[0].items()}
     if "error" in made:
         made["error"] = torch.stack([entry["error"].double() for entry in entries]).mean(0).float()

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import types
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -57,12 +58,9 @@ class CompressionHandler(DistributedDataParallelKwargs):
     Parameters
     ----------
     compress : Fp16, Bf16, Int8, Int4 or PowerSGD
+        With torch's wrapper, compressed gradients travel through its process group; see shardwright.hooks.
     **fields
         Fields of accelerate's DistributedDataParallelKwargs, the base class.
-
-    Notes
-    -----
-    With torch's wrapper, compressed gradients travel through its process group; see shardwright.hooks.
     """
 
     compress: Compressor | None = None
@@ -76,10 +74,7 @@ class CompressionHandler(DistributedDataParallelKwargs):
         return super().to_dict(ignore_keys=(*ignore_keys, "compress"))
 
     def register_comm_hook(self, model: torch.nn.parallel.DistributedDataParallel) -> None:
-        """Register the hook; accelerate calls this with the wrapped model.
-
-        Use either `compress` or accelerate's comm_hook.
-        """
+        """Register the hook of `compress` or accelerate's comm_hook; accelerate calls this with the wrapped model."""
         if self.compress is None:
             super().register_comm_hook(model)
         elif isinstance(model, DistributedDataParallel):
@@ -96,12 +91,10 @@ class Accelerator(accelerate.Accelerator):
     *args, **kwargs
         Arguments of accelerate's Accelerator. `kwargs_handlers` may hold a CompressionHandler.
     zero : {0, 1, 2, 3}, optional
-        The stage: the parts of the training state that are sliced over ranks; see wrap. None: this and the options that
-        are not given are read from the variable SHARDWRIGHT_OPTIONS (see settings.py); without it the stage is 0.
-    compress : Fp16, Bf16, Int8, Int4 or PowerSGD, optional
+        The stage; see wrap. None: this and the options that are not given are read from the variable
+        SHARDWRIGHT_OPTIONS (see settings.py); without it the stage is 0.
+    compress, partition : optional
         See wrap.
-    partition : {"auto", "flat", "tensor"}
-        How optimizers are sliced; see wrap.
     wrap_options : mapping, optional
         Fields of Options. They override the same fields of a DistributedDataParallelKwargs.
 
@@ -147,9 +140,8 @@ class Accelerator(accelerate.Accelerator):
         handlers = list(kwargs_handlers or ())
         compressing = [handler for handler in handlers if isinstance(handler, CompressionHandler)]
         if len(compressing) + (stage["compress"] is not None) > 1:
-            raise ValueError(
-                "compress was given more than once: as an argument and by a CompressionHandler, or by two handlers"
-            )
+            twice = "as an argument and by a CompressionHandler, or by two handlers"
+            raise ValueError(f"compress was given more than once: {twice}")
         others = [handler for handler in handlers if not isinstance(handler, CompressionHandler)]
         super().__init__(*args, kwargs_handlers=others, **kwargs)
         _check_launch(self)
@@ -165,10 +157,9 @@ class Accelerator(accelerate.Accelerator):
         partition: str = "auto",
         wrap_options: Mapping[str, Any] | None = None,
     ) -> Accelerator:
-        """Turn an accelerator of the stock class into one of this class, in place.
+        """Turn an accelerator of the stock class, made by a program itself, into one of this class, in place.
 
-        For programs that create the accelerator themselves. Raises ValueError if it has already prepared a model or an
-        optimizer, and else the errors of Accelerator().
+        Raises ValueError if it has already prepared a model or an optimizer, and else the errors of Accelerator().
         """
         _check_stage(zero=zero, partition=partition)
         if accelerator._models or accelerator._optimizers:
@@ -182,9 +173,8 @@ class Accelerator(accelerate.Accelerator):
 
     def _begin(self, stage: Mapping[str, Any], compressing: Sequence[CompressionHandler]) -> None:
         if compressing and self.ddp_handler is not None:
-            raise ValueError(
-                "kwargs_handlers: a CompressionHandler is a DistributedDataParallelKwargs; pass only one of both"
-            )
+            both = "a CompressionHandler is a DistributedDataParallelKwargs; pass only one of both"
+            raise ValueError(f"kwargs_handlers: {both}")
         self.ddp_handler = compressing[0] if compressing else self.ddp_handler
         self.zero, self.partition, self.compress = stage["zero"], stage["partition"], stage["compress"]
         self.wrap_options = dict(stage["wrap_options"] or {})
@@ -193,9 +183,8 @@ class Accelerator(accelerate.Accelerator):
         self._wrappers = Wrappers()
         if self.mixed_precision == "fp16" and self.device.type == "cpu":
             self.native_amp = True
-            self.scaler = torch.amp.GradScaler(
-                "cpu", **(self.scaler_handler.to_kwargs() if self.scaler_handler else {})
-            )
+            options = self.scaler_handler.to_kwargs() if self.scaler_handler else {}
+            self.scaler = torch.amp.GradScaler("cpu", **options)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out models, optimizers and schedulers: a copy for another process has the settings only."""
@@ -264,10 +253,7 @@ class Accelerator(accelerate.Accelerator):
             optimizer.__setstate__(optimizer.__getstate__())  # patches the new optimizer's step
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
-        """Prepare a scheduler like accelerate.
-
-        The scheduler keeps the user's optimizer, which shares parameter groups with the sliced one.
-        """
+        """Prepare a scheduler like accelerate. It keeps the user's optimizer, whose groups the sliced one shares."""
         prepared = super().prepare_scheduler(scheduler)
         driven = getattr(scheduler, "optimizer", None)
         for optimizer in self._optimizers if isinstance(prepared, AcceleratedScheduler) else ():
@@ -281,10 +267,7 @@ class Accelerator(accelerate.Accelerator):
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2
     ) -> torch.Tensor | None:
-        """Clip like accelerate.
-
-        With all parameters of one model and the 2-norm, every stage gives the same bits.
-        """
+        """Clip like accelerate. All parameters of one model and the 2-norm: every stage gives the same bits."""
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         wrapper = self._wrappers.clipped_by(parameters) if float(norm_type) == 2.0 else None
         if wrapper is not None:
@@ -303,10 +286,10 @@ class Accelerator(accelerate.Accelerator):
         samplers = [each for each in found if even_batches is not None and hasattr(each, "even_batches")]
         before = [sampler.even_batches for sampler in samplers]
         if even_batches is not None and len(samplers) < len(self._dataloaders):
-            warnings.warn(  # as accelerate does on GPUs
-                "Overriding even_batches is only supported for map-style datasets, yet some dataloaders given were iterable",
-                stacklevel=3,
-            )
+            text = "Overriding even_batches is only supported for map-style datasets"
+            warnings.warn(
+                f"{text}, yet some dataloaders given were iterable", stacklevel=3
+            )  # as accelerate does on GPUs
         for sampler in samplers:
             sampler.even_batches = even_batches
         enable = not (self.even_batches if even_batches is None else even_batches)
@@ -320,10 +303,7 @@ class Accelerator(accelerate.Accelerator):
     # state --------------------------------------------------------------------------------------------------------
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return the state dict like accelerate.
-
-        At zero=3 it is collective and returns copies of the shared memory.
-        """
+        """Return the state dict like accelerate; at zero=3 copies of the shared memory, collectively."""
         wrapper = self._wrappers.of(model)
         if wrapper is None or self.zero < 3:
             return super().get_state_dict(model, unwrap)
@@ -341,8 +321,9 @@ class Accelerator(accelerate.Accelerator):
         held = []
         try:
             for optimizer in self._optimizers:
-                if isinstance(optimizer.optimizer, ShardedOptimizer):
-                    sliced, optimizer.optimizer = optimizer.optimizer, _Whole(optimizer.optimizer)
+                if isinstance(sliced := optimizer.optimizer, ShardedOptimizer):
+                    state = sliced.full_state_dict()
+                    optimizer.optimizer = types.SimpleNamespace(state_dict=lambda state=state: state)
                     held.append((optimizer, sliced))
             yield
         finally:
@@ -375,13 +356,3 @@ def _check_launch(accelerator: accelerate.Accelerator) -> None:
 def _check_stage(**given: Any) -> None:
     for name, value in given.items():
         FIELDS[name]["check"](name, value)
-
-
-class _Whole:
-    """A stand-in for a sliced optimizer that gives accelerate the full state on every rank."""
-
-    def __init__(self, optimizer: ShardedOptimizer) -> None:
-        self._state = optimizer.full_state_dict()
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._state

@@ -21,8 +21,6 @@ from ..checkpoint.peers import Peers
 from ..checkpoint.training import Training
 from ..parallel.ddp import DistributedDataParallel
 
-__all__ = ["Folders", "check_kind", "folder_at", "load_folder", "load_state", "save_state"]
-
 _logger = logging.getLogger("shardwright")
 _WEIGHTS, _OPTIMIZERS, _HPARAMS = "state_dict", "optimizer_states", "hyper_parameters"
 #: key in the `extra` of a folder of Fabric: the program's state without module and optimizer
@@ -42,13 +40,14 @@ class Folders:
         self._wrapper, self._remove = wrapper, remove
         self._saver = PathSaver(Peers(wrapper), timeout_s=wrapper._engine.options.timeout_s)
         self._later: list[str] = []  # paths to remove once the running save is durable
-        self._told = False
+        self._warned = False
         #: absolute path of the folder that is being written; "" for none
         self.writing = ""
 
     def begin(self, path: str, checkpoint: dict[str, Any], optimizer: torch.optim.Optimizer | None) -> None:
-        """Wait for the previous save, then begin to write `checkpoint` to `path`. Collective. Raise CheckpointError on every
-        rank if the previous save failed, or this one cannot begin.
+        """Wait for the previous save, then begin to write `checkpoint` to `path`. Collective.
+
+        Raises CheckpointError on every rank if the previous save failed, or this one cannot begin.
         """
         self.wait()
         rest = dict(checkpoint)
@@ -78,8 +77,8 @@ class Folders:
                 plain[name] = value
             except CheckpointError:
                 left.append(repr(name))
-        if left and not self._told:
-            self._told = True
+        if left and not self._warned:
+            self._warned = True
             _logger.warning("checkpoints leave out the hyper-parameters %s, no plain values", ", ".join(left))
         return {**rest, _HPARAMS: plain}
 
@@ -91,8 +90,9 @@ class Folders:
             self._remove(path)
 
     def wait(self, *, together: bool = True) -> None:
-        """Wait for the running save, then remove the checkpoints that waited for it; if it failed on some rank, raise
-        CheckpointError and keep them. `together`: all ranks call it.
+        """Wait for the running save, then remove the checkpoints that waited for it. `together`: all ranks call it.
+
+        If the save failed on some rank, raise CheckpointError and keep them.
         """
         later, self._later = self._later, []
         try:
@@ -103,7 +103,6 @@ class Folders:
             self._remove(path)
 
     def close(self, *, together: bool = True) -> None:
-        """Wait for the running save and free all memory."""
         try:
             self.wait(together=together)
         finally:
@@ -130,9 +129,7 @@ _Find = Callable[[Any], DistributedDataParallel | None]
 
 
 def _split(state: Mapping[str, Any], wrapper_of: _Find) -> tuple[str, str]:
-    """Return the keys of the module and of the optimizer in a program's state; "" if there is none. Raise TypeError unless
-    there is one module, and at most one optimizer. Bare modules count only if none is wrapped.
-    """
+    """Return the keys of a program's module (wrapped ones win) and optimizer, or "". Raise TypeError for several."""
     modules = [key for key, each in state.items() if isinstance(each, torch.nn.Module)]
     modules = [key for key in modules if wrapper_of(state[key]) is not None] or modules
     optimizers = [key for key, each in state.items() if isinstance(each, torch.optim.Optimizer)]
@@ -175,9 +172,7 @@ def load_state(folder: str, state: Any, wrapper_of: _Find, *, strict: bool) -> d
     rest = extra[_REST]
     missing = [key for key in state if key not in {*rest, *keys}]
     if strict and missing:
-        raise KeyError(
-            f"the checkpoint '{folder}' has no {missing[0]!r}: pass strict=False, or leave it out of the state"
-        )
+        raise KeyError(f"the checkpoint '{folder}' has no {missing[0]!r}: pass strict=False, or leave it out")
     for key, each in state.items():
         if key in rest and hasattr(each, "load_state_dict"):
             each.load_state_dict(rest.pop(key))

@@ -12,7 +12,7 @@ import inspect
 import logging
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -30,19 +30,22 @@ _logger = logging.getLogger("shardwright")
 #: hooks in which weight-averaging callbacks read parameters, and hooks in which they write them
 _READING = ("on_train_batch_end", "on_train_epoch_end")
 _WRITING = (
-    "on_train_epoch_start",
-    "on_validation_epoch_start",
-    "on_validation_epoch_end",
-    "on_train_end",
-    "on_load_checkpoint",
+    *("on_train_epoch_start", "on_validation_epoch_start", "on_validation_epoch_end"),
+    *("on_train_end", "on_load_checkpoint"),
 )
 _AVERAGING = ("WeightAveraging", "StochasticWeightAveraging")
 
 
-class _Wraps:
+if TYPE_CHECKING:
+    _Base = Any  # a strategy of Lightning
+else:
+    _Base = object
+
+
+class _Wraps(_Base):
     """The options of a strategy, its wrapped modules, and its optimizers."""
 
-    root_device: torch.device
+    _clips_by: str
 
     def __init__(
         self,
@@ -68,8 +71,6 @@ class _Wraps:
         self._wrappers = Wrappers()
         self._is_sharded = state_dict_type == "sharded"
 
-    _clips_by: str
-
     def _wrap(self, module: torch.nn.Module) -> DistributedDataParallel:
         device_ids = None if self.root_device.type == "cpu" else [self.root_device.index]
         return self._wrappers.make(module, device_ids, **self._wrap_options)
@@ -90,11 +91,8 @@ def _state_of(wrapper: DistributedDataParallel | None, read: Callable[[], dict[s
     """Return the state dict of read() with whole parameters. Those that are released afterwards are copied."""
     with whole_parameters(wrapper):
         state = read()
-        return (
-            copied(state)
-            if wrapper is not None and any(e.releases_parameters for e in wrapper._engine.replicas)
-            else state
-        )
+        releases = wrapper is not None and any(each.releases_parameters for each in wrapper._engine.replicas)
+        return copied(state) if releases else state
 
 
 class TrainerMixin(_Wraps):
@@ -119,15 +117,7 @@ class TrainerMixin(_Wraps):
 
     model: Any
     optimizers: list[Any]
-    lightning_module: Any
-    is_global_zero: bool
-    precision_plugin: Any
     _clips_by = "pass gradient_clip_val to the Trainer"
-    _ddp_comm_state: Any
-    _ddp_comm_hook: Any
-    _ddp_comm_wrapper: Any
-    _failed: bool
-    _replaced: list[tuple[Any, str]]
     _folders: Folders | None = None
     _loaded: tuple[str, bool] | None = None  # (folder that was loaded, True if the optimizer is not yet filled)
 
@@ -142,8 +132,8 @@ class TrainerMixin(_Wraps):
 
     def setup(self, trainer: Any) -> None:
         """Set up like DDPStrategy. Collective."""
-        self._failed, self._replaced = False, []
-        super().setup(trainer)  # type: ignore[misc]
+        self._failed, self._replaced = False, list[tuple[Any, str]]()
+        super().setup(trainer)
         wrapper = self._wrappers.of(self.model)
         if wrapper is None:
             if self._wrap_options["precision"] is not None:
@@ -167,12 +157,11 @@ class TrainerMixin(_Wraps):
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Create optimizers like DDPStrategy, and slice them. Collective."""
-        super().setup_optimizers(trainer)  # type: ignore[misc]
+        super().setup_optimizers(trainer)
         self.optimizers = [self._slice(optimizer) for optimizer in self.optimizers]
-        if self._is_sharded and len(self.optimizers) > 1:
-            raise ValueError(
-                f"state_dict_type='sharded' takes one optimizer, got {len(self.optimizers)}: give the strategy 'full'"
-            )
+        count = len(self.optimizers)
+        if self._is_sharded and count > 1:
+            raise ValueError(f"state_dict_type='sharded' takes one optimizer, got {count}: give the strategy 'full'")
 
     def _clip_by_norm(self, method: Callable[..., None], optimizer: Any, clip_val: float) -> None:
         wrapper = self._wrappers.clipped_by(self.precision_plugin.main_params(optimizer))
@@ -188,8 +177,7 @@ class TrainerMixin(_Wraps):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """True if wrapping may convert parameters, since loading earlier would round the checkpoint's values; also True
-        for folders, which fill wrapped modules."""
+        """True for folders, which fill wrapped modules, and if wrapping may convert the parameters' dtype."""
         return self._wrap_options["precision"] is not None or self._is_sharded
 
     @property
@@ -207,33 +195,34 @@ class TrainerMixin(_Wraps):
         return real[0] if real else None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Save like DDPStrategy, or begin to write a folder. Collective. Raise CheckpointError on every rank if the
-        previous save failed, or this one cannot begin.
+        """Save like DDPStrategy, or begin to write a folder. Collective.
+
+        Raises CheckpointError on every rank if the previous save failed, or this one cannot begin.
         """
         if not self._writes_folders:
-            super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]
+            super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         if storage_options is not None:
             raise TypeError("storage_options has no meaning with state_dict_type='sharded', which uses no CheckpointIO")
         if self._folders is None:
             wrapper = self._wrappers.of(self.model)
             assert wrapper is not None
-            self._folders = Folders(wrapper, super().remove_checkpoint)  # type: ignore[misc]
-        path = str(super().broadcast(filepath))  # type: ignore[misc]
+            self._folders = Folders(wrapper, super().remove_checkpoint)
+        path = str(super().broadcast(filepath))
         self._folders.begin(path, checkpoint, self._only_optimizer)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Remove a checkpoint, after a running save is durable."""
-        (super().remove_checkpoint if self._folders is None else self._folders.remove)(filepath)  # type: ignore[misc]
+        (super().remove_checkpoint if self._folders is None else self._folders.remove)(filepath)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load a file like DDPStrategy, or fill module and optimizer from a folder. Collective for a folder."""
         if self._folders is not None:
             self._folders.wait()  # it may be writing the requested folder
-        folder = super().broadcast(folder_at(checkpoint_path) if self.is_global_zero else None)  # type: ignore[misc]
+        folder = super().broadcast(folder_at(checkpoint_path) if self.is_global_zero else None)
         self._loaded = None
         if folder is None:
-            return super().load_checkpoint(checkpoint_path, *args, **kwargs)  # type: ignore[misc]
+            return super().load_checkpoint(checkpoint_path, *args, **kwargs)
         wrapper, module = self._wrappers.of(self.model), self.lightning_module
         fits = module.trainer.state.fn == "fit"
         optimizer = self._only_optimizer if fits and wrapper is not None else None
@@ -243,20 +232,20 @@ class TrainerMixin(_Wraps):
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return an optimizer's state dict; {} while checkpoints are folders, which hold slices."""
-        return {} if self._writes_folders else super().optimizer_state(optimizer)  # type: ignore[misc]
+        return {} if self._writes_folders else super().optimizer_state(optimizer)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the module's state dict; {} while checkpoints are folders. Collective at zero=3."""
         if self._writes_folders:
             return {}
-        return _state_of(self._wrappers.of(self.model), super().lightning_module_state_dict)  # type: ignore[misc]
+        return _state_of(self._wrappers.of(self.model), super().lightning_module_state_dict)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load a module's state dict of any stage. Collective at zero=3."""
         if self._loaded is not None:
             return  # load_checkpoint() has filled the module
         with whole_parameters(self._wrappers.of(self.model), writable=True):
-            super().load_model_state_dict(checkpoint, strict)  # type: ignore[misc]
+            super().load_model_state_dict(checkpoint, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load optimizer states of any stage and number of ranks; each optimizer takes its own part."""
@@ -273,14 +262,14 @@ class TrainerMixin(_Wraps):
 
     def on_train_end(self) -> None:
         """Wait for the last save. Collective."""
-        super().on_train_end()  # type: ignore[misc]
+        super().on_train_end()
         if self._folders is not None:
             self._folders.wait()
 
     def on_exception(self, exception: BaseException) -> None:
         """Record that ranks may no longer make the same collective calls."""
         self._failed = True
-        super().on_exception(exception)  # type: ignore[misc]
+        super().on_exception(exception)
 
     def teardown(self) -> None:
         """Give every rank whole parameters, and tear down like DDPStrategy."""
@@ -301,7 +290,7 @@ class TrainerMixin(_Wraps):
         elif isinstance(self.model, _InPrecision):
             self.model = self.lightning_module
             remove_plan(self.model)
-        super().teardown()  # type: ignore[misc]
+        super().teardown()
 
 
 class _InPrecision(torch.nn.Module):
@@ -343,7 +332,6 @@ class FabricMixin(_Wraps):
     """
 
     _clips_by = "call fabric.clip_gradients"
-    is_global_zero: bool
 
     def setup_module(self, module: torch.nn.Module) -> DistributedDataParallel:
         """Wrap a module. Collective."""
@@ -366,49 +354,41 @@ class FabricMixin(_Wraps):
         if wrapper is not None:
             self.precision.unscale_gradients(optimizer)
             return clip_grad_norm_(wrapper, float(max_norm), error_if_nonfinite=error_if_nonfinite)
-        return super().clip_gradients_norm(  # type: ignore[misc]
-            module, optimizer, max_norm, norm_type, error_if_nonfinite
-        )
-
-    precision: Any
+        arguments = module, optimizer, max_norm, norm_type, error_if_nonfinite
+        return super().clip_gradients_norm(*arguments)
 
     def get_module_state_dict(self, module: torch.nn.Module) -> dict[str, Any]:
         """Return the bare module's state dict. Collective at zero=3."""
-        return _state_of(
-            self._wrappers.of(module),
-            functools.partial(super().get_module_state_dict, module),  # type: ignore[misc]
-        )
+        read = functools.partial(super().get_module_state_dict, module)
+        return _state_of(self._wrappers.of(module), read)
 
     def load_module_state_dict(self, module: torch.nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Load a bare module's state dict of any stage. Collective at zero=3."""
         with whole_parameters(self._wrappers.of(module), writable=True):
-            super().load_module_state_dict(module, state_dict, strict)  # type: ignore[misc]
+            super().load_module_state_dict(module, state_dict, strict)
 
     def save_checkpoint(
         self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
     ) -> None:
-        """Save like DDPStrategy, or write a folder. Collective. Raise CheckpointError on every rank if the folder cannot
-        be written; TypeError if it cannot do what is asked: storage_options, a filter, several modules or optimizers.
-        """
+        """Save like DDPStrategy, or write a folder. Collective. Raise CheckpointError on every rank if it cannot."""
         if not self._is_sharded:
-            super().save_checkpoint(path, state, storage_options, filter)  # type: ignore[misc]
+            super().save_checkpoint(path, state, storage_options, filter)
         elif storage_options is not None or filter:
             raise TypeError("storage_options and filter have no meaning with state_dict_type='sharded'")
         else:
-            save_state(str(super().broadcast(path)), state, self._wrappers.of)  # type: ignore[misc]
+            save_state(str(super().broadcast(path)), state, self._wrappers.of)
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load a file like DDPStrategy, or fill module and optimizer from a folder. Collective for a folder."""
-        folder = super().broadcast(folder_at(path) if self.is_global_zero else None)  # type: ignore[misc]
+        folder = super().broadcast(folder_at(path) if self.is_global_zero else None)
         if folder is None:
-            return super().load_checkpoint(path, state, *args, **kwargs)  # type: ignore[misc]
+            return super().load_checkpoint(path, state, *args, **kwargs)
         strict = bool(args[0] if args else kwargs.get("strict", True))
         return load_state(folder, state, self._wrappers.of, strict=strict)
 
 
 def register(registry: Any, strategy: type) -> None:
-    """Register "shardwright_zero0" to "shardwright_zero3", and variants with Lightning's suffixes "_spawn", "_fork" and
-    "_notebook", which start processes in another way."""
+    """Register "shardwright_zero0" to "shardwright_zero3", also with Lightning's "_spawn", "_fork" and "_notebook"."""
     for zero in range(4):
         for ending, start_method in (("", "popen"), ("_spawn", "spawn"), ("_fork", "fork"), ("_notebook", "fork")):
             about = f"shardwright at zero={zero}, start_method={start_method!r}"

@@ -18,16 +18,12 @@ from typing import Any
 from ..options.compressors import compressor_named
 from ..options.options import Options
 
-__all__ = ["VARIABLE", "chosen", "read_settings"]
-
 VARIABLE = "SHARDWRIGHT_OPTIONS"
 _OWN = ("zero", "compress", "partition")
 
 
 def read_settings(text: str) -> dict[str, Any]:
-    """Parse a text into the arguments `zero`, `compress`, `partition` and `wrap_options` of Accelerator. Raise ValueError or
-    TypeError for text of another form, an unknown option, or a value out of range.
-    """
+    """Parse a text into arguments of Accelerator. Raise ValueError or TypeError for another form, name or value."""
     found = _read_file(text) if text.endswith((".yaml", ".yml", ".json")) else dict(map(_read_item, text.split(",")))
     if "compress" in found:
         found["compress"] = compressor_named("compress", found["compress"])

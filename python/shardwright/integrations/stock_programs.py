@@ -1,7 +1,6 @@
 """Training of unmodified accelerate and transformers Trainer programs with shardwright.
 
-`install` replaces accelerate's Accelerator and transformers' Trainer by our classes before the program imports either.
-It changes this process only, and no startup file of Python.
+`install` replaces their Accelerator and Trainer by our classes, in this process, before the program imports either.
 """
 
 from __future__ import annotations
@@ -16,8 +15,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from .settings import VARIABLE, read_settings
-
-__all__ = ["CannotRun", "install", "run_program"]
 
 _TRAINER = "transformers.trainer"
 
@@ -73,9 +70,7 @@ class _TrainerFinder(importlib.abc.MetaPathFinder):
 
 
 def run_program(text: str, command: Sequence[str]) -> None:
-    """Run `program.py arguments...` or `-m module arguments...` like the python command, with our classes. Raise CannotRun
-    before the program starts, if options cannot be read or the program or a package is not there.
-    """
+    """Run `program.py arguments...` or `-m module arguments...` with our classes. Raise CannotRun before it starts."""
     try:
         read_settings(text)
         _check_program(command)
@@ -95,14 +90,11 @@ def run_program(text: str, command: Sequence[str]) -> None:
 
 
 def _check_program(command: Sequence[str]) -> None:
-    """Raise CannotRun for a program or module that is not there."""
     name = command[0]
     if name == "-m":
         top = command[1].split(".")[0]
-        if (
-            importlib.util.find_spec(top) is None
-            and importlib.machinery.PathFinder.find_spec(top, [os.getcwd()]) is None
-        ):
+        here = importlib.machinery.PathFinder.find_spec(top, [os.getcwd()])
+        if here is None and importlib.util.find_spec(top) is None:
             raise CannotRun(f"no module named {command[1]!r}: pass its name as `python -m` takes it")
         return
     main = os.path.join(name, "__main__.py") if os.path.isdir(name) else name

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..options.compress import Compressor
 from .accelerate import Accelerator
 from .settings import chosen
 from .wrappers import whole_parameters
-
-__all__ = ["ArgumentsMixin", "TrainerMixin"]
 
 
 @dataclasses.dataclass
@@ -24,7 +21,13 @@ class ArgumentsMixin:
     )
 
 
-class TrainerMixin:
+if TYPE_CHECKING:
+    _Base = Any  # a Trainer of transformers
+else:
+    _Base = object
+
+
+class TrainerMixin(_Base):
     """A mixin that makes the next base class, a Trainer, train with shardwright.
 
     Parameters
@@ -57,30 +60,22 @@ class TrainerMixin:
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator like the Trainer, then convert it to shardwright's class."""
-        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        super().create_accelerator_and_postprocess()
         Accelerator.of_stock(self.accelerator, **self._stage)
-
-    # whole parameters while they are read or written ----------------------------------------------------------------
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
         """Save the model like the Trainer, with whole parameters."""
-        with self._whole_parameters(writable=False):
-            super().save_model(*args, **kwargs)  # type: ignore[misc]
+        with whole_parameters(self.model_wrapped):
+            super().save_model(*args, **kwargs)
 
     def _save_optimizer_and_scheduler(self, *args: Any, **kwargs: Any) -> None:
         with self.accelerator.whole_optimizer_states():
-            super()._save_optimizer_and_scheduler(*args, **kwargs)  # type: ignore[misc]
+            super()._save_optimizer_and_scheduler(*args, **kwargs)
 
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        with self._whole_parameters(writable=True):
-            super()._load_from_checkpoint(*args, **kwargs)  # type: ignore[misc]
+        with whole_parameters(self.model_wrapped, writable=True):
+            super()._load_from_checkpoint(*args, **kwargs)
 
     def _load_best_model(self) -> None:
-        with self._whole_parameters(writable=True):
-            super()._load_best_model()  # type: ignore[misc]
-
-    def _whole_parameters(self, *, writable: bool) -> contextlib.AbstractContextManager[None]:
-        return whole_parameters(self.model_wrapped, writable=writable)
-
-    accelerator: Accelerator
-    model_wrapped: Any
+        with whole_parameters(self.model_wrapped, writable=True):
+            super()._load_best_model()

@@ -1,15 +1,11 @@
 """transformers' Trainer with shardwright.
 
-    from shardwright.integrations.transformers import Trainer
-    trainer = Trainer(model=model, args=args, train_dataset=data, zero=2)       # the rest of the program stays unchanged
+    from shardwright.integrations.transformers import Trainer trainer = Trainer(model=model, args=args,
+    train_dataset=data, zero=2)       # the rest of the program stays unchanged
 
-or, with the stage on the command line, `--shardwright zero2`:
-
-    from shardwright.integrations.transformers import Trainer, TrainingArguments
-
-The Trainer creates its accelerator itself; ours converts it before it prepares anything. Saves and loads use whole
-parameters and full optimizer states, so checkpoints equal those of the stock class at every stage. For other Trainers,
-such as TRL's, use `TrainerMixin` as the first base: `class Ours(TrainerMixin, trl.SFTTrainer)`.
+With `TrainingArguments` of this module the stage can be on the command line: `--shardwright zero2`. Checkpoints equal
+those of the stock class at every stage. For other Trainers, such as TRL's, use `TrainerMixin` as the first base: `class
+Ours(TrainerMixin, trl.SFTTrainer)`.
 
 Needs transformers and the optional extra: pip install shardwright[accelerate] transformers.
 """

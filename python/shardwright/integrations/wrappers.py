@@ -1,8 +1,4 @@
-"""What the integrations share: the wrapped modules of a program, the optimizers that step for its own, whole parameters.
-
-Frameworks prepare modules and optimizers in calls of their own. An optimizer is sliced once the module with its
-parameters is wrapped.
-"""
+"""What the integrations share: wrapped modules, the optimizers that step for a program's own, whole parameters."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Clip gradients by the global norm, with the same bits at every stage.
-
-The sum of squares is exact (docs/design/optim.md), so it does not depend on how gradients are cut, and every element is
-scaled by the same number.
-"""
+"""Clip gradients by the global norm, with the same bits at every stage: the sum of squares is exact, see optim.md."""
 
 from __future__ import annotations
 
@@ -43,7 +39,7 @@ def clip_grad_norm_(
     max_norm : float
         At least 0.
     error_if_nonfinite : bool
-        Raise on every rank, instead of scaling by a norm that is infinite or NaN.
+        Raise RuntimeError on every rank, instead of scaling by a norm that is infinite or NaN.
     pp_mesh : DeviceMesh, optional
         The pipeline dimension of a mesh: the norm is that of all its ranks' modules. Collective over it.
 
@@ -57,23 +53,18 @@ def clip_grad_norm_(
     ------
     ValueError
         If max_norm is negative or NaN.
-    RuntimeError
-        If the norm is not finite and `error_if_nonfinite` is set.
 
     Notes
     -----
     Scale: max_norm / (norm + 1e-6) if that is below 1, as torch.nn.utils.clip_grad_norm_. Cost: one pass over the
-    gradients (at zero >= 1 over this rank's slices), 1,112 bytes a rank, and a second pass if the scale is below 1.
-    On a GPU the host does not wait: norm and scale stay there. It waits for the norm with `error_if_nonfinite`, inside
-    join(), and for float64 and complex gradients. If no wrapped module of this process uses a GPU, its gradients are
-    copied to the host for the norm.
+    gradients (at zero >= 1 over this rank's slices), 1,112 bytes a rank, and a second pass if the scale is below 1. On
+    a GPU the host does not wait, except with `error_if_nonfinite`, inside join(), and for float64 and complex
+    gradients.
     """
-    if isinstance(module_or_parameters, Iterable) and not isinstance(
-        module_or_parameters,
-        (torch.Tensor, torch.nn.Module),  # Sequential is iterable
-    ):
-        module_or_parameters = list(module_or_parameters)
-    return _clip(module_or_parameters, max_norm, error_if_nonfinite, lambda clip: False, pp_mesh)
+    given = module_or_parameters
+    if not isinstance(given, (torch.Tensor, torch.nn.Module)):  # a tensor and a Sequential are iterable, too
+        given = list(given)
+    return _clip(given, max_norm, error_if_nonfinite, lambda clip: False, pp_mesh)
 
 
 def clip_in_step(wrapped: torch.nn.Module, max_norm: float, take: Callable[[DeviceClip], bool]) -> None:
@@ -133,10 +124,7 @@ def _clip(
 
 
 def _link_of(parameters: list[torch.Tensor], replica: Replica | None) -> DeviceLink | None:
-    """Return the link of the GPU that can clip all gradients; None if the host needs the norm.
-
-    At zero >= 1 the answer is the same on all ranks.
-    """
+    """Return the link of the GPU that can clip all gradients, alike on all ranks; None if the host needs the norm."""
     if replica is not None and replica.model_ranks is not None:
         return None
     if replica is not None and replica.zero:
@@ -155,8 +143,8 @@ def _link_of(parameters: list[torch.Tensor], replica: Replica | None) -> DeviceL
 def local_norms(module: torch.nn.Module) -> dict[str, float]:
     """Return the 2-norms of this rank's part of each averaged gradient, by the bare module's names. Not collective.
 
-    At zero=0 the part is the whole gradient, else this rank's slices of it, 0.0 if it owns none. Parameters without a
-    gradient are left out.
+    The part is the whole gradient at zero=0, else this rank's slices, 0.0 if it owns none; without a gradient, no
+    entry.
     """
     replicas = _replicas_of(module)
     if not replicas:
@@ -197,7 +185,7 @@ def _norm_of_whole(gradients: list[torch.Tensor], replica: Replica | None) -> fl
     real = [_real(gradient) for gradient in gradients]
     link = replica.link if replica is not None else _link_beside(real)
     if link is not None:
-        return link.norm(real)
+        return _engine.norm_value([link.norm_sum(real)])
     return global_norm(each.cpu() for each in real)
 
 
@@ -209,10 +197,7 @@ def _link_beside(gradients: list[torch.Tensor]) -> DeviceLink | None:
 
 
 def _scale(gradients: list[torch.Tensor], factor: float) -> None:
-    """Scale all gradients; on a GPU many in one launch, if that gives mul_'s bits.
-
-    torch's foreach function may first round the factor to a 16-bit dtype.
-    """
+    """Scale all gradients; on a GPU float32 and float64 together: torch rounds no factor of these to 16 bits."""
     together: dict[torch.dtype, list[torch.Tensor]] = {}
     for gradient in gradients:
         is_plain = type(gradient) is torch.Tensor and gradient.dtype in (torch.float32, torch.float64)

@@ -1,23 +1,19 @@
-"""Clipping on a GPU: norm and factor stay on the GPU, and the host does not wait.
+"""Clipping on a GPU: norm and factor stay there, and the host does not wait.
 
-The engine adds the squares of all gradients, with one launch for each table of tensors, and computes norm and factor on
-the GPU. The same number of launches multiplies the gradients by the factor. Or the kernels of a sw.optim optimizer do
-so in the next step and write the product back, so `.grad` is clipped either way.
+One launch per table of tensors adds the squares of all gradients. As many multiply gradients by the factor, or the
+kernels of a sw.optim optimizer do so in the next step and write the product back: `.grad` is clipped either way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
+from ..backend.device_link import DeviceLink
 from ..gradients.sharded_gradient import ShardedGradient
 from ..layout.views import dense_strides
 from ..torch_compat import cuda
-
-if TYPE_CHECKING:
-    from ..backend.device_link import DeviceLink
 
 #: dtypes that the kernels multiply with the bits of torch's mul_
 SCALED_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -42,6 +38,7 @@ class DeviceClip:
         result = cuda.runtime.zeros(2, torch.float32, parameters[0])
         link.clip(measured, max_norm, result, is_sliced=is_sliced)
         self.norm, self._factor = result.unbind()
+        self.address = self._factor.data_ptr()  # of a float32
         self._link, self._members = link, {id(parameter) for parameter in parameters}
         self._gradients: list[torch.Tensor] = []  # memory to multiply by the factor
         for parameter in parameters:
@@ -50,11 +47,6 @@ class DeviceClip:
                 self._gradients.append(gradient.clipped(max_norm))
             elif gradient is not None:
                 self._gradients.append(gradient.detach())
-
-    @property
-    def address(self) -> int:
-        """Return the address of the factor, a float32."""
-        return self._factor.data_ptr()
 
     def covers(self, parameters: Iterable[torch.Tensor]) -> bool:
         """Return True if the gradients of all `parameters` are in this clip."""

@@ -29,7 +29,6 @@ from .._engine import Error
 from ..comm.agreement import verify
 from ..comm.exchange import average_plain
 from ..comm.levels import Levels, leased_levels, levels_of
-from ..comm.model_ranks import ModelRanks
 from ..compress.blocks import BlockState
 from ..compress.hooks import average_half
 from ..gradients.comm_thread import BucketThread
@@ -37,8 +36,6 @@ from ..layout.bucket import Bucket, places_of
 from ..options.checks import among, count
 from .diloco_parameters import SlicedParameters, WholeParameters, creating_group, model_ranks_of
 from .sharded import ShardedOptimizer
-
-__all__ = ["DiLoCo"]
 
 _WIRES = ("float32", "bf16", "int8")
 _TIMEOUT_S = 1800.0
@@ -54,8 +51,8 @@ class DiLoCo:
     Parameters
     ----------
     model : Module
-        A bare module, or one wrapped by sw at zero=0, which then stops averaging gradients. With `device_mesh`,
-        a module wrapped at zero >= 1 over mesh["shard"]. Parameters are float32 on the CPU. All ranks take rank 0's
+        A bare module, or one wrapped by sw at zero=0, which then stops averaging gradients. With `device_mesh`, a
+        module wrapped at zero >= 1 over mesh["shard"]. Parameters are float32 on the CPU. All ranks take rank 0's
         parameters and buffers.
     inner_optimizer : Optimizer
         This rank's own optimizer. With `device_mesh`, the row's optimizer that sw.wrap returned.
@@ -70,8 +67,7 @@ class DiLoCo:
     wire : {"bf16", "int8", "float32"}
         The format in which changes of parameters travel.
     overlap : int
-        In [0, every // fragments): an exchange ends this many local steps after its begin and runs on a thread
-        meanwhile.
+        In [0, every // fragments): an exchange runs on a thread and ends this many local steps after its begin.
     process_group : ProcessGroup, optional
         The group of a bare model; default: the default group.
     device_mesh : DeviceMesh, optional
@@ -82,23 +78,21 @@ class DiLoCo:
 
     Raises
     ------
-    Error
-        If the model is wrapped with zero >= 1 and there is no `device_mesh`, or if ranks disagree about the arguments.
-    ValueError, TypeError
-        If a value is out of range, or another wrapper averages the model. If only one rank has such an error, all
-        others at once raise an Error that names it.
+    Error, ValueError, TypeError
+        If the model is wrapped with zero >= 1 and there is no `device_mesh`, if ranks disagree about the arguments or
+        one is out of range, or if another wrapper averages the model; on all ranks.
 
     Notes
     -----
     Let θ be the last common parameter and θ_r this rank's. At an exchange the outer optimizer steps on θ with the mean
-    of θ - θ_r as its gradient, and θ_r is set to θ: the same bits on every rank. Without `overlap` an exchange ends
-    before step() returns. With it, θ_r is set to θ plus the change that the rank's own steps made since the start of
-    the exchange. Ranks then differ until synchronise(), and only θ is bitwise equal.
+    of θ - θ_r as its gradient, and θ_r is set to θ: the same bits on every rank. With `overlap`, θ_r is set to θ plus
+    the change that the rank's own steps made since the start of the exchange. Ranks then differ until synchronise(),
+    and only θ is bitwise equal.
 
     Cost: a copy of the parameters and the outer optimizer's state, with overlap also a copy of the largest fragment. On
     the wire, in `every` steps, 2 (W - 1) / W times the parameters in the wire type. With `device_mesh` the memory is
-    that of this rank's slices and W is the number of rows. An exchange then costs the row two barriers and one
-    publication of updated slices; blocks of int8 are counted from each slice's start.
+    that of this rank's slices, W is the number of rows, and an exchange costs the row two barriers and one publication;
+    blocks of int8 are counted from each slice's start.
     """
 
     def __init__(
@@ -115,14 +109,10 @@ class DiLoCo:
         device_mesh: Any = None,
         timeout_s: float = _TIMEOUT_S,
     ) -> None:
-        self.inner_optimizer = inner_optimizer
-        self.every = every
-        self.wire = wire
-        self.overlap = overlap
-        self.steps = 0
-        all_ranks = creating_group(
-            model, process_group, device_mesh, timeout_s if _is_timeout(timeout_s) else _TIMEOUT_S
-        )
+        self.inner_optimizer, self.steps = inner_optimizer, 0
+        self.every, self.wire, self.overlap = every, wire, overlap
+        deadline_s = timeout_s if _is_timeout(timeout_s) else _TIMEOUT_S
+        all_ranks = creating_group(model, process_group, device_mesh, deadline_s)
         description: list[list[str]] = []
 
         def describe() -> list[list[str]]:
@@ -136,17 +126,23 @@ class DiLoCo:
             self._anchors = [tensor.detach().clone() for tensor in self._held.tensors]
             self.outer_optimizer = _made(outer, self._anchors)
             self._held.check_outer(self.outer_optimizer)
-            settings = [["every", str(every)], ["fragments", str(fragments)], ["wire", wire], ["overlap", str(overlap)]]
-            description.extend([*settings, ["outer", _hyperparameters(self.outer_optimizer)]])
+            settings = {"every": every, "fragments": fragments, "wire": wire, "overlap": overlap}
+            description.extend([name, str(value)] for name, value in settings.items())
+            description.append(["outer", _hyperparameters(self.outer_optimizer)])
             return [*description, *self._held.description()]
 
+        model_ranks = model_ranks_of(model)
         failure: Exception | None = None
         try:
             verify(all_ranks.comm, describe, "DiLoCo")
         except Exception as error:
             failure = error
         try:
-            self._agree_over_mesh(model_ranks_of(model), description, failure)
+            if model_ranks is not None:  # ranks that hold shards of the model raise the same failure
+                facts = [] if failure is not None else description + self._held.description_over_mesh(wire)
+                model_ranks.agree(facts, "model under DiLoCo", failure)
+            elif failure is not None:
+                raise failure
         finally:
             failure = None  # its traceback holds this frame
         group = self._held.begin(all_ranks)
@@ -163,18 +159,8 @@ class DiLoCo:
         self._exchange = levels.exchange
         mean = _Mean(levels, wire, [[self._tensors[i] for i in part] for part in self._fragments], self._change)
         label = type(self._held.module).__name__
-        self._runner = BucketThread(mean, group.comm, label, lease) if on_thread else _AtOnce(mean)
+        self._runner = BucketThread(mean, group.comm, label, lease) if on_thread else mean
         self._pending: tuple[int, int] | None = None  # a fragment in flight, and the step in which it ends
-
-    def _agree_over_mesh(
-        self, model_ranks: ModelRanks | None, settings: list[list[str]], failure: Exception | None
-    ) -> None:
-        """Raise a failure, on all ranks that hold shards of the model. Collective over them."""
-        if model_ranks is not None:
-            facts = [] if failure is not None else settings + self._held.description_over_mesh(self.wire)
-            model_ranks.agree(facts, "model under DiLoCo", failure)
-        elif failure is not None:
-            raise failure
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -198,7 +184,7 @@ class DiLoCo:
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a local step and exchange the fragments that are due. Collective once every / fragments steps."""
         self._held.check_step()
-        result = self.inner_optimizer.step(closure) if closure is not None else self.inner_optimizer.step()
+        result = self.inner_optimizer.step(*(() if closure is None else (closure,)))
         self.steps += 1
         if self._pending is not None and self._pending[1] == self.steps:
             self._end()
@@ -298,28 +284,30 @@ class DiLoCo:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the state that state_dict() returned on this rank. Raise Error if it belongs to another model."""
-        missing = [key for key in ("steps", "inner", "outer", "anchors") if key not in state]
-        if missing:
-            raise Error(f"DiLoCo: load_state_dict: the state must come from state_dict(): it has no {missing[0]!r}")
+        for key in ("steps", "inner", "outer", "anchors"):
+            if key not in state:
+                raise Error(f"DiLoCo: load_state_dict: the state must come from state_dict(): it has no {key!r}")
         anchors = state["anchors"]
         if state.get("layout") != self._held.layout():
             raise Error(
                 "DiLoCo: load_state_dict: the state has other slices than this rank's: load each rank's own state, on a mesh "
                 "with rows of the same size and at the same bucket size"
             )
+        other = "DiLoCo: load_state_dict: the state belongs to another model"
         for name, anchor in zip(self._names, self._anchors):
             if name not in anchors or anchors[name].shape != anchor.shape:
-                raise Error(
-                    f"DiLoCo: load_state_dict: the state belongs to another model: it has no {name!r} of this shape"
-                )
+                raise Error(f"{other}: it has no {name!r} of this shape")
         for name in anchors:
             if name not in self._names:
-                raise Error(
-                    f"DiLoCo: load_state_dict: the state belongs to another model: this one does not train {name!r}"
-                )
+                raise Error(f"{other}: this one does not train {name!r}")
         pending = state.get("pending")
         if pending is not None:
-            self._check_pending(pending)
+            k, total = pending["fragment"], pending["change"].numel()
+            if not self.overlap or k >= len(self._fragments) or total != sum(self._sizes[k]):
+                raise Error(
+                    f"DiLoCo: load_state_dict: fragment {k} of {total} elements was in flight, which needs the same fragments and "
+                    f"overlap > 0; this trainer has {len(self._fragments)} fragments and overlap={self.overlap}"
+                )
         if self._pending is not None:
             self._wait()  # ends the exchange of the abandoned run
         self.inner_optimizer.load_state_dict(state["inner"])
@@ -328,44 +316,20 @@ class DiLoCo:
         for name, anchor in zip(self._names, self._anchors):
             anchor.copy_(anchors[name])
         if pending is not None:
-            total = pending["change"].numel()
             self._change[:total].copy_(pending["change"])
             self._then[:total].copy_(pending["then"])
             self._pending = pending["fragment"], int(pending["ends"])
 
-    def _check_pending(self, pending: dict[str, Any]) -> None:
-        k, total = pending["fragment"], pending["change"].numel()
-        if not self.overlap or k >= len(self._fragments) or total != sum(self._sizes[k]):
-            raise Error(
-                f"DiLoCo: load_state_dict: fragment {k} of {total} elements was in flight, which needs the same fragments and "
-                f"overlap > 0; this trainer has {len(self._fragments)} fragments and overlap={self.overlap}"
-            )
-
-
-class _AtOnce:
-    """A runner with BucketThread's interface that runs a bucket on its caller's thread."""
-
-    def __init__(self, runner: _Mean) -> None:
-        self._runner = runner
-        self._failure: Exception | None = None
-
-    def __call__(self, bucket: int, is_last: bool, is_early: bool) -> None:
-        try:
-            self._runner.job(bucket, is_last, is_early)()
-        except Exception as error:
-            self._failure = error
-
-    def wait(self) -> None:
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
-
 
 class _Mean:
-    """The job of a BucketThread: average a fragment's change in place. It does not reference the trainer."""
+    """The job of a BucketThread: average a fragment's change in place. It does not reference the trainer.
+
+    Without a thread it has the thread's interface itself.
+    """
 
     def __init__(self, levels: Levels, wire: str, fragments: list[list[torch.Tensor]], change: torch.Tensor) -> None:
         self._levels, self._wire, self._fragments, self._change = levels, wire, fragments, change
+        self._failure: Exception | None = None
         self._int8 = BlockState(None, 8, 256)
         self._int8.use_exchange(levels.exchange)
 
@@ -376,6 +340,17 @@ class _Mean:
         flat = self._change[: sum(sizes)]
         run = partial(self._mean, flat, flat.split(sizes), parameters)
         return partial(self._levels.average, flat, run, "changes under DiLoCo")
+
+    def __call__(self, bucket: int, is_last: bool, is_early: bool) -> None:
+        try:
+            self.job(bucket, is_last, is_early)()
+        except Exception as error:
+            self._failure = error
+
+    def wait(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
 
     def finish_early(self, buckets: Iterable[int]) -> None:
         """Do nothing: no bucket finishes early."""
@@ -406,9 +381,7 @@ def _check_arguments(inner_optimizer: Any, every: Any, fragments: Any, wire: Any
         raise ValueError(f"DiLoCo: timeout_s must be above 0 and at most 1e+09 seconds, got {timeout_s!r}")
 
 
-def _made(
-    outer: Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer], anchors: list[torch.Tensor]
-) -> torch.optim.Optimizer:
+def _made(outer: Any, anchors: list[torch.Tensor]) -> torch.optim.Optimizer:
     if not callable(outer):
         raise TypeError(f"DiLoCo: outer must be a callable that returns an optimizer, got {outer!r}")
     made = outer(anchors)
@@ -419,9 +392,7 @@ def _made(
 
 def _hyperparameters(optimizer: torch.optim.Optimizer) -> str:
     plain = (int, float, str, tuple, type(None))  # the repr of other types may differ between ranks
-    groups = [
-        {key: value for key, value in group.items() if isinstance(value, plain)} for group in optimizer.param_groups
-    ]
+    groups = [{k: v for k, v in group.items() if isinstance(v, plain)} for group in optimizer.param_groups]
     return f"{type(optimizer).__name__} {groups}"
 
 

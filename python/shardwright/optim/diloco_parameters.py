@@ -7,15 +7,14 @@ slices and average them:
       0 1         0 and 1 as one        0 and 2, on slice 0
       2 3         2 and 3 as one        1 and 3, on slice 1
 
-A row has whole parameters again once all of its ranks have stepped on their slices. A failure in one column is
-therefore sent to every row before any parameter is written. For a DTensor each rank averages its local tensor; a
-failure is also sent to the ranks of the other shards.
+A row has whole parameters again once all of its ranks have stepped on their slices. A failure in one column, or in the
+ranks of one shard of a DTensor, is therefore sent to all others before any parameter is written.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from ..parallel.ddp import DistributedDataParallel
 from ..parallel.engine import Engine, engine_of
 from ..parallel.fully_shard import FullySharded
 from ..torch_compat.dtensor import is_dtensor
-from .sliceable import ELEMENTWISE
+from .ownership import ELEMENTWISE
 
 #: seconds that a row waits for a column's result beyond the column's own deadline
 _GRACE_S = 2.0
@@ -39,28 +38,34 @@ _GRACE_S = 2.0
 class WholeParameters:
     """The parameters of a bare model, or of one wrapped at zero=0: inner steps change them on each rank separately.
 
-    `tensors`: the targets of the outer optimizer, one for each trained parameter of `names`, contiguous. `numels`: the
-    elements of each whole parameter, equal on all ranks. `model_ranks`: the ranks with the other shards of DTensors.
+    `tensors`: the contiguous targets of the outer optimizer, by `names`. `numels`: elements of each whole parameter.
     """
 
     def __init__(self, model: Any, process_group: Any) -> None:
         self._model = model
         self.module = _module_to_train(model, process_group)
-        trained = [(name, parameter) for name, parameter in self.module.named_parameters() if parameter.requires_grad]
-        self.model_ranks: ModelRanks | None = None
-        if isinstance(model, DistributedDataParallel):
-            self.model_ranks = model._engine.replica.model_ranks
-        self.names = [name for name, _ in trained]
-        self.numels = [parameter.numel() for _, parameter in trained]
-        for name, parameter in trained:
+        trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        is_wrapped = isinstance(model, DistributedDataParallel)
+        self.model_ranks: ModelRanks | None = model._engine.replica.model_ranks if is_wrapped else None
+        for name, parameter in trained.items():
             if is_dtensor(parameter) and self.model_ranks is None:
                 raise ValueError(
                     f"DiLoCo: parameter {name!r} is a DTensor, whose ranks hold other shards and do not average: wrap the model over the "
                     'data-parallel dimension first, sw.wrap(model, device_mesh=mesh["dp"])'
                 )
-            _check_tensor(name, local_of(parameter), local_of(parameter).is_contiguous())
-        self.tensors: list[torch.Tensor] = [local_of(parameter) for _, parameter in trained]
-        _check_buffers(self.module)
+        self._hold(trained, [local_of(parameter) for parameter in trained.values()])
+
+    def _hold(self, trained: Mapping[str, torch.Tensor], tensors: list[torch.Tensor]) -> None:
+        self.names, self.numels = list(trained), [parameter.numel() for parameter in trained.values()]
+        self.tensors = tensors
+        for (name, parameter), tensor in zip(trained.items(), tensors):
+            dtype, device = parameter.dtype, parameter.device.type
+            if dtype != torch.float32 or device != "cpu" or not tensor.is_contiguous():
+                needed = "must be a contiguous float32 tensor on the CPU"
+                raise TypeError(f"DiLoCo: parameter {name!r} {needed}, not {dtype} on {device}")
+        for name, buffer in self.module.named_buffers():
+            if buffer.device.type != "cpu":
+                raise TypeError(f"DiLoCo: buffer {name!r} must be on the CPU, not on {buffer.device.type}")
 
     def description(self) -> list[list[str]]:
         """Return the facts that must be equal on all ranks."""
@@ -115,28 +120,18 @@ class SlicedParameters(WholeParameters):
         self.model_ranks = self._replica.model_ranks
         table = self._replica.table
         indices = {id(parameter): index for index, parameter in enumerate(table.module_parameters)}
-        trained = [
-            (name, parameter)
-            for name, parameter in self.module.named_parameters()
-            if parameter.requires_grad and id(parameter) in indices
-        ]
-        self._parameters = [parameter for _, parameter in trained]
+        named = self.module.named_parameters()
+        trained = {name: p for name, p in named if p.requires_grad and id(p) in indices}
+        self._parameters = list(trained.values())
         self._indices = [indices[id(parameter)] for parameter in self._parameters]
-        self.names = [name for name, _ in trained]
-        self.numels = [parameter.numel() for parameter in self._parameters]
-        for name, parameter in trained:
-            _check_tensor(name, local_of(parameter), True)
-        _check_buffers(self.module)
+        none = torch.empty(0, dtype=torch.float32, device="cpu")
         pieces = map(self._replica.parameters().slice, self._indices)
-        self.tensors = [
-            torch.empty(0, dtype=torch.float32, device="cpu") if piece is None else piece for piece in pieces
-        ]
+        self._hold(trained, [none.clone() if piece is None else piece for piece in pieces])
 
     def description(self) -> list[list[str]]:
-        runs = [
-            [str(self._run(index, rank)) for index in self._indices] for rank in range(self._replica.group.world_size)
-        ]
-        slices = [["slices", f"{number}: {' '.join(row)}"] for number, row in enumerate(runs)]
+        ranks = range(self._replica.group.world_size)
+        runs = [" ".join(str(self._run(index, rank)) for index in self._indices) for rank in ranks]
+        slices = [["slices", f"{number}: {row}"] for number, row in enumerate(runs)]
         tensors = [*zip(self.names, self._parameters), *self.module.named_buffers()]
         return [["zero", str(self._replica.zero)], *_described(tensors), *slices]
 
@@ -144,9 +139,8 @@ class SlicedParameters(WholeParameters):
         runs, mesh = [], self._replica.table.model_mesh
         if wire == "int8":  # blocks begin at slices: other slices would give equal parameters other values
             for name, parameter, run in zip(self.names, self._parameters, self.layout() or ()):
-                if mesh is not None and any(mesh.sharded(parameter)):
-                    continue
-                runs.append([f"wire='int8' on the slice of {name!r}", str(run)])
+                if mesh is None or not any(mesh.sharded(parameter)):
+                    runs.append([f"wire='int8' on the slice of {name!r}", str(run)])
         return [*super().description_over_mesh(wire), *runs]
 
     def layout(self) -> list[list[int]] | None:
@@ -183,9 +177,7 @@ class SlicedParameters(WholeParameters):
 
     @contextlib.contextmanager
     def changing(self, failure: Exception | None) -> Iterator[None]:
-        """Inside, write to `tensors`; then publish them. One rank's failure is raised on all ranks of the row, which do
-        not read parameters meanwhile.
-        """
+        """Inside, write to `tensors`; then publish them. One rank's failure is raised on all ranks of the row."""
         access = self._replica.access
         with access.changing(), contextlib.ExitStack() as agreed:
             try:
@@ -205,12 +197,12 @@ class SlicedParameters(WholeParameters):
         before_s = comm.timeout_s
         comm.timeout_s = before_s + _GRACE_S  # a column's wait, with its better message, ends first
         try:
-            said = [each.decode() for each in comm.all_gather_bytes(text.encode(), "news of DiLoCo's exchange")]
+            replies = [each.decode() for each in comm.all_gather_bytes(text.encode(), "news of DiLoCo's exchange")]
         finally:
             comm.timeout_s = before_s
-        other = next((rank for rank, each in enumerate(said) if each), None)
+        other = next((rank for rank, each in enumerate(replies) if each), None)
         if failure is None and other is not None:
-            return Error(f"DiLoCo: rank {other} of this replica could not exchange its slices: {said[other]}")
+            return Error(f"DiLoCo: rank {other} of this replica could not exchange its slices: {replies[other]}")
         return failure
 
 
@@ -273,9 +265,7 @@ def _engine_over_a_row(model: Any, mesh: Any) -> Engine:
     if row is None:
         raise ValueError(f"DiLoCo: this rank, {dist.get_rank()}, is not part of the device_mesh given, {rows}")
     if len({tuple(sorted(range(len(each)), key=each.__getitem__)) for each in rows}) > 1:
-        raise ValueError(
-            f"DiLoCo: device_mesh {rows} has columns whose ranks own different slices: order all of its rows equally"
-        )
+        raise ValueError(f"DiLoCo: device_mesh {rows} has columns of different slices: order all of its rows equally")
     engine = engine_of(model)
     if engine is None or not engine.options.zero:
         got = type(model).__name__ if engine is None else "one at zero=0"
@@ -307,20 +297,6 @@ def _check_no_groups(engine: Engine) -> None:
         raise NotImplementedError(
             "DiLoCo does not support a module with groups=: its outer steps average over one group of replicas"
         )
-
-
-def _check_tensor(name: str, parameter: torch.Tensor, is_contiguous: bool) -> None:
-    if parameter.dtype != torch.float32 or parameter.device.type != "cpu" or not is_contiguous:
-        raise TypeError(
-            f"DiLoCo: parameter {name!r} must be a contiguous float32 tensor on the CPU, not {parameter.dtype} on "
-            f"{parameter.device.type}"
-        )
-
-
-def _check_buffers(module: torch.nn.Module) -> None:
-    for name, buffer in module.named_buffers():
-        if buffer.device.type != "cpu":
-            raise TypeError(f"DiLoCo: buffer {name!r} must be on the CPU, not on {buffer.device.type}")
 
 
 def _described(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[list[str]]:

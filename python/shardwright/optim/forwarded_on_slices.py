@@ -1,9 +1,7 @@
 """A call of a method of the user's optimizer, other than step, on the slices of all ranks.
 
-The method writes to this rank's slices of parameters, which are then published, and to its slices of gradients. Ranks
-have slices of different parameters, so they exchange which gradients a method cleared or wrote to, and every rank's
-`.grad` follows. A gradient that is not averaged yet, as between the micro-batches of no_sync(), stays as it is: the
-method may clear it and cannot read it.
+It writes to this rank's slices of parameters, which are then published, and of gradients: ranks exchange which ones it
+cleared or wrote to, and every rank's `.grad` follows. It can clear a gradient that is not averaged, but not read it.
 """
 
 from __future__ import annotations
@@ -57,28 +55,25 @@ class _GradientWrites:
 
 
 def call_on_slices(optimizer: ShardedOptimizer, name: str, method: Callable[[], Any]) -> Any:
-    """Call a method of the user's optimizer on this rank's slices and publish what it writes.
-
-    Collective, unless the method's name says that it only reads.
-    """
-    if reads_only(name):
+    """Call a method of the user's optimizer on this rank's slices and publish what it writes. Collective."""
+    if reads_only(name):  # not collective
         with optimizer._on_slices():
             return method()
     replica, label = optimizer.replica, f"optimizer.{name}()"
     refusal: Exception | None = None
-    if replica.in_sliced_join:
-        refusal = Error(
-            f"{label} writes to slices on all ranks, and inside join a rank that ran out of inputs takes no part in it: call it "
-            "after the join"
-        )
     reasons: dict[Entry, str] = {}
     try:
+        if replica.in_sliced_join:
+            raise Error(
+                f"{label} writes to slices on all ranks, and inside join a rank that ran out of inputs takes no part in it: call it "
+                "after the join"
+            )
         check_groups(optimizer, optimizer._inner)
         for each in optimizer.replicas:
             each.rounds.close_pending()
         reasons = _not_averaged(optimizer)
     except (Error, NotImplementedError) as error:
-        refusal = refusal or error
+        refusal = error
 
     def rows() -> list[Row]:
         if refusal is not None:
@@ -148,8 +143,8 @@ def _send_gradient(optimizer: ShardedOptimizer, entry: Entry, mine: torch.Tensor
     like = entry.like
     flat = torch.empty(like.numel(), dtype=like.dtype, device=like.device)
     data = b"" if mine is None or not entry.replica.slicing.speaks else bytes_of(mine)
-    for rank, said in enumerate(entry.replica.group.comm.all_gather_bytes(data, label)):
+    for rank, reply in enumerate(entry.replica.group.comm.all_gather_bytes(data, label)):
         low, high = optimizer.run(entry.index, rank)
-        if low < high and said:
-            flat[low:high] = torch.frombuffer(bytearray(said), dtype=flat.dtype)
+        if low < high and reply:
+            flat[low:high] = torch.frombuffer(bytearray(reply), dtype=flat.dtype)
     entry.replica.gradients.rewrite(entry.at, flat)

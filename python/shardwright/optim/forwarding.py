@@ -1,9 +1,8 @@
 """Attributes and methods of the user's optimizer on the optimizer that wrap() returns.
 
-A library asks an optimizer by hasattr() what it can do: accelerate and transformers call `train()` and `eval()` if they
-exist, which in schedule-free optimizers move the parameters. So each public name of the user's optimizer is a name of
-ours, and no other. A method of the user's optimizer runs like its step: on what this optimizer steps on, and its writes
-become visible.
+Libraries ask an optimizer by hasattr() what it can do, so each public name of the user's optimizer is a name of ours,
+and no other. A method of it runs like its step: on what this optimizer steps on, and its writes become visible. In
+schedule-free optimizers, `train()` and `eval()` move the parameters.
 """
 
 from __future__ import annotations
@@ -17,8 +16,6 @@ import torch
 
 from .._engine import Error
 from ..torch_compat.internals import TorchDispatchMode, no_torch_function, tree_leaves, without_memory_of
-
-__all__ = ["Forwarding", "NotAveraged", "WithoutReductions", "reads_only"]
 
 #: GradScaler hands unscaling over to an optimizer that has these; our optimizers unscale before they step
 _WITHHELD = frozenset(("grad_scale", "found_inf"))
@@ -60,10 +57,7 @@ class WithoutReductions(TorchDispatchMode):
 
 
 class NotAveraged(torch.Tensor):
-    """The `.grad` of a slice while a method runs and ranks have added to the gradient since it was averaged.
-
-    The method may clear it. An operation on it raises Error with the reason.
-    """
+    """The `.grad` of a slice to which ranks have added since it was averaged: it can be cleared, and raises if used."""
 
     reason: str
 
@@ -89,10 +83,7 @@ class NotAveraged(torch.Tensor):
 
 
 class Forwarding(torch.optim.Optimizer):
-    """A base of optimizers that step by the user's optimizer, `_inner`.
-
-    A subclass sets `_forwards` to True at the end of its constructor, and defines _call().
-    """
+    """A base of optimizers that step by the user's optimizer, `_inner`, once their constructor sets `_forwards`."""
 
     _inner: torch.optim.Optimizer
     _forwards = False

@@ -1,14 +1,13 @@
-"""Fused optimizers on the engine's kernels, and the exact global norm.
+"""Fused optimizers on the engine's kernels, and the exact global norm. docs/design/optim.md has the arithmetic.
 
 `AdamW`, `Adam` and `SGD` are torch's classes with another `step()`. Arguments, `param_groups` and `state_dict()` are
-torch's, and state dicts load into each other both ways. Tensors are on the CPU or on a GPU; docs/design/optim.md has
-the arithmetic.
+torch's, and state dicts load into each other both ways. Tensors are on the CPU or on a GPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,13 +16,9 @@ from torch.optim.optimizer import ParamsT
 from .. import _engine
 from ..torch_compat import cuda
 from ..torch_compat.dtensor import held_tensor, is_dtensor, placed_as, waited
+from .device_clip import DeviceClip
 from .master_weights import LOW, load_in_float32, master_of
 from .offload import StateStore
-
-if TYPE_CHECKING:
-    from .device_clip import DeviceClip
-
-__all__ = ["SGD", "Adam", "AdamW", "global_norm"]
 
 #: options of torch that exclude one fused pass
 _OTHER_FORMS = {"foreach": True, "fused": False, "capturable": True, "differentiable": True}
@@ -44,10 +39,7 @@ _Tensors = TypeVar("_Tensors", list[Tensor], "list[Tensor] | None")
 
 
 class _Fused(torch.optim.Optimizer):
-    """The base of the three optimizers: float32 masters, layouts, loading.
-
-    state[p]["master"] is the float32 parameter behind a low-precision one; see optim/master_weights.py.
-    """
+    """The base of the three optimizers: float32 masters (see optim/master_weights.py), layouts, loading."""
 
     _master: bool
     #: stores state on another device or in a file; None: on the parameters' device. Copies of the optimizer have none
@@ -66,10 +58,11 @@ class _Fused(torch.optim.Optimizer):
                 loss = closure()
         clip = self._clip
         try:
-            grad_scale = self._scale_of_scaler()
-            for group in self.param_groups:
-                if grad_scale is not None:
-                    self._step_group(group, grad_scale)
+            # torch's GradScaler sets these for a fused step, and skips one after an overflow
+            found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+            if found_inf is None or float(found_inf) == 0.0:
+                for group in self.param_groups:
+                    self._step_group(group, 1.0 if scale is None else 1.0 / float(scale))
         finally:  # even after an exception: gradients are then clipped, as on the host
             self._clip = None
             if clip is not None:
@@ -101,6 +94,7 @@ class _Fused(torch.optim.Optimizer):
         options = {**self._scalars(group), "maximize": group["maximize"], "grad_scale": grad_scale}
         calls: dict[tuple[bool, bool, torch.device | None], _Lists] = {}
         needed, of_state, store = set(keys), self.state, self.store
+        empty = None if store is None else store.empty
         last_kind, lists = None, _Lists(keys)
         for p in group["params"]:
             grad = p.grad
@@ -119,32 +113,26 @@ class _Fused(torch.optim.Optimizer):
             if kind != last_kind:
                 last_kind, lists = kind, calls.setdefault(kind, _Lists(keys))
             lists.params.append(p)
-            lists.targets.append(self._master_of(p, state) if has_master else p)
+            lists.targets.append(master_of(p, state, empty) if has_master else p)
             lists.grads.append(grad)
             lists.states.append(state)
-            if (
-                not on_host and "step" in state and not state["step"].is_cpu
-            ):  # torch's fused form keeps the step count on the GPU
+            if not on_host and "step" in state:  # torch's fused form keeps the step count on the GPU
                 state["step"] = state["step"].cpu()
-            held = self._first_state(p, state, keys) if first else state
+            held = state
+            if first:  # zeros for what the state lacks; a step that fails keeps none of them
+                count = torch.zeros((), dtype=torch.float32, device="cpu")
+                lacked = [key for key in keys if state.get(key) is None]
+                held = {**state, **{key: count if key == "step" else self._state_like(p) for key in lacked}}
             for key, tensors in lists.lists.items():
                 tensors.append(held[key])
         for (has_master, first, _), lists in calls.items():
             arguments = {**options, **self._where(lists.params[0])}
             copies = self._plain(lists.params) if has_master else None
-            lists.run(
-                lambda: self._call(lists, self._plain_gradients(lists.grads, lists.params), copies, first, arguments)
-            )
+            lists.run(lambda: self._call(lists, self._gradients(lists), copies, first, arguments))
             for key, tensors in lists.lists.items() if first else ():
                 for state, value in zip(lists.states, tensors):
                     state[key] = value
             self._written(lists, lists.targets if has_master else [])
-
-    def _first_state(self, p: Tensor, state: dict[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
-        """Return the state with zeros for what it lacks; a step that fails keeps none of them."""
-        count = torch.zeros((), dtype=torch.float32, device="cpu")
-        made = {key: count if key == "step" else self._state_like(p) for key in keys if state.get(key) is None}
-        return {**state, **made}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_master": self._master}
@@ -158,9 +146,7 @@ class _Fused(torch.optim.Optimizer):
                 each["step"] = step.to(torch.float32)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as torch does. Raise ValueError for a parameter that is not float32, bfloat16 or float16 on the
-        CPU or a CUDA GPU, and for a form of the step that is not fused (`foreach=True`, `fused=False`, ...).
-        """
+        """Add a group, as torch does. Raise ValueError for a parameter or a form of the step that is not supported."""
         super().add_param_group(param_group)
         try:
             self._check_group(self.param_groups[-1])
@@ -178,17 +164,15 @@ class _Fused(torch.optim.Optimizer):
             return tensors
         return [waited(held_tensor(each)) if is_dtensor(each) else each for each in tensors]
 
-    def _plain_gradients(self, gradients: list[Tensor], like: list[Tensor]) -> list[Tensor]:
-        """Return gradients that the engine reads, placed like the parameters `like`; what is re-placed is a copy."""
+    def _gradients(self, lists: _Lists) -> list[Tensor]:
+        """Return gradients that the engine reads, placed like their parameters; what is re-placed is a copy."""
         if not self._has_dtensors:
-            return gradients
-        return self._plain([placed_as(each, p) if is_dtensor(each) else each for each, p in zip(gradients, like)])
+            return lists.grads
+        pairs = zip(lists.grads, lists.params)
+        return self._plain([placed_as(each, p) if is_dtensor(each) else each for each, p in pairs])
 
     def _place_state(self, p: Tensor, state: dict[str, Any]) -> None:
-        """Place the state's DTensors like their parameter, whose local tensors the engine writes side by side.
-
-        Collective over the mesh if placements differ. Raise ValueError for one on another mesh, or of a plain tensor.
-        """
+        """Place the state's DTensors like their parameter. Collective over the mesh if placements differ."""
         for key, value in state.items():
             if not is_dtensor(value) or key == "step":
                 continue
@@ -217,9 +201,7 @@ class _Fused(torch.optim.Optimizer):
                 got = str(p.dtype).removeprefix("torch.")
                 refused = f"must be float32, bfloat16 or float16, not {got}; torch.optim.{name} supports it"
             elif p.device.type not in ("cpu", "cuda", "meta"):
-                refused = (
-                    f"must be on the CPU or a CUDA GPU, not on {p.device}; torch.optim.{name}(fused=True) supports it"
-                )
+                refused = f"must be on the CPU or a CUDA GPU, not {p.device}; torch.optim.{name}(fused=True) takes it"
             if refused:
                 raise ValueError(f"sw.optim.{name}: parameter {position} of group {number} {refused}")
 
@@ -232,9 +214,6 @@ class _Fused(torch.optim.Optimizer):
         if self.store is not None:
             return self.store.zeros(p, dtype)
         return torch.zeros_like(p, dtype=dtype, memory_format=torch.preserve_format)
-
-    def _master_of(self, p: Tensor, state: dict[str, Any]) -> Tensor:
-        return master_of(p, state) if self.store is None else master_of(p, state, self.store.empty)
 
     def state_dtypes(self, p: Tensor, group: dict[str, Any]) -> list[torch.dtype]:
         """Return the dtypes of the state tensors of `p` that have its shape."""
@@ -252,7 +231,6 @@ class _Fused(torch.optim.Optimizer):
         return {"state_file": self.store.file, "gpu": self.store.place()}
 
     def _written(self, lists: _Lists, masters: list[Tensor]) -> None:
-        """Count the writes in autograd."""
         params = lists.params
         _increment_versions(params)
         if self._clip is not None:
@@ -261,19 +239,8 @@ class _Fused(torch.optim.Optimizer):
         if masters:
             _increment_versions(masters)
 
-    def _scale_of_scaler(self) -> float | None:
-        """Return torch's GradScaler's factor for a fused step; None: an overflow, so skip the step."""
-        found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
-        if found_inf is not None and float(found_inf) != 0.0:
-            return None
-        return 1.0 if scale is None else 1.0 / float(scale)
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load torch's format, from this class or from torch's own.
-
-        torch casts loaded state to the parameter's dtype; here float32 moments and masters stay float32. The next step
-        makes a master that `state_dict` lacks from the parameter.
-        """
+        """Load torch's format, from this class or torch's own, but keep moments and masters in float32."""
         load_in_float32(self, super().load_state_dict, state_dict, self._has_master)
 
 
@@ -288,9 +255,7 @@ class _Lists:
         self.lists: dict[str, list[Tensor]] = {key: [] for key in keys}
 
     def run(self, call: Callable[[], list[int]]) -> None:
-        """Run `call()`. If it reports mismatched layouts, nothing has changed: rearrange those tensors and call it
-        again.
-        """
+        """Run `call()`. If it reports mismatched layouts, nothing has changed: rearrange those, and call it again."""
         mismatched = call()
         if not mismatched:
             return
@@ -331,11 +296,7 @@ def _increment_versions(tensors: list[Tensor]) -> None:
 
 class _AdamStep(_Fused):
     def _keys(self, group: dict[str, Any]) -> tuple[str, ...]:
-        return (
-            ("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-            if group["amsgrad"]
-            else ("step", "exp_avg", "exp_avg_sq")
-        )
+        return ("step", "exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
 
     def _scalars(self, group: dict[str, Any]) -> dict[str, Any]:
         beta1, beta2 = group["betas"]
@@ -438,12 +399,7 @@ class Adam(_AdamStep, torch.optim.Adam):
     decoupled_weight_decay : bool, default False
         True is AdamW. ValueError if the installed torch does not have it.
     foreach, capturable, differentiable, fused, master
-        As in `AdamW`.
-
-    Raises
-    ------
-    ValueError
-        As in `AdamW`.
+        As in `AdamW`, like the errors.
 
     References
     ----------
@@ -485,17 +441,10 @@ class SGD(_Fused, torch.optim.SGD):
 
     Parameters
     ----------
-    params : iterable of Tensor or of dict
-        As in `AdamW`.
     lr, momentum, dampening, weight_decay, nesterov, maximize
         As in `torch.optim.SGD`.
-    foreach, differentiable, fused, master
-        As in `AdamW`.
-
-    Raises
-    ------
-    ValueError
-        As in `AdamW`. Sparse gradients are refused by `step()`.
+    params, foreach, differentiable, fused, master
+        As in `AdamW`, like the errors. Sparse gradients are refused by `step()`.
 
     Notes
     -----
@@ -548,17 +497,12 @@ def global_norm(tensors: Iterable[Tensor]) -> float:
     Parameters
     ----------
     tensors : iterable of Tensor
-        float32, bfloat16, float16 or float64, on the CPU, any shapes.
+        Dense float32, bfloat16, float16 or float64 on the CPU, any shapes; ValueError for others.
 
     Returns
     -------
     float
         The same number for any order or cut of the same elements; NaN if one is NaN, else infinity if one is infinite.
-
-    Raises
-    ------
-    ValueError
-        If a tensor is sparse, on another device or of another dtype.
 
     Examples
     --------

@@ -1,10 +1,9 @@
 """float32 masters behind low-precision parameters.
 
 A bfloat16 parameter does not change in a step smaller than half its unit in the last place. The optimizer therefore
-steps on a float32 copy, the master, with float32 state, and the parameter is the rounded master. sw.optim does both in
-one pass. For any other optimizer, masters replace the parameters during its step. In both cases a master is
-`state[p]["master"]`, and a parameter that other code has written wins: a step begins with the parameter wherever the
-master does not round to it.
+steps on a float32 copy, `state[p]["master"]`, and the parameter is the rounded master. sw.optim does both in one pass;
+for any other optimizer, masters replace the parameters during its step. A parameter that other code has written wins: a
+step begins with the parameter wherever the master does not round to it.
 """
 
 from __future__ import annotations
@@ -21,20 +20,6 @@ from ..torch_compat import cuda
 from ..torch_compat.dtensor import held_tensor, is_dtensor, waited
 from ..torch_compat.optimizers import hooks_around
 from .forwarding import Forwarding, NotAveraged
-
-__all__ = [
-    "LOW",
-    "MasterOptimizer",
-    "as_kept",
-    "as_written",
-    "has_own_masters",
-    "kept_by",
-    "load_in_float32",
-    "load_with_hooks",
-    "master_of",
-    "masters_in_place",
-    "without_masters",
-]
 
 LOW = (torch.bfloat16, torch.float16)
 _KEY = "master"
@@ -61,8 +46,7 @@ def as_written(master: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 def masters_in_place(
     optimizer: torch.optim.Optimizer, parameters: Iterable[torch.Tensor], *, stateful: bool = False
 ) -> Iterator[None]:
-    """Within the context, replace low-precision parameters that have a gradient by their masters in the optimizer's groups;
-    with `stateful` also those that have state.
+    """Inside, replace low-precision parameters that have a gradient (or `stateful`: state) by their masters.
 
     On exit parameters are the rounded masters, and gradients that were written to or cleared follow. Cost: a float32
     copy of the gradients meanwhile.
@@ -86,13 +70,12 @@ def masters_in_place(
 
 
 def _take(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> torch.Tensor:
-    """Give the master its parameter's gradient and state, and return it.
-
-    If memory runs out, nothing has changed.
-    """
+    """Give the master its parameter's gradient and state, and return it. If memory runs out, nothing has changed."""
     state = dict(optimizer.state.get(parameter, {}))
     if master_in(state) is None:  # the state was made without masters
-        state = {key: _widened(value, parameter) for key, value in state.items()}
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.dtype in LOW and value.shape == parameter.shape:
+                state[key] = value.to(torch.float32)
     with torch.no_grad():
         master = master_of(parameter, state)
         pair = master, parameter.detach().to(master.device)
@@ -133,11 +116,7 @@ def master_in(state: Mapping[str, Any]) -> torch.Tensor | None:
 
 
 def as_kept(state: Mapping[str, Any], parameter: torch.Tensor, has_master: bool) -> dict[str, Any]:
-    """Convert state that is being loaded to the kept form.
-
-    With a master, all floating-point state is float32. Without one, the master is dropped and floating-point state
-    takes the parameter's dtype, except for the step count, as in torch's own loading.
-    """
+    """Convert loaded state to the kept form: float32 with a master, else the parameter's dtype. Step counts stay."""
     kept = {}
     for key, value in state.items():
         if key == _KEY and not has_master:
@@ -149,11 +128,6 @@ def as_kept(state: Mapping[str, Any], parameter: torch.Tensor, has_master: bool)
                 value = value.to(parameter.dtype)
         kept[key] = value
     return kept
-
-
-def _widened(value: Any, parameter: torch.Tensor) -> Any:
-    low = isinstance(value, torch.Tensor) and value.dtype in LOW and value.shape == parameter.shape
-    return value.to(torch.float32) if low else value
 
 
 def has_own_masters(optimizer: torch.optim.Optimizer) -> bool:
@@ -181,10 +155,7 @@ def load_in_float32(
     state_dict: dict[str, Any],
     has_master: Callable[[torch.Tensor], bool],
 ) -> None:
-    """Run `load(state_dict)`, torch's own loading of `optimizer`, but keep masters and their state in float32.
-
-    torch's loading casts state to the parameter's dtype.
-    """
+    """Run `load(state_dict)`, torch's own loading of `optimizer`, but keep masters and their state in float32."""
     loaded: list[dict[str, Any]] = []
     # This pre-hook runs last, so it sees the dict after the user's own hooks.
     handle = optimizer.register_load_state_dict_pre_hook(lambda _, given: loaded.append(given))
@@ -203,16 +174,14 @@ def load_in_float32(
         for key, value in as_kept(given, p, has_master(p)).items():
             if torch.is_tensor(value) and key != "step" and value.is_floating_point():
                 like = p if value.shape == p.shape else value
-                state[key] = torch.empty_like(like, dtype=value.dtype, device=p.device, requires_grad=False).copy_(
-                    value
-                )
+                made = torch.empty_like(like, dtype=value.dtype, device=p.device, requires_grad=False)
+                state[key] = made.copy_(value)
 
 
 class MasterOptimizer(Forwarding):
-    """An optimizer that steps on float32 masters of low-precision parameters, except for those in `without`.
+    """The optimizer that `sw.wrap` returns at zero=0 for one without its own masters, over the user's groups.
 
-    `sw.wrap(module, optimizer)` returns it at zero=0 for an optimizer without its own masters. The user's optimizer
-    does the arithmetic on masters. Its groups are shared, not copied.
+    It steps on float32 masters of low-precision parameters, except for those in `without`.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, without: Iterable[torch.Tensor] = ()) -> None:

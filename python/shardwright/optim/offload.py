@@ -1,9 +1,8 @@
 """Optimizer state off the device of its parameters: offload="nvme:<folder>" and "cpu".
 
-In a file: the state of sw.optim's optimizers, masters included, lies in one unnamed file for each rank. A step moves it
-through three buffers (csrc/optim/offload.h). Other code sees ordinary tensors over the mapped file, whose pages the
-kernel may drop after use. For parameters on a GPU a step copies gradients to the host and new parameters to the GPU,
-batch by batch through pinned memory; the host's threads compute it (csrc/zero/device_offload.h).
+In a file: state lies in one unnamed file for each rank. A step moves it through three buffers (csrc/optim/offload.h);
+other code sees tensors over the mapped file. For parameters on a GPU a step copies gradients to the host and new
+parameters back, batch by batch through pinned memory; the host's threads compute it (csrc/zero/device_offload.h).
 """
 
 from __future__ import annotations
@@ -22,8 +21,6 @@ from ..comm.agreement import gather_answers
 from ..comm.process_group import HostGroup
 from ..layout.views import dense_strides
 from ..torch_compat import cuda
-
-__all__ = ["DeviceRoute", "StateStore", "make_route", "make_store"]
 
 _PAGE_BYTES = 4096
 _GROWTH_BYTES = 16 << 20
@@ -56,7 +53,6 @@ class DeviceRoute:
         return self._offload, cuda.runtime.current_stream(self._ordinal)
 
     def describe(self) -> dict[str, Any]:
-        """Return the entry of describe()."""
         return {"offload_pinned_bytes": self._offload.buffer_nbytes, "offload_threads": self._offload.thread_count}
 
 
@@ -73,10 +69,7 @@ class _Region:
 
 
 class StateStore:
-    """The place of one rank's optimizer state: a file in `folder`, or host memory for None.
-
-    `nbytes` are allocated on the disk now, and the file grows if needed.
-    """
+    """The place of one rank's optimizer state: a file in `folder` of at first `nbytes`, or host memory for None."""
 
     def __init__(self, folder: str | None, label: str, nbytes: int = 0) -> None:
         self.folder, self._owner, self._nbytes = folder, os.getpid(), nbytes
@@ -153,11 +146,9 @@ class StateStore:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the state."""
         return self._nbytes if self.file is None else self.file.nbytes
 
     def describe(self) -> dict[str, Any]:
-        """Return the entry of describe()."""
         route = {} if self.route is None else self.route.describe()
         if self.file is None:
             return {"offload": "cpu", **route}
@@ -203,5 +194,4 @@ def make_store(group: HostGroup, folder: str, label: str, nbytes: int) -> StateS
         number, _, text = sentence.partition("[Errno ")[2].partition("] ")
         return OSError(int(number), text) if number else Error(sentence)
 
-    made: StateStore = _made_together(group, make, label, retell=retell, alike=True)
-    return made
+    return _made_together(group, make, label, retell=retell, alike=True)

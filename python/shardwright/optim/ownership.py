@@ -1,11 +1,9 @@
 """The rules of ownership of a sliced optimizer: the elements on which each rank steps.
 
-`Slices` cuts each parameter where its bucket is cut. `WholeTensors` gives whole tensors to ranks, balanced by bytes. It
-serves optimizers whose update depends on a tensor as a whole: Adafactor's row and column averages, Muon's
-orthogonalised momentum, norms a tensor, third-party classes. Only a parameter's owner keeps its state and steps on it;
-then all ranks get the owner's values. Gradients are averaged and sliced as usual: at zero >= 2 an owner assembles its
-tensors' gradients before the step. `WholeTensorsOnGpu` assembles and sends bucket by bucket in one buffer on the GPU,
-in the order of torch's current stream; the host does not wait.
+`Slices` cuts each parameter where its bucket is cut. `WholeTensors` gives whole tensors to ranks, balanced by bytes,
+for optimizers whose update depends on a tensor as a whole: Adafactor, Muon, third-party classes. Only a parameter's
+owner keeps its state and steps on it; then all ranks get the owner's values. Gradients are averaged and sliced as
+usual: at zero >= 2 an owner assembles its tensors' gradients before the step.
 """
 
 from __future__ import annotations
@@ -17,36 +15,22 @@ from typing import Any
 
 import torch
 
-from ..backend.device_link import DeviceLink
+from .._engine import Error
 from ..layout.local_parameters import whole_of
 from ..layout.memory import bytes_of
 from ..layout.shard_runs import itemsize_of, memory_order
+from ..options.options import FIELDS
+from ..parallel.agreement.optimizer_agreement import plain
 from ..parallel.replica import Replica
 from ..torch_compat import cuda
 from .forwarding import NotAveraged
 from .sliced_state import description_of, from_memory_order, small_tensor
-
-__all__ = ["Entry", "Slices", "owner_of"]
 
 _CHUNK_BYTES = 8 << 20
 
 
 class Entry:
     """One parameter: its number in the optimizer and `at` in its engine, and what this rank steps on in its place."""
-
-    __slots__ = (
-        "at",
-        "group",
-        "home",
-        "index",
-        "is_final",
-        "member",
-        "memory",
-        "owner",
-        "parameter",
-        "piece",
-        "replica",
-    )
 
     def __init__(self, index: int, replica: Replica, at: int) -> None:
         self.index, self.replica, self.at = index, replica, at
@@ -57,13 +41,11 @@ class Entry:
         self.owner: int | None = None  # of a whole tensor: the number of its slice
         self.piece: torch.Tensor | None = None
         self.home: torch.Tensor | None = None  # the piece's memory
-        self.is_final: bool | None = (
-            None  # None: no piece was made; False: a frozen parameter moves when it is unfrozen
-        )
+        #: None: no piece was made; False: a frozen parameter moves when it is unfrozen
+        self.is_final: bool | None = None
 
     @property
     def name(self) -> str:
-        """Return the parameter's name in the module."""
         return self.replica.table.names[self.at]
 
     @property
@@ -73,8 +55,7 @@ class Entry:
 
     def run(self, rank: int) -> tuple[int, int]:
         """Return [begin, end) of the elements, in memory order, of a rank's slice."""
-        begin, end = self.memory.run(self.at, rank)
-        return begin, end
+        return self.memory.run(self.at, rank)
 
 
 class Slices:
@@ -94,8 +75,7 @@ class Slices:
 
     def piece(self, entry: Entry) -> torch.Tensor | None:
         """Return what this rank steps on; None for nothing."""
-        piece: torch.Tensor | None = entry.memory.slice(entry.at)
-        return piece
+        return entry.memory.slice(entry.at)
 
     def gradient(self, entry: Entry) -> torch.Tensor | None:
         """Return this rank's slice of the averaged gradient. Raise Error if no step is possible."""
@@ -149,16 +129,16 @@ class Slices:
 class WholeTensors(Slices):
     """One rank of a replica owns each tensor.
 
-    Memory: state about 1 / world_size, at worst one tensor more than that. At zero=3 without sharing also a copy of the
-    tensors that this rank owns, read from slices before a step and written to them after it. Otherwise a step sends
-    every tensor to world_size - 1 ranks (to none at zero=3). At zero >= 2 the gradients' bytes go to every rank before
-    the step, 8 MiB at a time.
+    Memory: state about 1 / world_size, at worst one tensor more; at zero=3 without sharing also a copy of owned
+    tensors. A step sends every tensor to world_size - 1 ranks (to none at zero=3), and at zero >= 2 its gradients'
+    bytes before.
     """
 
     is_whole = True
 
     def __init__(self, replicas: Sequence[Replica]) -> None:
         super().__init__(replicas)
+        self._link: Any = self._replica.link
         self._slicing, self._memory = self._replica.slicing, self._replica.parameters()
         self._loads = [0] * self._slicing.count
         self._owned: list[Entry] = []  # by some rank
@@ -166,7 +146,7 @@ class WholeTensors(Slices):
 
     def assign(self, entries: Iterable[Entry]) -> None:
         """Give the largest tensor first, each to the rank of a replica with the fewest bytes, alike on every rank."""
-        sizes = {each: each.member.numel() * each.member.element_size() for each in entries if each.owner is None}
+        sizes = {each: each.member.nbytes for each in entries if each.owner is None}
         for entry in sorted(sizes, key=lambda each: (-sizes[each], each.index)):
             entry.owner = min(range(len(self._loads)), key=lambda owner: (self._loads[owner], owner))
             self._loads[entry.owner] += sizes[entry]
@@ -193,8 +173,6 @@ class WholeTensors(Slices):
         for entry in self._owned if entries is None else entries:
             if entry.piece is not None:
                 yield entry, entry.piece.as_strided((entry.piece.numel(),), (1,))
-
-    # gradients ----------------------------------------------------------------------------------------------------
 
     def gradient(self, entry: Entry) -> torch.Tensor | None:
         piece = super().gradient(entry)
@@ -238,8 +216,6 @@ class WholeTensors(Slices):
                         flat[low:high] = torch.frombuffer(bytearray(data[at : at + size]), dtype=whole.dtype)
                     at += size
 
-    # results ------------------------------------------------------------------------------------------------------
-
     def publish(self, failed: bool) -> None:
         memory, comm = self._memory, self._replica.group.comm
         if memory.releases:
@@ -269,9 +245,7 @@ class WholeTensors(Slices):
             self._replica.group.comm.broadcast(ranges, root, f"updated tensors of {self._replica.label}")
 
     def _from_other_hosts(self) -> Iterator[tuple[Entry, torch.Tensor]]:
-        """Send tensors that ranks of other hosts updated to the rank with this host's copy; on a mesh of two dimensions
-        to each replica's copy on this host. Collective. Temporary memory: one tensor besides the copy.
-        """
+        """Yield tensors that other hosts updated, on the rank with this host's copy of their replica. Collective."""
         group, slicing = self._replica.group, self._slicing
         if not group.is_apart(slicing):
             return
@@ -284,8 +258,6 @@ class WholeTensors(Slices):
                 self._broadcast(root, [flat])
                 if group.rank == beside[0] and slicing.of_rank[root] not in here:
                     yield entry, flat
-
-    # state --------------------------------------------------------------------------------------------------------
 
     def layout(self, entries: Iterable[Entry]) -> list[Any]:
         return ["tensor", sorted((each.index, each.owner) for each in self._owned)]
@@ -305,13 +277,11 @@ class WholeTensors(Slices):
 
 def _chunks(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
     chunk: list[Entry] = []
-    size = 0
     for entry in entries:
         chunk.append(entry)
-        size += entry.parameter.numel() * entry.parameter.element_size()
-        if size >= _CHUNK_BYTES:
+        if sum(each.parameter.nbytes for each in chunk) >= _CHUNK_BYTES:
             yield chunk
-            chunk, size = [], 0
+            chunk = []
     if chunk:
         yield chunk
 
@@ -319,19 +289,13 @@ def _chunks(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
 class WholeTensorsOnGpu(WholeTensors):
     """Whole tensors of a module on a GPU: one all_gather a bucket collects slices, one broadcast per owner sends.
 
-    Memory: at zero >= 2 also the largest bucket, and during a step the gradients of the tensors that this rank owns; at
-    zero=3 also a copy of owned tensors that are released.
+    All is enqueued on torch's current stream. Memory: at zero >= 2 also the largest bucket, and in a step the gradients
+    of owned tensors; at zero=3 also a copy of owned tensors that are released.
     """
 
     _room: torch.Tensor | None = None
     #: this rank's slices of released parameters that the current step changes
     _released: Mapping[Entry, torch.Tensor] = {}
-
-    @property
-    def _link(self) -> DeviceLink:
-        link = self._replica.link
-        assert link is not None
-        return link
 
     def _is_released(self, entry: Entry) -> bool:
         return self._memory.releases and bool(self._memory.is_released(entry.at))
@@ -406,3 +370,56 @@ def owner_of(partition: str, replicas: Sequence[Replica]) -> Slices:
     """Return the rule of ownership of an optimizer of these engines."""
     kind: type[Slices] = WholeTensors if replicas[0].backend.link is None else WholeTensorsOnGpu
     return (kind if partition == "tensor" else Slices)(replicas)
+
+
+#: torch's elementwise optimizers, which give a slice the same bits as the whole
+ELEMENTWISE = frozenset(
+    f"torch.optim.{module}.{name}"
+    for module, name in [
+        ("sgd", "SGD"), ("adam", "Adam"), ("adamw", "AdamW"), ("adagrad", "Adagrad"), ("adadelta", "Adadelta"),
+        ("adamax", "Adamax"), ("nadam", "NAdam"), ("radam", "RAdam"), ("rmsprop", "RMSprop"), ("asgd", "ASGD"),
+        ("rprop", "Rprop"),
+    ]
+) | {f"shardwright.optim.{name}" for name in ("AdamW", "Adam", "SGD")}  # fmt: skip
+
+
+def members_of(param_group: Any) -> list[torch.Tensor]:
+    """Return the tensors of a new group, named or not; turn an iterator into a list."""
+    given = param_group.get("params", ()) if isinstance(param_group, dict) else ()
+    if isinstance(given, torch.Tensor):
+        return [given]
+    if not isinstance(given, (list, tuple, set)):
+        given = param_group["params"] = list(given)
+    named = (each[1] if isinstance(each, tuple) and len(each) == 2 else each for each in given)
+    return [each for each in named if isinstance(each, torch.Tensor)]  # torch refuses everything else
+
+
+def check_sliceable(optimizer: torch.optim.Optimizer, partition: str) -> None:
+    """Raise an error for an optimizer that cannot be sliced in this way."""
+    kind = type(optimizer)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    FIELDS["partition"]["check"]("partition", partition)
+    if any(each.__name__ == "ShardedOptimizer" for each in kind.__mro__):
+        raise Error("this optimizer is sliced already: pass the one that it was made from")
+    if kind.__name__ == "ZeroRedundancyOptimizer":
+        raise ValueError(f"{kind.__name__} slices state itself: pass the optimizer whose class it was given, or zero=0")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(f"optimizer {name} steps on all parameters as one vector and cannot be sliced: use zero=0")
+    if partition == "auto" and name not in ELEMENTWISE:
+        raise ValueError(
+            f"optimizer {name} is not known to be elementwise, so it cannot be sliced automatically: pass "
+            "partition='tensor' to give whole tensors to ranks, or partition='flat' if it is elementwise (the update of an "
+            "element depends only on that element)"
+        )
+
+
+def adopt(group: dict[str, Any], theirs: Mapping[str, Any]) -> None:
+    """Copy another rank's hyperparameters; write a tensor's value in place."""
+    for key, value in theirs.items():
+        mine = group.get(key)
+        if plain(mine) == value:
+            continue
+        if isinstance(mine, torch.Tensor):
+            mine.copy_(torch.tensor(value, dtype=mine.dtype, device="cpu"))
+        else:
+            group[key] = tuple(value) if isinstance(mine, tuple) else value

@@ -16,7 +16,7 @@ import contextlib
 import copy
 import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -40,22 +40,12 @@ from ..parallel.replica import Replica
 from ..torch_compat.autograd import unguarded
 from ..torch_compat.optimizers import hooks_around, on_meta, step_hooks
 from ..torch_compat.state_dicts import asked_by_torchs_functions
+from .device_clip import DeviceClip
 from .forwarded_on_slices import call_on_slices
 from .forwarding import Forwarding
-from .master_weights import (
-    LOW,
-    as_kept,
-    has_own_masters,
-    kept_by,
-    load_with_hooks,
-    masters_in_place,
-)
-from .ownership import Entry, owner_of
-from .sliceable import adopt, check_sliceable, members_of
+from .master_weights import LOW, as_kept, has_own_masters, kept_by, load_with_hooks, masters_in_place
+from .ownership import Entry, adopt, check_sliceable, members_of, owner_of
 from .sliced_state import MARK, SlicedState, StateNames, beside, with_state
-
-if TYPE_CHECKING:
-    from .device_clip import DeviceClip
 
 _GradientOf = Callable[[Entry], torch.Tensor | None]
 
@@ -64,9 +54,7 @@ class ShardedOptimizer(Forwarding):
     """The optimizer that `sw.wrap(module, optimizer, zero=1)` returns.
 
     It takes the user's groups over unchanged, and slices the state over the ranks of `replica`, the module's engine, or
-    of one of `parts`, the engines of groups=, whose ranks are among those. Parameters are numbered across all engines.
-    With partition="auto" it accepts torch's elementwise optimizers; with "flat" any that the caller vouches for; with
-    "tensor" those whose update of a tensor depends only on that tensor, its gradient and its state. It keeps masters of
+    of one of `parts`, the engines of groups=. Parameters are numbered across all engines. It keeps masters of
     low-precision parameters for optimizers that keep none themselves, but for `without_master`.
 
     Memory: 1 / world_size of the optimizer's state. step() is collective: one exchange of 16 bytes a rank, then
@@ -113,14 +101,12 @@ class ShardedOptimizer(Forwarding):
 
     def _check_members(self, parameters: Any, position: int) -> None:
         for parameter in parameters:
+            if parameter.is_meta and id(parameter) not in self._index:
+                raise ValueError(on_meta(parameter, position))
             if id(parameter) not in self._index:
-                is_meta = parameter.is_meta
-                raise ValueError(
-                    on_meta(parameter, position) if is_meta else not_of(self._replica.label, parameter, position)
-                )
+                raise ValueError(not_of(self._replica.label, parameter, position))
 
     def _entry(self, parameter: torch.Tensor) -> Entry:
-        """Return the entry of a parameter of the module."""
         return self._entries[self._index[id(parameter)]]
 
     def _members(self) -> list[Entry]:
@@ -129,11 +115,9 @@ class ShardedOptimizer(Forwarding):
         return [entries[index[id(p)]] for group in self.param_groups for p in group["params"]]
 
     def replica_of(self, parameter: torch.Tensor) -> Replica:
-        """Return the replica that holds a parameter."""
         return self._entry(parameter).replica
 
     def holds(self, parameter: torch.Tensor) -> bool:
-        """Return True if this optimizer steps on a parameter."""
         return id(parameter) in self._index and self._entry(parameter).group is not None
 
     def __repr__(self) -> str:
@@ -198,10 +182,8 @@ class ShardedOptimizer(Forwarding):
                 members = [entries[index[id(p)]] for p in group["params"]]
                 pairs = [(e, e.piece if e.is_final else self._piece(e)) for e in members]  # no call for each
                 group["params"] = [piece for _, piece in pairs if piece is not None]
-                if self._makes_masters:
-                    low = [
-                        (e, each) for e, each in pairs if each is not None and e.member.dtype in LOW
-                    ]  # no call for others
+                if self._makes_masters:  # no call for others
+                    low = [(e, each) for e, each in pairs if each is not None and e.member.dtype in LOW]
                     with_master += [each for e, each in low if self.has_master(e.member)]
             yield with_master
         finally:
@@ -218,22 +200,17 @@ class ShardedOptimizer(Forwarding):
         return self._makes_masters and parameter.dtype in LOW and id(parameter) not in self._without_master
 
     def take_clip(self, clip: DeviceClip) -> bool:
-        """Return True if the next step multiplies gradients by the factor of `clip`; else they must be clipped before.
-
-        At zero=1 `.grad` is whole, and the step reads only a slice; whole tensors' gradients are sent to their owners.
-        """
+        """Return True if the next step multiplies gradients by the factor of `clip`; else clip them before."""
         take = getattr(self._inner, "take_clip", None)
-        if self._replica.zero < 2 or self._owner.is_whole:
+        if self._replica.zero < 2 or self._owner.is_whole:  # `.grad` is whole, or is sent to the tensors' owners
             return False
         return take is not None and not step_hooks(self._inner) and bool(take(clip))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients like torch's method."""
         with unguarded():
             super().zero_grad(set_to_none)
 
     def _take_gradients(self, gradient_of: _GradientOf, entries: Iterable[Entry]) -> None:
-        """Give each slice of this rank its gradient."""
         owner = self._owner
         if owner.is_whole:
             owner.begin()
@@ -251,10 +228,7 @@ class ShardedOptimizer(Forwarding):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step on this rank's slices; afterwards every rank has every update. Collective.
 
-        Raises
-        ------
-        Error
-            If hyperparameters differ between ranks; it names each group and both values.
+        Raises Error if hyperparameters differ between ranks; it names each group and both values.
         """
         loss = None
         if closure is not None:
@@ -277,17 +251,13 @@ class ShardedOptimizer(Forwarding):
     def shadow_step(
         self, groups: list[dict[str, Any]], gradients: list[torch.Tensor | None], states: Sequence[int]
     ) -> None:
-        """Take part in a step of the training ranks as a joined rank. Collective.
-
-        The joined rank steps on its slices with announced hyperparameters and gradients. `states`: see state_of, for
-        every parameter of the module.
-        """
+        """Step on this rank's slices as a joined rank, with announced hyperparameters and gradients. Collective."""
         self._replica.access.before_writes()
         for group, theirs in zip(self.param_groups, groups):
             adopt(group, theirs)
         check_groups(self, self._inner)
-        told = {entry: states[entry.index] for entry in self._members()}
-        self._step_together(lambda entry: gradients[entry.index], told)
+        announced = {entry: states[entry.index] for entry in self._members()}
+        self._step_together(lambda entry: gradients[entry.index], announced)
 
     def _step_together(self, gradient_of: _GradientOf, states: Mapping[Entry, int]) -> None:
         """Step on this rank's slices and publish them, collectively. `states`: see state_of, for its own parameters."""
@@ -337,8 +307,8 @@ class ShardedOptimizer(Forwarding):
     ) -> Any:
         """Call a method of the user's optimizer on this rank's slices and publish them. Collective.
 
-        `around`: a context around a method other than step, which may write to each parameter that has state, with or
-        without a gradient.
+        `around`: a context around a method other than step, which may write to parameters that have state and no
+        gradient.
         """
         with contextlib.ExitStack() as writing:
             for replica in self.replicas:
@@ -348,23 +318,22 @@ class ShardedOptimizer(Forwarding):
         for replica in self.replicas:
             replica.access.count_writes([entry.member for entry in written if entry.replica is replica])
         if outcomes is None or any(outcomes):
-            self._tell(failure, name)
+            self._raise_failure(failure, name)
         return result
 
     def _call(self, name: str, method: Callable[[], Any]) -> Any:
         return call_on_slices(self, name, method)
 
-    def _tell(self, failure: Exception | None, name: str) -> None:
+    def _raise_failure(self, failure: Exception | None, name: str) -> None:
         """Raise this rank's error, or report another rank's: all ranks raise, and the next step works as usual."""
         mine = b"" if failure is None else f"{type(failure).__name__}: {failure}".encode()
-        said = self._replica.group.comm.all_gather_bytes(mine, "outcome of a step")
+        replies = self._replica.group.comm.all_gather_bytes(mine, "outcome of a step")
         if failure is not None:
             raise failure
-        for rank, text in enumerate(said):
-            if text:
-                raise Error(
-                    f"rank {rank}: the optimizer's {name} failed, so that some slices are as before it: {text.decode()}"
-                )
+        for rank, reply in enumerate(map(bytes.decode, replies)):
+            if reply:
+                what = f"rank {rank}: the optimizer's {name} failed"
+                raise Error(f"{what}, so that some slices are as before it: {reply}")
 
     def _run_on_slices(
         self, call: Callable[[], Any], around: contextlib.AbstractContextManager[Any] | None
@@ -408,9 +377,8 @@ class ShardedOptimizer(Forwarding):
     def _agree(self, refusal: Exception | None, states: Mapping[Entry, int]) -> None:
         """Check that no backward is open on any rank, and that all step with the same hyperparameters and factors."""
         label = "hyperparameters of a step"
-        checks: list[Any] = []
-        if self._replica.check is not None:  # all parts have the same options
-            checks = [replica.check for replica in self.replicas]
+        # all parts have the same options
+        checks: list[Any] = [] if self._replica.check is None else [each.check for each in self.replicas]
 
         def rows(replica: Replica) -> list[Row]:
             if refusal is not None:
@@ -440,7 +408,6 @@ class ShardedOptimizer(Forwarding):
     # state in memory ----------------------------------------------------------------------------------------------
 
     def _take_state(self, entry: Entry, state: Mapping[str, Any]) -> None:
-        """Keep this rank's slices of a whole parameter's state."""
         piece = self._piece(entry)
         if piece is None:
             return
@@ -462,18 +429,13 @@ class ShardedOptimizer(Forwarding):
         return beside(state, piece, entry.group)
 
     def _as_kept(self, parameter: torch.Tensor, state: Mapping[str, Any], *, exactly: bool) -> Mapping[str, Any]:
-        """Convert loaded state to the kept form, with or without a master.
-
-        `exactly`: the state has the dtypes in which it was kept. Else it is in torch's format, which torch's own
-        loading casts.
-        """
+        """Convert loaded state to the kept form. `exactly`: it has the kept dtypes, and is not in torch's format."""
         if not self._makes_masters:
             return kept_by(self._inner, parameter, state)
         has_master = self.has_master(parameter)
         return as_kept(state, parameter, has_master) if has_master or not exactly else state
 
     def _keep(self, entry: Entry, state: Mapping[str, Any]) -> None:
-        """Load the state of this rank's slice of a parameter."""
         piece = self._piece(entry)
         assert piece is not None
         self._inner.state[piece] = self._placed(entry, self._as_kept(entry.member, state, exactly=True), piece)
@@ -485,7 +447,6 @@ class ShardedOptimizer(Forwarding):
             self._inner.__setstate__({"state": self._inner.state, "param_groups": self._inner.param_groups})
 
     def _held(self, entry: Entry) -> Mapping[str, Any]:
-        """Return the state of this rank's slice of a parameter."""
         piece = self._piece(entry)
         return self._inner.state.get(piece, {}) if piece is not None else {}
 
@@ -496,10 +457,8 @@ class ShardedOptimizer(Forwarding):
         """Return this rank's slices. load_state_dict() loads them at the same rank, world size and bucket size.
 
         Never communicates. Pickling the result raises an Error: a file of one rank's slices would look like the whole
-        state. If this rank has the whole state, return torch's ordinary format: nothing is sliced (one rank, or rows of
-        one rank), or consolidate_state_dict() ran since the last step. The functions of
-        torch.distributed.checkpoint.state_dict, which every rank calls, get the gathered state as from
-        full_state_dict().
+        state. A rank that has the whole state (one rank, or after consolidate_state_dict()) returns torch's ordinary
+        format. So do the functions of torch.distributed.checkpoint.state_dict, which every rank calls.
         """
         before, after = hooks_around(self, "state_dict")
         for hook in before:
@@ -514,8 +473,7 @@ class ShardedOptimizer(Forwarding):
         else:
             made = {MARK: SlicedState(self._slices_of_state())}
         for made_hook in after:
-            changed = made_hook(self, made)
-            made = made if changed is None else changed
+            made = made if (changed := made_hook(self, made)) is None else changed
         return made
 
     def own_slices(self) -> dict[str, Any]:
@@ -553,10 +511,7 @@ class ShardedOptimizer(Forwarding):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load this rank's state_dict(), or an ordinary whole state that is equal on every rank.
 
-        Raises
-        ------
-        ValueError
-            For slices of another rank, world size or layout, or groups of other sizes.
+        Raises ValueError for slices of another rank, world size or layout, or groups of other sizes.
         """
         load_with_hooks(self, self._load, state_dict)
 
@@ -581,11 +536,9 @@ class ShardedOptimizer(Forwarding):
 
     def _load_groups(self, groups: list[dict[str, Any]], members: str) -> None:
         check_saved(self._inner, groups)
-        if [len(group[members]) for group in groups] != [len(group["params"]) for group in self.param_groups]:
-            raise ValueError(
-                f"optimizer state: groups of {[len(group[members]) for group in groups]} parameters do not fit "
-                f"{[len(group['params']) for group in self.param_groups]}"
-            )
+        given, own = [len(each[members]) for each in groups], [len(each["params"]) for each in self.param_groups]
+        if given != own:
+            raise ValueError(f"optimizer state: groups of {given} parameters do not fit {own}")
         for group, saved in zip(self.param_groups, groups):
             group.update({k: copy.deepcopy(v) for k, v in saved.items() if k not in ("params", "indices")})
 
@@ -601,12 +554,10 @@ class ShardedOptimizer(Forwarding):
 
     @on_every_rank("optimizer.consolidate_state_dict()")
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Gather the full state on rank `to`. Its state_dict() then returns torch's ordinary format until the next
-        step. Collective.
+        """Gather the full state on rank `to`, as torch's ZeroRedundancyOptimizer does. Collective.
 
-        The name and the argument are those of torch's ZeroRedundancyOptimizer.
-
-        Cost: the state's bytes to every rank, one tensor at a time; only rank `to` needs memory for the whole state.
+        Its state_dict() then returns torch's ordinary format until the next step. Cost: the state's bytes to every
+        rank, one tensor at a time; only rank `to` needs memory for the whole state.
         """
         group = self._replica.group
         if isinstance(to, bool) or not isinstance(to, int) or not 0 <= to < group.world_size:
@@ -649,9 +600,7 @@ class ShardedOptimizer(Forwarding):
     # slices, for checkpoints --------------------------------------------------------------------------------------
 
     def held_run(self, parameter: torch.Tensor) -> tuple[int, int] | None:
-        """Return [begin, end) of the elements, in memory order, of which this rank keeps the state; None if it keeps
-        none.
-        """
+        """Return [begin, end) of the elements, in memory order, of which this rank keeps the state; None for none."""
         entry = self._entry(parameter)
         return None if self._piece(entry) is None else self.run(entry.index, entry.replica.group.rank)
 
@@ -660,7 +609,6 @@ class ShardedOptimizer(Forwarding):
         return self._entry(parameter).like
 
     def layouts(self) -> Iterable[torch.Tensor]:
-        """Return layout_of() for each of the optimizer's parameters."""
         return (entry.like for entry in self._members())
 
     def held_state(self, parameter: torch.Tensor) -> tuple[Mapping[str, Any], torch.Tensor | None, int]:
@@ -678,8 +626,7 @@ class ShardedOptimizer(Forwarding):
         store = getattr(self._inner, "store", None)
         if store is None:
             return torch.empty(numel, dtype=dtype, device="cpu")
-        made: torch.Tensor = store.empty(torch.empty(numel, dtype=dtype, device="meta"), dtype)
-        return made
+        return store.empty(torch.empty(numel, dtype=dtype, device="meta"), dtype)
 
     def gathered_state(self, parameter: torch.Tensor) -> dict[str, Any]:
         """Return the parameter's full state. Collective."""
@@ -690,12 +637,9 @@ class ShardedOptimizer(Forwarding):
         groups: list[dict[str, Any]],
         states: Mapping[torch.Tensor, Mapping[str, Any]],
         *,
-        keep_others: bool = False,
+        keep_others: bool = False,  # parameters that `states` lacks keep their state
     ) -> None:
-        """Load the state of this rank's slices, and groups as in torch's state dicts. Never communicates.
-
-        `keep_others`: parameters that `states` lacks keep their state.
-        """
+        """Load the state of this rank's slices, and groups as in torch's state dicts. Never communicates."""
         self._load_groups(groups, "params")
         if not keep_others:
             self._inner.state.clear()

@@ -19,11 +19,10 @@ MARK = "shardwright_slices"
 
 
 class SlicedState:
-    """A rank's slices of an optimizer's state: "layout", "groups" and "state". It can be copied and loaded, not pickled.
+    """A rank's slices of an optimizer's state: "layout", "groups" and "state". It can be copied and loaded, not saved.
 
-    Programs save an optimizer with `if rank == 0: torch.save(optimizer.state_dict())`. That file would hold only rank
-    0's slices, and the loss would show up at the resume. Not a mapping, so torch.distributed.checkpoint does not
-    flatten it but pickles it, which raises.
+    `if rank == 0: torch.save(optimizer.state_dict())` would save only rank 0's slices, and the loss would show at the
+    resume. Not a mapping, so torch.distributed.checkpoint does not flatten it but pickles it, which raises.
     """
 
     def __init__(self, content: dict[str, Any]) -> None:
@@ -75,10 +74,7 @@ def small_tensor(value: Any, dtype: str) -> torch.Tensor:
 
 
 def beside(state: Mapping[str, Any], piece: torch.Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state with its tensors on the device of `piece`.
-
-    As in torch's own loading, a step count keeps its device, except for forms of the step that need it on the GPU.
-    """
+    """Return the state with its tensors on the device of `piece`; step counts only where the step needs them there."""
     counts_there = group.get("capturable") or group.get("fused")
     return {
         key: value.to(piece.device) if isinstance(value, torch.Tensor) and (key != "step" or counts_there) else value

@@ -10,8 +10,6 @@ import torch
 
 from .places import expanded
 
-__all__ = ["Check", "among", "check_units", "count", "number", "offload_folder", "offload_kind", "switch", "unit_types"]
-
 Check = Callable[[str, Any], object]
 
 
@@ -76,8 +74,8 @@ def unit_types(units: Any) -> tuple[type, ...]:
 
 def offload_kind(offload: Any) -> str | None:
     """Return None, "cpu" or "nvme". Raise ValueError for any other option."""
-    if offload is None or offload == "cpu":
-        return None if offload is None else "cpu"
+    if offload in (None, "cpu"):
+        return offload
     if isinstance(offload, str) and offload.startswith("nvme:") and len(offload) > len("nvme:"):
         return "nvme"
     raise ValueError(f"offload must be None, 'cpu' or 'nvme:<folder>', got {offload!r}")

@@ -6,8 +6,6 @@ from typing import Any
 
 from .names import near
 
-__all__ = ["KINDS", "Compressor", "check_compressor"]
-
 #: the classes; options/compressors.py has them by name
 KINDS = ("Fp16", "Bf16", "Int8", "Int4", "PowerSGD")
 

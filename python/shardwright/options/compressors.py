@@ -17,12 +17,11 @@ from .checks import Check, among, count, switch
 from .compress import KINDS, Compressor
 from .names import offers_fields
 
-__all__ = ["COMPRESSORS", "Bf16", "Fp16", "Int4", "Int8", "PowerSGD", "check_powersgd", "compressor_named"]
-
 #: name of the hook's parameter -> field of PowerSGD
-_FIELDS = {
+POWERSGD_FIELDS = {
     "matrix_approximation_rank": "rank",
     "start_powerSGD_iter": "warmup_steps",
+    "min_compression_rate": "min_compression_rate",
     "use_error_feedback": "error_feedback",
     "random_seed": "seed",
 }
@@ -111,10 +110,8 @@ class PowerSGD(Compressor):
         A matrix is compressed if (rows + columns) * rank * rate < rows * columns.
     error_feedback : bool
     seed : int
-    wire_dtype : torch.dtype
-        The dtype of factors on the wire: float32, bfloat16 or float16.
-    error_dtype : torch.dtype
-        The dtype of the memory between rounds: float32 or bfloat16.
+    wire_dtype, error_dtype : torch.dtype
+        Of factors on the wire: float32, bfloat16 or float16; of the memory between rounds: float32 or bfloat16.
     """
 
     rank: int = 4
@@ -126,18 +123,16 @@ class PowerSGD(Compressor):
     error_dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
-        given = {name: getattr(self, _FIELDS.get(name, name), True) for name in _POWERSGD}  # it has no warm_start
-        check_powersgd(given, "PowerSGD", _FIELDS)
+        given = {
+            name: getattr(self, POWERSGD_FIELDS.get(name, name), True) for name in _POWERSGD
+        }  # it has no warm_start
+        check_powersgd(given, "PowerSGD", POWERSGD_FIELDS)
 
 
 def check_powersgd(
     settings: Mapping[str, Any], kind: str = "PowerSGDState", names: Mapping[str, str] = MappingProxyType({})
 ) -> None:
-    """Raise TypeError or ValueError for a setting of PowerSGD that is out of range.
-
-    `settings`: by the names of PowerSGDState. `kind`, `names`: the class that the user called, and its names where they
-    differ from these.
-    """
+    """Raise for a setting of PowerSGDState out of range, by the class and the names that the user gave."""
     for name, check in _POWERSGD.items():
         check(f"{kind}: {names.get(name, name)}", settings[name])
 

@@ -9,8 +9,6 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
-__all__ = ["NameMap", "Rename"]
-
 Rename = Mapping[str, str] | Callable[[str], str] | None
 _T = TypeVar("_T")
 _KEYS = ("include", "rename")
@@ -67,7 +65,7 @@ class NameMap:
         unknown = sorted(set(body) - set(_KEYS)) if isinstance(body, dict) else ["no table"]
         if unknown or not isinstance(body.get("rename", {}), dict) or not isinstance(body.get("include", []), list):
             raise ValueError(
-                f"'{os.fspath(path)}' must have a list `include` and a table `rename`, got {unknown or body!r}"
+                f"'{os.fspath(path)}' must have the list `include` and table `rename`, got {unknown or body!r}"
             )
         return cls(**body)
 

@@ -9,8 +9,6 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import ParamSpec, TypeVar
 
-__all__ = ["near", "offers_fields", "offers_names", "unknown_name"]
-
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
@@ -75,25 +73,22 @@ _SYNONYMS = {
 
 def near(name: str, known: Iterable[str], *, nothing: str = "") -> str:
     """Return ": did you mean 'x'?" for the known name nearest to an unknown one; `nothing` if none is near."""
-    candidates: dict[str, str] = {}
-    for ours in sorted(known):
-        candidates |= {each.lower(): ours for each in _SYNONYMS.get(ours, "").split()}
-    candidates |= {ours.lower(): ours for ours in sorted(known)}
+    names = sorted(known)
+    candidates = {each.lower(): ours for ours in names for each in _SYNONYMS.get(ours, "").split()}
+    candidates |= {ours.lower(): ours for ours in names}
     found = difflib.get_close_matches(name.lower(), candidates, n=1)
     return f": did you mean {candidates[found[0]]!r}?" if found else nothing
 
 
 def unknown_name(name: str, known: Iterable[str]) -> str:
-    """Return the sentence about an option that does not exist."""
     return f"unknown option {name!r}" + near(name, known, nothing=f"; known are {', '.join(sorted(known))}")
 
 
 def offers_names(function: Callable[_P, _T]) -> Callable[_P, _T]:
     """Make a function raise TypeError with the nearest of its names for a keyword that it does not take."""
     parameters = inspect.signature(function).parameters.values()
-    known = {each.name for each in parameters if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)} - {
-        "self"
-    }
+    known = {each.name for each in parameters if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)}
+    known.discard("self")
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
     count_max = sum(each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in parameters)
     count_max = sys.maxsize if any(each.kind is each.VAR_POSITIONAL for each in parameters) else count_max
@@ -114,6 +109,5 @@ def offers_names(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def offers_fields(kind: type[_T]) -> type[_T]:
-    """Make the constructor of a dataclass offer names."""
     setattr(kind, "__init__", offers_names(kind.__init__))
     return kind

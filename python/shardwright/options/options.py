@@ -1,8 +1,4 @@
-"""Options of a wrapped module: one frozen dataclass, validated in one place.
-
-Names are torch's where torch has one. An option of a stage that does not exist yet is refused by name, at construction
-and not after an hour.
-"""
+"""Options of a wrapped module: one frozen dataclass, validated in one place. Names are torch's where torch has one."""
 
 from __future__ import annotations
 
@@ -15,8 +11,6 @@ from .checks import Check, among, check_units, count, number, offload_kind, swit
 from .compress import check_compressor
 from .names import near, offers_fields, unknown_name
 from .precision import Precision
-
-__all__ = ["FIELDS", "Options", "describes_options"]
 
 _MIB = 1024 * 1024
 _Made = TypeVar("_Made")
@@ -55,9 +49,7 @@ def _check_ignored(name: str, value: Any) -> None:
 def _option(
     default: Any, check: Check | None = None, *, zero: tuple[int, ...] = (0, 1, 2, 3), alike: bool = True
 ) -> Any:
-    """Return a field with its check, which None passes where it is the default; the stages that have it; whether all
-    ranks must give the same value.
-    """
+    """Return a field with its check of values but the default, its stages, and if ranks must have the same value."""
     return dataclasses.field(default=default, metadata={"check": check, "stages": zero, "compared": alike})
 
 
@@ -73,8 +65,7 @@ class Options:
         where a host shares one copy, or each rank gathers units.
     precision : {"bf16", "fp16", "fp32"}, Precision, or dict of module names to them, optional
         The dtypes in which the module computes. Parameters are then float32 (low-precision ones are converted), serve
-        as their own masters, and are cast during the wrapper's forward. None: nothing is cast. See
-        docs/design/precision.md.
+        as their own masters, and are cast during the wrapper's forward. None: no cast. See docs/design/precision.md.
     compress : Fp16, Bf16, Int8, Int4, PowerSGD or "auto", optional
         The format in which gradients travel; it excludes a communication hook. "auto" compresses only where that pays
         off: never inside one host or between GPUs. Between hosts (at zero=0) it times five plain rounds, then all ranks
@@ -83,13 +74,11 @@ class Options:
         Each optimizer.step() begins with sw.clip_grad_norm_(module, clip_grad_norm). Needs the optimizer.
     offload : {"cpu", "nvme:<folder>"}, optional
         The place of the state and the masters of sw.optim's optimizers, with the same bits. "nvme:<folder>": an unnamed
-        file per rank in that folder; a step streams it through three buffers of 16 MiB. "cpu": host memory, for
-        parameters on a GPU; the step then runs on the host in batches, overlapped with copies of gradients to the host
-        and of new parameters back. See docs/design/zero_offload.md and gpu.md.
+        file per rank, which a step streams through three buffers of 16 MiB. "cpu": host memory, for parameters on a
+        GPU; the step then runs on the host in batches, overlapped with copies. See docs/design/zero_offload.md.
     partition : {"auto", "flat", "tensor"}
-        How an optimizer is sliced at zero >= 1; no effect at 0. "auto": flat slices, for optimizers known to be
-        elementwise. "flat": flat slices for any optimizer; the caller guarantees that it is elementwise. "tensor":
-        whole tensors, balanced over ranks.
+        How an optimizer is sliced at zero >= 1. "auto": flat slices, for optimizers known to be elementwise. "flat":
+        flat slices; the caller guarantees that it is elementwise. "tensor": whole tensors, balanced over ranks.
     process_group : torch.distributed.ProcessGroup, optional
         The ranks that train together. Default: the default group; without one, the group of the launcher's variables
         (docs/launch.md); without those, one rank.
@@ -108,42 +97,37 @@ class Options:
     timeout_s : float
         The seconds that a rank waits for another before CommTimeoutError.
     warn_after_s : float, optional
-        The seconds after which a wait for another rank is logged as a warning, and again whenever it has doubled: for
-        which rank, its process and host, in which collective, and what that process does. While ranks join, 10 seconds
-        at most. 0 or None: never.
+        The seconds after which a wait is logged as a warning, and again whenever it has doubled: the rank, its process
+        and host, the collective, and what that process does. While ranks join, 10 at most. 0 or None: never.
     silent_s : float, optional
-        On CPUs: the seconds after which a rank that is stopped (SIGSTOP), or a host that acknowledges nothing (a cut
-        link), is a CommError. Default: wait for both until `timeout_s`, since debuggers, job control and SLURM stop
-        ranks and continue them.
+        On CPUs: the seconds after which a stopped rank (SIGSTOP), or a host that acknowledges nothing, is a CommError.
+        Default: `timeout_s`, since debuggers, job control and SLURM stop ranks and continue them.
     broadcast_buffers : bool
         Broadcast buffers from rank 0 at construction and before each forward, by torch's rules.
     init_sync : bool
         Broadcast parameters and buffers from rank 0 at construction. Their table is compared in any case.
     gradient_as_bucket_view, find_unused_parameters, static_graph : bool
-        Accepted for compatibility with torch. Gradients are always views of buckets, and one that the program keeps is
-        moved out of its bucket before that is written to again. Unused parameters are always handled.
+        Accepted like torch's. Gradients are always views of buckets, and one that the program keeps is moved out before
+        its bucket is written to again. Unused parameters are always handled.
     sparse_gradients : {"auto", "dense"}
         Gradients of nn.Embedding(sparse=True). "auto": at zero=0 on CPUs, without `precision`, they stay sparse, and
         their rows are gathered; elsewhere they are made dense, with one warning. "dense": made dense, without a warning.
     ignored_params : collection of Parameter or str
         Parameters left alone: neither broadcast nor averaged.
     reduce : {"mean", "sum"}
-        The reduction of contributions. A sum leaves the scale to the loss, for example where ranks count their own
-        tokens.
+        The reduction of contributions. A sum leaves the scale to the loss.
     deterministic : bool
-        On GPUs: the fold in rank order, with the host's bits, instead of the transport's own mean. On the host it
-        always holds. On a mesh the transport's mean is made by rows and columns, alike at every stage; the fold sends
-        more between nodes.
+        On GPUs: the fold in rank order, with the host's bits, instead of the transport's own mean, which a mesh makes
+        by rows and columns, alike at every stage; the fold sends more between nodes. On the host it always holds.
     communicator : {"own", "borrow"}
-        On GPUs: the NCCL communicator. "own": one of our own. "borrow": that of torch's process group, found by
-        ProcessGroupNCCL._comm_ptr; an error with SHARDWRIGHT_GPU_TRANSPORT=shm or ipc. It saves a communicator's
-        memory. All ranks must call torch's collectives over the group in the same place between our steps, never inside
-        a backward. A failing rank or a passed deadline also aborts torch's communicator.
+        On GPUs: the NCCL communicator. "borrow": that of torch's process group, which saves memory; an error with
+        SHARDWRIGHT_GPU_TRANSPORT=shm or ipc. All ranks must call torch's collectives over the group in the same place
+        between our steps, never inside a backward. A failing rank or a passed deadline aborts torch's communicator too.
     transport : {"auto", "pool", "staged"}
         The place of gradient memory: shared between ranks, or private and staged through slots. The bits are the same.
     share_parameters : {"auto", True, False}
-        At zero=3. True, and "auto": the ranks of a host share one copy of the parameters, which needs no gather. False:
-        each rank keeps its slices and gathers units while they are used.
+        At zero=3. True, and "auto": the ranks of a host share one copy of the parameters. False: each rank keeps its
+        slices and gathers units while they are used.
     units : "auto", "size", float, type or collection of types
         At zero=3 without sharing: the cut into units. "auto": modules that sw.fully_shard marked, or else repeated
         blocks. "size": modules of at least 32 MiB; a number: of that many MiB. Types: modules of these types. Other
@@ -151,9 +135,9 @@ class Options:
     reshard_after_forward : bool
         At zero=3 without sharing: release units between forward and backward, except for the outermost one.
     prefetch : int
-        On GPUs. At zero=3: the number of units gathered ahead of the running one. Each after the first takes memory of
-        the largest unit's size. At zero=1 and 2, unless 0: gathers of parameters run on behind a step, and a unit's
-        forward waits for its own. 0: gathers overlap with nothing (docs/design/gpu_gathers.md).
+        On GPUs. At zero=3: the units gathered ahead of the running one; each after the first takes the largest unit's
+        memory. At zero=1 and 2, unless 0: gathers of parameters run on behind a step, and a unit's forward waits for
+        its own (docs/design/gpu_gathers.md).
     gather : {None, "int8"}
         At zero=3 with share_parameters=False: the form from which float32 parameters are gathered. "int8": records of
         32 elements, 8-bit integers and one float32 scale, which each rank encodes from its slices after every step. The
@@ -230,15 +214,11 @@ class Options:
             )
 
     def compared(self) -> dict[str, Any]:
-        """Return the values that must be equal on all ranks."""
         return {name: getattr(self, name) for name, rules in FIELDS.items() if rules["compared"]}
 
     @property
     def chosen_transport(self) -> str:
-        """Return `transport`; where that is "auto", the environment's SHARDWRIGHT_TRANSPORT.
-
-        A debug entry: bits do not depend on it.
-        """
+        """Return `transport`; where that is "auto", the environment's SHARDWRIGHT_TRANSPORT, for debugging."""
         forced = os.environ.get("SHARDWRIGHT_TRANSPORT", "auto")
         FIELDS["transport"]["check"]("SHARDWRIGHT_TRANSPORT", forced)
         return forced if self.transport == "auto" else self.transport
@@ -283,7 +263,6 @@ def refuse_options(options: Collection[str], names: Collection[str], where: str,
 
 
 def text_of_group(key: Any) -> str:
-    """Return a key of `groups` for messages."""
     return repr(key) if isinstance(key, str) else f"a {type(key).__name__}"
 
 

@@ -6,8 +6,6 @@ import os
 import re
 import sys
 
-__all__ = ["absolute_path", "cache_folder", "check_encodable", "expanded", "is_writable"]
-
 #: an address with a scheme; one slash suffices, since pathlib.Path drops the second
 _SCHEME = re.compile(r"[A-Za-z0-9][A-Za-z0-9+.-]+:/|[^/]*://")
 
@@ -53,7 +51,6 @@ def expanded(name: str, path: str) -> str:
 
 
 def is_writable(folder: str) -> bool:
-    """Make a folder, and return whether this user can write to it."""
     try:
         os.makedirs(folder, exist_ok=True)
     except OSError:

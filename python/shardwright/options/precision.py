@@ -10,19 +10,11 @@ import torch
 from .checks import among, switch
 from .names import offers_fields
 
-__all__ = ["LOW_DTYPES", "Precision"]
-
 LOW_DTYPES = (torch.bfloat16, torch.float16)
 _NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 #: other names of them -> name
-_NAMED = {text: name for name, dtype in _NAMES.items() for text in (str(dtype), str(dtype).removeprefix("torch."))} | {
-    "half": "fp16",
-    "float": "fp32",
-    "bfloat": "bf16",
-    "16-mixed": "fp16",
-    "bf16-mixed": "bf16",
-    "amp": "bf16",
-}
+_NAMED = {text: name for name, dtype in _NAMES.items() for text in (str(dtype), str(dtype).removeprefix("torch."))}
+_NAMED |= {"half": "fp16", "float": "fp32", "bfloat": "bf16", "16-mixed": "fp16", "bf16-mixed": "bf16", "amp": "bf16"}
 
 
 @offers_fields

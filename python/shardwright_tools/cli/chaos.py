@@ -26,10 +26,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import select
-import selectors
 import shlex
 import shutil
 import signal
@@ -50,7 +50,6 @@ _MESSAGE_BYTES = 1 << 20
 
 
 def add_parser(commands: Any, text: str) -> None:
-    """Add the command."""
     kinds = "\n".join(f"  {kind:6} {what}" for kind, what in KINDS.items())
     parser = commands.add_parser(
         "chaos",
@@ -61,9 +60,7 @@ def add_parser(commands: Any, text: str) -> None:
     )
     parser.add_argument("--plan", required=True, help="a .toml or .json file")
     parser.add_argument("--report", help="also write the report to this file as JSON")
-    parser.add_argument(
-        "--timeout", type=float, default=3600.0, help="time limit of each run in seconds (default: %(default)s)"
-    )
+    parser.add_argument("--timeout", type=float, default=3600.0, help="seconds of each run (default: %(default)s)")
     parser.add_argument("program", nargs=argparse.REMAINDER, help="-- torchrun ... program.py")
     parser.set_defaults(run=run)
 
@@ -72,69 +69,46 @@ def run(options: argparse.Namespace) -> int:
     """Run the job and print the report. Return 0 if the job succeeded."""
     words = options.program[1:] if options.program[:1] == ["--"] else options.program
     if not words:
-        print(
-            "shardwright chaos: no command given: pass one, as in `shardwright chaos --plan FILE -- torchrun ... train.py`"
-        )
-        return 2
+        return _refuse("no command given: pass one, as in `shardwright chaos --plan FILE -- torchrun ... train.py`")
     try:
         plan = read_plan(options.plan)
     except ValueError as error:
-        print(f"shardwright chaos: {error}")
-        return 2
+        return _refuse(str(error))
     if shutil.which(words[0]) is None:  # before the first run, which may take hours
-        print(f"shardwright chaos: the command {words[0]!r} was not found, or is not executable")
-        return 2
+        return _refuse(f"the command {words[0]!r} was not found, or is not executable")
     if options.report and not os.path.isdir(os.path.dirname(os.path.abspath(options.report))):
-        print(f"shardwright chaos: --report {options.report}: there is no folder to write it to: make it first")
-        return 2
+        return _refuse(f"--report {options.report}: there is no folder to write it to: make it first")
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # unwinding ends the run
     reference = None
     if any(_RUN in word for word in words):
         reference = Run(Plan(()), words, "reference").watch(options.timeout)
         if reference.code:
-            print(f"shardwright chaos: the command failed without faults: exit code {reference.code}")
-            return 2
+            return _refuse(f"the command failed without faults: exit code {reference.code}")
     report = report_of(plan, Run(plan, words, "faults").watch(options.timeout), reference)
     if options.report:
         with open(options.report, "w", encoding="utf-8") as file:
             json.dump(report, file, indent=2)
-    for line in lines_of(report):
-        print(line)
+    print("\n".join(lines_of(report)))
     return 0 if report["code"] == 0 and report["state_equal"] is not False else 1
+
+
+def _refuse(sentence: str) -> int:
+    print(f"shardwright chaos: {sentence}")
+    return 2
 
 
 @dataclasses.dataclass
 class Result:
-    """The outcome of one run.
-
-    Attributes
-    ----------
-    events : list of dict
-        The ranks' reports in order of time.
-    code : int or None
-        The command's exit code; None if the command was ended at the timeout.
-    seconds : float
-        Duration of the run.
-    marks : frozenset of int
-        Numbers of the faults that fired. A killed rank may leave a mark without a report in `events`.
-    """
+    """The outcome of one run. `events`: the ranks' reports in order of time. `code`: None after the timeout."""
 
     events: list[dict[str, Any]]
     code: int | None
     seconds: float
-    marks: frozenset[int] = frozenset()
+    marks: frozenset[int] = frozenset()  # numbers of the faults that fired; a killed rank may report none
 
 
 class Run:
-    """One run of the command.
-
-    Parameters
-    ----------
-    plan : Plan
-    words : sequence of str
-        The command; `name` replaces "{run}" in each word.
-    name : str
-    """
+    """One run of the command `words`, in which `name` replaces "{run}"."""
 
     def __init__(self, plan: Plan, words: Sequence[str], name: str) -> None:
         self._plan, self._words, self._name = plan, [word.replace(_RUN, name) for word in words], name
@@ -143,23 +117,22 @@ class Run:
         self._later: list[tuple[float, Any]] = []  # (time, action)
 
     def watch(self, timeout_s: float) -> Result:
-        """Run the command; end it after `timeout_s`."""
         with tempfile.TemporaryDirectory(prefix="sw-chaos-") as folder, contextlib.ExitStack() as closing:
             with open(os.path.join(folder, PLAN_NAME), "w", encoding="utf-8") as file:
                 file.write(self._plan.as_json())
-            ear = closing.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
-            ear.bind(os.path.join(folder, SOCKET_NAME))
-            ear.setblocking(False)
+            listener = closing.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
+            listener.bind(os.path.join(folder, SOCKET_NAME))
+            listener.setblocking(False)
             begin_s = time.monotonic()
             observers = ",".join(filter(None, [os.environ.get(OBSERVERS), MODULE]))
             process = subprocess.Popen(self._words, env={**os.environ, VARIABLE: folder, OBSERVERS: observers})
             try:
                 while process.poll() is None and time.monotonic() - begin_s < timeout_s:
-                    self._hear(ear)
+                    self._receive(listener)
                 code = process.poll()
             finally:
                 self._finish(process)
-                self._hear(ear)
+                self._receive(listener)
                 for _, act in self._later:
                     act()
                 for pidfd in self._pidfds.values():
@@ -168,13 +141,11 @@ class Run:
         ordered = sorted(self._events, key=lambda event: event["time"])
         return Result(ordered, code, time.monotonic() - begin_s, marks)
 
-    def _hear(self, ear: socket.socket) -> None:
-        with selectors.DefaultSelector() as selector:
-            selector.register(ear, selectors.EVENT_READ)
-            selector.select(_POLL_S)
+    def _receive(self, listener: socket.socket) -> None:
+        select.select([listener], [], [], _POLL_S)
         with contextlib.suppress(BlockingIOError):
             while True:
-                self._take(json.loads(ear.recv(_MESSAGE_BYTES)))
+                self._take(json.loads(listener.recv(_MESSAGE_BYTES)))
         now_s = time.monotonic()
         due = [act for at_s, act in self._later if at_s <= now_s]
         self._later = [each for each in self._later if each[0] > now_s]
@@ -193,9 +164,8 @@ class Run:
         elif event["event"] == "fault" and event["kind"] == "cut":
             down, up = (each.replace("{rank}", str(event["rank"])) for each in self._plan.link)
             subprocess.run(shlex.split(down), check=False)
-            self._later.append(
-                (time.monotonic() + event["seconds"], lambda: subprocess.run(shlex.split(up), check=False))
-            )
+            restore = functools.partial(subprocess.run, shlex.split(up), check=False)
+            self._later.append((time.monotonic() + event["seconds"], restore))
 
     def _forget_ended(self, begins: int) -> None:
         """Close the pidfds of ended ranks, and a stale pidfd under the pid `begins` of a new rank."""
@@ -225,9 +195,6 @@ class Run:
             self._signal(pid, signal.SIGKILL)
 
 
-# the report ---------------------------------------------------------------------------------------------------------
-
-
 def report_of(plan: Plan, result: Result, reference: Result | None) -> dict[str, Any]:
     """Return the report: the outcome of the run and a row for each fault."""
     rows = []
@@ -255,9 +222,13 @@ def _row(fault: Fault, fired: dict[str, Any] | None, events: Sequence[dict[str, 
     later = [event for event in events if event["event"] == "fault" and event["time"] > fired["time"]]
     until = later[0]["time"] if later else float("inf")
     restart = next((event for event in after if event["event"] == "start" and event["time"] < until), None)
-    heard = next((event for event in after if event["event"] == "error"), None)
-    if heard is not None and heard["time"] < (until if restart is None else restart["time"]):
-        row |= {"detected_s": round(heard["time"] - fired["time"], 3), "by": heard["rank"], "error": heard["message"]}
+    detected = next((event for event in after if event["event"] == "error"), None)
+    if detected is not None and detected["time"] < (until if restart is None else restart["time"]):
+        row |= {
+            "detected_s": round(detected["time"] - fired["time"], 3),
+            "by": detected["rank"],
+            "error": detected["message"],
+        }
     if restart is not None:
         back = next((e for e in after if e["event"] == "restored" and e["time"] > restart["time"]), None)
         first = next((e for e in after if e["event"] == "stepping" and e["time"] > restart["time"]), None)
@@ -273,23 +244,16 @@ def _row(fault: Fault, fired: dict[str, Any] | None, events: Sequence[dict[str, 
 
 
 def _digests(result: Result) -> dict[int, Any]:
-    """Return the digest of the final parameters of each rank."""
     return {event["rank"]: event["digest"] for event in result.events if event["event"] == "end"}
 
 
 def lines_of(report: dict[str, Any]) -> list[str]:
-    """Return the printed lines of the report."""
     lines = [f"{'fault':6} {'rank':>4} {'step':>6}  {'detected':>9} {'restarted':>10} {'steps lost':>10}"]
     for row in report["faults"]:
-        if not row["fired"]:
-            lines.append(
-                f"{row['kind']:6} {row['rank']:4} {row['step']:6}  did not happen: the job never reached the step"
-            )
-            continue
         cells = [f"{row[key]:.2f} s" if key in row else "-" for key in ("detected_s", "restarted_s")]
-        lines.append(
-            f"{row['kind']:6} {row['rank']:4} {row['step']:6}  {cells[0]:>9} {cells[1]:>10} {row.get('steps_lost', '-'):>10}"
-        )
+        text = f"{cells[0]:>9} {cells[1]:>10} {row.get('steps_lost', '-'):>10}"
+        text = text if row["fired"] else "did not happen: the job never reached the step"
+        lines.append(f"{row['kind']:6} {row['rank']:4} {row['step']:6}  {text}")
     code = "stopped at the timeout" if report["code"] is None else f"exit code {report['code']}"
     lines.append(f"{code}; {report['starts']} starts; {report['seconds']:.1f} s")
     why = "the command did not end" if report["code"] is None else "the command does not contain {run}"

@@ -10,15 +10,18 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from shardwright._engine import CheckpointError, CheckpointFolder
+from shardwright.checkpoint.folder import retention
+from shardwright.checkpoint.folder.retention import DAMAGED, REPLACED, SOUND, find
+
 from . import ckpt_convert
-from .report import EPILOG, Nothing, Progress, guarded, open_checkpoint, print_report, size_text
+from .report import EPILOG, Nothing, Progress, guarded, open_checkpoint, print_report, shortened, size_text
 
 _PROGRESS_BLOCKS = 256
 _BLOCK_BYTES, _READERS = 1 << 20, 6
 
 
 def add_parser(commands: Any, text: str) -> None:
-    """Add the command and its subcommands to an argparse subparsers object."""
     parser: argparse.ArgumentParser = commands.add_parser("ckpt", help=text, description=__doc__, epilog=EPILOG)
     actions = parser.add_subparsers(title="commands", dest="action", required=True)
 
@@ -33,9 +36,8 @@ def add_parser(commands: Any, text: str) -> None:
     inspecting = add("inspect", run_inspect, "show the contents of a checkpoint")
     inspecting.add_argument("checkpoint")
     inspecting.add_argument("--tensors", action="store_true", help="also list every tensor")
-    verifying = add(
-        "verify", run_verify, "read and check every block of one checkpoint, or of all checkpoints in a directory"
-    )
+    text = "read and check every block of one checkpoint, or of all checkpoints in a directory"
+    verifying = add("verify", run_verify, text)
     verifying.add_argument("path")
     comparing = add("diff", run_diff, "list the tensors and values in which two checkpoints differ")
     comparing.add_argument("first")
@@ -45,21 +47,14 @@ def add_parser(commands: Any, text: str) -> None:
     pruning = add("prune", run_prune, "remove checkpoints that no rule keeps and the left-overs of interrupted saves")
     pruning.add_argument("directory")
     pruning.add_argument("--keep-last", type=_count, metavar="N", help="keep the N newest checkpoints")
-    pruning.add_argument(
-        "--keep-every", type=_count, metavar="N", help="keep checkpoints whose step is a multiple of N"
-    )
+    pruning.add_argument("--keep-every", type=_count, metavar="N", help="keep the steps that are multiples of N")
     pruning.add_argument("--keep-best", type=_count, metavar="N", help="keep the N checkpoints with the best metric")
-    pruning.add_argument(
-        "--best",
-        choices=("min", "max"),
-        default="min",
-        help="which metric is better, the smallest or the largest; default: min, as in Checkpointer",
+    text = "which metric is better, the smallest or the largest; default: min, as in Checkpointer"
+    pruning.add_argument("--best", choices=("min", "max"), default="min", help=text)
+    text = (
+        "first read every block, so that no rule counts a damaged checkpoint; default: check manifests and sizes only"
     )
-    pruning.add_argument(
-        "--verify",
-        action="store_true",
-        help="first read every block, so that no rule counts a damaged checkpoint; default: check manifests and sizes only",
-    )
+    pruning.add_argument("--verify", action="store_true", help=text)
     pruning.add_argument("--yes", action="store_true", help="remove them; default: print what would be removed")
 
 
@@ -70,11 +65,9 @@ def _count(text: str) -> int:
 
 
 def _checkpoints(directory: str) -> list[str]:
-    from shardwright.checkpoint.folder.retention import list_checkpoints
-
     if not os.path.isdir(directory):
         raise Nothing(f"'{directory}' is not a directory")
-    steps = [kept.path for kept in list_checkpoints(directory)]
+    steps = [kept.path for kept in retention.list_checkpoints(directory)]
     names = (os.path.join(directory, name) for name in sorted(os.listdir(directory)))
     return steps + [path for path in names if path not in steps and _is_of_a_save(path)]
 
@@ -87,15 +80,11 @@ def _number_in(path: str) -> int:
 
 def _is_of_a_save(path: str) -> bool:
     """Return True for a checkpoint of any name, such as a tag of DeepSpeed's engine.save_checkpoint()."""
-    from shardwright.checkpoint.folder.retention import REPLACED
-
     is_left = path.endswith((".partial", ".trash", REPLACED)) or os.path.basename(path).startswith(".")
     return not is_left and os.path.lexists(os.path.join(path, "MANIFEST.json"))
 
 
 def _summary(path: str) -> dict[str, Any]:
-    from shardwright._engine import CheckpointError
-
     try:
         folder = open_checkpoint(path)
     except CheckpointError as error:
@@ -108,26 +97,21 @@ def _summary(path: str) -> dict[str, Any]:
 
 
 def run_ls(options: argparse.Namespace) -> int:
-    """List the checkpoints of a directory."""
-    from shardwright.checkpoint.folder.retention import all_left_overs, find, replaced_ones
-
     found = [_summary(path) for path in _checkpoints(options.directory)]
     found.sort(key=lambda each: each.get("step", _number_in(each["path"])))
     if not found and find(options.directory) is not None:
-        raise Nothing(
-            f"'{options.directory}' is a checkpoint, not a directory of checkpoints: use `shardwright ckpt inspect {options.directory}`"
-        )
-    left = all_left_overs(options.directory) + replaced_ones(options.directory)
+        remedy = f"use `shardwright ckpt inspect {options.directory}`"
+        raise Nothing(f"'{options.directory}' is a checkpoint, not a directory of checkpoints: {remedy}")
+    left = retention.all_left_overs(options.directory) + retention.replaced_ones(options.directory)
     lines = []
     for each in found:
         name = os.path.basename(each["path"])
-        if each["ok"]:
-            metric = "" if each["metric"] is None else f"  metric {each['metric']:g}"
-            lines.append(
-                f"{name}  {size_text(each['bytes']):>10}  {each['files']} files  by {each['world_size']} ranks{metric}"
-            )
-        else:
+        if not each["ok"]:
             lines.append(f"{name}  DAMAGED: {each['error']}")
+            continue
+        metric = "" if each["metric"] is None else f"  metric {each['metric']:g}"
+        size = f"{size_text(each['bytes']):>10}  {each['files']} files"
+        lines.append(f"{name}  {size}  by {each['world_size']} ranks{metric}")
     lines += [f"{os.path.basename(path)}  (left over, not a checkpoint)" for path in left]
     print_report(options, {"checkpoints": found, "left_over": left}, lines or ["no checkpoints"])
     return 0 if all(each["ok"] for each in found) else 1
@@ -146,7 +130,6 @@ def _stored_tensors(folder: Any, prefixes: tuple[str, ...]) -> dict[str, dict[st
 
 
 def run_inspect(options: argparse.Namespace) -> int:
-    """Show one checkpoint."""
     folder = open_checkpoint(options.checkpoint)
     found = _summary(options.checkpoint) | {"files": folder.files}
     tensors = _stored_tensors(folder, ("model", "optimizer", "state", "ranks/"))
@@ -164,8 +147,6 @@ def run_inspect(options: argparse.Namespace) -> int:
 
 
 def _verify(path: str, options: argparse.Namespace) -> dict[str, Any]:
-    from shardwright._engine import CheckpointError
-
     try:
         folder = open_checkpoint(path)
         total = folder.block_count
@@ -188,9 +169,6 @@ def _verify(path: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_verify(options: argparse.Namespace) -> int:
-    """Read and check every block."""
-    from shardwright.checkpoint.folder.retention import find
-
     paths = _checkpoints(options.path) if find(options.path) is None else [options.path]
     if not paths:
         raise Nothing(f"'{options.path}' holds no checkpoint")
@@ -238,13 +216,7 @@ def _plain_values(folder: Any) -> dict[str, Any]:
     return found
 
 
-def _text(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
 def run_diff(options: argparse.Namespace) -> int:
-    """Compare two checkpoints bit for bit."""
     import torch
 
     prefixes = ("model",) if options.model else ("model", "optimizer", "state")
@@ -256,9 +228,8 @@ def run_diff(options: argparse.Namespace) -> int:
         if name in second:
             a, b = first[name], second[name]
             if (a["dtype"], a["shape"]) != (b["dtype"], b["shape"]):
-                differing.append(
-                    {"tensor": name, "why": f"{a['dtype']} {a['shape']} against {b['dtype']} {b['shape']}"}
-                )
+                why = f"{a['dtype']} {a['shape']} against {b['dtype']} {b['shape']}"
+                differing.append({"tensor": name, "why": why})
             elif not torch.equal(x := _values(folders[0], a), y := _values(folders[1], b)):
                 differing.append({"tensor": name, "why": f"{int((x != y).sum())} of {a['nbytes']} bytes"})
             progress.add(a["nbytes"])
@@ -268,7 +239,8 @@ def run_diff(options: argparse.Namespace) -> int:
     other_values = []
     for name in values[0]:
         if name in values[1] and json.dumps(values[0][name]) != json.dumps(values[1][name]):
-            other_values.append({"value": name, "why": f"{_text(values[0][name])} against {_text(values[1][name])}"})
+            before, after = (shortened(json.dumps(each[name], ensure_ascii=False), 60) for each in values)
+            other_values.append({"value": name, "why": f"{before} against {after}"})
     for mine, names, others in ((0, only[0], 1), (1, only[1], 0)):
         names += [name for name in values[mine] if name not in values[others]]
     found = {
@@ -287,22 +259,19 @@ def run_diff(options: argparse.Namespace) -> int:
 
 
 def run_prune(options: argparse.Namespace) -> int:
-    """Remove the checkpoints that no rule keeps, or print their names."""
-    from shardwright.checkpoint.folder.retention import DirectoryLock
-
     if options.keep_last is None and options.keep_every is None and options.keep_best is None:
         raise Nothing("no rule given: pass --keep-last, --keep-every or --keep-best")
     if not os.path.isdir(options.directory):
         raise Nothing(f"'{options.directory}' is not a directory")
-    if options.yes:
-        lock = DirectoryLock(options.directory)  # excludes a running Checkpointer
-        try:
-            goes, left, stays = _to_prune(options)
-            _prune(options, goes, left)
-        finally:
-            lock.release()
-    else:  # a preview must write nothing, and a lock is a file
+    # The lock excludes a running Checkpointer. It is a file, and a preview must write nothing.
+    lock = retention.DirectoryLock(options.directory) if options.yes else None
+    try:
         goes, left, stays = _to_prune(options)
+        if options.yes:
+            _prune(options, goes, left)
+    finally:
+        if lock is not None:
+            lock.release()
     done = "removed" if options.yes else "would remove"
     names = [*goes, *left]
     lines = [f"{done} {path}" for path in names] or ["nothing to remove"]
@@ -315,35 +284,23 @@ def run_prune(options: argparse.Namespace) -> int:
 
 def _to_prune(options: argparse.Namespace) -> tuple[list[str], list[str], list[dict[str, Any]]]:
     """Return the checkpoints to remove, the left-overs to remove, and {path, error} of folders that must stay."""
-    from shardwright._engine import CheckpointError, CheckpointFolder
-    from shardwright.checkpoint.folder.retention import (
-        ABANDONED,
-        DAMAGED,
-        SOUND,
-        all_left_overs,
-        list_checkpoints,
-        removable_ones,
-        replaced_ones,
-        to_retire,
-    )
-
-    kept = removable_ones(list_checkpoints(options.directory, look=True))
+    kept = retention.removable_ones(retention.list_checkpoints(options.directory, look=True))
     if options.verify:
         found = {k.path: _verify(k.path, options) for k in kept if k.state == SOUND}
         kept = [k if found.get(k.path, {}).get("ok", True) else dataclasses.replace(k, state=DAMAGED) for k in kept]
     rules = {name: getattr(options, name) for name in ("keep_last", "keep_every", "keep_best")}
     goes: list[str] = []
-    left = all_left_overs(options.directory)
+    left = retention.all_left_overs(options.directory)
     stays: list[dict[str, Any]] = []
-    to_go = {k.path for k in to_retire(kept, **rules, largest=options.best == "max")}
-    for path in [*(k.path for k in kept if k.path in to_go), *replaced_ones(options.directory)]:
+    to_go = {k.path for k in retention.to_retire(kept, **rules, largest=options.best == "max")}
+    for path in [*(k.path for k in kept if k.path in to_go), *retention.replaced_ones(options.directory)]:
         try:
             CheckpointFolder.check_removable(path)
             (goes if path in to_go else left).append(path)
         except CheckpointError as error:
             stays.append({"path": path, "error": str(error)})
     for each in kept:
-        if each.path not in to_go and each.state not in (SOUND, ABANDONED):
+        if each.path not in to_go and each.state not in (SOUND, retention.ABANDONED):
             why = "damaged, but a rule keeps it or too few sound checkpoints are newer"
             if each.state != DAMAGED:
                 why = str(_summary(each.path).get("error", "could not be read"))
@@ -352,17 +309,13 @@ def _to_prune(options: argparse.Namespace) -> tuple[list[str], list[str], list[d
 
 
 def _prune(options: argparse.Namespace, goes: Sequence[str], left: Sequence[str]) -> None:
-    from shardwright.checkpoint.folder.retention import REPLACED, remove, sync
-
     progress = Progress(options, os.path.basename(os.path.normpath(options.directory)), len(goes) + len(left))
     if any(path.endswith(REPLACED) for path in left):
-        sync(options.directory)  # the folders that replaced them must be durable before they go
+        retention.sync(options.directory)  # the folders that replaced them must be durable before they go
     for path in [*left, *goes]:  # left-overs first: an earlier prune may have left a name needed here
-        if path in goes or path.endswith(
-            REPLACED
-        ):  # rename first: a half-removed folder must not be taken for a checkpoint
+        if path in goes or path.endswith(REPLACED):  # a half-removed folder must not be taken for a checkpoint
             os.rename(path, f"{path}.prune.trash")
             path = f"{path}.prune.trash"
-        remove(path)
+        retention.remove(path)
         progress.add(1)
     progress.end()

@@ -7,6 +7,11 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from shardwright.options.name_map import NameMap
+from shardwright.options.places import absolute_path
+
+from .. import convert
+from ..convert import READERS, WRITERS
 from .report import Nothing, Progress, open_checkpoint, print_report, size_text
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -15,41 +20,25 @@ _SHOWN = 20
 
 def add_parsers(add: Callable[..., argparse.ArgumentParser]) -> None:
     """Add both commands; `add(name, action, text)` returns a new parser."""
-    from ..convert import READERS, WRITERS
-
-    importing = add(
-        "import", run_import, "convert a torch.distributed.checkpoint, DeepSpeed or Hugging Face checkpoint to ours"
-    )
+    text = "convert a torch.distributed.checkpoint, DeepSpeed or Hugging Face checkpoint to ours"
+    importing = add("import", run_import, text)
     importing.add_argument("source")
     importing.add_argument("output", help="a new folder, such as runs/a/step-000100")
-    importing.add_argument(
-        "--from", dest="kind", choices=READERS[1:], help="format of the source; default: detected from its files"
-    )
-    importing.add_argument(
-        "--tag", help="subfolder (tag) of a DeepSpeed checkpoint; default: the one that its file `latest` names"
-    )
+    importing.add_argument("--from", dest="kind", choices=READERS[1:], help="format; default: detected from the files")
+    importing.add_argument("--tag", help="tag of a DeepSpeed checkpoint; default: the one that its file `latest` names")
     importing.add_argument("--step", type=int, help="number of completed steps to record; default: the source's")
-    exporting = add(
-        "export", run_export, "convert a checkpoint to another format; default: a model folder for from_pretrained"
-    )
+    text = "convert a checkpoint to another format; default: a model folder for from_pretrained"
+    exporting = add("export", run_export, text)
     exporting.add_argument("checkpoint")
     exporting.add_argument("output", help="a new folder (with --to torch a new file)")
-    exporting.add_argument(
-        "--to", choices=WRITERS[1:], default="hf", help="target format; default: hf, which holds the model only"
-    )
+    exporting.add_argument("--to", choices=WRITERS[1:], default="hf", help="default: hf, which holds the model only")
+    text = "a TOML or JSON file: `include`, a list of regular expressions, `rename`, a table {expression: replacement}"
     for each in (importing, exporting):
         each.add_argument("--dtype", choices=sorted(_DTYPES), help="cast the model's floating-point tensors")
-        each.add_argument(
-            "--map",
-            metavar="FILE",
-            help="a TOML or JSON file with `include`, a list of regular expressions, and `rename`, a table from expression to replacement",
-        )
+        each.add_argument("--map", metavar="FILE", help=text)
 
 
 def run_import(options: argparse.Namespace) -> int:
-    """Convert a foreign checkpoint to ours."""
-    from .. import convert
-
     if not os.path.lexists(options.source):
         raise Nothing(f"'{options.source}' does not exist")
     output = _output(options)
@@ -60,7 +49,6 @@ def run_import(options: argparse.Namespace) -> int:
 
 
 def run_export(options: argparse.Namespace) -> int:
-    """Convert a checkpoint of ours to another format."""
     from ..convert import folders
 
     path = open_checkpoint(options.checkpoint).path
@@ -69,8 +57,6 @@ def run_export(options: argparse.Namespace) -> int:
 
 
 def _output(options: argparse.Namespace) -> str:
-    from shardwright.options.places import absolute_path
-
     try:
         output = absolute_path("output", options.output)
     except ValueError as error:
@@ -82,9 +68,6 @@ def _output(options: argparse.Namespace) -> str:
 
 def _write(options: argparse.Namespace, contents: Any, output: str, kind: str) -> int:
     import torch
-    from shardwright.options.name_map import NameMap
-
-    from .. import convert
 
     try:
         contents = contents.under(NameMap.from_file(options.map)) if options.map else contents
@@ -92,9 +75,8 @@ def _write(options: argparse.Namespace, contents: Any, output: str, kind: str) -
         raise Nothing(str(error)) from None
     contents = contents.cast(getattr(torch, _DTYPES[options.dtype])) if options.dtype else contents
     if not contents.model:
-        raise Nothing(
-            f"'{getattr(options, 'checkpoint', None) or options.source}' holds no model tensors, or the map selects none of them"
-        )
+        source = getattr(options, "checkpoint", None) or options.source
+        raise Nothing(f"'{source}' holds no model tensors, or the map selects none of them")
     total = sum(each.nbytes for each in contents.model.values()) if kind == "hf" else contents.nbytes
     progress = Progress(options, os.path.basename(output), total, "B")
     try:

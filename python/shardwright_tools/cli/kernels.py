@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from shardwright import _engine
+
 EPILOG = """Exit code 0: each architecture has an image; 1: one has none; 2: usage error.
 
 Programs look for an image in SHARDWRIGHT_KERNELS (or the package's folder `images` if it is unset), then in the user's cache;
@@ -22,22 +24,12 @@ _OLDEST = 75
 
 
 def add_parser(commands: Any, text: str) -> None:
-    """Add the command to an argparse subparsers object."""
     parser: argparse.ArgumentParser = commands.add_parser(
-        "kernels",
-        help=text,
-        description=__doc__,
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "kernels", help=text, description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    parser.add_argument(
-        "--arch",
-        type=_architecture,
-        nargs="+",
-        metavar="SM",
-        help=f"compute capabilities of at least {_OLDEST}, written 80 or 8.0; default: those of this host's GPUs",
-    )
+    text = f"compute capabilities of at least {_OLDEST}, written 80 or 8.0; default: those of this host's GPUs"
+    parser.add_argument("--arch", type=_architecture, nargs="+", metavar="SM", help=text)
     parser.add_argument("--to", metavar="FOLDER", help="write missing images to this folder; default: the user's cache")
     parser.add_argument("--nvrtc", metavar="PATH", help="the NVRTC library; default: the one of torch's CUDA")
     parser.set_defaults(run=lambda options: run(parser, options))
@@ -67,7 +59,6 @@ def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
 
 
 def _images(options: argparse.Namespace, architectures: list[int]) -> Iterator[dict[str, Any]]:
-    from shardwright import _engine
     from shardwright.torch_compat.cuda import nvrtc_companion, runtime
 
     places: dict[str, str | None] = runtime.libraries()
@@ -86,17 +77,14 @@ def _images(options: argparse.Namespace, architectures: list[int]) -> Iterator[d
         kind = "machine code" if image[:4] == b"\x7fELF" else "PTX, which the driver compiles at first use"
         detail = f"{origin}, {len(image)} bytes of {kind}"
         if options.to is not None:
-            detail = {"cached": "exists already", "compiled": "written"}.get(origin, "not written") + detail[
-                len(origin) :
-            ]
+            state = {"cached": "exists already", "compiled": "written"}.get(origin, "not written")
+            detail = state + detail.removeprefix(origin)
         if not ok:
             detail += f": '{options.to}' is not writable"
         yield {"arch": architecture, "ok": ok, "origin": origin, "size_bytes": len(image), "detail": detail}
 
 
 def _of_this_machine() -> list[int]:
-    from shardwright import _engine
-
     try:
         devices = _engine.cuda_devices()["devices"]
     except (_engine.Error, NotImplementedError, RuntimeError):
@@ -108,7 +96,6 @@ def _architecture(text: str) -> int:
     found = re.fullmatch(r"(?:sm_)?(\d{1,2})\.?(\d)", text)
     number = 10 * int(found[1]) + int(found[2]) if found else 0
     if number < _OLDEST:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a compute capability of at least {_OLDEST}, such as 80 or 9.0"
-        )
+        sentence = f"{text!r} is not a compute capability of at least {_OLDEST}, such as 80 or 9.0"
+        raise argparse.ArgumentTypeError(sentence)
     return number

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import shlex
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
-from .report import print_report, printable, show
-
-if TYPE_CHECKING:
-    from ..planner.choose import Candidate, Choice, Work
-    from ..planner.machine import Machine
-    from ..planner.saving import SavePlan
-    from ..planner.shape import Shape
+from ..planner import choose, forms, launch, saving
+from ..planner.choose import Candidate, Choice, Work, as_dict
+from ..planner.machine import GPUS, Machine, bytes_of, count_of, link_of, shown_bytes
+from ..planner.memory import OPTIMIZERS, PRECISIONS
+from ..planner.saving import SavePlan
+from ..planner.shape import PlanError, Shape, from_config, from_module, from_numbers
+from .report import columns, print_report, printable, refuse, show
 
 _EPILOG = """Examples:
   shardwright plan config.json --hosts 1 --ranks 8 --gpu h100 --tokens 1T
@@ -26,7 +27,6 @@ Exit codes: 0 a configuration fits, 2 nothing fits or the input is wrong."""
 
 
 def add_parser(commands: Any, text: str) -> None:
-    """Add the command to an argparse subparsers object."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "plan",
         help=text,
@@ -52,38 +52,28 @@ def add_parser(commands: Any, text: str) -> None:
     ranks.add_argument("--network", metavar="RATE", help="between hosts: a name such as 8x400g, or 100Gbit")
     work = parser.add_argument_group("the run")
     work.add_argument("--batch", type=int, default=1, metavar="N", help="sequences per rank and forward (default: 1)")
-    work.add_argument(
-        "--sequence", type=int, default=2048, metavar="TOKENS", help="tokens per sequence (default: 2048)"
-    )
+    work.add_argument("--sequence", type=int, default=2048, metavar="TOKENS", help="of each sequence (default: 2048)")
     work.add_argument("--accumulate", type=int, default=1, metavar="N", help="forwards per step (default: 1)")
     work.add_argument("--tokens", metavar="COUNT", help="tokens of the run, such as 1T")
     work.add_argument("--steps", metavar="COUNT", help="steps of the run, instead of --tokens")
     work.add_argument("--optimizer", default="adamw", metavar="NAME")
-    work.add_argument(
-        "--precision", default=None, metavar="NAME", help="fp32, bf16, bf16-parameters, fp16; default: bf16 on GPUs"
-    )
+    work.add_argument("--precision", metavar="NAME", help="fp32, bf16, bf16-parameters, fp16; default: bf16 on GPUs")
     for name, meaning in (("tp", "tensor"), ("pp", "pipeline"), ("ep", "expert"), ("cp", "context")):
         work.add_argument(f"--{name}", type=int, default=1, metavar="N", help=f"{meaning} parallel ranks (default: 1)")
     saving = parser.add_argument_group("checkpoints")
     saving.add_argument("--mtbf-hours", type=float, metavar="H", help="mean time between failures of the job")
     saving.add_argument("--save-seconds", type=float, metavar="S", help="training time that one save costs")
-    saving.add_argument(
-        "--disk-rate", default="1GB", metavar="SIZE", help="bytes per second of the folder (default: 1GB)"
-    )
+    saving.add_argument("--disk-rate", default="1GB", metavar="SIZE", help="bytes per second written (default: 1GB)")
     saving.add_argument("--folder", help="where checkpoints go: warns of a disk that does not outlive the job")
     saving.add_argument("--keep-last", type=int, default=3, metavar="N")
     saving.add_argument("--milestones", type=int, default=0, metavar="N", help="checkpoints kept for good")
     rate = parser.add_argument_group("learning rate")
     rate.add_argument("--learning-rate", type=float, metavar="LR", help="at --base-batch: print it for this batch")
     rate.add_argument("--base-batch", metavar="TOKENS", help="tokens per step for which --learning-rate was found")
-    rate.add_argument(
-        "--rule", default=None, metavar="NAME", help="linear or sqrt; default: sqrt for Adam, else linear"
-    )
+    rate.add_argument("--rule", metavar="NAME", help="linear or sqrt; default: sqrt for Adam, else linear")
     out = parser.add_argument_group("what to print")
     out.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    out.add_argument(
-        "--form", metavar="NAME", help="print only the configuration: wrap, accelerate, fsdp2 or deepspeed"
-    )
+    out.add_argument("--form", metavar="NAME", help="print this configuration: wrap, accelerate, fsdp2 or deepspeed")
     out.add_argument(
         "--launch",
         metavar="NAME",
@@ -97,38 +87,25 @@ def add_parser(commands: Any, text: str) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the plan. Return 0 if something fits, 2 if nothing does or no plan can be made of the input."""
-    from ..planner.shape import PlanError
-
     try:
         return _run(options)
     except PlanError as error:
-        if options.json:
-            show(json.dumps({"ok": False, "error": str(error)}, indent=2))
-        print(f"shardwright plan: {printable(str(error))}", file=sys.stderr)
-        return 2
+        return refuse(options, str(error), command="shardwright plan: ")
 
 
 def _run(options: argparse.Namespace) -> int:
-    from ..planner import choose, forms, launch, saving
-    from ..planner.machine import bytes_of, count_of
-    from ..planner.shape import PlanError
-
     machine = _machine(options)
     work = _work(options, machine)
     shape = _shape(options)
     found = choose.choose(shape, machine, work)
     if options.form is not None and options.form not in forms.FORMS:
         raise PlanError(f"--form must be one of {', '.join(forms.FORMS)}, got {options.form!r}")
+    if (options.launch is not None) + (options.form is not None) + options.json > 1:
+        raise PlanError("pass one of --launch, --form and --json")
     if options.launch is not None:
-        if options.json or options.form is not None:
-            raise PlanError("pass one of --launch, --form and --json")
         program = options.after or ["train.py"]
         job = launch.Job(
-            program,
-            machine,
-            options.name,
-            options.hours,
-            options.cpus,
+            *(program, machine, options.name, options.hours, options.cpus),
             hostfile=options.hostfile,
             options=forms.run_options(found.chosen, machine),
             mixed_precision=forms.mixed(work),
@@ -139,8 +116,6 @@ def _run(options: argparse.Namespace) -> int:
             print(f"shardwright plan: {found.reason}", file=sys.stderr)
         return 0 if found.chosen.fits else 2
     if options.form is not None:
-        if options.json:
-            raise PlanError("pass one of --launch, --form and --json")
         show(forms.FORMS[options.form](found.chosen, machine, work))
         return 0 if found.chosen.fits else 2
     saves = saving.save_plan(
@@ -164,16 +139,13 @@ def _run(options: argparse.Namespace) -> int:
         rule = options.rule or ("sqrt" if work.optimizer.startswith("adam") else "linear")
         base = count_of(options.base_batch, "--base-batch")
         rate = saving.learning_rate(options.learning_rate, base, found.global_batch_tokens, rule)
-    table = choose.candidates(shape, machine, work)
-    given = (shape, machine, work, found, table, saves, rate)
-    print_report(options, _as_json(*given) if options.json else None, [] if options.json else _lines(*given))
+    report = _Report(shape, machine, work, found, choose.candidates(shape, machine, work), saves, rate)
+    print_report(options, _as_json(report) if options.json else None, [] if options.json else _lines(report))
     return 0 if found.chosen.fits else 2
 
 
 def _in_range(options: argparse.Namespace, *names: str, least: int | None = None) -> None:
     """Raise PlanError for a number that is not positive, or not at least `least`, and for one that no machine has."""
-    from ..planner.shape import PlanError
-
     for name in names:
         value = getattr(options, name.replace("-", "_"))
         if value is not None and not (value > 0 if least is None else value >= least):
@@ -183,10 +155,6 @@ def _in_range(options: argparse.Namespace, *names: str, least: int | None = None
 
 
 def _machine(options: argparse.Namespace) -> Machine:
-    from ..planner.launch import hosts_of
-    from ..planner.machine import GPUS, Machine, bytes_of, link_of, peak_of
-    from ..planner.shape import PlanError
-
     _in_range(options, "hosts", "ranks", "peak", "batch", "sequence", "accumulate", "cpus", "hours", "keep-last")
     _in_range(options, "mtbf-hours", "save-seconds", "learning-rate")
     _in_range(options, "milestones", least=0)
@@ -194,9 +162,7 @@ def _machine(options: argparse.Namespace) -> Machine:
         raise PlanError(f"--mfu must be above 0 and at most 1, got {options.mfu}")
     gpu = options.gpu.lower() if options.gpu else None
     if gpu is not None and gpu not in GPUS:
-        raise PlanError(
-            f"--gpu must be one of {', '.join(GPUS)}, got {options.gpu!r}; else pass --memory and --peak alone"
-        )
+        raise PlanError(f"--gpu must be one of {', '.join(GPUS)}, got {options.gpu!r}; else pass --memory and --peak")
     if options.memory is None and gpu is None:
         raise PlanError(
             "--memory is needed: the bytes that each rank may use, such as 80GB (or --gpu, which has its own)"
@@ -207,50 +173,25 @@ def _machine(options: argparse.Namespace) -> Machine:
     between = link_of(options.network or ("8x400g" if on_gpu else "10g"), "--network")
     hosts, ranks = options.hosts, options.ranks
     if options.hostfile is not None:
-        listed = hosts_of(options.hostfile)
+        listed = launch.hosts_of(options.hostfile)
         hosts, ranks = len(listed), listed[0][1]
     item = 4 if options.precision == "fp32" or (options.precision is None and not on_gpu) else 2
-    return Machine(
-        hosts=hosts,
-        ranks=ranks,
-        memory=memory,
-        inside=inside,
-        between=between,
-        on_gpu=on_gpu,
-        gpu=gpu,
-        peak=peak_of(gpu, options.peak, item),
-        has_bf16=GPUS[gpu][3] if gpu else True,
-    )
+    peak = GPUS[gpu][0 if item == 2 else 1] if options.peak is None and gpu else options.peak
+    return Machine(hosts, ranks, memory, inside, between, on_gpu, gpu, peak, GPUS[gpu][3] if gpu else True)
 
 
 def _work(options: argparse.Namespace, machine: Machine) -> Work:
-    from ..planner.choose import Work
-    from ..planner.machine import count_of
-    from ..planner.memory import OPTIMIZERS, PRECISIONS
-    from ..planner.shape import PlanError
-
     default = "fp32" if not machine.on_gpu else "bf16" if machine.has_bf16 else "fp16"
     precision = options.precision or default
     if precision not in PRECISIONS:
         raise PlanError(f"--precision must be one of {', '.join(PRECISIONS)}, got {precision!r}")
     if options.optimizer not in OPTIMIZERS:
         raise PlanError(f"--optimizer must be one of {', '.join(OPTIMIZERS)}, got {options.optimizer!r}")
-    work = Work(
-        micro_batch=options.batch,
-        sequence=options.sequence,
-        accumulate=options.accumulate,
-        tokens=None if options.tokens is None else count_of(options.tokens, "--tokens"),
-        optimizer=options.optimizer,
-        precision=precision,
-        mfu=options.mfu,
-        tp=options.tp,
-        pp=options.pp,
-        ep=options.ep,
-        cp=options.cp,
-    )
+    same = ("sequence", "accumulate", "optimizer", "mfu", "tp", "pp", "ep", "cp")
+    tokens = None if options.tokens is None else count_of(options.tokens, "--tokens")
+    given = {name: getattr(options, name) for name in same}
+    work = Work(micro_batch=options.batch, tokens=tokens, precision=precision, **given)
     if options.steps is not None:
-        import dataclasses
-
         if options.tokens is not None:
             raise PlanError("pass --tokens or --steps, not both")
         data = machine.world // max(1, work.tp * work.pp * work.cp)
@@ -260,9 +201,6 @@ def _work(options: argparse.Namespace, machine: Machine) -> Work:
 
 
 def _shape(options: argparse.Namespace) -> Shape:
-    from ..planner.machine import count_of
-    from ..planner.shape import PlanError, from_config, from_module, from_numbers
-
     names = ("parameters", "layers", "width", "vocabulary", "heads", "kv_heads", "inner")
     given: dict[str, Any] = {
         name: count_of(text, f"--{name}") for name in names if (text := getattr(options, name)) is not None
@@ -271,7 +209,7 @@ def _shape(options: argparse.Namespace) -> Shape:
         missing = [f"--{name}" for name in ("layers", "width", "vocabulary") if name not in given]
         if missing:
             raise PlanError(
-                f"no model: pass a config.json, module:name, or numbers, of which {' and '.join(missing)} are missing"
+                f"no model: pass a config.json, module:name, or numbers; {' and '.join(missing)} are missing"
             )
         return from_numbers(**given)
     if given:
@@ -280,28 +218,24 @@ def _shape(options: argparse.Namespace) -> Shape:
     return from_module(model) if ":" in model and not model.endswith(".json") else from_config(model)
 
 
-def _as_json(
-    shape: Shape,
-    machine: Machine,
-    work: Work,
-    found: Choice,
-    table: list[Candidate],
-    saves: SavePlan,
-    rate: tuple[float, str] | None,
-) -> dict[str, Any]:
-    import dataclasses
+class _Report(NamedTuple):
+    shape: Shape
+    machine: Machine
+    work: Work
+    found: Choice
+    table: list[Candidate]
+    saves: SavePlan
+    rate: tuple[float, str] | None
 
-    from ..planner.choose import as_dict
-    from ..planner.forms import FORMS
-    from ..planner.shape import PlanError
 
-    forms, missing = {}, {}
-    for name, make in FORMS.items():
+def _as_json(report: _Report) -> dict[str, Any]:
+    shape, machine, work, found, table, saves, rate = report
+    made, missing = {}, {}
+    for name, make in forms.FORMS.items():
         try:
-            forms[name] = make(found.chosen, machine, work)
+            made[name] = make(found.chosen, machine, work)
         except PlanError as error:  # the other engine lacks a degree
             missing[name] = str(error)
-
     return {
         "ok": found.chosen.fits,
         "model": {"name": shape.name, "parameters": shape.numel, "active_parameters": shape.active_numel},
@@ -317,7 +251,7 @@ def _as_json(
         "days": found.days,
         "checkpoints": dataclasses.asdict(saves),
         "learning_rate": None if rate is None else {"value": rate[0], "source": rate[1]},
-        "forms": forms,
+        "forms": made,
         "missing_forms": missing,
     }
 
@@ -325,34 +259,20 @@ def _as_json(
 _COLUMNS = ("parameters", "gradients", "state", "units", "activations", "other")
 
 
-def _lines(
-    shape: Shape,
-    machine: Machine,
-    work: Work,
-    found: Choice,
-    table: list[Candidate],
-    saves: SavePlan,
-    rate: tuple[float, str] | None,
-) -> list[str]:
-    from ..planner.forms import wrap_call
-    from ..planner.machine import shown_bytes
-
+def _lines(report: _Report) -> list[str]:
+    shape, machine, work, found, table, saves, rate = report
     chosen, memory = found.chosen, machine.memory
     active = f" ({shape.active_numel / 1e9:.3g} B per token)" if shape.active_numel != shape.numel else ""
     where = f"{machine.hosts} x {machine.ranks} ranks with {shown_bytes(memory)}"
     lines = [f"{shape.name}: {shape.numel:,} parameters{active}, {work.precision}, {work.optimizer}, on {where}", ""]
-    head = ["per rank", *_COLUMNS, "total", ""]
-    rows = [head]
+    rows = [["per rank", *_COLUMNS, "total", ""]]
     for each in table:
         held = {**vars(each.memory), "other": each.memory.buffers + each.memory.workspace + each.memory.runtime}
         cells = [shown_bytes(held[name]) if held[name] else "-" for name in _COLUMNS]
         note = "fits" if each.fits else f"{shown_bytes(each.over)} over"
         label = each.label.replace("activation checkpointing", "checkpointing")
         rows.append([label, *cells, shown_bytes(each.memory.total), note])
-    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-    for row in rows:
-        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:-1], widths[1:-1]))]
-        lines.append("  ".join([*cells, row[-1]]).rstrip())
+    lines += columns(rows, right=range(1, len(rows[0])))
     inside = (
         (chosen.memory.buckets, "gradients", "buckets in flight"),
         (chosen.memory.masters, "state", "float32 masters"),
@@ -365,7 +285,7 @@ def _lines(
         lines.append(
             f"Nearest that does not fit: {nearest.label}, {shown_bytes(nearest.memory.total)}, {shown_bytes(nearest.over)} too much."
         )
-    lines += ["", *(f"    {line}" for line in wrap_call(chosen, machine, work).splitlines()), ""]
+    lines += ["", *(f"    {line}" for line in forms.wrap_call(chosen, machine, work).splitlines()), ""]
     if "compute" in found.seconds:
         seconds = found.seconds["compute"] + found.seconds["exposed"]
         text = f"A step of {found.global_batch_tokens:,} tokens takes {seconds:.3g} s at {100 * work.mfu:.0f} % of the peak rate"
@@ -380,8 +300,6 @@ def _lines(
 
 
 def _save_lines(saves: SavePlan) -> list[str]:
-    from ..planner.machine import shown_bytes
-
     days = saves.mtbf_s / 86400
     often = f"{days:.3g} days" if days >= 1 else f"{24 * days:.3g} hours"
     return [

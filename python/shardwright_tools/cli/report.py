@@ -9,11 +9,11 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from shardwright._engine import CheckpointError, CheckpointFolder
+from shardwright.checkpoint.folder.retention import find
 from shardwright.options.places import check_encodable
 
 EPILOG = "Exit codes: 0 success, 1 a checkpoint is damaged or different, 2 usage error or no checkpoint found."
-
-
 _PATHS = ("directory", "path", "checkpoint", "first", "second", "source", "output", "map")
 
 
@@ -27,32 +27,42 @@ def encoded(text: str) -> str:
 
 
 def guarded(action: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
-    from shardwright._engine import CheckpointError
-
     try:
-        _check_paths(options)
+        for name in _PATHS:
+            check_encodable(name, getattr(options, name, None) or "")
+    except ValueError as error:
+        return refuse(options, str(error))
+    try:
         return action(options)
     except (Nothing, CheckpointError, OSError) as error:
-        if options.json:
-            print(json.dumps({"ok": False, "error": str(error)}, indent=2))
-        print(printable(str(error)), file=sys.stderr)
-        return 2 if isinstance(error, Nothing) else 1
+        return refuse(options, str(error), 2 if isinstance(error, Nothing) else 1)
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        print(
-            "this command needs torch, which is not installed here; ls, inspect, verify and prune do not",
-            file=sys.stderr,
-        )
+        sentence = "this command needs torch, which is not installed here; ls, inspect, verify and prune do not"
+        print(sentence, file=sys.stderr)
         return 2
 
 
-def _check_paths(options: argparse.Namespace) -> None:
-    for name in _PATHS:
-        try:
-            check_encodable(name, getattr(options, name, None) or "")
-        except ValueError as error:
-            raise Nothing(str(error)) from None
+def refuse(options: argparse.Namespace, sentence: str, code: int = 2, command: str = "") -> int:
+    """Print why a command does nothing, as JSON too if asked for. Return the exit code."""
+    if getattr(options, "json", False):
+        print(json.dumps({"ok": False, "error": sentence}, indent=2))
+    print(f"{command}{printable(sentence)}", file=sys.stderr)
+    return code
+
+
+def shortened(value: Any, most: int) -> str:
+    """Return a plain value as JSON, cut to `most` characters."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def columns(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
+    """Return the rows as lines with aligned columns, those numbered in `right` to the right; the last one as it is."""
+    widths = [max(map(len, column)) for column in zip(*rows)][:-1]
+    aligned = [[f"{c:{'>' if i in right else '<'}{w}}" for i, (c, w) in enumerate(zip(row, widths))] for row in rows]
+    return ["  ".join([*cells, row[-1]]).rstrip() for cells, row in zip(aligned, rows)]
 
 
 def show(text: str) -> None:
@@ -116,9 +126,6 @@ def size_text(count: int) -> str:
 
 
 def open_checkpoint(path: str) -> Any:
-    from shardwright._engine import CheckpointError, CheckpointFolder
-    from shardwright.checkpoint.folder.retention import find
-
     try:
         path.encode()
     except UnicodeEncodeError:

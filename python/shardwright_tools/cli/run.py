@@ -14,18 +14,10 @@ from typing import Any
 
 
 def add_parser(commands: Any, text: str) -> None:
-    """Add the command."""
-    parser = commands.add_parser(
-        "run",
-        help=text,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "options",
-        nargs="?",
-        help="zero2, or zero=3,compress=int8, or a .yaml or .json file of such options; optional if SHARDWRIGHT_OPTIONS is set",
-    )
+    form = argparse.RawDescriptionHelpFormatter
+    parser = commands.add_parser("run", help=text, description=__doc__, formatter_class=form)
+    text = "zero2, or zero=3,compress=int8, or a .yaml or .json file of such options; optional with SHARDWRIGHT_OPTIONS"
+    parser.add_argument("options", nargs="?", help=text)
     parser.add_argument("program", nargs=argparse.REMAINDER, help="program.py or -m module, and its arguments")
     # parses a leading -m; behind options, `program` takes it
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -33,14 +25,11 @@ def add_parser(commands: Any, text: str) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the program in this process."""
     from shardwright.integrations.settings import VARIABLE
     from shardwright.integrations.stock_programs import CannotRun, run_program
 
     text, program = options.options or "", options.program
-    if options.module is not None or text.endswith(
-        ".py"
-    ):  # the first argument is the program: options come from the environment
+    if options.module is not None or text.endswith(".py"):  # no options: they come from the environment
         module = [] if options.module is None else ["-m", *options.module]
         text, program = os.environ.get(VARIABLE, ""), [*module, *([text] if text else []), *program]
         if not text:

@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from shardwright._engine import CheckpointError, CheckpointFolder
+from shardwright.checkpoint.folder.partial import make_folder
+from shardwright.checkpoint.folder.retention import find
 
 if TYPE_CHECKING:
     from .contents import Contents
-    from .folders import Tell
+    from .folders import Progress
 
 #: formats that read() knows, by their names for --from
 READERS = ("shardwright", "dcp", "megatron", "deepspeed", "hf", "torch")
@@ -32,20 +34,12 @@ def _one_sentence(path: str) -> Iterator[None]:
 
 
 def read(path: str, *, kind: str | None = None, tag: str | None = None) -> Contents:
-    """Return the contents of the checkpoint at `path`. `kind`: a format in READERS; None: detect it from the files.
-
-    Raises
-    ------
-    CheckpointError
-        No reader knows the files, or they are damaged.
-    """
+    """Return the contents of the checkpoint at `path`. `kind`: a format in READERS; None: detect it from the files."""
     with _one_sentence(path):
         return _read(path, kind, tag)
 
 
 def _read(path: str, kind: str | None, tag: str | None) -> Contents:
-    from shardwright.checkpoint.folder.retention import find  # imports torch
-
     from . import dcp_format, deepspeed_universal, deepspeed_zero, folders, megatron, model_files
 
     if not os.path.lexists(path):
@@ -67,23 +61,15 @@ def _read(path: str, kind: str | None, tag: str | None) -> Contents:
     raise CheckpointError(f"'{path}' is not a checkpoint of a known format{f' ({kind})' if kind else f': {known}'}")
 
 
-def write(contents: Contents, output: str, kind: str, tell: Tell) -> None:
-    """Write a checkpoint of a format in WRITERS to the new path `output`: either all of it, durably, or nothing.
-
-    Raises
-    ------
-    CheckpointError
-        `output` exists, or cannot be written.
-    """
-    from shardwright.checkpoint.folder.partial import make_folder
-
+def write(contents: Contents, output: str, kind: str, progress: Progress) -> None:
+    """Write a checkpoint of a format in WRITERS to the new path `output`: either all of it, durably, or nothing."""
     from . import dcp_format, deepspeed_universal, folders, model_files
 
     if os.path.lexists(output):
         raise CheckpointError(f"'{output}' exists already: name a new one")
     if kind == "shardwright":
         with _one_sentence(output):
-            folders.write_folder(contents, output, tell)
+            folders.write_folder(contents, output, progress)
         return
     make = {
         "hf": model_files.write_model, "dcp": dcp_format.write_dcp, "torch": model_files.write_torch_file,
@@ -93,7 +79,7 @@ def write(contents: Contents, output: str, kind: str, tell: Tell) -> None:
     make_folder(os.path.dirname(output))
     try:
         with _one_sentence(output):
-            make(contents, partial, tell)
+            make(contents, partial, progress)
         for folder, _, _ in os.walk(partial):
             CheckpointFolder.sync(folder)
         os.rename(partial, output)  # readers see all of it or nothing

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
+import os
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import IO, Any
 
 import torch
 from shardwright._engine import CheckpointError
@@ -18,66 +20,44 @@ MASTER = "master"
 
 @dataclasses.dataclass(frozen=True)
 class Lazy:
-    """A tensor that is read only when a writer needs it.
-
-    Attributes
-    ----------
-    read : callable
-        Returns a row-major CPU tensor of `dtype` and `shape`. The caller must not write to it.
-    file : str
-        The source file of the tensor, a hint for the files to write; "" for no hint.
-    """
+    """A tensor that is read only when a writer needs it."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    read: Callable[[], torch.Tensor]
-    file: str = ""
+    read: Callable[[], torch.Tensor]  # a row-major CPU tensor, which the caller must not write to
+    file: str = ""  # the source file, a hint for the files to write
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Lazy:
         return cls(tensor.dtype, tuple(tensor.shape), lambda: tensor.detach().cpu().contiguous())
 
     def to(self, dtype: torch.dtype) -> Lazy:
-        return (
-            self if dtype == self.dtype else dataclasses.replace(self, dtype=dtype, read=lambda: self.read().to(dtype))
-        )
+        if dtype == self.dtype:
+            return self
+        return dataclasses.replace(self, dtype=dtype, read=lambda: self.read().to(dtype))
 
     @property
     def nbytes(self) -> int:
-        count = self.dtype.itemsize
-        for length in self.shape:
-            count *= length
-        return count
+        return self.dtype.itemsize * math.prod(self.shape)
 
 
 @dataclasses.dataclass
 class Contents:
-    """The contents of a checkpoint.
-
-    Attributes
-    ----------
-    model : dict of str to Lazy
-    tied : dict of str to str
-        Additional name of a tensor -> its name in `model`.
-    groups : list of dict, or None
-        Options of each parameter group of the optimizer, with `params`, a list of names. None: no optimizer.
-    state : dict of str to dict
-        Parameter -> key -> Lazy or plain value.
-    extra : dict
-        All other state: plain values, containers and Lazy.
-    beside : list of str
-        Paths of further files that from_pretrained reads, such as a configuration.
-    left_out : list of str
-        Sentences about state of the source that these contents lack.
-    """
+    """The contents of a checkpoint."""
 
     model: dict[str, Lazy]
+    #: additional name of a tensor -> its name in `model`
     tied: dict[str, str] = dataclasses.field(default_factory=dict)
+    #: options of each group of the optimizer, with `params`, a list of names; None: no optimizer
     groups: list[dict[str, Any]] | None = None
+    #: parameter -> key -> Lazy or plain value
     state: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    #: all other state: plain values, containers and Lazy
     extra: dict[str, Any] = dataclasses.field(default_factory=dict)
     step: int = 0
+    #: paths of further files that from_pretrained reads
     beside: list[str] = dataclasses.field(default_factory=list)
+    #: sentences about state of the source that these contents lack
     left_out: list[str] = dataclasses.field(default_factory=list)
 
     def under(self, names: NameMap) -> Contents:
@@ -96,11 +76,7 @@ class Contents:
         return dataclasses.replace(self, model=model, tied=tied, state=state, groups=groups)
 
     def cast(self, dtype: torch.dtype) -> Contents:
-        """Return the contents with the model's floating-point tensors in `dtype`.
-
-        A cast to float32 takes masters as weights. A cast to a low precision keeps float32 weights that have optimizer
-        state as masters.
-        """
+        """Return the contents with the model's floating-point tensors in `dtype`; float32 takes masters as weights."""
         model, state = {}, dict(self.state)
         for name, each in self.model.items():
             if not each.dtype.is_floating_point or each.dtype.itemsize == 1 or each.dtype == dtype:
@@ -111,7 +87,7 @@ class Contents:
                 state[name] = {key: value for key, value in state[name].items() if key != MASTER}
                 continue
             model[name] = each.to(dtype)
-            if name in state and dtype in LOW and each.dtype == torch.float32:
+            if name in state and dtype in LOW and each.dtype == torch.float32:  # float32 weights become masters
                 state[name] = {**state[name], MASTER: each}
         return dataclasses.replace(self, model=model, state=state)
 
@@ -125,18 +101,10 @@ class Contents:
         return dataclasses.replace(master, file=weight.file, read=lambda: as_written(master.read(), weight.read()))
 
     def with_extra(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Return `body`, a writer's model, optimizer and step, merged with `extra`.
-
-        Raises
-        ------
-        CheckpointError
-            A key of `extra` is also in `body`: it would replace the model, the optimizer or the step.
-        """
-        taken = [key for key in self.extra if key in body]
-        if taken:
-            raise CheckpointError(
-                f"the checkpoint has a further value under '{taken[0]}', where the written file has its own"
-            )
+        """Return `body`, a writer's model, optimizer and step, merged with `extra`, which must not replace them."""
+        if taken := [key for key in self.extra if key in body]:
+            sentence = f"the checkpoint has a further value under '{taken[0]}', where the written file has its own"
+            raise CheckpointError(sentence)
         return {**body, **self.extra}
 
     def take_step(self) -> None:
@@ -148,45 +116,38 @@ class Contents:
             self.step = step
             del self.extra["step"]
 
-    def tensors(self) -> Iterator[Lazy]:
-        """Yield every tensor."""
-        for tree in (self.model, self.state, self.groups, self.extra):
-            yield from leaves(tree)
-
     @property
     def nbytes(self) -> int:
-        return sum(each.nbytes for each in self.tensors())
+        return sum(each.nbytes for each in leaves([self.model, self.state, self.groups, self.extra]))
 
 
-def leaves(tree: Any) -> Iterator[Lazy]:
-    """Yield the Lazy tensors in dicts, lists and tuples."""
-    if isinstance(tree, Lazy):
-        yield tree
-    elif isinstance(tree, dict):
-        for value in tree.values():
-            yield from leaves(value)
-    elif isinstance(tree, (list, tuple)):
-        for value in tree:
-            yield from leaves(value)
+def leaves(tree: Any) -> list[Lazy]:
+    """Return the Lazy tensors in dicts, lists and tuples."""
+    found: list[Lazy] = []
+    replaced(tree, found.append)
+    return found
 
 
-def replaced(tree: Any, function: Callable[[Lazy], Any]) -> Any:
-    """Return the tree with function(lazy) in place of each Lazy."""
-    if isinstance(tree, Lazy):
+def replaced(tree: Any, function: Callable[[Any], Any], kind: type = Lazy) -> Any:
+    """Return the tree with function(leaf) in place of each leaf of a kind."""
+    if isinstance(tree, kind):
         return function(tree)
     if isinstance(tree, dict):
-        return {key: replaced(value, function) for key, value in tree.items()}
+        return {key: replaced(value, function, kind) for key, value in tree.items()}
     if type(tree) in (list, tuple):
-        return type(tree)(replaced(value, function) for value in tree)
+        return type(tree)(replaced(value, function, kind) for value in tree)
     return tree
 
 
 def lazily(tree: Any) -> Any:
     """Return the tree with a Lazy in place of each tensor."""
-    if isinstance(tree, torch.Tensor):
-        return Lazy.of(tree)
-    if isinstance(tree, dict):
-        return {key: lazily(value) for key, value in tree.items()}
-    if type(tree) in (list, tuple):
-        return type(tree)(lazily(value) for value in tree)
-    return tree
+    return replaced(tree, Lazy.of, torch.Tensor)
+
+
+@contextlib.contextmanager
+def durable_file(path: str) -> Iterator[IO[bytes]]:
+    """Open a new file to write, which is on disk afterwards."""
+    with open(path, "xb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,7 +1,6 @@
-"""Folders of torch.distributed.checkpoint. torch's own reader and writer handle one tensor at a time; metadata is
-unpickled without executing code.
+"""Folders of torch.distributed.checkpoint, which FSDP, FSDP2, torchtitan and Megatron (megatron.py) write.
 
-FSDP, FSDP2 and torchtitan save sharded state in this format. So does Megatron's `torch_dist`: see megatron.py.
+torch's own reader and writer handle one tensor at a time; metadata is unpickled without executing code.
 """
 
 from __future__ import annotations
@@ -19,17 +18,12 @@ import torch.distributed.checkpoint as dcp
 from shardwright._engine import CheckpointError
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, WriteItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from .contents import Contents, Lazy, replaced
-from .folders import Tell
+from .folders import Progress
 from .unpickle import Placeholder, Unpickler, load_torch_file, without_placeholders
 
 METADATA = ".metadata"
@@ -91,8 +85,7 @@ class _Planner(DefaultLoadPlanner):
         return plan
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        found: torch.Tensor = self.state_dict[index.fqn]  # torch's own looks for a shard of this offset
-        return found
+        return self.state_dict[index.fqn]  # torch's own looks for a shard of this offset
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         self.state_dict[read_item.dest_index.fqn] = load_torch_file(value)
@@ -164,13 +157,11 @@ class Stored:
         self._place, self._size, self._dtype = (reader, metadata, name), entry.size, entry.properties.dtype
 
     def __call__(self) -> torch.Tensor:
-        found: torch.Tensor = _read(*self._place, torch.empty(self._size, dtype=self._dtype, device="cpu"))
-        return found
+        return _read(*self._place, torch.empty(self._size, dtype=self._dtype, device="cpu"))
 
     def row(self, number: int) -> torch.Tensor:
         target = torch.empty((1, *self._size[1:]), dtype=self._dtype, device="cpu")
-        found: torch.Tensor = _read(*self._place, target, number)[0]
-        return found
+        return _read(*self._place, target, number)[0]
 
 
 def _sorted(values: Mapping[tuple[Any, ...], Any]) -> Contents:
@@ -202,13 +193,10 @@ def _split(path: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
     if len(parts) == 1 and isinstance(parts[0], str) and "." in parts[0]:  # written without torch's planner
         first, _, rest = parts[0].partition(".")
         parts = [first, rest] if first in (*_MODEL_KEYS, *_OPTIMIZER_KEYS) else parts
-    for place, part in enumerate(
-        parts[:2]
-    ):  # {"model": ...}, or {"app": {"model": ...}} of an object with state_dict()
-        if part in _OPTIMIZER_KEYS and len(parts) > place + 1:
-            return "optimizer", tuple(parts[place + 1 :])
-        if part in _MODEL_KEYS and len(parts) > place + 1:
-            return "model", tuple(parts[place + 1 :])
+    # {"model": ...}, or {"app": {"model": ...}} of an object with state_dict()
+    for number, part in enumerate(parts[: min(2, len(parts) - 1)], 1):
+        if part in (*_MODEL_KEYS, *_OPTIMIZER_KEYS):
+            return "model" if part in _MODEL_KEYS else "optimizer", tuple(parts[number:])
     return "other", path
 
 
@@ -230,8 +218,11 @@ def _take_optimizer(contents: Contents, entries: Mapping[tuple[Any, ...], Any]) 
         else:
             unknown[flat] = value
     ordered = [groups[number] for number in sorted(groups)]
-    if flat_options and not ordered:
-        ordered = _grouped(flat_options)
+    if not ordered:  # one group for each set of equal options
+        sets: dict[str, dict[str, Any]] = {}
+        for name, each in flat_options.items():
+            sets.setdefault(repr(sorted(each.items())), {**each, "params": []})["params"].append(name)
+        ordered = list(sets.values())
     if all("params" in group for group in ordered) and ordered:
         contents.groups = ordered
     else:
@@ -253,34 +244,23 @@ def _named(flat: str, names: Sequence[str]) -> tuple[str, str, str] | None:
     return None if longest is None else (kind, longest, rest[len(longest) + 1 :])
 
 
-def _grouped(options: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return one group for each set of equal options."""
-    found: dict[str, dict[str, Any]] = {}
-    for name, each in options.items():
-        found.setdefault(repr(sorted(each.items())), {**each, "params": []})["params"].append(name)
-    return list(found.values())
-
-
-# writer ---------------------------------------------------------------------------------------------------------------
-
-
 class _LazyPlanner(DefaultSavePlanner):
     """A planner that plans tensors without data and reads each one when it is written."""
 
-    def __init__(self, lazy: Mapping[int, Lazy], tell: Tell) -> None:
+    def __init__(self, lazy: Mapping[int, Lazy], progress: Progress) -> None:
         super().__init__()
-        self._lazy, self._tell = lazy, tell
+        self._lazy, self._progress = lazy, progress
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         stand_in = self.state_dict.get(write_item.index.fqn)
         if id(stand_in) not in self._lazy:
             return super().resolve_data(write_item)
         each = self._lazy[id(stand_in)]
-        self._tell(each.nbytes)
+        self._progress(each.nbytes)
         return each.read()
 
 
-def write_dcp(contents: Contents, output: str, tell: Tell) -> None:
+def write_dcp(contents: Contents, output: str, progress: Progress) -> None:
     """Write a folder for dcp.load with "model", "optim" and "step"; other state has keys of its own."""
     lazy: dict[int, Lazy] = {}
     held = []
@@ -296,4 +276,4 @@ def write_dcp(contents: Contents, output: str, tell: Tell) -> None:
         state["optim"] = {"state": contents.state, "param_groups": contents.groups}
     state = contents.with_extra({**state, "step": contents.step})
     writer = FileSystemWriter(output, sync_files=True)
-    dcp.save(replaced(state, stand_in), storage_writer=writer, planner=_LazyPlanner(lazy, tell), no_dist=True)
+    dcp.save(replaced(state, stand_in), storage_writer=writer, planner=_LazyPlanner(lazy, progress), no_dist=True)

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from shardwright._engine import CheckpointError
 
-from .contents import MASTER, Contents, Lazy, lazily, replaced
-from .deepspeed_zero import MODEL, groups_of, model_of
-from .folders import Tell
+from .contents import MASTER, Contents, Lazy, durable_file, lazily, replaced
+from .deepspeed_zero import MODEL, groups_of, model_of, take_weight
+from .folders import Progress
 from .unpickle import load_torch_file
 
 _FP32, _PARAM, _STEP = "fp32", "param", "step"
@@ -28,7 +28,6 @@ _VERSION = "0.14.0"
 
 
 def read_universal(folder: str) -> Contents:
-    """Return the contents of a universal checkpoint."""
     path = os.path.join(folder, sorted(filter(MODEL.match, os.listdir(folder)))[0])
     first = load_torch_file(path)
     contents = model_of(first, path)
@@ -60,16 +59,10 @@ def _take_parameter(contents: Contents, folder: str, name: str, shape: tuple[int
             state[key] = Lazy.of(value.reshape(()))
         else:
             state[key] = Lazy.of(value.reshape(shape))
-    kind, whole = contents.model[name].dtype, state.pop(_FP32)
-    if kind == whole.dtype:
-        contents.model[name] = whole
-    else:
-        state[MASTER] = whole
-        if contents.model[name].shape != shape:  # stage 3 keeps no low-precision weights
-            contents.model[name] = whole.to(kind)
+    take_weight(contents, name, state.pop(_FP32))
 
 
-def write_universal(contents: Contents, output: str, tell: Tell) -> None:
+def write_universal(contents: Contents, output: str, progress: Progress) -> None:
     """Write a folder with one tag and the file `latest_universal`, in the form that DeepSpeed's engine loads."""
     if contents.groups is None:
         raise CheckpointError("the checkpoint has no optimizer, which DeepSpeed's universal form needs")
@@ -83,7 +76,7 @@ def write_universal(contents: Contents, output: str, tell: Tell) -> None:
             _check_name("parameter", name)
         shapes.append(OrderedDict((name, torch.Size(contents.model[name].shape)) for name in group["params"]))
         for name in group["params"]:
-            _write_parameter(contents, os.path.join(folder, "zero", name), name, tell)
+            _write_parameter(contents, os.path.join(folder, "zero", name), name, progress)
     groups = [
         {**{k: v for k, v in replaced(group, lambda each: each.read()).items() if k != "params"}, "params": [number]}
         for number, group in enumerate(contents.groups)
@@ -97,10 +90,8 @@ def write_universal(contents: Contents, output: str, tell: Tell) -> None:
     }
     _save(options, os.path.join(folder, "zero", _OPTIMIZER_STATE))
     _write_model(contents, folder, shapes)
-    with open(os.path.join(output, "latest_universal"), "x", encoding="utf-8") as file:
-        file.write(tag)
-        file.flush()
-        os.fsync(file.fileno())
+    with durable_file(os.path.join(output, "latest_universal")) as file:
+        file.write(tag.encode())
 
 
 def _check_name(kind: str, name: Any) -> None:
@@ -109,7 +100,7 @@ def _check_name(kind: str, name: Any) -> None:
         raise CheckpointError(f"the {kind} {name!r} cannot be the name of a file: use letters, digits, _, - and .")
 
 
-def _write_parameter(contents: Contents, folder: str, name: str, tell: Tell) -> None:
+def _write_parameter(contents: Contents, folder: str, name: str, progress: Progress) -> None:
     os.makedirs(folder)
     state = dict(contents.state.get(name, {}))
     weight = contents.wide(name)
@@ -126,16 +117,13 @@ def _write_parameter(contents: Contents, folder: str, name: str, tell: Tell) -> 
     for key, value in {_FP32: weight, **state}.items():
         if isinstance(value, Lazy):
             memory = value.read()
-            _save(
-                {_PARAM: memory.clone() if memory.nbytes != memory.untyped_storage().nbytes() else memory},
-                os.path.join(folder, f"{key}.pt"),
-            )
-            tell(value.nbytes)
+            is_part = memory.nbytes != memory.untyped_storage().nbytes()
+            _save({_PARAM: memory.clone() if is_part else memory}, os.path.join(folder, f"{key}.pt"))
+            progress(value.nbytes)
 
 
 def _write_model(contents: Contents, folder: str, shapes: list[Any]) -> None:
-    """Write the model file, under the names of stages 1 and 2 and of stage 3. Trained parameters are placeholders in
-    it: DeepSpeed reads them from their folders."""
+    """Write the model file under both names that stages use. Trained parameters are placeholders in it."""
     trained = {name for names in shapes for name in names}
     module = OrderedDict(
         (name, torch.empty(0, dtype=each.dtype, device="cpu") if name in trained else each.read())
@@ -158,7 +146,5 @@ def _write_model(contents: Contents, folder: str, shapes: list[Any]) -> None:
 
 
 def _save(value: Any, path: str) -> None:
-    with open(path, "xb") as file:
+    with durable_file(path) as file:
         torch.save(value, file)
-        file.flush()
-        os.fsync(file.fileno())

@@ -50,8 +50,8 @@ def read_zero(folder: str) -> Contents:
     models, optimizers = files_of(folder, MODEL), files_of(folder, _OPTIMIZER)
     first = load_torch_file(models[0])
     contents = model_of(first, models[0])
-    contents.left_out += without_optimizer(first) if not optimizers else []
     if not optimizers:
+        contents.left_out += ["the optimizer's state: only ZeRO's files are read"] if first.get("optimizer") else []
         return contents
     states = [load_torch_file(path)["optimizer_state_dict"] for path in optimizers]
     counts = states[0].get("partition_count", len(states))
@@ -82,17 +82,14 @@ def read_zero(folder: str) -> Contents:
         for name, shape in names.items():
             found = sum(count for _, _, count in places.get(name, ()))
             if found != math.prod(shape) or any(first + count > flat[r].numel() for r, first, count in places[name]):
-                raise CheckpointError(
-                    f"'{folder}': the ranks hold {found} elements of '{name}', whose shape is {tuple(shape)}"
-                )
+                raise CheckpointError(f"'{folder}': ranks hold {found} elements of '{name}', of shape {tuple(shape)}")
         _take_group(contents, names, places, flat, [each["state"].get(number, {}) for each in base])
     contents.groups = groups_of(base[0]["param_groups"], shapes, contents)
     if is_stage_3:
         _take_frozen(contents, [first, *map(load_torch_file, models[1:])])
     scaler = states[0].get("loss_scaler")
-    scale = (
-        scaler.state.get("cur_scale") if isinstance(scaler, Placeholder) and isinstance(scaler.state, dict) else None
-    )
+    has_state = isinstance(scaler, Placeholder) and isinstance(scaler.state, dict)
+    scale = scaler.state.get("cur_scale") if has_state else None
     if scale is not None and states[0].get("dynamic_loss_scale"):
         contents.extra["loss_scale"] = float(scale)
     known = {*(first.get("frozen_param_shapes") or ()), *(name for names in shapes for name in names)}
@@ -119,9 +116,7 @@ def files_of(folder: str, pattern: re.Pattern[str]) -> list[str]:
 def model_of(first: Mapping[str, Any], path: str) -> Contents:
     """Return the contents of a model file, without the optimizer."""
     if not isinstance(first, dict) or not isinstance(first.get("module"), Mapping) or "param_shapes" not in first:
-        raise CheckpointError(
-            f"'{path}' is not a model's file of DeepSpeed with ZeRO: it lacks `module` or `param_shapes`"
-        )
+        raise CheckpointError(f"'{path}' is no model file of DeepSpeed with ZeRO: it lacks `module` or `param_shapes`")
     shared = dict(first.get("shared_params") or {})
     contents = Contents({}, tied={name: kept for name, kept in shared.items() if name in first["module"]})
     for name, value in first["module"].items():
@@ -136,11 +131,6 @@ def model_of(first: Mapping[str, Any], path: str) -> Contents:
     more = {key: value for key, value in first.items() if key not in _OWN_KEYS and value is not None}
     contents.extra |= lazily(without_placeholders(more, "checkpoint", contents.left_out))
     return contents
-
-
-def without_optimizer(first: Mapping[str, Any]) -> list[str]:
-    """Return a list with a sentence about optimizer state in the model file that is not read; [] if it has none."""
-    return ["the optimizer's state: only ZeRO's files are read"] if first.get("optimizer") else []
 
 
 #: parameter -> (rank, first element in that rank's flat tensor, elements), in the parameter's order
@@ -202,30 +192,22 @@ def _take_group(
 
     def cut(parts: Sequence[torch.Tensor], name: str, shape: tuple[int, ...]) -> Lazy:
         def read() -> torch.Tensor:
-            return torch.cat([parts[rank].detach()[first : first + count] for rank, first, count in places[name]]).view(
-                shape
-            )
+            found = [parts[rank].detach()[first : first + count] for rank, first, count in places[name]]
+            return torch.cat(found).view(shape)
 
         return Lazy(parts[0].dtype, shape, read)
 
     for name, size in names.items():
         if name not in contents.model:
             raise CheckpointError(f"the checkpoint describes the parameter '{name}' and does not hold it")
-        kind, shape = contents.model[name].dtype, tuple(size)
-        whole = cut(weights, name, shape)
+        shape = tuple(size)
         state = contents.state[name] = {}
-        if kind == whole.dtype:
-            contents.model[name] = whole
-        else:
-            state[MASTER] = whole
-            if contents.model[name].shape != shape:  # stage 3 keeps no low-precision weights
-                contents.model[name] = whole.to(kind)
+        take_weight(contents, name, cut(weights, name, shape))
         for key, value in states[0].items():
             if key != "step" and isinstance(value, torch.Tensor) and value.dim() == 1:
                 of_ranks = [each[key] for each in states]
-                if all(
-                    mine.numel() >= each.numel() for mine, each in zip(of_ranks, weights)
-                ):  # the flat tensors have padding at the end
+                # the flat tensors have padding at the end
+                if all(mine.numel() >= each.numel() for mine, each in zip(of_ranks, weights)):
                     state[key] = cut(of_ranks, name, shape)
                     continue
             if isinstance(value, torch.Tensor) and value.numel() == 1:
@@ -233,9 +215,19 @@ def _take_group(
             elif isinstance(value, (int, float, bool)) or value is None:
                 state[key] = value
             else:
-                contents.left_out.append(
-                    f"'{key}' of the optimizer's state of '{name}', of another form than its weights"
-                )
+                what = f"'{key}' of the optimizer's state of '{name}'"
+                contents.left_out.append(f"{what}, of another form than its weights")
+
+
+def take_weight(contents: Contents, name: str, whole: Lazy) -> None:
+    """Take a parameter's float32 weights: as the parameter itself, or as its master."""
+    low = contents.model[name]
+    if low.dtype == whole.dtype:
+        contents.model[name] = whole
+        return
+    contents.state[name][MASTER] = whole
+    if low.shape != whole.shape:  # stage 3 keeps no low-precision weights
+        contents.model[name] = whole.to(low.dtype)
 
 
 def groups_of(

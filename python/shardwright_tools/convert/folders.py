@@ -19,10 +19,10 @@ from shardwright.checkpoint.state.content import IN_PARTS, MODEL_METADATA, Group
 from shardwright.checkpoint.state.names import plain
 from shardwright.checkpoint.state.stored import Stored, stored_tensors
 
-from .contents import Contents, Lazy, replaced
+from .contents import Contents, Lazy, durable_file, replaced
 
 #: callback that takes the number of bytes just written
-Tell = Callable[[int], None]
+Progress = Callable[[int], None]
 #: further files that from_pretrained reads
 BESIDE_A_MODEL = (
     *("config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json"),
@@ -33,7 +33,6 @@ _BESIDE_BYTES = 64 << 20
 
 
 def read_folder(path: str) -> Contents:
-    """Return the contents of a checkpoint of this format."""
     folder = CheckpointFolder(path)
     stored = {stem: stored_tensors(folder, stem) for stem in ("model", "optimizer", "state")}
     lazy = {stem: {n: _lazy(folder, each) for n, each in found.items()} for stem, (found, _) in stored.items()}
@@ -72,8 +71,9 @@ def _tree(folder: CheckpointFolder, path: str) -> Any:
 def take_beside(contents: Contents, folder: str, files: Iterable[str]) -> None:
     """Add the paths of the files in `folder` that from_pretrained reads in addition to the tensors.
 
-    A link is followed only to where the model's `files` lie, as in the Hub's cache: a folder from elsewhere must not name
-    any file of this machine. `left_out` names the others."""
+    A link is followed only to where the model's `files` lie, as in the Hub's cache: a folder from elsewhere must not
+    name any file of this machine. `left_out` names the others.
+    """
     known = {os.path.dirname(os.path.realpath(each)) for each in files}
     for path in (os.path.join(folder, name) for name in BESIDE_A_MODEL):
         if not os.path.lexists(path):
@@ -92,22 +92,13 @@ def take_beside(contents: Contents, folder: str, files: Iterable[str]) -> None:
 def copy_beside(contents: Contents, output: str) -> None:
     """Copy the additional files of the model to the folder `output`, durably."""
     for path in contents.beside:
-        with open(path, "rb") as source, open(os.path.join(output, os.path.basename(path)), "xb") as file:
+        with open(path, "rb") as source, durable_file(os.path.join(output, os.path.basename(path))) as file:
             shutil.copyfileobj(source, file)
-            file.flush()
-            os.fsync(file.fileno())
 
 
-def write_folder(contents: Contents, output: str, tell: Tell, *, max_file_bytes: int = MAX_FILE_BYTES) -> None:
-    """Write a checkpoint to the new folder `output`. It is durable on return.
-
-    Raises
-    ------
-    CheckpointError
-        `output` exists, or cannot be written.
-    """
-    refusal = why_not_there(output, False)
-    if refusal:
+def write_folder(contents: Contents, output: str, progress: Progress, *, max_file_bytes: int = MAX_FILE_BYTES) -> None:
+    """Write a checkpoint to the new folder `output`. It is durable on return."""
+    if refusal := why_not_there(output, False):
         raise CheckpointError(refusal)
     groups, texts = _layout(contents, max_file_bytes)
     plan, lazy = plan_of(groups, texts)
@@ -120,7 +111,7 @@ def write_folder(contents: Contents, output: str, tell: Tell, *, max_file_bytes:
     make_folder(os.path.dirname(output))
     plan.create(partial)
     try:
-        tallies = write_all(plan, partial, lazy, texts, tell)
+        tallies = write_all(plan, partial, lazy, texts, progress)
         copy_beside(contents, partial)
         plan.commit(
             folder=output, replaces="", nonce=nonce, step=contents.step, world_size=1, tallies=tallies, creator=plan
@@ -133,16 +124,15 @@ def write_folder(contents: Contents, output: str, tell: Tell, *, max_file_bytes:
 def plan_of(groups: list[Group], texts: Mapping[str, bytes]) -> tuple[CheckpointPlan, list[Lazy]]:
     """Return the plan of groups of Lazy tensors, and these tensors in the order of the plan."""
     lazy = [each for group in groups for each in group.tensors.values()]
-    planned = [
-        dataclasses.replace(g, tensors={n: Sliced(each.dtype, each.shape, ()) for n, each in g.tensors.items()})
-        for g in groups
-    ]
-    entries = [g.plan_entry() for g in planned]
+    entries = []
+    for group in groups:
+        tensors = {name: Sliced(each.dtype, each.shape, ()) for name, each in group.tensors.items()}
+        entries.append(dataclasses.replace(group, tensors=tensors).plan_entry())
     return CheckpointPlan(entries, [(path, len(text), IN_PARTS) for path, text in texts.items()]), lazy
 
 
 def write_all(
-    plan: CheckpointPlan, partial: str, lazy: list[Lazy], texts: Mapping[str, bytes], tell: Tell
+    plan: CheckpointPlan, partial: str, lazy: list[Lazy], texts: Mapping[str, bytes], progress: Progress
 ) -> list[bytes]:
     """Write tensors and texts durably to the plan's files, with one tensor in memory at a time. Return the tallies."""
     tallies = []
@@ -155,14 +145,13 @@ def write_all(
             else:
                 memory = torch.frombuffer(bytearray(in_order[source - len(lazy)]), dtype=torch.uint8)
             tallies.append(CheckpointPlan.write(place, nbytes, first_block, [(begin, size)], memory.data_ptr()))
-            tell(size)
+            progress(size)
             del memory
         CheckpointPlan.sync(place)
     return tallies
 
 
 def _layout(contents: Contents, max_file_bytes: int) -> tuple[list[Group], dict[str, bytes]]:
-    """Return the groups, with Lazy tensors, and the texts."""
     extra = dict(contents.extra)
     kept = {key: extra.pop(key, None) for key in ("scheduler", "scaler", "user_state", "model_extra_state")}
     kept["model_extra_state"] = kept["model_extra_state"] or {}

@@ -1,10 +1,8 @@
-"""Megatron-Core's distributed checkpoints in format "torch_dist": a folder of torch.distributed.checkpoint and
-common.pt.
+"""Megatron-Core's checkpoints in format "torch_dist": a folder of torch.distributed.checkpoint and common.pt.
 
-Names are those of sharded tensors. Megatron stacks the layers of a block: the first dimension of
-`decoder.layers.mlp.linear_fc1.weight` counts layers. The reader splits it into `decoder.layers.0.mlp.linear_fc1.weight`
-and so on, the names of the modules. Optimizer state also has names, unless Megatron's distributed optimizer wrote flat
-buffers.
+Megatron stacks the layers of a block: the first dimension of `decoder.layers.mlp.linear_fc1.weight` counts layers. The
+reader splits it into `decoder.layers.0.mlp.linear_fc1.weight` and so on, the names of the modules. Optimizer state also
+has names, unless Megatron's distributed optimizer wrote flat buffers.
 """
 
 from __future__ import annotations
@@ -36,7 +34,6 @@ _KEYS = dict.fromkeys(("fp32_param", "master_param", "param"), MASTER)
 
 
 def is_megatron(path: str) -> bool:
-    """Return True if `path` is a folder of this format."""
     place = os.path.join(path, "metadata.json")
     if not os.path.isfile(place):  # one that cannot end, such as a pipe
         return False
@@ -45,15 +42,11 @@ def is_megatron(path: str) -> bool:
             form = json.loads(file.read(_FORM_BYTES))
     except (OSError, ValueError, RecursionError):
         return False
-    return (
-        isinstance(form, dict)
-        and form.get("sharded_backend") == "torch_dist"
-        and os.path.isfile(os.path.join(path, METADATA))
-    )
+    is_ours = isinstance(form, dict) and form.get("sharded_backend") == "torch_dist"
+    return is_ours and os.path.isfile(os.path.join(path, METADATA))
 
 
 def read_megatron(path: str) -> Contents:
-    """Return the contents of a folder of this format."""
     left_out: list[str] = []
     values = {".".join(map(str, key)): value for key, value in read_values(path, left_out).items()}
     common = _common(path, left_out)

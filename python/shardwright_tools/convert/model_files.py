@@ -16,8 +16,8 @@ from shardwright.checkpoint.files import MAX_FILE_BYTES
 from shardwright.checkpoint.state.content import MODEL_METADATA, Group, model_index
 from shardwright.checkpoint.state.names import TORCH_DTYPES
 
-from .contents import Contents, Lazy, leaves, replaced
-from .folders import Tell, copy_beside, plan_of, take_beside, write_all
+from .contents import Contents, Lazy, durable_file, leaves, replaced
+from .folders import Progress, copy_beside, plan_of, take_beside, write_all
 from .unpickle import load_torch_file
 
 #: names of index files, in order of preference
@@ -72,13 +72,10 @@ def read_model(path: str) -> Contents:
 
 
 def read_safetensors(path: str) -> dict[str, Lazy]:
-    """Return the tensors of a safetensors file."""
     with open(path, "rb") as file:
         metadata, entries = CheckpointFolder.header(file.fileno(), path)
     if "DCP_SHARDING_INFO" in metadata:
-        raise CheckpointError(
-            f"'{path}' is one of torch's sharded safetensors files: consolidate them with torch first"
-        )
+        raise CheckpointError(f"'{path}' is one of torch's sharded safetensors: consolidate them with torch first")
     odd = next(((name, dtype) for name, dtype, *_ in entries if dtype not in TORCH_DTYPES), None)
     if odd is not None:
         raise CheckpointError(f"'{path}': tensor '{odd[0]}' has the dtype {odd[1]}, which this program does not know")
@@ -86,8 +83,6 @@ def read_safetensors(path: str) -> dict[str, Lazy]:
 
 
 def _at(path: str, dtype: torch.dtype, shape: tuple[int, ...], at: int) -> Lazy:
-    """Return the tensor at byte offset `at` of a file."""
-
     def read() -> torch.Tensor:
         tensor = torch.empty(shape, dtype=dtype, device="cpu")
         if tensor.nbytes:
@@ -127,10 +122,7 @@ def _of_torch_file(path: str, contents: Contents, places: dict[Any, str]) -> dic
     return found
 
 
-# writers --------------------------------------------------------------------------------------------------------------
-
-
-def write_model(contents: Contents, output: str, tell: Tell) -> None:
+def write_model(contents: Contents, output: str, progress: Progress) -> None:
     """Write the model to the new folder `output`, in the form that from_pretrained reads."""
     os.mkdir(output)
     metadata = MODEL_METADATA | contents.tied | MODEL_METADATA
@@ -140,13 +132,11 @@ def write_model(contents: Contents, output: str, tell: Tell) -> None:
     ]
     plan, lazy = plan_of(groups, {})
     plan.create_files(output)
-    write_all(plan, output, lazy, {}, tell)
+    write_all(plan, output, lazy, {}, progress)
     index = model_index(plan, [name for group in groups for name in group.tensors])
     if index:
-        with open(os.path.join(output, "model.safetensors.index.json"), "xb") as file:
+        with durable_file(os.path.join(output, "model.safetensors.index.json")) as file:
             file.write(index)
-            file.flush()
-            os.fsync(file.fileno())
     copy_beside(contents, output)
 
 
@@ -157,25 +147,19 @@ def _files(model: Mapping[str, Lazy]) -> dict[str, list[str]]:
         for name, each in model.items():
             names_of.setdefault(each.file, []).append(name)
     else:
-        shards: list[list[str]] = [[]]
-        filled = 0
+        number = filled = 0
         for name, each in model.items():
             if filled and filled + each.nbytes > MAX_FILE_BYTES:
-                shards.append([])
-                filled = 0
-            shards[-1].append(name)
+                number, filled = number + 1, 0
+            names_of.setdefault(str(number), []).append(name)
             filled += each.nbytes
-        names_of = {str(number): names for number, names in enumerate(shards)}
     count = len(names_of)
     name = "model-{:05d}-of-{:05d}.safetensors" if count > 1 else "model.safetensors"
     return {name.format(number, count): names for number, names in enumerate(names_of.values(), 1)}
 
 
-def write_torch_file(contents: Contents, output: str, tell: Tell) -> None:
-    """Write one file of torch.save with model, optimizer keyed by position, step, and other state.
-
-    Tensors pass through a mapped temporary file, because torch.save needs all of them at once.
-    """
+def write_torch_file(contents: Contents, output: str, progress: Progress) -> None:
+    """Write one file of torch.save, through a mapped temporary file: torch.save needs all tensors at once."""
     body: dict[str, Any] = {"model": {**contents.model, **{n: contents.model[k] for n, k in contents.tied.items()}}}
     if contents.groups is not None:
         body["optimizer"] = by_position(contents)
@@ -185,9 +169,10 @@ def write_torch_file(contents: Contents, output: str, tell: Tell) -> None:
     with tempfile.TemporaryFile(dir=os.path.dirname(output)) as spool:
         spool.truncate(max(size, 1))
         try:
-            memory, at = mmap.mmap(spool.fileno(), max(size, 1)), 0
+            memory = mmap.mmap(spool.fileno(), max(size, 1))
         except OSError:  # ENODEV: a file system without mappings; then the tensors are in memory at once
-            memory, at = mmap.mmap(-1, max(size, 1)), 0
+            memory = mmap.mmap(-1, max(size, 1))
+        at = 0
 
         def spooled(each: Lazy) -> torch.Tensor:
             nonlocal at
@@ -198,13 +183,11 @@ def write_torch_file(contents: Contents, output: str, tell: Tell) -> None:
                     made.copy_(each.read())
                 shared[id(each)] = made
                 at += -(-each.nbytes // _ALIGNMENT) * _ALIGNMENT
-                tell(each.nbytes)
+                progress(each.nbytes)
             return shared[id(each)]
 
-        with open(output, "xb") as file:
+        with durable_file(output) as file:
             torch.save(replaced(body, spooled), file)
-            file.flush()
-            os.fsync(file.fileno())
 
 
 def by_position(contents: Contents) -> dict[str, Any]:

@@ -38,17 +38,10 @@ class Placeholder:
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
 
+    append = extend = __setitem__ = __init__
+
     def __setstate__(self, state: Any) -> None:
         self.state = state
-
-    def __setitem__(self, _: Any, __: Any) -> None:
-        pass
-
-    def append(self, _: Any) -> None:
-        pass
-
-    def extend(self, _: Any) -> None:
-        pass
 
     def __hash__(self) -> int:
         return id(self)
@@ -115,10 +108,6 @@ class _NumpyArray(Placeholder):
             self.array = None if numbers is None else numbers.reshape(shape, order="F" if is_fortran else "C")
 
 
-def _numpy_array(*_: Any) -> _NumpyArray:
-    return _NumpyArray()
-
-
 def _numpy_scalar(dtype: Any = None, data: Any = None) -> Any:
     """Return a numpy number; a placeholder if its dtype is not numeric."""
     numbers = dtype.read(data, 1) if isinstance(dtype, _NumpyDtype) else None
@@ -137,31 +126,35 @@ def _bytes(data: Any = b"", encoding: str = "latin-1", *_: Any) -> bytes:
     return data.encode(encoding) if isinstance(data, str) else bytes(memoryview(data))
 
 
-def _bytearray(*arguments: Any) -> bytearray:
-    return bytearray(_bytes(*arguments))
-
-
 def _parameter(data: Any, requires_grad: Any, hooks: Any, *_: Any) -> torch.Tensor:
-    """Return a parameter without extra attributes."""
     return torch.nn.Parameter(data, bool(requires_grad))
+
+
+def _check_call(target: Any) -> None:
+    if isinstance(target, type) and issubclass(target, _NAMED_ALONE):
+        raise pickle.UnpicklingError(f"the pickle calls {target!r}, which trusts its arguments")
 
 
 def _without_attributes(rebuild: Any, _: Any, arguments: Any, __: Any) -> Any:
     """Return a tensor without the extra attributes with which it was saved."""
-    if isinstance(rebuild, type) and issubclass(rebuild, _NAMED_ALONE):
-        raise pickle.UnpicklingError(f"the pickle calls {rebuild!r}, which trusts its arguments")
+    _check_call(rebuild)
     return rebuild(*arguments)
 
 
 _OWN = {
     ("builtins", "bytes"): _bytes,
-    ("builtins", "bytearray"): _bytearray,
+    ("builtins", "bytearray"): lambda *arguments: bytearray(_bytes(*arguments)),
     ("torch._tensor", "_rebuild_from_type_v2"): _without_attributes,
     ("torch._utils", "_rebuild_device_tensor_from_numpy"): _tensor_of_numpy,
     ("torch._utils", "_rebuild_parameter"): _parameter,
     ("torch._utils", "_rebuild_parameter_with_state"): _parameter,
 }
-_NUMPY = {"_reconstruct": _numpy_array, "scalar": _numpy_scalar, "dtype": _NumpyDtype, "ndarray": _NumpyArray}
+_NUMPY = {
+    "_reconstruct": lambda *_: _NumpyArray(),
+    "scalar": _numpy_scalar,
+    "dtype": _NumpyDtype,
+    "ndarray": _NumpyArray,
+}
 
 
 class Unpickler(pickle._Unpickler):
@@ -194,21 +187,17 @@ class Unpickler(pickle._Unpickler):
             raise pickle.UnpicklingError(f"the pickle sets attributes of {target!r}, which it did not make")
         self.load_build()  # type: ignore[attr-defined]
 
-    def _check_call(self, target: Any) -> None:
-        if isinstance(target, type) and issubclass(target, _NAMED_ALONE):
-            raise pickle.UnpicklingError(f"the pickle calls {target!r}, which trusts its arguments")
-
     def _reduce(self) -> None:
-        self._check_call(self.stack[-2])  # type: ignore[attr-defined]
+        _check_call(self.stack[-2])  # type: ignore[attr-defined]
         self.load_reduce()  # type: ignore[attr-defined]
 
     def _newobj(self) -> None:
-        self._check_call(self.stack[-2])  # type: ignore[attr-defined]
+        _check_call(self.stack[-2])  # type: ignore[attr-defined]
         self.load_newobj()  # type: ignore[attr-defined]
 
     def _instantiate(self, target: Any, arguments: Any) -> None:
         """Serve the opcodes INST and OBJ."""
-        self._check_call(target)
+        _check_call(target)
         super()._instantiate(target, arguments)  # type: ignore[misc]
 
     def _refuse(self) -> None:
@@ -234,31 +223,21 @@ def _is_torch_value(name: str) -> bool:
     return isinstance(getattr(torch, name, None), kinds) or name.endswith("Storage") or name == "Tensor"
 
 
-def _load(file: Any, **options: Any) -> Any:
-    return Unpickler(file, **options).load()
-
-
 #: the argument pickle_module of torch.load
-_MODULE = types.SimpleNamespace(Unpickler=Unpickler, load=_load, __name__=__name__)
+_MODULE = types.SimpleNamespace(
+    Unpickler=Unpickler, load=lambda file, **options: Unpickler(file, **options).load(), __name__=__name__
+)
 
 
 def load_torch_file(path: str | IO[bytes]) -> Any:
-    """Return the value of a file of torch.save, given by path or open. Maps the tensors of a zip file on disk.
-
-    Raises
-    ------
-    CheckpointError
-        The file is not one of torch.save, or it holds code.
-    """
+    """Return the value of a file of torch.save, given by path or open. Maps the tensors of a zip file on disk."""
     what = f"'{path}'" if isinstance(path, str) else "the object"
     try:
         records = records_of(path)
         if records is None and tarfile.is_tarfile(path):
             raise CheckpointError(f"{what} is a tar archive: no torch since 0.1.10 writes one")
         if any(name == "constants.pkl" or name.startswith("code/") for name in records or ()):
-            raise CheckpointError(
-                f"{what} is a TorchScript archive, whose code torch.load would run: save a state dict"
-            )
+            raise CheckpointError(f"{what} is a TorchScript archive, whose code torch.load runs: save a state dict")
         is_mapped = isinstance(path, str) and records is not None
         return torch.load(path, map_location="cpu", mmap=is_mapped, weights_only=False, pickle_module=_MODULE)
     except (OSError, CheckpointError):

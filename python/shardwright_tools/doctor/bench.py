@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
+import timeit
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -79,19 +79,16 @@ def _run(where: str, ranks: int, sizes: tuple[int, ...]) -> list[Row]:
             for rank in range(ranks)
         ]
         try:
-            said = [program.communicate(timeout=_LIMIT_S) for program in programs]
+            outputs = [program.communicate(timeout=_LIMIT_S) for program in programs]
         finally:
             for program in programs:
                 program.kill()
                 program.wait()
-    for rank, (program, (_, complaint)) in enumerate(zip(programs, said)):
+    for rank, (program, (_, complaint)) in enumerate(zip(programs, outputs)):
         if program.returncode:
             last = complaint.strip().splitlines()[-1:] or [f"exit status {program.returncode}"]
             raise RuntimeError(f"rank {rank} of {ranks} {where}: {last[0]}")
-    return [Row(where, ranks, nbytes, seconds) for nbytes, seconds in json.loads(said[0][0])]
-
-
-# in a rank ----------------------------------------------------------------------------------------------------------
+    return [Row(where, ranks, nbytes, seconds) for nbytes, seconds in json.loads(outputs[0][0])]
 
 
 def _measure(asked: dict[str, Any], rank: int) -> list[tuple[int, float]]:
@@ -172,18 +169,10 @@ def make_round(link: Any, parameter: torch.nn.Parameter) -> Callable[[], None]:
 
 def _time(group: Any, work: Callable[[], None]) -> float:
     """Return the largest of the ranks' median times, in seconds."""
-    samples: list[float] = []
-    for _ in range(3):
-        work()
-    start = time.perf_counter()
-    work()
-    once = time.perf_counter() - start
+    timeit.timeit(work, number=3)
+    once = timeit.timeit(work, number=1)
     wanted = group.comm.all_gather_bytes(repr(max(5, min(200, int(_SECONDS_A_SIZE / max(once, 1e-9))))).encode())
-    for _ in range(min(int(each) for each in wanted)):
-        group.comm.barrier()
-        start = time.perf_counter()
-        work()
-        samples.append(time.perf_counter() - start)
+    samples = timeit.repeat(work, group.comm.barrier, number=1, repeat=min(map(int, wanted)))
     medians = group.comm.all_gather_bytes(repr(statistics.median(samples)).encode(), "doctor")
     return max(float(each) for each in medians)
 

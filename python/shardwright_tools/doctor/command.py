@@ -7,6 +7,7 @@ import dataclasses
 import fcntl
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +28,6 @@ class Check:
 
 
 def add_parser(commands: Any, text: str) -> None:
-    """Add the command to an argparse subparsers object."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "doctor",
         help=text,
@@ -35,69 +35,47 @@ def add_parser(commands: Any, text: str) -> None:
         epilog="Exit code 0: all checks passed; 1: one failed. Findings about GPUs do not change it.",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    parser.add_argument(
-        "--bench", action="store_true", help="also time all_reduce by size, between processes and between GPUs"
-    )
+    parser.add_argument("--bench", action="store_true", help="also time all_reduce by size, between ranks and GPUs")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the report; return 0 if all checks passed, else 1."""
-    checks = [_run(name, check) for name, check in _CHECKS]
-    description: Any = {}
-    if checks[0].ok:
+    checks: list[Check] = []
+
+    def run_check(name: str, check: Callable[[], Any]) -> Any:
+        """Return the result of a check, whose text is its detail. Any failure is a finding, and returns None."""
         try:
-            description = _description()
-        except Exception as error:  # as in _run
-            checks.append(Check("description", False, f"{type(error).__name__}: {error}"))
+            found = check()
+        except Exception as error:
+            checks.append(Check(name, False, f"{type(error).__name__}: {error}"))
+            return None
+        checks.extend([Check(name, True, found)] if isinstance(found, str) else [])
+        return found
+
+    for name, check in _CHECKS:
+        run_check(name, check)
+    loads = checks[0].ok
+    description = run_check("description", _description) if loads else {}
+    gpu = gpu_report.findings() if loads else []
+    may_run = options.bench and all(check.ok for check in checks)
+    bench: list[bench_table.Row] = (
+        run_check("all_reduce between processes", bench_table.sweep) if may_run else []
+    ) or []
     ok = all(check.ok for check in checks)
-    gpu = gpu_report.findings() if checks[0].ok else []
-    bench: list[bench_table.Row] = []
-    if options.bench and ok:
-        try:
-            bench = bench_table.sweep()
-        except Exception as error:  # as in _run
-            checks.append(Check("all_reduce between processes", False, f"{type(error).__name__}: {error}"))
-            ok = False
-    if options.json:
-        print(
-            json.dumps(
-                {
-                    "ok": ok,
-                    "checks": [dataclasses.asdict(c) for c in checks],
-                    "gpu": [dataclasses.asdict(finding) for finding in gpu],
-                    **({"bench": [row.as_json() for row in bench]} if options.bench else {}),
-                    "description": description,
-                },
-                indent=2,
-                default=str,
-            )
-        )
-    else:
-        if description:
-            _say(description)
-            _say()
-        for check in checks:
-            _say(f"{'ok  ' if check.ok else 'FAIL'} {check.name}: {check.detail}")
-        for finding in gpu:
-            fix = f" -> {finding.fix}" if finding.fix and finding.verdict != "ok" else ""
-            _say(f"{finding.verdict:4} {finding.name}: {finding.value}{fix}")
-        for row in bench:
-            _say(row)
+    found: dict[str, Any] = {"ok": ok, "checks": [dataclasses.asdict(check) for check in checks]}
+    found["gpu"] = [dataclasses.asdict(finding) for finding in gpu]
+    found |= {"bench": [row.as_json() for row in bench]} if options.bench else {}
+    lines = [str(description), ""] if description else []
+    lines += [f"{'ok  ' if check.ok else 'FAIL'} {check.name}: {check.detail}" for check in checks]
+    for finding in gpu:
+        fix = f" -> {finding.fix}" if finding.fix and finding.verdict != "ok" else ""
+        lines.append(f"{finding.verdict:4} {finding.name}: {finding.value}{fix}")
+    lines += map(str, bench)
+    shown = json.dumps({**found, "description": description or {}}, indent=2, default=str)
+    encoding = sys.stdout.encoding or "utf-8"  # which may lack characters of names
+    print(shown if options.json else "\n".join(lines).encode(encoding, "backslashreplace").decode(encoding))
     return 0 if ok else 1
-
-
-def _say(line: Any = "") -> None:
-    """Print a line; escape characters that the encoding of stdout lacks."""
-    encoding = sys.stdout.encoding or "utf-8"
-    print(str(line).encode(encoding, "backslashreplace").decode(encoding))
-
-
-def _run(name: str, check: Callable[[], str]) -> Check:
-    try:
-        return Check(name, True, check())
-    except Exception as error:  # any failure of a check is a finding
-        return Check(name, False, f"{type(error).__name__}: {error}")
 
 
 def _description() -> Any:
@@ -122,29 +100,22 @@ def _engine_computes() -> str:
 def _torch_is_new_enough() -> str:
     import torch
 
-    found = tuple(
-        int("".join(filter(str.isdigit, part)) or 0) for part in torch.__version__.split("+")[0].split(".")[:2]
-    )
+    numbers = re.match(r"(\d+)\.(\d+)", torch.__version__)
+    found = tuple(map(int, numbers.groups())) if numbers else (0, 0)
     if found < _OLDEST_TORCH:
         raise RuntimeError(f"torch {torch.__version__} is older than {'.'.join(map(str, _OLDEST_TORCH))}: upgrade it")
     return str(torch.__version__)
 
 
 def _memory_can_be_shared() -> str:
-    descriptor = os.memfd_create("shardwright-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(descriptor, 1 << 20)
-    finally:
-        os.close(descriptor)
+    with open(os.memfd_create("shardwright-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "wb") as file:
+        file.truncate(1 << 20)
     return "memfd_create works"
 
 
 def _peers_can_be_watched() -> str:
-    descriptor = os.memfd_create("shardwright-doctor", os.MFD_CLOEXEC)
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
-    finally:
-        os.close(descriptor)
+    with open(os.memfd_create("shardwright-doctor", os.MFD_CLOEXEC), "wb") as file:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
     return "a byte of a memfd can be locked, so peers can detect the death of a rank"
 
 

@@ -1,8 +1,4 @@
-"""The GPU part of `shardwright doctor`: settings and findings of the driver and NCCL, each with a verdict and a fix.
-
-No CUDA context is created: the driver lists its devices without one. A missing GPU is not an error: every verdict is
-then ``ok`` or ``note``.
-"""
+"""The GPU part of `shardwright doctor`: findings of the driver and NCCL. A missing GPU is not an error."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ import resource
 from collections.abc import Iterator
 
 from .libraries import driver_findings, nccl_findings, nvrtc_findings
-from .machine import Finding, Machine, guarded
+from .machine import Finding, Machine, checked, guarded
 from .settings import settings_findings
 from .topology import topology_findings
 
@@ -38,18 +34,17 @@ def _limits() -> Iterator[Finding]:
     try:
         shm = os.statvfs("/dev/shm")
         size = shm.f_frsize * shm.f_blocks
-        small = size < _SHM_LEAST_BYTES
-        fix = "use docker run --ipc=host or --shm-size=8g: NCCL uses /dev/shm between GPUs of one host" if small else ""
-        yield Finding("/dev/shm", f"{size >> 20} MiB", "slow" if small else "ok", fix)
+        fix = "use docker run --ipc=host or --shm-size=8g: NCCL uses /dev/shm between GPUs of one host"
+        yield checked("/dev/shm", f"{size >> 20} MiB", size < _SHM_LEAST_BYTES, "slow", fix)
     except OSError as error:
         yield Finding("/dev/shm", str(error), "slow", "mount a tmpfs there")
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     unlimited = locked == resource.RLIM_INFINITY
-    fix = "" if unlimited else "set ulimit -l unlimited on hosts with InfiniBand, which registers memory"
-    yield Finding("memlock", "unlimited" if unlimited else f"{locked >> 10} KiB", "ok" if unlimited else "note", fix)
+    fix = "set ulimit -l unlimited on hosts with InfiniBand, which registers memory"
+    yield checked("memlock", "unlimited" if unlimited else f"{locked >> 10} KiB", not unlimited, "note", fix)
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    few = files != resource.RLIM_INFINITY and files < _NOFILE_LEAST
-    fix = f"set ulimit -n {_NOFILE_LEAST} or more: large groups open many sockets" if few else ""
-    yield Finding(
-        "nofile", "unlimited" if files == resource.RLIM_INFINITY else str(files), "note" if few else "ok", fix
+    unlimited = files == resource.RLIM_INFINITY
+    fix = f"set ulimit -n {_NOFILE_LEAST} or more: large groups open many sockets"
+    yield checked(
+        "nofile", "unlimited" if unlimited else str(files), not unlimited and files < _NOFILE_LEAST, "note", fix
     )

@@ -14,10 +14,7 @@ _COMMAND_TIMEOUT_S = 20.0
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One inspected value with a verdict and, unless the verdict is "ok", a fix in one line.
-
-    `verdict` is "ok", "note" (worth knowing), "slow" (works, but costs time) or "bad" (will fail).
-    """
+    """An inspected value, a verdict (ok, note, slow: it costs time, or bad: it will fail) and, unless ok, a fix."""
 
     name: str
     value: str
@@ -29,6 +26,11 @@ class Finding:
             object.__setattr__(self, field, _printable(getattr(self, field)))
 
 
+def checked(name: str, value: str, is_wrong: bool, verdict: str, fix: str) -> Finding:
+    """Return a finding whose verdict and fix apply if `is_wrong`."""
+    return Finding(name, value, verdict, fix) if is_wrong else Finding(name, value)
+
+
 def run_command(words: list[str]) -> str:
     """Return the output of a program. Raise OSError if it is missing, fails or times out."""
     try:
@@ -36,49 +38,31 @@ def run_command(words: list[str]) -> str:
     except subprocess.TimeoutExpired as error:
         raise OSError(f"{words[0]} did not end within {_COMMAND_TIMEOUT_S:g} s") from error
     if done.returncode:
-        said = (done.stderr or done.stdout).decode(errors="backslashreplace").strip().splitlines()
-        raise OSError(f"{' '.join(words)}: exit {done.returncode}{': ' + said[-1] if said else ''}")
+        output = (done.stderr or done.stdout).decode(errors="backslashreplace").strip().splitlines()
+        raise OSError(f"{' '.join(words)}: exit {done.returncode}{': ' + output[-1] if output else ''}")
     return done.stdout.decode(errors="backslashreplace")
 
 
 def nccl_confs() -> tuple[Path | None, Path]:
-    """Return the paths of NCCL's configuration files: the user's (None without a home directory) and the system's.
-
-    Like NCCL, take the home directory from passwd, not from HOME.
-    """
+    """Return NCCL's configuration files: the user's, found by passwd like NCCL does, or None, and the system's."""
+    system = Path("/etc/nccl.conf")
     try:
-        home = Path(pwd.getpwuid(os.getuid()).pw_dir) / ".nccl.conf"
+        return Path(pwd.getpwuid(os.getuid()).pw_dir) / ".nccl.conf", system
     except KeyError:  # a container whose user id is not in passwd
-        return None, Path("/etc/nccl.conf")
-    return home, Path("/etc/nccl.conf")
+        return None, system
 
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """The sources that the doctor reads; tests replace them.
-
-    Attributes
-    ----------
-    environment
-        Environment variables of this process.
-    sys_root, proc_root
-        Mount points of sysfs and procfs.
-    confs
-        NCCL's configuration files: the user's (or None) and the system's.
-    libcuda
-        Name or path of the driver's library, for dlopen.
-    nvrtc
-        Path of NVRTC; None: the one that the engine uses.
-    command
-        Function that runs a program and returns its output, or raises OSError.
-    """
+    """The sources that the doctor reads; tests replace them."""
 
     environment: Mapping[str, str] = dataclasses.field(default_factory=lambda: os.environ)
     sys_root: Path = Path("/sys")
     proc_root: Path = Path("/proc")
+    #: NCCL's configuration files: the user's (or None) and the system's
     confs: tuple[Path | None, Path] = dataclasses.field(default_factory=nccl_confs)
     libcuda: str = "libcuda.so.1"
-    nvrtc: str | None = None
+    nvrtc: str | None = None  # a path; None: the one that the engine uses
     command: Callable[[list[str]], str] = run_command
 
 
@@ -88,10 +72,9 @@ def guarded(name: str, section: Iterable[Finding]) -> list[Finding]:
     try:
         found.extend(section)  # keeps the findings before an exception
     except Exception as error:
-        said = f"{type(error).__name__}: {error}"
-        found.append(
-            Finding(name, said, "note", "the section is incomplete: fix the cause of this error, or report a bug")
-        )
+        text = f"{type(error).__name__}: {error}"
+        fix = "the section is incomplete: fix the cause of this error, or report a bug"
+        found.append(Finding(name, text, "note", fix))
     return found
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from .machine import Finding, Machine
+from .machine import Finding, Machine, checked
 
 _PREFIXES = ("NCCL_", "TORCH_NCCL_")
 _FEWEST_CONNECTIONS = 8
@@ -60,47 +60,43 @@ class _Rule(NamedTuple):
     fix: str
 
 
+_HARMLESS = _Rule(lambda _: False, "ok", "")
 _STOPS_HOST = "unset it: it makes the host wait in each collective"
 _FEW_CHANNELS = "unset it: so few channels cannot saturate NVLink or several network cards"
 
-#: harmful values by variable; the first rule that matches the value applies
-_RULES: dict[str, tuple[_Rule, ...]] = {
-    "CUDA_DEVICE_MAX_CONNECTIONS": (
-        _Rule(
-            _below(_FEWEST_CONNECTIONS),
-            "slow",
-            f"unset it, or set {_FEWEST_CONNECTIONS} to 32: streams that share a hardware queue wait for one another, so collectives do not "
-            "overlap the backward",
-        ),
+#: harmful values by variable
+_RULES = {
+    "CUDA_DEVICE_MAX_CONNECTIONS": _Rule(
+        _below(_FEWEST_CONNECTIONS), "slow",
+        f"unset it, or set {_FEWEST_CONNECTIONS} to 32: streams that share a hardware queue wait for one another, so collectives do not "
+        "overlap the backward",
     ),
-    "CUDA_LAUNCH_BLOCKING": (_Rule(_is_on, "slow", "set it only for debugging: it makes the host wait for each kernel"),),
-    "CUDA_MODULE_LOADING": (_Rule(_one_of("EAGER"), "note", "unset it: it loads all kernels of all libraries into GPU memory at the start"),),
-    "PYTORCH_NO_CUDA_MEMORY_CACHING": (_Rule(_is_any, "slow", "set it only for debugging: each allocation then synchronizes with the GPU"),),
-    "TORCH_DISTRIBUTED_DEBUG": (_Rule(_one_of("DETAIL"), "slow", "set it to INFO outside of debugging: with DETAIL torch checks each collective by another one"),),
-    "TORCH_NCCL_BLOCKING_WAIT": (_Rule(_is_on, "slow", _STOPS_HOST),),
-    "NCCL_ALGO": (_Rule(_is_any, "slow", "unset it: NCCL then chooses an algorithm by size"),),
-    "NCCL_BLOCKING_WAIT": (_Rule(_is_on, "slow", _STOPS_HOST),),
-    "NCCL_BUFFSIZE": (
-        _Rule(_below(_LEAST_BUFFER_BYTES), "slow", "unset it (4 MiB), or set 1 MiB or more: small buffers make many small messages"),
-    ),
-    "NCCL_CHECK_POINTERS": (_Rule(_is_on, "slow", "set it only for debugging: each call then asks the driver about its pointers"),),
-    "NCCL_COMM_BLOCKING": (_Rule(_is_on, "note", "unset it: creation under a deadline needs non-blocking communicators"),),
-    "NCCL_CUMEM_ENABLE": (_Rule(_is_off, "note", "unset it: NVLink SHARP needs cuMem allocations"),),
-    "NCCL_DEBUG": (_Rule(_one_of("TRACE", "INFO"), "note", "set it to WARN outside of debugging: the log grows with every communicator"),),
-    "NCCL_IB_DISABLE": (_Rule(_is_on, "slow", "unset it on hosts with InfiniBand: it makes hosts communicate over TCP"),),
-    "NCCL_LAUNCH_MODE": (_Rule(_one_of("GROUP"), "slow", "unset it: it makes the kernels of a process's GPUs wait for one another at each launch"),),
-    "NCCL_MAX_CTAS": (_Rule(_below(_FEWEST_CHANNELS), "slow", _FEW_CHANNELS),),
-    "NCCL_MAX_NCHANNELS": (_Rule(_below(_FEWEST_CHANNELS), "slow", _FEW_CHANNELS),),
-    "NCCL_MAX_NRINGS": (_Rule(_below(_FEWEST_CHANNELS), "slow", _FEW_CHANNELS),),
-    "NCCL_NET": (_Rule(_one_of("SOCKET"), "slow", "unset it on hosts with InfiniBand: it makes hosts communicate over TCP"),),
-    "NCCL_NET_GDR_LEVEL": (_Rule(_one_of("0", "LOC"), "slow", "unset it: it keeps the network card from reading GPU memory"),),
-    "NCCL_NTHREADS": (_Rule(_below(_FEWEST_THREADS), "slow", "unset it (512): so few threads cannot saturate NVLink"),),
-    "NCCL_NVLS_ENABLE": (_Rule(_is_off, "slow", "unset it: it turns off reduction in NVSwitches (Hopper and later); other hosts lose nothing"),),
-    "NCCL_P2P_DISABLE": (_Rule(_is_on, "slow", "unset it: it makes GPUs of one host communicate through host memory"),),
-    "NCCL_P2P_LEVEL": (_Rule(_one_of("0", "LOC"), "slow", "unset it: it makes GPUs of one host communicate through host memory"),),
-    "NCCL_PROTO": (_Rule(_is_any, "slow", "unset it: NCCL then chooses a protocol by size; any single one is slow for some sizes"),),
-    "NCCL_PXN_DISABLE": (_Rule(_is_on, "note", "unset it on hosts with several network cards: it makes a GPU reach distant cards through the CPU"),),
-    "NCCL_SHM_DISABLE": (_Rule(_is_on, "slow", "unset it: it makes ranks of one host communicate through the network"),),
+    "CUDA_LAUNCH_BLOCKING": _Rule(_is_on, "slow", "set it only for debugging: it makes the host wait for each kernel"),
+    "CUDA_MODULE_LOADING": _Rule(_one_of("EAGER"), "note", "unset it: it loads all kernels of all libraries into GPU memory at the start"),
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": _Rule(_is_any, "slow", "set it only for debugging: each allocation then synchronizes with the GPU"),
+    "TORCH_DISTRIBUTED_DEBUG": _Rule(_one_of("DETAIL"), "slow", "set it to INFO outside of debugging: with DETAIL torch checks each collective by another one"),
+    "TORCH_NCCL_BLOCKING_WAIT": _Rule(_is_on, "slow", _STOPS_HOST),
+    "NCCL_ALGO": _Rule(_is_any, "slow", "unset it: NCCL then chooses an algorithm by size"),
+    "NCCL_BLOCKING_WAIT": _Rule(_is_on, "slow", _STOPS_HOST),
+    "NCCL_BUFFSIZE": _Rule(_below(_LEAST_BUFFER_BYTES), "slow", "unset it (4 MiB), or set 1 MiB or more: small buffers make many small messages"),
+    "NCCL_CHECK_POINTERS": _Rule(_is_on, "slow", "set it only for debugging: each call then asks the driver about its pointers"),
+    "NCCL_COMM_BLOCKING": _Rule(_is_on, "note", "unset it: creation under a deadline needs non-blocking communicators"),
+    "NCCL_CUMEM_ENABLE": _Rule(_is_off, "note", "unset it: NVLink SHARP needs cuMem allocations"),
+    "NCCL_DEBUG": _Rule(_one_of("TRACE", "INFO"), "note", "set it to WARN outside of debugging: the log grows with every communicator"),
+    "NCCL_IB_DISABLE": _Rule(_is_on, "slow", "unset it on hosts with InfiniBand: it makes hosts communicate over TCP"),
+    "NCCL_LAUNCH_MODE": _Rule(_one_of("GROUP"), "slow", "unset it: it makes the kernels of a process's GPUs wait for one another at each launch"),
+    "NCCL_MAX_CTAS": _Rule(_below(_FEWEST_CHANNELS), "slow", _FEW_CHANNELS),
+    "NCCL_MAX_NCHANNELS": _Rule(_below(_FEWEST_CHANNELS), "slow", _FEW_CHANNELS),
+    "NCCL_MAX_NRINGS": _Rule(_below(_FEWEST_CHANNELS), "slow", _FEW_CHANNELS),
+    "NCCL_NET": _Rule(_one_of("SOCKET"), "slow", "unset it on hosts with InfiniBand: it makes hosts communicate over TCP"),
+    "NCCL_NET_GDR_LEVEL": _Rule(_one_of("0", "LOC"), "slow", "unset it: it keeps the network card from reading GPU memory"),
+    "NCCL_NTHREADS": _Rule(_below(_FEWEST_THREADS), "slow", "unset it (512): so few threads cannot saturate NVLink"),
+    "NCCL_NVLS_ENABLE": _Rule(_is_off, "slow", "unset it: it turns off reduction in NVSwitches (Hopper and later); other hosts lose nothing"),
+    "NCCL_P2P_DISABLE": _Rule(_is_on, "slow", "unset it: it makes GPUs of one host communicate through host memory"),
+    "NCCL_P2P_LEVEL": _Rule(_one_of("0", "LOC"), "slow", "unset it: it makes GPUs of one host communicate through host memory"),
+    "NCCL_PROTO": _Rule(_is_any, "slow", "unset it: NCCL then chooses a protocol by size; any single one is slow for some sizes"),
+    "NCCL_PXN_DISABLE": _Rule(_is_on, "note", "unset it on hosts with several network cards: it makes a GPU reach distant cards through the CPU"),
+    "NCCL_SHM_DISABLE": _Rule(_is_on, "slow", "unset it: it makes ranks of one host communicate through the network"),
 }  # fmt: skip
 
 
@@ -114,24 +110,16 @@ def settings_findings(machine: Machine) -> Iterator[Finding]:
     names = _names_there(machine.sys_root)
     for name in sorted(settings):
         value = settings[name]
-        if name in _JUDGES:
-            yield Finding(name, value, *_JUDGES[name](value, names, settings))
+        if name in _CHECKS:
+            yield Finding(name, value, *_CHECKS[name](value, names, settings))
+        elif name == VARIABLE and value not in TRANSPORTS:
+            yield Finding(name, value, "bad", f"one of {', '.join(TRANSPORTS)}")
         elif name == VARIABLE:
-            yield Finding(name, value, *_judge_transport(value, TRANSPORTS))
+            fix = "unset it: NCCL, or slots in GPU memory, avoid the copy through the host"
+            yield checked(name, value, value == "shm", "slow", fix)
         elif name.startswith(_PREFIXES) or name in _RULES:
-            rule = next((rule for rule in _RULES.get(name, ()) if rule.hurts(value)), None)
-            yield Finding(name, value, rule.verdict, rule.fix) if rule else Finding(name, value)
-
-
-def _judge_transport(value: str, transports: tuple[str, ...]) -> tuple[str, str]:
-    if value not in transports:
-        return "bad", f"one of {', '.join(transports)}"
-    if value == "shm":
-        return "slow", "unset it: NCCL, or slots in GPU memory, avoid the copy through the host"
-    return "ok", ""
-
-
-# NCCL's configuration files -------------------------------------------------------------------------------------------------------
+            rule = _RULES.get(name, _HARMLESS)
+            yield checked(name, value, rule.hurts(value), rule.verdict, rule.fix)
 
 
 def _conf_files(machine: Machine) -> Iterator[Path]:
@@ -153,12 +141,8 @@ def _read_conf(path: Path, settings: dict[str, str]) -> Iterator[Finding]:
             yield Finding(str(path), "does not exist", "bad", "unset NCCL_CONF_FILE, or set it to an existing file")
         return
     except OSError as error:
-        yield Finding(
-            str(path),
-            error.strerror or str(error),
-            "note",
-            "make it readable by this user, or remove it: NCCL ignores it",
-        )
+        fix = "make it readable by this user, or remove it: NCCL ignores it"
+        yield Finding(str(path), error.strerror or str(error), "note", fix)
         return
     for number, line in enumerate(text.split("\n"), 1):
         name, separator, value = line.partition("=")
@@ -176,21 +160,13 @@ def _fault_of_line(name: str, separator: str, value: str) -> tuple[str, str] | N
     if not separator:
         return "note", "write NAME=value: NCCL ignores the line"
     if name != name.strip():
-        return (
-            "bad",
-            "remove the blanks around NAME: NCCL takes them as part of the name, so the line has no effect",
-        )
+        return "bad", "remove the blanks around NAME: NCCL takes them as part of the name, so the line has no effect"
     if value != value.strip() or re.search(r"\s#", value):
         if _number(value) is not None:
-            return (
-                "note",
-                "put the comment on its own line: NCCL takes it as part of the value, and reads only the number",
-            )
+            fix = "put the comment on its own line: NCCL takes it as part of the value, and reads only the number"
+            return "note", fix
         return "bad", "remove blanks and comments after '=': NCCL takes them as part of the value"
     return None
-
-
-# names of interfaces ------------------------------------------------------------------------------------------------
 
 
 class _Names(NamedTuple):
@@ -211,11 +187,7 @@ def _names_there(sys_root: Path) -> _Names:
 
 
 def _left_by(value: str, present: list[tuple[str, int]]) -> list[str]:
-    """Return the names of `present` that NCCL would select for `value`.
-
-    `value` is a list of prefixes; a leading ``=`` makes them whole names, a leading ``^`` exclusions, and ``name:port``
-    selects one port.
-    """
+    """Return the names that NCCL selects for a list of prefixes; `=`: whole names, `^`: exclusions, `name:port`."""
     excludes, value = value.startswith("^"), value.removeprefix("^")
     whole, value = value.startswith("="), value.removeprefix("=")
     wanted = []
@@ -237,28 +209,29 @@ def _list(present: list[tuple[str, int]]) -> str:
     return ", ".join(dict.fromkeys(name for name, _ in present)) or "none"
 
 
+def _why_none(value: str) -> str:
+    return "the value excludes all of them" if value.startswith("^") else "the value matches none of them"
+
+
 _UNKNOWN = ("note", "not judged: /sys/class/net is missing")
 
 
-def _judge_socket(value: str, names: _Names, settings: _Settings) -> tuple[str, str]:
+def _check_socket(value: str, names: _Names, settings: _Settings) -> tuple[str, str]:
     if not value:
         return "ok", ""
     if names.sockets is None:
         return _UNKNOWN
     left = _left_by(value, names.sockets)
     if not left:
-        why = "the value excludes all of them" if value.startswith("^") else "the value matches none of them"
-        return "bad", f"select an existing interface ({_list(names.sockets)}): {why}"
+        return "bad", f"select an existing interface ({_list(names.sockets)}): {_why_none(value)}"
     if left == ["lo"] and len(names.sockets) > 1:
-        return (
-            "note",
-            f"only lo is selected, which reaches no other host: with several hosts use one of {_list(names.sockets)}",
-        )
+        fix = "only lo is selected, which reaches no other host: with several hosts use one of"
+        return "note", f"{fix} {_list(names.sockets)}"
     return "ok", ""
 
 
-def _judge_whole(value: str, names: _Names, settings: _Settings) -> tuple[str, str]:
-    """Judge a variable of torch: a list of whole names, which must all exist."""
+def _check_whole(value: str, names: _Names, settings: _Settings) -> tuple[str, str]:
+    """Check a variable of torch: a list of whole names, which must all exist."""
     if names.sockets is None:
         return _UNKNOWN if value else ("ok", "")
     for name in filter(None, value.split(",")):
@@ -267,19 +240,16 @@ def _judge_whole(value: str, names: _Names, settings: _Settings) -> tuple[str, s
     return "ok", ""
 
 
-def _judge_card(value: str, names: _Names, settings: _Settings) -> tuple[str, str]:
+def _check_card(value: str, names: _Names, settings: _Settings) -> tuple[str, str]:
     if not value or _left_by(value, names.cards):
         return "ok", ""
     if not names.cards:
         return "note", "unset it: this host has no InfiniBand port, so NCCL uses TCP"
-    why = "the value excludes all of them" if value.startswith("^") else "the value matches none of them"
-    return (
-        "slow",
-        f"select an existing port ({', '.join(f'{n}:{p}' for n, p in names.cards)}): {why}, so NCCL uses TCP",
-    )
+    ports = ", ".join(f"{name}:{port}" for name, port in names.cards)
+    return "slow", f"select an existing port ({ports}): {_why_none(value)}, so NCCL uses TCP"
 
 
-def _judge_out_of_band(value: str, names: _Names, settings: _Settings) -> tuple[str, str]:
+def _check_out_of_band(value: str, names: _Names, settings: _Settings) -> tuple[str, str]:
     if not value:
         return "ok", ""
     if not _is_on(settings.get("NCCL_OOB_NET_ENABLE", "")):
@@ -290,10 +260,10 @@ def _judge_out_of_band(value: str, names: _Names, settings: _Settings) -> tuple[
     return "bad", f"select an existing device ({_list(present)})"
 
 
-_JUDGES: dict[str, Callable[[str, _Names, _Settings], tuple[str, str]]] = {
-    "GLOO_SOCKET_IFNAME": _judge_whole,
-    "NCCL_IB_HCA": _judge_card,
-    "NCCL_OOB_NET_IFNAME": _judge_out_of_band,
-    "NCCL_SOCKET_IFNAME": _judge_socket,
-    "TP_SOCKET_IFNAME": _judge_whole,
+_CHECKS: dict[str, Callable[[str, _Names, _Settings], tuple[str, str]]] = {
+    "GLOO_SOCKET_IFNAME": _check_whole,
+    "NCCL_IB_HCA": _check_card,
+    "NCCL_OOB_NET_IFNAME": _check_out_of_band,
+    "NCCL_SOCKET_IFNAME": _check_socket,
+    "TP_SOCKET_IFNAME": _check_whole,
 }

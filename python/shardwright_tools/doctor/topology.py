@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from .machine import Finding, Machine, read_text
+from .machine import Finding, Machine, checked, read_text
 
 _NVIDIA, _DISPLAY, _BRIDGE = "0x10de", "0x03", "0x0680"
 _PAIRS_SHOWN = 4
@@ -22,17 +22,14 @@ def topology_findings(machine: Machine) -> Iterator[Finding]:
             gpus += 1
             node, width = read_text(device / "numa_node"), read_text(device / "current_link_width")
             most = read_text(device / "max_link_width")
-            narrow = bool(width and most and width != most)
-            fix = "reseat the card or check the slot: the link has fewer lanes than the card supports" if narrow else ""
+            fix = "reseat the card or check the slot: the link has fewer lanes than the card supports"
             value = f"NUMA node {node or '?'}, PCIe x{width or '?'} of x{most or '?'}"
-            yield Finding(f"PCI {device.name}", value, "slow" if narrow else "ok", fix)
+            yield checked(f"PCI {device.name}", value, bool(width and most and width != most), "slow", fix)
     yield _links(machine, gpus, switches)
     for port in sorted((machine.sys_root / "class" / "infiniband").glob("*/ports/*")):
         state = read_text(port / "state")
-        down = "ACTIVE" not in state
-        name = f"InfiniBand {port.parent.parent.name}:{port.name}"
-        fix = "bring the port up, or exclude it with NCCL_IB_HCA" if down else ""
-        yield Finding(name, f"{state}, {read_text(port / 'rate')}", "slow" if down else "ok", fix)
+        name, value = f"InfiniBand {port.parent.parent.name}:{port.name}", f"{state}, {read_text(port / 'rate')}"
+        yield checked(name, value, "ACTIVE" not in state, "slow", "bring the port up, or exclude it with NCCL_IB_HCA")
 
 
 def _links(machine: Machine, gpus: int, switches: int) -> Finding:
@@ -53,16 +50,15 @@ def _links(machine: Machine, gpus: int, switches: int) -> Finding:
     by_kind: dict[str, list[str]] = {}
     for pair, kind in pairs.items():
         by_kind.setdefault(kind, []).append(pair)
-    value = "; ".join(f"{kind}: {_shortly(each)}" for kind, each in sorted(by_kind.items()))
+    shown = []
+    for kind, each in sorted(by_kind.items()):
+        more = len(each) - _PAIRS_SHOWN
+        shown.append(f"{kind}: {', '.join(each[:_PAIRS_SHOWN])}{f' and {more} more pairs' if more > 0 else ''}")
+    value = "; ".join(shown)
     if all(kind.startswith("NV") for kind in by_kind):
         return Finding(name, value)
     fix = "select GPUs that NVLink (NV) connects with CUDA_VISIBLE_DEVICES if there are enough: other pairs use PCIe"
     return Finding(name, value, "note", fix)
-
-
-def _shortly(pairs: list[str]) -> str:
-    more = len(pairs) - _PAIRS_SHOWN
-    return ", ".join(pairs[:_PAIRS_SHOWN]) + (f" and {more} more pairs" if more > 0 else "")
 
 
 def _pairs(matrix: str) -> dict[str, str]:

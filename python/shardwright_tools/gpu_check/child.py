@@ -25,13 +25,8 @@ def load(name: str) -> Any:
     return getattr(found, function)
 
 
-def _end_with_parent() -> None:
-    """Make the kernel kill this process when its parent ends by any signal."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def main() -> None:
-    _end_with_parent()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # this process ends with its parent
     spec = json.loads(sys.argv[1])
     rank, world_size, folder = spec["rank"], spec["ranks"], spec["folder"]
     rows = Path(folder) / "rows.jsonl"

@@ -25,9 +25,6 @@ _SHAPES = ((40, 24), (17, 30), (33, 16), (9,))
 _CASES, _CASES_QUICK, _CASES_SANITIZED = 400, 4, 6
 
 
-# machine -------------------------------------------------------------------------------------------------------------
-
-
 def warm(place: Any, rank: int, world_size: int) -> Iterator[Row]:
     """Start torch and this GPU's kernels once, so that no other run pays for cold files or for a compiler."""
     place.synchronize()
@@ -43,13 +40,12 @@ def machine(place: Any, rank: int, world_size: int) -> Iterator[Row]:
     """Report versions, the card, NCCL, the kernels' image and the findings of `shardwright doctor`."""
     versions = f"shardwright {sw.__version__}, torch {torch.__version__}, CUDA {torch.version.cuda}"
     yield row("versions", note=f"{versions}, Python {platform.python_version()}")
-    driver = _engine.cuda_devices(_library(place))
+    driver = _engine.cuda_devices(getattr(place, "libcuda", None))
     for each in driver["devices"][:1]:
         major, minor = each["capability"]
         text = f"{each['name']}, sm_{major}{minor}, {each['multiprocessors']} multiprocessors"
         yield row("GPU", value=len(driver["devices"]), unit="GPUs", note=f"{text}, driver {driver['version']}")
-    comm = place.open()
-    about = comm.describe()
+    about = place.open().describe()
     missing = about["nccl_missing"]
     version = ".".join(map(str, about["nccl"])) if not missing else missing
     yield row("NCCL", "failed" if missing else "ok", note=version)
@@ -58,14 +54,6 @@ def machine(place: Any, rank: int, world_size: int) -> Iterator[Row]:
     harmful = [each for each in found if each.verdict in ("bad", "slow")]
     note = "; ".join(f"{each.name} {each.value}: {each.fix}" for each in harmful)
     yield row("doctor", "slow" if harmful else "ok", len(harmful), "findings", note=note)
-
-
-def _library(place: Any) -> str | None:
-    path: str | None = getattr(place, "libcuda", None)
-    return path
-
-
-# kernels -------------------------------------------------------------------------------------------------------------
 
 
 def kernels(place: Any, rank: int, world_size: int, *, is_quick: bool) -> Iterator[Row]:
@@ -95,9 +83,6 @@ def _compared(case: str, found: dict[str, Any]) -> Row:
     return row(case, "wrong" if wrong or not launches else "ok", launches, "launches", note=note)
 
 
-# training ------------------------------------------------------------------------------------------------------------
-
-
 class Product(nn.Module):
     """A module with one weight, whose gradient is its input."""
 
@@ -111,10 +96,7 @@ class Product(nn.Module):
 
 
 class Given(nn.Module):
-    """A module with its inputs as gradients, so that no device library computes them.
-
-    `used` is the number of `parts` in the loss.
-    """
+    """A module with its inputs as gradients, so that no device library computes them; `used` parts are in the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,13 +134,6 @@ def _tensors(state: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(each)
 
 
-def _differing(found: list[torch.Tensor], expected: list[torch.Tensor]) -> int:
-    if len(found) != len(expected):
-        return max(len(found), len(expected))
-    pairs = zip(found, expected)
-    return sum(a.shape != b.shape or bytes_of(a) != bytes_of(b) for a, b in pairs)
-
-
 def stages(place: Any, rank: int, world_size: int, *, label: str = "") -> Iterator[Row]:
     """Compare each stage's bits with CPU training by the same ranks. Sums the ranks' counts of differing tensors."""
     cpu = torch.device("cpu")
@@ -167,7 +142,9 @@ def stages(place: Any, rank: int, world_size: int, *, label: str = "") -> Iterat
     for zero in (0, 1, 2, 3):
         found = _train(place.put(Given()), rank, place.device, zero=zero)
         with place.aside():
-            wrong = torch.tensor([_differing(found, expected)], dtype=torch.int64, device="cpu")
+            pairs = zip(found, expected, strict=True)
+            differ = sum(a.shape != b.shape or bytes_of(a) != bytes_of(b) for a, b in pairs)
+            wrong = torch.tensor([differ], dtype=torch.int64, device="cpu")
             dist.all_reduce(wrong)
             count = int(wrong)
         note = f"{len(expected)} tensors after {STEPS} steps, clipped"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -52,11 +51,7 @@ class Gpu:
         """Return a context that gives the place for a program that uses torch alone."""
         return contextlib.nullcontext(self)
 
-    def as_it_is(self) -> Any:
-        return contextlib.nullcontext(self)
-
     def pinned(self, size_bytes: int) -> torch.Tensor:
-        """Return pinned float32 memory on the host."""
         return torch.empty(size_bytes // 4, dtype=torch.float32, device="cpu", pin_memory=True)
 
     def milliseconds(self, work: Callable[[], Any], repeat: int) -> float:
@@ -77,7 +72,6 @@ class Gpu:
 
     @contextlib.contextmanager
     def profile(self, path: str) -> Iterator[None]:
-        """Write a profiler's trace of the block."""
         from torch.profiler import ProfilerActivity, profile
 
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
@@ -87,14 +81,4 @@ class Gpu:
 
 @contextlib.contextmanager
 def gpu(rank: int, world_size: int, folder: str) -> Iterator[Gpu]:
-    """The GPU that --place uses by default."""
     yield Gpu()
-
-
-def wall_milliseconds(work: Callable[[], Any], finish: Callable[[], None], repeat: int) -> float:
-    """Return the milliseconds of one `work` by the host's clock, including all work that it enqueues."""
-    begin = time.perf_counter()
-    for _ in range(repeat):
-        work()
-    finish()
-    return 1e3 * (time.perf_counter() - begin) / repeat

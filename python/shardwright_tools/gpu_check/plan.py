@@ -17,55 +17,29 @@ _TRANSPORT = "SHARDWRIGHT_GPU_TRANSPORT"
 
 @dataclass(frozen=True)
 class Run:
-    """A run: processes that execute one body.
-
-    Attributes
-    ----------
-    body : str
-        "file:function" of this package.
-    cases : tuple of str
-        Names of the rows that it must produce.
-    ranks : int
-    arguments, environment : mapping
-    prefix : tuple of str
-        A program that starts the process, such as a sanitizer. The run is skipped if it is not installed.
-    dying : int or None
-        The rank that a signal will kill.
-    """
+    """Processes that execute one body, "file:function" of this package, and must produce the rows `cases`."""
 
     body: str
     cases: tuple[str, ...]
     ranks: int = 1
     arguments: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
-    prefix: tuple[str, ...] = ()
-    dying: int | None = None
+    prefix: tuple[str, ...] = ()  # a program that starts the process; the run is skipped if it is not installed
+    dying: int | None = None  # the rank that a signal will kill
 
 
 @dataclass(frozen=True)
 class Part:
-    """Runs that share a limit.
-
-    Attributes
-    ----------
-    limit_s : float
-        The longest that the runs may take in all, in seconds.
-    runs : tuple of Run
-    comparisons : tuple of (case, peer, goal)
-        The ratio of the values of case and peer should reach the goal.
-    least_s : float
-        What a warm machine needs, in seconds. With less, the part does not start.
-    """
+    """Runs that share a limit, and comparisons (case, peer, goal): case / peer should reach the goal."""
 
     name: str
-    limit_s: float
+    limit_s: float  # the longest that the runs may take in all
     runs: tuple[Run, ...]
     comparisons: tuple[tuple[str, str, float], ...] = ()
-    least_s: float = 20.0
+    least_s: float = 20.0  # what a warm machine needs; with less the part does not start
 
     @property
     def cases(self) -> tuple[str, ...]:
-        """Return the names of all rows that the part must produce."""
         own = tuple(case for run in self.runs for case in run.cases)
         return own + tuple(f"{case} beside {peer}" for case, peer, _ in self.comparisons)
 
@@ -101,12 +75,7 @@ def parts(*, is_quick: bool = False) -> tuple[Part, ...]:
             () if is_quick else (("zero=0", "DDP", 1.0), ("zero=3", "FSDP2", 1.0)),
             least_s=90,
         ),
-        Part(
-            "ranks on one GPU",
-            300,
-            tuple(_shared(ranks, way) for ranks in (2, 3) for way in ("shm", "ipc")),
-            least_s=60,
-        ),
+        Part("ranks on one GPU", 300, tuple(_shared(n, way) for n in (2, 3) for way in ("shm", "ipc")), least_s=60),
         Part(
             "faults",
             150,
@@ -122,8 +91,7 @@ def parts(*, is_quick: bool = False) -> tuple[Part, ...]:
 
 
 def count_kept(chosen: Sequence[Part], within_s: float) -> int:
-    """Return how many parts have their least time if all end within `within_s` seconds; the rest, the last ones, are
-    dropped."""
+    """Return how many parts have their least time if all end within `within_s` seconds; the last ones are dropped."""
     kept = len(chosen)
     while kept and sum(part.least_s for part in chosen[:kept]) > within_s:
         kept -= 1
@@ -131,22 +99,13 @@ def count_kept(chosen: Sequence[Part], within_s: float) -> int:
 
 
 def limit_s(kept: Sequence[Part], left_s: float) -> float:
-    """Return how long kept[0] may take, in seconds: its whole limit as long as the parts behind it keep their least
-    time."""
+    """Return the seconds that kept[0] may take: its limit, unless the parts behind it need some of it."""
     spare_s = left_s - sum(part.least_s for part in kept[1:])
     return min(kept[0].limit_s, max(kept[0].least_s, spare_s))
 
 
 #: rows of speed.py
 BANDWIDTHS = (
-    "copy",
-    "PACK",
-    "CAST to bfloat16",
-    "CAST from bfloat16",
-    "QUANTIZE 8 bits",
-    "DECODE 8 bits",
-    "NORM",
-    "AdamW",
-    "AdamW beside torch's",
-    "copy to the host",
+    *("copy", "PACK", "CAST to bfloat16", "CAST from bfloat16", "QUANTIZE 8 bits", "DECODE 8 bits", "NORM", "AdamW"),
+    *("AdamW beside torch's", "copy to the host"),
 )

@@ -27,19 +27,13 @@ _NOTE = 300
 
 
 def row(
-    case: str,
-    status: str = "ok",
-    value: float | None = None,
-    unit: str = "",
-    goal: float | None = None,
-    note: str = "",
+    case: str, status: str = "ok", value: float | None = None, unit: str = "", goal: float | None = None, note: str = ""
 ) -> Row:
     """Return one finding of a body. The runner adds the part's name."""
     return {"case": case, "status": status, "value": value, "unit": unit, "goal": goal, "note": note[:_NOTE]}
 
 
 def least(case: str, value: float, unit: str, goal: float, note: str = "") -> Row:
-    """Return a row for a value that should be at least `goal`."""
     return row(case, "ok" if value >= goal else "slow", value, unit, goal, note)
 
 
@@ -51,12 +45,10 @@ def _cells(found: Row) -> list[str]:
 
 
 def table(rows: Iterable[Row]) -> str:
-    """Return the rows as text in columns, one row a line."""
     cells = [list(_COLUMNS), *map(_cells, rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(_COLUMNS) - 1)]
-    return "\n".join(
-        "  ".join([*(cell.ljust(width) for cell, width in zip(line, widths)), line[-1]]).rstrip() for line in cells
-    )
+    padded = ([*(cell.ljust(width) for cell, width in zip(line, widths)), line[-1]] for line in cells)
+    return "\n".join("  ".join(line).rstrip() for line in padded)
 
 
 def _page(title: str, rows: Sequence[Row]) -> str:

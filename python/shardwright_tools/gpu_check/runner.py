@@ -29,19 +29,13 @@ _REFUSALS = ("Device not supported", "not supported on this", "Failed to initial
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the check.
-
-    Returns the exit code. 0: no row is wrong (rows may be slow or skipped); 1: a row is wrong, failed or cut; 2: wrong
-    usage; 3: there is no GPU, so nothing was checked.
-    """
+    """Run the check. Return 0: no row is wrong; 1: one is wrong, failed or cut; 2: wrong usage; 3: no GPU."""
     names = [part.name for part in parts()]
-    parser = argparse.ArgumentParser(
-        prog="shardwright gpu-check", description="Check and time a GPU: a table and two reports."
-    )
+    about = "Check and time a GPU: a table and two reports."
+    parser = argparse.ArgumentParser(prog="shardwright gpu-check", description=about)
     parser.add_argument("--to", type=Path, default=Path(), metavar="FOLDER", help="where gpu-report.json and .html go")
-    parser.add_argument(
-        "--only", nargs="+", choices=names, default=names, metavar="PART", help=f"of {', '.join(names)}"
-    )
+    listed = f"of {', '.join(names)}"
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="PART", help=listed)
     parser.add_argument("--within", type=_seconds, metavar="SECONDS", help="end by then: the last parts get less time")
     parser.add_argument("--continue", dest="goes_on", action="store_true", help="run what the report in --to lacks")
     parser.add_argument("--quick", action="store_true", help="small sizes, whose times mean nothing")
@@ -86,10 +80,7 @@ def run_parts(
     within_s: float | None = None,
     before: dict[str, Any] | None = None,
 ) -> list[Row]:
-    """Run the parts and return all rows. The reports in `to` always contain the rows found so far.
-
-    Parts that are complete in `before`, an earlier report, keep its rows and are not run.
-    """
+    """Run the parts that `before`, an earlier report, lacks. Return all rows, which the reports in `to` hold so far."""
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     about = {"begun": now, "host": platform.node(), "system": platform.platform(), "python": platform.python_version()}
     rows: list[Row] = [each for each in (before or {}).get("rows", ()) if each["status"] != "cut"]
@@ -107,8 +98,8 @@ def run_parts(
     return rows
 
 
-def _rows_of_part(part: Part, most_s: float, to: Path, place: str, tell: Callable[[list[Row]], None]) -> list[Row]:
-    """Run one part and return its rows. Calls tell(rows so far) as rows arrive."""
+def _rows_of_part(part: Part, most_s: float, to: Path, place: str, publish: Callable[[list[Row]], None]) -> list[Row]:
+    """Run one part and return its rows. Calls publish(rows so far) as rows arrive."""
     end, rows = time.monotonic() + most_s, list[Row]()
 
     def named(found: Sequence[Row]) -> list[Row]:
@@ -117,14 +108,13 @@ def _rows_of_part(part: Part, most_s: float, to: Path, place: str, tell: Callabl
     for run in part.runs:
         shown = f"{', '.join(run.cases[:4])}{' ...' if len(run.cases) > 4 else ''}"
         print(f"{part.name}: {shown}" if most_s else f"{part.name}: no time is left for it", flush=True)
-        found = rows_of(run, end - time.monotonic(), to, place, lambda found: tell(rows + named(found)))
+        found = rows_of(run, end - time.monotonic(), to, place, lambda found: publish(rows + named(found)))
         rows += named(found)
-        tell(rows)
+        publish(rows)
     return rows + named(compare(part, rows))
 
 
 def compare(part: Part, rows: Sequence[Row]) -> list[Row]:
-    """Return one row for each of the part's comparisons."""
     values = {each["case"]: each["value"] for each in rows if each["part"] == part.name}
     made = []
     for case, peer, goal in part.comparisons:
@@ -143,14 +133,13 @@ def _read(folder: Path) -> list[Row]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def rows_of(run: Run, limit_s: float, to: Path, place: str, tell: Callable[[list[Row]], None]) -> list[Row]:
-    """Run the processes of one run and return a row for each case, also after a failure. Calls tell(rows so far) as
-    rows arrive."""
+def rows_of(run: Run, limit_s: float, to: Path, place: str, publish: Callable[[list[Row]], None]) -> list[Row]:
+    """Run the processes of one run and return a row for each case, also after a failure. Call publish(rows so far)."""
     if run.prefix and shutil.which(run.prefix[0]) is None:
         return [row(case, "skipped", note=f"{run.prefix[0]} is not installed") for case in run.cases]
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as name:
         folder = Path(name)
-        is_cut, codes = _processes(run, limit_s, folder, to, place, tell)
+        is_cut, codes = _processes(run, limit_s, folder, to, place, publish)
         found = _read(folder)
         skipped = folder / "skipped"
         if is_cut:
@@ -171,7 +160,7 @@ def rows_of(run: Run, limit_s: float, to: Path, place: str, tell: Callable[[list
 
 
 def _processes(
-    run: Run, limit_s: float, folder: Path, to: Path, place: str, tell: Callable[[list[Row]], None]
+    run: Run, limit_s: float, folder: Path, to: Path, place: str, publish: Callable[[list[Row]], None]
 ) -> tuple[bool, list[int]]:
     """Return True if the limit passed first, and the exit code of each rank."""
     end = time.monotonic() + max(limit_s, 0.0)
@@ -188,13 +177,12 @@ def _processes(
                 )
             )
     try:
-        told = 0
+        found = []
         while any(each.poll() is None for each in started) and time.monotonic() < end:
             time.sleep(_POLL_S)
-            found = _read(folder)
-            if len(found) > told:
-                told = len(found)
-                tell(found)
+            found, before = _read(folder), len(found)
+            if len(found) > before:
+                publish(found)
         is_cut = not started or any(each.poll() is None for each in started)
     finally:  # also for Ctrl-C
         _end(started)

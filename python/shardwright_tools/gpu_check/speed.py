@@ -54,7 +54,7 @@ def bandwidths(place: Any, rank: int, world_size: int, *, is_quick: bool) -> Ite
         ours, copy = (statistics.median(each) for each in zip(*taken))
         return ours, copy
 
-    def judge(case: str, work: Callable[[], Any], moved_bytes: int, goal: float) -> Row:
+    def compared(case: str, work: Callable[[], Any], moved_bytes: int, goal: float) -> Row:
         ours, copy = measure(work, moved_bytes)
         note = f"{moved_bytes / ours * 1e-6:.0f} GB/s, the copy {moved_bytes / copy * 1e-6:.0f}"
         if is_quick:
@@ -64,17 +64,19 @@ def bandwidths(place: Any, rank: int, world_size: int, *, is_quick: bool) -> Ite
     moved = 8 * numel
     ours, _ = measure(lambda: back.copy_(wide), moved)
     yield row("copy", value=moved / ours * 1e-6, unit="GB/s")
-    yield judge("PACK", lambda: comm.pack(pairs, stream), moved, 0.85)
-    yield judge("CAST to bfloat16", cast(half, wide), 6 * numel, 0.85)
-    yield judge("CAST from bfloat16", cast(back, half), 6 * numel, 0.85)
+    yield compared("PACK", lambda: comm.pack(pairs, stream), moved, 0.85)
+    yield compared("CAST to bfloat16", cast(half, wide), 6 * numel, 0.85)
+    yield compared("CAST from bfloat16", cast(back, half), 6 * numel, 0.85)
     code = 4 * numel + records.numel()
-    yield judge("QUANTIZE 8 bits", lambda: _engine.device_block_encode(comm, _BLOCK, _BITS, coded, stream), code, 0.85)
-    yield judge(
+    yield compared(
+        "QUANTIZE 8 bits", lambda: _engine.device_block_encode(comm, _BLOCK, _BITS, coded, stream), code, 0.85
+    )
+    yield compared(
         "DECODE 8 bits", lambda: _engine.device_block_decode(comm, _BLOCK, _BITS, decoded, 0, stream), code, 0.85
     )
-    yield judge("NORM", lambda: comm.norm_sum([(wide.data_ptr(), numel, "float32")], stream), 4 * numel, 0.5)
+    yield compared("NORM", lambda: comm.norm_sum([(wide.data_ptr(), numel, "float32")], stream), 4 * numel, 0.5)
     steps = {name: _adamw(place, numel, make) for name, make in _OPTIMIZERS.items()}
-    yield judge("AdamW", steps["ours"], 28 * numel, 0.9)
+    yield compared("AdamW", steps["ours"], 28 * numel, 0.9)
     torchs, _ = measure(steps["torch"], 28 * numel)
     ours, _ = measure(steps["ours"], 28 * numel)
     case = "AdamW beside torch's"
@@ -101,5 +103,4 @@ def _adamw(place: Any, numel: int, make: Callable[[list[torch.nn.Parameter]], An
     parameters = [torch.nn.Parameter(place.memory(value)) for value in made[::2]]
     for parameter, gradient in zip(parameters, made[1::2]):
         parameter.grad = place.memory(gradient)
-    step: Callable[[], Any] = make(parameters).step
-    return step
+    return make(parameters).step

@@ -6,12 +6,11 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from .activations import activation_bytes, workspace_bytes
-from .machine import Machine, shown_bytes
-from .memory import PRECISIONS, Memory, state_of
-from .shape import PlanError, Shape
+from shardwright.layout.rank_memory import Memory
 
-__all__ = ["Candidate", "Choice", "Work", "candidates", "choose"]
+from .machine import Machine, shown_bytes
+from .memory import PRECISIONS, activation_bytes, state_of, workspace_bytes
+from .shape import PlanError, Shape
 
 #: bytes per rank that the context of a GPU and NCCL's communicators take; on CPUs the interpreter and torch
 _RUNTIME_GPU, _RUNTIME_SECOND_COMMUNICATOR, _RUNTIME_CPU = 1_500_000_000, 600_000_000, 250_000_000
@@ -22,25 +21,15 @@ _BUBBLE_MOST, _MICRO_BATCHES_PER_STAGE = 0.20, 4
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What each rank is asked to do.
-
-    Attributes
-    ----------
-    micro_batch, sequence, accumulate : int
-        Sequences per forward, tokens per sequence, forwards per step.
-    tokens : int or None
-        Tokens of the whole run.
-    mfu : float
-        The part of the peak rate that training reaches.
-    """
+    """The work of each rank: sequences per forward, tokens per sequence, forwards per step, and how it is computed."""
 
     micro_batch: int = 1
     sequence: int = 2048
     accumulate: int = 1
-    tokens: int | None = None
+    tokens: int | None = None  # of the whole run
     optimizer: str = "adamw"
     precision: str = "bf16"
-    mfu: float = 0.4
+    mfu: float = 0.4  # the part of the peak rate that training reaches
     tp: int = 1
     pp: int = 1
     ep: int = 1
@@ -49,8 +38,6 @@ class Work:
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A configuration and what it takes."""
-
     zero: int
     offload: str | None
     checkpointed: bool
@@ -74,21 +61,11 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The chosen configuration.
-
-    Attributes
-    ----------
-    nearest : Candidate or None
-        The last cheaper configuration that does not fit.
-    seconds : dict
-        Seconds of a step: computation, communication, the part of it that computation cannot hide.
-    """
-
     chosen: Candidate
     reason: str
-    nearest: Candidate | None
+    nearest: Candidate | None  # the last cheaper configuration that does not fit
     notes: list[str]
-    seconds: dict[str, float]
+    seconds: dict[str, float]  # of a step: computation, communication, the part of it that computation cannot hide
     days: float | None
     global_batch_tokens: int
 
@@ -118,12 +95,8 @@ def _candidate(
         shape, tokens, precision.compute, checkpointed=checkpointed, tp=tp, pp=pp, micro_batches=work.accumulate
     )
     runtime = _RUNTIME_GPU + (_RUNTIME_SECOND_COMMUNICATOR if zero == 3 else 0) if machine.on_gpu else _RUNTIME_CPU
-    memory = dataclasses.replace(
-        held,
-        activations=kept or 0,
-        workspace=workspace_bytes(shape, tokens, precision.compute, tp) if kept else 0,
-        runtime=runtime,
-    )
+    workspace = workspace_bytes(shape, tokens, precision.compute, tp) if kept else 0
+    memory = dataclasses.replace(held, activations=kept or 0, workspace=workspace, runtime=runtime)
     over = memory.total - int(_USABLE * machine.memory)
     return Candidate(zero, offload, checkpointed, tp, pp, memory, over <= 0, over, shared)
 
@@ -131,30 +104,28 @@ def _candidate(
 def candidates(shape: Shape, machine: Machine, work: Work) -> list[Candidate]:
     """Return every stage with and without offload and activation checkpointing, at the degrees of `work`."""
     _check(shape, machine, work)
-    checkpointing = (False, True) if shape.is_transformer else (False,)
     return [
         _candidate(shape, machine, work, zero, offload, checkpointed, work.tp, work.pp)
         for zero in (0, 1, 2, 3)
         for offload in (None, *_offloads(machine, work))
-        for checkpointed in checkpointing
+        for checkpointed in (False, True)[: 1 + shape.is_transformer]
     ]
 
 
 def _ladder(shape: Shape, machine: Machine, work: Work) -> Iterator[Candidate]:
     """Yield configurations, the cheapest in time first: stages, then recomputation, then offload, then more degrees."""
-    checkpointing = (False, True) if shape.is_transformer else (False,)
     degrees = [(work.tp, work.pp)]
     if shape.is_transformer and work.tp == work.pp == 1 and machine.on_gpu:
         degrees += [(tp, 1) for tp in (2, 4, 8) if _may_slice(shape, machine, tp, 1)]
         most = degrees[-1][0]
         degrees += [(most, pp) for pp in (2, 4, 8, 16) if _may_slice(shape, machine, most, pp)]
     for tp, pp in degrees:
-        for checkpointed in checkpointing:
+        for checkpointed in (False, True)[: 1 + shape.is_transformer]:
             for zero in (0, 1, 2, 3):
                 yield _candidate(shape, machine, work, zero, None, checkpointed, tp, pp)
     for offload in _offloads(machine, work):
         for zero in (2, 3):
-            yield _candidate(shape, machine, work, zero, offload, checkpointing[-1], work.tp, work.pp)
+            yield _candidate(shape, machine, work, zero, offload, shape.is_transformer, work.tp, work.pp)
 
 
 def _offloads(machine: Machine, work: Work) -> tuple[str, ...]:
@@ -196,18 +167,15 @@ def choose(shape: Shape, machine: Machine, work: Work) -> Choice:
         raise PlanError(f"precision must be one of {', '.join(PRECISIONS)}, got {work.precision!r}")
     tried: list[Candidate] = []
     for each in _ladder(shape, machine, work):
-        if each.fits:
-            chosen = each
-            break
         tried.append(each)
-    else:
-        chosen = min(tried, key=lambda each: each.over)
+        if each.fits:
+            break
+    chosen = tried[-1] if tried[-1].fits else min(tried, key=lambda each: each.over)
     cheaper = [each for each in tried if each is not chosen]
-    nearest = min(cheaper, key=lambda each: each.over) if cheaper else None
+    nearest = min(cheaper, key=lambda each: each.over, default=None)
     seconds, days, batch = _times(shape, machine, work, chosen)
-    reason = _reason(chosen, cheaper, machine)
     notes = [*_notes(shape, machine, work, chosen, seconds)]
-    return Choice(chosen, reason, nearest, notes, seconds, days, batch)
+    return Choice(chosen, _reason(chosen, machine), nearest, notes, seconds, days, batch)
 
 
 _BECAUSE = {
@@ -218,7 +186,7 @@ _BECAUSE = {
 }
 
 
-def _reason(chosen: Candidate, cheaper: list[Candidate], machine: Machine) -> str:
+def _reason(chosen: Candidate, machine: Machine) -> str:
     memory = shown_bytes(machine.memory)
     if not chosen.fits:
         need = shown_bytes(chosen.memory.total)
@@ -240,14 +208,12 @@ def _reason(chosen: Candidate, cheaper: list[Candidate], machine: Machine) -> st
 
 def _remedy(nearest: Candidate) -> str:
     memory = nearest.memory
-    largest = max(
-        ("activations", memory.activations), ("units", memory.units), ("state", memory.model_state), key=lambda x: x[1]
+    parts = (
+        (memory.activations, "Activations are the largest part: use a smaller micro-batch, a shorter sequence or cp."),
+        (memory.units, "Whole units are the largest part: cut them smaller with units=, or use tp."),
+        (memory.model_state, "Model state is the largest part: use more ranks, which each hold less of it."),
     )
-    return {
-        "activations": "Activations are the largest part: use a smaller micro-batch, a shorter sequence or cp.",
-        "units": "Whole units are the largest part: cut them smaller with units=, or use tp.",
-        "state": "Model state is the largest part: use more ranks, which each hold less of it.",
-    }[largest[0]]
+    return max(parts, key=lambda part: part[0])[1]
 
 
 def _times(shape: Shape, machine: Machine, work: Work, chosen: Candidate) -> tuple[dict[str, float], float | None, int]:
@@ -259,11 +225,9 @@ def _times(shape: Shape, machine: Machine, work: Work, chosen: Candidate) -> tup
     numel = shape.numel / (chosen.tp * chosen.pp)
     rate = (machine.inside if machine.hosts == 1 else machine.between) * 1e9
     share = (ranks - 1) / ranks
-    means = {0: 2.0, 1: 2.0, 2: 1.0, 3: 1.0}[chosen.zero] * share * numel * precision.gradient
+    means = (2.0, 2.0, 1.0, 1.0)[chosen.zero] * share * numel * precision.gradient
     item = precision.copy or precision.parameter
-    gathers = {0: 0.0, 1: 1.0, 2: 1.0, 3: 2.0 * work.accumulate}[chosen.zero] * share * numel * item
-    if chosen.shared:
-        gathers = 0.0
+    gathers = 0.0 if chosen.shared else (0.0, 1.0, 1.0, 2.0 * work.accumulate)[chosen.zero] * share * numel * item
     seconds = {"communication": (means + gathers) / rate}
     if machine.peak is None:
         return seconds, None, batch
@@ -274,9 +238,7 @@ def _times(shape: Shape, machine: Machine, work: Work, chosen: Candidate) -> tup
     backward = compute * 2 / 3 / work.accumulate  # what one backward can hide
     hidden = min(means / rate, backward) + min(gathers / rate, compute if chosen.zero == 3 else compute / 3)
     seconds |= {"compute": compute, "exposed": max(0.0, (means + gathers) / rate - hidden)}
-    days = None
-    if work.tokens is not None:
-        days = work.tokens / batch * (compute + seconds["exposed"]) / 86400
+    days = None if work.tokens is None else work.tokens / batch * (compute + seconds["exposed"]) / 86400
     return seconds, days, batch
 
 
@@ -332,7 +294,6 @@ def _notes(shape: Shape, machine: Machine, work: Work, chosen: Candidate, second
 
 
 def as_dict(choice: Candidate) -> dict[str, Any]:
-    """Return a candidate as JSON has it."""
     found = dataclasses.asdict(choice)
     found["memory"] |= {"model_state": choice.memory.model_state, "total": choice.memory.total}
     return {"configuration": choice.label, **found}

@@ -11,11 +11,8 @@ from .machine import Machine
 from .memory import PRECISIONS
 from .shape import PlanError
 
-__all__ = ["FORMS", "mixed", "run_options", "wrap_call"]
-
 
 def wrap_call(chosen: Candidate, machine: Machine, work: Work) -> str:
-    """Return the call of sw.wrap."""
     precision = PRECISIONS[work.precision]
     words = [f"zero={chosen.zero}", *([precision.call] if precision.call else [])]
     if chosen.offload:
@@ -84,32 +81,23 @@ def _accelerate(chosen: Candidate, machine: Machine, work: Work) -> str:
     if chosen.tp * work.cp > 1 and not sharded:
         raise PlanError(f"accelerate has tp and cp with FSDP2 only, got zero {chosen.zero}: use --form wrap")
     kind = "FSDP" if sharded else "MULTI_GPU" if machine.on_gpu else "MULTI_CPU"
-    lines = [
-        "compute_environment: LOCAL_MACHINE",
-        f"distributed_type: {kind}",
-        f"mixed_precision: '{mixed(work)}'",
-        f"num_machines: {machine.hosts}",
-        f"num_processes: {machine.world}",
-        "machine_rank: 0",
-        f"use_cpu: {str(not machine.on_gpu).lower()}",
-    ]
+    yes_no = ("false", "true")
+    lines = ["compute_environment: LOCAL_MACHINE", f"distributed_type: {kind}", f"mixed_precision: '{mixed(work)}'"]
+    lines += [f"num_machines: {machine.hosts}", f"num_processes: {machine.world}", "machine_rank: 0"]
+    lines.append(f"use_cpu: {yes_no[not machine.on_gpu]}")
     if sharded:
         lines += [
             "fsdp_config:",
             "  fsdp_version: 2",
-            f"  fsdp_reshard_after_forward: {str(chosen.zero == 3).lower()}",
+            f"  fsdp_reshard_after_forward: {yes_no[chosen.zero == 3]}",
             "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP",
-            f"  fsdp_activation_checkpointing: {str(chosen.checkpointed).lower()}",
-            f"  fsdp_offload_params: {str(bool(chosen.offload)).lower()}",
+            f"  fsdp_activation_checkpointing: {yes_no[chosen.checkpointed]}",
+            f"  fsdp_offload_params: {yes_no[bool(chosen.offload)]}",
             "  fsdp_state_dict_type: SHARDED_STATE_DICT",
         ]
     if chosen.tp * work.cp > 1:
-        lines += [
-            "parallelism_config:",
-            f"  parallelism_config_dp_shard_size: {machine.world // (chosen.tp * work.cp)}",
-            f"  parallelism_config_tp_size: {chosen.tp}",
-            f"  parallelism_config_cp_size: {work.cp}",
-        ]
+        sizes = {"dp_shard": machine.world // (chosen.tp * work.cp), "tp": chosen.tp, "cp": work.cp}
+        lines += ["parallelism_config:", *(f"  parallelism_config_{name}_size: {size}" for name, size in sizes.items())]
     return "\n".join(lines)
 
 

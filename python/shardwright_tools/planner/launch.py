@@ -1,5 +1,4 @@
-"""Launch files: one function per launcher, each returns a complete file. All of them end in torchrun, whose variables
-sw.wrap reads, but accelerate, which starts ranks itself."""
+"""Launch files: one function per launcher returns a complete file. All but accelerate's end in torchrun."""
 
 from __future__ import annotations
 
@@ -12,8 +11,6 @@ from pathlib import Path
 from .machine import Machine
 from .shape import PlanError
 
-__all__ = ["LAUNCHERS", "Job", "hosts_of", "launch_file", "read_hostfile"]
-
 _PORT = 29500
 #: seconds before the limit in which a job saves its last step
 _NOTICE_S = 120
@@ -21,28 +18,16 @@ _NOTICE_S = 120
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A program and what a scheduler must know of it.
-
-    Attributes
-    ----------
-    program : sequence of str
-        The script and its arguments.
-    hours : float
-        The time limit.
-    cpus : int
-        Processors per rank.
-    options, mixed_precision : str
-        What `shardwright run` and accelerate are given.
-    """
+    """A program and what a scheduler must know of it."""
 
     program: Sequence[str]
     machine: Machine
     name: str = "train"
     hours: float = 24.0
-    cpus: int = 8
+    cpus: int = 8  # per rank
     image: str = "pytorch/pytorch:latest"
     hostfile: str | None = None
-    options: str = "zero0"
+    options: str = "zero0"  # of `shardwright run`
     mixed_precision: str = "no"
     made_by: str = "shardwright plan"
 
@@ -52,9 +37,7 @@ def launch_file(kind: str, job: Job) -> str:
     if kind not in LAUNCHERS:
         raise PlanError(f"--launch must be one of {', '.join(LAUNCHERS)}, got {kind!r}")
     if not re.fullmatch(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", job.name):
-        raise PlanError(
-            f"--name must be 1 to 40 lower-case letters, digits and hyphens, with a letter first, got {job.name!r}"
-        )
+        raise PlanError(f"--name must be 1 to 40 lower-case letters, digits, hyphens, a letter first, got {job.name!r}")
     return LAUNCHERS[kind](job)
 
 
@@ -69,25 +52,25 @@ def _program(job: Job) -> str:
 
 def _elastic(job: Job, address: str) -> str:
     """Return torchrun's command for one host of several: a rendezvous that survives restarts and a lost host's return."""
-    machine = job.machine
-    return " \\\n    ".join(
-        [
-            f"torchrun --nnodes={machine.hosts} --nproc-per-node={machine.ranks} --max-restarts=3",
-            f'--rdzv-backend=c10d --rdzv-endpoint="{address}:{_PORT}" --rdzv-id={shlex.quote(job.name)}',
-            _program(job),
-        ]
-    )
+    start = f"torchrun --nnodes={job.machine.hosts} --nproc-per-node={job.machine.ranks} --max-restarts=3"
+    meeting = f'--rdzv-backend=c10d --rdzv-endpoint="{address}:{_PORT}" --rdzv-id={shlex.quote(job.name)}'
+    return " \\\n    ".join([start, meeting, _program(job)])
+
+
+def _text(job: Job, lines: Sequence[str]) -> str:
+    return "\n".join([f"# {job.made_by}", *lines]) + "\n"
+
+
+def _script(job: Job, lines: Sequence[str]) -> str:
+    return "#!/usr/bin/env bash\n" + _text(job, lines)
 
 
 def _torchrun(job: Job) -> str:
-    lines = ["#!/usr/bin/env bash", f"# {job.made_by}"]
     if job.machine.hosts == 1:
-        lines += ["set -euo pipefail", _threads(job)]
-        lines.append(
-            f"exec torchrun --standalone --nproc-per-node={job.machine.ranks} --max-restarts=3 \\\n    {_program(job)}"
-        )
+        command = f"torchrun --standalone --nproc-per-node={job.machine.ranks} --max-restarts=3 \\\n    {_program(job)}"
+        lines = ["set -euo pipefail", _threads(job), f"exec {command}"]
     else:
-        lines += [
+        lines = [
             "#",
             "# Run this on each host. MASTER_ADDR is an address of one of them that all reach.",
             "set -euo pipefail",
@@ -95,12 +78,12 @@ def _torchrun(job: Job) -> str:
             _threads(job),
             f"exec {_elastic(job, '$MASTER_ADDR')}",
         ]
-    return "\n".join(lines) + "\n"
+    return _script(job, lines)
 
 
 def _accelerate(job: Job) -> str:
     machine = job.machine
-    lines = ["#!/usr/bin/env bash", f"# {job.made_by}", "set -euo pipefail", _threads(job)]
+    lines = ["set -euo pipefail", _threads(job)]
     if not machine.on_gpu:  # with --cpu accelerate starts one process; its --multi_gpu starts all, which then use CPUs
         lines.append("export ACCELERATE_USE_CPU=1")
     words = [f"accelerate launch --multi_gpu --num_processes {machine.world} --mixed_precision {job.mixed_precision}"]
@@ -116,20 +99,17 @@ def _accelerate(job: Job) -> str:
         words.append("--num_machines 1")
     words[-1] += " --dynamo_backend no"
     run = f"-m shardwright run {shlex.quote(job.options)} {_program(job)}"
-    return "\n".join([*lines, "exec " + " \\\n    ".join([*words, run])]) + "\n"
+    return _script(job, [*lines, "exec " + " \\\n    ".join([*words, run])])
 
 
 def _time(hours: float) -> str:
-    minutes = max(1, round(60 * hours))
-    days, rest = divmod(minutes, 24 * 60)
+    days, rest = divmod(max(1, round(60 * hours)), 24 * 60)
     return f"{days}-{rest // 60:02d}:{rest % 60:02d}:00"
 
 
 def _slurm(job: Job) -> str:
     machine = job.machine
-    head = [
-        "#!/usr/bin/env bash",
-        f"# {job.made_by}",
+    lines = [
         f"#SBATCH --job-name={job.name}",
         f"#SBATCH --nodes={machine.hosts}",
         "#SBATCH --ntasks-per-node=1",
@@ -157,7 +137,7 @@ def _slurm(job: Job) -> str:
         'wait "$step" || true # the signal ended the first wait; torchrun ends with another code than its ranks',
         '[ -e done ] || scontrol requeue "$SLURM_JOB_ID"',
     ]
-    return "\n".join(head) + "\n"
+    return _script(job, lines)
 
 
 def _sky(job: Job) -> str:
@@ -168,7 +148,6 @@ def _sky(job: Job) -> str:
     else:
         resources = [f"  cpus: {job.cpus * machine.ranks}+"]
     lines = [
-        f"# {job.made_by}",
         "#",
         "# sky jobs launch --env RUN_ROOT=s3://bucket/runs FILE: a spot machine that is taken away comes back as another one, under the",
         "# same SKYPILOT_TASK_ID. The program keeps its checkpoints in RUN_FOLDER, which outlives machines.",
@@ -187,7 +166,7 @@ def _sky(job: Job) -> str:
         f"  {_threads(job)}",
         *(f"  {line}" for line in _elastic(job, "$head").splitlines()),
     ]
-    return "\n".join(lines) + "\n"
+    return _text(job, lines)
 
 
 def _jobset(job: Job) -> str:
@@ -197,58 +176,57 @@ def _jobset(job: Job) -> str:
     command += [f"--rdzv-backend=c10d --rdzv-endpoint={job.name}-ranks-0-0.{job.name}:{_PORT} --rdzv-id={job.name}"]
     command += [_program(job)]
     threads = _threads(job).removeprefix("export ").partition("=")[2]
-    return (
-        "\n".join(
-            [
-                f"# {job.made_by}",
-                "#",
-                "# kubectl apply -f FILE; needs the JobSet controller. Set image: to one that holds your program and shardwright, and mount a",
-                "# folder that all pods share for checkpoints. Pod 0 is the meeting point, by the name that the headless service",
-                "# of the JobSet gives it. /dev/shm holds buckets and parameters that ranks of a host share.",
-                "apiVersion: jobset.x-k8s.io/v1alpha2",
-                "kind: JobSet",
-                "metadata:",
-                f"  name: {job.name}",
-                "spec:",
-                "  network: {enableDNSHostnames: true, publishNotReadyAddresses: true, subdomain: %s}" % job.name,
-                "  failurePolicy: {maxRestarts: 10}",
-                "  replicatedJobs:",
-                "  - name: ranks",
-                "    replicas: 1",
-                "    template:",
-                "      spec:",
-                f"        parallelism: {machine.hosts}",
-                f"        completions: {machine.hosts}",
-                "        completionMode: Indexed",
-                "        backoffLimit: 0",
-                "        template:",
-                "          spec:",
-                "            restartPolicy: Never",
-                f"            terminationGracePeriodSeconds: {_NOTICE_S}",
-                "            containers:",
-                "            - name: ranks",
-                f"              image: {job.image}",
-                "              env:",
-                f'              - {{name: OMP_NUM_THREADS, value: "{threads}"}}',
-                "              command: [bash, -c]",
-                "              args:",
-                "              - |",
-                *(f"                {line}" for line in ("exec " + " \\\n  ".join(command)).splitlines()),
-                "              resources:",
-                f"                limits: {{{resources}}}",
-                "              volumeMounts:",
-                "              - {name: shm, mountPath: /dev/shm}",
-                "            volumes:",
-                "            - name: shm",
-                "              emptyDir: {medium: Memory}",
-            ]
-        )
-        + "\n"
-    )
+    lines = [
+        "#",
+        "# kubectl apply -f FILE; needs the JobSet controller. Set image: to one that holds your program and shardwright, and mount a",
+        "# folder that all pods share for checkpoints. Pod 0 is the meeting point, by the name that the headless service",
+        "# of the JobSet gives it. /dev/shm holds buckets and parameters that ranks of a host share.",
+        "apiVersion: jobset.x-k8s.io/v1alpha2",
+        "kind: JobSet",
+        "metadata:",
+        f"  name: {job.name}",
+        "spec:",
+        "  network: {enableDNSHostnames: true, publishNotReadyAddresses: true, subdomain: %s}" % job.name,
+        "  failurePolicy: {maxRestarts: 10}",
+        "  replicatedJobs:",
+        "  - name: ranks",
+        "    replicas: 1",
+        "    template:",
+        "      spec:",
+        f"        parallelism: {machine.hosts}",
+        f"        completions: {machine.hosts}",
+        "        completionMode: Indexed",
+        "        backoffLimit: 0",
+        "        template:",
+        "          spec:",
+        "            restartPolicy: Never",
+        f"            terminationGracePeriodSeconds: {_NOTICE_S}",
+        "            containers:",
+        "            - name: ranks",
+        f"              image: {job.image}",
+        "              env:",
+        f'              - {{name: OMP_NUM_THREADS, value: "{threads}"}}',
+        "              command: [bash, -c]",
+        "              args:",
+        "              - |",
+        *(f"                {line}" for line in ("exec " + " \\\n  ".join(command)).splitlines()),
+        "              resources:",
+        f"                limits: {{{resources}}}",
+        "              volumeMounts:",
+        "              - {name: shm, mountPath: /dev/shm}",
+        "            volumes:",
+        "            - name: shm",
+        "              emptyDir: {medium: Memory}",
+    ]
+    return _text(job, lines)
 
 
-def read_hostfile(text: str, where: str) -> list[tuple[str, int]]:
+def hosts_of(path: str) -> list[tuple[str, int]]:
     """Return (host, slots) of a DeepSpeed or MPI hostfile: lines "host slots=N"."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"{path} cannot be read: {error}") from None
     found = []
     for number, line in enumerate(text.splitlines(), 1):
         words = line.split("#")[0].split()
@@ -256,21 +234,13 @@ def read_hostfile(text: str, where: str) -> list[tuple[str, int]]:
             continue
         slots = words[1][6:] if len(words) == 2 and words[1].startswith("slots=") else ""
         if not slots.isdecimal() or not int(slots) or not re.fullmatch(r"[\w.:\[\]][\w.:\[\]-]*", words[0]):
-            raise PlanError(f'{where}:{number} must read "host slots=N", got {line.strip()!r}')
+            raise PlanError(f'{path}:{number} must read "host slots=N", got {line.strip()!r}')
         found.append((words[0], int(slots)))
     if not found or len({slots for _, slots in found}) > 1:
         raise PlanError(
-            f"{where} must name at least one host, all with the same number of slots; torchrun starts equal hosts"
+            f"{path} must name at least one host, all with the same number of slots; torchrun starts equal hosts"
         )
     return found
-
-
-def hosts_of(path: str) -> list[tuple[str, int]]:
-    """Return read_hostfile() of a file."""
-    try:
-        return read_hostfile(Path(path).read_text(encoding="utf-8"), path)
-    except (OSError, UnicodeDecodeError) as error:
-        raise PlanError(f"{path} cannot be read: {error}") from None
 
 
 def _hostfile(job: Job) -> str:
@@ -279,26 +249,20 @@ def _hostfile(job: Job) -> str:
     hosts = hosts_of(job.hostfile)
     command = _elastic(job, hosts[0][0]).replace(" \\\n   ", "")
     inside = f"cd {{}} && {_threads(job)} && exec {command}"
-    return (
-        "\n".join(
-            [
-                "#!/usr/bin/env bash",
-                f"# {job.made_by}",
-                "#",
-                f"# torchrun on each host of {job.hostfile}, over ssh, in this folder. The first host is the meeting point.",
-                "set -euo pipefail",
-                'here=$(printf %q "$PWD")',
-                f"command={shlex.quote(inside)}",
-                f"for host in {' '.join(shlex.quote(host) for host, _ in hosts)}; do",
-                '    ${SSH:-ssh} "$host" "${command/\\{\\}/$here}" &',
-                "done",
-                "status=0",
-                'for child in $(jobs -p); do wait "$child" || status=$?; done',
-                "exit $status",
-            ]
-        )
-        + "\n"
-    )
+    lines = [
+        "#",
+        f"# torchrun on each host of {job.hostfile}, over ssh, in this folder. The first host is the meeting point.",
+        "set -euo pipefail",
+        'here=$(printf %q "$PWD")',
+        f"command={shlex.quote(inside)}",
+        f"for host in {' '.join(shlex.quote(host) for host, _ in hosts)}; do",
+        '    ${SSH:-ssh} "$host" "${command/\\{\\}/$here}" &',
+        "done",
+        "status=0",
+        'for child in $(jobs -p); do wait "$child" || status=$?; done',
+        "exit $status",
+    ]
+    return _script(job, lines)
 
 
 LAUNCHERS: dict[str, Callable[[Job], str]] = {

@@ -7,8 +7,6 @@ import re
 
 from .shape import PlanError
 
-__all__ = ["GPUS", "LINKS", "Machine", "bytes_of", "count_of", "link_of", "peak_of", "shown_bytes"]
-
 #: bus bandwidth of a collective inside a host or between hosts, GB/s per rank; what NCCL's tests report, not the wire's rate
 LINKS = {
     "nvlink": 350.0,  # NVLink 4, 8 GPUs
@@ -68,21 +66,11 @@ def link_of(text: str, what: str) -> float:
     name = text.strip().lower()
     if name in LINKS:
         return LINKS[name]
-    found = re.match(r"^([0-9.]+)\s*(gb/s|gbit(?:/s)?|gbps)$", name)
-    try:
-        value = float(found[1]) / (1 if found[2] == "gb/s" else 8) if found else 0.0
-    except ValueError:
-        value = 0.0
+    found = re.match(r"^(\d+\.?\d*|\.\d+)\s*(gb/s|gbit(?:/s)?|gbps)$", name)
+    value = float(found[1]) / (1 if found[2] == "gb/s" else 8) if found else 0.0
     if value <= 0:
         raise PlanError(f"{what} must be one of {', '.join(LINKS)}, or a rate such as 300GB/s or 100Gbit, got {text!r}")
     return value
-
-
-def peak_of(gpu: str | None, peak: float | None, item: int) -> float | None:
-    """Return TFLOP/s per rank: the number given, or that of a GPU's name."""
-    if peak is not None or gpu is None:
-        return peak
-    return GPUS[gpu][0 if item == 2 else 1]
 
 
 def shown_bytes(count: float) -> str:
@@ -95,28 +83,16 @@ def shown_bytes(count: float) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """The ranks to plan for.
-
-    Attributes
-    ----------
-    ranks : int
-        Ranks per host.
-    memory : int
-        Bytes per rank.
-    inside, between : float
-        GB/s of collectives inside a host and between hosts, per rank.
-    peak : float or None
-        TFLOP/s per rank; None: unknown, so that no time is said.
-    """
+    """The ranks to plan for."""
 
     hosts: int
-    ranks: int
-    memory: int
-    inside: float
-    between: float
+    ranks: int  # per host
+    memory: int  # bytes per rank
+    inside: float  # GB/s of collectives inside a host, per rank
+    between: float  # GB/s between hosts, per rank
     on_gpu: bool
     gpu: str | None = None
-    peak: float | None = None
+    peak: float | None = None  # TFLOP/s per rank; None: unknown, so no time is printed
     has_bf16: bool = True
 
     @property

@@ -1,4 +1,16 @@
-"""Bytes per rank of a model's state. describe() adds up a wrapped model with the same class."""
+"""Bytes per rank of a model's state, as in describe(), and those that a forward leaves for the backward.
+
+Activations are of a transformer in eager mode with torch's fused attention. Per token of a layer of width h, with q and
+k elements of queries and of keys, an MLP of width f, and elements of e bytes:
+
+    norm, two of them    RMSNorm of Llama: 4 h (its input) + e h (normalised) + e h (its output); LayerNorm: 2 e h
+    attention            e (q + 2 k) (its inputs) + e q (its output) + 4 per head (log-sum-exp)
+    MLP                  4 e f with a gate (gate, its activation, up, their product), else 2 e f
+
+The loss keeps the logits (e per word) and their log-softmax in float32, and makes gradients of both. The count of a
+layer with dropout has one byte per masked element more. After Korthikanti et al., "Reducing Activation Recomputation in
+Large Transformer Models" (2022), section 4, with torch's operators in the place of Megatron's.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +20,6 @@ from collections.abc import Iterable, Sequence
 from shardwright.layout.rank_memory import Memory
 
 from .shape import PlanError, Shape, Unit
-
-__all__ = ["OPTIMIZERS", "PRECISIONS", "Memory", "Precision", "cut_buckets", "gradient_bytes", "state_of"]
 
 _MIB = 1 << 20
 _ALIGNMENT = 128
@@ -22,16 +32,13 @@ _CHUNK_BYTES = 2 * _MIB
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """Dtypes of a run: bytes per element of parameters, gradients, computation, masters, and copies for computation.
-
-    `copy`: bytes of a compute copy of each parameter, which precision= makes; 0 if parameters compute as they are.
-    """
+    """Bytes per element of a run's parameters, gradients, computation, masters, and copies for computation."""
 
     parameter: int
     gradient: int
     compute: int
     master: int
-    copy: int
+    copy: int  # made by precision=; 0 if parameters compute as they are
     call: str
     convert: str = ""
 
@@ -47,9 +54,7 @@ OPTIMIZERS = {"adamw": 8, "adam": 8, "sgd": 0, "sgd-momentum": 4, "adagrad": 4, 
 
 
 def cut_buckets(groups: Iterable[Sequence[int]], item: int, cap_bytes: int, slices: int) -> list[int]:
-    """Return the bytes of each bucket, as csrc/tensor/layout.c cuts them: parameters in reverse, a bucket closed by the
-    parameter with which it reaches the cap. No bucket holds parameters of two groups.
-    """
+    """Return the bytes of each bucket as csrc/tensor/layout.c cuts them; no bucket holds parameters of two groups."""
     step = _ALIGNMENT * slices
     buckets = []
     for group in groups:
@@ -65,8 +70,7 @@ def cut_buckets(groups: Iterable[Sequence[int]], item: int, cap_bytes: int, slic
 
 
 def gradient_bytes(buckets: Sequence[int], *, zero: int, slices: int, cap_bytes: int, on_gpu: bool) -> int:
-    """Return the bytes of gradient memory per rank. At zero >= 2 each rank keeps its slices, and buckets pass through a
-    ring (csrc/reduce/bucket_ring.c, device_rounds.c)."""
+    """Return the bytes of gradient memory per rank. At zero >= 2 whole buckets pass through a ring."""
     if zero < 2 or not buckets:
         return sum(buckets)
     first, *rest = sorted(buckets, reverse=True)
@@ -99,18 +103,9 @@ def state_of(
     ep: int = 1,
     cap_bytes: int = CAP_BYTES,
 ) -> Memory:
-    """Return the bytes of a rank's model state.
+    """Return the bytes of a rank's model state. `ranks` average gradients; `host_ranks` of them are on one host.
 
-    Parameters
-    ----------
-    ranks : int
-        Ranks that average gradients: all of them by tp * pp.
-    host_ranks : int
-        Those of them on one host, which share one copy of the parameters on CPUs.
-    shared : bool
-        At zero=3 on CPUs: one copy per host instead of gathered units.
-    tp, pp, ep : int
-        Ranks that slice matrices, layers and experts.
+    `shared`: at zero=3 on CPUs, one copy of the parameters per host instead of gathered units.
     """
     if optimizer not in OPTIMIZERS:
         raise PlanError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, got {optimizer!r}")
@@ -155,3 +150,49 @@ def state_of(
         buckets=gradients - sum(each // slices for each in buckets) if zero >= 2 else 0,
         masters=masters,
     )
+
+
+def layer_bytes(shape: Shape, item: int, tp: int = 1) -> float:
+    """Return the bytes per token that one layer keeps. `item`: bytes of an element as it computes."""
+    queries, keys = shape.heads * shape.head_width, shape.kv_heads * shape.head_width
+    attention = item * (2 * queries + 2 * keys) + 4 * shape.heads
+    attention += item * (queries + keys) if shape.view_of_qkv else 0
+    attention += (4 + item) * (queries + keys) if shape.head_norms else 0
+    mlp = shape.inner_kept * item * (shape.inner * max(1, shape.active) + shape.shared_inner)
+    if shape.experts:  # a token's copies on the way to its experts and back, and the router's weights
+        mlp += 2 * item * shape.width * shape.active + 8 * shape.experts
+    return 2 * _norm_bytes(shape, item) + (attention + mlp) / tp
+
+
+def _norm_bytes(shape: Shape, item: int) -> int:
+    return (shape.norm_kept[0] + shape.norm_kept[1] * item) * shape.width
+
+
+def activation_bytes(
+    shape: Shape,
+    tokens: int,
+    item: int,
+    *,
+    checkpointed: bool = False,
+    tp: int = 1,
+    pp: int = 1,
+    micro_batches: int = 1,
+) -> int | None:
+    """Return the bytes that `tokens` tokens of a micro-batch leave, on the first stage of a pipeline; None for a module
+    that is no known transformer. `checkpointed`: only inputs of layers are kept, and one layer is recomputed at a time.
+    """
+    if not shape.is_transformer:
+        return None
+    layers = -(-shape.layers // pp)
+    layer = layer_bytes(shape, item, tp)
+    kept = layers * item * shape.width + layer if checkpointed else layers * layer
+    in_flight = min(pp, micro_batches)  # 1F1B: the first stage has as many forwards ahead of its backward
+    outer = 0.0  # of the last norm, the logits and their log-softmax
+    if pp == 1 and shape.has_head:
+        outer = _norm_bytes(shape, item) + (item + 4) * shape.vocabulary / tp
+    return round(tokens * (kept * in_flight + outer))
+
+
+def workspace_bytes(shape: Shape, tokens: int, item: int, tp: int = 1) -> int:
+    """Return the bytes of the largest temporary: gradients of the logits, in float32 and as computed."""
+    return round(tokens * (4 + item) * shape.vocabulary / tp) if shape.has_head else 0

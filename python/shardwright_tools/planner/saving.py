@@ -9,8 +9,6 @@ import os
 from .memory import OPTIMIZERS, PRECISIONS
 from .shape import PlanError, Shape
 
-__all__ = ["SavePlan", "learning_rate", "save_plan"]
-
 #: failures per GPU and day: 419 unexpected interruptions of 16,384 GPUs in 54 days ("The Llama 3 Herd of Models", 2024, table 5)
 _FAILURES_PER_RANK_DAY = 419 / 16_384 / 54
 _LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run", "/scratch", "/mnt/local", "/local")
@@ -18,24 +16,16 @@ _LOCAL = ("/tmp", "/var/tmp", "/dev/shm", "/run", "/scratch", "/mnt/local", "/lo
 
 @dataclasses.dataclass(frozen=True)
 class SavePlan:
-    """Attributes
-    ----------
-    every_s : float
-        Seconds between saves: Young's first-order optimum with Daly's correction.
-    lost : float
-        The part of the time that saves and repeated work take.
-    checkpoint_bytes, disk_bytes : int
-        One checkpoint; all that are kept, and the one being written.
-    """
+    """The interval between saves, its cost, and the disk space of the checkpoints."""
 
     every_s: float
     mtbf_s: float
     save_s: float
-    lost: float
+    lost: float  # the part of the time that saves and repeated work take
     checkpoint_bytes: int
     keep_last: int
     keep_every: int | None
-    disk_bytes: int
+    disk_bytes: int  # of all that are kept, and the one being written
     notes: tuple[str, ...]
 
 
@@ -45,8 +35,8 @@ def save_plan(
     optimizer: str,
     precision: str,
     ranks: int,
-    mtbf_s: float | None = None,
-    save_s: float | None = None,
+    mtbf_s: float | None = None,  # default: Llama 3's rate of failures per GPU
+    save_s: float | None = None,  # default: a twentieth of the write, which runs behind training
     disk_rate: float = 1e9,
     keep_last: int = 3,
     keep_every: int | None = None,
@@ -55,16 +45,8 @@ def save_plan(
 ) -> SavePlan:
     """Return the interval that loses least time: sqrt(2 C M) after Young (1974), with Daly's correction.
 
-    C is the training time that a save costs, M the mean time between failures. J. T. Daly, "A higher order estimate of the
-    optimum checkpoint interval for restart dumps" (2006).
-
-    Parameters
-    ----------
-    mtbf_s : float, optional
-        Default: Llama 3's rate of failures per GPU, for `ranks` of them.
-    save_s : float, optional
-        Seconds of training that one save costs. Default: a twentieth of the write at `disk_rate` bytes per second, since the
-        write runs behind training (docs/design/checkpoint_cost.md).
+    C is the training time that a save costs, M the mean time between failures. J. T. Daly, "A higher order estimate of
+    the optimum checkpoint interval for restart dumps" (2006).
     """
     held = PRECISIONS[precision]
     size = shape.numel * (held.parameter + held.master + OPTIMIZERS[optimizer])

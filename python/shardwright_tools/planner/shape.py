@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import importlib
 import importlib.util
@@ -11,8 +12,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["PlanError", "Shape", "Unit", "from_config", "from_module", "from_numbers", "of_module"]
-
 
 class PlanError(ValueError):
     """Input that no plan can be made for. The message says what would work."""
@@ -20,23 +19,13 @@ class PlanError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """Parameters that zero=3 gathers together.
-
-    Attributes
-    ----------
-    count : int
-        The number of equal units.
-    tensors : tuple of int
-        Elements of each parameter, in registration order.
-    sliced, experts : int
-        Elements that tensor parallelism slices; elements of experts, which expert parallelism slices instead.
-    """
+    """Equal units, each of parameters that zero=3 gathers together."""
 
     name: str
     count: int
-    tensors: tuple[int, ...]
-    sliced: int = 0
-    experts: int = 0
+    tensors: tuple[int, ...]  # elements of each parameter, in registration order
+    sliced: int = 0  # elements that tensor parallelism slices
+    experts: int = 0  # elements that expert parallelism slices instead
 
     @property
     def numel(self) -> int:
@@ -45,21 +34,7 @@ class Unit:
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """A model. The first unit is the outermost: what no other unit holds.
-
-    Attributes
-    ----------
-    width, heads, kv_heads, head_width, inner, layers, vocabulary, context : int
-        Sizes of a transformer; 0 for another module.
-    norm_kept : (int, int)
-        What a norm keeps per element: bytes in float32, and values in the compute dtype.
-    inner_kept : int
-        Values in the compute dtype that the MLP keeps per element of its inner width.
-    view_of_qkv, head_norms : bool
-        The values are a view of a matrix of queries, keys and values, which stays whole; q and k have norms.
-    experts, active : int
-        Experts per layer, and how many of them a token passes.
-    """
+    """A model. The first unit is the outermost: what no other unit holds. Sizes are 0 for no transformer."""
 
     name: str
     units: tuple[Unit, ...]
@@ -71,13 +46,13 @@ class Shape:
     inner: int = 0
     vocabulary: int = 0
     context: int = 0
-    norm_kept: tuple[int, int] = (0, 2)
-    inner_kept: int = 2
-    view_of_qkv: bool = False
-    head_norms: bool = False
+    norm_kept: tuple[int, int] = (0, 2)  # what a norm keeps per element: bytes in float32, values as computed
+    inner_kept: int = 2  # values as computed that the MLP keeps per element of its inner width
+    view_of_qkv: bool = False  # v is a view of a matrix of q, k and v, which stays whole
+    head_norms: bool = False  # q and k have norms
     has_head: bool = True
-    experts: int = 0
-    active: int = 0
+    experts: int = 0  # per layer
+    active: int = 0  # experts that a token passes
     shared_inner: int = 0
 
     @property
@@ -95,9 +70,6 @@ class Shape:
         return self.width > 0
 
 
-# a few numbers --------------------------------------------------------------------------------------------------------
-
-
 def from_numbers(
     *,
     layers: int,
@@ -109,13 +81,10 @@ def from_numbers(
     inner: int | None = None,
     tied: bool = False,
 ) -> Shape:
-    """Return a decoder as Llama has it. `parameters`, if given, is its size: the MLP's inner width follows from it.
-
-    `heads` defaults to heads of 128 elements, of 64 below a width of 1024.
-    """
+    """Return a decoder as Llama has it. `parameters`: its size, from which the MLP's inner width follows."""
     if inner is not None and parameters is not None:
         raise PlanError("pass --parameters or --inner, not both: one follows from the other")
-    if heads is None:
+    if heads is None:  # heads of 128 elements, of 64 below a width of 1024
         head_width = 128 if width % 128 == 0 and width >= 1024 else 64 if width % 64 == 0 else width
         heads = width // head_width
     kv_heads = heads if kv_heads is None else kv_heads
@@ -157,8 +126,6 @@ def _divides(name: str, value: int, by_name: str, by: int) -> None:
         raise PlanError(f"{by_name} must divide {name}, got {by_name} {by} and {name} {value}")
 
 
-# config.json ----------------------------------------------------------------------------------------------------------
-
 #: names of a size in configurations, the usual one first
 _NAMES: dict[str, tuple[str, ...]] = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers"),
@@ -171,11 +138,12 @@ _NAMES: dict[str, tuple[str, ...]] = {
 }
 
 
+@dataclasses.dataclass
 class _Config:
     """A configuration whose missing fields are errors that name them."""
 
-    def __init__(self, fields: Mapping[str, Any], where: str) -> None:
-        self._fields, self._where = fields, where
+    _fields: Mapping[str, Any]
+    _where: str
 
     def size(self, name: str, default: int | None = None) -> int:
         """Return a size by our name. Raises PlanError if it is missing or not a positive integer."""
@@ -190,7 +158,7 @@ class _Config:
             return value
         if default is None:
             raise PlanError(
-                f"{self._where} has no {' or '.join(names)}: add it, or pass --layers, --width and --vocabulary"
+                f"{self._where} has no {' or '.join(names)}: add it, or pass --layers, --width, --vocabulary"
             )
         return default
 
@@ -199,9 +167,6 @@ class _Config:
         if value is not None and not isinstance(value, bool):
             raise PlanError(f"{self._where}: {name} must be true or false, got {value!r}")
         return default if value is None else value
-
-    def __getitem__(self, name: str) -> Any:
-        return self._fields.get(name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -336,16 +301,9 @@ def _transformer(kind: str, family: _Family, config: _Config) -> Shape:
     outer += norm if family.has_head else []
     outer += [] if tied else [vocabulary * width]
     return Shape(
-        name=kind,
-        units=(Unit("outermost", 1, tuple(outer), vocabulary * width * (1 if tied else 2)), layer),
-        layers=layers,
-        width=width,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_width=head_width,
-        inner=inner,
-        vocabulary=vocabulary,
-        context=context,
+        kind,
+        (Unit("outermost", 1, tuple(outer), vocabulary * width * (1 if tied else 2)), layer),
+        *(layers, width, heads, kv_heads, head_width, inner, vocabulary, context),
         norm_kept=family.norm_kept,
         inner_kept=family.inner_kept,
         view_of_qkv=family.fused and kind != "gpt2",  # positions turn q and k into new tensors, and v stays a view
@@ -355,9 +313,6 @@ def _transformer(kind: str, family: _Family, config: _Config) -> Shape:
         active=active,
         shared_inner=shared_inner,
     )
-
-
-# a module on meta -----------------------------------------------------------------------------------------------------
 
 
 def from_module(path: str) -> Shape:
@@ -398,10 +353,7 @@ def of_module(module: Any, name: str) -> Shape:
     blocks = repeated_blocks(module)
     inside = {id(p) for block in blocks for p in block.parameters()}
     own = tuple(p.numel() for p in module.parameters() if id(p) not in inside)
-    kinds: dict[tuple[int, ...], int] = {}
-    for block in blocks:
-        sizes = tuple(p.numel() for p in block.parameters())
-        kinds[sizes] = kinds.get(sizes, 0) + 1
+    kinds = collections.Counter(tuple(p.numel() for p in block.parameters()) for block in blocks)
     units = [Unit(f"block {k}", count, sizes) for k, (sizes, count) in enumerate(kinds.items())]
     return Shape(name=name, units=(Unit("outermost", 1, own), *units), layers=sum(unit.count for unit in units))
 
@@ -416,7 +368,6 @@ def _import(place: str) -> Any:
     spec = importlib.util.spec_from_file_location(Path(place).stem, place)
     if spec is None or spec.loader is None or not Path(place).is_file():
         raise PlanError(f"{place} does not exist: pass file.py:name or module:name")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

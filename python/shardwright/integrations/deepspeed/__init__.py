@@ -89,18 +89,15 @@ def initialize(
         Has the configuration in deepspeed_config, if `config` is None.
     model : Module
         A model. If GPUs are visible it is moved to this rank's GPU, as DeepSpeed does.
-    optimizer : Optimizer, or callable of parameters to one, optional
-        Instead of the configuration's.
+    optimizer, lr_scheduler : optional
+        Used instead of the configuration's: an optimizer or a callable of parameters to one; a scheduler or a callable
+        of an optimizer to one.
     model_parameters : iterable of Parameter or of groups, optional
         Parameters of the configuration's optimizer. Default: all parameters that train.
     training_data : Dataset, optional
-        A data set. Each rank reads its part in micro-batches.
-    lr_scheduler : scheduler, or callable of an optimizer to one, optional
-        Instead of the configuration's.
+        A data set. Each rank reads its part in micro-batches, joined by `collate_fn`.
     config, config_params : dict or path
         The configuration.
-    collate_fn : callable, optional
-        The collate function of the loader.
     distributed_port, dist_init_required
         Without effect: sw.wrap reads the launcher's variables.
 
@@ -136,9 +133,8 @@ def initialize(
         )
     options = dict(made.wrap)
     if made.shard_size:
-        options["device_mesh"] = dist.device_mesh.init_device_mesh(
-            "cpu", (world_size // made.shard_size, made.shard_size), mesh_dim_names=("replicate", "shard")
-        )
+        shape, names = (world_size // made.shard_size, made.shard_size), ("replicate", "shard")
+        options["device_mesh"] = dist.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=names)
     chosen = _make_optimizer(made, model, optimizer, model_parameters)
     if chosen is None:
         options.pop("offload", None)
@@ -184,9 +180,8 @@ def _make_loader(made: Plan, group: Any, data: Any, collate_fn: Any) -> DataLoad
                 "and pass it to a torch.utils.data.DataLoader of your own"
             )
         return DataLoader(data, **kept)
-    sampler: DistributedSampler[Any] = DistributedSampler(
-        data, dist.get_world_size(group), dist.get_rank(group), drop_last=made.drop_last
-    )
+    ranks = dist.get_world_size(group), dist.get_rank(group)
+    sampler: DistributedSampler[Any] = DistributedSampler(data, *ranks, drop_last=made.drop_last)
     return DataLoader(data, sampler=sampler, **kept)
 
 
@@ -221,7 +216,7 @@ class DeepSpeedEngine(torch.nn.Module):
         self.micro_steps = self.global_steps = self.global_samples = self.skipped_steps = 0
         self.loss_scaler = None if made.loss_scale is None else LossScale(**made.loss_scale)
         self._boundary: bool | None = None
-        self._is_local = self._told_of_scheduler = False
+        self._is_local = self._warned_of_scheduler = False
         self._norm: torch.Tensor | float | None = None
         group = wrapped.process_group
         self.global_rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
@@ -247,19 +242,8 @@ class DeepSpeedEngine(torch.nn.Module):
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Run the backward of a micro-batch; the last one of a step averages gradients.
 
-        Parameters
-        ----------
-        loss : Tensor
-            A scalar.
-        retain_graph : bool
-            As in Tensor.backward.
-        scale_wrt_gas : bool
-            Divide the loss by the number of micro-batches of a step.
-
-        Returns
-        -------
-        Tensor
-            The loss after that division.
+        `loss` is a scalar; with `scale_wrt_gas` it is divided by the number of micro-batches of a step. Returns the
+        quotient.
         """
         if scale_wrt_gas and self.plan.accumulation_steps > 1:
             loss = loss / self.plan.accumulation_steps
@@ -292,8 +276,7 @@ class DeepSpeedEngine(torch.nn.Module):
             self.skipped_steps += 1
         else:
             if scale != 1.0:
-                gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
-                torch._foreach_mul_(gradients, 1.0 / scale)
+                torch._foreach_mul_([p.grad for p in self.module.parameters() if p.grad is not None], 1.0 / scale)
             self.optimizer.step()
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step(**lr_kwargs)
@@ -448,7 +431,7 @@ class DeepSpeedEngine(torch.nn.Module):
         save_latest : bool
             Write the tag to save_dir/latest.
         exclude_frozen_parameters : bool
-            Not supported: a checkpoint holds the whole model.
+            False only: a checkpoint holds the whole model.
         """
         if exclude_frozen_parameters:
             raise NotImplementedError(
@@ -480,14 +463,10 @@ class DeepSpeedEngine(torch.nn.Module):
         plain = (int, float, str, bool, list, tuple, type(None))
         kept = {name: value for name, value in state.items() if isinstance(value, plain)}
         left = [name for name in state if name not in kept]
-        if left and self.global_rank == 0 and not self._told_of_scheduler:
-            self._told_of_scheduler = True
-            kind = type(self.lr_scheduler).__name__
-            _logger.warning(
-                "save_checkpoint leaves out %s of the %s: load_checkpoint keeps what the new schedule has there",
-                ", ".join(map(repr, left)),
-                kind,
-            )
+        if left and self.global_rank == 0 and not self._warned_of_scheduler:
+            self._warned_of_scheduler = True
+            text = "save_checkpoint leaves out %s of the %s: load_checkpoint keeps what the new schedule has there"
+            _logger.warning(text, ", ".join(map(repr, left)), type(self.lr_scheduler).__name__)
         return kept
 
     def load_checkpoint(
@@ -508,10 +487,8 @@ class DeepSpeedEngine(torch.nn.Module):
             The save_dir.
         tag : str, optional
             Default: the tag in load_dir/latest. All ranks load rank 0's.
-        load_optimizer_states, load_lr_scheduler_states : bool
-            False: leave the optimizer, or the schedule, unchanged.
-        load_module_only : bool
-            Load only the model.
+        load_optimizer_states, load_lr_scheduler_states, load_module_only : bool
+            Leave the optimizer, the schedule, or all but the model unchanged.
         load_module_strict, custom_load_fn
             True and None only.
 
@@ -575,9 +552,8 @@ class DeepSpeedEngine(torch.nn.Module):
     def _on_rank_0(self, work: Callable[[], str | None], label: str) -> str | None:
         """Return the result of work() on rank 0, on every rank. An error of rank 0 raises on all ranks. Collective."""
         comm = host_group(self.wrapped.process_group, self.wrapped._engine.options.timeout_s).comm
-        values = gather_values(comm, lambda: work() if self.global_rank == 0 else None, label, refusals=(Exception,))
-        found: str | None = values[0]
-        return found
+        work_here = work if self.global_rank == 0 else lambda: None
+        return gather_values(comm, work_here, label, refusals=(Exception,))[0]
 
 
 _COUNTERS = ("micro_steps", "global_steps", "global_samples", "skipped_steps")

@@ -25,20 +25,15 @@ from ...options.precision import Precision
 from .keys import KEYS, is_harmless, key_of, nearest
 from .schedules import SCHEDULES
 
-__all__ = ["Plan", "Reading", "fill_auto", "load_config", "plan"]
-
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _LONG_DTYPES = {"float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
 _REFUSED_OPTIMIZERS = {
-    "onebitadam": 'use AdamW with "shardwright": {"compress": "int4"}',
-    "zerooneadam": 'use AdamW with "shardwright": {"compress": "int4"}',
+    **dict.fromkeys(("onebitadam", "zerooneadam"), 'use AdamW with "shardwright": {"compress": "int4"}'),
     "onebitlamb": 'use AdamW with "shardwright": {"compress": "powersgd"}',
     "lamb": 'pass a LAMB optimizer to initialize, and "shardwright": {"partition": "tensor"}',
     "lion": 'pass a Lion optimizer to initialize, and "zero_allow_untested_optimizer": true',
     "muon": 'pass torch.optim.Muon to initialize, and "shardwright": {"partition": "tensor"}',
-    "muadam": "pass the optimizer of mup to initialize",
-    "muadamw": "pass the optimizer of mup to initialize",
-    "musgd": "pass the optimizer of mup to initialize",
+    **dict.fromkeys(("muadam", "muadamw", "musgd"), "pass the optimizer of mup to initialize"),
 }
 #: key -> fields of TrainingArguments that fill its "auto"; see fill_auto
 _TRAINER = {
@@ -73,45 +68,26 @@ class Reading:
 
 @dataclasses.dataclass
 class Plan:
-    """The settings that a JSON configuration converts to.
+    """The settings that a JSON configuration converts to."""
 
-    Attributes
-    ----------
-    micro_batch_size, accumulation_steps, train_batch_size : int
-        Rows per rank and backward, backwards per step, rows per step over all ranks.
-    wrap : dict
-        Arguments of sw.wrap other than module, optimizer and clip_grad_norm.
-    optimizer, scheduler : (str, dict), optional
-        A name and its arguments.
-    clip_grad_norm : float
-        0.0: off.
-    loss_scale : dict, optional
-        Arguments of LossScale, under fp16.
-    autocast : torch.dtype, optional
-        The dtype of torch.autocast around each forward.
-    shard_size : int, optional
-        Ranks in a row of the mesh.
-    """
-
-    micro_batch_size: int = 0
-    accumulation_steps: int = 0
-    train_batch_size: int = 0
+    micro_batch_size: int = 0  # rows per rank and backward
+    accumulation_steps: int = 0  # backwards per step
+    train_batch_size: int = 0  # rows per step over all ranks
+    #: arguments of sw.wrap other than module, optimizer and clip_grad_norm
     wrap: dict[str, Any] = dataclasses.field(default_factory=lambda: {"zero": 0})
-    optimizer: tuple[str, dict[str, Any]] | None = None
+    optimizer: tuple[str, dict[str, Any]] | None = None  # a name and its arguments
     scheduler: tuple[str, dict[str, Any]] | None = None
-    clip_grad_norm: float = 0.0
-    loss_scale: dict[str, Any] | None = None
-    autocast: torch.dtype | None = None
-    shard_size: int | None = None
+    clip_grad_norm: float = 0.0  # 0.0: off
+    loss_scale: dict[str, Any] | None = None  # arguments of LossScale, under fp16
+    autocast: torch.dtype | None = None  # the dtype of torch.autocast around each forward
+    shard_size: int | None = None  # ranks in a row of the mesh
     offloads_parameters: bool = False
     drop_last: bool = False
     rows: list[Reading] = dataclasses.field(default_factory=list)
 
 
 def load_config(config: Any) -> dict[str, Any]:
-    """Return a copy of a configuration, given as a dict or as the path of a JSON file. Raise ValueError for a file that
-    is not a JSON object, or repeats a key.
-    """
+    """Return a copy of a configuration, a dict or a path. Raise ValueError for no JSON object, or a repeated key."""
     if isinstance(config, Mapping):
         return copy.deepcopy(dict(config))
     if not isinstance(config, (str, os.PathLike)):
@@ -196,8 +172,10 @@ def fill_auto(
 
 
 def plan(config: Any, world_size: int) -> Plan:
-    """Convert a configuration for this number of ranks. Raise ValueError for an unknown key, a contradiction, an "auto"
-    that nothing filled, or a value out of range; NotImplementedError for a feature that shardwright lacks.
+    """Convert a configuration for this number of ranks.
+
+    Raises ValueError for an unknown key, a contradiction, an "auto" that nothing filled, or a value out of range;
+    NotImplementedError for a feature that shardwright lacks.
     """
     return _Reader(load_config(config)).read(world_size)
 
@@ -269,11 +247,9 @@ class _Reader:
             assert key is not None
             if not isinstance(value, dict) or not any(each.startswith(f"{name}.") for each in self._values):
                 text = self._became.get(name, key.text if key.state == "no meaning" else "off")
-                self._plan.rows.append(Reading(name, self._raw(name, value), key.state, text))
+                given = "auto" if value is None and name in _FREE else value
+                self._plan.rows.append(Reading(name, given, key.state, text))
         return self._plan
-
-    def _raw(self, name: str, value: Any) -> Any:
-        return "auto" if value is None and name in _FREE else value
 
     def _read_batch(self, world_size: int) -> None:
         names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -320,9 +296,7 @@ class _Reader:
         elif device == "nvme":
             folder = self._get(f"{zero}.offload_optimizer.nvme_path")
             if not isinstance(folder, str):
-                raise ValueError(
-                    f"{zero}.offload_optimizer.nvme_path must be a folder for device 'nvme', got {folder!r}"
-                )
+                raise ValueError(f"{zero}.offload_optimizer.nvme_path must be a folder for 'nvme', got {folder!r}")
             self._set(f"{zero}.offload_optimizer.device", offload=f"nvme:{folder}")
             self._became[f"{zero}.offload_optimizer.nvme_path"] = "see device"
         device = self._device(f"{zero}.offload_param", f"{zero}.cpu_offload_param")
@@ -381,9 +355,8 @@ class _Reader:
         if travels not in (None, "fp32"):
             precision = self._plan.wrap.get("precision")
             compute = _DTYPES[precision] if precision else None
-            self._set(
-                "communication_data_type", precision=Precision(param_dtype=compute, reduce_dtype=_DTYPES[travels])
-            )
+            mixed = Precision(param_dtype=compute, reduce_dtype=_DTYPES[travels])
+            self._set("communication_data_type", precision=mixed)
         elif travels:
             self._became["communication_data_type"] = "gradients travel in float32 anyway"
         if on == ["fp16"] or self._plan.autocast is torch.float16:
@@ -423,7 +396,6 @@ class _Reader:
             self._became["dataloader_drop_last"] = "drop_last=True of the loader"
 
     def _section(self, name: str) -> tuple[str, dict[str, Any]] | None:
-        """Return the type and the arguments of a section."""
         if self._get(name) is None or self._get(f"{name}.type") is None:
             return None
         params = self._get(f"{name}.params", {})
@@ -472,13 +444,11 @@ class _Reader:
         kind = SCHEDULES.get(name) or getattr(torch.optim.lr_scheduler, name, None)
         if not isinstance(kind, type):
             raise ValueError(
-                f"scheduler.type must be {', '.join(SCHEDULES)} or a class of torch.optim.lr_scheduler, got {name!r}"
+                f"scheduler.type must be {', '.join(SCHEDULES)} or of torch.optim.lr_scheduler, got {name!r}"
             )
         params.pop("last_batch_iteration", None)
         self._check_arguments("scheduler.params", kind, params, ("self", "optimizer"))
-        self._became["scheduler.type"] = (
-            f"sw.deepspeed.{name}" if name in SCHEDULES else f"torch.optim.lr_scheduler.{name}"
-        )
+        self._became["scheduler.type"] = f"{'sw.deepspeed' if name in SCHEDULES else 'torch.optim.lr_scheduler'}.{name}"
         for each, value in (self._get("scheduler.params") or {}).items():
             self._became[f"scheduler.params.{each}"] = f"{each}={params.get(each)!r}" if each in params else "0"
         return name, params
@@ -505,8 +475,7 @@ class _Reader:
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     """Return the class of "sw.optim.<name>" or "torch.optim.<name>"."""
     home: Any = optim if name.startswith("sw.") else torch.optim
-    found: type[torch.optim.Optimizer] = getattr(home, name.rpartition(".")[2])
-    return found
+    return getattr(home, name.rpartition(".")[2])
 
 
 def _short(value: Any) -> str:

@@ -15,8 +15,6 @@ import difflib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-__all__ = ["KEYS", "Key", "document", "is_harmless", "key_of", "nearest"]
-
 
 class Key(NamedTuple):
     """One key of DeepSpeed's JSON: its dotted name, its state and the text of its row."""
@@ -95,15 +93,12 @@ zero_optimization.cpu_offload_param | mapped | the old name of `offload_param: {
 zero_optimization.cpu_offload_use_pin_memory | no meaning | memory for copies is always pinned
 zero_optimization.sub_group_size zero_optimization.partition_stream_chunk_size zero_optimization.stage3_partition_stream_chunk_size | no meaning | a step runs over slices of bounded size
 zero_optimization.stage3_prefetch_bucket_size zero_optimization.prefetch_bucket_size | no meaning | the next unit is gathered while one runs
-zero_optimization.stage3_param_persistence_threshold zero_optimization.param_persistence_threshold | no meaning | parameters of at most 128 bytes stay whole
-zero_optimization.stage3_model_persistence_threshold zero_optimization.model_persistence_threshold | no meaning | parameters of at most 128 bytes stay whole
+zero_optimization.stage3_param_persistence_threshold zero_optimization.param_persistence_threshold zero_optimization.stage3_model_persistence_threshold zero_optimization.model_persistence_threshold | no meaning | parameters of at most 128 bytes stay whole
 zero_optimization.stage3_max_live_parameters zero_optimization.max_live_parameters | no meaning | one unit and the next are whole; `units=` sets their size
 zero_optimization.stage3_max_reuse_distance zero_optimization.max_reuse_distance | no meaning | `reshard_after_forward=False` keeps units for the backward
-zero_optimization.stage3_gather_16bit_weights_on_model_save zero_optimization.gather_16bit_weights_on_model_save | no meaning | `engine.save_16bit_model` always gathers
-zero_optimization.stage3_gather_fp16_weights_on_model_save | no meaning | `engine.save_16bit_model` always gathers
+zero_optimization.stage3_gather_16bit_weights_on_model_save zero_optimization.gather_16bit_weights_on_model_save zero_optimization.stage3_gather_fp16_weights_on_model_save | no meaning | `engine.save_16bit_model` always gathers
 zero_optimization.stage3_module_granularity_threshold zero_optimization.module_granularity_threshold zero_optimization.leaf_module | no meaning | `units=` takes types of modules
-zero_optimization.stage3_use_all_reduce_for_fetch_params zero_optimization.use_all_reduce_for_fetch_params | no meaning | units are gathered from slices
-zero_optimization.stage3_allgather_sequential zero_optimization.allgather_sequential | no meaning | units are gathered from slices
+zero_optimization.stage3_use_all_reduce_for_fetch_params zero_optimization.use_all_reduce_for_fetch_params zero_optimization.stage3_allgather_sequential zero_optimization.allgather_sequential | no meaning | units are gathered from slices
 zero_optimization.memory_efficient_linear zero_optimization.override_module_apply | no meaning | modules are not replaced
 zero_optimization.log_trace_cache_warnings zero_optimization.enable_sanity_checks | no meaning | drift and writes are always checked
 zero_optimization.save_muon_momentum_buffer_in_memory | no meaning | Muon's state is not offloaded

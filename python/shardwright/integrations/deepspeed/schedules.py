@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,14 +14,10 @@ _Values = float | list[float]
 
 
 class _Absolute(torch.optim.lr_scheduler.LambdaLR):
-    """A LambdaLR with functions that return learning rates instead of factors of the first rate.
+    """A LambdaLR with functions from steps taken to learning rates, instead of factors of the first rate.
 
-    Functions are called with the number of steps taken. DeepSpeed's schedules count from -1: their first step repeats
-    the first learning rate.
+    DeepSpeed's schedules count from -1: their first step repeats the first learning rate.
     """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, functions: list[Callable[[int], float]]) -> None:
-        super().__init__(optimizer, functions)
 
     def get_lr(self) -> Any:
         return [function(self.last_epoch) for function in self.lr_lambdas]
@@ -51,17 +46,10 @@ def _check_warmup(steps: Any, kind: Any) -> int:
 
 
 class WarmupLR(_Absolute):
-    """A warm-up from one learning rate to another, then a constant rate.
+    """A warm-up from `warmup_min_lr` to `warmup_max_lr` in `warmup_num_steps` steps (at least 2), then a constant rate.
 
-    Parameters
-    ----------
-    optimizer : Optimizer
-    warmup_min_lr, warmup_max_lr : float or list of float
-        The first and the largest rate; None: the optimizer's rate.
-    warmup_num_steps : int
-        Steps of the warm-up; at least 2 are taken.
-    warmup_type : {"log", "linear"}
-        The shape of the warm-up.
+    Rates are numbers, or one for each parameter group; `warmup_max_lr=None` is the optimizer's rate. `warmup_type` is
+    "log" or "linear".
     """
 
     def __init__(
@@ -74,17 +62,16 @@ class WarmupLR(_Absolute):
     ) -> None:
         self._steps, self._kind = _check_warmup(warmup_num_steps, warmup_type), warmup_type
         largest = optimizer.param_groups[0]["lr"] if warmup_max_lr is None else warmup_max_lr
-        pairs = zip(
-            _each(optimizer, "warmup_min_lr", warmup_min_lr), _each(optimizer, "warmup_max_lr", largest), strict=True
-        )
+        lows = _each(optimizer, "warmup_min_lr", warmup_min_lr)
+        pairs = zip(lows, _each(optimizer, "warmup_max_lr", largest), strict=True)
         super().__init__(optimizer, [functools.partial(self._rate, low, high) for low, high in pairs])
 
     def _rate(self, low: float, high: float, taken: int) -> float:
         step = taken - 1
         if step < 0:
             return low
-        share = _warmup(self._kind, self._steps, step) if step < self._steps else self._after(step)
-        return low + (high - low) * share
+        progress = _warmup(self._kind, self._steps, step) if step < self._steps else self._after(step)
+        return low + (high - low) * progress
 
     def _after(self, step: int) -> float:
         return 1.0
@@ -110,16 +97,10 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(_Absolute):
-    """A warm-up to the optimizer's learning rate, then a half cosine to a fraction of it.
+    """A warm-up to the optimizer's learning rate, then a half cosine to a fraction of it at `total_num_steps`.
 
-    Parameters
-    ----------
-    optimizer : Optimizer
-    total_num_steps : int
-    warmup_min_ratio, cos_min_ratio : float
-        Fractions of the optimizer's rate at the start of the warm-up and at the end.
-    warmup_num_steps, warmup_type
-        See WarmupLR.
+    `warmup_min_ratio` and `cos_min_ratio` are fractions of the optimizer's rate at the start of the warm-up and at the
+    end. `warmup_num_steps` and `warmup_type`: see WarmupLR.
     """
 
     def __init__(
@@ -137,32 +118,22 @@ class WarmupCosineLR(_Absolute):
         super().__init__(optimizer, [functools.partial(self._rate, rate) for rate in rates])
 
     def _rate(self, rate: float, taken: int) -> float:
-        return rate * self._ratio(taken - 1)
-
-    def _ratio(self, step: int) -> float:
+        step = taken - 1
         if step < 0:
             return 0.0
         if step < self._steps:
-            return self._low + (1.0 - self._low) * _warmup(self._kind, self._steps, step)
+            return rate * (self._low + (1.0 - self._low) * _warmup(self._kind, self._steps, step))
         progress = min(1.0, (step - self._steps + 1) / max(1, self._total - self._steps))
-        return max(0.0, self._end + (1.0 - self._end) * (1 + math.cos(math.pi * progress)) / 2)
+        return rate * max(0.0, self._end + (1.0 - self._end) * (1 + math.cos(math.pi * progress)) / 2)
 
 
 class OneCycle(_Absolute):
     """One cycle of the learning rate, with an inverse cycle of Adam's first beta; then a decay.
 
-    Parameters
-    ----------
-    optimizer : Optimizer
-    cycle_min_lr, cycle_max_lr : float
-        The rates at the ends and in the middle of the cycle.
-    cycle_first_step_size, cycle_second_step_size : int
-        Steps up and steps down; None: as many down as up.
-    decay_step_size, decay_lr_rate, decay_mom_rate
-        After the cycle the rate is divided by 1 + decay_lr_rate for each decay_step_size steps; the momentum is
-        multiplied likewise. 0: no decay.
-    cycle_momentum, cycle_min_mom, cycle_max_mom
-        True: betas cycle between the two momenta, inversely to the rate.
+    The rate goes from `cycle_min_lr` to `cycle_max_lr` in `cycle_first_step_size` steps, and back in
+    `cycle_second_step_size` (None: as many). With `cycle_momentum` betas cycle between the two momenta. After the cycle
+    the rate is divided by 1 + `decay_lr_rate` for each `decay_step_size` steps (0: never); the momentum is multiplied
+    likewise.
     """
 
     def __init__(
@@ -219,18 +190,10 @@ class OneCycle(_Absolute):
 
 
 class LRRangeTest(_Absolute):
-    """A learning rate that grows from a first value, linearly or in stairs.
+    """A learning rate that grows from `lr_range_test_min_lr`, a number or one for each parameter group.
 
-    Parameters
-    ----------
-    optimizer : Optimizer
-    lr_range_test_min_lr : float or list of float
-        The first rate.
-    lr_range_test_step_size : int
-        Steps in which the rate grows by its first value times `lr_range_test_step_rate`.
-    lr_range_test_step_rate : float
-    lr_range_test_staircase : bool
-        True: grow only at the end of each interval.
+    In each `lr_range_test_step_size` steps it grows by its first value times `lr_range_test_step_rate`: linearly, or
+    with `lr_range_test_staircase` at the end of each interval.
     """
 
     def __init__(
@@ -241,11 +204,8 @@ class LRRangeTest(_Absolute):
         lr_range_test_step_rate: float = 1.0,
         lr_range_test_staircase: bool = False,
     ) -> None:
-        self._size, self._growth, self._stairs = (
-            lr_range_test_step_size,
-            lr_range_test_step_rate,
-            lr_range_test_staircase,
-        )
+        self._size, self._growth = lr_range_test_step_size, lr_range_test_step_rate
+        self._stairs = lr_range_test_staircase
         rates = _each(optimizer, "lr_range_test_min_lr", lr_range_test_min_lr)
         super().__init__(optimizer, [functools.partial(self._rate, rate) for rate in rates])
 
@@ -262,20 +222,10 @@ SCHEDULES: dict[str, type[_Absolute]] = {
 class LossScale:
     """The factor of the loss under float16. An overflow halves it; a window without overflow doubles it.
 
-    Parameters
-    ----------
-    loss_scale : float
-        A fixed factor; 0: a dynamic one.
-    initial_scale_power : int
-        The first dynamic factor is 2 to this power.
-    loss_scale_window : int
-        Steps without an overflow after which the factor doubles; the first of them does not count, as in DeepSpeed.
-    hysteresis : int
-        The overflow, counted from 1, that first halves the factor.
-    consecutive_hysteresis : bool
-        True: a step without an overflow restarts the count; False: only a full window does.
-    min_loss_scale : float
-        The smallest factor.
+    `loss_scale` is a fixed factor; 0 makes it dynamic, with 2 to the power of `initial_scale_power` first and at least
+    `min_loss_scale`. `loss_scale_window` steps without an overflow double it; the first of them does not count, as in
+    DeepSpeed. `hysteresis` is the overflow, counted from 1, that first halves it. With `consecutive_hysteresis` a step
+    without an overflow restarts that count; else only a full window does.
     """
 
     def __init__(

@@ -21,22 +21,11 @@ def GatheredParameters(
     fwd_module: Any = None,
     enabled: bool = True,
 ) -> Iterator[None]:
-    """Return a context in which every rank has whole parameters. Collective.
+    """Return a context in which every rank has whole `params`, of any modules. Collective.
 
-    Parameters
-    ----------
-    params : Parameter or iterable of Parameter
-        Parameters of any modules. Parameters that no engine holds are always whole.
-    modifier_rank : int, optional
-        The rank that writes to them inside; afterwards all ranks have its values. None: only reads.
-    fwd_module : object
-        Without effect.
-    enabled : bool
-        False: do nothing.
-
-    Notes
-    -----
-    Cost at stage 3: all parameters of each wrapped module that holds one of `params`, see full_parameters.
+    `modifier_rank` is the rank that writes to them inside; afterwards all ranks have its values (None: no writes).
+    `fwd_module` has no effect; `enabled=False` does nothing. Cost at stage 3: all parameters of each wrapped module
+    that holds one of them, see full_parameters.
     """
     given = [params] if isinstance(params, torch.Tensor) else list(params)
     homes = {id(p): each for each in live_replicas() for p in each.table.parameters}
@@ -52,9 +41,9 @@ def GatheredParameters(
 class Init(contextlib.ContextDecorator):
     """A context that does nothing: a model is built as without it. Accepts DeepSpeed's arguments without effect.
 
-    `initialize` gives all ranks rank 0's values and slices them; until it returns, each rank holds the whole model in
-    its own memory. A model built on the meta device holds none until sw.materialize(model), which must come before its
-    optimizer and `initialize`, and which makes it whole on each rank too.
+    `initialize` gives all ranks rank 0's values and slices them; until it returns, each rank holds the whole model. A
+    model built on the meta device holds none until sw.materialize(model), which must come before its optimizer and
+    `initialize`.
     """
 
     def __init__(self, module: Any = None, *args: Any, **kwargs: Any) -> None:
