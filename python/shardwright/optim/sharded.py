@@ -22,7 +22,7 @@ import torch
 
 from .._engine import Error
 from ..comm.waits import on_every_rank
-from ..gradients.sharded_gradient import A_GRADIENT, NO_GRADIENT, ZEROED, states_of
+from ..gradients.module_gradients import A_GRADIENT, NO_GRADIENT, ZEROED, states_of
 from ..layout.local_parameters import part_of
 from ..layout.shard_runs import memory_order
 from ..parallel.agreement.optimizer_agreement import (
@@ -261,7 +261,7 @@ class ShardedOptimizer(Forwarding):
             with torch.enable_grad():
                 loss = closure()
             for replica in self.replicas:
-                replica.rounds.close_pending()
+                replica.gradients.close_pending()
         check_groups(self, self._inner)
         if self._replica.announcer is not None:
             groups = [hyperparameters(group) for group in self.param_groups]
@@ -394,13 +394,13 @@ class ShardedOptimizer(Forwarding):
 
     def _facts(self, replica: Replica, states: Mapping[Entry, int]) -> dict[str, Any]:
         """Return the values besides the groups on which a replica's ranks must agree before a step."""
-        names, board = replica.table.names, replica.gradients.sliced_board
+        names = replica.table.names
         without: dict[int, list[str]] = {NO_GRADIENT: [], ZEROED: [], A_GRADIENT: []}
         for entry, state in states.items():
             if state != A_GRADIENT and entry.replica is replica:
                 without[state].append(names[entry.at])
         return {
-            "factors that gradients were scaled by": [] if board is None else board.factors(),
+            "factors that gradients were scaled by": replica.gradients.factors(),
             "parameters without a gradient": without[NO_GRADIENT],
             "parameters whose gradient was zeroed": without[ZEROED],
         }
@@ -434,8 +434,7 @@ class ShardedOptimizer(Forwarding):
         for check in checks:
             check.count_step(self)
         for replica in self.replicas:
-            if replica.gradients.sliced_board is not None:
-                replica.gradients.sliced_board.accept_factors()
+            replica.gradients.accept_factors()
 
     # state in memory ----------------------------------------------------------------------------------------------
 

@@ -99,7 +99,7 @@ class DDPLogger:
         wrapper = self._wrapper()
         assert wrapper is not None
         replica = wrapper._engine.replica
-        replica.rounds.begin_iteration = self.begin_iteration
+        replica.gradients.begin_iteration = self.begin_iteration
         return wrapper, replica
 
     def begin_iteration(self, iterations: int) -> IterationTimes | None:

@@ -480,8 +480,8 @@ class Engine:
         for replica in self.made:  # the hooks of the outputs open rounds in this order
             if replica.access.guard is not None:
                 replica.access.guard.check("after a forward")
-            rounds = replica.rounds
-            _hooks.hook_outputs(output, rounds.on_output_gradient if synchronises else rounds.on_local_output_gradient)
+            own = replica.gradients
+            _hooks.hook_outputs(output, own.on_output_gradient if synchronises else own.on_local_output_gradient)
         return output
 
     begin_forward = _hooks.disable_compile(_before_forward)
@@ -589,8 +589,8 @@ class Engine:
             replica.reducer.set_bucket_callback(thread, thread.wait)
             if isinstance(state, CompressionState):
                 state.watch(weakly(thread.is_under_way, False))
-        if replica.rounds.sparse is not None and not is_ours:
-            replica.rounds.sparse.user_hook = state, hook
+        if replica.gradients.sparse is not None and not is_ours:
+            replica.gradients.sparse.user_hook = state, hook
         self.comm_hooks.append((hook, state))
 
     def states_of_parts(self, state: Any) -> list[Any]:

@@ -25,7 +25,8 @@ import torch
 from torch.distributed.algorithms.join import Join, JoinHook
 
 from .._engine import Error
-from ..gradients.sharded_gradient import NO_GRADIENT, ZEROED, ShardedGradient, states_of
+from ..gradients.module_gradients import NO_GRADIENT, ZEROED, states_of
+from ..gradients.sharded_gradient import ShardedGradient
 from ..layout.memory import bytes_of
 from ..layout.shard_runs import memory_order
 from ..torch_compat.internals import JoinConfig
@@ -93,8 +94,7 @@ def _announces_rounds(replica: Replica) -> bool:
 def _connect(replica: Replica, announcer: Announcer | None) -> None:
     """Announce collectives through `announcer`; None stops announcements."""
     replica.announcer = announcer
-    if replica.gradients.sliced_board is not None:
-        replica.gradients.sliced_board.announce = (lambda *_: None) if announcer is None else weakly(replica.announce)
+    replica.gradients.announce = (lambda *_: None) if announcer is None else weakly(replica.announce)
     if _announces_rounds(replica):
         replica.reducer.set_announcer(None if announcer is None else announcer.announce_round)
     if not replica.backend.capabilities.free_unit_order:
@@ -109,7 +109,7 @@ def _shadow_forward(engine: Engine) -> None:
         engine.sync_buffers(candidate=False)
     engine.require_forward_param_sync = synchronises = engine.agree_on_sync(False, trains=False)
     if synchronises and not _announces_rounds(replica):
-        replica.rounds.shadow()
+        replica.gradients.shadow()
 
 
 #: engines with a live join hook, in order of creation; engines of one Join are adjacent
@@ -178,8 +178,7 @@ class Announcer:
         said: dict[str, Any] = {"kind": kind, "member": members.index(engine), "number": number, "groups": groups}
         if kind not in ("forward", *_INSIDE):
             said["gradients"] = states_of(replica.table.parameters)
-            board = replica.gradients.sliced_board
-            said["factors"] = [] if board is None else board.factors()
+            said["factors"] = replica.gradients.factors()
         self._exchange(members, json.dumps(said).encode())
         if kind == "forward" and torch.is_grad_enabled() and engine.require_backward_grad_sync and self.joined:
             self.owes = replica.reducer.rounds
@@ -271,7 +270,7 @@ def _shadow(replica: Replica, heard: dict[str, Any]) -> None:
     """Take part in an announced operation."""
     kind, number, gradients = heard["kind"], heard["number"], replica.gradients
     if kind == "round":
-        replica.rounds.shadow(heard["groups"])
+        replica.gradients.shadow(heard["groups"])
         return
     if kind == "unit":
         replica.parameters().gather_beside(int(number))
@@ -284,9 +283,9 @@ def _shadow(replica: Replica, heard: dict[str, Any]) -> None:
     if kind == "norm":
         gradients.squares_of(lambda: _own_slices(replica, states))
     elif kind == "norms":
-        gradients.board.gather_norms(number)
+        gradients.gather_norms(number)
     elif kind == "vote":
-        gradients.board.any_rank(lambda: overflowed)
+        gradients.any_rank(lambda: overflowed)
     elif kind == "read":
         view = gradients.views[int(number)]
         assert isinstance(view, ShardedGradient)

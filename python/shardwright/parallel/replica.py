@@ -22,7 +22,6 @@ from ..comm.process_group import HostGroup, group_ranks
 from ..comm.stop_request import StopRequest
 from ..gradients.comm_hook import HookRunner, SlicedHookRunner, Wanted
 from ..gradients.module_gradients import ModuleGradients
-from ..gradients.rounds import Rounds
 from ..gradients.sharded_gradient import ShardedGradient
 from ..gradients.sparse_gradients import SparseGradients, find_sparse
 from ..gradients.traffic import wire_bytes
@@ -147,7 +146,6 @@ class Replica:
         #: called before each forward: keeps parameters whole in all of the user's hooks, including later ones
         self.arrange_hooks = self._storage.hook_arranger()
         self.access = ParameterAccess(self._storage, self.table, group, self.slicing, options.write_guard, self.label)
-        self.rounds = Rounds(self.table, self.reducer, self.label, zero)
         self.steppers = Steppers(group, self.label, _is_of_a_wrapped_module)
         try:
             self._attach(before)
@@ -211,16 +209,20 @@ class Replica:
     def _attach(self, before: Replica | None) -> None:
         steppers = self.steppers
         opens_first = None if before is None else weakly(before.open_round)
+        sparse: SparseGradients | None = None
+        if self.table.sparse:
+            sparse = SparseGradients(self.table, self.group.comm, self.reducer, self.options.reduce, self.label)
         gradients = self.gradients = ModuleGradients(
-            *(self.table, self._storage, self.backend, self.reducer, self.rounds, self.slicing, self.zero, self.label),
+            *(self.table, self._storage, self.backend, self.reducer, self.slicing, self.zero, self.label),
             last_step_on=steppers.last_step_on,
+            sparse=sparse,
             warns_of_sparse=self.options.sparse_gradients == "auto",
         )
         self.reducer.attach(
             self.table.parameters,
             gradients.views,
             copy=gradients.copy if self.zero < 2 else weakly(gradients.write_contribution),
-            open=self.rounds.opener(self.engine, opens_first),
+            open=gradients.opener(self.engine, opens_first),
             renew=weakly(gradients.renew_view),
             task_id=_hooks.graph_task_id,
             layouts=self._storage.layouts(),
@@ -228,10 +230,6 @@ class Replica:
             describe=weakly(steppers.describe, ""),
         )
         self._handles: list[Any] = []
-        sparse: SparseGradients | None = None
-        if self.table.sparse:
-            sparse = SparseGradients(self.table, self.group.comm, self.reducer, self.options.reduce, self.label)
-        self.rounds.sparse = sparse
         for index, parameter in enumerate(self.table.parameters):
             if sparse is not None and index in self.table.sparse:
                 self._handles.append(parameter.register_post_accumulate_grad_hook(sparse.hook(index)))
@@ -318,7 +316,7 @@ class Replica:
         if not self._has_begun:
             self._has_begun = True
             adopt_steps_in_backward(self)
-        self.rounds.forward(synchronises)
+        self.gradients.forward(synchronises)
         if synchronises and self.check is not None:
             self.check.note()
         if synchronises and self.stop is not None:
@@ -372,7 +370,7 @@ class Replica:
                 f"full_gradients is collective, and inside join a rank of {self.label} that ran out of inputs takes no part in it: read "
                 "p.grad.clone() of each parameter on every rank that trains, or call it after the join"
             )
-        self.rounds.close_pending()
+        self.gradients.close_pending()
         return self.gradients.whole()
 
     @property
@@ -393,7 +391,7 @@ class Replica:
     def average_gradients(self) -> None:
         """Average the current `.grad` in a round. Collective."""
         self._check_drift()
-        self.rounds.average()
+        self.gradients.average()
         engine = self.engine()
         if engine is not None:
             engine.is_inside_forward = False
@@ -439,8 +437,8 @@ class Replica:
         self._check_drift()
         if self.access.guard is not None:
             self.access.guard.check("before a step")
-        if not self.rounds.runs_callbacks:
-            self.rounds.close_pending()
+        if not self.gradients.runs_callbacks:
+            self.gradients.close_pending()
         if not self.zero:
             self._check_gradients(optimizer)
             if self.check is not None:

@@ -32,7 +32,7 @@ def adopt(replica: Any) -> None:
         )
     parameters = [parameter for _, parameter in stepped]
     take_hooks(parameters)
-    replica.rounds.after_round.append(functools.partial(_step, list(map(weakref.ref, parameters))))
+    replica.gradients.after_round.append(functools.partial(_step, list(map(weakref.ref, parameters))))
 
 
 def _step(parameters: list[weakref.ref[torch.nn.Parameter]]) -> None:

@@ -76,9 +76,8 @@ def _any_rank(engines: Sequence[Replica], overflowed: Callable[[], bool]) -> boo
 
     for engine in engines:
         try:
-            board = engine.gradients.sliced_board
-            if board is not None:  # without one, its ranks have equal gradients
-                board.announce("vote")
+            if engine.zero >= 2:  # below, its ranks have equal gradients
+                engine.gradients.announce("vote")
                 found = b"\1" in gather_answers(engine.group.comm, answer, _LABEL)
             if engine.model_ranks is not None:
                 found = engine.model_ranks.any_rank(answer, _LABEL)
