@@ -237,20 +237,20 @@ def test_a_change_under_way_at_the_fork_or_during_the_copy_is_an_error(rank, wor
     def look():
         return float(next(model.parameters()).detach().sum())
 
-    with access.changing():
+    with access:
         inside = Child(look)
     after = Child(look, look)
-    with access.changing():
+    with access:
         said = after()
         assert said.startswith("Error") and "fork" in said, said
     for child in (inside, after):
         assert child().startswith("Error")
         child.close()
-    storage = access.forks._storage
+    storage = access._storage
     found = storage.mapped()
 
     def mapped():
-        access.forks._shared[0] += 2  # as if the parent stepped between the child's two looks
+        access._shared[0] += 2  # as if the parent stepped between the child's two looks
         return found
 
     storage.mapped = mapped
@@ -265,9 +265,7 @@ def test_a_change_under_way_at_the_fork_or_during_the_copy_is_an_error(rank, wor
 def test_a_child_that_touches_no_parameter_copies_none(rank, world_size, options):
     model, optimizer = trained(**options)
     step(model, optimizer, rank, 0)
-    copied = Child(
-        lambda: (model._engine.made[0].access.forks._is_pending, len(list(model.parameters())), repr(model)[:3])
-    )
+    copied = Child(lambda: (model._engine.made[0].access._is_pending, len(list(model.parameters())), repr(model)[:3]))
     assert copied().startswith("(True")
     copied.close()
     model._engine.made[0].group.comm.barrier()
@@ -322,7 +320,7 @@ def test_every_way_out_of_torch_reads_through_the_guard(rank, world_size, zero):
         "a new parameter": lambda: torch.nn.Parameter(parameter.detach()),
         "to_dlpack": lambda: torch.utils.dlpack.to_dlpack(parameter.detach()),
     }
-    watch = model._engine.made[0].access.forks
+    watch = model._engine.made[0].access
 
     def read():
         watch._shared[0] += 2  # as the parent's next step does

@@ -15,7 +15,7 @@ import torch
 from harness import LONG, in_turn
 from oracle.fold import bits_equal
 from peer import PEER, batch
-from shardwright.parameters.read_guard import WaitGuard
+from shardwright.parameters import step_gathers
 from shardwright.parameters.unshard_schedule import ModuleHook
 from simulated_gpus import SimulatedGpus, run, stats, sw
 from torch import nn
@@ -174,7 +174,7 @@ def careless(gpus: SimulatedGpus, rank: int, world_size: int, without: str) -> N
     with pytest.MonkeyPatch.context() as patch:
         wrapped, optimizer = make(gpus, 1)
         if without == "hooks and guard":
-            patch.setattr(WaitGuard, "raise_", lambda *_: None)
+            patch.setattr(step_gathers, "change_classes", lambda *_: None)
             patch.setattr(ModuleHook, "__call__", lambda *_: None)
         else:  # it steps twice on one gradient
             patch.setattr(wrapped._engine.replica._storage, "settle", lambda: None)

@@ -187,7 +187,7 @@ class SlicedParameters(WholeParameters):
         not read parameters meanwhile.
         """
         access = self._replica.access
-        with access.changing(), contextlib.ExitStack() as agreed:
+        with access, contextlib.ExitStack() as agreed:
             try:
                 agreed.enter_context(super().changing(self._failure_in_row(failure)))
             except Exception:

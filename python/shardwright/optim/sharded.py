@@ -319,8 +319,8 @@ class ShardedOptimizer(Forwarding):
         """Announce to forked children that values change, before a peer, which has agreed, writes."""
         announced = contextlib.ExitStack()
         for replica in self.replicas:
-            if replica.access.forks is not None:
-                announced.enter_context(replica.access.forks)
+            if replica.access.shows_writes:
+                announced.enter_context(replica.access)
         return announced
 
     def refuse_change(self) -> None:

@@ -43,7 +43,6 @@ from .agreement.optimizer_agreement import together
 from .agreement.replica_check import ReplicaCheck
 from .agreement.steppers import Steppers
 from .backends import choose_backend
-from .loading import StateLoading
 from .step_in_backward import adopt as adopt_steps_in_backward
 
 if TYPE_CHECKING:
@@ -153,10 +152,7 @@ class Replica:
             if group.comm.is_alive:
                 group.comm.abort(f"wrapping {self.label} failed: {error}")
             raise
-        #: open contexts in which every rank writes whole parameters
-        self.is_writing = 0
-        self._loading = StateLoading(self, module) if zero == 3 else None
-        self._handles += [] if self._loading is None else self._loading.handles
+        self._handles += self.access.hook_loading(module) if zero == 3 else []
         #: tells ranks that ran out of inputs of collectives; None outside join (parallel/join.py)
         self.announcer: Any = None
         #: see stop_request()
@@ -302,10 +298,10 @@ class Replica:
 
     def before_forward(self, synchronises: bool) -> None:
         """Prepare for a forward with gradients. Raise Error if the module is no longer the one that was wrapped."""
-        if self._loading is not None and self._loading.depth:  # a load that ended in an exception
-            self._loading.abandon()
-        if self.access.forks is not None:
-            self.access.forks.before_forward()
+        if self.access.load_depth:  # a load that ended in an exception
+            self.access.abandon_load()
+        if self.access.shows_writes:
+            self.access.before_forward()
         drift = self._check_drift()
         if self.access.guard is not None:
             self.access.guard.check("before a forward")
@@ -399,20 +395,15 @@ class Replica:
     @contextlib.contextmanager
     def writable_parameters(self) -> Iterator[None]:
         """Return a context in which each rank can write to whole parameters. See full_parameters."""
-        self.access.before_writes()
-        if not self.zero:
-            try:
+        if self.zero:
+            with self.access.writable():
                 yield
-            finally:
-                self.broadcast_state(0, ())
             return
-        self.is_writing += 1
+        self.access.before_writes()
         try:
-            with self.access.changing(), self.access.writing(), self._storage.writable():
-                yield
+            yield
         finally:
-            self.is_writing -= 1
-            self.access.count_writes(self.table.module_parameters)
+            self.broadcast_state(0, ())
 
     @property
     def releases_parameters(self) -> bool:
@@ -432,8 +423,8 @@ class Replica:
             raise Error(
                 f"{type(optimizer).__name__} steps on whole parameters of a {self.label} wrapped with zero={self.zero}, which would update them only on this rank: use the optimizer that sw.wrap(module, optimizer, zero=...) or sw.shard_optimizer(module, optimizer) returned"
             )
-        if self._loading is not None and self._loading.depth:  # a load that ended in an exception
-            self._loading.abandon()
+        if self.access.load_depth:  # a load that ended in an exception
+            self.access.abandon_load()
         self._check_drift()
         if self.access.guard is not None:
             self.access.guard.check("before a step")

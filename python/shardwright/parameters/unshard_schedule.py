@@ -19,7 +19,7 @@ import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 
@@ -28,7 +28,7 @@ from ..layout.param_groups import UnitPlan
 from ..torch_compat import autograd as _hooks
 from ..torch_compat.internals import forward_hooks
 from ..torch_compat.weak import weakly
-from .gathered_unit import ComputeForm, Member, Pin, Unit
+from .gathered_unit import BY_USER, NOT_PINNED, UNTIL_STEP, ComputeForm, Member, Unit
 
 _NO_TASK = -1
 _COPY = (
@@ -211,7 +211,7 @@ class UnitSchedule:
         self.coming.add(unit.number)
 
     def _may_lie_in_place(self, unit: Unit, in_place: bool) -> bool:
-        return unit.place is not None and (in_place or not (self._keepers or unit.pin is Pin.BY_USER))
+        return unit.place is not None and (in_place or not (self._keepers or unit.pin is BY_USER))
 
     def _make_room(self, unit: Unit, in_place: bool) -> bool:
         """Return True if the place of `unit` is free, or can be made so."""
@@ -223,9 +223,9 @@ class UnitSchedule:
         if number in self.coming:
             self._drop_coming()
             return True
-        if not (other.running or other.opened) and other.pin is not Pin.UNTIL_STEP:
+        if not (other.running or other.opened) and other.pin is not UNTIL_STEP:
             self._release(other)
-            if other.pin is Pin.BY_USER or (self._keepers and not other.is_compute_form):
+            if other.pin is BY_USER or (self._keepers and not other.is_compute_form):
                 self._gather(other)  # apart
             return True
         if in_place:
@@ -280,7 +280,7 @@ class UnitSchedule:
             unit.note_versions()
 
     def _release_if_idle(self, unit: Unit) -> None:
-        if not (unit.running or unit.opened or self._keepers) and unit.pin is Pin.NONE:
+        if not (unit.running or unit.opened or self._keepers) and unit.pin is NOT_PINNED:
             self._release(unit)
 
     def release_all(self) -> None:
@@ -293,14 +293,14 @@ class UnitSchedule:
             unit.running.clear()
             unit.opened.clear()
             unit.ran_apart.clear()
-            if unit.pin is Pin.UNTIL_STEP:
-                unit.pin = Pin.NONE
+            if unit.pin is UNTIL_STEP:
+                unit.pin = NOT_PINNED
             self._release(unit)
 
     def gather_pinned(self) -> None:
         """Gather the units that are always whole."""
         for unit in self._plain:
-            if self._keepers or unit.pin is Pin.BY_USER:
+            if self._keepers or unit.pin is BY_USER:
                 self._gather(unit)
 
     def gather_beside(self, number: int) -> None:
@@ -328,7 +328,7 @@ class UnitSchedule:
 
     def _release_coded(self) -> None:
         """Release units that hold int8-rounded weights; raise if one is in use."""
-        busy = next((unit for unit in self.units if unit.running or unit.opened or unit.pin is Pin.UNTIL_STEP), None)
+        busy = next((unit for unit in self.units if unit.running or unit.opened or unit.pin is UNTIL_STEP), None)
         if busy is not None:
             raise Error(
                 f"whole parameters of {busy.name or 'the outermost unit'!r} were asked for while it runs, or before the backward of its "
@@ -376,11 +376,11 @@ class UnitSchedule:
         """Gather a unit until unpin(); on a GPU apart, so that other units can use its place."""
         if self._on_gpu and not (unit.running or unit.opened):
             self._release(unit)
-        unit.pin = Pin.BY_USER
+        unit.pin = BY_USER
         self._gather(unit)
 
     def unpin(self, unit: Unit) -> None:
-        unit.pin = Pin.NONE
+        unit.pin = NOT_PINNED
         self._release_if_idle(unit)
 
     # gathering ahead ----------------------------------------------------------------------------------------------
@@ -398,7 +398,7 @@ class UnitSchedule:
             if not following.indices or following.is_whole or following.number in self.coming:
                 continue
             is_free = following.place is not None and self._units.holder(following.place) is None
-            if self._keepers or following.pin is not Pin.NONE or not is_free:
+            if self._keepers or following.pin is not NOT_PINNED or not is_free:
                 return
             self._begin(following)
 
@@ -514,14 +514,14 @@ class UnitSchedule:
         if (begin, task) not in unit.opened:
             unit.opened.append((begin, task))
         self._gather(unit, begin not in unit.ran_apart)
-        if torch.is_grad_enabled() and unit.pin is Pin.NONE:  # create_graph: a backward of this backward will follow
+        if torch.is_grad_enabled() and unit.pin is NOT_PINNED:  # create_graph: a backward of this backward will follow
             self._pin_until_step(unit)
         if self._on_gpu:
             self._look_ahead("backward", unit)
 
     def _pin_until_step(self, unit: Unit) -> None:
-        if unit.pin is not Pin.BY_USER:
-            unit.pin = Pin.UNTIL_STEP
+        if unit.pin is not BY_USER:
+            unit.pin = UNTIL_STEP
             unit.note_samples()
 
     def _end_tasks(self, tasks: Iterable[int]) -> None:
@@ -556,21 +556,13 @@ class UnitSchedule:
             raise Error(_COPY.format(what=what))
 
 
-class _Hooked(Protocol):
-    @property
-    def units(self) -> Sequence[Any]: ...
-
-    def refuse(self, unit: Any, what: str) -> None:
-        """Raise Error if a module must not be copied now."""
-
-
 class ModuleHook:
-    """A hook in a module's own dictionaries: calls a method with one of its owner's units.
+    """A hook in a module's own dictionaries: calls a method of its owner, with a unit if it has a `number`.
 
     It refuses to be copied with a released module. In a copy of a whole module it does nothing.
     """
 
-    def __init__(self, owner: _Hooked, method: Callable[..., None], number: int) -> None:
+    def __init__(self, owner: Any, method: Callable[..., None], number: int | None = None) -> None:
         self._owner = weakref.ref(owner)
         self._method = method
         self._number = number
@@ -578,7 +570,11 @@ class ModuleHook:
     @_hooks.disable_compile
     def __call__(self, *arguments: Any) -> None:
         owner = self._owner()
-        if owner is not None and owner.units:
+        if owner is None:
+            return
+        if self._number is None:
+            self._method(owner, *arguments)
+        elif owner.units:
             self._method(owner, owner.units[self._number], *arguments)
 
     def __deepcopy__(self, memo: Any) -> Any:
@@ -589,7 +585,7 @@ class ModuleHook:
 
     def _copy(self, what: str) -> NoHook:
         owner = self._owner()
-        if owner is not None and owner.units:
+        if owner is not None and self._number is not None and owner.units:
             owner.refuse(owner.units[self._number], what)
         return NoHook()
 
