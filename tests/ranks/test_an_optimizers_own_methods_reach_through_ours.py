@@ -343,7 +343,7 @@ def test_the_first_of_two_optimizers_with_such_parameters_is_named(rank, world_s
 
 def test_a_digest_of_a_gradient_takes_no_memory_per_element():
     """Law: the digest reads the gradient's bytes in place. One of 64 MiB may not raise the peak by half of that."""
-    from shardwright.parallel.agreement.unaveraged import _digest
+    from shardwright.parallel.agreement.steppers import _digest
 
     gradient = torch.ones(1 << 24)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 #: slice boundaries are multiples of this (csrc/tensor/layout.h)
 _SLICE_BYTES = 128
-#: bytes per rank that Outcomes uses
+#: bytes per rank of outcome_sets()
 OUTCOME_BYTES = 2 * _SLICE_BYTES
 
 
@@ -180,28 +180,14 @@ class Storage:
         """Gather units as after a step, at the end of a join, whatever each rank has. Collective with units."""
 
 
-class Outcomes:
-    """One byte per rank behind an arena's parameters: 1 if the rank's step failed. What publishes a step also sends these.
+def outcome_sets(arena: Arena, offset: int, world_size: int, part: int) -> list[tuple[int, torch.Tensor]]:
+    """Return two sets of one byte per rank behind an arena's parameters, each with its first byte: 1 if the step failed.
 
-    Steps alternate between two sets: a rank writes one while a slower rank still reads the other.
+    What publishes a step also sends these; rank r writes [r, 0]. Steps alternate between the sets: a rank writes one while
+    a slower rank still reads the other.
     """
-
-    def __init__(self, arena: Arena, offset: int, rank: int, world_size: int, part: int) -> None:
-        self._offset, self._rank = offset, rank
-        self._bytes = from_dlpack(arena.tensor(offset, "uint8", [2, world_size, _SLICE_BYTES], None, part))
-        self._turn = 0
-
-    def put(self, failed: bool) -> tuple[int, int]:
-        """Write this rank's outcome; return (first byte, bytes) of the set. Each rank has a slice of it."""
-        self._turn ^= 1
-        self._bytes[self._turn, self._rank, 0] = failed
-        size = self._bytes[0].numel()
-        return self._offset + self._turn * size, size
-
-    def read(self) -> list[int]:
-        """Return every rank's outcome. Call it after they were published."""
-        found: list[int] = self._bytes[self._turn, :, 0].tolist()
-        return found
+    both = from_dlpack(arena.tensor(offset, "uint8", [2, world_size, _SLICE_BYTES], None, part))
+    return [(offset, both[0]), (offset + both[0].numel(), both[1])]
 
 
 def populate(arena: Arena, ranges: Iterable[tuple[int, int]]) -> None:
@@ -231,8 +217,10 @@ def make_dense(parameter: torch.Tensor) -> None:
 
 def memory_order(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return elements in the memory order of `like`, of the same shape; an alias where the strides agree."""
-    strides = dense_strides(like)
-    if strides is None or tensor.stride() != strides or tensor.is_conj() or tensor.is_neg():
+    is_alias = tensor.is_contiguous() and like.is_contiguous()
+    strides = None if is_alias else dense_strides(like)
+    is_alias = is_alias or (strides is not None and tensor.stride() == strides)
+    if not is_alias or tensor.is_conj() or tensor.is_neg():
         same = torch.empty_strided(
             like.shape, strides or like.contiguous().stride(), dtype=tensor.dtype, device=tensor.device
         )

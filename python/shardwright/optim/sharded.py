@@ -344,7 +344,7 @@ class ShardedOptimizer(Forwarding):
             for replica in self.replicas:
                 writing.enter_context(replica.access.writing())
             result, failure = self._run_on_slices(call, around)
-            outcomes = self._owner.publish(failure is not None)  # after a failure too: slices stay equal
+            outcomes = self._owner.publish(self.replicas, failure is not None)  # after a failure too: slices stay equal
         for replica in self.replicas:
             replica.access.count_writes([entry.member for entry in written if entry.replica is replica])
         if outcomes is None or any(outcomes):
@@ -373,7 +373,8 @@ class ShardedOptimizer(Forwarding):
         comm = self._replica.group.comm
         try:
             for replica in self.replicas:
-                replica.parameters().take_writes()
+                if replica.zero == 3:
+                    replica.parameters().take_writes()
             if self._owner.is_whole:
                 self._owner.complete()
             with around or contextlib.nullcontext(), self._on_slices() as low:

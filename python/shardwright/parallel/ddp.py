@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -194,8 +195,6 @@ class DistributedDataParallel(TorchDDP):
         """Set what a copy has of its own, and refuse other wrappers of the module."""
         self._join_config = JoinConfig.construct_disabled_join_config()
         self._module_parameters = self._engine.own_parameters()
-        self.reducer = ReducerFacade(self)  # type: ignore[assignment]
-        self.logger = DDPLogger(self)  # type: ignore[assignment]
         register_face(self, lambda wrapper, make: wrapper._engine)
         guard_from_wrappers(self._engine, self)
 
@@ -210,6 +209,8 @@ class DistributedDataParallel(TorchDDP):
     compression_state: CompressionState | StatesOfParts | None = _of_engine("compression_state")
     _comm_hooks = _of_engine("comm_hooks")
 
+    reducer = property(ReducerFacade)
+    logger = functools.cached_property(DDPLogger)  # type: ignore[assignment]
     modules_buffers = property(lambda self: list(self._engine.buffers.values()))
 
     @property
@@ -239,7 +240,7 @@ class DistributedDataParallel(TorchDDP):
             return copied(super().state_dict(*args, **kwargs))
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("device_mesh", "reducer", "logger", "_module_parameters", "_join_config", "__weakref__")
+        own = ("device_mesh", "logger", "_module_parameters", "_join_config", "__weakref__")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -355,9 +356,9 @@ class DistributedDataParallel(TorchDDP):
         try:
             self._engine.register_hook(states, hook)
         except Error as error:
-            self.logger.set_error_and_log(f"{type(error)}: {error}")  # type: ignore[union-attr]
+            self.logger.set_error_and_log(f"{type(error)}: {error}")
             raise
-        self.logger._set_comm_hook_name(name)  # type: ignore[union-attr]
+        self.logger._set_comm_hook_name(name)
 
     def compress_gradients(self, compress: Compressor) -> None:
         """Compress gradients like wrap(..., compress=compress): its hook runs over the engine's communicator.
@@ -382,13 +383,13 @@ class DistributedDataParallel(TorchDDP):
         refuse_wrapper("torch.nn.parallel.replicate()", type(self.module).__name__)
 
     def _log_and_throw(self, err_type: type[Exception], err_msg: str) -> None:
-        self.logger.set_error_and_log(f"{err_type}: {err_msg}")  # type: ignore[union-attr]
+        self.logger.set_error_and_log(f"{err_type}: {err_msg}")
         raise err_type(err_msg)
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """Return torch's logging data, under torch's names, and the engine's counts. Times are measured from the first
         call on, or once a sample rate is set."""
-        return self.logger.data()  # type: ignore[union-attr]
+        return self.logger.data()
 
     def _update_process_group(self, new_process_group: Any) -> None:
         raise NotImplementedError(

@@ -465,9 +465,9 @@ class Replica:
         self.steppers.rounds_at_step[optimizer] = rounds
         if rounds != since and self.group.world_size > 1:
             self.gradients.check_averaged(optimizer, since)
-            waiting = self.steppers.unaveraged.waiting.get(optimizer)
+            waiting = self.steppers.waiting.get(optimizer)
             if waiting is None or waiting[1] or waiting[0] != len(optimizer.param_groups):
-                unaveraged = self.steppers.unaveraged.note(optimizer)
+                unaveraged = self.steppers.note_gradients(optimizer)
                 if unaveraged:
                     self.reducer.note_step(unaveraged)
 
