@@ -102,10 +102,7 @@ def gather_values(comm: HostComm, value: Callable[[], Any], label: str, **option
 
 
 def verify(comm: HostComm, describe: Callable[[], list[list[str]]], what: str, *, alike: bool = False) -> None:
-    """Raise on every rank unless describe() returns the same [item, value] lines on all ranks. Collective.
-
-    A rank on which describe() fails raises that error, and the others an Error that quotes it.
-    """
+    """Raise on every rank unless describe() returns the same [item, value] lines, and fails on none. Collective."""
 
     def failed(rank: int, sentence: str) -> Exception:
         if sentence.startswith("rank "):  # that rank heard of another rank's error
@@ -138,10 +135,7 @@ def _disagreement(tables: list[list[list[str]]], what: str) -> str:
 
 
 def sums_over_ranks(comm: HostComm, sums: Callable[[], bytes], label: str) -> bytes:
-    """Return exact sums of squares of all ranks together. Collective.
-
-    `sums` returns this rank's, in norm_sum()'s format, concatenated. If it raises Error on some rank, all raise.
-    """
+    """Return exact sums of squares of all ranks together; `sums` returns this rank's, or raises on all. Collective."""
     return added_sums(gather_answers(comm, sums, f"norm of the gradients of {label}"))
 
 

@@ -46,10 +46,9 @@ _LOOK_S = (0.001, 0.05)
 
 
 def attempt_store(store: Any, rank: int, world_size: int, timeout_s: float, failure: str = "") -> Any:
-    """Return a store that only the ranks of this start use. Collective.
+    """Return a store that only the ranks of this start use, inside one that may hold keys of earlier starts. Collective.
 
-    `store` may hold keys of earlier starts and other world sizes. `failure`: why this rank cannot go on, a CommError on
-    all ranks. TimeoutError names ranks that did not come.
+    `failure`: why this rank cannot go on, a CommError on all ranks. TimeoutError names ranks that did not come.
     """
     room = dist.PrefixStore(_ROOM, store)
     if rank == 0:

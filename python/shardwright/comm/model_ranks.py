@@ -34,10 +34,9 @@ class ModelRanks:
 
     @classmethod
     def beside(cls, parameters: Iterable[torch.Tensor], group: HostGroup) -> ModelRanks | None:
-        """Return the ranks of the mesh of the DTensors that `group` averages; None without DTensors.
+        """Return the ranks of the mesh of the DTensors that `group` averages, or None. Collective; all raise the same error.
 
-        Call it before any check, so that one rank's failure can reach all. Collective over the group, and over the mesh at
-        first use. If ranks of the group have meshes of different shapes, or some have none, all raise the same error.
+        Call it before any check, so that one rank's failure can reach all.
         """
         ranks, held = group_ranks(group.torch_group), list(parameters)
         mesh = first_mesh(held, ranks)
@@ -83,10 +82,7 @@ class ModelRanks:
         return group_over(self._together)
 
     def check_replicated(self, table: ParameterTable, group: HostGroup, label: str) -> None:
-        """Raise Error on all ranks if a parameter that is not sharded over a dimension differs along it. Collective.
-
-        The values compared are rank 0's of the `group`, with which its ranks start. Cost: 8 bytes a parameter.
-        """
+        """Raise Error on all ranks if a parameter differs along a dimension that does not shard it. Collective: 8 bytes each."""
         digests = b"".join(map(_digest, table.parameters)) if group.rank == 0 else b""
         digests = group.comm.all_gather_bytes(digests, f"values of {label}")[0]
 
@@ -108,10 +104,9 @@ class ModelRanks:
         gather_answers(group.comm, compare, f"values of {label}", alike=True)
 
     def add_squares(self, squares: bytes, kinds: Sequence[tuple[bool, ...]], label: str) -> bytes:
-        """Return the exact sum of squares of all ranks of the mesh, from this rank's for each of the distinct `kinds`.
+        """Return the exact sum of squares over the mesh, from this rank's for each of the sorted, distinct `kinds`. Collective.
 
-        `squares` are this rank's, one for each of the sorted, distinct `kinds`. All ranks raise Error if sums of
-        gradients that are not sharded over a dimension differ along it by more than rounding.
+        All raise Error if gradients that are not sharded over a dimension differ along it by more than rounding.
         """
         sums = _cut(squares)
 

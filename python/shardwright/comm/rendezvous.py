@@ -71,10 +71,9 @@ class Meeting(NamedTuple):
 
 
 class Rendezvous:
-    """One rendezvous of a group's ranks, through a store for it alone.
+    """One rendezvous of a group's ranks, through a store for it alone; in `assembly` all meet first, and a dead one ends it.
 
-    `timeout_s` bounds each wait once all ranks have come; until then torch's default, if that is later. In `assembly`
-    all ranks meet first; a rank that dies ends it.
+    `timeout_s` bounds each wait once all ranks have come; until then torch's default, if that is later.
     """
 
     def __init__(
@@ -98,10 +97,7 @@ class Rendezvous:
         self._warn_after_s, self._log = warn_after_s, log
 
     def meet(self, line: Line, forced_hosts: Sequence[int] | None = None) -> Meeting:
-        """Exchange the lines. `forced_hosts`: the host of each rank, instead of the detected one.
-
-        MemoryError: some rank cannot join. CommError, CommTimeoutError: one died, gave up or did not come.
-        """
+        """Exchange the lines; `forced_hosts` are tests'. MemoryError: one cannot join. CommError, CommTimeoutError: one is lost."""
         line = line._replace(failure=line.failure or self._store.failure)
         try:
             return self._exchange(line, forced_hosts)
@@ -169,7 +165,6 @@ class Rendezvous:
         }
 
     def _answer(self, lines: Sequence[Line], forced_hosts: Sequence[int] | None) -> None:
-        """Write rank 0's answer: the map of hosts, or the reason of a failure."""
         failing = next((each for each in lines if each.failure), None)
         failure, runs = "", []
         if failing is not None:
@@ -308,7 +303,6 @@ class _Caller:
 
 
 def _answer_calls(store: Any, asked: queue.SimpleQueue[Any], answers: queue.SimpleQueue[Any]) -> None:
-    """The thread of a _Caller."""
     while (call := asked.get()) is not None:
         name, arguments = call
         try:

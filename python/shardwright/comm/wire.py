@@ -35,9 +35,8 @@ _RADIX = 8
 class Wire:
     """The wire between the carriers of hosts, over a Gloo group of our own; implements csrc/comm/bridge.h.
 
-    The first message each way is a token, HMAC-SHA256 of both ranks under the group's secret. No message of a peer is
-    accepted before its token. Carriers that exchange frames send tokens at the start, others at first use. A forked
-    child closes the sockets that `before` lacks: one that outlives a killed process would keep them open.
+    The first message each way is a token, HMAC-SHA256 of both ranks under the group's secret, before which none of a peer is
+    accepted. A forked child closes the sockets that `before` lacks: they would outlive a killed process.
     """
 
     #: rate below which carriers send packets (docs/design/hosts_packets.md); the engine reads it once
@@ -84,10 +83,7 @@ class Wire:
         work.wait(timeout)
 
     def end_silence_after(self, silent_s: float | None) -> None:
-        """Let the kernel close connections on which bytes were not acknowledged for `silent_s`; None: its own rule.
-
-        The peer's kernel acknowledges even for a stopped process, until its buffers are full.
-        """
+        """Let the kernel close connections whose bytes no peer's kernel acknowledges for `silent_s`; None: its own rule."""
         for fd, _ in self._sockets & sockets():
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as each:
                 each.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, math.ceil(1000 * (silent_s or 0)))
@@ -124,10 +120,9 @@ class Wire:
         return hmac.digest(self._secret, f"wire {sender} {receiver}".encode(), hashlib.sha256)
 
     def close(self, gently: bool) -> bool:
-        """Close all connections and end pending operations; with `gently`, after the peers' farewell or a short wait.
+        """Close all connections, with `gently` after the peers' farewell; at exit return False, since the kernel does.
 
-        Gloo has no call for it, but a receive that times out closes all connections of its group. At exit return False
-        and do nothing: the kernel closes connections after the last messages are sent.
+        Gloo has no call for it, but a receive that times out closes all connections of its group.
         """
         if self._exits():
             return False

@@ -13,8 +13,7 @@ __all__ = ["BucketRanges"]
 class BucketRanges:
     """The tracer of a reducer: a range for each bucket as it is posted, and as the end of a round waits for it.
 
-    The thread that posts a bucket also folds it, as far as peers have posted theirs, so its range includes that work. On a
-    GPU the range covers the launch. The reducer's buckets are described at once: a tracer does not keep its reducer.
+    The thread that posts a bucket also folds it. Buckets are described at once: a tracer does not keep its reducer.
     """
 
     def __init__(self, reducer: Any, names: Sequence[str], op: str, label: str) -> None:

@@ -25,11 +25,10 @@ _SLICE_BYTES = 128
 
 
 class HookRunner:
-    """A runner that calls `hook(state, bucket)` for the buckets of a reducer.
+    """A runner that calls `hook(state, bucket)`, whose result is a tensor or a Future of one, for the buckets of a reducer.
 
-    The hook returns a Future of a tensor (or of a list of one), or the tensor itself. `like` has the parameters' shapes
-    and strides, since a parameter may be released. `over_all`: the hook always returns the mean over all ranks, which
-    inside a join is multiplied by (all ranks / training ranks); else its result is used unchanged.
+    `like` has the parameters' shapes and strides. `over_all`: the hook returns the mean over all ranks, which inside a join
+    is multiplied by (all ranks / training ranks); else its result is used unchanged.
     """
 
     def __init__(
@@ -59,10 +58,7 @@ class HookRunner:
         self.job(bucket, is_last, is_early)()
 
     def job(self, bucket: int, is_last: bool, is_early: bool) -> Callable[[], None]:
-        """Return the hook's job for a bucket, with its position in the round. Called in bucket order, on any thread.
-
-        `is_early`: ranks have not exchanged their use bits yet; this rank used the whole bucket.
-        """
+        """Return the hook's job for a bucket, in bucket order, on any thread. `is_early`: use bits are not exchanged yet."""
         # an exception ended the last round early: this one starts at 0
         self._position = self._position + 1 if bucket > self._previous else 0
         self._previous = bucket
@@ -82,7 +78,6 @@ class HookRunner:
             flat.mul_(self._world_size / count)
 
     def _count(self) -> int:
-        """Return the number of ranks over which the mean is taken."""
         return self._divisor() if self._over_all else self._world_size
 
     @torch.no_grad()
@@ -119,12 +114,9 @@ class HookRunner:
 class SlicedHookRunner(HookRunner):
     """A runner for ranks that keep their slices of the averages outside the buckets (zero >= 2, in a pool).
 
-    Buckets then share slots. The hook leaves the average in this rank's slice of the slot. A contribution on top of a
-    standing average does not include that: the owner adds its slice of the standing average to the result.
-
-    A user's hook computes the whole result, in buckets of the same length as at zero=0, since the order of its
-    collectives' sums may depend on the length. So do our hooks if a slice has several owners (a mesh of two
-    dimensions), since they support one owner per slice.
+    Buckets share slots; the hook leaves the average in this rank's slice, and the owner adds its standing average. A user's
+    hook computes whole results, in buckets of zero=0's length, since the order of its sums may depend on that. So do ours if
+    a slice has several owners.
     """
 
     def __init__(

@@ -141,9 +141,7 @@ class ModuleGradients:
             self._opens_locally = False
 
     def opener(self, engine: weakref.ref[Any], opens_first: Callable[[], None] | None = None) -> Callable[[], bool]:
-        """Return the callback that opens a round after it calls `opens_first`. It returns True if the round
-        synchronises, by the engine's require_backward_grad_sync.
-        """
+        """Return the callback that opens a round, after `opens_first`. It returns True if the round synchronises."""
         reference = weakref.ref(self)
 
         def open_round() -> bool:
@@ -269,9 +267,7 @@ class ModuleGradients:
         return [self.slice_of(index) for index in range(len(self._table.parameters))]
 
     def slice_of(self, index: int) -> torch.Tensor | None:
-        """Return this rank's elements of a parameter's `.grad`, one-dimensional; None if there is no gradient. Raise
-        Error if it is not averaged, or if the parameter is frozen.
-        """
+        """Return this rank's elements of a parameter's `.grad`, flat; None without one. Error if not averaged, or frozen."""
         parameter = self._table.parameters[index]
         gradient = parameter.grad
         if isinstance(gradient, ShardedGradient):
@@ -300,9 +296,8 @@ class ModuleGradients:
     def _is_averaged(self, index: int, gradient: torch.Tensor, since: int) -> bool:
         """Return True if a whole gradient is a round's result or the user's change of it, as far as can be known.
 
-        A round leaves our view, whose values may be changed in place (clipping, noise). Another tensor counts as the
-        user's change if a round after `since` averaged the parameter, if the parameter was stepped on before, or if the
-        tensor is zero. After a forward without a backward our view is judged like another tensor.
+        A round leaves our view, whose values may be changed in place. Another tensor counts if a round after `since` averaged
+        the parameter, if it was stepped on before, or is zero. After a forward without a backward our view is judged so too.
         """
         if self._backend.group.world_size == 1:
             return True
@@ -315,9 +310,7 @@ class ModuleGradients:
         return (kept is not None and kept() is gradient) or not bool(gradient.any())
 
     def check_averaged(self, optimizer: torch.optim.Optimizer, since: int) -> None:
-        """Raise Error at zero=0 for a gradient that was not averaged, before a step of `optimizer`, and end the
-        communicators with its sentence. `since`: the number of rounds at its previous step.
-        """
+        """Raise Error at zero=0, on all ranks, for a gradient not averaged since the round of the optimizer's last step."""
         suspects = range(len(self.views)) if self.closed_without_backward else self._reducer.foreign()
         if not suspects:
             return
@@ -348,11 +341,9 @@ class ModuleGradients:
     # values over all ranks -----------------------------------------------------------------------------------------
 
     def squares_of(self, slices: Callable[[], Sequence[torch.Tensor | None]], *, over_ranks: bool = True) -> bytes:
-        """Return the exact sums of squares of all ranks' gradients; `slices` returns this rank's. Collective
-        `over_ranks`.
+        """Return the exact sums of squares of all ranks' gradients, if `over_ranks` collectively; `slices` returns ours.
 
-        There is one sum for each set of dimensions of the model mesh over which parameters are sharded. If `slices`
-        raises Error on some rank, all raise.
+        There is one sum for each set of dimensions of the model mesh over which parameters are sharded.
         """
         kinds = self._table.sharded_kinds
 
@@ -366,10 +357,7 @@ class ModuleGradients:
         return sums_over_ranks(self._comm, sums, self._label) if over_ranks else sums()
 
     def agree_on_clipping(self, max_norm: float) -> tuple[float, list[torch.Tensor]]:
-        """Return rank 0's `max_norm`, and this rank's part of the gradients that all ranks clip to it. Collective
-        between hosts. All ranks raise Error if gradients are not averaged on some, or if `max_norm` differs by more than
-        rounding.
-        """
+        """Return rank 0's `max_norm`, and the gradients that this rank clips to it. Collective between hosts."""
         found: list[torch.Tensor | None] = []
 
         def answer() -> bytes:
@@ -396,8 +384,7 @@ class ModuleGradients:
             done.append([index, name, factor])
 
     def whole(self) -> dict[str, torch.Tensor | None]:
-        """Return whole averaged gradients by bare name. Collective at zero >= 2; below it returns the gradients
-        unchanged."""
+        """Return whole averaged gradients by bare name, collectively at zero >= 2; below it `.grad` unchanged."""
         if self._zero >= 2:
             self._agree()
         found: dict[str, torch.Tensor | None] = {}
@@ -465,9 +452,7 @@ class ModuleGradients:
         self.factors().append([index, name, factor])
 
     def number(self, factor: Any) -> float:
-        """Return a factor's value, cached since one tensor usually scales all gradients. On a GPU the host waits for
-        it.
-        """
+        """Return a factor's value, cached since one tensor usually scales all gradients. On a GPU the host waits for it."""
         if not isinstance(factor, torch.Tensor):
             return float(factor)
         version = -1 if factor.is_inference() else factor._version
@@ -476,8 +461,7 @@ class ModuleGradients:
         return self._factor[2]
 
     def factors(self) -> list[list[Any]]:
-        """Return [index, "mul_" or "div_", factor] of each scaling since accept_factors(). Ranks compare it before a
-        step.
+        """Return [index, "mul_" or "div_", factor] of each scaling that ranks have not compared yet.
 
         A round keeps the scalings of gradients to which some rank contributed on top.
         """
@@ -493,11 +477,7 @@ class ModuleGradients:
         self._factors = []
 
     def norm(self, index: int, order: float, averaged: Callable[[], object]) -> float:
-        """Return the norm of one parameter's gradient. The first call after a round computes all norms in one
-        collective.
-
-        `averaged` raises Error if the gradient is not averaged yet; then all ranks raise it.
-        """
+        """Return the norm of one gradient. The first call after a round computes all, collectively; `averaged` may raise."""
         state = (self._reducer.rounds, self._scalings + len(self.factors()))
         if state != self._norms_of:
             self._norms, self._norms_of = {}, state
@@ -527,9 +507,7 @@ class ModuleGradients:
         return {index: _whole(column, order) for index, column in zip(pieces, zip(*rows))}
 
     def any_rank(self, overflowed: Callable[[], bool]) -> bool:
-        """Return True if a gradient overflowed on some rank. Collective. If `overflowed` raises Error on some rank, all
-        raise.
-        """
+        """Return True if a gradient overflowed on some rank. Collective; all raise if `overflowed` raises Error."""
         said = gather_answers(self._comm, lambda: bytes([overflowed()]), "overflow of a gradient")
         return b"\1" in said
 

@@ -90,10 +90,7 @@ class ShardedGradient(torch.Tensor):
         self._module.forget_norms()
 
     def clipped(self, max_norm: float) -> torch.Tensor:
-        """Return the memory of an averaged gradient for a GPU's clipping kernels, and note the clipping.
-
-        The factor is only on the GPU; ranks with equal `max_norm` have the same one.
-        """
+        """Return the memory of an averaged gradient for a GPU's clipping kernels, and note the clipping."""
         self._module.scaled(self._index, "clip", max_norm)
         return self._held
 
@@ -104,18 +101,14 @@ class ShardedGradient(torch.Tensor):
         _refuse("cannot be pickled")
 
     def share_memory_(self) -> Any:
-        """Raise: module.share_memory() bypasses the dispatch of operations, and torch would read memory that does not
-        exist.
-        """
+        """Raise: module.share_memory() bypasses the dispatch, and torch would read memory that does not exist."""
         raise Error(
             "a gradient of which this rank keeps a slice has no memory to share: zero_grad() first, and wrap again after"
         )
 
     @property
     def data(self) -> Any:
-        """Return the gradient itself. Assigning it would bypass the dispatch of operations and leave the slice
-        unchanged.
-        """
+        """Return the gradient itself. Assigning it would bypass the dispatch and leave the slice unchanged."""
         return self
 
     @data.setter
@@ -236,10 +229,7 @@ def _each(name: str) -> Callable[..., Any]:
 
 
 def unscale_on_this_rank(grads: Any, found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
-    """Unscale gradients of one dtype, whole or sliced, and set `found_inf` if one overflowed.
-
-    Raise Error if one is not averaged.
-    """
+    """Unscale averaged gradients of one dtype, whole or sliced, and set `found_inf` if one overflowed."""
     sliced = [grad for grad in grads if isinstance(grad, ShardedGradient)]
     for grad in sliced:
         grad.averaged_piece()

@@ -51,10 +51,7 @@ def find_sparse(module: torch.nn.Module, table: ParameterTable) -> frozenset[int
 
 
 class SparseGradients:
-    """The gradients of a module's sparse parameters, and their exchange.
-
-    `user_hook` is (state, hook) of a user's communication hook, which gets each parameter's gradient as a bucket.
-    """
+    """The gradients of a module's sparse parameters, and their exchange. `user_hook`: (state, hook) of a user, or None."""
 
     def __init__(self, table: ParameterTable, comm: HostComm, reducer: Any, reduce: str, label: str) -> None:
         self._parameters = {index: table.parameters[index] for index in sorted(table.sparse)}

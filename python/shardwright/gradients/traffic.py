@@ -14,10 +14,9 @@ __all__ = ["wire_bytes"]
 def wire_bytes(
     reducer: Any, world_size: int, slice_count: int, zero: int, compression: tuple[str, Exchange | None] | None
 ) -> dict[str, Any]:
-    """Return the bytes that this rank sends.
+    """Return the bytes that this rank sends; a compressor's exchange, if there is one, counts its own.
 
-    A compressor's exchange counts its own bytes. Plain buckets fold in place: a rank reads W - 1 slices, and at zero 0
-    and 1 writes as many. `compression`: a compressor's name and exchange, None if the reducer compresses to 16 bits.
+    Plain buckets fold in place: a rank reads W - 1 slices, and at zero 0 and 1 writes as many.
     """
     name, exchange = compression or ("", None)
     if exchange is not None:

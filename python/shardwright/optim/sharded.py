@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +58,7 @@ from .sliced_state import MARK, SlicedState, StateNames, beside, with_state
 if TYPE_CHECKING:
     from .device_clip import DeviceClip
 
+_parameter_of = operator.attrgetter("parameter")
 _GradientOf = Callable[[Entry], torch.Tensor | None]
 
 
@@ -270,7 +272,7 @@ class ShardedOptimizer(Forwarding):
                 exchange_slices(self._replica, self.run)
         members = self._members()
         with unguarded():
-            states = dict(zip(members, states_of([entry.parameter for entry in members])))
+            states = dict(zip(members, states_of(map(_parameter_of, members))))
         self._step_together(self._owner.gradient, states)
         return loss
 

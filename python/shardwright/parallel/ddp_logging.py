@@ -41,8 +41,7 @@ class IterationTimes:
         self.forward_start = self.backward_start = self.backward_end = self.close_end = 0
 
     def data(self) -> dict[str, int]:
-        """Return torch's fields. Communication time is the wait at the end of a backward. It excludes buckets averaged
-        during the backward, so no overlap is reported."""
+        """Return torch's fields. Communication time is the wait at the end of a backward, so no overlap is reported."""
         return {
             "forward_compute_time": self.backward_start - self.forward_start,
             "backward_compute_time": self.backward_end - self.backward_start,

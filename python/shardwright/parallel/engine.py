@@ -64,10 +64,7 @@ def register_face(module: torch.nn.Module, find: Callable[[Any, bool], Engine | 
 
 
 def engine_of(module: Any, *, make: bool = True) -> Engine | None:
-    """Return the engine of a wrapped module, or of an outermost module of fully_shard; None for any other.
-
-    With `make` it makes the engine of the latter, collectively.
-    """
+    """Return the engine of a wrapped module, or of an outermost one of fully_shard (with `make`: made, collectively), or None."""
     module = original_of(module)
     find = _faces.get(module) if isinstance(module, torch.nn.Module) else None
     return None if find is None else find(module, make)
@@ -87,24 +84,10 @@ def needed_engine(operation: str, module: Any) -> Engine:
 class Engine:
     """The replicas of one module on this rank, its options and its precision.
 
-    Attributes
-    ----------
-    options : Options
-        The options, with `groups` by name.
-    precision : PrecisionPlan or None
-    made : list of Replica
-        The replicas that exist: first that of the module's group, then those of `groups`. Empty until they are needed.
-    inner : list of Engine
-        Engines of wrappers inside the module that average their own gradients.
-    is_around : bool
-        True if `inner` average all gradients, and this engine has no replicas.
-    is_taken : bool
-        True inside a module whose engine took the parameters over.
-    buffers : dict of str to Tensor
-        The buffers that rank 0 broadcasts before forwards.
-    join_member : callable
-        Returns the face that is in a Join, or None.
-    comm_hooks : list of (hook, state)
+    `made`: the replicas that exist, that of the module's group first, then those of `groups`; none until they are needed.
+    `inner`: engines of wrappers inside the module that average their own gradients; `is_around` if those average all, and
+    this engine has no replicas. `is_taken`: an outer engine took the parameters over. `join_member` returns the face that
+    is in a Join, or None. `comm_hooks` has (hook, state).
     """
 
     def __init__(
@@ -150,7 +133,6 @@ class Engine:
             self.precision.keep()
 
     def _reset(self) -> None:
-        """Forget the replicas."""
         self.made: list[Replica] = []
         # held here, since hooks of the parameters refer to the replicas and would keep the module alive
         self._drift: list[DriftCheck] = []
@@ -209,10 +191,9 @@ class Engine:
     # making -------------------------------------------------------------------------------------------------------
 
     def _find_inner(self) -> tuple[list[Engine], list[Engine]]:
-        """Return (inner engines that still average their own gradients, inner engines that this one takes over).
+        """Return (inner engines that average their own gradients, those that this one takes over). May be collective.
 
-        Wrappers of zero=0 nest as torch's do. Otherwise the outermost engine has all parameters, so that one engine
-        slices, clips and saves them, and inner wrappers only call their modules. Collective if they had replicas.
+        Wrappers of zero=0 nest as torch's do. Otherwise one engine slices, clips and saves all, and inner ones only call.
         """
         foreign = find_wrapper(self.module, self._ignored_names())
         if foreign is not None:
@@ -285,7 +266,6 @@ class Engine:
         return chosen if isinstance(chosen, Compressor) else None
 
     def _build(self, *, init_sync: bool, sync_buffers: bool) -> None:
-        """Make the replicas. Collective."""
         if self.is_around:
             self.process_group = self.inner[0].process_group
             self.note_buffers()
@@ -349,7 +329,6 @@ class Engine:
         beside: dict[str, Any],
         gradient_factor: float = 1.0,
     ) -> None:
-        """Make a replica. Collective over its ranks."""
         replica = Replica(
             *(self.module, group, options, ignored, slicing, weakref.ref(self)),
             dict(beside),
@@ -362,7 +341,6 @@ class Engine:
         self._drift.append(replica.access.watch(self.module, ignored, pinned=bool(options.zero)))
 
     def _slicing(self, group: HostGroup) -> Slicing:
-        """Return the owners of slices."""
         mesh = self.options.device_mesh
         if mesh is None or getattr(mesh, "ndim", 1) == 1:
             return Slicing.one_a_rank(group.rank, group.world_size)
@@ -488,7 +466,6 @@ class Engine:
     end_forward = _hooks.disable_compile(_after_forward)
 
     def _begin_range(self) -> None:
-        """Begin torch's range of a forward in a profile."""
         if self._range is not None:  # an exception ended that forward
             self._end_range()
         if _hooks.profiler_enabled():
@@ -574,10 +551,7 @@ class Engine:
     def run_buckets_by(
         self, replica: Replica, state: object, hook: Callable[..., Any], lease: Lease | None = None, *, is_ours: bool
     ) -> None:
-        """Let a hook average a replica's buckets: in a thread during the backward if `lease` has communicators for it.
-
-        `is_ours`: see Replica.hook_runner.
-        """
+        """Let a hook average a replica's buckets: during the backward, in a thread, with a `lease` (see hook_runner)."""
         runner = replica.hook_runner(state, hook, is_ours=is_ours)
         if lease is None:
             replica.reducer.set_bucket_callback(runner)
@@ -656,7 +630,6 @@ def _retire_all(replicas: Sequence[Replica], together: bool = False) -> None:
 
 
 def _metered(hook: Callable[..., Any], exchange: Exchange) -> Callable[..., Any]:
-    """Wrap the hook to count the bytes of each bucket."""
 
     @functools.wraps(hook)
     def run(state: Any, bucket: Any) -> Any:

@@ -36,10 +36,7 @@ from .replica import Replica
 
 
 class ShadowHook(JoinHook):
-    """The join hook of a wrapped module.
-
-    With `divide_by_initial_world_size` the mean divides by the number of all ranks, else by the number that still train.
-    """
+    """The join hook of a wrapped module. Means divide by the number of all ranks, or of those that still train."""
 
     def __init__(self, wrapper: Any, engine: Engine, divide_by_initial_world_size: bool) -> None:
         self._wrapper, self._engine = wrapper, engine
@@ -157,8 +154,7 @@ class Announcer:
         return bool(engine.options.zero) or any(each.options.zero for each in self._members())
 
     def announce(self, kind: str, number: float, groups: Any) -> None:
-        """Announce an operation in which joined ranks must take part, before it begins. Every training rank calls it.
-        Collective.
+        """Announce an operation in which joined ranks must take part, before it begins, on every training rank. Collective.
 
         `number` names the optimizer, the order of the norm, or the parameter whose gradient is read.
         """
@@ -190,11 +186,7 @@ class Announcer:
         return members[heard["member"]], heard
 
     def announce_round(self, standing: bytes) -> None:
-        """Announce a round when it opens, on GPUs at zero >= 2. Collective if a rank has joined.
-
-        `standing`: one byte a parameter, 1 if the contribution adds to a standing mean. On the host these bits travel
-        with the data.
-        """
+        """Announce a round as it opens, on GPUs at zero >= 2, and which contributions add to a standing mean. Collective."""
         self._announce_to_joined("round", 0, list(standing))
 
     def announce_unit(self, unit: int) -> None:
@@ -300,10 +292,9 @@ def _shadow(replica: Replica, heard: dict[str, Any]) -> None:
 def exchange_slices(
     replica: Replica, run: Callable[[int, int], tuple[int, int]], states: Sequence[int] | None = None
 ) -> list[torch.Tensor | None]:
-    """Send joined ranks their slices of the lowest training rank's gradients, scaled as there, at zero=1. Collective.
+    """Send joined ranks their slices of the lowest training rank's gradients, as scaled there, at zero=1. Collective.
 
-    run(index, rank) returns the elements on which a rank steps. A joined rank passes `states` and gets the gradients
-    for its step.
+    run(index, rank) returns the elements on which a rank steps. A joined rank passes `states` and gets its gradients.
     """
     announcer = replica.announcer
     assert announcer is not None

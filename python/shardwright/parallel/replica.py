@@ -56,11 +56,9 @@ _live: weakref.WeakSet[Replica] = weakref.WeakSet()
 class Replica:
     """One rank's replica of a module, ready for rounds. Construction is collective.
 
-    It refers to its engine weakly: hooks of the parameters refer to this object and would keep the module alive.
-
-    With groups= an engine has several replicas, each for some of the parameters. The rounds of a replica end after
-    those of the replica `before` it. Each gradient from autograd is multiplied by `gradient_factor`
-    (parallel/composition/parts.py).
+    It refers to its engine weakly: hooks of the parameters refer to it and would keep the module alive. With groups= an
+    engine has several: the rounds of one end after those of the replica `before` it, and each gradient from autograd is
+    multiplied by `gradient_factor` (parallel/composition/parts.py).
     """
 
     def __init__(
@@ -90,17 +88,12 @@ class Replica:
         self._module = weakref.ref(module)
         #: the ranks of the mesh of the module's DTensors, made first, before anything can fail on one rank only
         self.model_ranks = ModelRanks.beside(_taking_part(module, ignored), group)
-        in_units = False
 
         def describe() -> list[list[str]]:
-            nonlocal in_units
             self.table = self._table_of(module, ignored, options)
-            self._request = Request(self.table, options, zero, self.slicing, self.label, compress=compress)
+            self._request = self._make_request(module, compress, precision)
             choose_backend(self.table).check_request(module, self._request, group)
-            in_units = zero == 3 and not (
-                choose_backend(self.table).capabilities.one_copy and options.share_parameters is not False
-            )
-            if in_units:
+            if self._request.plans is not None:
                 check_hookable(module)
             self._supersede(module)
             if zero:
@@ -114,22 +107,8 @@ class Replica:
         together(self.model_ranks, begin, self.label, self._facts_over_mesh)
         if self.model_ranks is not None and settings["init_sync"]:
             self.model_ranks.check_replicated(self.table, group, self.label)
-        make_backend = choose_backend(self.table)
-        plans = None
-        if in_units:
-            plans = cut(module, self.table, options.units, options.reshard_after_forward)
-        behind = make_backend.capabilities.publishes_behind and zero in (1, 2) and options.prefetch > 0
-        #: compressed buckets travel to other hosts while the backward runs: at zero >= 2 none has a slot for itself
-        self.overlaps_compression = (
-            make_backend.capabilities.sends_beside_backward and group.host_count > 1 and zero < 2
-        )
-        request = self._request._replace(
-            plans=plans,
-            sends_early=compress is None or self.overlaps_compression,
-            compute_dtypes=self._compute_dtypes(precision),
-            forwards=cut(module, self.table) if behind else (),
-        )
-        self.backend: Backend = make_backend(group, request)
+        request = self._request
+        self.backend: Backend = choose_backend(self.table)(group, request)
         #: None on the host
         self.link: DeviceLink | None = self.backend.link
         self.deterministic = options.deterministic or self.backend.capabilities.rank_order_only
@@ -169,8 +148,24 @@ class Replica:
         _live.add(self)
         _hooks.watch_steps(self)
 
+    def _make_request(
+        self, module: torch.nn.Module, compress: Compressor | None, precision: PrecisionPlan | None
+    ) -> Request:
+        options, zero, able = self.options, self.zero, choose_backend(self.table).capabilities
+        in_units = zero == 3 and not (able.one_copy and options.share_parameters is not False)
+        behind = able.publishes_behind and zero in (1, 2) and options.prefetch > 0
+        #: compressed buckets travel to other hosts while the backward runs: at zero >= 2 none has a slot for itself
+        self.overlaps_compression = able.sends_beside_backward and self.group.host_count > 1 and zero < 2
+        return Request(
+            *(self.table, options, zero, self.slicing, self.label),
+            plans=cut(module, self.table, options.units, options.reshard_after_forward) if in_units else None,
+            compress=compress,
+            sends_early=compress is None or self.overlaps_compression,
+            compute_dtypes=self._compute_dtypes(precision),
+            forwards=cut(module, self.table) if behind else (),
+        )
+
     def _facts_over_mesh(self) -> list[list[str]]:
-        """Return what the ranks of the model mesh compare."""
         place = [["option zero", str(self.zero)], ["ranks that average", str(self.group.world_size)]]
         place += [["rank among them", str(self.group.rank)]]
         named = zip(self.table.names, self.table.module_parameters)
@@ -245,8 +240,7 @@ class Replica:
         return ", ".join(f"{name} {place} of {size}" for name, place, size in places)
 
     def hook_runner(self, state: object, hook: Callable[[Any, Any], Any], *, is_ours: bool) -> HookRunner:
-        """Return the runner of a hook. Our own return the mean over all ranks and may fill only this rank's slice; a
-        user's returns whole buckets, in its own scale."""
+        """Return the runner of a hook. Ours return the mean over all ranks, perhaps of this rank's slice only; a user's, buckets."""
         parameters = self.table.parameters
         like = [self.layout_of(index) for index in range(len(parameters))]
         if self.zero >= 2 and self.reducer.transport != "staged":
@@ -334,7 +328,6 @@ class Replica:
         return drift
 
     def _abort(self, reason: str) -> None:
-        """Abort the communicators, so that peers that wait for this rank raise the same error."""
         self.backend.abort(reason)
 
     def holds(self, parameter: torch.Tensor) -> bool:
@@ -488,11 +481,7 @@ class Replica:
             self.backend.broadcast(tensors, root, label)
 
     def retire(self, together: bool = False) -> None:
-        """Remove the hooks from the parameters. Gradients stay in place.
-
-        `together`: all ranks call this, so released parameters of a GPU can be gathered. Does nothing the second time:
-        what a later wrapper has made of the parameters stays.
-        """
+        """Remove the hooks, once; gradients stay. `together`: all ranks call this, so a GPU's parameters can be gathered."""
         if self.retired:
             return
         self.retired = True

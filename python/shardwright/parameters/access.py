@@ -83,10 +83,7 @@ class ParameterAccess:
         return None if self.guard is None else self.guard.kind
 
     def watch(self, module: torch.nn.Module, ignored: frozenset[str], *, pinned: bool) -> DriftCheck:
-        """Check the module for drift from now on, as long as the caller keeps the result.
-
-        A reference from here to the module would keep the hooks of its submodules, which may keep the wrapper alive.
-        """
+        """Check the module for drift as long as the caller keeps the result; a reference to it would keep the wrapper alive."""
         storage = self._storage
         drift = DriftCheck(module, self._table, ignored, pinned=pinned, shared=storage.shared, places=storage.places())
         self.drift = weakref.ref(drift)
@@ -109,10 +106,7 @@ class ParameterAccess:
             self._is_refused = False
 
     def refuse_change(self, comm: HostComm) -> None:
-        """Note, inside a change, that the ranks of `comm` have agreed to write nothing: forked children may still read.
-
-        If the exchange itself failed, peers may be writing, and the change counts.
-        """
+        """Note, inside a change, that ranks agreed to write nothing; if the exchange failed, peers may, and the change counts."""
         self._is_refused = comm.is_alive
 
     def writing(self) -> contextlib.AbstractContextManager[None]:
@@ -133,11 +127,7 @@ class ParameterAccess:
             self.count_writes(self._table.module_parameters)
 
     def register_before_writes(self, hook: Callable[[], object]) -> RemovableHandle:
-        """Call `hook()` before parameters are written other than by a step of this rank.
-
-        Those writes are full_parameters(writable=True) and, on joined ranks, shadowed steps, which call no hooks of
-        optimizers.
-        """
+        """Call `hook()` before writes that call no hooks of optimizers: full_parameters(writable=True), a joined rank's steps."""
         handle = RemovableHandle(self._before_writes)
         self._before_writes[handle.id] = hook
         return handle
@@ -193,11 +183,7 @@ class ParameterAccess:
     # reads ----------------------------------------------------------------------------------------------------------
 
     def settle(self, *_: torch.Tensor) -> None:
-        """Make values readable: they may still arrive, or belong to the process that this one was forked from.
-
-        A forked child makes the values of the fork its own. Raise Error if a step, a load or
-        full_parameters(writable=True) has changed them since.
-        """
+        """Make values readable: they may still arrive; in a forked child, take those of the fork, or raise if it is too late."""
         if self._is_pending:
             self._inherit_values()
         self._storage.settle()

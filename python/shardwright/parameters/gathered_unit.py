@@ -44,10 +44,9 @@ class Member(NamedTuple):
 class Unit:
     """Parameters that are whole or released together.
 
-    `running` has the clock at the beginning of each forward that is running, and `opened` for each backward that has
-    begun the clock at the beginning of its forward, and its graph task. `forms` has the form in which each running
-    forward computes, if there is a compute form. On a GPU `place` is None for a unit that is always gathered apart,
-    and `ran_apart` has the clock of each forward whose graph holds views of memory apart.
+    `running` has the clock at the beginning of each running forward; `opened`, for each open backward, that of its forward,
+    and its graph task; `forms` the form in which each running forward computes. On a GPU `place` is None for a unit that is
+    always gathered apart, and `ran_apart` has the clocks of forwards whose graphs hold views of memory apart.
     """
 
     is_compute_form = is_outermost = False
@@ -156,10 +155,7 @@ class Unit:
     # writes by the program ------------------------------------------------------------------------------------------
 
     def take_written(self) -> str | None:
-        """Return the name of a parameter whose placeholder was written to or replaced, and release it again.
-
-        On a GPU writes to a placeholder are not seen.
-        """
+        """Return the name of a parameter whose placeholder was written to (on hosts) or replaced, and release it again."""
         with _hooks.unguarded():
             found = list(map(torch.Tensor.data_ptr, self.parameters))
         if self._bytes == self._blank and found == self.released_addresses:
@@ -195,9 +191,7 @@ class Unit:
             return list(map(_version_of, self.parameters))
 
     def find_written(self) -> str | None:
-        """Return the name of a parameter written since note_versions(), or through `.data` since note_samples(), which
-        it ends.
-        """
+        """Return the name of a parameter written since note_versions(), or through `.data` since note_samples(), which ends."""
         before, now = [self._versions], [self._read_versions()]
         if self._samples is not None:
             before.append(self._samples)
@@ -210,11 +204,7 @@ class Unit:
 
 
 class ComputeForm(Unit):
-    """A unit in the dtypes in which its modules compute under a precision policy.
-
-    It has separate memory. While it is whole, the modules' slots hold views of that memory, and the parameters
-    themselves stay released.
-    """
+    """A unit in the dtypes of a precision policy, in memory of its own, which modules read through views of it."""
 
     is_compute_form = True
 

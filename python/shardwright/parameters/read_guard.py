@@ -149,10 +149,7 @@ def guarded_classes(
     parameters: Sequence[torch.Tensor],
     arrive: Callable[[torch.Tensor], None] | None = None,
 ) -> tuple[dict[type, type], dict[type, type]]:
-    """Return the classes under `base` of guarded parameters, by their own classes, and the reverse.
-
-    change_classes() with the first guards parameters, and with the second gives them their own classes back.
-    """
+    """Return the classes under `base` of guarded parameters, by their own classes, and the reverse (change_classes)."""
     guarded: dict[type, type] = {}
     for own in set(map(type, parameters)) if CAN_BE_UNGUARDED else ():
         body = {
@@ -190,9 +187,7 @@ def _arrive(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _run_plainly(function: Any, args: Any, kwargs: Any) -> Any:
-    """Run a backward. Released parameters passed to it have their own classes meanwhile; those still released get their
-    guards back.
-    """
+    """Run a backward. Released parameters passed to it have their own classes meanwhile."""
     lent = [(p, type(p), p.data_ptr()) for p in _found([args, kwargs], Released)]
     for parameter, kind, _ in lent:
         parameter.__class__ = kind._shardwright_own

@@ -34,10 +34,9 @@ _GROUP_MAX = 32
 
 
 class StepGathers:
-    """Buckets of parameters after each rank has updated its slices.
+    """Buckets of parameters after each rank has updated its slices. `link` joins the ranks that own all slices together.
 
-    `link` joins the ranks that own all slices together. The request's `forwards` lists the units whose forwards wait
-    for their own parameters; if empty, nothing overlaps with the gathers.
+    The request's `forwards` lists the units whose forwards wait for their own parameters; if empty, nothing overlaps.
     """
 
     def __init__(self, link: DeviceLink, reducer: Reducer, request: Request) -> None:

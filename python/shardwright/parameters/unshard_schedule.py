@@ -27,7 +27,6 @@ from .._engine import Error
 from ..layout.param_groups import UnitPlan
 from ..torch_compat import autograd as _hooks
 from ..torch_compat.internals import forward_hooks
-from ..torch_compat.weak import weakly
 from .gathered_unit import BY_USER, NOT_PINNED, UNTIL_STEP, ComputeForm, Member, Unit
 
 _NO_TASK = -1
@@ -40,11 +39,10 @@ _COPY = (
 class UnitSchedule:
     """The units of one module, and the forwards and backwards that run in each unit.
 
-    `units` are the engine's (Units, or Places on a GPU); it numbers the compute forms after the units. The first plan is
-    the outermost unit's. `compute_members` has each unit's parameters with their data in its compute form; empty for a
-    unit without one. `abort` sends the other ranks the reason why this rank stops. `coded`: running modules see
-    parameters decoded from records; inside everything() they are exact. `places`, on a GPU: the place of each plan's
-    unit, or of its compute form if it has one; the unit itself then has no place. `depth` units are gathered ahead.
+    `units` are the engine's (Units, or Places on a GPU), with compute forms after the units; the first plan is the outermost
+    unit's. `compute_members` has each unit's parameters in its compute form, if any. `abort` sends the others the reason why
+    this rank stops. `coded`: running modules see parameters decoded from records. `places`, on a GPU: of each plan's unit, or
+    of its compute form; the unit itself then has none. `depth` units are gathered ahead.
     """
 
     #: the units, then their compute forms
@@ -158,10 +156,7 @@ class UnitSchedule:
     # gathering and releasing --------------------------------------------------------------------------------------
 
     def _form_of(self, unit: Unit) -> Unit:
-        """Return the form of a unit in which a module that is called now computes.
-
-        Inside everything() parameters may be written, so modules compute with casts of their current values.
-        """
+        """Return the form in which a module called now computes; inside everything(), which may write, the unit itself."""
         is_in_force = None if unit.compute_form is None or self._keepers else self.policy()
         return unit if is_in_force is None or not is_in_force() else unit.compute_form or unit
 
@@ -338,9 +333,7 @@ class UnitSchedule:
             self._release(unit)
 
     def surrender(self, *, whole: bool = True) -> None:
-        """End the schedule, and give the parameters separate memory, except where their data was replaced. `whole`
-        False: released ones stay released, since not all ranks of GPUs call this.
-        """
+        """End the schedule, and give the parameters separate memory; not `whole`: they stay released, as on GPUs one by one."""
         with contextlib.nullcontext() if whole else contextlib.suppress(Error):  # a GPU that failed keeps no hooks
             self._drop_coming()
         if whole and self._on_gpu:
@@ -386,9 +379,7 @@ class UnitSchedule:
     # gathering ahead ----------------------------------------------------------------------------------------------
 
     def _look_ahead(self, phase: str, unit: Unit) -> None:
-        """Begin to gather the units that followed `unit` last time, or that the program names, up to one whose place is
-        in use.
-        """
+        """Begin to gather the units that followed `unit`, or that the program names, up to one whose place is in use."""
         before = self._before[phase]
         if before is not None and before is not unit:
             self._after[phase][before.number] = unit
@@ -419,9 +410,7 @@ class UnitSchedule:
     # where a parameter lies ---------------------------------------------------------------------------------------
 
     def source_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """Return the tensor with which a module computes now: the compute form's, the parameter itself, or None while
-        it is released.
-        """
+        """Return the tensor with which a module computes: the compute form's, the parameter itself, or None while released."""
         unit = self._unit_of.get(id(parameter))
         if unit is None or not self.units:
             return parameter if unit is None else None
@@ -503,7 +492,7 @@ class UnitSchedule:
             self._before["backward"] = None
         if task not in self._tasks:
             self._tasks.add(task)
-            finish = functools.partial(weakly(self._end_tasks), [task])
+            finish = functools.partial(_end_task, weakref.ref(self), task)
             # A failed backward releases its units at once, on its caller's thread. On a GPU one of torch's threads may
             # drop it later, and the next forward releases them.
             _hooks.queue_at_end(finish, None if self._on_gpu else finish)
@@ -539,9 +528,7 @@ class UnitSchedule:
                 self._drop_coming()
 
     def _before_holder(self, unit: Unit, *_: Any) -> None:
-        """Gather the unit of a module that is called outside its unit's forward, and pin it until the step. Its pages
-        are kept.
-        """
+        """Gather the unit of a module called outside its unit's forward, and pin it until the step. Its pages are kept."""
         form = self._form_of(unit)
         if not form.is_whole:
             self._gather(form)
@@ -556,11 +543,14 @@ class UnitSchedule:
             raise Error(_COPY.format(what=what))
 
 
-class ModuleHook:
-    """A hook in a module's own dictionaries: calls a method of its owner, with a unit if it has a `number`.
+def _end_task(schedule: weakref.ref[UnitSchedule], task: int) -> None:
+    alive = schedule()
+    if alive is not None:
+        alive._end_tasks([task])
 
-    It refuses to be copied with a released module. In a copy of a whole module it does nothing.
-    """
+
+class ModuleHook:
+    """A hook in a module's dictionaries that calls its owner's method, with unit `number`. In a copy it does nothing."""
 
     def __init__(self, owner: Any, method: Callable[..., None], number: int | None = None) -> None:
         self._owner = weakref.ref(owner)
@@ -601,8 +591,6 @@ class NoHook:
 
 
 class _TensorHook:
-    """A hook on the outputs of one forward."""
-
     def __init__(self, schedule: UnitSchedule, number: int, begin: int, end: int) -> None:
         self._schedule = weakref.ref(schedule)
         self._arguments = (number, begin, end)

@@ -46,8 +46,7 @@ class _Steps:
 class ReplicaCheck:
     """The check of one module's replicas before steps 0, every, 2 * every and so on.
 
-    It costs one pass over the parameters, and two over the gradients (at zero >= 1 one over all and one over this
-    rank's slices). On GPUs the host waits for them, and a check exchanges 4 bytes a rank.
+    Cost: one pass over the parameters and two over the gradients. GPUs wait for them, and exchange 4 bytes a rank.
     """
 
     def __init__(self, replica: Any, every: int) -> None:
@@ -147,8 +146,7 @@ class ReplicaCheck:
         return crc32c(words.data_ptr(), words.nbytes)
 
     def digest_of_save(self, optimizer: torch.optim.Optimizer | None) -> int:
-        """Return a digest of what a save stores, equal on all healthy ranks: parameters, and at zero=0 the optimizer's
-        state, which a wrong gradient may change many steps before it changes a bit of the parameters."""
+        """Return a digest of what a save stores, equal on all healthy ranks: parameters, and at zero=0 optimizer state."""
         replica = self._replica()
         if replica is None or _is_private(replica) or not _has_replicas(replica):
             return 0
@@ -197,11 +195,7 @@ class ReplicaCheck:
         model_ranks: Iterable[ModelRanks | None],
         refusal: Exception | None = None,
     ) -> None:
-        """Raise Error(NOT_FINITE) if this step is checked and some averaged gradient is not finite.
-
-        Collective over `model_ranks` if checked, since one shard of a gradient may be bad and all ranks of the model
-        must raise. They also raise a `refusal` of this rank.
-        """
+        """Raise Error(NOT_FINITE), or this rank's `refusal`, on all `model_ranks` if this step is checked. Collective then."""
         replica = self._replica()
         own = self._of_optimizer.get(optimizer)
         if replica is None or (own is not None and own.count % self._every) or replica.in_sliced_join:
@@ -230,10 +224,7 @@ class ReplicaCheck:
         return [names[index] for index, finite in sorted(self._finite.items()) if names and not bool(finite)]
 
     def explain_not_finite(self, error: Error, parts: Sequence[ReplicaCheck] = ()) -> None:
-        """Raise an error that names parameters and ranks if `error` is NOT_FINITE on some rank. Collective then.
-
-        `parts`: the checks of parameters that other groups average and the same step updates.
-        """
+        """Raise Error that names parameters and ranks, of `parts` too, if `error` is NOT_FINITE on some rank. Collective then."""
         replica = self._replica()
         if replica is None or str(error) != NOT_FINITE:
             return
@@ -278,7 +269,6 @@ def digests(replica: Any) -> list[int]:
 
 
 def _state_digests(replica: Any, optimizer: torch.optim.Optimizer) -> list[int]:
-    """Return one number for the state of each parameter in an optimizer at zero=0, equal for equal bits."""
     found: list[Any] = [0] * len(replica.table.parameters)
     states = getattr(optimizer, "state", {})
     for index, parameter in enumerate(replica.table.module_parameters):
@@ -297,7 +287,6 @@ def _digest_of_value(value: Any) -> Any:
 
 
 def _numbers(found: list[Any]) -> list[int]:
-    """Return `found` with GPU scalars as numbers."""
     if any(isinstance(each, torch.Tensor) for each in found):
         there = [each for each in found if isinstance(each, torch.Tensor)]
         values = iter(torch.stack(there).tolist())  # the only wait for the GPU
@@ -327,7 +316,6 @@ def _is_dense(held: torch.Tensor) -> bool:
 
 
 def _is_private(replica: Any) -> bool:
-    """Return True if each rank holds only its slices."""
     return bool(replica.parameters().releases)
 
 

@@ -42,10 +42,7 @@ _DESCRIBED = 200
 
 
 class Steppers:
-    """The optimizers of one module, held weakly, and their last stepped hyperparameters.
-
-    is_known(parameter) tells whether a parameter is one of a wrapped module.
-    """
+    """The optimizers of one module, held weakly, and their last stepped hyperparameters. is_known(p): p is wrapped."""
 
     def __init__(self, group: HostGroup, label: str, is_known: Callable[[torch.Tensor], bool]) -> None:
         self._group, self._label = group, label
@@ -120,10 +117,7 @@ class Steppers:
         self._last.clear()
 
     def compare(self, *forwards: int) -> None:
-        """Raise an error that names the parameters, or the hyperparameters, that differ between ranks. Collective.
-
-        With `forwards` (see Reducer.attach), log once that ranks ran different numbers of forwards: a legal program can.
-        """
+        """Raise Error that names what differs between ranks, collectively; or, with `forwards`, log uneven ones once."""
         if forwards:
             self._warn_of(*forwards)
         else:

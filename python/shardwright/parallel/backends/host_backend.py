@@ -97,10 +97,7 @@ class HostBackend:
 
 
 class HostBuckets:
-    """Buckets in an arena that the ranks of a host map: one copy per rank or, if `shared`, per host. See Buckets.
-
-    `narrows`: 16-bit casts of parameters follow the buckets, in the same layout (narrow()).
-    """
+    """Buckets, and 16-bit casts if `narrows`, in an arena of a host's ranks: one copy a rank or, if `shared`, a host."""
 
     def __init__(
         self,
@@ -173,8 +170,7 @@ class HostBuckets:
         failed: bool | None,
         owned: Callable[[int], Sequence[tuple[int, int]]],
     ) -> list[int] | None:
-        """Publish. Cost: private, the bytes of a rank's slices written world_size - 1 times; shared, one barrier.
-        Across hosts, each host also sends the slices that its ranks updated to the others once."""
+        """Publish. Cost: private, a rank's slices written world_size - 1 times; shared, one barrier; over hosts, slices once."""
         comm, label = self._group.comm, f"updated parameters of {self._label}"
         outcomes = [] if failed is None else self._outcomes
         if outcomes:
