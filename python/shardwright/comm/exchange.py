@@ -31,6 +31,12 @@ class Exchange:
     """
 
     on_device = False
+    #: what a transport implements: the memory of a message and of a result, the two steps, and agree()
+    _message: Any
+    _scatter: Any
+    _result: Any
+    _gather: Any
+    _agree: Any
 
     def __init__(self, rank: int, world_size: int, *, takes_part: bool = True) -> None:
         self.takes_part = takes_part
@@ -116,24 +122,12 @@ class Exchange:
         for to, source in pairs:
             to.copy_(source)
 
-    def _message(self, slice_bytes: int) -> torch.Tensor:
-        raise NotImplementedError
-
-    def _scatter(self, slice_bytes: int) -> list[torch.Tensor]:
-        raise NotImplementedError
-
-    def _result(self, slice_bytes: int) -> torch.Tensor:
-        raise NotImplementedError
-
-    def _gather(self, whole: torch.Tensor, slice_bytes: int) -> None:
-        raise NotImplementedError
-
-    def _agree(self, ok: bool) -> bool:
-        raise NotImplementedError
-
 
 class TorchExchange(Exchange):
     """A two-step exchange over torch; a subclass provides all_to_all and all_gather."""
+
+    _all_to_all: Any
+    _all_gather: Any
 
     def __init__(self, rank: int, world_size: int) -> None:
         super().__init__(rank, world_size)
@@ -164,12 +158,6 @@ class TorchExchange(Exchange):
             whole.copy_(mine)
             return
         self._all_gather(whole, mine)
-
-    def _all_to_all(self, received: torch.Tensor, message: torch.Tensor) -> None:
-        raise NotImplementedError
-
-    def _all_gather(self, whole: torch.Tensor, mine: torch.Tensor) -> None:
-        raise NotImplementedError
 
 
 class GroupExchange(TorchExchange):

@@ -26,7 +26,6 @@ from ..layout.shard_runs import Storage, memory_order
 from ..layout.views import copy_gradient, gradient_view
 from ..torch_compat import autograd as _hooks
 from ..torch_compat.weak import weakly
-from .bucket_ranges import BucketRanges
 from .sharded_gradient import ShardedGradient
 from .sparse_gradients import SparseGradients
 
@@ -226,7 +225,7 @@ class ModuleGradients:
         """Start or stop the reducer's reports of each bucket to a profiler."""
         self._is_traced = is_traced
         op = "reduce_scatter" if self._zero >= 2 else "all_reduce"
-        self._reducer.set_tracer(BucketRanges(self._reducer, self._table.names, op, self._label) if is_traced else None)
+        self._reducer.set_tracer(_tracer(self._reducer, self._table.names, op, self._label) if is_traced else None)
 
     # views ----------------------------------------------------------------------------------------------------------
 
@@ -510,6 +509,28 @@ class ModuleGradients:
         """Return True if a gradient overflowed on some rank. Collective; all raise if `overflowed` raises Error."""
         said = gather_answers(self._comm, lambda: bytes([overflowed()]), "overflow of a gradient")
         return b"\1" in said
+
+
+def _tracer(reducer: Any, names: Sequence[str], op: str, label: str) -> Callable[[int, str], None]:
+    """Return a tracer: a range of a profiler for each bucket as it is posted, and as the end of a round waits for it.
+
+    The thread that posts a bucket also folds it. Buckets are described at once: a tracer does not keep its reducer.
+    """
+    described: list[tuple[str, list[tuple[int, str]]]] = []
+    for bucket in range(reducer.bucket_count):
+        _, numel, dtype, _ = reducer.bucket_shape(bucket)
+        inside = [names[index] for index in reducer.bucket_parameters(bucket)]
+        span = inside[0] if len(inside) == 1 else f"{inside[0]} to {inside[-1]}"
+        described.append((f"bucket {bucket} of {label}, {span}", [(numel, dtype)]))
+    is_open = contextlib.ExitStack()
+
+    def trace(bucket: int, what: str) -> None:
+        if what == "end":
+            is_open.close()
+        else:
+            is_open.enter_context(_hooks.collective_range(op if what == "begin" else "wait", *described[bucket]))
+
+    return trace
 
 
 def _partial(piece: torch.Tensor, order: float) -> torch.Tensor:

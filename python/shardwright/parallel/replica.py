@@ -20,16 +20,15 @@ from ..comm.levels import Lease, Levels
 from ..comm.model_ranks import ModelRanks
 from ..comm.process_group import HostGroup, group_ranks
 from ..comm.stop_request import StopRequest
-from ..gradients.comm_hook import HookRunner, SlicedHookRunner, Wanted
+from ..gradients.comm_hook import HookRunner
 from ..gradients.module_gradients import ModuleGradients
 from ..gradients.sharded_gradient import ShardedGradient
 from ..gradients.sparse_gradients import SparseGradients, find_sparse
-from ..gradients.traffic import wire_bytes
 from ..layout.model_mesh import placed
 from ..layout.param_groups import check_hookable, check_inner, cut
 from ..layout.param_table import ParameterTable
 from ..layout.shard_mesh import Slicing
-from ..layout.shard_runs import Storage
+from ..layout.shard_runs import Storage, itemsize_of
 from ..options.compress import Compressor
 from ..options.options import Options
 from ..options.precision import LOW_DTYPES
@@ -41,9 +40,8 @@ from ..torch_compat.dtensor import held_tensor, is_dtensor
 from ..torch_compat.weak import weakly
 from .agreement.optimizer_agreement import together
 from .agreement.replica_check import ReplicaCheck
-from .agreement.steppers import Steppers
+from .agreement.steppers import Steppers, adopt_steps_in_backward
 from .backends import choose_backend
-from .step_in_backward import adopt as adopt_steps_in_backward
 
 if TYPE_CHECKING:
     from ..backend.device_link import DeviceLink
@@ -240,16 +238,13 @@ class Replica:
         return ", ".join(f"{name} {place} of {size}" for name, place, size in places)
 
     def hook_runner(self, state: object, hook: Callable[[Any, Any], Any], *, is_ours: bool) -> HookRunner:
-        """Return the runner of a hook. Ours return the mean over all ranks, perhaps of this rank's slice only; a user's, buckets."""
+        """Return the runner of a hook, ours or a user's."""
         parameters = self.table.parameters
         like = [self.layout_of(index) for index in range(len(parameters))]
+        pieces = None
         if self.zero >= 2 and self.reducer.transport != "staged":
             pieces = [view.piece for view in self.gradients.views if isinstance(view, ShardedGradient)]
-            wanted = Wanted(in_slots=True, slice_alone=is_ours and not self.slicing.is_replicated)
-            return SlicedHookRunner(
-                self.reducer, parameters, like, self.slicing, pieces, state, hook, wanted, over_all=is_ours
-            )
-        return HookRunner(self.reducer, parameters, like, self.group.world_size, state, hook, over_all=is_ours)
+        return HookRunner(self.reducer, parameters, like, self.slicing, state, hook, pieces=pieces, is_ours=is_ours)
 
     def _supersede(self, module: torch.nn.Module) -> None:
         """Retire an older replica of the same module; raise if another module's replica shares a parameter."""
@@ -349,8 +344,28 @@ class Replica:
 
     def stats(self) -> dict[str, Any]:
         """Return the counts of the reducer and of units, and the bytes sent to peers."""
-        sent = wire_bytes(self.reducer, self.group.world_size, self.slicing.count, self.zero, self.compression)
-        return {**self.reducer.stats(), **self._storage.stats(), **sent}
+        counts = self.reducer.stats()
+        return {**counts, **self._storage.stats(), **self._bytes_sent(counts)}
+
+    def _bytes_sent(self, counts: dict[str, Any]) -> dict[str, Any]:
+        """Return the bytes that this rank sends: in all, in a step, and of each bucket of the last round.
+
+        A compressor's exchange, if there is one, counts its own. Plain buckets fold in place: a rank reads W - 1 slices,
+        and at zero 0 and 1 writes as many. Between GPUs wider dtypes may travel in 16 bits.
+        """
+        name, exchange = self.compression or ("", None)
+        if exchange is not None:
+            buckets, total = exchange.bucket_wire_bytes, exchange.wire_bytes
+        else:
+            world_size, is_sliced = self.group.world_size, self.zero >= 2
+            factor = (world_size - 1) * (1 if is_sliced else 2)
+            slices = self.slicing.count if is_sliced else world_size
+            shapes = [self.reducer.bucket_shape(bucket) for bucket in range(self.reducer.bucket_count)]
+            sizes = [n * (2 if self.compression else itemsize_of(dtype)) for _, n, dtype, is_on in shapes if is_on]
+            buckets = tuple(factor * (size // slices) for size in sizes)
+            total = sum(buckets) * counts["rounds"] if self.compression else factor * (counts["bytes"] // slices)
+        row = {"wire_bytes": total, "step_wire_bytes": sum(buckets), "bucket_wire_bytes": buckets}
+        return {"compress": name, **row} if self.compression else row
 
     def full_gradients(self) -> dict[str, torch.Tensor | None]:
         """Return whole averaged gradients by bare name. Collective at zero >= 2."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import json
 import weakref
 import zlib
 from collections.abc import Iterable, Sequence
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 
 from ..._engine import Error, crc32c
+from ...comm.agreement import gather_values
 from ...comm.model_ranks import ModelRanks
 from ...comm.process_group import group_ranks
 from ...layout.views import as_real
@@ -159,8 +159,9 @@ class ReplicaCheck:
             return
         names = [f"parameter {name!r}" for name in replica.table.names]
         names += [f"the optimizer's state for {name}" for name in names]
-        mine = json.dumps([self._digested, self._digests]).encode()
-        rows = [json.loads(each) for each in replica.group.comm.all_gather_bytes(mine, f"replicas of {replica.label}")]
+        rows = gather_values(
+            replica.group.comm, lambda: [self._digested, self._digests], f"replicas of {replica.label}"
+        )
         newest = max(row[0] for row in rows)  # a joined rank no longer checks
         ranks = [rank for rank, row in enumerate(rows) if row[0] == newest and newest >= 0]
         of_rank = replica.slicing.of_rank if _is_private(replica) else [0] * len(rows)
@@ -232,9 +233,7 @@ class ReplicaCheck:
         mine = [len(bad), bad[:_MOST_NAMED]]
         said: dict[int, Any] = {replica.group.rank: mine}
         if not replica.in_join:  # a joined rank would not take part in the exchange
-            label = f"gradients of {replica.label}"
-            of_all = replica.group.comm.all_gather_bytes(json.dumps(mine).encode(), label)
-            said = dict(enumerate(map(json.loads, of_all)))
+            said = dict(enumerate(gather_values(replica.group.comm, lambda: mine, f"gradients of {replica.label}")))
         rows = [f"rank {rank} brought {_some(names, count)}" for rank, (count, names) in said.items() if count]
         more = f" and {len(rows) - _MOST_NAMED} more ranks" if len(rows) > _MOST_NAMED else ""
         none = "every rank's own gradients are finite, but their sum is not"

@@ -8,6 +8,7 @@ next round (sw_reducer_note_step), which every rank runs anyway: a rank that ski
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import logging
@@ -23,6 +24,7 @@ from ...comm.agreement import gather_values
 from ...comm.process_group import HostGroup
 from ...comm.stop_request import StopRequest
 from ...torch_compat.dtensor import is_dtensor
+from ...torch_compat.in_backward import optimizers_of, take_hooks
 from .optimizer_agreement import UNLIKE_BEFORE, Row, difference, hyperparameters
 from .replica_check import digest_of
 
@@ -218,3 +220,34 @@ def _name_of(parameter: torch.Tensor) -> str:
                 if held is parameter:
                     return f"{type(each).__name__}.{name}"
     return type(parameter).__name__
+
+
+def adopt_steps_in_backward(replica: Any) -> None:
+    """Make torch's _apply_optimizer_in_backward step after the round's means are complete; raise Error at zero >= 1.
+
+    torch's hooks, which step on a local gradient as soon as it exists, are removed, except those of ignored parameters.
+    A backward that does not synchronise steps nothing.
+    """
+    stepped = [(name, p) for name, p in zip(replica.table.names, replica.table.module_parameters) if optimizers_of(p)]
+    if not stepped:
+        return
+    if replica.zero:
+        raise Error(
+            f"parameter {stepped[0][0]!r} has an optimizer that steps inside the backward (_apply_optimizer_in_backward), on the whole "
+            f"parameter: zero={replica.zero} steps on slices after the backward; give sw.wrap(module, optimizer, zero={replica.zero}) an "
+            "ordinary optimizer, or wrap with zero=0"
+        )
+    parameters = [parameter for _, parameter in stepped]
+    take_hooks(parameters)
+    replica.gradients.after_round.append(functools.partial(_step_all, list(map(weakref.ref, parameters))))
+
+
+def _step_all(parameters: list[weakref.ref[torch.nn.Parameter]]) -> None:
+    """Step the optimizers of parameters with a gradient, then set the gradient to None."""
+    for reference in parameters:
+        parameter = reference()
+        if parameter is None or parameter.grad is None:
+            continue
+        for optimizer in optimizers_of(parameter):
+            optimizer.step()
+        parameter.grad = None
