@@ -38,12 +38,7 @@ class ShardedGradient(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls,
-        index: int,
-        parameter: torch.Tensor,
-        piece: torch.Tensor,
-        owner: Any,
-        held: torch.Tensor | None = None,
+        cls, index: int, parameter: torch.Tensor, piece: torch.Tensor, owner: Any, held: torch.Tensor | None = None
     ) -> ShardedGradient:
         made: ShardedGradient = without_memory_of(cls, parameter)
         made.piece, made._held = piece, piece if held is None else held

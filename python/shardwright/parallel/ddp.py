@@ -295,10 +295,7 @@ class DistributedDataParallel(TorchDDP):
                 "join() of a module that holds wrappers beside other parameters: their backwards cross; wrap all of it once, without them"
             )
         return Join(
-            members,
-            enable,
-            throw_on_early_termination,
-            divide_by_initial_world_size=divide_by_initial_world_size,
+            members, enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
         )
 
     def join_hook(self, **kwargs: Any) -> JoinHook:

@@ -134,8 +134,7 @@ def precision_of(mixed_precision: Any) -> Precision:
         )
     reduce_dtype = mixed_precision.reduce_dtype or mixed_precision.param_dtype
     return Precision(
-        param_dtype=mixed_precision.param_dtype,
-        reduce_dtype=None if reduce_dtype is torch.float32 else reduce_dtype,
+        param_dtype=mixed_precision.param_dtype, reduce_dtype=None if reduce_dtype is torch.float32 else reduce_dtype
     )
 
 

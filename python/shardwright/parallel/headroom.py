@@ -60,11 +60,7 @@ class Headroom:
 
 
 def headroom(
-    model: torch.nn.Module,
-    backward: Callable[[], Any],
-    *,
-    repeat: int = 5,
-    bandwidth: float | None = None,
+    model: torch.nn.Module, backward: Callable[[], Any], *, repeat: int = 5, bandwidth: float | None = None
 ) -> Headroom:
     """Measure the exposed communication of a step and predict which compressor would pay off.
 

@@ -135,10 +135,7 @@ class CudaBuckets:
         return alias(self._row, flat, flat.data_ptr() + begin * itemsize_of(dtype), dtype, like.shape, like)
 
     def publish(
-        self,
-        buckets: Collection[int],
-        failed: bool | None,
-        owned: Callable[[int], Sequence[tuple[int, int]]],
+        self, buckets: Collection[int], failed: bool | None, owned: Callable[[int], Sequence[tuple[int, int]]]
     ) -> None:
         """Publish, without a wait. Cost: (world_size - 1) / world_size of the parameters' bytes to and from each rank."""
         self._gathers.publish({bucket: self._memory[bucket] for bucket in sorted(buckets)})

@@ -165,10 +165,7 @@ class HostBuckets:
         return engine_tensor(self._arena.tensor(0, "int32", [self._nbytes // 4], None, self._home))
 
     def publish(
-        self,
-        buckets: Collection[int],
-        failed: bool | None,
-        owned: Callable[[int], Sequence[tuple[int, int]]],
+        self, buckets: Collection[int], failed: bool | None, owned: Callable[[int], Sequence[tuple[int, int]]]
     ) -> list[int] | None:
         """Publish. Cost: private, a rank's slices written world_size - 1 times; shared, one barrier; over hosts, slices once."""
         comm, label = self._group.comm, f"updated parameters of {self._label}"
