@@ -43,11 +43,11 @@ class ModelRanks:
         first: Any = next(filter(is_dtensor, held), None)
         mine = "no DTensor" if first is None else f"DTensors on {tuple(first.device_mesh.mesh.shape)} ranks"
 
-        def differing(said: Sequence[bytes]) -> str:
-            other = next(at for at, each in enumerate(said) if each != said[0])
+        def differing(gathered: Sequence[bytes]) -> str:
+            other = next(at for at, each in enumerate(gathered) if each != gathered[0])
             return (
-                f"ranks disagree about the mesh of a module's DTensors: rank {ranks[0]} has {said[0].decode()}, "
-                f"rank {ranks[other]} has {said[other].decode()}; parallelize the module on every rank"
+                f"ranks disagree about the mesh of a module's DTensors: rank {ranks[0]} has {gathered[0].decode()}, "
+                f"rank {ranks[other]} has {gathered[other].decode()}; parallelize the module on every rank"
             )
 
         # otherwise a rank waits forever for ranks of its mesh without DTensors
@@ -86,10 +86,10 @@ class ModelRanks:
         digests = b"".join(map(_digest, table.parameters)) if group.rank == 0 else b""
         digests = group.comm.all_gather_bytes(digests, f"values of {label}")[0]
 
-        def differing(said: Sequence[bytes], dimension: int) -> str:
+        def differing(gathered: Sequence[bytes], dimension: int) -> str:
             for index, (name, sharded) in enumerate(zip(table.names, table.sharded_kinds)):
                 at = slice(index * _DIGEST_BYTES, (index + 1) * _DIGEST_BYTES)
-                other = next((rank for rank, each in enumerate(said) if each[at] != said[0][at]), None)
+                other = next((rank for rank, each in enumerate(gathered) if each[at] != gathered[0][at]), None)
                 if other is not None and not sharded[dimension]:
                     return (
                         f"parameter {name!r} is not sharded over {self._between(dimension, other)} have other values of it: make it on equal seeds, "
@@ -110,8 +110,8 @@ class ModelRanks:
         """
         sums = _cut(squares)
 
-        def differing(said: Sequence[bytes], dimension: int) -> str:
-            rows = [_cut(each) for each in said]
+        def differing(gathered: Sequence[bytes], dimension: int) -> str:
+            rows = [_cut(each) for each in gathered]
             problem = ""
             for position, kind in enumerate(sorted(set(kinds))):
                 column = [row[position] for row in rows]
@@ -136,20 +136,20 @@ class ModelRanks:
         """Return True if the answer of some rank of the mesh is b"\\1". All raise an exception of `answer`. Collective."""
         found = b""
 
-        def judge(said: Sequence[bytes], dimension: int) -> str:
+        def examine(gathered: Sequence[bytes], dimension: int) -> str:
             nonlocal found
-            found = max(said)
+            found = max(gathered)
             return ""
 
-        self._exchange(lambda: found or answer(), judge, label)
+        self._exchange(lambda: found or answer(), examine, label)
         return found == b"\1"
 
     def _between(self, dimension: int, other: int) -> str:
         ranks = group_ranks(self._groups[dimension].torch_group)
         return f"mesh dimension {self._mesh.dimensions[dimension]!r}, and ranks {ranks[0]} and {ranks[other]}"
 
-    def _exchange(self, mine: Callable[[], bytes], judge: Callable[[Sequence[bytes], int], str], label: str) -> None:
-        """Call `judge` with the answers of each dimension's ranks in turn. Raise its message on all ranks of the mesh."""
+    def _exchange(self, mine: Callable[[], bytes], examine: Callable[[Sequence[bytes], int], str], label: str) -> None:
+        """Call `examine` with the answers of each dimension's ranks in turn. Raise its message on all ranks of the mesh."""
         failure: Error | None = None
 
         def answer() -> bytes:
@@ -159,7 +159,7 @@ class ModelRanks:
 
         for dimension, group in enumerate(self._groups):
             try:
-                problem = judge(gather_answers(group.comm, answer, label), dimension)
+                problem = examine(gather_answers(group.comm, answer, label), dimension)
                 failure = Error(problem) if problem else None
             except Error as error:
                 failure = error

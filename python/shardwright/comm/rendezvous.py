@@ -150,13 +150,13 @@ class Rendezvous:
         mine = self._words_of(error)
         deadline_s = time.monotonic() + (_REASONS_S if heard else 0.0)
         try:
-            while (said := self._reason()) is None and time.monotonic() < deadline_s:
+            while (reason := self._reason()) is None and time.monotonic() < deadline_s:
                 time.sleep(0.02)
-            if said is None:
-                said = json.loads(self._store.call("compare_set", "why", "", json.dumps(mine)))
+            if reason is None:
+                reason = json.loads(self._store.call("compare_set", "why", "", json.dumps(mine)))
         except (RuntimeError, ValueError):  # the store is gone
             return error
-        return _error_of(said)
+        return _error_of(reason)
 
     def _words_of(self, error: Exception) -> dict[str, Any]:
         return {
@@ -227,8 +227,8 @@ class Rendezvous:
             waited_s = wait.waited_s
             if waited_s > look_s:
                 look_s = waited_s + _LOOK_S[1]
-                if asks and (said := self._reason()) is not None:
-                    raise _error_of(said)
+                if asks and (reason := self._reason()) is not None:
+                    raise _error_of(reason)
             deadline_s = self._timeout_s if self._has_met else max(self._timeout_s, _COMING_S)
             if waited_s > deadline_s + later_s:
                 text = f"{sentence(waited_s)}; the deadline was {deadline_s:g} s"
@@ -380,11 +380,11 @@ def assembly_of(group: Any) -> Assembly | None:
     return Assembly(cpu_backend(group))
 
 
-def _error_of(said: dict[str, Any]) -> CommError:
-    at = said["at"]
-    text = f"joining failed on rank {said['rank']} on host {said['host']}: {said['text']}"
-    kind = CommTimeoutError if said["is_timeout"] else CommError
-    return _comm_error(text, at, said["host"] if at == said["rank"] else "", kind)
+def _error_of(reason: dict[str, Any]) -> CommError:
+    at = reason["at"]
+    text = f"joining failed on rank {reason['rank']} on host {reason['host']}: {reason['text']}"
+    kind = CommTimeoutError if reason["is_timeout"] else CommError
+    return _comm_error(text, at, reason["host"] if at == reason["rank"] else "", kind)
 
 
 def _comm_error(message: str, rank: int, host: str, kind: type[CommError] = CommError) -> CommError:

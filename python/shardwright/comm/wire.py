@@ -100,17 +100,17 @@ class Wire:
         if rank in self._tokens:
             return
         token = torch.frombuffer(bytearray(self._token(self._rank, rank)), dtype=torch.uint8)
-        heard = torch.zeros_like(token)
+        received = torch.zeros_like(token)
         sending = self._group.send([token], self._place[rank], _TOKEN)
-        self._tokens[rank] = self._group.recv([heard], self._place[rank], _TOKEN), heard, sending
+        self._tokens[rank] = self._group.recv([received], self._place[rank], _TOKEN), received, sending
 
     def _believe(self, rank: int, timeout: timedelta) -> None:
         """Return once `rank` has proved that it knows the secret."""
         if rank not in self._strangers:
             return
-        receiving, heard, sending = self._tokens[rank]
+        receiving, received, sending = self._tokens[rank]
         receiving.wait(timeout)
-        if not hmac.compare_digest(bytes_of(heard), self._token(rank, self._rank)):
+        if not hmac.compare_digest(bytes_of(received), self._token(rank, self._rank)):
             raise RuntimeError(f"the process that answers for rank {rank} does not know the secret of this group")
         sending.wait(timeout)
         self._strangers.discard(rank)
@@ -152,11 +152,11 @@ class Wire:
     def _exchange_farewells(self, others: Sequence[int]) -> None:
         """Wait for the farewells of `others`, which show that earlier messages arrived. A rank that sends none is busy."""
         word = torch.zeros(1, dtype=torch.uint8, device="cpu")
-        heard = [torch.zeros_like(word) for _ in others]
+        received = [torch.zeros_like(word) for _ in others]
         deadline_s = time.monotonic() + _FAREWELL_S
         with contextlib.suppress(RuntimeError):  # the end of the connection counts as a farewell
             sending = [self._group.send([word], other, _FAREWELL) for other in others]
-            receiving = [self._group.recv([each], other, _FAREWELL) for each, other in zip(heard, others)]
+            receiving = [self._group.recv([each], other, _FAREWELL) for each, other in zip(received, others)]
             for work in (*receiving, *sending):
                 work.wait(timedelta(seconds=max(deadline_s - time.monotonic(), 1e-3)))
 

@@ -363,8 +363,8 @@ class ModuleGradients:
             found.extend(self.slices())
             return struct.pack("d", max_norm)
 
-        said = gather_answers(self._comm, answer, f"clipping the gradients of {self._label}")
-        norms = [struct.unpack("d", each)[0] for each in said]
+        gathered = gather_answers(self._comm, answer, f"clipping the gradients of {self._label}")
+        norms = [struct.unpack("d", each)[0] for each in gathered]
         other = next((rank for rank, each in enumerate(norms) if not math.isclose(each, norms[0], rel_tol=1e-3)), None)
         if other is not None:
             raise Error(
@@ -501,14 +501,14 @@ class ModuleGradients:
             mine = torch.stack(parts).tolist()  # on a GPU the host waits once
             return struct.pack(f"{count}d", *mine)
 
-        said = gather_answers(self._comm, answer, f"norms of the gradients of {self._label}")
-        rows = [struct.unpack(f"{count}d", each) for each in said]
+        gathered = gather_answers(self._comm, answer, f"norms of the gradients of {self._label}")
+        rows = [struct.unpack(f"{count}d", each) for each in gathered]
         return {index: _whole(column, order) for index, column in zip(pieces, zip(*rows))}
 
     def any_rank(self, overflowed: Callable[[], bool]) -> bool:
         """Return True if a gradient overflowed on some rank. Collective; all raise if `overflowed` raises Error."""
-        said = gather_answers(self._comm, lambda: bytes([overflowed()]), "overflow of a gradient")
-        return b"\1" in said
+        gathered = gather_answers(self._comm, lambda: bytes([overflowed()]), "overflow of a gradient")
+        return b"\1" in gathered
 
 
 def _tracer(reducer: Any, names: Sequence[str], op: str, label: str) -> Callable[[int, str], None]:

@@ -87,12 +87,12 @@ class SparseGradients:
     def exchange(self, *, contributes: bool = True) -> None:
         """Set `.grad` of each parameter that some rank used to the mean of all ranks' gradients. Collective."""
         mine = [self._pack(index, contributes) for index in self._parameters]
-        said = self._gather(b"".join(mine))
+        gathered = self._gather(b"".join(mine))
         self._touched.clear()
-        places = [0] * len(said)
+        places = [0] * len(gathered)
         for position, parameter in enumerate(self._parameters.values()):
             flags, parts = 0, []
-            for rank, data in enumerate(said):
+            for rank, data in enumerate(gathered):
                 found, indices, values, places[rank] = _unpack(data, places[rank], parameter)
                 flags |= found
                 parts.append((indices, values))

@@ -361,17 +361,9 @@ class Engine:
                 "a wrapper with a communication hook cannot be copied, the hook's state belongs to its group: "
                 "copy sw.unwrap(model)"
             )
-        names: tuple[str, ...] = (
-            "module",
-            "precision",
-            "inner",
-            "is_around",
-            "parameters_to_ignore",
-            "_taken_names",
-            "buffer_hook",
-        )
-        names += ("require_backward_grad_sync", "require_forward_param_sync", "forward_sync_buffers")
-        state = {name: getattr(self, name) for name in names}
+        names = "module precision inner is_around parameters_to_ignore _taken_names buffer_hook forward_sync_buffers"
+        names += " require_backward_grad_sync require_forward_param_sync"
+        state = {name: getattr(self, name) for name in names.split()}
         if self.is_taken:  # a separate copy averages by itself; a copy of the outer wrapper takes it over again
             state["is_around"] = False
         return {**state, "options": self.options.without_group()}
@@ -540,11 +532,11 @@ class Engine:
         """Return True if some rank that still trains synchronises in its next backward. Collective."""
         replica = self.replica
         mine = bytes([trains, required])
-        said = replica.group.comm.all_gather_bytes(mine, "synchronisation of this backward")
+        gathered = replica.group.comm.all_gather_bytes(mine, "synchronisation of this backward")
         # otherwise the round itself carries the set of contributing ranks
         if not replica.backend.capabilities.tells_standing:
-            replica.reducer.set_active(b"".join(each[:1] for each in said))
-        return any(each[1] for each in said)
+            replica.reducer.set_active(b"".join(each[:1] for each in gathered))
+        return any(each[1] for each in gathered)
 
     # what averages buckets ----------------------------------------------------------------------------------------
 

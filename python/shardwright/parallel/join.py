@@ -56,11 +56,11 @@ class ShadowHook(JoinHook):
         if not announcer.is_on:
             _shadow_forward(self._engine)
         elif self._wrapper._join_config.is_first_joinable:  # the first module's hook serves all modules
-            member, heard = announcer.listen()
-            if heard["kind"] == "forward":
+            member, announced = announcer.listen()
+            if announced["kind"] == "forward":
                 _shadow_forward(member)
             else:
-                _shadow(member.replica, heard)
+                _shadow(member.replica, announced)
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Give all ranks the model of the last rank that joined; of several, the highest."""
@@ -171,19 +171,19 @@ class Announcer:
         engine = self._engine()
         assert engine is not None
         replica = engine.replica
-        said: dict[str, Any] = {"kind": kind, "member": members.index(engine), "number": number, "groups": groups}
+        announced: dict[str, Any] = {"kind": kind, "member": members.index(engine), "number": number, "groups": groups}
         if kind not in ("forward", *_INSIDE):
-            said["gradients"] = states_of(replica.table.parameters)
-            said["factors"] = replica.gradients.factors()
-        self._exchange(members, json.dumps(said).encode())
+            announced["gradients"] = states_of(replica.table.parameters)
+            announced["factors"] = replica.gradients.factors()
+        self._exchange(members, json.dumps(announced).encode())
         if kind == "forward" and torch.is_grad_enabled() and engine.require_backward_grad_sync and self.joined:
             self.owes = replica.reducer.rounds
 
     def listen(self) -> tuple[Engine, dict[str, Any]]:
         """Receive an announcement. Return the module that it names, and the lowest training rank's content."""
         members = self._members()
-        heard: dict[str, Any] = self._exchange(members, b"")
-        return members[heard["member"]], heard
+        announced: dict[str, Any] = self._exchange(members, b"")
+        return members[announced["member"]], announced
 
     def announce_round(self, standing: bytes) -> None:
         """Announce a round as it opens, on GPUs at zero >= 2, and which contributions add to a standing mean. Collective."""
@@ -200,25 +200,25 @@ class Announcer:
 
     def _exchange(self, members: Sequence[Engine], mine: bytes) -> dict[str, Any]:
         first = members[0].replica
-        said = first.group.comm.all_gather_bytes(mine, f"next operation in the join of {first.label}")
-        trains = {rank: json.loads(each) for rank, each in enumerate(said) if each}
+        gathered = first.group.comm.all_gather_bytes(mine, f"next operation in the join of {first.label}")
+        trains = {rank: json.loads(each) for rank, each in enumerate(gathered) if each}
         lowest = min(trains)
-        heard: dict[str, Any] = trains[lowest]
+        announced: dict[str, Any] = trains[lowest]
         for rank, other in trains.items():
-            if any(other[key] != heard[key] for key in ("kind", "member", "number")):
+            if any(other[key] != announced[key] for key in ("kind", "member", "number")):
                 one, two = (
-                    f"{_WORDS[each['kind']]} of {members[each['member']].replica.label}" for each in (heard, other)
+                    f"{_WORDS[each['kind']]} of {members[each['member']].replica.label}" for each in (announced, other)
                 )
                 raise Error(
                     f"ranks disagree inside join: rank {lowest} comes to {one}, rank {rank} to {two} "
-                    f"({heard['number']:g}, {other['number']:g})"
+                    f"({announced['number']:g}, {other['number']:g})"
                 )
         for each in members:
             announcer = each.replica.announcer
             if announcer is not None:
-                announcer.joined = [rank for rank, text in enumerate(said) if not text]
+                announcer.joined = [rank for rank, text in enumerate(gathered) if not text]
                 announcer.lowest = lowest
-        return heard
+        return announced
 
 
 def _check_ended(replica: Replica, kind: str) -> None:
@@ -258,20 +258,20 @@ def _own_slices(replica: Replica, states: Sequence[int]) -> list[torch.Tensor | 
     return found
 
 
-def _shadow(replica: Replica, heard: dict[str, Any]) -> None:
+def _shadow(replica: Replica, announced: dict[str, Any]) -> None:
     """Take part in an announced operation."""
-    kind, number, gradients = heard["kind"], heard["number"], replica.gradients
+    kind, number, gradients = announced["kind"], announced["number"], replica.gradients
     if kind == "round":
-        replica.gradients.shadow(heard["groups"])
+        replica.gradients.shadow(announced["groups"])
         return
     if kind == "unit":
         replica.parameters().gather_beside(int(number))
         return
-    states = heard["gradients"]
+    states = announced["gradients"]
     overflowed = kind == "vote" and any(
         piece is not None and not bool(piece.isfinite().all()) for piece in _own_slices(replica, states)
     )
-    gradients.follow_factors(heard["factors"])
+    gradients.follow_factors(announced["factors"])
     if kind == "norm":
         gradients.squares_of(lambda: _own_slices(replica, states))
     elif kind == "norms":
@@ -286,7 +286,7 @@ def _shadow(replica: Replica, heard: dict[str, Any]) -> None:
         optimizer = replica.steppers.sliced()[int(number)]
         is_whole = replica.zero == 1
         own = exchange_slices(replica, optimizer.run, states) if is_whole else _own_slices(replica, states)
-        optimizer.shadow_step(heard["groups"], own, states)
+        optimizer.shadow_step(announced["groups"], own, states)
 
 
 def exchange_slices(

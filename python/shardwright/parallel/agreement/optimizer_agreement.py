@@ -73,7 +73,7 @@ def agree(comm: HostComm, rows: Callable[[], Iterable[Row]], label: str) -> None
     gather_answers(
         *(comm, lambda: json.dumps(list(rows()), sort_keys=True, separators=(",", ":")).encode(), label),
         refusals=(Error, NotImplementedError, TypeError, ValueError),
-        compare=lambda said: f"ranks disagree about {difference(dict(enumerate(map(json.loads, said))))}",
+        compare=lambda gathered: f"ranks disagree about {difference(dict(enumerate(map(json.loads, gathered))))}",
         alike=True,
     )
 

@@ -131,9 +131,9 @@ class ReplicaCheck:
             replica.reducer.note_step(digest)
             return
         comm, slicing = replica.group.comm, replica.slicing
-        said = comm.all_gather_bytes(digest.to_bytes(4, "little"), f"replicas of {replica.label}")
+        gathered = comm.all_gather_bytes(digest.to_bytes(4, "little"), f"replicas of {replica.label}")
         alike = collections.defaultdict(set)
-        for rank, each in enumerate(said):
+        for rank, each in enumerate(gathered):
             alike[slicing.of_rank[rank] if _is_private(replica) else 0].add(each)
         if any(len(each) > 1 for each in alike.values()):
             self.explain()
@@ -231,15 +231,15 @@ class ReplicaCheck:
             return
         bad = [name for check in (self, *parts) for name in check.not_finite()]
         mine = [len(bad), bad[:_MOST_NAMED]]
-        said: dict[int, Any] = {replica.group.rank: mine}
+        gathered: dict[int, Any] = {replica.group.rank: mine}
         if not replica.in_join:  # a joined rank would not take part in the exchange
-            said = dict(enumerate(gather_values(replica.group.comm, lambda: mine, f"gradients of {replica.label}")))
-        rows = [f"rank {rank} brought {_some(names, count)}" for rank, (count, names) in said.items() if count]
+            gathered = dict(enumerate(gather_values(replica.group.comm, lambda: mine, f"gradients of {replica.label}")))
+        rows = [f"rank {rank} brought {_some(names, count)}" for rank, (count, names) in gathered.items() if count]
         more = f" and {len(rows) - _MOST_NAMED} more ranks" if len(rows) > _MOST_NAMED else ""
         none = "every rank's own gradients are finite, but their sum is not"
         if any(check.has_model_ranks for check in (self, *parts)):
             none = "the gradients of all ranks that average with this one are finite: see the ranks with other shards"
-        if len(said) < replica.group.world_size:
+        if len(gathered) < replica.group.world_size:
             none = f"rank {replica.group.rank} brought none, and other ranks are not asked during a join"
         why = "; ".join(rows[:_MOST_NAMED]) + more or none
         raise Error(f"{replica.label}, {self._steps_before(replica)} steps after {self._since}: {NOT_FINITE}: {why}")

@@ -143,8 +143,8 @@ class Steppers:
 
     def _gather(self, mine: Any, label: str) -> dict[int, Any]:
         """Return the values of the ranks that took the last step, by rank: a joined one did not. Collective."""
-        said = gather_values(self._group.comm, lambda: None if self.has_joined else mine, label)
-        return {rank: each for rank, each in enumerate(said) if each is not None}
+        gathered = gather_values(self._group.comm, lambda: None if self.has_joined else mine, label)
+        return {rank: each for rank, each in enumerate(gathered) if each is not None}
 
     def _rows(self) -> list[Row]:
         return [(f"group {number}", [], _readable(group)) for number, group in enumerate(self._groups)]
@@ -176,11 +176,11 @@ class Steppers:
             for number, last in enumerate(self._last.values())
             for place, (p, found) in last.items()
         }
-        said = list(self._gather(mine, "gradients that no wrapper averages").values())
-        for place in sorted({place for each in said for place in each}):
-            values = [each.get(place, [0])[0] for each in said]
+        gathered = list(self._gather(mine, "gradients that no wrapper averages").values())
+        for place in sorted({place for each in gathered for place in each}):
+            values = [each.get(place, [0])[0] for each in gathered]
             if any(value != values[0] for value in values):
-                name, shape = next(each[place][1:] for each in said if place in each)
+                name, shape = next(each[place][1:] for each in gathered if place in each)
                 raise Error(
                     f"optimizer: {name!r} of shape {tuple(shape)} ({place.partition(':')[2]}) is not a parameter of the wrapped {self._label}, "
                     "and its gradients of the last step differed between ranks, so they are not averaged and ranks drift apart: "
