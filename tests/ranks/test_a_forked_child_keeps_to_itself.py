@@ -238,20 +238,20 @@ def test_a_change_under_way_at_the_fork_or_during_the_copy_is_an_error(rank, wor
     def look():
         return float(next(model.parameters()).detach().sum())
 
-    with access.changing():
+    with access:
         inside = Child(look)
     after = Child(look, look)
-    with access.changing():
+    with access:
         said = after()
         assert said.startswith("Error") and "fork" in said, said
     for child in (inside, after):
         assert child().startswith("Error")
         child.close()
-    storage = access.forks._storage
+    storage = access._storage
     found = storage.mapped()
 
     def mapped():
-        access.forks._shared[0] += 2  # as if the parent stepped between the child's two looks
+        access._shared[0] += 2  # as if the parent stepped between the child's two looks
         return found
 
     storage.mapped = mapped
@@ -267,7 +267,7 @@ def test_a_child_that_touches_no_parameter_copies_none(rank, world_size, options
     model, optimizer = trained(**options)
     step(model, optimizer, rank, 0)
     copied = Child(
-        lambda: (internals.replica(model).access.forks._is_pending, len(list(model.parameters())), repr(model)[:3])
+        lambda: (internals.replica(model).access._is_pending, len(list(model.parameters())), repr(model)[:3])
     )
     assert copied().startswith("(True")
     copied.close()
@@ -323,7 +323,7 @@ def test_every_way_out_of_torch_reads_through_the_guard(rank, world_size, zero):
         "a new parameter": lambda: torch.nn.Parameter(parameter.detach()),
         "to_dlpack": lambda: torch.utils.dlpack.to_dlpack(parameter.detach()),
     }
-    watch = internals.replica(model).access.forks
+    watch = internals.replica(model).access
 
     def read():
         watch._shared[0] += 2  # as the parent's next step does

@@ -124,13 +124,13 @@ def test_without_a_wait_it_is_none(rank, world_size):
         plain = made(process_group=group, timeout_s=20)
     finally:
         process_group._forced_hosts = None
-    watcher = internals.replica(model).rounds.watcher
+    watcher = internals.replica(model).gradients.watcher
     with Lines() as said:
         for step in range(6):
             train(model, rank, 1, first=step)
             watcher.waits[:] = [0.0] * len(watcher.waits)
     assert len(said) == (rank == 0) and all(line.startswith("compress='auto': none, because") for line in said)
-    assert internals.replica(model).compression is None and internals.replica(model).rounds.watcher is None
+    assert internals.replica(model).compression is None and internals.replica(model).gradients.watcher is None
     train(plain, rank, 6)
     assert all(bits_equal(a.detach(), b.detach()) for a, b in zip(model.parameters(), plain.parameters()))
 
@@ -145,7 +145,7 @@ def test_joined_ranks_decide_too(rank, world_size):
         process_group._forced_hosts = None
     with model.join():
         train(model, rank, 8 if rank == 0 else 3)
-    assert internals.replica(model).rounds.watcher is None
+    assert internals.replica(model).gradients.watcher is None
     assert same_everywhere(repr(internals.replica(model).compression and internals.replica(model).compression[0]))
     assert same_everywhere([*model.module.parameters()])
 

@@ -282,7 +282,7 @@ def outer_steps_that_fail(rank, world_size):
     mesh = mesh_of(world_size)
     for zero in STAGES[:3]:
         model, trainer = made(zero, mesh, every=1)
-        forks = internals.replica(model).access.forks
+        forks = internals.replica(model).access
         steps(model, trainer, rank, 0, 1)
         assert not forks._depth
         count = forks._own[0]

@@ -197,7 +197,7 @@ def test_modules_of_which_one_cannot_be_whole_are_all_released(rank, world_size)
             whole_parameters(join_modules(made), writable=writable),
         ):
             pytest.fail("not whole")
-        assert not internals.replica(made[0]).is_writing
+        assert not internals.replica(made[0]).access.is_writing
         with pytest.raises(sw.Error, match="is released"):
             made[0].module.weight.sum()
     assert newer is not None

@@ -371,7 +371,7 @@ def test_a_profile_has_a_range_for_each_bucket_unit_and_broadcast(rank, world_si
         wrapped(torch.randn(3, 7))
     wrapped.zero_grad()
     loss_of(wrapped, rank).backward()  # without a profiler, nothing is traced
-    assert not internals.replica(wrapped).rounds._is_traced
+    assert not internals.replica(wrapped).gradients._is_traced
 
 
 @on_every_rank()

@@ -300,7 +300,7 @@ def own_parameters(replica: Any) -> Iterator[dict[int, Sliced]]:
     """Yield own_slices(); publish all slices at exit. Collective. Requires fills_slices()."""
     memory = replica.parameters()
     slices = own_slices(replica)
-    with replica.access.changing(), replica.access.writing():
+    with replica.access, replica.access.writing():
         if memory.shared:  # no rank writes before all have told their forked children
             replica.backend.fence(f"parameters of {replica.label} before they are loaded")
         try:

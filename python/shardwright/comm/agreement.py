@@ -74,21 +74,21 @@ def gather_answers(
         mine = _ANSWER + answer()
     except refusals as error:
         refusal, mine = error, _REFUSAL + _words_of(error).encode(errors="backslashreplace")
-    said = [mine]
+    gathered = [mine]
     if compare is not None:
         digests = comm.all_gather_bytes(hashlib.sha256(mine).digest(), label)
-        said = [mine] * len(digests) if len({*digests}) == 1 else []
-    if compare is None or not said:
-        said = comm.all_gather_bytes(mine, label)
-    refused = next((rank for rank, each in enumerate(said) if each[:1] == _REFUSAL), None)
+        gathered = [mine] * len(digests) if len({*digests}) == 1 else []
+    if compare is None or not gathered:
+        gathered = comm.all_gather_bytes(mine, label)
+    refused = next((rank for rank, each in enumerate(gathered) if each[:1] == _REFUSAL), None)
     try:
-        if refusal is not None and (not alike or said[refused or 0] == mine):
+        if refusal is not None and (not alike or gathered[refused or 0] == mine):
             raise refusal
     finally:
         refusal = None  # its traceback holds this frame
     if refused is not None:
-        raise retell(refused, said[refused][1:].decode())
-    answers = [each[1:] for each in said]
+        raise retell(refused, gathered[refused][1:].decode())
+    answers = [each[1:] for each in gathered]
     if compare is not None and len({*answers}) > 1:
         raise Error(compare(answers))
     return answers
@@ -97,15 +97,12 @@ def gather_answers(
 def gather_values(comm: HostComm, value: Callable[[], Any], label: str, **options: Any) -> list[Any]:
     """Return every rank's value, which JSON can express: gather_answers() for values."""
     options.setdefault("refusals", (Error, NotImplementedError, TypeError, ValueError))
-    said = gather_answers(comm, lambda: json.dumps(value()).encode(), label, **options)
-    return [json.loads(each) for each in said]
+    gathered = gather_answers(comm, lambda: json.dumps(value()).encode(), label, **options)
+    return [json.loads(each) for each in gathered]
 
 
 def verify(comm: HostComm, describe: Callable[[], list[list[str]]], what: str, *, alike: bool = False) -> None:
-    """Raise on every rank unless describe() returns the same [item, value] lines on all ranks. Collective.
-
-    A rank on which describe() fails raises that error, and the others an Error that quotes it.
-    """
+    """Raise on every rank unless describe() returns the same [item, value] lines, and fails on none. Collective."""
 
     def failed(rank: int, sentence: str) -> Exception:
         if sentence.startswith("rank "):  # that rank heard of another rank's error
@@ -138,10 +135,7 @@ def _disagreement(tables: list[list[list[str]]], what: str) -> str:
 
 
 def sums_over_ranks(comm: HostComm, sums: Callable[[], bytes], label: str) -> bytes:
-    """Return exact sums of squares of all ranks together. Collective.
-
-    `sums` returns this rank's, in norm_sum()'s format, concatenated. If it raises Error on some rank, all raise.
-    """
+    """Return exact sums of squares of all ranks together; `sums` returns this rank's, or raises on all. Collective."""
     return added_sums(gather_answers(comm, sums, f"norm of the gradients of {label}"))
 
 

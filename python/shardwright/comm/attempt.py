@@ -46,10 +46,9 @@ _LOOK_S = (0.001, 0.05)
 
 
 def attempt_store(store: Any, rank: int, world_size: int, timeout_s: float, failure: str = "") -> Any:
-    """Return a store that only the ranks of this start use. Collective.
+    """Return a store that only the ranks of this start use, inside one that may hold keys of earlier starts. Collective.
 
-    `store` may hold keys of earlier starts and other world sizes. `failure`: why this rank cannot go on, a CommError on
-    all ranks. TimeoutError names ranks that did not come.
+    `failure`: why this rank cannot go on, a CommError on all ranks. TimeoutError names ranks that did not come.
     """
     room = dist.PrefixStore(_ROOM, store)
     if rank == 0:
@@ -72,10 +71,10 @@ def _follow(room: Any, rank: int, world_size: int, timeout_s: float, failure: st
     room.add(f"came/{name}", 1)
     # rank 0 waits as long, and can name the absent ranks
     _await(room, f"all/{name}", wait, rank, world_size, timeout_s + _LATER_S, lambda: _published(room, name))
-    said = room.get(f"all/{name}").decode()
+    reason = room.get(f"all/{name}").decode()
     room.add(f"heard/{name}", 1)
-    if said:
-        raise (TimeoutError if said.startswith(_LATE) else CommError)(said)
+    if reason:
+        raise (TimeoutError if reason.startswith(_LATE) else CommError)(reason)
     return str(name)
 
 
@@ -123,9 +122,9 @@ def _published(room: Any, name: str) -> str:
 def _absent(room: Any, name: str, world_size: int) -> str:
     """Return the absent ranks, and publish them. On rank 0 alone: every rank's own look would make W * W calls."""
     absent = [rank for rank in range(1, world_size) if not room.check([f"came/{name}/{rank}"])]
-    said = f"{names_of(absent)}, which {'have' if len(absent) > 1 else 'has'} not come" if absent else "rank 0"
-    room.set(f"absent/{name}", said)
-    return said
+    text = f"{names_of(absent)}, which {'have' if len(absent) > 1 else 'has'} not come" if absent else "rank 0"
+    room.set(f"absent/{name}", text)
+    return text
 
 
 def _lead(room: Any, world_size: int, timeout_s: float, failure: str) -> str:

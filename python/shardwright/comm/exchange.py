@@ -24,14 +24,19 @@ _ALIGNMENT = 64
 
 class Exchange:
     """An exchange: begin() returns the message to fill, scatter() the W pieces to fold, result() the memory for the fold,
-    gather() the whole result.
+    gather() the whole result. Memory stays valid until the next begin(), or gather(). Every rank makes the same calls.
 
-    Returned memory stays valid until the next begin(); gather()'s until the next gather(). Every rank makes the same
-    calls. `wire_bytes` counts what this rank has sent to peers, `bucket_wire_bytes` by bucket of the last round. Without
+    `wire_bytes` counts what this rank has sent to peers, `bucket_wire_bytes` by bucket of the last round. Without
     `takes_part` another rank exchanges this rank's contributions. `on_device`: messages are in GPU memory.
     """
 
     on_device = False
+    #: what a transport implements: the memory of a message and of a result, the two steps, and agree()
+    _message: Any
+    _scatter: Any
+    _result: Any
+    _gather: Any
+    _agree: Any
 
     def __init__(self, rank: int, world_size: int, *, takes_part: bool = True) -> None:
         self.takes_part = takes_part
@@ -117,24 +122,12 @@ class Exchange:
         for to, source in pairs:
             to.copy_(source)
 
-    def _message(self, slice_bytes: int) -> torch.Tensor:
-        raise NotImplementedError
-
-    def _scatter(self, slice_bytes: int) -> list[torch.Tensor]:
-        raise NotImplementedError
-
-    def _result(self, slice_bytes: int) -> torch.Tensor:
-        raise NotImplementedError
-
-    def _gather(self, whole: torch.Tensor, slice_bytes: int) -> None:
-        raise NotImplementedError
-
-    def _agree(self, ok: bool) -> bool:
-        raise NotImplementedError
-
 
 class TorchExchange(Exchange):
     """A two-step exchange over torch; a subclass provides all_to_all and all_gather."""
+
+    _all_to_all: Any
+    _all_gather: Any
 
     def __init__(self, rank: int, world_size: int) -> None:
         super().__init__(rank, world_size)
@@ -165,12 +158,6 @@ class TorchExchange(Exchange):
             whole.copy_(mine)
             return
         self._all_gather(whole, mine)
-
-    def _all_to_all(self, received: torch.Tensor, message: torch.Tensor) -> None:
-        raise NotImplementedError
-
-    def _all_gather(self, whole: torch.Tensor, mine: torch.Tensor) -> None:
-        raise NotImplementedError
 
 
 class GroupExchange(TorchExchange):
@@ -262,9 +249,8 @@ class GlooExchange(TorchExchange):
 class HostExchange(Exchange):
     """An exchange over shared memory: a rank reads its pieces where the peers wrote them. It takes two barriers.
 
-    A rank's memory holds its result, then its message, at fixed offsets. After an exchange's
-    second barrier no rank reads messages, and after the next one's first barrier no rank reads results. So neither is
-    overwritten while a slower rank reads it.
+    A rank's memory holds its result, then its message. After the second barrier no rank reads messages, and after the next
+    exchange's first one no rank reads results, so neither is overwritten while a slower rank reads it.
     """
 
     def __init__(self, comm: HostComm) -> None:
@@ -364,10 +350,7 @@ def _fold(exchange: Exchange, result: torch.Tensor, pieces: Sequence[torch.Tenso
 
 
 def average_plain(exchange: Exchange, flat: torch.Tensor, share: int | None = None, keeps_slice: bool = False) -> None:
-    """Average over ranks in place, in the dtype of `flat`, which is one-dimensional. There is no compression.
-
-    With `keeps_slice` only this rank's `share` elements are averaged; the rest is then undefined.
-    """
+    """Average flat memory over ranks in place, without compression; with `keeps_slice` only this rank's `share` elements."""
     if exchange.world_size == 1:
         return
     share = share or slice_numel(flat.numel(), exchange.world_size)

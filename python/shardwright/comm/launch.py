@@ -56,10 +56,7 @@ class Launch(NamedTuple):
 
 
 def read_launch(environment: Mapping[str, str]) -> Launch | None:
-    """Return the launch that `environment` describes; None without a launcher, which means one rank.
-
-    A ValueError names a variable that is missing, not a number or out of range, or contradicts another.
-    """
+    """Return the launch that `environment` describes, None without a launcher. ValueError names a wrong variable."""
     read = _Reader(environment)
     if "RANK" in environment:
         found = _torchrun(read)
@@ -164,7 +161,6 @@ def _slurm(read: _Reader) -> Launch:
 
 
 def _first_slurm_host(read: _Reader, rank: int) -> str:
-    """Return the host of rank 0."""
     for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"):
         if text := read.environment.get(name):
             try:
@@ -225,9 +221,7 @@ class _Reader:
 
 
 def expand_hostlist(text: str) -> Iterator[str]:
-    """Expand SLURM's short form of host names in its order: `node[01-03,7],login` is node01, node02, node03, node7,
-    login. ValueError for another form.
-    """
+    """Expand SLURM's hosts: `node[01-03,7],login` is node01, node02, node03, node7, login. ValueError for another form."""
     for word in _split_outside_brackets(text):
         parts = [_alternatives(part) for part in re.split(r"(\[[^][]*\])", word)]
         for names in itertools.product(*parts):

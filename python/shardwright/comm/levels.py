@@ -146,9 +146,9 @@ def leased_levels(group: HostGroup) -> tuple[Levels, Lease]:
     roads, lease = _joined.setdefault(group, []), Lease()
     if not roads and group.host_count > 1:
         _join(group, roads)
-    said = group.comm.all_gather_bytes(bytes(each.is_free for each in roads), "communicators that are free")
+    gathered = group.comm.all_gather_bytes(bytes(each.is_free for each in roads), "communicators that are free")
     free = [
-        k for k in range(len(roads)) if all(each[k] for each in said)
+        k for k in range(len(roads)) if all(each[k] for each in gathered)
     ]  # the lists are equally long on all ranks, which create them together
     found = roads[free[0]] if free else _join(group, roads)
     found.lease = weakref.ref(lease)

@@ -34,21 +34,20 @@ class ModelRanks:
 
     @classmethod
     def beside(cls, parameters: Iterable[torch.Tensor], group: HostGroup) -> ModelRanks | None:
-        """Return the ranks of the mesh of the DTensors that `group` averages; None without DTensors.
+        """Return the ranks of the mesh of the DTensors that `group` averages, or None. Collective; all raise the same error.
 
-        Call it before any check, so that one rank's failure can reach all. Collective over the group, and over the mesh at
-        first use. If ranks of the group have meshes of different shapes, or some have none, all raise the same error.
+        Call it before any check, so that one rank's failure can reach all.
         """
         ranks, held = group_ranks(group.torch_group), list(parameters)
         mesh = first_mesh(held, ranks)
         first: Any = next(filter(is_dtensor, held), None)
         mine = "no DTensor" if first is None else f"DTensors on {tuple(first.device_mesh.mesh.shape)} ranks"
 
-        def differing(said: Sequence[bytes]) -> str:
-            other = next(at for at, each in enumerate(said) if each != said[0])
+        def differing(gathered: Sequence[bytes]) -> str:
+            other = next(at for at, each in enumerate(gathered) if each != gathered[0])
             return (
-                f"ranks disagree about the mesh of a module's DTensors: rank {ranks[0]} has {said[0].decode()}, "
-                f"rank {ranks[other]} has {said[other].decode()}; parallelize the module on every rank"
+                f"ranks disagree about the mesh of a module's DTensors: rank {ranks[0]} has {gathered[0].decode()}, "
+                f"rank {ranks[other]} has {gathered[other].decode()}; parallelize the module on every rank"
             )
 
         # otherwise a rank waits forever for ranks of its mesh without DTensors
@@ -83,17 +82,14 @@ class ModelRanks:
         return group_over(self._together)
 
     def check_replicated(self, table: ParameterTable, group: HostGroup, label: str) -> None:
-        """Raise Error on all ranks if a parameter that is not sharded over a dimension differs along it. Collective.
-
-        The values compared are rank 0's of the `group`, with which its ranks start. Cost: 8 bytes a parameter.
-        """
+        """Raise Error on all ranks if a parameter differs along a dimension that does not shard it. Collective: 8 bytes each."""
         digests = b"".join(map(_digest, table.parameters)) if group.rank == 0 else b""
         digests = group.comm.all_gather_bytes(digests, f"values of {label}")[0]
 
-        def differing(said: Sequence[bytes], dimension: int) -> str:
+        def differing(gathered: Sequence[bytes], dimension: int) -> str:
             for index, (name, sharded) in enumerate(zip(table.names, table.sharded_kinds)):
                 at = slice(index * _DIGEST_BYTES, (index + 1) * _DIGEST_BYTES)
-                other = next((rank for rank, each in enumerate(said) if each[at] != said[0][at]), None)
+                other = next((rank for rank, each in enumerate(gathered) if each[at] != gathered[0][at]), None)
                 if other is not None and not sharded[dimension]:
                     return (
                         f"parameter {name!r} is not sharded over {self._between(dimension, other)} have other values of it: make it on equal seeds, "
@@ -108,15 +104,14 @@ class ModelRanks:
         gather_answers(group.comm, compare, f"values of {label}", alike=True)
 
     def add_squares(self, squares: bytes, kinds: Sequence[tuple[bool, ...]], label: str) -> bytes:
-        """Return the exact sum of squares of all ranks of the mesh, from this rank's for each of the distinct `kinds`.
+        """Return the exact sum of squares over the mesh, from this rank's for each of the sorted, distinct `kinds`. Collective.
 
-        `squares` are this rank's, one for each of the sorted, distinct `kinds`. All ranks raise Error if sums of
-        gradients that are not sharded over a dimension differ along it by more than rounding.
+        All raise Error if gradients that are not sharded over a dimension differ along it by more than rounding.
         """
         sums = _cut(squares)
 
-        def differing(said: Sequence[bytes], dimension: int) -> str:
-            rows = [_cut(each) for each in said]
+        def differing(gathered: Sequence[bytes], dimension: int) -> str:
+            rows = [_cut(each) for each in gathered]
             problem = ""
             for position, kind in enumerate(sorted(set(kinds))):
                 column = [row[position] for row in rows]
@@ -141,20 +136,20 @@ class ModelRanks:
         """Return True if the answer of some rank of the mesh is b"\\1". All raise an exception of `answer`. Collective."""
         found = b""
 
-        def judge(said: Sequence[bytes], dimension: int) -> str:
+        def examine(gathered: Sequence[bytes], dimension: int) -> str:
             nonlocal found
-            found = max(said)
+            found = max(gathered)
             return ""
 
-        self._exchange(lambda: found or answer(), judge, label)
+        self._exchange(lambda: found or answer(), examine, label)
         return found == b"\1"
 
     def _between(self, dimension: int, other: int) -> str:
         ranks = group_ranks(self._groups[dimension].torch_group)
         return f"mesh dimension {self._mesh.dimensions[dimension]!r}, and ranks {ranks[0]} and {ranks[other]}"
 
-    def _exchange(self, mine: Callable[[], bytes], judge: Callable[[Sequence[bytes], int], str], label: str) -> None:
-        """Call `judge` with the answers of each dimension's ranks in turn. Raise its message on all ranks of the mesh."""
+    def _exchange(self, mine: Callable[[], bytes], examine: Callable[[Sequence[bytes], int], str], label: str) -> None:
+        """Call `examine` with the answers of each dimension's ranks in turn. Raise its message on all ranks of the mesh."""
         failure: Error | None = None
 
         def answer() -> bytes:
@@ -164,7 +159,7 @@ class ModelRanks:
 
         for dimension, group in enumerate(self._groups):
             try:
-                problem = judge(gather_answers(group.comm, answer, label), dimension)
+                problem = examine(gather_answers(group.comm, answer, label), dimension)
                 failure = Error(problem) if problem else None
             except Error as error:
                 failure = error

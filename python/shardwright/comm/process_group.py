@@ -133,7 +133,6 @@ class HostGroup:
         }
 
     def _join(self, group: Any, timeout_s: float) -> None:
-        """Join the ranks of this host, then other hosts."""
         host, failure = socket.gethostname(), ""
         try:
             self.comm = HostComm(
@@ -178,7 +177,6 @@ class HostGroup:
         return meeting.meet(line, _forced_hosts), meeting
 
     def _join_hosts(self, met: Meeting, meeting: Rendezvous, host: str, timeout_s: float) -> None:
-        """Join the other hosts through a wire between their lowest ranks."""
         bridge = None
         carriers = self.carriers
         try:
@@ -223,11 +221,7 @@ class HostGroup:
         return not self._leave.alive
 
     def gloo_group(self, name: str, ranks: Sequence[int], timeout_s: float, connects_late: bool = False) -> Any:
-        """Return our own Gloo backend over `ranks` of this group, this rank among them. Collective over them.
-
-        torch's new_group() needs every rank of the job, or names the group after the process's count of groups, in
-        which ranks may differ.
-        """
+        """Return our own Gloo backend over `ranks` of this group. Collective over them; torch's new_group() needs every rank."""
         store = dist.PrefixStore(f"{self._store_name}/{name}", default_store())
         timeout = timedelta(seconds=min(timeout_s, 1e6))
         return make_gloo(store, ranks.index(self.rank), len(ranks), timeout, connects_late)
@@ -288,10 +282,7 @@ class HostGroup:
         self._leave()
 
     def broadcast(self, tensors: Sequence[torch.Tensor], root: int, label: str) -> None:
-        """Broadcast the values of `root` to all ranks. Tensors may differ in strides; version counters do not change.
-
-        Cost: the bytes of `tensors`, once; tensors that are not contiguous go through a copy.
-        """
+        """Broadcast the values of `root`, in any strides, to all ranks. Version counters do not change. Cost: the bytes, once."""
         check_sendable(tensors, label)
         plain = [tensor.data for tensor in tensors if tensor.numel()]
         dense = [t if t.is_contiguous() and not t.is_conj() and not t.is_neg() else _row_major(t) for t in plain]
@@ -356,10 +347,9 @@ def live_groups() -> list[HostGroup]:
 
 
 def resolve_group(process_group: Any, device_mesh: Any, *, trains: bool = False) -> Any:
-    """Return torch's group for these options; None for a single rank without one. ValueError if this rank is not in it.
+    """Return torch's group for these options, or None. ValueError if this rank is not in it.
 
-    With `trains` (a module will train over it) and without a launcher, make a default group of one rank, as under a
-    launcher of one rank, and log a line.
+    With `trains` and without a launcher, make a default group of one rank, and log a line.
     """
     if device_mesh is not None:
         ranks = tuple(sorted(device_mesh.mesh.flatten().tolist()))
@@ -419,13 +409,7 @@ def group_ranks(group: Any) -> list[int]:
 def init_process_group(backend: str = "gloo", *, timeout: timedelta | None = None, **options: Any) -> None:
     """Make torch's default process group from the launcher's variables, also after a restart by torchrun. Collective.
 
-    Parameters
-    ----------
-    backend : str
-        As for torch.distributed.init_process_group.
-    timeout : timedelta, optional
-    **options
-        Further keywords of torch.distributed.init_process_group; rank, world size and store are the launcher's.
+    Arguments are those of torch.distributed.init_process_group; rank, world size and store are the launcher's.
 
     Raises
     ------
@@ -451,7 +435,6 @@ def init_process_group(backend: str = "gloo", *, timeout: timedelta | None = Non
 
 
 def _join(launch: Launch, backend: str = "gloo", timeout: timedelta | None = None, **options: Any) -> None:
-    """Make the default process group."""
     if timeout is not None:
         options["timeout"] = timeout
     if not launch.master_addr:
@@ -520,10 +503,7 @@ def is_default_group(group: Any) -> bool:
 
 
 def host_group(group: Any, timeout_s: float, warn_after_s: float | None = -1.0) -> HostGroup:
-    """Return the communicator of torch's `group`, made at its first use (collective then) and shared afterwards.
-
-    `warn_after_s`: -1 leaves it, and is the default's for a new one.
-    """
+    """Return the communicator of torch's `group`, made at first use, collectively; `warn_after_s` -1 leaves its own."""
     is_given = warn_after_s is None or warn_after_s >= 0
     table: Any = _single if group is None else _groups
     found = table.get(group)

@@ -71,10 +71,9 @@ class Meeting(NamedTuple):
 
 
 class Rendezvous:
-    """One rendezvous of a group's ranks, through a store for it alone.
+    """One rendezvous of a group's ranks, through a store for it alone; in `assembly` all meet first, and a dead one ends it.
 
-    `timeout_s` bounds each wait once all ranks have come; until then torch's default, if that is later. In `assembly`
-    all ranks meet first; a rank that dies ends it.
+    `timeout_s` bounds each wait once all ranks have come; until then torch's default, if that is later.
     """
 
     def __init__(
@@ -98,10 +97,7 @@ class Rendezvous:
         self._warn_after_s, self._log = warn_after_s, log
 
     def meet(self, line: Line, forced_hosts: Sequence[int] | None = None) -> Meeting:
-        """Exchange the lines. `forced_hosts`: the host of each rank, instead of the detected one.
-
-        MemoryError: some rank cannot join. CommError, CommTimeoutError: one died, gave up or did not come.
-        """
+        """Exchange the lines; `forced_hosts` are tests'. MemoryError: one cannot join. CommError, CommTimeoutError: one is lost."""
         line = line._replace(failure=line.failure or self._store.failure)
         try:
             return self._exchange(line, forced_hosts)
@@ -154,13 +150,13 @@ class Rendezvous:
         mine = self._words_of(error)
         deadline_s = time.monotonic() + (_REASONS_S if heard else 0.0)
         try:
-            while (said := self._reason()) is None and time.monotonic() < deadline_s:
+            while (reason := self._reason()) is None and time.monotonic() < deadline_s:
                 time.sleep(0.02)
-            if said is None:
-                said = json.loads(self._store.call("compare_set", "why", "", json.dumps(mine)))
+            if reason is None:
+                reason = json.loads(self._store.call("compare_set", "why", "", json.dumps(mine)))
         except (RuntimeError, ValueError):  # the store is gone
             return error
-        return _error_of(said)
+        return _error_of(reason)
 
     def _words_of(self, error: Exception) -> dict[str, Any]:
         return {
@@ -169,7 +165,6 @@ class Rendezvous:
         }
 
     def _answer(self, lines: Sequence[Line], forced_hosts: Sequence[int] | None) -> None:
-        """Write rank 0's answer: the map of hosts, or the reason of a failure."""
         failing = next((each for each in lines if each.failure), None)
         failure, runs = "", []
         if failing is not None:
@@ -232,8 +227,8 @@ class Rendezvous:
             waited_s = wait.waited_s
             if waited_s > look_s:
                 look_s = waited_s + _LOOK_S[1]
-                if asks and (said := self._reason()) is not None:
-                    raise _error_of(said)
+                if asks and (reason := self._reason()) is not None:
+                    raise _error_of(reason)
             deadline_s = self._timeout_s if self._has_met else max(self._timeout_s, _COMING_S)
             if waited_s > deadline_s + later_s:
                 text = f"{sentence(waited_s)}; the deadline was {deadline_s:g} s"
@@ -308,7 +303,6 @@ class _Caller:
 
 
 def _answer_calls(store: Any, asked: queue.SimpleQueue[Any], answers: queue.SimpleQueue[Any]) -> None:
-    """The thread of a _Caller."""
     while (call := asked.get()) is not None:
         name, arguments = call
         try:
@@ -386,11 +380,11 @@ def assembly_of(group: Any) -> Assembly | None:
     return Assembly(cpu_backend(group))
 
 
-def _error_of(said: dict[str, Any]) -> CommError:
-    at = said["at"]
-    text = f"joining failed on rank {said['rank']} on host {said['host']}: {said['text']}"
-    kind = CommTimeoutError if said["is_timeout"] else CommError
-    return _comm_error(text, at, said["host"] if at == said["rank"] else "", kind)
+def _error_of(reason: dict[str, Any]) -> CommError:
+    at = reason["at"]
+    text = f"joining failed on rank {reason['rank']} on host {reason['host']}: {reason['text']}"
+    kind = CommTimeoutError if reason["is_timeout"] else CommError
+    return _comm_error(text, at, reason["host"] if at == reason["rank"] else "", kind)
 
 
 def _comm_error(message: str, rank: int, host: str, kind: type[CommError] = CommError) -> CommError:

@@ -34,9 +34,7 @@ def check_signals(given: Any) -> tuple[signal.Signals, ...]:
 
 
 class SaveSignals:
-    """Handlers that note a signal, call `ask` once and then the program's earlier handler, except Python's own for SIGINT,
-    which would raise KeyboardInterrupt. After close() they only pass signals on.
-    """
+    """Handlers that note a signal, call `ask` once and then the program's own, but Python's for SIGINT; none after close()."""
 
     def __init__(self, signals: tuple[signal.Signals, ...], ask: Callable[[], None]) -> None:
         self._ask = ask

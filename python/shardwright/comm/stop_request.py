@@ -40,8 +40,8 @@ class StopRequest:
 
     def explains(self, gather: Callable[[bytes, str], list[bytes]]) -> bool:
         """Return True if digests differ because of a request. Collective."""
-        said = gather(b"\1" if self._is_noted else b"\0", "requests to stop")
-        if b"\1" not in said or self.is_agreed:
+        gathered = gather(b"\1" if self._is_noted else b"\0", "requests to stop")
+        if b"\1" not in gathered or self.is_agreed:
             return False
         self.is_agreed = True
         return True

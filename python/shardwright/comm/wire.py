@@ -35,9 +35,8 @@ _RADIX = 8
 class Wire:
     """The wire between the carriers of hosts, over a Gloo group of our own; implements csrc/comm/bridge.h.
 
-    The first message each way is a token, HMAC-SHA256 of both ranks under the group's secret. No message of a peer is
-    accepted before its token. Carriers that exchange frames send tokens at the start, others at first use. A forked
-    child closes the sockets that `before` lacks: one that outlives a killed process would keep them open.
+    The first message each way is a token, HMAC-SHA256 of both ranks under the group's secret, before which none of a peer is
+    accepted. A forked child closes the sockets that `before` lacks: they would outlive a killed process.
     """
 
     #: rate below which carriers send packets (docs/design/hosts_packets.md); the engine reads it once
@@ -84,10 +83,7 @@ class Wire:
         work.wait(timeout)
 
     def end_silence_after(self, silent_s: float | None) -> None:
-        """Let the kernel close connections on which bytes were not acknowledged for `silent_s`; None: its own rule.
-
-        The peer's kernel acknowledges even for a stopped process, until its buffers are full.
-        """
+        """Let the kernel close connections whose bytes no peer's kernel acknowledges for `silent_s`; None: its own rule."""
         for fd, _ in self._sockets & sockets():
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as each:
                 each.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, math.ceil(1000 * (silent_s or 0)))
@@ -104,17 +100,17 @@ class Wire:
         if rank in self._tokens:
             return
         token = torch.frombuffer(bytearray(self._token(self._rank, rank)), dtype=torch.uint8)
-        heard = torch.zeros_like(token)
+        received = torch.zeros_like(token)
         sending = self._group.send([token], self._place[rank], _TOKEN)
-        self._tokens[rank] = self._group.recv([heard], self._place[rank], _TOKEN), heard, sending
+        self._tokens[rank] = self._group.recv([received], self._place[rank], _TOKEN), received, sending
 
     def _believe(self, rank: int, timeout: timedelta) -> None:
         """Return once `rank` has proved that it knows the secret."""
         if rank not in self._strangers:
             return
-        receiving, heard, sending = self._tokens[rank]
+        receiving, received, sending = self._tokens[rank]
         receiving.wait(timeout)
-        if not hmac.compare_digest(bytes_of(heard), self._token(rank, self._rank)):
+        if not hmac.compare_digest(bytes_of(received), self._token(rank, self._rank)):
             raise RuntimeError(f"the process that answers for rank {rank} does not know the secret of this group")
         sending.wait(timeout)
         self._strangers.discard(rank)
@@ -124,10 +120,9 @@ class Wire:
         return hmac.digest(self._secret, f"wire {sender} {receiver}".encode(), hashlib.sha256)
 
     def close(self, gently: bool) -> bool:
-        """Close all connections and end pending operations; with `gently`, after the peers' farewell or a short wait.
+        """Close all connections, with `gently` after the peers' farewell; at exit return False, since the kernel does.
 
-        Gloo has no call for it, but a receive that times out closes all connections of its group. At exit return False
-        and do nothing: the kernel closes connections after the last messages are sent.
+        Gloo has no call for it, but a receive that times out closes all connections of its group.
         """
         if self._exits():
             return False
@@ -157,11 +152,11 @@ class Wire:
     def _exchange_farewells(self, others: Sequence[int]) -> None:
         """Wait for the farewells of `others`, which show that earlier messages arrived. A rank that sends none is busy."""
         word = torch.zeros(1, dtype=torch.uint8, device="cpu")
-        heard = [torch.zeros_like(word) for _ in others]
+        received = [torch.zeros_like(word) for _ in others]
         deadline_s = time.monotonic() + _FAREWELL_S
         with contextlib.suppress(RuntimeError):  # the end of the connection counts as a farewell
             sending = [self._group.send([word], other, _FAREWELL) for other in others]
-            receiving = [self._group.recv([each], other, _FAREWELL) for each, other in zip(heard, others)]
+            receiving = [self._group.recv([each], other, _FAREWELL) for each, other in zip(received, others)]
             for work in (*receiving, *sending):
                 work.wait(timedelta(seconds=max(deadline_s - time.monotonic(), 1e-3)))
 

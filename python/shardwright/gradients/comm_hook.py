@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils.dlpack import from_dlpack
@@ -25,11 +25,14 @@ _SLICE_BYTES = 128
 
 
 class HookRunner:
-    """A runner that calls `hook(state, bucket)` for the buckets of a reducer.
+    """A runner that calls `hook(state, bucket)`, whose result is a tensor or a Future of one, for the buckets of a reducer.
 
-    The hook returns a Future of a tensor (or of a list of one), or the tensor itself. `like` has the parameters' shapes
-    and strides, since a parameter may be released. `over_all`: the hook always returns the mean over all ranks, which
-    inside a join is multiplied by (all ranks / training ranks); else its result is used unchanged.
+    `like` has the parameters' shapes and strides. `is_ours`: the hook returns the mean over all ranks, which inside a join
+    is multiplied by (all ranks / training ranks); a user's result is used unchanged.
+
+    `pieces`, at zero >= 2 in a pool: this rank's slices of the averages, outside the buckets, which share slots. The hook
+    leaves the average in the slot, and the owner adds its standing average. A user's hook computes whole results, in
+    buckets of zero=0's length, since the order of its sums may depend on that. So do ours if a slice has several owners.
     """
 
     def __init__(
@@ -37,20 +40,18 @@ class HookRunner:
         reducer: Reducer,
         parameters: tuple[torch.nn.Parameter, ...],
         like: Sequence[torch.Tensor],
-        world_size: int,
+        slicing: Slicing,
         state: object,
         hook: Callable[[Any, Any], Any],
-        wanted: Wanted | None = None,
         *,
-        over_all: bool = False,
+        pieces: Sequence[torch.Tensor] | None,
+        is_ours: bool,
     ) -> None:
-        self._used_by_any = reducer.used_by_any
-        self._divisor, self._world_size = reducer.divisor, world_size
-        self._over_all = over_all
-        self._state = state
-        self._hook = hook
+        self._reducer, self._slicing, self._pieces, self._is_ours = reducer, slicing, pieces, is_ours
+        self._state, self._hook, self._world_size = state, hook, len(slicing.of_rank)
+        keeps_slice = pieces is not None and is_ours and not slicing.is_replicated
         self._buckets = [
-            _Bucket(reducer, bucket, parameters, like, world_size, wanted or Wanted())
+            _Bucket(reducer, bucket, parameters, like, self._world_size, pieces is not None, keeps_slice)
             for bucket in range(reducer.bucket_count)
         ]
         self._position = self._previous = -1
@@ -59,15 +60,12 @@ class HookRunner:
         self.job(bucket, is_last, is_early)()
 
     def job(self, bucket: int, is_last: bool, is_early: bool) -> Callable[[], None]:
-        """Return the hook's job for a bucket, with its position in the round. Called in bucket order, on any thread.
-
-        `is_early`: ranks have not exchanged their use bits yet; this rank used the whole bucket.
-        """
+        """Return the hook's job for a bucket, in bucket order, on any thread. `is_early`: use bits are not exchanged yet."""
         # an exception ended the last round early: this one starts at 0
         self._position = self._position + 1 if bucket > self._previous else 0
         self._previous = bucket
         it = self._buckets[bucket]
-        used = [True] * len(it.indices) if is_early else [self._used_by_any(index) for index in it.indices]
+        used = [True] * len(it.indices) if is_early else [self._reducer.used_by_any(index) for index in it.indices]
         return functools.partial(self._average, it, self._position, is_last, used, is_early)
 
     def finish_early(self, buckets: Iterable[int]) -> None:
@@ -82,19 +80,29 @@ class HookRunner:
             flat.mul_(self._world_size / count)
 
     def _count(self) -> int:
-        """Return the number of ranks over which the mean is taken."""
-        return self._divisor() if self._over_all else self._world_size
+        return self._reducer.divisor() if self._is_ours else self._world_size
 
     @torch.no_grad()
-    def _average(self, bucket: _Bucket, position: int, is_last: bool, used: list[bool], is_early: bool = False) -> None:
-        flat = bucket.flat()
-        parts = zip(used, bucket.offsets, bucket.parameters)
-        kept = [(part := flat[o : o + p.numel()], part.clone()) for is_used, o, p in parts if not is_used]
+    def _average(self, bucket: _Bucket, position: int, is_last: bool, used: list[bool], is_early: bool) -> None:
+        flat, kept = bucket.flat(), []
+        if self._pieces is None:
+            parts = zip(used, bucket.offsets, bucket.parameters)
+            kept = [(part := flat[o : o + p.numel()], part.clone()) for is_used, o, p in parts if not is_used]
         self._reduce(bucket, flat, position, is_last, used)
         if not is_early:
             self._divide(flat)
         for part, before in kept:
             part.copy_(before)
+        if self._pieces is None:
+            return
+        begin = self._slicing.own * (bucket.numel // self._slicing.count)
+        for index, offset, is_used in zip(bucket.indices, bucket.offsets, used):
+            piece = self._pieces[index]
+            if is_used and piece.numel():
+                at, standing = max(begin, offset), self._reducer.standing_ranks(index) / self._count()
+                if standing not in (0, 1):
+                    piece.mul_(standing)
+                (piece.add_ if standing else piece.copy_)(flat[at : at + piece.numel()])
 
     def _reduce(self, bucket: _Bucket, flat: torch.Tensor, position: int, is_last: bool, used: list[bool]) -> None:
         bucket.clear_padding(flat)
@@ -116,66 +124,6 @@ class HookRunner:
             flat.copy_(result.reshape(-1))
 
 
-class SlicedHookRunner(HookRunner):
-    """A runner for ranks that keep their slices of the averages outside the buckets (zero >= 2, in a pool).
-
-    Buckets then share slots. The hook leaves the average in this rank's slice of the slot. A contribution on top of a
-    standing average does not include that: the owner adds its slice of the standing average to the result.
-
-    A user's hook computes the whole result, in buckets of the same length as at zero=0, since the order of its
-    collectives' sums may depend on the length. So do our hooks if a slice has several owners (a mesh of two
-    dimensions), since they support one owner per slice.
-    """
-
-    def __init__(
-        self,
-        reducer: Reducer,
-        parameters: tuple[torch.nn.Parameter, ...],
-        like: Sequence[torch.Tensor],
-        slicing: Slicing,
-        pieces: list[torch.Tensor],
-        state: object,
-        hook: Callable[[Any, Any], Any],
-        wanted: Wanted,
-        *,
-        over_all: bool = False,
-    ) -> None:
-        super().__init__(reducer, parameters, like, len(slicing.of_rank), state, hook, wanted, over_all=over_all)
-        self._standing_ranks = reducer.standing_ranks
-        self._pieces = pieces
-        self._slicing = slicing
-
-    @torch.no_grad()
-    def _average(self, bucket: _Bucket, position: int, is_last: bool, used: list[bool], is_early: bool = False) -> None:
-        flat = bucket.flat()
-        self._reduce(bucket, flat, position, is_last, used)
-        self._divide(flat)
-        begin = self._slicing.own * (bucket.numel // self._slicing.count)
-        for index, offset, is_used in zip(bucket.indices, bucket.offsets, used):
-            piece = self._pieces[index]
-            if is_used and piece.numel():
-                at = max(begin, offset)
-                self._keep(piece, flat[at : at + piece.numel()], self._standing_ranks(index) / self._count())
-
-    @staticmethod
-    def _keep(piece: torch.Tensor, average: torch.Tensor, standing: float) -> None:
-        if standing == 0:
-            piece.copy_(average)
-        elif standing == 1:
-            piece.add_(average)
-        else:
-            piece.mul_(standing).add_(average)
-
-
-class Wanted(NamedTuple):
-    """The place of a bucket's result, and the part of it that is needed."""
-
-    #: buckets share slots, so each use must query the address
-    in_slots: bool = False
-    #: only this rank's slice of the result is needed
-    slice_alone: bool = False
-
-
 class _Bucket:
     """The positions of parameters in a bucket."""
 
@@ -186,14 +134,14 @@ class _Bucket:
         parameters: tuple[torch.nn.Parameter, ...],
         like: Sequence[torch.Tensor],
         world_size: int,
-        wanted: Wanted,
+        in_slots: bool,
+        keeps_slice: bool,
     ) -> None:
         self.indices = [i for i in reducer.bucket_parameters(bucket) if parameters[i].numel()]
         self.parameters: list[torch.Tensor] = [parameters[i] for i in self.indices]
         self.offsets = [reducer.place(i)[1] for i in self.indices]
         self.layouts = [(p.shape, dense_strides(p) or _contiguous_strides(p)) for p in (like[i] for i in self.indices)]
-        self.keeps_slice = wanted.slice_alone
-        self._in_slots = wanted.in_slots
+        self.keeps_slice, self._in_slots = keeps_slice, in_slots
         _, self.numel, name, _ = reducer.bucket_shape(bucket)
         dtype = getattr(torch, name)
         for parameter in self.parameters:
@@ -202,7 +150,7 @@ class _Bucket:
         ends = [o + p.numel() for o, p in zip(self.offsets, self.parameters)]
         # one slice for each rank, so that a compressor's bits do not depend on the owners
         self.slice_numel = _slice_numel(max(ends, default=0), world_size, dtype)
-        self._end = self.numel if wanted.slice_alone else max(ends, default=0)
+        self._end = self.numel if keeps_slice else max(ends, default=0)
         self._gaps = [(a, b) for a, b in zip([0, *ends], [*self.offsets, self._end]) if b > a]
         self._memory = reducer.bucket, bucket
         self._flat: torch.Tensor | None = None

@@ -50,10 +50,9 @@ class _Round:
 
 
 class BucketThread:
-    """A thread for the buckets of `runner`, started at the first bucket.
+    """A thread for the buckets of `runner`, started at the first one, which holds a `lease` of communicators.
 
     The deadline of `comm`, the wrapper's communicator, bounds each wait; a wait that passes it ends the communicator.
-    `lease` is the exchange's communicators, held as long as the thread may use them.
     """
 
     def __init__(self, runner: Runner, comm: HostComm, label: str, lease: object) -> None:
@@ -131,11 +130,7 @@ def _run(jobs: Any, done: Any, lease: object) -> None:
 
 @atexit.register
 def _leave() -> None:
-    """Wait at exit for threads that are averaging a bucket.
-
-    A thread that returns from Gloo after the interpreter has ended would raise SIGABRT. It returns at once if peers
-    have left too.
-    """
+    """Wait at exit for threads that average a bucket: returning from Gloo after the interpreter's end raises SIGABRT."""
     deadline_s = time.monotonic() + _LEAVE_S
     while _busy and time.monotonic() < deadline_s:
         time.sleep(1e-3)

@@ -25,10 +25,9 @@ from ..torch_compat import cuda
 class DeviceReducer(Reducer):
     """Buckets of gradients on a GPU and their mean, round by round.
 
-    `rows` has (name, numel, dtype, requires_grad), or with a group as a fifth, for each parameter. `like` is any tensor
-    on the GPU. `deterministic`: fold in rank order, with the host's bits, instead of the transport's own mean. `sliced`:
-    keep only this rank's slices of the means, as `slicing` has it. `wire`: the 16-bit dtype in which the mean travels.
-    `mesh`: the links of this rank's row and column, over which NCCL reduces.
+    `rows`: (name, numel, dtype, requires_grad), perhaps with a group, of each parameter. `like`: any tensor on the GPU.
+    `deterministic`: fold in rank order, with the host's bits. `sliced`: keep this rank's slices of the means, by `slicing`.
+    `wire`: the 16-bit dtype in which the mean travels. `mesh`: links of this rank's row and column.
     """
 
     def __init__(
@@ -113,11 +112,7 @@ class DeviceReducer(Reducer):
     # rounds ---------------------------------------------------------------------------------------------------------
 
     def set_bucket_callback(self, callback: Any, wait: Any = None) -> None:
-        """Register `callback(bucket, is_last, is_early)` to average buckets at the end of a backward, on torch's
-        current stream.
-
-        The engine then exchanges only use bits and tags, and no bucket.
-        """
+        """Let `callback(bucket, is_last, is_early)` average buckets at the end of a backward, on torch's current stream."""
         self.withdraw()
         self._has_hook = True
         super().set_bucket_callback(callback)
@@ -134,7 +129,6 @@ class DeviceReducer(Reducer):
         super().shadow(standing)
 
     def _target(self, index: int) -> torch.Tensor:
-        """Return the memory that receives the mean of a parameter."""
         view = self._views[index]
         return view.piece if self._sliced else view
 

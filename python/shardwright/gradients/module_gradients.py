@@ -1,13 +1,15 @@
-"""The gradients of one module: the `.grad` of each parameter, and the checks before a step."""
+"""The gradients of one module: the rounds that average them, each parameter's `.grad`, and the checks before a step."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
 import struct
+import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,8 +24,10 @@ from ..layout.param_table import ParameterTable
 from ..layout.shard_mesh import Slicing
 from ..layout.shard_runs import Storage, memory_order
 from ..layout.views import copy_gradient, gradient_view
-from .rounds import Rounds
-from .sharded_gradient import GradientBoard, ShardedGradient
+from ..torch_compat import autograd as _hooks
+from ..torch_compat.weak import weakly
+from .sharded_gradient import ShardedGradient
+from .sparse_gradients import SparseGradients
 
 _NOT_AVERAGED = (
     "a parameter has a gradient of this rank that is not averaged yet: run a backward outside of no_sync() before "
@@ -40,12 +44,31 @@ _FAILED_ROUND = (
 _BY_HAND_AT_0 = ", or run such forwards inside no_sync() if each rank steps separately"
 
 
-class ModuleGradients:
-    """Gradients of a module's parameters, which the reducer of `rounds` averages.
+#: the state of a gradient on a training rank
+NO_GRADIENT, ZEROED, A_GRADIENT = range(3)
 
-    `last_step_on` returns the number of rounds when a parameter was stepped on last. `warns_of_sparse`: warn when a
-    sparse gradient is made dense. `views` has the tensor that becomes each parameter's `.grad`: a view of its bucket, or
-    at zero >= 2 a ShardedGradient; None if it has no memory.
+
+def states_of(parameters: Iterable[torch.Tensor]) -> list[int]:
+    """Return NO_GRADIENT, ZEROED (known only for sliced gradients) or A_GRADIENT for each parameter's `.grad`."""
+    found = []
+    for parameter in parameters:
+        gradient = parameter.grad
+        is_zeroed = isinstance(gradient, ShardedGradient) and gradient._cleared
+        found.append(NO_GRADIENT if gradient is None else ZEROED if is_zeroed else A_GRADIENT)
+    return found
+
+
+class ModuleGradients:
+    """The gradients of a module's parameters, and the rounds that average them.
+
+    The reducer calls back through weak references, since this object holds it. `views` has the tensor that becomes each
+    parameter's `.grad`: a view of its bucket, or at zero >= 2 a ShardedGradient; None if it has no memory. `last_step_on`
+    returns the number of rounds when a parameter was stepped on last. `warns_of_sparse`: warn when a sparse gradient is
+    made dense.
+
+    `after_round` is called after each round to which this rank contributes, usually inside a backward; `runs_callbacks`
+    is True meanwhile. `watcher` gets the seconds of each end of a round by its after_round(). `begin_iteration` gets the
+    number of synchronised forwards so far and returns an object that records the next one's times, or None.
     """
 
     def __init__(
@@ -54,12 +77,12 @@ class ModuleGradients:
         storage: Storage,
         backend: Backend,
         reducer: Reducer,
-        rounds: Rounds,
         slicing: Slicing,
         zero: int,
         label: str,
         last_step_on: Callable[[torch.Tensor], int],
         *,
+        sparse: SparseGradients | None = None,
         warns_of_sparse: bool = True,
     ) -> None:
         #: writes a gradient into a view
@@ -67,26 +90,151 @@ class ModuleGradients:
             copy_gradient if warns_of_sparse else functools.partial(copy_gradient, warns=False)
         )
         self._table, self._storage, self._backend, self._reducer = table, storage, backend, reducer
-        self._rounds, self._slicing, self._zero, self._label = rounds, slicing, zero, label
+        self._slicing, self._zero, self._label, self._comm = slicing, zero, label, backend.group.comm
         self._last_step_on = last_step_on
-        self._group = backend.group
-        #: None below zero=2
-        self.sliced_board: GradientBoard | None = None
-        if zero >= 2:
-            self.sliced_board = GradientBoard(self._group.comm, reducer, label, speaks=slicing.speaks)
-            self.sliced_board.whole_of = weakref.WeakMethod(self.gathered)
+        #: exchanged after each round
+        self.sparse = sparse
+        self.after_round: list[Callable[[], None]] = []
+        self.runs_callbacks = False
+        #: True if the last round belonged to a forward without a backward
+        self.closed_without_backward = False
+        self.watcher: Any = None
+        self.begin_iteration: Callable[[int], Any] | None = None
+        self._iterations = 0
+        self._times: Any = None
+        self._is_traced = False  # True while the reducer reports each bucket to a profiler
+        self._opens_locally = False  # True if the outputs of a forward inside no_sync() open a round
+        open_round = reducer.open_round
+        self.on_output_gradient: Callable[[torch.Tensor], None] = lambda _: open_round()
+        #: hook for outputs of a forward inside no_sync()
+        self.on_local_output_gradient = weakly(self._open_locally)
+        #: announces the next collective to joined ranks; see parallel/join.py
+        self.announce: Callable[..., None] = lambda *_: None
+        self._factors: list[list[Any]] = []
+        self._factors_of = -1
+        self._scalings = 0  # factors on which all ranks agreed
+        self._norms: dict[float, dict[int, float]] = {}
+        self._norms_of: tuple[int, int] = (-1, -1)
+        self._factor: tuple[torch.Tensor, int, float] | None = None
         self.views = [self._make_view(i) if reducer.has_memory(i) else None for i in range(len(table.parameters))]
         self._accepted: dict[int, weakref.ref[torch.Tensor]] = {}
         self._slices: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = {}
+
+    # rounds ---------------------------------------------------------------------------------------------------------
+
+    def forward(self, synchronises: bool) -> None:
+        """Count a forward with gradients, before it."""
+        self.closed_without_backward = False
+        if synchronises:
+            self._iterations += 1
+            if self.begin_iteration is not None:
+                self._times = self.begin_iteration(self._iterations - 1)
+        self._reducer.forward(synchronises)
+
+    def _open_locally(self, _: torch.Tensor) -> None:
+        """Open a round for a local backward. It synchronises if a forward outside no_sync() waits for a backward, too."""
+        self._opens_locally = True
+        try:
+            self._reducer.open_round()
+        finally:
+            self._opens_locally = False
+
+    def opener(self, engine: weakref.ref[Any], opens_first: Callable[[], None] | None = None) -> Callable[[], bool]:
+        """Return the callback that opens a round, after `opens_first`. It returns True if the round synchronises."""
+        reference = weakref.ref(self)
+
+        def open_round() -> bool:
+            rounds = reference()
+            if rounds is None:
+                return False
+            if opens_first is not None:
+                opens_first()
+            reducer, sparse, times = rounds._reducer, rounds.sparse, rounds._times
+            owner = engine()
+            synchronises = owner is not None and owner.require_backward_grad_sync
+            local = not synchronises or (rounds._opens_locally and not reducer.pending_forward)
+            if sparse is not None:
+                sparse.is_local = local
+            close = reducer.close
+            is_traced = _hooks.profiler_enabled()
+            if is_traced is not rounds._is_traced:
+                rounds._trace(is_traced)
+            if rounds.after_round or sparse is not None or times is not None or is_traced:
+                close = functools.partial(rounds._close, local)
+                if times is not None:
+                    times.backward_start = time.perf_counter_ns()
+            elif rounds.watcher is not None:
+                close = rounds._close
+            _hooks.queue_at_end(close, reducer.fail)
+            return not local
+
+        return open_round
+
+    def _close(self, local: bool = False) -> None:
+        """Close the round at the end of a backward."""
+        times = None if local else self._times
+        if times is not None:
+            times.backward_end = time.perf_counter_ns()
+        self._end(self._reducer.close)
+        if times is not None:
+            times.close_end = time.perf_counter_ns()
+
+    def close_pending(self) -> None:
+        """Close a synchronised forward without a backward, before gradients are used."""
+        if not self._reducer.pending_forward:  # at most there is a round to abandon
+            self._reducer.close_pending()
+            return
+        self._end(self._reducer.close_pending)
+        self.closed_without_backward = True
+
+    def average(self) -> None:
+        """Average the current `.grad` in a round. Collective."""
+        if self.sparse is not None:
+            self.sparse.use_all()
+        self._end(self._reducer.average)
+
+    def shadow(self, standing: Sequence[int] | None = None) -> None:
+        """Run a round on a rank that has run out of inputs. `standing`: see Announcer.announce_round."""
+        end = self._reducer.shadow if standing is None else functools.partial(self._reducer.shadow, standing)
+        self._end(end, contributes=False)
+
+    def _end(self, end: Callable[[], None], *, contributes: bool = True) -> None:
+        is_traced, has_followers = _hooks.profiler_enabled(), self.sparse is not None or bool(self.after_round)
+        if is_traced is not self._is_traced:
+            self._trace(is_traced)
+        begin_s, before = time.perf_counter(), self._reducer.rounds if has_followers else 0
+        with _hooks.named_range("end_of_round", self._label) if is_traced else contextlib.nullcontext():
+            end()
+        if has_followers and (not contributes or self._reducer.rounds != before):
+            self._follow(contributes)
+        if self.watcher is not None:
+            self.watcher.after_round(time.perf_counter() - begin_s)
+
+    def _follow(self, contributes: bool) -> None:
+        """Exchange sparse gradients and call `after_round`, after a round that averaged."""
+        if self.sparse is not None:
+            self.sparse.exchange(contributes=contributes)
+        self.runs_callbacks = True
+        try:
+            for call in self.after_round if contributes else ():
+                call()
+        finally:
+            self.runs_callbacks = False
+
+    def _trace(self, is_traced: bool) -> None:
+        """Start or stop the reducer's reports of each bucket to a profiler."""
+        self._is_traced = is_traced
+        op = "reduce_scatter" if self._zero >= 2 else "all_reduce"
+        self._reducer.set_tracer(_tracer(self._reducer, self._table.names, op, self._label) if is_traced else None)
 
     # views ----------------------------------------------------------------------------------------------------------
 
     def _make_view(self, index: int) -> torch.Tensor:
         like = self._storage.like(index)
-        if self.sliced_board is None:
+        if self._zero < 2:
             return gradient_view(like, self._reducer, index)
         held = gradient_view(like, self._reducer, index) if self._reducer.transport == "staged" else None
-        return ShardedGradient(index, like, from_dlpack(self._reducer.result(index)), self.sliced_board, held)
+        return ShardedGradient(index, like, from_dlpack(self._reducer.result(index)), self, held)
 
     def renew_view(self, index: int) -> None:
         """Make the view of a gradient. An old view that the user kept is moved to separate memory."""
@@ -118,9 +266,7 @@ class ModuleGradients:
         return [self.slice_of(index) for index in range(len(self._table.parameters))]
 
     def slice_of(self, index: int) -> torch.Tensor | None:
-        """Return this rank's elements of a parameter's `.grad`, one-dimensional; None if there is no gradient. Raise
-        Error if it is not averaged, or if the parameter is frozen.
-        """
+        """Return this rank's elements of a parameter's `.grad`, flat; None without one. Error if not averaged, or frozen."""
         parameter = self._table.parameters[index]
         gradient = parameter.grad
         if isinstance(gradient, ShardedGradient):
@@ -149,14 +295,13 @@ class ModuleGradients:
     def _is_averaged(self, index: int, gradient: torch.Tensor, since: int) -> bool:
         """Return True if a whole gradient is a round's result or the user's change of it, as far as can be known.
 
-        A round leaves our view, whose values may be changed in place (clipping, noise). Another tensor counts as the
-        user's change if a round after `since` averaged the parameter, if the parameter was stepped on before, or if the
-        tensor is zero. After a forward without a backward our view is judged like another tensor.
+        A round leaves our view, whose values may be changed in place. Another tensor counts if a round after `since` averaged
+        the parameter, if it was stepped on before, or is zero. After a forward without a backward our view is judged so too.
         """
-        if self._group.world_size == 1:
+        if self._backend.group.world_size == 1:
             return True
         averaged = self._reducer.averaged_in(index) > since
-        if gradient is self.views[index] and not self._rounds.closed_without_backward:
+        if gradient is self.views[index] and not self.closed_without_backward:
             return True
         if averaged:
             self._accepted[index] = weakref.ref(gradient)
@@ -164,10 +309,8 @@ class ModuleGradients:
         return (kept is not None and kept() is gradient) or not bool(gradient.any())
 
     def check_averaged(self, optimizer: torch.optim.Optimizer, since: int) -> None:
-        """Raise Error at zero=0 for a gradient that was not averaged, before a step of `optimizer`, and end the
-        communicators with its sentence. `since`: the number of rounds at its previous step.
-        """
-        suspects = range(len(self.views)) if self._rounds.closed_without_backward else self._reducer.foreign()
+        """Raise Error at zero=0, on all ranks, for a gradient not averaged since the round of the optimizer's last step."""
+        suspects = range(len(self.views)) if self.closed_without_backward else self._reducer.foreign()
         if not suspects:
             return
         for index, gradient in self._stepped_on(optimizer, suspects):
@@ -196,18 +339,10 @@ class ModuleGradients:
 
     # values over all ranks -----------------------------------------------------------------------------------------
 
-    @property
-    def board(self) -> GradientBoard:
-        """The board of sliced gradients; only at zero >= 2."""
-        assert self.sliced_board is not None
-        return self.sliced_board
-
     def squares_of(self, slices: Callable[[], Sequence[torch.Tensor | None]], *, over_ranks: bool = True) -> bytes:
-        """Return the exact sums of squares of all ranks' gradients; `slices` returns this rank's. Collective
-        `over_ranks`.
+        """Return the exact sums of squares of all ranks' gradients, if `over_ranks` collectively; `slices` returns ours.
 
-        There is one sum for each set of dimensions of the model mesh over which parameters are sharded. If `slices`
-        raises Error on some rank, all raise.
+        There is one sum for each set of dimensions of the model mesh over which parameters are sharded.
         """
         kinds = self._table.sharded_kinds
 
@@ -218,21 +353,18 @@ class ModuleGradients:
             kept = sorted(set(kinds))
             return b"".join(self._backend.norm_sums([each for of, each in held if of == kind]) for kind in kept)
 
-        return sums_over_ranks(self._group.comm, sums, self._label) if over_ranks else sums()
+        return sums_over_ranks(self._comm, sums, self._label) if over_ranks else sums()
 
     def agree_on_clipping(self, max_norm: float) -> tuple[float, list[torch.Tensor]]:
-        """Return rank 0's `max_norm`, and this rank's part of the gradients that all ranks clip to it. Collective
-        between hosts. All ranks raise Error if gradients are not averaged on some, or if `max_norm` differs by more than
-        rounding.
-        """
+        """Return rank 0's `max_norm`, and the gradients that this rank clips to it. Collective between hosts."""
         found: list[torch.Tensor | None] = []
 
         def answer() -> bytes:
             found.extend(self.slices())
             return struct.pack("d", max_norm)
 
-        said = gather_answers(self._group.comm, answer, f"clipping the gradients of {self._label}")
-        norms = [struct.unpack("d", each)[0] for each in said]
+        gathered = gather_answers(self._comm, answer, f"clipping the gradients of {self._label}")
+        norms = [struct.unpack("d", each)[0] for each in gathered]
         other = next((rank for rank, each in enumerate(norms) if not math.isclose(each, norms[0], rel_tol=1e-3)), None)
         if other is not None:
             raise Error(
@@ -243,7 +375,7 @@ class ModuleGradients:
 
     def follow_factors(self, factors: list[list[Any]]) -> None:
         """Scale this rank's part of the gradients by the factors of the training ranks."""
-        done = self.sliced_board.factors() if self.sliced_board is not None else []
+        done = self.factors()
         for index, name, factor in factors[len(done) :]:
             view = self.views[index]
             assert isinstance(view, ShardedGradient)
@@ -251,9 +383,8 @@ class ModuleGradients:
             done.append([index, name, factor])
 
     def whole(self) -> dict[str, torch.Tensor | None]:
-        """Return whole averaged gradients by bare name. Collective at zero >= 2; below it returns the gradients
-        unchanged."""
-        if self.sliced_board is not None:
+        """Return whole averaged gradients by bare name, collectively at zero >= 2; below it `.grad` unchanged."""
+        if self._zero >= 2:
             self._agree()
         found: dict[str, torch.Tensor | None] = {}
         for index, (name, parameter) in enumerate(zip(self._table.names, self._table.parameters)):
@@ -272,7 +403,7 @@ class ModuleGradients:
         data = bytes_of(piece) if self._slicing.speaks else b""
         flat = parameter.new_empty(parameter.numel(), dtype=piece.dtype)
         label = f"the whole gradient of {name} of {self._label}"
-        for rank, each in enumerate(self._group.comm.all_gather_bytes(data, label)):
+        for rank, each in enumerate(self._comm.all_gather_bytes(data, label)):
             low, high = self._storage.run(index, rank)
             if low < high and each:
                 flat[low:high] = torch.frombuffer(bytearray(each), dtype=flat.dtype)
@@ -296,7 +427,7 @@ class ModuleGradients:
                     parameter.grad.averaged_piece()
                 elif parameter.grad is not None and self._reducer.is_used(index):
                     raise Error(_NOT_AVERAGED)
-            return json.dumps(self.board.factors()).encode()
+            return json.dumps(self.factors()).encode()
 
         def compare(answers: Sequence[bytes]) -> str:
             other = next(rank for rank, each in enumerate(answers) if each != answers[0])
@@ -306,9 +437,121 @@ class ModuleGradients:
                 f"{theirs}; each rank keeps slices of them: scale them equally on all ranks"
             )
 
-        gather_answers(self._group.comm, answer, f"factors of the gradients of {self._label}", compare=compare)
-        self.board.accept_factors()
+        gather_answers(self._comm, answer, f"factors of the gradients of {self._label}", compare=compare)
+        self.accept_factors()
 
     def _describe(self, factors: list[list[Any]]) -> str:
         names = self._table.names
         return ", ".join(f"{name}({factor:g}) of {names[i]!r}" for i, name, factor in factors[:3]) or "nothing"
+
+    # scalings and norms of slices ------------------------------------------------------------------------------------
+
+    def scaled(self, index: int, name: str, factor: float) -> None:
+        """Note that a gradient was scaled: cached norms are stale, and all ranks must have scaled it equally."""
+        self.factors().append([index, name, factor])
+
+    def number(self, factor: Any) -> float:
+        """Return a factor's value, cached since one tensor usually scales all gradients. On a GPU the host waits for it."""
+        if not isinstance(factor, torch.Tensor):
+            return float(factor)
+        version = -1 if factor.is_inference() else factor._version
+        if self._factor is None or self._factor[0] is not factor or self._factor[1] != version or version < 0:
+            self._factor = factor, version, float(factor)
+        return self._factor[2]
+
+    def factors(self) -> list[list[Any]]:
+        """Return [index, "mul_" or "div_", factor] of each scaling that ranks have not compared yet.
+
+        A round keeps the scalings of gradients to which some rank contributed on top.
+        """
+        rounds = self._reducer.rounds
+        if rounds != self._factors_of:
+            self._factors = [each for each in self._factors if self._reducer.standing_ranks(each[0])]
+            self._factors_of = rounds
+        return self._factors
+
+    def accept_factors(self) -> None:
+        """Clear the factors after all ranks have agreed on them."""
+        self._scalings += len(self._factors)
+        self._factors = []
+
+    def norm(self, index: int, order: float, averaged: Callable[[], object]) -> float:
+        """Return the norm of one gradient. The first call after a round computes all, collectively; `averaged` may raise."""
+        state = (self._reducer.rounds, self._scalings + len(self.factors()))
+        if state != self._norms_of:
+            self._norms, self._norms_of = {}, state
+        if order not in self._norms:
+            self.announce("norms", order)
+            self._norms[order] = self.gather_norms(order, averaged)
+        averaged()
+        return self._norms[order][index]
+
+    def forget_norms(self) -> None:
+        """Compute norms anew: gradients have been written to, on all ranks."""
+        self._norms_of = (-1, -1)
+
+    def gather_norms(self, order: float, averaged: Callable[[], object] = lambda: None) -> dict[int, float]:
+        """Return the norm of every gradient, by index. Collective."""
+        pieces = {index: view.piece for index, view in enumerate(self.views) if isinstance(view, ShardedGradient)}
+        count = len(pieces)
+
+        def answer() -> bytes:
+            averaged()
+            parts = [_partial(each if self._slicing.speaks else each[:0], order) for each in pieces.values()]
+            mine = torch.stack(parts).tolist()  # on a GPU the host waits once
+            return struct.pack(f"{count}d", *mine)
+
+        gathered = gather_answers(self._comm, answer, f"norms of the gradients of {self._label}")
+        rows = [struct.unpack(f"{count}d", each) for each in gathered]
+        return {index: _whole(column, order) for index, column in zip(pieces, zip(*rows))}
+
+    def any_rank(self, overflowed: Callable[[], bool]) -> bool:
+        """Return True if a gradient overflowed on some rank. Collective; all raise if `overflowed` raises Error."""
+        gathered = gather_answers(self._comm, lambda: bytes([overflowed()]), "overflow of a gradient")
+        return b"\1" in gathered
+
+
+def _tracer(reducer: Any, names: Sequence[str], op: str, label: str) -> Callable[[int, str], None]:
+    """Return a tracer: a range of a profiler for each bucket as it is posted, and as the end of a round waits for it.
+
+    The thread that posts a bucket also folds it. Buckets are described at once: a tracer does not keep its reducer.
+    """
+    described: list[tuple[str, list[tuple[int, str]]]] = []
+    for bucket in range(reducer.bucket_count):
+        _, numel, dtype, _ = reducer.bucket_shape(bucket)
+        inside = [names[index] for index in reducer.bucket_parameters(bucket)]
+        span = inside[0] if len(inside) == 1 else f"{inside[0]} to {inside[-1]}"
+        described.append((f"bucket {bucket} of {label}, {span}", [(numel, dtype)]))
+    is_open = contextlib.ExitStack()
+
+    def trace(bucket: int, what: str) -> None:
+        if what == "end":
+            is_open.close()
+        else:
+            is_open.enter_context(_hooks.collective_range(op if what == "begin" else "wait", *described[bucket]))
+
+    return trace
+
+
+def _partial(piece: torch.Tensor, order: float) -> torch.Tensor:
+    """Return a rank's part of a norm, a float64 scalar: a sum of powers, or the extreme."""
+    wide = piece.abs().double()
+    if piece.numel() == 0:
+        return wide.new_full((), float("inf") if order == float("-inf") else 0.0)
+    if order == float("inf"):
+        return wide.max()
+    if order == float("-inf"):
+        return wide.min()
+    if order == 0:
+        return (wide != 0).sum().double()
+    return wide.pow(order).sum()
+
+
+def _whole(parts: Sequence[float], order: float) -> float:
+    if order in (float("inf"), float("-inf")):
+        extreme = max if order > 0 else min
+        return float("nan") if any(part != part for part in parts) else extreme(parts)
+    total = 0.0
+    for part in parts:  # sum() would compensate
+        total += part
+    return total if order == 0 else float(torch.tensor(total, dtype=torch.float64, device="cpu").pow(1 / order))

@@ -9,153 +9,16 @@ they are collective. Every other operation raises and names sw.full_gradients, s
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable, Iterable, Sequence
+import weakref
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 
-from .._engine import Error, HostComm, Reducer
-from ..comm.agreement import gather_answers
+from .._engine import Error
 from ..torch_compat.internals import no_torch_function, without_memory_of
 
 aten = torch.ops.aten
-
-
-#: the state of a gradient on a training rank
-NO_GRADIENT, ZEROED, A_GRADIENT = range(3)
-
-
-def states_of(parameters: Iterable[torch.Tensor]) -> list[int]:
-    """Return NO_GRADIENT, ZEROED (known only for sliced gradients) or A_GRADIENT for each parameter's `.grad`."""
-    found = []
-    for parameter in parameters:
-        gradient = parameter.grad
-        is_zeroed = isinstance(gradient, ShardedGradient) and gradient._cleared
-        found.append(NO_GRADIENT if gradient is None else ZEROED if is_zeroed else A_GRADIENT)
-    return found
-
-
-class GradientBoard:
-    """State that the gradients of one module share: norms over all ranks, and agreements.
-
-    `speaks`: norms count this rank's slices; else those of another owner.
-    """
-
-    def __init__(self, comm: HostComm, reducer: Reducer, label: str, *, speaks: bool = True) -> None:
-        self._comm, self._reducer, self._label, self._speaks = comm, reducer, label, speaks
-        # slices, not gradients: gradients hold the board, and autograd holds gradients
-        self._pieces: dict[int, torch.Tensor] = {}
-        self._factors: list[list[Any]] = []
-        self._factors_of = -1
-        self._scalings = 0  # factors on which all ranks agreed
-        self._norms: dict[float, dict[int, float]] = {}
-        self._norms_of: tuple[int, int] = (-1, -1)
-        self._factor: tuple[torch.Tensor, int, float] | None = None
-        #: (index, slice) -> the whole average, gathered; weak, since gradients hold the board
-        self.whole_of: Callable[[], Callable[[int, torch.Tensor], torch.Tensor] | None] = lambda: None
-        #: announces the next collective to joined ranks; see parallel/join.py
-        self.announce: Callable[..., None] = lambda *_: None
-
-    def join(self, index: int, piece: torch.Tensor) -> None:
-        """Add `piece`, this rank's slice of the gradient of parameter `index`, on all ranks."""
-        self._pieces[index] = piece
-
-    def scaled(self, index: int, name: str, factor: float) -> None:
-        """Note that a gradient was scaled: cached norms are stale, and all ranks must have scaled it equally."""
-        self.factors().append([index, name, factor])
-
-    def number(self, factor: Any) -> float:
-        """Return a factor's value, cached since one tensor usually scales all gradients. On a GPU the host waits for
-        it.
-        """
-        if not isinstance(factor, torch.Tensor):
-            return float(factor)
-        version = -1 if factor.is_inference() else factor._version
-        if self._factor is None or self._factor[0] is not factor or self._factor[1] != version or version < 0:
-            self._factor = factor, version, float(factor)
-        return self._factor[2]
-
-    def factors(self) -> list[list[Any]]:
-        """Return [index, "mul_" or "div_", factor] of each scaling since accept_factors(). Ranks compare it before a
-        step.
-
-        A round keeps the scalings of gradients to which some rank contributed on top.
-        """
-        rounds = self._reducer.rounds
-        if rounds != self._factors_of:
-            self._factors = [each for each in self._factors if self._reducer.standing_ranks(each[0])]
-            self._factors_of = rounds
-        return self._factors
-
-    def accept_factors(self) -> None:
-        """Clear the factors after all ranks have agreed on them."""
-        self._scalings += len(self._factors)
-        self._factors = []
-
-    def norm(self, index: int, order: float, averaged: Callable[[], object]) -> float:
-        """Return the norm of one parameter's gradient. The first call after a round computes all norms in one
-        collective.
-
-        `averaged` raises Error if the gradient is not averaged yet; then all ranks raise it.
-        """
-        state = (self._reducer.rounds, self._scalings + len(self.factors()))
-        if state != self._norms_of:
-            self._norms, self._norms_of = {}, state
-        if order not in self._norms:
-            self.announce("norms", order)
-            self._norms[order] = self.gather_norms(order, averaged)
-        averaged()
-        return self._norms[order][index]
-
-    def forget_norms(self) -> None:
-        """Compute norms anew: gradients have been written to, on all ranks."""
-        self._norms_of = (-1, -1)
-
-    def gather_norms(self, order: float, averaged: Callable[[], object] = lambda: None) -> dict[int, float]:
-        """Return the norm of every gradient, by index. Collective."""
-        count = len(self._pieces)
-
-        def answer() -> bytes:
-            averaged()
-            shares = [_partial(piece if self._speaks else piece[:0], order) for piece in self._pieces.values()]
-            mine = torch.stack(shares).tolist()  # on a GPU the host waits once
-            return struct.pack(f"{count}d", *mine)
-
-        said = gather_answers(self._comm, answer, f"norms of the gradients of {self._label}")
-        rows = [struct.unpack(f"{count}d", each) for each in said]
-        return {index: _whole(column, order) for index, column in zip(self._pieces, zip(*rows))}
-
-    def any_rank(self, overflowed: Callable[[], bool]) -> bool:
-        """Return True if a gradient overflowed on some rank. Collective. If `overflowed` raises Error on some rank, all
-        raise.
-        """
-        said = gather_answers(self._comm, lambda: bytes([overflowed()]), "overflow of a gradient")
-        return b"\1" in said
-
-
-def _partial(piece: torch.Tensor, order: float) -> torch.Tensor:
-    """Return a rank's part of a norm, a float64 scalar: a sum of powers, or the extreme."""
-    wide = piece.abs().double()
-    if piece.numel() == 0:
-        return wide.new_full((), float("inf") if order == float("-inf") else 0.0)
-    if order == float("inf"):
-        return wide.max()
-    if order == float("-inf"):
-        return wide.min()
-    if order == 0:
-        return (wide != 0).sum().double()
-    return wide.pow(order).sum()
-
-
-def _whole(shares: Sequence[float], order: float) -> float:
-    if order in (float("inf"), float("-inf")):
-        extreme = max if order > 0 else min
-        return float("nan") if any(share != share for share in shares) else extreme(shares)
-    total = 0.0
-    for share in shares:
-        total += share
-    return total if order == 0 else float(torch.tensor(total, dtype=torch.float64, device="cpu").pow(1 / order))
 
 
 class ShardedGradient(torch.Tensor):
@@ -169,23 +32,18 @@ class ShardedGradient(torch.Tensor):
     _pending: torch.Tensor | None
     #: True if zeroed since the last round: the average no longer stands
     _cleared: bool
-    _board: GradientBoard
+    #: the ModuleGradients of its module, weak, since autograd holds gradients
+    _owner: Callable[[], Any]
     _index: int
 
     @staticmethod
     def __new__(
-        cls,
-        index: int,
-        parameter: torch.Tensor,
-        piece: torch.Tensor,
-        board: GradientBoard,
-        held: torch.Tensor | None = None,
+        cls, index: int, parameter: torch.Tensor, piece: torch.Tensor, owner: Any, held: torch.Tensor | None = None
     ) -> ShardedGradient:
         made: ShardedGradient = without_memory_of(cls, parameter)
         made.piece, made._held = piece, piece if held is None else held
         made._cleared, made._pending = False, None
-        made._board, made._index = board, index
-        board.join(index, piece)
+        made._owner, made._index = weakref.ref(owner), index
         return made
 
     __torch_function__ = no_torch_function
@@ -193,6 +51,13 @@ class ShardedGradient(torch.Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         pending = ", with gradients that are not averaged yet" if self._pending is not None else ""
         return f"ShardedGradient(shape={tuple(self.shape)}, {self.piece.numel()} elements on this rank{pending})"
+
+    @property
+    def _module(self) -> Any:
+        owner = self._owner()
+        if owner is None:
+            raise Error("this gradient's module is no longer wrapped, and no rank has the others' slices")
+        return owner
 
     def averaged_piece(self) -> torch.Tensor:
         """Return `piece`; raise if a backward has added to it since it was averaged."""
@@ -205,11 +70,9 @@ class ShardedGradient(torch.Tensor):
 
     def as_on_this_rank(self) -> torch.Tensor:
         """Return the whole gradient, plus this rank's additions since it was averaged. Collective."""
-        gather = self._board.whole_of()
-        if gather is None:
-            raise Error("this gradient's module is no longer wrapped, and no rank has the others' slices")
-        self._board.announce("read", self._index)
-        whole = gather(self._index, self.piece)
+        module = self._module
+        module.announce("read", self._index)
+        whole = module.gathered(self._index, self.piece)
         whole = torch.zeros_like(whole) if self._cleared else whole
         return whole if self._pending is None else whole + self._pending
 
@@ -219,14 +82,11 @@ class ShardedGradient(torch.Tensor):
         if self._held is not self.piece:
             self._held.copy_(whole)
         self._cleared = False
-        self._board.forget_norms()
+        self._module.forget_norms()
 
     def clipped(self, max_norm: float) -> torch.Tensor:
-        """Return the memory of an averaged gradient for a GPU's clipping kernels, and note the clipping.
-
-        The factor is only on the GPU; ranks with equal `max_norm` have the same one.
-        """
-        self._board.scaled(self._index, "clip", max_norm)
+        """Return the memory of an averaged gradient for a GPU's clipping kernels, and note the clipping."""
+        self._module.scaled(self._index, "clip", max_norm)
         return self._held
 
     def __deepcopy__(self, memo: Any) -> Any:
@@ -236,18 +96,14 @@ class ShardedGradient(torch.Tensor):
         _refuse("cannot be pickled")
 
     def share_memory_(self) -> Any:
-        """Raise: module.share_memory() bypasses the dispatch of operations, and torch would read memory that does not
-        exist.
-        """
+        """Raise: module.share_memory() bypasses the dispatch, and torch would read memory that does not exist."""
         raise Error(
             "a gradient of which this rank keeps a slice has no memory to share: zero_grad() first, and wrap again after"
         )
 
     @property
     def data(self) -> Any:
-        """Return the gradient itself. Assigning it would bypass the dispatch of operations and leave the slice
-        unchanged.
-        """
+        """Return the gradient itself. Assigning it would bypass the dispatch and leave the slice unchanged."""
         return self
 
     @data.setter
@@ -306,7 +162,7 @@ def _scaled(name: str) -> Callable[..., Any]:
         getattr(grad._held, name)(factor)
         if grad._pending is not None:
             grad._pending = getattr(grad._pending.clone(), name)(factor)
-        grad._board.scaled(grad._index, name, grad._board.number(factor))
+        grad._module.scaled(grad._index, name, grad._module.number(factor))
         return grad
 
     return scale
@@ -320,7 +176,7 @@ def _clamp(grad: Any, min: Any = None, max: Any = None) -> Any:
     for name, bound in (("clamp_min_", min), ("clamp_max_", max)):
         if bound is not None:
             getattr(grad._held, name)(bound)
-            grad._board.scaled(grad._index, name, float(bound))
+            grad._module.scaled(grad._index, name, float(bound))
     return grad
 
 
@@ -343,7 +199,7 @@ def _norm(grad: Any, order: Any = 2, dim: Any = None, keepdim: bool = False, *, 
         nothing = torch.zeros(grad.shape, dtype=grad.dtype, device=grad.device)
         return torch.linalg.vector_norm(nothing, order, dtype=dtype)
     real = grad.dtype.to_real() if hasattr(grad.dtype, "to_real") else grad.dtype
-    norm = grad._board.norm(grad._index, float(order), grad.averaged_piece)
+    norm = grad._module.norm(grad._index, float(order), grad.averaged_piece)
     # a CPU scalar needs no copy to the GPU and no wait
     return torch.full((), norm, dtype=dtype or real, device=grad.device)
 
@@ -368,15 +224,12 @@ def _each(name: str) -> Callable[..., Any]:
 
 
 def unscale_on_this_rank(grads: Any, found_inf: torch.Tensor, inverse_scale: torch.Tensor) -> None:
-    """Unscale gradients of one dtype, whole or sliced, and set `found_inf` if one overflowed.
-
-    Raise Error if one is not averaged.
-    """
+    """Unscale averaged gradients of one dtype, whole or sliced, and set `found_inf` if one overflowed."""
     sliced = [grad for grad in grads if isinstance(grad, ShardedGradient)]
     for grad in sliced:
         grad.averaged_piece()
     for grad in sliced:
-        grad._board.scaled(grad._index, "mul_", grad._board.number(inverse_scale))
+        grad._module.scaled(grad._index, "mul_", grad._module.number(inverse_scale))
     plain = [g._held if isinstance(g, ShardedGradient) else g for g in grads]
     aten._amp_foreach_non_finite_check_and_unscale_([g for g in plain if g.numel()], found_inf, inverse_scale)
 
@@ -388,9 +241,9 @@ def _unscale(grads: Any, found_inf: torch.Tensor, inverse_scale: torch.Tensor) -
         unscale_on_this_rank(grads, found_inf, inverse_scale)
         return bool(found_inf.item())
 
-    board = next(grad._board for grad in grads if isinstance(grad, ShardedGradient))
-    board.announce("vote")
-    if board.any_rank(overflowed):
+    module = next(grad._module for grad in grads if isinstance(grad, ShardedGradient))
+    module.announce("vote")
+    if module.any_rank(overflowed):
         found_inf.fill_(1.0)
 
 

@@ -51,10 +51,7 @@ def find_sparse(module: torch.nn.Module, table: ParameterTable) -> frozenset[int
 
 
 class SparseGradients:
-    """The gradients of a module's sparse parameters, and their exchange.
-
-    `user_hook` is (state, hook) of a user's communication hook, which gets each parameter's gradient as a bucket.
-    """
+    """The gradients of a module's sparse parameters, and their exchange. `user_hook`: (state, hook) of a user, or None."""
 
     def __init__(self, table: ParameterTable, comm: HostComm, reducer: Any, reduce: str, label: str) -> None:
         self._parameters = {index: table.parameters[index] for index in sorted(table.sparse)}
@@ -90,12 +87,12 @@ class SparseGradients:
     def exchange(self, *, contributes: bool = True) -> None:
         """Set `.grad` of each parameter that some rank used to the mean of all ranks' gradients. Collective."""
         mine = [self._pack(index, contributes) for index in self._parameters]
-        said = self._gather(b"".join(mine))
+        gathered = self._gather(b"".join(mine))
         self._touched.clear()
-        places = [0] * len(said)
+        places = [0] * len(gathered)
         for position, parameter in enumerate(self._parameters.values()):
             flags, parts = 0, []
-            for rank, data in enumerate(said):
+            for rank, data in enumerate(gathered):
                 found, indices, values, places[rank] = _unpack(data, places[rank], parameter)
                 flags |= found
                 parts.append((indices, values))

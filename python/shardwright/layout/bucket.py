@@ -14,12 +14,9 @@ Place = tuple[Sequence[int], Sequence[int], int]
 
 
 class Bucket:
-    """Gradients in one flat buffer. torch's bucket has no used(), slice_numel() and keeps_slice().
+    """Gradients in one flat buffer, each in its `places`; None: `flat` itself is the gradient, which may be sparse.
 
-    Parameters
-    ----------
-    places : sequence of (shape, strides, first element), optional
-        The place of each gradient in `flat`; None: `flat` itself is the gradient, which may be sparse.
+    torch's bucket has no used(), slice_numel() and keeps_slice().
     """
 
     def __init__(

@@ -55,10 +55,7 @@ def _model_mesh(mesh: Any) -> ModelMesh:
 
 
 def find_model_mesh(parameters: Sequence[tuple[str, torch.Tensor]], ranks: Sequence[int]) -> ModelMesh | None:
-    """Return the mesh of the DTensors among `parameters`; None without one.
-
-    Raise Error or NotImplementedError for a DTensor that `ranks`, which average gradients, cannot train.
-    """
+    """Return the mesh of the DTensors among `parameters`, or None. Raise for one that `ranks`, which average, cannot train."""
     found: Any = None
     first = ""
     for name, parameter in parameters:

@@ -38,9 +38,7 @@ def check_marks(module: torch.nn.Module, zero: int, share_parameters: Any) -> No
 
 
 def check_inner(module: torch.nn.Module, ranks: Any, ignored: Collection[str]) -> None:
-    """Raise NotImplementedError for options of fully_shard on an inner module that the outermost module's engine would
-    silently ignore. `ranks`: those that slice `module`, by global numbers, as a list or rows. `ignored`: names.
-    """
+    """Raise NotImplementedError for fully_shard's options on inner modules that the outermost engine would silently ignore."""
     known = {id(p): name for name, p in module.named_parameters(remove_duplicate=False)}
     for name, each in module.named_modules():
         mark = mark_of(each)
@@ -74,16 +72,12 @@ def check_hookable(module: torch.nn.Module) -> None:
 
 
 def _is_apart(module: torch.nn.Module, names: Mapping[int, str], ignored: Collection[str]) -> bool:
-    """Return True if an inner module has parameters and the outermost module's engine ignores all of them."""
     own = [names[id(p)] for p in module.parameters()]
     return bool(own) and all(name in ignored for name in own)
 
 
 class UnitPlan(NamedTuple):
-    """The plan of one unit: its module, by its name in the outermost one, and the numbers of its parameters in the table.
-
-    `beside`: names and modules of the rest of the unit, if fully_shard was called on a list.
-    """
+    """The plan of a unit: its module and name, its parameters' numbers, and the rest of a list that fully_shard got."""
 
     name: str
     module: torch.nn.Module

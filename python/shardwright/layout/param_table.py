@@ -26,8 +26,7 @@ from .views import dense_strides, dtype_name
 class ParameterTable:
     """The trained state of a module: parameters in registration order, tied ones once, and buffers, by bare names.
 
-    A LocalParameter stands for a DTensor in `parameters`, which is itself in `module_parameters`. `sparse`: numbers of
-    parameters with sparse gradients, which have no place in the buckets.
+    A LocalParameter stands for a DTensor in `parameters`. `sparse`: numbers of parameters that have no place in buckets.
     """
 
     names: tuple[str, ...]

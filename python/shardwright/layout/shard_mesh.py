@@ -81,10 +81,7 @@ class Slicing:
         return (self.of_rank, self.replica_of_rank) if self.is_replicated else None
 
     def run(self, numel: int, place: tuple[int, int], rank: int) -> tuple[int, int]:
-        """Return [begin, end) of the elements of a parameter that `rank` owns; empty ones are (0, 0).
-
-        `numel`: elements of the bucket. `place`: the parameter's first element in the bucket, and its element count.
-        """
+        """Return [begin, end) of a parameter's elements that `rank` owns, of (first, count) `place` in a bucket of `numel`."""
         begin, size = place
         width = numel // self.count
         index = self.of_rank[rank]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 #: slice boundaries are multiples of this (csrc/tensor/layout.h)
 _SLICE_BYTES = 128
-#: bytes per rank that Outcomes uses
+#: bytes per rank of outcome_sets()
 OUTCOME_BYTES = 2 * _SLICE_BYTES
 
 
@@ -33,11 +33,9 @@ class Copies(Protocol):
     def follow(
         self, source: Callable[[torch.Tensor], torch.Tensor | None], in_units: Collection[torch.Tensor] | None = None
     ) -> None:
-        """Read parameters from the memory that `source` returns.
+        """Read parameters from memory that `source` returns: in another dtype; the parameter, to be cast; None while released.
 
-        `source` maps a parameter to memory with its values in another dtype, which is viewed; to the parameter itself,
-        which is cast; or to None while it is released. `in_units`: the parameters that are gathered in units; modules
-        fetch these when they are called.
+        `in_units`: the parameters that are gathered in units; modules fetch these when they are called.
         """
 
     def is_in_force(self) -> bool:
@@ -50,11 +48,8 @@ class Copies(Protocol):
 class Storage:
     """Where each parameter of a module lies, and the elements of it that a rank owns, in any form of memory.
 
-    At zero=0 this class itself is used: each rank has whole parameters. The reducer's layout places parameters like
-    their gradients.
-
-    `reason` says why slices are broadcast instead of gathered. `shared`: the ranks of a host share one copy. `releases`:
-    a schedule gathers parameters in units and releases them after use.
+    At zero=0 this class itself is used: each rank has whole parameters. `reason`: why slices are broadcast instead of
+    gathered. `shared`: a host's ranks share one copy. `releases`: a schedule gathers units and releases them after use.
     """
 
     reason = ""
@@ -141,15 +136,11 @@ class Storage:
         """Update slices in separate memory from values that the program wrote to the parameters."""
 
     def publish(self, *, failed: bool | None = None) -> list[int] | None:
-        """Make updated slices visible after every rank has updated its own. Collective; its cost is the backend's.
-
-        Return the ranks that passed `failed`, or None. See Buckets.publish.
-        """
+        """Make slices that every rank has updated visible; return which ranks passed `failed`, or None. Collective."""
         return None
 
     def publish_all(self) -> None:
-        """Publish after writes to slices of frozen parameters, and after writes of every rank to whole, unreleased
-        parameters. Collective."""
+        """Publish after writes to slices of frozen parameters, and to whole, unreleased ones. Collective."""
         self.take_writes()
         self.publish()
 
@@ -164,10 +155,7 @@ class Storage:
         return {}
 
     def hook_arranger(self) -> Callable[[bool], None] | None:
-        """Return a function that keeps parameters whole in all of the user's hooks, or None; called at each forward.
-
-        Its argument is True if torch's compiler runs the forward.
-        """
+        """Return what keeps parameters whole in all of the user's hooks, called at each forward (is_compiling); or None."""
         return None
 
     def follow(self, copies: Copies) -> None:
@@ -180,28 +168,13 @@ class Storage:
         """Gather units as after a step, at the end of a join, whatever each rank has. Collective with units."""
 
 
-class Outcomes:
-    """One byte per rank behind an arena's parameters: 1 if the rank's step failed. What publishes a step also sends these.
+def outcome_sets(arena: Arena, offset: int, world_size: int, part: int) -> list[tuple[int, torch.Tensor]]:
+    """Return two sets of one byte per rank behind an arena's parameters, each with its first byte: 1 if the step failed.
 
-    Steps alternate between two sets: a rank writes one while a slower rank still reads the other.
+    What publishes a step also sends these. Steps alternate: a rank writes one while a slower one still reads the other.
     """
-
-    def __init__(self, arena: Arena, offset: int, rank: int, world_size: int, part: int) -> None:
-        self._offset, self._rank = offset, rank
-        self._bytes = from_dlpack(arena.tensor(offset, "uint8", [2, world_size, _SLICE_BYTES], None, part))
-        self._turn = 0
-
-    def put(self, failed: bool) -> tuple[int, int]:
-        """Write this rank's outcome; return (first byte, bytes) of the set. Each rank has a slice of it."""
-        self._turn ^= 1
-        self._bytes[self._turn, self._rank, 0] = failed
-        size = self._bytes[0].numel()
-        return self._offset + self._turn * size, size
-
-    def read(self) -> list[int]:
-        """Return every rank's outcome. Call it after they were published."""
-        found: list[int] = self._bytes[self._turn, :, 0].tolist()
-        return found
+    both = from_dlpack(arena.tensor(offset, "uint8", [2, world_size, _SLICE_BYTES], None, part))
+    return [(offset, both[0]), (offset + both[0].numel(), both[1])]
 
 
 def populate(arena: Arena, ranges: Iterable[tuple[int, int]]) -> None:
@@ -231,8 +204,10 @@ def make_dense(parameter: torch.Tensor) -> None:
 
 def memory_order(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return elements in the memory order of `like`, of the same shape; an alias where the strides agree."""
-    strides = dense_strides(like)
-    if strides is None or tensor.stride() != strides or tensor.is_conj() or tensor.is_neg():
+    is_alias = tensor.is_contiguous() and like.is_contiguous()
+    strides = None if is_alias else dense_strides(like)
+    is_alias = is_alias or (strides is not None and tensor.stride() == strides)
+    if not is_alias or tensor.is_conj() or tensor.is_neg():
         same = torch.empty_strided(
             like.shape, strides or like.contiguous().stride(), dtype=tensor.dtype, device=tensor.device
         )

@@ -85,7 +85,7 @@ def _clip(
     if are_stages and (not modules or [] in of_modules):
         raise TypeError("clip_grad_norm_: pipeline stages must be wrapped modules")
     for replica in replicas:
-        replica.rounds.close_pending()
+        replica.gradients.close_pending()
     parameters: list[torch.Tensor]
     if replicas:
         parameters = [p for replica in replicas for p in replica.table.parameters]

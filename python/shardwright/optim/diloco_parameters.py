@@ -179,7 +179,7 @@ class SlicedParameters(WholeParameters):
     def changing(self, failure: Exception | None) -> Iterator[None]:
         """Inside, write to `tensors`; then publish them. One rank's failure is raised on all ranks of the row."""
         access = self._replica.access
-        with access.changing(), contextlib.ExitStack() as agreed:
+        with access, contextlib.ExitStack() as agreed:
             try:
                 agreed.enter_context(super().changing(self._failure_in_row(failure)))
             except Exception:

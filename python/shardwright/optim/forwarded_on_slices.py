@@ -70,7 +70,7 @@ def call_on_slices(optimizer: ShardedOptimizer, name: str, method: Callable[[], 
             )
         check_groups(optimizer, optimizer._inner)
         for each in optimizer.replicas:
-            each.rounds.close_pending()
+            each.gradients.close_pending()
         reasons = _not_averaged(optimizer)
     except (Error, NotImplementedError) as error:
         refusal = error

@@ -63,9 +63,6 @@ class Slices:
 
     is_whole = False
 
-    def __init__(self, replicas: Sequence[Replica]) -> None:
-        self._replicas, self._replica = replicas, replicas[0]
-
     def assign(self, entries: Iterable[Entry]) -> None:
         """Give new parameters their owners."""
 
@@ -90,10 +87,10 @@ class Slices:
     def complete(self) -> None:
         """Finish the gradients once all ranks are known to step."""
 
-    def publish(self, failed: bool) -> list[int] | None:
+    def publish(self, replicas: Sequence[Replica], failed: bool) -> list[int] | None:
         """Make what this rank stepped on visible to all. Return which ranks failed; None if that is not known."""
-        outcomes: list[int] | None = self._replica.parameters().publish(failed=failed)
-        for part in self._replicas[1:]:  # the first engine's publish reports the failure to their ranks
+        outcomes: list[int] | None = replicas[0].parameters().publish(failed=failed)
+        for part in replicas[1:]:  # the first engine's publish reports the failure to their ranks
             part.parameters().publish(failed=None)
         return outcomes
 
@@ -136,10 +133,9 @@ class WholeTensors(Slices):
 
     is_whole = True
 
-    def __init__(self, replicas: Sequence[Replica]) -> None:
-        super().__init__(replicas)
-        self._link: Any = self._replica.link
-        self._slicing, self._memory = self._replica.slicing, self._replica.parameters()
+    def __init__(self, replica: Replica) -> None:
+        self._replica, self._slicing, self._memory = replica, replica.slicing, replica.parameters()
+        self._link: Any = replica.link
         self._loads = [0] * self._slicing.count
         self._owned: list[Entry] = []  # by some rank
         self._slices: dict[Entry, torch.Tensor] = {}  # of this step's gradients, at zero >= 2
@@ -216,7 +212,7 @@ class WholeTensors(Slices):
                         flat[low:high] = torch.frombuffer(bytearray(data[at : at + size]), dtype=whole.dtype)
                     at += size
 
-    def publish(self, failed: bool) -> None:
+    def publish(self, replicas: Sequence[Replica], failed: bool) -> None:
         memory, comm = self._memory, self._replica.group.comm
         if memory.releases:
             for entry, flat in self._mine():
@@ -347,7 +343,7 @@ class WholeTensorsOnGpu(WholeTensors):
                 if (piece := entry.piece) is not None:
                     piece.grad = whole[place].clone().as_strided(piece.shape, piece.stride())
 
-    def publish(self, failed: bool) -> None:
+    def publish(self, replicas: Sequence[Replica], failed: bool) -> None:
         for whole, places in self._by_bucket(self._released):
             self._copy((whole[places[each]], flat) for each, flat in self._mine(places))
             for owner in range(self._slicing.count):
@@ -368,8 +364,9 @@ class WholeTensorsOnGpu(WholeTensors):
 
 def owner_of(partition: str, replicas: Sequence[Replica]) -> Slices:
     """Return the rule of ownership of an optimizer of these engines."""
-    kind: type[Slices] = WholeTensors if replicas[0].backend.link is None else WholeTensorsOnGpu
-    return (kind if partition == "tensor" else Slices)(replicas)
+    if partition != "tensor":
+        return Slices()
+    return (WholeTensors if replicas[0].backend.link is None else WholeTensorsOnGpu)(replicas[0])
 
 
 #: torch's elementwise optimizers, which give a slice the same bits as the whole

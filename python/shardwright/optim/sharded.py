@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ import torch
 
 from .._engine import Error
 from ..comm.waits import on_every_rank
-from ..gradients.sharded_gradient import A_GRADIENT, NO_GRADIENT, ZEROED, states_of
+from ..gradients.module_gradients import A_GRADIENT, NO_GRADIENT, ZEROED, states_of
 from ..layout.local_parameters import part_of
 from ..layout.shard_runs import memory_order
 from ..parallel.agreement.optimizer_agreement import (
@@ -47,6 +48,7 @@ from .master_weights import LOW, as_kept, has_own_masters, kept_by, load_with_ho
 from .ownership import Entry, adopt, check_sliceable, members_of, owner_of
 from .sliced_state import MARK, SlicedState, StateNames, beside, with_state
 
+_parameter_of = operator.attrgetter("parameter")
 _GradientOf = Callable[[Entry], torch.Tensor | None]
 
 
@@ -235,7 +237,7 @@ class ShardedOptimizer(Forwarding):
             with torch.enable_grad():
                 loss = closure()
             for replica in self.replicas:
-                replica.rounds.close_pending()
+                replica.gradients.close_pending()
         check_groups(self, self._inner)
         if self._replica.announcer is not None:
             groups = [hyperparameters(group) for group in self.param_groups]
@@ -244,7 +246,7 @@ class ShardedOptimizer(Forwarding):
                 exchange_slices(self._replica, self.run)
         members = self._members()
         with unguarded():
-            states = dict(zip(members, states_of([entry.parameter for entry in members])))
+            states = dict(zip(members, states_of(map(_parameter_of, members))))
         self._step_together(self._owner.gradient, states)
         return loss
 
@@ -289,8 +291,8 @@ class ShardedOptimizer(Forwarding):
         """Announce to forked children that values change, before a peer, which has agreed, writes."""
         announced = contextlib.ExitStack()
         for replica in self.replicas:
-            if replica.access.forks is not None:
-                announced.enter_context(replica.access.forks)
+            if replica.access.shows_writes:
+                announced.enter_context(replica.access)
         return announced
 
     def refuse_change(self) -> None:
@@ -314,7 +316,7 @@ class ShardedOptimizer(Forwarding):
             for replica in self.replicas:
                 writing.enter_context(replica.access.writing())
             result, failure = self._run_on_slices(call, around)
-            outcomes = self._owner.publish(failure is not None)  # after a failure too: slices stay equal
+            outcomes = self._owner.publish(self.replicas, failure is not None)  # after a failure too: slices stay equal
         for replica in self.replicas:
             replica.access.count_writes([entry.member for entry in written if entry.replica is replica])
         if outcomes is None or any(outcomes):
@@ -342,7 +344,8 @@ class ShardedOptimizer(Forwarding):
         comm = self._replica.group.comm
         try:
             for replica in self.replicas:
-                replica.parameters().take_writes()
+                if replica.zero == 3:
+                    replica.parameters().take_writes()
             if self._owner.is_whole:
                 self._owner.complete()
             with around or contextlib.nullcontext(), self._on_slices() as low:
@@ -363,13 +366,13 @@ class ShardedOptimizer(Forwarding):
 
     def _facts(self, replica: Replica, states: Mapping[Entry, int]) -> dict[str, Any]:
         """Return the values besides the groups on which a replica's ranks must agree before a step."""
-        names, board = replica.table.names, replica.gradients.sliced_board
+        names = replica.table.names
         without: dict[int, list[str]] = {NO_GRADIENT: [], ZEROED: [], A_GRADIENT: []}
         for entry, state in states.items():
             if state != A_GRADIENT and entry.replica is replica:
                 without[state].append(names[entry.at])
         return {
-            "factors that gradients were scaled by": [] if board is None else board.factors(),
+            "factors that gradients were scaled by": replica.gradients.factors(),
             "parameters without a gradient": without[NO_GRADIENT],
             "parameters whose gradient was zeroed": without[ZEROED],
         }
@@ -402,8 +405,7 @@ class ShardedOptimizer(Forwarding):
         for check in checks:
             check.count_step(self)
         for replica in self.replicas:
-            if replica.gradients.sliced_board is not None:
-                replica.gradients.sliced_board.accept_factors()
+            replica.gradients.accept_factors()
 
     # state in memory ----------------------------------------------------------------------------------------------
 

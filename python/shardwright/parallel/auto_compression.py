@@ -42,7 +42,7 @@ def begin_auto(replica: Replica, options: Options, choose: Choose) -> None:
     elif options.reduce != "mean":
         _say(group.rank, f"none, because a compressor computes the mean over ranks, and reduce is {options.reduce!r}")
     else:
-        replica.rounds.watcher = AutoCompression(replica, choose)
+        replica.gradients.watcher = AutoCompression(replica, choose)
 
 
 class AutoCompression:
@@ -67,7 +67,7 @@ class AutoCompression:
         self.steps.append(now_s - self._ended_s)
         self._ended_s = now_s
         if self._rounds - self._first >= _ROUNDS:
-            replica.rounds.watcher = None
+            replica.gradients.watcher = None
             if self._choose(None):
                 self._decide(replica)
 

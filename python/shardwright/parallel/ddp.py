@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
 
 def _of_engine(name: str) -> Any:
-    """Return a property that reads and writes an attribute of the engine."""
+    """Make an attribute of the engine an attribute of the face."""
     read = operator.attrgetter(f"_engine.{name}")
     return property(read, lambda self, value: setattr(self._engine, name, value))
 
@@ -176,26 +177,12 @@ class DistributedDataParallel(TorchDDP):
         self.gradient_as_bucket_view = options.gradient_as_bucket_view
         self.broadcast_bucket_size = 250 * 1024 * 1024
         self.bucket_bytes_cap = options.bucket_cap_bytes
-        self.bucket_bytes_cap_default = False
         self.use_side_stream_for_tensor_copies = False
-        self._use_python_reducer = False
-        self._has_rebuilt_buckets = False
-        self._lazy_init_ran = True
-        self._ddp_sink_clone = False
-        self._static_graph_delay_allreduce_enqueued = True
-        self._delay_all_reduce_params: list[Any] = []
-        self._delay_all_reduce_all_params = False
-        self._delay_grad_buffer = None
-        self._delay_grad_views: list[Any] = []
-        self._accum_grad_hooks: list[Any] = []
         self._divide_by_initial_world_size = True
 
     def _begin(self) -> None:
         """Set what a copy has of its own, and refuse other wrappers of the module."""
         self._join_config = JoinConfig.construct_disabled_join_config()
-        self._module_parameters = self._engine.own_parameters()
-        self.reducer = ReducerFacade(self)  # type: ignore[assignment]
-        self.logger = DDPLogger(self)  # type: ignore[assignment]
         register_face(self, lambda wrapper, make: wrapper._engine)
         guard_from_wrappers(self._engine, self)
 
@@ -210,6 +197,8 @@ class DistributedDataParallel(TorchDDP):
     compression_state: CompressionState | StatesOfParts | None = _of_engine("compression_state")
     _comm_hooks = _of_engine("comm_hooks")
 
+    reducer = property(ReducerFacade)
+    logger = functools.cached_property(DDPLogger)  # type: ignore[assignment]
     modules_buffers = property(lambda self: list(self._engine.buffers.values()))
 
     @property
@@ -229,8 +218,7 @@ class DistributedDataParallel(TorchDDP):
     # copies and state dicts ---------------------------------------------------------------------------------------
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return torch's state dict. At zero=3 torch.distributed.checkpoint.state_dict's functions get copies of whole
-        parameters, collectively."""
+        """Return torch's state dict; at zero=3, for torch's functions, of copies of whole parameters, collectively."""
         if self._engine.options.zero < 3 or not asked_by_torchs_functions():
             return super().state_dict(*args, **kwargs)
         with contextlib.ExitStack() as stack:
@@ -239,7 +227,7 @@ class DistributedDataParallel(TorchDDP):
             return copied(super().state_dict(*args, **kwargs))
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("device_mesh", "reducer", "logger", "_module_parameters", "_join_config", "__weakref__")
+        own = ("device_mesh", "logger", "_join_config", "__weakref__")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -274,8 +262,7 @@ class DistributedDataParallel(TorchDDP):
     # when gradients are averaged ----------------------------------------------------------------------------------
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
-        """Return a context in which backwards add to `.grad` locally; so do later backwards of forwards run inside it.
-        The next synchronised backward averages the sum."""
+        """Return a context in which backwards, and those of its forwards, add to `.grad` locally; the next averages the sum."""
         return self._engine.no_sync()
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
@@ -289,9 +276,8 @@ class DistributedDataParallel(TorchDDP):
     ) -> Any:
         """Return a context in which ranks may run out of inputs at different times. See torch's join().
 
-        At zero >= 1 a joined rank continues to update the slices that it owns, with the hyperparameters of the lowest
-        training rank. Do not call other collectives inside (full_gradients, full_parameters, checkpoints): they would
-        wait for joined ranks until the deadline.
+        At zero >= 1 a joined rank goes on to update its slices, with the hyperparameters of the lowest training rank. Other
+        collectives inside (full_gradients, checkpoints) would wait for joined ranks until the deadline.
         """
         engine = self._engine
         if any(each.options.groups is not None for each in (engine, *engine.inner)):
@@ -309,10 +295,7 @@ class DistributedDataParallel(TorchDDP):
                 "join() of a module that holds wrappers beside other parameters: their backwards cross; wrap all of it once, without them"
             )
         return Join(
-            members,
-            enable,
-            throw_on_early_termination,
-            divide_by_initial_world_size=divide_by_initial_world_size,
+            members, enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
         )
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
@@ -325,6 +308,10 @@ class DistributedDataParallel(TorchDDP):
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Let `hook(state, bucket)` average each bucket instead of the engine, in torch's GradBucket protocol.
 
+        With groups=, `state` is a dict: one state for each key of groups=, and under None that of the rest. At zero >= 2 a
+        bucket (of 8 MiB at most; on a GPU at zero=3 one unit) holds whole contributions, and this rank keeps its slice of the
+        result, to which a standing mean is added.
+
         Raises
         ------
         Error
@@ -333,18 +320,6 @@ class DistributedDataParallel(TorchDDP):
             If torch's checks reject the function as a communication hook.
         NotImplementedError
             For torch's post-local SGD at zero >= 1.
-
-        Notes
-        -----
-        The hook gets the buckets at the end of the backward, in order. Its own collectives determine cost and bits.
-
-        With groups=, `state` is a dict of states: one for each key of groups=, and under None that of the rest. The hook
-        averages each bucket over the ranks of its group.
-
-        At zero >= 2, too, a bucket (of 8 MiB at most) holds this rank's whole contributions. The hook averages the
-        whole bucket, and this rank keeps its slice of the result. Bits and bytes on the wire therefore equal those of
-        zero=0 with the same buckets. A standing mean, which exists only in slices, is not in the bucket but added to
-        the result. On a GPU at zero=3 a bucket holds one unit.
         """
         self._check_comm_hook(hook)
         self._register(
@@ -355,13 +330,12 @@ class DistributedDataParallel(TorchDDP):
         try:
             self._engine.register_hook(states, hook)
         except Error as error:
-            self.logger.set_error_and_log(f"{type(error)}: {error}")  # type: ignore[union-attr]
+            self.logger.set_error_and_log(f"{type(error)}: {error}")
             raise
-        self.logger._set_comm_hook_name(name)  # type: ignore[union-attr]
+        self.logger._set_comm_hook_name(name)
 
     def compress_gradients(self, compress: Compressor) -> None:
-        """Compress gradients like wrap(..., compress=compress): its hook runs over the engine's communicator.
-        Collective.
+        """Compress gradients like wrap(..., compress=compress). Collective.
 
         Raises
         ------
@@ -382,13 +356,12 @@ class DistributedDataParallel(TorchDDP):
         refuse_wrapper("torch.nn.parallel.replicate()", type(self.module).__name__)
 
     def _log_and_throw(self, err_type: type[Exception], err_msg: str) -> None:
-        self.logger.set_error_and_log(f"{err_type}: {err_msg}")  # type: ignore[union-attr]
+        self.logger.set_error_and_log(f"{err_type}: {err_msg}")
         raise err_type(err_msg)
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """Return torch's logging data, under torch's names, and the engine's counts. Times are measured from the first
-        call on, or once a sample rate is set."""
-        return self.logger.data()  # type: ignore[union-attr]
+        """Return torch's logging data and the engine's counts; times from the first call on, or once a sample rate is set."""
+        return self.logger.data()
 
     def _update_process_group(self, new_process_group: Any) -> None:
         raise NotImplementedError(

@@ -7,7 +7,6 @@ our engine is missing, or does nothing if the engine has its effect anyway.
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -20,22 +19,20 @@ from ..torch_compat.internals import set_low_precision
 
 
 class ReducerFacade:
-    """A stand-in for torch's Reducer with the methods that other libraries use."""
+    """A stand-in for torch's Reducer with the methods that other libraries use. Each read of `.reducer` makes one."""
 
     def __init__(self, wrapper: Any) -> None:
-        self._wrapper = weakref.ref(wrapper)
+        self._wrapper, self._engine = wrapper, wrapper._engine
 
     def prepare_for_forward(self) -> None:
         """Do nothing: our forward() prepares itself."""
 
     def prepare_for_backward(self, outputs: Iterable[torch.Tensor] = ()) -> None:
         """Make the next backward synchronise, also for a graph with a forward inside no_sync()."""
-        wrapper = self._wrapper()
-        if wrapper is None or not torch.is_grad_enabled():
-            return
-        reducer = wrapper._engine.replica.reducer
-        if not reducer.is_open and not reducer.pending_forward:
-            reducer.forward(wrapper.require_backward_grad_sync)
+        if torch.is_grad_enabled():
+            reducer = self._engine.replica.reducer
+            if not reducer.is_open and not reducer.pending_forward:
+                reducer.forward(self._engine.require_backward_grad_sync)
 
     def _rebuild_buckets(self) -> bool:
         return False
@@ -47,19 +44,14 @@ class ReducerFacade:
         """Do nothing: the engine does not use static_graph."""
 
     def _set_ddp_runtime_logging_sample_rate(self, rate: int) -> None:
-        wrapper = self._wrapper()
-        if wrapper is not None:
-            wrapper.logger.set_sample_rate(rate)
+        self._wrapper.logger.set_sample_rate(rate)
 
     def _remove_autograd_hooks(self) -> None:
-        wrapper = self._wrapper()
-        if wrapper is not None:
-            for replica in wrapper._engine.replicas:
-                replica.retire()
+        for replica in self._engine.replicas:
+            replica.retire()
 
     def _check_reducer_finalized(self) -> None:
-        wrapper = self._wrapper()
-        if wrapper is not None and wrapper._engine.replica.reducer.is_open:
+        if self._engine.replica.reducer.is_open:
             raise Error("the round of the last backward was never closed: the backward ended in an exception")
 
 
@@ -142,8 +134,7 @@ def precision_of(mixed_precision: Any) -> Precision:
         )
     reduce_dtype = mixed_precision.reduce_dtype or mixed_precision.param_dtype
     return Precision(
-        param_dtype=mixed_precision.param_dtype,
-        reduce_dtype=None if reduce_dtype is torch.float32 else reduce_dtype,
+        param_dtype=mixed_precision.param_dtype, reduce_dtype=None if reduce_dtype is torch.float32 else reduce_dtype
     )
 
 

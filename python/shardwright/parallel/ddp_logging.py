@@ -35,24 +35,16 @@ _GLOO_ENVIRONMENT = ("GLOO_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT")
 class IterationTimes:
     """Timestamps of one iteration, in nanoseconds of time.perf_counter_ns(); 0 for an event that has not happened."""
 
-    __slots__ = ("backward_end", "backward_start", "close_end", "forward_start")
-
-    def __init__(self) -> None:
-        self.forward_start = self.backward_start = self.backward_end = self.close_end = 0
+    forward_start = backward_start = backward_end = close_end = 0
 
     def data(self) -> dict[str, int]:
-        """Return torch's fields. Communication time is the wait at the end of a backward. It excludes buckets averaged
-        during the backward, so no overlap is reported."""
+        """Return torch's fields. Communication time is the wait at the end of a backward, so no overlap is reported."""
+        forward, backward, end, closed = self.forward_start, self.backward_start, self.backward_end, self.close_end
         return {
-            "forward_compute_time": self.backward_start - self.forward_start,
-            "backward_compute_time": self.backward_end - self.backward_start,
-            "backward_comm_time": self.close_end - self.backward_end,
-            "backward_compute_comm_overlap_time": 0,
-            "forward_compute_time_start": self.forward_start,
-            "backward_compute_time_start": self.backward_start,
-            "backward_compute_time_end": self.backward_end,
-            "backward_comm_time_start": self.backward_end,
-            "backward_comm_time_end": self.close_end,
+            **{"forward_compute_time": backward - forward, "backward_compute_time": end - backward},
+            **{"backward_comm_time": closed - end, "backward_compute_comm_overlap_time": 0},
+            **{"forward_compute_time_start": forward, "backward_compute_time_start": backward},
+            **{"backward_compute_time_end": end, "backward_comm_time_start": end, "backward_comm_time_end": closed},
         }
 
 
@@ -99,7 +91,7 @@ class DDPLogger:
         wrapper = self._wrapper()
         assert wrapper is not None
         replica = wrapper._engine.replica
-        replica.rounds.begin_iteration = self.begin_iteration
+        replica.gradients.begin_iteration = self.begin_iteration
         return wrapper, replica
 
     def begin_iteration(self, iterations: int) -> IterationTimes | None:

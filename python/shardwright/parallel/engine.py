@@ -64,10 +64,7 @@ def register_face(module: torch.nn.Module, find: Callable[[Any, bool], Engine | 
 
 
 def engine_of(module: Any, *, make: bool = True) -> Engine | None:
-    """Return the engine of a wrapped module, or of an outermost module of fully_shard; None for any other.
-
-    With `make` it makes the engine of the latter, collectively.
-    """
+    """Return the engine of a wrapped module, or of an outermost one of fully_shard (with `make`: made, collectively), or None."""
     module = original_of(module)
     find = _faces.get(module) if isinstance(module, torch.nn.Module) else None
     return None if find is None else find(module, make)
@@ -87,24 +84,10 @@ def needed_engine(operation: str, module: Any) -> Engine:
 class Engine:
     """The replicas of one module on this rank, its options and its precision.
 
-    Attributes
-    ----------
-    options : Options
-        The options, with `groups` by name.
-    precision : PrecisionPlan or None
-    made : list of Replica
-        The replicas that exist: first that of the module's group, then those of `groups`. Empty until they are needed.
-    inner : list of Engine
-        Engines of wrappers inside the module that average their own gradients.
-    is_around : bool
-        True if `inner` average all gradients, and this engine has no replicas.
-    is_taken : bool
-        True inside a module whose engine took the parameters over.
-    buffers : dict of str to Tensor
-        The buffers that rank 0 broadcasts before forwards.
-    join_member : callable
-        Returns the face that is in a Join, or None.
-    comm_hooks : list of (hook, state)
+    `made`: the replicas that exist, that of the module's group first, then those of `groups`; none until they are needed.
+    `inner`: engines of wrappers inside the module that average their own gradients; `is_around` if those average all, and
+    this engine has no replicas. `is_taken`: an outer engine took the parameters over. `join_member` returns the face that
+    is in a Join, or None. `comm_hooks` has (hook, state).
     """
 
     def __init__(
@@ -150,7 +133,6 @@ class Engine:
             self.precision.keep()
 
     def _reset(self) -> None:
-        """Forget the replicas."""
         self.made: list[Replica] = []
         # held here, since hooks of the parameters refer to the replicas and would keep the module alive
         self._drift: list[DriftCheck] = []
@@ -209,10 +191,9 @@ class Engine:
     # making -------------------------------------------------------------------------------------------------------
 
     def _find_inner(self) -> tuple[list[Engine], list[Engine]]:
-        """Return (inner engines that still average their own gradients, inner engines that this one takes over).
+        """Return (inner engines that average their own gradients, those that this one takes over). May be collective.
 
-        Wrappers of zero=0 nest as torch's do. Otherwise the outermost engine has all parameters, so that one engine
-        slices, clips and saves them, and inner wrappers only call their modules. Collective if they had replicas.
+        Wrappers of zero=0 nest as torch's do. Otherwise one engine slices, clips and saves all, and inner ones only call.
         """
         foreign = find_wrapper(self.module, self._ignored_names())
         if foreign is not None:
@@ -285,7 +266,6 @@ class Engine:
         return chosen if isinstance(chosen, Compressor) else None
 
     def _build(self, *, init_sync: bool, sync_buffers: bool) -> None:
-        """Make the replicas. Collective."""
         if self.is_around:
             self.process_group = self.inner[0].process_group
             self.note_buffers()
@@ -349,7 +329,6 @@ class Engine:
         beside: dict[str, Any],
         gradient_factor: float = 1.0,
     ) -> None:
-        """Make a replica. Collective over its ranks."""
         replica = Replica(
             *(self.module, group, options, ignored, slicing, weakref.ref(self)),
             dict(beside),
@@ -362,7 +341,6 @@ class Engine:
         self._drift.append(replica.access.watch(self.module, ignored, pinned=bool(options.zero)))
 
     def _slicing(self, group: HostGroup) -> Slicing:
-        """Return the owners of slices."""
         mesh = self.options.device_mesh
         if mesh is None or getattr(mesh, "ndim", 1) == 1:
             return Slicing.one_a_rank(group.rank, group.world_size)
@@ -383,17 +361,9 @@ class Engine:
                 "a wrapper with a communication hook cannot be copied, the hook's state belongs to its group: "
                 "copy sw.unwrap(model)"
             )
-        names: tuple[str, ...] = (
-            "module",
-            "precision",
-            "inner",
-            "is_around",
-            "parameters_to_ignore",
-            "_taken_names",
-            "buffer_hook",
-        )
-        names += ("require_backward_grad_sync", "require_forward_param_sync", "forward_sync_buffers")
-        state = {name: getattr(self, name) for name in names}
+        names = "module precision inner is_around parameters_to_ignore _taken_names buffer_hook forward_sync_buffers"
+        names += " require_backward_grad_sync require_forward_param_sync"
+        state = {name: getattr(self, name) for name in names.split()}
         if self.is_taken:  # a separate copy averages by itself; a copy of the outer wrapper takes it over again
             state["is_around"] = False
         return {**state, "options": self.options.without_group()}
@@ -480,15 +450,14 @@ class Engine:
         for replica in self.made:  # the hooks of the outputs open rounds in this order
             if replica.access.guard is not None:
                 replica.access.guard.check("after a forward")
-            rounds = replica.rounds
-            _hooks.hook_outputs(output, rounds.on_output_gradient if synchronises else rounds.on_local_output_gradient)
+            own = replica.gradients
+            _hooks.hook_outputs(output, own.on_output_gradient if synchronises else own.on_local_output_gradient)
         return output
 
     begin_forward = _hooks.disable_compile(_before_forward)
     end_forward = _hooks.disable_compile(_after_forward)
 
     def _begin_range(self) -> None:
-        """Begin torch's range of a forward in a profile."""
         if self._range is not None:  # an exception ended that forward
             self._end_range()
         if _hooks.profiler_enabled():
@@ -563,21 +532,18 @@ class Engine:
         """Return True if some rank that still trains synchronises in its next backward. Collective."""
         replica = self.replica
         mine = bytes([trains, required])
-        said = replica.group.comm.all_gather_bytes(mine, "synchronisation of this backward")
+        gathered = replica.group.comm.all_gather_bytes(mine, "synchronisation of this backward")
         # otherwise the round itself carries the set of contributing ranks
         if not replica.backend.capabilities.tells_standing:
-            replica.reducer.set_active(b"".join(each[:1] for each in said))
-        return any(each[1] for each in said)
+            replica.reducer.set_active(b"".join(each[:1] for each in gathered))
+        return any(each[1] for each in gathered)
 
     # what averages buckets ----------------------------------------------------------------------------------------
 
     def run_buckets_by(
         self, replica: Replica, state: object, hook: Callable[..., Any], lease: Lease | None = None, *, is_ours: bool
     ) -> None:
-        """Let a hook average a replica's buckets: in a thread during the backward if `lease` has communicators for it.
-
-        `is_ours`: see Replica.hook_runner.
-        """
+        """Let a hook average a replica's buckets: during the backward, in a thread, with a `lease` (see hook_runner)."""
         runner = replica.hook_runner(state, hook, is_ours=is_ours)
         if lease is None:
             replica.reducer.set_bucket_callback(runner)
@@ -589,8 +555,8 @@ class Engine:
             replica.reducer.set_bucket_callback(thread, thread.wait)
             if isinstance(state, CompressionState):
                 state.watch(weakly(thread.is_under_way, False))
-        if replica.rounds.sparse is not None and not is_ours:
-            replica.rounds.sparse.user_hook = state, hook
+        if replica.gradients.sparse is not None and not is_ours:
+            replica.gradients.sparse.user_hook = state, hook
         self.comm_hooks.append((hook, state))
 
     def states_of_parts(self, state: Any) -> list[Any]:
@@ -656,7 +622,6 @@ def _retire_all(replicas: Sequence[Replica], together: bool = False) -> None:
 
 
 def _metered(hook: Callable[..., Any], exchange: Exchange) -> Callable[..., Any]:
-    """Wrap the hook to count the bytes of each bucket."""
 
     @functools.wraps(hook)
     def run(state: Any, bucket: Any) -> Any:

@@ -38,20 +38,9 @@ from .engine import Engine, engine_of, register_face
 class Mark:
     """The mark of fully_shard on a module: its options and its unit; with groups= one unit for each part.
 
-    Attributes
-    ----------
-    is_list : bool
-        True if fully_shard got several modules, which form one unit and share this mark.
-    engine : Engine or None
-        The engine of the outermost module; None until it is made.
-    ahead : dict of str to list of Mark
-        The units to gather ahead during this one's "forward" and "backward", if the program names them.
-    divide_factor : float, optional
-        The divisor of gradients that the program expects. It is checked once the engine exists.
-    divides_by : int, optional
-        The divisor that the engine uses.
-    placement : callable, optional
-        FSDP2's shard_placement_fn.
+    `is_list`: fully_shard got several modules, which form one unit and share this mark. `engine`: of an outermost module.
+    `ahead`: for each phase the units to gather ahead, if the program names them. `divide_factor`: the divisor of gradients
+    that the program expects; `divides_by`: the engine's. `placement`: FSDP2's shard_placement_fn.
     """
 
     reshard_after_forward: bool
@@ -195,10 +184,7 @@ class FullySharded(torch.nn.Module):
         return self._shardwright_mark.places()
 
     def unshard(self, async_op: bool = False) -> Gathered | None:
-        """Gather this module's unit until reshard(). For an inner unit the outermost module's engine must exist.
-
-        With `async_op` return an object with wait(), as FSDP2 does; the unit is already whole.
-        """
+        """Gather this module's unit until reshard(), with `async_op` as FSDP2 does. An inner one needs the outermost's engine."""
         for schedule, unit in self._placed():
             schedule.pin(unit)
         return Gathered() if async_op else None
@@ -213,17 +199,13 @@ class FullySharded(torch.nn.Module):
         return self._outermost("no_sync").no_sync()
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Set whether backwards from now on average gradients. For the outermost module; `recurse` is accepted for
-        compatibility with FSDP2.
-        """
+        """Set whether backwards average gradients from now on. For the outermost module; `recurse` is ignored."""
         self._outermost("set_requires_gradient_sync").set_requires_gradient_sync(requires_gradient_sync)
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[torch.nn.Module]) -> None:
-        """Gather the units of `modules` while this module's forward runs, instead of the units that followed it last
-        time.
+        """Gather the units of `modules` while this module's forward runs, not those that followed it last time.
 
-        Call it with equal modules on all ranks. On GPUs units are gathered into free places: call it before the first
-        run, which makes as many places as the longest list needs, or also pass prefetch=. No effect on the host.
+        Call it alike on all ranks, on GPUs before the first run, which makes the places. No effect on the host.
         """
         self._shardwright_mark.look_ahead("forward", _marks_of(modules, "set_modules_to_forward_prefetch"))
 
@@ -238,8 +220,7 @@ class FullySharded(torch.nn.Module):
         """Accept FSDP2's call without effect: units are always released after a backward."""
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Set whether this unit is released between forward and backward; with `recurse` also the units inside it. The
-        outermost unit never is."""
+        """Set whether this unit, with `recurse` those inside it, is released after its forward. The outermost never is."""
         for each in self.modules() if recurse else (self,):
             mark = mark_of(each)
             if mark is None:
@@ -250,13 +231,7 @@ class FullySharded(torch.nn.Module):
                     form.reshard_after_forward = reshard_after_forward
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Accept True, FSDP2's default.
-
-        Raises
-        ------
-        NotImplementedError
-            For False, because gradients are averaged over all ranks of a mesh at once.
-        """
+        """Accept True, FSDP2's default; NotImplementedError for False, as gradients are averaged over all of a mesh at once."""
         if not requires_all_reduce:
             raise NotImplementedError(
                 "set_requires_all_reduce(False) is not supported: a mesh of (replicate, shard) averages over all its ranks at once; use "
@@ -264,9 +239,7 @@ class FullySharded(torch.nn.Module):
             )
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Accept the engine's divisor of gradients: the number of the outermost module's ranks, or 1 with reduce="sum".
-
-        Inner modules, including experts, have the same divisor.
+        """Accept the engine's own divisor of gradients: the number of the outermost module's ranks, or 1 with reduce="sum".
 
         Raises
         ------

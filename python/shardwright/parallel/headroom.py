@@ -26,18 +26,7 @@ __all__ = ["Headroom", "headroom"]
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """The prediction for one compressor.
-
-    Attributes
-    ----------
-    name : str
-    step_s : float
-        Predicted seconds of a step.
-    codec_s : float
-        Seconds of codec arithmetic in it.
-    wire_bytes : int
-        Bytes that a rank sends in a step.
-    """
+    """The prediction for one compressor: seconds of a step and of codecs in it, and bytes that a rank sends in it."""
 
     name: str
     step_s: float
@@ -49,18 +38,9 @@ class Candidate:
 class Headroom:
     """The result of headroom(), equal on all ranks.
 
-    Attributes
-    ----------
-    step_s, local_s : float
-        Median seconds of the slowest rank, with and without communication.
-    exposed_s : float
-        Their difference, at least 0.
-    bandwidth : float
-        Bytes per second that a rank sends, measured or given.
-    candidates : tuple of Candidate
-        Predictions, the fastest first.
-    choice : str
-        "none", or the compressor that would pay off.
+    Median seconds of the slowest rank with (`step_s`) and without (`local_s`) communication, and their difference
+    (`exposed_s`); `bandwidth` in bytes per second; predictions, the fastest first; `choice`: "none", or the compressor that
+    would pay off.
     """
 
     step_s: float
@@ -80,11 +60,7 @@ class Headroom:
 
 
 def headroom(
-    model: torch.nn.Module,
-    backward: Callable[[], Any],
-    *,
-    repeat: int = 5,
-    bandwidth: float | None = None,
+    model: torch.nn.Module, backward: Callable[[], Any], *, repeat: int = 5, bandwidth: float | None = None
 ) -> Headroom:
     """Measure the exposed communication of a step and predict which compressor would pay off.
 

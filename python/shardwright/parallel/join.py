@@ -25,7 +25,8 @@ import torch
 from torch.distributed.algorithms.join import Join, JoinHook
 
 from .._engine import Error
-from ..gradients.sharded_gradient import NO_GRADIENT, ZEROED, ShardedGradient, states_of
+from ..gradients.module_gradients import NO_GRADIENT, ZEROED, states_of
+from ..gradients.sharded_gradient import ShardedGradient
 from ..layout.memory import bytes_of
 from ..layout.shard_runs import memory_order
 from ..torch_compat.internals import JoinConfig
@@ -35,10 +36,7 @@ from .replica import Replica
 
 
 class ShadowHook(JoinHook):
-    """The join hook of a wrapped module.
-
-    With `divide_by_initial_world_size` the mean divides by the number of all ranks, else by the number that still train.
-    """
+    """The join hook of a wrapped module. Means divide by the number of all ranks, or of those that still train."""
 
     def __init__(self, wrapper: Any, engine: Engine, divide_by_initial_world_size: bool) -> None:
         self._wrapper, self._engine = wrapper, engine
@@ -58,11 +56,11 @@ class ShadowHook(JoinHook):
         if not announcer.is_on:
             _shadow_forward(self._engine)
         elif self._wrapper._join_config.is_first_joinable:  # the first module's hook serves all modules
-            member, heard = announcer.listen()
-            if heard["kind"] == "forward":
+            member, announced = announcer.listen()
+            if announced["kind"] == "forward":
                 _shadow_forward(member)
             else:
-                _shadow(member.replica, heard)
+                _shadow(member.replica, announced)
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Give all ranks the model of the last rank that joined; of several, the highest."""
@@ -93,8 +91,7 @@ def _announces_rounds(replica: Replica) -> bool:
 def _connect(replica: Replica, announcer: Announcer | None) -> None:
     """Announce collectives through `announcer`; None stops announcements."""
     replica.announcer = announcer
-    if replica.gradients.sliced_board is not None:
-        replica.gradients.sliced_board.announce = (lambda *_: None) if announcer is None else weakly(replica.announce)
+    replica.gradients.announce = (lambda *_: None) if announcer is None else weakly(replica.announce)
     if _announces_rounds(replica):
         replica.reducer.set_announcer(None if announcer is None else announcer.announce_round)
     if not replica.backend.capabilities.free_unit_order:
@@ -109,7 +106,7 @@ def _shadow_forward(engine: Engine) -> None:
         engine.sync_buffers(candidate=False)
     engine.require_forward_param_sync = synchronises = engine.agree_on_sync(False, trains=False)
     if synchronises and not _announces_rounds(replica):
-        replica.rounds.shadow()
+        replica.gradients.shadow()
 
 
 #: engines with a live join hook, in order of creation; engines of one Join are adjacent
@@ -157,8 +154,7 @@ class Announcer:
         return bool(engine.options.zero) or any(each.options.zero for each in self._members())
 
     def announce(self, kind: str, number: float, groups: Any) -> None:
-        """Announce an operation in which joined ranks must take part, before it begins. Every training rank calls it.
-        Collective.
+        """Announce an operation in which joined ranks must take part, before it begins, on every training rank. Collective.
 
         `number` names the optimizer, the order of the norm, or the parameter whose gradient is read.
         """
@@ -175,27 +171,22 @@ class Announcer:
         engine = self._engine()
         assert engine is not None
         replica = engine.replica
-        said: dict[str, Any] = {"kind": kind, "member": members.index(engine), "number": number, "groups": groups}
+        announced: dict[str, Any] = {"kind": kind, "member": members.index(engine), "number": number, "groups": groups}
         if kind not in ("forward", *_INSIDE):
-            said["gradients"] = states_of(replica.table.parameters)
-            board = replica.gradients.sliced_board
-            said["factors"] = [] if board is None else board.factors()
-        self._exchange(members, json.dumps(said).encode())
+            announced["gradients"] = states_of(replica.table.parameters)
+            announced["factors"] = replica.gradients.factors()
+        self._exchange(members, json.dumps(announced).encode())
         if kind == "forward" and torch.is_grad_enabled() and engine.require_backward_grad_sync and self.joined:
             self.owes = replica.reducer.rounds
 
     def listen(self) -> tuple[Engine, dict[str, Any]]:
         """Receive an announcement. Return the module that it names, and the lowest training rank's content."""
         members = self._members()
-        heard: dict[str, Any] = self._exchange(members, b"")
-        return members[heard["member"]], heard
+        announced: dict[str, Any] = self._exchange(members, b"")
+        return members[announced["member"]], announced
 
     def announce_round(self, standing: bytes) -> None:
-        """Announce a round when it opens, on GPUs at zero >= 2. Collective if a rank has joined.
-
-        `standing`: one byte a parameter, 1 if the contribution adds to a standing mean. On the host these bits travel
-        with the data.
-        """
+        """Announce a round as it opens, on GPUs at zero >= 2, and which contributions add to a standing mean. Collective."""
         self._announce_to_joined("round", 0, list(standing))
 
     def announce_unit(self, unit: int) -> None:
@@ -209,25 +200,25 @@ class Announcer:
 
     def _exchange(self, members: Sequence[Engine], mine: bytes) -> dict[str, Any]:
         first = members[0].replica
-        said = first.group.comm.all_gather_bytes(mine, f"next operation in the join of {first.label}")
-        trains = {rank: json.loads(each) for rank, each in enumerate(said) if each}
+        gathered = first.group.comm.all_gather_bytes(mine, f"next operation in the join of {first.label}")
+        trains = {rank: json.loads(each) for rank, each in enumerate(gathered) if each}
         lowest = min(trains)
-        heard: dict[str, Any] = trains[lowest]
+        announced: dict[str, Any] = trains[lowest]
         for rank, other in trains.items():
-            if any(other[key] != heard[key] for key in ("kind", "member", "number")):
+            if any(other[key] != announced[key] for key in ("kind", "member", "number")):
                 one, two = (
-                    f"{_WORDS[each['kind']]} of {members[each['member']].replica.label}" for each in (heard, other)
+                    f"{_WORDS[each['kind']]} of {members[each['member']].replica.label}" for each in (announced, other)
                 )
                 raise Error(
                     f"ranks disagree inside join: rank {lowest} comes to {one}, rank {rank} to {two} "
-                    f"({heard['number']:g}, {other['number']:g})"
+                    f"({announced['number']:g}, {other['number']:g})"
                 )
         for each in members:
             announcer = each.replica.announcer
             if announcer is not None:
-                announcer.joined = [rank for rank, text in enumerate(said) if not text]
+                announcer.joined = [rank for rank, text in enumerate(gathered) if not text]
                 announcer.lowest = lowest
-        return heard
+        return announced
 
 
 def _check_ended(replica: Replica, kind: str) -> None:
@@ -267,26 +258,26 @@ def _own_slices(replica: Replica, states: Sequence[int]) -> list[torch.Tensor | 
     return found
 
 
-def _shadow(replica: Replica, heard: dict[str, Any]) -> None:
+def _shadow(replica: Replica, announced: dict[str, Any]) -> None:
     """Take part in an announced operation."""
-    kind, number, gradients = heard["kind"], heard["number"], replica.gradients
+    kind, number, gradients = announced["kind"], announced["number"], replica.gradients
     if kind == "round":
-        replica.rounds.shadow(heard["groups"])
+        replica.gradients.shadow(announced["groups"])
         return
     if kind == "unit":
         replica.parameters().gather_beside(int(number))
         return
-    states = heard["gradients"]
+    states = announced["gradients"]
     overflowed = kind == "vote" and any(
         piece is not None and not bool(piece.isfinite().all()) for piece in _own_slices(replica, states)
     )
-    gradients.follow_factors(heard["factors"])
+    gradients.follow_factors(announced["factors"])
     if kind == "norm":
         gradients.squares_of(lambda: _own_slices(replica, states))
     elif kind == "norms":
-        gradients.board.gather_norms(number)
+        gradients.gather_norms(number)
     elif kind == "vote":
-        gradients.board.any_rank(lambda: overflowed)
+        gradients.any_rank(lambda: overflowed)
     elif kind == "read":
         view = gradients.views[int(number)]
         assert isinstance(view, ShardedGradient)
@@ -295,16 +286,15 @@ def _shadow(replica: Replica, heard: dict[str, Any]) -> None:
         optimizer = replica.steppers.sliced()[int(number)]
         is_whole = replica.zero == 1
         own = exchange_slices(replica, optimizer.run, states) if is_whole else _own_slices(replica, states)
-        optimizer.shadow_step(heard["groups"], own, states)
+        optimizer.shadow_step(announced["groups"], own, states)
 
 
 def exchange_slices(
     replica: Replica, run: Callable[[int, int], tuple[int, int]], states: Sequence[int] | None = None
 ) -> list[torch.Tensor | None]:
-    """Send joined ranks their slices of the lowest training rank's gradients, scaled as there, at zero=1. Collective.
+    """Send joined ranks their slices of the lowest training rank's gradients, as scaled there, at zero=1. Collective.
 
-    run(index, rank) returns the elements on which a rank steps. A joined rank passes `states` and gets the gradients
-    for its step.
+    run(index, rank) returns the elements on which a rank steps. A joined rank passes `states` and gets its gradients.
     """
     announcer = replica.announcer
     assert announcer is not None

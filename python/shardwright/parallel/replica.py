@@ -20,17 +20,15 @@ from ..comm.levels import Lease, Levels
 from ..comm.model_ranks import ModelRanks
 from ..comm.process_group import HostGroup, group_ranks
 from ..comm.stop_request import StopRequest
-from ..gradients.comm_hook import HookRunner, SlicedHookRunner, Wanted
+from ..gradients.comm_hook import HookRunner
 from ..gradients.module_gradients import ModuleGradients
-from ..gradients.rounds import Rounds
 from ..gradients.sharded_gradient import ShardedGradient
 from ..gradients.sparse_gradients import SparseGradients, find_sparse
-from ..gradients.traffic import wire_bytes
 from ..layout.model_mesh import placed
 from ..layout.param_groups import check_hookable, check_inner, cut
 from ..layout.param_table import ParameterTable
 from ..layout.shard_mesh import Slicing
-from ..layout.shard_runs import Storage
+from ..layout.shard_runs import Storage, itemsize_of
 from ..options.compress import Compressor
 from ..options.options import Options
 from ..options.precision import LOW_DTYPES
@@ -42,10 +40,8 @@ from ..torch_compat.dtensor import held_tensor, is_dtensor
 from ..torch_compat.weak import weakly
 from .agreement.optimizer_agreement import together
 from .agreement.replica_check import ReplicaCheck
-from .agreement.steppers import Steppers
+from .agreement.steppers import Steppers, adopt_steps_in_backward
 from .backends import choose_backend
-from .loading import StateLoading
-from .step_in_backward import adopt as adopt_steps_in_backward
 
 if TYPE_CHECKING:
     from ..backend.device_link import DeviceLink
@@ -58,11 +54,9 @@ _live: weakref.WeakSet[Replica] = weakref.WeakSet()
 class Replica:
     """One rank's replica of a module, ready for rounds. Construction is collective.
 
-    It refers to its engine weakly: hooks of the parameters refer to this object and would keep the module alive.
-
-    With groups= an engine has several replicas, each for some of the parameters. The rounds of a replica end after
-    those of the replica `before` it. Each gradient from autograd is multiplied by `gradient_factor`
-    (parallel/composition/parts.py).
+    It refers to its engine weakly: hooks of the parameters refer to it and would keep the module alive. With groups= an
+    engine has several: the rounds of one end after those of the replica `before` it, and each gradient from autograd is
+    multiplied by `gradient_factor` (parallel/composition/parts.py).
     """
 
     def __init__(
@@ -92,17 +86,12 @@ class Replica:
         self._module = weakref.ref(module)
         #: the ranks of the mesh of the module's DTensors, made first, before anything can fail on one rank only
         self.model_ranks = ModelRanks.beside(_taking_part(module, ignored), group)
-        in_units = False
 
         def describe() -> list[list[str]]:
-            nonlocal in_units
             self.table = self._table_of(module, ignored, options)
-            self._request = Request(self.table, options, zero, self.slicing, self.label, compress=compress)
+            self._request = self._make_request(module, compress, precision)
             choose_backend(self.table).check_request(module, self._request, group)
-            in_units = zero == 3 and not (
-                choose_backend(self.table).capabilities.one_copy and options.share_parameters is not False
-            )
-            if in_units:
+            if self._request.plans is not None:
                 check_hookable(module)
             self._supersede(module)
             if zero:
@@ -116,22 +105,8 @@ class Replica:
         together(self.model_ranks, begin, self.label, self._facts_over_mesh)
         if self.model_ranks is not None and settings["init_sync"]:
             self.model_ranks.check_replicated(self.table, group, self.label)
-        make_backend = choose_backend(self.table)
-        plans = None
-        if in_units:
-            plans = cut(module, self.table, options.units, options.reshard_after_forward)
-        behind = make_backend.capabilities.publishes_behind and zero in (1, 2) and options.prefetch > 0
-        #: compressed buckets travel to other hosts while the backward runs: at zero >= 2 none has a slot for itself
-        self.overlaps_compression = (
-            make_backend.capabilities.sends_beside_backward and group.host_count > 1 and zero < 2
-        )
-        request = self._request._replace(
-            plans=plans,
-            sends_early=compress is None or self.overlaps_compression,
-            compute_dtypes=self._compute_dtypes(precision),
-            forwards=cut(module, self.table) if behind else (),
-        )
-        self.backend: Backend = make_backend(group, request)
+        request = self._request
+        self.backend: Backend = choose_backend(self.table)(group, request)
         #: None on the host
         self.link: DeviceLink | None = self.backend.link
         self.deterministic = options.deterministic or self.backend.capabilities.rank_order_only
@@ -147,7 +122,6 @@ class Replica:
         #: called before each forward: keeps parameters whole in all of the user's hooks, including later ones
         self.arrange_hooks = self._storage.hook_arranger()
         self.access = ParameterAccess(self._storage, self.table, group, self.slicing, options.write_guard, self.label)
-        self.rounds = Rounds(self.table, self.reducer, self.label, zero)
         self.steppers = Steppers(group, self.label, _is_of_a_wrapped_module)
         try:
             self._attach(before)
@@ -155,10 +129,7 @@ class Replica:
             if group.comm.is_alive:
                 group.comm.abort(f"wrapping {self.label} failed: {error}")
             raise
-        #: open contexts in which every rank writes whole parameters
-        self.is_writing = 0
-        self._loading = StateLoading(self, module) if zero == 3 else None
-        self._handles += [] if self._loading is None else self._loading.handles
+        self._handles += self.access.hook_loading(module) if zero == 3 else []
         #: tells ranks that ran out of inputs of collectives; None outside join (parallel/join.py)
         self.announcer: Any = None
         #: see stop_request()
@@ -175,8 +146,24 @@ class Replica:
         _live.add(self)
         _hooks.watch_steps(self)
 
+    def _make_request(
+        self, module: torch.nn.Module, compress: Compressor | None, precision: PrecisionPlan | None
+    ) -> Request:
+        options, zero, able = self.options, self.zero, choose_backend(self.table).capabilities
+        in_units = zero == 3 and not (able.one_copy and options.share_parameters is not False)
+        behind = able.publishes_behind and zero in (1, 2) and options.prefetch > 0
+        #: compressed buckets travel to other hosts while the backward runs: at zero >= 2 none has a slot for itself
+        self.overlaps_compression = able.sends_beside_backward and self.group.host_count > 1 and zero < 2
+        return Request(
+            *(self.table, options, zero, self.slicing, self.label),
+            plans=cut(module, self.table, options.units, options.reshard_after_forward) if in_units else None,
+            compress=compress,
+            sends_early=compress is None or self.overlaps_compression,
+            compute_dtypes=self._compute_dtypes(precision),
+            forwards=cut(module, self.table) if behind else (),
+        )
+
     def _facts_over_mesh(self) -> list[list[str]]:
-        """Return what the ranks of the model mesh compare."""
         place = [["option zero", str(self.zero)], ["ranks that average", str(self.group.world_size)]]
         place += [["rank among them", str(self.group.rank)]]
         named = zip(self.table.names, self.table.module_parameters)
@@ -211,16 +198,20 @@ class Replica:
     def _attach(self, before: Replica | None) -> None:
         steppers = self.steppers
         opens_first = None if before is None else weakly(before.open_round)
+        sparse: SparseGradients | None = None
+        if self.table.sparse:
+            sparse = SparseGradients(self.table, self.group.comm, self.reducer, self.options.reduce, self.label)
         gradients = self.gradients = ModuleGradients(
-            *(self.table, self._storage, self.backend, self.reducer, self.rounds, self.slicing, self.zero, self.label),
+            *(self.table, self._storage, self.backend, self.reducer, self.slicing, self.zero, self.label),
             last_step_on=steppers.last_step_on,
+            sparse=sparse,
             warns_of_sparse=self.options.sparse_gradients == "auto",
         )
         self.reducer.attach(
             self.table.parameters,
             gradients.views,
             copy=gradients.copy if self.zero < 2 else weakly(gradients.write_contribution),
-            open=self.rounds.opener(self.engine, opens_first),
+            open=gradients.opener(self.engine, opens_first),
             renew=weakly(gradients.renew_view),
             task_id=_hooks.graph_task_id,
             layouts=self._storage.layouts(),
@@ -228,10 +219,6 @@ class Replica:
             describe=weakly(steppers.describe, ""),
         )
         self._handles: list[Any] = []
-        sparse: SparseGradients | None = None
-        if self.table.sparse:
-            sparse = SparseGradients(self.table, self.group.comm, self.reducer, self.options.reduce, self.label)
-        self.rounds.sparse = sparse
         for index, parameter in enumerate(self.table.parameters):
             if sparse is not None and index in self.table.sparse:
                 self._handles.append(parameter.register_post_accumulate_grad_hook(sparse.hook(index)))
@@ -251,17 +238,13 @@ class Replica:
         return ", ".join(f"{name} {place} of {size}" for name, place, size in places)
 
     def hook_runner(self, state: object, hook: Callable[[Any, Any], Any], *, is_ours: bool) -> HookRunner:
-        """Return the runner of a hook. Our own return the mean over all ranks and may fill only this rank's slice; a
-        user's returns whole buckets, in its own scale."""
+        """Return the runner of a hook, ours or a user's."""
         parameters = self.table.parameters
         like = [self.layout_of(index) for index in range(len(parameters))]
+        pieces = None
         if self.zero >= 2 and self.reducer.transport != "staged":
             pieces = [view.piece for view in self.gradients.views if isinstance(view, ShardedGradient)]
-            wanted = Wanted(in_slots=True, slice_alone=is_ours and not self.slicing.is_replicated)
-            return SlicedHookRunner(
-                self.reducer, parameters, like, self.slicing, pieces, state, hook, wanted, over_all=is_ours
-            )
-        return HookRunner(self.reducer, parameters, like, self.group.world_size, state, hook, over_all=is_ours)
+        return HookRunner(self.reducer, parameters, like, self.slicing, state, hook, pieces=pieces, is_ours=is_ours)
 
     def _supersede(self, module: torch.nn.Module) -> None:
         """Retire an older replica of the same module; raise if another module's replica shares a parameter."""
@@ -304,10 +287,10 @@ class Replica:
 
     def before_forward(self, synchronises: bool) -> None:
         """Prepare for a forward with gradients. Raise Error if the module is no longer the one that was wrapped."""
-        if self._loading is not None and self._loading.depth:  # a load that ended in an exception
-            self._loading.abandon()
-        if self.access.forks is not None:
-            self.access.forks.before_forward()
+        if self.access.load_depth:  # a load that ended in an exception
+            self.access.abandon_load()
+        if self.access.shows_writes:
+            self.access.before_forward()
         drift = self._check_drift()
         if self.access.guard is not None:
             self.access.guard.check("before a forward")
@@ -318,7 +301,7 @@ class Replica:
         if not self._has_begun:
             self._has_begun = True
             adopt_steps_in_backward(self)
-        self.rounds.forward(synchronises)
+        self.gradients.forward(synchronises)
         if synchronises and self.check is not None:
             self.check.note()
         if synchronises and self.stop is not None:
@@ -340,7 +323,6 @@ class Replica:
         return drift
 
     def _abort(self, reason: str) -> None:
-        """Abort the communicators, so that peers that wait for this rank raise the same error."""
         self.backend.abort(reason)
 
     def holds(self, parameter: torch.Tensor) -> bool:
@@ -362,8 +344,28 @@ class Replica:
 
     def stats(self) -> dict[str, Any]:
         """Return the counts of the reducer and of units, and the bytes sent to peers."""
-        sent = wire_bytes(self.reducer, self.group.world_size, self.slicing.count, self.zero, self.compression)
-        return {**self.reducer.stats(), **self._storage.stats(), **sent}
+        counts = self.reducer.stats()
+        return {**counts, **self._storage.stats(), **self._bytes_sent(counts)}
+
+    def _bytes_sent(self, counts: dict[str, Any]) -> dict[str, Any]:
+        """Return the bytes that this rank sends: in all, in a step, and of each bucket of the last round.
+
+        A compressor's exchange, if there is one, counts its own. Plain buckets fold in place: a rank reads W - 1 slices,
+        and at zero 0 and 1 writes as many. Between GPUs wider dtypes may travel in 16 bits.
+        """
+        name, exchange = self.compression or ("", None)
+        if exchange is not None:
+            buckets, total = exchange.bucket_wire_bytes, exchange.wire_bytes
+        else:
+            world_size, is_sliced = self.group.world_size, self.zero >= 2
+            factor = (world_size - 1) * (1 if is_sliced else 2)
+            slices = self.slicing.count if is_sliced else world_size
+            shapes = [self.reducer.bucket_shape(bucket) for bucket in range(self.reducer.bucket_count)]
+            sizes = [n * (2 if self.compression else itemsize_of(dtype)) for _, n, dtype, is_on in shapes if is_on]
+            buckets = tuple(factor * (size // slices) for size in sizes)
+            total = sum(buckets) * counts["rounds"] if self.compression else factor * (counts["bytes"] // slices)
+        row = {"wire_bytes": total, "step_wire_bytes": sum(buckets), "bucket_wire_bytes": buckets}
+        return {"compress": name, **row} if self.compression else row
 
     def full_gradients(self) -> dict[str, torch.Tensor | None]:
         """Return whole averaged gradients by bare name. Collective at zero >= 2."""
@@ -372,7 +374,7 @@ class Replica:
                 f"full_gradients is collective, and inside join a rank of {self.label} that ran out of inputs takes no part in it: read "
                 "p.grad.clone() of each parameter on every rank that trains, or call it after the join"
             )
-        self.rounds.close_pending()
+        self.gradients.close_pending()
         return self.gradients.whole()
 
     @property
@@ -393,7 +395,7 @@ class Replica:
     def average_gradients(self) -> None:
         """Average the current `.grad` in a round. Collective."""
         self._check_drift()
-        self.rounds.average()
+        self.gradients.average()
         engine = self.engine()
         if engine is not None:
             engine.is_inside_forward = False
@@ -401,20 +403,15 @@ class Replica:
     @contextlib.contextmanager
     def writable_parameters(self) -> Iterator[None]:
         """Return a context in which each rank can write to whole parameters. See full_parameters."""
-        self.access.before_writes()
-        if not self.zero:
-            try:
+        if self.zero:
+            with self.access.writable():
                 yield
-            finally:
-                self.broadcast_state(0, ())
             return
-        self.is_writing += 1
+        self.access.before_writes()
         try:
-            with self.access.changing(), self.access.writing(), self._storage.writable():
-                yield
+            yield
         finally:
-            self.is_writing -= 1
-            self.access.count_writes(self.table.module_parameters)
+            self.broadcast_state(0, ())
 
     @property
     def releases_parameters(self) -> bool:
@@ -434,13 +431,13 @@ class Replica:
             raise Error(
                 f"{type(optimizer).__name__} steps on whole parameters of a {self.label} wrapped with zero={self.zero}, which would update them only on this rank: use the optimizer that sw.wrap(module, optimizer, zero=...) or sw.shard_optimizer(module, optimizer) returned"
             )
-        if self._loading is not None and self._loading.depth:  # a load that ended in an exception
-            self._loading.abandon()
+        if self.access.load_depth:  # a load that ended in an exception
+            self.access.abandon_load()
         self._check_drift()
         if self.access.guard is not None:
             self.access.guard.check("before a step")
-        if not self.rounds.runs_callbacks:
-            self.rounds.close_pending()
+        if not self.gradients.runs_callbacks:
+            self.gradients.close_pending()
         if not self.zero:
             self._check_gradients(optimizer)
             if self.check is not None:
@@ -476,9 +473,9 @@ class Replica:
         self.steppers.rounds_at_step[optimizer] = rounds
         if rounds != since and self.group.world_size > 1:
             self.gradients.check_averaged(optimizer, since)
-            waiting = self.steppers.unaveraged.waiting.get(optimizer)
+            waiting = self.steppers.waiting.get(optimizer)
             if waiting is None or waiting[1] or waiting[0] != len(optimizer.param_groups):
-                unaveraged = self.steppers.unaveraged.note(optimizer)
+                unaveraged = self.steppers.note_gradients(optimizer)
                 if unaveraged:
                     self.reducer.note_step(unaveraged)
 
@@ -499,11 +496,7 @@ class Replica:
             self.backend.broadcast(tensors, root, label)
 
     def retire(self, together: bool = False) -> None:
-        """Remove the hooks from the parameters. Gradients stay in place.
-
-        `together`: all ranks call this, so released parameters of a GPU can be gathered. Does nothing the second time:
-        what a later wrapper has made of the parameters stays.
-        """
+        """Remove the hooks, once; gradients stay. `together`: all ranks call this, so a GPU's parameters can be gathered."""
         if self.retired:
             return
         self.retired = True

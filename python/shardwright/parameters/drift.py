@@ -24,11 +24,10 @@ _REMEDY = "wrap again after such a change: sw.wrap(sw.unwrap(model), ...), with 
 
 
 class DriftCheck:
-    """A check that compares a module with the table it was wrapped with.
+    """A check that compares a module with the table it was wrapped with, but for `ignored` names.
 
-    `ignored`: names of parameters outside the table. `pinned`: the data of parameters must stay at its address, because
-    an optimizer steps on slices of it. `shared`: the data is the host's one copy, so that all ranks see what one writes.
-    `places` returns the expected address of every parameter's data, if the engine itself moves it.
+    `pinned`: parameters must stay at their addresses, since an optimizer steps on slices. `shared`: their data is the host's
+    one copy. `places` returns the expected address of every parameter's data, if the engine itself moves it.
     """
 
     def __init__(
@@ -111,10 +110,7 @@ class DriftCheck:
             self._compare_versions()
 
     def _is_swapped(self) -> bool:
-        """Return True if the members that differ are tensors that replace parameters during one call.
-
-        They are plain tensors, which no optimizer trains, or come from torch's functional_call.
-        """
+        """Return True if what differs are tensors in place of parameters for one call: plain, or of torch's functional_call."""
         now = [*chain.from_iterable(self._views)]
         if any(self._empty) or len(now) != len(self._members):
             return False

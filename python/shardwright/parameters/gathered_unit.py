@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import itertools
 import operator
 import weakref
@@ -17,9 +16,9 @@ from ..layout.memory import address_of
 from ..layout.param_groups import UnitPlan
 from ..torch_compat import autograd as _hooks
 from ..torch_compat.dtensor import held_tensor, is_dtensor
-from .read_guard import ReadGuard
+from .read_guard import Released, change_classes, guarded_classes
 
-__all__ = ["ComputeForm", "Member", "Pin", "Unit"]
+__all__ = ["BY_USER", "NOT_PINNED", "UNTIL_STEP", "ComputeForm", "Member", "Unit"]
 
 #: without a frame of Python per parameter
 _version_of = operator.attrgetter("_version")
@@ -28,14 +27,9 @@ _version_of = operator.attrgetter("_version")
 _SAMPLES = 8
 
 
-class Pin(enum.Enum):
-    """The reason why a unit stays whole while no module runs in it."""
-
-    NONE = 0
-    #: a second backward may follow, or one without a hook; or an output is a view of a parameter
-    UNTIL_STEP = 1
-    #: unshard()
-    BY_USER = 2
+#: why a unit stays whole while no module runs in it: not at all; a second backward may follow, or one without a hook, or
+#: an output is a view of a parameter; unshard()
+NOT_PINNED, UNTIL_STEP, BY_USER = range(3)
 
 
 class Member(NamedTuple):
@@ -50,10 +44,9 @@ class Member(NamedTuple):
 class Unit:
     """Parameters that are whole or released together.
 
-    `running` has the clock at the beginning of each forward that is running, and `opened` for each backward that has
-    begun the clock at the beginning of its forward, and its graph task. `forms` has the form in which each running
-    forward computes, if there is a compute form. On a GPU `place` is None for a unit that is always gathered apart,
-    and `ran_apart` has the clock of each forward whose graph holds views of memory apart.
+    `running` has the clock at the beginning of each running forward; `opened`, for each open backward, that of its forward,
+    and its graph task; `forms` the form in which each running forward computes. On a GPU `place` is None for a unit that is
+    always gathered apart, and `ran_apart` has the clocks of forwards whose graphs hold views of memory apart.
     """
 
     is_compute_form = is_outermost = False
@@ -71,14 +64,14 @@ class Unit:
         self.parameters = [each.parameter for each in members]
         self.module_parameters = [module_parameter(parameter) for parameter in self.parameters]
         self._has_dtensors = any(map(is_dtensor, self.module_parameters))
-        self._guard = ReadGuard(self.names, self.module_parameters)
+        self._guarded, self._own = guarded_classes(Released, self.names, self.module_parameters)
         self._on_gpu = on_gpu  # the host must not wait for the GPU, so nothing is read
         self.compute_form: ComputeForm | None = None
         self.forms: list[Unit] = []
         self.running: list[int] = []
         self.opened: list[tuple[int, int]] = []
         self.ran_apart: set[int] = set()
-        self.pin = Pin.NONE
+        self.pin = NOT_PINNED
         self._in_place = [each.whole for each in members]
         self.lie_in(None)
         self.released_addresses: list[int] = []  # of the parameters' data, as whole_addresses
@@ -128,22 +121,23 @@ class Unit:
 
     def show_whole(self) -> None:
         """Make the parameters whole and readable."""
-        self._guard.lower(self.module_parameters)
+        change_classes(self.module_parameters, self._own)
         for parameter, each in zip(self.parameters, self.whole):
             parameter.data = each
 
     def show_released(self) -> None:
         """Make the parameters NaN, so that reading them raises an error."""
-        self._guard.lower(self.module_parameters)
+        change_classes(self.module_parameters, self._own)
         for parameter, each in zip(self.parameters, self.placeholders):
             parameter.data = each
-        self._guard.raise_(self.module_parameters)
+        change_classes(self.module_parameters, self._guarded)
 
     def give_up(self, *, whole: bool = True) -> None:
         """Stop managing the parameters: they are readable, or released for the last time."""
-        self._guard.is_orphan = True
+        for kind in self._guarded.values():
+            kind._shardwright_is_orphan = True  # type: ignore[attr-defined]
         if whole:
-            self._guard.lower(self.module_parameters)
+            change_classes(self.module_parameters, self._own)
 
     def span(self) -> list[tuple[int, int]]:
         """Return (address, bytes) of the memory of the whole unit, if it has any."""
@@ -161,10 +155,7 @@ class Unit:
     # writes by the program ------------------------------------------------------------------------------------------
 
     def take_written(self) -> str | None:
-        """Return the name of a parameter whose placeholder was written to or replaced, and release it again.
-
-        On a GPU writes to a placeholder are not seen.
-        """
+        """Return the name of a parameter whose placeholder was written to (on hosts) or replaced, and release it again."""
         with _hooks.unguarded():
             found = list(map(torch.Tensor.data_ptr, self.parameters))
         if self._bytes == self._blank and found == self.released_addresses:
@@ -200,9 +191,7 @@ class Unit:
             return list(map(_version_of, self.parameters))
 
     def find_written(self) -> str | None:
-        """Return the name of a parameter written since note_versions(), or through `.data` since note_samples(), which
-        it ends.
-        """
+        """Return the name of a parameter written since note_versions(), or through `.data` since note_samples(), which ends."""
         before, now = [self._versions], [self._read_versions()]
         if self._samples is not None:
             before.append(self._samples)
@@ -215,11 +204,7 @@ class Unit:
 
 
 class ComputeForm(Unit):
-    """A unit in the dtypes in which its modules compute under a precision policy.
-
-    It has separate memory. While it is whole, the modules' slots hold views of that memory, and the parameters
-    themselves stay released.
-    """
+    """A unit in the dtypes of a precision policy, in memory of its own, which modules read through views of it."""
 
     is_compute_form = True
 

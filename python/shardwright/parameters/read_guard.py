@@ -1,9 +1,9 @@
 """Guards of parameters without values: reading a released one raises, reading one that is being gathered waits.
 
-A guarded parameter's class is a subclass made for its guard, whose __torch_function__ torch calls for every operation.
+A guarded parameter's class is a subclass made for it (guarded_classes), whose __torch_function__ torch calls for every operation.
 Metadata, gradients and hooks work as usual. An operation that reads or writes values raises with the parameter's name
-(zero=3, private), or makes the current stream wait (after a step on a GPU, step_gathers.py). The guard then restores
-the class, so whole parameters cost nothing. On a guarded parameter `.grad` costs 0.3 us more, other metadata 1.2 us.
+(zero=3, private), or makes the current stream wait (after a step on a GPU, step_gathers.py). It then gets its
+own class back, so whole parameters cost nothing. On a guarded parameter `.grad` costs 0.3 us more, other metadata 1.2 us.
 Our loops over many parameters run inside unguarded(), which avoids the cost.
 
 A read does not gather a released parameter. On GPUs a gather is a collective, in which a rank that reads alone would
@@ -22,7 +22,7 @@ from .._engine import Error
 from ..torch_compat.autograd import CAN_BE_UNGUARDED, unguarded
 from ..torch_compat.internals import TensorBase
 
-__all__ = ["ChildGuard", "ReadGuard", "WaitGuard"]
+__all__ = ["Awaited", "Inherited", "Released", "change_classes", "gradient_of", "guarded_classes"]
 
 #: attributes that need values, or give a tensor that has them
 _VALUES = frozenset("data H T imag mH mT real __cuda_array_interface__ _cdata".split())
@@ -61,7 +61,12 @@ _SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 class _Guarded(torch.nn.Parameter):
     """Base of the class of a guarded parameter."""
 
-    _shardwright_guard: Any
+    #: names by id, the class while it is not guarded, and the function that makes an awaited one readable
+    _shardwright_names: dict[int, str]
+    _shardwright_own: type
+    _shardwright_arrive: Any
+    #: True once nothing gathers the parameters any longer
+    _shardwright_is_orphan = False
 
     # Each step reads and writes it for every parameter, so it bypasses __torch_function__.
 
@@ -84,7 +89,7 @@ class _Guarded(torch.nn.Parameter):
         return format(repr(self), spec)
 
 
-class _Released(_Guarded):
+class Released(_Guarded):
     """Base of the class of a released parameter."""
 
     @classmethod
@@ -92,8 +97,8 @@ class _Released(_Guarded):
         if function in _ALLOWED:
             with unguarded():
                 return function(*args, **(kwargs or {}))
-        if function == _SET_DATA and args[0]._shardwright_guard.is_orphan:
-            args[0]._shardwright_guard.lower([args[0]])
+        if function == _SET_DATA and args[0]._shardwright_is_orphan:
+            args[0].__class__ = args[0]._shardwright_own
             args[0].data = args[1]
             return None
         if function in _BACKWARDS:
@@ -110,7 +115,7 @@ class _Released(_Guarded):
         _refuse(torch.Tensor.__reduce_ex__, (self,), {})
 
 
-class _Awaited(_Guarded):
+class Awaited(_Guarded):
     """Base of the class of a parameter that is being gathered."""
 
     @classmethod
@@ -118,7 +123,7 @@ class _Awaited(_Guarded):
         if function in _ALLOWED and function not in _MEMORY:
             with unguarded():
                 return function(*args, **(kwargs or {}))
-        for parameter in _found([args, kwargs], _Awaited):
+        for parameter in _found([args, kwargs], Awaited):
             _arrive(parameter)
         return function(*args, **(kwargs or {}))
 
@@ -132,107 +137,76 @@ class _Awaited(_Guarded):
         return _arrive(self).__reduce_ex__(protocol)
 
 
-class _Inherited(_Awaited):
+class Inherited(Awaited):
     """Base of the class of a parameter in a forked child that has not read it."""
 
     grad = _Guarded.grad.getter(lambda self: _arrive(self).grad)  # type: ignore[attr-defined]
 
 
-class Guard:
-    """Parameters and the classes that they have while they are guarded."""
-
-    _base: type
-
-    def __init__(self, names: Sequence[str], parameters: Sequence[torch.Tensor]) -> None:
-        self.names = {id(parameter): name for name, parameter in zip(names, parameters)}
-        #: a parameter's own class -> its class while guarded
-        self._guarded = {kind: self._subclass(kind) for kind in set(map(type, parameters))}
-        self._own = {guarded: kind for kind, guarded in self._guarded.items()}
-
-    def _subclass(self, original: type) -> type:
-        if not CAN_BE_UNGUARDED:
-            return original
-        body = {"_shardwright_guard": self, "__module__": original.__module__, "__qualname__": original.__qualname__}
-        bases = (self._base,) if original is torch.nn.Parameter else (self._base, original)
-        return type(original)(original.__name__, bases, body)
-
-    def raise_(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Guard these parameters from now on."""
-        for parameter in parameters:
-            parameter.__class__ = self._guarded.get(type(parameter), type(parameter))
-
-    def lower(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Give the parameters their original classes back."""
-        for parameter in parameters:
-            parameter.__class__ = self._own.get(type(parameter), type(parameter))
+def guarded_classes(
+    base: type,
+    names: Sequence[str],
+    parameters: Sequence[torch.Tensor],
+    arrive: Callable[[torch.Tensor], None] | None = None,
+) -> tuple[dict[type, type], dict[type, type]]:
+    """Return the classes under `base` of guarded parameters, by their own classes, and the reverse (change_classes)."""
+    guarded: dict[type, type] = {}
+    for own in set(map(type, parameters)) if CAN_BE_UNGUARDED else ():
+        body = {
+            "_shardwright_names": {id(parameter): name for name, parameter in zip(names, parameters)},
+            "_shardwright_own": own,
+            "_shardwright_arrive": arrive,
+            "__module__": own.__module__,
+            "__qualname__": own.__qualname__,
+        }
+        guarded[own] = type(own)(own.__name__, (base,) if own is torch.nn.Parameter else (base, own), body)
+    return guarded, {kind: own for own, kind in guarded.items()}
 
 
-class ReadGuard(Guard):
-    """A guard of one unit's released parameters: a read raises."""
-
-    _base = _Released
-    #: True once nothing gathers the parameters any longer
-    is_orphan = False
+def change_classes(parameters: Sequence[torch.Tensor], classes: dict[type, type]) -> None:
+    """Give each parameter the class that `classes` has for its own."""
+    for parameter in parameters:
+        parameter.__class__ = classes.get(type(parameter), type(parameter))
 
 
-class WaitGuard(Guard):
-    """A guard of parameters that are being gathered: a read calls `arrive`, which makes the current stream wait for the
-    parameter and removes its guard.
-    """
-
-    _base = _Awaited
-
-    def __init__(
-        self, names: Sequence[str], parameters: Sequence[torch.Tensor], arrive: Callable[[torch.Tensor], None]
-    ) -> None:
-        super().__init__(names, parameters)
-        self.arrive = arrive
-
-
-class ChildGuard(WaitGuard):
-    """A guard of inherited parameters in a forked child: a read makes them the child's own, or raises."""
-
-    _base = _Inherited
-
-    @staticmethod
-    def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
-        """Return `.grad` without a read."""
-        with unguarded():
-            found: torch.Tensor | None = _gradient.__get__(parameter)
-            return found
+def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return `.grad` without a read."""
+    with unguarded():
+        found: torch.Tensor | None = _gradient.__get__(parameter)
+        return found
 
 
 def _arrive(parameter: torch.Tensor) -> torch.Tensor:
     """Return a parameter that the current stream waits for."""
-    guard: WaitGuard = parameter._shardwright_guard  # type: ignore[attr-defined]
-    guard.arrive(parameter)
-    guard.lower([parameter])
+    kind: Any = type(parameter)
+    own = kind._shardwright_own
+    kind._shardwright_arrive(parameter)
+    if type(parameter) is kind:
+        parameter.__class__ = own
     return parameter
 
 
 def _run_plainly(function: Any, args: Any, kwargs: Any) -> Any:
-    """Run a backward. Released parameters passed to it have their own classes meanwhile; those still released get their
-    guards back.
-    """
-    lent = [(p, p._shardwright_guard, p.data_ptr()) for p in _found([args, kwargs], _Released)]
-    for parameter, guard, _ in lent:
-        guard.lower([parameter])
+    """Run a backward. Released parameters passed to it have their own classes meanwhile."""
+    lent = [(p, type(p), p.data_ptr()) for p in _found([args, kwargs], Released)]
+    for parameter, kind, _ in lent:
+        parameter.__class__ = kind._shardwright_own
     try:
         return function(*args, **kwargs)
     finally:
-        for parameter, guard, address in lent:
+        for parameter, kind, address in lent:
             if parameter.data_ptr() == address:
-                guard.raise_([parameter])
+                parameter.__class__ = kind
 
 
 def _refuse(function: Any, args: Any, kwargs: Any) -> NoReturn:
     name = getattr(function, "__name__", str(function))
     if name in ("__get__", "__set__"):
         name = f".{getattr(getattr(function, '__self__', None), '__name__', '')}"
-    which = next(_found([args, kwargs], _Released))
+    which = next(_found([args, kwargs], Released))
     remedy = (
         "its wrapper is gone, and no rank has the others' slices: assign new values, p.data = ..., or load_state_dict(..., assign=True)"
-        if which._shardwright_guard.is_orphan
+        if which._shardwright_is_orphan
         else "it has them in its module's forward and backward, and inside `with sw.full_parameters(module)` (writable=True to write); "
         "sw.full_state_dict(module) has copies"
     )
@@ -242,7 +216,7 @@ def _refuse(function: Any, args: Any, kwargs: Any) -> NoReturn:
 
 
 def _name_of(parameter: _Guarded) -> str:
-    return str(parameter._shardwright_guard.names.get(id(parameter), ""))
+    return str(parameter._shardwright_names.get(id(parameter), ""))
 
 
 def _found(value: Any, kind: type) -> Iterator[Any]:

@@ -24,11 +24,11 @@ from ..layout.param_groups import UnitPlan, mark_of
 from ..layout.shard_runs import (
     OUTCOME_BYTES,
     Copies,
-    Outcomes,
     Storage,
     itemsize_of,
     make_dense,
     memory_order,
+    outcome_sets,
     populate,
 )
 from ..layout.views import dense_strides, dtype_name
@@ -190,9 +190,9 @@ class UnitMemory(ReleasedParameters):
         self._plan_slices()
         what = f"slices of the parameters of {label}"
         self._arena = group.comm.arena(self._part_bytes + OUTCOME_BYTES * group.world_size, what, of_hosts=True)
-        self._outcomes: Outcomes | None = None
+        self._outcomes: list[tuple[int, torch.Tensor]] = []
         if group.host_count == 1 and not slicing.is_replicated:  # only then can publish() carry `failed`
-            self._outcomes = Outcomes(self._arena, self._part_bytes, group.rank, group.world_size, 0)
+            self._outcomes = outcome_sets(self._arena, self._part_bytes, group.world_size, 0)
         self._populate()
         self._codes: Arena | None = None
         if coded:
@@ -423,9 +423,10 @@ class UnitMemory(ReleasedParameters):
         never-released parameters. Each host sends its ranks' updates to the others once.
         """
         comm, label = self._group.comm, f"updated parameters of {self._label}"
-        outcomes = self._outcomes if failed is not None else None
-        if outcomes is not None:
-            outcomes.put(bool(failed))
+        outcomes = self._outcomes if failed is not None else []
+        if outcomes:
+            outcomes.reverse()
+            outcomes[0][1][self._group.rank, 0] = bool(failed)
         self.schedule.release_all()
         if self._codes is not None:
             comm.barrier(f"updated slices of {self._label}")  # slices of any rank
@@ -444,7 +445,7 @@ class UnitMemory(ReleasedParameters):
             self._cast()
             comm.barrier(f"casts of {self._label}")
         self._refresh()
-        return outcomes.read() if outcomes is not None else None
+        return outcomes[0][1][:, 0].tolist() if outcomes else None
 
     def publish_all(self) -> None:
         stepped, self._stepped = self._stepped, set(range(self._reducer.bucket_count))

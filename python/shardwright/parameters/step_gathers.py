@@ -1,7 +1,7 @@
 """Gathers of parameters after a step on a GPU, which overlap with the next forward (docs/design/gpu_gathers.md).
 
 The buckets of one unit's forward are a group with one event. A hook on the unit's module makes torch's current stream
-wait for its groups; any other read of a parameter waits for that parameter's groups (WaitGuard).
+wait for its groups; any other read of a parameter waits for that parameter's groups (read_guard.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..backend.device_link import DeviceLink
 from ..layout.param_groups import UnitPlan
 from ..torch_compat import autograd as _hooks
 from ..torch_compat.weak import weakly
-from .read_guard import WaitGuard
+from .read_guard import Awaited, change_classes, guarded_classes
 from .unshard_schedule import ModuleHook
 
 _logger = logging.getLogger("shardwright")
@@ -34,10 +34,9 @@ _GROUP_MAX = 32
 
 
 class StepGathers:
-    """Buckets of parameters after each rank has updated its slices.
+    """Buckets of parameters after each rank has updated its slices. `link` joins the ranks that own all slices together.
 
-    `link` joins the ranks that own all slices together. The request's `forwards` lists the units whose forwards wait
-    for their own parameters; if empty, nothing overlaps with the gathers.
+    The request's `forwards` lists the units whose forwards wait for their own parameters; if empty, nothing overlaps.
     """
 
     def __init__(self, link: DeviceLink, reducer: Reducer, request: Request) -> None:
@@ -46,7 +45,9 @@ class StepGathers:
         may_wait = _hooks.CAN_BE_UNGUARDED and not link.borrows and request.table.model_mesh is None
         #: the units whose forwards wait for their own parameters
         self.units: Sequence[UnitPlan] = request.forwards if may_wait else ()
-        self._guard = WaitGuard(self._table.names, self._table.parameters, weakly(self.arrive))
+        self._guarded, self._own = guarded_classes(
+            Awaited, self._table.names, self._table.parameters, weakly(self.arrive)
+        )
         self._engine: DeviceUnits | None = None
         self._stream = 0  # torch's stream at the last step
         self._planned: list[int] = []  # buckets
@@ -103,7 +104,7 @@ class StepGathers:
         if not self.units:
             self.settle()
         for members in self._members if self.units else ():
-            self._guard.raise_(members)
+            change_classes(members, self._guarded)
 
     def _make(self, buckets: Mapping[int, torch.Tensor]) -> None:
         """Make the engine's units of these buckets, in groups in the order of use by a forward."""
@@ -167,4 +168,4 @@ class StepGathers:
                     if self._link.comm.is_alive:
                         raise
                 self._pending.discard(group)
-                self._guard.lower(self._members[group])
+                change_classes(self._members[group], self._own)

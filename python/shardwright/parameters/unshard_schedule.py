@@ -19,7 +19,7 @@ import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 
@@ -27,8 +27,7 @@ from .._engine import Error
 from ..layout.param_groups import UnitPlan
 from ..torch_compat import autograd as _hooks
 from ..torch_compat.internals import forward_hooks
-from ..torch_compat.weak import weakly
-from .gathered_unit import ComputeForm, Member, Pin, Unit
+from .gathered_unit import BY_USER, NOT_PINNED, UNTIL_STEP, ComputeForm, Member, Unit
 
 _NO_TASK = -1
 _COPY = (
@@ -40,11 +39,10 @@ _COPY = (
 class UnitSchedule:
     """The units of one module, and the forwards and backwards that run in each unit.
 
-    `units` are the engine's (Units, or Places on a GPU); it numbers the compute forms after the units. The first plan is
-    the outermost unit's. `compute_members` has each unit's parameters with their data in its compute form; empty for a
-    unit without one. `abort` sends the other ranks the reason why this rank stops. `coded`: running modules see
-    parameters decoded from records; inside everything() they are exact. `places`, on a GPU: the place of each plan's
-    unit, or of its compute form if it has one; the unit itself then has no place. `depth` units are gathered ahead.
+    `units` are the engine's (Units, or Places on a GPU), with compute forms after the units; the first plan is the outermost
+    unit's. `compute_members` has each unit's parameters in its compute form, if any. `abort` sends the others the reason why
+    this rank stops. `coded`: running modules see parameters decoded from records. `places`, on a GPU: of each plan's unit, or
+    of its compute form; the unit itself then has none. `depth` units are gathered ahead.
     """
 
     #: the units, then their compute forms
@@ -158,10 +156,7 @@ class UnitSchedule:
     # gathering and releasing --------------------------------------------------------------------------------------
 
     def _form_of(self, unit: Unit) -> Unit:
-        """Return the form of a unit in which a module that is called now computes.
-
-        Inside everything() parameters may be written, so modules compute with casts of their current values.
-        """
+        """Return the form in which a module called now computes; inside everything(), which may write, the unit itself."""
         is_in_force = None if unit.compute_form is None or self._keepers else self.policy()
         return unit if is_in_force is None or not is_in_force() else unit.compute_form or unit
 
@@ -211,7 +206,7 @@ class UnitSchedule:
         self.coming.add(unit.number)
 
     def _may_lie_in_place(self, unit: Unit, in_place: bool) -> bool:
-        return unit.place is not None and (in_place or not (self._keepers or unit.pin is Pin.BY_USER))
+        return unit.place is not None and (in_place or not (self._keepers or unit.pin is BY_USER))
 
     def _make_room(self, unit: Unit, in_place: bool) -> bool:
         """Return True if the place of `unit` is free, or can be made so."""
@@ -223,9 +218,9 @@ class UnitSchedule:
         if number in self.coming:
             self._drop_coming()
             return True
-        if not (other.running or other.opened) and other.pin is not Pin.UNTIL_STEP:
+        if not (other.running or other.opened) and other.pin is not UNTIL_STEP:
             self._release(other)
-            if other.pin is Pin.BY_USER or (self._keepers and not other.is_compute_form):
+            if other.pin is BY_USER or (self._keepers and not other.is_compute_form):
                 self._gather(other)  # apart
             return True
         if in_place:
@@ -280,7 +275,7 @@ class UnitSchedule:
             unit.note_versions()
 
     def _release_if_idle(self, unit: Unit) -> None:
-        if not (unit.running or unit.opened or self._keepers) and unit.pin is Pin.NONE:
+        if not (unit.running or unit.opened or self._keepers) and unit.pin is NOT_PINNED:
             self._release(unit)
 
     def release_all(self) -> None:
@@ -293,14 +288,14 @@ class UnitSchedule:
             unit.running.clear()
             unit.opened.clear()
             unit.ran_apart.clear()
-            if unit.pin is Pin.UNTIL_STEP:
-                unit.pin = Pin.NONE
+            if unit.pin is UNTIL_STEP:
+                unit.pin = NOT_PINNED
             self._release(unit)
 
     def gather_pinned(self) -> None:
         """Gather the units that are always whole."""
         for unit in self._plain:
-            if self._keepers or unit.pin is Pin.BY_USER:
+            if self._keepers or unit.pin is BY_USER:
                 self._gather(unit)
 
     def gather_beside(self, number: int) -> None:
@@ -328,7 +323,7 @@ class UnitSchedule:
 
     def _release_coded(self) -> None:
         """Release units that hold int8-rounded weights; raise if one is in use."""
-        busy = next((unit for unit in self.units if unit.running or unit.opened or unit.pin is Pin.UNTIL_STEP), None)
+        busy = next((unit for unit in self.units if unit.running or unit.opened or unit.pin is UNTIL_STEP), None)
         if busy is not None:
             raise Error(
                 f"whole parameters of {busy.name or 'the outermost unit'!r} were asked for while it runs, or before the backward of its "
@@ -338,9 +333,7 @@ class UnitSchedule:
             self._release(unit)
 
     def surrender(self, *, whole: bool = True) -> None:
-        """End the schedule, and give the parameters separate memory, except where their data was replaced. `whole`
-        False: released ones stay released, since not all ranks of GPUs call this.
-        """
+        """End the schedule, and give the parameters separate memory; not `whole`: they stay released, as on GPUs one by one."""
         with contextlib.nullcontext() if whole else contextlib.suppress(Error):  # a GPU that failed keeps no hooks
             self._drop_coming()
         if whole and self._on_gpu:
@@ -376,19 +369,17 @@ class UnitSchedule:
         """Gather a unit until unpin(); on a GPU apart, so that other units can use its place."""
         if self._on_gpu and not (unit.running or unit.opened):
             self._release(unit)
-        unit.pin = Pin.BY_USER
+        unit.pin = BY_USER
         self._gather(unit)
 
     def unpin(self, unit: Unit) -> None:
-        unit.pin = Pin.NONE
+        unit.pin = NOT_PINNED
         self._release_if_idle(unit)
 
     # gathering ahead ----------------------------------------------------------------------------------------------
 
     def _look_ahead(self, phase: str, unit: Unit) -> None:
-        """Begin to gather the units that followed `unit` last time, or that the program names, up to one whose place is
-        in use.
-        """
+        """Begin to gather the units that followed `unit`, or that the program names, up to one whose place is in use."""
         before = self._before[phase]
         if before is not None and before is not unit:
             self._after[phase][before.number] = unit
@@ -398,7 +389,7 @@ class UnitSchedule:
             if not following.indices or following.is_whole or following.number in self.coming:
                 continue
             is_free = following.place is not None and self._units.holder(following.place) is None
-            if self._keepers or following.pin is not Pin.NONE or not is_free:
+            if self._keepers or following.pin is not NOT_PINNED or not is_free:
                 return
             self._begin(following)
 
@@ -419,9 +410,7 @@ class UnitSchedule:
     # where a parameter lies ---------------------------------------------------------------------------------------
 
     def source_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """Return the tensor with which a module computes now: the compute form's, the parameter itself, or None while
-        it is released.
-        """
+        """Return the tensor with which a module computes: the compute form's, the parameter itself, or None while released."""
         unit = self._unit_of.get(id(parameter))
         if unit is None or not self.units:
             return parameter if unit is None else None
@@ -503,7 +492,7 @@ class UnitSchedule:
             self._before["backward"] = None
         if task not in self._tasks:
             self._tasks.add(task)
-            finish = functools.partial(weakly(self._end_tasks), [task])
+            finish = functools.partial(_end_task, weakref.ref(self), task)
             # A failed backward releases its units at once, on its caller's thread. On a GPU one of torch's threads may
             # drop it later, and the next forward releases them.
             _hooks.queue_at_end(finish, None if self._on_gpu else finish)
@@ -514,14 +503,14 @@ class UnitSchedule:
         if (begin, task) not in unit.opened:
             unit.opened.append((begin, task))
         self._gather(unit, begin not in unit.ran_apart)
-        if torch.is_grad_enabled() and unit.pin is Pin.NONE:  # create_graph: a backward of this backward will follow
+        if torch.is_grad_enabled() and unit.pin is NOT_PINNED:  # create_graph: a backward of this backward will follow
             self._pin_until_step(unit)
         if self._on_gpu:
             self._look_ahead("backward", unit)
 
     def _pin_until_step(self, unit: Unit) -> None:
-        if unit.pin is not Pin.BY_USER:
-            unit.pin = Pin.UNTIL_STEP
+        if unit.pin is not BY_USER:
+            unit.pin = UNTIL_STEP
             unit.note_samples()
 
     def _end_tasks(self, tasks: Iterable[int]) -> None:
@@ -539,9 +528,7 @@ class UnitSchedule:
                 self._drop_coming()
 
     def _before_holder(self, unit: Unit, *_: Any) -> None:
-        """Gather the unit of a module that is called outside its unit's forward, and pin it until the step. Its pages
-        are kept.
-        """
+        """Gather the unit of a module called outside its unit's forward, and pin it until the step. Its pages are kept."""
         form = self._form_of(unit)
         if not form.is_whole:
             self._gather(form)
@@ -556,21 +543,16 @@ class UnitSchedule:
             raise Error(_COPY.format(what=what))
 
 
-class _Hooked(Protocol):
-    @property
-    def units(self) -> Sequence[Any]: ...
-
-    def refuse(self, unit: Any, what: str) -> None:
-        """Raise Error if a module must not be copied now."""
+def _end_task(schedule: weakref.ref[UnitSchedule], task: int) -> None:
+    alive = schedule()
+    if alive is not None:
+        alive._end_tasks([task])
 
 
 class ModuleHook:
-    """A hook in a module's own dictionaries: calls a method with one of its owner's units.
+    """A hook in a module's dictionaries that calls its owner's method, with unit `number`. In a copy it does nothing."""
 
-    It refuses to be copied with a released module. In a copy of a whole module it does nothing.
-    """
-
-    def __init__(self, owner: _Hooked, method: Callable[..., None], number: int) -> None:
+    def __init__(self, owner: Any, method: Callable[..., None], number: int | None = None) -> None:
         self._owner = weakref.ref(owner)
         self._method = method
         self._number = number
@@ -578,7 +560,11 @@ class ModuleHook:
     @_hooks.disable_compile
     def __call__(self, *arguments: Any) -> None:
         owner = self._owner()
-        if owner is not None and owner.units:
+        if owner is None:
+            return
+        if self._number is None:
+            self._method(owner, *arguments)
+        elif owner.units:
             self._method(owner, owner.units[self._number], *arguments)
 
     def __deepcopy__(self, memo: Any) -> Any:
@@ -589,7 +575,7 @@ class ModuleHook:
 
     def _copy(self, what: str) -> NoHook:
         owner = self._owner()
-        if owner is not None and owner.units:
+        if owner is not None and self._number is not None and owner.units:
             owner.refuse(owner.units[self._number], what)
         return NoHook()
 
@@ -605,8 +591,6 @@ class NoHook:
 
 
 class _TensorHook:
-    """A hook on the outputs of one forward."""
-
     def __init__(self, schedule: UnitSchedule, number: int, begin: int, end: int) -> None:
         self._schedule = weakref.ref(schedule)
         self._arguments = (number, begin, end)

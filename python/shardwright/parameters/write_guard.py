@@ -20,11 +20,7 @@ _SAMPLES = 8
 
 
 class SampledParameters:
-    """A guard that finds writes to shared memory by comparing samples.
-
-    When it finds one it ends `comm`: the values are wrong on all ranks, so all raise the error. Cost of a comparison:
-    two torch operations over 8 words of 4 bytes of each parameter.
-    """
+    """A guard that compares samples of shared memory, 8 words a parameter, and ends `comm` if one was written to."""
 
     kind = "samples"
 
@@ -73,9 +69,7 @@ class SampledParameters:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Allow writes inside. Forwards check nothing there, since a faster rank may have ended its own. Ends with a
-        barrier of all ranks.
-        """
+        """Allow writes inside, where forwards check nothing: a faster rank may be out. Ends with a barrier of all ranks."""
         self._is_writing = True
         try:
             yield

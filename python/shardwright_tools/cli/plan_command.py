@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import shlex
 import sys
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ from ..planner.machine import GPUS, Machine, bytes_of, count_of, link_of, shown_
 from ..planner.memory import OPTIMIZERS, PRECISIONS
 from ..planner.saving import SavePlan
 from ..planner.shape import PlanError, Shape, from_config, from_module, from_numbers
-from .report import columns, print_report, printable, refuse, show
+from .report import columns, print_report, refuse, show
 
 _EPILOG = """Examples:
   shardwright plan config.json --hosts 1 --ranks 8 --gpu h100 --tokens 1T

@@ -73,7 +73,7 @@ def agree(comm: HostComm, rows: Callable[[], Iterable[Row]], label: str) -> None
     gather_answers(
         *(comm, lambda: json.dumps(list(rows()), sort_keys=True, separators=(",", ":")).encode(), label),
         refusals=(Error, NotImplementedError, TypeError, ValueError),
-        compare=lambda said: f"ranks disagree about {difference(dict(enumerate(map(json.loads, said))))}",
+        compare=lambda gathered: f"ranks disagree about {difference(dict(enumerate(map(json.loads, gathered))))}",
         alike=True,
     )
 
@@ -133,10 +133,7 @@ def given_rows(
 def check_members(
     label: str, members: Mapping[int, Any], optimizer: torch.optim.Optimizer, *, all_of_them: bool
 ) -> None:
-    """Raise ValueError for an optimizer that was not made for the parameters of module `label`, `members` by id.
-
-    Without `all_of_them` one is enough: a second module may have the rest.
-    """
+    """Raise ValueError for an optimizer of other parameters than `members` of module `label`; one of ours may be enough."""
     strangers = [
         (position, parameter)
         for position, group in enumerate(optimizer.param_groups)

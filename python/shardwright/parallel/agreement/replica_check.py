@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import json
 import weakref
 import zlib
 from collections.abc import Iterable, Sequence
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 
 from ..._engine import Error, crc32c
+from ...comm.agreement import gather_values
 from ...comm.model_ranks import ModelRanks
 from ...comm.process_group import group_ranks
 from ...layout.views import as_real
@@ -46,8 +46,7 @@ class _Steps:
 class ReplicaCheck:
     """The check of one module's replicas before steps 0, every, 2 * every and so on.
 
-    It costs one pass over the parameters, and two over the gradients (at zero >= 1 one over all and one over this
-    rank's slices). On GPUs the host waits for them, and a check exchanges 4 bytes a rank.
+    Cost: one pass over the parameters and two over the gradients. GPUs wait for them, and exchange 4 bytes a rank.
     """
 
     def __init__(self, replica: Any, every: int) -> None:
@@ -132,9 +131,9 @@ class ReplicaCheck:
             replica.reducer.note_step(digest)
             return
         comm, slicing = replica.group.comm, replica.slicing
-        said = comm.all_gather_bytes(digest.to_bytes(4, "little"), f"replicas of {replica.label}")
+        gathered = comm.all_gather_bytes(digest.to_bytes(4, "little"), f"replicas of {replica.label}")
         alike = collections.defaultdict(set)
-        for rank, each in enumerate(said):
+        for rank, each in enumerate(gathered):
             alike[slicing.of_rank[rank] if _is_private(replica) else 0].add(each)
         if any(len(each) > 1 for each in alike.values()):
             self.explain()
@@ -147,8 +146,7 @@ class ReplicaCheck:
         return crc32c(words.data_ptr(), words.nbytes)
 
     def digest_of_save(self, optimizer: torch.optim.Optimizer | None) -> int:
-        """Return a digest of what a save stores, equal on all healthy ranks: parameters, and at zero=0 the optimizer's
-        state, which a wrong gradient may change many steps before it changes a bit of the parameters."""
+        """Return a digest of what a save stores, equal on all healthy ranks: parameters, and at zero=0 optimizer state."""
         replica = self._replica()
         if replica is None or _is_private(replica) or not _has_replicas(replica):
             return 0
@@ -161,8 +159,9 @@ class ReplicaCheck:
             return
         names = [f"parameter {name!r}" for name in replica.table.names]
         names += [f"the optimizer's state for {name}" for name in names]
-        mine = json.dumps([self._digested, self._digests]).encode()
-        rows = [json.loads(each) for each in replica.group.comm.all_gather_bytes(mine, f"replicas of {replica.label}")]
+        rows = gather_values(
+            replica.group.comm, lambda: [self._digested, self._digests], f"replicas of {replica.label}"
+        )
         newest = max(row[0] for row in rows)  # a joined rank no longer checks
         ranks = [rank for rank, row in enumerate(rows) if row[0] == newest and newest >= 0]
         of_rank = replica.slicing.of_rank if _is_private(replica) else [0] * len(rows)
@@ -197,11 +196,7 @@ class ReplicaCheck:
         model_ranks: Iterable[ModelRanks | None],
         refusal: Exception | None = None,
     ) -> None:
-        """Raise Error(NOT_FINITE) if this step is checked and some averaged gradient is not finite.
-
-        Collective over `model_ranks` if checked, since one shard of a gradient may be bad and all ranks of the model
-        must raise. They also raise a `refusal` of this rank.
-        """
+        """Raise Error(NOT_FINITE), or this rank's `refusal`, on all `model_ranks` if this step is checked. Collective then."""
         replica = self._replica()
         own = self._of_optimizer.get(optimizer)
         if replica is None or (own is not None and own.count % self._every) or replica.in_sliced_join:
@@ -230,26 +225,21 @@ class ReplicaCheck:
         return [names[index] for index, finite in sorted(self._finite.items()) if names and not bool(finite)]
 
     def explain_not_finite(self, error: Error, parts: Sequence[ReplicaCheck] = ()) -> None:
-        """Raise an error that names parameters and ranks if `error` is NOT_FINITE on some rank. Collective then.
-
-        `parts`: the checks of parameters that other groups average and the same step updates.
-        """
+        """Raise Error that names parameters and ranks, of `parts` too, if `error` is NOT_FINITE on some rank. Collective then."""
         replica = self._replica()
         if replica is None or str(error) != NOT_FINITE:
             return
         bad = [name for check in (self, *parts) for name in check.not_finite()]
         mine = [len(bad), bad[:_MOST_NAMED]]
-        said: dict[int, Any] = {replica.group.rank: mine}
+        gathered: dict[int, Any] = {replica.group.rank: mine}
         if not replica.in_join:  # a joined rank would not take part in the exchange
-            label = f"gradients of {replica.label}"
-            of_all = replica.group.comm.all_gather_bytes(json.dumps(mine).encode(), label)
-            said = dict(enumerate(map(json.loads, of_all)))
-        rows = [f"rank {rank} brought {_some(names, count)}" for rank, (count, names) in said.items() if count]
+            gathered = dict(enumerate(gather_values(replica.group.comm, lambda: mine, f"gradients of {replica.label}")))
+        rows = [f"rank {rank} brought {_some(names, count)}" for rank, (count, names) in gathered.items() if count]
         more = f" and {len(rows) - _MOST_NAMED} more ranks" if len(rows) > _MOST_NAMED else ""
         none = "every rank's own gradients are finite, but their sum is not"
         if any(check.has_model_ranks for check in (self, *parts)):
             none = "the gradients of all ranks that average with this one are finite: see the ranks with other shards"
-        if len(said) < replica.group.world_size:
+        if len(gathered) < replica.group.world_size:
             none = f"rank {replica.group.rank} brought none, and other ranks are not asked during a join"
         why = "; ".join(rows[:_MOST_NAMED]) + more or none
         raise Error(f"{replica.label}, {self._steps_before(replica)} steps after {self._since}: {NOT_FINITE}: {why}")
@@ -278,7 +268,6 @@ def digests(replica: Any) -> list[int]:
 
 
 def _state_digests(replica: Any, optimizer: torch.optim.Optimizer) -> list[int]:
-    """Return one number for the state of each parameter in an optimizer at zero=0, equal for equal bits."""
     found: list[Any] = [0] * len(replica.table.parameters)
     states = getattr(optimizer, "state", {})
     for index, parameter in enumerate(replica.table.module_parameters):
@@ -297,7 +286,6 @@ def _digest_of_value(value: Any) -> Any:
 
 
 def _numbers(found: list[Any]) -> list[int]:
-    """Return `found` with GPU scalars as numbers."""
     if any(isinstance(each, torch.Tensor) for each in found):
         there = [each for each in found if isinstance(each, torch.Tensor)]
         values = iter(torch.stack(there).tolist())  # the only wait for the GPU
@@ -327,7 +315,6 @@ def _is_dense(held: torch.Tensor) -> bool:
 
 
 def _is_private(replica: Any) -> bool:
-    """Return True if each rank holds only its slices."""
     return bool(replica.parameters().releases)
 
 

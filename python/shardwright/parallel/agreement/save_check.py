@@ -30,14 +30,10 @@ class SaveCheck:
         """Return this rank's digests, for the exchange at the start of a save."""
         return [(at, check.column, check.digest_of_save(each)) for at, (check, each) in enumerate(self._checks)]
 
-    def compare(self, told: Sequence[Sequence[Row]], exchange: Callable[[Any, str], Sequence[Any]]) -> None:
-        """Raise the same Error on all ranks if replicas differ. `told`: the rows of all ranks.
-
-        Collective if digests differ. Digests of ranks with other shards may differ, so these ranks exchange their
-        findings.
-        """
+    def compare(self, gathered: Sequence[Sequence[Row]], exchange: Callable[[Any, str], Sequence[Any]]) -> None:
+        """Raise the same Error on all ranks if the rows of some differ, with shards too. Collective then."""
         digests = collections.defaultdict(set)
-        for at, column, digest in (row for rows in told for row in rows):
+        for at, column, digest in (row for rows in gathered for row in rows):
             digests[at, column].add(digest)
         if all(len(each) == 1 for each in digests.values()):
             return

@@ -1,7 +1,15 @@
-"""The optimizers that step on one module."""
+"""The optimizers that step on one module.
+
+A loss may have parameters (class centres, a temperature), which its optimizer gets with the wrapped module's, and which
+no wrapper averages. Without an average they drift apart in silence. So at zero=0 ranks compare the first gradient of each
+that is not zero: equal bits mean that torch's wrapper, or the program itself, averages them. The digest travels with the
+next round (sw_reducer_note_step), which every rank runs anyway: a rank that skips a step alone misses no exchange.
+"""
 
 from __future__ import annotations
 
+import functools
+import gc
 import json
 import logging
 import weakref
@@ -12,10 +20,13 @@ from typing import Any
 import torch
 
 from ..._engine import Error
+from ...comm.agreement import gather_values
 from ...comm.process_group import HostGroup
 from ...comm.stop_request import StopRequest
+from ...torch_compat.dtensor import is_dtensor
+from ...torch_compat.in_backward import optimizers_of, take_hooks
 from .optimizer_agreement import UNLIKE_BEFORE, Row, difference, hyperparameters
-from .unaveraged import UnaveragedCheck
+from .replica_check import digest_of
 
 _logger = logging.getLogger("shardwright")
 _UNEVEN = (
@@ -33,14 +44,16 @@ _DESCRIBED = 200
 
 
 class Steppers:
-    """The optimizers of one module, held weakly, and their last stepped hyperparameters.
-
-    is_known(parameter) tells whether a parameter is one of a wrapped module.
-    """
+    """The optimizers of one module, held weakly, and their last stepped hyperparameters. is_known(p): p is wrapped."""
 
     def __init__(self, group: HostGroup, label: str, is_known: Callable[[torch.Tensor], bool]) -> None:
         self._group, self._label = group, label
-        self.unaveraged = UnaveragedCheck(label, is_known)
+        self._is_known = is_known
+        #: by optimizer: the number of its groups, and the parameters that no wrapper averages without a gradient so far;
+        #: both make note_gradients() due
+        self.waiting: weakref.WeakKeyDictionary[Any, tuple[int, dict[str, torch.Tensor]]] = weakref.WeakKeyDictionary()
+        #: by optimizer: the parameters that had their first gradient when it was last noted, and its digest
+        self._last: weakref.WeakKeyDictionary[Any, dict[str, tuple[torch.Tensor, int]]] = weakref.WeakKeyDictionary()
         self._warns_of_forwards = True
         self._sliced: list[weakref.ref[torch.optim.Optimizer]] = []
         self._plain: list[weakref.ref[torch.optim.Optimizer]] = []
@@ -102,13 +115,11 @@ class Steppers:
         """Forget past hyperparameters on all ranks, after a join in which not all ranks stepped."""
         self.has_joined = False
         self._groups = []
-        self.unaveraged.forget()
+        self.waiting.clear()
+        self._last.clear()
 
     def compare(self, *forwards: int) -> None:
-        """Raise an error that names the parameters, or the hyperparameters, that differ between ranks. Collective.
-
-        With `forwards` (see Reducer.attach), log once that ranks ran different numbers of forwards: a legal program can.
-        """
+        """Raise Error that names what differs between ranks, collectively; or, with `forwards`, log uneven ones once."""
         if forwards:
             self._warn_of(*forwards)
         else:
@@ -120,17 +131,20 @@ class Steppers:
             _logger.warning(_UNEVEN, most_rank, most, self._label, backward, step, fewest_rank, fewest)
 
     def _explain(self) -> None:
-        gather = self._group.comm.all_gather_bytes
-        is_request = self.stop is not None and self.stop.explains(gather)
-        mine = json.dumps(self._rows()).encode() if not self.has_joined else b""  # a joined rank did not step
-        tables = {rank: json.loads(data) for rank, data in enumerate(gather(mine, "hyperparameters")) if data}
+        is_request = self.stop is not None and self.stop.explains(self._group.comm.all_gather_bytes)
+        tables = self._gather(self._rows(), "hyperparameters")
         if any(table != tables[min(tables)] for table in tables.values()):
             raise Error(_OWN_STEPS.format(difference(tables)))
-        self.unaveraged.explain(gather, contributes=not self.has_joined)
+        self._explain_gradients()
         if self.explain_replicas is not None:
             self.explain_replicas()
         if not is_request:
             raise Error(_OWN_STEPS.format(UNLIKE_BEFORE))
+
+    def _gather(self, mine: Any, label: str) -> dict[int, Any]:
+        """Return the values of the ranks that took the last step, by rank: a joined one did not. Collective."""
+        gathered = gather_values(self._group.comm, lambda: None if self.has_joined else mine, label)
+        return {rank: each for rank, each in enumerate(gathered) if each is not None}
 
     def _rows(self) -> list[Row]:
         return [(f"group {number}", [], _readable(group)) for number, group in enumerate(self._groups)]
@@ -143,8 +157,97 @@ class Steppers:
         )
         return f" (rank {self._group.rank}: {'; '.join(groups)[:_DESCRIBED]})"
 
+    def note_gradients(self, optimizer: torch.optim.Optimizer) -> int:
+        """Return the digest of the first gradients in the step that begins, 32 bits; 0 if there are none."""
+        groups, waiting = self.waiting.get(optimizer, (0, {}))
+        if groups != len(optimizer.param_groups):
+            waiting = self._suspects(optimizer)
+            self.waiting[optimizer] = len(optimizer.param_groups), waiting
+        last = {place: (p, found) for place, p in waiting.items() if (found := _digest(p.grad))}
+        self._last[optimizer] = last
+        for place in last:
+            del waiting[place]
+        return zlib.crc32(repr([(place, found) for place, (_, found) in last.items()]).encode()) if last else 0
+
+    def _explain_gradients(self) -> None:
+        """Raise Error if a first gradient of the last step differs between ranks. Collective."""
+        mine = {
+            f"{number}:{place}": (found, _name_of(p), tuple(p.shape))
+            for number, last in enumerate(self._last.values())
+            for place, (p, found) in last.items()
+        }
+        gathered = list(self._gather(mine, "gradients that no wrapper averages").values())
+        for place in sorted({place for each in gathered for place in each}):
+            values = [each.get(place, [0])[0] for each in gathered]
+            if any(value != values[0] for value in values):
+                name, shape = next(each[place][1:] for each in gathered if place in each)
+                raise Error(
+                    f"optimizer: {name!r} of shape {tuple(shape)} ({place.partition(':')[2]}) is not a parameter of the wrapped {self._label}, "
+                    "and its gradients of the last step differed between ranks, so they are not averaged and ranks drift apart: "
+                    "wrap one ModuleList of both modules, sw.wrap the other module too, average its gradients before each "
+                    "step, or give it an optimizer of its own if each rank trains its own"
+                )
+
+    def _suspects(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+        """Return parameters by place, the same places on all ranks: a rank alone may have frozen one."""
+        return {
+            f"group {position}, parameter {number}": p
+            for position, group in enumerate(optimizer.param_groups)
+            for number, p in enumerate(group["params"])
+            if not is_dtensor(p) and not self._is_known(p)
+        }
+
 
 def _readable(group: dict[str, Any]) -> dict[str, Any]:
     """Return hyperparameters() without tensors on a GPU, since reading those would make the host wait."""
     there = {key for key, value in group.items() if isinstance(value, torch.Tensor) and value.device.type != "cpu"}
     return hyperparameters({key: value for key, value in group.items() if key not in there})
+
+
+def _digest(gradient: torch.Tensor | None) -> int:
+    """Return a number that is 0 for no gradient or zeros, and else differs if bits differ."""
+    if gradient is None:
+        return 0
+    dense = gradient.detach().to_dense()
+    return int(digest_of(dense)) or 1 if dense.any() else 0
+
+
+def _name_of(parameter: torch.Tensor) -> str:
+    """Return "Class.name" from the module that holds a parameter, for a message; the tensor's class if none does."""
+    for each in gc.get_objects():
+        if issubclass(type(each), torch.nn.Module):
+            for name, held in each.__dict__.get("_parameters", {}).items():
+                if held is parameter:
+                    return f"{type(each).__name__}.{name}"
+    return type(parameter).__name__
+
+
+def adopt_steps_in_backward(replica: Any) -> None:
+    """Make torch's _apply_optimizer_in_backward step after the round's means are complete; raise Error at zero >= 1.
+
+    torch's hooks, which step on a local gradient as soon as it exists, are removed, except those of ignored parameters.
+    A backward that does not synchronise steps nothing.
+    """
+    stepped = [(name, p) for name, p in zip(replica.table.names, replica.table.module_parameters) if optimizers_of(p)]
+    if not stepped:
+        return
+    if replica.zero:
+        raise Error(
+            f"parameter {stepped[0][0]!r} has an optimizer that steps inside the backward (_apply_optimizer_in_backward), on the whole "
+            f"parameter: zero={replica.zero} steps on slices after the backward; give sw.wrap(module, optimizer, zero={replica.zero}) an "
+            "ordinary optimizer, or wrap with zero=0"
+        )
+    parameters = [parameter for _, parameter in stepped]
+    take_hooks(parameters)
+    replica.gradients.after_round.append(functools.partial(_step_all, list(map(weakref.ref, parameters))))
+
+
+def _step_all(parameters: list[weakref.ref[torch.nn.Parameter]]) -> None:
+    """Step the optimizers of parameters with a gradient, then set the gradient to None."""
+    for reference in parameters:
+        parameter = reference()
+        if parameter is None or parameter.grad is None:
+            continue
+        for optimizer in optimizers_of(parameter):
+            optimizer.step()
+        parameter.grad = None

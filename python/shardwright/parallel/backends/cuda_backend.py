@@ -135,13 +135,9 @@ class CudaBuckets:
         return alias(self._row, flat, flat.data_ptr() + begin * itemsize_of(dtype), dtype, like.shape, like)
 
     def publish(
-        self,
-        buckets: Collection[int],
-        failed: bool | None,
-        owned: Callable[[int], Sequence[tuple[int, int]]],
+        self, buckets: Collection[int], failed: bool | None, owned: Callable[[int], Sequence[tuple[int, int]]]
     ) -> None:
-        """Publish. Cost: (world_size - 1) / world_size of the parameters' bytes to and from each rank. Does not wait:
-        hosts exchange `failed`."""
+        """Publish, without a wait. Cost: (world_size - 1) / world_size of the parameters' bytes to and from each rank."""
         self._gathers.publish({bucket: self._memory[bucket] for bucket in sorted(buckets)})
 
     def mapped(self) -> list[tuple[int, int]]:
@@ -166,8 +162,7 @@ def _reduces_by_rows(request: Request) -> bool:
 
 
 def wire_of(compress: Compressor | None, table: ParameterTable) -> str | None:
-    """Return the dtype of gradients between GPUs; None: unchanged, or chosen by a hook
-    (compress/device_exchange.py)."""
+    """Return the dtype of gradients between GPUs; None: unchanged, or chosen by a hook (compress/device_exchange.py)."""
     if not isinstance(compress, (Fp16, Bf16)):
         return None
     for name, parameter in zip(table.names, table.parameters):

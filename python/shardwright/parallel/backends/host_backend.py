@@ -11,7 +11,7 @@ from ...backend.base import Capabilities, Request
 from ...comm.levels import Lease, Levels, leased_levels, levels_of
 from ...comm.process_group import HostGroup
 from ...layout.shard_mesh import Slicing
-from ...layout.shard_runs import OUTCOME_BYTES, Outcomes, Storage, itemsize_of, populate
+from ...layout.shard_runs import OUTCOME_BYTES, Storage, itemsize_of, outcome_sets, populate
 from ...layout.views import as_real, dense_strides, dtype_name
 from ...options.compress import Compressor
 from ...parameters.sharded_groups import UnitMemory
@@ -97,10 +97,7 @@ class HostBackend:
 
 
 class HostBuckets:
-    """Buckets in an arena that the ranks of a host map: one copy per rank or, if `shared`, per host. See Buckets.
-
-    `narrows`: 16-bit casts of parameters follow the buckets, in the same layout (narrow()).
-    """
+    """Buckets, and 16-bit casts if `narrows`, in an arena of a host's ranks: one copy a rank or, if `shared`, a host."""
 
     def __init__(
         self,
@@ -118,7 +115,7 @@ class HostBuckets:
         self.is_copied = slicing.is_replicated or group.host_count > 1
         self.reason = ""
         self._arena: Arena | None = None
-        self._outcomes: Outcomes | None = None
+        self._outcomes: list[tuple[int, torch.Tensor]] = []
         self._is_apart, self._slices = group.is_apart(slicing), slicing.for_engine()
         self._ranges: dict[int, tuple[int, int]] = {}
         self._nbytes = max(sum(self._range(bucket)) for bucket in range(reducer.bucket_count))
@@ -133,7 +130,7 @@ class HostBuckets:
             self.reason = str(error)
             return
         if not slicing.is_replicated:  # otherwise a rank may not see all ranks' outcomes
-            self._outcomes = Outcomes(self._arena, self._nbytes, group.rank, group.world_size, self._home)
+            self._outcomes = outcome_sets(self._arena, self._nbytes, group.world_size, self._home)
         if self.is_home:
             populate(self._arena, [*map(self._range, buckets), *[(self._narrow_offset, narrow_bytes)] * narrows])
 
@@ -168,26 +165,28 @@ class HostBuckets:
         return engine_tensor(self._arena.tensor(0, "int32", [self._nbytes // 4], None, self._home))
 
     def publish(
-        self,
-        buckets: Collection[int],
-        failed: bool | None,
-        owned: Callable[[int], Sequence[tuple[int, int]]],
+        self, buckets: Collection[int], failed: bool | None, owned: Callable[[int], Sequence[tuple[int, int]]]
     ) -> list[int] | None:
-        """Publish. Cost: private, the bytes of a rank's slices written world_size - 1 times; shared, one barrier.
-        Across hosts, each host also sends the slices that its ranks updated to the others once."""
+        """Publish. Cost: private, a rank's slices written world_size - 1 times; shared, one barrier; over hosts, slices once."""
         comm, label = self._group.comm, f"updated parameters of {self._label}"
-        outcomes = [] if self._outcomes is None or failed is None else [self._outcomes.put(failed)]
+        outcomes = [] if failed is None else self._outcomes
+        if outcomes:
+            outcomes.reverse()
+            outcomes[0][1][self._group.rank, 0] = bool(failed)
         if self._shared and (not self._is_apart or not buckets):
             comm.barrier(label)
-            outcomes *= not self._is_apart
+            outcomes = [] if self._is_apart else outcomes
         elif self._arena is not None:
-            ranges = [*map(self._ranges.__getitem__, sorted(buckets)), *outcomes]
+            ranges = [
+                *map(self._ranges.__getitem__, sorted(buckets)),
+                *((at, each.numel()) for at, each in outcomes[:1]),
+            ]
             comm.all_gather(self._arena, ranges, label, one_copy=self._shared, slices=self._slices)
         else:
             for root in map(self._slicing.first_owner, range(self._slicing.count)):
                 if owned(root):
                     comm.broadcast(owned(root), root, label)
-        return self._outcomes.read() if self._outcomes is not None and outcomes else None
+        return outcomes[0][1][:, 0].tolist() if outcomes else None
 
     def settle(self) -> None:
         """Do nothing: publish() already waits."""

@@ -27,11 +27,7 @@ def install() -> None:
 def _unscale(
     optimizer: torch.optim.Optimizer, inverse_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
 ) -> dict[torch.device, torch.Tensor] | None:
-    """Unscale the gradients of an optimizer; return on all ranks whether any rank found an overflow. Collective.
-
-    None for an optimizer that steps on no wrapped module with DTensors. The number of agreements depends only on the
-    engines, because ranks with other shards may have other gradients and dtypes.
-    """
+    """Unscale gradients as torch's GradScaler, over all ranks; None if no DTensors are stepped on. Collective."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     engines = [each for each in live_replicas() if any(map(each.holds, parameters))]
     if all(each.model_ranks is None for each in engines):
@@ -76,9 +72,8 @@ def _any_rank(engines: Sequence[Replica], overflowed: Callable[[], bool]) -> boo
 
     for engine in engines:
         try:
-            board = engine.gradients.sliced_board
-            if board is not None:  # without one, its ranks have equal gradients
-                board.announce("vote")
+            if engine.zero >= 2:  # below, its ranks have equal gradients
+                engine.gradients.announce("vote")
                 found = b"\1" in gather_answers(engine.group.comm, answer, _LABEL)
             if engine.model_ranks is not None:
                 found = engine.model_ranks.any_rank(answer, _LABEL)

@@ -61,10 +61,7 @@ def states_of_parts(state: Any, groups: Any, module: torch.nn.Module, replicas: 
 
 
 def find_parts(module: torch.nn.Module, options: Options, ignored: frozenset[str], group: HostGroup) -> list[Part]:
-    """Return the parts of a module that is averaged over `group`, in the order of `groups=`.
-
-    Collective over `group`, if there are groups. Invalid groups raise the same error on all ranks.
-    """
+    """Return the parts of a module averaged over `group`, in order of `groups=`. Collective; all raise the same error."""
     if options.groups is None:
         return []
     label = type(module).__name__
@@ -116,7 +113,6 @@ def _ranks_of(ranks: Any) -> tuple[int, ...]:
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Return True if the pattern matches a parameter's name, or that of a module around it."""
     steps = name.split(".")
     return any(fnmatch.fnmatchcase(".".join(steps[:count]), pattern) for count in range(1, len(steps) + 1))
 
