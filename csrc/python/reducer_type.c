@@ -505,7 +505,7 @@ static PyMethodDef reducer_methods[] = {
                "Set a bucket's memory from the next round on, on a GPU."),
     SW_PY_ARGS(sw_py_reducer, set_places, "tensors, /",
                "Set the memory that buckets use in turn, the largest first; on a GPU, sliced."),
-    SW_PY_NONE(sw_py_reducer, withdraw, "Stop averaging buckets in the engine, on a GPU."),
+    SW_PY_ARGS(sw_py_reducer, withdraw, "/", "Stop averaging buckets in the engine, on a GPU."),
     SW_PY_ARGS(sw_py_reducer, set_active, "trains, /",
                "Set the ranks that train, one byte for each rank, on a GPU."),
     SW_PY_ARGS(sw_py_reducer, set_order, "order, /",
