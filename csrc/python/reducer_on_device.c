@@ -11,11 +11,11 @@ static bool check_gpu(reducer_object *self)
 
 int sw_py_reducer_use_stream(reducer_object *self)
 {
-    sw_stream *stream;
     if (!self->gpu || !self->stream) /* nothing is enqueued before attach() */
         return 0;
     SW_PY_OWNED *value = PyObject_CallFunctionObjArgs(self->stream, NULL);
-    if (!value || !sw_py_device_stream(value, &stream))
+    sw_stream *stream = value ? PyLong_AsVoidPtr(value) : NULL;
+    if (PyErr_Occurred())
         return -1;
     sw_reducer_use_stream(self->reducer, stream);
     return 0;

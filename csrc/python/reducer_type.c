@@ -5,8 +5,7 @@
 
 #include "python/reducer_object.h"
 
-/* Lifecycle
- * ------------------------------------------------------------------------------------------ */
+/* ---- life ---- */
 
 static bool parse_transport(const char *name, sw_transport *transport)
 {
@@ -227,9 +226,7 @@ static void reducer_dealloc(PyObject *op)
     sw_py_free(op);
 }
 
-/* Methods
- * -----------------------------------------------------------------------------------------------
- */
+/* ---- methods ---- */
 
 /* Reads the layout of a parameter's gradient. An unknown layout is stored as one that equals no
  * other, so that such gradients always go through copy(). */
