@@ -47,11 +47,6 @@ static bool enter(saver_object *self, int64_t patience_ns)
     return false;
 }
 
-static PyObject *finish(saver_object *self, sw_status status, const sw_error *err)
-{
-    return sw_py_finish_checkpoint(self, &self->use, status, err);
-}
-
 /* ---- the plans of a save, whose headers its threads write ---- */
 
 typedef plan_object *plan_pair[2];
@@ -403,7 +398,8 @@ SW_PY_VALUE(saver_warm, saver_object, "warm nbytes:K", is_usable(self),
             PyBool_FromLong(sw_saver_warm(self->saver, a[0].word, NULL) == SW_OK))
 
 SW_PY_METHOD(saver_protect, saver_object, "protect", enter(self, PROTECT_NS),
-             sw_saver_protect(self->saver, &err), finish(self, status, &err))
+             sw_saver_protect(self->saver, &err),
+             sw_py_finish_checkpoint(self, &self->use, status, &err))
 
 static PyObject *saver_wait(PyObject *op, PyObject *args)
 {
@@ -426,7 +422,7 @@ static PyObject *saver_wait(PyObject *op, PyObject *args)
             sw_status status = SW_PY_WITHOUT_GIL(sw_saver_wait(self->saver, 0, &is_over, &err));
             if (status != SW_OK || is_over)
                 leave_plans(self->plans);
-            SW_PY_OWNED *done = finish(self, status, &err);
+            SW_PY_OWNED *done = sw_py_finish_checkpoint(self, &self->use, status, &err);
             if (!done)
                 return NULL;
         }
@@ -448,7 +444,7 @@ SW_PY_METHOD_WITH(saver_fail, saver_object, "fail number:K message:s", sw_error 
                   enter(self, 0),
                   (reason = reason_of(SW_E_STATE, a[1].s),
                    sw_saver_fail(self->saver, a[0].word, &reason), SW_OK),
-                  finish(self, status, &err))
+                  sw_py_finish_checkpoint(self, &self->use, status, &err))
 
 static PyObject *cancel(sw_saver *saver, const char *message)
 {

@@ -48,12 +48,11 @@ static const period periods[] = {{"timeout_s", offsetof(sw_comm, timeout_ns), fa
                                  {"silent_s", offsetof(sw_comm, silent_ns), true},
                                  {"warn_after_s", offsetof(sw_comm, warn_after_ns), true}};
 
-static bool check_period(const period *of, double seconds, bool is_open)
+static bool check_period(const period *of, double seconds, bool is_open, const char *whose)
 {
     return (is_open && (seconds > 0 || (of->may_be_0 && seconds == 0)) && seconds <= 1e9) ||
-           sw_py_refuse(PyExc_ValueError,
-                        "HostComm: %s must be in %s 1e9] seconds, of an open communicator",
-                        of->name, of->may_be_0 ? "[0," : "(0,");
+           sw_py_refuse(PyExc_ValueError, "HostComm: %s must be in %s 1e9] seconds%s", of->name,
+                        of->may_be_0 ? "[0," : "(0,", whose);
 }
 
 static int64_t *place_of(const sw_comm *comm, const period *of)
@@ -71,7 +70,7 @@ static int set_period(PyObject *op, PyObject *value, void *of)
 {
     const sw_comm *comm = ((comm_object *)op)->comm;
     double seconds = value ? PyFloat_AsDouble(value) : 0;
-    if (PyErr_Occurred() || !check_period(of, seconds, comm != NULL))
+    if (PyErr_Occurred() || !check_period(of, seconds, comm != NULL, ", of an open communicator"))
         return -1;
     *place_of(comm, of) = (int64_t)(seconds * 1e9);
     return 0;
@@ -113,8 +112,8 @@ static int comm_init(PyObject *op, PyObject *args, PyObject *kwargs)
     sw_error err;
     if (!sw_py_read("HostComm rank:i world_size:i | $ timeout_s:d warn_after_s:d host:s log:O",
                     args, kwargs, a) ||
-        !check_period(&periods[TIMEOUT], a[2].d, true) ||
-        !check_period(&periods[WARN_AFTER], a[3].d, true) || !may_init(self))
+        !check_period(&periods[TIMEOUT], a[2].d, true, "") ||
+        !check_period(&periods[WARN_AFTER], a[3].d, true, "") || !may_init(self))
         return -1;
     self->rank = a[0].i;
     self->world_size = a[1].i;

@@ -6,29 +6,7 @@
 #include "comm/device_watch.h"
 #include "python/device_call.h"
 
-bool sw_py_device_stream(PyObject *value, sw_stream **stream)
-{
-    *stream = (sw_stream *)PyLong_AsVoidPtr(value);
-    return !PyErr_Occurred();
-}
-
 /* ---- life ---- */
-
-/* Keeps the host communicator, which detects dead peers. Returns false with an exception. */
-static bool keep_host(device_comm_object *self, PyObject *host)
-{
-    if (host == Py_None || self->host)
-        return true;
-    if (!PyObject_TypeCheck(host, sw_py_state_of(self)->comm_type) ||
-        !((comm_object *)host)->comm || !((comm_object *)host)->connected)
-        return sw_py_refuse(
-            PyExc_TypeError,
-            "DeviceComm: host must be a HostComm that has joined its peers, or None");
-    Py_INCREF(host);
-    self->host = (comm_object *)host;
-    sw_py_comm_acquire(self->host);
-    return true;
-}
 
 /* Asks torch's allocator to release cached memory, since GPU memory is short. */
 static void make_room(void *context)
@@ -47,28 +25,33 @@ static bool keep(PyObject **slot, PyObject *value, bool fits, const char *wanted
         return true;
     if (!fits)
         return sw_py_refuse(PyExc_TypeError, "DeviceComm: %s, or None", wanted);
-    Py_INCREF(value);
-    Py_XDECREF(*slot);
-    *slot = value;
+    sw_py_set(slot, value);
     return true;
 }
 
 static int device_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     device_comm_object *self = (device_comm_object *)op;
-    PyTypeObject *comm_type = sw_py_state_of(op)->device_comm_type;
+    const engine_state *state = sw_py_state_of(op);
     sw_py_arg a[10] = {[7] = {.o = Py_None}, [8] = {.o = Py_None}, [9] = {.o = Py_None}};
     sw_device_comm *made = NULL;
     sw_error err;
     if (!sw_py_read("DeviceComm ordinal:i | $ libcuda:z libnccl:z packaged:z cache:z nvrtc:z "
                     "builtins:z host:O make_room:O beside:O",
                     args, kwargs, a) ||
-        !sw_py_use_make(&self->use, "DeviceComm") || !keep_host(self, a[7].o) ||
+        !sw_py_use_make(&self->use, "DeviceComm") ||
         !keep(&self->make_room, a[8].o, PyCallable_Check(a[8].o), "make_room must be callable") ||
         !keep((PyObject **)&self->beside, a[9].o,
-              PyObject_TypeCheck(a[9].o, comm_type) && ((device_comm_object *)a[9].o)->comm,
-              "beside must be a DeviceComm that is open"))
+              PyObject_TypeCheck(a[9].o, state->device_comm_type) &&
+                  ((device_comm_object *)a[9].o)->comm,
+              "beside must be a DeviceComm that is open") ||
+        !keep((PyObject **)&self->host, a[7].o,
+              PyObject_TypeCheck(a[7].o, state->comm_type) && ((comm_object *)a[7].o)->comm &&
+                  ((comm_object *)a[7].o)->connected,
+              "host must be a HostComm that has joined its peers"))
         return -1;
+    if (self->host)
+        sw_py_comm_acquire(self->host);
     const sw_device_comm_config config = {
         .ordinal = a[0].i,
         .cuda_library = a[1].s,
@@ -109,11 +92,6 @@ static bool enter_to_join(device_comm_object *self, const char *what, double tim
     return true;
 }
 
-static int64_t nanoseconds(double seconds)
-{
-    return (int64_t)(seconds * 1e9);
-}
-
 static bool read_id(PyObject *bytes, sw_nccl_id *id)
 {
     if (PyBytes_Size(bytes) == (Py_ssize_t)sizeof *id) {
@@ -127,13 +105,13 @@ static bool read_id(PyObject *bytes, sw_nccl_id *id)
 SW_PY_METHOD_WITH(device_connect, device_comm_object,
                   "connect id:B rank:i world_size:i timeout_s:d", sw_nccl_id id,
                   read_id(a[0].o, &id) && enter_to_join(self, "connect", a[3].d),
-                  sw_device_comm_connect(self->comm, &id, a[1].i, a[2].i, nanoseconds(a[3].d),
+                  sw_device_comm_connect(self->comm, &id, a[1].i, a[2].i, (int64_t)(a[3].d * 1e9),
                                          &err),
                   sw_py_device_finish(self, status, &err))
 SW_PY_METHOD(device_borrow, device_comm_object, "borrow handle:A rank:i world_size:i timeout_s:d",
              enter_to_join(self, "borrow", a[3].d),
-             sw_device_comm_borrow(self->comm, a[0].address, a[1].i, a[2].i, nanoseconds(a[3].d),
-                                   &err),
+             sw_device_comm_borrow(self->comm, a[0].address, a[1].i, a[2].i,
+                                   (int64_t)(a[3].d * 1e9), &err),
              sw_py_device_finish(self, status, &err))
 
 /* The parts of the arena that belong to ranks of its group, in the order of this communicator. */
@@ -192,7 +170,7 @@ static PyObject *device_connect_slots(PyObject *op, PyObject *args)
     parts.slot_bytes = a[2].size;
     parts.base = table.rows;
     sw_status status = SW_PY_WITHOUT_GIL(sw_device_comm_connect_slots(
-        self->comm, &parts, a[4].i, (int)table.count, nanoseconds(a[5].d), &err));
+        self->comm, &parts, a[4].i, (int)table.count, (int64_t)(a[5].d * 1e9), &err));
     if (status == SW_OK)
         sw_py_set(&self->arena, arena);
     return sw_py_device_finish(self, status, &err);

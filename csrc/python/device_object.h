@@ -61,7 +61,4 @@ PyObject *sw_py_device_finish(device_comm_object *self, sw_status status, const 
  */
 device_comm_object *sw_py_device_comm_of(PyObject *op, PyObject *first);
 
-/* Parses a torch stream, an integer address. Returns false with an exception. */
-bool sw_py_device_stream(PyObject *value, sw_stream **stream);
-
 #endif

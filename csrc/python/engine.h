@@ -220,8 +220,9 @@ void sw_py_bring_back(sw_py_pending *pending);
 void sw_py_bring_back_quietly(sw_py_pending *pending);
 void sw_py_let_go(sw_py_pending *pending);
 /* Puts it aside, quietly, until the block ends. */
-#define SW_PY_ASIDE(name) \
-    __attribute__((cleanup(sw_py_bring_back_quietly))) sw_py_pending name = sw_py_set_aside()
+#define SW_PY_ASIDE(name)                                                           \
+    __attribute__((cleanup(sw_py_bring_back_quietly), unused)) sw_py_pending name = \
+        sw_py_set_aside()
 
 /* Holds the GIL, on a thread of the engine, until the block ends. */
 static inline void sw_py_release_gil(const PyGILState_STATE *gil)
@@ -229,7 +230,7 @@ static inline void sw_py_release_gil(const PyGILState_STATE *gil)
     PyGILState_Release(*gil);
 }
 #define SW_PY_GIL(name) \
-    __attribute__((cleanup(sw_py_release_gil))) PyGILState_STATE name = PyGILState_Ensure()
+    __attribute__((cleanup(sw_py_release_gil), unused)) PyGILState_STATE name = PyGILState_Ensure()
 /* The opposite, for one expression. */
 #define SW_PY_DO_WITHOUT_GIL(expression) \
     do {                                 \

@@ -12,15 +12,11 @@ typedef struct hook_object {
 static PyObject *hook_call(PyObject *op, PyObject *param)
 {
     hook_object *self = (hook_object *)op;
-    PyObject *reducer = (PyObject *)self->link->reducer;
-    if (!reducer)
-        Py_RETURN_NONE;
-    Py_INCREF(reducer); /* another thread may drop the model while this one reduces */
-    int failed = sw_py_reducer_take_gradient((struct reducer_object *)reducer, self->index, param);
-    Py_DECREF(reducer);
-    if (failed < 0)
-        return NULL;
-    Py_RETURN_NONE;
+    struct reducer_object *reducer = self->link->reducer;
+    SW_PY_OWNED *held = (PyObject *)reducer; /* another thread may drop the model meanwhile */
+    Py_XINCREF(held);
+    return !reducer || sw_py_reducer_take_gradient(reducer, self->index, param) == 0 ? sw_py_none()
+                                                                                     : NULL;
 }
 
 static PyMethodDef hook_method = {"gradient_hook", hook_call, METH_O,

@@ -69,8 +69,8 @@ static PyObject *host_limits(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(un
 }
 
 typedef struct test_rank {
-    sw_local_group *group;
-    int rank;
+    sw_comm *comm; /* owned */
+    pthread_t thread;
     float *data;
     sw_status status;
     sw_error err;
@@ -79,75 +79,73 @@ typedef struct test_rank {
 static void *run_test_rank(void *argument)
 {
     test_rank *self = argument;
-    sw_comm *comm = NULL;
     sw_op op = {.kind = SW_OP_ALL_REDUCE,
                 .dtype = SW_DTYPE_FLOAT32,
                 .redop = SW_REDOP_SUM,
                 .numel = SELF_TEST_NUMEL,
                 .data = self->data,
                 .label = "self test"};
-    self->status = sw_local_comm_create(self->group, self->rank, &comm, &self->err);
-    if (self->status == SW_OK)
-        self->status = comm->ops->run(comm, &op, &self->err);
-    if (comm)
-        comm->ops->destroy(comm);
+    self->status = self->comm->ops->run(self->comm, &op, &self->err);
     return NULL;
 }
 
-/* Aborts for a rank whose thread could not start, so that the others do not wait for it. */
-static void give_up(const test_rank *self, int cause, sw_error *err)
+/* Starts a thread for each rank. A rank whose thread cannot start aborts: the others do not wait.
+ */
+static int start_ranks(test_rank *ranks, sw_error *err)
 {
-    sw_comm *comm;
-    sw_error told;
-    sw_error_set(err, SW_E_OS, cause, "self_test: thread %d of %d could not be started: %s",
-                 self->rank, SELF_TEST_RANKS, strerror(cause));
-    if (sw_local_comm_create(self->group, self->rank, &comm, &told) != SW_OK)
-        return; /* the abort reaches the other ranks too */
-    comm->ops->abort(comm, err);
-    comm->ops->destroy(comm);
+    for (int r = 0; r < SELF_TEST_RANKS; ++r) {
+        int cause = pthread_create(&ranks[r].thread, NULL, run_test_rank, &ranks[r]);
+        if (cause == 0)
+            continue;
+        sw_error_set(err, SW_E_OS, cause, "self_test: thread %d of %d could not be started: %s", r,
+                     SELF_TEST_RANKS, strerror(cause));
+        ranks[r].comm->ops->abort(ranks[r].comm, err);
+        return r;
+    }
+    return SELF_TEST_RANKS;
 }
 
-static bool self_test_once(test_rank *ranks, float *data, sw_error *err)
+static bool reduce_and_compare(test_rank *ranks, float *data, sw_error *err)
 {
-    pthread_t threads[SELF_TEST_RANKS];
-    int started = 0, cause = 0;
-    bool right = true;
-    for (int r = 0; r < SELF_TEST_RANKS; ++r) {
-        ranks[r].rank = r;
-        ranks[r].data = data + (size_t)r * SELF_TEST_NUMEL;
-        for (int i = 0; i < SELF_TEST_NUMEL; ++i)
-            ranks[r].data[i] = (float)(i % 1000 + r);
-    }
-    for (; started < SELF_TEST_RANKS && cause == 0; started += cause == 0)
-        cause = pthread_create(&threads[started], NULL, run_test_rank, &ranks[started]);
-    if (cause != 0)
-        give_up(&ranks[started], cause, err);
+    for (int i = 0; i < SELF_TEST_RANKS * SELF_TEST_NUMEL; ++i)
+        data[i] = (float)(i % SELF_TEST_NUMEL % 1000 + i / SELF_TEST_NUMEL);
+    int started = start_ranks(ranks, err);
+    bool right = started == SELF_TEST_RANKS;
     for (int r = 0; r < started; ++r) {
-        pthread_join(threads[r], NULL);
-        if (cause == 0 && ranks[r].status != SW_OK)
+        pthread_join(ranks[r].thread, NULL);
+        if (right && ranks[r].status != SW_OK)
             *err = ranks[r].err;
         right &= ranks[r].status == SW_OK;
     }
     for (int i = 0; right && i < SELF_TEST_RANKS * SELF_TEST_NUMEL; ++i)
         right = data[i] == (float)(3 * (i % SELF_TEST_NUMEL % 1000) + 3);
-    return right && cause == 0;
+    return right;
+}
+
+static bool self_test_once(float *data, sw_error *err)
+{
+    test_rank ranks[SELF_TEST_RANKS] = {0};
+    sw_local_group *group = NULL;
+    bool right = sw_local_group_create(SELF_TEST_RANKS, &group, err) == SW_OK;
+    for (int r = 0; right && r < SELF_TEST_RANKS; ++r) {
+        ranks[r].data = data + (size_t)r * SELF_TEST_NUMEL;
+        right = sw_local_comm_create(group, r, &ranks[r].comm, err) == SW_OK;
+    }
+    right = right && reduce_and_compare(ranks, data, err);
+    for (int r = 0; r < SELF_TEST_RANKS && ranks[r].comm; ++r)
+        ranks[r].comm->ops->destroy(ranks[r].comm);
+    sw_local_group_destroy(group);
+    return right;
 }
 
 static PyObject *self_test(PyObject *module, PyObject *Py_UNUSED(unused))
 {
-    test_rank ranks[SELF_TEST_RANKS] = {0};
-    sw_local_group *group = NULL;
     sw_error err = {.message = "self_test: an all_reduce of 3 threads gave a wrong sum"};
     bool right = false;
     float *data = calloc((size_t)SELF_TEST_RANKS * SELF_TEST_NUMEL, sizeof *data);
     if (!data)
         return PyErr_NoMemory();
-    if (sw_local_group_create(SELF_TEST_RANKS, &group, &err) == SW_OK) {
-        for (int r = 0; r < SELF_TEST_RANKS; ++r)
-            ranks[r].group = group;
-        SW_PY_DO_WITHOUT_GIL(right = self_test_once(ranks, data, &err));
-        sw_local_group_destroy(group);
-    }
+    SW_PY_DO_WITHOUT_GIL(right = self_test_once(data, &err));
     free(data);
     return right ? sw_py_none() : PyErr_Format(sw_py_state_of(module)->error, "%s", err.message);
 }

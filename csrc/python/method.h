@@ -31,18 +31,20 @@
 
 /* The same with `local`: declarations of what the expressions fill in, or defaults of a[]. */
 #define SW_PY_METHOD_WITH(function, object, signature, local, enter, call, finish) \
-    static PyObject *function(PyObject *op, PyObject *args)                        \
-    {                                                                              \
-        object *self = (object *)(void *)op;                                       \
-        sw_py_arg a[SW_PY_ARGS_MAX] = {{0}};                                       \
-        sw_error err = {0};                                                        \
-        local;                                                                     \
-        (void)self, (void)err;                                                     \
-        if (!sw_py_read(signature, args, NULL, a) || !(enter))                     \
-            return NULL;                                                           \
-        sw_status status = SW_PY_WITHOUT_GIL(call);                                \
-        (void)status;                                                              \
-        return finish;                                                             \
+    static SW_PY_SHARED_METHOD(function, object, signature, local, enter, call, finish)
+#define SW_PY_SHARED_METHOD(function, object, signature, local, enter, call, finish) \
+    PyObject *function(PyObject *op, PyObject *args)                                 \
+    {                                                                                \
+        object *self = (object *)(void *)op;                                         \
+        sw_py_arg a[SW_PY_ARGS_MAX] = {{0}};                                         \
+        sw_error err = {0};                                                          \
+        local;                                                                       \
+        (void)self, (void)err;                                                       \
+        if (!sw_py_read(signature, args, NULL, a) || !(enter))                       \
+            return NULL;                                                             \
+        sw_status status = SW_PY_WITHOUT_GIL(call);                                  \
+        (void)status;                                                                \
+        return finish;                                                               \
     }
 
 /* The same for a method whose argument a[list] is a sequence of rows of C's `type`: the expressions

@@ -30,7 +30,7 @@ static PyObject *owner_of(reducer_object *self, size_t index, bool is_result, in
     size_t at = self->sliced && !is_result ? reducer_bucket_count(self) + PLACES : index;
     PyObject *owner = PyList_GetItem(self->memory, (Py_ssize_t)at);
     PyObject *first = owner && PyTuple_Check(owner) ? PyTuple_GetItem(owner, 0) : owner;
-    PyObject *flag = first ? PyObject_GetAttrString(first, "is_cuda") : NULL;
+    SW_PY_OWNED *flag = first ? PyObject_GetAttrString(first, "is_cuda") : NULL;
     if (!flag) {
         PyErr_Clear();
         return PyErr_Format(sw_py_state_of(self)->error,
@@ -38,7 +38,6 @@ static PyObject *owner_of(reducer_object *self, size_t index, bool is_result, in
     }
     if (flag == Py_True)
         *ordinal = self->gpu->comm->device->ordinal;
-    Py_DECREF(flag);
     return owner;
 }
 

@@ -11,11 +11,11 @@ static bool check_gpu(reducer_object *self)
 
 int sw_py_reducer_use_stream(reducer_object *self)
 {
-    sw_stream *stream;
     if (!self->gpu || !self->stream) /* nothing is enqueued before attach() */
         return 0;
     SW_PY_OWNED *value = PyObject_CallFunctionObjArgs(self->stream, NULL);
-    if (!value || !sw_py_device_stream(value, &stream))
+    sw_stream *stream = value ? PyLong_AsVoidPtr(value) : NULL;
+    if (PyErr_Occurred())
         return -1;
     sw_reducer_use_stream(self->reducer, stream);
     return 0;
@@ -66,19 +66,13 @@ typedef struct places_given { /* at most two, owned by their tuple */
     size_t sizes_bytes[2], count;
 } places_given;
 
-static bool read_tensors(reducer_object *self, PyObject *args, const char *signature,
-                         places_given *out)
+static bool read_places(PyObject *tuple, places_given *out)
 {
-    sw_py_arg a[1];
-    *out = (places_given){.count = 0};
-    if (!check_gpu(self) || !sw_py_read(signature, args, NULL, a))
-        return false;
-    out->tuple = a[0].o;
-    out->count = (size_t)PyTuple_Size(a[0].o);
+    *out = (places_given){.tuple = tuple, .count = (size_t)PyTuple_Size(tuple)};
     if (out->count > 2)
         return sw_py_refuse(PyExc_ValueError, "at most two tensors");
     for (size_t i = 0; i < out->count; ++i) {
-        PyObject *tensor = PyTuple_GetItem(a[0].o, (Py_ssize_t)i);
+        PyObject *tensor = PyTuple_GetItem(tuple, (Py_ssize_t)i);
         SW_PY_OWNED *size = PyObject_GetAttrString(tensor, "nbytes");
         out->sizes_bytes[i] = size ? PyLong_AsSize_t(size) : 0;
         if (PyErr_Occurred() || !sw_py_tensor_address(tensor, &out->addresses[i]))
@@ -87,28 +81,16 @@ static bool read_tensors(reducer_object *self, PyObject *args, const char *signa
     return true;
 }
 
-PyObject *sw_py_reducer_set_places(PyObject *op, PyObject *args)
-{
-    reducer_object *self = (reducer_object *)op;
-    places_given places;
-    sw_error err;
-    if (!read_tensors(self, args, "set_places tensors:U", &places) ||
-        sw_py_reducer_use_stream(self) < 0 || reducer_enter(self) < 0)
-        return NULL;
-    sw_status status = SW_PY_WITHOUT_GIL(sw_reducer_set_places(
-        self->reducer, places.addresses, places.sizes_bytes, places.count, &err));
-    return finish_keeping(self, reducer_bucket_count(self) + PLACES, places.tuple, status, &err);
-}
-
-PyObject *sw_py_reducer_withdraw(PyObject *op, PyObject *Py_UNUSED(unused))
-{
-    reducer_object *self = (reducer_object *)op;
-    sw_error err;
-    if (!check_gpu(self) || reducer_enter(self) < 0)
-        return NULL;
-    sw_status status = SW_PY_WITHOUT_GIL(sw_reducer_withdraw(self->reducer, &err));
-    return sw_py_device_finish(self->gpu, status, &err);
-}
+SW_PY_SHARED_METHOD(
+    sw_py_reducer_set_places, reducer_object, "set_places tensors:U", places_given places,
+    check_gpu(self) && read_places(a[0].o, &places) && sw_py_reducer_use_stream(self) == 0 &&
+        reducer_enter(self) == 0,
+    sw_reducer_set_places(self->reducer, places.addresses, places.sizes_bytes, places.count, &err),
+    finish_keeping(self, reducer_bucket_count(self) + PLACES, places.tuple, status, &err))
+SW_PY_SHARED_METHOD(sw_py_reducer_withdraw, reducer_object, "withdraw", ,
+                    check_gpu(self) && reducer_enter(self) == 0,
+                    sw_reducer_withdraw(self->reducer, &err),
+                    sw_py_device_finish(self->gpu, status, &err))
 
 PyObject *sw_py_reducer_set_active(PyObject *op, PyObject *args)
 {

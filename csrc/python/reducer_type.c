@@ -5,8 +5,7 @@
 
 #include "python/reducer_object.h"
 
-/* Lifecycle
- * ------------------------------------------------------------------------------------------ */
+/* ---- life ---- */
 
 static bool parse_transport(const char *name, sw_transport *transport)
 {
@@ -227,9 +226,7 @@ static void reducer_dealloc(PyObject *op)
     sw_py_free(op);
 }
 
-/* Methods
- * -----------------------------------------------------------------------------------------------
- */
+/* ---- methods ---- */
 
 /* Reads the layout of a parameter's gradient. An unknown layout is stored as one that equals no
  * other, so that such gradients always go through copy(). */
@@ -505,7 +502,7 @@ static PyMethodDef reducer_methods[] = {
                "Set a bucket's memory from the next round on, on a GPU."),
     SW_PY_ARGS(sw_py_reducer, set_places, "tensors, /",
                "Set the memory that buckets use in turn, the largest first; on a GPU, sliced."),
-    SW_PY_NONE(sw_py_reducer, withdraw, "Stop averaging buckets in the engine, on a GPU."),
+    SW_PY_ARGS(sw_py_reducer, withdraw, "/", "Stop averaging buckets in the engine, on a GPU."),
     SW_PY_ARGS(sw_py_reducer, set_active, "trains, /",
                "Set the ranks that train, one byte for each rank, on a GPU."),
     SW_PY_ARGS(sw_py_reducer, set_order, "order, /",
