@@ -60,7 +60,7 @@ class Request(NamedTuple):
 
     `plans`: of units, if parameters are released. `forwards`: units whose forwards wait for their own parameters after a
     step, if the backend publishes behind it. `compute_dtypes`: the 16-bit dtypes in which modules compute with wider
-    parameters, by number.
+    parameters, by number. `building`: fills the slices of units, if the parameters have no values yet (Building).
     """
 
     table: ParameterTable
@@ -73,6 +73,7 @@ class Request(NamedTuple):
     sends_early: bool = True
     compute_dtypes: Mapping[int, torch.dtype] = MappingProxyType({})
     forwards: Sequence[UnitPlan] = ()
+    building: Any = None
 
 
 class Buckets(Protocol):

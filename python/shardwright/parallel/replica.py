@@ -79,6 +79,7 @@ class Replica:
         precision: PrecisionPlan | None = None,
         before: Replica | None = None,
         gradient_factor: float = 1.0,
+        building: Any = None,
     ) -> None:
         self.serial = next(_serials)
         self.label = type(module).__name__
@@ -130,6 +131,7 @@ class Replica:
             sends_early=compress is None or self.overlaps_compression,
             compute_dtypes=self._compute_dtypes(precision),
             forwards=cut(module, self.table) if behind else (),
+            building=building,
         )
         self.backend: Backend = make_backend(group, request)
         #: None on the host
@@ -416,6 +418,14 @@ class Replica:
             self.is_writing -= 1
             self.access.count_writes(self.table.module_parameters)
 
+    @contextlib.contextmanager
+    def filling(self) -> Iterator[None]:
+        """Return a context in which each rank writes new values to the pieces() of the parameters. Collective."""
+        self.access.before_writes()
+        with self.access.changing(), self.access.writing(), self._storage.filling():
+            yield
+        self.access.count_writes(self.table.module_parameters)
+
     @property
     def releases_parameters(self) -> bool:
         """Return True if parameters are released while they are not in use."""
@@ -515,6 +525,12 @@ class Replica:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+    def forsake(self) -> None:
+        """Retire, and leave released parameters released: they have no values to keep."""
+        if self.releases_parameters:
+            self._storage.schedule.surrender(whole=False)
+        self.retire(together=True)
 
 
 def _taking_part(module: torch.nn.Module, ignored: frozenset[str]) -> list[torch.Tensor]:

@@ -26,12 +26,16 @@ class Lazy:
         Returns a row-major CPU tensor of `dtype` and `shape`. The caller must not write to it.
     file : str
         The source file of the tensor, a hint for the files to write; "" for no hint.
+    part : callable, optional
+        Reads part of it: (first byte, bytes, address) writes that range of its row-major bytes to the address. None: the
+        format has no ranges.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     read: Callable[[], torch.Tensor]
     file: str = ""
+    part: Callable[[int, int, int], None] | None = None
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Lazy:
@@ -39,7 +43,9 @@ class Lazy:
 
     def to(self, dtype: torch.dtype) -> Lazy:
         return (
-            self if dtype == self.dtype else dataclasses.replace(self, dtype=dtype, read=lambda: self.read().to(dtype))
+            self
+            if dtype == self.dtype
+            else dataclasses.replace(self, dtype=dtype, part=None, read=lambda: self.read().to(dtype))
         )
 
     @property
@@ -122,7 +128,9 @@ class Contents:
             return weight.to(torch.float32)
         if weight.dtype not in LOW or weight.shape != master.shape:
             return dataclasses.replace(master, file=weight.file)
-        return dataclasses.replace(master, file=weight.file, read=lambda: as_written(master.read(), weight.read()))
+        return dataclasses.replace(
+            master, file=weight.file, part=None, read=lambda: as_written(master.read(), weight.read())
+        )
 
     def with_extra(self, body: dict[str, Any]) -> dict[str, Any]:
         """Return `body`, a writer's model, optimizer and step, merged with `extra`.

@@ -88,17 +88,22 @@ def read_safetensors(path: str) -> dict[str, Lazy]:
 def _at(path: str, dtype: torch.dtype, shape: tuple[int, ...], at: int) -> Lazy:
     """Return the tensor at byte offset `at` of a file."""
 
+    def part(first: int, nbytes: int, address: int) -> None:
+        with open(path, "rb", buffering=0) as file:
+            memory, done = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B"), 0
+            while done < nbytes:
+                count = os.preadv(file.fileno(), [memory[done:]], at + first + done)
+                if not count:
+                    raise CheckpointError(f"'{path}' became shorter while it was read")
+                done += count
+
     def read() -> torch.Tensor:
         tensor = torch.empty(shape, dtype=dtype, device="cpu")
         if tensor.nbytes:
-            with open(path, "rb") as file:
-                file.seek(at)
-                memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-                if file.readinto(memory) != tensor.nbytes:
-                    raise CheckpointError(f"'{path}' became shorter while it was read")
+            part(0, tensor.nbytes, tensor.data_ptr())
         return tensor
 
-    return Lazy(dtype, shape, read, os.path.basename(path))
+    return Lazy(dtype, shape, read, os.path.basename(path), part)
 
 
 def _of_torch_file(path: str, contents: Contents, places: dict[Any, str]) -> dict[str, Lazy]:
