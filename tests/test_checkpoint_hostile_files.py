@@ -20,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 from shardwright import CheckpointError
 from shardwright_tools import convert
 from shardwright_tools.convert.contents import Contents, Lazy
-from shardwright_tools.convert.unpickle import Unpickler, load_torch_file, without_placeholders
+from shardwright.formats.unpickle import Unpickler, load_torch_file, without_placeholders
 
 pytestmark = pytest.mark.timeout(60)
 

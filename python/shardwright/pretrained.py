@@ -12,7 +12,6 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -20,13 +19,15 @@ import torch
 from ._engine import Error
 from .comm.agreement import gather_answers
 from .comm.waits import on_every_rank
+from .formats.lazy import Lazy
+from .formats.places import stored_tensors
 from .layout.shard_runs import memory_order
 from .layout.views import dtype_name
 from .options.name_map import NameMap, Rename
 from .options.names import near, offers_names
 from .parallel.engine import needed_engine
 from .parallel.replica import Replica
-from .torch_compat.internals import buffers_of_state
+from .torch_compat.internals import buffers_of_state, ignored_by_transformers
 
 __all__ = ["UnmatchedNames", "load_pretrained"]
 
@@ -92,7 +93,7 @@ def load_pretrained(
     replicas, bare = list(engine.replicas), engine.module
     comm, label = replicas[0].group.comm, f"weights of {type(bare).__name__}"
     names, targets = NameMap(rename=rename, strict=strict), _Targets(bare, replicas)
-    stored: dict[str, Any] = {}
+    stored: dict[str, Lazy] = {}
     streams = not isinstance(place, (str, os.PathLike, Mapping))
     found = UnmatchedNames([], [])
 
@@ -101,14 +102,14 @@ def load_pretrained(
         targets.check()
         if streams:
             return b""
-        stored = names.renamed(_stored(place))
+        stored = names.renamed(stored_tensors(place))
         found = targets.match(stored, strict, "the mapping" if isinstance(place, Mapping) else f"{os.fspath(place)!r}")
         rows = [[name, dtype_name(each.dtype), list(each.shape)] for name, each in stored.items()]
         return hashlib.sha256(json.dumps([rows, repr(dtype)]).encode()).digest()
 
     def fill() -> bytes:
         nonlocal found
-        digest, loaded = hashlib.sha256(), dict[str, Any]()
+        digest, loaded = hashlib.sha256(), dict[str, Lazy | None]()
         for name, each in _pairs(place, names) if streams else stored.items():
             digest.update(name.encode())
             if streams:
@@ -154,20 +155,9 @@ def _agree(comm: Any, answer: Any, label: str) -> None:
     )
 
 
-def _stored(place: Any) -> dict[str, Any]:
-    """Return the tensors of a place by name, with dtype, shape and read()."""
-    if isinstance(place, Mapping):
-        lazy = import_module("shardwright_tools.convert.contents").Lazy
-        return {name: lazy.of(each) for name, each in place.items()}
-    contents = import_module("shardwright_tools.convert").read(os.fspath(place))
-    tied = {name: contents.model[kept] for name, kept in contents.tied.items() if kept in contents.model}
-    return {**contents.model, **tied}
-
-
-def _pairs(place: Iterable[tuple[str, torch.Tensor]], names: NameMap) -> Iterator[tuple[str, Any]]:
-    lazy = import_module("shardwright_tools.convert.contents").Lazy
+def _pairs(place: Iterable[tuple[str, torch.Tensor]], names: NameMap) -> Iterator[tuple[str, Lazy]]:
     for name, tensor in place:
-        yield names.new(name), lazy.of(tensor)
+        yield names.new(name), Lazy.of(tensor)
 
 
 class _Targets:
@@ -191,11 +181,9 @@ class _Targets:
             if each.link is not None and each.zero == 3:
                 raise NotImplementedError("load_pretrained: zero=3 on a GPU is not supported: load before wrapping")
 
-    def match(self, stored: Mapping[str, Any], strict: bool, what: str) -> UnmatchedNames:
+    def match(self, stored: Mapping[str, Lazy | None], strict: bool, what: str) -> UnmatchedNames:
         """Return the names on one side only, without those that a transformers model ignores. Raise Error if `strict`."""
-        ignored = {
-            k: getattr(self._bare, f"_keys_to_ignore_on_load_{k}", None) or () for k in ("missing", "unexpected")
-        }
+        ignored = {k: ignored_by_transformers(self._bare, k) for k in ("missing", "unexpected")}
         held = {id(self._named[name]) for name in stored if name in self._named}
         missing, seen = [], set(held)
         for name, tensor in self._named.items():
@@ -214,7 +202,7 @@ class _Targets:
             raise Error(f"load_pretrained: {'; '.join(lacks)}; rename= maps names, strict=False accepts this")
         return UnmatchedNames(missing, unexpected)
 
-    def check_fits(self, name: str, each: Any) -> None:
+    def check_fits(self, name: str, each: Lazy) -> None:
         """Raise Error for a stored tensor of another shape, or of a dtype that cannot be cast."""
         target = self._named.get(name)
         if target is None:
@@ -228,7 +216,7 @@ class _Targets:
                 f"load_pretrained: {name!r} is {dtype_name(each.dtype)}, which cannot be cast to the module's {dtype_name(target.dtype)}"
             )
 
-    def fill(self, name: str, each: Any, dtype: torch.dtype | None) -> None:
+    def fill(self, name: str, each: Lazy, dtype: torch.dtype | None) -> None:
         """Write this rank's elements of a stored tensor; the first of a tied tensor's names counts."""
         target = self._named.get(name)
         if target is None or id(target) in self._done:
@@ -256,7 +244,7 @@ class _Targets:
             target.copy_(whole)
 
 
-def _read(each: Any, low: int, out: torch.Tensor, rounds: torch.dtype | None) -> None:
+def _read(each: Lazy, low: int, out: torch.Tensor, rounds: torch.dtype | None) -> None:
     """Copy the elements of a stored tensor that begin at `low`, row-major, to `out`, rounded to `rounds` first."""
     if each.part is None:
         source = each.read().reshape(-1)[low : low + out.numel()]

@@ -20,6 +20,7 @@ import torch
 
 from .._engine import Error, HostComm, sample_crc32c
 from ..comm.agreement import gather_answers
+from ..layout.memory import bytes_of
 from ..layout.param_groups import UnitPlan
 from ..layout.param_table import ParameterTable
 from ..options.options import Options
@@ -90,7 +91,7 @@ class Building:
                         memory = with_memory(tensor, self._allocate)
                         torch.utils.swap_tensors(tensor, memory)
                         self._given.append((tensor, memory))
-            return self._stream.numpy().tobytes()
+            return bytes_of(self._stream)
 
         said = gather_answers(comm, give, f"memory of {label}", refusals=(Exception,), retell=_retold)
         self._stream = torch.frombuffer(bytearray(said[0]), dtype=torch.uint8)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from .._engine import Error
-from ..torch_compat.internals import refresh_weights, reset_of
+from ..torch_compat.internals import initialiser_above, refresh_weights, reset_of
 
 __all__ = ["initialisers", "materialize", "run_initialiser", "waiting_modules", "with_memory"]
 
@@ -87,7 +86,7 @@ def initialisers(
     found: list[tuple[torch.nn.Module, Callable[[], object]]] = []
     without = []
     for each in reversed(list(module.modules())):
-        above = _initialiser_above(module, names[each])
+        above = initialiser_above(module, names[each])
         if above is not None and any(id(inner) in own for inner in each.modules()):
             found.append((each, functools.partial(above, each)))
         elif id(each) in own:
@@ -99,16 +98,6 @@ def initialisers(
             f"reset_parameters() ({len(without)} such modules): pass init=, which is called with each module"
         )
     return found
-
-
-def _initialiser_above(module: torch.nn.Module, name: str) -> Any:
-    """Return transformers' `_init_weights` of a submodule or of the nearest module around it that has it, or None."""
-    parts = name.split(".") if name else []
-    for count in range(len(parts), -1, -1):
-        found = getattr(module.get_submodule(".".join(parts[:count])), "_init_weights", None)
-        if callable(found):
-            return found
-    return None
 
 
 def run_initialiser(module: torch.nn.Module, call: Callable[[], object]) -> None:

@@ -26,6 +26,8 @@ __all__ = [
     "forward_hooks",
     "fsdp2_groups",
     "ignored_by_torchs_ddp",
+    "ignored_by_transformers",
+    "initialiser_above",
     "is_hsdp",
     "make_gloo",
     "no_torch_function",
@@ -115,6 +117,21 @@ def reset_of(module: torch.nn.Module) -> Any:
     """Return the method that initialises a module's parameters, or None; MultiheadAttention's has another name."""
     found = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     return found if callable(found) else None
+
+
+def initialiser_above(module: torch.nn.Module, name: str) -> Any:
+    """Return transformers' `_init_weights` of a submodule or of the nearest module around it that has it, or None."""
+    parts = name.split(".") if name else []
+    for count in range(len(parts), -1, -1):
+        found = getattr(module.get_submodule(".".join(parts[:count])), "_init_weights", None)
+        if callable(found):
+            return found
+    return None
+
+
+def ignored_by_transformers(module: torch.nn.Module, kind: str) -> tuple[str, ...]:
+    """Return the patterns of names that a transformers model ignores; `kind` is "missing" or "unexpected"."""
+    return tuple(getattr(module, f"_keys_to_ignore_on_load_{kind}", None) or ())
 
 
 def ignored_by_torchs_ddp(module: torch.nn.Module) -> tuple[str, ...]:

@@ -9,51 +9,14 @@ from typing import Any
 
 import torch
 from shardwright._engine import CheckpointError
+from shardwright.formats.lazy import Lazy
 from shardwright.optim.master_weights import as_written
 from shardwright.options.name_map import NameMap
 
+__all__ = ["LOW", "MASTER", "Contents", "Lazy", "lazily", "leaves", "replaced"]
+
 LOW = (torch.bfloat16, torch.float16)
 MASTER = "master"
-
-
-@dataclasses.dataclass(frozen=True)
-class Lazy:
-    """A tensor that is read only when a writer needs it.
-
-    Attributes
-    ----------
-    read : callable
-        Returns a row-major CPU tensor of `dtype` and `shape`. The caller must not write to it.
-    file : str
-        The source file of the tensor, a hint for the files to write; "" for no hint.
-    part : callable, optional
-        Reads part of it: (first byte, bytes, address) writes that range of its row-major bytes to the address. None: the
-        format has no ranges.
-    """
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    read: Callable[[], torch.Tensor]
-    file: str = ""
-    part: Callable[[int, int, int], None] | None = None
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> Lazy:
-        return cls(tensor.dtype, tuple(tensor.shape), lambda: tensor.detach().cpu().contiguous())
-
-    def to(self, dtype: torch.dtype) -> Lazy:
-        return (
-            self
-            if dtype == self.dtype
-            else dataclasses.replace(self, dtype=dtype, part=None, read=lambda: self.read().to(dtype))
-        )
-
-    @property
-    def nbytes(self) -> int:
-        count = self.dtype.itemsize
-        for length in self.shape:
-            count *= length
-        return count
 
 
 @dataclasses.dataclass
