@@ -20,7 +20,6 @@ from ._engine import Error
 from .comm.agreement import gather_answers
 from .comm.waits import on_every_rank
 from .formats.lazy import Lazy
-from .formats.places import stored_tensors
 from .layout.shard_runs import memory_order
 from .layout.views import dtype_name
 from .options.name_map import NameMap, Rename
@@ -99,6 +98,8 @@ def load_pretrained(
 
     def match() -> bytes:
         nonlocal stored, found
+        from .formats.places import stored_tensors  # imports torch.distributed.checkpoint
+
         targets.check()
         if streams:
             return b""
