@@ -16,7 +16,8 @@ import torch.distributed.checkpoint as dcp
 from harness import gather, on_every_rank
 from oracle.fold import bits_equal
 from peer import PEER, batch, sw
-from test_a_module_is_built_in_slices import PRIVATE, STAGES, Model, assert_is, every_stage, on_meta, train
+from test_a_module_is_built_in_slices import PRIVATE, STAGES, Model, assert_is, every_stage, init, on_meta, train
+from test_hosts_fold_in_two_steps import hosts_of, on_hosts
 from test_memory_is_held_to_the_plan import pss_bytes, settled
 from torch import nn
 
@@ -304,3 +305,36 @@ def test_a_rank_reads_its_slices_and_holds_no_more(rank, world_size):
     gather(None)
     if rank == 0:
         os.unlink(folder / "model.safetensors")
+
+
+@every_stage
+@pytest.mark.parametrize("shape", ["2+1", "crosswise"])
+@on_every_rank(at_least=3)
+def test_several_hosts_build_and_load_alike(rank, world_size, stage, shape):
+    state = {name: each.clone() for name, each in values_of().state_dict().items()}
+    torch.manual_seed(2)
+    made = {name: each.clone() for name, each in sw.materialize(on_meta(), init=init).state_dict().items()}
+    for precision in (None, "fp16"):
+        with on_hosts(hosts_of(shape, world_size)) as group:
+            options = {**STAGES[stage], "process_group": group, "precision": precision}
+            torch.manual_seed(2)
+            model = sw.wrap(on_meta(), init=init, **options)
+            assert_is(model, made)
+            assert sw.load_pretrained(model, state) == ([], [])
+            assert_is(model, state)
+            assert_is(sw.wrap(on_meta(), weights=state, **options), state)
+
+
+@every_stage
+@on_every_rank(exactly=4)
+def test_a_mesh_of_rows_builds_and_loads_alike(rank, world_size, stage):
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    state = {name: each.clone() for name, each in values_of().state_dict().items()}
+    torch.manual_seed(2)
+    made = {name: each.clone() for name, each in sw.materialize(on_meta(), init=init).state_dict().items()}
+    torch.manual_seed(2)
+    model = sw.wrap(on_meta(), init=init, device_mesh=mesh, **STAGES[stage])
+    assert_is(model, made)
+    assert sw.load_pretrained(model, state) == ([], [])
+    assert_is(model, state)
+    gather(None)

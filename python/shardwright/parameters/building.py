@@ -1,9 +1,9 @@
 """Building: a module of the meta device gets memory and values as it is wrapped, where no rank holds the whole of it.
 
 A parameter gets a range of addresses whose pages exist once they are written. The initialisation runs in the order of
-sw.materialize, from rank 0's random stream, on every rank. At private zero=3 two units are whole at a time: the operations
-of the initialisation are watched, and one that touches a third unit first writes the unit that is needed last into the
-ranks' slices and gives its pages back (docs/design/large_models.md).
+sw.materialize, from rank 0's random stream, on every rank. At private zero=3 two units are whole at a time. The
+operations of the initialisation are watched. One that touches a third unit first writes another to the ranks' slices
+and gives its pages back (docs/design/large_models.md).
 """
 
 from __future__ import annotations
