@@ -183,17 +183,14 @@ class _Targets:
                 raise NotImplementedError("load_pretrained: zero=3 on a GPU is not supported: load before wrapping")
 
     def match(self, stored: Mapping[str, Lazy | None], strict: bool, what: str) -> UnmatchedNames:
-        """Return the names on one side only, without those that a transformers model ignores. Raise Error if `strict`."""
-        ignored = {k: ignored_by_transformers(self._bare, k) for k in ("missing", "unexpected")}
-        held = {id(self._named[name]) for name in stored if name in self._named}
-        missing, seen = [], set(held)
+        """Return the names on one side only, without stored ones that a transformers model ignores. Raise Error if `strict`."""
+        rules = ignored_by_transformers(self._bare)
+        seen, missing = {id(self._named[name]) for name in stored if name in self._named}, []
         for name, tensor in self._named.items():
-            if id(tensor) not in seen and not any(re.search(rule, name) for rule in ignored["missing"]):
+            if id(tensor) not in seen:
                 missing.append(name)
             seen.add(id(tensor))
-        unexpected = [
-            n for n in stored if n not in self._named and not any(re.search(r, n) for r in ignored["unexpected"])
-        ]
+        unexpected = [name for name in stored if name not in self._named and not any(re.search(r, name) for r in rules)]
         for name, each in stored.items():
             if each is not None and name in self._named:
                 self.check_fits(name, each)

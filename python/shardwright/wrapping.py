@@ -83,7 +83,8 @@ def wrap(
         from rank 0's torch generator. True: by the modules' own code. Parameters keep their identity. At zero=3 with
         share_parameters=False a rank holds two units whole at a time, and otherwise its slices (docs/large-models.md).
     weights : str, path, or iterable of (str, Tensor), optional
-        Build a module of the meta device, or take any other, and call load_pretrained(wrapped, weights).
+        Build a module of the meta device, or take any other, and call load_pretrained(wrapped, weights). Only modules
+        with buffers that are not stored are initialised.
     **options
         Fields of Options:
     mixed_precision : optional
@@ -176,10 +177,6 @@ def _building(
     in_units = options.zero == 3 and options.share_parameters is False
 
     def make() -> bytes:
-        if init is not None and weights is not None:
-            raise ValueError(
-                "init= and weights= were both given: pass init=, and call sw.load_pretrained(..., strict=False)"
-            )
         if init not in (None, True) and not callable(init):
             raise TypeError(f"init must be a function of a module, or True, got {init!r}")
         what = "init=" if weights is None else "weights="
@@ -191,9 +188,9 @@ def _building(
     building = made[0]
     try:
         building.begin(group.comm, label)
-        if not in_units:
+        if not building.in_units:
             building.initialise(group.comm, label)
-        yield building if in_units else None
+        yield building if building.in_units else None
     except BaseException:
         building.undo()
         raise

@@ -4,6 +4,7 @@ stage; no rank holds more than its slices and two units at private zero=3. An er
 
 import copy
 import gc
+import weakref
 
 import pytest
 import torch
@@ -39,7 +40,7 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
         self.head, self.tied = nn.Linear(width, width), nn.Linear(width, width, bias=False)
         self.tied.weight = self.head.weight
-        self.gain = nn.Parameter(torch.ones(width))
+        self.gain, self.none = nn.Parameter(torch.ones(width)), nn.Parameter(torch.empty(0))
 
     def forward(self, x):
         x = self.norm(self.first(x))
@@ -52,6 +53,7 @@ def init(module):
     """Initialise a module, and as a parent its children again: of all blocks, forwards, and one from another."""
     if isinstance(module, Model):
         nn.init.uniform_(module.gain)
+        assert module.none.numel() == 0
         for block in module.blocks:
             block.down.weight.data.mul_(0.5)
             nn.init.normal_(block.up.weight)
@@ -188,8 +190,12 @@ def test_an_error_is_one_on_all_ranks_and_the_next_wrap_works(rank, world_size, 
         init=True,
     )
     refused("init must be", init=7)
-    refused("both given", init=True, weights="somewhere")
     refused("holds state of parameter '0.weight'", init=True, with_optimizer=True, with_state=True)
+    watched = on_meta(lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(30, 30)))
+    reference = weakref.ref(watched[1].weight)
+    with pytest.raises(sw.Error, match="'1.weight' cannot get memory in place: .*weakref"):
+        sw.wrap(watched, init=True, **options)
+    assert all(p.is_meta for p in watched.parameters()) and reference() is watched[1].weight
     mixed = on_meta(lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
     mixed[1].to_empty(device="cpu")
     with pytest.raises(sw.Error, match=r"'1.weight' has memory and '0.weight' is on the meta"):

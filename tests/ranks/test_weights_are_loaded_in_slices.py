@@ -191,6 +191,42 @@ def test_an_error_is_one_on_all_ranks_and_the_module_stays_on_meta(rank, world_s
     gather(None)
 
 
+class Table(nn.Module):
+    """A buffer that no state dict holds, and one that it does."""
+
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(30, 30)
+        self.register_buffer("angles", torch.arange(30.0), persistent=False)
+        self.register_buffer("kept", torch.zeros(30))
+
+    def forward(self, x):
+        return self.line(x) + self.angles + self.kept
+
+
+@every_stage
+@on_every_rank()
+def test_buffers_that_are_not_stored_come_from_init(rank, world_size, stage):
+    options = STAGES[stage]
+    state = {name: each + 1 for name, each in Table().state_dict().items()}
+    state = {name: each.clone() for name, each in zip(state, gather(list(state.values()))[0])}
+    module = on_meta(Table)
+    with pytest.raises(sw.Error, match="'the module', a Table, has tensors on the meta device.*pass init="):
+        sw.wrap(module, weights=state, **options)
+    model = sw.wrap(module, weights=state, init=lambda each: each.angles.copy_(torch.arange(30.0)), **options)
+    assert_is(model, state)
+    assert module.angles.tolist() == list(range(30)) and module.kept.tolist() == [1.0] * 30
+    real = Table()
+    assert_is(sw.wrap(real, weights=state, **options), state)
+    half = Table()
+    half.angles = torch.empty(30, device="meta")
+    values = gather(half.state_dict())[0]
+    model = sw.wrap(half, weights=values, init=lambda each: each.angles.fill_(2), **options)
+    assert_is(model, values)
+    assert half.angles.tolist() == [2.0] * 30
+    gather(None)
+
+
 def transformers_models():
     import transformers
 

@@ -69,12 +69,13 @@ class Building:
     """The tensors of a module that got memory, and the calls that give them values.
 
     `init`: see materialize. `loads`: values come from elsewhere, and only modules with meta buffers are initialised.
-    `in_units`: parameters get ranges of addresses, and fill() runs the calls; else initialise() does.
+    `in_units`: parameters get ranges of addresses, and fill() runs the calls; else, and without meta parameters,
+    initialise() does.
     """
 
     def __init__(self, module: torch.nn.Module, init: Any, *, loads: bool, in_units: bool) -> None:
-        self._module, self._in_units = module, in_units
-        self._calls = initialisers(module, init, "wrap", buffers=loads)
+        self._module, self.in_units = module, in_units and any(p.is_meta for p in module.parameters())
+        self._calls = initialisers(module, init, "wrap", unstored=loads)
         self._given: list[tuple[torch.Tensor, torch.Tensor]] = []
         #: the ranges of addresses, by address
         self._ranges: dict[int, mmap.mmap] = {}
@@ -88,16 +89,22 @@ class Building:
             for each in waiting_modules(self._module):
                 for tensor in (*each._parameters.values(), *each._buffers.values()):
                     if tensor is not None and tensor.is_meta and not torch.nn.parameter.is_lazy(tensor):
-                        memory = with_memory(tensor, self._allocate)
-                        torch.utils.swap_tensors(tensor, memory)
-                        self._given.append((tensor, memory))
+                        self._give(tensor)
             return bytes_of(self._stream)
 
         said = gather_answers(comm, give, f"memory of {label}", refusals=(Exception,), retell=_retold)
         self._stream = torch.frombuffer(bytearray(said[0]), dtype=torch.uint8)
 
+    def _give(self, tensor: torch.Tensor) -> None:
+        memory = with_memory(tensor, self._allocate)
+        try:
+            torch.utils.swap_tensors(tensor, memory)
+        except RuntimeError as error:  # weak references, hooks of a graph
+            raise Error(f"{self._names.get(id(tensor), 'a buffer')!r} cannot get memory in place: {error}") from None
+        self._given.append((tensor, memory))
+
     def _allocate(self, numel: int, *, dtype: torch.dtype, device: str) -> torch.Tensor:
-        if not self._in_units or not dtype.is_floating_point or numel * dtype.itemsize < _PAGE_BYTES:
+        if not self.in_units or not dtype.is_floating_point or numel * dtype.itemsize < _PAGE_BYTES:
             return torch.zeros(numel, dtype=dtype, device=device)
         memory = mmap.mmap(-1, numel * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
         made = torch.frombuffer(memory, dtype=dtype, count=numel)
@@ -214,8 +221,9 @@ class _Units(TorchDispatchMode):
         members = self._members[number]
         for index in members:
             data = self._table.parameters[index].data
-            stride = max(data.nbytes // _SAMPLES, 64)
-            digest.update(sample_crc32c(data.data_ptr(), data.nbytes, stride).to_bytes(4, "little"))
+            if data.nbytes:
+                sample = sample_crc32c(data.data_ptr(), data.nbytes, max(data.nbytes // _SAMPLES, 64))
+                digest.update(sample.to_bytes(4, "little"))
         self._said.append([self._names[number], digest.hexdigest()[:16]])
         self._store.write_slices(members)
         for index in members:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from .._engine import Error
-from ..torch_compat.internals import initialiser_above, refresh_weights, reset_of
+from ..torch_compat.internals import buffers_of_state, initialiser_above, refresh_weights, reset_of
 
 __all__ = ["initialisers", "materialize", "run_initialiser", "waiting_modules", "with_memory"]
 
@@ -71,15 +71,15 @@ def waiting_modules(module: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def initialisers(
-    module: torch.nn.Module, init: Callable[[torch.nn.Module], object] | None, what: str, *, buffers: bool = False
+    module: torch.nn.Module, init: Callable[[torch.nn.Module], object] | None, what: str, *, unstored: bool = False
 ) -> list[tuple[torch.nn.Module, Callable[[], object]]]:
     """Return (module, function that gives it its initial values) in the order of the calls.
 
     `init` is called with each module that holds meta tensors; without it transformers' `_init_weights` with each one that
     holds them itself or further inside, since it writes to a module's children too; else the module's own method is
-    called. `buffers`: only modules that hold meta buffers of their own count. Raise Error for one that has neither.
+    called. `unstored`: only modules with meta buffers that no state dict holds count. Raise Error for one without code.
     """
-    waiting = [each for each in waiting_modules(module) if not buffers or any(map(_is_meta, each._buffers.values()))]
+    waiting = [each for each in waiting_modules(module) if not unstored or any(map(_is_meta, _unstored(each)))]
     if init is not None:
         return [(each, functools.partial(init, each)) for each in waiting]
     names, own = {each: name for name, each in module.named_modules()}, set(map(id, waiting))
@@ -104,6 +104,11 @@ def run_initialiser(module: torch.nn.Module, call: Callable[[], object]) -> None
     refresh_weights(module)
     with torch.no_grad():
         call()
+
+
+def _unstored(module: torch.nn.Module) -> list[torch.Tensor | None]:
+    stored = buffers_of_state(module)
+    return [each for name, each in module._buffers.items() if name not in stored]
 
 
 def _is_meta(tensor: torch.Tensor | None) -> bool:

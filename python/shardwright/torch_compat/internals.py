@@ -129,9 +129,9 @@ def initialiser_above(module: torch.nn.Module, name: str) -> Any:
     return None
 
 
-def ignored_by_transformers(module: torch.nn.Module, kind: str) -> tuple[str, ...]:
-    """Return the patterns of names that a transformers model ignores; `kind` is "missing" or "unexpected"."""
-    return tuple(getattr(module, f"_keys_to_ignore_on_load_{kind}", None) or ())
+def ignored_by_transformers(module: torch.nn.Module) -> tuple[str, ...]:
+    """Return the patterns of stored names that a transformers model ignores."""
+    return tuple(getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ())
 
 
 def ignored_by_torchs_ddp(module: torch.nn.Module) -> tuple[str, ...]:
