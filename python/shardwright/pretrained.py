@@ -67,7 +67,8 @@ def load_pretrained(
         Round floating-point values to it first, as from_pretrained(dtype=) does. Values are then cast to the dtype of
         the module's tensor.
     strict : bool
-        True if a name that only one side has is an error. A tied parameter needs one of its names.
+        True if a name that only one side has is an error. A tied parameter needs one of its names; several must have
+        equal values.
 
     Returns
     -------
@@ -170,7 +171,7 @@ class _Targets:
         for prefix, each in bare.named_modules(remove_duplicate=False):
             self._named |= {f"{prefix}.{n}" if prefix else n: b for n, b in buffers_of_state(each).items()}
         self._places = {id(p): (r, i) for r in replicas for i, p in enumerate(r.table.module_parameters)}
-        self._done: set[int] = set()
+        self._done: dict[int, str] = {}
 
     def check(self) -> None:
         """Raise NotImplementedError for a module whose slices cannot be filled."""
@@ -215,12 +216,15 @@ class _Targets:
             )
 
     def fill(self, name: str, each: Lazy, dtype: torch.dtype | None) -> None:
-        """Write this rank's elements of a stored tensor; the first of a tied tensor's names counts."""
+        """Write this rank's elements of a stored tensor. Raise Error if another name of it has stored other values."""
         target = self._named.get(name)
-        if target is None or id(target) in self._done:
+        if target is None:
             return
-        self._done.add(id(target))
         rounds = dtype if each.dtype.is_floating_point else None
+        first = self._done.setdefault(id(target), name)
+        if first != name:
+            self._compare(first, name, each, rounds)
+            return
         if id(target) not in self._places:  # a buffer, or an ignored parameter
             whole = torch.empty(each.shape, dtype=each.dtype, device="cpu")
             _read(each, 0, whole.view(-1), None)
@@ -240,6 +244,21 @@ class _Targets:
             piece.copy_(memory_order(whole, like)[low:high])
         if not pieces:  # strides that overlap or leave gaps
             target.copy_(whole)
+
+    def _compare(self, first: str, name: str, each: Lazy, rounds: torch.dtype | None) -> None:
+        """Raise Error if this rank's row-major elements of a stored tensor are not those that `first` has given."""
+        replica, index = self._places.get(id(self._named[name]), (None, 0))
+        storage = None if replica is None else replica.parameters()
+        if storage is None or not storage.like(index).is_contiguous():
+            return
+        for low, high, piece in storage.pieces(index):
+            again = torch.empty_like(piece)
+            if low < high:
+                _read(each, low, again, rounds)
+            if low < high and not torch.equal(again.view(torch.uint8), piece.view(torch.uint8)):
+                raise Error(
+                    f"load_pretrained: {first!r} and {name!r} are one tensor of the module, with other values stored"
+                )
 
 
 def _read(each: Lazy, low: int, out: torch.Tensor, rounds: torch.dtype | None) -> None:

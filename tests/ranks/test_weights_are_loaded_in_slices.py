@@ -179,6 +179,9 @@ def test_an_error_is_one_on_all_ranks_and_the_module_stays_on_meta(rank, world_s
         assert all(p.is_meta for p in (*module.parameters(), *module.buffers()))
     with pytest.raises(sw.Error, match="does not exist|could not|cannot"):  # on one rank only
         sw.wrap(module, weights=str(folder / ("none" if rank == world_size - 1 else "good.safetensors")), **options)
+    with pytest.raises(sw.Error, match="'head.weight' and 'tied.weight' are one tensor of the module"):
+        sw.wrap(module, weights={**state, "tied.weight": state["tied.weight"] + 1}, **options)
+    assert all(p.is_meta for p in (*module.parameters(), *module.buffers()))
     pairs = list(state.items())
     with pytest.raises((sw.Error, RuntimeError), match="shape|no more"):
         sw.wrap(module, weights=iter([*pairs[:3], ("gain", torch.zeros(3))]), **options)
