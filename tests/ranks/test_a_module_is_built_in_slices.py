@@ -11,6 +11,7 @@ import torch
 from harness import gather, on_every_rank
 from oracle.fold import bits_equal
 from peer import PEER, batch, sw
+from test_checkpoint_bytes_do_not_depend_on_the_ranks import shared_folder
 from test_memory_is_held_to_the_plan import pss_bytes, settled
 from torch import nn
 
@@ -259,4 +260,35 @@ def test_a_rank_holds_its_slices_and_two_units(rank, world_size):
     assert sw.describe()["models"][-1]["parameter_bytes"] <= slices + 4096
     print("peak PSS of ranks, MiB:", found, "slices and two units:", (slices + 2 * unit) >> 20)
     del model
+    gather(None)
+
+
+@pytest.mark.parametrize("how", ["file", "tensor", "low"])
+@every_stage
+@on_every_rank()
+def test_optimizers_of_every_kind_take_parameters_of_the_meta_device(rank, world_size, stage, how):
+    options = {**STAGES[stage]}
+    if how == "tensor":
+        options["partition"] = "tensor"
+    if how == "file":
+        options["offload"] = f"nvme:{shared_folder(rank)}"
+    losses = []
+    for builds in (True, False):
+        torch.manual_seed(4)
+        module = on_meta(lambda: nn.Sequential(nn.Linear(7, 40), nn.Tanh(), nn.Linear(40, 40)))
+        module = module.to(torch.bfloat16) if how == "low" else module
+        how_built = {"init": True} if builds else {}
+        if not builds:
+            sw.materialize(module)
+        kind = sw.optim.AdamW if how == "file" else torch.optim.AdamW
+        model, optimizer = sw.wrap(module, kind(module.parameters(), lr=1e-2), **how_built, **options)
+        losses.append([])
+        for step in range(3):
+            x = batch(rank, 6, 7, step=step).to(module[0].weight.dtype)
+            loss = model(x).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(loss.item())
+    assert losses[0] == losses[1]
     gather(None)

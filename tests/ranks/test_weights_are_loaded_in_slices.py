@@ -7,7 +7,6 @@ import importlib.util
 import json
 import os
 import pathlib
-import tempfile
 import threading
 
 import pytest
@@ -17,6 +16,7 @@ from harness import gather, on_every_rank
 from oracle.fold import bits_equal
 from peer import PEER, batch, sw
 from test_a_module_is_built_in_slices import PRIVATE, STAGES, Model, assert_is, every_stage, init, on_meta, train
+from test_checkpoint_bytes_do_not_depend_on_the_ranks import shared_folder as folder_of_team
 from test_hosts_fold_in_two_steps import hosts_of, on_hosts
 from test_memory_is_held_to_the_plan import pss_bytes, settled
 from torch import nn
@@ -42,7 +42,7 @@ def write_safetensors(path, state):
 
 def shared_folder(rank):
     """Return a folder that rank 0 has made and all ranks see."""
-    return pathlib.Path(gather(tempfile.mkdtemp() if rank == 0 else None)[0])
+    return pathlib.Path(folder_of_team(rank))
 
 
 def plain_model():
