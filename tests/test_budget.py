@@ -22,7 +22,7 @@ LINES = {
     "shardwright/options": 942,
     "shardwright/parallel": 4_979,
     "shardwright/parameters": 3_752,
-    "shardwright/torch_compat": 1_150,
+    "shardwright/torch_compat": 1_165,
     "shardwright_tools": 346,
     "shardwright_tools/cli": 1_692,
     "shardwright_tools/convert": 1_416,

@@ -197,6 +197,10 @@ def test_an_error_is_one_on_all_ranks_and_the_next_wrap_works(rank, world_size, 
     with pytest.raises(sw.Error, match="'1.weight' cannot get memory in place: .*weakref"):
         sw.wrap(watched, init=True, **options)
     assert all(p.is_meta for p in watched.parameters()) and reference() is watched[1].weight
+    del reference
+    watched[1].weight.register_post_accumulate_grad_hook(print)
+    with pytest.raises(sw.Error, match="'1.weight' cannot get memory in place: it has hooks"):
+        sw.wrap(watched, init=True, **options)
     mixed = on_meta(lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
     mixed[1].to_empty(device="cpu")
     with pytest.raises(sw.Error, match=r"'1.weight' has memory and '0.weight' is on the meta"):

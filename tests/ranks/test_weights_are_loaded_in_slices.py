@@ -165,6 +165,7 @@ def test_an_error_is_one_on_all_ranks_and_the_module_stays_on_meta(rank, world_s
         (folder / "torn.safetensors").write_bytes(data[:-5])
     gather(None)
     module = on_meta()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     cases = {
         "lacks": "lacks 'blocks.0.up.weight' .did you mean",
         "shape": r"'gain' has shape \(39,\), and the module's \(40,\)",
@@ -175,22 +176,29 @@ def test_an_error_is_one_on_all_ranks_and_the_module_stays_on_meta(rank, world_s
     }
     for name, match in cases.items():
         with pytest.raises(sw.Error, match=match):
-            sw.wrap(module, weights=str(folder / f"{name}.safetensors"), **options)
+            sw.wrap(module, optimizer, weights=str(folder / f"{name}.safetensors"), **options)
         assert all(p.is_meta for p in (*module.parameters(), *module.buffers()))
     with pytest.raises(sw.Error, match="does not exist|could not|cannot"):  # on one rank only
-        sw.wrap(module, weights=str(folder / ("none" if rank == world_size - 1 else "good.safetensors")), **options)
+        sw.wrap(
+            module,
+            optimizer,
+            weights=str(folder / ("none" if rank == world_size - 1 else "good.safetensors")),
+            **options,
+        )
     with pytest.raises(sw.Error, match="'head.weight' and 'tied.weight' are one tensor of the module"):
-        sw.wrap(module, weights={**state, "tied.weight": state["tied.weight"] + 1}, **options)
+        sw.wrap(module, optimizer, weights={**state, "tied.weight": state["tied.weight"] + 1}, **options)
     assert all(p.is_meta for p in (*module.parameters(), *module.buffers()))
     pairs = list(state.items())
     with pytest.raises((sw.Error, RuntimeError), match="shape|no more"):
-        sw.wrap(module, weights=iter([*pairs[:3], ("gain", torch.zeros(3))]), **options)
+        sw.wrap(module, optimizer, weights=iter([*pairs[:3], ("gain", torch.zeros(3))]), **options)
     assert all(p.is_meta for p in (*module.parameters(), *module.buffers()))
-    model = sw.wrap(module, weights=str(folder / "good.safetensors"), **options)
+    model, optimizer = sw.wrap(module, optimizer, weights=str(folder / "good.safetensors"), **options)
     assert_is(model, state)
     missing, unexpected = sw.load_pretrained(model, str(folder / "lacks.safetensors"), strict=False)
     assert (missing, unexpected) == (["blocks.0.up.weight"], [])
     assert_is(model, state)
+    losses = train(model, optimizer, rank)
+    assert losses[0] == losses[0] and losses[1] != losses[0]
     gather(None)
 
 

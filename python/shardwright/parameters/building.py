@@ -26,7 +26,7 @@ from ..layout.param_table import ParameterTable
 from ..options.options import Options
 from ..options.precision import LOW_DTYPES
 from ..torch_compat.dtensor import is_dtensor
-from ..torch_compat.internals import TorchDispatchMode, tree_leaves
+from ..torch_compat.internals import TorchDispatchMode, swap_memory, tree_leaves
 from .materialize import initialisers, run_initialiser, waiting_modules, with_memory
 
 __all__ = ["Building", "check_buildable"]
@@ -98,8 +98,8 @@ class Building:
     def _give(self, tensor: torch.Tensor) -> None:
         memory = with_memory(tensor, self._allocate)
         try:
-            torch.utils.swap_tensors(tensor, memory)
-        except RuntimeError as error:  # weak references, hooks of a graph
+            swap_memory(tensor, memory)
+        except RuntimeError as error:
             raise Error(f"{self._names.get(id(tensor), 'a buffer')!r} cannot get memory in place: {error}") from None
         self._given.append((tensor, memory))
 
@@ -114,7 +114,7 @@ class Building:
     def undo(self) -> None:
         """Put all tensors back on the meta device."""
         for tensor, memory in self._given:
-            torch.utils.swap_tensors(tensor, memory)
+            swap_memory(tensor, memory)
         self._given.clear()
 
     def keep(self) -> None:

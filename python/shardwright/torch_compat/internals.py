@@ -36,6 +36,7 @@ __all__ = [
     "reset_of",
     "set_low_precision",
     "subclassed",
+    "swap_memory",
     "tree_leaves",
     "without_memory_of",
 ]
@@ -127,6 +128,20 @@ def initialiser_above(module: torch.nn.Module, name: str) -> Any:
         if callable(found):
             return found
     return None
+
+
+def swap_memory(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    """Swap two tensors' memory, devices, classes and attributes. Raise RuntimeError for hooks of `tensor` or weak
+    references to it.
+
+    torch's swap leaves the table of hooks, to which the new memory's node would not listen: it must not be there.
+    """
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if getattr(tensor, name):
+            raise RuntimeError("it has hooks")
+        if getattr(tensor, name) is not None:
+            setattr(tensor, name, None)
+    torch.utils.swap_tensors(tensor, other)
 
 
 def ignored_by_transformers(module: torch.nn.Module) -> tuple[str, ...]:
