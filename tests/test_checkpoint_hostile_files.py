@@ -18,9 +18,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from shardwright import CheckpointError
+from shardwright.formats.unpickle import Unpickler, load_torch_file, without_placeholders
 from shardwright_tools import convert
 from shardwright_tools.convert.contents import Contents, Lazy
-from shardwright_tools.convert.unpickle import Unpickler, load_torch_file, without_placeholders
 
 pytestmark = pytest.mark.timeout(60)
 

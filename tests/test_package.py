@@ -203,7 +203,8 @@ def test_every_tensor_is_made_on_a_named_device_with_a_named_dtype():
 NUMPY = {
     "checkpoint/tree": "values of the user's state",
     "checkpoint/state/content": "a generator that the program uses",
-    "convert/unpickle": "values of another program's pickle",
+    "formats/lazy": "whether it is there",
+    "formats/unpickle": "values of another program's pickle",
     "gradients/sharded_gradient": "the caller's own numpy()",
 }
 
@@ -257,6 +258,9 @@ ADDRESSES = {
             "cli/ckpt",
             "convert/folders",
             "convert/model_files",
+            "formats/model_files",
+            "parameters/building",
+            "pretrained",
             "doctor/bench",
         ),
     ],

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .parallel.headroom import headroom
     from .parallel.sync_batch_norm import SyncBatchNorm
     from .parameters.materialize import materialize
+    from .pretrained import load_pretrained
     from .wrapping import (
         average_gradients,
         full_gradients,
@@ -79,6 +80,7 @@ __all__ = [
     "load",
     "load_full_optimizer_state_dict",
     "load_full_state_dict",
+    "load_pretrained",
     "local_norms",
     "materialize",
     "optim",
@@ -112,6 +114,7 @@ _HOMES = {
     "load": "checkpoint",
     "load_full_optimizer_state_dict": "wrapping",
     "load_full_state_dict": "wrapping",
+    "load_pretrained": "pretrained",
     "local_norms": "optim.clip_grad",
     "materialize": "parameters.materialize",
     "Options": "options.options",

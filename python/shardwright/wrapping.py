@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, overload
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, overload
 
 import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ._engine import Error
-from .comm.agreement import gather_values
+from .comm.agreement import gather_answers, gather_values
 from .comm.model_ranks import ModelRanks
 from .comm.process_group import HostGroup, host_group, resolve_group
 from .comm.waits import calling, on_every_rank
@@ -32,7 +32,9 @@ from .parallel.ddp import DistributedDataParallel
 from .parallel.ddp_compat import precision_of
 from .parallel.engine import Engine, needed_engine
 from .parallel.replica import Replica, live_replicas
+from .parameters.building import Building, check_buildable
 from .parameters.mixed_precision import PrecisionPlan
+from .pretrained import UnmatchedNames, load_pretrained
 from .torch_compat import cuda
 from .torch_compat.dtensor import held_tensor, is_dtensor
 from .torch_compat.internals import original_of
@@ -62,6 +64,8 @@ def wrap(
     clip_grad_norm: float | None = None,
     offload: Any = None,
     partition: str = "auto",
+    init: Callable[[torch.nn.Module], object] | bool | None = None,
+    weights: Any = None,
     **options: Any,
 ) -> Any:
     """Wrap `module` to train together with the other ranks.
@@ -74,6 +78,13 @@ def wrap(
         An optimizer. At zero=0 it is returned unchanged; at other stages an optimizer that steps on this rank's slices
         replaces it. For bfloat16 or float16 parameters it steps on their float32 masters, `state[p]["master"]`, at
         every stage, including 0.
+    init : callable or True, optional
+        Build a module of the meta device: give its tensors memory and the values of sw.materialize(module, init=init)
+        from rank 0's torch generator. True: by the modules' own code. Parameters keep their identity. At zero=3 with
+        share_parameters=False a rank holds two units whole at a time, and otherwise its slices (docs/large-models.md).
+    weights : str, path, or iterable of (str, Tensor), optional
+        Build a module of the meta device, or take any other, and call load_pretrained(wrapped, weights). Only modules
+        with buffers that are not stored are initialised.
     **options
         Fields of Options:
     mixed_precision : optional
@@ -87,7 +98,8 @@ def wrap(
     Raises
     ------
     Error
-        If the module is already wrapped, or ranks disagree about it.
+        If the module is already wrapped, or ranks disagree about it. With `init` or `weights`: also for a module that
+        cannot be initialised, or is on the meta device in parts; a module of the meta device is left there.
     TypeError
         For an unknown option; the message suggests the nearest known one.
     ValueError
@@ -134,13 +146,61 @@ def wrap(
     )
     ranks = ModelRanks.beside(members, group)
     _agree_on_optimizer(group, ranks, module, optimizer, zero, partition, offload, clip_grad_norm)
-    wrapped = DistributedDataParallel(module, mixed_precision=mixed_precision, _options=given)
+    with _building(group, module, optimizer, init, weights, given) as building:
+        wrapped = DistributedDataParallel(module, mixed_precision=mixed_precision, _options=given, _building=building)
+        if weights is not None:
+            try:
+                load_pretrained(wrapped, weights)
+            except BaseException:
+                for replica in wrapped._engine.made:
+                    replica.forsake()
+                raise
     if optimizer is None:
         return wrapped
     optimizer = (_shard if zero else _keep)(wrapped._engine, optimizer, partition)
     if clip_grad_norm is not None:
         optimizer.register_step_pre_hook(_Clip(wrapped, clip_grad_norm))
     return wrapped, optimizer
+
+
+@contextlib.contextmanager
+def _building(
+    group: HostGroup,
+    module: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    init: Callable[[torch.nn.Module], object] | bool | None,
+    weights: Any,
+    options: Options,
+) -> Iterator[Building | None]:
+    """Give a module of the meta device memory, and yield what fills units with values; None if that is done. Collective.
+
+    An error inside puts the module back on the meta device.
+    """
+    if init is None and weights is None:
+        yield None
+        return
+    label, made = type(module).__name__, list[Building]()
+    in_units = options.zero == 3 and options.share_parameters is False
+
+    def make() -> bytes:
+        if init not in (None, True) and not callable(init):
+            raise TypeError(f"init must be a function of a module, or True, got {init!r}")
+        what = "init=" if weights is None else "weights="
+        check_buildable(module, optimizer, options, what, in_units=in_units)
+        made.append(Building(module, init if callable(init) else None, loads=weights is not None, in_units=in_units))
+        return b""
+
+    gather_answers(group.comm, make, f"the build of {label}", refusals=(Exception,))
+    building = made[0]
+    try:
+        building.begin(group.comm, label)
+        if not building.in_units:
+            building.initialise(group.comm, label)
+        yield building if building.in_units else None
+    except BaseException:
+        building.undo()
+        raise
+    building.keep()
 
 
 class _Clip:
@@ -446,13 +506,6 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
         kind: Any = type(value)
         return kind.__tensor_unflatten__(inner, context, value.shape, value.stride())
     return copy.deepcopy(value, memo)
-
-
-class UnmatchedNames(NamedTuple):
-    """The result of load_full_state_dict, under torch's names."""
-
-    missing_keys: list[str]
-    unexpected_keys: list[str]
 
 
 @on_every_rank("sw.load_full_state_dict()")

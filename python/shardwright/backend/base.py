@@ -56,6 +56,8 @@ class Request(NamedTuple):
     compute_dtypes: Mapping[int, torch.dtype] = MappingProxyType({})
     #: units whose forwards wait for their own parameters after a step, if the backend publishes behind it
     forwards: Sequence[UnitPlan] = ()
+    #: fills the slices of units, if the parameters have no values yet (Building)
+    building: Any = None
 
 
 class Buckets(Protocol):

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from .._engine import CheckpointError
+from ..formats.lazy import has_numpy
 
 _SPECIAL_FLOATS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
@@ -85,15 +86,6 @@ def _encode_numpy(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> An
     raise CheckpointError(
         f"{name} is a numpy {type(value).__qualname__}: a checkpoint holds numpy arrays and numbers only"
     )
-
-
-def has_numpy() -> bool:
-    """Return True if numpy is loaded or can be imported; the package itself never needs it."""
-    try:
-        import numpy
-    except ImportError:
-        return False
-    return numpy is not None
 
 
 def decode(node: Any, tensors: Mapping[str, torch.Tensor]) -> Any:

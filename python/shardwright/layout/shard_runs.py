@@ -126,6 +126,18 @@ class Storage:
         """Return a context in which all parameters are whole."""
         return contextlib.nullcontext()
 
+    def pieces(self, index: int) -> list[tuple[int, int, torch.Tensor]]:
+        """Return (low, high, memory) of the elements, in memory order, of which this rank writes new values in filling().
+
+        The ranks that share memory cut it into equal parts; memory of its own a rank writes alone.
+        """
+        data = self._table.parameters[index].data
+        return [(0, data.numel(), memory_order(data, data))] if dense_strides(data) is not None else []
+
+    def filling(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which all ranks write new values to their pieces(). Collective as it begins and ends."""
+        return contextlib.nullcontext()
+
     def settle(self) -> None:
         """Make the current stream wait for parameters that are still being gathered after the last step."""
 
@@ -189,6 +201,13 @@ def populate(arena: Arena, ranges: Iterable[tuple[int, int]]) -> None:
         pending = [offset, offset + nbytes]
     if pending:
         arena.populate(pending[0], pending[1] - pending[0])
+
+
+def share_of(group: Any, slicing: Slicing, numel: int) -> tuple[int, int]:
+    """Return [low, high) of `numel` elements: this rank's part if the ranks that share the host's copy divide them."""
+    beside = group.sharers(slicing)
+    place = beside.index(slicing.rank)
+    return numel * place // len(beside), numel * (place + 1) // len(beside)
 
 
 def itemsize_of(dtype: str) -> int:

@@ -117,6 +117,7 @@ class DistributedDataParallel(TorchDDP):
         offload: Any = None,
         compress: Any = None,
         _options: Options | None = None,
+        _building: Any = None,
         **options: Any,
     ) -> None:
         given = dict(locals())
@@ -140,7 +141,7 @@ class DistributedDataParallel(TorchDDP):
                     offload=offload,
                     compress=compress,
                 ),
-                also_known=[name for name in given if name not in ("self", "options", "module")],
+                also_known=[name for name in given if name not in ("self", "options", "module") and name[0] != "_"],
             )
         if not isinstance(module, torch.nn.Module):
             raise TypeError(f"DistributedDataParallel needs a torch.nn.Module, got {type(module).__name__}")
@@ -154,7 +155,9 @@ class DistributedDataParallel(TorchDDP):
                 ignored, keeps_places = engine.parameters_to_ignore, not engine.options.zero
                 apply_mixed_precision(module, mixed_precision, ignored, keeps_places=keeps_places)
 
-        self._engine = Engine(module, _options, forward_sync_buffers=forward_sync_buffers, prepare=prepare)
+        self._engine = Engine(
+            module, _options, forward_sync_buffers=forward_sync_buffers, prepare=prepare, building=_building
+        )
         self._set_attributes(_options)
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.batched_grad_copy = batched_grad_copy

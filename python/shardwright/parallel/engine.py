@@ -97,6 +97,7 @@ class Engine:
         *,
         forward_sync_buffers: bool | None = None,
         prepare: Callable[[Engine], None] | None = None,
+        building: Any = None,
     ) -> None:
         self.module = module
         self.options = dataclasses.replace(options, groups=by_name(module, options.groups))
@@ -120,7 +121,9 @@ class Engine:
             if prepare is not None:
                 prepare(self)
             self._build(
-                init_sync=options.init_sync, sync_buffers=forward_sync_buffers is not None or options.broadcast_buffers
+                init_sync=options.init_sync,
+                sync_buffers=forward_sync_buffers is not None or options.broadcast_buffers,
+                building=building,
             )
         except BaseException:
             if self.precision is not None:
@@ -265,7 +268,7 @@ class Engine:
         chosen = self.options.compress or (self.precision.compressor() if self.precision is not None else None)
         return chosen if isinstance(chosen, Compressor) else None
 
-    def _build(self, *, init_sync: bool, sync_buffers: bool) -> None:
+    def _build(self, *, init_sync: bool, sync_buffers: bool, building: Any = None) -> None:
         if self.is_around:
             self.process_group = self.inner[0].process_group
             self.note_buffers()
@@ -289,7 +292,8 @@ class Engine:
             "forward_sync_buffers": self.forward_sync_buffers,
             "precision": repr(self.precision),
         }
-        self._make(group, options, ignored.union(*(part.names for part in parts)), slicing, beside)
+        of_parts = ignored.union(*(part.names for part in parts))
+        self._make(group, options, of_parts, slicing, beside, building=building)
         try:
             named = {name for name, _ in (*module.named_parameters(remove_duplicate=False), *module.named_buffers())}
             for part in parts:
@@ -328,6 +332,7 @@ class Engine:
         slicing: Slicing,
         beside: dict[str, Any],
         gradient_factor: float = 1.0,
+        building: Any = None,
     ) -> None:
         replica = Replica(
             *(self.module, group, options, ignored, slicing, weakref.ref(self)),
@@ -336,6 +341,7 @@ class Engine:
             precision=self.precision,
             before=self.made[-1] if self.made else None,
             gradient_factor=gradient_factor,
+            building=building,
         )
         self.made.append(replica)
         self._drift.append(replica.access.watch(self.module, ignored, pinned=bool(options.zero)))

@@ -73,6 +73,7 @@ class Replica:
         precision: PrecisionPlan | None = None,
         before: Replica | None = None,
         gradient_factor: float = 1.0,
+        building: Any = None,
     ) -> None:
         self.serial = next(_serials)
         self.label = type(module).__name__
@@ -105,7 +106,7 @@ class Replica:
         together(self.model_ranks, begin, self.label, self._facts_over_mesh)
         if self.model_ranks is not None and settings["init_sync"]:
             self.model_ranks.check_replicated(self.table, group, self.label)
-        request = self._request
+        request = self._request._replace(building=building)
         self.backend: Backend = choose_backend(self.table)(group, request)
         #: None on the host
         self.link: DeviceLink | None = self.backend.link
@@ -413,6 +414,14 @@ class Replica:
         finally:
             self.broadcast_state(0, ())
 
+    @contextlib.contextmanager
+    def filling(self) -> Iterator[None]:
+        """Return a context in which each rank writes new values to the pieces() of the parameters. Collective."""
+        self.access.before_writes()
+        with self.access, self.access.writing(), self._storage.filling():
+            yield
+        self.access.count_writes(self.table.module_parameters)
+
     @property
     def releases_parameters(self) -> bool:
         """Return True if parameters are released while they are not in use."""
@@ -508,6 +517,12 @@ class Replica:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+    def forsake(self) -> None:
+        """Retire, and leave released parameters released: they have no values to keep."""
+        if self.releases_parameters:
+            self._storage.schedule.surrender(whole=False)
+        self.retire(together=True)
 
 
 def _taking_part(module: torch.nn.Module, ignored: frozenset[str]) -> list[torch.Tensor]:

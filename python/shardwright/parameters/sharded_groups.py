@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +30,7 @@ from ..layout.shard_runs import (
     memory_order,
     outcome_sets,
     populate,
+    share_of,
 )
 from ..layout.views import dense_strides, dtype_name
 from ..torch_compat.engine_storage import engine_tensor
@@ -132,11 +133,15 @@ class ReleasedParameters(Storage):
 
     def _write_slices(self) -> None:
         """Copy this rank's elements out of whole parameters."""
-        for index, piece in self._slices.items():
+        self.write_slices(self._slices)
+
+    def write_slices(self, indices: Iterable[int]) -> None:
+        """Copy this rank's elements of these whole parameters to its slices."""
+        for index in indices:
             low, high = self.own_run(index)
             if low < high:
                 data = self._table.parameters[index].data
-                piece.copy_(memory_order(data, data)[low:high])
+                self._slices[index].copy_(memory_order(data, data)[low:high])
 
     @contextlib.contextmanager
     def writable(self) -> Iterator[None]:
@@ -198,11 +203,16 @@ class UnitMemory(ReleasedParameters):
         if coded:
             size = -(-self._slice_bytes // (4 * _BLOCK)) * block_record_bytes(_BLOCK, _BITS)
             self._codes = group.comm.arena(max(size, _ALIGNMENT), f"records of the parameters of {label}")
-        group.broadcast(table.parameters, 0, f"parameters of {label}")
+        if request.building is None:
+            group.broadcast(table.parameters, 0, f"parameters of {label}")
         for parameter in table.parameters:
             make_dense(parameter)
         self._slices = {index: self._slice(index) for index in range(len(table.parameters))}
-        self._write_slices()
+        if request.building is None:
+            self._write_slices()
+        else:
+            request.building.fill(self, table, plans, group.comm)
+            self._derive()
         self._refreshed = [
             (i, p, self._owned(i)) for i, p in enumerate(table.parameters) if i not in self._released and p.numel()
         ]
@@ -297,12 +307,49 @@ class UnitMemory(ReleasedParameters):
         return [(low, high, self._slice(index, rank, narrow=narrow)) for rank, low, high in runs if low < high]
 
     def _write_slices(self) -> None:
-        """Copy this rank's elements out of whole parameters; the rank that has the host's one copy fills all of it."""
+        super()._write_slices()
+        self._derive()
+
+    def write_slices(self, indices: Iterable[int]) -> None:
+        """Copy this rank's elements of whole parameters; the rank that has the host's one copy fills all of it."""
         if not self.one_copy:
-            super()._write_slices()
+            super().write_slices(indices)
         elif self._group.rank == self._home:
-            for index, parameter in enumerate(self._table.parameters):
-                self.write_whole(index, memory_order(parameter.data, parameter.data))
+            for index in indices:
+                data = self._table.parameters[index].data
+                self.write_whole(index, memory_order(data, data))
+
+    def read_slices(self, indices: Iterable[int]) -> None:
+        """Copy these parameters from all ranks' slices to the memory where they are whole now."""
+        for index in indices:
+            data = self._table.parameters[index].data
+            flat = memory_order(data, data)
+            for low, high, piece in self._owned(index):
+                flat[low:high] = piece
+
+    def pieces(self, index: int) -> list[tuple[int, int, torch.Tensor]]:
+        if not self.one_copy:
+            return [(*self.own_run(index), self._slices[index])]
+        first, end = share_of(self._group, self._slicing, self.like(index).numel())
+        cut = [(max(low, first), min(high, end), low, piece) for low, high, piece in self._owned(index)]
+        return [(a, b, piece[a - low : b - low]) for a, b, low, piece in cut if a < b]
+
+    @contextlib.contextmanager
+    def filling(self) -> Iterator[None]:
+        comm, label = self._group.comm, f"loaded parameters of {self._label}"
+        self.schedule.release_all()
+        comm.barrier(label)  # no rank gathers the old values any longer
+        yield
+        comm.barrier(label)
+        self._derive()
+        with torch.no_grad():
+            self.read_slices(i for i in range(len(self._table.parameters)) if i not in self._released)
+        self.schedule.accept_writes()
+        comm.barrier(label)
+        self._gather_pinned_anew()
+
+    def _derive(self) -> None:
+        """Make casts and records of slices."""
         casts = self._casts
         if self.one_copy:  # the host's other ranks do not see this rank's writes yet
             mine = self._narrow if self._group.rank == self._home else ()

@@ -16,7 +16,7 @@ import torch
 
 from .._engine import Reducer
 from ..backend.base import Backend, Request
-from ..layout.shard_runs import Copies, Storage, itemsize_of, make_dense
+from ..layout.shard_runs import Copies, Storage, itemsize_of, make_dense, share_of
 from ..torch_compat.weak import weakly
 
 
@@ -202,6 +202,22 @@ class ParameterMemory(Storage):
                 self._cast(self._mine)
             else:
                 backend.broadcast(self._table.parameters, 0, label)
+
+    def pieces(self, index: int) -> list[tuple[int, int, torch.Tensor]]:
+        if not self.shared:
+            return super().pieces(index)
+        low, high = share_of(self._backend.group, self._slicing, self._flat[index].numel())
+        return [(low, high, self.flat(index)[low:high])]
+
+    @contextlib.contextmanager
+    def filling(self) -> Iterator[None]:
+        label = f"loaded parameters of {self._label}"
+        if self.shared:
+            self._backend.fence(label)  # no rank reads the old values any longer
+        yield
+        if self.shared:
+            self._backend.fence(label)
+            self._cast(self._mine)
 
     def _ranges_of(self, rank: int) -> Sequence[tuple[int, int]]:
         ranges = []

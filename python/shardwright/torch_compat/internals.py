@@ -26,6 +26,8 @@ __all__ = [
     "forward_hooks",
     "fsdp2_groups",
     "ignored_by_torchs_ddp",
+    "ignored_by_transformers",
+    "initialiser_above",
     "is_hsdp",
     "make_gloo",
     "no_torch_function",
@@ -34,6 +36,7 @@ __all__ = [
     "reset_of",
     "set_low_precision",
     "subclassed",
+    "swap_memory",
     "tree_leaves",
     "without_memory_of",
 ]
@@ -115,6 +118,35 @@ def reset_of(module: torch.nn.Module) -> Any:
     """Return the method that initialises a module's parameters, or None; MultiheadAttention's has another name."""
     found = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
     return found if callable(found) else None
+
+
+def initialiser_above(module: torch.nn.Module, name: str) -> Any:
+    """Return transformers' `_init_weights` of a submodule or of the nearest module around it that has it, or None."""
+    parts = name.split(".") if name else []
+    for count in range(len(parts), -1, -1):
+        found = getattr(module.get_submodule(".".join(parts[:count])), "_init_weights", None)
+        if callable(found):
+            return found
+    return None
+
+
+def swap_memory(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    """Swap two tensors' memory, devices, classes and attributes. Raise RuntimeError for hooks of `tensor` or weak
+    references to it.
+
+    torch's swap leaves the table of hooks, to which the new memory's node would not listen: it must not be there.
+    """
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if getattr(tensor, name):
+            raise RuntimeError("it has hooks")
+        if getattr(tensor, name) is not None:
+            setattr(tensor, name, None)
+    torch.utils.swap_tensors(tensor, other)
+
+
+def ignored_by_transformers(module: torch.nn.Module) -> tuple[str, ...]:
+    """Return the patterns of stored names that a transformers model ignores."""
+    return tuple(getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ())
 
 
 def ignored_by_torchs_ddp(module: torch.nn.Module) -> tuple[str, ...]:

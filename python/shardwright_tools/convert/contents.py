@@ -11,34 +11,14 @@ from typing import IO, Any
 
 import torch
 from shardwright._engine import CheckpointError
+from shardwright.formats.lazy import Lazy
 from shardwright.optim.master_weights import as_written
 from shardwright.options.name_map import NameMap
 
+__all__ = ["LOW", "MASTER", "Contents", "Lazy", "lazily", "leaves", "replaced"]
+
 LOW = (torch.bfloat16, torch.float16)
 MASTER = "master"
-
-
-@dataclasses.dataclass(frozen=True)
-class Lazy:
-    """A tensor that is read only when a writer needs it."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    read: Callable[[], torch.Tensor]  # a row-major CPU tensor, which the caller must not write to
-    file: str = ""  # the source file, a hint for the files to write
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> Lazy:
-        return cls(tensor.dtype, tuple(tensor.shape), lambda: tensor.detach().cpu().contiguous())
-
-    def to(self, dtype: torch.dtype) -> Lazy:
-        if dtype == self.dtype:
-            return self
-        return dataclasses.replace(self, dtype=dtype, read=lambda: self.read().to(dtype))
-
-    @property
-    def nbytes(self) -> int:
-        return self.dtype.itemsize * math.prod(self.shape)
 
 
 @dataclasses.dataclass
@@ -98,7 +78,9 @@ class Contents:
             return weight.to(torch.float32)
         if weight.dtype not in LOW or weight.shape != master.shape:
             return dataclasses.replace(master, file=weight.file)
-        return dataclasses.replace(master, file=weight.file, read=lambda: as_written(master.read(), weight.read()))
+        return dataclasses.replace(
+            master, file=weight.file, part=None, read=lambda: as_written(master.read(), weight.read())
+        )
 
     def with_extra(self, body: dict[str, Any]) -> dict[str, Any]:
         """Return `body`, a writer's model, optimizer and step, merged with `extra`, which must not replace them."""

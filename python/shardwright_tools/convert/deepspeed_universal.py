@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from shardwright._engine import CheckpointError
+from shardwright.formats.unpickle import load_torch_file
 
 from .contents import MASTER, Contents, Lazy, durable_file, lazily, replaced
 from .deepspeed_zero import MODEL, groups_of, model_of, take_weight
 from .folders import Progress
-from .unpickle import load_torch_file
 
 _FP32, _PARAM, _STEP = "fp32", "param", "step"
 #: allowed names of parameters and of their state, which become names of folders and files

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from shardwright._engine import CheckpointError
+from shardwright.formats.unpickle import Placeholder, load_torch_file, without_placeholders
 
 from .contents import MASTER, Contents, Lazy, lazily
-from .unpickle import Placeholder, load_torch_file, without_placeholders
 
 MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt\Z")
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt\Z")

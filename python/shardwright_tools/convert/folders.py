@@ -55,13 +55,16 @@ def read_folder(path: str) -> Contents:
 def _lazy(folder: CheckpointFolder, stored: Stored) -> Lazy:
     shape = stored.shape if stored.complex_dtype is None else stored.shape[:-1]
 
+    def part(first: int, nbytes: int, address: int) -> None:
+        folder.load([(stored.path, stored.begin + first, nbytes, address, 0)])
+
     def read() -> torch.Tensor:
         memory = stored.empty()
         if stored.nbytes:
-            folder.load([(stored.path, stored.begin, stored.nbytes, memory.data_ptr(), 0)])
+            part(0, stored.nbytes, memory.data_ptr())
         return memory
 
-    return Lazy(stored.torch_dtype, tuple(shape), read, stored.path)
+    return Lazy(stored.torch_dtype, tuple(shape), read, stored.path, part)
 
 
 def _tree(folder: CheckpointFolder, path: str) -> Any:

@@ -15,10 +15,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from shardwright.formats.dcp import METADATA, Stored, read_values
+from shardwright.formats.unpickle import Placeholder, load_torch_file, without_placeholders
 
 from .contents import MASTER, Contents, Lazy
-from .dcp_format import METADATA, Stored, read_values
-from .unpickle import Placeholder, load_torch_file, without_placeholders
 
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.")

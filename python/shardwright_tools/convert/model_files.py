@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import json
 import mmap
 import os
 import tempfile
@@ -11,48 +9,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from shardwright._engine import CheckpointError, CheckpointFolder
+from shardwright._engine import CheckpointError
 from shardwright.checkpoint.files import MAX_FILE_BYTES
 from shardwright.checkpoint.state.content import MODEL_METADATA, Group, model_index
-from shardwright.checkpoint.state.names import TORCH_DTYPES
+from shardwright.formats.model_files import MODEL_KEYS, model_files, read_safetensors
+from shardwright.formats.unpickle import load_torch_file
 
 from .contents import Contents, Lazy, durable_file, leaves, replaced
 from .folders import Progress, copy_beside, plan_of, take_beside, write_all
-from .unpickle import load_torch_file
 
-#: names of index files, in order of preference
-_INDEXES = (
-    "model.safetensors.index.json",
-    "pytorch_model.bin.index.json",
-    "diffusion_pytorch_model.safetensors.index.json",
-)
-_SINGLE = ("model.safetensors", "adapter_model.safetensors", "diffusion_pytorch_model.safetensors", "pytorch_model.bin")
-#: keys under which programs store a model in a file of torch.save
-_MODEL_KEYS = ("state_dict", "model_state_dict", "model", "module")
 _ALIGNMENT = 64
-
-
-def model_files(path: str) -> list[str]:
-    """Return the files of a model at `path`, a file or a folder; [] if there are none."""
-    if os.path.isfile(path):
-        return [path] if path.endswith((".safetensors", ".bin", ".pt", ".pth", ".ckpt")) else []
-    for name in _INDEXES:
-        index = os.path.join(path, name)
-        if os.path.isfile(index):
-            return [os.path.join(path, each) for each in _of_index(index)]
-    return next(([os.path.join(path, n)] for n in _SINGLE if os.path.isfile(os.path.join(path, n))), [])
-
-
-def _of_index(path: str) -> list[str]:
-    with open(path, encoding="utf-8") as file:
-        try:
-            names = sorted({*json.load(file)["weight_map"].values()})
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"'{path}' is not an index of model files: {error}") from None
-    for name in names:
-        if os.path.basename(str(name)) != name or not os.path.isfile(os.path.join(os.path.dirname(path), name)):
-            raise CheckpointError(f"'{path}' names the file {name!r}, which is not in its folder")
-    return names
 
 
 def read_model(path: str) -> Contents:
@@ -71,35 +37,10 @@ def read_model(path: str) -> Contents:
     return contents
 
 
-def read_safetensors(path: str) -> dict[str, Lazy]:
-    with open(path, "rb") as file:
-        metadata, entries = CheckpointFolder.header(file.fileno(), path)
-    if "DCP_SHARDING_INFO" in metadata:
-        raise CheckpointError(f"'{path}' is one of torch's sharded safetensors: consolidate them with torch first")
-    odd = next(((name, dtype) for name, dtype, *_ in entries if dtype not in TORCH_DTYPES), None)
-    if odd is not None:
-        raise CheckpointError(f"'{path}': tensor '{odd[0]}' has the dtype {odd[1]}, which this program does not know")
-    return {name: _at(path, TORCH_DTYPES[dtype], shape, begin) for name, dtype, shape, begin, _ in entries}
-
-
-def _at(path: str, dtype: torch.dtype, shape: tuple[int, ...], at: int) -> Lazy:
-    def read() -> torch.Tensor:
-        tensor = torch.empty(shape, dtype=dtype, device="cpu")
-        if tensor.nbytes:
-            with open(path, "rb") as file:
-                file.seek(at)
-                memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-                if file.readinto(memory) != tensor.nbytes:
-                    raise CheckpointError(f"'{path}' became shorter while it was read")
-        return tensor
-
-    return Lazy(dtype, shape, read, os.path.basename(path))
-
-
 def _of_torch_file(path: str, contents: Contents, places: dict[Any, str]) -> dict[str, Lazy]:
     """Return the tensors of a state dict. Takes tensors that share memory once."""
     body = load_torch_file(path)
-    key = next((k for k in _MODEL_KEYS if isinstance(body, dict) and isinstance(body.get(k), Mapping)), None)
+    key = next((k for k in MODEL_KEYS if isinstance(body, dict) and isinstance(body.get(k), Mapping)), None)
     state = body if key is None else body[key]
     if not isinstance(state, Mapping):
         raise CheckpointError(f"'{path}' holds a {type(body).__name__}, not a state dict")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..._engine import CheckpointError, CheckpointFolder
+from ...formats.lazy import has_numpy
 from ...layout.memory import has_memory
 from ...optim.sharded import ShardedOptimizer
 from ...options.name_map import NameMap
@@ -167,7 +168,7 @@ class Fit:
     def _check_own(self, own: Any) -> dict[str, Any]:
         """Return this rank's own tree. Compare its buffers with the model's."""
         name = f"ranks/ of rank {self.rank}"
-        if isinstance(own, dict) and isinstance(own.get("random"), dict) and not tree.has_numpy():
+        if isinstance(own, dict) and isinstance(own.get("random"), dict) and not has_numpy():
             own = {**own, "random": {**own["random"], "numpy": None}}  # no generator takes that state here
         body = self._checked(name, own, _OWN_KEYS)
         stored = self.own_stored(self.rank, body)

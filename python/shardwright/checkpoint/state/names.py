@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch.nn.parallel import DataParallel
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ..._engine import CheckpointError
+from ...formats.lazy import DTYPES
 from ...layout.memory import address_of, has_memory, without_memory
 from ...torch_compat.dtensor import is_dtensor
 from ...torch_compat.internals import buffers_of_state
@@ -18,33 +19,6 @@ from ..slices import Sliced, check_placements
 
 #: children of wrappers that names in a checkpoint leave out
 _TRANSPARENT = ("_orig_mod", "_checkpoint_wrapped_module")
-
-_DTYPES = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.int16: "I16",
-    torch.int32: "I32",
-    torch.int64: "I64",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float32: "F32",
-    torch.float64: "F64",
-    torch.complex64: "F32",
-    torch.complex128: "F64",
-}
-for _torch_name, _name in (
-    ("uint16", "U16"),
-    ("uint32", "U32"),
-    ("uint64", "U64"),
-    ("float8_e4m3fn", "F8_E4M3"),
-    ("float8_e5m2", "F8_E5M2"),
-    ("float8_e8m0fnu", "F8_E8M0"),
-):
-    if hasattr(torch, _torch_name):
-        _DTYPES[getattr(torch, _torch_name)] = _name
-#: safetensors' name -> torch's dtype of real tensors
-TORCH_DTYPES: Mapping[str, torch.dtype] = {name: dtype for dtype, name in _DTYPES.items() if not dtype.is_complex}
 
 
 @dataclasses.dataclass
@@ -144,9 +118,9 @@ def check_savable(name: str, tensor: torch.Tensor) -> None:
 
 def dtype_name(name: str, dtype: torch.dtype) -> str:
     """Return safetensors' name of a dtype; for a complex dtype, that of its real view."""
-    if dtype not in _DTYPES:
+    if dtype not in DTYPES:
         raise CheckpointError(f"tensor '{name}' has dtype {dtype}, which safetensors cannot name")
-    return _DTYPES[dtype]
+    return DTYPES[dtype]
 
 
 def stored_shape(tensor: torch.Tensor | Sliced) -> list[int]:

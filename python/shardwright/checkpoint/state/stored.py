@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from ..._engine import CheckpointError, CheckpointFolder, prefer_huge_pages
-from .names import TORCH_DTYPES
+from ...formats.lazy import TORCH_DTYPES
 
 _OWN_MAPPING_BYTES = 32 << 20
 """size from which malloc always makes a separate mapping: new pages, shared with no other allocation"""

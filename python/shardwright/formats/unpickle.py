@@ -21,9 +21,10 @@ from collections.abc import Iterable
 from typing import IO, Any, ClassVar
 
 import torch
-from shardwright._engine import CheckpointError
-from shardwright.checkpoint.tree import has_numpy
-from shardwright.torch_compat.archives import records_of
+
+from .._engine import CheckpointError
+from ..torch_compat.archives import records_of
+from .lazy import has_numpy
 
 
 class Placeholder:

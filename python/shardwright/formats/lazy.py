@@ -1,0 +1,87 @@
+"""Lazy: a stored tensor by dtype and shape, with functions that read it; and safetensors' names of dtypes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+import torch
+
+__all__ = ["DTYPES", "TORCH_DTYPES", "Lazy", "has_numpy"]
+
+#: torch's dtype -> safetensors' name; complex numbers are stored as pairs
+DTYPES = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.int16: "I16",
+    torch.int32: "I32",
+    torch.int64: "I64",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.float64: "F64",
+    torch.complex64: "F32",
+    torch.complex128: "F64",
+}
+for _torch_name, _name in (
+    ("uint16", "U16"),
+    ("uint32", "U32"),
+    ("uint64", "U64"),
+    ("float8_e4m3fn", "F8_E4M3"),
+    ("float8_e5m2", "F8_E5M2"),
+    ("float8_e8m0fnu", "F8_E8M0"),
+):
+    if hasattr(torch, _torch_name):
+        DTYPES[getattr(torch, _torch_name)] = _name
+#: safetensors' name -> torch's dtype of real tensors
+TORCH_DTYPES: Mapping[str, torch.dtype] = {name: dtype for dtype, name in DTYPES.items() if not dtype.is_complex}
+
+
+@dataclasses.dataclass(frozen=True)
+class Lazy:
+    """A tensor that is read only when a writer needs it.
+
+    Attributes
+    ----------
+    read : callable
+        Returns a row-major CPU tensor of `dtype` and `shape`. The caller must not write to it.
+    file : str
+        The source file of the tensor, a hint for the files to write; "" for no hint.
+    part : callable, optional
+        Reads part of it: (first byte, bytes, address) writes that range of its row-major bytes to the address. None: the
+        format has no ranges.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    read: Callable[[], torch.Tensor]
+    file: str = ""
+    part: Callable[[int, int, int], None] | None = None
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Lazy:
+        return cls(tensor.dtype, tuple(tensor.shape), lambda: tensor.detach().cpu().contiguous())
+
+    def to(self, dtype: torch.dtype) -> Lazy:
+        return (
+            self
+            if dtype == self.dtype
+            else dataclasses.replace(self, dtype=dtype, part=None, read=lambda: self.read().to(dtype))
+        )
+
+    @property
+    def nbytes(self) -> int:
+        count = self.dtype.itemsize
+        for length in self.shape:
+            count *= length
+        return count
+
+
+def has_numpy() -> bool:
+    """Return True if numpy is loaded or can be imported; the package itself never needs it."""
+    try:
+        import numpy
+    except ImportError:
+        return False
+    return numpy is not None

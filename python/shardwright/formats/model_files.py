@@ -1,0 +1,85 @@
+"""The files of a model and the tensors of a safetensors file, which are read in ranges of bytes."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+
+import torch
+
+from .._engine import CheckpointError, CheckpointFolder
+from .lazy import TORCH_DTYPES, Lazy
+
+__all__ = ["MODEL_KEYS", "model_files", "read_safetensors"]
+
+#: names of index files, in order of preference
+_INDEXES = (
+    "model.safetensors.index.json",
+    "pytorch_model.bin.index.json",
+    "diffusion_pytorch_model.safetensors.index.json",
+)
+_SINGLE = ("model.safetensors", "adapter_model.safetensors", "diffusion_pytorch_model.safetensors", "pytorch_model.bin")
+#: keys under which programs store a model in a file of torch.save
+MODEL_KEYS = ("state_dict", "model_state_dict", "model", "module")
+
+
+def model_files(path: str) -> list[str]:
+    """Return the files of a model at `path`, a file or a folder; [] if there are none."""
+    if os.path.isfile(path):
+        return [path] if path.endswith((".safetensors", ".bin", ".pt", ".pth", ".ckpt")) else []
+    for name in _INDEXES:
+        index = os.path.join(path, name)
+        if os.path.isfile(index):
+            return [os.path.join(path, each) for each in _of_index(index)]
+    return next(([os.path.join(path, n)] for n in _SINGLE if os.path.isfile(os.path.join(path, n))), [])
+
+
+def _of_index(path: str) -> list[str]:
+    with open(path, encoding="utf-8") as file:
+        try:
+            names = sorted({*json.load(file)["weight_map"].values()})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"'{path}' is not an index of model files: {error}") from None
+    for name in names:
+        if os.path.basename(str(name)) != name or not os.path.isfile(os.path.join(os.path.dirname(path), name)):
+            raise CheckpointError(f"'{path}' names the file {name!r}, which is not in its folder")
+    return names
+
+
+def read_safetensors(path: str, folder: CheckpointFolder | None = None) -> dict[str, Lazy]:
+    """Return the tensors of a safetensors file; of a file of our own `folder`, whose blocks are checked as they are read."""
+    with open(path, "rb") as file:
+        metadata, entries = CheckpointFolder.header(file.fileno(), path)
+    if "DCP_SHARDING_INFO" in metadata:
+        raise CheckpointError(
+            f"'{path}' is one of torch's sharded safetensors files: consolidate them with torch first"
+        )
+    odd = next(((name, dtype) for name, dtype, *_ in entries if dtype not in TORCH_DTYPES), None)
+    if odd is not None:
+        raise CheckpointError(f"'{path}': tensor '{odd[0]}' has the dtype {odd[1]}, which this program does not know")
+    return {name: _at(path, TORCH_DTYPES[dtype], shape, begin, folder) for name, dtype, shape, begin, _ in entries}
+
+
+def _at(path: str, dtype: torch.dtype, shape: tuple[int, ...], at: int, folder: CheckpointFolder | None) -> Lazy:
+    """Return the tensor at byte offset `at` of a file."""
+
+    def part(first: int, nbytes: int, address: int) -> None:
+        if folder is not None:
+            folder.load([(os.path.basename(path), at + first, nbytes, address, 0)])
+            return
+        with open(path, "rb", buffering=0) as file:
+            memory, done = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B"), 0
+            while done < nbytes:
+                count = os.preadv(file.fileno(), [memory[done:]], at + first + done)
+                if not count:
+                    raise CheckpointError(f"'{path}' became shorter while it was read")
+                done += count
+
+    def read() -> torch.Tensor:
+        tensor = torch.empty(shape, dtype=dtype, device="cpu")
+        if tensor.nbytes:
+            part(0, tensor.nbytes, tensor.data_ptr())
+        return tensor
+
+    return Lazy(dtype, shape, read, os.path.basename(path), part)

@@ -1,0 +1,285 @@
+"""Building: a module of the meta device gets memory and values as it is wrapped, where no rank holds the whole of it.
+
+A parameter gets a range of addresses whose pages exist once they are written. The initialisation runs in the order of
+sw.materialize, from rank 0's random stream, on every rank. At private zero=3 two units are whole at a time. The
+operations of the initialisation are watched. One that touches a third unit first writes another to the ranks' slices
+and gives its pages back (docs/design/large_models.md).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import mmap
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from .._engine import Error, HostComm, sample_crc32c
+from ..comm.agreement import gather_answers
+from ..layout.memory import bytes_of
+from ..layout.param_groups import UnitPlan
+from ..layout.param_table import ParameterTable
+from ..options.options import Options
+from ..options.precision import LOW_DTYPES
+from ..torch_compat.dtensor import is_dtensor
+from ..torch_compat.internals import TorchDispatchMode, swap_memory, tree_leaves
+from .materialize import initialisers, run_initialiser, waiting_modules, with_memory
+
+__all__ = ["Building", "check_buildable"]
+
+#: a parameter below it gets ordinary memory: a range of addresses has whole pages
+_PAGE_BYTES = 4096
+_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
+#: samples of a parameter that ranks compare
+_SAMPLES = 64
+_WHOLE_AT_ONCE = 2
+
+
+def check_buildable(
+    module: torch.nn.Module, optimizer: torch.optim.Optimizer | None, options: Options, what: str, *, in_units: bool
+) -> None:
+    """Raise Error for a module of which not all parameters are on the meta device, or that cannot be built otherwise."""
+    unmanaged = {id(each) if isinstance(each, torch.Tensor) else each for each in options.ignored_params}
+    named = [(n, p) for n, p in module.named_parameters() if id(p) not in unmanaged and n not in unmanaged]
+    meta = next((name for name, p in named if p.is_meta), None)
+    real = next((name for name, p in named if not p.is_meta), None)
+    if real is not None and (meta is not None or what == "init="):
+        mixed = f"parameter {real!r} has memory" + ("" if meta is None else f" and {meta!r} is on the meta device")
+        raise Error(f"wrap: {mixed}: {what} needs all parameters on the meta device")
+    if next((True for _, p in named if is_dtensor(p)), False):
+        raise NotImplementedError(f"wrap: {what} is not supported for DTensors: materialize them before wrapping")
+    low = next((n for n, p in named if p.is_meta and p.dtype in LOW_DTYPES), None)
+    if in_units and options.precision is not None and low is not None:
+        raise NotImplementedError(
+            f"wrap: {what} with precision= needs float32 parameters at zero=3 without sharing, and {low!r} is not: build the module in float32"
+        )
+    state = {} if optimizer is None else getattr(optimizer, "state", {})
+    held = next((name for name, p in named if p.is_meta and state.get(p)), None)
+    if held is not None:
+        raise Error(
+            f"optimizer: it holds state of parameter {held!r}, which is on the meta device and has no values yet"
+        )
+
+
+class Building:
+    """The tensors of a module that got memory, and the calls that give them values.
+
+    `init`: see materialize. `loads`: values come from elsewhere, and only modules with meta buffers are initialised.
+    `in_units`: parameters get ranges of addresses, and fill() runs the calls; else, and without meta parameters,
+    initialise() does.
+    """
+
+    def __init__(self, module: torch.nn.Module, init: Any, *, loads: bool, in_units: bool) -> None:
+        self._module, self.in_units = module, in_units and any(p.is_meta for p in module.parameters())
+        self._calls = initialisers(module, init, "wrap", unstored=loads)
+        self._given: list[tuple[torch.Tensor, torch.Tensor]] = []
+        #: the ranges of addresses, by address
+        self._ranges: dict[int, mmap.mmap] = {}
+        self._names = {id(p): name for name, p in module.named_parameters(remove_duplicate=False)}
+        self._stream: torch.Tensor = torch.get_rng_state()
+
+    def begin(self, comm: HostComm, label: str) -> None:
+        """Give all meta tensors memory, and take rank 0's random stream. Collective."""
+
+        def give() -> bytes:
+            for each in waiting_modules(self._module):
+                for tensor in (*each._parameters.values(), *each._buffers.values()):
+                    if tensor is not None and tensor.is_meta and not torch.nn.parameter.is_lazy(tensor):
+                        self._give(tensor)
+            return bytes_of(self._stream)
+
+        said = gather_answers(comm, give, f"memory of {label}", refusals=(Exception,), retell=_retold)
+        self._stream = torch.frombuffer(bytearray(said[0]), dtype=torch.uint8)
+
+    def _give(self, tensor: torch.Tensor) -> None:
+        memory = with_memory(tensor, self._allocate)
+        try:
+            swap_memory(tensor, memory)
+        except RuntimeError as error:
+            raise Error(f"{self._names.get(id(tensor), 'a buffer')!r} cannot get memory in place: {error}") from None
+        self._given.append((tensor, memory))
+
+    def _allocate(self, numel: int, *, dtype: torch.dtype, device: str) -> torch.Tensor:
+        if not self.in_units or not dtype.is_floating_point or numel * dtype.itemsize < _PAGE_BYTES:
+            return torch.zeros(numel, dtype=dtype, device=device)
+        memory = mmap.mmap(-1, numel * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
+        made = torch.frombuffer(memory, dtype=dtype, count=numel)
+        self._ranges[made.data_ptr()] = memory
+        return made
+
+    def undo(self) -> None:
+        """Put all tensors back on the meta device."""
+        for tensor, memory in self._given:
+            swap_memory(tensor, memory)
+        self._given.clear()
+
+    def keep(self) -> None:
+        """Forget what undo() needs."""
+        self._given.clear()
+        self._calls.clear()
+
+    @contextlib.contextmanager
+    def _on_the_stream(self) -> Iterator[None]:
+        """Run on rank 0's random stream. A rank whose own stream was another one has it back afterwards."""
+        own = torch.get_rng_state()
+        torch.set_rng_state(self._stream)
+        try:
+            yield
+        finally:
+            if not torch.equal(own, self._stream):
+                torch.set_rng_state(own)
+
+    def initialise(self, comm: HostComm, label: str) -> None:
+        """Run the calls on whole tensors. Collective."""
+
+        def run() -> bytes:
+            with self._on_the_stream():
+                for module, call in self._calls:
+                    run_initialiser(module, call)
+            return b""
+
+        gather_answers(comm, run, f"initial values of {label}", refusals=(Exception,), retell=_retold)
+
+    def fill(self, store: Any, table: ParameterTable, plans: Sequence[UnitPlan], comm: HostComm) -> None:
+        """Run the calls, and write the values of all units to the ranks' slices. Collective."""
+        uses = [{id(p) for p in module._parameters.values()} for module, _ in self._calls]
+        units = _Units(store, table, plans, comm, uses, self._ranges)
+
+        def run() -> bytes:
+            with self._on_the_stream(), units:
+                for units.now, (module, call) in enumerate(self._calls):
+                    units.touch([each for each in module._parameters.values() if each is not None])
+                    run_initialiser(module, call)
+            replaced = next((n for n, p in self._module.named_parameters() if self._names.get(id(p)) is None), None)
+            if replaced is not None:
+                raise Error(f"wrap: init= replaced parameter {replaced!r}: write its values in place")
+            units.put_all()
+            return units.digest()
+
+        units.agree(run)
+        self._ranges.clear()
+
+
+class _Units(TorchDispatchMode):
+    """The units of a module that is initialised, at most two of them whole. As a mode it watches torch's operations."""
+
+    def __init__(
+        self,
+        store: Any,
+        table: ParameterTable,
+        plans: Sequence[UnitPlan],
+        comm: HostComm,
+        uses: Sequence[set[int]],
+        ranges: dict[int, mmap.mmap],
+    ) -> None:
+        super().__init__()
+        self._store, self._table, self._comm, self._ranges = store, table, comm, ranges
+        self._names = [each.name or "the outermost" for each in plans]
+        self._members = [each.indices for each in plans]
+        self._unit_of = {_place(table.parameters[i]): number for number, each in enumerate(plans) for i in each.indices}
+        self._unit_of.pop(0, None)  # no elements
+        own = [{id(table.parameters[i]) for i in each.indices} for each in plans]
+        self._used_at = [[at for at, each in enumerate(uses) if each & mine] for mine in own]
+        self._homes = [parameter.data for parameter in table.parameters]
+        self._whole: list[int] = []
+        self._written: set[int] = set()
+        self._said: list[list[str]] = []  # unit, digest of its samples
+        self._is_over = False
+        #: the number of the call that runs
+        self.now = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.touch([each for each in tree_leaves((args, kwargs or {})) if isinstance(each, torch.Tensor)])
+        return func(*args, **(kwargs or {}))
+
+    def touch(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Make the units of tensors whole before an operation that uses all of them."""
+        strided = [each for each in tensors if each.layout is torch.strided and not each.is_meta]
+        needed = {number: None for each in strided if (number := self._unit_of.get(_place(each))) is not None}
+        for number in needed:
+            if number in self._whole:
+                continue
+            others = [each for each in self._whole if each not in needed]
+            if len(self._whole) >= _WHOLE_AT_ONCE and others:
+                self._put(max(others, key=self._next_use))
+            self._whole.append(number)
+            if number in self._written:
+                self.agree(self.digest)  # all ranks have written their slices
+                self._store.read_slices(self._members[number])
+                self.agree(self.digest)  # all have read them, and may write them again
+
+    def _next_use(self, number: int) -> float:
+        return next((at for at in self._used_at[number] if at >= self.now), math.inf)
+
+    def _put(self, number: int) -> None:
+        """Write a unit to this rank's slices, and give its pages back."""
+        digest = hashlib.sha256()
+        members = self._members[number]
+        for index in members:
+            data = self._table.parameters[index].data
+            if data.nbytes:
+                sample = sample_crc32c(data.data_ptr(), data.nbytes, max(data.nbytes // _SAMPLES, 64))
+                digest.update(sample.to_bytes(4, "little"))
+        self._said.append([self._names[number], digest.hexdigest()[:16]])
+        self._store.write_slices(members)
+        for index in members:
+            home = self._homes[index]
+            self._table.parameters[index].data = home  # init may have replaced it
+            memory = self._ranges.get(home.data_ptr())
+            if memory is not None:
+                memory.madvise(mmap.MADV_DONTNEED)
+        self._whole.remove(number)
+        self._written.add(number)
+
+    def put_all(self) -> None:
+        """Write what is still whole. A unit that no call has touched keeps zeros."""
+        for number in list(self._whole):
+            self._put(number)
+
+    def digest(self) -> bytes:
+        return json.dumps(self._said).encode()
+
+    def agree(self, answer: Callable[[], bytes]) -> None:
+        """Raise on all ranks if answer() fails on one, or if ranks have written other values. Collective."""
+        failure, said = None, b""
+        try:
+            said = answer()
+        except Exception as error:
+            if self._is_over:  # an exchange inside raised it on all ranks
+                raise
+            failure = error
+
+        def say() -> bytes:
+            if failure is not None:
+                raise failure
+            return said
+
+        self._is_over = True
+        label = "initial values of units"
+        gather_answers(self._comm, say, label, refusals=(Exception,), retell=_retold, compare=_difference)
+        self._is_over = False
+
+
+def _place(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _retold(rank: int, sentence: str) -> Exception:
+    return Error(f"rank {rank} could not build the module: {sentence}")
+
+
+def _difference(answers: Sequence[bytes]) -> str:
+    tables = [json.loads(each) for each in answers]
+    rank = next(rank for rank, each in enumerate(tables) if each != tables[0])
+    at = next(
+        (i for i, (a, b) in enumerate(zip(tables[0], tables[rank])) if a != b), min(len(tables[0]), len(tables[rank]))
+    )
+    unit = next(table[at][0] for table in (tables[0], tables[rank]) if at < len(table))
+    return (
+        f"ranks disagree about the initial values of unit {unit!r}: rank {rank} wrote others than rank 0; init= must do the same "
+        "on all ranks, and draw from torch's default generator alone, which is rank 0's here"
+    )

@@ -1,0 +1,289 @@
+"""load_pretrained: a model's stored tensors into a wrapped module, each rank the elements that it keeps.
+
+Readers of all formats are the converters' (shardwright_tools.convert). They give names, shapes and dtypes without data;
+safetensors and our own folders also give ranges of bytes, so a rank reads its slices alone and holds nothing besides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ._engine import Error
+from .comm.agreement import gather_answers
+from .comm.waits import on_every_rank
+from .formats.lazy import Lazy
+from .layout.shard_runs import memory_order
+from .layout.views import dtype_name
+from .options.name_map import NameMap, Rename
+from .options.names import near, offers_names
+from .parallel.engine import needed_engine
+from .parallel.replica import Replica
+from .torch_compat.internals import buffers_of_state, ignored_by_transformers
+
+__all__ = ["UnmatchedNames", "load_pretrained"]
+
+#: a cast reads this much at a time
+_CHUNK_BYTES = 16 << 20
+_NAMED_MOST = 3
+
+
+class UnmatchedNames(NamedTuple):
+    """The names that only one side has, under torch's names."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+@offers_names
+@on_every_rank("sw.load_pretrained()")
+def load_pretrained(
+    module: torch.nn.Module,
+    place: Any,
+    *,
+    rename: Rename = None,
+    dtype: torch.dtype | None = None,
+    strict: bool = True,
+) -> UnmatchedNames:
+    """Load a model's weights into a wrapped module, at any stage and world size. Collective.
+
+    Parameters
+    ----------
+    module : Module
+        A wrapped module on the CPU, or below zero=3 on a GPU.
+    place : str, path, mapping of str to Tensor, or iterable of (str, Tensor)
+        A Hugging Face folder or a file of safetensors; a folder of sw.save; a folder of torch.distributed.checkpoint; a
+        file of torch.save; or pairs of name and whole tensor, which every rank passes alike and in the same order.
+    rename : mapping of str to str, or callable, optional
+        As for sw.load: regular expressions and replacements, or a function from a stored name to the module's.
+    dtype : torch.dtype, optional
+        Round floating-point values to it first, as from_pretrained(dtype=) does. Values are then cast to the dtype of
+        the module's tensor.
+    strict : bool
+        True if a name that only one side has is an error. A tied parameter needs one of its names; several must have
+        equal values.
+
+    Returns
+    -------
+    UnmatchedNames
+        (missing, unexpected): names that `place` lacks, whose tensors keep their values, and names that the module lacks.
+
+    Raises
+    ------
+    Error
+        For unmatched names, another shape, a dtype that cannot be cast, or a place that a rank cannot read; every rank
+        raises. Nothing has changed then, except for pairs, and for files that change or fail while they are read.
+    NotImplementedError
+        For DTensors, and for released parameters on a GPU.
+
+    Notes
+    -----
+    Cost: at zero=3 each rank reads the bytes of its slices, or its part of what a host shares; below that all bytes. A
+    cast needs 16 MiB; formats without ranges (torch.distributed.checkpoint) and parameters that are not row-major need
+    one whole tensor. Our own folders' blocks are checked as they are read; safetensors have no checksums.
+    """
+    engine = needed_engine("load_pretrained", module)
+    replicas, bare = list(engine.replicas), engine.module
+    comm, label = replicas[0].group.comm, f"weights of {type(bare).__name__}"
+    names, targets = NameMap(rename=rename, strict=strict), _Targets(bare, replicas)
+    stored: dict[str, Lazy] = {}
+    streams = not isinstance(place, (str, os.PathLike, Mapping))
+    found = UnmatchedNames([], [])
+
+    def match() -> bytes:
+        nonlocal stored, found
+        from .formats.places import stored_tensors  # imports torch.distributed.checkpoint
+
+        targets.check()
+        if streams:
+            return b""
+        stored = names.renamed(stored_tensors(place))
+        found = targets.match(stored, strict, "the mapping" if isinstance(place, Mapping) else f"{os.fspath(place)!r}")
+        rows = [[name, dtype_name(each.dtype), list(each.shape)] for name, each in stored.items()]
+        return hashlib.sha256(json.dumps([rows, repr(dtype)]).encode()).digest()
+
+    def fill() -> bytes:
+        nonlocal found
+        digest, loaded = hashlib.sha256(), dict[str, Lazy | None]()
+        for name, each in _pairs(place, names) if streams else stored.items():
+            digest.update(name.encode())
+            if streams:
+                loaded[name] = None
+                targets.check_fits(name, each)
+            targets.fill(name, each, dtype)
+        if streams:
+            found = targets.match(loaded, strict, "the iterable")
+        return digest.digest()
+
+    _agree(comm, match, label)
+    failure: Exception | None = None
+    said = b""
+    with contextlib.ExitStack() as stack:
+        for replica in replicas:
+            stack.enter_context(replica.filling())
+        try:
+            with torch.no_grad():
+                said = fill()
+        except Exception as error:  # the peers wait for this rank
+            failure = error
+
+    def outcome() -> bytes:
+        if failure is not None:
+            raise failure
+        return said
+
+    _agree(comm, outcome, label)
+    return found
+
+
+def _agree(comm: Any, answer: Any, label: str) -> None:
+    def failed(rank: int, sentence: str) -> Exception:
+        return Error(
+            sentence if sentence.startswith("load_pretrained") else f"load_pretrained: rank {rank}: {sentence}"
+        )
+
+    gather_answers(
+        *(comm, answer, label),
+        refusals=(Exception,),
+        retell=failed,
+        compare=lambda said: "load_pretrained: ranks found different tensors: name the same place on every rank",
+    )
+
+
+def _pairs(place: Iterable[tuple[str, torch.Tensor]], names: NameMap) -> Iterator[tuple[str, Lazy]]:
+    for name, tensor in place:
+        yield names.new(name), Lazy.of(tensor)
+
+
+class _Targets:
+    """The tensors of a module by their names, and where each rank keeps them."""
+
+    def __init__(self, bare: torch.nn.Module, replicas: Sequence[Replica]) -> None:
+        self._bare, self._replicas = bare, replicas
+        self._named: dict[str, torch.Tensor] = dict(bare.named_parameters(remove_duplicate=False))
+        for prefix, each in bare.named_modules(remove_duplicate=False):
+            self._named |= {f"{prefix}.{n}" if prefix else n: b for n, b in buffers_of_state(each).items()}
+        self._places = {id(p): (r, i) for r in replicas for i, p in enumerate(r.table.module_parameters)}
+        self._done: dict[int, str] = {}
+
+    def check(self) -> None:
+        """Raise NotImplementedError for a module whose slices cannot be filled."""
+        for each in self._replicas:
+            if each.model_ranks is not None:
+                raise NotImplementedError(
+                    "load_pretrained: DTensors are not supported: use sw.load, or load before wrapping"
+                )
+            if each.link is not None and each.zero == 3:
+                raise NotImplementedError("load_pretrained: zero=3 on a GPU is not supported: load before wrapping")
+
+    def match(self, stored: Mapping[str, Lazy | None], strict: bool, what: str) -> UnmatchedNames:
+        """Return the names on one side only, without stored ones that a transformers model ignores. Raise Error if `strict`."""
+        rules = ignored_by_transformers(self._bare)
+        seen, missing = {id(self._named[name]) for name in stored if name in self._named}, []
+        for name, tensor in self._named.items():
+            if id(tensor) not in seen:
+                missing.append(name)
+            seen.add(id(tensor))
+        unexpected = [name for name in stored if name not in self._named and not any(re.search(r, name) for r in rules)]
+        for name, each in stored.items():
+            if each is not None and name in self._named:
+                self.check_fits(name, each)
+        if strict and (missing or unexpected):
+            lacks = [f"{what} lacks {_some(missing, stored)}"] if missing else []
+            lacks += [f"the module lacks {_some(unexpected, self._named)}"] if unexpected else []
+            raise Error(f"load_pretrained: {'; '.join(lacks)}; rename= maps names, strict=False accepts this")
+        return UnmatchedNames(missing, unexpected)
+
+    def check_fits(self, name: str, each: Lazy) -> None:
+        """Raise Error for a stored tensor of another shape, or of a dtype that cannot be cast."""
+        target = self._named.get(name)
+        if target is None:
+            return
+        if tuple(each.shape) != tuple(target.shape):
+            raise Error(
+                f"load_pretrained: {name!r} has shape {tuple(each.shape)}, and the module's {tuple(target.shape)}"
+            )
+        if each.dtype != target.dtype and not (each.dtype.is_floating_point and target.dtype.is_floating_point):
+            raise Error(
+                f"load_pretrained: {name!r} is {dtype_name(each.dtype)}, which cannot be cast to the module's {dtype_name(target.dtype)}"
+            )
+
+    def fill(self, name: str, each: Lazy, dtype: torch.dtype | None) -> None:
+        """Write this rank's elements of a stored tensor. Raise Error if another name of it has stored other values."""
+        target = self._named.get(name)
+        if target is None:
+            return
+        rounds = dtype if each.dtype.is_floating_point else None
+        first = self._done.setdefault(id(target), name)
+        if first != name:
+            self._compare(first, name, each, rounds)
+            return
+        if id(target) not in self._places:  # a buffer, or an ignored parameter
+            whole = torch.empty(each.shape, dtype=each.dtype, device="cpu")
+            _read(each, 0, whole.view(-1), None)
+            target.copy_(whole if rounds is None else whole.to(rounds))
+            return
+        replica, index = self._places[id(target)]
+        storage = replica.parameters()
+        like, pieces = storage.like(index), storage.pieces(index)
+        if pieces and like.is_contiguous():
+            for low, high, piece in pieces:
+                if low < high:
+                    _read(each, low, piece, rounds)
+            return
+        whole = torch.empty(each.shape, dtype=like.dtype, device="cpu")
+        _read(each, 0, whole.view(-1), rounds)
+        for low, high, piece in pieces:
+            piece.copy_(memory_order(whole, like)[low:high])
+        if not pieces:  # strides that overlap or leave gaps
+            target.copy_(whole)
+
+    def _compare(self, first: str, name: str, each: Lazy, rounds: torch.dtype | None) -> None:
+        """Raise Error if this rank's row-major elements of a stored tensor are not those that `first` has given."""
+        replica, index = self._places.get(id(self._named[name]), (None, 0))
+        storage = None if replica is None else replica.parameters()
+        if storage is None or not storage.like(index).is_contiguous():
+            return
+        for low, high, piece in storage.pieces(index):
+            again = torch.empty_like(piece)
+            if low < high:
+                _read(each, low, again, rounds)
+            if low < high and not torch.equal(again.view(torch.uint8), piece.view(torch.uint8)):
+                raise Error(
+                    f"load_pretrained: {first!r} and {name!r} are one tensor of the module, with other values stored"
+                )
+
+
+def _read(each: Lazy, low: int, out: torch.Tensor, rounds: torch.dtype | None) -> None:
+    """Copy the elements of a stored tensor that begin at `low`, row-major, to `out`, rounded to `rounds` first."""
+    if each.part is None:
+        source = each.read().reshape(-1)[low : low + out.numel()]
+        out.copy_(source if rounds is None else source.to(rounds))
+        return
+    item = each.dtype.itemsize
+    in_place = (
+        each.dtype == out.dtype and rounds in (None, out.dtype) and out.is_contiguous() and out.device.type == "cpu"
+    )
+    for at in range(0, out.numel(), _CHUNK_BYTES // item):
+        target = out[at : at + _CHUNK_BYTES // item]
+        memory = target if in_place else torch.empty(target.numel(), dtype=each.dtype, device="cpu")
+        each.part((low + at) * item, memory.nbytes, memory.data_ptr())
+        if memory is not target:
+            target.copy_(memory if rounds is None else memory.to(rounds))
+
+
+def _some(names: Sequence[str], known: Iterable[str]) -> str:
+    shown = [f"{name!r}{_nearest(name, known)}" for name in names[:_NAMED_MOST]]
+    more = f" and {len(names) - _NAMED_MOST} more" if len(names) > _NAMED_MOST else ""
+    return ", ".join(shown) + more
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    return near(name, known).replace(": did", " (did").replace("?", "?)")

@@ -1,0 +1,298 @@
+"""Law: wrap(init=) of a module on the meta device has the bits of materialize() from rank 0's seed and then wrap, at every
+stage; no rank holds more than its slices and two units at private zero=3. An error leaves the module on the meta device.
+"""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from harness import gather, on_every_rank
+from oracle.fold import bits_equal
+from peer import PEER, batch, sw
+from test_checkpoint_bytes_do_not_depend_on_the_ranks import shared_folder
+from test_memory_is_held_to_the_plan import pss_bytes, settled
+from torch import nn
+
+pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
+
+PRIVATE = {"zero": 3, "share_parameters": False}
+STAGES = {"0": {"zero": 0}, "1": {"zero": 1}, "2": {"zero": 2}, "3": {"zero": 3}, "3, private": PRIVATE}
+every_stage = pytest.mark.parametrize("stage", STAGES)
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.scale = nn.Parameter(torch.ones(width))
+
+    def forward(self, x):
+        return x + self.scale * self.down(self.up(self.norm(x)).relu())
+
+
+class Model(nn.Module):
+    """A tied head, blocks, a buffer, and a parameter of its own, so that init() sees it last."""
+
+    def __init__(self, width=40, layers=3):
+        super().__init__()
+        self.first, self.norm = nn.Linear(7, width), nn.BatchNorm1d(width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.head, self.tied = nn.Linear(width, width), nn.Linear(width, width, bias=False)
+        self.tied.weight = self.head.weight
+        self.gain, self.none = nn.Parameter(torch.ones(width)), nn.Parameter(torch.empty(0))
+
+    def forward(self, x):
+        x = self.norm(self.first(x))
+        for block in self.blocks:
+            x = block(x)
+        return self.tied(self.head(x)) * self.gain
+
+
+def init(module):
+    """Initialise a module, and as a parent its children again: of all blocks, forwards, and one from another."""
+    if isinstance(module, Model):
+        nn.init.uniform_(module.gain)
+        assert module.none.numel() == 0
+        for block in module.blocks:
+            block.down.weight.data.mul_(0.5)
+            nn.init.normal_(block.up.weight)
+        module.blocks[0].up.weight.copy_(module.blocks[-1].up.weight)
+    elif isinstance(module, Block):
+        nn.init.normal_(module.scale)
+        module.down.weight.div_(3)
+    else:
+        module.reset_parameters()
+
+
+def on_meta(build=Model):
+    with torch.device("meta"):
+        return build()
+
+
+def assert_is(model, twin):
+    found = sw.full_state_dict(model)
+    assert found.keys() == twin.keys()
+    assert [name for name in twin if not bits_equal(found[name], twin[name])] == []
+
+
+def train(model, optimizer, rank, steps=3):
+    losses = []
+    for step in range(steps):
+        loss = model(batch(rank, 6, 7, step=step)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@every_stage
+@on_every_rank()
+def test_it_is_the_materialized_module(rank, world_size, stage):
+    options = STAGES[stage]
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.manual_seed(7)
+        twin = sw.materialize(on_meta().to(dtype), init=init)
+        after = torch.get_rng_state()
+        values = copy.deepcopy(twin.state_dict())
+        torch.manual_seed(7)
+        module = on_meta().to(dtype)
+        parameters = list(module.parameters())
+        optimizer = torch.optim.AdamW(parameters, lr=1e-2)  # made on the meta device
+        model, optimizer = sw.wrap(module, optimizer, init=init, **options)
+        assert torch.equal(torch.get_rng_state(), after)
+        assert [id(p) for p in parameters] == [id(p) for p in module.parameters()]
+        assert module.tied.weight is module.head.weight
+        assert_is(model, values)
+        other, plain = sw.wrap(twin, torch.optim.AdamW(twin.parameters(), lr=1e-2), **options)
+        if dtype is torch.float32:
+            losses = train(model, optimizer, rank)
+            assert losses == train(other, plain, rank) and losses[0] == losses[0]
+        gather(None)
+
+
+@every_stage
+@on_every_rank()
+def test_the_seed_is_rank_0s_and_others_keep_their_stream(rank, world_size, stage):
+    torch.manual_seed(0)
+    values = copy.deepcopy(sw.materialize(on_meta(), init=init).state_dict())
+    torch.manual_seed(rank)
+    before = torch.get_rng_state()
+    model, optimizer = sw.wrap(on_meta(), init=init, **STAGES[stage]), None
+    assert torch.equal(before, torch.get_rng_state()) is (rank > 0)
+    assert_is(model, values)
+    optimizer = (
+        sw.shard_optimizer(model, torch.optim.SGD(model.module.parameters(), lr=0.1)) if STAGES[stage]["zero"] else None
+    )
+    if optimizer is not None:  # made after
+        assert all(map(torch.isfinite, map(torch.tensor, train(model, optimizer, rank))))
+    gather(None)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"units": 0.001}, {"units": (Block, nn.Linear)}, {"precision": "bf16"}, {"gather": "int8"}]
+)
+@on_every_rank()
+def test_units_of_every_cut(rank, world_size, options):
+    torch.manual_seed(3)
+    values = copy.deepcopy(sw.materialize(on_meta(), init=init).state_dict())
+    torch.manual_seed(3)
+    assert_is(sw.wrap(on_meta(), init=init, **PRIVATE, **options), values)
+    torch.manual_seed(3)
+    values = copy.deepcopy(
+        sw.materialize(on_meta(lambda: nn.Sequential(*(nn.Linear(50, 50) for _ in range(4))))).state_dict()
+    )
+    torch.manual_seed(3)
+    model = sw.wrap(
+        on_meta(lambda: nn.Sequential(*(nn.Linear(50, 50) for _ in range(4)))), init=True, **PRIVATE, **options
+    )
+    assert_is(model, values)
+    gather(None)
+
+
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3000))
+
+    def forward(self, x):
+        return x
+
+
+@every_stage
+@on_every_rank()
+def test_an_error_is_one_on_all_ranks_and_the_next_wrap_works(rank, world_size, stage):
+    options = STAGES[stage]
+
+    def refused(match, *, build=lambda: nn.Sequential(nn.Linear(60, 60), nn.Linear(60, 60)), **given):
+        module = on_meta(build)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1) if given.pop("with_optimizer", False) else None
+        if given.pop("with_state", False):
+            optimizer.state[next(module.parameters())] = {"step": 1}
+        with pytest.raises((sw.Error, RuntimeError, TypeError, ValueError), match=match):
+            sw.wrap(module, optimizer, **options, **given)
+        return module
+
+    def torn(module):
+        module.reset_parameters()
+        if rank == world_size - 1:
+            raise RuntimeError("no values here")
+
+    module = refused("no values here", init=torn)
+    assert all(p.is_meta for p in module.parameters())
+    torch.manual_seed(1)
+    model = sw.wrap(module, init=True, **options)
+    assert all(bool(torch.isfinite(each).all()) for each in sw.full_state_dict(model).values())
+    refused(
+        "'1', a Own, has tensors on the meta device and no reset",
+        build=lambda: nn.Sequential(nn.Linear(3, 3), Own()),
+        init=True,
+    )
+    refused("init must be", init=7)
+    refused("holds state of parameter '0.weight'", init=True, with_optimizer=True, with_state=True)
+    watched = on_meta(lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(30, 30)))
+    reference = weakref.ref(watched[1].weight)
+    with pytest.raises(sw.Error, match="'1.weight' cannot get memory in place: .*weakref"):
+        sw.wrap(watched, init=True, **options)
+    assert all(p.is_meta for p in watched.parameters()) and reference() is watched[1].weight
+    del reference
+    watched[1].weight.register_post_accumulate_grad_hook(print)
+    with pytest.raises(sw.Error, match="'1.weight' cannot get memory in place: it has hooks"):
+        sw.wrap(watched, init=True, **options)
+    mixed = on_meta(lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
+    mixed[1].to_empty(device="cpu")
+    with pytest.raises(sw.Error, match=r"'1.weight' has memory and '0.weight' is on the meta"):
+        sw.wrap(mixed, init=True, **options)
+    assert mixed[0].weight.is_meta
+    with pytest.raises(sw.Error, match="needs all parameters on the meta device"):
+        sw.wrap(nn.Linear(3, 3), init=True, **options)
+    with pytest.raises(sw.Error, match=r"meta device.*init= or weights=.*sw\.materialize"):
+        sw.wrap(on_meta(), **options)
+    gather(None)
+
+
+@on_every_rank(at_least=2)
+def test_ranks_that_write_other_values_are_told(rank, world_size):
+    def unlike(module):
+        module.weight.fill_(rank)
+
+    module = on_meta(lambda: nn.Sequential(nn.Linear(60, 60), nn.Linear(60, 60)))
+    with pytest.raises(sw.Error, match="disagree about the initial values of unit '1': rank 1"):
+        sw.wrap(module, init=unlike, **PRIVATE)
+
+    def replaces(module):
+        module.weight = nn.Parameter(torch.zeros(60, 60))
+
+    with pytest.raises(sw.Error, match=r"init= replaced parameter '0.weight'"):
+        sw.wrap(on_meta(lambda: nn.Sequential(nn.Linear(60, 60), nn.Linear(60, 60))), init=replaces, **PRIVATE)
+    gather(None)
+
+
+WIDTH, LAYERS = 1024, 24  # 24 units of 16 MiB
+
+
+@pytest.mark.timeout(170)
+@on_every_rank(exactly=4, deadline_s=150)
+def test_a_rank_holds_its_slices_and_two_units(rank, world_size):
+    def build():
+        return nn.Sequential(
+            *(
+                nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH, bias=False), nn.Linear(2 * WIDTH, WIDTH, bias=False))
+                for _ in range(LAYERS)
+            )
+        )
+
+    module = on_meta(build)
+    unit = 4 * WIDTH * 2 * WIDTH * 2
+    sw.wrap(nn.Linear(4, 4), **PRIVATE)
+    gather(None)
+    before, peak = settled(), 0
+
+    def fills(each):
+        nonlocal peak
+        each.weight.uniform_(-1, 1)
+        peak = max(peak, pss_bytes())
+
+    model = sw.wrap(module, init=fills, **PRIVATE)
+    peak = max(peak, pss_bytes())
+    slices = LAYERS * unit // world_size
+    gc.collect()
+    found = gather((peak - before) >> 20)
+    assert max(found) <= (slices + 2 * unit + (64 << 20)) >> 20, found
+    assert sw.describe()["models"][-1]["parameter_bytes"] <= slices + 4096
+    print("peak PSS of ranks, MiB:", found, "slices and two units:", (slices + 2 * unit) >> 20)
+    del model
+    gather(None)
+
+
+@pytest.mark.parametrize("how", ["file", "tensor", "low"])
+@every_stage
+@on_every_rank()
+def test_optimizers_of_every_kind_take_parameters_of_the_meta_device(rank, world_size, stage, how):
+    options = {**STAGES[stage]}
+    if how == "tensor":
+        options["partition"] = "tensor"
+    if how == "file":
+        options["offload"] = f"nvme:{shared_folder(rank)}"
+    losses = []
+    for builds in (True, False):
+        torch.manual_seed(4)
+        module = on_meta(lambda: nn.Sequential(nn.Linear(7, 40), nn.Tanh(), nn.Linear(40, 40)))
+        module = module.to(torch.bfloat16) if how == "low" else module
+        how_built = {"init": True} if builds else {}
+        if not builds:
+            sw.materialize(module)
+        kind = sw.optim.AdamW if how == "file" else torch.optim.AdamW
+        model, optimizer = sw.wrap(module, kind(module.parameters(), lr=1e-2), **how_built, **options)
+        losses.append([])
+        for step in range(3):
+            x = batch(rank, 6, 7, step=step).to(module[0].weight.dtype)
+            loss = model(x).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(loss.item())
+    assert losses[0] == losses[1]
+    gather(None)

@@ -1,0 +1,387 @@
+"""Law: wrap(weights=) and load_pretrained() of a module on the meta device have the bits of load_state_dict() before wrap, from
+every kind of place, at every stage; each rank reads its slices alone. An error is one on all ranks, and nothing has changed.
+"""
+
+import contextlib
+import importlib.util
+import json
+import os
+import pathlib
+import threading
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from harness import gather, on_every_rank
+from oracle.fold import bits_equal
+from peer import PEER, batch, sw
+from test_a_module_is_built_in_slices import PRIVATE, STAGES, Model, assert_is, every_stage, init, on_meta, train
+from test_checkpoint_bytes_do_not_depend_on_the_ranks import shared_folder as folder_of_team
+from test_hosts_fold_in_two_steps import hosts_of, on_hosts
+from test_memory_is_held_to_the_plan import pss_bytes, settled
+from torch import nn
+
+pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
+HAS_TRANSFORMERS = importlib.util.find_spec("transformers") is not None
+NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64"}
+
+
+def write_safetensors(path, state):
+    """Write a file as the format's text has it."""
+    header, at = {"__metadata__": {"format": "pt"}}, 0
+    for name, each in state.items():
+        header[name] = {"dtype": NAMES[each.dtype], "shape": list(each.shape), "data_offsets": [at, at + each.nbytes]}
+        at += each.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for each in state.values():
+            file.write(bytes(each.contiguous().view(-1).view(torch.uint8).tolist()))
+
+
+def shared_folder(rank):
+    """Return a folder that rank 0 has made and all ranks see."""
+    return pathlib.Path(folder_of_team(rank))
+
+
+def plain_model():
+    """Return a model without buffers, which computes in any dtype."""
+    model = Model()
+    model.norm = nn.LayerNorm(40)
+    return model
+
+
+def values_of(plain=False):
+    torch.manual_seed(11)
+    twin = plain_model() if plain else Model()
+    with torch.no_grad():
+        for each in twin.parameters():
+            nn.init.normal_(each)
+    if not plain:
+        twin.norm.running_mean.normal_()
+        twin.norm.num_batches_tracked.fill_(5)
+    return twin
+
+
+def write_places(folder, state):
+    """Write the state in every form but ours; return the places."""
+    untied = {name: each for name, each in state.items() if name != "tied.weight"}
+    (folder / "one").mkdir()
+    write_safetensors(folder / "one" / "model.safetensors", untied)
+    (folder / "many").mkdir()
+    names = list(untied)
+    parts = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, own in parts.items():
+        write_safetensors(folder / "many" / file, {name: untied[name] for name in own})
+    index = {"weight_map": {name: file for file, own in parts.items() for name in own}}
+    (folder / "many" / "model.safetensors.index.json").write_text(json.dumps(index))
+    torch.save({"model": state}, folder / "saved.pt")
+    dcp.save({"model": untied}, checkpoint_id=str(folder / "dcp"), no_dist=True)
+
+
+@every_stage
+@on_every_rank()
+def test_every_place_has_the_same_bits(rank, world_size, stage):
+    folder, options = shared_folder(rank), STAGES[stage]
+    twin = values_of()
+    state = {name: each.clone() for name, each in twin.state_dict().items()}
+    if rank == 0:
+        write_places(folder, state)
+    other, plain = sw.wrap(twin, torch.optim.AdamW(twin.parameters(), lr=1e-2), **options)
+    sw.save(str(folder / "ours"), other)
+    gather(None)
+    wanted = train(other, plain, rank)
+    for place in ("one", "many", "saved.pt", "dcp", "ours", state, iter(state.items())):
+        module = on_meta()
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+        where = str(folder / place) if isinstance(place, str) else place
+        model, optimizer = sw.wrap(module, optimizer, weights=where, **options)
+        assert module.tied.weight is module.head.weight
+        assert_is(model, state)
+        assert train(model, optimizer, rank) == wanted, place
+    gather(None)
+
+
+@every_stage
+@on_every_rank()
+def test_a_wrapped_module_takes_renamed_and_cast_values(rank, world_size, stage):
+    folder, options = shared_folder(rank), STAGES[stage]
+    state = {name: each.clone() for name, each in values_of(plain=True).state_dict().items()}
+    low = {f"old.{name}": each.bfloat16() if each.is_floating_point() else each for name, each in state.items()}
+    wide = {name.removeprefix("old."): each.float() if each.is_floating_point() else each for name, each in low.items()}
+    if rank == 0:
+        write_safetensors(folder / "model.safetensors", low)
+        write_safetensors(folder / "wide.safetensors", state)
+    gather(None)
+    for precision in (None, "bf16"):
+        module = plain_model()
+        if precision is None:
+            module.first.weight.data = module.first.weight.data.t().contiguous().t()  # columns lie together
+        model, optimizer = sw.wrap(module, torch.optim.SGD(module.parameters(), lr=0.1), precision=precision, **options)
+        train(model, optimizer, rank, 1)
+        assert sw.load_pretrained(model, folder, rename={"^old\\.": ""}) == ([], [])
+        assert_is(model, wide)
+        losses = train(model, optimizer, rank, 2)
+        found = sw.load_pretrained(model, str(folder / "wide.safetensors"), dtype=torch.bfloat16)
+        assert found == ([], [])
+        assert_is(model, wide)
+        assert losses[0] == train(model, optimizer, rank, 1)[0]
+    module = plain_model().to(torch.bfloat16)
+    model, optimizer = sw.wrap(module, sw.optim.AdamW(module.parameters(), lr=1e-2), **options)
+    losses = train_low(model, optimizer, rank)
+    sw.load_pretrained(model, folder, rename={"^old\\.": ""})
+    assert_is(model, {name.removeprefix("old."): each for name, each in low.items()})
+    train_low(model, optimizer, rank)  # the masters have taken the new values
+    moved = sw.full_state_dict(model)["blocks.0.up.weight"]
+    assert 0 < (moved.float() - wide["blocks.0.up.weight"]).abs().max() < 0.1 and losses
+    gather(None)
+
+
+def train_low(model, optimizer, rank):
+    loss = model(batch(rank, 6, 7).to(torch.bfloat16)).float().square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return [loss.item()]
+
+
+@every_stage
+@on_every_rank()
+def test_an_error_is_one_on_all_ranks_and_the_module_stays_on_meta(rank, world_size, stage):
+    folder, options = shared_folder(rank), STAGES[stage]
+    state = {name: each.clone() for name, each in values_of().state_dict().items()}
+    if rank == 0:
+        bad = {
+            "lacks": {name: each for name, each in state.items() if name != "blocks.0.up.weight"},
+            "shape": {**state, "gain": state["gain"][:-1].clone()},
+            "cast": {**state, "gain": state["gain"].long()},
+            "more": {**state, "blocks.0.up.weigth": state["gain"]},
+            "good": state,
+        }
+        for name, each in bad.items():
+            write_safetensors(folder / f"{name}.safetensors", each)
+        data = (folder / "good.safetensors").read_bytes()
+        (folder / "torn.safetensors").write_bytes(data[:-5])
+    gather(None)
+    module = on_meta()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    cases = {
+        "lacks": "lacks 'blocks.0.up.weight' .did you mean",
+        "shape": r"'gain' has shape \(39,\), and the module's \(40,\)",
+        "cast": "'gain' is int64, which cannot be cast to the module's float32",
+        "more": r"the module lacks 'blocks.0.up.weigth' \(did you mean 'blocks.0.up.weight'",
+        "torn": "torn",
+        "none": "does not exist",
+    }
+    for name, match in cases.items():
+        with pytest.raises(sw.Error, match=match):
+            sw.wrap(module, optimizer, weights=str(folder / f"{name}.safetensors"), **options)
+        assert all(p.is_meta for p in (*module.parameters(), *module.buffers()))
+    with pytest.raises(sw.Error, match="does not exist|could not|cannot"):  # on one rank only
+        sw.wrap(
+            module,
+            optimizer,
+            weights=str(folder / ("none" if rank == world_size - 1 else "good.safetensors")),
+            **options,
+        )
+    with pytest.raises(sw.Error, match="'head.weight' and 'tied.weight' are one tensor of the module"):
+        sw.wrap(module, optimizer, weights={**state, "tied.weight": state["tied.weight"] + 1}, **options)
+    assert all(p.is_meta for p in (*module.parameters(), *module.buffers()))
+    pairs = list(state.items())
+    with pytest.raises((sw.Error, RuntimeError), match="shape|no more"):
+        sw.wrap(module, optimizer, weights=iter([*pairs[:3], ("gain", torch.zeros(3))]), **options)
+    assert all(p.is_meta for p in (*module.parameters(), *module.buffers()))
+    model, optimizer = sw.wrap(module, optimizer, weights=str(folder / "good.safetensors"), **options)
+    assert_is(model, state)
+    missing, unexpected = sw.load_pretrained(model, str(folder / "lacks.safetensors"), strict=False)
+    assert (missing, unexpected) == (["blocks.0.up.weight"], [])
+    assert_is(model, state)
+    losses = train(model, optimizer, rank)
+    assert losses[0] == losses[0] and losses[1] != losses[0]
+    gather(None)
+
+
+class Table(nn.Module):
+    """A buffer that no state dict holds, and one that it does."""
+
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(30, 30)
+        self.register_buffer("angles", torch.arange(30.0), persistent=False)
+        self.register_buffer("kept", torch.zeros(30))
+
+    def forward(self, x):
+        return self.line(x) + self.angles + self.kept
+
+
+@every_stage
+@on_every_rank()
+def test_buffers_that_are_not_stored_come_from_init(rank, world_size, stage):
+    options = STAGES[stage]
+    state = {name: each + 1 for name, each in Table().state_dict().items()}
+    state = {name: each.clone() for name, each in zip(state, gather(list(state.values()))[0])}
+    module = on_meta(Table)
+    with pytest.raises(sw.Error, match="'the module', a Table, has tensors on the meta device.*pass init="):
+        sw.wrap(module, weights=state, **options)
+    model = sw.wrap(module, weights=state, init=lambda each: each.angles.copy_(torch.arange(30.0)), **options)
+    assert_is(model, state)
+    assert module.angles.tolist() == list(range(30)) and module.kept.tolist() == [1.0] * 30
+    real = Table()
+    assert_is(sw.wrap(real, weights=state, **options), state)
+    half = Table()
+    half.angles = torch.empty(30, device="meta")
+    values = gather(half.state_dict())[0]
+    model = sw.wrap(half, weights=values, init=lambda each: each.angles.fill_(2), **options)
+    assert_is(model, values)
+    assert half.angles.tolist() == [2.0] * 30
+    gather(None)
+
+
+def transformers_models():
+    import transformers
+
+    llama = transformers.LlamaConfig(
+        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2
+    )
+    none = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    gpt2 = transformers.GPT2Config(vocab_size=61, n_positions=32, n_embd=32, n_layer=2, n_head=2, **none)
+    return {"llama": (transformers.LlamaForCausalLM, llama), "gpt2": (transformers.GPT2LMHeadModel, gpt2)}
+
+
+@pytest.mark.skipif(not HAS_TRANSFORMERS, reason="transformers is not installed")
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@every_stage
+@on_every_rank()
+def test_transformers_models_are_those_of_from_pretrained(rank, world_size, stage, name):
+    folder, options = shared_folder(rank), STAGES[stage]
+    kind, config = transformers_models()[name]
+    torch.manual_seed(5)
+    if rank == 0:
+        kind(config).save_pretrained(folder)
+    gather(None)
+    tokens = torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(rank))
+
+    def losses(module, **how):
+        model, optimizer = sw.wrap(module, torch.optim.AdamW(module.parameters(), lr=1e-2), **options, **how)
+        found = []
+        for _ in range(2):
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found, sw.full_state_dict(model)
+
+    wanted, state = losses(kind.from_pretrained(folder, dtype=torch.float32))
+    found, loaded = losses(on_meta(lambda: kind(config)), weights=folder)
+    assert found == wanted
+    assert [n for n in state if not bits_equal(state[n], loaded[n])] == []
+    torch.manual_seed(9)
+    wanted, state = losses(sw.materialize(on_meta(lambda: kind(config))))
+    torch.manual_seed(9)
+    found, made = losses(on_meta(lambda: kind(config)), init=True)
+    assert found == wanted and [n for n in state if not bits_equal(state[n], made[n])] == []
+    gather(None)
+
+
+@contextlib.contextmanager
+def peak_pss():
+    """Sample the PSS while the body runs."""
+    found, ended = [pss_bytes()], threading.Event()
+
+    def sample():
+        while not ended.wait(0.005):
+            found.append(pss_bytes())
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    try:
+        yield found
+    finally:
+        ended.set()
+        thread.join()
+
+
+WIDTH, LAYERS = 1024, 24  # 24 units of 16 MiB
+
+
+@pytest.mark.timeout(170)
+@on_every_rank(exactly=4, deadline_s=150)
+def test_a_rank_reads_its_slices_and_holds_no_more(rank, world_size):
+    def build():
+        return nn.Sequential(
+            *(
+                nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH, bias=False), nn.Linear(2 * WIDTH, WIDTH, bias=False))
+                for _ in range(LAYERS)
+            )
+        )
+
+    folder = shared_folder(rank)
+    module = on_meta(build)
+    if rank == 0:  # a sparse file: zeros, but for the last element of each tensor
+        header, at, ends = {}, 0, []
+        for name, each in module.named_parameters():
+            nbytes = each.numel() * 4
+            header[name] = {"dtype": "F32", "shape": list(each.shape), "data_offsets": [at, at + nbytes]}
+            at += nbytes
+            ends.append(at)
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        with open(folder / "model.safetensors", "wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            file.truncate(8 + len(text) + at)
+            for end in ends:
+                file.seek(8 + len(text) + end - 4)
+                file.write(b"\0\0\x80\x3f")
+    sw.wrap(nn.Linear(4, 4), **PRIVATE)
+    gather(None)
+    before = settled()
+    read_before = int(next(line for line in open("/proc/self/io") if line.startswith("rchar")).split()[1])
+    with peak_pss() as peak:
+        model = sw.wrap(module, weights=folder, **PRIVATE)
+    read = int(next(line for line in open("/proc/self/io") if line.startswith("rchar")).split()[1]) - read_before
+    held = max(peak) - before
+    slices = LAYERS * 16 // world_size
+    found = gather((held >> 20, read >> 20))
+    assert max(each[0] for each in found) <= slices + 2 * 16 + 64, found
+    assert max(each[1] for each in found) <= slices + 8, found
+    print("PSS and bytes read of ranks, MiB:", found)
+    with sw.full_parameters(model):
+        assert all(p.view(-1)[-1] == 1 and p.view(-1)[0] == 0 for p in module.parameters())
+    gather(None)
+    if rank == 0:
+        os.unlink(folder / "model.safetensors")
+
+
+@every_stage
+@pytest.mark.parametrize("shape", ["2+1", "crosswise"])
+@on_every_rank(at_least=3)
+def test_several_hosts_build_and_load_alike(rank, world_size, stage, shape):
+    state = {name: each.clone() for name, each in values_of().state_dict().items()}
+    torch.manual_seed(2)
+    made = {name: each.clone() for name, each in sw.materialize(on_meta(), init=init).state_dict().items()}
+    for precision in (None, "fp16"):
+        with on_hosts(hosts_of(shape, world_size)) as group:
+            options = {**STAGES[stage], "process_group": group, "precision": precision}
+            torch.manual_seed(2)
+            model = sw.wrap(on_meta(), init=init, **options)
+            assert_is(model, made)
+            assert sw.load_pretrained(model, state) == ([], [])
+            assert_is(model, state)
+            assert_is(sw.wrap(on_meta(), weights=state, **options), state)
+
+
+@every_stage
+@on_every_rank(exactly=4)
+def test_a_mesh_of_rows_builds_and_loads_alike(rank, world_size, stage):
+    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    state = {name: each.clone() for name, each in values_of().state_dict().items()}
+    torch.manual_seed(2)
+    made = {name: each.clone() for name, each in sw.materialize(on_meta(), init=init).state_dict().items()}
+    torch.manual_seed(2)
+    model = sw.wrap(on_meta(), init=init, device_mesh=mesh, **STAGES[stage])
+    assert_is(model, made)
+    assert sw.load_pretrained(model, state) == ([], [])
+    assert_is(model, state)
+    gather(None)
