@@ -62,16 +62,11 @@ def batches(global_batch: int, micro_batch: int | None = None, *, process_group:
     Parameters
     ----------
     global_batch : int
-        Samples in one step, at any world size.
+        Samples in one step, at any world size. ValueError if it leaves some rank an empty micro-batch.
     micro_batch : int, optional
         Largest number of samples in one backward. Default: this rank's part of a global batch.
     process_group : ProcessGroup, optional
         Default: the default group, else the ranks in the launcher's variables, else one rank.
-
-    Raises
-    ------
-    ValueError
-        Some rank would have an empty micro-batch.
     """
     group = resolve_group(process_group, None, trains=True)
     return cut(global_batch, micro_batch, torch.distributed.get_rank(group), group_size(group))
@@ -106,10 +101,8 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
 
     Notes
     -----
-    `position` counts the samples that all ranks have trained. step() advances it, not iteration, because DataLoader
-    workers read ahead. Pass the sampler to a Checkpointer as `user_state`, or in a list with the scheduler: its state
-    is
-    equal on all ranks. Memory: 8 bytes per sample of the data set.
+    step(), not iteration, advances `position`, the samples that all ranks have trained: DataLoader workers read ahead.
+    Pass the sampler to a Checkpointer as `user_state`: its state is equal on all ranks. Memory: 8 bytes per sample.
     """
 
     def __init__(self, size: int, batches: Batches, *, seed: int = 0, shuffle: bool = True) -> None:

@@ -469,18 +469,13 @@ def load_full_state_dict(
         Tensors by the bare module's names. All ranks load rank 0's; other ranks may pass None, except the first ranks
         of `groups`.
     strict : bool
-        True if a name that only one side has is an error.
+        A name that only one side has is an Error, alike on all ranks, as is another shape. As in torch, matching
+        tensors are loaded anyway.
 
     Returns
     -------
     UnmatchedNames
         Names that `state` lacks, and names that the module lacks.
-
-    Raises
-    ------
-    Error
-        For names on one side only, or another shape, alike on all ranks. As in torch, matching tensors are loaded
-        anyway.
 
     Notes
     -----

@@ -55,12 +55,8 @@ class CompressionHandler(DistributedDataParallelKwargs):
         accelerator = accelerate.Accelerator()
         accelerator.ddp_handler = CompressionHandler(compress=sw.PowerSGD(rank=4))     # before prepare()
 
-    Parameters
-    ----------
-    compress : Fp16, Bf16, Int8, Int4 or PowerSGD
-        With torch's wrapper, compressed gradients travel through its process group; see shardwright.hooks.
-    **fields
-        Fields of accelerate's DistributedDataParallelKwargs, the base class.
+    Its other fields are those of accelerate's DistributedDataParallelKwargs, the base class. With torch's wrapper,
+    compressed gradients travel through its process group; see shardwright.hooks.
     """
 
     compress: Compressor | None = None

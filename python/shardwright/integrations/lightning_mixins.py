@@ -319,16 +319,11 @@ def _run_whole(
 
 
 class FabricMixin(_Wraps):
-    """A strategy of Fabric. Name this mixin before Lightning's DDPStrategy for Fabric.
+    """A strategy of Fabric. Name this mixin before Lightning's DDPStrategy for Fabric. Options: see TrainerMixin.
 
-    Parameters
-    ----------
-    zero, precision, compress, partition, offload, **options
-        See TrainerMixin.
-    state_dict_type : {"full", "sharded"}
-        "full": fabric.save() writes DDPStrategy's files. "sharded": it writes shardwright folders. Each rank writes its
-        slices, and the folder is complete when the call returns. With either value fabric.load() reads both forms, at
-        any stage and number of ranks.
+    With state_dict_type="full", fabric.save() writes DDPStrategy's files. With "sharded" it writes shardwright folders:
+    each rank writes its slices, and the folder is complete when the call returns. fabric.load() always reads both
+    forms, at any stage and number of ranks.
     """
 
     _clips_by = "call fabric.clip_gradients"
