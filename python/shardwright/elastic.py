@@ -24,8 +24,12 @@ from typing import Any
 import torch
 
 from .comm.process_group import group_size, resolve_group
+from .options.checks import count
 
 __all__ = ["Batches", "Sampler", "batches", "by_samples"]
+
+
+_check_samples = count(1, float("inf"), "a number of samples, at least 1")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +56,8 @@ class Batches:
         return [(begin + low, begin + high) for low, high in cuts]
 
 
-def _part(count: int, number: int, parts: int) -> tuple[int, int]:
-    return count * number // parts, count * (number + 1) // parts
+def _part(total: int, number: int, parts: int) -> tuple[int, int]:
+    return total * number // parts, total * (number + 1) // parts
 
 
 def batches(global_batch: int, micro_batch: int | None = None, *, process_group: Any = None) -> Batches:
@@ -74,9 +78,8 @@ def batches(global_batch: int, micro_batch: int | None = None, *, process_group:
 
 def cut(global_batch: int, micro_batch: int | None, rank: int, world_size: int) -> Batches:
     """Return batches() of one rank."""
-    for name, value in (("global_batch", global_batch), ("micro_batch", micro_batch)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ValueError(f"{name} must be a number of samples, at least 1, got {value!r}")
+    _check_samples("global_batch", global_batch)
+    _check_samples("micro_batch", 1 if micro_batch is None else micro_batch)
     most = -(-global_batch // world_size)
     accumulation = -(-most // (micro_batch or most))
     if global_batch // world_size < accumulation:
@@ -106,8 +109,7 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
     """
 
     def __init__(self, size: int, batches: Batches, *, seed: int = 0, shuffle: bool = True) -> None:
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(f"size must be a number of samples, at least 1, got {size!r}")
+        _check_samples("size", size)
         self.batches, self.position = batches, 0
         self._size, self._seed, self._shuffle = size, seed, shuffle
         self._order: tuple[int, torch.Tensor] = (-1, torch.empty(0, dtype=torch.int64, device="cpu"))

@@ -321,11 +321,7 @@ def _state_bytes(replica: Replica, optimizer: Any, inner: Any, *, in_file: bool 
 
 
 def keep_optimizer(wrapped: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the optimizer that steps at zero=0. Collective.
-
-    This is the optimizer itself, or one on float32 masters for low-precision parameters whose masters nothing keeps
-    yet. Its state is stored where offload= says.
-    """
+    """Return the optimizer that steps at zero=0, on float32 masters of low-precision parameters. Collective."""
     return _step_for(wrapped._engine, optimizer, "")
 
 

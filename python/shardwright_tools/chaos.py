@@ -61,9 +61,6 @@ class Plan:
     faults: tuple[Fault, ...]
     link: tuple[str, str] = ("", "")
 
-    def as_json(self) -> str:
-        return json.dumps([dataclasses.asdict(fault) for fault in self.faults])
-
 
 def read_plan(path: str) -> Plan:
     """Read a plan, .toml or .json. Raises ValueError, one sentence with the path and the fault."""

@@ -20,10 +20,11 @@ from .._engine import CheckpointError, Error
 from ..layout.local_parameters import end_local_parameters
 from ..layout.memory import copied
 from ..optim.clip_grad import clip_grad_norm_
+from ..options.checks import among
 from ..options.options import Options, refuse_options
 from ..parallel.ddp import DistributedDataParallel
 from ..parameters.mixed_precision import PrecisionPlan, remove_plan
-from .lightning_folders import Folders, check_kind, folder_at, load_folder, load_state, save_state
+from .lightning_folders import Folders, folder_at, load_folder, load_state, save_state
 from .wrappers import Wrappers, stepping, whole_parameters
 
 _logger = logging.getLogger("shardwright")
@@ -56,7 +57,7 @@ class _Wraps(_Base):
         state_dict_type: str = "full",
         **options: Any,
     ) -> None:
-        check_kind(state_dict_type)
+        among("full", "sharded")("state_dict_type", state_dict_type)
         known = inspect.signature(super().__init__).parameters.values()
         names = {each.name for each in known if each.kind is not each.VAR_KEYWORD} - {"precision"}
         theirs = {name: options.pop(name) for name in names & options.keys()}

@@ -24,7 +24,7 @@ from ..parallel.agreement.optimizer_agreement import plain
 from ..parallel.replica import Replica
 from ..torch_compat import cuda
 from .forwarding import NotAveraged
-from .sliced_state import description_of, from_memory_order, small_tensor
+from .sliced_state import description_of
 
 _CHUNK_BYTES = 8 << 20
 
@@ -110,18 +110,20 @@ class Slices:
     def gather(self, entry: Entry, mine: Mapping[str, Any]) -> dict[str, Any]:
         """Return a parameter's whole state on every rank. Collective."""
         like, replica, whole = entry.like, entry.replica, dict[str, Any]()
-        for key, (kind, dtype, value) in self.described(entry, mine).items():
+        for key, (kind, name, value) in self.described(entry, mine).items():
+            dtype = getattr(torch, name, None)
             if kind != "sliced":
-                whole[key] = small_tensor(value, dtype) if kind == "tensor" else value
+                whole[key] = torch.tensor(value, dtype=dtype, device="cpu") if kind == "tensor" else value
                 continue
             data = bytes_of(mine[key]) if key in mine and replica.slicing.speaks else b""
-            result = torch.empty_like(like, dtype=getattr(torch, dtype), requires_grad=False)
+            result = torch.empty_like(like, dtype=dtype, requires_grad=False)
             flat = memory_order(result, like)
             for rank, each in enumerate(replica.group.comm.all_gather_bytes(data, f"optimizer state of {entry.name}")):
                 low, high = entry.run(rank)
                 if low < high and each:
                     flat[low:high] = torch.frombuffer(bytearray(each), dtype=flat.dtype)
-            result = result if flat.data_ptr() == result.data_ptr() else from_memory_order(flat, like)
+            if flat.data_ptr() != result.data_ptr():
+                result = flat.as_strided(like.shape, like.contiguous().stride()).clone()
             whole[key] = whole_of(entry.parameter, result)
         return whole
 

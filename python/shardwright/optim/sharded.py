@@ -25,6 +25,7 @@ from ..comm.waits import on_every_rank
 from ..gradients.sharded_gradient import A_GRADIENT, NO_GRADIENT, ZEROED, states_of
 from ..layout.local_parameters import part_of
 from ..layout.shard_runs import memory_order
+from ..options.checks import count
 from ..parallel.agreement.optimizer_agreement import (
     GRADIENTS,
     Row,
@@ -560,8 +561,7 @@ class ShardedOptimizer(Forwarding):
         rank, one tensor at a time; only rank `to` needs memory for the whole state.
         """
         group = self._replica.group
-        if isinstance(to, bool) or not isinstance(to, int) or not 0 <= to < group.world_size:
-            raise ValueError(f"consolidate_state_dict: to must be a rank in [0, {group.world_size}), got {to!r}")
+        count(0, group.world_size - 1, f"a rank in [0, {group.world_size})")("consolidate_state_dict: to", to)
         whole = {}
         for entry in dict.fromkeys(self._members()):
             state = self._gather_state(entry)

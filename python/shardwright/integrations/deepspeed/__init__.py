@@ -81,7 +81,7 @@ def initialize(
     mesh_param: Any = None,
     config_params: Any = None,
 ) -> tuple[DeepSpeedEngine, torch.optim.Optimizer | None, DataLoader[Any] | None, Any]:
-    """Wrap a model according to DeepSpeed's configuration, `config` or `args.deepspeed_config`: a dict or a path. Collective.
+    """Wrap a model according to DeepSpeed's `config` (or `args.deepspeed_config`), a dict or a path. Collective.
 
     Parameters
     ----------
