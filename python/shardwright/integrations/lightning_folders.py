@@ -117,8 +117,6 @@ def load_folder(folder: str, module: torch.nn.Module, optimizer: Any, *, strict:
     return {**extra, _WEIGHTS: {}, _OPTIMIZERS: []}
 
 
-# Fabric -----------------------------------------------------------------------------------------------------------
-
 _Find = Callable[[Any], DistributedDataParallel | None]
 
 

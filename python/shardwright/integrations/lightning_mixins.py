@@ -174,8 +174,6 @@ class TrainerMixin(_Wraps):
     def post_backward(self, closure_loss: torch.Tensor) -> None:
         """Do nothing: with static_graph the first backward delays no work here."""
 
-    # state --------------------------------------------------------------------------------------------------------
-
     @property
     def restore_checkpoint_after_setup(self) -> bool:
         """True for folders, which fill wrapped modules, and if wrapping may convert the parameters' dtype."""
@@ -258,8 +256,6 @@ class TrainerMixin(_Wraps):
             return
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"]):
             optimizer.load_state_dict(state)
-
-    # the end ------------------------------------------------------------------------------------------------------
 
     def on_train_end(self) -> None:
         """Wait for the last save. Collective."""

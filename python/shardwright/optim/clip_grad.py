@@ -103,7 +103,10 @@ def _clip(
             clip.scale()
         return clip.norm
     if own is None or not (are_stages or len(replicas) > 1 or own.zero or own.model_ranks is not None):
-        norm = _norm_of_whole(gradients, own)
+        # by a GPU's kernels if a wrapped module of this process uses that GPU
+        real = [_real(gradient) for gradient in gradients]
+        link = own.link if own is not None else _link_beside(real)
+        norm = global_norm(each.cpu() for each in real) if link is None else _engine.norm_value([link.norm_sum(real)])
     else:
 
         def squares() -> bytes:
@@ -178,15 +181,6 @@ def _squares_of(replica: Replica) -> bytes:
         squares = gradients.squares_of(gradients.slices)
     ranks = replica.model_ranks
     return squares if ranks is None else ranks.add_squares(squares, replica.table.sharded_kinds, replica.label)
-
-
-def _norm_of_whole(gradients: list[torch.Tensor], replica: Replica | None) -> float:
-    """Return the norm by the GPU's kernels if a wrapped module of this process uses that GPU; else on the host."""
-    real = [_real(gradient) for gradient in gradients]
-    link = replica.link if replica is not None else _link_beside(real)
-    if link is not None:
-        return _engine.norm_value([link.norm_sum(real)])
-    return global_norm(each.cpu() for each in real)
 
 
 def _link_beside(gradients: list[torch.Tensor]) -> DeviceLink | None:

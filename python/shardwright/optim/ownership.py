@@ -81,15 +81,6 @@ class Slices:
         """Return this rank's slice of the averaged gradient. Raise Error if no step is possible."""
         return entry.replica.gradients.slice_of(entry.at)
 
-    def begin(self) -> None:
-        """Forget the gradients of an earlier step."""
-
-    def take(self, entry: Entry, gradient: torch.Tensor | None) -> None:
-        """Take a slice of a gradient, if whole tensors are owned."""
-
-    def complete(self) -> None:
-        """Finish the gradients once all ranks are known to step."""
-
     def publish(self, failed: bool) -> list[int] | None:
         """Make what this rank stepped on visible to all. Return which ranks failed; None if that is not known."""
         outcomes: list[int] | None = self._replica.parameters().publish(failed=failed)
@@ -182,6 +173,7 @@ class WholeTensors(Slices):
         return piece if self._replica.zero >= 2 or gradient is None else gradient.detach()
 
     def begin(self) -> None:
+        """Forget the gradients of an earlier step."""
         self._slices = {}
 
     def take(self, entry: Entry, gradient: torch.Tensor | None) -> None:

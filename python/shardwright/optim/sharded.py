@@ -45,7 +45,7 @@ from .device_clip import DeviceClip
 from .forwarded_on_slices import call_on_slices
 from .forwarding import Forwarding
 from .master_weights import LOW, as_kept, has_own_masters, kept_by, load_with_hooks, masters_in_place
-from .ownership import Entry, adopt, check_sliceable, members_of, owner_of
+from .ownership import Entry, WholeTensors, adopt, check_sliceable, members_of, owner_of
 from .sliced_state import MARK, SlicedState, StateNames, beside, with_state
 
 _GradientOf = Callable[[Entry], torch.Tensor | None]
@@ -151,8 +151,6 @@ class ShardedOptimizer(Forwarding):
     def state(self, value: Any) -> None:
         """Ignore the empty state of torch's constructor."""
 
-    # stepping -----------------------------------------------------------------------------------------------------
-
     def _piece(self, entry: Entry) -> torch.Tensor | None:
         """Return what this rank owns of a parameter. The user's optimizer steps on it and keys its state by it."""
         if entry.is_final or (entry.is_final is False and not entry.memory.is_moved(entry.at)):
@@ -213,13 +211,13 @@ class ShardedOptimizer(Forwarding):
 
     def _take_gradients(self, gradient_of: _GradientOf, entries: Iterable[Entry]) -> None:
         owner = self._owner
-        if owner.is_whole:
+        if isinstance(owner, WholeTensors):
             owner.begin()
         with unguarded():
             for entry in entries:
                 if not entry.is_final:
                     self._piece(entry)
-                if owner.is_whole:
+                if isinstance(owner, WholeTensors):
                     owner.take(entry, gradient_of(entry))
                 elif entry.piece is not None:
                     entry.piece.grad = gradient_of(entry)
@@ -344,7 +342,7 @@ class ShardedOptimizer(Forwarding):
         try:
             for replica in self.replicas:
                 replica.parameters().take_writes()
-            if self._owner.is_whole:
+            if isinstance(self._owner, WholeTensors):
                 self._owner.complete()
             with around or contextlib.nullcontext(), self._on_slices() as low:
                 if not low:
@@ -406,8 +404,6 @@ class ShardedOptimizer(Forwarding):
             if replica.gradients.sliced_board is not None:
                 replica.gradients.sliced_board.accept_factors()
 
-    # state in memory ----------------------------------------------------------------------------------------------
-
     def _take_state(self, entry: Entry, state: Mapping[str, Any]) -> None:
         piece = self._piece(entry)
         if piece is None:
@@ -450,8 +446,6 @@ class ShardedOptimizer(Forwarding):
     def _held(self, entry: Entry) -> Mapping[str, Any]:
         piece = self._piece(entry)
         return self._inner.state.get(piece, {}) if piece is not None else {}
-
-    # state dicts --------------------------------------------------------------------------------------------------
 
     @on_every_rank("optimizer.state_dict()")
     def state_dict(self) -> dict[str, Any]:
@@ -596,8 +590,6 @@ class ShardedOptimizer(Forwarding):
                 entries = dict.fromkeys(self._members())
                 self._state_names = {each: list(self._owner.described(each, self._held(each))) for each in entries}
         return self._state_names[self._entry(parameter)]
-
-    # slices, for checkpoints --------------------------------------------------------------------------------------
 
     def held_run(self, parameter: torch.Tensor) -> tuple[int, int] | None:
         """Return [begin, end) of the elements, in memory order, of which this rank keeps the state; None for none."""

@@ -47,9 +47,6 @@ class SlicedState:
         )
 
 
-# one entry on the wire --------------------------------------------------------------------------------------------
-
-
 def description_of(state: Mapping[str, Any], piece: torch.Tensor | None) -> str:
     """Return, as JSON, each entry's form on the wire: slices, a small tensor's value, or unchanged."""
     described = {}

@@ -279,19 +279,16 @@ def _lines(report: _Report) -> list[str]:
             text += f"; {work.tokens:,} tokens take {found.days:.3g} days (6 N T / rate)"
         lines.append(text + ".")
     lines += [f"- {note}" for note in found.notes]
-    lines += ["", *_save_lines(saves)]
-    if rate is not None:
-        lines += ["", f"Learning rate for {found.global_batch_tokens:,} tokens per step: {rate[0]:.3g} ({rate[1]})."]
-    return list(map(printable, lines))
-
-
-def _save_lines(saves: SavePlan) -> list[str]:
     days = saves.mtbf_s / 86400
     often = f"{days:.3g} days" if days >= 1 else f"{24 * days:.3g} hours"
-    return [
+    lines += [
+        "",
         f"Save every {saves.every_s:.0f} s (sw.Checkpointer.save(step, every_s={saves.every_s:.0f})): a failure each {often}, "
         f"{saves.save_s:.2g} s of training per save, {100 * saves.lost:.2g} % of the time lost in all (Young 1974, Daly 2006).",
         f"A checkpoint takes {shown_bytes(saves.checkpoint_bytes)}; keep_last={saves.keep_last} and one being written: "
         f"{shown_bytes(saves.disk_bytes)} of disk.",
         *(f"- {note}" for note in saves.notes),
     ]
+    if rate is not None:
+        lines += ["", f"Learning rate for {found.global_batch_tokens:,} tokens per step: {rate[0]:.3g} ({rate[1]})."]
+    return list(map(printable, lines))

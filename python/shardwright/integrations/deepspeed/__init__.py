@@ -221,8 +221,6 @@ class DeepSpeedEngine(torch.nn.Module):
                 raise
             return getattr(self.module, name)
 
-    # the loop -----------------------------------------------------------------------------------------------------
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model, inside torch.autocast if the configuration enables it."""
         if self.plan.autocast is None:
@@ -318,8 +316,6 @@ class DeepSpeedEngine(torch.nn.Module):
             replica.retire(together=True)
         end_local_parameters(self.module)
 
-    # numbers ------------------------------------------------------------------------------------------------------
-
     @property
     def device(self) -> torch.device:
         """The device of the parameters."""
@@ -398,8 +394,6 @@ class DeepSpeedEngine(torch.nn.Module):
         precision = self.plan.wrap.get("precision")
         known = {"fp16": torch.float16, "bf16": torch.bfloat16}
         return known.get(precision) if isinstance(precision, str) else getattr(precision, "param_dtype", None)
-
-    # state --------------------------------------------------------------------------------------------------------
 
     def save_checkpoint(
         self,

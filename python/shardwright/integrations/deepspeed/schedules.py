@@ -10,8 +10,6 @@ import torch
 
 from ...options.checks import among
 
-__all__ = ["SCHEDULES", "LRRangeTest", "LossScale", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR"]
-
 _Values = float | list[float]
 
 
