@@ -118,6 +118,9 @@ class TrainerMixin(_Wraps):
 
     model: Any
     optimizers: list[Any]
+    _ddp_comm_state: Any
+    _ddp_comm_hook: Any
+    _ddp_comm_wrapper: Any
     _clips_by = "pass gradient_clip_val to the Trainer"
     _folders: Folders | None = None
     _loaded: tuple[str, bool] | None = None  # (folder that was loaded, True if the optimizer is not yet filled)

@@ -128,7 +128,10 @@ class DiLoCo:
             self._held.check_outer(self.outer_optimizer)
             settings = {"every": every, "fragments": fragments, "wire": wire, "overlap": overlap}
             description.extend([name, str(value)] for name, value in settings.items())
-            description.append(["outer", _hyperparameters(self.outer_optimizer)])
+            plain = (int, float, str, tuple, type(None))  # the repr of other types may differ between ranks
+            groups = self.outer_optimizer.param_groups
+            groups = [{k: v for k, v in group.items() if isinstance(v, plain)} for group in groups]
+            description.append(["outer", f"{type(self.outer_optimizer).__name__} {groups}"])
             return [*description, *self._held.description()]
 
         model_ranks = model_ranks_of(model)
@@ -388,12 +391,6 @@ def _made(outer: Any, anchors: list[torch.Tensor]) -> torch.optim.Optimizer:
     if not isinstance(made, torch.optim.Optimizer):
         raise TypeError(f"DiLoCo: outer must return a torch.optim.Optimizer, got {type(made).__name__}")
     return made
-
-
-def _hyperparameters(optimizer: torch.optim.Optimizer) -> str:
-    plain = (int, float, str, tuple, type(None))  # the repr of other types may differ between ranks
-    groups = [{k: v for k, v in group.items() if isinstance(v, plain)} for group in optimizer.param_groups]
-    return f"{type(optimizer).__name__} {groups}"
 
 
 def _cut(sizes: list[int], count: int) -> list[list[int]]:
