@@ -246,8 +246,7 @@ def _shard(engine: Engine, optimizer: torch.optim.Optimizer, partition: str) -> 
 
 
 def _check_offload(module: torch.nn.Module, offload: Any, optimizer: torch.optim.Optimizer | None, zero: int) -> None:
-    is_on_gpu = any(map(cuda.runtime.holds, module.parameters()))
-    if offload_folder(offload) is None and not (offload == "cpu" and is_on_gpu):
+    if offload_folder(offload) is None and not (offload == "cpu" and _is_on_gpu(module)):
         return
     if not (optimizer is not None and has_own_masters(optimizer)):
         got = "none" if optimizer is None else f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
@@ -269,6 +268,10 @@ def _check_dtensors(module: torch.nn.Module, optimizer: torch.optim.Optimizer, z
         raise ValueError(
             f"partition='tensor' steps on whole tensors, and parameter {name!r} is a DTensor, of which ranks hold shards"
         )
+
+
+def _is_on_gpu(module: torch.nn.Module) -> bool:
+    return any(map(cuda.runtime.holds, module.parameters()))
 
 
 def _keep_state(engine: Engine, optimizer: Any, inner: Any) -> None:
