@@ -129,9 +129,8 @@ def wrap(
         )
     ignored = {each if isinstance(each, str) else id(each) for each in given.ignored_params}
     members = [p for name, p in module.named_parameters() if id(p) not in ignored and name not in ignored]
-    group = host_group(
-        resolve_group(given.process_group, given.device_mesh, trains=True), given.timeout_s, given.warn_after_s
-    )
+    torch_group = resolve_group(given.process_group, given.device_mesh, trains=True)
+    group = host_group(torch_group, given.timeout_s, given.warn_after_s)
     ranks = ModelRanks.beside(members, group)
     _agree_on_optimizer(group, ranks, module, optimizer, zero, partition, offload, clip_grad_norm)
     wrapped = DistributedDataParallel(module, mixed_precision=mixed_precision, _options=given)
@@ -193,10 +192,8 @@ def shard_optimizer(
 
 def _step_for(engine: Engine, optimizer: torch.optim.Optimizer, partition: str) -> torch.optim.Optimizer:
     """Return the optimizer that steps on the module of an engine. Collective."""
-    zero, replica = engine.options.zero, engine.replica
-    _agree_on_optimizer(
-        replica.group, replica.model_ranks, engine.module, optimizer, zero, partition, engine.options.offload
-    )
+    zero, offload, replica = engine.options.zero, engine.options.offload, engine.replica
+    _agree_on_optimizer(replica.group, replica.model_ranks, engine.module, optimizer, zero, partition, offload)
     return (_shard if zero else _keep)(engine, optimizer, partition)
 
 
