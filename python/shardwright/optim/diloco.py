@@ -187,7 +187,7 @@ class DiLoCo:
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a local step and exchange the fragments that are due. Collective once every / fragments steps."""
         self._held.check_step()
-        result = self.inner_optimizer.step(*(() if closure is None else (closure,)))
+        result = self.inner_optimizer.step(closure) if closure is not None else self.inner_optimizer.step()
         self.steps += 1
         if self._pending is not None and self._pending[1] == self.steps:
             self._end()
