@@ -43,7 +43,7 @@ if arm != "torch":
     checkpoints = sw.Checkpointer(folder, model, optimizer, keep_last=2, memory_every=1 if in_memory else None)
     agent = observer_of(model)
     assert agent is not None
-    agent.tell("ready", process_s=started_s)
+    agent.report("ready", process_s=started_s)
     train(checkpoints.restore(), model, lambda step: checkpoints.save(step, every=steps + 1 if in_memory else 1))
     checkpoints.close()
 else:
@@ -51,7 +51,7 @@ else:
     model = torch.nn.parallel.DistributedDataParallel(model)
     agent = observer_of(model)
     assert agent is not None
-    agent.tell("ready", process_s=started_s)
+    agent.report("ready", process_s=started_s)
     path, rank, first = os.path.join(folder, "state.pt"), torch.distributed.get_rank(), 0
     if os.path.exists(path):
         state = torch.load(path)

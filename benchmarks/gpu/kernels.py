@@ -51,7 +51,9 @@ def _pack_and_norm(where: Gpu, sizes: Sizes, link: Any, copies: _Copies) -> list
     large = where.memory(torch.randn(sizes.norm_numel))
     link.comm.pack(pairs, link.current_stream())
     assert all(torch.equal(s, t) for s, t in zip(sources, targets))
-    assert abs(link.norm([large]) - float(large.double().norm())) <= 1e-9 * max(sizes.norm_numel, 1000)
+    assert abs(_engine.norm_value([link.norm_sum([large])]) - float(large.double().norm())) <= 1e-9 * max(
+        sizes.norm_numel, 1000
+    )
     moved = 8 * sizes.copies * sizes.copy_numel
     taken = take_turns(
         where,
@@ -59,7 +61,7 @@ def _pack_and_norm(where: Gpu, sizes: Sizes, link: Any, copies: _Copies) -> list
             "pack": lambda: link.comm.pack(pairs, link.current_stream()),
             "foreach": lambda: torch._foreach_copy_(targets, sources),
             "copy": lambda: copies.of(moved),
-            "norm": lambda: link.norm([large]),
+            "norm": lambda: link.norm_sum([large]),
             "torch norm": lambda: float(torch.linalg.vector_norm(large)),
             "norm's copy": lambda: copies.of(4 * sizes.norm_numel),  # moves as many bytes as a norm reads
         },

@@ -24,8 +24,12 @@ from typing import Any
 import torch
 
 from .comm.process_group import group_size, resolve_group
+from .options.checks import count
 
 __all__ = ["Batches", "Sampler", "batches", "by_samples"]
+
+
+_check_samples = count(1, float("inf"), "a number of samples, at least 1")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +56,8 @@ class Batches:
         return [(begin + low, begin + high) for low, high in cuts]
 
 
-def _part(count: int, number: int, parts: int) -> tuple[int, int]:
-    return count * number // parts, count * (number + 1) // parts
+def _part(total: int, number: int, parts: int) -> tuple[int, int]:
+    return total * number // parts, total * (number + 1) // parts
 
 
 def batches(global_batch: int, micro_batch: int | None = None, *, process_group: Any = None) -> Batches:
@@ -62,16 +66,11 @@ def batches(global_batch: int, micro_batch: int | None = None, *, process_group:
     Parameters
     ----------
     global_batch : int
-        Samples in one step, at any world size.
+        Samples in one step, at any world size. ValueError if it leaves some rank an empty micro-batch.
     micro_batch : int, optional
         Largest number of samples in one backward. Default: this rank's part of a global batch.
     process_group : ProcessGroup, optional
         Default: the default group, else the ranks in the launcher's variables, else one rank.
-
-    Raises
-    ------
-    ValueError
-        Some rank would have an empty micro-batch.
     """
     group = resolve_group(process_group, None, trains=True)
     return cut(global_batch, micro_batch, torch.distributed.get_rank(group), group_size(group))
@@ -79,9 +78,8 @@ def batches(global_batch: int, micro_batch: int | None = None, *, process_group:
 
 def cut(global_batch: int, micro_batch: int | None, rank: int, world_size: int) -> Batches:
     """Return batches() of one rank."""
-    for name, value in (("global_batch", global_batch), ("micro_batch", micro_batch)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ValueError(f"{name} must be a number of samples, at least 1, got {value!r}")
+    _check_samples("global_batch", global_batch)
+    _check_samples("micro_batch", 1 if micro_batch is None else micro_batch)
     most = -(-global_batch // world_size)
     accumulation = -(-most // (micro_batch or most))
     if global_batch // world_size < accumulation:
@@ -106,15 +104,12 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
 
     Notes
     -----
-    `position` counts the samples that all ranks have trained. step() advances it, not iteration, because DataLoader
-    workers read ahead. Pass the sampler to a Checkpointer as `user_state`, or in a list with the scheduler: its state
-    is
-    equal on all ranks. Memory: 8 bytes per sample of the data set.
+    step(), not iteration, advances `position`, the samples that all ranks have trained: DataLoader workers read ahead.
+    Pass the sampler to a Checkpointer as `user_state`: its state is equal on all ranks. Memory: 8 bytes per sample.
     """
 
     def __init__(self, size: int, batches: Batches, *, seed: int = 0, shuffle: bool = True) -> None:
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(f"size must be a number of samples, at least 1, got {size!r}")
+        _check_samples("size", size)
         self.batches, self.position = batches, 0
         self._size, self._seed, self._shuffle = size, seed, shuffle
         self._order: tuple[int, torch.Tensor] = (-1, torch.empty(0, dtype=torch.int64, device="cpu"))

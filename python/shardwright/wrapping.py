@@ -141,9 +141,8 @@ def wrap(
         )
     ignored = {each if isinstance(each, str) else id(each) for each in given.ignored_params}
     members = [p for name, p in module.named_parameters() if id(p) not in ignored and name not in ignored]
-    group = host_group(
-        resolve_group(given.process_group, given.device_mesh, trains=True), given.timeout_s, given.warn_after_s
-    )
+    torch_group = resolve_group(given.process_group, given.device_mesh, trains=True)
+    group = host_group(torch_group, given.timeout_s, given.warn_after_s)
     ranks = ModelRanks.beside(members, group)
     _agree_on_optimizer(group, ranks, module, optimizer, zero, partition, offload, clip_grad_norm)
     with _building(group, module, optimizer, init, weights, given) as building:
@@ -253,10 +252,8 @@ def shard_optimizer(
 
 def _step_for(engine: Engine, optimizer: torch.optim.Optimizer, partition: str) -> torch.optim.Optimizer:
     """Return the optimizer that steps on the module of an engine. Collective."""
-    zero, replica = engine.options.zero, engine.replica
-    _agree_on_optimizer(
-        replica.group, replica.model_ranks, engine.module, optimizer, zero, partition, engine.options.offload
-    )
+    zero, offload, replica = engine.options.zero, engine.options.offload, engine.replica
+    _agree_on_optimizer(replica.group, replica.model_ranks, engine.module, optimizer, zero, partition, offload)
     return (_shard if zero else _keep)(engine, optimizer, partition)
 
 
@@ -306,8 +303,7 @@ def _shard(engine: Engine, optimizer: torch.optim.Optimizer, partition: str) -> 
 
 
 def _check_offload(module: torch.nn.Module, offload: Any, optimizer: torch.optim.Optimizer | None, zero: int) -> None:
-    is_on_gpu = any(map(cuda.runtime.holds, module.parameters()))
-    if offload_folder(offload) is None and not (offload == "cpu" and is_on_gpu):
+    if offload_folder(offload) is None and not (offload == "cpu" and _is_on_gpu(module)):
         return
     if not (optimizer is not None and has_own_masters(optimizer)):
         got = "none" if optimizer is None else f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
@@ -329,6 +325,10 @@ def _check_dtensors(module: torch.nn.Module, optimizer: torch.optim.Optimizer, z
         raise ValueError(
             f"partition='tensor' steps on whole tensors, and parameter {name!r} is a DTensor, of which ranks hold shards"
         )
+
+
+def _is_on_gpu(module: torch.nn.Module) -> bool:
+    return any(map(cuda.runtime.holds, module.parameters()))
 
 
 def _keep_state(engine: Engine, optimizer: Any, inner: Any) -> None:
@@ -381,11 +381,7 @@ def _state_bytes(replica: Replica, optimizer: Any, inner: Any, *, in_file: bool 
 
 
 def keep_optimizer(wrapped: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return the optimizer that steps at zero=0. Collective.
-
-    This is the optimizer itself, or one on float32 masters for low-precision parameters whose masters nothing keeps
-    yet. Its state is stored where offload= says.
-    """
+    """Return the optimizer that steps at zero=0, on float32 masters of low-precision parameters. Collective."""
     return _step_for(wrapped._engine, optimizer, "")
 
 
@@ -522,18 +518,13 @@ def load_full_state_dict(
         Tensors by the bare module's names. All ranks load rank 0's; other ranks may pass None, except the first ranks
         of `groups`.
     strict : bool
-        True if a name that only one side has is an error.
+        A name that only one side has is an Error, alike on all ranks, as is another shape. As in torch, matching
+        tensors are loaded anyway.
 
     Returns
     -------
     UnmatchedNames
         Names that `state` lacks, and names that the module lacks.
-
-    Raises
-    ------
-    Error
-        For names on one side only, or another shape, alike on all ranks. As in torch, matching tensors are loaded
-        anyway.
 
     Notes
     -----

@@ -61,9 +61,6 @@ class Plan:
     faults: tuple[Fault, ...]
     link: tuple[str, str] = ("", "")
 
-    def as_json(self) -> str:
-        return json.dumps([dataclasses.asdict(fault) for fault in self.faults])
-
 
 def read_plan(path: str) -> Plan:
     """Read a plan, .toml or .json. Raises ValueError, one sentence with the path and the fault."""
@@ -100,20 +97,16 @@ def _plan_of(given: Any) -> Plan:
         faults += _draw(given["random"], draw)
     if not faults:
         raise ValueError("the plan has no fault")
-    link = _link(given.get("link", {"down": "", "up": ""}))
+    entry = given.get("link", {"down": "", "up": ""})
+    _check_keys(entry, {"down", "up"}, "link")
+    link = entry.get("down"), entry.get("up")
+    if not all(isinstance(each, str) for each in link):
+        raise ValueError(f"link needs two commands, down and up, got {dict(entry)!r}")
     if "" in link and any(fault.kind == "cut" for fault in faults):
         raise ValueError(
             "a fault cuts a link, which needs the commands link.down and link.up, with {rank} for the rank's number"
         )
     return Plan(tuple(sorted(faults, key=lambda fault: fault.step)), link)
-
-
-def _link(entry: Any) -> tuple[str, str]:
-    _check_keys(entry, {"down", "up"}, "link")
-    found = entry.get("down"), entry.get("up")
-    if not all(isinstance(each, str) for each in found):
-        raise ValueError(f"link needs two commands, down and up, got {dict(entry)!r}")
-    return str(found[0]), str(found[1])
 
 
 def _draw(entry: Any, draw: random.Random) -> Iterable[Fault]:

@@ -345,7 +345,6 @@ def mesh_links(
     """
     if device_link(group, tensor, timeout_s, borrows=borrows).comm.describe()["transport"] != "nccl":
         return None
-    row, column = (
-        device_link(group, tensor, timeout_s, each, borrows, beside=True) for each in (rows, [*zip(*rows, strict=True)])
-    )
+    both = (rows, [*zip(*rows, strict=True)])
+    row, column = (device_link(group, tensor, timeout_s, each, borrows, beside=True) for each in both)
     return row, column

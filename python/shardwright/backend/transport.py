@@ -19,19 +19,14 @@ SLOT_BYTES = 4 << 20
 _NCCL_SHARES = (2, 30, 0)
 
 
-def wanted_transport() -> str:
-    """Return the environment's SHARDWRIGHT_GPU_TRANSPORT. Bits depend on it only where `deterministic=False`."""
-    wanted = os.environ.get(VARIABLE, "auto")
-    if wanted not in TRANSPORTS:
-        raise ValueError(f"{VARIABLE} must be one of {', '.join(TRANSPORTS)}, got {wanted!r}")
-    return wanted
-
-
 def offer_of(comm: DeviceComm) -> dict[str, Any]:
     """Return the facts of a rank's GPU that its peers need: plain values."""
+    wanted = os.environ.get(VARIABLE, "auto")  # bits depend on it only where `deterministic=False`
+    if wanted not in TRANSPORTS:
+        raise ValueError(f"{VARIABLE} must be one of {', '.join(TRANSPORTS)}, got {wanted!r}")
     found = comm.describe()
     return {
-        "wanted": wanted_transport(),
+        "wanted": wanted,
         "address": found["address"],
         "nccl": list(found["nccl"]),
         "nccl_missing": found["nccl_missing"],

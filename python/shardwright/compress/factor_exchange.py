@@ -53,9 +53,8 @@ class FactorExchange:
 
     def average(self, exchange: Exchange) -> torch.Tensor:
         """Return the mean of the ranks' factors, with the same bits on every rank, and average `small`."""
-        return self._average_half(exchange) if self.rounds else self._average_whole(exchange)
-
-    def _average_whole(self, exchange: Exchange) -> torch.Tensor:
+        if self.rounds:
+            return self._average_half(exchange)
         pack(exchange, self._message[self._head :], self._small)
         whole = fold_message(exchange, self._message, "mean")
         unpack(exchange, whole[self._head :], self._small)

@@ -71,18 +71,9 @@ def run_half(exchange: Exchange, bucket: Any, dtype: torch.dtype) -> torch.futur
 
 
 def fp16_compress_hook(process_group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average `bucket` with float16 on the wire.
+    """Average `bucket` with float16 on the wire, in place, and return a Future of its buffer.
 
-    Parameters
-    ----------
-    process_group : ProcessGroup or None
-        None: the default group.
-    bucket : GradBucket
-        One-dimensional buffer of a floating dtype, on the CPU.
-
-    Returns
-    -------
-    Future of the buffer, averaged in place.
+    `process_group=None` is the default group. The buffer is one-dimensional, of a floating dtype, on the CPU.
 
     Notes
     -----
@@ -105,11 +96,7 @@ bf16_compress_hook = bfloat16_compress_hook
 def int8_compress_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average `bucket` with 8-bit integers on the wire, one float32 scale a block.
 
-    Parameters
-    ----------
-    state : BlockState, ProcessGroup or None
-        A group (None: the default one) means blocks of 256 without error feedback; a BlockState sets both.
-    bucket : GradBucket
+    `state` is a BlockState, or a ProcessGroup (None: the default one) for blocks of 256 without error feedback.
 
     Notes
     -----
@@ -123,10 +110,7 @@ def int8_compress_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Fut
 
 
 def int4_compress_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average like int8_compress_hook with 4 bits and 1/14.
-
-    `state` is a BlockState(bits=4), with error feedback against drift.
-    """
+    """Average like int8_compress_hook with 4 bits and 1/14. Use a BlockState(bits=4) with error feedback."""
     _block_state(state, 4).average(real_bucket(bucket))
     return done(bucket.buffer())
 
@@ -134,8 +118,6 @@ def int4_compress_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Fut
 def powerSGD_hook(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # noqa: N802, torch's name
     """Average `bucket` through matrices of low rank. See PowerSGDState.
 
-    Notes
-    -----
     A bucket takes two exchanges. Cost: rank * (rows + columns) floats for each compressed matrix; other parameters
     travel whole.
     """

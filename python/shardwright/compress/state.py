@@ -254,22 +254,10 @@ def joined_states(states: Sequence[CompressionState]) -> CompressionState | Stat
 
 
 def reshard_state(states: Sequence[dict[str, Any]], rank: int, world_size: int) -> dict[str, Any]:
-    """Return a state for rank `rank` of `world_size` from the states of all ranks of a run of another world size.
+    """Return a state for load_state_dict() of rank `rank` of `world_size`, made for another world size.
 
-    Parameters
-    ----------
-    states : sequence of dict
-        The results of state_dict() on every rank, in rank order.
-
-    Returns
-    -------
-    dict
-        A state for load_state_dict(). Every rank gets the ranks' mean error, so the total error stays the same.
-
-    Raises
-    ------
-    Error
-        If a rank's state is missing, or states belong to different compressors.
+    `states` are the results of state_dict() on every rank, in rank order. Every rank gets the ranks' mean error, so the
+    total error stays the same. Raises Error if a rank's state is missing, or states belong to different compressors.
     """
     first = states[0] if states else {}
     for place, state in enumerate(states):

@@ -127,10 +127,6 @@ def _bytes(data: Any = b"", encoding: str = "latin-1", *_: Any) -> bytes:
     return data.encode(encoding) if isinstance(data, str) else bytes(memoryview(data))
 
 
-def _parameter(data: Any, requires_grad: Any, hooks: Any, *_: Any) -> torch.Tensor:
-    return torch.nn.Parameter(data, bool(requires_grad))
-
-
 def _check_call(target: Any) -> None:
     if isinstance(target, type) and issubclass(target, _NAMED_ALONE):
         raise pickle.UnpicklingError(f"the pickle calls {target!r}, which trusts its arguments")
@@ -147,8 +143,8 @@ _OWN = {
     ("builtins", "bytearray"): lambda *arguments: bytearray(_bytes(*arguments)),
     ("torch._tensor", "_rebuild_from_type_v2"): _without_attributes,
     ("torch._utils", "_rebuild_device_tensor_from_numpy"): _tensor_of_numpy,
-    ("torch._utils", "_rebuild_parameter"): _parameter,
-    ("torch._utils", "_rebuild_parameter_with_state"): _parameter,
+    ("torch._utils", "_rebuild_parameter"): lambda data, grad, *_: torch.nn.Parameter(data, bool(grad)),
+    ("torch._utils", "_rebuild_parameter_with_state"): lambda data, grad, *_: torch.nn.Parameter(data, bool(grad)),
 }
 _NUMPY = {
     "_reconstruct": lambda *_: _NumpyArray(),

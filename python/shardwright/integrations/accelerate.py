@@ -55,12 +55,8 @@ class CompressionHandler(DistributedDataParallelKwargs):
         accelerator = accelerate.Accelerator()
         accelerator.ddp_handler = CompressionHandler(compress=sw.PowerSGD(rank=4))     # before prepare()
 
-    Parameters
-    ----------
-    compress : Fp16, Bf16, Int8, Int4 or PowerSGD
-        With torch's wrapper, compressed gradients travel through its process group; see shardwright.hooks.
-    **fields
-        Fields of accelerate's DistributedDataParallelKwargs, the base class.
+    Its other fields are those of accelerate's DistributedDataParallelKwargs, the base class. With torch's wrapper,
+    compressed gradients travel through its process group; see shardwright.hooks.
     """
 
     compress: Compressor | None = None
@@ -191,8 +187,6 @@ class Accelerator(accelerate.Accelerator):
         prepared: dict[str, list[Any]] = {name: [] for name in ("_models", "_optimizers", "_schedulers")}
         return {**self.__dict__, **prepared, "_wrappers": Wrappers()}
 
-    # preparing ----------------------------------------------------------------------------------------------------
-
     def prepare_model(
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> torch.nn.Module:
@@ -262,8 +256,6 @@ class Accelerator(accelerate.Accelerator):
                 prepared.optimizers = [optimizer]
         return prepared
 
-    # training -----------------------------------------------------------------------------------------------------
-
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2
     ) -> torch.Tensor | None:
@@ -299,8 +291,6 @@ class Accelerator(accelerate.Accelerator):
         finally:
             for sampler, value in zip(samplers, before):
                 sampler.even_batches = value
-
-    # state --------------------------------------------------------------------------------------------------------
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return the state dict like accelerate; at zero=3 copies of the shared memory, collectively."""

@@ -27,12 +27,6 @@ _WEIGHTS, _OPTIMIZERS, _HPARAMS = "state_dict", "optimizer_states", "hyper_param
 _REST = "fabric"
 
 
-def check_kind(state_dict_type: str) -> None:
-    """Raise ValueError unless `state_dict_type` is "full" or "sharded"."""
-    if state_dict_type not in ("full", "sharded"):
-        raise ValueError(f"state_dict_type must be 'full' or 'sharded', got {state_dict_type!r}")
-
-
 class Folders:
     """The saves of one fit, which do not overlap. `remove` removes the checkpoint at a path, of any form."""
 
@@ -122,8 +116,6 @@ def load_folder(folder: str, module: torch.nn.Module, optimizer: Any, *, strict:
         raise CheckpointError(f"'{folder}' was not written by Lightning's Trainer: load it with sw.load()")
     return {**extra, _WEIGHTS: {}, _OPTIMIZERS: []}
 
-
-# Fabric -----------------------------------------------------------------------------------------------------------
 
 _Find = Callable[[Any], DistributedDataParallel | None]
 

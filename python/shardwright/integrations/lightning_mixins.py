@@ -20,10 +20,11 @@ from .._engine import CheckpointError, Error
 from ..layout.local_parameters import end_local_parameters
 from ..layout.memory import copied
 from ..optim.clip_grad import clip_grad_norm_
+from ..options.checks import among
 from ..options.options import Options, refuse_options
 from ..parallel.ddp import DistributedDataParallel
 from ..parameters.mixed_precision import PrecisionPlan, remove_plan
-from .lightning_folders import Folders, check_kind, folder_at, load_folder, load_state, save_state
+from .lightning_folders import Folders, folder_at, load_folder, load_state, save_state
 from .wrappers import Wrappers, stepping, whole_parameters
 
 _logger = logging.getLogger("shardwright")
@@ -56,7 +57,7 @@ class _Wraps(_Base):
         state_dict_type: str = "full",
         **options: Any,
     ) -> None:
-        check_kind(state_dict_type)
+        among("full", "sharded")("state_dict_type", state_dict_type)
         known = inspect.signature(super().__init__).parameters.values()
         names = {each.name for each in known if each.kind is not each.VAR_KEYWORD} - {"precision"}
         theirs = {name: options.pop(name) for name in names & options.keys()}
@@ -117,6 +118,9 @@ class TrainerMixin(_Wraps):
 
     model: Any
     optimizers: list[Any]
+    _ddp_comm_state: Any
+    _ddp_comm_hook: Any
+    _ddp_comm_wrapper: Any
     _clips_by = "pass gradient_clip_val to the Trainer"
     _folders: Folders | None = None
     _loaded: tuple[str, bool] | None = None  # (folder that was loaded, True if the optimizer is not yet filled)
@@ -172,8 +176,6 @@ class TrainerMixin(_Wraps):
 
     def post_backward(self, closure_loss: torch.Tensor) -> None:
         """Do nothing: with static_graph the first backward delays no work here."""
-
-    # state --------------------------------------------------------------------------------------------------------
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -258,8 +260,6 @@ class TrainerMixin(_Wraps):
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"]):
             optimizer.load_state_dict(state)
 
-    # the end ------------------------------------------------------------------------------------------------------
-
     def on_train_end(self) -> None:
         """Wait for the last save. Collective."""
         super().on_train_end()
@@ -319,16 +319,11 @@ def _run_whole(
 
 
 class FabricMixin(_Wraps):
-    """A strategy of Fabric. Name this mixin before Lightning's DDPStrategy for Fabric.
+    """A strategy of Fabric. Name this mixin before Lightning's DDPStrategy for Fabric. Options: see TrainerMixin.
 
-    Parameters
-    ----------
-    zero, precision, compress, partition, offload, **options
-        See TrainerMixin.
-    state_dict_type : {"full", "sharded"}
-        "full": fabric.save() writes DDPStrategy's files. "sharded": it writes shardwright folders. Each rank writes its
-        slices, and the folder is complete when the call returns. With either value fabric.load() reads both forms, at
-        any stage and number of ranks.
+    With state_dict_type="full", fabric.save() writes DDPStrategy's files. With "sharded" it writes shardwright folders:
+    each rank writes its slices, and the folder is complete when the call returns. fabric.load() always reads both
+    forms, at any stage and number of ranks.
     """
 
     _clips_by = "call fabric.clip_gradients"

@@ -46,19 +46,16 @@ def _read_item(item: str) -> tuple[str, Any]:
 
 
 def _read_file(path: str) -> dict[str, Any]:
-    with open(path, encoding="utf-8") as file:
-        if path.endswith(".json"):
-            try:
-                found = json.load(file)
-            except ValueError as error:
-                raise ValueError(f"{path} is not JSON: {error}") from None
-        else:
-            import yaml  # type: ignore[import-untyped, unused-ignore]  # a dependency of accelerate
+    load, kind, name = json.load, ValueError, "JSON"
+    if not path.endswith(".json"):
+        import yaml  # type: ignore[import-untyped, unused-ignore]  # a dependency of accelerate
 
-            try:
-                found = yaml.safe_load(file)
-            except yaml.YAMLError as error:
-                raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+        load, kind, name = yaml.safe_load, yaml.YAMLError, "YAML"
+    with open(path, encoding="utf-8") as file:
+        try:
+            found = load(file)
+        except kind as error:
+            raise ValueError(f"{path} is not {name}: {' '.join(str(error).split())}") from None
     if not isinstance(found, Mapping):
         raise ValueError(f"{path} must hold a mapping of options, got {type(found).__name__}")
     return dict(found)

@@ -30,18 +30,9 @@ else:
 class TrainerMixin(_Base):
     """A mixin that makes the next base class, a Trainer, train with shardwright.
 
-    Parameters
-    ----------
-    *args, **kwargs
-        Arguments of the Trainer.
-    zero, compress, partition, wrap_options
-        See Accelerator. Without `zero`, read from the `shardwright` argument of TrainingArguments, or
-        SHARDWRIGHT_OPTIONS.
-
-    Notes
-    -----
-    Launch several CPU processes with ACCELERATE_USE_CPU=1 torchrun --nproc-per-node N. Every rank saves and loads
-    checkpoints, as in the stock Trainer.
+    `zero`, `compress`, `partition` and `wrap_options` are those of Accelerator. Without `zero` they are read from the
+    `shardwright` argument of TrainingArguments, or SHARDWRIGHT_OPTIONS. Launch several CPU processes with
+    ACCELERATE_USE_CPU=1 torchrun --nproc-per-node N. Every rank saves and loads checkpoints, as in the stock Trainer.
     """
 
     def __init__(

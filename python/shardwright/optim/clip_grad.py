@@ -79,7 +79,7 @@ def _clip(
         raise ValueError(f"clip_grad_norm_: max_norm must be at least 0, got {max_norm!r}")
     modules = given if isinstance(given, list) else [given]
     modules = modules if all(isinstance(each, torch.nn.Module) for each in modules) else []
-    of_modules = [_replicas_of(module) for module in modules]
+    of_modules = [[] if (engine := engine_of(module)) is None else list(engine.replicas) for module in modules]
     replicas = [replica for each in of_modules for replica in each]
     are_stages = pp_mesh is not None or (bool(modules) and isinstance(given, list))
     if are_stages and (not modules or [] in of_modules):
@@ -103,7 +103,10 @@ def _clip(
             clip.scale()
         return clip.norm
     if own is None or not (are_stages or len(replicas) > 1 or own.zero or own.model_ranks is not None):
-        norm = _norm_of_whole(gradients, own)
+        # by a GPU's kernels if a wrapped module of this process uses that GPU
+        real = [_real(gradient) for gradient in gradients]
+        link = own.link if own is not None else _link_beside(real)
+        norm = global_norm(each.cpu() for each in real) if link is None else _engine.norm_value([link.norm_sum(real)])
     else:
 
         def squares() -> bytes:
@@ -146,22 +149,17 @@ def local_norms(module: torch.nn.Module) -> dict[str, float]:
     The part is the whole gradient at zero=0, else this rank's slices, 0.0 if it owns none; without a gradient, no
     entry.
     """
-    replicas = _replicas_of(module)
-    if not replicas:
+    engine = engine_of(module)
+    if engine is None or not engine.replicas:
         raise _engine.Error("local_norms needs a wrapped module, or the outermost fully sharded one")
     found = {}
-    for replica in replicas:
+    for replica in engine.replicas:
         for index, (name, parameter) in enumerate(zip(replica.table.names, replica.table.parameters)):
             held = replica.gradients.slice_of(index) if replica.zero else parameter.grad
             if held is not None:
                 each = held.detach().double() if held.is_floating_point() else held
                 found[name] = float(torch.linalg.vector_norm(each))
     return found
-
-
-def _replicas_of(module: Any) -> list[Replica]:
-    engine = engine_of(module)
-    return [] if engine is None else list(engine.replicas)
 
 
 def _squares_of(replica: Replica) -> bytes:
@@ -178,15 +176,6 @@ def _squares_of(replica: Replica) -> bytes:
         squares = gradients.squares_of(gradients.slices)
     ranks = replica.model_ranks
     return squares if ranks is None else ranks.add_squares(squares, replica.table.sharded_kinds, replica.label)
-
-
-def _norm_of_whole(gradients: list[torch.Tensor], replica: Replica | None) -> float:
-    """Return the norm by the GPU's kernels if a wrapped module of this process uses that GPU; else on the host."""
-    real = [_real(gradient) for gradient in gradients]
-    link = replica.link if replica is not None else _link_beside(real)
-    if link is not None:
-        return _engine.norm_value([link.norm_sum(real)])
-    return global_norm(each.cpu() for each in real)
 
 
 def _link_beside(gradients: list[torch.Tensor]) -> DeviceLink | None:

@@ -128,7 +128,10 @@ class DiLoCo:
             self._held.check_outer(self.outer_optimizer)
             settings = {"every": every, "fragments": fragments, "wire": wire, "overlap": overlap}
             description.extend([name, str(value)] for name, value in settings.items())
-            description.append(["outer", _hyperparameters(self.outer_optimizer)])
+            plain = (int, float, str, tuple, type(None))  # the repr of other types may differ between ranks
+            groups = self.outer_optimizer.param_groups
+            groups = [{k: v for k, v in group.items() if isinstance(v, plain)} for group in groups]
+            description.append(["outer", f"{type(self.outer_optimizer).__name__} {groups}"])
             return [*description, *self._held.description()]
 
         model_ranks = model_ranks_of(model)
@@ -184,7 +187,7 @@ class DiLoCo:
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a local step and exchange the fragments that are due. Collective once every / fragments steps."""
         self._held.check_step()
-        result = self.inner_optimizer.step(*(() if closure is None else (closure,)))
+        result = self.inner_optimizer.step(closure) if closure is not None else self.inner_optimizer.step()
         self.steps += 1
         if self._pending is not None and self._pending[1] == self.steps:
             self._end()
@@ -388,12 +391,6 @@ def _made(outer: Any, anchors: list[torch.Tensor]) -> torch.optim.Optimizer:
     if not isinstance(made, torch.optim.Optimizer):
         raise TypeError(f"DiLoCo: outer must return a torch.optim.Optimizer, got {type(made).__name__}")
     return made
-
-
-def _hyperparameters(optimizer: torch.optim.Optimizer) -> str:
-    plain = (int, float, str, tuple, type(None))  # the repr of other types may differ between ranks
-    groups = [{k: v for k, v in group.items() if isinstance(v, plain)} for group in optimizer.param_groups]
-    return f"{type(optimizer).__name__} {groups}"
 
 
 def _cut(sizes: list[int], count: int) -> list[list[int]]:

@@ -24,7 +24,7 @@ from ..parallel.agreement.optimizer_agreement import plain
 from ..parallel.replica import Replica
 from ..torch_compat import cuda
 from .forwarding import NotAveraged
-from .sliced_state import description_of, from_memory_order, small_tensor
+from .sliced_state import description_of
 
 _CHUNK_BYTES = 8 << 20
 
@@ -78,15 +78,6 @@ class Slices:
         """Return this rank's slice of the averaged gradient. Raise Error if no step is possible."""
         return entry.replica.gradients.slice_of(entry.at)
 
-    def begin(self) -> None:
-        """Forget the gradients of an earlier step."""
-
-    def take(self, entry: Entry, gradient: torch.Tensor | None) -> None:
-        """Take a slice of a gradient, if whole tensors are owned."""
-
-    def complete(self) -> None:
-        """Finish the gradients once all ranks are known to step."""
-
     def publish(self, replicas: Sequence[Replica], failed: bool) -> list[int] | None:
         """Make what this rank stepped on visible to all. Return which ranks failed; None if that is not known."""
         outcomes: list[int] | None = replicas[0].parameters().publish(failed=failed)
@@ -107,18 +98,20 @@ class Slices:
     def gather(self, entry: Entry, mine: Mapping[str, Any]) -> dict[str, Any]:
         """Return a parameter's whole state on every rank. Collective."""
         like, replica, whole = entry.like, entry.replica, dict[str, Any]()
-        for key, (kind, dtype, value) in self.described(entry, mine).items():
+        for key, (kind, name, value) in self.described(entry, mine).items():
+            dtype = getattr(torch, name, None)
             if kind != "sliced":
-                whole[key] = small_tensor(value, dtype) if kind == "tensor" else value
+                whole[key] = torch.tensor(value, dtype=dtype, device="cpu") if kind == "tensor" else value
                 continue
             data = bytes_of(mine[key]) if key in mine and replica.slicing.speaks else b""
-            result = torch.empty_like(like, dtype=getattr(torch, dtype), requires_grad=False)
+            result = torch.empty_like(like, dtype=dtype, requires_grad=False)
             flat = memory_order(result, like)
             for rank, each in enumerate(replica.group.comm.all_gather_bytes(data, f"optimizer state of {entry.name}")):
                 low, high = entry.run(rank)
                 if low < high and each:
                     flat[low:high] = torch.frombuffer(bytearray(each), dtype=flat.dtype)
-            result = result if flat.data_ptr() == result.data_ptr() else from_memory_order(flat, like)
+            if flat.data_ptr() != result.data_ptr():
+                result = flat.as_strided(like.shape, like.contiguous().stride()).clone()
             whole[key] = whole_of(entry.parameter, result)
         return whole
 
@@ -176,6 +169,7 @@ class WholeTensors(Slices):
         return piece if self._replica.zero >= 2 or gradient is None else gradient.detach()
 
     def begin(self) -> None:
+        """Forget the gradients of an earlier step."""
         self._slices = {}
 
     def take(self, entry: Entry, gradient: torch.Tensor | None) -> None:

@@ -26,6 +26,7 @@ from ..comm.waits import on_every_rank
 from ..gradients.module_gradients import A_GRADIENT, NO_GRADIENT, ZEROED, states_of
 from ..layout.local_parameters import part_of
 from ..layout.shard_runs import memory_order
+from ..options.checks import count
 from ..parallel.agreement.optimizer_agreement import (
     GRADIENTS,
     Row,
@@ -45,7 +46,7 @@ from .device_clip import DeviceClip
 from .forwarded_on_slices import call_on_slices
 from .forwarding import Forwarding
 from .master_weights import LOW, as_kept, has_own_masters, kept_by, load_with_hooks, masters_in_place
-from .ownership import Entry, adopt, check_sliceable, members_of, owner_of
+from .ownership import Entry, WholeTensors, adopt, check_sliceable, members_of, owner_of
 from .sliced_state import MARK, SlicedState, StateNames, beside, with_state
 
 _parameter_of = operator.attrgetter("parameter")
@@ -152,8 +153,6 @@ class ShardedOptimizer(Forwarding):
     def state(self, value: Any) -> None:
         """Ignore the empty state of torch's constructor."""
 
-    # stepping -----------------------------------------------------------------------------------------------------
-
     def _piece(self, entry: Entry) -> torch.Tensor | None:
         """Return what this rank owns of a parameter. The user's optimizer steps on it and keys its state by it."""
         if entry.is_final or (entry.is_final is False and not entry.memory.is_moved(entry.at)):
@@ -214,13 +213,13 @@ class ShardedOptimizer(Forwarding):
 
     def _take_gradients(self, gradient_of: _GradientOf, entries: Iterable[Entry]) -> None:
         owner = self._owner
-        if owner.is_whole:
+        if isinstance(owner, WholeTensors):
             owner.begin()
         with unguarded():
             for entry in entries:
                 if not entry.is_final:
                     self._piece(entry)
-                if owner.is_whole:
+                if isinstance(owner, WholeTensors):
                     owner.take(entry, gradient_of(entry))
                 elif entry.piece is not None:
                     entry.piece.grad = gradient_of(entry)
@@ -346,7 +345,7 @@ class ShardedOptimizer(Forwarding):
             for replica in self.replicas:
                 if replica.zero == 3:
                     replica.parameters().take_writes()
-            if self._owner.is_whole:
+            if isinstance(self._owner, WholeTensors):
                 self._owner.complete()
             with around or contextlib.nullcontext(), self._on_slices() as low:
                 if not low:
@@ -407,8 +406,6 @@ class ShardedOptimizer(Forwarding):
         for replica in self.replicas:
             replica.gradients.accept_factors()
 
-    # state in memory ----------------------------------------------------------------------------------------------
-
     def _take_state(self, entry: Entry, state: Mapping[str, Any]) -> None:
         piece = self._piece(entry)
         if piece is None:
@@ -451,8 +448,6 @@ class ShardedOptimizer(Forwarding):
     def _held(self, entry: Entry) -> Mapping[str, Any]:
         piece = self._piece(entry)
         return self._inner.state.get(piece, {}) if piece is not None else {}
-
-    # state dicts --------------------------------------------------------------------------------------------------
 
     @on_every_rank("optimizer.state_dict()")
     def state_dict(self) -> dict[str, Any]:
@@ -562,8 +557,7 @@ class ShardedOptimizer(Forwarding):
         rank, one tensor at a time; only rank `to` needs memory for the whole state.
         """
         group = self._replica.group
-        if isinstance(to, bool) or not isinstance(to, int) or not 0 <= to < group.world_size:
-            raise ValueError(f"consolidate_state_dict: to must be a rank in [0, {group.world_size}), got {to!r}")
+        count(0, group.world_size - 1, f"a rank in [0, {group.world_size})")("consolidate_state_dict: to", to)
         whole = {}
         for entry in dict.fromkeys(self._members()):
             state = self._gather_state(entry)
@@ -598,8 +592,6 @@ class ShardedOptimizer(Forwarding):
                 entries = dict.fromkeys(self._members())
                 self._state_names = {each: list(self._owner.described(each, self._held(each))) for each in entries}
         return self._state_names[self._entry(parameter)]
-
-    # slices, for checkpoints --------------------------------------------------------------------------------------
 
     def held_run(self, parameter: torch.Tensor) -> tuple[int, int] | None:
         """Return [begin, end) of the elements, in memory order, of which this rank keeps the state; None for none."""

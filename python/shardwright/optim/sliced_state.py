@@ -47,14 +47,6 @@ class SlicedState:
         )
 
 
-# one entry on the wire --------------------------------------------------------------------------------------------
-
-
-def from_memory_order(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return a copy of flat values in memory order with the shape of `like`."""
-    return flat.as_strided(like.shape, like.contiguous().stride()).clone()
-
-
 def description_of(state: Mapping[str, Any], piece: torch.Tensor | None) -> str:
     """Return, as JSON, each entry's form on the wire: slices, a small tensor's value, or unchanged."""
     described = {}
@@ -66,11 +58,6 @@ def description_of(state: Mapping[str, Any], piece: torch.Tensor | None) -> str:
         else:
             described[key] = ("value", "", value)
     return json.dumps(described)
-
-
-def small_tensor(value: Any, dtype: str) -> torch.Tensor:
-    """Return the tensor of a ("tensor", dtype, value) entry of description_of()."""
-    return torch.tensor(value, dtype=getattr(torch, dtype), device="cpu")
 
 
 def beside(state: Mapping[str, Any], piece: torch.Tensor, group: Mapping[str, Any]) -> dict[str, Any]:

@@ -98,20 +98,11 @@ class Int4(_Block):
 @offers_fields
 @dataclasses.dataclass(frozen=True)
 class PowerSGD(Compressor):
-    """Gradients as matrices of low rank. See hooks.PowerSGDState.
+    """Gradients as matrices of low rank; the fields are those of hooks.PowerSGDState.
 
-    Parameters
-    ----------
-    rank : int
-        In [1, 256].
-    warmup_steps : int
-        Rounds at the start that are averaged without compression.
-    min_compression_rate : float
-        A matrix is compressed if (rows + columns) * rank * rate < rows * columns.
-    error_feedback : bool
-    seed : int
-    wire_dtype, error_dtype : torch.dtype
-        Of factors on the wire: float32, bfloat16 or float16; of the memory between rounds: float32 or bfloat16.
+    `rank` is in [1, 256]. `warmup_steps` rounds at the start are averaged without compression. A matrix is compressed
+    if (rows + columns) * rank * min_compression_rate < rows * columns. `wire_dtype`, of factors on the wire, is
+    float32, bfloat16 or float16; `error_dtype`, of the memory between rounds, float32 or bfloat16.
     """
 
     rank: int = 4

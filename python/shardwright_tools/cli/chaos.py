@@ -119,7 +119,7 @@ class Run:
     def watch(self, timeout_s: float) -> Result:
         with tempfile.TemporaryDirectory(prefix="sw-chaos-") as folder, contextlib.ExitStack() as closing:
             with open(os.path.join(folder, PLAN_NAME), "w", encoding="utf-8") as file:
-                file.write(self._plan.as_json())
+                json.dump([dataclasses.asdict(fault) for fault in self._plan.faults], file)
             listener = closing.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
             listener.bind(os.path.join(folder, SOCKET_NAME))
             listener.setblocking(False)

@@ -68,20 +68,18 @@ def _checkpoints(directory: str) -> list[str]:
     if not os.path.isdir(directory):
         raise Nothing(f"'{directory}' is not a directory")
     steps = [kept.path for kept in retention.list_checkpoints(directory)]
-    names = (os.path.join(directory, name) for name in sorted(os.listdir(directory)))
-    return steps + [path for path in names if path not in steps and _is_of_a_save(path)]
+    for name in sorted(os.listdir(directory)):  # others may have any name, such as a tag of DeepSpeed's
+        path = os.path.join(directory, name)
+        is_left_over = name.startswith(".") or name.endswith((".partial", ".trash", REPLACED))
+        if path not in steps and not is_left_over and os.path.lexists(os.path.join(path, "MANIFEST.json")):
+            steps.append(path)
+    return steps
 
 
 def _number_in(path: str) -> int:
     """Return the step in a name such as step-000100 or global_step100."""
     match = re.search(r"(\d{1,15})(?:\.replaced)?$", path)
     return int(match[1]) if match else 0
-
-
-def _is_of_a_save(path: str) -> bool:
-    """Return True for a checkpoint of any name, such as a tag of DeepSpeed's engine.save_checkpoint()."""
-    is_left = path.endswith((".partial", ".trash", REPLACED)) or os.path.basename(path).startswith(".")
-    return not is_left and os.path.lexists(os.path.join(path, "MANIFEST.json"))
 
 
 def _summary(path: str) -> dict[str, Any]:

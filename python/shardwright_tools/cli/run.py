@@ -8,9 +8,11 @@ SHARDWRIGHT_OPTIONS=options.yaml accelerate launch --multi_gpu --num_processes 2
 from __future__ import annotations
 
 import argparse
+import functools
 import os
-import sys
 from typing import Any
+
+from .report import refuse
 
 
 def add_parser(commands: Any, text: str) -> None:
@@ -28,21 +30,17 @@ def run(options: argparse.Namespace) -> int:
     from shardwright.integrations.settings import VARIABLE
     from shardwright.integrations.stock_programs import CannotRun, run_program
 
+    refused = functools.partial(refuse, options, command="shardwright run: ")
     text, program = options.options or "", options.program
     if options.module is not None or text.endswith(".py"):  # no options: they come from the environment
         module = [] if options.module is None else ["-m", *options.module]
         text, program = os.environ.get(VARIABLE, ""), [*module, *([text] if text else []), *program]
         if not text:
-            return _refuse(f"no options given: pass them before {program[0]}, as in `zero2`, or set {VARIABLE}")
+            return refused(f"no options given: pass them before {program[0]}, as in `zero2`, or set {VARIABLE}")
     if not program or program == ["-m"]:
-        return _refuse("no program given: pass one, as in `shardwright run zero2 program.py`")
+        return refused("no program given: pass one, as in `shardwright run zero2 program.py`")
     try:
         run_program(text, program)
     except CannotRun as error:
-        return _refuse(str(error))
+        return refused(str(error))
     return 0
-
-
-def _refuse(sentence: str) -> int:
-    print(f"shardwright run: {sentence}", file=sys.stderr)
-    return 2

@@ -35,33 +35,29 @@ def _one_sentence(path: str) -> Iterator[None]:
 
 def read(path: str, *, kind: str | None = None, tag: str | None = None) -> Contents:
     """Return the contents of the checkpoint at `path`. `kind`: a format in READERS; None: detect it from the files."""
-    with _one_sentence(path):
-        return _read(path, kind, tag)
-
-
-def _read(path: str, kind: str | None, tag: str | None) -> Contents:
     from shardwright.formats.dcp import is_dcp
     from shardwright.formats.model_files import model_files as files_of_model
 
     from . import dcp_format, deepspeed_universal, deepspeed_zero, folders, megatron, model_files
 
-    if not os.path.lexists(path):
-        raise CheckpointError(f"'{path}' does not exist")
-    if kind in (None, "shardwright") and find(path) is not None:
-        return folders.read_folder(path)
-    if kind in (None, "megatron") and megatron.is_megatron(path):
-        return megatron.read_megatron(path)
-    if kind in (None, "dcp") and is_dcp(path):
-        return dcp_format.read_dcp(path)
-    if kind in (None, "deepspeed"):
-        folder = deepspeed_zero.deepspeed_folder(path, tag)
-        if folder is not None:
-            is_universal = os.path.isdir(os.path.join(folder, "zero"))
-            return (deepspeed_universal.read_universal if is_universal else deepspeed_zero.read_zero)(folder)
-    if kind in (None, "hf", "torch") and files_of_model(path):
-        return model_files.read_model(path)
-    known = "one of Shardwright, torch.distributed.checkpoint, Megatron, DeepSpeed or Hugging Face"
-    raise CheckpointError(f"'{path}' is not a checkpoint of a known format{f' ({kind})' if kind else f': {known}'}")
+    with _one_sentence(path):
+        if not os.path.lexists(path):
+            raise CheckpointError(f"'{path}' does not exist")
+        if kind in (None, "shardwright") and find(path) is not None:
+            return folders.read_folder(path)
+        if kind in (None, "megatron") and megatron.is_megatron(path):
+            return megatron.read_megatron(path)
+        if kind in (None, "dcp") and is_dcp(path):
+            return dcp_format.read_dcp(path)
+        if kind in (None, "deepspeed"):
+            folder = deepspeed_zero.deepspeed_folder(path, tag)
+            if folder is not None:
+                is_universal = os.path.isdir(os.path.join(folder, "zero"))
+                return (deepspeed_universal.read_universal if is_universal else deepspeed_zero.read_zero)(folder)
+        if kind in (None, "hf", "torch") and files_of_model(path):
+            return model_files.read_model(path)
+        known = "one of Shardwright, torch.distributed.checkpoint, Megatron, DeepSpeed or Hugging Face"
+        raise CheckpointError(f"'{path}' is not a checkpoint of a known format{f' ({kind})' if kind else f': {known}'}")
 
 
 def write(contents: Contents, output: str, kind: str, progress: Progress) -> None:

@@ -136,20 +136,15 @@ def _layers(name: str, each: Lazy, stacks: Mapping[str, int]) -> list[tuple[str,
     ]
 
 
-def _optimizers(body: Any) -> list[dict[Any, Any]]:
-    """Return the bodies of the optimizers in common.pt, which stores several by number."""
-    body = body if isinstance(body, dict) else {}
-    members = list(body.values()) if all(str(key).isdigit() for key in body) else [body]
-    inner = [each.get("optimizer", each) for each in members if isinstance(each, dict)]  # of an optimizer with masters
-    return [each for each in inner if isinstance(each, dict)]
-
-
 def _take_optimizer(contents: Contents, body: Any) -> None:
     """Read the optimizer's options from common.pt, which does not list the parameters of a group."""
     if not contents.state:
         return
     groups, steps = [], []
-    for member in _optimizers(body):
+    body = body if isinstance(body, dict) else {}
+    members = list(body.values()) if all(str(key).isdigit() for key in body) else [body]  # several are stored by number
+    inner = [each.get("optimizer", each) for each in members if isinstance(each, dict)]  # of an optimizer with masters
+    for member in (each for each in inner if isinstance(each, dict)):
         own = member.get("param_groups")
         groups += [dict(each) for each in own if isinstance(each, dict)] if isinstance(own, (list, tuple)) else []
         state = member.get("state")

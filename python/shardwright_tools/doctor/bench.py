@@ -37,16 +37,13 @@ class Row:
     nbytes: int
     seconds: float
 
-    @property
-    def gigabytes_a_second(self) -> float:
-        return self.nbytes / self.seconds / 1e9
-
     def __str__(self) -> str:
         size = f"{self.nbytes >> 10} KiB" if self.nbytes < 1 << 20 else f"{self.nbytes >> 20} MiB"
-        return f"all_reduce, {self.ranks} {self.where}, {size:>7}: {self.seconds * 1e6:10.1f} us {self.gigabytes_a_second:8.2f} GB/s"
+        rate = self.as_json()["gigabytes_a_second"]
+        return f"all_reduce, {self.ranks} {self.where}, {size:>7}: {self.seconds * 1e6:10.1f} us {rate:8.2f} GB/s"
 
     def as_json(self) -> dict[str, Any]:
-        return {**dataclasses.asdict(self), "gigabytes_a_second": self.gigabytes_a_second}
+        return {**dataclasses.asdict(self), "gigabytes_a_second": self.nbytes / self.seconds / 1e9}
 
 
 def sweep(sizes: tuple[int, ...] = SIZES) -> list[Row]:

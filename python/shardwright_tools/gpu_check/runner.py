@@ -41,9 +41,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="small sizes, whose times mean nothing")
     parser.add_argument("--place", default="place:gpu", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    before = _report_of(options.to) if options.goes_on else None
-    if options.goes_on and before is None:
-        parser.error(f"--continue needs {options.to / REPORT}, which an earlier check writes")
+    report = options.to / REPORT
+    if options.goes_on and not report.exists():
+        parser.error(f"--continue needs {report}, which an earlier check writes")
+    before = json.loads(report.read_text()) if options.goes_on else None
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends started processes, as Ctrl-C does
     options.to.mkdir(parents=True, exist_ok=True)
     chosen = [part for part in parts(is_quick=options.quick) if part.name in options.only]
@@ -62,15 +63,6 @@ def _seconds(text: str) -> float:
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"must be a positive number of seconds, got {text}")
     return value
-
-
-def _report_of(folder: Path) -> dict[str, Any] | None:
-    """Return the report that an earlier check wrote, None if there is none."""
-    try:
-        found: dict[str, Any] = json.loads((folder / REPORT).read_text())
-    except FileNotFoundError:
-        return None
-    return found
 
 
 def run_parts(

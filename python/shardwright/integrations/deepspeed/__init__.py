@@ -81,12 +81,10 @@ def initialize(
     mesh_param: Any = None,
     config_params: Any = None,
 ) -> tuple[DeepSpeedEngine, torch.optim.Optimizer | None, DataLoader[Any] | None, Any]:
-    """Wrap a model according to DeepSpeed's configuration. Collective.
+    """Wrap a model according to DeepSpeed's `config` (or `args.deepspeed_config`), a dict or a path. Collective.
 
     Parameters
     ----------
-    args : object, optional
-        Has the configuration in deepspeed_config, if `config` is None.
     model : Module
         A model. If GPUs are visible it is moved to this rank's GPU, as DeepSpeed does.
     optimizer, lr_scheduler : optional
@@ -96,8 +94,6 @@ def initialize(
         Parameters of the configuration's optimizer. Default: all parameters that train.
     training_data : Dataset, optional
         A data set. Each rank reads its part in micro-batches, joined by `collate_fn`.
-    config, config_params : dict or path
-        The configuration.
     distributed_port, dist_init_required
         Without effect: sw.wrap reads the launcher's variables.
 
@@ -188,14 +184,9 @@ def _make_loader(made: Plan, group: Any, data: Any, collate_fn: Any) -> DataLoad
 class DeepSpeedEngine(torch.nn.Module):
     """A wrapped model with DeepSpeed's training loop: forward, backward, step.
 
-    Attributes
-    ----------
-    module : Module
-        The user's model.
-    optimizer, lr_scheduler, training_dataloader
-        The results of initialize.
-    micro_steps, global_steps, global_samples, skipped_steps : int
-        Calls of step(); steps of the optimizer, skipped ones included; rows; steps skipped for an overflow.
+    `module` is the user's model; `optimizer`, `lr_scheduler` and `training_dataloader` are the results of initialize.
+    `micro_steps` counts calls of step(), `global_steps` steps of the optimizer with the `skipped_steps` of overflows,
+    `global_samples` rows.
     """
 
     def __init__(
@@ -229,8 +220,6 @@ class DeepSpeedEngine(torch.nn.Module):
             if name == "module":
                 raise
             return getattr(self.module, name)
-
-    # the loop -----------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model, inside torch.autocast if the configuration enables it."""
@@ -327,8 +316,6 @@ class DeepSpeedEngine(torch.nn.Module):
             replica.retire(together=True)
         end_local_parameters(self.module)
 
-    # numbers ------------------------------------------------------------------------------------------------------
-
     @property
     def device(self) -> torch.device:
         """The device of the parameters."""
@@ -408,8 +395,6 @@ class DeepSpeedEngine(torch.nn.Module):
         known = {"fp16": torch.float16, "bf16": torch.bfloat16}
         return known.get(precision) if isinstance(precision, str) else getattr(precision, "param_dtype", None)
 
-    # state --------------------------------------------------------------------------------------------------------
-
     def save_checkpoint(
         self,
         save_dir: str,
@@ -418,20 +403,10 @@ class DeepSpeedEngine(torch.nn.Module):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write model, optimizer, schedule, loss scale and counters to the folder save_dir/tag. Collective.
+        """Write model, optimizer, schedule, loss scale and counters to save_dir/tag, which all ranks share. Collective.
 
-        Parameters
-        ----------
-        save_dir : str
-            A folder that all ranks share.
-        tag : str, optional
-            Default: global_step<N>.
-        client_state : dict, optional
-            Plain values and tensors, which load_checkpoint returns; rank 0's are saved.
-        save_latest : bool
-            Write the tag to save_dir/latest.
-        exclude_frozen_parameters : bool
-            False only: a checkpoint holds the whole model.
+        `tag` defaults to global_step<N>; `save_latest` writes it to save_dir/latest. `client_state`, rank 0's plain
+        values and tensors, is what load_checkpoint returns. `exclude_frozen_parameters` must be False.
         """
         if exclude_frozen_parameters:
             raise NotImplementedError(
@@ -481,21 +456,9 @@ class DeepSpeedEngine(torch.nn.Module):
     ) -> tuple[str | None, dict[str, Any]]:
         """Continue from a folder of save_checkpoint(), at any stage and number of ranks. Collective.
 
-        Parameters
-        ----------
-        load_dir : str
-            The save_dir.
-        tag : str, optional
-            Default: the tag in load_dir/latest. All ranks load rank 0's.
-        load_optimizer_states, load_lr_scheduler_states, load_module_only : bool
-            Leave the optimizer, the schedule, or all but the model unchanged.
-        load_module_strict, custom_load_fn
-            True and None only.
-
-        Returns
-        -------
-        (str, dict)
-            The folder and the client state; (None, {}) with a warning if there is no file `latest`.
+        `tag` defaults to that in load_dir/latest; all ranks load rank 0's. `load_optimizer_states=False`,
+        `load_lr_scheduler_states=False` and `load_module_only` leave the optimizer, the schedule, or all but the model
+        unchanged. Returns the folder and the client state; (None, {}) with a warning if there is no file `latest`.
         """
         if custom_load_fn is not None or not load_module_strict:
             raise NotImplementedError(

@@ -120,23 +120,9 @@ def fill_auto(
 ) -> dict[str, Any]:
     """Return a configuration with each "auto" filled as transformers' Trainer and accelerate fill it.
 
-    Parameters
-    ----------
-    config : dict or path
-        DeepSpeed's configuration.
-    args : object
-        An object with the fields of TrainingArguments that the "auto" keys need.
-    world_size : int
-        The number of ranks.
-    num_training_steps : int, optional
-        Steps of the run, for the schedule.
-    hidden_size : int, optional
-        The model's width, for sizes of buckets.
-
-    Raises
-    ------
-    ValueError
-        If a given value contradicts `args`; one message lists all contradictions.
+    `args` has the fields of TrainingArguments that the "auto" keys need. `num_training_steps` is for the schedule,
+    `hidden_size`, the model's width, for sizes of buckets. Raises ValueError if given values contradict `args`; one
+    message lists all contradictions.
     """
     filled = load_config(config)
     micro, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps

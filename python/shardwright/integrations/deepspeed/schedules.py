@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["SCHEDULES", "LRRangeTest", "LossScale", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR"]
+from ...options.checks import among
 
 _Values = float | list[float]
 
@@ -40,8 +40,7 @@ def _warmup(kind: str, steps: int, step: int) -> float:
 def _check_warmup(steps: Any, kind: Any) -> int:
     if isinstance(steps, bool) or not isinstance(steps, (int, float)) or steps < 0 or steps != int(steps):
         raise ValueError(f"warmup_num_steps must be a whole number of at least 0, got {steps!r}")
-    if kind not in ("log", "linear"):
-        raise ValueError(f"warmup_type must be 'log' or 'linear', got {kind!r}")
+    among("log", "linear")("warmup_type", kind)
     return max(2, int(steps))
 
 
