@@ -138,7 +138,7 @@ class ParameterAccess:
             hook()
 
     def count_writes(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Bump the version counters of parameters that were written through other tensors, for all who read them."""
+        """Bump the version counters of parameters that were written through other tensors, for autograd and other readers."""
         for parameter in parameters:
             torch.autograd.graph.increment_version(parameter)
         drift = self.drift()

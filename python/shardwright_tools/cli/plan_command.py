@@ -308,6 +308,3 @@ def _save_lines(saves: SavePlan) -> list[str]:
         f"{shown_bytes(saves.disk_bytes)} of disk.",
         *(f"- {note}" for note in saves.notes),
     ]
-    if rate is not None:
-        lines += ["", f"Learning rate for {found.global_batch_tokens:,} tokens per step: {rate[0]:.3g} ({rate[1]})."]
-    return list(map(printable, lines))
