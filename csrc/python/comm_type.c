@@ -65,7 +65,7 @@ static int comm_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     comm_object *self = (comm_object *)op;
     sw_py_arg a[6] = {[2] = {.d = 1800}, [3] = {.d = 30}, [4] = {.s = ""}, [5] = {.o = Py_None}};
-    int64_t warn_after_ns;
+    _Atomic int64_t warn_after_ns;
     sw_error err;
     sw_status status;
     if (!sw_py_read("HostComm rank:i world_size:i | $ timeout_s:d warn_after_s:d host:s log:O",

@@ -3,7 +3,7 @@
 #include "python/arguments.h"
 #include "python/engine.h"
 
-bool sw_py_read_warn_after(double seconds, int64_t *warn_after_ns)
+bool sw_py_read_warn_after(double seconds, _Atomic int64_t *warn_after_ns)
 {
     bool is_legal = seconds >= 0 && seconds <= 1e9;
     if (is_legal)

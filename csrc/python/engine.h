@@ -136,7 +136,7 @@ extern PyMethodDef sw_py_marks_functions[];
 
 /* comm_waits.c: about waits */
 /* Returns false with an exception. */
-bool sw_py_read_warn_after(double seconds, int64_t *warn_after_ns);
+bool sw_py_read_warn_after(double seconds, _Atomic int64_t *warn_after_ns);
 PyObject *sw_py_comm_get_waits(PyObject *op, void *unused);
 int sw_py_comm_set_waits(PyObject *op, PyObject *value, void *unused);
 PyObject *sw_py_comm_get_dead(PyObject *op, void *unused);
