@@ -182,16 +182,17 @@ struct sw_comm {
     const sw_comm_ops *ops;
     int rank;
     int world_size;
-    const int *names;      /* borrowed: the ranks' numbers for messages; NULL: the numbers in this
-                            * communicator */
-    bool is_carried;       /* another process may execute an operation, so results must be in
-                            * arenas */
-    uint32_t arenas;       /* created so far */
-    int64_t timeout_ns;    /* limit of each wait */
-    int64_t warn_after_ns; /* a wait this long is logged, then again whenever it has doubled; 0: no
-                            * wait is */
-    int64_t silent_ns; /* a wait for a peer ends if the peer is stopped for this long; 0: it does
-                        * not */
+    const int *names; /* borrowed: the ranks' numbers for messages; NULL: the numbers in this
+                       * communicator */
+    bool is_carried;  /* another process may execute an operation, so results must be in
+                       * arenas */
+    uint32_t arenas;  /* created so far */
+    /* One thread may set these while another waits. */
+    _Atomic int64_t timeout_ns;    /* limit of each wait */
+    _Atomic int64_t warn_after_ns; /* a wait this long is logged, then again whenever it has
+                                    * doubled; 0: no wait is */
+    _Atomic int64_t silent_ns; /* a wait for a peer ends if the peer is stopped for this long; 0: it
+                                * does not */
     sw_comm_hooks hooks;
     sw_comm_stats stats;
 };

@@ -159,12 +159,11 @@ bool sw_wait_add_missing(sw_wait_text *text, sw_comm *comm, int rank)
  * was stopped too, as in a suspended job. */
 static sw_status check_stopped(sw_wait *wait, sw_error *reason)
 {
-    const sw_comm *comm = wait->comm;
-    int64_t now_ns = sw_clock_now_ns();
-    int64_t pause_ns = comm->silent_ns / 4 < look_ns ? comm->silent_ns / 4 : look_ns;
+    int64_t now_ns = sw_clock_now_ns(), silent_ns = wait->comm->silent_ns;
+    int64_t pause_ns = silent_ns / 4 < look_ns ? silent_ns / 4 : look_ns;
     int64_t passed_ns = now_ns - wait->looked_ns;
     sw_wait_text text = {.rank = -1};
-    if (comm->silent_ns == 0 || passed_ns < pause_ns)
+    if (silent_ns == 0 || passed_ns < pause_ns)
         return SW_OK;
     if (wait->stopped_ns != 0 && passed_ns > 4 * pause_ns)
         wait->stopped_ns += passed_ns - pause_ns;
@@ -174,11 +173,11 @@ static sw_status check_stopped(sw_wait *wait, sw_error *reason)
         wait->stopped_ns = 0;
     else if (wait->stopped_ns == 0)
         wait->stopped_ns = now_ns;
-    else if (now_ns - wait->stopped_ns >= comm->silent_ns)
+    else if (now_ns - wait->stopped_ns >= silent_ns)
         return sw_error_set(
             reason, SW_E_COMM, text.stopped,
             "rank %d has been stopped for %.1f s (silent_s=%g) in %s, waited for: %s", text.stopped,
-            (double)(now_ns - wait->stopped_ns) * 1e-9, (double)comm->silent_ns * 1e-9, text.what,
+            (double)(now_ns - wait->stopped_ns) * 1e-9, (double)silent_ns * 1e-9, text.what,
             text.missing);
     return SW_OK;
 }

@@ -39,7 +39,7 @@ static void log_message(void *context, const char *message)
 /* The periods that are properties, in seconds. */
 typedef struct period {
     const char *name;
-    size_t place; /* of its nanoseconds, an int64_t of sw_comm */
+    size_t place; /* of its nanoseconds, an _Atomic int64_t of sw_comm */
     bool may_be_0;
 } period;
 
@@ -55,9 +55,9 @@ static bool check_period(const period *of, double seconds, bool is_open, const c
                         of->may_be_0 ? "[0," : "(0,", whose);
 }
 
-static int64_t *place_of(const sw_comm *comm, const period *of)
+static _Atomic int64_t *place_of(const sw_comm *comm, const period *of)
 {
-    return (int64_t *)((uintptr_t)comm + of->place);
+    return (_Atomic int64_t *)((uintptr_t)comm + of->place);
 }
 
 static PyObject *get_period(PyObject *op, void *of)

@@ -38,7 +38,7 @@ from .pretrained import UnmatchedNames, load_pretrained
 from .torch_compat import cuda
 from .torch_compat.dtensor import held_tensor, is_dtensor
 from .torch_compat.internals import original_of
-from .torch_compat.optimizers import step_hooks
+from .torch_compat.optimizers import step_hooks, takes_hooks
 
 
 @overload
@@ -276,6 +276,11 @@ def _agree_on_optimizer(
         if optimizer is not None and zero:
             check_sliceable(without_masters(optimizer), partition)
         if optimizer is not None:
+            if clip_grad_norm is not None and not zero and not takes_hooks(optimizer):
+                raise ValueError(
+                    f"clip_grad_norm={clip_grad_norm!r} needs an optimizer that takes step hooks, and {type(optimizer).__name__} does not "
+                    "call torch.optim.Optimizer.__init__(): call sw.clip_grad_norm_ before each step instead"
+                )
             check_members(label, names, optimizer, all_of_them=bool(zero))
             _check_dtensors(module, optimizer, zero, partition)
         if optimizer is not None or not zero:

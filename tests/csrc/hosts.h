@@ -48,7 +48,8 @@ typedef struct box {
     int sent;
     hosts_wire wire;
     bool is_open; /* all have joined */
-    bool broken, probed;
+    bool broken;
+    _Atomic bool probed; /* read by the ranks */
 } box;
 
 typedef struct wire_end { /* one a rank */

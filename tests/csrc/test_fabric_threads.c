@@ -73,6 +73,9 @@ static void *end_beside(void *argument)
     sw_error reason;
     sw_error_set(&reason, SW_E_COMM, 0, "a thread beside rank 0's");
     pause_for(given->turn);
+    self->comm->timeout_ns = INT64_C(1000000000) * DEADLINE_S; /* as the thread inside reads them */
+    self->comm->silent_ns = 0;
+    self->comm->warn_after_ns = self->comm->timeout_ns;
     self->comm->ops->request_end(self->comm, &reason);
     return NULL;
 }

@@ -21,7 +21,7 @@ import torch
 from oracle.fold import fold
 
 #: no program takes so long; a thread that waits longer has found an error of the oracle itself
-LIMIT_S = 60.0
+LIMIT_S = 300.0
 LOW = torch.bfloat16
 
 

@@ -164,7 +164,8 @@ def learning_rate(state: State, a: int, b: int) -> str:
 
 @kind("learning rate on one rank", 1)
 def learning_rate_on_one_rank(state: State, a: int, b: int) -> Statement | None:
-    return Statement('optimizer.param_groups[0]["lr"] *= 0.5 + rank\n', (r"ranks disagree about the optimizer: .*lr=",))
+    told = r"ranks disagree about the optimizer: .*(lr=|different hyperparameters before the last step)"  # of two optimizers
+    return Statement('optimizer.param_groups[0]["lr"] *= 0.5 + rank\n', (told,))
 
 
 # gradients ------------------------------------------------------------------------------------------------------------

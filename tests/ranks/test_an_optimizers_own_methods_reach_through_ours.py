@@ -2,6 +2,7 @@
 on all ranks, at every stage and with masters; a name that the user's optimizer lacks is not there.
 """
 
+import collections
 import copy
 import gc
 import pickle
@@ -220,6 +221,70 @@ def test_a_copy_forwards_too(rank, world_size, way):
     module, copied = way((sw.unwrap(module), optimizer))
     copied.rho = 0.25
     assert copied._inner.rho == 0.25 and copied.get_rho() == 0.25 and optimizer.rho == 0.5
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Steps another optimizer and, as many that do, leaves out Optimizer.__init__(): none of torch's hooks are in it."""
+
+    def __init__(self, inner):
+        self.inner, self.state, self.defaults = inner, inner.state, inner.defaults
+        self.param_groups, self.slow = inner.param_groups, []
+
+    def zero_grad(self, set_to_none=True):
+        self.inner.zero_grad(set_to_none)
+
+    def step(self, closure=None):
+        self.inner.step()
+        parameters = [p.data for group in self.param_groups for p in group["params"]]
+        self.slow = self.slow or [p.clone() for p in parameters]
+        for slow, p in zip(self.slow, parameters):
+            p.copy_(slow.lerp_(p, 0.5))
+
+
+@on_every_rank()
+def test_an_optimizer_without_torchs_hooks_steps_at_every_stage(rank, world_size, tmp_path):
+    ends = []
+    for options in STAGES:
+        torch.manual_seed(0)
+        module = Mlp()
+        optimizer = Lookahead(torch.optim.AdamW(module.parameters(), lr=0.1))
+        model, optimizer = sw.wrap(module, optimizer, **options)
+        for step in range(3):
+            model(batch(rank, 6, 7, step=step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        ends.append(whole(model))
+        if options["zero"] == 0:
+            sw.Checkpointer(tmp_path, model, optimizer).close()
+            with pytest.raises(ValueError, match="needs an optimizer that takes step hooks, and Lookahead does not"):
+                sw.wrap(Mlp(), Lookahead(torch.optim.SGD(module.parameters(), lr=0.1)), clip_grad_norm=1.0)
+    assert all(torch.equal(a, b) for end in ends for a, b in zip(ends[0], end))
+    assert same_everywhere(ends[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@on_every_rank()
+def test_state_that_is_assigned_replaces_the_old_one(rank, world_size, dtype):
+    """`optimizer.state = defaultdict(dict)` is how programs make an optimizer forget."""
+    ends = []
+    for options in ({"zero": 0}, *STAGES):
+        torch.manual_seed(0)
+        module = Mlp().to(dtype)
+        model, optimizer = sw.wrap(module, torch.optim.AdamW(module.parameters(), lr=0.1), **options)
+        for step in range(4):
+            model(batch(rank, 6, 7, step=step).to(dtype)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 1 and not ends:
+                optimizer.state.clear()
+            elif step == 1:
+                optimizer.state = collections.defaultdict(dict)
+                assert not optimizer.state
+                if options["zero"] and world_size > 1:
+                    with pytest.raises(sw.Error, match="given state of whole parameters"):
+                        optimizer.state = {p: {} for p in module.parameters()}
+        ends.append(whole(model))
+    assert all(torch.equal(a, b) for end in ends for a, b in zip(ends[0], end))
 
 
 class Ascending(torch.optim.SGD):

@@ -22,6 +22,7 @@ from ..options.names import offers_names
 from ..options.places import absolute_path
 from ..parallel.agreement.save_check import SaveCheck
 from ..parallel.engine import engine_of
+from ..torch_compat.optimizers import takes_hooks
 from .calls import OneCall
 from .files import MAX_FILE_BYTES, check_options, integer, usable_timeout
 from .folder.directory import Directory
@@ -196,9 +197,9 @@ class Checkpointer:
                         )
             self._training = Training(model, optimizer, scheduler, scaler, dataloader, user_state)
             steppers = members_of(self._training.optimizer)
-            takes_hooks = bool(steppers) and all(hasattr(each, "register_step_pre_hook") for each in steppers)
-            if snapshot == "lazy" and not takes_hooks:
-                given = f"a {type(optimizer).__name__}, which has no register_step_pre_hook()"
+            can_hook = bool(steppers) and all(takes_hooks(stepping_optimizer(each)) for each in steppers)
+            if snapshot == "lazy" and not can_hook:
+                given = f"a {type(optimizer).__name__}, which has no register_step_pre_hook() that torch calls"
                 given = "none" if optimizer is None else given
                 raise ValueError(
                     f"snapshot='lazy' copies in the optimizer's step: it needs a torch.optim.Optimizer, got {given}"
@@ -275,7 +276,7 @@ class Checkpointer:
             return
         optimizer = stepping_optimizer(next(reversed(members_of(self._training.optimizer)), None))
         self._writer.warm(self._training, lazy=self._lazy)
-        if hasattr(optimizer, "register_step_post_hook") and not optimizer.state:
+        if takes_hooks(optimizer) and not optimizer.state:
             place = len(self._hooks)
 
             def warm(alive: Checkpointer) -> None:

@@ -110,9 +110,11 @@ class Forwarding(torch.optim.Optimizer):
         return method
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute where it is: on the user's optimizer if only that one has it."""
+        """Set an attribute where it is: on the user's optimizer if only that one has it, `state` on both."""
         is_ours = name in self.__dict__ or hasattr(type(self), name) or not self._forwards or not _is_forwarded(name)
         if is_ours or not hasattr(self._inner, name):
             super().__setattr__(name, value)
+            if name == "state" and name in self.__dict__ and self._forwards:
+                self._inner.state = value
         else:
             setattr(self._inner, name, value)

@@ -151,7 +151,15 @@ class ShardedOptimizer(Forwarding):
 
     @state.setter
     def state(self, value: Any) -> None:
-        """Ignore the empty state of torch's constructor."""
+        """Replace the state of this rank's slices, most often by none; the empty state of torch's constructor is ignored."""
+        if not self._forwards:
+            return
+        if any(id(key) in self._index and self._entry(key).piece is not key for key in value):
+            raise Error(
+                "optimizer.state was given state of whole parameters, of which each rank keeps slices: call "
+                "sw.load_full_optimizer_state_dict, or optimizer.load_state_dict"
+            )
+        self._inner.state, self._consolidated, self._state_names = value, None, None
 
     def _piece(self, entry: Entry) -> torch.Tensor | None:
         """Return what this rank owns of a parameter. The user's optimizer steps on it and keys its state by it."""

@@ -25,6 +25,12 @@ def check_steppable(optimizer: torch.optim.Optimizer) -> None:
                 raise Error(on_meta(parameter, position))
 
 
+def takes_hooks(optimizer: Any) -> bool:
+    """Return False also for a class that leaves out Optimizer.__init__(), as some do that wrap another optimizer."""
+    is_torchs = isinstance(optimizer, torch.optim.Optimizer)
+    return hasattr(optimizer, "_optimizer_step_pre_hooks" if is_torchs else "register_step_pre_hook")
+
+
 def hooks_around(optimizer: torch.optim.Optimizer, what: str) -> tuple[list[Any], list[Any]]:
     """Return the hooks that run before and after state_dict() or load_state_dict(), named by `what`, in their order."""
     before, after = (getattr(optimizer, f"_optimizer_{what}_{when}_hooks", {}) for when in ("pre", "post"))

@@ -18,7 +18,7 @@ import torch
 from ..._engine import Error, HostComm
 from ...comm.agreement import gather_answers
 from ...comm.model_ranks import ModelRanks
-from ...torch_compat.optimizers import on_meta
+from ...torch_compat.optimizers import on_meta, takes_hooks
 
 #: keys of a parameter group that are not hyperparameters: implementation options, schedulers' values, newer torch's keys
 _BESIDE = frozenset(
@@ -165,7 +165,8 @@ def check_groups(outer: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> 
     if list(map(id, outer.param_groups)) != list(map(id, inner.param_groups)):
         raise Error(
             "the optimizer passed to sw.wrap no longer has the groups of the one that it returned (add_param_group or "
-            "load_state_dict was called on it): call them on the optimizer that sw.wrap returned"
+            "load_state_dict was called on it, or param_groups was assigned to one of them): call them on the optimizer that sw.wrap "
+            "returned, and change groups in place"
         )
 
 
@@ -197,6 +198,6 @@ def check_loading(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) 
 
 def watch_loading(optimizer: torch.optim.Optimizer) -> None:
     """Make the user's optimizer refuse another class's state from now on."""
-    if optimizer not in _watched:
+    if optimizer not in _watched and takes_hooks(optimizer):
         _watched.add(optimizer)
         optimizer.register_load_state_dict_pre_hook(check_loading)
