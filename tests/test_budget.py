@@ -23,7 +23,7 @@ LINES = {
     "shardwright/parameters": 3_361,
     "shardwright/torch_compat": 1_133,
     "shardwright_tools": 346,
-    "shardwright_tools/cli": 1_712,
+    "shardwright_tools/cli": 1_723,
     "shardwright_tools/convert": 1_944,
     "shardwright_tools/doctor": 1_075,
     "shardwright_tools/gpu_check": 1_158,

@@ -109,8 +109,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
+    import dataclasses
+
     from ..planner import choose, forms, launch, saving
     from ..planner.machine import bytes_of, count_of
+    from ..planner.memory import PRECISIONS
     from ..planner.shape import PlanError
 
     machine = _machine(options)
@@ -164,8 +167,8 @@ def _run(options: argparse.Namespace) -> int:
         rule = options.rule or ("sqrt" if work.optimizer.startswith("adam") else "linear")
         base = count_of(options.base_batch, "--base-batch")
         rate = saving.learning_rate(options.learning_rate, base, found.global_batch_tokens, rule)
-    table = choose.candidates(shape, machine, work)
-    given = (shape, machine, work, found, table, saves, rate)
+    tables = {name: choose.candidates(shape, machine, dataclasses.replace(work, precision=name)) for name in PRECISIONS}
+    given = (shape, machine, work, found, tables, saves, rate)
     print_report(options, _as_json(*given) if options.json else None, [] if options.json else _lines(*given))
     return 0 if found.chosen.fits else 2
 
@@ -285,7 +288,7 @@ def _as_json(
     machine: Machine,
     work: Work,
     found: Choice,
-    table: list[Candidate],
+    tables: dict[str, list[Candidate]],
     saves: SavePlan,
     rate: tuple[float, str] | None,
 ) -> dict[str, Any]:
@@ -307,7 +310,8 @@ def _as_json(
         "model": {"name": shape.name, "parameters": shape.numel, "active_parameters": shape.active_numel},
         "machine": dataclasses.asdict(machine),
         "work": dataclasses.asdict(work),
-        "table": [as_dict(each) for each in table],
+        "table": [as_dict(each) for each in tables.pop(work.precision)],
+        "other_precisions": {name: [as_dict(each) for each in table] for name, table in tables.items()},
         "chosen": as_dict(found.chosen),
         "reason": found.reason,
         "nearest_that_does_not_fit": None if found.nearest is None else as_dict(found.nearest),
@@ -330,7 +334,7 @@ def _lines(
     machine: Machine,
     work: Work,
     found: Choice,
-    table: list[Candidate],
+    tables: dict[str, list[Candidate]],
     saves: SavePlan,
     rate: tuple[float, str] | None,
 ) -> list[str]:
@@ -343,7 +347,7 @@ def _lines(
     lines = [f"{shape.name}: {shape.numel:,} parameters{active}, {work.precision}, {work.optimizer}, on {where}", ""]
     head = ["per rank", *_COLUMNS, "total", ""]
     rows = [head]
-    for each in table:
+    for each in tables.pop(work.precision):
         held = {**vars(each.memory), "other": each.memory.buffers + each.memory.workspace + each.memory.runtime}
         cells = [shown_bytes(held[name]) if held[name] else "-" for name in _COLUMNS]
         note = "fits" if each.fits else f"{shown_bytes(each.over)} over"
@@ -360,6 +364,11 @@ def _lines(
     shares = [f"{shown_bytes(size)} of its {name} are {part}" for size, name, part in inside if size]
     lines.append("units: whole layers and compute copies; other: the loss, buffers, the runtime")
     lines += ["", found.reason, *(f"{share}." for share in shares)]
+    same = [(name, each) for name, table in tables.items() for each in table if each.label == chosen.label]
+    if same:
+        lines.append(
+            "The same takes " + ", ".join(f"{shown_bytes(each.memory.total)} in {name}" for name, each in same) + "."
+        )
     if found.nearest is not None and chosen.fits:
         nearest = found.nearest
         lines.append(
