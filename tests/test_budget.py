@@ -24,7 +24,7 @@ LINES = {
     "shardwright/parameters": 3_698,
     "shardwright/torch_compat": 1_171,
     "shardwright_tools": 302,
-    "shardwright_tools/cli": 1_486,
+    "shardwright_tools/cli": 1_493,
     "shardwright_tools/convert": 1_305,
     "shardwright_tools/doctor": 937,
     "shardwright_tools/gpu_check": 1_020,

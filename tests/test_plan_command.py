@@ -655,14 +655,18 @@ def test_a_launch_file_of_what_does_not_fit_is_marked(config, capsys):
 def test_a_row_adds_up_and_names_its_parts(config, capsys):
     words = ["plan", config, "--ranks", "8", "--gpu", "h100", "--precision", "bf16-parameters", "--json"]
     assert main(words) == 0
-    for row in json.loads(capsys.readouterr().out)["table"]:
+    found = json.loads(capsys.readouterr().out)
+    assert found["other_precisions"].keys() == PRECISIONS.keys() - {"bf16-parameters"}
+    assert {len(table) for table in found["other_precisions"].values()} == {len(found["table"])}
+    for row in found["table"]:
         held = row["memory"]
         parts = ("parameters", "units", "gradients", "state", "buffers", "activations", "workspace", "runtime")
         assert held["total"] == sum(held[name] for name in parts)
         assert (held["buckets"] > 0) == (row["zero"] >= 2) and (held["masters"] > 0) == (row["offload"] is None)
         assert held["buckets"] < held["gradients"] and held["masters"] <= held["state"]
     assert main(words[:-1]) == 0
-    assert "4.02 GB of its state are float32 masters." in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "4.02 GB of its state are float32 masters." in text and "The same takes 102 GB in fp32, " in text
 
 
 def test_degrees_that_another_engine_lacks_leave_the_rest_of_the_json(config, capsys):

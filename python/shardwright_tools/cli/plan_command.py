@@ -138,7 +138,8 @@ def _run(options: argparse.Namespace) -> int:
         rule = options.rule or ("sqrt" if work.optimizer.startswith("adam") else "linear")
         base = count_of(options.base_batch, "--base-batch")
         rate = saving.learning_rate(options.learning_rate, base, found.global_batch_tokens, rule)
-    report = _Report(shape, machine, work, found, choose.candidates(shape, machine, work), saves, rate)
+    tables = {name: choose.candidates(shape, machine, dataclasses.replace(work, precision=name)) for name in PRECISIONS}
+    report = _Report(shape, machine, work, found, tables, saves, rate)
     print_report(options, _as_json(report) if options.json else None, [] if options.json else _lines(report))
     return 0 if found.chosen.fits else 2
 
@@ -222,13 +223,13 @@ class _Report(NamedTuple):
     machine: Machine
     work: Work
     found: Choice
-    table: list[Candidate]
+    tables: dict[str, list[Candidate]]  # by precision
     saves: SavePlan
     rate: tuple[float, str] | None
 
 
 def _as_json(report: _Report) -> dict[str, Any]:
-    shape, machine, work, found, table, saves, rate = report
+    shape, machine, work, found, tables, saves, rate = report
     made, missing = {}, {}
     for name, make in forms.FORMS.items():
         try:
@@ -240,7 +241,8 @@ def _as_json(report: _Report) -> dict[str, Any]:
         "model": {"name": shape.name, "parameters": shape.numel, "active_parameters": shape.active_numel},
         "machine": dataclasses.asdict(machine),
         "work": dataclasses.asdict(work),
-        "table": [as_dict(each) for each in table],
+        "table": [as_dict(each) for each in tables.pop(work.precision)],
+        "other_precisions": {name: [as_dict(each) for each in table] for name, table in tables.items()},
         "chosen": as_dict(found.chosen),
         "reason": found.reason,
         "nearest_that_does_not_fit": None if found.nearest is None else as_dict(found.nearest),
@@ -259,13 +261,13 @@ _COLUMNS = ("parameters", "gradients", "state", "units", "activations", "other")
 
 
 def _lines(report: _Report) -> list[str]:
-    shape, machine, work, found, table, saves, rate = report
+    shape, machine, work, found, tables, saves, rate = report
     chosen, memory = found.chosen, machine.memory
     active = f" ({shape.active_numel / 1e9:.3g} B per token)" if shape.active_numel != shape.numel else ""
     where = f"{machine.hosts} x {machine.ranks} ranks with {shown_bytes(memory)}"
     lines = [f"{shape.name}: {shape.numel:,} parameters{active}, {work.precision}, {work.optimizer}, on {where}", ""]
     rows = [["per rank", *_COLUMNS, "total", ""]]
-    for each in table:
+    for each in tables.pop(work.precision):
         held = {**vars(each.memory), "other": each.memory.buffers + each.memory.workspace + each.memory.runtime}
         cells = [shown_bytes(held[name]) if held[name] else "-" for name in _COLUMNS]
         note = "fits" if each.fits else f"{shown_bytes(each.over)} over"
@@ -279,6 +281,11 @@ def _lines(report: _Report) -> list[str]:
     shares = [f"{shown_bytes(size)} of its {name} are {part}" for size, name, part in inside if size]
     lines.append("units: whole layers and compute copies; other: the loss, buffers, the runtime")
     lines += ["", found.reason, *(f"{share}." for share in shares)]
+    same = [(name, each) for name, table in tables.items() for each in table if each.label == chosen.label]
+    if same:
+        lines.append(
+            "The same takes " + ", ".join(f"{shown_bytes(each.memory.total)} in {name}" for name, each in same) + "."
+        )
     if found.nearest is not None and chosen.fits:
         nearest = found.nearest
         lines.append(

@@ -71,7 +71,7 @@ scheduler.type | mapped | WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRR
 scheduler.params | mapped | the arguments of the schedule
 zero_optimization | mapped | `zero=`; `true` is stage 1
 zero_optimization.stage | mapped | `zero=0`, 1, 2 or 3
-zero_optimization.reduce_bucket_size | mapped | `bucket_cap_mb`, 4 bytes an element, at most 25 MiB; results do not depend on it
+zero_optimization.reduce_bucket_size | mapped | `bucket_cap_mb`, 4 bytes per element, at most 25 MiB; results do not depend on it
 zero_optimization.allgather_bucket_size zero_optimization.allgather_size | no meaning | updated slices are published bucket by bucket
 zero_optimization.contiguous_gradients zero_optimization.overlap_comm | no meaning | buckets are contiguous, and are averaged as they fill during the backward
 zero_optimization.reduce_scatter zero_optimization.use_multi_rank_bucket_allreduce | no meaning | each owner folds its slice of a bucket
