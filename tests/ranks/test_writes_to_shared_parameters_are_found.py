@@ -91,3 +91,18 @@ def test_what_means_nothing_is_refused(rank, world_size):
     ]:
         with pytest.raises(ValueError, match=sentence):
             sw.wrap(Mlp(), **options)
+
+
+@pytest.mark.parametrize("writers", ["all", "one"])
+@on_every_rank(at_least=2)
+def test_a_write_is_found_when_the_module_is_wrapped_again(rank, world_size, writers):
+    """Each rank's `p.mul_(0.5)` has scaled the host's one copy: the next wrapper would begin with 0.5 ** writers."""
+    model, _ = wrap("auto")
+    bare = sw.unwrap(model)
+    gather(None)
+    if writers == "all" or rank == world_size - 1:
+        with torch.no_grad():
+            for parameter in bare.parameters():
+                parameter.mul_(0.5)
+    with pytest.raises(sw.Error, match="parameter 'inner.0.weight' was written to"):
+        sw.wrap(bare, torch.optim.SGD(bare.parameters(), lr=0.1))

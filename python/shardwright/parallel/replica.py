@@ -259,6 +259,7 @@ class Replica:
                     f"parameter {shared!r} belongs to a wrapped {other.label} already: "
                     "wrap one module that contains both"
                 )
+            other.access.before_the_end()
             other.retire(together=True)
 
     def wraps(self, module: torch.nn.Module) -> bool:

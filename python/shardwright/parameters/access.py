@@ -202,6 +202,13 @@ class ParameterAccess:
         if self.guard is not None:
             self.guard.check("before a forward")
 
+    def before_the_end(self) -> None:
+        """Raise Error if a rank wrote to parameters that its host shares: the next wrapper would take them for the values."""
+        if (drift := self.drift()) is not None:
+            drift.check_writes()
+        if self.guard is not None:
+            self.guard.check("before the module is wrapped again")
+
     def whole(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which parameters are whole. See full_parameters."""
         self.settle()

@@ -106,8 +106,7 @@ class DriftCheck:
             if self._pinned:
                 self._compare_addresses(addresses)
             self._addresses = addresses
-        if self._versions is not None and self._versions != self._read_versions():
-            self._compare_versions()
+        self.check_writes()
 
     def _is_swapped(self) -> bool:
         """Return True if what differs are tensors in place of parameters for one call: plain, or of torch's functional_call."""
@@ -150,9 +149,12 @@ class DriftCheck:
     def _read_versions(self) -> list[int]:
         return [parameter._version for parameter in self._table.parameters]
 
-    def _compare_versions(self) -> None:
-        before, self._versions = self._versions, self._read_versions()
-        for name, old, new in zip(self._table.names, before or (), self._versions):
+    def check_writes(self) -> None:
+        """Raise Error if a parameter that a host shares was written to since the last call or accept_writes()."""
+        if self._versions is None or self._versions == (now := self._read_versions()):
+            return
+        before, self._versions = self._versions, now
+        for name, old, new in zip(self._table.names, before, now):
             if old != new:
                 raise Error(
                     f"parameter {name!r} was written to, and the host's ranks share it: each rank that wrote has changed it for "
