@@ -36,10 +36,10 @@ static const char *const OWN_NAMES[] = {
 };
 
 typedef struct look {
-    const char *folder;           /* the checkpoint, or a folder in it */
-    const char *prefix;           /* prefix of names in this folder: "", or "ranks/" */
-    const sw_manifest *listed;    /* NULL: the manifest is damaged, and names alone decide */
-    char stranger[SW_PATH_BYTES]; /* first name that does not belong; "": none */
+    const char *folder;          /* the checkpoint, or a folder in it */
+    const char *prefix;          /* prefix of names in this folder: "", or "ranks/" */
+    const sw_manifest *listed;   /* NULL: the manifest is damaged, and names alone decide */
+    char foreign[SW_PATH_BYTES]; /* first name that does not belong; "": none */
     bool is_empty, has_state;
     sw_status status;
     sw_error *err; /* error of an inner folder that cannot be listed */
@@ -80,7 +80,7 @@ static bool look_at(void *context, const char *name)
     char path[SW_PATH_BYTES], full[SW_PATH_BYTES];
     struct stat info;
     l->is_empty = false;
-    snprintf(l->stranger, sizeof l->stranger, "%s%s", l->prefix, name); /* until checked */
+    snprintf(l->foreign, sizeof l->foreign, "%s%s", l->prefix, name); /* until checked */
     if (snprintf(path, sizeof path, "%s%s", l->prefix, name) >= SW_PATH_BYTES ||
         sw_path_join(full, l->folder, name, NULL) != SW_OK || lstat(full, &info) != 0)
         return false;
@@ -91,12 +91,12 @@ static bool look_at(void *context, const char *name)
             return false;
         inner.prefix = prefix;
         l->status = sw_folder_list(full, look_at, &inner, l->err);
-        snprintf(l->stranger, sizeof l->stranger, "%s", inner.stranger);
+        snprintf(l->foreign, sizeof l->foreign, "%s", inner.foreign);
     } else if (!S_ISDIR(info.st_mode) && belongs(l->listed, path)) {
         l->has_state |= strcmp(path, STATE_NAME) == 0;
-        l->stranger[0] = '\0';
+        l->foreign[0] = '\0';
     }
-    return l->status == SW_OK && !*l->stranger;
+    return l->status == SW_OK && !*l->foreign;
 }
 
 /* True if a failure to read a manifest may be temporary: it proves nothing about the manifest. */
@@ -117,10 +117,10 @@ static sw_status check_names(const char *path, const sw_manifest *listed, bool h
         return SW_OK;
     if (!has_manifest)
         SW_FAIL(err, SW_E_INVALID, "'%.300s' has no " SW_MANIFEST_NAME ONLY_CHECKPOINTS, path);
-    if (*l.stranger)
+    if (*l.foreign)
         SW_FAIL(err, SW_E_INVALID,
                 "'%.200s' holds '%.100s', which no checkpoint lists" ONLY_CHECKPOINTS, path,
-                l.stranger);
+                l.foreign);
     if (!listed && !l.has_state)
         SW_FAIL(err, SW_E_INVALID,
                 "'%.300s' has a " SW_MANIFEST_NAME

@@ -3,9 +3,9 @@
  * turn, so that a slow or silent one delays no other:
  *
  *   rank       not linked -> linked -> has been given -> has answered
- *   stranger   has connected -> has called: at most 5 s, then the connection is closed
+ *   unproven   has connected -> has called: at most 5 s, then the connection is closed
  *
- * A later gift is the same loop without a listener. */
+ * A later fd message is the same loop without a listener. */
 #include "comm/bootstrap.h"
 
 #include <errno.h>
@@ -64,41 +64,42 @@ sw_status sw_proof_answer_call(sw_proof_answer *answer, const sw_proof_call *cal
 
 enum { LOOK_MS = 100, QUEUE_MIN = 1024, CALLS_MAX = 100, CALL_AGAIN_MS = 20 };
 
-sw_status sw_star_open(sw_star *star, sw_comm *comm, char address[SW_SOCKET_NAME_BYTES],
-                       sw_error *err)
+sw_status sw_bootstrap_open(sw_bootstrap *bootstrap, sw_comm *comm,
+                            char address[SW_SOCKET_NAME_BYTES], sw_error *err)
 {
     int queue = comm->world_size > QUEUE_MIN / 2 ? 2 * comm->world_size : QUEUE_MIN;
-    star->comm = comm;
-    /* The queue holds a probe and a call of every peer, and calls of strangers; the kernel limits
-     * it to net.core.somaxconn. */
-    return sw_socket_listen(queue, address, &star->listener, err);
+    bootstrap->comm = comm;
+    /* The queue holds a probe and a call of every peer, and calls of unproven peers; the kernel
+     * limits it to net.core.somaxconn. */
+    return sw_socket_listen(queue, address, &bootstrap->listener, err);
 }
 
-void sw_star_close(sw_star *star)
+void sw_bootstrap_close(sw_bootstrap *bootstrap)
 {
-    int count = star->link && star->comm->rank == 0 ? star->comm->world_size : !!star->link;
+    int count = bootstrap->link && bootstrap->comm->rank == 0 ? bootstrap->comm->world_size
+                                                              : !!bootstrap->link;
     for (int r = 0; r < count; ++r)
-        sw_socket_close(&star->link[r]);
-    sw_socket_close(&star->listener);
-    free(star->link);
-    free(star->step);
-    star->link = NULL;
-    star->step = NULL;
+        sw_socket_close(&bootstrap->link[r]);
+    sw_socket_close(&bootstrap->listener);
+    free(bootstrap->link);
+    free(bootstrap->step);
+    bootstrap->link = NULL;
+    bootstrap->step = NULL;
 }
 
 /* Waiting
  * ------------------------------------------------------------------------------------------ */
 
-sw_star_wait sw_star_wait_begin(const sw_star *star, void *context,
-                                void (*describe)(void *context, sw_wait_text *text))
+sw_bootstrap_wait sw_bootstrap_wait_begin(const sw_bootstrap *bootstrap, void *context,
+                                          void (*describe)(void *context, sw_wait_text *text))
 {
-    sw_wait wait = sw_wait_begin(star->comm, context, describe);
-    return (sw_star_wait){.star = star, .wait = wait, .looked_ns = wait.begun_ns};
+    sw_wait wait = sw_wait_begin(bootstrap->comm, context, describe);
+    return (sw_bootstrap_wait){.bootstrap = bootstrap, .wait = wait, .looked_ns = wait.begun_ns};
 }
 
-sw_status sw_star_look(sw_star_wait *wait, bool *is_due, sw_error *err)
+sw_status sw_bootstrap_look(sw_bootstrap_wait *wait, bool *is_due, sw_error *err)
 {
-    sw_comm *comm = wait->star->comm;
+    sw_comm *comm = wait->bootstrap->comm;
     int64_t now_ns = sw_clock_now_ns();
     sw_error reason;
     *is_due = now_ns - wait->looked_ns >= LOOK_MS * INT64_C(1000000);
@@ -116,9 +117,10 @@ sw_status sw_star_look(sw_star_wait *wait, bool *is_due, sw_error *err)
 }
 
 /* Return why a linked rank closed its connection; prefer a recorded reason. */
-static sw_status name_lost(const sw_star *star, int rank, const char *label, sw_error *err)
+static sw_status name_lost(const sw_bootstrap *bootstrap, int rank, const char *label,
+                           sw_error *err)
 {
-    sw_comm *comm = star->comm;
+    sw_comm *comm = bootstrap->comm;
     char peer[SW_COMM_PEER_BYTES];
     SW_TRY(comm->ops->look(comm, true, err));
     comm->ops->peer(comm, rank, peer);
@@ -128,7 +130,7 @@ static sw_status name_lost(const sw_star *star, int rank, const char *label, sw_
 
 /* Set up a wait for the first rank in operation `what`. */
 typedef struct call_wait {
-    const sw_star *star;
+    const sw_bootstrap *bootstrap;
     char what[120];
 } call_wait;
 
@@ -136,11 +138,11 @@ static void describe(void *context, sw_wait_text *text)
 {
     const call_wait *call = context;
     snprintf(text->what, sizeof text->what, "%s", call->what);
-    (void)sw_wait_add_missing(text, call->star->comm, 0);
+    (void)sw_wait_add_missing(text, call->bootstrap->comm, 0);
 }
 
 /* Receive the next message of the first rank. */
-static sw_status receive(sw_star_wait *wait, int socket, void *bytes, size_t size_bytes,
+static sw_status receive(sw_bootstrap_wait *wait, int socket, void *bytes, size_t size_bytes,
                          int *passed, sw_error *err)
 {
     bool received, unused;
@@ -150,7 +152,7 @@ static sw_status receive(sw_star_wait *wait, int socket, void *bytes, size_t siz
         if (received)
             return SW_OK;
         (void)poll(&watch, 1, LOOK_MS);
-        SW_TRY(sw_star_look(wait, &unused, err));
+        SW_TRY(sw_bootstrap_look(wait, &unused, err));
     }
 }
 
@@ -166,21 +168,21 @@ static sw_status send(int socket, const void *bytes, size_t size_bytes, sw_error
 /* Joining
  * ------------------------------------------------------------------------------------------ */
 
-static sw_status connect(sw_star_wait *wait, const char *name, int *socket, sw_error *err)
+static sw_status connect(sw_bootstrap_wait *wait, const char *name, int *socket, sw_error *err)
 {
     bool unused;
     for (;;) {
         SW_TRY(sw_socket_call(name, socket, err));
         if (*socket >= 0)
             return SW_OK;
-        SW_TRY(sw_star_look(wait, &unused, err));
+        SW_TRY(sw_bootstrap_look(wait, &unused, err));
     }
 }
 
-static sw_status prove(sw_star_wait *wait, int socket, const char *name, const uint8_t *secret,
+static sw_status prove(sw_bootstrap_wait *wait, int socket, const char *name, const uint8_t *secret,
                        sw_error *err)
 {
-    const sw_comm *comm = wait->star->comm;
+    const sw_comm *comm = wait->bootstrap->comm;
     sw_proof_call call;
     sw_proof_answer answer;
     uint8_t proof[SW_SHA256_BYTES];
@@ -197,84 +199,88 @@ static sw_status prove(sw_star_wait *wait, int socket, const char *name, const u
 }
 
 /* Make one attempt; SW_E_COMM: the first rank closed the connection or does not listen. */
-static sw_status call_once(sw_star_wait *wait, const char *name, const uint8_t *secret, int *socket,
-                           sw_gift *gift, int *fd, bool *is_there, sw_error *err)
+static sw_status call_once(sw_bootstrap_wait *wait, const char *name, const uint8_t *secret,
+                           int *socket, sw_fd_message *fd_message, int *fd, bool *is_there,
+                           sw_error *err)
 {
     *is_there = false;
     SW_TRY(connect(wait, name, socket, err));
     *is_there = true;
     SW_TRY(prove(wait, *socket, name, secret, err));
-    return receive(wait, *socket, gift, sizeof *gift, fd, err);
+    return receive(wait, *socket, fd_message, sizeof *fd_message, fd, err);
 }
 
 static sw_status answer(int socket, uint32_t serial, sw_status status, const sw_error *reason,
                         sw_error *err)
 {
-    sw_star_answer_message message = {.serial = serial, .status = (int32_t)status};
+    sw_bootstrap_answer_message message = {.serial = serial, .status = (int32_t)status};
     if (status != SW_OK)
         snprintf(message.message, sizeof message.message, "%.390s", reason->message);
     return send(socket, &message, sizeof message, err);
 }
 
 /* A first rank with too many callers closes the oldest connection; that caller calls again. */
-sw_status sw_star_call(sw_star *star, const char *const *addresses, const uint8_t *secret,
-                       sw_gift *gift, int *fd, sw_error *err)
+sw_status sw_bootstrap_call(sw_bootstrap *bootstrap, const char *const *addresses,
+                            const uint8_t *secret, sw_fd_message *fd_message, int *fd,
+                            sw_error *err)
 {
-    const sw_comm *comm = star->comm;
+    const sw_comm *comm = bootstrap->comm;
     int first = sw_comm_name(comm, 0), socket = -1;
     bool is_there = true;
     sw_error cause;
     sw_status status = SW_E_COMM;
-    call_wait context = {.star = star};
-    snprintf(context.what, sizeof context.what, "%s", SW_STAR_JOINING);
-    sw_star_wait wait = sw_star_wait_begin(star, &context, describe);
+    call_wait context = {.bootstrap = bootstrap};
+    snprintf(context.what, sizeof context.what, "%s", SW_BOOTSTRAP_JOINING);
+    sw_bootstrap_wait wait = sw_bootstrap_wait_begin(bootstrap, &context, describe);
     for (int call = 0; status == SW_E_COMM && is_there && call < CALLS_MAX; ++call) {
         if (call > 0)
             (void)poll(NULL, 0, CALL_AGAIN_MS);
         sw_socket_close(&socket);
-        status = call_once(&wait, addresses[0], secret, &socket, gift, fd, &is_there, &cause);
+        status = call_once(&wait, addresses[0], secret, &socket, fd_message, fd, &is_there, &cause);
     }
     if (status == SW_OK) {
-        star->link = malloc(sizeof *star->link);
-        if (star->link) {
-            star->link[0] = socket;
+        bootstrap->link = malloc(sizeof *bootstrap->link);
+        if (bootstrap->link) {
+            bootstrap->link[0] = socket;
             return SW_OK;
         }
         sw_socket_close(fd);
         status = sw_error_set(&cause, SW_E_MEMORY, -1, "no memory");
     }
-    if (status == SW_E_MEMORY) /* the gift arrived, but there is no file descriptor for it */
-        (void)!answer(socket, gift->serial, status, &cause, NULL);
+    if (status == SW_E_MEMORY) /* the fd message arrived, but there is no file descriptor for it */
+        (void)!answer(socket, fd_message->serial, status, &cause, NULL);
     sw_socket_close(&socket);
     if (status == SW_E_TIMEOUT || status == SW_E_INTERRUPTED)
         return sw_error_set(err, status, cause.detail, "%s", cause.message);
     return sw_error_set(err, status == SW_E_STATE ? SW_E_COMM : status, first,
-                        "%s: calling rank %d failed: %.350s", SW_STAR_JOINING, first,
+                        "%s: calling rank %d failed: %.350s", SW_BOOTSTRAP_JOINING, first,
                         cause.message);
 }
 
 /* Gifts
  * ------------------------------------------------------------------------------------------ */
 
-sw_status sw_star_take(sw_star *star, const char *label, sw_gift *gift, int *fd, sw_error *err)
+sw_status sw_bootstrap_take(sw_bootstrap *bootstrap, const char *label, sw_fd_message *fd_message,
+                            int *fd, sw_error *err)
 {
     sw_error cause;
-    call_wait context = {.star = star};
+    call_wait context = {.bootstrap = bootstrap};
     snprintf(context.what, sizeof context.what, "%.100s", label);
-    sw_star_wait wait = sw_star_wait_begin(star, &context, describe);
-    sw_status status = receive(&wait, star->link[0], gift, sizeof *gift, fd, &cause);
+    sw_bootstrap_wait wait = sw_bootstrap_wait_begin(bootstrap, &context, describe);
+    sw_status status =
+        receive(&wait, bootstrap->link[0], fd_message, sizeof *fd_message, fd, &cause);
     if (status == SW_E_COMM && cause.detail < 0) /* a lost connection */
-        return name_lost(star, 0, label, err);
+        return name_lost(bootstrap, 0, label, err);
     return status == SW_OK ? SW_OK
                            : sw_error_set(err, cause.status, cause.detail, "%s", cause.message);
 }
 
-sw_status sw_star_answer(sw_star *star, const char *label, uint32_t serial, sw_status status,
-                         const sw_error *reason, sw_error *err)
+sw_status sw_bootstrap_answer(sw_bootstrap *bootstrap, const char *label, uint32_t serial,
+                              sw_status status, const sw_error *reason, sw_error *err)
 {
-    return answer(star->link[0], serial, status, reason, NULL) == SW_OK
+    return answer(bootstrap->link[0], serial, status, reason, NULL) == SW_OK
                ? SW_OK
-               : name_lost(star, 0, label, err);
+               : name_lost(bootstrap, 0, label, err);
 }
 
 /* ---- the first rank ---- */
@@ -285,59 +291,59 @@ static const int64_t hello_ns = INT64_C(5000000000), crowded_ns = INT64_C(100000
 
 typedef enum rank_step { NOT_LINKED = 0, LINKED, GIVEN, ANSWERED } rank_step;
 
-typedef struct stranger {
+typedef struct unproven_peer {
     int socket; /* owned */
     bool has_called;
     int64_t deadline_ns;
     sw_proof_call call;
     sw_proof_answer answer;
-} stranger;
+} unproven_peer;
 
 typedef struct reception {
-    sw_star *star;
+    sw_bootstrap *bootstrap;
     const char *const *addresses; /* NULL: all are linked */
     const uint8_t *secret;
-    const sw_gift *gift;
+    const sw_fd_message *fd_message;
     int fd;
     const char *label;
-    uint8_t *step; /* borrowed from the star: a rank_step a rank */
+    uint8_t *step; /* borrowed from the bootstrap: a rank_step a rank */
     int in_flight, answered;
     int probed;               /* the rank whose listener was checked last */
     int64_t crowded_since_ns; /* 0: the kernel accepts messages */
-    sw_star_wait wait;
-    stranger strangers[SW_STAR_STRANGERS]; /* the oldest first */
-    int stranger_count;
+    sw_bootstrap_wait wait;
+    unproven_peer unproven[SW_BOOTSTRAP_UNPROVEN]; /* the oldest first */
+    int unproven_count;
 } reception;
 
 static int name_of(const reception *r, int rank)
 {
-    return sw_comm_name(r->star->comm, rank);
+    return sw_comm_name(r->bootstrap->comm, rank);
 }
 
 static void name_missing(void *context, sw_wait_text *text)
 {
     const reception *r = context;
     snprintf(text->what, sizeof text->what, "%.100s", r->label);
-    for (int k = 1; k < r->star->comm->world_size; ++k)
-        if (r->step[k] != ANSWERED && !sw_wait_add_missing(text, r->star->comm, k))
+    for (int k = 1; k < r->bootstrap->comm->world_size; ++k)
+        if (r->step[k] != ANSWERED && !sw_wait_add_missing(text, r->bootstrap->comm, k))
             return;
 }
 
 /* Strangers
  * ------------------------------------------------------------------------------------------ */
 
-/* Remove a stranger. `keep`: its socket has become a link. */
+/* Remove an unproven peer. `keep`: its socket has become a link. */
 static void forget(reception *r, int index, bool keep)
 {
     if (!keep)
-        sw_socket_close(&r->strangers[index].socket);
-    memmove(&r->strangers[index], &r->strangers[index + 1],
-            (size_t)(--r->stranger_count - index) * sizeof *r->strangers);
+        sw_socket_close(&r->unproven[index].socket);
+    memmove(&r->unproven[index], &r->unproven[index + 1],
+            (size_t)(--r->unproven_count - index) * sizeof *r->unproven);
 }
 
 static bool is_of_the_job(const reception *r, long uid)
 {
-    for (int k = 0; k < r->star->comm->world_size; ++k)
+    for (int k = 0; k < r->bootstrap->comm->world_size; ++k)
         if (sw_socket_uid_is_of(uid, r->addresses[k]))
             return true;
     return false;
@@ -347,8 +353,8 @@ static sw_status take_calls(reception *r, sw_error *err)
 {
     for (int call = 0; call < CALLS_A_TURN; ++call) {
         int socket;
-        sw_status status = sw_socket_accept(r->star->listener, &socket, err);
-        if (status == SW_E_MEMORY && r->stranger_count > 0) {
+        sw_status status = sw_socket_accept(r->bootstrap->listener, &socket, err);
+        if (status == SW_E_MEMORY && r->unproven_count > 0) {
             forget(r, 0, false);
             continue;
         }
@@ -358,31 +364,31 @@ static sw_status take_calls(reception *r, sw_error *err)
             sw_socket_close(&socket);
             continue;
         }
-        if (r->stranger_count == SW_STAR_STRANGERS)
+        if (r->unproven_count == SW_BOOTSTRAP_UNPROVEN)
             forget(r, 0, false);
-        r->strangers[r->stranger_count++] =
-            (stranger){.socket = socket, .deadline_ns = sw_clock_now_ns() + hello_ns};
+        r->unproven[r->unproven_count++] =
+            (unproven_peer){.socket = socket, .deadline_ns = sw_clock_now_ns() + hello_ns};
     }
     return SW_OK;
 }
 
 /* Link a caller with a valid proof, if the rank and world size that it gives fit. */
-static sw_status link_rank(reception *r, const stranger *s, sw_error *err)
+static sw_status link_rank(reception *r, const unproven_peer *s, sw_error *err)
 {
-    int rank = s->call.rank, world_size = r->star->comm->world_size;
+    int rank = s->call.rank, world_size = r->bootstrap->comm->world_size;
     if (s->call.world_size != world_size || rank < 1 || rank >= world_size ||
         r->step[rank] != NOT_LINKED)
         return sw_error_set(err, SW_E_COMM, rank >= 0 && rank < world_size ? name_of(r, rank) : -1,
                             "%s: a peer joined as number %d of %d of this host, expected a number "
                             "not yet joined of %d",
                             r->label, rank, s->call.world_size, world_size);
-    r->star->link[rank] = s->socket;
+    r->bootstrap->link[rank] = s->socket;
     r->step[rank] = LINKED;
     return SW_OK;
 }
 
-/* *Returns true if it is still a stranger and has sent nothing wrong. */
-static sw_status serve_stranger(reception *r, stranger *s, bool *keeps, bool *is_linked,
+/* *Returns true if it is still unproven and has sent nothing wrong. */
+static sw_status serve_unproven(reception *r, unproven_peer *s, bool *keeps, bool *is_linked,
                                 sw_error *err)
 {
     uint8_t proof[SW_SHA256_BYTES], expected[SW_SHA256_BYTES];
@@ -417,15 +423,15 @@ static sw_status serve_stranger(reception *r, stranger *s, bool *keeps, bool *is
     return SW_OK;
 }
 
-static sw_status serve_strangers(reception *r, const struct pollfd *polled, sw_error *err)
+static sw_status serve_all_unproven(reception *r, const struct pollfd *polled, sw_error *err)
 {
     int64_t now_ns = sw_clock_now_ns();
     /* Go downwards: `polled` has the indices from before any of them is removed. */
-    for (int i = r->stranger_count - 1; i >= 0; --i) {
+    for (int i = r->unproven_count - 1; i >= 0; --i) {
         bool keeps = true, is_linked = false;
         if (polled[i].revents)
-            SW_TRY(serve_stranger(r, &r->strangers[i], &keeps, &is_linked, err));
-        if (!keeps || now_ns > r->strangers[i].deadline_ns)
+            SW_TRY(serve_unproven(r, &r->unproven[i], &keeps, &is_linked, err));
+        if (!keeps || now_ns > r->unproven[i].deadline_ns)
             forget(r, i, is_linked);
     }
     return SW_OK;
@@ -435,7 +441,7 @@ static sw_status serve_strangers(reception *r, const struct pollfd *polled, sw_e
  * some of them in turn. */
 static sw_status look_for_callers(reception *r, sw_error *err)
 {
-    int world_size = r->star->comm->world_size, missing = 0;
+    int world_size = r->bootstrap->comm->world_size, missing = 0;
     for (int k = 1; k < world_size; ++k)
         missing += r->step[k] == NOT_LINKED;
     int budget = missing / PROBES_PART > PROBES_MIN ? missing / PROBES_PART : PROBES_MIN;
@@ -455,16 +461,17 @@ static sw_status look_for_callers(reception *r, sw_error *err)
 /* Ranks
  * ------------------------------------------------------------------------------------------ */
 
-/* Send as many gifts as may be in flight. */
+/* Send as many fd messages as may be in flight. */
 static sw_status give(reception *r, sw_error *err)
 {
     bool sent = true;
-    for (int k = 1; k < r->star->comm->world_size && r->in_flight < SW_STAR_IN_FLIGHT && sent;
-         ++k) {
+    for (int k = 1;
+         k < r->bootstrap->comm->world_size && r->in_flight < SW_BOOTSTRAP_IN_FLIGHT && sent; ++k) {
         if (r->step[k] != LINKED)
             continue;
-        if (sw_socket_send(r->star->link[k], r->gift, sizeof *r->gift, r->fd, &sent, NULL) != SW_OK)
-            return name_lost(r->star, k, r->label, err);
+        if (sw_socket_send(r->bootstrap->link[k], r->fd_message, sizeof *r->fd_message, r->fd,
+                           &sent, NULL) != SW_OK)
+            return name_lost(r->bootstrap, k, r->label, err);
         if (!sent)
             break;
         r->step[k] = GIVEN;
@@ -484,18 +491,18 @@ static sw_status give(reception *r, sw_error *err)
 
 static sw_status receive_answer(reception *r, int rank, sw_error *err)
 {
-    sw_star_answer_message answer;
+    sw_bootstrap_answer_message answer;
     bool received;
-    if (sw_socket_receive(r->star->link[rank], &answer, sizeof answer, NULL, &received, NULL) !=
-        SW_OK)
-        return name_lost(r->star, rank, r->label, err);
+    if (sw_socket_receive(r->bootstrap->link[rank], &answer, sizeof answer, NULL, &received,
+                          NULL) != SW_OK)
+        return name_lost(r->bootstrap, rank, r->label, err);
     if (!received)
         return SW_OK;
     answer.message[sizeof answer.message - 1] = '\0';
-    if (answer.serial != r->gift->serial)
+    if (answer.serial != r->fd_message->serial)
         return sw_error_set(err, SW_E_STATE, name_of(r, rank),
                             "%s: rank %d answered to shared memory %u, expected %u", r->label,
-                            name_of(r, rank), answer.serial, r->gift->serial);
+                            name_of(r, rank), answer.serial, r->fd_message->serial);
     if (answer.status != SW_OK)
         return sw_error_set(err, SW_E_COMM, name_of(r, rank), "rank %d could not join: %.390s",
                             name_of(r, rank), answer.message);
@@ -507,77 +514,79 @@ static sw_status receive_answer(reception *r, int rank, sw_error *err)
 
 static sw_status turn(reception *r, sw_error *err)
 {
-    struct pollfd watched[1 + SW_STAR_STRANGERS + SW_STAR_IN_FLIGHT];
-    int rank_of[SW_STAR_IN_FLIGHT], given = 0, strangers = r->stranger_count;
+    struct pollfd watched[1 + SW_BOOTSTRAP_UNPROVEN + SW_BOOTSTRAP_IN_FLIGHT];
+    int rank_of[SW_BOOTSTRAP_IN_FLIGHT], given = 0, unproven = r->unproven_count;
     bool is_due;
-    struct pollfd *from_strangers = watched + 1, *from_ranks = watched + 1 + strangers;
-    watched[0] = (struct pollfd){.fd = r->star->listener, .events = POLLIN}; /* -1: ignored */
-    for (int i = 0; i < strangers; ++i)
-        from_strangers[i] = (struct pollfd){.fd = r->strangers[i].socket, .events = POLLIN};
-    for (int k = 1; k < r->star->comm->world_size && given < r->in_flight; ++k) {
+    struct pollfd *from_unproven = watched + 1, *from_ranks = watched + 1 + unproven;
+    watched[0] = (struct pollfd){.fd = r->bootstrap->listener, .events = POLLIN}; /* -1: ignored */
+    for (int i = 0; i < unproven; ++i)
+        from_unproven[i] = (struct pollfd){.fd = r->unproven[i].socket, .events = POLLIN};
+    for (int k = 1; k < r->bootstrap->comm->world_size && given < r->in_flight; ++k) {
         if (r->step[k] != GIVEN)
             continue;
-        from_ranks[given] = (struct pollfd){.fd = r->star->link[k], .events = POLLIN};
+        from_ranks[given] = (struct pollfd){.fd = r->bootstrap->link[k], .events = POLLIN};
         rank_of[given++] = k;
     }
-    if (poll(watched, (nfds_t)(1 + strangers + given), r->crowded_since_ns ? CROWDED_MS : TURN_MS) <
+    if (poll(watched, (nfds_t)(1 + unproven + given), r->crowded_since_ns ? CROWDED_MS : TURN_MS) <
             0 &&
         errno != EINTR)
         return sw_error_set(err, SW_E_OS, errno, "poll failed: %s", strerror(errno));
     for (int i = 0; i < given; ++i)
         if (from_ranks[i].revents)
             SW_TRY(receive_answer(r, rank_of[i], err));
-    SW_TRY(serve_strangers(r, from_strangers, err));
+    SW_TRY(serve_all_unproven(r, from_unproven, err));
     if (watched[0].revents)
         SW_TRY(take_calls(r, err));
     SW_TRY(give(r, err));
-    SW_TRY(sw_star_look(&r->wait, &is_due, err));
+    SW_TRY(sw_bootstrap_look(&r->wait, &is_due, err));
     return is_due && r->addresses ? look_for_callers(r, err) : SW_OK;
 }
 
 static sw_status serve(reception *r, rank_step begin, sw_error *err)
 {
-    sw_star *star = r->star;
+    sw_bootstrap *bootstrap = r->bootstrap;
     sw_status status = SW_OK;
-    r->step = star->step;
-    memset(r->step, (int)begin, (size_t)star->comm->world_size);
-    r->wait = sw_star_wait_begin(star, r, name_missing);
+    r->step = bootstrap->step;
+    memset(r->step, (int)begin, (size_t)bootstrap->comm->world_size);
+    r->wait = sw_bootstrap_wait_begin(bootstrap, r, name_missing);
     if (begin == LINKED)
         status = give(r, err);
-    while (status == SW_OK && r->answered < star->comm->world_size - 1)
+    while (status == SW_OK && r->answered < bootstrap->comm->world_size - 1)
         status = turn(r, err);
-    while (r->stranger_count > 0)
+    while (r->unproven_count > 0)
         forget(r, 0, false);
     return status;
 }
 
-sw_status sw_star_admit(sw_star *star, const char *const *addresses, const uint8_t *secret,
-                        const sw_gift *gift, int fd, sw_error *err)
+sw_status sw_bootstrap_admit(sw_bootstrap *bootstrap, const char *const *addresses,
+                             const uint8_t *secret, const sw_fd_message *fd_message, int fd,
+                             sw_error *err)
 {
-    size_t world_size = (size_t)star->comm->world_size;
-    reception r = {.star = star,
+    size_t world_size = (size_t)bootstrap->comm->world_size;
+    reception r = {.bootstrap = bootstrap,
                    .addresses = addresses,
                    .secret = secret,
-                   .gift = gift,
+                   .fd_message = fd_message,
                    .fd = fd,
-                   .label = SW_STAR_JOINING};
+                   .label = SW_BOOTSTRAP_JOINING};
     /* One more for a caller without a proof. */
-    SW_TRY(sw_limits_check_descriptors((unsigned)world_size, SW_STAR_JOINING, err));
-    star->link = malloc(world_size * sizeof *star->link);
-    star->step = malloc(world_size * sizeof *star->step);
-    if (!star->link || !star->step) {
-        free(star->link); /* its entries are not set */
-        star->link = NULL;
-        SW_FAIL(err, SW_E_MEMORY, "%s: no memory for tables of %zu ranks", SW_STAR_JOINING,
+    SW_TRY(sw_limits_check_descriptors((unsigned)world_size, SW_BOOTSTRAP_JOINING, err));
+    bootstrap->link = malloc(world_size * sizeof *bootstrap->link);
+    bootstrap->step = malloc(world_size * sizeof *bootstrap->step);
+    if (!bootstrap->link || !bootstrap->step) {
+        free(bootstrap->link); /* its entries are not set */
+        bootstrap->link = NULL;
+        SW_FAIL(err, SW_E_MEMORY, "%s: no memory for tables of %zu ranks", SW_BOOTSTRAP_JOINING,
                 world_size);
     }
     for (size_t k = 0; k < world_size; ++k)
-        star->link[k] = -1;
+        bootstrap->link[k] = -1;
     return serve(&r, NOT_LINKED, err);
 }
 
-sw_status sw_star_give(sw_star *star, const sw_gift *gift, int fd, const char *label, sw_error *err)
+sw_status sw_bootstrap_give(sw_bootstrap *bootstrap, const sw_fd_message *fd_message, int fd,
+                            const char *label, sw_error *err)
 {
-    reception r = {.star = star, .gift = gift, .fd = fd, .label = label};
+    reception r = {.bootstrap = bootstrap, .fd_message = fd_message, .fd = fd, .label = label};
     return serve(&r, LINKED, err);
 }

@@ -50,13 +50,13 @@ typedef struct sw_fold_plan {
     /* Return the next run of elements to fold at or after `cursor` and before `end`; false when
      * there is none. Elements between runs keep their bits on every rank. */
     bool (*next_run)(void *context, size_t cursor, size_t end, size_t *begin, size_t *numel);
-    /* Valid once resolved: true if some rank's contributions lack the standing result, which must
-     * be added to them. NULL: no contribution ever lacks it. */
+    /* Valid once resolved: true if some rank's contributions lack the accumulated result, which
+     * must be added to them. NULL: no contribution ever lacks it. */
     bool (*stands)(void *context);
-    /* Before elements [begin, begin + numel) are folded, add the standing result to the
-     * contributions that lack it and are mapped here. `standing`: `numel` elements of one slice.
+    /* Before elements [begin, begin + numel) are folded, add the accumulated result to the
+     * contributions that lack it and are mapped here. `accumulated`: `numel` elements of one slice.
      * Only the rank that folds these contributions reads them. */
-    void (*add_standing)(void *context, size_t begin, size_t numel, const void *standing);
+    void (*add_accumulated)(void *context, size_t begin, size_t numel, const void *accumulated);
 } sw_fold_plan;
 
 /* The slice of a buffer that each rank owns, if several own one: a *replica* is a set of ranks that

@@ -39,7 +39,7 @@ sw_status sw_device_comm_create(const sw_device_comm_config *config, sw_device_c
     sw_device_comm *made = calloc(1, sizeof *made);
     if (!made)
         SW_FAIL(err, SW_E_MEMORY, "device communicator: no memory for %zu bytes", sizeof *made);
-    made->lookout.host = config->host;
+    made->watchdog.host = config->host;
     made->norm_room = ((size_t)1 << 31) - 1;
     sw_status status = create_all(made, config, err);
     if (status != SW_OK) {
@@ -72,10 +72,10 @@ sw_status sw_device_comm_connect(sw_device_comm *c, const sw_nccl_id *id, int ra
     SW_TRY(refuse_connected(c, err));
     SW_TRY(require_nccl(c, err));
     c->timeout_ns = timeout_ns;
-    c->lookout.minds_leaving = true;
+    c->watchdog.minds_leaving = true;
     sw_status status = sw_nccl_create(&c->library, c->device, id, rank, world_size, timeout_ns,
-                                      &c->lookout, &c->peers, err);
-    c->lookout.minds_leaving = false;
+                                      &c->watchdog, &c->peers, err);
+    c->watchdog.minds_leaving = false;
     return status;
 }
 
@@ -91,10 +91,10 @@ sw_status sw_device_comm_connect_slots(sw_device_comm *c, const sw_slot_parts *p
                              .rank = rank,
                              .world_size = world_size,
                              .timeout_ns = timeout_ns,
-                             .lookout = &c->lookout};
-    c->lookout.minds_leaving = true;
+                             .watchdog = &c->watchdog};
+    c->watchdog.minds_leaving = true;
     sw_status status = sw_slot_transport_create(&config, &c->peers, err);
-    c->lookout.minds_leaving = false;
+    c->watchdog.minds_leaving = false;
     return status;
 }
 
@@ -104,8 +104,8 @@ sw_status sw_device_comm_borrow(sw_device_comm *c, sw_nccl_comm handle, int rank
     SW_TRY(refuse_connected(c, err));
     SW_TRY(require_nccl(c, err));
     c->timeout_ns = timeout_ns;
-    return sw_nccl_borrow(&c->library, c->device, handle, rank, world_size, timeout_ns, &c->lookout,
-                          &c->peers, err);
+    return sw_nccl_borrow(&c->library, c->device, handle, rank, world_size, timeout_ns,
+                          &c->watchdog, &c->peers, err);
 }
 
 /* Our own communicator completes enqueued operations as it ends. A borrowed one's owner may end it
@@ -272,7 +272,7 @@ void sw_device_comm_await(sw_device_comm *c, sw_event *event, const char *what)
             return;
         if (c->peers) {
             (void)!sw_peers_check(c->peers, NULL);
-            if (sw_lookout_look(&c->lookout, start, what, &reason) != SW_OK)
+            if (sw_watchdog_look(&c->watchdog, start, what, &reason) != SW_OK)
                 sw_peers_abort(c->peers, &reason);
         }
         sw_thread_rest(sw_clock_now_ns() - start);

@@ -53,7 +53,7 @@ typedef struct sw_device_comm {
                                    0: it is not */
     struct sw_device_watch *watch; /* owned; NULL: no watch runs (device_watch.h) */
     int64_t timeout_ns;
-    sw_lookout lookout;
+    sw_watchdog watchdog;
     void *sum;           /* device memory: sw_norm_sum */
     sw_norm_sum *staged; /* pinned */
     size_t norm_room;    /* elements that the sum adds between two carries, below

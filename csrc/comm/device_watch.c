@@ -67,7 +67,7 @@ static bool is_late(sw_device_comm *c)
 /* Return SW_OK, or the reason why the transport ended. */
 static sw_status look(sw_device_comm *c, sw_error *reason)
 {
-    sw_comm *host = c->lookout.host;
+    sw_comm *host = c->watchdog.host;
     sw_status status = sw_peers_watch(c->peers, reason);
     if (status != SW_OK)
         return status;
@@ -85,7 +85,7 @@ static sw_status look(sw_device_comm *c, sw_error *reason)
 static void *run(void *argument)
 {
     sw_device_watch *watch = argument;
-    sw_comm *host = watch->comm->lookout.host;
+    sw_comm *host = watch->comm->watchdog.host;
     bool is_reported = false;
     while (!wait_for(watch, &watch->is_asked, PERIOD_NS)) {
         sw_error reason;

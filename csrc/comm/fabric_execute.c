@@ -74,10 +74,10 @@ static void fold(sw_fabric *fabric, const sw_pending *pending, uint32_t ticket,
          cursor < range->end && plan->next_run(plan->context, cursor, range->end, &begin, &numel);
          cursor = begin + numel) {
         if (stands)
-            plan->add_standing(plan->context, begin, numel,
-                               (const uint8_t *)pending->op.result +
-                                   (begin - range->origin) *
-                                       sw_dtype_size_bytes(pending->op.dtype));
+            plan->add_accumulated(plan->context, begin, numel,
+                                  (const uint8_t *)pending->op.result +
+                                      (begin - range->origin) *
+                                          sw_dtype_size_bytes(pending->op.dtype));
         fold_run(fabric, pending, ticket, range, begin, numel, scale);
     }
 }

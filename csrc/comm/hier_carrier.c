@@ -67,7 +67,7 @@ static void choose_blocks(sw_carrier *carrier)
     carrier->block_bytes =
         sw_size_max(bytes / SW_ALIGNMENT_BYTES * SW_ALIGNMENT_BYTES, SW_HIER_LEAST_BLOCK_BYTES);
     carrier->ahead = sw_size_max(SW_HIER_AHEAD * (size_t)SW_HIER_FEW / many, 1);
-    carrier->slot_count = 2 * carrier->ahead + 2; /* standing results are sent one ahead */
+    carrier->slot_count = 2 * carrier->ahead + 2; /* accumulated results are sent one ahead */
 }
 
 static sw_status allocate_slots(sw_carrier *carrier, sw_error *err)
@@ -96,8 +96,8 @@ static sw_status allocate_slots(sw_carrier *carrier, sw_error *err)
         s->partial_in = s->partial_out + hosts;
         s->result_out = s->partial_out + 2 * hosts;
         s->result_in = s->partial_out + 3 * hosts;
-        s->standing_out = s->partial_out + 4 * hosts;
-        s->standing_in = s->partial_out + 5 * hosts;
+        s->accumulated_out = s->partial_out + 4 * hosts;
+        s->accumulated_in = s->partial_out + 5 * hosts;
         for (size_t g = 0; g < hosts; ++g) {
             s->partial[g] = at;
             at += room;

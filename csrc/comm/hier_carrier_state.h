@@ -87,7 +87,8 @@ typedef struct sw_carrier_peer { /* one of hier->spread.peers */
 typedef struct sw_carrier_slot {  /* one block in flight; arrays have host_count entries */
     uint8_t **partial, **arrived; /* a block, or its packet */
     uint8_t **packet;             /* packets to hosts; the result's packet at this host's index */
-    sw_transfer *partial_out, *partial_in, *result_out, *result_in, *standing_out, *standing_in;
+    sw_transfer *partial_out, *partial_in, *result_out, *result_in, *accumulated_out,
+        *accumulated_in;
 } sw_carrier_slot;
 
 struct sw_carrier {

@@ -90,22 +90,23 @@ static int owner_here(const sw_carrier *carrier, const reduction *work, size_t i
     return sw_slice_owner(work->pending->table, &hier->map, hier->host, (int)index);
 }
 
-static void add_standing(const reduction *work, size_t begin, size_t numel, const void *standing)
+static void add_accumulated(const reduction *work, size_t begin, size_t numel,
+                            const void *accumulated)
 {
     const sw_fold_plan *plan = work->pending->op.plan;
-    plan->add_standing(plan->context, begin, numel, standing);
+    plan->add_accumulated(plan->context, begin, numel, accumulated);
 }
 
 /* The same from the results of this host's ranks that own the range. */
-static void add_standing_here(const sw_carrier *carrier, const reduction *work, size_t begin,
-                              size_t numel)
+static void add_accumulated_here(const sw_carrier *carrier, const reduction *work, size_t begin,
+                                 size_t numel)
 {
     for (size_t at = begin, end; at < begin + numel; at = end) {
         size_t index = at / work->owned;
         end = sw_size_min((index + 1) * work->owned, begin + numel);
         int owner = owner_here(carrier, work, index);
         if (owner >= 0)
-            add_standing(work, at, end - at, result_of(work, owner, at));
+            add_accumulated(work, at, end - at, result_of(work, owner, at));
     }
 }
 
@@ -203,7 +204,7 @@ static sw_status open_block(sw_carrier *carrier, const reduction *work, int from
 }
 
 /* Send results on which other hosts' contributions stand, and receive theirs. */
-static sw_status begin_standing(sw_carrier *carrier, const batch_block *piece, sw_error *err)
+static sw_status begin_accumulated(sw_carrier *carrier, const batch_block *piece, sw_error *err)
 {
     const sw_hier *hier = carrier->hier;
     const reduction *work = piece->work;
@@ -215,7 +216,7 @@ static sw_status begin_standing(sw_carrier *carrier, const batch_block *piece, s
     {
         size_t unused, theirs = block_of(carrier, work, g, piece->block, &unused);
         if (sw_bridge_receive(&carrier->bridge, g, SW_MESSAGE_STANDING, piece->number,
-                              at->partial[g], theirs * work->element_bytes, &at->standing_in[g],
+                              at->partial[g], theirs * work->element_bytes, &at->accumulated_in[g],
                               err) != SW_OK)
             return sw_carrier_blame(carrier, work->what, err);
     }
@@ -227,7 +228,7 @@ static sw_status begin_standing(sw_carrier *carrier, const batch_block *piece, s
     SW_FOR_OTHER_HOSTS(carrier, g)
     {
         if (sw_bridge_send(&carrier->bridge, g, SW_MESSAGE_STANDING, piece->number, results,
-                           own * work->element_bytes, &at->standing_out[g], err) != SW_OK)
+                           own * work->element_bytes, &at->accumulated_out[g], err) != SW_OK)
             return sw_carrier_blame(carrier, work->what, err);
     }
     return SW_OK;
@@ -240,14 +241,14 @@ static sw_status send_partial(sw_carrier *carrier, const batch_block *piece, int
     sw_carrier_slot *at = piece->at;
     size_t begin, numel = block_of(carrier, work, to, piece->block, &begin);
     if (work->exchanges)
-        SW_TRY(sw_carrier_wait(carrier, &at->standing_in[to], work->what, err));
+        SW_TRY(sw_carrier_wait(carrier, &at->accumulated_in[to], work->what, err));
     if (!work->host_contributes[carrier->hier->host] || numel == 0)
         return SW_OK;
     SW_TRY(sw_carrier_touch_begin(carrier, err));
     if (work->exchanges)
-        add_standing(work, begin, numel, at->partial[to]);
+        add_accumulated(work, begin, numel, at->partial[to]);
     else if (work->stands)
-        add_standing_here(carrier, work, begin, numel);
+        add_accumulated_here(carrier, work, begin, numel);
     size_t bytes;
     const uint8_t *partial = fold_host(carrier, work, begin, numel, at->partial[to]);
     partial = wrap_block(carrier, partial, numel, work->partial_dtype, at->packet[to], &bytes);
@@ -296,7 +297,7 @@ static void finish_own(sw_carrier *carrier, const reduction *work, const sw_carr
     uint8_t **partial = carrier->elements;
     size_t run, run_numel;
     if (work->stands)
-        add_standing_here(carrier, work, begin, numel);
+        add_accumulated_here(carrier, work, begin, numel);
     if (work->host_contributes[hier->host])
         partial[hier->host] = fold_host(carrier, work, begin, numel, at->partial[hier->host]);
     for (size_t cursor = begin; next_run(work, cursor, begin + numel, &run, &run_numel);
@@ -342,7 +343,7 @@ static sw_status fold_block(sw_carrier *carrier, const batch_block *piece, sw_er
     SW_FOR_OTHER_HOSTS(carrier, g)
     {
         SW_TRY(sw_carrier_wait(carrier, &at->partial_in[g], work->what, err));
-        SW_TRY(sw_carrier_wait(carrier, &at->standing_out[g], work->what, err));
+        SW_TRY(sw_carrier_wait(carrier, &at->accumulated_out[g], work->what, err));
         if (work->host_contributes[g])
             SW_TRY(open_block(carrier, work, g, numel, work->partial_dtype, at->arrived[g],
                               &carrier->elements[g], err));
@@ -518,7 +519,7 @@ sw_status sw_carrier_reduce(sw_carrier *carrier, uint32_t ticket, uint32_t count
         for (; stood < blocks && stood <= step + 1; ++stood) { /* one block ahead of its use */
             batch_block piece = block_at(carrier, batch, stood);
             if (piece.work->exchanges)
-                SW_TRY(begin_standing(carrier, &piece, err));
+                SW_TRY(begin_accumulated(carrier, &piece, err));
         }
         if (step < blocks) {
             batch_block piece = block_at(carrier, batch, step);

@@ -104,7 +104,7 @@ static void explain(nccl_comm *comm, sw_nccl_result result, const char *what, sw
                  comm->base.world_size, what, comm->library->call.ncclGetErrorString(result),
                  result, *last ? "; " : "", last);
     if (status == SW_E_COMM)
-        sw_lookout_find_cause(comm->base.lookout, reason);
+        sw_watchdog_find_cause(comm->base.watchdog, reason);
 }
 
 static sw_status fail_result(nccl_comm *comm, sw_nccl_result result, const char *what,
@@ -509,7 +509,7 @@ static sw_status connect(nccl_comm *comm, const sw_nccl_id *id, sw_error *err)
 }
 
 sw_status sw_nccl_create(const sw_nccl_library *nccl, sw_device *device, const sw_nccl_id *id,
-                         int rank, int world_size, int64_t timeout_ns, sw_lookout *lookout,
+                         int rank, int world_size, int64_t timeout_ns, sw_watchdog *watchdog,
                          sw_peers **peers, sw_error *err)
 {
     if (world_size < 1 || rank < 0 || rank >= world_size)
@@ -517,7 +517,7 @@ sw_status sw_nccl_create(const sw_nccl_library *nccl, sw_device *device, const s
                 world_size);
     nccl_comm *made = NULL;
     SW_TRY(make(nccl, device, rank, world_size, timeout_ns, &made, err));
-    made->base.lookout = lookout;
+    made->base.watchdog = watchdog;
     sw_status status = connect(made, id, err);
     if (status != SW_OK) {
         end(made);
@@ -547,7 +547,7 @@ static sw_status check_lent(nccl_comm *comm, sw_error *err)
 }
 
 sw_status sw_nccl_borrow(const sw_nccl_library *nccl, sw_device *device, sw_nccl_comm handle,
-                         int rank, int world_size, int64_t timeout_ns, sw_lookout *lookout,
+                         int rank, int world_size, int64_t timeout_ns, sw_watchdog *watchdog,
                          sw_peers **peers, sw_error *err)
 {
     if (!handle)
@@ -561,7 +561,7 @@ sw_status sw_nccl_borrow(const sw_nccl_library *nccl, sw_device *device, sw_nccl
         free_comm(made);
         return status;
     }
-    made->base.lookout = lookout; /* the caller reports earlier failures itself */
+    made->base.watchdog = watchdog; /* the caller reports earlier failures itself */
     *peers = &made->base;
     return SW_OK;
 }

@@ -15,12 +15,12 @@
 /* Rank 0 creates it and sends it to the others, by torch's store. */
 SW_MUST_USE sw_status sw_nccl_id_create(const sw_nccl_library *nccl, sw_nccl_id *id, sw_error *err);
 
-/* Collective. `nccl`, `device` and `lookout` are borrowed and outlive it. Every wait of the
- * communicator ends after `timeout_ns`, or with an error from `lookout`; failures are reported to
+/* Collective. `nccl`, `device` and `watchdog` are borrowed and outlive it. Every wait of the
+ * communicator ends after `timeout_ns`, or with an error from `watchdog`; failures are reported to
  * it. SW_E_TIMEOUT when a rank did not come; SW_E_COMM when it has died; SW_E_DEVICE. */
 SW_MUST_USE sw_status sw_nccl_create(const sw_nccl_library *nccl, sw_device *device,
                                      const sw_nccl_id *id, int rank, int world_size,
-                                     int64_t timeout_ns, sw_lookout *lookout, sw_peers **peers,
+                                     int64_t timeout_ns, sw_watchdog *watchdog, sw_peers **peers,
                                      sw_error *err);
 
 /* This rank only: use a communicator whose owner keeps it alive and runs no operations at the same
@@ -29,7 +29,7 @@ SW_MUST_USE sw_status sw_nccl_create(const sw_nccl_library *nccl, sw_device *dev
  * differ; SW_E_TIMEOUT if it does not become ready. */
 SW_MUST_USE sw_status sw_nccl_borrow(const sw_nccl_library *nccl, sw_device *device,
                                      sw_nccl_comm handle, int rank, int world_size,
-                                     int64_t timeout_ns, sw_lookout *lookout, sw_peers **peers,
+                                     int64_t timeout_ns, sw_watchdog *watchdog, sw_peers **peers,
                                      sw_error *err);
 
 #endif

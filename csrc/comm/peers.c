@@ -9,7 +9,7 @@ sw_status sw_peers_report(sw_peers *t, const sw_error *reason, sw_error *first)
     sw_ending_record(&t->ending, SW_MEMBER_ENDED, reason);
     sw_status status = sw_ending_await(&t->ending, first);
     if (!atomic_exchange(&t->is_failing, true))
-        sw_lookout_report(t->lookout, first);
+        sw_watchdog_report(t->watchdog, first);
     return status;
 }
 
@@ -17,7 +17,7 @@ sw_status sw_peers_fail(sw_peers *t, const sw_error *reason, sw_error *err)
 {
     sw_error first;
     sw_status status = sw_peers_report(t, reason, &first);
-    sw_lookout_report_to_hosts(t->lookout);
+    sw_watchdog_report_to_hosts(t->watchdog);
     t->ops->end(t, &first);
     if (err)
         *err = first;
@@ -56,8 +56,8 @@ void sw_peers_request_end(sw_peers *t, const sw_error *reason)
 {
     sw_ending_record(&t->ending, SW_MEMBER_ENDED, reason);
     t->ops->end_beside(t, reason);
-    sw_lookout_report_to_hosts(
-        t->lookout); /* takes the GIL, which a thread may hold until the GPU is released */
+    sw_watchdog_report_to_hosts(
+        t->watchdog); /* takes the GIL, which a thread may hold until the GPU is released */
 }
 
 sw_status sw_peers_watch(sw_peers *t, sw_error *err)
@@ -80,7 +80,7 @@ sw_status sw_peers_turn(sw_peers *t, int64_t begun_ns, const char *what, sw_erro
     sw_error reason;
     if (sw_clock_now_ns() - begun_ns > t->timeout_ns)
         return sw_peers_give_up(t, what, err);
-    sw_status status = sw_lookout_look(t->lookout, begun_ns, what, &reason);
+    sw_status status = sw_watchdog_look(t->watchdog, begun_ns, what, &reason);
     if (status != SW_OK) {
         sw_status failed = sw_peers_fail(t, &reason, err);
         if (status == SW_E_INTERRUPTED)

@@ -6,7 +6,7 @@
  *
  * Operations are in place, except gather_slices and reduce_scatter. Memory and stream belong to the
  * transport's device and must live until the stream has run the operation. A failure ends the
- * transport and the host communicator (lookout.h); every later call repeats it.
+ * transport and the host communicator (watchdog.h); every later call repeats it.
  *
  * Thread rule: one at a time per transport. Other threads may call has_failed, request_end, watch
  * and explain_late at the same time. Every rank issues the same operations, of the same sizes, in
@@ -19,7 +19,7 @@
 
 #include "base/status.h"
 #include "comm/ending.h"
-#include "comm/lookout.h"
+#include "comm/watchdog.h"
 #include "device/device.h"
 #include "kernels/kernels.h"
 #include "tensor/dtype.h"
@@ -82,9 +82,9 @@ struct sw_peers {
     int rank, world_size;
     bool is_borrowed;    /* its owner ends it and runs its own operations in it: only NCCL */
     bool rounds_divisor; /* MEAN multiplies by 1 / world_size rounded to the dtype: NCCL */
-    sw_device *device;   /* borrowed, like the lookout */
+    sw_device *device;   /* borrowed, like the watchdog */
     int64_t timeout_ns;
-    sw_lookout *lookout;
+    sw_watchdog *watchdog;
     sw_ending ending;        /* requested by any thread; */
     _Atomic bool is_failing; /* some thread has handled it */
     _Atomic bool has_failed; /* and ended the transport */
@@ -169,7 +169,7 @@ static inline void sw_peers_destroy(sw_peers *t)
  * ------------------------------------------------------------------------------------------ */
 
 /* Report the transport's first reason to every rank of this host (only the first caller does) and
- * return that reason. Call sw_lookout_report_to_hosts() afterwards, since it waits for the GIL. */
+ * return that reason. Call sw_watchdog_report_to_hosts() afterwards, since it waits for the GIL. */
 sw_status sw_peers_report(sw_peers *peers, const sw_error *reason, sw_error *first);
 /* Report `reason` to every rank and end the transport. Returns its first reason, as later calls
  * do. */

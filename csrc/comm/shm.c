@@ -1,6 +1,6 @@
 /* shm.c - the memory that a host's ranks share: control pages and arenas, which the first rank
- * makes and passes through the star. A lock on a byte of the control pages shows that a rank lives.
- * The protocol is the fabric's. */
+ * makes and passes on over its links. A lock on a byte of the control pages shows that a rank
+ * lives. The protocol is the fabric's. */
 #include "comm/shm.h"
 
 #include <pthread.h>
@@ -28,7 +28,7 @@ typedef struct shm_arena {
 
 typedef struct shm_comm {
     sw_fabric fabric; /* first */
-    sw_star star;
+    sw_bootstrap bootstrap;
     shm_arena *arenas; /* not owned: all live arenas; under `listing`, since any thread may drop
                         * one */
     pthread_mutex_t listing;
@@ -55,7 +55,7 @@ static void destroy(sw_comm *comm)
     shm->fabric.is_foreign |= getpid() != shm->owner_pid;
     sw_fabric_fini(&shm->fabric);
     sw_memory_unmap((uint8_t *)shm->fabric.control, shm->control_bytes);
-    sw_star_close(&shm->star);
+    sw_bootstrap_close(&shm->bootstrap);
     sw_socket_close(&shm->control_fd);
     pthread_mutex_destroy(&shm->listing);
     free(shm->names);
@@ -118,22 +118,23 @@ static sw_status pass(shm_comm *shm, shm_arena *made, const char *label, sw_stat
                       sw_error *cause, sw_error *err)
 {
     const sw_arena *arena = &made->arena;
-    sw_gift gift = {.size_bytes = arena->size_bytes, .serial = arena->serial};
+    sw_fd_message fd_message = {.size_bytes = arena->size_bytes, .serial = arena->serial};
     char what[120];
     snprintf(what, sizeof what, "arena '%.90s'", label);
     if (shm->fabric.comm.rank == 0)
-        return sw_star_give(&shm->star, &gift, made->fd, what, err);
-    sw_status status = sw_star_take(&shm->star, what, &gift, &made->fd, err);
+        return sw_bootstrap_give(&shm->bootstrap, &fd_message, made->fd, what, err);
+    sw_status status = sw_bootstrap_take(&shm->bootstrap, what, &fd_message, &made->fd, err);
     if (status == SW_E_MEMORY) {
         *cause = *err;
         *refused = status;
     } else if (status != SW_OK) {
         return status;
     }
-    if (gift.serial != arena->serial || gift.size_bytes != arena->size_bytes)
+    if (fd_message.serial != arena->serial || fd_message.size_bytes != arena->size_bytes)
         SW_FAIL(err, SW_E_STATE, "%s: got %llu bytes of shared memory %u, expected %zu of %u", what,
-                (unsigned long long)gift.size_bytes, gift.serial, arena->size_bytes, arena->serial);
-    return sw_star_answer(&shm->star, what, arena->serial, SW_OK, NULL, err);
+                (unsigned long long)fd_message.size_bytes, fd_message.serial, arena->size_bytes,
+                arena->serial);
+    return sw_bootstrap_answer(&shm->bootstrap, what, arena->serial, SW_OK, NULL, err);
 }
 
 static sw_status map(shm_arena *made, sw_error *err)
@@ -193,7 +194,7 @@ static sw_status forked(sw_comm *comm, sw_error *err)
     shm->fabric.is_foreign = true;
     sw_error_set(&reason, SW_E_STATE, -1, "this process was forked from the one that joined");
     sw_ending_force(&shm->fabric.ending, &reason);
-    sw_star_close(&shm->star); /* the parent's peers must see its sockets close */
+    sw_bootstrap_close(&shm->bootstrap); /* the parent's peers must see its sockets close */
     sw_socket_close(&shm->control_fd);
     return status;
 }
@@ -241,11 +242,11 @@ sw_status sw_shm_comm_create(int rank, int world_size, const char *host, sw_comm
                                   .timeout_ns = INT64_C(1800) * 1000000000,
                                   .warn_after_ns = INT64_C(30) * 1000000000};
     made->fabric.peer_ended = peer_ended;
-    made->star.listener = made->control_fd = -1;
+    made->bootstrap.listener = made->control_fd = -1;
     made->owner_pid = (int)getpid();
     pthread_mutex_init(&made->listing, NULL);
     snprintf(made->host, sizeof made->host, "%s", host);
-    sw_status status = sw_star_open(&made->star, &made->fabric.comm, address, err);
+    sw_status status = sw_bootstrap_open(&made->bootstrap, &made->fabric.comm, address, err);
     if (status != SW_OK) {
         destroy(&made->fabric.comm);
         return status;
@@ -285,7 +286,7 @@ static void describe_missing(void *context, sw_wait_text *text)
 {
     shm_comm *shm = context;
     sw_comm *comm = &shm->fabric.comm;
-    snprintf(text->what, sizeof text->what, "%s", SW_STAR_JOINING);
+    snprintf(text->what, sizeof text->what, "%s", SW_BOOTSTRAP_JOINING);
     for (int r = 0; r < comm->world_size; ++r)
         if (!atomic_load(&shm->fabric.control[r].has_joined) && !sw_wait_add_missing(text, comm, r))
             return;
@@ -295,11 +296,11 @@ static void describe_missing(void *context, sw_wait_text *text)
 static sw_status wait_for_all(shm_comm *shm, sw_error *err)
 {
     _Atomic uint32_t *word = &shm->fabric.control[0].has_joined;
-    sw_star_wait wait = sw_star_wait_begin(&shm->star, shm, describe_missing);
+    sw_bootstrap_wait wait = sw_bootstrap_wait_begin(&shm->bootstrap, shm, describe_missing);
     bool unused;
     while (atomic_load(word) != SW_FABRIC_ALL_JOINED) {
         sw_futex_wait(word, SW_FABRIC_JOINED, slice_ns);
-        SW_TRY(sw_star_look(&wait, &unused, err));
+        SW_TRY(sw_bootstrap_look(&wait, &unused, err));
     }
     return SW_OK;
 }
@@ -309,11 +310,12 @@ static sw_status join_as_first(shm_comm *shm, const char *const *addresses, cons
 {
     const sw_comm *comm = &shm->fabric.comm;
     size_t count = (size_t)comm->world_size;
-    sw_gift gift = {.size_bytes = sw_fabric_pages_bytes(comm->world_size)};
-    SW_TRY(sw_memfd_create_parts((gift.size_bytes + count - 1) / count, comm->world_size,
+    sw_fd_message fd_message = {.size_bytes = sw_fabric_pages_bytes(comm->world_size)};
+    SW_TRY(sw_memfd_create_parts((fd_message.size_bytes + count - 1) / count, comm->world_size,
                                  "host communicator", &shm->control_fd, err));
     SW_TRY(appear(shm, err));
-    SW_TRY(sw_star_admit(&shm->star, addresses, secret, &gift, shm->control_fd, err));
+    SW_TRY(
+        sw_bootstrap_admit(&shm->bootstrap, addresses, secret, &fd_message, shm->control_fd, err));
     atomic_store(&shm->fabric.control[0].has_joined, SW_FABRIC_ALL_JOINED);
     sw_futex_wake_all(&shm->fabric.control[0].has_joined);
     return SW_OK;
@@ -323,19 +325,21 @@ static sw_status join_another(shm_comm *shm, const char *const *addresses, const
                               sw_error *err)
 {
     const sw_comm *comm = &shm->fabric.comm;
-    sw_gift gift;
+    sw_fd_message fd_message;
     sw_error cause;
-    SW_TRY(sw_star_call(&shm->star, addresses, secret, &gift, &shm->control_fd, err));
+    SW_TRY(
+        sw_bootstrap_call(&shm->bootstrap, addresses, secret, &fd_message, &shm->control_fd, err));
     sw_status status = SW_OK;
-    if (gift.size_bytes != sw_fabric_pages_bytes(comm->world_size))
+    if (fd_message.size_bytes != sw_fabric_pages_bytes(comm->world_size))
         status = sw_error_set(&cause, SW_E_STATE, -1,
                               "the control pages of %d ranks have %llu bytes, expected %zu: "
                               "another version of the engine",
-                              comm->world_size, (unsigned long long)gift.size_bytes,
+                              comm->world_size, (unsigned long long)fd_message.size_bytes,
                               sw_fabric_pages_bytes(comm->world_size));
     if (status == SW_OK)
         status = appear(shm, &cause);
-    (void)!sw_star_answer(&shm->star, SW_STAR_JOINING, gift.serial, status, &cause, NULL);
+    (void)!sw_bootstrap_answer(&shm->bootstrap, SW_BOOTSTRAP_JOINING, fd_message.serial, status,
+                               &cause, NULL);
     if (status == SW_OK)
         return wait_for_all(shm, err);
     return sw_error_set(err, cause.status, cause.detail, "joining the ranks of this host: %.400s",
@@ -368,7 +372,7 @@ sw_status sw_shm_comm_connect(sw_comm *comm, const char *const *addresses, const
         status = sw_ending_read(&shm->fabric.ending, &cause);
     if (status != SW_OK)
         report_failure(shm, &cause); /* before any socket of it closes */
-    sw_socket_close(&shm->star.listener);
+    sw_socket_close(&shm->bootstrap.listener);
     if (status != SW_OK && err)
         *err = cause;
     return status;

@@ -414,7 +414,7 @@ static sw_slot_transport *make(const sw_slot_config *config)
                                       .world_size = config->world_size,
                                       .device = config->device,
                                       .timeout_ns = config->timeout_ns,
-                                      .lookout = config->lookout},
+                                      .watchdog = config->watchdog},
                              .kernels = config->kernels,
                              .stream = config->stream,
                              .slot_bytes = config->parts.slot_bytes,
@@ -438,8 +438,8 @@ static void report_failure(const sw_slot_config *config, const sw_error *reason)
 {
     sw_slot_head *own = (sw_slot_head *)(void *)config->parts.base[config->rank];
     sw_ending_record(&own->ending, SW_MEMBER_ENDED, reason);
-    sw_lookout_report(config->lookout, reason);
-    sw_lookout_report_to_hosts(config->lookout);
+    sw_watchdog_report(config->watchdog, reason);
+    sw_watchdog_report_to_hosts(config->watchdog);
 }
 
 sw_status sw_slot_transport_create(const sw_slot_config *config, sw_peers **peers, sw_error *err)

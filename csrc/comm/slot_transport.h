@@ -51,8 +51,8 @@ typedef struct sw_slot_config {
     sw_stream *stream;            /* stream of all operations */
     sw_slot_parts parts;
     int rank, world_size;
-    int64_t timeout_ns;  /* limit of every wait */
-    sw_lookout *lookout; /* borrowed: its errors end every wait; failures are reported to it */
+    int64_t timeout_ns;    /* limit of every wait */
+    sw_watchdog *watchdog; /* borrowed: its errors end every wait; failures are reported to it */
 } sw_slot_config;
 
 size_t sw_slot_part_bytes(size_t slot_bytes);

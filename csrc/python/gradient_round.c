@@ -326,7 +326,7 @@ static int prepare_for_hook(reducer_object *self)
 {
     size_t count = sw_reducer_layout(self->reducer)->bucket_count;
     if (self->sliced)
-        return sw_py_sliced_declare_standing(self);
+        return sw_py_sliced_declare_accumulated(self);
     for (size_t b = 0; b < count; ++b)
         if (bucket_takes_part(self, b) && !sw_reducer_is_handed_over(self->reducer, b) &&
             sw_py_gradient_fill_bucket(self, b) < 0)
@@ -508,7 +508,7 @@ PyObject *sw_py_reducer_close_pending(PyObject *op, PyObject *Py_UNUSED(unused))
 }
 
 /* Returns 1 if `.grad` appears to hold a gradient that no round has averaged: a tensor, but not a
- * standing mean of which this rank has only a slice. Returns 0 if not, -1 with an exception. */
+ * accumulated mean of which this rank has only a slice. Returns 0 if not, -1 with an exception. */
 static int holds_contribution(reducer_object *self, size_t index)
 {
     SW_PY_OWNED *param = sw_py_item(self->params, index);
@@ -557,12 +557,12 @@ static int shadow_buckets(reducer_object *self)
     return finish_sent(self);
 }
 
-/* Takes the standing means that training ranks announced, one byte per parameter. A mean stays if
- * no rank uses its parameter. */
-static int follow_standing(reducer_object *self, PyObject *standing)
+/* Takes the accumulated means that training ranks announced, one byte per parameter. A mean stays
+ * if no rank uses its parameter. */
+static int follow_accumulated(reducer_object *self, PyObject *accumulated)
 {
     size_t count = sw_reducer_layout(self->reducer)->param_count;
-    PyObject *list = standing ? PySequence_List(standing) : PyList_New(0);
+    PyObject *list = accumulated ? PySequence_List(accumulated) : PyList_New(0);
     for (size_t i = 0; list && i < count && i < (size_t)PyList_Size(list); ++i) {
         int flag = PyObject_IsTrue(PyList_GetItem(list, (Py_ssize_t)i));
         if (flag > 0)
@@ -591,12 +591,12 @@ static int renew_views(reducer_object *self)
     return 0;
 }
 
-static int shadow_on_device(reducer_object *self, PyObject *standing)
+static int shadow_on_device(reducer_object *self, PyObject *accumulated)
 {
     if (arrive(self) < 0 || renew_views(self) < 0 || reducer_enter(self) < 0)
         return -1;
     int failed = REDUCER_DO(self, sw_reducer_open_shadow(self->reducer, &err)) < 0 ||
-                 follow_standing(self, standing) < 0;
+                 follow_accumulated(self, accumulated) < 0;
     if (!failed)
         failed = (self->bucket_callback ? exchange_use(self) : shadow_buckets(self)) < 0;
     reducer_leave(self);
@@ -623,7 +623,7 @@ PyObject *sw_py_reducer_shadow(PyObject *op, PyObject *args)
 {
     reducer_object *self = (reducer_object *)op;
     sw_py_arg a[1] = {{.o = NULL}};
-    if (!sw_py_read("shadow | standing:O", args, NULL, a) || reducer_check_ready(self) < 0)
+    if (!sw_py_read("shadow | accumulated:O", args, NULL, a) || reducer_check_ready(self) < 0)
         return NULL;
     self->pending_forward = false;
     return none_or_null(self->gpu ? shadow_on_device(self, a[0].o) : shadow_on_host(self));

@@ -34,7 +34,7 @@ typedef struct reducer_object {
             PyObject *params, *views;  /* lists; NULL before attach. The caller shares the views */
             PyObject *hook_tables;     /* list: torch's table of hooks of each parameter, or None */
             PyObject *order;           /* returns a digest that ranks must agree on */
-            PyObject *announcer;       /* gets the standing means as a round opens */
+            PyObject *announcer;       /* gets the accumulated means as a round opens */
             PyObject *bucket_callback; /* averages a bucket in place of the engine */
             PyObject *bucket_wait;     /* waits for operations of bucket_callback, which then gets
                                           buckets as soon as they are complete */
@@ -195,8 +195,8 @@ int sw_py_gradient_make_room(reducer_object *self, size_t index);
 
 /* sliced_gradients.c. Returns -1 with an exception. */
 int sw_py_sliced_place(reducer_object *self, size_t index);
-/* Declares which contributions add to the standing mean, before they are placed. */
-int sw_py_sliced_declare_standing(reducer_object *self);
+/* Declares which contributions add to the accumulated mean, before they are placed. */
+int sw_py_sliced_declare_accumulated(reducer_object *self);
 /* Announces the same to joined ranks as a round opens. */
 int sw_py_sliced_announce(reducer_object *self);
 /* Ends a round: every parameter that some rank used gets its ShardedGradient. */

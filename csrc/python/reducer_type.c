@@ -338,7 +338,8 @@ OF_PARAMETER(hook, sw_py_hook_object_new(sw_py_state_of(self), self->link, a[0].
 OF_PARAMETER(has_memory,
              PyBool_FromLong(!self->gpu || sw_reducer_takes_part(self->reducer, a[0].size)))
 OF_PARAMETER(used_by_any, PyBool_FromLong(sw_reducer_used_by_any(self->reducer, a[0].size)))
-OF_PARAMETER(standing_ranks, PyLong_FromSize_t(sw_reducer_standing_ranks(self->reducer, a[0].size)))
+OF_PARAMETER(accumulated_ranks,
+             PyLong_FromSize_t(sw_reducer_accumulated_ranks(self->reducer, a[0].size)))
 OF_PARAMETER(is_used, PyBool_FromLong(sw_reducer_is_used(self->reducer, a[0].size)))
 OF_PARAMETER(averaged_in,
              PyLong_FromUnsignedLongLong(sw_reducer_averaged_in(self->reducer, a[0].size)))
@@ -473,9 +474,9 @@ static PyMethodDef reducer_methods[] = {
     SW_PY_NONE(sw_py_reducer, close, "End the round."),
     SW_PY_NONE(sw_py_reducer, fail, "Tell the peers that the backward of an open round failed."),
     SW_PY_NONE(sw_py_reducer, close_pending, "Run a whole round if a forward has none."),
-    SW_PY_ARGS(sw_py_reducer, shadow, "standing=(), /",
-               "Run a round without a contribution. `standing`, on a GPU: one byte for each "
-               "parameter, 1 if the other ranks contribute on top of the standing mean."),
+    SW_PY_ARGS(sw_py_reducer, shadow, "accumulated=(), /",
+               "Run a round without a contribution. `accumulated`, on a GPU: one byte for each "
+               "parameter, 1 if the other ranks contribute on top of the accumulated mean."),
     SW_PY_ARGS(reducer, has_memory, "index, /", "Return True if the gradient has memory."),
     SW_PY_NONE(sw_py_reducer, average, "Run a whole round over the current .grad."),
     SW_PY_ARGS(reducer, count_step, "/", "Count a step of the optimizer; ranks compare the count."),
@@ -490,8 +491,8 @@ static PyMethodDef reducer_methods[] = {
                "Set a callable that is called around each bucket's post and wait, or None."),
     SW_PY_ARGS(reducer, used_by_any, "index, /", "Return True if some rank used the parameter."),
     SW_PY_ARGS(reducer, divisor, "/", "Return how many ranks are in a hook's last mean."),
-    SW_PY_ARGS(reducer, standing_ranks, "index, /",
-               "Return the number of ranks that contribute on top of the standing mean."),
+    SW_PY_ARGS(reducer, accumulated_ranks, "index, /",
+               "Return the number of ranks that contribute on top of the accumulated mean."),
     SW_PY_ARGS(reducer, is_used, "index, /", "Return True if used here since the last round."),
     SW_PY_ARGS(reducer, averaged_in, "index, /",
                "Return the last round, from 1, in which some rank used the parameter."),

@@ -5,8 +5,8 @@
  * memory but may hold a pending tensor, the sum of backwards since the last round. A contribution
  * moves from `.grad` into the bucket's slot as soon as the slot is free, and at the latest when the
  * bucket is sent. The ShardedGradient is put back when the round ends. A gradient taken from a
- * ShardedGradient that was not cleared is marked as standing: the owners of slices add the old mean
- * to it. */
+ * ShardedGradient that was not cleared is marked as accumulated: the owners of slices add the old
+ * mean to it. */
 #include <string.h>
 
 #include "python/reducer_object.h"
@@ -34,9 +34,9 @@ static void write_negative_zeros(reducer_object *self, size_t index)
         memory[i] = 0x80;
 }
 
-static int place_nothing(reducer_object *self, size_t index, bool standing)
+static int place_nothing(reducer_object *self, size_t index, bool accumulated)
 {
-    if (!standing)
+    if (!accumulated)
         return sw_py_gradient_clear(self, index);
     if (self->gpu)
         return reducer_called(sw_py_call_at(self, "_blank", index));
@@ -62,7 +62,8 @@ static int flag_of(PyObject *view, const char *name)
     return value ? PyObject_IsTrue(value) : -1;
 }
 
-/* Returns whether the contribution of a parameter adds to the standing mean; -1 with an exception.
+/* Returns whether the contribution of a parameter adds to the accumulated mean; -1 with an
+ * exception.
  */
 static int stands(reducer_object *self, size_t index, bool *is_ours)
 {
@@ -85,7 +86,7 @@ static int take_away(reducer_object *self, size_t index, bool is_ours, PyObject 
 }
 
 /* Places what the ShardedGradient or the parameter, `holder`, has. */
-static int place_from(reducer_object *self, size_t index, bool is_ours, bool standing,
+static int place_from(reducer_object *self, size_t index, bool is_ours, bool accumulated,
                       PyObject *holder)
 {
     bool pool = is_pool(self);
@@ -93,43 +94,43 @@ static int place_from(reducer_object *self, size_t index, bool is_ours, bool sta
                                   : PyObject_GetAttr(holder, self->grad_name);
     if (!source)
         return -1;
-    /* A second gradient in one backward adds to the first. Private buckets hold the standing mean
-     * themselves. */
-    bool add = sw_reducer_is_placed(self->reducer, index) || (standing && !pool);
+    /* A second gradient in one backward adds to the first. Private buckets hold the accumulated
+     * mean themselves. */
+    bool add = sw_reducer_is_placed(self->reducer, index) || (accumulated && !pool);
     int failed = 0;
-    if (standing && !sw_reducer_is_used(self->reducer, index)) /* stays if no rank used it */
+    if (accumulated && !sw_reducer_is_used(self->reducer, index)) /* stays if no rank used it */
         failed = sw_py_gradient_keep(self, index);
     if (!failed && source != Py_None)
         failed = place_gradient(self, index, source, add);
     else if (!failed && !add)
-        failed = place_nothing(self, index, standing && pool);
+        failed = place_nothing(self, index, accumulated && pool);
     if (!failed && source != Py_None)
         failed = take_away(self, index, is_ours, holder);
     if (!failed)
-        sw_reducer_place(self->reducer, index, standing && pool);
+        sw_reducer_place(self->reducer, index, accumulated && pool);
     return failed;
 }
 
 int sw_py_sliced_place(reducer_object *self, size_t index)
 {
     bool is_ours;
-    int standing = stands(self, index, &is_ours);
+    int accumulated = stands(self, index, &is_ours);
     SW_PY_OWNED *holder =
-        standing < 0 ? NULL : sw_py_item(is_ours ? self->views : self->params, index);
-    return holder ? place_from(self, index, is_ours, standing, holder) : -1;
+        accumulated < 0 ? NULL : sw_py_item(is_ours ? self->views : self->params, index);
+    return holder ? place_from(self, index, is_ours, accumulated, holder) : -1;
 }
 
-int sw_py_sliced_declare_standing(reducer_object *self)
+int sw_py_sliced_declare_accumulated(reducer_object *self)
 {
     const sw_layout *layout = sw_reducer_layout(self->reducer);
     if (!is_pool(self))
         return 0;
     for (size_t i = 0; i < layout->param_count; ++i) {
         bool is_ours;
-        int standing = sw_reducer_is_placed(self->reducer, i) ? 0 : stands(self, i, &is_ours);
-        if (standing < 0)
+        int accumulated = sw_reducer_is_placed(self->reducer, i) ? 0 : stands(self, i, &is_ours);
+        if (accumulated < 0)
             return -1;
-        if (standing)
+        if (accumulated)
             sw_reducer_stand(self->reducer, i);
     }
     return 0;
@@ -142,10 +143,10 @@ int sw_py_sliced_announce(reducer_object *self)
     char *bytes = said ? PyBytes_AsString(said) : NULL;
     bool is_ours;
     for (size_t i = 0; bytes && i < count; ++i) {
-        int standing = stands(self, i, &is_ours);
-        if (standing < 0)
+        int accumulated = stands(self, i, &is_ours);
+        if (accumulated < 0)
             return -1;
-        bytes[i] = standing == 1;
+        bytes[i] = accumulated == 1;
     }
     return said ? reducer_called(PyObject_CallFunctionObjArgs(self->announcer, said, NULL)) : -1;
 }

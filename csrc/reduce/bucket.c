@@ -1,33 +1,33 @@
-/* bucket.c - the tails of a bucket and the plan of its fold. */
+/* bucket.c - the trailers of a bucket and the plan of its fold. */
 #include <string.h>
 
 #include "base/bytes.h"
 #include "kernels/kernels.h"
 #include "reduce/host_rounds_state.h"
 
-tail *sw_bucket_tail(const host_bucket *b, int rank)
+trailer *sw_bucket_trailer(const host_bucket *b, int rank)
 {
     const host_rounds *host = b->host;
-    return (tail *)(void *)(host->memory->tails->base[rank] +
-                            host->parity * host->tail_stride_bytes + b->tail_offset_bytes);
+    return (trailer *)(void *)(host->memory->trailers->base[rank] +
+                               host->parity * host->trailer_stride_bytes + b->trailer_offset_bytes);
 }
 
-void sw_bucket_read_tails(host_bucket *b, bool *contributes, int *abandoned_by)
+void sw_bucket_read_trailers(host_bucket *b, bool *contributes, int *abandoned_by)
 {
     const host_rounds *host = b->host;
     size_t count = host->base.layout.bucket[b->common->index].count;
     *abandoned_by = -1;
-    b->any_standing = b->common->crosses = false;
+    b->any_accumulated = b->common->crosses = false;
     memset(b->any, 0, sw_words_of(count) * sizeof *b->any);
     for (int r = 0; r < host->comm->world_size; ++r) {
-        const tail *t = sw_bucket_tail(b, r);
+        const trailer *t = sw_bucket_trailer(b, r);
         contributes[r] = t->contributes != 0;
         b->common->crosses |= t->handed_over != 0;
         if (t->abandoned && *abandoned_by < 0)
             *abandoned_by = r;
         for (size_t w = 0; w < sw_words_of(count); ++w) {
             b->any[w] |= t->bits[w];
-            b->any_standing |= t->bits[sw_words_of(count) + w] != 0;
+            b->any_accumulated |= t->bits[sw_words_of(count) + w] != 0;
         }
     }
     b->all_used = true;
@@ -39,7 +39,7 @@ static void plan_resolve(void *context, bool *contributes, double *scale)
 {
     host_bucket *b = context;
     int world_size = b->host->comm->world_size, abandoned_by, active = 0;
-    sw_bucket_read_tails(b, contributes, &abandoned_by);
+    sw_bucket_read_trailers(b, contributes, &abandoned_by);
     for (int r = 0; r < world_size; ++r) {
         if (abandoned_by >= 0)
             contributes[r] = false;
@@ -82,13 +82,13 @@ static bool plan_next_run(void *context, size_t cursor, size_t end, size_t *begi
 
 static bool plan_stands(void *context)
 {
-    return ((const host_bucket *)context)->any_standing;
+    return ((const host_bucket *)context)->any_accumulated;
 }
 
-/* Add the standing mean to the contributions of [begin, begin + numel) that include it, with the
+/* Add the accumulated mean to the contributions of [begin, begin + numel) that include it, with the
  * rounding of autograd's own addition. Only the folding rank reads them, and no rank writes them
  * until the fold is done. */
-static void plan_add_standing(void *context, size_t begin, size_t numel, const void *standing)
+static void plan_add_accumulated(void *context, size_t begin, size_t numel, const void *accumulated)
 {
     const host_bucket *b = context;
     const host_rounds *host = b->host;
@@ -101,23 +101,24 @@ static void plan_add_standing(void *context, size_t begin, size_t numel, const v
                to = sw_size_min(begin + numel, place->begin + place->numel);
         for (int r = 0; from < to && r < host->comm->world_size; ++r) {
             uint8_t *base = host->memory->arena->base[r];
-            if (!base || !sw_bit_is_set(sw_bucket_tail(b, r)->bits + sw_words_of(shape->count), i))
+            if (!base ||
+                !sw_bit_is_set(sw_bucket_trailer(b, r)->bits + sw_words_of(shape->count), i))
                 continue;
             void *part = base + b->op.offset_bytes + from * element_bytes;
-            const void *sources[] = {(const uint8_t *)standing + (from - begin) * element_bytes,
+            const void *sources[] = {(const uint8_t *)accumulated + (from - begin) * element_bytes,
                                      part};
             sw_kernels()->fold[b->op.dtype](&part, 1, sources, 2, to - from, 1, SW_REDOP_SUM);
         }
     }
 }
 
-void sw_bucket_write_tail(host_bucket *b)
+void sw_bucket_write_trailer(host_bucket *b)
 {
     const host_rounds *host = b->host;
     const sw_reducer *reducer = &host->base;
     const sw_layout_bucket *shape = &host->base.layout.bucket[b->common->index];
-    tail *t = sw_bucket_tail(b, host->comm->rank);
-    memset(t, 0, b->tail_bytes);
+    trailer *t = sw_bucket_trailer(b, host->comm->rank);
+    memset(t, 0, b->trailer_bytes);
     t->contributes = reducer->contributes;
     t->abandoned = reducer->abandoned;
     t->handed_over = b->common->state == BUCKET_HANDED_OVER;
@@ -126,16 +127,16 @@ void sw_bucket_write_tail(host_bucket *b)
     for (size_t i = 0; reducer->contributes && i < shape->count; ++i) {
         const param_state *state = &reducer->params[reducer->layout.order[shape->first + i]];
         t->bits[i / 32] |= (uint32_t)state->used << (i % 32);
-        t->bits[sw_words_of(shape->count) + i / 32] |= (uint32_t)state->standing << (i % 32);
+        t->bits[sw_words_of(shape->count) + i / 32] |= (uint32_t)state->accumulated << (i % 32);
     }
 }
 
-void sw_bucket_plan(host_bucket *b, bool standing)
+void sw_bucket_plan(host_bucket *b, bool accumulated)
 {
     b->plan = (sw_fold_plan){.context = b,
                              .resolve = plan_resolve,
                              .next_run = plan_next_run,
-                             .stands = standing ? plan_stands : NULL,
-                             .add_standing = standing ? plan_add_standing : NULL};
+                             .stands = accumulated ? plan_stands : NULL,
+                             .add_accumulated = accumulated ? plan_add_accumulated : NULL};
     b->op.plan = &b->plan;
 }

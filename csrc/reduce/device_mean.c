@@ -330,7 +330,7 @@ static void *behind(const void *at, size_t numel, sw_dtype dtype)
 }
 
 /* Fold elements [begin, end) from the contributions. */
-static sw_status fold_run(const slicing *s, size_t begin, size_t end, bool is_standing,
+static sw_status fold_run(const slicing *s, size_t begin, size_t end, bool is_accumulated,
                           sw_error *err)
 {
     sw_fold_args fold = s->fold;
@@ -338,17 +338,17 @@ static sw_status fold_run(const slicing *s, size_t begin, size_t end, bool is_st
     fold.own = behind(fold.own, begin, s->dtype);
     fold.rest = behind(fold.rest, begin, s->dtype);
     fold.numel = end - begin;
-    fold.addend = is_standing ? fold.to : NULL;
+    fold.addend = is_accumulated ? fold.to : NULL;
     return launch(s->mean, SW_KERNEL_FOLD, &fold, err);
 }
 
-/* Widen them from the narrowed sum and add the standing part, which did not travel. */
-static sw_status widen_run(const slicing *s, size_t begin, size_t end, bool is_standing,
+/* Widen them from the narrowed sum and add the accumulated part, which did not travel. */
+static sw_status widen_run(const slicing *s, size_t begin, size_t end, bool is_accumulated,
                            sw_error *err)
 {
     const sw_device_mean *m = s->mean;
     void *to = behind(s->piece, begin, s->dtype);
-    void *wide = is_standing ? m->contributions : to; /* they have been folded */
+    void *wide = is_accumulated ? m->contributions : to; /* they have been folded */
     sw_fold_args sum = {.to = to,
                         .own = to,
                         .rest = wide,
@@ -359,23 +359,24 @@ static sw_status widen_run(const slicing *s, size_t begin, size_t end, bool is_s
     SW_TRY(cast(m, wide, s->dtype, behind(s->narrowed, begin, m->wire), m->wire, end - begin, 1.0f,
                 err));
     SW_TRY(rescale(m, wide, s->dtype, end - begin, err));
-    if (is_standing && m->active != m->divisor) /* the mean stands under only some contributions */
+    if (is_accumulated &&
+        m->active != m->divisor) /* the mean stands under only some contributions */
         SW_TRY(cast(m, to, s->dtype, to, s->dtype, end - begin,
                     (float)((double)m->active / m->divisor), err));
-    return is_standing ? launch(m, SW_KERNEL_FOLD, &sum, err) : SW_OK;
+    return is_accumulated ? launch(m, SW_KERNEL_FOLD, &sum, err) : SW_OK;
 }
 
-static sw_status make_run(const slicing *s, size_t begin, size_t end, bool is_standing,
+static sw_status make_run(const slicing *s, size_t begin, size_t end, bool is_accumulated,
                           sw_error *err)
 {
     if (begin >= end || s->is_made)
         return SW_OK;
-    return s->narrowed ? widen_run(s, begin, end, is_standing, err)
-                       : fold_run(s, begin, end, is_standing, err);
+    return s->narrowed ? widen_run(s, begin, end, is_accumulated, err)
+                       : fold_run(s, begin, end, is_accumulated, err);
 }
 
 /* Make the contributions of training ranks adjacent, in order, and fold only those. Adding -0.0 for
- * the others would be wrong, because the sum may begin with the standing mean. */
+ * the others would be wrong, because the sum may begin with the accumulated mean. */
 static sw_status leave_out(const sw_device_mean *m, sw_fold_args *fold, sw_error *err)
 {
     sw_device *device = m->comm->device;
@@ -413,7 +414,7 @@ static size_t piece_begin(const sw_device_mean *m, const sw_device_range *bucket
 /* Describe the reduction of this rank's slice. The transport reduces into the slice itself
  * (is_made) if no mean stands there. */
 static slicing slicing_of(const sw_device_mean *m, const sw_device_range *bucket, void *slice,
-                          bool is_standing)
+                          bool is_accumulated)
 {
     slicing s = {.mean = m,
                  .piece = behind(slice, piece_begin(m, bucket), bucket->dtype),
@@ -424,16 +425,16 @@ static slicing slicing_of(const sw_device_mean *m, const sw_device_range *bucket
         return s;
     }
     s.fold = fold_of(m, bucket, m->op, s.piece);
-    s.is_made = !m->contributions && !is_standing;
+    s.is_made = !m->contributions && !is_accumulated;
     return s;
 }
 
 /* Send contributions to their owner. */
 sw_status sw_device_mean_collect(const sw_device_mean *m, const sw_device_range *bucket,
-                                 void *slice, bool is_standing, sw_error *err)
+                                 void *slice, bool is_accumulated, sw_error *err)
 {
     sw_device *device = m->comm->device;
-    slicing s = slicing_of(m, bucket, slice, is_standing);
+    slicing s = slicing_of(m, bucket, slice, is_accumulated);
     size_t numel = piece_numel(m, bucket);
     if (s.narrowed) {
         sw_device_range wire;
@@ -462,16 +463,16 @@ static size_t place_within(size_t at, size_t begin, size_t numel)
 }
 
 sw_status sw_device_mean_complete(const sw_device_mean *m, const sw_device_range *bucket,
-                                  void *slice, const sw_device_run *standing, size_t standing_count,
-                                  sw_error *err)
+                                  void *slice, const sw_device_run *accumulated,
+                                  size_t accumulated_count, sw_error *err)
 {
     size_t numel = piece_numel(m, bucket), first = piece_begin(m, bucket), at = 0;
-    slicing s = slicing_of(m, bucket, slice, standing_count > 0);
+    slicing s = slicing_of(m, bucket, slice, accumulated_count > 0);
     if (m->contributions && !s.narrowed && m->active < m->comm->peers->world_size)
         SW_TRY(leave_out(m, &s.fold, err));
-    for (size_t i = 0; i < standing_count; ++i) {
-        size_t begin = place_within(standing[i].begin, first, numel);
-        size_t end = place_within(standing[i].end, first, numel);
+    for (size_t i = 0; i < accumulated_count; ++i) {
+        size_t begin = place_within(accumulated[i].begin, first, numel);
+        size_t end = place_within(accumulated[i].end, first, numel);
         SW_TRY(make_run(&s, at, begin, false, err));
         SW_TRY(make_run(&s, begin, end, true, err));
         at = end;

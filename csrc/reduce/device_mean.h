@@ -74,8 +74,8 @@ SW_MUST_USE sw_status sw_device_mean_init(sw_device_mean *mean, const sw_device_
 void sw_device_mean_fini(sw_device_mean *mean);
 
 /* From now on only ranks with a non-zero byte in `trains` (at least one) contribute to slices; the
- * standing mean is under only their contributions. `trains` is equal on all ranks. Once a rank is
- * left out, form 2 is used. SW_E_MEMORY. */
+ * accumulated mean is under only their contributions. `trains` is equal on all ranks. Once a rank
+ * is left out, form 2 is used. SW_E_MEMORY. */
 SW_MUST_USE sw_status sw_device_mean_leave_out(sw_device_mean *mean, const uint8_t *trains,
                                                sw_error *err);
 
@@ -88,15 +88,15 @@ SW_MUST_USE sw_status sw_device_mean_whole(const sw_device_mean *mean,
                                            const sw_device_range *bucket, sw_error *err);
 
 /* Set `slice` to this rank's slice of the mean, in two consecutive calls; `bucket` is undefined
- * afterwards. In the runs of `standing` (ascending, disjoint) all ranks' contributions are on top
- * of the mean in `slice`. */
+ * afterwards. In the runs of `accumulated` (ascending, disjoint) all ranks' contributions are on
+ * top of the mean in `slice`. */
 SW_MUST_USE sw_status sw_device_mean_collect(const sw_device_mean *mean,
                                              const sw_device_range *bucket, void *slice,
-                                             bool is_standing, sw_error *err);
+                                             bool is_accumulated, sw_error *err);
 SW_MUST_USE sw_status sw_device_mean_complete(const sw_device_mean *mean,
                                               const sw_device_range *bucket, void *slice,
-                                              const sw_device_run *standing, size_t standing_count,
-                                              sw_error *err);
+                                              const sw_device_run *accumulated,
+                                              size_t accumulated_count, sw_error *err);
 
 /* Return true if sw_device_mean_whole, or _collect, is one call of the transport for a bucket of
  * `dtype`, so that it may share a group with another call. Equal on all ranks. */

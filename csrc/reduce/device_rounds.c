@@ -29,7 +29,7 @@
  * form none. Use bytes travel in a launch's arguments, so the GPU reads no host memory.
  *
  * On a GPU ranks do not wait for one another on the host. So each assumes that the others took the
- * same steps and have the same gradients on top of a standing mean. A tag records both; if tags
+ * same steps and have the same gradients on top of a accumulated mean. A tag records both; if tags
  * differ, all ranks raise before a later forward.
  */
 #include <stdio.h>
@@ -75,7 +75,7 @@ typedef struct device_rounds {
     size_t place_bytes[PLACES], place_count, turn;
     bucket *held;        /* the last bucket until the round ends, or NULL */
     size_t active;       /* ranks that contribute */
-    sw_device_run *runs; /* owned: standing runs of the last posted bucket */
+    sw_device_run *runs; /* owned: accumulated runs of the last posted bucket */
     size_t run_count;
     void *used;    /* owned device memory: use bytes, then the tag */
     uint8_t *own;  /* owned: this rank's use bytes */
@@ -477,7 +477,7 @@ static sw_status device_seal(sw_reducer *reducer, bucket *b, sw_error *err)
 
 /* Find the runs of this rank's slice under contributions; padding between two such parameters is
  * included. */
-static size_t standing_runs(const device_rounds *d, const bucket *b)
+static size_t accumulated_runs(const device_rounds *d, const bucket *b)
 {
     const sw_layout *layout = &d->base.layout;
     const sw_layout_bucket *shape = &layout->bucket[b->index];
@@ -485,7 +485,7 @@ static size_t standing_runs(const device_rounds *d, const bucket *b)
     for (size_t k = 0; k < shape->count; ++k) {
         size_t param = layout->order[shape->first + k], begin, end;
         sw_reducer_own_run(&d->base, param, &begin, &end);
-        if (!d->base.params[param].standing || begin == end)
+        if (!d->base.params[param].accumulated || begin == end)
             continue;
         if (count > 0 && before + 1 == k)
             d->runs[count - 1].end = end;
@@ -530,7 +530,7 @@ static sw_status device_post(sw_reducer *reducer, bucket *b, sw_error *err)
     device_rounds *d = device_of(reducer);
     const sw_device_ops *ops = d->device->ops;
     device_bucket *own = &d->buckets[b->index];
-    d->run_count = d->sliced ? standing_runs(d, b) : 0;
+    d->run_count = d->sliced ? accumulated_runs(d, b) : 0;
     SW_TRY(ops->event_record(d->device, own->ready, d->stream, err));
     SW_TRY(ops->stream_wait(d->device, d->comm->stream, own->ready, err));
     if (next_due(d, b->index + 1) == reducer->layout.bucket_count &&
@@ -550,7 +550,7 @@ static uint64_t next_tag(device_rounds *d)
     if (d->sliced)
         base->history = sw_crc32c(base->history, &base->digest, sizeof base->digest);
     for (size_t i = 0; d->sliced && i < base->layout.param_count; ++i)
-        base->history = sw_crc32c(base->history, &base->params[i].standing, 1);
+        base->history = sw_crc32c(base->history, &base->params[i].accumulated, 1);
     uint32_t digest = d->sliced ? base->history : base->stepped;
     return (uint64_t)digest << 32 | (base->step & 0xffffu) << 16 | (base->rounds & 0xffffu);
 }
@@ -739,9 +739,9 @@ static size_t device_active_ranks(const sw_reducer *reducer)
     return device_seen(reducer)->active;
 }
 
-static size_t device_standing_ranks(const sw_reducer *reducer, size_t param)
+static size_t device_accumulated_ranks(const sw_reducer *reducer, size_t param)
 {
-    return reducer->params[param].standing ? device_seen(reducer)->active : 0;
+    return reducer->params[param].accumulated ? device_seen(reducer)->active : 0;
 }
 
 /* Return the bytes of buckets that take part or will; sliced, of this rank's slices and the
@@ -777,7 +777,7 @@ static const sw_reducer_ops device_rounds_ops = {
     .finish = device_finish,
     .meet = device_finish,
     .active_ranks = device_active_ranks,
-    .standing_ranks = device_standing_ranks,
+    .accumulated_ranks = device_accumulated_ranks,
     .count_step = device_count_step,
     .planned_bytes = device_planned_bytes,
     .destroy = device_destroy,

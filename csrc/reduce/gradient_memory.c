@@ -84,8 +84,8 @@ sw_status sw_gradient_memory_create(sw_comm *comm, const sw_gradient_sizes *size
                                label);
     made->comm = comm;
     SW_TRY_GOTO(status,
-                comm->ops->mirror_create(comm, sw_size_max(sizes->tails, SW_ALIGNMENT_BYTES), label,
-                                         &made->tails, err),
+                comm->ops->mirror_create(comm, sw_size_max(sizes->trailers, SW_ALIGNMENT_BYTES),
+                                         label, &made->trailers, err),
                 destroy);
     SW_TRY_GOTO(status, make_buckets(made, sizes, wanted, label, err), destroy);
     if (sizes->results > 0 && made->transport == SW_TRANSPORT_POOL)
@@ -101,7 +101,7 @@ void sw_gradient_memory_destroy(sw_gradient_memory *memory)
 {
     if (!memory)
         return;
-    memory->comm->ops->arena_destroy(memory->comm, memory->tails);
+    memory->comm->ops->arena_destroy(memory->comm, memory->trailers);
     if (memory->transport == SW_TRANSPORT_STAGED)
         sw_memory_unmap(memory->base, memory->size_bytes);
     else

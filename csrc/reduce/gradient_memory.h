@@ -18,10 +18,10 @@ typedef enum sw_transport {
 } sw_transport;
 
 typedef struct sw_gradient_memory {
-    sw_comm *comm;   /* borrowed: it outlives this */
-    sw_arena *arena; /* owned; NULL when staged */
-    sw_arena *tails; /* owned */
-    uint8_t *base;   /* this rank's buckets: in the arena, or owned private pages */
+    sw_comm *comm;      /* borrowed: it outlives this */
+    sw_arena *arena;    /* owned; NULL when staged */
+    sw_arena *trailers; /* owned */
+    uint8_t *base;      /* this rank's buckets: in the arena, or owned private pages */
     size_t size_bytes;
     uint8_t *results; /* this rank's slices of the means, in owned private pages or in result_arena;
                          NULL: they stay in the buckets */
@@ -33,8 +33,8 @@ typedef struct sw_gradient_memory {
 
 typedef struct sw_gradient_sizes { /* all in bytes */
     size_t pool, staged;           /* size of the buckets, by transport */
-    size_t results; /* size of this rank's slices outside the buckets; in a pool only. 0: none */
-    size_t tails;   /* size of use bits */
+    size_t results;  /* size of this rank's slices outside the buckets; in a pool only. 0: none */
+    size_t trailers; /* size of use bits */
     bool results_mapped; /* other ranks write results too */
 } sw_gradient_sizes;
 

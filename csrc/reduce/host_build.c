@@ -17,10 +17,10 @@ static sw_status init_buckets(host_rounds *host, const sw_reducer_options *optio
         const sw_layout_bucket *shape = &layout->bucket[i];
         b->host = host;
         b->common = &host->base.buckets[i];
-        b->tail_offset_bytes = offset;
-        b->tail_bytes = sizeof(tail) + 2 * sw_words_of(shape->count) * sizeof(uint32_t);
+        b->trailer_offset_bytes = offset;
+        b->trailer_bytes = sizeof(trailer) + 2 * sw_words_of(shape->count) * sizeof(uint32_t);
         offset +=
-            (b->tail_bytes + SW_ALIGNMENT_BYTES - 1) / SW_ALIGNMENT_BYTES * SW_ALIGNMENT_BYTES;
+            (b->trailer_bytes + SW_ALIGNMENT_BYTES - 1) / SW_ALIGNMENT_BYTES * SW_ALIGNMENT_BYTES;
         b->any = calloc(sw_words_of(shape->count) + 1, sizeof *b->any);
         if (!b->any)
             SW_FAIL(err, SW_E_MEMORY, "reducer of '%s': no memory for use bits", options->label);
@@ -36,7 +36,7 @@ static sw_status init_buckets(host_rounds *host, const sw_reducer_options *optio
         if (shape->trainable)
             SW_TRY(sw_redop_check(redop, shape->dtype, err));
     }
-    host->tail_stride_bytes = offset;
+    host->trailer_stride_bytes = offset;
     return SW_OK;
 }
 
@@ -46,7 +46,7 @@ static sw_gradient_sizes sizes_of(host_rounds *host)
     const sw_layout *layout = &host->base.layout;
     sw_gradient_sizes sizes = {.pool = layout->size_bytes,
                                .staged = layout->size_bytes,
-                               .tails = 2 * host->tail_stride_bytes,
+                               .trailers = 2 * host->trailer_stride_bytes,
                                .results_mapped = host->owners != NULL};
     for (size_t i = 0; host->ring && i < layout->bucket_count; ++i) {
         host->buckets[i].result_offset_bytes = sizes.results;
@@ -79,7 +79,7 @@ static void bind_memory(host_rounds *host)
     bool pool = host->memory->transport == SW_TRANSPORT_POOL;
     for (size_t i = 0; i < host->base.layout.bucket_count; ++i) {
         host_bucket *b = &host->buckets[i];
-        b->op.subject = host->memory->tails->serial;
+        b->op.subject = host->memory->trailers->serial;
         if (pool)
             b->op.arena = host->memory->arena;
         else

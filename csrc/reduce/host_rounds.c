@@ -143,12 +143,12 @@ static sw_status host_post(sw_reducer *reducer, bucket *common, sw_error *err)
 {
     host_rounds *host = host_of(reducer);
     host_bucket *b = &host->buckets[common->index];
-    sw_bucket_write_tail(b);
+    sw_bucket_write_trailer(b);
     b->op.step = reducer->step + 1;
     b->op.round = reducer->contributes ? reducer->rounds : 0; /* a joined rank counts no steps */
-    b->op.beside = host->memory->tails;
-    b->op.beside_offset_bytes = host->parity * host->tail_stride_bytes + b->tail_offset_bytes;
-    b->op.beside_bytes = b->tail_bytes;
+    b->op.beside = host->memory->trailers;
+    b->op.beside_offset_bytes = host->parity * host->trailer_stride_bytes + b->trailer_offset_bytes;
+    b->op.beside_bytes = b->trailer_bytes;
     if (b->op.arena)
         return host->comm->ops->post(host->comm, &b->op, &b->ticket, err);
     return host->comm->ops->run(host->comm, &b->op, err);
@@ -179,17 +179,17 @@ static sw_status host_poll(sw_reducer *reducer, sw_error *err)
 
 /* ---- its end ---- */
 
-/* Compare the steps and forwards of contributing ranks, by the first bucket's tails. */
+/* Compare the steps and forwards of contributing ranks, by the first bucket's trailers. */
 static void compare_ranks(host_rounds *host)
 {
     sw_forward_counts *counts = &host->base.forward_counts;
-    const tail *first = NULL;
+    const trailer *first = NULL;
     size_t i = 0;
     host->base.stepped_unlike = false;
     while (i < host->base.layout.bucket_count && !host->base.buckets[i].takes_part)
         ++i;
     for (int r = 0; i < host->base.layout.bucket_count && r < host->comm->world_size; ++r) {
-        const tail *t = sw_bucket_tail(&host->buckets[i], r);
+        const trailer *t = sw_bucket_trailer(&host->buckets[i], r);
         if (!t->contributes)
             continue;
         int name = sw_comm_name(host->comm, r);
@@ -240,21 +240,21 @@ static sw_status host_meet(sw_reducer *reducer, sw_error *err)
     host_rounds *host = host_of(reducer);
     sw_op barrier = {.kind = SW_OP_BARRIER,
                      .dtype = SW_DTYPE_UINT8,
-                     .subject = host->memory->tails->serial,
+                     .subject = host->memory->trailers->serial,
                      .step = reducer->step + 1,
                      .round = reducer->contributes ? reducer->rounds : 0,
-                     .beside = host->memory->tails,
-                     .beside_offset_bytes = host->parity * host->tail_stride_bytes,
-                     .beside_bytes = host->tail_stride_bytes,
+                     .beside = host->memory->trailers,
+                     .beside_offset_bytes = host->parity * host->trailer_stride_bytes,
+                     .beside_bytes = host->trailer_stride_bytes,
                      .label = "use bits before a communication hook"};
     int by;
     for (size_t i = 0; i < reducer->layout.bucket_count; ++i)
         if (reducer->buckets[i].takes_part)
-            sw_bucket_write_tail(&host->buckets[i]);
+            sw_bucket_write_trailer(&host->buckets[i]);
     SW_TRY(host->comm->ops->run(host->comm, &barrier, err));
     for (size_t i = 0; i < reducer->layout.bucket_count; ++i)
         if (reducer->buckets[i].takes_part)
-            sw_bucket_read_tails(&host->buckets[i], host->contributors, &by);
+            sw_bucket_read_trailers(&host->buckets[i], host->contributors, &by);
     collect(host);
     return SW_OK;
 }
@@ -264,7 +264,8 @@ static int abandoned_by(const host_rounds *host)
 {
     for (size_t i = 0; i < host->base.layout.bucket_count; ++i)
         for (int r = 0; r < host->comm->world_size; ++r)
-            if (host->base.buckets[i].takes_part && sw_bucket_tail(&host->buckets[i], r)->abandoned)
+            if (host->base.buckets[i].takes_part &&
+                sw_bucket_trailer(&host->buckets[i], r)->abandoned)
                 return r;
     return -1;
 }
@@ -341,7 +342,7 @@ static size_t host_active_ranks(const sw_reducer *reducer)
     return active;
 }
 
-static size_t host_standing_ranks(const sw_reducer *reducer, size_t param)
+static size_t host_accumulated_ranks(const sw_reducer *reducer, size_t param)
 {
     const host_bucket *b = &host_seen(reducer)->buckets[reducer->layout.place[param].bucket];
     const sw_layout_bucket *shape = sw_bucket_shape(reducer, b->common);
@@ -349,7 +350,7 @@ static size_t host_standing_ranks(const sw_reducer *reducer, size_t param)
     while (reducer->layout.order[shape->first + k] != param)
         ++k;
     for (int r = 0; r < reducer->world_size; ++r)
-        found += sw_bit_is_set(sw_bucket_tail(b, r)->bits + sw_words_of(shape->count), k);
+        found += sw_bit_is_set(sw_bucket_trailer(b, r)->bits + sw_words_of(shape->count), k);
     return found;
 }
 
@@ -419,7 +420,7 @@ const sw_reducer_ops sw_host_rounds_ops = {
     .try_abandon = host_try_abandon,
     .hold_back = host_hold_back,
     .active_ranks = host_active_ranks,
-    .standing_ranks = host_standing_ranks,
+    .accumulated_ranks = host_accumulated_ranks,
     .unfreeze = host_unfreeze,
     .planned_bytes = host_planned_bytes,
     .destroy = host_destroy,

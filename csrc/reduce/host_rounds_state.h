@@ -1,11 +1,11 @@
 /* host_rounds_state.h - a reducer whose buckets the ranks of a host map: private to host_rounds.c
- * (its table), host_build.c (creation), bucket.c (tails and plans of folds) and bucket_ring.c.
+ * (its table), host_build.c (creation), bucket.c (trailers and plans of folds) and bucket_ring.c.
  *
- * A bucket's *tail* travels with its data. It says whether the rank contributes, whether it
+ * A bucket's *trailer* travels with its data. It says whether the rank contributes, whether it
  * abandoned the round, and whether a hook has the bucket already. It also has a digest of the
  * hyperparameters of the rank's steps, the count of its forwards, and two bits for each parameter.
- * There are two tails, by the round's parity: a rank may post the next round while a peer still
- * reads this one's tail, but not the round after, which needs the peer's `done`.
+ * There are two trailers, by the round's parity: a rank may post the next round while a peer still
+ * reads this one's trailer, but not the round after, which needs the peer's `done`.
  *
  * Thread rule: as reducer.h. */
 #ifndef SW_REDUCE_HOST_ROUNDS_STATE_H
@@ -13,41 +13,43 @@
 
 #include "reduce/reducer_state.h"
 
-typedef struct tail {
+typedef struct trailer {
     uint16_t contributes, abandoned;
     uint32_t handed_over; /* to a hook, before the end of the backward */
     uint32_t stepped;     /* digest of the steps of the rank's optimizers */
     uint32_t forwards;    /* see sw_forward_counts */
-    uint32_t bits[]; /* use bits of the bucket's parameters, in memory order; then standing bits */
-} tail;
+    uint32_t
+        bits[]; /* use bits of the bucket's parameters, in memory order; then accumulated bits */
+} trailer;
 
 typedef struct host_bucket {
-    struct host_rounds *host;             /* borrowed: the plan's context */
-    bucket *common;                       /* borrowed, of host->base */
-    size_t tail_offset_bytes, tail_bytes; /* offset in the tails arena, of the even parity */
-    size_t result_offset_bytes;           /* sliced: offset of this rank's slice in the results */
-    struct host_bucket *before;           /* ring: the previous bucket at the same place; NULL:
-                                             none. Borrowed */
-    uint32_t *any;                        /* owned: union of all ranks' use bits */
+    struct host_rounds *host; /* borrowed: the plan's context */
+    bucket *common;           /* borrowed, of host->base */
+    size_t trailer_offset_bytes,
+        trailer_bytes;          /* offset in the trailers arena, of the even parity */
+    size_t result_offset_bytes; /* sliced: offset of this rank's slice in the results */
+    struct host_bucket *before; /* ring: the previous bucket at the same place; NULL:
+                                   none. Borrowed */
+    uint32_t *any;              /* owned: union of all ranks' use bits */
     sw_fold_plan plan;
     sw_op op;
     uint32_t ticket;
-    bool all_used, any_standing;
+    bool all_used, any_accumulated;
 } host_bucket;
 
 typedef struct host_rounds {
     sw_reducer base;
-    sw_comm *comm;              /* borrowed */
-    sw_gradient_memory *memory; /* owned until taken */
-    host_bucket *buckets;       /* owned */
-    bool *contributors;         /* owned scratch, world_size */
-    sw_slices slices;           /* the owners of slices */
-    int *owners;                /* owned, of `slices`; NULL: rank r owns slice r */
-    size_t tail_stride_bytes;   /* bytes from the even parity's tails to the odd one's */
-    size_t cap_bytes;           /* limit of a bucket, as requested */
-    size_t ring_bytes;          /* size of the ring that participating buckets share */
-    int64_t opened_ns, held_ns; /* time at which the round was opened; time rested in it */
-    bool ring, unfrozen;        /* buckets share a ring; its layout is out of date */
+    sw_comm *comm;               /* borrowed */
+    sw_gradient_memory *memory;  /* owned until taken */
+    host_bucket *buckets;        /* owned */
+    bool *contributors;          /* owned scratch, world_size */
+    sw_slices slices;            /* the owners of slices */
+    int *owners;                 /* owned, of `slices`; NULL: rank r owns slice r */
+    size_t trailer_stride_bytes; /* bytes from the even parity's trailers to the odd one's */
+    size_t cap_bytes;            /* limit of a bucket, as requested */
+    size_t ring_bytes;           /* size of the ring that participating buckets share */
+    int64_t opened_ns, held_ns;  /* time at which the round was opened; time rested in it */
+    bool ring, unfrozen;         /* buckets share a ring; its layout is out of date */
     uint32_t parity;
 } host_rounds;
 
@@ -68,14 +70,14 @@ static inline bool sw_bit_is_set(const uint32_t *bits, size_t i)
  * took part get none, unless `with_frozen`. Returns the ring's bytes. */
 size_t sw_host_rounds_lay_ring(host_rounds *host, bool with_frozen);
 
-/* Return the tail of `rank` in this round. */
-tail *sw_bucket_tail(const host_bucket *b, int rank);
-/* Write this rank's tail, before the bucket is posted. */
-void sw_bucket_write_tail(host_bucket *b);
-/* Read every rank's tail of this round: the ranks that contribute (world_size flags), the
+/* Return the trailer of `rank` in this round. */
+trailer *sw_bucket_trailer(const host_bucket *b, int rank);
+/* Write this rank's trailer, before the bucket is posted. */
+void sw_bucket_write_trailer(host_bucket *b);
+/* Read every rank's trailer of this round: the ranks that contribute (world_size flags), the
  * parameters that some rank used, and the rank that abandoned it, -1 for none. */
-void sw_bucket_read_tails(host_bucket *b, bool *contributes, int *abandoned_by);
+void sw_bucket_read_trailers(host_bucket *b, bool *contributes, int *abandoned_by);
 /* Fill in the plan: the ranges of a bucket to fold. */
-void sw_bucket_plan(host_bucket *b, bool standing);
+void sw_bucket_plan(host_bucket *b, bool accumulated);
 
 #endif

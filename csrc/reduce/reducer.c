@@ -4,8 +4,8 @@
  * Sliced (options.sliced): only this rank's slices of the means are kept, outside the buckets.
  * Buckets share memory and wait for their turn. A gradient that arrives before its place is free
  * stays in autograd's memory (ready, but not placed). A rank that did not clear its gradients
- * contributes the standing mean plus its new gradients: the owner of a slice adds its mean to that
- * rank's contribution before the fold (standing). */
+ * contributes the accumulated mean plus its new gradients: the owner of a slice adds its mean to
+ * that rank's contribution before the fold (accumulated). */
 #include "reduce/reducer.h"
 
 #include "reduce/reducer_state.h"
@@ -196,9 +196,9 @@ size_t sw_reducer_divisor(const sw_reducer *reducer)
     return active > 0 ? active : (size_t)reducer->world_size;
 }
 
-size_t sw_reducer_standing_ranks(const sw_reducer *reducer, size_t param)
+size_t sw_reducer_accumulated_ranks(const sw_reducer *reducer, size_t param)
 {
-    return reducer->ops->standing_ranks(reducer, param);
+    return reducer->ops->accumulated_ranks(reducer, param);
 }
 
 void sw_reducer_give_buckets(sw_reducer *reducer, sw_bucket_owner owner)
@@ -278,7 +278,7 @@ sw_status sw_reducer_open(sw_reducer *reducer, int64_t task, bool synchronised, 
     reducer->state = synchronised ? SW_ROUND_OPEN : SW_ROUND_LOCAL;
     reducer->task = task;
     for (size_t i = 0; i < reducer->layout.param_count; ++i)
-        reducer->params[i].ready = reducer->params[i].placed = reducer->params[i].standing =
+        reducer->params[i].ready = reducer->params[i].placed = reducer->params[i].accumulated =
             reducer->params[i].written = 0;
     if (!synchronised)
         return SW_OK;
@@ -349,7 +349,7 @@ sw_status sw_reducer_mark_ready(sw_reducer *reducer, size_t param, int64_t task,
     return SW_OK;
 }
 
-void sw_reducer_place(sw_reducer *reducer, size_t param, bool standing)
+void sw_reducer_place(sw_reducer *reducer, size_t param, bool accumulated)
 {
     param_state *state = &reducer->params[param];
     if (state->ready && !state->placed) {
@@ -357,7 +357,7 @@ void sw_reducer_place(sw_reducer *reducer, size_t param, bool standing)
         reducer->unplaced_bytes -= param_bytes(reducer, param);
     }
     state->placed = 1;
-    state->standing |= standing;
+    state->accumulated |= accumulated;
 }
 
 sw_status sw_reducer_mark(sw_reducer *reducer, size_t param, int64_t task, bool *advance,
@@ -371,7 +371,7 @@ sw_status sw_reducer_mark(sw_reducer *reducer, size_t param, int64_t task, bool 
 
 void sw_reducer_stand(sw_reducer *reducer, size_t param)
 {
-    reducer->params[param].standing = 1;
+    reducer->params[param].accumulated = 1;
 }
 
 bool sw_reducer_pin(sw_reducer *reducer, size_t param)

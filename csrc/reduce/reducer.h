@@ -111,7 +111,7 @@ SW_MUST_USE sw_status sw_reducer_set_active(sw_reducer *reducer, const uint8_t *
 /* Set a number that must be equal on all ranks in later rounds. */
 void sw_reducer_set_digest(sw_reducer *reducer, uint32_t digest);
 /* Return SW_E_MISMATCH, which the caller reports to all ranks, if ranks differed in an earlier
- * round: in steps, rounds, digests or standing means. Never waits. The stream in use must not be
+ * round: in steps, rounds, digests or accumulated means. Never waits. The stream in use must not be
  * captured. */
 SW_MUST_USE sw_status sw_reducer_check(sw_reducer *reducer, sw_error *err);
 
@@ -180,9 +180,9 @@ SW_MUST_USE sw_status sw_reducer_mark(sw_reducer *reducer, size_t param, int64_t
  * in other memory. */
 SW_MUST_USE sw_status sw_reducer_mark_ready(sw_reducer *reducer, size_t param, int64_t task,
                                             bool *advance, sw_error *err);
-/* Second: the gradient now lies in its place. `standing`: the contribution is that plus the
- * standing mean (sliced, in a pool). */
-void sw_reducer_place(sw_reducer *reducer, size_t param, bool standing);
+/* Second: the gradient now lies in its place. `accumulated`: the contribution is that plus the
+ * accumulated mean (sliced, in a pool). */
+void sw_reducer_place(sw_reducer *reducer, size_t param, bool accumulated);
 /* Return true if the memory of `param` may be written in this round: false while its slot belongs
  * to an earlier bucket. */
 bool sw_reducer_can_place(const sw_reducer *reducer, size_t param);
@@ -238,10 +238,10 @@ SW_MUST_USE sw_status sw_reducer_open_shadow(sw_reducer *reducer, sw_error *err)
 SW_MUST_USE sw_status sw_reducer_exchange_use(sw_reducer *reducer, sw_error *err);
 
 /* Sliced, before sw_reducer_exchange_use(): record that the contribution of `param`, not placed
- * yet, is on top of the standing mean. */
+ * yet, is on top of the accumulated mean. */
 void sw_reducer_stand(sw_reducer *reducer, size_t param);
 /* After sw_reducer_exchange_use(): return the number of ranks that recorded it. */
-size_t sw_reducer_standing_ranks(const sw_reducer *reducer, size_t param);
+size_t sw_reducer_accumulated_ranks(const sw_reducer *reducer, size_t param);
 /* Return the first byte of a bucket in this rank's memory; sliced in a pool: of its shared slot. */
 uint8_t *sw_reducer_slot(const sw_reducer *reducer, size_t bucket);
 

@@ -28,10 +28,10 @@ typedef struct bucket {
 } bucket;
 
 typedef struct param_state {
-    uint64_t averaged_in;            /* see sw_reducer_averaged_in */
-    uint8_t used, used_by_any;       /* since the last synchronisation */
-    uint8_t ready, placed, standing; /* in this round */
-    uint8_t written;                 /* in this round, by a function of the table */
+    uint64_t averaged_in;               /* see sw_reducer_averaged_in */
+    uint8_t used, used_by_any;          /* since the last synchronisation */
+    uint8_t ready, placed, accumulated; /* in this round */
+    uint8_t written;                    /* in this round, by a function of the table */
 } param_state;
 
 /* `b`: a participating bucket of the reducer. Functions may be NULL only if their comment says
@@ -75,9 +75,9 @@ typedef struct sw_reducer_ops {
     /* See sw_reducer_hold_back. May be NULL. */
     bool (*hold_back)(sw_reducer *reducer, const bucket *b);
     /* Return the number of ranks that contributed to the last round; of those with a contribution
-     * on top of the standing mean. */
+     * on top of the accumulated mean. */
     size_t (*active_ranks)(const sw_reducer *reducer);
-    size_t (*standing_ranks)(const sw_reducer *reducer, size_t param);
+    size_t (*accumulated_ranks)(const sw_reducer *reducer, size_t param);
     /* Count an optimizer's step; let a parameter's bucket take part from now on. May be NULL. */
     void (*count_step)(sw_reducer *reducer);
     void (*unfreeze)(sw_reducer *reducer, size_t param);
@@ -100,7 +100,7 @@ struct sw_reducer {
     int64_t task;
     uint32_t step, rounds; /* steps counted, and rounds opened since the last one */
     uint32_t digest;       /* see sw_reducer_set_digest */
-    uint32_t history;      /* on a GPU, sliced: digest over all rounds of digests and standing
+    uint32_t history;      /* on a GPU, sliced: digest over all rounds of digests and accumulated
                             * means */
     uint32_t stepped;      /* digest of all steps since ranks last were at equal steps */
     uint32_t noted, notes; /* sum and count of steps since the last round, mixed into its digest */

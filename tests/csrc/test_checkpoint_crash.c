@@ -40,7 +40,7 @@ static int exchange_refusal; /* an errno: of a file system that cannot exchange 
 static int trash_refusal;    /* an errno: of renames to a name that ends with ".trash"; 0: none */
 static char
     moved_away[128]; /* a folder that another save moves away when it is about to be replaced */
-static char stranger[128]; /* a file that somebody makes when a folder is about to be replaced */
+static char foreign[128]; /* a file that somebody makes when a folder is about to be replaced */
 
 /* ---- counting and failing ---- */
 
@@ -200,10 +200,10 @@ int close(int fd)
 }
 
 /* Somebody is quicker than the save. */
-static void make_stranger(void)
+static void make_foreign(void)
 {
-    FILE *file = *stranger ? fopen(stranger, "wb") : NULL;
-    stranger[0] = '\0';
+    FILE *file = *foreign ? fopen(foreign, "wb") : NULL;
+    foreign[0] = '\0';
     if (file)
         fclose(file);
 }
@@ -225,7 +225,7 @@ int rename(const char *from, const char *to)
     bool is_folder = false;
     ino_t number = node_of(from, &is_folder);
     if (strcmp(base_of(from), "step-000001") == 0)
-        make_stranger();
+        make_foreign();
     if (trash_refusal && strlen(to) > 6 && strcmp(to + strlen(to) - 6, ".trash") == 0) {
         errno = trash_refusal;
         return -1;
@@ -275,7 +275,7 @@ long syscall(long number, ...)
         errno = exchange_refusal;
         return -1;
     }
-    make_stranger();
+    make_foreign();
     GUARDED(-1, REAL(syscall_type *, "syscall")(number, a[0], a[1], a[2], a[3], a[4]));
     if (result == 0)
         record(OP_EXCHANGE, 0, folder_of((const char *)(uintptr_t)a[1]), true,
@@ -589,17 +589,17 @@ static bool cut_power_after_dead(int at, int rounds)
 
 /* A file that is put into a folder between the look at it and its replacement is there afterwards,
  * as the checkpoint beside it is; and so it is after a save that has seen it. */
-static void keep_strangers(void)
+static void keep_foreign(void)
 {
     static char left[CASE_NAMES_MAX][SW_PATH_BYTES];
-    char file[sizeof stranger];
+    char file[sizeof foreign];
     size_t left_count = 0;
     snprintf(file, sizeof file, "%s/step-000001/notes", directory);
     for (int look = 0; look < 3; ++look) {
         sw_error err = {0};
         if (look == 0) {
             fresh_directory();
-            snprintf(stranger, sizeof stranger, "%s", file);
+            snprintf(foreign, sizeof foreign, "%s", file);
         } else if (look == 2) {
             unlink(file);
         }
@@ -608,7 +608,7 @@ static void keep_strangers(void)
         if ((status == SW_OK) != (look == 2) || is_there != (look < 2) ||
             (look < 2 && !strstr(err.message, "holds 'notes', which no checkpoint lists")) ||
             case_newest(directory, left, &left_count) != 1 || left_count != 0)
-            die_badly("a stranger in the folder", FAULT_NONE, look, 1, err.message);
+            die_badly("a foreign file in the folder", FAULT_NONE, look, 1, err.message);
         cases++;
     }
 }
@@ -616,7 +616,7 @@ static void keep_strangers(void)
 /* A folder that changes between the look at it and its replacement is left under its name. */
 static void keep_other_saves(void)
 {
-    char folder[sizeof stranger - 16], identity[SW_IDENTITY_BYTES], then[SW_IDENTITY_BYTES];
+    char folder[sizeof foreign - 16], identity[SW_IDENTITY_BYTES], then[SW_IDENTITY_BYTES];
     sw_error err = {0};
     fresh_directory();
     snprintf(folder, sizeof folder, "%s/step-000001", directory);
@@ -632,7 +632,7 @@ static void keep_other_saves(void)
         if (look == 2)
             fresh_directory();
         if (look == 1)
-            snprintf(stranger, sizeof stranger, "%s/MANIFEST.json", folder);
+            snprintf(foreign, sizeof foreign, "%s/MANIFEST.json", folder);
         sw_status status = save_step(1, NULL, 0, NULL, 0, 1, &err);
         if (status != SW_E_STATE || !strstr(err.message, "was written by another save") ||
             access(folder, F_OK) != 0)
@@ -706,7 +706,7 @@ int main(void)
         for (int kind = FAULT_DIE_BEFORE; kind < FAULT_COUNT && CAN_FORK; ++kind)
             if (is_long || (!IS_SLOW && kind == (i ? FAULT_EIO : FAULT_DIE_AFTER)))
                 cut_every_call((fault)kind, 1, 1);
-        keep_strangers();
+        keep_foreign();
         keep_other_saves();
         keep_what_another_save_replaces();
         exchange_refusal = i ? EOPNOTSUPP : EINVAL;
@@ -720,7 +720,7 @@ int main(void)
     }
     exchange_refusal = 0;
     replace_without_trash();
-    keep_strangers();
+    keep_foreign();
     keep_other_saves();
     cut_power_everywhere(2, 1, is_long ? POWER_CUTS : 4);
     cut_power_everywhere(1, 1, is_long ? POWER_CUTS : 2);

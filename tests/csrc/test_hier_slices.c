@@ -7,15 +7,15 @@
 #include "check.h"
 #include "hosts.h"
 
-typedef struct standing_plan { /* every contribution lacks the results of the round before */
+typedef struct accumulated_plan { /* every contribution lacks the results of the round before */
     const sw_arena *arena;
     int world_size;
     bool stands;
-} standing_plan;
+} accumulated_plan;
 
 static void all_contribute(void *context, bool *contributes, double *scale)
 {
-    const standing_plan *plan = context;
+    const accumulated_plan *plan = context;
     for (int r = 0; r < plan->world_size; ++r)
         contributes[r] = true;
     *scale = 1.0 / plan->world_size;
@@ -32,16 +32,16 @@ static bool next_used(void *context, size_t cursor, size_t end, size_t *begin, s
 
 static bool says_stands(void *context)
 {
-    return ((const standing_plan *)context)->stands;
+    return ((const accumulated_plan *)context)->stands;
 }
 
-static void add_standing(void *context, size_t begin, size_t numel, const void *standing)
+static void add_accumulated(void *context, size_t begin, size_t numel, const void *accumulated)
 {
-    const standing_plan *plan = context;
+    const accumulated_plan *plan = context;
     for (int r = 0; r < plan->world_size; ++r) {
         float *part = (float *)(void *)plan->arena->base[r];
         for (size_t i = 0; part && i < numel; ++i)
-            part[begin + i] = ((const float *)standing)[i] + part[begin + i];
+            part[begin + i] = ((const float *)accumulated)[i] + part[begin + i];
     }
 }
 
@@ -71,12 +71,12 @@ static bool reduces_slices(rank_context *self, scene *s, sw_comm *comm, size_t n
     size_t slice = sw_comm_slice_numel(numel, sizeof(float), count), wrong = 0;
     size_t first = (size_t)(s->slices ? s->slices->of_rank[self->rank] : self->rank) * slice;
     sw_arena *arena = NULL, *results = NULL;
-    standing_plan context = {.world_size = world_size};
+    accumulated_plan context = {.world_size = world_size};
     sw_fold_plan plan = {.context = &context,
                          .resolve = all_contribute,
                          .next_run = next_used,
                          .stands = says_stands,
-                         .add_standing = add_standing};
+                         .add_accumulated = add_accumulated};
     if (comm->ops->arena_create(comm, numel * sizeof(float), "parts", &arena, &self->err) !=
             SW_OK ||
         comm->ops->arena_create(comm, slice * sizeof(float) + 128, "results", &results,

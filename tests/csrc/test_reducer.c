@@ -375,7 +375,7 @@ static void steps_are_compared(rank_context *self)
     end_reducer(self, reducer);
 }
 
-/* ---- tails outlive their round ---- */
+/* ---- trailers outlive their round ---- */
 
 static bool nap(void *context)
 {
@@ -388,8 +388,8 @@ static bool nap(void *context)
 }
 
 /* The last rank falls asleep while it waits, and wakes when its peers are in the next round and
- * have written that one's tails: it must still read this one's. */
-static void tails_outlive_their_round(rank_context *self)
+ * have written that one's trailers: it must still read this one's. */
+static void trailers_outlive_their_round(rank_context *self)
 {
     sw_reducer *reducer = make_reducer(self);
     for (int step = 0; step < 8; ++step) {
@@ -406,7 +406,7 @@ static void tails_outlive_their_round(rank_context *self)
         if (open_round(self, reducer, step)) {
             mark_used(self, reducer, &plan, step);
             check(sw_reducer_finish(reducer, &self->err) == SW_OK, "%s", self->err.message);
-            check_gradients(self, reducer, &plan, step, "tails");
+            check_gradients(self, reducer, &plan, step, "trailers");
         }
         self->comm->hooks = (sw_comm_hooks){.context = NULL};
     }
@@ -426,7 +426,7 @@ int main(void)
         buckets_are_handed_over,
         rounds_are_counted,
         steps_are_compared,
-        tails_outlive_their_round,
+        trailers_outlive_their_round,
         two_gradients_in_the_first_round_pin,
     };
     run_laws(laws, sizeof laws / sizeof *laws);

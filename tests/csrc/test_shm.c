@@ -280,7 +280,7 @@ static void test_no_room(void)
         bool is_late = r != 0 && strstr(err->message, "calling rank 0 failed");
         check(r == 2 ? err->status == SW_E_MEMORY && strstr(err->message, "ulimit -n")
                      : err->status == SW_E_COMM && (names || is_late),
-              "joining without room for a gift, rank %d: %s", r, err->message);
+              "joining without room for an fd message, rank %d: %s", r, err->message);
     }
     check(wall_s < loaded(5), "all ranks knew after %.1f s", wall_s);
     processes_free(board);

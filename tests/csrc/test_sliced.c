@@ -2,7 +2,7 @@
  * no buckets.
  *
  * Laws: a slice of a mean has the bits of the whole fold's, for ranks that cleared their gradients
- * and for ranks that did not (theirs contribute the standing mean plus what is new, rounded once
+ * and for ranks that did not (theirs contribute the accumulated mean plus what is new, rounded once
  * each); a parameter that nobody used keeps its bits; memory is a ring of slots, so a contribution
  * that comes early has no place yet, and none is lost; a rank that is ahead of its peers waits for
  * them rather than pile such contributions up, but never for one that waits for it. */

@@ -211,7 +211,7 @@ static sw_status average_on_mesh(gpu_rank *self, mesh_rank *m)
     const sw_device_ops *ops = device->ops;
     sw_stream *stream = self->all->stream;
     sw_error *err = &self->err;
-    sw_device_run standing = {STANDING_BEGIN, STANDING_END};
+    sw_device_run accumulated = {STANDING_BEGIN, STANDING_END};
     SW_TRY(begin_mean(self, m));
     SW_TRY(ops->memory_alloc(device, MESH_BYTES, &held->bucket, err));
     SW_TRY(ops->memory_alloc(device, MESH_BYTES, &held->slice, err));
@@ -230,7 +230,7 @@ static sw_status average_on_mesh(gpu_rank *self, mesh_rank *m)
     double before = sent_across();
     if (run->is_slice) {
         SW_TRY(sw_device_mean_collect(&held->mean, &bucket, held->slice, run->stands, err));
-        SW_TRY(sw_device_mean_complete(&held->mean, &bucket, held->slice, &standing, run->stands,
+        SW_TRY(sw_device_mean_complete(&held->mean, &bucket, held->slice, &accumulated, run->stands,
                                        err));
     } else {
         SW_TRY(sw_device_mean_whole(&held->mean, &bucket, err));
@@ -276,14 +276,14 @@ static void mean_on_mesh(meshing *run, sim_policy policy)
 
 static void check_meshes(sim_policy policy)
 {
-    static meshing whole, slices, standing, folded;
+    static meshing whole, slices, accumulated, folded;
     whole = (meshing){0};
     slices = (meshing){.is_slice = true};
-    standing = (meshing){.is_slice = true, .stands = true};
+    accumulated = (meshing){.is_slice = true, .stands = true};
     folded = (meshing){.is_slice = true, .folds = true};
     mean_on_mesh(&whole, policy);
     mean_on_mesh(&slices, policy);
-    mean_on_mesh(&standing, policy);
+    mean_on_mesh(&accumulated, policy);
     mean_on_mesh(&folded, policy);
     int wrong = 0, far = 0;
     for (int r = 0; r < RANKS; ++r)
@@ -293,7 +293,7 @@ static void check_meshes(sim_policy policy)
             bool is_on_top = i >= STANDING_BEGIN && i < STANDING_END;
             float sum = is_on_top ? mean + (float)STANDS : mean;
             wrong += mean != whole.result[0][at] || mean != whole.result[r][at];
-            wrong += sum != standing.result[r][i];
+            wrong += sum != accumulated.result[r][i];
             far += fabsf(mean - folded.result[r][i]) > 1e-6f;
         }
     check(wrong == 0, "a mesh: %d slices' elements differ from the whole mean", wrong);

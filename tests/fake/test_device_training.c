@@ -113,7 +113,7 @@ static bool has_joined(const training *run, int rank, int world_size, int step)
     return run->joins && step == LONE_STEP && rank == world_size - 1;
 }
 
-/* At stage 2, step 2 adds to the standing mean of step 1 in some parameters, two of them side by
+/* At stage 2, step 2 adds to the accumulated mean of step 1 in some parameters, two of them side by
  * side. */
 static bool stands(const training *run, int step, size_t p)
 {
@@ -157,8 +157,8 @@ static void narrow(void *to, const float *from, size_t numel, sw_dtype dtype)
     sw_kernel_contracts()[SW_KERNEL_CAST].reference(&cast);
 }
 
-/* Add the standing mean to the gradients that stand, as autograd would. */
-static void add_standing(const training *run, void *gradient, const void *mean, int step, size_t b)
+/* Add the accumulated mean to the gradients that stand, as autograd would. */
+static void add_accumulated(const training *run, void *gradient, const void *mean, int step, size_t b)
 {
     for (size_t p = 0; p < PARAMS; ++p) {
         if (layout.place[p].bucket != b || !stands(run, step, p))
@@ -193,7 +193,7 @@ static double oracle(const training *run, int world_size, int steps,
                 for (size_t i = 0; i < numel_of(b); ++i)
                     wide[i] = gradient_of(r, step, b, i);
                 narrow(gradient[r], wide, numel_of(b), dtype_of(b));
-                add_standing(run, gradient[r], mean[b], step, b);
+                add_accumulated(run, gradient[r], mean[b], step, b);
                 source[active++] = gradient[r];
             }
             sw_kernels()->fold[dtype_of(b)](&to, 1, source, active, numel_of(b), 1.0 / active,

@@ -178,7 +178,7 @@ def test_accumulation_unused_parameters_and_clipping(rank, world_size, zero):
 
 @pytest.mark.parametrize("zero", [2, PRIVATE])
 @on_every_rank()
-def test_a_standing_average_is_added_to_the_result(rank, world_size, zero):
+def test_a_accumulated_average_is_added_to_the_result(rank, world_size, zero):
     wrapped, _ = made(zero, None, folded)
     totals = {}
     for step in range(3):

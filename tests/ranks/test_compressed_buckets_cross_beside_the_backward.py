@@ -140,7 +140,7 @@ def test_ranks_may_pass_on_different_buckets(rank, world_size, name):
 
 @pytest.mark.parametrize("name", ["bf16", "int4", "powersgd"])
 @on_every_rank(at_least=3)
-def test_sums_on_standing_averages_and_local_ones_are_the_same(rank, world_size, name):
+def test_sums_on_accumulated_averages_and_local_ones_are_the_same(rank, world_size, name):
     after = []
     for waits in (True, False):
         with pytest.MonkeyPatch.context() as monkeypatch:
@@ -151,7 +151,7 @@ def test_sums_on_standing_averages_and_local_ones_are_the_same(rank, world_size,
             if step == 2:
                 with model.no_sync():
                     model(batch(rank, 8, 7, step=9)).square().mean().backward()
-            model(batch(rank, 8, 7, step=step)).square().mean().backward()  # on top of the standing mean
+            model(batch(rank, 8, 7, step=step)).square().mean().backward()  # on top of the accumulated mean
         after.append([p.grad.clone() for p in model.module.parameters()])
     assert early(model) > 0
     for mine, theirs in zip(*after):

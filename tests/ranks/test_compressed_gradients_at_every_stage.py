@@ -129,7 +129,7 @@ def test_a_resumed_state_goes_on_with_the_same_bits(rank, world_size, name, zero
 
 @pytest.mark.parametrize("name", ["bf16", "int4"])
 @on_every_rank()
-def test_a_standing_average_is_not_compressed_again(rank, world_size, name):
+def test_a_accumulated_average_is_not_compressed_again(rank, world_size, name):
     """Two synchronised backwards without clearing give the sum of both means, for any ranks that cleared."""
     wrapped, _ = made(2, name)
     other, _ = made(0, name)

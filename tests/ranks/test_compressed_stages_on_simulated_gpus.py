@@ -1,5 +1,5 @@
 """Law: compressors keep the promises of zero=2 and 3 between GPUs (test_compressed_gradients_at_every_stage, body for
-body): the bits of the naive compressor, also on a standing mean. Over meshes of two dimensions they have the bits of
+body): the bits of the naive compressor, also on a accumulated mean. Over meshes of two dimensions they have the bits of
 zero=0.
 """
 
@@ -41,7 +41,7 @@ PROMISES: list[tuple[str, dict[str, Any]]] = [
         ("a_resumed_state_goes_on_with_the_same_bits", {"name": name, "zero": zero})
         for name, zero in in_turn([("powersgd", 2), ("powersgd", 3)], 1)
     ),
-    ("a_standing_average_is_not_compressed_again", {"name": "int4"}),
+    ("a_accumulated_average_is_not_compressed_again", {"name": "int4"}),
     *(("local_sums_and_unused_parameters_are_as_at_stage_0", {"name": n}) for n in in_turn(("int8", "powersgd"), 0)),
     *(("values_that_are_not_finite_leave_no_trace", {"name": n}) for n in in_turn(("int4", "powersgd"), 1)),
     *(("norms_and_low_precision_are_as_at_stage_0", {"name": n}) for n in in_turn(("int8", "powersgd"), 1)),

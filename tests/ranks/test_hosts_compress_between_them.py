@@ -195,10 +195,10 @@ def test_unused_parameters_keep_their_bits_and_their_error(rank, world_size):
     x = batch(rank, 8, 7)
     model(x, True).square().mean().backward()
     owed = {n: e["error"] for n, e in model.compression_state.state_dict()["parameters"].items()}
-    standing = model.module.idle.weight.grad.clone()
+    accumulated = model.module.idle.weight.grad.clone()
     model.module.a.zero_grad()
     model(x, False).square().mean().backward()
-    assert bits_equal(model.module.idle.weight.grad, standing)
+    assert bits_equal(model.module.idle.weight.grad, accumulated)
     after = {n: e["error"] for n, e in model.compression_state.state_dict()["parameters"].items()}
     assert all(bits_equal(owed[n], after[n]) for n in owed if n.startswith("idle"))
 

@@ -105,8 +105,8 @@ def test_gradients_are_averaged_over_hosts_and_unused_ones_keep_their_bits(rank,
     host_of = hosts_of(shape, world_size)
     with on_hosts(host_of) as group:
         model = sw.wrap(Net(dtype), process_group=group, bucket_cap_mb=0.3, timeout_s=20, transport=transport)
-    standing = torch.full_like(model.module.idle.weight, float(rank) + 0.3)
-    model.module.idle.weight.grad = standing.clone()
+    accumulated = torch.full_like(model.module.idle.weight, float(rank) + 0.3)
+    model.module.idle.weight.grad = accumulated.clone()
     for step in range(3):
         x, with_first = batch(rank, step, dtype), rank == 0 and step > 0
         parameters = dict(model.module.named_parameters())
@@ -125,7 +125,7 @@ def test_gradients_are_averaged_over_hosts_and_unused_ones_keep_their_bits(rank,
                 continue
             contributions = [theirs.get(name, torch.zeros_like(p)) for theirs in everyone]
             assert bits_equal(p.grad, fold_over_hosts(contributions, host_of, "mean")), (name, step)
-    assert bits_equal(model.module.idle.weight.grad, standing) and model.module.idle.bias.grad is None
+    assert bits_equal(model.module.idle.weight.grad, accumulated) and model.module.idle.bias.grad is None
 
 
 @on_every_rank(at_least=3)

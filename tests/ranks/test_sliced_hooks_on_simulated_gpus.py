@@ -72,7 +72,7 @@ LAWS: list[tuple[str, int | None]] = [
         for name in (
             "a_hook_that_folds_has_the_oracle_s_bits",
             "accumulation_unused_parameters_and_clipping",
-            "a_standing_average_is_added_to_the_result",
+            "a_accumulated_average_is_added_to_the_result",
             "an_exception_in_a_hook_comes_out_and_the_next_step_is_clean",
         )
     ],

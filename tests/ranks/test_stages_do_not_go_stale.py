@@ -319,7 +319,7 @@ def test_a_step_without_an_averaged_gradient_is_refused_and_the_next_is_clean(ra
 
 
 def uneven(model, optimizer, rank):
-    """One rank alone zeroes its gradients before a backward that adds to the others' standing ones."""
+    """One rank alone zeroes its gradients before a backward that adds to the others' accumulated ones."""
     for number in range(3):
         backward(model, rank, number)
         optimizer.step()

@@ -116,7 +116,7 @@ def test_what_is_logged_of_it_is_answered_from_the_whole(rank, world_size, zero)
 
 
 @on_every_rank()
-def test_local_sums_on_a_standing_average_agree_to_rounding(rank, world_size):
+def test_local_sums_on_a_accumulated_average_agree_to_rounding(rank, world_size):
     found = []
     for zero in (0, 1, 2, 3):
         model, _ = wrap(zero, bucket_cap_mb=0.001)

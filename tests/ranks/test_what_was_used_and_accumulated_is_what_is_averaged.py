@@ -103,7 +103,7 @@ def test_unused_on_one_rank_is_a_contribution_of_zero(rank, world_size, cap):
 @on_every_rank()
 def test_unused_on_one_rank_contributes_what_stands_in_its_gradient(rank, world_size):
     wrapped, naive = pair(Heads, find_unused_parameters=engine is None)
-    for step in range(3):  # never cleared: each round folds the standing average, and a gradient where there is one
+    for step in range(3):  # never cleared: each round folds the accumulated average, and a gradient where there is one
         heads = "left right" if rank == step % world_size else "left"
         compare_step(wrapped, naive, lambda model, step=step, heads=heads: loss(model, rank, step, heads).backward())
 

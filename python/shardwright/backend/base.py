@@ -28,8 +28,8 @@ class Capabilities(NamedTuple):
     one_copy: bool
     #: a rank gathers a unit without the others; else ranks run the same units in the same order
     free_unit_order: bool
-    #: a contribution travels with its standing mean; else joined ranks get standing means as a round opens
-    tells_standing: bool
+    #: a contribution travels with its accumulated mean; else joined ranks get accumulated means as a round opens
+    tells_accumulated: bool
     #: compressed buckets can cross to other hosts while the backward goes on
     sends_beside_backward: bool
     #: the mean is always the fold in rank order

@@ -383,7 +383,7 @@ class Checkpointer:
             ready = self._writer.inventory.repeat(step, self._training)
             rows = self._check.rows()
         if memory.is_due(step, ready is not None, rows):
-            self._check.compare(memory.told, self._peers.exchange)
+            self._check.compare(memory.answers, self._peers.exchange)
             self._writer.keep(step, self._training, memory, ready if memory.are_ready else None)
 
     def _agree_on_first(self, every: int, every_s: float | None, refusal: ValueError | None) -> None:
@@ -407,12 +407,12 @@ class Checkpointer:
             self._wait()
         except Exception as error:
             failure = error
-        told = "" if failure is None else str(failure) or type(failure).__name__
+        answers = "" if failure is None else str(failure) or type(failure).__name__
         if failure is None and refusal is not None:
-            failure, told = refusal, f"rank {self._peers.rank}: {refusal}"
+            failure, answers = refusal, f"rank {self._peers.rank}: {refusal}"
         try:
             rows = self._check.rows() if checks else []
-            heard = self._peers.exchange([told, what, rows], "how the save before ended")
+            heard = self._peers.exchange([answers, what, rows], "how the save before ended")
         except Error:  # a rank died, or made a different collective call
             if failure is None:
                 raise

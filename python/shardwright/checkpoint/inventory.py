@@ -373,8 +373,8 @@ class Inventory:
         if sharded_of(optimizer):
             values: dict[int, dict[str, Any]] = {}
             if layout.has_values:
-                told = self.peers.exchange(list(held_values(optimizer).items()), "values of the optimizer's state")
-                values = {number: each for of_rank in told for number, each in of_rank}
+                answers = self.peers.exchange(list(held_values(optimizer).items()), "values of the optimizer's state")
+                values = {number: each for of_rank in answers for number, each in of_rank}
             states = sliced_state(optimizer, layout.described, values)
         model = model_group(draft.found, self._max_file_bytes)
         parameters = draft.found.parameters.items()

@@ -221,13 +221,13 @@ class Peers:
 
     def first(self, make: Callable[[], Any], label: str) -> Any:
         """Return rank 0's result of make() (of JSON) on every rank. Collective. If it raises, all raise its sentence."""
-        told: list[Any] = ["", None, None]
+        reply: list[Any] = ["", None, None]
         if self.rank == 0:
             try:
-                told[2] = make()
+                reply[2] = make()
             except Exception as error:
-                told = [str(error) or type(error).__name__, getattr(error, "errno", None), None]
-        why, errno, value = self.exchange(told, label)[0]
+                reply = [str(error) or type(error).__name__, getattr(error, "errno", None), None]
+        why, errno, value = self.exchange(reply, label)[0]
         if why:
             raise os_error(why, errno)
         return value

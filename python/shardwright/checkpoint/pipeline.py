@@ -61,11 +61,11 @@ class PipelineInventory(Inventory):
         def describe() -> list[Any]:
             return [self._describe(*each, step, opened, owned) for each in zip(self._stages, self._of_stage)]
 
-        told: dict[int, Any] = {}
+        described: dict[int, Any] = {}
         for each in itertools.chain(*self.peers.together(describe, "stages of a pipeline")):
             if each["is_first"]:  # the rank that has the non-tensor values
-                told.setdefault(each["index"], each)
-        in_order = [told[index] for index in sorted(told)]
+                described.setdefault(each["index"], each)
+        in_order = [described[index] for index in sorted(described)]
         joined: list[Any] = []
 
         def find() -> Draft:
@@ -106,12 +106,12 @@ class PipelineInventory(Inventory):
             each = [(g, n, t) for g in content.groups for n, t in g.tensors.items()]
             owned[stage.index] = {f"{g.stem}.{n}": _in_parts(t, peers, of_first=n in g.first) for g, n, t in each}
             options = {n: t for g, n, t in each if n in g.first and isinstance(t, torch.Tensor)}
-            told: dict[str, Any] = {g.stem: structure_of(g.tensors) for g in content.groups}
-            told |= {"index": stage.index, "is_first": peers.rank == 0, "tied": found.tied}
-            told |= {"buffers": list(found.buffers), "tree": body and json.loads(tree.dumps(body))}
+            described: dict[str, Any] = {g.stem: structure_of(g.tensors) for g in content.groups}
+            described |= {"index": stage.index, "is_first": peers.rank == 0, "tied": found.tied}
+            described |= {"buffers": list(found.buffers), "tree": body and json.loads(tree.dumps(body))}
             bits = self._staging.checksums(options | found.buffers)
-            told["checksums"] = {n: [bits[n], *kind] for n, *kind in structure_of(options | found.buffers)}
-            made.append(told)
+            described["checksums"] = {n: [bits[n], *kind] for n, *kind in structure_of(options | found.buffers)}
+            made.append(described)
 
         peers.together(make, "content of a stage")
         return made[0]
@@ -134,38 +134,43 @@ def _join(
     if two stages use one name, or one of `tied`, for different tensors."""
     found: dict[str, Any] = {}
     first: dict[str, Any] = {}
-    for told in in_order:
-        kinds = {name: (dtype, shape) for name, dtype, shape in told[stem]}
-        for name in [*kinds, *(each for each in tied if each in told["tied"])]:
-            before = first.setdefault(name, told)
+    for described in in_order:
+        kinds = {name: (dtype, shape) for name, dtype, shape in described[stem]}
+        for name in [*kinds, *(each for each in tied if each in described["tied"])]:
+            before = first.setdefault(name, described)
             bits = before["checksums"].get(name)
-            if before is not told and (bits is None or bits != told["checksums"].get(name)):
-                raise CheckpointError(f"'{name}' is in stage {before['index']} and in stage {told['index']}: {why}")
-            if before is told and name in kinds:
+            if before is not described and (bits is None or bits != described["checksums"].get(name)):
+                raise CheckpointError(
+                    f"'{name}' is in stage {before['index']} and in stage {described['index']}: {why}"
+                )
+            if before is described and name in kinds:
                 dtype, shape = kinds[name]
-                own = owned.get(told["index"], {}).get(f"{stem}.{name}")
+                own = owned.get(described["index"], {}).get(f"{stem}.{name}")
                 found[name] = own or Sliced(getattr(torch, dtype), tuple(shape), ())
     return found
 
 
 def _joined_model(in_order: Sequence[Any], owned: Mapping[int, Any]) -> ModelTensors:
-    tied = {name: kept for told in in_order for name, kept in told["tied"].items()}
+    tied = {name: kept for described in in_order for name, kept in described["tied"].items()}
     why = (
         "modules of stages have the names of the whole model, each in one stage; of weights that stages tie, save one "
         "(buffers of one name must have equal bits)"
     )
-    found, buffers = _join(in_order, owned, "model", tied, why), {n for told in in_order for n in told["buffers"]}
+    found, buffers = (
+        _join(in_order, owned, "model", tied, why),
+        {n for described in in_order for n in described["buffers"]},
+    )
     parameters = {name: each for name, each in found.items() if name not in buffers}
     return ModelTensors(parameters, {name: each for name, each in found.items() if name in buffers}, tied)
 
 
 def _joined_optimizer(in_order: Sequence[Any], owned: Mapping[int, Any]) -> tuple[dict[str, Any] | None, Any]:
     """Merge the optimizers of all stages; return the tensors and the tree."""
-    trees = [told["tree"] for told in in_order]
+    trees = [described["tree"] for described in in_order]
     if all(each is None for each in trees):
         return None, None
     body = trees[0]
-    for told, other in zip(in_order[1:], trees[1:]):
+    for described, other in zip(in_order[1:], trees[1:]):
         what = ""
         if body is None or other is None or len(other["groups"]) != len(body["groups"]):
             what = "parameter groups"
@@ -173,13 +178,13 @@ def _joined_optimizer(in_order: Sequence[Any], owned: Mapping[int, Any]) -> tupl
             what = "state beside that of parameters"
         if what:
             raise CheckpointError(
-                f"the optimizer of stage {told['index']} has other {what} than the first stage's: one checkpoint holds one optimizer"
+                f"the optimizer of stage {described['index']} has other {what} than the first stage's: one checkpoint holds one optimizer"
             )
         for number, (mine, theirs) in enumerate(zip(body["groups"], other["groups"])):
             odd = next((k for k in {**mine, **theirs} if k != "params" and mine.get(k) != theirs.get(k)), None)
             if odd is not None:
                 raise CheckpointError(
-                    f"group {number} has {odd}={mine.get(odd)} in the first stage and {theirs.get(odd)} in stage {told['index']}: "
+                    f"group {number} has {odd}={mine.get(odd)} in the first stage and {theirs.get(odd)} in stage {described['index']}: "
                     "one checkpoint holds one optimizer"
                 )
             mine["params"] += [name for name in theirs["params"] if name not in mine["params"]]

@@ -100,15 +100,15 @@ def _stages_of(module: Any, optimizer: Any) -> list[Training]:
 def _check_owners(model: torch.nn.Module, optimizers: list[Any]) -> None:
     """Raise ValueError for optimizers of other modules: a sliced one, or all of them. Others may have a loss's parameters."""
     held = {id(parameter) for parameter in model.parameters()}
-    sizes, strangers = [], []
+    sizes, of_others = [], []
     for each in optimizers:
         members = [id(parameter) for group in each.param_groups for parameter in group["params"]]
         sizes.append(len(members))
-        strangers.append(bool(members) and held.isdisjoint(members))
+        of_others.append(bool(members) and held.isdisjoint(members))
         is_sliced = isinstance(each, ShardedOptimizer)
-        if is_sliced and (strangers[-1] or any(replica.retired for replica in each.replicas)):
+        if is_sliced and (of_others[-1] or any(replica.retired for replica in each.replicas)):
             raise ValueError(_not_of(model, len(members)))
-    if held and strangers and all(strangers):
+    if held and of_others and all(of_others):
         raise ValueError(_not_of(model, sum(sizes)))
 
 

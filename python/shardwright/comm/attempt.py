@@ -106,9 +106,9 @@ def _await(
 def _tell(room: Any, name: str, failure: str) -> None:
     """Tell the failure to the ranks that have come, and wait a moment: the store may end with this process."""
     room.set(f"all/{name}", failure)
-    told = room.add(f"came/{name}", 0)
+    answers = room.add(f"came/{name}", 0)
     wait = Wait(None)
-    while wait.waited_s < _HEARD_S and room.add(f"heard/{name}", 0) < told:
+    while wait.waited_s < _HEARD_S and room.add(f"heard/{name}", 0) < answers:
         time.sleep(_LOOK_S[1])
 
 

@@ -57,19 +57,19 @@ class Wire:
         self._exits = exits
         #: by rank: the receive of its token, the token's memory, the send of ours
         self._tokens: dict[int, tuple[Any, torch.Tensor, Any]] = {}
-        self._strangers = set(carriers) - {self._rank}
+        self._unproven = set(carriers) - {self._rank}
         self._exchange_tokens([carriers[place] for place in first_peers(gloo.rank(), len(carriers))])
         self._sockets = sockets() - before
         _wires.add(self)
 
     def send(self, rank: int, tag: int, address: int, nbytes: int) -> Any:
         """Begin a transfer and return the work to wait for."""
-        if rank in self._strangers:
+        if rank in self._unproven:
             self._introduce(rank)
         return self._group.send([_bytes_at(address, nbytes)], self._place[rank], tag)
 
     def receive(self, rank: int, tag: int, address: int, nbytes: int) -> Any:
-        if rank in self._strangers:
+        if rank in self._unproven:
             self._introduce(rank)
             return self._group.recv([_bytes_at(address, nbytes)], self._place[rank], tag), rank
         return self._group.recv([_bytes_at(address, nbytes)], self._place[rank], tag)
@@ -106,14 +106,14 @@ class Wire:
 
     def _believe(self, rank: int, timeout: timedelta) -> None:
         """Return once `rank` has proved that it knows the secret."""
-        if rank not in self._strangers:
+        if rank not in self._unproven:
             return
         receiving, received, sending = self._tokens[rank]
         receiving.wait(timeout)
         if not hmac.compare_digest(bytes_of(received), self._token(rank, self._rank)):
             raise RuntimeError(f"the process that answers for rank {rank} does not know the secret of this group")
         sending.wait(timeout)
-        self._strangers.discard(rank)
+        self._unproven.discard(rank)
         del self._tokens[rank]
 
     def _token(self, sender: int, receiver: int) -> bytes:
@@ -127,7 +127,7 @@ class Wire:
         if self._exits():
             return False
         met = [
-            rank for rank in self._place if rank != self._rank and (rank not in self._strangers or rank in self._tokens)
+            rank for rank in self._place if rank != self._rank and (rank not in self._unproven or rank in self._tokens)
         ]
         others = [self._place[rank] for rank in met]
         if gently:

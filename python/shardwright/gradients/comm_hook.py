@@ -31,7 +31,7 @@ class HookRunner:
     is multiplied by (all ranks / training ranks); a user's result is used unchanged.
 
     `pieces`, at zero >= 2 in a pool: this rank's slices of the averages, outside the buckets, which share slots. The hook
-    leaves the average in the slot, and the owner adds its standing average. A user's hook computes whole results, in
+    leaves the average in the slot, and the owner adds its accumulated average. A user's hook computes whole results, in
     buckets of zero=0's length, since the order of its sums may depend on that. So do ours if a slice has several owners.
     """
 
@@ -99,10 +99,10 @@ class HookRunner:
         for index, offset, is_used in zip(bucket.indices, bucket.offsets, used):
             piece = self._pieces[index]
             if is_used and piece.numel():
-                at, standing = max(begin, offset), self._reducer.standing_ranks(index) / self._count()
-                if standing not in (0, 1):
-                    piece.mul_(standing)
-                (piece.add_ if standing else piece.copy_)(flat[at : at + piece.numel()])
+                at, accumulated = max(begin, offset), self._reducer.accumulated_ranks(index) / self._count()
+                if accumulated not in (0, 1):
+                    piece.mul_(accumulated)
+                (piece.add_ if accumulated else piece.copy_)(flat[at : at + piece.numel()])
 
     def _reduce(self, bucket: _Bucket, flat: torch.Tensor, position: int, is_last: bool, used: list[bool]) -> None:
         bucket.clear_padding(flat)

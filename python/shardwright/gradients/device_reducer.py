@@ -123,10 +123,10 @@ class DeviceReducer(Reducer):
         super().set_divide_by(active_only)
         self.set_active(bytes([1] * self._link.world_size))
 
-    def shadow(self, standing: Sequence[int] = ()) -> None:
+    def shadow(self, accumulated: Sequence[int] = ()) -> None:
         """Run a round without a contribution. This rank still averages its slices."""
         self._link.check()
-        super().shadow(standing)
+        super().shadow(accumulated)
 
     def _target(self, index: int) -> torch.Tensor:
         view = self._views[index]

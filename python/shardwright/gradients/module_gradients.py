@@ -193,9 +193,9 @@ class ModuleGradients:
             self.sparse.use_all()
         self._end(self._reducer.average)
 
-    def shadow(self, standing: Sequence[int] | None = None) -> None:
-        """Run a round on a rank that has run out of inputs. `standing`: see Announcer.announce_round."""
-        end = self._reducer.shadow if standing is None else functools.partial(self._reducer.shadow, standing)
+    def shadow(self, accumulated: Sequence[int] | None = None) -> None:
+        """Run a round on a rank that has run out of inputs. `accumulated`: see Announcer.announce_round."""
+        end = self._reducer.shadow if accumulated is None else functools.partial(self._reducer.shadow, accumulated)
         self._end(end, contributes=False)
 
     def _end(self, end: Callable[[], None], *, contributes: bool = True) -> None:
@@ -466,7 +466,7 @@ class ModuleGradients:
         """
         rounds = self._reducer.rounds
         if rounds != self._factors_of:
-            self._factors = [each for each in self._factors if self._reducer.standing_ranks(each[0])]
+            self._factors = [each for each in self._factors if self._reducer.accumulated_ranks(each[0])]
             self._factors_of = rounds
         return self._factors
 

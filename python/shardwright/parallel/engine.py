@@ -540,7 +540,7 @@ class Engine:
         mine = bytes([trains, required])
         gathered = replica.group.comm.all_gather_bytes(mine, "synchronisation of this backward")
         # otherwise the round itself carries the set of contributing ranks
-        if not replica.backend.capabilities.tells_standing:
+        if not replica.backend.capabilities.tells_accumulated:
             replica.reducer.set_active(b"".join(each[:1] for each in gathered))
         return any(each[1] for each in gathered)
 

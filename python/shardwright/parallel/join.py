@@ -85,7 +85,7 @@ class ShadowHook(JoinHook):
 
 def _announces_rounds(replica: Replica) -> bool:
     """Return True if opening a round must be announced to joined ranks."""
-    return replica.zero >= 2 and not replica.backend.capabilities.tells_standing
+    return replica.zero >= 2 and not replica.backend.capabilities.tells_accumulated
 
 
 def _connect(replica: Replica, announcer: Announcer | None) -> None:
@@ -185,9 +185,9 @@ class Announcer:
         announced: dict[str, Any] = self._exchange(members, b"")
         return members[announced["member"]], announced
 
-    def announce_round(self, standing: bytes) -> None:
-        """Announce a round as it opens, on GPUs at zero >= 2, and which contributions add to a standing mean. Collective."""
-        self._announce_to_joined("round", 0, list(standing))
+    def announce_round(self, accumulated: bytes) -> None:
+        """Announce a round as it opens, on GPUs at zero >= 2, and which contributions add to a accumulated mean. Collective."""
+        self._announce_to_joined("round", 0, list(accumulated))
 
     def announce_unit(self, unit: int) -> None:
         """Announce the gather of a unit, a collective on GPUs at zero=3. Collective if a rank has joined."""

@@ -53,8 +53,8 @@ class Directory:
         self._warned: set[str] = set()
         self._known: Known = {}
         self._lock: DirectoryLock | None = None
-        told = peers.first(self._take, f"Checkpointer for {path}")
-        self.nonce, self.read_only = str(told[0]), str(told[1])
+        answers = peers.first(self._take, f"Checkpointer for {path}")
+        self.nonce, self.read_only = str(answers[0]), str(answers[1])
 
     def _take(self) -> list[str]:
         """Create and lock the directory. Return a nonce, and the reason why it cannot be written to if it can be read."""
@@ -97,8 +97,8 @@ class Directory:
         """Wait until all checkpoints are uploaded. Collective. Raise CheckpointError on every rank if rank 0 cannot upload."""
         is_done = self._address is None
         while not is_done:
-            told = ("", True) if self.mirror is None else self.mirror.wait(_ROUND_S)
-            failure, is_done = self._peers.exchange(told, f"upload to {self._address}")[0]
+            answers = ("", True) if self.mirror is None else self.mirror.wait(_ROUND_S)
+            failure, is_done = self._peers.exchange(answers, f"upload to {self._address}")[0]
             if failure:
                 raise CheckpointError(f"{failure}; the checkpoints are in '{self.path}'")
 

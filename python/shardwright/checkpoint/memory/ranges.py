@@ -96,8 +96,8 @@ def on_hosts(peers: Peers, call: Callable[[], Any], label: str) -> list[Any]:
 
 def connect_carriers(peers: Peers, name: str, timeout_s: float) -> Wire | None:
     """Return a new wire between the carriers; None on other ranks. Raises the same CheckpointError on all ranks. Collective."""
-    told = peers.exchange(secrets.token_hex(32) if peers.rank == 0 else "", f"wire of {name}")
-    secret, made = bytes.fromhex(told[0]), []
+    answers = peers.exchange(secrets.token_hex(32) if peers.rank == 0 else "", f"wire of {name}")
+    secret, made = bytes.fromhex(answers[0]), []
 
     def connect() -> None:
         if peers.rank in peers.carriers:

@@ -116,8 +116,8 @@ class Source:
             on_hosts(self._peers, lambda: take(self._tables_in(self._image)), label)
             return
         on_hosts(self._peers, lambda: encoded.append(self._own_tables()), label)
-        told = self._peers.all_gather(encoded[-1], label)
-        on_hosts(self._peers, lambda: take(table for each in told for table in Table.each_of(each)), label)
+        answers = self._peers.all_gather(encoded[-1], label)
+        on_hosts(self._peers, lambda: take(table for each in answers for table in Table.each_of(each)), label)
         if self._is_remote:
             self._wire = connect_carriers(self._peers, "restore", self._timeout_s)
 
@@ -176,10 +176,10 @@ class Source:
         begins = self._begins()
         places = ((begins[path] + begin, nbytes) for path, begin, nbytes in ranges)
         blocks = ((at - at % BLOCK_BYTES, in_blocks(at % BLOCK_BYTES + nbytes)) for at, nbytes in places)
-        told = self._peers.exchange(merged(blocks), "blocks of a step in memory")
+        answers = self._peers.exchange(merged(blocks), "blocks of a step in memory")
         asked = []
         for host, before in enumerate(self._brought):
-            here = (each for rank, each in enumerate(told) if self._hosts[rank] == host)
+            here = (each for rank, each in enumerate(answers) if self._hosts[rank] == host)
             mine = merged((begin, nbytes) for each in here for begin, nbytes in each)
             asked.append(common(mine, gaps(before, self._candidate.data)))
             self._brought[host] = merged([*before, *mine])

@@ -61,7 +61,7 @@ class MemoryTier:
         self._directory, self._branch = directory, 0  # number of rollbacks so far
         self._files_of = functools.lru_cache(maxsize=2)(_files_of)
         self._has_warned = self.are_ready = False
-        self.told: list[Any] = []
+        self.answers: list[Any] = []
         self.skipped = self.kept_bytes = self.fetched_bytes = 0
         self._saver = CheckpointSaver(peers.rank, peers.world_size, threads=threads)
         self.replicas = self._choose_replicas(replicas)
@@ -110,14 +110,14 @@ class MemoryTier:
 
     def _find_guardians(self, directory: str, run: str) -> None:
         """Connect each rank to its host's guardian. The host's first rank starts it. Collective."""
-        told = on_hosts(
+        answers = on_hosts(
             self._peers,
             lambda: [_job_of(directory) if self._peers.rank == 0 else "", ancestors(), self._rollbacks()],
             "guardians",
         )
-        self._branch = len(told[0][2])
-        chains = [[(pid, start) for pid, start in told[rank][1]] for rank in self._here]
-        name = name_of(told[0][0], self._peers.simulated_host)
+        self._branch = len(answers[0][2])
+        chains = [[(pid, start) for pid, start in answers[rank][1]] for rank in self._here]
+        name = name_of(answers[0][0], self._peers.simulated_host)
         answer_s = min(ANSWER_S, self._peers.timeout_s / 4)  # the others wait for this rank
 
         def connect(is_starter: bool) -> None:
@@ -181,23 +181,25 @@ class MemoryTier:
 
     def is_due(self, step: int, ready: bool, digests: Any = ()) -> bool:
         """Return True if the state of `step` must be copied to memory now; not while any rank is_busy, nor once the tier is off.
-        Afterwards `are_ready` is True if all ranks passed `ready`, and `told` has every rank's digests. Collective."""
+        Afterwards `are_ready` is True if all ranks passed `ready`, and `answers` has every rank's digests. Collective."""
         if self.off:
             return False
         mine = [step, self.is_busy, self._trouble(), ready, digests]
-        told = self._peers.agreement(mine, "a step in memory") or [mine]
-        self._turn_off_if(next(filter(None, (each[2] for each in told)), ""))
-        for rank, (theirs, *_) in enumerate(told):
-            if theirs != told[0][0]:
-                raise CheckpointError(f"rank 0 keeps step {told[0][0]} in memory while rank {rank} keeps step {theirs}")
+        answers = self._peers.agreement(mine, "a step in memory") or [mine]
+        self._turn_off_if(next(filter(None, (each[2] for each in answers)), ""))
+        for rank, (theirs, *_) in enumerate(answers):
+            if theirs != answers[0][0]:
+                raise CheckpointError(
+                    f"rank 0 keeps step {answers[0][0]} in memory while rank {rank} keeps step {theirs}"
+                )
         if self.off:
             return False
-        if any(is_busy for _, is_busy, *_ in told):
+        if any(is_busy for _, is_busy, *_ in answers):
             self.skipped += 1
             return False
         self._complete = self._last or self._complete
-        self.are_ready = all(each[3] for each in told)
-        self.told = [each[4] for each in told]
+        self.are_ready = all(each[3] for each in answers)
+        self.answers = [each[4] for each in answers]
         return True
 
     def _trouble(self) -> str:
@@ -283,13 +285,13 @@ class MemoryTier:
             with contextlib.suppress(CheckpointError):
                 held = int(self._client.ask("list")[0]["nbytes"])
         mine = [share_bytes, left, limit, held, socket.gethostname(), own_bytes]
-        told = self._peers.exchange(mine, "budget of the memory tier")
-        self._room = 2 * told[0][5] + _ROOM_BYTES
+        answers = self._peers.exchange(mine, "budget of the memory tier")
+        self._room = 2 * answers[0][5] + _ROOM_BYTES
         needs = []
         count = self._peers.host_count
-        of_host = [sum(share for (share, *_), at in zip(told, self._hosts) if at == host) for host in range(count)]
+        of_host = [sum(share for (share, *_), at in zip(answers, self._hosts) if at == host) for host in range(count)]
         for host in range(count):
-            here = [each for each, at in zip(told, self._hosts) if at == host]
+            here = [each for each, at in zip(answers, self._hosts) if at == host]
             least, limit = min((left, limit) for _, left, limit, *_ in here)
             theirs = [of_host[(host - k) % count] for k in range(1, self.replicas + 1)]
             needs.append(Need(here[0][4], of_host[host], theirs, here[0][3], least, limit))
@@ -307,8 +309,8 @@ class MemoryTier:
         if self.off:
             return []
         # ask first: the table of a rank that could not copy never arrives, and carriers wait for it
-        told = self._peers.exchange(self._trouble(), "are steps in memory whole")
-        self._turn_off_if(next(filter(None, told), ""))
+        answers = self._peers.exchange(self._trouble(), "are steps in memory whole")
+        self._turn_off_if(next(filter(None, answers), ""))
         if self.off:
             return []
         self.wait()
@@ -430,9 +432,9 @@ def _job_of(directory: str) -> str:
     # f_fsid distinguishes directories on all hosts; st_dev of a network file system differs between hosts
     place = [os.statvfs(directory).f_fsid, os.stat(directory).st_ino]
     with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError), open(path, encoding="ascii") as file:
-        told = json.load(file)
-        found = str(told["job"])
-        if len(bytes.fromhex(found)) == _JOB_BYTES and told["place"] == place:
+        answers = json.load(file)
+        found = str(answers["job"])
+        if len(bytes.fromhex(found)) == _JOB_BYTES and answers["place"] == place:
             return found
     made = secrets.token_hex(_JOB_BYTES)
     fd = os.open(f"{path}.new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

@@ -77,9 +77,9 @@ def on_first(peers: Peers, work: Callable[[], Any], label: str) -> Any:
     while True:
         if thread is not None:
             thread.join(_ROUND_S)
-        told = peers.exchange(done, label)[0]
-        if told:
-            failure, value = told[0]
+        answers = peers.exchange(done, label)[0]
+        if answers:
+            failure, value = answers[0]
             if failure:
                 raise CheckpointError(failure)
             return value

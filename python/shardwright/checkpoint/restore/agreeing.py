@@ -199,13 +199,13 @@ def _agree(peers: Peers, path: str, look: Callable[[], Any], label: str = "") ->
     except Exception as error:
         kind = REJECTED if isinstance(error, (KeyError, TypeError)) else FATAL
         mine = [kind, f"'{path}': {type(error).__name__}: {error}", None]
-    told = peers.agreement(mine, label or f"verdict on {path}") or [mine] * peers.world_size
+    answers = peers.agreement(mine, label or f"verdict on {path}") or [mine] * peers.world_size
     for kind in (FATAL, REJECTED):
-        for rank, (found, text, _) in enumerate(told):
+        for rank, (found, text, _) in enumerate(answers):
             if found == kind:
                 sentence = text if peers.world_size == 1 else f"rank {rank}: {text}"
                 raise CheckpointError(sentence) if kind == FATAL else Rejected(sentence)
-    return [value for _, _, value in told]
+    return [value for _, _, value in answers]
 
 
 def _instead(error: CheckpointError, path: str) -> str:

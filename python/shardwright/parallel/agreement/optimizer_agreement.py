@@ -134,20 +134,20 @@ def check_members(
     label: str, members: Mapping[int, Any], optimizer: torch.optim.Optimizer, *, all_of_them: bool
 ) -> None:
     """Raise ValueError for an optimizer of other parameters than `members` of module `label`; one of ours may be enough."""
-    strangers = [
+    unwrapped = [
         (position, parameter)
         for position, group in enumerate(optimizer.param_groups)
         for parameter in group["params"]
         if id(parameter) not in members
     ]
-    for position, parameter in strangers:
+    for position, parameter in unwrapped:
         if parameter.is_meta:
             raise ValueError(on_meta(parameter, position))
-    if strangers and all_of_them:
-        raise ValueError(not_of(label, strangers[0][1], strangers[0][0]))
-    if strangers and len(strangers) == sum(len(group["params"]) for group in optimizer.param_groups):
+    if unwrapped and all_of_them:
+        raise ValueError(not_of(label, unwrapped[0][1], unwrapped[0][0]))
+    if unwrapped and len(unwrapped) == sum(len(group["params"]) for group in optimizer.param_groups):
         raise ValueError(
-            f"optimizer: none of its {len(strangers)} parameters is one of the wrapped {label}, so it would not train the module: "
+            f"optimizer: none of its {len(unwrapped)} parameters is one of the wrapped {label}, so it would not train the module: "
             "pass the optimizer that was made from this module's parameters"
         )
 

@@ -32,7 +32,7 @@ class CudaBackend:
     capabilities = Capabilities(
         one_copy=False,
         free_unit_order=False,
-        tells_standing=False,
+        tells_accumulated=False,
         sends_beside_backward=False,
         rank_order_only=False,
         state_is_there=False,

@@ -30,7 +30,7 @@ class HostBackend:
     capabilities = Capabilities(
         one_copy=True,
         free_unit_order=True,
-        tells_standing=True,
+        tells_accumulated=True,
         sends_beside_backward=True,
         rank_order_only=True,
         state_is_there=True,

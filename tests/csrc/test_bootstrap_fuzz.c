@@ -1,9 +1,9 @@
-/* test_star_fuzz.c - messages of any bytes between the ranks of a host as they join: to the first
- * rank from strangers and from a linked rank, and from a first rank that lies.
+/* test_bootstrap_fuzz.c - messages of any bytes between the ranks of a host as they join: to the
+ * first rank from unproven peers and from a linked rank, and from a first rank that lies.
  *
- * Laws: whatever strangers send, the rank that knows the secret is linked and given; a wrong answer
- * or gift ends the join with a sentence; no descriptor is left open. A message is a valid one
- * after the changes of the input's script (fuzz.h). */
+ * Laws: whatever unproven peers send, the rank that knows the secret is linked and given; a wrong
+ * answer or fd message ends the join with a sentence; no descriptor is left open. A message is a
+ * valid one after the changes of the input's script (fuzz.h). */
 #include <dirent.h>
 #include <fcntl.h>
 #include <pthread.h>
@@ -41,11 +41,11 @@ static const sw_comm_ops ops = {.look = look, .peer = name_peer};
 
 typedef struct rank_side {
     sw_comm comm;
-    sw_star star;
+    sw_bootstrap bootstrap;
     sw_error err;
     sw_status status;
-    int fd; /* the gift's; -1: none */
-    sw_gift gift;
+    int fd; /* the message's; -1: none */
+    sw_fd_message fd_message;
     const char *const *addresses;
     fuzz_script *script;
     char address[SW_SOCKET_NAME_BYTES];
@@ -55,16 +55,16 @@ static void side_init(rank_side *side, int rank, fuzz_script *script)
 {
     *side = (rank_side){
         .comm = {.ops = &ops, .rank = rank, .world_size = 2, .timeout_ns = INT64_C(20000000000)},
-        .star = {.listener = -1},
+        .bootstrap = {.listener = -1},
         .fd = -1,
         .script = script};
-    if (sw_star_open(&side->star, &side->comm, side->address, &side->err) != SW_OK)
+    if (sw_bootstrap_open(&side->bootstrap, &side->comm, side->address, &side->err) != SW_OK)
         exit(1);
 }
 
 static void side_fini(rank_side *side)
 {
-    sw_star_close(&side->star);
+    sw_bootstrap_close(&side->bootstrap);
     sw_socket_close(&side->fd);
 }
 
@@ -132,22 +132,22 @@ static void call_as_stranger(rank_side *self)
 static void *join_after_strangers(void *argument)
 {
     rank_side *self = argument;
-    int strangers = fuzz_take(self->script) % (STRANGERS + 1);
+    int unproven = fuzz_take(self->script) % (STRANGERS + 1);
     bool lies = fuzz_take(self->script) % 2;
-    for (int i = 0; i < strangers; ++i)
+    for (int i = 0; i < unproven; ++i)
         call_as_stranger(self);
-    self->status =
-        sw_star_call(&self->star, self->addresses, secret, &self->gift, &self->fd, &self->err);
+    self->status = sw_bootstrap_call(&self->bootstrap, self->addresses, secret, &self->fd_message,
+                                     &self->fd, &self->err);
     if (self->status != SW_OK)
         return NULL;
-    sw_star_answer_message answer = {.serial = self->gift.serial};
+    sw_bootstrap_answer_message answer = {.serial = self->fd_message.serial};
     if (lies)
-        send_changed(self->script, self->star.link[0], &answer, sizeof answer);
+        send_changed(self->script, self->bootstrap.link[0], &answer, sizeof answer);
     else
-        self->status =
-            sw_star_answer(&self->star, "the test", answer.serial, SW_OK, NULL, &self->err);
+        self->status = sw_bootstrap_answer(&self->bootstrap, "the test", answer.serial, SW_OK, NULL,
+                                           &self->err);
     if (lies) /* the first rank may wait for more of it */
-        sw_socket_close(&self->star.link[0]);
+        sw_socket_close(&self->bootstrap.link[0]);
     return NULL;
 }
 
@@ -160,7 +160,7 @@ static void try_first(fuzz_script *script)
 {
     rank_side first, other;
     pthread_t thread;
-    sw_gift gift = {.size_bytes = 4096, .serial = 0};
+    sw_fd_message fd_message = {.size_bytes = 4096, .serial = 0};
     int fd = open("/dev/null", O_RDONLY | O_CLOEXEC);
     side_init(&first, 0, script);
     side_init(&other, 1, script);
@@ -168,9 +168,11 @@ static void try_first(fuzz_script *script)
     first.addresses = other.addresses = addresses;
     if (fd < 0 || pthread_create(&thread, NULL, join_after_strangers, &other) != 0)
         exit(1);
-    first.status = sw_star_admit(&first.star, addresses, secret, &gift, fd, &first.err);
+    first.status =
+        sw_bootstrap_admit(&first.bootstrap, addresses, secret, &fd_message, fd, &first.err);
     pthread_join(thread, NULL);
-    fuzz_require(other.status == SW_OK && other.gift.size_bytes == gift.size_bytes && other.fd >= 0,
+    fuzz_require(other.status == SW_OK && other.fd_message.size_bytes == fd_message.size_bytes &&
+                     other.fd >= 0,
                  "the rank that knows the secret is given");
     fuzz_require(first.status == SW_OK || is_told(first.status, &first.err),
                  "the first rank says why it fails");
@@ -187,20 +189,20 @@ static void *lie(void *argument)
     sw_proof_call call;
     sw_proof_answer answer;
     uint8_t proof[SW_SHA256_BYTES];
-    const sw_gift gift = {.size_bytes = 4096, .serial = 7};
+    const sw_fd_message fd_message = {.size_bytes = 4096, .serial = 7};
     int socket = -1;
     for (int turn = 0; turn < 20000 && socket < 0; ++turn) {
-        if (sw_socket_accept(first->star.listener, &socket, NULL) != SW_OK)
+        if (sw_socket_accept(first->bootstrap.listener, &socket, NULL) != SW_OK)
             break;
         if (socket < 0)
             (void)usleep(200);
     }
-    sw_socket_close(&first->star.listener); /* a second call finds no one */
+    sw_socket_close(&first->bootstrap.listener); /* a second call finds no one */
     if (socket >= 0 && await(socket, &call, sizeof call) &&
         sw_proof_answer_call(&answer, &call, first->address, secret, NULL) == SW_OK) {
         send_changed(first->script, socket, &answer, sizeof answer);
         if (await(socket, proof, sizeof proof))
-            send_changed(first->script, socket, &gift, sizeof gift);
+            send_changed(first->script, socket, &fd_message, sizeof fd_message);
     }
     sw_socket_close(&socket);
     return NULL;
@@ -215,7 +217,8 @@ static void try_other(fuzz_script *script)
     const char *const addresses[2] = {first.address, other.address};
     if (pthread_create(&thread, NULL, lie, &first) != 0)
         exit(1);
-    other.status = sw_star_call(&other.star, addresses, secret, &other.gift, &other.fd, &other.err);
+    other.status = sw_bootstrap_call(&other.bootstrap, addresses, secret, &other.fd_message,
+                                     &other.fd, &other.err);
     pthread_join(thread, NULL);
     fuzz_require(other.status == SW_OK || (is_told(other.status, &other.err) && other.fd < 0),
                  "a join that fails says why, and has no descriptor");

@@ -1,4 +1,4 @@
-/* test_lookout.c - what a wait for a GPU logs, and who hears of a GPU that cannot join its peers'.
+/* test_watchdog.c - what a wait for a GPU logs, and who hears of a GPU that cannot join its peers'.
  *
  * Laws: a wait is logged once it has lasted warn_after_ns, and again at twice that; waits that are
  * short are not, however many follow one another, and whatever they wait for; the program is asked
@@ -12,15 +12,15 @@
 #include "comm/device_comm.h"
 #include "comm/device_watch.h"
 #include "comm/local.h"
-#include "comm/lookout.h"
 #include "comm/nccl.h"
+#include "comm/watchdog.h"
 #include "platform/clock.h"
 #include "platform/thread.h"
 
 enum {
     WORLD = 3,
     MS = 1000000,
-    TURN_MS = 60 /* more than a lookout rests */,
+    TURN_MS = 60 /* more than a watchdog rests */,
     SHORT_WAITS = 5,
     SHORT_TURNS = 3,
     LONG_TURNS = 14
@@ -44,12 +44,13 @@ static bool count(void *context)
 }
 
 /* One wait of so many turns. */
-static void wait_for(sw_lookout *lookout, int turns)
+static void wait_for(sw_watchdog *watchdog, int turns)
 {
     sw_error err;
     int64_t begun = sw_clock_now_ns();
     for (int turn = 0; turn < turns; ++turn) {
-        check(sw_lookout_look(lookout, begun, WHAT, &err) == SW_OK, "all is well: %s", err.message);
+        check(sw_watchdog_look(watchdog, begun, WHAT, &err) == SW_OK, "all is well: %s",
+              err.message);
         sw_thread_sleep_ns(TURN_MS * MS);
     }
 }
@@ -59,14 +60,14 @@ static void check_logging(sw_comm *host)
     host->hooks.log = note;
     host->warn_after_ns = INT64_C(10) * TURN_MS * MS;
     host->hooks.interrupted = count;
-    sw_lookout lookout = {.host = host};
-    wait_for(&lookout, 1);
+    sw_watchdog watchdog = {.host = host};
+    wait_for(&watchdog, 1);
     check(asked == 0, "a wait of a moment asked the program");
     for (int i = 0; i < SHORT_WAITS; ++i)
-        wait_for(&lookout, SHORT_TURNS);
+        wait_for(&watchdog, SHORT_TURNS);
     check(logged == 0, "%d short waits were logged", logged);
     check(asked > 0, "the program is not asked whether it was interrupted");
-    wait_for(&lookout, LONG_TURNS);
+    wait_for(&watchdog, LONG_TURNS);
     check(logged >= 1, "a wait that is long was not logged");
 }
 
@@ -83,10 +84,10 @@ static void check_telling(sw_comm *const *host)
     sw_device device = {.ops = &ops};
     sw_nccl_library nccl = {.version = 0};
     sw_nccl_id id = {.internal = ""};
-    sw_lookout lookout = {.host = host[1]};
+    sw_watchdog watchdog = {.host = host[1]};
     sw_peers *comm;
     sw_error err, said;
-    check(sw_nccl_create(&nccl, &device, &id, 1, WORLD, INT64_C(1000) * MS, &lookout, &comm,
+    check(sw_nccl_create(&nccl, &device, &id, 1, WORLD, INT64_C(1000) * MS, &watchdog, &comm,
                          &err) == SW_E_DEVICE,
           "made without a context");
     for (int r = 0; r < WORLD; ++r)
@@ -172,12 +173,12 @@ static const sw_nccl_library library = {.call = {.ncclCommInitRankConfig = init,
                                                  .ncclGetErrorString = text_of,
                                                  .ncclGetLastError = last_error}};
 
-static sw_peers *connect(sw_lookout *lookout, int64_t timeout_ns)
+static sw_peers *connect(sw_watchdog *watchdog, int64_t timeout_ns)
 {
     sw_nccl_id id = {.internal = ""};
     sw_error err;
     memset(&nccl_seen, 0, sizeof nccl_seen);
-    check(sw_nccl_create(&library, &gpu, &id, 0, WORLD, timeout_ns, lookout, &nccl_seen.peers,
+    check(sw_nccl_create(&library, &gpu, &id, 0, WORLD, timeout_ns, watchdog, &nccl_seen.peers,
                          &err) == SW_OK,
           "%s", err.message);
     return nccl_seen.peers;
@@ -187,8 +188,8 @@ static void check_ending_beside(sw_comm *host)
 {
     sw_comm_ops ops = *host->ops;
     const sw_comm_ops *plain = host->ops;
-    sw_lookout lookout = {.host = host};
-    sw_peers *peers = connect(&lookout, INT64_C(1000) * MS);
+    sw_watchdog watchdog = {.host = host};
+    sw_peers *peers = connect(&watchdog, INT64_C(1000) * MS);
     sw_error reason, said;
     ops.tell_hosts = note_hosts;
     host->ops = &ops;
