@@ -106,7 +106,8 @@ class DriftCheck:
             if self._pinned:
                 self._compare_addresses(addresses)
             self._addresses = addresses
-        self.check_writes()
+        if self._versions is not None:
+            self.check_writes()
 
     def _is_swapped(self) -> bool:
         """Return True if what differs are tensors in place of parameters for one call: plain, or of torch's functional_call."""
@@ -151,10 +152,8 @@ class DriftCheck:
 
     def check_writes(self) -> None:
         """Raise Error if a parameter that a host shares was written to since the last call or accept_writes()."""
-        if self._versions is None or self._versions == (now := self._read_versions()):
-            return
-        before, self._versions = self._versions, now
-        for name, old, new in zip(self._table.names, before, now):
+        before, self._versions = self._versions, None if self._versions is None else self._read_versions()
+        for name, old, new in zip(self._table.names, before or (), self._versions or ()):
             if old != new:
                 raise Error(
                     f"parameter {name!r} was written to, and the host's ranks share it: each rank that wrote has changed it for "
