@@ -257,7 +257,7 @@ sw_status sw_bootstrap_call(sw_bootstrap *bootstrap, const char *const *addresse
                         cause.message);
 }
 
-/* Gifts
+/* Messages with a file descriptor
  * ------------------------------------------------------------------------------------------ */
 
 sw_status sw_bootstrap_take(sw_bootstrap *bootstrap, const char *label, sw_fd_message *fd_message,
@@ -329,7 +329,7 @@ static void name_missing(void *context, sw_wait_text *text)
             return;
 }
 
-/* Strangers
+/* Unproven peers
  * ------------------------------------------------------------------------------------------ */
 
 /* Remove an unproven peer. `keep`: its socket has become a link. */

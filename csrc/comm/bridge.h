@@ -51,15 +51,15 @@ typedef struct sw_wire {
 
 /* The kind of a message; with its number it forms the tag. */
 typedef enum sw_message {
-    SW_MESSAGE_FRAME = 0, /* numbered by hop (hier_carrier_state.h) */
-    SW_MESSAGE_BESIDE,    /* numbered by agreement */
-    SW_MESSAGE_PARTIAL,   /* numbered by block, counted over all operations */
-    SW_MESSAGE_RESULT,    /* likewise */
-    SW_MESSAGE_STANDING,  /* likewise: results of the previous round, for the carrier that adds to
-                             them */
-    SW_MESSAGE_SLICE,     /* likewise: updated slices */
-    SW_MESSAGE_END,       /* below 16: a host has ended; the wire uses the other numbers */
-    SW_MESSAGE_PROBE,     /* numbered separately: tests the connection */
+    SW_MESSAGE_FRAME = 0,   /* numbered by hop (hier_carrier_state.h) */
+    SW_MESSAGE_BESIDE,      /* numbered by agreement */
+    SW_MESSAGE_PARTIAL,     /* numbered by block, counted over all operations */
+    SW_MESSAGE_RESULT,      /* likewise */
+    SW_MESSAGE_ACCUMULATED, /* likewise: results of the previous round, for the carrier that adds to
+                            them */
+    SW_MESSAGE_SLICE,       /* likewise: updated slices */
+    SW_MESSAGE_END,         /* below 16: a host has ended; the wire uses the other numbers */
+    SW_MESSAGE_PROBE,       /* numbered separately: tests the connection */
 } sw_message;
 
 typedef struct sw_transfer {

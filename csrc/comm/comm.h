@@ -52,7 +52,7 @@ typedef struct sw_fold_plan {
     bool (*next_run)(void *context, size_t cursor, size_t end, size_t *begin, size_t *numel);
     /* Valid once resolved: true if some rank's contributions lack the accumulated result, which
      * must be added to them. NULL: no contribution ever lacks it. */
-    bool (*stands)(void *context);
+    bool (*accumulates)(void *context);
     /* Before elements [begin, begin + numel) are folded, add the accumulated result to the
      * contributions that lack it and are mapped here. `accumulated`: `numel` elements of one slice.
      * Only the rank that folds these contributions reads them. */

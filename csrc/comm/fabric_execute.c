@@ -69,11 +69,11 @@ static void fold(sw_fabric *fabric, const sw_pending *pending, uint32_t ticket,
         return;
     }
     plan->resolve(plan->context, fabric->contributes, &scale);
-    bool stands = pending->op.result && plan->stands && plan->stands(plan->context);
+    bool accumulates = pending->op.result && plan->accumulates && plan->accumulates(plan->context);
     for (size_t cursor = range->begin;
          cursor < range->end && plan->next_run(plan->context, cursor, range->end, &begin, &numel);
          cursor = begin + numel) {
-        if (stands)
+        if (accumulates)
             plan->add_accumulated(plan->context, begin, numel,
                                   (const uint8_t *)pending->op.result +
                                       (begin - range->origin) *

@@ -8,8 +8,8 @@
  * only owners keep. That is cut by rank too if some host has no owner of some slice: then results
  * go only to hosts with one.
  *
- * Contributions that stand on the previous round's results (plan->stands) do not include them. The
- * owner's host sends those results one block ahead, and each carrier adds them to its ranks'
+ * Contributions that stand on the previous round's results (plan->accumulates) do not include them.
+ * The owner's host sends those results one block ahead, and each carrier adds them to its ranks'
  * contributions. */
 #include <string.h>
 
@@ -32,9 +32,9 @@ typedef struct reduction {
     size_t element_bytes, partial_bytes;
     size_t owned; /* elements of an owner's slice */
     double scale;
-    bool crosses;           /* some host has no owner of some slice */
-    bool stands, exchanges; /* some contributions stand on the previous results; some of those on
-                             * other hosts */
+    bool crosses;                /* some host has no owner of some slice */
+    bool accumulates, exchanges; /* some contributions stand on the previous results; some of those
+                                  * on other hosts */
     const bool *contributes, *host_contributes; /* borrowed: by rank, by host */
     const char *what;                           /* borrowed */
     uint32_t ticket;
@@ -215,7 +215,7 @@ static sw_status begin_accumulated(sw_carrier *carrier, const batch_block *piece
     SW_FOR_OTHER_HOSTS(carrier, g)
     {
         size_t unused, theirs = block_of(carrier, work, g, piece->block, &unused);
-        if (sw_bridge_receive(&carrier->bridge, g, SW_MESSAGE_STANDING, piece->number,
+        if (sw_bridge_receive(&carrier->bridge, g, SW_MESSAGE_ACCUMULATED, piece->number,
                               at->partial[g], theirs * work->element_bytes, &at->accumulated_in[g],
                               err) != SW_OK)
             return sw_carrier_blame(carrier, work->what, err);
@@ -227,7 +227,7 @@ static sw_status begin_accumulated(sw_carrier *carrier, const batch_block *piece
     sw_carrier_touch_end(carrier);
     SW_FOR_OTHER_HOSTS(carrier, g)
     {
-        if (sw_bridge_send(&carrier->bridge, g, SW_MESSAGE_STANDING, piece->number, results,
+        if (sw_bridge_send(&carrier->bridge, g, SW_MESSAGE_ACCUMULATED, piece->number, results,
                            own * work->element_bytes, &at->accumulated_out[g], err) != SW_OK)
             return sw_carrier_blame(carrier, work->what, err);
     }
@@ -247,7 +247,7 @@ static sw_status send_partial(sw_carrier *carrier, const batch_block *piece, int
     SW_TRY(sw_carrier_touch_begin(carrier, err));
     if (work->exchanges)
         add_accumulated(work, begin, numel, at->partial[to]);
-    else if (work->stands)
+    else if (work->accumulates)
         add_accumulated_here(carrier, work, begin, numel);
     size_t bytes;
     const uint8_t *partial = fold_host(carrier, work, begin, numel, at->partial[to]);
@@ -296,7 +296,7 @@ static void finish_own(sw_carrier *carrier, const reduction *work, const sw_carr
     const sw_op *op = &work->pending->op;
     uint8_t **partial = carrier->elements;
     size_t run, run_numel;
-    if (work->stands)
+    if (work->accumulates)
         add_accumulated_here(carrier, work, begin, numel);
     if (work->host_contributes[hier->host])
         partial[hier->host] = fold_host(carrier, work, begin, numel, at->partial[hier->host]);
@@ -438,7 +438,7 @@ static sw_status resolve(sw_carrier *carrier, reduction *work, bool *contributes
         plan->resolve(plan->context, contributes, &work->scale);
     work->owned = sw_comm_slice_numel(work->cut.numel, work->element_bytes,
                                       sw_op_slice_count(&work->pending->op, map->world_size));
-    work->stands = plan && plan->stands && plan->stands(plan->context);
+    work->accumulates = plan && plan->accumulates && plan->accumulates(plan->context);
     bool any = next_run(work, 0, work->pending->op.numel, &begin, &numel), has_contributor = false;
     sw_carrier_touch_end(carrier);
     memset(host_contributes, 0, (size_t)map->host_count * sizeof(bool));
@@ -448,7 +448,7 @@ static sw_status resolve(sw_carrier *carrier, reduction *work, bool *contributes
     }
     work->contributes = contributes;
     work->host_contributes = host_contributes;
-    work->exchanges = work->stands && (work->kept == KEPT_BY_OWNER || work->crosses);
+    work->exchanges = work->accumulates && (work->kept == KEPT_BY_OWNER || work->crosses);
     work->block_count = any && has_contributor ? work->cut.block_count : 0;
     return SW_OK;
 }

@@ -13,8 +13,8 @@
  *
  * Thread rule: one at a time per watchdog; the host's communicator may be in use by another thread.
  */
-#ifndef SW_COMM_LOOKOUT_H
-#define SW_COMM_LOOKOUT_H
+#ifndef SW_COMM_WATCHDOG_H
+#define SW_COMM_WATCHDOG_H
 
 #include "comm/wait.h"
 

@@ -507,7 +507,7 @@ PyObject *sw_py_reducer_close_pending(PyObject *op, PyObject *Py_UNUSED(unused))
     return none_or_null(run_whole_round(self));
 }
 
-/* Returns 1 if `.grad` appears to hold a gradient that no round has averaged: a tensor, but not a
+/* Returns 1 if `.grad` appears to hold a gradient that no round has averaged: a tensor, but not an
  * accumulated mean of which this rank has only a slice. Returns 0 if not, -1 with an exception. */
 static int holds_contribution(reducer_object *self, size_t index)
 {
@@ -566,7 +566,7 @@ static int follow_accumulated(reducer_object *self, PyObject *accumulated)
     for (size_t i = 0; list && i < count && i < (size_t)PyList_Size(list); ++i) {
         int flag = PyObject_IsTrue(PyList_GetItem(list, (Py_ssize_t)i));
         if (flag > 0)
-            sw_reducer_stand(self->reducer, i);
+            sw_reducer_accumulate(self->reducer, i);
         if (flag < 0 || (flag && sw_py_gradient_keep(self, i) < 0))
             ENGINE_CLEAR(list);
     }

@@ -65,7 +65,7 @@ static int flag_of(PyObject *view, const char *name)
 /* Returns whether the contribution of a parameter adds to the accumulated mean; -1 with an
  * exception.
  */
-static int stands(reducer_object *self, size_t index, bool *is_ours)
+static int accumulates(reducer_object *self, size_t index, bool *is_ours)
 {
     SW_PY_OWNED *param = sw_py_item(self->params, index);
     SW_PY_OWNED *grad = param ? PyObject_GetAttr(param, self->grad_name) : NULL;
@@ -114,7 +114,7 @@ static int place_from(reducer_object *self, size_t index, bool is_ours, bool acc
 int sw_py_sliced_place(reducer_object *self, size_t index)
 {
     bool is_ours;
-    int accumulated = stands(self, index, &is_ours);
+    int accumulated = accumulates(self, index, &is_ours);
     SW_PY_OWNED *holder =
         accumulated < 0 ? NULL : sw_py_item(is_ours ? self->views : self->params, index);
     return holder ? place_from(self, index, is_ours, accumulated, holder) : -1;
@@ -127,11 +127,12 @@ int sw_py_sliced_declare_accumulated(reducer_object *self)
         return 0;
     for (size_t i = 0; i < layout->param_count; ++i) {
         bool is_ours;
-        int accumulated = sw_reducer_is_placed(self->reducer, i) ? 0 : stands(self, i, &is_ours);
+        int accumulated =
+            sw_reducer_is_placed(self->reducer, i) ? 0 : accumulates(self, i, &is_ours);
         if (accumulated < 0)
             return -1;
         if (accumulated)
-            sw_reducer_stand(self->reducer, i);
+            sw_reducer_accumulate(self->reducer, i);
     }
     return 0;
 }
@@ -143,7 +144,7 @@ int sw_py_sliced_announce(reducer_object *self)
     char *bytes = said ? PyBytes_AsString(said) : NULL;
     bool is_ours;
     for (size_t i = 0; bytes && i < count; ++i) {
-        int accumulated = stands(self, i, &is_ours);
+        int accumulated = accumulates(self, i, &is_ours);
         if (accumulated < 0)
             return -1;
         bytes[i] = accumulated == 1;

@@ -80,7 +80,7 @@ static bool plan_next_run(void *context, size_t cursor, size_t end, size_t *begi
     return found;
 }
 
-static bool plan_stands(void *context)
+static bool plan_accumulates(void *context)
 {
     return ((const host_bucket *)context)->any_accumulated;
 }
@@ -136,7 +136,7 @@ void sw_bucket_plan(host_bucket *b, bool accumulated)
     b->plan = (sw_fold_plan){.context = b,
                              .resolve = plan_resolve,
                              .next_run = plan_next_run,
-                             .stands = accumulated ? plan_stands : NULL,
+                             .accumulates = accumulated ? plan_accumulates : NULL,
                              .add_accumulated = accumulated ? plan_add_accumulated : NULL};
     b->op.plan = &b->plan;
 }

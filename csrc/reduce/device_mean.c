@@ -360,7 +360,7 @@ static sw_status widen_run(const slicing *s, size_t begin, size_t end, bool is_a
                 err));
     SW_TRY(rescale(m, wide, s->dtype, end - begin, err));
     if (is_accumulated &&
-        m->active != m->divisor) /* the mean stands under only some contributions */
+        m->active != m->divisor) /* only some contributions are on top of the mean */
         SW_TRY(cast(m, to, s->dtype, to, s->dtype, end - begin,
                     (float)((double)m->active / m->divisor), err));
     return is_accumulated ? launch(m, SW_KERNEL_FOLD, &sum, err) : SW_OK;
@@ -412,7 +412,7 @@ static size_t piece_begin(const sw_device_mean *m, const sw_device_range *bucket
 }
 
 /* Describe the reduction of this rank's slice. The transport reduces into the slice itself
- * (is_made) if no mean stands there. */
+ * (is_made) if no mean is there. */
 static slicing slicing_of(const sw_device_mean *m, const sw_device_range *bucket, void *slice,
                           bool is_accumulated)
 {

@@ -29,7 +29,7 @@
  * form none. Use bytes travel in a launch's arguments, so the GPU reads no host memory.
  *
  * On a GPU ranks do not wait for one another on the host. So each assumes that the others took the
- * same steps and have the same gradients on top of a accumulated mean. A tag records both; if tags
+ * same steps and have the same gradients on top of an accumulated mean. A tag records both; if tags
  * differ, all ranks raise before a later forward.
  */
 #include <stdio.h>

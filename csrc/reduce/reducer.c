@@ -369,7 +369,7 @@ sw_status sw_reducer_mark(sw_reducer *reducer, size_t param, int64_t task, bool 
     return SW_OK;
 }
 
-void sw_reducer_stand(sw_reducer *reducer, size_t param)
+void sw_reducer_accumulate(sw_reducer *reducer, size_t param)
 {
     reducer->params[param].accumulated = 1;
 }

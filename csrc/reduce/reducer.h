@@ -239,7 +239,7 @@ SW_MUST_USE sw_status sw_reducer_exchange_use(sw_reducer *reducer, sw_error *err
 
 /* Sliced, before sw_reducer_exchange_use(): record that the contribution of `param`, not placed
  * yet, is on top of the accumulated mean. */
-void sw_reducer_stand(sw_reducer *reducer, size_t param);
+void sw_reducer_accumulate(sw_reducer *reducer, size_t param);
 /* After sw_reducer_exchange_use(): return the number of ranks that recorded it. */
 size_t sw_reducer_accumulated_ranks(const sw_reducer *reducer, size_t param);
 /* Return the first byte of a bucket in this rank's memory; sliced in a pool: of its shared slot. */

@@ -15,7 +15,7 @@
 #include "comm/bootstrap.h"
 #include "fuzz.h"
 
-enum { STRANGERS = 3, ROOM = 512 };
+enum { UNPROVEN = 3, ROOM = 512 };
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 
@@ -132,7 +132,7 @@ static void call_as_stranger(rank_side *self)
 static void *join_after_strangers(void *argument)
 {
     rank_side *self = argument;
-    int unproven = fuzz_take(self->script) % (STRANGERS + 1);
+    int unproven = fuzz_take(self->script) % (UNPROVEN + 1);
     bool lies = fuzz_take(self->script) % 2;
     for (int i = 0; i < unproven; ++i)
         call_as_stranger(self);

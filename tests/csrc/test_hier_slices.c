@@ -10,7 +10,7 @@
 typedef struct accumulated_plan { /* every contribution lacks the results of the round before */
     const sw_arena *arena;
     int world_size;
-    bool stands;
+    bool accumulates;
 } accumulated_plan;
 
 static void all_contribute(void *context, bool *contributes, double *scale)
@@ -30,9 +30,9 @@ static bool next_used(void *context, size_t cursor, size_t end, size_t *begin, s
     return *begin < end;
 }
 
-static bool says_stands(void *context)
+static bool says_accumulates(void *context)
 {
-    return ((const accumulated_plan *)context)->stands;
+    return ((const accumulated_plan *)context)->accumulates;
 }
 
 static void add_accumulated(void *context, size_t begin, size_t numel, const void *accumulated)
@@ -75,7 +75,7 @@ static bool reduces_slices(rank_context *self, scene *s, sw_comm *comm, size_t n
     sw_fold_plan plan = {.context = &context,
                          .resolve = all_contribute,
                          .next_run = next_used,
-                         .stands = says_stands,
+                         .accumulates = says_accumulates,
                          .add_accumulated = add_accumulated};
     if (comm->ops->arena_create(comm, numel * sizeof(float), "parts", &arena, &self->err) !=
             SW_OK ||
@@ -93,7 +93,7 @@ static bool reduces_slices(rank_context *self, scene *s, sw_comm *comm, size_t n
         float *data = (float *)(void *)arena->base[self->rank];
         for (size_t k = 0; k < numel; ++k)
             data[k] = ranks_value(self->rank, k, step);
-        context.stands = step > 0;
+        context.accumulates = step > 0;
         sw_op op = {.kind = SW_OP_REDUCE_SCATTER,
                     .dtype = SW_DTYPE_FLOAT32,
                     .redop = SW_REDOP_MEAN,

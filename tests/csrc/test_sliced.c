@@ -25,7 +25,7 @@ static bool uses(int rank, size_t p, int step)
     return p != 3 && (step + rank + (int)p) % 4 != 0;
 }
 
-static bool stands(int rank, size_t p, int step)
+static bool accumulates(int rank, size_t p, int step)
 {
     return step > 0 && p != 3 && (rank * 2 + step + (int)p) % 3 == 0;
 }
@@ -48,7 +48,7 @@ static float expected(int world_size, size_t p, size_t i, int step)
             continue;
         for (int r = 0; r < world_size; ++r) {
             float fresh = uses(r, p, s) ? ranks_value(r, i + 1000 * p, s) : 0.0f;
-            float contribution = stands(r, p, s) ? mean + fresh : fresh;
+            float contribution = accumulates(r, p, s) ? mean + fresh : fresh;
             sum = r == 0 ? contribution : sum + contribution;
         }
         mean = sum * (1.0f / (float)world_size);
@@ -61,7 +61,7 @@ static void place(rank_context *self, sw_reducer *reducer, size_t p, int step)
     float *at = (float *)(void *)sw_reducer_address(reducer, p);
     for (size_t i = 0; i < numel_of[p]; ++i)
         at[i] = uses(self->rank, p, step) ? ranks_value(self->rank, i + 1000 * p, step) : 0.0f;
-    sw_reducer_place(reducer, p, stands(self->rank, p, step));
+    sw_reducer_place(reducer, p, accumulates(self->rank, p, step));
 }
 
 static void place_bucket(rank_context *self, sw_reducer *reducer, size_t bucket, int step)

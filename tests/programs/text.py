@@ -242,7 +242,7 @@ class State:
     def begin_round(self) -> bool:
         """A backward that averages. False where the program would owe no bits that can be compared.
 
-        At zero >= 2 what backwards inside no_sync() add to a accumulated mean is summed by itself and added to the mean then; whole
+        At zero >= 2 what backwards inside no_sync() add to an accumulated mean is summed by itself and added to the mean then; whole
         gradients are added one by one. That is rounding, which SGD passes on as it is; Adam may make a step of it where gradients cancel.
         """
         if self.is_broken:

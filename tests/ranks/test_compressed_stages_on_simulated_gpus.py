@@ -1,5 +1,5 @@
 """Law: compressors keep the promises of zero=2 and 3 between GPUs (test_compressed_gradients_at_every_stage, body for
-body): the bits of the naive compressor, also on a accumulated mean. Over meshes of two dimensions they have the bits of
+body): the bits of the naive compressor, also on an accumulated mean. Over meshes of two dimensions they have the bits of
 zero=0.
 """
 

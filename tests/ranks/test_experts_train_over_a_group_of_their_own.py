@@ -103,7 +103,7 @@ def test_accumulation_overflow_and_experts_without_tokens(rank, world_size):
             with model.no_sync():
                 backward(model, 3 * step, rank)
             backward(model, 3 * step + 1, rank)
-            backward(model, 3 * step + 2, rank)  # on top of a accumulated mean
+            backward(model, 3 * step + 2, rank)  # on top of an accumulated mean
             optimizer.step()
         found = sw.full_state_dict(model)
         first = first or found

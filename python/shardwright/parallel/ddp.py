@@ -313,7 +313,7 @@ class DistributedDataParallel(TorchDDP):
 
         With groups=, `state` is a dict: one state for each key of groups=, and under None that of the rest. At zero >= 2 a
         bucket (of 8 MiB at most; on a GPU at zero=3 one unit) holds whole contributions, and this rank keeps its slice of the
-        result, to which a accumulated mean is added.
+        result, to which an accumulated mean is added.
 
         Raises
         ------

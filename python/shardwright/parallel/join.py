@@ -186,7 +186,7 @@ class Announcer:
         return members[announced["member"]], announced
 
     def announce_round(self, accumulated: bytes) -> None:
-        """Announce a round as it opens, on GPUs at zero >= 2, and which contributions add to a accumulated mean. Collective."""
+        """Announce a round as it opens, on GPUs at zero >= 2, and which contributions add to an accumulated mean. Collective."""
         self._announce_to_joined("round", 0, list(accumulated))
 
     def announce_unit(self, unit: int) -> None:
