@@ -335,3 +335,16 @@ def test_every_way_out_of_torch_reads_through_the_guard(rank, world_size, zero):
 
     assert in_a_child(read) == ""
     gather(None)
+
+
+@on_every_rank(at_least=2)
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_an_older_wrapper_that_is_still_held_does_not_disturb_a_child(rank, world_size, zero):
+    older, _ = trained(zero)
+    model, optimizer = sw.wrap(sw.unwrap(older), torch.optim.SGD(sw.unwrap(older).parameters(), lr=0.5), zero=zero)
+    expected = repr(float(sw.unwrap(model)(batch(0, 4, 7)).double().sum()))
+    child = Child(lambda: READS["the module"](model))
+    assert child() == expected
+    child.close()
+    internals.comm(model).barrier()
+    step(model, optimizer, rank, 0)

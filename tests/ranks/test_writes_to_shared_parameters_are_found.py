@@ -2,6 +2,9 @@
 other write to a shared parameter is an error with its name on all ranks.
 """
 
+import contextlib
+
+import internals
 import pytest
 import torch
 from harness import gather, on_every_rank
@@ -106,3 +109,17 @@ def test_a_write_is_found_when_the_module_is_wrapped_again(rank, world_size, wri
                 parameter.mul_(0.5)
     with pytest.raises(sw.Error, match="parameter 'inner.0.weight' was written to"):
         sw.wrap(bare, torch.optim.SGD(bare.parameters(), lr=0.1))
+
+
+@on_every_rank(at_least=2)
+def test_a_write_of_the_engine_that_failed_is_not_the_programs(rank, world_size):
+    """A step that ended in an exception has written, perhaps on some ranks alone; the module can be wrapped again."""
+    model, _ = wrap("samples")
+    gather(None)
+    with contextlib.suppress(ValueError), internals.replica(model).access.writing():
+        if rank == 0:
+            next(sw.unwrap(model).parameters()).data.fill_(1.0)
+        gather(None)
+        raise ValueError("in a step")
+    again, optimizer = sw.wrap(sw.unwrap(model), torch.optim.SGD(sw.unwrap(model).parameters(), lr=0.1), zero=3)
+    train(again, optimizer, rank)

@@ -78,11 +78,12 @@ class ShardedGradient(torch.Tensor):
 
     def rewrite(self, whole: torch.Tensor, piece: torch.Tensor) -> None:
         """Replace the average, on all ranks. `piece`: this rank's slice of `whole`."""
+        module = self._module
         self.piece.copy_(piece)
         if self._held is not self.piece:
             self._held.copy_(whole)
         self._cleared = False
-        self._module.forget_norms()
+        module.forget_norms()
 
     def clipped(self, max_norm: float) -> torch.Tensor:
         """Return the memory of an averaged gradient for a GPU's clipping kernels, and note the clipping."""
@@ -159,10 +160,11 @@ def _scaled(name: str) -> Callable[..., Any]:
     def scale(grad: Any, factor: Any) -> Any:
         if isinstance(factor, torch.Tensor) and (isinstance(factor, ShardedGradient) or factor.numel() != 1):
             _refuse("is scaled by one number only")
+        module = grad._module  # raises before anything has changed
         getattr(grad._held, name)(factor)
         if grad._pending is not None:
             grad._pending = getattr(grad._pending.clone(), name)(factor)
-        grad._module.scaled(grad._index, name, grad._module.number(factor))
+        module.scaled(grad._index, name, module.number(factor))
         return grad
 
     return scale
@@ -173,10 +175,11 @@ def _clamp(grad: Any, min: Any = None, max: Any = None) -> Any:
     if (min or 0) > 0 or (max or 0) < 0:
         _refuse("is clamped by numbers only, from at most 0 to at least 0")
     grad.averaged_piece()
+    module = grad._module
     for name, bound in (("clamp_min_", min), ("clamp_max_", max)):
         if bound is not None:
             getattr(grad._held, name)(bound)
-            grad._module.scaled(grad._index, name, float(bound))
+            module.scaled(grad._index, name, float(bound))
     return grad
 
 

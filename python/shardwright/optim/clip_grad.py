@@ -63,6 +63,10 @@ def clip_grad_norm_(
     """
     given = module_or_parameters
     if not isinstance(given, (torch.Tensor, torch.nn.Module)):  # a tensor and a Sequential are iterable, too
+        if not isinstance(given, Iterable):
+            raise TypeError(
+                f"clip_grad_norm_ needs a module, a tensor or several of either, got {type(given).__name__}"
+            )
         given = list(given)
     return _clip(given, max_norm, error_if_nonfinite, lambda clip: False, pp_mesh)
 

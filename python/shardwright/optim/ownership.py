@@ -267,11 +267,13 @@ class WholeTensors(Slices):
 
 def _chunks(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
     chunk: list[Entry] = []
+    nbytes = 0
     for entry in entries:
         chunk.append(entry)
-        if sum(each.parameter.nbytes for each in chunk) >= _CHUNK_BYTES:
+        nbytes += entry.parameter.nbytes
+        if nbytes >= _CHUNK_BYTES:
             yield chunk
-            chunk = []
+            chunk, nbytes = [], 0
     if chunk:
         yield chunk
 

@@ -269,7 +269,7 @@ class ShardedOptimizer(Forwarding):
         self._step_together(lambda entry: gradients[entry.index], announced)
 
     def _step_together(self, gradient_of: _GradientOf, states: Mapping[Entry, int]) -> None:
-        """Step on this rank's slices and publish them, collectively. `states`: see state_of, for its own parameters."""
+        """Step on this rank's slices and publish them, collectively. `states`: of states_of(), for its own parameters."""
         refusal: Exception | None = None
         try:
             if self._replica.link is not None:

@@ -200,7 +200,7 @@ class DistributedDataParallel(TorchDDP):
     compression_state: CompressionState | StatesOfParts | None = _of_engine("compression_state")
     _comm_hooks = _of_engine("comm_hooks")
 
-    reducer = property(ReducerFacade)
+    reducer = functools.cached_property(ReducerFacade)  # type: ignore[assignment]
     logger = functools.cached_property(DDPLogger)  # type: ignore[assignment]
     modules_buffers = property(lambda self: list(self._engine.buffers.values()))
 
@@ -230,7 +230,7 @@ class DistributedDataParallel(TorchDDP):
             return copied(super().state_dict(*args, **kwargs))
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("device_mesh", "logger", "_join_config", "__weakref__")
+        own = ("device_mesh", "logger", "reducer", "_join_config", "__weakref__")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -325,6 +325,10 @@ class DistributedDataParallel(TorchDDP):
             For torch's post-local SGD at zero >= 1.
         """
         self._check_comm_hook(hook)
+        if getattr(hook, "__module__", "").endswith(".ddp_zero_hook"):
+            raise NotImplementedError(
+                f"{getattr(hook, '__qualname__', hook)} steps on torch's buckets, which this wrapper does not have: use sw.wrap(zero=1)"
+            )
         self._register(
             self._engine.states_of_parts(state), hook, getattr(hook, "__qualname__", type(hook).__qualname__)
         )

@@ -7,6 +7,7 @@ our engine is missing, or does nothing if the engine has its effect anyway.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -19,10 +20,10 @@ from ..torch_compat.internals import set_low_precision
 
 
 class ReducerFacade:
-    """A stand-in for torch's Reducer with the methods that other libraries use. Each read of `.reducer` makes one."""
+    """A stand-in for torch's Reducer with the methods that other libraries use."""
 
     def __init__(self, wrapper: Any) -> None:
-        self._wrapper, self._engine = wrapper, wrapper._engine
+        self._wrapper = weakref.proxy(wrapper)
 
     def prepare_for_forward(self) -> None:
         """Do nothing: our forward() prepares itself."""
@@ -30,9 +31,9 @@ class ReducerFacade:
     def prepare_for_backward(self, outputs: Iterable[torch.Tensor] = ()) -> None:
         """Make the next backward synchronise, also for a graph with a forward inside no_sync()."""
         if torch.is_grad_enabled():
-            reducer = self._engine.replica.reducer
+            reducer = self._wrapper._engine.replica.reducer
             if not reducer.is_open and not reducer.pending_forward:
-                reducer.forward(self._engine.require_backward_grad_sync)
+                reducer.forward(self._wrapper.require_backward_grad_sync)
 
     def _rebuild_buckets(self) -> bool:
         return False
@@ -47,11 +48,11 @@ class ReducerFacade:
         self._wrapper.logger.set_sample_rate(rate)
 
     def _remove_autograd_hooks(self) -> None:
-        for replica in self._engine.replicas:
+        for replica in self._wrapper._engine.replicas:
             replica.retire()
 
     def _check_reducer_finalized(self) -> None:
-        if self._engine.replica.reducer.is_open:
+        if self._wrapper._engine.replica.reducer.is_open:
             raise Error("the round of the last backward was never closed: the backward ended in an exception")
 
 

@@ -549,7 +549,7 @@ class Engine:
     def run_buckets_by(
         self, replica: Replica, state: object, hook: Callable[..., Any], lease: Lease | None = None, *, is_ours: bool
     ) -> None:
-        """Let a hook average a replica's buckets: during the backward, in a thread, with a `lease` (see hook_runner)."""
+        """Let a hook average a replica's buckets: during the backward, in a thread, if there is a `lease` of one."""
         runner = replica.hook_runner(state, hook, is_ours=is_ours)
         if lease is None:
             replica.reducer.set_bucket_callback(runner)

@@ -512,6 +512,7 @@ class Replica:
             return
         self.retired = True
         _live.discard(self)
+        self.access.retire()
         _hooks.ignore_steps(self)
         if self.zero >= 2:
             self.gradients.drop()

@@ -206,8 +206,12 @@ class ParameterAccess:
         """Raise Error if a rank wrote to parameters that its host shares: the next wrapper would take them for the values."""
         if (drift := self.drift()) is not None:
             drift.check_writes()
-        if self.guard is not None:
-            self.guard.check("before the module is wrapped again")
+        if self.guard is not None:  # the caller tells the other ranks
+            self.guard.check("before the module is wrapped again", aborts=False)
+
+    def retire(self) -> None:
+        """Leave forked children to the next wrapper."""
+        _shown_to_children.discard(self)
 
     def whole(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which parameters are whole. See full_parameters."""
@@ -233,9 +237,9 @@ class ParameterAccess:
         """Guard the parameters, in a forked child. Its own children inherit what it made its own."""
         self._lock = threading.RLock()
         if not self._is_child:
-            self._is_child = self._is_pending = True
             parameters = self._table.module_parameters
             guarded, self._unguarded = guarded_classes(Inherited, self._table.names, parameters, weakly(self.settle))
+            self._is_child = self._is_pending = True
             change_classes(parameters, guarded)
 
     def _inherit_values(self) -> None:

@@ -152,6 +152,8 @@ def guarded_classes(
     """Return the classes under `base` of guarded parameters, by their own classes, and the reverse (change_classes)."""
     guarded: dict[type, type] = {}
     for own in set(map(type, parameters)) if CAN_BE_UNGUARDED else ():
+        if issubclass(own, base):  # another guard's
+            continue
         body = {
             "_shardwright_names": {id(parameter): name for name, parameter in zip(names, parameters)},
             "_shardwright_own": own,
@@ -159,7 +161,8 @@ def guarded_classes(
             "__module__": own.__module__,
             "__qualname__": own.__qualname__,
         }
-        guarded[own] = type(own)(own.__name__, (base,) if own is torch.nn.Parameter else (base, own), body)
+        make: Any = type(own)
+        guarded[own] = make(own.__name__, (base,) if own is torch.nn.Parameter else (base, own), body)
     return guarded, {kind: own for own, kind in guarded.items()}
 
 

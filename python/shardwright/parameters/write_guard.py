@@ -41,38 +41,35 @@ class SampledParameters:
         self._stride = torch.tensor(stride, dtype=torch.int64, device="cpu")
         self._of = of  # the parameter of each sample
         self._phase = 0
-        self._is_writing = False
         self._take()
 
     def _take(self) -> None:
         self._phase += 1
         self._places = self._first + self._phase % self._stride if self._of else self._first
         self._samples = self._words[self._places]
+        self._is_known = True  # False while ranks write
 
-    def check(self, when: str) -> None:
+    def check(self, when: str, *, aborts: bool = True) -> None:
         """Raise Error if a sample has changed since the last step or full_parameters(writable=True) ended."""
-        if self._is_writing:
+        if not self._is_known:
             return
         now = self._words[self._places]
         if not torch.equal(now, self._samples):
-            self._fail(self._of[int((now != self._samples).nonzero()[0])], when)
+            self._fail(self._of[int((now != self._samples).nonzero()[0])], when, aborts)
 
-    def _fail(self, index: int, when: str) -> None:
+    def _fail(self, index: int, when: str, aborts: bool) -> None:
         message = (
             f"parameter {self._names[index]!r} was written to outside of the step (found {when}, by write_guard='samples'), and the "
             "host's ranks share it, so that it has changed for all: write inside `with sw.full_parameters(module, writable=True)`, where averages "
             "of weights (EMA, SWA) are swapped in and out too"
         )
-        if self._comm.is_alive:
+        if aborts and self._comm.is_alive:
             self._comm.abort(message)
         raise Error(message)
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
         """Allow writes inside, where forwards check nothing: a faster rank may be out. Ends with a barrier of all ranks."""
-        self._is_writing = True
-        try:
-            yield
-        finally:
-            self._is_writing = False
+        self._is_known = False  # an exception leaves it so: other ranks may still write
+        yield
         self._take()
