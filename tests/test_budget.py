@@ -32,7 +32,6 @@ LINES = {
 }
 #: lines of C, headers and sources: the engine, and the check of its kernels that the tools import
 C_LINES = {"csrc": 43_638, "csrc_check": 1_538}
-C_LINES = {"csrc": 43_638, "csrc_check": 1_538}
 
 
 def lines_of(path: Path) -> int:
