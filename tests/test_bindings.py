@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
 import itertools
 import os
 import signal
@@ -24,6 +25,7 @@ import pytest
 from shardwright import _engine as engine
 
 KEEP: dict[str, Any] = {"own": None, "own_sources": [], "image": 0, "image_bytes": 0, "timeout_s": 5.0, "device": None}
+SGD = {"lr": 0.1, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False}
 BEGIN: dict[str, Any] = {
     "nonce": "n",
     "replaces": "",
@@ -146,6 +148,143 @@ def test_a_hook_that_a_destructor_calls_finds_no_reducer(collected: bool) -> Non
             gc.collect()
         # the collector calls __del__ first, and the hook of a whole reducer raises that it has no tensors
         assert found == ([] if collected else [None] * 50)
+
+    in_a_child(law)
+
+
+def test_a_hook_that_a_subclass_drops_with_its_attributes_finds_no_reducer() -> None:
+    class Derived(engine.Reducer): ...
+
+    def law() -> None:
+        comm, found = engine.HostComm(0, 1), []
+        for _ in range(50):
+            each = Derived(comm, [("p", 4, "float32", True)])
+            each.mine = AtEnd(lambda hook=each.hook(0): found.append(hook(None)))  # type: ignore[attr-defined]
+            del each
+        assert found == [None] * 50 and sys.getrefcount(comm) == 2
+
+    in_a_child(law)
+
+
+@pytest.mark.parametrize("name", ["timeout_s", "silent_s", "warn_after_s"])
+def test_a_period_whose_reading_closes_the_communicator_is_refused(name: str) -> None:
+    def law() -> None:
+        kept = []
+        for _ in range(20):
+            comm = engine.HostComm(0, 1)
+
+            class Seconds:
+                def __float__(self, comm: engine.HostComm = comm) -> float:
+                    comm.close()
+                    kept.append(engine.HostComm(0, 1))  # which may get the memory of the closed one
+                    return 5.0
+
+            with pytest.raises(ValueError, match=f"HostComm: {name} cannot be set: the communicator is not open"):
+                setattr(comm, name, Seconds())
+        assert not any(getattr(each, name) == 5.0 for each in kept)
+
+    in_a_child(law)
+
+
+@pytest.mark.parametrize("act", ["unfreeze", "renew", "hook", "sliced"])
+def test_views_that_another_takes_out_of_the_list_are_not_used(act: str) -> None:
+    def law() -> None:
+        import torch
+
+        sliced = act == "sliced"
+        each = engine.Reducer(engine.HostComm(0, 1), [("p", 4, "float32", True)], bucket_cap_bytes=64, sliced=sliced)
+        params, views = [torch.zeros(4, requires_grad=True)], [torch.from_dlpack(each.gradient(0, (4,)))]
+        kept = views[0]  # so that an average renews the view
+        calls = {"copy": lambda *_: None, "open": lambda: True, "task_id": lambda: -1}
+        each.attach(params, views, renew=lambda _: views.clear(), layouts=None, **calls)
+        params[0].grad = torch.ones(4)
+        if act == "unfreeze":
+            views.clear()
+            each.mark_unfrozen(0)
+            return
+        if act != "renew":
+            views.clear()
+        with pytest.raises(IndexError, match="list index out of range"):
+            each.hook(0)(params[0]) if act == "hook" else each.average()
+        assert kept.shape == (4,)
+
+    in_a_child(law)
+
+
+def test_an_init_that_an_argument_runs_again_makes_one_saver(tmp_path: Path) -> None:
+    def law() -> None:
+        saver = engine.CheckpointSaver.__new__(engine.CheckpointSaver)
+        inner: list[None] = []
+
+        class Host:
+            def __index__(self) -> int:
+                if not inner:
+                    inner.append(None)
+                    saver.__init__(0, 1)  # type: ignore[misc]
+                return 0
+
+        before = len(os.listdir("/proc/self/task"))
+        with pytest.raises(TypeError, match="CheckpointSaver: already initialised"):
+            saver.__init__(0, 1, None, [Host()], str(tmp_path / "channel"))  # type: ignore[misc,list-item]
+        saver.close()
+        assert inner and len(os.listdir("/proc/self/task")) == before
+
+    in_a_child(law)
+
+
+class Changing:
+    """A shape of one dimension that is `first` when it is read first, and large later."""
+
+    def __init__(self, first: int) -> None:
+        self.first, self.read = first, 0
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, i: int) -> int:
+        if i:
+            raise IndexError
+        self.read += 1
+        return self.first if self.read == 1 else 1 << 30
+
+
+def makers_of_tensors(folder: Path) -> dict[str, Callable[[Any, Any], object]]:
+    """Functions of (shape, strides) that make a capsule over memory for 16 float32."""
+    comm = engine.HostComm(0, 1)
+    arena = comm.arena(4096)
+    units = engine.Units(arena, [("u", 4096, [(0, 0, 0, 4096, False)])], 0, "m")
+    file = engine.StateFile(str(folder), "m", 1 << 16)
+    address = file.grow(4096)
+    made = engine.Reducer(comm, [("p", 16, "float32", True)], bucket_cap_bytes=1 << 12)
+    return {
+        "arena": lambda shape, strides: arena.tensor(4096 - 64, "float32", shape, strides),
+        "units": lambda shape, strides: units.tensor(0, 4096 - 64, 16, "float32", shape, strides),
+        "file": lambda shape, strides: file.tensor(address + 4096 - 64, "float32", shape, strides, file),
+        "gradient": lambda shape, strides: made.gradient(0, shape, strides),
+    }
+
+
+@pytest.mark.parametrize("kind", ["arena", "units", "file", "gradient"])
+def test_a_tensor_reaches_no_byte_outside_its_memory(kind: str, tmp_path: Path) -> None:
+    def law() -> None:
+        import torch
+
+        make = makers_of_tensors(tmp_path)[kind]
+        assert torch.from_dlpack(make(Changing(16), None)).shape == (16,)  # type: ignore[arg-type]
+        assert torch.from_dlpack(make((4, 4), (1, 4))).stride() == (1, 4)  # type: ignore[arg-type]
+        for shape, strides in [((16,), (2,)), ((4, 4), (5, 1)), ((2, 8), (1 << 40, 1)), ((17,), None)]:
+            with pytest.raises(ValueError, match="leave|has 17 elements"):
+                make(shape, strides)
+        for shape, strides, why in [
+            ((16,), (-1,), "strides: stride must be at least 0, got -1"),
+            ((-16,), None, "shape: size must be at least 0, got -16"),
+            ((16,), (1, 1), "strides must have 1 values, as shape has, got 2"),
+            ((3, 3), (1 << 62, 1 << 62), "shape overflows the address space"),
+            ((0, 1 << 62, 1 << 62), None, "shape overflows the address space"),
+            ((1,) * 65, None, "shape must have at most 64 dimensions, got 65"),
+        ]:
+            with pytest.raises(ValueError, match=why):
+                make(shape, strides)
 
     in_a_child(law)
 
@@ -403,10 +542,9 @@ def test_a_child_that_was_forked_beside_a_call_does_not_wait_for_its_end(tmp_pat
 
     def law() -> None:
         begun = time.monotonic()
-        try:
+        with pytest.raises(RuntimeError, match="this process was forked") as refused:
             file.forget()
-        except RuntimeError as refused:
-            assert "forked while a thread of its parent was inside the StateFile" in str(refused)
+        if "forked while a thread of its parent was inside the StateFile" in str(refused.value):
             os.write(said[1], b"x")
         assert time.monotonic() - begun < 5
 
@@ -421,6 +559,33 @@ def test_a_child_that_was_forked_beside_a_call_does_not_wait_for_its_end(tmp_pat
     os.close(said[1])
     assert os.read(said[0], 64), "no child was forked during a call"
     os.close(said[0])
+
+
+def test_a_forked_child_leaves_the_state_file_to_its_parent(tmp_path: Path) -> None:
+    import ctypes
+
+    import torch
+
+    file = engine.StateFile(str(tmp_path), "m", 1 << 16)
+    address = file.grow(8192)
+    one, number = [torch.ones(4)], [torch.zeros(())]
+    state = [torch.from_dlpack(file.tensor(address + 4096 * i, "float32", (4,), None, file)) for i in range(2)]  # type: ignore[arg-type]
+    names = {"lr": 1.0, "beta1": 0.9, "beta2": 0.9, "eps": 1e-8, "weight_decay": 0.0, "decoupled": True}
+
+    def law() -> None:
+        for call in (
+            lambda: file.grow(4096),
+            lambda: file.tensor(address, "float32", (4,), None, file),
+            file.forget,
+            lambda: engine.adam_step(one, one, state[:1], state[1:], None, number, None, state_file=file, **names),
+        ):
+            with pytest.raises(RuntimeError, match="this process was forked from the one that made the StateFile"):
+                call()
+        engine.StateFile(str(tmp_path), "m", 1 << 16).grow(4096)
+
+    in_a_child(law)
+    assert file.nbytes == 8192 and ctypes.string_at(file.grow(4096), 4) == bytes(4)
+    assert engine.adam_step(one, one, state[:1], state[1:], None, number, None, state_file=file, **names) == []
 
 
 # arguments ----------------------------------------------------------------------------------------------------------
@@ -463,7 +628,38 @@ def test_arguments_are_refused_in_one_sentence() -> None:
             r"warm: nbytes must be an int in \[0, 2\*\*64\), got -1",
             lambda: engine.CheckpointSaver(0, 1).warm(-1),
         ),
+        (
+            ValueError,
+            "powersgd: errors must have one address a matrix, 1, not 0",
+            lambda: engine.powersgd_error([(0, 0, 0, 0, 0, 4, 4, 1, 0, "float32")], []),
+        ),
+        (TypeError, "attach: copy is missing", lambda: reducer(comm).attach([], [])),  # type: ignore[call-arg]
+        (TypeError, "sgd_step: first is missing", lambda: engine.sgd_step([], [], None, None, **SGD)),  # type: ignore[call-arg]
     ]
     for kind, sentence, call in refused:
         with pytest.raises(kind, match="^" + sentence):
             call()
+
+
+def test_a_period_is_refused_in_the_sentence_of_its_fault() -> None:
+    comm = engine.HostComm(0, 1)
+    for name, range in (("timeout_s", r"\(0, 1e9"), ("silent_s", r"\[0, 1e9"), ("warn_after_s", r"\[0, 1e9")):
+        before = getattr(comm, name)
+        for wrong in (float("nan"), float("inf"), -1.0, 1e-12):
+            with pytest.raises(ValueError, match=rf"^HostComm: {name} must be in {range}\] seconds$"):
+                setattr(comm, name, wrong)
+        with pytest.raises(TypeError, match=f"^HostComm: cannot delete {name}$"):
+            delattr(comm, name)
+        assert getattr(comm, name) == before
+        setattr(comm, name, 1e-9)
+        assert getattr(comm, name) == 1e-9
+    comm.close()
+    with pytest.raises(ValueError, match="^HostComm: timeout_s cannot be set: the communicator is not open$"):
+        comm.timeout_s = 5.0
+
+
+def test_each_text_signature_is_one_of_python() -> None:
+    owners = [engine, *(each for each in vars(engine).values() if isinstance(each, type))]
+    named = [(owner, each) for owner in owners for each in vars(owner).values() if callable(each)]
+    read = [inspect.signature(each) for _, each in named if getattr(each, "__text_signature__", None)]
+    assert len(read) > 100

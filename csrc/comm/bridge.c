@@ -117,7 +117,9 @@ sw_status sw_bridge_wait(sw_bridge *bridge, sw_transfer *transfer, sw_error *err
 
 void sw_bridge_drop(sw_bridge *bridge, sw_transfer *transfer)
 {
-    if (transfer->work)
-        bridge->wire->drop(bridge->wire->context, transfer->work);
+    if (transfer->work) {
+        begin_call(bridge)->drop(bridge->wire->context, transfer->work);
+        end_call(bridge);
+    }
     transfer->work = NULL;
 }

@@ -73,7 +73,8 @@ typedef struct sw_bridge {
     int host;                          /* this one */
     _Atomic uint64_t *sent, *received; /* borrowed counters, bytes */
     _Atomic int32_t *awaiting;         /* borrowed: the rank that the bridge waits for, or -1 */
-    _Atomic int inside;                /* threads inside a call of the wire */
+    _Atomic int inside; /* threads inside a call of the wire, each of which counts (begin_call), as
+                           only there a thread may stay for ever */
 } sw_bridge;
 
 /* Run as the carrier's thread begins and ends; see sw_wire. */

@@ -13,7 +13,7 @@
 #include "comm/hier_carrier_state.h"
 #include "platform/futex.h"
 
-enum { LEAVE_MS = 1000 };
+enum { LEAVE_MS = 1000, STOP_MS = 60000 };
 
 /* Execute *ticket and the posted operations that join its batch; *ticket becomes the next one. */
 static sw_status carry_next(sw_carrier *carrier, uint32_t *ticket, sw_error *err)
@@ -191,11 +191,11 @@ bool sw_carrier_is_over(const sw_carrier *carrier)
 }
 
 /* Only a call of the wire may take for ever: outside of one the thread sees soon that it is to
- * stop, however late a busy machine runs it. */
+ * stop, however late a busy machine runs it. Past STOP_MS it counts as inside one, too. */
 static bool await_end(sw_carrier *carrier)
 {
     _Atomic uint32_t *word = &sw_hier_page(carrier->hier, 0)->posted;
-    for (int i = 0; !atomic_load(&carrier->finished) &&
+    for (int i = 0; !atomic_load(&carrier->finished) && i < STOP_MS &&
                     (i < LEAVE_MS || atomic_load(&carrier->bridge.inside) == 0);
          ++i) {
         sw_futex_wake_all(word);

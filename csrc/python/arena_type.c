@@ -35,71 +35,85 @@ static void capsule_delete(PyObject *capsule)
     }
 }
 
-/* Reads sizes or strides into out[]. Returns false with an exception; `wanted` is the number that
- * must be there. */
-static bool read_sizes(PyObject *sizes, const char *signature, int64_t *out, size_t wanted)
+/* Counts the elements, and the bytes up to the last that the strides reach. Returns false if a
+ * number overflows. */
+static bool measure(sw_py_layout *of)
 {
-    SW_PY_TABLE table = {0};
-    if (!sw_py_table_init(&table, sizes, signature, sizeof(int64_t), sw_py_fill_size, NULL))
-        return false;
-    if (table.count != wanted)
-        return sw_py_refuse(PyExc_ValueError, "strides must have %zu values, as shape has, got %zu",
-                            wanted, table.count);
-    memcpy(out, table.rows, wanted * sizeof *out);
-    return true;
+    size_t last = 0, far;
+    of->numel = 1;
+    for (size_t i = 0; i < of->ndim; ++i) {
+        bool is_empty = of->sizes[i] == 0 || of->numel == 0;
+        if (__builtin_mul_overflow(of->numel, (size_t)of->sizes[i], &of->numel) ||
+            (!is_empty &&
+             (__builtin_mul_overflow((size_t)of->sizes[i] - 1, (size_t)of->strides[i], &far) ||
+              __builtin_add_overflow(last, far, &last))))
+            return false;
+    }
+    of->bytes = 0;
+    return of->numel == 0 ||
+           (!__builtin_add_overflow(last, 1, &last) &&
+            !__builtin_mul_overflow(last, sw_dtype_size_bytes(of->dtype), &of->bytes));
 }
 
-bool sw_py_shape_bytes(PyObject *shape, sw_dtype dtype, const char *what, size_t *bytes)
-{
-    SW_PY_TABLE table = {0};
-    if (!sw_py_table_init(&table, shape, "shape size:N", sizeof(int64_t), sw_py_fill_size, NULL))
-        return false;
-    *bytes = sw_dtype_size_bytes(dtype);
-    for (size_t i = 0; i < table.count; ++i)
-        if (__builtin_mul_overflow(*bytes, (size_t)((const int64_t *)table.rows)[i], bytes))
-            return sw_py_refuse(PyExc_ValueError, "%s: shape overflows the address space", what);
-    return true;
-}
-
-static void contiguous_strides(const int64_t *shape, int64_t *strides, Py_ssize_t count)
+/* Sets the strides of a dense array, C order. Returns false if one overflows. */
+static bool set_dense(sw_py_layout *of)
 {
     int64_t stride = 1;
-    for (Py_ssize_t i = count; i-- > 0;) {
-        strides[i] = stride;
-        stride *= shape[i] > 0 ? shape[i] : 1;
+    for (size_t i = of->ndim; i-- > 0;) {
+        of->strides[i] = stride;
+        if (__builtin_mul_overflow(stride, of->sizes[i] > 0 ? of->sizes[i] : 1, &stride))
+            return false;
     }
+    return true;
 }
 
-PyObject *sw_py_dlpack_capsule_on(int ordinal, PyObject *owner, void *address, sw_dtype dtype,
-                                  PyObject *shape, PyObject *strides)
+bool sw_py_layout_init(sw_py_layout *layout, sw_dtype dtype, PyObject *shape, PyObject *strides,
+                       const char *what)
 {
-    Py_ssize_t count = PySequence_Size(shape);
-    if (count < 0)
-        return NULL;
-    dl_managed_tensor *managed =
-        calloc(1, sizeof *managed + 2 * (size_t)(count + 1) * sizeof(int64_t));
+    SW_PY_TABLE sizes = {0}, steps = {0};
+    *layout = (sw_py_layout){.dtype = dtype};
+    if (!sw_py_table_init(&sizes, shape, "shape size:N", sizeof(int64_t), sw_py_fill_size, NULL) ||
+        (strides != Py_None && !sw_py_table_init(&steps, strides, "strides stride:N",
+                                                 sizeof(int64_t), sw_py_fill_size, NULL)))
+        return false;
+    if (sizes.count > SW_PY_TENSOR_DIMS_MAX)
+        return sw_py_refuse(PyExc_ValueError, "shape must have at most %d dimensions, got %zu",
+                            SW_PY_TENSOR_DIMS_MAX, sizes.count);
+    if (strides != Py_None && steps.count != sizes.count)
+        return sw_py_refuse(PyExc_ValueError, "strides must have %zu values, as shape has, got %zu",
+                            sizes.count, steps.count);
+    layout->ndim = sizes.count;
+    memcpy(layout->sizes, sizes.rows, sizes.count * sizeof(int64_t));
+    if (steps.count)
+        memcpy(layout->strides, steps.rows, steps.count * sizeof(int64_t));
+    return ((strides != Py_None || set_dense(layout)) && measure(layout)) ||
+           sw_py_refuse(PyExc_ValueError, "%s: shape overflows the address space", what);
+}
+
+PyObject *sw_py_dlpack_capsule_on(int ordinal, PyObject *owner, void *address,
+                                  const sw_py_layout *layout)
+{
+    size_t sizes_bytes = layout->ndim * sizeof(int64_t);
+    dl_managed_tensor *managed = calloc(1, sizeof *managed + 2 * sizes_bytes);
     if (!managed)
         return PyErr_NoMemory();
+    sw_dtype dtype = layout->dtype;
     int64_t *sizes = (int64_t *)(managed + 1);
     *managed = (dl_managed_tensor){
         .tensor = {.data = address,
                    .device_type = ordinal < 0 ? DL_CPU : DL_CUDA,
                    .device_id = ordinal < 0 ? 0 : ordinal,
-                   .ndim = (int32_t)count,
+                   .ndim = (int32_t)layout->ndim,
                    .code = dl_codes[dtype],
                    .bits = (uint8_t)(dtype == SW_DTYPE_BOOL ? 8 : sw_dtype_size_bytes(dtype) * 8),
                    .lanes = 1,
                    .shape = sizes,
-                   .strides = sizes + count},
+                   .strides = sizes + layout->ndim},
         .context = owner,
         .deleter = managed_delete};
-    PyObject *capsule = NULL;
-    if (read_sizes(shape, "shape size:n", sizes, (size_t)count)) {
-        contiguous_strides(sizes, sizes + count, count);
-        if (strides == Py_None ||
-            read_sizes(strides, "strides stride:n", sizes + count, (size_t)count))
-            capsule = PyCapsule_New(managed, "dltensor", capsule_delete);
-    }
+    memcpy(sizes, layout->sizes, sizes_bytes);
+    memcpy(sizes + layout->ndim, layout->strides, sizes_bytes);
+    PyObject *capsule = PyCapsule_New(managed, "dltensor", capsule_delete);
     if (capsule)
         Py_INCREF(owner);
     else
@@ -129,6 +143,7 @@ sw_arena *sw_py_arena_of(const void *op, PyObject *arena)
 static void arena_dealloc(PyObject *op)
 {
     arena_object *self = (arena_object *)op;
+    SW_PY_ASIDE(pending); /* a signal handler may raise as a closed communicator is destroyed */
     if (self->arena)
         self->owner->comm->ops->arena_destroy(self->owner->comm, self->arena);
     sw_gradient_memory_destroy(self->memory);
@@ -151,7 +166,7 @@ static PyObject *arena_tensor(PyObject *op, PyObject *args)
 {
     const arena_object *self = (arena_object *)op;
     sw_py_arg a[5] = {[3] = {.o = Py_None}, [4] = {.i = -1}};
-    size_t bytes;
+    sw_py_layout layout;
     if (!sw_py_read("Arena.tensor offset_bytes:n dtype:T shape:O | strides:O rank:i", args, NULL,
                     a))
         return NULL;
@@ -159,17 +174,17 @@ static PyObject *arena_tensor(PyObject *op, PyObject *args)
     if (rank != -1 && (!self->arena || rank < 0 || rank >= self->arena->world_size))
         return PyErr_Format(PyExc_ValueError, "Arena.tensor: rank must be in [0, %d), got %d",
                             self->arena ? self->arena->world_size : 0, rank);
-    if (!sw_py_shape_bytes(a[2].o, a[1].dtype, "Arena.tensor", &bytes))
+    if (!sw_py_layout_init(&layout, a[1].dtype, a[2].o, a[3].o, "Arena.tensor"))
         return NULL;
-    if (a[0].n < 0 || a[0].size > arena_size(self) || bytes > arena_size(self) - a[0].size)
+    if (a[0].n < 0 || a[0].size > arena_size(self) || layout.bytes > arena_size(self) - a[0].size)
         return PyErr_Format(PyExc_ValueError,
-                            "Arena.tensor: [%zd, +%zu) bytes leave the arena of %zu", a[0].n, bytes,
-                            arena_size(self));
+                            "Arena.tensor: [%zd, +%zu) bytes leave the arena of %zu", a[0].n,
+                            layout.bytes, arena_size(self));
     uint8_t *base = rank == -1 ? arena_base(self) : self->arena->base[rank];
     if (!base)
         return PyErr_Format(PyExc_ValueError,
                             "Arena.tensor: the part of rank %d is on another host", rank);
-    return sw_py_dlpack_capsule_on(-1, op, base + a[0].n, a[1].dtype, a[2].o, a[3].o);
+    return sw_py_dlpack_capsule_on(-1, op, base + a[0].n, &layout);
 }
 
 SW_PY_METHOD(arena_populate, arena_object, "populate offset_bytes:n nbytes:n",

@@ -26,7 +26,7 @@ typedef struct folder_object {
 static bool enter(folder_object *self, sw_py_use_kind kind)
 {
     return sw_py_use_enter(&self->use, kind, SW_PY_PATIENCE_NS,
-                           sw_py_state_of(self)->checkpoint_error, "checkpoint");
+                           sw_py_state_of(self)->checkpoint_error, "checkpoint", "");
 }
 
 /* Takes ownership of the manifest and the catalog, unless there was an error, which it raises. */

@@ -103,8 +103,8 @@ static PyObject *plan_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 
 bool sw_py_plan_enter(plan_object *self, sw_py_use_kind kind)
 {
-    return sw_py_use_enter(&self->use, kind, 0, sw_py_state_of(self)->checkpoint_error,
-                           "plan, or a save with it is under way");
+    return sw_py_use_enter(&self->use, kind, 0, sw_py_state_of(self)->checkpoint_error, "plan",
+                           ", or a save with it is under way");
 }
 
 static void plan_dealloc(PyObject *op)

@@ -39,7 +39,7 @@ static bool enter(saver_object *self, int64_t patience_ns)
 {
     PyObject *error = sw_py_state_of(self)->checkpoint_error;
     if (!is_usable(self) ||
-        !sw_py_use_enter(&self->use, SW_PY_ALONE, patience_ns, error, "Checkpointer"))
+        !sw_py_use_enter(&self->use, SW_PY_ALONE, patience_ns, error, "Checkpointer", ""))
         return false;
     if (is_usable(self))
         return true;
@@ -136,12 +136,13 @@ static int saver_init(PyObject *op, PyObject *args, PyObject *kwargs)
             "CheckpointSaver rank:i world_size:i | pages:O hosts:O path:z $ threads:i direct:p "
             "idle_io:p bandwidth:K",
             args, kwargs, a) ||
+        !read_hosts(&hosts, a[3].o, a[1].i) || /* runs code, which may initialise this object */
         !check_ranks(self, a))
         return -1;
     int rank = a[0].i, world_size = a[1].i;
     PyObject *arena = a[2].o;
     uint8_t **pages = arena == Py_None ? NULL : read_pages(self, arena, rank, world_size);
-    if (PyErr_Occurred() || !read_hosts(&hosts, a[3].o, world_size))
+    if (PyErr_Occurred())
         return -1;
     const sw_saver_options options = {.thread_count = a[5].i,
                                       .use_direct = a[6].p,
@@ -191,7 +192,7 @@ static PyObject *saver_close(PyObject *op, PyObject *Py_UNUSED(unused))
     saver_object *self = (saver_object *)op;
     if (self->saver && sw_py_use_is_own(&self->use)) {
         if (!sw_py_use_enter(&self->use, SW_PY_ALONE, CLOSE_NS,
-                             sw_py_state_of(op)->checkpoint_error, "Checkpointer"))
+                             sw_py_state_of(op)->checkpoint_error, "Checkpointer", ""))
             return NULL;
         sw_py_use_leave(&self->use);
     }

@@ -48,11 +48,12 @@ static const period periods[] = {{"timeout_s", offsetof(sw_comm, timeout_ns), fa
                                  {"silent_s", offsetof(sw_comm, silent_ns), true},
                                  {"warn_after_s", offsetof(sw_comm, warn_after_ns), true}};
 
-static bool check_period(const period *of, double seconds, bool is_open, const char *whose)
+/* From a nanosecond on, since 0 stands for none. */
+static bool check_period(const period *of, double seconds)
 {
-    return (is_open && (seconds > 0 || (of->may_be_0 && seconds == 0)) && seconds <= 1e9) ||
-           sw_py_refuse(PyExc_ValueError, "HostComm: %s must be in %s 1e9] seconds%s", of->name,
-                        of->may_be_0 ? "[0," : "(0,", whose);
+    return ((seconds * 1e9 >= 1 || (of->may_be_0 && seconds == 0)) && seconds <= 1e9) ||
+           sw_py_refuse(PyExc_ValueError, "HostComm: %s must be in %s 1e9] seconds", of->name,
+                        of->may_be_0 ? "[0," : "(0,");
 }
 
 static _Atomic int64_t *place_of(const sw_comm *comm, const period *of)
@@ -68,12 +69,19 @@ static PyObject *get_period(PyObject *op, void *of)
 
 static int set_period(PyObject *op, PyObject *value, void *of)
 {
-    const sw_comm *comm = ((comm_object *)op)->comm;
-    double seconds = value ? PyFloat_AsDouble(value) : 0;
-    if (PyErr_Occurred() || !check_period(of, seconds, comm != NULL, ", of an open communicator"))
+    const period *wanted = of;
+    bool is_given =
+        value || sw_py_refuse(PyExc_TypeError, "HostComm: cannot delete %s", wanted->name);
+    double seconds = is_given ? PyFloat_AsDouble(value) : 0; /* runs code, which may close */
+    if (PyErr_Occurred() || !check_period(wanted, seconds))
         return -1;
-    *place_of(comm, of) = (int64_t)(seconds * 1e9);
-    return 0;
+    const sw_comm *comm = ((comm_object *)op)->comm;
+    if (comm)
+        *place_of(comm, wanted) = (int64_t)(seconds * 1e9);
+    else
+        PyErr_Format(PyExc_ValueError, "HostComm: %s cannot be set: the communicator is not open",
+                     wanted->name);
+    return comm ? 0 : -1;
 }
 
 /* Lets __init__ run: first, after it failed, or once a closed communicator has no user left. */
@@ -112,8 +120,8 @@ static int comm_init(PyObject *op, PyObject *args, PyObject *kwargs)
     sw_error err;
     if (!sw_py_read("HostComm rank:i world_size:i | $ timeout_s:d warn_after_s:d host:s log:O",
                     args, kwargs, a) ||
-        !check_period(&periods[TIMEOUT], a[2].d, true, "") ||
-        !check_period(&periods[WARN_AFTER], a[3].d, true, "") || !may_init(self))
+        !check_period(&periods[TIMEOUT], a[2].d) || !check_period(&periods[WARN_AFTER], a[3].d) ||
+        !may_init(self))
         return -1;
     self->rank = a[0].i;
     self->world_size = a[1].i;

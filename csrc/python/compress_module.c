@@ -93,8 +93,9 @@ static bool read_addresses(PyObject *sequence, const char *name, size_t wanted, 
                          out->count));
 }
 
-/* Reads (matrices, p, q), or the first of them, by the signature. */
-static bool matrices_init(PyObject *module, PyObject *args, const char *signature, matrices *all)
+/* Reads (matrices, p, q), or the first of them, by the signature; `first` is what it calls p. */
+static bool matrices_init(PyObject *module, PyObject *args, const char *signature,
+                          const char *first, matrices *all)
 {
     sw_py_arg a[3] = {{.o = NULL}, {.o = NULL}, {.o = NULL}};
     *all = (matrices){.at = {0}};
@@ -103,7 +104,7 @@ static bool matrices_init(PyObject *module, PyObject *args, const char *signatur
                          "matrix gradient:A memory:A left:A right:A basis:A rows:n cols:n rank:n "
                          "seed:K dtype:s",
                          sizeof(sw_powersgd), fill_matrix, module) &&
-        read_addresses(a[1].o, "p", all->at.count, &all->p) &&
+        read_addresses(a[1].o, first, all->at.count, &all->p) &&
         read_addresses(a[2].o, "q", all->at.count, &all->q))
         return true;
     matrices_fini(all);
@@ -112,29 +113,30 @@ static bool matrices_init(PyObject *module, PyObject *args, const char *signatur
 
 /* Defines a function of the module that runs `call` on each matrix, with its addresses in p and q.
  */
-#define POWERSGD_FUNCTION(name, arguments, call)                     \
-    static PyObject *name(PyObject *module, PyObject *args)          \
-    {                                                                \
-        matrices all;                                                \
-        if (!matrices_init(module, args, #name " " arguments, &all)) \
-            return NULL;                                             \
-        const sw_powersgd *matrix = all.at.rows;                     \
-        void *const *p = all.p.rows, *const *q = all.q.rows;         \
-        (void)p;                                                     \
-        (void)q;                                                     \
-        Py_BEGIN_ALLOW_THREADS                                       \
-        for (size_t i = 0; i < all.at.count; ++i, ++matrix)          \
-            call;                                                    \
-        Py_END_ALLOW_THREADS                                         \
-        matrices_fini(&all);                                         \
-        Py_RETURN_NONE;                                              \
+#define POWERSGD_FUNCTION(name, arguments, first, call)                     \
+    static PyObject *name(PyObject *module, PyObject *args)                 \
+    {                                                                       \
+        matrices all;                                                       \
+        if (!matrices_init(module, args, #name " " arguments, first, &all)) \
+            return NULL;                                                    \
+        const sw_powersgd *matrix = all.at.rows;                            \
+        void *const *p = all.p.rows, *const *q = all.q.rows;                \
+        (void)p;                                                            \
+        (void)q;                                                            \
+        Py_BEGIN_ALLOW_THREADS                                              \
+        for (size_t i = 0; i < all.at.count; ++i, ++matrix)                 \
+            call;                                                           \
+        Py_END_ALLOW_THREADS                                                \
+        matrices_fini(&all);                                                \
+        Py_RETURN_NONE;                                                     \
     }
 
-POWERSGD_FUNCTION(powersgd_init_basis, "matrices:O", sw_powersgd_init_basis(matrix))
-POWERSGD_FUNCTION(powersgd_project, "matrices:O p:O", sw_powersgd_project(matrix, p[i]))
-POWERSGD_FUNCTION(powersgd_absorb, "matrices:O p:O q:O", sw_powersgd_absorb(matrix, p[i], q[i]))
-POWERSGD_FUNCTION(powersgd_decompress, "matrices:O q:O", sw_powersgd_decompress(matrix, p[i]))
-POWERSGD_FUNCTION(powersgd_error, "matrices:O errors:O", sw_powersgd_error(matrix, p[i]))
+POWERSGD_FUNCTION(powersgd_init_basis, "matrices:O", "", sw_powersgd_init_basis(matrix))
+POWERSGD_FUNCTION(powersgd_project, "matrices:O p:O", "p", sw_powersgd_project(matrix, p[i]))
+POWERSGD_FUNCTION(powersgd_absorb, "matrices:O p:O q:O", "p",
+                  sw_powersgd_absorb(matrix, p[i], q[i]))
+POWERSGD_FUNCTION(powersgd_decompress, "matrices:O q:O", "q", sw_powersgd_decompress(matrix, p[i]))
+POWERSGD_FUNCTION(powersgd_error, "matrices:O errors:O", "errors", sw_powersgd_error(matrix, p[i]))
 
 SW_PY_VALUE(powersgd_is_finite, PyObject, "powersgd_is_finite values:A numel:N", true,
             PyBool_FromLong(sw_powersgd_is_finite(a[0].address, a[1].size)))

@@ -113,16 +113,17 @@ SW_PY_ON_DEVICE(device_fold,
                                                  .own_index = a[6].i,
                                                  .source_count = a[7].i},
                                  a[10].address, &err))
-SW_PY_ON_DEVICE(device_cast,
-                "device_cast comm:O to:A to_dtype:s from:A from_dtype:s numel:K scale:d stream:A",
-                sw_kernel_launch(&comm->kernels, SW_KERNEL_CAST,
-                                 &(sw_cast_args){.to = a[1].address,
-                                                 .from = a[3].address,
-                                                 .numel = a[5].word,
-                                                 .scale = (float)a[6].d,
-                                                 .to_dtype = (int)sw_dtype_from_name(a[2].s),
-                                                 .from_dtype = (int)sw_dtype_from_name(a[4].s)},
-                                 a[7].address, &err))
+SW_PY_ON_DEVICE(
+    device_cast,
+    "device_cast comm:O to:A to_dtype:s source:A source_dtype:s numel:K scale:d stream:A",
+    sw_kernel_launch(&comm->kernels, SW_KERNEL_CAST,
+                     &(sw_cast_args){.to = a[1].address,
+                                     .from = a[3].address,
+                                     .numel = a[5].word,
+                                     .scale = (float)a[6].d,
+                                     .to_dtype = (int)sw_dtype_from_name(a[2].s),
+                                     .from_dtype = (int)sw_dtype_from_name(a[4].s)},
+                     a[7].address, &err))
 
 PyMethodDef sw_py_device_compress_functions[] = {
     SW_PY_FUNCTION(
@@ -157,7 +158,7 @@ PyMethodDef sw_py_device_compress_functions[] = {
         "comm, to, own, rest, numel, stride_bytes, own_index, count, dtype, is_mean, stream, /",
         "Fold contributions in rank order: number k is at rest + k * stride_bytes, own_index at "
         "own."),
-    SW_PY_FUNCTION(device_cast, "comm, to, to_dtype, from, from_dtype, numel, scale, stream, /",
+    SW_PY_FUNCTION(device_cast, "comm, to, to_dtype, source, source_dtype, numel, scale, stream, /",
                    "Scale and round."),
     {NULL, NULL, 0, NULL},
 };

@@ -101,9 +101,17 @@ SW_PY_METHOD_WITH(nccl_unique_id, PyObject, "nccl_unique_id | library:z", sw_ncc
 
 SW_PY_VALUE(slot_part_bytes, PyObject, "slot_part_bytes slot_bytes:N", true,
             PyLong_FromSize_t(sw_slot_part_bytes(a[0].size)))
-SW_PY_VALUE(device_tensor, PyObject,
-            "device_tensor ordinal:i owner:O address:A dtype:T shape:O strides:O", true,
-            sw_py_dlpack_capsule_on(a[0].i, a[1].o, a[2].address, a[3].dtype, a[4].o, a[5].o))
+
+static PyObject *device_tensor(PyObject *Py_UNUSED(module), PyObject *args)
+{
+    sw_py_arg a[6];
+    sw_py_layout layout;
+    return sw_py_read("device_tensor ordinal:i owner:O address:A dtype:T shape:O strides:O", args,
+                      NULL, a) &&
+                   sw_py_layout_init(&layout, a[3].dtype, a[4].o, a[5].o, "device_tensor")
+               ? sw_py_dlpack_capsule_on(a[0].i, a[1].o, a[2].address, &layout)
+               : NULL;
+}
 
 PyMethodDef sw_py_device_functions[] = {
     SW_PY_FUNCTION(cuda_devices, "library=None, /", "Return the driver's version and the GPUs."),

@@ -118,13 +118,21 @@ sw_arena *sw_py_arena_of(const void *op, PyObject *arena);
 /* Takes ownership of `arena` or `memory` on success. */
 PyObject *sw_py_arena_object_new(engine_state *state, comm_object *owner, sw_arena *arena,
                                  sw_gradient_memory *memory);
-/* Multiplies the sizes of a shape, and the dtype's. Returns false with an exception that begins
- * with `what`. */
-bool sw_py_shape_bytes(PyObject *shape, sw_dtype dtype, const char *what, size_t *bytes);
-/* Makes a DLPack capsule over elements at `address`, on GPU `ordinal` or, for -1, on the CPU. Its
- * tensor keeps `owner` alive. */
-PyObject *sw_py_dlpack_capsule_on(int ordinal, PyObject *owner, void *address, sw_dtype dtype,
-                                  PyObject *shape, PyObject *strides);
+/* A shape and its strides, read once, so that what was checked is what a tensor gets. */
+enum { SW_PY_TENSOR_DIMS_MAX = 64 }; /* torch's own limit */
+typedef struct sw_py_layout {
+    sw_dtype dtype;
+    size_t ndim, numel, bytes; /* bytes: up to the last that it reaches */
+    int64_t sizes[SW_PY_TENSOR_DIMS_MAX], strides[SW_PY_TENSOR_DIMS_MAX];
+} sw_py_layout;
+/* Reads them; strides of None are those of a dense array. Returns false with an exception, which
+ * begins with `what` where a number overflows. */
+bool sw_py_layout_init(sw_py_layout *layout, sw_dtype dtype, PyObject *shape, PyObject *strides,
+                       const char *what);
+/* Makes a DLPack capsule over elements at `address`, of which the caller has checked the bytes, on
+ * GPU `ordinal` or, for -1, on the CPU. Its tensor keeps `owner` alive. */
+PyObject *sw_py_dlpack_capsule_on(int ordinal, PyObject *owner, void *address,
+                                  const sw_py_layout *layout);
 
 /* hook_type.c: a hook's link to its reducer, which may be freed first. The GIL guards the count. */
 typedef struct reducer_link {
@@ -172,7 +180,6 @@ bool sw_py_tensor_address(PyObject *tensor, void **address);
  * Returns false with an exception that begins with `what` if the tensor has no such memory (sparse,
  * ...), an unknown dtype, or, unless `anywhere`, a device other than the CPU. Shape and strides are
  * borrowed from the tensor or from `out` itself. */
-enum { SW_PY_TENSOR_DIMS_MAX = 64 }; /* torch's own limit */
 typedef struct tensor_reading {
     void *data;
     size_t numel;

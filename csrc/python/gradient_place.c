@@ -23,17 +23,18 @@ static bool is_in_place(reducer_object *self, size_t index, PyObject *view)
            address_of(self, view) == sw_reducer_address(self->reducer, index);
 }
 
-/* An old gradient that the program kept (the view has other references) keeps its values: it moves
- * to its own memory, and a new view is made. */
+/* An old gradient that the program kept (the view has references beside the list's and ours) keeps
+ * its values: it moves to its own memory, and a new view is made. */
 PyObject *sw_py_gradient_writable_view(reducer_object *self, size_t index)
 {
-    PyObject *view = PyList_GetItem(self->views, (Py_ssize_t)index);
-    if (!view || (Py_REFCNT(view) == 1 && is_in_place(self, index, view)))
+    PyObject *view = sw_py_item(self->views, index);
+    if (!view || (Py_REFCNT(view) == 2 && is_in_place(self, index, view)))
         return view;
+    Py_DECREF(view);
     if (reducer_called(PyObject_CallFunction(self->renew, "n", (Py_ssize_t)index)) < 0)
         return NULL;
-    view = PyList_GetItem(self->views, (Py_ssize_t)index);
-    if (self->shapes && !sw_py_tensor_view_get(self->exchange, view, &self->shapes[index]))
+    view = sw_py_item(self->views, index);
+    if (view && self->shapes && !sw_py_tensor_view_get(self->exchange, view, &self->shapes[index]))
         self->shapes[index].ndim = -1;
     return view;
 }
@@ -54,19 +55,17 @@ int sw_py_gradient_restore(reducer_object *self)
 
 static int take_other(reducer_object *self, size_t index, PyObject *param, PyObject *grad)
 {
-    PyObject *view = sw_py_gradient_writable_view(self, index);
+    SW_PY_OWNED *view = sw_py_gradient_writable_view(self, index);
     if (!view)
         return -1;
     if (grad == Py_None)
         return sw_py_gradient_clear(self, index);
-    Py_INCREF(view);
     self->copies++;
     int written = sw_py_gradient_write(self, index, view, grad, false);
     if (written == 1)
         written = reducer_called(PyObject_CallFunctionObjArgs(self->copy, view, grad, NULL));
     if (written == 0 && sw_reducer_is_used(self->reducer, index))
         written = PyObject_SetAttr(param, self->grad_name, view);
-    Py_DECREF(view);
     return written;
 }
 
@@ -76,11 +75,11 @@ int sw_py_gradient_place(reducer_object *self, size_t index)
         return sw_py_sliced_place(self, index);
     SW_PY_OWNED *param = sw_py_item(self->params, index);
     SW_PY_OWNED *grad = param ? PyObject_GetAttr(param, self->grad_name) : NULL;
-    PyObject *view = grad ? PyList_GetItem(self->views, (Py_ssize_t)index) : NULL;
-    int failed = view ? 0 : -1;
-    if (view && (grad != view || !is_in_place(self, index, grad)))
+    int is_view = grad ? reducer_is_view(self, index, grad) : -1;
+    int failed = is_view < 0 ? -1 : 0;
+    if (is_view == 0 || (is_view > 0 && !is_in_place(self, index, grad)))
         failed = take_other(self, index, param, grad);
-    else if (view && !sw_reducer_is_used(self->reducer, index))
+    else if (is_view > 0 && !sw_reducer_is_used(self->reducer, index))
         failed = sw_py_gradient_keep(self, index); /* unchanged if no rank used it */
     if (!failed)
         sw_reducer_place(self->reducer, index, false);

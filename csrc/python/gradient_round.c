@@ -513,9 +513,11 @@ static int holds_contribution(reducer_object *self, size_t index)
 {
     SW_PY_OWNED *param = sw_py_item(self->params, index);
     SW_PY_OWNED *grad = param ? PyObject_GetAttr(param, self->grad_name) : NULL;
-    if (!grad || grad == Py_None || !self->sliced ||
-        grad != PyList_GetItem(self->views, (Py_ssize_t)index))
+    if (!grad || grad == Py_None || !self->sliced)
         return !grad ? -1 : grad != Py_None;
+    int is_view = reducer_is_view(self, index, grad);
+    if (is_view != 1)
+        return is_view < 0 ? -1 : 1;
     SW_PY_OWNED *pending = PyObject_GetAttrString(grad, "_pending");
     return !pending ? -1 : pending != Py_None;
 }
@@ -564,7 +566,8 @@ static int follow_accumulated(reducer_object *self, PyObject *accumulated)
     size_t count = sw_reducer_layout(self->reducer)->param_count;
     PyObject *list = accumulated ? PySequence_List(accumulated) : PyList_New(0);
     for (size_t i = 0; list && i < count && i < (size_t)PyList_Size(list); ++i) {
-        int flag = PyObject_IsTrue(PyList_GetItem(list, (Py_ssize_t)i));
+        SW_PY_OWNED *item = sw_py_item(list, i);
+        int flag = item ? PyObject_IsTrue(item) : -1;
         if (flag > 0)
             sw_reducer_accumulate(self->reducer, i);
         if (flag < 0 || (flag && sw_py_gradient_keep(self, i) < 0))
@@ -583,9 +586,10 @@ static int renew_views(reducer_object *self)
             continue;
         SW_PY_OWNED *param = sw_py_item(self->params, i);
         PyObject *grad = param ? PyObject_GetAttr(param, self->grad_name) : NULL;
-        bool is_other = grad && grad != PyList_GetItem(self->views, (Py_ssize_t)i);
+        int is_view = grad ? reducer_is_view(self, i, grad) : -1;
         Py_XDECREF(grad); /* before the check for other references to the view */
-        if (!grad || (is_other && !sw_py_gradient_writable_view(self, i)))
+        SW_PY_OWNED *made = is_view == 0 ? sw_py_gradient_writable_view(self, i) : NULL;
+        if (is_view < 0 || (is_view == 0 && !made))
             return -1;
     }
     return 0;

@@ -13,6 +13,8 @@ static PyObject *hook_call(PyObject *op, PyObject *param)
 {
     hook_object *self = (hook_object *)op;
     struct reducer_object *reducer = self->link->reducer;
+    if (reducer && Py_REFCNT(reducer) == 0) /* a subclass drops its attributes before we are told */
+        reducer = NULL;
     SW_PY_OWNED *held = (PyObject *)reducer; /* another thread may drop the model meanwhile */
     Py_XINCREF(held);
     return !reducer || sw_py_reducer_take_gradient(reducer, self->index, param) == 0 ? sw_py_none()

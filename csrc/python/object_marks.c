@@ -85,7 +85,7 @@ static PyObject *places_of(PyObject *tensors)
     tensor_view view;
     Py_ssize_t count = PyList_Size(tensors);
     const void *table = count ? sw_py_tensor_exchange_table(PyList_GetItem(tensors, 0)) : NULL;
-    for (Py_ssize_t i = 0; i < count; ++i) {
+    for (Py_ssize_t i = 0; i < PyList_Size(tensors); ++i) { /* finding the table runs code */
         if (!sw_py_tensor_view_get(table, PyList_GetItem(tensors, i), &view)) {
             free(list.words);
             Py_RETURN_NONE;

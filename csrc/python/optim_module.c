@@ -3,7 +3,6 @@
  * Idea: all arguments are read and checked first, with the GIL; the pass then processes runs of
  * addresses without it. Tuples keep the tensors alive meanwhile. Differing layouts are reported,
  * not refused: the caller rearranges the tensors and calls again. */
-#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -316,8 +315,8 @@ static bool run_step(const step_call *call, PyObject *module)
     if ((is_lent && !sw_py_device_lend_kernels(call->gpu)) ||
         (is_entered && !sw_py_device_enter(call->gpu)))
         return false;
-    bool runs = !call->file ||
-                sw_py_use_enter(&call->file->use, SW_PY_ALONE, 0, PyExc_RuntimeError, "StateFile");
+    bool runs = !call->file || sw_py_use_enter(&call->file->use, SW_PY_ALONE, 0, PyExc_RuntimeError,
+                                               "StateFile", "");
     sw_status status = runs ? SW_PY_WITHOUT_GIL(step_anywhere(call, &err)) : SW_E_STATE;
     if (runs && call->file)
         sw_py_use_leave(&call->file->use);
@@ -355,10 +354,8 @@ static PyObject *adam_step(PyObject *module, PyObject *args, PyObject *kwargs)
                                 "steps", "copies"}};
     PyObject *given[LIST_COUNT];
     sw_py_arg a[18] = {[14] = {.d = 1.0}, [15] = {.o = Py_None}, [16] = {.o = Py_None}};
-    for (int i = 7; i < 12; ++i)
-        a[i].d = NAN; /* the step refuses an option that was not passed by name */
     if (!sw_py_read("adam_step params:O grads:O exp_avgs:O exp_avg_sqs:O max_exp_avg_sqs:O steps:O "
-                    "copies:O | $ lr:d beta1:d beta2:d eps:d weight_decay:d decoupled:p maximize:p "
+                    "copies:O $ lr:d beta1:d beta2:d eps:d weight_decay:d decoupled:p | maximize:p "
                     "grad_scale:d state_file:O gpu:O clip:A",
                     args, kwargs, a))
         return NULL;
@@ -382,10 +379,8 @@ static PyObject *sgd_step(PyObject *module, PyObject *args, PyObject *kwargs)
     step_call call = {.operation = "sgd_step",
                       .names = {"params", "grads", "momentum_buffers", "", "", "", "copies"}};
     sw_py_arg a[15] = {[11] = {.d = 1.0}, [12] = {.o = Py_None}, [13] = {.o = Py_None}};
-    for (int i = 4; i < 8; ++i)
-        a[i].d = NAN;
-    if (!sw_py_read("sgd_step params:O grads:O momentum_buffers:O copies:O | $ lr:d momentum:d "
-                    "dampening:d weight_decay:d nesterov:p first:p maximize:p grad_scale:d "
+    if (!sw_py_read("sgd_step params:O grads:O momentum_buffers:O copies:O $ lr:d momentum:d "
+                    "dampening:d weight_decay:d nesterov:p first:p | maximize:p grad_scale:d "
                     "state_file:O gpu:O clip:A",
                     args, kwargs, a))
         return NULL;

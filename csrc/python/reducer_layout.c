@@ -20,18 +20,19 @@ bool sw_py_reducer_has_bucket(reducer_object *self, Py_ssize_t bucket)
     return reducer_check_made(self) == 0 && is_within("bucket", bucket, reducer_bucket_count(self));
 }
 
-/* Returns the borrowed owner of the memory of a bucket, or of this rank's slice of its mean, and
- * sets *ordinal to its GPU, or to -1 for the CPU. */
+/* Returns the owner, a new reference, of the memory of a bucket, or of this rank's slice of its
+ * mean, and sets *ordinal to its GPU, or to -1 for the CPU. */
 static PyObject *owner_of(reducer_object *self, size_t index, bool is_result, int *ordinal)
 {
     *ordinal = -1;
     if (!self->gpu)
-        return self->memory;
+        return Py_NewRef(self->memory);
     size_t at = self->sliced && !is_result ? reducer_bucket_count(self) + PLACES : index;
-    PyObject *owner = PyList_GetItem(self->memory, (Py_ssize_t)at);
+    PyObject *owner = sw_py_item(self->memory, at);
     PyObject *first = owner && PyTuple_Check(owner) ? PyTuple_GetItem(owner, 0) : owner;
     SW_PY_OWNED *flag = first ? PyObject_GetAttrString(first, "is_cuda") : NULL;
     if (!flag) {
+        Py_XDECREF(owner);
         PyErr_Clear();
         return PyErr_Format(sw_py_state_of(self)->error,
                             "bucket %zu takes no part: it has no memory", index);
@@ -41,16 +42,21 @@ static PyObject *owner_of(reducer_object *self, size_t index, bool is_result, in
     return owner;
 }
 
-/* Makes a DLPack capsule over memory of bucket `index`, or of this rank's slice of its mean. */
+/* Makes a DLPack capsule over `numel` elements in the memory of bucket `index`, or of this rank's
+ * slice of its mean. */
 static PyObject *capsule_over(reducer_object *self, size_t index, bool is_result, void *address,
-                              PyObject *shape, PyObject *strides)
+                              size_t numel, PyObject *shape, PyObject *strides)
 {
     int ordinal;
-    PyObject *owner = shape ? owner_of(self, index, is_result, &ordinal) : NULL;
-    return owner ? sw_py_dlpack_capsule_on(ordinal, owner, address,
-                                           sw_reducer_layout(self->reducer)->bucket[index].dtype,
-                                           shape, strides)
-                 : NULL;
+    sw_py_layout layout;
+    sw_dtype dtype = sw_reducer_layout(self->reducer)->bucket[index].dtype;
+    if (!shape || !sw_py_layout_init(&layout, dtype, shape, strides, "gradient"))
+        return NULL;
+    if (layout.bytes > numel * sw_dtype_size_bytes(dtype))
+        return PyErr_Format(PyExc_ValueError, "gradient: %zu bytes leave memory of %zu elements",
+                            layout.bytes, numel);
+    SW_PY_OWNED *owner = owner_of(self, index, is_result, &ordinal);
+    return owner ? sw_py_dlpack_capsule_on(ordinal, owner, address, &layout) : NULL;
 }
 
 /* Makes a one-dimensional one. */
@@ -58,7 +64,7 @@ static PyObject *flat_capsule_over(reducer_object *self, size_t index, bool is_r
                                    void *address, size_t numel)
 {
     SW_PY_OWNED *shape = Py_BuildValue("(n)", (Py_ssize_t)numel);
-    return capsule_over(self, index, is_result, address, shape, Py_None);
+    return capsule_over(self, index, is_result, address, numel, shape, Py_None);
 }
 
 /* Returns this rank's slice of a parameter's mean, one-dimensional. */
@@ -87,7 +93,7 @@ static PyObject *parameters_of(const reducer_object *self, const sw_layout_bucke
 
 OF_PARAMETER(gradient, " shape:O | strides:O",
              capsule_over(self, PLACE->bucket, false, sw_reducer_address(self->reducer, a[0].size),
-                          a[1].o, a[2].o ? a[2].o : Py_None))
+                          PLACE->numel, a[1].o, a[2].o ? a[2].o : Py_None))
 OF_PARAMETER(result, "", slice_of(self, a[0].size, PLACE->bucket))
 /* Returns (bucket, begin, numel) of a parameter. */
 OF_PARAMETER(place, "",

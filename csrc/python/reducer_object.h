@@ -132,6 +132,14 @@ static inline int reducer_left(reducer_object *self, int result)
 #define REDUCER_ENQUEUE(self, expression) \
     ((self)->gpu ? REDUCER_WAIT(self, expression) : REDUCER_DO(self, expression))
 
+/* Returns 1 if `grad` is the parameter's view, 0 if not, -1 with an exception: others share the
+ * list of views. */
+static inline int reducer_is_view(const reducer_object *self, size_t index, const PyObject *grad)
+{
+    const PyObject *view = PyList_GetItem(self->views, (Py_ssize_t)index);
+    return view ? view == grad : -1;
+}
+
 /* Drops a call's result. Returns 0, or -1 if the call raised. */
 static inline int reducer_called(PyObject *result)
 {
@@ -183,8 +191,8 @@ int sw_py_gradient_trace_end(reducer_object *self, size_t bucket, int failed);
     (sw_py_gradient_trace(self, bucket, what) < 0      \
          ? -1                                          \
          : sw_py_gradient_trace_end(self, bucket, REDUCER_WAIT(self, expression)))
-/* Returns the borrowed view of a parameter that will be overwritten while `.grad` is another
- * tensor. */
+/* Returns the view, a new reference, of a parameter that will be overwritten while `.grad` is
+ * another tensor. */
 PyObject *sw_py_gradient_writable_view(reducer_object *self, size_t index);
 /* Returns true if a hook was registered after ours on a parameter's gradient. */
 bool sw_py_gradient_is_hooked_later(reducer_object *self, size_t index);

@@ -209,6 +209,7 @@ static void reducer_dealloc(PyObject *op)
 {
     reducer_object *self = (reducer_object *)op;
     PyObject_GC_UnTrack(op);
+    SW_PY_ASIDE(pending); /* a signal handler may raise as a closed communicator is destroyed */
     reducer_clear(op);
     if (self->link)
         sw_py_reducer_link_release(self->link);
@@ -233,8 +234,10 @@ static void reducer_dealloc(PyObject *op)
 static void read_shape(const reducer_object *self, PyObject *models, tensor_view *shapes,
                        Py_ssize_t index)
 {
-    PyObject *model = PyList_GetItem(models, index);
-    if (model == Py_None || !sw_py_tensor_view_get(self->exchange, model, &shapes[index]))
+    SW_PY_OWNED *model = sw_py_item(models, (size_t)index); /* others may have shortened the list */
+    if (!model)
+        PyErr_Clear();
+    if (!model || model == Py_None || !sw_py_tensor_view_get(self->exchange, model, &shapes[index]))
         shapes[index] = (tensor_view){.ndim = -1};
 }
 
@@ -262,7 +265,8 @@ static bool make_attachment(attachment *made, const reducer_object *self, PyObje
         (layouts != Py_None && (!PyList_Check(layouts) || PyList_Size(layouts) != count)))
         return sw_py_refuse(PyExc_ValueError,
                             "attach: parameters and views must have %zd entries each", count);
-    made->exchange = count ? sw_py_tensor_exchange_table(PyList_GetItem(made->params, 0)) : NULL;
+    SW_PY_OWNED *first = count ? sw_py_item(made->params, 0) : NULL;
+    made->exchange = first ? sw_py_tensor_exchange_table(first) : NULL;
     made->hook_tables = SW_PY_LIST(i, count, sw_py_none());
     made->hook_counts = calloc((size_t)count + 1, sizeof *made->hook_counts);
     if (made->exchange && (!self->sliced || layouts != Py_None))
@@ -296,10 +300,10 @@ static PyObject *reducer_attach(PyObject *op, PyObject *args, PyObject *kwargs)
     reducer_object *self = (reducer_object *)op;
     sw_py_arg a[10];
     attachment made = {.params = NULL};
-    for (int i = 2; i < 10; ++i)
+    for (int i = 7; i < 10; ++i)
         a[i].o = Py_None;
     if (reducer_check_made(self) < 0 ||
-        !sw_py_read("attach parameters:O views:L | $ copy:O open:O renew:O task_id:O layouts:O "
+        !sw_py_read("attach parameters:O views:L $ copy:O open:O renew:O task_id:O layouts:O | "
                     "unlike:O describe:O stream:O",
                     args, kwargs, a))
         return NULL;

@@ -69,8 +69,9 @@ static int accumulates(reducer_object *self, size_t index, bool *is_ours)
 {
     SW_PY_OWNED *param = sw_py_item(self->params, index);
     SW_PY_OWNED *grad = param ? PyObject_GetAttr(param, self->grad_name) : NULL;
-    *is_ours = grad && grad != Py_None && grad == PyList_GetItem(self->views, (Py_ssize_t)index);
-    int cleared = !grad ? -1 : *is_ours ? flag_of(grad, "_cleared") : 1;
+    int is_view = !grad ? -1 : grad == Py_None ? 0 : reducer_is_view(self, index, grad);
+    *is_ours = is_view > 0;
+    int cleared = *is_ours ? flag_of(grad, "_cleared") : is_view < 0 ? -1 : 1;
     return cleared < 0 ? -1 : !cleared;
 }
 

@@ -48,7 +48,8 @@ static int state_file_init(PyObject *op, PyObject *args, PyObject *kwargs)
 static bool enter(sw_py_owner *self, sw_py_use_kind kind)
 {
     return (self->made || sw_py_refuse(PyExc_RuntimeError, "StateFile: not made yet")) &&
-           sw_py_use_enter(&self->use, kind, SW_PY_PATIENCE_NS, PyExc_RuntimeError, "StateFile");
+           sw_py_use_enter(&self->use, kind, SW_PY_PATIENCE_NS, PyExc_RuntimeError, "StateFile",
+                           "");
 }
 
 /* Leaves, and returns the address, unless that is NULL, or None. */
@@ -68,17 +69,18 @@ static PyObject *state_file_tensor(PyObject *op, PyObject *args)
 {
     sw_py_owner *self = (sw_py_owner *)op;
     sw_py_arg a[5];
-    size_t bytes;
+    sw_py_layout layout;
     if (!sw_py_read("StateFile.tensor address:A dtype:T shape:O strides:O owner:O", args, NULL,
                     a) ||
-        !sw_py_shape_bytes(a[2].o, a[1].dtype, "StateFile.tensor", &bytes) ||
+        !sw_py_layout_init(&layout, a[1].dtype, a[2].o, a[3].o, "StateFile.tensor") ||
         !enter(self, SW_PY_SHARED))
         return NULL;
-    uint64_t place = sw_state_file_locate(&offload_of(self)->file, a[0].address, bytes);
+    uint64_t place = sw_state_file_locate(&offload_of(self)->file, a[0].address, layout.bytes);
     sw_py_use_leave(&self->use);
     if (place == UINT64_MAX)
-        return PyErr_Format(PyExc_ValueError, "StateFile.tensor: %zu bytes leave the file", bytes);
-    return sw_py_dlpack_capsule_on(-1, a[4].o, a[0].address, a[1].dtype, a[2].o, a[3].o);
+        return PyErr_Format(PyExc_ValueError, "StateFile.tensor: %zu bytes leave the file",
+                            layout.bytes);
+    return sw_py_dlpack_capsule_on(-1, a[4].o, a[0].address, &layout);
 }
 
 SW_PY_METHOD(state_file_forget, sw_py_owner, "forget", enter(self, SW_PY_ALONE),

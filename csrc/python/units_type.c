@@ -72,7 +72,7 @@ static bool enter(sw_py_owner *self, Py_ssize_t unit)
     if (!check_unit(self, unit))
         return false;
     if (sw_py_use_is_own(&self->use))
-        return sw_py_use_enter(&self->use, SW_PY_ALONE, SW_PY_PATIENCE_NS, error, "units");
+        return sw_py_use_enter(&self->use, SW_PY_ALONE, SW_PY_PATIENCE_NS, error, "units", "");
     return sw_py_refuse(
         error, "units: this process is a child of the one that wrapped the module, whose pages it "
                "would overwrite: fork inside `with sw.full_parameters(module)`, or copy the "
@@ -120,20 +120,22 @@ static PyObject *units_tensor(PyObject *op, PyObject *args)
 {
     const sw_py_owner *self = (sw_py_owner *)op;
     sw_py_arg a[6];
-    size_t bytes;
+    sw_py_layout layout;
     if (!sw_py_read("Units.tensor unit:n offset_bytes:n numel:n dtype:T shape:O strides:O", args,
                     NULL, a) ||
-        !check_unit(self, a[0].n))
+        !check_unit(self, a[0].n) ||
+        !sw_py_layout_init(&layout, a[3].dtype, a[4].o, a[5].o, "Units.tensor"))
         return NULL;
     size_t size = sw_unit_size_bytes(self->made, a[0].size);
-    if (a[1].n < 0 || a[2].n <= 0 || a[1].size > size ||
-        __builtin_mul_overflow(a[2].size, sw_dtype_size_bytes(a[3].dtype), &bytes) ||
-        bytes > size - a[1].size)
+    if (layout.numel != a[2].size)
+        return PyErr_Format(PyExc_ValueError, "Units.tensor: shape has %zu elements, not %zd",
+                            layout.numel, a[2].n);
+    if (a[1].n < 0 || a[2].n <= 0 || a[1].size > size || layout.bytes > size - a[1].size)
         return PyErr_Format(PyExc_ValueError,
                             "Units.tensor: %zd elements from byte %zd leave the unit of %zu bytes",
                             a[2].n, a[1].n, size);
     return sw_py_dlpack_capsule_on(-1, op, sw_unit_address(self->made, a[0].size) + a[1].n,
-                                   a[3].dtype, a[4].o, a[5].o);
+                                   &layout);
 }
 
 static PyMethodDef units_methods[] = {

@@ -49,18 +49,23 @@ static bool is_closed(const void *wanted)
 }
 
 bool sw_py_use_enter(sw_py_use *use, sw_py_use_kind kind, int64_t patience_ns, PyObject *error,
-                     const char *noun)
+                     const char *noun, const char *also)
 {
     const entry wanted = {use, kind};
     bool is_left = use->kind != SW_PY_FREE && use->inside_pid != getpid();
     if (!is_left && !sw_py_wait_while(is_closed, &wanted, patience_ns))
         return false;
+    if (!is_left && use->pid && !sw_py_use_is_own(use))
+        return sw_py_refuse(error,
+                            "this process was forked from the one that made the %s, which both "
+                            "would change: only the parent can use it further",
+                            noun);
     if (is_closed(&wanted))
         return sw_py_refuse(error,
                             is_left ? "this process was forked while a thread of its parent was "
                                       "inside the %s: only the parent can use it further"
-                                    : "another thread is inside the %s: one call at a time",
-                            noun);
+                                    : "another thread is inside the %s%s: one call at a time",
+                            noun, also);
     sw_py_use_take(use, kind);
     return true;
 }

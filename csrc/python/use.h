@@ -19,7 +19,8 @@ typedef enum sw_py_use_kind {
 } sw_py_use_kind;
 
 typedef struct sw_py_use {
-    long pid;             /* the process that made the object; 0: none has, or it failed */
+    long pid;             /* the process that made the object and alone enters it; 0: none has, it
+                             failed, or a forked child's copy is its own */
     sw_py_use_kind kind;  /* what is inside now */
     int readers;          /* threads that share it */
     unsigned long thread; /* the last that entered otherwise */
@@ -34,10 +35,11 @@ bool sw_py_use_is_own(const sw_py_use *use);
 
 /* Enters, once other threads have left, for which it waits without the GIL for at most
  * `patience_ns`; in a forked child not at all for its parent's threads, which never leave there.
- * Returns false with an exception of type `error` that names the object by `noun`, or with the one
- * of a signal handler. */
+ * Returns false with an exception of type `error` that names the object by `noun`, and by `also`
+ * what else may be inside, or with the one of a signal handler. A forked child does not enter what
+ * its parent made. */
 bool sw_py_use_enter(sw_py_use *use, sw_py_use_kind kind, int64_t patience_ns, PyObject *error,
-                     const char *noun);
+                     const char *noun, const char *also);
 void sw_py_use_take(sw_py_use *use, sw_py_use_kind kind);
 void sw_py_use_leave(sw_py_use *use);
 

@@ -74,6 +74,7 @@ static sw_status wire_receive(void *context, int rank, uint32_t tag, void *data,
 static sw_status wire_wait(void *context, void *work, sw_error *err)
 {
     SW_PY_GIL(gil);
+    SW_PY_ASIDE(pending);
     SW_PY_OWNED *held = work;
     SW_PY_OWNED *result = call(context, "wait", Py_BuildValue("(O)", held));
     return result ? SW_OK : take_exception(err);
