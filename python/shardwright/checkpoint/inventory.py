@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from ..torch_compat.dtensor import is_dtensor
 from . import tree
 from .device_staging import DeviceStaging
 from .joined import compressors_of, members_of, sharded_of
-from .memory.repeated import Last, Repeated, optimizer_json
+from .memory.repeated import Repeated, optimizer_json
 from .peers import Peers, averages_gradients, whole_parameters
 from .rows import Rows, Structure, add_rows, dense, structure_of
 from .samples import Samples, check_alike, digest, take_samples
@@ -149,16 +150,15 @@ class Inventory:
         self.peers, self._staging, self._max_file_bytes = peers, staging, max_file_bytes
         self._boxes = Boxes(peers.global_ranks, peers.replicas)
         self.layout: Layout | None = None
-        self.last = Last()
+        #: the last save's sources; None before the first one, and once a load may have replaced its tensors
+        self.last: Repeated | None = None
+        _inventories.add(self)
         self._own_planned: Planned | None = None
         self._random: dict[str, Any] = {}  # content.random_state of the last step
         self._warned: set[str] = set()
 
     def agree(self, training: Training, step: int, opened: contextlib.ExitStack) -> Listed:
-        """Return the content of a save. Collective: a failure on one rank raises on all. `opened` keeps parameters whole.
-
-        Costs one exchange while the layout fits all ranks, and 1 us per tensor while this rank has the same tensors.
-        """
+        """Return the content of a save. Collective, with one exchange while the layout fits. `opened` keeps parameters whole."""
         draft = self.draft(training, step, opened)
         if draft.repeated is not None and draft.repeated.layout is self.layout:
             return self._again(training, draft, draft.repeated)
@@ -176,9 +176,8 @@ class Inventory:
         self.peers.together(fail, FIRST)
 
     def repeat(self, step: int, training: Training) -> Listed | None:
-        """Return the content of a step without agreement. Not collective. Needs the tensors of the last step and other
-        state that fits the layout; else, or on any error, returns None."""
-        last, layout = self.last.value, self.layout
+        """Return the content of a step without agreement; None on an error, or if anything does not fit. Not collective."""
+        last, layout = self.last, self.layout
         if last is None or layout is None or not last.needs_no_agreement or self._same(training) is None:
             return None
         try:
@@ -187,9 +186,8 @@ class Inventory:
                 return None
             own = None
             if self.peers.rank == 0:
-                own = self._own_files(
-                    _state_tree(training, last.found, step), last.optimizer_text(training), last.found
-                )
+                state = _state_tree(training, last.found, step)
+                own = self._own_files(state, last.optimizer_text(training), last.found)
             return Listed(layout.planned[1], held.content, own, sources=held.sources)
         except Exception:  # agree() then meets the same error, and raises it on all ranks
             return None
@@ -198,11 +196,9 @@ class Inventory:
         """Return this rank's sources, and keep those of model and optimizer for the next save."""
         found = listed.shared.sources(listed.plan.needed(self.peers.rank, self.peers.world_size))
         if listed.draft is not None:
-            draft = listed.draft
-            last = Repeated(
-                training, self.layout, draft.found, listed.shared, found, listed.entries_text, draft.released
-            )
-            self.last.value = last if last.is_usable else None
+            of_save = listed.draft.found, listed.shared, found, listed.entries_text, listed.draft.released
+            last = Repeated(training, self.layout, *of_save)
+            self.last = last if last.is_usable else None
         return found
 
     def own_sources(self, listed: Listed) -> tuple[CheckpointPlan | None, list[Source]]:
@@ -222,12 +218,7 @@ class Inventory:
         return self.compare(lambda: self.find(training, step, released, passing), training)
 
     def compare(self, find: Callable[[], Draft], training: Training) -> Draft:
-        """Return find()'s draft, and renew the layout if the draft of some rank does not fit it. Collective.
-
-        Replicated tensors that differ between ranks are an error, unless wrappers average gradients. Buffers that
-        differ from rank 0's become part of the rank's own content.
-        """
-
+        """Return find()'s draft, with buffers unlike rank 0's in it; renew the layout if some rank's does not fit. Collective."""
         found: list[Draft] = []
 
         def describe() -> list[Any]:
@@ -271,10 +262,13 @@ class Inventory:
 
     def _same(self, training: Training, released: dict[int, Sliced] = {}) -> Repeated | None:
         """Return the last save's sources if this rank has the same tensors; else forget them."""
-        last = self.last.value
-        if last is not None and (last.layout is not self.layout or not last.fits(training, released)):
-            self.last.value = last = None
-        return last
+        if self.last is not None and (self.last.layout is not self.layout or not self.last.fits(training, released)):
+            self.last = None
+        return self.last
+
+    def forget(self, *_: Any) -> None:
+        """Release the tensors of the last save. The next save lists all of them anew."""
+        self.last = None
 
     def _own_tree(self, training: Training) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """Return the tree and the tensors of this rank's own state, without buffers."""
@@ -331,8 +325,7 @@ class Inventory:
     def listed(
         self, draft: Draft, members: Callable[[], tuple[Content, dict[str, Any] | None]], *, repeats: bool
     ) -> Listed:
-        """Return the content with the groups of members(). Collective if the layout is new or `repeats` is false; else
-        members() gathers nothing, and a failure leaves no other rank waiting."""
+        """Return the content with the groups of members(). Collective if the layout is new or members() may gather state."""
         layout = self.layout
         assert layout is not None
         made: list[Listed] = []
@@ -363,7 +356,7 @@ class Inventory:
                 )
         else:
             make()
-        self.last.value = None
+        self.last = None
         return made[0]
 
     def members(self, training: Training, draft: Draft) -> tuple[Content, dict[str, Any] | None]:
@@ -419,6 +412,16 @@ class Inventory:
         if layout.index:
             own.texts["model.safetensors.index.json"] = layout.index
         return own
+
+
+_inventories: weakref.WeakSet[Inventory] = weakref.WeakSet()
+
+
+def forget_tensors_of(training: Training) -> None:
+    """Release what the last saves of a training keep alive, because a load is about to replace tensors of it."""
+    for each in list(_inventories):
+        if each.last is not None and each.last.is_of(training):
+            each.forget()
 
 
 def _state_tree(training: Training, found: ModelTensors, step: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

@@ -12,7 +12,7 @@ from typing import Any
 from ..._engine import CheckpointError, CheckpointFolder, NewerCheckpointError
 from ...options.name_map import NameMap
 from .. import tree
-from ..memory.repeated import forget_tensors_of
+from ..inventory import forget_tensors_of
 from ..memory.restoring import Source
 from ..peers import Peers
 from ..rows import TENSORS
