@@ -187,8 +187,9 @@ class Checkpointer:
             address = address_of(directory)
             place = directory if address is None else local_folder(address, local_directory)
             self.directory = absolute_path("directory", place)
-            for name, given, needed in (("snapshot", snapshot, "copy"), ("memory_every", memory_every, None)):
-                if is_pipeline(model) and given != needed:
+            limits = (("snapshot", snapshot, "copy"), ("memory_every", memory_every, None))
+            for name, given, needed in limits if is_pipeline(model) else ():
+                if given != needed:
                     raise ValueError(
                         f"{name}={given!r} is not supported for stages of a pipeline: it must be {needed!r}"
                     )
@@ -196,8 +197,10 @@ class Checkpointer:
             steppers = members_of(self._training.optimizer)
             can_hook = bool(steppers) and all(takes_hooks(stepping_optimizer(each)) for each in steppers)
             if snapshot == "lazy" and not can_hook:
-                given = f"a {type(optimizer).__name__}, which has no register_step_pre_hook() that torch calls"
-                given = given if optimizer is not None else "none"
+                kind = type(optimizer).__name__
+                given = (
+                    "none" if optimizer is None else f"a {kind}, which has no register_step_pre_hook() that torch calls"
+                )
                 raise ValueError(
                     f"snapshot='lazy' copies in the optimizer's step: it needs a torch.optim.Optimizer, got {given}"
                 )
@@ -246,9 +249,9 @@ class Checkpointer:
         self._check = SaveCheck(pairs)
         self._stop, self._signals = StopRequest(self._peers.rank, 1), None
         if self._save_on:
-            travelling = engine.replica.stop_request() if engine is not None and engine.made else None
-            self._is_told = travelling is None  # save() itself exchanges the request
-            self._stop = travelling or self._stop
+            of_engine = engine.replica.stop_request() if engine is not None and engine.made else None
+            self._exchanges_stop = of_engine is None  # save() itself exchanges the request
+            self._stop = of_engine or self._stop
             self._signals = SaveSignals(self._save_on, functools.partial(setattr, self._stop, "is_asked", True))
         self._resources = self._writer, self._place, self._memory, self._signals, self._hooks
         self._retire = weakref.finalize(self, _finish, self._owner_pid, *self._resources)
@@ -326,7 +329,7 @@ class Checkpointer:
 
     def _must_stop(self) -> bool:
         """Return True on all ranks once any rank received a signal of `save_on`."""
-        if self._signals is not None and self._is_told:
+        if self._signals is not None and self._exchanges_stop:
             return any(self._peers.exchange(self._stop.is_asked, "was a rank asked to stop"))
         return self._stop.is_agreed
 

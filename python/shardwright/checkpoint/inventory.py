@@ -17,27 +17,14 @@ import torch
 
 from .._engine import CheckpointError, CheckpointPlan
 from ..torch_compat.dtensor import is_dtensor
-from . import tree
+from . import slices, tree
 from .device_staging import DeviceStaging
 from .joined import compressors_of, members_of, sharded_of
 from .memory.repeated import Repeated, optimizer_json
 from .peers import Peers, averages_gradients, whole_parameters
 from .rows import Rows, Structure, add_rows, dense, structure_of
 from .samples import Samples, check_alike, digest, take_samples
-from .slices import (
-    VALUE,
-    Boxes,
-    Entry,
-    Sliced,
-    compact,
-    describe_state,
-    expand,
-    held_values,
-    is_row_major,
-    is_sliced,
-    released_slices,
-    sliced_state,
-)
+from .slices import Entry, Sliced, describe_state, released_slices
 from .state.content import (
     Content,
     Group,
@@ -112,7 +99,7 @@ class Layout:
     @property
     def has_values(self) -> bool:
         """Return True if some entries are not tensors: rank 0 gathers and writes them."""
-        return any(how == VALUE for keys in self.described.values() for how, _, _ in keys.values())
+        return any(how == slices.VALUE for keys in self.described.values() for how, _, _ in keys.values())
 
     def fits(self, draft: Draft) -> bool:
         if self.own != draft.described or not self.rows.fits(structure_of(draft.tensors), draft.line_bytes):
@@ -148,7 +135,7 @@ class Inventory:
 
     def __init__(self, peers: Peers, staging: DeviceStaging, max_file_bytes: int) -> None:
         self.peers, self._staging, self._max_file_bytes = peers, staging, max_file_bytes
-        self._boxes = Boxes(peers.global_ranks, peers.replicas)
+        self._boxes = slices.Boxes(peers.global_ranks, peers.replicas)
         self.layout: Layout | None = None
         #: the last save's sources; None before the first one, and once a load may have replaced its tensors
         self.last: Repeated | None = None
@@ -162,7 +149,8 @@ class Inventory:
         draft = self.draft(training, step, opened)
         if draft.repeated is not None and draft.repeated.layout is self.layout:
             return self._again(training, draft, draft.repeated)
-        gathers = not all(is_row_major(layout) for each in sharded_of(training.optimizer) for layout in each.layouts())
+        layouts = (layout for each in sharded_of(training.optimizer) for layout in each.layouts())
+        gathers = not all(map(slices.is_row_major, layouts))
         assert self.layout is not None
         repeats = not (gathers or self.layout.has_values or draft.passing)
         return self.listed(draft, lambda: self.members(training, draft), repeats=repeats)
@@ -208,8 +196,6 @@ class Inventory:
         self._own_planned = plan_of(listed.own, self._own_planned)
         return self._own_planned[1], listed.own.sources()
 
-    # agreement ------------------------------------------------------------------------------------------------------
-
     def draft(self, training: Training, step: int, opened: contextlib.ExitStack) -> Draft:
         """Return what this rank holds once all ranks agree. Collective."""
         released, passing = released_slices(training.model)
@@ -252,7 +238,7 @@ class Inventory:
         samples: Samples = {}
         checksums: dict[str, int] = {}
         if self.peers.world_size > 1:
-            is_whole = not is_sliced(training.model, training.optimizer)
+            is_whole = not slices.is_sliced(training.model, training.optimizer)
             samples = take_samples(found, training.optimizer if is_whole else None)
             checksums = self._staging.checksums(found.buffers)
         state = None
@@ -298,7 +284,7 @@ class Inventory:
     def _lay_out(self, draft: Draft) -> Layout:
         """Make a layout of what all ranks hold. Collective."""
         state = draft.state_structure() if self.peers.rank == 0 else list(draft.shards) or None
-        mine = [compact(draft.described), structure_of(draft.tensors), draft.line_bytes, state]
+        mine = [slices.compact(draft.described), structure_of(draft.tensors), draft.line_bytes, state]
         of_all = self.peers.exchange(mine, "sliced content of a save")
         state = of_all[0][3]
         for rank, (*_, theirs) in enumerate(of_all[1:], 1):
@@ -307,12 +293,10 @@ class Inventory:
                 raise CheckpointError(f"rank {rank} holds a part of '{odd[0]}' and rank 0 does not: it cannot be saved")
         described: dict[int, dict[str, Entry]] = {}
         for theirs, *_ in of_all:
-            described |= expand(theirs)
+            described |= slices.expand(theirs)
         rows = Rows.over([(structure, nbytes) for _, structure, nbytes, _ in of_all], self.peers.rank)
         state = None if state is None else [(n, d, list(s)) for n, d, s in state]
         return Layout(described, draft.described, rows, state)
-
-    # content --------------------------------------------------------------------------------------------------------
 
     def _again(self, training: Training, draft: Draft, last: Repeated) -> Listed:
         """Return the content with model and optimizer of the last save. Not collective."""
@@ -366,9 +350,10 @@ class Inventory:
         if sharded_of(optimizer):
             values: dict[int, dict[str, Any]] = {}
             if layout.has_values:
-                answers = self.peers.exchange(list(held_values(optimizer).items()), "values of the optimizer's state")
+                held = list(slices.held_values(optimizer).items())
+                answers = self.peers.exchange(held, "values of the optimizer's state")
                 values = {number: each for of_rank in answers for number, each in of_rank}
-            states = sliced_state(optimizer, layout.described, values)
+            states = slices.sliced_state(optimizer, layout.described, values)
         model = model_group(draft.found, self._max_file_bytes)
         parameters = draft.found.parameters.items()
         model.tensors |= {n: draft.released[id(p)] for n, p in parameters if id(p) in draft.released}

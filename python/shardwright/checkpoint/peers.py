@@ -48,8 +48,7 @@ def averages_gradients(model: Any) -> bool:
 
 
 class Peers:
-    """A rank's view of its module's group: `process_group`, else the model's, else the default one, else this rank alone.
-    `timeout_s` is the communicator's, unless the model sets one."""
+    """A rank's view of its module's group: `process_group`, else the model's, else the default one, else this rank alone."""
 
     def __init__(self, model: Any, process_group: Any = None, timeout_s: float = 1800.0) -> None:
         replicas = [replica for engine in engines_of(model) if engine.made for replica in engine.replicas]
@@ -77,6 +76,10 @@ class Peers:
         self.host_of, self.carriers = list(self._group.host_of), self._group.carriers
         self.host_count = self._group.host_count
         self.has_hosts = self.host_count > 1
+        #: this rank's host, the ranks of it, and this rank's position among them
+        self.host = self.host_of[self.rank]
+        self.here = [rank for rank, host in enumerate(self.host_of) if host == self.host]
+        self.index = self.here.index(self.rank)
 
     @property
     def simulated_host(self) -> int | None:
@@ -159,11 +162,10 @@ class Peers:
         """Return rank 0's `data`. Collective."""
         if self.world_size == 1:
             return data
-        (nbytes,) = {each for each in self.exchange(len(data) if self.rank == 0 else None, label) if each is not None}
-        memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        memory = torch.empty(self.exchange(len(data), label)[0], dtype=torch.uint8, device="cpu")
         if self.rank == 0:
             memory.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        self._group.comm.broadcast([(memory.data_ptr(), nbytes)], 0, label)
+        self._group.comm.broadcast([(memory.data_ptr(), memory.nbytes)], 0, label)
         return data if self.rank == 0 else bytes_of(memory)
 
     def send(self, root: int, ranges: Sequence[tuple[int, int]], label: str) -> None:

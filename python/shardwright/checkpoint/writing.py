@@ -124,7 +124,9 @@ class Writer:
         if self._spoiled:
             self._saver.cancel(_tellable(self._spoiled))
         if lazy:
-            live = [(n, t) for g in listed.shared.all_groups() for n, t in g.tensors.items() if n not in g.eager]
+            ahead, groups = listed.shared.ahead, listed.shared.groups
+            groups = groups if ahead is None else [*ahead.groups, *groups]
+            live = [(n, t) for g in groups for n, t in g.tensors.items() if n not in g.eager]
             watched = [(n, each) for n, t in live for each in (t.live if isinstance(t, Sliced) else (t,))]
             self._versions = [(n, each, each._version) for n, each in watched if not self._staging.takes(each)]
 
@@ -140,9 +142,8 @@ class Writer:
             listed = ready or self.inventory.agree(training, step, opened)
             own, own_sources = self.inventory.own_sources(listed)
             sources = self.inventory.sources(training, listed) if listed.sources is None else listed.sources
-            with_own = None if own is None else (own, own_sources)
-            layout, device = self.inventory.layout, self._staging.for_saver()
-            tier.put(step, nonce, layout, listed.plan, sources, with_own, share, device)
+            content = {"shared": listed.plan, "shared_sources": sources, "own": own, "own_sources": own_sources}
+            tier.put(step, nonce, self.inventory.layout, {**content, "device": self._staging.for_saver()}, share)
 
     def _give_up(self, reason: str) -> None:
         """Abandon a save that is being started. Its threads may already read memory that this writer keeps alive."""
@@ -170,8 +171,6 @@ class Writer:
         except Exception as lost:  # the own error is the cause to report
             raise error from lost
         raise error
-
-    # outcome ----------------------------------------------------------------------------------------------------------
 
     def protect(self) -> None:
         """Copy what a lazy snapshot has not read yet, before a write to it. Never raises: wait() reports a failure."""
