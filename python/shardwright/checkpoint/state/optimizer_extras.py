@@ -51,30 +51,28 @@ def further_state(optimizer: Any) -> dict[str, Any]:
     wrapped, optimizer = optimizer, users_optimizer(optimizer)
     if not _tells_more(optimizer):
         return {}
-    name = type(optimizer).__name__
+    call = f"{type(optimizer).__name__}.state_dict()"
     try:
         found = optimizer.state_dict()
     except Exception as error:
         raise CheckpointError(
-            f"{name}.state_dict() raises {type(error).__name__}: {error}: its further state is not savable"
+            f"{call} raises {type(error).__name__}: {error}: its further state is not savable"
         ) from error
     if not isinstance(found, Mapping):
-        raise CheckpointError(f"{name}.state_dict() returns a {type(found).__name__} instead of a dict: not savable")
+        raise CheckpointError(f"{call} returns a {type(found).__name__} instead of a dict: not savable")
     further = {key: value for key, value in found.items() if key not in _OF_TORCH}
     odd = [key for key in further if not isinstance(key, str) or key.startswith("$")]
     if odd:
-        raise CheckpointError(
-            f"{name}.state_dict() has the key {odd[0]!r}, which is not a string or begins with '$': not savable"
-        )
+        raise CheckpointError(f"{call} has the key {odd[0]!r}, which is not a string or begins with '$': not savable")
     for key, value in further.items():
         if any(is_dtensor(each) for each in _tensors(value, _DEPTH)):
             raise CheckpointError(
-                f"{name}.state_dict() has a DTensor under '{key}', outside state and param_groups: a DTensor is savable in the "
+                f"{call} has a DTensor under '{key}', outside state and param_groups: a DTensor is savable in the "
                 "state of a parameter only"
             )
     if further and wrapped is not optimizer:
         raise CheckpointError(
-            f"{name}.state_dict() has {some(further)} beside state and param_groups, and a checkpoint cannot hold them because the "
+            f"{call} has {some(further)} beside state and param_groups, and a checkpoint cannot hold them because the "
             "engine wraps the optimizer: pass them in user_state={...}"
         )
     if wrapped is optimizer:
