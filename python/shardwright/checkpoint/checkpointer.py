@@ -10,8 +10,8 @@ import logging
 import math
 import os
 import weakref
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from .._engine import CheckpointError, Error
 from ..comm.signals import SaveSignals, check_signals
@@ -23,6 +23,7 @@ from ..options.places import absolute_path
 from ..parallel.agreement.save_check import SaveCheck
 from ..parallel.engine import engine_of
 from ..torch_compat.optimizers import takes_hooks
+from ..torch_compat.weak import weakly
 from .calls import OneCall
 from .files import MAX_FILE_BYTES, check_options, integer, usable_timeout
 from .folder.directory import Directory
@@ -40,7 +41,6 @@ from .training import Training, is_pipeline
 from .writing import Writer
 
 logger = logging.getLogger("shardwright")
-_Owner = TypeVar("_Owner")
 _live: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 
 
@@ -165,9 +165,8 @@ class Checkpointer:
         memory_replicas: int | None = None,
     ) -> None:
         self._peers = peers_of(model, process_group, usable_timeout(timeout_s))
-        checked: list[Any] = []
 
-        def check() -> dict[str, Any]:
+        def check() -> tuple[dict[str, Any], tuple[Any, ...]]:
             choices = {"snapshot": ("copy", "lazy"), "on_busy": ("wait", "skip", "raise"), "best": ("min", "max")}
             for (name, legal), value in zip(choices.items(), (snapshot, on_busy, best)):
                 if value not in legal:
@@ -183,35 +182,35 @@ class Checkpointer:
             if memory_every is None and memory_replicas is not None:
                 raise ValueError(f"memory_replicas={memory_replicas} needs memory_every: nothing goes into memory")
             bandwidth = integer("bandwidth_bytes_per_s", bandwidth_bytes_per_s, 0, 2**63, "an integer in [0, 2**63)")
-            checked.extend((file_bytes, integer("threads", threads, 1, 17, "an integer in [1, 16]"), bandwidth))
+            writers = integer("threads", threads, 1, 17, "an integer in [1, 16]")
             self._save_on = check_signals(save_on)
             address = address_of(directory)
             place = directory if address is None else local_folder(address, local_directory)
             self.directory = absolute_path("directory", place)
-            checked.extend((address, rules))
-            if is_pipeline(model):
-                for name, given, needed in (("snapshot", snapshot, "copy"), ("memory_every", memory_every, None)):
-                    if given != needed:
-                        raise ValueError(
-                            f"{name}={given!r} is not supported for stages of a pipeline: it must be {needed!r}"
-                        )
+            limits = (("snapshot", snapshot, "copy"), ("memory_every", memory_every, None))
+            for name, given, needed in limits if is_pipeline(model) else ():
+                if given != needed:
+                    raise ValueError(
+                        f"{name}={given!r} is not supported for stages of a pipeline: it must be {needed!r}"
+                    )
             self._training = Training(model, optimizer, scheduler, scaler, dataloader, user_state)
             steppers = members_of(self._training.optimizer)
             can_hook = bool(steppers) and all(takes_hooks(stepping_optimizer(each)) for each in steppers)
             if snapshot == "lazy" and not can_hook:
-                given = f"a {type(optimizer).__name__}, which has no register_step_pre_hook() that torch calls"
-                given = "none" if optimizer is None else given
+                kind = type(optimizer).__name__
+                given = (
+                    "none" if optimizer is None else f"a {kind}, which has no register_step_pre_hook() that torch calls"
+                )
                 raise ValueError(
                     f"snapshot='lazy' copies in the optimizer's step: it needs a torch.optim.Optimizer, got {given}"
                 )
-            signals = [each.name for each in self._save_on]
-            memory = {"memory_every": memory_every, "memory_replicas": memory_replicas}
             self._observers = observers_of(model)
-            saves = {"on_busy": on_busy, "max_file_bytes": file_bytes, "verify": bool(verify)}
-            return {**saves, "save_on": signals, **memory}
+            compared = {"on_busy": on_busy, "max_file_bytes": file_bytes, "verify": bool(verify)}
+            compared |= {"save_on": [each.name for each in self._save_on]}
+            compared |= {"memory_every": memory_every, "memory_replicas": memory_replicas}
+            return compared, (file_bytes, writers, bandwidth, address, rules)
 
-        self._peers.agree(check, "Checkpointer()")
-        max_file_bytes, threads, bandwidth, address, rules = checked
+        max_file_bytes, threads, bandwidth, address, rules = self._peers.agree(check, "Checkpointer()")
         self._timeout_s = timeout_s = float(timeout_s)
         self._lazy = snapshot == "lazy"
         self._on_busy = on_busy
@@ -236,7 +235,7 @@ class Checkpointer:
                     self._peers, self.directory, nonce, memory_replicas, threads=threads, timeout_s=timeout_s
                 )
             if self._lazy:
-                self._hooks = _before_writes(self._training, _hook_on(self._writer, lambda writer: writer.protect()))
+                self._hooks = _before_writes(self._training, weakly(self._protect))
         except BaseException:
             if self._memory is not None:
                 self._memory.close(goodbye=False)
@@ -250,13 +249,12 @@ class Checkpointer:
         self._check = SaveCheck(pairs)
         self._stop, self._signals = StopRequest(self._peers.rank, 1), None
         if self._save_on:
-            travelling = engine.replica.stop_request() if engine is not None and engine.made else None
-            self._is_told = travelling is None  # save() itself exchanges the request
-            self._stop = travelling or self._stop
+            of_engine = engine.replica.stop_request() if engine is not None and engine.made else None
+            self._exchanges_stop = of_engine is None  # save() itself exchanges the request
+            self._stop = of_engine or self._stop
             self._signals = SaveSignals(self._save_on, functools.partial(setattr, self._stop, "is_asked", True))
-        self._retire = weakref.finalize(
-            self, _finish, self._writer, self._place, self._memory, self._signals, self._owner_pid, self._hooks
-        )
+        self._resources = self._writer, self._place, self._memory, self._signals, self._hooks
+        self._retire = weakref.finalize(self, _finish, self._owner_pid, *self._resources)
         self._retire.atexit = False  # _finish_all() finishes all saves at exit
         self._interval = Interval(self._peers)
         _live.add(self)
@@ -264,7 +262,7 @@ class Checkpointer:
 
     def _release_after_loads(self) -> None:
         """Release the optimizer's old state when load_state_dict() has replaced it, not only at the next save."""
-        forget = _hook_on(self._writer.inventory.last, lambda last: last.forget())
+        forget = weakly(self._writer.inventory.forget)
         for optimizer in (stepping_optimizer(o) for each in self._training.parts for o in members_of(each.optimizer)):
             if hasattr(optimizer, "register_load_state_dict_post_hook"):
                 with contextlib.suppress(TypeError, AttributeError):  # it keeps its hooks in a plain dict, or has none
@@ -277,15 +275,17 @@ class Checkpointer:
         optimizer = stepping_optimizer(next(reversed(members_of(self._training.optimizer)), None))
         self._writer.warm(self._training, lazy=self._lazy)
         if takes_hooks(optimizer) and not optimizer.state:
-            place = len(self._hooks)
-
-            def warm(alive: Checkpointer) -> None:
-                if not alive._closed:
-                    alive._hooks[place].remove()
-                    alive._writer.warm(alive._training, lazy=alive._lazy)
-
             with contextlib.suppress(TypeError):  # it keeps its hooks in a plain dict: the first save allocates staging
-                self._hooks.append(optimizer.register_step_post_hook(_hook_on(self, warm)))
+                self._warming = optimizer.register_step_post_hook(weakly(self._warm_after_step))
+                self._hooks.append(self._warming)
+
+    def _protect(self, *_: Any) -> None:
+        self._writer.protect()
+
+    def _warm_after_step(self, *_: Any) -> None:
+        if not self._closed:
+            self._warming.remove()
+            self._writer.warm(self._training, lazy=self._lazy)
 
     # saving -----------------------------------------------------------------------------------------------------------
 
@@ -329,7 +329,7 @@ class Checkpointer:
 
     def _must_stop(self) -> bool:
         """Return True on all ranks once any rank received a signal of `save_on`."""
-        if self._signals is not None and self._is_told:
+        if self._signals is not None and self._exchanges_stop:
             return any(self._peers.exchange(self._stop.is_asked, "was a rank asked to stop"))
         return self._stop.is_agreed
 
@@ -349,10 +349,8 @@ class Checkpointer:
             refusal = error
         if self._every is None:
             self._agree_on_first(every, every_s, refusal)
-        if refusal is not None and (
-            every != 1 or every_s is not None
-        ):  # without a step it cannot know if its peers save
-            raise refusal
+        if refusal is not None and (every != 1 or every_s is not None):
+            raise refusal  # without a step it cannot know if its peers save
         if self._memory is not None and refusal is None and (step + 1) % (self._memory_every or 1) == 0:
             self._keep(step + 1, self._memory)
         if refusal is None and ((step + 1) % every if every_s is None else not self._interval.is_due(every_s)):
@@ -389,43 +387,39 @@ class Checkpointer:
     def _agree_on_first(self, every: int, every_s: float | None, refusal: ValueError | None) -> None:
         """Check that the first call's interval is equal on all ranks; else some wait for ranks that do not save."""
 
-        def check() -> dict[str, Any]:
+        def check() -> tuple[dict[str, Any], None]:
             if refusal is not None:
                 raise refusal
-            return {"every": every, "every_s": every_s}
+            return {"every": every, "every_s": every_s}, None
 
         self._peers.agree(check, "save()")
         self._every = every
 
     def _settle(self, what: str, refusal: Exception | None = None, *, checks: bool = True) -> None:
-        """Wait for the previous save. On all ranks, raise its failure, `refusal`, or a mismatch of calls. Collective.
-
-        A rank that could not begin the previous save raised then; without this exchange it would begin the next alone.
-        """
+        """Wait for the previous save. On all ranks, raise its failure, `refusal`, or a mismatch of calls. Collective."""
         failure: Exception | None = None
         try:
             self._wait()
         except Exception as error:
             failure = error
-        answers = "" if failure is None else str(failure) or type(failure).__name__
+        sentence = "" if failure is None else str(failure) or type(failure).__name__
         if failure is None and refusal is not None:
-            failure, answers = refusal, f"rank {self._peers.rank}: {refusal}"
-        try:
+            failure, sentence = refusal, f"rank {self._peers.rank}: {refusal}"
+        try:  # a rank that could not begin the previous save raised then: without this it would begin the next alone
             rows = self._check.rows() if checks else []
-            heard = self._peers.exchange([answers, what, rows], "how the save before ended")
+            answers = self._peers.exchange([sentence, what, rows], "how the save before ended")
         except Error:  # a rank died, or made a different collective call
             if failure is None:
                 raise
-            heard = []
         if failure is not None:
             raise failure
-        for sentence, *_ in heard:
+        for sentence, *_ in answers:
             if sentence:
                 raise CheckpointError(sentence)
-        for rank, (_, theirs, _) in enumerate(heard):
-            if theirs != heard[0][1]:
-                raise CheckpointError(f"rank 0 {heard[0][1]} while rank {rank} {theirs}")
-        self._check.compare([each[2] for each in heard], self._peers.exchange)
+        for rank, (_, theirs, _) in enumerate(answers):
+            if theirs != answers[0][1]:
+                raise CheckpointError(f"rank 0 {answers[0][1]} while rank {rank} {theirs}")
+        self._check.compare([each[2] for each in answers], self._peers.exchange)
 
     @on_every_rank("Checkpointer.wait()")
     def wait(self) -> None:
@@ -494,16 +488,13 @@ class Checkpointer:
         return completed
 
     def _restore(self, step: int | None, *names: Any) -> int:
-        made: list[NameMap] = []
-
-        def check() -> dict[str, Any]:
-            nonlocal step
-            step = None if step is None else integer("step", step, -(2**63), 2**63, "None or an integer")
-            made.append(self._training.names(*names))
-            return {"step": step, **made[0].describe()}
+        def check() -> tuple[dict[str, Any], tuple[int | None, NameMap]]:
+            wanted = None if step is None else integer("step", step, -(2**63), 2**63, "None or an integer")
+            name_map = self._training.names(*names)
+            return {"step": wanted, **name_map.describe()}, (wanted, name_map)
 
         self._settle("restores", checks=False)
-        self._peers.agree(check, "restore()")
+        step, name_map = self._peers.agree(check, "restore()")
         listed = self._place.list(is_preference=step is None)
         kept = [] if self._memory is None else self._memory.candidates()
         if step is not None:
@@ -520,7 +511,7 @@ class Checkpointer:
             path = place.label if isinstance(place, Candidate) else place
             with contextlib.ExitStack() as opened:
                 try:
-                    restored = self._agree_on(place, path, made[0], opened)
+                    restored = self._agree_on(place, path, name_map, opened)
                 except Rejected as error:
                     refusals.append(str(error))
                     if self._peers.rank == 0:
@@ -528,7 +519,7 @@ class Checkpointer:
                     if not isinstance(place, Candidate):
                         self._place.reject(path)
                     continue
-                self._fill_stages(restored, path, made[0])
+                self._fill_stages(restored, path, name_map)
                 apply_together(restored, self._peers)
             if isinstance(place, Candidate) and self._memory is not None:
                 self._memory.took(place)
@@ -611,7 +602,7 @@ class Checkpointer:
         finally:
             self._closed = True
             self._retire.detach()
-            _release(self._writer, self._place, self._memory, self._signals, self._hooks)
+            _release(*self._resources)
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -620,11 +611,9 @@ class Checkpointer:
         if error is None:
             self.close()
             return
-        try:  # the block's own error propagates, and other ranks may not exit the block: wait without communication
-            with self._call.of("close()", waits=True):
-                self._close(functools.partial(self._writer.wait_alone, lambda: self._stop.is_asked))
-        except CheckpointError as failure:
-            logger.warning("the last save failed: %s", failure)
+        # the block's own error propagates, and other ranks may not exit the block: wait without communication
+        with _failures_logged(), self._call.of("close()", waits=True):
+            self._close(functools.partial(self._writer.wait_alone, lambda: self._stop.is_asked))
 
     def describe(self) -> dict[str, Any]:
         """Return the entry of sw.describe()."""
@@ -660,48 +649,33 @@ def _before_writes(training: Training, protect: Any) -> list[Any]:
     ]
 
 
-def _hook_on(owner: _Owner, call: Callable[[_Owner], None]) -> Any:
-    """Return a hook that runs call(owner) while `owner` is alive, and does not keep it alive."""
-    reference = weakref.ref(owner)
-
-    def hook(*_: Any) -> None:
-        alive = reference()
-        if alive is not None:
-            call(alive)
-
-    return hook
-
-
 @functools.cache
 def _register_exit() -> None:
     """Register after the communicators' exit function: atexit runs in reverse order, and a save needs its peers."""
     atexit.register(_finish_all)
 
 
+@contextlib.contextmanager
+def _failures_logged() -> Iterator[None]:
+    try:
+        yield
+    except CheckpointError as error:
+        logger.warning("the last save failed: %s", error)
+
+
 def _finish_all() -> None:
     for each in live_checkpointers():
         if each._owner_pid == os.getpid():
-            try:
+            with _failures_logged():
                 each._close(each._writer.wait_alone)
-            except CheckpointError as error:
-                logger.warning("the last save failed: %s", error)
 
 
-def _finish(
-    writer: Writer,
-    place: Directory,
-    memory: MemoryTier | None,
-    signals: SaveSignals | None,
-    pid: int,
-    hooks: list[Any],
-) -> None:
+def _finish(pid: int, writer: Writer, *others: Any) -> None:
     """Finish the running save of a Checkpointer that was garbage-collected."""
     if os.getpid() == pid:
-        try:
+        with _failures_logged():
             writer.wait_alone()
-        except CheckpointError as error:
-            logger.warning("the last save failed: %s", error)
-        _release(writer, place, memory, signals, hooks)
+        _release(writer, *others)
 
 
 def _release(

@@ -22,24 +22,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.checkpoint
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadItemType,
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint import LoadPlan, LoadPlanner, Metadata, ReadItem, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint import metadata as torch_metadata
+from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.planner import LoadItemType, WriteItemType
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.storage import StorageReader as TorchStorageReader
 from torch.distributed.checkpoint.storage import StorageWriter as TorchStorageWriter
@@ -163,13 +149,9 @@ class StorageWriter(TorchStorageWriter, BlockingAsyncStager):
                 f"StorageWriter: _extensions must be empty, got {[type(each).__name__ for each in _extensions]}: every reader of "
                 "this format finds plain safetensors; FileSystemWriter transforms streams"
             )
-        _log_without_effect(
-            "StorageWriter",
-            single_file_per_rank=single_file_per_rank,
-            sync_files=sync_files,
-            per_thread_copy_ahead=per_thread_copy_ahead,
-            enable_consolidation=enable_consolidation,
-        )
+        given: dict[str, Any] = {"single_file_per_rank": single_file_per_rank, "sync_files": sync_files}
+        given |= {"per_thread_copy_ahead": per_thread_copy_ahead, "enable_consolidation": enable_consolidation}
+        _log_without_effect("StorageWriter", given)
         BlockingAsyncStager.__init__(self, cache_staged_state_dict, type_check)
         self.checkpoint_id: str | os.PathLike[str] = path
         self.thread_count = thread_count
@@ -262,17 +244,7 @@ class StorageWriter(TorchStorageWriter, BlockingAsyncStager):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Merge the tallies, write the objects and commit, on the coordinator."""
         assert self._layout is not None
-        tallies: list[bytes] = []
-        objects: dict[str, Any] = {}
-        streams: list[str] = []
-        for each in itertools.chain(*results):
-            name = each.index.fqn
-            if name in self._layout.places:
-                tallies.append(each.storage_data)
-            else:
-                objects[name], is_stream = each.storage_data
-                streams += [name] * is_stream
-        self._layout.commit(tallies, objects, streams, self._step, len(results), self._replaces)
+        self._layout.commit(results, self._step, self._replaces)
         self._layout, self._is_saved = None, True
 
 
@@ -300,7 +272,7 @@ class StorageReader(TorchStorageReader):
         optimizer: str = "optim",
         verify: bool = True,
     ) -> None:
-        _log_without_effect("StorageReader", _extension_registry=_extension_registry)
+        _log_without_effect("StorageReader", {"_extension_registry": _extension_registry})
         self.checkpoint_id: str | os.PathLike[str] = path
         self.load_id = _new_id()
         self._keys = (model, optimizer)
@@ -326,11 +298,11 @@ class StorageReader(TorchStorageReader):
     def read_metadata(self, *args: Any) -> Metadata:
         self._folder = None  # the checkpoint may have been replaced
         folder = self._open()
-        found: dict[str, Any] = {name: BytesStorageMetadata() for name in self._found.objects}
+        found: dict[str, Any] = {name: torch_metadata.BytesStorageMetadata() for name in self._found.objects}
         for name, stored in self._found.tensors.items():
-            shape = torch.Size(stored.shape if stored.complex_dtype is None else stored.shape[:-1])
-            chunk = ChunkStorageMetadata(torch.Size([0] * len(shape)), shape)
-            found[name] = TensorStorageMetadata(TensorProperties(dtype=stored.torch_dtype), shape, [chunk])
+            shape, of_it = torch.Size(stored.torch_shape), torch_metadata.TensorProperties(dtype=stored.torch_dtype)
+            chunk = torch_metadata.ChunkStorageMetadata(torch.Size([0] * len(shape)), shape)
+            found[name] = torch_metadata.TensorStorageMetadata(of_it, shape, [chunk])
         meta = StorageMeta(checkpoint_id=self.checkpoint_id, save_id=folder.nonce, load_id=self.load_id)
         return Metadata(found, planner_data=self._found.paths, storage_meta=meta)
 
@@ -354,10 +326,8 @@ class StorageReader(TorchStorageReader):
                 for begin, nbytes in _stored_ranges(each, item)
                 for block in range(begin // _BLOCK_BYTES, (begin + nbytes - 1) // _BLOCK_BYTES + 1)
             }
-            checks = [
-                (path, begin, min(_BLOCK_BYTES, folder.files[path] - begin), 0, 0) for path, begin in sorted(blocks)
-            ]
-            folder.load(checks, _READERS, False, (0, 1))
+            sizes = ((path, begin, folder.files[path] - begin) for path, begin in sorted(blocks))
+            folder.load([(path, at, min(_BLOCK_BYTES, n), 0, 0) for path, at, n in sizes], _READERS, False, (0, 1))
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -396,9 +366,6 @@ class StorageReader(TorchStorageReader):
         return future
 
 
-# layout ---------------------------------------------------------------------------------------------------------------
-
-
 class _Layout:
     """The files of a save that torch has planned, on the coordinator."""
 
@@ -414,10 +381,9 @@ class _Layout:
             self._paths |= plan.planner_data or {}
             boxes = ((item.index.fqn, item.tensor_data) for item in plan.items)
             shapes |= {n: Sliced(data.properties.dtype, tuple(data.size), ()) for n, data in boxes if data is not None}
-        order = {name: place for place, name in enumerate(self._paths)}
         self._stored: dict[str, tuple[str, str]] = {}
         groups: dict[str, dict[str, Any]] = {"model": {}, "optimizer": {}, "state": {}}
-        for name in sorted(shapes, key=lambda each: order.get(each, len(order))):
+        for name in (*filter(shapes.__contains__, self._paths), *(each for each in shapes if each not in self._paths)):
             group, stored_name = self._place(name)
             if stored_name in groups[group]:  # {"a.b": {"c": x}, "b": {"c.a": y}} of an optimizer: both are c.a.b
                 group, stored_name = "state", name
@@ -430,10 +396,9 @@ class _Layout:
         ]
         self._plan = self._make_plan({})
         sources = [(g.stem, n) for g in self._groups for n in g.tensors]
-        where: dict[tuple[str, str], Place] = {}
-        for path, nbytes, first_block, pieces in self._plan.files():
-            where |= {sources[source]: (path, begin, nbytes, first_block) for source, begin, _ in pieces}
-        self.places = {name: where[place] for name, place in self._stored.items()}
+        files = self._plan.files()
+        where = {sources[s]: (path, begin, n, block) for path, n, block, pieces in files for s, begin, _ in pieces}
+        self.places: dict[str, Place] = {name: where[place] for name, place in self._stored.items()}
 
     def _make_plan(self, texts: Mapping[str, bytes]) -> CheckpointPlan:
         lines: Any = {path: (len(text), 0, text) for path, text in texts.items()}
@@ -460,16 +425,13 @@ class _Layout:
             raise os_error(f"'{self.folder}' cannot be written: {error}", error.errno) from error
         weakref.finalize(self, _abandon, self._plan, os.getpid())
 
-    def commit(
-        self,
-        tallies: list[bytes],
-        objects: Mapping[str, Any],
-        streams: list[str],
-        step: int,
-        world_size: int,
-        replaces: str,
-    ) -> None:
-        """Write the texts and rename the partial folder. `tallies`: of the bytes that the ranks wrote."""
+    def commit(self, results: Sequence[Sequence[WriteResult]], step: int, replaces: str) -> None:
+        """Merge the tallies of all ranks, write their objects as texts and rename the partial folder."""
+        written = [(each.index.fqn, each.storage_data) for each in itertools.chain(*results)]
+        tallies = [tally for name, tally in written if name in self.places]
+        encoded = [(name, *each) for name, each in written if name not in self.places]
+        objects = {name: node for name, node, _ in encoded}
+        streams = [name for name, _, is_stream in encoded if is_stream]
         texts = {"state.json": tree.dumps(self._state(objects, streams, step))}
         if any(group.stem == "optimizer" for group in self._groups):
             texts["optimizer.json"] = tree.dumps(self._optimizer(objects))
@@ -479,7 +441,7 @@ class _Layout:
                 if path in texts:
                     tallies = [*tallies, self._write_text(path, texts[path], first_block)]
             plan.commit(
-                folder=self.folder, replaces=replaces, nonce=self.nonce, step=step, world_size=world_size, tallies=tallies,
+                folder=self.folder, replaces=replaces, nonce=self.nonce, step=step, world_size=len(results), tallies=tallies,
                 creator=self._plan,
             )  # fmt: skip
         except BaseException:
@@ -544,11 +506,10 @@ def _byte_ranges(
 
 
 def _stored_ranges(stored: Stored, item: ReadItem) -> list[tuple[int, int]]:
-    shape = stored.shape if stored.complex_dtype is None else stored.shape[:-1]
-    return _byte_ranges(shape, stored.torch_dtype, stored.begin, item.storage_offsets, item.lengths)
+    return _byte_ranges(stored.torch_shape, stored.torch_dtype, stored.begin, item.storage_offsets, item.lengths)
 
 
-def _log_without_effect(name: str, **given: Any) -> None:
+def _log_without_effect(name: str, given: Mapping[str, Any]) -> None:
     for argument, value in given.items():
         default, reason = _WITHOUT_EFFECT[argument]
         if value != default:
@@ -606,13 +567,8 @@ def _names(folder: CheckpointFolder, keys: tuple[str | None, str]) -> _Found:
     if known is not None:
         tensors = {n: stored[group][0][name] for n, (group, name) in known["tensors"].items()}
         paths = known.get("paths", {})
-        names = [*tensors, *known["objects"]]
-        return _Found(
-            tensors,
-            known["objects"],
-            {name: tuple(paths.get(name, (name,))) for name in names},
-            frozenset(known.get("streams", ())),
-        )
+        paths = {name: tuple(paths.get(name, (name,))) for name in (*tensors, *known["objects"])}
+        return _Found(tensors, known["objects"], paths, frozenset(known.get("streams", ())))
     model, optimizer = keys
     made = _Found({}, {}, {}, frozenset())
 
@@ -659,9 +615,8 @@ def dcp_to_torch_save(dcp_checkpoint_dir: str | os.PathLike[str], torch_save_pat
             f"'{os.fspath(dcp_checkpoint_dir)}' is a folder of torch's FileSystemWriter: convert it with "
             "torch.distributed.checkpoint.format_utils.dcp_to_torch_save, or with `shardwright ckpt import`"
         )
-    CheckpointFolder(
-        absolute_path("dcp_checkpoint_dir", dcp_checkpoint_dir)
-    )  # one sentence, where torch gives a traceback
+    # one sentence, where torch gives a traceback
+    CheckpointFolder(absolute_path("dcp_checkpoint_dir", dcp_checkpoint_dir))
     torch.save(load_everything(StorageReader(dcp_checkpoint_dir)), torch_save_path)
 
 

@@ -112,8 +112,7 @@ def save(
 
 
 class PathSaver:
-    """Saves to paths that the caller chooses, one at a time, written in the background of training. Collective.
-    begin() checks the options."""
+    """Saves to paths that the caller chooses, one at a time, in the background of training. begin() checks the options."""
 
     def __init__(self, peers: Peers, *, max_file_bytes: Any = MAX_FILE_BYTES, timeout_s: Any = 1800.0) -> None:
         self._peers, self._options = peers, (max_file_bytes, timeout_s)
@@ -129,26 +128,22 @@ class PathSaver:
         overwrite: bool = False,
         replaces_file: bool = False,
     ) -> None:
-        """Snapshot make() and start to write it to `path`. The caller must have waited for the previous save.
+        """Snapshot make() and write it to `path`, after wait(). `replaces_file`: remove a file or a link there first. Collective."""
 
-        `replaces_file`: remove a file or a link at `path` first.
-        """
-        checked: list[Any] = []
-
-        def check() -> dict[str, Any]:
+        def check() -> tuple[dict[str, Any], tuple[Any, ...]]:
             options = check_options(*self._options)
             folder = absolute_path("path", path)
-            checked.extend((folder, make(), *options))
+            checked = folder, make(), *options
             name = os.path.basename(folder)
             if name.endswith(REPLACED):
                 other = name.removesuffix(REPLACED)
                 raise ValueError(
                     f"path must not end with '{REPLACED}', got {name!r}: a save to '{other}' moves what it replaces there"
                 )
-            return {"step": check_step(step), "max_file_bytes": options[0], "path": name, "overwrite": bool(overwrite)}
+            compared = {"step": check_step(step), "max_file_bytes": options[0], "path": name}
+            return compared | {"overwrite": bool(overwrite)}, checked
 
-        self._peers.agree(check, "save()")
-        folder, training, file_bytes, timeout_s = checked
+        folder, training, file_bytes, timeout_s = self._peers.agree(check, "save()")
         target = Target(folder)
 
         def prepare() -> str:
@@ -250,21 +245,16 @@ def load(
         options = {"process_group": process_group, "verify": verify, "timeout_s": timeout_s}
         options |= {"strict": strict, "include": include, "rename": rename}
         return _load_remote(peers, address, local_directory, lambda f: load(f, module, optimizer, **options))
-    checked: list[tuple[str, Training, NameMap]] = []
 
-    def check() -> dict[str, Any]:
-        check_timeout(timeout_s)
-        training = Training(module, optimizer)
+    def check() -> tuple[dict[str, Any], tuple[str, Training, NameMap, float]]:
+        seconds, training = check_timeout(timeout_s), Training(module, optimizer)
         names = training.names(include, rename, strict)
-        checked.append((absolute_path("path", path), training, names))
-        return {"verify": bool(verify), **names.describe()}
+        folder = absolute_path("path", path)
+        return {"verify": bool(verify), **names.describe()}, (folder, training, names, seconds)
 
-    peers.agree(check, "load()")
-    ((folder, training, names),) = checked
+    folder, training, names, seconds = peers.agree(check, "load()")
     if training.stages:
-        return load_stages(
-            folder, peers, training.stages, verify=verify, names=names, timeout_s=usable_timeout(timeout_s)
-        )
+        return load_stages(folder, peers, training.stages, verify=verify, names=names, timeout_s=seconds)
     return apply_together(agree_on(folder, training, peers, verify=verify, names=names), peers)
 
 

@@ -24,7 +24,7 @@ class Interval:
 
     @staticmethod
     def checked(every_s: float | None, every: int) -> float | None:
-        """Return the option. Raises ValueError if it is no time, or stands beside `every`."""
+        """Return the option. Raise ValueError if it is no time, or given together with `every`."""
         if every_s is None:
             return None
         if isinstance(every_s, bool) or not isinstance(every_s, (int, float)) or not 0 < every_s < math.inf:
@@ -34,8 +34,7 @@ class Interval:
         return float(every_s)
 
     def is_due(self, every_s: float) -> bool:
-        """Return True on all ranks if `every_s` seconds have passed on rank 0. Collective in some calls, alike on all
-        ranks."""
+        """Return True on all ranks if `every_s` seconds have passed on rank 0. Collective in the same calls of all ranks."""
         self._calls += 1
         if self._calls < self._next:
             return False

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,27 +17,14 @@ import torch
 
 from .._engine import CheckpointError, CheckpointPlan
 from ..torch_compat.dtensor import is_dtensor
-from . import tree
+from . import slices, tree
 from .device_staging import DeviceStaging
 from .joined import compressors_of, members_of, sharded_of
-from .memory.repeated import Last, Repeated, optimizer_json
+from .memory.repeated import Repeated, optimizer_json
 from .peers import Peers, averages_gradients, whole_parameters
 from .rows import Rows, Structure, add_rows, dense, structure_of
 from .samples import Samples, check_alike, digest, take_samples
-from .slices import (
-    VALUE,
-    Boxes,
-    Entry,
-    Sliced,
-    compact,
-    describe_state,
-    expand,
-    held_values,
-    is_row_major,
-    is_sliced,
-    released_slices,
-    sliced_state,
-)
+from .slices import Entry, Sliced, describe_state, released_slices
 from .state.content import (
     Content,
     Group,
@@ -111,7 +99,7 @@ class Layout:
     @property
     def has_values(self) -> bool:
         """Return True if some entries are not tensors: rank 0 gathers and writes them."""
-        return any(how == VALUE for keys in self.described.values() for how, _, _ in keys.values())
+        return any(how == slices.VALUE for keys in self.described.values() for how, _, _ in keys.values())
 
     def fits(self, draft: Draft) -> bool:
         if self.own != draft.described or not self.rows.fits(structure_of(draft.tensors), draft.line_bytes):
@@ -147,22 +135,22 @@ class Inventory:
 
     def __init__(self, peers: Peers, staging: DeviceStaging, max_file_bytes: int) -> None:
         self.peers, self._staging, self._max_file_bytes = peers, staging, max_file_bytes
-        self._boxes = Boxes(peers.global_ranks, peers.replicas)
+        self._boxes = slices.Boxes(peers.global_ranks, peers.replicas)
         self.layout: Layout | None = None
-        self.last = Last()
+        #: the last save's sources; None before the first one, and once a load may have replaced its tensors
+        self.last: Repeated | None = None
+        _inventories.add(self)
         self._own_planned: Planned | None = None
         self._random: dict[str, Any] = {}  # content.random_state of the last step
         self._warned: set[str] = set()
 
     def agree(self, training: Training, step: int, opened: contextlib.ExitStack) -> Listed:
-        """Return the content of a save. Collective: a failure on one rank raises on all. `opened` keeps parameters whole.
-
-        Costs one exchange while the layout fits all ranks, and 1 us per tensor while this rank has the same tensors.
-        """
+        """Return the content of a save. Collective, with one exchange while the layout fits. `opened` keeps parameters whole."""
         draft = self.draft(training, step, opened)
         if draft.repeated is not None and draft.repeated.layout is self.layout:
             return self._again(training, draft, draft.repeated)
-        gathers = not all(is_row_major(layout) for each in sharded_of(training.optimizer) for layout in each.layouts())
+        layouts = (layout for each in sharded_of(training.optimizer) for layout in each.layouts())
+        gathers = not all(map(slices.is_row_major, layouts))
         assert self.layout is not None
         repeats = not (gathers or self.layout.has_values or draft.passing)
         return self.listed(draft, lambda: self.members(training, draft), repeats=repeats)
@@ -176,9 +164,8 @@ class Inventory:
         self.peers.together(fail, FIRST)
 
     def repeat(self, step: int, training: Training) -> Listed | None:
-        """Return the content of a step without agreement. Not collective. Needs the tensors of the last step and other
-        state that fits the layout; else, or on any error, returns None."""
-        last, layout = self.last.value, self.layout
+        """Return the content of a step without agreement; None on an error, or if anything does not fit. Not collective."""
+        last, layout = self.last, self.layout
         if last is None or layout is None or not last.needs_no_agreement or self._same(training) is None:
             return None
         try:
@@ -187,9 +174,8 @@ class Inventory:
                 return None
             own = None
             if self.peers.rank == 0:
-                own = self._own_files(
-                    _state_tree(training, last.found, step), last.optimizer_text(training), last.found
-                )
+                state = _state_tree(training, last.found, step)
+                own = self._own_files(state, last.optimizer_text(training), last.found)
             return Listed(layout.planned[1], held.content, own, sources=held.sources)
         except Exception:  # agree() then meets the same error, and raises it on all ranks
             return None
@@ -198,11 +184,9 @@ class Inventory:
         """Return this rank's sources, and keep those of model and optimizer for the next save."""
         found = listed.shared.sources(listed.plan.needed(self.peers.rank, self.peers.world_size))
         if listed.draft is not None:
-            draft = listed.draft
-            last = Repeated(
-                training, self.layout, draft.found, listed.shared, found, listed.entries_text, draft.released
-            )
-            self.last.value = last if last.is_usable else None
+            of_save = listed.draft.found, listed.shared, found, listed.entries_text, listed.draft.released
+            last = Repeated(training, self.layout, *of_save)
+            self.last = last if last.is_usable else None
         return found
 
     def own_sources(self, listed: Listed) -> tuple[CheckpointPlan | None, list[Source]]:
@@ -212,8 +196,6 @@ class Inventory:
         self._own_planned = plan_of(listed.own, self._own_planned)
         return self._own_planned[1], listed.own.sources()
 
-    # agreement ------------------------------------------------------------------------------------------------------
-
     def draft(self, training: Training, step: int, opened: contextlib.ExitStack) -> Draft:
         """Return what this rank holds once all ranks agree. Collective."""
         released, passing = released_slices(training.model)
@@ -222,12 +204,7 @@ class Inventory:
         return self.compare(lambda: self.find(training, step, released, passing), training)
 
     def compare(self, find: Callable[[], Draft], training: Training) -> Draft:
-        """Return find()'s draft, and renew the layout if the draft of some rank does not fit it. Collective.
-
-        Replicated tensors that differ between ranks are an error, unless wrappers average gradients. Buffers that
-        differ from rank 0's become part of the rank's own content.
-        """
-
+        """Return find()'s draft, with buffers unlike rank 0's in it; renew the layout if some rank's does not fit. Collective."""
         found: list[Draft] = []
 
         def describe() -> list[Any]:
@@ -261,7 +238,7 @@ class Inventory:
         samples: Samples = {}
         checksums: dict[str, int] = {}
         if self.peers.world_size > 1:
-            is_whole = not is_sliced(training.model, training.optimizer)
+            is_whole = not slices.is_sliced(training.model, training.optimizer)
             samples = take_samples(found, training.optimizer if is_whole else None)
             checksums = self._staging.checksums(found.buffers)
         state = None
@@ -271,10 +248,13 @@ class Inventory:
 
     def _same(self, training: Training, released: dict[int, Sliced] = {}) -> Repeated | None:
         """Return the last save's sources if this rank has the same tensors; else forget them."""
-        last = self.last.value
-        if last is not None and (last.layout is not self.layout or not last.fits(training, released)):
-            self.last.value = last = None
-        return last
+        if self.last is not None and (self.last.layout is not self.layout or not self.last.fits(training, released)):
+            self.last = None
+        return self.last
+
+    def forget(self, *_: Any) -> None:
+        """Release the tensors of the last save. The next save lists all of them anew."""
+        self.last = None
 
     def _own_tree(self, training: Training) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """Return the tree and the tensors of this rank's own state, without buffers."""
@@ -304,7 +284,7 @@ class Inventory:
     def _lay_out(self, draft: Draft) -> Layout:
         """Make a layout of what all ranks hold. Collective."""
         state = draft.state_structure() if self.peers.rank == 0 else list(draft.shards) or None
-        mine = [compact(draft.described), structure_of(draft.tensors), draft.line_bytes, state]
+        mine = [slices.compact(draft.described), structure_of(draft.tensors), draft.line_bytes, state]
         of_all = self.peers.exchange(mine, "sliced content of a save")
         state = of_all[0][3]
         for rank, (*_, theirs) in enumerate(of_all[1:], 1):
@@ -313,12 +293,10 @@ class Inventory:
                 raise CheckpointError(f"rank {rank} holds a part of '{odd[0]}' and rank 0 does not: it cannot be saved")
         described: dict[int, dict[str, Entry]] = {}
         for theirs, *_ in of_all:
-            described |= expand(theirs)
+            described |= slices.expand(theirs)
         rows = Rows.over([(structure, nbytes) for _, structure, nbytes, _ in of_all], self.peers.rank)
         state = None if state is None else [(n, d, list(s)) for n, d, s in state]
         return Layout(described, draft.described, rows, state)
-
-    # content --------------------------------------------------------------------------------------------------------
 
     def _again(self, training: Training, draft: Draft, last: Repeated) -> Listed:
         """Return the content with model and optimizer of the last save. Not collective."""
@@ -331,8 +309,7 @@ class Inventory:
     def listed(
         self, draft: Draft, members: Callable[[], tuple[Content, dict[str, Any] | None]], *, repeats: bool
     ) -> Listed:
-        """Return the content with the groups of members(). Collective if the layout is new or `repeats` is false; else
-        members() gathers nothing, and a failure leaves no other rank waiting."""
+        """Return the content with the groups of members(). Collective if the layout is new or members() may gather state."""
         layout = self.layout
         assert layout is not None
         made: list[Listed] = []
@@ -363,7 +340,7 @@ class Inventory:
                 )
         else:
             make()
-        self.last.value = None
+        self.last = None
         return made[0]
 
     def members(self, training: Training, draft: Draft) -> tuple[Content, dict[str, Any] | None]:
@@ -373,9 +350,10 @@ class Inventory:
         if sharded_of(optimizer):
             values: dict[int, dict[str, Any]] = {}
             if layout.has_values:
-                answers = self.peers.exchange(list(held_values(optimizer).items()), "values of the optimizer's state")
+                held = list(slices.held_values(optimizer).items())
+                answers = self.peers.exchange(held, "values of the optimizer's state")
                 values = {number: each for of_rank in answers for number, each in of_rank}
-            states = sliced_state(optimizer, layout.described, values)
+            states = slices.sliced_state(optimizer, layout.described, values)
         model = model_group(draft.found, self._max_file_bytes)
         parameters = draft.found.parameters.items()
         model.tensors |= {n: draft.released[id(p)] for n, p in parameters if id(p) in draft.released}
@@ -419,6 +397,16 @@ class Inventory:
         if layout.index:
             own.texts["model.safetensors.index.json"] = layout.index
         return own
+
+
+_inventories: weakref.WeakSet[Inventory] = weakref.WeakSet()
+
+
+def forget_tensors_of(training: Training) -> None:
+    """Release what the last saves of a training keep alive, because a load is about to replace tensors of it."""
+    for each in list(_inventories):
+        if each.last is not None and each.last.is_of(training):
+            each.forget()
 
 
 def _state_tree(training: Training, found: ModelTensors, step: int) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

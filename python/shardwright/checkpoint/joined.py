@@ -51,8 +51,7 @@ def _named(kind: str, given: Any) -> dict[str, Any]:
 
 
 def join_modules(model: Any) -> Any:
-    """Return a list or a dict of modules as one module, whose tensors have the names `<key>.<name>`; any other unchanged.
-    Raise ValueError if a member is no module, or occurs twice."""
+    """Return a list or a dict of modules as one module, whose tensors have the names `<key>.<name>`; any other unchanged."""
     if not isinstance(model, (list, tuple, Mapping)) or isinstance(model, torch.nn.Module):
         return model
     made = Modules()
@@ -66,8 +65,7 @@ def join_modules(model: Any) -> Any:
 
 
 def join_optimizers(optimizer: Any) -> Any:
-    """Return a list or a dict of optimizers as one; any other unchanged. A member may be None. Raise ValueError if a
-    parameter is in two of them."""
+    """Return a list or a dict of optimizers as one; any other unchanged. A member may be None."""
     if not isinstance(optimizer, (list, tuple, Mapping)) or hasattr(optimizer, "param_groups"):
         return optimizer
     members = {name: each for name, each in _named("optimizer", optimizer).items() if each is not None}

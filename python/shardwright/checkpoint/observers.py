@@ -11,7 +11,7 @@ VARIABLE = "SHARDWRIGHT_OBSERVERS"
 
 
 class Observer(Protocol):
-    """What a Checkpointer tells of a run, on each rank."""
+    """The events of a run that a Checkpointer reports, on each rank."""
 
     def on_save(self, step: int) -> None:
         """Step `step` ended: save(step) was called, for a step that is saved or one that is not."""
@@ -24,8 +24,7 @@ class Observer(Protocol):
 
 
 def observers_of(model: Any) -> list[Observer]:
-    """Return the observers that the modules named in VARIABLE have for `model`; a module may have none. Raise ValueError
-    if one cannot be imported, or has no observer_of()."""
+    """Return the observers that the modules named in VARIABLE have for `model`; a module's observer_of() may return None."""
     found = []
     for name in filter(None, os.environ.get(VARIABLE, "").split(",")):
         try:

@@ -48,8 +48,7 @@ def averages_gradients(model: Any) -> bool:
 
 
 class Peers:
-    """A rank's view of its module's group: `process_group`, else the model's, else the default one, else this rank alone.
-    `timeout_s` is the communicator's, unless the model sets one."""
+    """A rank's view of its module's group: `process_group`, else the model's, else the default one, else this rank alone."""
 
     def __init__(self, model: Any, process_group: Any = None, timeout_s: float = 1800.0) -> None:
         replicas = [replica for engine in engines_of(model) if engine.made for replica in engine.replicas]
@@ -70,33 +69,17 @@ class Peers:
         self._group = host_group(resolve_group(process_group, None), timeout_s)
         #: deadline of an exchange; a rank's own work before an exchange must take less
         self.timeout_s = float(timeout_s)
-        self.rank = self._group.rank
-        self.world_size = self._group.world_size
-
-    @property
-    def global_ranks(self) -> list[int]:
-        """Return each rank's number in torch's default group."""
+        self.rank, self.world_size = self._group.rank, self._group.world_size
         group = self._group.torch_group
-        return [0] if group is None else dist.get_process_group_ranks(group)
-
-    @property
-    def has_hosts(self) -> bool:
-        """Return whether the ranks run on several hosts."""
-        return self._group.host_count > 1
-
-    @property
-    def host_of(self) -> list[int]:
-        """Return each rank's host, numbered by its lowest rank."""
-        return list(self._group.host_of)
-
-    @property
-    def host_count(self) -> int:
-        return self._group.host_count
-
-    @property
-    def carriers(self) -> list[int]:
-        """Return the lowest rank of each host."""
-        return self._group.carriers
+        #: each rank's number in torch's default group, and its host; the lowest rank of each host
+        self.global_ranks = [0] if group is None else dist.get_process_group_ranks(group)
+        self.host_of, self.carriers = list(self._group.host_of), self._group.carriers
+        self.host_count = self._group.host_count
+        self.has_hosts = self.host_count > 1
+        #: this rank's host, the ranks of it, and this rank's position among them
+        self.host = self.host_of[self.rank]
+        self.here = [rank for rank, host in enumerate(self.host_of) if host == self.host]
+        self.index = self.here.index(self.rank)
 
     @property
     def simulated_host(self) -> int | None:
@@ -108,8 +91,7 @@ class Peers:
         return self._group.make_wire(name, secret, timeout_s)
 
     def channel(self, path: str, nonce: str) -> tuple[Any, list[int] | None, str | None]:
-        """Make the channel on which ranks report during a save. Collective. It consists of control pages that the ranks
-        of a host map and, across hosts, of each rank's host and a file at `path`."""
+        """Return a host's control pages and, across hosts, the hosts and a file: a save's reports go there. Collective."""
         if self.world_size == 1:
             return None, None, None
         pages = self._group.comm.arena(_PAGE_BYTES, "pages of checkpoints", of_hosts=True)
@@ -117,12 +99,10 @@ class Peers:
             return pages, None, None
         self.together(lambda: self._make_board(path, nonce), f"making {path}")
         self.check_board(path, nonce)
-        return pages, list(self._group.host_of), path
+        return pages, self.host_of, path
 
     def check_board(self, path: str, nonce: str) -> None:
-        """Raise CheckpointError on every rank if some rank does not see the file that rank 0 made. Collective over hosts.
-
-        The caller repeats the check once the file is open: a save to the same path by other ranks may have replaced it."""
+        """Raise CheckpointError on every rank if some rank does not see the file that rank 0 made. Collective over hosts."""
         if self.has_hosts:
             self.together(lambda: self._look_at_board(path, nonce), f"reading {path}")
 
@@ -132,7 +112,7 @@ class Peers:
             return
         try:
             with open(f"{path}.new", "wb") as file:
-                file.write(bytes(_PAGE_BYTES * self._group.host_count) + nonce.encode())
+                file.write(bytes(_PAGE_BYTES * self.host_count) + nonce.encode())
             os.replace(f"{path}.new", path)
         except OSError as error:
             raise os_error(f"'{path}' cannot be made: {error.strerror}", error.errno) from error
@@ -155,7 +135,7 @@ class Peers:
     def _look_at_board(self, path: str, nonce: str) -> None:
         found = b""
         with contextlib.suppress(OSError), open(path, "rb") as file:
-            file.seek(_PAGE_BYTES * self._group.host_count)
+            file.seek(_PAGE_BYTES * self.host_count)
             found = file.read()
         if found.decode("ascii", "replace") != nonce:
             raise CheckpointError(
@@ -165,9 +145,8 @@ class Peers:
 
     def exchange(self, value: Any, label: str) -> list[Any]:
         """Return every rank's `value` (of JSON), in rank order. Collective."""
-        if self.world_size == 1:
-            return [value]
-        return [json.loads(text) for text in self.all_gather(json.dumps(value).encode(), label)]
+        texts = [] if self.world_size == 1 else self.all_gather(json.dumps(value).encode(), label)
+        return [json.loads(text) for text in texts] or [value]
 
     def all_gather(self, data: bytes, label: str) -> list[bytes]:
         """Return every rank's `data`, in rank order. Collective."""
@@ -183,11 +162,10 @@ class Peers:
         """Return rank 0's `data`. Collective."""
         if self.world_size == 1:
             return data
-        (nbytes,) = {each for each in self.exchange(len(data) if self.rank == 0 else None, label) if each is not None}
-        memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+        memory = torch.empty(self.exchange(len(data), label)[0], dtype=torch.uint8, device="cpu")
         if self.rank == 0:
             memory.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        self._group.comm.broadcast([(memory.data_ptr(), nbytes)], 0, label)
+        self._group.comm.broadcast([(memory.data_ptr(), memory.nbytes)], 0, label)
         return data if self.rank == 0 else bytes_of(memory)
 
     def send(self, root: int, ranges: Sequence[tuple[int, int]], label: str) -> None:
@@ -232,8 +210,14 @@ class Peers:
             raise os_error(why, errno)
         return value
 
-    def agree(self, arguments: Callable[[], dict[str, Any]], call: str) -> None:
-        """Check a call's arguments with arguments(), whose values (of JSON) must be equal on all ranks. Collective."""
+    def agree(self, check: Callable[[], tuple[dict[str, Any], Any]], call: str) -> Any:
+        """Check a call's arguments: return the second result of check(); the first (of JSON) must be equal on all ranks. Collective."""
+        checked: list[tuple[dict[str, Any], Any]] = []
+
+        def arguments() -> dict[str, Any]:
+            checked.append(check())
+            return checked[0][0]
+
         first, *others = self.together(arguments, f"arguments of {call}")
         for rank, other in enumerate(others, 1):
             for name, value in first.items():
@@ -241,6 +225,7 @@ class Peers:
                     raise CheckpointError(
                         f"{call}: {name} is {value!r} on rank 0 and {other[name]!r} on rank {rank}: give the same on all ranks"
                     )
+        return checked[0][1]
 
     @property
     def is_alive(self) -> bool:

@@ -24,7 +24,7 @@ from .inventory import FIRST, Draft, Inventory, Listed
 from .joined import join_modules
 from .peers import Peers
 from .restore.agreeing import Restore, agree_on, apply_together
-from .rows import structure_of
+from .rows import dense, structure_of
 from .slices import Sliced
 from .state.content import Content, model_group, optimizer_group
 from .state.names import ModelTensors, model_tensors
@@ -121,7 +121,7 @@ def _in_parts(tensor: Any, peers: Peers, *, of_first: bool) -> Sliced:
     """Return a tensor as a Sliced that one of the ranks with equal tensors writes."""
     if isinstance(tensor, Sliced):
         return tensor
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    flat = dense(tensor).reshape(-1)
     writes = not of_first or peers.rank == 0
     turn = (0, 1) if of_first else (peers.rank, peers.world_size)
     return Sliced(tensor.dtype, tuple(tensor.shape), ((0, flat),) if writes else (), (tensor,), None, turn)
@@ -130,8 +130,7 @@ def _in_parts(tensor: Any, peers: Peers, *, of_first: bool) -> Sliced:
 def _join(
     in_order: Sequence[Any], owned: Mapping[int, Any], stem: str, tied: Iterable[str], why: str
 ) -> dict[str, Any]:
-    """Return the tensors of all stages; of equal ones, such as options of a group, the first stage's. `why` ends the error
-    if two stages use one name, or one of `tied`, for different tensors."""
+    """Return the tensors of all stages; `why` ends the error if two use one name, or one of `tied`, for different tensors."""
     found: dict[str, Any] = {}
     first: dict[str, Any] = {}
     for described in in_order:
@@ -140,9 +139,8 @@ def _join(
             before = first.setdefault(name, described)
             bits = before["checksums"].get(name)
             if before is not described and (bits is None or bits != described["checksums"].get(name)):
-                raise CheckpointError(
-                    f"'{name}' is in stage {before['index']} and in stage {described['index']}: {why}"
-                )
+                stages = f"in stage {before['index']} and in stage {described['index']}"
+                raise CheckpointError(f"'{name}' is {stages}: {why}")
             if before is described and name in kinds:
                 dtype, shape = kinds[name]
                 own = owned.get(described["index"], {}).get(f"{stem}.{name}")
@@ -156,10 +154,8 @@ def _joined_model(in_order: Sequence[Any], owned: Mapping[int, Any]) -> ModelTen
         "modules of stages have the names of the whole model, each in one stage; of weights that stages tie, save one "
         "(buffers of one name must have equal bits)"
     )
-    found, buffers = (
-        _join(in_order, owned, "model", tied, why),
-        {n for described in in_order for n in described["buffers"]},
-    )
+    found = _join(in_order, owned, "model", tied, why)
+    buffers = {name for described in in_order for name in described["buffers"]}
     parameters = {name: each for name, each in found.items() if name not in buffers}
     return ModelTensors(parameters, {name: each for name, each in found.items() if name in buffers}, tied)
 
@@ -195,9 +191,7 @@ def _joined_optimizer(in_order: Sequence[Any], owned: Mapping[int, Any]) -> tupl
 def load_stages(
     path: str, peers: Peers, stages: Sequence[Training], *, verify: bool, names: NameMap, timeout_s: float
 ) -> Any:
-    """Fill each stage of this rank from one checkpoint. Return its `extra`. Collective over the ranks of all stages.
-
-    No live tensor changes before all stages have agreed."""
+    """Fill each stage of this rank from one checkpoint once all have agreed. Return its `extra`. Collective over all stages."""
     of_stage: dict[int, list[str]] = {}
 
     def describe() -> list[str]:
@@ -233,9 +227,6 @@ def load_stages(
         for reader, _ in agreed:
             reader.filler.take_back()
         raise
-    extras: list[Any] = []
-    peers.together(
-        lambda: extras.extend(apply_together(reader, of_it) for reader, of_it in agreed),
-        f"load of {path}",
-    )
-    return extras[-1] if extras else None
+    extras: list[Any] = [None]
+    peers.together(lambda: extras.extend(apply_together(*each) for each in agreed), f"load of {path}")
+    return extras[-1]

@@ -57,10 +57,8 @@ class Rows:
             )
         line_bytes = -(-(longest + longest // 8 + 2) // _LINE_ALIGNMENT) * _LINE_ALIGNMENT
         tables = [{name: (dtype, tuple(shape)) for name, dtype, shape in structure} for structure, _ in of_all]
-        entries: dict[str, tuple[str, tuple[int, ...], int | None]] = {}
-        for name, entry in tables[0].items():
-            if all(table.get(name) == entry for table in tables):
-                entries[name] = (*entry, None)
+        alike = {n: entry for n, entry in tables[0].items() if all(table.get(n) == entry for table in tables)}
+        entries: dict[str, tuple[str, tuple[int, ...], int | None]] = {n: (*entry, None) for n, entry in alike.items()}
         for number, table in enumerate(tables):
             entries |= {_of(number, name): (*entry, number) for name, entry in table.items() if name not in entries}
         return cls(rank, len(of_all), line_bytes, entries)

@@ -27,11 +27,9 @@ _STRIDE = 1 << 20
 
 
 def take_samples(found: ModelTensors, optimizer: Any) -> Samples:
-    """Map names of parameters and of `optimizer`'s state (None: no state) to checksums. Skips buffers, which rank 0
-    saves, and tensors that are sharded, on a GPU, not row-major, or of a subclass."""
-    return {
-        name: sample_crc32c(t.data_ptr(), t.nbytes, _STRIDE) for name, t in _named(found, optimizer) if _is_plain(t)
-    }
+    """Map names of plain CPU parameters, and of plain state of `optimizer`, to checksums. Rank 0 saves buffers."""
+    named = ((name, t) for name, t in _named(found, optimizer) if _is_plain(t))
+    return {name: sample_crc32c(t.data_ptr(), t.nbytes, _STRIDE) for name, t in named}
 
 
 def _named(found: ModelTensors, optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -59,8 +57,7 @@ def digest(samples: Samples) -> int:
 
 
 def check_alike(samples_of_all: Sequence[Samples], *, is_averaged: bool) -> None:
-    """Raise CheckpointError if the samples of a tensor differ between ranks. Only log it if a wrapper averages
-    gradients: then ranks differ by rounding alone, as on different processor models."""
+    """Raise CheckpointError if samples differ between ranks. Log it if gradients are averaged: ranks differ by rounding alone."""
     seen: dict[str, tuple[int, int]] = {}
     each = ((rank, name, crc) for rank, samples in enumerate(samples_of_all) for name, crc in samples.items())
     odd = next(((rank, n, seen[n][0]) for rank, n, crc in each if seen.setdefault(n, (rank, crc))[1] != crc), None)

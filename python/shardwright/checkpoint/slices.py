@@ -58,9 +58,6 @@ class Sliced:
         return [(first * size, m.numel() * size, m.data_ptr()) for first, m in self.parts if m.numel()]
 
 
-# a box of an array ----------------------------------------------------------------------------------------------------
-
-
 def box_ranges(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, int]]:
     """Return (first element, count) of each row-major run of the box of `sizes` at `offsets` in an array.
 
@@ -82,9 +79,6 @@ def box_ranges(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int
     return [(base + sum(i * s for i, s in zip(index, strides)), run) for index in outer]
 
 
-# DTensors -------------------------------------------------------------------------------------------------------------
-
-
 def check_placements(name: str, tensor: Any) -> None:
     """Raise CheckpointError if the local part of a DTensor is not a box of the whole tensor."""
     other = [p for p in tensor.placements if type(p).__name__ not in ("Shard", "Replicate")]
@@ -95,8 +89,7 @@ def check_placements(name: str, tensor: Any) -> None:
 
 
 class Boxes:
-    """A cache of boxes of DTensors: a model has few distinct shapes. `members` are ranks of torch's default group;
-    `replicas` has this rank's turn among the ranks outside a mesh that hold the same parts."""
+    """A cache of boxes of DTensors, for `members`, ranks of torch's default group. `replicas`: see Peers.replicas."""
 
     def __init__(self, members: Sequence[int], replicas: Mapping[Any, tuple[int, int]] = {}) -> None:
         self._members, self._replicas = frozenset(members), replicas
@@ -114,8 +107,7 @@ class Boxes:
 
 
 def placed_parts(parameter: Any, first: int, memory: torch.Tensor) -> tuple[tuple[int, torch.Tensor], ...]:
-    """Convert a run of this rank's elements of a parameter to runs of the whole tensor; a DTensor's box cuts it up.
-    `first` is the run's first element, counted in row-major order in the rank's part of the parameter."""
+    """Convert a run of this rank's part of a parameter, from element `first` on, to runs of the whole tensor."""
     if not is_dtensor(parameter):
         return ((first, memory),)
     return _cut_by_box(parameter.shape, *local_box(parameter), first, memory)
@@ -161,12 +153,8 @@ def is_sliced(model: torch.nn.Module, optimizer: Any) -> bool:
     return bool(sharded_of(optimizer)) or any(is_dtensor(p) for p in model.parameters())
 
 
-# slices of the optimizer ----------------------------------------------------------------------------------------------
-
-
 def describe_state(of: Any) -> dict[int, dict[str, Entry]]:
-    """Map numbers of parameters to the entries of their state, of all sliced optimizers in `of`. Covers the parameters
-    with elements on this rank."""
+    """Map numbers of parameters with elements on this rank to the entries of their state, of all sliced optimizers in `of`."""
     described = {}
     for number, (optimizer, parameter) in enumerate(_parameters(of)):
         state, piece, _ = optimizer.held_state(parameter)
@@ -222,12 +210,9 @@ def held_values(of: Any) -> dict[int, dict[str, Any]]:
 
 
 def sliced_state(
-    of: Any,
-    described: Mapping[int, Mapping[str, Entry]],
-    values: Mapping[int, Mapping[str, Any]],
+    of: Any, described: Mapping[int, Mapping[str, Entry]], values: Mapping[int, Mapping[str, Any]]
 ) -> dict[torch.Tensor, dict[str, Any]]:
-    """Map each parameter to the part of its state that this rank holds, of all optimizers in `of`. `described` is of all
-    ranks. Collective if a parameter is not row-major: its state is gathered whole, one parameter at a time."""
+    """Map parameters to the parts of their state on this rank. Collective if some are not row-major: it gathers their state."""
     found: dict[torch.Tensor, dict[str, Any]] = {}
     for whole in members_of(of):
         found |= {} if isinstance(whole, ShardedOptimizer) else whole.state
@@ -271,9 +256,6 @@ def _parameters(of: Any) -> list[tuple[ShardedOptimizer, torch.Tensor]]:
 def is_row_major(tensor: torch.Tensor) -> bool:
     """Return whether memory order equals file order, so that a run of memory is a run of bytes in the file."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-
-
-# slices of parameters -------------------------------------------------------------------------------------------------
 
 
 def replicas_of(model: Any) -> list[Any]:
@@ -342,8 +324,7 @@ def held_bytes(model: torch.nn.Module, optimizer: Any, world_size: int) -> int:
 
 
 def released_slices(model: Any) -> tuple[dict[int, Sliced], set[int]]:
-    """Return (id(parameter) -> this rank's slice, ids of the others) for released parameters. A save gathers the
-    others, which are not row-major."""
+    """Return (id(parameter) -> this rank's slice, ids of those that are not row-major) for released parameters."""
     found: dict[int, Sliced] = {}
     others: set[int] = set()
     for replica in (each for each in replicas_of(model) if each.releases_parameters):

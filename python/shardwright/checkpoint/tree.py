@@ -19,6 +19,7 @@ from .._engine import CheckpointError
 from ..formats.lazy import has_numpy
 
 _SPECIAL_FLOATS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
+_DECODERS: dict[str, Any] = {"$size": torch.Size, "$device": torch.device, "$float": _SPECIAL_FLOATS.__getitem__}
 
 
 def encode(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
@@ -116,12 +117,8 @@ def _decode_special(key: str, item: Any, tensors: Mapping[str, torch.Tensor]) ->
         return {_hashable(decode(name, tensors)): decode(entry, tensors) for name, entry in item}
     if key == "$ordered":
         return OrderedDict((_hashable(decode(name, tensors)), decode(entry, tensors)) for name, entry in item)
-    if key == "$size":
-        return torch.Size(item)
-    if key == "$device":
-        return torch.device(item)
-    if key == "$float":
-        return _SPECIAL_FLOATS[item]
+    if key in _DECODERS:
+        return _DECODERS[key](item)
     if key == "$complex":
         return complex(*(decode(part, tensors) for part in item))
     if key == "$bytes":

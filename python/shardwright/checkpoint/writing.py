@@ -46,11 +46,7 @@ class Target:
 
 
 class Writer:
-    """A rank's part in saves, one save at a time. The constructor is collective: ranks agree on nonce and channel.
-
-    `nonce`: new_nonce() of rank 0, the prefix of the nonces of all saves. `board`: path of the file through which ranks
-    of several hosts report failures; each Writer needs its own.
-    """
+    """A rank's part in saves, one at a time. `nonce`: rank 0's new_nonce(). `board`: a file of its own for hosts' reports."""
 
     def __init__(
         self,
@@ -88,10 +84,7 @@ class Writer:
     def begin(
         self, target: Target, step: int, training: Training, *, lazy: bool = False, metric: float | None = None
     ) -> None:
-        """Take the snapshot and start writing. Every rank calls begin() or refuse() at the same steps.
-
-        A failure before the agreement raises on all ranks; of a later one the others hear in their next save() or wait().
-        """
+        """Take the snapshot and start writing. Every rank calls begin() or refuse() at the same steps."""
         assert self._board is not None
         try:
             self._peers.renew_board(self._board, self._nonce_prefix)
@@ -110,7 +103,7 @@ class Writer:
             self._give_up(_tellable(sentence))
             if isinstance(error, (KeyboardInterrupt, SystemExit)):
                 raise
-            if listed is not None and self._peers.world_size > 1:  # the others raise the same message later
+            if listed is not None and self._peers.world_size > 1:  # the others raise it in their next save() or wait()
                 sentence = f"rank {self._peers.rank}: {sentence}"
             elif isinstance(error, CheckpointError):
                 raise
@@ -124,35 +117,21 @@ class Writer:
         self._target = target.folder, self._nonce_prefix + _base36(self._number)
         listed.plan.trim(self._peers.rank, self._peers.world_size, _NAMES_KEPT_BYTES if lazy else 0)
         self._saver.begin(
-            folder=target.folder,
-            nonce=self._target[1],
-            replaces=target.replaces,
-            number=self._number,
-            step=step,
-            metric=metric,
-            shared=listed.plan,
-            shared_sources=sources,
-            own=own,
-            own_sources=own_sources,
-            lazy=lazy,
-            stale=target.stale,
-            retired=target.retired,
-            timeout_s=self._timeout_s,
+            **vars(target), nonce=self._target[1], number=self._number, step=step, metric=metric, shared=listed.plan,
+            shared_sources=sources, own=own, own_sources=own_sources, lazy=lazy, timeout_s=self._timeout_s,
             device=self._staging.for_saver(),
-        )
+        )  # fmt: skip
         if self._spoiled:
             self._saver.cancel(_tellable(self._spoiled))
         if lazy:
-            live = [(n, t) for g in listed.shared.all_groups() for n, t in g.tensors.items() if n not in g.eager]
+            ahead, groups = listed.shared.ahead, listed.shared.groups
+            groups = groups if ahead is None else [*ahead.groups, *groups]
+            live = [(n, t) for g in groups for n, t in g.tensors.items() if n not in g.eager]
             watched = [(n, each) for n, t in live for each in (t.live if isinstance(t, Sliced) else (t,))]
             self._versions = [(n, each, each._version) for n, each in watched if not self._staging.takes(each)]
 
     def keep(self, step: int, training: Training, tier: MemoryTier, ready: Listed | None) -> None:
-        """Copy this rank's share into memory that outlives the rank. Call on all ranks, after tier.is_due().
-
-        `ready`: of inventory.repeat(), if all ranks have one: it makes the agreement unnecessary. A failure of the
-        agreement raises on all ranks; a later one ends the tier.
-        """
+        """Copy this rank's share to `tier`, after tier.is_due(). `ready`: of inventory.repeat(), if all ranks have one."""
         self._kept += 1
         nonce, world_size = f"{self._nonce_prefix}m{_base36(self._kept)}", self._peers.world_size
 
@@ -163,9 +142,8 @@ class Writer:
             listed = ready or self.inventory.agree(training, step, opened)
             own, own_sources = self.inventory.own_sources(listed)
             sources = self.inventory.sources(training, listed) if listed.sources is None else listed.sources
-            with_own = None if own is None else (own, own_sources)
-            layout, device = self.inventory.layout, self._staging.for_saver()
-            tier.put(step, nonce, layout, listed.plan, sources, with_own, share, device)
+            content = {"shared": listed.plan, "shared_sources": sources, "own": own, "own_sources": own_sources}
+            tier.put(step, nonce, self.inventory.layout, {**content, "device": self._staging.for_saver()}, share)
 
     def _give_up(self, reason: str) -> None:
         """Abandon a save that is being started. Its threads may already read memory that this writer keeps alive."""
@@ -183,8 +161,7 @@ class Writer:
         self._saver.warm(nbytes // 2 if lazy else nbytes)  # a lazy save writes most chunks from live memory
 
     def refuse(self, error: Exception) -> NoReturn:
-        """Report a failure in the agreement, so that no rank begins this save. All ranks raise the same sentence; a rank
-        with a wrong argument raises its own ValueError."""
+        """Report a failure in the agreement, so that no rank begins this save. All ranks raise; see Peers.together()."""
         self._number += 1
         try:
             self.inventory.refuse(error)
@@ -194,8 +171,6 @@ class Writer:
         except Exception as lost:  # the own error is the cause to report
             raise error from lost
         raise error
-
-    # outcome ----------------------------------------------------------------------------------------------------------
 
     def protect(self) -> None:
         """Copy what a lazy snapshot has not read yet, before a write to it. Never raises: wait() reports a failure."""
@@ -230,15 +205,7 @@ class Writer:
         return bool(self._saver.progress()["busy"])
 
     def wait(self, is_hurried: Callable[[], bool] = lambda: False) -> None:
-        """Wait until no save runs. Collective over several hosts, because only an exchange detects a dead rank there.
-
-        `is_hurried`: see wait_alone().
-
-        Raises
-        ------
-        CheckpointError
-            The save failed on some rank. All ranks raise the same sentence, once for each save.
-        """
+        """Wait until no save runs. Collective over several hosts, because only an exchange detects a dead rank there."""
         self._cancel_if_changed()
         failure: CheckpointError | None = None
         over, of_all = False, [False]
@@ -257,8 +224,7 @@ class Writer:
         self.wait_alone(is_hurried)
 
     def wait_alone(self, is_hurried: Callable[[], bool] = lambda: False) -> None:
-        """Wait as wait() does, without communication. `is_hurried`: returns True if a launcher is ending this rank;
-        shortens the wait for an outcome after a peer has died."""
+        """Wait as wait() does, without communication. `is_hurried`: a launcher is ending this rank: wait less for lost peers."""
         lost_at: float | None = None
         wait: Wait | None = None
         while not self._saver.wait(_POLL_S):
@@ -274,11 +240,8 @@ class Writer:
         self._held = None
 
     def _grace_s(self, is_hurried: Callable[[], bool]) -> float:
-        """Return how long to wait for an outcome after a peer was lost: briefly if none can come.
-
-        A rank that died before it had written takes the save with it; so does rank 0, which decides. The outcome of
-        others, and a verdict given before, may still arrive."""
-        dead = self._peers.dead_rank
+        """Return how long to wait for an outcome after a peer was lost: briefly if none can come."""
+        dead = self._peers.dead_rank  # before it had written, it takes the save with it; so does rank 0, which decides
         is_lost = dead is not None and (dead in self._saver.unwritten() or (dead == 0 and not self._peers.has_hosts))
         if is_lost or is_hurried() or is_abandoned(*self._target):
             return _HURRIED_S

@@ -16,32 +16,16 @@ from ..peers import Peers, os_error
 from ..remote.mirror import Mirror
 from ..remote.store import Store, is_of_content, on_first
 from ..writing import Target, new_nonce
+from . import retention
 from .partial import make_folder
-from .retention import (
-    DAMAGED,
-    REPLACED,
-    DirectoryLock,
-    Kept,
-    Known,
-    folder_name,
-    go_on_from,
-    in_order,
-    left_overs,
-    list_checkpoints,
-    removable_ones,
-    replaced_ones,
-    to_retire,
-)
+from .retention import REPLACED, DirectoryLock, Kept, Known, list_checkpoints
 
 logger = logging.getLogger("shardwright")
 _ROUND_S = 0.5
 
 
 class Directory:
-    """The directory of one Checkpointer. Rank 0 locks it, lists it and uploads from it. The constructor is collective.
-
-    `path`, the local directory of `address` if there is one, is created if it does not exist. `rules` are arguments of
-    to_retire().
+    """The directory of one Checkpointer. Rank 0 locks it, lists it and uploads from it. `rules`: arguments of to_retire().
 
     `nonce` is equal on all ranks and unique to this object. `read_only`: the reason why saves are impossible, or "".
     """
@@ -102,28 +86,27 @@ class Directory:
             if failure:
                 raise CheckpointError(f"{failure}; the checkpoints are in '{self.path}'")
 
-    # replacing and removing --------------------------------------------------------------------------------
-
     def target(self, step: int, metric: float | None) -> Target:
         """Return the folder of a save. Raise CheckpointError on rank 0 if the directory cannot be read."""
-        folder = os.path.join(self.path, folder_name(step))
+        folder = os.path.join(self.path, f"step-{step:06d}")
         if self._peers.rank:
             return Target(folder)
         with _reading(self.path):
             replaces = CheckpointFolder.identity(folder)  # sw.save() and dcp do not take the directory's lock
-            return Target(folder, replaces, left_overs(self.path), self._to_retire(Kept(step, folder, metric)))
+            retired = self._to_retire(Kept(step, folder, metric))
+            return Target(folder, replaces, retention.left_overs(self.path), retired)
 
     def _to_retire(self, new: Kept) -> list[str]:
         """Return the paths to remove once `new` is durable."""
         same = (new.path, new.path + REPLACED)  # the commit replaces these
         has_rules = any(self._rules[name] for name in ("keep_last", "keep_every", "keep_best"))
-        kept = removable_ones(list_checkpoints(self.path, look=has_rules, known=self._known))
+        kept = retention.removable_ones(list_checkpoints(self.path, look=has_rules, known=self._known))
         self._known = {k.path: self._known[k.path] for k in kept if k.path in self._known}
-        kept = [dataclasses.replace(k, state=DAMAGED) if k.nonce in self.rejected else k for k in kept]
+        kept = [dataclasses.replace(k, state=retention.DAMAGED) if k.nonce in self.rejected else k for k in kept]
         kept = [k for k in kept if k.step <= new.step]  # a rollback keeps later steps
-        goes = to_retire([*(k for k in kept if k.path not in same), new], **self._rules)
+        goes = retention.to_retire([*(k for k in kept if k.path not in same), new], **self._rules)
         # remove replaced folders first: without its successor, a replaced folder counts as a checkpoint again
-        paths = [path for path in replaced_ones(self.path) if path not in same]
+        paths = [path for path in retention.replaced_ones(self.path) if path not in same]
         paths += [k.path for k in goes if k.path != new.path]
         return [path for path in paths if self._is_removable(path)]
 
@@ -137,8 +120,6 @@ class Directory:
             return False
         return True
 
-    # candidates of a restore -------------------------------------------------------------------------------------------
-
     def list(self, *, is_preference: bool = False) -> list[tuple[int, str]]:
         """Return rank 0's list of (step, path) of folders with a manifest: oldest first, or in order of preference, best last."""
 
@@ -150,15 +131,14 @@ class Directory:
             with _reading(self.path):
                 found = list_checkpoints(self.path)
                 found = found if self.mirror is None else self.mirror.listed(found)
-                found = in_order(self.path, found) if is_preference else found
+                found = retention.in_order(self.path, found) if is_preference else found
             return [(kept.step, kept.path) for kept in found]
 
         listed = self._peers.first(look, f"checkpoints in {self.path}")
         return [(step, path) for step, path in listed]
 
     def fetch(self, path: str) -> str:
-        """Download a checkpoint that only the address has. Return, equal on all ranks, "" or what is missing or damaged.
-        A failed transfer, of a checkpoint that may be sound, raises CheckpointError on every rank. Collective."""
+        """Download a checkpoint that only the address has. Return "" or what is damaged; raise on a failed transfer. Collective."""
 
         def download() -> str:
             try:
@@ -179,7 +159,7 @@ class Directory:
             if self._lock is None:
                 return
             try:
-                go_on_from(self.path, chosen, () if self.mirror is None else self.mirror.remote_only)
+                retention.go_on_from(self.path, chosen, () if self.mirror is None else self.mirror.remote_only)
             except Exception as error:
                 why = f"step {chosen.step} was restored, but later checkpoints could not be noted as abandoned"
                 raise os_error(f"{why}: {in_words(error)}", getattr(error, "errno", None)) from error

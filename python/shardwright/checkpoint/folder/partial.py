@@ -83,10 +83,9 @@ def is_abandoned(folder: str, nonce: str) -> bool:
 def of_saves(directory: str, name: str | None = None) -> list[str]:
     """Return the folders that dead saves left in `directory`, only those of `name` if given; [] if listing fails."""
     found: list[str] = []
-    try:
+    names: list[str] = []
+    with contextlib.suppress(OSError):
         names = os.listdir(directory)
-    except OSError:
-        return found
     for each in names:
         match = _OF_A_SAVE.match(each)
         path = os.path.join(directory, each)

@@ -49,19 +49,14 @@ class Kept:
     nonce: str = ""
 
 
-def folder_name(step: int) -> str:
-    return f"step-{step:06d}"
-
-
 #: path -> (names, sizes and times in a sound folder, content of its manifest)
 Known = dict[str, tuple[list[tuple[Any, ...]], tuple[float | None, str, str]]]
 
 
 def list_checkpoints(directory: str, *, look: bool = False, known: Known | None = None) -> list[Kept]:
-    """Return the folders that have a manifest, oldest first; with `look`, with the content of their manifests.
+    """Return the folders, or links to them, that have a manifest, oldest first; with `look`, with the content of their manifests.
 
-    A folder may be a symbolic link, which is never removed or replaced: see removable_ones(). One that leads nowhere is
-    logged. `known`: results of earlier calls. A folder with unchanged files is not opened again."""
+    `known`: results of earlier calls. A folder with unchanged files is not opened again."""
     found = []
     left = branch_of(directory).abandoned if look else set()
     for name in {name.removesuffix(REPLACED) for name in os.listdir(directory) if _STEP.match(name)}:
@@ -88,9 +83,7 @@ find = CheckpointFolder.find
 
 
 def left_overs(directory: str) -> list[str]:
-    """Return the remains of dead saves of steps, and folders that retention did not finish removing.
-
-    Excludes folders of running saves. The caller holds the directory's lock, so no other Checkpointer uses them."""
+    """Return the remains of dead saves of steps, and folders half removed. The caller holds the directory's lock."""
     steps = [os.path.join(directory, name) for name in os.listdir(directory) if _LEFT_OVER.match(name)]
     return sorted(path for path in steps if is_left(path))
 
@@ -216,8 +209,7 @@ def in_order(directory: str, kept: Sequence[Kept]) -> list[Kept]:
 
 
 def go_on_from(directory: str, chosen: Kept, elsewhere: Sequence[Kept] = ()) -> None:
-    """Mark checkpoints later than `chosen` as abandoned, and `chosen` as not abandoned. Durable. Reads one manifest each;
-    `elsewhere`: checkpoints that the directory may lack, with their nonces."""
+    """Mark checkpoints later than `chosen`, also those `elsewhere`, as abandoned, and `chosen` as not abandoned. Durable."""
     path = os.path.join(directory, BRANCH)
     listed = [*list_checkpoints(directory, look=True), *elsewhere]
     before, steps = branch_of(directory)
@@ -231,11 +223,7 @@ def go_on_from(directory: str, chosen: Kept, elsewhere: Sequence[Kept] = ()) -> 
 
 
 class DirectoryLock:
-    """A lock that gives a directory one writer. It belongs to the open file: a read or copy of `.lock` in the same process does
-    not release it, and the kernel does when the process ends, even with forked children.
-
-    CheckpointError: another Checkpointer has it, of this process or of the process that the message names.
-    """
+    """A lock that gives a directory one writer. It belongs to the open file, and the kernel releases it when the process ends."""
 
     def __init__(self, directory: str) -> None:
         path = os.path.join(directory, ".lock")

@@ -28,20 +28,15 @@ _SIZE, _TABLES, _RUNS = 1, 2, 3  # tags; a pair has one sender and one receiver,
 
 
 class Buddies:
-    """The senders and the receivers of one carrier.
-
-    `peers`: for each k the carrier that receives our images, and the one that sends us its images. make(k, slot, data, tables)
-    returns the image for host (h - k)'s step.
-    """
+    """The senders and receivers of one carrier: `peers` has a pair for each k. make(k, slot, data, tables): (h - k)'s image."""
 
     def __init__(
         self, wire: Any, peers: Sequence[tuple[int, int]], make: Callable[[int, int, int, int], Image]
     ) -> None:
         self._wire, self._peers, self._make = wire, peers, make
         self._changed = threading.Condition()
-        self._job: tuple[Image, int, str, int] | None = (
-            None  # image, slot, nonce, tables of the step that is being sent
-        )
+        #: image, slot, nonce and tables of the step that is being sent
+        self._job: tuple[Image, int, str, int] | None = None
         self._started = 0
         self._sent = [0] * len(peers)
         self._received = [0] * len(peers)  # a peer's step may arrive before ours has started
@@ -94,8 +89,6 @@ class Buddies:
             done[number] += 1
             self._changed.notify_all()
 
-    # sending ----------------------------------------------------------------------------------------------------------
-
     def _send_always(self, number: int) -> None:
         while (job := self._next(number)) is not None:
             image, slot, nonce, count = job
@@ -123,8 +116,6 @@ class Buddies:
         for begin, nbytes in _runs(tables):
             self._wire.wait(self._wire.send(rank, _RUNS, image.address + begin, nbytes))
             self.moved += 1
-
-    # receiving --------------------------------------------------------------------------------------------------------
 
     def _receive_always(self, number: int) -> None:
         rank = self._peers[number][1]

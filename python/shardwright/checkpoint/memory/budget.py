@@ -15,8 +15,7 @@ _SHARE = 0.9
 
 @dataclasses.dataclass(frozen=True)
 class Need:
-    """The bytes that a host needs for its own images and for those of each host in `of_others`; its guardian's images have
-    `held` already."""
+    """Bytes of a host's images, of the images of `of_others` there, of those that its guardian has, and left under `limit`."""
 
     host: str
     own: int

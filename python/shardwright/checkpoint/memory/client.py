@@ -39,8 +39,7 @@ def ancestors() -> list[tuple[int, int]]:
 def launcher_of(chains: list[list[tuple[int, int]]], session: int) -> tuple[int, int]:
     """Return (pid, start) of the process that started a host's ranks: the nearest common ancestor.
 
-    For a rank alone on its host this is the session's leader (`session`) if that is an ancestor, since a wrapper such
-    as `timeout` may be between the two and ends with the rank; else its parent.
+    For a single rank, the session's leader if that is an ancestor: a wrapper between them, such as `timeout`, ends with the rank.
     """
     shared = set(chains[0][1:]).intersection(*chains[1:])
     leaders = [each for each in shared if each[0] == session and len(chains) == 1]
@@ -63,11 +62,7 @@ class Silent(CheckpointError):
 
 
 class Client:
-    """A connection to a guardian of the same user.
-
-    `run` identifies this start of the job, equal on its ranks. `answer_s`, the timeout of an answer, is far below the deadline of
-    ranks that wait for this one. After an answer timed out `is_silent` is True, and the connection is closed.
-    """
+    """A connection to a guardian of the same user. `run` identifies this start of the job. `is_silent`: an answer was too late."""
 
     def __init__(self, name: str, run: str, answer_s: float = ANSWER_S) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -78,11 +78,11 @@ class Guardian:
                 wait_s = LOOK_S if wait_s is None else min(wait_s, LOOK_S)
             for fd, _ in self.poll.poll(None if wait_s is None else 1000 * wait_s + 1):
                 if fd == self.listener.fileno():
-                    self.take()
+                    self.accept()
                 elif fd in self.ranks:
-                    self.hear(fd)
+                    self.receive(fd)
 
-    def take(self) -> None:
+    def accept(self) -> None:
         try:
             connection, _ = self.listener.accept()
         except OSError:
@@ -94,7 +94,7 @@ class Guardian:
         self.ranks[connection.fileno()] = connection
         self.poll.register(connection, select.POLLIN)
 
-    def hear(self, fd: int) -> None:
+    def receive(self, fd: int) -> None:
         connection = self.ranks[fd]
         try:
             message = connection.recv(MESSAGE_BYTES)

@@ -26,10 +26,9 @@ from ..state.optimizer_extras import further_state
 class Repeated:
     """The sources of model and optimizer of one step, valid while the training has the same tensors at the same addresses.
 
-    It compares identity, address, dtype, shape and strides of every tensor, and keeps the objects alive, so that no other object
-    can take their identity. It does not change: a save that uses it keeps a reference. `sources` have the first `count` numbers of
-    the plan. `needs_no_agreement`: no other content can differ between ranks, since there are no buffers and no state in parts. Not `is_usable`:
-    content may change unnoticed between steps, or is copied before it is saved.
+    It keeps the objects alive, so that no other object can take their identity. `sources` have the first `count` numbers of the
+    plan. `needs_no_agreement`: no other content can differ between ranks. Not `is_usable`: content may change unnoticed between
+    steps, or is copied before it is saved.
     """
 
     def __init__(
@@ -133,28 +132,6 @@ class Repeated:
             found += [group["params"] for group in training.optimizer.param_groups]
             found += training.optimizer.state.values()
         return found
-
-
-class Last:
-    """A Writer's last Repeated, in `value`; None before the first save, and once a load may have replaced its tensors."""
-
-    def __init__(self) -> None:
-        self.value: Repeated | None = None
-        _lasts.add(self)
-
-    def forget(self) -> None:
-        """Release the tensors of the last save. The next save lists all of them anew."""
-        self.value = None
-
-
-_lasts: weakref.WeakSet[Last] = weakref.WeakSet()
-
-
-def forget_tensors_of(training: Any) -> None:
-    """Release what the last saves of a training keep alive, because a load is about to replace tensors of it."""
-    for each in list(_lasts):
-        if each.value is not None and each.value.is_of(training):
-            each.forget()
 
 
 class OwnRows:

@@ -31,8 +31,7 @@ _TAG = 4  # of a separate wire
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A step that is complete in the memory of these hosts. `data`: bytes of an image before its tables. `parts`: for each
-    host, image -> the ranks whose bytes it has."""
+    """A step that the hosts have whole in memory. `data`: bytes before an image's tables. `parts`: per host, image -> its ranks."""
 
     step: int
     nonce: str
@@ -72,24 +71,16 @@ class Candidate:
 class Source:
     """The files of a candidate on this host: first meet(), then bring(), then open() and reads.
 
-    It owns `image`, this host's best image of the candidate or an empty one. `open_image` opens an image of this host's guardian
-    by name. `is_whole`: every host's image has the whole step, so bring() has no work; equal on all ranks. `moved_bytes` came
-    from other hosts.
+    It owns `image`, this host's best image of the candidate or an empty one. open_image() opens another one by its name.
+    `is_whole`, equal on all ranks: bring() has no work. `moved_bytes` came from other hosts.
     """
 
     def __init__(
-        self,
-        candidate: Candidate,
-        image: Image,
-        peers: Peers,
-        open_image: Callable[[str], Image],
-        timeout_s: float,
+        self, candidate: Candidate, image: Image, peers: Peers, open_image: Callable[[str], Image], timeout_s: float
     ) -> None:
         self._candidate, self._image, self._peers = candidate, image, peers
         self._open, self._timeout_s = open_image, timeout_s
-        self._hosts = peers.host_of
-        self._host = self._hosts[peers.rank]
-        self._is_first = peers.rank == self._hosts.index(self._host)
+        self._host, self._is_first = peers.host, peers.index == 0
         self._tables: dict[int, Table] = {}
         self._brought: list[list[Range]] = [[] for _ in range(peers.host_count)]
         self._wire: Wire | None = None
@@ -97,8 +88,6 @@ class Source:
         self.is_whole, self.moved_bytes = candidate.is_whole, 0
         everywhere = itertools.product(range(peers.host_count), range(candidate.world_size))
         self._is_remote = not all(candidate.holder(host, rank) for host, rank in everywhere)
-
-    # the files --------------------------------------------------------------------------------------------------------
 
     def meet(self) -> None:
         """Exchange which rank wrote what; connect carriers if hosts lack bytes. An error is equal on all ranks. Collective."""
@@ -108,9 +97,8 @@ class Source:
             self._tables |= {table.head["rank"]: table for table in tables}
             for rank in range(self._candidate.world_size):
                 if rank not in self._tables:
-                    raise CheckpointError(
-                        f"the table of rank {rank} of {self._candidate.label} cannot be read any more"
-                    )
+                    step = self._candidate.label
+                    raise CheckpointError(f"the table of rank {rank} of {step} cannot be read any more")
 
         if self.is_whole:
             on_hosts(self._peers, lambda: take(self._tables_in(self._image)), label)
@@ -166,11 +154,8 @@ class Source:
         self._image.close()
         self._hang_up()
 
-    # bytes of other hosts ---------------------------------------------------------------------------------------------
-
     def bring(self, ranges: Iterable[tuple[str, int, int]]) -> None:
-        """Fetch the blocks of ranges (path, begin, bytes), which this rank reads, to this host's image. A host fetches each
-        block once, however many ranks read it. An error is equal on all ranks. Collective."""
+        """Fetch the blocks of ranges (path, begin, bytes) to this host's image, once for all its ranks. Errors are equal. Collective."""
         if self.is_whole:
             return
         begins = self._begins()
@@ -179,7 +164,7 @@ class Source:
         answers = self._peers.exchange(merged(blocks), "blocks of a step in memory")
         asked = []
         for host, before in enumerate(self._brought):
-            here = (each for rank, each in enumerate(answers) if self._hosts[rank] == host)
+            here = (each for each, at in zip(answers, self._peers.host_of) if at == host)
             mine = merged((begin, nbytes) for each in here for begin, nbytes in each)
             asked.append(common(mine, gaps(before, self._candidate.data)))
             self._brought[host] = merged([*before, *mine])
@@ -195,9 +180,8 @@ class Source:
             for first, n in common(self._brought[self._host], [(begin, in_blocks(nbytes))])
             for at in range(first, first + n, BLOCK_BYTES)
         )
-        here = [rank for rank, host in enumerate(self._hosts) if host == self._host]
-        index, count = here.index(self._peers.rank), len(blocks)
-        mine = blocks[count * index // len(here) : count * (index + 1) // len(here)]
+        index, count, ranks = self._peers.index, len(blocks), len(self._peers.here)
+        mine = blocks[count * index // ranks : count * (index + 1) // ranks]
         return [(path, block, block + 1) for path, block in mine]
 
     def _parcels(self, host: int, sender: int, asked: Sequence[Range]) -> list[Parcel]:

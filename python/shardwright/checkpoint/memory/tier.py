@@ -34,11 +34,9 @@ _ROUND_S = 0.5
 
 
 class MemoryTier:
-    """This rank's part of the memory tier. The constructor is collective. If the tier is impossible it does not raise:
-    `off` has the reason, equal on all ranks, and rank 0 logs it once.
+    """This rank's part of the memory tier. If it is impossible, `off` has the reason, equal on all ranks, and rank 0 logs it.
 
-    `run` is equal on all ranks and was never used before. `replicas`: the number of hosts with a copy of each host's images;
-    default: 1 if the next host is another machine, else 0. More than the other hosts is a ValueError on every rank.
+    `run` is equal on all ranks and was never used before. `replicas`: the number of hosts with a copy of each host's images.
     """
 
     def __init__(
@@ -46,11 +44,8 @@ class MemoryTier:
     ) -> None:
         self._peers, self._timeout_s = peers, timeout_s
         self.off = ""
-        self._hosts = peers.host_of
-        self._host = self._hosts[peers.rank]
-        self._here = [rank for rank, host in enumerate(self._hosts) if host == self._host]
-        self._index = self._here.index(peers.rank)
-        self._is_first = self._index == 0
+        self._hosts, self._host, self._here = peers.host_of, peers.host, peers.here
+        self._index, self._is_first = peers.index, peers.index == 0
         self._client: Client | None = None
         self._buddies: Buddies | None = None
         self._images: dict[int, tuple[Any, Image]] = {}  # slot -> (layout that it was made for, image)
@@ -96,10 +91,8 @@ class MemoryTier:
         if asked is None:
             same = [host for host, each in enumerate(names) if others and each == names[(host + 1) % len(names)]]
             if same and self._peers.rank == 0:
-                _logger.warning(
-                    "hosts %d and %d are one machine: steps in memory are not copied to other hosts; memory_replicas=1 asks for it",
-                    same[0], (same[0] + 1) % len(names),
-                )  # fmt: skip
+                why = "steps in memory are not copied to other hosts; memory_replicas=1 asks for it"
+                _logger.warning("hosts %d and %d are one machine: %s", same[0], (same[0] + 1) % len(names), why)
             return 1 if others and not same else 0
         if asked > others:
             raise ValueError(
@@ -110,11 +103,11 @@ class MemoryTier:
 
     def _find_guardians(self, directory: str, run: str) -> None:
         """Connect each rank to its host's guardian. The host's first rank starts it. Collective."""
-        answers = on_hosts(
-            self._peers,
-            lambda: [_job_of(directory) if self._peers.rank == 0 else "", ancestors(), self._rollbacks()],
-            "guardians",
-        )
+
+        def describe() -> list[Any]:
+            return [_job_of(directory) if self._peers.rank == 0 else "", ancestors(), self._rollbacks()]
+
+        answers = on_hosts(self._peers, describe, "guardians")
         self._branch = len(answers[0][2])
         chains = [[(pid, start) for pid, start in answers[rank][1]] for rank in self._here]
         name = name_of(answers[0][0], self._peers.simulated_host)
@@ -138,16 +131,13 @@ class MemoryTier:
         wire = connect_carriers(self._peers, "memory", self._timeout_s)
         if wire is None:
             return
-        carriers = self._peers.carriers
-        others = [
-            (carriers[(self._host + k) % len(carriers)], carriers[(self._host - k) % len(carriers)])
-            for k in range(1, self.replicas + 1)
-        ]
+        carriers, client = self._peers.carriers, self._guardian
+        near = ((self._host + k, self._host - k) for k in range(1, self.replicas + 1))
+        others = [(carriers[to % len(carriers)], carriers[by % len(carriers)]) for to, by in near]
 
         def make(k: int, slot: int, data: int, tables: int) -> Image:
             return Image.make(client, f"of-{k}-{slot}", data, tables)
 
-        client = self._guardian
         self._buddies = Buddies(wire, others, make)
 
     @property
@@ -180,18 +170,16 @@ class MemoryTier:
         return self._buddies is not None and self._buddies.is_busy
 
     def is_due(self, step: int, ready: bool, digests: Any = ()) -> bool:
-        """Return True if the state of `step` must be copied to memory now; not while any rank is_busy, nor once the tier is off.
-        Afterwards `are_ready` is True if all ranks passed `ready`, and `answers` has every rank's digests. Collective."""
+        """Return True if `step` must be copied now; set `are_ready` if all ranks are, and `answers` to their digests. Collective."""
         if self.off:
             return False
         mine = [step, self.is_busy, self._trouble(), ready, digests]
         answers = self._peers.agreement(mine, "a step in memory") or [mine]
         self._turn_off_if(next(filter(None, (each[2] for each in answers)), ""))
+        ours = answers[0][0]
         for rank, (theirs, *_) in enumerate(answers):
-            if theirs != answers[0][0]:
-                raise CheckpointError(
-                    f"rank 0 keeps step {answers[0][0]} in memory while rank {rank} keeps step {theirs}"
-                )
+            if theirs != ours:
+                raise CheckpointError(f"rank 0 keeps step {ours} in memory while rank {rank} keeps step {theirs}")
         if self.off:
             return False
         if any(is_busy for _, is_busy, *_ in answers):
@@ -210,62 +198,47 @@ class MemoryTier:
         return f"host {socket.gethostname()}: {failure}" if failure else ""
 
     def put(
-        self,
-        step: int,
-        nonce: str,
-        layout: Any,
-        plan: CheckpointPlan,
-        sources: list[Any] | bytes,
-        own: tuple[CheckpointPlan, list[Any]] | None,
-        share: Callable[[], tuple[int, bool]],
-        device: Any,
+        self, step: int, nonce: str, layout: Any, content: dict[str, Any], share: Callable[[], tuple[int, bool]]
     ) -> None:
-        """Copy this rank's share of a step into memory. Call it after is_due(), on all ranks. An error ends the tier at
-        the next step.
+        """Copy this rank's share of a step, `content`, after is_due(), on all ranks. An error ends the tier at the next step.
 
-        Equal `layout` objects in successive calls mean equal plans, on all ranks. share(), called only for a new layout, returns
-        (estimate of this rank's bytes for the budget, True if a restore reads only its slices).
+        The same `layout` object means equal plans, on all ranks. share(), called for a new one, returns this rank's bytes and
+        True if a restore reads only its slices. `content` has the plans, sources and device of CheckpointSaver.keep().
         """
         slot = 0 if self._complete is None else (self._complete[0] + 1) % SLOTS
-        image = self._image(slot, layout, plan, share, own)
+        image = self._image(slot, layout, content["shared"], share, content["own"])
         if image is None:
             return
         self._last = slot, step
         try:
-            self._write(image, step, nonce, plan, sources, own, device)
+            self._write(image, step, nonce, content)
         except (CheckpointError, MemoryError, OSError, ValueError) as error:
             self._failure = f"a step cannot be copied: {error}"
             return
         if self._buddies is not None:
             self._buddies.start(image, slot, nonce, len(self._here))
 
-    def _write(
-        self, image: Image, step: int, nonce: str, plan: CheckpointPlan, sources: Any, own: Any, device: Any
-    ) -> None:
-        own_plan, own_sources = own or (None, [])
+    def _write(self, image: Image, step: int, nonce: str, content: dict[str, Any]) -> None:
         image.clear(self._index)
-        tallies, runs, self.kept_bytes = self._saver.keep(
-            nonce=nonce, shared=plan, shared_sources=sources, own=own_plan, own_sources=own_sources,
-            image=image.address, image_bytes=image.data, timeout_s=self._timeout_s, device=device,
-        )  # fmt: skip
+        memory: Any = {"image": image.address, "image_bytes": image.data, "timeout_s": self._timeout_s}
+        tallies, runs, self.kept_bytes = self._saver.keep(nonce=nonce, **content, **memory)
         ranks = {"rank": self._peers.rank, "world_size": self._peers.world_size}
         head = {"step": step, "nonce": nonce, **ranks, "data": image.data, "branch": self._branch}
-        if own_plan is not None:
-            head["files"] = [*self._files_of(plan), *self._files_of(own_plan)]
+        if content["own"] is not None:
+            head["files"] = [*self._files_of(content["shared"]), *self._files_of(content["own"])]
         image.write(self._index, Table(head, runs, tallies))
 
     def _image(
         self, slot: int, layout: Any, plan: CheckpointPlan, share: Callable[[], tuple[int, bool]], own: Any
     ) -> Image | None:
-        """Return this host's image for a slot. Another layout needs a new image; making it is collective. None: it does
-        not fit."""
+        """Return this host's image for a slot; None if it does not fit. Collective if the layout is new."""
         found = self._images.get(slot)
         if found is not None and found[0] is layout:
             return found[1]
         if found is not None:
             self._images.pop(slot)[1].close()
         if not any(made_for is layout for made_for, _ in self._images.values()):
-            own_bytes = 0 if own is None else sum(in_blocks(nbytes) for _, nbytes, *_ in own[0].files())
+            own_bytes = 0 if own is None else sum(in_blocks(nbytes) for _, nbytes, *_ in own.files())
             share_bytes, has_slices = share()
             self._turn_off_if(self._over_budget(share_bytes + own_bytes, own_bytes, has_slices))
         if self.off:
@@ -346,9 +319,7 @@ class MemoryTier:
         return [(name, [*key], ranks) for (name, key), ranks in found.items()]
 
     def assemble(self, chosen: Candidate, opened: contextlib.ExitStack) -> Source:
-        """Open an image of a candidate on each host, until `opened` ends. An error is equal on all ranks. Collective.
-
-        The lists of files and tensors are present; Source.bring() fetches what ranks read and their host's image lacks."""
+        """Open an image of a candidate on each host, until `opened` ends. An error is equal on all ranks. Collective."""
         best = chosen.best(self._host)
         make = functools.partial(Image.make, self._guardian, WHOLE, chosen.data, 0)  # it has no pages yet
         opened.callback(self._drop_whole)
@@ -385,15 +356,11 @@ class MemoryTier:
     def wait(self) -> None:
         """Wait until the last step is on all hosts or its copy failed (no progress for timeout_s). Not collective."""
         moved, since, wait = -1, time.monotonic(), self._peers.wait()
+        awaited = "for the copy of a step to or from another host to go on; the deadline is"
         while self._buddies is not None and not self._buddies.wait(_ROUND_S) and self._peers.is_alive:
             if moved != self._buddies.moved:
                 moved, since, wait = self._buddies.moved, time.monotonic(), self._peers.wait()
-            wait.look(
-                lambda s: (
-                    f"rank {self._peers.rank} has waited {s:.1f} s for the copy of a step to or from another host to go on; "
-                    f"the deadline is {self._timeout_s:g} s"
-                )
-            )
+            wait.look(lambda s: f"rank {self._peers.rank} has waited {s:.1f} s {awaited} {self._timeout_s:g} s")
             if time.monotonic() - since > self._timeout_s:
                 self._failure = f"nothing of the copy of a step to or from another host came in {self._timeout_s:g} s"
                 return
@@ -420,10 +387,8 @@ class MemoryTier:
 
 def _files_of(plan: CheckpointPlan) -> list[tuple[str, int, int]]:
     """Return (path, bytes, bytes before the first tensor) of each file; a file of values has no tensor."""
-    return [
-        (path, nbytes, min((begin for _, begin, _ in placed), default=0) or nbytes)
-        for path, nbytes, _, placed in plan.files()
-    ]
+    files = ((path, nbytes, [begin for _, begin, _ in placed]) for path, nbytes, _, placed in plan.files())
+    return [(path, nbytes, min(begins, default=0) or nbytes) for path, nbytes, begins in files]
 
 
 def _job_of(directory: str) -> str:

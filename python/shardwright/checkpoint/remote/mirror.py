@@ -43,11 +43,8 @@ class Mirror:
     def listed(self, local: list[Kept]) -> list[Kept]:
         """Return local checkpoints, plus the store's of other steps under local paths, oldest first."""
         steps = {kept.step for kept in local}
-        self.remote_only = [
-            dataclasses.replace(kept, path=os.path.join(self._directory, kept.path))
-            for kept in self._store.checkpoints()
-            if kept.step not in steps
-        ]
+        remote = (kept for kept in self._store.checkpoints() if kept.step not in steps)
+        self.remote_only = [dataclasses.replace(k, path=os.path.join(self._directory, k.path)) for k in remote]
         return sorted([*self.remote_only, *local], key=lambda kept: (kept.step, kept.path))
 
     def fetch(self, path: str) -> None:
@@ -133,19 +130,17 @@ class Mirror:
                 self._retire(each)
 
     def _linked(self, kept: Kept) -> str | None:
-        """Return a folder of links to a checkpoint's files, or its own path where links are refused; None if retention has
-        removed it."""
+        """Return a folder of links to a checkpoint's files; its own path if links are refused; None if retention removed it."""
         links = os.path.join(self._directory, _LINKS, f"{os.path.basename(kept.path)}.{kept.nonce}")
         discard(links)
         try:
             for path in [*CheckpointFolder(kept.path).files, MANIFEST]:
                 os.makedirs(os.path.dirname(os.path.join(links, path)), exist_ok=True)
                 os.link(os.path.join(kept.path, path), os.path.join(links, path))
-        except (FileNotFoundError, CheckpointError):
+        except (OSError, CheckpointError) as error:
             discard(links)
-            return None
-        except OSError as error:
-            discard(links)
+            if isinstance(error, (FileNotFoundError, CheckpointError)):
+                return None
             if error.errno not in _NO_LINKS:
                 raise
             return kept.path

@@ -61,9 +61,8 @@ def is_of_content(error: Exception) -> bool:
 
 
 def on_first(peers: Peers, work: Callable[[], Any], label: str) -> Any:
-    """Return the result of work() (of JSON) on rank 0; if it fails, raise CheckpointError on all ranks. Collective, in repeated
-    exchanges, since a transfer has no deadline."""
-    done: list[Any] = []
+    """Return the result of work() (of JSON) on rank 0; if it fails, raise CheckpointError on all ranks. Collective."""
+    done: list[Any] = []  # exchanged again and again, since a transfer has no deadline
 
     def run() -> None:
         try:
@@ -161,8 +160,7 @@ class Store:
         self._fs.rm_file(marker)
 
     def download(self, name: str, local: str) -> None:
-        """Copy a checkpoint to the new folder `local`, which appears when it is complete and durable. CheckpointError: there is
-        none, or its manifest names other than plain files."""
+        """Copy a checkpoint to the new folder `local`, which appears when it is complete and durable."""
         manifest = self.manifest(name)
         if manifest is None:
             raise CheckpointError(f"'{self.address}' has no checkpoint{f' {name!r}' if name else ''}")

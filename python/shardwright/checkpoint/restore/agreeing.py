@@ -12,7 +12,7 @@ from typing import Any
 from ..._engine import CheckpointError, CheckpointFolder, NewerCheckpointError
 from ...options.name_map import NameMap
 from .. import tree
-from ..memory.repeated import forget_tensors_of
+from ..inventory import forget_tensors_of
 from ..memory.restoring import Source
 from ..peers import Peers
 from ..rows import TENSORS
@@ -86,16 +86,11 @@ def agree_on(
     names: NameMap = NameMap(),
     source: Source | None = None,
 ) -> Restore:
-    """Return what apply_together() takes once every rank finds `path` sound and fitting. Collective.
+    """Return what apply_together() takes once every rank finds `path` sound and fitting. Errors change no live tensor. Collective.
 
     `everything`: restore all that a Checkpointer saves, not only model and optimizer. `spare`: (address, nbytes) of memory that
     keeps old values of live tensors. `source`: the files, if they are in memory; `path` then only names the checkpoint.
-
-    Raises
-    ------
-    CheckpointError
-        Rejected: a rank cannot read it. Any other: a rank cannot use a checkpoint that is sound or has a newer format. All ranks
-        raise the same message, and live tensors are unchanged.
+    Rejected: a rank cannot read it. CheckpointError: a rank cannot use it, though it is sound or has a newer format.
     """
     forget_tensors_of(training)
     folder = _open_together(path, peers, source)
@@ -137,27 +132,23 @@ def agree_on(
 
 def apply_together(restore: Restore, peers: Peers) -> Any:
     """Fill the training on every rank and return `extra`. All ranks raise CheckpointError if one fails. Collective."""
-    extra = None
-
-    def apply_it() -> None:
-        nonlocal extra
-        extra = apply(restore.fit, restore.filler, restore.random)
-
     _load_together(restore.path, peers, restore.filler.read_rest)
     restore.filler.trade(functools.partial(peers.send, label=f"parts of {restore.path}"))
-    _load_together(restore.path, peers, apply_it)
-    return extra
+    return _load_together(restore.path, peers, lambda: apply(restore.fit, restore.filler, restore.random))
 
 
-def _load_together(path: str, peers: Peers, call: Callable[[], None]) -> None:
+def _load_together(path: str, peers: Peers, call: Callable[[], Any]) -> Any:
+    done: list[Any] = []
+
     def load() -> None:
         try:
-            call()
+            done.append(call())
         except Exception as error:
             why = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
             raise CheckpointError(f"'{path}' was loaded in part, and the training is not usable: {why}") from error
 
     peers.together(load, f"load of {path}", keeps=())
+    return done[0]
 
 
 def _open_together(path: str, peers: Peers, source: Source | None = None) -> CheckpointFolder:
@@ -171,9 +162,8 @@ def _open_together(path: str, peers: Peers, source: Source | None = None) -> Che
             return ""
         found.append(CheckpointFolder(path) if source is None else source.open())
         shared = (each for each in found[0].files if not each.startswith("ranks/") or each.startswith(TENSORS))
-        catalog = found[0].catalog(
-            [each for each in shared if each in ("state.json", "optimizer.json") or each.endswith(".safetensors")]
-        )
+        trees = ("state.json", "optimizer.json")
+        catalog = found[0].catalog([each for each in shared if each in trees or each.endswith(".safetensors")])
         return found[0].path
 
     names = _agree(peers, path, read, f"opening {path}")
@@ -187,8 +177,7 @@ _OF_A_MOMENT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE)
 
 
 def _agree(peers: Peers, path: str, look: Callable[[], Any], label: str = "") -> list[Any]:
-    """Return look() of all ranks, of JSON. If it raises on one, all raise the same: Rejected if the folder's content is the
-    cause, else CheckpointError. Collective."""
+    """Return look() (of JSON) of all ranks. Else all raise: Rejected for the folder's content, or CheckpointError. Collective."""
     mine: list[Any]  # kind, sentence, value
     try:
         mine = [SOUND, "", look()]
@@ -214,9 +203,7 @@ def _instead(error: CheckpointError, path: str) -> str:
         return ""
     names = sorted(os.listdir(path)) if os.path.isdir(path) else []
     inside = [name for name in names if os.path.lexists(os.path.join(path, name, "MANIFEST.json"))]
-    offer = (
-        f"pass one of the {len(inside)} in it, such as '{os.path.join(path, inside[-1])}'"
-        if inside
-        else "pass the path that was saved to"
-    )
+    offer = "pass the path that was saved to"
+    if inside:
+        offer = f"pass one of the {len(inside)} in it, such as '{os.path.join(path, inside[-1])}'"
     return f": there is no checkpoint at '{path}', {offer}"

@@ -32,10 +32,7 @@ def tensors_of(reads: Mapping[str, Read]) -> dict[str, torch.Tensor]:
 
 
 def apply(fit: Fit, filler: Filler, random: Any) -> Any:
-    """Fill what is in use and not yet filled, and set all other values. Return `extra`. Collective.
-
-    `random`: the decoded states of this rank's generators, tried on others.
-    """
+    """Fill live tensors and set all other values; `random`: the states of this rank's generators. Return `extra`. Collective."""
     training = fit.training
     _fill_model(fit, filler)
     if fit.optimizer is not None:
@@ -50,13 +47,13 @@ def apply(fit: Fit, filler: Filler, random: Any) -> Any:
         for name in STATEFUL:
             if getattr(training, name) is not None and fit.state[name] is None:
                 _logger.warning("%s holds no state of the %s: it stays unchanged", fit.folder.path, name)
-            load_stateful(getattr(training, name), tree.decode(fit.state[name], tensors), name)
+            load_stateful(getattr(training, name), tree.decode(fit.state[name], tensors))
     own = tensors_of(fit.own_reads)
     with torch.no_grad():
         for name, node in fit.own_buffers().items():
             fit.found.buffers[name].copy_(tree.decode(node, own))
     if fit.everything and fit.own is not None:
-        load_stateful(training.dataloader, tree.decode(fit.own["dataloader"], own), "dataloader")
+        load_stateful(training.dataloader, tree.decode(fit.own["dataloader"], own))
         set_random_state(random)
     elif fit.everything and fit.folder.world_size != fit.world_size and training.dataloader is not None:
         _logger.warning(
@@ -119,8 +116,7 @@ def _apply_whole(fit: Fit, body: Mapping[str, Any], optimizer: Any, tensors: Map
 def _apply_sliced(
     fit: Fit, body: Mapping[str, Any], optimizer: ShardedOptimizer, tensors: Mapping[str, torch.Tensor]
 ) -> None:
-    by_name = fit.by_name(optimizer)
-    states = {}
+    by_name, states = fit.by_name(optimizer), {}
     for parameter_name, values in body["state"].items():
         parameter, _ = by_name[parameter_name]
         run = optimizer.held_run(parameter)
@@ -137,13 +133,10 @@ def _apply_sliced(
             state[key] = optimizer.as_held(parameter, value)
         states[parameter] = together(state, optimizer.layout_of(parameter).shape)
     positions = {n: position for position, n in enumerate(by_name)}
-    groups = [
-        {
-            **{k: tree.decode(node, tensors) for k, node in g.items() if k != "params"},
-            "params": [positions[n] for n in g["params"]],
-        }
-        for g in body["groups"]
-    ]
+    groups = []
+    for group in body["groups"]:
+        options = {key: tree.decode(node, tensors) for key, node in group.items() if key != "params"}
+        groups.append({**options, "params": [positions[name] for name in group["params"]]})
     optimizer.load_held_state(groups, states, keep_others=not fit.names.is_all)
 
 

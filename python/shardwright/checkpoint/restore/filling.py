@@ -29,10 +29,7 @@ _READER_BLOCKS = 6
 
 
 class Place(NamedTuple):
-    """A range of a file, its address (0: it is only checked), and the address that receives the old values.
-
-    `is_live`: the address holds a value that the training uses.
-    """
+    """A range of a file, its address (0: only check it), the address for old values, and True if the training uses these."""
 
     path: str
     begin: int
@@ -47,11 +44,7 @@ class Place(NamedTuple):
 
 
 class Filler:
-    """A reader of one folder into one rank's tensors. It checks every byte once, as it reads it.
-
-    Ranks start at different offsets: each reads a share from the disk that the others then find in the page cache. Bytes that
-    only one rank needs bypass the page cache.
-    """
+    """A reader of one folder into one rank's tensors. It checks every byte once, as it reads it."""
 
     def __init__(self, folder: CheckpointFolder, rank: int, world_size: int) -> None:
         self._folder = folder
@@ -99,14 +92,9 @@ class Filler:
                     each.copy_(sliced.copy)
                 torch.autograd.graph.increment_version(each)
 
-    # what is read in place --------------------------------------------------------------------------------------------
-
     def share(self, places: Sequence[Place], rank: int, rooms: Sequence[int], spare: Sequence[tuple[int, int]]) -> None:
-        """Read `places` together with the ranks of this host, or alone if there is one room; then ranks begin at different bytes.
-
-        `rooms`: bytes of each rank that can keep old values of live tensors. `spare`: (address, nbytes) of this rank's.
-        """
-        if len(rooms) == 1:
+        """Read `places` with the ranks of this host, or alone if there is one room. `rooms`: bytes of each rank's `spare` memory."""
+        if len(rooms) == 1:  # ranks begin at different bytes, and find the others' in the page cache
             before, first = sum(place.nbytes for place in places) * self._turn[0] // self._turn[1], 0
             while first < len(places) and before >= places[first].nbytes:
                 before -= places[first].nbytes
@@ -117,11 +105,10 @@ class Filler:
         self._ahead = list(_with_undo(ahead, list(spare)))
 
     def read_ahead(self) -> None:
-        """Read this rank's part into new tensors, and into live ones as far as the spare memory goes. The ranks do not know yet
-        that the folder is sound. Blocks that other ranks read are theirs to check."""
+        """Read this rank's part into new tensors, and before the verdict into live ones as far as the spare memory goes."""
         self._kept = [place for place in self._ahead if place.undo]
         self._read(self._ahead, direct=self._reads_past_cache)
-        for ahead, _ in self._parts:
+        for ahead, _ in self._parts:  # blocks that other ranks read are theirs to check
             self._mark(ahead)
 
     def read_rest(self) -> None:
@@ -148,8 +135,6 @@ class Filler:
         for place in self._kept:
             ctypes.memmove(place.address, place.undo, place.nbytes)
         self._kept = []
-
-    # blocks -----------------------------------------------------------------------------------------------------------
 
     def verify(self, first: int, end: int) -> None:
         """Check the blocks in [first, end), counted over all files, that were not read yet."""
@@ -209,10 +194,7 @@ def is_in_place(target: Any) -> bool:
 
 
 def places_of(new: Iterable[tuple[Stored, Any]], live: Iterable[tuple[Stored, Any]]) -> list[Place]:
-    """Return the places of tensors that can be read into in place, in the order of the files.
-
-    A tensor whose memory overlaps another is left out: its old values would already be overwritten when they are kept.
-    """
+    """Return the places of tensors that can be read into in place, in the order of the files."""
     found = [
         Place(stored.path, stored.begin, stored.nbytes, target.data_ptr(), is_live=is_live)
         for is_live, reads in ((False, new), (True, live))
@@ -222,7 +204,7 @@ def places_of(new: Iterable[tuple[Stored, Any]], live: Iterable[tuple[Stored, An
     places: list[Place] = []
     end_of_last = 0
     for place in sorted(found, key=lambda each: each.address):
-        if place.address >= end_of_last:
+        if place.address >= end_of_last:  # else its old values would be overwritten before they are kept
             places.append(place)
             end_of_last = place.address + place.nbytes
     return sorted(places)
@@ -235,8 +217,7 @@ def digest_of(places: Iterable[Place]) -> str:
 
 
 def _parts(places: Sequence[Place], rooms: Sequence[int]) -> Iterator[tuple[list[Place], list[Place]]]:
-    """Cut `places` into one part a rank. Yield what each reads before the verdict, new tensors and live ones as far as its room
-    goes, and after it."""
+    """Cut `places` into one part per rank. Yield what it reads before the verdict, with live ones as its room allows, and after."""
     total, count = sum(place.nbytes for place in places), len(rooms)
     for rank, room in enumerate(rooms):
         low, high, at = total * rank // count, total * (rank + 1) // count, 0

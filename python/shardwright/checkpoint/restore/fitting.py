@@ -21,12 +21,11 @@ from ..rows import TENSORS, has_rows, read_line, rows_of
 from ..slices import Sliced, is_row_major, loads_slices, own_slices, placed_parts, replicas_of
 from ..state.content import holds_shards, parameter_names, stateful_tree, unlike_stateful
 from ..state.names import dtype_name, model_tensors, stored_shape
-from ..state.optimizer_extras import further_state, names_of, users_optimizer
+from ..state.optimizer_extras import further_state, names_of, some, users_optimizer
 from ..state.stored import Stored, stored_tensors
 from ..training import Training
 
 _logger = logging.getLogger("shardwright")
-_NAMES_SHOWN = 5
 STATEFUL = ("scheduler", "scaler", "user_state")
 _STATE_KEYS = (*STATEFUL, "model_extra_state", "extra")
 _OWN_KEYS = ("random", "dataloader", "buffers")
@@ -39,10 +38,7 @@ class Mismatch(CheckpointError):
 
 
 class Fit:
-    """The reads and trees of one checkpoint for one rank's training. `everything`: also the state of a Checkpointer.
-
-    CheckpointError: the folder is not a sound checkpoint. Mismatch: it is sound and does not fit this model or optimizer.
-    """
+    """The reads and trees of one checkpoint for one rank's training. `everything`: also the state of a Checkpointer."""
 
     def __init__(
         self,
@@ -71,9 +67,8 @@ class Fit:
         if self.own is not None:
             wanted = ("random", "buffers", "dataloader") if everything else ("random", "buffers")
             self.own_reads = into_new(self.own_stored(rank, [self.own[key] for key in wanted]))
-        self.new: dict[
-            str, Read
-        ] = {}  # of the optimizer's state, into tensors not in use yet and into the present state's
+        #: reads of the optimizer's state, into tensors not in use yet and into the present state's
+        self.new: dict[str, Read] = {}
         self.live: dict[str, Read] = {}
         if self.optimizer is not None:
             further = tree.tensor_names(self.optimizer.get("further"))
@@ -226,19 +221,18 @@ class Fit:
         if self.names.strict or wrong:
             self._raise_all(what, missing, left_over, wrong)
         if missing:
-            _logger.warning("%s: it lacks %s of the %s, which stay unchanged", self.folder.path, _some(missing), what)
+            _logger.warning("%s: it lacks %s of the %s, which stay unchanged", self.folder.path, some(missing), what)
         if left_over:
-            _logger.info("%s: %s are not of the %s here", self.folder.path, _some(left_over), what)
+            _logger.info("%s: %s are not of the %s here", self.folder.path, some(left_over), what)
 
     def _raise_all(self, what: str, missing: list[str], left_over: list[str] = [], wrong: list[str] = []) -> None:
         parts = []
         if missing:
-            parts.append(f"it lacks {_some(missing)}")
+            parts.append(f"it lacks {some(missing)}")
         if left_over:
-            parts.append(f"it has {_some(left_over)}, which the {what} here lacks")
+            parts.append(f"it has {some(left_over)}, which the {what} here lacks")
         if wrong:
-            more = f" and {len(wrong) - _NAMES_SHOWN} more" if len(wrong) > _NAMES_SHOWN else ""
-            parts.append("; ".join(wrong[:_NAMES_SHOWN]) + more)
+            parts.append(some(wrong, str, "; "))
         if parts:
             raise Mismatch(f"'{self.folder.path}' does not fit the {what}: {'; '.join(parts)}")
 
@@ -313,13 +307,10 @@ class Fit:
         return body
 
     def _take_part(self, body: dict[str, Any], ours: list[list[str]]) -> None:
-        """Rename the optimizer's parameters in `body`, and drop those not selected. Without `strict`, groups that
-        differ in the parameters common to both sides lose their options."""
+        """Rename the optimizer's parameters in `body`, and drop those not selected; without `strict`, options of unlike groups."""
         takes = self.names.takes
-        body["groups"] = [
-            {**group, "params": [name for name in map(self.names.new, group["params"]) if takes(name)]}
-            for group in body["groups"]
-        ]
+        for group in body["groups"]:
+            group["params"] = [name for name in map(self.names.new, group["params"]) if takes(name)]
         body["state"] = {n: each for n, each in self._renamed(body["state"]).items() if takes(n)}
         if self.names.strict:
             return
@@ -329,9 +320,8 @@ class Fit:
         if [both & set(group) for group in ours] != [both & set(group["params"]) for group in body["groups"]]:
             _logger.warning("%s has other parameter groups: their options stay unchanged", self.folder.path)
             body["groups"] = [{} for _ in ours]
-        body["groups"] = [
-            {**group, "params": [n for n in names if takes(n)]} for group, names in zip(body["groups"], ours)
-        ]
+        for group, names in zip(body["groups"], ours):
+            group["params"] = [name for name in names if takes(name)]
 
     def _match_further(self, body: Mapping[str, Any]) -> None:
         """Compare the optimizer's further state_dict() keys. Log those that the checkpoint lacks: they stay unchanged."""
@@ -345,10 +335,9 @@ class Fit:
             return
         kept = names_of(optimizer, kept)
         self._raise_all("optimizer", [], [key for key in kept if key not in ours])
+        unchanged = "%s holds no '%s' of the optimizer's state_dict(): it stays unchanged"
         for key in (key for key in ours if key not in kept):
-            _logger.warning(
-                "%s holds no '%s' of the optimizer's state_dict(): it stays unchanged", self.folder.path, key
-            )
+            _logger.warning(unchanged, self.folder.path, key)
 
     def parts(self, body: Mapping[str, Any] | None = None) -> Iterator[tuple[Any, dict[str, Any]]]:
         """Yield each optimizer of the training with its part of the tree."""
@@ -404,8 +393,7 @@ def into_new(stored: Mapping[str, Stored]) -> dict[str, Read]:
 
 def is_state_slice(key: str, stored: Stored, parameter: torch.Tensor) -> bool:
     """Return whether a sliced optimizer keeps only a slice of this entry."""
-    shape = stored.shape if stored.complex_dtype is None else stored.shape[:-1]
-    return key != "step" and shape == tuple(parameter.shape)
+    return key != "step" and stored.torch_shape == tuple(parameter.shape)
 
 
 def _stand_in(node: Any) -> Any:
@@ -423,8 +411,3 @@ def _fits(stored: Stored, tensor: torch.Tensor) -> bool:
 def _unlike(name: str, stored: Stored, tensor: torch.Tensor) -> str:
     here = f"{dtype_name('', tensor.dtype)} {stored_shape(tensor)}"
     return f"{name}: the checkpoint has {stored.dtype} {list(stored.shape)}, the model {here}"
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-    return ", ".join(f"'{name}'" for name in names[:_NAMES_SHOWN]) + more

@@ -62,8 +62,7 @@ def together(state: dict[Any, Any], shape: torch.Size) -> dict[Any, Any]:
 
 
 def check_sliceable(name: str, state: Mapping[Any, Any], *, is_whole: bool) -> None:
-    """Raise CheckpointError for an entry of a sliced optimizer's state that no checkpoint can hold. `is_whole`: this rank
-    has the state of the whole parameter."""
+    """Raise CheckpointError for sliced state that no checkpoint can hold. `is_whole`: this rank has a whole parameter's."""
     for key, value in state.items():
         if is_composed(value) and not is_whole:
             raise CheckpointError(

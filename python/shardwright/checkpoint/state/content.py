@@ -55,9 +55,8 @@ class Group:
     first: frozenset[str] = frozenset()
 
     def plan_entry(self) -> tuple[str, bool, int, str, list[tuple[str, str, list[int], int]]]:
-        complex_ones = {
-            f"complex.{n}": str(t.dtype).removeprefix("torch.") for n, t in self.tensors.items() if t.is_complex()
-        }
+        dtypes = {f"complex.{n}": t.dtype for n, t in self.tensors.items() if t.is_complex()}
+        complex_ones = {key: str(dtype).removeprefix("torch.") for key, dtype in dtypes.items()}
         metadata = tree.dumps(self.metadata | complex_ones).decode().strip()
         entries = []
         for name, tensor in self.tensors.items():
@@ -91,9 +90,6 @@ class Content:
     #: the groups before `groups`, with sources that are already known
     ahead: Ahead | None = None
 
-    def all_groups(self) -> list[Group]:
-        return [*(() if self.ahead is None else self.ahead.groups), *self.groups]
-
     def entries(self) -> Entries:
         """Return the arguments of the plan: equal entries give equal plans."""
         texts = [(path, len(text), BY_ALL) for path, text in self.texts.items()]
@@ -109,8 +105,7 @@ class Content:
                     group.tensors[name] = slice_of_dtensor(tensor, boxes, stays=self.staging.takes)
 
     def sources(self, needed: Sequence[int] | None = None) -> list[Source]:
-        """Return this rank's sources in ascending order: of replicated content those in `needed` (None: all), of
-        content in parts those that this rank must write."""
+        """Return this rank's sources in ascending order: of replicated content those in `needed` (None: all), and its parts."""
         wanted = None if needed is None else set(needed)
         found: list[Source] = []
         number = -1
@@ -163,12 +158,8 @@ def digest_of(entries: Entries) -> bytes:
     return found.digest()
 
 
-# shared ---------------------------------------------------------------------------------------------------------------
-
-
 def model_index(plan: Any, names: Sequence[str]) -> bytes:
-    """Return the text of the index over a plan's model files, as transformers writes it; b"" for one file. `names` are
-    those of the plan's first sources."""
+    """Return the text of transformers' index of a plan's model files; b"" for one file. `names` of the plan's first sources."""
     files = [(path, pieces) for path, _, _, pieces in plan.files() if path.startswith("model")]
     if len(files) < 2:
         return b""
@@ -272,12 +263,8 @@ def parameter_names(optimizer: Any, found: ModelTensors) -> dict[int, str]:
     return known
 
 
-# own ------------------------------------------------------------------------------------------------------------------
-
-
 def random_state(tensors: dict[str, torch.Tensor], kept: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return the states of this process's random generators as a tree. `kept`: caches the encoded states of Python and
-    numpy between calls, since they are slow to encode and rarely change."""
+    """Return the states of this process's random generators as a tree. `kept` caches those that are slow to encode."""
     kept = {} if kept is None else kept
     python = random.getstate()
     if kept.get("state") != python:
@@ -301,10 +288,8 @@ def _numpy_tree(numpy: Any, tensors: dict[str, torch.Tensor], kept: dict[str, An
 
 
 def _numpy_mark(numpy: Any) -> tuple[bytes, bytes] | None:
-    """Return bytes that change with numpy.random's state: get_state() converts 624 numbers one by one. None: no MT19937.
-
-    A RandomState has a pending normal number inside its object; the rest is in its generator's struct."""
-    holder = numpy.random.get_state.__self__
+    """Return bytes that change with numpy.random's state: get_state() converts 624 numbers one by one. None: no MT19937."""
+    holder = numpy.random.get_state.__self__  # has a pending normal number; the rest is in its generator's struct
     generator = holder._bit_generator
     if type(generator).__name__ != "MT19937":
         return None
@@ -376,12 +361,10 @@ def stateful_tree(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> An
     if isinstance(value, dict):
         for key, item in value.items():
             _check_whole(item, f"{name}.{key}")
-        nodes = {
-            key: stateful_tree(item, f"{name}.{key}", tensors)
-            if hasattr(item, "state_dict")
-            else tree.encode(item, f"{name}.{key}", tensors)
-            for key, item in value.items()
-        }
+        nodes = {}
+        for key, item in value.items():
+            encode = stateful_tree if hasattr(item, "state_dict") else tree.encode
+            nodes[key] = encode(item, f"{name}.{key}", tensors)
         return tree.mapping(nodes, name, tensors)
     raise CheckpointError(
         f"{name} is a {type(value).__name__}: give an object with state_dict() and load_state_dict(), or a dict of plain values"
@@ -389,8 +372,7 @@ def stateful_tree(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> An
 
 
 def _check_whole(value: Any, name: str) -> None:
-    """Raise CheckpointError for an optimizer or a wrapped module of which each rank holds slices. Makes no engine: rank 0
-    may be the only caller."""
+    """Raise CheckpointError for an optimizer or a wrapped module in slices. Makes no engine: rank 0 may be the only caller."""
     is_released = isinstance(value, torch.nn.Module) and any(
         replica.releases_parameters for each in averaging(value) for replica in getattr(each, "made", ())
     )
@@ -425,15 +407,15 @@ def unlike_stateful(value: Any, state: Any, name: str) -> str:
     return next(filter(None, reasons), "")
 
 
-def load_stateful(value: Any, state: Any, name: str) -> None:
+def load_stateful(value: Any, state: Any) -> None:
     """Load a decoded state of stateful_tree() into `value`."""
     if value is None or state is None:
         return
     if hasattr(value, "load_state_dict"):
         value.load_state_dict(_with_counters(value, state))
     elif isinstance(value, (list, tuple)):
-        for index, (item, item_state) in enumerate(zip(value, state)):
-            load_stateful(item, item_state, f"{name}.{index}")
+        for item, item_state in zip(value, state):
+            load_stateful(item, item_state)
     else:
         for key, item_state in state.items():
             if hasattr(value.get(key), "load_state_dict"):
@@ -444,10 +426,7 @@ def load_stateful(value: Any, state: Any, name: str) -> None:
 
 def _with_counters(value: Any, state: Any) -> Any:
     """Return `state` with a Counter where the object has one: schedulers with milestones call its methods."""
-    live = getattr(value, "__dict__", {})
+    live, kind = getattr(value, "__dict__", {}), collections.Counter
     if not isinstance(state, dict):
         return state
-    return {
-        key: collections.Counter(item) if isinstance(live.get(key), collections.Counter) else item
-        for key, item in state.items()
-    }
+    return {key: kind(item) if isinstance(live.get(key), kind) else item for key, item in state.items()}

@@ -40,10 +40,8 @@ class ModelTensors:
 def check_wrappers(model: torch.nn.Module) -> None:
     """Raise ValueError for FullyShardedDataParallel, whose parameters have no names of their own."""
     for name, module in model.named_modules():
-        if any(
-            kind.__name__ == "FullyShardedDataParallel" and kind.__module__.startswith("torch.distributed.fsdp")
-            for kind in type(module).__mro__
-        ):
+        kinds = [kind for kind in type(module).__mro__ if kind.__name__ == "FullyShardedDataParallel"]
+        if any(kind.__module__.startswith("torch.distributed.fsdp") for kind in kinds):
             raise ValueError(
                 f"model is a FullyShardedDataParallel{f' at {name!r}' if name else ''}, whose flat parameters have no names: use torch's "
                 "fully_shard (FSDP2), which sw.save() and a Checkpointer accept, or save its state_dict() through "

@@ -7,7 +7,7 @@ in attributes may be caches or state, so they are logged.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -44,38 +44,35 @@ def stepping_optimizer(optimizer: Any) -> Any:
 
 
 def further_state(optimizer: Any) -> dict[str, Any]:
-    """Return the entries of the optimizer's state_dict() other than torch's own keys. Raise CheckpointError for one that
-    cannot be saved or restored."""
+    """Return the entries of state_dict() other than torch's keys. Raise CheckpointError for one that cannot be saved or restored."""
     if isinstance(optimizer, Optimizers):
         of_each = {name: further_state(each) for name, each in optimizer.members.items()}
         return {name: further for name, further in of_each.items() if further}
     wrapped, optimizer = optimizer, users_optimizer(optimizer)
     if not _tells_more(optimizer):
         return {}
-    name = type(optimizer).__name__
+    call = f"{type(optimizer).__name__}.state_dict()"
     try:
         found = optimizer.state_dict()
     except Exception as error:
         raise CheckpointError(
-            f"{name}.state_dict() raises {type(error).__name__}: {error}: its further state is not savable"
+            f"{call} raises {type(error).__name__}: {error}: its further state is not savable"
         ) from error
     if not isinstance(found, Mapping):
-        raise CheckpointError(f"{name}.state_dict() returns a {type(found).__name__} instead of a dict: not savable")
+        raise CheckpointError(f"{call} returns a {type(found).__name__} instead of a dict: not savable")
     further = {key: value for key, value in found.items() if key not in _OF_TORCH}
     odd = [key for key in further if not isinstance(key, str) or key.startswith("$")]
     if odd:
-        raise CheckpointError(
-            f"{name}.state_dict() has the key {odd[0]!r}, which is not a string or begins with '$': not savable"
-        )
+        raise CheckpointError(f"{call} has the key {odd[0]!r}, which is not a string or begins with '$': not savable")
     for key, value in further.items():
         if any(is_dtensor(each) for each in _tensors(value, _DEPTH)):
             raise CheckpointError(
-                f"{name}.state_dict() has a DTensor under '{key}', outside state and param_groups: a DTensor is savable in the "
+                f"{call} has a DTensor under '{key}', outside state and param_groups: a DTensor is savable in the "
                 "state of a parameter only"
             )
     if further and wrapped is not optimizer:
         raise CheckpointError(
-            f"{name}.state_dict() has {_some(further)} beside state and param_groups, and a checkpoint cannot hold them because the "
+            f"{call} has {some(further)} beside state and param_groups, and a checkpoint cannot hold them because the "
             "engine wraps the optimizer: pass them in user_state={...}"
         )
     if wrapped is optimizer:
@@ -87,9 +84,8 @@ def names_of(optimizer: Any, further: Mapping[str, Any]) -> list[str]:
     """Return the names of entries of further_state(); those of several optimizers begin with the member's name."""
     if not isinstance(optimizer, Optimizers):
         return list(further)
-    return [
-        f"{name}.{key}" for name, of_it in further.items() for key in (of_it if isinstance(of_it, Mapping) else "?")
-    ]
+    keys_of = {name: of_it if isinstance(of_it, Mapping) else "?" for name, of_it in further.items()}
+    return [f"{name}.{key}" for name, keys in keys_of.items() for key in keys]
 
 
 def give_back(optimizer: Any, further: Mapping[str, Any]) -> None:
@@ -102,9 +98,7 @@ def give_back(optimizer: Any, further: Mapping[str, Any]) -> None:
 
 
 def check_inside(optimizer: Any, user_state: Any, extra: Any = None) -> None:
-    """Raise CheckpointError for an inner optimizer with its own state.
-
-    Accept it if `user_state` contains it, or if `user_state` or `extra` contain its state's tensors."""
+    """Raise CheckpointError for an inner optimizer whose state's tensors neither `user_state` nor `extra` has."""
     optimizer = users_optimizer(optimizer)
     passed = list(user_state.values()) if isinstance(user_state, dict) else [user_state]
     for name, value in _attributes(optimizer).items():
@@ -113,7 +107,10 @@ def check_inside(optimizer: Any, user_state: Any, extra: Any = None) -> None:
         known = {id(each) for each in _tensors(list(optimizer.state.values()), _DEPTH)}
         known |= {id(each) for each in _tensors([user_state, extra], _DEPTH + 2)}
         own = [each for each in _tensors(list(value.state.values()), _DEPTH) if id(each) not in known]
-        if own and value.state is not optimizer.state and not _shows(optimizer, own):
+        if not own or value.state is optimizer.state:
+            continue
+        shown = _tensors(optimizer.state_dict(), _DEPTH + 1) if _tells_more(optimizer) else ()
+        if not {id(each) for each in own} <= {id(each) for each in shown}:
             raise CheckpointError(
                 f"{type(optimizer).__name__} keeps an optimizer in its attribute '{name}', and its state_dict() lacks that "
                 f"optimizer's state: pass it in a Checkpointer's user_state={{'{name}': optimizer.{name}}} as well, or to save() "
@@ -173,17 +170,9 @@ def _check_shown(optimizer: Any, shown: Any) -> None:
         lacking = [key for key, value in shown_here.items() if key not in live and id(value) not in held]
         if lacking:
             raise CheckpointError(
-                f"{type(optimizer).__name__}.state_dict() has {_some(lacking)} of parameter {number!r}, which its attribute 'state' "
+                f"{type(optimizer).__name__}.state_dict() has {some(lacking)} of parameter {number!r}, which its attribute 'state' "
                 "lacks: not savable"
             )
-
-
-def _shows(optimizer: Any, tensors: list[torch.Tensor]) -> bool:
-    """Return whether state_dict() has all `tensors`."""
-    if not _tells_more(optimizer):
-        return False
-    shown = {id(each) for each in _tensors(optimizer.state_dict(), _DEPTH + 1)}
-    return all(id(each) in shown for each in tensors)
 
 
 def _tensors(value: Any, depth: int) -> Iterator[torch.Tensor]:
@@ -198,6 +187,7 @@ def _tensors(value: Any, depth: int) -> Iterator[torch.Tensor]:
             yield from _tensors(each, depth - 1)
 
 
-def _some(names: Any) -> str:
-    found = [repr(name) for name in names]
-    return ", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
+def some(values: Iterable[Any], text: Callable[[Any], str] = repr, separator: str = ", ") -> str:
+    """Return the texts of the first five values and the number of the others, for messages."""
+    found = [text(value) for value in values]
+    return separator.join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")

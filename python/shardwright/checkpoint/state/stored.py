@@ -30,12 +30,13 @@ class Stored:
     def torch_dtype(self) -> torch.dtype:
         return self.complex_dtype or TORCH_DTYPES[self.dtype]
 
+    @property
+    def torch_shape(self) -> tuple[int, ...]:
+        return self.shape if self.complex_dtype is None else self.shape[:-1]
+
     def empty(self) -> torch.Tensor:
         """Return a new tensor of this dtype and shape."""
-        if self.complex_dtype is not None:
-            made = torch.empty(self.shape[:-1], dtype=self.complex_dtype, device="cpu")
-        else:
-            made = torch.empty(self.shape, dtype=TORCH_DTYPES[self.dtype], device="cpu")
+        made = torch.empty(self.torch_shape, dtype=self.torch_dtype, device="cpu")
         if self.nbytes >= _OWN_MAPPING_BYTES:
             prefer_huge_pages(made.data_ptr(), self.nbytes)
         return made
