@@ -92,6 +92,7 @@ HOMES = {
     "whole_tensor": "layout.local_parameters",
     "wire": "comm.wire",
     "wrapping": "wrapping",
+    "writing": "checkpoint.writing",
 }
 
 

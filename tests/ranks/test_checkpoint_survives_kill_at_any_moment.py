@@ -7,7 +7,6 @@ import itertools
 import os
 import random
 import signal
-import sys
 import tempfile
 import time
 
@@ -147,7 +146,8 @@ def ends_beside_a_killed_rank(rank, world_size, folder, call, zero, victim):
                 file.write(str(time.monotonic()))
             os.kill(os.getpid(), signal.SIGKILL)
 
-        writing = sys.modules["shardwright.checkpoint.writing"]
+        from internals import writing
+
         writing.CheckpointSaver = type(
             "Dies", (), {"__new__": lambda cls, *a, **k: Dying(CheckpointSaver(*a, **k), begin_and_die)}
         )
