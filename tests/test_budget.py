@@ -21,7 +21,7 @@ LINES = {
     "shardwright/optim": 3_417,
     "shardwright/options": 884,
     "shardwright/parallel": 4_673,
-    "shardwright/parameters": 3_707,
+    "shardwright/parameters": 3_798,
     "shardwright/torch_compat": 1_171,
     "shardwright_tools": 302,
     "shardwright_tools/cli": 1_493,

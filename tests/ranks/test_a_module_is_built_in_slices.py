@@ -213,10 +213,58 @@ def test_an_error_is_one_on_all_ranks_and_the_next_wrap_works(rank, world_size, 
     gather(None)
 
 
+class Masked(nn.Linear):
+    """It inherits reset_parameters(), which does not know of its scale and mask."""
+
+    def __init__(self):
+        super().__init__(40, 40)
+        self.scale = nn.Parameter(torch.ones(40))
+        self.register_buffer("mask", torch.tril(torch.ones(40, 40)), persistent=False)
+
+
+@every_stage
+@on_every_rank()
+def test_what_no_call_has_written_is_named(rank, world_size, stage):
+    options = STAGES[stage]
+
+    def build():
+        return nn.Sequential(nn.Linear(40, 40), Masked())
+
+    def writes(each):
+        each.reset_parameters()
+        if isinstance(each, Masked):
+            each.scale.data = torch.full((40,), 2.0)
+            torch._foreach_copy_([each.mask], [torch.tril(torch.ones(40, 40))])
+
+    stored = gather(build().state_dict())[0]
+    left = "no call of the initialisation wrote {} .*init=.*off the meta device"
+    for given, names in (({"init": True}, "'1.mask', '1.scale'"), ({"weights": stored}, "'1.mask'")):
+        module = on_meta(build)
+        with pytest.raises(sw.Error, match=left.format(names)):
+            sw.wrap(module, **given, **options)
+        assert all(t.is_meta for t in (*module.parameters(), *module.buffers()))
+        if "weights" in given:
+            module[1].mask = torch.tril(torch.ones(40, 40))
+            assert_is(sw.wrap(module, **given, **options), stored)
+        else:
+            values = sw.full_state_dict(sw.wrap(module, init=writes, **options))
+            assert values["1.scale"].tolist() == [2.0] * 40
+        assert bits_equal(module[1].mask, torch.tril(torch.ones(40, 40)))
+    module = on_meta(build)
+    with pytest.raises(sw.Error, match="materialize: " + left.format("'1.mask', '1.scale'")):
+        sw.materialize(module)
+    assert all(t.is_meta for t in (*module.parameters(), *module.buffers()))
+    spectral = nn.Sequential(nn.utils.spectral_norm(nn.Linear(40, 40))).to("meta")
+    with pytest.raises(sw.Error, match="weight_orig"):
+        sw.wrap(spectral, init=True, **options)
+    gather(None)
+
+
 @on_every_rank(at_least=2)
 def test_ranks_that_write_other_values_are_told(rank, world_size):
     def unlike(module):
         module.weight.fill_(rank)
+        module.bias.zero_()
 
     module = on_meta(lambda: nn.Sequential(nn.Linear(60, 60), nn.Linear(60, 60)))
     with pytest.raises(sw.Error, match="disagree about the initial values of unit '1': rank 1"):
@@ -224,9 +272,15 @@ def test_ranks_that_write_other_values_are_told(rank, world_size):
 
     def replaces(module):
         module.weight = nn.Parameter(torch.zeros(60, 60))
+        module.bias.zero_()
 
-    with pytest.raises(sw.Error, match=r"init= replaced parameter '0.weight'"):
-        sw.wrap(on_meta(lambda: nn.Sequential(nn.Linear(60, 60), nn.Linear(60, 60))), init=replaces, **PRIVATE)
+    for options in STAGES.values():
+        module = on_meta(lambda: nn.Sequential(nn.Linear(60, 60), nn.Linear(60, 60)))
+        parameters = list(module.parameters())
+        with pytest.raises(sw.Error, match=r"init= replaced parameter '0.weight'"):
+            sw.wrap(module, init=replaces, **options)
+        assert [id(p) for p in parameters] == [id(p) for p in module.parameters()]
+        assert all(p.is_meta for p in parameters)
     gather(None)
 
 

@@ -26,8 +26,8 @@ from ..layout.param_table import ParameterTable
 from ..options.options import Options
 from ..options.precision import LOW_DTYPES
 from ..torch_compat.dtensor import is_dtensor
-from ..torch_compat.internals import TorchDispatchMode, swap_memory, tree_leaves
-from .materialize import initialisers, run_initialiser, waiting_modules, with_memory
+from ..torch_compat.internals import swap_memory, tree_leaves
+from .materialize import Writes, initialisers, place_of, places_of, unstored_buffers, waiting_modules, with_memory
 
 __all__ = ["Building", "check_buildable"]
 
@@ -79,7 +79,12 @@ class Building:
         self._given: list[tuple[torch.Tensor, torch.Tensor]] = []
         #: the ranges of addresses, by address
         self._ranges: dict[int, mmap.mmap] = {}
-        self._names = {id(p): name for name, p in module.named_parameters(remove_duplicate=False)}
+        named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+        self._names = {id(each): name for name, each in named}
+        unstored = (b for each in module.modules() for b in unstored_buffers(each))
+        #: the ids of what the calls must write
+        self._needed = {id(each) for each in (unstored if loads else (t for _, t in named)) if each.is_meta}
+        self._before = places_of(module)
         self._stream: torch.Tensor = torch.get_rng_state()
 
     def begin(self, comm: HostComm, label: str) -> None:
@@ -113,6 +118,8 @@ class Building:
 
     def undo(self) -> None:
         """Put all tensors back on the meta device."""
+        for held, before in self._before:  # init= may have replaced some
+            held.update(before)
         for tensor, memory in self._given:
             swap_memory(tensor, memory)
         self._given.clear()
@@ -121,6 +128,7 @@ class Building:
         """Forget what undo() needs."""
         self._given.clear()
         self._calls.clear()
+        self._before.clear()
 
     @contextlib.contextmanager
     def _on_the_stream(self) -> Iterator[None]:
@@ -136,13 +144,16 @@ class Building:
     def initialise(self, comm: HostComm, label: str) -> None:
         """Run the calls on whole tensors. Collective."""
 
-        def run() -> bytes:
-            with self._on_the_stream():
-                for module, call in self._calls:
-                    run_initialiser(module, call)
-            return b""
+        label = f"initial values of {label}"
+        gather_answers(comm, lambda: self._run(Writes()), label, refusals=(Exception,), retell=_retold)
 
-        gather_answers(comm, run, f"initial values of {label}", refusals=(Exception,), retell=_retold)
+    def _run(self, mode: Writes) -> bytes:
+        with self._on_the_stream():
+            mode.run(self._module, self._calls, self._needed, "wrap")
+        replaced = next((n for n, p in self._module.named_parameters() if id(p) not in self._names), None)
+        if replaced is not None:
+            raise Error(f"wrap: init= replaced parameter {replaced!r}: write its values in place")
+        return b""
 
     def fill(self, store: Any, table: ParameterTable, plans: Sequence[UnitPlan], comm: HostComm) -> None:
         """Run the calls, and write the values of all units to the ranks' slices. Collective."""
@@ -150,13 +161,7 @@ class Building:
         units = _Units(store, table, plans, comm, uses, self._ranges)
 
         def run() -> bytes:
-            with self._on_the_stream(), units:
-                for units.now, (module, call) in enumerate(self._calls):
-                    units.touch([each for each in module._parameters.values() if each is not None])
-                    run_initialiser(module, call)
-            replaced = next((n for n, p in self._module.named_parameters() if self._names.get(id(p)) is None), None)
-            if replaced is not None:
-                raise Error(f"wrap: init= replaced parameter {replaced!r}: write its values in place")
+            self._run(units)
             units.put_all()
             return units.digest()
 
@@ -164,8 +169,8 @@ class Building:
         self._ranges.clear()
 
 
-class _Units(TorchDispatchMode):
-    """The units of a module that is initialised, at most two of them whole. As a mode it watches torch's operations."""
+class _Units(Writes):
+    """The units of a module that is initialised, at most two of them whole."""
 
     def __init__(
         self,
@@ -180,7 +185,9 @@ class _Units(TorchDispatchMode):
         self._store, self._table, self._comm, self._ranges = store, table, comm, ranges
         self._names = [each.name or "the outermost" for each in plans]
         self._members = [each.indices for each in plans]
-        self._unit_of = {_place(table.parameters[i]): number for number, each in enumerate(plans) for i in each.indices}
+        self._unit_of = {
+            place_of(table.parameters[i]): number for number, each in enumerate(plans) for i in each.indices
+        }
         self._unit_of.pop(0, None)  # no elements
         own = [{id(table.parameters[i]) for i in each.indices} for each in plans]
         self._used_at = [[at for at, each in enumerate(uses) if each & mine] for mine in own]
@@ -189,17 +196,18 @@ class _Units(TorchDispatchMode):
         self._written: set[int] = set()
         self._said: list[list[str]] = []  # unit, digest of its samples
         self._is_over = False
-        #: the number of the call that runs
-        self.now = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.touch([each for each in tree_leaves((args, kwargs or {})) if isinstance(each, torch.Tensor)])
-        return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def before_call(self, module: torch.nn.Module) -> None:
+        self.touch([each for each in module._parameters.values() if each is not None])
 
     def touch(self, tensors: Sequence[torch.Tensor]) -> None:
         """Make the units of tensors whole before an operation that uses all of them."""
         strided = [each for each in tensors if each.layout is torch.strided and not each.is_meta]
-        needed = {number: None for each in strided if (number := self._unit_of.get(_place(each))) is not None}
+        needed = {number: None for each in strided if (number := self._unit_of.get(place_of(each))) is not None}
         for number in needed:
             if number in self._whole:
                 continue
@@ -262,10 +270,6 @@ class _Units(TorchDispatchMode):
         label = "initial values of units"
         gather_answers(self._comm, say, label, refusals=(Exception,), retell=_retold, compare=_difference)
         self._is_over = False
-
-
-def _place(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def _retold(rank: int, sentence: str) -> Exception:

@@ -3,14 +3,33 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from .._engine import Error
-from ..torch_compat.internals import buffers_of_state, initialiser_above, refresh_weights, reset_of
+from ..torch_compat.internals import (
+    TorchDispatchMode,
+    buffers_of_state,
+    initialiser_above,
+    refresh_weights,
+    reset_of,
+    tree_leaves,
+)
 
-__all__ = ["initialisers", "materialize", "run_initialiser", "waiting_modules", "with_memory"]
+__all__ = [
+    "Writes",
+    "initialisers",
+    "materialize",
+    "place_of",
+    "places_of",
+    "unstored_buffers",
+    "waiting_modules",
+    "with_memory",
+]
+
+_NAMED_MOST = 8
 
 
 def materialize(module: torch.nn.Module, *, init: Callable[[torch.nn.Module], object] | None = None) -> torch.nn.Module:
@@ -33,8 +52,8 @@ def materialize(module: torch.nn.Module, *, init: Callable[[torch.nn.Module], ob
     Raises
     ------
     Error
-        If a module that holds meta tensors of its own has no reset_parameters(), and there is no `init`: its values
-        would be undefined. Nothing has changed then.
+        If a module that holds meta tensors of its own has no reset_parameters(), and there is no `init`, or if no call
+        has written a tensor: its values would be undefined. After any error the module is as before.
 
     Notes
     -----
@@ -53,15 +72,21 @@ def materialize(module: torch.nn.Module, *, init: Callable[[torch.nn.Module], ob
     calls = initialisers(module, init, "materialize")
     waiting = waiting_modules(module)
     made: dict[int, torch.Tensor] = {}
-    kept = [tensor for each in waiting for tensor in _own(each)]  # kept alive, so that no id is used twice
-    for each in waiting:
-        for places in (each._parameters, each._buffers):
-            for name, tensor in places.items():
-                if tensor is not None and tensor.is_meta:
-                    places[name] = made.setdefault(id(tensor), with_memory(tensor, torch.empty))  # type: ignore[assignment]
-    del kept
-    for each, call in calls:
-        run_initialiser(each, call)
+    before = places_of(module)
+    try:
+        for each in waiting:
+            for places in (each._parameters, each._buffers):
+                for name, tensor in places.items():
+                    if tensor is not None and tensor.is_meta:
+                        places[name] = made.setdefault(id(tensor), with_memory(tensor, torch.zeros))  # type: ignore[assignment]
+            refresh_weights(each)
+        Writes().run(module, calls, {id(each) for each in made.values()}, "materialize")
+    except BaseException:
+        for held, earlier in before:
+            held.update(earlier)
+        for each in waiting:
+            refresh_weights(each)
+        raise
     return module
 
 
@@ -79,7 +104,9 @@ def initialisers(
     holds them itself or further inside, since it writes to a module's children too; else the module's own method is
     called. `unstored`: only modules with meta buffers that no state dict holds count. Raise Error for one without code.
     """
-    waiting = [each for each in waiting_modules(module) if not unstored or any(map(_is_meta, _unstored(each)))]
+    waiting = [
+        each for each in waiting_modules(module) if not unstored or any(b.is_meta for b in unstored_buffers(each))
+    ]
     if init is not None:
         return [(each, functools.partial(init, each)) for each in waiting]
     names, own = {each: name for name, each in module.named_modules()}, set(map(id, waiting))
@@ -100,19 +127,80 @@ def initialisers(
     return found
 
 
-def run_initialiser(module: torch.nn.Module, call: Callable[[], object]) -> None:
-    refresh_weights(module)
-    with torch.no_grad():
-        call()
+class Writes(TorchDispatchMode):
+    """A mode that runs an initialisation, and notes which tensors torch's operations write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        #: address -> (name, tensor, its memory) of what no call has written
+        self._waiting: dict[int, tuple[str, torch.Tensor, torch.Tensor]] = {}
+        self._given: set[int] = set()
+        #: the number of the call that runs
+        self.now = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        schema = getattr(func, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            for number, each in enumerate(schema.arguments):
+                if each.alias_info is not None and each.alias_info.is_write:
+                    written = args[number] if number < len(args) else (kwargs or {}).get(each.name)
+                    for tensor in tree_leaves(written):
+                        if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
+                            self._waiting.pop(place_of(tensor), None)
+        return func(*args, **(kwargs or {}))
+
+    def before_call(self, module: torch.nn.Module) -> None:
+        """Prepare for the call of a module."""
+
+    def after_call(self, module: torch.nn.Module) -> None:
+        """Note what numpy, say, has written to a module's own tensors: they began as zeros."""
+        for each in _own(module):
+            if id(each) in self._given and place_of(each) in self._waiting and bool(each.any()):
+                del self._waiting[place_of(each)]
+
+    def run(
+        self,
+        module: torch.nn.Module,
+        calls: Sequence[tuple[torch.nn.Module, Callable[[], object]]],
+        given: set[int],
+        what: str,
+    ) -> None:
+        """Run the calls. Raise Error for tensors of `given`, by their ids, that the module still has and no call wrote."""
+        self._given = given
+        named = [(n, t) for n, t in _named(module).items() if id(t) in given and t.numel()]
+        self._waiting = {place_of(tensor): (name, tensor, tensor.data) for name, tensor in named}
+        with torch.no_grad(), self:
+            for self.now, (each, call) in enumerate(calls):
+                self.before_call(each)
+                call()
+                self.after_call(each)
+        has = set(map(id, _named(module).values()))
+        left = [n for at, (n, t, _) in self._waiting.items() if id(t) in has and place_of(t) == at]
+        if left:
+            shown = ", ".join(map(repr, left[:_NAMED_MOST])) + (" and more" if len(left) > _NAMED_MOST else "")
+            raise Error(
+                f"{what}: no call of the initialisation wrote {shown} ({len(left)} in all), which would be zeros: pass an init= that "
+                "writes to each, or build their modules off the meta device, as with torch.device('cpu')"
+            )
 
 
-def _unstored(module: torch.nn.Module) -> list[torch.Tensor | None]:
+def places_of(module: torch.nn.Module) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Return the tables of all modules' own tensors, each with a copy."""
+    return [(held, {**held}) for each in module.modules() for held in (each._parameters, each._buffers)]
+
+
+def place_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _named(module: torch.nn.Module) -> Mapping[str, torch.Tensor]:
+    return {**dict(module.named_buffers()), **dict(module.named_parameters())}
+
+
+def unstored_buffers(module: torch.nn.Module) -> list[torch.Tensor]:
+    """Return a module's own buffers that no state dict holds."""
     stored = buffers_of_state(module)
-    return [each for name, each in module._buffers.items() if name not in stored]
-
-
-def _is_meta(tensor: torch.Tensor | None) -> bool:
-    return tensor is not None and tensor.is_meta
+    return [each for name, each in module._buffers.items() if each is not None and name not in stored]
 
 
 def _own(module: torch.nn.Module) -> list[torch.Tensor]:
