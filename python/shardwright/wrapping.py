@@ -144,7 +144,9 @@ def wrap(
     torch_group = resolve_group(given.process_group, given.device_mesh, trains=True)
     group = host_group(torch_group, given.timeout_s, given.warn_after_s)
     ranks = ModelRanks.beside(members, group)
-    _agree_on_optimizer(group, ranks, module, optimizer, zero, partition, offload, clip_grad_norm)
+    values = "a function" if callable(init) else str(init) if init is None or init is True else type(init).__name__
+    built = {"option init": values, "option weights": "none" if weights is None else "given"}
+    _agree_on_optimizer(group, ranks, module, optimizer, zero, partition, offload, clip_grad_norm, built)
     with _building(group, module, optimizer, init, weights, given) as building:
         wrapped = DistributedDataParallel(module, mixed_precision=mixed_precision, _options=given, _building=building)
         if weights is not None:
@@ -266,8 +268,9 @@ def _agree_on_optimizer(
     partition: str,
     offload: Any,
     clip_grad_norm: float | None = None,
+    beside: Mapping[str, str] | None = None,
 ) -> None:
-    """Raise the same on all ranks for an optimizer that cannot step on the module, or differs. Collective."""
+    """Raise the same on all ranks for an optimizer that cannot step on the module, or differs, as `beside` may. Collective."""
     names, label = {id(parameter): name for name, parameter in module.named_parameters()}, type(module).__name__
 
     def rows() -> list[Row]:
@@ -285,7 +288,9 @@ def _agree_on_optimizer(
             _check_dtensors(module, optimizer, zero, partition)
         if optimizer is not None or not zero:
             _check_offload(module, offload, optimizer, zero)
-        return given_rows(optimizer, names, partition if zero else "", clip_grad_norm)
+        found = given_rows(optimizer, names, partition if zero else "", clip_grad_norm)
+        found[0][2].update(beside or {})
+        return found
 
     together(model_ranks, lambda: agree(group.comm, rows, f"optimizer of {label}"), label)
 

@@ -213,6 +213,20 @@ def test_an_error_is_one_on_all_ranks_and_the_next_wrap_works(rank, world_size, 
     gather(None)
 
 
+@every_stage
+@on_every_rank(at_least=2)
+def test_ranks_that_build_in_other_ways_are_told(rank, world_size, stage):
+    stored = nn.Linear(3, 3).state_dict()
+    ways = [{}, {"init": True}, {"init": init}, {"weights": stored}, {"weights": stored, "init": True}]
+    for at, way in enumerate(ways):
+        other = ways[(at + 1) % len(ways)]
+        module = on_meta(lambda: nn.Linear(3, 3))
+        with pytest.raises(sw.Error, match="ranks disagree about option (init|weights): .* on rank 0, .* on rank"):
+            sw.wrap(module, **(way if rank else other), **STAGES[stage])
+        assert module.weight.is_meta
+    gather(None)
+
+
 class Masked(nn.Linear):
     """It inherits reset_parameters(), which does not know of its scale and mask."""
 
