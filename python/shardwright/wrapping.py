@@ -149,16 +149,18 @@ def wrap(
     _agree_on_optimizer(group, ranks, module, optimizer, zero, partition, offload, clip_grad_norm, built)
     with _building(group, module, optimizer, init, weights, given) as building:
         wrapped = DistributedDataParallel(module, mixed_precision=mixed_precision, _options=given, _building=building)
-        if weights is not None:
-            try:
+        try:
+            if weights is not None:
                 load_pretrained(wrapped, weights)
-            except BaseException:
-                for replica in wrapped._engine.made:
-                    replica.forsake()
-                raise
+            if optimizer is not None:
+                optimizer = (_shard if zero else _keep)(wrapped._engine, optimizer, partition)
+        except BaseException:
+            if building is not None:
+                wrapped._engine.abandon(has_values=not building.gave)
+            raise
+        wrapped._engine.keep()
     if optimizer is None:
         return wrapped
-    optimizer = (_shard if zero else _keep)(wrapped._engine, optimizer, partition)
     if clip_grad_norm is not None:
         optimizer.register_step_pre_hook(_Clip(wrapped, clip_grad_norm))
     return wrapped, optimizer
@@ -173,7 +175,7 @@ def _building(
     weights: Any,
     options: Options,
 ) -> Iterator[Building | None]:
-    """Give a module of the meta device memory, and yield what fills units with values; None if that is done. Collective.
+    """Give a module of the meta device memory, and yield what fills units with values; None without `init` and `weights`. Collective.
 
     An error inside puts the module back on the meta device.
     """
@@ -197,7 +199,7 @@ def _building(
         building.begin(group.comm, label)
         if not building.in_units:
             building.initialise(group.comm, label)
-        yield building if building.in_units else None
+        yield building
     except BaseException:
         building.undo()
         raise

@@ -116,6 +116,11 @@ class Building:
         self._ranges[made.data_ptr()] = memory
         return made
 
+    @property
+    def gave(self) -> bool:
+        """Return True if parameters have their memory from here."""
+        return any(isinstance(tensor, torch.nn.Parameter) for tensor, _ in self._given)
+
     def undo(self) -> None:
         """Put all tensors back on the meta device."""
         for held, before in self._before:  # init= may have replaced some
