@@ -198,6 +198,12 @@ def test_an_error_is_one_on_all_ranks_and_the_next_wrap_works(rank, world_size, 
         sw.wrap(watched, init=True, **options)
     assert all(p.is_meta for p in watched.parameters()) and reference() is watched[1].weight
     del reference
+    watched[1].seen = [weakref.ref(watched[1].weight)]
+    with pytest.raises(
+        sw.Error, match=r"'1.weight' cannot get memory .*weakref.* \(in 1.seen\): drop them, or .*materialize"
+    ):
+        sw.wrap(watched, init=True, **options)
+    del watched[1].seen
     watched[1].weight.register_post_accumulate_grad_hook(print)
     with pytest.raises(sw.Error, match="'1.weight' cannot get memory in place: it has hooks"):
         sw.wrap(watched, init=True, **options)
@@ -225,6 +231,44 @@ def test_ranks_that_build_in_other_ways_are_told(rank, world_size, stage):
             sw.wrap(module, **(way if rank else other), **STAGES[stage])
         assert module.weight.is_meta
     gather(None)
+
+
+@every_stage
+@on_every_rank()
+def test_recurrent_layers_are_built(rank, world_size, stage):
+    options = STAGES[stage]
+
+    def build():
+        return nn.ModuleList([nn.LSTM(7, 30, num_layers=2), nn.GRU(30, 30), nn.RNN(30, 40)])
+
+    def run(model):
+        x = batch(rank, 6, 7)
+        for each in model:
+            x = each(x)[0]
+        return x.square().mean()
+
+    def torn(each):
+        each.reset_parameters()
+        raise RuntimeError("no values here")
+
+    torch.manual_seed(2)
+    twin = sw.materialize(on_meta(build))
+    module = on_meta(build)
+    with pytest.raises((RuntimeError, sw.Error), match="no values here"):
+        sw.wrap(module, init=torn, **options)
+    assert all(p.is_meta for p in module.parameters())
+    for each in (*twin, *module):
+        assert [id(ref()) for ref in each._flat_weight_refs] == [id(p) for p in each.parameters()]
+    torch.manual_seed(2)
+    wanted, state = run(twin), {name: each.clone() for name, each in twin.state_dict().items()}
+    for given in ({"init": True}, {"weights": state}):
+        module = on_meta(build)
+        model = sw.wrap(module, **given, **options)
+        assert_is(model, state)
+        with sw.full_parameters(model):
+            assert bits_equal(run(module), wanted)
+        del model
+        gather(None)
 
 
 class Masked(nn.Linear):

@@ -9,10 +9,12 @@ and gives its pages back (docs/design/large_models.md).
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import json
 import math
 import mmap
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -26,7 +28,7 @@ from ..layout.param_table import ParameterTable
 from ..options.options import Options
 from ..options.precision import LOW_DTYPES
 from ..torch_compat.dtensor import is_dtensor
-from ..torch_compat.internals import swap_memory, tree_leaves
+from ..torch_compat.internals import changing_weights, swap_memory, tree_leaves
 from .materialize import Writes, initialisers, place_of, places_of, unstored_buffers, waiting_modules, with_memory
 
 __all__ = ["Building", "check_buildable"]
@@ -91,10 +93,11 @@ class Building:
         """Give all meta tensors memory, and take rank 0's random stream. Collective."""
 
         def give() -> bytes:
-            for each in waiting_modules(self._module):
-                for tensor in (*each._parameters.values(), *each._buffers.values()):
-                    if tensor is not None and tensor.is_meta and not torch.nn.parameter.is_lazy(tensor):
-                        self._give(tensor)
+            with changing_weights(self._module):
+                for each in waiting_modules(self._module):
+                    for tensor in (*each._parameters.values(), *each._buffers.values()):
+                        if tensor is not None and tensor.is_meta and not torch.nn.parameter.is_lazy(tensor):
+                            self._give(tensor)
             return bytes_of(self._stream)
 
         said = gather_answers(comm, give, f"memory of {label}", refusals=(Exception,), retell=_retold)
@@ -105,7 +108,12 @@ class Building:
         try:
             swap_memory(tensor, memory)
         except RuntimeError as error:
-            raise Error(f"{self._names.get(id(tensor), 'a buffer')!r} cannot get memory in place: {error}") from None
+            refs = weakref.getweakrefs(tensor)
+            held = [(f"{n}.{k}", tree_leaves(v)) for n, m in self._module.named_modules() for k, v in vars(m).items()]
+            holders = [place for place, leaves in held if any(each is ref for each in leaves for ref in refs)]
+            holders = holders or sorted({type(each).__name__ for ref in refs for each in gc.get_referrers(ref)})
+            what = f" (in {', '.join(holders)}): drop them, or call sw.materialize first" if refs else ""
+            raise Error(f"{self._names[id(tensor)]!r} cannot get memory in place: {error}{what}") from None
         self._given.append((tensor, memory))
 
     def _allocate(self, numel: int, *, dtype: torch.dtype, device: str) -> torch.Tensor:
@@ -125,8 +133,9 @@ class Building:
         """Put all tensors back on the meta device."""
         for held, before in self._before:  # init= may have replaced some
             held.update(before)
-        for tensor, memory in self._given:
-            swap_memory(tensor, memory)
+        with changing_weights(self._module):
+            for tensor, memory in self._given:
+                swap_memory(tensor, memory)
         self._given.clear()
 
     def keep(self) -> None:

@@ -12,8 +12,8 @@ from .._engine import Error
 from ..torch_compat.internals import (
     TorchDispatchMode,
     buffers_of_state,
+    changing_weights,
     initialiser_above,
-    refresh_weights,
     reset_of,
     tree_leaves,
 )
@@ -70,22 +70,19 @@ def materialize(module: torch.nn.Module, *, init: Callable[[torch.nn.Module], ob
     device(type='cpu')
     """
     calls = initialisers(module, init, "materialize")
-    waiting = waiting_modules(module)
     made: dict[int, torch.Tensor] = {}
     before = places_of(module)
     try:
-        for each in waiting:
-            for places in (each._parameters, each._buffers):
-                for name, tensor in places.items():
+        with changing_weights(module):
+            for held, earlier in before:
+                for name, tensor in earlier.items():
                     if tensor is not None and tensor.is_meta:
-                        places[name] = made.setdefault(id(tensor), with_memory(tensor, torch.zeros))  # type: ignore[assignment]
-            refresh_weights(each)
+                        held[name] = made.setdefault(id(tensor), with_memory(tensor, torch.zeros))
         Writes().run(module, calls, {id(each) for each in made.values()}, "materialize")
     except BaseException:
-        for held, earlier in before:
-            held.update(earlier)
-        for each in waiting:
-            refresh_weights(each)
+        with changing_weights(module):
+            for held, earlier in before:
+                held.update(earlier)
         raise
     return module
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -21,6 +22,7 @@ __all__ = [
     "TensorBase",
     "TorchDispatchMode",
     "buffers_of_state",
+    "changing_weights",
     "cpu_backend",
     "default_store",
     "forward_hooks",
@@ -112,6 +114,19 @@ def refresh_weights(module: torch.nn.Module) -> None:
     names = getattr(module, "_flat_weights_names", None)
     if names is not None:
         module._flat_weights = [getattr(module, name, None) for name in names]  # type: ignore[assignment]
+
+
+@contextlib.contextmanager
+def changing_weights(module: torch.nn.Module) -> Iterator[None]:
+    """Without the weak references that recurrent layers keep beside their parameters; they are made anew afterwards."""
+    layers = [each for each in module.modules() if isinstance(each, torch.nn.RNNBase)]
+    for each in layers:
+        each._flat_weight_refs = []
+    try:
+        yield
+    finally:
+        for each in layers:
+            each._init_flat_weights()
 
 
 def reset_of(module: torch.nn.Module) -> Any:
