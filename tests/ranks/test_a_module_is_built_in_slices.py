@@ -328,6 +328,14 @@ def test_ranks_that_write_other_values_are_told(rank, world_size):
     with pytest.raises(sw.Error, match="disagree about the initial values of unit '1': rank 1"):
         sw.wrap(module, init=unlike, **PRIVATE)
 
+    def unlike_in_one_element(module):
+        module.weight.fill_(1)
+        module.bias.zero_()
+        module.weight[17, 30] += rank
+
+    with pytest.raises(sw.Error, match="disagree about the initial values of unit '1': rank 1"):
+        sw.wrap(module, init=unlike_in_one_element, **PRIVATE)
+
     def replaces(module):
         module.weight = nn.Parameter(torch.zeros(60, 60))
         module.bias.zero_()

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from .._engine import Error, HostComm, sample_crc32c
+from .._engine import Error, HostComm, crc32c
 from ..comm.agreement import gather_answers
 from ..layout.memory import bytes_of
 from ..layout.param_groups import UnitPlan
@@ -36,8 +36,6 @@ __all__ = ["Building", "check_buildable"]
 #: a parameter below it gets ordinary memory: a range of addresses has whole pages
 _PAGE_BYTES = 4096
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
-#: samples of a parameter that ranks compare
-_SAMPLES = 64
 _WHOLE_AT_ONCE = 2
 
 
@@ -208,7 +206,7 @@ class _Units(Writes):
         self._homes = [parameter.data for parameter in table.parameters]
         self._whole: list[int] = []
         self._written: set[int] = set()
-        self._said: list[list[str]] = []  # unit, digest of its samples
+        self._said: list[list[str]] = []  # unit, digest of its values
         self._is_over = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -239,14 +237,10 @@ class _Units(Writes):
 
     def _put(self, number: int) -> None:
         """Write a unit to this rank's slices, and give its pages back."""
-        digest = hashlib.sha256()
         members = self._members[number]
-        for index in members:
-            data = self._table.parameters[index].data
-            if data.nbytes:
-                sample = sample_crc32c(data.data_ptr(), data.nbytes, max(data.nbytes // _SAMPLES, 64))
-                digest.update(sample.to_bytes(4, "little"))
-        self._said.append([self._names[number], digest.hexdigest()[:16]])
+        held = [self._table.parameters[index].data for index in members]
+        sums = [crc32c(each.data_ptr(), each.nbytes) for each in held if each.nbytes]
+        self._said.append([self._names[number], hashlib.sha256(repr(sums).encode()).hexdigest()[:16]])
         self._store.write_slices(members)
         for index in members:
             home = self._homes[index]
