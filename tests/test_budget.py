@@ -21,7 +21,7 @@ LINES = {
     "shardwright/optim": 3_417,
     "shardwright/options": 884,
     "shardwright/parallel": 4_691,
-    "shardwright/parameters": 3_803,
+    "shardwright/parameters": 3_823,
     "shardwright/torch_compat": 1_186,
     "shardwright_tools": 302,
     "shardwright_tools/cli": 1_493,

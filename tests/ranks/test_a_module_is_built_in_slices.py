@@ -271,6 +271,43 @@ def test_recurrent_layers_are_built(rank, world_size, stage):
         gather(None)
 
 
+class Replacing(nn.Module):
+    """It replaces the data of its children, of which most are written to slices by then."""
+
+    def __init__(self):
+        super().__init__()
+        self.lines = nn.ModuleList(nn.Linear(40, 40) for _ in range(4))
+        self.gain = nn.Parameter(torch.empty(40))
+
+    def reset_parameters(self):
+        nn.init.ones_(self.gain)
+        for each in self.lines:
+            each.weight.data = torch.rand(40, 40)
+        self.lines[0].bias.add_(1)  # this one's unit becomes whole meanwhile
+        self.lines[1].weight.data.mul_(2)
+        self.lines[2].weight.data = self.lines[2].weight.data.t()
+        self.lines[3].bias.data = self.lines[0].bias.data.clone()
+
+
+@every_stage
+@on_every_rank()
+def test_replaced_data_are_the_values(rank, world_size, stage):
+    torch.manual_seed(6)
+    values = copy.deepcopy(sw.materialize(on_meta(Replacing)).state_dict())
+    torch.manual_seed(6)
+    assert_is(sw.wrap(on_meta(Replacing), init=True, **STAGES[stage]), values)
+    gather(None)
+
+    def short(each):
+        each.reset_parameters()
+        each.weight.data = torch.ones(3, 3)
+
+    if stage == "3, private":
+        with pytest.raises(sw.Error, match="init= gave 'weight' data of another shape"):
+            sw.wrap(on_meta(lambda: nn.Linear(40, 40)), init=short, **PRIVATE)
+    gather(None)
+
+
 class Masked(nn.Linear):
     """It inherits reset_parameters(), which does not know of its scale and mask."""
 

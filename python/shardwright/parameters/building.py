@@ -69,12 +69,13 @@ class Building:
     """The tensors of a module that got memory, and the calls that give them values.
 
     `init`: see materialize. `loads`: values come from elsewhere, and only modules with meta buffers are initialised.
-    `in_units`: parameters get ranges of addresses, and fill() runs the calls; else, and without meta parameters,
-    initialise() does.
+    `gave`: parameters have their memory from here. `in_units`: that is ranges of addresses, and fill() runs the calls;
+    else initialise() does.
     """
 
     def __init__(self, module: torch.nn.Module, init: Any, *, loads: bool, in_units: bool) -> None:
-        self._module, self.in_units = module, in_units and any(p.is_meta for p in module.parameters())
+        self._module, self.gave = module, any(p.is_meta for p in module.parameters())
+        self.in_units = in_units and self.gave
         self._calls = initialisers(module, init, "wrap", unstored=loads)
         self._given: list[tuple[torch.Tensor, torch.Tensor]] = []
         #: the ranges of addresses, by address
@@ -121,11 +122,6 @@ class Building:
         made = torch.frombuffer(memory, dtype=dtype, count=numel)
         self._ranges[made.data_ptr()] = memory
         return made
-
-    @property
-    def gave(self) -> bool:
-        """Return True if parameters have their memory from here."""
-        return any(isinstance(tensor, torch.nn.Parameter) for tensor, _ in self._given)
 
     def undo(self) -> None:
         """Put all tensors back on the meta device."""
@@ -204,6 +200,7 @@ class _Units(Writes):
         own = [{id(table.parameters[i]) for i in each.indices} for each in plans]
         self._used_at = [[at for at, each in enumerate(uses) if each & mine] for mine in own]
         self._homes = [parameter.data for parameter in table.parameters]
+        self._index = {id(parameter): index for index, parameter in enumerate(table.parameters)}
         self._whole: list[int] = []
         self._written: set[int] = set()
         self._said: list[list[str]] = []  # unit, digest of its values
@@ -227,10 +224,34 @@ class _Units(Writes):
             if len(self._whole) >= _WHOLE_AT_ONCE and others:
                 self._put(max(others, key=self._next_use))
             self._whole.append(number)
-            if number in self._written:
-                self.agree(self.digest)  # all ranks have written their slices
-                self._store.read_slices(self._members[number])
-                self.agree(self.digest)  # all have read them, and may write them again
+            self._settle(self._members[number], reads=number in self._written)
+
+    def after_call(self, module: torch.nn.Module) -> None:
+        for index in [i for p in module.parameters() if (i := self._index.get(id(p))) is not None]:
+            if self._is_replaced(index):
+                self.touch([self._homes[index]])
+                self._settle([index])
+        super().after_call(module)
+
+    def _is_replaced(self, index: int) -> bool:
+        data, home = self._table.parameters[index].data, self._homes[index]
+        return data.data_ptr() != home.data_ptr() or data.stride() != home.stride()
+
+    def _settle(self, indices: Sequence[int], *, reads: bool = False) -> None:
+        """Read slices if asked. Then copy data that init= put in the place of parameters' own, which they get back."""
+        found = [(self._homes[i], self._table.parameters[i].data, i) for i in indices if self._is_replaced(i)]
+        for home, data, index in found:
+            others = self._unit_of.keys() - {place_of(home)}
+            if data.shape != home.shape or data.dtype != home.dtype or place_of(data) in others:
+                raise Error(f"wrap: init= gave {self._table.names[index]!r} data of another shape, dtype or parameter")
+            self._table.parameters[index].data = home
+            self._waiting.pop(place_of(home), None)
+        if reads:
+            self.agree(self.digest)  # all ranks have written their slices
+            self._store.read_slices(indices)
+            self.agree(self.digest)  # all have read them, and may write them again
+        for home, data, _ in found:
+            home.copy_(data.clone() if data.data_ptr() == home.data_ptr() else data)
 
     def _next_use(self, number: int) -> float:
         return next((at for at in self._used_at[number] if at >= self.now), math.inf)
@@ -238,14 +259,13 @@ class _Units(Writes):
     def _put(self, number: int) -> None:
         """Write a unit to this rank's slices, and give its pages back."""
         members = self._members[number]
+        self._settle(members)
         held = [self._table.parameters[index].data for index in members]
         sums = [crc32c(each.data_ptr(), each.nbytes) for each in held if each.nbytes]
         self._said.append([self._names[number], hashlib.sha256(repr(sums).encode()).hexdigest()[:16]])
         self._store.write_slices(members)
         for index in members:
-            home = self._homes[index]
-            self._table.parameters[index].data = home  # init may have replaced it
-            memory = self._ranges.get(home.data_ptr())
+            memory = self._ranges.get(self._homes[index].data_ptr())
             if memory is not None:
                 memory.madvise(mmap.MADV_DONTNEED)
         self._whole.remove(number)
