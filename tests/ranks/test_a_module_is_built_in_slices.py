@@ -271,6 +271,28 @@ def test_recurrent_layers_are_built(rank, world_size, stage):
         gather(None)
 
 
+class Marked(nn.Parameter):
+    pass
+
+
+@every_stage
+@on_every_rank()
+def test_parameters_keep_their_class(rank, world_size, stage):
+    def build():
+        module = nn.Linear(40, 40)
+        module.weight, module.bias = Marked(module.weight.data), Marked(module.bias.data, requires_grad=False)
+        module.weight.hint = "kept"
+        return module
+
+    made = sw.materialize(on_meta(build))
+    module = on_meta(build)
+    sw.wrap(module, init=True, **STAGES[stage])
+    for each in (made, module):
+        assert type(each.weight) is Marked and each.weight.hint == "kept" and each.weight.requires_grad
+        assert type(each.bias) is Marked and not each.bias.requires_grad
+    gather(None)
+
+
 class Replacing(nn.Module):
     """It replaces the data of its children, of which most are written to slices by then."""
 

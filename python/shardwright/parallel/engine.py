@@ -128,9 +128,7 @@ class Engine:
         except BaseException:
             self.abandon()
             raise
-        self._taken_names = [
-            name for name, each in module.named_modules() if engine_of(each, make=False) in self._taken
-        ]
+        self._taken_names = [n for n, each in module.named_modules() if engine_of(each, make=False) in self._taken]
         if building is None:
             self.keep()
 

@@ -28,8 +28,8 @@ from ..layout.param_table import ParameterTable
 from ..options.options import Options
 from ..options.precision import LOW_DTYPES
 from ..torch_compat.dtensor import is_dtensor
-from ..torch_compat.internals import changing_weights, swap_memory, tree_leaves
-from .materialize import Writes, initialisers, place_of, places_of, unstored_buffers, waiting_modules, with_memory
+from ..torch_compat.internals import buffers_of_state, changing_weights, swap_memory, tree_leaves
+from .materialize import Writes, initialisers, place_of, places_of, waiting_modules, with_memory
 
 __all__ = ["Building", "check_buildable"]
 
@@ -82,9 +82,13 @@ class Building:
         self._ranges: dict[int, mmap.mmap] = {}
         named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
         self._names = {id(each): name for name, each in named}
-        unstored = (b for each in module.modules() for b in unstored_buffers(each))
+        stored = (
+            [*module.parameters(), *(b for m in module.modules() for b in buffers_of_state(m).values())]
+            if loads
+            else []
+        )
         #: the ids of what the calls must write
-        self._needed = {id(each) for each in (unstored if loads else (t for _, t in named)) if each.is_meta}
+        self._needed = {id(each) for _, each in named if each.is_meta} - set(map(id, stored))
         self._before = places_of(module)
         self._stream: torch.Tensor = torch.get_rng_state()
 

@@ -15,21 +15,14 @@ from ..torch_compat.internals import (
     changing_weights,
     initialiser_above,
     reset_of,
+    subclassed,
     tree_leaves,
 )
 
-__all__ = [
-    "Writes",
-    "initialisers",
-    "materialize",
-    "place_of",
-    "places_of",
-    "unstored_buffers",
-    "waiting_modules",
-    "with_memory",
-]
+__all__ = ["Writes", "initialisers", "materialize", "place_of", "places_of", "waiting_modules", "with_memory"]
 
 _NAMED_MOST = 8
+_Call = tuple[torch.nn.Module, Callable[[], object]]
 
 
 def materialize(module: torch.nn.Module, *, init: Callable[[torch.nn.Module], object] | None = None) -> torch.nn.Module:
@@ -94,20 +87,18 @@ def waiting_modules(module: torch.nn.Module) -> list[torch.nn.Module]:
 
 def initialisers(
     module: torch.nn.Module, init: Callable[[torch.nn.Module], object] | None, what: str, *, unstored: bool = False
-) -> list[tuple[torch.nn.Module, Callable[[], object]]]:
+) -> list[_Call]:
     """Return (module, function that gives it its initial values) in the order of the calls.
 
     `init` is called with each module that holds meta tensors; without it transformers' `_init_weights` with each one that
     holds them itself or further inside, since it writes to a module's children too; else the module's own method is
     called. `unstored`: only modules with meta buffers that no state dict holds count. Raise Error for one without code.
     """
-    waiting = [
-        each for each in waiting_modules(module) if not unstored or any(b.is_meta for b in unstored_buffers(each))
-    ]
+    waiting = [each for each in waiting_modules(module) if not unstored or any(map(_is_meta, _unstored(each)))]
     if init is not None:
         return [(each, functools.partial(init, each)) for each in waiting]
     names, own = {each: name for name, each in module.named_modules()}, set(map(id, waiting))
-    found: list[tuple[torch.nn.Module, Callable[[], object]]] = []
+    found: list[_Call] = []
     without = []
     for each in reversed(list(module.modules())):
         above = initialiser_above(module, names[each])
@@ -131,7 +122,6 @@ class Writes(TorchDispatchMode):
         super().__init__()
         #: address -> (name, tensor, its memory) of what no call has written
         self._waiting: dict[int, tuple[str, torch.Tensor, torch.Tensor]] = {}
-        self._given: set[int] = set()
         #: the number of the call that runs
         self.now = 0
 
@@ -142,7 +132,7 @@ class Writes(TorchDispatchMode):
                 if each.alias_info is not None and each.alias_info.is_write:
                     written = args[number] if number < len(args) else (kwargs or {}).get(each.name)
                     for tensor in tree_leaves(written):
-                        if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
+                        if isinstance(tensor, torch.Tensor):
                             self._waiting.pop(place_of(tensor), None)
         return func(*args, **(kwargs or {}))
 
@@ -152,18 +142,11 @@ class Writes(TorchDispatchMode):
     def after_call(self, module: torch.nn.Module) -> None:
         """Note what numpy, say, has written to a module's own tensors: they began as zeros."""
         for each in _own(module):
-            if id(each) in self._given and place_of(each) in self._waiting and bool(each.any()):
+            if place_of(each) in self._waiting and bool(each.any()):
                 del self._waiting[place_of(each)]
 
-    def run(
-        self,
-        module: torch.nn.Module,
-        calls: Sequence[tuple[torch.nn.Module, Callable[[], object]]],
-        given: set[int],
-        what: str,
-    ) -> None:
+    def run(self, module: torch.nn.Module, calls: Sequence[_Call], given: set[int], what: str) -> None:
         """Run the calls. Raise Error for tensors of `given`, by their ids, that the module still has and no call wrote."""
-        self._given = given
         named = [(n, t) for n, t in _named(module).items() if id(t) in given and t.numel()]
         self._waiting = {place_of(tensor): (name, tensor, tensor.data) for name, tensor in named}
         with torch.no_grad(), self:
@@ -187,17 +170,24 @@ def places_of(module: torch.nn.Module) -> list[tuple[dict[str, Any], dict[str, A
 
 
 def place_of(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    """Return the address of a tensor's storage, or 0 for one without."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, ValueError):  # sparse, lazy, or a wrapper of others
+        return 0
 
 
 def _named(module: torch.nn.Module) -> Mapping[str, torch.Tensor]:
     return {**dict(module.named_buffers()), **dict(module.named_parameters())}
 
 
-def unstored_buffers(module: torch.nn.Module) -> list[torch.Tensor]:
-    """Return a module's own buffers that no state dict holds."""
+def _unstored(module: torch.nn.Module) -> list[torch.Tensor | None]:
     stored = buffers_of_state(module)
-    return [each for name, each in module._buffers.items() if each is not None and name not in stored]
+    return [each for name, each in module._buffers.items() if name not in stored]
+
+
+def _is_meta(tensor: torch.Tensor | None) -> bool:
+    return tensor is not None and tensor.is_meta
 
 
 def _own(module: torch.nn.Module) -> list[torch.Tensor]:
@@ -209,6 +199,7 @@ def with_memory(tensor: torch.Tensor, allocate: Callable[..., torch.Tensor]) -> 
     like = torch.empty_like(tensor, requires_grad=False, memory_format=torch.preserve_format)
     memory = allocate(like.numel(), dtype=like.dtype, device="cpu").as_strided(like.shape, like.stride())
     if isinstance(tensor, torch.nn.Parameter):
-        memory = torch.nn.Parameter(memory, requires_grad=tensor.requires_grad)
+        kind = type(tensor) if issubclass(type(tensor), torch.nn.Parameter) else torch.nn.Parameter
+        memory = subclassed(kind, memory, tensor.requires_grad)
     memory.__dict__.update(tensor.__dict__)
     return memory

@@ -59,9 +59,9 @@ def without_memory_of(kind: type[_Tensor], like: torch.Tensor, dtype: torch.dtyp
     return made
 
 
-def subclassed(kind: type[_Tensor], tensor: torch.Tensor) -> _Tensor:
-    """Return a tensor of class `kind` over the memory of `tensor`, which requires no gradient."""
-    made: _Tensor = torch.Tensor._make_subclass(kind, tensor, False)
+def subclassed(kind: type[_Tensor], tensor: torch.Tensor, requires_grad: bool = False) -> _Tensor:
+    """Return a tensor of class `kind` over the memory of `tensor`."""
+    made: _Tensor = torch.Tensor._make_subclass(kind, tensor, requires_grad)
     return made
 
 
