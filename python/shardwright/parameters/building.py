@@ -29,7 +29,7 @@ from ..options.options import Options
 from ..options.precision import LOW_DTYPES
 from ..torch_compat.dtensor import is_dtensor
 from ..torch_compat.internals import buffers_of_state, changing_weights, swap_memory, tree_leaves
-from .materialize import Writes, initialisers, place_of, places_of, waiting_modules, with_memory
+from .materialize import Writes, initialisers, place, places_of, waiting_modules, with_memory
 
 __all__ = ["Building", "check_buildable"]
 
@@ -113,7 +113,7 @@ class Building:
         except RuntimeError as error:
             refs = weakref.getweakrefs(tensor)
             held = [(f"{n}.{k}", tree_leaves(v)) for n, m in self._module.named_modules() for k, v in vars(m).items()]
-            holders = [place for place, leaves in held if any(each is ref for each in leaves for ref in refs)]
+            holders = [at for at, leaves in held if any(each is ref for each in leaves for ref in refs)]
             holders = holders or sorted({type(each).__name__ for ref in refs for each in gc.get_referrers(ref)})
             what = f" (in {', '.join(holders)}): drop them, or call sw.materialize first" if refs else ""
             raise Error(f"{self._names[id(tensor)]!r} cannot get memory in place: {error}{what}") from None
@@ -197,9 +197,7 @@ class _Units(Writes):
         self._store, self._table, self._comm, self._ranges = store, table, comm, ranges
         self._names = [each.name or "the outermost" for each in plans]
         self._members = [each.indices for each in plans]
-        self._unit_of = {
-            place_of(table.parameters[i]): number for number, each in enumerate(plans) for i in each.indices
-        }
+        self._unit_of = {place(table.parameters[i]): number for number, each in enumerate(plans) for i in each.indices}
         self._unit_of.pop(0, None)  # no elements
         own = [{id(table.parameters[i]) for i in each.indices} for each in plans]
         self._used_at = [[at for at, each in enumerate(uses) if each & mine] for mine in own]
@@ -220,7 +218,7 @@ class _Units(Writes):
     def touch(self, tensors: Sequence[torch.Tensor]) -> None:
         """Make the units of tensors whole before an operation that uses all of them."""
         strided = [each for each in tensors if each.layout is torch.strided and not each.is_meta]
-        needed = {number: None for each in strided if (number := self._unit_of.get(place_of(each))) is not None}
+        needed = {number: None for each in strided if (number := self._unit_of.get(place(each))) is not None}
         for number in needed:
             if number in self._whole:
                 continue
@@ -231,10 +229,10 @@ class _Units(Writes):
             self._settle(self._members[number], reads=number in self._written)
 
     def after_call(self, module: torch.nn.Module) -> None:
-        for index in [i for p in module.parameters() if (i := self._index.get(id(p))) is not None]:
-            if self._is_replaced(index):
-                self.touch([self._homes[index]])
-                self._settle([index])
+        known = [self._index[id(each)] for each in module.parameters() if id(each) in self._index]
+        for index in filter(self._is_replaced, known):
+            self.touch([self._homes[index]])
+            self._settle([index])
         super().after_call(module)
 
     def _is_replaced(self, index: int) -> bool:
@@ -245,11 +243,11 @@ class _Units(Writes):
         """Read slices if asked. Then copy data that init= put in the place of parameters' own, which they get back."""
         found = [(self._homes[i], self._table.parameters[i].data, i) for i in indices if self._is_replaced(i)]
         for home, data, index in found:
-            others = self._unit_of.keys() - {place_of(home)}
-            if data.shape != home.shape or data.dtype != home.dtype or place_of(data) in others:
+            others = self._unit_of.keys() - {place(home)}
+            if data.shape != home.shape or data.dtype != home.dtype or place(data) in others:
                 raise Error(f"wrap: init= gave {self._table.names[index]!r} data of another shape, dtype or parameter")
             self._table.parameters[index].data = home
-            self._waiting.pop(place_of(home), None)
+            self._waiting.pop(place(home), None)
         if reads:
             self.agree(self.digest)  # all ranks have written their slices
             self._store.read_slices(indices)

@@ -16,12 +16,11 @@ from ..torch_compat.internals import (
     initialiser_above,
     reset_of,
     subclassed,
-    tree_leaves,
+    written_by,
 )
 
-__all__ = ["Writes", "initialisers", "materialize", "place_of", "places_of", "waiting_modules", "with_memory"]
+__all__ = ["Writes", "initialisers", "materialize", "place", "places_of", "waiting_modules", "with_memory"]
 
-_NAMED_MOST = 8
 _Call = tuple[torch.nn.Module, Callable[[], object]]
 
 
@@ -120,20 +119,15 @@ class Writes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        #: address -> (name, tensor, its memory) of what no call has written
-        self._waiting: dict[int, tuple[str, torch.Tensor, torch.Tensor]] = {}
+        #: address -> memory that no call has written
+        self._waiting: dict[int, torch.Tensor] = {}
         #: the number of the call that runs
         self.now = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        schema = getattr(func, "_schema", None)
-        if schema is not None and schema.is_mutable:
-            for number, each in enumerate(schema.arguments):
-                if each.alias_info is not None and each.alias_info.is_write:
-                    written = args[number] if number < len(args) else (kwargs or {}).get(each.name)
-                    for tensor in tree_leaves(written):
-                        if isinstance(tensor, torch.Tensor):
-                            self._waiting.pop(place_of(tensor), None)
+        for each in written_by(func, args, kwargs or {}):
+            if isinstance(each, torch.Tensor):
+                self._waiting.pop(place(each), None)
         return func(*args, **(kwargs or {}))
 
     def before_call(self, module: torch.nn.Module) -> None:
@@ -142,25 +136,22 @@ class Writes(TorchDispatchMode):
     def after_call(self, module: torch.nn.Module) -> None:
         """Note what numpy, say, has written to a module's own tensors: they began as zeros."""
         for each in _own(module):
-            if place_of(each) in self._waiting and bool(each.any()):
-                del self._waiting[place_of(each)]
+            if place(each) in self._waiting and bool(each.any()):
+                del self._waiting[place(each)]
 
     def run(self, module: torch.nn.Module, calls: Sequence[_Call], given: set[int], what: str) -> None:
         """Run the calls. Raise Error for tensors of `given`, by their ids, that the module still has and no call wrote."""
-        named = [(n, t) for n, t in _named(module).items() if id(t) in given and t.numel()]
-        self._waiting = {place_of(tensor): (name, tensor, tensor.data) for name, tensor in named}
+        self._waiting = {place(t): t.data for t in _named(module).values() if id(t) in given and place(t)}
         with torch.no_grad(), self:
             for self.now, (each, call) in enumerate(calls):
                 self.before_call(each)
                 call()
                 self.after_call(each)
-        has = set(map(id, _named(module).values()))
-        left = [n for at, (n, t, _) in self._waiting.items() if id(t) in has and place_of(t) == at]
+        left = [name for name, each in _named(module).items() if place(each) in self._waiting]
         if left:
-            shown = ", ".join(map(repr, left[:_NAMED_MOST])) + (" and more" if len(left) > _NAMED_MOST else "")
             raise Error(
-                f"{what}: no call of the initialisation wrote {shown} ({len(left)} in all), which would be zeros: pass an init= that "
-                "writes to each, or build their modules off the meta device, as with torch.device('cpu')"
+                f"{what}: no call of the initialisation wrote {', '.join(map(repr, left[:8]))} ({len(left)} in all), which would be zeros: "
+                "pass an init= that writes to each, or build their modules off the meta device, as with torch.device('cpu')"
             )
 
 
@@ -169,7 +160,7 @@ def places_of(module: torch.nn.Module) -> list[tuple[dict[str, Any], dict[str, A
     return [(held, {**held}) for each in module.modules() for held in (each._parameters, each._buffers)]
 
 
-def place_of(tensor: torch.Tensor) -> int:
+def place(tensor: torch.Tensor) -> int:
     """Return the address of a tensor's storage, or 0 for one without."""
     try:
         return tensor.untyped_storage().data_ptr()

@@ -41,6 +41,7 @@ __all__ = [
     "swap_memory",
     "tree_leaves",
     "without_memory_of",
+    "written_by",
 ]
 
 _Tensor = TypeVar("_Tensor", bound=torch.Tensor)
@@ -63,6 +64,13 @@ def subclassed(kind: type[_Tensor], tensor: torch.Tensor, requires_grad: bool = 
     """Return a tensor of class `kind` over the memory of `tensor`."""
     made: _Tensor = torch.Tensor._make_subclass(kind, tensor, requires_grad)
     return made
+
+
+def written_by(operation: Any, args: Any, kwargs: Any) -> list[Any]:
+    """Return the arguments that an operation changes by its schema, those of lists one by one."""
+    arguments = getattr(getattr(operation, "_schema", None), "arguments", ())
+    writes = [(n, each.name) for n, each in enumerate(arguments) if each.alias_info and each.alias_info.is_write]
+    return tree_leaves([args[n] if n < len(args) else kwargs.get(name) for n, name in writes])
 
 
 def default_store() -> Any:
