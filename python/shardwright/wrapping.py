@@ -144,19 +144,23 @@ def wrap(
     torch_group = resolve_group(given.process_group, given.device_mesh, trains=True)
     group = host_group(torch_group, given.timeout_s, given.warn_after_s)
     ranks = ModelRanks.beside(members, group)
-    _agree_on_optimizer(group, ranks, module, optimizer, zero, partition, offload, clip_grad_norm)
+    values = "a function" if callable(init) else str(init) if init is None or init is True else type(init).__name__
+    built = {"option init": values, "option weights": "none" if weights is None else "given"}
+    _agree_on_optimizer(group, ranks, module, optimizer, zero, partition, offload, clip_grad_norm, built)
     with _building(group, module, optimizer, init, weights, given) as building:
         wrapped = DistributedDataParallel(module, mixed_precision=mixed_precision, _options=given, _building=building)
-        if weights is not None:
-            try:
+        try:
+            if weights is not None:
                 load_pretrained(wrapped, weights)
-            except BaseException:
-                for replica in wrapped._engine.made:
-                    replica.forsake()
-                raise
+            if optimizer is not None:
+                optimizer = (_shard if zero else _keep)(wrapped._engine, optimizer, partition)
+        except BaseException:
+            if building is not None:
+                wrapped._engine.abandon(has_values=not building.gave)
+            raise
+        wrapped._engine.keep()
     if optimizer is None:
         return wrapped
-    optimizer = (_shard if zero else _keep)(wrapped._engine, optimizer, partition)
     if clip_grad_norm is not None:
         optimizer.register_step_pre_hook(_Clip(wrapped, clip_grad_norm))
     return wrapped, optimizer
@@ -171,7 +175,7 @@ def _building(
     weights: Any,
     options: Options,
 ) -> Iterator[Building | None]:
-    """Give a module of the meta device memory, and yield what fills units with values; None if that is done. Collective.
+    """Give a module of the meta device memory, and yield what fills units with values; None without `init` and `weights`. Collective.
 
     An error inside puts the module back on the meta device.
     """
@@ -195,7 +199,7 @@ def _building(
         building.begin(group.comm, label)
         if not building.in_units:
             building.initialise(group.comm, label)
-        yield building if building.in_units else None
+        yield building
     except BaseException:
         building.undo()
         raise
@@ -266,8 +270,9 @@ def _agree_on_optimizer(
     partition: str,
     offload: Any,
     clip_grad_norm: float | None = None,
+    beside: Mapping[str, str] | None = None,
 ) -> None:
-    """Raise the same on all ranks for an optimizer that cannot step on the module, or differs. Collective."""
+    """Raise the same on all ranks for an optimizer that cannot step on the module, or differs, as `beside` may. Collective."""
     names, label = {id(parameter): name for name, parameter in module.named_parameters()}, type(module).__name__
 
     def rows() -> list[Row]:
@@ -285,7 +290,9 @@ def _agree_on_optimizer(
             _check_dtensors(module, optimizer, zero, partition)
         if optimizer is not None or not zero:
             _check_offload(module, offload, optimizer, zero)
-        return given_rows(optimizer, names, partition if zero else "", clip_grad_norm)
+        found = given_rows(optimizer, names, partition if zero else "", clip_grad_norm)
+        found[0][2].update(beside or {})
+        return found
 
     together(model_ranks, lambda: agree(group.comm, rows, f"optimizer of {label}"), label)
 

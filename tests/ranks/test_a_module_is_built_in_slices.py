@@ -198,6 +198,12 @@ def test_an_error_is_one_on_all_ranks_and_the_next_wrap_works(rank, world_size, 
         sw.wrap(watched, init=True, **options)
     assert all(p.is_meta for p in watched.parameters()) and reference() is watched[1].weight
     del reference
+    watched[1].seen = [weakref.ref(watched[1].weight)]
+    with pytest.raises(
+        sw.Error, match=r"'1.weight' cannot get memory .*weakref.* \(in 1.seen\): drop them, or .*materialize"
+    ):
+        sw.wrap(watched, init=True, **options)
+    del watched[1].seen
     watched[1].weight.register_post_accumulate_grad_hook(print)
     with pytest.raises(sw.Error, match="'1.weight' cannot get memory in place: it has hooks"):
         sw.wrap(watched, init=True, **options)
@@ -213,20 +219,193 @@ def test_an_error_is_one_on_all_ranks_and_the_next_wrap_works(rank, world_size, 
     gather(None)
 
 
+@every_stage
+@on_every_rank(at_least=2)
+def test_ranks_that_build_in_other_ways_are_told(rank, world_size, stage):
+    stored = nn.Linear(3, 3).state_dict()
+    ways = [{}, {"init": True}, {"init": init}, {"weights": stored}, {"weights": stored, "init": True}]
+    for at, way in enumerate(ways):
+        other = ways[(at + 1) % len(ways)]
+        module = on_meta(lambda: nn.Linear(3, 3))
+        with pytest.raises(sw.Error, match="ranks disagree about option (init|weights): .* on rank 0, .* on rank"):
+            sw.wrap(module, **(way if rank else other), **STAGES[stage])
+        assert module.weight.is_meta
+    gather(None)
+
+
+@every_stage
+@on_every_rank()
+def test_recurrent_layers_are_built(rank, world_size, stage):
+    options = STAGES[stage]
+
+    def build():
+        return nn.ModuleList([nn.LSTM(7, 30, num_layers=2), nn.GRU(30, 30), nn.RNN(30, 40)])
+
+    def run(model):
+        x = batch(rank, 6, 7)
+        for each in model:
+            x = each(x)[0]
+        return x.square().mean()
+
+    def torn(each):
+        each.reset_parameters()
+        raise RuntimeError("no values here")
+
+    torch.manual_seed(2)
+    twin = sw.materialize(on_meta(build))
+    module = on_meta(build)
+    with pytest.raises((RuntimeError, sw.Error), match="no values here"):
+        sw.wrap(module, init=torn, **options)
+    assert all(p.is_meta for p in module.parameters())
+    for each in (*twin, *module):
+        assert [id(ref()) for ref in each._flat_weight_refs] == [id(p) for p in each.parameters()]
+    torch.manual_seed(2)
+    wanted, state = run(twin), {name: each.clone() for name, each in twin.state_dict().items()}
+    for given in ({"init": True}, {"weights": state}):
+        module = on_meta(build)
+        model = sw.wrap(module, **given, **options)
+        assert_is(model, state)
+        with sw.full_parameters(model):
+            assert bits_equal(run(module), wanted)
+        del model
+        gather(None)
+
+
+class Marked(nn.Parameter):
+    pass
+
+
+@every_stage
+@on_every_rank()
+def test_parameters_keep_their_class(rank, world_size, stage):
+    def build():
+        module = nn.Linear(40, 40)
+        module.weight, module.bias = Marked(module.weight.data), Marked(module.bias.data, requires_grad=False)
+        module.weight.hint = "kept"
+        return module
+
+    made = sw.materialize(on_meta(build))
+    module = on_meta(build)
+    sw.wrap(module, init=True, **STAGES[stage])
+    for each in (made, module):
+        assert type(each.weight) is Marked and each.weight.hint == "kept" and each.weight.requires_grad
+        assert type(each.bias) is Marked and not each.bias.requires_grad
+    gather(None)
+
+
+class Replacing(nn.Module):
+    """It replaces the data of its children, of which most are written to slices by then."""
+
+    def __init__(self):
+        super().__init__()
+        self.lines = nn.ModuleList(nn.Linear(40, 40) for _ in range(4))
+        self.gain = nn.Parameter(torch.empty(40))
+
+    def reset_parameters(self):
+        nn.init.ones_(self.gain)
+        for each in self.lines:
+            each.weight.data = torch.rand(40, 40)
+        self.lines[0].bias.add_(1)  # this one's unit becomes whole meanwhile
+        self.lines[1].weight.data.mul_(2)
+        self.lines[2].weight.data = self.lines[2].weight.data.t()
+        self.lines[3].bias.data = self.lines[0].bias.data.clone()
+
+
+@every_stage
+@on_every_rank()
+def test_replaced_data_are_the_values(rank, world_size, stage):
+    torch.manual_seed(6)
+    values = copy.deepcopy(sw.materialize(on_meta(Replacing)).state_dict())
+    torch.manual_seed(6)
+    assert_is(sw.wrap(on_meta(Replacing), init=True, **STAGES[stage]), values)
+    gather(None)
+
+    def short(each):
+        each.reset_parameters()
+        each.weight.data = torch.ones(3, 3)
+
+    if stage == "3, private":
+        with pytest.raises(sw.Error, match="init= gave 'weight' data of another shape"):
+            sw.wrap(on_meta(lambda: nn.Linear(40, 40)), init=short, **PRIVATE)
+    gather(None)
+
+
+class Masked(nn.Linear):
+    """It inherits reset_parameters(), which does not know of its scale and mask."""
+
+    def __init__(self):
+        super().__init__(40, 40)
+        self.scale = nn.Parameter(torch.ones(40))
+        self.register_buffer("mask", torch.tril(torch.ones(40, 40)), persistent=False)
+
+
+@every_stage
+@on_every_rank()
+def test_what_no_call_has_written_is_named(rank, world_size, stage):
+    options = STAGES[stage]
+
+    def build():
+        return nn.Sequential(nn.Linear(40, 40), Masked())
+
+    def writes(each):
+        each.reset_parameters()
+        if isinstance(each, Masked):
+            each.scale.data = torch.full((40,), 2.0)
+            torch._foreach_copy_([each.mask], [torch.tril(torch.ones(40, 40))])
+
+    stored = gather(build().state_dict())[0]
+    left = "no call of the initialisation wrote {} .*init=.*off the meta device"
+    for given, names in (({"init": True}, "'1.mask', '1.scale'"), ({"weights": stored}, "'1.mask'")):
+        module = on_meta(build)
+        with pytest.raises(sw.Error, match=left.format(names)):
+            sw.wrap(module, **given, **options)
+        assert all(t.is_meta for t in (*module.parameters(), *module.buffers()))
+        if "weights" in given:
+            module[1].mask = torch.tril(torch.ones(40, 40))
+            assert_is(sw.wrap(module, **given, **options), stored)
+        else:
+            values = sw.full_state_dict(sw.wrap(module, init=writes, **options))
+            assert values["1.scale"].tolist() == [2.0] * 40
+        assert bits_equal(module[1].mask, torch.tril(torch.ones(40, 40)))
+    module = on_meta(build)
+    with pytest.raises(sw.Error, match="materialize: " + left.format("'1.mask', '1.scale'")):
+        sw.materialize(module)
+    assert all(t.is_meta for t in (*module.parameters(), *module.buffers()))
+    spectral = nn.Sequential(nn.utils.spectral_norm(nn.Linear(40, 40))).to("meta")
+    with pytest.raises(sw.Error, match="weight_orig"):
+        sw.wrap(spectral, init=True, **options)
+    gather(None)
+
+
 @on_every_rank(at_least=2)
 def test_ranks_that_write_other_values_are_told(rank, world_size):
     def unlike(module):
         module.weight.fill_(rank)
+        module.bias.zero_()
 
     module = on_meta(lambda: nn.Sequential(nn.Linear(60, 60), nn.Linear(60, 60)))
     with pytest.raises(sw.Error, match="disagree about the initial values of unit '1': rank 1"):
         sw.wrap(module, init=unlike, **PRIVATE)
 
+    def unlike_in_one_element(module):
+        module.weight.fill_(1)
+        module.bias.zero_()
+        module.weight[17, 30] += rank
+
+    with pytest.raises(sw.Error, match="disagree about the initial values of unit '1': rank 1"):
+        sw.wrap(module, init=unlike_in_one_element, **PRIVATE)
+
     def replaces(module):
         module.weight = nn.Parameter(torch.zeros(60, 60))
+        module.bias.zero_()
 
-    with pytest.raises(sw.Error, match=r"init= replaced parameter '0.weight'"):
-        sw.wrap(on_meta(lambda: nn.Sequential(nn.Linear(60, 60), nn.Linear(60, 60))), init=replaces, **PRIVATE)
+    for options in STAGES.values():
+        module = on_meta(lambda: nn.Sequential(nn.Linear(60, 60), nn.Linear(60, 60)))
+        parameters = list(module.parameters())
+        with pytest.raises(sw.Error, match=r"init= replaced parameter '0.weight'"):
+            sw.wrap(module, init=replaces, **options)
+        assert [id(p) for p in parameters] == [id(p) for p in module.parameters()]
+        assert all(p.is_meta for p in parameters)
     gather(None)
 
 

@@ -202,6 +202,47 @@ def test_an_error_is_one_on_all_ranks_and_the_module_stays_on_meta(rank, world_s
     gather(None)
 
 
+@every_stage
+@on_every_rank()
+def test_an_error_leaves_a_module_of_memory_as_it_was(rank, world_size, stage):
+    options = STAGES[stage]
+    for dtype, precision in ((torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, "bf16")):
+        module = gather(values_of(plain=True).to(dtype))[0]
+        before = [(p, p.detach().clone()) for p in module.parameters()]
+        with pytest.raises(sw.Error, match="the mapping lacks"):
+            sw.wrap(module, weights={"other": torch.ones(1)}, precision=precision, **options)
+        assert all(p is q and bits_equal(p.detach(), data) for p, (q, data) in zip(module.parameters(), before))
+        assert not any(each._forward_pre_hooks or each._forward_hooks for each in module.modules())
+        state = {name: each.clone() for name, each in module.state_dict().items()}
+        assert_is(sw.wrap(module, weights=state, **options), state)
+    outer = nn.Sequential(sw.wrap(nn.Linear(7, 7)), nn.Linear(7, 7))
+    with pytest.raises(sw.Error, match="the mapping lacks"):
+        sw.wrap(outer, weights={"other": torch.ones(1)}, **options)
+    outer[0](torch.full((1, 7), float(rank))).sum().backward()
+    assert outer[0].module.weight.grad[0, 0] == sum(range(world_size)) / world_size
+    gather(None)
+
+
+@every_stage
+@on_every_rank()
+def test_an_error_of_the_optimizer_leaves_the_module_on_meta(rank, world_size, stage):
+    folder = shared_folder(rank)
+    (folder / "file").write_text("")
+    gather(None)
+    state = {name: each.clone() for name, each in values_of().state_dict().items()}
+    for given in ({"weights": state}, {"init": init}):
+        module = on_meta()
+        optimizer = sw.optim.AdamW(module.parameters(), lr=1e-2)
+        with pytest.raises((sw.Error, OSError, ValueError)) as told:
+            sw.wrap(module, optimizer, offload=f"nvme:{folder / 'file'}", **given, **STAGES[stage])
+        assert "file" in str(told.value)
+        assert all(p.is_meta for p in (*module.parameters(), *module.buffers()))
+        model, optimizer = sw.wrap(module, sw.optim.AdamW(module.parameters(), lr=1e-2), **given, **STAGES[stage])
+        losses = train(model, optimizer, rank)
+        assert losses[0] == losses[0]
+    gather(None)
+
+
 class Table(nn.Module):
     """A buffer that no state dict holds, and one that it does."""
 

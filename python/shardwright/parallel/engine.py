@@ -111,7 +111,7 @@ class Engine:
         self.precision: PrecisionPlan | None = None
         self._taken_names: list[str] = []
         self._reset()
-        self.inner, taken = self._find_inner()
+        self.inner, self._taken = self._find_inner()
         try:
             check_marks(module, options.zero, options.share_parameters)
             self._plan_precision()
@@ -126,14 +126,27 @@ class Engine:
                 building=building,
             )
         except BaseException:
-            if self.precision is not None:
-                self.precision.undo()
-            for each in taken:  # each makes new replicas
-                (each.inner, each.is_around), each.is_taken = each._given_back, False
+            self.abandon()
             raise
-        self._taken_names = [name for name, each in module.named_modules() if engine_of(each, make=False) in taken]
+        self._taken_names = [n for n, each in module.named_modules() if engine_of(each, make=False) in self._taken]
+        if building is None:
+            self.keep()
+
+    def keep(self) -> None:
+        """Forget what abandon() needs. The constructor calls it; with `building` its caller does, once the module has values."""
+        self._taken.clear()
         if self.precision is not None:
             self.precision.keep()
+
+    def abandon(self, *, has_values: bool = True) -> None:
+        """Undo what the constructor did to the module. Without `has_values` released parameters stay released. Collective."""
+        for replica in self.made:
+            replica.retire(together=True) if has_values else replica.forsake()
+        if self.precision is not None:
+            self.precision.undo()
+        for each in self._taken:  # each makes new replicas
+            (each.inner, each.is_around), each.is_taken = each._given_back, False
+        self._taken.clear()
 
     def _reset(self) -> None:
         self.made: list[Replica] = []
@@ -293,7 +306,8 @@ class Engine:
             "precision": repr(self.precision),
         }
         of_parts = ignored.union(*(part.names for part in parts))
-        self._make(group, options, of_parts, slicing, beside, building=building)
+        fills = building if building is not None and building.in_units else None
+        self._make(group, options, of_parts, slicing, beside, building=fills)
         try:
             named = {name for name, _ in (*module.named_parameters(remove_duplicate=False), *module.named_buffers())}
             for part in parts:

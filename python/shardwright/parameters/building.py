@@ -9,16 +9,18 @@ and gives its pages back (docs/design/large_models.md).
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import json
 import math
 import mmap
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from .._engine import Error, HostComm, sample_crc32c
+from .._engine import Error, HostComm, crc32c
 from ..comm.agreement import gather_answers
 from ..layout.memory import bytes_of
 from ..layout.param_groups import UnitPlan
@@ -26,16 +28,14 @@ from ..layout.param_table import ParameterTable
 from ..options.options import Options
 from ..options.precision import LOW_DTYPES
 from ..torch_compat.dtensor import is_dtensor
-from ..torch_compat.internals import TorchDispatchMode, swap_memory, tree_leaves
-from .materialize import initialisers, run_initialiser, waiting_modules, with_memory
+from ..torch_compat.internals import buffers_of_state, changing_weights, swap_memory, tree_leaves
+from .materialize import Writes, initialisers, place, places_of, waiting_modules, with_memory
 
 __all__ = ["Building", "check_buildable"]
 
 #: a parameter below it gets ordinary memory: a range of addresses has whole pages
 _PAGE_BYTES = 4096
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
-#: samples of a parameter that ranks compare
-_SAMPLES = 64
 _WHOLE_AT_ONCE = 2
 
 
@@ -69,27 +69,38 @@ class Building:
     """The tensors of a module that got memory, and the calls that give them values.
 
     `init`: see materialize. `loads`: values come from elsewhere, and only modules with meta buffers are initialised.
-    `in_units`: parameters get ranges of addresses, and fill() runs the calls; else, and without meta parameters,
-    initialise() does.
+    `gave`: parameters have their memory from here. `in_units`: that is ranges of addresses, and fill() runs the calls;
+    else initialise() does.
     """
 
     def __init__(self, module: torch.nn.Module, init: Any, *, loads: bool, in_units: bool) -> None:
-        self._module, self.in_units = module, in_units and any(p.is_meta for p in module.parameters())
+        self._module, self.gave = module, any(p.is_meta for p in module.parameters())
+        self.in_units = in_units and self.gave
         self._calls = initialisers(module, init, "wrap", unstored=loads)
         self._given: list[tuple[torch.Tensor, torch.Tensor]] = []
         #: the ranges of addresses, by address
         self._ranges: dict[int, mmap.mmap] = {}
-        self._names = {id(p): name for name, p in module.named_parameters(remove_duplicate=False)}
+        named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+        self._names = {id(each): name for name, each in named}
+        stored = (
+            [*module.parameters(), *(b for m in module.modules() for b in buffers_of_state(m).values())]
+            if loads
+            else []
+        )
+        #: the ids of what the calls must write
+        self._needed = {id(each) for _, each in named if each.is_meta} - set(map(id, stored))
+        self._before = places_of(module)
         self._stream: torch.Tensor = torch.get_rng_state()
 
     def begin(self, comm: HostComm, label: str) -> None:
         """Give all meta tensors memory, and take rank 0's random stream. Collective."""
 
         def give() -> bytes:
-            for each in waiting_modules(self._module):
-                for tensor in (*each._parameters.values(), *each._buffers.values()):
-                    if tensor is not None and tensor.is_meta and not torch.nn.parameter.is_lazy(tensor):
-                        self._give(tensor)
+            with changing_weights(self._module):
+                for each in waiting_modules(self._module):
+                    for tensor in (*each._parameters.values(), *each._buffers.values()):
+                        if tensor is not None and tensor.is_meta and not torch.nn.parameter.is_lazy(tensor):
+                            self._give(tensor)
             return bytes_of(self._stream)
 
         said = gather_answers(comm, give, f"memory of {label}", refusals=(Exception,), retell=_retold)
@@ -100,7 +111,12 @@ class Building:
         try:
             swap_memory(tensor, memory)
         except RuntimeError as error:
-            raise Error(f"{self._names.get(id(tensor), 'a buffer')!r} cannot get memory in place: {error}") from None
+            refs = weakref.getweakrefs(tensor)
+            held = [(f"{n}.{k}", tree_leaves(v)) for n, m in self._module.named_modules() for k, v in vars(m).items()]
+            holders = [at for at, leaves in held if any(each is ref for each in leaves for ref in refs)]
+            holders = holders or sorted({type(each).__name__ for ref in refs for each in gc.get_referrers(ref)})
+            what = f" (in {', '.join(holders)}): drop them, or call sw.materialize first" if refs else ""
+            raise Error(f"{self._names[id(tensor)]!r} cannot get memory in place: {error}{what}") from None
         self._given.append((tensor, memory))
 
     def _allocate(self, numel: int, *, dtype: torch.dtype, device: str) -> torch.Tensor:
@@ -113,14 +129,18 @@ class Building:
 
     def undo(self) -> None:
         """Put all tensors back on the meta device."""
-        for tensor, memory in self._given:
-            swap_memory(tensor, memory)
+        for held, before in self._before:  # init= may have replaced some
+            held.update(before)
+        with changing_weights(self._module):
+            for tensor, memory in self._given:
+                swap_memory(tensor, memory)
         self._given.clear()
 
     def keep(self) -> None:
         """Forget what undo() needs."""
         self._given.clear()
         self._calls.clear()
+        self._before.clear()
 
     @contextlib.contextmanager
     def _on_the_stream(self) -> Iterator[None]:
@@ -136,13 +156,16 @@ class Building:
     def initialise(self, comm: HostComm, label: str) -> None:
         """Run the calls on whole tensors. Collective."""
 
-        def run() -> bytes:
-            with self._on_the_stream():
-                for module, call in self._calls:
-                    run_initialiser(module, call)
-            return b""
+        label = f"initial values of {label}"
+        gather_answers(comm, lambda: self._run(Writes()), label, refusals=(Exception,), retell=_retold)
 
-        gather_answers(comm, run, f"initial values of {label}", refusals=(Exception,), retell=_retold)
+    def _run(self, mode: Writes) -> bytes:
+        with self._on_the_stream():
+            mode.run(self._module, self._calls, self._needed, "wrap")
+        replaced = next((n for n, p in self._module.named_parameters() if id(p) not in self._names), None)
+        if replaced is not None:
+            raise Error(f"wrap: init= replaced parameter {replaced!r}: write its values in place")
+        return b""
 
     def fill(self, store: Any, table: ParameterTable, plans: Sequence[UnitPlan], comm: HostComm) -> None:
         """Run the calls, and write the values of all units to the ranks' slices. Collective."""
@@ -150,13 +173,7 @@ class Building:
         units = _Units(store, table, plans, comm, uses, self._ranges)
 
         def run() -> bytes:
-            with self._on_the_stream(), units:
-                for units.now, (module, call) in enumerate(self._calls):
-                    units.touch([each for each in module._parameters.values() if each is not None])
-                    run_initialiser(module, call)
-            replaced = next((n for n, p in self._module.named_parameters() if self._names.get(id(p)) is None), None)
-            if replaced is not None:
-                raise Error(f"wrap: init= replaced parameter {replaced!r}: write its values in place")
+            self._run(units)
             units.put_all()
             return units.digest()
 
@@ -164,8 +181,8 @@ class Building:
         self._ranges.clear()
 
 
-class _Units(TorchDispatchMode):
-    """The units of a module that is initialised, at most two of them whole. As a mode it watches torch's operations."""
+class _Units(Writes):
+    """The units of a module that is initialised, at most two of them whole."""
 
     def __init__(
         self,
@@ -180,26 +197,28 @@ class _Units(TorchDispatchMode):
         self._store, self._table, self._comm, self._ranges = store, table, comm, ranges
         self._names = [each.name or "the outermost" for each in plans]
         self._members = [each.indices for each in plans]
-        self._unit_of = {_place(table.parameters[i]): number for number, each in enumerate(plans) for i in each.indices}
+        self._unit_of = {place(table.parameters[i]): number for number, each in enumerate(plans) for i in each.indices}
         self._unit_of.pop(0, None)  # no elements
         own = [{id(table.parameters[i]) for i in each.indices} for each in plans]
         self._used_at = [[at for at, each in enumerate(uses) if each & mine] for mine in own]
         self._homes = [parameter.data for parameter in table.parameters]
+        self._index = {id(parameter): index for index, parameter in enumerate(table.parameters)}
         self._whole: list[int] = []
         self._written: set[int] = set()
-        self._said: list[list[str]] = []  # unit, digest of its samples
+        self._said: list[list[str]] = []  # unit, digest of its values
         self._is_over = False
-        #: the number of the call that runs
-        self.now = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.touch([each for each in tree_leaves((args, kwargs or {})) if isinstance(each, torch.Tensor)])
-        return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def before_call(self, module: torch.nn.Module) -> None:
+        self.touch([each for each in module._parameters.values() if each is not None])
 
     def touch(self, tensors: Sequence[torch.Tensor]) -> None:
         """Make the units of tensors whole before an operation that uses all of them."""
         strided = [each for each in tensors if each.layout is torch.strided and not each.is_meta]
-        needed = {number: None for each in strided if (number := self._unit_of.get(_place(each))) is not None}
+        needed = {number: None for each in strided if (number := self._unit_of.get(place(each))) is not None}
         for number in needed:
             if number in self._whole:
                 continue
@@ -207,29 +226,48 @@ class _Units(TorchDispatchMode):
             if len(self._whole) >= _WHOLE_AT_ONCE and others:
                 self._put(max(others, key=self._next_use))
             self._whole.append(number)
-            if number in self._written:
-                self.agree(self.digest)  # all ranks have written their slices
-                self._store.read_slices(self._members[number])
-                self.agree(self.digest)  # all have read them, and may write them again
+            self._settle(self._members[number], reads=number in self._written)
+
+    def after_call(self, module: torch.nn.Module) -> None:
+        known = [self._index[id(each)] for each in module.parameters() if id(each) in self._index]
+        for index in filter(self._is_replaced, known):
+            self.touch([self._homes[index]])
+            self._settle([index])
+        super().after_call(module)
+
+    def _is_replaced(self, index: int) -> bool:
+        data, home = self._table.parameters[index].data, self._homes[index]
+        return data.data_ptr() != home.data_ptr() or data.stride() != home.stride()
+
+    def _settle(self, indices: Sequence[int], *, reads: bool = False) -> None:
+        """Read slices if asked. Then copy data that init= put in the place of parameters' own, which they get back."""
+        found = [(self._homes[i], self._table.parameters[i].data, i) for i in indices if self._is_replaced(i)]
+        for home, data, index in found:
+            others = self._unit_of.keys() - {place(home)}
+            if data.shape != home.shape or data.dtype != home.dtype or place(data) in others:
+                raise Error(f"wrap: init= gave {self._table.names[index]!r} data of another shape, dtype or parameter")
+            self._table.parameters[index].data = home
+            self._waiting.pop(place(home), None)
+        if reads:
+            self.agree(self.digest)  # all ranks have written their slices
+            self._store.read_slices(indices)
+            self.agree(self.digest)  # all have read them, and may write them again
+        for home, data, _ in found:
+            home.copy_(data.clone() if data.data_ptr() == home.data_ptr() else data)
 
     def _next_use(self, number: int) -> float:
         return next((at for at in self._used_at[number] if at >= self.now), math.inf)
 
     def _put(self, number: int) -> None:
         """Write a unit to this rank's slices, and give its pages back."""
-        digest = hashlib.sha256()
         members = self._members[number]
-        for index in members:
-            data = self._table.parameters[index].data
-            if data.nbytes:
-                sample = sample_crc32c(data.data_ptr(), data.nbytes, max(data.nbytes // _SAMPLES, 64))
-                digest.update(sample.to_bytes(4, "little"))
-        self._said.append([self._names[number], digest.hexdigest()[:16]])
+        self._settle(members)
+        held = [self._table.parameters[index].data for index in members]
+        sums = [crc32c(each.data_ptr(), each.nbytes) for each in held if each.nbytes]
+        self._said.append([self._names[number], hashlib.sha256(repr(sums).encode()).hexdigest()[:16]])
         self._store.write_slices(members)
         for index in members:
-            home = self._homes[index]
-            self._table.parameters[index].data = home  # init may have replaced it
-            memory = self._ranges.get(home.data_ptr())
+            memory = self._ranges.get(self._homes[index].data_ptr())
             if memory is not None:
                 memory.madvise(mmap.MADV_DONTNEED)
         self._whole.remove(number)
@@ -262,10 +300,6 @@ class _Units(TorchDispatchMode):
         label = "initial values of units"
         gather_answers(self._comm, say, label, refusals=(Exception,), retell=_retold, compare=_difference)
         self._is_over = False
-
-
-def _place(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def _retold(rank: int, sentence: str) -> Exception:

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from .._engine import Error
-from ..torch_compat.internals import buffers_of_state, initialiser_above, refresh_weights, reset_of
+from ..torch_compat.internals import (
+    TorchDispatchMode,
+    buffers_of_state,
+    changing_weights,
+    initialiser_above,
+    reset_of,
+    subclassed,
+    written_by,
+)
 
-__all__ = ["initialisers", "materialize", "run_initialiser", "waiting_modules", "with_memory"]
+__all__ = ["Writes", "initialisers", "materialize", "place", "places_of", "waiting_modules", "with_memory"]
+
+_Call = tuple[torch.nn.Module, Callable[[], object]]
 
 
 def materialize(module: torch.nn.Module, *, init: Callable[[torch.nn.Module], object] | None = None) -> torch.nn.Module:
@@ -33,8 +44,8 @@ def materialize(module: torch.nn.Module, *, init: Callable[[torch.nn.Module], ob
     Raises
     ------
     Error
-        If a module that holds meta tensors of its own has no reset_parameters(), and there is no `init`: its values
-        would be undefined. Nothing has changed then.
+        If a module that holds meta tensors of its own has no reset_parameters(), and there is no `init`, or if no call
+        has written a tensor: its values would be undefined. After any error the module is as before.
 
     Notes
     -----
@@ -51,17 +62,20 @@ def materialize(module: torch.nn.Module, *, init: Callable[[torch.nn.Module], ob
     device(type='cpu')
     """
     calls = initialisers(module, init, "materialize")
-    waiting = waiting_modules(module)
     made: dict[int, torch.Tensor] = {}
-    kept = [tensor for each in waiting for tensor in _own(each)]  # kept alive, so that no id is used twice
-    for each in waiting:
-        for places in (each._parameters, each._buffers):
-            for name, tensor in places.items():
-                if tensor is not None and tensor.is_meta:
-                    places[name] = made.setdefault(id(tensor), with_memory(tensor, torch.empty))  # type: ignore[assignment]
-    del kept
-    for each, call in calls:
-        run_initialiser(each, call)
+    before = places_of(module)
+    try:
+        with changing_weights(module):
+            for held, earlier in before:
+                for name, tensor in earlier.items():
+                    if tensor is not None and tensor.is_meta:
+                        held[name] = made.setdefault(id(tensor), with_memory(tensor, torch.zeros))
+        Writes().run(module, calls, {id(each) for each in made.values()}, "materialize")
+    except BaseException:
+        with changing_weights(module):
+            for held, earlier in before:
+                held.update(earlier)
+        raise
     return module
 
 
@@ -72,7 +86,7 @@ def waiting_modules(module: torch.nn.Module) -> list[torch.nn.Module]:
 
 def initialisers(
     module: torch.nn.Module, init: Callable[[torch.nn.Module], object] | None, what: str, *, unstored: bool = False
-) -> list[tuple[torch.nn.Module, Callable[[], object]]]:
+) -> list[_Call]:
     """Return (module, function that gives it its initial values) in the order of the calls.
 
     `init` is called with each module that holds meta tensors; without it transformers' `_init_weights` with each one that
@@ -83,7 +97,7 @@ def initialisers(
     if init is not None:
         return [(each, functools.partial(init, each)) for each in waiting]
     names, own = {each: name for name, each in module.named_modules()}, set(map(id, waiting))
-    found: list[tuple[torch.nn.Module, Callable[[], object]]] = []
+    found: list[_Call] = []
     without = []
     for each in reversed(list(module.modules())):
         above = initialiser_above(module, names[each])
@@ -100,10 +114,62 @@ def initialisers(
     return found
 
 
-def run_initialiser(module: torch.nn.Module, call: Callable[[], object]) -> None:
-    refresh_weights(module)
-    with torch.no_grad():
-        call()
+class Writes(TorchDispatchMode):
+    """A mode that runs an initialisation, and notes which tensors torch's operations write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        #: address -> memory that no call has written
+        self._waiting: dict[int, torch.Tensor] = {}
+        #: the number of the call that runs
+        self.now = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for each in written_by(func, args, kwargs or {}):
+            if isinstance(each, torch.Tensor):
+                self._waiting.pop(place(each), None)
+        return func(*args, **(kwargs or {}))
+
+    def before_call(self, module: torch.nn.Module) -> None:
+        """Prepare for the call of a module."""
+
+    def after_call(self, module: torch.nn.Module) -> None:
+        """Note what numpy, say, has written to a module's own tensors: they began as zeros."""
+        for each in _own(module):
+            if place(each) in self._waiting and bool(each.any()):
+                del self._waiting[place(each)]
+
+    def run(self, module: torch.nn.Module, calls: Sequence[_Call], given: set[int], what: str) -> None:
+        """Run the calls. Raise Error for tensors of `given`, by their ids, that the module still has and no call wrote."""
+        self._waiting = {place(t): t.data for t in _named(module).values() if id(t) in given and place(t)}
+        with torch.no_grad(), self:
+            for self.now, (each, call) in enumerate(calls):
+                self.before_call(each)
+                call()
+                self.after_call(each)
+        left = [name for name, each in _named(module).items() if place(each) in self._waiting]
+        if left:
+            raise Error(
+                f"{what}: no call of the initialisation wrote {', '.join(map(repr, left[:8]))} ({len(left)} in all), which would be zeros: "
+                "pass an init= that writes to each, or build their modules off the meta device, as with torch.device('cpu')"
+            )
+
+
+def places_of(module: torch.nn.Module) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Return the tables of all modules' own tensors, each with a copy."""
+    return [(held, {**held}) for each in module.modules() for held in (each._parameters, each._buffers)]
+
+
+def place(tensor: torch.Tensor) -> int:
+    """Return the address of a tensor's storage, or 0 for one without."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, ValueError):  # sparse, lazy, or a wrapper of others
+        return 0
+
+
+def _named(module: torch.nn.Module) -> Mapping[str, torch.Tensor]:
+    return {**dict(module.named_buffers()), **dict(module.named_parameters())}
 
 
 def _unstored(module: torch.nn.Module) -> list[torch.Tensor | None]:
@@ -124,6 +190,7 @@ def with_memory(tensor: torch.Tensor, allocate: Callable[..., torch.Tensor]) -> 
     like = torch.empty_like(tensor, requires_grad=False, memory_format=torch.preserve_format)
     memory = allocate(like.numel(), dtype=like.dtype, device="cpu").as_strided(like.shape, like.stride())
     if isinstance(tensor, torch.nn.Parameter):
-        memory = torch.nn.Parameter(memory, requires_grad=tensor.requires_grad)
+        kind = type(tensor) if issubclass(type(tensor), torch.nn.Parameter) else torch.nn.Parameter
+        memory = subclassed(kind, memory, tensor.requires_grad)
     memory.__dict__.update(tensor.__dict__)
     return memory

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -21,6 +22,7 @@ __all__ = [
     "TensorBase",
     "TorchDispatchMode",
     "buffers_of_state",
+    "changing_weights",
     "cpu_backend",
     "default_store",
     "forward_hooks",
@@ -39,6 +41,7 @@ __all__ = [
     "swap_memory",
     "tree_leaves",
     "without_memory_of",
+    "written_by",
 ]
 
 _Tensor = TypeVar("_Tensor", bound=torch.Tensor)
@@ -57,10 +60,17 @@ def without_memory_of(kind: type[_Tensor], like: torch.Tensor, dtype: torch.dtyp
     return made
 
 
-def subclassed(kind: type[_Tensor], tensor: torch.Tensor) -> _Tensor:
-    """Return a tensor of class `kind` over the memory of `tensor`, which requires no gradient."""
-    made: _Tensor = torch.Tensor._make_subclass(kind, tensor, False)
+def subclassed(kind: type[_Tensor], tensor: torch.Tensor, requires_grad: bool = False) -> _Tensor:
+    """Return a tensor of class `kind` over the memory of `tensor`."""
+    made: _Tensor = torch.Tensor._make_subclass(kind, tensor, requires_grad)
     return made
+
+
+def written_by(operation: Any, args: Any, kwargs: Any) -> list[Any]:
+    """Return the arguments that an operation changes by its schema, those of lists one by one."""
+    arguments = getattr(getattr(operation, "_schema", None), "arguments", ())
+    writes = [(n, each.name) for n, each in enumerate(arguments) if each.alias_info and each.alias_info.is_write]
+    return tree_leaves([args[n] if n < len(args) else kwargs.get(name) for n, name in writes])
 
 
 def default_store() -> Any:
@@ -112,6 +122,19 @@ def refresh_weights(module: torch.nn.Module) -> None:
     names = getattr(module, "_flat_weights_names", None)
     if names is not None:
         module._flat_weights = [getattr(module, name, None) for name in names]  # type: ignore[assignment]
+
+
+@contextlib.contextmanager
+def changing_weights(module: torch.nn.Module) -> Iterator[None]:
+    """Without the weak references that recurrent layers keep beside their parameters; they are made anew afterwards."""
+    layers = [each for each in module.modules() if isinstance(each, torch.nn.RNNBase)]
+    for each in layers:
+        each._flat_weight_refs = []
+    try:
+        yield
+    finally:
+        for each in layers:
+            each._init_flat_weights()
 
 
 def reset_of(module: torch.nn.Module) -> Any:

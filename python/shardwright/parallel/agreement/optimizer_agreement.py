@@ -94,6 +94,8 @@ def difference(tables: Mapping[int, list[Any]]) -> str:
             a, b = values.get(key), others.get(key)
             if a == b:
                 continue
+            if key.startswith("option "):
+                return f"{key}: {a} on rank {first}, {b} on rank {other}; pass the same options on every rank"
             if title == GRADIENTS:
                 mine, theirs_alone = [item for item in a if item not in b], [item for item in b if item not in a]
                 return (
