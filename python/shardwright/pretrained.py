@@ -7,7 +7,7 @@ safetensors and our own folders also give ranges of bytes, so a rank reads its s
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import itertools
 import json
 import os
 import re
@@ -87,7 +87,8 @@ def load_pretrained(
     -----
     Cost: at zero=3 each rank reads the bytes of its slices, or its part of what a host shares; below that all bytes. A
     cast needs 16 MiB; formats without ranges (torch.distributed.checkpoint) and parameters that are not row-major need
-    one whole tensor. Our own folders' blocks are checked as they are read; safetensors have no checksums.
+    one whole tensor. Our own folders' blocks are checked as they are read; safetensors have no checksums. Each rank reads
+    another 32 KiB of each tensor, which ranks compare.
     """
     engine = needed_engine("load_pretrained", module)
     replicas, bare = list(engine.replicas), engine.module
@@ -106,21 +107,24 @@ def load_pretrained(
             return b""
         stored = names.renamed(stored_tensors(place))
         found = targets.match(stored, strict, "the mapping" if isinstance(place, Mapping) else f"{os.fspath(place)!r}")
-        rows = [[name, dtype_name(each.dtype), list(each.shape)] for name, each in stored.items()]
-        return hashlib.sha256(json.dumps([rows, repr(dtype)]).encode()).digest()
+        rows = [_row(name, each) for name, each in stored.items()]
+        return json.dumps([["dtype=", repr(dtype)], *rows]).encode()
 
     def fill() -> bytes:
         nonlocal found
-        digest, loaded = hashlib.sha256(), dict[str, Lazy | None]()
+        rows, loaded = list[list[Any]](), dict[str, Lazy | None]()
         for name, each in _pairs(place, names) if streams else stored.items():
-            digest.update(name.encode())
             if streams:
                 loaded[name] = None
                 targets.check_fits(name, each)
+            if each.part is None:
+                each = Lazy.of(each.read())  # once, where the format has no ranges
+            if streams or stored[name].part is None:
+                rows.append(_row(name, each))
             targets.fill(name, each, dtype)
         if streams:
             found = targets.match(loaded, strict, "the iterable")
-        return digest.digest()
+        return json.dumps(rows).encode()
 
     _agree(comm, match, label)
     failure: Exception | None = None
@@ -153,8 +157,23 @@ def _agree(comm: Any, answer: Any, label: str) -> None:
         *(comm, answer, label),
         refusals=(Exception,),
         retell=failed,
-        compare=lambda said: "load_pretrained: ranks found different tensors: name the same place on every rank",
+        compare=_difference,
     )
+
+
+def _row(name: str, each: Lazy) -> list[Any]:
+    """Return what all ranks must find of a stored tensor; its values if the format has ranges."""
+    return [name, dtype_name(each.dtype), list(each.shape), "" if each.part is None else each.sample()]
+
+
+def _difference(said: Sequence[bytes]) -> str:
+    """Name the first tensor of which ranks found something else."""
+    tables = [json.loads(each) for each in said]
+    rows = next(rows for rows in itertools.zip_longest(*tables) if any(row != rows[0] for row in rows))
+    rank = next(rank for rank, row in enumerate(rows) if row != rows[0])
+    texts = ["nothing" if row is None else " ".join(map(str, row[:3])) for row in (rows[0], rows[rank])]
+    what = f"{texts[0]} with other values" if texts[0] == texts[1] else f"{texts[0]} and {texts[1]}"
+    return f"load_pretrained: ranks 0 and {rank} found different tensors, {what}: name the same place on every rank"
 
 
 def _pairs(place: Iterable[tuple[str, torch.Tensor]], names: NameMap) -> Iterator[tuple[str, Lazy]]:

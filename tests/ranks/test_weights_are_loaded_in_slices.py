@@ -202,6 +202,32 @@ def test_an_error_is_one_on_all_ranks_and_the_module_stays_on_meta(rank, world_s
     gather(None)
 
 
+@every_stage
+@on_every_rank(at_least=2)
+def test_values_that_differ_between_ranks_are_an_error_that_names_the_tensor(rank, world_size, stage):
+    folder = pathlib.Path(shared_folder(rank), str(rank))
+    folder.mkdir()
+    model = sw.wrap(values_of(plain=True), **STAGES[stage])
+    state = {name: each.clone() for name, each in sw.full_state_dict(model).items()}
+    other = {**state, "first.weight": state["first.weight"] + rank}
+    write_safetensors(folder / "a.safetensors", other)
+    torch.save(other, folder / "a.pt")
+    dcp.save(other, checkpoint_id=str(folder / "dcp"), no_dist=True)
+    columns = {**other, "first.weight": other["first.weight"].t().contiguous().t()}
+    for place in (folder / "a.safetensors", folder / "a.pt", other):
+        with pytest.raises(sw.Error, match="ranks 0 and 1 found.* first.weight float32 .* with other values"):
+            sw.load_pretrained(model, place)
+        assert_is(model, state)
+    for place in (folder / "dcp", columns, iter(other.items())):  # read once
+        with pytest.raises(sw.Error, match="first.weight float32 .* with other values"):
+            sw.load_pretrained(model, place)
+    with pytest.raises(sw.Error, match="ranks 0 and 1 found different tensors, dtype= None and dtype= torch.float16"):
+        sw.load_pretrained(model, state, dtype=torch.float16 if rank else None)
+    sw.load_pretrained(model, state)
+    assert_is(model, state)
+    gather(None)
+
+
 class Table(nn.Module):
     """A buffer that no state dict holds, and one that it does."""
 

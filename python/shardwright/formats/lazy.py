@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+import hashlib
 from collections.abc import Callable, Mapping
 
 import torch
 
 __all__ = ["DTYPES", "TORCH_DTYPES", "Lazy", "has_numpy"]
+
+#: sample() takes so many pieces of a tensor, of at most so many bytes
+_PIECES, _PIECE_BYTES = 8, 4096
 
 #: torch's dtype -> safetensors' name; complex numbers are stored as pairs
 DTYPES = {
@@ -51,6 +56,8 @@ class Lazy:
     part : callable, optional
         Reads part of it: (first byte, bytes, address) writes that range of its row-major bytes to the address. None: the
         format has no ranges.
+    peek : callable, optional
+        As `part`, without a check of checksums. None: `part` checks none.
     """
 
     dtype: torch.dtype
@@ -58,16 +65,33 @@ class Lazy:
     read: Callable[[], torch.Tensor]
     file: str = ""
     part: Callable[[int, int, int], None] | None = None
+    peek: Callable[[int, int, int], None] | None = None
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Lazy:
-        return cls(tensor.dtype, tuple(tensor.shape), lambda: tensor.detach().cpu().contiguous())
+        def part(first: int, nbytes: int, address: int) -> None:
+            ctypes.memmove(address, tensor.data_ptr() + first, nbytes)
+
+        is_plain = tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+        whole = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous
+        return cls(tensor.dtype, tuple(tensor.shape), whole, part=part if is_plain else None)
+
+    def sample(self) -> str:
+        """Return a digest of pieces spread over the tensor, the first and the last bytes among them. `part` must be set."""
+        read, most, digest = self.peek or self.part, max(self.nbytes - _PIECE_BYTES, 0), hashlib.sha256()
+        assert read is not None
+        for at in sorted({most * number // (_PIECES - 1) for number in range(_PIECES)}):
+            piece = ctypes.create_string_buffer(min(_PIECE_BYTES, self.nbytes))
+            if len(piece):
+                read(at, len(piece), ctypes.addressof(piece))
+            digest.update(piece)
+        return digest.hexdigest()
 
     def to(self, dtype: torch.dtype) -> Lazy:
         return (
             self
             if dtype == self.dtype
-            else dataclasses.replace(self, dtype=dtype, part=None, read=lambda: self.read().to(dtype))
+            else dataclasses.replace(self, dtype=dtype, part=None, peek=None, read=lambda: self.read().to(dtype))
         )
 
     @property

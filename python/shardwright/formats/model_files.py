@@ -64,10 +64,11 @@ def read_safetensors(path: str, folder: CheckpointFolder | None = None) -> dict[
 def _at(path: str, dtype: torch.dtype, shape: tuple[int, ...], at: int, folder: CheckpointFolder | None) -> Lazy:
     """Return the tensor at byte offset `at` of a file."""
 
-    def part(first: int, nbytes: int, address: int) -> None:
-        if folder is not None:
-            folder.load([(os.path.basename(path), at + first, nbytes, address, 0)])
-            return
+    def load(first: int, nbytes: int, address: int) -> None:
+        assert folder is not None
+        folder.load([(os.path.basename(path), at + first, nbytes, address, 0)])
+
+    def peek(first: int, nbytes: int, address: int) -> None:
         with open(path, "rb", buffering=0) as file:
             memory, done = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B"), 0
             while done < nbytes:
@@ -76,10 +77,12 @@ def _at(path: str, dtype: torch.dtype, shape: tuple[int, ...], at: int, folder: 
                     raise CheckpointError(f"'{path}' became shorter while it was read")
                 done += count
 
+    part = peek if folder is None else load
+
     def read() -> torch.Tensor:
         tensor = torch.empty(shape, dtype=dtype, device="cpu")
         if tensor.nbytes:
             part(0, tensor.nbytes, tensor.data_ptr())
         return tensor
 
-    return Lazy(dtype, shape, read, os.path.basename(path), part)
+    return Lazy(dtype, shape, read, os.path.basename(path), part, peek)
