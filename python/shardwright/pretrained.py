@@ -78,7 +78,7 @@ def load_pretrained(
     Raises
     ------
     Error
-        For unmatched names, another shape, a dtype that cannot be cast, or a place that a rank cannot read; every rank
+        Inside full_parameters(writable=True), for unmatched names, another shape, a dtype that cannot be cast, or a place that a rank cannot read; every rank
         raises. Nothing has changed then, except for pairs, and for files that change or fail while they are read.
     NotImplementedError
         For DTensors, and for released parameters on a GPU.
@@ -126,6 +126,9 @@ def load_pretrained(
             found = targets.match(loaded, strict, "the iterable")
         return json.dumps(rows).encode()
 
+    for replica in replicas:
+        if replica.access.load_depth:  # a load_state_dict() that ended in an exception
+            replica.access.abandon_load()
     _agree(comm, match, label)
     failure: Exception | None = None
     said = b""
@@ -193,8 +196,13 @@ class _Targets:
         self._done: dict[int, str] = {}
 
     def check(self) -> None:
-        """Raise NotImplementedError for a module whose slices cannot be filled."""
+        """Raise NotImplementedError for a module whose slices cannot be filled, Error if its values would not last."""
         for each in self._replicas:
+            if each.access.is_writing:
+                raise Error(
+                    "load_pretrained: full_parameters(writable=True) would undo it as it ends: call it outside, or "
+                    "load_state_dict() inside"
+                )
             if each.model_ranks is not None:
                 raise NotImplementedError(
                     "load_pretrained: DTensors are not supported: use sw.load, or load before wrapping"

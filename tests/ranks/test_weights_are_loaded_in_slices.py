@@ -228,6 +228,29 @@ def test_values_that_differ_between_ranks_are_an_error_that_names_the_tensor(ran
     gather(None)
 
 
+@every_stage
+@on_every_rank()
+def test_a_load_inside_writable_parameters_is_an_error(rank, world_size, stage):
+    model = sw.wrap(values_of(plain=True), **STAGES[stage])
+    state = {name: each + 1 for name, each in sw.full_state_dict(model).items()}
+
+    def pairs():
+        raise AssertionError("read")
+        yield
+
+    for place in (pairs(), "absent"):
+        with (
+            pytest.raises(sw.Error, match=r"full_parameters\(writable=True\) would undo it"),
+            sw.full_parameters(model, writable=True),
+        ):
+            sw.load_pretrained(model, place)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        model.module.load_state_dict({**state, "gain": torch.zeros(3)})
+    sw.load_pretrained(model, state)
+    assert_is(model, state)
+    gather(None)
+
+
 class Table(nn.Module):
     """A buffer that no state dict holds, and one that it does."""
 

@@ -411,9 +411,11 @@ class Replica:
                 yield
             return
         self.access.before_writes()
+        self.access.is_writing += 1
         try:
             yield
         finally:
+            self.access.is_writing -= 1
             self.broadcast_state(0, ())
 
     @contextlib.contextmanager
