@@ -20,7 +20,7 @@ LINES = {
     "shardwright/layout": 1_277,
     "shardwright/optim": 3_417,
     "shardwright/options": 884,
-    "shardwright/parallel": 4_675,
+    "shardwright/parallel": 4_680,
     "shardwright/parameters": 3_706,
     "shardwright/torch_compat": 1_171,
     "shardwright_tools": 302,

@@ -156,12 +156,12 @@ def _agree(comm: Any, answer: Any, label: str) -> None:
             sentence if sentence.startswith("load_pretrained") else f"load_pretrained: rank {rank}: {sentence}"
         )
 
-    gather_answers(
-        *(comm, answer, label),
-        refusals=(Exception,),
-        retell=failed,
-        compare=_difference,
-    )
+    try:
+        gather_answers(comm, answer, label, refusals=(Exception,), retell=failed, compare=_difference)
+    except BaseException as error:
+        if not isinstance(error, Exception) and comm.is_alive:  # an interrupt of this rank only
+            comm.abort(f"load_pretrained: rank {comm.rank}: {error!r}")
+        raise
 
 
 def _row(name: str, each: Lazy) -> list[Any]:

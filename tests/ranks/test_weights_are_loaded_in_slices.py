@@ -8,11 +8,14 @@ import json
 import os
 import pathlib
 import threading
+import time
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness import gather, on_every_rank
+from internals import live_replicas
 from oracle.fold import bits_equal
 from peer import PEER, batch, sw
 from test_a_module_is_built_in_slices import PRIVATE, STAGES, Model, assert_is, every_stage, init, on_meta, train
@@ -248,6 +251,37 @@ def test_a_load_inside_writable_parameters_is_an_error(rank, world_size, stage):
         model.module.load_state_dict({**state, "gain": torch.zeros(3)})
     sw.load_pretrained(model, state)
     assert_is(model, state)
+    gather(None)
+
+
+@every_stage
+@pytest.mark.parametrize("moment", ["match", "begin", "fill"])
+@on_every_rank(at_least=2, deadline_s=100)
+def test_an_interrupt_of_one_rank_ends_the_load_of_all(rank, world_size, moment, stage):
+    model = sw.wrap(Model(), process_group=dist.new_group(range(world_size)), timeout_s=90, **STAGES[stage])
+    state = gather(sw.full_state_dict(model))[0]
+    last = rank == world_size - 1
+
+    def interrupted(*_):
+        if last:
+            raise SystemExit(3) if moment == "match" else KeyboardInterrupt if moment == "fill" else OSError("no hook")
+
+    def pairs():
+        for number, pair in enumerate(state.items()):
+            yield pair
+            if number == 3:
+                interrupted()
+
+    how = {"rename": lambda name: interrupted() or name} if moment == "match" else {}
+    if moment == "begin":
+        next(each for each in live_replicas() if each.wraps(model.module)).access.register_before_writes(interrupted)
+    start = time.monotonic()
+    match = f"rank {world_size - 1}: .*(SystemExit|KeyboardInterrupt|no hook)"
+    with pytest.raises((SystemExit, KeyboardInterrupt, OSError) if last else sw.Error, match=None if last else match):
+        sw.load_pretrained(model, pairs() if moment == "fill" else state, **how)
+    assert time.monotonic() - start < 30
+    versions = gather([p._version for p in model.module.parameters()])
+    assert moment != "fill" or all(versions[-1])
     gather(None)
 
 
