@@ -73,7 +73,7 @@ def load_pretrained(
     Returns
     -------
     UnmatchedNames
-        (missing, unexpected): names that `place` lacks, whose tensors keep their values, and names that the module lacks.
+        (missing, unexpected): names of tensors that `place` lacks, whose tensors keep their values, and names that the module lacks.
 
     Raises
     ------
@@ -85,6 +85,8 @@ def load_pretrained(
 
     Notes
     -----
+    A module's extra state, where `place` holds it, goes to set_extra_state(); the module keeps its own otherwise.
+
     Cost: at zero=3 each rank reads the bytes of its slices, or its part of what a host shares; below that all bytes. A
     cast needs 16 MiB; formats without ranges (torch.distributed.checkpoint) and parameters that are not row-major need
     one whole tensor. Our own folders' blocks are checked as they are read; safetensors have no checksums. Each rank reads
@@ -94,7 +96,7 @@ def load_pretrained(
     replicas, bare = list(engine.replicas), engine.module
     comm, label = replicas[0].group.comm, f"weights of {type(bare).__name__}"
     names, targets = NameMap(rename=rename, strict=strict), _Targets(bare, replicas)
-    stored: dict[str, Lazy] = {}
+    stored: dict[str, Any] = {}
     streams = not isinstance(place, (str, os.PathLike, Mapping))
     found = UnmatchedNames([], [])
 
@@ -112,14 +114,14 @@ def load_pretrained(
 
     def fill() -> bytes:
         nonlocal found
-        rows, loaded = list[list[Any]](), dict[str, Lazy | None]()
+        rows, loaded = list[list[Any]](), dict[str, Any]()
         for name, each in _pairs(place, names) if streams else stored.items():
             if streams:
                 loaded[name] = None
                 targets.check_fits(name, each)
-            if each.part is None:
-                each = Lazy.of(each.read())  # once, where the format has no ranges
-            if streams or stored[name].part is None:
+            is_whole = isinstance(each, Lazy) and each.part is None
+            each = Lazy.of(each.read()) if is_whole else each  # once, where the format has no ranges
+            if streams or is_whole:
                 rows.append(_row(name, each))
             targets.fill(name, each, dtype)
         if streams:
@@ -164,8 +166,10 @@ def _agree(comm: Any, answer: Any, label: str) -> None:
         raise
 
 
-def _row(name: str, each: Lazy) -> list[Any]:
+def _row(name: str, each: Any) -> list[Any]:
     """Return what all ranks must find of a stored tensor; its values if the format has ranges."""
+    if not isinstance(each, Lazy):
+        return [name, "extra state"]
     return [name, dtype_name(each.dtype), list(each.shape), "" if each.part is None else each.sample()]
 
 
@@ -179,9 +183,11 @@ def _difference(said: Sequence[bytes]) -> str:
     return f"load_pretrained: ranks 0 and {rank} found different tensors, {what}: name the same place on every rank"
 
 
-def _pairs(place: Iterable[tuple[str, torch.Tensor]], names: NameMap) -> Iterator[tuple[str, Lazy]]:
-    for name, tensor in place:
-        yield names.new(name), Lazy.of(tensor)
+def _pairs(place: Iterable[tuple[str, torch.Tensor]], names: NameMap) -> Iterator[tuple[str, Any]]:
+    from .formats.places import stored_value
+
+    for name, value in place:
+        yield names.new(name), stored_value(name, value)
 
 
 class _Targets:
@@ -190,7 +196,10 @@ class _Targets:
     def __init__(self, bare: torch.nn.Module, replicas: Sequence[Replica]) -> None:
         self._bare, self._replicas = bare, replicas
         self._named: dict[str, torch.Tensor] = dict(bare.named_parameters(remove_duplicate=False))
+        self._extra: dict[str, torch.nn.Module] = {}
         for prefix, each in bare.named_modules(remove_duplicate=False):
+            if type(each).set_extra_state is not torch.nn.Module.set_extra_state:
+                self._extra[f"{prefix}._extra_state".lstrip(".")] = each
             self._named |= {f"{prefix}.{n}" if prefix else n: b for n, b in buffers_of_state(each).items()}
         self._places = {id(p): (r, i) for r in replicas for i, p in enumerate(r.table.module_parameters)}
         self._done: dict[int, str] = {}
@@ -210,7 +219,7 @@ class _Targets:
             if each.link is not None and each.zero == 3:
                 raise NotImplementedError("load_pretrained: zero=3 on a GPU is not supported: load before wrapping")
 
-    def match(self, stored: Mapping[str, Lazy | None], strict: bool, what: str) -> UnmatchedNames:
+    def match(self, stored: Mapping[str, Any], strict: bool, what: str) -> UnmatchedNames:
         """Return the names on one side only, without stored ones that a transformers model ignores. Raise Error if `strict`."""
         rules = ignored_by_transformers(self._bare)
         seen, missing = {id(self._named[name]) for name in stored if name in self._named}, []
@@ -218,7 +227,8 @@ class _Targets:
             if id(tensor) not in seen:
                 missing.append(name)
             seen.add(id(tensor))
-        unexpected = [name for name in stored if name not in self._named and not any(re.search(r, name) for r in rules)]
+        known = self._named.keys() | self._extra.keys()
+        unexpected = [name for name in stored if name not in known and not any(re.search(r, name) for r in rules)]
         for name, each in stored.items():
             if each is not None and name in self._named:
                 self.check_fits(name, each)
@@ -228,7 +238,7 @@ class _Targets:
             raise Error(f"load_pretrained: {'; '.join(lacks)}; rename= maps names, strict=False accepts this")
         return UnmatchedNames(missing, unexpected)
 
-    def check_fits(self, name: str, each: Lazy) -> None:
+    def check_fits(self, name: str, each: Any) -> None:
         """Raise Error for a stored tensor of another shape, or of a dtype that cannot be cast."""
         target = self._named.get(name)
         if target is None:
@@ -242,8 +252,10 @@ class _Targets:
                 f"load_pretrained: {name!r} is {dtype_name(each.dtype)}, which cannot be cast to the module's {dtype_name(target.dtype)}"
             )
 
-    def fill(self, name: str, each: Lazy, dtype: torch.dtype | None) -> None:
+    def fill(self, name: str, each: Any, dtype: torch.dtype | None) -> None:
         """Write this rank's elements of a stored tensor. Raise Error if another name of it has stored other values."""
+        if name in self._extra:
+            self._extra[name].set_extra_state(each.read() if isinstance(each, Lazy) else each)
         target = self._named.get(name)
         if target is None:
             return

@@ -2,6 +2,7 @@
 every kind of place, at every stage; each rank reads its slices alone. An error is one on all ranks, and nothing has changed.
 """
 
+import argparse
 import contextlib
 import importlib.util
 import json
@@ -282,6 +283,48 @@ def test_an_interrupt_of_one_rank_ends_the_load_of_all(rank, world_size, moment,
     assert time.monotonic() - start < 30
     versions = gather([p._version for p in model.module.parameters()])
     assert moment != "fill" or all(versions[-1])
+    gather(None)
+
+
+class Counted(nn.Linear):
+    """A module with extra state."""
+
+    seen = 0
+
+    def get_extra_state(self):
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state):
+        self.seen = state["seen"]
+
+
+@every_stage
+@on_every_rank()
+def test_extra_state_is_set_and_other_values_are_named(rank, world_size, stage):
+    folder = shared_folder(rank)
+    module = nn.Sequential(Counted(40, 40))
+    model = sw.wrap(module, **STAGES[stage])
+    state = {**gather(sw.full_state_dict(model))[0], "0._extra_state": {"seen": 5}}
+    if rank == 0:
+        torch.save(state, folder / "a.pt")
+        torch.save({**state, "0._extra_state": {"seen": argparse.Namespace()}}, folder / "odd.pt")
+    gather(None)
+    for place in (state, folder / "a.pt", iter(state.items())):
+        module[0].seen = 0
+        assert sw.load_pretrained(model, place) == ([], [])
+        assert module[0].seen == 5
+    sparse = torch.eye(40).to_sparse()
+    places = [{**state, "0.bias": odd} for odd in ({}, [1.0], None, torch.zeros(40, device="meta"), sparse)]
+    for place in (*places, iter(places[0].items())):
+        with pytest.raises(sw.Error, match="'0.bias' is a .*, not a dense tensor with memory"):
+            sw.load_pretrained(model, place)
+    with pytest.raises(sw.Error, match="0._extra_state.seen, of class argparse.Namespace, which cannot be read"):
+        sw.load_pretrained(model, folder / "odd.pt")
+    plain = sw.wrap(nn.Sequential(nn.Linear(40, 40)), **STAGES[stage])
+    with pytest.raises(sw.Error, match="the module lacks '0._extra_state'"):
+        sw.load_pretrained(plain, state)
+    assert sw.load_pretrained(plain, state, strict=False) == ([], ["0._extra_state"])
+    assert_is(plain, {name: each for name, each in state.items() if name != "0._extra_state"})
     gather(None)
 
 
