@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 #: lines of Python by folder, at most; the files beside a package's folders stand under the package's name
 LINES = {
-    "shardwright": 1_593,
+    "shardwright": 1_605,
     "shardwright/backend": 578,
     "shardwright/checkpoint": 9_160,
     "shardwright/comm": 2_740,

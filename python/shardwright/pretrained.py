@@ -33,6 +33,7 @@ __all__ = ["UnmatchedNames", "load_pretrained"]
 #: a cast reads this much at a time
 _CHUNK_BYTES = 16 << 20
 _NAMED_MOST = 3
+_ROUNDINGS = ("bfloat16", "float16", "float32")
 
 
 class UnmatchedNames(NamedTuple):
@@ -49,7 +50,7 @@ def load_pretrained(
     place: Any,
     *,
     rename: Rename = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     strict: bool = True,
 ) -> UnmatchedNames:
     """Load a model's weights into a wrapped module, at any stage and world size. Collective.
@@ -63,8 +64,9 @@ def load_pretrained(
         file of torch.save; or pairs of name and whole tensor, which every rank passes alike and in the same order.
     rename : mapping of str to str, or callable, optional
         As for sw.load: regular expressions and replacements, or a function from a stored name to the module's.
-    dtype : torch.dtype, optional
-        Round floating-point values to it first, as from_pretrained(dtype=) does. Values are then cast to the dtype of
+    dtype : torch.dtype or str, optional
+        Round floating-point values to it first, as from_pretrained(dtype=) does: a floating-point dtype, or the name
+        "bfloat16", "float16" or "float32". Values are then cast to the dtype of
         the module's tensor.
     strict : bool
         True if a name that only one side has is an error. A tied parameter needs one of its names; several must have
@@ -97,20 +99,22 @@ def load_pretrained(
     comm, label = replicas[0].group.comm, f"weights of {type(bare).__name__}"
     names, targets = NameMap(rename=rename, strict=strict), _Targets(bare, replicas)
     stored: dict[str, Any] = {}
+    rounds: torch.dtype | None = None
     streams = not isinstance(place, (str, os.PathLike, Mapping))
     found = UnmatchedNames([], [])
 
     def match() -> bytes:
-        nonlocal stored, found
+        nonlocal stored, found, rounds
         from .formats.places import stored_tensors  # imports torch.distributed.checkpoint
 
+        rounds = _rounding(dtype)
         targets.check()
         if streams:
-            return b""
+            return json.dumps([["dtype=", repr(rounds)]]).encode()
         stored = names.renamed(stored_tensors(place))
         found = targets.match(stored, strict, "the mapping" if isinstance(place, Mapping) else f"{os.fspath(place)!r}")
         rows = [_row(name, each) for name, each in stored.items()]
-        return json.dumps([["dtype=", repr(dtype)], *rows]).encode()
+        return json.dumps([["dtype=", repr(rounds)], *rows]).encode()
 
     def fill() -> bytes:
         nonlocal found
@@ -123,7 +127,7 @@ def load_pretrained(
             each = Lazy.of(each.read()) if is_whole else each  # once, where the format has no ranges
             if streams or is_whole:
                 rows.append(_row(name, each))
-            targets.fill(name, each, dtype)
+            targets.fill(name, each, rounds)
         if streams:
             found = targets.match(loaded, strict, "the iterable")
         return json.dumps(rows).encode()
@@ -181,6 +185,14 @@ def _difference(said: Sequence[bytes]) -> str:
     texts = ["nothing" if row is None else " ".join(map(str, row[:3])) for row in (rows[0], rows[rank])]
     what = f"{texts[0]} with other values" if texts[0] == texts[1] else f"{texts[0]} and {texts[1]}"
     return f"load_pretrained: ranks 0 and {rank} found different tensors, {what}: name the same place on every rank"
+
+
+def _rounding(dtype: Any) -> torch.dtype | None:
+    found = getattr(torch, dtype) if isinstance(dtype, str) and dtype in _ROUNDINGS else dtype
+    if found is None or (isinstance(found, torch.dtype) and found.is_floating_point):
+        return found
+    kind = ValueError if isinstance(dtype, (str, torch.dtype)) else TypeError
+    raise kind(f"load_pretrained: dtype= must be a floating-point torch.dtype or one of {_ROUNDINGS}, got {dtype!r}")
 
 
 def _pairs(place: Iterable[tuple[str, torch.Tensor]], names: NameMap) -> Iterator[tuple[str, Any]]:

@@ -286,6 +286,24 @@ def test_an_interrupt_of_one_rank_ends_the_load_of_all(rank, world_size, moment,
     gather(None)
 
 
+@every_stage
+@on_every_rank()
+def test_a_dtype_is_one_that_rounds_or_an_error(rank, world_size, stage):
+    model = sw.wrap(nn.Linear(40, 40), **STAGES[stage])
+    state = gather(sw.full_state_dict(model))[0]
+    for dtype, kind in ((torch.int8, ValueError), ("cpu", ValueError), ("double", ValueError), (16, TypeError)):
+        for place in (state, iter(state.items())):
+            with pytest.raises(
+                kind, match="floating-point torch.dtype or one of .'bfloat16', 'float16', 'float32'., got"
+            ):
+                sw.load_pretrained(model, place, dtype=dtype)
+    assert_is(model, state)
+    for place in (state, iter(state.items())):
+        sw.load_pretrained(model, place, dtype="bfloat16")
+        assert_is(model, {name: each.bfloat16().float() for name, each in state.items()})
+    gather(None)
+
+
 class Counted(nn.Linear):
     """A module with extra state."""
 
