@@ -198,8 +198,13 @@ def _rounding(dtype: Any) -> torch.dtype | None:
 def _pairs(place: Iterable[tuple[str, torch.Tensor]], names: NameMap) -> Iterator[tuple[str, Any]]:
     from .formats.places import stored_value
 
+    taken = set[str]()
     for name, value in place:
-        yield names.new(name), stored_value(name, value)
+        new = names.new(name)
+        if new in taken:
+            raise Error(f"load_pretrained: two pairs have the name '{new}', one of them '{name}'")
+        taken.add(new)
+        yield new, stored_value(name, value)
 
 
 class _Targets:

@@ -304,6 +304,26 @@ def test_a_dtype_is_one_that_rounds_or_an_error(rank, world_size, stage):
     gather(None)
 
 
+@every_stage
+@on_every_rank()
+def test_a_name_given_twice_is_an_error(rank, world_size, stage):
+    model = sw.wrap(nn.Linear(40, 40), **STAGES[stage])
+    state = gather(sw.full_state_dict(model))[0]
+    pairs = list(state.items())
+    with pytest.raises(sw.Error, match="two pairs have the name 'bias', one of them 'bias'"):
+        sw.load_pretrained(model, iter([*pairs, ("bias", state["bias"] + 1)]))
+    both = [(f"{prefix}.{name}", each) for prefix in "ab" for name, each in pairs]
+    for place in (both, dict(both)):
+        with pytest.raises((sw.Error, ValueError), match="two (pairs|tensors).* 'weight', one of them 'b.weight'"):
+            sw.load_pretrained(model, place, rename={"^[ab]\\.": ""})
+    assert_is(model, state)
+    if world_size > 1:
+        low = [(name, each.bfloat16() if rank else each) for name, each in pairs]
+        with pytest.raises(sw.Error, match=r"weight float32 \[40, 40\] and weight bfloat16"):
+            sw.load_pretrained(model, low)
+    gather(None)
+
+
 class Counted(nn.Linear):
     """A module with extra state."""
 
