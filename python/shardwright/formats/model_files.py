@@ -13,13 +13,12 @@ from .lazy import TORCH_DTYPES, Lazy
 
 __all__ = ["MODEL_KEYS", "model_files", "read_safetensors"]
 
-#: names of index files, in order of preference
-_INDEXES = (
-    "model.safetensors.index.json",
-    "pytorch_model.bin.index.json",
-    "diffusion_pytorch_model.safetensors.index.json",
+#: names of files and of indexes of files, in order of preference
+_FILES = (
+    *("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors"),
+    *("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.safetensors.index.json"),
+    *("pytorch_model.bin", "pytorch_model.bin.index.json"),
 )
-_SINGLE = ("model.safetensors", "adapter_model.safetensors", "diffusion_pytorch_model.safetensors", "pytorch_model.bin")
 #: keys under which programs store a model in a file of torch.save
 MODEL_KEYS = ("state_dict", "model_state_dict", "model", "module")
 
@@ -28,11 +27,10 @@ def model_files(path: str) -> list[str]:
     """Return the files of a model at `path`, a file or a folder; [] if there are none."""
     if os.path.isfile(path):
         return [path] if path.endswith((".safetensors", ".bin", ".pt", ".pth", ".ckpt")) else []
-    for name in _INDEXES:
-        index = os.path.join(path, name)
-        if os.path.isfile(index):
-            return [os.path.join(path, each) for each in _of_index(index)]
-    return next(([os.path.join(path, n)] for n in _SINGLE if os.path.isfile(os.path.join(path, n))), [])
+    first = next((n for each in _FILES if os.path.isfile(n := os.path.join(path, each))), "")
+    if first.endswith(".index.json"):
+        return [os.path.join(path, each) for each in _of_index(first)]
+    return [first] if first else []
 
 
 def _of_index(path: str) -> list[str]:
