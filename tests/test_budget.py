@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 #: lines of Python by folder, at most; the files beside a package's folders stand under the package's name
 LINES = {
-    "shardwright": 1_610,
+    "shardwright": 1_596,
     "shardwright/backend": 578,
     "shardwright/checkpoint": 9_160,
     "shardwright/comm": 2_740,
@@ -31,7 +31,6 @@ LINES = {
     "shardwright_tools/planner": 1_497,
 }
 #: lines of C, headers and sources: the engine, and the check of its kernels that the tools import
-C_LINES = {"csrc": 43_562, "csrc_check": 1_538}
 C_LINES = {"csrc": 43_562, "csrc_check": 1_538}
 
 

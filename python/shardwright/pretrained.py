@@ -121,8 +121,10 @@ def load_pretrained(
         rows, loaded = list[list[Any]](), dict[str, Any]()
         for name, each in _pairs(place, names) if streams else stored.items():
             if streams:
-                loaded[name] = None
                 targets.check_fits(name, each)
+                if name in loaded:
+                    raise Error(f"load_pretrained: two pairs have the name {name!r}, by rename= or as given")
+                loaded[name] = None
             is_whole = isinstance(each, Lazy) and each.part is None
             each = Lazy.of(each.read()) if is_whole else each  # once, where the format has no ranges
             if streams or is_whole:
@@ -198,13 +200,8 @@ def _rounding(dtype: Any) -> torch.dtype | None:
 def _pairs(place: Iterable[tuple[str, torch.Tensor]], names: NameMap) -> Iterator[tuple[str, Any]]:
     from .formats.places import stored_value
 
-    taken = set[str]()
     for name, value in place:
-        new = names.new(name)
-        if new in taken:
-            raise Error(f"load_pretrained: two pairs have the name '{new}', one of them '{name}'")
-        taken.add(new)
-        yield new, stored_value(name, value)
+        yield names.new(name), stored_value(name, value)
 
 
 class _Targets:
@@ -278,43 +275,32 @@ class _Targets:
             return
         rounds = dtype if each.dtype.is_floating_point else None
         first = self._done.setdefault(id(target), name)
-        if first != name:
-            self._compare(first, name, each, rounds)
-            return
-        if id(target) not in self._places:  # a buffer, or an ignored parameter
-            whole = torch.empty(each.shape, dtype=each.dtype, device="cpu")
-            _read(each, 0, whole.view(-1), None)
-            target.copy_(whole if rounds is None else whole.to(rounds))
-            return
-        replica, index = self._places[id(target)]
-        storage = replica.parameters()
-        like, pieces = storage.like(index), storage.pieces(index)
-        if pieces and like.is_contiguous():
-            for low, high, piece in pieces:
-                if low < high:
-                    _read(each, low, piece, rounds)
-            return
-        whole = torch.empty(each.shape, dtype=like.dtype, device="cpu")
-        _read(each, 0, whole.view(-1), rounds)
-        for low, high, piece in pieces:
-            piece.copy_(memory_order(whole, like)[low:high])
-        if not pieces:  # strides that overlap or leave gaps
-            target.copy_(whole)
-
-    def _compare(self, first: str, name: str, each: Lazy, rounds: torch.dtype | None) -> None:
-        """Raise Error if this rank's row-major elements of a stored tensor are not those that `first` has given."""
-        replica, index = self._places.get(id(self._named[name]), (None, 0))
-        storage = None if replica is None else replica.parameters()
-        if storage is None or not storage.like(index).is_contiguous():
-            return
-        for low, high, piece in storage.pieces(index):
-            again = torch.empty_like(piece)
-            if low < high:
-                _read(each, low, again, rounds)
-            if low < high and not torch.equal(again.view(torch.uint8), piece.view(torch.uint8)):
+        for low, memory, whole in self._memory(target, each, rounds):
+            values = memory if first == name else torch.empty_like(memory)
+            if whole is None:
+                _read(each, low, values, rounds)
+            else:
+                values.copy_(whole)
+            if not torch.equal(*(t.reshape(-1).view(torch.uint8) for t in (values, memory))):
                 raise Error(
                     f"load_pretrained: {first!r} and {name!r} are one tensor of the module, with other values stored"
                 )
+
+    def _memory(
+        self, target: torch.Tensor, each: Lazy, rounds: torch.dtype | None
+    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None]]:
+        """Return (first element, memory) of this rank's row-major elements of a tensor; with values, of all other elements."""
+        replica, index = self._places.get(id(target), (None, 0))  # None: a buffer, or an ignored parameter
+        storage = None if replica is None else replica.parameters()
+        like, pieces = (target, []) if storage is None else (storage.like(index), storage.pieces(index))
+        if pieces and like.is_contiguous():
+            yield from ((low, piece, None) for low, high, piece in pieces if low < high)
+            return
+        whole = torch.empty(each.shape, dtype=like.dtype, device="cpu")
+        _read(each, 0, whole.view(-1), rounds)
+        yield from ((low, piece, memory_order(whole, like)[low:high]) for low, high, piece in pieces)
+        if not pieces:  # outside of a replica, or strides that overlap or leave gaps
+            yield 0, target, whole
 
 
 def _read(each: Lazy, low: int, out: torch.Tensor, rounds: torch.dtype | None) -> None:

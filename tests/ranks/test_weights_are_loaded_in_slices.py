@@ -310,17 +310,45 @@ def test_a_name_given_twice_is_an_error(rank, world_size, stage):
     model = sw.wrap(nn.Linear(40, 40), **STAGES[stage])
     state = gather(sw.full_state_dict(model))[0]
     pairs = list(state.items())
-    with pytest.raises(sw.Error, match="two pairs have the name 'bias', one of them 'bias'"):
+    with pytest.raises(sw.Error, match="two pairs have the name 'bias', by rename= or as given"):
         sw.load_pretrained(model, iter([*pairs, ("bias", state["bias"] + 1)]))
     both = [(f"{prefix}.{name}", each) for prefix in "ab" for name, each in pairs]
     for place in (both, dict(both)):
-        with pytest.raises((sw.Error, ValueError), match="two (pairs|tensors).* 'weight', one of them 'b.weight'"):
+        with pytest.raises((sw.Error, ValueError), match="two (pairs|tensors).* name 'weight'"):
             sw.load_pretrained(model, place, rename={"^[ab]\\.": ""})
     assert_is(model, state)
     if world_size > 1:
         low = [(name, each.bfloat16() if rank else each) for name, each in pairs]
         with pytest.raises(sw.Error, match=r"weight float32 \[40, 40\] and weight bfloat16"):
             sw.load_pretrained(model, low)
+    gather(None)
+
+
+class Ties(nn.Module):
+    """Tied: a parameter whose columns lie together, and a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Module(), nn.Module()
+        self.a.w = self.b.w = nn.Parameter(torch.zeros(41, 50).t())
+        for each in (self.a, self.b):
+            each.register_buffer("scale", torch.zeros(4) if each is self.a else self.a.scale)
+
+
+@every_stage
+@on_every_rank()
+def test_conflicting_values_of_any_tied_tensor_are_an_error(rank, world_size, stage):
+    torch.manual_seed(3)
+    state = {"a.w": torch.randn(50, 41), "a.scale": torch.randn(4)}
+    state |= {name.replace("a.", "b."): each.clone() for name, each in state.items()}
+    model = sw.wrap(Ties(), **STAGES[stage])
+    assert sw.load_pretrained(model, state) == ([], [])
+    assert_is(model, state)
+    for name in ("b.w", "b.scale"):
+        changed = state[name].clone()
+        changed[-1] += 1
+        with pytest.raises(sw.Error, match=f"'a{name[1:]}' and '{name}' are one tensor of the module"):
+            sw.load_pretrained(model, {**state, name: changed})
     gather(None)
 
 
