@@ -261,7 +261,7 @@ class _Targets:
             raise Error(
                 f"load_pretrained: {name!r} has shape {tuple(each.shape)}, and the module's {tuple(target.shape)}"
             )
-        if each.dtype != target.dtype and not (each.dtype.is_floating_point and target.dtype.is_floating_point):
+        if each.dtype != target.dtype and not _can_cast(each.dtype, target.dtype):
             raise Error(
                 f"load_pretrained: {name!r} is {dtype_name(each.dtype)}, which cannot be cast to the module's {dtype_name(target.dtype)}"
             )
@@ -319,6 +319,16 @@ def _read(each: Lazy, low: int, out: torch.Tensor, rounds: torch.dtype | None) -
         each.part((low + at) * item, memory.nbytes, memory.data_ptr())
         if memory is not target:
             target.copy_(memory if rounds is None else memory.to(rounds))
+
+
+def _can_cast(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """Return True between floating-point dtypes, and from integers or bools to integers that hold all their values."""
+    if any(each.is_floating_point or each.is_complex for each in (dtype, other)):
+        return dtype.is_floating_point and other.is_floating_point
+    (low, high), (least, most) = (
+        (0, 1) if each == torch.bool else (torch.iinfo(each).min, torch.iinfo(each).max) for each in (dtype, other)
+    )
+    return least <= low and high <= most
 
 
 def _some(names: Sequence[str], known: Iterable[str]) -> str:

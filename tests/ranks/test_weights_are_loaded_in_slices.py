@@ -352,6 +352,39 @@ def test_conflicting_values_of_any_tied_tensor_are_an_error(rank, world_size, st
     gather(None)
 
 
+class Kinds(nn.Module):
+    """A complex buffer, and buffers of integers."""
+
+    def __init__(self, dtype=torch.int64, value=0):
+        super().__init__()
+        self.line = nn.Linear(40, 40)
+        self.register_buffer("turns", torch.full((30, 3), complex(value, 2 * value)))
+        self.register_buffer("count", torch.full((5,), value, dtype=dtype))
+
+
+@every_stage
+@on_every_rank()
+def test_complex_buffers_and_lossless_casts_of_integers(rank, world_size, stage):
+    folder, options = shared_folder(rank), STAGES[stage]
+    model = sw.wrap(Kinds(value=1), **options)
+    state = gather(sw.full_state_dict(model))[0]
+    sw.save(str(folder / "ours"), model)
+    other = sw.wrap(Kinds(), **options)
+    for place in (folder / "ours", state):
+        other.module.turns.zero_()
+        assert sw.load_pretrained(other, place) == ([], [])
+        assert_is(other, state)
+    for dtype in (torch.bool, torch.int8, torch.uint8, torch.uint16, torch.int32):
+        other.module.count.zero_()
+        sw.load_pretrained(other, {**state, "count": torch.ones(5, dtype=dtype)})
+        assert_is(other, state)
+    for given, own in ((torch.int64, torch.int32), (torch.int8, torch.uint8), (torch.uint8, torch.bool)):
+        narrow = sw.wrap(Kinds(own), **options)
+        with pytest.raises(sw.Error, match="'count' is u?int.*, which cannot be cast to the module's"):
+            sw.load_pretrained(narrow, {**state, "count": torch.ones(5, dtype=given)})
+    gather(None)
+
+
 class Counted(nn.Linear):
     """A module with extra state."""
 

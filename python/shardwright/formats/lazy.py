@@ -5,11 +5,14 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import hashlib
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-__all__ = ["DTYPES", "TORCH_DTYPES", "Lazy", "has_numpy"]
+from .._engine import CheckpointError
+
+__all__ = ["DTYPES", "TORCH_DTYPES", "Lazy", "complex_dtype", "has_numpy", "is_complex_mark"]
 
 #: sample() takes so many pieces of a tensor, of at most so many bytes
 _PIECES, _PIECE_BYTES = 8, 4096
@@ -41,6 +44,24 @@ for _torch_name, _name in (
         DTYPES[getattr(torch, _torch_name)] = _name
 #: safetensors' name -> torch's dtype of real tensors
 TORCH_DTYPES: Mapping[str, torch.dtype] = {name: dtype for dtype, name in DTYPES.items() if not dtype.is_complex}
+
+
+def is_complex_mark(key: str, value: str) -> bool:
+    """Return whether an entry records a complex dtype, rather than a tied tensor of a module named `complex`."""
+    return key.startswith("complex.") and re.fullmatch(r"complex\d+", value) is not None
+
+
+def complex_dtype(
+    path: str, metadata: Mapping[str, str], name: str, dtype: str, shape: Sequence[int]
+) -> torch.dtype | None:
+    """Return the complex dtype of a tensor. Raise CheckpointError unless its real view has the dtype and shape of the file."""
+    key = f"complex.{name}"
+    if key not in metadata or not is_complex_mark(key, metadata[key]):
+        return None
+    parts = {"complex64": "F32", "complex128": "F64"}.get(metadata[key])
+    if parts is None or parts != dtype or not shape or shape[-1] != 2:
+        raise CheckpointError(f"'{path}' calls '{name}', of {dtype} {list(shape)}, a {metadata[key]}: it cannot be one")
+    return torch.complex64 if parts == "F32" else torch.complex128
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ import os
 import torch
 
 from .._engine import CheckpointError, CheckpointFolder
-from .lazy import TORCH_DTYPES, Lazy
+from .lazy import TORCH_DTYPES, Lazy, complex_dtype
 
 __all__ = ["MODEL_KEYS", "model_files", "read_safetensors"]
 
@@ -56,7 +56,11 @@ def read_safetensors(path: str, folder: CheckpointFolder | None = None) -> dict[
     odd = next(((name, dtype) for name, dtype, *_ in entries if dtype not in TORCH_DTYPES), None)
     if odd is not None:
         raise CheckpointError(f"'{path}': tensor '{odd[0]}' has the dtype {odd[1]}, which this program does not know")
-    return {name: _at(path, TORCH_DTYPES[dtype], shape, begin, folder) for name, dtype, shape, begin, _ in entries}
+    found = {}
+    for name, dtype, shape, begin, _ in entries:
+        pairs = complex_dtype(path, metadata, name, dtype, shape)
+        found[name] = _at(path, pairs or TORCH_DTYPES[dtype], shape[:-1] if pairs else shape, begin, folder)
+    return found
 
 
 def _at(path: str, dtype: torch.dtype, shape: tuple[int, ...], at: int, folder: CheckpointFolder | None) -> Lazy:
