@@ -33,6 +33,7 @@ __all__ = ["UnmatchedNames", "load_pretrained"]
 #: a cast reads this much at a time
 _CHUNK_BYTES = 16 << 20
 _NAMED_MOST = 3
+_PLACES = "load_pretrained: the place must be a path, a mapping of str to Tensor, or an iterable of pairs (str, Tensor)"
 _ROUNDINGS = ("bfloat16", "float16", "float32")
 
 
@@ -66,8 +67,7 @@ def load_pretrained(
         As for sw.load: regular expressions and replacements, or a function from a stored name to the module's.
     dtype : torch.dtype or str, optional
         Round floating-point values to it first, as from_pretrained(dtype=) does: a floating-point dtype, or the name
-        "bfloat16", "float16" or "float32". Values are then cast to the dtype of
-        the module's tensor.
+        "bfloat16", "float16" or "float32". Values are then cast to the dtype of the module's tensor.
     strict : bool
         True if a name that only one side has is an error. A tied parameter needs one of its names; several must have
         equal values.
@@ -75,19 +75,22 @@ def load_pretrained(
     Returns
     -------
     UnmatchedNames
-        (missing, unexpected): names of tensors that `place` lacks, whose tensors keep their values, and names that the module lacks.
+        (missing, unexpected): names of tensors that `place` lacks, which stay, and names that the module lacks.
 
     Raises
     ------
     Error
-        Inside full_parameters(writable=True), for unmatched names, another shape, a dtype that cannot be cast, or a place that a rank cannot read; every rank
-        raises. Nothing has changed then, except for pairs, and for files that change or fail while they are read.
+        Inside full_parameters(writable=True); for unmatched names, another shape, a dtype that cannot be cast, values
+        that differ between ranks, or a place that a rank cannot read; every rank raises. Nothing has changed then,
+        except for pairs, and for files that change, fail or are first compared while they are read.
+    TypeError, ValueError
+        For a `place` or `dtype` of another kind.
     NotImplementedError
         For DTensors, and for released parameters on a GPU.
 
     Notes
     -----
-    A module's extra state, where `place` holds it, goes to set_extra_state(); the module keeps its own otherwise.
+    Extra state that `place` holds goes to set_extra_state(); a module keeps its own otherwise.
 
     Cost: at zero=3 each rank reads the bytes of its slices, or its part of what a host shares; below that all bytes. A
     cast needs 16 MiB; formats without ranges (torch.distributed.checkpoint) and parameters that are not row-major need
@@ -109,6 +112,8 @@ def load_pretrained(
 
         rounds = _rounding(dtype)
         targets.check()
+        if streams and not isinstance(place, Iterable):
+            raise TypeError(f"{_PLACES}, got a {type(place).__name__}")
         if streams:
             return json.dumps([["dtype=", repr(rounds)]]).encode()
         stored = names.renamed(stored_tensors(place))
@@ -135,8 +140,7 @@ def load_pretrained(
         return json.dumps(rows).encode()
 
     for replica in replicas:
-        if replica.access.load_depth:  # a load_state_dict() that ended in an exception
-            replica.access.abandon_load()
+        replica.access.abandon_load()  # of a load_state_dict() that ended in an exception
     _agree(comm, match, label)
     failure: Exception | None = None
     said = b""
@@ -200,8 +204,10 @@ def _rounding(dtype: Any) -> torch.dtype | None:
 def _pairs(place: Iterable[tuple[str, torch.Tensor]], names: NameMap) -> Iterator[tuple[str, Any]]:
     from .formats.places import stored_value
 
-    for name, value in place:
-        yield names.new(name), stored_value(name, value)
+    for pair in place:
+        if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[0], str)):
+            raise TypeError(f"{_PLACES}, got a {type(place).__name__} of {type(pair).__name__}")
+        yield names.new(pair[0]), stored_value(*pair)
 
 
 class _Targets:
@@ -222,10 +228,7 @@ class _Targets:
         """Raise NotImplementedError for a module whose slices cannot be filled, Error if its values would not last."""
         for each in self._replicas:
             if each.access.is_writing:
-                raise Error(
-                    "load_pretrained: full_parameters(writable=True) would undo it as it ends: call it outside, or "
-                    "load_state_dict() inside"
-                )
+                raise Error("load_pretrained: full_parameters(writable=True) would undo it as it ends: call it outside")
             if each.model_ranks is not None:
                 raise NotImplementedError(
                     "load_pretrained: DTensors are not supported: use sw.load, or load before wrapping"
@@ -281,14 +284,12 @@ class _Targets:
                 _read(each, low, values, rounds)
             else:
                 values.copy_(whole)
-            if not torch.equal(*(t.reshape(-1).view(torch.uint8) for t in (values, memory))):
+            if values is not memory and not torch.equal(*(t.reshape(-1).view(torch.uint8) for t in (values, memory))):
                 raise Error(
                     f"load_pretrained: {first!r} and {name!r} are one tensor of the module, with other values stored"
                 )
 
-    def _memory(
-        self, target: torch.Tensor, each: Lazy, rounds: torch.dtype | None
-    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None]]:
+    def _memory(self, target: torch.Tensor, each: Lazy, rounds: Any) -> Iterator[tuple[int, torch.Tensor, Any]]:
         """Return (first element, memory) of this rank's row-major elements of a tensor; with values, of all other elements."""
         replica, index = self._places.get(id(target), (None, 0))  # None: a buffer, or an ignored parameter
         storage = None if replica is None else replica.parameters()
@@ -325,10 +326,10 @@ def _can_cast(dtype: torch.dtype, other: torch.dtype) -> bool:
     """Return True between floating-point dtypes, and from integers or bools to integers that hold all their values."""
     if any(each.is_floating_point or each.is_complex for each in (dtype, other)):
         return dtype.is_floating_point and other.is_floating_point
-    (low, high), (least, most) = (
-        (0, 1) if each == torch.bool else (torch.iinfo(each).min, torch.iinfo(each).max) for each in (dtype, other)
+    infos = [torch.iinfo(torch.uint8 if each == torch.bool else each) for each in (dtype, other)]
+    return dtype == torch.bool or (
+        other != torch.bool and infos[1].min <= infos[0].min and infos[0].max <= infos[1].max
     )
-    return least <= low and high <= most
 
 
 def _some(names: Sequence[str], known: Iterable[str]) -> str:

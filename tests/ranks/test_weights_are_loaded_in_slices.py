@@ -24,6 +24,7 @@ from test_checkpoint_bytes_do_not_depend_on_the_ranks import shared_folder as fo
 from test_hosts_fold_in_two_steps import hosts_of, on_hosts
 from test_memory_is_held_to_the_plan import pss_bytes, settled
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
 HAS_TRANSFORMERS = importlib.util.find_spec("transformers") is not None
@@ -385,6 +386,35 @@ def test_complex_buffers_and_lossless_casts_of_integers(rank, world_size, stage)
     gather(None)
 
 
+@every_stage
+@on_every_rank()
+def test_a_place_is_known_by_what_it_holds(rank, world_size, stage):
+    folder = shared_folder(rank)
+    module = nn.Sequential(nn.Linear(40, 40))
+    model = sw.wrap(module, **STAGES[stage])
+    state = gather(sw.full_state_dict(model))[0]
+    if rank == 0:
+        torch.save(state, folder / "zip")
+        torch.save(state, folder / "pickle.weights", _use_new_zipfile_serialization=False)
+        torch.save(nn.Sequential(nn.Linear(40, 40)), folder / "whole.pt")
+        torch.save({"model": nn.Sequential(nn.Linear(40, 40)), "epoch": 3}, folder / "under.pt")
+    gather(None)
+    for name in ("zip", "pickle.weights"):
+        assert sw.load_pretrained(model, folder / name) == ([], []), name
+        assert_is(model, state)
+    for name in ("whole.pt", "under.pt"):
+        with pytest.raises(
+            sw.Error, match=r"torch.nn.modules.container.Sequential, not .*: save module.state_dict\(\)"
+        ):
+            sw.load_pretrained(model, folder / name)
+    with open(folder / "zip", "rb") as file:
+        for place in (5, None, nn.Linear(40, 40), module, file, b"zip", [("0.bias",)], {"0.bias"}):
+            with pytest.raises(TypeError, match="must be a path, a mapping of str to Tensor, or an iterable of pairs"):
+                sw.load_pretrained(model, place)
+    assert_is(model, state)
+    gather(None)
+
+
 class Counted(nn.Linear):
     """A module with extra state."""
 
@@ -413,7 +443,9 @@ def test_extra_state_is_set_and_other_values_are_named(rank, world_size, stage):
         assert sw.load_pretrained(model, place) == ([], [])
         assert module[0].seen == 5
     sparse = torch.eye(40).to_sparse()
-    places = [{**state, "0.bias": odd} for odd in ({}, [1.0], None, torch.zeros(40, device="meta"), sparse)]
+    with FakeTensorMode():
+        fake = torch.zeros(40)
+    places = [{**state, "0.bias": odd} for odd in ({}, [1.0], None, torch.zeros(40, device="meta"), sparse, fake)]
     for place in (*places, iter(places[0].items())):
         with pytest.raises(sw.Error, match="'0.bias' is a .*, not a dense tensor with memory"):
             sw.load_pretrained(model, place)

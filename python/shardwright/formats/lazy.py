@@ -7,10 +7,12 @@ import dataclasses
 import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from .._engine import CheckpointError
+from ..layout.memory import address_of
 
 __all__ = ["DTYPES", "TORCH_DTYPES", "Lazy", "complex_dtype", "has_numpy", "is_complex_mark"]
 
@@ -51,16 +53,14 @@ def is_complex_mark(key: str, value: str) -> bool:
     return key.startswith("complex.") and re.fullmatch(r"complex\d+", value) is not None
 
 
-def complex_dtype(
-    path: str, metadata: Mapping[str, str], name: str, dtype: str, shape: Sequence[int]
-) -> torch.dtype | None:
-    """Return the complex dtype of a tensor. Raise CheckpointError unless its real view has the dtype and shape of the file."""
+def complex_dtype(path: str, marks: Mapping[str, str], name: str, dtype: str, shape: Sequence[int]) -> Any:
+    """Return the complex dtype of a tensor, or None. Raise CheckpointError unless its real view has the dtype and shape of the file."""
     key = f"complex.{name}"
-    if key not in metadata or not is_complex_mark(key, metadata[key]):
+    if key not in marks or not is_complex_mark(key, marks[key]):
         return None
-    parts = {"complex64": "F32", "complex128": "F64"}.get(metadata[key])
+    parts = {"complex64": "F32", "complex128": "F64"}.get(marks[key])
     if parts is None or parts != dtype or not shape or shape[-1] != 2:
-        raise CheckpointError(f"'{path}' calls '{name}', of {dtype} {list(shape)}, a {metadata[key]}: it cannot be one")
+        raise CheckpointError(f"'{path}' calls '{name}', of {dtype} {list(shape)}, a {marks[key]}: it cannot be one")
     return torch.complex64 if parts == "F32" else torch.complex128
 
 
@@ -91,11 +91,12 @@ class Lazy:
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Lazy:
         def part(first: int, nbytes: int, address: int) -> None:
-            ctypes.memmove(address, tensor.data_ptr() + first, nbytes)
+            ctypes.memmove(address, address_of(tensor) + first, nbytes)
 
-        is_plain = tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
-        whole = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous
-        return cls(tensor.dtype, tuple(tensor.shape), whole, part=part if is_plain else None)
+        is_plain = address_of(tensor) != 0 and tensor.device.type == "cpu" and tensor.is_contiguous()
+        is_plain = is_plain and not (tensor.is_conj() or tensor.is_neg())
+        read = lambda: tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()  # noqa: E731
+        return cls(tensor.dtype, tuple(tensor.shape), read, part=part if is_plain else None)
 
     def sample(self) -> str:
         """Return a digest of pieces spread over the tensor, the first and the last bytes among them. `part` must be set."""

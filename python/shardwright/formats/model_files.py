@@ -26,11 +26,17 @@ MODEL_KEYS = ("state_dict", "model_state_dict", "model", "module")
 def model_files(path: str) -> list[str]:
     """Return the files of a model at `path`, a file or a folder; [] if there are none."""
     if os.path.isfile(path):
-        return [path] if path.endswith((".safetensors", ".bin", ".pt", ".pth", ".ckpt")) else []
+        return [path] if path.endswith((".safetensors", ".bin", ".pt", ".pth", ".ckpt")) or _is_torch(path) else []
     first = next((n for each in _FILES if os.path.isfile(n := os.path.join(path, each))), "")
     if first.endswith(".index.json"):
         return [os.path.join(path, each) for each in _of_index(first)]
     return [first] if first else []
+
+
+def _is_torch(path: str) -> bool:
+    """Return whether a file begins as one of torch.save: an archive, or a pickle of protocol 2 to 5."""
+    with open(path, "rb") as file:
+        return file.read(4).startswith((b"PK\3\4", *(bytes([0x80, n]) for n in range(2, 6))))
 
 
 def _of_index(path: str) -> list[str]:

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from .._engine import CheckpointError, CheckpointFolder
-from ..torch_compat.dtensor import is_dtensor
+from ..layout.memory import has_memory
 from .dcp import is_dcp, model_of
 from .lazy import Lazy
-from .model_files import MODEL_KEYS, model_files, read_safetensors
-from .unpickle import load_torch_file, without_placeholders
+from .model_files import model_files, read_safetensors
+from .unpickle import model_state, without_placeholders
 
 __all__ = ["stored_tensors", "stored_value"]
 
@@ -54,20 +54,17 @@ def stored_value(name: str, value: Any) -> Any:
     """Return the Lazy of a tensor, or a module's extra state. Raise CheckpointError for any other value."""
     if not isinstance(value, torch.Tensor) and str(name).endswith(EXTRA):
         return value
-    if isinstance(value, torch.Tensor) and value.layout == torch.strided:
-        if not (value.is_meta or value.is_quantized or value.is_nested or is_dtensor(value)):
+    if isinstance(value, torch.Tensor) and value.layout == torch.strided and has_memory(value):
+        if not (value.is_meta or value.is_quantized or value.is_nested):
             return Lazy.of(value)
     raise CheckpointError(f"{name!r} is a {type(value).__name__}, not a dense tensor with memory")
 
 
 def _of_torch_file(path: str) -> dict[str, Any]:
     """Return what a state dict, or one under a key that programs use, holds. Tensors stay mapped on disk."""
-    body = load_torch_file(path)
-    state = next((body[k] for k in MODEL_KEYS if isinstance(body, dict) and isinstance(body.get(k), Mapping)), body)
-    if not isinstance(state, Mapping):
-        raise CheckpointError(f"'{path}' holds a {type(body).__name__}, not a state dict")
     odd: list[str] = []
-    state = {n: without_placeholders(v, n, odd) if str(n).endswith(EXTRA) else v for n, v in state.items()}
+    items = model_state(path)[2].items()
+    state = {n: without_placeholders(v, n, odd) if str(n).endswith(EXTRA) else v for n, v in items}
     if odd:
         raise CheckpointError(f"'{path}' holds {odd[0]}, which cannot be read: leave it out")
     return {n: stored_value(n, v) for n, v in state.items() if isinstance(v, torch.Tensor) or str(n).endswith(EXTRA)}
