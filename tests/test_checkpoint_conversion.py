@@ -10,6 +10,7 @@ import json
 import os
 import pickle
 import shutil
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,28 @@ def test_torch_files_and_safetensors_go_both_ways(tmp_path: Path) -> None:
     index["weight_map"]["first.weight"] = "../a.ckpt"
     (tmp_path / "hf" / "model.safetensors.index.json").write_text(json.dumps(index))
     assert run("import", tmp_path / "hf", tmp_path / "x") == 1 and not (tmp_path / "x").exists()
+
+
+def test_a_folder_of_several_forms_is_read_in_one_order(tmp_path: Path) -> None:
+    """A whole file before parts, safetensors before torch.save, as transformers has it."""
+    forms = ["model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json"]
+    for number, name in enumerate(forms):
+        stem, _, end = name.removesuffix(".index.json").partition(".")
+        file = tmp_path / (f"{stem}-1-of-1.{end}" if name.endswith("json") else name)
+        torch.save({"w": torch.full((2,), float(number))}, file)
+        if end == "safetensors":
+            text = json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+            file.write_bytes(len(text).to_bytes(8, "little") + text + struct.pack("<2f", number, number))
+        if name.endswith("json"):
+            (tmp_path / name).write_text(json.dumps({"weight_map": {"w": file.name}}))
+    module = nn.Module()
+    module.w = nn.Parameter(torch.zeros(2))
+    model = sw.wrap(module)
+    for number, name in enumerate(forms):
+        assert convert.read(str(tmp_path)).model["w"].read().tolist() == [number] * 2
+        sw.load_pretrained(model, tmp_path)
+        assert module.w.tolist() == [number] * 2
+        (tmp_path / name).unlink()
 
 
 def test_names_and_dtypes_change_on_the_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,7 @@ safetensors and our own folders also give ranges of bytes, so a rank reads its s
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import itertools
 import json
 import os
 import re
@@ -33,6 +33,8 @@ __all__ = ["UnmatchedNames", "load_pretrained"]
 #: a cast reads this much at a time
 _CHUNK_BYTES = 16 << 20
 _NAMED_MOST = 3
+_PLACES = "load_pretrained: the place must be a path, a mapping of str to Tensor, or an iterable of pairs (str, Tensor)"
+_ROUNDINGS = ("bfloat16", "float16", "float32")
 
 
 class UnmatchedNames(NamedTuple):
@@ -49,7 +51,7 @@ def load_pretrained(
     place: Any,
     *,
     rename: Rename = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     strict: bool = True,
 ) -> UnmatchedNames:
     """Load a model's weights into a wrapped module, at any stage and world size. Collective.
@@ -63,9 +65,9 @@ def load_pretrained(
         file of torch.save; or pairs of name and whole tensor, which every rank passes alike and in the same order.
     rename : mapping of str to str, or callable, optional
         As for sw.load: regular expressions and replacements, or a function from a stored name to the module's.
-    dtype : torch.dtype, optional
-        Round floating-point values to it first, as from_pretrained(dtype=) does. Values are then cast to the dtype of
-        the module's tensor.
+    dtype : torch.dtype or str, optional
+        Round floating-point values to it first, as from_pretrained(dtype=) does: a floating-point dtype, or the name
+        "bfloat16", "float16" or "float32". Values are then cast to the dtype of the module's tensor.
     strict : bool
         True if a name that only one side has is an error. A tied parameter needs one of its names; several must have
         equal values.
@@ -73,55 +75,72 @@ def load_pretrained(
     Returns
     -------
     UnmatchedNames
-        (missing, unexpected): names that `place` lacks, whose tensors keep their values, and names that the module lacks.
+        (missing, unexpected): names of tensors that `place` lacks, which stay, and names that the module lacks.
 
     Raises
     ------
     Error
-        For unmatched names, another shape, a dtype that cannot be cast, or a place that a rank cannot read; every rank
-        raises. Nothing has changed then, except for pairs, and for files that change or fail while they are read.
+        Inside full_parameters(writable=True); for unmatched names, another shape, a dtype that cannot be cast, values
+        that differ between ranks, or a place that a rank cannot read; every rank raises. Nothing has changed then,
+        except for pairs, and for files that change, fail or are first compared while they are read.
+    TypeError, ValueError
+        For a `place` or `dtype` of another kind.
     NotImplementedError
         For DTensors, and for released parameters on a GPU.
 
     Notes
     -----
+    Extra state that `place` holds goes to set_extra_state(); a module keeps its own otherwise.
+
     Cost: at zero=3 each rank reads the bytes of its slices, or its part of what a host shares; below that all bytes. A
     cast needs 16 MiB; formats without ranges (torch.distributed.checkpoint) and parameters that are not row-major need
-    one whole tensor. Our own folders' blocks are checked as they are read; safetensors have no checksums.
+    one whole tensor. Our own folders' blocks are checked as they are read; safetensors have no checksums. Each rank reads
+    another 32 KiB of each tensor, which ranks compare.
     """
     engine = needed_engine("load_pretrained", module)
     replicas, bare = list(engine.replicas), engine.module
     comm, label = replicas[0].group.comm, f"weights of {type(bare).__name__}"
     names, targets = NameMap(rename=rename, strict=strict), _Targets(bare, replicas)
-    stored: dict[str, Lazy] = {}
+    stored: dict[str, Any] = {}
+    rounds: torch.dtype | None = None
     streams = not isinstance(place, (str, os.PathLike, Mapping))
     found = UnmatchedNames([], [])
 
     def match() -> bytes:
-        nonlocal stored, found
+        nonlocal stored, found, rounds
         from .formats.places import stored_tensors  # imports torch.distributed.checkpoint
 
+        rounds = _rounding(dtype)
         targets.check()
+        if streams and not isinstance(place, Iterable):
+            raise TypeError(f"{_PLACES}, got a {type(place).__name__}")
         if streams:
-            return b""
+            return json.dumps([["dtype=", repr(rounds)]]).encode()
         stored = names.renamed(stored_tensors(place))
         found = targets.match(stored, strict, "the mapping" if isinstance(place, Mapping) else f"{os.fspath(place)!r}")
-        rows = [[name, dtype_name(each.dtype), list(each.shape)] for name, each in stored.items()]
-        return hashlib.sha256(json.dumps([rows, repr(dtype)]).encode()).digest()
+        rows = [_row(name, each) for name, each in stored.items()]
+        return json.dumps([["dtype=", repr(rounds)], *rows]).encode()
 
     def fill() -> bytes:
         nonlocal found
-        digest, loaded = hashlib.sha256(), dict[str, Lazy | None]()
+        rows, loaded = list[list[Any]](), dict[str, Any]()
         for name, each in _pairs(place, names) if streams else stored.items():
-            digest.update(name.encode())
             if streams:
-                loaded[name] = None
                 targets.check_fits(name, each)
-            targets.fill(name, each, dtype)
+                if name in loaded:
+                    raise Error(f"load_pretrained: two pairs have the name {name!r}, by rename= or as given")
+                loaded[name] = None
+            is_whole = isinstance(each, Lazy) and each.part is None
+            each = Lazy.of(each.read()) if is_whole else each  # once, where the format has no ranges
+            if streams or is_whole:
+                rows.append(_row(name, each))
+            targets.fill(name, each, rounds)
         if streams:
             found = targets.match(loaded, strict, "the iterable")
-        return digest.digest()
+        return json.dumps(rows).encode()
 
+    for replica in replicas:
+        replica.access.abandon_load()  # of a load_state_dict() that ended in an exception
     _agree(comm, match, label)
     failure: Exception | None = None
     said = b""
@@ -149,17 +168,46 @@ def _agree(comm: Any, answer: Any, label: str) -> None:
             sentence if sentence.startswith("load_pretrained") else f"load_pretrained: rank {rank}: {sentence}"
         )
 
-    gather_answers(
-        *(comm, answer, label),
-        refusals=(Exception,),
-        retell=failed,
-        compare=lambda said: "load_pretrained: ranks found different tensors: name the same place on every rank",
-    )
+    try:
+        gather_answers(comm, answer, label, refusals=(Exception,), retell=failed, compare=_difference)
+    except BaseException as error:
+        if not isinstance(error, Exception) and comm.is_alive:  # an interrupt of this rank only
+            comm.abort(f"load_pretrained: rank {comm.rank}: {error!r}")
+        raise
 
 
-def _pairs(place: Iterable[tuple[str, torch.Tensor]], names: NameMap) -> Iterator[tuple[str, Lazy]]:
-    for name, tensor in place:
-        yield names.new(name), Lazy.of(tensor)
+def _row(name: str, each: Any) -> list[Any]:
+    """Return what all ranks must find of a stored tensor; its values if the format has ranges."""
+    if not isinstance(each, Lazy):
+        return [name, "extra state"]
+    return [name, dtype_name(each.dtype), list(each.shape), "" if each.part is None else each.sample()]
+
+
+def _difference(said: Sequence[bytes]) -> str:
+    """Name the first tensor of which ranks found something else."""
+    tables = [json.loads(each) for each in said]
+    rows = next(rows for rows in itertools.zip_longest(*tables) if any(row != rows[0] for row in rows))
+    rank = next(rank for rank, row in enumerate(rows) if row != rows[0])
+    texts = ["nothing" if row is None else " ".join(map(str, row[:3])) for row in (rows[0], rows[rank])]
+    what = f"{texts[0]} with other values" if texts[0] == texts[1] else f"{texts[0]} and {texts[1]}"
+    return f"load_pretrained: ranks 0 and {rank} found different tensors, {what}: name the same place on every rank"
+
+
+def _rounding(dtype: Any) -> torch.dtype | None:
+    found = getattr(torch, dtype) if isinstance(dtype, str) and dtype in _ROUNDINGS else dtype
+    if found is None or (isinstance(found, torch.dtype) and found.is_floating_point):
+        return found
+    kind = ValueError if isinstance(dtype, (str, torch.dtype)) else TypeError
+    raise kind(f"load_pretrained: dtype= must be a floating-point torch.dtype or one of {_ROUNDINGS}, got {dtype!r}")
+
+
+def _pairs(place: Iterable[tuple[str, torch.Tensor]], names: NameMap) -> Iterator[tuple[str, Any]]:
+    from .formats.places import stored_value
+
+    for pair in place:
+        if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[0], str)):
+            raise TypeError(f"{_PLACES}, got a {type(place).__name__} of {type(pair).__name__}")
+        yield names.new(pair[0]), stored_value(*pair)
 
 
 class _Targets:
@@ -168,14 +216,19 @@ class _Targets:
     def __init__(self, bare: torch.nn.Module, replicas: Sequence[Replica]) -> None:
         self._bare, self._replicas = bare, replicas
         self._named: dict[str, torch.Tensor] = dict(bare.named_parameters(remove_duplicate=False))
+        self._extra: dict[str, torch.nn.Module] = {}
         for prefix, each in bare.named_modules(remove_duplicate=False):
+            if type(each).set_extra_state is not torch.nn.Module.set_extra_state:
+                self._extra[f"{prefix}._extra_state".lstrip(".")] = each
             self._named |= {f"{prefix}.{n}" if prefix else n: b for n, b in buffers_of_state(each).items()}
         self._places = {id(p): (r, i) for r in replicas for i, p in enumerate(r.table.module_parameters)}
         self._done: dict[int, str] = {}
 
     def check(self) -> None:
-        """Raise NotImplementedError for a module whose slices cannot be filled."""
+        """Raise NotImplementedError for a module whose slices cannot be filled, Error if its values would not last."""
         for each in self._replicas:
+            if each.access.is_writing:
+                raise Error("load_pretrained: full_parameters(writable=True) would undo it as it ends: call it outside")
             if each.model_ranks is not None:
                 raise NotImplementedError(
                     "load_pretrained: DTensors are not supported: use sw.load, or load before wrapping"
@@ -183,7 +236,7 @@ class _Targets:
             if each.link is not None and each.zero == 3:
                 raise NotImplementedError("load_pretrained: zero=3 on a GPU is not supported: load before wrapping")
 
-    def match(self, stored: Mapping[str, Lazy | None], strict: bool, what: str) -> UnmatchedNames:
+    def match(self, stored: Mapping[str, Any], strict: bool, what: str) -> UnmatchedNames:
         """Return the names on one side only, without stored ones that a transformers model ignores. Raise Error if `strict`."""
         rules = ignored_by_transformers(self._bare)
         seen, missing = {id(self._named[name]) for name in stored if name in self._named}, []
@@ -191,7 +244,8 @@ class _Targets:
             if id(tensor) not in seen:
                 missing.append(name)
             seen.add(id(tensor))
-        unexpected = [name for name in stored if name not in self._named and not any(re.search(r, name) for r in rules)]
+        known = self._named.keys() | self._extra.keys()
+        unexpected = [name for name in stored if name not in known and not any(re.search(r, name) for r in rules)]
         for name, each in stored.items():
             if each is not None and name in self._named:
                 self.check_fits(name, each)
@@ -201,7 +255,7 @@ class _Targets:
             raise Error(f"load_pretrained: {'; '.join(lacks)}; rename= maps names, strict=False accepts this")
         return UnmatchedNames(missing, unexpected)
 
-    def check_fits(self, name: str, each: Lazy) -> None:
+    def check_fits(self, name: str, each: Any) -> None:
         """Raise Error for a stored tensor of another shape, or of a dtype that cannot be cast."""
         target = self._named.get(name)
         if target is None:
@@ -210,55 +264,44 @@ class _Targets:
             raise Error(
                 f"load_pretrained: {name!r} has shape {tuple(each.shape)}, and the module's {tuple(target.shape)}"
             )
-        if each.dtype != target.dtype and not (each.dtype.is_floating_point and target.dtype.is_floating_point):
+        if each.dtype != target.dtype and not _can_cast(each.dtype, target.dtype):
             raise Error(
                 f"load_pretrained: {name!r} is {dtype_name(each.dtype)}, which cannot be cast to the module's {dtype_name(target.dtype)}"
             )
 
-    def fill(self, name: str, each: Lazy, dtype: torch.dtype | None) -> None:
+    def fill(self, name: str, each: Any, dtype: torch.dtype | None) -> None:
         """Write this rank's elements of a stored tensor. Raise Error if another name of it has stored other values."""
+        if name in self._extra:
+            self._extra[name].set_extra_state(each.read() if isinstance(each, Lazy) else each)
         target = self._named.get(name)
         if target is None:
             return
         rounds = dtype if each.dtype.is_floating_point else None
         first = self._done.setdefault(id(target), name)
-        if first != name:
-            self._compare(first, name, each, rounds)
-            return
-        if id(target) not in self._places:  # a buffer, or an ignored parameter
-            whole = torch.empty(each.shape, dtype=each.dtype, device="cpu")
-            _read(each, 0, whole.view(-1), None)
-            target.copy_(whole if rounds is None else whole.to(rounds))
-            return
-        replica, index = self._places[id(target)]
-        storage = replica.parameters()
-        like, pieces = storage.like(index), storage.pieces(index)
-        if pieces and like.is_contiguous():
-            for low, high, piece in pieces:
-                if low < high:
-                    _read(each, low, piece, rounds)
-            return
-        whole = torch.empty(each.shape, dtype=like.dtype, device="cpu")
-        _read(each, 0, whole.view(-1), rounds)
-        for low, high, piece in pieces:
-            piece.copy_(memory_order(whole, like)[low:high])
-        if not pieces:  # strides that overlap or leave gaps
-            target.copy_(whole)
-
-    def _compare(self, first: str, name: str, each: Lazy, rounds: torch.dtype | None) -> None:
-        """Raise Error if this rank's row-major elements of a stored tensor are not those that `first` has given."""
-        replica, index = self._places.get(id(self._named[name]), (None, 0))
-        storage = None if replica is None else replica.parameters()
-        if storage is None or not storage.like(index).is_contiguous():
-            return
-        for low, high, piece in storage.pieces(index):
-            again = torch.empty_like(piece)
-            if low < high:
-                _read(each, low, again, rounds)
-            if low < high and not torch.equal(again.view(torch.uint8), piece.view(torch.uint8)):
+        for low, memory, whole in self._memory(target, each, rounds):
+            values = memory if first == name else torch.empty_like(memory)
+            if whole is None:
+                _read(each, low, values, rounds)
+            else:
+                values.copy_(whole)
+            if values is not memory and not torch.equal(*(t.reshape(-1).view(torch.uint8) for t in (values, memory))):
                 raise Error(
                     f"load_pretrained: {first!r} and {name!r} are one tensor of the module, with other values stored"
                 )
+
+    def _memory(self, target: torch.Tensor, each: Lazy, rounds: Any) -> Iterator[tuple[int, torch.Tensor, Any]]:
+        """Return (first element, memory) of this rank's row-major elements of a tensor; with values, of all other elements."""
+        replica, index = self._places.get(id(target), (None, 0))  # None: a buffer, or an ignored parameter
+        storage = None if replica is None else replica.parameters()
+        like, pieces = (target, []) if storage is None else (storage.like(index), storage.pieces(index))
+        if pieces and like.is_contiguous():
+            yield from ((low, piece, None) for low, high, piece in pieces if low < high)
+            return
+        whole = torch.empty(each.shape, dtype=like.dtype, device="cpu")
+        _read(each, 0, whole.view(-1), rounds)
+        yield from ((low, piece, memory_order(whole, like)[low:high]) for low, high, piece in pieces)
+        if not pieces:  # outside of a replica, or strides that overlap or leave gaps
+            yield 0, target, whole
 
 
 def _read(each: Lazy, low: int, out: torch.Tensor, rounds: torch.dtype | None) -> None:
@@ -277,6 +320,16 @@ def _read(each: Lazy, low: int, out: torch.Tensor, rounds: torch.dtype | None) -
         each.part((low + at) * item, memory.nbytes, memory.data_ptr())
         if memory is not target:
             target.copy_(memory if rounds is None else memory.to(rounds))
+
+
+def _can_cast(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """Return True between floating-point dtypes, and from integers or bools to integers that hold all their values."""
+    if any(each.is_floating_point or each.is_complex for each in (dtype, other)):
+        return dtype.is_floating_point and other.is_floating_point
+    infos = [torch.iinfo(torch.uint8 if each == torch.bool else each) for each in (dtype, other)]
+    return dtype == torch.bool or (
+        other != torch.bool and infos[1].min <= infos[0].min and infos[0].max <= infos[1].max
+    )
 
 
 def _some(names: Sequence[str], known: Iterable[str]) -> str:

@@ -2,17 +2,21 @@
 every kind of place, at every stage; each rank reads its slices alone. An error is one on all ranks, and nothing has changed.
 """
 
+import argparse
 import contextlib
 import importlib.util
 import json
 import os
 import pathlib
 import threading
+import time
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness import gather, on_every_rank
+from internals import live_replicas
 from oracle.fold import bits_equal
 from peer import PEER, batch, sw
 from test_a_module_is_built_in_slices import PRIVATE, STAGES, Model, assert_is, every_stage, init, on_meta, train
@@ -20,6 +24,7 @@ from test_checkpoint_bytes_do_not_depend_on_the_ranks import shared_folder as fo
 from test_hosts_fold_in_two_steps import hosts_of, on_hosts
 from test_memory_is_held_to_the_plan import pss_bytes, settled
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
 HAS_TRANSFORMERS = importlib.util.find_spec("transformers") is not None
@@ -224,6 +229,32 @@ def test_an_error_leaves_a_module_of_memory_as_it_was(rank, world_size, stage):
 
 
 @every_stage
+@on_every_rank(at_least=2)
+def test_values_that_differ_between_ranks_are_an_error_that_names_the_tensor(rank, world_size, stage):
+    folder = pathlib.Path(shared_folder(rank), str(rank))
+    folder.mkdir()
+    model = sw.wrap(values_of(plain=True), **STAGES[stage])
+    state = {name: each.clone() for name, each in sw.full_state_dict(model).items()}
+    other = {**state, "first.weight": state["first.weight"] + rank}
+    write_safetensors(folder / "a.safetensors", other)
+    torch.save(other, folder / "a.pt")
+    dcp.save(other, checkpoint_id=str(folder / "dcp"), no_dist=True)
+    columns = {**other, "first.weight": other["first.weight"].t().contiguous().t()}
+    for place in (folder / "a.safetensors", folder / "a.pt", other):
+        with pytest.raises(sw.Error, match="ranks 0 and 1 found.* first.weight float32 .* with other values"):
+            sw.load_pretrained(model, place)
+        assert_is(model, state)
+    for place in (folder / "dcp", columns, iter(other.items())):  # read once
+        with pytest.raises(sw.Error, match="first.weight float32 .* with other values"):
+            sw.load_pretrained(model, place)
+    with pytest.raises(sw.Error, match="ranks 0 and 1 found different tensors, dtype= None and dtype= torch.float16"):
+        sw.load_pretrained(model, state, dtype=torch.float16 if rank else None)
+    sw.load_pretrained(model, state)
+    assert_is(model, state)
+    gather(None)
+
+
+@every_stage
 @on_every_rank()
 def test_an_error_of_the_optimizer_leaves_the_module_on_meta(rank, world_size, stage):
     folder = shared_folder(rank)
@@ -240,6 +271,232 @@ def test_an_error_of_the_optimizer_leaves_the_module_on_meta(rank, world_size, s
         model, optimizer = sw.wrap(module, sw.optim.AdamW(module.parameters(), lr=1e-2), **given, **STAGES[stage])
         losses = train(model, optimizer, rank)
         assert losses[0] == losses[0]
+    gather(None)
+
+
+@every_stage
+@on_every_rank()
+def test_a_load_inside_writable_parameters_is_an_error(rank, world_size, stage):
+    model = sw.wrap(values_of(plain=True), **STAGES[stage])
+    state = {name: each + 1 for name, each in sw.full_state_dict(model).items()}
+
+    def pairs():
+        raise AssertionError("read")
+        yield
+
+    for place in (pairs(), "absent"):
+        with (
+            pytest.raises(sw.Error, match=r"full_parameters\(writable=True\) would undo it"),
+            sw.full_parameters(model, writable=True),
+        ):
+            sw.load_pretrained(model, place)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        model.module.load_state_dict({**state, "gain": torch.zeros(3)})
+    sw.load_pretrained(model, state)
+    assert_is(model, state)
+    gather(None)
+
+
+@every_stage
+@pytest.mark.parametrize("moment", ["match", "begin", "fill"])
+@on_every_rank(at_least=2, deadline_s=100)
+def test_an_interrupt_of_one_rank_ends_the_load_of_all(rank, world_size, moment, stage):
+    model = sw.wrap(Model(), process_group=dist.new_group(range(world_size)), timeout_s=90, **STAGES[stage])
+    state = gather(sw.full_state_dict(model))[0]
+    last = rank == world_size - 1
+
+    def interrupted(*_):
+        if last:
+            raise SystemExit(3) if moment == "match" else KeyboardInterrupt if moment == "fill" else OSError("no hook")
+
+    def pairs():
+        for number, pair in enumerate(state.items()):
+            yield pair
+            if number == 3:
+                interrupted()
+
+    how = {"rename": lambda name: interrupted() or name} if moment == "match" else {}
+    if moment == "begin":
+        next(each for each in live_replicas() if each.wraps(model.module)).access.register_before_writes(interrupted)
+    start = time.monotonic()
+    match = f"rank {world_size - 1}: .*(SystemExit|KeyboardInterrupt|no hook)"
+    with pytest.raises((SystemExit, KeyboardInterrupt, OSError) if last else sw.Error, match=None if last else match):
+        sw.load_pretrained(model, pairs() if moment == "fill" else state, **how)
+    assert time.monotonic() - start < 30
+    versions = gather([p._version for p in model.module.parameters()])
+    assert moment != "fill" or all(versions[-1])
+    gather(None)
+
+
+@every_stage
+@on_every_rank()
+def test_a_dtype_is_one_that_rounds_or_an_error(rank, world_size, stage):
+    model = sw.wrap(nn.Linear(40, 40), **STAGES[stage])
+    state = gather(sw.full_state_dict(model))[0]
+    for dtype, kind in ((torch.int8, ValueError), ("cpu", ValueError), ("double", ValueError), (16, TypeError)):
+        for place in (state, iter(state.items())):
+            with pytest.raises(
+                kind, match="floating-point torch.dtype or one of .'bfloat16', 'float16', 'float32'., got"
+            ):
+                sw.load_pretrained(model, place, dtype=dtype)
+    assert_is(model, state)
+    for place in (state, iter(state.items())):
+        sw.load_pretrained(model, place, dtype="bfloat16")
+        assert_is(model, {name: each.bfloat16().float() for name, each in state.items()})
+    gather(None)
+
+
+@every_stage
+@on_every_rank()
+def test_a_name_given_twice_is_an_error(rank, world_size, stage):
+    model = sw.wrap(nn.Linear(40, 40), **STAGES[stage])
+    state = gather(sw.full_state_dict(model))[0]
+    pairs = list(state.items())
+    with pytest.raises(sw.Error, match="two pairs have the name 'bias', by rename= or as given"):
+        sw.load_pretrained(model, iter([*pairs, ("bias", state["bias"] + 1)]))
+    both = [(f"{prefix}.{name}", each) for prefix in "ab" for name, each in pairs]
+    for place in (both, dict(both)):
+        with pytest.raises((sw.Error, ValueError), match="two (pairs|tensors).* name 'weight'"):
+            sw.load_pretrained(model, place, rename={"^[ab]\\.": ""})
+    assert_is(model, state)
+    if world_size > 1:
+        low = [(name, each.bfloat16() if rank else each) for name, each in pairs]
+        with pytest.raises(sw.Error, match=r"weight float32 \[40, 40\] and weight bfloat16"):
+            sw.load_pretrained(model, low)
+    gather(None)
+
+
+class Ties(nn.Module):
+    """Tied: a parameter whose columns lie together, and a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Module(), nn.Module()
+        self.a.w = self.b.w = nn.Parameter(torch.zeros(41, 50).t())
+        for each in (self.a, self.b):
+            each.register_buffer("scale", torch.zeros(4) if each is self.a else self.a.scale)
+
+
+@every_stage
+@on_every_rank()
+def test_conflicting_values_of_any_tied_tensor_are_an_error(rank, world_size, stage):
+    torch.manual_seed(3)
+    state = {"a.w": torch.randn(50, 41), "a.scale": torch.randn(4)}
+    state |= {name.replace("a.", "b."): each.clone() for name, each in state.items()}
+    model = sw.wrap(Ties(), **STAGES[stage])
+    assert sw.load_pretrained(model, state) == ([], [])
+    assert_is(model, state)
+    for name in ("b.w", "b.scale"):
+        changed = state[name].clone()
+        changed[-1] += 1
+        with pytest.raises(sw.Error, match=f"'a{name[1:]}' and '{name}' are one tensor of the module"):
+            sw.load_pretrained(model, {**state, name: changed})
+    gather(None)
+
+
+class Kinds(nn.Module):
+    """A complex buffer, and buffers of integers."""
+
+    def __init__(self, dtype=torch.int64, value=0):
+        super().__init__()
+        self.line = nn.Linear(40, 40)
+        self.register_buffer("turns", torch.full((30, 3), complex(value, 2 * value)))
+        self.register_buffer("count", torch.full((5,), value, dtype=dtype))
+
+
+@every_stage
+@on_every_rank()
+def test_complex_buffers_and_lossless_casts_of_integers(rank, world_size, stage):
+    folder, options = shared_folder(rank), STAGES[stage]
+    model = sw.wrap(Kinds(value=1), **options)
+    state = gather(sw.full_state_dict(model))[0]
+    sw.save(str(folder / "ours"), model)
+    other = sw.wrap(Kinds(), **options)
+    for place in (folder / "ours", state):
+        other.module.turns.zero_()
+        assert sw.load_pretrained(other, place) == ([], [])
+        assert_is(other, state)
+    for dtype in (torch.bool, torch.int8, torch.uint8, torch.uint16, torch.int32):
+        other.module.count.zero_()
+        sw.load_pretrained(other, {**state, "count": torch.ones(5, dtype=dtype)})
+        assert_is(other, state)
+    for given, own in ((torch.int64, torch.int32), (torch.int8, torch.uint8), (torch.uint8, torch.bool)):
+        narrow = sw.wrap(Kinds(own), **options)
+        with pytest.raises(sw.Error, match="'count' is u?int.*, which cannot be cast to the module's"):
+            sw.load_pretrained(narrow, {**state, "count": torch.ones(5, dtype=given)})
+    gather(None)
+
+
+@every_stage
+@on_every_rank()
+def test_a_place_is_known_by_what_it_holds(rank, world_size, stage):
+    folder = shared_folder(rank)
+    module = nn.Sequential(nn.Linear(40, 40))
+    model = sw.wrap(module, **STAGES[stage])
+    state = gather(sw.full_state_dict(model))[0]
+    if rank == 0:
+        torch.save(state, folder / "zip")
+        torch.save(state, folder / "pickle.weights", _use_new_zipfile_serialization=False)
+        torch.save(nn.Sequential(nn.Linear(40, 40)), folder / "whole.pt")
+        torch.save({"model": nn.Sequential(nn.Linear(40, 40)), "epoch": 3}, folder / "under.pt")
+    gather(None)
+    for name in ("zip", "pickle.weights"):
+        assert sw.load_pretrained(model, folder / name) == ([], []), name
+        assert_is(model, state)
+    for name in ("whole.pt", "under.pt"):
+        with pytest.raises(
+            sw.Error, match=r"torch.nn.modules.container.Sequential, not .*: save module.state_dict\(\)"
+        ):
+            sw.load_pretrained(model, folder / name)
+    with open(folder / "zip", "rb") as file:
+        for place in (5, None, nn.Linear(40, 40), module, file, b"zip", [("0.bias",)], {"0.bias"}):
+            with pytest.raises(TypeError, match="must be a path, a mapping of str to Tensor, or an iterable of pairs"):
+                sw.load_pretrained(model, place)
+    assert_is(model, state)
+    gather(None)
+
+
+class Counted(nn.Linear):
+    """A module with extra state."""
+
+    seen = 0
+
+    def get_extra_state(self):
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state):
+        self.seen = state["seen"]
+
+
+@every_stage
+@on_every_rank()
+def test_extra_state_is_set_and_other_values_are_named(rank, world_size, stage):
+    folder = shared_folder(rank)
+    module = nn.Sequential(Counted(40, 40))
+    model = sw.wrap(module, **STAGES[stage])
+    state = {**gather(sw.full_state_dict(model))[0], "0._extra_state": {"seen": 5}}
+    if rank == 0:
+        torch.save(state, folder / "a.pt")
+        torch.save({**state, "0._extra_state": {"seen": argparse.Namespace()}}, folder / "odd.pt")
+    gather(None)
+    for place in (state, folder / "a.pt", iter(state.items())):
+        module[0].seen = 0
+        assert sw.load_pretrained(model, place) == ([], [])
+        assert module[0].seen == 5
+    sparse = torch.eye(40).to_sparse()
+    with FakeTensorMode():
+        fake = torch.zeros(40)
+    places = [{**state, "0.bias": odd} for odd in ({}, [1.0], None, torch.zeros(40, device="meta"), sparse, fake)]
+    for place in (*places, iter(places[0].items())):
+        with pytest.raises(sw.Error, match="'0.bias' is a .*, not a dense tensor with memory"):
+            sw.load_pretrained(model, place)
+    with pytest.raises(sw.Error, match="0._extra_state.seen, of class argparse.Namespace, which cannot be read"):
+        sw.load_pretrained(model, folder / "odd.pt")
+    plain = sw.wrap(nn.Sequential(nn.Linear(40, 40)), **STAGES[stage])
+    with pytest.raises(sw.Error, match="the module lacks '0._extra_state'"):
+        sw.load_pretrained(plain, state)
+    assert sw.load_pretrained(plain, state, strict=False) == ([], ["0._extra_state"])
+    assert_is(plain, {name: each for name, each in state.items() if name != "0._extra_state"})
     gather(None)
 
 

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
-from collections.abc import Callable, Mapping
+import hashlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
-__all__ = ["DTYPES", "TORCH_DTYPES", "Lazy", "has_numpy"]
+from .._engine import CheckpointError
+from ..layout.memory import address_of
+
+__all__ = ["DTYPES", "TORCH_DTYPES", "Lazy", "complex_dtype", "has_numpy", "is_complex_mark"]
+
+#: sample() takes so many pieces of a tensor, of at most so many bytes
+_PIECES, _PIECE_BYTES = 8, 4096
 
 #: torch's dtype -> safetensors' name; complex numbers are stored as pairs
 DTYPES = {
@@ -38,6 +48,22 @@ for _torch_name, _name in (
 TORCH_DTYPES: Mapping[str, torch.dtype] = {name: dtype for dtype, name in DTYPES.items() if not dtype.is_complex}
 
 
+def is_complex_mark(key: str, value: str) -> bool:
+    """Return whether an entry records a complex dtype, rather than a tied tensor of a module named `complex`."""
+    return key.startswith("complex.") and re.fullmatch(r"complex\d+", value) is not None
+
+
+def complex_dtype(path: str, marks: Mapping[str, str], name: str, dtype: str, shape: Sequence[int]) -> Any:
+    """Return the complex dtype of a tensor, or None. Raise CheckpointError unless its real view has the dtype and shape of the file."""
+    key = f"complex.{name}"
+    if key not in marks or not is_complex_mark(key, marks[key]):
+        return None
+    parts = {"complex64": "F32", "complex128": "F64"}.get(marks[key])
+    if parts is None or parts != dtype or not shape or shape[-1] != 2:
+        raise CheckpointError(f"'{path}' calls '{name}', of {dtype} {list(shape)}, a {marks[key]}: it cannot be one")
+    return torch.complex64 if parts == "F32" else torch.complex128
+
+
 @dataclasses.dataclass(frozen=True)
 class Lazy:
     """A tensor that is read only when a writer needs it.
@@ -51,6 +77,8 @@ class Lazy:
     part : callable, optional
         Reads part of it: (first byte, bytes, address) writes that range of its row-major bytes to the address. None: the
         format has no ranges.
+    peek : callable, optional
+        As `part`, without a check of checksums. None: `part` checks none.
     """
 
     dtype: torch.dtype
@@ -58,16 +86,34 @@ class Lazy:
     read: Callable[[], torch.Tensor]
     file: str = ""
     part: Callable[[int, int, int], None] | None = None
+    peek: Callable[[int, int, int], None] | None = None
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Lazy:
-        return cls(tensor.dtype, tuple(tensor.shape), lambda: tensor.detach().cpu().contiguous())
+        def part(first: int, nbytes: int, address: int) -> None:
+            ctypes.memmove(address, address_of(tensor) + first, nbytes)
+
+        is_plain = address_of(tensor) != 0 and tensor.device.type == "cpu" and tensor.is_contiguous()
+        is_plain = is_plain and not (tensor.is_conj() or tensor.is_neg())
+        read = lambda: tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()  # noqa: E731
+        return cls(tensor.dtype, tuple(tensor.shape), read, part=part if is_plain else None)
+
+    def sample(self) -> str:
+        """Return a digest of pieces spread over the tensor, the first and the last bytes among them. `part` must be set."""
+        read, most, digest = self.peek or self.part, max(self.nbytes - _PIECE_BYTES, 0), hashlib.sha256()
+        assert read is not None
+        for at in sorted({most * number // (_PIECES - 1) for number in range(_PIECES)}):
+            piece = ctypes.create_string_buffer(min(_PIECE_BYTES, self.nbytes))
+            if len(piece):
+                read(at, len(piece), ctypes.addressof(piece))
+            digest.update(piece)
+        return digest.hexdigest()
 
     def to(self, dtype: torch.dtype) -> Lazy:
         return (
             self
             if dtype == self.dtype
-            else dataclasses.replace(self, dtype=dtype, part=None, read=lambda: self.read().to(dtype))
+            else dataclasses.replace(self, dtype=dtype, part=None, peek=None, read=lambda: self.read().to(dtype))
         )
 
     @property

@@ -9,17 +9,16 @@ import os
 import torch
 
 from .._engine import CheckpointError, CheckpointFolder
-from .lazy import TORCH_DTYPES, Lazy
+from .lazy import TORCH_DTYPES, Lazy, complex_dtype
 
 __all__ = ["MODEL_KEYS", "model_files", "read_safetensors"]
 
-#: names of index files, in order of preference
-_INDEXES = (
-    "model.safetensors.index.json",
-    "pytorch_model.bin.index.json",
-    "diffusion_pytorch_model.safetensors.index.json",
+#: names of files and of indexes of files, in order of preference
+_FILES = (
+    *("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors"),
+    *("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.safetensors.index.json"),
+    *("pytorch_model.bin", "pytorch_model.bin.index.json"),
 )
-_SINGLE = ("model.safetensors", "adapter_model.safetensors", "diffusion_pytorch_model.safetensors", "pytorch_model.bin")
 #: keys under which programs store a model in a file of torch.save
 MODEL_KEYS = ("state_dict", "model_state_dict", "model", "module")
 
@@ -27,12 +26,17 @@ MODEL_KEYS = ("state_dict", "model_state_dict", "model", "module")
 def model_files(path: str) -> list[str]:
     """Return the files of a model at `path`, a file or a folder; [] if there are none."""
     if os.path.isfile(path):
-        return [path] if path.endswith((".safetensors", ".bin", ".pt", ".pth", ".ckpt")) else []
-    for name in _INDEXES:
-        index = os.path.join(path, name)
-        if os.path.isfile(index):
-            return [os.path.join(path, each) for each in _of_index(index)]
-    return next(([os.path.join(path, n)] for n in _SINGLE if os.path.isfile(os.path.join(path, n))), [])
+        return [path] if path.endswith((".safetensors", ".bin", ".pt", ".pth", ".ckpt")) or _is_torch(path) else []
+    first = next((n for each in _FILES if os.path.isfile(n := os.path.join(path, each))), "")
+    if first.endswith(".index.json"):
+        return [os.path.join(path, each) for each in _of_index(first)]
+    return [first] if first else []
+
+
+def _is_torch(path: str) -> bool:
+    """Return whether a file begins as one of torch.save: an archive, or a pickle of protocol 2 to 5."""
+    with open(path, "rb") as file:
+        return file.read(4).startswith((b"PK\3\4", *(bytes([0x80, n]) for n in range(2, 6))))
 
 
 def _of_index(path: str) -> list[str]:
@@ -58,16 +62,21 @@ def read_safetensors(path: str, folder: CheckpointFolder | None = None) -> dict[
     odd = next(((name, dtype) for name, dtype, *_ in entries if dtype not in TORCH_DTYPES), None)
     if odd is not None:
         raise CheckpointError(f"'{path}': tensor '{odd[0]}' has the dtype {odd[1]}, which this program does not know")
-    return {name: _at(path, TORCH_DTYPES[dtype], shape, begin, folder) for name, dtype, shape, begin, _ in entries}
+    found = {}
+    for name, dtype, shape, begin, _ in entries:
+        pairs = complex_dtype(path, metadata, name, dtype, shape)
+        found[name] = _at(path, pairs or TORCH_DTYPES[dtype], shape[:-1] if pairs else shape, begin, folder)
+    return found
 
 
 def _at(path: str, dtype: torch.dtype, shape: tuple[int, ...], at: int, folder: CheckpointFolder | None) -> Lazy:
     """Return the tensor at byte offset `at` of a file."""
 
-    def part(first: int, nbytes: int, address: int) -> None:
-        if folder is not None:
-            folder.load([(os.path.basename(path), at + first, nbytes, address, 0)])
-            return
+    def load(first: int, nbytes: int, address: int) -> None:
+        assert folder is not None
+        folder.load([(os.path.basename(path), at + first, nbytes, address, 0)])
+
+    def peek(first: int, nbytes: int, address: int) -> None:
         with open(path, "rb", buffering=0) as file:
             memory, done = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B"), 0
             while done < nbytes:
@@ -76,10 +85,12 @@ def _at(path: str, dtype: torch.dtype, shape: tuple[int, ...], at: int, folder: 
                     raise CheckpointError(f"'{path}' became shorter while it was read")
                 done += count
 
+    part = peek if folder is None else load
+
     def read() -> torch.Tensor:
         tensor = torch.empty(shape, dtype=dtype, device="cpu")
         if tensor.nbytes:
             part(0, tensor.nbytes, tensor.data_ptr())
         return tensor
 
-    return Lazy(dtype, shape, read, os.path.basename(path), part)
+    return Lazy(dtype, shape, read, os.path.basename(path), part, peek)

@@ -9,16 +9,19 @@ from typing import Any
 import torch
 
 from .._engine import CheckpointError, CheckpointFolder
+from ..layout.memory import has_memory
 from .dcp import is_dcp, model_of
 from .lazy import Lazy
-from .model_files import MODEL_KEYS, model_files, read_safetensors
-from .unpickle import load_torch_file
+from .model_files import model_files, read_safetensors
+from .unpickle import model_state, without_placeholders
 
-__all__ = ["stored_tensors"]
+__all__ = ["stored_tensors", "stored_value"]
+
+EXTRA = "_extra_state"  # the end of torch's name for what get_extra_state() returns
 
 
-def stored_tensors(place: Any) -> dict[str, Lazy]:
-    """Return the tensors of a model at `place`, a path or a mapping of names to tensors, by name.
+def stored_tensors(place: Any) -> dict[str, Any]:
+    """Return the tensors of a model at `place`, a path or a mapping of names to tensors, by name: Lazy, or extra state.
 
     Raises
     ------
@@ -26,7 +29,7 @@ def stored_tensors(place: Any) -> dict[str, Lazy]:
         No reader knows the files, or they are damaged.
     """
     if isinstance(place, Mapping):
-        return {name: Lazy.of(tensor) for name, tensor in place.items()}
+        return {name: stored_value(name, value) for name, value in place.items()}
     path = os.fspath(place)
     if not os.path.lexists(path):
         raise CheckpointError(f"'{path}' does not exist")
@@ -37,7 +40,7 @@ def stored_tensors(place: Any) -> dict[str, Lazy]:
         return model_of(path)
     if not files:
         raise CheckpointError(f"'{path}' holds no model: no safetensors, torch.save, dcp or Shardwright checkpoint")
-    found: dict[str, Lazy] = {}
+    found: dict[str, Any] = {}
     for file in files:
         read = read_safetensors(file, folder) if file.endswith(".safetensors") else _of_torch_file(file)
         twice = next((name for name in read if name in found), None)
@@ -47,10 +50,21 @@ def stored_tensors(place: Any) -> dict[str, Lazy]:
     return found
 
 
-def _of_torch_file(path: str) -> dict[str, Lazy]:
-    """Return the tensors of a state dict, or of one under a key that programs use. They stay mapped on disk."""
-    body = load_torch_file(path)
-    state = next((body[k] for k in MODEL_KEYS if isinstance(body, dict) and isinstance(body.get(k), Mapping)), body)
-    if not isinstance(state, Mapping):
-        raise CheckpointError(f"'{path}' holds a {type(body).__name__}, not a state dict")
-    return {name: Lazy.of(value) for name, value in state.items() if isinstance(value, torch.Tensor)}
+def stored_value(name: str, value: Any) -> Any:
+    """Return the Lazy of a tensor, or a module's extra state. Raise CheckpointError for any other value."""
+    if not isinstance(value, torch.Tensor) and str(name).endswith(EXTRA):
+        return value
+    if isinstance(value, torch.Tensor) and value.layout == torch.strided and has_memory(value):
+        if not (value.is_meta or value.is_quantized or value.is_nested):
+            return Lazy.of(value)
+    raise CheckpointError(f"{name!r} is a {type(value).__name__}, not a dense tensor with memory")
+
+
+def _of_torch_file(path: str) -> dict[str, Any]:
+    """Return what a state dict, or one under a key that programs use, holds. Tensors stay mapped on disk."""
+    odd: list[str] = []
+    items = model_state(path)[2].items()
+    state = {n: without_placeholders(v, n, odd) if str(n).endswith(EXTRA) else v for n, v in items}
+    if odd:
+        raise CheckpointError(f"'{path}' holds {odd[0]}, which cannot be read: leave it out")
+    return {n: stored_value(n, v) for n, v in state.items() if isinstance(v, torch.Tensor) or str(n).endswith(EXTRA)}

@@ -17,7 +17,7 @@ import pickle
 import re
 import tarfile
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import IO, Any, ClassVar
 
 import torch
@@ -25,6 +25,7 @@ import torch
 from .._engine import CheckpointError
 from ..torch_compat.archives import records_of
 from .lazy import has_numpy
+from .model_files import MODEL_KEYS
 
 
 class Placeholder:
@@ -241,6 +242,19 @@ def load_torch_file(path: str | IO[bytes]) -> Any:
         raise
     except Exception as error:
         raise CheckpointError(f"{what} is not one of torch.save: {error or type(error).__name__}") from None
+
+
+def model_state(path: str) -> tuple[Any, str | None, Mapping[Any, Any]]:
+    """Return the value of a file, and the state dict in it: all, or what lies under a key that programs use, and that key."""
+    body = load_torch_file(path)
+    key = next(
+        (k for k in MODEL_KEYS if isinstance(body, dict) and isinstance(body.get(k), Mapping | Placeholder)), None
+    )
+    state = body if key is None else body[key]
+    if not isinstance(state, Mapping):
+        kind = state.name if isinstance(state, Placeholder) else type(state).__name__
+        raise CheckpointError(f"'{path}' holds a {kind}, not a state dict: save module.state_dict()")
+    return body, key, state
 
 
 def without_placeholders(value: Any, name: str, left_out: list[str]) -> Any:

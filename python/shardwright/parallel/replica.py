@@ -411,18 +411,25 @@ class Replica:
                 yield
             return
         self.access.before_writes()
+        self.access.is_writing += 1
         try:
             yield
         finally:
+            self.access.is_writing -= 1
             self.broadcast_state(0, ())
 
     @contextlib.contextmanager
     def filling(self) -> Iterator[None]:
         """Return a context in which each rank writes new values to the pieces() of the parameters. Collective."""
-        self.access.before_writes()
-        with self.access, self.access.writing(), self._storage.filling():
-            yield
-        self.access.count_writes(self.table.module_parameters)
+        try:
+            self.access.before_writes()
+            with self.access, self.access.writing(), self._storage.filling():
+                yield
+        except BaseException as error:  # of this rank only: the peers must not wait for it
+            self._abort(f"rank {self.group.rank}: loading {self.label} failed: {error!r}")
+            raise
+        finally:
+            self.access.count_writes(self.table.module_parameters)
 
     @property
     def releases_parameters(self) -> bool:

@@ -12,8 +12,8 @@ import torch
 from shardwright._engine import CheckpointError
 from shardwright.checkpoint.files import MAX_FILE_BYTES
 from shardwright.checkpoint.state.content import MODEL_METADATA, Group, model_index
-from shardwright.formats.model_files import MODEL_KEYS, model_files, read_safetensors
-from shardwright.formats.unpickle import load_torch_file
+from shardwright.formats.model_files import model_files, read_safetensors
+from shardwright.formats.unpickle import model_state
 
 from .contents import Contents, Lazy, durable_file, leaves, replaced
 from .folders import Progress, copy_beside, plan_of, take_beside, write_all
@@ -39,11 +39,7 @@ def read_model(path: str) -> Contents:
 
 def _of_torch_file(path: str, contents: Contents, places: dict[Any, str]) -> dict[str, Lazy]:
     """Return the tensors of a state dict. Takes tensors that share memory once."""
-    body = load_torch_file(path)
-    key = next((k for k in MODEL_KEYS if isinstance(body, dict) and isinstance(body.get(k), Mapping)), None)
-    state = body if key is None else body[key]
-    if not isinstance(state, Mapping):
-        raise CheckpointError(f"'{path}' holds a {type(body).__name__}, not a state dict")
+    body, key, state = model_state(path)
     if key is not None:
         has_step = type(body.get("step")) is int and body["step"] >= 0
         contents.step = body["step"] if has_step else contents.step

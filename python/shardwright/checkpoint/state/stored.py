@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Sequence
 
 import torch
 
 from ..._engine import CheckpointError, CheckpointFolder, prefer_huge_pages
-from ...formats.lazy import TORCH_DTYPES
+from ...formats.lazy import TORCH_DTYPES, complex_dtype, is_complex_mark
 
 _OWN_MAPPING_BYTES = 32 << 20
 """size from which malloc always makes a separate mapping: new pages, shared with no other allocation"""
@@ -42,23 +40,6 @@ class Stored:
         return made
 
 
-def _is_mark(key: str, value: str) -> bool:
-    """Return whether an entry records a complex dtype, rather than a tied tensor of a module named `complex`."""
-    return key.startswith("complex.") and re.fullmatch(r"complex\d+", value) is not None
-
-
-def _complex_dtype(
-    path: str, name: str, of_complex: str | None, dtype: str, shape: Sequence[int]
-) -> torch.dtype | None:
-    """Return the complex dtype of a tensor. Raise CheckpointError unless its real view has the dtype and shape of the file."""
-    if of_complex is None:
-        return None
-    parts = {"complex64": "F32", "complex128": "F64"}.get(of_complex)
-    if parts is None or parts != dtype or not shape or shape[-1] != 2:
-        raise CheckpointError(f"'{path}' calls '{name}', of {dtype} {list(shape)}, a {of_complex}: it cannot be one")
-    return torch.complex64 if parts == "F32" else torch.complex128
-
-
 def stored_tensors(folder: CheckpointFolder, prefix: str) -> tuple[dict[str, Stored], dict[str, str]]:
     """Return the tensors of files `prefix`*.safetensors, and the names tied to them."""
     tensors: dict[str, Stored] = {}
@@ -68,11 +49,9 @@ def stored_tensors(folder: CheckpointFolder, prefix: str) -> tuple[dict[str, Sto
             continue
         metadata, entries = folder.tensors(path)
         for name, dtype, shape, begin, nbytes in entries:
-            key = f"complex.{name}"
-            mark = metadata[key] if key in metadata and _is_mark(key, metadata[key]) else None
-            complex_dtype = _complex_dtype(f"{folder.path}/{path}", name, mark, dtype, shape)
+            of_complex = complex_dtype(f"{folder.path}/{path}", metadata, name, dtype, shape)
             if name in tensors:
                 raise CheckpointError(f"'{folder.path}' holds the tensor '{name}' twice")
-            tensors[name] = Stored(path, dtype, tuple(shape), begin, nbytes, complex_dtype)
-        tied |= {n: kept for n, kept in metadata.items() if n != "format" and not _is_mark(n, kept)}
+            tensors[name] = Stored(path, dtype, tuple(shape), begin, nbytes, of_complex)
+        tied |= {n: kept for n, kept in metadata.items() if n != "format" and not is_complex_mark(n, kept)}
     return tensors, tied
