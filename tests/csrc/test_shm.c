@@ -18,7 +18,8 @@
 #include "platform/clock.h"
 #include "processes.h"
 
-/* A process under the address sanitizer has ten times the pages, and shadow pages have faults, too. */
+/* A process under the address sanitizer has ten times the pages, and shadow pages have faults, too.
+ */
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 enum { MANY = 24, FAULTS = 256 };
 #else
@@ -190,7 +191,8 @@ static void test_crowd(int world_size, long open_files, int victim)
     }
     check(joined_s < join_limit_s, "%d ranks joined after %.2f s, not %.2f", world_size, joined_s,
           join_limit_s);
-    double faults = highest(board, world_size, PAGE_FAULTS), faults_limit = FAULTS + world_size / 16.0;
+    double faults = highest(board, world_size, PAGE_FAULTS),
+           faults_limit = FAULTS + world_size / 16.0;
     check(faults <= faults_limit, "the first barrier of %d ranks took %g page faults, not %g",
           world_size, faults, faults_limit);
     double named_s = highest(board, world_size, NAMED_S);
