@@ -270,6 +270,7 @@ ADDRESSES = {
             "optim/clip_grad",
             "parameters/gathered_unit",
             "parameters/drift",
+            "parameters/materialize",
             "optim/offload",
             "parameters/read_guard",
             "gradients/module_gradients",

@@ -1,7 +1,7 @@
 """load_pretrained: a model's stored tensors into a wrapped module, each rank the elements that it keeps.
 
-Readers of all formats are the converters' (shardwright_tools.convert). They give names, shapes and dtypes without data;
-safetensors and our own folders also give ranges of bytes, so a rank reads its slices alone and holds nothing besides.
+The readers of shardwright/formats give names, shapes and dtypes without data. Those of safetensors and of our own
+folders also give ranges of bytes, so a rank reads its slices alone and holds nothing besides.
 """
 
 from __future__ import annotations
