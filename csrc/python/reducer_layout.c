@@ -59,6 +59,19 @@ static PyObject *capsule_over(reducer_object *self, size_t index, bool is_result
     return owner ? sw_py_dlpack_capsule_on(ordinal, owner, address, &layout) : NULL;
 }
 
+/* The same for a parameter's contribution, which by rows is no one range. */
+static PyObject *gradient_of(reducer_object *self, size_t index, PyObject *shape, PyObject *strides)
+{
+    const sw_layout_place *place = &sw_reducer_layout(self->reducer)->place[index];
+    if (place->chunk > 0)
+        return PyErr_Format(PyExc_ValueError,
+                            "gradient: parameter %zu is cut by rows, so its contribution is no one "
+                            "range of memory",
+                            index);
+    return capsule_over(self, place->bucket, false, sw_reducer_address(self->reducer, index),
+                        place->numel, shape, strides);
+}
+
 /* Makes a one-dimensional one. */
 static PyObject *flat_capsule_over(reducer_object *self, size_t index, bool is_result,
                                    void *address, size_t numel)
@@ -73,6 +86,12 @@ static PyObject *slice_of(reducer_object *self, size_t index, size_t bucket)
     size_t numel;
     uint8_t *address = sw_reducer_result(self->reducer, index, &numel);
     return flat_capsule_over(self, bucket, true, address, numel);
+}
+
+static PyObject *slice_run_of(const reducer_object *self, size_t index, size_t slice)
+{
+    sw_layout_run run = sw_layout_slice_run(sw_reducer_layout(self->reducer), index, slice);
+    return Py_BuildValue("nnn", (Py_ssize_t)run.begin, (Py_ssize_t)run.end, (Py_ssize_t)run.at);
 }
 
 static PyObject *parameters_of(const reducer_object *self, const sw_layout_bucket *bucket)
@@ -92,8 +111,13 @@ static PyObject *parameters_of(const reducer_object *self, const sw_layout_bucke
                        sw_py_reducer_has_bucket(self, a[0].n), value)
 
 OF_PARAMETER(gradient, " shape:O | strides:O",
-             capsule_over(self, PLACE->bucket, false, sw_reducer_address(self->reducer, a[0].size),
-                          PLACE->numel, a[1].o, a[2].o ? a[2].o : Py_None))
+             gradient_of(self, a[0].size, a[1].o, a[2].o ? a[2].o : Py_None))
+/* Returns (begin, end, at): the elements of a parameter that a slice holds, in memory order, and
+ * the first one's position in the slice. */
+SW_PY_SHARED_VALUE(sw_py_reducer_slice_run, reducer_object, "slice_run index:n slice:n",
+                   sw_py_reducer_has_index(self, a[0].n) &&
+                       is_within("slice", a[1].n, sw_reducer_layout(self->reducer)->slice_count),
+                   slice_run_of(self, a[0].size, a[1].size))
 OF_PARAMETER(result, "", slice_of(self, a[0].size, PLACE->bucket))
 /* Returns (bucket, begin, numel) of a parameter. */
 OF_PARAMETER(place, "",

@@ -26,7 +26,7 @@ static bool parse_reduce(const char *name, bool *sums)
 }
 
 /* A row is what the engine lays out; the last argument is the group whose buckets it shares. */
-#define PARAMETER "parameter name:s numel:n dtype:s requires_grad:p | group:n"
+#define PARAMETER "parameter name:s numel:n dtype:s requires_grad:p | group:n row_numel:n"
 
 static bool fill_parameter(const sw_py_arg *a, void *row, void *Py_UNUSED(unused))
 {
@@ -34,7 +34,8 @@ static bool fill_parameter(const sw_py_arg *a, void *row, void *Py_UNUSED(unused
     *out = (sw_layout_param){.numel = a[1].size,
                              .dtype = sw_dtype_from_name(a[2].s),
                              .trainable = a[3].p,
-                             .group = a[4].size};
+                             .group = a[4].size,
+                             .row_numel = a[5].size};
     return (a[1].n >= 0 && out->dtype != SW_DTYPE_COUNT) ||
            sw_py_refuse(PyExc_ValueError,
                         "parameter '%s': dtype %s with %zd elements is not one the engine moves; a "
@@ -461,6 +462,9 @@ static PyMethodDef reducer_methods[] = {
                "Return the bucket's parameters, in memory order."),
     SW_PY_ARGS(sw_py_reducer, bucket_dtype, "bucket, /", "Return the bucket's element type."),
     SW_PY_ARGS(sw_py_reducer, place, "index, /", "Return (bucket, begin, numel), in elements."),
+    SW_PY_ARGS(sw_py_reducer, slice_run, "index, slice, /",
+               "Return (begin, end, at): a parameter's elements in a slice, and the first one's "
+               "position there."),
     SW_PY_ARGS(sw_py_reducer, bucket_shape, "bucket, /",
                "Return (offset_bytes, numel, dtype, trainable)."),
     SW_PY_KEYS(
@@ -536,7 +540,9 @@ static PyGetSetDef reducer_properties[] = {
 SW_PY_TYPE(sw_py_reducer_type_spec, "Reducer", reducer_object,
            Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE,
            "Buckets of gradients and their mean, round by round. parameters: [(name, numel, dtype, "
-           "requires_grad[, group])] in registration order; groups share no bucket. slices: the "
+           "requires_grad[, group[, row_numel]])] in registration order; groups share no bucket; "
+           "row_numel > 0 "
+           "cuts by rows of so many elements. slices: the "
            "slice and the replica of each rank. A GPU's subclass has _locate, _keep, _restore, "
            "_blank, _blank_bucket and _end.",
            {Py_tp_init, reducer_init}, {Py_tp_dealloc, reducer_dealloc},

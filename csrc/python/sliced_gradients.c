@@ -23,15 +23,15 @@ static void write_negative_zeros(reducer_object *self, size_t index)
 {
     const sw_layout *layout = sw_reducer_layout(self->reducer);
     sw_dtype dtype = layout->bucket[layout->place[index].bucket].dtype;
-    size_t real_bytes = sw_dtype_size_bytes(dtype);
-    size_t bytes = layout->place[index].numel * real_bytes;
-    uint8_t *memory = sw_reducer_address(self->reducer, index);
+    size_t element_bytes = sw_dtype_size_bytes(dtype), real_bytes = element_bytes, numel;
     if (dtype == SW_DTYPE_COMPLEX64 || dtype == SW_DTYPE_COMPLEX128)
         real_bytes /= 2;
-    if (bytes)
-        memset(memory, 0, bytes);
-    for (size_t i = real_bytes - 1; i < bytes; i += real_bytes)
-        memory[i] = 0x80;
+    for (size_t begin = 0; begin < layout->place[index].numel; begin += numel) {
+        uint8_t *memory = sw_reducer_run(self->reducer, index, begin, &numel);
+        memset(memory, 0, numel * element_bytes);
+        for (size_t i = real_bytes - 1; i < numel * element_bytes; i += real_bytes)
+            memory[i] = 0x80;
+    }
 }
 
 static int place_nothing(reducer_object *self, size_t index, bool accumulated)

@@ -48,23 +48,58 @@ static void plan_resolve(void *context, bool *contributes, double *scale)
     *scale = 1.0 / (b->host->base.divide_by_active && active > 0 ? active : world_size);
 }
 
+/* The parameters of a bucket in memory order, from `cursor` on: of each slice in turn, if it is cut
+ * by rows. */
+typedef struct walk {
+    const sw_layout *layout;
+    const sw_layout_bucket *shape;
+    size_t slice, next; /* the slice; the next parameter's number in the bucket */
+} walk;
+
+static walk walk_from(const host_bucket *b, size_t cursor)
+{
+    const sw_layout *layout = &b->host->base.layout;
+    const sw_layout_bucket *shape = &layout->bucket[b->common->index];
+    size_t slice = shape->by_rows ? cursor / sw_layout_slice_numel(layout, b->common->index) : 0;
+    return (walk){.layout = layout, .shape = shape, .slice = slice};
+}
+
+/* Return the next parameter's number in the bucket, and its elements there; false after the last.
+ */
+static bool walk_on(walk *w, size_t *number, size_t *begin, size_t *end)
+{
+    if (w->next == w->shape->count) {
+        w->next = 0;
+        w->slice++;
+    }
+    if (w->shape->count == 0 || w->slice >= (w->shape->by_rows ? w->layout->slice_count : 1))
+        return false;
+    const sw_layout_place *place = &w->layout->place[w->layout->order[w->shape->first + w->next]];
+    sw_layout_run run = {.begin = 0, .end = place->numel, .at = place->begin};
+    size_t first = 0;
+    if (w->shape->by_rows) {
+        first = w->slice * (w->shape->numel / w->layout->slice_count);
+        run = sw_layout_slice_run(w->layout, w->layout->order[w->shape->first + w->next], w->slice);
+    }
+    *number = w->next++;
+    *begin = first + run.at;
+    *end = *begin + (run.end - run.begin);
+    return true;
+}
+
 static bool plan_next_run(void *context, size_t cursor, size_t end, size_t *begin, size_t *numel)
 {
     const host_bucket *b = context;
-    const sw_layout *layout = &b->host->base.layout;
-    const sw_layout_bucket *shape = &layout->bucket[b->common->index];
     *begin = cursor;
     *numel = end - cursor;
     if (b->all_used)
         return true;
-    size_t run_end = 0;
+    size_t run_end = 0, i, place_begin, place_end;
     bool found = false;
-    for (size_t i = 0; i < shape->count; ++i) {
-        const sw_layout_place *place = &layout->place[layout->order[shape->first + i]];
-        size_t place_end = place->begin + place->numel;
-        if (place_end <= cursor || place->numel == 0)
+    for (walk w = walk_from(b, cursor); walk_on(&w, &i, &place_begin, &place_end);) {
+        if (place_end <= cursor || place_begin == place_end)
             continue;
-        if (place->begin >= end)
+        if (place_begin >= end)
             break;
         if (!sw_bit_is_set(b->any, i)) {
             if (found)
@@ -72,7 +107,7 @@ static bool plan_next_run(void *context, size_t cursor, size_t end, size_t *begi
             continue;
         }
         if (!found)
-            *begin = sw_size_max(cursor, place->begin);
+            *begin = sw_size_max(cursor, place_begin);
         found = true;
         run_end = sw_size_min(end, place_end);
     }
@@ -93,12 +128,11 @@ static void plan_add_accumulated(void *context, size_t begin, size_t numel, cons
     const host_bucket *b = context;
     const host_rounds *host = b->host;
     const sw_layout_bucket *shape = &host->base.layout.bucket[b->common->index];
-    size_t element_bytes = sw_dtype_size_bytes(b->op.dtype);
-    for (size_t i = 0; i < shape->count; ++i) {
-        const sw_layout_place *place =
-            &host->base.layout.place[host->base.layout.order[shape->first + i]];
-        size_t from = sw_size_max(begin, place->begin),
-               to = sw_size_min(begin + numel, place->begin + place->numel);
+    size_t element_bytes = sw_dtype_size_bytes(b->op.dtype), i, place_begin, place_end;
+    for (walk w = walk_from(b, begin); walk_on(&w, &i, &place_begin, &place_end);) {
+        if (place_begin >= begin + numel)
+            break;
+        size_t from = sw_size_max(begin, place_begin), to = sw_size_min(begin + numel, place_end);
         for (int r = 0; from < to && r < host->comm->world_size; ++r) {
             uint8_t *base = host->memory->arena->base[r];
             if (!base ||

@@ -432,11 +432,13 @@ static sw_status divide_in_place(device_rounds *d, const bucket *b, sw_error *er
     const sw_layout *layout = &d->base.layout;
     const sw_layout_bucket *shape = &layout->bucket[b->index];
     for (size_t k = 0; k < shape->count; ++k) {
-        size_t param = layout->order[shape->first + k];
-        size_t size_bytes = layout->place[param].numel * sw_dtype_size_bytes(shape->dtype);
-        void *at = sw_reducer_address(&d->base, param);
-        if (size_bytes > 0 && !d->base.params[param].written)
-            SW_TRY(add_copy(d, at, at, size_bytes, err));
+        size_t param = layout->order[shape->first + k], end = layout->place[param].numel, numel;
+        if (d->base.params[param].written)
+            continue;
+        for (size_t begin = 0; begin < end; begin += numel) {
+            void *at = sw_reducer_run(&d->base, param, begin, &numel);
+            SW_TRY(add_copy(d, at, at, numel * sw_dtype_size_bytes(shape->dtype), err));
+        }
     }
     return SW_OK;
 }
@@ -483,8 +485,9 @@ static size_t accumulated_runs(const device_rounds *d, const bucket *b)
     const sw_layout_bucket *shape = &layout->bucket[b->index];
     size_t count = 0, before = 0;
     for (size_t k = 0; k < shape->count; ++k) {
-        size_t param = layout->order[shape->first + k], begin, end;
-        sw_reducer_own_run(&d->base, param, &begin, &end);
+        size_t param = layout->order[shape->first + k];
+        sw_layout_run run = sw_layout_slice_run(layout, param, (size_t)d->base.own_slice);
+        size_t begin = run.at, end = run.at + (run.end - run.begin);
         if (!d->base.params[param].accumulated || begin == end)
             continue;
         if (count > 0 && before + 1 == k)

@@ -67,32 +67,45 @@ uint8_t *sw_reducer_address(const sw_reducer *reducer, size_t param)
            place->begin * sw_dtype_size_bytes(dtype_of(reducer, param));
 }
 
+uint8_t *sw_reducer_run(const sw_reducer *reducer, size_t param, size_t begin, size_t *numel)
+{
+    sw_layout_run run = sw_layout_bucket_run(&reducer->layout, param, begin);
+    *numel = run.end - run.begin;
+    return sw_reducer_slot(reducer, reducer->layout.place[param].bucket) +
+           run.at * sw_dtype_size_bytes(dtype_of(reducer, param));
+}
+
 uint8_t *sw_reducer_result(const sw_reducer *reducer, size_t param, size_t *numel)
 {
-    size_t begin, end;
-    sw_reducer_own_run(reducer, param, &begin, &end);
-    *numel = end - begin;
+    sw_layout_run run = sw_layout_slice_run(&reducer->layout, param, (size_t)reducer->own_slice);
+    *numel = run.end - run.begin;
     return reducer->ops->result(reducer, reducer->layout.place[param].bucket) +
-           begin * sw_dtype_size_bytes(dtype_of(reducer, param));
+           run.at * sw_dtype_size_bytes(dtype_of(reducer, param));
 }
 
 sw_status sw_reducer_write(sw_reducer *reducer, size_t param, const void *from, bool add,
                            sw_error *err)
 {
-    size_t numel = reducer->layout.place[param].numel;
+    sw_dtype dtype = dtype_of(reducer, param);
+    size_t element_bytes = sw_dtype_size_bytes(dtype), numel;
     reducer->params[param].written = 1;
-    return numel == 0 ? SW_OK
-                      : reducer->ops->write(reducer, sw_reducer_address(reducer, param), from,
-                                            numel, dtype_of(reducer, param), add, err);
+    for (size_t begin = 0; begin < reducer->layout.place[param].numel; begin += numel) {
+        uint8_t *to = sw_reducer_run(reducer, param, begin, &numel);
+        SW_TRY(reducer->ops->write(reducer, to, (const uint8_t *)from + begin * element_bytes,
+                                   numel, dtype, add, err));
+    }
+    return SW_OK;
 }
 
 sw_status sw_reducer_clear(sw_reducer *reducer, size_t param, sw_error *err)
 {
-    size_t bytes = param_bytes(reducer, param);
+    size_t element_bytes = sw_dtype_size_bytes(dtype_of(reducer, param)), numel;
     reducer->params[param].written = 1;
-    return bytes == 0
-               ? SW_OK
-               : reducer->ops->clear(reducer, sw_reducer_address(reducer, param), bytes, err);
+    for (size_t begin = 0; begin < reducer->layout.place[param].numel; begin += numel) {
+        uint8_t *at = sw_reducer_run(reducer, param, begin, &numel);
+        SW_TRY(reducer->ops->clear(reducer, at, numel * element_bytes, err));
+    }
+    return SW_OK;
 }
 
 sw_status sw_reducer_clear_bucket(sw_reducer *reducer, size_t bucket_index, sw_error *err)

@@ -123,9 +123,12 @@ const sw_gradient_memory *sw_reducer_memory(const sw_reducer *reducer);
 const sw_reducer_stats *sw_reducer_get_stats(const sw_reducer *reducer);
 sw_round_state sw_reducer_state(const sw_reducer *reducer);
 
-/* Return the first byte of a parameter's contribution, of place[param].numel elements. Sliced:
- * valid in this round while sw_reducer_can_place(), or after sw_reducer_reserve(). */
+/* Return the first byte of a parameter's contribution, of place[param].numel elements; by rows, of
+ * its first chunk. Sliced: valid in this round while sw_reducer_can_place(), or after
+ * sw_reducer_reserve(). */
 uint8_t *sw_reducer_address(const sw_reducer *reducer, size_t param);
+/* Return the same of element `begin`, and in *numel how many elements are adjacent from there. */
+uint8_t *sw_reducer_run(const sw_reducer *reducer, size_t param, size_t begin, size_t *numel);
 /* Set the contribution of `param` to the elements at `from`, in the same layout; with `add` (host
  * only) add them to it. On a GPU the stream in use copies, at the latest in sw_reducer_seal(). */
 SW_MUST_USE sw_status sw_reducer_write(sw_reducer *reducer, size_t param, const void *from,

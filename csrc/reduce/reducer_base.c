@@ -75,14 +75,3 @@ void sw_reducer_fini(sw_reducer *reducer)
     free(reducer->names);
     sw_layout_fini(&reducer->layout);
 }
-
-void sw_reducer_own_run(const sw_reducer *reducer, size_t param, size_t *begin, size_t *end)
-{
-    const sw_layout_place *place = &reducer->layout.place[param];
-    size_t width = reducer->layout.bucket[place->bucket].numel / (size_t)reducer->slice_count;
-    size_t first = (size_t)reducer->own_slice * width, last = first + width;
-    size_t from = sw_size_max(first, place->begin);
-    size_t to = sw_size_min(last, place->begin + place->numel);
-    *begin = from < to ? from - first : 0;
-    *end = from < to ? to - first : 0;
-}

@@ -143,8 +143,4 @@ void sw_reducer_fini(sw_reducer *reducer);
  * disagree. */
 void sw_bucket_name_unfrozen(const sw_reducer *reducer, bucket *b, size_t param);
 
-/* Return the run of this rank's slice of its bucket that is the mean of `param`: [begin, end) in
- * elements of the slice; an empty run if it owns none. */
-void sw_reducer_own_run(const sw_reducer *reducer, size_t param, size_t *begin, size_t *end);
-
 #endif

@@ -25,11 +25,17 @@ static size_t cap_of(const cutter *c, size_t bucket)
     return cap > 0 && cap < c->caps.bytes ? cap : c->caps.bytes;
 }
 
-static bool place_in(sw_layout_bucket *bucket, sw_layout_place *place, const sw_layout_param *param)
+static bool place_in(const sw_layout *layout, sw_layout_bucket *bucket, sw_layout_place *place,
+                     const sw_layout_param *param)
 {
-    size_t element_bytes = sw_dtype_size_bytes(param->dtype);
+    size_t element_bytes = sw_dtype_size_bytes(param->dtype), held = param->numel;
     size_t bytes, begin_bytes, end_bytes;
-    if (!sw_size_multiply(param->numel, element_bytes, &bytes) ||
+    if (param->row_numel > 0) {
+        size_t rows = param->numel / param->row_numel;
+        held = (rows / layout->slice_count + (rows % layout->slice_count != 0)) * param->row_numel;
+        place->chunk = sw_size_max(held, 1);
+    }
+    if (!sw_size_multiply(held, element_bytes, &bytes) ||
         !sw_size_round_up(bucket->numel * element_bytes, SW_ALIGNMENT_BYTES, &begin_bytes) ||
         !sw_size_add(begin_bytes, bytes, &end_bytes))
         return false;
@@ -40,32 +46,41 @@ static bool place_in(sw_layout_bucket *bucket, sw_layout_place *place, const sw_
     return true;
 }
 
+static bool is_full(const cutter *c, size_t index)
+{
+    const sw_layout_bucket *bucket = &c->layout->bucket[index];
+    size_t slices = bucket->by_rows ? c->layout->slice_count : 1, bytes;
+    return !sw_size_multiply(bucket->numel * sw_dtype_size_bytes(bucket->dtype), slices, &bytes) ||
+           bytes >= cap_of(c, index);
+}
+
 static bool cut(cutter *c)
 {
     sw_layout *layout = c->layout;
     for (size_t i = layout->param_count; i-- > 0;) {
         const sw_layout_param *param = &c->params[i];
+        bool by_rows = param->row_numel > 0;
         size_t key = (size_t)param->dtype * 2 + param->trainable, *open = &c->open[key];
-        if (*open == 0 || c->group[key] != param->group) {
+        if (*open == 0 || c->group[key] != param->group ||
+            layout->bucket[*open - 1].by_rows != by_rows) {
             c->group[key] = param->group;
-            layout->bucket[layout->bucket_count] =
-                (sw_layout_bucket){.dtype = param->dtype, .trainable = param->trainable};
+            layout->bucket[layout->bucket_count] = (sw_layout_bucket){
+                .dtype = param->dtype, .trainable = param->trainable, .by_rows = by_rows};
             *open = ++layout->bucket_count;
         }
-        sw_layout_bucket *bucket = &layout->bucket[*open - 1];
         layout->place[i].bucket = *open - 1;
-        if (!place_in(bucket, &layout->place[i], param))
+        if (!place_in(layout, &layout->bucket[*open - 1], &layout->place[i], param))
             return false;
-        if (bucket->numel * sw_dtype_size_bytes(bucket->dtype) >= cap_of(c, *open - 1))
+        if (is_full(c, *open - 1))
             *open = 0;
     }
     return true;
 }
 
 /* Round every bucket up to W equal slices, place it in the arena, and list its parameters. */
-static bool finish(sw_layout *layout, int world_size)
+static bool finish(sw_layout *layout)
 {
-    size_t at = 0;
+    size_t at = 0, slices = layout->slice_count;
     for (size_t b = 0; b < layout->bucket_count; ++b) {
         sw_layout_bucket *bucket = &layout->bucket[b];
         size_t element_bytes = sw_dtype_size_bytes(bucket->dtype);
@@ -73,10 +88,11 @@ static bool finish(sw_layout *layout, int world_size)
         bucket->first = at;
         at += bucket->count;
         bucket->count = 0; /* counted again by the loop over parameters below */
-        size_t slice_numel =
-            bucket->numel / (size_t)world_size + (bucket->numel % (size_t)world_size != 0);
+        size_t slice_numel = bucket->numel;
+        if (!bucket->by_rows)
+            slice_numel = bucket->numel / slices + (bucket->numel % slices != 0);
         if (!sw_size_round_up(slice_numel * element_bytes, SW_ALIGNMENT_BYTES, &slice_bytes) ||
-            !sw_size_multiply(slice_bytes, (size_t)world_size, &bytes))
+            !sw_size_multiply(slice_bytes, slices, &bytes))
             return false;
         bucket->numel = bytes / element_bytes;
         bucket->offset_bytes = layout->size_bytes;
@@ -97,11 +113,17 @@ sw_status sw_layout_init(sw_layout *layout, const sw_layout_param *params, size_
 {
     cutter c = {.params = params, .layout = layout, .caps = caps};
     memset(layout, 0, sizeof *layout);
-    for (size_t i = 0; i < param_count; ++i)
+    for (size_t i = 0; i < param_count; ++i) {
         if (sw_dtype_size_bytes(params[i].dtype) == 0)
             SW_FAIL(err, SW_E_INVALID, "layout: parameter %zu has no supported dtype (%d)", i,
                     (int)params[i].dtype);
+        if (params[i].row_numel > 0 && params[i].numel % params[i].row_numel != 0)
+            SW_FAIL(err, SW_E_INVALID,
+                    "layout: parameter %zu has %zu elements, which are no rows of %zu", i,
+                    params[i].numel, params[i].row_numel);
+    }
     layout->param_count = param_count;
+    layout->slice_count = (size_t)world_size;
     layout->place = calloc(param_count + 1, sizeof *layout->place);
     layout->bucket = calloc(param_count + 1, sizeof *layout->bucket);
     layout->order = calloc(param_count + 1, sizeof *layout->order);
@@ -109,7 +131,7 @@ sw_status sw_layout_init(sw_layout *layout, const sw_layout_param *params, size_
         sw_layout_fini(layout);
         SW_FAIL(err, SW_E_MEMORY, "layout: no memory for %zu parameters", param_count);
     }
-    if (!cut(&c) || !finish(layout, world_size)) {
+    if (!cut(&c) || !finish(layout)) {
         sw_layout_fini(layout);
         SW_FAIL(err, SW_E_INVALID,
                 "layout: the gradients of %zu parameters overflow the address space", param_count);
@@ -123,4 +145,35 @@ void sw_layout_fini(sw_layout *layout)
     free(layout->bucket);
     free(layout->order);
     memset(layout, 0, sizeof *layout);
+}
+
+size_t sw_layout_slice_numel(const sw_layout *layout, size_t bucket)
+{
+    return layout->bucket[bucket].numel / layout->slice_count;
+}
+
+sw_layout_run sw_layout_slice_run(const sw_layout *layout, size_t param, size_t slice)
+{
+    const sw_layout_place *place = &layout->place[param];
+    if (place->chunk > 0) {
+        size_t begin = sw_size_min(slice * place->chunk, place->numel);
+        return (sw_layout_run){begin, sw_size_min(begin + place->chunk, place->numel),
+                               place->begin};
+    }
+    size_t width = sw_layout_slice_numel(layout, place->bucket), first = slice * width;
+    size_t from = sw_size_max(first, place->begin);
+    size_t to = sw_size_min(first + width, place->begin + place->numel);
+    if (from >= to)
+        return (sw_layout_run){0, 0, 0};
+    return (sw_layout_run){from - place->begin, to - place->begin, from - first};
+}
+
+sw_layout_run sw_layout_bucket_run(const sw_layout *layout, size_t param, size_t begin)
+{
+    const sw_layout_place *place = &layout->place[param];
+    if (place->chunk == 0)
+        return (sw_layout_run){begin, place->numel, place->begin + begin};
+    size_t slice = begin / place->chunk, width = sw_layout_slice_numel(layout, place->bucket);
+    return (sw_layout_run){begin, sw_size_min((slice + 1) * place->chunk, place->numel),
+                           slice * width + place->begin + begin % place->chunk};
 }

@@ -38,15 +38,15 @@ enum { ACROSS = 20, FROZEN = 40, EMPTY = 41, DOUBLE = 42, MIDDLE = 43, LAST = 44
 
 static inline void make_params(void)
 {
-    static const sw_layout_param large[] = {{33, SW_DTYPE_FLOAT32, false, 0},
-                                            {0, SW_DTYPE_FLOAT16, true, 0},
-                                            {77, SW_DTYPE_FLOAT64, true, 0},
-                                            {2200, SW_DTYPE_FLOAT32, true, 0},
-                                            {2100, SW_DTYPE_FLOAT32, true, 0}};
+    static const sw_layout_param large[] = {{33, SW_DTYPE_FLOAT32, false, 0, 0},
+                                            {0, SW_DTYPE_FLOAT16, true, 0, 0},
+                                            {77, SW_DTYPE_FLOAT64, true, 0, 0},
+                                            {2200, SW_DTYPE_FLOAT32, true, 0, 0},
+                                            {2100, SW_DTYPE_FLOAT32, true, 0, 0}};
     for (size_t p = 0; p < PARAMS; ++p) {
-        params[p] =
-            p < FROZEN ? (sw_layout_param){p == ACROSS ? 700 : 1 + p % 5, SW_DTYPE_FLOAT32, true, 0}
-                       : large[p - FROZEN];
+        params[p] = p < FROZEN ? (sw_layout_param){p == ACROSS ? 700 : 1 + p % 5, SW_DTYPE_FLOAT32,
+                                                   true, 0, 0}
+                               : large[p - FROZEN];
         snprintf(name_text[p], sizeof name_text[p], "param%zu", p);
         names[p] = name_text[p];
     }

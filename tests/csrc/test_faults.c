@@ -45,10 +45,10 @@ static outcome outcomes[WORLD];
 static char addresses[WORLD][SW_SOCKET_NAME_BYTES];
 static const uint8_t secret[SW_SHM_SECRET_BYTES] = "fifteen letters";
 
-static const sw_layout_param params[PARAMS] = {{70, SW_DTYPE_FLOAT32, true, 0},
-                                               {33, SW_DTYPE_FLOAT64, true, 0},
-                                               {5, SW_DTYPE_FLOAT32, false, 0},
-                                               {300, SW_DTYPE_FLOAT32, true, 0}};
+static const sw_layout_param params[PARAMS] = {{70, SW_DTYPE_FLOAT32, true, 0, 0},
+                                               {33, SW_DTYPE_FLOAT64, true, 0, 0},
+                                               {5, SW_DTYPE_FLOAT32, false, 0, 0},
+                                               {300, SW_DTYPE_FLOAT32, true, 0, 0}};
 static const char *const names[PARAMS] = {"first", "second", "frozen", "fourth"};
 
 static sw_status one_round(rank_context *self, sw_reducer *reducer, int step)

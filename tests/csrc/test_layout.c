@@ -10,6 +10,9 @@
  *       W * 256 bytes of padding
  *   L6  buckets follow each other without a gap; the sums are the arena's size and its trainable
  *       part
+ *   L8  the runs of the W slices are the parameter's elements, once each and in order; a run of the
+ *       bucket lies where that of the slice does
+ *   L9  by rows, slice r holds rows [r c, (r + 1) c), c = ceil(rows / W), all at one position
  *   L7  only the last parameter of a bucket reaches the cap; a bucket below it is the last of its
  *       dtype and kind
  */
@@ -53,9 +56,58 @@ static size_t draw_params(sw_layout_param *params)
     return count;
 }
 
+/* Let some parameters be cut by rows of 1, 31 or 4097 elements, or of all. */
+static void draw_rows(sw_layout_param *params, size_t count)
+{
+    static const size_t rows[] = {1, 31, 4097};
+    for (size_t i = 0; i < count; ++i) {
+        size_t row = rows[random_below(3)];
+        if (random_below(4) > 0)
+            params[i].row_numel =
+                params[i].numel > 0 && params[i].numel % row != 0 ? params[i].numel : row;
+    }
+}
+
+/* Check L8 and L9. */
+static void check_runs(const sw_layout *layout, const sw_layout_param *params, size_t p)
+{
+    const sw_layout_place *place = &layout->place[p];
+    const sw_layout_bucket *bucket = &layout->bucket[place->bucket];
+    size_t width = sw_layout_slice_numel(layout, place->bucket), next = 0;
+    check(bucket->by_rows == (params[p].row_numel > 0), "L2: parameter %zu, by rows or not", p);
+    for (size_t s = 0; s < layout->slice_count; ++s) {
+        sw_layout_run run = sw_layout_slice_run(layout, p, s);
+        if (params[p].row_numel > 0) {
+            size_t rows = params[p].numel / params[p].row_numel, count = layout->slice_count;
+            size_t chunk = (rows + count - 1) / count, first = s * chunk < rows ? s * chunk : rows;
+            size_t last = first + chunk < rows ? first + chunk : rows;
+            check(run.begin == first * params[p].row_numel && run.end == last * params[p].row_numel,
+                  "L9: slice %zu of parameter %zu", s, p);
+            check(run.at == place->begin, "L9: slice %zu of parameter %zu lies at %zu", s, p,
+                  run.at);
+        }
+        if (run.begin == run.end)
+            continue;
+        check(run.begin == next && run.end > run.begin, "L8: slice %zu of parameter %zu", s, p);
+        check(run.at + (run.end - run.begin) <= width, "L8: slice %zu of parameter %zu ends late",
+              s, p);
+        for (size_t at = run.begin; at < run.end; at += 1 + (run.end - run.begin) / 3) {
+            sw_layout_run there = sw_layout_bucket_run(layout, p, at);
+            check(there.begin == at && there.at == s * width + run.at + (at - run.begin) &&
+                      there.end == (bucket->by_rows ? run.end : params[p].numel),
+                  "L8: element %zu of parameter %zu", at, p);
+        }
+        next = run.end;
+    }
+    check(next == params[p].numel, "L8: the slices hold %zu elements of parameter %zu", next, p);
+}
+
+/* Return the end of a parameter in its bucket; by rows, in each slice. */
 static size_t end_bytes(const sw_layout *layout, size_t param, size_t element_bytes)
 {
-    return (layout->place[param].begin + layout->place[param].numel) * element_bytes;
+    const sw_layout_place *place = &layout->place[param];
+    size_t held = place->chunk == 0 ? place->numel : place->numel == 0 ? 0 : place->chunk;
+    return (place->begin + held) * element_bytes;
 }
 
 /* Check L2, L3, L4 and L7 for the parameters of one bucket. */
@@ -65,6 +117,7 @@ static void check_members(const sw_layout *layout, const sw_layout_param *params
     const sw_layout_bucket *bucket = &layout->bucket[b];
     size_t element_bytes = sw_dtype_size_bytes(bucket->dtype), end = 0;
     size_t group = params[layout->order[bucket->first]].group;
+    size_t pieces = bucket->by_rows ? layout->slice_count : 1;
     for (size_t k = 0; k < bucket->count; ++k) {
         size_t p = layout->order[bucket->first + k];
         const sw_layout_place *place = &layout->place[p];
@@ -80,16 +133,23 @@ static void check_members(const sw_layout *layout, const sw_layout_param *params
         check(place->begin * element_bytes >= end && place->begin * element_bytes - end < 128,
               "L4: parameter %zu overlaps or leaves a gap", p);
         end = end_bytes(layout, p, element_bytes);
-        check(k + 1 == bucket->count || end < cap_bytes,
+        check_runs(layout, params, p);
+        check(k + 1 == bucket->count || end * pieces < cap_bytes,
               "L7: parameter %zu reaches the cap, but others follow", p);
     }
-    bool last_of_kind = true;
+    bool last_of_kind = true, is_apart = false;
+    for (size_t i = 0; i < layout->param_count; ++i)
+        is_apart =
+            is_apart || (layout->bucket[layout->place[i].bucket].by_rows != bucket->by_rows &&
+                         params[i].group == group);
     for (size_t other = b + 1; other < layout->bucket_count; ++other)
         last_of_kind =
             last_of_kind && (layout->bucket[other].dtype != bucket->dtype ||
                              layout->bucket[other].trainable != bucket->trainable ||
+                             layout->bucket[other].by_rows != bucket->by_rows ||
                              params[layout->order[layout->bucket[other].first]].group != group);
-    check(last_of_kind || end >= cap_bytes, "L7: bucket %zu was closed below the cap", b);
+    check(last_of_kind || is_apart || end * pieces >= cap_bytes,
+          "L7: bucket %zu was closed below the cap", b);
 }
 
 /* Check L5 and L6. */
@@ -100,6 +160,7 @@ static void check_slices(const sw_layout *layout, size_t b, int world_size, size
     size_t used =
         end_bytes(layout, layout->order[bucket->first + bucket->count - 1], element_bytes);
     size_t bytes = bucket->numel * element_bytes, count = (size_t)world_size;
+    used *= bucket->by_rows ? count : 1;
     check(bytes % (count * 128) == 0 && bytes >= used, "L5: bucket %zu has %zu bytes for %zu", b,
           bytes, used);
     check(bytes - used < count * 256, "L5: bucket %zu has %zu bytes for %zu", b, bytes, used);
@@ -149,6 +210,10 @@ static void test_laws(void)
         for (size_t w = 0; w < sizeof worlds / sizeof worlds[0]; ++w)
             for (size_t c = 0; c < sizeof caps / sizeof caps[0]; ++c)
                 check_laws(params, count, worlds[w], caps[c]);
+        draw_rows(params, count);
+        for (size_t w = 0; w < sizeof worlds / sizeof worlds[0]; ++w)
+            for (size_t c = 0; c < sizeof caps / sizeof caps[0]; ++c)
+                check_laws(params, count, worlds[w], caps[c]);
     }
 }
 
@@ -162,7 +227,7 @@ static void test_first_buckets_are_small(void)
     sw_layout layout;
     sw_error err = {.message = ""};
     for (size_t i = 0; i < COUNT; ++i)
-        params[i] = (sw_layout_param){256, SW_DTYPE_FLOAT32, true, 0};
+        params[i] = (sw_layout_param){256, SW_DTYPE_FLOAT32, true, 0, 0};
     sw_layout_caps graded = {.bytes = 8192, .first_bytes = 1024};
     if (!check(sw_layout_init(&layout, params, COUNT, 1, graded, &err) == SW_OK, "%s", err.message))
         return;
@@ -180,10 +245,10 @@ static void test_first_buckets_are_small(void)
 /* Check the example of layout.h number by number. */
 static void test_example(void)
 {
-    const sw_layout_param params[] = {{200, SW_DTYPE_FLOAT32, true, 0}, /* fc1.weight */
-                                      {20, SW_DTYPE_FLOAT32, true, 0},  /* fc1.bias */
-                                      {300, SW_DTYPE_FLOAT32, true, 0}, /* fc2.weight */
-                                      {10, SW_DTYPE_FLOAT32, true, 0}}; /* fc2.bias */
+    const sw_layout_param params[] = {{200, SW_DTYPE_FLOAT32, true, 0, 0}, /* fc1.weight */
+                                      {20, SW_DTYPE_FLOAT32, true, 0, 0},  /* fc1.bias */
+                                      {300, SW_DTYPE_FLOAT32, true, 0, 0}, /* fc2.weight */
+                                      {10, SW_DTYPE_FLOAT32, true, 0, 0}}; /* fc2.bias */
     sw_layout layout;
     sw_error err = {.message = ""};
     if (!check(sw_layout_init(&layout, params, 4, 3, caps(1024), &err) == SW_OK, "%s", err.message))
@@ -224,7 +289,7 @@ static void test_overflow(void)
 {
     const size_t all =
         SIZE_MAX / 4 - 31; /* float32 elements of the largest multiple of 128 bytes */
-    sw_layout_param params[2] = {{all, SW_DTYPE_FLOAT32, true, 0}};
+    sw_layout_param params[2] = {{all, SW_DTYPE_FLOAT32, true, 0, 0}};
     sw_layout layout;
     sw_error err = {.message = ""};
     if (check(sw_layout_init(&layout, params, 1, 1, caps(1), &err) == SW_OK,
@@ -240,11 +305,11 @@ static void test_overflow(void)
     check_refused(params, 1, 7, "SIZE_MAX elements");
     params[0].numel = all;
     check_refused(params, 1, 5, "W slices that overflow together");
-    params[0] = (sw_layout_param){SIZE_MAX / 2 + 1, SW_DTYPE_UINT8, true, 0};
-    params[1] = (sw_layout_param){SIZE_MAX / 2 + 1, SW_DTYPE_UINT8, false, 0};
+    params[0] = (sw_layout_param){SIZE_MAX / 2 + 1, SW_DTYPE_UINT8, true, 0, 0};
+    params[1] = (sw_layout_param){SIZE_MAX / 2 + 1, SW_DTYPE_UINT8, false, 0, 0};
     check_refused(params, 2, 1, "two buckets that overflow together");
-    params[0] = (sw_layout_param){SIZE_MAX - 100, SW_DTYPE_UINT8, true, 0};
-    params[1] = (sw_layout_param){100, SW_DTYPE_UINT8, true, 0};
+    params[0] = (sw_layout_param){SIZE_MAX - 100, SW_DTYPE_UINT8, true, 0, 0};
+    params[1] = (sw_layout_param){100, SW_DTYPE_UINT8, true, 0, 0};
     check_refused(params, 2, 1, "a parameter that ends beyond the address space");
     params[0].numel = 100;
     params[1].numel = SIZE_MAX - 100;
@@ -255,7 +320,7 @@ static void test_dtypes(void)
 {
     const sw_dtype illegal[] = {SW_DTYPE_COUNT, (sw_dtype)-1, (sw_dtype)1000};
     for (size_t i = 0; i < sizeof illegal / sizeof illegal[0]; ++i) {
-        sw_layout_param params[2] = {{1, SW_DTYPE_INT8, true, 0}, {1, illegal[i], true, 0}};
+        sw_layout_param params[2] = {{1, SW_DTYPE_INT8, true, 0, 0}, {1, illegal[i], true, 0, 0}};
         sw_layout layout;
         sw_error err = {.message = ""};
         check(sw_layout_init(&layout, params, 2, 3, caps(1), &err) == SW_E_INVALID &&
@@ -279,8 +344,8 @@ static void test_dtypes(void)
 
 static void test_memory(void)
 {
-    const sw_layout_param params[] = {{7, SW_DTYPE_FLOAT32, true, 0},
-                                      {7, SW_DTYPE_FLOAT64, false, 0}};
+    const sw_layout_param params[] = {{7, SW_DTYPE_FLOAT32, true, 0, 0},
+                                      {7, SW_DTYPE_FLOAT64, false, 0, 0}};
     sw_layout layout;
     sw_error err;
     for (long nth = 1; nth <= 3; ++nth) {

@@ -1,11 +1,12 @@
 /* test_sliced.c - rounds that keep this rank's slices of the means alone, against a fold that knows
  * no buckets.
  *
- * Laws: a slice of a mean has the bits of the whole fold's, for ranks that cleared their gradients
- * and for ranks that did not (theirs contribute the accumulated mean plus what is new, rounded once
- * each); a parameter that nobody used keeps its bits; memory is a ring of slots, so a contribution
- * that comes early has no place yet, and none is lost; a rank that is ahead of its peers waits for
- * them rather than pile such contributions up, but never for one that waits for it. */
+ * Laws, for slices cut anywhere and for slices cut by rows: a slice of a mean has the bits of the
+ * whole fold's, for ranks that cleared their gradients and for ranks that did not (theirs
+ * contribute the accumulated mean plus what is new, rounded once each); a parameter that nobody
+ * used keeps its bits; memory is a ring of slots, so a contribution that comes early has no place
+ * yet, and none is lost; a rank that is ahead of its peers waits for them rather than pile such
+ * contributions up, but never for one that waits for it. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -58,9 +59,12 @@ static float expected(int world_size, size_t p, size_t i, int step)
 
 static void place(rank_context *self, sw_reducer *reducer, size_t p, int step)
 {
-    float *at = (float *)(void *)sw_reducer_address(reducer, p);
+    float contribution[NUMEL + PARAMS];
     for (size_t i = 0; i < numel_of[p]; ++i)
-        at[i] = uses(self->rank, p, step) ? ranks_value(self->rank, i + 1000 * p, step) : 0.0f;
+        contribution[i] = ranks_value(self->rank, i + 1000 * p, step);
+    check((uses(self->rank, p, step) ? sw_reducer_write(reducer, p, contribution, false, &self->err)
+                                     : sw_reducer_clear(reducer, p, &self->err)) == SW_OK,
+          "%s", self->err.message);
     sw_reducer_place(reducer, p, accumulates(self->rank, p, step));
 }
 
@@ -112,12 +116,9 @@ static void check_slices(rank_context *self, const sw_reducer *reducer, int step
 {
     const sw_layout *layout = sw_reducer_layout(reducer);
     for (size_t p = 0; p < PARAMS; ++p) {
-        size_t numel,
-            width = layout->bucket[layout->place[p].bucket].numel / (size_t)self->world_size;
+        size_t numel, wrong = 0;
+        size_t first = sw_layout_slice_run(layout, p, (size_t)self->rank).begin;
         const float *slice = (const float *)(const void *)sw_reducer_result(reducer, p, &numel);
-        size_t begin = (size_t)self->rank * width,
-               first = layout->place[p].begin > begin ? 0 : begin - layout->place[p].begin;
-        size_t wrong = 0;
         for (size_t i = 0; i < numel; ++i) {
             float wanted = expected(self->world_size, p, first + i, step);
             wrong += memcmp(&slice[i], &wanted, sizeof wanted) != 0;
@@ -213,12 +214,25 @@ static void who_is_ahead_holds_back(rank_context *self)
     sw_reducer_destroy(reducer);
 }
 
-int main(void)
+static void make_params(bool by_rows)
 {
     for (size_t p = 0; p < PARAMS; ++p) {
         numel_of[p] = p == 5 ? 3 : NUMEL + p;
-        params[p] = (sw_layout_param){numel_of[p], SW_DTYPE_FLOAT32, true, 0};
+        params[p] = (sw_layout_param){numel_of[p], SW_DTYPE_FLOAT32, true, 0, 0};
+        params[p].row_numel = !by_rows               ? 0
+                              : p == 5               ? 1
+                              : numel_of[p] % 7 == 0 ? 7
+                              : numel_of[p] % 3 == 0 ? 3
+                                                     : 1;
     }
+}
+
+int main(void)
+{
+    make_params(true);
+    for (int world_size = 1; world_size <= 5; ++world_size)
+        ranks_run_all(slices_are_those_of_the_fold, world_size, NULL);
+    make_params(false);
     for (int world_size = 1; world_size <= 5; ++world_size)
         ranks_run_all(slices_are_those_of_the_fold, world_size, NULL);
     ranks_run_all(who_is_ahead_holds_back, 2, NULL);
