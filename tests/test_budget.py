@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 #: lines of Python by folder, at most; the files beside a package's folders stand under the package's name
 LINES = {
-    "shardwright": 1_614,
+    "shardwright": 1_620,
     "shardwright/backend": 578,
     "shardwright/checkpoint": 8_736,
     "shardwright/comm": 2_740,
@@ -17,12 +17,12 @@ LINES = {
     "shardwright/formats": 758,
     "shardwright/gradients": 1_576,
     "shardwright/integrations": 2_825,
-    "shardwright/layout": 1_277,
+    "shardwright/layout": 1_279,
     "shardwright/optim": 3_423,
     "shardwright/options": 884,
-    "shardwright/parallel": 4_702,
-    "shardwright/parameters": 3_811,
-    "shardwright/torch_compat": 1_194,
+    "shardwright/parallel": 4_886,
+    "shardwright/parameters": 3_821,
+    "shardwright/torch_compat": 1_204,
     "shardwright_tools": 302,
     "shardwright_tools/cli": 1_493,
     "shardwright_tools/convert": 1_301,

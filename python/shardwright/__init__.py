@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .options.precision import Precision
     from .parallel.composition.pipeline import PipelineStage
     from .parallel.ddp import DistributedDataParallel
-    from .parallel.fully_shard import fully_shard
+    from .parallel.fully_shard import FSDPModule, fully_shard, register_fsdp_forward_method, share_comm_ctx
     from .parallel.headroom import headroom
     from .parallel.sync_batch_norm import SyncBatchNorm
     from .parameters.materialize import materialize
@@ -53,6 +53,7 @@ __all__ = [
     "DiLoCo",
     "DistributedDataParallel",
     "Error",
+    "FSDPModule",
     "Fp16",
     "Int4",
     "Int8",
@@ -84,8 +85,10 @@ __all__ = [
     "local_norms",
     "materialize",
     "optim",
+    "register_fsdp_forward_method",
     "save",
     "shard_optimizer",
+    "share_comm_ctx",
     "stats",
     "unwrap",
     "wrap",
@@ -101,6 +104,7 @@ _HOMES = {
     "describe": "description",
     "DiLoCo": "optim.diloco",
     "DistributedDataParallel": "parallel.ddp",
+    "FSDPModule": "parallel.fully_shard",
     "Fp16": "options.compressors",
     "full_gradients": "wrapping",
     "full_optimizer_state_dict": "wrapping",
@@ -121,8 +125,10 @@ _HOMES = {
     "PipelineStage": "parallel.composition.pipeline",
     "PowerSGD": "options.compressors",
     "Precision": "options.precision",
+    "register_fsdp_forward_method": "parallel.fully_shard",
     "save": "checkpoint",
     "shard_optimizer": "wrapping",
+    "share_comm_ctx": "parallel.fully_shard",
     "stats": "description",
     "SyncBatchNorm": "parallel.sync_batch_norm",
     "unwrap": "wrapping",

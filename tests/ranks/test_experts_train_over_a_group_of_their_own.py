@@ -384,10 +384,6 @@ def test_what_is_asked_of_the_wrapper_is_asked_of_all_its_engines(rank, world_si
     ):
         sw.full_state_dict(odd)
     sw.full_state_dict(model)
-    experts = model.layers[0].experts
-    experts.set_gradient_divide_factor(world_size)
-    with pytest.raises(NotImplementedError, match="divided by 4: pass reduce='sum'"):
-        experts.set_gradient_divide_factor(2)
 
 
 @on_every_rank(exactly=4)

@@ -49,7 +49,9 @@ class ParameterTable:
         return bool(cuda.runtime.holds(self.parameters[0]))
 
     @classmethod
-    def of(cls, module: torch.nn.Module, ignored: frozenset[str], ranks: Sequence[int] = ()) -> ParameterTable:
+    def of(
+        cls, module: torch.nn.Module, ignored: frozenset[str], ranks: Sequence[int] = (), *, may_be_frozen: bool = False
+    ) -> ParameterTable:
         """Make the table; raise for tensors that cannot take part. `ranks`: global numbers of the training ranks."""
         own = [(name, p) for name, p in module.named_parameters() if name not in ignored]
         mesh = find_model_mesh(own, ranks)
@@ -61,7 +63,7 @@ class ParameterTable:
             _check_kind("parameter", name, parameter)
         for name, buffer in buffers.items():
             _check_kind("buffer", name, buffer)
-        if not any(p.requires_grad for _, p in pairs):
+        if not (may_be_frozen and pairs) and not any(p.requires_grad for _, p in pairs):
             raise Error(
                 "no parameter of this module requires a gradient: there is nothing to average, use the module as it is"
             )

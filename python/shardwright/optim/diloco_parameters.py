@@ -27,7 +27,7 @@ from ..comm.process_group import HostGroup, host_group, resolve_group
 from ..layout.local_parameters import local_of
 from ..parallel.ddp import DistributedDataParallel
 from ..parallel.engine import Engine, engine_of
-from ..parallel.fully_shard import FullySharded
+from ..parallel.fully_shard import FSDPModule
 from ..torch_compat.dtensor import is_dtensor
 from .ownership import ELEMENTWISE
 
@@ -227,7 +227,7 @@ def _module_to_train(model: Any, process_group: Any) -> torch.nn.Module:
     """Return the bare module, and make sure that no wrapper averages its gradients from now on."""
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"DiLoCo: model must be a torch.nn.Module, got {type(model).__name__}")
-    if isinstance(model, FullySharded):
+    if isinstance(model, FSDPModule):
         raise Error(_over_slices(3))
     if not isinstance(model, TorchDDP):
         return model

@@ -11,10 +11,13 @@ engine when it is first needed: in shard_optimizer, in its first forward, or in 
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
 import dataclasses
 import functools
 import glob
+import math
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
@@ -29,7 +32,7 @@ from ..options.options import Options, refuse_options
 from ..options.precision import Precision
 from ..parameters.gathered_unit import Unit
 from ..parameters.unshard_schedule import UnitSchedule
-from ..torch_compat.dtensor import is_dtensor
+from ..torch_compat.dtensor import flattened, is_dtensor
 from ..torch_compat.foreign_wrappers import guard_from_wrappers
 from .engine import Engine, engine_of, register_face
 
@@ -40,7 +43,7 @@ class Mark:
 
     `is_list`: fully_shard got several modules, which form one unit and share this mark. `engine`: of an outermost module.
     `ahead`: for each phase the units to gather ahead, if the program names them. `divide_factor`: the divisor of gradients
-    that the program expects; `divides_by`: the engine's. `placement`: FSDP2's shard_placement_fn.
+    that the program sets; `divides_by`: the engine's. `placement`: FSDP2's shard_placement_fn.
     """
 
     reshard_after_forward: bool
@@ -51,6 +54,8 @@ class Mark:
     ahead: dict[str, list[Mark]] = dataclasses.field(default_factory=dict)
     divide_factor: float | None = None
     divides_by: int | None = None
+    _own: list[weakref.ref[torch.Tensor]] = dataclasses.field(default_factory=list)
+    _handles: list[Any] = dataclasses.field(default_factory=list)
     placement: Callable[[torch.nn.Parameter], Any] | None = None
     _units: list[tuple[weakref.ref[UnitSchedule], int]] = dataclasses.field(default_factory=list)
 
@@ -75,14 +80,23 @@ class Mark:
         found = ((schedule(), unit) for schedule, unit in self._units)
         return [(each, each.units[unit]) for each, unit in found if each is not None and each.units]
 
-    def check_divide_factor(self) -> None:
-        """Raise NotImplementedError if the engine divides gradients by another factor than the program expects."""
-        if self.divides_by is not None and self.divide_factor not in (None, self.divides_by):
-            factor, self.divide_factor = self.divide_factor, None
-            raise NotImplementedError(
-                f"set_gradient_divide_factor({factor:g}): gradients are divided by {self.divides_by}: pass reduce='sum' to fully_shard, which "
-                "divides by nothing, and divide the loss"
-            )
+    def set_divisor(self, divides_by: int, parameters: Sequence[torch.Tensor]) -> None:
+        """Record the engine's divisor, and the unit's parameters, small ones included, which are in no unit of the schedule."""
+        for handle in self._handles:  # of an engine that ended
+            handle.remove()
+        self.divides_by, self._own, self._handles = divides_by, [weakref.ref(each) for each in parameters], []
+        self.scale()
+
+    def scale(self) -> None:
+        """Multiply this unit's gradients where the engine divides by another factor than the program set."""
+        if self.divides_by is None or self.divide_factor in (None, self.divides_by) or self._handles:
+            return
+        hook = _GradientScale(weakref.ref(self))
+        for parameter in [p for each in self._own if (p := each()) is not None]:
+            trains = parameter.requires_grad
+            parameter.requires_grad_(True)  # a frozen one may train later
+            self._handles.append(parameter.register_hook(hook))
+            parameter.requires_grad_(trains)
 
     def make(self, module: torch.nn.Module) -> None:
         """Make the engine with `module` as outermost, unless an outer module has one. Collective if it makes one."""
@@ -94,10 +108,26 @@ class Mark:
         if not self.places():
             self.engine = None
             options = {**self.options, "groups": self.options.get("groups") or _groups(module, self.options)}
-            _check_divide_factors(module, options)
+            _set_divisors(module, options)
             stage = {"zero": 3, "share_parameters": False, "precision": _policies(module)}
             self.engine = Engine(module, Options.from_keywords({**options, **stage}))
             guard_from_wrappers(self.engine, module)
+
+
+class _GradientScale:
+    """A hook of parameters that multiplies gradients by the engine's divisor over the program's. In a copy it does nothing."""
+
+    def __init__(self, mark: Callable[[], Mark | None] = lambda: None) -> None:
+        self._mark = mark
+
+    def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
+        mark = self._mark()
+        if mark is None or mark.divides_by is None or mark.divide_factor in (None, mark.divides_by):
+            return gradient
+        return gradient * (mark.divides_by / mark.divide_factor)
+
+    def __reduce__(self) -> Any:
+        return _GradientScale, ()
 
 
 class Gathered:
@@ -107,23 +137,59 @@ class Gathered:
         """Do nothing."""
 
 
+def _tunes(name: str, why: str) -> Callable[..., None]:
+    """Return a method of FSDP2 that only tunes how FSDP2 communicates: it warns once and changes nothing."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> None:
+        if name not in _warned:
+            _warned.add(name)
+            warnings.warn(f"{name}() has no effect on sw.fully_shard: {why}", stacklevel=2)
+
+    method.__name__, method.__qualname__ = name, f"FSDPModule.{name}"
+    method.__doc__ = f"Accept FSDP2's call without effect: {why}."
+    return method
+
+
+_warned: set[str] = set()
+_OWN_TRANSPORT = "the engine has its own communicators"
+_OWN_MEMORY = "the engine plans its buffers as it is made"
+
+
 def _policies(module: torch.nn.Module) -> dict[str, Any] | None:
     """Return the precision options of fully_shard for `module` and the modules inside it."""
     marks = {name: mark_of(each) for name, each in module.named_modules()}
     return {name: mark.precision for name, mark in marks.items() if mark is not None and mark.precision} or None
 
 
-def _check_divide_factors(module: torch.nn.Module, options: dict[str, Any]) -> None:
-    """Record the divisor of gradients for the modules inside `module`. Raise if the program expects another one."""
-    mesh, divides_by = options.get("device_mesh"), 1
-    if options.get("reduce") != "sum" and (mesh is not None or torch.distributed.is_initialized()):
-        divides_by = torch.distributed.get_world_size(options.get("process_group")) if mesh is None else mesh.size()
-    ignored = {id(each) for each in options.get("ignored_params", ())}
-    for each in module.modules():
+def _set_divisors(module: torch.nn.Module, options: dict[str, Any]) -> None:
+    """Choose the engine's divisor of gradients, and scale those of units for which the program set another one.
+
+    If all units have one divisor that is not the number of ranks, the engine sums, so that no rounding is added.
+    """
+    mesh, ranks = options.get("device_mesh"), 1
+    if mesh is not None or torch.distributed.is_initialized():
+        ranks = torch.distributed.get_world_size(options.get("process_group")) if mesh is None else mesh.size()
+    units = _own_parameters(module, {id(each) for each in options.get("ignored_params", ())})
+    factors = {mark.divide_factor for mark, _ in units}
+    if "reduce" not in options and len(factors) == 1 and factors.isdisjoint((None, ranks)):
+        options["reduce"] = "sum"
+    for mark, parameters in units:
+        mark.set_divisor(1 if options.get("reduce") == "sum" else ranks, parameters)
+
+
+def _own_parameters(module: torch.nn.Module, ignored: Collection[int]) -> list[tuple[Mark, list[torch.Tensor]]]:
+    """Return each mark inside `module` that has parameters, and these: those of its subtree without inner marks' ones."""
+    found: dict[int, tuple[Mark, list[torch.Tensor]]] = {}
+    seen = set(ignored)
+    for each in reversed(list(module.modules())):  # inner modules first
         mark = mark_of(each)
-        if mark is not None and any(id(p) not in ignored for p in each.parameters()):
-            mark.divides_by = divides_by
-            mark.check_divide_factor()
+        if mark is None:
+            continue
+        own = [p for p in each.parameters() if id(p) not in seen]
+        seen.update(map(id, own))
+        if own:
+            found.setdefault(id(mark), (mark, []))[1].extend(own)
+    return list(found.values())
 
 
 def _groups(module: torch.nn.Module, options: dict[str, Any]) -> dict[torch.nn.Module, Any] | None:
@@ -166,18 +232,19 @@ def _placed_apart(module: torch.nn.Module, ranks: list[Any], ignored: set[int]) 
     return found
 
 
-class FullySharded(torch.nn.Module):
+class FSDPModule(torch.nn.Module):
     """The base class that fully_shard adds to the class of a module."""
 
     _shardwright_mark: Mark
     _shardwright_original: type
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(super().__call__, args, kwargs)
+
+    def _run(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         mark = self._shardwright_mark
         mark.make(self)
-        if mark.engine is None:
-            return super().__call__(*args, **kwargs)
-        return mark.engine.run(super().__call__, args, kwargs)
+        return call(*args, **kwargs) if mark.engine is None else mark.engine.run(call, args, kwargs)
 
     def _placed(self) -> list[tuple[UnitSchedule, Unit]]:
         self._shardwright_mark.make(self)
@@ -221,6 +288,8 @@ class FullySharded(torch.nn.Module):
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Set whether this unit, with `recurse` those inside it, is released after its forward. The outermost never is."""
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(f"reshard_after_forward must be True or False, got {reshard_after_forward!r}")
         for each in self.modules() if recurse else (self,):
             mark = mark_of(each)
             if mark is None:
@@ -239,15 +308,54 @@ class FullySharded(torch.nn.Module):
             )
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Accept the engine's own divisor of gradients: the number of the outermost module's ranks, or 1 with reduce="sum".
+        """Divide the sum of this unit's gradients over ranks by `factor`; by default by the number of ranks.
+
+        Set on all units before the first run it costs nothing and adds no rounding: the engine then sums. Otherwise a hook
+        multiplies each gradient of the unit. Call it alike on all ranks. With groups= a group's mean is scaled alike.
 
         Raises
         ------
-        NotImplementedError
-            For another factor; if the engine does not exist yet, raised when it is made.
+        ValueError
+            For a factor that is not finite and above 0.
         """
+        if not 0 < factor < math.inf:
+            raise ValueError(f"set_gradient_divide_factor needs a finite factor > 0, got {factor!r}")
         self._shardwright_mark.divide_factor = factor
-        self._shardwright_mark.check_divide_factor()
+        self._shardwright_mark.scale()
+
+    set_reduce_scatter_divide_factor = set_gradient_divide_factor
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """Make torch's current stream wait for `event`, recorded after a step: gathers follow that stream. No effect on the CPU."""
+        event.wait()
+
+    def reset_iter_state(self) -> None:
+        """Release every unit after an exception in a forward or backward. For the outermost module."""
+        self._outermost("reset_iter_state")
+        for schedule in {id(schedule): schedule for schedule, _ in self._placed()}.values():
+            schedule.release_all()
+
+    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
+        """Raise NotImplementedError: means over more ranks are the mesh's."""
+        raise NotImplementedError(
+            "set_all_reduce_hook is not supported: pass a mesh of (replicate, shard) to sw.fully_shard, over which gradients are averaged"
+        )
+
+    set_force_sum_reduction_for_comms = _tunes(
+        "set_force_sum_reduction_for_comms", "the engine adds and divides itself"
+    )
+    set_reduce_scatter_unused_params = _tunes(
+        "set_reduce_scatter_unused_params", "parameters that a rank does not use are always averaged"
+    )
+    set_unshard_in_backward = _tunes("set_unshard_in_backward", "a unit is gathered whenever a backward may read it")
+    set_custom_all_gather = _tunes("set_custom_all_gather", _OWN_TRANSPORT)
+    set_custom_reduce_scatter = _tunes("set_custom_reduce_scatter", _OWN_TRANSPORT)
+    set_separate_reduce_scatter_group = _tunes("set_separate_reduce_scatter_group", _OWN_TRANSPORT)
+    set_symm_mem_for_comm = _tunes("set_symm_mem_for_comm", _OWN_MEMORY)
+    set_allocate_memory_from_process_group_for_comm = _tunes(
+        "set_allocate_memory_from_process_group_for_comm", _OWN_MEMORY
+    )
+    set_reduce_scatter_max_input_buffers = _tunes("set_reduce_scatter_max_input_buffers", _OWN_MEMORY)
 
     def _outermost(self, what: str) -> Engine:
         engine = engine_of(self)
@@ -280,10 +388,11 @@ def fully_shard(
     *,
     mesh: Any = None,
     device_mesh: Any = None,
-    reshard_after_forward: bool = True,
+    reshard_after_forward: bool | int | None = None,
     precision: Any = None,
     offload: Any = None,
-    ignored_params: Collection[Any] = (),
+    ignored_params: Collection[Any] | None = None,
+    dp_mesh_dims: Any = None,
     shard_placement_fn: Callable[[torch.nn.Parameter], Any] | None = None,
     mp_policy: Any = None,
     offload_policy: Any = None,
@@ -301,11 +410,16 @@ def fully_shard(
     mesh, device_mesh
         See Options; `mesh` is FSDP2's name for it. The outermost module's mesh applies. An inner mesh of other ranks is
         an error, except for a module of DTensors (experts), which then becomes one of the outermost module's `groups`.
+    dp_mesh_dims : DataParallelMeshDims, optional
+        FSDP2's names of the dimensions of `mesh` over which ranks average: `replicate`, then `shard`; several names are
+        flattened. The other dimensions are those of the parameters, which are DTensors.
     ignored_params, **options
         See Options; those of the outermost module apply. If the outermost module ignores all parameters of an inner
         module, the inner module is not one of its units: it has its own engine and mesh, and needs its own optimizer.
-    reshard_after_forward : bool
-        True if the unit is released between its forward and its backward.
+    reshard_after_forward : bool or int, optional
+        True, the default, if the unit is released between its forward and its backward; the outermost one never is. FSDP2's
+        number of ranks to reshard to, a divisor of the slices: 1 keeps the unit whole, every other one releases it, since the
+        ranks of a host map all slices (on GPUs the next gather is over all ranks).
     precision : {"bf16", "fp16", "fp32"} or Precision, optional
         The precision in which the module and inner modules without their own precision compute; see wrap.
     shard_placement_fn : callable, optional
@@ -343,6 +457,7 @@ def fully_shard(
             raise TypeError(f"fully_shard needs a torch.nn.Module that is run itself, got {type(each).__name__}")
     if mesh is not None and device_mesh is not None:
         raise ValueError("mesh and device_mesh were both given, which are two names for one: pass one of them")
+    chosen = _data_mesh(device_mesh if mesh is None else mesh, dp_mesh_dims)
     offload_kind(offload)
     refuse_options(options, ("zero", "share_parameters"), "fully_shard", "it is zero=3 with private parameters")
     refuse_options(options, ("clip_grad_norm",), "fully_shard", "call sw.clip_grad_norm_ before the step")
@@ -352,8 +467,7 @@ def fully_shard(
         raise NotImplementedError(
             f"fully_shard: offload_policy={offload_policy!r} is not supported: pass offload='cpu', which moves the optimizer's state"
         )
-    if not isinstance(reshard_after_forward, bool):
-        raise TypeError(f"reshard_after_forward must be True or False, got {reshard_after_forward!r}")
+    releases = _releases(reshard_after_forward, chosen)
     for each in modules:
         if mark_of(each) is not None:
             raise Error(f"fully_shard was called on this {type(each).__name__} already")
@@ -363,10 +477,9 @@ def fully_shard(
                 f"fully_shard was given a {type(wrapped.module).__name__} that sw.wrap wrapped already: use it as it is, or call fully_shard on "
                 "sw.unwrap(module), which replaces its wrapper"
             )
-    chosen = device_mesh if mesh is None else mesh
-    kept = {"device_mesh": chosen, "ignored_params": ignored_params, "offload": offload, **options}
+    kept = {"device_mesh": chosen, "ignored_params": ignored_params or (), "offload": offload, **options}
     is_list = not isinstance(module, torch.nn.Module)
-    mark = Mark(reshard_after_forward, kept, policy, is_list=is_list, placement=shard_placement_fn)
+    mark = Mark(releases, kept, policy, is_list=is_list, placement=shard_placement_fn)
     for each in modules:
         original = type(each)
         body = {
@@ -375,9 +488,79 @@ def fully_shard(
             "__module__": original.__module__,
             "__qualname__": original.__qualname__,
         }
-        each.__class__ = type(original.__name__, (FullySharded, original), body)
+        each.__class__ = type(original.__name__, (FSDPModule, original), body)
         register_face(each, _find_engine)
     return module
+
+
+def register_fsdp_forward_method(module: torch.nn.Module, method_name: str) -> None:
+    """Let a method of a module that fully_shard was called on run as its forward does: its unit is whole meanwhile.
+
+    Does nothing for other modules, as torch's function of this name. Call it after fully_shard.
+
+    Raises
+    ------
+    ValueError
+        If the module has no such method.
+    """
+    if mark_of(module) is None:
+        return
+    method = getattr(type(module), method_name, None)
+    if method is None:
+        raise ValueError(f"{type(module).__name__} has no method {method_name!r}")
+
+    @functools.wraps(method)
+    def run(self: FSDPModule, *args: Any, **kwargs: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with contextlib.ExitStack() as stack:
+                units = [
+                    stack.enter_context(s.running(unit, self, args)) for s, unit in self._shardwright_mark.places()
+                ]
+                output = method(self, *args, **kwargs)
+                for note in units:
+                    note(output)
+                return output
+
+        return self._run(call, args, kwargs)
+
+    setattr(type(module), method_name, run)  # its class is its own
+
+
+def share_comm_ctx(modules: Sequence[torch.nn.Module]) -> None:
+    """Accept FSDP2's call without effect: modules over the same ranks share a communicator."""
+    _marks_of(modules, "share_comm_ctx")
+
+
+def _data_mesh(mesh: Any, dims: Any) -> Any:
+    """Return the mesh of (replicate, shard), or of one of them, that dp_mesh_dims names."""
+    if dims is None:
+        return mesh
+    if mesh is None:
+        raise ValueError(f"dp_mesh_dims={dims!r} names dimensions of a mesh: pass mesh too")
+    given = [(each,) if isinstance(each, str) else tuple(each or ()) for each in (dims.replicate, dims.shard)]
+    unknown = [name for names in given for name in names if name not in (mesh.mesh_dim_names or ())]
+    if unknown:
+        raise ValueError(f"dp_mesh_dims names {unknown[0]!r}, and the mesh has {mesh.mesh_dim_names}")
+    return flattened(mesh, [names for names in given if names])
+
+
+def _releases(reshard_after_forward: Any, mesh: Any) -> bool:
+    """Return whether a unit is released after its forward."""
+    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
+        return reshard_after_forward is not False
+    if not isinstance(reshard_after_forward, int):
+        raise TypeError(
+            f"reshard_after_forward must be True, False, None or a number of ranks, got {reshard_after_forward!r}"
+        )
+    if mesh is not None:
+        slices = mesh.size(mesh.ndim - 1)
+    else:
+        slices = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    if reshard_after_forward < 1 or slices % reshard_after_forward != 0:
+        raise ValueError(
+            f"reshard_after_forward as a number must be a divisor of {slices}, got {reshard_after_forward}"
+        )
+    return reshard_after_forward != 1
 
 
 def _policy(precision: Any, mp_policy: Any) -> Precision | None:
@@ -408,7 +591,7 @@ def _listed(modules: Any) -> list[Any]:
     return list(modules)
 
 
-def _find_engine(module: FullySharded, make: bool) -> Engine | None:
+def _find_engine(module: FSDPModule, make: bool) -> Engine | None:
     mark = module._shardwright_mark
     if make:
         mark.make(module)

@@ -25,7 +25,7 @@ from ..gradients.module_gradients import ModuleGradients
 from ..gradients.sharded_gradient import ShardedGradient
 from ..gradients.sparse_gradients import SparseGradients, find_sparse
 from ..layout.model_mesh import placed
-from ..layout.param_groups import check_hookable, check_inner, cut
+from ..layout.param_groups import check_hookable, check_inner, cut, mark_of
 from ..layout.param_table import ParameterTable
 from ..layout.shard_mesh import Slicing
 from ..layout.shard_runs import Storage, itemsize_of
@@ -179,7 +179,8 @@ class Replica:
         return {index: dtype for index, dtype in dtypes.items() if dtype in LOW_DTYPES and wide[index]}
 
     def _table_of(self, module: torch.nn.Module, ignored: frozenset[str], options: Options) -> ParameterTable:
-        table = ParameterTable.of(module, ignored, group_ranks(self.group.torch_group))
+        is_marked = mark_of(module) is not None  # by fully_shard, which gathers for inference too
+        table = ParameterTable.of(module, ignored, group_ranks(self.group.torch_group), may_be_frozen=is_marked)
         is_cast = self.settings.get("precision") not in (None, "None")
         if self.zero or table.is_on_gpu or is_cast or options.sparse_gradients == "dense":
             return table

@@ -486,6 +486,16 @@ class UnitSchedule:
         if self.coming and unit.is_outermost and not unit.running and _hooks.graph_task_id() == _NO_TASK:
             self._drop_coming()
 
+    @contextlib.contextmanager
+    def running(self, unit: Unit, module: torch.nn.Module, inputs: Any) -> Iterator[Callable[[Any], None]]:
+        """Return a context that is a forward of a unit's module, through another method. Call the result with its output."""
+        outputs: list[Any] = []
+        self._before_forward(unit)
+        try:
+            yield outputs.append
+        finally:
+            self._after_forward(unit, module, inputs, outputs[-1] if outputs else None)
+
     def _before_backward(self, unit: Unit, begin: int, end: int) -> None:
         task = _hooks.graph_task_id()
         if not self._tasks:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 __all__ = [
+    "flattened",
     "full_tensor",
     "held_tensor",
     "is_dtensor",
@@ -112,3 +114,11 @@ def local_box(dtensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
         )
     shape, offsets = compute_local_shape_and_global_offset(dtensor.shape, dtensor.device_mesh, dtensor.placements)
     return tuple(shape), tuple(offsets)
+
+
+def flattened(mesh: Any, dimensions: Sequence[Sequence[str]]) -> Any:
+    """Return a submesh with one dimension for each of `dimensions`, whose names are flattened into it."""
+    for names in dimensions:
+        if len(names) > 1:
+            mesh[tuple(names)]._flatten("_".join(names))
+    return mesh[tuple("_".join(names) for names in dimensions)]
