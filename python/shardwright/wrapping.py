@@ -162,8 +162,13 @@ def wrap(
     if optimizer is None:
         return wrapped
     if clip_grad_norm is not None:
-        optimizer.register_step_pre_hook(_Clip(wrapped, clip_grad_norm))
+        clip_before_steps(optimizer, wrapped, clip_grad_norm)
     return wrapped, optimizer
+
+
+def clip_before_steps(optimizer: torch.optim.Optimizer, module: DistributedDataParallel, max_norm: float) -> None:
+    """Begin each step of an optimizer with sw.clip_grad_norm_(module, max_norm)."""
+    optimizer.register_step_pre_hook(_Clip(module, max_norm))
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import os
 import types
 import warnings
@@ -36,12 +37,14 @@ from ..options.compress import Compressor, check_compressor
 from ..options.options import FIELDS
 from ..parallel.ddp import DistributedDataParallel
 from ..torch_compat.internals import original_of
-from ..wrapping import full_parameters
+from ..wrapping import clip_before_steps, full_parameters
+from .plugins import Settings, take_over
 from .settings import chosen
 from .wrappers import Wrappers, stepping, whole_parameters
 
 __all__ = ["Accelerator", "CompressionHandler"]
 
+_logger = logging.getLogger("shardwright")
 #: launches of several processes that average gradients
 _TOGETHER = (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
@@ -88,7 +91,8 @@ class Accelerator(accelerate.Accelerator):
         Arguments of accelerate's Accelerator. `kwargs_handlers` may hold a CompressionHandler.
     zero : {0, 1, 2, 3}, optional
         The stage; see wrap. None: this and the options that are not given are read from the variable
-        SHARDWRIGHT_OPTIONS (see settings.py); without it the stage is 0.
+        SHARDWRIGHT_OPTIONS (see settings.py); without it the stage is 0. If no stage is given, a launch or a plugin with
+        accelerate's FSDP or DeepSpeed settings gives it, with a line in the log (see plugins.py).
     compress, partition : optional
         See wrap.
     wrap_options : mapping, optional
@@ -120,6 +124,8 @@ class Accelerator(accelerate.Accelerator):
     """
 
     ddp_handler: Any
+    #: what accelerate's own FSDP or DeepSpeed settings became
+    plugin: Settings | None = None
 
     def __init__(
         self,
@@ -131,6 +137,11 @@ class Accelerator(accelerate.Accelerator):
         kwargs_handlers: Sequence[Any] | None = None,
         **kwargs: Any,
     ) -> None:
+        plugin = take_over(kwargs)
+        if plugin is not None and zero is None:
+            zero, wrap_options = plugin.zero, {**plugin.wrap_options, **(wrap_options or {})}
+            if int(os.environ.get("RANK") or 0) == 0:
+                _logger.warning(plugin.sentence())
         stage = chosen("", zero, compress=compress, partition=partition, wrap_options=wrap_options)
         _check_stage(zero=stage["zero"], partition=stage["partition"])
         handlers = list(kwargs_handlers or ())
@@ -141,6 +152,7 @@ class Accelerator(accelerate.Accelerator):
         others = [handler for handler in handlers if not isinstance(handler, CompressionHandler)]
         super().__init__(*args, kwargs_handlers=others, **kwargs)
         _check_launch(self)
+        self.plugin = plugin
         self._begin(stage, compressing)
 
     @classmethod
@@ -219,6 +231,7 @@ class Accelerator(accelerate.Accelerator):
         options = dict(self.ddp_handler.to_kwargs()) if self.ddp_handler is not None else {}
         device = next(model.parameters()).device
         device_ids = [device] if device.type == "cuda" else None
+        options.update({} if self.plugin is None else self.plugin.options_for(model))
         wrapper = self._wrappers.make(model, device_ids, zero=self.zero, **{**options, **self.wrap_options})
         if self.compress is not None:
             wrapper.compress_gradients(self.compress)
@@ -243,6 +256,8 @@ class Accelerator(accelerate.Accelerator):
         if wrapper is None:
             return
         optimizer.optimizer = stepping(wrapper, inner, self.partition)
+        if self.plugin is not None and self.plugin.clip_grad_norm:  # which DeepSpeed does in its step
+            clip_before_steps(optimizer.optimizer, wrapper, self.plugin.clip_grad_norm)
         if optimizer.optimizer is not inner:
             optimizer.__setstate__(optimizer.__getstate__())  # patches the new optimizer's step
 

@@ -1,4 +1,4 @@
-"""`shardwright config ds_config.json`: the equivalent Python program, and a table of the file's keys."""
+"""`shardwright config FILE`: what a DeepSpeed JSON, or a file of `accelerate config`, becomes, and a table of its keys."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ _TRAINER: dict[str, Any] = {
 
 def add_parser(commands: Any, text: str) -> None:
     parser = commands.add_parser("config", help=text)
-    parser.add_argument("file", nargs="?", help="the JSON file passed to deepspeed.initialize")
+    parser.add_argument(
+        "file", nargs="?", help="the JSON file passed to deepspeed.initialize, or a file of accelerate config"
+    )
     parser.add_argument("--ranks", type=int, default=1, help="the number of ranks (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=1000, help="steps of the run, for 'auto' (default: %(default)s)")
     parser.add_argument("--keys", action="store_true", help="print the support table of all keys in Markdown instead")
@@ -42,6 +44,8 @@ def run(options: argparse.Namespace) -> int:
         print("shardwright config: pass a file, and --ranks of at least 1" if not options.json else '{"ok": false}')
         return 2
     try:
+        if options.file.endswith((".yaml", ".yml")):
+            return _of_accelerate(options)
         given = load_config(options.file)
         autos = _autos(given)
         made = plan(_filled(given, options.ranks, options.steps), options.ranks)
@@ -55,6 +59,37 @@ def run(options: argparse.Namespace) -> int:
         return 0
     print(python_of(made))
     print("\n".join(columns([(row["key"], shortened(row["value"], 30), row["state"], row["here"]) for row in rows])))
+    return 0
+
+
+def _of_accelerate(options: argparse.Namespace) -> int:
+    """Print what a file of `accelerate config` becomes. Return 1 if it is refused."""
+    try:
+        import yaml  # type: ignore[import-untyped, unused-ignore]  # a dependency of accelerate
+    except ModuleNotFoundError:
+        raise ValueError(f"{options.file}: reading YAML needs PyYAML: pip install pyyaml") from None
+    from shardwright.integrations.plugins import of_file
+
+    with open(options.file, encoding="utf-8") as file:
+        try:
+            given = yaml.safe_load(file)
+        except yaml.YAMLError as error:
+            raise ValueError(f"{options.file} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(given, dict):
+        raise ValueError(f"{options.file} must hold a mapping, got {type(given).__name__}")
+    made = of_file(given, options.file)
+    wrap = [f"{name!r}: {value!r}" for name, value in made.wrap_options.items()]
+    wrap += [f"'units': ({', '.join(made.units)},)"] if made.units else []
+    python = f"accelerator = Accelerator(zero={made.zero}" + (f", wrap_options={{{', '.join(wrap)}}})" if wrap else ")")
+    python = f"from shardwright.integrations.accelerate import Accelerator\n{python}"
+    if made.clip_grad_norm:
+        python += f"\n# before each step: accelerator.clip_grad_norm_(model.parameters(), {made.clip_grad_norm!r})"
+    if options.json:
+        rows = [{"key": key, "value": value, "here": here} for key, value, here in made.rows]
+        print(json.dumps({"ok": True, "python": python, "rows": rows}, indent=2, default=str))
+    else:
+        print(python)
+        print("\n".join(columns([(key, shortened(value, 30), here) for key, value, here in made.rows])))
     return 0
 
 
