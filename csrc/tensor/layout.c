@@ -124,3 +124,15 @@ void sw_layout_fini(sw_layout *layout)
     free(layout->order);
     memset(layout, 0, sizeof *layout);
 }
+
+sw_layout_run sw_layout_run_in(const sw_layout *layout, size_t index, size_t slice,
+                               size_t slice_count)
+{
+    const sw_layout_place *place = &layout->place[index];
+    size_t width = layout->bucket[place->bucket].numel / slice_count, from = slice * width;
+    size_t begin = sw_size_max(place->begin, from);
+    size_t end = sw_size_min(place->begin + place->numel, from + width);
+    if (begin >= end)
+        return (sw_layout_run){.begin = 0};
+    return (sw_layout_run){begin - place->begin, end - place->begin, begin - from};
+}

@@ -62,4 +62,15 @@ SW_MUST_USE sw_status sw_layout_init(sw_layout *layout, const sw_layout_param *p
                                      sw_error *err);
 void sw_layout_fini(sw_layout *layout);
 
+/* The elements of one parameter that lie in one slice. */
+typedef struct sw_layout_run {
+    size_t begin, end; /* of the parameter, in memory order; both 0: none */
+    size_t first;      /* the place of `begin` in the slice; 0: none */
+} sw_layout_run;
+
+/* Return the run of a parameter in slice `slice` of `slice_count`, which divides every bucket. This
+ * is the one rule of who owns what: all else asks it. */
+sw_layout_run sw_layout_run_in(const sw_layout *layout, size_t index, size_t slice,
+                               size_t slice_count);
+
 #endif

@@ -12,6 +12,7 @@
  *       part
  *   L7  only the last parameter of a bucket reaches the cap; a bucket below it is the last of its
  *       dtype and kind
+ *   L8  the runs of a parameter in the slices cover it once, in order, where its bucket has them
  */
 #include <stdint.h>
 #include <stdlib.h>
@@ -92,6 +93,23 @@ static void check_members(const sw_layout *layout, const sw_layout_param *params
     check(last_of_kind || end >= cap_bytes, "L7: bucket %zu was closed below the cap", b);
 }
 
+/* Check L8. */
+static void check_runs(const sw_layout *layout, size_t p, size_t slice_count)
+{
+    const sw_layout_place *place = &layout->place[p];
+    size_t width = layout->bucket[place->bucket].numel / slice_count, covered = 0;
+    for (size_t s = 0; s < slice_count; ++s) {
+        sw_layout_run run = sw_layout_run_in(layout, p, s, slice_count);
+        check(run.begin == (run.end ? covered : 0) && run.first + (run.end - run.begin) <= width,
+              "L8: parameter %zu, slice %zu: [%zu, %zu) at %zu", p, s, run.begin, run.end,
+              run.first);
+        check(run.end == run.begin || place->begin + run.begin == s * width + run.first,
+              "L8: parameter %zu, slice %zu: at %zu", p, s, run.first);
+        covered += run.end - run.begin;
+    }
+    check(covered == place->numel, "L8: parameter %zu: %zu of %zu", p, covered, place->numel);
+}
+
 /* Check L5 and L6. */
 static void check_slices(const sw_layout *layout, size_t b, int world_size, size_t offset_bytes)
 {
@@ -132,8 +150,10 @@ static void check_laws(const sw_layout_param *params, size_t count, int world_si
         if (bucket->trainable)
             trainable_bytes += bucket->numel * sw_dtype_size_bytes(bucket->dtype);
     }
-    for (size_t p = 0; p < count; ++p)
+    for (size_t p = 0; p < count; ++p) {
         check(listed[p] == 1, "L1: parameter %zu is listed %zu times", p, listed[p]);
+        check_runs(&layout, p, (size_t)world_size);
+    }
     check(layout.size_bytes == size_bytes && layout.trainable_bytes == trainable_bytes,
           "L6: the sums are wrong");
     sw_layout_fini(&layout);

@@ -66,16 +66,11 @@ class Storage:
 
     def run(self, index: int, rank: int) -> tuple[int, int]:
         """Return [begin, end), in memory order, of the elements of a parameter that `rank` owns; (0, 0) if none."""
-        bucket, begin, numel = self._reducer.place(index)
-        return self._slicing.run(self._reducer.bucket_shape(bucket)[1], (begin, numel), rank)
+        return self._reducer.run(index, self._slicing.of_rank[rank], self._slicing.count)
 
     def run_in_slice(self, index: int, rank: int) -> tuple[int, int, int]:
         """Return (bucket, first element in the rank's slice of it, count) of `rank`'s elements of a parameter."""
-        bucket, begin, _ = self._reducer.place(index)
-        low, high = self.run(index, rank)
-        width = self._reducer.bucket_shape(bucket)[1] // self._slicing.count
-        first = begin + low - self._slicing.of_rank[rank] * width if low < high else 0
-        return bucket, first, high - low
+        return self._reducer.run_in_slice(index, self._slicing.of_rank[rank], self._slicing.count)
 
     def own_run(self, index: int) -> tuple[int, int]:
         """Return run(index, this rank), cached."""
