@@ -7,24 +7,17 @@ slice of gradients.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch.utils.dlpack import from_dlpack
 
 from .param_table import ParameterTable
 from .shard_mesh import Slicing
 from .views import dense_strides
 
 if TYPE_CHECKING:
-    from .._engine import Arena, Reducer
-
-
-#: slice boundaries are multiples of this (csrc/tensor/layout.h)
-_SLICE_BYTES = 128
-#: bytes per rank of outcome_sets()
-OUTCOME_BYTES = 2 * _SLICE_BYTES
+    from .._engine import Reducer
 
 
 class Copies(Protocol):
@@ -173,36 +166,6 @@ class Storage:
 
     def gather_anew(self) -> None:
         """Gather units as after a step, at the end of a join, whatever each rank has. Collective with units."""
-
-
-def outcome_sets(arena: Arena, offset: int, world_size: int, part: int) -> list[tuple[int, torch.Tensor]]:
-    """Return two sets of one byte per rank behind an arena's parameters, each with its first byte: 1 if the step failed.
-
-    What publishes a step also sends these. Steps alternate: a rank writes one while a slower one still reads the other.
-    """
-    both = from_dlpack(arena.tensor(offset, "uint8", [2, world_size, _SLICE_BYTES], None, part))
-    return [(offset, both[0]), (offset + both[0].numel(), both[1])]
-
-
-def populate(arena: Arena, ranges: Iterable[tuple[int, int]]) -> None:
-    """Populate ranges (first byte, bytes) of this rank's part, with huge pages where the kernel can."""
-    pending: list[int] = []  # merge adjacent ranges: a huge page may span both
-    for offset, nbytes in sorted(ranges):
-        if pending and pending[1] == offset:
-            pending[1] = offset + nbytes
-            continue
-        if pending:
-            arena.populate(pending[0], pending[1] - pending[0])
-        pending = [offset, offset + nbytes]
-    if pending:
-        arena.populate(pending[0], pending[1] - pending[0])
-
-
-def share_of(group: Any, slicing: Slicing, numel: int) -> tuple[int, int]:
-    """Return [low, high) of `numel` elements: this rank's part if the ranks that share the host's copy divide them."""
-    beside = group.sharers(slicing)
-    place = beside.index(slicing.rank)
-    return numel * place // len(beside), numel * (place + 1) // len(beside)
 
 
 def itemsize_of(dtype: str) -> int:
