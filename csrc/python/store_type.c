@@ -329,13 +329,12 @@ static bool check_unit(const store_object *self, Py_ssize_t unit)
            sw_py_refuse(PyExc_ValueError, "Store: unit must be in [0, %zu), got %zd", count, unit);
 }
 
-#define UNIT_METHOD(name, call)                               \
-    SW_PY_METHOD(store_##name, store_object, #name " unit:n", \
-                 check_unit(self, a[0].n) && enter(self), call, finish(self, status, &err))
-
-UNIT_METHOD(gather, sw_unit_gather(UNITS, a[0].size, SW_UNIT_SLICES, &err))
-UNIT_METHOD(gather_codes, sw_unit_gather(UNITS, a[0].size, SW_UNIT_CODES, &err))
-UNIT_METHOD(release, sw_unit_release(UNITS, a[0].size, &err))
+SW_PY_METHOD_WITH(store_gather, store_object, "gather unit:n | apart:p exact:p", a[2].p = true,
+                  check_unit(self, a[0].n) && enter(self),
+                  sw_unit_gather(UNITS, a[0].size, a[2].p ? SW_UNIT_SLICES : SW_UNIT_CODES, &err),
+                  finish(self, status, &err))
+SW_PY_METHOD(store_release, store_object, "release unit:n", check_unit(self, a[0].n) && enter(self),
+             sw_unit_release(UNITS, a[0].size, &err), finish(self, status, &err))
 
 /* Returns a byte's place, -1 for SIZE_MAX, unless the call has failed. */
 static PyObject *place_if(PyObject *finished, size_t place)
@@ -353,6 +352,11 @@ SW_PY_METHOD_WITH(store_take_write, store_object, "take_write unit:n", size_t fo
 
 SW_PY_VALUE(store_state, store_object, "state unit:n", check_unit(self, a[0].n),
             PyUnicode_FromString(sw_shard_state_name(sw_unit_state(UNITS, a[0].size))))
+
+SW_PY_VALUE(store_is_whole, store_object, "is_whole unit:n", check_unit(self, a[0].n),
+            PyBool_FromLong(sw_unit_state(UNITS, a[0].size) == SW_SHARD_UNSHARDED))
+SW_PY_VALUE(store_is_apart, store_object, "is_apart unit:n", check_unit(self, a[0].n),
+            PyBool_FromLong(0))
 
 static PyObject *store_stats(PyObject *op, PyObject *Py_UNUSED(unused))
 {
@@ -373,7 +377,7 @@ static PyObject *store_unit_sizes(PyObject *op, PyObject *Py_UNUSED(unused))
     const store_object *self = (store_object *)op;
     if (!sw_py_owner_check(&self->owner, "the store was"))
         return NULL;
-    const sw_unit_plan *plan = sw_store_get_plan(STORE);
+    const sw_store_plan *plan = sw_store_get_plan(STORE);
     return SW_PY_LIST(i, plan->unit_count, PyLong_FromSize_t(plan->sizes[i]));
 }
 
@@ -385,6 +389,7 @@ static PyObject *store_unit_sizes(PyObject *op, PyObject *Py_UNUSED(unused))
 PROPERTY(reason, sw_py_text(sw_store_reason(STORE)))
 PROPERTY(is_home, PyBool_FromLong(sw_store_is_home(MAP)))
 PROPERTY(one_copy, PyBool_FromLong(sw_store_has_one_copy(MAP)))
+PROPERTY(is_collective, PyBool_FromLong(0))
 PROPERTY(bytes_held, PyLong_FromSize_t(sw_store_bytes_held(STORE)))
 PROPERTY(unit_bytes, PyLong_FromSize_t(sw_store_get_plan(STORE)->warm_bytes))
 
@@ -408,12 +413,16 @@ static PyMethodDef store_methods[] = {
                "Refresh casts that the host shares, of parameters that train or all. Collective."),
     SW_PY_KEYS(store, publish, "failed=None, *, foreign=False, all=False",
                "Make updated slices visible. Return which ranks failed, or None. Collective."),
-    SW_PY_ARGS(store, gather, "unit, /", "Gather a unit: sharded to unsharded."),
-    SW_PY_ARGS(store, gather_codes, "unit, /", "Gather a unit, decoding records."),
+    SW_PY_ARGS(
+        store, gather, "unit, apart=False, exact=True, /",
+        "Gather a unit: sharded to unsharded; without exact by decoding records. `apart` has "
+        "no effect: each unit has its own addresses."),
     SW_PY_ARGS(store, release, "unit, /", "Release a unit: unsharded to sharded."),
     SW_PY_ARGS(store, take_write, "unit, /",
                "Return the first byte written in a released unit, once; -1: none."),
     SW_PY_ARGS(store, state, "unit, /", "Return 'sharded', 'gathering' or 'unsharded'."),
+    SW_PY_ARGS(store, is_whole, "unit, /", "Return True if the unit is unsharded."),
+    SW_PY_ARGS(store, is_apart, "unit, /", "Return False: a unit lies at its own addresses."),
     SW_PY_NONE(store, stats, "Return counts of units since creation."),
     SW_PY_NONE(store, unit_sizes, "Return the bytes of each unit, in its compute form if any."),
     {NULL, NULL, 0, NULL},
@@ -423,6 +432,7 @@ static PyGetSetDef store_properties[] = {
     {"reason", store_get_reason, NULL, "why slices are broadcast; empty: they are gathered", NULL},
     {"is_home", store_get_is_home, NULL, "this rank writes first values", NULL},
     {"one_copy", store_get_one_copy, NULL, "the host's ranks share whole buckets", NULL},
+    {"is_collective", store_get_is_collective, NULL, "False: a rank gathers without others", NULL},
     {"bytes_held", store_get_bytes_held, NULL, "bytes of parameters, on the rank or host", NULL},
     {"unit_bytes", store_get_unit_bytes, NULL, "bytes of the pages that units share", NULL},
     {NULL, NULL, NULL, NULL, NULL},

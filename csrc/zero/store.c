@@ -15,7 +15,7 @@ enum { LABEL_BYTES = 256, CAST_NUMEL = 1024 };
 struct sw_store {
     sw_comm *comm; /* borrowed */
     sw_store_map map;
-    sw_unit_plan plan;       /* UNITS only */
+    sw_store_plan plan;      /* UNITS only */
     sw_units *units;         /* owned; UNITS only */
     sw_arena *arena, *codes; /* owned; arena NULL: */
     uint8_t *pages;          /* owned */
@@ -110,7 +110,7 @@ static sw_status build(sw_store *s, const sw_layout *layout, const sw_store_opti
 {
     *is_alone = true; /* an error is this rank's only */
     SW_TRY(sw_store_map_init(&s->map, s->comm->rank, s->comm->world_size, layout, options, err));
-    SW_TRY(sw_unit_plan_init(&s->plan, &s->map, options, err));
+    SW_TRY(sw_store_plan_init(&s->plan, &s->map, options, err));
     *is_alone = false;
     SW_TRY(make_arenas(s, options->coded, err));
     *is_alone = true;
@@ -145,7 +145,7 @@ void sw_store_destroy(sw_store *s)
     if (!s)
         return;
     sw_units_destroy(s->units);
-    sw_unit_plan_fini(&s->plan);
+    sw_store_plan_fini(&s->plan);
     if (s->codes)
         s->comm->ops->arena_destroy(s->comm, s->codes);
     if (s->arena)
@@ -193,7 +193,7 @@ sw_units *sw_store_units(const sw_store *s)
     return s->units;
 }
 
-const sw_unit_plan *sw_store_get_plan(const sw_store *s)
+const sw_store_plan *sw_store_get_plan(const sw_store *s)
 {
     return &s->plan;
 }

@@ -22,7 +22,7 @@
 #define SW_ZERO_STORE_H
 
 #include "zero/store_map.h"
-#include "zero/unit_plan.h"
+#include "zero/store_plan.h"
 
 typedef struct sw_store sw_store;
 
@@ -42,8 +42,8 @@ const char *sw_store_reason(const sw_store *store); /* "": slices are gathered *
 size_t sw_store_bytes_held(const sw_store *store);  /* of parameters, on this rank or this host */
 /* The memory of whole parameters that other processes map: bytes, and of those the buckets'. */
 uint8_t *sw_store_mapped(const sw_store *store, size_t *size_bytes, size_t *bucket_bytes);
-sw_units *sw_store_units(const sw_store *store);              /* NULL: another form */
-const sw_unit_plan *sw_store_get_plan(const sw_store *store); /* sizes of units */
+sw_units *sw_store_units(const sw_store *store);               /* NULL: another form */
+const sw_store_plan *sw_store_get_plan(const sw_store *store); /* sizes of units */
 
 /* Elements of one parameter. */
 typedef struct sw_store_run {

@@ -1,5 +1,5 @@
-/* unit_plan.c - see the header. */
-#include "zero/unit_plan.h"
+/* store_plan.c - see the header. */
+#include "zero/store_plan.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -8,7 +8,7 @@
 #include "zero/page_ring.h"
 
 typedef struct planner {
-    sw_unit_plan *units;
+    sw_store_plan *units;
     const sw_store_map *map;
     bool coded;
     size_t *unit_of; /* owned, by parameter; SIZE_MAX: none */
@@ -22,7 +22,7 @@ static size_t aligned(size_t bytes, size_t alignment)
 }
 
 /* Return true with a place for one more run. */
-static bool has_room(sw_unit_plan *u)
+static bool has_room(sw_store_plan *u)
 {
     if (u->run_count < u->run_capacity)
         return true;
@@ -105,7 +105,7 @@ static bool computes(const sw_store_map *m, const sw_store_unit *unit)
 
 static bool lay_out_all(planner *p, const sw_store_options *options)
 {
-    sw_unit_plan *u = p->units;
+    sw_store_plan *u = p->units;
     for (size_t n = 0; n < options->unit_count; ++n) {
         u->specs[n].name = options->units[n].name;
         for (size_t k = 0; k < options->units[n].count; ++k)
@@ -127,7 +127,7 @@ static bool lay_out_all(planner *p, const sw_store_options *options)
 }
 
 /* The outermost unit, and the largest other one or all that stay, may be whole at once. */
-static size_t warm_bytes(const sw_unit_plan *u, const sw_store_options *options)
+static size_t warm_bytes(const sw_store_plan *u, const sw_store_options *options)
 {
     size_t stay = 0, largest = 0;
     for (size_t n = 1; n < u->unit_count; ++n) {
@@ -139,11 +139,11 @@ static size_t warm_bytes(const sw_unit_plan *u, const sw_store_options *options)
            sw_size_max(stay, largest);
 }
 
-sw_status sw_unit_plan_init(sw_unit_plan *u, const sw_store_map *m, const sw_store_options *options,
-                            sw_error *err)
+sw_status sw_store_plan_init(sw_store_plan *u, const sw_store_map *m,
+                             const sw_store_options *options, sw_error *err)
 {
     size_t params = m->layout.param_count, count = options->unit_count;
-    *u = (sw_unit_plan){.unit_count = count};
+    *u = (sw_store_plan){.unit_count = count};
     planner p = {.units = u, .map = m, .coded = options->coded};
     p.unit_of = malloc((params + 1) * sizeof *p.unit_of);
     p.last = malloc((m->slice_count + 1) * sizeof *p.last);
@@ -167,7 +167,7 @@ sw_status sw_unit_plan_init(sw_unit_plan *u, const sw_store_map *m, const sw_sto
     return SW_OK;
 }
 
-void sw_unit_plan_fini(sw_unit_plan *u)
+void sw_store_plan_fini(sw_store_plan *u)
 {
     free(u->specs);
     free(u->runs);

@@ -1,4 +1,4 @@
-/* unit_plan.h - the plan of a store's units: where parameters lie in each, and from which slices
+/* store_plan.h - the plan of a store's units: where parameters lie in each, and from which slices
  * they come. Arithmetic only.
  *
  * Neighbours in a bucket stay neighbours in a unit, so that a rank's share of them is one run. A
@@ -6,13 +6,13 @@
  *
  * Thread rule: any, once made.
  */
-#ifndef SW_ZERO_UNIT_PLAN_H
-#define SW_ZERO_UNIT_PLAN_H
+#ifndef SW_ZERO_STORE_PLAN_H
+#define SW_ZERO_STORE_PLAN_H
 
 #include "zero/store_map.h"
 #include "zero/unit.h"
 
-typedef struct sw_unit_plan {
+typedef struct sw_store_plan {
     size_t unit_count, form_count, run_count, run_capacity;
     sw_unit_spec *specs; /* owned, by form; their runs and names are borrowed */
     sw_unit_run *runs;   /* owned */
@@ -20,11 +20,11 @@ typedef struct sw_unit_plan {
                             the form, and the first byte there. SIZE_MAX: none */
     size_t *sizes;       /* owned, by unit: bytes, in the compute form if there is one */
     size_t warm_bytes;   /* of pages that units share */
-} sw_unit_plan;
+} sw_store_plan;
 
 /* The names of `options` are borrowed until the units are made. */
-SW_MUST_USE sw_status sw_unit_plan_init(sw_unit_plan *units, const sw_store_map *map,
-                                        const sw_store_options *options, sw_error *err);
-void sw_unit_plan_fini(sw_unit_plan *units);
+SW_MUST_USE sw_status sw_store_plan_init(sw_store_plan *units, const sw_store_map *map,
+                                         const sw_store_options *options, sw_error *err);
+void sw_store_plan_fini(sw_store_plan *units);
 
 #endif
