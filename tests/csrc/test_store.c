@@ -35,8 +35,8 @@ static const sw_dtype casts[PARAMS] = {SW_DTYPE_BFLOAT16, SW_DTYPE_FLOAT16, SW_D
 static const sw_dtype no_casts[PARAMS] = {SW_DTYPE_COUNT, SW_DTYPE_COUNT, SW_DTYPE_COUNT,
                                           SW_DTYPE_COUNT, SW_DTYPE_COUNT, SW_DTYPE_COUNT,
                                           SW_DTYPE_COUNT};
-static const size_t outer[] = {1, 2}, inner[] = {0, 6};
-static const sw_store_unit units[UNITS] = {{"outer", outer, 2, true}, {"inner", inner, 2, false}};
+static const size_t outer[] = {1, 2, 4}, inner[] = {0, 6};
+static const sw_store_unit units[UNITS] = {{"outer", outer, 3, true}, {"inner", inner, 2, false}};
 
 static double value_of(size_t index, size_t i, int step)
 {

@@ -1,11 +1,10 @@
 """Sliced parameters, gathered in units while they are used: private parameters at zero=3, on a host.
 
-What is common to hosts and GPUs (parameters/device_groups.py) is in ReleasedParameters. Each rank's slice of a
-parameter lies in an arena that the host's ranks map. The parameter also has a range of addresses, which has pages only while its unit is whole. A parameter with a 16-bit compute dtype has slices of that
-dtype too, cast after each step, and a second range of addresses, into which they are gathered. A released parameter's
-data is one NaN of its own, expanded to its shape. With several hosts the part of each host's lowest rank has a copy of
-all slices, so a unit is gathered without a message. On a mesh of two dimensions each replica that spans hosts has such
-a copy. The schedule (parameters/unshard_schedule.py) decides when units are gathered and released.
+What is common to hosts and GPUs (parameters/device_groups.py) is in ReleasedParameters. The engine's Store has each
+rank's slice of a parameter in memory that the host's ranks map, and a range of addresses that has pages only while its
+unit is whole; the same in a 16-bit compute dtype, if there is one (docs/design/store.md). A released parameter's data is
+one NaN of its own, expanded to its shape. With several hosts each host has a copy of all slices, so a unit is gathered
+without a message. The schedule (parameters/unshard_schedule.py) decides when units are gathered and released.
 """
 
 from __future__ import annotations
