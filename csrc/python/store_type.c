@@ -280,10 +280,22 @@ static PyObject *finish(store_object *self, sw_status status, const sw_error *er
 SW_PY_METHOD(store_read, store_object, "read index:n address:A",
              check_index(self, a[0].n) && enter(self),
              (sw_store_read(STORE, a[0].size, a[1].address), SW_OK), finish(self, status, &err))
-SW_PY_METHOD(store_write, store_object, "write index:n address:A | own:p",
-             check_index(self, a[0].n) && enter(self),
-             (sw_store_write(STORE, a[0].size, a[1].address, a[2].p), SW_OK),
-             finish(self, status, &err))
+/* Returns -1 with an exception. */
+static int parse_share(const char *name)
+{
+    static const char *const names[] = {"own", "mine", "all"};
+    for (int i = 0; i < 3; ++i)
+        if (strcmp(name, names[i]) == 0)
+            return i;
+    sw_py_refuse(PyExc_ValueError, "Store.write: share must be 'own', 'mine' or 'all', got '%s'",
+                 name);
+    return -1;
+}
+
+SW_PY_METHOD_WITH(store_write, store_object, "write index:n address:A share:s", int share = 0,
+                  check_index(self, a[0].n) && (share = parse_share(a[2].s)) >= 0 && enter(self),
+                  (sw_store_write(STORE, a[0].size, a[1].address, (sw_store_share)share), SW_OK),
+                  finish(self, status, &err))
 SW_PY_METHOD(store_derive, store_object, "derive", enter(self), (sw_store_derive(STORE), SW_OK),
              finish(self, status, &err))
 
@@ -406,8 +418,10 @@ static PyMethodDef store_methods[] = {
     SW_PY_ARGS(store, is_stepped, "index, /", "Return True if a parameter trains or has trained."),
     SW_PY_ARGS(store, adopt, "index, /", "Note that a parameter trains from now on."),
     SW_PY_ARGS(store, read, "index, address, /", "Copy a parameter from all ranks' slices."),
-    SW_PY_ARGS(store, write, "index, address, own=False, /",
-               "Copy a parameter to all slices, or to those that this rank writes."),
+    SW_PY_ARGS(
+        store, write, "index, address, share, /",
+        "Copy a parameter to slices: this rank's ('own'), 'all', or 'mine': its own, but all "
+        "for the first rank of a host's one copy."),
     SW_PY_ARGS(store, derive, "/", "Make casts and records of the slices this rank wrote."),
     SW_PY_ARGS(store, cast, "all=False, /",
                "Refresh casts that the host shares, of parameters that train or all. Collective."),

@@ -262,12 +262,12 @@ void sw_store_read(const sw_store *s, size_t index, void *flat)
     copy_all(s, index, flat, NULL);
 }
 
-void sw_store_write(const sw_store *s, size_t index, const void *flat, bool own)
+void sw_store_write(const sw_store *s, size_t index, const void *flat, sw_store_share share)
 {
-    if (own && !s->map.has_whole) {
+    if (share == SW_STORE_OWN || (share == SW_STORE_MINE && !s->map.has_whole)) {
         sw_store_run run = sw_store_slice(s, index, own_slice(s), false);
         copy_run(&run, NULL, flat);
-    } else if (!own || sw_store_is_home(&s->map)) {
+    } else if (share == SW_STORE_ALL || sw_store_is_home(&s->map)) {
         copy_all(s, index, NULL, flat);
     }
 }

@@ -61,11 +61,16 @@ sw_store_run sw_store_slice(const sw_store *store, size_t index, size_t slice, b
  * host's copy, which the host's ranks divide. */
 sw_store_run sw_store_piece(const sw_store *store, size_t index);
 
-/* Copy all elements of a parameter between slices and `flat`, in memory order. No rank may write
- * them meanwhile. `own`: write this rank's slice; of the host's one copy its first rank writes all.
- */
+typedef enum sw_store_share {
+    SW_STORE_OWN,  /* this rank's slice */
+    SW_STORE_MINE, /* the same; of the host's one copy its first rank writes all */
+    SW_STORE_ALL,
+} sw_store_share;
+
+/* Copy all elements of a parameter, in memory order, from slices to `flat`, or a share of them
+ * back. No rank may write them meanwhile. */
 void sw_store_read(const sw_store *store, size_t index, void *flat);
-void sw_store_write(const sw_store *store, size_t index, const void *flat, bool own);
+void sw_store_write(const sw_store *store, size_t index, const void *flat, sw_store_share share);
 
 /* A parameter trains from now on: a step includes its bucket. */
 void sw_store_adopt(sw_store *store, size_t index);
@@ -86,7 +91,7 @@ SW_MUST_USE sw_status sw_store_publish(sw_store *store, sw_store_update *update,
 /* Refresh casts of a shared copy (`all`: of frozen parameters too), while no rank computes with
  * them. Collective; nothing without casts. */
 SW_MUST_USE sw_status sw_store_cast(sw_store *store, bool all, sw_error *err);
-/* Refresh casts and records of the slices that sw_store_write(own) wrote. Not collective. */
+/* Refresh casts and records of the slices that sw_store_write(MINE) wrote. Not collective. */
 void sw_store_derive(sw_store *store);
 
 #endif

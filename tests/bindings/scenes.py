@@ -127,7 +127,7 @@ def stores() -> None:
         made.release(i)
         made.take_write(i), made.state(i), made.is_whole(i), made.is_apart(i), made.adopt(i), made.is_stepped(i)
     assert made.publish(True) == [1]
-    made.write(0, BASE, True), made.read(0, BASE), made.derive(), made.stats(), made.unit_sizes()
+    made.write(0, BASE, "all"), made.read(0, BASE), made.derive(), made.stats(), made.unit_sizes()
     reducer = engine.Reducer(engine.HostComm(0, 1), [("p", 64, "float32", True)], bucket_cap_bytes=1 << 12)
     for form in ("private", "shared"):
         whole = engine.Store(reducer, form, [0], "m", slices=([0], [0]), narrow=[(0, "bfloat16")])

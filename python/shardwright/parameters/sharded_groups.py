@@ -181,6 +181,8 @@ class UnitMemory(ReleasedParameters):
             coded=coded,
         )
         self.one_copy = self._store.one_copy
+        self.adopt: Any = self._store.adopt
+        self.is_stepped: Any = self._store.is_stepped
         self._unit_bytes = self._store.unit_bytes
         self._unit_sizes = [(plan.name, size) for plan, size in zip(plans, self._store.unit_sizes())]
         if request.building is None:
@@ -204,13 +206,6 @@ class UnitMemory(ReleasedParameters):
         self._make_schedule(self._store, plans, coded=coded)
         self._comm.barrier(f"slices of the parameters of {label}")
 
-    def adopt(self, index: int) -> None:
-        """Note that a parameter trains: frozen ones are sliced from the start."""
-        self._store.adopt(index)
-
-    def is_stepped(self, index: int) -> bool:
-        return self._store.is_stepped(index)
-
     def is_moved(self, index: int) -> bool:
         return True
 
@@ -230,19 +225,16 @@ class UnitMemory(ReleasedParameters):
     def write_slices(self, indices: Iterable[int]) -> None:
         """Copy this rank's elements of whole parameters; the rank that has the host's one copy fills all of it."""
         for index in indices:
-            flat = self._flat(index)
-            self._store.write(index, flat.data_ptr(), True)
+            data = self._table.parameters[index].data
+            flat = memory_order(data, data)
+            self._store.write(index, flat.data_ptr(), "mine")
 
     def read_slices(self, indices: Iterable[int]) -> None:
         """Copy these parameters from all ranks' slices to the memory where they are whole now."""
         for index in indices:
-            flat = self._flat(index)
+            data = self._table.parameters[index].data
+            flat = memory_order(data, data)
             self._store.read(index, flat.data_ptr())
-
-    def _flat(self, index: int) -> torch.Tensor:
-        """Return the data that a parameter has now, in memory order."""
-        data = self._table.parameters[index].data
-        return memory_order(data, data)
 
     def read_whole(self, index: int, flat: torch.Tensor) -> None:
         """Copy all elements of a parameter, in memory order, to `flat`; a released parameter's from every rank's
@@ -251,14 +243,15 @@ class UnitMemory(ReleasedParameters):
         if index in self._whole:
             self._store.read(index, flat.data_ptr())
         else:
-            flat.copy_(self._flat(index))
+            data = self._table.parameters[index].data
+            flat.copy_(memory_order(data, data))
 
     def write_whole(self, index: int, flat: torch.Tensor) -> None:
         """Copy `flat` to the slices, or with several hosts to this host's copy of them.
 
         One rank calls it for each parameter, between the two barriers of a step.
         """
-        self._store.write(index, flat.data_ptr())
+        self._store.write(index, flat.data_ptr(), "all")
 
     def pieces(self, index: int) -> list[tuple[int, int, torch.Tensor]]:
         low, high, memory = self._store.piece(index)
@@ -283,11 +276,10 @@ class UnitMemory(ReleasedParameters):
         The program may have written to them, equally on all ranks (a clamped temperature). Called at the start of a
         step, when no rank reads slices.
         """
-        with torch.no_grad():
-            for index, _ in self._kept:
-                low, high = self.own_run(index)
-                if low < high and (everything or self.is_stepped(index)):
-                    self._slices[index].copy_(self._flat(index)[low:high])
+        for index, parameter in self._kept:
+            if everything or self.is_stepped(index):
+                flat = memory_order(parameter.data, parameter.data)
+                self._store.write(index, flat.data_ptr(), "own")
 
     def publish(self, *, sliced: bool = True, failed: bool | None = None, everything: bool = False) -> list[int] | None:
         """Publish slices that every rank has updated. Whole units become stale; their next use gathers them.
@@ -300,7 +292,10 @@ class UnitMemory(ReleasedParameters):
         """
         self.schedule.release_all()
         outcomes = self._store.publish(failed, foreign=not sliced, all=everything)
-        self.read_slices(index for index, _ in self._kept if everything or self.is_stepped(index))
+        for index, parameter in self._kept:
+            if everything or self.is_stepped(index):
+                flat = memory_order(parameter.data, parameter.data)
+                self._store.read(index, flat.data_ptr())
         self.schedule.gather_pinned()
         return outcomes
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator
+from typing import Any
 
 import torch
 
@@ -38,6 +39,7 @@ class ParameterMemory(Storage):
         self._flat: dict[int, torch.Tensor] = {}  # index -> tensor at the parameter's current address
         self._store, self._gathers = backend.store(reducer, request, shared=shared)
         self.reason = self._store.reason
+        self.is_stepped: Any = self._store.is_stepped
         self.is_mapped = bool(self._store.mapped())
         #: True if there are several copies of the values, each of which begins with those of its first rank
         self._is_copied = shared and (backend.group.host_count > 1 or self._slicing.is_replicated)
@@ -93,9 +95,6 @@ class ParameterMemory(Storage):
             moved.copy_(parameter.data)
         parameter.data = moved
         self._flat[index] = moved.as_strided((moved.numel(),), (1,))
-
-    def is_stepped(self, index: int) -> bool:
-        return bool(self._store.is_stepped(index))
 
     def give_back(self, together: bool = False) -> None:
         """Give this rank private copies of parameters that the host shares."""
