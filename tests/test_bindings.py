@@ -252,19 +252,19 @@ def makers_of_tensors(folder: Path) -> dict[str, Callable[[Any, Any], object]]:
     """Functions of (shape, strides) that make a capsule over memory for 16 float32."""
     comm = engine.HostComm(0, 1)
     arena = comm.arena(4096)
-    units = engine.Units(arena, [("u", 4096, [(0, 0, 0, 4096, False)])], 0, "m")
     file = engine.StateFile(str(folder), "m", 1 << 16)
     address = file.grow(4096)
     made = engine.Reducer(comm, [("p", 16, "float32", True)], bucket_cap_bytes=1 << 12)
+    store = engine.Store(made, "units", [0], "m", units=[("u", [0], False)])
     return {
         "arena": lambda shape, strides: arena.tensor(4096 - 64, "float32", shape, strides),
-        "units": lambda shape, strides: units.tensor(0, 4096 - 64, 16, "float32", shape, strides),
+        "store": lambda shape, strides: store.whole(0, shape, strides),
         "file": lambda shape, strides: file.tensor(address + 4096 - 64, "float32", shape, strides, file),
         "gradient": lambda shape, strides: made.gradient(0, shape, strides),
     }
 
 
-@pytest.mark.parametrize("kind", ["arena", "units", "file", "gradient"])
+@pytest.mark.parametrize("kind", ["arena", "store", "file", "gradient"])
 def test_a_tensor_reaches_no_byte_outside_its_memory(kind: str, tmp_path: Path) -> None:
     def law() -> None:
         import torch
@@ -352,10 +352,10 @@ def test_attach_that_fails_leaves_what_was_attached() -> None:
 
 
 def test_threads_that_gather_units_take_turns() -> None:
-    numel, count = 1 << 14, 4
-    arena = engine.HostComm(0, 1).arena(numel * count, "slices")
-    specs = [(f"u{i}", numel, [(0, 0, i * numel, numel, False)]) for i in range(count)]
-    units = engine.Units(arena, specs, 0, "m")
+    count = 4
+    rows = [(f"p{i}", 1 << 12, "float32", True) for i in range(count)]
+    made = engine.Reducer(engine.HostComm(0, 1), rows, bucket_cap_bytes=1 << 14)
+    units = engine.Store(made, "units", [0], "m", units=[(f"u{i}", [i], False) for i in range(count)])
     until = time.monotonic() + 1
 
     def work(i: int) -> None:
@@ -516,9 +516,9 @@ def test_a_closed_communicator_can_be_made_anew_and_a_child_forks_from_it() -> N
 
 def test_init_makes_an_object_once(tmp_path: Path) -> None:
     comm = engine.HostComm(0, 1)
-    arena = comm.arena(4096)
+    rows = reducer(comm)
     made = [
-        (engine.Units(arena, [], 0, "m"), (arena, [], 0, "m")),
+        (engine.Store(rows, "private", [0], "m"), (rows, "private", [0], "m")),
         (engine.StateFile(str(tmp_path), "m", 1 << 16), (str(tmp_path), "m", 1 << 16)),
         (engine.CheckpointSaver(0, 1), (0, 1)),
         (comm, (0, 1)),

@@ -27,7 +27,7 @@ CC = os.environ.get("CC", "gcc")
 #: In the quick form only each n-th allocation fails in scenes that take long, with n prime
 QUICK_STRIDE = {"checkpoint": 11, "two_ranks": 7, "saver": 3, "units": 3, "gpu": 3}
 NAMES = [
-    *("communicator", "two_ranks", "units", "reducer", "state_file", "optimizer", "checkpoint", "saver", "codecs"),
+    *("communicator", "two_ranks", "stores", "reducer", "state_file", "optimizer", "checkpoint", "saver", "codecs"),
     "gpu",
 ]
 SANITIZERS = {

@@ -5,7 +5,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "platform/memory.h"
 #include "python/dlpack_abi.h"
 #include "python/method.h"
 
@@ -187,22 +186,12 @@ static PyObject *arena_tensor(PyObject *op, PyObject *args)
     return sw_py_dlpack_capsule_on(-1, op, base + a[0].n, &layout);
 }
 
-SW_PY_METHOD(arena_populate, arena_object, "populate offset_bytes:n nbytes:n",
-             (a[0].n >= 0 && a[1].n >= 0 && a[0].size <= arena_size(self) &&
-              a[1].size <= arena_size(self) - a[0].size) ||
-                 sw_py_refuse(PyExc_ValueError,
-                              "Arena.populate: [%zd, +%zd) bytes leave the arena of %zu", a[0].n,
-                              a[1].n, arena_size(self)),
-             (a[1].n ? sw_memory_populate(arena_base(self) + a[0].n, a[1].size) : (void)0, SW_OK),
-             sw_py_none())
 SW_PY_GETTER(arena_get_nbytes, arena_object, PyLong_FromSize_t(arena_size(self)))
 SW_PY_GETTER(arena_get_address, arena_object, PyLong_FromVoidPtr(arena_base(self)))
 
 static PyMethodDef arena_methods[] = {
     SW_PY_ARGS(arena, tensor, "offset_bytes, dtype, shape, strides=None, rank=-1, /",
                "Return a DLPack capsule over this rank's part, or over a peer's."),
-    SW_PY_ARGS(arena, populate, "offset_bytes, nbytes, /",
-               "Allocate the pages of this rank's part now, as huge pages if the kernel can."),
     {NULL, NULL, 0, NULL},
 };
 

@@ -5,7 +5,6 @@
 #include <unistd.h>
 
 #include "base/bytes.h"
-#include "base/text.h"
 #include "comm/descriptor.h"
 #include "comm/shm.h"
 #include "comm/wait.h"
@@ -231,11 +230,6 @@ static PyObject *comm_arena(PyObject *op, PyObject *args, PyObject *kwargs)
     return made;
 }
 
-static void set_label(sw_op *op, const char *label)
-{
-    memcpy(op->label, label, (size_t)sw_text_fit(label, sizeof op->label - 1));
-}
-
 static bool parse_redop(const char *name, sw_redop *op)
 {
     for (int i = 0; i < SW_REDOP_COUNT; ++i)
@@ -269,7 +263,7 @@ static PyObject *comm_all_reduce(PyObject *op, PyObject *args, PyObject *kwargs)
                     a) ||
         !parse_redop(a[3].s, &operation.redop))
         return NULL;
-    set_label(&operation, a[4].s);
+    sw_op_set_label(&operation, a[4].s);
     operation.dtype = sw_dtype_from_name(a[2].s);
     if (operation.dtype == SW_DTYPE_COUNT || a[1].n < 0)
         return PyErr_Format(PyExc_ValueError,
@@ -290,29 +284,7 @@ static PyObject *comm_all_reduce(PyObject *op, PyObject *args, PyObject *kwargs)
     return sw_py_comm_finish(self, status, &err);
 }
 
-typedef struct byte_range {
-    size_t offset_bytes, size_bytes;
-} byte_range;
-
-SW_PY_ROW(fill_byte_range, byte_range, a[0].size, a[1].size)
-
-/* Issues one all_gather per range and waits for the last. Every range is checked before the
- * first is issued: otherwise a running operation would still read borrowed memory after a later
- * range was refused. */
-static sw_status gather_ranges(sw_comm *comm, sw_op *operation, const sw_py_table *ranges,
-                               sw_error *err)
-{
-    const byte_range *range = ranges->rows;
-    uint32_t ticket = 0;
-    for (size_t pass = 0; pass < 2; ++pass)
-        for (size_t i = 0; i < ranges->count; ++i) {
-            operation->offset_bytes = range[i].offset_bytes;
-            operation->numel = range[i].size_bytes;
-            SW_TRY(pass == 0 ? sw_op_check(operation, comm->world_size, err)
-                             : comm->ops->post(comm, operation, &ticket, err));
-        }
-    return ranges->count > 0 ? comm->ops->wait(comm, ticket, err) : SW_OK;
-}
+SW_PY_ROW(fill_span, sw_span, a[0].size, a[1].size)
 
 static PyObject *comm_all_gather(PyObject *op, PyObject *args, PyObject *kwargs)
 {
@@ -320,33 +292,27 @@ static PyObject *comm_all_gather(PyObject *op, PyObject *args, PyObject *kwargs)
     sw_py_arg a[5] = {[2] = {.s = "all_gather"}, [4] = {.o = Py_None}};
     SW_PY_SLICES slices = {.numbers = NULL};
     SW_PY_TABLE ranges = {0};
-    sw_op operation = {.kind = SW_OP_ALL_GATHER, .dtype = SW_DTYPE_UINT8};
+    sw_op operation = {.kind = SW_OP_ALL_GATHER};
     sw_error err;
     if (!sw_py_read("all_gather arena:O ranges:O | label:s $ one_copy:p slices:O", args, kwargs, a))
         return NULL;
-    set_label(&operation, a[2].s);
+    sw_op_set_label(&operation, a[2].s);
     operation.one_copy = a[3].p;
     operation.arena = own_arena(self, a[0].o, "all_gather", a[2].s);
     if (!operation.arena ||
-        !sw_py_table_init(&ranges, a[1].o, "all_gather offset_bytes:N nbytes:N", sizeof(byte_range),
-                          fill_byte_range, NULL) ||
+        !sw_py_table_init(&ranges, a[1].o, "all_gather offset_bytes:N nbytes:N", sizeof(sw_span),
+                          fill_span, NULL) ||
         sw_py_slices_init(&slices, a[4].o, operation.arena->world_size) < 0 ||
         !sw_py_comm_enter(self))
         return NULL;
     operation.slices = slices.given;
-    sw_status status = SW_PY_WITHOUT_GIL(gather_ranges(self->comm, &operation, &ranges, &err));
+    sw_status status = SW_PY_WITHOUT_GIL(
+        sw_comm_all_gather(self->comm, &operation, ranges.rows, ranges.count, &err));
     return sw_py_comm_finish(self, status, &err);
 }
 
-static sw_status run_barrier(sw_comm *comm, const char *label, sw_error *err)
-{
-    sw_op operation = {.kind = SW_OP_BARRIER, .dtype = SW_DTYPE_UINT8};
-    set_label(&operation, label);
-    return comm->ops->run(comm, &operation, err);
-}
-
 SW_PY_METHOD_WITH(comm_barrier, comm_object, "barrier | label:s", a[0].s = "barrier",
-                  sw_py_comm_enter(self), run_barrier(self->comm, a[0].s, &err),
+                  sw_py_comm_enter(self), sw_comm_barrier(self->comm, a[0].s, &err),
                   sw_py_comm_finish(self, status, &err))
 
 SW_PY_ROW(fill_range, sw_range, .address = a[0].address, .size_bytes = a[1].size)

@@ -32,7 +32,7 @@ typedef struct engine_state {
     PyObject *error, *comm_error, *comm_timeout_error, *checkpoint_error;
     PyObject *newer_checkpoint_error;
     PyTypeObject *arena_type, *comm_type, *reducer_type, *hook_type;
-    PyTypeObject *plan_type, *saver_type, *folder_type, *units_type, *state_file_type;
+    PyTypeObject *plan_type, *saver_type, *folder_type, *store_type, *state_file_type;
     PyTypeObject *device_comm_type, *device_units_type, *device_offload_type;
     PyTypeObject *device_stage_type;
     struct comm_object *comms; /* borrowed: all live HostComms; fork.c */
@@ -198,7 +198,7 @@ bool sw_py_tensor_is_dense(const tensor_reading *a);
 
 /* The module's types, each in the file of its name, and its functions. */
 extern PyType_Spec sw_py_arena_type_spec, sw_py_comm_type_spec, sw_py_reducer_type_spec,
-    sw_py_hook_type_spec, sw_py_units_type_spec, sw_py_state_file_type_spec,
+    sw_py_hook_type_spec, sw_py_store_type_spec, sw_py_state_file_type_spec,
     sw_py_checkpoint_plan_type_spec, sw_py_checkpoint_saver_type_spec,
     sw_py_checkpoint_folder_type_spec, sw_py_device_comm_type_spec, sw_py_device_units_type_spec,
     sw_py_device_offload_type_spec, sw_py_device_stage_type_spec;

@@ -9,7 +9,7 @@ static const struct {
     {&sw_py_comm_type_spec, offsetof(engine_state, comm_type)},
     {&sw_py_reducer_type_spec, offsetof(engine_state, reducer_type)},
     {&sw_py_hook_type_spec, offsetof(engine_state, hook_type)},
-    {&sw_py_units_type_spec, offsetof(engine_state, units_type)},
+    {&sw_py_store_type_spec, offsetof(engine_state, store_type)},
     {&sw_py_state_file_type_spec, offsetof(engine_state, state_file_type)},
     {&sw_py_checkpoint_plan_type_spec, offsetof(engine_state, plan_type)},
     {&sw_py_checkpoint_saver_type_spec, offsetof(engine_state, saver_type)},

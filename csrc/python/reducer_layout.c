@@ -88,12 +88,6 @@ static PyObject *slice_of(reducer_object *self, size_t index, size_t bucket)
     return flat_capsule_over(self, bucket, true, address, numel);
 }
 
-static PyObject *slice_run_of(const reducer_object *self, size_t index, size_t slice)
-{
-    sw_layout_run run = sw_layout_slice_run(sw_reducer_layout(self->reducer), index, slice);
-    return Py_BuildValue("nnn", (Py_ssize_t)run.begin, (Py_ssize_t)run.end, (Py_ssize_t)run.at);
-}
-
 static PyObject *parameters_of(const reducer_object *self, const sw_layout_bucket *bucket)
 {
     const size_t *order = sw_reducer_layout(self->reducer)->order + bucket->first;
@@ -112,17 +106,41 @@ static PyObject *parameters_of(const reducer_object *self, const sw_layout_bucke
 
 OF_PARAMETER(gradient, " shape:O | strides:O",
              gradient_of(self, a[0].size, a[1].o, a[2].o ? a[2].o : Py_None))
-/* Returns (begin, end, at): the elements of a parameter that a slice holds, in memory order, and
- * the first one's position in the slice. */
-SW_PY_SHARED_VALUE(sw_py_reducer_slice_run, reducer_object, "slice_run index:n slice:n",
-                   sw_py_reducer_has_index(self, a[0].n) &&
-                       is_within("slice", a[1].n, sw_reducer_layout(self->reducer)->slice_count),
-                   slice_run_of(self, a[0].size, a[1].size))
 OF_PARAMETER(result, "", slice_of(self, a[0].size, PLACE->bucket))
 /* Returns (bucket, begin, numel) of a parameter. */
 OF_PARAMETER(place, "",
              Py_BuildValue("nnn", (Py_ssize_t)PLACE->bucket, (Py_ssize_t)PLACE->begin,
                            (Py_ssize_t)PLACE->numel))
+/* The rule of csrc/tensor/layout.h for `slice` of `count`. */
+#define RUN sw_layout_run_in(sw_reducer_layout(self->reducer), a[0].size, a[1].size, a[2].size)
+#define OF_RUN(name, value)                                                                       \
+    SW_PY_SHARED_VALUE(sw_py_reducer_##name, reducer_object, #name " index:n slice:n count:n",    \
+                       sw_py_reducer_has_index(self, a[0].n) && is_slice(self, PLACE->bucket, a), \
+                       value)
+
+static bool is_slice(reducer_object *self, size_t bucket, const sw_py_arg *a)
+{
+    size_t numel = sw_reducer_layout(self->reducer)->bucket[bucket].numel;
+    return (a[2].n > 0 && numel % a[2].size == 0 && a[1].n >= 0 && a[1].n < a[2].n) ||
+           sw_py_refuse(PyExc_IndexError,
+                        "slice must be in [0, count), and count divide the %zu elements of the "
+                        "bucket, got %zd of %zd",
+                        numel, a[1].n, a[2].n);
+}
+
+static PyObject *numbers_of(sw_layout_run run)
+{
+    return Py_BuildValue("nn", (Py_ssize_t)run.begin, (Py_ssize_t)run.end);
+}
+
+static PyObject *numbers_in_slice(size_t bucket, sw_layout_run run)
+{
+    return Py_BuildValue("nnn", (Py_ssize_t)bucket, (Py_ssize_t)run.first,
+                         (Py_ssize_t)(run.end - run.begin));
+}
+
+OF_RUN(run, numbers_of(RUN))
+OF_RUN(run_in_slice, numbers_in_slice(PLACE->bucket, RUN))
 OF_BUCKET(bucket, flat_capsule_over(self, a[0].size, false,
                                     sw_reducer_slot(self->reducer, a[0].size), BUCKET->numel))
 OF_BUCKET(bucket_parameters, parameters_of(self, BUCKET))

@@ -155,7 +155,7 @@ bool sw_py_reducer_has_bucket(reducer_object *self, Py_ssize_t bucket);
 typedef PyObject *sw_py_method(PyObject *op, PyObject *args);
 sw_py_method sw_py_reducer_gradient, sw_py_reducer_result, sw_py_reducer_bucket,
     sw_py_reducer_bucket_parameters, sw_py_reducer_bucket_dtype, sw_py_reducer_place,
-    sw_py_reducer_bucket_shape, sw_py_reducer_slice_run;
+    sw_py_reducer_bucket_shape, sw_py_reducer_run, sw_py_reducer_run_in_slice;
 sw_py_method sw_py_reducer_adopt, sw_py_reducer_set_places, sw_py_reducer_withdraw,
     sw_py_reducer_set_active, sw_py_reducer_set_order, sw_py_reducer_set_announcer;
 sw_py_method sw_py_reducer_forward, sw_py_reducer_open_round, sw_py_reducer_close,

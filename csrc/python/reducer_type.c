@@ -462,9 +462,10 @@ static PyMethodDef reducer_methods[] = {
                "Return the bucket's parameters, in memory order."),
     SW_PY_ARGS(sw_py_reducer, bucket_dtype, "bucket, /", "Return the bucket's element type."),
     SW_PY_ARGS(sw_py_reducer, place, "index, /", "Return (bucket, begin, numel), in elements."),
-    SW_PY_ARGS(sw_py_reducer, slice_run, "index, slice, /",
-               "Return (begin, end, at): a parameter's elements in a slice, and the first one's "
-               "position there."),
+    SW_PY_ARGS(sw_py_reducer, run, "index, slice, count, /",
+               "Return [begin, end) of a parameter in one slice of `count`, in memory order."),
+    SW_PY_ARGS(sw_py_reducer, run_in_slice, "index, slice, count, /",
+               "Return (bucket, first element in the slice of it, number) of the same."),
     SW_PY_ARGS(sw_py_reducer, bucket_shape, "bucket, /",
                "Return (offset_bytes, numel, dtype, trainable)."),
     SW_PY_KEYS(

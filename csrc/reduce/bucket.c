@@ -75,14 +75,15 @@ static bool walk_on(walk *w, size_t *number, size_t *begin, size_t *end)
     if (w->shape->count == 0 || w->slice >= (w->shape->by_rows ? w->layout->slice_count : 1))
         return false;
     const sw_layout_place *place = &w->layout->place[w->layout->order[w->shape->first + w->next]];
-    sw_layout_run run = {.begin = 0, .end = place->numel, .at = place->begin};
+    sw_layout_run run = {.begin = 0, .end = place->numel, .first = place->begin};
     size_t first = 0;
     if (w->shape->by_rows) {
         first = w->slice * (w->shape->numel / w->layout->slice_count);
-        run = sw_layout_slice_run(w->layout, w->layout->order[w->shape->first + w->next], w->slice);
+        run = sw_layout_run_in(w->layout, w->layout->order[w->shape->first + w->next], w->slice,
+                               w->layout->slice_count);
     }
     *number = w->next++;
-    *begin = first + run.at;
+    *begin = first + run.first;
     *end = *begin + (run.end - run.begin);
     return true;
 }

@@ -486,8 +486,9 @@ static size_t accumulated_runs(const device_rounds *d, const bucket *b)
     size_t count = 0, before = 0;
     for (size_t k = 0; k < shape->count; ++k) {
         size_t param = layout->order[shape->first + k];
-        sw_layout_run run = sw_layout_slice_run(layout, param, (size_t)d->base.own_slice);
-        size_t begin = run.at, end = run.at + (run.end - run.begin);
+        sw_layout_run run =
+            sw_layout_run_in(layout, param, (size_t)d->base.own_slice, (size_t)d->base.slice_count);
+        size_t begin = run.first, end = run.first + (run.end - run.begin);
         if (!d->base.params[param].accumulated || begin == end)
             continue;
         if (count > 0 && before + 1 == k)

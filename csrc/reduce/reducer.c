@@ -72,15 +72,16 @@ uint8_t *sw_reducer_run(const sw_reducer *reducer, size_t param, size_t begin, s
     sw_layout_run run = sw_layout_bucket_run(&reducer->layout, param, begin);
     *numel = run.end - run.begin;
     return sw_reducer_slot(reducer, reducer->layout.place[param].bucket) +
-           run.at * sw_dtype_size_bytes(dtype_of(reducer, param));
+           run.first * sw_dtype_size_bytes(dtype_of(reducer, param));
 }
 
 uint8_t *sw_reducer_result(const sw_reducer *reducer, size_t param, size_t *numel)
 {
-    sw_layout_run run = sw_layout_slice_run(&reducer->layout, param, (size_t)reducer->own_slice);
+    sw_layout_run run = sw_layout_run_in(&reducer->layout, param, (size_t)reducer->own_slice,
+                                         (size_t)reducer->slice_count);
     *numel = run.end - run.begin;
     return reducer->ops->result(reducer, reducer->layout.place[param].bucket) +
-           run.at * sw_dtype_size_bytes(dtype_of(reducer, param));
+           run.first * sw_dtype_size_bytes(dtype_of(reducer, param));
 }
 
 sw_status sw_reducer_write(sw_reducer *reducer, size_t param, const void *from, bool add,

@@ -152,20 +152,20 @@ size_t sw_layout_slice_numel(const sw_layout *layout, size_t bucket)
     return layout->bucket[bucket].numel / layout->slice_count;
 }
 
-sw_layout_run sw_layout_slice_run(const sw_layout *layout, size_t param, size_t slice)
+sw_layout_run sw_layout_run_in(const sw_layout *layout, size_t index, size_t slice,
+                               size_t slice_count)
 {
-    const sw_layout_place *place = &layout->place[param];
+    const sw_layout_place *place = &layout->place[index];
     if (place->chunk > 0) {
-        size_t begin = sw_size_min(slice * place->chunk, place->numel);
-        return (sw_layout_run){begin, sw_size_min(begin + place->chunk, place->numel),
-                               place->begin};
+        size_t at = sw_size_min(slice * place->chunk, place->numel);
+        return (sw_layout_run){at, sw_size_min(at + place->chunk, place->numel), place->begin};
     }
-    size_t width = sw_layout_slice_numel(layout, place->bucket), first = slice * width;
-    size_t from = sw_size_max(first, place->begin);
-    size_t to = sw_size_min(first + width, place->begin + place->numel);
-    if (from >= to)
-        return (sw_layout_run){0, 0, 0};
-    return (sw_layout_run){from - place->begin, to - place->begin, from - first};
+    size_t width = layout->bucket[place->bucket].numel / slice_count, from = slice * width;
+    size_t begin = sw_size_max(place->begin, from);
+    size_t end = sw_size_min(place->begin + place->numel, from + width);
+    if (begin >= end)
+        return (sw_layout_run){.begin = 0};
+    return (sw_layout_run){begin - place->begin, end - place->begin, begin - from};
 }
 
 sw_layout_run sw_layout_bucket_run(const sw_layout *layout, size_t param, size_t begin)

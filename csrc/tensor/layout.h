@@ -71,7 +71,7 @@ typedef struct sw_layout_caps {
 /* Elements of a parameter that are adjacent in its memory and in the bucket. */
 typedef struct sw_layout_run {
     size_t begin, end; /* in the parameter's memory order; equal if there are none */
-    size_t at;         /* the first one's position, in the slice or in the bucket */
+    size_t first;      /* the first one's position, in the slice or in the bucket */
 } sw_layout_run;
 
 /* Cut the parameters. SW_E_INVALID if a size overflows or a dtype is unknown; SW_E_MEMORY. */
@@ -81,9 +81,12 @@ SW_MUST_USE sw_status sw_layout_init(sw_layout *layout, const sw_layout_param *p
 void sw_layout_fini(sw_layout *layout);
 
 size_t sw_layout_slice_numel(const sw_layout *layout, size_t bucket);
-/* Return the elements of a parameter that a slice of its bucket holds, `at` within the slice. */
-sw_layout_run sw_layout_slice_run(const sw_layout *layout, size_t param, size_t slice);
-/* Return the run that begins with element `begin` of a parameter, `at` within the bucket: to its
+/* Return the elements of a parameter that lie in slice `slice` of `slice_count`, which divides
+ * every bucket; by rows it is the layout's own. This is the one rule of who owns what: all else
+ * asks it. */
+sw_layout_run sw_layout_run_in(const sw_layout *layout, size_t index, size_t slice,
+                               size_t slice_count);
+/* Return the run that begins with element `begin` of a parameter, `first` within the bucket: to its
  * end; by rows, to the end of a chunk. */
 sw_layout_run sw_layout_bucket_run(const sw_layout *layout, size_t param, size_t begin);
 

@@ -73,7 +73,6 @@ def communicator() -> None:
     comm.connect([comm.address], b"x" * 16, ["h"])
     arena = comm.arena(8192, "a", of_hosts=True)
     arena.tensor(0, "float32", (4, 4), (4, 1))
-    arena.populate(0, 64)
     comm.all_reduce(arena.address, 16, "float32", arena=arena)
     comm.all_gather(arena, [(0, 64), (64, 64)], slices=([0], [0]))
     comm.broadcast([(BASE, 64)], 0)
@@ -111,15 +110,30 @@ def two_ranks() -> None:
         thread.join()
 
 
-def units() -> None:
-    arena = engine.HostComm(0, 1).arena(1 << 15, "slices")
-    made = engine.Units(arena, [(f"u{i}", 1 << 13, [(0, 0, i << 13, 1 << 13, False)]) for i in range(4)], 0, "m")
+def store_of_units() -> engine.Store:
+    """Make a store of four units, of one parameter of 8 KiB each."""
+    rows = [(f"p{i}", 1 << 11, "float32", True) for i in range(4)]
+    made = engine.Reducer(engine.HostComm(0, 1), rows, bucket_cap_bytes=1 << 14)
+    return engine.Store(
+        made, "units", [0], "m", narrow=[(1, "bfloat16")], units=[(f"u{i}", [i], False) for i in range(4)]
+    )
+
+
+def stores() -> None:
+    made = store_of_units()
     for i in range(4):
         made.gather(i)
-        made.tensor(i, 0, 16, "float32", (16,), None)
+        made.whole(i, (1 << 11,), None), made.slice(i), made.piece(i)
         made.release(i)
-        made.take_write(i), made.state(i)
-    made.stats()
+        made.take_write(i), made.state(i), made.is_whole(i), made.is_apart(i), made.adopt(i), made.is_stepped(i)
+    assert made.publish(True) == [1]
+    made.write(0, BASE, "all"), made.read(0, BASE), made.derive(), made.stats(), made.unit_sizes()
+    reducer = engine.Reducer(engine.HostComm(0, 1), [("p", 64, "float32", True)], bucket_cap_bytes=1 << 12)
+    for form in ("private", "shared"):
+        whole = engine.Store(reducer, form, [0], "m", slices=([0], [0]), narrow=[(0, "bfloat16")])
+        whole.whole(0, (8, 8), (8, 1)), whole.whole(0, (8, 8), None, True), whole.words(), whole.mapped(), whole.span(0)
+        whole.publish(foreign=False, all=False), whole.cast(True)
+        whole.reason, whole.is_home, whole.one_copy, whole.is_collective, whole.bytes_held, whole.unit_bytes
 
 
 def reducer() -> None:
@@ -290,7 +304,7 @@ def gpu() -> None:
 
 
 SCENES: list[Callable[[], None]] = [
-    communicator, two_ranks, units, reducer, state_file, optimizer, checkpoint, saver, codecs, gpu,
+    communicator, two_ranks, stores, reducer, state_file, optimizer, checkpoint, saver, codecs, gpu,
 ]  # fmt: skip
 #: What a scene may raise when an allocation failed in it.
 TOLD = (MemoryError, OSError, engine.Error, ValueError, KeyboardInterrupt, RuntimeError, NotImplementedError)
@@ -361,8 +375,7 @@ def in_threads(work: Callable[[int], None]) -> None:
 
 def share_objects() -> None:
     """Use one object in three threads, as the guard of each type orders them."""
-    arena = engine.HostComm(0, 1).arena(1 << 15, "slices")
-    made = engine.Units(arena, [(f"u{i}", 1 << 13, [(0, 0, i << 13, 1 << 13, False)]) for i in range(4)], 0, "m")
+    made = store_of_units()
     file = engine.StateFile(FOLDER, "m", 1 << 16)
     address = file.grow(4096)
     plan = engine.CheckpointPlan([("model", False, 0, "{}", [("w", "F32", (16,), 0)])], [])

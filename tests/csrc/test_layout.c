@@ -10,11 +10,11 @@
  *       W * 256 bytes of padding
  *   L6  buckets follow each other without a gap; the sums are the arena's size and its trainable
  *       part
+ *   L7  only the last parameter of a bucket reaches the cap; a bucket below it is the last of its
+ *       dtype and kind
  *   L8  the runs of the W slices are the parameter's elements, once each and in order; a run of the
  *       bucket lies where that of the slice does
  *   L9  by rows, slice r holds rows [r c, (r + 1) c), c = ceil(rows / W), all at one position
- *   L7  only the last parameter of a bucket reaches the cap; a bucket below it is the last of its
- *       dtype and kind
  */
 #include <stdint.h>
 #include <stdlib.h>
@@ -69,31 +69,31 @@ static void draw_rows(sw_layout_param *params, size_t count)
 }
 
 /* Check L8 and L9. */
-static void check_runs(const sw_layout *layout, const sw_layout_param *params, size_t p)
+static void check_pieces(const sw_layout *layout, const sw_layout_param *params, size_t p)
 {
     const sw_layout_place *place = &layout->place[p];
     const sw_layout_bucket *bucket = &layout->bucket[place->bucket];
     size_t width = sw_layout_slice_numel(layout, place->bucket), next = 0;
     check(bucket->by_rows == (params[p].row_numel > 0), "L2: parameter %zu, by rows or not", p);
     for (size_t s = 0; s < layout->slice_count; ++s) {
-        sw_layout_run run = sw_layout_slice_run(layout, p, s);
+        sw_layout_run run = sw_layout_run_in(layout, p, s, layout->slice_count);
         if (params[p].row_numel > 0) {
             size_t rows = params[p].numel / params[p].row_numel, count = layout->slice_count;
             size_t chunk = (rows + count - 1) / count, first = s * chunk < rows ? s * chunk : rows;
             size_t last = first + chunk < rows ? first + chunk : rows;
             check(run.begin == first * params[p].row_numel && run.end == last * params[p].row_numel,
                   "L9: slice %zu of parameter %zu", s, p);
-            check(run.at == place->begin, "L9: slice %zu of parameter %zu lies at %zu", s, p,
-                  run.at);
+            check(run.first == place->begin, "L9: slice %zu of parameter %zu lies at %zu", s, p,
+                  run.first);
         }
         if (run.begin == run.end)
             continue;
         check(run.begin == next && run.end > run.begin, "L8: slice %zu of parameter %zu", s, p);
-        check(run.at + (run.end - run.begin) <= width, "L8: slice %zu of parameter %zu ends late",
-              s, p);
+        check(run.first + (run.end - run.begin) <= width,
+              "L8: slice %zu of parameter %zu ends late", s, p);
         for (size_t at = run.begin; at < run.end; at += 1 + (run.end - run.begin) / 3) {
             sw_layout_run there = sw_layout_bucket_run(layout, p, at);
-            check(there.begin == at && there.at == s * width + run.at + (at - run.begin) &&
+            check(there.begin == at && there.first == s * width + run.first + (at - run.begin) &&
                       there.end == (bucket->by_rows ? run.end : params[p].numel),
                   "L8: element %zu of parameter %zu", at, p);
         }
@@ -133,7 +133,7 @@ static void check_members(const sw_layout *layout, const sw_layout_param *params
         check(place->begin * element_bytes >= end && place->begin * element_bytes - end < 128,
               "L4: parameter %zu overlaps or leaves a gap", p);
         end = end_bytes(layout, p, element_bytes);
-        check_runs(layout, params, p);
+        check_pieces(layout, params, p);
         check(k + 1 == bucket->count || end * pieces < cap_bytes,
               "L7: parameter %zu reaches the cap, but others follow", p);
     }
@@ -193,8 +193,9 @@ static void check_laws(const sw_layout_param *params, size_t count, int world_si
         if (bucket->trainable)
             trainable_bytes += bucket->numel * sw_dtype_size_bytes(bucket->dtype);
     }
-    for (size_t p = 0; p < count; ++p)
+    for (size_t p = 0; p < count; ++p) {
         check(listed[p] == 1, "L1: parameter %zu is listed %zu times", p, listed[p]);
+    }
     check(layout.size_bytes == size_bytes && layout.trainable_bytes == trainable_bytes,
           "L6: the sums are wrong");
     sw_layout_fini(&layout);

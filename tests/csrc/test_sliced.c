@@ -117,7 +117,7 @@ static void check_slices(rank_context *self, const sw_reducer *reducer, int step
     const sw_layout *layout = sw_reducer_layout(reducer);
     for (size_t p = 0; p < PARAMS; ++p) {
         size_t numel, wrong = 0;
-        size_t first = sw_layout_slice_run(layout, p, (size_t)self->rank).begin;
+        size_t first = sw_layout_run_in(layout, p, (size_t)self->rank, layout->slice_count).begin;
         const float *slice = (const float *)(const void *)sw_reducer_result(reducer, p, &numel);
         for (size_t i = 0; i < numel; ++i) {
             float wanted = expected(self->world_size, p, first + i, step);

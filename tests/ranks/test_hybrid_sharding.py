@@ -246,7 +246,4 @@ def test_slices_of_a_mesh():
     slicing = Slicing.of_rows(4, [[3, 1, 5], [0, 4, 2]])
     assert (slicing.count, slicing.own, slicing.replica(), slicing.speaks) == (3, 1, [0, 2, 4], False)
     assert slicing.rows() == [[3, 1, 5], [0, 4, 2]] and slicing.first_owner(1) == 1
-    assert [slicing.run(96, (20, 50), rank) for rank in range(6)] == [
-        (0, 12), (12, 44), (44, 50), (0, 12), (12, 44), (44, 50),
-    ]  # fmt: skip
     assert Slicing.of_rows(1, [[1, 0]]) == Slicing.one_a_rank(1, 2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -36,7 +36,7 @@ class Capabilities(NamedTuple):
     rank_order_only: bool
     #: offload="cpu" has no effect: optimizer state is in the host's memory already
     state_is_there: bool
-    #: Buckets.publish() returns before the slices have arrived, and readers wait for them (Buckets.settle)
+    #: publish() returns before the slices have arrived, and readers wait for them (StepGathers.settle)
     publishes_behind: bool
 
 
@@ -58,39 +58,6 @@ class Request(NamedTuple):
     forwards: Sequence[UnitPlan] = ()
     #: fills the slices of units, if the parameters have no values yet (Building)
     building: Any = None
-
-
-class Buckets(Protocol):
-    """Memory laid out as gradient buckets are, in which ranks make their slices visible to all (ParameterMemory)."""
-
-    #: the reason why slices are broadcast because there is no such memory; empty if there is
-    reason: str
-    #: True if this rank writes the first values: it owns its memory, or the host's one copy
-    is_home: bool
-    #: True if a host gets several copies of rank 0's values
-    is_copied: bool
-
-    def tensor(self, bucket: int, begin: int, like: torch.Tensor) -> torch.Tensor | None:
-        """Return a tensor of the shape of `like` at element `begin` with a storage of its own; None without memory."""
-
-    def publish(self, buckets: Collection[int], failed: bool | None, owned: Any) -> list[int] | None:
-        """Gather the buckets from all ranks' slices. Return which ranks passed `failed`; None if the gather cannot say.
-
-        `owned(rank)`: ranges of that rank's slices, to broadcast if there is no memory.
-        """
-
-    def settle(self) -> None:
-        """Make the current stream wait for the gathers that publish() left running."""
-
-    #: settles after each publish() from now on, if a module whose forward hooks would wait is compiled; None: there are
-    #: no such hooks
-    arrange_hooks: Callable[[bool], None] | None
-
-    def close(self) -> None:
-        """Settle now and after each later publish(); remove the hooks of modules."""
-
-    def mapped(self) -> list[tuple[int, int]]:
-        """Return (address, bytes) of the memory, if a forked child can read it."""
 
 
 class Backend(Protocol):
@@ -115,8 +82,13 @@ class Backend(Protocol):
     def reducer(self, request: Request) -> Reducer:
         """Make the reducer, with memory for gradients. Collective."""
 
-    def empty(self, reducer: Reducer, buckets: Collection[int], request: Request, *, shared: bool) -> Buckets:
-        """Make memory for parameters in the reducer's layout, and fill `buckets` now. Collective."""
+    def store(self, reducer: Reducer, request: Request, *, shared: bool) -> tuple[Any, Any]:
+        """Make memory for whole parameters in the reducer's layout: the engine's Store, or what has its calls, and the
+        gathers that its publish() leaves running (StepGathers), or None. Collective.
+        """
+
+    def tensor(self, store: Any, index: int, like: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of the shape of `like` over a parameter's memory, with a storage of its own."""
 
     def unshard_store(self, reducer: Reducer, request: Request) -> Storage:
         """Make the storage of parameters that are gathered in units. Collective."""

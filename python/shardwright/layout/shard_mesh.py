@@ -79,11 +79,3 @@ class Slicing:
     def for_engine(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         """Return the slicing in the form that Reducer and HostComm.all_gather take."""
         return (self.of_rank, self.replica_of_rank) if self.is_replicated else None
-
-    def run(self, numel: int, place: tuple[int, int], rank: int) -> tuple[int, int]:
-        """Return [begin, end) of a parameter's elements that `rank` owns, of (first, count) `place` in a bucket of `numel`."""
-        begin, size = place
-        width = numel // self.count
-        index = self.of_rank[rank]
-        low, high = max(index * width - begin, 0), min((index + 1) * width - begin, size)
-        return (low, high) if low < high else (0, 0)

@@ -7,24 +7,17 @@ slice of gradients.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch.utils.dlpack import from_dlpack
 
 from .param_table import ParameterTable
 from .shard_mesh import Slicing
 from .views import dense_strides
 
 if TYPE_CHECKING:
-    from .._engine import Arena, Reducer
-
-
-#: slice boundaries are multiples of this (csrc/tensor/layout.h)
-_SLICE_BYTES = 128
-#: bytes per rank of outcome_sets()
-OUTCOME_BYTES = 2 * _SLICE_BYTES
+    from .._engine import Reducer
 
 
 class Copies(Protocol):
@@ -66,16 +59,11 @@ class Storage:
 
     def run(self, index: int, rank: int) -> tuple[int, int]:
         """Return [begin, end), in memory order, of the elements of a parameter that `rank` owns; (0, 0) if none."""
-        bucket, begin, numel = self._reducer.place(index)
-        return self._slicing.run(self._reducer.bucket_shape(bucket)[1], (begin, numel), rank)
+        return self._reducer.run(index, self._slicing.of_rank[rank], self._slicing.count)
 
     def run_in_slice(self, index: int, rank: int) -> tuple[int, int, int]:
         """Return (bucket, first element in the rank's slice of it, count) of `rank`'s elements of a parameter."""
-        bucket, begin, _ = self._reducer.place(index)
-        low, high = self.run(index, rank)
-        width = self._reducer.bucket_shape(bucket)[1] // self._slicing.count
-        first = begin + low - self._slicing.of_rank[rank] * width if low < high else 0
-        return bucket, first, high - low
+        return self._reducer.run_in_slice(index, self._slicing.of_rank[rank], self._slicing.count)
 
     def own_run(self, index: int) -> tuple[int, int]:
         """Return run(index, this rank), cached."""
@@ -178,36 +166,6 @@ class Storage:
 
     def gather_anew(self) -> None:
         """Gather units as after a step, at the end of a join, whatever each rank has. Collective with units."""
-
-
-def outcome_sets(arena: Arena, offset: int, world_size: int, part: int) -> list[tuple[int, torch.Tensor]]:
-    """Return two sets of one byte per rank behind an arena's parameters, each with its first byte: 1 if the step failed.
-
-    What publishes a step also sends these. Steps alternate: a rank writes one while a slower one still reads the other.
-    """
-    both = from_dlpack(arena.tensor(offset, "uint8", [2, world_size, _SLICE_BYTES], None, part))
-    return [(offset, both[0]), (offset + both[0].numel(), both[1])]
-
-
-def populate(arena: Arena, ranges: Iterable[tuple[int, int]]) -> None:
-    """Populate ranges (first byte, bytes) of this rank's part, with huge pages where the kernel can."""
-    pending: list[int] = []  # merge adjacent ranges: a huge page may span both
-    for offset, nbytes in sorted(ranges):
-        if pending and pending[1] == offset:
-            pending[1] = offset + nbytes
-            continue
-        if pending:
-            arena.populate(pending[0], pending[1] - pending[0])
-        pending = [offset, offset + nbytes]
-    if pending:
-        arena.populate(pending[0], pending[1] - pending[0])
-
-
-def share_of(group: Any, slicing: Slicing, numel: int) -> tuple[int, int]:
-    """Return [low, high) of `numel` elements: this rank's part if the ranks that share the host's copy divide them."""
-    beside = group.sharers(slicing)
-    place = beside.index(slicing.rank)
-    return numel * place // len(beside), numel * (place + 1) // len(beside)
 
 
 def itemsize_of(dtype: str) -> int:

@@ -1,38 +1,25 @@
 """Sliced parameters, gathered in units while they are used: private parameters at zero=3, on a host.
 
-What is common to hosts and GPUs (parameters/device_groups.py) is in ReleasedParameters. Each rank's slice of a
-parameter lies in an arena that the host's ranks map. The parameter also has a range of addresses, which has pages only while its unit is whole. A parameter with a 16-bit compute dtype has slices of that
-dtype too, cast after each step, and a second range of addresses, into which they are gathered. A released parameter's
-data is one NaN of its own, expanded to its shape. With several hosts the part of each host's lowest rank has a copy of
-all slices, so a unit is gathered without a message. On a mesh of two dimensions each replica that spans hosts has such
-a copy. The schedule (parameters/unshard_schedule.py) decides when units are gathered and released.
+What is common to hosts and GPUs (parameters/device_groups.py) is in ReleasedParameters. The engine's Store has each
+rank's slice of a parameter in memory that the host's ranks map, and a range of addresses that has pages only while its
+unit is whole; the same in a 16-bit compute dtype, if there is one (docs/design/store.md). A released parameter's data is
+one NaN of its own, expanded to its shape. With several hosts each host has a copy of all slices, so a unit is gathered
+without a message. The schedule (parameters/unshard_schedule.py) decides when units are gathered and released.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.dlpack import from_dlpack
 
-from .._engine import Arena, Reducer, Units, block_encode, block_record_bytes
+from .._engine import Reducer, Store
 from ..layout.param_groups import UnitPlan, mark_of
-from ..layout.shard_runs import (
-    OUTCOME_BYTES,
-    Copies,
-    Storage,
-    itemsize_of,
-    make_dense,
-    memory_order,
-    outcome_sets,
-    populate,
-    share_of,
-)
-from ..layout.views import dense_strides, dtype_name
+from ..layout.shard_runs import Copies, Storage, make_dense, memory_order
+from ..layout.views import dtype_name
 from ..torch_compat.engine_storage import engine_tensor
 from ..torch_compat.weak import weakly
 from .gathered_unit import Member
@@ -43,13 +30,6 @@ if TYPE_CHECKING:
 
 #: parameters of at most this many bytes are never released: a gather costs more than the memory is worth
 _SMALL_BYTES = 128
-_ALIGNMENT = 128
-#: the size of a page, in which units' memory is counted
-_CHUNK_BYTES = 2 << 20
-#: elements of a record of 8-bit integers. Slices end at multiples of it, so values do not depend on the world size
-_BLOCK, _BITS = 32, 8
-#: bytes of an element of a 16-bit dtype
-_NARROW_BYTES = 2
 
 
 class ReleasedParameters(Storage):
@@ -186,281 +166,122 @@ class UnitMemory(ReleasedParameters):
 
     def __init__(self, backend: Backend, reducer: Reducer, request: Request, *, coded: bool = False) -> None:
         super().__init__(backend, reducer, request)
-        group, slicing, table, label = backend.group, self._slicing, self._table, self._label
+        group, table, label = backend.group, self._table, self._label
         plans = request.plans or ()
-        self._group, self.one_copy = group, group.is_apart(slicing)
-        self._home = group.home_of(slicing)
-        #: compute dtypes of parameters that have 16-bit slices
-        self._narrow = {} if coded else {i: d for i, d in request.compute_dtypes.items() if i in self._released}
-        self._plan_slices()
-        what = f"slices of the parameters of {label}"
-        self._arena = group.comm.arena(self._part_bytes + OUTCOME_BYTES * group.world_size, what, of_hosts=True)
-        self._outcomes: list[tuple[int, torch.Tensor]] = []
-        if group.host_count == 1 and not slicing.is_replicated:  # only then can publish() carry `failed`
-            self._outcomes = outcome_sets(self._arena, self._part_bytes, group.world_size, 0)
-        self._populate()
-        self._codes: Arena | None = None
-        if coded:
-            size = -(-self._slice_bytes // (4 * _BLOCK)) * block_record_bytes(_BLOCK, _BITS)
-            self._codes = group.comm.arena(max(size, _ALIGNMENT), f"records of the parameters of {label}")
+        units = zip(plans, self._unit_members)
+        self._comm, self._coded = group.comm, coded
+        self._store = Store(
+            reducer,
+            "units",
+            group.host_of,
+            label,
+            slices=self._slicing.for_engine(),
+            narrow=[(index, dtype_name(dtype)) for index, dtype in request.compute_dtypes.items()],
+            units=[(plan.name or label, members, not plan.reshard_after_forward) for plan, members in units],
+            coded=coded,
+        )
+        self.one_copy = self._store.one_copy
+        self.adopt: Any = self._store.adopt
+        self.is_stepped: Any = self._store.is_stepped
+        self._unit_bytes = self._store.unit_bytes
+        self._unit_sizes = [(plan.name, size) for plan, size in zip(plans, self._store.unit_sizes())]
         if request.building is None:
             group.broadcast(table.parameters, 0, f"parameters of {label}")
         for parameter in table.parameters:
             make_dense(parameter)
-        self._slices = {index: self._slice(index) for index in range(len(table.parameters))}
+        self._slices = {index: engine_tensor(self._store.slice(index)) for index in range(len(table.parameters))}
         if request.building is None:
             self._write_slices()
         else:
             request.building.fill(self, table, plans, group.comm)
-            self._derive()
-        self._refreshed = [
-            (i, p, self._owned(i)) for i, p in enumerate(table.parameters) if i not in self._released and p.numel()
-        ]
-        self._make_schedule(self._make_units(plans), plans, coded=coded)
-        group.comm.barrier(f"slices of the parameters of {label}")
+            self._store.derive()
+        for index in self._released:
+            data = table.parameters[index].data
+            for narrow, found in ((False, self._whole), (True, self._computed_with)):
+                capsule = self._store.whole(index, list(data.shape), list(data.stride()), narrow)
+                if capsule is not None:
+                    found[index] = engine_tensor(capsule)
+        #: the parameters that are never released
+        self._kept = [(i, p) for i, p in enumerate(table.parameters) if i not in self._released and p.numel()]
+        self._make_schedule(self._store, plans, coded=coded)
+        self._comm.barrier(f"slices of the parameters of {label}")
 
-    def _plan_slices(self) -> None:
-        """Plan the first byte of each bucket, in a rank's part (its slice of each) or in the host's copy."""
-        self._offsets: list[int] = []
-        self._part_bytes = self._slice_bytes = 0
-        for bucket in range(self._reducer.bucket_count):
-            begin, numel, dtype, _ = self._reducer.bucket_shape(bucket)
-            self._offsets.append(begin if self.one_copy else self._slice_bytes)
-            self._slice_bytes += numel // self._slicing.count * itemsize_of(dtype)
-            self._part_bytes = begin + numel * itemsize_of(dtype) if self.one_copy else self._slice_bytes
-        self._narrow_offsets: dict[int, int] = {}
-        for bucket in sorted({self._reducer.place(index)[0] for index in self._narrow}):
-            numel = self._reducer.bucket_shape(bucket)[1]
-            self._narrow_offsets[bucket] = self._part_bytes
-            self._part_bytes += _aligned((numel if self.one_copy else numel // self._slicing.count) * _NARROW_BYTES)
-        for index, parameter in enumerate(self._table.parameters):
-            if parameter.requires_grad:
-                self.adopt(index)
+    def is_moved(self, index: int) -> bool:
+        return True
 
-    def _populate(self) -> None:
-        buckets = [self._reducer.bucket_shape(bucket)[:3] for bucket in range(self._reducer.bucket_count)]
-        if not self.one_copy:
-            populate(self._arena, [(0, self._part_bytes)])
-        elif self._group.rank == self._home:
-            ranges = [(offset, numel * itemsize_of(dtype)) for offset, numel, dtype in buckets]
-            ranges += [(offset, buckets[b][1] * _NARROW_BYTES) for b, offset in self._narrow_offsets.items()]
-            populate(self._arena, ranges)
+    @property
+    def bytes_held(self) -> int:
+        return self._store.bytes_held
 
-    def _place(self, bucket: int, rank: int, *, narrow: bool = False) -> tuple[int, int]:
-        """Return (rank, first byte): the part that holds a rank's slice or its 16-bit cast, and where."""
-        _, numel, dtype, _ = self._reducer.bucket_shape(bucket)
-        offset = self._narrow_offsets[bucket] if narrow else self._offsets[bucket]
-        if not self.one_copy:
-            return rank, offset
-        width = numel // self._slicing.count
-        item = _NARROW_BYTES if narrow else itemsize_of(dtype)
-        return self._home, offset + self._slicing.of_rank[rank] * width * item
+    def plan(self) -> dict[str, Any]:
+        return {**super().plan(), **({"gather": "int8"} if self._coded else {})}
 
-    def _encode(self) -> None:
-        """Encode records from this rank's float32 slices. No unit may be gathered meanwhile."""
-        if self._codes is None:
-            return
-        places = [
-            from_dlpack(arena.tensor(0, "uint8", [1], None, self._group.rank)).data_ptr()
-            for arena in (self._arena, self._codes)
-        ]
-        for bucket, offset in enumerate(self._offsets):
-            _, numel, dtype, _ = self._reducer.bucket_shape(bucket)
-            if dtype == "float32":
-                record = offset // (4 * _BLOCK) * block_record_bytes(_BLOCK, _BITS)
-                numel //= self._slicing.count
-                block_encode(_BLOCK, _BITS, places[1] + record, places[0] + offset, 0, numel)
-
-    def _slice(self, index: int, rank: int | None = None, *, narrow: bool = False) -> torch.Tensor:
-        """Return the elements of a parameter that a rank owns (default: this rank), or their cast; may be empty."""
-        rank = self._group.rank if rank is None else rank
-        bucket, first, count = self.run_in_slice(index, rank)
-        dtype = dtype_name(self._narrow[index]) if narrow else self._reducer.bucket_shape(bucket)[2]
-        part, offset = self._place(bucket, rank, narrow=narrow)
-        return engine_tensor(self._arena.tensor(offset + first * itemsize_of(dtype), dtype, [count], None, part))
-
-    @functools.cached_property
-    def _casts(self) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
-        """Return (index, 16-bit slice, slice) of each slice that this rank casts: its own, or its part of the host's
-        copy.
-        """
-        if not self.one_copy:
-            pairs = [(i, self._slice(i, narrow=True), self._slices[i]) for i in self._narrow]
-            return [pair for pair in pairs if pair[1].numel()]
-        beside = self._group.sharers(self._slicing)
-        mine = sorted(self._narrow)[beside.index(self._group.rank) :: len(beside)]
-        return [pair for index in mine for pair in self._casts_of(index)]
-
-    def _casts_of(self, index: int) -> list[tuple[int, torch.Tensor, torch.Tensor]]:
-        pairs = zip(self._owned(index, narrow=True), self._owned(index))
-        return [(index, narrow, piece) for (_, _, narrow), (_, _, piece) in pairs]
-
-    def _cast(self) -> None:
-        """Cast slices after a step. No unit may be gathered meanwhile."""
-        for index, narrow, piece in self._casts:
-            if self.is_stepped(index):
-                narrow.copy_(piece)
-
-    def _owned(self, index: int, *, narrow: bool = False) -> list[tuple[int, int, torch.Tensor]]:
-        """Return (low, high, slice or its cast) of every rank of this replica that owns some of a parameter."""
-        runs = [(rank, *self.run(index, rank)) for rank in self._slicing.replica()]
-        return [(low, high, self._slice(index, rank, narrow=narrow)) for rank, low, high in runs if low < high]
+    # values ---------------------------------------------------------------------------------------------------------
 
     def _write_slices(self) -> None:
         super()._write_slices()
-        self._derive()
+        self._store.derive()
 
     def write_slices(self, indices: Iterable[int]) -> None:
         """Copy this rank's elements of whole parameters; the rank that has the host's one copy fills all of it."""
-        if not self.one_copy:
-            super().write_slices(indices)
-        elif self._group.rank == self._home:
-            for index in indices:
-                data = self._table.parameters[index].data
-                self.write_whole(index, memory_order(data, data))
+        for index in indices:
+            data = self._table.parameters[index].data
+            flat = memory_order(data, data)
+            self._store.write(index, flat.data_ptr(), "mine")
 
     def read_slices(self, indices: Iterable[int]) -> None:
         """Copy these parameters from all ranks' slices to the memory where they are whole now."""
         for index in indices:
             data = self._table.parameters[index].data
             flat = memory_order(data, data)
-            for low, high, piece in self._owned(index):
-                flat[low:high] = piece
-
-    def pieces(self, index: int) -> list[tuple[int, int, torch.Tensor]]:
-        if not self.one_copy:
-            return [(*self.own_run(index), self._slices[index])]
-        first, end = share_of(self._group, self._slicing, self.like(index).numel())
-        cut = [(max(low, first), min(high, end), low, piece) for low, high, piece in self._owned(index)]
-        return [(a, b, piece[a - low : b - low]) for a, b, low, piece in cut if a < b]
-
-    @contextlib.contextmanager
-    def filling(self) -> Iterator[None]:
-        comm, label = self._group.comm, f"loaded parameters of {self._label}"
-        self.schedule.release_all()
-        comm.barrier(label)  # no rank gathers the old values any longer
-        yield
-        comm.barrier(label)
-        self._derive()
-        with torch.no_grad():
-            self.read_slices(i for i in range(len(self._table.parameters)) if i not in self._released)
-        self.schedule.accept_writes()
-        comm.barrier(label)
-        self._gather_pinned_anew()
-
-    def _derive(self) -> None:
-        """Make casts and records of slices."""
-        casts = self._casts
-        if self.one_copy:  # the host's other ranks do not see this rank's writes yet
-            mine = self._narrow if self._group.rank == self._home else ()
-            casts = [cast for index in mine for cast in self._casts_of(index)]
-        for _, narrow, piece in casts:
-            narrow.copy_(piece)
-        self._encode()
-
-    def _make_units(self, plans: Sequence[UnitPlan]) -> Units:
-        members = self._unit_members
-        forms: list[tuple[int, Collection[int]]] = [(number, ()) for number in range(len(plans))]
-        forms += [(number, self._narrow) for number, indices in enumerate(members) if self._narrow.keys() & indices]
-        specs, places = [], []
-        sizes = [0] * len(plans)
-        for form, (number, narrow) in enumerate(forms):
-            size, runs, offsets = self._plan_unit(members[number], narrow)
-            specs.append((plans[number].name or self._label, size, runs))
-            places += [(index, form, offset) for index, offset in offsets.items()]
-            sizes[number] = size  # its compute form comes later and overwrites this
-        self._unit_sizes = [(plan.name, size) for plan, size in zip(plans, sizes)]
-        spans = [-(-size // _CHUNK_BYTES) * _CHUNK_BYTES for size in sizes]
-        kept = sum(span for plan, span in zip(plans[1:], spans[1:]) if not plan.reshard_after_forward)
-        self._unit_bytes = spans[0] + max([kept, *spans[1:]])
-        codes = {} if self._codes is None else {"codes": self._codes}
-        units = Units(self._arena, specs, self._unit_bytes, f"units of {self._label}", **codes)
-        for index, form, offset in places:
-            data = self._table.parameters[index].data
-            strides = dense_strides(data)
-            assert strides is not None
-            is_computed_with = form >= len(plans)
-            dtype = self._narrow.get(index, data.dtype) if is_computed_with else data.dtype
-            capsule = units.tensor(form, offset, data.numel(), dtype_name(dtype), list(data.shape), list(strides))
-            (self._computed_with if is_computed_with else self._whole)[index] = engine_tensor(capsule)
-        return units
-
-    def _plan_unit(
-        self, indices: list[int], narrow: Collection[int] = ()
-    ) -> tuple[int, list[tuple[int, int, int, int, bool]], dict[int, int]]:
-        """Return the bytes of a unit, its runs, and the first byte of each parameter; those of `narrow` are 16-bit.
-
-        Neighbours in a bucket stay neighbours in the unit.
-        """
-        size, offsets = 0, {}
-        pieces: list[list[int]] = []  # bucket, bytes of an element, first and last element, target of the first element
-        for index in sorted(indices, key=lambda index: self._reducer.place(index)[:2]):
-            bucket, begin, numel = self._reducer.place(index)
-            own = itemsize_of(self._reducer.bucket_shape(bucket)[2])
-            item = _NARROW_BYTES if index in narrow else own
-            step = _ALIGNMENT * item // own  # neighbours in the bucket are aligned to it
-            if pieces and pieces[-1][:2] == [bucket, item] and _aligned(pieces[-1][3] * item, step) == begin * item:
-                pieces[-1][3] = begin + numel
-            else:
-                size = _aligned(size)
-                pieces.append([bucket, item, begin, begin + numel, size])
-            offsets[index] = size
-            size += _aligned(numel * item, step)
-        runs = []
-        for bucket, item, begin, end, target in pieces:
-            _, numel, dtype, _ = self._reducer.bucket_shape(bucket)
-            width = numel // self._slicing.count
-            coded = self._codes is not None and dtype == "float32"
-            for rank in self._slicing.replica():
-                first = self._slicing.of_rank[rank] * width
-                low, high = max(begin, first), min(end, first + width)
-                if low < high:
-                    part, offset = self._place(bucket, rank, narrow=item != itemsize_of(dtype))
-                    source = offset + (low - first) * item
-                    runs.append((target + (low - begin) * item, part, source, (high - low) * item, coded))
-        return size, runs, offsets
-
-    # the interface of both kinds of memory for the optimizer and the replica
-
-    def adopt(self, index: int) -> None:
-        """Note that a parameter trains: frozen ones are sliced from the start."""
-        self._stepped.add(self._reducer.place(index)[0])
-
-    def is_moved(self, index: int) -> bool:
-        return True
-
-    def take_writes(self) -> None:
-        """Update this rank's slices of parameters that are never released from their current values.
-
-        The program may have written to them, equally on all ranks (a clamped temperature). Called at the start of a
-        step, when no rank reads slices.
-        """
-        with torch.no_grad():
-            for index, parameter, _ in self._refreshed:
-                low, high = self.own_run(index)
-                if low < high and self.is_stepped(index):
-                    self._slices[index].copy_(memory_order(parameter.data, parameter.data)[low:high])
+            self._store.read(index, flat.data_ptr())
 
     def read_whole(self, index: int, flat: torch.Tensor) -> None:
         """Copy all elements of a parameter, in memory order, to `flat`; a released parameter's from every rank's
         slices.
         """
-        if index not in self._whole:
+        if index in self._whole:
+            self._store.read(index, flat.data_ptr())
+        else:
             data = self._table.parameters[index].data
             flat.copy_(memory_order(data, data))
-            return
-        for low, high, piece in self._owned(index):
-            flat[low:high] = piece
 
     def write_whole(self, index: int, flat: torch.Tensor) -> None:
         """Copy `flat` to the slices, or with several hosts to this host's copy of them.
 
         One rank calls it for each parameter, between the two barriers of a step.
         """
-        for low, high, piece in self._owned(index):
-            piece.copy_(flat[low:high])
+        self._store.write(index, flat.data_ptr(), "all")
 
-    def publish(self, *, sliced: bool = True, failed: bool | None = None) -> list[int] | None:
+    def pieces(self, index: int) -> list[tuple[int, int, torch.Tensor]]:
+        low, high, memory = self._store.piece(index)
+        return [(low, high, engine_tensor(memory))]
+
+    @contextlib.contextmanager
+    def filling(self) -> Iterator[None]:
+        label = f"loaded parameters of {self._label}"
+        self.schedule.release_all()
+        self._comm.barrier(label)  # no rank gathers the old values any longer
+        yield
+        self._comm.barrier(label)
+        self._store.derive()
+        self.read_slices(index for index, _ in self._kept)
+        self.schedule.accept_writes()
+        self._comm.barrier(label)
+        self._gather_pinned_anew()
+
+    def take_writes(self, *, everything: bool = False) -> None:
+        """Update this rank's slices of parameters that are never released from their current values.
+
+        The program may have written to them, equally on all ranks (a clamped temperature). Called at the start of a
+        step, when no rank reads slices.
+        """
+        for index, parameter in self._kept:
+            if everything or self.is_stepped(index):
+                flat = memory_order(parameter.data, parameter.data)
+                self._store.write(index, flat.data_ptr(), "own")
+
+    def publish(self, *, sliced: bool = True, failed: bool | None = None, everything: bool = False) -> list[int] | None:
         """Publish slices that every rank has updated. Whole units become stale; their next use gathers them.
         Collective.
 
@@ -469,62 +290,22 @@ class UnitMemory(ReleasedParameters):
         barrier (two with records, or with casts over hosts or after updates of any slice), and the bytes of
         never-released parameters. Each host sends its ranks' updates to the others once.
         """
-        comm, label = self._group.comm, f"updated parameters of {self._label}"
-        outcomes = self._outcomes if failed is not None else []
-        if outcomes:
-            outcomes.reverse()
-            outcomes[0][1][self._group.rank, 0] = bool(failed)
         self.schedule.release_all()
-        if self._codes is not None:
-            comm.barrier(f"updated slices of {self._label}")  # slices of any rank
-            self._encode()
-        if self._narrow and not self.one_copy:
-            if not sliced:
-                comm.barrier(f"updated slices of {self._label}")
-            self._cast()
-        if self.one_copy and sliced and self._stepped:
-            shapes = {bucket: self._reducer.bucket_shape(bucket) for bucket in sorted(self._stepped)}
-            ranges = [(self._offsets[b], numel * itemsize_of(dtype)) for b, (_, numel, dtype, _) in shapes.items()]
-            comm.all_gather(self._arena, ranges, label, one_copy=True, slices=self._slicing.for_engine())
-        else:
-            comm.barrier(label)
-        if self._narrow and self.one_copy:
-            self._cast()
-            comm.barrier(f"casts of {self._label}")
-        self._refresh()
-        return outcomes[0][1][:, 0].tolist() if outcomes else None
+        outcomes = self._store.publish(failed, foreign=not sliced, all=everything)
+        for index, parameter in self._kept:
+            if everything or self.is_stepped(index):
+                flat = memory_order(parameter.data, parameter.data)
+                self._store.read(index, flat.data_ptr())
+        self.schedule.gather_pinned()
+        return outcomes
 
     def publish_all(self) -> None:
-        stepped, self._stepped = self._stepped, set(range(self._reducer.bucket_count))
-        try:
-            super().publish_all()
-        finally:
-            self._stepped = stepped
-
-    def _refresh(self) -> None:
-        with torch.no_grad():
-            for index, parameter, owned in self._refreshed:
-                if not self.is_stepped(index):
-                    continue
-                flat = memory_order(parameter.data, parameter.data)
-                for low, high, piece in owned:
-                    flat[low:high].copy_(piece)
-        self.schedule.gather_pinned()
-
-    @property
-    def bytes_held(self) -> int:
-        return self._part_bytes
-
-    def plan(self) -> dict[str, Any]:
-        return {**super().plan(), **({} if self._codes is None else {"gather": "int8"})}
+        self.take_writes(everything=True)
+        self.publish(everything=True)
 
     def give_back(self, together: bool = False) -> None:
         """Return whole parameters to this rank. Not collective: slices are read in place."""
         self.schedule.surrender()
-
-
-def _aligned(nbytes: int, alignment: int = _ALIGNMENT) -> int:
-    return -(-nbytes // alignment) * alignment
 
 
 def releasable(request: Request) -> list[list[int]]:

@@ -2,21 +2,22 @@
 
 A rank's optimizer steps on the slices that the rank owns, and publish() makes the updates visible to all ranks. There
 are two forms. *Private*: each rank has all parameters, and slices are gathered after the step. *Shared*: a host has one
-copy, and publish() is a barrier that also brings the slices of other hosts. The backend decides where buckets lie and
-how slices travel.
+copy, and publish() is a barrier that also brings the slices of other hosts. The engine's Store knows where buckets lie
+and how slices travel (docs/design/store.md).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
 
 from .._engine import Reducer
 from ..backend.base import Backend, Request
-from ..layout.shard_runs import Copies, Storage, itemsize_of, make_dense, share_of
+from ..layout.shard_runs import Copies, Storage
+from ..torch_compat.engine_storage import engine_tensor
 from ..torch_compat.weak import weakly
 
 
@@ -35,85 +36,70 @@ class ParameterMemory(Storage):
     ) -> None:
         super().__init__(reducer, request.table, request.slicing, request.label)
         self.shared, self._backend = shared, backend
-        self._moved: set[int] = set()  # buckets
         self._flat: dict[int, torch.Tensor] = {}  # index -> tensor at the parameter's current address
-        moving = [i for i, p in enumerate(self._table.parameters) if (p.requires_grad or shared) and i not in without]
-        self._buckets: Any = backend.empty(reducer, {reducer.place(i)[0] for i in moving}, request, shared=shared)
-        self.reason = self._buckets.reason
-        self.is_mapped = bool(self._buckets.mapped())
-        self.settle: Any = self._buckets.settle
-        self.mapped: Any = self._buckets.mapped
-        if shared and self._buckets.is_copied:  # each copy starts with the values of its first rank
+        self._store, self._gathers = backend.store(reducer, request, shared=shared)
+        self.reason = self._store.reason
+        self.is_stepped: Any = self._store.is_stepped
+        self.is_mapped = bool(self._store.mapped())
+        #: True if there are several copies of the values, each of which begins with those of its first rank
+        self._is_copied = shared and (backend.group.host_count > 1 or self._slicing.is_replicated)
+        if self._is_copied:
             backend.broadcast(self._table.parameters, 0, f"parameters of {self._label}")
-        for index in moving:
-            self.adopt(index)
+        for index, parameter in enumerate(self._table.parameters):
+            if (parameter.requires_grad or shared) and index not in without:
+                self.adopt(index)
         self._is_written = False  # True inside writable(), where each rank has separate parameters
-        self._casts = False  # True if some ranks make casts, so that all need a barrier after them
-        self._narrow: dict[int, torch.Tensor] = {}  # the shared casts, by parameter number
-        self._narrow_of: dict[int, torch.Tensor] = {}  # the same by id of the parameter
-        self._mine: list[int] = []  # numbers of the casts that this rank makes
+        self._narrow: dict[int, torch.Tensor] = {}  # the shared casts, by id of the parameter
         if shared:
             backend.fence(f"parameters of {self._label} shared")
             self._make_casts(request)
 
     def hook_arranger(self) -> Callable[[bool], None] | None:
-        arrange: Callable[[bool], None] | None = self._buckets.arrange_hooks
+        arrange: Callable[[bool], None] | None = None if self._gathers is None else self._gathers.arrange
         return arrange
+
+    def settle(self) -> None:
+        if self._gathers is not None:
+            self._gathers.settle()
 
     def _make_casts(self, request: Request) -> None:
         """Make one cast per host of the parameters with which modules compute in 16 bits. Collective.
 
         A rank that shares with no other casts in its forwards, since it may write to its parameters freely.
         """
-        group = self._backend.group
-        self._casts = bool(request.compute_dtypes) and group.shares(self._slicing)
-        beside = group.sharers(self._slicing)
-        for index, dtype in request.compute_dtypes.items() if len(beside) > 1 else ():
-            bucket, begin, _ = self._reducer.place(index)
-            self._narrow[index] = self._buckets.narrow(bucket, begin, self._table.parameters[index], dtype)
-        self._narrow_of = {id(self._table.parameters[index]): each for index, each in self._narrow.items()}
-        self._mine = sorted(self._narrow)[beside.index(self._slicing.rank) :: len(beside)]
-        self._cast(self._mine)
-
-    def _cast(self, indices: Iterable[int]) -> None:
-        """Refresh these casts, while no rank computes with them. Collective."""
-        if self._casts:
-            with torch.no_grad():
-                for index in indices:
-                    narrow = self._narrow[index]
-                    narrow.copy_(self._flat[index].as_strided(narrow.shape, narrow.stride()))
-            self._backend.fence(f"casts of the parameters of {self._label}")
+        for index in request.compute_dtypes:
+            parameter = self._table.parameters[index]
+            cast = self._store.whole(index, list(parameter.shape), list(parameter.stride()), True)
+            if cast is not None:
+                self._narrow[id(parameter)] = engine_tensor(cast)
+        self._store.cast(True)
 
     def follow(self, copies: Copies) -> None:
         if self._narrow:
             copies.follow(weakly(self._source_of))
 
     def _source_of(self, parameter: torch.Tensor) -> torch.Tensor:
-        return parameter if self._is_written else self._narrow_of.get(id(parameter), parameter)
+        return parameter if self._is_written else self._narrow.get(id(parameter), parameter)
 
     def accept_writes(self) -> None:
         for each in self._narrow.values():
             torch.autograd.graph.increment_version(each)
 
     def adopt(self, index: int) -> None:
-        """Move a parameter, and add its whole bucket to those that publish() gathers."""
+        """Move a parameter. If it trains, publish() gathers its whole bucket from now on."""
         parameter = self._table.parameters[index]
-        bucket, begin, _ = self._reducer.place(index)
-        self._moved.add(bucket)
         if parameter.requires_grad:
-            self._stepped.add(bucket)
-        moved = self._buckets.tensor(bucket, begin, parameter)
-        if moved is None:
-            make_dense(parameter)
-            return
-        if self._buckets.is_home:
+            self._store.adopt(index)
+        moved = self._backend.tensor(self._store, index, parameter)
+        if self._store.is_home:
             moved.copy_(parameter.data)
         parameter.data = moved
         self._flat[index] = moved.as_strided((moved.numel(),), (1,))
 
     def give_back(self, together: bool = False) -> None:
         """Give this rank private copies of parameters that the host shares."""
-        self._buckets.close()
+        if self._gathers is not None:
+            self._gathers.close()
         for index in self._flat if self.shared else ():
             parameter = self._table.parameters[index]
             if parameter.data_ptr() == self._flat[index].data_ptr():
@@ -135,42 +121,34 @@ class ParameterMemory(Storage):
     @property
     def bytes_held(self) -> int:
         """Return the bytes of parameters on this rank; on the whole host if they are shared."""
-        shapes = [self._reducer.bucket_shape(bucket) for bucket in self._moved]
-        casts = sum(each.nbytes for each in self._narrow.values())
-        return sum(numel * itemsize_of(dtype) for _, numel, dtype, _ in shapes) + casts
+        return int(self._store.bytes_held)
 
-    def words(self) -> torch.Tensor:
-        """Return all memory that parameters were moved to, as words of 4 bytes."""
-        found: torch.Tensor = self._buckets.words()
+    def mapped(self) -> list[tuple[int, int]]:
+        found: list[tuple[int, int]] = self._store.mapped()
         return found
 
-    def span(self, index: int) -> tuple[int, int]:
-        """Return (first, count) of the words in which a parameter lies.
+    def words(self) -> torch.Tensor:
+        """Return the memory that the host's ranks share, as words of 4 bytes."""
+        return engine_tensor(self._store.words())
 
-        It fills all of them, except for the last one of 16-bit elements or bytes.
-        """
-        bucket, begin, numel = self._reducer.place(index)
-        offset, _, dtype, _ = self._reducer.bucket_shape(bucket)
-        if index not in self._flat:
-            return 0, 0
-        return (offset + begin * itemsize_of(dtype)) // 4, -(-numel * itemsize_of(dtype) // 4)
+    def span(self, index: int) -> tuple[int, int]:
+        """Return (first, count) of the words of a parameter. It may fill a part of the last one."""
+        found: tuple[int, int] = self._store.span(index)
+        return found
 
     def is_moved(self, index: int) -> bool:
         """Return True if a parameter lies at its final address; a frozen one moves when it is unfrozen."""
-        return bool(self.reason) or index in self._flat
+        return index in self._flat
 
-    def is_published(self, index: int) -> bool:
-        return self.is_moved(index) and self._reducer.place(index)[0] in self._moved
+    is_published = is_moved
 
     def publish(self, *, failed: bool | None = None) -> list[int] | None:
-        outcomes: list[int] | None = self._buckets.publish(self._stepped, failed, self._ranges_of)
-        if self._casts:
-            self.cast_stepped()
+        outcomes: list[int] | None = self._store.publish(failed)
         return outcomes
 
     def cast_stepped(self) -> None:
         """Refresh the shared casts after a step, once all ranks see its slices. Collective."""
-        self._cast(index for index in self._mine if self.is_stepped(index))
+        self._store.cast()
 
     @contextlib.contextmanager
     def writable(self) -> Iterator[None]:
@@ -188,9 +166,9 @@ class ParameterMemory(Storage):
         self._is_written = self.shared
         try:
             yield
-            if self.shared and self._buckets.is_copied:
+            if self._is_copied:
                 backend.broadcast(self._table.parameters, 0, label)
-            if self.shared and self._buckets.is_home:
+            if self.shared and self._store.is_home:
                 for parameter, data in kept:
                     data.copy_(parameter.data)
         finally:
@@ -199,15 +177,15 @@ class ParameterMemory(Storage):
                 for parameter, data in kept:
                     parameter.data = data
                 backend.fence(label)
-                self._cast(self._mine)
+                self._store.cast(True)
             else:
                 backend.broadcast(self._table.parameters, 0, label)
 
     def pieces(self, index: int) -> list[tuple[int, int, torch.Tensor]]:
         if not self.shared:
             return super().pieces(index)
-        low, high = share_of(self._backend.group, self._slicing, self._flat[index].numel())
-        return [(low, high, self.flat(index)[low:high])]
+        low, high, memory = self._store.piece(index)
+        return [(low, high, engine_tensor(memory))]
 
     @contextlib.contextmanager
     def filling(self) -> Iterator[None]:
@@ -217,13 +195,4 @@ class ParameterMemory(Storage):
         yield
         if self.shared:
             self._backend.fence(label)
-            self._cast(self._mine)
-
-    def _ranges_of(self, rank: int) -> Sequence[tuple[int, int]]:
-        ranges = []
-        for index, parameter in enumerate(self._table.parameters):
-            low, high = self.run(index, rank)
-            if low < high and self._reducer.place(index)[0] in self._moved:
-                size = parameter.element_size()
-                ranges.append((parameter.data_ptr() + low * size, (high - low) * size))
-        return ranges
+            self._store.cast(True)

@@ -39,7 +39,7 @@ _COPY = (
 class UnitSchedule:
     """The units of one module, and the forwards and backwards that run in each unit.
 
-    `units` are the engine's (Units, or Places on a GPU), with compute forms after the units; the first plan is the outermost
+    `units` are the engine's (Store, or Places on a GPU), with compute forms after the units; the first plan is the outermost
     unit's. `compute_members` has each unit's parameters in its compute form, if any. `abort` sends the others the reason why
     this rank stops. `coded`: running modules see parameters decoded from records. `places`, on a GPU: of each plan's unit, or
     of its compute form; the unit itself then has none. `depth` units are gathered ahead.
@@ -180,7 +180,7 @@ class UnitSchedule:
 
     def _fetch(self, unit: Unit, in_place: bool) -> None:
         if not self._on_gpu:
-            (self._units.gather_codes if self._coded and not self._keepers else self._units.gather)(unit.number)
+            self._units.gather(unit.number, False, not self._coded or self._keepers > 0)
         elif unit.number in self.coming or (self._may_lie_in_place(unit, in_place) and self._make_room(unit, in_place)):
             self._take(unit)
         else:

@@ -5,7 +5,7 @@ Features that only the host supports raise an error that names the feature.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -83,8 +83,12 @@ class CudaBackend:
             mesh=self._mesh,
         )
 
-    def empty(self, reducer: Reducer, buckets: Collection[int], request: Request, *, shared: bool) -> CudaBuckets:
-        return CudaBuckets(self.row, reducer, request)
+    def store(self, reducer: Reducer, request: Request, *, shared: bool) -> tuple[CudaBuckets, StepGathers]:
+        gathers = StepGathers(self.row, reducer, request)
+        return CudaBuckets(self.row, reducer, request, gathers), gathers
+
+    def tensor(self, store: CudaBuckets, index: int, like: torch.Tensor) -> torch.Tensor:
+        return store.tensor(index, like)
 
     def unshard_store(self, reducer: Reducer, request: Request) -> Storage:
         assert request.plans is not None
@@ -114,31 +118,38 @@ class CudaBackend:
 
 
 class CudaBuckets:
-    """Buckets in torch tensors, gathered after the work on torch's current stream. See Buckets."""
+    """Whole parameters in torch tensors, gathered after the work on torch's current stream. The calls are a private Store's."""
 
-    reason = ""
-    is_home, is_copied = True, False
+    reason, is_home = "", True
 
-    def __init__(self, row: DeviceLink, reducer: Reducer, request: Request) -> None:
+    def __init__(self, row: DeviceLink, reducer: Reducer, request: Request, gathers: StepGathers) -> None:
         like = request.table.parameters[0].data
         self._row, self._reducer, self._like = row, reducer, like
-        self._gathers = StepGathers(row, reducer, request)
-        self.settle, self.close = self._gathers.settle, self._gathers.close
-        self.arrange_hooks: Callable[[bool], None] | None = self._gathers.arrange
+        self._gathers = gathers
         self._memory: dict[int, torch.Tensor] = {}
+        self._stepped: set[int] = set()
 
-    def tensor(self, bucket: int, begin: int, like: torch.Tensor) -> torch.Tensor:
+    def tensor(self, index: int, like: torch.Tensor) -> torch.Tensor:
+        bucket, begin, _ = self._reducer.place(index)
         _, numel, dtype, _ = self._reducer.bucket_shape(bucket)
         if bucket not in self._memory:
             self._memory[bucket] = cuda.runtime.zeros(numel, getattr(torch, dtype), self._like)
         flat = self._memory[bucket]
         return alias(self._row, flat, flat.data_ptr() + begin * itemsize_of(dtype), dtype, like.shape, like)
 
-    def publish(
-        self, buckets: Collection[int], failed: bool | None, owned: Callable[[int], Sequence[tuple[int, int]]]
-    ) -> None:
+    def adopt(self, index: int) -> None:
+        self._stepped.add(self._reducer.place(index)[0])
+
+    def is_stepped(self, index: int) -> bool:
+        return self._reducer.place(index)[0] in self._stepped
+
+    @property
+    def bytes_held(self) -> int:
+        return sum(each.nbytes for each in self._memory.values())
+
+    def publish(self, failed: bool | None = None) -> None:
         """Publish, without a wait. Cost: (world_size - 1) / world_size of the parameters' bytes to and from each rank."""
-        self._gathers.publish({bucket: self._memory[bucket] for bucket in sorted(buckets)})
+        self._gathers.publish({bucket: self._memory[bucket] for bucket in sorted(self._stepped)})
 
     def mapped(self) -> list[tuple[int, int]]:
         """Return nothing: a forked child cannot use a GPU."""

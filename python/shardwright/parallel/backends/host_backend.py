@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
-from ..._engine import Arena, Reducer, norm_sum
+from ..._engine import Reducer, Store, norm_sum
 from ...backend.base import Capabilities, Request
 from ...comm.levels import Lease, Levels, leased_levels, levels_of
 from ...comm.process_group import HostGroup
-from ...layout.shard_mesh import Slicing
-from ...layout.shard_runs import OUTCOME_BYTES, Storage, itemsize_of, outcome_sets, populate
+from ...layout.shard_runs import Storage
 from ...layout.views import as_real, dense_strides, dtype_name
 from ...options.compress import Compressor
 from ...parameters.sharded_groups import UnitMemory
@@ -63,9 +62,20 @@ class HostBackend:
             first_cap_bytes=_HOSTS_FIRST_CAP_BYTES if over_hosts else 0,
         )
 
-    def empty(self, reducer: Reducer, buckets: Collection[int], request: Request, *, shared: bool) -> HostBuckets:
-        narrows = shared and bool(request.compute_dtypes) and self.group.shares(request.slicing)
-        return HostBuckets(self.group, reducer, buckets, request.slicing, request.label, shared, narrows)
+    def store(self, reducer: Reducer, request: Request, *, shared: bool) -> tuple[Store, None]:
+        made = Store(
+            reducer,
+            "shared" if shared else "private",
+            self.group.host_of,
+            request.label,
+            slices=request.slicing.for_engine(),
+            narrow=[(index, dtype_name(dtype)) for index, dtype in request.compute_dtypes.items() if shared],
+        )
+        return made, None
+
+    def tensor(self, store: Store, index: int, like: torch.Tensor) -> torch.Tensor:
+        strides = dense_strides(like)
+        return engine_tensor(store.whole(index, list(like.shape), strides and list(strides)))
 
     def unshard_store(self, reducer: Reducer, request: Request) -> Storage:
         slicing, label = request.slicing, request.label
@@ -94,104 +104,3 @@ class HostBackend:
     def abort(self, reason: str) -> None:
         if self.group.comm.is_alive:
             self.group.comm.abort(reason)
-
-
-class HostBuckets:
-    """Buckets, and 16-bit casts if `narrows`, in an arena of a host's ranks: one copy a rank or, if `shared`, a host."""
-
-    def __init__(
-        self,
-        group: HostGroup,
-        reducer: Reducer,
-        buckets: Collection[int],
-        slicing: Slicing,
-        label: str,
-        shared: bool,
-        narrows: bool = False,
-    ) -> None:
-        self._group, self._reducer, self._slicing, self._label, self._shared = group, reducer, slicing, label, shared
-        self._home = group.home_of(slicing) if shared else group.rank
-        self.is_home = group.rank == self._home
-        self.is_copied = slicing.is_replicated or group.host_count > 1
-        self.reason = ""
-        self._arena: Arena | None = None
-        self._outcomes: list[tuple[int, torch.Tensor]] = []
-        self._is_apart, self._slices = group.is_apart(slicing), slicing.for_engine()
-        self._ranges: dict[int, tuple[int, int]] = {}
-        self._nbytes = max(sum(self._range(bucket)) for bucket in range(reducer.bucket_count))
-        outcome_bytes = OUTCOME_BYTES * group.world_size
-        try:
-            self._narrow_offset, narrow_bytes = self._nbytes + outcome_bytes, self._nbytes // 2 * narrows
-            size = self._narrow_offset + narrow_bytes
-            self._arena = group.comm.arena(size, f"parameters of {label}", of_hosts=True)
-        except MemoryError as error:  # the same on every rank
-            if shared:
-                raise
-            self.reason = str(error)
-            return
-        if not slicing.is_replicated:  # otherwise a rank may not see all ranks' outcomes
-            self._outcomes = outcome_sets(self._arena, self._nbytes, group.world_size, self._home)
-        if self.is_home:
-            populate(self._arena, [*map(self._range, buckets), *[(self._narrow_offset, narrow_bytes)] * narrows])
-
-    def _range(self, bucket: int) -> tuple[int, int]:
-        offset, numel, dtype, _ = self._reducer.bucket_shape(bucket)
-        return self._ranges.setdefault(bucket, (offset, numel * itemsize_of(dtype)))
-
-    def tensor(self, bucket: int, begin: int, like: torch.Tensor) -> torch.Tensor | None:
-        if self._arena is None:
-            return None
-        offset, _, dtype, _ = self._reducer.bucket_shape(bucket)
-        strides = dense_strides(like)
-        first = offset + begin * itemsize_of(dtype)
-        return engine_tensor(self._arena.tensor(first, dtype, list(like.shape), strides and list(strides), self._home))
-
-    def narrow(self, bucket: int, begin: int, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return the memory of a parameter's cast to a 16-bit dtype."""
-        assert self._arena is not None
-        offset = self._reducer.bucket_shape(bucket)[0]
-        first = self._narrow_offset + offset // 2 + begin * dtype.itemsize  # casts take half of a bucket at most
-        strides = dense_strides(like)
-        shape = list(like.shape)
-        return engine_tensor(self._arena.tensor(first, dtype_name(dtype), shape, strides and list(strides), self._home))
-
-    def mapped(self) -> list[tuple[int, int]]:
-        return [] if self._arena is None else [(self.words().data_ptr(), self._arena.nbytes)]
-
-    def words(self) -> torch.Tensor:
-        """Return all of the memory as words of 4 bytes."""
-        if self._arena is None:
-            return torch.empty(0, dtype=torch.int32, device="cpu")
-        return engine_tensor(self._arena.tensor(0, "int32", [self._nbytes // 4], None, self._home))
-
-    def publish(
-        self, buckets: Collection[int], failed: bool | None, owned: Callable[[int], Sequence[tuple[int, int]]]
-    ) -> list[int] | None:
-        """Publish. Cost: private, a rank's slices written world_size - 1 times; shared, one barrier; over hosts, slices once."""
-        comm, label = self._group.comm, f"updated parameters of {self._label}"
-        outcomes = [] if failed is None else self._outcomes
-        if outcomes:
-            outcomes.reverse()
-            outcomes[0][1][self._group.rank, 0] = bool(failed)
-        if self._shared and (not self._is_apart or not buckets):
-            comm.barrier(label)
-            outcomes = [] if self._is_apart else outcomes
-        elif self._arena is not None:
-            ranges = [
-                *map(self._ranges.__getitem__, sorted(buckets)),
-                *((at, each.numel()) for at, each in outcomes[:1]),
-            ]
-            comm.all_gather(self._arena, ranges, label, one_copy=self._shared, slices=self._slices)
-        else:
-            for root in map(self._slicing.first_owner, range(self._slicing.count)):
-                if owned(root):
-                    comm.broadcast(owned(root), root, label)
-        return outcomes[0][1][:, 0].tolist() if outcomes else None
-
-    def settle(self) -> None:
-        """Do nothing: publish() already waits."""
-
-    #: there are none
-    arrange_hooks: Callable[[bool], None] | None = None
-
-    close = settle
