@@ -89,8 +89,11 @@ static PyObject *finish(sw_py_owner *self, sw_status status, const sw_error *err
     SW_PY_METHOD(units_##name, sw_py_owner, #name " unit:n", enter(self, a[0].n), call, \
                  finish(self, status, &err))
 
-UNITS_METHOD(gather, sw_unit_gather(self->made, a[0].size, SW_UNIT_SLICES, &err))
-UNITS_METHOD(gather_codes, sw_unit_gather(self->made, a[0].size, SW_UNIT_CODES, &err))
+SW_PY_METHOD_WITH(units_gather, sw_py_owner, "gather unit:n | apart:p exact:p", a[2].p = true,
+                  enter(self, a[0].n),
+                  sw_unit_gather(self->made, a[0].size, a[2].p ? SW_UNIT_SLICES : SW_UNIT_CODES,
+                                 &err),
+                  finish(self, status, &err))
 UNITS_METHOD(release, sw_unit_release(self->made, a[0].size, &err))
 
 /* Returns a byte's place, -1 for SIZE_MAX, unless the call has failed. */
@@ -109,6 +112,12 @@ SW_PY_METHOD_WITH(units_take_write, sw_py_owner, "take_write unit:n", size_t fou
 
 SW_PY_VALUE(units_state, sw_py_owner, "state unit:n", check_unit(self, a[0].n),
             PyUnicode_FromString(sw_shard_state_name(sw_unit_state(self->made, a[0].size))))
+
+SW_PY_VALUE(units_is_whole, sw_py_owner, "is_whole unit:n", check_unit(self, a[0].n),
+            PyBool_FromLong(sw_unit_state(self->made, a[0].size) == SW_SHARD_UNSHARDED))
+SW_PY_VALUE(units_is_apart, sw_py_owner, "is_apart unit:n", check_unit(self, a[0].n),
+            PyBool_FromLong(0))
+SW_PY_GETTER(units_is_collective, sw_py_owner, PyBool_FromLong(self->comm != NULL))
 
 SW_PY_OWNER_STATS(units_stats, sw_units_stats, sw_units_get_stats,
                   SW_PY_COUNT(sw_units_stats, gathers), SW_PY_COUNT(sw_units_stats, releases),
@@ -139,20 +148,28 @@ static PyObject *units_tensor(PyObject *op, PyObject *args)
 }
 
 static PyMethodDef units_methods[] = {
-    SW_PY_ARGS(units, gather, "unit, /", "Gather a unit: sharded to unsharded."),
-    SW_PY_ARGS(units, gather_codes, "unit, /", "Gather a unit, decoding coded runs."),
+    SW_PY_ARGS(units, gather, "unit, apart=False, exact=True, /",
+               "Gather a unit: sharded to unsharded; without exact by decoding coded runs. `apart` "
+               "has no effect: each unit has its own addresses."),
     SW_PY_ARGS(units, release, "unit, /", "Release a unit: unsharded to sharded."),
     SW_PY_ARGS(units, take_write, "unit, /",
                "Return the first byte written in a released unit, once; -1: none."),
     SW_PY_ARGS(units, state, "unit, /", "Return 'sharded', 'gathering' or 'unsharded'."),
+    SW_PY_ARGS(units, is_whole, "unit, /", "Return True if the unit is unsharded."),
+    SW_PY_ARGS(units, is_apart, "unit, /", "Return False: a unit lies at its own addresses."),
     SW_PY_NONE(units, stats, "Return counts since creation."),
     SW_PY_ARGS(units, tensor, "unit, offset_bytes, numel, dtype, shape, strides, /",
                "Return a DLPack capsule."),
     {NULL, NULL, 0, NULL},
 };
 
+static PyGetSetDef units_properties[] = {
+    {"is_collective", units_is_collective, NULL, "False: a rank gathers without the others", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
 SW_PY_TYPE(sw_py_units_type_spec, "Units", sw_py_owner, 0,
            "Parameters that are gathered and released in units, over an arena of slices. units: "
            "[(name, nbytes, [(target_bytes, rank, source_bytes, nbytes, coded)])].",
            {Py_tp_init, units_init}, {Py_tp_dealloc, sw_py_owner_dealloc},
-           {Py_tp_methods, units_methods})
+           {Py_tp_methods, units_methods}, {Py_tp_getset, units_properties})

@@ -6,6 +6,7 @@ wait for its groups; any other read of a parameter waits for that parameter's gr
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import weakref
@@ -29,8 +30,6 @@ _NO_OVERLAP = (
     "break the compiler's graph. prefetch=0 "
     "asks for no overlap, and silences this line"
 )
-#: the size of one NCCL group
-_GROUP_MAX = 32
 
 
 class StepGathers:
@@ -49,12 +48,10 @@ class StepGathers:
             Awaited, self._table.names, self._table.parameters, weakly(self.arrive)
         )
         self._engine: DeviceUnits | None = None
-        self._stream = 0  # torch's stream at the last step
         self._planned: list[int] = []  # buckets
         self._members: list[list[torch.Tensor]] = []  # each group's parameters
         self._group_of: dict[int, int] = {}  # by id of the parameter
         self._lock = threading.RLock()  # held by any thread that reads parameters
-        self._pending: set[int] = set()  # groups for which no stream waits yet
         self._around: list[weakref.ref[torch.nn.Module]] = []
         self._handles: list[Any] = []
         if self.units:
@@ -98,9 +95,7 @@ class StepGathers:
         if self._planned != [*buckets]:
             self._make(buckets)
         assert self._engine is not None
-        self._stream = self._link.current_stream()
-        self._engine.gather_anew(self._stream)
-        self._pending.update(range(len(self._members)))
+        self._engine.gather_anew()
         if not self.units:
             self.settle()
         for members in self._members if self.units else ():
@@ -109,42 +104,33 @@ class StepGathers:
     def _make(self, buckets: Mapping[int, torch.Tensor]) -> None:
         """Make the engine's units of these buckets, in groups in the order of use by a forward."""
         self._planned = [*buckets]
-        waiting = {bucket: memory for bucket, memory in buckets.items() if memory.numel()}
-        groups: list[dict[int, torch.Tensor]] = []
-        orders = [[self._reducer.place(index)[0] for index in plan.indices] for plan in self.units]
-        for order in (*orders, self._planned):
-            own = [bucket for bucket in dict.fromkeys(order) if bucket in waiting]
-            for first in range(0, len(own), _GROUP_MAX):
-                groups.append({bucket: waiting.pop(bucket) for bucket in own[first : first + _GROUP_MAX]})
+        order = [plan.indices for plan in self.units]
+        self._engine = DeviceUnits(
+            *(self._link.comm, self._reducer, self._link.current_stream),
+            buckets=[*buckets.items()],
+            order=[*itertools.chain(*order)],
+            ends=[*itertools.accumulate(map(len, order))],
+            label=self._label,
+        )
         self._members = [
-            [self._table.parameters[index] for bucket in group for index in self._reducer.bucket_parameters(bucket)]
-            for group in groups
+            [self._table.parameters[index] for index in self._engine.members(group)]
+            for group in range(self._engine.unit_count)
         ]
         self._group_of = {id(p): number for number, members in enumerate(self._members) for p in members}
-        specs = []
-        for number, group in enumerate(groups):
-            begin = min(memory.data_ptr() for memory in group.values())
-            runs = []
-            for bucket, memory in group.items():
-                dtype, nbytes = self._reducer.bucket_shape(bucket)[2], memory.nbytes // self._link.world_size
-                source = memory.data_ptr() + self._link.rank * nbytes
-                runs.append((source, memory.data_ptr() - begin, nbytes, dtype, dtype))
-            specs.append((self._label, number, begin, runs))
-        self._engine = DeviceUnits(self._link.comm, len(specs), specs)
 
     # waiting --------------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
         """Make torch's current stream wait for all gathers."""
-        if self._pending:
-            self._take(self._pending.copy())
+        if self._engine is not None:
+            self._take(range(len(self._members)))
 
     def refuse(self, unit: UnitPlan, what: str) -> None:
         """Allow copies: reading a parameter waits for it."""
 
     def take_unit(self, unit: UnitPlan, *_: object) -> None:
         """Make torch's current stream wait for a unit's parameters."""
-        if self._pending:
+        if self._engine is not None:
             parameters = map(self._table.parameters.__getitem__, unit.indices)
             self._take({self._group_of[id(p)] for p in parameters if id(p) in self._group_of})
 
@@ -156,16 +142,10 @@ class StepGathers:
         engine = self._engine
         assert engine is not None
         with self._lock:
-            stream = self._link.current_stream()
-            for group in sorted(self._pending.intersection(groups)):
+            for group in sorted({*groups}.intersection(engine.coming())):
                 try:
-                    engine.take(group, stream)
-                    if stream != self._stream:  # the step's stream reads next, and nothing orders it after this stream
-                        engine.take(group, self._stream)
-                except NotImplementedError:  # a captured stream must not wait for work outside its graph
-                    engine.wait(group)
+                    engine.arrive(group)
                 except Error:  # the next forward raises the communicator's error
                     if self._link.comm.is_alive:
                         raise
-                self._pending.discard(group)
                 change_classes(self._members[group], self._own)
