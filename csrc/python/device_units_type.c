@@ -26,7 +26,7 @@ typedef struct unit_memory {
 typedef struct unit_slice { /* this rank's slice of a bucket */
     PyObject *memory;       /* owned; NULL: no unit has the bucket */
     uint8_t *data;
-    size_t numel;
+    size_t numel, group; /* group: the unit that has the bucket, of groups of buckets */
     sw_dtype dtype;
 } unit_slice;
 
@@ -339,6 +339,7 @@ static bool make_groups(device_units_object *self, making *m, const sw_layout *l
     }
     for (size_t i = 0; i < count; ++i) {
         size_t bucket = g.sequence[i], group = g.group_of[bucket];
+        self->slice[bucket].group = group;
         sw_dtype dtype = layout->bucket[bucket].dtype;
         size_t bytes = layout->bucket[bucket].numel / world_size * sw_dtype_size_bytes(dtype);
         m->runs[i] = (sw_device_unit_run){
@@ -375,6 +376,8 @@ static bool keep_layout(device_units_object *self, const sw_layout *layout)
     self->place = calloc(layout->param_count + 1, sizeof *self->place);
     if (!self->slice || !self->place)
         return PyErr_NoMemory() != NULL;
+    for (size_t b = 0; b < layout->bucket_count; ++b)
+        self->slice[b].group = SIZE_MAX;
     memcpy(self->place, layout->place, layout->param_count * sizeof *self->place);
     self->bucket_count = layout->bucket_count;
     self->parameter_count = layout->param_count;
@@ -547,8 +550,6 @@ static PyObject *units_release(PyObject *op, PyObject *args)
                       (check) && enter(self, &stream), call,                                 \
                       sw_py_device_finish(self->owner.comm, status, &err))
 
-UNITS_METHOD(arrive, " unit:n", check_unit(self, a[0].n),
-             sw_device_unit_arrive(self->owner.made, a[0].size, stream, &err))
 UNITS_METHOD(update, "", true, sw_device_units_update(self->owner.made, stream, &err))
 UNITS_METHOD(gather_anew, "", true, sw_device_units_gather_anew(self->owner.made, stream, &err))
 
@@ -642,6 +643,77 @@ static PyObject *units_coming(PyObject *op, PyObject *Py_UNUSED(unused))
     return found;
 }
 
+/* Marks the units that are GATHERING and have one of these parameters; None: all of those. Returns
+ * their number, or -1 with an exception. */
+static Py_ssize_t mark_arriving(const device_units_object *self, PyObject *parameters, bool *marks)
+{
+    Py_ssize_t found = 0;
+    SW_PY_TABLE given = {0};
+    if (parameters != Py_None && !sw_py_table_init(&given, parameters, "arrive parameter:N",
+                                                   sizeof(size_t), fill_number, NULL))
+        return -1;
+    for (size_t i = 0; i < self->unit_count; ++i)
+        marks[i] = parameters == Py_None;
+    for (size_t i = 0; i < given.count; ++i) {
+        size_t parameter = ((const size_t *)given.rows)[i];
+        size_t group = parameter < self->parameter_count
+                           ? self->slice[self->place[parameter].bucket].group
+                           : SIZE_MAX;
+        if (group < self->unit_count)
+            marks[group] = true;
+    }
+    for (size_t i = 0; i < self->unit_count; ++i) {
+        marks[i] &= sw_device_unit_state(self->owner.made, i) == SW_SHARD_GATHERING;
+        found += marks[i];
+    }
+    return found;
+}
+
+/* Lets the stream wait for marked units. After a failure of the communicator the next collective
+ * raises. */
+static bool arrive_marked(device_units_object *self, const bool *marks)
+{
+    const device_comm_object *comm = self->owner.comm;
+    sw_stream *stream;
+    sw_error err;
+    bool done = enter(self, &stream);
+    if (done) {
+        sw_status status = SW_OK;
+        for (size_t i = 0; i < self->unit_count && status == SW_OK; ++i)
+            if (marks[i])
+                status =
+                    SW_PY_WITHOUT_GIL(sw_device_unit_arrive(self->owner.made, i, stream, &err));
+        SW_PY_OWNED *finished = sw_py_device_finish(self->owner.comm, status, &err);
+        done = finished != NULL;
+    }
+    if (!done && PyErr_ExceptionMatches(sw_py_state_of(self)->error) &&
+        !sw_py_device_is_alive(comm)) {
+        PyErr_Clear();
+        done = true;
+    }
+    return done;
+}
+
+static PyObject *units_arrive(PyObject *op, PyObject *args)
+{
+    device_units_object *self = (device_units_object *)op;
+    sw_py_arg a[1];
+    if (!sw_py_read("arrive parameters:O", args, NULL, a) ||
+        !sw_py_owner_check(&self->owner, "the units were"))
+        return NULL;
+    bool *marks = calloc(self->unit_count + 1, sizeof *marks);
+    Py_ssize_t count = marks ? mark_arriving(self, a[0].o, marks) : -1;
+    PyObject *found =
+        count < 0 || (count > 0 && !arrive_marked(self, marks)) ? NULL : PyList_New(0);
+    for (size_t i = 0; found && i < self->unit_count; ++i)
+        for (size_t k = 0; found && marks[i] && k < self->unit[i].tensor_count; ++k)
+            sw_py_append(&found, PyLong_FromSize_t(self->unit[i].tensor[k].parameter));
+    if (!marks)
+        PyErr_NoMemory();
+    free(marks);
+    return found;
+}
+
 /* A communicator that has failed is not asked if there is none. */
 static PyObject *units_drop_ahead(PyObject *op, PyObject *unused)
 {
@@ -682,8 +754,10 @@ static PyMethodDef units_methods[] = {
                "Begin to gather a unit into its place, unless it is whole or under way. Return "
                "False if it cannot be: the place is in use, or apart is true."),
     SW_PY_ARGS(units, release, "unit, /", "Release a whole unit after the stream's work."),
-    SW_PY_ARGS(units, arrive, "unit, /",
-               "Let torch's current stream, and that of gather_anew(), wait for a unit."),
+    SW_PY_ARGS(units, arrive, "parameters, /",
+               "Let torch's current stream, and that of gather_anew(), wait for the units under "
+               "way that have one of these parameters, or with None for all. Return all "
+               "parameters of those units."),
     SW_PY_NONE(units, coming, "Return the units that are under way."),
     SW_PY_NONE(units, drop_ahead, "Release the units that are under way."),
     SW_PY_ARGS(units, update, "/", "Order gathers after the stream's writes to slices."),

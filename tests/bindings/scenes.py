@@ -287,7 +287,7 @@ def gpu() -> None:
         units.gather(0, True), units.is_apart(0), units.release(0), units.update(), units.digest()
         units.state(0), units.is_whole(0), units.coming(), units.take_write(0), units.sizes(), units.stats()
         groups = engine.DeviceUnits(comm, made, lambda: 0, buckets=[(0, Memory(64))], order=[0], ends=[1], label="u")
-        groups.gather_anew(), groups.arrive(0), groups.members(0), groups.unit_count
+        groups.gather_anew(), groups.arrive([0]), groups.arrive(None), groups.members(0), groups.unit_count
     finally:
         comm.close()
     comm.describe()

@@ -82,9 +82,12 @@ class Buckets(Protocol):
     def settle(self) -> None:
         """Make the current stream wait for the gathers that publish() left running."""
 
-    #: settles after each publish() from now on, if a module whose forward hooks would wait is compiled; None: there are
-    #: no such hooks
-    arrange_hooks: Callable[[bool], None] | None
+    @property
+    def arrange_hooks(self) -> Callable[[bool], None] | None:
+        """Return what settles after each publish() from now on, if a module whose forward hooks would wait is compiled.
+
+        None: there are no such hooks.
+        """
 
     def close(self) -> None:
         """Settle now and after each later publish(); remove the hooks of modules."""

@@ -105,10 +105,6 @@ class Unit:
         self._in_place = []
         self.lie_in(None)
 
-    def addresses(self) -> list[int]:
-        """Return the expected addresses of the parameters' data now."""
-        return self.whole_addresses if self._units.is_whole(self.number) else self.released_addresses
-
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return True if `tensor` is in this unit's memory."""
         if self._has_dtensors and is_dtensor(tensor):

@@ -10,16 +10,18 @@ import itertools
 import logging
 import threading
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 
-from .._engine import DeviceUnits, Error, Reducer
+from .._engine import DeviceUnits, Reducer
 from ..backend.base import Request
-from ..backend.device_link import DeviceLink
+from ..backend.device_link import DeviceLink, alias
 from ..layout.param_groups import UnitPlan
+from ..layout.shard_runs import itemsize_of
 from ..torch_compat import autograd as _hooks
+from ..torch_compat import cuda
 from ..torch_compat.weak import weakly
 from .read_guard import Awaited, change_classes, guarded_classes
 from .unshard_schedule import ModuleHook
@@ -33,10 +35,14 @@ _NO_OVERLAP = (
 
 
 class StepGathers:
-    """Buckets of parameters after each rank has updated its slices. `link` joins the ranks that own all slices together.
+    """The Buckets of a GPU: torch's memory, gathered after each rank has updated its slices.
 
-    The request's `forwards` lists the units whose forwards wait for their own parameters; if empty, nothing overlaps.
+    `link` joins the ranks that own all slices together. The request's `forwards` lists the units whose forwards wait for
+    their own parameters; if empty, nothing overlaps.
     """
+
+    reason = ""
+    is_home, is_copied = True, False
 
     def __init__(self, link: DeviceLink, reducer: Reducer, request: Request) -> None:
         self._link, self._reducer, self._table, self._label = link, reducer, request.table, request.label
@@ -47,15 +53,27 @@ class StepGathers:
         self._guarded, self._own = guarded_classes(
             Awaited, self._table.names, self._table.parameters, weakly(self.arrive)
         )
+        self._numbers = {id(parameter): number for number, parameter in enumerate(self._table.parameters)}
+        self._memory: dict[int, torch.Tensor] = {}  # by bucket
         self._engine: DeviceUnits | None = None
-        self._planned: list[int] = []  # buckets
-        self._members: list[list[torch.Tensor]] = []  # each group's parameters
-        self._group_of: dict[int, int] = {}  # by id of the parameter
+        self._planned: set[int] = set()  # buckets
+        self._gathered: list[torch.Tensor] = []  # parameters
         self._lock = threading.RLock()  # held by any thread that reads parameters
         self._around: list[weakref.ref[torch.nn.Module]] = []
         self._handles: list[Any] = []
         if self.units:
             self._hook()
+
+    def tensor(self, bucket: int, begin: int, like: torch.Tensor) -> torch.Tensor:
+        _, numel, dtype, _ = self._reducer.bucket_shape(bucket)
+        if bucket not in self._memory:
+            self._memory[bucket] = cuda.runtime.zeros(numel, getattr(torch, dtype), self._table.parameters[0].data)
+        flat = self._memory[bucket]
+        return alias(self._link, flat, flat.data_ptr() + begin * itemsize_of(dtype), dtype, like.shape, like)
+
+    def mapped(self) -> list[tuple[int, int]]:
+        """Return nothing: a forked child cannot use a GPU."""
+        return []
 
     def _hook(self) -> None:
         for number, plan in enumerate(self.units):
@@ -67,9 +85,9 @@ class StepGathers:
         for name, module in self.units[0].module.named_modules():
             if any(not name or each == name or each.startswith(f"{name}.") for each in names):
                 self._around.append(weakref.ref(module))
-        self.arrange()
+        self.arrange_hooks()
 
-    def arrange(self, is_compiling: bool = False) -> None:
+    def arrange_hooks(self, is_compiling: bool = False) -> None:
         """End the overlap if a unit or a module around one is compiled: guards and hooks would break its graph."""
         modules = (reference() for reference in self._around)
         if self.units and (is_compiling or any(each is not None and _hooks.is_compiled(each) for each in modules)):
@@ -87,65 +105,59 @@ class StepGathers:
 
     # gathering ------------------------------------------------------------------------------------------------------
 
-    def publish(self, buckets: Mapping[int, torch.Tensor]) -> None:
-        """Gather the buckets from all ranks' slices, after the work on torch's current stream. Collective."""
-        self.settle()
-        if self._link.world_size == 1 or not any(memory.numel() for memory in buckets.values()):
-            return
-        if self._planned != [*buckets]:
-            self._make(buckets)
-        assert self._engine is not None
-        self._engine.gather_anew()
-        if not self.units:
-            self.settle()
-        for members in self._members if self.units else ():
-            change_classes(members, self._guarded)
+    def publish(
+        self, buckets: Collection[int], failed: bool | None, owned: Callable[[int], Sequence[tuple[int, int]]]
+    ) -> None:
+        """Gather the buckets from all ranks' slices, after the work on torch's current stream. Collective, no wait.
 
-    def _make(self, buckets: Mapping[int, torch.Tensor]) -> None:
+        Cost: (world_size - 1) / world_size of the parameters' bytes to and from each rank.
+        """
+        self.settle()
+        if self._planned != buckets and self._link.world_size > 1:
+            self._make(buckets)
+        if self._engine is not None:
+            self._engine.gather_anew()
+            if self.units:
+                change_classes(self._gathered, self._guarded)
+            else:
+                self.settle()
+
+    def _make(self, buckets: Collection[int]) -> None:
         """Make the engine's units of these buckets, in groups in the order of use by a forward."""
-        self._planned = [*buckets]
+        self._planned = {*buckets}
         order = [plan.indices for plan in self.units]
         self._engine = DeviceUnits(
             *(self._link.comm, self._reducer, self._link.current_stream),
-            buckets=[*buckets.items()],
+            buckets=[(bucket, self._memory[bucket]) for bucket in sorted(buckets)],
             order=[*itertools.chain(*order)],
             ends=[*itertools.accumulate(map(len, order))],
             label=self._label,
         )
-        self._members = [
-            [self._table.parameters[index] for index in self._engine.members(group)]
-            for group in range(self._engine.unit_count)
-        ]
-        self._group_of = {id(p): number for number, members in enumerate(self._members) for p in members}
+        groups = map(self._engine.members, range(self._engine.unit_count))
+        self._gathered = [self._table.parameters[index] for index in itertools.chain(*groups)]
 
     # waiting --------------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
         """Make torch's current stream wait for all gathers."""
-        if self._engine is not None:
-            self._take(range(len(self._members)))
+        if self._engine is not None and self._engine.coming():
+            self._take(None)
 
     def refuse(self, unit: UnitPlan, what: str) -> None:
         """Allow copies: reading a parameter waits for it."""
 
     def take_unit(self, unit: UnitPlan, *_: object) -> None:
         """Make torch's current stream wait for a unit's parameters."""
-        if self._engine is not None:
-            parameters = map(self._table.parameters.__getitem__, unit.indices)
-            self._take({self._group_of[id(p)] for p in parameters if id(p) in self._group_of})
+        if self._engine is not None and self._engine.coming():
+            self._take(unit.indices)
 
     def arrive(self, parameter: torch.Tensor) -> None:
         """Make torch's current stream wait for a parameter."""
-        self._take({self._group_of[id(parameter)]})
+        self._take([self._numbers[id(parameter)]])
 
-    def _take(self, groups: Iterable[int]) -> None:
-        engine = self._engine
-        assert engine is not None
+    def _take(self, indices: Sequence[int] | None) -> None:
+        """Wait for the groups of these parameters; None: for all. The next forward raises a communicator's error."""
+        assert self._engine is not None
         with self._lock:
-            for group in sorted({*groups}.intersection(engine.coming())):
-                try:
-                    engine.arrive(group)
-                except Error:  # the next forward raises the communicator's error
-                    if self._link.comm.is_alive:
-                        raise
-                change_classes(self._members[group], self._own)
+            arrived = self._engine.arrive(indices)
+            change_classes([*map(self._table.parameters.__getitem__, arrived)], self._own)

@@ -382,7 +382,14 @@ class UnitSchedule:
 
     def addresses(self) -> dict[int, int]:
         """Map the number of each parameter that can be released to the expected address of its data."""
-        return {index: address for unit in self._plain for index, address in zip(unit.indices, unit.addresses())}
+        is_whole = self._units.is_whole
+        return {
+            index: address
+            for unit in self._plain
+            for index, address in zip(
+                unit.indices, unit.whole_addresses if is_whole(unit.number) else unit.released_addresses
+            )
+        }
 
     def mapped(self) -> list[tuple[int, int]]:
         """Return (address, bytes) of the units that are whole."""

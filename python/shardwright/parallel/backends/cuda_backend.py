@@ -5,24 +5,23 @@ Features that only the host supports raise an error that names the feature.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
 from ..._engine import Reducer
 from ...backend.base import Capabilities, Request
-from ...backend.device_link import DeviceLink, alias, device_link, mesh_links
+from ...backend.device_link import DeviceLink, device_link, mesh_links
 from ...comm.levels import Lease, Levels
 from ...comm.process_group import HostGroup
 from ...compress.device_exchange import DeviceExchange
 from ...gradients.device_reducer import DeviceReducer
 from ...layout.param_table import ParameterTable
-from ...layout.shard_runs import Storage, itemsize_of
+from ...layout.shard_runs import Storage
 from ...options.compress import Compressor
 from ...options.compressors import Bf16, Fp16
 from ...parameters.device_groups import DeviceUnitMemory, rows_in_groups
 from ...parameters.step_gathers import StepGathers
-from ...torch_compat import cuda
 from ...torch_compat.weak import weakly
 
 
@@ -83,8 +82,8 @@ class CudaBackend:
             mesh=self._mesh,
         )
 
-    def empty(self, reducer: Reducer, buckets: Collection[int], request: Request, *, shared: bool) -> CudaBuckets:
-        return CudaBuckets(self.row, reducer, request)
+    def empty(self, reducer: Reducer, buckets: Collection[int], request: Request, *, shared: bool) -> StepGathers:
+        return StepGathers(self.row, reducer, request)
 
     def unshard_store(self, reducer: Reducer, request: Request) -> Storage:
         assert request.plans is not None
@@ -111,38 +110,6 @@ class CudaBackend:
     def abort(self, reason: str) -> None:
         if self.link.comm.is_alive:
             self.link.fail(reason)
-
-
-class CudaBuckets:
-    """Buckets in torch tensors, gathered after the work on torch's current stream. See Buckets."""
-
-    reason = ""
-    is_home, is_copied = True, False
-
-    def __init__(self, row: DeviceLink, reducer: Reducer, request: Request) -> None:
-        like = request.table.parameters[0].data
-        self._row, self._reducer, self._like = row, reducer, like
-        self._gathers = StepGathers(row, reducer, request)
-        self.settle, self.close = self._gathers.settle, self._gathers.close
-        self.arrange_hooks: Callable[[bool], None] | None = self._gathers.arrange
-        self._memory: dict[int, torch.Tensor] = {}
-
-    def tensor(self, bucket: int, begin: int, like: torch.Tensor) -> torch.Tensor:
-        _, numel, dtype, _ = self._reducer.bucket_shape(bucket)
-        if bucket not in self._memory:
-            self._memory[bucket] = cuda.runtime.zeros(numel, getattr(torch, dtype), self._like)
-        flat = self._memory[bucket]
-        return alias(self._row, flat, flat.data_ptr() + begin * itemsize_of(dtype), dtype, like.shape, like)
-
-    def publish(
-        self, buckets: Collection[int], failed: bool | None, owned: Callable[[int], Sequence[tuple[int, int]]]
-    ) -> None:
-        """Publish, without a wait. Cost: (world_size - 1) / world_size of the parameters' bytes to and from each rank."""
-        self._gathers.publish({bucket: self._memory[bucket] for bucket in sorted(buckets)})
-
-    def mapped(self) -> list[tuple[int, int]]:
-        """Return nothing: a forked child cannot use a GPU."""
-        return []
 
 
 def _check_borrowing(module: torch.nn.Module, group: HostGroup) -> None:
