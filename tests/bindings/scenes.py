@@ -278,7 +278,14 @@ def gpu() -> None:
         offload.stats()
         engine.device_block_encode(comm, 32, 8, [(BASE + 4096, BASE, 0, 32)], 0)
         engine.device_finite(comm, BASE + 8192, BASE, 16, 2, 0)
-        made = engine.Reducer(comm, [("p", 16, "float32", True)], bucket_cap_bytes=1 << 12)
+        made = engine.Reducer(
+            comm,
+            [("p", 16, "float32", True), ("q", 16, "float32", False)],
+            bucket_cap_bytes=1 << 12,
+            sliced=True,
+            allocate=Memory,
+        )
+        made.mark_unfrozen(1), made.set_bucket_callback(print)
         made.stats(), made.bucket_shape(0)
         members = [(0, "float32", (16,), None)]
         units = engine.DeviceUnits(comm, made, lambda: 0, allocate=Memory, units=[("u", 0, False, 0, members)], turns=2)
