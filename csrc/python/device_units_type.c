@@ -9,233 +9,144 @@
 #include "zero/device_units.h"
 #include "zero/unit_plan.h"
 
-typedef struct unit_tensor { /* a parameter of a unit */
-    size_t parameter, offset_bytes;
-    sw_dtype dtype;
-    PyObject *shape, *strides; /* owned, or NULL: no tensor is asked for */
-} unit_tensor;
-
-typedef struct unit_memory {
-    unit_tensor *tensor; /* owned */
-    size_t tensor_count, size_bytes;
-    uint8_t *data; /* of its place */
-    PyObject *in_place /* owned: torch's tensor, or NULL; that of its place */, *apart;
-    uint8_t *data_apart;
-} unit_memory;
-
-typedef struct unit_slice { /* this rank's slice of a bucket */
-    PyObject *memory;       /* owned; NULL: no unit has the bucket */
+typedef struct held_memory {
+    PyObject *tensor; /* owned: torch's, or NULL */
     uint8_t *data;
-    size_t numel, group; /* group: the unit that has the bucket, of groups of buckets */
-    sw_dtype dtype;
-} unit_slice;
+} held_memory;
 
 typedef struct device_units_object {
-    sw_py_owner owner;           /* of a sw_device_units */
-    PyObject *allocate, *stream; /* owned callables */
-    PyObject *announce;          /* owned callable, or NULL */
-    unit_memory *unit;           /* owned */
-    unit_slice *slice;           /* owned, by bucket */
-    sw_layout_place *place;      /* owned, by parameter */
-    size_t unit_count, bucket_count, parameter_count, place_bytes;
-    int ordinal; /* of capsules: -1 where the memory is the host's */
+    sw_py_owner owner;                  /* of a sw_device_units */
+    PyObject *allocate, *stream;        /* owned callables; groups of buckets allocate nothing */
+    PyObject *announce;                 /* owned callable, or NULL */
+    sw_unit_plan plan;                  /* owned; a group of buckets has no parts */
+    held_memory *place, *apart, *slice; /* owned: by place, by unit, by bucket */
+    size_t *group_of;                   /* owned, by bucket: its group, or SIZE_MAX */
+    sw_layout layout;                   /* place and bucket: owned copies, as the reducer may go */
+    int ordinal;                        /* of capsules: -1 where the memory is the host's */
 } device_units_object;
 
 SW_PY_DESTROY(destroy, sw_device_units_destroy)
 
-/* ---- memory ---- */
+static bool no_memory(void)
+{
+    PyErr_NoMemory();
+    return false;
+}
 
-/* Asks torch for zeroed memory. Returns a new reference to its tensor, or NULL with an exception.
- */
-static PyObject *allocate(device_units_object *self, size_t bytes, uint8_t **data)
+static size_t world_size_of(const device_units_object *self)
+{
+    return (size_t)self->owner.comm->comm->peers->world_size;
+}
+
+/* Asks torch for zeroed memory. Returns false with an exception. */
+static bool allocate(device_units_object *self, size_t bytes, held_memory *held)
 {
     void *address;
     SW_PY_OWNED *size = PyLong_FromSize_t(bytes);
-    PyObject *made = size ? PyObject_CallFunctionObjArgs(self->allocate, size, NULL) : NULL;
+    SW_PY_OWNED *made = size ? PyObject_CallFunctionObjArgs(self->allocate, size, NULL) : NULL;
     SW_PY_OWNED *flag = made ? PyObject_GetAttrString(made, "is_cuda") : NULL;
-    if (!flag || !sw_py_tensor_address(made, &address)) {
-        Py_XDECREF(made);
-        return NULL;
-    }
+    if (!flag || !sw_py_tensor_address(made, &address))
+        return false;
     self->ordinal = flag == Py_True ? self->owner.comm->comm->device->ordinal : -1;
-    *data = address;
-    return made;
+    sw_py_set(&held->tensor, made);
+    held->data = address;
+    return true;
 }
 
-/* Makes this rank's slice of a bucket, unless it exists. Returns false with an exception. */
-static bool make_slice(device_units_object *self, const sw_layout_bucket *bucket, unit_slice *slice)
-{
-    if (slice->memory)
-        return true;
-    slice->dtype = bucket->dtype;
-    slice->numel = bucket->numel / (size_t)self->owner.comm->comm->peers->world_size;
-    slice->memory = allocate(self, slice->numel * sw_dtype_size_bytes(slice->dtype), &slice->data);
-    return slice->memory != NULL;
-}
+/* ---- making ---- */
 
-/* ---- units that are planned ---- */
-
-typedef struct member_row {
-    sw_unit_member member;
-    PyObject *shape, *strides; /* borrowed */
-} member_row;
-
-typedef struct given_unit {
-    sw_unit_row row;
-    const member_row *members;
-} given_unit;
-
-SW_PY_ROW(fill_member, member_row, .member = {.parameter = a[0].size, .dtype = a[1].dtype},
-          .shape = a[2].o, .strides = a[3].o)
-
-static bool fill_unit(const sw_py_arg *a, void *row, void *rows)
-{
-    const sw_py_table *members =
-        sw_py_nested_add(rows, a[4].o, "member parameter:N dtype:T shape:U strides:O",
-                         sizeof(member_row), fill_member);
-    if (members)
-        *(given_unit *)row = (given_unit){.row = {.name = a[0].s,
-                                                  .level = a[1].size,
-                                                  .stays = a[2].p,
-                                                  .form_of = a[3].size,
-                                                  .member_count = members->count},
-                                          .members = members->rows};
-    return members != NULL;
-}
-
-/* What is made while the object is: owned arrays. */
-typedef struct making {
-    sw_unit_plan plan;
-    sw_unit_row *rows;
-    sw_unit_member *members;
+typedef struct making { /* owned arrays */
     sw_device_unit_spec *specs;
     sw_device_unit_run *runs;
-    PyObject **places; /* owned tensors, by place */
-    uint8_t **data;    /* by place */
 } making;
+
+static bool making_init(making *m, size_t units, size_t runs)
+{
+    m->specs = calloc(units + 1, sizeof *m->specs);
+    m->runs = calloc(runs + 1, sizeof *m->runs);
+    return (m->specs && m->runs) || no_memory();
+}
 
 static void making_fini(making *m)
 {
-    for (size_t p = 0; m->places && p < m->plan.place_count; ++p)
-        Py_XDECREF(m->places[p]);
-    sw_unit_plan_fini(&m->plan);
-    free(m->rows), free(m->members), free(m->specs), free(m->runs), free(m->places), free(m->data);
+    free(m->specs);
+    free(m->runs);
 }
 #define MAKING __attribute__((cleanup(making_fini))) making
 
-static bool plan_units(making *m, const sw_layout *layout, const given_unit *given, size_t count,
-                       size_t turns, sw_error *err)
+SW_PY_ROW(fill_member, sw_unit_member, .parameter = a[0].size, .dtype = a[1].dtype)
+
+static bool fill_unit(const sw_py_arg *a, void *row, void *rows)
 {
-    size_t members = 0, runs = 0, next = 0;
-    for (size_t i = 0; i < count; ++i)
-        members += given[i].row.member_count;
-    m->rows = calloc(count + 1, sizeof *m->rows);
-    m->members = calloc(members + 1, sizeof *m->members);
-    if (!m->rows || !m->members)
-        return sw_error_set(err, SW_E_MEMORY, -1, "no memory for %zu units", count) == SW_OK;
-    for (size_t i = 0; i < count; ++i) {
-        m->rows[i] = given[i].row;
-        m->rows[i].members = m->members + next;
-        for (size_t k = 0; k < given[i].row.member_count; ++k)
-            m->members[next++] = given[i].members[k].member;
-    }
-    if (sw_unit_plan_init(&m->plan, layout, m->rows, count, turns, err) != SW_OK)
+    const sw_py_table *members = sw_py_nested_add(rows, a[4].o, "member parameter:N dtype:T",
+                                                  sizeof(sw_unit_member), fill_member);
+    if (members)
+        *(sw_unit_row *)row = (sw_unit_row){.name = a[0].s,
+                                            .level = a[1].size,
+                                            .stays = a[2].p,
+                                            .form_of = a[3].size,
+                                            .members = members->rows,
+                                            .member_count = members->count};
+    return members != NULL;
+}
+
+/* Makes the run of a part, with this rank's slice of its bucket. */
+static bool make_run(device_units_object *self, const sw_unit_part *part, sw_device_unit_run *run)
+{
+    const sw_layout_bucket *bucket = &self->layout.bucket[part->bucket];
+    held_memory *slice = &self->slice[part->bucket];
+    size_t numel = bucket->numel / world_size_of(self);
+    if (!slice->tensor && !allocate(self, numel * sw_dtype_size_bytes(bucket->dtype), slice))
         return false;
+    *run = (sw_device_unit_run){.slice = slice->data,
+                                .offset_bytes = part->offset_bytes,
+                                .slice_bytes = numel * sw_dtype_size_bytes(part->dtype),
+                                .slice_dtype = bucket->dtype,
+                                .dtype = part->dtype};
+    return true;
+}
+
+static bool plan_units(device_units_object *self, making *m, const sw_unit_row *rows, size_t count,
+                       size_t turns)
+{
+    sw_unit_plan *plan = &self->plan;
+    sw_error err;
+    size_t runs = 0;
+    if (sw_unit_plan_init(plan, &self->layout, rows, count, turns, &err) != SW_OK)
+        return sw_py_raise(self, &err, NULL) != NULL;
+    self->place = calloc(plan->place_count + 1, sizeof *self->place);
     for (size_t i = 0; i < count; ++i)
-        runs += m->plan.unit[i].part_count;
-    m->specs = calloc(count + 1, sizeof *m->specs);
-    m->runs = calloc(runs + 1, sizeof *m->runs);
-    m->places = calloc(m->plan.place_count + 1, sizeof(PyObject *));
-    m->data = calloc(m->plan.place_count + 1, sizeof *m->data);
-    if (!m->specs || !m->runs || !m->places || !m->data)
-        return sw_error_set(err, SW_E_MEMORY, -1, "no memory for %zu units", count) == SW_OK;
-    return true;
-}
-
-/* Keeps what tensors over a unit need. Returns false with an exception. */
-static bool keep_tensors(device_units_object *self, size_t number, const sw_layout *layout,
-                         const sw_planned_unit *planned, const given_unit *given)
-{
-    unit_memory *unit = &self->unit[number];
-    unit->tensor = calloc(given->row.member_count + 1, sizeof *unit->tensor);
-    if (!unit->tensor)
-        return PyErr_NoMemory() != NULL;
-    for (size_t k = 0; k < given->row.member_count; ++k) {
-        const member_row *row = &given->members[k];
-        const sw_layout_place *at = &layout->place[row->member.parameter];
-        const sw_unit_part *part = sw_planned_unit_part(planned, at->bucket);
-        size_t begin = at->begin * sw_dtype_size_bytes(part->dtype);
-        Py_INCREF(row->shape);
-        Py_INCREF(row->strides);
-        unit->tensor[unit->tensor_count++] =
-            (unit_tensor){.parameter = row->member.parameter,
-                          .offset_bytes = part->offset_bytes + begin,
-                          .dtype = part->dtype,
-                          .shape = row->shape,
-                          .strides = row->strides};
-    }
-    return true;
-}
-
-/* Allocates slices and places, and makes the specs. Returns false with an exception. */
-static bool fill_specs(device_units_object *self, making *m, const sw_layout *layout,
-                       const given_unit *given)
-{
+        runs += plan->unit[i].part_count;
+    if (!self->place || !making_init(m, count, runs))
+        return self->place ? false : no_memory();
+    for (size_t p = 0; p < plan->place_count; ++p)
+        if (!allocate(self, plan->place_bytes[p], &self->place[p]))
+            return false;
     sw_device_unit_run *run = m->runs;
-    for (size_t p = 0; p < m->plan.place_count; ++p) {
-        m->places[p] = allocate(self, m->plan.place_bytes[p], &m->data[p]);
-        if (!m->places[p])
-            return false;
-        self->place_bytes += m->plan.place_bytes[p];
-    }
-    for (size_t i = 0; i < m->plan.count; ++i) {
-        const sw_planned_unit *planned = &m->plan.unit[i];
-        unit_memory *unit = &self->unit[i];
-        *unit = (unit_memory){.size_bytes = planned->size_bytes,
-                              .data = m->data[planned->place],
-                              .in_place = Py_NewRef(m->places[planned->place])};
-        m->specs[i] = (sw_device_unit_spec){.name = given[i].row.name,
-                                            .place = planned->place,
-                                            .data = planned->has_place ? unit->data : NULL,
-                                            .runs = run,
-                                            .run_count = planned->part_count};
-        for (size_t k = 0; k < planned->part_count; ++k, ++run) {
-            const sw_unit_part *part = &planned->part[k];
-            unit_slice *slice = &self->slice[part->bucket];
-            if (!make_slice(self, &layout->bucket[part->bucket], slice))
+    for (size_t i = 0; i < count; ++i) {
+        const sw_planned_unit *unit = &plan->unit[i];
+        m->specs[i] =
+            (sw_device_unit_spec){.name = rows[i].name,
+                                  .place = unit->place,
+                                  .data = unit->has_place ? self->place[unit->place].data : NULL,
+                                  .runs = run,
+                                  .run_count = unit->part_count};
+        for (size_t k = 0; k < unit->part_count; ++k)
+            if (!make_run(self, &unit->part[k], run++))
                 return false;
-            *run =
-                (sw_device_unit_run){.slice = slice->data,
-                                     .offset_bytes = part->offset_bytes,
-                                     .slice_bytes = slice->numel * sw_dtype_size_bytes(part->dtype),
-                                     .slice_dtype = slice->dtype,
-                                     .dtype = part->dtype};
-        }
-        if (!keep_tensors(self, i, layout, planned, &given[i]))
-            return false;
     }
     return true;
 }
 
-static bool make_planned(device_units_object *self, making *m, const sw_layout *layout,
-                         PyObject *units, size_t turns)
+static bool make_planned(device_units_object *self, making *m, PyObject *units, size_t turns)
 {
     SW_PY_NESTED given = {.begun = 0};
-    sw_error err;
-    if (!sw_py_nested_init(&given, units, "unit name:s level:N stays:p form_of:N members:L",
-                           sizeof(given_unit), fill_unit))
-        return false;
-    self->unit_count = given.outer.count;
-    self->unit = calloc(self->unit_count + 1, sizeof *self->unit);
-    if (!self->unit)
-        return PyErr_NoMemory() != NULL;
-    if (!plan_units(m, layout, given.outer.rows, self->unit_count, turns, &err))
-        return sw_py_raise(self, &err, NULL) != NULL;
-    return fill_specs(self, m, layout, given.outer.rows);
+    return sw_py_nested_init(&given, units, "unit name:s level:N stays:p form_of:N members:L",
+                             sizeof(sw_unit_row), fill_unit) &&
+           plan_units(self, m, given.outer.rows, given.outer.count, turns);
 }
 
-/* ---- groups of buckets, which lie in their own memory and contain the slices ---- */
-
+/* Groups of buckets, which lie in memory that contains the slices. */
 typedef struct given_bucket {
     size_t bucket;
     PyObject *tensor; /* borrowed */
@@ -244,143 +155,115 @@ typedef struct given_bucket {
 SW_PY_ROW(fill_bucket, given_bucket, .bucket = a[0].size, .tensor = a[1].o)
 SW_PY_ROW(fill_number, size_t, a->size)
 
-typedef struct grouping {
-    sw_py_table buckets, order, ends;
-    size_t *group_of, *sequence; /* owned, by bucket */
-    uint8_t **data;              /* owned, by bucket */
-    bool *wanted;                /* owned, by bucket */
-} grouping;
-
-static void grouping_fini(grouping *g)
+static bool read_numbers(sw_py_table *table, PyObject *list, size_t limit)
 {
-    sw_py_table_fini(&g->buckets);
-    sw_py_table_fini(&g->order);
-    sw_py_table_fini(&g->ends);
-    free(g->group_of), free(g->sequence), free(g->data), free(g->wanted);
-}
-#define GROUPING __attribute__((cleanup(grouping_fini))) grouping
-
-/* Reads the arguments. Returns false with an exception. */
-static bool read_grouping(grouping *g, const sw_layout *layout, const sw_py_arg *a)
-{
-    size_t count = layout->bucket_count + 1;
-    if (!sw_py_table_init(&g->buckets, a[5].o, "bucket number:N tensor:O", sizeof(given_bucket),
-                          fill_bucket, NULL) ||
-        !sw_py_table_init(&g->order, a[6].o, "order parameter:N", sizeof(size_t), fill_number,
-                          NULL) ||
-        !sw_py_table_init(&g->ends, a[7].o, "ends end:N", sizeof(size_t), fill_number, NULL))
+    if (!sw_py_table_init(table, list, "order number:N", sizeof(size_t), fill_number, NULL))
         return false;
-    g->group_of = calloc(count, sizeof *g->group_of);
-    g->sequence = calloc(count, sizeof *g->sequence);
-    g->data = calloc(count, sizeof *g->data);
-    g->wanted = calloc(count, sizeof *g->wanted);
-    if (!g->group_of || !g->sequence || !g->data || !g->wanted)
-        return PyErr_NoMemory() != NULL;
-    for (size_t i = 0; i < g->buckets.count; ++i) {
-        const given_bucket *given = &((const given_bucket *)g->buckets.rows)[i];
-        void *address = NULL;
-        if (given->bucket >= layout->bucket_count)
+    for (size_t i = 0; i < table->count; ++i)
+        if (((const size_t *)table->rows)[i] >= limit)
+            return sw_py_refuse(PyExc_IndexError, "order: number must be in [0, %zu), got %zu",
+                                limit, ((const size_t *)table->rows)[i]);
+    return true;
+}
+
+/* Keeps the memory of the buckets. Returns false with an exception. */
+static bool read_buckets(device_units_object *self, PyObject *list, bool *wanted)
+{
+    SW_PY_TABLE table = {0};
+    if (!sw_py_table_init(&table, list, "bucket number:N tensor:O", sizeof(given_bucket),
+                          fill_bucket, NULL))
+        return false;
+    for (size_t i = 0; i < table.count; ++i) {
+        const given_bucket *given = &((const given_bucket *)table.rows)[i];
+        void *address;
+        if (given->bucket >= self->layout.bucket_count)
             return sw_py_refuse(PyExc_IndexError, "bucket index must be in [0, %zu), got %zu",
-                                layout->bucket_count, given->bucket);
+                                self->layout.bucket_count, given->bucket);
         if (!sw_py_tensor_address(given->tensor, &address))
             return false;
-        g->data[given->bucket] = address;
-        g->wanted[given->bucket] = layout->bucket[given->bucket].numel > 0;
+        sw_py_set(&self->slice[given->bucket].tensor, given->tensor);
+        self->slice[given->bucket].data = address;
+        wanted[given->bucket] = self->layout.bucket[given->bucket].numel > 0;
     }
-    for (size_t i = 0; i < g->order.count; ++i)
-        if (((const size_t *)g->order.rows)[i] >= layout->param_count)
-            return sw_py_refuse(PyExc_IndexError, "parameter index must be in [0, %zu), got %zu",
-                                layout->param_count, ((const size_t *)g->order.rows)[i]);
     return true;
 }
 
-/* Adds the parameters of a bucket to its group. Returns false with an exception. */
-static bool add_parameters(unit_memory *unit, const sw_layout *layout, size_t bucket)
+static bool group_buckets(device_units_object *self, making *m, const size_t *sequence,
+                          size_t count, const char *label)
 {
-    const sw_layout_bucket *added = &layout->bucket[bucket];
-    size_t bytes = (unit->tensor_count + added->count) * sizeof *unit->tensor;
-    unit_tensor *tensor = realloc(unit->tensor, bytes);
-    if (!tensor)
-        return PyErr_NoMemory() != NULL;
-    unit->tensor = tensor;
-    for (size_t i = 0; i < added->count; ++i)
-        tensor[unit->tensor_count++] = (unit_tensor){.parameter = layout->order[added->first + i]};
+    size_t groups = count ? self->group_of[sequence[count - 1]] + 1 : 0, run = 0;
+    size_t rank = (size_t)self->owner.comm->comm->peers->rank;
+    self->plan.unit = calloc(groups + 1, sizeof *self->plan.unit);
+    if (!self->plan.unit || !making_init(m, groups, count))
+        return self->plan.unit ? false : no_memory();
+    self->plan.count = self->plan.place_count = groups;
+    for (size_t group = 0; group < groups; ++group) {
+        size_t end = run;
+        uint8_t *data = self->slice[sequence[run]].data;
+        for (; end < count && self->group_of[sequence[end]] == group; ++end)
+            if (self->slice[sequence[end]].data < data)
+                data = self->slice[sequence[end]].data;
+        m->specs[group] = (sw_device_unit_spec){.name = label,
+                                                .place = group,
+                                                .data = data,
+                                                .runs = &m->runs[run],
+                                                .run_count = end - run};
+        for (; run < end; ++run) {
+            const sw_layout_bucket *bucket = &self->layout.bucket[sequence[run]];
+            uint8_t *at = self->slice[sequence[run]].data;
+            size_t bytes = bucket->numel / world_size_of(self) * sw_dtype_size_bytes(bucket->dtype);
+            m->runs[run] = (sw_device_unit_run){.slice = at + rank * bytes,
+                                                .offset_bytes = (size_t)(at - data),
+                                                .slice_bytes = bytes,
+                                                .slice_dtype = bucket->dtype,
+                                                .dtype = bucket->dtype};
+        }
+    }
     return true;
 }
 
-static bool make_groups(device_units_object *self, making *m, const sw_layout *layout,
-                        const sw_py_arg *a)
+static bool make_groups(device_units_object *self, making *m, const sw_py_arg *a)
 {
-    const sw_peers *peers = self->owner.comm->comm->peers;
-    size_t world_size = (size_t)peers->world_size, rank = (size_t)peers->rank;
-    GROUPING g = {.group_of = NULL};
-    if (!read_grouping(&g, layout, a))
-        return false;
-    size_t count = sw_unit_groups(layout, g.wanted, g.order.rows, g.ends.rows, g.ends.count,
-                                  g.group_of, g.sequence);
-    self->unit_count = count ? g.group_of[g.sequence[count - 1]] + 1 : 0;
-    self->unit = calloc(self->unit_count + 1, sizeof *self->unit);
-    m->specs = calloc(self->unit_count + 1, sizeof *m->specs);
-    m->runs = calloc(count + 1, sizeof *m->runs);
-    if (!self->unit || !m->specs || !m->runs)
-        return PyErr_NoMemory() != NULL;
-    m->plan.place_count = self->unit_count;
-    for (size_t i = 0; i < count; ++i) { /* the first byte of each group */
-        uint8_t *data = g.data[g.sequence[i]];
-        sw_device_unit_spec *spec = &m->specs[g.group_of[g.sequence[i]]];
-        if (!spec->run_count++)
-            *spec = (sw_device_unit_spec){.name = a[8].s,
-                                          .place = g.group_of[g.sequence[i]],
-                                          .data = data,
-                                          .runs = &m->runs[i],
-                                          .run_count = 1};
-        else if (data < (uint8_t *)spec->data)
-            spec->data = data;
-    }
-    for (size_t i = 0; i < count; ++i) {
-        size_t bucket = g.sequence[i], group = g.group_of[bucket];
-        self->slice[bucket].group = group;
-        sw_dtype dtype = layout->bucket[bucket].dtype;
-        size_t bytes = layout->bucket[bucket].numel / world_size * sw_dtype_size_bytes(dtype);
-        m->runs[i] = (sw_device_unit_run){
-            .slice = g.data[bucket] + rank * bytes,
-            .offset_bytes = (size_t)(g.data[bucket] - (uint8_t *)m->specs[group].data),
-            .slice_bytes = bytes,
-            .slice_dtype = dtype,
-            .dtype = dtype};
-        if (!add_parameters(&self->unit[group], layout, bucket))
-            return false;
-    }
-    return true;
+    const sw_layout *layout = &self->layout;
+    SW_PY_TABLE order = {0}, ends = {0};
+    bool *wanted = calloc(layout->bucket_count + 1, sizeof *wanted);
+    size_t *sequence = calloc(layout->bucket_count + 1, sizeof *sequence);
+    bool done = (wanted && sequence) || no_memory();
+    done = done && read_buckets(self, a[5].o, wanted) &&
+           read_numbers(&order, a[6].o, layout->param_count) &&
+           read_numbers(&ends, a[7].o, order.count + 1) &&
+           group_buckets(self, m, sequence,
+                         sw_unit_groups(layout, wanted, order.rows, ends.rows, ends.count,
+                                        self->group_of, sequence),
+                         a[8].s);
+    free(wanted);
+    free(sequence);
+    return done;
 }
 
 /* ---- the object ---- */
 
-/* Returns the reducer's layout, or NULL with an exception. */
-static const sw_layout *layout_of(device_units_object *self, PyObject *reducer)
+/* Copies what is needed of the reducer's layout. Returns false with an exception. */
+static bool keep_layout(device_units_object *self, PyObject *reducer)
 {
-    PyTypeObject *wanted = sw_py_state_of(self)->reducer_type;
-    if (!PyObject_TypeCheck(reducer, wanted)) {
-        PyErr_Format(PyExc_TypeError, "DeviceUnits: reducer must be a Reducer, got %R",
-                     (PyObject *)Py_TYPE(reducer));
-        return NULL;
-    }
-    reducer_object *made = (reducer_object *)reducer;
-    return reducer_check_made(made) == 0 ? sw_reducer_layout(made->reducer) : NULL;
-}
-
-/* Keeps what a slice's position needs, which may outlive the reducer. */
-static bool keep_layout(device_units_object *self, const sw_layout *layout)
-{
-    self->slice = calloc(layout->bucket_count + 1, sizeof *self->slice);
-    self->place = calloc(layout->param_count + 1, sizeof *self->place);
-    if (!self->slice || !self->place)
-        return PyErr_NoMemory() != NULL;
-    for (size_t b = 0; b < layout->bucket_count; ++b)
-        self->slice[b].group = SIZE_MAX;
-    memcpy(self->place, layout->place, layout->param_count * sizeof *self->place);
-    self->bucket_count = layout->bucket_count;
-    self->parameter_count = layout->param_count;
+    if (!PyObject_TypeCheck(reducer, sw_py_state_of(self)->reducer_type))
+        return sw_py_refuse(PyExc_TypeError, "DeviceUnits: reducer must be a Reducer, got %R",
+                            (PyObject *)Py_TYPE(reducer));
+    if (reducer_check_made((reducer_object *)reducer) < 0)
+        return false;
+    const sw_layout *from = sw_reducer_layout(((reducer_object *)reducer)->reducer);
+    size_t buckets = from->bucket_count;
+    self->layout = (sw_layout){.param_count = from->param_count,
+                               .bucket_count = buckets,
+                               .place = calloc(from->param_count + 1, sizeof *from->place),
+                               .bucket = calloc(buckets + 1, sizeof *from->bucket)};
+    self->slice = calloc(buckets + 1, sizeof *self->slice);
+    self->group_of = calloc(buckets + 1, sizeof *self->group_of);
+    if (!self->layout.place || !self->layout.bucket || !self->slice || !self->group_of)
+        return no_memory();
+    memcpy(self->layout.place, from->place, from->param_count * sizeof *from->place);
+    memcpy(self->layout.bucket, from->bucket, buckets * sizeof *from->bucket);
+    memset(self->group_of, 0xff, buckets * sizeof *self->group_of);
     return true;
 }
 
@@ -389,7 +272,7 @@ static int units_init(PyObject *op, PyObject *args, PyObject *kwargs)
     device_units_object *self = (device_units_object *)op;
     sw_py_owner *owner = &self->owner;
     sw_py_arg a[10] = {{0}};
-    MAKING m = {.rows = NULL};
+    MAKING m = {.specs = NULL};
     sw_device_units *made = NULL;
     sw_error err;
     if (!sw_py_read("DeviceUnits comm:O reducer:O stream:O | allocate:O units:L buckets:L order:L "
@@ -397,45 +280,47 @@ static int units_init(PyObject *op, PyObject *args, PyObject *kwargs)
                     args, kwargs, a) ||
         !sw_py_owner_bind(owner, a[0].o, "DeviceUnits"))
         return -1;
-    bool is_planned = a[3].o && a[4].o, is_grouped = a[5].o && a[6].o && a[7].o && a[8].s;
-    const sw_layout *layout = layout_of(self, a[1].o);
-    if (is_planned == is_grouped) {
+    bool is_planned = a[3].o && a[4].o;
+    if (is_planned == (a[5].o && a[6].o && a[7].o && a[8].s)) {
         PyErr_SetString(PyExc_TypeError, "DeviceUnits: give allocate and units, or buckets, order, "
                                          "ends and label");
         return -1;
     }
-    if (!layout || !sw_py_device_enter(owner->comm)) /* it is connected from here on */
+    if (!sw_py_device_enter(owner->comm)) /* it is connected from here on */
         return -1;
     sw_py_device_leave(owner->comm);
     sw_py_set(&self->stream, a[2].o);
     sw_py_set(&self->allocate, a[3].o);
-    if (!keep_layout(self, layout) ||
-        !(is_planned ? make_planned(self, &m, layout, a[4].o, a[9].size)
-                     : make_groups(self, &m, layout, a)) ||
-        !sw_py_device_enter(owner->comm))
+    if (!keep_layout(self, a[1].o) ||
+        !(is_planned ? make_planned(self, &m, a[4].o, a[9].size) : make_groups(self, &m, a)))
+        return -1;
+    self->apart = calloc(self->plan.count + 1, sizeof *self->apart);
+    if (!(self->apart || no_memory()) || !sw_py_device_enter(owner->comm))
         return -1;
     sw_status status = SW_PY_WITHOUT_GIL(sw_device_units_create(
-        owner->comm->comm, m.plan.place_count, m.specs, self->unit_count, &made, &err));
+        owner->comm->comm, self->plan.place_count, m.specs, self->plan.count, &made, &err));
     return sw_py_owner_made(owner, made, destroy, status, &err);
+}
+
+static void let_go(held_memory *held, size_t count)
+{
+    for (size_t i = 0; held && i < count; ++i)
+        Py_XDECREF(held[i].tensor);
+    free(held);
 }
 
 /* Memory is let go of once no gather writes to it. */
 static void units_dealloc(PyObject *op)
 {
-    device_units_object *self = (device_units_object *)op, old = *self;
+    device_units_object old = *(device_units_object *)op;
     sw_py_owner_dealloc(op);
-    for (size_t i = 0; old.unit && i < old.unit_count; ++i) {
-        for (size_t k = 0; k < old.unit[i].tensor_count; ++k) {
-            Py_XDECREF(old.unit[i].tensor[k].shape);
-            Py_XDECREF(old.unit[i].tensor[k].strides);
-        }
-        free(old.unit[i].tensor);
-        Py_XDECREF(old.unit[i].in_place);
-        Py_XDECREF(old.unit[i].apart);
-    }
-    for (size_t b = 0; old.slice && b < old.bucket_count; ++b)
-        Py_XDECREF(old.slice[b].memory);
-    free(old.unit), free(old.slice), free(old.place);
+    let_go(old.place, old.plan.place_count);
+    let_go(old.apart, old.plan.count);
+    let_go(old.slice, old.layout.bucket_count);
+    sw_unit_plan_fini(&old.plan);
+    free(old.layout.place);
+    free(old.layout.bucket);
+    free(old.group_of);
     Py_XDECREF(old.allocate);
     Py_XDECREF(old.stream);
     Py_XDECREF(old.announce);
@@ -445,8 +330,8 @@ static bool check_unit(const device_units_object *self, Py_ssize_t unit)
 {
     if (!sw_py_owner_check(&self->owner, "the units were"))
         return false;
-    return (unit >= 0 && (size_t)unit < self->unit_count) ||
-           sw_py_refuse(PyExc_IndexError, "unit must be in [0, %zu), got %zd", self->unit_count,
+    return (unit >= 0 && (size_t)unit < self->plan.count) ||
+           sw_py_refuse(PyExc_IndexError, "unit must be in [0, %zu), got %zd", self->plan.count,
                         unit);
 }
 
@@ -475,29 +360,23 @@ static PyObject *units_gather(PyObject *op, PyObject *args)
     device_units_object *self = (device_units_object *)op;
     sw_device_units *made = self->owner.made;
     sw_py_arg a[3] = {{0}};
-    SW_PY_OWNED *apart = NULL;
-    uint8_t *data = NULL;
     sw_stream *stream;
     sw_error err;
     if (!sw_py_read("gather unit:n | apart:p exact:p", args, NULL, a) || !check_unit(self, a[0].n))
         return NULL;
-    unit_memory *unit = &self->unit[a[0].size];
+    held_memory *apart = &self->apart[a[0].size];
     sw_unit_way way = sw_device_unit_way(made, a[0].size, a[1].p);
     if (way == SW_UNIT_BLOCKED)
         return PyLong_FromSize_t(sw_device_unit_holder(made, a[0].size));
     if (way == SW_UNIT_APART && !self->allocate)
         return PyErr_Format(PyExc_ValueError, "gather: groups of buckets lie in their own memory");
-    if (way == SW_UNIT_APART && !(apart = allocate(self, unit->size_bytes, &data)))
-        return NULL;
-    if ((way != SW_UNIT_TAKE && !announce(self, a[0].size)) || !enter(self, &stream))
+    if ((way == SW_UNIT_APART && !allocate(self, self->plan.unit[a[0].size].size_bytes, apart)) ||
+        (way != SW_UNIT_TAKE && !announce(self, a[0].size)) || !enter(self, &stream))
         return NULL;
     sw_status status = SW_PY_WITHOUT_GIL(
-        way == SW_UNIT_APART ? sw_device_unit_gather_apart(made, a[0].size, data, stream, &err)
-                             : sw_device_unit_make_whole(made, a[0].size, stream, &err));
-    if (status == SW_OK && apart) {
-        sw_py_set(&unit->apart, apart);
-        unit->data_apart = data;
-    }
+        way == SW_UNIT_APART
+            ? sw_device_unit_gather_apart(made, a[0].size, apart->data, stream, &err)
+            : sw_device_unit_make_whole(made, a[0].size, stream, &err));
     return sw_py_device_finish(self->owner.comm, status, &err);
 }
 
@@ -511,7 +390,7 @@ static PyObject *units_ahead(PyObject *op, PyObject *args)
     if (!sw_py_read("ahead unit:n | apart:p", args, NULL, a) || !check_unit(self, a[0].n))
         return NULL;
     bool is_there = sw_device_unit_state(made, a[0].size) != SW_SHARD_SHARDED;
-    if (is_there || !self->unit[a[0].size].tensor_count)
+    if (is_there || !self->plan.unit[a[0].size].part_count)
         Py_RETURN_TRUE;
     if (sw_device_unit_way(made, a[0].size, a[1].p) != SW_UNIT_GATHER ||
         sw_device_unit_holder(made, a[0].size) != SW_DEVICE_UNIT_NONE)
@@ -536,7 +415,7 @@ static PyObject *units_release(PyObject *op, PyObject *args)
         return NULL;
     if (sw_device_unit_is_apart(made, a[0].size)) {
         sw_status status = sw_device_unit_release(made, a[0].size, NULL, &err);
-        ENGINE_CLEAR(self->unit[a[0].size].apart);
+        sw_py_set(&self->apart[a[0].size].tensor, NULL);
         return sw_py_finish(self, status, &err);
     }
     if (!enter(self, &stream))
@@ -557,73 +436,84 @@ UNITS_METHOD(gather_anew, "", true, sw_device_units_gather_anew(self->owner.made
     SW_PY_VALUE(units_##name, device_units_object, #name " unit:n", check_unit(self, a[0].n), value)
 
 #define STATE sw_device_unit_state(self->owner.made, a[0].size)
-#define TENSOR self->unit[a[0].size].tensor[i]
-
 UNITS_VALUE(state, PyUnicode_FromString(sw_shard_state_name(STATE)))
 UNITS_VALUE(is_whole, PyBool_FromLong(STATE == SW_SHARD_UNSHARDED))
 UNITS_VALUE(is_apart, PyBool_FromLong(sw_device_unit_is_apart(self->owner.made, a[0].size)))
 UNITS_VALUE(take_write, PyLong_FromLong(-1))
-UNITS_VALUE(members,
-            SW_PY_LIST(i, self->unit[a[0].size].tensor_count, PyLong_FromSize_t(TENSOR.parameter)))
 
 /* Returns a capsule over a parameter of a unit, where the unit lies now. That of a unit without a
  * place is never read: it has the shape alone. */
-static PyObject *tensor_of(device_units_object *self, const unit_memory *unit,
-                           const unit_tensor *tensor)
+static PyObject *units_tensor(PyObject *op, PyObject *args)
 {
+    device_units_object *self = (device_units_object *)op;
+    sw_py_arg a[4];
     sw_py_layout layout;
-    uint8_t *data = unit->apart ? unit->data_apart : unit->data;
-    PyObject *memory = unit->apart ? unit->apart : unit->in_place;
-    if (!tensor->shape)
-        return PyErr_Format(PyExc_ValueError, "tensors: groups of buckets have none");
-    if (!sw_py_layout_init(&layout, tensor->dtype, tensor->shape, tensor->strides, "DeviceUnits"))
+    if (!sw_py_read("tensor unit:n parameter:n shape:O strides:O", args, NULL, a) ||
+        !check_unit(self, a[0].n))
         return NULL;
-    return sw_py_dlpack_capsule_on(self->ordinal, memory, data + tensor->offset_bytes, &layout);
+    const sw_planned_unit *unit = &self->plan.unit[a[0].size];
+    const sw_layout_place *at =
+        a[1].n >= 0 && a[1].size < self->layout.param_count ? &self->layout.place[a[1].size] : NULL;
+    const sw_unit_part *part = at ? sw_planned_unit_part(unit, at->bucket) : NULL;
+    if (!part)
+        return PyErr_Format(PyExc_IndexError, "tensor: unit %zd has no parameter %zd", a[0].n,
+                            a[1].n);
+    const held_memory *held = sw_device_unit_is_apart(self->owner.made, a[0].size)
+                                  ? &self->apart[a[0].size]
+                                  : &self->place[unit->place];
+    if (!sw_py_layout_init(&layout, part->dtype, a[2].o, a[3].o, "tensor"))
+        return NULL;
+    if (layout.numel != at->numel || layout.bytes > at->numel * sw_dtype_size_bytes(part->dtype))
+        return PyErr_Format(PyExc_ValueError, "tensor: shape must have %zu dense elements",
+                            at->numel);
+    size_t offset = part->offset_bytes + at->begin * sw_dtype_size_bytes(part->dtype);
+    return sw_py_dlpack_capsule_on(self->ordinal, held->tensor, held->data + offset, &layout);
 }
-
-UNITS_VALUE(tensors, SW_PY_LIST(i, self->unit[a[0].size].tensor_count,
-                                tensor_of(self, &self->unit[a[0].size], &TENSOR)))
 
 static PyObject *units_slice(PyObject *op, PyObject *args)
 {
     device_units_object *self = (device_units_object *)op;
     sw_py_arg a[1];
     sw_py_layout layout;
-    if (!sw_py_read("slice index:n", args, NULL, a) ||
+    if (!sw_py_read("slice parameter:n", args, NULL, a) ||
         !sw_py_owner_check(&self->owner, "the units were"))
         return NULL;
-    if (a[0].n < 0 || a[0].size >= self->parameter_count ||
-        !self->slice[self->place[a[0].size].bucket].memory)
+    if (a[0].n < 0 || a[0].size >= self->layout.param_count ||
+        !self->slice[self->layout.place[a[0].size].bucket].tensor)
         return PyErr_Format(PyExc_IndexError, "slice: no unit has parameter %zd", a[0].n);
-    const sw_layout_place *place = &self->place[a[0].size];
-    const unit_slice *slice = &self->slice[place->bucket];
-    size_t first = (size_t)self->owner.comm->comm->peers->rank * slice->numel;
-    size_t low = place->begin < first ? first : place->begin;
-    size_t end = place->begin + place->numel, high = first + slice->numel;
-    high = end < high ? end : high;
-    size_t numel = low < high ? high - low : 0;
-    SW_PY_OWNED *shape = Py_BuildValue("(n)", (Py_ssize_t)numel);
-    if (!shape || !sw_py_layout_init(&layout, slice->dtype, shape, Py_None, "DeviceUnits"))
+    const sw_layout_place *at = &self->layout.place[a[0].size];
+    const sw_layout_bucket *bucket = &self->layout.bucket[at->bucket];
+    const held_memory *held = &self->slice[at->bucket];
+    size_t width = bucket->numel / world_size_of(self);
+    size_t first = (size_t)self->owner.comm->comm->peers->rank * width, end = at->begin + at->numel;
+    size_t low = at->begin < first ? first : at->begin;
+    size_t high = end < first + width ? end : first + width;
+    bool is_empty = low >= high;
+    size_t begin = is_empty ? 0 : (low - first) * sw_dtype_size_bytes(bucket->dtype);
+    SW_PY_OWNED *shape = Py_BuildValue("(n)", is_empty ? 0 : (Py_ssize_t)(high - low));
+    if (!shape || !sw_py_layout_init(&layout, bucket->dtype, shape, Py_None, "slice"))
         return NULL;
-    size_t begin = numel ? (low - first) * sw_dtype_size_bytes(slice->dtype) : 0;
-    return sw_py_dlpack_capsule_on(self->ordinal, slice->memory, slice->data + begin, &layout);
+    return sw_py_dlpack_capsule_on(self->ordinal, held->tensor, held->data + begin, &layout);
 }
 
-static size_t slice_bytes(const device_units_object *self)
+/* Returns the bytes of all places and of all slices. */
+static PyObject *bytes_of(const device_units_object *self, const PyObject *units)
 {
-    size_t bytes = 0;
-    for (size_t b = 0; b < self->bucket_count; ++b)
-        if (self->slice[b].memory)
-            bytes += self->slice[b].numel * sw_dtype_size_bytes(self->slice[b].dtype);
-    return bytes;
+    size_t places = 0, slices = 0;
+    for (size_t p = 0; self->plan.place_bytes && p < self->plan.place_count; ++p)
+        places += self->plan.place_bytes[p];
+    for (size_t b = 0; b < self->layout.bucket_count; ++b) {
+        const sw_layout_bucket *bucket = &self->layout.bucket[b];
+        if (self->slice[b].tensor)
+            slices += bucket->numel / world_size_of(self) * sw_dtype_size_bytes(bucket->dtype);
+    }
+    return Py_BuildValue("Nnn", units, (Py_ssize_t)places, (Py_ssize_t)slices);
 }
 
 SW_PY_VALUE(units_sizes, device_units_object, "sizes",
             sw_py_owner_check(&self->owner, "the units were"),
-            Py_BuildValue("Nnn",
-                          SW_PY_LIST(i, self->unit_count,
-                                     PyLong_FromSize_t(self->unit[i].size_bytes)),
-                          (Py_ssize_t)self->place_bytes, (Py_ssize_t)slice_bytes(self)))
+            bytes_of(self, SW_PY_LIST(i, self->plan.count,
+                                      PyLong_FromSize_t(self->plan.unit[i].size_bytes))))
 
 SW_PY_VALUE(units_digest, device_units_object, "digest",
             sw_py_owner_check(&self->owner, "the units were"),
@@ -637,11 +527,13 @@ static PyObject *units_coming(PyObject *op, PyObject *Py_UNUSED(unused))
 {
     const device_units_object *self = (const device_units_object *)op;
     PyObject *found = PyList_New(0);
-    for (size_t i = 0; found && self->owner.made && i < self->unit_count; ++i)
+    for (size_t i = 0; found && self->owner.made && i < self->plan.count; ++i)
         if (sw_device_unit_state(self->owner.made, i) == SW_SHARD_GATHERING)
             sw_py_append(&found, PyLong_FromSize_t(i));
     return found;
 }
+
+#define GROUP_OF(parameter) self->group_of[self->layout.place[parameter].bucket]
 
 /* Marks the units that are GATHERING and have one of these parameters; None: all of those. Returns
  * their number, or -1 with an exception. */
@@ -652,17 +544,15 @@ static Py_ssize_t mark_arriving(const device_units_object *self, PyObject *param
     if (parameters != Py_None && !sw_py_table_init(&given, parameters, "arrive parameter:N",
                                                    sizeof(size_t), fill_number, NULL))
         return -1;
-    for (size_t i = 0; i < self->unit_count; ++i)
+    for (size_t i = 0; i < self->plan.count; ++i)
         marks[i] = parameters == Py_None;
     for (size_t i = 0; i < given.count; ++i) {
         size_t parameter = ((const size_t *)given.rows)[i];
-        size_t group = parameter < self->parameter_count
-                           ? self->slice[self->place[parameter].bucket].group
-                           : SIZE_MAX;
-        if (group < self->unit_count)
+        size_t group = parameter < self->layout.param_count ? GROUP_OF(parameter) : SIZE_MAX;
+        if (group < self->plan.count)
             marks[group] = true;
     }
-    for (size_t i = 0; i < self->unit_count; ++i) {
+    for (size_t i = 0; i < self->plan.count; ++i) {
         marks[i] &= sw_device_unit_state(self->owner.made, i) == SW_SHARD_GATHERING;
         found += marks[i];
     }
@@ -679,7 +569,7 @@ static bool arrive_marked(device_units_object *self, const bool *marks)
     bool done = enter(self, &stream);
     if (done) {
         sw_status status = SW_OK;
-        for (size_t i = 0; i < self->unit_count && status == SW_OK; ++i)
+        for (size_t i = 0; i < self->plan.count && status == SW_OK; ++i)
             if (marks[i])
                 status =
                     SW_PY_WITHOUT_GIL(sw_device_unit_arrive(self->owner.made, i, stream, &err));
@@ -701,13 +591,13 @@ static PyObject *units_arrive(PyObject *op, PyObject *args)
     if (!sw_py_read("arrive parameters:O", args, NULL, a) ||
         !sw_py_owner_check(&self->owner, "the units were"))
         return NULL;
-    bool *marks = calloc(self->unit_count + 1, sizeof *marks);
+    bool *marks = calloc(self->plan.count + 1, sizeof *marks);
     Py_ssize_t count = marks ? mark_arriving(self, a[0].o, marks) : -1;
     PyObject *found =
         count < 0 || (count > 0 && !arrive_marked(self, marks)) ? NULL : PyList_New(0);
-    for (size_t i = 0; found && i < self->unit_count; ++i)
-        for (size_t k = 0; found && marks[i] && k < self->unit[i].tensor_count; ++k)
-            sw_py_append(&found, PyLong_FromSize_t(self->unit[i].tensor[k].parameter));
+    for (size_t p = 0; found && count > 0 && p < self->layout.param_count; ++p)
+        if (GROUP_OF(p) < self->plan.count && marks[GROUP_OF(p)])
+            sw_py_append(&found, PyLong_FromSize_t(p));
     if (!marks)
         PyErr_NoMemory();
     free(marks);
@@ -736,10 +626,7 @@ SW_PY_OWNER_STATS(units_stats, sw_device_units_stats, sw_device_units_get_stats,
                   SW_PY_COUNT_AS(sw_device_units_stats, bytes, "gathered_bytes"))
 
 SW_PY_GETTER(units_is_collective, sw_py_owner, PyBool_FromLong(self->comm != NULL))
-SW_PY_GETTER(units_count, device_units_object, PyLong_FromSize_t(self->unit_count))
-
 static PyGetSetDef units_properties[] = {
-    {"unit_count", units_count, NULL, "number of units, forms included", NULL},
     {"is_collective", units_is_collective, NULL, "True: all ranks gather the same units in order",
      NULL},
     {NULL, NULL, NULL, NULL, NULL},
@@ -767,10 +654,9 @@ static PyMethodDef units_methods[] = {
     SW_PY_ARGS(units, is_apart, "unit, /", "Return True if the unit is whole outside its place."),
     SW_PY_ARGS(units, take_write, "unit, /",
                "Return -1: a write to a released unit is not seen on a GPU."),
-    SW_PY_ARGS(units, members, "unit, /", "Return the numbers of a unit's parameters."),
-    SW_PY_ARGS(units, tensors, "unit, /",
-               "Return DLPack capsules over a unit's parameters, where it lies now."),
-    SW_PY_ARGS(units, slice, "index, /",
+    SW_PY_ARGS(units, tensor, "unit, parameter, shape, strides, /",
+               "Return a DLPack capsule over a unit's parameter, where the unit lies now."),
+    SW_PY_ARGS(units, slice, "parameter, /",
                "Return a DLPack capsule over this rank's elements of a parameter."),
     SW_PY_ARGS(units, sizes, "/", "Return ([bytes of each unit], bytes of places, of slices)."),
     SW_PY_ARGS(units, digest, "/", "Return a digest of the units gathered so far, in order."),
@@ -784,7 +670,7 @@ SW_PY_TYPE(
     sw_py_device_units_type_spec, "DeviceUnits", device_units_object, 0,
     "Units of parameters that are gathered into places of a GPU. stream: returns torch's current "
     "stream. Planned: units is [(name, level of nesting, stays whole, the unit of which it is a "
-    "form or its own number, [(parameter, dtype, shape, strides)])], turns the places of a level, "
+    "form or its own number, [(parameter, dtype)])], turns the places of a level, "
     "allocate(nbytes) returns zeroed memory. Or groups of whole buckets: buckets is [(number, "
     "tensor)], order parameters in the order of use, which ends[] cuts.",
     {Py_tp_init, units_init}, {Py_tp_dealloc, units_dealloc}, {Py_tp_methods, units_methods},

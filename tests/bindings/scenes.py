@@ -287,14 +287,22 @@ def gpu() -> None:
         )
         made.mark_unfrozen(1), made.set_bucket_callback(print)
         made.stats(), made.bucket_shape(0)
-        members = [(0, "float32", (16,), None)]
-        units = engine.DeviceUnits(comm, made, lambda: 0, allocate=Memory, units=[("u", 0, False, 0, members)], turns=2)
+        units = engine.DeviceUnits(
+            comm, made, lambda: 0, allocate=Memory, units=[("u", 0, False, 0, [(0, "float32")])], turns=2
+        )
         units.set_announce(lambda unit: None)
-        units.ahead(0), units.gather(0), units.tensors(0), units.slice(0), units.release(0), units.drop_ahead()
+        (
+            units.ahead(0),
+            units.gather(0),
+            units.tensor(0, 0, (16,), None),
+            units.slice(0),
+            units.release(0),
+            units.drop_ahead(),
+        )
         units.gather(0, True), units.is_apart(0), units.release(0), units.update(), units.digest()
         units.state(0), units.is_whole(0), units.coming(), units.take_write(0), units.sizes(), units.stats()
         groups = engine.DeviceUnits(comm, made, lambda: 0, buckets=[(0, Memory(64))], order=[0], ends=[1], label="u")
-        groups.gather_anew(), groups.arrive([0]), groups.arrive(None), groups.members(0), groups.unit_count
+        groups.gather_anew(), groups.arrive([0]), groups.arrive(None)
     finally:
         comm.close()
     comm.describe()

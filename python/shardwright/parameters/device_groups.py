@@ -91,8 +91,10 @@ class DeviceUnitMemory(ReleasedParameters):
         self._write_slices()
         self._units.update()
         for form, number in enumerate(self._forms):
-            tensors = map(engine_tensor, self._units.tensors(form))
-            (self._whole if form < len(plans) else self._computed_with).update(zip(self._unit_members[number], tensors))
+            for index in self._unit_members[number]:
+                data = table.parameters[index].data
+                tensor = engine_tensor(self._units.tensor(form, index, data.shape, dense_strides(data)))
+                (self._whole if form < len(plans) else self._computed_with)[index] = tensor
         self._make_schedule(self._units, plans, depth=depth)
 
     def _rows(self, plans: Sequence[UnitPlan], narrow: dict[int, torch.dtype]) -> list[Any]:
@@ -101,12 +103,10 @@ class DeviceUnitMemory(ReleasedParameters):
         self._forms += [number for number, each in enumerate(self._unit_members) if narrow.keys() & each]
         rows = []
         for form, number in enumerate(self._forms):
-            plan, members = plans[number], []
+            plan, cast = plans[number], narrow if form >= len(plans) else {}
             level = sum(any(plan.name.startswith(f"{name}.") for name in other.names) for other in plans[1:])
-            for index in self._unit_members[number]:
-                data = self._table.parameters[index].data
-                dtype = narrow.get(index, data.dtype) if form >= len(plans) else data.dtype
-                members.append((index, dtype_name(dtype), tuple(data.shape), dense_strides(data)))
+            parameters = [(index, self._table.parameters[index]) for index in self._unit_members[number]]
+            members = [(index, dtype_name(cast.get(index, each.dtype))) for index, each in parameters]
             rows.append((plan.name or self._label, level, not plan.reshard_after_forward, number, members))
         return rows
 

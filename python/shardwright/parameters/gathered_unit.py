@@ -70,6 +70,7 @@ class Unit:
         self.ran_apart: set[int] = set()
         self.pin = NOT_PINNED
         self._in_place = [each.whole for each in members]
+        self.shapes = [(each.whole.shape, each.whole.stride()) for each in members]
         self.lie_in(None)
         self.released_addresses: list[int] = []  # of the parameters' data, as whole_addresses
         self._make_placeholders()

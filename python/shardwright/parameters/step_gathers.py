@@ -133,8 +133,8 @@ class StepGathers:
             ends=[*itertools.accumulate(map(len, order))],
             label=self._label,
         )
-        groups = map(self._engine.members, range(self._engine.unit_count))
-        self._gathered = [self._table.parameters[index] for index in itertools.chain(*groups)]
+        members = itertools.chain(*map(self._reducer.bucket_parameters, buckets))
+        self._gathered = [self._table.parameters[index] for index in members]
 
     # waiting --------------------------------------------------------------------------------------------------------
 

@@ -181,7 +181,8 @@ class UnitSchedule:
         if holder is not None:
             self._units.gather(unit.number, not self._leaves(self.units[holder], unit, in_place), exact)
         if self._units.is_apart(unit.number):
-            unit.lie_in([*map(engine_tensor, self._units.tensors(unit.number))])
+            parts = zip(unit.indices, unit.shapes)
+            unit.lie_in([engine_tensor(self._units.tensor(unit.number, index, *shape)) for index, shape in parts])
 
     def _leaves(self, other: Unit, unit: Unit, in_place: bool) -> bool:
         """Return True if the holder of the place of `unit` could leave it. If not `in_place`, `unit` can lie apart."""
