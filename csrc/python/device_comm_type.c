@@ -417,8 +417,12 @@ static bool has_peers(const device_comm_object *self)
     return self->comm && self->comm->peers && !self->closed;
 }
 
-SW_PY_GETTER(device_get_alive, device_comm_object,
-             PyBool_FromLong(has_peers(self) && !sw_peers_has_failed(self->comm->peers)))
+bool sw_py_device_is_alive(const device_comm_object *self)
+{
+    return has_peers(self) && !sw_peers_has_failed(self->comm->peers);
+}
+
+SW_PY_GETTER(device_get_alive, device_comm_object, PyBool_FromLong(sw_py_device_is_alive(self)))
 SW_PY_GETTER(device_get_failed, device_comm_object,
              PyBool_FromLong(has_peers(self) && sw_peers_has_failed(self->comm->peers)))
 

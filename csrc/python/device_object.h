@@ -24,6 +24,8 @@ typedef struct device_comm_object {
  * connected, closed, in use by another thread, or inherited by a forked child. */
 bool sw_py_device_enter(device_comm_object *self);
 void sw_py_device_leave(device_comm_object *self);
+/* Returns true if it is connected, open and without a failure. */
+bool sw_py_device_is_alive(const device_comm_object *self);
 /* Checks that the caller may launch kernels. Launches need no peers, and any number of threads may
  * launch at once, each on its own stream, so the communicator is not marked as in use. The caller
  * holds a reference meanwhile. Returns false with an exception if a forked child inherited the

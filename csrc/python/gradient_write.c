@@ -2,17 +2,21 @@
  * gradient, zeros, or, if this rank has not used the parameter, what the subclass kept. */
 #include "python/reducer_object.h"
 
-/* Returns true if `grad` has the layout of its view, so that its bytes can be copied as they are.
- * Lazily negated and conjugated tensors are excluded without checking their flags: the former are
- * views of complex tensors and so have other strides unless they have one element; the latter are
- * complex. */
-static bool has_layout(const tensor_view *grad, const tensor_view *shape)
+/* Returns true if `grad` may be lazily negated or conjugated: the former is a view of a complex
+ * tensor and so has other strides than its view unless it has one element; the latter is complex.
+ */
+static bool may_be_lazy(const tensor_view *grad)
 {
     int64_t numel = 1;
     for (int d = 0; d < grad->ndim; ++d)
         numel *= grad->shape[d];
-    if (numel <= 1 || grad->code == TENSOR_CODE_COMPLEX)
-        return false;
+    return numel <= 1 || grad->code == TENSOR_CODE_COMPLEX;
+}
+
+/* Returns true if `grad` has the layout of its view, so that its bytes can be copied as they are,
+ * unless it is lazy. */
+static bool has_layout(const tensor_view *grad, const tensor_view *shape)
+{
     if (grad->code != shape->code || grad->bits != shape->bits || grad->ndim != shape->ndim ||
         grad->device_type != shape->device_type)
         return false;
@@ -26,16 +30,12 @@ static bool has_layout(const tensor_view *grad, const tensor_view *shape)
     return grad->strides && shape->strides;
 }
 
-/* On a GPU torch's copy would be another launch, so the subclass looks for an address to copy from.
- */
-static int locate_slowly(reducer_object *self, PyObject *like, PyObject *grad, void **from)
+/* Returns 1 if a tensor is lazily negated or conjugated, -1 with an exception. */
+static int is_lazy(PyObject *grad)
 {
-    *from = NULL;
-    if (!self->gpu)
-        return 0;
-    SW_PY_OWNED *address = sw_py_call(self, "_locate", like, grad);
-    *from = address ? PyLong_AsVoidPtr(address) : NULL;
-    return PyErr_Occurred() ? -1 : 0;
+    SW_PY_OWNED *conj = sw_py_call(grad, "is_conj", NULL, NULL);
+    SW_PY_OWNED *neg = conj ? sw_py_call(grad, "is_neg", NULL, NULL) : NULL;
+    return neg ? conj == Py_True || neg == Py_True : -1;
 }
 
 int sw_py_gradient_write(reducer_object *self, size_t index, PyObject *like, PyObject *grad,
@@ -46,10 +46,13 @@ int sw_py_gradient_write(reducer_object *self, size_t index, PyObject *like, PyO
     bool known =
         self->shapes || (self->exchange && sw_py_tensor_view_get(self->exchange, like, &shape));
     if (known && sw_py_tensor_view_get(self->exchange, grad, &seen) &&
-        has_layout(&seen, self->shapes ? &self->shapes[index] : &shape))
-        from = seen.data;
-    else if (!add && locate_slowly(self, like, grad, &from) < 0)
-        return -1;
+        has_layout(&seen, self->shapes ? &self->shapes[index] : &shape)) {
+        /* On a GPU torch's copy would be another launch, so the flags are worth a look. */
+        int lazy = !may_be_lazy(&seen) ? 0 : self->gpu && !add ? is_lazy(grad) : 1;
+        if (lazy < 0)
+            return -1;
+        from = lazy ? NULL : seen.data;
+    }
     if (!from)
         return 1;
     if (self->held && PyList_Append(self->held, grad) < 0)

@@ -13,7 +13,7 @@
 #include "python/device_object.h"
 #include "python/method.h"
 
-enum { REDUCER_REFERENCES = 16 };
+enum { REDUCER_REFERENCES = 17 };
 
 typedef struct reducer_object {
     PyObject_HEAD comm_object *comm; /* owned; NULL on a GPU */
@@ -38,14 +38,18 @@ typedef struct reducer_object {
             PyObject *bucket_callback; /* averages a bucket in place of the engine */
             PyObject *bucket_wait;     /* waits for operations of bucket_callback, which then gets
                                           buckets as soon as they are complete */
-            PyObject *tracer; /* in a round that a profiler records, called with a bucket and
-                                 "begin" or "wait", and with "end" behind it */
+            PyObject *allocate; /* on a GPU: gets bytes, and returns torch's tensor of as many */
+            PyObject *tracer;   /* in a round that a profiler records, called with a bucket and
+                                   "begin" or "wait", and with "end" behind it */
         };
         PyObject *references[REDUCER_REFERENCES];
     };
-    PyObject *held; /* owned list: on a GPU, gradients until their copies are launched */
-    bool sliced;    /* a view is a ShardedGradient, without memory; sliced_gradients.c takes the
-                       gradients */
+    size_t slice_count;    /* on a GPU: slices of a mean; 1 unless it is sliced */
+    size_t place_bytes[2]; /* of the places there */
+    bool is_hooked;        /* a hook averages there: buckets need one place */
+    PyObject *held;        /* owned list: on a GPU, gradients until their copies are launched */
+    bool sliced; /* a view is a ShardedGradient, without memory; sliced_gradients.c takes the
+                    gradients */
     PyObject *grad_name;     /* owned: "grad" */
     const void *exchange;    /* torch's table, or NULL */
     tensor_view *shapes;     /* owned: layout of each view, to compare a gradient's with */
@@ -156,13 +160,20 @@ typedef PyObject *sw_py_method(PyObject *op, PyObject *args);
 sw_py_method sw_py_reducer_gradient, sw_py_reducer_result, sw_py_reducer_bucket,
     sw_py_reducer_bucket_parameters, sw_py_reducer_bucket_dtype, sw_py_reducer_place,
     sw_py_reducer_bucket_shape, sw_py_reducer_run, sw_py_reducer_run_in_slice;
-sw_py_method sw_py_reducer_adopt, sw_py_reducer_set_places, sw_py_reducer_withdraw,
-    sw_py_reducer_set_active, sw_py_reducer_set_order, sw_py_reducer_set_announcer;
+sw_py_method sw_py_reducer_set_active, sw_py_reducer_set_order, sw_py_reducer_set_announcer;
 sw_py_method sw_py_reducer_forward, sw_py_reducer_open_round, sw_py_reducer_close,
     sw_py_reducer_fail, sw_py_reducer_close_pending, sw_py_reducer_average, sw_py_reducer_shadow;
 
 /* reducer_on_device.c. Returns -1 or NULL with an exception. */
 int sw_py_reducer_init_on_device(reducer_object *self);
+/* Allocates the memory of the trainable buckets, and the places. */
+int sw_py_reducer_allocate(reducer_object *self);
+/* Does so for the bucket of a parameter that begins to train, and has its gradients renewed. No-op
+ * if it has memory, and on the host. */
+int sw_py_reducer_unfreeze_on_device(reducer_object *self, size_t index);
+/* Lets a hook average from now on: buckets follow one another on torch's stream. */
+int sw_py_reducer_withdraw(reducer_object *self);
+int sw_py_reducer_make_places(reducer_object *self);
 /* Orders the next operations on torch's current stream. No-op on the host. */
 int sw_py_reducer_use_stream(reducer_object *self);
 

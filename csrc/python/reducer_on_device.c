@@ -1,5 +1,7 @@
 /* reducer_on_device.c - the parts of a Reducer that only a GPU needs: torch's memory for its
  * buckets, torch's current stream, and which ranks still train. */
+#include <string.h>
+
 #include "python/reducer_object.h"
 
 static bool check_gpu(reducer_object *self)
@@ -46,51 +48,117 @@ static PyObject *finish_keeping(reducer_object *self, size_t at, PyObject *owner
     return done;
 }
 
-PyObject *sw_py_reducer_adopt(PyObject *op, PyObject *args)
+/* Allocates memory and appends its tensor to *owners. Returns false with an exception. */
+static bool allocate(reducer_object *self, size_t bytes, PyObject **owners, void **data)
 {
-    reducer_object *self = (reducer_object *)op;
-    sw_py_arg a[2];
+    SW_PY_OWNED *size = PyLong_FromSize_t(bytes);
+    SW_PY_OWNED *made = size ? PyObject_CallFunctionObjArgs(self->allocate, size, NULL) : NULL;
+    if (!made || !sw_py_tensor_address(made, data))
+        return false;
+    sw_py_append(owners, Py_NewRef(made));
+    return *owners != NULL;
+}
+
+static size_t bucket_bytes(const reducer_object *self, size_t bucket)
+{
+    const sw_layout_bucket *found = &sw_reducer_layout(self->reducer)->bucket[bucket];
+    return found->numel * sw_dtype_size_bytes(found->dtype);
+}
+
+static bool has_memory(const reducer_object *self, size_t bucket)
+{
+    return PyList_GetItem(self->memory, (Py_ssize_t)bucket) != Py_None;
+}
+
+/* A bucket without elements has an address too. */
+static bool adopt(reducer_object *self, size_t bucket)
+{
+    sw_dtype dtype = sw_reducer_layout(self->reducer)->bucket[bucket].dtype;
+    size_t bytes = bucket_bytes(self, bucket) / self->slice_count;
     void *data;
     sw_error err;
-    if (!check_gpu(self) || !sw_py_read("adopt bucket:n tensor:O", args, NULL, a) ||
-        !sw_py_reducer_has_bucket(self, a[0].n) || !sw_py_tensor_address(a[1].o, &data) ||
+    SW_PY_OWNED *owners = PyList_New(0);
+    if (!owners || !allocate(self, bytes ? bytes : sw_dtype_size_bytes(dtype), &owners, &data) ||
         reducer_enter(self) < 0)
-        return NULL;
-    sw_status status = sw_reducer_adopt(self->reducer, a[0].size, data, &err);
-    return finish_keeping(self, a[0].size, a[1].o, status, &err);
+        return false;
+    sw_status status = sw_reducer_adopt(self->reducer, bucket, data, &err);
+    SW_PY_OWNED *done = finish_keeping(self, bucket, PyList_GetItem(owners, 0), status, &err);
+    return done != NULL;
 }
 
-typedef struct places_given { /* at most two, owned by their tuple */
-    PyObject *tuple;
-    void *addresses[2];
-    size_t sizes_bytes[2], count;
-} places_given;
-
-static bool read_places(PyObject *tuple, places_given *out)
+/* Makes two places of the sizes of the largest buckets, which take turns; one with a hook. */
+int sw_py_reducer_make_places(reducer_object *self)
 {
-    *out = (places_given){.tuple = tuple, .count = (size_t)PyTuple_Size(tuple)};
-    if (out->count > 2)
-        return sw_py_refuse(PyExc_ValueError, "at most two tensors");
-    for (size_t i = 0; i < out->count; ++i) {
-        PyObject *tensor = PyTuple_GetItem(tuple, (Py_ssize_t)i);
-        SW_PY_OWNED *size = PyObject_GetAttrString(tensor, "nbytes");
-        out->sizes_bytes[i] = size ? PyLong_AsSize_t(size) : 0;
-        if (PyErr_Occurred() || !sw_py_tensor_address(tensor, &out->addresses[i]))
-            return false;
+    size_t sizes[2] = {0}, count = 0;
+    void *addresses[2];
+    sw_error err;
+    if (!self->allocate || !self->sliced)
+        return 0;
+    for (size_t b = 0; b < reducer_bucket_count(self); ++b) {
+        size_t bytes = has_memory(self, b) ? bucket_bytes(self, b) : 0;
+        count += has_memory(self, b);
+        if (bytes > sizes[0]) {
+            sizes[1] = sizes[0];
+            sizes[0] = bytes;
+        } else if (bytes > sizes[1]) {
+            sizes[1] = bytes;
+        }
     }
-    return true;
+    count = count > 2 ? 2 : count;
+    if (self->is_hooked && count == 2) {
+        sizes[1] = 0;
+        count = 1;
+    }
+    bool are_made =
+        PyList_GetItem(self->memory, (Py_ssize_t)(reducer_bucket_count(self) + PLACES)) != Py_None;
+    if (!count || (are_made && memcmp(sizes, self->place_bytes, sizeof sizes) == 0))
+        return 0;
+    SW_PY_OWNED *owners = PyList_New(0);
+    for (size_t i = 0; i < count; ++i)
+        if (!owners || !allocate(self, sizes[i], &owners, &addresses[i]))
+            return -1;
+    SW_PY_OWNED *tuple = PyList_AsTuple(owners);
+    if (!tuple || sw_py_reducer_use_stream(self) < 0 || reducer_enter(self) < 0)
+        return -1;
+    sw_status status = sw_reducer_set_places(self->reducer, addresses, sizes, count, &err);
+    SW_PY_OWNED *done =
+        finish_keeping(self, reducer_bucket_count(self) + PLACES, tuple, status, &err);
+    memcpy(self->place_bytes, sizes, sizeof sizes);
+    return done ? 0 : -1;
 }
 
-SW_PY_SHARED_METHOD(
-    sw_py_reducer_set_places, reducer_object, "set_places tensors:U", places_given places,
-    check_gpu(self) && read_places(a[0].o, &places) && sw_py_reducer_use_stream(self) == 0 &&
-        reducer_enter(self) == 0,
-    sw_reducer_set_places(self->reducer, places.addresses, places.sizes_bytes, places.count, &err),
-    finish_keeping(self, reducer_bucket_count(self) + PLACES, places.tuple, status, &err))
-SW_PY_SHARED_METHOD(sw_py_reducer_withdraw, reducer_object, "withdraw", ,
-                    check_gpu(self) && reducer_enter(self) == 0,
-                    sw_reducer_withdraw(self->reducer, &err),
-                    sw_py_device_finish(self->gpu, status, &err))
+int sw_py_reducer_allocate(reducer_object *self)
+{
+    for (size_t b = 0; b < reducer_bucket_count(self); ++b)
+        if (sw_reducer_layout(self->reducer)->bucket[b].trainable && !adopt(self, b))
+            return -1;
+    return sw_py_reducer_make_places(self);
+}
+
+int sw_py_reducer_unfreeze_on_device(reducer_object *self, size_t index)
+{
+    const sw_layout *layout = sw_reducer_layout(self->reducer);
+    size_t bucket = layout->place[index].bucket;
+    const sw_layout_bucket *joins = &layout->bucket[bucket];
+    if (!self->allocate || has_memory(self, bucket))
+        return 0;
+    if (!adopt(self, bucket) || sw_py_reducer_make_places(self) < 0)
+        return -1;
+    for (size_t i = 0; self->renew && i < joins->count; ++i) {
+        SW_PY_OWNED *member = PyLong_FromSize_t(layout->order[joins->first + i]);
+        if (!member || reducer_called(PyObject_CallFunctionObjArgs(self->renew, member, NULL)) < 0)
+            return -1;
+    }
+    return 0;
+}
+
+int sw_py_reducer_withdraw(reducer_object *self)
+{
+    if (!self->gpu)
+        return 0;
+    self->is_hooked = true;
+    return REDUCER_INSIDE(self, REDUCER_WAIT(self, sw_reducer_withdraw(self->reducer, &err)));
+}
 
 PyObject *sw_py_reducer_set_active(PyObject *op, PyObject *args)
 {

@@ -136,7 +136,7 @@ static bool make_link(reducer_object *self)
 static int reducer_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     reducer_object *self = (reducer_object *)op;
-    sw_py_arg a[13] = {[2] = {.n = 25 * 1024 * 1024}, [3] = {.s = "auto"},  [4] = {.s = "mean"},
+    sw_py_arg a[14] = {[2] = {.n = 25 * 1024 * 1024}, [3] = {.s = "auto"},  [4] = {.s = "mean"},
                        [6] = {.o = Py_None},          [7] = {.s = "model"}, [11] = {.o = Py_None},
                        [12] = {.o = Py_None}};
     SW_PY_SLICES slices = {.numbers = NULL};
@@ -145,7 +145,8 @@ static int reducer_init(PyObject *op, PyObject *args, PyObject *kwargs)
     int world_size;
     if (!sw_py_read(
             "Reducer comm:O parameters:O | $ bucket_cap_bytes:n transport:s reduce:s sliced:p "
-            "slices:O label:s first_cap_bytes:n deterministic:p wire:z row:O column:O",
+            "slices:O label:s first_cap_bytes:n deterministic:p wire:z row:O column:O "
+            "allocate:O",
             args, kwargs, a) ||
         !check_caps(a[2].n, a[8].n) || !parse_transport(a[3].s, &options.transport) ||
         !parse_reduce(a[4].s, &options.sums) || !bind_comm(self, a[0].o, &world_size) ||
@@ -166,7 +167,13 @@ static int reducer_init(PyObject *op, PyObject *args, PyObject *kwargs)
     options.wire = a[10].s ? sw_dtype_from_name(a[10].s) : SW_DTYPE_COUNT;
     if (create(self, &params, &names, &options) < 0)
         return -1;
-    return self->gpu ? keep_sides(self, a[11].o, a[12].o) : 0;
+    if (!self->gpu || keep_sides(self, a[11].o, a[12].o) < 0)
+        return self->gpu ? -1 : 0;
+    self->slice_count = !self->sliced  ? 1
+                        : slices.given ? (size_t)slices.given->count
+                                       : (size_t)world_size;
+    sw_py_set(&self->allocate, a[13].o);
+    return self->allocate ? sw_py_reducer_allocate(self) : 0;
 }
 
 static int reducer_traverse(PyObject *op, visitproc visit, void *arg)
@@ -367,15 +374,18 @@ SW_PY_VALUE(reducer_set_tracer, reducer_object, "set_tracer tracer:O", true,
 
 static PyObject *set_callback(reducer_object *self, PyObject *callback, PyObject *wait)
 {
+    wait = self->gpu ? Py_None : wait; /* there buckets leave on torch's stream */
     if (wait != Py_None && self->sliced)
         return PyErr_Format(sw_py_state_of(self)->error,
                             "sliced buckets leave at the end of a backward");
+    if (sw_py_reducer_withdraw(self) < 0)
+        return NULL;
     sw_reducer_give_buckets(self->reducer, callback == Py_None ? SW_BUCKETS_OURS
                                            : wait == Py_None   ? SW_BUCKETS_HOOKS
                                                                : SW_BUCKETS_HOOKS_EARLY);
     sw_py_set_or_clear(&self->bucket_wait, callback == Py_None ? Py_None : wait);
     sw_py_set_or_clear(&self->bucket_callback, callback);
-    Py_RETURN_NONE;
+    return sw_py_reducer_make_places(self) < 0 ? NULL : sw_py_none();
 }
 
 OF_REDUCER(set_bucket_callback, " callback:O | wait:O", true,
@@ -402,6 +412,8 @@ static PyObject *unfreeze(reducer_object *self, size_t index)
 {
     const sw_layout *layout = sw_reducer_layout(self->reducer);
     const sw_layout_bucket *bucket = &layout->bucket[layout->place[index].bucket];
+    if (sw_py_reducer_unfreeze_on_device(self, index) < 0)
+        return NULL;
     sw_reducer_unfreeze(self->reducer, index);
     for (size_t k = 0; self->shapes && k < bucket->count; ++k) /* the views may be new */
         read_shape(self, shape_models(self), self->shapes,
@@ -508,11 +520,6 @@ static PyMethodDef reducer_methods[] = {
     SW_PY_NONE(reducer, foreign, "Return the indices of parameters whose .grad is not our view."),
     SW_PY_ARGS(reducer, mark_unfrozen, "index, /", "Let the parameter's bucket take part."),
     SW_PY_NONE(reducer, stats, "Return counts since creation; the driver's are the process's."),
-    SW_PY_ARGS(sw_py_reducer, adopt, "bucket, tensor, /",
-               "Set a bucket's memory from the next round on, on a GPU."),
-    SW_PY_ARGS(sw_py_reducer, set_places, "tensors, /",
-               "Set the memory that buckets use in turn, the largest first; on a GPU, sliced."),
-    SW_PY_ARGS(sw_py_reducer, withdraw, "/", "Stop averaging buckets in the engine, on a GPU."),
     SW_PY_ARGS(sw_py_reducer, set_active, "trains, /",
                "Set the ranks that train, one byte for each rank, on a GPU."),
     SW_PY_ARGS(sw_py_reducer, set_order, "order, /",
@@ -542,10 +549,9 @@ SW_PY_TYPE(sw_py_reducer_type_spec, "Reducer", reducer_object,
            Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE,
            "Buckets of gradients and their mean, round by round. parameters: [(name, numel, dtype, "
            "requires_grad[, group[, row_numel]])] in registration order; groups share no bucket; "
-           "row_numel > 0 "
-           "cuts by rows of so many elements. slices: the "
-           "slice and the replica of each rank. A GPU's subclass has _locate, _keep, _restore, "
-           "_blank, _blank_bucket and _end.",
+           "row_numel > 0 cuts by rows of so many elements. slices: the slice and the replica of each "
+           "rank. allocate(nbytes) returns zeroed memory of a GPU, whose subclass has _keep, "
+           "_restore, _blank, _blank_bucket and _end.",
            {Py_tp_init, reducer_init}, {Py_tp_dealloc, reducer_dealloc},
            {Py_tp_traverse, reducer_traverse}, {Py_tp_clear, reducer_clear},
            {Py_tp_methods, reducer_methods}, {Py_tp_getset, reducer_properties})

@@ -4,6 +4,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "kernels/crc32c.h"
+
 enum { CALLS_PER_GROUP = 32 };
 
 typedef struct device_unit {
@@ -13,6 +15,7 @@ typedef struct device_unit {
     sw_device_unit_run *runs; /* owned */
     size_t run_count;
     sw_shard_state state;
+    bool is_apart;   /* UNSHARDED in memory apart */
     sw_event *whole; /* owned */
 } device_unit;
 
@@ -27,6 +30,8 @@ struct sw_device_units {
     size_t count;
     device_place *place; /* owned */
     size_t place_count;
+    sw_stream *writer; /* the stream of the last gather_anew */
+    uint32_t digest;
     sw_device_units_stats stats;
 };
 
@@ -118,9 +123,32 @@ sw_shard_state sw_device_unit_state(const sw_device_units *u, size_t unit)
     return u->unit[unit].state;
 }
 
-size_t sw_device_units_holder(const sw_device_units *u, size_t place)
+size_t sw_device_unit_holder(const sw_device_units *u, size_t unit)
 {
-    return u->place[place].holder;
+    return u->place[u->unit[unit].place].holder;
+}
+
+bool sw_device_unit_is_apart(const sw_device_units *u, size_t unit)
+{
+    return u->unit[unit].is_apart;
+}
+
+uint32_t sw_device_units_digest(const sw_device_units *u)
+{
+    return u->digest;
+}
+
+sw_unit_way sw_device_unit_way(const sw_device_units *u, size_t index, bool apart)
+{
+    const device_unit *unit = &u->unit[index];
+    size_t holder = sw_device_unit_holder(u, index);
+    if (unit->state == SW_SHARD_GATHERING)
+        return SW_UNIT_TAKE;
+    if (apart || (!unit->data && unit->run_count))
+        return SW_UNIT_APART;
+    return holder == SW_DEVICE_UNIT_NONE || u->unit[holder].state == SW_SHARD_GATHERING
+               ? SW_UNIT_GATHER
+               : SW_UNIT_BLOCKED;
 }
 
 sw_device_units_stats sw_device_units_get_stats(const sw_device_units *u)
@@ -188,6 +216,8 @@ static sw_status gather_runs(sw_device_units *u, const device_unit *unit, char *
 
 static sw_status gather_all(sw_device_units *u, const device_unit *unit, char *data, sw_error *err)
 {
+    const uint32_t number = (uint32_t)(unit - u->unit);
+    u->digest = sw_crc32c(u->digest, &number, sizeof number);
     for (size_t i = 0; i < unit->run_count; i += CALLS_PER_GROUP) {
         size_t left = unit->run_count - i;
         SW_TRY(gather_runs(u, unit, data, i, i + (left < CALLS_PER_GROUP ? left : CALLS_PER_GROUP),
@@ -281,11 +311,26 @@ sw_status sw_device_unit_wait(sw_device_units *u, size_t index, sw_error *err)
     return SW_OK;
 }
 
+sw_status sw_device_unit_arrive(sw_device_units *u, size_t index, sw_stream *user, sw_error *err)
+{
+    if (u->unit[index].state != SW_SHARD_GATHERING)
+        return SW_OK;
+    sw_status status = sw_device_unit_take(u, index, user, err);
+    if (status == SW_OK && user != u->writer) /* nothing orders that stream's next reads after */
+        status = sw_device_unit_take(u, index, u->writer, err);
+    /* A captured stream must not wait for work outside of its graph. */
+    return status == SW_E_UNSUPPORTED ? sw_device_unit_wait(u, index, err) : status;
+}
+
 sw_status sw_device_unit_release(sw_device_units *u, size_t index, sw_stream *user, sw_error *err)
 {
     sw_device *device = u->comm->device;
     device_unit *unit = &u->unit[index];
     SW_TRY(sw_shard_move(&unit->state, SW_SHARD_RELEASE, unit->name, err));
+    if (unit->is_apart) {
+        unit->is_apart = false;
+        return SW_OK;
+    }
     u->place[unit->place].holder = SW_DEVICE_UNIT_NONE;
     u->stats.releases++;
     return device->ops->event_record(device, u->place[unit->place].left, user, err);
@@ -294,11 +339,39 @@ sw_status sw_device_unit_release(sw_device_units *u, size_t index, sw_stream *us
 sw_status sw_device_unit_gather_apart(sw_device_units *u, size_t index, void *data, sw_stream *user,
                                       sw_error *err)
 {
+    device_unit *unit = &u->unit[index];
+    sw_shard_state gathered = unit->state;
     SW_TRY(sw_device_refuse_capture(u->comm->device, user, "a unit", err));
+    SW_TRY(sw_shard_move(&gathered, SW_SHARD_GATHER, unit->name, err));
+    SW_TRY(sw_shard_move(&gathered, SW_SHARD_COMPLETE, unit->name, err));
     SW_TRY(sw_device_comm_follow(u->comm, u->comm->stream, user, err));
-    SW_TRY(gather_all(u, &u->unit[index], data, err));
+    SW_TRY(gather_all(u, unit, data, err));
     SW_TRY(sw_device_comm_mark(u->comm, err));
-    return sw_device_comm_follow(u->comm, user, u->comm->stream, err);
+    SW_TRY(sw_device_comm_follow(u->comm, user, u->comm->stream, err));
+    unit->state = gathered;
+    unit->is_apart = true;
+    return SW_OK;
+}
+
+sw_status sw_device_units_drop_ahead(sw_device_units *u, sw_stream *user, sw_error *err)
+{
+    for (size_t i = 0; i < u->count; ++i)
+        if (u->unit[i].state == SW_SHARD_GATHERING) {
+            SW_TRY(sw_device_unit_take(u, i, user, err));
+            SW_TRY(sw_device_unit_release(u, i, user, err));
+        }
+    return SW_OK;
+}
+
+sw_status sw_device_unit_make_whole(sw_device_units *u, size_t index, sw_stream *user,
+                                    sw_error *err)
+{
+    if (u->unit[index].state != SW_SHARD_GATHERING) {
+        if (sw_device_unit_holder(u, index) != SW_DEVICE_UNIT_NONE)
+            SW_TRY(sw_device_units_drop_ahead(u, user, err));
+        SW_TRY(sw_device_unit_gather(u, index, err));
+    }
+    return sw_device_unit_take(u, index, user, err);
 }
 
 sw_status sw_device_units_update(sw_device_units *u, sw_stream *user, sw_error *err)
@@ -313,6 +386,7 @@ sw_status sw_device_units_update(sw_device_units *u, sw_stream *user, sw_error *
 sw_status sw_device_units_gather_anew(sw_device_units *u, sw_stream *user, sw_error *err)
 {
     SW_TRY(sw_device_refuse_capture(u->comm->device, user, "a gather of parameters", err));
+    u->writer = user;
     SW_TRY(sw_device_comm_follow(u->comm, u->comm->stream, user, err));
     for (size_t i = 0; i < u->count; ++i) {
         device_unit *unit = &u->unit[i];

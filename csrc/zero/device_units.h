@@ -13,9 +13,13 @@
  * of buckets; its place is their memory, which contains the slices. gather_anew gathers all of them
  * after a step, and each is taken when it is read.
  *
- * Left out: the schedule of gathers (Python's hooks) and the choice of places; a gather into a
- * place in use is SW_E_STATE. The optimizer needs no order after gathers that read its slices,
- * since all gathered units have been taken before it steps.
+ * A unit that must be whole while another one is in its place lies *apart*: in memory of its own,
+ * until it is released. A unit that is GATHERING is gathered ahead: it leaves its place again if
+ * another needs that first.
+ *
+ * Left out: the schedule of gathers (Python's hooks) and the choice of places (unit_plan.h); a
+ * gather into a place in use is SW_E_STATE. The optimizer needs no order after gathers that read
+ * its slices, since all gathered units have been taken before it steps.
  *
  * Thread rule: one at a time per communicator; every rank gathers the same units in the same order.
  */
@@ -66,9 +70,30 @@ void sw_device_units_destroy(sw_device_units *units);
 
 size_t sw_device_units_count(const sw_device_units *units);
 sw_shard_state sw_device_unit_state(const sw_device_units *units, size_t unit);
-/* Return the unit that is gathered, or being gathered, in a place; SW_DEVICE_UNIT_NONE if none. */
-size_t sw_device_units_holder(const sw_device_units *units, size_t place);
+/* Return the unit that is gathered, or being gathered, in the unit's place; SW_DEVICE_UNIT_NONE if
+ * none. */
+size_t sw_device_unit_holder(const sw_device_units *units, size_t unit);
+/* Return true if the unit is whole in memory apart. */
+bool sw_device_unit_is_apart(const sw_device_units *units, size_t unit);
+/* Return a digest of the units gathered so far, in their order: equal on all ranks. */
+uint32_t sw_device_units_digest(const sw_device_units *units);
 sw_device_units_stats sw_device_units_get_stats(const sw_device_units *units);
+
+/* How a unit becomes whole now. */
+typedef enum sw_unit_way {
+    SW_UNIT_TAKE,    /* it is under way */
+    SW_UNIT_GATHER,  /* into its place, which is free or has a unit that was gathered ahead */
+    SW_UNIT_APART,   /* it has no place, or `apart` is asked for */
+    SW_UNIT_BLOCKED, /* the holder of its place is whole and must be released first */
+} sw_unit_way;
+sw_unit_way sw_device_unit_way(const sw_device_units *units, size_t unit, bool apart);
+
+/* Make a unit whole for later work on `user`, by way of TAKE or GATHER. */
+SW_MUST_USE sw_status sw_device_unit_make_whole(sw_device_units *units, size_t unit,
+                                                sw_stream *user, sw_error *err);
+/* Release the units that are GATHERING. */
+SW_MUST_USE sw_status sw_device_units_drop_ahead(sw_device_units *units, sw_stream *user,
+                                                 sw_error *err);
 
 /* SHARDED to GATHERING. The call enqueues the gather and does not wait. SW_E_STATE from another
  * state, if the place holds another unit, or without a place. Cost: one all_gather for each bucket,
@@ -80,13 +105,16 @@ SW_MUST_USE sw_status sw_device_unit_take(sw_device_units *units, size_t unit, s
 /* The same for all streams, even captured ones: the calling thread waits until the unit is
  * whole. */
 SW_MUST_USE sw_status sw_device_unit_wait(sw_device_units *units, size_t unit, sw_error *err);
-/* UNSHARDED to SHARDED. All work on the unit has been enqueued on `user`. */
+/* Take a unit that is GATHERING on `user` and on the stream of the last gather_anew; where one of
+ * them is captured, wait. SW_OK from another state. */
+SW_MUST_USE sw_status sw_device_unit_arrive(sw_device_units *units, size_t unit, sw_stream *user,
+                                            sw_error *err);
+/* UNSHARDED to SHARDED. All work on the unit has been enqueued on `user`. The caller frees memory
+ * apart in the order of that stream. */
 SW_MUST_USE sw_status sw_device_unit_release(sw_device_units *units, size_t unit, sw_stream *user,
                                              sw_error *err);
 
-/* Gather a unit in any state into `data`, separate memory of the unit's size, in the order of
- * `user`.
- */
+/* SHARDED to UNSHARDED in `data`, separate memory of the unit's size, in the order of `user`. */
 SW_MUST_USE sw_status sw_device_unit_gather_apart(sw_device_units *units, size_t unit, void *data,
                                                   sw_stream *user, sw_error *err);
 

@@ -288,19 +288,51 @@ def gpu() -> None:
         comm.clip([(BASE, 16, "float32")], 1.0, False, BASE + 128, 0)
         comm.pack([(BASE + 256, BASE, 64)], 0)
         comm.follow(0, 0), comm.refuse_capture(0, "a test"), comm.watch(), comm.describe(), comm.stats()
-        units = engine.DeviceUnits(comm, 1, [("u", 0, BASE + 512, [(BASE, 0, 64, "float32", "float32")])])
-        units.gather(0), units.take(0, 0), units.wait(0), units.release(0, 0), units.update(0)
-        units.state(0), units.holder(0), units.stats()
         offload = engine.DeviceOffload(comm, 1 << 12, 1)
         offload.stats()
         engine.device_block_encode(comm, 32, 8, [(BASE + 4096, BASE, 0, 32)], 0)
         engine.device_finite(comm, BASE + 8192, BASE, 16, 2, 0)
-        made = engine.Reducer(comm, [("p", 16, "float32", True)], bucket_cap_bytes=1 << 12)
+        made = engine.Reducer(
+            comm,
+            [("p", 16, "float32", True), ("q", 16, "float32", False)],
+            bucket_cap_bytes=1 << 12,
+            sliced=True,
+            allocate=Memory,
+        )
+        made.mark_unfrozen(1), made.set_bucket_callback(print)
         made.stats(), made.bucket_shape(0)
+        units = engine.DeviceUnits(
+            comm, made, lambda: 0, allocate=Memory, units=[("u", 0, False, 0, [(0, "float32")])], turns=2
+        )
+        units.set_announce(lambda unit: None)
+        (
+            units.ahead(0),
+            units.gather(0),
+            units.tensor(0, 0, (16,), None),
+            units.slice(0),
+            units.release(0),
+            units.drop_ahead(),
+        )
+        units.gather(0, True), units.is_apart(0), units.release(0), units.update(), units.digest()
+        units.state(0), units.is_whole(0), units.coming(), units.take_write(0), units.sizes(), units.stats()
+        groups = engine.DeviceUnits(comm, made, lambda: 0, buckets=[(0, Memory(64))], order=[0], ends=[1], label="u")
+        groups.gather_anew(), groups.arrive([0]), groups.arrive(None)
     finally:
         comm.close()
     comm.describe()
     engine.DeviceStage(0, 1 << 20, simulation.cuda).stats()
+
+
+class Memory:
+    """Memory of the simulated GPU, as torch's tensors give it."""
+
+    is_cuda = False
+
+    def __init__(self, nbytes: int) -> None:
+        pass
+
+    def data_ptr(self) -> int:
+        return BASE + 512
 
 
 SCENES: list[Callable[[], None]] = [

@@ -267,10 +267,12 @@ static sw_status detours(loop *l)
     check(sw_device_units_update(l->units, l->optimizer, &refused) == SW_E_STATE &&
               strstr(refused.message, "'2' is gathering"),
           "an update beside an unsharded unit was not refused: %s", refused.message);
-    check(sw_device_units_holder(l->units, 2) == 2, "the place has no holder");
+    check(sw_device_unit_holder(l->units, 2) == 2, "the place has no holder");
     SW_TRY(device->ops->fill_async(device, l->apart, 0, l->unit_bytes[4], l->compute, err));
     SW_TRY(sw_device_unit_gather_apart(l->units, 4, l->apart, l->compute, err));
     SW_TRY(read_unit(l, 4, l->apart));
+    check(sw_device_unit_is_apart(l->units, 4), "unit 4 does not lie apart");
+    SW_TRY(sw_device_unit_release(l->units, 4, l->compute, err));
     SW_TRY(sw_device_unit_take(l->units, 2, l->compute, err));
     return sw_device_unit_release(l->units, 2, l->compute, err);
 }

@@ -13,6 +13,7 @@ import importlib
 import itertools
 import os
 from typing import Any
+from unittest import mock
 
 import internals
 import pytest
@@ -416,16 +417,25 @@ def remade_ring(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     module = gpus.adopt_module(Mlp())
     largest = max(range(4), key=lambda index: [*module.parameters()][index].numel())
     frozen = [*module.parameters()][largest].requires_grad_(False)
-    wrapped, _ = sw.wrap(module, torch.optim.SGD(module.parameters(), lr=0.1), zero=2, bucket_cap_mb=0.0001)
+    zeros, made = internals.cuda.runtime.zeros, []
+
+    def allocate(numel: int, dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
+        made.append(zeros(numel, dtype, like))
+        return made[-1]
+
+    with mock.patch.object(internals.cuda.runtime, "zeros", allocate):
+        wrapped, _ = sw.wrap(module, torch.optim.SGD(module.parameters(), lr=0.1), zero=2, bucket_cap_mb=0.0001)
+    ring = [each for each in made if each.dtype is torch.uint8][-2:]  # behind the slices of the means
     reducer, home = internals.reducer(wrapped), gpus.stream
     loss = wrapped(batch(rank, 6, 7)).square().mean()
     with gpus.other_stream() as side:
         internals.link(wrapped).comm.follow(side, home)
         loss.backward()
     frozen.requires_grad_()
-    ring = [*reducer._ring]
-    reducer.mark_unfrozen(largest)
-    assert ring and reducer._ring[0] is not ring[0]
+    made.clear()
+    with mock.patch.object(internals.cuda.runtime, "zeros", allocate):
+        reducer.mark_unfrozen(largest)
+    assert len(ring) == 2 and len(made) == 3 and made[1].nbytes > ring[0].nbytes, "a slice and two places"
     for place in ring:  # torch's allocator gives it to whoever asks on that stream
         place.zero_()
 

@@ -43,7 +43,7 @@ def train(gpus: SimulatedGpus, module: Any, rank: int, **options: Any) -> tuple[
 
     def look(*_: Any) -> None:
         schedule = schedule_of(wrapped)
-        found.append([u.number - 1 for u in schedule.units[1:] if u.is_whole or u.number in schedule.coming])
+        found.append([u.number - 1 for u in schedule.units[1:] if schedule.state(u) != "sharded"])
 
     handles = [block.register_forward_hook(look) for block in module]
     for step in range(3):

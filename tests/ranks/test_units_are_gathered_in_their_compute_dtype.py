@@ -132,7 +132,10 @@ def bytes_of_ours(**stage):
     held = watch.bytes_held(
         lambda tensor: (
             tensor.data_ptr() in narrow
-            or any(unit.holds(tensor) and not unit.is_whole for unit in (storage.schedule.units if not narrow else ()))
+            or any(
+                unit.holds(tensor) and storage.schedule.state(unit) == "sharded"
+                for unit in (storage.schedule.units if not narrow else ())
+            )
         )
     )
     watch.loss.backward()

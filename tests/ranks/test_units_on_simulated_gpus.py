@@ -21,7 +21,7 @@ import test_units_are_gathered_in_their_compute_dtype as computed
 import test_units_are_whole_only_while_they_run as units
 import torch
 from harness import DEADLINE_S, LONG, at_least_two, gather, in_turn, same_everywhere
-from internals import UnitPlan, UnitSchedule, choose_places
+from internals import UnitSchedule
 from models import Heads, Mlp
 from oracle.fold import bits_equal
 from peer import PEER, batch
@@ -179,20 +179,6 @@ def quiet_steps(gpus: SimulatedGpus, rank: int, world_size: int, cut: str, preci
     units.assert_released(model)
 
 
-def test_places_are_few_and_no_unit_has_that_of_one_around_it() -> None:
-    def plan(name: str, reshards: bool = True) -> UnitPlan:
-        return UnitPlan(name, nn.Identity(), (0,), reshards)
-
-    names = ["", "a", "a.x", "a.y", "a.z", "b", "b.x", "c", "d"]
-    plans = [plan(name, name not in ("", "c")) for name in names]
-    found = dict(zip(names, choose_places(plans, [1] * len(plans))))
-    assert found["a"] != found["b"] and found["a"] == found["d"] and len({found[n] for n in ("", "a", "b", "c")}) == 4
-    assert found["a.x"] == found["a.z"] == found["b.x"] or found["a.x"] != found["a.y"]
-    assert not {found[n] for n in names if "." in n} & {found[n] for n in names if "." not in n}
-    assert len(set(found.values())) == 6
-    assert choose_places([plan(""), plan("a"), plan("b"), plan("c")], [0, 1, 0, 1]) == [0, 1, 2, 3]
-
-
 @pytest.mark.parametrize("policy", some(POLICIES, 4))
 def test_units_that_run_at_once_lie_apart(teams: Any, world_size: int, paths: dict[str, str], policy: str) -> None:
     run(teams, world_size, paths, at_once, policy=policy)
@@ -284,7 +270,7 @@ def dropped_after_a_failure(gpus: SimulatedGpus, rank: int, world_size: int) -> 
     units.steps(model, optimizer, rank, 1)
     module = model.module
     assert any(each._forward_pre_hooks for each in module.modules())
-    with mock.patch.object(UnitSchedule, "_drop_coming", side_effect=sw.Error("the driver's")):
+    with mock.patch.object(UnitSchedule, "_drop_ahead", side_effect=sw.Error("the driver's")):
         del model, optimizer
         gc.collect()
     assert not any(each._forward_pre_hooks or each._forward_hooks for each in module.modules())

@@ -1,14 +1,13 @@
-"""The reducer of a GPU: allocates the engine's buckets with torch.
+"""The reducer of a GPU, whose memory is torch's.
 
-Rounds are the engine's, as on the host (docs/design/reduce.md). This class allocates the buckets; at zero >= 2 it
-allocates this rank's slices of the means and the two places in which buckets travel. csrc/python calls the underscored
-methods for the steps of a round that need torch.
+Rounds are the engine's, as on the host (docs/design/reduce.md). The engine asks for buckets with `allocate`; at
+zero >= 2 for this rank's slices of the means and for the two places in which buckets travel. csrc/python calls the
+underscored methods for the steps of a round that need torch.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,9 +15,7 @@ from torch.utils.dlpack import from_dlpack
 
 from .._engine import Reducer
 from ..backend.device_link import DeviceLink
-from ..layout.memory import address_of
 from ..layout.shard_mesh import Slicing
-from ..layout.shard_runs import itemsize_of
 from ..torch_compat import cuda
 
 
@@ -58,65 +55,18 @@ class DeviceReducer(Reducer):
             label=label,
             row=None if row is None else row.comm,
             column=None if column is None else column.comm,
+            allocate=lambda nbytes: cuda.runtime.zeros(nbytes, torch.uint8, like),
         )
         self._bucket_link = row or link  # on a mesh the column reduces the slices further
-        self._link, self._label, self._like, self.wire = link, label, like, wire
-        self._sliced, self._slice_count = sliced, slicing.count if sliced else 1
-        self._has_hook = False
-        self._adopted: set[int] = set()
+        self._link, self._sliced, self.wire = link, sliced, wire
         self._kept: dict[int, torch.Tensor] = {}
-        self._ring: list[torch.Tensor] = []  # places that buckets share in turn
-        for bucket in range(self.bucket_count):
-            if self.bucket_shape(bucket)[3]:
-                self._adopt(bucket)
-        self._make_places()
 
-    # memory ---------------------------------------------------------------------------------------------------------
-
-    def _nbytes(self, bucket: int) -> int:
-        _, numel, dtype, _ = self.bucket_shape(bucket)
-        return numel * itemsize_of(dtype)
-
-    def _adopt(self, bucket: int) -> None:
-        """Allocate memory for a bucket that joins the rounds now. A bucket without elements has an address too."""
-        _, numel, name, _ = self.bucket_shape(bucket)
-        dtype: torch.dtype = getattr(torch, name)
-        self.adopt(bucket, cuda.runtime.zeros(max(numel // self._slice_count, 1), dtype, self._like))
-        self._adopted.add(bucket)
-
-    def _make_places(self) -> None:
-        if not self._sliced:
-            return
-        # two places in turn, or one with a hook, since its buckets follow one another on torch's stream
-        sizes = heapq.nlargest(1 if self._has_hook else 2, map(self._nbytes, self._adopted))
-        if not sizes or sizes == [place.numel() for place in self._ring]:
-            return
-        self._ring = [cuda.runtime.zeros(size, torch.uint8, self._like) for size in sizes]
-        self.set_places(tuple(self._ring))
-
-    def attach(self, parameters: Any, views: Any, *, renew: Callable[[int], None], **others: Any) -> None:
+    def attach(self, parameters: Any, views: Any, **others: Any) -> None:
         """Attach as Reducer does, and read torch's current stream before each enqueue. `renew(i)` also makes a missing views[i]."""
-        self._views, self._renew = views, renew
-        super().attach(parameters, views, renew=renew, stream=cuda.runtime.stream_reader(self._link.ordinal), **others)
-
-    def mark_unfrozen(self, index: int) -> None:
-        """Include the bucket of a parameter from the next round on."""
-        bucket = self.place(index)[0]
-        if bucket not in self._adopted:
-            self._adopt(bucket)
-            self._make_places()
-            for member in self.bucket_parameters(bucket):
-                self._renew(member)
-        super().mark_unfrozen(index)
+        self._views = views
+        super().attach(parameters, views, stream=cuda.runtime.stream_reader(self._link.ordinal), **others)
 
     # rounds ---------------------------------------------------------------------------------------------------------
-
-    def set_bucket_callback(self, callback: Any, wait: Any = None) -> None:
-        """Let `callback(bucket, is_last, is_early)` average buckets at the end of a backward, on torch's current stream."""
-        self.withdraw()
-        self._has_hook = True
-        super().set_bucket_callback(callback)
-        self._make_places()
 
     def set_divide_by(self, active_only: bool) -> None:
         """Set whether means divide by the number of ranks that still train, which set_active() gives."""
@@ -150,18 +100,6 @@ class DeviceReducer(Reducer):
 
     def _blank_bucket(self, bucket: int) -> None:
         _fill_with_nothing(from_dlpack(self.bucket(bucket)))
-
-    def _locate(self, like: torch.Tensor, gradient: torch.Tensor) -> int:
-        """Return the address of a gradient laid out like `like`, so that its bytes can be copied; else 0."""
-        is_alike = (
-            address_of(gradient) != 0
-            and gradient.dtype is like.dtype
-            and gradient.device == like.device
-            and gradient.stride() == like.stride()
-            and not gradient.is_conj()
-            and not gradient.is_neg()
-        )
-        return gradient.data_ptr() if is_alike else 0
 
     def _end(self, reason: str) -> None:
         """End the communicators on every rank and raise the reason."""

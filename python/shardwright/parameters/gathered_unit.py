@@ -6,7 +6,7 @@ import itertools
 import operator
 import weakref
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -44,18 +44,15 @@ class Member(NamedTuple):
 class Unit:
     """Parameters that are whole or released together.
 
-    `running` has the clock at the beginning of each running forward; `opened`, for each open backward, that of its forward,
-    and its graph task; `forms` the form in which each running forward computes. On a GPU `place` is None for a unit that is
-    always gathered apart, and `ran_apart` has the clocks of forwards whose graphs hold views of memory apart.
+    `units` are the engine's, which know whether the unit is whole. `running` has the clock at the beginning of each running
+    forward; `opened`, for each open backward, that of its forward, and its graph task; `forms` the form in which each
+    running forward computes; `ran_apart` the clocks of forwards whose graphs hold views of memory apart.
     """
 
     is_compute_form = is_outermost = False
-    #: True while the parameters are whole; set by the schedule, which need not ask the engine
-    is_whole = False
-    place: int | None = 0
 
-    def __init__(self, number: int, plan: UnitPlan, members: Sequence[Member], *, on_gpu: bool = False) -> None:
-        self.number = number
+    def __init__(self, units: Any, number: int, plan: UnitPlan, members: Sequence[Member]) -> None:
+        self._units, self.number = units, number
         self.name = plan.name
         self.module = weakref.ref(plan.module)
         self.reshard_after_forward = plan.reshard_after_forward
@@ -65,7 +62,7 @@ class Unit:
         self.module_parameters = [module_parameter(parameter) for parameter in self.parameters]
         self._has_dtensors = any(map(is_dtensor, self.module_parameters))
         self._guarded, self._own = guarded_classes(Released, self.names, self.module_parameters)
-        self._on_gpu = on_gpu  # the host must not wait for the GPU, so nothing is read
+        self._sees_writes: bool = not units.is_collective  # else a read of values would wait for a GPU
         self.compute_form: ComputeForm | None = None
         self.forms: list[Unit] = []
         self.running: list[int] = []
@@ -73,6 +70,7 @@ class Unit:
         self.ran_apart: set[int] = set()
         self.pin = NOT_PINNED
         self._in_place = [each.whole for each in members]
+        self.shapes = [(each.whole.shape, each.whole.stride()) for each in members]
         self.lie_in(None)
         self.released_addresses: list[int] = []  # of the parameters' data, as whole_addresses
         self._make_placeholders()
@@ -86,12 +84,12 @@ class Unit:
         following = {}
         for dtype in dict.fromkeys(parameter.dtype for parameter in self.parameters):
             count = sum(parameter.dtype == dtype for parameter in self.parameters)
-            if self._on_gpu:
-                scalars = torch.full((count,), float("nan"), dtype=dtype, device=self.parameters[0].device)
-            else:
+            if self._sees_writes:
                 self._blank[dtype] = b"\xff" * (dtype.itemsize * count)
                 self._bytes[dtype] = bytearray(self._blank[dtype])
                 scalars = torch.frombuffer(self._bytes[dtype], dtype=dtype)
+            else:
+                scalars = torch.full((count,), float("nan"), dtype=dtype, device=self.parameters[0].device)
             following[dtype] = iter(scalars.unbind())
         self.placeholders = [next(following[p.dtype]).expand(p.shape) for p in self.parameters]
         self.released_addresses = [each.data_ptr() for each in self.placeholders]
@@ -100,13 +98,12 @@ class Unit:
 
     def lie_in(self, whole: list[torch.Tensor] | None) -> None:
         """Set the data that the parameters have when they are whole: memory apart, or with None their place."""
-        self.is_apart = whole is not None
         self.whole = self._in_place if whole is None else whole
         self.whole_addresses = [each.data_ptr() for each in self.whole]
 
     def lose_place(self) -> None:
         """Gather this unit apart from now on."""
-        self.place, self._in_place = None, []
+        self._in_place = []
         self.lie_in(None)
 
     def holds(self, tensor: torch.Tensor) -> bool:
@@ -141,7 +138,7 @@ class Unit:
 
     def span(self) -> list[tuple[int, int]]:
         """Return (address, bytes) of the memory of the whole unit, if it has any."""
-        if not (self.is_whole and self.whole):
+        if not (self.whole and self._units.is_whole(self.number)):
             return []
         begin = min(self.whole_addresses)
         return [(begin, max(at + each.nbytes for at, each in zip(self.whole_addresses, self.whole)) - begin)]
@@ -177,7 +174,7 @@ class Unit:
 
     def note_samples(self) -> None:
         """Record samples of the whole values, because a program can write to them through `.data` until the step."""
-        if self._samples is None and not self._on_gpu:
+        if self._samples is None and self._sees_writes:
             self._samples = self._read_samples()
 
     def _read_samples(self) -> list[int]:
@@ -208,10 +205,8 @@ class ComputeForm(Unit):
 
     is_compute_form = True
 
-    def __init__(
-        self, unit: Unit, number: int, plan: UnitPlan, members: Sequence[Member], *, on_gpu: bool = False
-    ) -> None:
-        super().__init__(number, plan, members, on_gpu=on_gpu)
+    def __init__(self, units: Any, number: int, plan: UnitPlan, members: Sequence[Member], unit: Unit) -> None:
+        super().__init__(units, number, plan, members)
         self.unit = unit
         self._positions = {id(parameter): position for position, parameter in enumerate(self.parameters)}
 
@@ -228,7 +223,7 @@ class ComputeForm(Unit):
     show_released = show_whole
 
     def take_written(self) -> str | None:
-        return None if self.unit.is_whole else self.unit.take_written()
+        return None if self._units.is_whole(self.unit.number) else self.unit.take_written()
 
     def count_writes(self) -> None:
         """Bump the version counter, so that autograd detects changed saved values."""

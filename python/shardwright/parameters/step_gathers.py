@@ -6,19 +6,22 @@ wait for its groups; any other read of a parameter waits for that parameter's gr
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 
-from .._engine import DeviceUnits, Error, Reducer
+from .._engine import DeviceUnits, Reducer
 from ..backend.base import Request
-from ..backend.device_link import DeviceLink
+from ..backend.device_link import DeviceLink, alias
 from ..layout.param_groups import UnitPlan
+from ..layout.shard_runs import itemsize_of
 from ..torch_compat import autograd as _hooks
+from ..torch_compat import cuda
 from ..torch_compat.weak import weakly
 from .read_guard import Awaited, change_classes, guarded_classes
 from .unshard_schedule import ModuleHook
@@ -29,15 +32,16 @@ _NO_OVERLAP = (
     "break the compiler's graph. prefetch=0 "
     "asks for no overlap, and silences this line"
 )
-#: the size of one NCCL group
-_GROUP_MAX = 32
 
 
 class StepGathers:
-    """Buckets of parameters after each rank has updated its slices. `link` joins the ranks that own all slices together.
+    """Whole parameters in torch's memory on a GPU, gathered after each rank has updated its slices. The calls are a private Store's.
 
-    The request's `forwards` lists the units whose forwards wait for their own parameters; if empty, nothing overlaps.
+    `link` joins the ranks that own all slices together. The request's `forwards` lists the units whose forwards wait for
+    their own parameters; if empty, nothing overlaps.
     """
+
+    reason, is_home = "", True
 
     def __init__(self, link: DeviceLink, reducer: Reducer, request: Request) -> None:
         self._link, self._reducer, self._table, self._label = link, reducer, request.table, request.label
@@ -48,17 +52,41 @@ class StepGathers:
         self._guarded, self._own = guarded_classes(
             Awaited, self._table.names, self._table.parameters, weakly(self.arrive)
         )
+        self._numbers = {id(parameter): number for number, parameter in enumerate(self._table.parameters)}
+        self._memory: dict[int, torch.Tensor] = {}  # by bucket
+        self._stepped: set[int] = set()  # buckets
         self._engine: DeviceUnits | None = None
-        self._stream = 0  # torch's stream at the last step
-        self._planned: list[int] = []  # buckets
-        self._members: list[list[torch.Tensor]] = []  # each group's parameters
-        self._group_of: dict[int, int] = {}  # by id of the parameter
+        self._planned: set[int] = set()  # buckets
+        self._gathered: list[torch.Tensor] = []  # parameters
         self._lock = threading.RLock()  # held by any thread that reads parameters
-        self._pending: set[int] = set()  # groups for which no stream waits yet
         self._around: list[weakref.ref[torch.nn.Module]] = []
         self._handles: list[Any] = []
         if self.units:
             self._hook()
+
+    def tensor(self, index: int, like: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of the shape of `like` over a parameter's memory in its bucket."""
+        bucket, begin, _ = self._reducer.place(index)
+        _, numel, dtype, _ = self._reducer.bucket_shape(bucket)
+        if bucket not in self._memory:
+            self._memory[bucket] = cuda.runtime.zeros(numel, getattr(torch, dtype), self._table.parameters[0].data)
+        flat = self._memory[bucket]
+        return alias(self._link, flat, flat.data_ptr() + begin * itemsize_of(dtype), dtype, like.shape, like)
+
+    def adopt(self, index: int) -> None:
+        """Gather the bucket of a parameter that trains from now on."""
+        self._stepped.add(self._reducer.place(index)[0])
+
+    def is_stepped(self, index: int) -> bool:
+        return self._reducer.place(index)[0] in self._stepped
+
+    @property
+    def bytes_held(self) -> int:
+        return sum(each.nbytes for each in self._memory.values())
+
+    def mapped(self) -> list[tuple[int, int]]:
+        """Return nothing: a forked child cannot use a GPU."""
+        return []
 
     def _hook(self) -> None:
         for number, plan in enumerate(self.units):
@@ -70,9 +98,9 @@ class StepGathers:
         for name, module in self.units[0].module.named_modules():
             if any(not name or each == name or each.startswith(f"{name}.") for each in names):
                 self._around.append(weakref.ref(module))
-        self.arrange()
+        self.arrange_hooks()
 
-    def arrange(self, is_compiling: bool = False) -> None:
+    def arrange_hooks(self, is_compiling: bool = False) -> None:
         """End the overlap if a unit or a module around one is compiled: guards and hooks would break its graph."""
         modules = (reference() for reference in self._around)
         if self.units and (is_compiling or any(each is not None and _hooks.is_compiled(each) for each in modules)):
@@ -90,82 +118,57 @@ class StepGathers:
 
     # gathering ------------------------------------------------------------------------------------------------------
 
-    def publish(self, buckets: Mapping[int, torch.Tensor]) -> None:
-        """Gather the buckets from all ranks' slices, after the work on torch's current stream. Collective."""
-        self.settle()
-        if self._link.world_size == 1 or not any(memory.numel() for memory in buckets.values()):
-            return
-        if self._planned != [*buckets]:
-            self._make(buckets)
-        assert self._engine is not None
-        self._stream = self._link.current_stream()
-        self._engine.gather_anew(self._stream)
-        self._pending.update(range(len(self._members)))
-        if not self.units:
-            self.settle()
-        for members in self._members if self.units else ():
-            change_classes(members, self._guarded)
+    def publish(self, failed: bool | None = None) -> None:
+        """Gather the buckets from all ranks' slices, after the work on torch's current stream. Collective, no wait.
 
-    def _make(self, buckets: Mapping[int, torch.Tensor]) -> None:
+        Cost: (world_size - 1) / world_size of the parameters' bytes to and from each rank.
+        """
+        self.settle()
+        if self._planned != self._stepped and self._link.world_size > 1:
+            self._make(self._stepped)
+        if self._engine is not None:
+            self._engine.gather_anew()
+            if self.units:
+                change_classes(self._gathered, self._guarded)
+            else:
+                self.settle()
+
+    def _make(self, buckets: Collection[int]) -> None:
         """Make the engine's units of these buckets, in groups in the order of use by a forward."""
-        self._planned = [*buckets]
-        waiting = {bucket: memory for bucket, memory in buckets.items() if memory.numel()}
-        groups: list[dict[int, torch.Tensor]] = []
-        orders = [[self._reducer.place(index)[0] for index in plan.indices] for plan in self.units]
-        for order in (*orders, self._planned):
-            own = [bucket for bucket in dict.fromkeys(order) if bucket in waiting]
-            for first in range(0, len(own), _GROUP_MAX):
-                groups.append({bucket: waiting.pop(bucket) for bucket in own[first : first + _GROUP_MAX]})
-        self._members = [
-            [self._table.parameters[index] for bucket in group for index in self._reducer.bucket_parameters(bucket)]
-            for group in groups
-        ]
-        self._group_of = {id(p): number for number, members in enumerate(self._members) for p in members}
-        specs = []
-        for number, group in enumerate(groups):
-            begin = min(memory.data_ptr() for memory in group.values())
-            runs = []
-            for bucket, memory in group.items():
-                dtype, nbytes = self._reducer.bucket_shape(bucket)[2], memory.nbytes // self._link.world_size
-                source = memory.data_ptr() + self._link.rank * nbytes
-                runs.append((source, memory.data_ptr() - begin, nbytes, dtype, dtype))
-            specs.append((self._label, number, begin, runs))
-        self._engine = DeviceUnits(self._link.comm, len(specs), specs)
+        self._planned = {*buckets}
+        order = [plan.indices for plan in self.units]
+        self._engine = DeviceUnits(
+            *(self._link.comm, self._reducer, self._link.current_stream),
+            buckets=[(bucket, self._memory[bucket]) for bucket in sorted(buckets)],
+            order=[*itertools.chain(*order)],
+            ends=[*itertools.accumulate(map(len, order))],
+            label=self._label,
+        )
+        members = itertools.chain(*map(self._reducer.bucket_parameters, buckets))
+        self._gathered = [self._table.parameters[index] for index in members]
 
     # waiting --------------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
         """Make torch's current stream wait for all gathers."""
-        if self._pending:
-            self._take(self._pending.copy())
+        if self._engine is not None and self._engine.coming():
+            self._take(None)
 
     def refuse(self, unit: UnitPlan, what: str) -> None:
         """Allow copies: reading a parameter waits for it."""
 
     def take_unit(self, unit: UnitPlan, *_: object) -> None:
         """Make torch's current stream wait for a unit's parameters."""
-        if self._pending:
-            parameters = map(self._table.parameters.__getitem__, unit.indices)
-            self._take({self._group_of[id(p)] for p in parameters if id(p) in self._group_of})
+        if self._engine is not None and self._engine.coming():
+            self._take(unit.indices)
 
     def arrive(self, parameter: torch.Tensor) -> None:
         """Make torch's current stream wait for a parameter."""
-        self._take({self._group_of[id(parameter)]})
+        self._take([self._numbers[id(parameter)]])
 
-    def _take(self, groups: Iterable[int]) -> None:
-        engine = self._engine
-        assert engine is not None
+    def _take(self, indices: Sequence[int] | None) -> None:
+        """Wait for the groups of these parameters; None: for all. The next forward raises a communicator's error."""
+        assert self._engine is not None
         with self._lock:
-            stream = self._link.current_stream()
-            for group in sorted(self._pending.intersection(groups)):
-                try:
-                    engine.take(group, stream)
-                    if stream != self._stream:  # the step's stream reads next, and nothing orders it after this stream
-                        engine.take(group, self._stream)
-                except NotImplementedError:  # a captured stream must not wait for work outside its graph
-                    engine.wait(group)
-                except Error:  # the next forward raises the communicator's error
-                    if self._link.comm.is_alive:
-                        raise
-                self._pending.discard(group)
-                change_classes(self._members[group], self._own)
+            arrived = self._engine.arrive(indices)
+            change_classes([*map(self._table.parameters.__getitem__, arrived)], self._own)

@@ -55,7 +55,7 @@ class ParameterMemory(Storage):
             self._make_casts(request)
 
     def hook_arranger(self) -> Callable[[bool], None] | None:
-        arrange: Callable[[bool], None] | None = None if self._gathers is None else self._gathers.arrange
+        arrange: Callable[[bool], None] | None = None if self._gathers is None else self._gathers.arrange_hooks
         return arrange
 
     def settle(self) -> None:

@@ -5,10 +5,11 @@ reverse of the order in which they were made. When the backward reaches the outp
 forward that began after its end is over. Those units are released. Remaining units are released at the end of the graph
 task. Releasing is always safe: code that needs a unit gathers it first.
 
-On a GPU a gather is an asynchronous collective. While a unit computes, the units that followed it last time are gathered
-ahead. Ranks must therefore run the same units in the same order; each round compares a digest of it. A unit always lies
-in the same place, since autograd keeps views of it. If another unit that must stay whole occupies its place (both run at
-once, full_parameters(), unshard()), it is gathered *apart*, into temporary memory.
+The engine's type knows whether a unit is whole and where it lies. Its gathers may be collectives (DeviceUnits). While a
+unit computes, the units that followed it last time are then gathered ahead. Ranks must run the same units in the same
+order; each round compares a digest of it. A unit always lies in the same place, since autograd keeps views of it. If
+another unit that must stay whole occupies its place (both run at once, full_parameters(), unshard()), it is gathered
+*apart*, into temporary memory.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import torch
 from .._engine import Error
 from ..layout.param_groups import UnitPlan
 from ..torch_compat import autograd as _hooks
+from ..torch_compat.engine_storage import engine_tensor
 from ..torch_compat.internals import forward_hooks
 from .gathered_unit import BY_USER, NOT_PINNED, UNTIL_STEP, ComputeForm, Member, Unit
 
@@ -39,10 +41,10 @@ _COPY = (
 class UnitSchedule:
     """The units of one module, and the forwards and backwards that run in each unit.
 
-    `units` are the engine's (Store, or Places on a GPU), with compute forms after the units; the first plan is the outermost
+    `units` are the engine's (Store or DeviceUnits), with compute forms after the units; the first plan is the outermost
     unit's. `compute_members` has each unit's parameters in its compute form, if any. `abort` sends the others the reason why
-    this rank stops. `coded`: running modules see parameters decoded from records. `places`, on a GPU: of each plan's unit, or
-    of its compute form; the unit itself then has none. `depth` units are gathered ahead.
+    this rank stops. `coded`: running modules see parameters decoded from records. `depth` units are gathered ahead, if
+    gathers are collectives.
     """
 
     #: the units, then their compute forms
@@ -57,26 +59,21 @@ class UnitSchedule:
         *,
         coded: bool = False,
         compute_members: Sequence[list[Member]] = (),
-        places: Sequence[int] | None = None,
         depth: int = 0,
     ) -> None:
         self._units = units
         #: for each phase, a unit's number -> the units to gather ahead while it runs, if the program names them
         self.ahead: dict[str, dict[int, Callable[[], list[Unit]]]] = {"forward": {}, "backward": {}}
         self._coded, self._abort, self._depth = coded, abort, depth
-        self._on_gpu = places is not None
-        self.units = [
-            Unit(number, plan, each, on_gpu=self._on_gpu) for number, (plan, each) in enumerate(zip(plans, members))
-        ]
+        self._together: bool = units.is_collective
+        self.units = [Unit(units, number, plan, each) for number, (plan, each) in enumerate(zip(plans, members))]
         self._plain = self.units.copy()
         for unit, plan, each in zip(self._plain, plans, compute_members):
             if each:
-                unit.compute_form = ComputeForm(unit, len(self.units), plan, each, on_gpu=self._on_gpu)
+                unit.compute_form = ComputeForm(units, len(self.units), plan, each, unit)
                 self.units.append(unit.compute_form)
-        for unit, place in zip(self._plain, places or ()):
-            (unit.compute_form or unit).place = place
-            if unit.compute_form is not None:
-                unit.lose_place()
+                if units.is_collective:  # the form has its place
+                    unit.lose_place()
         for form in (self.units[0], self.units[0].compute_form):
             if form is not None:
                 form.is_outermost = True
@@ -86,7 +83,6 @@ class UnitSchedule:
         self._keepers = 0  # the number of open everything() contexts
         self._latest: Unit | None = None  # the unit of the forward that ended last
         self._turning: Unit | None = None  # the unit of the last forward before the previous backward
-        self.coming: set[int] = set()  # the units whose gather ahead is running
         self.forget_order()
         self._handles: list[Any] = []
         # a module's two dictionaries of hooks, and our hook in each
@@ -162,62 +158,34 @@ class UnitSchedule:
 
     def _gather(self, unit: Unit, in_place: bool = False) -> None:
         """Make a unit whole. `in_place`: the graph that runs next holds views of its place."""
-        if unit.is_whole:
-            if not (in_place and unit.is_apart):
+        if self._units.is_whole(unit.number):
+            if not (in_place and self._units.is_apart(unit.number)):
                 return
             self._release(unit)
         self._check_released(unit)
+        exact = not self._coded or self._keepers > 0
         if _hooks.profiler_enabled():
             parts = [(each.numel(), each.dtype) for each in unit.whole]
             name = unit.name or ", ".join(unit.names[:1])
             with _hooks.collective_range("all_gather", f"unit {unit.number}, {name}", parts):
-                self._fetch(unit, in_place)
+                self._fetch(unit, in_place, exact)
         else:
-            self._fetch(unit, in_place)
-        unit.is_whole = True
+            self._fetch(unit, in_place, exact)
         unit.show_whole()
         unit.note_versions()
 
-    def _fetch(self, unit: Unit, in_place: bool) -> None:
-        if not self._on_gpu:
-            self._units.gather(unit.number, False, not self._coded or self._keepers > 0)
-        elif unit.number in self.coming or (self._may_lie_in_place(unit, in_place) and self._make_room(unit, in_place)):
-            self._take(unit)
-        else:
-            unit.lie_in(self._units.gather_apart(unit.number))
+    def _fetch(self, unit: Unit, in_place: bool = True, exact: bool = True) -> None:
+        """Gather a unit; not `in_place`: apart if it stays whole for long, or if another unit must stay in its place."""
+        apart = not in_place and (self._keepers > 0 or unit.pin is BY_USER)
+        holder = self._units.gather(unit.number, apart, exact)
+        if holder is not None:
+            self._units.gather(unit.number, not self._leaves(self.units[holder], unit, in_place), exact)
+        if self._units.is_apart(unit.number):
+            parts = zip(unit.indices, unit.shapes)
+            unit.lie_in([engine_tensor(self._units.tensor(unit.number, index, *shape)) for index, shape in parts])
 
-    def _fetch_exactly(self, unit: Unit) -> None:
-        """Gather a unit regardless of what else is whole."""
-        if not self._on_gpu:
-            self._units.gather(unit.number)
-        elif unit.place is None:
-            unit.lie_in(self._units.gather_apart(unit.number))
-        else:
-            self._take(unit)
-
-    def _take(self, unit: Unit) -> None:
-        if unit.number not in self.coming:
-            self._begin(unit)
-        self._units.take(unit.number)  # refused inside a capture: the gather goes on
-        self.coming.discard(unit.number)
-
-    def _begin(self, unit: Unit) -> None:
-        self._units.gather(unit.number)
-        self.coming.add(unit.number)
-
-    def _may_lie_in_place(self, unit: Unit, in_place: bool) -> bool:
-        return unit.place is not None and (in_place or not (self._keepers or unit.pin is BY_USER))
-
-    def _make_room(self, unit: Unit, in_place: bool) -> bool:
-        """Return True if the place of `unit` is free, or can be made so."""
-        assert unit.place is not None
-        number = self._units.holder(unit.place)
-        if number is None:
-            return True
-        other = self.units[number]
-        if number in self.coming:
-            self._drop_coming()
-            return True
+    def _leaves(self, other: Unit, unit: Unit, in_place: bool) -> bool:
+        """Return True if the holder of the place of `unit` could leave it. If not `in_place`, `unit` can lie apart."""
         if not (other.running or other.opened) and other.pin is not UNTIL_STEP:
             self._release(other)
             if other.pin is BY_USER or (self._keepers and not other.is_compute_form):
@@ -247,25 +215,22 @@ class UnitSchedule:
         raise Error(message)
 
     def _release(self, unit: Unit) -> None:
-        if unit.is_whole:
+        if self._units.is_whole(unit.number):
             written = unit.find_written()
-            listener = self.on_release()
-            if listener is not None and not (unit.compute_form is not None and unit.compute_form.is_whole):
+            listener, form = self.on_release(), unit.compute_form
+            if listener is not None and not (form is not None and self._units.is_whole(form.number)):
                 listener(unit.parameters)
             unit.show_released()
             if self.before_reuse is not None:
                 self.before_reuse()
             self._leave(unit)
-            unit.is_whole = False
             if written is not None:
                 self._refuse_write(written, "was written to while it was whole for the time of its unit's run only")
 
     def _leave(self, unit: Unit) -> None:
-        """Give back the memory in which a unit lies. Memory apart is torch's, whose allocator orders its reuse."""
-        if unit.is_apart:
+        if self._units.is_apart(unit.number):
             unit.lie_in(None)
-        else:
-            self._units.release(unit.number)
+        self._units.release(unit.number)
 
     def accept_writes(self) -> None:
         """Accept legal writes and the engine's own."""
@@ -280,8 +245,8 @@ class UnitSchedule:
 
     def release_all(self) -> None:
         """Forget everything gathered: the slices are about to change."""
-        if self.coming:
-            self._drop_coming()
+        if self._together:
+            self._drop_ahead()
         self._tasks.clear()
         for unit in self.units:
             unit.forms.clear()
@@ -301,7 +266,7 @@ class UnitSchedule:
     def gather_beside(self, number: int) -> None:
         """Take part in a gather of other ranks without making a unit whole here."""
         self.release_all()
-        self._fetch_exactly(self.units[number])
+        self._fetch(self.units[number])
         self._leave(self.units[number])
 
     @contextlib.contextmanager
@@ -335,22 +300,20 @@ class UnitSchedule:
     def surrender(self, *, whole: bool = True) -> None:
         """End the schedule, and give the parameters separate memory; not `whole`: they stay released, as on GPUs one by one."""
         with contextlib.nullcontext() if whole else contextlib.suppress(Error):  # a GPU that failed keeps no hooks
-            self._drop_coming()
-        if whole and self._on_gpu:
-            self.release_all()
+            if self._together:
+                self._drop_ahead()
         self.detach()
         units, self.units = self.units, []
         for unit in units:
             if not whole:
                 self._abandon(unit)
                 continue
-            if (self._coded or unit.is_compute_form) and unit.is_whole:
+            if (self._coded or unit.is_compute_form) and self._units.is_whole(unit.number):
                 self._leave(unit)
-                unit.is_whole = False
             if unit.is_compute_form:
                 continue
-            if not unit.is_whole:
-                self._fetch_exactly(unit)
+            if not self._units.is_whole(unit.number):
+                self._fetch(unit)
             unit.give_up()
             ours = {*unit.whole_addresses, *unit.released_addresses}
             for parameter, each in zip(unit.parameters, unit.whole):
@@ -360,14 +323,14 @@ class UnitSchedule:
 
     def _abandon(self, unit: Unit) -> None:
         unit.give_up(whole=False)
-        if unit.is_whole:
+        if self._units.is_whole(unit.number):
             unit.show_released()
             with contextlib.suppress(Error):
                 self._leave(unit)
 
     def pin(self, unit: Unit) -> None:
-        """Gather a unit until unpin(); on a GPU apart, so that other units can use its place."""
-        if self._on_gpu and not (unit.running or unit.opened):
+        """Gather a unit until unpin(); apart, if it has a place, so that other units can use that."""
+        if self._together and not (unit.running or unit.opened):
             self._release(unit)
         unit.pin = BY_USER
         self._gather(unit)
@@ -386,12 +349,8 @@ class UnitSchedule:
         self._before[phase] = unit
         named = self.ahead[phase].get(unit.unit.number if isinstance(unit, ComputeForm) else unit.number)
         for following in self._followers(phase, unit) if named is None else map(self._form_of, named()):
-            if not following.indices or following.is_whole or following.number in self.coming:
-                continue
-            is_free = following.place is not None and self._units.holder(following.place) is None
-            if self._keepers or following.pin is not NOT_PINNED or not is_free:
+            if not self._units.ahead(following.number, self._keepers > 0 or following.pin is not NOT_PINNED):
                 return
-            self._begin(following)
 
     def _followers(self, phase: str, unit: Unit) -> Iterator[Unit]:
         for _ in range(self._depth):
@@ -401,11 +360,9 @@ class UnitSchedule:
             unit = following
             yield unit
 
-    def _drop_coming(self) -> None:
+    def _drop_ahead(self) -> None:
         """Release units that were gathered ahead and not used."""
-        for number in sorted(self.coming):
-            self._take(self.units[number])
-            self._units.release(number)
+        self._units.drop_ahead()
 
     # where a parameter lies ---------------------------------------------------------------------------------------
 
@@ -415,9 +372,9 @@ class UnitSchedule:
         if unit is None or not self.units:
             return parameter if unit is None else None
         form = unit.compute_form
-        if form is not None and form.is_whole and not self._keepers:
+        if form is not None and not self._keepers and self._units.is_whole(form.number):
             return form.memory_of(parameter)
-        return parameter if unit.is_whole else None
+        return parameter if self._units.is_whole(unit.number) else None
 
     @property
     def computed_with(self) -> list[torch.Tensor]:
@@ -426,15 +383,23 @@ class UnitSchedule:
 
     def addresses(self) -> dict[int, int]:
         """Map the number of each parameter that can be released to the expected address of its data."""
+        is_whole = self._units.is_whole
         return {
             index: address
             for unit in self._plain
-            for index, address in zip(unit.indices, unit.whole_addresses if unit.is_whole else unit.released_addresses)
+            for index, address in zip(
+                unit.indices, unit.whole_addresses if is_whole(unit.number) else unit.released_addresses
+            )
         }
 
     def mapped(self) -> list[tuple[int, int]]:
         """Return (address, bytes) of the units that are whole."""
         return [span for unit in self.units for span in unit.span()]
+
+    def state(self, unit: Unit) -> str:
+        """Return "sharded", "gathering" or "unsharded"."""
+        found: str = self._units.state(unit.number)
+        return found
 
     def stats(self) -> dict[str, Any]:
         return {"units": len(self._plain), **self._units.stats()}
@@ -453,7 +418,7 @@ class UnitSchedule:
         if not is_recomputed and self._tasks:  # no backward runs: an exception ended those still listed
             self._end_tasks(self._tasks.copy())
         self._gather(unit)
-        if self._on_gpu and not is_recomputed:
+        if self._together and not is_recomputed:
             if is_outermost:
                 self._before["forward"] = None
             self._look_ahead("forward", unit)
@@ -464,7 +429,7 @@ class UnitSchedule:
         if not unit.running:
             return  # another hook raised before ours
         begin, end = unit.running.pop(), next(self._clock)
-        if unit.is_apart:
+        if self._units.is_apart(unit.number):
             unit.ran_apart.add(begin)
         failed = output is None and sys.exc_info()[0] is not None
         differentiable = not failed and torch.is_grad_enabled()
@@ -483,8 +448,8 @@ class UnitSchedule:
             self._latest = unit
         if not hooked or (unit.reshard_after_forward and unit is not self._turning):
             self._release_if_idle(unit)
-        if self.coming and unit.is_outermost and not unit.running and _hooks.graph_task_id() == _NO_TASK:
-            self._drop_coming()
+        if self._together and unit.is_outermost and not unit.running and _hooks.graph_task_id() == _NO_TASK:
+            self._drop_ahead()
 
     @contextlib.contextmanager
     def running(self, unit: Unit, module: torch.nn.Module, inputs: Any) -> Iterator[Callable[[Any], None]]:
@@ -505,7 +470,7 @@ class UnitSchedule:
             finish = functools.partial(_end_task, weakref.ref(self), task)
             # A failed backward releases its units at once, on its caller's thread. On a GPU one of torch's threads may
             # drop it later, and the next forward releases them.
-            _hooks.queue_at_end(finish, None if self._on_gpu else finish)
+            _hooks.queue_at_end(finish, None if self._together else finish)
         for other in self.units:
             if other.opened and min(other.opened)[0] > end:
                 other.opened.clear()
@@ -515,7 +480,7 @@ class UnitSchedule:
         self._gather(unit, begin not in unit.ran_apart)
         if torch.is_grad_enabled() and unit.pin is NOT_PINNED:  # create_graph: a backward of this backward will follow
             self._pin_until_step(unit)
-        if self._on_gpu:
+        if self._together:
             self._look_ahead("backward", unit)
 
     def _pin_until_step(self, unit: Unit) -> None:
@@ -533,14 +498,14 @@ class UnitSchedule:
                 opened.append(unit)
         for unit in opened:
             self._release_if_idle(unit)
-        if self.coming and not self._tasks:
+        if self._together and not self._tasks:
             with contextlib.suppress(Error):  # the next forward raises the communicator's error
-                self._drop_coming()
+                self._drop_ahead()
 
     def _before_holder(self, unit: Unit, *_: Any) -> None:
         """Gather the unit of a module called outside its unit's forward, and pin it until the step. Its pages are kept."""
         form = self._form_of(unit)
-        if not form.is_whole:
+        if not self._units.is_whole(form.number):
             self._gather(form)
             self._pin_until_step(form)
 
@@ -549,7 +514,7 @@ class UnitSchedule:
 
     def refuse(self, unit: Unit, what: str) -> None:
         """Raise Error if `unit` is released."""
-        if not unit.is_whole:
+        if not self._units.is_whole(unit.number):
             raise Error(_COPY.format(what=what))
 
 

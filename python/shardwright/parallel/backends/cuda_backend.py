@@ -11,18 +11,17 @@ import torch
 
 from ..._engine import Reducer
 from ...backend.base import Capabilities, Request
-from ...backend.device_link import DeviceLink, alias, device_link, mesh_links
+from ...backend.device_link import DeviceLink, device_link, mesh_links
 from ...comm.levels import Lease, Levels
 from ...comm.process_group import HostGroup
 from ...compress.device_exchange import DeviceExchange
 from ...gradients.device_reducer import DeviceReducer
 from ...layout.param_table import ParameterTable
-from ...layout.shard_runs import Storage, itemsize_of
+from ...layout.shard_runs import Storage
 from ...options.compress import Compressor
 from ...options.compressors import Bf16, Fp16
 from ...parameters.device_groups import DeviceUnitMemory, rows_in_groups
 from ...parameters.step_gathers import StepGathers
-from ...torch_compat import cuda
 from ...torch_compat.weak import weakly
 
 
@@ -83,11 +82,11 @@ class CudaBackend:
             mesh=self._mesh,
         )
 
-    def store(self, reducer: Reducer, request: Request, *, shared: bool) -> tuple[CudaBuckets, StepGathers]:
-        gathers = StepGathers(self.row, reducer, request)
-        return CudaBuckets(self.row, reducer, request, gathers), gathers
+    def store(self, reducer: Reducer, request: Request, *, shared: bool) -> tuple[StepGathers, StepGathers]:
+        made = StepGathers(self.row, reducer, request)
+        return made, made
 
-    def tensor(self, store: CudaBuckets, index: int, like: torch.Tensor) -> torch.Tensor:
+    def tensor(self, store: StepGathers, index: int, like: torch.Tensor) -> torch.Tensor:
         return store.tensor(index, like)
 
     def unshard_store(self, reducer: Reducer, request: Request) -> Storage:
@@ -115,45 +114,6 @@ class CudaBackend:
     def abort(self, reason: str) -> None:
         if self.link.comm.is_alive:
             self.link.fail(reason)
-
-
-class CudaBuckets:
-    """Whole parameters in torch tensors, gathered after the work on torch's current stream. The calls are a private Store's."""
-
-    reason, is_home = "", True
-
-    def __init__(self, row: DeviceLink, reducer: Reducer, request: Request, gathers: StepGathers) -> None:
-        like = request.table.parameters[0].data
-        self._row, self._reducer, self._like = row, reducer, like
-        self._gathers = gathers
-        self._memory: dict[int, torch.Tensor] = {}
-        self._stepped: set[int] = set()
-
-    def tensor(self, index: int, like: torch.Tensor) -> torch.Tensor:
-        bucket, begin, _ = self._reducer.place(index)
-        _, numel, dtype, _ = self._reducer.bucket_shape(bucket)
-        if bucket not in self._memory:
-            self._memory[bucket] = cuda.runtime.zeros(numel, getattr(torch, dtype), self._like)
-        flat = self._memory[bucket]
-        return alias(self._row, flat, flat.data_ptr() + begin * itemsize_of(dtype), dtype, like.shape, like)
-
-    def adopt(self, index: int) -> None:
-        self._stepped.add(self._reducer.place(index)[0])
-
-    def is_stepped(self, index: int) -> bool:
-        return self._reducer.place(index)[0] in self._stepped
-
-    @property
-    def bytes_held(self) -> int:
-        return sum(each.nbytes for each in self._memory.values())
-
-    def publish(self, failed: bool | None = None) -> None:
-        """Publish, without a wait. Cost: (world_size - 1) / world_size of the parameters' bytes to and from each rank."""
-        self._gathers.publish({bucket: self._memory[bucket] for bucket in sorted(self._stepped)})
-
-    def mapped(self) -> list[tuple[int, int]]:
-        """Return nothing: a forked child cannot use a GPU."""
-        return []
 
 
 def _check_borrowing(module: torch.nn.Module, group: HostGroup) -> None:
