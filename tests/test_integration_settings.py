@@ -67,7 +67,7 @@ def test_run_takes_a_module_with_options_of_the_environment(tmp_path, monkeypatc
     assert not given
 
 
-def test_run_puts_our_accelerator_in_the_place_of_the_stock_one(tmp_path, monkeypatch, capsys):
+def test_run_puts_our_accelerator_in_the_place_of_the_stock_one(tmp_path, monkeypatch, capsys, caplog):
     import accelerate
     import accelerate.accelerator
     from accelerate.state import AcceleratorState, GradientState
@@ -79,6 +79,7 @@ def test_run_puts_our_accelerator_in_the_place_of_the_stock_one(tmp_path, monkey
     monkeypatch.setattr(sys, "path", sys.path[:])
     monkeypatch.setattr(sys, "meta_path", sys.meta_path[:])
     monkeypatch.setenv("SHARDWRIGHT_OPTIONS", "")
+    monkeypatch.delenv("RANK", raising=False)
     program = tmp_path / "stock.py"
     program.write_text(
         "import sys\nfrom accelerate import Accelerator\na = Accelerator(cpu=True)\nprint(type(a).__module__, a.zero, sys.argv[1:])\n"
@@ -90,6 +91,7 @@ def test_run_puts_our_accelerator_in_the_place_of_the_stock_one(tmp_path, monkey
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
     assert capsys.readouterr().out == f"{Accelerator.__module__} 3 ['--its', 'own']\n"
+    assert "accelerate has started one process, which trains as one rank" in caplog.text
     monkeypatch.setenv("SHARDWRIGHT_OPTIONS", "zero1")
     try:
         assert main(["run", str(program), "more"]) == 0

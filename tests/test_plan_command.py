@@ -118,6 +118,11 @@ def test_numbers_make_a_model_of_their_size():
         7e9, rel=4e-4
     )
     assert from_numbers(layers=2, width=64, vocabulary=100).numel > 0
+    for billions, layers, width in ((1, 16, 2048), (7, 32, 4096), (13, 40, 5120)):  # Llama's own at 7 and 13
+        alone = from_numbers(parameters=billions * 10**9)
+        assert (alone.layers, alone.width) == (layers, width) and alone.numel == pytest.approx(
+            billions * 10**9, rel=0.002
+        )
 
 
 def test_the_table_of_the_zero_paper():
@@ -313,9 +318,15 @@ def test_the_text_has_the_table_the_choice_and_its_reason(config, capsys):
 
 
 def test_nothing_fits_is_said_with_the_remedy(config, capsys):
-    assert main(["plan", config, "--ranks", "2", "--memory", "4GB"]) == 2
+    for ranks, memory in (("2", "30GB"), ("1", "60GB")):
+        small = ["plan", config, "--ranks", ranks, "--memory", memory, "--sequence", "512"]
+        assert main(small) == 2
+        out = capsys.readouterr().out
+        hosts = re.search(r"use more ranks, which each hold less of it; (\d+) hosts are enough", out)
+        assert "Nothing fits" in out and hosts and main([*small, "--hosts", hosts[1]]) == 0, out
+    assert main(["plan", config, "--ranks", "2", "--memory", "4GB"]) == 2  # less than whole units: no ranks are enough
     out = capsys.readouterr().out
-    assert "Nothing fits" in out and "use more ranks" in out
+    assert "Whole units are the largest part" in out and "more ranks" not in out
 
 
 def test_a_module_is_built_on_meta(tmp_path, capsys):
@@ -340,7 +351,10 @@ def test_a_module_is_built_on_meta(tmp_path, capsys):
 
 GPU = ["--gpu", "h100"]
 WRONG = {
-    "no model": ([*GPU], "--layers and --width and --vocabulary are missing"),
+    "no model": (
+        [*GPU],
+        "pass a config.json, module:name, --parameters such as 7B, or --layers, --width and --vocabulary",
+    ),
     "no file": (["absent.json", *GPU], "absent.json does not exist"),
     "no json": (["{bad}", *GPU], "is not a readable JSON file"),
     "a program without a name": (["{lazy}", *GPU], "lazy_model.py:NAME, a function in it that returns the module"),

@@ -49,6 +49,32 @@ def test_by_hand_as_by_wrap(rank, world_size, train, reshard_after_forward):
 
 
 @on_every_rank()
+def test_a_meta_module_is_filled_after_the_calls_as_with_torch(rank, world_size):
+    def fill(module):
+        torch.manual_seed(0)
+        for inner in module.modules():
+            if hasattr(inner, "reset_parameters"):
+                inner.reset_parameters()
+
+    with torch.device("meta"):
+        module = Blocks()
+    twin = Blocks()
+    fill(twin)
+    found = []
+    for each in (module, twin):
+        for block in each.blocks:
+            sw.fully_shard(block)
+        sw.fully_shard(each)
+        if each is module:
+            fill(each.to_empty(device="cpu"))
+        optimizer = sw.shard_optimizer(each, torch.optim.AdamW(each.parameters(), lr=1e-2))
+        found.append((steps(each, optimizer, rank, 3), sw.full_state_dict(each)))
+    assert found[0][0] == found[1][0]
+    assert all(bits_equal(value, found[1][1][name]) for name, value in found[0][1].items())
+    assert_released(module)
+
+
+@on_every_rank()
 def test_the_class_is_a_subclass_and_a_copy_has_the_original(rank, world_size):
     module, optimizer = sharded()
     assert isinstance(module, Blocks) and isinstance(module.blocks[0], Block) and type(module) is not Blocks

@@ -106,6 +106,19 @@ def test_what_nobody_averaged_is_not_stepped_on(rank, world_size, stage, how):
     gather(None)
 
 
+@pytest.mark.parametrize("stage", [name for name in STAGES if name != "0"])
+@on_every_rank(at_least=2, spoils=True)
+def test_nor_after_the_wrapper_was_dropped(rank, world_size, stage):
+    model, optimizer = wrap(stage)
+    module = model.module
+    del model
+    loss_of(module, rank).backward()
+    with pytest.raises(engine.Error, match=r"keep and call the module that sw\.wrap returned") as raised:
+        optimizer.step()
+    assert same_everywhere(str(raised.value))
+    gather(None)
+
+
 @whole_gradients
 @on_every_rank(at_least=2, spoils=True)
 def test_nor_what_was_added_to_gradients_that_were_zeroed_in_place(rank, world_size, stage):

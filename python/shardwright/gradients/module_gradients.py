@@ -34,8 +34,8 @@ _NOT_AVERAGED = (
     "stepping, clipping or reading gradients"
 )
 _BY_HAND = (
-    "parameter {name!r} has a gradient that no backward of the module brought (torch.autograd.grad, or weight.grad += ... without hooks), so it is "
-    "not averaged: call sw.average_gradients(module) before the step"
+    "parameter {name!r} has a gradient that no backward of the module brought, so it is not averaged: keep and call the module that sw.wrap returned; "
+    "for gradients made in another way (torch.autograd.grad, weight.grad += ...) call sw.average_gradients(module) before the step"
 )
 _FAILED_ROUND = (
     "parameter {name!r} has a gradient of a round that failed (a rank left a backward unfinished, or the communicator ended), which is not "

@@ -356,6 +356,11 @@ def _check_launch(accelerator: accelerate.Accelerator) -> None:
             f"{launched} ranks were launched (RANK, WORLD_SIZE), but accelerate sees no GPU or no LOCAL_RANK and would train each by "
             "itself: set ACCELERATE_USE_CPU=1 or pass cpu=True to train them together, or unset RANK"
         )
+    if accelerator.num_processes == 1 and "RANK" not in os.environ:  # `accelerate launch --cpu --num_processes 2` does
+        _logger.warning(
+            "accelerate has started one process, which trains as one rank; on CPUs `ACCELERATE_USE_CPU=1 accelerate launch "
+            "--multi_gpu --num_processes N PROGRAM` starts N ranks, on GPUs the same without the variable"
+        )
 
 
 def _check_stage(**given: Any) -> None:

@@ -206,12 +206,11 @@ def _shape(options: argparse.Namespace) -> Shape:
         name: count_of(text, f"--{name}") for name in names if (text := getattr(options, name)) is not None
     }
     if options.model is None:
-        missing = [f"--{name}" for name in ("layers", "width", "vocabulary") if name not in given]
-        if missing:
-            raise PlanError(
-                f"no model: pass a config.json, module:name, or numbers; {' and '.join(missing)} are missing"
-            )
-        return from_numbers(**given)
+        cut = given.keys() & {"layers", "width"}
+        if ("parameters" in given and not cut) or (len(cut) == 2 and "vocabulary" in given):
+            return from_numbers(**given)
+        numbers = "--parameters such as 7B, or --layers, --width and --vocabulary"
+        raise PlanError(f"no model: pass a config.json, module:name, {numbers}")
     if given:
         raise PlanError(f"pass a model or numbers, not both: got {options.model} and --{next(iter(given))}")
     model: str = options.model
@@ -291,7 +290,8 @@ def _lines(report: _Report) -> list[str]:
         lines.append(
             f"Nearest that does not fit: {nearest.label}, {shown_bytes(nearest.memory.total)}, {shown_bytes(nearest.over)} too much."
         )
-    lines += ["", *(f"    {line}" for line in forms.wrap_call(chosen, machine, work).splitlines()), ""]
+    lines += ["", *(f"    {line}" for line in forms.wrap_call(chosen, machine, work).splitlines())]
+    lines += [""] * bool("compute" in found.seconds or found.notes)
     if "compute" in found.seconds:
         seconds = found.seconds["compute"] + found.seconds["exposed"]
         text = f"A step of {found.global_batch_tokens:,} tokens takes {seconds:.3g} s at {100 * work.mfu:.0f} % of the peak rate"

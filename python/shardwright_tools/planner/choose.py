@@ -175,7 +175,11 @@ def choose(shape: Shape, machine: Machine, work: Work) -> Choice:
     nearest = min(cheaper, key=lambda each: each.over, default=None)
     seconds, days, batch = _times(shape, machine, work, chosen)
     notes = [*_notes(shape, machine, work, chosen, seconds)]
-    return Choice(chosen, _reason(chosen, machine), nearest, notes, seconds, days, batch)
+    same = (work, 3, chosen.offload, chosen.checkpointed, chosen.tp, chosen.pp)
+    more = (dataclasses.replace(machine, hosts=machine.hosts << k) for k in range(1, 9))
+    enough = None if chosen.fits else next((each.hosts for each in more if _candidate(shape, each, *same).fits), None)
+    reason = _reason(chosen, machine, enough)
+    return Choice(chosen, reason, nearest, notes, seconds, days, batch)
 
 
 _BECAUSE = {
@@ -186,13 +190,13 @@ _BECAUSE = {
 }
 
 
-def _reason(chosen: Candidate, machine: Machine) -> str:
+def _reason(chosen: Candidate, machine: Machine, enough: int | None) -> str:
     memory = shown_bytes(machine.memory)
     if not chosen.fits:
         need = shown_bytes(chosen.memory.total)
         return (
             f"Nothing fits: {chosen.label} is nearest with {need} per rank, {shown_bytes(chosen.over)} over "
-            f"{int(100 * _USABLE)} % of {memory}. {_remedy(chosen)}"
+            f"{int(100 * _USABLE)} % of {memory}. {_remedy(chosen, enough)}"
         )
     text = f"{chosen.label}: {_BECAUSE[chosen.zero]}"
     if chosen.checkpointed:
@@ -206,14 +210,18 @@ def _reason(chosen: Candidate, machine: Machine) -> str:
     return f"{text}. It takes {shown_bytes(chosen.memory.total)} of {memory} per rank."
 
 
-def _remedy(nearest: Candidate) -> str:
+def _remedy(nearest: Candidate, enough: int | None) -> str:
     memory = nearest.memory
-    parts = (
+    parts = [
         (memory.activations, "Activations are the largest part: use a smaller micro-batch, a shorter sequence or cp."),
         (memory.units, "Whole units are the largest part: cut them smaller with units=, or use tp."),
-        (memory.model_state, "Model state is the largest part: use more ranks, which each hold less of it."),
-    )
-    return max(parts, key=lambda part: part[0])[1]
+        (
+            memory.model_state,
+            f"Model state is the largest part: use more ranks, which each hold less of it; {enough} hosts are enough.",
+        ),
+    ]
+    # more ranks do not help what a rank holds whole
+    return max(parts if enough else parts[:2], key=lambda part: part[0])[1]
 
 
 def _times(shape: Shape, machine: Machine, work: Work, chosen: Candidate) -> tuple[dict[str, float], float | None, int]:

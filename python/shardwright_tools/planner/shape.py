@@ -72,16 +72,20 @@ class Shape:
 
 def from_numbers(
     *,
-    layers: int,
-    width: int,
-    vocabulary: int,
+    layers: int | None = None,
+    width: int | None = None,
+    vocabulary: int = 32_000,
     parameters: int | None = None,
     heads: int | None = None,
     kv_heads: int | None = None,
     inner: int | None = None,
     tied: bool = False,
 ) -> Shape:
-    """Return a decoder as Llama has it. `parameters`: its size, from which the MLP's inner width follows."""
+    """Return a decoder as Llama has it. `parameters`: its size, from which missing sizes follow."""
+    if layers is None or width is None:  # a layer for each 128 elements of width, as in Llama of 1 to 13 B
+        widths = range(256, 1 << 16, 128)
+        width = max((w for w in widths if 12 * w**3 // 128 + 2 * vocabulary * w <= (parameters or 0)), default=128)
+        layers = width // 128
     if inner is not None and parameters is not None:
         raise PlanError("pass --parameters or --inner, not both: one follows from the other")
     if heads is None:  # heads of 128 elements, of 64 below a width of 1024
@@ -114,7 +118,7 @@ def from_numbers(
         "max_position_embeddings": 0,
     }
     made = from_config(config, "numbers")
-    return dataclasses.replace(made, name=f"{made.numel / 1e9:.3g} B parameters")
+    return dataclasses.replace(made, name=f"{layers} layers of width {width}, vocabulary {vocabulary}")
 
 
 def _multiple(value: float, step: int) -> int:
