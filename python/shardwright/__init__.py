@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .parallel.sync_batch_norm import SyncBatchNorm
     from .parameters.materialize import materialize
     from .pretrained import load_pretrained
+    from .streaming import Sharding, iter_full_parameters, sharding
     from .wrapping import (
         average_gradients,
         full_gradients,
@@ -61,6 +62,7 @@ __all__ = [
     "PipelineStage",
     "PowerSGD",
     "Precision",
+    "Sharding",
     "SyncBatchNorm",
     "__version__",
     "average_gradients",
@@ -77,6 +79,7 @@ __all__ = [
     "headroom",
     "hooks",
     "init_process_group",
+    "iter_full_parameters",
     "load",
     "load_full_optimizer_state_dict",
     "load_full_state_dict",
@@ -86,6 +89,7 @@ __all__ = [
     "optim",
     "save",
     "shard_optimizer",
+    "sharding",
     "stats",
     "unwrap",
     "wrap",
@@ -109,6 +113,7 @@ _HOMES = {
     "fully_shard": "parallel.fully_shard",
     "headroom": "parallel.headroom",
     "init_process_group": "comm.process_group",
+    "iter_full_parameters": "streaming",
     "Int4": "options.compressors",
     "Int8": "options.compressors",
     "load": "checkpoint",
@@ -123,6 +128,8 @@ _HOMES = {
     "Precision": "options.precision",
     "save": "checkpoint",
     "shard_optimizer": "wrapping",
+    "Sharding": "streaming",
+    "sharding": "streaming",
     "stats": "description",
     "SyncBatchNorm": "parallel.sync_batch_norm",
     "unwrap": "wrapping",
