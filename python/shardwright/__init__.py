@@ -15,7 +15,7 @@ from ._engine import CheckpointError, CommError, CommTimeoutError, Error, NewerC
 if TYPE_CHECKING:
     from . import checkpoint, elastic, hooks, optim
     from ._version import __version__
-    from .checkpoint import Checkpointer, load, save
+    from .checkpoint import Checkpointer, load, save, save_pretrained
     from .comm.process_group import init_process_group
     from .description import describe, stats
     from .integrations import deepspeed
@@ -88,6 +88,7 @@ __all__ = [
     "materialize",
     "optim",
     "save",
+    "save_pretrained",
     "shard_optimizer",
     "sharding",
     "stats",
@@ -127,6 +128,7 @@ _HOMES = {
     "PowerSGD": "options.compressors",
     "Precision": "options.precision",
     "save": "checkpoint",
+    "save_pretrained": "checkpoint",
     "shard_optimizer": "wrapping",
     "Sharding": "streaming",
     "sharding": "streaming",
