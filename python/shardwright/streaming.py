@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any
 
 import torch
 
@@ -129,7 +128,9 @@ def check_readable(replicas: Sequence[Replica], call: str) -> None:
         raise NotImplementedError(f"{call}: modules with groups= are not supported: use sw.full_state_dict")
     for each in replicas:
         if each.access.is_writing:
-            raise Error(f"{call}: inside full_parameters(writable=True) ranks have values of their own: call it outside")
+            raise Error(
+                f"{call}: inside full_parameters(writable=True) ranks have values of their own: call it outside"
+            )
         if each.model_ranks is not None:
             raise NotImplementedError(f"{call}: DTensors are not supported: use sw.full_state_dict")
         if each.in_sliced_join:
@@ -262,9 +263,7 @@ def _read(
     return [made.get(item.name) for item in chunk]
 
 
-def _flat(
-    reads: Reads, tensor: torch.Tensor, whole: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _flat(reads: Reads, tensor: torch.Tensor, whole: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a copy of all elements in memory order, and their layout."""
     like = reads.like(tensor)
     if whole is None:

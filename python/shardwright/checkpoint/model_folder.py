@@ -107,7 +107,9 @@ def save_pretrained(
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(f"dtype must be a floating-point torch.dtype or None, got {dtype!r}")
         if not can_be_replaced(place):
-            raise ValueError(f"folder must be no mount and not hold the working directory: it is renamed, got '{place}'")
+            raise ValueError(
+                f"folder must be no mount and not hold the working directory: it is renamed, got '{place}'"
+            )
         check_readable(replicas, _CALL)
         writer.list_tensors(dtype, merge_lora)
         plan = writer.make_plan(most)
@@ -216,8 +218,13 @@ class _Writer:
         """Return [low, high) of the elements that this rank writes of each tensor that all ranks hold: its part of all bytes."""
         rank, count = self._peers.rank, self._peers.world_size
         sources = [self._source(each) for each in self.tensors]
-        shared = [s is not None and self._reads.place(s)[0] is not None and not self._reads.is_released(s) for s in sources]
-        sizes = [like.numel() * like.dtype.itemsize if is_in else 0 for like, is_in in zip(map(self._elements, self.tensors), shared)]
+        shared = [
+            s is not None and self._reads.place(s)[0] is not None and not self._reads.is_released(s) for s in sources
+        ]
+        sizes = [
+            like.numel() * like.dtype.itemsize if is_in else 0
+            for like, is_in in zip(map(self._elements, self.tensors), shared)
+        ]
         total, at, found = sum(sizes), 0, []
         edges = total * rank // count, total * (rank + 1) // count
         for each, size in zip(self.tensors, sizes):
@@ -308,7 +315,9 @@ class _Folder:
                         file.write(text)
             write_config(writer.bare, dtype, self.partial)
         except Exception as error:
-            raise os_error(f"'{self._place}' cannot be written: {in_words(error)}", getattr(error, "errno", None)) from error
+            raise os_error(
+                f"'{self._place}' cannot be written: {in_words(error)}", getattr(error, "errno", None)
+            ) from error
         return self.nonce
 
     def commit(self) -> None:
@@ -327,7 +336,9 @@ class _Folder:
                 self._exchange()
                 raise
         except Exception as error:
-            raise os_error(f"'{self._place}' cannot be replaced: {in_words(error)}", getattr(error, "errno", None)) from error
+            raise os_error(
+                f"'{self._place}' cannot be replaced: {in_words(error)}", getattr(error, "errno", None)
+            ) from error
 
         try:
             _bring_back(self._place, self.partial, kept)
@@ -378,7 +389,9 @@ class _Folder:
             path = os.path.join(parent, each)
             if is_alive(path) is False:
                 links = os.scandir(self._place) if os.path.isdir(self._place) else ()
-                lead = [e.name for e in links if e.is_symlink() and os.readlink(e.path) == os.path.join("..", each, e.name)]
+                lead = [
+                    e.name for e in links if e.is_symlink() and os.readlink(e.path) == os.path.join("..", each, e.name)
+                ]
                 _bring_back(self._place, path, lead)
                 _remove_replaced(path)
 

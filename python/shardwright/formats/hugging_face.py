@@ -13,7 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["Reversed", "bytes_of_size", "kept_name", "reverse", "reversed_names", "write_config"]
 
-_UNITS = {"": 1, "B": 1, **{f"{u}B": 1000**n for n, u in enumerate("KMGT", 1)}, **{f"{u}IB": 1024**n for n, u in enumerate("KMGT", 1)}}
+_UNITS = {
+    "": 1,
+    "B": 1,
+    **{f"{u}B": 1000**n for n, u in enumerate("KMGT", 1)},
+    **{f"{u}IB": 1024**n for n, u in enumerate("KMGT", 1)},
+}
 
 
 def bytes_of_size(size: int | str) -> int:
@@ -69,7 +74,9 @@ class _Lineage(TorchDispatchMode):
 def _tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
-    values: Iterable[Any] = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    values: Iterable[Any] = (
+        value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    )
     return [tensor for each in values for tensor in _tensors(each)]
 
 
