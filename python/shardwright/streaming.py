@@ -16,7 +16,8 @@ from .layout.views import dtype_name
 from .options.names import near, offers_names
 from .parallel.engine import needed_engine
 from .parallel.replica import Replica
-from .parameters.whole_reads import Pool, Reads, aligned, check_plain, shaped
+from .parameters.whole_reads import Pool, Reads, aligned, check_plain, flat_like, shaped
+from .torch_compat import cuda
 from .torch_compat.adapters import Made, merged_names
 
 __all__ = ["Sharding", "iter_full_parameters", "sharding"]
@@ -238,7 +239,7 @@ def _read(
     mine = [item for item in chunk if item.receiver in (-1, rank)]
     sources = {name: named[name] for item in chunk for name in item.made.sources} if reads.sends else {}
     whole = dict(zip(sources, reads.gather(list(sources.values()))))
-    on_host = [item for item in mine if reads.like(named[item.made.base]).device.type == "cpu"]
+    on_host = [item for item in mine if not cuda.runtime.holds(reads.like(named[item.made.base]))]
     memory = pool.take([(named[item.made.base].numel(), item.dtype) for item in on_host]) if on_host else []
     made: dict[str, torch.Tensor] = dict(zip((item.name for item in on_host), memory))
     for item in mine:
@@ -267,7 +268,7 @@ def _flat(reads: Reads, tensor: torch.Tensor, whole: torch.Tensor | None) -> tup
     """Return a copy of all elements in memory order, and their layout."""
     like = reads.like(tensor)
     if whole is None:
-        whole = torch.empty(like.numel(), dtype=like.dtype, device=like.device)
+        whole = flat_like(like)
         reads.read(tensor, whole)
     return whole, like
 

@@ -43,6 +43,8 @@ _CALL = "save_pretrained"
 _OF_A_MODEL = re.compile(
     r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?|(generation_)?config\.json|" + LOCK
 )
+#: exchange two names; False where the file system cannot
+exchange = CheckpointFolder.exchange
 
 
 @dataclasses.dataclass(frozen=True)
@@ -373,7 +375,7 @@ class _Folder:
     def _exchange(self) -> None:
         if not os.path.lexists(self._place):
             os.rename(self.partial, self._place)
-        elif not CheckpointFolder.exchange(self.partial, self._place):
+        elif not exchange(self.partial, self._place):
             replaced = f"{self._place}.replaced"
             os.rename(self._place, replaced)
             os.rename(self.partial, self._place)
@@ -413,7 +415,7 @@ def _bring_back(folder: str, old: str, names: Sequence[str]) -> None:
     """Move folders of the old folder to the new one, each in place of the link that leads to it."""
     for name in names:
         link, there = os.path.join(folder, name), os.path.join(old, name)
-        if not CheckpointFolder.exchange(link, there):
+        if not exchange(link, there):
             os.unlink(link)
             os.rename(there, link)
     CheckpointFolder.sync(folder)

@@ -93,7 +93,7 @@ def reverse(bare: torch.nn.Module, named: Mapping[str, torch.Tensor]) -> dict[st
 def _renamed(name: str, rules: Mapping[str, str]) -> str:
     """Return the stored name, by transformers' rules before version 5, which map stored names to the module's."""
     for stored, ours in rules.items():
-        new, count = re.subn(ours, re.sub(r"\(.*\)", "", stored.lstrip("^")), name)
+        new, count = re.subn(ours, re.sub(r"\(.*\)|\\", "", stored.lstrip("^")), name)
         if count:
             return new
     return name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import errno
 import mmap
 import os
 from collections.abc import Iterator
@@ -88,7 +89,12 @@ class RangeWriter:
 def _write(files: tuple[int, int], at: int, memory: memoryview) -> None:
     for fd, begin, end in _parts(files, at, at + len(memory)):
         while begin < end:
-            begin += os.pwrite(fd, memory[begin - at : end - at], begin)
+            try:
+                begin += os.pwrite(fd, memory[begin - at : end - at], begin)
+            except OSError as error:  # a file system with larger pages, or the rest of a write that was cut short
+                if error.errno != errno.EINVAL or fd == files[0]:
+                    raise
+                fd = files[0]
 
 
 def _parts(files: tuple[int, int], begin: int, end: int) -> Iterator[tuple[int, int, int]]:

@@ -16,9 +16,10 @@ import torch
 
 from ..layout.shard_runs import memory_order
 from ..layout.views import dense_strides
+from ..torch_compat import cuda
 from ..torch_compat.dtensor import is_dtensor
 
-__all__ = ["Pool", "Reads", "aligned", "check_plain", "shaped"]
+__all__ = ["Pool", "Reads", "aligned", "check_plain", "flat_like", "shaped"]
 
 #: tensors in the memory of a Pool begin at multiples of it
 _ALIGNMENT = 64
@@ -77,7 +78,7 @@ class Reads:
 
     def gather(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return copies of whole tensors on every rank, flat. Collective over a GPU's ranks if some are released."""
-        made = [self.like(each).new_empty(each.numel()) for each in tensors]
+        made = [flat_like(self.like(each)) for each in tensors]
         sends: dict[int, tuple[Any, dict[int, list[torch.Tensor]]]] = {}
         for tensor, out in zip(tensors, made):
             replica, _ = self.place(tensor)
@@ -94,6 +95,13 @@ class Reads:
             for rank, parts in sorted(roots.items()):
                 replica.backend.broadcast(parts, rank, f"whole parameters of {replica.label}")
         return made
+
+
+def flat_like(like: torch.Tensor) -> torch.Tensor:
+    """Return flat memory for the elements of `like`, where it lies."""
+    if cuda.runtime.holds(like):
+        return cuda.runtime.zeros(like.numel(), like.dtype, like)
+    return torch.empty(like.numel(), dtype=like.dtype, device=like.device)
 
 
 def shaped(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
