@@ -335,7 +335,8 @@ class _Folder:
             try:
                 CheckpointFolder.sync(os.path.dirname(self._place))
             except CheckpointError:  # the new name may not outlive a power cut
-                self._exchange()
+                if os.path.lexists(self.partial):
+                    self._exchange()
                 raise
         except Exception as error:
             raise os_error(
