@@ -77,3 +77,17 @@ def test_an_example_prints_what_its_readme_says_at_every_stage(name):
         assert first == expected
     for before, behind in runs[1:]:
         assert printed(name, before, behind) == first, (before, behind)
+
+
+def test_the_engine_gets_the_weights_of_each_step():
+    settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    path = os.pathsep.join([str(ROOT / "python"), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, str(ROOT / "examples" / "14_weights_to_an_engine.py")],
+        capture_output=True, text=True, timeout=300, env={**os.environ, **settings, "PYTHONPATH": path},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = re.findall(r"step \d: the engine took (\d+) tensors and says the last word with (\d\.\d+)", done.stdout)
+    assert [int(count) for count, _ in found] == [5, 10, 15, 20, 25]
+    assert float(found[0][1]) < 0.3 and float(found[-1][1]) > 0.7

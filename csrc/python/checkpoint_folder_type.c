@@ -398,12 +398,18 @@ SW_PY_METHOD_WITH(folder_lock, PyTypeObject, "lock fd:i path:s", bool is_taken =
                   sw_file_lock(a[0].i, a[1].s, &is_taken, &err),
                   status == SW_OK ? PyBool_FromLong(is_taken)
                                   : sw_py_finish_checkpoint(self, NULL, status, &err))
+SW_PY_METHOD_WITH(folder_exchange, PyTypeObject, "exchange path:s other:s", bool swapped = false,
+                  true, sw_file_exchange(a[0].s, a[1].s, &swapped, &err),
+                  status == SW_OK ? PyBool_FromLong(swapped)
+                                  : sw_py_finish_checkpoint(self, NULL, status, &err))
 SW_PY_METHOD_WITH(folder_is_alive, PyTypeObject, "is_alive path:s", sw_save_life found, true,
                   (found = sw_save_lock_look(a[0].s), SW_OK),
                   found == SW_SAVE_UNKNOWN ? sw_py_none() : PyBool_FromLong(found == SW_SAVE_ALIVE))
 
 static PyMethodDef folder_methods[] = {
     SW_PY_OF_TYPE(folder, lock, "fd, path, /", "Lock an open file; False if it is locked."),
+    SW_PY_OF_TYPE(folder, exchange, "path, other, /",
+                  "Exchange two names; False where the file system cannot."),
     SW_PY_OF_TYPE(folder, is_alive, "path, /",
                   "Return whether the save that writes to `path` is alive; None if unknown."),
     SW_PY_OF_TYPE(folder, make, "path, /", "Make a folder and those above it, durable."),

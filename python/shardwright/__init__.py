@@ -15,7 +15,7 @@ from ._engine import CheckpointError, CommError, CommTimeoutError, Error, NewerC
 if TYPE_CHECKING:
     from . import checkpoint, elastic, hooks, optim
     from ._version import __version__
-    from .checkpoint import Checkpointer, load, save
+    from .checkpoint import Checkpointer, load, save, save_pretrained
     from .comm.process_group import init_process_group
     from .description import describe, stats
     from .integrations import deepspeed
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .parallel.sync_batch_norm import SyncBatchNorm
     from .parameters.materialize import materialize
     from .pretrained import load_pretrained
+    from .streaming import Sharding, iter_full_parameters, sharding
     from .wrapping import (
         average_gradients,
         full_gradients,
@@ -62,6 +63,7 @@ __all__ = [
     "PipelineStage",
     "PowerSGD",
     "Precision",
+    "Sharding",
     "SyncBatchNorm",
     "__version__",
     "average_gradients",
@@ -78,6 +80,7 @@ __all__ = [
     "headroom",
     "hooks",
     "init_process_group",
+    "iter_full_parameters",
     "load",
     "load_full_optimizer_state_dict",
     "load_full_state_dict",
@@ -87,8 +90,10 @@ __all__ = [
     "optim",
     "register_fsdp_forward_method",
     "save",
+    "save_pretrained",
     "shard_optimizer",
     "share_comm_ctx",
+    "sharding",
     "stats",
     "unwrap",
     "wrap",
@@ -113,6 +118,7 @@ _HOMES = {
     "fully_shard": "parallel.fully_shard",
     "headroom": "parallel.headroom",
     "init_process_group": "comm.process_group",
+    "iter_full_parameters": "streaming",
     "Int4": "options.compressors",
     "Int8": "options.compressors",
     "load": "checkpoint",
@@ -127,8 +133,11 @@ _HOMES = {
     "Precision": "options.precision",
     "register_fsdp_forward_method": "parallel.fully_shard",
     "save": "checkpoint",
+    "save_pretrained": "checkpoint",
     "shard_optimizer": "wrapping",
     "share_comm_ctx": "parallel.fully_shard",
+    "Sharding": "streaming",
+    "sharding": "streaming",
     "stats": "description",
     "SyncBatchNorm": "parallel.sync_batch_norm",
     "unwrap": "wrapping",

@@ -52,6 +52,7 @@ HOMES = {
     "cuda_backend": "parallel.backends.cuda_backend",
     "dcp": "checkpoint.dcp",
     "device_link": "backend.device_link",
+    "model_folder": "checkpoint.model_folder",
     "device_staging": "checkpoint.device_staging",
     "engine_of": "parallel.engine",
     "exchange": "comm.exchange",

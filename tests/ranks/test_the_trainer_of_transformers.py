@@ -170,7 +170,7 @@ def save_and_resume(rank, world_size, folder, build):
         last = load_file(folder / f"last-{number}" / name)
         assert sum(v.numel() for v in last.values()) == sum(v.numel() for v in files[0][0].values())
     for (weights, optimizer), case in zip(files[1:], CASES, strict=True):
-        assert list(weights) == list(files[0][0]) and optimizer.keys() == files[0][1].keys(), case
+        assert weights.keys() == files[0][0].keys() and optimizer.keys() == files[0][1].keys(), case
         assert_same(weights.values(), files[1][0].values(), case)
         assert optimizer["param_groups"] == files[0][1]["param_groups"], case
         for position, entry in files[1][1]["state"].items():

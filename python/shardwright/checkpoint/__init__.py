@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .checkpointer import Checkpointer
     from .dcp import StorageReader, StorageWriter, dcp_to_torch_save, torch_save_to_dcp
     from .files import load, save, step_of
+    from .model_folder import save_pretrained
 
 __all__ = [
     "CheckpointError",
@@ -24,6 +25,7 @@ __all__ = [
     "dcp_to_torch_save",
     "load",
     "save",
+    "save_pretrained",
     "step_of",
     "torch_save_to_dcp",
 ]
@@ -31,6 +33,7 @@ __all__ = [
 
 #: imported at first use: `shardwright ckpt ls` needs no torch, and few programs need torch.distributed.checkpoint
 _HOMES = {"Checkpointer": "checkpointer", "load": "files", "save": "files", "step_of": "files"}
+_HOMES |= {"save_pretrained": "model_folder"}
 _HOMES |= dict.fromkeys(("StorageReader", "StorageWriter", "dcp_to_torch_save", "torch_save_to_dcp"), "dcp")
 
 

@@ -6,10 +6,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from ..checkpoint import save_pretrained
 from ..options.compress import Compressor
 from .accelerate import Accelerator
 from .settings import chosen
-from .wrappers import whole_parameters
+from .wrappers import whole_parameters, writes_in_parts
 
 
 @dataclasses.dataclass
@@ -54,10 +55,19 @@ class TrainerMixin(_Base):
         super().create_accelerator_and_postprocess()
         Accelerator.of_stock(self.accelerator, **self._stage)
 
-    def save_model(self, *args: Any, **kwargs: Any) -> None:
-        """Save the model like the Trainer, with whole parameters."""
-        with whole_parameters(self.model_wrapped):
-            super().save_model(*args, **kwargs)
+    def save_model(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
+        """Save the model like the Trainer: with sw.save_pretrained where it can, else with whole parameters."""
+        place = self.args.output_dir if output_dir is None else output_dir
+        if not writes_in_parts(self.model_wrapped, self.model, place) or self.args.save_on_each_node:
+            with whole_parameters(self.model_wrapped):
+                super().save_model(output_dir, *args, **kwargs)
+            return
+        save_pretrained(self.model_wrapped, place)
+        self.model.save_pretrained = lambda *_, **__: None  # the weights are there; tokenizer and arguments follow
+        try:
+            super().save_model(output_dir, *args, **kwargs)
+        finally:
+            del self.model.save_pretrained
 
     def _save_optimizer_and_scheduler(self, *args: Any, **kwargs: Any) -> None:
         with self.accelerator.whole_optimizer_states():

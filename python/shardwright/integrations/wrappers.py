@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
+from ..checkpoint.model_folder import can_be_replaced
 from ..parallel.ddp import DistributedDataParallel
 from ..parallel.engine import engine_of
+from ..torch_compat.adapters import has_adapters
 from ..wrapping import full_parameters, keep_optimizer, shard_optimizer, unwrap
 
 
@@ -67,3 +70,14 @@ def whole_parameters(module: Any, *, writable: bool = False) -> Iterator[None]:
         return
     with full_parameters(module, writable=writable):
         yield
+
+
+def writes_in_parts(wrapped: Any, model: Any, place: str) -> bool:
+    """Return whether sw.save_pretrained() of a wrapped transformers model does what the model's own method does at `place`."""
+    engine = engine_of(wrapped)
+    if engine is None or len(engine.replicas) != 1 or engine.replica.model_ranks is not None:
+        return False
+    is_plain = hasattr(model, "save_pretrained") and unwrap(wrapped) is model and not has_adapters(model)
+    is_plain = is_plain and getattr(model, "hf_quantizer", None) is None and not model.is_remote_code()
+    is_plain = is_plain and not getattr(model, "_hf_peft_config_loaded", False)
+    return is_plain and engine.replica.group.host_count == 1 and can_be_replaced(os.path.realpath(place))

@@ -62,6 +62,7 @@ _SYNONYMS = {
     "load_full_state_dict": "set_model_state_dict load_state_dict",
     "load_full_optimizer_state_dict": "set_optimizer_state_dict",
     "full_parameters": "summon_full_params GatheredParameters",
+    "save_pretrained": "zero_to_fp32 save_16bit_model",
     "clip_grad_norm_": "clip_grad_norm",
     "shard_optimizer": "ZeroRedundancyOptimizer",
     "deepspeed": "initialize",

@@ -213,11 +213,15 @@ class ParameterAccess:
         """Leave forked children to the next wrapper."""
         _shown_to_children.discard(self)
 
-    def whole(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which parameters are whole. See full_parameters."""
+    def before_reads(self) -> None:
+        """Prepare for reads of all parameters."""
         self.settle()
         if self.guard is not None:
             self.guard.check("before all parameters are read")
+
+    def whole(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which parameters are whole. See full_parameters."""
+        self.before_reads()
         made: contextlib.AbstractContextManager[None] = self._storage.whole()
         return made
 
