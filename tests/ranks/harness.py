@@ -44,6 +44,7 @@ from typing import Any
 import network
 import torch
 import torch.distributed as dist
+from oracle.pickled import all_gather, dumps
 
 #: a module-level function(rank, world_size, folder, **arguments) and its arguments
 Join = tuple[Callable[..., None], dict[str, Any]]
@@ -141,13 +142,11 @@ def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
         call()
     if _star and group is None:
         return _gather_over_star(value)
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
+    return all_gather(value, group)
 
 
 def _gather_over_star(value: Any) -> list[Any]:
-    own = pickle.dumps(value)
+    own = dumps(value)
     if dist.get_rank() != 0:
         _star[0].send_bytes(own)
         pickled = pickle.loads(_receive(_star[0]))
@@ -226,7 +225,7 @@ def _answer(connection: multiprocessing.connection.Connection, rank: int, world_
     outcome.seconds = time.monotonic() - start
     outcome.threads = len(os.listdir("/proc/self/task"))
     try:
-        message = pickle.dumps(outcome)
+        message = dumps(outcome)
     except Exception as error:
         outcome.value, outcome.error = None, f"the value cannot be sent: {error}"
         message = pickle.dumps(outcome)
