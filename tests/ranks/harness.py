@@ -59,6 +59,8 @@ GATHER_LIMIT_S = 60.0
 SEED = 20240607
 #: a team is replaced beyond: bodies leave process groups behind, and each of gloo's threads wakes 100 times a second
 WORN_THREADS = 24
+#: objects that live and no collection has seen before the next one: ten times Python's own
+YOUNG_OBJECTS = 7000
 #: of garbage, after a body: a hundred thousand objects
 SLOW_COLLECTION_S = 0.01
 #: what a rank would import at its first wrap, forward or compilation: seconds, and objects for every later collection of garbage
@@ -329,6 +331,7 @@ class Forge:
                         importlib.import_module(name)
                     gc.collect()
                     gc.freeze()
+                    gc.set_threshold(YOUNG_OBJECTS)
                     is_warm = True
                 pids = []
                 star = [socket.socketpair() for _ in fds[1:]]  # (rank 0's end, the other's)
