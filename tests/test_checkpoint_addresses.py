@@ -18,7 +18,7 @@ from shardwright.options.checks import offload_folder
 from torch import nn
 
 fsspec = pytest.importorskip("fsspec")
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 
 def trained(value: float) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -27,7 +27,7 @@ from shardwright_tools.convert.megatron import is_megatron
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 
 class Net(nn.Module):

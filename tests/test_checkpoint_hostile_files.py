@@ -22,7 +22,7 @@ from shardwright.formats.unpickle import Unpickler, load_torch_file, without_pla
 from shardwright_tools import convert
 from shardwright_tools.convert.contents import Contents, Lazy
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(300)
 
 
 def a_model(**others: Any) -> Contents:

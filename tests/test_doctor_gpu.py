@@ -252,14 +252,15 @@ def test_links_between_gpus_come_from_the_driver_or_are_unknown(tmp_path: Path) 
 
 
 def test_a_system_program_may_be_missing_fail_or_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_machine, "_COMMAND_TIMEOUT_S", 0.2)
-    for words, sentence in (
-        (["/nowhere/nvidia-smi"], "No such file"),
-        (["sh", "-c", "echo it failed >&2; exit 9"], "exit 9: it failed"),
-        (["sleep", "9"], "did not end within"),
+    for words, limit_s, sentence in (
+        (["/nowhere/nvidia-smi"], 60.0, "No such file"),
+        (["sh", "-c", "echo it failed >&2; exit 9"], 60.0, "exit 9: it failed"),
+        (["sleep", "600"], 0.2, "did not end within"),
     ):
+        monkeypatch.setattr(doctor_machine, "_COMMAND_TIMEOUT_S", limit_s)
         with pytest.raises(OSError, match=sentence):
             doctor_machine.run_command(words)
+    monkeypatch.setattr(doctor_machine, "_COMMAND_TIMEOUT_S", 60.0)
     assert doctor_machine.run_command(["printf", "\\377"]) == "\\xff"
 
 

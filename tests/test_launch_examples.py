@@ -58,7 +58,7 @@ def run(tmp_path):
     def run(*command, **environment):
         done = subprocess.run(
             ["bash", *command], env={"PATH": f"{tmp_path}:/usr/bin:/bin", **environment}, cwd=LAUNCH.parents[1],
-            capture_output=True, text=True, timeout=30,
+            capture_output=True, text=True, timeout=170,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         return [json.loads(line) for line in done.stdout.splitlines()]
@@ -222,7 +222,7 @@ def test_two_hosts_are_created_limited_and_removed(tmp_path):
     (tmp_path / "torchrun").chmod(0o755)
     environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "RANKS": "3"}
     done = subprocess.run(
-        ["bash", str(LAUNCH / "two_hosts.sh"), "x.py"], env=environment, capture_output=True, text=True, timeout=30
+        ["bash", str(LAUNCH / "two_hosts.sh"), "x.py"], env=environment, capture_output=True, text=True, timeout=170
     )
     assert done.returncode == 0, done.stderr
     *lines, sent = done.stdout.splitlines()

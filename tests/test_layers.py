@@ -10,6 +10,7 @@ The table of docs/design/python.md says in which order folders of the Python pac
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import shutil
 import subprocess
@@ -315,11 +316,17 @@ def modules(package: Path) -> dict[str, Path]:
     return found
 
 
+@functools.cache
+def nodes_of(text: str) -> tuple[ast.AST, ...]:
+    """Return the nodes of a file's tree. Tests look at the same files, and at copies of them."""
+    return tuple(ast.walk(ast.parse(text)))
+
+
 def imports(package: Path) -> Iterator[tuple[str, str]]:
     """Return pairs (module, imported module), wherever in the file the import stands."""
     known = modules(package)
     for name, path in known.items():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path.read_text()):
             if not isinstance(node, ast.ImportFrom):
                 continue
             if node.level:
@@ -443,9 +450,9 @@ def is_private(name: object) -> bool:
     return isinstance(name, str) and name.startswith("_") and not name.startswith("__")
 
 
-def defined_in(tree: ast.AST) -> Iterator[str]:
+def defined_in(nodes: Iterable[ast.AST]) -> Iterator[str]:
     """Yield the names that a file gives to functions, classes, arguments, variables and attributes of `self`."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             yield node.name
         elif isinstance(node, ast.arg):
@@ -457,9 +464,9 @@ def defined_in(tree: ast.AST) -> Iterator[str]:
                 yield node.attr
 
 
-def private_uses(tree: ast.AST) -> Iterator[tuple[int, str]]:
+def private_uses(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
     """Yield (line, name) of private names of torch's modules, and of attributes that are read or set, by name too."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             found = [each.name for each in node.names if each.name.startswith("torch.")]
             yield from ((node.lineno, part) for name in found for part in name.split(".") if is_private(part))
@@ -477,7 +484,7 @@ def private_uses(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 def private_names(*packages: Path) -> list[str]:
     """Return one sentence for each private name that no file of ours defines, outside of torch_compat."""
-    trees = {path: ast.parse(path.read_text()) for package in packages for path in package.rglob("*.py")}
+    trees = {path: nodes_of(path.read_text()) for package in packages for path in package.rglob("*.py")}
     own = {name for tree in trees.values() for name in defined_in(tree)}
     return sorted(
         f"{path.name}:{line}: {name}"
@@ -514,7 +521,7 @@ def inner_uses(tests: Path) -> list[str]:
     for path in sorted(tests.glob("*.py")):
         if path.name == "internals.py":
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path.read_text()):
             names: list[str] = []
             if isinstance(node, ast.Import):
                 names = [each.name for each in node.names]

@@ -464,7 +464,7 @@ def test_a_hostfile_is_read_as_deepspeed_does(tmp_path, config, capsys):
     ssh.write_text('#!/bin/sh\necho "$1: $2" >> ' + str(tmp_path / "said") + "\n")
     ssh.chmod(0o755)
     subprocess.run(
-        ["bash", "-c", script], check=True, env={"SSH": str(ssh), "PATH": "/usr/bin:/bin"}, cwd=tmp_path, timeout=30
+        ["bash", "-c", script], check=True, env={"SSH": str(ssh), "PATH": "/usr/bin:/bin"}, cwd=tmp_path, timeout=170
     )
     said = sorted((tmp_path / "said").read_text().splitlines())
     assert [line.partition(":")[0] for line in said] == ["node1", "node2"]

@@ -78,6 +78,7 @@ static sw_status box_receive(void *context, int rank, uint32_t tag, void *data, 
     sigaddset(&late, SIGUSR1);
     pthread_sigmask(SIG_UNBLOCK, &late, NULL);
     end->carrier = pthread_self();
+    end->has_carrier = true;
     pthread_mutex_lock(&end->box->lock);
     pending_work *made = new_work(end->box);
     made->from = rank;

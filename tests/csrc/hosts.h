@@ -56,6 +56,7 @@ typedef struct wire_end { /* one a rank */
     box *box;
     int rank;
     pthread_t carrier; /* of a rank that receives: its carrier's thread */
+    _Atomic bool has_carrier;
 } wire_end;
 
 typedef struct scene {

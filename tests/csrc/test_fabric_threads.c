@@ -193,7 +193,7 @@ static int call_in_child(sw_comm *comm)
         return 3;
     comm->ops->leave(comm);
     comm->ops->destroy(comm);
-    return seconds_since(begun_ns) < 1 ? 0 : 4;
+    return seconds_since(begun_ns) < PROMPT_S ? 0 : 4;
 }
 
 static void *wait_well(void *argument)

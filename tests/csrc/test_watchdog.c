@@ -28,6 +28,7 @@ enum {
 static const char WHAT[] = "the sum of squares";
 
 static int logged, asked;
+static int64_t looked_after; /* the wait's age after its last look */
 
 static void note(void *context, const char *message)
 {
@@ -51,6 +52,7 @@ static void wait_for(sw_watchdog *watchdog, int turns)
     for (int turn = 0; turn < turns; ++turn) {
         check(sw_watchdog_look(watchdog, begun, WHAT, &err) == SW_OK, "all is well: %s",
               err.message);
+        looked_after = sw_clock_now_ns() - begun;
         sw_thread_sleep_ns(TURN_MS * MS);
     }
 }
@@ -63,9 +65,12 @@ static void check_logging(sw_comm *host)
     sw_watchdog watchdog = {.host = host};
     wait_for(&watchdog, 1);
     check(asked == 0, "a wait of a moment asked the program");
-    for (int i = 0; i < SHORT_WAITS; ++i)
+    bool are_short = true; /* a busy machine makes them longer */
+    for (int i = 0; i < SHORT_WAITS; ++i) {
         wait_for(&watchdog, SHORT_TURNS);
-    check(logged == 0, "%d short waits were logged", logged);
+        are_short = are_short && looked_after < host->warn_after_ns;
+    }
+    check(logged == 0 || !are_short, "%d short waits were logged", logged);
     check(asked > 0, "the program is not asked whether it was interrupted");
     wait_for(&watchdog, LONG_TURNS);
     check(logged >= 1, "a wait that is long was not logged");
@@ -102,6 +107,7 @@ static struct {
     sw_peers *peers;
     int aborts, told;
     bool hangs; /* a query does not return until it is false */
+    bool is_inside;
     int aborts_when_told;
 } nccl_seen;
 
@@ -141,6 +147,7 @@ static sw_nccl_result query(sw_nccl_comm comm, sw_nccl_result *result)
 {
     (void)comm;
     *result = SW_NCCL_SUCCESS;
+    __atomic_store_n(&nccl_seen.is_inside, true, __ATOMIC_SEQ_CST);
     while (__atomic_load_n(&nccl_seen.hangs, __ATOMIC_SEQ_CST))
         sw_thread_sleep_ns(MS);
     return SW_NCCL_SUCCESS;
@@ -210,12 +217,19 @@ static void check_a_lost_thread(void)
     comm.peers = connect(NULL, comm.timeout_ns);
     __atomic_store_n(&nccl_seen.hangs, true, __ATOMIC_SEQ_CST);
     check(sw_device_watch_start(&comm, &err) == SW_OK, "%s", err.message);
-    sw_thread_sleep_ns(INT64_C(150) * MS); /* until it looks */
+    while (!__atomic_load_n(&nccl_seen.is_inside, __ATOMIC_SEQ_CST))
+        sw_thread_sleep_ns(MS);
     sw_device_comm_disconnect(&comm);
     check(comm.is_abandoned, "a thread that is lost was not");
-    int64_t begun = sw_clock_now_ns();
-    sw_device_comm_disconnect(&comm);
-    check(sw_clock_now_ns() - begun < INT64_C(100) * MS, "a lost thread was waited for twice");
+    int64_t shortest =
+        INT64_MAX; /* each of them would wait; a busy machine makes some of them late */
+    for (int i = 0; i < 10 && shortest >= comm.timeout_ns; ++i) {
+        int64_t begun = sw_clock_now_ns();
+        sw_device_comm_disconnect(&comm);
+        int64_t took = sw_clock_now_ns() - begun;
+        shortest = took < shortest ? took : shortest;
+    }
+    check(shortest < comm.timeout_ns, "a lost thread was waited for twice");
     __atomic_store_n(&nccl_seen.hangs, false, __ATOMIC_SEQ_CST);
     check(sw_device_watch_stop(&comm, INT64_C(20000) * MS), "it is out");
     sw_error_set(&err, SW_E_COMM, 0, "the test is over");

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from .fold import fold
+from .pickled import all_gather
 
 
 class NaiveDataParallel:
@@ -41,8 +42,7 @@ class NaiveDataParallel:
             mine[name] = (name in self.touched, grad if grad is None else grad.detach().contiguous())
             if not active:
                 mine[name] = (False, None)
-        everyone: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(everyone, (active, mine), group=self.group)
+        everyone = all_gather((active, mine), self.group)
         everyone = [theirs for is_active, theirs in everyone if is_active or not over_active]
         for name, parameter in self.module.named_parameters():
             if any(theirs[name][0] for theirs in everyone):

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from harness import (
     LONG,
     RanksFailed,
+    Stopwatch,
     at_least_two,
     gather,
     join_from_own_namespaces,
@@ -133,10 +134,10 @@ def failed_beside_a_dead_rank(rank, world_size):
         raise ArithmeticError("as the test asked")
 
     wrapped.module[0].weight.register_hook(fail)
-    start = time.monotonic()
+    start = Stopwatch()
     with pytest.raises(ArithmeticError):
         backward(wrapped, rank, 1)
-    waited = time.monotonic() - start
+    waited = start.seconds()
     assert waited < 3, f"{waited} s: nobody is left who could end the round"
     return report(lambda: backward(wrapped, rank, 2))
 
@@ -519,10 +520,10 @@ def test_a_rank_out_of_descriptors_is_an_error_on_every_rank(fresh_ranks, world_
     """
     with fresh_ranks(world_size) as team:
         last = world_size - 1
-        begin = time.monotonic()
+        begin = Stopwatch()
         texts = team.run(wrap_under_a_limit, 15, kind=resource.RLIMIT_NOFILE, soft=free, transport="auto", poor=last)
     assert_one_sentence(texts, f"rank {last}")
-    assert time.monotonic() - begin < 10.0, "the others waited for their deadline"
+    assert begin.seconds() < 10.0, "the others waited for their deadline"
 
 
 @at_least_two
@@ -602,10 +603,10 @@ def joins_without_one(rank, world_size, how):
         return found
 
     HostGroup._meet = then_die
-    start = time.monotonic()
+    start = Stopwatch()
     with pytest.raises(RuntimeError) as raised:
         sw.DistributedDataParallel(linear(), timeout_s=30.0)
-    return getattr(raised.value, "rank", None), str(raised.value), time.monotonic() - start
+    return getattr(raised.value, "rank", None), str(raised.value), start.seconds()
 
 
 @pytest.mark.parametrize("how", ["killed", "failed"])

@@ -15,6 +15,7 @@ import types
 from unittest import mock
 
 import pytest
+from harness import Stopwatch
 from internals import Image, client, tier
 from internals import guardian as guardian_program
 from peer import PEER, sw
@@ -78,10 +79,10 @@ def test_a_guardian_that_is_stopped_is_not_waited_for():
     try:
         with pytest.raises(client.Silent, match="this host's guardian does not answer: timed out"):
             first.ask("list")
-        begin = time.monotonic()
+        begin = Stopwatch()
         with pytest.raises(client.Silent):
             client.Client.start(client.name_of("5" * 32, None), "b", launcher, answer_s=0.2)
-        assert time.monotonic() - begin < 3
+        assert begin.seconds() < 3
     finally:
         os.kill(pid, signal.SIGCONT)
     assert first.is_silent and not first.is_alive

@@ -66,11 +66,19 @@ def pss_bytes():
         return next(int(line.split()[1]) << 10 for line in file if line.startswith("Pss:"))
 
 
+def pss_together():
+    """Return the PSS while every rank is at this place: what two of them map counts half, however late one of them runs."""
+    gather(None)
+    found = pss_bytes()
+    gather(None)
+    return found
+
+
 def settled():
     """Return the PSS after free memory was returned to the kernel."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
-    return pss_bytes()
+    return pss_together()
 
 
 def planned():
@@ -146,13 +154,13 @@ def peaks(model, optimizer, rank, steps):
     seen = []
     for step in range(steps):
         loss = loss_of(model, rank, step)
-        at_loss = pss_bytes()
+        at_loss = pss_together()
         loss.backward()
         del loss
-        at_gradients = pss_bytes()
+        at_gradients = pss_together()
         if optimizer is not None:
             optimizer.step()
-        seen.append((at_loss, at_gradients, pss_bytes()))
+        seen.append((at_loss, at_gradients, pss_together()))
         model.zero_grad()
     return [max(column) for column in zip(*seen)]
 
