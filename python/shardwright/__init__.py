@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .options.options import Options
     from .options.precision import Precision
     from .parallel.composition.pipeline import PipelineStage
+    from .parallel.activations import checkpoint_units
     from .parallel.ddp import DistributedDataParallel
     from .parallel.fully_shard import fully_shard
     from .parallel.headroom import headroom
@@ -65,6 +66,7 @@ __all__ = [
     "__version__",
     "average_gradients",
     "checkpoint",
+    "checkpoint_units",
     "clip_grad_norm_",
     "deepspeed",
     "describe",
@@ -97,6 +99,7 @@ _HOMES = {
     "average_gradients": "wrapping",
     "Bf16": "options.compressors",
     "Checkpointer": "checkpoint",
+    "checkpoint_units": "parallel.activations",
     "clip_grad_norm_": "optim.clip_grad",
     "describe": "description",
     "DiLoCo": "optim.diloco",

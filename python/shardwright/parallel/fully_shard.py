@@ -371,7 +371,7 @@ def fully_shard(
         original = type(each)
         body = {
             "_shardwright_mark": mark,
-            "_shardwright_original": original,
+            "_shardwright_original": getattr(original, "_shardwright_original", original),
             "__module__": original.__module__,
             "__qualname__": original.__qualname__,
         }
