@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .parallel.fully_shard import fully_shard
     from .parallel.headroom import headroom
     from .parallel.sync_batch_norm import SyncBatchNorm
+    from .parallel.unit_calls import compile_units
     from .parameters.materialize import materialize
     from .pretrained import load_pretrained
     from .wrapping import (
@@ -68,6 +69,7 @@ __all__ = [
     "checkpoint",
     "checkpoint_units",
     "clip_grad_norm_",
+    "compile_units",
     "deepspeed",
     "describe",
     "elastic",
@@ -101,6 +103,7 @@ _HOMES = {
     "Checkpointer": "checkpoint",
     "checkpoint_units": "parallel.activations",
     "clip_grad_norm_": "optim.clip_grad",
+    "compile_units": "parallel.unit_calls",
     "describe": "description",
     "DiLoCo": "optim.diloco",
     "DistributedDataParallel": "parallel.ddp",

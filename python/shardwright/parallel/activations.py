@@ -107,6 +107,8 @@ def checkpoint_units(
                 f"{name or 'this module'} recomputes its activations by itself (gradient_checkpointing): call "
                 "gradient_checkpointing_disable() first, or leave checkpoint_units out"
             )
+    if policy is not None and any(getattr(type(unit), "_shardwright_compiled", False) for unit in units):
+        raise ValueError("compile_units hides the operations of a unit from checkpoint_units(policy=): leave one of them out")
     settings = Recompute(every, policy, tuple(p for unit in units for p in unit.parameters()))
     on_gpu = any(cuda.runtime.holds(p) for unit in units for p in unit.parameters())
     if kind == "cpu" and not on_gpu:

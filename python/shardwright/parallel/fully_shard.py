@@ -11,7 +11,6 @@ engine when it is first needed: in shard_optimizer, in its first forward, or in 
 
 from __future__ import annotations
 
-import copyreg
 import dataclasses
 import functools
 import glob
@@ -32,6 +31,7 @@ from ..parameters.unshard_schedule import UnitSchedule
 from ..torch_compat.dtensor import is_dtensor
 from ..torch_compat.foreign_wrappers import guard_from_wrappers
 from .engine import Engine, engine_of, register_face
+from .unit_calls import reduce_plainly
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -255,10 +255,7 @@ class FullySharded(torch.nn.Module):
             raise Error(f"{what}() is asked of the outermost module that sw.fully_shard was called on")
         return engine
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle as the original class; our hooks refuse a copy while the module is released."""
-        state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__  # object's own from Python 3.11
-        return copyreg.__newobj__, (self._shardwright_original,), state  # type: ignore[attr-defined]
+    __reduce_ex__ = reduce_plainly
 
 
 def _marks_of(modules: Sequence[Any], what: str) -> list[Mark]:

@@ -12,10 +12,11 @@ import torch
 
 from .._engine import Error
 from ..layout.param_groups import unit_modules
+from ..torch_compat.autograd import is_compiled
 from ..torch_compat.internals import original_of
 from .engine import Engine, engine_of
 
-__all__ = ["change_calls", "compile_units", "outermost_units"]
+__all__ = ["change_calls", "compile_units", "outermost_units", "reduce_plainly"]
 
 _logger = logging.getLogger("shardwright")
 
@@ -53,14 +54,66 @@ def change_calls(units: Iterable[torch.nn.Module], make: Callable[[type], dict[s
         own = type(unit)
         if own not in made:
             body = {
-                **{"__module__": own.__module__, "__qualname__": own.__qualname__, "__reduce_ex__": _reduce},
+                **{"__module__": own.__module__, "__qualname__": own.__qualname__, "__reduce_ex__": reduce_plainly},
                 "_shardwright_original": getattr(own, "_shardwright_original", own),
             }
             made[own] = type(own.__name__, (own,), {**body, **make(own)})
         unit.__class__ = made[own]
 
 
-def _reduce(self: Any, protocol: Any) -> Any:
-    """Pickle and copy as the original class."""
-    state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__
-    return copyreg.__newobj__, (self._shardwright_original,), state  # type: ignore[attr-defined]
+def reduce_plainly(self: Any, protocol: Any) -> Any:
+    """Pickle and copy as the original class; our hooks refuse a copy while the module is released."""
+    state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__  # object's own from Python 3.11
+    return copyreg._reconstructor, (self._shardwright_original, object, None), state  # type: ignore[attr-defined]
+
+
+def compile_units(model: torch.nn.Module, **options: Any) -> torch.nn.Module:
+    """Compile the forward of each unit of `model` with torch.compile, and leave hooks outside of the graphs.
+
+    Units of one class compile once. The outermost module's own code stays as it is, so gathers at zero=1 to 3 overlap
+    as without compilation.
+
+    Parameters
+    ----------
+    model : Module
+        As in checkpoint_units, which may be called before or after.
+    **options
+        Options of torch.compile. `fullgraph=True` is possible.
+
+    Returns
+    -------
+    Module
+        `model`. The class of each unit becomes a subclass, as in checkpoint_units.
+
+    Raises
+    ------
+    Error
+        If the model has no units, a unit is compiled already, or an instance has a forward of its own.
+    ValueError
+        If checkpoint_units has a policy: compiled code hides its operations from it.
+
+    Notes
+    -----
+    Not collective. The first step compiles on every rank: set timeout_s of sw.wrap above that time.
+    """
+    _, bare, units = outermost_units(model, "compile_units")
+    for name, each in bare.named_modules():
+        if getattr(type(each), "_shardwright_compiled", False) or is_compiled(each):
+            raise Error(f"compile_units found that {name or 'the module'!r} is compiled already: call it once, on modules that are not")
+    for each in units:
+        if "forward" in vars(each):
+            raise Error(f"compile_units needs a unit whose class has the forward, and this {type(each).__name__} has its own: delete it")
+        if getattr(getattr(type(each), "_shardwright_recompute", None), "options", None):
+            raise ValueError("compile_units hides the operations of a unit from checkpoint_units(policy=): leave one of them out")
+    change_calls(units, lambda kind: {"forward": torch.compile(_own_code(kind), **options), "_shardwright_compiled": True})
+    return model
+
+
+def _own_code(kind: Any) -> Any:
+    """Return the forward of a class. One of fully_shard gets code of its own: the compiler counts versions by code."""
+    forward = kind.forward
+    if getattr(kind, "_shardwright_mark", None) is None:
+        return forward
+    made = types.FunctionType(forward.__code__.replace(), forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__)
+    made.__kwdefaults__ = forward.__kwdefaults__
+    return made
