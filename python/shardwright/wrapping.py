@@ -31,14 +31,18 @@ from .parallel.agreement.optimizer_agreement import Row, agree, check_members, g
 from .parallel.ddp import DistributedDataParallel
 from .parallel.ddp_compat import precision_of
 from .parallel.engine import Engine, needed_engine
+from .parallel import out_of_memory
 from .parallel.replica import Replica, live_replicas
 from .parameters.building import Building, check_buildable
 from .parameters.mixed_precision import PrecisionPlan
+from .plan import memory_of
 from .pretrained import UnmatchedNames, load_pretrained
 from .torch_compat import cuda
 from .torch_compat.dtensor import held_tensor, is_dtensor
 from .torch_compat.internals import original_of
 from .torch_compat.optimizers import step_hooks, takes_hooks
+
+out_of_memory.memory_of = memory_of
 
 
 @overload
@@ -308,6 +312,7 @@ def _not_an_optimizer(given: Any) -> str:
 
 def _shard(engine: Engine, optimizer: torch.optim.Optimizer, partition: str) -> torch.optim.Optimizer:
     optimizer = without_masters(optimizer)
+    out_of_memory.explain_steps(optimizer)
     first, *parts = engine.replicas
     made = ShardedOptimizer(optimizer, first, partition, _without_master(engine), parts)
     _keep_state(engine, made, optimizer)
@@ -399,6 +404,7 @@ def keep_optimizer(wrapped: DistributedDataParallel, optimizer: torch.optim.Opti
 
 def _keep(engine: Engine, optimizer: torch.optim.Optimizer, _: str = "") -> torch.optim.Optimizer:
     optimizer = without_masters(optimizer)
+    out_of_memory.explain_steps(optimizer)
     watch_loading(optimizer)
     if not has_own_masters(optimizer) and not isinstance(optimizer, torch.optim.LBFGS):
         made = MasterOptimizer(optimizer, _without_master(engine))
