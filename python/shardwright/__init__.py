@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from .options.compressors import Bf16, Fp16, Int4, Int8, PowerSGD
     from .options.options import Options
     from .options.precision import Precision
-    from .parallel.composition.pipeline import PipelineStage
     from .parallel.activations import checkpoint_units
+    from .parallel.composition.pipeline import PipelineStage
     from .parallel.ddp import DistributedDataParallel
     from .parallel.fully_shard import fully_shard
     from .parallel.headroom import headroom

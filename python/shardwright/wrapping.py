@@ -27,11 +27,11 @@ from .optim.sharded import ShardedOptimizer
 from .options.checks import offload_folder
 from .options.names import offers_names
 from .options.options import Options, describes_options
+from .parallel import out_of_memory
 from .parallel.agreement.optimizer_agreement import Row, agree, check_members, given_rows, together, watch_loading
 from .parallel.ddp import DistributedDataParallel
 from .parallel.ddp_compat import precision_of
 from .parallel.engine import Engine, needed_engine
-from .parallel import out_of_memory
 from .parallel.replica import Replica, live_replicas
 from .parameters.building import Building, check_buildable
 from .parameters.mixed_precision import PrecisionPlan

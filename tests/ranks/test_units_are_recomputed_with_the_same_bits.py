@@ -126,7 +126,9 @@ def test_a_step_has_the_same_bits_at_every_stage(rank, world_size, name):
 @on_every_rank()
 def test_low_precision_and_autocast_are_those_of_the_forward(rank, world_size):
     for stage in in_turn(STAGES, world_size):
-        found = [trained(rank, call, "after", build=Cast, precision="bf16", **stage) for call in (None, {}, {"every": 2})]
+        found = [
+            trained(rank, call, "after", build=Cast, precision="bf16", **stage) for call in (None, {}, {"every": 2})
+        ]
         assert_same(found[1], found[0])
         assert_same(found[2], found[0])
         losses = []

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -108,7 +107,9 @@ def checkpoint_units(
                 "gradient_checkpointing_disable() first, or leave checkpoint_units out"
             )
     if policy is not None and any(getattr(type(unit), "_shardwright_compiled", False) for unit in units):
-        raise ValueError("compile_units hides the operations of a unit from checkpoint_units(policy=): leave one of them out")
+        raise ValueError(
+            "compile_units hides the operations of a unit from checkpoint_units(policy=): leave one of them out"
+        )
     settings = Recompute(every, policy, tuple(p for unit in units for p in unit.parameters()))
     on_gpu = any(cuda.runtime.holds(p) for unit in units for p in unit.parameters())
     if kind == "cpu" and not on_gpu:
@@ -124,7 +125,11 @@ def _make_store(folder: str | None, label: str, on_gpu: bool, engine: Any) -> St
     made: list[Store] = []
 
     def make() -> bytes:
-        made.append(DeviceStore(None if folder is None else FileStore(folder, label)) if on_gpu else FileStore(folder or "", label))
+        made.append(
+            DeviceStore(None if folder is None else FileStore(folder, label))
+            if on_gpu
+            else FileStore(folder or "", label)
+        )
         return b""
 
     if engine is None or not engine.made:
@@ -145,7 +150,9 @@ class Recompute:
     def __init__(self, every: int, policy: Any, parameters: tuple[torch.Tensor, ...]) -> None:
         self.every, self.store = every, None
         self._identities = frozenset(map(id, parameters))
-        self.options = {} if policy is None else {"context_fn": functools.partial(create_selective_checkpoint_contexts, policy)}
+        self.options = (
+            {} if policy is None else {"context_fn": functools.partial(create_selective_checkpoint_contexts, policy)}
+        )
         #: (unit, whether it trains) -> the names of the buffers that its forward changes
         self.changing: dict[tuple[int, bool], set[str]] = {}
 
@@ -162,7 +169,12 @@ class Recompute:
 
     def keep(self, tensor: torch.Tensor) -> Moved | None:
         """Move a tensor out, or return None if it stays."""
-        if self.store is None or not tensor.requires_grad or tensor.nbytes < _MOVED_BYTES or dense_strides(tensor) is None:
+        if (
+            self.store is None
+            or not tensor.requires_grad
+            or tensor.nbytes < _MOVED_BYTES
+            or dense_strides(tensor) is None
+        ):
             return None
         if type(tensor) is not torch.Tensor:
             return None
@@ -188,7 +200,9 @@ class Recompute:
 class _Region:
     """One call of a unit: run by torch's checkpoint in the forward, and again in a backward from what is kept."""
 
-    def __init__(self, settings: Recompute, unit: torch.nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    def __init__(
+        self, settings: Recompute, unit: torch.nn.Module, call: Callable[..., Any], args: Any, kwargs: Any
+    ) -> None:
         self._settings, self._unit, self._call = settings, unit, call
         self._leaves, self._spec = flatten((args, kwargs))
         self._is_first, self._output_wanted = True, False
@@ -201,14 +215,20 @@ class _Region:
         self._buffers = _Buffers(settings, unit)
 
     def __call__(self, anchor: torch.Tensor) -> Any:
-        leaves = self._leaves if self._is_first else [each.get() if isinstance(each, _Kept) else each for each in self._leaves]
+        leaves = (
+            self._leaves
+            if self._is_first
+            else [each.get() if isinstance(each, _Kept) else each for each in self._leaves]
+        )
         args, kwargs = unflatten(leaves, self._spec)
         del leaves
         if not self._is_first:
             with self._buffers.earlier():
                 output = self._call(*args, **kwargs)
             if self._output_wanted:
-                self.outputs = [each.detach() if isinstance(each, torch.Tensor) else None for each in flatten(output)[0]]
+                self.outputs = [
+                    each.detach() if isinstance(each, torch.Tensor) else None for each in flatten(output)[0]
+                ]
             if self._has_end:
                 _End.apply(anchor)  # stops the recomputation, but not before the outputs are there
             return output
@@ -310,7 +330,10 @@ class _Buffers:
     def __init__(self, settings: Recompute, unit: torch.nn.Module) -> None:
         self._known, self._key = settings.changing, (id(unit), unit.training)
         self._named = {
-            (name, key): module for name, module in unit.named_modules() for key, each in module._buffers.items() if each is not None
+            (name, key): module
+            for name, module in unit.named_modules()
+            for key, each in module._buffers.items()
+            if each is not None
         }
         self._before: dict[Any, torch.Tensor] = {}
 

@@ -11,7 +11,6 @@ import torch
 
 from ..layout.rank_memory import Memory
 from ..torch_compat import autograd as _hooks
-from ..torch_compat import cuda
 from .replica import Replica, live_replicas
 
 __all__ = ["explain", "explain_all", "explain_steps"]
@@ -78,7 +77,9 @@ def _peak_bytes(replica: Replica) -> int:
 def _advice(replica: Replica, held: Memory | None, peak: int) -> str:
     """Return the next rungs of the ladder (docs/large-models.md), the one that frees most first."""
     engine, on_gpu = replica.engine(), replica.link is not None
-    settings = [getattr(type(each), "_shardwright_recompute", None) for each in (engine.module.modules() if engine else ())]
+    settings = [
+        getattr(type(each), "_shardwright_recompute", None) for each in (engine.module.modules() if engine else ())
+    ]
     used = next((each for each in settings if each is not None), None)
     activations = ["sw.checkpoint_units(model)"] if used is None else []
     if used is not None and used.store is None:

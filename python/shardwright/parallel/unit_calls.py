@@ -21,8 +21,6 @@ __all__ = ["change_calls", "compile_units", "outermost_units", "reduce_plainly"]
 _logger = logging.getLogger("shardwright")
 
 
-
-
 def outermost_units(model: Any, what: str) -> tuple[Engine | None, torch.nn.Module, list[torch.nn.Module]]:
     """Return the engine of a module, if it has one, the bare module, and its units that lie in no other unit."""
     if not isinstance(model, torch.nn.Module):
@@ -99,13 +97,21 @@ def compile_units(model: torch.nn.Module, **options: Any) -> torch.nn.Module:
     _, bare, units = outermost_units(model, "compile_units")
     for name, each in bare.named_modules():
         if getattr(type(each), "_shardwright_compiled", False) or is_compiled(each):
-            raise Error(f"compile_units found that {name or 'the module'!r} is compiled already: call it once, on modules that are not")
+            raise Error(
+                f"compile_units found that {name or 'the module'!r} is compiled already: call it once, on modules that are not"
+            )
     for each in units:
         if "forward" in vars(each):
-            raise Error(f"compile_units needs a unit whose class has the forward, and this {type(each).__name__} has its own: delete it")
+            raise Error(
+                f"compile_units needs a unit whose class has the forward, and this {type(each).__name__} has its own: delete it"
+            )
         if getattr(getattr(type(each), "_shardwright_recompute", None), "options", None):
-            raise ValueError("compile_units hides the operations of a unit from checkpoint_units(policy=): leave one of them out")
-    change_calls(units, lambda kind: {"forward": torch.compile(_own_code(kind), **options), "_shardwright_compiled": True})
+            raise ValueError(
+                "compile_units hides the operations of a unit from checkpoint_units(policy=): leave one of them out"
+            )
+    change_calls(
+        units, lambda kind: {"forward": torch.compile(_own_code(kind), **options), "_shardwright_compiled": True}
+    )
     return model
 
 
@@ -114,6 +120,8 @@ def _own_code(kind: Any) -> Any:
     forward = kind.forward
     if getattr(kind, "_shardwright_mark", None) is None:
         return forward
-    made = types.FunctionType(forward.__code__.replace(), forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__)
+    made = types.FunctionType(
+        forward.__code__.replace(), forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__
+    )
     made.__kwdefaults__ = forward.__kwdefaults__
     return made
