@@ -26,7 +26,7 @@ from pss import pss_bytes
 from shardwright.comm.process_group import host_group
 from torch.nn import functional as F
 
-LAYERS, WIDTH, HEADS, CONTEXT, BATCH = 24, 256, 4, 256, 16
+LAYERS, WIDTH, HEADS, CONTEXT, BATCH = 24, 128, 4, 256, 16
 ARMS = ("none", "each", "two", "file")
 #: (memory, time) against "none", at most
 GOALS = {"each": (0.4, 1.35), "two": (None, None), "file": (0.25, 1.6)}
@@ -97,7 +97,7 @@ def measure(rank: int, world_size: int, folder: str, rounds: int, batch: int) ->
             raise AssertionError("recomputed units have other bits")
     peaks: dict[str, list[int]] = {name: [] for name in ARMS}
     watch = Watch(os.getpid())
-    for _ in range(3):
+    for _ in range(2):
         for name, arm in arms.items():
             gc.collect()
             peaks[name].append(watch.peak(arm.step))
@@ -108,7 +108,7 @@ def measure(rank: int, world_size: int, folder: str, rounds: int, batch: int) ->
 
 def main() -> None:
     report, quick = common.begin("activations", __doc__)
-    batch = BATCH // 2 if quick else BATCH
+    batch = BATCH // 4 if quick else BATCH
     parent = os.environ.get("SW_BENCH_DIR", ".")
     with tempfile.TemporaryDirectory(dir=parent, prefix="bench-activations-") as folder:
         ((samples, peaks),) = common.run_ranks(1, measure, folder, QUICK_ROUNDS if quick else ROUNDS, batch)
@@ -117,7 +117,7 @@ def main() -> None:
     for name in ARMS[1:]:
         most_memory, most_time = GOALS[name]
         case = f"GPT {LAYERS}x{WIDTH}, {batch}x{CONTEXT}, {name}"
-        report.add(f"{case}: peak", "MiB", memory[name], memory["none"], "none", goal=most_memory, samples=6)
+        report.add(f"{case}: peak", "MiB", memory[name], memory["none"], "none", goal=most_memory, samples=4)
         report.add_times(f"{case}: step", times[name], times["none"], "none", goal=most_time)
 
 

@@ -14,7 +14,11 @@ from torch import nn
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
 STAGES = [{"zero": 0}, {"zero": 1}, {"zero": 2}, {"zero": 3}, {"zero": 3, "share_parameters": False}]
 HOST = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."
-ERRORS = {RuntimeError: HOST, torch.cuda.OutOfMemoryError: "CUDA out of memory. Tried to allocate 9 GiB", MemoryError: ""}
+ERRORS = {
+    RuntimeError: HOST,
+    torch.cuda.OutOfMemoryError: "CUDA out of memory. Tried to allocate 9 GiB",
+    MemoryError: "",
+}
 
 
 class Fails(torch.autograd.Function):
@@ -43,6 +47,7 @@ class Fragile(Blocks):
 class Stepping(torch.optim.AdamW):
     def step(self, closure=None):
         if Fails.where == "step":
+            Fails.where = None  # the plan steps a copy
             raise Fails.error
         return super().step(closure)
 

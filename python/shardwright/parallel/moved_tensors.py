@@ -7,11 +7,12 @@ the one that was put before it on its way.
 from __future__ import annotations
 
 import collections
+import contextlib
 import itertools
 import os
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
 import torch
@@ -58,6 +59,7 @@ class FileStore:
         self._free: dict[int, list[int]] = {}
         self._writer, self._reader = (ThreadPoolExecutor(1, f"shardwright-{name}") for name in ("writes", "reads"))
         self._writes: collections.deque[Future[None]] = collections.deque()
+        self._latest_read: Future[None] | None = None
         self._latest: weakref.ref[_InFile] | None = None
 
     @property
@@ -67,7 +69,7 @@ class FileStore:
     def put(self, tensor: torch.Tensor, after: Callable[[], object] | None = None) -> _InFile:
         """Write a dense tensor, once `after` returns. Raise OSError if the disk is full, or an earlier write failed."""
         while self._writes and (self._writes[0].done() or len(self._writes) >= _WAITING):
-            self._writes.popleft().result()
+            _wait(self._writes.popleft())
         size = -(-tensor.nbytes // _PAGE_BYTES) * _PAGE_BYTES
         address = self._allocate(size)
         write = self._writer.submit(self._write, address, tensor.detach(), after)
@@ -81,6 +83,8 @@ class FileStore:
         if free:
             return free.pop()
         if self._end - self._next < size:
+            for move in (*self._writes, self._latest_read):  # one thread alone changes the file's size
+                _wait(move)
             grown = max(size, _GROWTH_BYTES)
             try:
                 self._next = self._file.grow(grown)
@@ -97,7 +101,8 @@ class FileStore:
         self._file.store(address, tensor.data_ptr(), tensor.nbytes)
 
     def read(self, moved: _InFile, target: torch.Tensor) -> Future[None]:
-        return self._reader.submit(self._read, moved.write, moved.address, target)
+        self._latest_read = self._reader.submit(self._read, moved.write, moved.address, target)
+        return self._latest_read
 
     def _read(self, write: Future[None], address: int, target: torch.Tensor) -> None:
         write.result()
@@ -107,6 +112,13 @@ class FileStore:
         """Use a tensor's pages again, after its write, which need not begin any more."""
         write.cancel()
         write.add_done_callback(lambda _: self._free.setdefault(size, []).append(address))
+
+
+def _wait(move: Future[None] | None) -> None:
+    """Wait for a read or a write, and raise its error; one that a tensor's end has cancelled, or that waited for it, has none."""
+    if move is not None:
+        with contextlib.suppress(CancelledError):
+            move.result()
 
 
 class _InFile:
