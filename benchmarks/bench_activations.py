@@ -109,6 +109,7 @@ def measure(rank: int, world_size: int, folder: str, rounds: int, batch: int) ->
 def main() -> None:
     report, quick = common.begin("activations", __doc__)
     batch = BATCH // 4 if quick else BATCH
+    common.TIMEOUT_S = 3600.0  # 45 steps of a GPT, on machines that are shared
     parent = os.environ.get("SW_BENCH_DIR", ".")
     with tempfile.TemporaryDirectory(dir=parent, prefix="bench-activations-") as folder:
         ((samples, peaks),) = common.run_ranks(1, measure, folder, QUICK_ROUNDS if quick else ROUNDS, batch)

@@ -111,11 +111,12 @@ def in_little_memory(rank, world_size):
     model, optimizer = sw.wrap(module, torch.optim.AdamW(module.parameters()), zero=1)
     model(torch.randn(8, 256)).sum().backward()
     optimizer.step()
+    inputs = torch.randn(64 << 10, 256)  # 64 MiB, as each layer's output
     with open("/proc/self/statm") as file:
         used = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + (64 << 20), resource.RLIM_INFINITY))
     with pytest.raises(RuntimeError, match="can't allocate memory") as error:
-        model(torch.randn(256 << 10, 256))
+        model(inputs)
     assert "parameters 1.0 MiB" in text_of(error.value), text_of(error.value)
 
 

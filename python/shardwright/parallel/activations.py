@@ -150,7 +150,7 @@ class Recompute:
     def __init__(self, every: int, policy: Any, parameters: tuple[torch.Tensor, ...]) -> None:
         self.every, self.store = every, None
         self._identities = frozenset(map(id, parameters))
-        self.options = (
+        self.options: dict[str, Any] = (
             {} if policy is None else {"context_fn": functools.partial(create_selective_checkpoint_contexts, policy)}
         )
         #: (unit, whether it trains) -> the names of the buffers that its forward changes
@@ -205,12 +205,13 @@ class _Region:
     ) -> None:
         self._settings, self._unit, self._call = settings, unit, call
         self._leaves, self._spec = flatten((args, kwargs))
-        self._is_first, self._output_wanted = True, False
+        self._is_first, self._output_wanted, self._has_end = True, False, False
         self.depth = 1  # the position in a chain of units that are recomputed together
         self.outputs: list[Any] | None = None
         given = next((each for each in self._leaves if isinstance(each, torch.Tensor)), None)
         # checkpoint() looks at its arguments for the device whose random state it keeps
-        self.anchor = torch.empty(0, device=None if given is None else given.device, requires_grad=True)
+        device = torch.device("cpu") if given is None else given.device
+        self.anchor = torch.empty(0, dtype=torch.float32, device=device, requires_grad=True)
         self._ending: Any = None
         self._buffers = _Buffers(settings, unit)
 

@@ -160,7 +160,7 @@ def around_backwards(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -
     """Let `wrap` surround each backward: the one function with which torch.autograd enters its engine."""
     run = getattr(torch.autograd, "_engine_run_backward", None)
     if run is not None:
-        torch.autograd._engine_run_backward = wrap(run)  # type: ignore[attr-defined]
+        torch.autograd._engine_run_backward = wrap(run)
 
 
 def raw_stream(ordinal: int) -> int:
