@@ -17,6 +17,8 @@ from .local_parameters import module_parameter
 from .param_table import ParameterTable
 
 _MIB = 1024 * 1024
+#: the attribute of a unit's class that has the settings of checkpoint_units
+RECOMPUTE = "_shardwright_recompute"
 #: least bytes of parameters of a unit, when units are cut by size
 _SIZE_BYTES = 32 * _MIB
 #: containers: they have no forward

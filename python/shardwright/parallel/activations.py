@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from .._engine import Error
 from ..comm.agreement import gather_answers
+from ..layout.param_groups import RECOMPUTE
 from ..layout.views import dense_strides
 from ..options.checks import count, offload_folder, offload_kind
 from ..torch_compat import autograd as _hooks
@@ -25,7 +26,7 @@ from ..torch_compat import cuda
 from ..torch_compat.internals import flatten, unflatten
 from .moved_tensors import DeviceStore, FileStore, Moved, Store
 from .replica import live_replicas
-from .unit_calls import change_calls, outermost_units
+from .unit_calls import COMPILED, change_calls, outermost_units
 
 __all__ = ["checkpoint_units"]
 
@@ -99,14 +100,14 @@ def checkpoint_units(
         create_selective_checkpoint_contexts(policy)  # raises for another kind of argument
     engine, bare, units = outermost_units(model, "checkpoint_units")
     for name, each in bare.named_modules():
-        if getattr(type(each), "_shardwright_recompute", None) is not None:
+        if getattr(type(each), RECOMPUTE, None) is not None:
             raise Error(f"checkpoint_units was called on unit {name!r} already: call it once")
         if getattr(each, "gradient_checkpointing", False) is True:
             raise Error(
                 f"{name or 'this module'} recomputes its activations by itself (gradient_checkpointing): call "
                 "gradient_checkpointing_disable() first, or leave checkpoint_units out"
             )
-    if policy is not None and any(getattr(type(unit), "_shardwright_compiled", False) for unit in units):
+    if policy is not None and any(getattr(type(unit), COMPILED, False) for unit in units):
         raise ValueError(
             "compile_units hides the operations of a unit from checkpoint_units(policy=): leave one of them out"
         )
@@ -116,7 +117,7 @@ def checkpoint_units(
         _logger.warning("checkpoint_units: offload='cpu' has no effect, the units' inputs are in host memory already")
     elif kind is not None:
         settings.store = _make_store(folder, type(bare).__name__, on_gpu, engine)
-    change_calls(units, lambda kind: {"__call__": _call_of(kind), "_shardwright_recompute": settings})
+    change_calls(units, lambda kind: {"__call__": _call_of(kind), RECOMPUTE: settings})
     return model
 
 
@@ -388,6 +389,6 @@ def _call_of(kind: Any) -> Callable[..., Any]:
     run = _hooks.disable_compile(Recompute.run)
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return run(self._shardwright_recompute, self, functools.partial(plain, self), args, kwargs)
+        return run(getattr(self, RECOMPUTE), self, functools.partial(plain, self), args, kwargs)
 
     return call

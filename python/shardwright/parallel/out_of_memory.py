@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..layout.param_groups import RECOMPUTE
 from ..layout.rank_memory import Memory
 from ..torch_compat import autograd as _hooks
 from .replica import Replica, live_replicas
@@ -18,6 +19,8 @@ __all__ = ["explain", "explain_all", "explain_steps"]
 #: returns what a replica holds, or None if that is not known; set by the module that knows optimizers
 memory_of: Callable[[Replica], Memory | None] = lambda replica: None
 _MIB = 2.0**20
+#: attributes of an error that has the plan, and of a step that adds it
+_TOLD, _EXPLAINS = "_shardwright_told", "_shardwright_explains"
 _CPU_TEXTS = ("can't allocate memory", "not enough memory")
 #: the modules described in one error, at most
 _MODULES_MAX = 3
@@ -32,9 +35,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def explain(error: BaseException) -> None:
     """Add the plan of the wrapped modules to an error of a full memory, once; leave any other one alone."""
-    if not is_out_of_memory(error) or getattr(error, "_shardwright_told", False):
+    if not is_out_of_memory(error) or getattr(error, _TOLD, False):
         return
-    error._shardwright_told = True  # type: ignore[attr-defined]
+    setattr(error, _TOLD, True)
     replicas = [each for each in live_replicas() if not each.retired]
     text = "\n".join(_plan(each) for each in replicas[-_MODULES_MAX:])
     if not text:
@@ -77,9 +80,7 @@ def _peak_bytes(replica: Replica) -> int:
 def _advice(replica: Replica, held: Memory | None, peak: int) -> str:
     """Return the next rungs of the ladder (docs/large-models.md), the one that frees most first."""
     engine, on_gpu = replica.engine(), replica.link is not None
-    settings = [
-        getattr(type(each), "_shardwright_recompute", None) for each in (engine.module.modules() if engine else ())
-    ]
+    settings = [getattr(type(each), RECOMPUTE, None) for each in (engine.module.modules() if engine else ())]
     used = next((each for each in settings if each is not None), None)
     activations = ["sw.checkpoint_units(model)"] if used is None else []
     if used is not None and used.store is None:
@@ -112,10 +113,10 @@ def _explained(function: Callable[..., Any]) -> Callable[..., Any]:
 def explain_steps(optimizer: torch.optim.Optimizer) -> None:
     """Explain errors of the steps of an optimizer's class from now on, as torch itself wraps them for its profiler."""
     kind: Any = type(optimizer)
-    if not getattr(kind.step, "_shardwright_explains", False):
+    if not getattr(kind.step, _EXPLAINS, False):
         step = kind.step
         kind.step = _explained(step)
-        kind.step._shardwright_explains = True
+        setattr(kind.step, _EXPLAINS, True)
         kind.step.__wrapped__ = getattr(step, "__wrapped__", step)  # the plan steps a copy without hooks
 
 

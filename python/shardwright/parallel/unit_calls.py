@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copyreg
 import logging
 import types
 from collections.abc import Callable, Iterable
@@ -11,14 +10,16 @@ from typing import Any
 import torch
 
 from .._engine import Error
-from ..layout.param_groups import unit_modules
+from ..layout.param_groups import RECOMPUTE, unit_modules
 from ..torch_compat.autograd import is_compiled
 from ..torch_compat.internals import original_of
 from .engine import Engine, engine_of
 
-__all__ = ["change_calls", "compile_units", "outermost_units", "reduce_plainly"]
+__all__ = ["COMPILED", "change_calls", "compile_units", "outermost_units", "reduce_plainly"]
 
 _logger = logging.getLogger("shardwright")
+#: the attribute of a unit's class that is True after compile_units
+COMPILED = "_shardwright_compiled"
 
 
 def outermost_units(model: Any, what: str) -> tuple[Engine | None, torch.nn.Module, list[torch.nn.Module]]:
@@ -62,7 +63,7 @@ def change_calls(units: Iterable[torch.nn.Module], make: Callable[[type], dict[s
 def reduce_plainly(self: Any, protocol: Any) -> Any:
     """Pickle and copy as the original class; our hooks refuse a copy while the module is released."""
     state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__  # object's own from Python 3.11
-    return copyreg._reconstructor, (self._shardwright_original, object, None), state  # type: ignore[attr-defined]
+    return object.__new__, (self._shardwright_original,), state
 
 
 def compile_units(model: torch.nn.Module, **options: Any) -> torch.nn.Module:
@@ -96,7 +97,7 @@ def compile_units(model: torch.nn.Module, **options: Any) -> torch.nn.Module:
     """
     _, bare, units = outermost_units(model, "compile_units")
     for name, each in bare.named_modules():
-        if getattr(type(each), "_shardwright_compiled", False) or is_compiled(each):
+        if getattr(type(each), COMPILED, False) or is_compiled(each):
             raise Error(
                 f"compile_units found that {name or 'the module'!r} is compiled already: call it once, on modules that are not"
             )
@@ -105,13 +106,11 @@ def compile_units(model: torch.nn.Module, **options: Any) -> torch.nn.Module:
             raise Error(
                 f"compile_units needs a unit whose class has the forward, and this {type(each).__name__} has its own: delete it"
             )
-        if getattr(getattr(type(each), "_shardwright_recompute", None), "options", None):
+        if getattr(getattr(type(each), RECOMPUTE, None), "options", None):
             raise ValueError(
                 "compile_units hides the operations of a unit from checkpoint_units(policy=): leave one of them out"
             )
-    change_calls(
-        units, lambda kind: {"forward": torch.compile(_own_code(kind), **options), "_shardwright_compiled": True}
-    )
+    change_calls(units, lambda kind: {"forward": torch.compile(_own_code(kind), **options), COMPILED: True})
     return model
 
 
