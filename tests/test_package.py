@@ -293,6 +293,7 @@ ADDRESSES = {
         "parallel/agreement/replica_check",
     ],
     "plain memory of the check's own": ["gpu_check/faults", "gpu_check/speed"],
+    "of torch's own class, checked before": ["parallel/moved_tensors"],
     "a bucket of torch's own wrapper": ["compress/fsdp2", "compress/hooks"],
 }
 

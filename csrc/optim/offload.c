@@ -8,6 +8,7 @@
 #include <inttypes.h>
 #include <pthread.h>
 #include <stdlib.h>
+#include <string.h>
 
 #include "base/bytes.h"
 #include "platform/memory.h"
@@ -56,6 +57,13 @@ void sw_offload_fini(sw_offload *offload)
     sw_memory_unmap(offload->buffers, SW_OFFLOAD_BUFFERS * offload->buffer_bytes);
     offload->buffers = NULL;
     sw_state_file_fini(&offload->file);
+}
+
+static sw_status make_buffers(sw_offload *offload, sw_error *err)
+{
+    return offload->buffers
+               ? SW_OK
+               : sw_pages_map(SW_OFFLOAD_BUFFERS * offload->buffer_bytes, &offload->buffers, err);
 }
 
 /* ---- the plan ---- */
@@ -329,8 +337,7 @@ sw_status sw_offload_step(sw_offload *offload, sw_offload_step_fn *step, const v
             err, SW_E_STATE,
             "optimizer state is invalid, since an earlier step failed while changing it: %.400s",
             file->failure.message);
-    if (!offload->buffers)
-        SW_TRY(sw_pages_map(SW_OFFLOAD_BUFFERS * offload->buffer_bytes, &offload->buffers, err));
+    SW_TRY(make_buffers(offload, err));
     step_pass pass = {.offload = offload};
     SW_TRY(plan_init(offload, &pass.plan, runs, count, err));
     pthread_mutex_init(&pass.mutex, NULL);
@@ -345,4 +352,50 @@ sw_status sw_offload_step(sw_offload *offload, sw_offload_step_fn *step, const v
     if (err && pass.failure.status != SW_OK)
         *err = pass.failure;
     return pass.failure.status;
+}
+
+/* ---- whole arrays, without a step ---- */
+
+enum { STORE_BUFFER, FETCH_BUFFER }; /* a writer and a reader share no buffer */
+
+static sw_status locate_pages(const sw_offload *offload, const void *address, size_t size_bytes,
+                              uint64_t *offset, sw_error *err)
+{
+    *offset = sw_state_file_locate(&offload->file, address, whole_pages(size_bytes));
+    if (*offset == UINT64_MAX || *offset % SW_FILE_ALIGNMENT_BYTES != 0)
+        SW_FAIL(err, SW_E_INVALID, "%zu bytes are no whole pages of '%s'", size_bytes,
+                offload->file.path);
+    return SW_OK;
+}
+
+sw_status sw_offload_store(sw_offload *offload, const void *address, const void *data,
+                           size_t size_bytes, sw_error *err)
+{
+    uint64_t offset = 0;
+    SW_TRY(locate_pages(offload, address, size_bytes, &offset, err));
+    SW_TRY(make_buffers(offload, err));
+    uint8_t *buffer = offload->buffers + STORE_BUFFER * offload->buffer_bytes;
+    for (size_t at = 0; at < size_bytes; at += offload->buffer_bytes) {
+        size_t left = size_bytes - at;
+        size_t part = left < offload->buffer_bytes ? left : offload->buffer_bytes;
+        memcpy(buffer, (const uint8_t *)data + at, part);
+        SW_TRY(sw_state_file_write(&offload->file, buffer, whole_pages(part), offset + at, err));
+    }
+    return SW_OK;
+}
+
+sw_status sw_offload_fetch(sw_offload *offload, const void *address, void *data, size_t size_bytes,
+                           sw_error *err)
+{
+    uint64_t offset = 0;
+    SW_TRY(locate_pages(offload, address, size_bytes, &offset, err));
+    SW_TRY(make_buffers(offload, err));
+    uint8_t *buffer = offload->buffers + FETCH_BUFFER * offload->buffer_bytes;
+    for (size_t at = 0; at < size_bytes; at += offload->buffer_bytes) {
+        size_t left = size_bytes - at;
+        size_t part = left < offload->buffer_bytes ? left : offload->buffer_bytes;
+        SW_TRY(sw_state_file_read(&offload->file, buffer, whole_pages(part), offset + at, err));
+        memcpy((uint8_t *)data + at, buffer, part);
+    }
+    return SW_OK;
 }

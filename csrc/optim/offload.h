@@ -44,4 +44,14 @@ SW_MUST_USE sw_status sw_offload_step(sw_offload *offload, sw_offload_step_fn *s
                                       const void *options, const sw_optim_run *runs, size_t count,
                                       sw_error *err);
 
+/* Write [data, +size_bytes) to the file's pages at `address`, of the mapping, and read them back:
+ * in requests of one buffer, whole pages each, through an aligned buffer where the file bypasses
+ * the page cache. The last page's rest is undefined. One thread may write while another reads other
+ * pages; a read follows the end of the first write. SW_E_OS, SW_E_MEMORY; SW_E_INVALID: pages
+ * outside of the file. */
+SW_MUST_USE sw_status sw_offload_store(sw_offload *offload, const void *address, const void *data,
+                                       size_t size_bytes, sw_error *err);
+SW_MUST_USE sw_status sw_offload_fetch(sw_offload *offload, const void *address, void *data,
+                                       size_t size_bytes, sw_error *err);
+
 #endif

@@ -87,6 +87,16 @@ SW_PY_METHOD(state_file_forget, sw_py_owner, "forget", enter(self, SW_PY_ALONE),
              (sw_state_file_forget(&offload_of(self)->file), SW_OK),
              finish(self, status, NULL, &err))
 
+SW_PY_METHOD(state_file_store, sw_py_owner, "store address:A source:A nbytes:N",
+             enter(self, SW_PY_SHARED),
+             sw_offload_store(offload_of(self), a[0].address, a[1].address, a[2].size, &err),
+             finish(self, status, NULL, &err))
+
+SW_PY_METHOD(state_file_fetch, sw_py_owner, "fetch address:A target:A nbytes:N",
+             enter(self, SW_PY_SHARED),
+             sw_offload_fetch(offload_of(self), a[0].address, a[1].address, a[2].size, &err),
+             finish(self, status, NULL, &err))
+
 SW_PY_GETTER(get_nbytes, sw_py_owner,
              PyLong_FromUnsignedLongLong(self->made ? offload_of(self)->file.size_bytes : 0))
 SW_PY_GETTER(get_buffer_nbytes, sw_py_owner,
@@ -99,6 +109,9 @@ static PyMethodDef state_file_methods[] = {
     SW_PY_ARGS(state_file, grow, "nbytes, /", "Append zeroed bytes; return their address."),
     SW_PY_ARGS(state_file, tensor, "address, dtype, shape, strides, owner, /",
                "Return a DLPack capsule that keeps owner alive."),
+    SW_PY_ARGS(state_file, store, "address, source, nbytes, /",
+               "Write memory to whole pages of the file."),
+    SW_PY_ARGS(state_file, fetch, "address, target, nbytes, /", "Read what store() wrote."),
     SW_PY_ARGS(state_file, forget, "/", "Drop the file's pages from this process's memory."),
     {NULL, NULL, 0, NULL},
 };

@@ -24,11 +24,13 @@ if TYPE_CHECKING:
     from .options.compressors import Bf16, Fp16, Int4, Int8, PowerSGD
     from .options.options import Options
     from .options.precision import Precision
+    from .parallel.activations import checkpoint_units
     from .parallel.composition.pipeline import PipelineStage
     from .parallel.ddp import DistributedDataParallel
     from .parallel.fully_shard import FSDPModule, fully_shard, register_fsdp_forward_method, share_comm_ctx
     from .parallel.headroom import headroom
     from .parallel.sync_batch_norm import SyncBatchNorm
+    from .parallel.unit_calls import compile_units
     from .parameters.materialize import materialize
     from .pretrained import load_pretrained
     from .streaming import Sharding, iter_full_parameters, sharding
@@ -68,7 +70,9 @@ __all__ = [
     "__version__",
     "average_gradients",
     "checkpoint",
+    "checkpoint_units",
     "clip_grad_norm_",
+    "compile_units",
     "deepspeed",
     "describe",
     "elastic",
@@ -105,7 +109,9 @@ _HOMES = {
     "average_gradients": "wrapping",
     "Bf16": "options.compressors",
     "Checkpointer": "checkpoint",
+    "checkpoint_units": "parallel.activations",
     "clip_grad_norm_": "optim.clip_grad",
+    "compile_units": "parallel.unit_calls",
     "describe": "description",
     "DiLoCo": "optim.diloco",
     "DistributedDataParallel": "parallel.ddp",

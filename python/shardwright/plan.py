@@ -27,18 +27,30 @@ _Held = tuple[Mapping[str, Any], int, torch.dtype, bool]
 
 def memory_plan(replica: Replica) -> dict[str, Any]:
     """Return `optimizer_state_bytes` and `planned_bytes` of this rank for describe(); None if not yet known."""
+    plan: dict[str, Any] = (
+        {}
+        if all(each is None for each in replica.steppers.all())
+        else {"optimizer_state_bytes": _states_bytes(replica)}
+    )
+    held = memory_of(replica)
+    return {**plan, "planned_bytes": None if held is None else held.model_state}
+
+
+def _states_bytes(replica: Replica) -> int | None:
     optimizers = [optimizer for optimizer in replica.steppers.all() if optimizer is not None]
     states = [_state_bytes(replica, optimizer) for optimizer in optimizers]
     known = [each for each in states if each is not None]
-    state = sum(known) if len(known) == len(states) else None
-    in_memory = 0 if replica.stores else state
-    plan: dict[str, Any] = {"optimizer_state_bytes": state} if optimizers else {}
+    return sum(known) if len(known) == len(states) else None
+
+
+def memory_of(replica: Replica) -> Memory | None:
+    """Return what a model holds on this rank between steps; None if its optimizer's state is not known."""
+    in_memory = 0 if replica.stores else _states_bytes(replica)
     if in_memory is None:
-        return {**plan, "planned_bytes": None}
+        return None
     parameters, units = _parameter_bytes(replica)
     buffers, gradients = sum(store.planned_nbytes for store in replica.stores), replica.reducer.planned_bytes
-    held = Memory(parameters=parameters, units=units, gradients=gradients, state=in_memory, buffers=buffers)
-    return {**plan, "planned_bytes": held.model_state}
+    return Memory(parameters=parameters, units=units, gradients=gradients, state=in_memory, buffers=buffers)
 
 
 def _parameter_bytes(replica: Replica) -> tuple[int, int]:

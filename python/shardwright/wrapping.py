@@ -27,6 +27,7 @@ from .optim.sharded import ShardedOptimizer
 from .options.checks import offload_folder
 from .options.names import offers_names
 from .options.options import Options, describes_options
+from .parallel import out_of_memory
 from .parallel.agreement.optimizer_agreement import Row, agree, check_members, given_rows, together, watch_loading
 from .parallel.ddp import DistributedDataParallel
 from .parallel.ddp_compat import precision_of
@@ -34,11 +35,14 @@ from .parallel.engine import Engine, needed_engine
 from .parallel.replica import Replica, live_replicas
 from .parameters.building import Building, check_buildable
 from .parameters.mixed_precision import PrecisionPlan
+from .plan import memory_of
 from .pretrained import UnmatchedNames, load_pretrained
 from .torch_compat import cuda
 from .torch_compat.dtensor import held_tensor, is_dtensor
 from .torch_compat.internals import original_of
 from .torch_compat.optimizers import step_hooks, takes_hooks
+
+out_of_memory.memory_of = memory_of
 
 
 @overload
@@ -313,6 +317,7 @@ def _not_an_optimizer(given: Any) -> str:
 
 def _shard(engine: Engine, optimizer: torch.optim.Optimizer, partition: str) -> torch.optim.Optimizer:
     optimizer = without_masters(optimizer)
+    out_of_memory.explain_steps(optimizer)
     first, *parts = engine.replicas
     made = ShardedOptimizer(optimizer, first, partition, _without_master(engine), parts)
     _keep_state(engine, made, optimizer)
@@ -404,6 +409,7 @@ def keep_optimizer(wrapped: DistributedDataParallel, optimizer: torch.optim.Opti
 
 def _keep(engine: Engine, optimizer: torch.optim.Optimizer, _: str = "") -> torch.optim.Optimizer:
     optimizer = without_masters(optimizer)
+    out_of_memory.explain_steps(optimizer)
     watch_loading(optimizer)
     if not has_own_masters(optimizer) and not isinstance(optimizer, torch.optim.LBFGS):
         made = MasterOptimizer(optimizer, _without_master(engine))

@@ -161,6 +161,8 @@ def state_file() -> None:
     made = engine.StateFile(FOLDER, "m", 1 << 16)
     address = made.grow(4096)
     made.tensor(address, "float32", (16,), None, made)
+    made.store(address, BASE, 64)
+    made.fetch(address, BASE, 64)
     made.forget()
 
 

@@ -226,12 +226,48 @@ static void test_every_allocation_fails_in_turn(const char *folder)
     }
 }
 
+/* Whole arrays of any address and size come back, beside one another, in several requests. */
+static void test_store_and_fetch(const char *folder)
+{
+    sw_error err;
+    sw_offload offload;
+    uint8_t *at = NULL;
+    size_t lengths[] = {1, 4096, BUFFER + 4097}, total = 3 * (BUFFER + 8192);
+    expect(sw_offload_init(&offload, folder, "test", BUFFER, &err) == SW_OK &&
+               sw_state_file_grow(&offload.file, total, &at, &err) == SW_OK,
+           "a file");
+    uint8_t *data = malloc(3 * total), *back = data + total;
+    for (size_t i = 0; i < 3 * total; ++i)
+        data[i] = (uint8_t)(i * 2654435761u >> 13);
+    for (size_t i = 0; i < 3; ++i)
+        expect(sw_offload_store(&offload, at + i * (BUFFER + 8192), data + 7 * i, lengths[i],
+                                &err) == SW_OK,
+               "stored");
+    for (size_t i = 0; i < 3; ++i) {
+        back[lengths[i]] = 77;
+        expect(sw_offload_fetch(&offload, at + i * (BUFFER + 8192), back, lengths[i], &err) ==
+                       SW_OK &&
+                   memcmp(back, data + 7 * i, lengths[i]) == 0 && back[lengths[i]] == 77,
+               "the same bytes, and none behind them");
+    }
+    expect(sw_offload_store(&offload, at + 1, data, 10, &err) == SW_E_INVALID &&
+               sw_offload_fetch(&offload, at + total - 4096, back, 4097, &err) == SW_E_INVALID &&
+               sw_offload_store(&offload, data, data, 10, &err) == SW_E_INVALID,
+           "parts of pages and pages outside are refused");
+    sw_file_shorten(offload.file.fd, 4096);
+    expect(sw_offload_fetch(&offload, at + BUFFER + 8192, back, 10, &err) == SW_E_OS,
+           "a file that is shorter is an error");
+    free(data);
+    sw_offload_fini(&offload);
+}
+
 int main(void)
 {
     char folder[] = "/tmp/sw-offload-XXXXXX";
     expect(mkdtemp(folder) != NULL, "a folder is created");
     test_bits(folder);
     test_failures(folder);
+    test_store_and_fetch(folder);
     test_every_allocation_fails_in_turn(folder);
     expect(rmdir(folder) == 0, "the folder is empty");
     fprintf(stderr, "%ld passed, %ld failed\n", passed_count, failed_count);

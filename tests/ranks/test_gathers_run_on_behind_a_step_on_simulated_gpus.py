@@ -156,7 +156,15 @@ def eager(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     )
     assert not pending(later) and not sw.unwrap(later)._forward_pre_hooks
     assert all(bits_equal(p, q.detach()) for p, q in zip(step_bits, whole.parameters()))
-    del later, asked  # with nothing under way
+    step(whole, other, rank, 2)
+    reached = [p.detach().clone() for p in whole.parameters()]
+    units, optimizer = make(gpus, 2)
+    sw.compile_units(units, backend="eager")
+    for number in range(3):
+        step(units, optimizer, rank, number)
+        assert pending(units)  # their hooks run outside of the graphs
+    assert all(bits_equal(p.detach(), q.detach()) for p, q in zip(units.parameters(), reached))
+    del later, asked, units  # with nothing under way
     lost, optimizer = make(gpus, 1)
     step(lost, optimizer, rank, 0)
     kept = [*lost.parameters()]

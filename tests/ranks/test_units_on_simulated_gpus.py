@@ -17,7 +17,9 @@ from unittest import mock
 import pytest
 import test_every_stage_has_the_same_bits as stages
 import test_fully_shard_composes_zero_3_in_place as by_hand
+import test_integers_are_released as integers
 import test_units_are_gathered_in_their_compute_dtype as computed
+import test_units_are_recomputed_with_the_same_bits as recomputed
 import test_units_are_whole_only_while_they_run as units
 import torch
 from harness import DEADLINE_S, LONG, at_least_two, gather, in_turn, same_everywhere
@@ -121,6 +123,18 @@ COMPUTED: list[tuple[Any, str, dict[str, Any]]] = [
     *((computed, "every_kind_of_parameter_and_policy", {"policy": policy}) for policy in computed.POLICIES),
     (computed, "whole_parameters_are_exact_and_modules_compute_with_what_was_written", {}),
 ]
+WITHIN: list[tuple[Any, str, dict[str, Any]]] = [
+    (integers, "every_stage_has_the_same_bits_and_a_rank_its_part_of_the_bytes", {}),
+    *((recomputed, "every_shape_of_a_step", {"train": each}) for each in (units.several_forwards, units.accumulating)),
+    (recomputed, "a_step_has_the_same_bits_at_every_stage", {"name": "two"}),
+]
+
+
+@pytest.mark.parametrize("law", range(len(WITHIN)), ids=lambda law: WITHIN[law][1])
+def test_the_laws_of_recomputed_units_and_of_integers_hold(
+    teams: Any, world_size: int, paths: dict[str, str], law: int
+) -> None:
+    run(teams, world_size, paths, keep_law, law, "WITHIN", policy=POLICIES[law % len(POLICIES)])
 
 
 @pytest.mark.parametrize("law", some(range(len(LAWS)), 2), ids=lambda law: LAWS[law][1])

@@ -7,7 +7,7 @@ unit. A parameter that several modules share belongs to the innermost unit that 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,8 @@ from .local_parameters import module_parameter
 from .param_table import ParameterTable
 
 _MIB = 1024 * 1024
+#: the attribute of a unit's class that has the settings of checkpoint_units
+RECOMPUTE = "_shardwright_recompute"
 #: least bytes of parameters of a unit, when units are cut by size
 _SIZE_BYTES = 32 * _MIB
 #: containers: they have no forward
@@ -104,7 +106,7 @@ def cut(
     module: torch.nn.Module, table: ParameterTable, units: Any = "auto", reshard_after_forward: bool = True
 ) -> list[UnitPlan]:
     """Return the units of `module` in the order of modules(). The outermost stays whole until its backward ends."""
-    chosen = _choose(module, table, units)
+    chosen = unit_modules(module, units, table.module_parameters)
     first = _first_of_each(module, chosen)
     owners: dict[int, list[list[torch.nn.Module]]] = {}
     paths = _paths(module)
@@ -142,10 +144,10 @@ def _first_of_each(module: torch.nn.Module, chosen: Collection[int]) -> dict[int
     return found
 
 
-def _choose(module: torch.nn.Module, table: ParameterTable, units: Any) -> set[int]:
-    """Return the identities of the modules that are units, without the outermost."""
+def unit_modules(module: torch.nn.Module, units: Any, parameters: Iterable[torch.Tensor] | None = None) -> set[int]:
+    """Return the identities of the modules that are units, without the outermost. `parameters`: the table's; None: all."""
     if units == "auto":
-        held = {id(p) for p in table.module_parameters}
+        held = {id(p) for p in (module.parameters() if parameters is None else parameters)}
         marked = {
             id(each)
             for each in module.modules()

@@ -37,6 +37,7 @@ from ..torch_compat.internals import ignored_by_torchs_ddp, original_of
 from ..torch_compat.weak import weakly
 from .composition import loss_scaling
 from .composition.parts import by_name, find_parts, states_of_parts
+from .out_of_memory import explain, explain_all
 from .replica import Replica, live_replicas
 
 if TYPE_CHECKING:
@@ -324,6 +325,7 @@ class Engine:
                 replica.parameters().follow(self.precision)
         if any(replica.model_ranks is not None for replica in self.made):
             loss_scaling.install()
+        explain_all()
         self._retire = weakref.finalize(self, _retire_all, list(self.made))
         self._retire.atexit = False
         self.note_buffers()
@@ -405,14 +407,18 @@ class Engine:
     def run(self, call: Callable[..., Any], inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the module's forward, `call`."""
         self.begin_forward(torch.compiler.is_compiling())
-        if self.precision is None:
-            return self.end_forward(call(*inputs, **kwargs))
-        inputs, kwargs = self.precision.enter(inputs, kwargs)
         try:
-            output = call(*inputs, **kwargs)
-        finally:
-            self.precision.leave()
-        return self.end_forward(self.precision.cast_output(output))
+            if self.precision is None:
+                return self.end_forward(call(*inputs, **kwargs))
+            inputs, kwargs = self.precision.enter(inputs, kwargs)
+            try:
+                output = call(*inputs, **kwargs)
+            finally:
+                self.precision.leave()
+            return self.end_forward(self.precision.cast_output(output))
+        except Exception as error:
+            explain(error)
+            raise
 
     def _before_forward(self, is_compiling: bool = False) -> None:
         training, replicas = torch.is_grad_enabled(), self.made

@@ -12,7 +12,6 @@ engine when it is first needed: in shard_optimizer, in its first forward, or in 
 from __future__ import annotations
 
 import contextlib
-import copyreg
 import dataclasses
 import functools
 import glob
@@ -35,6 +34,7 @@ from ..parameters.unshard_schedule import UnitSchedule
 from ..torch_compat.dtensor import flattened, is_dtensor
 from ..torch_compat.foreign_wrappers import guard_from_wrappers
 from .engine import Engine, engine_of, register_face
+from .unit_calls import reduce_plainly
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -363,10 +363,7 @@ class FSDPModule(torch.nn.Module):
             raise Error(f"{what}() is asked of the outermost module that sw.fully_shard was called on")
         return engine
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle as the original class; our hooks refuse a copy while the module is released."""
-        state = self.__getstate__() if hasattr(self, "__getstate__") else self.__dict__  # object's own from Python 3.11
-        return copyreg.__newobj__, (self._shardwright_original,), state  # type: ignore[attr-defined]
+    __reduce_ex__ = reduce_plainly
 
 
 def _marks_of(modules: Sequence[Any], what: str) -> list[Mark]:
@@ -484,7 +481,7 @@ def fully_shard(
         original = type(each)
         body = {
             "_shardwright_mark": mark,
-            "_shardwright_original": original,
+            "_shardwright_original": getattr(original, "_shardwright_original", original),
             "__module__": original.__module__,
             "__qualname__": original.__qualname__,
         }

@@ -78,7 +78,10 @@ class Unit:
         self.note_versions()
 
     def _make_placeholders(self) -> None:
-        """Make one NaN a parameter, expanded to its shape. A host's are compared by their bytes, without torch."""
+        """Make one NaN a parameter, or for integers one of 0xff bytes, expanded to its shape.
+
+        A host's are compared by their bytes, without torch.
+        """
         self._bytes: dict[torch.dtype, bytearray] = {}
         self._blank: dict[torch.dtype, bytes] = {}
         following = {}
@@ -89,7 +92,8 @@ class Unit:
                 self._bytes[dtype] = bytearray(self._blank[dtype])
                 scalars = torch.frombuffer(self._bytes[dtype], dtype=dtype)
             else:
-                scalars = torch.full((count,), float("nan"), dtype=dtype, device=self.parameters[0].device)
+                size = count * dtype.itemsize
+                scalars = torch.full((size,), 0xFF, dtype=torch.uint8, device=self.parameters[0].device).view(dtype)
             following[dtype] = iter(scalars.unbind())
         self.placeholders = [next(following[p.dtype]).expand(p.shape) for p in self.parameters]
         self.released_addresses = [each.data_ptr() for each in self.placeholders]
@@ -160,7 +164,7 @@ class Unit:
         written = [
             name
             for name, now, placeholder, address in zip(self.names, found, self.placeholders, self.released_addresses)
-            if now != address or (self._bytes and not bool(torch.isnan(placeholder.as_strided((1,), (1,))).all()))
+            if now != address or (self._bytes and not _is_blank(placeholder))
         ]
         for dtype, blank in self._blank.items():
             self._bytes[dtype][:] = blank
@@ -198,6 +202,14 @@ class Unit:
             return None
         changes = zip(self.names * len(now), itertools.chain(*before), itertools.chain(*now))
         return next(name for name, old, new in changes if old != new)
+
+
+def _is_blank(placeholder: torch.Tensor) -> bool:
+    """Return True if a placeholder is a NaN, or for integers still of 0xff bytes."""
+    scalar = placeholder.as_strided((1,), (1,))
+    if placeholder.is_floating_point() or placeholder.is_complex():
+        return bool(torch.isnan(scalar).all())
+    return bool((scalar.view(torch.uint8) == 0xFF).all())
 
 
 class ComputeForm(Unit):

@@ -316,6 +316,5 @@ def releasable(request: Request) -> list[list[int]]:
 
 
 def _can_be_released(parameter: torch.Tensor) -> bool:
-    """Return whether releasing the parameter saves memory and its dtype has a NaN for the placeholder."""
-    floating = parameter.dtype.is_floating_point or parameter.dtype.is_complex
-    return floating and parameter.numel() * parameter.element_size() > _SMALL_BYTES
+    """Return whether releasing the parameter saves memory; 0xff is no byte of a bool."""
+    return parameter.dtype is not torch.bool and parameter.numel() * parameter.element_size() > _SMALL_BYTES

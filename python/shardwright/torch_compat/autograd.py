@@ -11,6 +11,7 @@ Each private name has a fallback, so a torch without it lacks a feature but runs
 - `Tensor._post_accumulate_grad_hooks`: else a hook that changes gradients must be registered before wrapping.
 - `Tensor._use_count`: else joining a group does not wait for torch's threads.
 - `Module._compiled_call_impl`: else a module that is compiled in place has breaks in its graph.
+- `torch.autograd._engine_run_backward`: else an error of a full memory in a backward has no plan.
 - The compiler's tracer: else fullgraph=True ends in its own error.
 """
 
@@ -33,6 +34,7 @@ from .optimizers import check_steppable
 
 __all__ = [
     "CAN_BE_UNGUARDED",
+    "around_backwards",
     "disable_compile",
     "gradient_hooks",
     "find_tensors",
@@ -152,6 +154,13 @@ class queue_at_end:  # noqa: N801
         if not self._called and self._failed is not None:
             with contextlib.suppress(Exception):  # the next call reports the peers' error
                 self._failed()
+
+
+def around_backwards(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Let `wrap` surround each backward: the one function with which torch.autograd enters its engine."""
+    run = getattr(torch.autograd, "_engine_run_backward", None)
+    if run is not None:
+        torch.autograd._engine_run_backward = wrap(run)
 
 
 def raw_stream(ordinal: int) -> int:

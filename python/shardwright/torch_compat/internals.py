@@ -14,7 +14,9 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import _JoinConfig as JoinConfig
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten as flatten
 from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_unflatten as unflatten
 
 __all__ = [
     "BatchNorm",
@@ -25,6 +27,7 @@ __all__ = [
     "changing_weights",
     "cpu_backend",
     "default_store",
+    "flatten",
     "forward_hooks",
     "fsdp2_groups",
     "ignored_by_torchs_ddp",
@@ -40,6 +43,7 @@ __all__ = [
     "subclassed",
     "swap_memory",
     "tree_leaves",
+    "unflatten",
     "without_memory_of",
     "written_by",
 ]

@@ -24,7 +24,7 @@ def wrap_call(chosen: Candidate, machine: Machine, work: Work) -> str:
     if precision.convert:
         before.append(precision.convert)
     if chosen.checkpointed:
-        before.append("# each layer's forward inside torch.utils.checkpoint.checkpoint(..., use_reentrant=False)")
+        before.append("sw.checkpoint_units(model)")
     made = _OPTIMIZER[work.optimizer]
     return "\n".join([*before, f"model, optimizer = sw.wrap(model, {made}, {', '.join(words)}{mesh})"])
 
