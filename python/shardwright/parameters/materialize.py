@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .._engine import Error
+from ..formats.stored import Stored, waits
 from ..torch_compat.internals import (
     TorchDispatchMode,
     buffers_of_state,
@@ -22,10 +23,14 @@ from ..torch_compat.internals import (
 __all__ = ["Writes", "initialisers", "materialize", "place", "places_of", "waiting_modules", "with_memory"]
 
 _Call = tuple[torch.nn.Module, Callable[[], object]]
+#: attributes that a tensor loses as it gets memory
+_OF_STORED = (*Stored.__annotations__, "_is_param")
 
 
 def materialize(module: torch.nn.Module, *, init: Callable[[torch.nn.Module], object] | None = None) -> torch.nn.Module:
     """Allocate parameters and buffers of the meta device on the CPU, with their modules' own initial values. In place.
+
+    Tensors that sw.meta_loading() left in their files are read whole.
 
     Parameters
     ----------
@@ -62,15 +67,23 @@ def materialize(module: torch.nn.Module, *, init: Callable[[torch.nn.Module], ob
     device(type='cpu')
     """
     calls = initialisers(module, init, "materialize")
-    made: dict[int, torch.Tensor] = {}
+    made, stored = dict[int, torch.Tensor](), dict[int, Stored]()
     before = places_of(module)
     try:
         with changing_weights(module):
             for held, earlier in before:
                 for name, tensor in earlier.items():
-                    if tensor is not None and tensor.is_meta:
-                        held[name] = made.setdefault(id(tensor), with_memory(tensor, torch.zeros))
-        Writes().run(module, calls, {id(each) for each in made.values()}, "materialize")
+                    if waits(tensor) and id(tensor) not in made:
+                        made[id(tensor)] = with_memory(tensor, torch.zeros)
+                        if isinstance(tensor, Stored):
+                            stored[id(made[id(tensor)])] = tensor
+                    if waits(tensor):
+                        held[name] = made[id(tensor)]
+        Writes().run(module, calls, {id(each) for each in made.values()} - stored.keys(), "materialize")
+        with torch.no_grad():
+            for each in made.values():
+                if id(each) in stored:
+                    each.copy_(stored[id(each)].lazy.read())
     except BaseException:
         with changing_weights(module):
             for held, earlier in before:
@@ -187,10 +200,11 @@ def _own(module: torch.nn.Module) -> list[torch.Tensor]:
 
 def with_memory(tensor: torch.Tensor, allocate: Callable[..., torch.Tensor]) -> torch.Tensor:
     """Return a tensor of the same class, strides and attributes on the CPU. allocate(numel, dtype=) returns its memory."""
-    like = torch.empty_like(tensor, requires_grad=False, memory_format=torch.preserve_format)
+    like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    like = torch.empty_like(like, memory_format=torch.preserve_format)
     memory = allocate(like.numel(), dtype=like.dtype, device="cpu").as_strided(like.shape, like.stride())
     if isinstance(tensor, torch.nn.Parameter):
         kind = type(tensor) if issubclass(type(tensor), torch.nn.Parameter) else torch.nn.Parameter
         memory = subclassed(kind, memory, tensor.requires_grad)
-    memory.__dict__.update(tensor.__dict__)
+    memory.__dict__.update({name: each for name, each in tensor.__dict__.items() if name not in _OF_STORED})
     return memory
