@@ -18,7 +18,15 @@ from typing import Any
 import torch
 
 from .._engine import Error
-from ..torch_compat.internals import is_view_op, no_torch_function, tree_leaves, tree_map, without_memory_of, written_by
+from ..torch_compat.internals import (
+    TensorBase,
+    is_view_op,
+    no_torch_function,
+    tree_leaves,
+    tree_map,
+    without_memory_of,
+    written_by,
+)
 from .lazy import Lazy
 
 __all__ = ["Stored", "replaying", "waits"]
@@ -110,6 +118,17 @@ class Stored(torch.Tensor):
         has_parts = all(box.source.part is not None for box in boxes)
         part, peek = (_reader(boxes, shape, dtype, peeks=each) for each in (False, True))
         return Lazy(dtype, shape, read, part=part if has_parts else None, peek=peek if has_parts else None)
+
+    @property
+    def data(self) -> Any:
+        return TensorBase.data.__get__(self)
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        if not isinstance(value, Stored):
+            raise Error("a tensor that sw.meta_loading() left in its file takes no other data: wrap the model first")
+        TensorBase.data.__set__(self, value)
+        self.boxes, self.replay, self.what = value.boxes, value.replay, value.what
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
