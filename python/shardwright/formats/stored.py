@@ -31,8 +31,8 @@ from .lazy import Lazy
 
 __all__ = ["Stored", "replaying", "waits"]
 
-#: one read of a stored tensor at most, and gaps that are read rather than jumped over
-_READ_BYTES, _GAP_BYTES = 16 << 20, 64 << 10
+#: one read of a stored tensor at most, and gaps that cost less to read than to jump over
+_READ_BYTES, _GAP_BYTES = 16 << 20, 4 << 10
 _CATS, _CASTS, _COPIES = ("aten::cat", "aten::stack"), ("aten::_to_copy",), ("aten::clone", "aten::_unsafe_view")
 _LIKES = ("_like", "::new_empty", "::new_zeros", "::new_ones", "::new_full", "::new_empty_strided")
 _replays = 0
@@ -61,8 +61,11 @@ class _Box:
     def copy_to(self, out: torch.Tensor, read: Callable[[Lazy, int, int], torch.Tensor]) -> None:
         """Write the elements to `out`. read(source, first element, count) returns elements of a stored tensor."""
         span = 1 + sum((n - 1) * step for n, step in zip(self.size, self.strides))
-        item, count = self.source.dtype.itemsize, math.prod(self.size)
-        if count == 1 or (span * item <= _READ_BYTES and span - count <= max(count, _GAP_BYTES // item)):
+        item, count, run = self.source.dtype.itemsize, math.prod(self.size), 1
+        for step, n in sorted((step, n) for n, step in zip(self.size, self.strides) if n > 1):
+            run *= n if step == run else 1
+        gaps = (span - count) * item / max(count // run - 1, 1)  # bytes each, on average
+        if count == 1 or (span * item <= _READ_BYTES and gaps <= _GAP_BYTES):
             values = read(self.source, self.start, span).as_strided(self.size, self.strides)
             for dtype in self.casts:
                 values = values.to(dtype)
@@ -117,7 +120,11 @@ class Stored(torch.Tensor):
 
         has_parts = all(box.source.part is not None for box in boxes)
         part, peek = (_reader(boxes, shape, dtype, peeks=each) for each in (False, True))
-        return Lazy(dtype, shape, read, part=part if has_parts else None, peek=peek if has_parts else None)
+        if not has_parts:
+            return Lazy(dtype, shape, read)
+        sources = tuple({id(box.source): box.source for box in boxes}.values())
+        how = repr([(box.low, box.size, box.start, box.strides, box.casts) for box in boxes])
+        return Lazy(dtype, shape, read, part=part, peek=peek, sources=sources, how=how)
 
     @property
     def data(self) -> Any:
@@ -319,7 +326,8 @@ def _kept(func: Any, name: str, args: Any, kwargs: Any, *, computes: bool) -> An
         made = func(*_read_all(args), **_read_all(kwargs))
         return made if isinstance(made, torch.Tensor) else made[at]
 
-    short = name.removeprefix("aten::")
+    before = (each.what for each in tree_leaves((args, kwargs)) if isinstance(each, Stored) and each.boxes is None)
+    short = next(before, name.removeprefix("aten::"))
     made = [_made(each, device, None, lambda at=at: result(at).contiguous(), short) for at, each in enumerate(found)]
     return made[0] if isinstance(likes, torch.Tensor) else made
 

@@ -25,7 +25,7 @@ from .._engine import Error, HostComm, crc32c
 from ..comm.agreement import gather_answers
 from ..comm.process_group import HostGroup, host_group, resolve_group
 from ..formats.stored import Stored, waits
-from ..layout.memory import bytes_of
+from ..layout.memory import bytes_of, is_resident
 from ..layout.param_groups import UnitPlan
 from ..layout.param_table import ParameterTable
 from ..options.options import Options
@@ -133,7 +133,8 @@ class Building:
         self._module, self.gave, self._group = module, any(map(waits, module.parameters())), group
         tensors = [*module.named_parameters(), *module.named_buffers()]
         self.stored = {name: each.lazy for name, each in tensors if reads and isinstance(each, Stored)}
-        self._real = {id(p) for p in module.parameters() if not waits(p)}
+        #: parameters that had memory, by id, with it
+        self._real = {id(p): (p, p.data) for p in module.parameters() if not waits(p)}
         self.in_units = in_units and self.gave
         self._calls = initialisers(module, init, "wrap", unstored=loads)
         self._given: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -182,24 +183,31 @@ class Building:
         if not self.in_units or not dtype.is_floating_point or numel * dtype.itemsize < _PAGE_BYTES:
             return torch.zeros(numel, dtype=dtype, device=device)
         memory = mmap.mmap(-1, numel * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_NOHUGEPAGE)  # a page holds one parameter, so is_touched() is exact
         made = torch.frombuffer(memory, dtype=dtype, count=numel)
         self._ranges[made.data_ptr()] = memory
         return made
 
     def undo(self) -> None:
-        """Put all tensors back on the meta device."""
+        """Put all tensors back where they were."""
         for held, before in self._before:  # init= may have replaced some
             held.update(before)
         with changing_weights(self._module):
             for tensor, memory in self._given:
                 swap_memory(tensor, memory)
+        for parameter, data in self._real.values() if self.gave else ():
+            if parameter.data_ptr() != data.data_ptr():  # released, and not gathered
+                parameter.data = data
         self._given.clear()
+        self._real.clear()
 
     def keep(self) -> None:
         """Forget what undo() needs."""
         self._given.clear()
         self._calls.clear()
         self._before.clear()
+        self._real.clear()
 
     @contextlib.contextmanager
     def _on_the_stream(self) -> Iterator[None]:
@@ -267,7 +275,7 @@ class _Units(Writes):
         self._homes = [parameter.data for parameter in table.parameters]
         self._index = {id(parameter): index for index, parameter in enumerate(table.parameters)}
         self._whole: list[int] = []
-        self._written: set[int] = set()
+        self._sliced: set[int] = set()
         self._said: list[list[str]] = []  # unit, digest of its values
         self._is_over = False
 
@@ -288,8 +296,10 @@ class _Units(Writes):
             others = [each for each in self._whole if each not in needed]
             if len(self._whole) >= _WHOLE_AT_ONCE and others:
                 self._put(max(others, key=self._next_use))
+            if number in self._sliced:
+                self._check_untouched(number)
             self._whole.append(number)
-            self._settle(self._members[number], reads=number in self._written)
+            self._settle(self._members[number], reads=number in self._sliced)
 
     def after_call(self, module: torch.nn.Module) -> None:
         known = [self._index[id(each)] for each in module.parameters() if id(each) in self._index]
@@ -334,12 +344,34 @@ class _Units(Writes):
             if memory is not None:
                 memory.madvise(mmap.MADV_DONTNEED)
         self._whole.remove(number)
-        self._written.add(number)
+        self._sliced.add(number)
 
     def put_all(self) -> None:
-        """Write what is still whole. A unit that no call has touched keeps zeros."""
+        """Write what is still whole, or was written past torch. A unit that no call has touched keeps zeros."""
         for number in list(self._whole):
             self._put(number)
+        for number in range(len(self._members)):
+            if number in self._sliced:
+                self._check_untouched(number)
+            elif self._touched(number) is not None:
+                self._whole.append(number)
+                self._put(number)
+
+    def _touched(self, number: int) -> str | None:
+        """Return the first parameter of a unit, which is not whole, that has pages: something wrote to it past torch."""
+        for index in self._members[number]:
+            home = self._homes[index]
+            if home.data_ptr() in self._ranges and is_resident(home.data_ptr(), home.nbytes):
+                return self._table.names[index]
+        return None
+
+    def _check_untouched(self, number: int) -> None:
+        name = self._touched(number)
+        if name is not None:
+            raise Error(
+                f"wrap: init= wrote to {name!r} or read it through numpy, an address or another thread after its unit had been sliced: "
+                "use torch's operations, in the thread that calls init="
+            )
 
     def digest(self) -> bytes:
         return json.dumps(self._said).encode()
