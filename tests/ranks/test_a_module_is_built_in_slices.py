@@ -3,7 +3,9 @@ stage; no rank holds more than its slices and two units at private zero=3. An er
 """
 
 import copy
+import ctypes
 import gc
+import threading
 import weakref
 
 import pytest
@@ -474,4 +476,51 @@ def test_optimizers_of_every_kind_take_parameters_of_the_meta_device(rank, world
             optimizer.zero_grad()
             losses[-1].append(loss.item())
     assert losses[0] == losses[1]
+    gather(None)
+
+
+@every_stage
+@on_every_rank()
+def test_a_tensor_that_is_written_in_parts_needs_all_of_them(rank, world_size, stage):
+    def thirds(count):
+        def write(module):
+            for part in module.weight.chunk(3)[:count]:
+                nn.init.normal_(part)
+            module.weight[torch.tensor([0, 2])] = 1.0
+            module.weight.masked_fill_(torch.eye(96, 60) > 0, 0.0)
+            nn.init.zeros_(module.bias)
+
+        return write
+
+    for build in (sw.materialize, lambda module, init: sw.wrap(module, init=init, **STAGES[stage])):
+        with pytest.raises(sw.Error, match="no call of the initialisation wrote 1[0-9]{3} elements of 'weight'"):
+            build(on_meta(lambda: nn.Linear(60, 96)), init=thirds(2))
+        build(on_meta(lambda: nn.Linear(60, 96)), init=thirds(3))
+    gather(None)
+
+
+@pytest.mark.parametrize("how", ["thread", "address"])
+@on_every_rank()
+def test_a_write_past_torch_is_kept_or_an_error(rank, world_size, how):
+    def past(tensor):
+        address, nbytes = tensor.data_ptr(), tensor.nbytes
+        act = (lambda: tensor.fill_(2.0)) if how == "thread" else (lambda: ctypes.memset(address, 1, nbytes))
+        thread = threading.Thread(target=torch.no_grad()(act))
+        thread.start()
+        thread.join()
+
+    def build(write):
+        def init(module):
+            if isinstance(module, nn.Linear):
+                module.reset_parameters()
+            elif isinstance(module, nn.Sequential):
+                write(module)
+
+        module = on_meta(lambda: nn.Sequential(*(nn.Linear(64, 64) for _ in range(5))))
+        return sw.wrap(module, init=init, units=(nn.Linear,), **PRIVATE)
+
+    with pytest.raises(sw.Error, match="wrote to '4.weight' or read it through numpy, an address or another thread"):
+        build(lambda module: past(module[4].weight))  # the first to be written, and sliced since
+    model = build(lambda module: past(module[0].weight))  # still whole
+    assert sw.full_state_dict(model)["0.weight"].unique().numel() == 1
     gather(None)

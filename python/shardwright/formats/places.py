@@ -10,15 +10,13 @@ import torch
 
 from .._engine import CheckpointError, CheckpointFolder
 from ..layout.memory import has_memory
-from .dcp import is_dcp, model_of
+from .dcp import EXTRA, is_dcp, model_of
 from .lazy import Lazy
 from .model_files import model_files, read_safetensors
 from .stored import Stored
 from .unpickle import model_state, without_placeholders
 
 __all__ = ["stored_tensors", "stored_value"]
-
-EXTRA = "_extra_state"  # the end of torch's name for what get_extra_state() returns
 
 
 def stored_tensors(place: Any) -> dict[str, Any]:
