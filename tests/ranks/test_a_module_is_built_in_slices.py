@@ -511,16 +511,41 @@ def test_a_write_past_torch_is_kept_or_an_error(rank, world_size, how):
 
     def build(write):
         def init(module):
-            if isinstance(module, nn.Linear):
-                module.reset_parameters()
-            elif isinstance(module, nn.Sequential):
+            if isinstance(module, (Block, Model)):
+                nn.init.ones_(module.gain if isinstance(module, Model) else module.scale)
                 write(module)
+            else:
+                module.reset_parameters()
 
-        module = on_meta(lambda: nn.Sequential(*(nn.Linear(64, 64) for _ in range(5))))
-        return sw.wrap(module, init=init, units=(nn.Linear,), **PRIVATE)
+        return sw.wrap(on_meta(), init=init, **PRIVATE)
 
-    with pytest.raises(sw.Error, match="wrote to '4.weight' or read it through numpy, an address or another thread"):
-        build(lambda module: past(module[4].weight))  # the first to be written, and sliced since
-    model = build(lambda module: past(module[0].weight))  # still whole
-    assert sw.full_state_dict(model)["0.weight"].unique().numel() == 1
+    with pytest.raises(sw.Error, match="wrote to 'blocks.2.up.weight' or read it through numpy, an address or another"):
+        build(lambda module: past(module.blocks[2].up.weight) if isinstance(module, Model) else None)  # sliced long ago
+    model = build(lambda module: past(module.up.weight) if isinstance(module, Block) else None)  # still whole
+    assert sw.full_state_dict(model)["blocks.1.up.weight"].unique().numel() == 1
     gather(None)
+
+
+@on_every_rank()
+def test_fully_shard_builds_as_wrap_does(rank, world_size):
+    for how in ({"init": init}, {"weights": None}, {}):
+        torch.manual_seed(3)
+        twin = copy.deepcopy(sw.materialize(on_meta(), init=init).state_dict())
+        module = on_meta()
+        if "weights" in how:
+            how["weights"] = gather(twin)[0]
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        for block in module.blocks:
+            sw.fully_shard(block)
+        sw.fully_shard(module, **how)
+        torch.manual_seed(3)
+        if not how:  # as programs of FSDP2 write it
+            module.to_empty(device="cpu")
+            module.apply(lambda each: [nn.init.constant_(p, 0.02) for p in each.parameters(recurse=False)])
+            module.norm.reset_running_stats()
+            optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+            twin = {name: each.clone() for name, each in module.state_dict().items()}
+        optimizer = sw.shard_optimizer(module, optimizer)
+        assert_is(module, twin)
+        assert all(map(torch.isfinite, map(torch.tensor, train(module, optimizer, rank))))
+        gather(None)
