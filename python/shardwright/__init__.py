@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .comm.process_group import init_process_group
     from .description import describe, stats
     from .integrations import deepspeed
+    from .integrations.meta_loading import meta_loading
     from .optim.clip_grad import clip_grad_norm_, local_norms
     from .optim.diloco import DiLoCo
     from .options.compressors import Bf16, Fp16, Int4, Int8, PowerSGD
@@ -91,6 +92,7 @@ __all__ = [
     "load_pretrained",
     "local_norms",
     "materialize",
+    "meta_loading",
     "optim",
     "register_fsdp_forward_method",
     "save",
@@ -133,6 +135,7 @@ _HOMES = {
     "load_pretrained": "pretrained",
     "local_norms": "optim.clip_grad",
     "materialize": "parameters.materialize",
+    "meta_loading": "integrations.meta_loading",
     "Options": "options.options",
     "PipelineStage": "parallel.composition.pipeline",
     "PowerSGD": "options.compressors",

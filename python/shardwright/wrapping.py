@@ -12,10 +12,11 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ._engine import Error
-from .comm.agreement import gather_answers, gather_values
+from .comm.agreement import gather_values
 from .comm.model_ranks import ModelRanks
 from .comm.process_group import HostGroup, host_group, resolve_group
 from .comm.waits import calling, on_every_rank
+from .formats.stored import Stored
 from .layout.local_parameters import as_dtensors, whole_tensor
 from .layout.memory import has_memory, without_memory
 from .optim.clip_grad import clip_in_step
@@ -32,11 +33,11 @@ from .parallel.agreement.optimizer_agreement import Row, agree, check_members, g
 from .parallel.ddp import DistributedDataParallel
 from .parallel.ddp_compat import precision_of
 from .parallel.engine import Engine, needed_engine
+from .parallel.loading import UnmatchedNames
 from .parallel.replica import Replica, live_replicas
-from .parameters.building import Building, check_buildable
+from .parameters.building import Values
 from .parameters.mixed_precision import PrecisionPlan
 from .plan import memory_of
-from .pretrained import UnmatchedNames, load_pretrained
 from .torch_compat import cuda
 from .torch_compat.dtensor import held_tensor, is_dtensor
 from .torch_compat.internals import original_of
@@ -149,20 +150,20 @@ def wrap(
     group = host_group(torch_group, given.timeout_s, given.warn_after_s)
     ranks = ModelRanks.beside(members, group)
     values = "a function" if callable(init) else str(init) if init is None or init is True else type(init).__name__
+    stored = sum(isinstance(each, Stored) for each in (*module.parameters(), *module.buffers()))
     built = {"option init": values, "option weights": "none" if weights is None else "given"}
+    built["option sw.meta_loading()"] = f"of {stored} tensors"
     _agree_on_optimizer(group, ranks, module, optimizer, zero, partition, offload, clip_grad_norm, built)
-    with _building(group, module, optimizer, init, weights, given) as building:
-        wrapped = DistributedDataParallel(module, mixed_precision=mixed_precision, _options=given, _building=building)
-        try:
-            if weights is not None:
-                load_pretrained(wrapped, weights)
-            if optimizer is not None:
-                optimizer = (_shard if zero else _keep)(wrapped._engine, optimizer, partition)
-        except BaseException:
-            if building is not None:
-                wrapped._engine.abandon(has_values=not building.gave)
-            raise
-        wrapped._engine.keep()
+    sources = Values(init, weights, optimizer)
+    wrapped = DistributedDataParallel(module, mixed_precision=mixed_precision, _options=given, _values=sources)
+    try:
+        if optimizer is not None:
+            optimizer = (_shard if zero else _keep)(wrapped._engine, optimizer, partition)
+    except BaseException:
+        if wrapped._engine.is_building:
+            wrapped._engine.abandon()
+        raise
+    wrapped._engine.keep()
     if optimizer is None:
         return wrapped
     if clip_grad_norm is not None:
@@ -173,46 +174,6 @@ def wrap(
 def clip_before_steps(optimizer: torch.optim.Optimizer, module: DistributedDataParallel, max_norm: float) -> None:
     """Begin each step of an optimizer with sw.clip_grad_norm_(module, max_norm)."""
     optimizer.register_step_pre_hook(_Clip(module, max_norm))
-
-
-@contextlib.contextmanager
-def _building(
-    group: HostGroup,
-    module: torch.nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    init: Callable[[torch.nn.Module], object] | bool | None,
-    weights: Any,
-    options: Options,
-) -> Iterator[Building | None]:
-    """Give a module of the meta device memory, and yield what fills units with values; None without `init` and `weights`. Collective.
-
-    An error inside puts the module back on the meta device.
-    """
-    if init is None and weights is None:
-        yield None
-        return
-    label, made = type(module).__name__, list[Building]()
-    in_units = options.zero == 3 and options.share_parameters is False
-
-    def make() -> bytes:
-        if init not in (None, True) and not callable(init):
-            raise TypeError(f"init must be a function of a module, or True, got {init!r}")
-        what = "init=" if weights is None else "weights="
-        check_buildable(module, optimizer, options, what, in_units=in_units)
-        made.append(Building(module, init if callable(init) else None, loads=weights is not None, in_units=in_units))
-        return b""
-
-    gather_answers(group.comm, make, f"the build of {label}", refusals=(Exception,))
-    building = made[0]
-    try:
-        building.begin(group.comm, label)
-        if not building.in_units:
-            building.initialise(group.comm, label)
-        yield building
-    except BaseException:
-        building.undo()
-        raise
-    building.keep()
 
 
 class _Clip:

@@ -3,7 +3,9 @@ stage; no rank holds more than its slices and two units at private zero=3. An er
 """
 
 import copy
+import ctypes
 import gc
+import threading
 import weakref
 
 import pytest
@@ -475,3 +477,75 @@ def test_optimizers_of_every_kind_take_parameters_of_the_meta_device(rank, world
             losses[-1].append(loss.item())
     assert losses[0] == losses[1]
     gather(None)
+
+
+@every_stage
+@on_every_rank()
+def test_a_tensor_that_is_written_in_parts_needs_all_of_them(rank, world_size, stage):
+    def thirds(count):
+        def write(module):
+            for part in module.weight.chunk(3)[:count]:
+                nn.init.normal_(part)
+            module.weight[torch.tensor([0, 2])] = 1.0
+            module.weight.masked_fill_(torch.eye(96, 60) > 0, 0.0)
+            nn.init.zeros_(module.bias)
+
+        return write
+
+    for build in (sw.materialize, lambda module, init: sw.wrap(module, init=init, **STAGES[stage])):
+        with pytest.raises(sw.Error, match="no call of the initialisation wrote 1[0-9]{3} elements of 'weight'"):
+            build(on_meta(lambda: nn.Linear(60, 96)), init=thirds(2))
+        build(on_meta(lambda: nn.Linear(60, 96)), init=thirds(3))
+    gather(None)
+
+
+@pytest.mark.parametrize("how", ["thread", "address"])
+@on_every_rank()
+def test_a_write_past_torch_is_kept_or_an_error(rank, world_size, how):
+    def past(tensor):
+        address, nbytes = tensor.data_ptr(), tensor.nbytes
+        act = (lambda: tensor.fill_(2.0)) if how == "thread" else (lambda: ctypes.memset(address, 1, nbytes))
+        thread = threading.Thread(target=torch.no_grad()(act))
+        thread.start()
+        thread.join()
+
+    def build(write):
+        def init(module):
+            if isinstance(module, (Block, Model)):
+                nn.init.ones_(module.gain if isinstance(module, Model) else module.scale)
+                write(module)
+            else:
+                module.reset_parameters()
+
+        return sw.wrap(on_meta(), init=init, **PRIVATE)
+
+    with pytest.raises(sw.Error, match="wrote to 'blocks.2.up.weight' or read it through numpy, an address or another"):
+        build(lambda module: past(module.blocks[2].up.weight) if isinstance(module, Model) else None)  # sliced long ago
+    model = build(lambda module: past(module.up.weight) if isinstance(module, Block) else None)  # still whole
+    assert sw.full_state_dict(model)["blocks.1.up.weight"].unique().numel() == 1
+    gather(None)
+
+
+@on_every_rank()
+def test_fully_shard_builds_as_wrap_does(rank, world_size):
+    for how in ({"init": init}, {"weights": None}, {}):
+        torch.manual_seed(3)
+        twin = copy.deepcopy(sw.materialize(on_meta(), init=init).state_dict())
+        module = on_meta()
+        if "weights" in how:
+            how["weights"] = gather(twin)[0]
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        for block in module.blocks:
+            sw.fully_shard(block)
+        sw.fully_shard(module, **how)
+        torch.manual_seed(3)
+        if not how:  # as programs of FSDP2 write it
+            module.to_empty(device="cpu")
+            module.apply(lambda each: [nn.init.constant_(p, 0.02) for p in each.parameters(recurse=False)])
+            module.norm.reset_running_stats()
+            optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+            twin = {name: each.clone() for name, each in module.state_dict().items()}
+        optimizer = sw.shard_optimizer(module, optimizer)
+        assert_is(module, twin)
+        assert all(map(torch.isfinite, map(torch.tensor, train(module, optimizer, rank))))
+        gather(None)

@@ -27,9 +27,11 @@ from .._engine import CheckpointError
 from .lazy import Lazy
 from .unpickle import Placeholder, Unpickler, load_torch_file, without_placeholders
 
-__all__ = ["METADATA", "Stored", "is_dcp", "model_of", "parts_of", "read_values", "split_path"]
+__all__ = ["EXTRA", "METADATA", "Stored", "is_dcp", "model_of", "parts_of", "read_values", "split_path"]
 
 METADATA = ".metadata"
+#: the end of torch's name for what get_extra_state() returns
+EXTRA = "_extra_state"
 #: components of names under which programs store the model and the optimizer
 _MODEL_KEYS, _OPTIMIZER_KEYS = ("model", "module", "state_dict"), ("optim", "optimizer")
 #: names of the folders that accelerate writes for FSDP
@@ -119,10 +121,12 @@ def parts_of(path: str) -> dict[str, str]:
     return found
 
 
-def model_of(path: str) -> dict[str, Lazy]:
-    """Return the tensors of the model in a folder: those under a key that programs use, else all but an optimizer's."""
+def model_of(path: str) -> dict[str, Any]:
+    """Return the tensors and extra state of the model in a folder: those under a key that programs use, else all but an optimizer's."""
     folder = path if os.path.isfile(os.path.join(path, METADATA)) else parts_of(path).get("model", path)
-    apart = [(*split_path(at), value) for at, value in read_values(folder, []).items() if isinstance(value, Lazy)]
+    values = read_values(folder, []).items()
+    kept = [(at, value) for at, value in values if isinstance(value, Lazy) or str(at[-1]).endswith(EXTRA)]
+    apart = [(*split_path(at), value) for at, value in kept]
     kind = "model" if any(each == "model" for each, _, _ in apart) else "other"
     return {".".join(map(str, rest)): value for each, rest, value in apart if each == kind}
 

@@ -79,6 +79,10 @@ class Lazy:
         format has no ranges.
     peek : callable, optional
         As `part`, without a check of checksums. None: `part` checks none.
+    sources : tuple of Lazy
+        The tensors of which this one is made, if any.
+    how : str
+        How it is made of them.
     """
 
     dtype: torch.dtype
@@ -87,6 +91,8 @@ class Lazy:
     file: str = ""
     part: Callable[[int, int, int], None] | None = None
     peek: Callable[[int, int, int], None] | None = None
+    sources: tuple[Lazy, ...] = ()
+    how: str = ""
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Lazy:
@@ -98,11 +104,21 @@ class Lazy:
         read = lambda: tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()  # noqa: E731
         return cls(tensor.dtype, tuple(tensor.shape), read, part=part if is_plain else None)
 
-    def sample(self) -> str:
+    def sample(self, pieces: int = _PIECES) -> str:
         """Return a digest of pieces spread over the tensor, the first and the last bytes among them. `part` must be set."""
-        read, most, digest = self.peek or self.part, max(self.nbytes - _PIECE_BYTES, 0), hashlib.sha256()
+        read, most, digest = (
+            self.peek or self.part,
+            max(self.nbytes - _PIECE_BYTES, 0),
+            hashlib.sha256(self.how.encode()),
+        )
         assert read is not None
-        for at in sorted({most * number // (_PIECES - 1) for number in range(_PIECES)}):
+        if self.sources:
+            last, count = len(self.sources) - 1, min(len(self.sources), pieces)
+            for number in range(count):
+                source = self.sources[last * number // max(count - 1, 1)]
+                digest.update(source.sample(max(pieces // count, 2)).encode())
+            return digest.hexdigest()
+        for at in sorted({most * number // (pieces - 1) for number in range(pieces)}):
             piece = ctypes.create_string_buffer(min(_PIECE_BYTES, self.nbytes))
             if len(piece):
                 read(at, len(piece), ctypes.addressof(piece))

@@ -10,14 +10,13 @@ import torch
 
 from .._engine import CheckpointError, CheckpointFolder
 from ..layout.memory import has_memory
-from .dcp import is_dcp, model_of
+from .dcp import EXTRA, is_dcp, model_of
 from .lazy import Lazy
 from .model_files import model_files, read_safetensors
+from .stored import Stored
 from .unpickle import model_state, without_placeholders
 
 __all__ = ["stored_tensors", "stored_value"]
-
-EXTRA = "_extra_state"  # the end of torch's name for what get_extra_state() returns
 
 
 def stored_tensors(place: Any) -> dict[str, Any]:
@@ -52,8 +51,10 @@ def stored_tensors(place: Any) -> dict[str, Any]:
 
 def stored_value(name: str, value: Any) -> Any:
     """Return the Lazy of a tensor, or a module's extra state. Raise CheckpointError for any other value."""
-    if not isinstance(value, torch.Tensor) and str(name).endswith(EXTRA):
+    if isinstance(value, Lazy) or (not isinstance(value, torch.Tensor) and str(name).endswith(EXTRA)):
         return value
+    if isinstance(value, Stored):
+        return value.lazy
     if isinstance(value, torch.Tensor) and value.layout == torch.strided and has_memory(value):
         if not (value.is_meta or value.is_quantized or value.is_nested):
             return Lazy.of(value)

@@ -29,6 +29,7 @@ from torch.distributed.algorithms.join import Join
 
 from ..comm.exchange import group_exchange
 from ..compress.make import make_hook
+from ..formats.stored import Stored
 from ..layout.memory import copied
 from ..optim.clip_grad import clip_grad_norm_
 from ..optim.master_weights import MasterOptimizer
@@ -36,8 +37,10 @@ from ..optim.sharded import ShardedOptimizer
 from ..options.compress import Compressor, check_compressor
 from ..options.options import FIELDS
 from ..parallel.ddp import DistributedDataParallel
+from ..parameters.materialize import materialize
 from ..torch_compat.internals import original_of
 from ..wrapping import clip_before_steps, full_parameters
+from .meta_loading import keep_loading
 from .plugins import Settings, take_over
 from .settings import chosen
 from .wrappers import Wrappers, stepping, whole_parameters
@@ -189,6 +192,8 @@ class Accelerator(accelerate.Accelerator):
         compress = self.compress or getattr(self.ddp_handler, "compress", None)
         check_compressor(compress, self.wrap_options.get("reduce", "mean"))
         self._wrappers = Wrappers()
+        if self.zero == 3 and self.distributed_type in _TOGETHER:
+            keep_loading(self)
         if self.mixed_precision == "fp16" and self.device.type == "cpu":
             self.native_amp = True
             options = self.scaler_handler.to_kwargs() if self.scaler_handler else {}
@@ -208,6 +213,8 @@ class Accelerator(accelerate.Accelerator):
             return model  # accelerate would register it twice, and move the wrapped parameters to another "cpu:0"
         trains = self.distributed_type in _TOGETHER and any(p.requires_grad for p in model.parameters())
         if evaluation_mode or not trains:
+            if any(isinstance(each, Stored) for each in (*model.parameters(), *model.buffers())):
+                materialize(model)
             return super().prepare_model(model, device_placement, evaluation_mode=True)
         plugin = self.state.dynamo_plugin
         backend, whole = plugin.backend, not plugin.use_regional_compilation

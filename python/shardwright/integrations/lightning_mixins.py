@@ -7,11 +7,12 @@ at every stage. With state_dict_type="sharded", checkpoints are folders (lightni
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -25,6 +26,7 @@ from ..options.options import Options, refuse_options
 from ..parallel.ddp import DistributedDataParallel
 from ..parameters.mixed_precision import PrecisionPlan, remove_plan
 from .lightning_folders import Folders, folder_at, load_folder, load_state, save_state
+from .meta_loading import meta_loading
 from .wrappers import Wrappers, stepping, whole_parameters
 
 _logger = logging.getLogger("shardwright")
@@ -133,6 +135,13 @@ class TrainerMixin(_Wraps):
         hook, wrapper = self._ddp_comm_hook, self._ddp_comm_wrapper
         if hook is not None:
             self.model.register_comm_hook(self._ddp_comm_state, hook if wrapper is None else wrapper(hook))
+
+    @contextlib.contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """In configure_model() of a fit at zero=3, let from_pretrained leave tensors in their files."""
+        fits = self.lightning_module.trainer.state.fn == "fit" and self._wrap_options["zero"] == 3
+        with meta_loading() if fits else contextlib.nullcontext(), super().model_sharded_context():
+            yield
 
     def setup(self, trainer: Any) -> None:
         """Set up like DDPStrategy. Collective."""

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import importlib.abc
 import importlib.machinery
 import importlib.util
 import os
@@ -14,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from .after_import import after_import
 from .settings import VARIABLE, read_settings
 
 _TRAINER = "transformers.trainer"
@@ -32,10 +32,7 @@ def install(text: str) -> None:
     from .accelerate import Accelerator
 
     accelerate.Accelerator = accelerate.accelerator.Accelerator = Accelerator
-    if _TRAINER in sys.modules:
-        _replace_trainer(sys.modules[_TRAINER])
-    else:
-        sys.meta_path.insert(0, _TrainerFinder())
+    after_import(_TRAINER, _replace_trainer)
 
 
 def _replace_trainer(module: Any) -> None:
@@ -47,26 +44,6 @@ def _replace_trainer(module: Any) -> None:
         ours = type(stock.__name__, (TrainerMixin, stock), {"__doc__": stock.__doc__, "__module__": stock.__module__})
         module.Trainer = sys.modules["transformers"].Trainer = ours  # type: ignore[attr-defined]
     module.Accelerator = Accelerator
-
-
-class _TrainerFinder(importlib.abc.MetaPathFinder):
-    """A finder that replaces the Trainer as soon as its module has been imported."""
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        if name != _TRAINER:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        if spec is None or spec.loader is None:
-            return None
-        execute = spec.loader.exec_module
-
-        def execute_and_replace(module: Any) -> None:
-            execute(module)
-            _replace_trainer(module)
-
-        spec.loader.exec_module = execute_and_replace  # type: ignore[method-assign]
-        return spec
 
 
 def run_program(text: str, command: Sequence[str]) -> None:

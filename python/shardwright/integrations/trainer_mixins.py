@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ..checkpoint import save_pretrained
 from ..options.compress import Compressor
 from .accelerate import Accelerator
+from .meta_loading import keep_loading
 from .settings import chosen
 from .wrappers import whole_parameters, writes_in_parts
 
@@ -20,6 +21,12 @@ class ArgumentsMixin:
     shardwright: str = dataclasses.field(
         default="", metadata={"help": "zero0 to zero3, or options of sw.wrap: zero=3,compress=int8; or a file of such"}
     )
+
+    def __post_init__(self) -> None:
+        """At zero=3 in a launch of several ranks: from_pretrained leaves tensors in their files from now on."""
+        super().__post_init__()  # type: ignore[misc]
+        if chosen(self.shardwright, None)["zero"] == 3 and getattr(self, "world_size", 1) > 1:
+            keep_loading(self)
 
 
 if TYPE_CHECKING:

@@ -6,6 +6,8 @@ wrappers and tensors with freed storage have elements but no memory: data_ptr() 
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch
 
 from .._engine import Error
 
-__all__ = ["address_of", "bytes_of", "check_sendable", "copied", "has_memory", "without_memory"]
+__all__ = ["address_of", "bytes_of", "check_sendable", "copied", "has_memory", "is_resident", "without_memory"]
 
 
 def address_of(tensor: torch.Tensor) -> int:
@@ -32,6 +34,14 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
     if made:
         torch.frombuffer(made, dtype=tensor.dtype).view(tensor.shape).copy_(tensor.detach())
     return bytes(made)
+
+
+def is_resident(address: int, nbytes: int) -> bool:
+    """Return True if any page of private memory, of which `address` begins a page, exists."""
+    pages = -(-nbytes // mmap.PAGESIZE)
+    found = ctypes.create_string_buffer(pages)
+    failed = ctypes.CDLL(None, use_errno=True).mincore(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), found)
+    return not failed and any(each & 1 for each in found.raw)
 
 
 def has_memory(tensor: torch.Tensor) -> bool:

@@ -112,8 +112,8 @@ def _check_kind(what: str, name: str, tensor: torch.Tensor) -> None:
         )
     if tensor.is_meta:
         raise Error(
-            f"{what} {name!r} is on the meta device: pass init= or weights= to sw.wrap, or call sw.materialize(module) first, and make the "
-            "optimizer after that"
+            f"{what} {name!r} is on the meta device: pass init= or weights= to sw.wrap, with an optimizer that may be made before, or call "
+            "sw.materialize(module) and make the optimizer after that"
         )
     if tensor.device.type not in ("cpu", "cuda"):
         raise NotImplementedError(

@@ -22,6 +22,7 @@ from .._engine import Error
 from ..layout.memory import copied
 from ..options.compress import Compressor
 from ..options.options import Options, refuse_options
+from ..parameters.building import Values
 from ..torch_compat.foreign_wrappers import guard_from_wrappers, refuse_wrapper
 from ..torch_compat.internals import JoinConfig
 from ..torch_compat.state_dicts import asked_by_torchs_functions
@@ -117,7 +118,7 @@ class DistributedDataParallel(TorchDDP):
         offload: Any = None,
         compress: Any = None,
         _options: Options | None = None,
-        _building: Any = None,
+        _values: Values | None = None,
         **options: Any,
     ) -> None:
         given = dict(locals())
@@ -146,7 +147,7 @@ class DistributedDataParallel(TorchDDP):
         if not isinstance(module, torch.nn.Module):
             raise TypeError(f"DistributedDataParallel needs a torch.nn.Module, got {type(module).__name__}")
         first = next(module.parameters(), None)
-        self.device = torch.device("cpu") if first is None else first.device
+        self.device = torch.device("cpu") if first is None or first.is_meta else first.device
         check_device_ids(device_ids, output_device, self.device)
         self.module = module
 
@@ -156,7 +157,7 @@ class DistributedDataParallel(TorchDDP):
                 apply_mixed_precision(module, mixed_precision, ignored, keeps_places=keeps_places)
 
         self._engine = Engine(
-            module, _options, forward_sync_buffers=forward_sync_buffers, prepare=prepare, building=_building
+            module, _options, forward_sync_buffers=forward_sync_buffers, prepare=prepare, values=_values
         )
         self._set_attributes(_options)
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params

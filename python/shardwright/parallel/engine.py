@@ -29,6 +29,7 @@ from ..layout.shard_mesh import Slicing
 from ..options.checks import offload_kind
 from ..options.compress import Compressor, check_compressor
 from ..options.options import Options
+from ..parameters.building import Building, Values, begin_building
 from ..parameters.drift import DriftCheck
 from ..parameters.mixed_precision import PrecisionPlan, remove_plan
 from ..torch_compat import autograd as _hooks
@@ -37,6 +38,7 @@ from ..torch_compat.internals import ignored_by_torchs_ddp, original_of
 from ..torch_compat.weak import weakly
 from .composition import loss_scaling
 from .composition.parts import by_name, find_parts, states_of_parts
+from .loading import fill_module
 from .out_of_memory import explain, explain_all
 from .replica import Replica, live_replicas
 
@@ -98,7 +100,7 @@ class Engine:
         *,
         forward_sync_buffers: bool | None = None,
         prepare: Callable[[Engine], None] | None = None,
-        building: Any = None,
+        values: Values | None = None,
     ) -> None:
         self.module = module
         self.options = dataclasses.replace(options, groups=by_name(module, options.groups))
@@ -112,8 +114,9 @@ class Engine:
         self.precision: PrecisionPlan | None = None
         self._taken_names: list[str] = []
         self._reset()
-        self.inner, self._taken = self._find_inner()
+        self._building = begin_building(module, self.options, values or Values())
         try:
+            self.inner, self._taken = self._find_inner()
             check_marks(module, options.zero, options.share_parameters)
             self._plan_precision()
             self.parameters_to_ignore = self._ignored_names()
@@ -124,30 +127,49 @@ class Engine:
             self._build(
                 init_sync=options.init_sync,
                 sync_buffers=forward_sync_buffers is not None or options.broadcast_buffers,
-                building=building,
             )
+            if self._building is not None:
+                self._load(self._building, None if values is None else values.weights)
         except BaseException:
             self.abandon()
             raise
         self._taken_names = [n for n, each in module.named_modules() if engine_of(each, make=False) in self._taken]
-        if building is None:
+        if values is None:
             self.keep()
 
+    @property
+    def is_building(self) -> bool:
+        """True until keep() or abandon() for a module that got its memory or values here."""
+        return self._building is not None
+
+    def _load(self, building: Building, weights: Any) -> None:
+        """Load values that no initialisation gave. Collective."""
+        if weights is not None:
+            fill_module(self.module, self.made, weights)
+        elif building.stored:
+            fill_module(self.module, self.made, building.stored, strict=False)
+
     def keep(self) -> None:
-        """Forget what abandon() needs. The constructor calls it; with `building` its caller does, once the module has values."""
+        """Forget what abandon() needs. The constructor calls it; with `values` its caller does, once nothing can fail."""
         self._taken.clear()
         if self.precision is not None:
             self.precision.keep()
+        if self._building is not None:
+            self._building.keep()
+            self._building = None
 
-    def abandon(self, *, has_values: bool = True) -> None:
-        """Undo what the constructor did to the module. Without `has_values` released parameters stay released. Collective."""
+    def abandon(self) -> None:
+        """Undo what the constructor did to the module. Parameters that had no values stay released. Collective."""
+        building, self._building = self._building, None
         for replica in self.made:
-            replica.retire(together=True) if has_values else replica.forsake()
+            replica.retire(together=True) if building is None or not building.gave else replica.forsake()
         if self.precision is not None:
             self.precision.undo()
         for each in self._taken:  # each makes new replicas
             (each.inner, each.is_around), each.is_taken = each._given_back, False
         self._taken.clear()
+        if building is not None:
+            building.undo()
 
     def _reset(self) -> None:
         self.made: list[Replica] = []
@@ -282,7 +304,7 @@ class Engine:
         chosen = self.options.compress or (self.precision.compressor() if self.precision is not None else None)
         return chosen if isinstance(chosen, Compressor) else None
 
-    def _build(self, *, init_sync: bool, sync_buffers: bool, building: Any = None) -> None:
+    def _build(self, *, init_sync: bool, sync_buffers: bool) -> None:
         if self.is_around:
             self.process_group = self.inner[0].process_group
             self.note_buffers()
@@ -307,7 +329,7 @@ class Engine:
             "precision": repr(self.precision),
         }
         of_parts = ignored.union(*(part.names for part in parts))
-        fills = building if building is not None and building.in_units else None
+        fills = self._building if self._building is not None and self._building.in_units else None
         self._make(group, options, of_parts, slicing, beside, building=fills)
         try:
             named = {name for name, _ in (*module.named_parameters(remove_duplicate=False), *module.named_buffers())}

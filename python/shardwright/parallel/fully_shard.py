@@ -29,6 +29,7 @@ from ..layout.param_groups import mark_of
 from ..options.checks import offload_kind
 from ..options.options import Options, refuse_options
 from ..options.precision import Precision
+from ..parameters.building import Values
 from ..parameters.gathered_unit import Unit
 from ..parameters.unshard_schedule import UnitSchedule
 from ..torch_compat.dtensor import flattened, is_dtensor
@@ -110,7 +111,9 @@ class Mark:
             options = {**self.options, "groups": self.options.get("groups") or _groups(module, self.options)}
             _set_divisors(module, options)
             stage = {"zero": 3, "share_parameters": False, "precision": _policies(module)}
-            self.engine = Engine(module, Options.from_keywords({**options, **stage}))
+            values = Values(options.pop("init"), options.pop("weights"))
+            self.engine = Engine(module, Options.from_keywords({**options, **stage}), values=values)
+            self.engine.keep()
             guard_from_wrappers(self.engine, module)
 
 
@@ -393,6 +396,8 @@ def fully_shard(
     shard_placement_fn: Callable[[torch.nn.Parameter], Any] | None = None,
     mp_policy: Any = None,
     offload_policy: Any = None,
+    init: Any = None,
+    weights: Any = None,
     **options: Any,
 ) -> Any:
     """Make `module` a unit, in place: its parameters are whole while it runs; else each rank keeps only its slices.
@@ -429,6 +434,8 @@ def fully_shard(
         FSDP2's `precision`, with fields of the same names. Parameters keep their dtype.
     offload_policy : OffloadPolicy, optional
         FSDP2's policy. CPUOffloadPolicy raises, because parameters stay on their device: pass `offload`.
+    init, weights : optional
+        For the outermost module, on the meta device: build it in slices as its engine is made; see wrap.
 
     Returns
     -------
@@ -475,6 +482,7 @@ def fully_shard(
                 "sw.unwrap(module), which replaces its wrapper"
             )
     kept = {"device_mesh": chosen, "ignored_params": ignored_params or (), "offload": offload, **options}
+    kept |= {"init": init, "weights": weights}
     is_list = not isinstance(module, torch.nn.Module)
     mark = Mark(releases, kept, policy, is_list=is_list, placement=shard_placement_fn)
     for each in modules:

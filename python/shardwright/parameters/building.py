@@ -9,6 +9,7 @@ and gives its pages back (docs/design/large_models.md).
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import hashlib
 import json
@@ -22,16 +23,18 @@ import torch
 
 from .._engine import Error, HostComm, crc32c
 from ..comm.agreement import gather_answers
-from ..layout.memory import bytes_of
+from ..comm.process_group import HostGroup, host_group, resolve_group
+from ..formats.stored import Stored, waits
+from ..layout.memory import bytes_of, is_resident
 from ..layout.param_groups import UnitPlan
 from ..layout.param_table import ParameterTable
 from ..options.options import Options
 from ..options.precision import LOW_DTYPES
 from ..torch_compat.dtensor import is_dtensor
 from ..torch_compat.internals import buffers_of_state, changing_weights, swap_memory, tree_leaves
-from .materialize import Writes, initialisers, place, places_of, waiting_modules, with_memory
+from .materialize import Writes, initialisers, place, places_of, with_memory
 
-__all__ = ["Building", "check_buildable"]
+__all__ = ["Building", "Values", "begin_building"]
 
 #: a parameter below it gets ordinary memory: a range of addresses has whole pages
 _PAGE_BYTES = 4096
@@ -39,42 +42,99 @@ _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 _WHOLE_AT_ONCE = 2
 
 
+@dataclasses.dataclass(frozen=True)
+class Values:
+    """Where a module's values come from: wrap's `init` and `weights`. `optimizer`: what will step on them."""
+
+    init: Any = None
+    weights: Any = None
+    optimizer: Any = None
+
+
+def begin_building(module: torch.nn.Module, options: Options, values: Values) -> Building | None:
+    """Give a module's tensors memory; None if they have it and no values are given. Collective.
+
+    An error leaves the module as it was. The caller calls undo() or keep().
+    """
+    init, weights = values.init, values.weights
+    tensors = [*module.parameters(), *module.buffers()]
+    is_stored = any(isinstance(each, Stored) for each in tensors)
+    if init is None and weights is None and not is_stored:
+        return None
+    group = host_group(
+        resolve_group(options.process_group, options.device_mesh, trains=True), options.timeout_s, options.warn_after_s
+    )
+    label, made = type(module).__name__, list[Building]()
+    in_units = options.zero == 3 and options.share_parameters is False
+
+    def make() -> bytes:
+        if init not in (None, True) and not callable(init):
+            raise TypeError(f"init must be a function of a module, or True, got {init!r}")
+        what = "weights=" if weights is not None else "init=" if init is not None else "sw.meta_loading()"
+        check_buildable(module, values.optimizer, options, what, in_units=in_units)
+        loads = weights is not None or init is None
+        function = init if callable(init) else None
+        made.append(Building(module, function, loads=loads, in_units=in_units, reads=weights is None, group=group))
+        return b""
+
+    gather_answers(group.comm, make, f"the build of {label}", refusals=(Exception,))
+    building = made[0]
+    try:
+        building.begin(group.comm, label)
+        if not building.in_units:
+            building.initialise(group.comm, label)
+    except BaseException:
+        building.undo()
+        raise
+    return building
+
+
 def check_buildable(
     module: torch.nn.Module, optimizer: torch.optim.Optimizer | None, options: Options, what: str, *, in_units: bool
 ) -> None:
-    """Raise Error for a module of which not all parameters are on the meta device, or that cannot be built otherwise."""
+    """Raise Error for a module of which some parameters have no values and would get none, or that cannot be built otherwise."""
     unmanaged = {id(each) if isinstance(each, torch.Tensor) else each for each in options.ignored_params}
     named = [(n, p) for n, p in module.named_parameters() if id(p) not in unmanaged and n not in unmanaged]
     meta = next((name for name, p in named if p.is_meta), None)
-    real = next((name for name, p in named if not p.is_meta), None)
-    if real is not None and (meta is not None or what == "init="):
+    real = next((name for name, p in named if not waits(p)), None)
+    is_stored = any(isinstance(each, Stored) for each in (*module.parameters(), *module.buffers()))
+    if real is not None and (not is_stored or what == "weights=") and (meta is not None or what == "init="):
         mixed = f"parameter {real!r} has memory" + ("" if meta is None else f" and {meta!r} is on the meta device")
         raise Error(f"wrap: {mixed}: {what} needs all parameters on the meta device")
+    if meta is not None and what == "sw.meta_loading()":
+        raise Error(
+            f"wrap: parameter {meta!r} is on the meta device and came from no file: build its module off the meta device, or pass "
+            "init=, which is called with each module that holds such tensors"
+        )
     if next((True for _, p in named if is_dtensor(p)), False):
         raise NotImplementedError(f"wrap: {what} is not supported for DTensors: materialize them before wrapping")
-    low = next((n for n, p in named if p.is_meta and p.dtype in LOW_DTYPES), None)
+    low = next((n for n, p in named if waits(p) and p.dtype in LOW_DTYPES), None)
     if in_units and options.precision is not None and low is not None:
         raise NotImplementedError(
             f"wrap: {what} with precision= needs float32 parameters at zero=3 without sharing, and {low!r} is not: build the module in float32"
         )
     state = {} if optimizer is None else getattr(optimizer, "state", {})
-    held = next((name for name, p in named if p.is_meta and state.get(p)), None)
+    held = next((name for name, p in named if waits(p) and state.get(p)), None)
     if held is not None:
-        raise Error(
-            f"optimizer: it holds state of parameter {held!r}, which is on the meta device and has no values yet"
-        )
+        raise Error(f"optimizer: it holds state of parameter {held!r}, which has no values yet")
 
 
 class Building:
     """The tensors of a module that got memory, and the calls that give them values.
 
     `init`: see materialize. `loads`: values come from elsewhere, and only modules with meta buffers are initialised.
-    `gave`: parameters have their memory from here. `in_units`: that is ranges of addresses, and fill() runs the calls;
-    else initialise() does.
+    `stored`: if it `reads`, the values of tensors that are still in their files, by name. `gave`: parameters have their
+    memory from here. `in_units`: that is ranges of addresses, and fill() runs the calls; else initialise() does.
     """
 
-    def __init__(self, module: torch.nn.Module, init: Any, *, loads: bool, in_units: bool) -> None:
-        self._module, self.gave = module, any(p.is_meta for p in module.parameters())
+    def __init__(
+        self, module: torch.nn.Module, init: Any, *, loads: bool, in_units: bool, reads: bool, group: HostGroup
+    ) -> None:
+        self._module, self.gave, self._group = module, any(map(waits, module.parameters())), group
+        tensors = [*module.named_parameters(), *module.named_buffers()]
+        self.stored = {name: each.lazy for name, each in tensors if reads and isinstance(each, Stored)}
+        #: parameters that had memory, by id, with it
+        self._real = {id(p): (p, p.data) for p in module.parameters() if not waits(p)}
         self.in_units = in_units and self.gave
         self._calls = initialisers(module, init, "wrap", unstored=loads)
         self._given: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -97,9 +157,9 @@ class Building:
 
         def give() -> bytes:
             with changing_weights(self._module):
-                for each in waiting_modules(self._module):
+                for each in self._module.modules():
                     for tensor in (*each._parameters.values(), *each._buffers.values()):
-                        if tensor is not None and tensor.is_meta and not torch.nn.parameter.is_lazy(tensor):
+                        if tensor is not None and waits(tensor) and not torch.nn.parameter.is_lazy(tensor):
                             self._give(tensor)
             return bytes_of(self._stream)
 
@@ -123,24 +183,31 @@ class Building:
         if not self.in_units or not dtype.is_floating_point or numel * dtype.itemsize < _PAGE_BYTES:
             return torch.zeros(numel, dtype=dtype, device=device)
         memory = mmap.mmap(-1, numel * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_NOHUGEPAGE)  # a page holds one parameter, so is_touched() is exact
         made = torch.frombuffer(memory, dtype=dtype, count=numel)
         self._ranges[made.data_ptr()] = memory
         return made
 
     def undo(self) -> None:
-        """Put all tensors back on the meta device."""
+        """Put all tensors back where they were."""
         for held, before in self._before:  # init= may have replaced some
             held.update(before)
         with changing_weights(self._module):
             for tensor, memory in self._given:
                 swap_memory(tensor, memory)
+        for parameter, data in self._real.values() if self.gave else ():
+            if parameter.data_ptr() != data.data_ptr():  # released, and not gathered
+                parameter.data = data
         self._given.clear()
+        self._real.clear()
 
     def keep(self) -> None:
         """Forget what undo() needs."""
         self._given.clear()
         self._calls.clear()
         self._before.clear()
+        self._real.clear()
 
     @contextlib.contextmanager
     def _on_the_stream(self) -> Iterator[None]:
@@ -178,6 +245,10 @@ class Building:
             return units.digest()
 
         units.agree(run)
+        own = [index for index, each in enumerate(table.parameters) if id(each) in self._real]
+        if own:  # such as adapters on a stored model
+            self._group.broadcast([table.parameters[index] for index in own], 0, "parameters that had memory")
+            store.write_slices(own)
         self._ranges.clear()
 
 
@@ -204,7 +275,7 @@ class _Units(Writes):
         self._homes = [parameter.data for parameter in table.parameters]
         self._index = {id(parameter): index for index, parameter in enumerate(table.parameters)}
         self._whole: list[int] = []
-        self._written: set[int] = set()
+        self._sliced: set[int] = set()
         self._said: list[list[str]] = []  # unit, digest of its values
         self._is_over = False
 
@@ -225,8 +296,10 @@ class _Units(Writes):
             others = [each for each in self._whole if each not in needed]
             if len(self._whole) >= _WHOLE_AT_ONCE and others:
                 self._put(max(others, key=self._next_use))
+            if number in self._sliced:
+                self._check_untouched(number)
             self._whole.append(number)
-            self._settle(self._members[number], reads=number in self._written)
+            self._settle(self._members[number], reads=number in self._sliced)
 
     def after_call(self, module: torch.nn.Module) -> None:
         known = [self._index[id(each)] for each in module.parameters() if id(each) in self._index]
@@ -271,12 +344,34 @@ class _Units(Writes):
             if memory is not None:
                 memory.madvise(mmap.MADV_DONTNEED)
         self._whole.remove(number)
-        self._written.add(number)
+        self._sliced.add(number)
 
     def put_all(self) -> None:
-        """Write what is still whole. A unit that no call has touched keeps zeros."""
+        """Write what is still whole, or was written past torch. A unit that no call has touched keeps zeros."""
         for number in list(self._whole):
             self._put(number)
+        for number in range(len(self._members)):
+            if number in self._sliced:
+                self._check_untouched(number)
+            elif self._touched(number) is not None:
+                self._whole.append(number)
+                self._put(number)
+
+    def _touched(self, number: int) -> str | None:
+        """Return the first parameter of a unit, which is not whole, that has pages: something wrote to it past torch."""
+        for index in self._members[number]:
+            home = self._homes[index]
+            if home.data_ptr() in self._ranges and is_resident(home.data_ptr(), home.nbytes):
+                return self._table.names[index]
+        return None
+
+    def _check_untouched(self, number: int) -> None:
+        name = self._touched(number)
+        if name is not None:
+            raise Error(
+                f"wrap: init= wrote to {name!r} or read it through numpy, an address or another thread after its unit had been sliced: "
+                "use torch's operations, in the thread that calls init="
+            )
 
     def digest(self) -> bytes:
         return json.dumps(self._said).encode()

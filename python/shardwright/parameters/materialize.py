@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .._engine import Error
+from ..formats.stored import Stored, waits
 from ..torch_compat.internals import (
     TorchDispatchMode,
     buffers_of_state,
@@ -22,10 +23,23 @@ from ..torch_compat.internals import (
 __all__ = ["Writes", "initialisers", "materialize", "place", "places_of", "waiting_modules", "with_memory"]
 
 _Call = tuple[torch.nn.Module, Callable[[], object]]
+#: operations that write some elements of a tensor -> the same on marks of elements, given their other arguments
+_MARKS: Mapping[str, Callable[..., object]] = {
+    "aten::index_put_": lambda marks, indices, *_, **__: marks.index_put_(tuple(indices), torch.tensor(True)),
+    "aten::_index_put_impl_": lambda marks, indices, *_, **__: marks.index_put_(tuple(indices), torch.tensor(True)),
+    "aten::index_fill_": lambda marks, dim, index, *_, **__: marks.index_fill_(dim, index, True),
+    "aten::index_copy_": lambda marks, dim, index, *_, **__: marks.index_fill_(dim, index, True),
+    "aten::masked_fill_": lambda marks, mask, *_, **__: marks.masked_fill_(mask, True),
+    "aten::scatter_": lambda marks, dim, index, *_, **__: marks.scatter_(dim, index, True),
+}
+#: attributes that a tensor loses as it gets memory
+_OF_STORED = (*Stored.__annotations__, "_is_param")
 
 
 def materialize(module: torch.nn.Module, *, init: Callable[[torch.nn.Module], object] | None = None) -> torch.nn.Module:
     """Allocate parameters and buffers of the meta device on the CPU, with their modules' own initial values. In place.
+
+    Tensors that sw.meta_loading() left in their files are read whole.
 
     Parameters
     ----------
@@ -62,15 +76,23 @@ def materialize(module: torch.nn.Module, *, init: Callable[[torch.nn.Module], ob
     device(type='cpu')
     """
     calls = initialisers(module, init, "materialize")
-    made: dict[int, torch.Tensor] = {}
+    made, stored = dict[int, torch.Tensor](), dict[int, Stored]()
     before = places_of(module)
     try:
         with changing_weights(module):
             for held, earlier in before:
                 for name, tensor in earlier.items():
-                    if tensor is not None and tensor.is_meta:
-                        held[name] = made.setdefault(id(tensor), with_memory(tensor, torch.zeros))
-        Writes().run(module, calls, {id(each) for each in made.values()}, "materialize")
+                    if waits(tensor) and id(tensor) not in made:
+                        made[id(tensor)] = with_memory(tensor, torch.zeros)
+                        if isinstance(tensor, Stored):
+                            stored[id(made[id(tensor)])] = tensor
+                    if waits(tensor):
+                        held[name] = made[id(tensor)]
+        Writes().run(module, calls, {id(each) for each in made.values()} - stored.keys(), "materialize")
+        with torch.no_grad():
+            for each in made.values():
+                if id(each) in stored:
+                    each.copy_(stored[id(each)].lazy.read())
     except BaseException:
         with changing_weights(module):
             for held, earlier in before:
@@ -119,16 +141,42 @@ class Writes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        #: address -> memory that no call has written
+        #: address -> memory that no call has written all of
         self._waiting: dict[int, torch.Tensor] = {}
+        #: address -> which elements calls have written, and how many not, of memory that is written in parts
+        self._parts: dict[int, tuple[torch.Tensor, int]] = {}
         #: the number of the call that runs
         self.now = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for each in written_by(func, args, kwargs or {}):
-            if isinstance(each, torch.Tensor):
-                self._waiting.pop(place(each), None)
-        return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        for each in written_by(func, args, kwargs):
+            if isinstance(each, torch.Tensor) and place(each) in self._waiting:
+                self._note(each, func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _note(self, written: torch.Tensor, func: Any, args: Any, kwargs: Any) -> None:
+        """Note which elements an operation writes."""
+        at, name = place(written), func._schema.name
+        whole = self._waiting[at]
+        marks = _MARKS.get(name)
+        if marks is None and written.numel() == whole.numel():
+            self._written(at)
+            return
+        size = whole.untyped_storage().nbytes() // whole.element_size()
+        seen, left = self._parts.get(at) or (torch.zeros(size, dtype=torch.bool), whole.numel())
+        if written.element_size() == whole.element_size():
+            view = seen.as_strided(written.shape, written.stride(), written.storage_offset())
+            before = int(view.sum())
+            view.fill_(True) if marks is None else marks(view, *args[1:], **kwargs)
+            left -= int(view.sum()) - before
+        self._parts[at] = seen, left
+        if not left:
+            self._written(at)
+
+    def _written(self, at: int) -> None:
+        self._waiting.pop(at, None)
+        self._parts.pop(at, None)
 
     def before_call(self, module: torch.nn.Module) -> None:
         """Prepare for the call of a module."""
@@ -136,11 +184,12 @@ class Writes(TorchDispatchMode):
     def after_call(self, module: torch.nn.Module) -> None:
         """Note what numpy, say, has written to a module's own tensors: they began as zeros."""
         for each in _own(module):
-            if place(each) in self._waiting and bool(each.any()):
-                del self._waiting[place(each)]
+            if place(each) in self._waiting and place(each) not in self._parts and bool(each.any()):
+                self._written(place(each))
 
     def run(self, module: torch.nn.Module, calls: Sequence[_Call], given: set[int], what: str) -> None:
         """Run the calls. Raise Error for tensors of `given`, by their ids, that the module still has and no call wrote."""
+        self._parts.clear()
         self._waiting = {place(t): t.data for t in _named(module).values() if id(t) in given and place(t)}
         with torch.no_grad(), self:
             for self.now, (each, call) in enumerate(calls):
@@ -149,8 +198,10 @@ class Writes(TorchDispatchMode):
                 self.after_call(each)
         left = [name for name, each in _named(module).items() if place(each) in self._waiting]
         if left:
+            parts = self._parts.get(place(_named(module)[left[0]]))
+            some = "" if parts is None else f"{parts[1]} elements of "
             raise Error(
-                f"{what}: no call of the initialisation wrote {', '.join(map(repr, left[:8]))} ({len(left)} in all), which would be zeros: "
+                f"{what}: no call of the initialisation wrote {some}{', '.join(map(repr, left[:8]))} ({len(left)} in all), which would be zeros: "
                 "pass an init= that writes to each, or build their modules off the meta device, as with torch.device('cpu')"
             )
 
@@ -187,10 +238,11 @@ def _own(module: torch.nn.Module) -> list[torch.Tensor]:
 
 def with_memory(tensor: torch.Tensor, allocate: Callable[..., torch.Tensor]) -> torch.Tensor:
     """Return a tensor of the same class, strides and attributes on the CPU. allocate(numel, dtype=) returns its memory."""
-    like = torch.empty_like(tensor, requires_grad=False, memory_format=torch.preserve_format)
+    like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    like = torch.empty_like(like, memory_format=torch.preserve_format)
     memory = allocate(like.numel(), dtype=like.dtype, device="cpu").as_strided(like.shape, like.stride())
     if isinstance(tensor, torch.nn.Parameter):
         kind = type(tensor) if issubclass(type(tensor), torch.nn.Parameter) else torch.nn.Parameter
         memory = subclassed(kind, memory, tensor.requires_grad)
-    memory.__dict__.update(tensor.__dict__)
+    memory.__dict__.update({name: each for name, each in tensor.__dict__.items() if name not in _OF_STORED})
     return memory

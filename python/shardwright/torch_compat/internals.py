@@ -15,7 +15,7 @@ from torch.distributed.algorithms.join import _JoinConfig as JoinConfig
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten as flatten
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils._pytree import tree_unflatten as unflatten
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "ignored_by_transformers",
     "initialiser_above",
     "is_hsdp",
+    "is_view_op",
     "make_gloo",
     "no_torch_function",
     "original_of",
@@ -43,6 +44,7 @@ __all__ = [
     "subclassed",
     "swap_memory",
     "tree_leaves",
+    "tree_map",
     "unflatten",
     "without_memory_of",
     "written_by",
@@ -56,10 +58,12 @@ no_torch_function: Any = torch._C._disabled_torch_function_impl
 TensorBase: Any = torch._C.TensorBase
 
 
-def without_memory_of(kind: type[_Tensor], like: torch.Tensor, dtype: torch.dtype | None = None) -> _Tensor:
+def without_memory_of(
+    kind: type[_Tensor], like: torch.Tensor, dtype: torch.dtype | None = None, device: Any = None
+) -> _Tensor:
     """Return a tensor of class `kind` with the shape and strides of `like` and no memory."""
     made: _Tensor = torch.Tensor._make_wrapper_subclass(
-        kind, like.shape, strides=like.stride(), dtype=dtype or like.dtype, device=like.device
+        kind, like.shape, strides=like.stride(), dtype=dtype or like.dtype, device=device or like.device
     )
     return made
 
@@ -75,6 +79,11 @@ def written_by(operation: Any, args: Any, kwargs: Any) -> list[Any]:
     arguments = getattr(getattr(operation, "_schema", None), "arguments", ())
     writes = [(n, each.name) for n, each in enumerate(arguments) if each.alias_info and each.alias_info.is_write]
     return tree_leaves([args[n] if n < len(args) else kwargs.get(name) for n, name in writes])
+
+
+def is_view_op(operation: Any) -> bool:
+    """Return True for an operation whose results are views of its arguments by its schema."""
+    return any(each.alias_info and not each.alias_info.is_write for each in operation._schema.returns)
 
 
 def default_store() -> Any:

@@ -13,7 +13,7 @@ def on_meta(parameter: torch.Tensor, position: int) -> str:
     """Return the reason why an optimizer has no effect if it was made before its module had memory."""
     return (
         f"optimizer: a parameter of shape {tuple(parameter.shape)} in group {position} is on the meta device, where nothing can be stepped "
-        "on: sw.materialize replaces such parameters by new ones, so make the optimizer after it"
+        "on: give module and optimizer to sw.wrap with init= or weights=, or make the optimizer after sw.materialize, whose parameters are new"
     )
 
 

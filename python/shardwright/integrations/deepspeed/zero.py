@@ -10,6 +10,7 @@ import torch
 
 from ...parallel.replica import live_replicas
 from ...wrapping import full_parameters
+from ..meta_loading import meta_loading
 
 __all__ = ["GatheredParameters", "Init"]
 
@@ -39,18 +40,21 @@ def GatheredParameters(
 
 
 class Init(contextlib.ContextDecorator):
-    """A context that does nothing: a model is built as without it. Accepts DeepSpeed's arguments without effect.
+    """A context in which transformers' from_pretrained leaves tensors in their files: see sw.meta_loading.
 
-    `initialize` gives all ranks rank 0's values and slices them; until it returns, each rank holds the whole model. A
-    model built on the meta device holds none until sw.materialize(model), which must come before its optimizer and
-    `initialize`.
+    Accepts DeepSpeed's arguments; only `enabled` has an effect. `initialize` reads each rank's part. A model that is built
+    otherwise is built as without it: each rank holds all of it until `initialize` gives all ranks rank 0's values and
+    slices them. One of the meta device holds none until sw.materialize(model), which must come before its optimizer.
     """
 
-    def __init__(self, module: Any = None, *args: Any, **kwargs: Any) -> None:
-        self.module = module
+    def __init__(self, module: Any = None, *args: Any, enabled: bool = True, **kwargs: Any) -> None:
+        self.module, self._enabled = module, enabled
+        self._entered: list[contextlib.AbstractContextManager[None]] = []
 
     def __enter__(self) -> Init:
+        self._entered.append(meta_loading() if self._enabled else contextlib.nullcontext())
+        self._entered[-1].__enter__()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Do nothing."""
+    def __exit__(self, *error: Any) -> None:
+        self._entered.pop().__exit__(*error)
