@@ -17,7 +17,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -302,6 +302,7 @@ class Report:
     bench: str
     json_path: Path | None
     only: Sequence[str] = ()
+    numbers: Mapping[str, int] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -419,8 +420,16 @@ def command() -> str:
     return shlex.join(["python", *sys.argv])
 
 
-def begin(bench: str, description: str | None, parts: Sequence[str] = ()) -> tuple[Report, bool]:
-    """Parse the command line; return (report, quick). --only selects from `parts` and appends the rows to the file."""
+def begin(
+    bench: str,
+    description: str | None,
+    parts: Sequence[str] = (),
+    numbers: Mapping[str, tuple[int, str]] | None = None,
+) -> tuple[Report, bool]:
+    """Parse the command line; return (report, quick). --only selects from `parts` and appends the rows to the file.
+
+    `numbers`: option -> (default, help), found in report.numbers.
+    """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer sizes and samples: ends within 60 s")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write one JSON object a row")
@@ -428,6 +437,9 @@ def begin(bench: str, description: str | None, parts: Sequence[str] = ()) -> tup
         parser.add_argument(
             "--only", nargs="+", choices=parts, default=[], help="run these parts and append them to the file"
         )
+    for name, (default, text) in (numbers or {}).items():
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default: {default})")
     options = parser.parse_args()
     print(f"{machine()}\n{command()}", flush=True)
-    return Report(bench, options.json, options.only if parts else ()), options.quick
+    given = {name: getattr(options, name) for name in numbers or {}}
+    return Report(bench, options.json, options.only if parts else (), given), options.quick

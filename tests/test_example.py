@@ -275,6 +275,17 @@ def test_the_compression_study_in_its_short_form(tmp_path, forked):
         assert abs(row["difference"]) <= wide, row
 
 
+def test_a_model_larger_than_a_rank_goes_on_with_fewer_ranks(tmp_path, forked):
+    """The program itself ends if a rank holds the whole model while it builds, loads or generates."""
+    name, steps = "14_larger_than_a_rank.py", re.compile(r"^step (\d+): loss ([\d.]+)$", re.MULTILINE)
+    output = "".join(forked(ROOT / "examples" / name, tmp_path, ranks=ranks) for ranks in (4, 2))
+    section = (ROOT / "examples" / "README.md").read_text().partition(f"## {name}")[2].partition("\n## ")[0]
+    found, quoted = ([(int(step), float(loss)) for step, loss in steps.findall(text)] for text in (output, section))
+    assert [step for step, _ in found] == list(range(8))
+    assert found == [(step, pytest.approx(loss, abs=2e-3)) for step, loss in quoted], output
+    assert output.count("loaded what was exported") == 2 and os.path.isdir(tmp_path / "checkpoints" / "step-000008-hf")
+
+
 @pytest.fixture
 def gpt_threads(monkeypatch):
     """Return the example's module. Restore this process's number of threads afterwards."""

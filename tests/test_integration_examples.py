@@ -84,7 +84,7 @@ def test_the_engine_gets_the_weights_of_each_step():
     path = os.pathsep.join([str(ROOT / "python"), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [*command, str(ROOT / "examples" / "14_weights_to_an_engine.py")],
+        [*command, str(ROOT / "examples" / "15_weights_to_an_engine.py")],
         capture_output=True, text=True, timeout=300, env={**os.environ, **settings, "PYTHONPATH": path},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

@@ -69,7 +69,7 @@ static void bind_ring(host_rounds *host)
         sw_bucket_plan(b, true);
     }
     host->ring_bytes = sw_host_rounds_lay_ring(host, false);
-    sw_memory_populate(host->memory->base, host->ring_bytes);
+    host->unfrozen = true; /* the first round populates it: parameters that load need its memory */
 }
 
 static void bind_memory(host_rounds *host)

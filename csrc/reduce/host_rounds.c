@@ -13,6 +13,7 @@
 #include "base/bytes.h"
 #include "kernels/kernels.h"
 #include "platform/clock.h"
+#include "platform/memory.h"
 #include "platform/thread.h"
 
 enum {
@@ -100,6 +101,7 @@ static void host_open(sw_reducer *reducer)
     host_rounds *host = host_of(reducer);
     if (host->ring && host->unfrozen) {
         host->ring_bytes = sw_host_rounds_lay_ring(host, false);
+        sw_memory_populate(host->memory->base, host->ring_bytes);
         host->unfrozen = false;
     }
     host->parity ^= 1;

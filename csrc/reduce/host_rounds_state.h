@@ -49,7 +49,7 @@ typedef struct host_rounds {
     size_t cap_bytes;            /* limit of a bucket, as requested */
     size_t ring_bytes;           /* size of the ring that participating buckets share */
     int64_t opened_ns, held_ns;  /* time at which the round was opened; time rested in it */
-    bool ring, unfrozen;         /* buckets share a ring; its layout is out of date */
+    bool ring, unfrozen;         /* buckets share a ring; its layout or its pages are out of date */
     uint32_t parity;
 } host_rounds;
 

@@ -34,13 +34,17 @@ static sw_status make_blank(int *fd, const char *label, sw_error *err)
     return SW_OK;
 }
 
-/* Allocate the first pages that units use, as huge pages if the kernel can. */
-static void warm(const sw_page_ring *ring)
+/* Allocate the first pages that units use, as huge pages if the kernel can. Not before a unit is
+ * mapped: parameters are loaded before, and need the memory then. */
+static void warm(sw_page_ring *ring)
 {
     uint8_t *bytes;
     size_t size_bytes = ring->warm_chunks * chunk_bytes;
     sw_error ignored;
-    if (size_bytes == 0 || sw_memfd_map(ring->fd, size_bytes, &bytes, &ignored) != SW_OK)
+    if (ring->is_warm || size_bytes == 0)
+        return;
+    ring->is_warm = true;
+    if (sw_memfd_map(ring->fd, size_bytes, &bytes, &ignored) != SW_OK)
         return;
     sw_memory_populate(bytes, size_bytes);
     sw_memory_unmap(bytes, size_bytes);
@@ -60,7 +64,6 @@ sw_status sw_page_ring_init(sw_page_ring *ring, size_t chunk_count, size_t warm_
     SW_TRY_GOTO(status, sw_memfd_create(chunk_count * chunk_bytes, label, &ring->fd, err), failed);
     SW_TRY_GOTO(status, make_blank(&ring->blank_fd, label, err), failed);
     ring->watch = sw_memory_watch();
-    warm(ring);
     return SW_OK;
 failed:
     sw_page_ring_fini(ring);
@@ -118,6 +121,7 @@ sw_status sw_page_ring_map(sw_page_ring *ring, uint8_t *address, size_t size_byt
     if (count > ring->chunk_count - ring->in_use)
         SW_FAIL(err, SW_E_STATE, "a range of %zu chunks does not fit a ring with %zu of %zu free",
                 count, ring->chunk_count - ring->in_use, ring->chunk_count);
+    warm(ring);
     take(ring, count, chunks);
     for (size_t i = 0, run; i < count; i += run) { /* one mapping for contiguous chunks */
         for (run = 1; i + run < count && chunks[i + run] == chunks[i] + run; ++run)

@@ -15,6 +15,7 @@
 #ifndef SW_ZERO_PAGE_RING_H
 #define SW_ZERO_PAGE_RING_H
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -27,6 +28,7 @@ typedef struct sw_page_ring {
     size_t chunk_count, warm_chunks;
     uint8_t *taken; /* owned; one a chunk */
     size_t in_use, most_in_use;
+    bool is_warm; /* the first `warm_chunks` were populated */
 } sw_page_ring;
 
 /* Return the chunks that a range of `size_bytes` takes. */

@@ -1,6 +1,6 @@
 """Train at zero=3 on two ranks, and hand the weights to an engine, a process of its own, after each step, in chunks.
 
-torchrun --nproc-per-node 2 examples/14_weights_to_an_engine.py
+torchrun --nproc-per-node 2 examples/15_weights_to_an_engine.py
 
 The engine stands for a server of generations in reinforcement learning: it makes the samples of the next step, and its
 rewards are the training's. No rank holds the whole model; the engine gets it a chunk at a time through a pipe.
