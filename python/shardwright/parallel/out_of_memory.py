@@ -98,24 +98,12 @@ def _advice(replica: Replica, held: Memory | None, peak: int) -> str:
     return f"Next: {rungs[0]}; then {', '.join([*rungs[1:], 'more ranks'])} (docs/large-models.md)"
 
 
-def _explained(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return function(*args, **kwargs)
-        except Exception as error:
-            explain(error)
-            raise
-
-    return call
-
-
 def explain_steps(optimizer: torch.optim.Optimizer) -> None:
     """Explain errors of the steps of an optimizer's class from now on, as torch itself wraps them for its profiler."""
     kind: Any = type(optimizer)
     if not getattr(kind.step, _EXPLAINS, False):
         step = kind.step
-        kind.step = _explained(step)
+        kind.step = _hooks.explained(step, explain)
         setattr(kind.step, _EXPLAINS, True)
         kind.step.__wrapped__ = getattr(step, "__wrapped__", step)  # the plan steps a copy without hooks
 
@@ -123,4 +111,4 @@ def explain_steps(optimizer: torch.optim.Optimizer) -> None:
 @functools.cache
 def explain_all() -> None:
     """Explain errors of backwards from now on."""
-    _hooks.around_backwards(_explained)
+    _hooks.explain_backwards(explain)

@@ -34,8 +34,9 @@ from .optimizers import check_steppable
 
 __all__ = [
     "CAN_BE_UNGUARDED",
-    "around_backwards",
     "disable_compile",
+    "explain_backwards",
+    "explained",
     "gradient_hooks",
     "find_tensors",
     "graph_task_id",
@@ -156,11 +157,25 @@ class queue_at_end:  # noqa: N801
                 self._failed()
 
 
-def around_backwards(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Let `wrap` surround each backward: the one function with which torch.autograd enters its engine."""
+def explained(function: Callable[..., Any], explain: Callable[[BaseException], None]) -> Callable[..., Any]:
+    """Return a function that calls `explain` with each exception of `function`, which it raises."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            explain(error)
+            raise
+
+    return call
+
+
+def explain_backwards(explain: Callable[[BaseException], None]) -> None:
+    """Call `explain` with each exception of a backward: of the one function with which torch.autograd enters its engine."""
     run = getattr(torch.autograd, "_engine_run_backward", None)
     if run is not None:
-        torch.autograd._engine_run_backward = wrap(run)
+        torch.autograd._engine_run_backward = explained(run, explain)
 
 
 def raw_stream(ordinal: int) -> int:
