@@ -65,7 +65,7 @@ def say(*words, **where):
 
 def build():
     with torch.device("meta"):
-        return GPT(context=CONTEXT, layers=12, width=384, heads=6)
+        return GPT(context=CONTEXT, layers=12, width=256, heads=4)
 
 
 def init(module):

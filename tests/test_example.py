@@ -275,6 +275,7 @@ def test_the_compression_study_in_its_short_form(tmp_path, forked):
         assert abs(row["difference"]) <= wide, row
 
 
+@pytest.mark.timeout(2 * LIMIT_S + 60)
 def test_a_model_larger_than_a_rank_goes_on_with_fewer_ranks(tmp_path, forked):
     """The program itself ends if a rank holds the whole model while it builds, loads or generates."""
     name, steps = "14_larger_than_a_rank.py", re.compile(r"^step (\d+): loss ([\d.]+)$", re.MULTILINE)
