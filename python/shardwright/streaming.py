@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import dataclasses
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -93,7 +94,7 @@ def iter_full_parameters(
     comm, group = replicas[0].group.comm, replicas[0].group
     reads, items = Reads(replicas), list[_Item]()
 
-    def list_items() -> bytes:
+    def list_items() -> builtins.bytes:
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(f"{_CALL}: dtype= must be a floating-point torch.dtype or None, got {dtype!r}")
         if not isinstance(bytes, int) or isinstance(bytes, bool) or bytes < 1:

@@ -20,7 +20,7 @@ import torch
 
 from .._engine import CheckpointError, CheckpointFolder, CheckpointPlan
 from ..comm.waits import on_every_rank
-from ..formats.hugging_face import bytes_of_size, is_ignored, kept_name, reverse, reversed_names, write_config
+from ..formats.hugging_face import bytes_of_size, kept_name, reverse, reversed_names, write_config
 from ..formats.range_writer import RangeWriter
 from ..options.names import offers_names
 from ..options.places import absolute_path
@@ -28,7 +28,7 @@ from ..parallel.engine import needed_engine
 from ..parameters.whole_reads import Reads, check_plain, shaped
 from ..streaming import check_readable
 from ..torch_compat.adapters import Made, has_adapters, merged_names
-from ..torch_compat.internals import buffers_of_state
+from ..torch_compat.internals import buffers_of_state, unstored_by_transformers
 from .files import in_words
 from .folder.partial import LOCK, is_alive, lock_file, logger, make_folder
 from .folder.retention import discard
@@ -171,14 +171,14 @@ class _Writer:
         for name, made in self._made.items():
             names_of.setdefault(id(named[made.base]), []).append(name)
         kept = {kept_name(self.bare, names) for names in names_of.values()}
-        like = {n: self._like(n) for n in self._made if n in kept and not is_ignored(self.bare, n)}
+        like = {n: self._like(n) for n in self._made if n in kept and n not in unstored_by_transformers(self.bare)}
         whole: dict[Sequence[str], int] = {}
-        for name, made in reversed_names(self.bare, like).items():
-            to = dtype if dtype is not None and made.dtype.is_floating_point else made.dtype
-            (first, *_), receiver = made.sources, -1
-            if not made.is_same or self._made[first].adapters or not is_row_major(like[first]):
-                receiver = whole.setdefault(made.sources, len(whole)) % self._peers.world_size
-            self.tensors.append(_Stored(name, to, made.shape, made.sources, receiver))
+        for name, stored in reversed_names(self.bare, like).items():
+            to = dtype if dtype is not None and stored.dtype.is_floating_point else stored.dtype
+            (first, *_), receiver = stored.sources, -1
+            if not stored.is_same or self._made[first].adapters or not is_row_major(like[first]):
+                receiver = whole.setdefault(stored.sources, len(whole)) % self._peers.world_size
+            self.tensors.append(_Stored(name, to, stored.shape, stored.sources, receiver))
 
     def _like(self, name: str) -> torch.Tensor:
         return self._reads.like(self._named[self._made[name].base])

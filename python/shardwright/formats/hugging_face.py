@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..torch_compat.internals import TorchDispatchMode, conversions_of_transformers, tied_by_transformers
 
 __all__ = ["Reversed", "bytes_of_size", "kept_name", "reverse", "reversed_names", "write_config"]
 
@@ -34,13 +35,8 @@ def bytes_of_size(size: int | str) -> int:
 
 def kept_name(bare: torch.nn.Module, names: Sequence[str]) -> str:
     """Return the name of several tied ones under which from_pretrained() finds the tensor."""
-    keys = getattr(bare, "all_tied_weights_keys", None) or getattr(bare, "_tied_weights_keys", None) or ()
+    keys = tied_by_transformers(bare)
     return next((name for name in names if not any(re.search(key, name) for key in keys)), names[0])
-
-
-def is_ignored(bare: torch.nn.Module, name: str) -> bool:
-    """Return True for a name that the model does not store."""
-    return name in (getattr(bare, "_keys_to_ignore_on_save", None) or ())
 
 
 class Reversed(NamedTuple):
@@ -58,7 +54,7 @@ class _Lineage(TorchDispatchMode):
     def __init__(self, named: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
         self._kept: list[Any] = [*named.values()]  # an id must not come back
-        self.of = {id(each): (name,) for name, each in named.items()}
+        self.of: dict[int, tuple[str, ...]] = {id(each): (name,) for name, each in named.items()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
@@ -86,7 +82,7 @@ def reverse(bare: torch.nn.Module, named: Mapping[str, torch.Tensor]) -> dict[st
     if core is not None and hasattr(bare, "save_pretrained"):
         found: dict[str, torch.Tensor] = core.revert_weight_conversion(bare, dict(named))
         return found
-    rules = getattr(bare, "_checkpoint_conversion_mapping", None) or {}
+    rules = conversions_of_transformers(bare)
     return {_renamed(name, rules): each for name, each in named.items()}
 
 
@@ -120,7 +116,8 @@ def reversed_names(bare: torch.nn.Module, like: Mapping[str, torch.Tensor]) -> d
 
 def write_config(bare: Any, dtype: torch.dtype | None, folder: str) -> list[str]:
     """Write config.json and generation_config.json of a module that has them. Return their names."""
-    before, config = set(os.listdir(folder)), getattr(bare, "config", None)
+    before = set(os.listdir(folder))
+    config: Any = getattr(bare, "config", None)
     base = getattr(bare, "get_base_model", None)
     model: Any = base() if callable(base) else bare
     save: Callable[[str], Any] | None = getattr(config, "save_pretrained", None)

@@ -62,7 +62,7 @@ class RangeWriter:
         if self._begin == self._end:
             return
         memory = memoryview(self._buffers[0])[self._begin - self._base : self._end - self._base]
-        self._running = self._thread.submit(_write, (*self._files[-2:],), self._begin, memory)
+        self._running = self._thread.submit(_write, (self._files[0], self._files[1]), self._begin, memory)
         self._buffers.reverse()
         self._begin = self._end
 

@@ -14,6 +14,7 @@ from ..checkpoint.model_folder import can_be_replaced
 from ..parallel.ddp import DistributedDataParallel
 from ..parallel.engine import engine_of
 from ..torch_compat.adapters import has_adapters
+from ..torch_compat.internals import stores_adapters_alone
 from ..wrapping import full_parameters, keep_optimizer, shard_optimizer, unwrap
 
 
@@ -79,5 +80,5 @@ def writes_in_parts(wrapped: Any, model: Any, place: str) -> bool:
         return False
     is_plain = hasattr(model, "save_pretrained") and unwrap(wrapped) is model and not has_adapters(model)
     is_plain = is_plain and getattr(model, "hf_quantizer", None) is None and not model.is_remote_code()
-    is_plain = is_plain and not getattr(model, "_hf_peft_config_loaded", False)
+    is_plain = is_plain and not stores_adapters_alone(model)
     return is_plain and engine.replica.group.host_count == 1 and can_be_replaced(os.path.realpath(place))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -110,7 +110,7 @@ def shaped(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return flat.view(like.shape) if strides is None else flat.as_strided(like.shape, strides, flat.storage_offset())
 
 
-def check_plain(named: dict[str, torch.Tensor], call: str) -> None:
+def check_plain(named: Mapping[str, torch.Tensor], call: str) -> None:
     """Raise NotImplementedError for a DTensor, TypeError for a tensor without plain elements."""
     for name, each in named.items():
         if is_dtensor(each):

@@ -78,7 +78,7 @@ def _active(each: Any) -> list[str]:
 
 def _factors(place: str, each: Any) -> tuple[tuple[str, str, float, bool], ...]:
     """Return the active adapters of a layer of LoRA that are not in its weight yet."""
-    found = []
+    found: list[tuple[str, str, float, bool]] = []
     for name in () if getattr(each, "disable_adapters", False) else each.active_adapters:
         low, high = (getattr(each, key)[name] if name in getattr(each, key) else None for key in ("lora_A", "lora_B"))
         odd = next((key for key in ("lora_embedding_A", "lora_magnitude_vector") if name in getattr(each, key, ())), "")
@@ -92,6 +92,6 @@ def _factors(place: str, each: Any) -> tuple[tuple[str, str, float, bool], ...]:
                 f"merge_lora: {place!r} has {odd}, and LoRA of linear layers alone is added up: merge with peft"
             )
         if low is not None and name not in getattr(each, "merged_adapters", ()):
-            names = [f"{place}.{key}.{name}.weight" for key in ("lora_A", "lora_B")]
+            names = f"{place}.lora_A.{name}.weight", f"{place}.lora_B.{name}.weight"
             found.append((*names, float(each.scaling[name]), bool(getattr(each, "fan_in_fan_out", False))))
     return tuple(found)

@@ -185,6 +185,26 @@ def ignored_by_transformers(module: torch.nn.Module) -> tuple[str, ...]:
     return tuple(getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ())
 
 
+def tied_by_transformers(module: torch.nn.Module) -> tuple[str, ...]:
+    """Return the patterns of names that a transformers model makes from others as it loads."""
+    return tuple(getattr(module, "all_tied_weights_keys", None) or getattr(module, "_tied_weights_keys", None) or ())
+
+
+def unstored_by_transformers(module: torch.nn.Module) -> tuple[str, ...]:
+    """Return the names that a transformers model does not store."""
+    return tuple(getattr(module, "_keys_to_ignore_on_save", None) or ())
+
+
+def conversions_of_transformers(module: torch.nn.Module) -> dict[str, str]:
+    """Return the patterns by which transformers before version 5 renames what it loads."""
+    return dict(getattr(module, "_checkpoint_conversion_mapping", None) or {})
+
+
+def stores_adapters_alone(module: torch.nn.Module) -> bool:
+    """Return True for a transformers model of which save_pretrained() writes the adapters."""
+    return bool(getattr(module, "_hf_peft_config_loaded", False))
+
+
 def ignored_by_torchs_ddp(module: torch.nn.Module) -> tuple[str, ...]:
     """Return the names that a program told torch's DistributedDataParallel to leave alone."""
     return tuple(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
