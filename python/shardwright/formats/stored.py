@@ -21,6 +21,7 @@ from .._engine import Error
 from ..torch_compat.internals import (
     TensorBase,
     is_view_op,
+    name_of_op,
     no_torch_function,
     tree_leaves,
     tree_map,
@@ -139,7 +140,7 @@ class Stored(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        kwargs, name = kwargs or {}, func._schema.name
+        kwargs, name = kwargs or {}, name_of_op(func)
         if name.endswith(_LIKES) and isinstance(args[0], Stored):
             like = torch.empty_strided(args[0].shape, args[0].stride(), dtype=args[0].dtype, device=args[0].device)
             return func(like, *args[1:], **kwargs)

@@ -25,6 +25,8 @@ from .after_import import after_import
 __all__ = ["keep_loading", "meta_loading"]
 
 _MODELS = "transformers.modeling_utils"
+#: static methods of its PreTrainedModel
+_LOAD, _FINISH = "_load_pretrained_model", "_finalize_model_loading"
 _ARGUMENTS = ["model", "state_dict", "checkpoint_files", "load_config"]
 _logger = logging.getLogger("shardwright")
 #: contexts that are entered, and objects that keep the state while they are alive
@@ -83,7 +85,7 @@ def _install() -> None:
 
 def _change(module: Any) -> None:
     kind = module.PreTrainedModel
-    load, finish = kind.__dict__.get("_load_pretrained_model"), kind.__dict__.get("_finalize_model_loading")
+    load, finish = kind.__dict__.get(_LOAD), kind.__dict__.get(_FINISH)
     if not all(isinstance(each, staticmethod) for each in (load, finish)):
         return _refuse(kind)
     load, finish = load.__func__, finish.__func__
@@ -107,8 +109,8 @@ def _change(module: Any) -> None:
         with replaying():  # it compares tied tensors
             return finish(*args, **kwargs)
 
-    kind._load_pretrained_model = staticmethod(load_stored)
-    kind._finalize_model_loading = staticmethod(finish_stored)
+    for name, made in ((_LOAD, load_stored), (_FINISH, finish_stored)):
+        setattr(kind, name, staticmethod(made))
     return None
 
 

@@ -15,6 +15,7 @@ from ..torch_compat.internals import (
     buffers_of_state,
     changing_weights,
     initialiser_above,
+    name_of_op,
     reset_of,
     subclassed,
     written_by,
@@ -25,8 +26,8 @@ __all__ = ["Writes", "initialisers", "materialize", "place", "places_of", "waiti
 _Call = tuple[torch.nn.Module, Callable[[], object]]
 #: operations that write some elements of a tensor -> the same on marks of elements, given their other arguments
 _MARKS: Mapping[str, Callable[..., object]] = {
-    "aten::index_put_": lambda marks, indices, *_, **__: marks.index_put_(tuple(indices), torch.tensor(True)),
-    "aten::_index_put_impl_": lambda marks, indices, *_, **__: marks.index_put_(tuple(indices), torch.tensor(True)),
+    "aten::index_put_": lambda marks, indices, *_, **__: marks.index_put_(tuple(indices), marks.new_ones(())),
+    "aten::_index_put_impl_": lambda marks, indices, *_, **__: marks.index_put_(tuple(indices), marks.new_ones(())),
     "aten::index_fill_": lambda marks, dim, index, *_, **__: marks.index_fill_(dim, index, True),
     "aten::index_copy_": lambda marks, dim, index, *_, **__: marks.index_fill_(dim, index, True),
     "aten::masked_fill_": lambda marks, mask, *_, **__: marks.masked_fill_(mask, True),
@@ -157,14 +158,14 @@ class Writes(TorchDispatchMode):
 
     def _note(self, written: torch.Tensor, func: Any, args: Any, kwargs: Any) -> None:
         """Note which elements an operation writes."""
-        at, name = place(written), func._schema.name
+        at, name = place(written), name_of_op(func)
         whole = self._waiting[at]
         marks = _MARKS.get(name)
         if marks is None and written.numel() == whole.numel():
             self._written(at)
             return
         size = whole.untyped_storage().nbytes() // whole.element_size()
-        seen, left = self._parts.get(at) or (torch.zeros(size, dtype=torch.bool), whole.numel())
+        seen, left = self._parts.get(at) or (torch.zeros(size, dtype=torch.bool, device="cpu"), whole.numel())
         if written.element_size() == whole.element_size():
             view = seen.as_strided(written.shape, written.stride(), written.storage_offset())
             before = int(view.sum())

@@ -36,6 +36,7 @@ __all__ = [
     "is_hsdp",
     "is_view_op",
     "make_gloo",
+    "name_of_op",
     "no_torch_function",
     "original_of",
     "refresh_weights",
@@ -79,6 +80,11 @@ def written_by(operation: Any, args: Any, kwargs: Any) -> list[Any]:
     arguments = getattr(getattr(operation, "_schema", None), "arguments", ())
     writes = [(n, each.name) for n, each in enumerate(arguments) if each.alias_info and each.alias_info.is_write]
     return tree_leaves([args[n] if n < len(args) else kwargs.get(name) for n, name in writes])
+
+
+def name_of_op(operation: Any) -> str:
+    """Return the name of an operation that a mode sees, such as "aten::cat"."""
+    return str(operation._schema.name)
 
 
 def is_view_op(operation: Any) -> bool:
