@@ -304,7 +304,7 @@ def test_the_command_needs_no_torch_and_takes_less_than_three_seconds(config, tm
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["ok"] and found["model"]["parameters"] == 70_553_706_496
-    assert found["forms"]["wrap"].startswith("# each layer") and "zero=3" in found["forms"]["wrap"]
+    assert found["forms"]["wrap"].startswith("sw.checkpoint_units(model)") and "zero=3" in found["forms"]["wrap"]
     assert json.loads(found["forms"]["deepspeed"])["zero_optimization"]["stage"] == 3
 
 

@@ -1,5 +1,5 @@
 """Law: a step makes few Python calls, and as few on a GPU as on the host. A backward makes six for any number of
-parameters.
+parameters. One call of a backward, and one of a step, add the plan to an error of a full memory.
 
 The bounds are measured counts. A count above its bound means that a change added a call to every step.
 """
@@ -17,11 +17,11 @@ from simulated_gpus import SimulatedGpus, run
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
 
 #: Python calls, at most: of a forward, a backward, a step
-HOST = {"zero=0": (11, 5, 9), "zero=2": (12, 5, 76), "zero=3": (170, 111, 135)}
+HOST = {"zero=0": (11, 6, 10), "zero=2": (12, 6, 77), "zero=3": (170, 112, 136)}
 #: on GPUs each unit waits for its own gathers
-GPU = {"zero=0": (13, 5, 9), "zero=2": (57, 5, 80), "zero=3": (236, 175, 129)}
+GPU = {"zero=0": (13, 6, 10), "zero=2": (57, 6, 81), "zero=3": (236, 176, 130)}
 #: files and functions of the package that a whole step crosses on the host, at most
-CROSSED = {"zero=0": (7, 21), "zero=2": (14, 62), "zero=3": (18, 102)}
+CROSSED = {"zero=0": (8, 22), "zero=2": (15, 63), "zero=3": (19, 103)}
 
 
 def check(found: dict[str, Counts], most: tuple[int, ...]) -> str:
