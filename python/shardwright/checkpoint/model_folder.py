@@ -76,7 +76,7 @@ def save_pretrained(
         A wrapped module, at any stage. Of a transformers model the folder has config.json and generation_config.json,
         and names and tensors are those before the conversions with which from_pretrained() loads them.
     folder : path-like
-        A folder that all ranks see. It may exist: its weights and configurations are replaced, other files and folders
+        A folder that all ranks see, to which one job saves at a time. It may exist: its weights and configurations are replaced, other files and folders
         stay.
     max_shard_size : int or str
         Bytes of tensors in one file of safetensors, or a text such as "5GB" or "500MiB". A larger tensor has its own.
@@ -390,7 +390,7 @@ class _Folder:
             os.rename(f"{self._place}.replaced", self._place)
         for each in filter(ours.fullmatch, os.listdir(parent)):
             path = os.path.join(parent, each)
-            if is_alive(path) is False:
+            if is_alive(path) is not True:  # one job at a time saves to a folder
                 links = os.scandir(self._place) if os.path.isdir(self._place) else ()
                 lead = [
                     e.name for e in links if e.is_symlink() and os.readlink(e.path) == os.path.join("..", each, e.name)
