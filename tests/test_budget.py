@@ -14,7 +14,7 @@ LINES = {
     "shardwright/comm": 2_740,
     "shardwright/compress": 1_586,
     "shardwright/deepspeed": 9,
-    "shardwright/formats": 1_160,
+    "shardwright/formats": 1_168,
     "shardwright/gradients": 1_576,
     "shardwright/integrations": 3_028,
     "shardwright/layout": 1_287,
