@@ -14,7 +14,7 @@ LINES = {
     "shardwright/comm": 2_740,
     "shardwright/compress": 1_586,
     "shardwright/deepspeed": 9,
-    "shardwright/formats": 1_401,
+    "shardwright/formats": 1_409,
     "shardwright/gradients": 1_514,
     "shardwright/integrations": 3_354,
     "shardwright/layout": 1_241,

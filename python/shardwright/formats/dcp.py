@@ -124,9 +124,17 @@ def parts_of(path: str) -> dict[str, str]:
 def model_of(path: str) -> dict[str, Any]:
     """Return the tensors and extra state of the model in a folder: those under a key that programs use, else all but an optimizer's."""
     folder = path if os.path.isfile(os.path.join(path, METADATA)) else parts_of(path).get("model", path)
-    values = read_values(folder, []).items()
-    kept = [(at, value) for at, value in values if isinstance(value, Lazy) or str(at[-1]).endswith(EXTRA)]
-    apart = [(*split_path(at), value) for at, value in kept]
+    values: dict[tuple[Any, ...], Any] = {}
+    for at, value in read_values(folder, []).items():
+        end = next((n for n, part in enumerate(at, 1) if str(part).endswith(EXTRA)), None)
+        if end is None or end == len(at):  # torch's planner flattens a dict that get_extra_state() returned
+            values |= {at: value} if isinstance(value, Lazy) or end else {}
+            continue
+        inner = values.setdefault(at[:end], {})
+        for part in at[end:-1]:
+            inner = inner.setdefault(part, {})
+        inner[at[-1]] = value.read() if isinstance(value, Lazy) else value
+    apart = [(*split_path(at), value) for at, value in values.items()]
     kind = "model" if any(each == "model" for each, _, _ in apart) else "other"
     return {".".join(map(str, rest)): value for each, rest, value in apart if each == kind}
 
