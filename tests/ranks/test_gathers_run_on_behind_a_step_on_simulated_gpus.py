@@ -54,7 +54,7 @@ def step(wrapped: Any, optimizer: Any, rank: int, number: int) -> None:
 
 def pending(wrapped: Any) -> set[int]:
     """Return the groups for which no stream has waited yet."""
-    return set(internals.replica(wrapped).parameters()._buckets._gathers._pending)
+    return set(internals.replica(wrapped).parameters()._gathers._pending)
 
 
 #: what reads whole parameters behind a step, and gives them
