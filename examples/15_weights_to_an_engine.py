@@ -6,8 +6,6 @@ The engine stands for a server of generations in reinforcement learning: it make
 rewards are the training's. No rank holds the whole model; the engine gets it a chunk at a time through a pipe.
 """
 
-import os
-
 import shardwright as sw
 import torch
 import torch.multiprocessing as processes

@@ -285,7 +285,6 @@ ADDRESSES = {
             "layout/memory",
             "parameters/step_gathers",
             "parameters/storage",
-            "parallel/backends/host_backend",
             "comm/process_group",
             "layout/param_table",
         ),

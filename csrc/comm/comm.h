@@ -228,17 +228,6 @@ size_t sw_comm_slice_numel(size_t numel, size_t element_bytes, int world_size);
 SW_MUST_USE sw_status sw_comm_broadcast(sw_comm *comm, const sw_range *ranges, size_t count,
                                         int root, const char *label, sw_error *err);
 
-SW_MUST_USE sw_status sw_comm_barrier(sw_comm *comm, const char *label, sw_error *err);
-
-typedef struct sw_span { /* a range of an arena */
-    size_t offset_bytes, size_bytes;
-} sw_span;
-
-/* Gather every rank's slices of these ranges of op->arena, as `op` says otherwise, and wait. Every
- * range is checked before the first is issued: none runs if a later one is refused. */
-SW_MUST_USE sw_status sw_comm_all_gather(sw_comm *comm, sw_op *op, const sw_span *ranges,
-                                         size_t count, sw_error *err);
-
 /* Set the label of an operation, cut at a character. */
 void sw_op_set_label(sw_op *op, const char *label);
 

@@ -545,13 +545,13 @@ static PyGetSetDef reducer_properties[] = {
     {NULL, NULL, NULL, NULL, NULL},
 };
 
-SW_PY_TYPE(sw_py_reducer_type_spec, "Reducer", reducer_object,
-           Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE,
-           "Buckets of gradients and their mean, round by round. parameters: [(name, numel, dtype, "
-           "requires_grad[, group[, row_numel]])] in registration order; groups share no bucket; "
-           "row_numel > 0 cuts by rows of so many elements. slices: the slice and the replica of each "
-           "rank. allocate(nbytes) returns zeroed memory of a GPU, whose subclass has _keep, "
-           "_restore, _blank, _blank_bucket and _end.",
-           {Py_tp_init, reducer_init}, {Py_tp_dealloc, reducer_dealloc},
-           {Py_tp_traverse, reducer_traverse}, {Py_tp_clear, reducer_clear},
-           {Py_tp_methods, reducer_methods}, {Py_tp_getset, reducer_properties})
+SW_PY_TYPE(
+    sw_py_reducer_type_spec, "Reducer", reducer_object, Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE,
+    "Buckets of gradients and their mean, round by round. parameters: [(name, numel, dtype, "
+    "requires_grad[, group[, row_numel]])] in registration order; groups share no bucket; "
+    "row_numel > 0 cuts by rows of so many elements. slices: the slice and the replica of each "
+    "rank. allocate(nbytes) returns zeroed memory of a GPU, whose subclass has _keep, "
+    "_restore, _blank, _blank_bucket and _end.",
+    {Py_tp_init, reducer_init}, {Py_tp_dealloc, reducer_dealloc},
+    {Py_tp_traverse, reducer_traverse}, {Py_tp_clear, reducer_clear},
+    {Py_tp_methods, reducer_methods}, {Py_tp_getset, reducer_properties})

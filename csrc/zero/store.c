@@ -7,6 +7,7 @@
 
 #include "base/bytes.h"
 #include "base/text.h"
+#include "comm/calls.h"
 #include "kernels/compress_kernels.h"
 #include "platform/memory.h"
 

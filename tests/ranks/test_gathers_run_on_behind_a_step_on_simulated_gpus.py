@@ -54,7 +54,7 @@ def step(wrapped: Any, optimizer: Any, rank: int, number: int) -> None:
 
 def pending(wrapped: Any) -> set[int]:
     """Return the groups for which no stream has waited yet."""
-    engine = internals.replica(wrapped).parameters()._buckets._engine
+    engine = internals.replica(wrapped).parameters()._gathers._engine
     return set() if engine is None else set(engine.coming())
 
 
