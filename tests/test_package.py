@@ -235,14 +235,12 @@ ADDRESSES = {
     "memory that the package made": [
         *(
             "compress/blocks",
-            "parallel/backends/cuda_backend",
             "compress/device_exchange",
             "compress/device_powersgd",
             "optim/device_clip",
             "optim/ownership",
         ),
         *(
-            "parameters/device_groups",
             "comm/exchange",
             "compress/factor_exchange",
             "comm/levels",
@@ -281,7 +279,6 @@ ADDRESSES = {
     "checked by layout/memory.py before": [
         *(
             "backend/device_link",
-            "gradients/device_reducer",
             "layout/memory",
             "parameters/step_gathers",
             "parameters/storage",

@@ -54,8 +54,8 @@ def step(wrapped: Any, optimizer: Any, rank: int, number: int) -> None:
 
 def pending(wrapped: Any) -> set[int]:
     """Return the groups for which no stream has waited yet."""
-    engine = internals.replica(wrapped).parameters()._gathers._engine
-    return set() if engine is None else set(engine.coming())
+    groups = internals.replica(wrapped).parameters()._gathers._groups
+    return set() if groups is None else set(groups.coming())
 
 
 #: what reads whole parameters behind a step, and gives them

@@ -55,7 +55,7 @@ class StepGathers:
         self._numbers = {id(parameter): number for number, parameter in enumerate(self._table.parameters)}
         self._memory: dict[int, torch.Tensor] = {}  # by bucket
         self._stepped: set[int] = set()  # buckets
-        self._engine: DeviceUnits | None = None
+        self._groups: DeviceUnits | None = None
         self._planned: set[int] = set()  # buckets
         self._gathered: list[torch.Tensor] = []  # parameters
         self._lock = threading.RLock()  # held by any thread that reads parameters
@@ -126,8 +126,8 @@ class StepGathers:
         self.settle()
         if self._planned != self._stepped and self._link.world_size > 1:
             self._make(self._stepped)
-        if self._engine is not None:
-            self._engine.gather_anew()
+        if self._groups is not None:
+            self._groups.gather_anew()
             if self.units:
                 change_classes(self._gathered, self._guarded)
             else:
@@ -137,7 +137,7 @@ class StepGathers:
         """Make the engine's units of these buckets, in groups in the order of use by a forward."""
         self._planned = {*buckets}
         order = [plan.indices for plan in self.units]
-        self._engine = DeviceUnits(
+        self._groups = DeviceUnits(
             *(self._link.comm, self._reducer, self._link.current_stream),
             buckets=[(bucket, self._memory[bucket]) for bucket in sorted(buckets)],
             order=[*itertools.chain(*order)],
@@ -151,7 +151,7 @@ class StepGathers:
 
     def settle(self) -> None:
         """Make torch's current stream wait for all gathers."""
-        if self._engine is not None and self._engine.coming():
+        if self._groups is not None and self._groups.coming():
             self._take(None)
 
     def refuse(self, unit: UnitPlan, what: str) -> None:
@@ -159,7 +159,7 @@ class StepGathers:
 
     def take_unit(self, unit: UnitPlan, *_: object) -> None:
         """Make torch's current stream wait for a unit's parameters."""
-        if self._engine is not None and self._engine.coming():
+        if self._groups is not None and self._groups.coming():
             self._take(unit.indices)
 
     def arrive(self, parameter: torch.Tensor) -> None:
@@ -168,7 +168,7 @@ class StepGathers:
 
     def _take(self, indices: Sequence[int] | None) -> None:
         """Wait for the groups of these parameters; None: for all. The next forward raises a communicator's error."""
-        assert self._engine is not None
+        assert self._groups is not None
         with self._lock:
-            arrived = self._engine.arrive(indices)
+            arrived = self._groups.arrive(indices)
             change_classes([*map(self._table.parameters.__getitem__, arrived)], self._own)
