@@ -87,7 +87,7 @@ def test_by_launch(rank, world_size):
     deepspeed = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "none"}
     cases = [
         ({**fsdp, "FSDP_SHARDING_STRATEGY": "FULL_SHARD", **units}, 3, None),
-        ({**fsdp, "FSDP_SHARDING_STRATEGY": "2"}, 2, None),
+        ({**fsdp, "FSDP_SHARDING_STRATEGY": "2", "FSDP_ACTIVATION_CHECKPOINTING": "true"}, 2, None),
         ({**fsdp, "FSDP_SHARDING_STRATEGY": "NO_SHARD"}, 0, None),
         ({**fsdp, "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "true", "FSDP_OFFLOAD_PARAMS": "true"}, 3, None),
         ({**fsdp, "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "false"}, 2, None),
@@ -129,7 +129,6 @@ def test_by_plugin(rank, world_size):
 
 def test_what_is_refused_or_has_no_effect():
     for given, sentence in (
-        ({"activation_checkpointing": "true"}, "checkpoint_units"),
         ({"ignored_modules": "head"}, "ignored_params"),
         ({"sharding_strategy": "SHARD_ALL"}, "must be one of FULL_SHARD, .*got 'SHARD_ALL'"),
         ({"shard_strategy": "FULL_SHARD"}, "unknown FSDP setting 'shard_strategy'.*sharding_strategy"),

@@ -36,6 +36,7 @@ from ..optim.master_weights import MasterOptimizer
 from ..optim.sharded import ShardedOptimizer
 from ..options.compress import Compressor, check_compressor
 from ..options.options import FIELDS
+from ..parallel.activations import checkpoint_units
 from ..parallel.ddp import DistributedDataParallel
 from ..parameters.materialize import materialize
 from ..torch_compat.internals import original_of
@@ -240,6 +241,8 @@ class Accelerator(accelerate.Accelerator):
         device_ids = [device] if device.type == "cuda" else None
         options.update({} if self.plugin is None else self.plugin.options_for(model))
         wrapper = self._wrappers.make(model, device_ids, zero=self.zero, **{**options, **self.wrap_options})
+        if self.plugin is not None and self.plugin.checkpoints is not None:
+            checkpoint_units(wrapper, **self.plugin.checkpoints)
         if self.compress is not None:
             wrapper.compress_gradients(self.compress)
         elif self.ddp_handler is not None:

@@ -49,13 +49,17 @@ _KNOWN = {
 
 @dataclasses.dataclass
 class Settings:
-    """What a plugin became. `units`: names of the classes that are units at zero=3; `rows`: (setting, value, here)."""
+    """What a plugin became. `units`: names of the classes that are units at zero=3; `rows`: (setting, value, here).
+
+    `checkpoints`: arguments of sw.checkpoint_units, or None.
+    """
 
     source: str
     zero: int = 0
     wrap_options: dict[str, Any] = dataclasses.field(default_factory=dict)
     units: tuple[str, ...] = ()
     clip_grad_norm: float = 0.0
+    checkpoints: dict[str, Any] | None = None
     rows: list[tuple[str, str, str]] = dataclasses.field(default_factory=list)
 
     def sentence(self) -> str:
@@ -143,10 +147,10 @@ def of_fsdp(given: Mapping[str, Any], source: str = "accelerate's FSDP configura
             ("offload_params", "true", "offload='cpu': the optimizer's state; parameters stay on their device")
         )
     if _truth(given.get("activation_checkpointing", False)):
-        raise NotImplementedError(
-            "activation_checkpointing of accelerate's FSDP configuration: call sw.checkpoint_units(model) in the program, or "
-            "model.gradient_checkpointing_enable()"
-        )
+        offloads = _truth(given.get("activation_checkpointing_offload", False))
+        made.checkpoints = {"offload": "cpu" if offloads else None}
+        here = "sw.checkpoint_units(model" + (", offload='cpu')" if offloads else ")")
+        made.rows.append(("activation_checkpointing", "true", here))
     if given.get("ignored_modules") not in (None, "", "None"):
         raise NotImplementedError(
             "ignored_modules of accelerate's FSDP configuration: pass wrap_options={'ignored_params': names}"
