@@ -253,7 +253,12 @@ static bool keep_layout(device_units_object *self, PyObject *reducer)
         return false;
     const sw_layout *from = sw_reducer_layout(((reducer_object *)reducer)->reducer);
     size_t buckets = from->bucket_count;
+    for (size_t b = 0; b < buckets; ++b)
+        if (from->bucket[b].by_rows)
+            return sw_py_refuse(PyExc_ValueError,
+                                "DeviceUnits: bucket %zu is cut by rows, which has no units yet", b);
     self->layout = (sw_layout){.param_count = from->param_count,
+                               .slice_count = from->slice_count,
                                .bucket_count = buckets,
                                .place = calloc(from->param_count + 1, sizeof *from->place),
                                .bucket = calloc(buckets + 1, sizeof *from->bucket)};

@@ -315,8 +315,11 @@ static PyObject *store_publish(PyObject *op, PyObject *args, PyObject *kwargs)
     sw_error err;
     if (!sw_py_read("publish | failed:O $ foreign:p all:p", args, kwargs, a))
         return NULL;
+    int failed = a[0].o == Py_None ? 0 : PyObject_IsTrue(a[0].o);
+    if (failed < 0)
+        return NULL;
     sw_store_update update = {.tells = a[0].o != Py_None,
-                              .failed = a[0].o == Py_True,
+                              .failed = failed != 0,
                               .foreign = a[1].p,
                               .all = a[2].p,
                               .outcomes = outcomes};

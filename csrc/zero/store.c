@@ -41,7 +41,7 @@ static uint8_t *in_copy(const sw_store *s, size_t index, bool narrow)
     return base_of(s, s->map.home) + sw_store_copy_bytes(&s->map, index, narrow);
 }
 
-static sw_status make_arenas(sw_store *s, bool coded, sw_error *err)
+static sw_status make_arenas(sw_store *s, bool coded, bool *is_alone, sw_error *err)
 {
     const sw_comm_ops *ops = s->comm->ops;
     LABELED(s, what, "parameters of ");
@@ -51,6 +51,7 @@ static sw_status make_arenas(sw_store *s, bool coded, sw_error *err)
         s->comm, s->map.size_bytes, s->map.form == SW_STORE_UNITS ? slices : what, &s->arena, err);
     if (status == SW_E_MEMORY && s->map.form == SW_STORE_PRIVATE) { /* the same on every rank */
         (void)snprintf(s->reason, sizeof s->reason, "%s", err->message);
+        *is_alone = true;
         return sw_pages_map(s->map.size_bytes, &s->pages, err);
     }
     if (status != SW_OK || !coded)
@@ -113,7 +114,7 @@ static sw_status build(sw_store *s, const sw_layout *layout, const sw_store_opti
     SW_TRY(sw_store_map_init(&s->map, s->comm->rank, s->comm->world_size, layout, options, err));
     SW_TRY(sw_store_plan_init(&s->plan, &s->map, options, err));
     *is_alone = false;
-    SW_TRY(make_arenas(s, options->coded, err));
+    SW_TRY(make_arenas(s, options->coded, is_alone, err));
     *is_alone = true;
     populate(s);
     return s->map.form == SW_STORE_UNITS ? make_units(s, err) : SW_OK;

@@ -89,7 +89,16 @@ static sw_status init_casts(sw_store_map *m, const sw_store_options *options, sw
     for (size_t i = 0; m->form == SW_STORE_SHARED && i < m->layout.param_count; ++i)
         if (some_pair(m, true)) /* a rank that shares with no other may write its parameters */
             SW_TRY(add_cast(m, i, options->narrow[i], options->label, err));
-    for (size_t u = 0; m->form == SW_STORE_UNITS && u < options->unit_count; ++u)
+    if (m->form != SW_STORE_UNITS && options->unit_count > 0)
+        SW_FAIL(err, SW_E_INVALID, "%s: only the form 'units' has units, got %zu", options->label,
+                options->unit_count);
+    if (options->coded && m->has_whole)
+        SW_FAIL(err, SW_E_INVALID, "%s: records need the form 'units' on one host", options->label);
+    for (size_t b = 0; b < m->layout.bucket_count; ++b)
+        if (m->layout.bucket[b].by_rows)
+            SW_FAIL(err, SW_E_INVALID, "%s: bucket %zu is cut by rows, which no form has yet",
+                    options->label, b);
+    for (size_t u = 0; u < options->unit_count; ++u)
         for (size_t k = 0; k < options->units[u].count; ++k) {
             size_t i = options->units[u].members[k];
             if (i >= m->layout.param_count)

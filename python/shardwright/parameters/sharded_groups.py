@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .._engine import Reducer, Store
+from .._engine import Error, Reducer, Store
 from ..layout.param_groups import UnitPlan, mark_of
 from ..layout.shard_runs import Copies, Storage, make_dense, memory_order
 from ..layout.views import dtype_name
@@ -170,6 +170,7 @@ class UnitMemory(ReleasedParameters):
         plans = request.plans or ()
         units = zip(plans, self._unit_members)
         self._comm, self._coded = group.comm, coded
+        self._kinds = [(p.dtype, p.numel()) for p in table.parameters]
         self._store = Store(
             reducer,
             "units",
@@ -225,23 +226,46 @@ class UnitMemory(ReleasedParameters):
     def write_slices(self, indices: Iterable[int]) -> None:
         """Copy this rank's elements of whole parameters; the rank that has the host's one copy fills all of it."""
         for index in indices:
-            data = self._table.parameters[index].data
-            flat = memory_order(data, data)
+            flat = self._as_made(index, self._table.parameters[index])
             self._store.write(index, flat.data_ptr(), "mine")
+
+    def _as_made(self, index: int, parameter: torch.Tensor) -> torch.Tensor:
+        """Return a parameter's values in memory order and in its own dtype: a program may have replaced its data.
+
+        Raises Error for another number of elements.
+        """
+        dtype, numel = self._kinds[index]
+        if parameter.numel() != numel:
+            raise Error(
+                f"the data of parameter {self._table.names[index]!r} has {parameter.numel()} elements, and had {numel} when the module "
+                "was wrapped: write into it instead of replacing it"
+            )
+        data = parameter.data
+        return memory_order(data, data).to(dtype)
+
+    def _read(self, index: int, flat: torch.Tensor) -> None:
+        """Copy a parameter from all ranks' slices to one-dimensional memory of any dtype."""
+        dtype, numel = self._kinds[index]
+        if flat.dtype is dtype and flat.numel() == numel and flat.is_contiguous():
+            self._store.read(index, flat.data_ptr())
+            return
+        own = torch.empty(numel, dtype=dtype, device="cpu")
+        self._store.read(index, own.data_ptr())
+        flat.copy_(own)
 
     def read_slices(self, indices: Iterable[int]) -> None:
         """Copy these parameters from all ranks' slices to the memory where they are whole now."""
         for index in indices:
-            data = self._table.parameters[index].data
-            flat = memory_order(data, data)
-            self._store.read(index, flat.data_ptr())
+            parameter = self._table.parameters[index]
+            make_dense(parameter)
+            self._read(index, memory_order(parameter.data, parameter.data))
 
     def read_whole(self, index: int, flat: torch.Tensor) -> None:
         """Copy all elements of a parameter, in memory order, to `flat`; a released parameter's from every rank's
         slices.
         """
         if index in self._whole:
-            self._store.read(index, flat.data_ptr())
+            self._read(index, flat)
         else:
             data = self._table.parameters[index].data
             flat.copy_(memory_order(data, data))
@@ -251,7 +275,7 @@ class UnitMemory(ReleasedParameters):
 
         One rank calls it for each parameter, between the two barriers of a step.
         """
-        self._store.write(index, flat.data_ptr(), "all")
+        self._store.write(index, self._as_made(index, flat).data_ptr(), "all")
 
     def pieces(self, index: int) -> list[tuple[int, int, torch.Tensor]]:
         low, high, memory = self._store.piece(index)
@@ -278,7 +302,7 @@ class UnitMemory(ReleasedParameters):
         """
         for index, parameter in self._kept:
             if everything or self.is_stepped(index):
-                flat = memory_order(parameter.data, parameter.data)
+                flat = self._as_made(index, parameter)
                 self._store.write(index, flat.data_ptr(), "own")
 
     def publish(self, *, sliced: bool = True, failed: bool | None = None, everything: bool = False) -> list[int] | None:
@@ -294,8 +318,8 @@ class UnitMemory(ReleasedParameters):
         outcomes = self._store.publish(failed, foreign=not sliced, all=everything)
         for index, parameter in self._kept:
             if everything or self.is_stepped(index):
-                flat = memory_order(parameter.data, parameter.data)
-                self._store.read(index, flat.data_ptr())
+                make_dense(parameter)
+                self._read(index, memory_order(parameter.data, parameter.data))
         self.schedule.gather_pinned()
         return outcomes
 
