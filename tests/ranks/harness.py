@@ -37,7 +37,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -173,14 +173,14 @@ class Stopwatch:
     """
 
     def __init__(self) -> None:
-        self._start, self._held_up = time.monotonic(), _held_up_s(_siblings())
+        self._start, self._held_up = time.monotonic(), _held_up(_siblings())
 
     def elapsed(self) -> float:
         """Return the seconds of a clock."""
         return time.monotonic() - self._start
 
     def seconds(self) -> float:
-        return max(self.elapsed() - max(_held_up_s(_siblings()) - self._held_up, 0.0), 0.0)
+        return self.elapsed() - _longest(self._held_up, _held_up(_siblings()))
 
 
 def _siblings() -> set[int]:
@@ -191,15 +191,20 @@ def _siblings() -> set[int]:
     return found
 
 
-def _held_up_s(pids: Iterable[int]) -> float:
-    """Return how long the threads of processes have stood ready in all. A process that has ended counts no more."""
-    nanoseconds = 0
+def _held_up(pids: Iterable[int]) -> dict[str, int]:
+    """Return for how many nanoseconds each thread of processes has stood ready. One that has ended counts no more."""
+    found = {}
     for pid in pids:
         with contextlib.suppress(OSError):
             for thread in os.listdir(f"/proc/{pid}/task"):
                 with open(f"/proc/{pid}/task/{thread}/schedstat") as file:
-                    nanoseconds += int(file.read().split()[1])
-    return nanoseconds * 1e-9
+                    found[thread] = int(file.read().split()[1])
+    return found
+
+
+def _longest(before: Mapping[str, int], now: Mapping[str, int]) -> float:
+    """Return for how many seconds the thread that stood ready longest did so meanwhile: others wait at the same time."""
+    return max([now[thread] - before.get(thread, 0) for thread in now], default=0) * 1e-9
 
 
 def same_everywhere(value: Any) -> bool:
@@ -478,12 +483,12 @@ class Team:
         """
         outcomes = [Outcome(rank) for rank in range(self.world_size)]
         waiting = {rank for rank in range(self.world_size) if rank not in ignore}
-        deadline, held_up = time.monotonic() + deadline_s, _held_up_s(self.pids)
+        deadline, held_up = time.monotonic() + deadline_s, _held_up(self.pids)
         while waiting:
             left = deadline - time.monotonic()
             if left <= 0:  # a busy machine owes them the time for which they stood ready
-                before, held_up = held_up, _held_up_s(self.pids)
-                deadline += max(held_up - before, 0.0)
+                before, held_up = held_up, _held_up(self.pids)
+                deadline += _longest(before, held_up)
                 if (left := deadline - time.monotonic()) <= 0:
                     break
             sources = {self._connections[rank].fileno(): rank for rank in waiting}
@@ -502,7 +507,7 @@ class Team:
                     outcomes[rank].ended, outcomes[rank].trace = "?", self._stack(rank)
                     failed = True
                 if failed and not patient:
-                    deadline, held_up = min(deadline, time.monotonic() + GRACE_S), _held_up_s(self.pids)
+                    deadline, held_up = min(deadline, time.monotonic() + GRACE_S), _held_up(self.pids)
         for rank in waiting:
             self.signal(rank, signal.SIGUSR1)
         if waiting:

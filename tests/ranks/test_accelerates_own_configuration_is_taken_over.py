@@ -116,11 +116,14 @@ def test_by_plugin(rank, world_size):
             (FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=True), 3),
         ):
             accelerator, state, said = trained(rank, fsdp_plugin=plugin)
+            assert accelerator.wrap_options == {}
             assert accelerator.zero == zero and len(said) == (rank == 0)
             assert same(state, expected)
         with variables({"ACCELERATE_USE_FSDP": "true", "ACCELERATE_USE_DEEPSPEED": "true"}):
             with pytest.raises(ValueError, match="both given"):
                 trained(rank)
+        with variables({"ACCELERATE_USE_FSDP": "true", "FSDP_SHARDING_STRATEGY": "SHARD_GRAD_OP"}):
+            assert [trained(rank)[0].zero for _ in range(2)] == [2, 2]  # a second Accelerator of one process too
         with variables({"ACCELERATE_USE_FSDP": "true"}):  # a stage that the program gives wins
             accelerator, state, said = trained(rank, zero=1)
             assert accelerator.zero == 1 and said == [] and same(state, expected)
@@ -146,6 +149,8 @@ def test_what_is_refused_or_has_no_effect():
     assert made.options_for(net()) == {"units": 4.0}
     made = plugins.of_fsdp({"offload_params": "true", "forward_prefetch": "true", "version": "2"})
     assert made.wrap_options == {"offload": "cpu"} and [row[0] for row in made.rows][-1] == "forward_prefetch"
+    made = plugins.of_deepspeed({"bf16": {"enabled": True}, "gradient_accumulation_steps": 4})
+    assert made.mixed_precision == "bf16" and made.accumulation_steps == 4 and "accumulation_steps=4" in made.sentence()
     with pytest.raises(NotImplementedError, match="the optimizer section"):
         plugins.of_deepspeed({"optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 1}})
     with pytest.raises(ValueError, match="distributed_type is 'MULTI_GPU'"):

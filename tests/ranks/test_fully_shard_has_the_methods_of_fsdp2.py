@@ -91,9 +91,30 @@ def test_one_unit_has_its_own_factor_and_it_may_change(rank, world_size):
     frozen.second.requires_grad_(True)
     found = backward(frozen, rank, world_size)
     torch.testing.assert_close(found["second.weight"], total["second.weight"] / 4, rtol=1e-6, atol=1e-7)
+    with module.no_sync():
+        module(batch(rank, 6, 5)).square().mean().backward()
+    with pytest.raises(sw.Error, match="between micro-batches"):
+        module.second.set_gradient_divide_factor(2.0)
+    module.second.set_gradient_divide_factor(world_size)
     for wrong in (0, -1, float("inf"), float("nan")):
         with pytest.raises(ValueError, match="finite factor > 0, got"):
             module.set_gradient_divide_factor(wrong)
+
+
+@on_every_rank()
+def test_a_module_of_the_meta_device_and_ignored_names(rank, world_size):
+    with torch.device("meta"):
+        module = Net()
+    for each in (module.first, module.second):
+        sw.fully_shard(each)
+        each.set_gradient_divide_factor(3.0)
+    sw.fully_shard(module, init=True, ignored_params=["head.weight", "head.bias"])
+    module.head.to_empty(device="cpu")
+    torch.nn.init.zeros_(module.head.weight), torch.nn.init.zeros_(module.head.bias)
+    module(batch(rank, 6, 5)).sum().backward()
+    own = Net()
+    torch.nn.init.zeros_(own.head.weight), torch.nn.init.zeros_(own.head.bias)
+    assert module.head.bias.grad.eq(6).all()  # of this rank alone, and not scaled
 
 
 @on_every_rank()

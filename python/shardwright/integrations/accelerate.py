@@ -141,9 +141,13 @@ class Accelerator(accelerate.Accelerator):
         kwargs_handlers: Sequence[Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        plugin = take_over(kwargs)
-        if plugin is not None and zero is None:
+        plugin = None if (found := take_over(kwargs)) is None or zero is not None else found
+        if plugin is not None:
             zero, wrap_options = plugin.zero, {**plugin.wrap_options, **(wrap_options or {})}
+            if plugin.accumulation_steps is not None:
+                kwargs.setdefault("gradient_accumulation_steps", plugin.accumulation_steps)
+            if plugin.mixed_precision is not None and os.environ.get("ACCELERATE_MIXED_PRECISION", "no") == "no":
+                kwargs.setdefault("mixed_precision", plugin.mixed_precision)
             if int(os.environ.get("RANK") or 0) == 0:
                 _logger.warning(plugin.sentence())
         stage = chosen("", zero, compress=compress, partition=partition, wrap_options=wrap_options)

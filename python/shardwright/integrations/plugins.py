@@ -17,6 +17,9 @@ import torch
 from ..options.names import near
 from .deepspeed.config import load_config, plan
 
+#: the variable with the plugin of the launch, once its own is taken away
+_TAKEN = "SHARDWRIGHT_TAKEN_PLUGIN"
+
 __all__ = ["Settings", "of_deepspeed", "of_file", "of_fsdp", "take_over"]
 
 #: FSDP1's strategies, and torch's numbers of them -> (stage, True if rows of ranks replicate)
@@ -51,7 +54,8 @@ _KNOWN = {
 class Settings:
     """What a plugin became. `units`: names of the classes that are units at zero=3; `rows`: (setting, value, here).
 
-    `checkpoints`: arguments of sw.checkpoint_units, or None.
+    `checkpoints`: arguments of sw.checkpoint_units, or None. `accumulation_steps`, `mixed_precision`: arguments of the
+    Accelerator that a DeepSpeed file gives, if the program gives none.
     """
 
     source: str
@@ -60,6 +64,8 @@ class Settings:
     units: tuple[str, ...] = ()
     clip_grad_norm: float = 0.0
     checkpoints: dict[str, Any] | None = None
+    accumulation_steps: int | None = None
+    mixed_precision: str | None = None
     rows: list[tuple[str, str, str]] = dataclasses.field(default_factory=list)
 
     def sentence(self) -> str:
@@ -67,6 +73,9 @@ class Settings:
         given = {"zero": self.zero, **self.wrap_options}
         if self.clip_grad_norm:
             given["clip_grad_norm"] = self.clip_grad_norm
+        for name in ("accumulation_steps", "mixed_precision"):
+            if getattr(self, name) is not None:
+                given[name] = getattr(self, name)
         said = ", ".join(f"{name}={value!r}" for name, value in given.items())
         return f"{self.source} is taken over as sw.wrap(..., {said}); `shardwright config FILE` shows each setting"
 
@@ -93,18 +102,19 @@ def take_over(arguments: MutableMapping[str, Any]) -> Settings | None:
     """
     plugin, deepspeed = arguments.pop("fsdp_plugin", None), arguments.pop("deepspeed_plugin", None)
     deepspeed = deepspeed or arguments.pop("deepspeed_plugins", None)
-    by_launch = {
-        name: os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() == "true" for name in ("FSDP", "DEEPSPEED")
-    }
+    by_launch = {name: _is_launched(name) for name in ("FSDP", "DEEPSPEED")}
     if (plugin is not None or by_launch["FSDP"]) and (deepspeed is not None or by_launch["DEEPSPEED"]):
         raise ValueError("accelerate's FSDP and DeepSpeed settings were both given: pass one of them")
     for name, is_on in by_launch.items():
         if is_on:  # accelerate's own code then launches as for several plain processes
-            os.environ.pop(f"ACCELERATE_USE_{name}")
+            os.environ.pop(f"ACCELERATE_USE_{name}", None)
+            os.environ[_TAKEN] = name  # for the next Accelerator of this process
     if any(by_launch.values()) and not torch.cuda.is_available():  # which accelerate takes for granted with these
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")
-    if plugin is not None or by_launch["FSDP"]:
-        return of_fsdp(_of_plugin(plugin) if plugin is not None else _of_variables("FSDP_"))
+    if plugin is not None:
+        return of_fsdp(_of_plugin(plugin))
+    if by_launch["FSDP"]:
+        return of_fsdp(_of_variables("FSDP_"))
     if deepspeed is None and not by_launch["DEEPSPEED"]:
         return None
     if isinstance(deepspeed, Mapping):
@@ -115,6 +125,10 @@ def take_over(arguments: MutableMapping[str, Any]) -> Settings | None:
     clip = os.environ.get("ACCELERATE_GRADIENT_CLIPPING")
     steps = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
     return of_deepspeed({**given, "gradient_clipping": clip, "gradient_accumulation_steps": steps}, by_names=True)
+
+
+def _is_launched(name: str) -> bool:
+    return os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() == "true" or os.environ.get(_TAKEN) == name
 
 
 def of_fsdp(given: Mapping[str, Any], source: str = "accelerate's FSDP configuration") -> Settings:
@@ -205,6 +219,8 @@ def of_deepspeed(
     found = plan(config, int(os.environ.get("WORLD_SIZE") or 1))
     wrap = {name: value for name, value in found.wrap.items() if name not in ("zero", "precision")}
     made = Settings(source, zero=found.wrap["zero"], wrap_options=wrap, clip_grad_norm=found.clip_grad_norm)
+    made.accumulation_steps = found.accumulation_steps if "gradient_accumulation_steps" in config else None
+    made.mixed_precision = next((n for n in ("bf16", "fp16") if (config.get(n) or {}).get("enabled") is True), None)
     made.rows += [(row.key, str(row.value), row.text) for row in found.rows]
     return made
 
@@ -276,8 +292,11 @@ def _of_plugin(plugin: Any) -> dict[str, Any]:
         if kind not in known:
             raise NotImplementedError("auto_wrap_policy as a function: pass wrap_options={'units': ...} instead")
         found["auto_wrap_policy"] = known[kind]
-    offload = found.get("offload_params")
-    found["offload_params"] = bool(getattr(offload, "offload_params", getattr(offload, "pin_memory", offload)))
+    offload = found.get(
+        "offload_params"
+    )  # FSDP1's CPUOffload, or FSDP2's OffloadPolicy, of which CPUOffloadPolicy offloads
+    kinds = [kind.__name__ for kind in type(offload).__mro__]
+    found["offload_params"] = getattr(offload, "offload_params", "CPUOffloadPolicy" in kinds or offload is True)
     return found
 
 

@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import glob
 import math
+import os
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Sequence
@@ -25,6 +26,8 @@ from typing import Any, overload
 import torch
 
 from .._engine import Error
+from ..comm.process_group import resolve_group
+from ..gradients.sharded_gradient import ShardedGradient
 from ..layout.param_groups import mark_of
 from ..options.checks import offload_kind
 from ..options.options import Options, refuse_options
@@ -88,12 +91,24 @@ class Mark:
         self.divides_by, self._own, self._handles = divides_by, [weakref.ref(each) for each in parameters], []
         self.scale()
 
+    def set_factor(self, factor: float) -> None:
+        """Set the program's divisor. Raise Error if gradients wait for their average, which the last one has scaled."""
+        gradients = [p.grad for each in self._own if (p := each()) is not None]
+        if factor != self.divide_factor and any(map(_waits, gradients)):
+            raise Error(
+                f"set_gradient_divide_factor({factor:g}) between micro-batches: their gradients were divided by another factor, and are "
+                "not averaged yet: call it before the first micro-batch of a step"
+            )
+        self.divide_factor = factor
+        self.scale()
+
     def scale(self) -> None:
         """Multiply this unit's gradients where the engine divides by another factor than the program set."""
         if self.divides_by is None or self.divide_factor in (None, self.divides_by) or self._handles:
             return
         hook = _GradientScale(weakref.ref(self))
-        for parameter in [p for each in self._own if (p := each()) is not None]:
+        alive = [p for each in self._own if (p := each()) is not None]
+        for parameter in [p for p in alive if p.is_floating_point() or p.is_complex()]:
             trains = parameter.requires_grad
             parameter.requires_grad_(True)  # a frozen one may train later
             self._handles.append(parameter.register_hook(hook))
@@ -108,13 +123,24 @@ class Mark:
             )
         if not self.places():
             self.engine = None
-            options = {**self.options, "groups": self.options.get("groups") or _groups(module, self.options)}
-            _set_divisors(module, options)
+            resolve_group(self.options.get("process_group"), self.options.get("device_mesh"), trains=True)
+            ignored = _ignored(module, self.options["ignored_params"])
+            options = {**self.options, "groups": self.options.get("groups") or _groups(module, self.options, ignored)}
+            divides_by = _choose_divisor(module, options, ignored)
             stage = {"zero": 3, "share_parameters": False, "precision": _policies(module)}
             values = Values(options.pop("init"), options.pop("weights"))
             self.engine = Engine(module, Options.from_keywords({**options, **stage}), values=values)
             self.engine.keep()
+            for mark, parameters in _own_parameters(module, ignored):
+                mark.set_divisor(divides_by, parameters)
             guard_from_wrappers(self.engine, module)
+
+
+def _waits(gradient: torch.Tensor | None) -> bool:
+    """Return True for a gradient with parts that are not averaged."""
+    if isinstance(gradient, ShardedGradient):
+        return gradient._pending is not None
+    return gradient is not None
 
 
 class _GradientScale:
@@ -164,20 +190,22 @@ def _policies(module: torch.nn.Module) -> dict[str, Any] | None:
     return {name: mark.precision for name, mark in marks.items() if mark is not None and mark.precision} or None
 
 
-def _set_divisors(module: torch.nn.Module, options: dict[str, Any]) -> None:
-    """Choose the engine's divisor of gradients, and scale those of units for which the program set another one.
+def _ignored(module: torch.nn.Module, given: Collection[Any]) -> set[int]:
+    """Return the ids of ignored parameters, which are given by name or as they are."""
+    names = {each for each in given if isinstance(each, str)}
+    named = module.named_parameters(remove_duplicate=False) if names else ()
+    return {*(id(each) for each in given), *(id(p) for name, p in named if name in names)}
 
-    If all units have one divisor that is not the number of ranks, the engine sums, so that no rounding is added.
-    """
+
+def _choose_divisor(module: torch.nn.Module, options: dict[str, Any], ignored: Collection[int]) -> int:
+    """Return by what the engine divides the sum of gradients: 1 if all units have one divisor that is not the number of ranks."""
     mesh, ranks = options.get("device_mesh"), 1
     if mesh is not None or torch.distributed.is_initialized():
         ranks = torch.distributed.get_world_size(options.get("process_group")) if mesh is None else mesh.size()
-    units = _own_parameters(module, {id(each) for each in options.get("ignored_params", ())})
-    factors = {mark.divide_factor for mark, _ in units}
+    factors = {mark.divide_factor for mark, _ in _own_parameters(module, ignored)}
     if "reduce" not in options and len(factors) == 1 and factors.isdisjoint((None, ranks)):
         options["reduce"] = "sum"
-    for mark, parameters in units:
-        mark.set_divisor(1 if options.get("reduce") == "sum" else ranks, parameters)
+    return 1 if options.get("reduce") == "sum" else ranks
 
 
 def _own_parameters(module: torch.nn.Module, ignored: Collection[int]) -> list[tuple[Mark, list[torch.Tensor]]]:
@@ -195,7 +223,9 @@ def _own_parameters(module: torch.nn.Module, ignored: Collection[int]) -> list[t
     return list(found.values())
 
 
-def _groups(module: torch.nn.Module, options: dict[str, Any]) -> dict[torch.nn.Module, Any] | None:
+def _groups(
+    module: torch.nn.Module, options: dict[str, Any], ignored: Collection[int]
+) -> dict[torch.nn.Module, Any] | None:
     """Map the inner modules of DTensors with another mesh than the outermost module (experts) to their meshes."""
     outer, ranks = options.get("device_mesh"), [0]
     if outer is not None:
@@ -203,7 +233,6 @@ def _groups(module: torch.nn.Module, options: dict[str, Any]) -> dict[torch.nn.M
     elif torch.distributed.is_initialized():
         group = options.get("process_group") or torch.distributed.group.WORLD
         ranks = torch.distributed.get_process_group_ranks(group)
-    ignored = {id(each) for each in options.get("ignored_params", ())}
     found: dict[Any, Any] = _placed_apart(module, ranks, ignored)
     for each in module.modules():
         mark = mark_of(each)
@@ -214,7 +243,7 @@ def _groups(module: torch.nn.Module, options: dict[str, Any]) -> dict[torch.nn.M
     return found or None
 
 
-def _placed_apart(module: torch.nn.Module, ranks: list[Any], ignored: set[int]) -> dict[Any, Any]:
+def _placed_apart(module: torch.nn.Module, ranks: list[Any], ignored: Collection[int]) -> dict[Any, Any]:
     """Map names of parameters to the meshes of other ranks that shard_placement_fn returns for them."""
     found = {}
     for name, parameter in module.named_parameters():
@@ -313,18 +342,20 @@ class FSDPModule(torch.nn.Module):
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of this unit's gradients over ranks by `factor`; by default by the number of ranks.
 
-        Set on all units before the first run it costs nothing and adds no rounding: the engine then sums. Otherwise a hook
-        multiplies each gradient of the unit. Call it alike on all ranks. With groups= a group's mean is scaled alike.
+        A factor of 1 set on all units before the first run costs nothing: the engine then sums. Any other one multiplies
+        each gradient of the unit in a hook, without rounding for powers of two. Call it alike on all ranks, before the first
+        micro-batch of a step. With groups= a group's mean is scaled alike.
 
         Raises
         ------
         ValueError
             For a factor that is not finite and above 0.
+        Error
+            If gradients of the unit wait for their average: an earlier factor has scaled them.
         """
         if not 0 < factor < math.inf:
             raise ValueError(f"set_gradient_divide_factor needs a finite factor > 0, got {factor!r}")
-        self._shardwright_mark.divide_factor = factor
-        self._shardwright_mark.scale()
+        self._shardwright_mark.set_factor(factor)
 
     set_reduce_scatter_divide_factor = set_gradient_divide_factor
 
@@ -559,8 +590,10 @@ def _releases(reshard_after_forward: Any, mesh: Any) -> bool:
         )
     if mesh is not None:
         slices = mesh.size(mesh.ndim - 1)
-    else:
-        slices = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    elif torch.distributed.is_initialized():
+        slices = torch.distributed.get_world_size()
+    else:  # the engine makes the group from the launcher's variables
+        slices = int(os.environ.get("WORLD_SIZE") or 1)
     if reshard_after_forward < 1 or slices % reshard_after_forward != 0:
         raise ValueError(
             f"reshard_after_forward as a number must be a divisor of {slices}, got {reshard_after_forward}"
