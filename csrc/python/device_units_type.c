@@ -256,7 +256,8 @@ static bool keep_layout(device_units_object *self, PyObject *reducer)
     for (size_t b = 0; b < buckets; ++b)
         if (from->bucket[b].by_rows)
             return sw_py_refuse(PyExc_ValueError,
-                                "DeviceUnits: bucket %zu is cut by rows, which has no units yet", b);
+                                "DeviceUnits: bucket %zu is cut by rows, which has no units yet",
+                                b);
     self->layout = (sw_layout){.param_count = from->param_count,
                                .slice_count = from->slice_count,
                                .bucket_count = buckets,

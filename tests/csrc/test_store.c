@@ -278,6 +278,20 @@ static void refuses(rank_context *self)
     check(!make(self->comm, options, 1, &self->err) && self->err.status == SW_E_INVALID &&
               strstr(self->err.message, "unit 'bad': member must be in [0, 7), got 7"),
           "S6: %s", self->err.message);
+    options.form = SW_STORE_PRIVATE;
+    check(!make(self->comm, options, 1, &self->err) && self->err.status == SW_E_INVALID &&
+              strstr(self->err.message, "only the form 'units' has units, got 1"),
+          "S6: %s", self->err.message);
+    options.unit_count = 0;
+    options.coded = true;
+    check(!make(self->comm, options, 1, &self->err) && self->err.status == SW_E_INVALID &&
+              strstr(self->err.message, "records need the form 'units' on one host"),
+          "S6: %s", self->err.message);
+    options = (sw_store_options){.form = SW_STORE_UNITS,
+                                 .host_of = together,
+                                 .narrow = no_casts,
+                                 .unit_count = 1,
+                                 .label = "the module"};
     options.units = &bad[1];
     options.narrow = wrong;
     check(!make(self->comm, options, 1, &self->err) && self->err.status == SW_E_INVALID &&

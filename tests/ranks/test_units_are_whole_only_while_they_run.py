@@ -710,3 +710,34 @@ def test_a_backward_that_fails_releases_its_units(rank, world_size):
     model.zero_grad()
     model(batch(rank, 6, 7)).square().mean().backward()
     optimizer.step()
+
+
+@on_every_rank()
+def test_a_small_parameter_whose_data_was_replaced_keeps_its_values(rank, world_size):
+    """It is never released. Its slices have the dtype of the wrap, and values of another one are cast."""
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.wide = nn.Linear(7, 33)
+            self.scale = nn.Parameter(torch.arange(1.0, 5.0), requires_grad=False)
+
+        def forward(self, x):
+            return self.wide(x) * self.scale.sum()
+
+    module = Scaled()
+    optimizer = torch.optim.SGD(module.wide.parameters(), lr=0.1)
+    model, optimizer = sw.wrap(module, optimizer, zero=3, share_parameters=False)
+    for dtype in (torch.float16, torch.float64):
+        module.scale.data = torch.arange(1.0, 5.0, dtype=dtype)
+        with sw.full_parameters(model, writable=True):
+            pass
+        assert sw.full_state_dict(model)["scale"].tolist() == [1.0, 2.0, 3.0, 4.0]
+        model(batch(rank, 6, 7)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert module.scale.tolist() == [1.0, 2.0, 3.0, 4.0]
+    module.scale.data = torch.ones(3)
+    with pytest.raises(engine.Error, match="'scale' has 3 elements, and had 4"):
+        with sw.full_parameters(model, writable=True):
+            pass
