@@ -38,6 +38,24 @@ static int is_lazy(PyObject *grad)
     return neg ? conj == Py_True || neg == Py_True : -1;
 }
 
+/* Sets *from to the bytes of a gradient that lies as `like` does, for a torch that shows no views:
+ * its copy would be another launch. Returns -1 with an exception. */
+static int locate_slowly(const reducer_object *self, PyObject *like, PyObject *grad, void **from)
+{
+    tensor_reading seen, shape;
+    if (self->exchange || !self->gpu)
+        return 0;
+    if (!sw_py_tensor_read(NULL, grad, "gradient", 0, true, &seen) ||
+        !sw_py_tensor_read(NULL, like, "gradient", 0, true, &shape)) {
+        PyErr_Clear(); /* torch's own copy takes what is not plain */
+        return 0;
+    }
+    bool is_alike = seen.dtype == shape.dtype && sw_py_tensor_same_shape(&seen, &shape);
+    int lazy = is_alike ? is_lazy(grad) : 1;
+    *from = lazy == 0 ? seen.data : NULL;
+    return lazy < 0 ? -1 : 0;
+}
+
 int sw_py_gradient_write(reducer_object *self, size_t index, PyObject *like, PyObject *grad,
                          bool add)
 {
@@ -52,6 +70,8 @@ int sw_py_gradient_write(reducer_object *self, size_t index, PyObject *like, PyO
         if (lazy < 0)
             return -1;
         from = lazy ? NULL : seen.data;
+    } else if (!add && locate_slowly(self, like, grad, &from) < 0) {
+        return -1;
     }
     if (!from)
         return 1;

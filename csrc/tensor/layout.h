@@ -82,7 +82,7 @@ void sw_layout_fini(sw_layout *layout);
 
 size_t sw_layout_slice_numel(const sw_layout *layout, size_t bucket);
 /* Return the elements of a parameter that lie in slice `slice` of `slice_count`, which divides
- * every bucket; by rows it is the layout's own. This is the one rule of who owns what: all else
+ * every bucket; by rows it is the layout's own. This is the one rule of ownership: all else
  * asks it. */
 sw_layout_run sw_layout_run_in(const sw_layout *layout, size_t index, size_t slice,
                                size_t slice_count);

@@ -6,7 +6,7 @@
 
 #include "base/bytes.h"
 
-/* ---- who owns what ---- */
+/* ---- ownership ---- */
 
 static bool are_together(const sw_store_map *m, size_t a, size_t b)
 {

@@ -22,29 +22,30 @@ enum { PARAMS = 6, STEPS = 4, NUMEL_MAX = 300, SEEDS = 5, STREAMS = 2, PLACES = 
 static const int64_t TIMEOUT_NS = 2000000000;
 static const size_t CAP_BYTES = 512;
 static const sw_layout_param params[PARAMS] = {
-    {40, SW_DTYPE_FLOAT32, true, 0},  {100, SW_DTYPE_FLOAT32, true, 0},
-    {64, SW_DTYPE_FLOAT32, true, 0},  {NUMEL_MAX, SW_DTYPE_FLOAT32, true, 0},
-    {33, SW_DTYPE_FLOAT32, false, 0}, {7, SW_DTYPE_FLOAT32, true, 0}};
+    {40, SW_DTYPE_FLOAT32, true, 0, 0},  {100, SW_DTYPE_FLOAT32, true, 0, 0},
+    {64, SW_DTYPE_FLOAT32, true, 0, 0},  {NUMEL_MAX, SW_DTYPE_FLOAT32, true, 0, 0},
+    {33, SW_DTYPE_FLOAT32, false, 0, 0}, {7, SW_DTYPE_FLOAT32, true, 0, 0}};
 static const char *const names[PARAMS] = {"p0", "p1", "p2", "p3", "frozen", "p5"};
 
 typedef struct run_plan {
     bool sliced, moves_places;
-    int extra_steps;    /* that rank 1 counts after the first round */
-    bool stands_apart;  /* rank 1 alone has not cleared p1 before the second round */
-    bool looks_late;    /* the host does not look at the tags of the first round before the third */
-    bool adopts_late;   /* the first bucket is adopted after a local round */
-    bool twice;         /* p5 gets a second gradient in round 2 */
+    int extra_steps;   /* that rank 1 counts after the first round */
+    bool stands_apart; /* rank 1 alone has not cleared p1 before the second round */
+    bool looks_late;   /* the host does not look at the tags of the first round before the third */
+    bool adopts_late;  /* the first bucket is adopted after a local round */
+    bool twice;        /* p5 gets a second gradient in round 2 */
     long fail_nth;
-    uint64_t early;     /* buckets of rank 0 that left early, in the first round and in all */
+    uint64_t early; /* buckets of rank 0 that left early, in the first round and in all */
     uint64_t early_first;
-    int mismatches;     /* ranks that heard of one */
+    int mismatches; /* ranks that heard of one */
     char message[GPU_RANKS_MAX][SW_ERROR_MESSAGE_BYTES];
     bool failed[GPU_RANKS_MAX];
 } run_plan;
 
 static float value_of(int rank, int step, size_t p, size_t i)
 {
-    uint32_t mixed = (uint32_t)(rank * 7919 + step * 104729) + (uint32_t)(p * 1299709 + i * 15485863);
+    uint32_t mixed =
+        (uint32_t)(rank * 7919 + step * 104729) + (uint32_t)(p * 1299709 + i * 15485863);
     mixed ^= mixed >> 15;
     mixed *= 2246822519u;
     mixed ^= mixed >> 13;
@@ -246,8 +247,8 @@ static sw_status run_backward(loop *l, int step)
 static const float *mean_of(const loop *l, size_t p, size_t *first, size_t *numel)
 {
     const sw_layout_place *place = &sw_reducer_layout(l->reducer)->place[p];
-    size_t width = sw_reducer_layout(l->reducer)->bucket[place->bucket].numel /
-                   (size_t)l->self->world_size;
+    size_t width =
+        sw_reducer_layout(l->reducer)->bucket[place->bucket].numel / (size_t)l->self->world_size;
     size_t begin = (size_t)l->self->rank * width;
     *first = 0;
     *numel = params[p].numel;
@@ -484,8 +485,10 @@ int main(int argc, char **argv)
                 check_rounds(1, sliced, false, (sim_policy)policy, seed);
                 check_rounds(3, sliced, sliced && seed % 2, (sim_policy)policy, seed);
             }
-    check_mismatch(&(run_plan){.extra_steps = 1}, "different numbers of backwards or optimizer steps");
-    check_mismatch(&(run_plan){.sliced = true, .stands_apart = true}, "cleared different gradients");
+    check_mismatch(&(run_plan){.extra_steps = 1},
+                   "different numbers of backwards or optimizer steps");
+    check_mismatch(&(run_plan){.sliced = true, .stands_apart = true},
+                   "cleared different gradients");
     check_mismatch(&(run_plan){.sliced = true, .stands_apart = true, .looks_late = true},
                    "cleared different gradients");
     check_sentence();

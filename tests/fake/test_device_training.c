@@ -29,7 +29,7 @@ enum {
     STEPS = 4,
     LONE_STEP = 3,
     NUMEL_MAX = 384,
-    SEEDS = 2,       /* that hold each kind of step */
+    SEEDS = 2, /* that hold each kind of step */
     SEEDS_LONG = 5,
     FAILURE = 999,
     PARAMS = 7,
@@ -39,10 +39,10 @@ static const int64_t TIMEOUT_NS = 2000000000;
 static const double MAX_NORM = 0.5;
 
 static const sw_layout_param params[PARAMS] = {
-    {60, SW_DTYPE_FLOAT32, true, 1},   {100, SW_DTYPE_FLOAT32, true, 1},
-    {100, SW_DTYPE_BFLOAT16, true, 0}, {60, SW_DTYPE_BFLOAT16, true, 0},
-    {100, SW_DTYPE_BFLOAT16, true, 0}, {40, SW_DTYPE_FLOAT32, true, 0},
-    {20, SW_DTYPE_FLOAT32, true, 0}};
+    {60, SW_DTYPE_FLOAT32, true, 1, 0},   {100, SW_DTYPE_FLOAT32, true, 1, 0},
+    {100, SW_DTYPE_BFLOAT16, true, 0, 0}, {60, SW_DTYPE_BFLOAT16, true, 0, 0},
+    {100, SW_DTYPE_BFLOAT16, true, 0, 0}, {40, SW_DTYPE_FLOAT32, true, 0, 0},
+    {20, SW_DTYPE_FLOAT32, true, 0, 0}};
 static const char *const names[PARAMS] = {"p0", "p1", "p2", "p3", "p4", "p5", "p6"};
 enum { CAP_BYTES = 4096 };
 static sw_layout layout; /* of this run */
@@ -159,7 +159,8 @@ static void narrow(void *to, const float *from, size_t numel, sw_dtype dtype)
 }
 
 /* Add the accumulated mean to the gradients that stand, as autograd would. */
-static void add_accumulated(const training *run, void *gradient, const void *mean, int step, size_t b)
+static void add_accumulated(const training *run, void *gradient, const void *mean, int step,
+                            size_t b)
 {
     for (size_t p = 0; p < PARAMS; ++p) {
         if (layout.place[p].bucket != b || !stands(run, step, p))

@@ -205,24 +205,3 @@ def test_all_of_it_is_the_plan_and_the_activations_to_10_percent(fresh_ranks, wo
     )
     assert taken <= 1.1 * (plan + activations), found
     assert taken >= 0.8 * plan, found
-
-
-@on_every_rank()
-def test_populated_parameters_are_there_before_anybody_writes(rank, world_size):
-    """Return the pages of a rank's own part of an arena."""
-    from internals import host_group
-
-    arena = host_group(torch.distributed.group.WORLD, 20).comm.arena(64 * PAGE, "an arena")
-    present = (ctypes.c_ubyte * 64)()
-
-    def pages_there():
-        assert ctypes.CDLL(None, use_errno=True).mincore(ctypes.c_void_p(arena.address), 64 * PAGE, present) == 0
-        return {index for index, value in enumerate(present) if value & 1}
-
-    assert not pages_there()
-    arena.populate(8 * PAGE, 16 * PAGE)
-    assert set(range(8, 24)) <= pages_there()  # a kernel may add their neighbours
-    arena.populate(64 * PAGE, 0)
-    for offset, nbytes in ((0, 64 * PAGE + 1), (64 * PAGE, 1), (-1, 1), (0, -1)):
-        with pytest.raises(ValueError, match=r"Arena\.populate: \[.* bytes leave the arena of 262144"):
-            arena.populate(offset, nbytes)

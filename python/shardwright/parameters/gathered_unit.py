@@ -45,8 +45,8 @@ class Unit:
     """Parameters that are whole or released together.
 
     `units` are the engine's, which know whether the unit is whole. `running` has the clock at the beginning of each running
-    forward; `opened`, for each open backward, that of its forward, and its graph task; `forms` the form in which each
-    running forward computes; `ran_apart` the clocks of forwards whose graphs hold views of memory apart.
+    forward; `opened`, for each open backward, that of its forward, and its graph task. `forms`: the form in which each
+    running forward computes. `ran_apart`: the clocks of forwards whose graphs hold views of memory apart.
     """
 
     is_compute_form = is_outermost = False

@@ -1,8 +1,8 @@
 """Sliced parameters, gathered in units while they are used: private parameters at zero=3, on a host.
 
 What is common to hosts and GPUs (parameters/device_groups.py) is in ReleasedParameters. The engine's Store has each
-rank's slice of a parameter in memory that the host's ranks map, and a range of addresses that has pages only while its
-unit is whole; the same in a 16-bit compute dtype, if there is one (docs/design/store.md). A released parameter's data is
+rank's slice of a parameter in memory that the host's ranks map. A range of addresses has pages only while its unit is
+whole. A 16-bit compute dtype has both, too (docs/design/store.md). A released parameter's data is
 one NaN of its own, expanded to its shape. With several hosts each host has a copy of all slices, so a unit is gathered
 without a message. The schedule (parameters/unshard_schedule.py) decides when units are gathered and released.
 """
