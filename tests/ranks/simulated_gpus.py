@@ -180,11 +180,6 @@ def _words(count: int) -> Any:
 class _Watch(TorchDispatchMode):
     """Tell the simulation what each operation of torch reads and writes in adopted memory."""
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Return False: nothing is compiled here, and a call that tells dynamo so takes longer than the rest of a dispatch."""
-        return False
-
     def __init__(self, gpus: SimulatedGpus) -> None:
         super().__init__()
         self._gpus = gpus

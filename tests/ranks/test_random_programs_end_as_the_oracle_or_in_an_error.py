@@ -7,6 +7,7 @@ The quick form always runs the same programs; `make fuzz-programs` and the long 
 import os
 
 import pytest
+import torch
 from harness import LONG
 from peer import PEER
 from programs.search import Runner, search
@@ -17,6 +18,8 @@ COUNT = int(os.environ.get("SW_TEST_PROGRAMS") or (10_000 if LONG else 60))
 
 @pytest.mark.timeout(6 * 3600 if LONG else 180)
 def test_random_programs(teams):
+    if torch.distributed.is_initialized():  # of an earlier test in this process: the oracle's torch finds none
+        torch.distributed.destroy_process_group()
     runner = Runner(teams)
     search(runner.check, COUNT)
     assert runner.counts["programs"] >= COUNT

@@ -112,7 +112,7 @@ zero_optimization.zeropp_loco_param | refused | use `compress=sw.Int4()`, which 
 zero_optimization.mics_shard_size | mapped | `device_mesh` of (ranks / size, size) at stage 3
 zero_optimization.mics_hierarchical_params_gather | no meaning | the ranks of a host share one copy
 zero_optimization.zenflow | refused | use `offload_optimizer`
-activation_checkpointing | no meaning | it configures DeepSpeed's own function: call torch.utils.checkpoint in the model
+activation_checkpointing | no meaning | it configures DeepSpeed's own function: call `sw.checkpoint_units(model)`
 checkpoint | mapped | a section
 checkpoint.tag_validation | no meaning | all ranks agree on each save
 checkpoint.load_universal | no meaning | checkpoints load at any stage and number of ranks
