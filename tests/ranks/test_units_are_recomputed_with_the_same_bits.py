@@ -233,10 +233,13 @@ class InPlace(Blocks):
 
 
 @on_every_rank(exactly=1)
-def test_an_input_that_was_changed_in_place_is_an_error_and_copies_are_plain(rank, world_size):
+def test_an_input_that_was_changed_in_place_is_an_error_and_copies_are_plain(rank, world_size, tmp_path):
     model = sw.checkpoint_units(InPlace())
     with pytest.raises(RuntimeError, match="was changed in place after the unit's forward"):
         model(batch(rank, 6, 7)).sum().backward()
+    in_file = sw.checkpoint_units(InPlace(), offload=f"nvme:{tmp_path}")  # changed before, beside or behind its write
+    with pytest.raises(RuntimeError, match="was changed in place after the unit's forward"):
+        in_file(torch.randn(2048, 7)).sum().backward()
     for each in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert type(each.blocks[0]) is Block and isinstance(model.blocks[0], Block)
         assert type(model.blocks[0]) is type(model.blocks[1]) is not Block

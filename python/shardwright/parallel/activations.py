@@ -257,7 +257,7 @@ class _Region:
         if ending is not None:
             for position, each in enumerate(flatten(output)[0]):
                 if isinstance(each, torch.Tensor) and each.requires_grad:
-                    setattr(each, _SOURCE, _Source(self, ending, position, each._version))
+                    setattr(each, _SOURCE, _Source(self, ending, position, _version_of(each)))
 
     def compute_outputs(self, ending: Any) -> None:
         """Recompute the unit for the backward that runs now."""
@@ -306,24 +306,29 @@ class _Kept:
         self._place: Any = getattr(tensor, _SOURCE, None) if chained else None
         if self._place is not None:
             delattr(tensor, _SOURCE)  # a second unit keeps the tensor itself
-            if self._place.version == tensor._version:
+            if self._place.version == _version_of(tensor):
                 return
         moved = settings.keep(tensor)
-        self._place = tensor.detach() if moved is None else moved
-        self._version = tensor._version
+        self._place, self._shape, self._version = moved, list(tensor.shape), _version_of(tensor)
+        self._tensor = tensor.detach()
+        if moved is not None:  # what remains counts versions and has no memory
+            self._tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
     def get(self) -> torch.Tensor:
-        place = self._place
-        if isinstance(place, torch.Tensor):
-            if place._version != self._version:
-                raise RuntimeError(
-                    f"an input of a unit, of shape {list(place.shape)}, was changed in place after the unit's forward, and its "
-                    "backward computes the unit again from it: change a copy"
-                )
-            found = place.detach()
-        else:
-            found = place.get() if isinstance(place, _Source) else self._settings.get(place)
+        if isinstance(self._place, _Source):
+            return self._place.get().requires_grad_(self._requires_grad)
+        # a moved one too: its bytes may have been on their way
+        if _version_of(self._tensor) != self._version:
+            raise RuntimeError(
+                f"an input of a unit, of shape {self._shape}, was changed in place after the unit's forward, and its "
+                "backward computes the unit again from it: change a copy"
+            )
+        found = self._tensor.detach() if self._place is None else self._settings.get(self._place)
         return found.requires_grad_(self._requires_grad)
+
+
+def _version_of(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 class _Buffers:
