@@ -245,6 +245,23 @@ def test_an_input_that_was_changed_in_place_is_an_error_and_copies_are_plain(ran
         assert type(model.blocks[0]) is type(model.blocks[1]) is not Block
 
 
+class Adding(nn.Linear):
+    """A unit that changes its input in its forward."""
+
+    def forward(self, x):
+        x += 1
+        return super().forward(x)
+
+
+@on_every_rank(exactly=1)
+def test_a_unit_that_changes_its_input_is_an_error(rank, world_size):
+    for x in (torch.ones(2, 4), torch.ones(2, 4, requires_grad=True) * 1):
+        for every in (1, 2):
+            model = sw.checkpoint_units(nn.Sequential(*(Adding(4, 4) for _ in range(3))), every=every)
+            with pytest.raises(engine.Error, match=r"unit Adding changes an input of shape \[2, 4\] in place"):
+                model(x.clone())
+
+
 @on_every_rank(exactly=1)
 def test_nested_units_are_recomputed_once(rank, world_size):
     model = sw.wrap(Blocks(), zero=3, share_parameters=False, units=(Block, nn.Linear))

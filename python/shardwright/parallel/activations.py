@@ -235,12 +235,21 @@ class _Region:
                 _End.apply(anchor)  # stops the recomputation, but not before the outputs are there
             return output
         self._buffers.note()
-        for each in self._leaves:
-            source = getattr(each, _SOURCE, None) if isinstance(each, torch.Tensor) else None
+        tensors = [each for each in self._leaves if isinstance(each, torch.Tensor)]
+        versions = [_version_of(each) for each in tensors]
+        for each in tensors:
+            source = getattr(each, _SOURCE, None)
             if source is not None:
                 self.depth = max(self.depth, source.region.depth + 1)
         output = self._call(*args, **kwargs)
         self._buffers.compare()
+        for each, version in zip(tensors, versions):
+            if _version_of(each) != version:
+                raise Error(
+                    f"the forward of unit {type(self._unit).__name__} changes an input of shape {list(each.shape)} in place, "
+                    "and its backward would compute the unit again from the changed one: change a copy "
+                    "(x = x + 1 for x += 1, inplace=False)"
+                )
         self._has_end = self.depth < self._settings.every
         if self._has_end:
             self._ending = _End.apply(anchor).grad_fn
