@@ -245,6 +245,53 @@ def test_an_input_that_was_changed_in_place_is_an_error_and_copies_are_plain(ran
         assert type(model.blocks[0]) is type(model.blocks[1]) is not Block
 
 
+def norms(switches):
+    """Return buffers after forwards of which the first leaves running means at 0, or has frozen norms."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4, bias=False), nn.BatchNorm1d(4)) for _ in range(3)))
+    yield model
+    torch.manual_seed(1)
+    for x, trains in zip((torch.zeros(5, 4), torch.randn(5, 4), torch.randn(5, 4)), (not switches, True, True)):
+        for each in model:
+            each[1].train(trains)
+        model(x).square().sum().backward()
+    yield [buffer.clone() for buffer in model.buffers()]
+
+
+@on_every_rank(exactly=1)
+def test_running_means_count_once_whatever_the_first_forward_was(rank, world_size):
+    for switches in (False, True):
+        plain, recomputed = norms(switches), norms(switches)
+        next(plain), sw.checkpoint_units(next(recomputed))
+        assert all(map(bits_equal, next(plain), next(recomputed)))
+
+
+class Latent(nn.Module):
+    """A unit that changes its buffers only if it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.back, self.on = nn.BatchNorm1d(4), nn.Linear(4, 4), False
+
+    def forward(self, x):
+        return self.back(self.norm(x) if self.on else x)
+
+
+@on_every_rank(exactly=1)
+def test_a_change_of_buffers_that_is_new_is_an_error_once(rank, world_size):
+    model = sw.checkpoint_units(nn.Sequential(Latent(), Latent()))
+    model(torch.randn(5, 4)).sum().backward()
+    model[0].on = True
+    with pytest.raises(engine.Error, match=r"changes its buffer 'norm\.num_batches_tracked' now, and did not before"):
+        model(torch.randn(5, 4))
+    before = model[0].norm.num_batches_tracked.clone()
+    mean = model[0].norm.running_mean.clone()
+    x = torch.randn(5, 4)
+    model(x).sum().backward()
+    assert model[0].norm.num_batches_tracked == before + 1
+    assert torch.allclose(model[0].norm.running_mean, 0.9 * mean + 0.1 * x.mean(0))
+
+
 class Adding(nn.Linear):
     """A unit that changes its input in its forward."""
 

@@ -154,8 +154,8 @@ class Recompute:
         self.options: dict[str, Any] = (
             {} if policy is None else {"context_fn": functools.partial(create_selective_checkpoint_contexts, policy)}
         )
-        #: (unit, whether it trains) -> the names of the buffers that its forward changes
-        self.changing: dict[tuple[int, bool], set[str]] = {}
+        #: (unit, which of its modules train) -> its modules whose buffers the forward changes
+        self.changing: dict[Any, set[str]] = {}
 
     store: Store | None
 
@@ -344,7 +344,7 @@ class _Buffers:
     """The buffers of a unit that its forward changes, such as running means: a recomputation begins with the earlier ones."""
 
     def __init__(self, settings: Recompute, unit: torch.nn.Module) -> None:
-        self._known, self._key = settings.changing, (id(unit), unit.training)
+        self._known, self._key = settings.changing, (id(unit), *(module.training for module in unit.modules()))
         self._named = {
             (name, key): module
             for name, module in unit.named_modules()
@@ -359,7 +359,7 @@ class _Buffers:
         now, changing = self._now(), self._known.get(self._key)
         self._state = {at: (id(each), each._version) for at, each in now.items()}
         with torch.no_grad():
-            self._before = {at: each.clone() for at, each in now.items() if changing is None or at in changing}
+            self._before = {at: each.clone() for at, each in now.items() if changing is None or at[0] in changing}
 
     def _now(self) -> dict[Any, torch.Tensor]:
         found = {at: module._buffers.get(at[1]) for at, module in self._named.items()}
@@ -373,16 +373,18 @@ class _Buffers:
         changed = {at for at, each in now.items() if (id(each), each._version) != self._state.get(at)}
         # batch_norm writes running means and counts no version
         changed |= {at for at, each in self._before.items() if at in now and not torch.equal(each, now[at])}
-        known = self._known.setdefault(self._key, set())
         unknown = changed - self._before.keys()
-        known |= changed
         if unknown:
+            del self._known[self._key]  # the next forward finds all again
             name, key = min(unknown)
             raise Error(
                 f"a unit's forward changes its buffer {f'{name}.{key}' if name else key!r} now, and did not before, so that its earlier value "
                 "is lost: run the forward again"
             )
-        self._before = {at: each for at, each in self._before.items() if at in changed}
+        # one that a first forward writes the same value to is seen by its neighbours
+        known = self._known.setdefault(self._key, set())
+        known.update(name for name, _ in changed)
+        self._before = {at: each for at, each in self._before.items() if at[0] in known}
 
     @contextmanager
     def earlier(self) -> Iterator[None]:
