@@ -292,6 +292,54 @@ def test_a_change_of_buffers_that_is_new_is_an_error_once(rank, world_size):
     assert torch.allclose(model[0].norm.running_mean, 0.9 * mean + 0.1 * x.mean(0))
 
 
+class Pair(nn.Module):
+    """A unit that takes and gives a hidden and a residual tensor."""
+
+    calls = 0
+
+    def __init__(self):
+        super().__init__()
+        self.line, self.drop = nn.Linear(7, 7), nn.Dropout(0.2)
+
+    def forward(self, x, residual):
+        Pair.calls += 1
+        residual = x if residual is None else residual + x
+        return self.drop(self.line(residual)).tanh(), residual
+
+
+class Pairs(nn.Module):
+    """Units whose residual tensor goes to the next one, or to the one after it."""
+
+    def __init__(self, skips):
+        super().__init__()
+        self.blocks, self.skips = nn.ModuleList(Pair() for _ in range(5)), skips
+
+    def forward(self, x):
+        residual = earlier = None
+        for block in self.blocks:
+            x, given = block(x, residual)
+            residual, earlier = (earlier, given) if self.skips else (given, None)
+        return x + (given if residual is None else residual)
+
+
+@on_every_rank(exactly=1)
+def test_several_outputs_may_go_to_later_units(rank, world_size):
+    for skips in (False, True):
+        found = []
+        for every in (None, 1, 2, 3, 9):
+            torch.manual_seed(0)
+            model = Pairs(skips)
+            if every is not None:
+                sw.checkpoint_units(model, every=every)
+            Pair.calls = 0
+            loss = model(batch(rank, 6, 7)).square().sum()
+            loss.backward(retain_graph=True)
+            assert Pair.calls == (5 if every is None else 10)
+            loss.backward()
+            found.append([p.grad for p in model.parameters()])
+        assert all(all(map(bits_equal, each, found[0])) for each in found[1:])
+
+
 class Adding(nn.Linear):
     """A unit that changes its input in its forward."""
 

@@ -206,9 +206,12 @@ class _Region:
     ) -> None:
         self._settings, self._unit, self._call = settings, unit, call
         self._leaves, self._spec = flatten((args, kwargs))
-        self._is_first, self._output_wanted, self._has_end = True, False, False
+        self._is_first, self._has_end = True, False
         self.depth = 1  # the position in a chain of units that are recomputed together
-        self.outputs: list[Any] | None = None
+        #: positions of outputs that other units keep nothing of -> the outputs of the latest recomputation, until taken
+        self.wanted: set[int] = set()
+        self.outputs: dict[int, torch.Tensor] = {}
+        self.graph_task = -1  # the backward that they belong to
         given = next((each for each in self._leaves if isinstance(each, torch.Tensor)), None)
         # checkpoint() looks at its arguments for the device whose random state it keeps
         device = torch.device("cpu") if given is None else given.device
@@ -227,10 +230,10 @@ class _Region:
         if not self._is_first:
             with self._buffers.earlier():
                 output = self._call(*args, **kwargs)
-            if self._output_wanted:
-                self.outputs = [
-                    each.detach() if isinstance(each, torch.Tensor) else None for each in flatten(output)[0]
-                ]
+            if self.wanted:
+                made = flatten(output)[0]
+                self.graph_task = _hooks.graph_task_id()
+                self.outputs = {position: made[position].detach() for position in self.wanted}
             if self._has_end:
                 _End.apply(anchor)  # stops the recomputation, but not before the outputs are there
             return output
@@ -268,13 +271,11 @@ class _Region:
                 if isinstance(each, torch.Tensor) and each.requires_grad:
                     setattr(each, _SOURCE, _Source(self, ending, position, _version_of(each)))
 
-    def compute_outputs(self, ending: Any) -> None:
-        """Recompute the unit for the backward that runs now."""
-        self._output_wanted = True
-        try:
+    def take_output(self, position: int, ending: Any) -> torch.Tensor:
+        """Return an output for the backward that runs now, and recompute the unit if that was not done yet."""
+        if self.graph_task != _hooks.graph_task_id() or position not in self.outputs:
             ending.saved_tensors  # noqa: B018  torch's checkpoint recomputes what it needs
-        finally:
-            self._output_wanted = False
+        return self.outputs.pop(position)
 
 
 #: the attribute of a unit's output that names the unit
@@ -288,10 +289,7 @@ class _Source:
         self.region, self.ending, self.position, self.version = region, ending, position, version
 
     def get(self) -> torch.Tensor:
-        self.region.compute_outputs(self.ending)
-        outputs, self.region.outputs = self.region.outputs, None
-        assert outputs is not None
-        return outputs[self.position]
+        return self.region.take_output(self.position, self.ending)
 
 
 class _End(torch.autograd.Function):
@@ -316,6 +314,7 @@ class _Kept:
         if self._place is not None:
             delattr(tensor, _SOURCE)  # a second unit keeps the tensor itself
             if self._place.version == _version_of(tensor):
+                self._place.region.wanted.add(self._place.position)
                 return
         moved = settings.keep(tensor)
         self._place, self._shape, self._version = moved, list(tensor.shape), _version_of(tensor)
