@@ -340,6 +340,16 @@ def test_several_outputs_may_go_to_later_units(rank, world_size):
         assert all(all(map(bits_equal, each, found[0])) for each in found[1:])
 
 
+@on_every_rank(exactly=1)
+def test_a_functional_call_is_an_error(rank, world_size):
+    model = sw.checkpoint_units(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    other = {name: (2 * p.detach()).requires_grad_() for name, p in model.named_parameters()}
+    with pytest.raises(engine.Error, match="functional_call on Linear, a unit of checkpoint_units"):
+        torch.func.functional_call(model, other, (torch.ones(2, 4),))
+    with torch.no_grad():  # nothing is recomputed
+        torch.func.functional_call(model, other, (torch.ones(2, 4),))
+
+
 class Adding(nn.Linear):
     """A unit that changes its input in its forward."""
 

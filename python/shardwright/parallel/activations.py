@@ -163,6 +163,11 @@ class Recompute:
         """Run a unit's call in a checkpoint."""
         if not torch.is_grad_enabled():
             return call(*args, **kwargs)
+        if _hooks.inside_functional_call():
+            raise Error(
+                f"torch.func.functional_call on {type(unit).__name__}, a unit of checkpoint_units: the backward would compute it "
+                "again with the module's own parameters: leave checkpoint_units out, or write the values into the parameters"
+            )
         region = _Region(self, unit, call, args, kwargs)
         output = checkpoint(region, region.anchor, use_reentrant=False, **self.options)
         region.end(output)
