@@ -11,6 +11,7 @@ import weakref
 import pytest
 import torch
 from harness import gather, in_turn, on_every_rank
+from internals import Recompute, _Region
 from oracle.fold import bits_equal
 from peer import PEER, batch, engine, sw
 from test_offloaded_state_has_the_same_bits import mount_small
@@ -348,6 +349,18 @@ def test_a_functional_call_is_an_error(rank, world_size):
         torch.func.functional_call(model, other, (torch.ones(2, 4),))
     with torch.no_grad():  # nothing is recomputed
         torch.func.functional_call(model, other, (torch.ones(2, 4),))
+
+
+@on_every_rank(exactly=1)
+def test_random_state_is_kept_of_the_device_that_is_no_host(rank, world_size, monkeypatch):
+    kept = []
+    monkeypatch.setattr(_Region, "end", lambda region, output: kept.append(region.anchor.device.type))
+    host, device = Drawing(nn.LayerNorm), Drawing(nn.LayerNorm).to("meta")
+    settings = Recompute(1, None, ())
+    x, scale = torch.ones(2, 16), torch.ones(())
+    for unit, inputs in ((host, x), (device, x.to("meta")), (host, None), (device, None)):
+        settings.run(unit, lambda *args, **kwargs: x, (), {"scale": scale, "inputs": inputs})
+    assert kept == ["cpu", "meta", "cpu", "meta"]
 
 
 class Adding(nn.Linear):

@@ -217,9 +217,9 @@ class _Region:
         self.wanted: set[int] = set()
         self.outputs: dict[int, torch.Tensor] = {}
         self.graph_task = -1  # the backward that they belong to
-        given = next((each for each in self._leaves if isinstance(each, torch.Tensor)), None)
         # checkpoint() looks at its arguments for the device whose random state it keeps
-        device = torch.device("cpu") if given is None else given.device
+        given = (each for each in (*self._leaves, *unit.parameters()) if isinstance(each, torch.Tensor))
+        device = next((each.device for each in given if each.device.type != "cpu"), torch.device("cpu"))
         self.anchor = torch.empty(0, dtype=torch.float32, device=device, requires_grad=True)
         self._ending: Any = None
         self._buffers = _Buffers(settings, unit)
