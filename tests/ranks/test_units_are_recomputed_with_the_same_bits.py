@@ -4,6 +4,7 @@ random or writes to its buffers. Each unit's forward then runs twice in a step. 
 
 import copy
 import errno
+import io
 import os
 import pickle
 import weakref
@@ -217,6 +218,9 @@ def test_misuse_is_a_sentence(rank, world_size, tmp_path):
         sw.checkpoint_units(nn.Linear(2, 2))
     with pytest.raises(TypeError, match="needs a torch.nn.Module, got int"):
         sw.checkpoint_units(3)
+    for change in (sw.checkpoint_units, sw.compile_units):
+        with pytest.raises(engine.Error, match="cannot change the call of a module of TorchScript"):
+            change(torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))))
     by_itself = Blocks()
     by_itself.gradient_checkpointing = True
     with pytest.raises(engine.Error, match="recomputes its activations by itself"):
@@ -241,6 +245,10 @@ def test_an_input_that_was_changed_in_place_is_an_error_and_copies_are_plain(ran
     in_file = sw.checkpoint_units(InPlace(), offload=f"nvme:{tmp_path}")  # changed before, beside or behind its write
     with pytest.raises(RuntimeError, match="was changed in place after the unit's forward"):
         in_file(torch.randn(2048, 7)).sum().backward()
+    saved = io.BytesIO()
+    torch.save(output := sw.checkpoint_units(Blocks(), every=2).blocks[0](torch.ones(2, 16)), saved)
+    saved.seek(0)
+    assert bits_equal(torch.load(saved), output.detach())
     for each in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert type(each.blocks[0]) is Block and isinstance(model.blocks[0], Block)
         assert type(model.blocks[0]) is type(model.blocks[1]) is not Block

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from .._engine import Error
 from ..comm.agreement import gather_answers
@@ -65,7 +66,8 @@ def checkpoint_units(
     Raises
     ------
     Error
-        If the model has no units, was passed before, or recomputes by itself (transformers).
+        If the model has no units, was passed before, recomputes by itself (transformers) or is of TorchScript. In a
+        forward: if a unit changes an input in place, or runs in torch.func.functional_call.
     ValueError
         For an argument out of range, or `policy` together with `every` above 1.
     OSError
@@ -246,7 +248,7 @@ class _Region:
         tensors = [each for each in self._leaves if isinstance(each, torch.Tensor)]
         versions = [_version_of(each) for each in tensors]
         for each in tensors:
-            source = getattr(each, _SOURCE, None)
+            source = _sources.get(each)
             if source is not None:
                 self.depth = max(self.depth, source.region.depth + 1)
         output = self._call(*args, **kwargs)
@@ -274,17 +276,13 @@ class _Region:
         if ending is not None:
             for position, each in enumerate(flatten(output)[0]):
                 if isinstance(each, torch.Tensor) and each.requires_grad:
-                    setattr(each, _SOURCE, _Source(self, ending, position, _version_of(each)))
+                    _sources[each] = _Source(self, ending, position, _version_of(each))
 
     def take_output(self, position: int, ending: Any) -> torch.Tensor:
         """Return an output for the backward that runs now, and recompute the unit if that was not done yet."""
         if self.graph_task != _hooks.graph_task_id() or position not in self.outputs:
             ending.saved_tensors  # noqa: B018  torch's checkpoint recomputes what it needs
         return self.outputs.pop(position)
-
-
-#: the attribute of a unit's output that names the unit
-_SOURCE = "_shardwright_source"
 
 
 class _Source:
@@ -295,6 +293,10 @@ class _Source:
 
     def get(self) -> torch.Tensor:
         return self.region.take_output(self.position, self.ending)
+
+
+#: a unit's output, while it is alive -> where it comes from; an attribute of it would be saved with it
+_sources: MutableMapping[torch.Tensor, _Source] = WeakTensorKeyDictionary()
 
 
 class _End(torch.autograd.Function):
@@ -315,9 +317,8 @@ class _Kept:
 
     def __init__(self, settings: Recompute, tensor: torch.Tensor, chained: bool) -> None:
         self._settings, self._requires_grad = settings, tensor.requires_grad
-        self._place: Any = getattr(tensor, _SOURCE, None) if chained else None
+        self._place: Any = _sources.pop(tensor, None) if chained else None  # a second unit keeps the tensor itself
         if self._place is not None:
-            delattr(tensor, _SOURCE)  # a second unit keeps the tensor itself
             if self._place.version == _version_of(tensor):
                 self._place.region.wanted.add(self._place.position)
                 return
