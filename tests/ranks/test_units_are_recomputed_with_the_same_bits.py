@@ -4,6 +4,7 @@ random or writes to its buffers. Each unit's forward then runs twice in a step. 
 
 import copy
 import errno
+import io
 import os
 import pickle
 import weakref
@@ -11,6 +12,7 @@ import weakref
 import pytest
 import torch
 from harness import gather, in_turn, on_every_rank
+from internals import Recompute, _Region
 from oracle.fold import bits_equal
 from peer import PEER, batch, engine, sw
 from test_offloaded_state_has_the_same_bits import mount_small
@@ -216,6 +218,9 @@ def test_misuse_is_a_sentence(rank, world_size, tmp_path):
         sw.checkpoint_units(nn.Linear(2, 2))
     with pytest.raises(TypeError, match="needs a torch.nn.Module, got int"):
         sw.checkpoint_units(3)
+    for change in (sw.checkpoint_units, sw.compile_units):
+        with pytest.raises(engine.Error, match="cannot change the call of a module of TorchScript"):
+            change(torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))))
     by_itself = Blocks()
     by_itself.gradient_checkpointing = True
     with pytest.raises(engine.Error, match="recomputes its activations by itself"):
@@ -233,13 +238,154 @@ class InPlace(Blocks):
 
 
 @on_every_rank(exactly=1)
-def test_an_input_that_was_changed_in_place_is_an_error_and_copies_are_plain(rank, world_size):
+def test_an_input_that_was_changed_in_place_is_an_error_and_copies_are_plain(rank, world_size, tmp_path):
     model = sw.checkpoint_units(InPlace())
     with pytest.raises(RuntimeError, match="was changed in place after the unit's forward"):
         model(batch(rank, 6, 7)).sum().backward()
+    in_file = sw.checkpoint_units(InPlace(), offload=f"nvme:{tmp_path}")  # changed before, beside or behind its write
+    with pytest.raises(RuntimeError, match="was changed in place after the unit's forward"):
+        in_file(torch.randn(2048, 7)).sum().backward()
+    saved = io.BytesIO()
+    torch.save(output := sw.checkpoint_units(Blocks(), every=2).blocks[0](torch.ones(2, 16)), saved)
+    saved.seek(0)
+    assert bits_equal(torch.load(saved), output.detach())
     for each in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert type(each.blocks[0]) is Block and isinstance(model.blocks[0], Block)
         assert type(model.blocks[0]) is type(model.blocks[1]) is not Block
+
+
+def norms(switches):
+    """Return buffers after forwards of which the first leaves running means at 0, or has frozen norms."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4, bias=False), nn.BatchNorm1d(4)) for _ in range(3)))
+    yield model
+    torch.manual_seed(1)
+    for x, trains in zip((torch.zeros(5, 4), torch.randn(5, 4), torch.randn(5, 4)), (not switches, True, True)):
+        for each in model:
+            each[1].train(trains)
+        model(x).square().sum().backward()
+    yield [buffer.clone() for buffer in model.buffers()]
+
+
+@on_every_rank(exactly=1)
+def test_running_means_count_once_whatever_the_first_forward_was(rank, world_size):
+    for switches in (False, True):
+        plain, recomputed = norms(switches), norms(switches)
+        next(plain), sw.checkpoint_units(next(recomputed))
+        assert all(map(bits_equal, next(plain), next(recomputed)))
+
+
+class Latent(nn.Module):
+    """A unit that changes its buffers only if it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.back, self.on = nn.BatchNorm1d(4), nn.Linear(4, 4), False
+
+    def forward(self, x):
+        return self.back(self.norm(x) if self.on else x)
+
+
+@on_every_rank(exactly=1)
+def test_a_change_of_buffers_that_is_new_is_an_error_once(rank, world_size):
+    model = sw.checkpoint_units(nn.Sequential(Latent(), Latent()))
+    model(torch.randn(5, 4)).sum().backward()
+    model[0].on = True
+    with pytest.raises(engine.Error, match=r"changes its buffer 'norm\.num_batches_tracked' now, and did not before"):
+        model(torch.randn(5, 4))
+    before = model[0].norm.num_batches_tracked.clone()
+    mean = model[0].norm.running_mean.clone()
+    x = torch.randn(5, 4)
+    model(x).sum().backward()
+    assert model[0].norm.num_batches_tracked == before + 1
+    assert torch.allclose(model[0].norm.running_mean, 0.9 * mean + 0.1 * x.mean(0))
+
+
+class Pair(nn.Module):
+    """A unit that takes and gives a hidden and a residual tensor."""
+
+    calls = 0
+
+    def __init__(self):
+        super().__init__()
+        self.line, self.drop = nn.Linear(7, 7), nn.Dropout(0.2)
+
+    def forward(self, x, residual):
+        Pair.calls += 1
+        residual = x if residual is None else residual + x
+        return self.drop(self.line(residual)).tanh(), residual
+
+
+class Pairs(nn.Module):
+    """Units whose residual tensor goes to the next one, or to the one after it."""
+
+    def __init__(self, skips):
+        super().__init__()
+        self.blocks, self.skips = nn.ModuleList(Pair() for _ in range(5)), skips
+
+    def forward(self, x):
+        residual = earlier = None
+        for block in self.blocks:
+            x, given = block(x, residual)
+            residual, earlier = (earlier, given) if self.skips else (given, None)
+        return x + (given if residual is None else residual)
+
+
+@on_every_rank(exactly=1)
+def test_several_outputs_may_go_to_later_units(rank, world_size):
+    for skips in (False, True):
+        found = []
+        for every in (None, 1, 2, 3, 9):
+            torch.manual_seed(0)
+            model = Pairs(skips)
+            if every is not None:
+                sw.checkpoint_units(model, every=every)
+            Pair.calls = 0
+            loss = model(batch(rank, 6, 7)).square().sum()
+            loss.backward(retain_graph=True)
+            assert Pair.calls == (5 if every is None else 10)
+            loss.backward()
+            found.append([p.grad for p in model.parameters()])
+        assert all(all(map(bits_equal, each, found[0])) for each in found[1:])
+
+
+@on_every_rank(exactly=1)
+def test_a_functional_call_is_an_error(rank, world_size):
+    model = sw.checkpoint_units(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+    other = {name: (2 * p.detach()).requires_grad_() for name, p in model.named_parameters()}
+    with pytest.raises(engine.Error, match="functional_call on Linear, a unit of checkpoint_units"):
+        torch.func.functional_call(model, other, (torch.ones(2, 4),))
+    with torch.no_grad():  # nothing is recomputed
+        torch.func.functional_call(model, other, (torch.ones(2, 4),))
+
+
+@on_every_rank(exactly=1)
+def test_random_state_is_kept_of_the_device_that_is_no_host(rank, world_size, monkeypatch):
+    kept = []
+    monkeypatch.setattr(_Region, "end", lambda region, output: kept.append(region.anchor.device.type))
+    host, device = Drawing(nn.LayerNorm), Drawing(nn.LayerNorm).to("meta")
+    settings = Recompute(1, None, ())
+    x, scale = torch.ones(2, 16), torch.ones(())
+    for unit, inputs in ((host, x), (device, x.to("meta")), (host, None), (device, None)):
+        settings.run(unit, lambda *args, **kwargs: x, (), {"scale": scale, "inputs": inputs})
+    assert kept == ["cpu", "meta", "cpu", "meta"]
+
+
+class Adding(nn.Linear):
+    """A unit that changes its input in its forward."""
+
+    def forward(self, x):
+        x += 1
+        return super().forward(x)
+
+
+@on_every_rank(exactly=1)
+def test_a_unit_that_changes_its_input_is_an_error(rank, world_size):
+    for x in (torch.ones(2, 4), torch.ones(2, 4, requires_grad=True) * 1):
+        for every in (1, 2):
+            model = sw.checkpoint_units(nn.Sequential(*(Adding(4, 4) for _ in range(3))), every=every)
+            with pytest.raises(engine.Error, match=r"unit Adding changes an input of shape \[2, 4\] in place"):
+                model(x.clone())
 
 
 @on_every_rank(exactly=1)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from .._engine import Error
 from ..comm.agreement import gather_answers
@@ -65,7 +66,8 @@ def checkpoint_units(
     Raises
     ------
     Error
-        If the model has no units, was passed before, or recomputes by itself (transformers).
+        If the model has no units, was passed before, recomputes by itself (transformers) or is of TorchScript. In a
+        forward: if a unit changes an input in place, or runs in torch.func.functional_call.
     ValueError
         For an argument out of range, or `policy` together with `every` above 1.
     OSError
@@ -154,8 +156,8 @@ class Recompute:
         self.options: dict[str, Any] = (
             {} if policy is None else {"context_fn": functools.partial(create_selective_checkpoint_contexts, policy)}
         )
-        #: (unit, whether it trains) -> the names of the buffers that its forward changes
-        self.changing: dict[tuple[int, bool], set[str]] = {}
+        #: (unit, which of its modules train) -> its modules whose buffers the forward changes
+        self.changing: dict[Any, set[str]] = {}
 
     store: Store | None
 
@@ -163,6 +165,11 @@ class Recompute:
         """Run a unit's call in a checkpoint."""
         if not torch.is_grad_enabled():
             return call(*args, **kwargs)
+        if _hooks.inside_functional_call():
+            raise Error(
+                f"torch.func.functional_call on {type(unit).__name__}, a unit of checkpoint_units: the backward would compute it "
+                "again with the module's own parameters: leave checkpoint_units out, or write the values into the parameters"
+            )
         region = _Region(self, unit, call, args, kwargs)
         output = checkpoint(region, region.anchor, use_reentrant=False, **self.options)
         region.end(output)
@@ -206,12 +213,15 @@ class _Region:
     ) -> None:
         self._settings, self._unit, self._call = settings, unit, call
         self._leaves, self._spec = flatten((args, kwargs))
-        self._is_first, self._output_wanted, self._has_end = True, False, False
+        self._is_first, self._has_end = True, False
         self.depth = 1  # the position in a chain of units that are recomputed together
-        self.outputs: list[Any] | None = None
-        given = next((each for each in self._leaves if isinstance(each, torch.Tensor)), None)
+        #: positions of outputs that other units keep nothing of -> the outputs of the latest recomputation, until taken
+        self.wanted: set[int] = set()
+        self.outputs: dict[int, torch.Tensor] = {}
+        self.graph_task = -1  # the backward that they belong to
         # checkpoint() looks at its arguments for the device whose random state it keeps
-        device = torch.device("cpu") if given is None else given.device
+        given = (each for each in (*self._leaves, *unit.parameters()) if isinstance(each, torch.Tensor))
+        device = next((each.device for each in given if each.device.type != "cpu"), torch.device("cpu"))
         self.anchor = torch.empty(0, dtype=torch.float32, device=device, requires_grad=True)
         self._ending: Any = None
         self._buffers = _Buffers(settings, unit)
@@ -227,20 +237,29 @@ class _Region:
         if not self._is_first:
             with self._buffers.earlier():
                 output = self._call(*args, **kwargs)
-            if self._output_wanted:
-                self.outputs = [
-                    each.detach() if isinstance(each, torch.Tensor) else None for each in flatten(output)[0]
-                ]
+            if self.wanted:
+                made = flatten(output)[0]
+                self.graph_task = _hooks.graph_task_id()
+                self.outputs = {position: made[position].detach() for position in self.wanted}
             if self._has_end:
                 _End.apply(anchor)  # stops the recomputation, but not before the outputs are there
             return output
         self._buffers.note()
-        for each in self._leaves:
-            source = getattr(each, _SOURCE, None) if isinstance(each, torch.Tensor) else None
+        tensors = [each for each in self._leaves if isinstance(each, torch.Tensor)]
+        versions = [_version_of(each) for each in tensors]
+        for each in tensors:
+            source = _sources.get(each)
             if source is not None:
                 self.depth = max(self.depth, source.region.depth + 1)
         output = self._call(*args, **kwargs)
         self._buffers.compare()
+        for each, version in zip(tensors, versions):
+            if _version_of(each) != version:
+                raise Error(
+                    f"the forward of unit {type(self._unit).__name__} changes an input of shape {list(each.shape)} in place, "
+                    "and its backward would compute the unit again from the changed one: change a copy "
+                    "(x = x + 1 for x += 1, inplace=False)"
+                )
         self._has_end = self.depth < self._settings.every
         if self._has_end:
             self._ending = _End.apply(anchor).grad_fn
@@ -257,19 +276,13 @@ class _Region:
         if ending is not None:
             for position, each in enumerate(flatten(output)[0]):
                 if isinstance(each, torch.Tensor) and each.requires_grad:
-                    setattr(each, _SOURCE, _Source(self, ending, position, each._version))
+                    _sources[each] = _Source(self, ending, position, _version_of(each))
 
-    def compute_outputs(self, ending: Any) -> None:
-        """Recompute the unit for the backward that runs now."""
-        self._output_wanted = True
-        try:
+    def take_output(self, position: int, ending: Any) -> torch.Tensor:
+        """Return an output for the backward that runs now, and recompute the unit if that was not done yet."""
+        if self.graph_task != _hooks.graph_task_id() or position not in self.outputs:
             ending.saved_tensors  # noqa: B018  torch's checkpoint recomputes what it needs
-        finally:
-            self._output_wanted = False
-
-
-#: the attribute of a unit's output that names the unit
-_SOURCE = "_shardwright_source"
+        return self.outputs.pop(position)
 
 
 class _Source:
@@ -279,10 +292,11 @@ class _Source:
         self.region, self.ending, self.position, self.version = region, ending, position, version
 
     def get(self) -> torch.Tensor:
-        self.region.compute_outputs(self.ending)
-        outputs, self.region.outputs = self.region.outputs, None
-        assert outputs is not None
-        return outputs[self.position]
+        return self.region.take_output(self.position, self.ending)
+
+
+#: a unit's output, while it is alive -> where it comes from; an attribute of it would be saved with it
+_sources: MutableMapping[torch.Tensor, _Source] = WeakTensorKeyDictionary()
 
 
 class _End(torch.autograd.Function):
@@ -303,34 +317,39 @@ class _Kept:
 
     def __init__(self, settings: Recompute, tensor: torch.Tensor, chained: bool) -> None:
         self._settings, self._requires_grad = settings, tensor.requires_grad
-        self._place: Any = getattr(tensor, _SOURCE, None) if chained else None
+        self._place: Any = _sources.pop(tensor, None) if chained else None  # a second unit keeps the tensor itself
         if self._place is not None:
-            delattr(tensor, _SOURCE)  # a second unit keeps the tensor itself
-            if self._place.version == tensor._version:
+            if self._place.version == _version_of(tensor):
+                self._place.region.wanted.add(self._place.position)
                 return
         moved = settings.keep(tensor)
-        self._place = tensor.detach() if moved is None else moved
-        self._version = tensor._version
+        self._place, self._shape, self._version = moved, list(tensor.shape), _version_of(tensor)
+        self._tensor = tensor.detach()
+        if moved is not None:  # what remains counts versions and has no memory
+            self._tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
     def get(self) -> torch.Tensor:
-        place = self._place
-        if isinstance(place, torch.Tensor):
-            if place._version != self._version:
-                raise RuntimeError(
-                    f"an input of a unit, of shape {list(place.shape)}, was changed in place after the unit's forward, and its "
-                    "backward computes the unit again from it: change a copy"
-                )
-            found = place.detach()
-        else:
-            found = place.get() if isinstance(place, _Source) else self._settings.get(place)
+        if isinstance(self._place, _Source):
+            return self._place.get().requires_grad_(self._requires_grad)
+        # a moved one too: its bytes may have been on their way
+        if _version_of(self._tensor) != self._version:
+            raise RuntimeError(
+                f"an input of a unit, of shape {self._shape}, was changed in place after the unit's forward, and its "
+                "backward computes the unit again from it: change a copy"
+            )
+        found = self._tensor.detach() if self._place is None else self._settings.get(self._place)
         return found.requires_grad_(self._requires_grad)
+
+
+def _version_of(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 class _Buffers:
     """The buffers of a unit that its forward changes, such as running means: a recomputation begins with the earlier ones."""
 
     def __init__(self, settings: Recompute, unit: torch.nn.Module) -> None:
-        self._known, self._key = settings.changing, (id(unit), unit.training)
+        self._known, self._key = settings.changing, (id(unit), *(module.training for module in unit.modules()))
         self._named = {
             (name, key): module
             for name, module in unit.named_modules()
@@ -345,7 +364,7 @@ class _Buffers:
         now, changing = self._now(), self._known.get(self._key)
         self._state = {at: (id(each), each._version) for at, each in now.items()}
         with torch.no_grad():
-            self._before = {at: each.clone() for at, each in now.items() if changing is None or at in changing}
+            self._before = {at: each.clone() for at, each in now.items() if changing is None or at[0] in changing}
 
     def _now(self) -> dict[Any, torch.Tensor]:
         found = {at: module._buffers.get(at[1]) for at, module in self._named.items()}
@@ -359,16 +378,18 @@ class _Buffers:
         changed = {at for at, each in now.items() if (id(each), each._version) != self._state.get(at)}
         # batch_norm writes running means and counts no version
         changed |= {at for at, each in self._before.items() if at in now and not torch.equal(each, now[at])}
-        known = self._known.setdefault(self._key, set())
         unknown = changed - self._before.keys()
-        known |= changed
         if unknown:
+            del self._known[self._key]  # the next forward finds all again
             name, key = min(unknown)
             raise Error(
                 f"a unit's forward changes its buffer {f'{name}.{key}' if name else key!r} now, and did not before, so that its earlier value "
                 "is lost: run the forward again"
             )
-        self._before = {at: each for at, each in self._before.items() if at in changed}
+        # one that a first forward writes the same value to is seen by its neighbours
+        known = self._known.setdefault(self._key, set())
+        known.update(name for name, _ in changed)
+        self._before = {at: each for at, each in self._before.items() if at[0] in known}
 
     @contextmanager
     def earlier(self) -> Iterator[None]:

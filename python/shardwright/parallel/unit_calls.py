@@ -36,6 +36,8 @@ def outermost_units(model: Any, what: str) -> tuple[Engine | None, torch.nn.Modu
             f"{what} finds no units in this {type(bare).__name__}: they are modules that sw.fully_shard was called on, those of units= of a "
             "wrapped module, or sibling modules of one class and size, such as the blocks of a transformer"
         )
+    if any(isinstance(each, torch.jit.ScriptModule) for _, each in outer):
+        raise Error(f"{what} cannot change the call of a module of TorchScript: pass the model from before torch.jit")
     if len(outer) < len(named):
         inner = next(name for name, each in named if _is_inside(each, named))
         _logger.warning("%s: unit %r lies inside another one: only the outer one is changed", what, inner)
