@@ -21,8 +21,8 @@ LINES = {
     "shardwright/optim": 3_423,
     "shardwright/options": 885,
     "shardwright/parallel": 5_936,
-    "shardwright/parameters": 3_722,
-    "shardwright/torch_compat": 1_364,
+    "shardwright/parameters": 3_746,
+    "shardwright/torch_compat": 1_398,
     "shardwright_tools": 302,
     "shardwright_tools/cli": 1_528,
     "shardwright_tools/convert": 1_301,
@@ -31,7 +31,7 @@ LINES = {
     "shardwright_tools/planner": 1_509,
 }
 #: lines of C, headers and sources: the engine, and the check of its kernels that the tools import
-C_LINES = {"csrc": 46_301, "csrc_check": 1_538}
+C_LINES = {"csrc": 46_319, "csrc_check": 1_538}
 
 
 def lines_of(path: Path) -> int:
