@@ -16,7 +16,7 @@ LINES = {
     "shardwright/deepspeed": 9,
     "shardwright/formats": 1_409,
     "shardwright/gradients": 1_514,
-    "shardwright/integrations": 3_361,
+    "shardwright/integrations": 3_366,
     "shardwright/layout": 1_241,
     "shardwright/optim": 3_423,
     "shardwright/options": 885,

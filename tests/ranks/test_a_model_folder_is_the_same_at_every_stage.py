@@ -12,14 +12,16 @@ import pathlib
 import random
 import resource
 import signal
+import sys
 import tempfile
 import time
+import types
 from unittest import mock
 
 import pytest
 import torch
 from harness import LONG, gather, on_every_rank
-from internals import model_folder
+from internals import model_folder, writes_in_parts
 from oracle.fold import bits_equal
 from peer import PEER, sw
 from test_a_module_is_built_in_slices import PRIVATE, STAGES, Model, every_stage
@@ -163,6 +165,41 @@ def test_a_model_is_stored_under_the_names_that_it_is_loaded_from(rank, world_si
     assert_stored(folder / "model", {new: state[name] for name, new in names.items()})
     config = json.loads((folder / "model" / "config.json").read_text())
     assert config == {"kind": "stand-in", "dtype": "float32", "architectures": ["Tied"]}
+    gather(None)
+
+
+class Stock(nn.Linear):
+    """A stand-in for transformers' PreTrainedModel."""
+
+    def save_pretrained(self, folder):
+        pass
+
+    def is_remote_code(self):
+        return False
+
+
+class Overriding(Stock):
+    def save_pretrained(self, folder):
+        pathlib.Path(folder, "more.json").write_text("{}")
+
+
+class OfAHub(nn.Linear):
+    def save_pretrained(self, folder):
+        pass
+
+
+@on_every_rank()
+def test_the_trainer_saves_in_parts_what_transformers_own_method_saves(rank, world_size):
+    stand_in = types.SimpleNamespace(PreTrainedModel=Stock)
+    found = {}
+    for kind in (Stock, Overriding, OfAHub):
+        model = kind(3, 4)
+        wrapped = sw.wrap(model, **PRIVATE)
+        with mock.patch.dict(sys.modules, {"transformers.modeling_utils": stand_in}):
+            found[kind] = writes_in_parts(wrapped, model, "/folder")
+            model.save_pretrained = print
+            assert not writes_in_parts(wrapped, model, "/folder")
+    assert found == {Stock: True, Overriding: False, OfAHub: False}
     gather(None)
 
 
