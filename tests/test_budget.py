@@ -10,11 +10,11 @@ ROOT = Path(__file__).resolve().parents[1]
 LINES = {
     "shardwright": 1_702,
     "shardwright/backend": 550,
-    "shardwright/checkpoint": 9_167,
+    "shardwright/checkpoint": 9_197,
     "shardwright/comm": 2_740,
     "shardwright/compress": 1_586,
     "shardwright/deepspeed": 9,
-    "shardwright/formats": 1_409,
+    "shardwright/formats": 1_410,
     "shardwright/gradients": 1_514,
     "shardwright/integrations": 3_366,
     "shardwright/layout": 1_241,
