@@ -97,6 +97,7 @@ HOMES = {
     "wire": "comm.wire",
     "wrapping": "wrapping",
     "writing": "checkpoint.writing",
+    "writes_in_parts": "integrations.wrappers",
 }
 
 

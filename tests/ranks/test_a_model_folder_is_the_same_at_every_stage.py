@@ -12,14 +12,16 @@ import pathlib
 import random
 import resource
 import signal
+import sys
 import tempfile
 import time
+import types
 from unittest import mock
 
 import pytest
 import torch
 from harness import LONG, gather, on_every_rank
-from internals import model_folder
+from internals import model_folder, writes_in_parts
 from oracle.fold import bits_equal
 from peer import PEER, sw
 from test_a_module_is_built_in_slices import PRIVATE, STAGES, Model, every_stage
@@ -163,6 +165,42 @@ def test_a_model_is_stored_under_the_names_that_it_is_loaded_from(rank, world_si
     assert_stored(folder / "model", {new: state[name] for name, new in names.items()})
     config = json.loads((folder / "model" / "config.json").read_text())
     assert config == {"kind": "stand-in", "dtype": "float32", "architectures": ["Tied"]}
+    assert vars(model.module.config) == {"kind": "stand-in"}  # the live one is as it was
+    gather(None)
+
+
+class Stock(nn.Linear):
+    """A stand-in for transformers' PreTrainedModel."""
+
+    def save_pretrained(self, folder):
+        pass
+
+    def is_remote_code(self):
+        return False
+
+
+class Overriding(Stock):
+    def save_pretrained(self, folder):
+        pathlib.Path(folder, "more.json").write_text("{}")
+
+
+class OfAHub(nn.Linear):
+    def save_pretrained(self, folder):
+        pass
+
+
+@on_every_rank()
+def test_the_trainer_saves_in_parts_what_transformers_own_method_saves(rank, world_size):
+    stand_in = types.SimpleNamespace(PreTrainedModel=Stock)
+    found = {}
+    for kind in (Stock, Overriding, OfAHub):
+        model = kind(3, 4)
+        wrapped = sw.wrap(model, **PRIVATE)
+        with mock.patch.dict(sys.modules, {"transformers.modeling_utils": stand_in}):
+            found[kind] = writes_in_parts(wrapped, model, "/folder")
+            model.save_pretrained = print
+            assert not writes_in_parts(wrapped, model, "/folder")
+    assert found == {Stock: True, Overriding: False, OfAHub: False}
     gather(None)
 
 
@@ -247,6 +285,62 @@ def test_other_files_and_folders_stay(rank, world_size):
     gather(None)
 
 
+@on_every_rank(exactly=1)
+def test_what_the_save_does_not_write_outlives_it(rank, world_size):
+    """The configurations, the folder's mode, and what another program makes in it as the save commits."""
+    folder = shared_folder(rank) / "model"
+    model = sw.wrap(nn.Linear(30, 30), **PRIVATE)
+    exchange = model_folder._Folder._exchange
+    for swaps in (True, False):
+        folder.mkdir(exist_ok=True)
+        folder.chmod(0o2710)
+        for name in ("config.json", "generation_config.json"):
+            (folder / name).write_text(name)
+
+        def late(self):
+            (folder / f"late {swaps}").write_text("log")
+            (folder / f"late folder {swaps}").mkdir()
+            exchange(self)
+
+        with mock.patch.object(model_folder, "exchange", model_folder.exchange if swaps else cannot):
+            with mock.patch.object(model_folder._Folder, "_exchange", late):
+                sw.save_pretrained(model, folder)
+        assert (folder / "config.json").read_text() == "config.json"
+        assert (folder / "generation_config.json").exists() and (folder / "model.safetensors").exists()
+        assert (folder / f"late {swaps}").read_text() == "log" and (folder / f"late folder {swaps}").is_dir()
+        assert folder.stat().st_mode & 0o7777 == 0o2710
+        assert os.listdir(folder.parent) == ["model"]
+
+
+@on_every_rank(exactly=1)
+def test_the_next_save_ends_what_a_killed_one_began(rank, world_size):
+    """On a file system that cannot exchange names, with the process's end at each change of a name, in turn."""
+    model = sw.wrap(nn.Linear(30, 30), **PRIVATE)
+    with mock.patch.object(model_folder, "exchange", cannot):
+        for at in itertools.count():
+            with tempfile.TemporaryDirectory(prefix="model-") as parent:
+                folder = pathlib.Path(parent, "model")
+                (folder / "checkpoint-5").mkdir(parents=True)
+                (folder / "checkpoint-5" / "file").write_text("state")
+                (folder / "words").write_text("words")
+                with names_counted(counted_down(at)):
+                    try:
+                        sw.save_pretrained(model, folder)
+                        is_over = True
+                    except (Killed, sw.CheckpointError):
+                        is_over = False
+                if at % 2:
+                    folder.mkdir(exist_ok=True)  # as programs do as they start
+                sw.save_pretrained(model, folder)
+                assert (folder / "checkpoint-5" / "file").read_text() == "state", at
+                assert not (folder / "checkpoint-5").is_symlink(), at
+                assert sorted(os.listdir(folder)) == ["checkpoint-5", "model.safetensors", "words"], at
+                assert os.listdir(parent) == ["model"], at
+            if is_over:
+                break
+        assert at > 7
+
+
 def cannot(*_):
     return False
 
@@ -324,19 +418,7 @@ def test_each_step_of_the_commit_leaves_one_folder_or_the_other(rank, world_size
             sw.save_pretrained(old, folder)
             (folder / "checkpoint-5").mkdir(exist_ok=True)
             fill(old, 2)
-            left = at
-
-            def counted(function):
-                def call(*arguments, **options):
-                    nonlocal left
-                    if left == 0:
-                        raise Killed
-                    left -= 1
-                    return function(*arguments, **options)
-
-                return call
-
-            with names_counted(counted):
+            with names_counted(counted_down(at)):
                 try:
                     sw.save_pretrained(old, folder)
                     is_over = True
@@ -347,6 +429,22 @@ def test_each_step_of_the_commit_leaves_one_folder_or_the_other(rank, world_size
             if is_over:
                 break
         assert at > 5 and values_of(folder) == {2.0} and os.listdir(parent) == ["model"]
+
+
+def counted_down(left):
+    """Return a wrapper of functions of which call number `left`, and all later ones, end the process."""
+
+    def counted(function):
+        def call(*arguments, **options):
+            nonlocal left
+            if left == 0:
+                raise Killed
+            left -= 1
+            return function(*arguments, **options)
+
+        return call
+
+    return counted
 
 
 def names_counted(counted):

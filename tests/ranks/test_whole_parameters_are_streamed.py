@@ -263,6 +263,64 @@ def test_adapters_are_added_to_their_weights(rank, world_size, stage):
     gather(None)
 
 
+def tied_lora():
+    layer, embedding = Lora(nn.Linear(40, 50, bias=False)), nn.Embedding(50, 40)
+    embedding.weight = layer.base_layer.weight
+    return nn.Sequential(embedding, layer)
+
+
+def lora_of_a_parameter():
+    layer = Lora(nn.Linear(40, 50))
+    layer.parameter_name = "weight"
+    return nn.Sequential(layer)
+
+
+def lora_of_tokens():
+    module = nn.Module()
+    module.token_adapter = nn.Module()
+    module.token_adapter.base_layer = nn.Embedding(5, 4)
+    return nn.Sequential(Lora(nn.Linear(4, 5)), module)
+
+
+def lora_with_more():
+    layer = Lora(nn.Linear(40, 50))
+    layer.lora_diag = nn.ParameterDict({"x": nn.Parameter(torch.ones(3))})
+    return nn.Sequential(layer)
+
+
+def lora_beside_others():
+    module = nn.Module()
+    module.base_layer = nn.Linear(4, 5)
+    return nn.Sequential(Lora(nn.Linear(4, 5)), module)
+
+
+def copy_of_a_tied_weight():
+    module = nn.Module()
+    module.original_module, module.modules_to_save = nn.Embedding(5, 4), nn.ModuleDict({"x": nn.Embedding(5, 4)})
+    module.active_adapters, head = ["x"], nn.Linear(4, 5)
+    head.weight = module.original_module.weight
+    return nn.Sequential(module, head)
+
+
+REFUSED = {
+    tied_lora: "'1.base_layer.weight' has the memory of '0.weight'",
+    lora_of_a_parameter: "'0' has adapters of a parameter",
+    lora_of_tokens: "'1' has a token_adapter",
+    lora_with_more: "'0' has lora_diag.x",
+    lora_beside_others: "'1.base_layer.weight' has no place in the base model",
+    copy_of_a_tied_weight: "'0.original_module.weight' has the memory of '1.weight'",
+}
+
+
+@pytest.mark.parametrize("build", REFUSED, ids=lambda each: each.__name__)
+@on_every_rank()
+def test_no_adapter_is_lost(rank, world_size, build):
+    model = sw.wrap(build(), **PRIVATE)
+    with pytest.raises(NotImplementedError, match=REFUSED[build]):
+        sw.iter_full_parameters(model, merge_lora=True)
+    gather(None)
+
+
 @on_every_rank(at_least=2)
 def test_a_rank_holds_two_chunks_or_none(rank, world_size):
     layers, chunk = 12, 16 << 20

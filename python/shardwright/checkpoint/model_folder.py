@@ -14,6 +14,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from stat import S_IMODE
 from typing import Any
 
 import torch
@@ -39,10 +40,8 @@ from .state.content import MODEL_METADATA, Group, model_index
 __all__ = ["save_pretrained"]
 
 _CALL = "save_pretrained"
-#: files that a save replaces or removes; it takes all others along
-_OF_A_MODEL = re.compile(
-    r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?|(generation_)?config\.json|" + LOCK
-)
+#: files that a save replaces or removes; it takes others along that it does not write
+_OF_A_MODEL = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?|" + LOCK)
 #: exchange two names; False where the file system cannot
 exchange = CheckpointFolder.exchange
 
@@ -76,8 +75,8 @@ def save_pretrained(
         A wrapped module, at any stage. Of a transformers model the folder has config.json and generation_config.json,
         and names and tensors are those before the conversions with which from_pretrained() loads them.
     folder : path-like
-        A folder that all ranks see, to which one job saves at a time. It may exist: its weights and configurations are replaced, other files and folders
-        stay.
+        A folder that all ranks see, to which one job saves at a time. It may exist: its weights are replaced, and the files that the save writes; other files,
+        folders and its mode stay.
     max_shard_size : int or str
         Bytes of tensors in one file of safetensors, or a text such as "5GB" or "500MiB". A larger tensor has its own.
     dtype : torch.dtype, optional
@@ -306,7 +305,9 @@ class _Folder:
                 raise CheckpointError(f"'{self._place}' is no folder")
             self._clean()
             self.nonce = f"d{secrets.token_hex(12)}"
-            os.mkdir(self.partial)
+            os.mkdir(self.partial, 0o700 if os.path.isdir(self._place) else 0o777)
+            if os.path.isdir(self._place):
+                _own_alike(self._place, self.partial)
             self._lock = os.open(os.path.join(self.partial, LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             with contextlib.suppress(CheckpointError):  # a file system without locks
                 lock_file(self._lock, self.partial)
@@ -325,7 +326,8 @@ class _Folder:
     def commit(self) -> None:
         """Take the other files of the old folder along, and let the new one have its name."""
         try:
-            kept = self._take_along() if os.path.isdir(self._place) else []
+            if os.path.isdir(self._place):
+                self._take_along()
             for name in os.listdir(self.partial):
                 path = os.path.join(self.partial, name)
                 if os.path.isfile(path) and not os.path.islink(path):
@@ -344,7 +346,9 @@ class _Folder:
             ) from error
 
         try:
-            _bring_back(self._place, self.partial, kept)
+            if os.path.isdir(self.partial):
+                _bring_new(self._place, self.partial)
+                _bring_back(self._place, self.partial)
             _remove_replaced(self.partial)
         except (OSError, CheckpointError) as error:  # the new folder is complete; the next save tries again
             logger.warning("'%s' could not be removed: %s", self.partial, in_words(error))
@@ -352,11 +356,14 @@ class _Folder:
         with contextlib.suppress(OSError):
             os.unlink(os.path.join(self._place, LOCK))
 
-    def _take_along(self) -> list[str]:
-        """Link files of the old folder that are not a model's into the new one. Return its folders, to which links lead."""
-        with contextlib.suppress(OSError):  # so that a killed save's old folder is known to be dead
-            os.link(os.path.join(self.partial, LOCK), os.path.join(self._place, LOCK))
-        kept = []
+    def _take_along(self) -> None:
+        """Link other files of the old folder into the new one; symbolic links lead to where its folders will be."""
+        lock = os.path.join(self._place, LOCK)  # so that a killed save's old folder is known to be dead
+        with contextlib.suppress(OSError):
+            try:
+                os.link(os.path.join(self.partial, LOCK), lock)
+            except OSError:  # a file system without links
+                open(lock, "ab").close()
         for entry in os.scandir(self._place):
             new = os.path.join(self.partial, entry.name)
             if _OF_A_MODEL.fullmatch(entry.name) or os.path.lexists(new):
@@ -365,13 +372,11 @@ class _Folder:
                 os.symlink(os.readlink(entry.path), new)
             elif entry.is_dir():
                 os.symlink(os.path.join("..", os.path.basename(self.partial), entry.name), new)
-                kept.append(entry.name)
             else:
                 try:
                     os.link(entry.path, new)
                 except OSError:
                     shutil.copy2(entry.path, new)
-        return kept
 
     def _exchange(self) -> None:
         if not os.path.lexists(self._place):
@@ -386,16 +391,21 @@ class _Folder:
         """Remove what killed saves left beside the folder, once its own folders are out of it."""
         parent, name = os.path.split(self._place)
         ours = re.compile(re.escape(name) + r"\.d[0-9a-f]{24}\.model")
-        if os.path.isdir(f"{self._place}.replaced") and not os.path.lexists(self._place):
-            os.rename(f"{self._place}.replaced", self._place)
-        for each in filter(ours.fullmatch, os.listdir(parent)):
-            path = os.path.join(parent, each)
+        dead = [os.path.join(parent, each) for each in filter(ours.fullmatch, os.listdir(parent))]
+        replaced = f"{self._place}.replaced"
+        if os.path.isdir(replaced) and not os.path.lexists(self._place):
+            os.rename(replaced, self._place)
+        elif os.path.lexists(os.path.join(replaced, LOCK)):  # the old folder, not the user's of that name
+            if os.listdir(self._place):
+                dead.append(replaced)
+            else:  # a program made it since
+                os.rename(replaced, self._place)
+        for path in dead:
             if is_alive(path) is not True:  # one job at a time saves to a folder
-                links = os.scandir(self._place) if os.path.isdir(self._place) else ()
-                lead = [
-                    e.name for e in links if e.is_symlink() and os.readlink(e.path) == os.path.join("..", each, e.name)
-                ]
-                _bring_back(self._place, path, lead)
+                if os.path.isdir(self._place):
+                    if path == replaced:
+                        _bring_new(self._place, path)
+                    _bring_back(self._place, path)
                 _remove_replaced(path)
 
     def abandon(self) -> None:
@@ -412,14 +422,34 @@ class _Folder:
             self._lock = -1
 
 
-def _bring_back(folder: str, old: str, names: Sequence[str]) -> None:
-    """Move folders of the old folder to the new one, each in place of the link that leads to it."""
-    for name in names:
-        link, there = os.path.join(folder, name), os.path.join(old, name)
-        if not exchange(link, there):
+def _own_alike(old: str, new: str) -> None:
+    """Give a new folder the mode of the old one, and its owner and group as far as the system allows."""
+    stat = os.stat(old)
+    for owner, group in ((-1, stat.st_gid), (stat.st_uid, -1)):
+        with contextlib.suppress(OSError):
+            os.chown(new, owner, group)
+    os.chmod(new, S_IMODE(stat.st_mode) | 0o700)
+
+
+def _bring_back(folder: str, old: str) -> None:
+    """Move folders of the old folder to the new one, each in place of the link that led to it."""
+    leads = re.compile(r"\.\./" + re.escape(os.path.basename(folder)) + r"\.d[0-9a-f]{24}\.model/")
+    for entry in [each for each in os.scandir(old) if each.is_dir(follow_symlinks=False)]:
+        link = os.path.join(folder, entry.name)
+        if not os.path.lexists(link):
+            os.rename(entry.path, link)
+        elif os.path.islink(link) and leads.match(os.readlink(link)) and not exchange(link, entry.path):
             os.unlink(link)
-            os.rename(there, link)
+            os.rename(entry.path, link)
     CheckpointFolder.sync(folder)
+
+
+def _bring_new(folder: str, old: str) -> None:
+    """Take along files that came into the old folder after its names were read."""
+    for entry in [each for each in os.scandir(old) if not each.is_dir(follow_symlinks=False)]:
+        new = os.path.join(folder, entry.name)
+        if not _OF_A_MODEL.fullmatch(entry.name) and not os.path.lexists(new):
+            os.rename(entry.path, new)
 
 
 def _remove_replaced(path: str) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -120,12 +121,12 @@ def write_config(bare: Any, dtype: torch.dtype | None, folder: str) -> list[str]
     config: Any = getattr(bare, "config", None)
     base = getattr(bare, "get_base_model", None)
     model: Any = base() if callable(base) else bare
-    save: Callable[[str], Any] | None = getattr(config, "save_pretrained", None)
-    if callable(save):
+    if callable(getattr(config, "save_pretrained", None)):
         if hasattr(model, "save_pretrained"):
+            config = copy.copy(config)  # the live one goes on
             config.dtype = str(dtype or getattr(model, "dtype", torch.float32)).removeprefix("torch.")
             config.architectures = [type(model).__name__.removeprefix("FSDP")]
-        save(folder)
+        config.save_pretrained(folder)
         can_generate = getattr(model, "can_generate", None)
         if callable(can_generate) and can_generate() and getattr(model, "generation_config", None) is not None:
             model.generation_config.save_pretrained(folder)

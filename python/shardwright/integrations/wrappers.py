@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -78,7 +79,11 @@ def writes_in_parts(wrapped: Any, model: Any, place: str) -> bool:
     engine = engine_of(wrapped)
     if engine is None or len(engine.replicas) != 1 or engine.replica.model_ranks is not None:
         return False
-    is_plain = hasattr(model, "save_pretrained") and unwrap(wrapped) is model and not has_adapters(model)
+    stock = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+    is_plain = stock is not None and isinstance(model, stock) and type(model).save_pretrained is stock.save_pretrained
+    is_plain = (
+        is_plain and "save_pretrained" not in vars(model) and unwrap(wrapped) is model and not has_adapters(model)
+    )
     is_plain = is_plain and getattr(model, "hf_quantizer", None) is None and not model.is_remote_code()
     is_plain = is_plain and not stores_adapters_alone(model)
     return is_plain and engine.replica.group.host_count == 1 and can_be_replaced(os.path.realpath(place))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ __all__ = ["Made", "has_adapters", "merged_names"]
 
 #: what peft puts before the names of the base model
 _PREFIX = "base_model.model."
+#: what peft calls the parts of its modules; no name of a base model has them
+_OURS = re.compile(r"(^|\.)(lora_\w+|base_layer|original_module|modules_to_save|token_adapter)(\.|$)")
 _LOW = (torch.float16, torch.bfloat16)
 
 
@@ -42,7 +45,7 @@ def has_adapters(module: torch.nn.Module) -> bool:
 
 
 def merged_names(module: torch.nn.Module, named: Mapping[str, torch.Tensor]) -> dict[str, Made]:
-    """Return the weights of the base model by its names, each once. Raise NotImplementedError for other adapters than LoRA's."""
+    """Return the weights of the base model by its names, each once. Raise NotImplementedError for adapters that it cannot add."""
     adapters: dict[str, Made] = {}
     dropped: list[str] = []
     renamed: list[tuple[str, str]] = []
@@ -50,6 +53,8 @@ def merged_names(module: torch.nn.Module, named: Mapping[str, torch.Tensor]) -> 
         if kind.rpartition(".")[2] != "LORA":
             raise NotImplementedError(f"merge_lora: adapters of the type {kind} are not LoRA: merge them with peft")
     for place, each in module.named_modules():
+        if hasattr(each, "token_adapter"):
+            raise _refusal(place, "a token_adapter")
         if hasattr(each, "modules_to_save") and hasattr(each, "original_module"):
             used = _active(each)
             dropped += [f"{place}.original_module."] if used else []
@@ -62,13 +67,41 @@ def merged_names(module: torch.nn.Module, named: Mapping[str, torch.Tensor]) -> 
         renamed.append((f"{place}.base_layer.", f"{place}."))
         dropped += [f"{place}.{n}" for n, _ in each.named_children() if n != "base_layer"]
         dropped += [f"{place}.{n}" for n in each._parameters]
+
+    def is_dropped(name: str) -> bool:
+        return any(name == each or name.startswith(each if each.endswith(".") else f"{each}.") for each in dropped)
+
+    _check_unshared(module, adapters.values(), is_dropped)
     found = {}
-    for name in named:
-        if any(name == each or name.startswith(each if each.endswith(".") else f"{each}.") for each in dropped):
-            continue
+    for name in filter(lambda each: not is_dropped(each), named):
         new = next((f"{ours}{name[len(theirs) :]}" for theirs, ours in renamed if name.startswith(theirs)), name)
+        if _OURS.search(new):
+            raise _refusal(name, "no place in the base model")
         found[new.removeprefix(_PREFIX)] = adapters.get(name, Made(name))
     return found
+
+
+def _refusal(place: str, what: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"merge_lora: {place!r} has {what}, and LoRA of linear layers alone is added up: merge with peft"
+    )
+
+
+def _check_unshared(module: torch.nn.Module, made: Iterable[Made], is_dropped: Callable[[str], bool]) -> None:
+    """Raise for a weight that adapters change, or that a copy replaces, under one of its names only."""
+    names_of: dict[int, list[str]] = {}
+    for name, each in module.named_parameters(remove_duplicate=False):
+        names_of.setdefault(id(each), []).append(name)
+    sharers = {name: names for names in names_of.values() for name in names}
+    for name in (name for each in made if each.adapters for name in each.sources):
+        if name not in sharers:
+            raise _refusal(name.rpartition(".")[0], "no weight")
+        if len(sharers[name]) > 1:
+            raise _refusal(name, f"the memory of {next(each for each in sharers[name] if each != name)!r}")
+    for names in names_of.values():
+        lost, kept = ([each for each in names if is_dropped(each) is so] for so in (True, False))
+        if lost and kept:
+            raise _refusal(lost[0], f"the memory of {kept[0]!r}")
 
 
 def _active(each: Any) -> list[str]:
@@ -87,11 +120,12 @@ def _factors(place: str, each: Any) -> tuple[tuple[str, str, float, bool], ...]:
         odd = odd or ("a bias" if getattr(high, "bias", None) is not None else "")
         if low is not None and low.weight.dim() != 2:
             odd = f"factors of {low.weight.dim()} dimensions"
+        odd = odd or ("adapters of a parameter" if hasattr(each, "parameter_name") else "")
+        names = f"{place}.lora_A.{name}.weight", f"{place}.lora_B.{name}.weight"
+        own = [n for n, _ in each.named_parameters() if not n.startswith("base_layer.") and n.split(".")[1:2] == [name]]
+        odd = odd or next((n for n in own if f"{place}.{n}" not in names), "")
         if odd:
-            raise NotImplementedError(
-                f"merge_lora: {place!r} has {odd}, and LoRA of linear layers alone is added up: merge with peft"
-            )
+            raise _refusal(place, odd)
         if low is not None and name not in getattr(each, "merged_adapters", ()):
-            names = f"{place}.lora_A.{name}.weight", f"{place}.lora_B.{name}.weight"
             found.append((*names, float(each.scaling[name]), bool(getattr(each, "fan_in_fan_out", False))))
     return tuple(found)
