@@ -149,3 +149,12 @@ def test_materialize_reads_it_whole() -> None:
     bias = module.bias
     sw.materialize(module)
     assert type(module.weight) is torch.nn.Parameter and torch.equal(module.weight, real) and module.bias is bias
+
+
+@pytest.mark.parametrize("call", [sw.materialize, sw.wrap])
+def test_one_of_another_device_is_refused(call) -> None:
+    module = torch.nn.Linear(4, 3, bias=False)
+    module.weight = torch.nn.Parameter(Stored.of(Lazy.of(torch.randn(3, 4)), "cuda:0"))
+    with pytest.raises(sw.Error, match="'weight' is on cuda:0, and .* left it in its file: only models of the CPU"):
+        call(module)
+    assert isinstance(module.weight, Stored)

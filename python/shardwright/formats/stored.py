@@ -12,7 +12,7 @@ import ctypes
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from ..torch_compat.internals import (
 )
 from .lazy import Lazy
 
-__all__ = ["Stored", "replaying", "waits"]
+__all__ = ["Stored", "check_of_hosts", "replaying", "waits"]
 
 #: one read of a stored tensor at most, and gaps that cost less to read than to jump over
 _READ_BYTES, _GAP_BYTES = 16 << 20, 4 << 10
@@ -176,6 +176,16 @@ class Stored(torch.Tensor):
 def waits(tensor: Any) -> bool:
     """Return True for a tensor without values: on the meta device, or still in its file."""
     return tensor is not None and (tensor.is_meta or isinstance(tensor, Stored))
+
+
+def check_of_hosts(tensors: Iterable[tuple[str, Any]], what: str) -> None:
+    """Raise Error for a tensor in its file, of these with names, that would be on another device than the CPU."""
+    for name, each in tensors:
+        if isinstance(each, Stored) and each.device.type != "cpu":
+            raise Error(
+                f"{what}: {name!r} is on {each.device}, and sw.meta_loading() left it in its file: only models of the CPU are read from "
+                "there; load this one without sw.meta_loading()"
+            )
 
 
 @contextlib.contextmanager

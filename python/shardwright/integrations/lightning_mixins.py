@@ -140,6 +140,7 @@ class TrainerMixin(_Wraps):
     def model_sharded_context(self) -> Iterator[None]:
         """In configure_model() of a fit at zero=3, let from_pretrained leave tensors in their files."""
         fits = self.lightning_module.trainer.state.fn == "fit" and self._wrap_options["zero"] == 3
+        fits = fits and self.root_device.type == "cpu"
         with meta_loading() if fits else contextlib.nullcontext(), super().model_sharded_context():
             yield
 

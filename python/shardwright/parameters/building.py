@@ -24,7 +24,7 @@ import torch
 from .._engine import Error, HostComm, crc32c
 from ..comm.agreement import gather_answers
 from ..comm.process_group import HostGroup, host_group, resolve_group
-from ..formats.stored import Stored, waits
+from ..formats.stored import Stored, check_of_hosts, waits
 from ..layout.memory import bytes_of, is_resident
 from ..layout.param_groups import UnitPlan
 from ..layout.param_table import ParameterTable
@@ -95,6 +95,7 @@ def check_buildable(
     """Raise Error for a module of which some parameters have no values and would get none, or that cannot be built otherwise."""
     unmanaged = {id(each) if isinstance(each, torch.Tensor) else each for each in options.ignored_params}
     named = [(n, p) for n, p in module.named_parameters() if id(p) not in unmanaged and n not in unmanaged]
+    check_of_hosts([*module.named_parameters(), *module.named_buffers()], "wrap")
     meta = next((name for name, p in named if p.is_meta), None)
     real = next((name for name, p in named if not waits(p)), None)
     is_stored = any(isinstance(each, Stored) for each in (*module.parameters(), *module.buffers()))
