@@ -216,7 +216,7 @@ def places_of(module: torch.nn.Module) -> list[tuple[dict[str, Any], dict[str, A
 def place(tensor: torch.Tensor) -> int:
     """Return the address of a tensor's storage, or 0 for one without."""
     try:
-        return tensor.untyped_storage().data_ptr()
+        return 0 if isinstance(tensor, Stored) else tensor.untyped_storage().data_ptr()
     except (RuntimeError, ValueError):  # sparse, lazy, or a wrapper of others
         return 0
 
