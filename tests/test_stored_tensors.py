@@ -13,6 +13,7 @@ import pytest
 import shardwright as sw
 import torch
 from shardwright.formats.lazy import Lazy
+from shardwright.formats.places import stored_tensors
 from shardwright.formats.stored import Stored, StoredOnDemand, replaying, waits
 from shardwright.integrations import meta_loading
 
@@ -225,3 +226,26 @@ def test_an_old_transformers_is_refused_only_to_who_asked(monkeypatch) -> None:
         with sw.meta_loading(), pytest.raises(sw.Error, match="needs transformers 5 or later, found 4.57.0"):
             kind.from_pretrained()
     assert kind.from_pretrained() == "loaded"
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_buffer_of_no_state_dict_is_filled(zero) -> None:
+    module, real = torch.nn.Linear(4, 3, bias=False), torch.randn(3, 4)
+    module.weight = torch.nn.Parameter(Stored.of(Lazy.of(real)))
+    module.register_buffer("first", module.weight.detach().clone(), persistent=False)
+    sw.wrap(module, zero=zero)
+    assert type(module.first) is torch.Tensor and torch.equal(module.first, real)
+
+
+def test_a_file_that_changed_since_is_refused(tmp_path) -> None:
+    names = ("weight", "bias")
+    sw.save_pretrained(sw.wrap(torch.nn.Linear(4, 3)), tmp_path / "model")
+    teacher, stored = torch.nn.Linear(4, 3), stored_tensors(tmp_path / "model")
+    for name in names:
+        setattr(teacher, name, torch.nn.Parameter(Stored.of(stored[name])))
+    sw.save_pretrained(sw.wrap(torch.nn.Linear(4, 3)), tmp_path / "model")
+    with pytest.raises(
+        sw.CheckpointError, match="model.safetensors' was replaced or written since the model was loaded"
+    ):
+        sw.materialize(teacher)
+    assert all(isinstance(each, Stored) for each in teacher.parameters())
