@@ -23,6 +23,7 @@ import torch
 
 from .._engine import Error, HostComm, crc32c
 from ..comm.agreement import gather_answers
+from ..comm.model_ranks import ModelRanks
 from ..comm.process_group import HostGroup, host_group, resolve_group
 from ..formats.stored import Stored, check_of_hosts, waits
 from ..layout.memory import bytes_of, is_resident
@@ -57,13 +58,14 @@ def begin_building(module: torch.nn.Module, options: Options, values: Values) ->
     An error leaves the module as it was. The caller calls undo() or keep().
     """
     init, weights = values.init, values.weights
-    tensors = [*module.parameters(), *module.buffers()]
-    is_stored = any(isinstance(each, Stored) for each in tensors)
-    if init is None and weights is None and not is_stored:
+    stored = sum(isinstance(each, Stored) for each in (*module.parameters(), *module.buffers()))
+    if init is None and weights is None and not stored:
         return None
     group = host_group(
         resolve_group(options.process_group, options.device_mesh, trains=True), options.timeout_s, options.warn_after_s
     )
+    if stored:  # ranks without such tensors come to the same agreement first
+        ModelRanks.beside((), group, stored)
     label, made = type(module).__name__, list[Building]()
     in_units = options.zero == 3 and options.share_parameters is False
 
