@@ -6,12 +6,16 @@ import copy
 import ctypes
 import pickle
 import random
+import sys
+import types
 
 import pytest
 import shardwright as sw
 import torch
 from shardwright.formats.lazy import Lazy
-from shardwright.formats.stored import Stored, replaying, waits
+from shardwright.formats.places import stored_tensors
+from shardwright.formats.stored import Stored, StoredOnDemand, replaying, waits
+from shardwright.integrations import meta_loading
 
 OPS = (
     "transpose",
@@ -149,3 +153,99 @@ def test_materialize_reads_it_whole() -> None:
     bias = module.bias
     sw.materialize(module)
     assert type(module.weight) is torch.nn.Parameter and torch.equal(module.weight, real) and module.bias is bias
+
+
+@pytest.mark.parametrize("call", [sw.materialize, sw.wrap])
+def test_one_of_another_device_is_refused(call) -> None:
+    module = torch.nn.Linear(4, 3, bias=False)
+    module.weight = torch.nn.Parameter(Stored.of(Lazy.of(torch.randn(3, 4)), "cuda:0"))
+    with pytest.raises(sw.Error, match="'weight' is on cuda:0, and .* left it in its file: only models of the CPU"):
+        call(module)
+    assert isinstance(module.weight, Stored)
+
+
+@pytest.mark.parametrize("name", ["share_memory_", "data_ptr", "numpy", "tolist", "untyped_storage", "storage"])
+def test_memory_that_is_not_there_is_refused_or_read(name) -> None:
+    module, real = torch.nn.Linear(4, 3, bias=False), torch.randn(3, 4)
+    for kind in (Stored, StoredOnDemand):
+        module.weight = torch.nn.Parameter(kind.of(Lazy.of(real)), requires_grad=False)
+        act = module.share_memory if name == "share_memory_" else getattr(module.weight, name)
+        if kind is Stored:
+            with pytest.raises(sw.Error, match=f"{name} needs the values of a tensor of shape .3, 4., which"):
+                act()
+        else:
+            act()
+            assert type(module.weight) is torch.nn.Parameter and torch.equal(module.weight, real)
+
+
+def test_what_nobody_asked_for_refuses_nothing() -> None:
+    real = torch.randn(3, 4)
+
+    def linear(**held):
+        module = torch.nn.Linear(4, 3, bias=False)
+        module.weight = torch.nn.Parameter(StoredOnDemand.of(Lazy.of(real.clone())))
+        return module
+
+    acts = {
+        "forward": lambda m: m(torch.ones(2, 4)).sum().backward(),
+        "norm": lambda m: m.weight.norm(),
+        "init": lambda m: torch.nn.init.ones_(m.weight),
+        "data": lambda m: m.weight.data.mul_(2),
+        "view": lambda m: m.weight.detach().t()[1:].zero_(),
+        "detached": lambda m: m.weight.detach().zero_(),
+        "part": lambda m: m.weight[1:].zero_(),
+        "copy": lambda m: torch.zeros(3, 4).copy_(m.weight),
+        "load": lambda m: m.load_state_dict({"weight": torch.ones(3, 4)}),
+        "pickle": lambda m: pickle.dumps(m),
+        "set": lambda m: setattr(m.weight, "data", torch.ones(3, 4)),
+        "double": lambda m: m.double(),
+        "deepcopy": lambda m: copy.deepcopy(m).weight.data.zero_(),
+    }
+    for name, act in acts.items():
+        module, plain = linear(), torch.nn.Linear(4, 3, bias=False)
+        plain.weight = torch.nn.Parameter(real.clone())
+        kept = module.weight
+        for each in (module, plain):
+            with torch.enable_grad() if name == "forward" else torch.no_grad():
+                act(each)
+        assert module.weight is kept and module.weight.requires_grad, name
+        assert torch.equal(sw.materialize(module).weight, plain.weight), name
+        assert (plain.weight.grad is None) == (module.weight.grad is None), name
+    module = linear()
+    view = module.weight.detach()
+    module.weight.data.zero_()
+    assert torch.equal(view.clone(), torch.zeros(3, 4))
+
+
+def test_an_old_transformers_is_refused_only_to_who_asked(monkeypatch) -> None:
+    kind = type("PreTrainedModel", (), {"from_pretrained": classmethod(lambda cls: "loaded")})
+    monkeypatch.setitem(sys.modules, "transformers", types.SimpleNamespace(__version__="4.57.0"))
+    meta_loading._change(types.SimpleNamespace(PreTrainedModel=kind))
+    with meta_loading.automatic_loading():
+        assert kind.from_pretrained() == "loaded"
+        with sw.meta_loading(), pytest.raises(sw.Error, match="needs transformers 5 or later, found 4.57.0"):
+            kind.from_pretrained()
+    assert kind.from_pretrained() == "loaded"
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_buffer_of_no_state_dict_is_filled(zero) -> None:
+    module, real = torch.nn.Linear(4, 3, bias=False), torch.randn(3, 4)
+    module.weight = torch.nn.Parameter(Stored.of(Lazy.of(real)))
+    module.register_buffer("first", module.weight.detach().clone(), persistent=False)
+    sw.wrap(module, zero=zero)
+    assert type(module.first) is torch.Tensor and torch.equal(module.first, real)
+
+
+def test_a_file_that_changed_since_is_refused(tmp_path) -> None:
+    names = ("weight", "bias")
+    sw.save_pretrained(sw.wrap(torch.nn.Linear(4, 3)), tmp_path / "model")
+    teacher, stored = torch.nn.Linear(4, 3), stored_tensors(tmp_path / "model")
+    for name in names:
+        setattr(teacher, name, torch.nn.Parameter(Stored.of(stored[name])))
+    sw.save_pretrained(sw.wrap(torch.nn.Linear(4, 3)), tmp_path / "model")
+    with pytest.raises(
+        sw.CheckpointError, match="model.safetensors' was replaced or written since the model was loaded"
+    ):
+        sw.materialize(teacher)
+    assert all(isinstance(each, Stored) for each in teacher.parameters())

@@ -148,11 +148,10 @@ def wrap(
     members = [p for name, p in module.named_parameters() if id(p) not in ignored and name not in ignored]
     torch_group = resolve_group(given.process_group, given.device_mesh, trains=True)
     group = host_group(torch_group, given.timeout_s, given.warn_after_s)
-    ranks = ModelRanks.beside(members, group)
-    values = "a function" if callable(init) else str(init) if init is None or init is True else type(init).__name__
     stored = sum(isinstance(each, Stored) for each in (*module.parameters(), *module.buffers()))
+    ranks = ModelRanks.beside(members, group, stored)
+    values = "a function" if callable(init) else str(init) if init is None or init is True else type(init).__name__
     built = {"option init": values, "option weights": "none" if weights is None else "given"}
-    built["option sw.meta_loading()"] = f"of {stored} tensors"
     _agree_on_optimizer(group, ranks, module, optimizer, zero, partition, offload, clip_grad_norm, built)
     sources = Values(init, weights, optimizer)
     wrapped = DistributedDataParallel(module, mixed_precision=mixed_precision, _options=given, _values=sources)

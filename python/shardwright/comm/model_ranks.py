@@ -33,18 +33,26 @@ class ModelRanks:
         self._together: tuple[int, ...] | None = None
 
     @classmethod
-    def beside(cls, parameters: Iterable[torch.Tensor], group: HostGroup) -> ModelRanks | None:
+    def beside(cls, parameters: Iterable[torch.Tensor], group: HostGroup, stored: int = 0) -> ModelRanks | None:
         """Return the ranks of the mesh of the DTensors that `group` averages, or None. Collective; all raise the same error.
 
-        Call it before any check, so that one rank's failure can reach all.
+        Call it before any check, so that one rank's failure can reach all. `stored`: how many tensors are still in files.
         """
         ranks, held = group_ranks(group.torch_group), list(parameters)
         mesh = first_mesh(held, ranks)
         first: Any = next(filter(is_dtensor, held), None)
         mine = "no DTensor" if first is None else f"DTensors on {tuple(first.device_mesh.mesh.shape)} ranks"
 
+        mine += f", and {stored} tensors that sw.meta_loading() left in their files" if stored else ""
+
         def differing(gathered: Sequence[bytes]) -> str:
             other = next(at for at, each in enumerate(gathered) if each != gathered[0])
+            if any(b"sw.meta_loading()" in each for each in gathered):
+                return (
+                    f"ranks disagree about where a module's values are: rank {ranks[0]} has {gathered[0].decode()}, rank {ranks[other]} has "
+                    f"{gathered[other].decode()}; load the model alike on every rank, by the same from_pretrained, or on none of them inside "
+                    "sw.meta_loading()"
+                )
             return (
                 f"ranks disagree about the mesh of a module's DTensors: rank {ranks[0]} has {gathered[0].decode()}, "
                 f"rank {ranks[other]} has {gathered[other].decode()}; parallelize the module on every rank"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+from typing import Any
 
 import torch
 
@@ -55,6 +56,7 @@ def read_safetensors(path: str, folder: CheckpointFolder | None = None) -> dict[
     """Return the tensors of a safetensors file; of a file of our own `folder`, whose blocks are checked as they are read."""
     with open(path, "rb") as file:
         metadata, entries = CheckpointFolder.header(file.fileno(), path)
+        seen = _identity(file.fileno())
     if "DCP_SHARDING_INFO" in metadata:
         raise CheckpointError(
             f"'{path}' is one of torch's sharded safetensors files: consolidate them with torch first"
@@ -65,12 +67,20 @@ def read_safetensors(path: str, folder: CheckpointFolder | None = None) -> dict[
     found = {}
     for name, dtype, shape, begin, _ in entries:
         pairs = complex_dtype(path, metadata, name, dtype, shape)
-        found[name] = _at(path, pairs or TORCH_DTYPES[dtype], shape[:-1] if pairs else shape, begin, folder)
+        found[name] = _at(path, pairs or TORCH_DTYPES[dtype], shape[:-1] if pairs else shape, begin, folder, seen)
     return found
 
 
-def _at(path: str, dtype: torch.dtype, shape: tuple[int, ...], at: int, folder: CheckpointFolder | None) -> Lazy:
-    """Return the tensor at byte offset `at` of a file."""
+def _identity(descriptor: int) -> tuple[int, ...]:
+    """Return what changes if a file is replaced or written: a read begins long after the file was found."""
+    found = os.fstat(descriptor)
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _at(
+    path: str, dtype: torch.dtype, shape: tuple[int, ...], at: int, folder: CheckpointFolder | None, seen: Any
+) -> Lazy:
+    """Return the tensor at byte offset `at` of a file that was `seen` with this identity."""
 
     def load(first: int, nbytes: int, address: int) -> None:
         assert folder is not None
@@ -78,6 +88,10 @@ def _at(path: str, dtype: torch.dtype, shape: tuple[int, ...], at: int, folder: 
 
     def peek(first: int, nbytes: int, address: int) -> None:
         with open(path, "rb", buffering=0) as file:
+            if _identity(file.fileno()) != seen:
+                raise CheckpointError(
+                    f"'{path}' was replaced or written since the model was loaded from it: load it again, or save to another folder"
+                )
             memory, done = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B"), 0
             while done < nbytes:
                 count = os.preadv(file.fileno(), [memory[done:]], at + first + done)

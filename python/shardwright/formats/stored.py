@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import itertools
+import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +25,8 @@ from ..torch_compat.internals import (
     is_view_op,
     name_of_op,
     no_torch_function,
+    subclassed,
+    swap_memory,
     tree_leaves,
     tree_map,
     without_memory_of,
@@ -30,13 +34,20 @@ from ..torch_compat.internals import (
 )
 from .lazy import Lazy
 
-__all__ = ["Stored", "replaying", "waits"]
+__all__ = ["Stored", "StoredOnDemand", "check_of_hosts", "replaying", "waits"]
 
 #: one read of a stored tensor at most, and gaps that cost less to read than to jump over
 _READ_BYTES, _GAP_BYTES = 16 << 20, 4 << 10
 _CATS, _CASTS, _COPIES = ("aten::cat", "aten::stack"), ("aten::_to_copy",), ("aten::clone", "aten::_unsafe_view")
 _LIKES = ("_like", "::new_empty", "::new_zeros", "::new_ones", "::new_full", "::new_empty_strided")
-_replays = 0
+_replays = _tries = 0
+_has_told = False
+#: methods that use a tensor's memory past its operations
+_BY_ADDRESS = (
+    *("data_ptr", "numpy", "tolist", "share_memory_", "storage", "untyped_storage", "_typed_storage"),
+    *("__array__", "__dlpack__"),
+)
+_logger = logging.getLogger("shardwright")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,20 +98,34 @@ class Stored(torch.Tensor):
     boxes: tuple[_Box, ...] | None
     replay: Callable[[], torch.Tensor] | None
     what: str
+    #: of a view that must become one of the same memory: (tensor, function of it)
+    made_of: tuple[Any, Callable[[Any], Any]] | None
+
+    #: see layout.memory
+    has_no_address = True
 
     __torch_function__ = no_torch_function
 
-    @staticmethod
-    def of(lazy: Lazy, device: Any = "cpu") -> Stored:
+    @classmethod
+    def of(cls, lazy: Lazy, device: Any = "cpu") -> Stored:
         """Return a tensor of the stored one's dtype and shape."""
         like = torch.empty(lazy.shape, dtype=lazy.dtype, device="meta")
         box = _Box(lazy, (0,) * like.ndim, tuple(lazy.shape), 0, like.stride())
-        return _made(like, device, (box,) if like.numel() else ())
+        return _made(cls, like, device, (box,) if like.numel() else ())
+
+    def refuse(self, operation: str) -> None:
+        """Raise Error for an operation that needs values."""
+        raise Error(
+            f"{operation} needs the values of a tensor of shape {tuple(self.shape)}, which sw.meta_loading() left in "
+            "its file: give the model to sw.wrap, sw.fully_shard or the program's trainer first, or to sw.materialize, which reads it whole"
+        )
 
     @property
     def lazy(self) -> Lazy:
         """The tensor as a reader has it, row-major."""
         boxes, shape, twin = self.boxes, tuple(self.shape), _twin(self)
+        if _is_stale(self):
+            return Lazy.of(_values(self).contiguous())
         if boxes is None:
             assert self.replay is not None
             return Lazy(self.dtype, shape, self.replay)
@@ -151,15 +176,18 @@ class Stored(torch.Tensor):
             made = _made_of_boxes(func, name, args, kwargs, tensors)
             if made is not None:
                 return made
-        if not _replays or any(isinstance(each, Stored) for each in written):
-            raise Error(
-                f"{name.removeprefix('aten::')} needs the values of a tensor of shape {tuple(held[0].shape)}, which sw.meta_loading() left in "
-                "its file: give the model to sw.wrap, sw.fully_shard or the program's trainer first, or to sw.materialize, which reads it whole"
-            )
+        writes = any(isinstance(each, Stored) for each in written)
+        if not _replays or writes:
+            if not all(isinstance(each, StoredOnDemand) for each in held) or (writes and not _tries):
+                held[0].refuse(name.removeprefix("aten::"))
+            if _tries:
+                raise _NeedsValues(name.removeprefix("aten::"))
+            return func(*_read_all(args), **_read_all(kwargs))
         return _kept(func, name, args, kwargs, computes=bool(written) or len(held) < len(tensors))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Stored:
         made: Any = self.detach().requires_grad_(self.requires_grad)
+        made.made_of = None  # a copy
         memo[id(self)] = made
         made.__dict__.update({name: each for name, each in self.__dict__.items() if name not in made.__dict__})
         return made
@@ -173,9 +201,125 @@ class Stored(torch.Tensor):
         return f"Stored(shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"
 
 
+def _by_address(name: str) -> Any:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if name == "data_ptr" and _replays:
+            return 0
+        if not isinstance(self, StoredOnDemand) or not _fill(self, name):
+            self.refuse(name)
+        return getattr(self, name)(*args, **kwargs)
+
+    return method
+
+
+for _name in _BY_ADDRESS:
+    setattr(Stored, _name, _by_address(_name))
+
+
+class _NeedsValues(Error):
+    """An operation, which it names, was not begun, since it needs values."""
+
+
+class StoredOnDemand(Stored):
+    """One that gets memory and its values in place, as an operation needs them: for programs that did not ask for Stored."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        global _tries
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            held = [each for each in tree_leaves((args, kwargs)) if isinstance(each, StoredOnDemand)]
+            for each in filter(_is_stale, held):
+                _fill(each, "")
+            _tries += 1
+            try:
+                return func(*args, **kwargs)
+            except _NeedsValues as error:
+                name = str(error)
+            finally:
+                _tries -= 1
+            for each in held:
+                _fill(each, name)
+            return func(*args, **kwargs)
+
+    @property
+    def data(self) -> Any:
+        return TensorBase.data.__get__(self) if _replays or not _fill(self, "data") else self.data
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        if isinstance(value, Stored):
+            Stored.data.fset(self, value)  # type: ignore[attr-defined]
+            self.made_of = value.made_of
+        elif _fill(self, "data"):
+            self.data = value
+        else:
+            self.refuse("data")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.__reduce_ex__(protocol) if _fill(self, "pickle") else super().__reduce_ex__(protocol)
+
+
+def _is_stale(tensor: Any) -> bool:
+    """Return True for a view of a tensor that has got memory since."""
+    while isinstance(tensor, Stored) and tensor.made_of is not None:
+        tensor = tensor.made_of[0]
+    return not isinstance(tensor, Stored)
+
+
+def _values(tensor: Any) -> torch.Tensor:
+    if not isinstance(tensor, Stored):
+        return tensor.detach()
+    if tensor.made_of is not None:
+        of, view = tensor.made_of
+        return view(_values(of))
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return made.copy_(tensor.lazy.read())
+
+
+def _fill(tensor: Any, operation: str) -> bool:
+    """Give a tensor memory and its values in place; False if something else refers to it, such as a hook."""
+    global _has_told
+    if not isinstance(tensor, Stored):
+        return True
+    if not _has_told and operation:
+        _has_told = True
+        _logger.warning(
+            "%s needs values of a model whose tensors sw.meta_loading() left in their files, as zero=3 asks: this rank reads that tensor "
+            "of shape %s whole now, and others alike as they are needed. Do it after the model is wrapped to save memory",
+            *(operation, tuple(tensor.shape)),
+        )
+    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+        if tensor.made_of is not None and not _fill(tensor.made_of[0], operation):
+            return False
+        memory, trains = _values(tensor), tensor.requires_grad
+        if isinstance(tensor, torch.nn.Parameter):
+            kind = type(tensor) if issubclass(type(tensor), torch.nn.Parameter) else torch.nn.Parameter
+            memory = subclassed(kind, memory, trains)
+        else:
+            memory = memory.requires_grad_(trains)
+        own = {
+            name: each for name, each in tensor.__dict__.items() if name not in (*Stored.__annotations__, "_is_param")
+        }
+        memory.__dict__.update(own)
+        with contextlib.suppress(RuntimeError):
+            swap_memory(tensor, memory)
+        return not isinstance(tensor, Stored)
+
+
 def waits(tensor: Any) -> bool:
     """Return True for a tensor without values: on the meta device, or still in its file."""
     return tensor is not None and (tensor.is_meta or isinstance(tensor, Stored))
+
+
+def check_of_hosts(tensors: Iterable[tuple[str, Any]], what: str) -> None:
+    """Raise Error for a tensor in its file, of these with names, that would be on another device than the CPU."""
+    for name, each in tensors:
+        if isinstance(each, Stored) and each.device.type != "cpu":
+            raise Error(
+                f"{what}: {name!r} is on {each.device}, and sw.meta_loading() left it in its file: only models of the CPU are read from "
+                "there; load this one without sw.meta_loading()"
+            )
 
 
 @contextlib.contextmanager
@@ -189,9 +333,9 @@ def replaying() -> Iterator[None]:
         _replays -= 1
 
 
-def _made(like: torch.Tensor, device: Any, boxes: Any, replay: Any = None, what: str = "") -> Stored:
-    made = without_memory_of(Stored, like, device=device)
-    made.boxes, made.replay, made.what = boxes, replay, what
+def _made(kind: Any, like: torch.Tensor, device: Any, boxes: Any, replay: Any = None, what: str = "") -> Stored:
+    made: Stored = without_memory_of(kind, like, device=device)
+    made.boxes, made.replay, made.what, made.made_of = boxes, replay, what, None
     return made
 
 
@@ -206,12 +350,15 @@ def _made_of_boxes(func: Any, name: str, args: Any, kwargs: Any, tensors: Sequen
     if any(not isinstance(each, Stored) or each.boxes is None for each in tensors):
         return None
     first: Any = tensors[0]
+    kind = type(first)
     if name in _CASTS:
         device = kwargs.get("device") or first.device
+        if kind is StoredOnDemand and not _replays and torch.device(device).type not in ("meta", first.device.type):
+            return None
         like = func(_twin(first), *args[1:], **{**kwargs, "device": "meta", "pin_memory": None})
         casts = () if like.dtype == first.dtype else (like.dtype,)
         cast = tuple(dataclasses.replace(each, casts=(*each.casts, *casts)) for each in first.boxes)
-        return _made(like, first.device if torch.device(device).type == "meta" else device, cast)
+        return _made(kind, like, first.device if torch.device(device).type == "meta" else device, cast)
     if name in _CATS:
         like, parts = func(*tree_map(_twin, args), **kwargs), args[0]
         at = kwargs.get("dim", args[1] if len(args) > 1 else 0) % like.ndim
@@ -220,13 +367,16 @@ def _made_of_boxes(func: Any, name: str, args: Any, kwargs: Any, tensors: Sequen
         stacks = name == "aten::stack"
         lows = itertools.accumulate((1 if stacks else each.shape[at] for each in parts), initial=0)
         moved = (_moved(box, at, low, stacks) for each, low in zip(parts, lows) for box in each.boxes)
-        return _made(like, first.device, tuple(moved))
+        return _made(kind, like, first.device, tuple(moved))
     if name in _COPIES:
         like = func(_twin(first), *args[1:], **kwargs)
         views = torch.ops.aten.view.default if name == "aten::_unsafe_view" else torch.ops.aten.alias.default
         boxes = _viewed(first, views, args[1:] if name == "aten::_unsafe_view" else (), {})
-        return None if boxes is None else _made(like, first.device, boxes[0])
+        return None if boxes is None else _made(kind, like, first.device, boxes[0])
     if not is_view_op(func) or len(tensors) != 1:
+        return None
+    aliases = kind is StoredOnDemand and not _replays  # a program may write to the view
+    if aliases and _tries and name != "aten::detach":
         return None
     results = func(_twin(first), *args[1:], **kwargs)
     found = [results] if isinstance(results, torch.Tensor) else list(results)
@@ -235,8 +385,16 @@ def _made_of_boxes(func: Any, name: str, args: Any, kwargs: Any, tensors: Sequen
     boxes = _viewed(first, func, args[1:], kwargs)
     if boxes is None:
         return None
-    made = [_made(like, first.device, each) for like, each in zip(found, boxes)]
+    made = [_made(kind, like, first.device, each) for like, each in zip(found, boxes)]
+    if aliases:
+        for at, each in enumerate(made):
+            each.made_of = first, functools.partial(_viewed_again, func, args[1:], kwargs, at)
     return made[0] if isinstance(results, torch.Tensor) else made
+
+
+def _viewed_again(func: Any, args: Any, kwargs: Any, at: int, tensor: torch.Tensor) -> torch.Tensor:
+    found = func(tensor, *args, **kwargs)
+    return found if isinstance(found, torch.Tensor) else found[at]
 
 
 def _moved(box: _Box, at: int, low: int, stacks: bool) -> _Box:
@@ -309,7 +467,7 @@ def _through(box: _Box, lows: Sequence[int], sizes: Sequence[int], dims: Sequenc
 
 
 def _read_all(tree: Any) -> Any:
-    return tree_map(lambda each: each.lazy.read() if isinstance(each, Stored) else each, tree)
+    return tree_map(lambda each: each.lazy.read().to(each.device) if isinstance(each, Stored) else each, tree)
 
 
 def _kept(func: Any, name: str, args: Any, kwargs: Any, *, computes: bool) -> Any:
@@ -321,7 +479,7 @@ def _kept(func: Any, name: str, args: Any, kwargs: Any, *, computes: bool) -> An
     found = [likes] if isinstance(likes, torch.Tensor) else likes
     if not found or not all(isinstance(each, torch.Tensor) for each in found):
         return func(*_read_all(args), **_read_all(kwargs))
-    device = next(each.device for each in tree_leaves((args, kwargs)) if isinstance(each, Stored))
+    first = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, Stored))
 
     def result(at: int) -> torch.Tensor:
         made = func(*_read_all(args), **_read_all(kwargs))
@@ -329,7 +487,10 @@ def _kept(func: Any, name: str, args: Any, kwargs: Any, *, computes: bool) -> An
 
     before = (each.what for each in tree_leaves((args, kwargs)) if isinstance(each, Stored) and each.boxes is None)
     short = next(before, name.removeprefix("aten::"))
-    made = [_made(each, device, None, lambda at=at: result(at).contiguous(), short) for at, each in enumerate(found)]
+    made = [
+        _made(type(first), each, first.device, None, lambda at=at: result(at).contiguous(), short)
+        for at, each in enumerate(found)
+    ]
     return made[0] if isinstance(likes, torch.Tensor) else made
 
 

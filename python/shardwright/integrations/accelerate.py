@@ -197,7 +197,7 @@ class Accelerator(accelerate.Accelerator):
         compress = self.compress or getattr(self.ddp_handler, "compress", None)
         check_compressor(compress, self.wrap_options.get("reduce", "mean"))
         self._wrappers = Wrappers()
-        if self.zero == 3 and self.distributed_type in _TOGETHER:
+        if self.zero == 3 and self.distributed_type in _TOGETHER and self.device.type == "cpu":
             keep_loading(self)
         if self.mixed_precision == "fp16" and self.device.type == "cpu":
             self.native_amp = True

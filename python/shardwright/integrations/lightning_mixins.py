@@ -26,7 +26,7 @@ from ..options.options import Options, refuse_options
 from ..parallel.ddp import DistributedDataParallel
 from ..parameters.mixed_precision import PrecisionPlan, remove_plan
 from .lightning_folders import Folders, folder_at, load_folder, load_state, save_state
-from .meta_loading import meta_loading
+from .meta_loading import automatic_loading
 from .wrappers import Wrappers, stepping, whole_parameters
 
 _logger = logging.getLogger("shardwright")
@@ -140,7 +140,8 @@ class TrainerMixin(_Wraps):
     def model_sharded_context(self) -> Iterator[None]:
         """In configure_model() of a fit at zero=3, let from_pretrained leave tensors in their files."""
         fits = self.lightning_module.trainer.state.fn == "fit" and self._wrap_options["zero"] == 3
-        with meta_loading() if fits else contextlib.nullcontext(), super().model_sharded_context():
+        fits = fits and self.root_device.type == "cpu"
+        with automatic_loading() if fits else contextlib.nullcontext(), super().model_sharded_context():
             yield
 
     def setup(self, trainer: Any) -> None:

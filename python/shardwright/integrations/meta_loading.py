@@ -19,18 +19,18 @@ import torch
 
 from .._engine import Error
 from ..formats.lazy import Lazy
-from ..formats.stored import Stored, replaying
+from ..formats.stored import Stored, StoredOnDemand, replaying
 from .after_import import after_import
 
-__all__ = ["keep_loading", "meta_loading"]
+__all__ = ["automatic_loading", "keep_loading", "meta_loading"]
 
 _MODELS = "transformers.modeling_utils"
 #: static methods of its PreTrainedModel
 _LOAD, _FINISH = "_load_pretrained_model", "_finalize_model_loading"
 _ARGUMENTS = ["model", "state_dict", "checkpoint_files", "load_config"]
 _logger = logging.getLogger("shardwright")
-#: contexts that are entered, and objects that keep the state while they are alive
-_count = 0
+#: contexts that a program entered; and those that it did not ask for, with objects that keep them while they are alive
+_count = _automatic = 0
 _is_installed = False
 
 
@@ -69,9 +69,21 @@ def meta_loading() -> Iterator[None]:
         _count -= 1
 
 
+@contextlib.contextmanager
+def automatic_loading() -> Iterator[None]:
+    """Return meta_loading() for a program that did not ask for it: what needs values reads them, and nothing is refused."""
+    global _automatic
+    _install()
+    _automatic += 1
+    try:
+        yield
+    finally:
+        _automatic -= 1
+
+
 def keep_loading(holder: Any) -> None:
-    """Be inside meta_loading() as long as `holder`, a program's arguments or its accelerator, is alive."""
-    context = meta_loading()
+    """Be inside automatic_loading() as long as `holder`, a program's arguments or its accelerator, is alive."""
+    context = automatic_loading()
     context.__enter__()
     weakref.finalize(holder, context.__exit__, None, None, None).atexit = False
 
@@ -96,9 +108,9 @@ def _change(module: Any) -> None:
     def load_stored(
         model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        if not _count or state_dict is not None or not checkpoint_files or not _is_plain(load_config):
+        if not (_count or _automatic) or state_dict is not None or not checkpoint_files or not _is_plain(load_config):
             return load(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
-        found = _stored(checkpoint_files)
+        found = _stored(checkpoint_files, Stored if _count else StoredOnDemand)
         with replaying():
             result = load(model, found, checkpoint_files, load_config, *args, **kwargs)
         _tell_whole(model)
@@ -115,8 +127,8 @@ def _change(module: Any) -> None:
 
 
 def _refuse(kind: Any) -> None:
-    """Let from_pretrained raise inside meta_loading()."""
-    load = kind.from_pretrained.__func__
+    """Let from_pretrained raise inside meta_loading(), and load whole inside automatic_loading()."""
+    load, said = kind.from_pretrained.__func__, list[bool]()
 
     @functools.wraps(load)
     def refuse(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -126,6 +138,11 @@ def _refuse(kind: Any) -> None:
             raise Error(
                 f"sw.meta_loading() needs transformers 5 or later, found {transformers.__version__}, which makes rotary buffers that no later "
                 "call can make again: upgrade it, or load without sw.meta_loading()"
+            )
+        if _automatic and not said:
+            said.append(True)
+            _logger.warning(
+                "zero=3: each rank loads models whole, since only transformers 5 and later can leave tensors in their files"
             )
         return load(cls, *args, **kwargs)
 
@@ -137,13 +154,13 @@ def _is_plain(load_config: Any) -> bool:
     return getattr(load_config, "hf_quantizer", None) is None and len(devices) <= 1 and "disk" not in devices
 
 
-def _stored(files: Any) -> dict[str, Any]:
+def _stored(files: Any, kind: type[Stored]) -> dict[str, Any]:
     from ..formats.places import stored_tensors  # imports torch.distributed.checkpoint
 
     found: dict[str, Any] = {}
     for file in files:
         found |= stored_tensors(file)
-    return {name: Stored.of(each) if isinstance(each, Lazy) else each for name, each in found.items()}
+    return {name: kind.of(each) if isinstance(each, Lazy) else each for name, each in found.items()}
 
 
 def _tell_whole(model: torch.nn.Module) -> None:

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ..checkpoint import save_pretrained
 from ..options.compress import Compressor
 from .accelerate import Accelerator
@@ -23,10 +25,11 @@ class ArgumentsMixin:
     )
 
     def __post_init__(self) -> None:
-        """At zero=3 in a launch of several ranks: from_pretrained leaves tensors in their files from now on."""
+        """At zero=3 in a launch of several CPU ranks: from_pretrained leaves tensors in their files from now on."""
         super().__post_init__()  # type: ignore[misc]
         if chosen(self.shardwright, None)["zero"] == 3 and getattr(self, "world_size", 1) > 1:
-            keep_loading(self)
+            if torch.device(getattr(self, "device", "cpu")).type == "cpu":
+                keep_loading(self)
 
 
 if TYPE_CHECKING:

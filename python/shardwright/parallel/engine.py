@@ -147,7 +147,7 @@ class Engine:
         if weights is not None:
             fill_module(self.module, self.made, weights)
         elif building.stored:
-            fill_module(self.module, self.made, building.stored, strict=False)
+            fill_module(self.module, self.made, building.stored, strict=False, own=True)
 
     def keep(self) -> None:
         """Forget what abandon() needs. The constructor calls it; with `values` its caller does, once nothing can fail."""

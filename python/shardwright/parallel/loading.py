@@ -50,10 +50,14 @@ def fill_module(
     rename: Rename = None,
     dtype: torch.dtype | str | None = None,
     strict: bool = True,
+    own: bool = False,
 ) -> UnmatchedNames:
-    """Load the tensors of a place into a module of these replicas. See load_pretrained. Collective."""
+    """Load the tensors of a place into a module of these replicas. See load_pretrained. Collective.
+
+    `own`: they are the module's own, some buffers that no state dict holds among them, and each must be filled.
+    """
     comm, label = replicas[0].group.comm, f"weights of {type(bare).__name__}"
-    names, targets = NameMap(rename=rename, strict=strict), _Targets(bare, replicas)
+    names, targets = NameMap(rename=rename, strict=strict), _Targets(bare, replicas, own)
     stored: dict[str, Any] = {}
     rounds: torch.dtype | None = None
     streams = not isinstance(place, (str, os.PathLike, Mapping))
@@ -70,6 +74,9 @@ def fill_module(
         if streams:
             return json.dumps([["dtype=", repr(rounds)]]).encode()
         stored = names.renamed(stored_tensors(place))
+        left = [name for name in stored if not targets.has(name)] if own else []
+        if left:
+            raise Error(f"load_pretrained: no parameter and no buffer of the module would get {_some(left, ())}")
         found = targets.match(stored, strict, "the mapping" if isinstance(place, Mapping) else f"{os.fspath(place)!r}")
         rows = [_row(name, each) for name, each in stored.items()]
         return json.dumps([["dtype=", repr(rounds)], *rows]).encode()
@@ -166,16 +173,20 @@ def _pairs(place: Iterable[tuple[str, torch.Tensor]], names: NameMap) -> Iterato
 class _Targets:
     """The tensors of a module by their names, and where each rank keeps them."""
 
-    def __init__(self, bare: torch.nn.Module, replicas: Sequence[Replica]) -> None:
+    def __init__(self, bare: torch.nn.Module, replicas: Sequence[Replica], own: bool) -> None:
         self._bare, self._replicas = bare, replicas
         self._named: dict[str, torch.Tensor] = dict(bare.named_parameters(remove_duplicate=False))
         self._extra: dict[str, torch.nn.Module] = {}
         for prefix, each in bare.named_modules(remove_duplicate=False):
             if type(each).set_extra_state is not torch.nn.Module.set_extra_state:
                 self._extra[f"{prefix}._extra_state".lstrip(".")] = each
-            self._named |= {f"{prefix}.{n}" if prefix else n: b for n, b in buffers_of_state(each).items()}
+            buffers = each._buffers if own else buffers_of_state(each)
+            self._named |= {f"{prefix}.{n}" if prefix else n: b for n, b in buffers.items() if b is not None}
         self._places = {id(p): (r, i) for r in replicas for i, p in enumerate(r.table.module_parameters)}
         self._done: dict[int, str] = {}
+
+    def has(self, name: str) -> bool:
+        return name in self._named
 
     def check(self) -> None:
         """Raise NotImplementedError for a module whose slices cannot be filled, Error if its values would not last."""

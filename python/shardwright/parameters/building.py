@@ -23,8 +23,9 @@ import torch
 
 from .._engine import Error, HostComm, crc32c
 from ..comm.agreement import gather_answers
+from ..comm.model_ranks import ModelRanks
 from ..comm.process_group import HostGroup, host_group, resolve_group
-from ..formats.stored import Stored, waits
+from ..formats.stored import Stored, check_of_hosts, waits
 from ..layout.memory import bytes_of, is_resident
 from ..layout.param_groups import UnitPlan
 from ..layout.param_table import ParameterTable
@@ -57,13 +58,14 @@ def begin_building(module: torch.nn.Module, options: Options, values: Values) ->
     An error leaves the module as it was. The caller calls undo() or keep().
     """
     init, weights = values.init, values.weights
-    tensors = [*module.parameters(), *module.buffers()]
-    is_stored = any(isinstance(each, Stored) for each in tensors)
-    if init is None and weights is None and not is_stored:
+    stored = sum(isinstance(each, Stored) for each in (*module.parameters(), *module.buffers()))
+    if init is None and weights is None and not stored:
         return None
     group = host_group(
         resolve_group(options.process_group, options.device_mesh, trains=True), options.timeout_s, options.warn_after_s
     )
+    if stored:  # ranks without such tensors come to the same agreement first
+        ModelRanks.beside((), group, stored)
     label, made = type(module).__name__, list[Building]()
     in_units = options.zero == 3 and options.share_parameters is False
 
@@ -95,6 +97,7 @@ def check_buildable(
     """Raise Error for a module of which some parameters have no values and would get none, or that cannot be built otherwise."""
     unmanaged = {id(each) if isinstance(each, torch.Tensor) else each for each in options.ignored_params}
     named = [(n, p) for n, p in module.named_parameters() if id(p) not in unmanaged and n not in unmanaged]
+    check_of_hosts([*module.named_parameters(), *module.named_buffers()], "wrap")
     meta = next((name for name, p in named if p.is_meta), None)
     real = next((name for name, p in named if not waits(p)), None)
     is_stored = any(isinstance(each, Stored) for each in (*module.parameters(), *module.buffers()))

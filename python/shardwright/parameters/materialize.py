@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .._engine import Error
-from ..formats.stored import Stored, waits
+from ..formats.stored import Stored, check_of_hosts, waits
 from ..torch_compat.internals import (
     TorchDispatchMode,
     buffers_of_state,
@@ -76,6 +76,7 @@ def materialize(module: torch.nn.Module, *, init: Callable[[torch.nn.Module], ob
     >>> sw.materialize(model).weight.device
     device(type='cpu')
     """
+    check_of_hosts([*module.named_parameters(), *module.named_buffers()], "materialize")
     calls = initialisers(module, init, "materialize")
     made, stored = dict[int, torch.Tensor](), dict[int, Stored]()
     before = places_of(module)
@@ -215,7 +216,7 @@ def places_of(module: torch.nn.Module) -> list[tuple[dict[str, Any], dict[str, A
 def place(tensor: torch.Tensor) -> int:
     """Return the address of a tensor's storage, or 0 for one without."""
     try:
-        return tensor.untyped_storage().data_ptr()
+        return 0 if isinstance(tensor, Stored) else tensor.untyped_storage().data_ptr()
     except (RuntimeError, ValueError):  # sparse, lazy, or a wrapper of others
         return 0
 

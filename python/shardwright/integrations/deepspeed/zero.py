@@ -10,7 +10,7 @@ import torch
 
 from ...parallel.replica import live_replicas
 from ...wrapping import full_parameters
-from ..meta_loading import meta_loading
+from ..meta_loading import automatic_loading
 
 __all__ = ["GatheredParameters", "Init"]
 
@@ -52,7 +52,7 @@ class Init(contextlib.ContextDecorator):
         self._entered: list[contextlib.AbstractContextManager[None]] = []
 
     def __enter__(self) -> Init:
-        self._entered.append(meta_loading() if self._enabled else contextlib.nullcontext())
+        self._entered.append(automatic_loading() if self._enabled else contextlib.nullcontext())
         self._entered[-1].__enter__()
         return self
 
