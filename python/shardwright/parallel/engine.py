@@ -173,8 +173,8 @@ class Engine:
 
     def _reset(self) -> None:
         self.made: list[Replica] = []
-        self._taken: list[Engine] = []
-        self._building: Building | None = None
+        self._taken = list[Engine]()
+        self._building = None
         # held here, since hooks of the parameters refer to the replicas and would keep the module alive
         self._drift: list[DriftCheck] = []
         self._retire: Any = None
