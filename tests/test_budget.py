@@ -20,7 +20,7 @@ LINES = {
     "shardwright/layout": 1_241,
     "shardwright/optim": 3_423,
     "shardwright/options": 885,
-    "shardwright/parallel": 5_947,
+    "shardwright/parallel": 5_948,
     "shardwright/parameters": 3_750,
     "shardwright/torch_compat": 1_364,
     "shardwright_tools": 302,

@@ -109,11 +109,13 @@ class Mark:
         if not self.places():
             self.engine = None
             options = {**self.options, "groups": self.options.get("groups") or _groups(module, self.options)}
-            _set_divisors(module, options)
+            divisors = _divisors(module, options)
             stage = {"zero": 3, "share_parameters": False, "precision": _policies(module)}
             values = Values(options.pop("init"), options.pop("weights"))
             self.engine = Engine(module, Options.from_keywords({**options, **stage}), values=values)
             self.engine.keep()
+            for mark, divides_by, parameters in divisors:  # hooks and weak references: parameters have their memory now
+                mark.set_divisor(divides_by, parameters)
             guard_from_wrappers(self.engine, module)
 
 
@@ -164,8 +166,8 @@ def _policies(module: torch.nn.Module) -> dict[str, Any] | None:
     return {name: mark.precision for name, mark in marks.items() if mark is not None and mark.precision} or None
 
 
-def _set_divisors(module: torch.nn.Module, options: dict[str, Any]) -> None:
-    """Choose the engine's divisor of gradients, and scale those of units for which the program set another one.
+def _divisors(module: torch.nn.Module, options: dict[str, Any]) -> list[tuple[Mark, int, list[torch.Tensor]]]:
+    """Choose the engine's divisor of gradients, and return it for each mark with its parameters.
 
     If all units have one divisor that is not the number of ranks, the engine sums, so that no rounding is added.
     """
@@ -176,8 +178,7 @@ def _set_divisors(module: torch.nn.Module, options: dict[str, Any]) -> None:
     factors = {mark.divide_factor for mark, _ in units}
     if "reduce" not in options and len(factors) == 1 and factors.isdisjoint((None, ranks)):
         options["reduce"] = "sum"
-    for mark, parameters in units:
-        mark.set_divisor(1 if options.get("reduce") == "sum" else ranks, parameters)
+    return [(mark, 1 if options.get("reduce") == "sum" else ranks, parameters) for mark, parameters in units]
 
 
 def _own_parameters(module: torch.nn.Module, ignored: Collection[int]) -> list[tuple[Mark, list[torch.Tensor]]]:
