@@ -30,6 +30,7 @@ from ..torch_compat.internals import (
     tree_leaves,
     tree_map,
     without_memory_of,
+    without_torch_function,
     written_by,
 )
 from .lazy import Lazy
@@ -227,7 +228,7 @@ class StoredOnDemand(Stored):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         global _tries
         kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_torch_function():
             held = [each for each in tree_leaves((args, kwargs)) if isinstance(each, StoredOnDemand)]
             for each in filter(_is_stale, held):
                 _fill(each, "")
@@ -289,7 +290,7 @@ def _fill(tensor: Any, operation: str) -> bool:
             "of shape %s whole now, and others alike as they are needed. Do it after the model is wrapped to save memory",
             *(operation, tuple(tensor.shape)),
         )
-    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+    with without_torch_function(), torch.no_grad():
         if tensor.made_of is not None and not _fill(tensor.made_of[0], operation):
             return False
         memory, trains = _values(tensor), tensor.requires_grad

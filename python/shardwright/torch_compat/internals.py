@@ -48,6 +48,7 @@ __all__ = [
     "tree_map",
     "unflatten",
     "without_memory_of",
+    "without_torch_function",
     "written_by",
 ]
 
@@ -55,6 +56,8 @@ _Tensor = TypeVar("_Tensor", bound=torch.Tensor)
 
 #: the `__torch_function__` of a class whose operations reach `__torch_dispatch__` only
 no_torch_function: Any = torch._C._disabled_torch_function_impl
+#: a context in which subclasses' `__torch_function__` is not called
+without_torch_function: Any = torch._C.DisableTorchFunctionSubclass
 #: the class in C with the attributes of every tensor
 TensorBase: Any = torch._C.TensorBase
 
