@@ -21,7 +21,7 @@ LINES = {
     "shardwright/optim": 3_423,
     "shardwright/options": 885,
     "shardwright/parallel": 6_005,
-    "shardwright/parameters": 3_750,
+    "shardwright/parameters": 3_756,
     "shardwright/torch_compat": 1_401,
     "shardwright_tools": 302,
     "shardwright_tools/cli": 1_528,

@@ -302,7 +302,9 @@ class UnitMemory(ReleasedParameters):
         """
         for index, parameter in self._kept:
             if everything or self.is_stepped(index):
-                flat = self._as_made(index, parameter)
+                flat = memory_order(parameter.data, parameter.data)
+                if (flat.dtype, flat.numel()) != self._kinds[index]:
+                    flat = self._as_made(index, parameter)
                 self._store.write(index, flat.data_ptr(), "own")
 
     def publish(self, *, sliced: bool = True, failed: bool | None = None, everything: bool = False) -> list[int] | None:
@@ -318,8 +320,12 @@ class UnitMemory(ReleasedParameters):
         outcomes = self._store.publish(failed, foreign=not sliced, all=everything)
         for index, parameter in self._kept:
             if everything or self.is_stepped(index):
-                make_dense(parameter)
-                self._read(index, memory_order(parameter.data, parameter.data))
+                flat = memory_order(parameter.data, parameter.data)
+                address = flat.data_ptr()
+                if (flat.dtype, flat.numel()) == self._kinds[index] and address == parameter.data_ptr():
+                    self._store.read(index, address)
+                else:
+                    self.read_slices([index])
         self.schedule.gather_pinned()
         return outcomes
 
