@@ -714,8 +714,8 @@ int main(void)
     }
     for (int i = 0; i < 2 && !IS_SLOW; ++i) {
         exchange_refusal = i ? 0 : EINVAL;
-        for (int at = is_long ? 1 : 3 + 8 * i; cut_power_after_dead(at, is_long ? 4 : 2);
-             at += is_long ? 1 : 16)
+        for (int at = is_long ? 1 : 3 + i; cut_power_after_dead(at, is_long ? 4 : 2);
+             at += is_long ? 1 : 7)
             ;
     }
     exchange_refusal = 0;

@@ -29,8 +29,7 @@ enum {
     STEPS = 4,
     LONE_STEP = 3,
     NUMEL_MAX = 384,
-    SEEDS = 2, /* that hold each kind of step */
-    SEEDS_LONG = 5,
+    SEEDS = 5,
     FAILURE = 999,
     PARAMS = 7,
     PLACES = 2
@@ -694,9 +693,8 @@ int main(int argc, char **argv)
 {
     if (!gpu_ranks_init(argc, argv))
         return check_result();
-    uint64_t seeds = getenv("SW_TEST_LONG") ? SEEDS_LONG : SEEDS;
-    check_trainings(1, seeds);
-    check_trainings(3, seeds);
+    check_trainings(1, SEEDS);
+    check_trainings(3, SEEDS);
     check_early_ends();
     for (int stage = 0; stage <= 2; ++stage)
         check_failing_calls(stage, stage != 1 ? DETERMINISTIC : NCCLS_MEAN);

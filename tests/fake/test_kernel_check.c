@@ -10,7 +10,7 @@
 #include "kernel_cases.h"
 #include "kernel_check.h"
 
-enum { CASES = 1 };
+enum { CASES = 3 };
 static const int64_t TIMEOUT_NS = 2000000000;
 
 static void compare(gpu_rank *self, sw_kernel kernel, bool strict)

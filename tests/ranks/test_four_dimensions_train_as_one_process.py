@@ -110,7 +110,7 @@ def test_at_every_stage(rank, world_size, fourth):
     over = mesh[data_ranks, fourth]._flatten("all_data")
     expected, expected_norms = oracle(2 if has_experts else 1, has_experts)
     folder, first = Path(os.environ["SW_TEST_FOLDER"]), None
-    for stage in STAGES if has_experts or LONG else STAGES[-1:]:
+    for stage in STAGES:
         options = {"zero": 3, "share_parameters": False} if stage == "private" else {"zero": stage}
         if has_experts:
             options["groups"] = {"*.moe.experts": mesh["dp_mod_ep"]}
