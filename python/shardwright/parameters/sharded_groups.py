@@ -278,8 +278,7 @@ class UnitMemory(ReleasedParameters):
         self._store.write(index, self._as_made(index, flat).data_ptr(), "all")
 
     def pieces(self, index: int) -> list[tuple[int, int, torch.Tensor]]:
-        low, high, memory = self._store.piece(index)
-        return [(low, high, engine_tensor(memory))]
+        return [(low, high, engine_tensor(memory)) for low, high, memory in self._store.pieces(index)]
 
     @contextlib.contextmanager
     def filling(self) -> Iterator[None]:
