@@ -56,12 +56,7 @@ static int place_gradient(reducer_object *self, size_t index, PyObject *grad, bo
         PyObject_CallFunction(self->copy, "nOO", (Py_ssize_t)index, grad, add ? Py_True : Py_False);
     if (!copy || copy == Py_None)
         return copy ? 0 : -1;
-    written = sw_py_gradient_write(self, index, like, copy, add); /* by rows, in pieces */
-    return written < 1 ? written
-                       : (PyErr_SetString(
-                              PyExc_TypeError,
-                              "a copy of a gradient must have its parameter's strides and dtype"),
-                          -1);
+    return sw_py_gradient_write_plain(self, index, copy, add); /* by rows, in pieces */
 }
 
 static int flag_of(PyObject *view, const char *name)
