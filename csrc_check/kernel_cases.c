@@ -89,14 +89,15 @@ static void make_pack_of_bytes(sw_case_maker *maker, sw_pack_args *args, size_t 
 }
 
 /* Three pieces or more that are apart at one end: of a byte; off boundaries, the last one full; the
- * last one shorter; on boundaries, of several tiles where the arena is large. */
+ * last one shorter; on boundaries, of several tiles where the arena is large. Then zeros, in
+ * pieces and in one range. */
 static void make_pack_of_pieces(sw_case_maker *maker, sw_pack_args *args, size_t numel,
                                 bool is_gathered)
 {
     static const size_t off[][2] = {{0, 1}, {1, 3}, {2, 4}, {0, 0}};
     const size_t bytes[] = {1, numel / 3 + 1, numel + 2, (numel / 16 + 1) * 128};
     const size_t count[] = {7, 3, 3, 3}, gap[] = {0, 5, 2, 128};
-    args->segment_count = 4;
+    args->segment_count = 6;
     for (size_t s = 0; s < 4; ++s) {
         sw_pack_segment *made = &args->segment[s];
         *made = (sw_pack_segment){.to = sw_case_region(maker, 2 * s, off[s][0]),
@@ -109,6 +110,14 @@ static void make_pack_of_pieces(sw_case_maker *maker, sw_pack_args *args, size_t
         sw_case_fill(maker, sw_case_region(maker, 8 + 2 * s, 0), maker->region_bytes / 2,
                      SW_DTYPE_FLOAT32, false);
     }
+    args->segment[4] = args->segment[2];
+    args->segment[4].to = sw_case_region(maker, 1, 0);
+    args->segment[4].from = NULL;
+    args->segment[5] = args->segment[3];
+    args->segment[5].to = sw_case_region(maker, 5, 16);
+    args->segment[5].from = NULL;
+    args->segment[5].piece_count = 0;
+    args->segment[5].size_bytes /= 3;
     maker->made->label = is_gathered ? "pieces gathered" : "pieces scattered";
 }
 
@@ -123,7 +132,6 @@ static void make_pack_that_converts(sw_case_maker *maker, sw_pack_args *args, si
     args->to_dtype = (int)to;
     args->from_dtype = (int)from;
     args->scale = 1.0f / 3;
-    args->segment_count = 3;
     if (form != BY_SCALE)
         args->factor = memcpy(sw_case_region(maker, 15, 4), &factor, sizeof factor);
     for (size_t s = 0; s < 3; ++s) {
@@ -146,6 +154,10 @@ static void make_pack_that_converts(sw_case_maker *maker, sw_pack_args *args, si
             last->from_pitch = last->to_pitch;
         }
     }
+    args->segment[3] = args->segment[2];
+    args->segment[3].to = sw_case_region(maker, 4, 8);
+    args->segment[3].from = NULL;
+    args->segment_count = form == BY_SCALE ? 4 : 3;
     maker->made->label = sw_dtype_name(to);
 }
 

@@ -55,8 +55,8 @@ typedef struct sw_cast_args {
 } sw_cast_args;
 
 typedef struct sw_pack_segment {
-    void *to; /* with `converts` it may be `from` if the dtypes are equal */
-    const void *from;
+    void *to;           /* with `converts` it may be `from` if the dtypes are equal */
+    const void *from;   /* NULL: zeros */
     sw_u64 size_bytes;  /* size of `from`, without gaps between pieces */
     sw_u64 piece_count; /* 0: one range. Else it is piece_count pieces of piece_bytes, the last one
                          * perhaps shorter; piece k lies k * from_pitch after `from`, and is

@@ -147,7 +147,7 @@ static sw_pack_segment pack_piece(const sw_pack_segment *s, sw_u64 k)
         return *s;
     sw_u64 left = s->size_bytes - k * s->piece_bytes;
     return (sw_pack_segment){.to = (char *)s->to + k * s->to_pitch,
-                             .from = (const char *)s->from + k * s->from_pitch,
+                             .from = s->from ? (const char *)s->from + k * s->from_pitch : NULL,
                              .size_bytes = left < s->piece_bytes ? left : s->piece_bytes};
 }
 
@@ -170,7 +170,7 @@ static void pack_accesses(const void *args, sw_access_fn *report, void *context)
             size_t bytes = (size_t)piece.size_bytes;
             size_t written =
                 a->converts ? array_bytes(segment_numel(a, &piece), a->to_dtype) : bytes;
-            report(context, piece.from, bytes, SW_ACCESS_READ);
+            report(context, piece.from, piece.from ? bytes : 0, SW_ACCESS_READ);
             report(context, piece.to, written, SW_ACCESS_WRITE);
         }
     if (a->verdict)
@@ -188,7 +188,11 @@ static void pack_reference(const void *args)
     for (int i = 0; i < a->segment_count; ++i)
         for (sw_u64 k = 0; k < pack_pieces(&a->segment[i]); ++k) {
             const sw_pack_segment s = pack_piece(&a->segment[i], k);
-            if (!a->converts && s.size_bytes > 0)
+            if (!s.from)
+                memset(s.to, 0,
+                       a->converts ? array_bytes(segment_numel(a, &s), a->to_dtype)
+                                   : (size_t)s.size_bytes);
+            else if (!a->converts && s.size_bytes > 0)
                 memcpy(s.to, s.from, (size_t)s.size_bytes);
             else if (a->converts && !(a->factor && scale == 1.0f && s.to == s.from))
                 cast_elements(s.to, a->to_dtype, s.from, a->from_dtype,

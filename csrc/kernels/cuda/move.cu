@@ -145,7 +145,8 @@ SW_INLINE sw_pack_segment sw_pack_range(const sw_pack_segment &segment, sw_u64 &
         const sw_u64 piece = tiles == 1 ? tile : tile / tiles;
         tile -= piece * tiles;
         range.to = (char *)segment.to + piece * segment.to_pitch;
-        range.from = (const char *)segment.from + piece * segment.from_pitch;
+        if (segment.from)
+            range.from = (const char *)segment.from + piece * segment.from_pitch;
         range.size_bytes =
             sw_low(segment.size_bytes - piece * segment.piece_bytes, segment.piece_bytes);
         if (tile * SW_MOVE_TILE_BYTES >= range.size_bytes) /* the last piece has fewer */
@@ -180,8 +181,24 @@ template <class UNIT> SW_INLINE void sw_pack_units(char *to, const char *from, u
     }
 }
 
+/* Zeros in place of the elements of a tile. */
+SW_RARELY void sw_pack_zeros(const sw_pack_segment &segment, sw_u64 tile, unsigned to_bytes,
+                             unsigned from_bytes)
+{
+    const sw_u64 most = SW_MOVE_TILE_BYTES / from_bytes * to_bytes, start = tile * most;
+    const sw_u64 bytes = sw_low(segment.size_bytes / from_bytes * to_bytes - start, most);
+    char *to = (char *)segment.to + start;
+    const sw_u64 lanes = (sw_u64)to % 16 == 0 ? bytes / 16 : 0;
+    for (sw_u64 i = threadIdx.x; i < lanes; i += blockDim.x)
+        ((sw_lane16 *)to)[i] = {};
+    for (sw_u64 i = 16 * lanes + threadIdx.x; i < bytes; i += blockDim.x)
+        to[i] = 0;
+}
+
 SW_INLINE void sw_pack_tile(const sw_pack_segment &segment, sw_u64 tile)
 {
+    if (!segment.from)
+        return sw_pack_zeros(segment, tile, 1, 1);
     const sw_u64 start = tile * SW_MOVE_TILE_BYTES;
     const unsigned bytes = (unsigned)sw_low(segment.size_bytes - start, SW_MOVE_TILE_BYTES);
     char *to = (char *)segment.to + start;
@@ -203,6 +220,9 @@ SW_INLINE void sw_pack_converted(const sw_pack_args &a, const sw_pack_segment &s
     const float scale = a.factor ? *(const float *)a.factor : a.scale;
     if (a.factor && scale == 1.0f && segment.to == segment.from)
         return;
+    if (!segment.from)
+        return sw_pack_zeros(segment, tile, sw_small_bytes(a.to_dtype),
+                             sw_small_bytes(a.from_dtype));
     sw_cast_tile(segment.to, segment.from, segment.size_bytes / sw_small_bytes(a.from_dtype), scale,
                  a.to_dtype, a.from_dtype, tile);
 }
