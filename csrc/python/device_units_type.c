@@ -480,6 +480,7 @@ static PyObject *units_release(PyObject *op, PyObject *args)
                       (check) && enter(self, &stream), call,                                 \
                       sw_py_device_finish(self->owner.comm, status, &err))
 
+UNITS_METHOD(follow, "", true, sw_device_units_follow(self->owner.made, stream, &err))
 UNITS_METHOD(update, "", true, sw_device_units_update(self->owner.made, stream, &err))
 UNITS_METHOD(gather_anew, "", true, sw_device_units_gather_anew(self->owner.made, stream, &err))
 
@@ -695,7 +696,8 @@ static PyMethodDef units_methods[] = {
                "parameters of those units."),
     SW_PY_NONE(units, coming, "Return the units that are under way."),
     SW_PY_NONE(units, drop_ahead, "Release the units that are under way."),
-    SW_PY_ARGS(units, update, "/", "Order gathers after the stream's writes to slices."),
+    SW_PY_ARGS(units, follow, "/", "Order gathers after the stream's writes to slices."),
+    SW_PY_ARGS(units, update, "/", "Do that, while all units are sharded."),
     SW_PY_ARGS(units, gather_anew, "/", "Gather all units after the stream's writes."),
     SW_PY_ARGS(units, state, "unit, /", "Return 'sharded', 'gathering' or 'unsharded'."),
     SW_PY_ARGS(units, is_whole, "unit, /", "Return True if the unit is unsharded."),

@@ -432,13 +432,18 @@ sw_status sw_device_unit_make_whole(sw_device_units *u, size_t index, sw_stream 
     return sw_device_unit_take(u, index, user, err);
 }
 
+sw_status sw_device_units_follow(sw_device_units *u, sw_stream *user, sw_error *err)
+{
+    return sw_device_comm_follow(u->comm, u->comm->stream, user, err);
+}
+
 sw_status sw_device_units_update(sw_device_units *u, sw_stream *user, sw_error *err)
 {
     for (size_t i = 0; i < u->count; ++i)
         if (u->unit[i].state != SW_SHARD_SHARDED)
             SW_FAIL(err, SW_E_STATE, "unit '%s' is %s while its slices are written",
                     u->unit[i].name, sw_shard_state_name(u->unit[i].state));
-    return sw_device_comm_follow(u->comm, u->comm->stream, user, err);
+    return sw_device_units_follow(u, user, err);
 }
 
 sw_status sw_device_units_gather_anew(sw_device_units *u, sw_stream *user, sw_error *err)

@@ -134,8 +134,10 @@ SW_MUST_USE sw_status sw_device_unit_release(sw_device_units *units, size_t unit
 SW_MUST_USE sw_status sw_device_unit_gather_apart(sw_device_units *units, size_t unit, void *data,
                                                   sw_stream *user, sw_error *err);
 
-/* Order later gathers after the writes to slices or places that `user` has enqueued. SW_E_STATE
- * names a unit that is not SHARDED, since it would be out of date. */
+/* Order later gathers after the writes to slices or places that `user` has enqueued. */
+SW_MUST_USE sw_status sw_device_units_follow(sw_device_units *units, sw_stream *user,
+                                             sw_error *err);
+/* The same; SW_E_STATE names a unit that is not SHARDED, since it would be out of date. */
 SW_MUST_USE sw_status sw_device_units_update(sw_device_units *units, sw_stream *user,
                                              sw_error *err);
 

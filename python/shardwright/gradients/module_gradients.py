@@ -294,8 +294,12 @@ class ModuleGradients:
             kept.data = kept.detach().clone(memory_format=torch.preserve_format)
         self.views[index] = self._make_view(index)
 
-    def write_contribution(self, index: int, gradient: torch.Tensor, add: bool) -> None:
-        """Write a gradient that the engine cannot read (other strides, sparse), at zero >= 2."""
+    def write_contribution(self, index: int, gradient: torch.Tensor, add: bool) -> torch.Tensor | None:
+        """Write a gradient that the engine cannot read (other strides, sparse), at zero >= 2. By rows return what to write."""
+        if self._rows:
+            whole = torch.empty_like(self._storage.like(index), requires_grad=False)
+            self.copy(whole, gradient)
+            return whole
         memory = gradient_view(self._storage.like(index), self._reducer, index)
         if add:
             whole = torch.empty_like(memory)
@@ -303,6 +307,7 @@ class ModuleGradients:
             memory.add_(whole)
         else:
             self.copy(memory, gradient)
+        return None
 
     def drop(self) -> None:
         """Set every sliced `.grad` to None."""
