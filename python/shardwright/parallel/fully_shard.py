@@ -37,7 +37,7 @@ from ..options.precision import Precision
 from ..parameters.building import Values
 from ..parameters.gathered_unit import Unit
 from ..parameters.rows import find_rows
-from ..parameters.sharded_parameter import ShardedParameter
+from ..parameters.sharded_parameter import ShardedParameter, shared_memory
 from ..parameters.unshard_schedule import UnitSchedule
 from ..torch_compat.dtensor import flattened, is_dtensor, mesh_of_group
 from ..torch_compat.foreign_wrappers import guard_from_wrappers
@@ -155,8 +155,10 @@ class Mark:
                 f"parameters {waiting[:4]} are on the meta device: give the module memory (to_empty) and values before its first run, or "
                 "pass init= or weights= to sw.fully_shard"
             )
+        shared = shared_memory(rows)
         for each in rows:
-            each.make_whole()
+            each.make_whole(shared)
+        del shared
         try:
             engine = self._make(module, rows, ignored)
         except BaseException:
