@@ -43,8 +43,8 @@ static int take_written(reducer_object *self, size_t index, PyObject *result, bo
         return made ? 0 : -1;
     int written = sw_py_gradient_write(self, index, made, made, add);
     if (written == 1)
-        PyErr_Format(PyExc_ValueError, "the contribution of parameter %zu must be a plain tensor",
-                     index);
+        PyErr_SetString(PyExc_TypeError,
+                        "a copy of a gradient must have its parameter's strides and dtype");
     return written == 0 ? 0 : -1;
 }
 

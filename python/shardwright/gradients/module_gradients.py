@@ -295,11 +295,15 @@ class ModuleGradients:
         self.views[index] = self._make_view(index)
 
     def write_contribution(self, index: int, gradient: torch.Tensor, add: bool) -> torch.Tensor | None:
-        """Write a gradient that the engine cannot read (other strides, sparse), at zero >= 2. By rows return what to write."""
+        """Write a gradient that the engine cannot read (other strides, sparse), at zero >= 2.
+
+        By rows it has no one range of memory: return one that the engine can read.
+        """
         if self._rows:
-            whole = torch.empty_like(self._storage.like(index), requires_grad=False)
-            self.copy(whole, gradient)
-            return whole
+            like = self._storage.like(index)
+            readable = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+            self.copy(readable, gradient)
+            return readable
         memory = gradient_view(self._storage.like(index), self._reducer, index)
         if add:
             whole = torch.empty_like(memory)

@@ -52,7 +52,7 @@ class Mark:
     `is_list`: fully_shard got several modules, which form one unit and share this mark. `engine`: of an outermost module.
     `ahead`: for each phase the units to gather ahead, if the program names them. `divide_factor`: the divisor of gradients
     that the program sets; `divides_by`: the engine's. `placement`: FSDP2's shard_placement_fn. `rows`: the unit's
-    parameters. `outer`: the outermost module that fully_shard was called on around it, if it takes part there.
+    parameters, cut over `mesh`. `outer`: the outermost module that fully_shard was called on around it, if it takes part there.
     """
 
     reshard_after_forward: bool
@@ -68,6 +68,7 @@ class Mark:
     placement: Callable[[torch.nn.Parameter], Any] | None = None
     _units: list[tuple[weakref.ref[UnitSchedule], int]] = dataclasses.field(default_factory=list)
     rows: list[ShardedParameter] = dataclasses.field(default_factory=list)
+    mesh: Any = None
     outer: Callable[[], FSDPModule | None] = lambda: None
     _owner: Callable[[], Engine | None] = lambda: None
 
@@ -172,6 +173,7 @@ class Mark:
         """Make the engine with `module` as outermost, whose whole parameters stand in their slots."""
         resolve_group(self.options.get("process_group"), self.options.get("device_mesh"), trains=True)
         options = {**self.options, "groups": self.options.get("groups") or _groups(module, self.options, ignored)}
+        self._check_meshes(module, rows)
         divides_by = _choose_divisor(module, options, ignored)
         stage = {"zero": 3, "share_parameters": False, "precision": _policies(module)}
         values = Values(options.pop("init"), options.pop("weights"), rows=rows)
@@ -182,6 +184,20 @@ class Mark:
         guard_from_wrappers(engine, module)
         engine.show_rows()
         return engine
+
+
+    def _check_meshes(self, module: torch.nn.Module, rows: Collection[ShardedParameter]) -> None:
+        """Raise ValueError if an inner call without a mesh has cut over other ranks than this one."""
+        mine = set(map(id, rows))
+        for name, each in module.named_modules():
+            mark = mark_of(each)
+            if mark is None or mark.options["device_mesh"] is not None or not any(id(r) in mine for r in mark.rows):
+                continue
+            if mark.mesh.mesh.tolist() != self.mesh.mesh.tolist():
+                raise ValueError(
+                    f"sw.fully_shard of the inner module {name!r} got no mesh, and cut its parameters over {mark.mesh}; that of the outermost "
+                    f"module got {self.mesh}: pass mesh to both"
+                )
 
 
 def _waits(gradient: torch.Tensor | None) -> bool:
@@ -589,7 +605,7 @@ def fully_shard(
         }
         each.__class__ = type(f"FSDP{original.__name__}", (FSDPModule, original), body)
         register_face(each, _find_engine)
-    mark.rows = [ShardedParameter(*each) for each in found]
+    mark.rows, mark.mesh = [ShardedParameter(*each) for each in found], over
     for each in modules:
         for inner in each.modules():
             below = mark_of(inner)
