@@ -65,24 +65,32 @@ static uint8_t *host_result(const sw_reducer *reducer, size_t bucket_index)
                             (size_t)reducer->own_slice * slice_bytes;
 }
 
-static sw_status host_write(sw_reducer *reducer, void *to, const void *from, size_t numel,
-                            sw_dtype dtype, bool add, sw_error *err)
+static sw_status host_write(sw_reducer *reducer, const sw_bucket_pieces *to, const void *from,
+                            bool add, sw_error *err)
 {
-    const void *sources[] = {to, from};
     (void)reducer;
     (void)err;
-    if (add)
-        sw_kernels()->fold[dtype](&to, 1, sources, 2, numel, 1, SW_REDOP_SUM);
-    else
-        sw_copy_streaming(to, from, numel * sw_dtype_size_bytes(dtype));
+    for (size_t k = 0; k < sw_pieces_count(to); ++k) {
+        const sw_bucket_pieces piece = sw_pieces_at(to, k);
+        size_t element_bytes = sw_dtype_size_bytes(to->dtype);
+        void *data = piece.data;
+        const void *sources[] = {data, (const uint8_t *)from + k * to->chunk * element_bytes};
+        if (add)
+            sw_kernels()->fold[to->dtype](&data, 1, sources, 2, piece.numel, 1, SW_REDOP_SUM);
+        else
+            sw_copy_streaming(data, sources[1], piece.numel * element_bytes);
+    }
     return SW_OK;
 }
 
-static sw_status host_clear(sw_reducer *reducer, void *to, size_t size_bytes, sw_error *err)
+static sw_status host_clear(sw_reducer *reducer, const sw_bucket_pieces *to, sw_error *err)
 {
     (void)reducer;
     (void)err;
-    memset(to, 0, size_bytes);
+    for (size_t k = 0; k < sw_pieces_count(to); ++k) {
+        const sw_bucket_pieces piece = sw_pieces_at(to, k);
+        memset(piece.data, 0, piece.numel * sw_dtype_size_bytes(piece.dtype));
+    }
     return SW_OK;
 }
 

@@ -8,6 +8,7 @@
  * that rank's contribution before the fold (accumulated). */
 #include "reduce/reducer.h"
 
+#include "base/bytes.h"
 #include "reduce/reducer_state.h"
 
 enum { MARKS_PER_POLL = 8, DIGEST_PRIME = 0x01000193 /* FNV's */ };
@@ -67,6 +68,19 @@ uint8_t *sw_reducer_address(const sw_reducer *reducer, size_t param)
            place->begin * sw_dtype_size_bytes(dtype_of(reducer, param));
 }
 
+sw_bucket_pieces sw_bucket_pieces_of(const sw_reducer *reducer, size_t param)
+{
+    const sw_layout_pieces lie = sw_layout_pieces_of(&reducer->layout, param);
+    sw_dtype dtype = dtype_of(reducer, param);
+    return (sw_bucket_pieces){.data =
+                                  sw_reducer_slot(reducer, reducer->layout.place[param].bucket) +
+                                  lie.first * sw_dtype_size_bytes(dtype),
+                              .numel = lie.numel,
+                              .chunk = lie.chunk,
+                              .pitch = lie.pitch,
+                              .dtype = dtype};
+}
+
 uint8_t *sw_reducer_run(const sw_reducer *reducer, size_t param, size_t begin, size_t *numel)
 {
     sw_layout_run run = sw_layout_bucket_run(&reducer->layout, param, begin);
@@ -87,32 +101,26 @@ uint8_t *sw_reducer_result(const sw_reducer *reducer, size_t param, size_t *nume
 sw_status sw_reducer_write(sw_reducer *reducer, size_t param, const void *from, bool add,
                            sw_error *err)
 {
-    sw_dtype dtype = dtype_of(reducer, param);
-    size_t element_bytes = sw_dtype_size_bytes(dtype), numel;
+    const sw_bucket_pieces to = sw_bucket_pieces_of(reducer, param);
     reducer->params[param].written = 1;
-    for (size_t begin = 0; begin < reducer->layout.place[param].numel; begin += numel) {
-        uint8_t *to = sw_reducer_run(reducer, param, begin, &numel);
-        SW_TRY(reducer->ops->write(reducer, to, (const uint8_t *)from + begin * element_bytes,
-                                   numel, dtype, add, err));
-    }
-    return SW_OK;
+    return reducer->ops->write(reducer, &to, from, add, err);
 }
 
 sw_status sw_reducer_clear(sw_reducer *reducer, size_t param, sw_error *err)
 {
-    size_t element_bytes = sw_dtype_size_bytes(dtype_of(reducer, param)), numel;
+    const sw_bucket_pieces to = sw_bucket_pieces_of(reducer, param);
     reducer->params[param].written = 1;
-    for (size_t begin = 0; begin < reducer->layout.place[param].numel; begin += numel) {
-        uint8_t *at = sw_reducer_run(reducer, param, begin, &numel);
-        SW_TRY(reducer->ops->clear(reducer, at, numel * element_bytes, err));
-    }
-    return SW_OK;
+    return reducer->ops->clear(reducer, &to, err);
 }
 
 sw_status sw_reducer_clear_bucket(sw_reducer *reducer, size_t bucket_index, sw_error *err)
 {
-    return reducer->ops->clear(reducer, sw_reducer_slot(reducer, bucket_index),
-                               sw_bucket_bytes(reducer, bucket_index), err);
+    const sw_layout_bucket *shape = &reducer->layout.bucket[bucket_index];
+    const sw_bucket_pieces to = {.data = sw_reducer_slot(reducer, bucket_index),
+                                 .numel = shape->numel,
+                                 .chunk = sw_size_max(shape->numel, 1),
+                                 .dtype = shape->dtype};
+    return reducer->ops->clear(reducer, &to, err);
 }
 
 static sw_status seal(sw_reducer *reducer, bucket *b, sw_error *err)

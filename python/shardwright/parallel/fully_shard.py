@@ -36,7 +36,7 @@ from ..options.precision import Precision
 from ..parameters.building import Values
 from ..parameters.gathered_unit import Unit
 from ..parameters.rows import find_rows
-from ..parameters.sharded_parameter import ShardedParameter
+from ..parameters.sharded_parameter import ShardedParameter, shared_memory
 from ..parameters.unshard_schedule import UnitSchedule
 from ..torch_compat.dtensor import flattened, is_dtensor, mesh_of_group
 from ..torch_compat.autograd import graph_task_id
@@ -163,8 +163,10 @@ class Mark:
                 "FSDP parameters should be materialized from meta device before training, but the following were still on meta device: "
                 f"{names}: call to_empty(device=...) and give them values, or pass init= or weights= to sw.fully_shard"
             )
+        shared = shared_memory(rows)
         for each in rows:
-            each.make_whole()
+            each.make_whole(shared)
+        del shared
         try:
             engine = self._make(module, rows, ignored)
         except BaseException:
