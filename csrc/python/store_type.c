@@ -206,15 +206,26 @@ static PyObject *store_slice(PyObject *op, PyObject *args)
     return flat_capsule_of(op, &run);
 }
 
-static PyObject *store_piece(PyObject *op, PyObject *args)
+static PyObject *store_pieces(PyObject *op, PyObject *args)
 {
     const store_object *self = (store_object *)op;
     sw_py_arg a[1];
-    if (!sw_py_read("Store.piece index:n", args, NULL, a) || !check_index(self, a[0].n))
+    sw_store_run runs[SW_COMM_MAX_WORLD];
+    if (!sw_py_read("Store.pieces index:n", args, NULL, a) || !check_index(self, a[0].n))
         return NULL;
-    sw_store_run run = sw_store_piece(STORE, a[0].size);
-    PyObject *memory = flat_capsule_of(op, &run);
-    return memory ? Py_BuildValue("nnN", (Py_ssize_t)run.begin, (Py_ssize_t)run.end, memory) : NULL;
+    size_t count = sw_store_pieces(STORE, a[0].size, runs);
+    PyObject *made = PyList_New((Py_ssize_t)count);
+    for (size_t k = 0; made && k < count; ++k) {
+        PyObject *memory = flat_capsule_of(op, &runs[k]);
+        PyObject *item = memory ? Py_BuildValue("nnN", (Py_ssize_t)runs[k].begin,
+                                                (Py_ssize_t)runs[k].end, memory)
+                                : NULL;
+        if (!item)
+            Py_CLEAR(made);
+        else
+            PyList_SetItem(made, (Py_ssize_t)k, item);
+    }
+    return made;
 }
 
 static PyObject *store_words(PyObject *op, PyObject *Py_UNUSED(unused))
@@ -412,9 +423,9 @@ static PyMethodDef store_methods[] = {
     SW_PY_ARGS(store, whole, "index, shape, strides=None, narrow=False, /",
                "Return a DLPack capsule over all of a parameter, or over its cast; None without."),
     SW_PY_ARGS(store, slice, "index, /", "Return one over this rank's elements of a parameter."),
-    SW_PY_ARGS(
-        store, piece, "index, /",
-        "Return (begin, end, capsule) of the elements of which this rank writes new values."),
+    SW_PY_ARGS(store, pieces, "index, /",
+               "Return [(begin, end, capsule)] of the elements of which this rank writes new "
+               "values."),
     SW_PY_NONE(store, words, "Return a capsule over all buckets, as words of 4 bytes."),
     SW_PY_NONE(store, mapped, "Return [(address, nbytes)] of memory that other processes write."),
     SW_PY_ARGS(store, span, "index, /", "Return (first, count) of a parameter's words."),

@@ -228,17 +228,25 @@ static size_t own_slice(const sw_store *s)
     return (size_t)s->map.slice_of[s->map.rank];
 }
 
-sw_store_run sw_store_piece(const sw_store *s, size_t index)
+size_t sw_store_pieces(const sw_store *s, size_t index, sw_store_run *piece)
 {
     const sw_store_map *m = &s->map;
-    size_t numel = m->layout.place[index].numel, count = m->beside_count;
-    if (!sw_store_has_one_copy(m))
-        return sw_store_slice(s, index, own_slice(s), false);
-    sw_store_run run = {.begin = numel * m->place / count,
-                        .end = numel * (m->place + 1) / count,
-                        .dtype = sw_store_dtype(m, index, false)};
-    run.address = in_copy(s, index, false) + run.begin * sw_dtype_size_bytes(run.dtype);
-    return run;
+    size_t numel = m->layout.place[index].numel, count = m->beside_count, made = 0;
+    if (!sw_store_has_one_copy(m)) {
+        piece[0] = sw_store_slice(s, index, own_slice(s), false);
+        return 1;
+    }
+    if (sw_store_is_by_rows(m, index)) {
+        for (size_t slice = m->place; slice < m->slice_count; slice += count)
+            piece[made++] = sw_store_slice(s, index, slice, false);
+        return made;
+    }
+    piece[0] = (sw_store_run){.begin = numel * m->place / count,
+                              .end = numel * (m->place + 1) / count,
+                              .dtype = sw_store_dtype(m, index, false)};
+    piece[0].address =
+        in_copy(s, index, false) + piece[0].begin * sw_dtype_size_bytes(piece[0].dtype);
+    return 1;
 }
 
 static void copy_run(const sw_store_run *run, uint8_t *flat, const uint8_t *from)
@@ -298,6 +306,13 @@ static void cast(void *to, sw_dtype narrow, const void *from, sw_dtype wide, siz
     }
 }
 
+static void cast_slice(const sw_store *s, size_t i, size_t slice)
+{
+    sw_store_run to = sw_store_slice(s, i, slice, true);
+    sw_store_run from = sw_store_slice(s, i, slice, false);
+    cast(to.address, s->map.narrow[i], from.address, from.dtype, from.end - from.begin);
+}
+
 /* Refresh every `count`-th cast from the `first`, whole in the host's copy or this rank's slices:
  * those of parameters that train, or all. */
 static void cast_some(const sw_store *s, size_t first, size_t count, bool all)
@@ -308,15 +323,14 @@ static void cast_some(const sw_store *s, size_t first, size_t count, bool all)
         if (!sw_store_is_narrowed(m, i) || number++ % count != first ||
             !(all || sw_store_is_stepped(m, i)))
             continue;
-        sw_dtype wide = sw_store_dtype(m, i, false);
-        if (m->has_whole) {
-            cast(in_copy(s, i, true), m->narrow[i], in_copy(s, i, false), wide,
-                 m->layout.place[i].numel);
-            continue;
-        }
-        sw_store_run to = sw_store_slice(s, i, own_slice(s), true);
-        sw_store_run from = sw_store_slice(s, i, own_slice(s), false);
-        cast(to.address, m->narrow[i], from.address, wide, from.end - from.begin);
+        if (!m->has_whole)
+            cast_slice(s, i, own_slice(s));
+        else if (sw_store_is_by_rows(m, i))
+            for (size_t slice = 0; slice < m->slice_count; ++slice)
+                cast_slice(s, i, slice);
+        else
+            cast(in_copy(s, i, true), m->narrow[i], in_copy(s, i, false),
+                 sw_store_dtype(m, i, false), m->layout.place[i].numel);
     }
 }
 

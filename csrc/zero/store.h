@@ -58,8 +58,9 @@ sw_store_run sw_store_whole(const sw_store *store, size_t index, bool narrow);
 /* Where the elements of a slice lie, of this rank's replica. */
 sw_store_run sw_store_slice(const sw_store *store, size_t index, size_t slice, bool narrow);
 /* The elements of which this rank writes new values (a load): its own slice, or its part of the
- * host's copy, which the host's ranks divide. */
-sw_store_run sw_store_piece(const sw_store *store, size_t index);
+ * host's copy, which the host's ranks divide, by rows in slices. Returns the number of pieces, at
+ * most one a slice. */
+size_t sw_store_pieces(const sw_store *store, size_t index, sw_store_run *piece);
 
 typedef enum sw_store_share {
     SW_STORE_OWN,  /* this rank's slice */

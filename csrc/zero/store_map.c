@@ -95,9 +95,10 @@ static sw_status init_casts(sw_store_map *m, const sw_store_options *options, sw
     if (options->coded && m->has_whole)
         SW_FAIL(err, SW_E_INVALID, "%s: records need the form 'units' on one host", options->label);
     for (size_t b = 0; b < m->layout.bucket_count; ++b)
-        if (m->layout.bucket[b].by_rows)
-            SW_FAIL(err, SW_E_INVALID, "%s: bucket %zu is cut by rows, which no form has yet",
-                    options->label, b);
+        if (m->layout.bucket[b].by_rows && m->form != SW_STORE_UNITS)
+            SW_FAIL(err, SW_E_INVALID,
+                    "%s: bucket %zu is cut by rows, which needs the form 'units'", options->label,
+                    b);
     for (size_t u = 0; u < options->unit_count; ++u)
         for (size_t k = 0; k < options->units[u].count; ++k) {
             size_t i = options->units[u].members[k];
@@ -201,6 +202,11 @@ bool sw_store_is_home(const sw_store_map *m)
 bool sw_store_has_one_copy(const sw_store_map *m)
 {
     return m->has_whole && m->form != SW_STORE_PRIVATE;
+}
+
+bool sw_store_is_by_rows(const sw_store_map *m, size_t index)
+{
+    return m->layout.bucket[m->layout.place[index].bucket].by_rows;
 }
 
 bool sw_store_is_stepped(const sw_store_map *m, size_t index)

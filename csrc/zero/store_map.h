@@ -59,6 +59,8 @@ void sw_store_map_fini(sw_store_map *map);
 bool sw_store_is_home(const sw_store_map *map);
 /* Return true if ranks share whole buckets. */
 bool sw_store_has_one_copy(const sw_store_map *map);
+/* Return true for a parameter that is whole in units alone: each slice has a chunk of its rows. */
+bool sw_store_is_by_rows(const sw_store_map *map, size_t index);
 bool sw_store_is_stepped(const sw_store_map *map, size_t index);
 bool sw_store_is_narrowed(const sw_store_map *map, size_t index);
 /* The dtype of a parameter, or of its cast if it has one. */
@@ -75,7 +77,7 @@ typedef struct sw_store_source {
 } sw_store_source;
 sw_store_source sw_store_source_of(const sw_store_map *map, size_t index, size_t slice,
                                    bool narrow);
-/* Where the whole parameter begins in the one copy of its bucket. */
+/* Where the whole parameter begins in the one copy of its bucket; not by rows. */
 size_t sw_store_copy_bytes(const sw_store_map *map, size_t index, bool narrow);
 
 #endif

@@ -74,8 +74,9 @@ static bool lay_out(planner *p, size_t unit, size_t form, bool computes)
         bool narrow = computes && sw_store_is_narrowed(m, i);
         size_t own = sw_store_item_bytes(m, place->bucket, narrow);
         size_t step = SW_ALIGNMENT_BYTES * own / sw_store_item_bytes(m, place->bucket, false);
-        if (place->bucket != bucket || own != item ||
-            aligned(end * own, step) != place->begin * own) { /* no neighbour of the last */
+        if (m->layout.bucket[place->bucket].by_rows || place->bucket != bucket || own != item ||
+            aligned(end * own, step) != place->begin * own) { /* no neighbour of the last; rows have
+                                                                 none */
             size = aligned(size, SW_ALIGNMENT_BYTES);
             for (size_t slice = 0; slice < m->slice_count; ++slice)
                 p->last[slice] = SIZE_MAX;

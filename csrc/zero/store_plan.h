@@ -1,8 +1,9 @@
 /* store_plan.h - the plan of a store's units: where parameters lie in each, and from which slices
  * they come. Arithmetic only.
  *
- * Neighbours in a bucket stay neighbours in a unit, so that a rank's share of them is one run. A
- * unit with casts has a second form, in the dtypes in which modules compute, behind all units.
+ * Neighbours in a bucket stay neighbours in a unit, so that a rank's share of them is one run; by
+ * rows each parameter has a run of each rank. A unit with casts has a second form, in the dtypes in
+ * which modules compute, behind all units.
  *
  * Thread rule: any, once made.
  */

@@ -19,6 +19,7 @@ from .comm.waits import calling, on_every_rank
 from .formats.stored import Stored
 from .layout.local_parameters import as_dtensors, whole_tensor
 from .layout.memory import has_memory, without_memory
+from .layout.param_groups import mark_of
 from .optim.clip_grad import clip_in_step
 from .optim.device_clip import DeviceClip
 from .optim.master_weights import MasterOptimizer, has_own_masters, without_masters
@@ -210,17 +211,40 @@ class _Clip:
 def shard_optimizer(
     module: torch.nn.Module, optimizer: torch.optim.Optimizer, *, partition: str = "auto"
 ) -> torch.optim.Optimizer:
-    """Return the sliced optimizer for a module wrapped with zero >= 1 or by fully_shard. Collective.
+    """Return the sliced optimizer for a module wrapped with zero >= 1. Collective.
+
+    Every optimizer steps on the DTensors of fully_shard: there it is returned unchanged, and with the option offload its
+    state goes there.
 
     Raises Error for a module at zero=0, ValueError if the optimizer holds a parameter of another module, or is not
     known to be elementwise (see `partition`).
     """
+    mark = mark_of(module)
+    if mark is not None:
+        _check_rows_optimizer(module, optimizer, partition)
+        if mark.options["offload"] is None:
+            return optimizer
     engine = needed_engine("shard_optimizer", module)
     if not engine.options.zero:
         raise Error(
             "shard_optimizer needs a module that was wrapped with zero >= 1, got zero=0: use the optimizer as it is"
         )
+    if mark is not None:
+        _keep_state(engine, optimizer, optimizer)
+        return optimizer
     return _step_for(engine, optimizer, partition)
+
+
+def _check_rows_optimizer(module: torch.nn.Module, optimizer: Any, partition: str) -> None:
+    """Raise for what is no optimizer of the DTensors of a module that fully_shard was called on."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"shard_optimizer needs a torch.optim.Optimizer, got {_not_an_optimizer(optimizer)}")
+    if partition != "auto":
+        raise ValueError(
+            f"partition={partition!r} is for modules of sw.wrap: after sw.fully_shard an optimizer steps on DTensors"
+        )
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    check_members(type(module).__name__, names, optimizer, all_of_them=False)
 
 
 def _step_for(engine: Engine, optimizer: torch.optim.Optimizer, partition: str) -> torch.optim.Optimizer:

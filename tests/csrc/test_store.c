@@ -29,6 +29,9 @@ static const sw_layout_param params[PARAMS] = {
     {1, SW_DTYPE_FLOAT32, true, 0, 0},       {0, SW_DTYPE_FLOAT32, true, 0, 0},
     {999, SW_DTYPE_FLOAT32, false, 0, 0},
 };
+/* Cut by rows: of 10, 9, 13, 8, 1, 4 and 27 elements, where some rank has none or a shorter chunk.
+ */
+static const size_t row_numel[PARAMS] = {10, 9, 13, 8, 1, 4, 27};
 static const sw_dtype casts[PARAMS] = {SW_DTYPE_BFLOAT16, SW_DTYPE_FLOAT16, SW_DTYPE_COUNT,
                                        SW_DTYPE_COUNT,    SW_DTYPE_COUNT,   SW_DTYPE_COUNT,
                                        SW_DTYPE_BFLOAT16};
@@ -87,18 +90,67 @@ static size_t wrong_values(const void *found, size_t p, sw_dtype cast, int step)
     return wrong;
 }
 
-static sw_store *make(sw_comm *comm, sw_store_options options, size_t slice_count, sw_error *err)
+static sw_store *make_cut(sw_comm *comm, sw_store_options options, size_t slice_count, bool by_rows,
+                          sw_error *err)
 {
     sw_layout layout;
     sw_store *store = NULL;
     const sw_layout_caps caps = {.bytes = 4096};
-    if (!check(sw_layout_init(&layout, params, PARAMS, (int)slice_count, caps, err) == SW_OK,
+    sw_layout_param rows[PARAMS];
+    for (size_t p = 0; p < PARAMS; ++p) {
+        rows[p] = params[p];
+        rows[p].row_numel = by_rows ? row_numel[p] : 0;
+    }
+    if (!check(sw_layout_init(&layout, rows, PARAMS, (int)slice_count, caps, err) == SW_OK,
                "layout: %s", err->message))
         return NULL;
     sw_status status = sw_store_create(comm, &layout, &options, &store, err);
     sw_layout_fini(&layout);
     check((status == SW_OK) == (store != NULL), "a store or an error");
     return store;
+}
+
+static sw_store *make(sw_comm *comm, sw_store_options options, size_t slice_count, sw_error *err)
+{
+    return make_cut(comm, options, slice_count, false, err);
+}
+
+/* S1 by rows: the chunks of torch.chunk. */
+static void check_chunks(const sw_store *store, size_t p)
+{
+    const sw_store_map *map = sw_store_get_map(store);
+    size_t rows = params[p].numel / row_numel[p], slices = map->slice_count;
+    size_t chunk = (rows + slices - 1) / slices * row_numel[p];
+    for (size_t s = 0; s < slices; ++s) {
+        sw_store_run run = sw_store_slice(store, p, s, false);
+        size_t begin = s * chunk < params[p].numel ? s * chunk : params[p].numel;
+        size_t end = begin + chunk < params[p].numel ? begin + chunk : params[p].numel;
+        check(run.end - run.begin == end - begin && (begin == end || run.begin == begin),
+              "S1: chunk %zu of parameter %zu: [%zu, %zu)", s, p, run.begin, run.end);
+    }
+}
+
+/* S5 by rows: a rank's pieces are the slices that no other one beside it has. */
+static size_t check_pieces(const sw_store *store, size_t p)
+{
+    const sw_store_map *map = sw_store_get_map(store);
+    sw_store_run piece[RANKS_MAX];
+    size_t count = sw_store_pieces(store, p, piece), covered = 0;
+    for (size_t k = 0; k < count; ++k)
+        covered += piece[k].end - piece[k].begin;
+    if (!sw_store_has_one_copy(map) || map->beside_count == 1)
+        return covered;
+    if (!sw_store_is_by_rows(map, p)) {
+        check(piece[0].begin == 0 || map->place != 0, "S5: parameter %zu", p);
+        check(piece[0].end == params[p].numel || map->place + 1 != map->beside_count,
+              "S5: parameter %zu", p);
+        return covered;
+    }
+    for (size_t k = 0; k < count; ++k) {
+        sw_store_run run = sw_store_slice(store, p, map->place + k * map->beside_count, false);
+        check(run.address == piece[k].address && run.begin == piece[k].begin, "S5: piece %zu", k);
+    }
+    return covered;
 }
 
 /* S1, S4, S5. */
@@ -130,11 +182,9 @@ static void check_places(const sw_store *store)
                 check(!a.address || !b.address || a_end <= b.address || b_end <= a.address,
                       "S4: parameters %zu and %zu", p, q);
             }
-        sw_store_run piece = sw_store_piece(store, p);
-        if (map->place == 0)
-            check(piece.begin == 0 || !sw_store_has_one_copy(map), "S5: parameter %zu", p);
-        if (map->place + 1 == map->beside_count && sw_store_has_one_copy(map))
-            check(piece.end == params[p].numel, "S5: parameter %zu", p);
+        if (sw_store_is_by_rows(map, p))
+            check_chunks(store, p);
+        check(check_pieces(store, p) <= params[p].numel, "S5: parameter %zu", p);
     }
 }
 
@@ -189,11 +239,11 @@ static void check_units(sw_store *store, int step, bool coded, sw_error *err)
     }
 }
 
-static void check_form(rank_context *self, sw_comm *comm, sw_store_options options)
+static void check_form(rank_context *self, sw_comm *comm, sw_store_options options, bool by_rows)
 {
     uint8_t outcomes[RANKS_MAX];
     size_t slices = options.slices ? (size_t)options.slices->count : (size_t)self->world_size;
-    sw_store *store = make(comm, options, slices, &self->err);
+    sw_store *store = make_cut(comm, options, slices, by_rows, &self->err);
     if (!check(store != NULL, "a store: %s", self->err.message))
         return;
     const sw_store_map *map = sw_store_get_map(store);
@@ -231,11 +281,12 @@ static void check_all(rank_context *self, sw_comm *comm, const int *host_of,
         options.form = (sw_store_form)form;
         options.units = form == SW_STORE_UNITS ? units : NULL;
         options.unit_count = form == SW_STORE_UNITS ? UNITS : 0;
-        check_form(self, comm, options);
+        check_form(self, comm, options, false);
     }
+    check_form(self, comm, options, true);
     options.coded = one_host && !slices;
-    if (options.coded)
-        check_form(self, comm, options);
+    for (int by_rows = 0; options.coded && by_rows < 2; ++by_rows)
+        check_form(self, comm, options, by_rows);
 }
 
 static const int together[RANKS_MAX] = {0};
@@ -283,6 +334,9 @@ static void refuses(rank_context *self)
               strstr(self->err.message, "only the form 'units' has units, got 1"),
           "S6: %s", self->err.message);
     options.unit_count = 0;
+    check(!make_cut(self->comm, options, 1, true, &self->err) &&
+              strstr(self->err.message, "is cut by rows, which needs the form 'units'"),
+          "S6: %s", self->err.message);
     options.coded = true;
     check(!make(self->comm, options, 1, &self->err) && self->err.status == SW_E_INVALID &&
               strstr(self->err.message, "records need the form 'units' on one host"),

@@ -35,7 +35,7 @@ from ..torch_compat.internals import (
 )
 from .lazy import Lazy
 
-__all__ = ["Stored", "StoredOnDemand", "check_of_hosts", "replaying", "waits"]
+__all__ = ["Stored", "StoredOnDemand", "attributes_of", "check_of_hosts", "replaying", "waits"]
 
 #: one read of a stored tensor at most, and gaps that cost less to read than to jump over
 _READ_BYTES, _GAP_BYTES = 16 << 20, 4 << 10
@@ -299,13 +299,16 @@ def _fill(tensor: Any, operation: str) -> bool:
             memory = subclassed(kind, memory, trains)
         else:
             memory = memory.requires_grad_(trains)
-        own = {
-            name: each for name, each in tensor.__dict__.items() if name not in (*Stored.__annotations__, "_is_param")
-        }
-        memory.__dict__.update(own)
+        memory.__dict__.update(attributes_of(tensor))
         with contextlib.suppress(RuntimeError):
             swap_memory(tensor, memory)
         return not isinstance(tensor, Stored)
+
+
+def attributes_of(tensor: torch.Tensor) -> dict[str, Any]:
+    """Return the attributes that a program gave a tensor."""
+    ours = {*Stored.__annotations__, "_is_param"}
+    return {name: each for name, each in vars(tensor).items() if name not in ours}
 
 
 def waits(tensor: Any) -> bool:

@@ -25,6 +25,7 @@ from ..layout.shard_mesh import Slicing
 from ..layout.shard_runs import Storage, memory_order
 from ..layout.views import copy_gradient, gradient_view
 from ..torch_compat import autograd as _hooks
+from ..torch_compat.dtensor import held_tensor
 from ..torch_compat.weak import weakly
 from .sharded_gradient import ShardedGradient
 from .sparse_gradients import SparseGradients
@@ -117,6 +118,8 @@ class ModuleGradients:
         self._norms_of: tuple[int, int] = (-1, -1)
         self._factor: tuple[torch.Tensor, int, float] | None = None
         self.views = [self._make_view(i) if reducer.has_memory(i) else None for i in range(len(table.parameters))]
+        #: of fully_shard, whose `.grad` are DTensors
+        self._rows = storage.rows
         self._accepted: dict[int, weakref.ref[torch.Tensor]] = {}
         self._slices: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = {}
 
@@ -149,6 +152,7 @@ class ModuleGradients:
                 return False
             if opens_first is not None:
                 opens_first()
+            rounds._take_rows()
             reducer, sparse, times = rounds._reducer, rounds.sparse, rounds._times
             owner = engine()
             synchronises = owner is not None and owner.require_backward_grad_sync
@@ -159,7 +163,7 @@ class ModuleGradients:
             is_traced = _hooks.profiler_enabled()
             if is_traced is not rounds._is_traced:
                 rounds._trace(is_traced)
-            if rounds.after_round or sparse is not None or times is not None or is_traced:
+            if rounds.after_round or sparse is not None or times is not None or is_traced or rounds._rows:
                 close = functools.partial(rounds._close, local)
                 if times is not None:
                     times.backward_start = time.perf_counter_ns()
@@ -176,6 +180,8 @@ class ModuleGradients:
         if times is not None:
             times.backward_end = time.perf_counter_ns()
         self._end(self._reducer.close)
+        if local and self._rows:
+            self._backend.fence(f"reads of the parameters of {self._label}")
         if times is not None:
             times.close_end = time.perf_counter_ns()
 
@@ -199,7 +205,8 @@ class ModuleGradients:
         self._end(end, contributes=False)
 
     def _end(self, end: Callable[[], None], *, contributes: bool = True) -> None:
-        is_traced, has_followers = _hooks.profiler_enabled(), self.sparse is not None or bool(self.after_round)
+        is_traced = _hooks.profiler_enabled()
+        has_followers = self.sparse is not None or bool(self.after_round) or bool(self._rows)
         if is_traced is not self._is_traced:
             self._trace(is_traced)
         begin_s, before = time.perf_counter(), self._reducer.rounds if has_followers else 0
@@ -216,6 +223,7 @@ class ModuleGradients:
             self.sparse.exchange(contributes=contributes)
         self.runs_callbacks = True
         try:
+            self._give_rows()
             for call in self.after_round if contributes else ():
                 call()
         finally:
@@ -226,6 +234,50 @@ class ModuleGradients:
         self._is_traced = is_traced
         op = "reduce_scatter" if self._zero >= 2 else "all_reduce"
         self._reducer.set_tracer(_tracer(self._reducer, self._table.names, op, self._label) if is_traced else None)
+
+    # DTensors of fully_shard ----------------------------------------------------------------------------------------
+
+    def _give_rows(self) -> None:
+        """Give the DTensors the means of a round, and run the hooks that wait for their gradients."""
+        for index, (entry, each) in enumerate(zip(self._table.parameters, self._rows)):
+            gradient = entry.grad
+            if not isinstance(gradient, ShardedGradient) or gradient._pending is not None or gradient._cleared:
+                continue
+            parameter = each.sharded
+            if parameter.grad is not each.mean or each.mean is None:
+                parameter.grad = self._mean_of(index)
+            for hook in list((_hooks.gradient_hooks(parameter) or {}).values()):
+                hook(parameter)
+
+    def _mean_of(self, index: int) -> torch.Tensor:
+        each = self._rows[index]
+        if each.mean is None:
+            each.mean = each.like_rows(from_dlpack(self._reducer.result(index)))
+        return each.mean
+
+    def _take_rows(self) -> None:
+        """Bring what the program did to the DTensors' `.grad` since the last round to the engine's own."""
+        for index, (entry, each) in enumerate(zip(self._table.parameters, self._rows)):
+            view, given = self.views[index], each.sharded.grad
+            if view is None:
+                continue
+            if given is None:
+                if entry.grad is view and view._pending is not None:
+                    view._cleared = True  # no_sync() added to a mean that zero_grad() dropped
+                else:
+                    entry.grad = None
+                continue
+            each.check_gradient(given, self._table.names[index])
+            mean = self._mean_of(index)
+            if given is not mean:
+                with torch.no_grad():
+                    held_tensor(mean).copy_(held_tensor(given))
+                each.sharded.grad = mean
+            if entry.grad is None:
+                entry.grad = view
+            view._cleared = False
+        if self._rows:
+            self.forget_norms()
 
     # views ----------------------------------------------------------------------------------------------------------
 
@@ -263,6 +315,7 @@ class ModuleGradients:
 
     def slices(self) -> list[torch.Tensor | None]:
         """Return slice_of() for every parameter."""
+        self._take_rows()
         return [self.slice_of(index) for index in range(len(self._table.parameters))]
 
     def slice_of(self, index: int) -> torch.Tensor | None:
@@ -422,6 +475,7 @@ class ModuleGradients:
         """Raise Error on all ranks if one has gradients that are not averaged, or if ranks scaled by different factors."""
 
         def answer() -> bytes:
+            self._take_rows()
             for index, parameter in enumerate(self._table.parameters):
                 if isinstance(parameter.grad, ShardedGradient):
                     parameter.grad.averaged_piece()

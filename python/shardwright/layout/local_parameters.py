@@ -19,6 +19,7 @@ from ..torch_compat import dtensor as _dtensor
 from ..torch_compat.internals import subclassed
 
 __all__ = [
+    "SHARDED",
     "LocalParameter",
     "as_dtensors",
     "end_local_parameters",
@@ -29,6 +30,10 @@ __all__ = [
     "whole_of",
     "whole_tensor",
 ]
+
+
+#: the attribute of a parameter that fully_shard has cut, and of its whole one: what relates both (ShardedParameter)
+SHARDED = "_shardwright_sharded"
 
 
 class LocalParameter(torch.nn.Parameter):

@@ -6,6 +6,7 @@ wrappers and tensors with freed storage have elements but no memory: data_ptr() 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 from collections.abc import Iterable, Mapping
@@ -15,7 +16,18 @@ import torch
 
 from .._engine import Error
 
-__all__ = ["address_of", "bytes_of", "check_sendable", "copied", "has_memory", "is_resident", "without_memory"]
+__all__ = [
+    "address_of",
+    "bytes_of",
+    "check_sendable",
+    "copied",
+    "has_memory",
+    "is_resident",
+    "reserved",
+    "without_memory",
+]
+
+_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
 def address_of(tensor: torch.Tensor) -> int:
@@ -34,6 +46,14 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
     if made:
         torch.frombuffer(made, dtype=tensor.dtype).view(tensor.shape).copy_(tensor.detach())
     return bytes(made)
+
+
+def reserved(numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, mmap.mmap]:
+    """Return a tensor over addresses whose pages exist once they are written, and the mapping."""
+    memory = mmap.mmap(-1, numel * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        memory.madvise(mmap.MADV_NOHUGEPAGE)  # a page holds one parameter, so is_resident() is exact
+    return torch.frombuffer(memory, dtype=dtype, count=numel), memory
 
 
 def is_resident(address: int, nbytes: int) -> bool:

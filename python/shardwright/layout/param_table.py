@@ -16,7 +16,7 @@ import torch
 from .._engine import Error
 from ..torch_compat import cuda
 from ..torch_compat.dtensor import held_tensor, is_dtensor
-from .local_parameters import LocalParameter, module_parameter
+from .local_parameters import SHARDED, LocalParameter, module_parameter
 from .memory import has_memory, without_memory
 from .model_mesh import ModelMesh, find_model_mesh, placed
 from .views import dense_strides, dtype_name
@@ -35,6 +35,11 @@ class ParameterTable:
     sparse: frozenset[int] = frozenset()
     module_parameters: tuple[torch.nn.Parameter, ...] = ()
     model_mesh: ModelMesh | None = None
+
+    @functools.cached_property
+    def is_by_rows(self) -> bool:
+        """Return True if the parameters are the whole ones of fully_shard, cut by rows."""
+        return all(hasattr(each, SHARDED) for each in self.module_parameters)
 
     @functools.cached_property
     def sharded_kinds(self) -> list[tuple[bool, ...]]:
@@ -86,12 +91,15 @@ class ParameterTable:
                         "Parameter, or give one of them a clone"
                     )
 
-    def rows(self) -> list[tuple[str, int, str, bool]]:
-        """Return (name, numel, dtype, requires_grad) of each parameter, the input of the reducer."""
-        return [
+    def rows(self) -> list[tuple[Any, ...]]:
+        """Return (name, numel, dtype, requires_grad[, 0, elements of a row]) of each parameter, the input of the reducer."""
+        flat = [
             (n, p.numel(), dtype_name(p.dtype), p.requires_grad and i not in self.sparse)
             for i, (n, p) in enumerate(zip(self.names, self.parameters))
         ]
+        if not self.is_by_rows:
+            return list(flat)
+        return [(*each, 0, getattr(p, SHARDED).row_numel) for each, p in zip(flat, self.module_parameters)]
 
     def description(self, settings: Mapping[str, Any]) -> list[list[str]]:
         """Return [item, value] lines that must be equal on every rank, the most informative first."""

@@ -7,7 +7,7 @@ slice of gradients.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -49,6 +49,9 @@ class Storage:
     shared = releases = one_copy = False
     #: True if parameters lie in memory that a forked child shares with this rank
     is_mapped = False
+    #: what relates the two objects of each parameter that fully_shard has cut (ShardedParameter)
+    rows: Sequence[Any] = ()
+    on_adoption: Any = None
 
     def __init__(self, reducer: Reducer, table: ParameterTable, slicing: Slicing, label: str) -> None:
         self._reducer, self._table, self._slicing, self._label = reducer, table, slicing, label

@@ -29,7 +29,7 @@ from ..layout.shard_mesh import Slicing
 from ..options.checks import offload_kind
 from ..options.compress import Compressor, check_compressor
 from ..options.options import Options
-from ..parameters.building import Building, Values, begin_building
+from ..parameters.building import Building, RowsTaken, Values, begin_building
 from ..parameters.drift import DriftCheck
 from ..parameters.mixed_precision import PrecisionPlan, remove_plan
 from ..torch_compat import autograd as _hooks
@@ -113,6 +113,8 @@ class Engine:
         self.compression_state: CompressionState | StatesOfParts | None = None
         self.precision: PrecisionPlan | None = None
         self._taken_names: list[str] = []
+        #: True while its forward or that of one of its units runs
+        self.runs = False
         self._reset()
         self._building = begin_building(module, self.options, values or Values())
         try:
@@ -137,12 +139,17 @@ class Engine:
         if values is None:
             self.keep()
 
+    def show_rows(self) -> None:
+        """Show the parameters that fully_shard has cut as DTensors from now on."""
+        for replica in self.made:
+            replica.parameters().show_rows()
+
     @property
     def is_building(self) -> bool:
         """True until keep() or abandon() for a module that got its memory or values here."""
         return self._building is not None
 
-    def _load(self, building: Building, weights: Any) -> None:
+    def _load(self, building: Building | RowsTaken, weights: Any) -> None:
         """Load values that no initialisation gave. Collective."""
         if weights is not None:
             fill_module(self.module, self.made, weights)
@@ -340,7 +347,7 @@ class Engine:
                 factor = 1.0 if part.options.reduce == "sum" else of_part.world_size / group.world_size
                 slicing = Slicing.one_a_rank(of_part.rank, of_part.world_size)
                 beside["device_mesh"] = part.title
-                self._make(of_part, part.options, frozenset(named) - part.names, slicing, beside, factor)
+                self._make(of_part, part.options, frozenset(named) - part.names, slicing, beside, factor, fills)
         except BaseException:
             _retire_all(self.made, together=True)
             raise
@@ -431,6 +438,7 @@ class Engine:
     def run(self, call: Callable[..., Any], inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the module's forward, `call`."""
         self.begin_forward(torch.compiler.is_compiling())
+        self.runs = True
         try:
             if self.precision is None:
                 return self.end_forward(call(*inputs, **kwargs))
@@ -443,6 +451,8 @@ class Engine:
         except Exception as error:
             explain(error)
             raise
+        finally:
+            self.runs = False
 
     def _before_forward(self, is_compiling: bool = False) -> None:
         training, replicas = torch.is_grad_enabled(), self.made
@@ -451,6 +461,8 @@ class Engine:
                 return
             replicas = list(self.replicas)
         for each in replicas:
+            if each.parameters().rows:
+                each.meet()
             if each.arrange_hooks is not None:
                 each.arrange_hooks(is_compiling)
         is_joining = self.join_member is not no_member and self._announce_forward()
@@ -491,6 +503,9 @@ class Engine:
         if self.require_forward_param_sync and self.buffers and self.syncs_buffers(before=False):
             self.sync_buffers()
         training = torch.is_grad_enabled()
+        for replica in self.made:
+            if replica.parameters().rows:
+                replica.part(training)
         self.require_forward_param_sync = synchronises = training and self.require_backward_grad_sync
         if not training or not self.made:
             return output

@@ -3,10 +3,11 @@
     for block in model.blocks:
         sw.fully_shard(block)
     sw.fully_shard(model)
-    optimizer = sw.shard_optimizer(model, torch.optim.AdamW(model.parameters()))
+    optimizer = torch.optim.AdamW(model.parameters())
 
-The only visible change is the instance's class, which becomes a subclass made for it. The outermost module makes the
-engine when it is first needed: in shard_optimizer, in its first forward, or in a function that needs whole parameters.
+Parameters become DTensors over each rank's rows, and the instance's class a subclass made for it. The outermost module
+makes the engine when it is first needed: in its first forward, or in a function that needs whole parameters
+(docs/design/fully_shard.md).
 """
 
 from __future__ import annotations
@@ -28,14 +29,17 @@ import torch
 from .._engine import Error
 from ..comm.process_group import resolve_group
 from ..gradients.sharded_gradient import ShardedGradient
+from ..layout.local_parameters import SHARDED
 from ..layout.param_groups import mark_of
 from ..options.checks import offload_kind
 from ..options.options import Options, refuse_options
 from ..options.precision import Precision
 from ..parameters.building import Values
 from ..parameters.gathered_unit import Unit
+from ..parameters.rows import find_rows
+from ..parameters.sharded_parameter import ShardedParameter
 from ..parameters.unshard_schedule import UnitSchedule
-from ..torch_compat.dtensor import flattened, is_dtensor
+from ..torch_compat.dtensor import flattened, is_dtensor, mesh_of_group
 from ..torch_compat.foreign_wrappers import guard_from_wrappers
 from .engine import Engine, engine_of, register_face
 from .unit_calls import reduce_plainly
@@ -47,7 +51,8 @@ class Mark:
 
     `is_list`: fully_shard got several modules, which form one unit and share this mark. `engine`: of an outermost module.
     `ahead`: for each phase the units to gather ahead, if the program names them. `divide_factor`: the divisor of gradients
-    that the program sets; `divides_by`: the engine's. `placement`: FSDP2's shard_placement_fn.
+    that the program sets; `divides_by`: the engine's. `placement`: FSDP2's shard_placement_fn. `rows`: the unit's
+    parameters. `outer`: the outermost module that fully_shard was called on around it, if it takes part there.
     """
 
     reshard_after_forward: bool
@@ -62,6 +67,9 @@ class Mark:
     _handles: list[Any] = dataclasses.field(default_factory=list)
     placement: Callable[[torch.nn.Parameter], Any] | None = None
     _units: list[tuple[weakref.ref[UnitSchedule], int]] = dataclasses.field(default_factory=list)
+    rows: list[ShardedParameter] = dataclasses.field(default_factory=list)
+    outer: Callable[[], FSDPModule | None] = lambda: None
+    _owner: Callable[[], Engine | None] = lambda: None
 
     def join(self, schedule: UnitSchedule, unit: int) -> None:
         """Record that the module became a unit."""
@@ -114,26 +122,64 @@ class Mark:
             self._handles.append(parameter.register_hook(hook))
             parameter.requires_grad_(trains)
 
+    @property
+    def runner(self) -> Engine | None:
+        """Return the engine that runs this module's forward now: none inside another forward of that engine."""
+        engine = self.engine or self._owner()
+        return None if engine is None or engine.runs else engine
+
     def make(self, module: torch.nn.Module) -> None:
-        """Make the engine with `module` as outermost, unless an outer module has one. Collective if it makes one."""
-        if not self.places() and self.is_list:
+        """Make the engine of the outermost module around `module`, unless there is one. Collective if it makes one."""
+        outer = self.outer()
+        if self.places() or (self.engine is not None and self.engine.is_in_force):
+            return
+        if outer is not None:
+            outer._shardwright_mark.make(outer)
+            return
+        if self.is_list:
             raise Error(
                 f"this {type(module).__name__} was passed to sw.fully_shard in a list, and has no engine yet: call sw.fully_shard on the "
                 "outermost module too, and run that module first"
             )
-        if not self.places():
-            self.engine = None
-            resolve_group(self.options.get("process_group"), self.options.get("device_mesh"), trains=True)
-            ignored = _ignored(module, self.options["ignored_params"])
-            options = {**self.options, "groups": self.options.get("groups") or _groups(module, self.options, ignored)}
-            divides_by = _choose_divisor(module, options, ignored)
-            stage = {"zero": 3, "share_parameters": False, "precision": _policies(module)}
-            values = Values(options.pop("init"), options.pop("weights"))
-            self.engine = Engine(module, Options.from_keywords({**options, **stage}), values=values)
-            self.engine.keep()
-            for mark, parameters in _own_parameters(module, ignored):
-                mark.set_divisor(divides_by, parameters)
-            guard_from_wrappers(self.engine, module)
+        ignored = _ignored(module, self.options["ignored_params"])
+        marks = [mark for each in module.modules() if (mark := mark_of(each)) is not None]
+        rows = [each for mark in dict.fromkeys(marks) if mark.engine is None for each in mark.rows]
+        rows = [each for each in rows if id(each.sharded) not in ignored]
+        if not rows:
+            return  # nothing to gather or to average
+        for each in rows:
+            each.adopt()
+        waiting = [each.name for each in rows if each.waits]
+        if waiting and not (self.options["init"] or self.options["weights"] or all(each.is_stored for each in rows if each.waits)):
+            raise Error(
+                f"parameters {waiting[:4]} are on the meta device: give the module memory (to_empty) and values before its first run, or "
+                "pass init= or weights= to sw.fully_shard"
+            )
+        for each in rows:
+            each.make_whole()
+        try:
+            engine = self._make(module, rows, ignored)
+        except BaseException:
+            for each in rows:
+                each.show(each.sharded)
+            raise
+        for mark in marks:
+            mark._owner = weakref.ref(engine)
+
+    def _make(self, module: torch.nn.Module, rows: list[ShardedParameter], ignored: set[int]) -> Engine:
+        """Make the engine with `module` as outermost, whose whole parameters stand in their slots."""
+        resolve_group(self.options.get("process_group"), self.options.get("device_mesh"), trains=True)
+        options = {**self.options, "groups": self.options.get("groups") or _groups(module, self.options, ignored)}
+        divides_by = _choose_divisor(module, options, ignored)
+        stage = {"zero": 3, "share_parameters": False, "precision": _policies(module)}
+        values = Values(options.pop("init"), options.pop("weights"), rows=rows)
+        self.engine = engine = Engine(module, Options.from_keywords({**options, **stage}), values=values)
+        engine.keep()
+        for mark, parameters in _own_parameters(module, ignored):
+            mark.set_divisor(divides_by, parameters)
+        guard_from_wrappers(engine, module)
+        engine.show_rows()
+        return engine
 
 
 def _waits(gradient: torch.Tensor | None) -> bool:
@@ -273,10 +319,21 @@ class FSDPModule(torch.nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(super().__call__, args, kwargs)
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make one of the original class: model[:2] of a Sequential is no unit."""
+        original = cls._shardwright_original
+        made = original.__new__(original)
+        made.__init__(*args, **kwargs)
+        return made
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise AssertionError("FSDP does not support deepcopy. Please use state dict for serialization.")
+
     def _run(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         mark = self._shardwright_mark
         mark.make(self)
-        return call(*args, **kwargs) if mark.engine is None else mark.engine.run(call, args, kwargs)
+        engine = mark.runner
+        return call(*args, **kwargs) if engine is None else engine.run(call, args, kwargs)
 
     def _placed(self) -> list[tuple[UnitSchedule, Unit]]:
         self._shardwright_mark.make(self)
@@ -512,7 +569,11 @@ def fully_shard(
                 f"fully_shard was given a {type(wrapped.module).__name__} that sw.wrap wrapped already: use it as it is, or call fully_shard on "
                 "sw.unwrap(module), which replaces its wrapper"
             )
-    kept = {"device_mesh": chosen, "ignored_params": ignored_params or (), "offload": offload, **options}
+    given = [getattr(each, SHARDED).sharded if hasattr(each, SHARDED) else each for each in ignored_params or ()]
+    ignored = set().union(*(_ignored(each, given) for each in modules))
+    over = chosen or mesh_of_group(resolve_group(options.get("process_group"), None, trains=True), _device_of(modules))
+    found = find_rows(modules, over, shard_placement_fn, ignored)
+    kept = {"device_mesh": chosen, "ignored_params": given, "offload": offload, **options}
     kept |= {"init": init, "weights": weights}
     is_list = not isinstance(module, torch.nn.Module)
     mark = Mark(releases, kept, policy, is_list=is_list, placement=shard_placement_fn)
@@ -522,10 +583,16 @@ def fully_shard(
             "_shardwright_mark": mark,
             "_shardwright_original": getattr(original, "_shardwright_original", original),
             "__module__": original.__module__,
-            "__qualname__": original.__qualname__,
+            "__qualname__": f"FSDP{original.__qualname__}",
         }
-        each.__class__ = type(original.__name__, (FSDPModule, original), body)
+        each.__class__ = type(f"FSDP{original.__name__}", (FSDPModule, original), body)
         register_face(each, _find_engine)
+    mark.rows = [ShardedParameter(*each) for each in found]
+    for each in modules:
+        for inner in each.modules():
+            below = mark_of(inner)
+            if below is not None and below is not mark and not all(id(r.sharded) in ignored for r in below.rows):
+                below.outer = weakref.ref(modules[0])
     return module
 
 
@@ -578,6 +645,12 @@ def _data_mesh(mesh: Any, dims: Any) -> Any:
     if unknown:
         raise ValueError(f"dp_mesh_dims names {unknown[0]!r}, and the mesh has {mesh.mesh_dim_names}")
     return flattened(mesh, [names for names in given if names])
+
+
+def _device_of(modules: Sequence[torch.nn.Module]) -> str:
+    """Return the type of the device on which the modules are, or will be."""
+    kinds = {p.device.type for each in modules for p in each.parameters()} - {"meta"}
+    return kinds.pop() if kinds else "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _releases(reshard_after_forward: Any, mesh: Any) -> bool:

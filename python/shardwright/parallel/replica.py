@@ -141,7 +141,8 @@ class Replica:
         if self.check is not None:
             self.steppers.explain_replicas = weakly(self.check.explain)
             self._handles += self.check.handles
-        self.identities = frozenset(map(id, self.table.module_parameters))
+        self.note_identities()
+        self._storage.on_adoption = weakref.WeakMethod(self.note_identities)
         self._has_begun = False
         self.compression: tuple[str, Exchange | None] | None = None  # Exchange None: the reducer compresses
         self.stores: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -266,6 +267,25 @@ class Replica:
     def wraps(self, module: torch.nn.Module) -> bool:
         """Return True if this is the replica of `module`."""
         return self._module() is module
+
+    def note_identities(self) -> None:
+        """Note the ids of the parameters that an optimizer may hold."""
+        shown = [each.sharded for each in self._storage.rows]
+        self.identities = frozenset(map(id, [*self.table.module_parameters, *shown]))
+
+    def meet(self) -> None:
+        """Begin a forward on DTensors of fully_shard: make what each rank wrote to its rows visible. Collective."""
+        if _hooks.graph_task_id() < 0:  # a recomputation reads what its forward read
+            self._storage.schedule.release_idle()
+            self._storage.meet()
+
+    def part(self, training: bool) -> None:
+        """End such a forward: without a backward, no rank reads the others' rows any longer. Collective."""
+        if _hooks.graph_task_id() >= 0:
+            return
+        self._storage.schedule.show_slots()
+        if not training:
+            self.backend.fence(f"reads of the parameters of {self.label}")
 
     def open_round(self) -> None:
         """Open the round of the running backward, unless it is open."""
@@ -446,6 +466,9 @@ class Replica:
                 f"this optimizer was sliced for an earlier wrapper of the {self.label}: give sw.wrap(module, optimizer, zero=...) "
                 "the optimizer too when wrapping again"
             )
+        if self._storage.rows:
+            self._before_step_of_rows()
+            return
         if self.zero and owners is None:
             raise Error(
                 f"{type(optimizer).__name__} steps on whole parameters of a {self.label} wrapped with zero={self.zero}, which would update them only on this rank: use the optimizer that sw.wrap(module, optimizer, zero=...) or sw.shard_optimizer(module, optimizer) returned"
@@ -469,6 +492,16 @@ class Replica:
         engine = self.engine()
         if engine is not None:
             engine.is_inside_forward = False  # every step belongs to a round, with or without a forward
+
+    def _before_step_of_rows(self) -> None:
+        """Prepare for a step of any optimizer on the DTensors of fully_shard."""
+        if not self.gradients.runs_callbacks:
+            self.gradients.close_pending()
+        self._storage.schedule.release_all()
+        self.reducer.count_step()
+        engine = self.engine()
+        if engine is not None:
+            engine.is_inside_forward = False
 
     def stop_request(self) -> StopRequest | None:
         """Return a stop request that travels with rounds; None on GPUs, whose tags have no room. Collective."""

@@ -117,6 +117,8 @@ class ParameterAccess:
     @contextlib.contextmanager
     def writable(self) -> Iterator[None]:
         """Return a context in which each rank can write to whole parameters at zero >= 1. See full_parameters."""
+        if self._storage.rows:
+            self.before_reads()
         self.before_writes()
         self.is_writing += 1
         try:
@@ -150,8 +152,14 @@ class ParameterAccess:
 
     def hook_loading(self, module: torch.nn.Module) -> list[Any]:
         """Hook the loads of state dicts into the module and its children. Return handles that remove the hooks."""
+        if self._storage.rows:  # of which each rank loads its own rows
+            show = ModuleHook(self, ParameterAccess._show_states)
+            return [each.register_load_state_dict_pre_hook(show) for each in module.modules()]
         begin, end = (ModuleHook(self, method) for method in (ParameterAccess._begin_load, ParameterAccess._end_load))
         return [handle for each in module.modules() for handle in hook_loading(each, begin, end)]
+
+    def _show_states(self, *_: Any) -> None:
+        self._storage.schedule.show_states()
 
     def _begin_load(self, state: Any, prefix: str, metadata: dict[str, Any], *_: Any) -> None:
         """Open the context before the first module loads. Collective."""
@@ -216,6 +224,9 @@ class ParameterAccess:
     def before_reads(self) -> None:
         """Prepare for reads of all parameters."""
         self.settle()
+        if self._storage.rows:
+            self._storage.schedule.release_idle()
+            self._storage.meet()
         if self.guard is not None:
             self.guard.check("before all parameters are read")
 

@@ -26,7 +26,7 @@ from ..comm.agreement import gather_answers
 from ..comm.model_ranks import ModelRanks
 from ..comm.process_group import HostGroup, host_group, resolve_group
 from ..formats.stored import Stored, check_of_hosts, waits
-from ..layout.memory import bytes_of, is_resident
+from ..layout.memory import bytes_of, is_resident, reserved
 from ..layout.param_groups import UnitPlan
 from ..layout.param_table import ParameterTable
 from ..options.options import Options
@@ -34,25 +34,29 @@ from ..options.precision import LOW_DTYPES
 from ..torch_compat.dtensor import is_dtensor
 from ..torch_compat.internals import buffers_of_state, changing_weights, swap_memory, tree_leaves
 from .materialize import Writes, initialisers, place, places_of, with_memory
+from .sharded_parameter import RowsTaken, ShardedParameter, take_rows
 
 __all__ = ["Building", "Values", "begin_building"]
 
 #: a parameter below it gets ordinary memory: a range of addresses has whole pages
 _PAGE_BYTES = 4096
-_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 _WHOLE_AT_ONCE = 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Values:
-    """Where a module's values come from: wrap's `init` and `weights`. `optimizer`: what will step on them."""
+    """Where a module's values come from: wrap's `init` and `weights`. `optimizer`: what will step on them.
+
+    `rows`: the parameters that fully_shard has cut, whose values are in their local tensors.
+    """
 
     init: Any = None
     weights: Any = None
     optimizer: Any = None
+    rows: Sequence[ShardedParameter] = ()
 
 
-def begin_building(module: torch.nn.Module, options: Options, values: Values) -> Building | None:
+def begin_building(module: torch.nn.Module, options: Options, values: Values) -> Building | RowsTaken | None:
     """Give a module's tensors memory; None if they have it and no values are given. Collective.
 
     An error leaves the module as it was. The caller calls undo() or keep().
@@ -60,7 +64,7 @@ def begin_building(module: torch.nn.Module, options: Options, values: Values) ->
     init, weights = values.init, values.weights
     stored = sum(isinstance(each, Stored) for each in (*module.parameters(), *module.buffers()))
     if init is None and weights is None and not stored:
-        return None
+        return RowsTaken(values.rows) if values.rows else None
     group = host_group(
         resolve_group(options.process_group, options.device_mesh, trains=True), options.timeout_s, options.warn_after_s
     )
@@ -185,10 +189,7 @@ class Building:
     def _allocate(self, numel: int, *, dtype: torch.dtype, device: str) -> torch.Tensor:
         if not self.in_units or not dtype.is_floating_point or numel * dtype.itemsize < _PAGE_BYTES:
             return torch.zeros(numel, dtype=dtype, device=device)
-        memory = mmap.mmap(-1, numel * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
-        with contextlib.suppress(OSError):  # a kernel without huge pages
-            memory.madvise(mmap.MADV_NOHUGEPAGE)  # a page holds one parameter, so is_touched() is exact
-        made = torch.frombuffer(memory, dtype=dtype, count=numel)
+        made, memory = reserved(numel, dtype)
         self._ranges[made.data_ptr()] = memory
         return made
 
@@ -249,7 +250,9 @@ class Building:
 
         units.agree(run)
         own = [index for index, each in enumerate(table.parameters) if id(each) in self._real]
-        if own:  # such as adapters on a stored model
+        if own and table.is_by_rows:
+            take_rows(store, table, own)
+        elif own:  # such as adapters on a stored model
             self._group.broadcast([table.parameters[index] for index in own], 0, "parameters that had memory")
             store.write_slices(own)
         self._ranges.clear()

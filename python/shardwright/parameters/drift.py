@@ -82,6 +82,8 @@ class DriftCheck:
     def check(self, module: torch.nn.Module) -> None:
         """Raise Error if a parameter was added, replaced or removed, or changed dtype, shape or device."""
         self.is_stateless = False
+        if self._table.is_by_rows:  # which the meeting before a forward has looked at, slot by slot
+            return
         try:
             same = [*chain.from_iterable(self._views)] == self._members and not any(self._empty)
         except RuntimeError:  # two tensors were compared: they are different objects

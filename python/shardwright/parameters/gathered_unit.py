@@ -17,8 +17,9 @@ from ..layout.param_groups import UnitPlan
 from ..torch_compat import autograd as _hooks
 from ..torch_compat.dtensor import held_tensor, is_dtensor
 from .read_guard import Released, change_classes, guarded_classes
+from .sharded_parameter import ShardedParameter
 
-__all__ = ["BY_USER", "NOT_PINNED", "UNTIL_STEP", "ComputeForm", "Member", "Unit"]
+__all__ = ["BY_USER", "NOT_PINNED", "UNTIL_RUN", "UNTIL_STEP", "ComputeForm", "Member", "Unit"]
 
 #: without a frame of Python per parameter
 _version_of = operator.attrgetter("_version")
@@ -28,8 +29,8 @@ _SAMPLES = 8
 
 
 #: why a unit stays whole while no module runs in it: not at all; a second backward may follow, or one without a hook, or
-#: an output is a view of a parameter; unshard()
-NOT_PINNED, UNTIL_STEP, BY_USER = range(3)
+#: an output is a view of a parameter; unshard(); the same for fully_shard, until the unit's next run ends
+NOT_PINNED, UNTIL_STEP, BY_USER, UNTIL_RUN = range(4)
 
 
 class Member(NamedTuple):
@@ -50,6 +51,8 @@ class Unit:
     """
 
     is_compute_form = is_outermost = False
+    #: of fully_shard: the parameters of which one object or the other stands in the module
+    rows: Sequence[ShardedParameter] = ()
 
     def __init__(self, units: Any, number: int, plan: UnitPlan, members: Sequence[Member]) -> None:
         self._units, self.number = units, number
@@ -125,6 +128,8 @@ class Unit:
         change_classes(self.module_parameters, self._own)
         for parameter, each in zip(self.parameters, self.whole):
             parameter.data = each
+        for sharded in self.rows:
+            sharded.show_whole()
 
     def show_released(self) -> None:
         """Make the parameters NaN, so that reading them raises an error."""
@@ -132,6 +137,22 @@ class Unit:
         for parameter, each in zip(self.parameters, self.placeholders):
             parameter.data = each
         change_classes(self.module_parameters, self._guarded)
+        self._show_sharded(self.compute_form)
+
+    def _show_sharded(self, other: Unit | None) -> None:
+        """Put the DTensors into the module, unless the `other` form of this unit is whole."""
+        if other is None or not self._units.is_whole(other.number):
+            for sharded in self.rows:
+                sharded.show(sharded.sharded)
+
+    def show_slots(self) -> None:
+        """Put the right object of each parameter into the module, after a precision policy has left it."""
+        form = self.compute_form
+        if self._units.is_whole(self.number) or (form is not None and self._units.is_whole(form.number)):
+            for sharded in self.rows:
+                sharded.show_whole()
+        else:
+            self._show_sharded(None)
 
     def give_up(self, *, whole: bool = True) -> None:
         """Stop managing the parameters: they are readable, or released for the last time."""
@@ -139,6 +160,8 @@ class Unit:
             kind._shardwright_is_orphan = True  # type: ignore[attr-defined]
         if whole:
             change_classes(self.module_parameters, self._own)
+            for sharded in self.rows:
+                sharded.show_whole()
 
     def span(self) -> list[tuple[int, int]]:
         """Return (address, bytes) of the memory of the whole unit, if it has any."""
@@ -230,9 +253,13 @@ class ComputeForm(Unit):
         return self.whole[self._positions[id(parameter)]]
 
     def show_whole(self) -> None:
-        """Do nothing: modules read this memory through views of it."""
+        """Show the parameters in their slots; modules read this memory through views of it."""
+        for sharded in self.unit.rows:
+            sharded.show_whole()
 
-    show_released = show_whole
+    def show_released(self) -> None:
+        """Show the DTensors, unless the unit itself is whole."""
+        self.unit._show_sharded(self.unit)
 
     def take_written(self) -> str | None:
         return None if self._units.is_whole(self.unit.number) else self.unit.take_written()

@@ -23,6 +23,7 @@ from ..layout.views import dtype_name
 from ..torch_compat.engine_storage import engine_tensor
 from ..torch_compat.weak import weakly
 from .gathered_unit import Member
+from .sharded_parameter import sharded_of
 from .unshard_schedule import UnitSchedule
 
 if TYPE_CHECKING:
@@ -41,6 +42,10 @@ class ReleasedParameters(Storage):
     def __init__(self, backend: Backend, reducer: Reducer, request: Request) -> None:
         super().__init__(reducer, request.table, request.slicing, request.label)
         self._backend = backend
+        #: of fully_shard
+        self.rows = list(map(sharded_of, request.table.parameters)) if request.table.is_by_rows else []
+        #: called when a program has put another DTensor into the place of one
+        self.on_adoption: Callable[[], Callable[[], None] | None] = type(None)
         #: the parameters that each unit releases
         self._unit_members = releasable(request)
         self._released = {index for each in self._unit_members for index in each}
@@ -59,10 +64,33 @@ class ReleasedParameters(Storage):
             for whole in (self._whole, self._computed_with)
         )
         abort = self._backend.abort
+        self._unit_rows = [[self.rows[index] for index in plan.indices] for plan in plans] if self.rows else []
         self.schedule = UnitSchedule(units, plans, members, abort, compute_members=compute_members, **options)
         for number, plan in enumerate(plans):
             for mark in filter(None, map(mark_of, plan.modules)):
                 mark.join(self.schedule, number)
+
+    def show_rows(self) -> None:
+        """Show released parameters of fully_shard as DTensors over this rank's slices from now on."""
+        for index, each in enumerate(self.rows):
+            each.lie_in(self.own_slice(index))
+        self.schedule.show_rows(self._unit_rows, weakly(self.meet))
+
+    def own_slice(self, index: int) -> torch.Tensor:
+        """Return this rank's elements of a parameter; may be empty."""
+        return self._slices[index]
+
+    def meet(self) -> None:
+        """Make visible to all ranks what a program wrote to the DTensors of this one. Collective."""
+        is_new = [each.adopt() for each in self.rows]
+        adopted = self.on_adoption() if any(is_new) else None
+        if adopted is not None:
+            adopted()
+        self._meet()
+
+    def _meet(self) -> None:
+        """Make the ranks' slices visible. Collective."""
+        raise NotImplementedError
 
     def is_released(self, index: int) -> bool:
         """Return whether a parameter is whole only while its unit runs."""
@@ -210,6 +238,10 @@ class UnitMemory(ReleasedParameters):
     def is_moved(self, index: int) -> bool:
         return True
 
+    def _meet(self) -> None:
+        """Make the ranks' slices visible, casts and other hosts included. Cost: a barrier, or a gather between hosts."""
+        self._store.publish(None, all=True)
+
     @property
     def bytes_held(self) -> int:
         return self._store.bytes_held
@@ -278,8 +310,7 @@ class UnitMemory(ReleasedParameters):
         self._store.write(index, self._as_made(index, flat).data_ptr(), "all")
 
     def pieces(self, index: int) -> list[tuple[int, int, torch.Tensor]]:
-        low, high, memory = self._store.piece(index)
-        return [(low, high, engine_tensor(memory))]
+        return [(low, high, engine_tensor(memory)) for low, high, memory in self._store.pieces(index)]
 
     @contextlib.contextmanager
     def filling(self) -> Iterator[None]:
@@ -341,8 +372,11 @@ class UnitMemory(ReleasedParameters):
 def releasable(request: Request) -> list[list[int]]:
     """Return the parameters that each unit of a request with plans releases."""
     assert request.plans is not None
-    parameters = request.table.parameters
-    return [[index for index in plan.indices if _can_be_released(parameters[index])] for plan in request.plans]
+    parameters, is_by_rows = request.table.parameters, request.table.is_by_rows
+    return [
+        [i for i in plan.indices if (parameters[i].numel() if is_by_rows else _can_be_released(parameters[i]))]
+        for plan in request.plans
+    ]
 
 
 def _can_be_released(parameter: torch.Tensor) -> bool:

@@ -184,8 +184,7 @@ class ParameterMemory(Storage):
     def pieces(self, index: int) -> list[tuple[int, int, torch.Tensor]]:
         if not self.shared:
             return super().pieces(index)
-        low, high, memory = self._store.piece(index)
-        return [(low, high, engine_tensor(memory))]
+        return [(low, high, engine_tensor(memory)) for low, high, memory in self._store.pieces(index)]
 
     @contextlib.contextmanager
     def filling(self) -> Iterator[None]:

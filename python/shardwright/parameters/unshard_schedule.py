@@ -29,7 +29,9 @@ from ..layout.param_groups import UnitPlan
 from ..torch_compat import autograd as _hooks
 from ..torch_compat.engine_storage import engine_tensor
 from ..torch_compat.internals import forward_hooks
-from .gathered_unit import BY_USER, NOT_PINNED, UNTIL_STEP, ComputeForm, Member, Unit
+from ..torch_compat.dtensor import is_dtensor
+from .gathered_unit import BY_USER, NOT_PINNED, UNTIL_RUN, UNTIL_STEP, ComputeForm, Member, Unit
+from .sharded_parameter import ShardedParameter
 
 _NO_TASK = -1
 _COPY = (
@@ -62,6 +64,7 @@ class UnitSchedule:
         depth: int = 0,
     ) -> None:
         self._units = units
+        self._meet: Callable[[], None] | None = None
         #: for each phase, a unit's number -> the units to gather ahead while it runs, if the program names them
         self.ahead: dict[str, dict[int, Callable[[], list[Unit]]]] = {"forward": {}, "backward": {}}
         self._coded, self._abort, self._depth = coded, abort, depth
@@ -243,6 +246,27 @@ class UnitSchedule:
         if not (unit.running or unit.opened or self._keepers) and unit.pin is NOT_PINNED:
             self._release(unit)
 
+    def release_idle(self) -> None:
+        """Release the units in which nothing runs: their slices may have changed."""
+        for unit in self.units:
+            self._release_if_idle(unit)
+
+    def show_rows(self, rows: Sequence[Sequence[ShardedParameter]], meet: Callable[[], None]) -> None:
+        """Show each unit's parameters that fully_shard has cut as DTensors, from now on while the unit is released.
+
+        `meet` makes what ranks wrote to their slices visible, before a gather that the program asks for, and lets them write
+        again after it.
+        """
+        self._meet = meet
+        for unit, cut in zip(self._plain, rows):
+            unit.rows = cut
+            unit.show_slots()
+
+    def show_slots(self) -> None:
+        """Put the right object of each of fully_shard's parameters into the module."""
+        for unit in self._plain:
+            unit.show_slots()
+
     def release_all(self) -> None:
         """Forget everything gathered: the slices are about to change."""
         if self._together:
@@ -330,10 +354,15 @@ class UnitSchedule:
 
     def pin(self, unit: Unit) -> None:
         """Gather a unit until unpin(); apart, if it has a place, so that other units can use that."""
+        if self._meet is not None:
+            self._release_if_idle(unit)
+            self._meet()
         if self._together and not (unit.running or unit.opened):
             self._release(unit)
-        unit.pin = BY_USER
+        unit.pin = UNTIL_RUN if self._meet is not None else BY_USER
         self._gather(unit)
+        if self._meet is not None:
+            self._meet()
 
     def unpin(self, unit: Unit) -> None:
         unit.pin = NOT_PINNED
@@ -370,7 +399,8 @@ class UnitSchedule:
         """Return the tensor with which a module computes: the compute form's, the parameter itself, or None while released."""
         unit = self._unit_of.get(id(parameter))
         if unit is None or not self.units:
-            return parameter if unit is None else None
+            is_released = unit is not None or (self._meet is not None and is_dtensor(parameter))
+            return None if is_released else parameter
         form = unit.compute_form
         if form is not None and not self._keepers and self._units.is_whole(form.number):
             return form.memory_of(parameter)
@@ -442,6 +472,8 @@ class UnitSchedule:
         if unannounced or any(map(unit.holds, outputs)):
             self._pin_until_step(unit)
         # the unit that runs last in a forward stays whole until the backward, which begins with it
+        if unit.pin is UNTIL_RUN:
+            unit.pin = NOT_PINNED
         if unit.is_outermost:
             self._turning, self._latest = self._latest, None
         elif not unit.running:
@@ -510,7 +542,22 @@ class UnitSchedule:
             self._pin_until_step(form)
 
     def _before_state_dict(self, unit: Unit, *_: Any) -> None:
-        self.refuse(unit, "take the state_dict")
+        if self._meet is not None:
+            self._show_state(unit)
+        else:
+            self.refuse(unit, "take the state_dict")
+
+    def _show_state(self, unit: Unit) -> None:
+        """Show a unit's DTensors, unless it runs or full_parameters() is open. A backward gathers it again."""
+        for form in (unit, unit.compute_form):
+            if form is not None and not (form.running or self._keepers):
+                form.pin = NOT_PINNED
+                self._release(form)
+
+    def show_states(self) -> None:
+        """Show all DTensors, which a program is about to read or load."""
+        for unit in self._plain:
+            self._show_state(unit)
 
     def refuse(self, unit: Unit, what: str) -> None:
         """Raise Error if `unit` is released."""

@@ -22,10 +22,15 @@ __all__ = [
     "like_dtensor",
     "local_box",
     "local_part",
+    "made_dtensor",
+    "mesh_of_both",
+    "mesh_of_group",
     "placed_as",
     "placed_like",
+    "replicate",
     "set_dtype",
     "set_held_tensor",
+    "shard",
     "waited",
 ]
 
@@ -64,6 +69,60 @@ def like_dtensor(local: torch.Tensor, like: Any) -> torch.Tensor:
     """Return a DTensor with the placements and shape of `like`, whose local tensor is the object `local`."""
     made: torch.Tensor = _dtensor_class()(local, like._spec, requires_grad=False)
     return made
+
+
+def made_dtensor(
+    local: torch.Tensor, mesh: Any, placements: Sequence[Any], shape: Sequence[int], stride: Sequence[int]
+) -> torch.Tensor:
+    """Return a DTensor over the memory of `local`. Not collective."""
+    with torch.no_grad():
+        made: torch.Tensor = _dtensor_class().from_local(
+            local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride)
+        )
+    return made
+
+
+def replicate() -> Any:
+    """Return the placement of whole copies."""
+    from torch.distributed.tensor import Replicate
+
+    return Replicate()
+
+
+def shard(dim: int, parts: int = 1) -> Any:
+    """Return the placement of rows of `dim`; of `parts` > 1 that a later dimension of the mesh has made."""
+    if parts > 1:
+        from torch.distributed.tensor.placement_types import _StridedShard
+
+        return _StridedShard(dim, split_factor=parts)
+    from torch.distributed.tensor import Shard
+
+    return Shard(dim)
+
+
+def mesh_of_both(mesh: Any, model_mesh: Any) -> Any:
+    """Return the mesh of the dimensions of both, which one mesh has."""
+    from torch.distributed import device_mesh
+
+    concatenate = getattr(device_mesh.DeviceMesh, "_concatenate", None)
+    if concatenate is not None:
+        return concatenate([mesh, model_mesh])
+    resources = device_mesh._mesh_resources
+    root_of = getattr(resources, "get_root_mesh", None) or resources.get_parent_mesh  # the latter in torch 2.4
+    root = root_of(mesh)
+    if root is None or root_of(model_mesh) != root:
+        raise ValueError(
+            f"fully_shard: its mesh {mesh} and that of the module's DTensors, {model_mesh}, must be parts of one mesh"
+        )
+    return root[(*mesh.mesh_dim_names, *model_mesh.mesh_dim_names)]
+
+
+@functools.lru_cache(maxsize=None)
+def mesh_of_group(group: Any, device: str) -> Any:
+    """Return a mesh of one dimension over the ranks of a process group."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return DeviceMesh.from_group(group, device)
 
 
 def placed_like(local: torch.Tensor, like: Any) -> torch.Tensor:
