@@ -262,10 +262,9 @@ class ModuleGradients:
             if view is None:
                 continue
             if given is None:
-                if entry.grad is view and view._pending is not None:
-                    view._cleared = True  # no_sync() added to a mean that zero_grad() dropped
-                else:
+                if entry.grad is view and view._pending is None:
                     entry.grad = None
+                view._cleared = True  # no_sync() may have added to a mean that zero_grad() dropped
                 continue
             each.check_gradient(given, self._table.names[index])
             mean = self._mean_of(index)

@@ -30,12 +30,13 @@ def mark_of(module: torch.nn.Module) -> Any:
     return getattr(type(module), "_shardwright_mark", None)
 
 
-def check_marks(module: torch.nn.Module, zero: int, share_parameters: Any) -> None:
-    """Raise ValueError if a module that fully_shard was called on is wrapped with other options."""
+def check_marks(module: torch.nn.Module) -> None:
+    """Raise ValueError if sw.wrap is called on a module with parameters that fully_shard has cut."""
     marked = next((name for name, each in module.named_modules() if mark_of(each) is not None), None)
-    if marked is not None and (zero != 3 or share_parameters is not False):
+    if marked is not None:
         raise ValueError(
-            f"sw.fully_shard was called on {marked or 'the module'!r}: it can be wrapped with zero=3 and share_parameters=False only"
+            f"sw.fully_shard was called on {marked or 'the module'!r}, whose parameters are DTensors of rows: use sw.fully_shard on the "
+            "outermost module too, and do not wrap it"
         )
 
 

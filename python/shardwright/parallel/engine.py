@@ -119,7 +119,8 @@ class Engine:
         self._building = begin_building(module, self.options, values or Values())
         try:
             self.inner, self._taken = self._find_inner()
-            check_marks(module, options.zero, options.share_parameters)
+            if values is None or not values.rows:
+                check_marks(module)
             self._plan_precision()
             self.parameters_to_ignore = self._ignored_names()
             # inner wrappers average all gradients: this one has no work
