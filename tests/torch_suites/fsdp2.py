@@ -46,7 +46,7 @@ _OF_GPUS = (
 )
 #: what a test uses if it looks into torch's FSDP, beside names from its private modules
 _PRIVATE = re.compile(
-    r"\bpatch_(?:unshard|reshard|post_backward|register_post_backward)|\._?(?:get_)?fsdp_(?:state|param)|\bFSDPParam|_comm_ctx\b"
+    r"\bpatch_(?:unshard|reshard|post_backward|register_post_backward)|\._?(?:get_)?fsdp_(?:state|param)|\bFSDPParam|fully_shard\.state\(|_set_unshard_async_op|_comm_ctx\b"
 )
 _COLLECTIVES = re.compile(r"\bCommDebugMode|\bpatch_(?:all_gather|reduce_scatter|all_reduce|foreach)|\bcomm_counts")
 
@@ -65,6 +65,7 @@ def prepare(*, stock: bool) -> None:
     common_fsdp.FSDPTestMultiThread = _processes_for_threads(common_fsdp.FSDPTest)
     common_fsdp.DEVICE_COUNT = GPUS
     torch.accelerator.device_count = lambda: 8
+    torch.amp.GradScaler.__init__.__defaults__ = ("cpu", *torch.amp.GradScaler.__init__.__defaults__[1:])
     torch.Tensor.pin_memory = lambda self, *_: self
     for name in ("_sleep", "empty_cache", "reset_peak_memory_stats"):
         setattr(torch.cuda, name, lambda *_: None)
@@ -92,6 +93,8 @@ def load(path: Path) -> types.ModuleType:
     """Import a file of tests, with the CPU for each GPU that it names."""
     text = path.read_text()
     text = re.sub(r'torch\.device\("cuda",[^()]*(?:\([^()]*\))?[^()]*\)', 'torch.device("cpu")', text)
+    text = re.sub(r"torch\.accelerator\.current_accelerator\([^()]*\)", 'torch.device("cpu")', text)
+    text = re.sub(r"torch\.device\(device_type(?:\.type)?, \w+\)", 'torch.device("cpu")', text)
     text = re.sub(r'"cuda(?::\d+)?"', '"cpu"', text).replace("not TEST_CUDA", "False")
     text = text.replace("device(type='cuda'", "device(type='cpu'").replace("and cuda for FSDP", "and cpu for FSDP")
     for node in ast.walk(ast.parse(text)):
