@@ -182,6 +182,8 @@ int sw_py_reducer_use_stream(reducer_object *self);
  * as they are, -1 with an exception. */
 int sw_py_gradient_write(reducer_object *self, size_t index, PyObject *like, PyObject *grad,
                          bool add);
+/* The same for a dense gradient that is not lazy. Returns -1 with an exception. */
+int sw_py_gradient_write_plain(reducer_object *self, size_t index, PyObject *grad, bool add);
 /* Sets the contribution of a parameter to zeros. */
 int sw_py_gradient_clear(reducer_object *self, size_t index);
 /* Lets the subclass save what the mean may overwrite of a parameter that this rank has not used. */

@@ -52,8 +52,11 @@ static int place_gradient(reducer_object *self, size_t index, PyObject *grad, bo
     self->copies += self->gpu || written == 1;
     if (written < 1)
         return written;
-    return reducer_called(PyObject_CallFunction(self->copy, "nOO", (Py_ssize_t)index, grad,
-                                                add ? Py_True : Py_False));
+    SW_PY_OWNED *copy =
+        PyObject_CallFunction(self->copy, "nOO", (Py_ssize_t)index, grad, add ? Py_True : Py_False);
+    if (!copy || copy == Py_None)
+        return copy ? 0 : -1;
+    return sw_py_gradient_write_plain(self, index, copy, add); /* by rows, in pieces */
 }
 
 static int flag_of(PyObject *view, const char *name)

@@ -17,7 +17,7 @@ from .layout.views import dtype_name
 from .options.names import near, offers_names
 from .parallel.engine import needed_engine
 from .parallel.replica import Replica
-from .parameters.whole_reads import Pool, Reads, aligned, check_plain, flat_like, shaped
+from .parameters.whole_reads import Pool, Reads, aligned, check_plain, flat_like, named_whole, shaped
 from .torch_compat import cuda
 from .torch_compat.adapters import Made, merged_names
 
@@ -105,7 +105,7 @@ def iter_full_parameters(
                 f'{_CALL}: ranks= must be "all", "owner" or a rank in [0, {group.world_size}), got {ranks!r}'
             )
         check_readable(replicas, _CALL)
-        named = dict(bare.named_parameters())
+        named = named_whole(bare)
         check_plain(named, _CALL)
         made = merged_names(bare, named) if merge_lora else {name: Made(name) for name in named}
         for name in _chosen(made, names):
@@ -119,7 +119,7 @@ def iter_full_parameters(
     _agree(comm, list_items, label)
     for replica in replicas:
         replica.access.before_reads()
-    stream = _stream(reads, dict(bare.named_parameters()), items, bytes, comm, label)
+    stream = _stream(reads, named_whole(bare), items, bytes, comm, label)
     next(stream)  # behind its `try`: an end of the program's loop reaches it from now on
     return stream  # type: ignore[return-value]
 
@@ -329,7 +329,7 @@ def sharding(module: torch.nn.Module) -> dict[str, Sharding]:
     for each in replicas:
         if len(replicas) > 1 or each.model_ranks is not None:
             raise NotImplementedError("sharding: DTensors and groups= are not supported")
-    reads, named = Reads(replicas), dict(engine.module.named_parameters())
+    reads, named = Reads(replicas), named_whole(engine.module)
     members = group_ranks(replicas[0].group.torch_group)
     rows = tuple(tuple(members[rank] for rank in row) for row in replicas[0].slicing.rows())
 

@@ -132,7 +132,7 @@ def wrapped(mesh, stage, **options):
     model = parallelized(mesh)
     if stage == "by hand":
         for block in model.blocks:
-            sw.fully_shard(block)
+            sw.fully_shard(block, mesh=mesh["dp"])
         sw.fully_shard(model, mesh=mesh["dp"], **options)
         return model, sw.shard_optimizer(model, optimizer_of(model))
     zero = 3 if stage == "private" else stage

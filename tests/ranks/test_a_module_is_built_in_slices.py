@@ -526,6 +526,10 @@ def test_a_write_past_torch_is_kept_or_an_error(rank, world_size, how):
     gather(None)
 
 
+def full(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
+
+
 @on_every_rank()
 def test_fully_shard_builds_as_wrap_does(rank, world_size):
     for how in ({"init": init}, {"weights": None}, {}):
@@ -534,18 +538,17 @@ def test_fully_shard_builds_as_wrap_does(rank, world_size):
         module = on_meta()
         if "weights" in how:
             how["weights"] = gather(twin)[0]
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         for block in module.blocks:
             sw.fully_shard(block)
         sw.fully_shard(module, **how)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)  # of parameters that have no memory yet
         torch.manual_seed(3)
         if not how:  # as programs of FSDP2 write it
             module.to_empty(device="cpu")
             module.apply(lambda each: [nn.init.constant_(p, 0.02) for p in each.parameters(recurse=False)])
             module.norm.reset_running_stats()
             optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-            twin = {name: each.clone() for name, each in module.state_dict().items()}
-        optimizer = sw.shard_optimizer(module, optimizer)
+            twin = {n: full(each) for n, each in module.state_dict().items()}
         assert_is(module, twin)
         assert all(map(torch.isfinite, map(torch.tensor, train(module, optimizer, rank))))
         gather(None)

@@ -53,17 +53,22 @@ class Layered(nn.Module):
 def built(seed):
     torch.manual_seed(seed)
     module = Layered()
+    return module, optimizer_of(module)
+
+
+def optimizer_of(module):
     trained = [p for p in module.parameters() if p.requires_grad]
     groups = [{"params": trained[:3], "weight_decay": 0.1}, {"params": trained[3:], "lr": 3e-3}]
-    return module, sw.optim.AdamW(groups, lr=1e-2)
+    return sw.optim.AdamW(groups, lr=1e-2)
 
 
 def by_hand(seed):
-    module, optimizer = built(seed)
+    torch.manual_seed(seed)
+    module = Layered()
+    module.turned = nn.Parameter(module.turned.detach().contiguous())  # as FSDP2 demands
     for block in module.blocks:
         sw.fully_shard(block)
-    sw.fully_shard(module)
-    return module, sw.shard_optimizer(module, optimizer)
+    return sw.fully_shard(module), optimizer_of(module)
 
 
 def on_a_mesh(seed, **options):

@@ -133,7 +133,7 @@ def does_everything_else(rank, world_size, hosts):
     model = Mlp()
     for module in model:
         if isinstance(module, nn.Linear):
-            sw.fully_shard(module)
+            sw.fully_shard(module, device_mesh=mesh)
     sw.fully_shard(model, device_mesh=mesh)
     optimizer = sw.shard_optimizer(model, OPTIMIZERS["AdamW"](model.parameters()))
     losses = plain_steps(model, optimizer, rank)

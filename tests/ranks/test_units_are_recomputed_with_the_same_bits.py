@@ -89,7 +89,7 @@ def trained(rank, call, when, *, sharded=False, build=Random, **stage):
         for block in module.blocks:
             sw.fully_shard(block)
         model = sw.fully_shard(module, bucket_cap_mb=0.004)
-        optimizer = sw.shard_optimizer(model, optimizer)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
     else:
         model, optimizer = sw.wrap(module, optimizer, bucket_cap_mb=0.004, **stage)
     if call is not None and when == "after":

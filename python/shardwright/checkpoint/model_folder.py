@@ -26,7 +26,7 @@ from ..formats.range_writer import RangeWriter
 from ..options.names import offers_names
 from ..options.places import absolute_path
 from ..parallel.engine import needed_engine
-from ..parameters.whole_reads import Reads, check_plain, shaped
+from ..parameters.whole_reads import Reads, check_plain, named_whole, shaped
 from ..streaming import check_readable
 from ..torch_compat.adapters import Made, has_adapters, merged_names
 from ..torch_compat.internals import buffers_of_state, unstored_by_transformers
@@ -158,7 +158,7 @@ class _Writer:
                 "the module has peft's adapters: merge_lora=True writes the merged model; for the adapters alone call the module's own "
                 "save_pretrained() inside sw.full_parameters(model)"
             )
-        named = dict(bare.named_parameters(remove_duplicate=False))
+        named = named_whole(bare, remove_duplicate=False)
         for prefix, each in bare.named_modules(remove_duplicate=False):
             named |= {f"{prefix}.{n}" if prefix else n: b for n, b in buffers_of_state(each).items()}
         check_plain(named, _CALL)

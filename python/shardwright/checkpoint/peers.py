@@ -32,7 +32,8 @@ def whole_parameters(model: Any, *, writable: bool) -> Iterator[None]:
     """Return a context in which `model` has whole parameters to read, or to write. Collective if they are sliced or shared."""
     with contextlib.ExitStack() as stack:
         for each in engines_of(model):
-            stack.enter_context(whole_replicas(each.replicas, writable=writable))
+            if not each.replica.parameters().rows:  # else state dicts have DTensors
+                stack.enter_context(whole_replicas(each.replicas, writable=writable))
         yield
 
 

@@ -259,8 +259,12 @@ def is_row_major(tensor: torch.Tensor) -> bool:
 
 
 def replicas_of(model: Any) -> list[Any]:
-    """Return the replicas of a module of sw.wrap or fully_shard, or of those in it; none for any other module."""
-    return [replica for engine in engines_of(model) for replica in engine.replicas]
+    """Return the replicas of a module of sw.wrap, or of those in it; none for any other one.
+
+    The DTensors of fully_shard are saved and loaded as those of any module.
+    """
+    made = (replica for engine in engines_of(model) for replica in engine.replicas)
+    return [each for each in made if not each.parameters().rows]
 
 
 def fills_slices(replica: Any) -> bool:

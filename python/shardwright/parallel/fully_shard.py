@@ -20,8 +20,7 @@ import math
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, overload
 
 import torch
@@ -40,7 +39,9 @@ from ..parameters.rows import find_rows
 from ..parameters.sharded_parameter import ShardedParameter
 from ..parameters.unshard_schedule import UnitSchedule
 from ..torch_compat.dtensor import flattened, is_dtensor, mesh_of_group
+from ..torch_compat.autograd import graph_task_id
 from ..torch_compat.foreign_wrappers import guard_from_wrappers
+from ..torch_compat.internals import fsdp_module_of_torch
 from .engine import Engine, engine_of, register_face
 from .unit_calls import reduce_plainly
 
@@ -52,13 +53,14 @@ class Mark:
     `is_list`: fully_shard got several modules, which form one unit and share this mark. `engine`: of an outermost module.
     `ahead`: for each phase the units to gather ahead, if the program names them. `divide_factor`: the divisor of gradients
     that the program sets; `divides_by`: the engine's. `placement`: FSDP2's shard_placement_fn. `rows`: the unit's
-    parameters. `outer`: the outermost module that fully_shard was called on around it, if it takes part there.
+    parameters, cut over `mesh`. `outer`: the outermost module that fully_shard was called on around it, if it takes part there.
     """
 
     reshard_after_forward: bool
     options: dict[str, Any]
     precision: Precision | None = None
     is_list: bool = False
+    syncs: bool = True
     engine: Engine | None = None
     ahead: dict[str, list[Mark]] = dataclasses.field(default_factory=dict)
     divide_factor: float | None = None
@@ -68,6 +70,7 @@ class Mark:
     placement: Callable[[torch.nn.Parameter], Any] | None = None
     _units: list[tuple[weakref.ref[UnitSchedule], int]] = dataclasses.field(default_factory=list)
     rows: list[ShardedParameter] = dataclasses.field(default_factory=list)
+    mesh: Any = None
     outer: Callable[[], FSDPModule | None] = lambda: None
     _owner: Callable[[], Engine | None] = lambda: None
 
@@ -112,6 +115,10 @@ class Mark:
 
     def scale(self) -> None:
         """Multiply this unit's gradients where the engine divides by another factor than the program set."""
+        engine = self._owner()
+        if engine is not None and (self.divide_factor not in (None, self.divides_by) or self.divides_by == 1):
+            for replica in engine.made:
+                replica.gradients.adds_apart = True
         if self.divides_by is None or self.divide_factor in (None, self.divides_by) or self._handles:
             return
         hook = _GradientScale(weakref.ref(self))
@@ -125,7 +132,7 @@ class Mark:
     @property
     def runner(self) -> Engine | None:
         """Return the engine that runs this module's forward now: none inside another forward of that engine."""
-        engine = self.engine or self._owner()
+        engine = self.engine or (self._owner() if graph_task_id() < 0 else None)  # else a recomputation
         return None if engine is None or engine.runs else engine
 
     def make(self, module: torch.nn.Module) -> None:
@@ -165,11 +172,13 @@ class Mark:
             raise
         for mark in marks:
             mark._owner = weakref.ref(engine)
+            mark.scale()
 
     def _make(self, module: torch.nn.Module, rows: list[ShardedParameter], ignored: set[int]) -> Engine:
         """Make the engine with `module` as outermost, whose whole parameters stand in their slots."""
         resolve_group(self.options.get("process_group"), self.options.get("device_mesh"), trains=True)
         options = {**self.options, "groups": self.options.get("groups") or _groups(module, self.options, ignored)}
+        self._check_meshes(module, rows)
         divides_by = _choose_divisor(module, options, ignored)
         stage = {"zero": 3, "share_parameters": False, "precision": _policies(module)}
         values = Values(options.pop("init"), options.pop("weights"), rows=rows)
@@ -180,6 +189,20 @@ class Mark:
         guard_from_wrappers(engine, module)
         engine.show_rows()
         return engine
+
+
+    def _check_meshes(self, module: torch.nn.Module, rows: Collection[ShardedParameter]) -> None:
+        """Raise ValueError if an inner call without a mesh has cut over other ranks than this one."""
+        mine = set(map(id, rows))
+        for name, each in module.named_modules():
+            mark = mark_of(each)
+            if mark is None or mark.options["device_mesh"] is not None or not any(id(r) in mine for r in mark.rows):
+                continue
+            if mark.mesh.mesh.tolist() != self.mesh.mesh.tolist():
+                raise ValueError(
+                    f"sw.fully_shard of the inner module {name!r} got no mesh, and cut its parameters over {mark.mesh}; that of the outermost "
+                    f"module got {self.mesh}: pass mesh to both"
+                )
 
 
 def _waits(gradient: torch.Tensor | None) -> bool:
@@ -329,11 +352,21 @@ class FSDPModule(torch.nn.Module):
     def __deepcopy__(self, memo: Any) -> Any:
         raise AssertionError("FSDP does not support deepcopy. Please use state dict for serialization.")
 
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """Convert or move the module's DTensors. The next forward takes over what stands in their places."""
+        for schedule, _ in self._shardwright_mark.places():
+            schedule.show_states()
+        return self._shardwright_original._apply(self, *args, **kwargs)
+
     def _run(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         mark = self._shardwright_mark
         mark.make(self)
         engine = mark.runner
-        return call(*args, **kwargs) if engine is None else engine.run(call, args, kwargs)
+        if engine is None:
+            return call(*args, **kwargs)
+        if engine.require_backward_grad_sync is not mark.syncs:
+            engine.set_requires_gradient_sync(mark.syncs)
+        return engine.run(call, args, kwargs)
 
     def _placed(self) -> list[tuple[UnitSchedule, Unit]]:
         self._shardwright_mark.make(self)
@@ -350,13 +383,29 @@ class FSDPModule(torch.nn.Module):
         for schedule, unit in self._placed():
             schedule.unpin(unit)
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Return a context in which backwards add to `.grad` locally. For the outermost module."""
-        return self._outermost("no_sync").no_sync()
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Return a context in which backwards add up on each rank. For the outermost module."""
+        self._outermost("no_sync")
+        marks = [mark for each in self.modules() if (mark := mark_of(each)) is not None]
+        before = [mark.syncs for mark in marks]
+        self.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self.set_requires_gradient_sync(True, recurse=False)
+            for mark, syncs in zip(marks, before):
+                mark.syncs = syncs
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Set whether backwards average gradients from now on. For the outermost module; `recurse` is ignored."""
-        self._outermost("set_requires_gradient_sync").set_requires_gradient_sync(requires_gradient_sync)
+        """Set whether backwards of forwards of this module average gradients from now on. Forwards inside another one follow that."""
+        for each in self.modules() if recurse else (self,):
+            mark = mark_of(each)
+            if mark is not None:
+                mark.syncs = bool(requires_gradient_sync)
+        engine = self._shardwright_mark.engine
+        if engine is not None:
+            engine.set_requires_gradient_sync(requires_gradient_sync)
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[torch.nn.Module]) -> None:
         """Gather the units of `modules` while this module's forward runs, not those that followed it last time.
@@ -585,9 +634,10 @@ def fully_shard(
             "__module__": original.__module__,
             "__qualname__": f"FSDP{original.__qualname__}",
         }
-        each.__class__ = type(f"FSDP{original.__name__}", (FSDPModule, original), body)
+        bases = FSDPModule, *fsdp_module_of_torch(), original
+        each.__class__ = type(f"FSDP{original.__name__}", bases, body)
         register_face(each, _find_engine)
-    mark.rows = [ShardedParameter(*each) for each in found]
+    mark.rows, mark.mesh = [ShardedParameter(*each) for each in found], over
     for each in modules:
         for inner in each.modules():
             below = mark_of(inner)

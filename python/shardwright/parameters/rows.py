@@ -7,8 +7,12 @@ from typing import Any
 
 import torch
 
+from .._engine import Error
+from ..formats.stored import waits
 from ..layout.local_parameters import SHARDED
+from ..layout.memory import has_memory, without_memory
 from ..layout.param_groups import mark_of
+from ..torch_compat.dtensor import held_tensor, is_dtensor
 
 __all__ = ["find_rows"]
 
@@ -82,6 +86,8 @@ def _placed(p: torch.nn.Parameter, name: str, mesh: Any, placement_of: Callable[
         raise NotImplementedError(
             f"FSDP does not support uneven sharding on dim {dim}: {name!r} has size {p.shape[dim]} and is cut for {slices} ranks"
         )
+    if not waits(p) and not has_memory(held_tensor(p) if is_dtensor(p) else p):
+        raise Error(f"parameter {name!r} is {without_memory(p)}. Name it in ignored_params, which leaves it as it is on each rank")
     if not p.is_contiguous():
         raise NotImplementedError(
             f"FSDP does not support non-contiguous parameters yet: {name!r} has strides {p.stride()}"

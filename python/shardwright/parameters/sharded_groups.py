@@ -180,6 +180,8 @@ class ReleasedParameters(Storage):
                 yield
         finally:
             self.schedule.gather_pinned()
+        if self.rows:
+            self._backend.fence(f"reads of the parameters of {self._label}")
 
 
 class UnitMemory(ReleasedParameters):

@@ -18,8 +18,9 @@ from ..layout.shard_runs import memory_order
 from ..layout.views import dense_strides
 from ..torch_compat import cuda
 from ..torch_compat.dtensor import is_dtensor
+from .sharded_parameter import sharded_of
 
-__all__ = ["Pool", "Reads", "aligned", "check_plain", "flat_like", "shaped"]
+__all__ = ["Pool", "Reads", "aligned", "check_plain", "flat_like", "named_whole", "shaped"]
 
 #: tensors in the memory of a Pool begin at multiples of it
 _ALIGNMENT = 64
@@ -108,6 +109,12 @@ def shaped(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Return flat elements in memory order with the shape and the strides of `like`."""
     strides = dense_strides(like)
     return flat.view(like.shape) if strides is None else flat.as_strided(like.shape, strides, flat.storage_offset())
+
+
+def named_whole(module: torch.nn.Module, *, remove_duplicate: bool = True) -> dict[str, torch.Tensor]:
+    """Return the parameters by name: of the DTensors of fully_shard the whole ones, whose values a Reads finds."""
+    named = module.named_parameters(remove_duplicate=remove_duplicate)
+    return {name: p if (cut := sharded_of(p)) is None or cut.whole is None else cut.whole for name, p in named}
 
 
 def check_plain(named: Mapping[str, torch.Tensor], call: str) -> None:
