@@ -42,6 +42,7 @@ typedef struct comm_object {
     PyObject_HEAD sw_comm *comm; /* owned; NULL during connect() and once closed */
     sw_local_group *group;       /* owned; at world size 1 */
     PyObject *log;               /* owned, or NULL */
+    PyObject *interrupted;       /* owned, or NULL: called in waits, raises what ends them */
     PyObject *hosts;             /* owned list of str; NULL before connect */
     char address[64];
     int rank, world_size; /* as passed by the caller */

@@ -90,8 +90,11 @@ static inline int reducer_check_made(reducer_object *self)
     return is_made ? 0 : -1;
 }
 
+/* On a GPU once no other thread is inside, whose call may be half way through a round. */
 static inline int reducer_check_ready(reducer_object *self)
 {
+    if (self->gpu && !sw_py_device_wait_for_others(self->gpu))
+        return -1;
     bool is_ready = (self->reducer && self->params) ||
                     sw_py_refuse(sw_py_state_of(self)->error,
                                  "the reducer has no tensors: call attach() first");

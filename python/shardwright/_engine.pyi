@@ -345,6 +345,7 @@ class HostComm:
         warn_after_s: float = 30.0,
         host: str = "",
         log: Callable[[str], None] | None = None,
+        interrupted: Callable[[], object] | None = None,
     ) -> None: ...
     def connect(
         self, addresses: Sequence[str], secret: bytes, hosts: Sequence[str], *, members: Sequence[int] | None = None
