@@ -350,7 +350,7 @@ static bool check_unit(const store_object *self, Py_ssize_t unit)
 
 SW_PY_METHOD_WITH(store_gather, store_object, "gather unit:n | apart:p exact:p", a[2].p = true,
                   check_unit(self, a[0].n) && enter(self),
-                  sw_unit_gather(UNITS, a[0].size, a[2].p ? SW_UNIT_SLICES : SW_UNIT_CODES, &err),
+                  sw_store_gather(STORE, a[0].size, a[2].p ? SW_UNIT_SLICES : SW_UNIT_CODES, &err),
                   finish(self, status, &err))
 SW_PY_METHOD(store_release, store_object, "release unit:n", check_unit(self, a[0].n) && enter(self),
              sw_unit_release(UNITS, a[0].size, &err), finish(self, status, &err))

@@ -37,6 +37,13 @@ static uint8_t *base_of(const sw_store *s, int rank)
     return s->arena ? s->arena->base[rank] : s->pages;
 }
 
+/* End the communicator with an error of this rank's disk. */
+static sw_status end_here(const sw_store *s, sw_error *err)
+{
+    const sw_error why = *err;
+    return sw_comm_give_up(s->comm, SW_E_COMM, err, "%s", why.message);
+}
+
 static uint8_t *in_copy(const sw_store *s, size_t index, bool narrow)
 {
     return base_of(s, s->map.home) + sw_store_copy_bytes(&s->map, index, narrow);
@@ -213,6 +220,12 @@ sw_units *sw_store_units(const sw_store *s)
 const sw_store_plan *sw_store_get_plan(const sw_store *s)
 {
     return &s->plan;
+}
+
+sw_status sw_store_gather(sw_store *s, size_t index, sw_unit_source source, sw_error *err)
+{
+    sw_status status = sw_unit_gather(s->units, index, source, err);
+    return status == SW_E_OS ? end_here(s, err) : status;
 }
 
 /* ---- elements of a parameter ---- */
@@ -521,8 +534,5 @@ sw_status sw_store_publish(sw_store *s, sw_store_update *update, sw_error *err)
     end_outcomes(s, update, told);
     if (s->units)
         sw_units_end_step(s->units);
-    if (sw_store_settle(s, err) == SW_OK)
-        return SW_OK;
-    const sw_error why = *err; /* this rank's only */
-    return sw_comm_give_up(s->comm, SW_E_COMM, err, "%s", why.message);
+    return sw_store_settle(s, err) == SW_OK ? SW_OK : end_here(s, err);
 }

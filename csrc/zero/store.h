@@ -51,6 +51,11 @@ uint8_t *sw_store_mapped(const sw_store *store, size_t *size_bytes, size_t *buck
 sw_units *sw_store_units(const sw_store *store);               /* NULL: another form */
 const sw_store_plan *sw_store_get_plan(const sw_store *store); /* sizes of units */
 
+/* sw_unit_gather. A file that cannot be read ends the communicator: the others would wait for this
+ * rank's gradients. SW_E_COMM then. */
+SW_MUST_USE sw_status sw_store_gather(sw_store *store, size_t unit, sw_unit_source source,
+                                      sw_error *err);
+
 /* Elements of one parameter. */
 typedef struct sw_store_run {
     uint8_t *address; /* NULL: no elements, or none here */

@@ -25,7 +25,7 @@ from .optim.master_weights import MasterOptimizer, has_own_masters, without_mast
 from .optim.offload import StateStore, make_route, make_store, rounded_bytes
 from .optim.ownership import check_sliceable
 from .optim.sharded import ShardedOptimizer
-from .options.checks import offload_folder
+from .options.checks import offload_folder, offload_kinds, offload_place
 from .options.names import offers_names
 from .options.options import Options, describes_options
 from .parallel import out_of_memory
@@ -285,11 +285,12 @@ def _shard(engine: Engine, optimizer: torch.optim.Optimizer, partition: str) -> 
 
 
 def _check_offload(module: torch.nn.Module, offload: Any, optimizer: torch.optim.Optimizer | None, zero: int) -> None:
-    if offload_folder(offload) is None and not (offload == "cpu" and _is_on_gpu(module)):
+    parameters, kind = offload_kinds(offload)
+    if kind != "nvme" and parameters != "nvme" and not (kind == "cpu" and _is_on_gpu(module)):
         return
     if not (optimizer is not None and has_own_masters(optimizer)):
         got = "none" if optimizer is None else f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-        where = " of a module on a GPU" if offload == "cpu" else ""
+        where = " of a module on a GPU" if "nvme" not in (parameters, kind) else ""
         raise ValueError(f"offload={offload!r}{where} needs an optimizer of sw.optim (AdamW, Adam or SGD), got {got}")
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     name = next((name for name, p in module.named_parameters() if id(p) in held and is_dtensor(p)), None)
@@ -315,10 +316,11 @@ def _is_on_gpu(module: torch.nn.Module) -> bool:
 
 def _keep_state(engine: Engine, optimizer: Any, inner: Any) -> None:
     """Move the state of `inner`, which steps for `optimizer`, to where offload= says. Collective if it moves."""
-    folder, replica = offload_folder(engine.options.offload), engine.replica
+    place, replica = offload_place(engine.options.offload, "optimizer"), engine.replica
+    folder = offload_folder(place)
     earlier = getattr(inner, "store", None)
     in_file = getattr(earlier, "file", None) is not None  # an earlier wrapper put the state into a file
-    is_asked = engine.options.offload is not None or earlier is not None
+    is_asked = place is not None or earlier is not None
     moves = is_asked and not replica.backend.capabilities.state_is_there
     if folder is None and not moves and not in_file:
         if earlier is not None:  # the module has left its GPU; its state stays on the host

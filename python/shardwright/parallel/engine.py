@@ -26,7 +26,7 @@ from ..comm.levels import Lease
 from ..comm.process_group import HostGroup, host_group, is_default_group, mesh_rows, resolve_group
 from ..layout.param_groups import check_marks, comparable
 from ..layout.shard_mesh import Slicing
-from ..options.checks import offload_kind
+from ..options.checks import offload_kinds
 from ..options.compress import Compressor, check_compressor
 from ..options.options import Options
 from ..parameters.building import Building, Values, begin_building
@@ -325,7 +325,7 @@ class Engine:
             "zero": options.zero,
             "units": comparable(options.units),
             "compress": options.compress,
-            "offload": offload_kind(options.offload),
+            "offload": offload_kinds(options.offload),
             "init_sync": init_sync,
             "forward_sync_buffers": self.forward_sync_buffers,
             "precision": repr(self.precision),

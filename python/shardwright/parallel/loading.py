@@ -252,6 +252,9 @@ class _Targets:
                 raise Error(
                     f"load_pretrained: {first!r} and {name!r} are one tensor of the module, with other values stored"
                 )
+        replica, index = self._places.get(id(target), (None, 0))
+        if replica is not None:
+            replica.parameters().note_written(index)
 
     def _memory(self, target: torch.Tensor, each: Lazy, rounds: Any) -> Iterator[tuple[int, torch.Tensor, Any]]:
         """Return (first element, memory) of this rank's row-major elements of a tensor; with values, of all other elements."""
