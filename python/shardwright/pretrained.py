@@ -57,11 +57,11 @@ def load_pretrained(
     TypeError, ValueError
         For a `place` or `dtype` of another kind.
     NotImplementedError
-        For DTensors, and for released parameters on a GPU.
+        For released parameters on a GPU.
 
     Notes
     -----
-    Extra state that `place` holds goes to set_extra_state(); a module keeps its own otherwise.
+    Of a DTensor each rank reads its slice of its shard. Extra state that `place` holds goes to set_extra_state(); a module keeps its own otherwise.
 
     Cost: at zero=3 each rank reads the bytes of its slices, or its part of what a host shares; below that all bytes. A
     cast needs 16 MiB; formats without ranges (torch.distributed.checkpoint) and parameters that are not row-major need

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ._engine import Error
 from .comm.agreement import gather_values
-from .comm.model_ranks import ModelRanks
+from .comm.model_ranks import ModelRanks, together
 from .comm.process_group import HostGroup, host_group, resolve_group
 from .comm.waits import calling, on_every_rank
 from .formats.stored import Stored
@@ -29,7 +29,7 @@ from .options.checks import offload_folder, offload_kinds, offload_place
 from .options.names import offers_names
 from .options.options import Options, describes_options
 from .parallel import out_of_memory
-from .parallel.agreement.optimizer_agreement import Row, agree, check_members, given_rows, together, watch_loading
+from .parallel.agreement.optimizer_agreement import Row, agree, check_members, given_rows, watch_loading
 from .parallel.ddp import DistributedDataParallel
 from .parallel.ddp_compat import precision_of
 from .parallel.engine import Engine, needed_engine
@@ -89,7 +89,8 @@ def wrap(
         share_parameters=False a rank holds two units whole at a time, and otherwise its slices (docs/large-models.md).
     weights : str, path, or iterable of (str, Tensor), optional
         Build a module of the meta device, or take any other, and call load_pretrained(wrapped, weights). Only modules
-        with buffers that are not stored are initialised.
+        with buffers that are not stored are initialised. With load_pretrained's options: a tuple (weights, options), such
+        as (folder, {"strict": False}) for a stage of a pipeline, which lacks the other stages' names.
     **options
         Fields of Options:
     mixed_precision : optional

@@ -24,6 +24,7 @@ __all__ = [
     "local_part",
     "placed_as",
     "placed_like",
+    "placed_parameter",
     "set_dtype",
     "set_held_tensor",
     "waited",
@@ -73,6 +74,11 @@ def placed_like(local: torch.Tensor, like: Any) -> torch.Tensor:
             local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
         )
     return made
+
+
+def placed_parameter(local: torch.Tensor, like: Any) -> torch.Tensor:
+    """Return a DTensor parameter over the memory of `local`, placed like the DTensor `like`."""
+    return torch.nn.Parameter(placed_like(local, like), requires_grad=like.requires_grad)
 
 
 def placed_as(dtensor: Any, like: Any) -> Any:
