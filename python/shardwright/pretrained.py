@@ -32,8 +32,9 @@ def load_pretrained(
     module : Module
         A wrapped module on the CPU, or below zero=3 on a GPU.
     place : str, path, mapping of str to Tensor, or iterable of (str, Tensor)
-        A Hugging Face folder or a file of safetensors; a folder of sw.save; a folder of torch.distributed.checkpoint; a
-        file of torch.save; or pairs of name and whole tensor, which every rank passes alike and in the same order.
+        A Hugging Face folder or a file of safetensors, or an fsspec address of one; a folder of sw.save; a folder of
+        torch.distributed.checkpoint; a file of torch.save. Or pairs of name and whole tensor, which every rank passes
+        alike and in the same order.
     rename : mapping of str to str, or callable, optional
         As for sw.load: regular expressions and replacements, or a function from a stored name to the module's.
     dtype : torch.dtype or str, optional
