@@ -38,7 +38,8 @@ typedef struct sw_arena {
     uint8_t **base; /* owned; world_size addresses in this process, base[rank] is this rank's part;
                        NULL: on another host */
     int world_size;
-    uint32_t serial; /* counted from 1 by arena_create, so equal on all ranks */
+    uint32_t serial;                   /* counted from 1 by arena_create, so equal on all ranks */
+    const struct sw_file_memory *file; /* of this host's parts; NULL: they have no home on a disk */
 } sw_arena;
 
 /* The plan of a fold. The reducer decides it once every rank has posted, from the use bits beside
@@ -129,6 +130,10 @@ typedef struct sw_comm_ops {
      * carried them (sw_op.beside). */
     sw_status (*mirror_create)(sw_comm *comm, size_t size_bytes, const char *label,
                                sw_arena **arena, sw_error *err);
+    /* The same with a home on a disk: in one nameless file a host, in the `folder` of the host's
+     * first rank. Also SW_E_OS, alike on all ranks: the folder, or its disk, has no place. */
+    sw_status (*home_create)(sw_comm *comm, size_t size_bytes, const char *folder,
+                             const char *label, sw_arena **arena, sw_error *err);
     void (*arena_destroy)(sw_comm *comm, sw_arena *arena);
     /* Issue an operation on an arena. */
     sw_status (*post)(sw_comm *comm, const sw_op *op, uint32_t *ticket, sw_error *err);

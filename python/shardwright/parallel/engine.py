@@ -26,10 +26,10 @@ from ..comm.levels import Lease
 from ..comm.process_group import HostGroup, host_group, is_default_group, mesh_rows, resolve_group
 from ..layout.param_groups import check_marks, comparable
 from ..layout.shard_mesh import Slicing
-from ..options.checks import offload_kind
+from ..options.checks import offload_kinds
 from ..options.compress import Compressor, check_compressor
 from ..options.options import Options
-from ..parameters.building import Building, RowsTaken, Values, begin_building
+from ..parameters.building import Building, PartOfBuilding, RowsTaken, Values, begin_building
 from ..parameters.drift import DriftCheck
 from ..parameters.mixed_precision import PrecisionPlan, remove_plan
 from ..torch_compat import autograd as _hooks
@@ -38,7 +38,7 @@ from ..torch_compat.internals import ignored_by_torchs_ddp, original_of
 from ..torch_compat.weak import weakly
 from .composition import loss_scaling
 from .composition.parts import by_name, find_parts, states_of_parts
-from .loading import fill_module
+from .loading import fill_module, place_of
 from .out_of_memory import explain, explain_all
 from .replica import Replica, live_replicas
 
@@ -153,7 +153,12 @@ class Engine:
     def _load(self, building: Building | RowsTaken, weights: Any) -> None:
         """Load values that no initialisation gave. Collective."""
         if weights is not None:
-            fill_module(self.module, self.made, weights)
+            place, options = place_of(weights)
+            missing = fill_module(self.module, self.made, place, **options).missing_keys
+            if building.gave and missing:
+                raise Error(
+                    f"wrap: what weights= names lacks {', '.join(map(repr, missing[:3]))}, which would get no values"
+                )
         elif building.stored:
             fill_module(self.module, self.made, building.stored, strict=False, own=True)
 
@@ -333,7 +338,7 @@ class Engine:
             "zero": options.zero,
             "units": comparable(options.units),
             "compress": options.compress,
-            "offload": offload_kind(options.offload),
+            "offload": offload_kinds(options.offload),
             "init_sync": init_sync,
             "forward_sync_buffers": self.forward_sync_buffers,
             "precision": repr(self.precision),
@@ -348,7 +353,8 @@ class Engine:
                 factor = 1.0 if part.options.reduce == "sum" else of_part.world_size / group.world_size
                 slicing = Slicing.one_a_rank(of_part.rank, of_part.world_size)
                 beside["device_mesh"] = part.title
-                self._make(of_part, part.options, frozenset(named) - part.names, slicing, beside, factor, fills)
+                filled = None if fills is None else PartOfBuilding(fills, of_part)
+                self._make(of_part, part.options, frozenset(named) - part.names, slicing, beside, factor, filled)
         except BaseException:
             _retire_all(self.made, together=True)
             raise

@@ -30,7 +30,7 @@ from ..comm.process_group import resolve_group
 from ..gradients.sharded_gradient import ShardedGradient
 from ..layout.local_parameters import SHARDED
 from ..layout.param_groups import mark_of
-from ..options.checks import offload_kind
+from ..options.checks import offload_kinds
 from ..options.options import Options, refuse_options
 from ..options.precision import Precision
 from ..parameters.building import Values
@@ -568,8 +568,8 @@ def fully_shard(
         FSDP2's function from a parameter to None, a Shard or a ShardPlacementResult. Slices are always flat, whatever
         dimension a Shard names. With a mesh of other ranks the parameter, a DTensor, becomes one of the outermost
         module's `groups`.
-    offload : {"cpu", "nvme:<folder>"}, optional
-        For the outermost module: where shard_optimizer keeps the optimizer's state; see wrap.
+    offload : {"cpu", "nvme:<folder>"} or dict of "parameters" and "optimizer" to them, optional
+        For the outermost module: where slices lie, and where shard_optimizer keeps the optimizer's state; see wrap.
     mp_policy : MixedPrecisionPolicy, optional
         FSDP2's `precision`, with fields of the same names. Parameters keep their dtype.
     offload_policy : OffloadPolicy, optional
@@ -604,7 +604,7 @@ def fully_shard(
     if mesh is not None and device_mesh is not None:
         raise ValueError("mesh and device_mesh were both given, which are two names for one: pass one of them")
     chosen = _data_mesh(device_mesh if mesh is None else mesh, dp_mesh_dims)
-    offload_kind(offload)
+    offload_kinds(offload)
     refuse_options(options, ("zero", "share_parameters"), "fully_shard", "it is zero=3 with private parameters")
     refuse_options(options, ("clip_grad_norm",), "fully_shard", "call sw.clip_grad_norm_ before the step")
     refuse_options(options, ("partition",), "fully_shard", "give it to sw.shard_optimizer")

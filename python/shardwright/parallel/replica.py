@@ -17,7 +17,7 @@ from ..backend.base import Backend, Request
 from ..comm.agreement import verify
 from ..comm.exchange import Exchange
 from ..comm.levels import Lease, Levels
-from ..comm.model_ranks import ModelRanks
+from ..comm.model_ranks import ModelRanks, together
 from ..comm.process_group import HostGroup, group_ranks
 from ..comm.stop_request import StopRequest
 from ..gradients.comm_hook import HookRunner
@@ -38,7 +38,6 @@ from ..parameters.storage import ParameterMemory
 from ..torch_compat import autograd as _hooks
 from ..torch_compat.dtensor import held_tensor, is_dtensor
 from ..torch_compat.weak import weakly
-from .agreement.optimizer_agreement import together
 from .agreement.replica_check import ReplicaCheck
 from .agreement.steppers import Steppers, adopt_steps_in_backward
 from .backends import choose_backend
@@ -104,7 +103,7 @@ class Replica:
 
         begin = functools.partial(verify, group.comm, describe, f"the wrapped {self.label}")
         together(self.model_ranks, begin, self.label, self._facts_over_mesh)
-        if self.model_ranks is not None and settings["init_sync"]:
+        if self.model_ranks is not None and settings["init_sync"] and building is None:
             self.model_ranks.check_replicated(self.table, group, self.label)
         request = self._request._replace(building=building)
         self.backend: Backend = choose_backend(self.table)(group, request)

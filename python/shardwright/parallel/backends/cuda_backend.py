@@ -18,6 +18,7 @@ from ...compress.device_exchange import DeviceExchange
 from ...gradients.device_reducer import DeviceReducer
 from ...layout.param_table import ParameterTable
 from ...layout.shard_runs import Storage
+from ...options.checks import offload_kinds
 from ...options.compress import Compressor
 from ...options.compressors import Bf16, Fp16
 from ...parameters.device_groups import DeviceUnitMemory, rows_in_groups
@@ -61,6 +62,11 @@ class CudaBackend:
         ):
             raise NotImplementedError(
                 "share_parameters=True, gather='int8' and write_guard= are the host's: at zero=3 on GPUs each rank keeps its slices as they are"
+            )
+        if offload_kinds(options.offload)[0] is not None:
+            raise NotImplementedError(
+                f"offload={options.offload!r} moves parameters, which is for modules on the CPU: on a GPU use offload='cpu' or 'nvme:<folder>', "
+                "which moves the optimizer's state"
             )
         if options.communicator == "borrow" and group.world_size > 1:
             _check_borrowing(module, group)

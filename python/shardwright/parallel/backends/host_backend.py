@@ -12,6 +12,7 @@ from ...comm.levels import Lease, Levels, leased_levels, levels_of
 from ...comm.process_group import HostGroup
 from ...layout.shard_runs import Storage
 from ...layout.views import as_real, dense_strides, dtype_name
+from ...options.checks import offload_folder, offload_place
 from ...options.compress import Compressor
 from ...parameters.sharded_groups import UnitMemory
 from ...torch_compat.engine_storage import engine_tensor
@@ -85,7 +86,8 @@ class HostBackend:
                 f"gather='int8' runs inside one host and without a mesh of two dimensions; {label} is over {self.group.host_count} "
                 f"hosts, and slices are kept {'by each replica' if slicing.is_replicated else 'once'}"
             )
-        return UnitMemory(self, reducer, request, coded=coded)
+        folder = offload_folder(offload_place(request.options.offload, "parameters"))
+        return UnitMemory(self, reducer, request, coded=coded, folder=folder)
 
     def exchange(self, compress: Compressor, request: Request, like: torch.Tensor) -> tuple[Levels, Lease | None]:
         if self.group.host_count > 1 and request.zero < 2:
