@@ -372,8 +372,8 @@ static void narrow(void *data, const float *wide, size_t numel, sw_dtype dtype)
             doubles[i] = (double)wide[i];
 }
 
-sw_status sw_compressor_average(sw_compressor *c, const sw_compressor_bucket *bucket, void *data,
-                                size_t numel, sw_dtype dtype, sw_exchange *exchange, sw_error *err)
+static sw_status average(sw_compressor *c, const sw_compressor_bucket *bucket, void *data,
+                         size_t numel, sw_dtype dtype, sw_exchange *exchange, sw_error *err)
 {
     bool plain = c->settings.kind == SW_COMPRESS_PLAIN ||
                  (c->settings.kind == SW_COMPRESS_POWERSGD && c->rounds < c->settings.first_round);
@@ -393,13 +393,43 @@ sw_status sw_compressor_average(sw_compressor *c, const sw_compressor_bucket *bu
     return SW_OK;
 }
 
+sw_status sw_compressor_average(sw_compressor *c, const sw_compressor_bucket *bucket, void *data,
+                                size_t numel, sw_dtype dtype, sw_exchange *exchange, sw_error *err)
+{
+    uint64_t before = exchange->sent_bytes;
+    sw_status status = average(c, bucket, data, numel, dtype, exchange, err);
+    c->sent_bytes += exchange->sent_bytes - before;
+    return status;
+}
+
+sw_status sw_compressor_average_bucket(sw_compressor *c, size_t number, size_t share,
+                                       bool keeps_slice, void *data, size_t numel, sw_dtype dtype,
+                                       sw_exchange *exchange, sw_error *err)
+{
+    uint64_t before = exchange->sent_bytes;
+    sw_compressor_bucket bucket = {.share = share, .keeps_slice = keeps_slice};
+    bucket.members = sw_compressor_members(c, number, &bucket.count);
+    sw_status status = sw_compressor_average(c, &bucket, data, numel, dtype, exchange, err);
+    if (number < c->bucket_count)
+        c->buckets[number].sent_bytes = exchange->sent_bytes - before;
+    return status;
+}
+
+uint64_t sw_compressor_sent_bytes(const sw_compressor *c)
+{
+    return c->sent_bytes;
+}
+
+uint64_t sw_compressor_bucket_sent_bytes(const sw_compressor *c, size_t number)
+{
+    return number < c->bucket_count ? c->buckets[number].sent_bytes : 0;
+}
+
 static sw_status average_operation(sw_codec *codec, size_t number, float *flat, size_t numel,
                                    sw_exchange *exchange, sw_error *err)
 {
-    sw_compressor *c = compressor_of(codec);
-    sw_compressor_bucket bucket = {.share = 0};
-    bucket.members = sw_compressor_members(c, number, &bucket.count);
-    return sw_compressor_average(c, &bucket, flat, numel, SW_DTYPE_FLOAT32, exchange, err);
+    return sw_compressor_average_bucket(compressor_of(codec), number, 0, false, flat, numel,
+                                        SW_DTYPE_FLOAT32, exchange, err);
 }
 
 static const sw_codec_ops codec_ops = {

@@ -107,6 +107,16 @@ SW_MUST_USE sw_status sw_compressor_average(sw_compressor *compressor,
                                             size_t numel, sw_dtype dtype, sw_exchange *exchange,
                                             sw_error *err);
 
+/* The same for bucket `number`, whose members were set; `share` and `keeps_slice` as above. Counts
+ * what it sent. */
+SW_MUST_USE sw_status sw_compressor_average_bucket(sw_compressor *compressor, size_t number,
+                                                   size_t share, bool keeps_slice, void *data,
+                                                   size_t numel, sw_dtype dtype,
+                                                   sw_exchange *exchange, sw_error *err);
+/* Bytes that this rank has sent to peers; of the last round of a bucket. */
+uint64_t sw_compressor_sent_bytes(const sw_compressor *compressor);
+uint64_t sw_compressor_bucket_sent_bytes(const sw_compressor *compressor, size_t number);
+
 /* Elements of a slice that holds this fraction of `numel`: a multiple of 64. */
 size_t sw_compressor_slice_numel(size_t numel, int world_size);
 

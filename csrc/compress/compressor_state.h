@@ -19,6 +19,7 @@ float *sw_scratch_reserve(sw_scratch *scratch, size_t numel, sw_error *err);
 typedef struct sw_members {
     sw_compressor_member *rows; /* owned */
     size_t count;
+    uint64_t sent_bytes; /* in the last round */
 } sw_members;
 
 struct sw_compressor {
@@ -29,7 +30,7 @@ struct sw_compressor {
     size_t count, capacity;
     sw_members *buckets; /* owned */
     size_t bucket_count;
-    uint64_t rounds;
+    uint64_t rounds, sent_bytes;
     sw_scratch wide, rest, factors, own_q;
 };
 

@@ -275,6 +275,16 @@ bool sw_reducer_is_handed_over_by_any(const sw_reducer *reducer, size_t bucket_i
     return reducer->buckets[bucket_index].crosses;
 }
 
+bool sw_reducer_is_compressing(const sw_reducer *reducer)
+{
+    bool found = false;
+    for (size_t i = 0;
+         reducer->compressor && reducer->state == SW_ROUND_OPEN && i < reducer->layout.bucket_count;
+         ++i)
+        found |= reducer->buckets[i].state == BUCKET_POSTED;
+    return found;
+}
+
 /* ---- begin of a round ---- */
 
 /* Return the first bucket at or after `from` that takes part, or bucket_count. */
@@ -531,6 +541,8 @@ static void close_round(sw_reducer *reducer)
         if (sw_reducer_takes_part(reducer, i) && folded) /* an abandoned round averages nothing */
             state->used = 0;
     }
+    if (reducer->compressor && folded && reducer->owner == SW_BUCKETS_OURS)
+        sw_compressor_count_round(reducer->compressor);
     reducer->state = SW_ROUND_CLOSED;
     reducer->contributes = true;
 }

@@ -11,6 +11,7 @@
 
 #include "comm/comm.h"
 #include "comm/device_comm.h"
+#include "compress/compressor.h"
 #include "reduce/gradient_memory.h"
 #include "tensor/layout.h"
 
@@ -247,6 +248,18 @@ void sw_reducer_accumulate(sw_reducer *reducer, size_t param);
 size_t sw_reducer_accumulated_ranks(const sw_reducer *reducer, size_t param);
 /* Return the first byte of a bucket in this rank's memory; sliced in a pool: of its shared slot. */
 uint8_t *sw_reducer_slot(const sw_reducer *reducer, size_t bucket);
+
+/* On the host: let means travel through a compressor from the next round on; holds a reference.
+ * Entry i of the compressor is parameter i. Collective. Over hosts buckets travel as they do
+ * without one, during the backward. On one host *at_end: the caller gives the buckets to a hook,
+ * and calls sw_reducer_compress() in its place. Needs a mean. */
+SW_MUST_USE sw_status sw_reducer_set_compressor(sw_reducer *reducer, sw_compressor *compressor,
+                                                bool *at_end, sw_error *err);
+/* After sw_reducer_exchange_use(), for each bucket in order: average it. */
+SW_MUST_USE sw_status sw_reducer_compress(sw_reducer *reducer, size_t bucket, sw_error *err);
+/* Return true if buckets of an open round are on their way through the compressor, whose state may
+ * change meanwhile. */
+bool sw_reducer_is_compressing(const sw_reducer *reducer);
 
 /* Set the owner from the next round on. On a GPU to HOOKS, once, after sw_reducer_withdraw. */
 void sw_reducer_give_buckets(sw_reducer *reducer, sw_bucket_owner owner);

@@ -109,9 +109,10 @@ struct sw_reducer {
     sw_forward_counts forward_counts;  /* of the last round */
     uint32_t marks;                    /* gradients taken, for regular polls */
     bool contributes, abandoned, divide_by_active;
-    bool last_round_failed; /* see sw_reducer_last_round_failed */
-    bool met;               /* use bits of this or the last round were exchanged for a hook */
-    sw_bucket_owner owner;  /* owner of the buckets */
+    bool last_round_failed;    /* see sw_reducer_last_round_failed */
+    bool met;                  /* use bits of this or the last round were exchanged for a hook */
+    sw_bucket_owner owner;     /* owner of the buckets */
+    sw_compressor *compressor; /* holds a reference; NULL: means travel as they are */
     sw_reducer_stats stats;
 };
 
