@@ -20,12 +20,11 @@ void sw_bucket_read_trailers(host_bucket *b, bool *contributes, int *abandoned_b
     const host_rounds *host = b->host;
     size_t count = host->base.layout.bucket[b->common->index].count;
     *abandoned_by = -1;
-    b->any_accumulated = b->common->crosses = false;
+    b->any_accumulated = false;
     memset(b->any, 0, sw_words_of(count) * sizeof *b->any);
     for (int r = 0; r < host->comm->world_size; ++r) {
         const trailer *t = sw_bucket_trailer(b, r);
         contributes[r] = t->contributes != 0;
-        b->common->crosses |= t->handed_over != 0;
         if (t->abandoned && *abandoned_by < 0)
             *abandoned_by = r;
         for (size_t w = 0; w < sw_words_of(count); ++w) {
@@ -225,7 +224,6 @@ void sw_bucket_write_trailer(host_bucket *b)
     memset(t, 0, b->trailer_bytes);
     t->contributes = reducer->contributes;
     t->abandoned = reducer->abandoned;
-    t->handed_over = b->common->state == BUCKET_HANDED_OVER;
     t->stepped = reducer->stepped;
     t->forwards = reducer->round_forwards;
     for (size_t i = 0; reducer->contributes && i < shape->count; ++i) {

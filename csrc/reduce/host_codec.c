@@ -69,7 +69,7 @@ sw_status sw_reducer_set_compressor(sw_reducer *reducer, sw_compressor *compress
                                     sw_error *err)
 {
     host_rounds *host = host_of(reducer);
-    if (reducer->ops != &sw_host_rounds_ops)
+    if (reducer->ops->traits.on_device)
         SW_FAIL(err, SW_E_UNSUPPORTED, "a compressor of the host was given to a reducer on a GPU");
     if (reducer->state != SW_ROUND_CLOSED || reducer->compressor)
         SW_FAIL(err, SW_E_STATE, "a compressor is set once, between two rounds");

@@ -2,7 +2,7 @@
  * (its table), host_build.c (creation), bucket.c (trailers and plans of folds) and bucket_ring.c.
  *
  * A bucket's *trailer* travels with its data. It says whether the rank contributes, whether it
- * abandoned the round, and whether a hook has the bucket already. It also has a digest of the
+ * abandoned the round. It also has a digest of the
  * hyperparameters of the rank's steps, the count of its forwards, and two bits for each parameter.
  * There are two trailers, by the round's parity: a rank may post the next round while a peer still
  * reads this one's trailer, but not the round after, which needs the peer's `done`.
@@ -15,9 +15,8 @@
 
 typedef struct trailer {
     uint16_t contributes, abandoned;
-    uint32_t handed_over; /* to a hook, before the end of the backward */
-    uint32_t stepped;     /* digest of the steps of the rank's optimizers */
-    uint32_t forwards;    /* see sw_forward_counts */
+    uint32_t stepped;  /* digest of the steps of the rank's optimizers */
+    uint32_t forwards; /* see sw_forward_counts */
     uint32_t
         bits[]; /* use bits of the bucket's parameters, in memory order; then accumulated bits */
 } trailer;

@@ -12,7 +12,6 @@ typedef enum bucket_state {
     BUCKET_FILLING = 0,
     BUCKET_POSTED,
     BUCKET_DONE,
-    BUCKET_HANDED_OVER, /* a hook got it before the end of the backward */
 } bucket_state;
 
 typedef struct bucket {
@@ -23,7 +22,6 @@ typedef struct bucket {
     bool takes_part;                 /* trainable, or unfrozen since */
     bool pinned;                     /* never posted before the end of the backward */
     bool reserved, sealed;           /* in this round */
-    bool crosses;                    /* some rank handed it over early in this round */
     char label[SW_COMM_LABEL_BYTES]; /* "bucket 0 of Mlp, 0.bias to 4.weight" */
 } bucket;
 
