@@ -266,7 +266,7 @@ bool sw_reducer_is_compressing(const sw_reducer *reducer)
     for (size_t i = 0;
          reducer->compressor && reducer->state == SW_ROUND_OPEN && i < reducer->layout.bucket_count;
          ++i)
-        found |= reducer->buckets[i].state == BUCKET_POSTED;
+        found |= reducer->buckets[i].state != BUCKET_FILLING;
     return found;
 }
 

@@ -255,8 +255,8 @@ SW_MUST_USE sw_status sw_reducer_set_compressor(sw_reducer *reducer, sw_compress
                                                 bool *at_end, sw_error *err);
 /* After sw_reducer_exchange_use(), for each bucket in order: average it. */
 SW_MUST_USE sw_status sw_reducer_compress(sw_reducer *reducer, size_t bucket, sw_error *err);
-/* Return true if buckets of an open round are on their way through the compressor, whose state may
- * change meanwhile. */
+/* Return true if buckets of an open round went through the compressor, or are on their way, so that
+ * its state is that of no round. */
 bool sw_reducer_is_compressing(const sw_reducer *reducer);
 
 /* Set the owner from the next round on. On a GPU to HOOKS, once, after sw_reducer_withdraw. */
