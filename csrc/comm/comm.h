@@ -18,6 +18,7 @@
 #include <stdint.h>
 
 #include "base/status.h"
+#include "comm/exchange.h"
 #include "kernels/kernels.h"
 #include "tensor/dtype.h"
 
@@ -58,6 +59,10 @@ typedef struct sw_fold_plan {
      * contributions that lack it and are mapped here. `accumulated`: `numel` elements of one slice.
      * Only the rank that folds these contributions reads them. */
     void (*add_accumulated)(void *context, size_t begin, size_t numel, const void *accumulated);
+    /* With a codec: store float32 means of `numel` elements from `begin` on, all used, at `to` in
+     * the buffer's dtype. They replace an accumulated result there, or add to the share of it that
+     * contributions lack. */
+    void (*store)(void *context, size_t begin, size_t numel, const float *mean, void *to);
 } sw_fold_plan;
 
 /* The slice of a buffer that each rank owns, if several own one: a *replica* is a set of ranks that
@@ -95,7 +100,10 @@ typedef struct sw_op {
                                       and when the operation is complete. NULL: none */
     size_t beside_offset_bytes, beside_bytes;
     const sw_fold_plan
-        *plan; /* borrowed until complete; NULL: fold everything, divide by world_size */
+        *plan;       /* borrowed until complete; NULL: fold everything, divide by world_size */
+    sw_codec *codec; /* over hosts, for an arena: hosts exchange their sums through it, as bucket
+                      * `codec_bucket`. NULL: as they are. The operation holds a reference */
+    size_t codec_bucket;
     char label[SW_COMM_LABEL_BYTES]; /* equal on all ranks; named in errors */
 } sw_op;
 

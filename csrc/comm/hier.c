@@ -202,8 +202,10 @@ static void destroy(sw_comm *comm)
     bool is_left = hier->carrier && !sw_carrier_is_over(hier->carrier);
     if (is_left && !sw_carrier_wire_is_closed(hier->carrier))
         return;
-    if (!is_left)
+    if (!is_left) {
         sw_carrier_destroy(hier->carrier);
+        sw_hier_drop_codecs(hier);
+    }
     free_kept(hier);
     destroy_inside(hier, hier->ring); /* a closed wire does not access it */
     hier->ring = NULL;

@@ -21,8 +21,6 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from .._engine import Error
 from ..comm.agreement import verify
-from ..comm.exchange import Exchange
-from ..comm.levels import Lease
 from ..comm.process_group import HostGroup, host_group, is_default_group, mesh_rows, resolve_group
 from ..layout.param_groups import check_marks, comparable
 from ..layout.shard_mesh import Slicing
@@ -612,21 +610,9 @@ class Engine:
 
     # what averages buckets ----------------------------------------------------------------------------------------
 
-    def run_buckets_by(
-        self, replica: Replica, state: object, hook: Callable[..., Any], lease: Lease | None = None, *, is_ours: bool
-    ) -> None:
-        """Let a hook average a replica's buckets: during the backward, in a thread, if there is a `lease` of one."""
-        runner = replica.hook_runner(state, hook, is_ours=is_ours)
-        if lease is None:
-            replica.reducer.set_bucket_callback(runner)
-        else:
-            from ..compress.state import CompressionState
-            from ..gradients.comm_thread import BucketThread
-
-            thread = BucketThread(runner, replica.group.comm, replica.label, lease)
-            replica.reducer.set_bucket_callback(thread, thread.wait)
-            if isinstance(state, CompressionState):
-                state.watch(weakly(thread.is_under_way, False))
+    def run_buckets_by(self, replica: Replica, state: object, hook: Callable[..., Any], *, is_ours: bool) -> None:
+        """Let a hook average a replica's buckets."""
+        replica.reducer.set_bucket_callback(replica.hook_runner(state, hook, is_ours=is_ours))
         if replica.gradients.sparse is not None and not is_ours:
             replica.gradients.sparse.user_hook = state, hook
         self.comm_hooks.append((hook, state))
@@ -674,18 +660,26 @@ class Engine:
         if getattr(replica.reducer, "wire", None) is not None:  # the reducer compresses by itself
             replica.compression = (repr(compress), None)
             return None
-        from ..compress.make import make_hook
+        from ..compress.hooks import state_hook
+        from ..compress.make import CodecTraffic, make_state
         from ..compress.state import CompressionState
 
-        levels, lease = replica.levels(compress)
-        state, hook = make_hook(compress, levels.exchange)
-        kept = state if isinstance(state, CompressionState) else None
-        if kept is not None:
-            kept.set_names(zip(replica.table.names, replica.table.parameters))
-            kept.split = replica.split()
-        self.run_buckets_by(replica, state, _metered(levels.hook(hook), levels.exchange), lease, is_ours=True)
-        replica.compression = (repr(compress), levels.exchange)
-        return kept
+        exchange = replica.backend.exchange(compress, replica.layout_of(0))
+        state = make_state(compress, replica.compressing_ranks(), exchange)
+        likes = [replica.layout_of(index) for index in range(len(replica.table.parameters))]
+        state.register(zip(replica.table.names, replica.table.parameters, likes))
+        if exchange is None:
+            replica.reducer.set_codec(state.codec)
+            self.comm_hooks.append((state_hook, state))
+            replica.compression = (repr(compress), CodecTraffic(state.codec, replica.reducer))
+        else:
+            self.run_buckets_by(replica, state, _metered(state_hook, exchange), is_ours=True)
+            replica.compression = (repr(compress), exchange)
+        if not isinstance(state, CompressionState):
+            return None
+        state.split = replica.split()
+        state.watch(weakly(replica.is_compressing, False))
+        return state
 
 
 def _retire_all(replicas: Sequence[Replica], together: bool = False) -> None:
@@ -693,7 +687,7 @@ def _retire_all(replicas: Sequence[Replica], together: bool = False) -> None:
         replica.retire(together=together)
 
 
-def _metered(hook: Callable[..., Any], exchange: Exchange) -> Callable[..., Any]:
+def _metered(hook: Callable[..., Any], exchange: Any) -> Callable[..., Any]:
 
     @functools.wraps(hook)
     def run(state: Any, bucket: Any) -> Any:

@@ -12,7 +12,6 @@ import torch
 from ..._engine import Reducer
 from ...backend.base import Capabilities, Request
 from ...backend.device_link import DeviceLink, device_link, mesh_links
-from ...comm.levels import Lease, Levels
 from ...comm.process_group import HostGroup
 from ...compress.device_exchange import DeviceExchange
 from ...gradients.device_reducer import DeviceReducer
@@ -101,12 +100,12 @@ class CudaBackend:
         reducer.set_order(weakly(made.digest, 0))
         return made
 
-    def exchange(self, compress: Compressor, request: Request, like: torch.Tensor) -> tuple[Levels, Lease | None]:
-        if wire_of(compress, request.table) is not None:
+    def exchange(self, compress: Compressor, like: torch.Tensor) -> DeviceExchange:
+        if isinstance(compress, (Fp16, Bf16)):
             raise NotImplementedError(
                 f"{compress!r} on GPUs is the reducer's own, made with it: sw.wrap(..., compress={compress!r})"
             )
-        return Levels(DeviceExchange(self.link, like)), None
+        return DeviceExchange(self.link, like)
 
     def broadcast(self, tensors: Sequence[torch.Tensor], root: int, label: str) -> None:
         self.link.broadcast(tensors, root)

@@ -8,7 +8,6 @@ import torch
 
 from ..._engine import Reducer, Store, norm_sum
 from ...backend.base import Capabilities, Request
-from ...comm.levels import Lease, Levels, leased_levels, levels_of
 from ...comm.process_group import HostGroup
 from ...layout.shard_runs import Storage
 from ...layout.views import as_real, dense_strides, dtype_name
@@ -89,10 +88,8 @@ class HostBackend:
         folder = offload_folder(offload_place(request.options.offload, "parameters"))
         return UnitMemory(self, reducer, request, coded=coded, folder=folder)
 
-    def exchange(self, compress: Compressor, request: Request, like: torch.Tensor) -> tuple[Levels, Lease | None]:
-        if self.group.host_count > 1 and request.zero < 2:
-            return leased_levels(self.group)
-        return levels_of(self.group), None
+    def exchange(self, compress: Compressor, like: torch.Tensor) -> None:
+        return None
 
     def broadcast(self, tensors: Sequence[torch.Tensor], root: int, label: str) -> None:
         self.group.broadcast(tensors, root, label)
