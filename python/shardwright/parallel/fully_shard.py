@@ -21,6 +21,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, overload
 
 import torch
@@ -386,10 +387,13 @@ class FSDPModule(torch.nn.Module):
         for schedule, unit in self._placed():
             schedule.unpin(unit)
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which backwards add up on each rank. For the outermost module."""
         self._outermost("no_sync")
+        return self._without_sync()
+
+    @contextlib.contextmanager
+    def _without_sync(self) -> Iterator[None]:
         marks = [mark for each in self.modules() if (mark := mark_of(each)) is not None]
         before = [mark.syncs for mark in marks]
         self.set_requires_gradient_sync(False)
