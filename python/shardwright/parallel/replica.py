@@ -256,7 +256,10 @@ class Replica:
             pieces = [view.piece for view in self.gradients.views if isinstance(view, ShardedGradient)]
         by_rows = bool(self._storage.rows)
         return HookRunner(
-            *(self.reducer, parameters, like, self.slicing, state, hook), pieces=pieces, is_ours=is_ours, by_rows=by_rows
+            *(self.reducer, parameters, like, self.slicing, state, hook),
+            pieces=pieces,
+            is_ours=is_ours,
+            by_rows=by_rows,
         )
 
     def _supersede(self, module: torch.nn.Module) -> None:
