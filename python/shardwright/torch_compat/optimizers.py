@@ -21,7 +21,8 @@ def check_steppable(optimizer: torch.optim.Optimizer) -> None:
     """Raise Error if an optimizer of no parameter of a wrapped module holds meta parameters, or ones that fully_shard has cut."""
     for position, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
-            if getattr(parameter, "_shardwright_sharded", parameter) is not parameter:
+            cut = getattr(parameter, "_shardwright_sharded", None)
+            if cut is not None and parameter is not cut.sharded and parameter is not cut.whole:
                 raise Error(
                     f"optimizer: a parameter of shape {tuple(parameter.shape)} in group {position} is one that sw.fully_shard has cut since, "
                     "and is no longer in its module: make the optimizer after sw.fully_shard, over module.parameters()"
