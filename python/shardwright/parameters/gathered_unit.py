@@ -28,8 +28,8 @@ _version_of = operator.attrgetter("_version")
 _SAMPLES = 8
 
 
-#: why a unit stays whole while no module runs in it: not at all; a second backward may follow, or one without a hook, or
-#: an output is a view of a parameter; unshard(); the same for fully_shard, until the unit's next run ends
+#: why a unit stays whole while no module runs in it. Not at all. A second backward may follow, or one without a hook, or
+#: an output is a view of a parameter. unshard(). The same for fully_shard, until the unit's next run ends.
 NOT_PINNED, UNTIL_STEP, BY_USER, UNTIL_RUN = range(4)
 
 
