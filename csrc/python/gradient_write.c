@@ -56,6 +56,26 @@ static int locate_slowly(const reducer_object *self, PyObject *like, PyObject *g
     return lazy < 0 ? -1 : 0;
 }
 
+int sw_py_gradient_write_plain(reducer_object *self, size_t index, PyObject *grad, bool add)
+{
+    tensor_reading seen;
+    const sw_layout *layout = sw_reducer_layout(self->reducer);
+    const sw_layout_place *place = &layout->place[index];
+    if (!sw_py_tensor_read(NULL, grad, "gradient", 0, true, &seen))
+        return -1;
+    if (seen.numel != place->numel || seen.dtype != layout->bucket[place->bucket].dtype ||
+        !sw_py_tensor_is_dense(&seen)) {
+        sw_py_refuse(PyExc_ValueError,
+                     "gradient: parameter %zu needs %zu elements of %s, dense, got %zu of %s",
+                     index, place->numel, sw_dtype_name(layout->bucket[place->bucket].dtype),
+                     seen.numel, sw_dtype_name(seen.dtype));
+        return -1;
+    }
+    if (self->held && PyList_Append(self->held, grad) < 0)
+        return -1;
+    return REDUCER_ENQUEUE(self, sw_reducer_write(self->reducer, index, seen.data, add, &err));
+}
+
 int sw_py_gradient_write(reducer_object *self, size_t index, PyObject *like, PyObject *grad,
                          bool add)
 {

@@ -41,11 +41,7 @@ static int take_written(reducer_object *self, size_t index, PyObject *result, bo
     SW_PY_OWNED *made = result;
     if (!made || made == Py_None)
         return made ? 0 : -1;
-    int written = sw_py_gradient_write(self, index, made, made, add);
-    if (written == 1)
-        PyErr_SetString(PyExc_TypeError,
-                        "a copy of a gradient must have its parameter's strides and dtype");
-    return written == 0 ? 0 : -1;
+    return sw_py_gradient_write_plain(self, index, made, add);
 }
 
 static int place_nothing(reducer_object *self, size_t index, bool accumulated)

@@ -161,6 +161,8 @@ static sw_status host_post(sw_reducer *reducer, bucket *common, sw_error *err)
     b->op.beside_bytes = b->trailer_bytes;
     if (b->op.arena)
         return host->comm->ops->post(host->comm, &b->op, &b->ticket, err);
+    if (host->bounce)
+        return sw_host_rounds_bounce(host, b, err);
     return host->comm->ops->run(host->comm, &b->op, err);
 }
 
@@ -356,12 +358,10 @@ static size_t host_accumulated_ranks(const sw_reducer *reducer, size_t param)
 {
     const host_bucket *b = &host_seen(reducer)->buckets[reducer->layout.place[param].bucket];
     const sw_layout_bucket *shape = sw_bucket_shape(reducer, b->common);
-    size_t k = 0, found = 0;
+    size_t k = 0;
     while (reducer->layout.order[shape->first + k] != param)
         ++k;
-    for (int r = 0; r < reducer->world_size; ++r)
-        found += sw_bit_is_set(sw_bucket_trailer(b, r)->bits + sw_words_of(shape->count), k);
-    return found;
+    return sw_bucket_accumulated_ranks(b, k);
 }
 
 static size_t host_planned_bytes(const sw_reducer *reducer)
@@ -400,6 +400,7 @@ static void host_destroy(sw_reducer *reducer)
 {
     host_rounds *host = host_of(reducer);
     give_up_posted(host);
+    sw_host_rounds_drop_compressor(host);
     sw_gradient_memory_destroy(host->memory);
     for (size_t i = 0; host->buckets && i < reducer->layout.bucket_count; ++i)
         free(host->buckets[i].any);

@@ -268,19 +268,14 @@ uint64_t sw_reducer_averaged_in(const sw_reducer *reducer, size_t param)
     return reducer->params[param].averaged_in;
 }
 
-bool sw_reducer_has_met(const sw_reducer *reducer)
+bool sw_reducer_is_compressing(const sw_reducer *reducer)
 {
-    return reducer->met;
-}
-
-bool sw_reducer_is_handed_over(const sw_reducer *reducer, size_t bucket_index)
-{
-    return reducer->buckets[bucket_index].state == BUCKET_HANDED_OVER;
-}
-
-bool sw_reducer_is_handed_over_by_any(const sw_reducer *reducer, size_t bucket_index)
-{
-    return reducer->buckets[bucket_index].crosses;
+    bool found = false;
+    for (size_t i = 0;
+         reducer->compressor && reducer->state == SW_ROUND_OPEN && i < reducer->layout.bucket_count;
+         ++i)
+        found |= reducer->buckets[i].state != BUCKET_FILLING;
+    return found;
 }
 
 /* ---- begin of a round ---- */
@@ -310,14 +305,13 @@ sw_status sw_reducer_open(sw_reducer *reducer, int64_t task, bool synchronised, 
     reducer->forwards = 0;
     reducer->unplaced_bytes = 0;
     reducer->stats.unplaced_bytes_peak = 0;
-    reducer->met = false;
     reducer->last_round_failed = true; /* until it has closed */
     for (size_t i = 0; i < reducer->layout.bucket_count; ++i) {
         bucket *b = &reducer->buckets[i];
         b->state = BUCKET_FILLING;
         b->pending = reducer->layout.bucket[i].count;
         b->unplaced = 0;
-        b->crosses = b->reserved = b->sealed = false;
+        b->reserved = b->sealed = false;
     }
     reducer->next_bucket = next_due(reducer, 0);
     if (reducer->ops->open)
@@ -510,21 +504,6 @@ sw_status sw_reducer_advance(sw_reducer *reducer, sw_error *err)
                                                           : SW_OK;
 }
 
-bool sw_reducer_hand_over(sw_reducer *reducer, size_t *bucket_index)
-{
-    if (reducer->next_bucket >= reducer->layout.bucket_count)
-        return false;
-    bucket *b = &reducer->buckets[reducer->next_bucket];
-    if (reducer->owner != SW_BUCKETS_HOOKS_EARLY || reducer->state != SW_ROUND_OPEN ||
-        reducer->stats.rounds == 0 || b->pending > 0 || b->unplaced > 0 || b->pinned)
-        return false;
-    b->state = BUCKET_HANDED_OVER;
-    reducer->stats.buckets_early++;
-    *bucket_index = b->index;
-    reducer->next_bucket = next_due(reducer, b->index + 1);
-    return true;
-}
-
 /* ---- a round ends ---- */
 
 static void close_round(sw_reducer *reducer)
@@ -539,6 +518,8 @@ static void close_round(sw_reducer *reducer)
         if (sw_reducer_takes_part(reducer, i) && folded) /* an abandoned round averages nothing */
             state->used = 0;
     }
+    if (reducer->compressor && folded && reducer->owner == SW_BUCKETS_OURS)
+        sw_compressor_count_round(reducer->compressor);
     reducer->state = SW_ROUND_CLOSED;
     reducer->contributes = true;
 }
@@ -573,7 +554,6 @@ sw_status sw_reducer_finish(sw_reducer *reducer, sw_error *err)
 sw_status sw_reducer_exchange_use(sw_reducer *reducer, sw_error *err)
 {
     SW_TRY(reducer->ops->meet(reducer, err));
-    reducer->met = true;
     close_round(reducer);
     return judge(reducer, err);
 }

@@ -75,5 +75,6 @@ void sw_reducer_fini(sw_reducer *reducer)
     free(reducer->buckets);
     free(reducer->params);
     free(reducer->names);
+    sw_compressor_release(reducer->compressor);
     sw_layout_fini(&reducer->layout);
 }

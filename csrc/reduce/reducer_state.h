@@ -12,7 +12,6 @@ typedef enum bucket_state {
     BUCKET_FILLING = 0,
     BUCKET_POSTED,
     BUCKET_DONE,
-    BUCKET_HANDED_OVER, /* a hook got it before the end of the backward */
 } bucket_state;
 
 typedef struct bucket {
@@ -23,7 +22,6 @@ typedef struct bucket {
     bool takes_part;                 /* trainable, or unfrozen since */
     bool pinned;                     /* never posted before the end of the backward */
     bool reserved, sealed;           /* in this round */
-    bool crosses;                    /* some rank handed it over early in this round */
     char label[SW_COMM_LABEL_BYTES]; /* "bucket 0 of Mlp, 0.bias to 4.weight" */
 } bucket;
 
@@ -117,9 +115,10 @@ struct sw_reducer {
     sw_forward_counts forward_counts;  /* of the last round */
     uint32_t marks;                    /* gradients taken, for regular polls */
     bool contributes, abandoned, divide_by_active;
-    bool last_round_failed; /* see sw_reducer_last_round_failed */
-    bool met;               /* use bits of this or the last round were exchanged for a hook */
-    sw_bucket_owner owner;  /* owner of the buckets */
+    bool last_round_failed;    /* see sw_reducer_last_round_failed */
+    bool met;                  /* use bits of this or the last round were exchanged for a hook */
+    sw_bucket_owner owner;     /* owner of the buckets */
+    sw_compressor *compressor; /* holds a reference; NULL: means travel as they are */
     sw_reducer_stats stats;
 };
 

@@ -51,7 +51,7 @@ def prepare(*, stock: bool) -> None:
     torch.nn.Module.to = lambda self, *args, **options: to(self, *map(stand_in.on_cpu, args), **options)
     barrier = dist.barrier
     dist.barrier = lambda group=None, async_op=False, device_ids=None: barrier(group, async_op)
-    _meshes_on_cpu(torch)
+    stand_in.meshes_on_cpu()
     _attention_on_cpu(torch)
     if not stock:
         fsdp2_stand_in.install(torch)
@@ -62,20 +62,6 @@ def prepare(*, stock: bool) -> None:
         return stage(module, index, count, stand_in.on_cpu(device), *args, **options)
 
     pipelining.PipelineStage = place_stage
-
-
-def _meshes_on_cpu(torch: Any) -> None:
-    """Make meshes of GPUs meshes of the CPU, and have torch's replicate() take a module that lies there."""
-    from torch.distributed import _composable, device_mesh
-
-    make = device_mesh.init_device_mesh
-
-    def init_device_mesh(device_type: str, *args: Any, **options: Any) -> Any:
-        return make("cpu", *args, **options)
-
-    device_mesh.init_device_mesh = torch.distributed.init_device_mesh = init_device_mesh
-    replicate = _composable.replicate
-    _composable.replicate = lambda module, device_ids=None, **options: replicate(module, **options)
 
 
 def _attention_on_cpu(torch: Any) -> None:

@@ -97,3 +97,17 @@ def adopt(module: types.ModuleType) -> None:
     """Give a file of tests what counts as a DTensor here."""
     if _is_installed and hasattr(module, "DTensor"):
         module.DTensor = Sliced  # type: ignore[attr-defined]
+
+
+def replace_functions() -> None:
+    """Put ours in the places of torch's functions, with the parameters and optimizers that it makes."""
+    import shardwright as sw
+    from torch.distributed import _composable, fsdp
+    from torch.distributed._composable.fsdp import fully_shard as module
+    from torch.testing._internal import common_fsdp
+
+    for name in ("fully_shard", "FSDPModule", "register_fsdp_forward_method", "share_comm_ctx"):
+        ours = getattr(sw, name)
+        for place in (fsdp, _composable.fsdp, module, common_fsdp):
+            if hasattr(place, name):
+                setattr(place, name, ours)

@@ -60,7 +60,7 @@ def run_all(
         as_told = (outcome == "passed") != (name in expected)
         kind = ("passed" if outcome == "passed" else "expected") if as_told else "unexpected"
         counts[kind] += 1
-        shown = expected[name] if kind == "expected" else why if verbose else _last_line(why)
+        shown = expected[name] if kind == "expected" else why if verbose else last_line(why)
         if kind == "unexpected" and outcome == "passed":
             shown = "passes, and the table expects a difference: " + expected[name]
         head = kind.upper() if kind == "unexpected" else kind
@@ -72,7 +72,7 @@ def run_all(
     return 1 if counts["unexpected"] else 0
 
 
-def _last_line(text: str) -> str:
+def last_line(text: str) -> str:
     """Return the error in a trace of a rank."""
     lines = [line for line in text.strip().splitlines() if re.match(r"^[\w.]*(Error|Exception|Warning|Failed)\b", line)]
     found = [line for line in lines if not line.startswith("RuntimeError: Process")]

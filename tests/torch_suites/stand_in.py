@@ -31,7 +31,15 @@ def admit_gpu_tests() -> None:
 
         return run
 
-    common.skip_if_lt_x_gpu = lambda *_, **__: admit
+    def admit_for(count: int, *_: Any, **__: Any) -> Callable[..., Any]:
+        def mark(function: Callable[..., Any]) -> Callable[..., Any]:
+            run = admit(function)
+            run.gpus = count  # type: ignore[attr-defined]
+            return run
+
+        return mark
+
+    common.skip_if_lt_x_gpu = admit_for
     common.skip_if_no_gpu = admit
     common.init_multigpu_helper = lambda world_size, backend: {rank: [rank] for rank in range(world_size)}
 
@@ -43,6 +51,18 @@ def on_cpu(device: Any) -> Any:
     if isinstance(device, int) or (isinstance(device, str) and device.startswith("cuda")):
         return CPU
     return CPU if isinstance(device, torch.device) and device.type == "cuda" else device
+
+
+class _Stream(contextlib.nullcontext[None]):
+    """A stream or event whose work is done at once."""
+
+    def record_event(self, *_: Any) -> _Stream:
+        return self
+
+    def wait_event(self, *_: Any) -> None:
+        pass
+
+    wait_stream = synchronize = record = wait = wait_event
 
 
 class _OnCpu(TorchFunctionMode):
@@ -70,7 +90,22 @@ def gpus_on_cpu() -> Iterator[None]:
         setattr(torch.cuda, name, lambda *_, **__: None)
     torch.cuda.current_device = lambda: 0
     torch.nn.Module.cuda = lambda module, device=None: module
-    for name in ("Stream", "current_stream", "stream"):
-        setattr(torch.cuda, name, lambda *_, **__: contextlib.nullcontext())
+    for name in ("Stream", "current_stream", "stream", "Event"):
+        setattr(torch.cuda, name, lambda *_, **__: _Stream())
     with _OnCpu():
         yield
+
+
+def meshes_on_cpu() -> None:
+    """Make meshes of GPUs meshes of the CPU, and have torch's replicate() take a module that lies there."""
+    from torch.distributed import _composable, device_mesh
+
+    make = device_mesh.init_device_mesh
+
+    def init_device_mesh(device_type: str, *args: Any, **options: Any) -> Any:
+        return make("cpu", *args, **options)
+
+    device_mesh.init_device_mesh = torch.distributed.init_device_mesh = init_device_mesh
+    torch.distributed.tensor.init_device_mesh = init_device_mesh
+    replicate = _composable.replicate
+    _composable.replicate = lambda module, device_ids=None, **options: replicate(module, **options)

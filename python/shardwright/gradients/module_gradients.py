@@ -120,6 +120,9 @@ class ModuleGradients:
         self.views = [self._make_view(i) if reducer.has_memory(i) else None for i in range(len(table.parameters))]
         #: of fully_shard, whose `.grad` are DTensors
         self._rows = storage.rows
+        #: True if a round's mean is added to one that stands, as FSDP2 does: gradients are summed, or scaled by unit
+        self.adds_apart = False
+        self._standing: dict[int, torch.Tensor] = {}
         self._accepted: dict[int, weakref.ref[torch.Tensor]] = {}
         self._slices: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = {}
 
@@ -152,7 +155,7 @@ class ModuleGradients:
                 return False
             if opens_first is not None:
                 opens_first()
-            rounds._take_rows()
+            rounds._take_rows(opens=True)
             reducer, sparse, times = rounds._reducer, rounds.sparse, rounds._times
             owner = engine()
             synchronises = owner is not None and owner.require_backward_grad_sync
@@ -240,8 +243,11 @@ class ModuleGradients:
     def _give_rows(self) -> None:
         """Give the DTensors the means of a round, and run the hooks that wait for their gradients."""
         for index, (entry, each) in enumerate(zip(self._table.parameters, self._rows)):
-            gradient = entry.grad
-            if not isinstance(gradient, ShardedGradient) or gradient._pending is not None or gradient._cleared:
+            gradient, standing = entry.grad, self._standing.pop(index, None)
+            has_mean = isinstance(gradient, ShardedGradient) and gradient._pending is None and not gradient._cleared
+            if standing is not None:
+                held_tensor(self._mean_of(index)).copy_(standing) if not has_mean else held_tensor(self._mean_of(index)).add_(standing)
+            elif not has_mean:
                 continue
             parameter = each.sharded
             if parameter.grad is not each.mean or each.mean is None:
@@ -255,8 +261,8 @@ class ModuleGradients:
             each.mean = each.like_rows(from_dlpack(self._reducer.result(index)))
         return each.mean
 
-    def _take_rows(self) -> None:
-        """Bring what the program did to the DTensors' `.grad` since the last round to the engine's own."""
+    def _take_rows(self, *, opens: bool = False) -> None:
+        """Bring what the program did to the DTensors' `.grad` since the last round to the engine's own, as a round `opens`."""
         for index, (entry, each) in enumerate(zip(self._table.parameters, self._rows)):
             view, given = self.views[index], each.sharded.grad
             if view is None:
@@ -272,6 +278,12 @@ class ModuleGradients:
                 with torch.no_grad():
                     held_tensor(mean).copy_(held_tensor(given))
                 each.sharded.grad = mean
+            if opens and self.adds_apart:
+                self._standing[index] = held_tensor(mean).clone()
+                if entry.grad is view and view._pending is None:
+                    entry.grad = None
+                view._cleared = True
+                continue
             if entry.grad is None:
                 entry.grad = view
             view._cleared = False

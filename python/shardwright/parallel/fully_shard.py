@@ -20,8 +20,7 @@ import math
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, overload
 
 import torch
@@ -31,7 +30,7 @@ from ..comm.process_group import resolve_group
 from ..gradients.sharded_gradient import ShardedGradient
 from ..layout.local_parameters import SHARDED
 from ..layout.param_groups import mark_of
-from ..options.checks import offload_kind
+from ..options.checks import offload_kinds
 from ..options.options import Options, refuse_options
 from ..options.precision import Precision
 from ..parameters.building import Values
@@ -40,7 +39,9 @@ from ..parameters.rows import find_rows
 from ..parameters.sharded_parameter import ShardedParameter, shared_memory
 from ..parameters.unshard_schedule import UnitSchedule
 from ..torch_compat.dtensor import flattened, is_dtensor, mesh_of_group
-from ..torch_compat.foreign_wrappers import guard_from_wrappers
+from ..torch_compat.autograd import graph_task_id
+from ..torch_compat.foreign_wrappers import guard_from_wrappers, note_fully_shard
+from ..torch_compat.internals import fsdp_module_of_torch
 from .engine import Engine, engine_of, register_face
 from .unit_calls import reduce_plainly
 
@@ -59,6 +60,7 @@ class Mark:
     options: dict[str, Any]
     precision: Precision | None = None
     is_list: bool = False
+    syncs: bool = True
     engine: Engine | None = None
     ahead: dict[str, list[Mark]] = dataclasses.field(default_factory=dict)
     divide_factor: float | None = None
@@ -113,6 +115,10 @@ class Mark:
 
     def scale(self) -> None:
         """Multiply this unit's gradients where the engine divides by another factor than the program set."""
+        engine = self._owner()
+        if engine is not None and (self.divide_factor not in (None, self.divides_by) or self.divides_by == 1):
+            for replica in engine.made:
+                replica.gradients.adds_apart = True
         if self.divides_by is None or self.divide_factor in (None, self.divides_by) or self._handles:
             return
         hook = _GradientScale(weakref.ref(self))
@@ -126,7 +132,7 @@ class Mark:
     @property
     def runner(self) -> Engine | None:
         """Return the engine that runs this module's forward now: none inside another forward of that engine."""
-        engine = self.engine or self._owner()
+        engine = self.engine or (self._owner() if graph_task_id() < 0 else None)  # else a recomputation
         return None if engine is None or engine.runs else engine
 
     def make(self, module: torch.nn.Module) -> None:
@@ -150,11 +156,12 @@ class Mark:
             return  # nothing to gather or to average
         for each in rows:
             each.adopt()
-        waiting = [each.name for each in rows if each.waits]
-        if waiting and not (self.options["init"] or self.options["weights"] or all(each.is_stored for each in rows if each.waits)):
-            raise Error(
-                f"parameters {waiting[:4]} are on the meta device: give the module memory (to_empty) and values before its first run, or "
-                "pass init= or weights= to sw.fully_shard"
+        waiting = [each for each in rows if each.waits]
+        if waiting and not (self.options["init"] or self.options["weights"] or all(each.is_stored for each in waiting)):
+            names = [name for name, p in module.named_parameters() if any(p is each.sharded for each in waiting)]
+            raise RuntimeError(
+                "FSDP parameters should be materialized from meta device before training, but the following were still on meta device: "
+                f"{names}: call to_empty(device=...) and give them values, or pass init= or weights= to sw.fully_shard"
             )
         shared = shared_memory(rows)
         for each in rows:
@@ -168,6 +175,7 @@ class Mark:
             raise
         for mark in marks:
             mark._owner = weakref.ref(engine)
+            mark.scale()
 
     def _make(self, module: torch.nn.Module, rows: list[ShardedParameter], ignored: set[int]) -> Engine:
         """Make the engine with `module` as outermost, whose whole parameters stand in their slots."""
@@ -347,11 +355,21 @@ class FSDPModule(torch.nn.Module):
     def __deepcopy__(self, memo: Any) -> Any:
         raise AssertionError("FSDP does not support deepcopy. Please use state dict for serialization.")
 
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """Convert or move the module's DTensors. The next forward takes over what stands in their places."""
+        for schedule, _ in self._shardwright_mark.places():
+            schedule.show_states()
+        return self._shardwright_original._apply(self, *args, **kwargs)
+
     def _run(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         mark = self._shardwright_mark
         mark.make(self)
         engine = mark.runner
-        return call(*args, **kwargs) if engine is None else engine.run(call, args, kwargs)
+        if engine is None:
+            return call(*args, **kwargs)
+        if engine.require_backward_grad_sync is not mark.syncs:
+            engine.set_requires_gradient_sync(mark.syncs)
+        return engine.run(call, args, kwargs)
 
     def _placed(self) -> list[tuple[UnitSchedule, Unit]]:
         self._shardwright_mark.make(self)
@@ -368,13 +386,29 @@ class FSDPModule(torch.nn.Module):
         for schedule, unit in self._placed():
             schedule.unpin(unit)
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Return a context in which backwards add to `.grad` locally. For the outermost module."""
-        return self._outermost("no_sync").no_sync()
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Return a context in which backwards add up on each rank. For the outermost module."""
+        self._outermost("no_sync")
+        marks = [mark for each in self.modules() if (mark := mark_of(each)) is not None]
+        before = [mark.syncs for mark in marks]
+        self.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self.set_requires_gradient_sync(True, recurse=False)
+            for mark, syncs in zip(marks, before):
+                mark.syncs = syncs
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Set whether backwards average gradients from now on. For the outermost module; `recurse` is ignored."""
-        self._outermost("set_requires_gradient_sync").set_requires_gradient_sync(requires_gradient_sync)
+        """Set whether backwards of forwards of this module average gradients from now on. Forwards inside another one follow that."""
+        for each in self.modules() if recurse else (self,):
+            mark = mark_of(each)
+            if mark is not None:
+                mark.syncs = bool(requires_gradient_sync)
+        engine = self._shardwright_mark.engine
+        if engine is not None:
+            engine.set_requires_gradient_sync(requires_gradient_sync)
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[torch.nn.Module]) -> None:
         """Gather the units of `modules` while this module's forward runs, not those that followed it last time.
@@ -534,12 +568,12 @@ def fully_shard(
         FSDP2's function from a parameter to None, a Shard or a ShardPlacementResult. Slices are always flat, whatever
         dimension a Shard names. With a mesh of other ranks the parameter, a DTensor, becomes one of the outermost
         module's `groups`.
-    offload : {"cpu", "nvme:<folder>"}, optional
-        For the outermost module: where shard_optimizer keeps the optimizer's state; see wrap.
+    offload : {"cpu", "nvme:<folder>"} or dict of "parameters" and "optimizer" to them, optional
+        For the outermost module: where slices lie, and where shard_optimizer keeps the optimizer's state; see wrap.
     mp_policy : MixedPrecisionPolicy, optional
         FSDP2's `precision`, with fields of the same names. Parameters keep their dtype.
     offload_policy : OffloadPolicy, optional
-        FSDP2's policy. CPUOffloadPolicy raises, because parameters stay on their device: pass `offload`.
+        FSDP2's policy. CPUOffloadPolicy changes nothing on the CPU, and raises on GPUs, where parameters stay: pass `offload`.
     init, weights : optional
         For the outermost module, on the meta device: build it in slices as its engine is made; see wrap.
 
@@ -563,24 +597,29 @@ def fully_shard(
     """
     modules = [module] if isinstance(module, torch.nn.Module) else _listed(module)
     for each in modules:
-        if not isinstance(each, torch.nn.Module) or isinstance(each, (torch.nn.ModuleList, torch.nn.ModuleDict)):
+        if not isinstance(each, torch.nn.Module):
             raise TypeError(f"fully_shard needs a torch.nn.Module that is run itself, got {type(each).__name__}")
+        if isinstance(each, (torch.nn.ModuleList, torch.nn.ModuleDict)) and type(each).forward is torch.nn.Module.forward:
+            raise ValueError(f"fully_shard does not support containers that do not implement forward: {each}")
     if mesh is not None and device_mesh is not None:
         raise ValueError("mesh and device_mesh were both given, which are two names for one: pass one of them")
     chosen = _data_mesh(device_mesh if mesh is None else mesh, dp_mesh_dims)
-    offload_kind(offload)
+    offload_kinds(offload)
     refuse_options(options, ("zero", "share_parameters"), "fully_shard", "it is zero=3 with private parameters")
     refuse_options(options, ("clip_grad_norm",), "fully_shard", "call sw.clip_grad_norm_ before the step")
     refuse_options(options, ("partition",), "fully_shard", "give it to sw.shard_optimizer")
     policy = _policy(precision, mp_policy)
-    if hasattr(offload_policy, "pin_memory"):
+    if hasattr(offload_policy, "pin_memory") and _device_of(modules) != "cpu":
         raise NotImplementedError(
-            f"fully_shard: offload_policy={offload_policy!r} is not supported: pass offload='cpu', which moves the optimizer's state"
+            f"fully_shard: offload_policy={offload_policy!r} is not supported on GPUs: pass offload='cpu', which moves the optimizer's state"
         )
     releases = _releases(reshard_after_forward, chosen)
     for each in modules:
         if mark_of(each) is not None:
-            raise Error(f"fully_shard was called on this {type(each).__name__} already")
+            raise AssertionError(
+                "Each distinct composable distributed API can only be applied to a module once: fully_shard was called on this "
+                f"{type(each).__name__} already"
+            )
         wrapped = engine_of(each, make=False)
         if wrapped is not None:
             raise Error(
@@ -603,8 +642,10 @@ def fully_shard(
             "__module__": original.__module__,
             "__qualname__": f"FSDP{original.__qualname__}",
         }
-        each.__class__ = type(f"FSDP{original.__name__}", (FSDPModule, original), body)
+        bases = FSDPModule, *fsdp_module_of_torch(), original
+        each.__class__ = type(f"FSDP{original.__name__}", bases, body)
         register_face(each, _find_engine)
+        note_fully_shard(each)
     mark.rows, mark.mesh = [ShardedParameter(*each) for each in found], over
     for each in modules:
         for inner in each.modules():
@@ -725,3 +766,7 @@ def _find_engine(module: FSDPModule, make: bool) -> Engine | None:
     if make:
         mark.make(module)
     return mark.engine
+
+
+#: as torch's fully_shard.state(module): what fully_shard keeps of a module, a Mark; None for any other
+fully_shard.state = mark_of  # type: ignore[attr-defined]

@@ -241,6 +241,9 @@ class RowsTaken:
 
     def fill(self, store: Any, table: ParameterTable, plans: Sequence[UnitPlan], comm: HostComm) -> None:
         """Move the local tensors into the slices."""
+        self.fill_real(store, table)
+
+    def fill_real(self, store: Any, table: ParameterTable, group: Any = None) -> None:
         take_rows(store, table, range(len(table.parameters)))
 
     def undo(self) -> None:

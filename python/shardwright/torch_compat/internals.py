@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
+import importlib.util
 import operator
 import os
 from collections.abc import Callable, Iterator
@@ -30,6 +33,7 @@ __all__ = [
     "flatten",
     "forward_hooks",
     "fsdp2_groups",
+    "fsdp_module_of_torch",
     "ignored_by_torchs_ddp",
     "ignored_by_transformers",
     "initialiser_above",
@@ -228,6 +232,16 @@ def set_low_precision(parameter: torch.Tensor, dtype: torch.dtype) -> None:
 def is_hsdp(group: Any) -> bool:
     """Return True if FSDP2 sharded a parameter group over two dimensions."""
     return bool(getattr(group, "_is_hsdp", False))
+
+
+@functools.cache
+def fsdp_module_of_torch() -> tuple[type, ...]:
+    """Return torch's class of modules that fully_shard was called on, which programs ask for; none if this torch has none."""
+    for name in ("torch.distributed.fsdp", "torch.distributed._composable.fsdp"):  # the latter before torch 2.6
+        found = getattr(importlib.import_module(name), "FSDPModule", None) if importlib.util.find_spec(name) else None
+        if found is not None:
+            return (found,)
+    return ()
 
 
 def fsdp2_groups(module: torch.nn.Module) -> list[Any]:
