@@ -3,7 +3,10 @@
  * Over hosts the compressor is the codec of each bucket's operation: buckets are posted as without
  * one, and the carriers compress what they exchange (comm/hier_codec.c). Private buckets travel
  * through memory that this host's ranks map. On one host all ranks compress, at the end of a
- * backward, over shared memory: each bucket once the use bits are known. */
+ * backward, over shared memory: each bucket once the use bits are known.
+ *
+ * A bucket by rows is compressed in memory of its own, where each parameter lies whole, as
+ * compressors see it in any bucket; this rank then takes its rows of the result. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -29,18 +32,21 @@ static sw_status describe(host_rounds *host, size_t bucket_index, sw_compressor 
     const sw_layout *layout = &host->base.layout;
     const sw_layout_bucket *shape = &layout->bucket[bucket_index];
     size_t lanes = lanes_of(shape->dtype);
+    const char *label = host->base.buckets[bucket_index].label;
+    if (shape->by_rows && host->comm->is_carried)
+        SW_FAIL(err, SW_E_UNSUPPORTED, "%s cannot be compressed between hosts: it is cut by rows",
+                label);
     sw_compressor_member *members = calloc(shape->count + 1, sizeof *members);
-    if (!members || shape->by_rows) {
-        free(members);
-        SW_FAIL(err, members ? SW_E_UNSUPPORTED : SW_E_MEMORY,
-                "%s cannot be compressed: it is cut by rows, or memory is short",
-                host->base.buckets[bucket_index].label);
-    }
+    if (!members)
+        SW_FAIL(err, SW_E_MEMORY, "%s: no memory for %zu members", label, shape->count);
+    size_t at = 0, aligned = SW_ALIGNMENT_BYTES / sw_dtype_size_bytes(shape->dtype);
     for (size_t k = 0; k < shape->count; ++k) {
         size_t param = layout->order[shape->first + k];
         const sw_layout_place *place = &layout->place[param];
+        size_t begin = shape->by_rows ? at : place->begin;
         members[k] = (sw_compressor_member){
-            .entry = param, .offset = place->begin * lanes, .numel = place->numel * lanes};
+            .entry = param, .offset = begin * lanes, .numel = place->numel * lanes};
+        at += (place->numel + aligned - 1) / aligned * aligned;
     }
     sw_status status =
         sw_compressor_set_bucket(compressor, bucket_index, members, shape->count, err);
@@ -79,6 +85,8 @@ sw_status sw_reducer_set_compressor(sw_reducer *reducer, sw_compressor *compress
     for (size_t i = 0; i < reducer->layout.bucket_count; ++i)
         SW_TRY(describe(host, i, compressor, err));
     host->keeps_slice = host->ring && slices_are_ranks(host);
+    for (size_t i = 0; i < reducer->layout.bucket_count; ++i)
+        host->keeps_slice = host->keeps_slice && !reducer->layout.bucket[i].by_rows;
     *at_end = !host->comm->is_carried;
     if (*at_end)
         SW_TRY(sw_shared_exchange_create(host->comm, &host->exchange, err));
@@ -121,9 +129,15 @@ typedef struct one_host {
     host_rounds *host;
     host_bucket *b;
     const sw_layout_bucket *shape;
-    uint8_t *data;
-    size_t element_bytes, end; /* behind the last parameter */
+    const sw_compressor_member *members; /* by rows their offsets are those in `data` */
+    uint8_t *data;                       /* the bucket's place; by rows, owned */
+    size_t element_bytes, end;           /* behind the last parameter */
 } one_host;
+
+static size_t begin_of(const one_host *one, size_t k)
+{
+    return one->members[k].offset / lanes_of(one->shape->dtype);
+}
 
 static const sw_layout_place *place_of(const one_host *one, size_t k)
 {
@@ -142,10 +156,10 @@ static void clear_gaps(const one_host *one, size_t end)
     size_t at = 0;
     for (size_t k = 0; k < one->shape->count; ++k) {
         const sw_layout_place *place = place_of(one, k);
-        if (place->begin > at)
-            memset(one->data + at * one->element_bytes, 0,
-                   (place->begin - at) * one->element_bytes);
-        at = sw_size_max(at, place->begin + place->numel);
+        size_t begin = begin_of(one, k);
+        if (begin > at)
+            memset(one->data + at * one->element_bytes, 0, (begin - at) * one->element_bytes);
+        at = sw_size_max(at, begin + place->numel);
     }
     memset(one->data + at * one->element_bytes, 0, (end - at) * one->element_bytes);
 }
@@ -155,7 +169,7 @@ static void keep_unused(const one_host *one, uint8_t *saved, bool back)
 {
     for (size_t k = 0; k < one->shape->count; ++k) {
         const sw_layout_place *place = place_of(one, k);
-        uint8_t *at = one->data + place->begin * one->element_bytes;
+        uint8_t *at = one->data + begin_of(one, k) * one->element_bytes;
         size_t bytes = place->numel * one->element_bytes;
         if (is_used(one, k))
             continue;
@@ -172,19 +186,43 @@ static size_t unused_bytes(const one_host *one)
     return found;
 }
 
+/* By rows: copy the parameters from the bucket's place to memory where each is whole, or back. */
+static void gather_rows(const one_host *one, bool back)
+{
+    const sw_reducer *reducer = &one->host->base;
+    for (size_t k = 0; k < one->shape->count; ++k) {
+        size_t index = reducer->layout.order[one->shape->first + k], numel;
+        uint8_t *whole = one->data + begin_of(one, k) * one->element_bytes;
+        for (size_t begin = 0; begin < place_of(one, k)->numel; begin += numel) {
+            uint8_t *rows = sw_reducer_run(reducer, index, begin, &numel);
+            uint8_t *here = whole + begin * one->element_bytes;
+            memcpy(back ? rows : here, back ? here : rows, numel * one->element_bytes);
+        }
+    }
+}
+
+/* Return this rank's first element of a parameter, in `data`. */
+static size_t own_begin(const one_host *one, size_t k)
+{
+    const sw_reducer *reducer = &one->host->base;
+    size_t slices = (size_t)reducer->slice_count, own = (size_t)reducer->own_slice;
+    if (!one->shape->by_rows)
+        return sw_size_max(own * (one->shape->numel / slices), begin_of(one, k));
+    sw_layout_run run = sw_layout_run_in(&reducer->layout,
+                                         reducer->layout.order[one->shape->first + k], own, slices);
+    return begin_of(one, k) + run.begin;
+}
+
 /* Ring: move this rank's slices of the means out of the bucket's place. */
 static void keep_slices(const one_host *one)
 {
     const sw_reducer *reducer = &one->host->base;
     const sw_layout *layout = &reducer->layout;
-    size_t first = (size_t)reducer->own_slice * (one->shape->numel / (size_t)reducer->slice_count);
     for (size_t k = 0; k < one->shape->count; ++k) {
         size_t numel;
         uint8_t *to = sw_reducer_result(reducer, layout->order[one->shape->first + k], &numel);
         if (is_used(one, k) && numel)
-            sw_bucket_add_mean(one->b, to,
-                               one->data +
-                                   sw_size_max(first, place_of(one, k)->begin) * one->element_bytes,
+            sw_bucket_add_mean(one->b, to, one->data + own_begin(one, k) * one->element_bytes,
                                numel, sw_bucket_accumulated_ranks(one->b, k));
     }
 }
@@ -234,13 +272,24 @@ sw_status sw_reducer_compress(sw_reducer *reducer, size_t bucket_index, sw_error
                     .b = &host->buckets[bucket_index],
                     .shape = &reducer->layout.bucket[bucket_index],
                     .data = sw_reducer_slot(reducer, bucket_index)};
+    size_t count;
+    one.members = sw_compressor_members(reducer->compressor, bucket_index, &count);
     one.element_bytes = sw_dtype_size_bytes(one.shape->dtype);
     for (size_t k = 0; k < one.shape->count; ++k)
-        one.end = sw_size_max(one.end, place_of(&one, k)->begin + place_of(&one, k)->numel);
+        one.end = sw_size_max(one.end, begin_of(&one, k) + place_of(&one, k)->numel);
+    if (one.shape->by_rows) {
+        one.data = malloc(one.shape->numel * one.element_bytes + 1);
+        if (!one.data)
+            return sw_comm_give_up(host->comm, SW_E_MEMORY, err,
+                                   "no memory for a bucket of %zu elements", one.shape->numel);
+        gather_rows(&one, false);
+    }
     size_t unused = host->ring ? 0 : unused_bytes(&one);
     uint8_t *saved = unused ? malloc(unused) : NULL;
-    if (unused && !saved)
+    if (unused && !saved) {
+        free(one.shape->by_rows ? one.data : NULL);
         return sw_comm_give_up(host->comm, SW_E_MEMORY, err, "no memory for unused gradients");
+    }
     if (saved)
         keep_unused(&one, saved, false);
     sw_status status = average(&one, err);
@@ -249,6 +298,9 @@ sw_status sw_reducer_compress(sw_reducer *reducer, size_t bucket_index, sw_error
     free(saved);
     if (status == SW_OK && host->ring)
         keep_slices(&one);
+    else if (status == SW_OK && one.shape->by_rows)
+        gather_rows(&one, true);
+    free(one.shape->by_rows ? one.data : NULL);
     if (status == SW_OK && is_last(reducer, bucket_index))
         sw_compressor_count_round(reducer->compressor);
     return status;

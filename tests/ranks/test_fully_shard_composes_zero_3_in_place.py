@@ -8,7 +8,7 @@ import torch
 from harness import gather, on_every_rank, same_everywhere
 from oracle.fold import bits_equal
 from peer import PEER, batch, engine, sw
-from subjects_of_rows import assert_released, assert_same_state
+from subjects_of_rows import assert_released
 from test_units_are_whole_only_while_they_run import Block, Blocks, steps, wrap
 from torch import nn
 

@@ -31,6 +31,7 @@ class HookRunner:
     `pieces`, at zero >= 2 in a pool: this rank's slices of the averages, outside the buckets, which share slots. The hook
     leaves the average in the slot, and the owner adds its accumulated average. A user's hook computes whole results, in
     buckets of zero=0's length, since the order of its sums may depend on that. So do ours if a slice has several owners.
+    With `by_rows` a hook sees a copy of the bucket in which each parameter lies whole.
     """
 
     def __init__(
@@ -44,12 +45,14 @@ class HookRunner:
         *,
         pieces: Sequence[torch.Tensor] | None,
         is_ours: bool,
+        by_rows: bool = False,
     ) -> None:
         self._reducer, self._slicing, self._pieces, self._is_ours = reducer, slicing, pieces, is_ours
         self._state, self._hook, self._world_size = state, hook, len(slicing.of_rank)
-        keeps_slice = pieces is not None and is_ours and not slicing.is_replicated
+        keeps_slice = pieces is not None and is_ours and not (slicing.is_replicated or by_rows)
+        slices = slicing.count if by_rows else 0
         self._buckets = [
-            _Bucket(reducer, bucket, parameters, like, self._world_size, pieces is not None, keeps_slice)
+            _Bucket(reducer, bucket, parameters, like, self._world_size, pieces is not None, keeps_slice, slices)
             for bucket in range(reducer.bucket_count)
         ]
         self._position = self._previous = -1
@@ -82,11 +85,12 @@ class HookRunner:
             part.copy_(before)
         if self._pieces is None:
             return
-        begin = self._slicing.own * (bucket.numel // self._slicing.count)
+        own, count = self._slicing.own, self._slicing.count
         for index, offset, is_used in zip(bucket.indices, bucket.offsets, used):
             piece = self._pieces[index]
             if is_used and piece.numel():
-                at, accumulated = max(begin, offset), self._reducer.accumulated_ranks(index) / self._count()
+                at = offset + self._reducer.run(index, own, count)[0]
+                accumulated = self._reducer.accumulated_ranks(index) / self._count()
                 if accumulated not in (0, 1):
                     piece.mul_(accumulated)
                 (piece.add_ if accumulated else piece.copy_)(flat[at : at + piece.numel()])
@@ -123,6 +127,7 @@ class _Bucket:
         world_size: int,
         in_slots: bool,
         keeps_slice: bool,
+        slices: int = 0,
     ) -> None:
         self.indices = [i for i in reducer.bucket_parameters(bucket) if parameters[i].numel()]
         self.parameters: list[torch.Tensor] = [parameters[i] for i in self.indices]
@@ -134,6 +139,17 @@ class _Bucket:
         for parameter in self.parameters:
             if parameter.dtype != dtype:
                 raise Error(f"a bucket of {dtype} holds a gradient of {dtype_name(parameter.dtype)}")
+        aligned = _SLICE_BYTES // dtype.itemsize
+        #: by rows: (first in the copy, first in the bucket, count) of each run of a parameter in one slice
+        self._runs: list[tuple[int, int, int]] = []
+        if slices:
+            sizes = [-(-p.numel() // aligned) * aligned for p in self.parameters]
+            self.offsets = [sum(sizes[:k]) for k in range(len(sizes))]
+            for index, offset in zip(self.indices, self.offsets):
+                for each in range(slices):
+                    begin, end = reducer.run(index, each, slices)
+                    first = each * (self.numel // slices) + reducer.run_in_slice(index, each, slices)[1]
+                    self._runs.append((offset + begin, first, end - begin))
         ends = [o + p.numel() for o, p in zip(self.offsets, self.parameters)]
         # one slice for each rank, so that a compressor's bits do not depend on the owners
         self.slice_numel = _slice_numel(max(ends, default=0), world_size, dtype)
@@ -145,8 +161,14 @@ class _Bucket:
 
     def flat(self) -> torch.Tensor:
         """Return the whole bucket, one-dimensional, without the padding at its end if the whole result is needed."""
-        if self._in_slots or self._flat is None:  # a slot may have moved
-            get, bucket = self._memory
+        get, bucket = self._memory
+        if self._runs:
+            memory = from_dlpack(get(bucket))
+            if self._flat is None:
+                self._flat = memory.new_empty(self._end)
+            for at, first, count in self._runs:
+                self._flat[at : at + count] = memory[first : first + count]
+        elif self._in_slots or self._flat is None:  # a slot may have moved
             self._flat = from_dlpack(get(bucket))[: self._end]
         return self._flat
 

@@ -246,7 +246,9 @@ class ModuleGradients:
             gradient, standing = entry.grad, self._standing.pop(index, None)
             has_mean = isinstance(gradient, ShardedGradient) and gradient._pending is None and not gradient._cleared
             if standing is not None:
-                held_tensor(self._mean_of(index)).copy_(standing) if not has_mean else held_tensor(self._mean_of(index)).add_(standing)
+                held_tensor(self._mean_of(index)).copy_(standing) if not has_mean else held_tensor(
+                    self._mean_of(index)
+                ).add_(standing)
             elif not has_mean:
                 continue
             parameter = each.sharded

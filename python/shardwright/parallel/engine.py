@@ -369,7 +369,8 @@ class Engine:
             for replica in self.made:
                 buffers = self.buffers.values() if sync_buffers and replica is self.made[0] else ()
                 replica.broadcast_state(0, buffers)
-        if self._compressor is not None:
+        between_hosts = any(each.group.host_count > 1 and each.parameters().rows for each in self.made)
+        if self._compressor is not None and (options.compress is not None or not between_hosts):
             self.compress_gradients(self._compressor)
         elif options.compress is not None:
             from .auto_compression import begin_auto  # imported late: torch counts such wrappers

@@ -21,6 +21,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, overload
 
 import torch
@@ -38,8 +39,8 @@ from ..parameters.gathered_unit import Unit
 from ..parameters.rows import find_rows
 from ..parameters.sharded_parameter import ShardedParameter, shared_memory
 from ..parameters.unshard_schedule import UnitSchedule
-from ..torch_compat.dtensor import flattened, is_dtensor, mesh_of_group
 from ..torch_compat.autograd import graph_task_id
+from ..torch_compat.dtensor import flattened, is_dtensor, mesh_of_group
 from ..torch_compat.foreign_wrappers import guard_from_wrappers, note_fully_shard
 from ..torch_compat.internals import fsdp_module_of_torch
 from .engine import Engine, engine_of, register_face
@@ -192,7 +193,6 @@ class Mark:
         guard_from_wrappers(engine, module)
         engine.show_rows()
         return engine
-
 
     def _check_meshes(self, module: torch.nn.Module, rows: Collection[ShardedParameter]) -> None:
         """Raise ValueError if an inner call without a mesh has cut over other ranks than this one."""
@@ -386,10 +386,13 @@ class FSDPModule(torch.nn.Module):
         for schedule, unit in self._placed():
             schedule.unpin(unit)
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Return a context in which backwards add up on each rank. For the outermost module."""
         self._outermost("no_sync")
+        return self._without_sync()
+
+    @contextlib.contextmanager
+    def _without_sync(self) -> Iterator[None]:
         marks = [mark for each in self.modules() if (mark := mark_of(each)) is not None]
         before = [mark.syncs for mark in marks]
         self.set_requires_gradient_sync(False)
@@ -599,7 +602,10 @@ def fully_shard(
     for each in modules:
         if not isinstance(each, torch.nn.Module):
             raise TypeError(f"fully_shard needs a torch.nn.Module that is run itself, got {type(each).__name__}")
-        if isinstance(each, (torch.nn.ModuleList, torch.nn.ModuleDict)) and type(each).forward is torch.nn.Module.forward:
+        if (
+            isinstance(each, (torch.nn.ModuleList, torch.nn.ModuleDict))
+            and type(each).forward is torch.nn.Module.forward
+        ):
             raise ValueError(f"fully_shard does not support containers that do not implement forward: {each}")
     if mesh is not None and device_mesh is not None:
         raise ValueError("mesh and device_mesh were both given, which are two names for one: pass one of them")

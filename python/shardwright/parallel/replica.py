@@ -254,7 +254,13 @@ class Replica:
         pieces = None
         if self.zero >= 2 and self.reducer.transport != "staged":
             pieces = [view.piece for view in self.gradients.views if isinstance(view, ShardedGradient)]
-        return HookRunner(self.reducer, parameters, like, self.slicing, state, hook, pieces=pieces, is_ours=is_ours)
+        by_rows = bool(self._storage.rows)
+        return HookRunner(
+            *(self.reducer, parameters, like, self.slicing, state, hook),
+            pieces=pieces,
+            is_ours=is_ours,
+            by_rows=by_rows,
+        )
 
     def _supersede(self, module: torch.nn.Module) -> None:
         """Retire an older replica of the same module; raise if another module's replica shares a parameter."""

@@ -45,10 +45,7 @@ def find_rows(
         elif parameter is not cut.sharded:  # tied to one that an inner call has cut
             cut.add_holder(*slot)
             cut.show(cut.sharded)
-    return [
-        (slots, p, *_placed(p, names[id(p)], mesh, placement_of))
-        for p, slots in found.values()
-    ]
+    return [(slots, p, *_placed(p, names[id(p)], mesh, placement_of)) for p, slots in found.values()]
 
 
 def _slots_of(modules: Sequence[torch.nn.Module]) -> Iterator[_Slot]:
@@ -88,7 +85,9 @@ def _placed(p: torch.nn.Parameter, name: str, mesh: Any, placement_of: Callable[
             f"FSDP does not support uneven sharding on dim {dim}: {name!r} has size {p.shape[dim]} and is cut for {slices} ranks"
         )
     if not waits(p) and not has_memory(held_tensor(p) if is_dtensor(p) else p):
-        raise Error(f"parameter {name!r} is {without_memory(p)}. Name it in ignored_params, which leaves it as it is on each rank")
+        raise Error(
+            f"parameter {name!r} is {without_memory(p)}. Name it in ignored_params, which leaves it as it is on each rank"
+        )
     if not p.is_contiguous():
         raise NotImplementedError(
             f"FSDP does not support non-contiguous parameters yet: {name!r} has strides {p.stride()}"

@@ -26,12 +26,12 @@ from ..torch_compat.dtensor import (
     mesh_of_both,
     placed_like,
     replicate,
-    set_dtype,
     shard,
 )
 from ..torch_compat.internals import refresh_weights
 
 __all__ = ["RowsTaken", "ShardedParameter", "shared_memory", "sharded_of"]
+
 
 def sharded_of(parameter: torch.Tensor) -> ShardedParameter | None:
     """Return the ShardedParameter of either of its two objects, or of an entry of a table; else None."""
@@ -66,9 +66,7 @@ class ShardedParameter:
         #: the parameter that was there, if it has no values: init=, weights= or its file may give them to the engine
         self._waiting = parameter if waits(parameter) else None
         rows = self._own_rows(part)
-        self.sharded = torch.nn.Parameter(
-            self._dtensor(rows, *self._place()), requires_grad=parameter.requires_grad
-        )
+        self.sharded = torch.nn.Parameter(self._dtensor(rows, *self._place()), requires_grad=parameter.requires_grad)
         vars(self.sharded).update(attributes_of(parameter))
         setattr(parameter, SHARDED, self)
         setattr(self.sharded, SHARDED, self)

@@ -27,9 +27,9 @@ import torch
 from .._engine import Error
 from ..layout.param_groups import UnitPlan
 from ..torch_compat import autograd as _hooks
+from ..torch_compat.dtensor import is_dtensor
 from ..torch_compat.engine_storage import engine_tensor
 from ..torch_compat.internals import forward_hooks
-from ..torch_compat.dtensor import is_dtensor
 from .gathered_unit import BY_USER, NOT_PINNED, UNTIL_RUN, UNTIL_STEP, ComputeForm, Member, Unit
 from .sharded_parameter import ShardedParameter
 

@@ -18,9 +18,14 @@ def on_meta(parameter: torch.Tensor, position: int) -> str:
 
 
 def check_steppable(optimizer: torch.optim.Optimizer) -> None:
-    """Raise Error if an optimizer holds meta parameters and no parameter of a wrapped module."""
+    """Raise Error if an optimizer of no parameter of a wrapped module holds meta parameters, or ones that fully_shard has cut."""
     for position, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
+            if getattr(parameter, "_shardwright_sharded", parameter) is not parameter:
+                raise Error(
+                    f"optimizer: a parameter of shape {tuple(parameter.shape)} in group {position} is one that sw.fully_shard has cut since, "
+                    "and is no longer in its module: make the optimizer after sw.fully_shard, over module.parameters()"
+                )
             if parameter.is_meta:
                 raise Error(on_meta(parameter, position))
 
