@@ -271,7 +271,9 @@ static sw_status copy_out(sw_device_units *u, const device_unit *unit, char *dat
     return launch_pack(u, &args, err);
 }
 
-static sw_status gather_all(sw_device_units *u, const device_unit *unit, char *data, sw_error *err)
+/* Gather the slices of a unit at `data`; those by rows beside, from where copy_out takes them. */
+static sw_status gather_slices(sw_device_units *u, const device_unit *unit, char *data,
+                               sw_error *err)
 {
     const uint32_t number = (uint32_t)(unit - u->unit);
     u->digest = sw_crc32c(u->digest, &number, sizeof number);
@@ -280,17 +282,31 @@ static sw_status gather_all(sw_device_units *u, const device_unit *unit, char *d
         SW_TRY(gather_runs(u, unit, data, i, i + (left < CALLS_PER_GROUP ? left : CALLS_PER_GROUP),
                            err));
     }
-    SW_TRY(copy_out(u, unit, data, err));
     u->stats.gathers++;
     return SW_OK;
 }
 
-/* Gather a unit into its place and record the event of its end. */
+/* Return true if all slices of a unit arrive beside: only copy_out writes to its place. */
+static bool arrives_beside(const device_unit *unit)
+{
+    for (size_t i = 0; i < unit->run_count; ++i)
+        if (!unit->runs[i].rows)
+            return false;
+    return true;
+}
+
+/* Record the event of the end of a gather. */
+static sw_status end_gather(sw_device_units *u, const device_unit *unit, sw_error *err)
+{
+    SW_TRY(copy_out(u, unit, unit->data, err));
+    return u->comm->device->ops->event_record(u->comm->device, unit->whole, u->comm->stream, err);
+}
+
+/* Gather a unit into its place, whatever was in it before. */
 static sw_status gather_in_place(sw_device_units *u, device_unit *unit, sw_error *err)
 {
-    sw_device *device = u->comm->device;
-    SW_TRY(gather_all(u, unit, unit->data, err));
-    return device->ops->event_record(device, unit->whole, u->comm->stream, err);
+    SW_TRY(gather_slices(u, unit, unit->data, err));
+    return end_gather(u, unit, err);
 }
 
 /* Move a unit to GATHERING, if its place is free or holds this unit. */
@@ -309,12 +325,19 @@ static sw_status begin_gather(sw_device_units *u, size_t index, sw_error *err)
     return SW_OK;
 }
 
-/* Gather a unit after all work on the unit that was in its place. */
+/* Write a unit to its place after all work on the unit that was there. Slices that arrive beside
+ * travel meanwhile. */
 static sw_status gather_next(sw_device_units *u, device_unit *unit, sw_error *err)
 {
     sw_device *device = u->comm->device;
-    SW_TRY(device->ops->stream_wait(device, u->comm->stream, u->place[unit->place].left, err));
-    SW_TRY(gather_in_place(u, unit, err));
+    sw_event *left = u->place[unit->place].left;
+    bool is_early = arrives_beside(unit);
+    if (is_early)
+        SW_TRY(gather_slices(u, unit, unit->data, err));
+    SW_TRY(device->ops->stream_wait(device, u->comm->stream, left, err));
+    if (!is_early)
+        SW_TRY(gather_slices(u, unit, unit->data, err));
+    SW_TRY(end_gather(u, unit, err));
     return sw_device_comm_mark(u->comm, err);
 }
 
@@ -403,7 +426,8 @@ sw_status sw_device_unit_gather_apart(sw_device_units *u, size_t index, void *da
     SW_TRY(sw_shard_move(&gathered, SW_SHARD_GATHER, unit->name, err));
     SW_TRY(sw_shard_move(&gathered, SW_SHARD_COMPLETE, unit->name, err));
     SW_TRY(sw_device_comm_follow(u->comm, u->comm->stream, user, err));
-    SW_TRY(gather_all(u, unit, data, err));
+    SW_TRY(gather_slices(u, unit, data, err));
+    SW_TRY(copy_out(u, unit, data, err));
     SW_TRY(sw_device_comm_mark(u->comm, err));
     SW_TRY(sw_device_comm_follow(u->comm, user, u->comm->stream, err));
     unit->state = gathered;

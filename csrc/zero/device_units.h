@@ -5,7 +5,8 @@
  * the backward, once the unit is gathered again. The few places form a ring: while one unit
  * computes, the next one is gathered into another place. Only events order the work:
  *
- *   user --left[place]--> comm   a place is written again after all work on the unit in it
+ *   user --left[place]--> comm   a place is written again after all work on the unit in it; slices
+ *                                that arrive beside travel before that
  *   comm --whole[unit]--> user   a unit computes after it is gathered, while others are gathered
  *   user --> comm (update, gather_anew)   slices are sent after the optimizer has stepped on them
  *

@@ -104,8 +104,9 @@ def __getattr__(name: str) -> Any:
 
 
 def replicas(model: Any) -> Any:
-    """Return the replicas of a wrapped module. Collective if it makes them."""
-    return model._engine.replicas
+    """Return the replicas of a wrapped module, or of fully_shard's outermost one. Collective if it makes them."""
+    engine = getattr(model, "_engine", None)
+    return (__getattr__("engine_of")(model) if engine is None else engine).replicas
 
 
 def replica(model: Any) -> Any:

@@ -407,7 +407,8 @@ class SimulatedGpus:
     def adopt_module(self, module: torch.nn.Module) -> torch.nn.Module:
         """Adopt parameters and buffers of a module; of a DTensor its local tensor."""
         for tensor in (*module.parameters(), *module.buffers()):
-            self.adopt(held(tensor))
+            if not tensor.is_meta:
+                self.adopt(held(tensor))
         return module
 
     def ranges(self, tensor: torch.Tensor, access: int) -> list[tuple[int, int, int]]:

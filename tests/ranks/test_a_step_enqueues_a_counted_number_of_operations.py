@@ -13,6 +13,7 @@ import gc
 import time
 from typing import Any
 
+import internals
 import pytest
 import torch
 from peer import PEER
@@ -40,6 +41,8 @@ CLIPPED: dict[int, tuple[int, ...]] = {
     2: (9, 2, 12, 8, 0, 0, 54, 3),
     3: (38, 2, 108, 105, 0, 0, 948, 102),
 }
+#: of fully_shard with torch's own optimizer: those of zero=3 without its steps, and one launch for each gather
+BY_ROWS: tuple[int, ...] = (35, 1, 105, 103, 0, 0, 996, 101)
 
 
 class Block(nn.Module):
@@ -90,11 +93,35 @@ def counted(gpus: SimulatedGpus, rank: int, world_size: int, zero: int, clips: b
     assert all(n <= bound for n, bound in zip(found, bounds, strict=True)), f"zero={zero}, {found}"
 
 
+def test_a_steps_operations_by_rows(teams: Any, paths: dict[str, str]) -> None:
+    run(teams, 2, paths, counted_by_rows, policy="on demand")
+
+
+def counted_by_rows(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    module = gpus.adopt_module(Model())
+    for block in (*module.blocks, *module.ends):
+        sw.fully_shard(block)
+    sw.fully_shard(module)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+    found, taken = count_steps(gpus, rank, module, optimizer, WIDTH, of_units=True)
+    if rank == 0:
+        names = (*COUNTED, "calls", "settlements")
+        print("by rows:", ", ".join(f"{n} {name}" for n, name in zip(found, names)), f"{1e3 * taken:.0f} ms")
+    assert all(n <= bound for n, bound in zip(found, BY_ROWS, strict=True)), found
+    gathers = sw.stats(module)["models"][0]["gathers"] - 3  # of the outermost unit, which is empty, one in each step
+    assert internals.replica(module).backend.row.comm.stats()["launches"] == gathers
+
+
 def count(gpus: SimulatedGpus, rank: int, model: Model, width: int, **options: Any) -> tuple[tuple[int, ...], float]:
     """Return the counts of a step, and its seconds."""
     module = gpus.adopt_module(model)
     wrapped, optimizer = sw.wrap(module, sw.optim.AdamW(module.parameters(), lr=0.01), **options)
+    return count_steps(gpus, rank, wrapped, optimizer, width, of_units=options["zero"] == 3)
 
+
+def count_steps(
+    gpus: SimulatedGpus, rank: int, wrapped: Any, optimizer: Any, width: int, *, of_units: bool
+) -> tuple[tuple[int, ...], float]:
     def step() -> None:
         wrapped(torch.ones(width) * (rank + 1)).backward()
         optimizer.step()
@@ -112,5 +139,5 @@ def count(gpus: SimulatedGpus, rank: int, model: Model, width: int, **options: A
     gpus.synchronize()
     gathers = sw.stats(wrapped)["models"][0].get("gathers", 0) // 3
     # of zero=3 twice a unit, but for the last one of the forward, and what the first forward gathered
-    assert gathers >= 2 * len(model.blocks) if options["zero"] == 3 else gathers == 0, gathers
+    assert gathers >= 2 * (UNITS - 2) if of_units else gathers == 0, gathers
     return found, taken

@@ -133,6 +133,40 @@ def every_stage(gpus: SimulatedGpus, rank: int, world_size: int, name: str, snap
         assert go_on(model, optimizer, rank, range(2, 4)) == losses, zero
 
 
+def test_rows_of_fully_shard_are_saved_with_the_bytes_of_the_cpu(teams: Any, paths: dict[str, str]) -> None:
+    run(teams, 3, paths, rows_saved)
+
+
+def rows_saved(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    def built(seed: int) -> Mlp:
+        torch.manual_seed(seed)
+        return Mlp()
+
+    folder = shared_folder(rank)
+    with gpus.torch_on_cpu():
+        plain = built(0)
+        model, optimizer = sw.wrap(plain, OPTIMIZERS["torch.AdamW"](plain.parameters()))
+        go_on(model, optimizer, rank, range(2))
+        with checkpointer(folder + "/cpu", model, optimizer) as checkpoints:
+            checkpoints.save(1)
+        losses = go_on(model, optimizer, rank, range(2, 4))
+    for seed in (0, 3):  # saved, then restored into other values
+        module = gpus.adopt_module(built(seed))
+        for each in module:
+            if isinstance(each, nn.Linear):
+                sw.fully_shard(each)
+        sw.fully_shard(module, deterministic=True)
+        optimizer = OPTIMIZERS["torch.AdamW"](module.parameters())
+        go_on(module, optimizer, rank, range(2))
+        with checkpointer(folder + "/rows", module, optimizer) as checkpoints:
+            if seed:
+                assert checkpoints.restore() == 2
+            else:
+                checkpoints.save(1)
+        assert go_on(module, optimizer, rank, range(2, 4)) == losses, seed
+    assert manifest_entries(f"{folder}/rows/step-000002") == manifest_entries(folder + "/cpu/step-000002")
+
+
 def test_a_save_waits_for_slots_and_for_nothing_else(teams: Any, world_size: int, paths: dict[str, str]) -> None:
     run(teams, world_size, paths, quiet, policy="late")
 

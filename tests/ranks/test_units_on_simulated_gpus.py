@@ -17,6 +17,8 @@ from unittest import mock
 import pytest
 import test_every_stage_has_the_same_bits as stages
 import test_fully_shard_composes_zero_3_in_place as by_hand
+import test_fully_shard_has_the_contract_of_fsdp2 as contract
+import test_fully_shard_has_the_methods_of_fsdp2 as methods
 import test_integers_are_released as integers
 import test_units_are_gathered_in_their_compute_dtype as computed
 import test_units_are_recomputed_with_the_same_bits as recomputed
@@ -48,7 +50,7 @@ class OnGpuByHand(OnGpu):
 @contextlib.contextmanager
 def inside(gpus: SimulatedGpus) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for module in (units, by_hand, computed):
+        for module in (units, by_hand, computed, contract, methods):
             patch.setattr(module, "sw", OnGpuByHand(gpus))
         if not LONG:  # the second step gathers as the first has taught it
             patch.setattr(units.steps, "__defaults__", (2, None))
@@ -111,6 +113,25 @@ LAWS: list[tuple[Any, str, dict[str, Any]]] = [
     (by_hand, "the_class_is_a_subclass_that_is_not_copied", {}),
     (by_hand, "unshard_and_reshard", {}),
     (by_hand, "clipping_and_norms", {}),
+    (by_hand, "a_meta_module_is_filled_after_the_calls_as_with_torch", {}),
+    (by_hand, "precision_is_said_of_the_outermost_or_of_each", {}),
+    (by_hand, "a_list_of_modules_is_one_unit", {"reshard_after_forward": True, "tied": True}),
+    (by_hand, "a_list_of_modules_is_one_unit", {"reshard_after_forward": False, "tied": False}),
+    (by_hand, "mesh_is_fsdp2s_name", {}),
+    (by_hand, "an_inner_module_that_the_outermost_ignores_has_an_engine_of_its_own", {}),
+    (methods, "gradients_are_the_sum_over_the_factor", {}),
+    (methods, "one_unit_has_its_own_factor_and_it_may_change", {}),
+    (methods, "a_module_of_the_meta_device_and_ignored_names", {}),
+    (methods, "a_registered_method_runs_as_a_forward", {}),
+    (methods, "units_are_reset_after_an_exception", {}),
+    (methods, "a_module_without_trained_parameters_is_gathered", {}),
+    (contract, "parameters_and_gradients_are_dtensors_of_rows", {}),
+    *((contract, "torchs_optimizers_step_with_the_bits_of_stage_0", {"name": name}) for name in contract.OPTIMIZERS),
+    (contract, "scalers_schedules_and_gradients_that_programs_change", {}),
+    (contract, "gradients_stand_until_they_are_cleared", {}),
+    (contract, "an_optimizer_in_the_backward", {}),
+    (contract, "what_a_rank_writes_to_its_rows_is_gathered", {}),
+    (contract, "forwards_of_every_order", {}),
 ]
 COMPUTED: list[tuple[Any, str, dict[str, Any]]] = [
     *((computed, "every_module_has_the_bits_of_stage_0", {"build": build}) for build in (units.Twice, units.Tied)),

@@ -69,7 +69,8 @@ class DeviceUnitMemory(ReleasedParameters):
         super().__init__(backend, reducer, request)
         table, link, plans = self._table, backend.link, request.plans or ()
         assert link is not None
-        if request.building is None:
+        filler = request.building if table.is_by_rows else None
+        if filler is None:
             link.broadcast(table.parameters, 0)
         #: the parameters that are never released
         self._kept = ParameterMemory(backend, reducer, request, shared=False, without=self._released)
@@ -89,10 +90,10 @@ class DeviceUnitMemory(ReleasedParameters):
         computed = dict(zip(self._forms, sizes))  # of a unit with a compute form: that one's
         self._unit_sizes = [(plan.name, computed[number]) for number, plan in enumerate(plans)]
         self._slices = {index: engine_tensor(self._units.slice(index)) for index in sorted(self._released)}
-        if request.building is None:
+        if filler is None:
             self._write_slices()
         else:
-            request.building.fill(self, table, plans, backend.group.comm)
+            filler.fill(self, table, plans, backend.group.comm)
         self._units.update()
         for form, number in enumerate(self._forms):
             for index in self._unit_members[number]:
