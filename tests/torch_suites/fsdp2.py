@@ -59,12 +59,15 @@ def prepare(*, stock: bool) -> None:
 
     own_process.fork_ranks_on_cpu(LIMIT_S)
     stand_in.meshes_on_cpu()
+    stand_in.attention_on_cpu()
     common_distributed.requires_nccl_version = lambda *_: lambda function: function
-    common_fsdp.get_cycles_per_ms = common_utils.get_cycles_per_ms = lambda: 1.0
+    for helpers in (common_fsdp, common_utils):
+        helpers.get_cycles_per_ms, helpers.device_sleep = lambda *_: 1.0, lambda *_: None
     common_fsdp.test_compiled_fsdp = lambda **_: lambda function: function
     common_fsdp.FSDPTestMultiThread = _processes_for_threads(common_fsdp.FSDPTest)
     common_fsdp.DEVICE_COUNT = GPUS
     torch.accelerator.device_count = lambda: 8
+    torch.accelerator.synchronize = torch.cpu._sleep = lambda *_: None
     torch.amp.GradScaler.__init__.__defaults__ = ("cpu", *torch.amp.GradScaler.__init__.__defaults__[1:])
     torch.Tensor.pin_memory = lambda self, *_: self
     for name in ("_sleep", "empty_cache", "reset_peak_memory_stats"):
@@ -228,7 +231,7 @@ def main() -> int:
     def run(name: str) -> tuple[str, str]:
         kind, case = found[name]
         gpus = getattr(getattr(type(case), case.id().rpartition(".")[2]), "gpus", GPUS)
-        torch.cuda.device_count = lambda: max(gpus, GPUS)
+        torch.cuda.device_count = torch.cpu.device_count = lambda: max(gpus, GPUS)
         start = time.monotonic()
         outcome, why = own_process.run_case_apart(case, LIMIT_S)
         if options.outcomes:
