@@ -60,7 +60,7 @@ static void settle_cast(const void *args)
 
 /* ---- PACK ---- */
 
-enum { PACK_PLAIN, PACK_REFUSED, PACK_KEPT, PACK_TILES, PACK_FORMS };
+enum { PACK_PLAIN, PACK_REFUSED, PACK_KEPT, PACK_TILES, PACK_SCATTER, PACK_GATHER, PACK_FORMS };
 /* Conversions: by a scale, by a factor, in place by a factor and by a factor of 1. */
 enum { BY_SCALE, BY_FACTOR, IN_PLACE, BY_ONE, CONVERSIONS };
 
@@ -88,6 +88,39 @@ static void make_pack_of_bytes(sw_case_maker *maker, sw_pack_args *args, size_t 
     maker->made->label = form == PACK_TILES ? "tiles" : "segments";
 }
 
+/* Three pieces or more that are apart at one end: of a byte; off boundaries, the last one full; the
+ * last one shorter; on boundaries, of several tiles where the arena is large. Then zeros, in
+ * pieces and in one range. */
+static void make_pack_of_pieces(sw_case_maker *maker, sw_pack_args *args, size_t numel,
+                                bool is_gathered)
+{
+    static const size_t off[][2] = {{0, 1}, {1, 3}, {2, 4}, {0, 0}};
+    const size_t bytes[] = {1, numel / 3 + 1, numel + 2, (numel / 16 + 1) * 128};
+    const size_t count[] = {7, 3, 3, 3}, gap[] = {0, 5, 2, 128};
+    args->segment_count = 6;
+    for (size_t s = 0; s < 4; ++s) {
+        sw_pack_segment *made = &args->segment[s];
+        *made = (sw_pack_segment){.to = sw_case_region(maker, 2 * s, off[s][0]),
+                                  .from = sw_case_region(maker, 8 + 2 * s, off[s][1]),
+                                  .size_bytes = count[s] * bytes[s] - (s == 2 ? numel / 2 : 0),
+                                  .piece_count = count[s],
+                                  .piece_bytes = bytes[s],
+                                  .to_pitch = bytes[s] + (is_gathered ? 0 : gap[s]),
+                                  .from_pitch = bytes[s] + (is_gathered ? gap[s] : 0)};
+        sw_case_fill(maker, sw_case_region(maker, 8 + 2 * s, 0), maker->region_bytes / 2,
+                     SW_DTYPE_FLOAT32, false);
+    }
+    args->segment[4] = args->segment[2];
+    args->segment[4].to = sw_case_region(maker, 1, 0);
+    args->segment[4].from = NULL;
+    args->segment[5] = args->segment[3];
+    args->segment[5].to = sw_case_region(maker, 5, 16);
+    args->segment[5].from = NULL;
+    args->segment[5].piece_count = 0;
+    args->segment[5].size_bytes /= 3;
+    maker->made->label = is_gathered ? "pieces gathered" : "pieces scattered";
+}
+
 static void make_pack_that_converts(sw_case_maker *maker, sw_pack_args *args, size_t numel,
                                     size_t index)
 {
@@ -99,7 +132,6 @@ static void make_pack_that_converts(sw_case_maker *maker, sw_pack_args *args, si
     args->to_dtype = (int)to;
     args->from_dtype = (int)from;
     args->scale = 1.0f / 3;
-    args->segment_count = 3;
     if (form != BY_SCALE)
         args->factor = memcpy(sw_case_region(maker, 15, 4), &factor, sizeof factor);
     for (size_t s = 0; s < 3; ++s) {
@@ -111,6 +143,21 @@ static void make_pack_that_converts(sw_case_maker *maker, sw_pack_args *args, si
                                              .from = source,
                                              .size_bytes = count * sw_dtype_size_bytes(from)};
     }
+    if (numel > 1) { /* two pieces, the second one shorter */
+        sw_pack_segment *last = &args->segment[2];
+        last->piece_count = 2;
+        last->piece_bytes = (numel / 2 + 1) * sw_dtype_size_bytes(from);
+        last->from_pitch = last->piece_bytes;
+        last->to_pitch = (numel / 2 + 4) * sw_dtype_size_bytes(to);
+        if (form >= IN_PLACE) {
+            sw_case_fill(maker, last->to, numel + 3, from, true);
+            last->from_pitch = last->to_pitch;
+        }
+    }
+    args->segment[3] = args->segment[2];
+    args->segment[3].to = sw_case_region(maker, 4, 8);
+    args->segment[3].from = NULL;
+    args->segment_count = form == BY_SCALE ? 4 : 3;
     maker->made->label = sw_dtype_name(to);
 }
 
@@ -118,7 +165,9 @@ static void make_pack(sw_case_maker *maker, size_t index)
 {
     sw_pack_args *args = &maker->made->args.pack;
     size_t numel = pick_numel(maker, &index);
-    if (index < PACK_FORMS)
+    if (index == PACK_SCATTER || index == PACK_GATHER)
+        make_pack_of_pieces(maker, args, numel, index == PACK_GATHER);
+    else if (index < PACK_FORMS)
         make_pack_of_bytes(maker, args, numel, index);
     else
         make_pack_that_converts(maker, args, numel, index - PACK_FORMS);
@@ -127,11 +176,18 @@ static void make_pack(sw_case_maker *maker, size_t index)
 static void settle_pack(const void *args)
 {
     const sw_pack_args *a = args;
-    for (int s = 0; a->converts && s < a->segment_count; ++s)
-        sw_case_settle_floats(a->segment[s].to,
-                              (size_t)a->segment[s].size_bytes /
-                                  sw_dtype_size_bytes((sw_dtype)a->from_dtype),
-                              (sw_dtype)a->to_dtype);
+    const size_t element_bytes = sw_dtype_size_bytes((sw_dtype)a->from_dtype);
+    for (int s = 0; a->converts && s < a->segment_count; ++s) {
+        const sw_pack_segment *segment = &a->segment[s];
+        size_t left = (size_t)segment->size_bytes / element_bytes;
+        size_t most = segment->piece_count ? (size_t)segment->piece_bytes / element_bytes : left;
+        for (size_t k = 0; left > 0; ++k) {
+            size_t numel = left < most ? left : most;
+            sw_case_settle_floats((char *)segment->to + k * segment->to_pitch, numel,
+                                  (sw_dtype)a->to_dtype);
+            left -= numel;
+        }
+    }
 }
 
 /* ---- FOLD ---- */

@@ -108,6 +108,17 @@ def test_every_file_becomes_what_it_asks_for():
 
 
 BATCH = {"train_micro_batch_size_per_gpu": 2}
+
+
+def test_parameters_on_a_disk_are_parameters_in_a_file():
+    param = {"device": "nvme", "nvme_path": "/a", "buffer_count": 5, "buffer_size": 1, "max_in_cpu": 9}
+    for state, place in (({}, None), ({"offload_optimizer": {"device": "nvme", "nvme_path": "/b"}}, "nvme:/b")):
+        made = plan({**BATCH, "zero_optimization": {"stage": 3, "offload_param": param, **state}}, 4)
+        assert made.wrap["offload"] == {"parameters": "nvme:/a", "optimizer": place}
+        assert made.wrap["share_parameters"] is False and not made.offloads_parameters
+        sw.Options(**made.wrap)
+
+
 ERRORS = [
     ({"train_batch_size": 9, **BATCH}, ValueError, r"got train_batch_size=9, train_micro_batch_size_per_gpu=2 with 4 ranks"),
     ({}, ValueError, "must have train_batch_size or"),
@@ -125,7 +136,8 @@ ERRORS = [
     ({**BATCH, "scheduler": {"type": "WarmupLR", "params": {"warmup": 1}}}, ValueError, "unknown key 'scheduler.params.warmup'"),
     ({**BATCH, "fp16": {"enabled": True}, "bf16": {"enabled": True}}, ValueError, "fp16 and bf16 are both enabled"),
     ({**BATCH, "fp16": {"enabled": 1}}, ValueError, "fp16.enabled must be true or false, got 1"),
-    ({**BATCH, "zero_optimization": {"offload_param": {"device": "nvme"}}}, NotImplementedError, "offload_optimizer takes 'nvme'"),
+    ({**BATCH, "zero_optimization": {"offload_param": {"device": "nvme"}}}, ValueError, "nvme_path must be a folder for 'nvme', got None"),
+    ({**BATCH, "zero_optimization": {"offload_param": {"device": "nvme", "nvme_path": "/x"}}}, ValueError, "offload_param needs zero_optimization.stage 3, got stage 0"),
     ({**BATCH, "zero_optimization": {"zero_hpz_partition_size": 8}}, NotImplementedError, "zero_hpz_partition_size=8.*device_mesh"),
     ({**BATCH, "elasticity": {"enabled": True}}, NotImplementedError, "elasticity"),
     ({**BATCH, "tensor_parallel": {"autotp_size": 2}}, NotImplementedError, "tensor_parallel"),

@@ -20,7 +20,7 @@ from shardwright import _engine
 from shardwright.torch_compat.cuda import CudaRuntime
 from shardwright_tools.cli import main
 from test_csrc import BUILDERS, ROOT, Builder, shipped_flags
-from test_fake_gpu import kernel_text
+from test_fake_gpu import kernel_text, libraries
 
 LONG = os.environ.get("SW_TEST_LONG") == "1"
 OLDEST, NEWEST = 75, 120
@@ -127,7 +127,7 @@ def test_the_second_process_finds_the_image_in_the_cache(tmp_path: Path) -> None
     origin, second = _engine.device_kernel_image(9, 0, cache=str(cache))
     assert origin == "cached" and second == first
     (file,) = cache.iterdir()
-    assert re.fullmatch(r"shardwright-[0-9a-f]{16}-sm_90\.image", file.name)
+    assert re.fullmatch(r"shardwright-[0-9a-f]{16}-sm_90-nvrtc\d+\.\d+\.image", file.name)
     origin, third = _engine.device_kernel_image(9, 0, packaged=str(cache), nvrtc="/nowhere.so")
     assert origin == "packaged" and third == first
 
@@ -138,6 +138,22 @@ def test_the_second_process_finds_the_image_in_the_cache(tmp_path: Path) -> None
             _engine.device_kernel_image(9, 0, cache=str(cache))
     assert _engine.device_kernel_image(9, 0, cache=str(cache), **nvrtc_places()) == ("compiled", first)
     assert file.read_bytes() == whole
+
+
+def test_hosts_with_different_compilers_share_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = str(libraries(BUILDERS["plain"].mode)["libcuda.so.1"])  # one that the tests made
+    tmp_path.chmod(0o700)
+    for version in ("13.0", "12.8", "12.10", "13.0"):
+        monkeypatch.setenv("SIM_NVRTC_VERSION", version)
+        before = {file.name for file in tmp_path.iterdir()}
+        origin, _ = _engine.device_kernel_image(9, 0, cache=str(tmp_path), nvrtc=compiler)
+        assert origin == ("cached" if any(f"-nvrtc{version}." in name for name in before) else "compiled"), version
+    images = sorted(tmp_path.iterdir())
+    assert [file.name.split("-nvrtc")[1] for file in images] == ["12.10.image", "12.8.image", "13.0.image"]
+    for file in images[:1] + images[2:]:  # without a compiler the oldest one's file counts, here the only sound one
+        file.write_bytes(b"damaged")
+    assert _engine.device_kernel_image(9, 0, cache=str(tmp_path))[0] == "cached"
+    assert _engine.device_kernel_image(9, 0, packaged=str(tmp_path))[0] == "packaged"
 
 
 def test_a_cache_that_others_may_write_to_is_not_used(tmp_path: Path) -> None:

@@ -4,10 +4,14 @@ several devices, the accepted device_ids, and the reason that the GPU benchmark 
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,6 +24,7 @@ from shardwright import _engine
 from shardwright.backend.device_link import DeviceLink
 from shardwright.layout.param_table import _check_one_device
 from shardwright.parallel.ddp_compat import check_device_ids, to_device
+from shardwright.torch_compat import interrupts
 from shardwright.torch_compat.cuda import CudaRuntime, _cache_folder, find_nvrtc
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -168,3 +173,48 @@ def test_loaded_state_lies_beside_its_slice_but_for_a_count_of_steps_on_the_host
         found = beside(state, piece, group)
         devices = {key: value.device.type for key, value in found.items() if isinstance(value, torch.Tensor)}
         assert devices == {"step": counts, "exp_avg": "meta", "row": "meta"} and found["name"] == "x"
+
+
+@pytest.mark.parametrize("handler", [signal.default_int_handler, lambda *_: None], ids=["Python's", "the program's"])
+@pytest.mark.parametrize("task", [0, -1], ids=["of the backward", "of another kind"])
+def test_torchs_thread_hears_an_interrupt_of_the_main_one(task: int, handler: Any) -> None:
+    """And only that thread, and only if the handler is sure to raise. Whoever else reads signals misses none."""
+    heard: list[bool] = []
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+
+    def wait() -> None:
+        time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+        end = time.monotonic() + 0.3
+        while time.monotonic() < end and not heard:
+            try:
+                interrupts.check_interrupt()
+            except KeyboardInterrupt:
+                heard.append(True)
+            time.sleep(0.01)
+
+    def run() -> None:
+        thread = threading.Thread(target=wait)
+        thread.start()
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # C's handler runs in the other thread
+        try:
+            ctypes.CDLL(None).usleep(500_000)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+            thread.join()
+
+    before, fd = signal.signal(signal.SIGINT, handler), signal.set_wakeup_fd(write)
+    try:
+        with mock.patch.object(interrupts, "graph_task_id", lambda: task):
+            interrupts._hearing(run)()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        restored = signal.set_wakeup_fd(fd)
+        signal.signal(signal.SIGINT, before)
+    assert restored == write
+    assert os.read(read, 8) == bytes([signal.SIGINT])
+    assert bool(heard) == (task == 0 and handler is signal.default_int_handler)
+    os.close(read)
+    os.close(write)

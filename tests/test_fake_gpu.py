@@ -21,7 +21,7 @@ FAKE = ROOT / "tests" / "fake"
 TESTS = sorted(path for path in FAKE.glob("test_*.c") if path.stem != "test_kernel_text")
 SHARED = [FAKE / "gpu_ranks.c"]
 LIBRARIES = {
-    "libcuda.so.1": ("sim_core.c", "sim_run.c", "fake_cuda.c", "fake_numbers.c", "sim_torch.c"),
+    "libcuda.so.1": ("sim_core.c", "sim_run.c", "fake_cuda.c", "fake_numbers.c", "fake_nvrtc.c", "sim_torch.c"),
     "libnccl.so.2": ("fake_nccl.c", "fake_nccl_arithmetic.c", "fake_nccl_files.c"),
 }
 FLAGS = ("-std=c11", "-D_GNU_SOURCE", "-O2", "-g", "-fPIC", "-shared", "-fvisibility=hidden", "-pthread")

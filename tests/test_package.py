@@ -257,6 +257,7 @@ ADDRESSES = {
             "convert/folders",
             "convert/model_files",
             "formats/model_files",
+            "formats/remote_files",
             "parameters/building",
             "formats/stored",
             "parallel/loading",

@@ -10,7 +10,8 @@ typedef struct verdict {
     uint64_t size_bytes;
     sw_memory_need need;
     uint32_t failed;
-    char message[212];
+    int32_t code; /* errno; 0: another failure */
+    char message[208];
 } verdict;
 
 _Static_assert(sizeof(verdict) == 256, "one chunk even when hosts gather it from 16,384 ranks");
@@ -27,7 +28,8 @@ static sw_status compare(const sw_comm *comm, const char *noun, const char *labe
             return sw_error_set(err, SW_E_MEMORY, name, "%s '%s' is not possible on rank %d: %s",
                                 noun, label, name, all[r].message);
         if (all[r].failed)
-            return sw_error_set(err, SW_E_MEMORY, name, "%s", all[r].message);
+            return sw_error_set(err, all[r].code ? SW_E_OS : SW_E_MEMORY,
+                                all[r].code ? all[r].code : name, "%s", all[r].message);
     }
     return sw_limits_check_needs(&all[0].need, sizeof *all, comm->world_size, label, err);
 }
@@ -43,7 +45,9 @@ sw_status sw_agree(sw_comm *comm, const char *noun, const char *label, size_t si
     if (noun)
         sw_limits_read_need(size_bytes, sw_comm_name(comm, comm->rank), &mine.need);
     if (local != SW_OK)
-        snprintf(mine.message, sizeof mine.message, "%.211s", cause->message);
+        snprintf(mine.message, sizeof mine.message, "%.207s", cause->message);
+    if (local == SW_E_OS && !noun)
+        mine.code = (int32_t)cause->detail;
     sw_status status = comm->ops->gather(comm, &mine, sizeof mine, all, label, err);
     if (status == SW_OK)
         status = compare(comm, noun, label, all, err);

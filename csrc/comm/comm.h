@@ -18,6 +18,7 @@
 #include <stdint.h>
 
 #include "base/status.h"
+#include "comm/exchange.h"
 #include "kernels/kernels.h"
 #include "tensor/dtype.h"
 
@@ -38,7 +39,8 @@ typedef struct sw_arena {
     uint8_t **base; /* owned; world_size addresses in this process, base[rank] is this rank's part;
                        NULL: on another host */
     int world_size;
-    uint32_t serial; /* counted from 1 by arena_create, so equal on all ranks */
+    uint32_t serial;                   /* counted from 1 by arena_create, so equal on all ranks */
+    const struct sw_file_memory *file; /* of this host's parts; NULL: they have no home on a disk */
 } sw_arena;
 
 /* The plan of a fold. The reducer decides it once every rank has posted, from the use bits beside
@@ -57,6 +59,10 @@ typedef struct sw_fold_plan {
      * contributions that lack it and are mapped here. `accumulated`: `numel` elements of one slice.
      * Only the rank that folds these contributions reads them. */
     void (*add_accumulated)(void *context, size_t begin, size_t numel, const void *accumulated);
+    /* With a codec: store float32 means of `numel` elements from `begin` on, all used, at `to` in
+     * the buffer's dtype. They replace an accumulated result there, or add to the share of it that
+     * contributions lack. */
+    void (*store)(void *context, size_t begin, size_t numel, const float *mean, void *to);
 } sw_fold_plan;
 
 /* The slice of a buffer that each rank owns, if several own one: a *replica* is a set of ranks that
@@ -94,7 +100,10 @@ typedef struct sw_op {
                                       and when the operation is complete. NULL: none */
     size_t beside_offset_bytes, beside_bytes;
     const sw_fold_plan
-        *plan; /* borrowed until complete; NULL: fold everything, divide by world_size */
+        *plan;       /* borrowed until complete; NULL: fold everything, divide by world_size */
+    sw_codec *codec; /* over hosts, for an arena: hosts exchange their sums through it, as bucket
+                      * `codec_bucket`. NULL: as they are. The operation holds a reference */
+    size_t codec_bucket;
     char label[SW_COMM_LABEL_BYTES]; /* equal on all ranks; named in errors */
 } sw_op;
 
@@ -129,6 +138,10 @@ typedef struct sw_comm_ops {
      * carried them (sw_op.beside). */
     sw_status (*mirror_create)(sw_comm *comm, size_t size_bytes, const char *label,
                                sw_arena **arena, sw_error *err);
+    /* The same with a home on a disk: in one nameless file a host, in the `folder` of the host's
+     * first rank. Also SW_E_OS, alike on all ranks: the folder, or its disk, has no place. */
+    sw_status (*home_create)(sw_comm *comm, size_t size_bytes, const char *folder,
+                             const char *label, sw_arena **arena, sw_error *err);
     void (*arena_destroy)(sw_comm *comm, sw_arena *arena);
     /* Issue an operation on an arena. */
     sw_status (*post)(sw_comm *comm, const sw_op *op, uint32_t *ticket, sw_error *err);

@@ -21,14 +21,19 @@ static size_t mirrored_bytes(size_t size_bytes)
     return (size_bytes + SW_ALIGNMENT_BYTES - 1) / SW_ALIGNMENT_BYTES * SW_ALIGNMENT_BYTES;
 }
 
-/* Create this host's part of an arena. If mirrored, the carrier's memory holds all ranks' parts. */
-static sw_status create_inside(sw_hier *hier, size_t size_bytes, const char *label, bool mirrored,
-                               sw_arena **arena, sw_error *err)
+/* Create this host's part of an arena, with `folder` in a file of it. If mirrored, the carrier's
+ * memory holds all ranks' parts. */
+static sw_status create_inside(sw_hier *hier, size_t size_bytes, const char *folder,
+                               const char *label, bool mirrored, sw_arena **arena, sw_error *err)
 {
     size_t world_size = (size_t)hier->comm.world_size, stride = mirrored_bytes(size_bytes);
     sw_arena *inside;
-    SW_TRY(hier->inside->ops->arena_create(
-        hier->inside, mirrored ? stride * world_size : size_bytes, label, &inside, err));
+    if (folder)
+        SW_TRY(
+            hier->inside->ops->home_create(hier->inside, size_bytes, folder, label, &inside, err));
+    else
+        SW_TRY(hier->inside->ops->arena_create(
+            hier->inside, mirrored ? stride * world_size : size_bytes, label, &inside, err));
     sw_hier_arena *made = calloc(1, sizeof *made);
     uint8_t **base = calloc(world_size, sizeof *base);
     if (!made || !base) {
@@ -41,9 +46,11 @@ static sw_status create_inside(sw_hier *hier, size_t size_bytes, const char *lab
         base[hier->members[l]] = inside->base[l];
     for (size_t r = 0; mirrored && r < world_size; ++r)
         base[r] = inside->base[0] + r * stride;
-    *made = (sw_hier_arena){
-        .arena = {.size_bytes = size_bytes, .base = base, .world_size = hier->comm.world_size},
-        .inside = inside};
+    *made = (sw_hier_arena){.arena = {.size_bytes = size_bytes,
+                                      .base = base,
+                                      .world_size = hier->comm.world_size,
+                                      .file = inside->file},
+                            .inside = inside};
     *arena = &made->arena;
     return SW_OK;
 }
@@ -73,8 +80,8 @@ static void arena_destroy(sw_comm *comm, sw_arena *arena)
     }
 }
 
-static sw_status create(sw_hier *hier, size_t size_bytes, const char *label, bool mirrored,
-                        sw_arena **arena, sw_error *err)
+static sw_status create(sw_hier *hier, size_t size_bytes, const char *folder, const char *label,
+                        bool mirrored, sw_arena **arena, sw_error *err)
 {
     sw_error cause;
     sw_arena *made = NULL;
@@ -82,8 +89,8 @@ static sw_status create(sw_hier *hier, size_t size_bytes, const char *label, boo
     SW_TRY(sw_hier_check_alive(hier, err));
     hier->inside->timeout_ns = hier->comm.timeout_ns;
     hier->inside->silent_ns = hier->comm.silent_ns;
-    sw_status local = create_inside(hier, size_bytes, label, mirrored, &made, &cause);
-    if (local != SW_OK && local != SW_E_MEMORY)
+    sw_status local = create_inside(hier, size_bytes, folder, label, mirrored, &made, &cause);
+    if (local != SW_OK && local != SW_E_MEMORY && !(folder && local == SW_E_OS))
         return sw_hier_end_here(hier, &cause, err);
     /* Ranks of one host have agreed; now the hosts must. */
     sw_status status = sw_agree(&hier->comm, NULL, label, size_bytes, local, &cause, err);
@@ -99,13 +106,19 @@ static sw_status create(sw_hier *hier, size_t size_bytes, const char *label, boo
 static sw_status arena_create(sw_comm *comm, size_t size_bytes, const char *label, sw_arena **arena,
                               sw_error *err)
 {
-    return create((sw_hier *)comm, size_bytes, label, false, arena, err);
+    return create((sw_hier *)comm, size_bytes, NULL, label, false, arena, err);
+}
+
+static sw_status home_create(sw_comm *comm, size_t size_bytes, const char *folder,
+                             const char *label, sw_arena **arena, sw_error *err)
+{
+    return create((sw_hier *)comm, size_bytes, folder, label, false, arena, err);
 }
 
 static sw_status mirror_create(sw_comm *comm, size_t size_bytes, const char *label,
                                sw_arena **arena, sw_error *err)
 {
-    return create((sw_hier *)comm, size_bytes, label, true, arena, err);
+    return create((sw_hier *)comm, size_bytes, NULL, label, true, arena, err);
 }
 
 /* Waiting
@@ -189,8 +202,10 @@ static void destroy(sw_comm *comm)
     bool is_left = hier->carrier && !sw_carrier_is_over(hier->carrier);
     if (is_left && !sw_carrier_wire_is_closed(hier->carrier))
         return;
-    if (!is_left)
+    if (!is_left) {
         sw_carrier_destroy(hier->carrier);
+        sw_hier_drop_codecs(hier);
+    }
     free_kept(hier);
     destroy_inside(hier, hier->ring); /* a closed wire does not access it */
     hier->ring = NULL;
@@ -209,6 +224,7 @@ static sw_status forked(sw_comm *comm, sw_error *err)
 static const sw_comm_ops hier_ops = {
     .arena_create = arena_create,
     .mirror_create = mirror_create,
+    .home_create = home_create,
     .arena_destroy = arena_destroy,
     .post = sw_hier_post,
     .poll = poll_ticket,
@@ -239,12 +255,12 @@ static sw_status create_memory(sw_hier *hier, sw_error *err)
     SW_TRY(hier->inside->ops->arena_create(hier->inside, sizeof(sw_page), "pages of hosts",
                                            &hier->pages, err));
     atomic_store(&sw_hier_page(hier, hier->local_rank)->awaiting, -1);
-    SW_TRY(create_inside(hier, 2 * (size_t)SW_HIER_CHUNK_BYTES, "bounce memory of hosts", false,
-                         &hier->bounce, err));
-    SW_TRY(create_inside(hier, 2 * hier->mirror_chunk_bytes * ranks, "mirrored memory of hosts",
-                         false, &hier->mirror, err));
-    return create_inside(hier, (size_t)SW_STREAM_PLACES * SW_STREAM_PIECE_BYTES, "ring of hosts",
-                         false, &hier->ring, err);
+    SW_TRY(create_inside(hier, 2 * (size_t)SW_HIER_CHUNK_BYTES, NULL, "bounce memory of hosts",
+                         false, &hier->bounce, err));
+    SW_TRY(create_inside(hier, 2 * hier->mirror_chunk_bytes * ranks, NULL,
+                         "mirrored memory of hosts", false, &hier->mirror, err));
+    return create_inside(hier, (size_t)SW_STREAM_PLACES * SW_STREAM_PIECE_BYTES, NULL,
+                         "ring of hosts", false, &hier->ring, err);
 }
 
 static sw_status init(sw_hier *hier, int rank, int world_size, const int *host_of, int radix,

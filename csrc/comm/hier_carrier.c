@@ -24,7 +24,9 @@ static sw_status carry_next(sw_carrier *carrier, uint32_t *ticket, sw_error *err
     const sw_hier_pending *pending = sw_carrier_pending(carrier, *ticket);
     const sw_op *op = &pending->op;
     SW_TRY(sw_carrier_agree(carrier, *ticket, &count, err));
-    if (sw_carrier_reduces(carrier, pending))
+    if (op->codec)
+        SW_TRY(sw_carrier_compress(carrier, *ticket, count, err));
+    else if (sw_carrier_reduces(carrier, pending))
         SW_TRY(sw_carrier_reduce(carrier, *ticket, count, err));
     else if (op->kind == SW_OP_ALL_GATHER && op->arena && op->numel > 0)
         SW_TRY(
@@ -230,6 +232,7 @@ static void drop_transfers(sw_carrier *carrier)
     size_t hosts = (size_t)carrier->hier->map.host_count;
     for (size_t i = 0; i < carrier->slot_count; ++i)
         drop_all(carrier, carrier->slots[i].partial_out, 6 * hosts);
+    drop_all(carrier, carrier->coded.in, 2 * carrier->coded.transfer_count);
     for (int i = 0; carrier->hops && i < spread->hop_count; ++i) {
         sw_carrier_hop *hop = &carrier->hops[i];
         sw_transfer *others[] = {&hop->frame_out,   &hop->frame_in,   &hop->leave_out,
@@ -257,6 +260,9 @@ void sw_carrier_destroy(sw_carrier *carrier)
         free(carrier->slots[i].partial_out);
     }
     free(carrier->memory);
+    sw_exchange_buffers_fini(&carrier->coded.buffers);
+    free(carrier->coded.in);
+    free(carrier->coded.flat);
     free(carrier->hops);
     free(carrier->peers);
     free(carrier->frames);

@@ -91,6 +91,18 @@ typedef struct sw_carrier_slot {  /* one block in flight; arrays have host_count
         *accumulated_in;
 } sw_carrier_slot;
 
+/* What a host's sum travels through, compressed: hier_codec.c. */
+typedef struct sw_coded {
+    sw_exchange exchange; /* first; over hosts */
+    sw_carrier *carrier;  /* borrowed */
+    const char *what;     /* borrowed: names the operation */
+    sw_exchange_buffers buffers;
+    sw_transfer *in, *out; /* owned as one block: transfer_count of each */
+    size_t transfer_count;
+    float *flat; /* owned: this host's sum */
+    size_t capacity;
+} sw_coded;
+
 struct sw_carrier {
     sw_hier *hier;
     sw_bridge bridge;
@@ -126,6 +138,7 @@ struct sw_carrier {
     uint8_t **opened;          /* owned; for each host, a block of memory for an opened packet */
     uint8_t **elements;        /* owned; of the block that is folded, by host */
     bool *packs;               /* owned; by host: its blocks of this batch are packets */
+    sw_coded coded;
 };
 
 #define SW_FOR_OTHER_HOSTS(carrier, g)                        \
@@ -234,6 +247,9 @@ void sw_carrier_take_leave(sw_carrier *carrier, const sw_error *reason);
 /* Move the data of `count` reductions; each completes with its last block. */
 SW_MUST_USE sw_status sw_carrier_reduce(sw_carrier *carrier, uint32_t ticket, uint32_t count,
                                         sw_error *err);
+/* hier_codec.c: the same for reductions with a codec, one after the other. */
+SW_MUST_USE sw_status sw_carrier_compress(sw_carrier *carrier, uint32_t ticket, uint32_t count,
+                                          sw_error *err);
 /* Move the data of an all_gather on an arena. */
 SW_MUST_USE sw_status sw_carrier_gather(sw_carrier *carrier, const sw_hier_pending *pending,
                                         const char *what, sw_error *err);

@@ -274,8 +274,10 @@ static uint32_t batch_here(sw_carrier *carrier, uint32_t ticket, size_t *bytes)
     do {
         sw_payload payload;
         size_t more = aligned(payload_bytes(carrier, ticket + count, &payload));
-        bool reduces = sw_carrier_reduces(carrier, sw_carrier_pending(carrier, ticket + count));
-        if (count > 0 && (!reduces || *bytes + more > SW_HIER_INLINE_BYTES))
+        const sw_hier_pending *next = sw_carrier_pending(carrier, ticket + count);
+        bool joins = sw_carrier_reduces(carrier, next) &&
+                     !next->op.codec == !sw_carrier_pending(carrier, ticket)->op.codec;
+        if (count > 0 && (!joins || *bytes + more > SW_HIER_INLINE_BYTES))
             return count;
         payload.at_bytes = *bytes;
         carrier->next.payload[count++] = payload;

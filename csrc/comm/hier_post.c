@@ -38,6 +38,24 @@ static sw_status find_table(sw_hier *hier, sw_hier_pending *pending, sw_error *e
     return SW_OK;
 }
 
+/* Fill the entry of the next operation, which holds a reference to its codec. */
+static void fill(sw_hier_pending *entry, const sw_hier_pending *pending)
+{
+    sw_codec *before = entry->op.codec;
+    if (pending->op.codec)
+        pending->op.codec->ops->acquire(pending->op.codec);
+    *entry = *pending;
+    if (before)
+        before->ops->release(before);
+}
+
+void sw_hier_drop_codecs(sw_hier *hier)
+{
+    const sw_hier_pending none = {.at_bytes = 0};
+    for (size_t i = 0; i < SW_HIER_RING; ++i)
+        fill(&hier->pending[i], &none);
+}
+
 static sw_status issue(sw_hier *hier, const sw_hier_pending *pending,
                        const sw_descriptor *descriptor, uint32_t *ticket, sw_error *err)
 {
@@ -45,7 +63,7 @@ static sw_status issue(sw_hier *hier, const sw_hier_pending *pending,
     uint32_t next = hier->posted + 1;
     SW_TRY(sw_hier_check_alive(hier, err));
     SW_TRY(sw_hier_await(hier, next - SW_HIER_RING, err)); /* its entry is free */
-    hier->pending[next % SW_HIER_RING] = *pending;
+    fill(&hier->pending[next % SW_HIER_RING], pending);
     SW_TRY(find_table(hier, &hier->pending[next % SW_HIER_RING], err));
     own->ring[next % SW_HIER_RING] = *descriptor;
     hier->posted = next;

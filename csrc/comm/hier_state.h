@@ -190,6 +190,8 @@ SW_MUST_USE sw_status sw_hier_await_word(sw_hier *hier, const sw_hier_need *need
                                          _Atomic uint32_t *word, uint32_t value, sw_error *err);
 /* Wait until operation `ticket` is complete for this host. */
 SW_MUST_USE sw_status sw_hier_await(sw_hier *hier, uint32_t ticket, sw_error *err);
+/* Drop the references of operations to codecs, once the carrier's thread has ended. */
+void sw_hier_drop_codecs(sw_hier *hier);
 /* Resolve the caller's plans of operations up to `wired`. */
 void sw_hier_settle(sw_hier *hier, uint32_t wired);
 

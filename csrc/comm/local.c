@@ -8,17 +8,20 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "base/bytes.h"
 #include "comm/fabric.h"
+#include "platform/file_memory.h"
 #include "platform/memory.h"
 
-/* A rank's memory of an arena. It stays until all ranks have destroyed their arena, because others
- * may still read it, as with mappings of processes. If some rank could not finish the arena, it
- * stays until the group ends. */
+/* A rank's memory of an arena, or the first rank's of all parts in a file. It stays until all ranks
+ * have destroyed their arena, because others may still read it, as with mappings of processes. If
+ * some rank could not finish the arena, it stays until the group ends. */
 typedef struct local_part {
     struct local_part *before, *next; /* in the group's `parts` */
     _Atomic int users;
-    uint8_t *address;
+    uint8_t *address; /* owned unless it is of the file; NULL: none */
     size_t size_bytes;
+    sw_file_memory *file; /* owned; NULL: none */
 } local_part;
 
 struct sw_local_group {
@@ -41,6 +44,7 @@ typedef struct local_arena {
 
 typedef struct arena_offer { /* a rank's part, as announced to the others */
     local_part *part;        /* NULL: could not allocate */
+    int32_t code;            /* then: errno, or 0 */
     char message[128];
 } arena_offer;
 
@@ -92,7 +96,11 @@ static void part_destroy(sw_local_group *group, local_part *part)
         part->next->before = part->before;
     *(part->before ? &part->before->next : &group->parts) = part->next;
     pthread_mutex_unlock(&group->lock);
-    sw_memory_unmap(part->address, part->size_bytes);
+    if (part->file)
+        sw_file_memory_fini(part->file);
+    else
+        sw_memory_unmap(part->address, part->size_bytes);
+    free(part->file);
     free(part);
 }
 
@@ -133,14 +141,33 @@ static sw_status check_offers(const arena_offer *offers, int world_size, const c
                               sw_error *err)
 {
     for (int r = 0; r < world_size; ++r)
-        if (!offers[r].part)
+        if (!offers[r].part && offers[r].code)
+            return sw_error_set(err, SW_E_OS, offers[r].code, "%s", offers[r].message);
+        else if (!offers[r].part)
             SW_FAIL(err, SW_E_MEMORY, "arena '%s': rank %d could not allocate: %s", label, r,
                     offers[r].message);
     return SW_OK;
 }
 
-static sw_status arena_create(sw_comm *comm, size_t size_bytes, const char *label, sw_arena **arena,
-                              sw_error *err)
+/* Make a rank's memory; with `folder` the first rank's file of `count` parts. */
+static sw_status part_fill(local_part *part, const char *folder, const char *label, size_t count,
+                           sw_error *err)
+{
+    size_t whole;
+    if (!folder)
+        return sw_pages_map(part->size_bytes, &part->address, err);
+    part->file = calloc(1, sizeof *part->file);
+    if (!part->file || !sw_size_multiply(sw_memfd_stride(part->size_bytes), count, &whole))
+        SW_FAIL(err, SW_E_MEMORY, "no memory for %zu parts of %zu bytes", count, part->size_bytes);
+    SW_TRY(sw_file_memory_init(part->file, folder, label, whole, err));
+    SW_TRY(sw_file_memory_create(part->file, folder, err));
+    SW_TRY(sw_file_memory_map(part->file, err));
+    part->address = part->file->begin;
+    return SW_OK;
+}
+
+static sw_status create(sw_comm *comm, size_t size_bytes, const char *folder, const char *label,
+                        sw_arena **arena, sw_error *err)
 {
     uint32_t serial = ++comm->arenas;
     size_t count = (size_t)comm->world_size;
@@ -158,10 +185,12 @@ static sw_status arena_create(sw_comm *comm, size_t size_bytes, const char *labe
                                  label);
         goto free_tables;
     }
-    if (sw_pages_map(size_bytes, &part->address, &cause) == SW_OK)
+    status = folder && comm->rank != 0 ? SW_OK : part_fill(part, folder, label, count, &cause);
+    if (status == SW_OK)
         mine.part = part;
     else
         snprintf(mine.message, sizeof mine.message, "%.120s", cause.message);
+    mine.code = status == SW_E_OS ? (int32_t)cause.detail : 0;
     SW_TRY_GOTO(status, comm->ops->gather(comm, &mine, sizeof mine, offers, label, err),
                 free_tables);
     status = check_offers(offers, comm->world_size, label, err);
@@ -171,12 +200,13 @@ static sw_status arena_create(sw_comm *comm, size_t size_bytes, const char *labe
     }
     for (size_t r = 0; r < count; ++r) {
         parts[r] = offers[r].part;
-        base[r] = parts[r]->address;
+        base[r] = folder ? parts[0]->address + r * sw_memfd_stride(size_bytes) : parts[r]->address;
     }
     *made = (local_arena){.arena = {.size_bytes = size_bytes,
                                     .base = base,
                                     .world_size = comm->world_size,
-                                    .serial = serial},
+                                    .serial = serial,
+                                    .file = parts[0]->file},
                           .parts = parts};
     free(offers);
     *arena = &made->arena;
@@ -191,6 +221,12 @@ free_tables: /* a part that was offered may be in use */
     return status;
 }
 
+static sw_status arena_create(sw_comm *comm, size_t size_bytes, const char *label, sw_arena **arena,
+                              sw_error *err)
+{
+    return create(comm, size_bytes, NULL, label, arena, err);
+}
+
 static void destroy(sw_comm *comm)
 {
     if (!comm)
@@ -202,6 +238,7 @@ static void destroy(sw_comm *comm)
 static const sw_comm_ops local_ops = {
     .arena_create = arena_create,
     .mirror_create = arena_create,
+    .home_create = create,
     .arena_destroy = arena_destroy,
     .post = sw_fabric_post,
     .poll = sw_fabric_poll,

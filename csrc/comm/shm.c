@@ -9,8 +9,10 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "base/bytes.h"
 #include "comm/agree.h"
 #include "comm/fabric.h"
+#include "platform/file_memory.h"
 #include "platform/futex.h"
 #include "platform/limits.h"
 #include "platform/memory.h"
@@ -23,6 +25,7 @@ typedef struct shm_arena {
     uint8_t *whole; /* owned mapping, whole_bytes: all parts, a stride each */
     size_t stride_bytes, whole_bytes;
     int fd;                 /* owned; -1 in a forked child */
+    sw_file_memory *file;   /* owned; NULL: a memfd. Borrows whole and fd */
     struct shm_arena *next; /* in shm->arenas */
 } shm_arena;
 
@@ -84,13 +87,31 @@ static void arena_destroy(sw_comm *comm, sw_arena *arena)
     unlink_arena((shm_comm *)comm, gone);
     sw_memory_unmap(gone->whole, gone->whole_bytes);
     sw_socket_close(&gone->fd);
+    free(gone->file);
     free(arena->base);
     free(gone);
 }
 
+static sw_status make_file(sw_comm *comm, shm_arena *made, const char *folder, const char *label,
+                           sw_error *err)
+{
+    size_t size_bytes;
+    sw_file_memory *file = made->file = calloc(1, sizeof *file);
+    made->arena.file = file;
+    if (!file || !sw_size_multiply(made->stride_bytes, (size_t)comm->world_size, &size_bytes))
+        SW_FAIL(err, SW_E_MEMORY, "no memory for %d parts of %zu bytes", comm->world_size,
+                made->arena.size_bytes);
+    SW_TRY(sw_file_memory_init(file, folder, label, size_bytes, err));
+    if (comm->rank != 0)
+        return SW_OK;
+    sw_status status = sw_file_memory_create(file, folder, err);
+    made->fd = file->fd;
+    return status;
+}
+
 /* Create the tables, and on the first rank the memory. */
-static sw_status make(sw_comm *comm, size_t size_bytes, const char *label, shm_arena **arena,
-                      sw_error *err)
+static sw_status make(sw_comm *comm, size_t size_bytes, const char *folder, const char *label,
+                      shm_arena **arena, sw_error *err)
 {
     uint32_t serial = ++comm->arenas;
     shm_arena *made = calloc(1, sizeof *made);
@@ -107,6 +128,8 @@ static sw_status make(sw_comm *comm, size_t size_bytes, const char *label, shm_a
                         .stride_bytes = sw_memfd_stride(size_bytes),
                         .fd = -1};
     *arena = made;
+    if (folder)
+        return make_file(comm, made, folder, label, err);
     return comm->rank == 0
                ? sw_memfd_create_parts(size_bytes, comm->world_size, label, &made->fd, err)
                : sw_limits_check_memory(size_bytes, label, err);
@@ -141,20 +164,27 @@ static sw_status map(shm_arena *made, sw_error *err)
 {
     sw_arena *arena = &made->arena;
     made->whole_bytes = made->stride_bytes * (size_t)arena->world_size;
-    SW_TRY(sw_memfd_map(made->fd, made->whole_bytes, &made->whole, err));
+    if (made->file) {
+        made->file->fd = made->fd;
+        SW_TRY(sw_file_memory_map(made->file, err));
+        made->whole = made->file->begin;
+    } else {
+        SW_TRY(sw_memfd_map(made->fd, made->whole_bytes, &made->whole, err));
+    }
     for (int r = 0; r < arena->world_size; ++r)
         arena->base[r] = made->whole + (size_t)r * made->stride_bytes;
     return SW_OK;
 }
 
-static sw_status arena_create(sw_comm *comm, size_t size_bytes, const char *label, sw_arena **arena,
-                              sw_error *err)
+static sw_status create(sw_comm *comm, size_t size_bytes, const char *folder, const char *label,
+                        sw_arena **arena, sw_error *err)
 {
     shm_comm *shm = (shm_comm *)comm;
     shm_arena *made = NULL;
     sw_error cause, why;
-    sw_status refused = SW_OK, status = make(comm, size_bytes, label, &made, &cause);
-    SW_TRY_GOTO(status, sw_agree(comm, "arena", label, size_bytes, status, &cause, err), undo);
+    const char *noun = folder ? NULL : "arena";
+    sw_status refused = SW_OK, status = make(comm, size_bytes, folder, label, &made, &cause);
+    SW_TRY_GOTO(status, sw_agree(comm, noun, label, size_bytes, status, &cause, err), undo);
     status = pass(shm, made, label, &refused, &cause, &why);
     if (status != SW_OK) { /* on all ranks */
         sw_status ended = sw_fabric_end(&shm->fabric, &why, err);
@@ -163,7 +193,7 @@ static sw_status arena_create(sw_comm *comm, size_t size_bytes, const char *labe
     }
     if (refused == SW_OK)
         refused = map(made, &cause);
-    SW_TRY_GOTO(status, sw_agree(comm, "arena", label, size_bytes, refused, &cause, err), undo);
+    SW_TRY_GOTO(status, sw_agree(comm, noun, label, size_bytes, refused, &cause, err), undo);
     pthread_mutex_lock(&shm->listing);
     made->next = shm->arenas;
     shm->arenas = made;
@@ -173,6 +203,12 @@ static sw_status arena_create(sw_comm *comm, size_t size_bytes, const char *labe
 undo:
     arena_destroy(comm, made ? &made->arena : NULL);
     return status;
+}
+
+static sw_status arena_create(sw_comm *comm, size_t size_bytes, const char *label, sw_arena **arena,
+                              sw_error *err)
+{
+    return create(comm, size_bytes, NULL, label, arena, err);
 }
 
 /* Map the parent's pages copy-on-write, so that the child's writes stay its own. A page that it has
@@ -185,9 +221,11 @@ static sw_status forked(sw_comm *comm, sw_error *err)
     for (shm_arena *each = shm->arenas; each; each = each->next) {
         if (each->fd < 0)
             continue;
-        if (sw_memory_remap(each->whole, each->whole_bytes, each->fd, 0, false, err) == SW_OK)
+        if (sw_memory_remap(each->whole, each->whole_bytes, each->fd, 0, false, err) == SW_OK) {
             sw_socket_close(&each->fd);
-        else /* another call tries again */
+            if (each->file)
+                each->file->fd = -1;
+        } else /* another call tries again */
             status = SW_E_MEMORY;
     }
     pthread_mutex_init(&shm->listing, NULL); /* one of the parent's threads may have held it */
@@ -202,6 +240,7 @@ static sw_status forked(sw_comm *comm, sw_error *err)
 static const sw_comm_ops shm_ops = {
     .arena_create = arena_create,
     .mirror_create = arena_create,
+    .home_create = create,
     .arena_destroy = arena_destroy,
     .post = sw_fabric_post,
     .poll = sw_fabric_poll,

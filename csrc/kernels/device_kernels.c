@@ -34,23 +34,31 @@ static sw_status load_found(sw_kernel_set *set, const sw_image_places *places, s
     return SW_OK;
 }
 
-/* A packaged image may come from a newer compiler, and the driver then refuses it: try again
- * without packaged images. */
+/* An image may come from a newer compiler than the driver's, and the driver then refuses it: try
+ * again without packaged images, then with one compiled anew. */
 static sw_status load(sw_kernel_set *set, const sw_image_places *places, sw_error *err)
 {
     sw_image_places others = *places;
-    sw_error refused, last;
-    if (load_found(set, places, &refused) == SW_OK)
-        return SW_OK;
-    if (set->origin != SW_IMAGE_PACKAGED)
-        return sw_error_set(err, refused.status, refused.detail, "%s", refused.message);
-    sw_kernel_set_fini(set);
-    others.packaged_folder = NULL;
-    if (load_found(set, &others, &last) == SW_OK)
-        return SW_OK;
+    sw_error refused = {0}, last;
+    sw_image_origin first = SW_IMAGE_NONE;
+    for (;;) {
+        if (load_found(set, &others, &last) == SW_OK)
+            return SW_OK;
+        if (first == SW_IMAGE_NONE) {
+            first = set->origin;
+            refused = last;
+        }
+        if (set->origin != SW_IMAGE_PACKAGED && set->origin != SW_IMAGE_CACHED)
+            break;
+        others.replaces_cached = set->origin == SW_IMAGE_CACHED;
+        others.packaged_folder = NULL;
+        sw_kernel_set_fini(set);
+    }
+    if (first != SW_IMAGE_PACKAGED && first != SW_IMAGE_CACHED)
+        return sw_error_set(err, last.status, last.detail, "%s", last.message);
     return sw_error_set(err, refused.status, refused.detail,
-                        "packaged image of the kernels: %.200s; without it: %.220s",
-                        refused.message, last.message);
+                        "%s image of the kernels: %.200s; without it: %.220s",
+                        sw_image_origin_name(first), refused.message, last.message);
 }
 
 sw_status sw_kernel_set_init(sw_kernel_set *set, sw_device *device, const sw_image_places *places,

@@ -6,8 +6,9 @@
  * the tests calls the function too and checks it against the declared ranges.
  *
  *   CAST          to[i] = round(from[i] * scale) to to_dtype; any of float32, float16, bfloat16
- *   PACK          copies up to SW_PACK_SEGMENT_MAX segments: tensors into a bucket, or back; with a
- *                 verdict, only if that is 0. With `converts` to[i] = round(from[i] * scale) as
+ *   PACK          copies up to SW_PACK_SEGMENT_MAX segments: tensors into a bucket, or back, or
+ *                 zeros, in one range each or in pieces with a pitch; with a verdict, only if that
+ *                 is 0. With `converts` to[i] = round(from[i] * scale) as
  *                 CAST, with *factor in place of scale; a segment that is its own target is left
  *                 alone if that is 1
  *   FOLD          kernels.h's fold over contributions in rank order, with the host's bits; with an

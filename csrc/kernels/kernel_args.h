@@ -55,9 +55,13 @@ typedef struct sw_cast_args {
 } sw_cast_args;
 
 typedef struct sw_pack_segment {
-    void *to; /* with `converts` it may be `from` if the dtypes are equal */
-    const void *from;
-    sw_u64 size_bytes; /* size of `from` */
+    void *to;           /* with `converts` it may be `from` if the dtypes are equal */
+    const void *from;   /* NULL: zeros */
+    sw_u64 size_bytes;  /* size of `from`, without gaps between pieces */
+    sw_u64 piece_count; /* 0: one range. Else it is piece_count pieces of piece_bytes, the last one
+                         * perhaps shorter; piece k lies k * from_pitch after `from`, and is
+                         * written k * to_pitch after `to` */
+    sw_u64 piece_bytes, to_pitch, from_pitch;
 } sw_pack_segment;
 
 typedef struct sw_pack_args {

@@ -128,23 +128,51 @@ static sw_status pack_check(const void *args, sw_error *err)
     if (a->segment_count < 0 || a->segment_count > SW_PACK_SEGMENT_MAX)
         SW_FAIL(err, SW_E_INVALID, "pack: segment_count must be in [0, %d], not %d",
                 SW_PACK_SEGMENT_MAX, a->segment_count);
+    for (int i = 0; i < a->segment_count; ++i) {
+        const sw_pack_segment *s = &a->segment[i];
+        if (s->piece_count && (s->size_bytes > s->piece_count * s->piece_bytes ||
+                               s->size_bytes <= (s->piece_count - 1) * s->piece_bytes))
+            SW_FAIL(err, SW_E_INVALID,
+                    "pack: the %llu bytes of segment %d must end in the last of its %llu pieces of "
+                    "%llu bytes",
+                    s->size_bytes, i, s->piece_count, s->piece_bytes);
+    }
     return a->converts ? small_float_pair_check("pack", a->to_dtype, a->from_dtype, err) : SW_OK;
 }
 
-static sw_u64 segment_numel(const sw_pack_args *a, int i)
+/* Return piece k of a segment, as a segment of one range. */
+static sw_pack_segment pack_piece(const sw_pack_segment *s, sw_u64 k)
 {
-    return a->segment[i].size_bytes / sw_dtype_size_bytes((sw_dtype)a->from_dtype);
+    if (s->piece_count == 0)
+        return *s;
+    sw_u64 left = s->size_bytes - k * s->piece_bytes;
+    return (sw_pack_segment){.to = (char *)s->to + k * s->to_pitch,
+                             .from = s->from ? (const char *)s->from + k * s->from_pitch : NULL,
+                             .size_bytes = left < s->piece_bytes ? left : s->piece_bytes};
+}
+
+static sw_u64 pack_pieces(const sw_pack_segment *s)
+{
+    return s->piece_count ? s->piece_count : 1;
+}
+
+static sw_u64 segment_numel(const sw_pack_args *a, const sw_pack_segment *s)
+{
+    return s->size_bytes / sw_dtype_size_bytes((sw_dtype)a->from_dtype);
 }
 
 static void pack_accesses(const void *args, sw_access_fn *report, void *context)
 {
     const sw_pack_args *a = args;
-    for (int i = 0; i < a->segment_count; ++i) {
-        size_t bytes = (size_t)a->segment[i].size_bytes;
-        size_t written = a->converts ? array_bytes(segment_numel(a, i), a->to_dtype) : bytes;
-        report(context, a->segment[i].from, bytes, SW_ACCESS_READ);
-        report(context, a->segment[i].to, written, SW_ACCESS_WRITE);
-    }
+    for (int i = 0; i < a->segment_count; ++i)
+        for (sw_u64 k = 0; k < pack_pieces(&a->segment[i]); ++k) {
+            const sw_pack_segment piece = pack_piece(&a->segment[i], k);
+            size_t bytes = (size_t)piece.size_bytes;
+            size_t written =
+                a->converts ? array_bytes(segment_numel(a, &piece), a->to_dtype) : bytes;
+            report(context, piece.from, piece.from ? bytes : 0, SW_ACCESS_READ);
+            report(context, piece.to, written, SW_ACCESS_WRITE);
+        }
     if (a->verdict)
         report(context, a->verdict, sizeof(int32_t), SW_ACCESS_READ);
     if (a->converts && a->factor)
@@ -157,22 +185,30 @@ static void pack_reference(const void *args)
     float scale = a->converts && a->factor ? *(const float *)a->factor : a->scale;
     if (a->verdict && *(const int32_t *)a->verdict != 0)
         return;
-    for (int i = 0; i < a->segment_count; ++i) {
-        const sw_pack_segment *s = &a->segment[i];
-        if (!a->converts && s->size_bytes > 0)
-            memcpy(s->to, s->from, (size_t)s->size_bytes);
-        else if (a->converts && !(a->factor && scale == 1.0f && s->to == s->from))
-            cast_elements(s->to, a->to_dtype, s->from, a->from_dtype, (size_t)segment_numel(a, i),
-                          scale);
-    }
+    for (int i = 0; i < a->segment_count; ++i)
+        for (sw_u64 k = 0; k < pack_pieces(&a->segment[i]); ++k) {
+            const sw_pack_segment s = pack_piece(&a->segment[i], k);
+            if (!s.from)
+                memset(s.to, 0,
+                       a->converts ? array_bytes(segment_numel(a, &s), a->to_dtype)
+                                   : (size_t)s.size_bytes);
+            else if (!a->converts && s.size_bytes > 0)
+                memcpy(s.to, s.from, (size_t)s.size_bytes);
+            else if (a->converts && !(a->factor && scale == 1.0f && s.to == s.from))
+                cast_elements(s.to, a->to_dtype, s.from, a->from_dtype,
+                              (size_t)segment_numel(a, &s), scale);
+        }
 }
 
 static sw_grid pack_grid(const void *args, int processor_count)
 {
     const sw_pack_args *a = args;
     sw_u64 tiles = 0;
-    for (int i = 0; i < a->segment_count; ++i)
-        tiles += (a->segment[i].size_bytes + TURN_BYTES - 1) / TURN_BYTES;
+    for (int i = 0; i < a->segment_count; ++i) {
+        const sw_pack_segment *s = &a->segment[i];
+        sw_u64 range_bytes = s->piece_count ? s->piece_bytes : s->size_bytes;
+        tiles += pack_pieces(s) * ((range_bytes + TURN_BYTES - 1) / TURN_BYTES);
+    }
     return stream_grid(tiles, 1, processor_count * PACK_BLOCKS);
 }
 

@@ -1,6 +1,7 @@
 /* kernel_image.c - find, check and write image files; see kernel_image.h. */
 #include "kernels/kernel_image.h"
 
+#include <dirent.h>
 #include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -15,7 +16,7 @@
 #include "platform/clock.h"
 #include "platform/file.h"
 
-enum { HEADER_BYTES = 16, CHECKSUM_AT = 8, NAME_BYTES = 64, IMAGE_BYTES_MAX = 64 << 20 };
+enum { HEADER_BYTES = 16, CHECKSUM_AT = 8, NAME_BYTES = 96, IMAGE_BYTES_MAX = 64 << 20 };
 
 static const char magic[CHECKSUM_AT] = {'S', 'W', 'I', 'M', 'A', 'G', 'E', '1'};
 
@@ -41,13 +42,64 @@ const char *sw_image_origin_name(sw_image_origin origin)
     return (unsigned)origin < sizeof names / sizeof *names ? names[origin] : "invalid";
 }
 
+typedef struct version {
+    int major, minor; /* of NVRTC; 0.0: of none */
+} version;
+
+/* Write the name up to the compiler's version. */
+static int name_start(char name[NAME_BYTES], int major, int minor)
+{
+    return snprintf(name, NAME_BYTES, "shardwright-%016llx-sm_%d%d",
+                    (unsigned long long)sw_image_hash(), major, minor);
+}
+
 static sw_status image_path(char path[SW_PATH_BYTES], const char *folder, int major, int minor,
-                            sw_error *err)
+                            version by, sw_error *err)
 {
     char name[NAME_BYTES];
-    snprintf(name, sizeof name, "shardwright-%016llx-sm_%d%d.image",
-             (unsigned long long)sw_image_hash(), major, minor);
+    int used = name_start(name, major, minor);
+    if (by.major)
+        used +=
+            snprintf(name + used, sizeof name - (size_t)used, "-nvrtc%d.%d", by.major, by.minor);
+    snprintf(name + used, sizeof name - (size_t)used, ".image");
     return sw_path_join(path, folder, name, err);
+}
+
+/* Parse what follows a name's start. Return false if it is not an image's. */
+static bool read_version(const char *rest, version *by)
+{
+    int end = 0;
+    *by = (version){0};
+    if (strcmp(rest, ".image") == 0)
+        return true;
+    return sscanf(rest, "-nvrtc%d.%d.image%n", &by->major, &by->minor, &end) == 2 && end > 0 &&
+           rest[end] == 0;
+}
+
+static bool is_older(version a, version b)
+{
+    return a.major != b.major ? a.major < b.major : a.minor < b.minor;
+}
+
+/* Find the oldest compiler's file in a folder. Return false if there is none. */
+static bool find_oldest(const char *folder, int major, int minor, version *oldest)
+{
+    char start[NAME_BYTES];
+    size_t length = (size_t)name_start(start, major, minor);
+    bool found = false;
+    DIR *open = opendir(folder);
+    const struct dirent *each;
+    version by;
+    while (open && (each = readdir(open))) {
+        if (strncmp(each->d_name, start, length) != 0 || !read_version(each->d_name + length, &by))
+            continue;
+        if (!found || is_older(by, *oldest))
+            *oldest = by;
+        found = true;
+    }
+    if (open)
+        closedir(open);
+    return found;
 }
 
 static uint32_t read_checksum(const unsigned char *header)
@@ -127,39 +179,59 @@ static sw_status fail_everywhere(int major, int minor, const sw_image_places *pl
             places->cache_folder ? places->cache_folder : "no folder", compiler);
 }
 
+/* Read the file of that compiler, or with NULL of the oldest one. */
+static bool read_from(sw_image *image, const char *folder, int major, int minor, const version *by)
+{
+    char path[SW_PATH_BYTES];
+    version oldest;
+    if (!by && !find_oldest(folder, major, minor, &oldest))
+        return false;
+    return image_path(path, folder, major, minor, by ? *by : oldest, NULL) == SW_OK &&
+           read_image(image, path);
+}
+
+/* Compile, and write to the cache. A cache that cannot be written costs time, not correctness. */
+static sw_status compile_to(const char *cache, sw_image *image, int major, int minor, version by,
+                            const sw_image_places *places, sw_error *err)
+{
+    char path[SW_PATH_BYTES];
+    SW_TRY(compile_image(image, major, minor, places, err));
+    bool is_written = cache && image_path(path, cache, major, minor, by, NULL) == SW_OK &&
+                      write_image(image, path, NULL) == SW_OK;
+    image->origin = is_written ? SW_IMAGE_COMPILED : SW_IMAGE_COMPILED_UNCACHED;
+    return SW_OK;
+}
+
 sw_status sw_image_find(sw_image *image, int major, int minor, const sw_image_places *places,
                         sw_error *err)
 {
-    char path[SW_PATH_BYTES];
     sw_error reason = {.message = "no compiler was named"};
     sw_image found = {0};
-    if (places->packaged_folder) {
-        SW_TRY(image_path(path, places->packaged_folder, major, minor, err));
-        if (read_image(&found, path)) {
-            found.origin = SW_IMAGE_PACKAGED;
-            *image = found;
-            return SW_OK;
-        }
+    version by;
+    if (places->packaged_folder && read_from(&found, places->packaged_folder, major, minor, NULL)) {
+        found.origin = SW_IMAGE_PACKAGED;
+        *image = found;
+        return SW_OK;
     }
-    bool cached = places->cache_folder && folder_is_private(places->cache_folder);
-    if (cached) {
-        SW_TRY(image_path(path, places->cache_folder, major, minor, err));
-        if (read_image(&found, path)) {
-            found.origin = SW_IMAGE_CACHED;
-            *image = found;
-            return SW_OK;
-        }
-    }
+    const char *cache = places->cache_folder && folder_is_private(places->cache_folder)
+                            ? places->cache_folder
+                            : NULL;
     sw_status status = SW_E_UNSUPPORTED;
     if (places->nvrtc)
-        status = compile_image(&found, major, minor, places, &reason);
+        status =
+            sw_nvrtc_version(places->nvrtc, places->nvrtc_builtins, &by.major, &by.minor, &reason);
+    if (cache && !places->replaces_cached &&
+        read_from(&found, cache, major, minor, status == SW_OK ? &by : NULL)) {
+        found.origin = SW_IMAGE_CACHED;
+        *image = found;
+        return SW_OK;
+    }
+    if (status == SW_OK)
+        status = compile_to(cache, &found, major, minor, by, places, &reason);
     if (status == SW_E_UNSUPPORTED)
         return fail_everywhere(major, minor, places, reason.message, err);
     if (status != SW_OK)
         return sw_error_set(err, status, reason.detail, "%s", reason.message);
-    if (cached) /* a cache that cannot be written costs time, not correctness */
-        cached = write_image(&found, path, NULL) == SW_OK;
-    found.origin = cached ? SW_IMAGE_COMPILED : SW_IMAGE_COMPILED_UNCACHED;
     *image = found;
     return SW_OK;
 }

@@ -1,6 +1,6 @@
 /* kernel_image.h - find the image of the device kernels for one GPU: packaged, cached or compiled.
  *
- *   <folder>/shardwright-<hash>-sm_<arch>.image
+ *   <folder>/shardwright-<hash>-sm_<arch>-nvrtc<major>.<minor>.image
  *     bytes 0..7    "SWIMAGE1"
  *     bytes 8..11   CRC32C of all bytes from 16 on, little-endian
  *     bytes 12..15  zero
@@ -8,15 +8,19 @@
  *
  * A file is valid if and only if it has the name, the eight bytes and the checksum. An invalid file
  * is ignored and replaced. The hash covers the kernels' text and options, so a file never becomes
- * stale. A file is written under a unique name and renamed: a reader sees all of it or nothing, and
- * two writers write the same bytes. The cache folder is created with mode 0700. It is used only if
- * the user owns it and no other user may write to it, since its contents run on the GPU.
+ * stale. Hosts with different compilers may share a home: in the cache each looks for its own
+ * compiler's file. Without a compiler, and among packaged files, the oldest compiler's is taken,
+ * since a driver loads images of compilers up to its own version; a name without a version counts
+ * as older. A file is written under a unique name and renamed: a reader sees all of it or nothing,
+ * and two writers write the same bytes. The cache folder is created with mode 0700. It is used only
+ * if the user owns it and no other user may write to it, since its contents run on the GPU.
  *
  * Thread rule: any.
  */
 #ifndef SW_KERNELS_KERNEL_IMAGE_H
 #define SW_KERNELS_KERNEL_IMAGE_H
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -35,6 +39,7 @@ typedef struct sw_image_places { /* searched in this order; each may be NULL */
     const char *cache_folder; /* created if it is missing; its parent must exist */
     const char *nvrtc;        /* path or soname of the compiler */
     const char *nvrtc_builtins;
+    bool replaces_cached; /* the driver refused the cached file: compile anew and replace it */
 } sw_image_places;
 
 typedef struct sw_image {
@@ -44,7 +49,8 @@ typedef struct sw_image {
 } sw_image;
 
 /* Find or compile an image. SW_E_UNSUPPORTED says for each place why it has no image; SW_E_STATE if
- * the text does not compile; SW_E_MEMORY. Cost: reading some 500 KB, or some seconds to compile. */
+ * the text does not compile; SW_E_MEMORY. Cost: opening the compiler and reading
+ * some 500 KB, or some seconds to compile. */
 SW_MUST_USE sw_status sw_image_find(sw_image *image, int major, int minor,
                                     const sw_image_places *places, sw_error *err);
 void sw_image_fini(sw_image *image);

@@ -107,6 +107,24 @@ static sw_status fetch(const sw_nvrtc_table *call, sw_nvrtc_program program, boo
     return SW_OK;
 }
 
+static sw_status bind(const char *library, const char *builtins, sw_nvrtc_table *call,
+                      sw_error *err)
+{
+    void *handle, *companion;
+    if (builtins)
+        SW_TRY(sw_library_open(builtins, SW_LIBRARY_ANY, &companion, err));
+    SW_TRY(sw_library_open(library, SW_LIBRARY_ANY, &handle, err));
+    return sw_library_bind(handle, library, symbols, sizeof symbols / sizeof *symbols, call, err);
+}
+
+sw_status sw_nvrtc_version(const char *library, const char *builtins, int *major, int *minor,
+                           sw_error *err)
+{
+    sw_nvrtc_table call;
+    SW_TRY(bind(library, builtins, &call, err));
+    return check(call.nvrtcVersion(major, minor), "nvrtcVersion", err);
+}
+
 sw_status sw_nvrtc_compile(const char *library, const char *builtins, const char *source,
                            const char *const *options, int major, int minor, void **image,
                            size_t *size_bytes, sw_error *err)
@@ -114,12 +132,8 @@ sw_status sw_nvrtc_compile(const char *library, const char *builtins, const char
     sw_nvrtc_table call;
     sw_nvrtc_program program = NULL;
     target chosen = {0};
-    void *handle, *companion;
     sw_status status;
-    if (builtins)
-        SW_TRY(sw_library_open(builtins, SW_LIBRARY_ANY, &companion, err));
-    SW_TRY(sw_library_open(library, SW_LIBRARY_ANY, &handle, err));
-    SW_TRY(sw_library_bind(handle, library, symbols, sizeof symbols / sizeof *symbols, &call, err));
+    SW_TRY(bind(library, builtins, &call, err));
     SW_TRY(choose_target(&call, 10 * major + minor, &chosen, err));
     SW_TRY(check(call.nvrtcCreateProgram(&program, source, "shardwright.cu", 0, NULL, NULL),
                  "nvrtcCreateProgram", err));

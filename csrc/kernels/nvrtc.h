@@ -46,4 +46,8 @@ SW_MUST_USE sw_status sw_nvrtc_compile(const char *library, const char *builtins
                                        const char *source, const char *const *options, int major,
                                        int minor, void **image, size_t *size_bytes, sw_error *err);
 
+/* Read the compiler's version. SW_E_UNSUPPORTED names a library that cannot be used. */
+SW_MUST_USE sw_status sw_nvrtc_version(const char *library, const char *builtins, int *major,
+                                       int *minor, sw_error *err);
+
 #endif

@@ -11,12 +11,17 @@
 #include "comm/wait.h"
 #include "python/method.h"
 
-/* Reports signals, and a close() during connect(), which nothing else can stop. */
+/* Reports signals, and a close() during connect(), which nothing else can stop. Python sees signals
+ * in its main thread alone; `interrupted` knows of them in others. */
 static bool is_interrupted(void *context)
 {
     comm_object *self = context;
     SW_PY_GIL(gil);
     if (PyErr_CheckSignals() != 0)
+        return true;
+    SW_PY_OWNED *result =
+        self->interrupted ? PyObject_CallFunctionObjArgs(self->interrupted, NULL) : sw_py_none();
+    if (!result)
         return true;
     return self->closed && !self->connected &&
            !sw_py_refuse(sw_py_state_of(self)->error,
@@ -116,9 +121,14 @@ static sw_status make(comm_object *self, const char *host, sw_error *err)
 static int comm_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     comm_object *self = (comm_object *)op;
-    sw_py_arg a[6] = {[2] = {.d = 1800}, [3] = {.d = 30}, [4] = {.s = ""}, [5] = {.o = Py_None}};
+    sw_py_arg a[7] = {[2] = {.d = 1800},
+                      [3] = {.d = 30},
+                      [4] = {.s = ""},
+                      [5] = {.o = Py_None},
+                      [6] = {.o = Py_None}};
     sw_error err;
-    if (!sw_py_read("HostComm rank:i world_size:i | $ timeout_s:d warn_after_s:d host:s log:O",
+    if (!sw_py_read("HostComm rank:i world_size:i | $ timeout_s:d warn_after_s:d host:s log:O "
+                    "interrupted:O",
                     args, kwargs, a) ||
         !check_period(&periods[TIMEOUT], a[2].d) || !check_period(&periods[WARN_AFTER], a[3].d) ||
         !may_init(self))
@@ -135,6 +145,7 @@ static int comm_init(PyObject *op, PyObject *args, PyObject *kwargs)
         (sw_comm_hooks){.context = self, .interrupted = is_interrupted, .log = log_message};
     sw_py_comm_link(sw_py_state_of(op), self);
     sw_py_set_or_clear(&self->log, a[5].o);
+    sw_py_set_or_clear(&self->interrupted, a[6].o);
     return 0;
 }
 
@@ -167,6 +178,7 @@ static void comm_dealloc(PyObject *op)
     SW_PY_ASIDE(pending); /* a signal handler may raise while this thread waits */
     close_comm(self);
     ENGINE_CLEAR(self->log);
+    ENGINE_CLEAR(self->interrupted);
     ENGINE_CLEAR(self->hosts);
     sw_py_free(op);
 }
@@ -176,6 +188,7 @@ static int comm_traverse(PyObject *op, visitproc visit, void *arg)
     comm_object *self = (comm_object *)op;
     Py_VISIT(Py_TYPE(op));
     Py_VISIT(self->log);
+    Py_VISIT(self->interrupted);
     Py_VISIT(self->hosts);
     return 0;
 }
@@ -183,6 +196,7 @@ static int comm_traverse(PyObject *op, visitproc visit, void *arg)
 static int comm_clear(PyObject *op)
 {
     Py_CLEAR(((comm_object *)op)->log);
+    Py_CLEAR(((comm_object *)op)->interrupted);
     return 0;
 }
 

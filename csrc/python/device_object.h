@@ -20,8 +20,9 @@ typedef struct device_comm_object {
     bool closed;
 } device_comm_object;
 
-/* Marks the communicator as in use by this thread. Returns false with an exception if it is not
- * connected, closed, in use by another thread, or inherited by a forked child. */
+/* Marks the communicator as in use by this thread, once other threads have left it. Returns false
+ * with an exception if it is not connected, closed, still in use at the deadline, or inherited by a
+ * forked child. */
 bool sw_py_device_enter(device_comm_object *self);
 void sw_py_device_leave(device_comm_object *self);
 /* Returns true if it is connected, open and without a failure. */
@@ -33,9 +34,11 @@ bool sw_py_device_is_alive(const device_comm_object *self);
 bool sw_py_device_lend_kernels(device_comm_object *self);
 
 /* The two steps of sw_py_device_enter(). wait_for_watch waits for the watch thread, which leaves at
- * once unless a driver call does not return. Returns false with an exception if a signal or the
- * deadline ends the wait. A forked child does not wait; its next call is refused. */
+ * once unless a driver call does not return; wait_for_others also for calls of other threads. Both
+ * return false with an exception if a signal or the deadline ends the wait. A forked child does not
+ * wait; its next call is refused. */
 bool sw_py_device_wait_for_watch(device_comm_object *self);
+bool sw_py_device_wait_for_others(device_comm_object *self);
 void sw_py_device_take(device_comm_object *self, sw_py_use_kind kind);
 
 /* Calls destroy(made) for an object made from the communicator, without the GIL, once no other

@@ -20,8 +20,9 @@ typedef struct device_units_object {
     PyObject *announce;                 /* owned callable, or NULL */
     sw_unit_plan plan;                  /* owned; a group of buckets has no parts */
     held_memory *place, *apart, *slice; /* owned: by place, by unit, by bucket */
+    held_memory beside;                 /* of slices by rows */
     size_t *group_of;                   /* owned, by bucket: its group, or SIZE_MAX */
-    sw_layout layout;                   /* place and bucket: owned copies, as the reducer may go */
+    sw_layout layout;                   /* its arrays: owned copies, as the reducer may go */
     int ordinal;                        /* of capsules: -1 where the memory is the host's */
 } device_units_object;
 
@@ -58,19 +59,22 @@ static bool allocate(device_units_object *self, size_t bytes, held_memory *held)
 typedef struct making { /* owned arrays */
     sw_device_unit_spec *specs;
     sw_device_unit_run *runs;
+    sw_device_unit_rows *rows, *next_rows; /* the second: the first one not used yet */
 } making;
 
-static bool making_init(making *m, size_t units, size_t runs)
+static bool making_init(making *m, size_t units, size_t runs, size_t rows)
 {
     m->specs = calloc(units + 1, sizeof *m->specs);
     m->runs = calloc(runs + 1, sizeof *m->runs);
-    return (m->specs && m->runs) || no_memory();
+    m->rows = m->next_rows = calloc(rows + 1, sizeof *m->rows);
+    return (m->specs && m->runs && m->rows) || no_memory();
 }
 
 static void making_fini(making *m)
 {
     free(m->specs);
     free(m->runs);
+    free(m->rows);
 }
 #define MAKING __attribute__((cleanup(making_fini))) making
 
@@ -90,8 +94,29 @@ static bool fill_unit(const sw_py_arg *a, void *row, void *rows)
     return members != NULL;
 }
 
+/* Makes the parameters of a part by rows. */
+static void make_rows(device_units_object *self, making *m, const sw_unit_part *part,
+                      sw_device_unit_run *run)
+{
+    const sw_layout_bucket *bucket = &self->layout.bucket[part->bucket];
+    size_t element_bytes = sw_dtype_size_bytes(part->dtype);
+    run->offset_bytes = part->beside_bytes;
+    run->rows = m->next_rows;
+    run->row_count = bucket->count;
+    for (size_t k = 0; k < bucket->count; ++k) {
+        size_t parameter = self->layout.order[bucket->first + k];
+        const sw_layout_place *place = &self->layout.place[parameter];
+        *m->next_rows++ = (sw_device_unit_rows){
+            .begin_bytes = place->begin * element_bytes,
+            .offset_bytes = sw_unit_offset_bytes(&self->layout, part, parameter),
+            .size_bytes = place->numel * element_bytes,
+            .chunk_bytes = place->chunk * element_bytes};
+    }
+}
+
 /* Makes the run of a part, with this rank's slice of its bucket. */
-static bool make_run(device_units_object *self, const sw_unit_part *part, sw_device_unit_run *run)
+static bool make_run(device_units_object *self, making *m, const sw_unit_part *part,
+                     sw_device_unit_run *run)
 {
     const sw_layout_bucket *bucket = &self->layout.bucket[part->bucket];
     held_memory *slice = &self->slice[part->bucket];
@@ -103,6 +128,8 @@ static bool make_run(device_units_object *self, const sw_unit_part *part, sw_dev
                                 .slice_bytes = numel * sw_dtype_size_bytes(part->dtype),
                                 .slice_dtype = bucket->dtype,
                                 .dtype = part->dtype};
+    if (bucket->by_rows)
+        make_rows(self, m, part, run);
     return true;
 }
 
@@ -111,14 +138,19 @@ static bool plan_units(device_units_object *self, making *m, const sw_unit_row *
 {
     sw_unit_plan *plan = &self->plan;
     sw_error err;
-    size_t runs = 0;
+    size_t runs = 0, members = 0;
     if (sw_unit_plan_init(plan, &self->layout, rows, count, turns, &err) != SW_OK)
         return sw_py_raise(self, &err, NULL) != NULL;
     self->place = calloc(plan->place_count + 1, sizeof *self->place);
-    for (size_t i = 0; i < count; ++i)
+    for (size_t i = 0; i < count; ++i) {
         runs += plan->unit[i].part_count;
-    if (!self->place || !making_init(m, count, runs))
+        for (size_t k = 0; k < plan->unit[i].part_count; ++k)
+            members += self->layout.bucket[plan->unit[i].part[k].bucket].count;
+    }
+    if (!self->place || !making_init(m, count, runs, members))
         return self->place ? false : no_memory();
+    if (plan->beside_bytes && !allocate(self, plan->beside_bytes, &self->beside))
+        return false;
     for (size_t p = 0; p < plan->place_count; ++p)
         if (!allocate(self, plan->place_bytes[p], &self->place[p]))
             return false;
@@ -132,7 +164,7 @@ static bool plan_units(device_units_object *self, making *m, const sw_unit_row *
                                   .runs = run,
                                   .run_count = unit->part_count};
         for (size_t k = 0; k < unit->part_count; ++k)
-            if (!make_run(self, &unit->part[k], run++))
+            if (!make_run(self, m, &unit->part[k], run++))
                 return false;
     }
     return true;
@@ -181,6 +213,11 @@ static bool read_buckets(device_units_object *self, PyObject *list, bool *wanted
                                 self->layout.bucket_count, given->bucket);
         if (!sw_py_tensor_address(given->tensor, &address))
             return false;
+        if (self->layout.bucket[given->bucket].by_rows)
+            return sw_py_refuse(PyExc_ValueError,
+                                "DeviceUnits: bucket %zu is cut by rows, so its slices are no one "
+                                "copy of it: give units",
+                                given->bucket);
         sw_py_set(&self->slice[given->bucket].tensor, given->tensor);
         self->slice[given->bucket].data = address;
         wanted[given->bucket] = self->layout.bucket[given->bucket].numel > 0;
@@ -194,7 +231,7 @@ static bool group_buckets(device_units_object *self, making *m, const size_t *se
     size_t groups = count ? self->group_of[sequence[count - 1]] + 1 : 0, run = 0;
     size_t rank = (size_t)self->owner.comm->comm->peers->rank;
     self->plan.unit = calloc(groups + 1, sizeof *self->plan.unit);
-    if (!self->plan.unit || !making_init(m, groups, count))
+    if (!self->plan.unit || !making_init(m, groups, count, 0))
         return self->plan.unit ? false : no_memory();
     self->plan.count = self->plan.place_count = groups;
     for (size_t group = 0; group < groups; ++group) {
@@ -254,21 +291,26 @@ static bool keep_layout(device_units_object *self, PyObject *reducer)
     const sw_layout *from = sw_reducer_layout(((reducer_object *)reducer)->reducer);
     size_t buckets = from->bucket_count;
     for (size_t b = 0; b < buckets; ++b)
-        if (from->bucket[b].by_rows)
-            return sw_py_refuse(PyExc_ValueError,
-                                "DeviceUnits: bucket %zu is cut by rows, which has no units yet",
-                                b);
+        if (from->bucket[b].by_rows && from->slice_count != world_size_of(self))
+            return sw_py_refuse(
+                PyExc_ValueError,
+                "DeviceUnits: bucket %zu is cut by rows for %zu ranks, and comm has "
+                "%zu",
+                b, from->slice_count, world_size_of(self));
     self->layout = (sw_layout){.param_count = from->param_count,
                                .slice_count = from->slice_count,
                                .bucket_count = buckets,
                                .place = calloc(from->param_count + 1, sizeof *from->place),
-                               .bucket = calloc(buckets + 1, sizeof *from->bucket)};
+                               .bucket = calloc(buckets + 1, sizeof *from->bucket),
+                               .order = calloc(from->param_count + 1, sizeof *from->order)};
     self->slice = calloc(buckets + 1, sizeof *self->slice);
     self->group_of = calloc(buckets + 1, sizeof *self->group_of);
-    if (!self->layout.place || !self->layout.bucket || !self->slice || !self->group_of)
+    if (!self->layout.place || !self->layout.bucket || !self->layout.order || !self->slice ||
+        !self->group_of)
         return no_memory();
     memcpy(self->layout.place, from->place, from->param_count * sizeof *from->place);
     memcpy(self->layout.bucket, from->bucket, buckets * sizeof *from->bucket);
+    memcpy(self->layout.order, from->order, from->param_count * sizeof *from->order);
     memset(self->group_of, 0xff, buckets * sizeof *self->group_of);
     return true;
 }
@@ -303,8 +345,9 @@ static int units_init(PyObject *op, PyObject *args, PyObject *kwargs)
     self->apart = calloc(self->plan.count + 1, sizeof *self->apart);
     if (!(self->apart || no_memory()) || !sw_py_device_enter(owner->comm))
         return -1;
-    sw_status status = SW_PY_WITHOUT_GIL(sw_device_units_create(
-        owner->comm->comm, self->plan.place_count, m.specs, self->plan.count, &made, &err));
+    sw_status status = SW_PY_WITHOUT_GIL(
+        sw_device_units_create(owner->comm->comm, self->plan.place_count, self->beside.data,
+                               m.specs, self->plan.count, &made, &err));
     return sw_py_owner_made(owner, made, destroy, status, &err);
 }
 
@@ -326,6 +369,8 @@ static void units_dealloc(PyObject *op)
     sw_unit_plan_fini(&old.plan);
     free(old.layout.place);
     free(old.layout.bucket);
+    free(old.layout.order);
+    Py_XDECREF(old.beside.tensor);
     free(old.group_of);
     Py_XDECREF(old.allocate);
     Py_XDECREF(old.stream);
@@ -435,6 +480,7 @@ static PyObject *units_release(PyObject *op, PyObject *args)
                       (check) && enter(self, &stream), call,                                 \
                       sw_py_device_finish(self->owner.comm, status, &err))
 
+UNITS_METHOD(follow, "", true, sw_device_units_follow(self->owner.made, stream, &err))
 UNITS_METHOD(update, "", true, sw_device_units_update(self->owner.made, stream, &err))
 UNITS_METHOD(gather_anew, "", true, sw_device_units_gather_anew(self->owner.made, stream, &err))
 
@@ -472,7 +518,7 @@ static PyObject *units_tensor(PyObject *op, PyObject *args)
     if (layout.numel != at->numel || layout.bytes > at->numel * sw_dtype_size_bytes(part->dtype))
         return PyErr_Format(PyExc_ValueError, "tensor: shape must have %zu dense elements",
                             at->numel);
-    size_t offset = part->offset_bytes + at->begin * sw_dtype_size_bytes(part->dtype);
+    size_t offset = sw_unit_offset_bytes(&self->layout, part, a[1].size);
     return sw_py_dlpack_capsule_on(self->ordinal, held->tensor, held->data + offset, &layout);
 }
 
@@ -490,22 +536,19 @@ static PyObject *units_slice(PyObject *op, PyObject *args)
     const sw_layout_place *at = &self->layout.place[a[0].size];
     const sw_layout_bucket *bucket = &self->layout.bucket[at->bucket];
     const held_memory *held = &self->slice[at->bucket];
-    size_t width = bucket->numel / world_size_of(self);
-    size_t first = (size_t)self->owner.comm->comm->peers->rank * width, end = at->begin + at->numel;
-    size_t low = at->begin < first ? first : at->begin;
-    size_t high = end < first + width ? end : first + width;
-    bool is_empty = low >= high;
-    size_t begin = is_empty ? 0 : (low - first) * sw_dtype_size_bytes(bucket->dtype);
-    SW_PY_OWNED *shape = Py_BuildValue("(n)", is_empty ? 0 : (Py_ssize_t)(high - low));
+    const sw_layout_run run = sw_layout_run_in(
+        &self->layout, a[0].size, (size_t)self->owner.comm->comm->peers->rank, world_size_of(self));
+    size_t begin = run.first * sw_dtype_size_bytes(bucket->dtype);
+    SW_PY_OWNED *shape = Py_BuildValue("(n)", (Py_ssize_t)(run.end - run.begin));
     if (!shape || !sw_py_layout_init(&layout, bucket->dtype, shape, Py_None, "slice"))
         return NULL;
     return sw_py_dlpack_capsule_on(self->ordinal, held->tensor, held->data + begin, &layout);
 }
 
-/* Returns the bytes of all places and of all slices. */
+/* Returns the bytes of all places and the memory beside, and of all slices. */
 static PyObject *bytes_of(const device_units_object *self, const PyObject *units)
 {
-    size_t places = 0, slices = 0;
+    size_t places = self->plan.beside_bytes, slices = 0;
     for (size_t p = 0; self->plan.place_bytes && p < self->plan.place_count; ++p)
         places += self->plan.place_bytes[p];
     for (size_t b = 0; b < self->layout.bucket_count; ++b) {
@@ -653,7 +696,8 @@ static PyMethodDef units_methods[] = {
                "parameters of those units."),
     SW_PY_NONE(units, coming, "Return the units that are under way."),
     SW_PY_NONE(units, drop_ahead, "Release the units that are under way."),
-    SW_PY_ARGS(units, update, "/", "Order gathers after the stream's writes to slices."),
+    SW_PY_ARGS(units, follow, "/", "Order gathers after the stream's writes to slices."),
+    SW_PY_ARGS(units, update, "/", "Do that, while all units are sharded."),
     SW_PY_ARGS(units, gather_anew, "/", "Gather all units after the stream's writes."),
     SW_PY_ARGS(units, state, "unit, /", "Return 'sharded', 'gathering' or 'unsharded'."),
     SW_PY_ARGS(units, is_whole, "unit, /", "Return True if the unit is unsharded."),
@@ -664,7 +708,8 @@ static PyMethodDef units_methods[] = {
                "Return a DLPack capsule over a unit's parameter, where the unit lies now."),
     SW_PY_ARGS(units, slice, "parameter, /",
                "Return a DLPack capsule over this rank's elements of a parameter."),
-    SW_PY_ARGS(units, sizes, "/", "Return ([bytes of each unit], bytes of places, of slices)."),
+    SW_PY_ARGS(units, sizes, "/",
+               "Return ([bytes of each unit], bytes that units share, of slices)."),
     SW_PY_ARGS(units, digest, "/", "Return a digest of the units gathered so far, in order."),
     SW_PY_ARGS(units, set_announce, "announce, /",
                "Set a callable that gets each unit before it is gathered, or None."),

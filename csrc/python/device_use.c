@@ -22,21 +22,46 @@ static bool is_being_ended(const void *op)
     return self->use.kind == SW_PY_WATCHED || self->enders > 0;
 }
 
+/* True for another thread's call. On CUDA autograd runs the hooks of one module in two threads if
+ * one of its outputs is on the CPU: the caller's, and its own for the GPU. */
+static bool is_held_by_another(const void *op)
+{
+    const sw_py_use *use = &((const device_comm_object *)op)->use;
+    return use->kind != SW_PY_FREE && use->thread != PyThread_get_thread_ident() &&
+           sw_py_use_is_own(use);
+}
+
+static bool is_busy(const void *op)
+{
+    return is_being_ended(op) || is_held_by_another(op);
+}
+
+/* Threads exist only in the process that made the object. */
+static bool wait_while(device_comm_object *self, sw_py_busy_fn *is_inside, const char *what)
+{
+    if (!sw_py_use_is_own(&self->use) || !is_inside(self))
+        return true;
+    if (!sw_py_wait_while(is_inside, self, patience_of(self)))
+        return false;
+    return !is_inside(self) || sw_py_refuse(sw_py_state_of(self)->error,
+                                            "%s has not returned within the deadline", what);
+}
+
 bool sw_py_device_wait_for_watch(device_comm_object *self)
 {
-    if (!sw_py_use_is_own(&self->use)) /* that thread exists only in the parent */
-        return true;
-    if (!sw_py_wait_while(is_being_ended, self, patience_of(self)))
-        return false;
-    return !is_being_ended(self) || sw_py_refuse(sw_py_state_of(self)->error,
-                                                 "a driver call by the communicator's watch thread "
-                                                 "has not returned within the deadline");
+    return wait_while(self, is_being_ended, "a driver call by the communicator's watch thread");
+}
+
+bool sw_py_device_wait_for_others(device_comm_object *self)
+{
+    return sw_py_device_wait_for_watch(self) &&
+           wait_while(self, is_busy, "another thread's call inside the GPU's communicator");
 }
 
 bool sw_py_device_enter(device_comm_object *self)
 {
     const char *why = NULL;
-    if (!sw_py_device_wait_for_watch(self))
+    if (!sw_py_device_wait_for_others(self))
         return false;
     if (self->comm && !sw_py_use_is_own(&self->use))
         why = "this process was forked from the one that opened the GPU; the engine works in that "
@@ -46,8 +71,7 @@ bool sw_py_device_enter(device_comm_object *self)
                   ? "the GPU's communicator was closed"
                   : "the GPU's communicator has not joined its peers: call connect() first";
     else if (self->use.kind != SW_PY_FREE)
-        why = "another thread is inside the GPU's communicator; one thread a rank issues its "
-              "collectives";
+        why = "this thread is inside the GPU's communicator already";
     if (why)
         return sw_py_refuse(sw_py_state_of(self)->error, "%s", why);
     sw_py_device_take(self, SW_PY_ALONE);
@@ -68,13 +92,6 @@ bool sw_py_device_lend_kernels(device_comm_object *self)
     return (self->comm && sw_py_use_is_own(&self->use)) ||
            sw_py_refuse(sw_py_state_of(self)->error, "this process has not opened the GPU: it was "
                                                      "forked from the one that did");
-}
-
-static bool is_held_by_another(const void *op)
-{
-    const sw_py_use *use = &((const device_comm_object *)op)->use;
-    return use->kind != SW_PY_FREE && use->thread != PyThread_get_thread_ident() &&
-           sw_py_use_is_own(use);
 }
 
 static bool enter_to_destroy(device_comm_object *self)

@@ -116,37 +116,24 @@ static bool bucket_takes_part(reducer_object *self, size_t bucket)
     return sw_reducer_takes_part(self->reducer, layout->order[layout->bucket[bucket].first]);
 }
 
-/* Calls the hook with a bucket. */
-static int run_callback(reducer_object *self, size_t bucket, bool is_early)
+/* Calls the hook with a bucket, or compresses it. */
+static int run_callback(reducer_object *self, size_t bucket)
 {
     size_t after = bucket + 1, count = sw_reducer_layout(self->reducer)->bucket_count;
+    if (self->compresses)
+        return REDUCER_INSIDE(self,
+                              REDUCER_TRACED(self, bucket, "begin",
+                                             sw_reducer_compress(self->reducer, bucket, &err)));
     while (after < count && !bucket_takes_part(self, after))
         ++after;
-    return reducer_called(PyObject_CallFunction(self->bucket_callback, "nOO", (Py_ssize_t)bucket,
-                                                after == count ? Py_True : Py_False,
-                                                is_early ? Py_True : Py_False));
+    return reducer_called(PyObject_CallFunction(self->bucket_callback, "nO", (Py_ssize_t)bucket,
+                                                after == count ? Py_True : Py_False));
 }
 
-/* Calls the hook with complete buckets while the backward goes on. */
-static int hand_over(reducer_object *self)
+/* Returns true if buckets are averaged one by one once the use bits are known. */
+static bool averages_at_end(const reducer_object *self)
 {
-    size_t bucket;
-    while (sw_reducer_hand_over(self->reducer, &bucket))
-        if (run_callback(self, bucket, true) < 0)
-            return -1;
-    return 0;
-}
-
-/* Waits for the hook's operations. An exception that is already set is kept. */
-static int wait_for_callbacks(reducer_object *self)
-{
-    if (!self->bucket_wait)
-        return 0;
-    sw_py_pending pending = sw_py_set_aside();
-    bool failed =
-        reducer_called(PyObject_CallFunctionObjArgs(self->bucket_wait, NULL)) < 0 || pending.type;
-    sw_py_bring_back(&pending);
-    return failed ? -1 : 0;
+    return self->bucket_callback || self->compresses;
 }
 
 static int clear_bucket(reducer_object *self, size_t bucket)
@@ -166,36 +153,15 @@ static int fill_for_hook(reducer_object *self, size_t bucket, bool contributes)
                                             : clear_bucket(self, bucket));
 }
 
-/* Calls the user's hook with each participating bucket, in order. */
+/* Averages each participating bucket, in order. */
 static int run_callbacks(reducer_object *self, bool contributes)
 {
     size_t count = sw_reducer_layout(self->reducer)->bucket_count;
-    int failed = 0;
-    for (size_t b = 0; b < count && !failed; ++b) {
-        if (!bucket_takes_part(self, b) || sw_reducer_is_handed_over(self->reducer, b))
-            continue;
-        failed = fill_for_hook(self, b, contributes) < 0 || run_callback(self, b, false) < 0;
-    }
-    return wait_for_callbacks(self) < 0 || failed ? -1 : 0;
-}
-
-/* Some rank abandoned the round. A bucket that one rank gave to the hook before that waits for
- * every other rank: all ranks reduce those buckets, and no others. */
-static int run_crossed(reducer_object *self, bool contributes)
-{
-    size_t count = sw_reducer_layout(self->reducer)->bucket_count;
-    int failed = 0;
-    if (!self->bucket_wait || !sw_reducer_has_met(self->reducer))
-        return 0;
-    for (size_t b = 0; b < count && !failed; ++b) {
-        if (!sw_reducer_is_handed_over_by_any(self->reducer, b) ||
-            sw_reducer_is_handed_over(self->reducer, b))
-            continue;
-        if (!contributes)
-            failed = clear_bucket(self, b) < 0;
-        failed = failed || run_callback(self, b, true) < 0;
-    }
-    return wait_for_callbacks(self) < 0 || failed ? -1 : 0;
+    for (size_t b = 0; b < count; ++b)
+        if (bucket_takes_part(self, b) &&
+            (fill_for_hook(self, b, contributes) < 0 || run_callback(self, b) < 0))
+            return -1;
+    return 0;
 }
 
 /* ---- gradients arrive ---- */
@@ -216,7 +182,7 @@ static int send_due(reducer_object *self)
     if (!self->send_is_due)
         return 0;
     self->send_is_due = false;
-    return self->bucket_wait ? hand_over(self) : sw_py_gradient_advance(self);
+    return sw_py_gradient_advance(self);
 }
 
 /* Takes the gradient of a parameter. The communicator is entered. */
@@ -328,8 +294,7 @@ static int prepare_for_hook(reducer_object *self)
     if (self->sliced)
         return sw_py_sliced_declare_accumulated(self);
     for (size_t b = 0; b < count; ++b)
-        if (bucket_takes_part(self, b) && !sw_reducer_is_handed_over(self->reducer, b) &&
-            sw_py_gradient_fill_bucket(self, b) < 0)
+        if (bucket_takes_part(self, b) && sw_py_gradient_fill_bucket(self, b) < 0)
             return -1;
     return 0;
 }
@@ -343,18 +308,7 @@ static int finish_with_callback(reducer_object *self)
     int failed = send_due(self) < 0 ? -1 : prepare_for_hook(self);
     int differ = failed ? 0 : exchange_use(self);
     reducer_leave(self);
-    if (failed < 0)
-        return -1;
-    if (differ == 0)
-        return run_callbacks(self, true);
-    /* the error of a round without a hook, once the hook's buckets are in place; the hook's own
-     * error is raised instead */
-    sw_py_pending pending = sw_py_set_aside();
-    if (run_crossed(self, true) == 0)
-        sw_py_bring_back(&pending);
-    else
-        sw_py_let_go(&pending);
-    return -1;
+    return failed < 0 || differ < 0 ? -1 : run_callbacks(self, true);
 }
 
 /* Sends all buckets that have not been sent. */
@@ -394,7 +348,7 @@ static int finish_round(reducer_object *self)
         return REDUCER_DO(self, sw_reducer_finish(self->reducer, &err));
     if (sw_py_reducer_use_stream(self) < 0)
         return -1;
-    int failed = self->bucket_callback ? finish_with_callback(self)
+    int failed = averages_at_end(self) ? finish_with_callback(self)
                                        : REDUCER_INSIDE(self, finish_buckets(self));
     return failed < 0 || publish(self) < 0 ? -1 : compare_ranks(self);
 }
@@ -411,7 +365,7 @@ static int abandon(reducer_object *self)
     if (!can_abandon)
         return end_communicators(self, &err);
     reducer_leave(self);
-    return run_crossed(self, false) < 0 ? -1 : reducer_raise(self, status, &err);
+    return reducer_raise(self, status, &err);
 }
 
 /* ---- methods ---- */
@@ -616,9 +570,8 @@ static int shadow_on_host(reducer_object *self)
         return -1;
     sw_status status = SW_PY_WITHOUT_GIL(sw_reducer_shadow(self->reducer, &err));
     reducer_leave(self);
-    if ((status != SW_OK && run_crossed(self, false) < 0) ||
-        reducer_raise(self, status, &err) < 0 ||
-        (self->bucket_callback && run_callbacks(self, false) < 0))
+    if (reducer_raise(self, status, &err) < 0 ||
+        (averages_at_end(self) && run_callbacks(self, false) < 0))
         return -1;
     return compare_ranks(self);
 }

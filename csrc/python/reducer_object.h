@@ -13,7 +13,7 @@
 #include "python/device_object.h"
 #include "python/method.h"
 
-enum { REDUCER_REFERENCES = 17 };
+enum { REDUCER_REFERENCES = 16 };
 
 typedef struct reducer_object {
     PyObject_HEAD comm_object *comm; /* owned; NULL on a GPU */
@@ -36,8 +36,6 @@ typedef struct reducer_object {
             PyObject *order;           /* returns a digest that ranks must agree on */
             PyObject *announcer;       /* gets the accumulated means as a round opens */
             PyObject *bucket_callback; /* averages a bucket in place of the engine */
-            PyObject *bucket_wait;     /* waits for operations of bucket_callback, which then gets
-                                          buckets as soon as they are complete */
             PyObject *allocate; /* on a GPU: gets bytes, and returns torch's tensor of as many */
             PyObject *tracer;   /* in a round that a profiler records, called with a bucket and
                                    "begin" or "wait", and with "end" behind it */
@@ -47,6 +45,7 @@ typedef struct reducer_object {
     size_t slice_count;    /* on a GPU: slices of a mean; 1 unless it is sliced */
     size_t place_bytes[2]; /* of the places there */
     bool is_hooked;        /* a hook averages there: buckets need one place */
+    bool compresses;       /* sw_reducer_compress() averages each bucket, in a hook's place */
     PyObject *held;        /* owned list: on a GPU, gradients until their copies are launched */
     bool sliced; /* a view is a ShardedGradient, without memory; sliced_gradients.c takes the
                     gradients */
@@ -90,8 +89,11 @@ static inline int reducer_check_made(reducer_object *self)
     return is_made ? 0 : -1;
 }
 
+/* On a GPU once no other thread is inside, whose call may be half way through a round. */
 static inline int reducer_check_ready(reducer_object *self)
 {
+    if (self->gpu && !sw_py_device_wait_for_others(self->gpu))
+        return -1;
     bool is_ready = (self->reducer && self->params) ||
                     sw_py_refuse(sw_py_state_of(self)->error,
                                  "the reducer has no tensors: call attach() first");

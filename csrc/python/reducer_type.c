@@ -3,6 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "python/codec_object.h"
 #include "python/reducer_object.h"
 
 /* ---- life ---- */
@@ -372,24 +373,36 @@ OF_REDUCER(divisor, "", true, PyLong_FromSize_t(sw_reducer_divisor(self->reducer
 SW_PY_VALUE(reducer_set_tracer, reducer_object, "set_tracer tracer:O", true,
             (sw_py_set_or_clear(&self->tracer, a[0].o), sw_py_none()))
 
-static PyObject *set_callback(reducer_object *self, PyObject *callback, PyObject *wait)
+static PyObject *set_callback(reducer_object *self, PyObject *callback)
 {
-    wait = self->gpu ? Py_None : wait; /* there buckets leave on torch's stream */
-    if (wait != Py_None && self->sliced)
-        return PyErr_Format(sw_py_state_of(self)->error,
-                            "sliced buckets leave at the end of a backward");
     if (sw_py_reducer_withdraw(self) < 0)
         return NULL;
-    sw_reducer_give_buckets(self->reducer, callback == Py_None ? SW_BUCKETS_OURS
-                                           : wait == Py_None   ? SW_BUCKETS_HOOKS
-                                                               : SW_BUCKETS_HOOKS_EARLY);
-    sw_py_set_or_clear(&self->bucket_wait, callback == Py_None ? Py_None : wait);
+    sw_reducer_give_buckets(self->reducer,
+                            callback == Py_None ? SW_BUCKETS_OURS : SW_BUCKETS_HOOKS);
     sw_py_set_or_clear(&self->bucket_callback, callback);
     return sw_py_reducer_make_places(self) < 0 ? NULL : sw_py_none();
 }
 
-OF_REDUCER(set_bucket_callback, " callback:O | wait:O", true,
-           set_callback(self, a[0].o, a[1].o ? a[1].o : Py_None))
+OF_REDUCER(set_bucket_callback, " callback:O", true, set_callback(self, a[0].o))
+
+static int set_codec(reducer_object *self, PyObject *codec)
+{
+    bool at_end = false;
+    codec_object *given = (codec_object *)codec;
+    if (!PyObject_TypeCheck(codec, sw_py_state_of(self)->codec_type) || !given->compressor)
+        return sw_py_refuse(PyExc_TypeError, "set_codec: codec must be a Codec, got %R",
+                            (PyObject *)Py_TYPE(codec)) -
+               1;
+    if (REDUCER_INSIDE(
+            self, REDUCER_WAIT(self, sw_reducer_set_compressor(self->reducer, given->compressor,
+                                                               &at_end, &err))) < 0)
+        return -1;
+    self->compresses = at_end;
+    sw_reducer_give_buckets(self->reducer, at_end ? SW_BUCKETS_HOOKS : SW_BUCKETS_OURS);
+    return 0;
+}
+
+OF_REDUCER(set_codec, " codec:O", true, set_codec(self, a[0].o) < 0 ? NULL : sw_py_none())
 
 /* Returns the indices of parameters whose `.grad` is a tensor other than our view. */
 static PyObject *reducer_foreign(PyObject *op, PyObject *Py_UNUSED(unused))
@@ -460,6 +473,7 @@ PROPERTY(transport_reason,
 PROPERTY(bucket_count, PyLong_FromSize_t(reducer_bucket_count(self)))
 PROPERTY(planned_bytes, PyLong_FromSize_t(sw_reducer_planned_bytes(self->reducer)))
 PROPERTY(is_open, PyBool_FromLong(sw_reducer_state(self->reducer) != SW_ROUND_CLOSED))
+PROPERTY(is_compressing, PyBool_FromLong(sw_reducer_is_compressing(self->reducer)))
 PROPERTY(last_round_failed, PyBool_FromLong(sw_reducer_last_round_failed(self->reducer)))
 PROPERTY(rounds, PyLong_FromUnsignedLongLong(sw_reducer_get_stats(self->reducer)->rounds))
 PROPERTY(pending_forward, PyBool_FromLong(self->pending_forward))
@@ -504,10 +518,10 @@ static PyMethodDef reducer_methods[] = {
     SW_PY_ARGS(reducer, note_step, "digest, /", "Note a step, to compare in the next round."),
     SW_PY_ARGS(reducer, forget_steps, "/", "Count from 0 again."),
     SW_PY_ARGS(reducer, set_divide_by, "active_only, /", "Set the mean's divisor."),
-    SW_PY_ARGS(
-        reducer, set_bucket_callback, "callback, wait=None, /",
-        "Set a communication hook, or None: callback(bucket, is_last, is_early) averages a bucket. "
-        "With `wait` the callback may only start that, and is called early if possible."),
+    SW_PY_ARGS(reducer, set_bucket_callback, "callback, /",
+               "Set a communication hook, or None: callback(bucket, is_last) averages a bucket."),
+    SW_PY_ARGS(reducer, set_codec, "codec, /",
+               "Let means travel through a Codec, whose entries are the parameters. Collective."),
     SW_PY_ARGS(reducer, set_tracer, "tracer, /",
                "Set a callable that is called around each bucket's post and wait, or None."),
     SW_PY_ARGS(reducer, used_by_any, "index, /", "Return True if some rank used the parameter."),
@@ -537,6 +551,8 @@ static PyGetSetDef reducer_properties[] = {
     {"planned_bytes", reducer_get_planned_bytes, NULL, "bytes of gradient memory on each rank",
      NULL},
     {"is_open", reducer_get_is_open, NULL, "True if a round is open", NULL},
+    {"is_compressing", reducer_get_is_compressing, NULL,
+     "True if buckets of an open round are on their way through a Codec", NULL},
     {"last_round_failed", reducer_get_last_round_failed, NULL,
      "True if the last round averaged nothing", NULL},
     {"rounds", reducer_get_rounds, NULL, "number of rounds that averaged", NULL},

@@ -34,12 +34,22 @@ static void write_negative_zeros(reducer_object *self, size_t index)
     }
 }
 
+/* Takes the result of a callback that writes a contribution into its one range of memory. By rows
+ * there is none, and the callback returns a tensor that lies as the parameter does. */
+static int take_written(reducer_object *self, size_t index, PyObject *result, bool add)
+{
+    SW_PY_OWNED *made = result;
+    if (!made || made == Py_None)
+        return made ? 0 : -1;
+    return sw_py_gradient_write_plain(self, index, made, add);
+}
+
 static int place_nothing(reducer_object *self, size_t index, bool accumulated)
 {
     if (!accumulated)
         return sw_py_gradient_clear(self, index);
     if (self->gpu)
-        return reducer_called(sw_py_call_at(self, "_blank", index));
+        return take_written(self, index, sw_py_call_at(self, "_blank", index), false);
     write_negative_zeros(self, index);
     return 0;
 }
@@ -52,11 +62,10 @@ static int place_gradient(reducer_object *self, size_t index, PyObject *grad, bo
     self->copies += self->gpu || written == 1;
     if (written < 1)
         return written;
-    SW_PY_OWNED *copy =
-        PyObject_CallFunction(self->copy, "nOO", (Py_ssize_t)index, grad, add ? Py_True : Py_False);
-    if (!copy || copy == Py_None)
-        return copy ? 0 : -1;
-    return sw_py_gradient_write_plain(self, index, copy, add); /* by rows, in pieces */
+    return take_written(self, index,
+                        PyObject_CallFunction(self->copy, "nOO", (Py_ssize_t)index, grad,
+                                              add ? Py_True : Py_False),
+                        add);
 }
 
 static int flag_of(PyObject *view, const char *name)

@@ -5,6 +5,7 @@
  * are such tensors. */
 #include <stdlib.h>
 
+#include "platform/file_memory.h"
 #include "python/owner.h"
 #include "python/reducer_object.h"
 #include "zero/store.h"
@@ -90,13 +91,13 @@ static int create(store_object *self, const sw_layout *layout, const sw_store_op
 static int store_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     store_object *self = (store_object *)op;
-    sw_py_arg a[8] = {[4] = {.o = Py_None}};
+    sw_py_arg a[9] = {[4] = {.o = Py_None}};
     SW_PY_SLICES slices = {.numbers = NULL};
     SW_PY_TABLE hosts = {0}, casts = {0};
     SW_PY_NESTED units = {.begun = 0};
     sw_store_options options = {.form = SW_STORE_PRIVATE};
     if (!sw_py_read("Store reducer:O form:s host_of:O label:s | $ slices:O narrow:O units:O "
-                    "coded:p",
+                    "coded:p folder:z",
                     args, kwargs, a) ||
         !parse_form(a[1].s, &options.form))
         return -1;
@@ -133,6 +134,7 @@ static int store_init(PyObject *op, PyObject *args, PyObject *kwargs)
     options.units = units.outer.rows;
     options.unit_count = units.outer.count;
     options.coded = a[7].p;
+    options.folder = a[8].s;
     options.label = a[3].s;
     int failed = create(self, layout, &options);
     free(narrow);
@@ -307,6 +309,8 @@ SW_PY_METHOD_WITH(store_write, store_object, "write index:n address:A share:s", 
                   check_index(self, a[0].n) && (share = parse_share(a[2].s)) >= 0 && enter(self),
                   (sw_store_write(STORE, a[0].size, a[1].address, (sw_store_share)share), SW_OK),
                   finish(self, status, &err))
+SW_PY_METHOD(store_settle, store_object, "settle", enter(self), sw_store_settle(STORE, &err),
+             finish(self, status, &err))
 SW_PY_METHOD(store_derive, store_object, "derive", enter(self), (sw_store_derive(STORE), SW_OK),
              finish(self, status, &err))
 
@@ -357,7 +361,7 @@ static bool check_unit(const store_object *self, Py_ssize_t unit)
 
 SW_PY_METHOD_WITH(store_gather, store_object, "gather unit:n | apart:p exact:p", a[2].p = true,
                   check_unit(self, a[0].n) && enter(self),
-                  sw_unit_gather(UNITS, a[0].size, a[2].p ? SW_UNIT_SLICES : SW_UNIT_CODES, &err),
+                  sw_store_gather(STORE, a[0].size, a[2].p ? SW_UNIT_SLICES : SW_UNIT_CODES, &err),
                   finish(self, status, &err))
 SW_PY_METHOD(store_release, store_object, "release unit:n", check_unit(self, a[0].n) && enter(self),
              sw_unit_release(UNITS, a[0].size, &err), finish(self, status, &err))
@@ -419,6 +423,14 @@ PROPERTY(is_collective, PyBool_FromLong(0))
 PROPERTY(bytes_held, PyLong_FromSize_t(sw_store_bytes_held(STORE)))
 PROPERTY(unit_bytes, PyLong_FromSize_t(sw_store_get_plan(STORE)->warm_bytes))
 
+static PyObject *home_of(const sw_file_memory *file)
+{
+    return file ? sw_py_text(sw_file_memory_is_ram(file) ? "file system in memory" : "file")
+                : sw_py_text("memory");
+}
+
+PROPERTY(home, home_of(sw_store_file(STORE)))
+
 static PyMethodDef store_methods[] = {
     SW_PY_ARGS(store, whole, "index, shape, strides=None, narrow=False, /",
                "Return a DLPack capsule over all of a parameter, or over its cast; None without."),
@@ -437,6 +449,8 @@ static PyMethodDef store_methods[] = {
         "Copy a parameter to slices: this rank's ('own'), 'all', or 'mine': its own, but all "
         "for the first rank of a host's one copy."),
     SW_PY_ARGS(store, derive, "/", "Make casts and records of the slices this rank wrote."),
+    SW_PY_NONE(store, settle,
+               "Begin to write this rank's part of a file back, and let its pages go."),
     SW_PY_ARGS(store, cast, "all=False, /",
                "Refresh casts that the host shares, of parameters that train or all. Collective."),
     SW_PY_KEYS(store, publish, "failed=None, *, foreign=False, all=False",
@@ -458,6 +472,7 @@ static PyMethodDef store_methods[] = {
 
 static PyGetSetDef store_properties[] = {
     {"reason", store_get_reason, NULL, "why slices are broadcast; empty: they are gathered", NULL},
+    {"home", store_get_home, NULL, "'memory', 'file', or 'file system in memory'", NULL},
     {"is_home", store_get_is_home, NULL, "this rank writes first values", NULL},
     {"one_copy", store_get_one_copy, NULL, "the host's ranks share whole buckets", NULL},
     {"is_collective", store_get_is_collective, NULL, "False: a rank gathers without others", NULL},
@@ -470,6 +485,7 @@ SW_PY_TYPE(
     sw_py_store_type_spec, "Store", store_object, 0,
     "Where each parameter lies on a host. form: 'private' (each rank has all), 'shared' (one "
     "copy a host) or 'units' (slices; units are gathered and released). Collective. "
-    "narrow: [(index, dtype)] of 16-bit casts; units: [(name, [index], stays)].",
+    "narrow: [(index, dtype)] of 16-bit casts; units: [(name, [index], stays)]. folder: of "
+    "units, whose parts then lie in a file there.",
     {Py_tp_init, store_init}, {Py_tp_dealloc, store_dealloc}, {Py_tp_methods, store_methods},
     {Py_tp_getset, store_properties})

@@ -2,8 +2,11 @@
 #include <string.h>
 
 #include "base/bytes.h"
+#include "kernels/compress_kernels.h"
 #include "kernels/kernels.h"
 #include "reduce/host_rounds_state.h"
+
+enum { STORE_NUMEL = 512 };
 
 trailer *sw_bucket_trailer(const host_bucket *b, int rank)
 {
@@ -17,12 +20,11 @@ void sw_bucket_read_trailers(host_bucket *b, bool *contributes, int *abandoned_b
     const host_rounds *host = b->host;
     size_t count = host->base.layout.bucket[b->common->index].count;
     *abandoned_by = -1;
-    b->any_accumulated = b->common->crosses = false;
+    b->any_accumulated = false;
     memset(b->any, 0, sw_words_of(count) * sizeof *b->any);
     for (int r = 0; r < host->comm->world_size; ++r) {
         const trailer *t = sw_bucket_trailer(b, r);
         contributes[r] = t->contributes != 0;
-        b->common->crosses |= t->handed_over != 0;
         if (t->abandoned && *abandoned_by < 0)
             *abandoned_by = r;
         for (size_t w = 0; w < sw_words_of(count); ++w) {
@@ -45,7 +47,10 @@ static void plan_resolve(void *context, bool *contributes, double *scale)
             contributes[r] = false;
         active += contributes[r];
     }
-    *scale = 1.0 / (b->host->base.divide_by_active && active > 0 ? active : world_size);
+    b->divisor = b->host->base.divide_by_active && active > 0 ? active : world_size;
+    *scale = 1.0 / b->divisor;
+    for (size_t k = 0; b->op.codec && k < b->host->base.layout.bucket[b->common->index].count; ++k)
+        b->op.codec->ops->select(b->op.codec, b->common->index, k, sw_bit_is_set(b->any, k));
 }
 
 /* The parameters of a bucket in memory order, from `cursor` on: of each slice in turn, if it is cut
@@ -147,6 +152,69 @@ static void plan_add_accumulated(void *context, size_t begin, size_t numel, cons
     }
 }
 
+size_t sw_bucket_accumulated_ranks(const host_bucket *b, size_t k)
+{
+    size_t words = sw_words_of(b->host->base.layout.bucket[b->common->index].count), found = 0;
+    for (int r = 0; r < b->host->comm->world_size; ++r)
+        found += sw_bit_is_set(sw_bucket_trailer(b, r)->bits + words, k);
+    return found;
+}
+
+void sw_bucket_add_mean(const host_bucket *b, void *to, const void *mean, size_t numel,
+                        size_t lacking)
+{
+    sw_fold_fn *fold = sw_kernels()->fold[b->op.dtype];
+    const void *there[] = {to, mean};
+    double kept = (double)lacking / b->divisor;
+    if (lacking == 0) {
+        memcpy(to, mean, numel * sw_dtype_size_bytes(b->op.dtype));
+        return;
+    }
+    if (kept != 1)
+        fold(&to, 1, there, 1, numel, kept, SW_REDOP_MEAN);
+    fold(&to, 1, there, 2, numel, 1, SW_REDOP_SUM);
+}
+
+/* Round float32 means to the bucket's dtype, and turn means over all ranks into those over the
+ * ranks that train. */
+static void round_means(const host_bucket *b, void *out, const float *mean, size_t numel)
+{
+    sw_dtype dtype = b->op.dtype;
+    int world_size = b->host->comm->world_size;
+    bool is_half = dtype == SW_DTYPE_FLOAT16 || dtype == SW_DTYPE_BFLOAT16;
+    bool is_wide = dtype == SW_DTYPE_FLOAT64 || dtype == SW_DTYPE_COMPLEX128;
+    double *doubles = out;
+    size_t bytes = numel * sw_dtype_size_bytes(dtype);
+    if (is_half)
+        sw_kernels()->compress->half_narrow(out, mean, numel, 1, dtype);
+    else if (!is_wide)
+        memcpy(out, mean, bytes);
+    for (size_t i = 0; is_wide && i < bytes / sizeof *doubles; ++i)
+        doubles[i] = (double)mean[i];
+    if (b->divisor != world_size)
+        sw_kernels()->fold[dtype](&out, 1, (const void *const[]){out}, 1, numel,
+                                  (double)world_size / b->divisor, SW_REDOP_MEAN);
+}
+
+static void plan_store(void *context, size_t begin, size_t numel, const float *mean, void *to)
+{
+    const host_bucket *b = context;
+    size_t bytes = sw_dtype_size_bytes(b->op.dtype), i, place_begin, place_end;
+    size_t lanes = b->op.dtype == SW_DTYPE_COMPLEX64 || b->op.dtype == SW_DTYPE_COMPLEX128 ? 2 : 1;
+    uint64_t rounded[2 * STORE_NUMEL];
+    for (walk w = walk_from(b, begin); walk_on(&w, &i, &place_begin, &place_end);) {
+        size_t from = sw_size_max(begin, place_begin), end = sw_size_min(begin + numel, place_end);
+        if (place_begin >= begin + numel)
+            break;
+        size_t lacking = from < end && b->plan.accumulates ? sw_bucket_accumulated_ranks(b, i) : 0;
+        for (size_t count; from < end; from += count) {
+            count = sw_size_min(STORE_NUMEL, end - from);
+            round_means(b, rounded, mean + (from - begin) * lanes, count);
+            sw_bucket_add_mean(b, (uint8_t *)to + (from - begin) * bytes, rounded, count, lacking);
+        }
+    }
+}
+
 void sw_bucket_write_trailer(host_bucket *b)
 {
     const host_rounds *host = b->host;
@@ -156,7 +224,6 @@ void sw_bucket_write_trailer(host_bucket *b)
     memset(t, 0, b->trailer_bytes);
     t->contributes = reducer->contributes;
     t->abandoned = reducer->abandoned;
-    t->handed_over = b->common->state == BUCKET_HANDED_OVER;
     t->stepped = reducer->stepped;
     t->forwards = reducer->round_forwards;
     for (size_t i = 0; reducer->contributes && i < shape->count; ++i) {
@@ -171,6 +238,7 @@ void sw_bucket_plan(host_bucket *b, bool accumulated)
     b->plan = (sw_fold_plan){.context = b,
                              .resolve = plan_resolve,
                              .next_run = plan_next_run,
+                             .store = plan_store,
                              .accumulates = accumulated ? plan_accumulates : NULL,
                              .add_accumulated = accumulated ? plan_add_accumulated : NULL};
     b->op.plan = &b->plan;

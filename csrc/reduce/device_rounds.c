@@ -148,7 +148,9 @@ static sw_status create_all(device_rounds *d, const sw_layout_param *params,
 {
     const sw_device_ops *ops = d->device->ops;
     void *pinned;
-    SW_TRY(sw_reducer_init(&d->base, params, names, param_count, options, d->base.world_size, err));
+    int slices = options->slices ? options->slices->count : d->base.world_size;
+    SW_TRY(sw_reducer_init(&d->base, params, names, param_count, options, slices,
+                           d->base.world_size / slices, err));
     d->buckets = calloc(d->base.layout.bucket_count + 1, sizeof *d->buckets);
     d->own = calloc(param_count + 1, 1);
     d->runs = calloc(param_count + 1, sizeof *d->runs);
@@ -318,27 +320,39 @@ static sw_status launch_pack(device_rounds *d, sw_error *err)
     return SW_OK;
 }
 
-static sw_status add_copy(device_rounds *d, void *to, const void *from, size_t size_bytes,
+/* Add one segment: the elements at `from`, which may be `to` itself; NULL: zeros. */
+static sw_status add_copy(device_rounds *d, const sw_bucket_pieces *to, const void *from,
                           sw_error *err)
 {
-    d->pack.segment[d->pack.segment_count++] =
-        (sw_pack_segment){.to = to, .from = from, .size_bytes = size_bytes};
+    size_t element_bytes = sw_dtype_size_bytes(to->dtype), pieces = sw_pieces_count(to);
+    sw_pack_segment made = {.to = to->data, .from = from, .size_bytes = to->numel * element_bytes};
+    if (pieces > 1) {
+        made.piece_count = pieces;
+        made.piece_bytes = to->chunk * element_bytes;
+        made.to_pitch = to->pitch * element_bytes;
+        made.from_pitch = from == to->data ? made.to_pitch : made.piece_bytes;
+    }
+    d->pack.segment[d->pack.segment_count++] = made;
     return d->pack.segment_count == SW_PACK_SEGMENT_MAX ? launch_pack(d, err) : SW_OK;
 }
 
-static sw_status device_write(sw_reducer *reducer, void *to, const void *from, size_t numel,
-                              sw_dtype dtype, bool add, sw_error *err)
+static sw_status device_write(sw_reducer *reducer, const sw_bucket_pieces *to, const void *from,
+                              bool add, sw_error *err)
 {
     device_rounds *d = device_of(reducer);
     if (add)
         SW_FAIL(err, SW_E_STATE, "reducer: a gradient is placed twice in one round");
-    return add_copy(d, to, from, numel * sw_dtype_size_bytes(dtype), err);
+    return to->numel > 0 ? add_copy(d, to, from, err) : SW_OK;
 }
 
-static sw_status device_clear(sw_reducer *reducer, void *to, size_t size_bytes, sw_error *err)
+static sw_status device_clear(sw_reducer *reducer, const sw_bucket_pieces *to, sw_error *err)
 {
     device_rounds *d = device_of(reducer);
-    return d->device->ops->fill_async(d->device, to, 0, size_bytes, d->stream, err);
+    if (to->numel > to->chunk) /* a fill for each piece would be an operation each */
+        return add_copy(d, to, NULL, err);
+    size_t bytes = to->numel * sw_dtype_size_bytes(to->dtype);
+    return to->numel > 0 ? d->device->ops->fill_async(d->device, to->data, 0, bytes, d->stream, err)
+                         : SW_OK;
 }
 
 /* ---- streams ---- */
@@ -432,13 +446,10 @@ static sw_status divide_in_place(device_rounds *d, const bucket *b, sw_error *er
     const sw_layout *layout = &d->base.layout;
     const sw_layout_bucket *shape = &layout->bucket[b->index];
     for (size_t k = 0; k < shape->count; ++k) {
-        size_t param = layout->order[shape->first + k], end = layout->place[param].numel, numel;
-        if (d->base.params[param].written)
-            continue;
-        for (size_t begin = 0; begin < end; begin += numel) {
-            void *at = sw_reducer_run(&d->base, param, begin, &numel);
-            SW_TRY(add_copy(d, at, at, numel * sw_dtype_size_bytes(shape->dtype), err));
-        }
+        size_t param = layout->order[shape->first + k];
+        const sw_bucket_pieces at = sw_bucket_pieces_of(&d->base, param);
+        if (!d->base.params[param].written && at.numel > 0)
+            SW_TRY(add_copy(d, &at, at.data, err));
     }
     return SW_OK;
 }

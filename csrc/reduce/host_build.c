@@ -126,7 +126,7 @@ static sw_status prepare(host_rounds *host, const sw_layout_param *params, const
 {
     int slice_count = options->slices ? options->slices->count : host->comm->world_size;
     SW_TRY(copy_slices(host, options->slices, err));
-    SW_TRY(sw_reducer_init(&host->base, params, names, param_count, options, slice_count, err));
+    SW_TRY(sw_reducer_init(&host->base, params, names, param_count, options, slice_count, 1, err));
     host->buckets = calloc(host->base.layout.bucket_count + 1, sizeof *host->buckets);
     host->contributors = calloc((size_t)host->comm->world_size, sizeof *host->contributors);
     if (!host->buckets || !host->contributors)

@@ -65,24 +65,32 @@ static uint8_t *host_result(const sw_reducer *reducer, size_t bucket_index)
                             (size_t)reducer->own_slice * slice_bytes;
 }
 
-static sw_status host_write(sw_reducer *reducer, void *to, const void *from, size_t numel,
-                            sw_dtype dtype, bool add, sw_error *err)
+static sw_status host_write(sw_reducer *reducer, const sw_bucket_pieces *to, const void *from,
+                            bool add, sw_error *err)
 {
-    const void *sources[] = {to, from};
     (void)reducer;
     (void)err;
-    if (add)
-        sw_kernels()->fold[dtype](&to, 1, sources, 2, numel, 1, SW_REDOP_SUM);
-    else
-        sw_copy_streaming(to, from, numel * sw_dtype_size_bytes(dtype));
+    for (size_t k = 0; k < sw_pieces_count(to); ++k) {
+        const sw_bucket_pieces piece = sw_pieces_at(to, k);
+        size_t element_bytes = sw_dtype_size_bytes(to->dtype);
+        void *data = piece.data;
+        const void *sources[] = {data, (const uint8_t *)from + k * to->chunk * element_bytes};
+        if (add)
+            sw_kernels()->fold[to->dtype](&data, 1, sources, 2, piece.numel, 1, SW_REDOP_SUM);
+        else
+            sw_copy_streaming(data, sources[1], piece.numel * element_bytes);
+    }
     return SW_OK;
 }
 
-static sw_status host_clear(sw_reducer *reducer, void *to, size_t size_bytes, sw_error *err)
+static sw_status host_clear(sw_reducer *reducer, const sw_bucket_pieces *to, sw_error *err)
 {
     (void)reducer;
     (void)err;
-    memset(to, 0, size_bytes);
+    for (size_t k = 0; k < sw_pieces_count(to); ++k) {
+        const sw_bucket_pieces piece = sw_pieces_at(to, k);
+        memset(piece.data, 0, piece.numel * sw_dtype_size_bytes(piece.dtype));
+    }
     return SW_OK;
 }
 
@@ -153,6 +161,8 @@ static sw_status host_post(sw_reducer *reducer, bucket *common, sw_error *err)
     b->op.beside_bytes = b->trailer_bytes;
     if (b->op.arena)
         return host->comm->ops->post(host->comm, &b->op, &b->ticket, err);
+    if (host->bounce)
+        return sw_host_rounds_bounce(host, b, err);
     return host->comm->ops->run(host->comm, &b->op, err);
 }
 
@@ -348,12 +358,10 @@ static size_t host_accumulated_ranks(const sw_reducer *reducer, size_t param)
 {
     const host_bucket *b = &host_seen(reducer)->buckets[reducer->layout.place[param].bucket];
     const sw_layout_bucket *shape = sw_bucket_shape(reducer, b->common);
-    size_t k = 0, found = 0;
+    size_t k = 0;
     while (reducer->layout.order[shape->first + k] != param)
         ++k;
-    for (int r = 0; r < reducer->world_size; ++r)
-        found += sw_bit_is_set(sw_bucket_trailer(b, r)->bits + sw_words_of(shape->count), k);
-    return found;
+    return sw_bucket_accumulated_ranks(b, k);
 }
 
 static size_t host_planned_bytes(const sw_reducer *reducer)
@@ -392,6 +400,7 @@ static void host_destroy(sw_reducer *reducer)
 {
     host_rounds *host = host_of(reducer);
     give_up_posted(host);
+    sw_host_rounds_drop_compressor(host);
     sw_gradient_memory_destroy(host->memory);
     for (size_t i = 0; host->buckets && i < reducer->layout.bucket_count; ++i)
         free(host->buckets[i].any);

@@ -2,7 +2,7 @@
  * (its table), host_build.c (creation), bucket.c (trailers and plans of folds) and bucket_ring.c.
  *
  * A bucket's *trailer* travels with its data. It says whether the rank contributes, whether it
- * abandoned the round, and whether a hook has the bucket already. It also has a digest of the
+ * abandoned the round. It also has a digest of the
  * hyperparameters of the rank's steps, the count of its forwards, and two bits for each parameter.
  * There are two trailers, by the round's parity: a rank may post the next round while a peer still
  * reads this one's trailer, but not the round after, which needs the peer's `done`.
@@ -15,9 +15,8 @@
 
 typedef struct trailer {
     uint16_t contributes, abandoned;
-    uint32_t handed_over; /* to a hook, before the end of the backward */
-    uint32_t stepped;     /* digest of the steps of the rank's optimizers */
-    uint32_t forwards;    /* see sw_forward_counts */
+    uint32_t stepped;  /* digest of the steps of the rank's optimizers */
+    uint32_t forwards; /* see sw_forward_counts */
     uint32_t
         bits[]; /* use bits of the bucket's parameters, in memory order; then accumulated bits */
 } trailer;
@@ -35,6 +34,7 @@ typedef struct host_bucket {
     sw_op op;
     uint32_t ticket;
     bool all_used, any_accumulated;
+    int divisor; /* ranks by which this round's mean divides */
 } host_bucket;
 
 typedef struct host_rounds {
@@ -51,6 +51,9 @@ typedef struct host_rounds {
     int64_t opened_ns, held_ns;  /* time at which the round was opened; time rested in it */
     bool ring, unfrozen;         /* buckets share a ring; its layout or its pages are out of date */
     uint32_t parity;
+    sw_exchange *exchange; /* owned: a compressor's on one host; NULL: over hosts, or none */
+    sw_arena *bounce;      /* owned: where private buckets are compressed over hosts */
+    bool keeps_slice;      /* a compressor's result is needed of this rank's slice alone */
 } host_rounds;
 
 /* host_rounds.c */
@@ -77,6 +80,17 @@ void sw_bucket_write_trailer(host_bucket *b);
 /* Read every rank's trailer of this round: the ranks that contribute (world_size flags), the
  * parameters that some rank used, and the rank that abandoned it, -1 for none. */
 void sw_bucket_read_trailers(host_bucket *b, bool *contributes, int *abandoned_by);
+/* Number of ranks whose contribution to the k-th parameter stands on the accumulated mean. */
+size_t sw_bucket_accumulated_ranks(const host_bucket *b, size_t k);
+/* Store a mean of this round, in the bucket's dtype, where `lacking` ranks' contributions stood on
+ * what is there: that many of `divisor` parts of it are added. */
+void sw_bucket_add_mean(const host_bucket *b, void *to, const void *mean, size_t numel,
+                        size_t lacking);
+
+/* host_codec.c: run the operation of a private bucket over hosts through the compressor. */
+SW_MUST_USE sw_status sw_host_rounds_bounce(host_rounds *host, host_bucket *b, sw_error *err);
+void sw_host_rounds_drop_compressor(host_rounds *host);
+
 /* Fill in the plan: the ranges of a bucket to fold. */
 void sw_bucket_plan(host_bucket *b, bool accumulated);
 

@@ -8,6 +8,7 @@
  * that rank's contribution before the fold (accumulated). */
 #include "reduce/reducer.h"
 
+#include "base/bytes.h"
 #include "reduce/reducer_state.h"
 
 enum { MARKS_PER_POLL = 8, DIGEST_PRIME = 0x01000193 /* FNV's */ };
@@ -67,6 +68,19 @@ uint8_t *sw_reducer_address(const sw_reducer *reducer, size_t param)
            place->begin * sw_dtype_size_bytes(dtype_of(reducer, param));
 }
 
+sw_bucket_pieces sw_bucket_pieces_of(const sw_reducer *reducer, size_t param)
+{
+    const sw_layout_pieces lie = sw_layout_pieces_of(&reducer->layout, param);
+    sw_dtype dtype = dtype_of(reducer, param);
+    return (sw_bucket_pieces){.data =
+                                  sw_reducer_slot(reducer, reducer->layout.place[param].bucket) +
+                                  lie.first * sw_dtype_size_bytes(dtype),
+                              .numel = lie.numel,
+                              .chunk = lie.chunk,
+                              .pitch = lie.pitch,
+                              .dtype = dtype};
+}
+
 uint8_t *sw_reducer_run(const sw_reducer *reducer, size_t param, size_t begin, size_t *numel)
 {
     sw_layout_run run = sw_layout_bucket_run(&reducer->layout, param, begin);
@@ -87,32 +101,26 @@ uint8_t *sw_reducer_result(const sw_reducer *reducer, size_t param, size_t *nume
 sw_status sw_reducer_write(sw_reducer *reducer, size_t param, const void *from, bool add,
                            sw_error *err)
 {
-    sw_dtype dtype = dtype_of(reducer, param);
-    size_t element_bytes = sw_dtype_size_bytes(dtype), numel;
+    const sw_bucket_pieces to = sw_bucket_pieces_of(reducer, param);
     reducer->params[param].written = 1;
-    for (size_t begin = 0; begin < reducer->layout.place[param].numel; begin += numel) {
-        uint8_t *to = sw_reducer_run(reducer, param, begin, &numel);
-        SW_TRY(reducer->ops->write(reducer, to, (const uint8_t *)from + begin * element_bytes,
-                                   numel, dtype, add, err));
-    }
-    return SW_OK;
+    return reducer->ops->write(reducer, &to, from, add, err);
 }
 
 sw_status sw_reducer_clear(sw_reducer *reducer, size_t param, sw_error *err)
 {
-    size_t element_bytes = sw_dtype_size_bytes(dtype_of(reducer, param)), numel;
+    const sw_bucket_pieces to = sw_bucket_pieces_of(reducer, param);
     reducer->params[param].written = 1;
-    for (size_t begin = 0; begin < reducer->layout.place[param].numel; begin += numel) {
-        uint8_t *at = sw_reducer_run(reducer, param, begin, &numel);
-        SW_TRY(reducer->ops->clear(reducer, at, numel * element_bytes, err));
-    }
-    return SW_OK;
+    return reducer->ops->clear(reducer, &to, err);
 }
 
 sw_status sw_reducer_clear_bucket(sw_reducer *reducer, size_t bucket_index, sw_error *err)
 {
-    return reducer->ops->clear(reducer, sw_reducer_slot(reducer, bucket_index),
-                               sw_bucket_bytes(reducer, bucket_index), err);
+    const sw_layout_bucket *shape = &reducer->layout.bucket[bucket_index];
+    const sw_bucket_pieces to = {.data = sw_reducer_slot(reducer, bucket_index),
+                                 .numel = shape->numel,
+                                 .chunk = sw_size_max(shape->numel, 1),
+                                 .dtype = shape->dtype};
+    return reducer->ops->clear(reducer, &to, err);
 }
 
 static sw_status seal(sw_reducer *reducer, bucket *b, sw_error *err)
@@ -260,19 +268,14 @@ uint64_t sw_reducer_averaged_in(const sw_reducer *reducer, size_t param)
     return reducer->params[param].averaged_in;
 }
 
-bool sw_reducer_has_met(const sw_reducer *reducer)
+bool sw_reducer_is_compressing(const sw_reducer *reducer)
 {
-    return reducer->met;
-}
-
-bool sw_reducer_is_handed_over(const sw_reducer *reducer, size_t bucket_index)
-{
-    return reducer->buckets[bucket_index].state == BUCKET_HANDED_OVER;
-}
-
-bool sw_reducer_is_handed_over_by_any(const sw_reducer *reducer, size_t bucket_index)
-{
-    return reducer->buckets[bucket_index].crosses;
+    bool found = false;
+    for (size_t i = 0;
+         reducer->compressor && reducer->state == SW_ROUND_OPEN && i < reducer->layout.bucket_count;
+         ++i)
+        found |= reducer->buckets[i].state != BUCKET_FILLING;
+    return found;
 }
 
 /* ---- begin of a round ---- */
@@ -302,14 +305,13 @@ sw_status sw_reducer_open(sw_reducer *reducer, int64_t task, bool synchronised, 
     reducer->forwards = 0;
     reducer->unplaced_bytes = 0;
     reducer->stats.unplaced_bytes_peak = 0;
-    reducer->met = false;
     reducer->last_round_failed = true; /* until it has closed */
     for (size_t i = 0; i < reducer->layout.bucket_count; ++i) {
         bucket *b = &reducer->buckets[i];
         b->state = BUCKET_FILLING;
         b->pending = reducer->layout.bucket[i].count;
         b->unplaced = 0;
-        b->crosses = b->reserved = b->sealed = false;
+        b->reserved = b->sealed = false;
     }
     reducer->next_bucket = next_due(reducer, 0);
     if (reducer->ops->open)
@@ -502,21 +504,6 @@ sw_status sw_reducer_advance(sw_reducer *reducer, sw_error *err)
                                                           : SW_OK;
 }
 
-bool sw_reducer_hand_over(sw_reducer *reducer, size_t *bucket_index)
-{
-    if (reducer->next_bucket >= reducer->layout.bucket_count)
-        return false;
-    bucket *b = &reducer->buckets[reducer->next_bucket];
-    if (reducer->owner != SW_BUCKETS_HOOKS_EARLY || reducer->state != SW_ROUND_OPEN ||
-        reducer->stats.rounds == 0 || b->pending > 0 || b->unplaced > 0 || b->pinned)
-        return false;
-    b->state = BUCKET_HANDED_OVER;
-    reducer->stats.buckets_early++;
-    *bucket_index = b->index;
-    reducer->next_bucket = next_due(reducer, b->index + 1);
-    return true;
-}
-
 /* ---- a round ends ---- */
 
 static void close_round(sw_reducer *reducer)
@@ -531,6 +518,8 @@ static void close_round(sw_reducer *reducer)
         if (sw_reducer_takes_part(reducer, i) && folded) /* an abandoned round averages nothing */
             state->used = 0;
     }
+    if (reducer->compressor && folded && reducer->owner == SW_BUCKETS_OURS)
+        sw_compressor_count_round(reducer->compressor);
     reducer->state = SW_ROUND_CLOSED;
     reducer->contributes = true;
 }
@@ -565,7 +554,6 @@ sw_status sw_reducer_finish(sw_reducer *reducer, sw_error *err)
 sw_status sw_reducer_exchange_use(sw_reducer *reducer, sw_error *err)
 {
     SW_TRY(reducer->ops->meet(reducer, err));
-    reducer->met = true;
     close_round(reducer);
     return judge(reducer, err);
 }

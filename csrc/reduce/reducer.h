@@ -11,6 +11,7 @@
 
 #include "comm/comm.h"
 #include "comm/device_comm.h"
+#include "compress/compressor.h"
 #include "reduce/gradient_memory.h"
 #include "tensor/layout.h"
 
@@ -23,9 +24,7 @@ typedef enum sw_round_state {
 /* The owner of the buckets, which computes their means, and when it does. */
 typedef enum sw_bucket_owner {
     SW_BUCKETS_OURS = 0,
-    SW_BUCKETS_HOOKS,       /* a communication hook, at the end of the backward */
-    SW_BUCKETS_HOOKS_EARLY, /* a hook, with each bucket that is complete once earlier ones are
-                             * sent */
+    SW_BUCKETS_HOOKS, /* a communication hook, at the end of the backward */
 } sw_bucket_owner;
 
 typedef struct sw_reducer_stats {
@@ -248,18 +247,20 @@ size_t sw_reducer_accumulated_ranks(const sw_reducer *reducer, size_t param);
 /* Return the first byte of a bucket in this rank's memory; sliced in a pool: of its shared slot. */
 uint8_t *sw_reducer_slot(const sw_reducer *reducer, size_t bucket);
 
+/* On the host: let means travel through a compressor from the next round on; holds a reference.
+ * Entry i of the compressor is parameter i. Collective. Over hosts buckets travel as they do
+ * without one, during the backward. On one host *at_end: the caller gives the buckets to a hook,
+ * and calls sw_reducer_compress() in its place. Needs a mean. */
+SW_MUST_USE sw_status sw_reducer_set_compressor(sw_reducer *reducer, sw_compressor *compressor,
+                                                bool *at_end, sw_error *err);
+/* After sw_reducer_exchange_use(), for each bucket in order: average it. */
+SW_MUST_USE sw_status sw_reducer_compress(sw_reducer *reducer, size_t bucket, sw_error *err);
+/* Return true if buckets of an open round went through the compressor, or are on their way, so that
+ * its state is that of no round. */
+bool sw_reducer_is_compressing(const sw_reducer *reducer);
+
 /* Set the owner from the next round on. On a GPU to HOOKS, once, after sw_reducer_withdraw. */
 void sw_reducer_give_buckets(sw_reducer *reducer, sw_bucket_owner owner);
-/* SW_BUCKETS_HOOKS_EARLY: return the next bucket that is complete before the end of the backward
- * (this rank used all its parameters) and count it as sent. False if there is none. */
-bool sw_reducer_hand_over(sw_reducer *reducer, size_t *bucket);
-/* Return true if all ranks reached sw_reducer_exchange_use() of the last opened round. */
-bool sw_reducer_has_met(const sw_reducer *reducer);
-/* Return true if this rank handed the bucket over in this round; from sw_reducer_exchange_use() to
- * the next round, if some rank did. In an abandoned round all ranks reduce exactly those
- * buckets. */
-bool sw_reducer_is_handed_over(const sw_reducer *reducer, size_t bucket);
-bool sw_reducer_is_handed_over_by_any(const sw_reducer *reducer, size_t bucket);
 /* Set this rank's contribution to a bucket to zeros. Not sliced. */
 SW_MUST_USE sw_status sw_reducer_clear_bucket(sw_reducer *reducer, size_t bucket, sw_error *err);
 

@@ -41,7 +41,8 @@ static sw_status copy_names(sw_reducer *reducer, const char *const *names, size_
 
 sw_status sw_reducer_init(sw_reducer *reducer, const sw_layout_param *params,
                           const char *const *names, size_t param_count,
-                          const sw_reducer_options *options, int slice_count, sw_error *err)
+                          const sw_reducer_options *options, int slice_count, int pieces,
+                          sw_error *err)
 {
     const sw_slices *slices = options->slices;
     reducer->contributes = true;
@@ -51,7 +52,8 @@ sw_status sw_reducer_init(sw_reducer *reducer, const sw_layout_param *params,
              sw_text_fit(options->label, sizeof reducer->label - 1), options->label);
     SW_TRY(sw_layout_init(&reducer->layout, params, param_count, slice_count,
                           (sw_layout_caps){.bytes = options->bucket_cap_bytes,
-                                           .first_bytes = options->first_cap_bytes},
+                                           .first_bytes = options->first_cap_bytes,
+                                           .pieces = (size_t)pieces},
                           err));
     reducer->buckets = calloc(reducer->layout.bucket_count + 1, sizeof *reducer->buckets);
     reducer->params = calloc(param_count + 1, sizeof *reducer->params);
@@ -73,5 +75,6 @@ void sw_reducer_fini(sw_reducer *reducer)
     free(reducer->buckets);
     free(reducer->params);
     free(reducer->names);
+    sw_compressor_release(reducer->compressor);
     sw_layout_fini(&reducer->layout);
 }

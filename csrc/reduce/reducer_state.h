@@ -12,7 +12,6 @@ typedef enum bucket_state {
     BUCKET_FILLING = 0,
     BUCKET_POSTED,
     BUCKET_DONE,
-    BUCKET_HANDED_OVER, /* a hook got it before the end of the backward */
 } bucket_state;
 
 typedef struct bucket {
@@ -23,7 +22,6 @@ typedef struct bucket {
     bool takes_part;                 /* trainable, or unfrozen since */
     bool pinned;                     /* never posted before the end of the backward */
     bool reserved, sealed;           /* in this round */
-    bool crosses;                    /* some rank handed it over early in this round */
     char label[SW_COMM_LABEL_BYTES]; /* "bucket 0 of Mlp, 0.bias to 4.weight" */
 } bucket;
 
@@ -33,6 +31,14 @@ typedef struct param_state {
     uint8_t ready, placed, accumulated; /* in this round */
     uint8_t written;                    /* in this round, by a function of the table */
 } param_state;
+
+/* Memory of a bucket in pieces, `chunk` elements each (the last perhaps fewer) and `pitch` apart.
+ */
+typedef struct sw_bucket_pieces {
+    uint8_t *data;
+    size_t numel, chunk, pitch;
+    sw_dtype dtype;
+} sw_bucket_pieces;
 
 /* `b`: a participating bucket of the reducer. Functions may be NULL only if their comment says
  * so. */
@@ -50,10 +56,10 @@ typedef struct sw_reducer_ops {
     /* Return the first byte of a writable bucket; of this rank's slice of its mean. */
     uint8_t *(*address)(const sw_reducer *reducer, size_t bucket_index);
     uint8_t *(*result)(const sw_reducer *reducer, size_t bucket_index);
-    /* Write at `to`, in a bucket that was reserved. */
-    sw_status (*write)(sw_reducer *reducer, void *to, const void *from, size_t numel,
-                       sw_dtype dtype, bool add, sw_error *err);
-    sw_status (*clear)(sw_reducer *reducer, void *to, size_t size_bytes, sw_error *err);
+    /* Write the elements at `from`; write zeros. The bucket was reserved. */
+    sw_status (*write)(sw_reducer *reducer, const sw_bucket_pieces *to, const void *from, bool add,
+                       sw_error *err);
+    sw_status (*clear)(sw_reducer *reducer, const sw_bucket_pieces *to, sw_error *err);
     /* Post a bucket that was reserved and sealed; it is POSTED from now on. */
     sw_status (*post)(sw_reducer *reducer, bucket *b, sw_error *err);
     /* Return true if buckets can be sent before the end of the backward. NULL: they can. */
@@ -109,9 +115,10 @@ struct sw_reducer {
     sw_forward_counts forward_counts;  /* of the last round */
     uint32_t marks;                    /* gradients taken, for regular polls */
     bool contributes, abandoned, divide_by_active;
-    bool last_round_failed; /* see sw_reducer_last_round_failed */
-    bool met;               /* use bits of this or the last round were exchanged for a hook */
-    sw_bucket_owner owner;  /* owner of the buckets */
+    bool last_round_failed;    /* see sw_reducer_last_round_failed */
+    bool met;                  /* use bits of this or the last round were exchanged for a hook */
+    sw_bucket_owner owner;     /* owner of the buckets */
+    sw_compressor *compressor; /* holds a reference; NULL: means travel as they are */
     sw_reducer_stats stats;
 };
 
@@ -126,17 +133,36 @@ static inline size_t sw_bucket_bytes(const sw_reducer *reducer, size_t bucket_in
     return shape->numel * sw_dtype_size_bytes(shape->dtype);
 }
 
+static inline size_t sw_pieces_count(const sw_bucket_pieces *pieces)
+{
+    return pieces->numel / pieces->chunk + (pieces->numel % pieces->chunk != 0);
+}
+
+/* Return piece k as pieces of one range. */
+static inline sw_bucket_pieces sw_pieces_at(const sw_bucket_pieces *pieces, size_t k)
+{
+    sw_bucket_pieces piece = *pieces;
+    size_t left = pieces->numel - k * pieces->chunk;
+    piece.data += k * pieces->pitch * sw_dtype_size_bytes(pieces->dtype);
+    piece.numel = left < pieces->chunk ? left : pieces->chunk;
+    return piece;
+}
+
+/* Return where the contribution of a parameter lies. */
+sw_bucket_pieces sw_bucket_pieces_of(const sw_reducer *reducer, size_t param);
+
 static inline bucket *sw_bucket_of(const sw_reducer *reducer, size_t param)
 {
     return &reducer->buckets[reducer->layout.place[param].bucket];
 }
 
 /* Create the common parts: layout, buckets, names. The caller has set ops, rank and world_size;
- * buckets are cut for `slice_count` slices. On failure the caller still calls sw_reducer_fini. */
+ * buckets are cut for `slice_count` slices of
+ * `pieces` pieces. On failure the caller still calls sw_reducer_fini. */
 SW_MUST_USE sw_status sw_reducer_init(sw_reducer *reducer, const sw_layout_param *params,
                                       const char *const *names, size_t param_count,
                                       const sw_reducer_options *options, int slice_count,
-                                      sw_error *err);
+                                      int pieces, sw_error *err);
 void sw_reducer_fini(sw_reducer *reducer);
 
 /* Fill label with the parameter that was unfrozen last, so that ranks that unfroze another one

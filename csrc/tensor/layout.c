@@ -78,21 +78,22 @@ static bool cut(cutter *c)
 }
 
 /* Round every bucket up to W equal slices, place it in the arena, and list its parameters. */
-static bool finish(sw_layout *layout)
+static bool finish(sw_layout *layout, size_t pieces)
 {
     size_t at = 0, slices = layout->slice_count;
     for (size_t b = 0; b < layout->bucket_count; ++b) {
         sw_layout_bucket *bucket = &layout->bucket[b];
         size_t element_bytes = sw_dtype_size_bytes(bucket->dtype);
-        size_t slice_bytes, bytes;
+        size_t piece_bytes, bytes;
         bucket->first = at;
         at += bucket->count;
         bucket->count = 0; /* counted again by the loop over parameters below */
         size_t slice_numel = bucket->numel;
         if (!bucket->by_rows)
             slice_numel = bucket->numel / slices + (bucket->numel % slices != 0);
-        if (!sw_size_round_up(slice_numel * element_bytes, SW_ALIGNMENT_BYTES, &slice_bytes) ||
-            !sw_size_multiply(slice_bytes, slices, &bytes))
+        size_t piece_numel = slice_numel / pieces + (slice_numel % pieces != 0);
+        if (!sw_size_round_up(piece_numel * element_bytes, SW_ALIGNMENT_BYTES, &piece_bytes) ||
+            !sw_size_multiply(piece_bytes, slices * pieces, &bytes))
             return false;
         bucket->numel = bytes / element_bytes;
         bucket->offset_bytes = layout->size_bytes;
@@ -131,7 +132,7 @@ sw_status sw_layout_init(sw_layout *layout, const sw_layout_param *params, size_
         sw_layout_fini(layout);
         SW_FAIL(err, SW_E_MEMORY, "layout: no memory for %zu parameters", param_count);
     }
-    if (!cut(&c) || !finish(layout)) {
+    if (!cut(&c) || !finish(layout, sw_size_max(caps.pieces, 1))) {
         sw_layout_fini(layout);
         SW_FAIL(err, SW_E_INVALID,
                 "layout: the gradients of %zu parameters overflow the address space", param_count);
@@ -166,6 +167,16 @@ sw_layout_run sw_layout_run_in(const sw_layout *layout, size_t index, size_t sli
     if (begin >= end)
         return (sw_layout_run){.begin = 0};
     return (sw_layout_run){begin - place->begin, end - place->begin, begin - from};
+}
+
+sw_layout_pieces sw_layout_pieces_of(const sw_layout *layout, size_t param)
+{
+    const sw_layout_place *place = &layout->place[param];
+    size_t chunk = place->chunk > 0 ? place->chunk : sw_size_max(place->numel, 1);
+    return (sw_layout_pieces){.first = place->begin,
+                              .numel = place->numel,
+                              .chunk = chunk,
+                              .pitch = sw_layout_slice_numel(layout, place->bucket)};
 }
 
 sw_layout_run sw_layout_bucket_run(const sw_layout *layout, size_t param, size_t begin)

@@ -47,7 +47,7 @@ typedef struct sw_layout_bucket {
     sw_dtype dtype;
     bool trainable, by_rows;
     size_t offset_bytes; /* the bucket's offset in the arena */
-    size_t numel;        /* a multiple of world_size * 128 bytes; padding included */
+    size_t numel; /* a multiple of W * 128 bytes for each piece of a slice; padding included */
     size_t first, count; /* its parameters: order[first .. first + count), in memory order */
 } sw_layout_bucket;
 
@@ -66,6 +66,8 @@ typedef struct sw_layout_caps {
     size_t bytes;       /* >= 1 */
     size_t first_bytes; /* cap of bucket 0, doubled for each later bucket up to `bytes`; 0: every
                            bucket has the cap `bytes` */
+    size_t pieces;      /* equal parts of a slice, each a multiple of 128 bytes, one for each of
+                         * its owners; 0: one */
 } sw_layout_caps;
 
 /* Elements of a parameter that are adjacent in its memory and in the bucket. */
@@ -73,6 +75,13 @@ typedef struct sw_layout_run {
     size_t begin, end; /* in the parameter's memory order; equal if there are none */
     size_t first;      /* the first one's position, in the slice or in the bucket */
 } sw_layout_run;
+
+/* A parameter in its bucket, as pieces that are adjacent in its memory. */
+typedef struct sw_layout_pieces {
+    size_t first;        /* first element, within the bucket */
+    size_t numel, chunk; /* elements in all; in each piece, the last of which may have fewer */
+    size_t pitch;        /* from one piece's first element to the next one's, in the bucket */
+} sw_layout_pieces;
 
 /* Cut the parameters. SW_E_INVALID if a size overflows or a dtype is unknown; SW_E_MEMORY. */
 SW_MUST_USE sw_status sw_layout_init(sw_layout *layout, const sw_layout_param *params,
@@ -86,6 +95,9 @@ size_t sw_layout_slice_numel(const sw_layout *layout, size_t bucket);
  * asks it. */
 sw_layout_run sw_layout_run_in(const sw_layout *layout, size_t index, size_t slice,
                                size_t slice_count);
+/* Return how a parameter lies in the whole bucket: in one piece; by rows, in at most one a slice.
+ */
+sw_layout_pieces sw_layout_pieces_of(const sw_layout *layout, size_t param);
 /* Return the run that begins with element `begin` of a parameter, `first` within the bucket: to its
  * end; by rows, to the end of a chunk. */
 sw_layout_run sw_layout_bucket_run(const sw_layout *layout, size_t param, size_t begin);

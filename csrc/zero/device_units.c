@@ -14,6 +14,7 @@ typedef struct device_unit {
     char *data;               /* borrowed */
     sw_device_unit_run *runs; /* owned */
     size_t run_count;
+    sw_device_unit_rows *rows; /* owned: of all runs */
     sw_shard_state state;
     bool is_apart;   /* UNSHARDED in memory apart */
     sw_event *whole; /* owned */
@@ -30,6 +31,7 @@ struct sw_device_units {
     size_t count;
     device_place *place; /* owned */
     size_t place_count;
+    char *beside;      /* borrowed, or NULL */
     sw_stream *writer; /* the stream of the last gather_anew */
     uint32_t digest;
     sw_device_units_stats stats;
@@ -41,6 +43,9 @@ static sw_status create_unit(sw_device_units *u, device_unit *unit, const sw_dev
                              sw_error *err)
 {
     size_t bytes = spec->run_count * sizeof *unit->runs, name_bytes = strlen(spec->name) + 1;
+    size_t row_count = 0;
+    for (size_t i = 0; i < spec->run_count; ++i)
+        row_count += spec->runs[i].row_count;
     if (spec->place >= u->place_count)
         SW_FAIL(err, SW_E_INVALID, "unit '%s': place must be in [0, %zu), not %zu", spec->name,
                 u->place_count, spec->place);
@@ -48,11 +53,18 @@ static sw_status create_unit(sw_device_units *u, device_unit *unit, const sw_dev
     unit->data = spec->data;
     unit->name = malloc(name_bytes);
     unit->runs = malloc(bytes + 1);
-    if (!unit->name || !unit->runs)
+    unit->rows = calloc(row_count + 1, sizeof *unit->rows);
+    if (!unit->name || !unit->runs || !unit->rows)
         SW_FAIL(err, SW_E_MEMORY, "unit '%s': no memory for %zu runs", spec->name, spec->run_count);
     memcpy(unit->name, spec->name, name_bytes);
     memcpy(unit->runs, spec->runs, bytes);
     unit->run_count = spec->run_count;
+    sw_device_unit_rows *rows = unit->rows;
+    for (size_t i = 0; i < unit->run_count; rows += unit->runs[i++].row_count)
+        if (unit->runs[i].rows) {
+            memcpy(rows, unit->runs[i].rows, unit->runs[i].row_count * sizeof *rows);
+            unit->runs[i].rows = rows;
+        }
     return u->comm->device->ops->event_create(u->comm->device, &unit->whole, err);
 }
 
@@ -72,7 +84,7 @@ static sw_status create_all(sw_device_units *u, const sw_device_unit_spec *specs
     return SW_OK;
 }
 
-sw_status sw_device_units_create(sw_device_comm *comm, size_t place_count,
+sw_status sw_device_units_create(sw_device_comm *comm, size_t place_count, void *beside,
                                  const sw_device_unit_spec *specs, size_t count,
                                  sw_device_units **units, sw_error *err)
 {
@@ -81,7 +93,8 @@ sw_status sw_device_units_create(sw_device_comm *comm, size_t place_count,
     sw_device_units *made = calloc(1, sizeof *made);
     if (!made)
         SW_FAIL(err, SW_E_MEMORY, "device units: no memory for %zu bytes", sizeof *made);
-    *made = (sw_device_units){.comm = comm, .count = count, .place_count = place_count};
+    *made = (sw_device_units){
+        .comm = comm, .count = count, .place_count = place_count, .beside = beside};
     sw_status status = create_all(made, specs, err);
     if (status != SW_OK) {
         sw_device_units_destroy(made);
@@ -103,6 +116,7 @@ void sw_device_units_destroy(sw_device_units *u)
         device->ops->event_destroy(device, unit->whole);
         free(unit->name);
         free(unit->runs);
+        free(unit->rows);
     }
     for (size_t p = 0; u->place && p < u->place_count; ++p)
         device->ops->event_destroy(device, u->place[p].left);
@@ -163,9 +177,15 @@ static bool is_cast(const sw_device_unit_run *run)
     return run->slice_dtype != run->dtype;
 }
 
+/* Return where the slices of a run are gathered, for a unit at `data`. */
+static char *target_of(const sw_device_units *u, const sw_device_unit_run *run, char *data)
+{
+    return (run->rows ? u->beside : data) + run->offset_bytes;
+}
+
 static char *own_place(const sw_device_units *u, const sw_device_unit_run *run, char *data)
 {
-    return data + run->offset_bytes + (size_t)u->comm->peers->rank * run->slice_bytes;
+    return target_of(u, run, data) + (size_t)u->comm->peers->rank * run->slice_bytes;
 }
 
 static sw_status cast_run(sw_device_units *u, const sw_device_unit_run *run, char *data,
@@ -199,19 +219,56 @@ static sw_status gather_runs(sw_device_units *u, const device_unit *unit, char *
     for (size_t i = begin; i < end; ++i)
         if (is_cast(&unit->runs[i]))
             SW_TRY(cast_run(u, &unit->runs[i], data, err));
-        else if (is_apart)
+        else if (is_apart && !unit->runs[i].rows)
             SW_TRY(copy_run(u, &unit->runs[i], data, err));
     SW_TRY(sw_peers_group_begin(peers, err));
     for (size_t i = begin; i < end && status == SW_OK; ++i) {
         const sw_device_unit_run *run = &unit->runs[i];
-        const void *slice = is_cast(run) || is_apart ? own_place(u, run, data) : run->slice;
-        status = sw_peers_gather_slices(peers, slice, data + run->offset_bytes, run->slice_bytes,
+        bool is_there = is_cast(run) || (is_apart && !run->rows);
+        const void *slice = is_there ? own_place(u, run, data) : run->slice;
+        status = sw_peers_gather_slices(peers, slice, target_of(u, run, data), run->slice_bytes,
                                         u->comm->stream, err);
         u->stats.bytes += run->slice_bytes * (size_t)peers->world_size;
     }
     /* Close the group even after a failure, or the thread's next group would join it. */
     sw_status ended = sw_peers_group_end(peers, status == SW_OK ? err : NULL);
     return status != SW_OK ? status : ended;
+}
+
+static sw_status launch_pack(sw_device_units *u, sw_pack_args *args, sw_error *err)
+{
+    if (args->segment_count == 0)
+        return SW_OK;
+    SW_TRY(sw_kernel_launch(&u->comm->kernels, SW_KERNEL_PACK, args, u->comm->stream, err));
+    args->segment_count = 0;
+    return SW_OK;
+}
+
+/* Copy the parameters by rows out of the memory beside, chunk after chunk. */
+static sw_status copy_out(sw_device_units *u, const device_unit *unit, char *data, sw_error *err)
+{
+    sw_pack_args args;
+    args.verdict = args.factor = NULL;
+    args.converts = args.segment_count = 0;
+    for (size_t i = 0; i < unit->run_count; ++i)
+        for (size_t k = 0; k < unit->runs[i].row_count; ++k) {
+            const sw_device_unit_run *run = &unit->runs[i];
+            const sw_device_unit_rows *rows = &run->rows[k];
+            if (rows->size_bytes == 0)
+                continue;
+            size_t pieces = (rows->size_bytes + rows->chunk_bytes - 1) / rows->chunk_bytes;
+            args.segment[args.segment_count++] =
+                (sw_pack_segment){.to = data + rows->offset_bytes,
+                                  .from = target_of(u, run, data) + rows->begin_bytes,
+                                  .size_bytes = rows->size_bytes,
+                                  .piece_count = pieces,
+                                  .piece_bytes = rows->chunk_bytes,
+                                  .to_pitch = rows->chunk_bytes,
+                                  .from_pitch = run->slice_bytes};
+            if (args.segment_count == SW_PACK_SEGMENT_MAX)
+                SW_TRY(launch_pack(u, &args, err));
+        }
+    return launch_pack(u, &args, err);
 }
 
 static sw_status gather_all(sw_device_units *u, const device_unit *unit, char *data, sw_error *err)
@@ -223,6 +280,7 @@ static sw_status gather_all(sw_device_units *u, const device_unit *unit, char *d
         SW_TRY(gather_runs(u, unit, data, i, i + (left < CALLS_PER_GROUP ? left : CALLS_PER_GROUP),
                            err));
     }
+    SW_TRY(copy_out(u, unit, data, err));
     u->stats.gathers++;
     return SW_OK;
 }
@@ -374,13 +432,18 @@ sw_status sw_device_unit_make_whole(sw_device_units *u, size_t index, sw_stream 
     return sw_device_unit_take(u, index, user, err);
 }
 
+sw_status sw_device_units_follow(sw_device_units *u, sw_stream *user, sw_error *err)
+{
+    return sw_device_comm_follow(u->comm, u->comm->stream, user, err);
+}
+
 sw_status sw_device_units_update(sw_device_units *u, sw_stream *user, sw_error *err)
 {
     for (size_t i = 0; i < u->count; ++i)
         if (u->unit[i].state != SW_SHARD_SHARDED)
             SW_FAIL(err, SW_E_STATE, "unit '%s' is %s while its slices are written",
                     u->unit[i].name, sw_shard_state_name(u->unit[i].state));
-    return sw_device_comm_follow(u->comm, u->comm->stream, user, err);
+    return sw_device_units_follow(u, user, err);
 }
 
 sw_status sw_device_units_gather_anew(sw_device_units *u, sw_stream *user, sw_error *err)

@@ -13,6 +13,10 @@
  * of buckets; its place is their memory, which contains the slices. gather_anew gathers all of them
  * after a step, and each is taken when it is read.
  *
+ * A bucket by rows (tensor/layout.h) arrives slice after slice in memory *beside*, which all units
+ * share. One launch of PACK then copies the chunks of each parameter to where it lies in one range.
+ * Both run on the communicator's stream, so the next gather's slices arrive after that.
+ *
  * A unit that must be whole while another one is in its place lies *apart*: in memory of its own,
  * until it is released. A unit that is GATHERING is gathered ahead: it leaves its place again if
  * another needs that first.
@@ -36,12 +40,22 @@
 
 #define SW_DEVICE_UNIT_NONE SIZE_MAX
 
+typedef struct sw_device_unit_rows { /* by rows: a parameter, in chunks, one a slice */
+    size_t begin_bytes;              /* its offset in each slice */
+    size_t offset_bytes;             /* its offset in the unit */
+    size_t size_bytes, chunk_bytes;  /* in all; in each slice at most */
+} sw_device_unit_rows;
+
 typedef struct sw_device_unit_run { /* one bucket of a unit */
     const void *slice;              /* device memory, borrowed: this rank's slice */
-    size_t offset_bytes;            /* from the unit's first byte to the bucket's */
-    size_t slice_bytes;             /* bytes in the unit; the bucket has world_size times as many */
-    sw_dtype slice_dtype, dtype;    /* dtypes of the slice and in the unit. If they differ, each
-                                     * gather casts the slice into its place: CAST's dtypes */
+    size_t offset_bytes; /* from the unit's first byte to the bucket's; by rows, from that
+                          * of the memory beside to its first slice */
+    const sw_device_unit_rows *rows; /* borrowed: copied. The parameters by rows; NULL: the bucket
+                                      * lies in the unit as it is */
+    size_t row_count;
+    size_t slice_bytes;          /* bytes in the unit; the bucket has world_size times as many */
+    sw_dtype slice_dtype, dtype; /* dtypes of the slice and in the unit. If they differ, each
+                                  * gather casts the slice into its place: CAST's dtypes */
 } sw_device_unit_run;
 
 typedef struct sw_device_unit_spec {
@@ -59,9 +73,10 @@ typedef struct sw_device_units_stats {
 
 typedef struct sw_device_units sw_device_units;
 
-/* Create the units, all SHARDED. `comm` is connected, borrowed and outlives the units. SW_E_INVALID
- * names a unit whose place does not exist; SW_E_MEMORY; SW_E_DEVICE. */
-SW_MUST_USE sw_status sw_device_units_create(sw_device_comm *comm, size_t place_count,
+/* Create the units, all SHARDED. `comm` is connected, borrowed and outlives the units. `beside`:
+ * device memory of the slices by rows of one unit, the largest, borrowed until destroy; NULL if no
+ * unit has rows. SW_E_INVALID names a unit whose place does not exist; SW_E_MEMORY; SW_E_DEVICE. */
+SW_MUST_USE sw_status sw_device_units_create(sw_device_comm *comm, size_t place_count, void *beside,
                                              const sw_device_unit_spec *specs, size_t count,
                                              sw_device_units **units, sw_error *err);
 
@@ -97,7 +112,8 @@ SW_MUST_USE sw_status sw_device_units_drop_ahead(sw_device_units *units, sw_stre
 
 /* SHARDED to GATHERING. The call enqueues the gather and does not wait. SW_E_STATE from another
  * state, if the place holds another unit, or without a place. Cost: one all_gather for each bucket,
- * up to 32 in a group, and a launch for each bucket that is cast. */
+ * up to 32 in a group, a launch for each bucket that is cast, and one for each 64 parameters by
+ * rows. */
 SW_MUST_USE sw_status sw_device_unit_gather(sw_device_units *units, size_t unit, sw_error *err);
 /* GATHERING to UNSHARDED: later work on `user` sees the unit. On failure it stays GATHERING. */
 SW_MUST_USE sw_status sw_device_unit_take(sw_device_units *units, size_t unit, sw_stream *user,
@@ -118,8 +134,10 @@ SW_MUST_USE sw_status sw_device_unit_release(sw_device_units *units, size_t unit
 SW_MUST_USE sw_status sw_device_unit_gather_apart(sw_device_units *units, size_t unit, void *data,
                                                   sw_stream *user, sw_error *err);
 
-/* Order later gathers after the writes to slices or places that `user` has enqueued. SW_E_STATE
- * names a unit that is not SHARDED, since it would be out of date. */
+/* Order later gathers after the writes to slices or places that `user` has enqueued. */
+SW_MUST_USE sw_status sw_device_units_follow(sw_device_units *units, sw_stream *user,
+                                             sw_error *err);
+/* The same; SW_E_STATE names a unit that is not SHARDED, since it would be out of date. */
 SW_MUST_USE sw_status sw_device_units_update(sw_device_units *units, sw_stream *user,
                                              sw_error *err);
 

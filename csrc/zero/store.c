@@ -9,6 +9,7 @@
 #include "base/text.h"
 #include "comm/calls.h"
 #include "kernels/compress_kernels.h"
+#include "platform/file_memory.h"
 #include "platform/memory.h"
 
 enum { LABEL_BYTES = 256, CAST_NUMEL = 1024 };
@@ -36,31 +37,45 @@ static uint8_t *base_of(const sw_store *s, int rank)
     return s->arena ? s->arena->base[rank] : s->pages;
 }
 
+/* End the communicator with an error of this rank's disk. */
+static sw_status end_here(const sw_store *s, sw_error *err)
+{
+    const sw_error why = *err;
+    return sw_comm_give_up(s->comm, SW_E_COMM, err, "%s", why.message);
+}
+
 static uint8_t *in_copy(const sw_store *s, size_t index, bool narrow)
 {
     return base_of(s, s->map.home) + sw_store_copy_bytes(&s->map, index, narrow);
 }
 
-static sw_status make_arenas(sw_store *s, bool coded, bool *is_alone, sw_error *err)
+static sw_status make_arena(sw_store *s, size_t size_bytes, const char *folder, const char *label,
+                            sw_arena **arena, sw_error *err)
 {
     const sw_comm_ops *ops = s->comm->ops;
+    return folder ? ops->home_create(s->comm, size_bytes, folder, label, arena, err)
+                  : ops->arena_create(s->comm, size_bytes, label, arena, err);
+}
+
+static sw_status make_arenas(sw_store *s, const sw_store_options *options, bool *is_alone,
+                             sw_error *err)
+{
     LABELED(s, what, "parameters of ");
     LABELED(s, slices, "slices of the parameters of ");
     LABELED(s, records, "records of the parameters of ");
-    sw_status status = ops->arena_create(
-        s->comm, s->map.size_bytes, s->map.form == SW_STORE_UNITS ? slices : what, &s->arena, err);
+    sw_status status = make_arena(s, s->map.size_bytes, options->folder,
+                                  s->map.form == SW_STORE_UNITS ? slices : what, &s->arena, err);
     if (status == SW_E_MEMORY && s->map.form == SW_STORE_PRIVATE) { /* the same on every rank */
         (void)snprintf(s->reason, sizeof s->reason, "%s", err->message);
         *is_alone = true;
         return sw_pages_map(s->map.size_bytes, &s->pages, err);
     }
-    if (status != SW_OK || !coded)
+    if (status != SW_OK || !options->coded)
         return status;
     size_t blocks = s->map.bucket_bytes / SW_UNIT_BLOCK_BYTES +
                     (s->map.bucket_bytes % SW_UNIT_BLOCK_BYTES != 0);
-    return ops->arena_create(s->comm,
-                             sw_size_max(blocks * SW_UNIT_RECORD_BYTES, SW_ALIGNMENT_BYTES),
-                             records, &s->codes, err);
+    return make_arena(s, sw_size_max(blocks * SW_UNIT_RECORD_BYTES, SW_ALIGNMENT_BYTES),
+                      options->folder, records, &s->codes, err);
 }
 
 static void populate_range(uint8_t *part, size_t begin, size_t end)
@@ -74,7 +89,7 @@ static void populate(const sw_store *s)
 {
     const sw_store_map *m = &s->map;
     size_t begin = 0, end = m->has_whole ? 0 : m->bucket_bytes;
-    if (!s->arena || (m->has_whole && !sw_store_is_home(m)))
+    if (!s->arena || s->arena->file || (m->has_whole && !sw_store_is_home(m)))
         return;
     uint8_t *part = base_of(s, (int)m->rank);
     for (size_t b = 0; m->has_whole && b < m->layout.bucket_count; ++b) {
@@ -102,7 +117,9 @@ static sw_status make_units(sw_store *s, sw_error *err)
                                  .codes = s->codes ? s->codes->base : NULL,
                                  .world_size = s->map.world_size,
                                  .slice_bytes = s->map.size_bytes,
-                                 .code_bytes = s->codes ? s->codes->size_bytes : 0};
+                                 .code_bytes = s->codes ? s->codes->size_bytes : 0,
+                                 .file = s->arena->file,
+                                 .code_file = s->codes ? s->codes->file : NULL};
     return sw_units_create(&parts, s->plan.specs, s->plan.form_count, s->plan.warm_bytes, what,
                            &s->units, err);
 }
@@ -114,7 +131,7 @@ static sw_status build(sw_store *s, const sw_layout *layout, const sw_store_opti
     SW_TRY(sw_store_map_init(&s->map, s->comm->rank, s->comm->world_size, layout, options, err));
     SW_TRY(sw_store_plan_init(&s->plan, &s->map, options, err));
     *is_alone = false;
-    SW_TRY(make_arenas(s, options->coded, is_alone, err));
+    SW_TRY(make_arenas(s, options, is_alone, err));
     *is_alone = true;
     populate(s);
     return s->map.form == SW_STORE_UNITS ? make_units(s, err) : SW_OK;
@@ -164,6 +181,11 @@ const char *sw_store_reason(const sw_store *s)
     return s->reason;
 }
 
+const sw_file_memory *sw_store_file(const sw_store *s)
+{
+    return s->arena ? s->arena->file : NULL;
+}
+
 const sw_store_map *sw_store_get_map(const sw_store *s)
 {
     return &s->map;
@@ -198,6 +220,12 @@ sw_units *sw_store_units(const sw_store *s)
 const sw_store_plan *sw_store_get_plan(const sw_store *s)
 {
     return &s->plan;
+}
+
+sw_status sw_store_gather(sw_store *s, size_t index, sw_unit_source source, sw_error *err)
+{
+    sw_status status = sw_unit_gather(s->units, index, source, err);
+    return status == SW_E_OS ? end_here(s, err) : status;
 }
 
 /* ---- elements of a parameter ---- */
@@ -362,6 +390,20 @@ void sw_store_derive(sw_store *s)
     encode(s);
 }
 
+static sw_status settle(const sw_store *s, const sw_arena *arena, sw_error *err)
+{
+    size_t part = s->map.has_whole ? (size_t)s->map.home : s->map.rank;
+    if (!arena || !arena->file)
+        return SW_OK;
+    return sw_file_memory_write_back(arena->file, arena->base[part], arena->size_bytes, err);
+}
+
+sw_status sw_store_settle(sw_store *s, sw_error *err)
+{
+    SW_TRY(settle(s, s->arena, err));
+    return settle(s, s->codes, err);
+}
+
 sw_status sw_store_cast(sw_store *s, bool all, sw_error *err)
 {
     LABELED(s, label, "casts of the parameters of ");
@@ -504,5 +546,7 @@ sw_status sw_store_publish(sw_store *s, sw_store_update *update, sw_error *err)
     SW_TRY(s->map.form == SW_STORE_UNITS ? publish_units(s, update, told, label, err)
                                          : publish_whole(s, update, &told, label, err));
     end_outcomes(s, update, told);
-    return SW_OK;
+    if (s->units)
+        sw_units_end_step(s->units);
+    return sw_store_settle(s, err) == SW_OK ? SW_OK : end_here(s, err);
 }

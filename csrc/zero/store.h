@@ -10,6 +10,9 @@
  *              with ranks of a replica on several hosts, a host has one copy of every bucket. A
  *              unit (zero/unit.h) is whole only from gather to release
  *
+ * The parts of UNITS may have their home on a disk, in one nameless file a host. Gathers then read
+ * the file, and the next unit in the order of the last step ahead; publish writes it back.
+ *
  * A parameter may also have a *cast*: the same elements in a 16-bit dtype, with which modules
  * compute. With records, slices also exist as 8-bit integers, from which units are gathered.
  *
@@ -29,7 +32,8 @@ typedef struct sw_store sw_store;
 /* Create the memory, and populate what this rank writes first. Collective. `layout` is copied,
  * `comm` borrowed. SW_E_MEMORY on all ranks if there is no memory that ranks map; PRIVATE then
  * takes private pages, and sw_store_reason() says why. SW_E_INVALID for a unit with a member that
- * does not exist, or a cast of a dtype that is not wider than 16 bits. */
+ * does not exist, a cast of a dtype that is not wider than 16 bits, or a folder in another form.
+ * SW_E_OS, alike on all ranks: there is no place for the file. */
 SW_MUST_USE sw_status sw_store_create(sw_comm *comm, const sw_layout *layout,
                                       const sw_store_options *options, sw_store **store,
                                       sw_error *err);
@@ -39,11 +43,18 @@ void sw_store_destroy(sw_store *store);
 /* What it is. */
 const sw_store_map *sw_store_get_map(const sw_store *store);
 const char *sw_store_reason(const sw_store *store); /* "": slices are gathered */
-size_t sw_store_bytes_held(const sw_store *store);  /* of parameters, on this rank or this host */
+/* The file of this host's parts; NULL: they lie in memory. */
+const struct sw_file_memory *sw_store_file(const sw_store *store);
+size_t sw_store_bytes_held(const sw_store *store); /* of parameters, on this rank or this host */
 /* The memory of whole parameters that other processes map: bytes, and of those the buckets'. */
 uint8_t *sw_store_mapped(const sw_store *store, size_t *size_bytes, size_t *bucket_bytes);
 sw_units *sw_store_units(const sw_store *store);               /* NULL: another form */
 const sw_store_plan *sw_store_get_plan(const sw_store *store); /* sizes of units */
+
+/* sw_unit_gather. A file that cannot be read ends the communicator: the others would wait for this
+ * rank's gradients. SW_E_COMM then. */
+SW_MUST_USE sw_status sw_store_gather(sw_store *store, size_t unit, sw_unit_source source,
+                                      sw_error *err);
 
 /* Elements of one parameter. */
 typedef struct sw_store_run {
@@ -94,5 +105,8 @@ SW_MUST_USE sw_status sw_store_publish(sw_store *store, sw_store_update *update,
 SW_MUST_USE sw_status sw_store_cast(sw_store *store, bool all, sw_error *err);
 /* Refresh casts and records of the slices that sw_store_write(MINE) wrote. Not collective. */
 void sw_store_derive(sw_store *store);
+/* With a home in a file: begin to write this rank's part back, and let its pages go from this
+ * process. SW_E_OS: the disk refused some. */
+SW_MUST_USE sw_status sw_store_settle(sw_store *store, sw_error *err);
 
 #endif

@@ -92,6 +92,9 @@ static sw_status init_casts(sw_store_map *m, const sw_store_options *options, sw
     if (m->form != SW_STORE_UNITS && options->unit_count > 0)
         SW_FAIL(err, SW_E_INVALID, "%s: only the form 'units' has units, got %zu", options->label,
                 options->unit_count);
+    if (options->folder && m->form != SW_STORE_UNITS)
+        SW_FAIL(err, SW_E_INVALID, "%s: only the form 'units' has a home in a file",
+                options->label);
     if (options->coded && m->has_whole)
         SW_FAIL(err, SW_E_INVALID, "%s: records need the form 'units' on one host", options->label);
     for (size_t b = 0; b < m->layout.bucket_count; ++b)

@@ -28,8 +28,9 @@ typedef struct sw_store_options {
     const sw_dtype *narrow;     /* copied: each parameter's cast, or SW_DTYPE_COUNT for none */
     const sw_store_unit *units; /* UNITS only; the first is the outermost */
     size_t unit_count;
-    bool coded;        /* UNITS inside one host only: gather() decodes records */
-    const char *label; /* copied; equal on all ranks */
+    bool coded;         /* UNITS inside one host only: gather() decodes records */
+    const char *folder; /* borrowed; UNITS only: parts lie in a file of this folder. NULL: memory */
+    const char *label;  /* copied; equal on all ranks */
 } sw_store_options;
 
 enum { SW_STORE_NARROW_BYTES = 2 }; /* of an element of a cast */

@@ -8,10 +8,15 @@
 #include "kernels/compress_kernels.h"
 #include "kernels/kernels.h"
 #include "platform/clock.h"
+#include "platform/file_memory.h"
 #include "platform/memory.h"
 #include "zero/page_ring.h"
 
-enum { NAME_BYTES = 96 };
+enum {
+    NAME_BYTES = 96,
+    RECORDS_AT_ONCE = 1024,  /* that are read from a file before they are decoded */
+    GATHERS_A_STEP_MAX = 16, /* of each unit, whose order is remembered */
+};
 
 typedef struct unit {
     char name[NAME_BYTES];
@@ -29,6 +34,11 @@ struct sw_units {
     unit *unit;                /* owned */
     sw_page_ring ring;
     sw_units_stats stats;
+    const sw_file_memory *file, *code_file; /* borrowed; NULL: none */
+    size_t *order; /* owned, with a file: the units that this step gathered, then what the last
+                    * one gathered from there on */
+    size_t at, expected; /* gathers of this step, and of the last one */
+    uint8_t *records;    /* owned, with a code_file */
 };
 
 static size_t records_of(size_t size_bytes)
@@ -111,7 +121,12 @@ sw_status sw_units_create(const sw_unit_parts *parts, const sw_unit_spec *specs,
     made->slices = copy_table(parts->slices, parts->world_size);
     made->codes = parts->codes ? copy_table(parts->codes, parts->world_size) : NULL;
     made->unit = calloc(count + 1, sizeof *made->unit);
-    if (!made->slices || (parts->codes && !made->codes) || !made->unit) {
+    made->file = parts->file;
+    made->code_file = parts->code_file;
+    made->order = made->file ? calloc(count + 1, GATHERS_A_STEP_MAX * sizeof *made->order) : NULL;
+    made->records = made->code_file ? malloc(RECORDS_AT_ONCE * SW_UNIT_RECORD_BYTES) : NULL;
+    if (!made->slices || (parts->codes && !made->codes) || !made->unit ||
+        (made->file && !made->order) || (made->code_file && !made->records)) {
         status = sw_error_set(err, SW_E_MEMORY, -1, "%s: no memory for %zu units", label, count);
         goto failed;
     }
@@ -146,6 +161,8 @@ void sw_units_destroy(sw_units *units)
     free(units->unit);
     free(units->slices);
     free(units->codes);
+    free(units->order);
+    free(units->records);
     free(units);
 }
 
@@ -176,20 +193,89 @@ sw_units_stats sw_units_get_stats(const sw_units *units)
     return stats;
 }
 
-/* Copy or decode one run and return the bytes read. */
-static size_t fetch(const sw_units *units, uint8_t *target, const sw_unit_run *run,
-                    sw_unit_source source)
+static void decode(uint8_t *target, const uint8_t *records, size_t size_bytes)
 {
-    if (source == SW_UNIT_SLICES || !run->coded) {
-        sw_copy_streaming(target, units->slices[run->rank] + run->source_bytes, run->size_bytes);
-        return run->size_bytes;
-    }
-    const uint8_t *records =
-        units->codes[run->rank] + run->source_bytes / SW_UNIT_BLOCK_BYTES * SW_UNIT_RECORD_BYTES;
     sw_kernels()->compress->block_dequantize((float *)(void *)target, records,
-                                             run->size_bytes / sizeof(float), SW_UNIT_BLOCK_NUMEL,
-                                             8, false);
-    return records_of(run->size_bytes) * SW_UNIT_RECORD_BYTES;
+                                             size_bytes / sizeof(float), SW_UNIT_BLOCK_NUMEL, 8,
+                                             false);
+}
+
+static const uint8_t *source_of(const sw_units *units, const sw_unit_run *run, bool coded,
+                                size_t *size_bytes)
+{
+    size_t first = run->source_bytes / SW_UNIT_BLOCK_BYTES * SW_UNIT_RECORD_BYTES;
+    *size_bytes = coded ? records_of(run->size_bytes) * SW_UNIT_RECORD_BYTES : run->size_bytes;
+    return coded ? units->codes[run->rank] + first : units->slices[run->rank] + run->source_bytes;
+}
+
+static sw_status decode_file(const sw_units *units, uint8_t *target, const uint8_t *from,
+                             size_t size_bytes, sw_error *err)
+{
+    size_t step = (size_t)RECORDS_AT_ONCE * SW_UNIT_BLOCK_BYTES;
+    for (size_t done = 0; done < size_bytes; done += step) {
+        size_t part = sw_size_min(step, size_bytes - done),
+               bytes = records_of(part) * SW_UNIT_RECORD_BYTES;
+        SW_TRY(sw_file_memory_read(units->code_file, units->records, from, bytes, err));
+        decode(target + done, units->records, part);
+        from += bytes;
+    }
+    return SW_OK;
+}
+
+/* Copy or decode one run, and add the bytes read to *bytes. */
+static sw_status fetch(const sw_units *units, uint8_t *target, const sw_unit_run *run,
+                       sw_unit_source source, uint64_t *bytes, sw_error *err)
+{
+    bool coded = source == SW_UNIT_CODES && run->coded;
+    size_t read_bytes;
+    const uint8_t *from = source_of(units, run, coded, &read_bytes);
+    *bytes += read_bytes;
+    if (coded && units->code_file)
+        return decode_file(units, target, from, run->size_bytes, err);
+    if (units->file)
+        return sw_file_memory_read(units->file, target, from, run->size_bytes, err);
+    if (coded)
+        decode(target, from, run->size_bytes);
+    else
+        sw_copy_streaming(target, from, run->size_bytes);
+    return SW_OK;
+}
+
+/* Note a gather, and let the disk read the unit that followed it in the last step. */
+static void read_ahead(sw_units *units, size_t index, sw_unit_source source)
+{
+    size_t at = units->at++;
+    if (!units->file || at >= units->count * GATHERS_A_STEP_MAX)
+        return;
+    bool as_before = at + 1 < units->expected && units->order[at] == index;
+    units->order[at] = index;
+    if (!as_before)
+        return;
+    const unit *next = &units->unit[units->order[at + 1]];
+    for (size_t i = 0; next->state == SW_SHARD_SHARDED && i < next->run_count; ++i) {
+        bool coded = source == SW_UNIT_CODES && next->runs[i].coded;
+        size_t size_bytes;
+        const uint8_t *from = source_of(units, &next->runs[i], coded, &size_bytes);
+        sw_file_memory_read_ahead(coded ? units->code_file : units->file, from, size_bytes);
+    }
+}
+
+void sw_units_end_step(sw_units *units)
+{
+    units->expected = sw_size_min(units->at, units->count * GATHERS_A_STEP_MAX);
+    units->at = 0;
+}
+
+/* The pages of a unit that could not be filled go; one that cannot even be made blank keeps them.
+ */
+static sw_status fail(sw_units *units, unit *it, bool is_mapped, sw_status status)
+{
+    sw_error second;
+    if (is_mapped &&
+        sw_page_ring_blank(&units->ring, it->address, it->size_bytes, it->chunks, &second) != SW_OK)
+        return status;
+    (void)!sw_shard_move(&it->state, SW_SHARD_FAIL, it->name, &second);
+    return status;
 }
 
 sw_status sw_unit_gather(sw_units *units, size_t index, sw_unit_source source, sw_error *err)
@@ -200,16 +286,17 @@ sw_status sw_unit_gather(sw_units *units, size_t index, sw_unit_source source, s
     if (it->address) {
         sw_status status =
             sw_page_ring_map(&units->ring, it->address, it->size_bytes, it->chunks, err);
-        if (status != SW_OK) {
-            sw_error second;
-            (void)!sw_shard_move(&it->state, SW_SHARD_FAIL, it->name, &second);
-            return status;
-        }
+        if (status != SW_OK)
+            return fail(units, it, false, status);
     }
     for (size_t i = 0; i < it->run_count; ++i) {
         const sw_unit_run *run = &it->runs[i];
-        units->stats.bytes += fetch(units, it->address + run->target_bytes, run, source);
+        sw_status status =
+            fetch(units, it->address + run->target_bytes, run, source, &units->stats.bytes, err);
+        if (status != SW_OK)
+            return fail(units, it, true, status);
     }
+    read_ahead(units, index, source);
     units->stats.gathers++;
     units->stats.gather_ns += (uint64_t)(sw_clock_now_ns() - begin_ns);
     return sw_shard_move(&it->state, SW_SHARD_COMPLETE, it->name, err);

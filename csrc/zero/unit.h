@@ -56,6 +56,7 @@ typedef struct sw_unit_parts {
     uint8_t *const *slices;
     uint8_t *const *codes; /* NULL: no run is coded */
     size_t world_size, slice_bytes, code_bytes;
+    const struct sw_file_memory *file, *code_file; /* their homes on a disk; NULL: memory */
 } sw_unit_parts;
 
 /* Create the units, all SHARDED and reading as NaN. `warm_bytes` of pages stay allocated while no
@@ -75,8 +76,9 @@ sw_units_stats sw_units_get_stats(const sw_units *units);
 typedef enum sw_unit_source { SW_UNIT_SLICES, SW_UNIT_CODES } sw_unit_source;
 
 /* SHARDED to UNSHARDED: copy the current bytes of the slices, or, with CODES, decode the records of
- * coded runs. SW_E_STATE from another state. Cost: the unit's bytes, read (coded runs: 9 / 32 of
- * them) and written once; one mapping. */
+ * coded runs. SW_E_STATE from another state; SW_E_OS: a file could not be read, and the unit is
+ * SHARDED. Cost: the unit's bytes, read (coded runs: 9 / 32 of them) and written once; one mapping.
+ * From a file: a call a run, and the unit that came next the last time is read ahead. */
 SW_MUST_USE sw_status sw_unit_gather(sw_units *units, size_t unit, sw_unit_source source,
                                      sw_error *err);
 /* UNSHARDED to SHARDED. SW_E_STATE from another state. */
@@ -87,5 +89,8 @@ SW_MUST_USE sw_status sw_unit_release(sw_units *units, size_t unit, sw_error *er
  * writes, discards it. */
 size_t sw_unit_find_write(const sw_units *units, size_t unit);
 SW_MUST_USE sw_status sw_unit_forget_writes(sw_units *units, size_t unit, sw_error *err);
+
+/* A step ends: gathers are expected in the order of this one. */
+void sw_units_end_step(sw_units *units);
 
 #endif

@@ -18,6 +18,29 @@ const sw_unit_part *sw_planned_unit_part(const sw_planned_unit *unit, size_t buc
     return NULL;
 }
 
+/* Return the bytes of a part's parameters up to `parameter`, each rounded up; of all if it is none
+ * of them. */
+static size_t bytes_before(const sw_layout *layout, const sw_unit_part *part, size_t parameter)
+{
+    const sw_layout_bucket *bucket = &layout->bucket[part->bucket];
+    size_t bytes = 0;
+    for (size_t k = 0; k < bucket->count; ++k) {
+        size_t each = layout->order[bucket->first + k];
+        if (each == parameter)
+            break;
+        bytes += aligned(layout->place[each].numel * sw_dtype_size_bytes(part->dtype));
+    }
+    return bytes;
+}
+
+size_t sw_unit_offset_bytes(const sw_layout *layout, const sw_unit_part *part, size_t parameter)
+{
+    size_t within = layout->bucket[part->bucket].by_rows
+                        ? bytes_before(layout, part, parameter)
+                        : layout->place[parameter].begin * sw_dtype_size_bytes(part->dtype);
+    return part->offset_bytes + within;
+}
+
 static int by_bucket(const void *a, const void *b)
 {
     size_t x = ((const sw_unit_part *)a)->bucket, y = ((const sw_unit_part *)b)->bucket;
@@ -44,9 +67,12 @@ static sw_status plan_parts(sw_planned_unit *unit, const sw_layout *layout, cons
     qsort(unit->part, unit->part_count, sizeof *unit->part, by_bucket);
     for (size_t i = 0; i < unit->part_count; ++i) {
         sw_unit_part *part = &unit->part[i];
+        const sw_layout_bucket *bucket = &layout->bucket[part->bucket];
+        size_t bytes = aligned(bucket->numel * sw_dtype_size_bytes(part->dtype));
         part->offset_bytes = unit->size_bytes;
-        unit->size_bytes +=
-            aligned(layout->bucket[part->bucket].numel * sw_dtype_size_bytes(part->dtype));
+        part->beside_bytes = unit->beside_bytes;
+        unit->size_bytes += bucket->by_rows ? bytes_before(layout, part, SIZE_MAX) : bytes;
+        unit->beside_bytes += bucket->by_rows ? bytes : 0;
     }
     return SW_OK;
 }
@@ -79,6 +105,8 @@ static void choose_places(sw_unit_plan *plan, const sw_unit_row *rows, size_t tu
         unit->has_place = true;
     }
     for (size_t i = 0; i < plan->count; ++i) {
+        if (plan->beside_bytes < plan->unit[i].beside_bytes)
+            plan->beside_bytes = plan->unit[i].beside_bytes;
         size_t *bytes = &plan->place_bytes[plan->unit[i].place];
         if (plan->unit[i].has_place && *bytes < plan->unit[i].size_bytes)
             *bytes = plan->unit[i].size_bytes;

@@ -1,9 +1,10 @@
 /* unit_plan.h - where units of parameters lie on a GPU. Arithmetic only: no memory, no ranks.
  *
- * A unit consists of whole buckets (tensor/layout.h), each at a multiple of 128 bytes. It lies in a
- * place. A unit that stays whole has its own place; the others of one level of nesting take a few
- * places in turn. A unit may be the *form* of an earlier one, in other dtypes: the form has the
- * place, and the earlier unit is only gathered into separate memory.
+ * A unit consists of whole buckets (tensor/layout.h), each at a multiple of 128 bytes. A bucket by
+ * rows has its parameters there, each at such a multiple; its slices arrive in memory beside, which
+ * all units share. A unit lies in a place. A unit that stays whole has its own place; the others of
+ * one level of nesting take a few places in turn. A unit may be the *form* of an earlier one, in
+ * other dtypes: the form has the place, and the earlier unit is only gathered into separate memory.
  *
  *     turns = 2, levels 0, 1, 1, 1, 1; unit 0 stays: places 0, 1, 2, 1, 2
  *
@@ -39,13 +40,15 @@ typedef struct sw_unit_row {
 
 typedef struct sw_unit_part { /* a bucket in a unit */
     size_t bucket, offset_bytes;
+    size_t beside_bytes; /* by rows: offset of its slices in the memory beside */
     sw_dtype dtype;
 } sw_unit_part;
 
 typedef struct sw_planned_unit {
     size_t place, size_bytes;
-    bool has_place;     /* false: a form has it */
-    sw_unit_part *part; /* owned, by bucket */
+    size_t beside_bytes; /* of its slices by rows */
+    bool has_place;      /* false: a form has it */
+    sw_unit_part *part;  /* owned, by bucket */
     size_t part_count;
 } sw_planned_unit;
 
@@ -53,6 +56,7 @@ typedef struct sw_unit_plan {
     sw_planned_unit *unit; /* owned */
     size_t *place_bytes;   /* owned: of the largest unit in each place */
     size_t count, place_count;
+    size_t beside_bytes; /* of the unit that needs the most */
 } sw_unit_plan;
 
 /* Plan the units. `turns`: places of a level that units take in turn, at least 2 of them. Forms
@@ -65,6 +69,10 @@ void sw_unit_plan_fini(sw_unit_plan *plan);
 
 /* Return the part of a unit that is this bucket; NULL if the unit has none of it. */
 const sw_unit_part *sw_planned_unit_part(const sw_planned_unit *unit, size_t bucket);
+
+/* Return the offset of a parameter in a unit, of which its bucket is a part. Cost: by rows, one
+ * step for each parameter of the bucket. */
+size_t sw_unit_offset_bytes(const sw_layout *layout, const sw_unit_part *part, size_t parameter);
 
 /* Cut buckets into groups in the order in which `order` first names a parameter of each, then in
  * their own order. `wanted[b]`: bucket b takes part. A group has buckets of one stretch: of order[0

@@ -15,7 +15,7 @@ from . import _engine
 from ._version import __version__
 from .comm.launch import VARIABLES
 from .comm.process_group import describe_group, live_groups
-from .options.checks import offload_kind
+from .options.checks import offload_kinds
 from .parallel.replica import live_replicas
 from .plan import memory_plan
 from .wrapping import unwrap
@@ -139,7 +139,7 @@ def _offload(replica: Any) -> dict[str, Any]:
     stores = list(replica.stores)
     if stores:
         return stores[0].describe() | {"offload_bytes": sum(store.nbytes for store in stores)}
-    kind = offload_kind(replica.options.offload)
+    kind = offload_kinds(replica.options.offload)[1]
     if kind is None:
         return {}
     if kind == "cpu" and replica.backend.capabilities.state_is_there:

@@ -60,7 +60,7 @@ def _parameter_bytes(replica: Replica) -> tuple[int, int]:
         return sum(sizes), 0
     memory = replica.parameters()
     if memory.releases:
-        return memory.bytes_held, int(memory.plan()["unit_bytes"])
+        return 0 if memory.is_in_file else memory.bytes_held, int(memory.plan()["unit_bytes"])
     held = memory.bytes_held // replica.group.world_size if memory.shared else memory.bytes_held
     return held + sum(size for index, size in enumerate(sizes) if not memory.is_moved(index)), 0
 

@@ -32,8 +32,9 @@ def load_pretrained(
     module : Module
         A wrapped module on the CPU, or below zero=3 on a GPU.
     place : str, path, mapping of str to Tensor, or iterable of (str, Tensor)
-        A Hugging Face folder or a file of safetensors; a folder of sw.save; a folder of torch.distributed.checkpoint; a
-        file of torch.save; or pairs of name and whole tensor, which every rank passes alike and in the same order.
+        A Hugging Face folder or a file of safetensors, or an fsspec address of one; a folder of sw.save; a folder of
+        torch.distributed.checkpoint; a file of torch.save. Or pairs of name and whole tensor, which every rank passes
+        alike and in the same order.
     rename : mapping of str to str, or callable, optional
         As for sw.load: regular expressions and replacements, or a function from a stored name to the module's.
     dtype : torch.dtype or str, optional
@@ -57,11 +58,11 @@ def load_pretrained(
     TypeError, ValueError
         For a `place` or `dtype` of another kind.
     NotImplementedError
-        For DTensors, and for released parameters on a GPU.
+        For released parameters on a GPU.
 
     Notes
     -----
-    Extra state that `place` holds goes to set_extra_state(); a module keeps its own otherwise.
+    Of a DTensor each rank reads its slice of its shard. Extra state that `place` holds goes to set_extra_state(); a module keeps its own otherwise.
 
     Cost: at zero=3 each rank reads the bytes of its slices, or its part of what a host shares; below that all bytes. A
     cast needs 16 MiB; formats without ranges (torch.distributed.checkpoint) and parameters that are not row-major need

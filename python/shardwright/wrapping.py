@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ._engine import Error
 from .comm.agreement import gather_values
-from .comm.model_ranks import ModelRanks
+from .comm.model_ranks import ModelRanks, together
 from .comm.process_group import HostGroup, host_group, resolve_group
 from .comm.waits import calling, on_every_rank
 from .formats.stored import Stored
@@ -26,11 +26,11 @@ from .optim.master_weights import MasterOptimizer, has_own_masters, without_mast
 from .optim.offload import StateStore, make_route, make_store, rounded_bytes
 from .optim.ownership import check_sliceable
 from .optim.sharded import ShardedOptimizer
-from .options.checks import offload_folder
+from .options.checks import offload_folder, offload_kinds, offload_place
 from .options.names import offers_names
 from .options.options import Options, describes_options
 from .parallel import out_of_memory
-from .parallel.agreement.optimizer_agreement import Row, agree, check_members, given_rows, together, watch_loading
+from .parallel.agreement.optimizer_agreement import Row, agree, check_members, given_rows, watch_loading
 from .parallel.ddp import DistributedDataParallel
 from .parallel.ddp_compat import precision_of
 from .parallel.engine import Engine, needed_engine
@@ -90,7 +90,8 @@ def wrap(
         share_parameters=False a rank holds two units whole at a time, and otherwise its slices (docs/large-models.md).
     weights : str, path, or iterable of (str, Tensor), optional
         Build a module of the meta device, or take any other, and call load_pretrained(wrapped, weights). Only modules
-        with buffers that are not stored are initialised.
+        with buffers that are not stored are initialised. With load_pretrained's options: a tuple (weights, options), such
+        as (folder, {"strict": False}) for a stage of a pipeline, which lacks the other stages' names.
     **options
         Fields of Options:
     mixed_precision : optional
@@ -309,11 +310,12 @@ def _shard(engine: Engine, optimizer: torch.optim.Optimizer, partition: str) -> 
 
 
 def _check_offload(module: torch.nn.Module, offload: Any, optimizer: torch.optim.Optimizer | None, zero: int) -> None:
-    if offload_folder(offload) is None and not (offload == "cpu" and _is_on_gpu(module)):
+    parameters, kind = offload_kinds(offload)
+    if kind != "nvme" and parameters != "nvme" and not (kind == "cpu" and _is_on_gpu(module)):
         return
     if not (optimizer is not None and has_own_masters(optimizer)):
         got = "none" if optimizer is None else f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-        where = " of a module on a GPU" if offload == "cpu" else ""
+        where = " of a module on a GPU" if "nvme" not in (parameters, kind) else ""
         raise ValueError(f"offload={offload!r}{where} needs an optimizer of sw.optim (AdamW, Adam or SGD), got {got}")
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     name = next((name for name, p in module.named_parameters() if id(p) in held and is_dtensor(p)), None)
@@ -339,10 +341,11 @@ def _is_on_gpu(module: torch.nn.Module) -> bool:
 
 def _keep_state(engine: Engine, optimizer: Any, inner: Any) -> None:
     """Move the state of `inner`, which steps for `optimizer`, to where offload= says. Collective if it moves."""
-    folder, replica = offload_folder(engine.options.offload), engine.replica
+    place, replica = offload_place(engine.options.offload, "optimizer"), engine.replica
+    folder = offload_folder(place)
     earlier = getattr(inner, "store", None)
     in_file = getattr(earlier, "file", None) is not None  # an earlier wrapper put the state into a file
-    is_asked = engine.options.offload is not None or earlier is not None
+    is_asked = place is not None or earlier is not None
     moves = is_asked and not replica.backend.capabilities.state_is_there
     if folder is None and not moves and not in_file:
         if earlier is not None:  # the module has left its GPU; its state stays on the host

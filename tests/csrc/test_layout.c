@@ -15,6 +15,8 @@
  *   L8  the runs of the W slices are the parameter's elements, once each and in order; a run of the
  *       bucket lies where that of the slice does
  *   L9  by rows, slice r holds rows [r c, (r + 1) c), c = ceil(rows / W), all at one position
+ *   L10 in the bucket a parameter is pieces with a pitch, the runs of the slices that hold any; a
+ *       slice is as many equal parts on 128 bytes as are asked for, and no longer than they need
  */
 #include <stdint.h>
 #include <stdlib.h>
@@ -99,6 +101,14 @@ static void check_pieces(const sw_layout *layout, const sw_layout_param *params,
         }
         next = run.end;
     }
+    const sw_layout_pieces lie = sw_layout_pieces_of(layout, p);
+    for (size_t at = 0, k = 0; at < params[p].numel; at += lie.chunk, ++k) {
+        sw_layout_run there = sw_layout_bucket_run(layout, p, at);
+        check(there.end == (at + lie.chunk < lie.numel ? at + lie.chunk : lie.numel) &&
+                  there.first == lie.first + k * lie.pitch,
+              "L10: piece %zu of parameter %zu", k, p);
+    }
+    check(lie.numel == params[p].numel && lie.chunk > 0, "L10: parameter %zu", p);
     check(next == params[p].numel, "L8: the slices hold %zu elements of parameter %zu", next, p);
 }
 
@@ -201,6 +211,36 @@ static void check_laws(const sw_layout_param *params, size_t count, int world_si
     sw_layout_fini(&layout);
 }
 
+/* Check L10 for slices of several pieces: of flat buckets they are those of as many slices. */
+static void check_owners(const sw_layout_param *params, size_t count, size_t slices, size_t pieces)
+{
+    sw_layout layout, cut, alone;
+    sw_error err = {.message = ""};
+    sw_layout_caps sizes = caps(1024);
+    bool made = sw_layout_init(&cut, params, count, (int)(slices * pieces), sizes, &err) == SW_OK &&
+                sw_layout_init(&alone, params, count, (int)slices, sizes, &err) == SW_OK;
+    sizes.pieces = pieces;
+    if (!check(made && sw_layout_init(&layout, params, count, (int)slices, sizes, &err) == SW_OK,
+               "%s", err.message))
+        return;
+    for (size_t b = 0; b < layout.bucket_count; ++b) {
+        const sw_layout_bucket *bucket = &layout.bucket[b];
+        size_t element_bytes = sw_dtype_size_bytes(bucket->dtype);
+        size_t bytes = bucket->numel * element_bytes, whole = alone.bucket[b].numel * element_bytes;
+        const sw_layout_bucket *other = &cut.bucket[b];
+        bool is_same = b < cut.bucket_count && bucket->first == other->first &&
+                       bucket->count == other->count && !other->by_rows;
+        check(!is_same || bucket->by_rows || bucket->numel == other->numel, "L10: flat bucket %zu",
+              b);
+        check(bytes % (slices * pieces * 128) == 0 && bytes >= whole &&
+                  bytes < whole + slices * pieces * 128,
+              "L10: bucket %zu has %zu bytes, not %zu", b, bytes, whole);
+    }
+    sw_layout_fini(&layout);
+    sw_layout_fini(&cut);
+    sw_layout_fini(&alone);
+}
+
 static void test_laws(void)
 {
     static const int worlds[] = {1, 2, 3, 5, 7};
@@ -215,6 +255,9 @@ static void test_laws(void)
         for (size_t w = 0; w < sizeof worlds / sizeof worlds[0]; ++w)
             for (size_t c = 0; c < sizeof caps / sizeof caps[0]; ++c)
                 check_laws(params, count, worlds[w], caps[c]);
+        for (size_t slices = 1; slices <= 3; ++slices)
+            for (size_t pieces = 1; pieces <= 3; ++pieces)
+                check_owners(params, count, slices, pieces);
     }
 }
 

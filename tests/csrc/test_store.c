@@ -9,9 +9,13 @@
  *   S5  pieces of the ranks that share a copy cover a parameter once
  *   S6  a wrong member or cast is refused by name
  *   S7  every allocation and mapping may fail: an error, and nothing is kept
+ *   S8  the same with parts in a file, also when its pages leave this process; a folder without a
+ *       place is one error of the system, and no file stays open or named
  */
 #include "zero/store.h"
 
+#include <dirent.h>
+#include <errno.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -252,6 +256,7 @@ static void check_form(rank_context *self, sw_comm *comm, sw_store_options optio
                                   .failed = step == 2 && self->rank == self->world_size - 1,
                                   .outcomes = outcomes};
         step_on_slices(store, step);
+        check(sw_store_settle(store, &self->err) == SW_OK, "S8: %s", self->err.message);
         check(sw_store_publish(store, &update, &self->err) == SW_OK, "%s", self->err.message);
         check(update.told ==
                   (!options.slices && (options.form != SW_STORE_UNITS || map->is_one_host)),
@@ -284,9 +289,24 @@ static void check_all(rank_context *self, sw_comm *comm, const int *host_of,
         check_form(self, comm, options, false);
     }
     check_form(self, comm, options, true);
-    options.coded = one_host && !slices;
-    for (int by_rows = 0; options.coded && by_rows < 2; ++by_rows)
-        check_form(self, comm, options, by_rows);
+    for (int coded = 0; coded < 1 + (one_host && !slices); ++coded)
+        for (int in_file = coded ? 0 : 1; in_file < 2; ++in_file) {
+            options.coded = coded;
+            options.folder = in_file ? "/tmp" : NULL;
+            check_form(self, comm, options, false);
+            check_form(self, comm, options, true);
+        }
+}
+
+static long descriptors(void)
+{
+    long count = 0;
+    DIR *folder = opendir("/proc/self/fd");
+    while (folder && readdir(folder))
+        ++count;
+    if (folder)
+        closedir(folder);
+    return count;
 }
 
 static const int together[RANKS_MAX] = {0};
@@ -337,6 +357,11 @@ static void refuses(rank_context *self)
     check(!make_cut(self->comm, options, 1, true, &self->err) &&
               strstr(self->err.message, "is cut by rows, which needs the form 'units'"),
           "S6: %s", self->err.message);
+    options.folder = "/tmp";
+    check(!make(self->comm, options, 1, &self->err) && self->err.status == SW_E_INVALID &&
+              strstr(self->err.message, "only the form 'units' has a home in a file"),
+          "S8: %s", self->err.message);
+    options.folder = NULL;
     options.coded = true;
     check(!make(self->comm, options, 1, &self->err) && self->err.status == SW_E_INVALID &&
               strstr(self->err.message, "records need the form 'units' on one host"),
@@ -353,8 +378,25 @@ static void refuses(rank_context *self)
           "S6: %s", self->err.message);
 }
 
+/* S8. */
+static void has_no_place(rank_context *self)
+{
+    sw_store_options options = {.form = SW_STORE_UNITS,
+                                .host_of = together,
+                                .narrow = casts,
+                                .units = units,
+                                .unit_count = UNITS,
+                                .folder = "/nowhere/at/all",
+                                .label = "the module"};
+    check(!make(self->comm, options, (size_t)self->world_size, &self->err) &&
+              self->err.status == SW_E_OS && self->err.detail == ENOENT &&
+              strstr(self->err.message, "/nowhere/at/all"),
+          "S8: %s", self->err.message);
+}
+
 /* S7, in turn: a failed allocation ends the communicator. Returns true if none failed. */
 static long failing;
+static bool in_file;
 
 static void fails(rank_context *self)
 {
@@ -363,6 +405,8 @@ static void fails(rank_context *self)
                                       .narrow = casts,
                                       .units = units,
                                       .unit_count = UNITS,
+                                      .coded = in_file,
+                                      .folder = in_file ? "/tmp" : NULL,
                                       .label = "the module"};
     sw_layout layout;
     sw_store *store = NULL;
@@ -391,10 +435,14 @@ int main(void)
     hosts_run(over_hosts, hosts, 4, &mesh, (hosts_wire){.radix = 0});
     hosts_run(over_hosts, crossed, 4, &mesh, (hosts_wire){.radix = 0});
     ranks_run_all(refuses, 1, NULL);
-    for (failing = 1; failing > 0;) {
-        long mapped = faults_mapped();
-        ranks_run_all(fails, 1, NULL);
-        check(faults_mapped() == mapped, "S7: nothing stays mapped after failure %ld", failing);
-    }
+    ranks_run_all(has_no_place, 1, NULL);
+    ranks_run_all(has_no_place, 3, NULL);
+    for (int home = 0; home < 2; ++home)
+        for (failing = 1, in_file = home; failing > 0;) {
+            long mapped = faults_mapped(), open = descriptors();
+            ranks_run_all(fails, 1, NULL);
+            check(faults_mapped() == mapped && descriptors() == open,
+                  "S7: nothing stays mapped or open after failure %ld", failing);
+        }
     return check_result();
 }

@@ -1,12 +1,13 @@
 /* test_unit_plan.c - the laws of unit_plan.h, by hand and over random units, W = 1, 2, 3.
  *
  *   L1  a unit has each bucket of its members once, in the order of buckets, 128-byte aligned and
- *       disjoint, in the unit's dtype; its size is their end
+ *       disjoint, in the unit's dtype; its size is their end. By rows a bucket has its whole
+ *       parameters, 128-byte aligned and disjoint, and its slices beside, where no other's lie
  *   L2  a unit that stays has a place that no other unit has, except for its form
  *   L3  units of one level that take turns use max(2, turns) places, each as often as any
  *       other; units of different levels share none
  *   L4  a form has the place of its unit, which then has none; a place is as large as its largest
- *       unit
+ *       unit, and the memory beside as what lies there of any unit
  *   L5  a row that names no parameter, or a form of no unit, is refused by name
  *   L6  a group has at most 32 buckets, of one stretch; groups follow the order of use
  */
@@ -39,6 +40,8 @@ static bool make_layout(sw_layout *layout, int world_size)
                                       .dtype = i % 3 ? SW_DTYPE_FLOAT32 : SW_DTYPE_FLOAT64,
                                       .trainable = true,
                                       .group = 1 + i / 2};
+    for (size_t i = 0; i < PARAMS; ++i) /* units 1, 4, ... */
+        params[i].row_numel = i / 2 % 3 != 1 ? 0 : params[i].numel % 5 == 0 ? 5 : 1;
     return check(sw_layout_init(layout, params, PARAMS, world_size,
                                 (sw_layout_caps){.bytes = 1 << 20}, &err) == SW_OK,
                  "no layout: %s", err.message);
@@ -75,19 +78,46 @@ static void draw(drawn *d, const sw_layout *layout)
     d->rows[UNITS].member_count = 2;
 }
 
+/* Check L1 for the parameters of a part, and return its end in the unit. */
+static size_t check_members(const sw_layout *layout, const sw_unit_part *part)
+{
+    const sw_layout_bucket *bucket = &layout->bucket[part->bucket];
+    size_t element_bytes = sw_dtype_size_bytes(part->dtype), end = part->offset_bytes;
+    for (size_t k = 0; k < bucket->count; ++k) {
+        size_t p = layout->order[bucket->first + k];
+        size_t at = sw_unit_offset_bytes(layout, part, p);
+        if (bucket->by_rows)
+            check(at % SW_UNIT_ALIGNMENT == 0 && at >= end && at < end + SW_UNIT_ALIGNMENT,
+                  "L1: parameter %zu lies at %zu after %zu", p, at, end);
+        else
+            check(at == part->offset_bytes + layout->place[p].begin * element_bytes,
+                  "L1: parameter %zu lies at %zu", p, at);
+        end = at + layout->place[p].numel * element_bytes;
+    }
+    return bucket->by_rows ? end : part->offset_bytes + bucket->numel * element_bytes;
+}
+
 static void check_parts(const sw_layout *layout, const drawn *d, const sw_unit_plan *plan)
 {
     for (size_t i = 0; i < d->count; ++i) {
         const sw_planned_unit *unit = &plan->unit[i];
-        size_t end = 0;
+        size_t end = 0, beside = 0;
         for (size_t k = 0; k < unit->part_count; ++k) {
             const sw_unit_part *part = &unit->part[k];
-            size_t bytes = layout->bucket[part->bucket].numel * sw_dtype_size_bytes(part->dtype);
+            const sw_layout_bucket *bucket = &layout->bucket[part->bucket];
+            if (bucket->by_rows) {
+                check(part->beside_bytes >= beside && part->beside_bytes % SW_UNIT_ALIGNMENT == 0,
+                      "L1: part %zu of unit %zu beside", k, i);
+                beside = part->beside_bytes + bucket->numel * sw_dtype_size_bytes(part->dtype);
+            }
             check(part->offset_bytes >= end && part->offset_bytes % SW_UNIT_ALIGNMENT == 0 &&
                       (k == 0 || part->bucket > unit->part[k - 1].bucket),
                   "L1: part %zu of unit %zu", k, i);
-            end = part->offset_bytes + bytes;
+            end = check_members(layout, part);
         }
+        check(unit->beside_bytes >= beside && unit->beside_bytes < beside + SW_UNIT_ALIGNMENT &&
+                  plan->beside_bytes >= unit->beside_bytes,
+              "L4: beside");
         check(unit->size_bytes >= end && unit->size_bytes < end + SW_UNIT_ALIGNMENT, "L1: size");
         for (size_t k = 0; k < d->rows[i].member_count; ++k) {
             const sw_unit_member *member = &d->members[i][k];

@@ -6,9 +6,10 @@
  * operation that is not ordered after what it needs is therefore a race, whatever the values are.
  * Memory of torch's that the engine's streams touch is adopted; only torch's stream uses the rest.
  *
- * Python calls this through ctypes; ranks are processes. Thread rule: the rank's own thread; look()
- * is for another.
+ * Python calls this through ctypes; ranks are processes. Thread rule: one thread of the rank's at a
+ * time, move() says which; look() is for another.
  */
+#include <semaphore.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -56,6 +57,28 @@ SIM_API void sim_torch_begin(int policy, uint64_t seed, const sw_kernel_contract
     sim_lock();
     sim.context[0].legacy = make_stream();
     sim_leave();
+}
+
+/* The thread that runs torch's operations from now on: the caller's. */
+SIM_API void sim_torch_move(void)
+{
+    sim_lock();
+    sim.host_thread = sim_thread();
+    sim_leave();
+}
+
+/* Wait for sim_torch_done, as torch's C++ waits for its thread of a GPU: a signal interrupts neither. */
+static sem_t done;
+
+SIM_API void sim_torch_await(void)
+{
+    while (sem_wait(&done) != 0)
+        continue;
+}
+
+SIM_API void sim_torch_done(void)
+{
+    sem_post(&done);
 }
 
 /* Adopt memory that torch has written, on its stream. */

@@ -2,6 +2,7 @@
  * host, and the same results from both forms. */
 #include <stdatomic.h>
 #include <stdlib.h>
+#include <stdio.h>
 #include <string.h>
 
 #include "device_host.h"
@@ -99,20 +100,23 @@ static void check_form(sw_device *device, const sw_kernel_set *kernels)
     ops->stream_destroy(device, stream);
 }
 
-/* Return true if the driver refused the image. `cache` is the folder after the packaged one. */
-static bool load_refused(sw_device *device, const char *cache, long nth)
+/* Return true if the driver refused the image, the first of `places`. `then`: the origin of the one
+ * that it takes; SW_IMAGE_NONE: there is none. */
+static bool load_refused(sw_device *device, const sw_image_places *places, sw_image_origin then,
+                         long nth)
 {
-    sw_image_places places = {.packaged_folder = gpu_folder, .cache_folder = cache};
     sw_kernel_set kernels;
     sw_error err = {0};
     gpu_sim->fail_call(0, nth, 209); /* CUDA_ERROR_NO_BINARY_FOR_GPU */
-    sw_status status = sw_kernel_set_init(&kernels, device, &places, &err);
+    sw_status status = sw_kernel_set_init(&kernels, device, places, &err);
     bool is_refused = strcmp(gpu_sim->failed_call(), "cuModuleLoadData") == 0;
     gpu_sim->fail_call(0, 0, 0);
-    if (is_refused && cache) {
-        check(status == SW_OK && kernels.origin == SW_IMAGE_CACHED, "%s", err.message);
+    if (is_refused && then != SW_IMAGE_NONE) {
+        check(status == SW_OK && kernels.origin == then, "%s", err.message);
     } else if (is_refused) {
-        expect(status, &err, SW_E_DEVICE, "packaged image of the kernels: ");
+        expect(status, &err, SW_E_DEVICE,
+               places->packaged_folder ? "packaged image of the kernels: "
+                                       : "cached image of the kernels: ");
         check(strstr(err.message, "(209)") && strstr(err.message, "without it: no image"), "%s",
               err.message);
     }
@@ -121,14 +125,28 @@ static bool load_refused(sw_device *device, const char *cache, long nth)
     return is_refused;
 }
 
+/* The fake driver is a compiler, too. */
 static void check_refused_image(sw_device *device)
 {
-    const char *caches[] = {NULL, gpu_folder};
-    for (int k = 0; k < 2; ++k) {
+    char cache[1024];
+    snprintf(cache, sizeof cache, "%s/cache", gpu_folder);
+    const struct {
+        sw_image_places places;
+        sw_image_origin then;
+    } cases[] = {
+        {{.packaged_folder = gpu_folder}, SW_IMAGE_NONE},
+        {{.packaged_folder = gpu_folder, .cache_folder = gpu_folder}, SW_IMAGE_CACHED},
+        {{.packaged_folder = gpu_folder, .nvrtc = gpu_cuda_library}, SW_IMAGE_COMPILED_UNCACHED},
+        {{.packaged_folder = gpu_folder, .cache_folder = cache, .nvrtc = gpu_cuda_library},
+         SW_IMAGE_COMPILED},
+        {{.cache_folder = cache, .nvrtc = gpu_cuda_library}, SW_IMAGE_COMPILED},
+        {{.cache_folder = cache}, SW_IMAGE_NONE},
+    };
+    for (size_t k = 0; k < sizeof cases / sizeof *cases; ++k) {
         long nth = 1;
-        while (nth < 9 && !load_refused(device, caches[k], nth))
+        while (nth < 9 && !load_refused(device, &cases[k].places, cases[k].then, nth))
             ++nth;
-        check(nth < 9, "cuModuleLoadData was not among the first calls");
+        check(nth < 9, "case %zu: cuModuleLoadData was not among the first calls", k);
     }
 }
 

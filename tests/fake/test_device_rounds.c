@@ -7,7 +7,8 @@
  * first round nothing leaves early. Every rank learns what some rank used. Ranks that count their
  * steps differently, or differ in what stands, all hear of it, and no other does. A mistake has the
  * host's sentence. No schedule gives a race or a leak; each driver call that fails ends in a named
- * error and leaves nothing.
+ * error and leaves nothing. By rows a slice has the chunks of torch.chunk, also where two ranks own
+ * it. A bucket is written by at most one launch.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -21,14 +22,18 @@
 enum { PARAMS = 6, STEPS = 4, NUMEL_MAX = 300, SEEDS = 5, STREAMS = 2, PLACES = 2, FAILURE = 999 };
 static const int64_t TIMEOUT_NS = 2000000000;
 static const size_t CAP_BYTES = 512;
-static const sw_layout_param params[PARAMS] = {
+static sw_layout_param params[PARAMS] = {
     {40, SW_DTYPE_FLOAT32, true, 0, 0},  {100, SW_DTYPE_FLOAT32, true, 0, 0},
     {64, SW_DTYPE_FLOAT32, true, 0, 0},  {NUMEL_MAX, SW_DTYPE_FLOAT32, true, 0, 0},
     {33, SW_DTYPE_FLOAT32, false, 0, 0}, {7, SW_DTYPE_FLOAT32, true, 0, 0}};
+/* By rows: 8, 10, 1, 100 and 7 of them. */
+static const size_t row_numel[PARAMS] = {5, 10, 64, 3, 11, 1};
 static const char *const names[PARAMS] = {"p0", "p1", "p2", "p3", "frozen", "p5"};
 
 typedef struct run_plan {
     bool sliced, moves_places;
+    bool is_shared; /* each slice has two owners */
+    bool is_divided; /* the transport adds what is divided as it is copied: exact up to W = 2 */
     int extra_steps;   /* that rank 1 counts after the first round */
     bool stands_apart; /* rank 1 alone has not cleared p1 before the second round */
     bool looks_late;   /* the host does not look at the tags of the first round before the third */
@@ -41,6 +46,12 @@ typedef struct run_plan {
     char message[GPU_RANKS_MAX][SW_ERROR_MESSAGE_BYTES];
     bool failed[GPU_RANKS_MAX];
 } run_plan;
+
+static void cut_by_rows(bool by_rows)
+{
+    for (size_t p = 0; p < PARAMS; ++p)
+        params[p].row_numel = by_rows ? row_numel[p] : 0;
+}
 
 static float value_of(int rank, int step, size_t p, size_t i)
 {
@@ -60,7 +71,7 @@ static bool uses(int rank, int step, size_t p)
 static bool stands(const run_plan *plan, int rank, int step, size_t p)
 {
     bool apart = plan->stands_apart && rank == 1 && step == 1 && p == 1;
-    return plan->sliced && (apart || (step == 2 && (p == 1 || p == 2)));
+    return plan->sliced && !plan->is_divided && (apart || (step == 2 && (p == 1 || p == 2)));
 }
 
 /* ---- the naive loop ---- */
@@ -118,8 +129,15 @@ static sw_status prepare(loop *l)
     void *memory;
     sw_reducer_options options = {.bucket_cap_bytes = CAP_BYTES,
                                   .sliced = l->plan->sliced,
-                                  .deterministic = true,
+                                  .deterministic = !l->plan->is_divided,
                                   .label = "m"};
+    int slice_of[GPU_RANKS_MAX], replica_of[GPU_RANKS_MAX], count = l->self->world_size / 2;
+    const sw_slices slices = {.count = count, .of_rank = slice_of, .replica_of_rank = replica_of};
+    for (int r = 0; r < l->self->world_size; ++r) {
+        slice_of[r] = count ? r % count : 0;
+        replica_of[r] = count ? r / count : 0;
+    }
+    options.slices = l->plan->is_shared ? &slices : NULL;
     for (int s = 0; s < STREAMS; ++s)
         SW_TRY(device->ops->stream_create(device, false, &l->stream[s], err));
     SW_TRY(device->ops->event_create(device, &l->ended, err));
@@ -167,6 +185,7 @@ static sw_status place_bucket(loop *l, size_t bucket, int step)
 {
     const sw_layout *layout = sw_reducer_layout(l->reducer);
     sw_error *err = &l->self->err;
+    uint64_t launches = l->self->device->stats.launches;
     SW_TRY(sw_reducer_reserve(l->reducer, bucket, err));
     for (size_t k = 0; k < layout->bucket[bucket].count; ++k) {
         size_t p = layout->order[layout->bucket[bucket].first + k];
@@ -176,7 +195,11 @@ static sw_status place_bucket(loop *l, size_t bucket, int step)
             SW_TRY(sw_reducer_clear(l->reducer, p, err));
         sw_reducer_place(l->reducer, p, stands(l->plan, l->self->rank, step, p));
     }
-    return sw_reducer_seal(l->reducer, bucket, err);
+    SW_TRY(sw_reducer_seal(l->reducer, bucket, err));
+    launches = l->self->device->stats.launches - launches;
+    check(launches <= 1, "bucket %zu was written by %llu launches", bucket,
+          (unsigned long long)launches);
+    return SW_OK;
 }
 
 /* The gradients of a bucket go back to the allocators of their streams. */
@@ -246,15 +269,22 @@ static sw_status run_backward(loop *l, int step)
 /* Where the mean of a parameter lies, and which of its elements. */
 static const float *mean_of(const loop *l, size_t p, size_t *first, size_t *numel)
 {
-    const sw_layout_place *place = &sw_reducer_layout(l->reducer)->place[p];
-    size_t width =
-        sw_reducer_layout(l->reducer)->bucket[place->bucket].numel / (size_t)l->self->world_size;
-    size_t begin = (size_t)l->self->rank * width;
+    size_t slices = (size_t)l->self->world_size / (l->plan->is_shared ? 2 : 1);
+    size_t slice = (size_t)l->self->rank % slices;
     *first = 0;
     *numel = params[p].numel;
     if (!l->plan->sliced)
         return (const float *)(const void *)sw_reducer_address(l->reducer, p);
-    *first = begin > place->begin ? begin - place->begin : 0;
+    *first = sw_layout_run_in(sw_reducer_layout(l->reducer), p, slice, slices).begin;
+    if (params[p].row_numel > 0) { /* as torch.chunk cuts */
+        size_t rows = params[p].numel / row_numel[p], chunk = (rows + slices - 1) / slices;
+        size_t begin = slice * chunk < rows ? slice * chunk : rows;
+        size_t end = begin + chunk < rows ? begin + chunk : rows;
+        (void)sw_reducer_result(l->reducer, p, numel);
+        check(*numel == (end - begin) * row_numel[p] && (*numel == 0 || *first == begin * row_numel[p]),
+              "W=%d, rank %d, %s: %zu elements from %zu", l->self->world_size, l->self->rank,
+              names[p], *numel, *first);
+    }
     return (const float *)(const void *)sw_reducer_result(l->reducer, p, numel);
 }
 
@@ -371,17 +401,33 @@ static bool train_rank(gpu_rank *self)
 
 /* ---- laws ---- */
 
-static void check_rounds(int world_size, bool sliced, bool moves_places, sim_policy policy,
-                         uint64_t seed)
+static void check_rounds(int world_size, const run_plan *asked, sim_policy policy, uint64_t seed)
 {
     static run_plan plan;
-    plan = (run_plan){.sliced = sliced, .moves_places = moves_places, .adopts_late = seed % 2};
+    plan = *asked;
+    plan.adopts_late = seed % 2;
     fill_expected(&plan, world_size);
     check(gpu_ranks_run(world_size, policy, seed, train_rank, &plan), "W=%d%s: %s", world_size,
-          sliced ? ", sliced" : "", plan.message[0]);
+          plan.sliced ? ", sliced" : "", plan.message[0]);
     check(plan.early_first == 0, "a bucket left early in the first round");
     check(plan.early > 0, "no bucket left early");
     gpu_expect_clean("rounds");
+}
+
+/* Rows are cut as torch.chunk cuts them, uneven and empty chunks included. */
+static void check_rows(void)
+{
+    static const run_plan plans[] = {
+        {.sliced = true}, {.sliced = true, .is_divided = true}, {.sliced = true, .is_shared = true}};
+    cut_by_rows(true);
+    for (int policy = 0; policy < SIM_POLICY_COUNT; ++policy)
+        for (int world_size = 1; world_size <= 4; ++world_size)
+            for (size_t k = 0; k < sizeof plans / sizeof *plans; ++k) {
+                bool is_exact = !plans[k].is_divided || world_size <= 2;
+                if (is_exact && (!plans[k].is_shared || world_size == 4))
+                    check_rounds(world_size, &plans[k], (sim_policy)policy, 1);
+            }
+    cut_by_rows(false);
 }
 
 /* What ranks did apart is named on all of them, and by the sentence for it. */
@@ -482,9 +528,12 @@ int main(int argc, char **argv)
     for (int policy = 0; policy < SIM_POLICY_COUNT; ++policy)
         for (uint64_t seed = 1; seed <= SEEDS; ++seed)
             for (int sliced = 0; sliced < 2; ++sliced) {
-                check_rounds(1, sliced, false, (sim_policy)policy, seed);
-                check_rounds(3, sliced, sliced && seed % 2, (sim_policy)policy, seed);
+                check_rounds(1, &(run_plan){.sliced = sliced}, (sim_policy)policy, seed);
+                check_rounds(3,
+                             &(run_plan){.sliced = sliced, .moves_places = sliced && seed % 2},
+                             (sim_policy)policy, seed);
             }
+    check_rows();
     check_mismatch(&(run_plan){.extra_steps = 1},
                    "different numbers of backwards or optimizer steps");
     check_mismatch(&(run_plan){.sliced = true, .stands_apart = true},

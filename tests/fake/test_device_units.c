@@ -8,7 +8,8 @@
  * gathers end first. A gather into a place in use is refused, and so is an update while a unit is
  * unsharded. Units 1 and 4 have float32 slices, which a gather casts to bfloat16. Units 0 and 2
  * also lie in memory of their own, where a step writes this rank's slices in place, and all are
- * gathered anew behind it. A unit without a place is refused by name. Each driver call that fails
+ * gathered anew behind it. The first buckets of units 3 and 4 are cut by rows, unevenly and with
+ * empty chunks: their parameters are whole in the unit, for one launch more. A unit without a place is refused by name. Each driver call that fails
  * ends in a named error and leaves nothing.
  */
 #include <stdio.h>
@@ -37,6 +38,12 @@ static const size_t slice_bytes[UNITS][RUNS] = {
 
 static const size_t kept_unit[KEPT] = {0, 2};
 
+static const bool has_rows[UNITS] = {false, false, false, true, true};
+/* By rows: chunks of parameters in a slice, as many as fit. The last of the first one is 30 bytes
+ * shorter; of the second one all but the first are empty. */
+enum { ROWS = 3 };
+static const size_t chunk_begin[ROWS] = {0, 128, 256}, chunk_bytes[ROWS] = {100, 64, 128};
+
 static const bool is_cast[UNITS] = {false, true, false, false, true};
 
 typedef struct training {
@@ -53,7 +60,7 @@ typedef struct loop {
     sw_device_units *units, *whole; /* `whole`: kept_unit, in memory of their own */
     sw_stream *compute, *optimizer;
     sw_event *read, *stepped;
-    void *slice[UNITS][RUNS], *place[PLACES], *apart, *kept[KEPT];
+    void *slice[UNITS][RUNS], *place[PLACES], *apart, *beside, *kept[KEPT];
     unsigned char *pinned, *seen; /* of every slice; of every unit twice, and of one apart */
     size_t unit_bytes[UNITS], seen_bytes;
 } loop;
@@ -84,9 +91,31 @@ static unsigned char unit_byte(int rank, int step, size_t unit, size_t run, size
                          : value_of(rank, step, unit, run, i);
 }
 
+/* Fill in the parameters of a unit's first bucket, by rows. Return how many there are, and the end
+ * of the last one in the unit. */
+static size_t rows_of(size_t unit, int world_size, sw_device_unit_rows *rows, size_t *end)
+{
+    const size_t ranks = (size_t)world_size;
+    const size_t sizes[ROWS] = {ranks * chunk_bytes[0] - 30, chunk_bytes[1],
+                                ranks * chunk_bytes[2]};
+    size_t count = 0;
+    *end = 0;
+    for (; has_rows[unit] && count < ROWS && chunk_begin[count] < slice_bytes[unit][0]; ++count) {
+        rows[count] = (sw_device_unit_rows){.begin_bytes = chunk_begin[count],
+                                            .offset_bytes = *end,
+                                            .size_bytes = sizes[count],
+                                            .chunk_bytes = chunk_bytes[count]};
+        *end += (sizes[count] + 127) / 128 * 128;
+    }
+    return count;
+}
+
 static size_t offset_of(size_t unit, size_t run, int world_size)
 {
-    return run == 0 ? 0 : slice_bytes[unit][0] * (size_t)world_size;
+    sw_device_unit_rows rows[ROWS];
+    size_t end;
+    size_t count = rows_of(unit, world_size, rows, &end);
+    return run == 0 ? 0 : count > 0 ? end : slice_bytes[unit][0] * (size_t)world_size;
 }
 
 static sw_status allocate(loop *l, size_t bytes, void **memory)
@@ -108,17 +137,19 @@ static sw_status prepare(loop *l)
     for (int p = 0; p < PLACES; ++p)
         SW_TRY(allocate(l, widest, &l->place[p]));
     SW_TRY(allocate(l, widest, &l->apart));
+    SW_TRY(allocate(l, widest, &l->beside));
     for (int k = 0; k < KEPT; ++k)
         SW_TRY(allocate(l, widest, &l->kept[k]));
     SW_TRY(device->ops->pinned_alloc(device, (size_t)UNITS * RUNS * SLICE_MAX, &memory, err));
     l->pinned = memory;
-    SW_TRY(device->ops->pinned_alloc(device, 2 * UNITS * widest, &memory, err));
+    SW_TRY(device->ops->pinned_alloc(device, 3 * UNITS * widest, &memory, err));
     l->seen = memory;
-    for (int u = 0; u < UNITS; ++u)
-        for (int k = 0; k < RUNS; ++k) {
+    for (size_t u = 0; u < UNITS; ++u) {
+        l->unit_bytes[u] =
+            offset_of(u, 1, l->self->world_size) + slice_bytes[u][1] * world_size;
+        for (int k = 0; k < RUNS; ++k)
             SW_TRY(allocate(l, SLICE_MAX, &l->slice[u][k]));
-            l->unit_bytes[u] += slice_bytes[u][k] * world_size;
-        }
+    }
     return SW_OK;
 }
 
@@ -127,7 +158,9 @@ static sw_status create(loop *l)
     static const char *const names[UNITS] = {"", "1", "2", "3", "4"};
     sw_device_unit_run runs[UNITS][RUNS];
     sw_device_unit_spec specs[UNITS];
+    sw_device_unit_rows rows[UNITS][ROWS];
     for (size_t u = 0; u < UNITS; ++u) {
+        size_t end;
         for (size_t k = 0; k < RUNS; ++k)
             runs[u][k] =
                 (sw_device_unit_run){.slice = l->slice[u][k],
@@ -135,13 +168,16 @@ static sw_status create(loop *l)
                                      .slice_bytes = slice_bytes[u][k],
                                      .slice_dtype = SW_DTYPE_FLOAT32,
                                      .dtype = is_cast[u] ? SW_DTYPE_BFLOAT16 : SW_DTYPE_FLOAT32};
+        runs[u][0].row_count = rows_of(u, l->self->world_size, rows[u], &end);
+        if (runs[u][0].row_count > 0)
+            runs[u][0].rows = rows[u];
         specs[u] = (sw_device_unit_spec){.name = names[u],
                                          .place = place_of[u],
                                          .data = l->place[place_of[u]],
                                          .runs = runs[u],
                                          .run_count = slice_bytes[u][1] ? RUNS : 1};
     }
-    return sw_device_units_create(l->self->all, PLACES, specs, UNITS, &l->units, &l->self->err);
+    return sw_device_units_create(l->self->all, PLACES, l->beside, specs, UNITS, &l->units, &l->self->err);
 }
 
 static char *kept_slice(const loop *l, size_t kept, size_t run)
@@ -168,7 +204,7 @@ static sw_status create_kept(loop *l)
         specs[n] = (sw_device_unit_spec){
             .name = names[n], .place = n, .data = l->kept[n], .runs = runs[n], .run_count = RUNS};
     }
-    return sw_device_units_create(l->self->all, KEPT, specs, KEPT, &l->whole, &l->self->err);
+    return sw_device_units_create(l->self->all, KEPT, NULL, specs, KEPT, &l->whole, &l->self->err);
 }
 
 /* Write this rank's slices in place, and have the others' gathered behind that. */
@@ -213,21 +249,39 @@ static sw_status step_on_slices(loop *l)
     return sw_device_units_update(l->units, l->optimizer, err);
 }
 
-/* Copy a unit to pinned memory, as a computation reads it. */
-static sw_status read_unit(loop *l, size_t unit, const void *data)
+static sw_status read_range(loop *l, const void *data, size_t begin, size_t end)
 {
     sw_device *device = l->self->device;
-    SW_TRY(device->ops->copy_async(device, l->seen + l->seen_bytes, data, l->unit_bytes[unit],
-                                   l->compute, &l->self->err));
-    l->seen_bytes += l->unit_bytes[unit];
+    if (begin == end)
+        return SW_OK;
+    SW_TRY(device->ops->copy_async(device, l->seen + l->seen_bytes, (const char *)data + begin,
+                                   end - begin, l->compute, &l->self->err));
+    l->seen_bytes += end - begin;
     return SW_OK;
+}
+
+/* Copy a unit to pinned memory, as a computation reads it: not what lies between parameters. */
+static sw_status read_unit(loop *l, size_t unit, const void *data)
+{
+    sw_device_unit_rows rows[ROWS];
+    size_t begin;
+    size_t count = rows_of(unit, l->self->world_size, rows, &begin);
+    for (size_t p = 0; p < count; ++p)
+        SW_TRY(read_range(l, data, rows[p].offset_bytes,
+                          rows[p].offset_bytes + rows[p].size_bytes));
+    return read_range(l, data, begin, l->unit_bytes[unit]);
 }
 
 static sw_status begin(loop *l, size_t unit)
 {
-    return sw_device_unit_state(l->units, unit) == SW_SHARD_SHARDED
-               ? sw_device_unit_gather(l->units, unit, &l->self->err)
-               : SW_OK;
+    uint64_t launches = l->self->device->stats.launches;
+    if (sw_device_unit_state(l->units, unit) != SW_SHARD_SHARDED)
+        return SW_OK;
+    SW_TRY(sw_device_unit_gather(l->units, unit, &l->self->err));
+    launches = l->self->device->stats.launches - launches;
+    check(launches == (is_cast[unit] ? RUNS : 0u) + has_rows[unit], "unit %zu: %llu launches", unit,
+          (unsigned long long)launches);
+    return SW_OK;
 }
 
 static sw_status use(loop *l, size_t unit)
@@ -273,6 +327,9 @@ static sw_status detours(loop *l)
     SW_TRY(read_unit(l, 4, l->apart));
     check(sw_device_unit_is_apart(l->units, 4), "unit 4 does not lie apart");
     SW_TRY(sw_device_unit_release(l->units, 4, l->compute, err));
+    SW_TRY(sw_device_unit_gather_apart(l->units, 3, l->apart, l->compute, err));
+    SW_TRY(read_unit(l, 3, l->apart));
+    SW_TRY(sw_device_unit_release(l->units, 3, l->compute, err));
     SW_TRY(sw_device_unit_take(l->units, 2, l->compute, err));
     return sw_device_unit_release(l->units, 2, l->compute, err);
 }
@@ -291,11 +348,19 @@ static void compare(loop *l, int step, const size_t *order, size_t count)
 {
     const unsigned char *seen = l->seen;
     gpu_sim->host_access(l->seen, l->seen_bytes, SW_ACCESS_READ, "the test's look");
-    for (size_t n = 0; n < count; ++n)
-        for (size_t k = 0; k < RUNS; ++k)
+    for (size_t n = 0; n < count; ++n) {
+        sw_device_unit_rows rows[ROWS];
+        size_t end, row_count = rows_of(order[n], l->self->world_size, rows, &end);
+        for (size_t p = 0; p < row_count; ++p)
+            for (size_t i = 0; i < rows[p].size_bytes; ++i)
+                l->run->wrong +=
+                    *seen++ != unit_byte((int)(i / rows[p].chunk_bytes), step, order[n], 0,
+                                         rows[p].begin_bytes + i % rows[p].chunk_bytes);
+        for (size_t k = row_count > 0; k < RUNS; ++k)
             for (int r = 0; r < l->self->world_size; ++r)
                 for (size_t i = 0; i < slice_bytes[order[n]][k]; ++i)
                     l->run->wrong += *seen++ != unit_byte(r, step, order[n], k, i);
+    }
     check(seen == l->seen + l->seen_bytes, "the test reads other units than it compares");
     l->seen_bytes = 0;
 }
@@ -314,7 +379,7 @@ static sw_status await_reads(loop *l)
 
 static sw_status train_step(loop *l, int step)
 {
-    static const size_t order[] = {0, 1, 2, 3, 4, 4, 3, 2, 1, 0, 4, 2, 0};
+    static const size_t order[] = {0, 1, 2, 3, 4, 4, 3, 2, 1, 0, 4, 3, 2, 0};
     sw_device *device = l->self->device;
     uint64_t waits = device->stats.host_waits, allocations = device->stats.allocations;
     choose_values(l, step);
@@ -353,7 +418,7 @@ static sw_status refuse_without_place(loop *l)
     sw_device_units *units;
     const sw_device_unit_run run = {.slice = l->slice[0][0], .slice_bytes = slice_bytes[0][0]};
     const sw_device_unit_spec spec = {.name = "lone", .runs = &run, .run_count = 1};
-    SW_TRY(sw_device_units_create(l->self->all, PLACES, &spec, 1, &units, &l->self->err));
+    SW_TRY(sw_device_units_create(l->self->all, PLACES, NULL, &spec, 1, &units, &l->self->err));
     check(sw_device_unit_gather(units, 0, &refused) == SW_E_STATE &&
               strstr(refused.message, "'lone' cannot be gathered but apart: it has no place"),
           "a gather without a place was not refused: %s", refused.message);
@@ -392,6 +457,7 @@ static void tear_down(loop *l)
     for (int p = 0; p < PLACES; ++p)
         device->ops->memory_free(device, l->place[p]);
     device->ops->memory_free(device, l->apart);
+    device->ops->memory_free(device, l->beside);
     for (int k = 0; k < KEPT; ++k)
         device->ops->memory_free(device, l->kept[k]);
     for (int u = 0; u < UNITS; ++u)

@@ -67,7 +67,7 @@ SLOW_COLLECTION_S = 0.01
 #: what a rank would import at its first wrap, forward or compilation: seconds, and objects for every later collection of garbage
 IMPORTED_LATE = (
     "torch._dynamo", "torch._inductor.compile_fx", "torch.distributed.checkpoint", "torch.distributed.pipelining",
-    "shardwright.wrapping", "shardwright.checkpoint", "shardwright.optim.diloco", "shardwright.gradients.comm_thread",
+    "shardwright.wrapping", "shardwright.checkpoint", "shardwright.optim.diloco",
 )  # fmt: skip
 #: the interface that gloo uses; a machine's host name may resolve to nothing that can be reached
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

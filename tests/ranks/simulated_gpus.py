@@ -31,6 +31,7 @@ import peer
 import pytest
 import shardwright as sw
 import torch
+from device_threads import DeviceThread
 from harness import DEADLINE_S, before_waiting, gather
 from internals import VARIABLE, ShardedGradient, _engine, _Guarded, device_staging, process_group
 from internals import cuda as sw_device
@@ -285,6 +286,8 @@ class SimulatedGpus:
         self._left = threading.Event()
         self._clock = threading.Thread(target=self._pass_time, name="gpu-time", daemon=True)
         self._clock.start()
+        self._autograd = DeviceThread(self._cuda)
+        self._patch.setattr(torch.autograd.Variable, "_execution_engine", self._autograd)
         self._mode = _Watch(self)
         self._mode.__enter__()
         before_waiting.append(self._drain)
@@ -338,6 +341,7 @@ class SimulatedGpus:
             self._left.set()
             self._clock.join()
             self._patch.undo()
+            self._autograd.close()
 
     def _leave(self, kind: Any, value: Any) -> None:
         self._mode.__exit__(None, None, None)

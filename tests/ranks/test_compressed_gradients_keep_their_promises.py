@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(PEER == "torch", reason="torch has none of it, o
 QUICK_FORM_IS_THE_LARGEST_WORLD = True
 
 if PEER != "torch":
-    from internals import levels_of, process_group
+    from internals import Exchange, process_group
     from shardwright.hooks import (
         BlockState,
         PowerSGDState,
@@ -230,7 +230,7 @@ def test_values_do_not_depend_on_buckets(rank, world_size, name):
 
 
 def block_errors(state):
-    return torch.cat([entry["error"] for entry in state._entries.values()])
+    return torch.cat([entry["error"] for entry in state.entries().values()])
 
 
 def powersgd_errors(state, owners):
@@ -277,7 +277,7 @@ def test_half_factors_are_the_naive_ones(rank, world_size, dtype):
     assert bits_equal(result[1200:], plain[1200:])  # the small parameter
     assert not bits_equal(result[:1200], plain[:1200])
     half = lambda x: x.to(dtype).float()  # noqa: E731
-    p = state._entries["#0"]["left"][:, :40]  # the orthonormal P
+    p = state.entries()["#0"]["left"][:, :40]  # the orthonormal P
     mean = lambda terms: half(sum(half(term * (1 / world_size)) for term in terms))  # noqa: E731
     q = mean([p @ g[0] for g in gradients])
     assert float((result[:1200].view(40, 30) - p.T @ q).norm()) <= 2.0**-7 * float(q.norm())
@@ -607,13 +607,13 @@ def test_ranks_that_disagree_about_the_compressor_get_one_sentence(rank, world_s
 def test_errors_stay_flat(rank, world_size, name):
     state, hook, _ = cases(name)
     # the engine's own exchange: Gloo takes milliseconds for one as small, and there are 20,000 steps
-    state.use_exchange(levels_of(process_group.host_group(dist.group.WORLD, 60.0)).exchange)
+    state.use_exchange(Exchange(process_group.host_group(dist.group.WORLD, 60.0).comm))
     owner, steps = [torch.nn.Parameter(torch.zeros(24, 40))], 20_000 if LONG else 400
     generator, worst = torch.Generator().manual_seed(rank), [0.0, 0.0]
     for step in range(steps):
         run(hook, state, owner, [torch.randn(24, 40, generator=generator)])
         if step >= steps - 40 or 20 <= step < 60:
-            owed = state.errors() if hook is powerSGD_hook else {"": state._entries["#0"]["error"]}
+            owed = state.errors() if hook is powerSGD_hook else {"": state.entries()["#0"]["error"]}
             late = step >= steps - 40
             worst[late] = max(worst[late], *(float(error.norm()) for error in owed.values()))
     if LONG and rank == 0:

@@ -1,4 +1,4 @@
-"""Law: an error of background work (a communication hook, its future, a thread with buckets) is raised on its rank. The
+"""Law: an error of background work (a communication hook, its future) is raised on its rank. The
 other ranks raise at their next call, once the failed rank makes its own or leaves. No rank trains on.
 """
 
@@ -9,7 +9,6 @@ import time
 import pytest
 import torch
 from harness import gather, on_every_rank
-from internals import BucketThread
 from peer import PEER, batch, engine, sw
 from torch import nn
 
@@ -63,22 +62,3 @@ def test_a_hook_that_fails_on_one_rank_is_an_error_on_all(rank, world_size, zero
     assert (type(errors[0]) is ValueError and ON_PURPOSE in str(errors[0])) == (rank == odd)
     assert isinstance(errors[-1], engine.Error)
     gather(None)
-
-
-def test_a_thread_with_buckets_raises_its_error_where_it_is_waited_for():
-    class Runner:
-        def job(self, bucket, is_last, is_early):
-            return lambda: raises(None)
-
-        def finish_early(self, buckets):
-            assert not buckets
-
-    class Comm:
-        rank, timeout_s, warn_after_s = 0, 5.0, 0.0
-
-    thread = BucketThread(Runner(), Comm(), "Net", None)
-    for bucket in (1, 0):
-        thread(bucket, bucket == 0, False)
-    with pytest.raises(ValueError, match=ON_PURPOSE):
-        thread.wait()
-    thread.wait()  # once

@@ -10,8 +10,8 @@ import pytest
 import shardwright as sw
 import torch
 import torch.distributed as dist
-from harness import Stopwatch, gather, in_turn, on_every_rank, same_everywhere
-from internals import exchange, process_group
+from harness import gather, in_turn, on_every_rank, same_everywhere
+from internals import process_group
 from models import Mlp
 from oracle.compression import block_mean, half_mean
 from oracle.fold import bits_equal
@@ -202,30 +202,6 @@ def test_unused_parameters_keep_their_bits_and_their_error(rank, world_size):
     assert all(bits_equal(owed[n], after[n]) for n in owed if n.startswith("idle"))
 
 
-@pytest.mark.parametrize("name", COMPRESSORS)
-@on_every_rank(at_least=3)
-def test_two_hosts_swap_small_messages_with_the_same_bits(rank, world_size, name):
-    """Each host has both messages and folds what the owners of slices would fold: the same bytes in half as many
-    messages.
-    """
-    after, sent = [], []
-    for swaps in (True, False):
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            if not swaps:
-                monkeypatch.setattr(exchange.GlooExchange, "swap", lambda self: None)
-            model = made(hosts_of("2+1", world_size), COMPRESSORS[name])
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            for step in range(4):
-                model(batch(rank, 8, 7, step=step)).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        after.append([p.detach().clone() for p in model.parameters()])
-        sent.append(sw.stats(model)["models"][0]["wire_bytes"])
-    assert sent[0] == sent[1]
-    assert all(map(bits_equal, *after))
-    assert same_everywhere([p.tolist() for p in after[0]])
-
-
 @pytest.mark.parametrize("wire", ["bf16", "int8", "float32"])
 @on_every_rank(at_least=3)
 def test_local_steps_are_averaged_over_hosts(rank, world_size, wire):
@@ -266,17 +242,14 @@ def test_headroom_measures_between_hosts(rank, world_size):
 
 
 @on_every_rank(at_least=3)
-def test_a_failed_exchange_of_a_host_is_raised_on_all_its_ranks(rank, world_size):
+def test_the_state_of_another_model_is_refused(rank, world_size):
     host_of = hosts_of("2+1", world_size)
     model = made(host_of, sw.Int4(block=32))
     state = model.compression_state.state_dict()
-    model.compression_state.load_state_dict({**state, "parameters": {"other.weight": {"error": torch.zeros(3)}}})
-    start = Stopwatch()
-    with pytest.raises(sw.Error, match="the loaded state belongs to another model") as caught:
-        backward(model, rank, 0)
-    assert start.seconds() < 15
-    if host_of.index(host_of[rank]) != rank:
-        assert f"rank {host_of.index(host_of[rank])}, which exchanges for host" in str(caught.value)
+    with pytest.raises(sw.Error, match="the loaded state belongs to another model"):
+        model.compression_state.load_state_dict({**state, "parameters": {"other.weight": {"error": torch.zeros(3)}}})
+    backward(model, rank, 0)
+    assert same_everywhere([p.grad for p in model.module.parameters()])
 
 
 @on_every_rank(at_least=3)

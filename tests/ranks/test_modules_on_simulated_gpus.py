@@ -11,6 +11,7 @@ import os
 import pathlib
 import signal
 import sys
+import threading
 import time
 from typing import Any
 
@@ -339,6 +340,52 @@ def two_streams(gpus: SimulatedGpus, rank: int, world_size: int, elsewhere: bool
             optimizer.step()
         assert_same_parameters(wrapped, naive)
         zero_grad(wrapped, naive, set_to_none=False)
+
+
+def test_two_hooks_of_a_module_at_once_follow_one_another(teams: Any, world_size: int, paths: dict[str, str]) -> None:
+    run(teams, world_size, paths, two_hooks)
+
+
+def two_hooks(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    """With one output on the CPU, autograd runs hooks in the caller's thread and in its own. The second one here has the
+    gradients of the left head, and comes while the first is inside a slow call of the driver.
+    """
+    tasks: dict[int, int] = {}
+    task_id = internals.autograd.graph_task_id
+    with pytest.MonkeyPatch.context() as patch:
+        known = lambda: tasks.get(threading.get_ident(), None) or task_id()  # noqa: E731
+        patch.setattr(internals.autograd, "graph_task_id", known)
+        wrapped = sw.wrap(gpus.adopt_module(Heads()), deterministic=True, bucket_cap_mb=0.0001)
+    left, right = wrapped.module.left, wrapped.module.right
+    started: list[threading.Thread] = []
+    failed: list[BaseException] = []
+
+    def aside(task: int) -> None:
+        tasks[threading.get_ident()] = task
+        try:
+            for parameter in left.parameters():
+                for hook in internals.autograd.gradient_hooks(parameter).values():
+                    hook(parameter)
+        except BaseException as error:
+            failed.append(error)
+
+    def begin(_: torch.Tensor) -> None:
+        gpus.slow_next("cuEventRecord", 0.5)
+        started.append(threading.Thread(target=aside, args=(task_id(),)))
+        started[-1].start()
+        time.sleep(0.1)
+
+    right.register_forward_hook(lambda module, inputs, output: output.register_hook(begin) and None)
+    for step in range(2):
+        for parameter in left.parameters():
+            parameter.grad = gpus.adopt(torch.full_like(parameter, rank + 1.0))
+        wrapped(batch(rank, 6, 7, step=step), "right").backward()
+        started[-1].join()
+        assert not failed, failed
+        expected = sum(range(1, world_size + 1)) / world_size
+        assert all(bool((parameter.grad == expected).all()) for parameter in left.parameters())
+        assert same_everywhere([parameter.grad for parameter in wrapped.parameters()])
+        wrapped.zero_grad()
 
 
 # what cannot work says so, on every rank --------------------------------------------------------------------------

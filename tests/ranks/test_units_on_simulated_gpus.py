@@ -108,7 +108,7 @@ LAWS: list[tuple[Any, str, dict[str, Any]]] = [
     (units, "hooks_that_are_added_later_see_whole_parameters", {}),
     (by_hand, "by_hand_as_by_wrap", {"train": units.steps, "reshard_after_forward": True}),
     (by_hand, "by_hand_as_by_wrap", {"train": by_hand.accumulating, "reshard_after_forward": False}),
-    (by_hand, "the_class_is_a_subclass_and_a_copy_has_the_original", {}),
+    (by_hand, "the_class_is_a_subclass_that_is_not_copied", {}),
     (by_hand, "unshard_and_reshard", {}),
     (by_hand, "clipping_and_norms", {}),
 ]

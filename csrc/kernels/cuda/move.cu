@@ -127,9 +127,32 @@ SW_KERNEL_OF(4) sw_cast(const sw_cast_args a)
 
 /* ---- pack ---- */
 
+/* Each piece has tiles of its own. */
 SW_INLINE sw_u64 sw_pack_tiles(const sw_pack_args &a, int i)
 {
-    return sw_parts(a.segment[i].size_bytes, SW_MOVE_TILE_BYTES);
+    const sw_pack_segment &segment = a.segment[i];
+    if (segment.piece_count == 0)
+        return sw_parts(segment.size_bytes, SW_MOVE_TILE_BYTES);
+    return segment.piece_count * sw_parts(segment.piece_bytes, SW_MOVE_TILE_BYTES);
+}
+
+/* Return the range of a segment in which tile `tile` lies, and change `tile` to its number there. */
+SW_INLINE sw_pack_segment sw_pack_range(const sw_pack_segment &segment, sw_u64 &tile)
+{
+    sw_pack_segment range = segment;
+    if (segment.piece_count > 0) {
+        const sw_u64 tiles = sw_parts(segment.piece_bytes, SW_MOVE_TILE_BYTES);
+        const sw_u64 piece = tiles == 1 ? tile : tile / tiles;
+        tile -= piece * tiles;
+        range.to = (char *)segment.to + piece * segment.to_pitch;
+        if (segment.from)
+            range.from = (const char *)segment.from + piece * segment.from_pitch;
+        range.size_bytes =
+            sw_low(segment.size_bytes - piece * segment.piece_bytes, segment.piece_bytes);
+        if (tile * SW_MOVE_TILE_BYTES >= range.size_bytes) /* the last piece has fewer */
+            range.size_bytes = tile = 0;
+    }
+    return range;
 }
 
 /* Copy at most a tile, in units that are aligned at both ends once they are at one; single bytes
@@ -158,8 +181,24 @@ template <class UNIT> SW_INLINE void sw_pack_units(char *to, const char *from, u
     }
 }
 
+/* Zeros in place of the elements of a tile. */
+SW_RARELY void sw_pack_zeros(const sw_pack_segment &segment, sw_u64 tile, unsigned to_bytes,
+                             unsigned from_bytes)
+{
+    const sw_u64 most = SW_MOVE_TILE_BYTES / from_bytes * to_bytes, start = tile * most;
+    const sw_u64 bytes = sw_low(segment.size_bytes / from_bytes * to_bytes - start, most);
+    char *to = (char *)segment.to + start;
+    const sw_u64 lanes = (sw_u64)to % 16 == 0 ? bytes / 16 : 0;
+    for (sw_u64 i = threadIdx.x; i < lanes; i += blockDim.x)
+        ((sw_lane16 *)to)[i] = {};
+    for (sw_u64 i = 16 * lanes + threadIdx.x; i < bytes; i += blockDim.x)
+        to[i] = 0;
+}
+
 SW_INLINE void sw_pack_tile(const sw_pack_segment &segment, sw_u64 tile)
 {
+    if (!segment.from)
+        return sw_pack_zeros(segment, tile, 1, 1);
     const sw_u64 start = tile * SW_MOVE_TILE_BYTES;
     const unsigned bytes = (unsigned)sw_low(segment.size_bytes - start, SW_MOVE_TILE_BYTES);
     char *to = (char *)segment.to + start;
@@ -181,6 +220,9 @@ SW_INLINE void sw_pack_converted(const sw_pack_args &a, const sw_pack_segment &s
     const float scale = a.factor ? *(const float *)a.factor : a.scale;
     if (a.factor && scale == 1.0f && segment.to == segment.from)
         return;
+    if (!segment.from)
+        return sw_pack_zeros(segment, tile, sw_small_bytes(a.to_dtype),
+                             sw_small_bytes(a.from_dtype));
     sw_cast_tile(segment.to, segment.from, segment.size_bytes / sw_small_bytes(a.from_dtype), scale,
                  a.to_dtype, a.from_dtype, tile);
 }
@@ -193,10 +235,12 @@ template <bool CONVERTS> SW_INLINE void sw_pack_all(const sw_pack_args &a)
         i = sw_part_of<sw_pack_args, sw_pack_tiles>(a, a.segment_count, i, first, at);
         if (i == a.segment_count)
             return;
+        sw_u64 tile = at - first;
+        const sw_pack_segment range = sw_pack_range(a.segment[i], tile);
         if constexpr (CONVERTS)
-            sw_pack_converted(a, a.segment[i], at - first);
+            sw_pack_converted(a, range, tile);
         else
-            sw_pack_tile(a.segment[i], at - first);
+            sw_pack_tile(range, tile);
     }
 }
 

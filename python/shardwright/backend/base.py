@@ -10,7 +10,6 @@ import torch
 
 if TYPE_CHECKING:
     from .._engine import Reducer
-    from ..comm.levels import Lease, Levels
     from ..comm.process_group import HostGroup
     from ..layout.param_groups import UnitPlan
     from ..layout.param_table import ParameterTable
@@ -93,8 +92,8 @@ class Backend(Protocol):
     def unshard_store(self, reducer: Reducer, request: Request) -> Storage:
         """Make the storage of parameters that are gathered in units. Collective."""
 
-    def exchange(self, compress: Compressor, request: Request, like: torch.Tensor) -> tuple[Levels, Lease | None]:
-        """Return the exchange of a compressor's hook, leased if a thread uses it. Collective at first use."""
+    def exchange(self, compress: Compressor, like: torch.Tensor) -> Any:
+        """Return the exchange of a compressor's hook; None if the reducer runs it. `like` is on the device."""
 
     def broadcast(self, tensors: Sequence[torch.Tensor], root: int, label: str) -> None:
         """Broadcast the values of rank `root`. Collective."""

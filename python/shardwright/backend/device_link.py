@@ -24,6 +24,7 @@ from ..layout.memory import check_sendable
 from ..layout.views import as_real, dense_strides, dtype_name
 from ..torch_compat import cuda
 from ..torch_compat.engine_storage import engine_tensor
+from ..torch_compat.interrupts import hear_interrupts
 from . import transport as device_transport
 
 _logger = logging.getLogger("shardwright")
@@ -181,6 +182,7 @@ class DeviceLink:
             arena = group.comm.arena(slot_part_bytes(slot_bytes), "slots between GPUs")
             self.comm.connect_slots(arena, row, slot_bytes, chosen, self.rank, timeout_s)
         self._join_family()
+        hear_interrupts()
         if cuda.runtime.watches:
             self.comm.start_watch()
             if borrows:

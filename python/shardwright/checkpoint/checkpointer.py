@@ -19,7 +19,7 @@ from ..comm.stop_request import StopRequest
 from ..comm.waits import on_every_rank
 from ..options.name_map import NameMap, Rename
 from ..options.names import offers_names
-from ..options.places import absolute_path
+from ..options.places import absolute_path, address_of
 from ..parallel.agreement.save_check import SaveCheck
 from ..parallel.engine import engine_of
 from ..torch_compat.optimizers import takes_hooks
@@ -34,7 +34,7 @@ from .memory.restoring import Candidate
 from .memory.tier import MemoryTier
 from .observers import observers_of
 from .pipeline import inventory_of, load_stages, peers_of
-from .remote.store import address_of, local_folder
+from .remote.store import local_folder
 from .restore.agreeing import Rejected, Restore, agree_on, apply_together, rejected
 from .state.optimizer_extras import stepping_optimizer
 from .training import Training, is_pipeline

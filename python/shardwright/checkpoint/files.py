@@ -13,12 +13,12 @@ from .._engine import CheckpointError, CheckpointFolder, Error
 from ..comm.waits import on_every_rank
 from ..options.name_map import NameMap, Rename
 from ..options.names import offers_names
-from ..options.places import absolute_path
+from ..options.places import absolute_path, address_of
 from .folder.partial import make_folder, of_saves
 from .folder.retention import REPLACED, discard
 from .peers import Peers, os_error
 from .pipeline import inventory_of, load_stages, peers_of
-from .remote.store import Store, address_of, local_folder, on_first
+from .remote.store import Store, local_folder, on_first
 from .restore.agreeing import agree_on, apply_together
 from .training import Training
 from .writing import Target, Writer, new_nonce

@@ -17,7 +17,7 @@ from ..torch_compat.dtensor import is_dtensor
 from .agreement import NORM_SUM_BYTES, added_sums, gather_answers, gather_values, verify
 from .process_group import HostGroup, group_over, group_ranks, host_group
 
-__all__ = ["ModelRanks"]
+__all__ = ["ModelRanks", "together"]
 
 _DIGEST_BYTES = 8
 #: relative difference of norms of equal gradients that ranks added in different orders
@@ -178,6 +178,24 @@ class ModelRanks:
                 failure = failure or error
         if failure is not None:
             raise failure
+
+
+def together(
+    ranks: ModelRanks | None, work: Callable[[], Any], label: str, describe: Callable[[], list[list[str]]] = list
+) -> Any:
+    """Return work(). All `ranks` raise if it fails on one, or describe() differs between them. Collective over them."""
+    if ranks is None:
+        return work()
+    found, lines, failure = None, list[list[str]](), None
+    try:
+        found, lines = work(), describe()
+    except Exception as error:
+        failure = error
+    try:
+        ranks.agree(lines, label, failure)
+        return found
+    finally:
+        failure = None  # its traceback holds this frame
 
 
 def _is_near(norm: float, other: float) -> bool:

@@ -33,6 +33,7 @@ from .._engine import CommError, HostComm, forked
 from ..layout.memory import check_sendable
 from ..layout.shard_mesh import Slicing
 from ..torch_compat.internals import default_store, make_gloo
+from ..torch_compat.interrupts import check_interrupt
 from . import wire
 from .agreement import gather_values
 from .attempt import attempt_store
@@ -136,7 +137,12 @@ class HostGroup:
         host, failure = socket.gethostname(), ""
         try:
             self.comm = HostComm(
-                *(self.rank, self.world_size), timeout_s=timeout_s, warn_after_s=self._warn_start_s, host=host, log=log
+                *(self.rank, self.world_size),
+                timeout_s=timeout_s,
+                warn_after_s=self._warn_start_s,
+                host=host,
+                log=log,
+                interrupted=check_interrupt,
             )
         except (MemoryError, OSError) as error:
             failure = str(error)

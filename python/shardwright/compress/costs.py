@@ -10,14 +10,13 @@ from typing import Any
 
 import torch
 
-from ..comm.exchange import average_plain
-from ..comm.levels import Levels
+from .._engine import Codec, Exchange
 from ..comm.process_group import HostGroup
 from ..layout.bucket import Bucket
 from ..layout.memory import bytes_of
 from ..options.compress import Compressor
 from ..options.compressors import Bf16, Fp16, Int8, PowerSGD
-from .make import make_hook
+from .make import make_state
 
 _PROBE_NUMEL = 1 << 20  # elements: 4 MiB, as 1024 x 1024
 LEAST_GAIN = 0.03  # fraction of a step below which a gain does not justify the rounding
@@ -25,7 +24,7 @@ _CANDIDATES: tuple[Compressor, ...] = (Bf16(), Fp16(), Int8(), PowerSGD(rank=4))
 
 
 @dataclasses.dataclass(frozen=True)
-class Codec:
+class Cost:
     """The cost of a compressor for a whole model: seconds of the slowest rank, and bytes that a rank sends."""
 
     compress: Compressor
@@ -37,29 +36,30 @@ class Codec:
         return self.codec_s + max(0.0, self.wire_bytes / bandwidth - hidden_s)
 
 
-def hidden_beside(overlaps: bool, levels: Levels, numel: int, bandwidth: float, exposed_s: float) -> float:
+def hidden_beside(overlaps: bool, exchange: Exchange, numel: int, bandwidth: float, exposed_s: float) -> float:
     """Return the seconds of a plain exchange that overlap the backward; a compressed exchange may overlap as much."""
     if not overlaps:
         return 0.0
-    return max(0.0, bytes_sent(levels, 4 * numel) / bandwidth - exposed_s)
+    return max(0.0, bytes_sent(exchange, 4 * numel) / bandwidth - exposed_s)
 
 
-def measure_bandwidth(group: HostGroup, levels: Levels) -> float:
+def measure_bandwidth(group: HostGroup, exchange: Exchange) -> float:
     """Return the bytes a second that a rank sends in a plain exchange; infinite for one rank. Collective."""
     flat = torch.ones(_PROBE_NUMEL, dtype=torch.float32, device="cpu")
-    own_s = _median_of(lambda: levels.average(flat, lambda: average_plain(levels.exchange, flat), "headroom"))
+    codec = Codec("plain")
+    own_s = _median_of(lambda: codec.average(exchange, 0, flat.data_ptr(), flat.numel()))
     plain_s = slowest(group.comm, [own_s])[0]
-    return bytes_sent(levels, 4 * _PROBE_NUMEL) / plain_s if group.world_size > 1 else float("inf")
+    return bytes_sent(exchange, 4 * _PROBE_NUMEL) / plain_s if group.world_size > 1 else float("inf")
 
 
-def measure_codecs(group: HostGroup, levels: Levels, numel: int, bandwidth: float) -> list[Codec]:
+def measure_codecs(group: HostGroup, exchange: Exchange, numel: int, bandwidth: float) -> list[Cost]:
     """Time every candidate on 4 MiB over a network of `bandwidth`, and scale to `numel` elements. Collective."""
     found = []
     for compress in _CANDIDATES:
-        whole_s, most_sent = slowest(group.comm, [*_time_codec(compress, levels)])
+        whole_s, most_sent = slowest(group.comm, [*_time_codec(compress, exchange)])
         sent = int(most_sent)  # with several hosts only carriers send
         codec_s = max(0.0, whole_s - sent / bandwidth) * numel / _PROBE_NUMEL
-        found.append(Codec(compress, codec_s, sent * numel // _PROBE_NUMEL))
+        found.append(Cost(compress, codec_s, sent * numel // _PROBE_NUMEL))
     return found
 
 
@@ -75,18 +75,18 @@ def _median_of(work: Callable[[], Any]) -> float:
     return statistics.median(timeit.repeat(work, number=1, repeat=3))
 
 
-def bytes_sent(levels: Levels, message_bytes: int) -> int:
-    world_size = levels.exchange.world_size
+def bytes_sent(exchange: Exchange, message_bytes: int) -> int:
+    world_size = exchange.world_size
     return 2 * (world_size - 1) * message_bytes // world_size
 
 
-def _time_codec(compress: Compressor, levels: Levels) -> tuple[float, float]:
+def _time_codec(compress: Compressor, exchange: Exchange) -> tuple[float, float]:
     """Return the seconds, and the bytes sent by this rank, of one bucket of _PROBE_NUMEL elements."""
-    state, plain_hook = make_hook(compress, levels.exchange)
+    state = make_state(compress, exchange)
     shape = 1024, _PROBE_NUMEL // 1024  # one matrix
     flat, parameter = (torch.ones(size, dtype=torch.float32, device="cpu") for size in (_PROBE_NUMEL, shape))
-    hook, bucket = levels.hook(plain_hook), Bucket(flat, [(shape, (shape[1], 1), 0)], [parameter])
-    seconds = _median_of(lambda: hook(state, bucket).wait())
-    before = levels.exchange.wire_bytes
-    hook(state, bucket).wait()
-    return seconds, float(levels.exchange.wire_bytes - before)
+    bucket = Bucket(flat, [(shape, (shape[1], 1), 0)], [parameter])
+    seconds = _median_of(lambda: state.average(bucket))
+    before = state.codec.sent_bytes
+    state.average(bucket)
+    return seconds, float(state.codec.sent_bytes - before)

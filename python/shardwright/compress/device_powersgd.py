@@ -6,6 +6,7 @@ the result NaN. Both exchanges of a round therefore always run. In a refused rou
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -17,17 +18,85 @@ from .._engine import (
     device_powersgd_orthonormalize,
     device_powersgd_project,
 )
+from ..layout.bucket import share_of
+from ..layout.views import dtype_name
 from .device_exchange import OnDevice
-from .powersgd import Matrix, PowerSGDState, addresses
+from .factor_exchange import FactorExchange
+from .powersgd import PowerSGDState, rows_in_memory
 
 #: verdicts: refused before the state changed, refused after
 _REFUSED, _REFUSED_LATE = 1, 2
+
+
+#: addresses of gradient, memory, left, right, basis; rows, columns, rank; seed; dtype of the memory
+MatrixRow = tuple[int, int, int, int, int, int, int, int, int, str]
+
+
+class Matrix:
+    """One gradient as rows x cols, and its row in the engine's table."""
+
+    def __init__(
+        self, part: torch.Tensor, entry: dict[str, torch.Tensor], rows: int, cols: int, rank: int, seed: int, dtype: str
+    ) -> None:
+        self.part, self.entry = part, entry
+        self.rows, self.cols, self.rank, self.seed = rows, cols, rank, seed
+        self.left_numel = entry["left"].numel()
+        self.right_numel = entry["right"].numel()
+        memory = entry["memory"].data_ptr() if "memory" in entry else 0
+        left, right, basis = (entry[key].data_ptr() for key in ("left", "right", "basis"))
+        self.row: MatrixRow = (part.data_ptr(), memory, left, right, basis, rows, cols, rank, seed, dtype)
+
+    def left_from(self, factor: int) -> tuple[int, int, int, int, int]:
+        """Return the row with which device_powersgd_orthonormalize() writes P̂ of `factor` to the matrix's left."""
+        return self.entry["left"].data_ptr(), factor, self.rows, self.rank, self.seed + 1
+
+    def basis_from(self, factor: int) -> tuple[int, int, int, int, int]:
+        """Return the row that writes Q̂ of `factor` to the matrix's basis."""
+        return self.entry["basis"].data_ptr(), factor, self.cols, self.rank, self.seed
 
 
 class DevicePowerSGDState(OnDevice, PowerSGDState):
     """A PowerSGDState whose exchange, state and scratch memory are on a GPU."""
 
     _flag = torch.empty(0, dtype=torch.int32, device="cpu")
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._factors = FactorExchange(self.wire_dtype)
+
+    def average(self, bucket: Any) -> torch.Tensor:
+        buffer: torch.Tensor = bucket.buffer()
+        if self.iter < self.start_powerSGD_iter:
+            self._device.average_plain(buffer, *share_of(bucket))
+        else:
+            flat = buffer if buffer.dtype == torch.float32 else buffer.float()
+            self._average_compressed(bucket, flat, int(buffer.storage_offset()))
+            if flat is not buffer:
+                buffer.copy_(flat)
+        self.end_bucket(bucket.is_last())
+        return buffer
+
+    def _average_compressed(self, bucket: Any, flat: torch.Tensor, base: int) -> None:
+        matrices: list[Matrix] = []
+        small: list[torch.Tensor] = []
+        for gradient, parameter in self.members(bucket):
+            offset = gradient.storage_offset() - base
+            part = flat[offset : offset + gradient.numel()]
+            if self.codec.shapes(self.number_of(parameter, gradient)):
+                matrices.append(self._matrix(parameter, gradient, part))
+            elif part.numel():
+                small.append(part)
+        self._average_matrices(matrices, small)
+
+    def _matrix(self, parameter: torch.Tensor, gradient: torch.Tensor, part: torch.Tensor) -> Matrix:
+        entry, is_new = self.entry(parameter, gradient)
+        rows, rank = rows_in_memory(gradient), entry["left"].shape[0]
+        index = sum(map(ord, self.name_of(parameter)))
+        seed = (self.random_seed * 1_000_003 + index * 8191 + (0 if self.warm_start else self.iter * 131)) & (2**63 - 1)
+        matrix = Matrix(part, entry, rows, part.numel() // rows, rank, seed, dtype_name(self.error_dtype))
+        if is_new or not self.warm_start:
+            self._begin_basis(matrix)
+        return matrix
 
     def _begin_basis(self, matrix: Matrix) -> None:
         basis, seed = matrix.entry["basis"].zero_(), matrix.seed
@@ -83,3 +152,8 @@ def _row(
     """Return a matrix's row for the engine. `right` replaces its factor (0: keep)."""
     gradient, memory, left, own_right, basis, rows, cols, rank, _, dtype = matrix.row
     return gradient, memory, left, right or own_right, basis, out, copy, rows, cols, rank, dtype
+
+
+def addresses(message: torch.Tensor, sizes: list[int]) -> list[int]:
+    """Return the addresses of consecutive parts of `sizes` floats."""
+    return [message.data_ptr() + 4 * (end - size) for end, size in zip(itertools.accumulate(sizes), sizes)]

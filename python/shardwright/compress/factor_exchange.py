@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..comm.exchange import Exchange, fold_message, slice_numel
+from .device_exchange import DeviceExchange, slice_numel
 
 
 class FactorExchange:
@@ -26,7 +26,7 @@ class FactorExchange:
         self._own = self._whole = self._sum = self._term = self._flat = self._scratch
         self._share = self._small_share = self._slice_bytes = 0
 
-    def begin(self, exchange: Exchange, head: int, small: Sequence[torch.Tensor] = ()) -> torch.Tensor:
+    def begin(self, exchange: DeviceExchange, head: int, small: Sequence[torch.Tensor] = ()) -> torch.Tensor:
         """Return the float32 memory for this rank's `head` elements of factors. `small` will be averaged in place.
 
         The memory is valid until the next begin(). With a 16-bit wire it is private, and settle() corrects it.
@@ -42,7 +42,7 @@ class FactorExchange:
         self._reserve(exchange)
         return self._own[:head]
 
-    def _reserve(self, exchange: Exchange) -> None:
+    def _reserve(self, exchange: DeviceExchange) -> None:
         world = exchange.world_size
         whole, small = world * self._share, world * self._small_share
         sizes = [whole, whole, self._share, self._share, small]
@@ -51,16 +51,16 @@ class FactorExchange:
         *parts, _ = self._scratch.split([*sizes, self._scratch.numel() - sum(sizes)])
         self._own, self._whole, self._sum, self._term, self._flat = parts
 
-    def average(self, exchange: Exchange) -> torch.Tensor:
+    def average(self, exchange: DeviceExchange) -> torch.Tensor:
         """Return the mean of the ranks' factors, with the same bits on every rank, and average `small`."""
         if self.rounds:
             return self._average_half(exchange)
         pack(exchange, self._message[self._head :], self._small)
-        whole = fold_message(exchange, self._message, "mean")
+        whole = exchange.fold_message(self._message, "mean")
         unpack(exchange, whole[self._head :], self._small)
         return whole[: self._head]
 
-    def _average_half(self, exchange: Exchange) -> torch.Tensor:
+    def _average_half(self, exchange: DeviceExchange) -> torch.Tensor:
         world, at = exchange.world_size, self._message.data_ptr()
         pack(exchange, self._flat, self._small)
         for rank, (part, small) in enumerate(self._slices(world)):
@@ -89,7 +89,7 @@ class FactorExchange:
         small = [self._flat[rank * self._small_share :][: self._small_share] for rank in range(world)]
         return list(zip(parts, small))
 
-    def _fold(self, exchange: Exchange) -> None:
+    def _fold(self, exchange: DeviceExchange) -> None:
         """Fold halves as an owner: sum in float32 and rank order, round once, and keep the sum before rounding."""
         pieces = [piece.data_ptr() for piece in exchange.scatter()]
         result = exchange.result().data_ptr()
@@ -102,7 +102,7 @@ class FactorExchange:
             skip = 2 * self._share
             exchange.fold(result + skip, [piece + skip for piece in pieces], self._small_share, "float32", "mean")
 
-    def settle(self, exchange: Exchange) -> torch.Tensor:
+    def settle(self, exchange: DeviceExchange) -> torch.Tensor:
         """Return this rank's factors as a 16-bit wire has counted them: encoded, times W.
 
         Their mean is what average() returned: the owner of a slice adds W times the rounding error of the mean.
@@ -119,13 +119,13 @@ class FactorExchange:
         return own[: self._head]
 
 
-def pack(exchange: Exchange, message: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+def pack(exchange: DeviceExchange, message: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
     """Copy the parts one after the other and append zeros."""
     exchange.copy(_places(message, parts))
     message[sum(part.numel() for part in parts) :].zero_()
 
 
-def unpack(exchange: Exchange, message: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+def unpack(exchange: DeviceExchange, message: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
     exchange.copy([(part, place) for place, part in _places(message, parts)])
 
 

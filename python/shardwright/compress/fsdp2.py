@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 
 from .._engine import Error
-from ..comm.exchange import GroupExchange
-from ..layout.bucket import Bucket
+from ..comm.exchange import group_exchange
+from ..layout.bucket import Bucket, real_bucket
 from ..options.compress import Compressor
 from ..torch_compat.internals import fsdp2_groups, is_hsdp
-from .make import make_hook
+from .make import make_state
 from .state import CompressionState
 
 
@@ -24,9 +24,7 @@ class ReplicaCompression:
     """The result of compress_all_reduce(). `state`, which each rank saves and loads, is None for stateless ones."""
 
     def __init__(self, compress: Compressor, group: Any) -> None:
-        self._exchange = GroupExchange(group)
-        state, self._hook = make_hook(compress, self._exchange)
-        self._given = state
+        self._given = state = make_state(compress, group_exchange(group))
         self.state = state if isinstance(state, CompressionState) else None
         self._units: list[_Unit] = []
         self._seen: set[int] = set()
@@ -34,7 +32,7 @@ class ReplicaCompression:
     @property
     def wire_bytes(self) -> int:
         """Return the bytes that this rank has sent to other replicas so far."""
-        return self._exchange.wire_bytes
+        return self._given.codec.sent_bytes
 
     def attach(self, module: Any, group: Any, names: dict[int, str]) -> None:
         unit = _Unit(group.fsdp_params, names)
@@ -60,10 +58,7 @@ class ReplicaCompression:
                 "compressor (sw.Fp16, sw.Bf16), or let FSDP2 reduce unused parameters as zeros (set_reduce_scatter_unused_params)"
             )
         bucket = Bucket(output, unit.layouts, unit.keys, number, is_last)
-        result = self._hook(self._given, bucket).wait()
-        if result.data_ptr() != output.data_ptr():
-            output.copy_(result)
-        self._exchange.end_bucket(is_last)
+        self._given.average(real_bucket(bucket))
         if is_last:
             self._seen.clear()
 

@@ -16,16 +16,19 @@ Vogels, Karimireddy, Jaggi, PowerSGD: Practical Low-Rank Gradient Compression fo
 2019.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from .._engine import half_decode, half_encode
-from ..comm.exchange import Exchange, check_place, done, fold_message, fold_slice, group_exchange, slice_numel
-from ..layout.bucket import real_bucket, share_of
+from .._engine import Codec, Exchange
+from ..comm.exchange import done, group_exchange
+from ..layout.bucket import real_bucket
+from ..layout.views import as_real, dtype_name
 from .blocks import BlockState
 from .powersgd import PowerSGDState
+from .state import run_codec
 
 __all__ = [
     "BlockState",
@@ -38,35 +41,38 @@ __all__ = [
 ]
 
 
-def average_half(
-    exchange: Exchange, flat: torch.Tensor, dtype: torch.dtype, share: int | None = None, keeps_slice: bool = False
-) -> None:
-    """Average over ranks in place, with float16 or bfloat16 on the wire. `flat` is one-dimensional float32.
+class Halves:
+    """float16 or bfloat16 on the wire between the ranks of an exchange; it keeps nothing between buckets."""
 
-    With `keeps_slice`, only this rank's own `share` elements are averaged, with the same bits; the rest is undefined.
-    """
-    numel, name = flat.numel(), str(dtype).removeprefix("torch.")
-    share = share or slice_numel(numel, exchange.world_size)
-    message = exchange.begin(share * dtype.itemsize).view(dtype)
-    half_encode(name, message.data_ptr(), flat.data_ptr(), numel, 1.0 / exchange.world_size)
-    message[numel:].zero_()
-    if not keeps_slice:
-        half_decode(name, flat.data_ptr(), fold_message(exchange, message, "sum").data_ptr(), numel)
-        return
-    own = fold_slice(exchange, message, "sum")
-    half_decode(name, flat.data_ptr() + 4 * exchange.rank * share, own.data_ptr(), share)
-    exchange.agree(True)
+    def __init__(self, dtype: torch.dtype, exchange: Exchange) -> None:
+        self.codec, self.exchange = Codec("half", wire=dtype_name(dtype)), exchange
+
+    def register(self, named: Iterable[tuple[str, torch.Tensor, torch.Tensor]]) -> None:
+        """Add all parameters of a model, as CompressionState.register() does."""
+        for _, _, like in named:
+            self.codec.add(as_real(like).numel(), 0, 0)
+
+    def average(self, bucket: Any) -> None:
+        """Average one bucket of any floating-point or complex dtype."""
+        run_codec(self.codec, self.exchange, real_bucket(bucket), [])
 
 
-def run_half(exchange: Exchange, bucket: Any, dtype: torch.dtype) -> torch.futures.Future[torch.Tensor]:
-    """Average one bucket of any floating-point or complex dtype."""
-    real = real_bucket(bucket)
-    buffer = real.buffer()
-    check_place(exchange, buffer)
-    flat = buffer if buffer.dtype == torch.float32 else buffer.float()
-    average_half(exchange, flat, dtype, *share_of(real))
-    if flat is not buffer:
-        buffer.copy_(flat)
+def state_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Average `bucket` by a compressor's state (compress/make.py)."""
+    state.average(real_bucket(bucket))
+    return done(bucket.buffer())
+
+
+_halves: dict[tuple[int, torch.dtype], Halves] = {}
+
+
+def run_half(process_group: Any, bucket: Any, dtype: torch.dtype) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket over a torch group, whose exchange lives as long as the process."""
+    exchange = group_exchange(process_group)
+    key = id(exchange), dtype
+    if key not in _halves:
+        _halves[key] = Halves(dtype, exchange)
+    _halves[key].average(bucket)
     return done(bucket.buffer())
 
 
@@ -81,12 +87,12 @@ def fp16_compress_hook(process_group: Any, bucket: dist.GradBucket) -> torch.fut
     element's error is at most 2^-11 (mean magnitude + magnitude of the mean), plus 2^-25 each below 2^-14. Cost: 4 (W -
     1) / W bytes an element a rank.
     """
-    return run_half(group_exchange(process_group), bucket, torch.float16)
+    return run_half(process_group, bucket, torch.float16)
 
 
 def bfloat16_compress_hook(process_group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average like fp16_compress_hook with bfloat16: 2^-8 in place of 2^-11, and the range of float32."""
-    return run_half(group_exchange(process_group), bucket, torch.bfloat16)
+    return run_half(process_group, bucket, torch.bfloat16)
 
 
 #: torch's name. The function's own name differs, because torch refuses a hook called bf16_compress_hook without NCCL.

@@ -1,55 +1,16 @@
-"""PowerSGD over a bucket: one message with P and all small parameters, one with Q."""
+"""PowerSGD's settings and state."""
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from .._engine import (
-    powersgd_absorb,
-    powersgd_decompress,
-    powersgd_error,
-    powersgd_init_basis,
-    powersgd_is_finite,
-    powersgd_project,
-    powersgd_stride,
-)
-from ..comm.exchange import average_plain, check_place
-from ..layout.bucket import share_of
+from .._engine import Codec
 from ..layout.views import dtype_name
 from ..options.compressors import check_powersgd
-from .factor_exchange import FactorExchange
-from .state import CompressionState
-
-#: addresses of gradient, memory, left, right, basis; rows, columns, rank; seed; dtype of the memory
-MatrixRow = tuple[int, int, int, int, int, int, int, int, int, str]
-
-
-class Matrix:
-    """One gradient as rows x cols, and its row in the engine's table."""
-
-    def __init__(
-        self, part: torch.Tensor, entry: dict[str, torch.Tensor], rows: int, cols: int, rank: int, seed: int, dtype: str
-    ) -> None:
-        self.part, self.entry = part, entry
-        self.rows, self.cols, self.rank, self.seed = rows, cols, rank, seed
-        self.left_numel = entry["left"].numel()
-        self.right_numel = entry["right"].numel()
-        memory = entry["memory"].data_ptr() if "memory" in entry else 0
-        left, right, basis = (entry[key].data_ptr() for key in ("left", "right", "basis"))
-        self.row: MatrixRow = (part.data_ptr(), memory, left, right, basis, rows, cols, rank, seed, dtype)
-
-    def left_from(self, factor: int) -> tuple[int, int, int, int, int]:
-        """Return the row with which device_powersgd_orthonormalize() writes P̂ of `factor` to the matrix's left."""
-        return self.entry["left"].data_ptr(), factor, self.rows, self.rank, self.seed + 1
-
-    def basis_from(self, factor: int) -> tuple[int, int, int, int, int]:
-        """Return the row that writes Q̂ of `factor` to the matrix's basis."""
-        return self.entry["basis"].data_ptr(), factor, self.cols, self.rank, self.seed
+from .state import CompressionState, owed
 
 
 class PowerSGDState(CompressionState):
@@ -106,9 +67,18 @@ class PowerSGDState(CompressionState):
         error_dtype: torch.dtype = torch.float32,
     ) -> None:
         check_powersgd(locals())
-        super().__init__(process_group, named_parameters)
-        self._q = torch.empty(0, dtype=torch.float32, device="cpu")
-        self._factors = FactorExchange(wire_dtype)
+        codec = Codec(
+            "powersgd",
+            wire=dtype_name(wire_dtype),
+            error_feedback=use_error_feedback,
+            warm_start=warm_start,
+            rank=matrix_approximation_rank,
+            least_rate=min_compression_rate,
+            first_round=start_powerSGD_iter,
+            seed=random_seed % 2**64,
+            memory=dtype_name(error_dtype),
+        )
+        super().__init__(codec, process_group, named_parameters)
         self.wire_dtype, self.error_dtype = wire_dtype, error_dtype
         self.matrix_approximation_rank = matrix_approximation_rank
         self.start_powerSGD_iter = start_powerSGD_iter
@@ -132,115 +102,18 @@ class PowerSGDState(CompressionState):
             "alternate": False,  # of a form that is gone: states of the two cannot be exchanged
         }
 
-    def uses_entries(self) -> bool:
-        return self.iter > self.start_powerSGD_iter
-
     def dtype_of(self, key: str) -> torch.dtype:
         return self.error_dtype if key == "memory" else torch.float32
 
+    def rows_of(self, gradient: torch.Tensor) -> int:
+        return rows_in_memory(gradient)
+
     def errors(self) -> dict[str, torch.Tensor]:
         """Return this rank's error by parameter, rows x columns in float32, for tests and inspection."""
-        found = {}
-        for name, entry in self._entries.items():
-            if "memory" not in entry:
-                continue
-            rows, cols = entry["memory"].shape
-            error = torch.empty(rows, cols, dtype=torch.float32, device="cpu")
-            held = [entry[key].cpu() for key in ("memory", "left", "right", "basis")]
-            memory, left, right, basis = (tensor.data_ptr() for tensor in held)
-            rank, dtype = entry["left"].shape[0], dtype_name(self.error_dtype)
-            powersgd_error([(0, memory, left, right, basis, rows, cols, rank, 0, dtype)], [error.data_ptr()])
-            found[name] = error
-        return found
-
-    def average(self, bucket: Any) -> torch.Tensor:
-        buffer = bucket.buffer()
-        check_place(self.exchange, buffer)
-        if self.iter < self.start_powerSGD_iter:
-            average_plain(self.exchange, buffer, *share_of(bucket))
-        else:
-            flat = buffer if buffer.dtype == torch.float32 else buffer.float()
-            self._average_compressed(bucket, flat, buffer.storage_offset())
-            if flat is not buffer:
-                buffer.copy_(flat)
-        self.end_bucket(bucket.is_last())
-        return buffer
-
-    def _average_compressed(self, bucket: Any, flat: torch.Tensor, base: int) -> None:
-        matrices: list[Matrix] = []
-        small: list[torch.Tensor] = []
-        for gradient, parameter in self.members(bucket):
-            offset = gradient.storage_offset() - base
-            part = flat[offset : offset + gradient.numel()]
-            rows = _rows_in_memory(gradient)
-            cols = gradient.numel() // rows if rows else 0
-            rank = min(rows, cols, self.matrix_approximation_rank)
-            if (rows + cols) * rank * self.min_compression_rate < rows * cols:
-                matrices.append(self._matrix(parameter, part, rows, rank))
-            elif part.numel():
-                small.append(part)
-        self._average_matrices(matrices, small)
-
-    def _average_matrices(self, matrices: list[Matrix], small: list[torch.Tensor]) -> None:
-        table = [matrix.row for matrix in matrices]
-        finite = self._exchange_p(table, matrices, small)
-        if not (finite and (not matrices or self._exchange_q(table, matrices))):
-            for matrix in matrices:
-                matrix.part.fill_(math.nan)
-
-    def _matrix(self, parameter: torch.Tensor, part: torch.Tensor, rows: int, rank: int) -> Matrix:
-        cols = part.numel() // rows
-        left, right = (rank, powersgd_stride(rows)), (rank, powersgd_stride(cols))
-        shapes: dict[str, tuple[int, ...]] = {"left": left, "right": right, "basis": right}
-        if self.use_error_feedback:
-            shapes["memory"] = (rows, cols)
-        entry, is_new = self.entry(parameter, shapes)
-        index = sum(map(ord, self.name_of(parameter)))  # equal on all ranks and in all runs, unlike hash()
-        seed = (self.random_seed * 1_000_003 + index * 8191 + (0 if self.warm_start else self.iter * 131)) & (2**63 - 1)
-        matrix = Matrix(part, entry, rows, cols, rank, seed, dtype_name(self.error_dtype))
-        if is_new or not self.warm_start:
-            self._begin_basis(matrix)
-        return matrix
-
-    def _begin_basis(self, matrix: Matrix) -> None:
-        powersgd_init_basis([matrix.row])
-
-    def _exchange_p(self, table: list[Any], matrices: list[Matrix], small: list[torch.Tensor]) -> bool:
-        """Make P orthonormal and compute this rank's Q, unless some P is not finite. Average small parameters."""
-        of_p, of_q = [m.left_numel for m in matrices], [m.right_numel for m in matrices]
-        factors = self._factors.begin(self.exchange, sum(of_p), small)
-        powersgd_project(table, addresses(factors, of_p))
-        whole = self._factors.average(self.exchange)
-        if not powersgd_is_finite(whole.data_ptr(), whole.numel()):
-            return False
-        if self._q.numel() < sum(of_q):
-            self._q = torch.empty(sum(of_q), dtype=torch.float32, device="cpu")
-        powersgd_absorb(table, addresses(whole, of_p), addresses(self._q, of_q))
-        return True
-
-    def _exchange_q(self, table: list[Any], matrices: list[Matrix]) -> bool:
-        sizes = [matrix.right_numel for matrix in matrices]
-        own = self._q[: sum(sizes)]
-        self._factors.begin(self.exchange, own.numel()).copy_(own)
-        whole = self._factors.average(self.exchange)
-        if not powersgd_is_finite(whole.data_ptr(), own.numel()):
-            for matrix in matrices:  # finite gradients whose sums overflow would overflow forever if kept
-                for key in {"memory", "right"} & matrix.entry.keys():
-                    matrix.entry[key].zero_()
-            return False
-        if self._factors.rounds and self.use_error_feedback:
-            for matrix, right in zip(matrices, self._factors.settle(self.exchange).split(sizes)):
-                matrix.entry["right"].view(-1).copy_(right)
-        powersgd_decompress(table, addresses(whole, sizes))
-        return True
+        return {name: owed(entry).float() for name, entry in self.entries().items() if "memory" in entry}
 
 
-def addresses(message: torch.Tensor, sizes: list[int]) -> list[int]:
-    """Return the addresses of consecutive parts of `sizes` floats."""
-    return [message.data_ptr() + 4 * (end - size) for end, size in zip(itertools.accumulate(sizes), sizes)]
-
-
-def _rows_in_memory(gradient: torch.Tensor) -> int:
+def rows_in_memory(gradient: torch.Tensor) -> int:
     """Return the size of the outermost dimension in memory order; 0 with less than two dimensions, or with gaps."""
     if gradient.dim() == 0 or gradient.numel() == 0:
         return 0

@@ -1,4 +1,4 @@
-"""The state of compressors with memory: its parameters, saving and loading.
+"""The state of compressors: its parameters by name, saving and loading. The engine's Codec has what they keep.
 
 An entry belongs to a parameter, by its name if names are known, else by the order in which parameters first reached the
 hook. Every rank saves its own state and loads it at the same world size.
@@ -8,66 +8,69 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .._engine import Error
-from ..comm.exchange import Exchange, group_exchange
-from ..layout.bucket import used_in
+from .._engine import Codec, Error, Exchange
+from ..comm.exchange import Ranks, check_place, group_exchange
+from ..layout.bucket import share_of, used_in
+from ..layout.views import as_real, dtype_name
+
+#: what follows a change of the loss scale
+_SCALED = ("error", "memory", "right")
 
 
 class CompressionState:
-    """Entries (dicts of tensors) by parameter, created at a parameter's first bucket or taken from a loaded state.
+    """Entries by parameter in a codec, created at a parameter's first bucket or taken from a loaded state.
 
-    `iter` counts complete rounds. `split` is this rank's position among ranks with other parts of the parameters.
+    `split` is this rank's position among ranks with other parts of the parameters.
     """
 
     kind = ""
     split = ""
-    #: a rank that is not its host's carrier still counts buckets and rounds (comm/levels.py)
-    follows_rounds = True
 
     def __init__(
-        self, process_group: Any = None, named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None
+        self,
+        codec: Codec,
+        process_group: Any = None,
+        named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
     ) -> None:
+        self.codec = codec
         self.process_group = process_group
-        self.iter = 0
-        self._exchange: Exchange | None = None
+        self._ranks: Exchange | Ranks | Any = None
         self._is_under_way: Callable[[], bool] = lambda: False
         self._names = WeakIdKeyDictionary()  # parameter -> name
+        self._numbers: dict[str, int] = {}  # name -> entry of the codec
+        self._is_complete = False  # every parameter has its entry
         self._unnamed = 0
         self._skipped = False
-        self._entries: dict[str, dict[str, torch.Tensor]] = {}
         self._loaded: dict[str, dict[str, torch.Tensor]] | None = None
         self._loaded_without: frozenset[str] = frozenset()
-        if named_parameters is not None:
-            self.set_names(named_parameters)
+        self.set_names(named_parameters or ())
 
     def set_names(self, named_parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Set the names for state_dict(), before the first bucket."""
         for name, parameter in named_parameters:
             self._names[parameter] = name
 
-    def name_of(self, parameter: torch.Tensor) -> str:
-        """Return the parameter's name, or #k for the k-th parameter without one."""
-        if parameter not in self._names:
-            self._names[parameter] = f"#{self._unnamed}"
-            self._unnamed += 1
-        return str(self._names[parameter])
+    @property
+    def iter(self) -> int:
+        """Return the complete rounds."""
+        return self.codec.rounds
 
     @property
-    def exchange(self) -> Exchange:
-        """Return the exchange over the process group, created at first use."""
-        if self._exchange is None:
-            self._exchange = group_exchange(self.process_group)
-        return self._exchange
+    def exchange(self) -> Any:
+        """Return the ranks: of the process group, at first use, unless use_exchange() gave others."""
+        if self._ranks is None:
+            self._ranks = group_exchange(self.process_group)
+        return self._ranks
 
-    def use_exchange(self, exchange: Exchange) -> None:
-        """Use `exchange` instead of one over the process group."""
-        self._exchange = exchange
+    def use_exchange(self, ranks: Any) -> None:
+        """Use other ranks than those of the process group."""
+        self._ranks = ranks
 
     def watch(self, is_under_way: Callable[[], bool]) -> None:
         """Set the function that returns True if another thread may be changing this state."""
@@ -80,40 +83,42 @@ class CompressionState:
                 "that an exception ended: the next forward or step waits for them"
             )
 
-    def entry(
-        self, parameter: torch.Tensor, shapes: dict[str, tuple[int, ...]]
-    ) -> tuple[dict[str, torch.Tensor], bool]:
-        """Return the parameter's tensors, with dtype_of() and `shapes`, and True if they are new (zeros)."""
+    # entries --------------------------------------------------------------------------------------------------------
+
+    def name_of(self, parameter: torch.Tensor) -> str:
+        """Return the parameter's name, or #k for the k-th parameter without one."""
+        if parameter not in self._names:
+            self._names[parameter] = f"#{self._unnamed}"
+            self._unnamed += 1
+        return str(self._names[parameter])
+
+    def register(self, named: Iterable[tuple[str, torch.Tensor, torch.Tensor]]) -> None:
+        """Add all parameters of a model, (name, parameter, tensor with its layout), before the first bucket."""
+        for name, parameter, like in named:
+            self._names[parameter] = name
+            self.number_of(parameter, as_real(like))
+        self._is_complete = True
+
+    def number_of(self, parameter: torch.Tensor, gradient: torch.Tensor) -> int:
+        """Return the parameter's entry in the codec. A new one takes its part of a loaded state."""
         name = self.name_of(parameter)
-        if name not in self._entries:
-            taken = self._taken(name, shapes)
-            if taken is not None:
-                made = {key: self._placed(tensor, parameter) for key, tensor in taken.items()}
-            else:
-                made = {key: self._zeros(shape, self.dtype_of(key), parameter) for key, shape in shapes.items()}
-            self._entries[name] = made
-            return made, taken is None
-        found = self._entries[name]
-        for key, shape in shapes.items():
-            if tuple(found[key].shape) != tuple(shape):
-                raise Error(
-                    f"{self.kind}: {key} of parameter {name!r} has shape {tuple(found[key].shape)}, but the parameter needs "
-                    f"{tuple(shape)} (rank {self.exchange.rank})"
-                )
-        return found, False
+        if name not in self._numbers:
+            # equal on all ranks and in all runs, unlike hash()
+            number = self.codec.add(gradient.numel(), self.rows_of(gradient), sum(map(ord, name)))
+            self._take(name, number)
+            self._numbers[name] = number
+        return self._numbers[name]
 
-    def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype, parameter: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of zeros for an entry, on the device of the parameter's state."""
-        return torch.zeros(shape, dtype=dtype, device="cpu")
+    def rows_of(self, gradient: torch.Tensor) -> int:
+        """Return the rows of a matrix; 0: the compressor has none."""
+        return 0
 
-    def _placed(self, tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-        """Move `tensor` from the CPU to the device of the parameter's state."""
-        return tensor
-
-    def _taken(self, name: str, shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor] | None:
-        if self._loaded is None:
+    def _given(self, name: str, number: int) -> dict[str, torch.Tensor] | None:
+        """Return what a loaded state has for an entry. Raise Error if it belongs to another model."""
+        shapes = self.codec.shapes(number)
+        if self._loaded is None or not shapes:
             return None
-        given = self._loaded.pop(name, None)
+        given = self._loaded.get(name)
         if given is None and name in self._loaded_without:
             return None
         if given is None:
@@ -122,39 +127,77 @@ class CompressionState:
                 f"(rank {self.exchange.rank})"
             )
         for key, shape in shapes.items():
-            if key not in given or tuple(given[key].shape) != tuple(shape):
+            if key not in given or tuple(given[key].shape) != shape:
                 has = tuple(given[key].shape) if key in given else None
                 raise Error(
                     f"{self.kind}: the loaded state belongs to another model: {key} of parameter {name!r} must have shape "
-                    f"{tuple(shape)}, not {has} (rank {self.exchange.rank})"
+                    f"{shape}, not {has} (rank {self.exchange.rank})"
                 )
-        return {key: given[key].clone() for key in shapes}
+        return {key: given[key] for key in shapes}
 
-    def members(self, bucket: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield gradients and parameters of a bucket, without those that no rank used: their error stays."""
-        used = used_in(bucket) or itertools.repeat(True)
-        for gradient, parameter, is_used in zip(bucket.gradients(), bucket.parameters(), used):
-            if is_used:
-                yield gradient, parameter
-            else:
-                self._skipped = True
+    def _take(self, name: str, number: int) -> None:
+        given = self._given(name, number)
+        if given is not None and self._loaded is not None:
+            self.write(number, given)
+            del self._loaded[name]
 
-    def end_bucket(self, is_last: bool) -> None:
-        """Count the bucket; call this after each bucket."""
-        if not is_last:
-            return
-        self.iter += 1
-        skipped, self._skipped = self._skipped, False
-        if self._loaded and self.uses_entries() and not skipped:
-            name = next(iter(self._loaded))
+    def _refuse_rest(self) -> None:
+        """Raise Error if a loaded state has a parameter that the model lacks."""
+        for name in self._loaded or {}:
             raise Error(
                 f"{self.kind}: the loaded state belongs to another model: no parameter is named {name!r} "
                 f"(rank {self.exchange.rank})"
             )
 
-    def uses_entries(self) -> bool:
-        """Return True if the round just ended asked for every parameter's entry."""
-        return True
+    def is_made(self, number: int) -> bool:
+        return self.codec.is_made(number)
+
+    def read(self, number: int) -> dict[str, torch.Tensor]:
+        """Return copies of an entry's tensors, on the CPU."""
+        found = {}
+        for key, shape in self.codec.shapes(number).items():
+            found[key] = torch.empty(shape, dtype=self.dtype_of(key), device="cpu")
+            self.codec.read(number, key, found[key].data_ptr(), found[key].nbytes)
+        return found
+
+    def write(self, number: int, entry: dict[str, torch.Tensor]) -> None:
+        for key, tensor in entry.items():
+            given = tensor.to("cpu", self.dtype_of(key)).contiguous()
+            self.codec.write(number, key, given.data_ptr(), given.nbytes)
+
+    def restart(self, rounds: int) -> None:
+        """Drop all entries and set the complete rounds."""
+        self.codec.restart(rounds)
+
+    def entries(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Return copies of the entries by name."""
+        return {name: self.read(number) for name, number in self._numbers.items() if self.is_made(number)}
+
+    # rounds of a hook -------------------------------------------------------------------------------------------------
+
+    def average(self, bucket: Any) -> torch.Tensor:
+        """Average a bucket in place, for a hook."""
+        used = used_in(bucket) or itertools.repeat(True)
+        base, members = bucket.buffer().storage_offset(), []
+        for gradient, parameter, is_used in zip(bucket.gradients(), bucket.parameters(), used):
+            number = self.number_of(parameter, gradient)
+            members.append((number, gradient.storage_offset() - base, gradient.numel(), is_used))
+            self._skipped |= not is_used
+        run_codec(self.codec, self.exchange, bucket, members)
+        self.end_bucket(bucket.is_last())
+        result: torch.Tensor = bucket.buffer()
+        return result
+
+    def end_bucket(self, is_last: bool) -> None:
+        """Count the bucket; call this after each bucket."""
+        if not is_last:
+            return
+        kept, skipped, self._skipped = self.codec.keeps, self._skipped, False
+        self.codec.count_round()
+        if kept and not skipped:
+            self._refuse_rest()
+
+    # saving and loading -----------------------------------------------------------------------------------------------
 
     def dtype_of(self, key: str) -> torch.dtype:
         return torch.float32
@@ -170,13 +213,14 @@ class CompressionState:
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state as copies. Every rank saves its own."""
         self._check_rest("state_dict")
-        entries = {**(self._loaded or {}), **self._entries}
+        waiting = {name: {key: t.clone() for key, t in entry.items()} for name, entry in (self._loaded or {}).items()}
+        entries = {**waiting, **self.entries()}
         known = {str(name) for name in self._names.values()} | self._loaded_without
         return {
             **self._facts(),
             "iter": self.iter,
             **({"split": self.split} if self.split else {}),
-            "parameters": {name: {key: t.clone().cpu() for key, t in entry.items()} for name, entry in entries.items()},
+            "parameters": entries,
             "without": sorted(known - entries.keys()),  # parameters that have not been in any bucket yet
         }
 
@@ -185,27 +229,48 @@ class CompressionState:
         self._check_rest("scale_errors")
         if not 0 < factor < math.inf:
             raise ValueError(f"{self.kind}: scale_errors: factor must be above 0 and finite, got {factor!r}")
-        for entry in (*self._entries.values(), *(self._loaded or {}).values()):
-            for key in ("error", "memory", "right"):
-                if key in entry:
-                    entry[key].mul_(factor)
+        for name, entry in self.entries().items():
+            self.write(self._numbers[name], {key: t.mul_(factor) for key, t in entry.items() if key in _SCALED})
+        for entry in (self._loaded or {}).values():
+            for key in entry.keys() & set(_SCALED):
+                entry[key].mul_(factor)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load state_dict()'s result of this rank. Raise Error for another compressor, rank or world size."""
+        """Load state_dict()'s result of this rank. Raise Error for another compressor, rank, world size or model."""
         self._check_rest("load_state_dict")
         for key, value in {**self._facts(), "split": self.split}.items():
             if state.get(key, "") != value:
                 raise Error(f"{self.kind}: load_state_dict: {key} must be {value!r}, got {state.get(key)!r}")
-        self.iter = int(state["iter"])
-        self._entries = {}
-        self._loaded = {
-            name: {key: tensor.clone() for key, tensor in entry.items()} for name, entry in state["parameters"].items()
-        } or None
-        self._loaded_without = frozenset(state.get("without", ()))
+        before = self._loaded, self._loaded_without
+        copies = {name: {k: t.clone() for k, t in entry.items()} for name, entry in state["parameters"].items()}
+        self._loaded, self._loaded_without = copies or None, frozenset(state.get("without", ()))
+        try:
+            taken = {n: k for n, k in self._numbers.items() if self._given(n, k) is not None}
+            if self._is_complete:
+                for name in copies.keys() - taken.keys():
+                    self._loaded = {name: {}}
+                    self._refuse_rest()
+        except Error:
+            self._loaded, self._loaded_without = before
+            raise
+        self.restart(int(state["iter"]))
+        for name, number in taken.items():
+            self._take(name, number)
+        self._loaded = self._loaded or None
 
     def forget(self) -> None:
         """Restart with no error."""
-        self.iter, self._entries, self._loaded, self._loaded_without = 0, {}, None, frozenset()
+        self.restart(0)
+        self._loaded, self._loaded_without = None, frozenset()
+
+
+def run_codec(codec: Codec, exchange: Exchange, bucket: Any, members: Sequence[tuple[int, int, int, bool]]) -> None:
+    """Average a bucket of a hook in place."""
+    buffer, number = bucket.buffer(), bucket.index()
+    check_place(buffer)
+    codec.set_bucket(number, members)
+    share, _ = share_of(bucket)
+    codec.average(exchange, number, buffer.data_ptr(), buffer.numel(), dtype_name(buffer.dtype), share or 0)
 
 
 class StatesOfParts:
@@ -278,7 +343,11 @@ def _joined(entries: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tenso
     if "right" in made:
         made["right"].zero_()
     if "memory" in made:
-        rows, cols = made["memory"].shape
-        owed = [e["memory"].double() - e["left"][:, :rows].double().T @ e["right"][:, :cols].double() for e in entries]
-        made["memory"] = torch.stack(owed).mean(0).to(made["memory"].dtype)
+        made["memory"] = torch.stack([owed(entry) for entry in entries]).mean(0).to(made["memory"].dtype)
     return made
+
+
+def owed(entry: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return the error of a matrix in float64: what its memory has and its last factors did not send."""
+    rows, cols = entry["memory"].shape
+    return entry["memory"].double() - entry["left"][:, :rows].double().T @ entry["right"][:, :cols].double()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,10 +13,10 @@ import torch
 from .._engine import CheckpointError, CheckpointFolder
 from .lazy import TORCH_DTYPES, Lazy, complex_dtype
 
-__all__ = ["MODEL_KEYS", "model_files", "read_safetensors"]
+__all__ = ["FILES", "MODEL_KEYS", "model_files", "names_of_index", "read_safetensors", "tensors_of"]
 
 #: names of files and of indexes of files, in order of preference
-_FILES = (
+FILES = (
     *("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors"),
     *("diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.safetensors.index.json"),
     *("pytorch_model.bin", "pytorch_model.bin.index.json"),
@@ -28,7 +29,7 @@ def model_files(path: str) -> list[str]:
     """Return the files of a model at `path`, a file or a folder; [] if there are none."""
     if os.path.isfile(path):
         return [path] if path.endswith((".safetensors", ".bin", ".pt", ".pth", ".ckpt")) or _is_torch(path) else []
-    first = next((n for each in _FILES if os.path.isfile(n := os.path.join(path, each))), "")
+    first = next((n for each in FILES if os.path.isfile(n := os.path.join(path, each))), "")
     if first.endswith(".index.json"):
         return [os.path.join(path, each) for each in _of_index(first)]
     return [first] if first else []
@@ -41,14 +42,23 @@ def _is_torch(path: str) -> bool:
 
 
 def _of_index(path: str) -> list[str]:
-    with open(path, encoding="utf-8") as file:
-        try:
-            names = sorted({*json.load(file)["weight_map"].values()})
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"'{path}' is not an index of model files: {error}") from None
+    with open(path, "rb") as file:
+        names = names_of_index(file.read(), path)
     for name in names:
-        if os.path.basename(str(name)) != name or not os.path.isfile(os.path.join(os.path.dirname(path), name)):
+        if not os.path.isfile(os.path.join(os.path.dirname(path), name)):
             raise CheckpointError(f"'{path}' names the file {name!r}, which is not in its folder")
+    return names
+
+
+def names_of_index(text: bytes, path: str) -> list[str]:
+    """Return the files that an index names, all of its own folder. Raise CheckpointError for another text."""
+    try:
+        names = sorted({*json.loads(text)["weight_map"].values()})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"'{path}' is not an index of model files: {error}") from None
+    odd = next((name for name in names if os.path.basename(str(name)) != name), None)
+    if odd is not None:
+        raise CheckpointError(f"'{path}' names the file {odd!r}, which is not in its folder")
     return names
 
 
@@ -57,6 +67,11 @@ def read_safetensors(path: str, folder: CheckpointFolder | None = None) -> dict[
     with open(path, "rb") as file:
         metadata, entries = CheckpointFolder.header(file.fileno(), path)
         seen = _identity(file.fileno())
+    return tensors_of(path, metadata, entries, lambda dtype, shape, at: _at(path, dtype, shape, at, folder, seen))
+
+
+def tensors_of(path: str, metadata: Any, entries: Any, make: Callable[[Any, Any, int], Lazy]) -> dict[str, Lazy]:
+    """Return the tensors of a header of safetensors, each made of dtype, shape and its first byte in the file."""
     if "DCP_SHARDING_INFO" in metadata:
         raise CheckpointError(
             f"'{path}' is one of torch's sharded safetensors files: consolidate them with torch first"
@@ -67,7 +82,7 @@ def read_safetensors(path: str, folder: CheckpointFolder | None = None) -> dict[
     found = {}
     for name, dtype, shape, begin, _ in entries:
         pairs = complex_dtype(path, metadata, name, dtype, shape)
-        found[name] = _at(path, pairs or TORCH_DTYPES[dtype], shape[:-1] if pairs else shape, begin, folder, seen)
+        found[name] = make(pairs or TORCH_DTYPES[dtype], shape[:-1] if pairs else shape, begin)
     return found
 
 

@@ -10,6 +10,7 @@ import torch
 
 from .._engine import CheckpointError, CheckpointFolder
 from ..layout.memory import has_memory
+from ..options.places import absolute_path, address_of
 from .dcp import EXTRA, is_dcp, model_of
 from .lazy import Lazy
 from .model_files import model_files, read_safetensors
@@ -30,7 +31,13 @@ def stored_tensors(place: Any) -> dict[str, Any]:
     if isinstance(place, Mapping):
         return {name: stored_value(name, value) for name, value in place.items()}
     path = os.fspath(place)
+    address = address_of(path)
+    if address is not None and not os.path.lexists(path):
+        from .remote_files import remote_tensors
+
+        return remote_tensors(address)
     if not os.path.lexists(path):
+        absolute_path("the place", path)  # refuses addresses
         raise CheckpointError(f"'{path}' does not exist")
     ours = CheckpointFolder.find(path) if os.path.isdir(path) else None
     folder = None if ours is None else CheckpointFolder(ours)

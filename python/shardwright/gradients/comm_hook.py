@@ -1,14 +1,12 @@
 """A user's communication hook in torch's protocol: torch's own hooks run unchanged.
 
-The hook replaces the engine's fold. It gets each bucket in order, at the end of the round or earlier on a thread
-(gradients/comm_thread.py), as an object with the methods of torch.distributed.GradBucket. It returns a future of the
-result. Padding between parameters is zero. Parameters that no rank used keep their bytes; the hook cannot change them.
+The hook replaces the engine's fold. It gets each bucket in order, at the end of the round, as an object with the
+methods of torch.distributed.GradBucket. It returns a future of the result. Padding between parameters is zero. Parameters that no rank used keep their bytes; the hook cannot change them.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -56,22 +54,13 @@ class HookRunner:
         ]
         self._position = self._previous = -1
 
-    def __call__(self, bucket: int, is_last: bool, is_early: bool = False) -> None:
-        self.job(bucket, is_last, is_early)()
-
-    def job(self, bucket: int, is_last: bool, is_early: bool) -> Callable[[], None]:
-        """Return the hook's job for a bucket, in bucket order, on any thread. `is_early`: use bits are not exchanged yet."""
+    @torch.no_grad()
+    def __call__(self, bucket: int, is_last: bool) -> None:
         # an exception ended the last round early: this one starts at 0
         self._position = self._position + 1 if bucket > self._previous else 0
         self._previous = bucket
         it = self._buckets[bucket]
-        used = [True] * len(it.indices) if is_early else [self._reducer.used_by_any(index) for index in it.indices]
-        return functools.partial(self._average, it, self._position, is_last, used, is_early)
-
-    def finish_early(self, buckets: Iterable[int]) -> None:
-        """Rescale at the end of the round buckets that were averaged before ranks exchanged which of them train."""
-        for bucket in buckets:
-            self._divide(self._buckets[bucket].flat())
+        self._average(it, self._position, is_last, [self._reducer.used_by_any(index) for index in it.indices])
 
     def _divide(self, flat: torch.Tensor) -> None:
         """Rescale means over all ranks to means over the ranks that train."""
@@ -82,15 +71,13 @@ class HookRunner:
     def _count(self) -> int:
         return self._reducer.divisor() if self._is_ours else self._world_size
 
-    @torch.no_grad()
-    def _average(self, bucket: _Bucket, position: int, is_last: bool, used: list[bool], is_early: bool) -> None:
+    def _average(self, bucket: _Bucket, position: int, is_last: bool, used: list[bool]) -> None:
         flat, kept = bucket.flat(), []
         if self._pieces is None:
             parts = zip(used, bucket.offsets, bucket.parameters)
             kept = [(part := flat[o : o + p.numel()], part.clone()) for is_used, o, p in parts if not is_used]
         self._reduce(bucket, flat, position, is_last, used)
-        if not is_early:
-            self._divide(flat)
+        self._divide(flat)
         for part, before in kept:
             part.copy_(before)
         if self._pieces is None:

@@ -22,7 +22,7 @@ from ..torch_compat import cuda
 class DeviceReducer(Reducer):
     """Buckets of gradients on a GPU and their mean, round by round.
 
-    `rows`: (name, numel, dtype, requires_grad), perhaps with a group, of each parameter. `like`: any tensor on the GPU.
+    `rows`: those of Reducer, one for each parameter. `like`: any tensor on the GPU.
     `deterministic`: fold in rank order, with the host's bits. `sliced`: keep this rank's slices of the means, by `slicing`.
     `wire`: the 16-bit dtype in which the mean travels. `mesh`: links of this rank's row and column.
     """
@@ -60,6 +60,7 @@ class DeviceReducer(Reducer):
         self._bucket_link = row or link  # on a mesh the column reduces the slices further
         self._link, self._sliced, self.wire = link, sliced, wire
         self._kept: dict[int, torch.Tensor] = {}
+        self._by_rows = [len(row) > 5 and row[5] > 0 for row in rows]
 
     def attach(self, parameters: Any, views: Any, **others: Any) -> None:
         """Attach as Reducer does, and read torch's current stream before each enqueue. `renew(i)` also makes a missing views[i]."""
@@ -95,8 +96,15 @@ class DeviceReducer(Reducer):
             if not self.used_by_any(index):
                 self._target(index).copy_(before)
 
-    def _blank(self, index: int) -> None:
-        _fill_with_nothing(from_dlpack(self.gradient(index, [self.place(index)[2]])))
+    def _blank(self, index: int) -> torch.Tensor | None:
+        """Contribute nothing to a mean: return what to write where there is no one range to write to."""
+        if not self._by_rows[index]:
+            _fill_with_nothing(from_dlpack(self.gradient(index, [self.place(index)[2]])))
+            return None
+        view = self._views[index]
+        nothing = torch.empty_strided(view.shape, view.stride(), dtype=view.dtype, device=view.piece.device)
+        _fill_with_nothing(nothing)
+        return nothing
 
     def _blank_bucket(self, bucket: int) -> None:
         _fill_with_nothing(from_dlpack(self.bucket(bucket)))

@@ -28,7 +28,8 @@ from accelerate.utils import DistributedDataParallelKwargs, DistributedType, Dyn
 from torch.distributed.algorithms.join import Join
 
 from ..comm.exchange import group_exchange
-from ..compress.make import make_hook
+from ..compress.hooks import state_hook
+from ..compress.make import make_state
 from ..formats.stored import Stored
 from ..layout.memory import copied
 from ..optim.clip_grad import clip_grad_norm_
@@ -83,7 +84,7 @@ class CompressionHandler(DistributedDataParallelKwargs):
         elif isinstance(model, DistributedDataParallel):
             model.compress_gradients(self.compress)
         else:
-            model.register_comm_hook(*make_hook(self.compress, group_exchange(model.process_group)))
+            model.register_comm_hook(make_state(self.compress, group_exchange(model.process_group)), state_hook)
 
 
 class Accelerator(accelerate.Accelerator):

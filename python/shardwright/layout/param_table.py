@@ -78,6 +78,8 @@ class ParameterTable:
 
     def check_apart(self) -> None:
         """Raise Error if a parameter shares elements with another tensor: in memory of its own it would no longer."""
+        if self.is_by_rows:
+            return  # made for the table, with memory of their own to come
         tensors: list[tuple[str, torch.Tensor]] = [*zip(self.names, self.parameters), *self.buffers.items()]
         spans = sorted((*_span(tensor), at) for at, (_, tensor) in enumerate(tensors) if tensor.numel())
         for position, (begin, end, at) in enumerate(spans):

@@ -125,6 +125,12 @@ class Storage:
         data = self._table.parameters[index].data
         return [(0, data.numel(), memory_order(data, data))] if dense_strides(data) is not None else []
 
+    def note_written(self, index: int) -> None:
+        """Note that this rank has filled its pieces of a parameter, whose memory a disk may take."""
+
+    #: True if parameters lie on a disk
+    is_in_file = False
+
     def filling(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which all ranks write new values to their pieces(). Collective as it begins and ends."""
         return contextlib.nullcontext()

@@ -19,25 +19,23 @@ DiLoCo with overlapping communication, 2025 (fragments).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 import torch
 
-from .._engine import Error
+from .._engine import Codec, Error, Exchange
 from ..comm.agreement import verify
-from ..comm.exchange import average_plain
-from ..comm.levels import Levels, leased_levels, levels_of
-from ..compress.blocks import BlockState
-from ..compress.hooks import average_half
-from ..gradients.comm_thread import BucketThread
-from ..layout.bucket import Bucket, places_of
 from ..options.checks import among, count
 from .diloco_parameters import SlicedParameters, WholeParameters, creating_group, model_ranks_of
 from .sharded import ShardedOptimizer
 
-_WIRES = ("float32", "bf16", "int8")
+_CODECS = {
+    "float32": lambda: Codec("plain"),
+    "bf16": lambda: Codec("half", wire="bfloat16"),
+    "int8": lambda: Codec("blocks", bits=8, block=256),
+}
 _TIMEOUT_S = 1800.0
 
 
@@ -157,12 +155,11 @@ class DiLoCo:
         largest = max(map(sum, self._sizes), default=0)
         self._change = torch.empty(largest, dtype=torch.float32, device="cpu")
         self._then = torch.empty(largest if overlap else 0, dtype=torch.float32, device="cpu")
-        on_thread = overlap > 0 and group.world_size > 1
-        levels, lease = leased_levels(group) if on_thread else (levels_of(group), None)
-        self._exchange = levels.exchange
-        mean = _Mean(levels, wire, [[self._tensors[i] for i in part] for part in self._fragments], self._change)
-        label = type(self._held.module).__name__
-        self._runner = BucketThread(mean, group.comm, label, lease) if on_thread else mean
+        self._exchange, self._codec = Exchange(group.comm), _CODECS[wire]()
+        for k, sizes in enumerate(self._sizes):
+            ends = itertools.accumulate(sizes)
+            members = [(self._codec.add(size, 0, 0), end - size, size, True) for size, end in zip(sizes, ends)]
+            self._codec.set_bucket(k, members)
         self._pending: tuple[int, int] | None = None  # a fragment in flight, and the step in which it ends
 
     @property
@@ -173,7 +170,7 @@ class DiLoCo:
     @property
     def wire_bytes(self) -> int:
         """Return the bytes that this rank has sent so far."""
-        return self._exchange.wire_bytes
+        return self._codec.sent_bytes
 
     @property
     def is_sliced(self) -> bool:
@@ -217,14 +214,15 @@ class DiLoCo:
             torch.sub(self._anchors[index].view(-1), tensor, out=change)
             if self.overlap:
                 then.copy_(tensor)
-        self._runner(k, True, False)
+        address, numel = self._change.data_ptr(), sum(self._sizes[k])
+        self._codec.begin(self._exchange, k, address, numel, "float32", 0, "changes under DiLoCo")
         self._pending = k, self.steps + self.overlap
 
     def _wait(self) -> tuple[int, int]:
         """Wait for the exchange in flight and return its fragment and end step. A failed exchange has ended too."""
         assert self._pending is not None
         pending, self._pending = self._pending, None
-        self._runner.wait()
+        self._exchange.wait()
         return pending
 
     @torch.no_grad()
@@ -324,49 +322,6 @@ class DiLoCo:
             self._pending = pending["fragment"], int(pending["ends"])
 
 
-class _Mean:
-    """The job of a BucketThread: average a fragment's change in place. It does not reference the trainer.
-
-    Without a thread it has the thread's interface itself.
-    """
-
-    def __init__(self, levels: Levels, wire: str, fragments: list[list[torch.Tensor]], change: torch.Tensor) -> None:
-        self._levels, self._wire, self._fragments, self._change = levels, wire, fragments, change
-        self._failure: Exception | None = None
-        self._int8 = BlockState(None, 8, 256)
-        self._int8.use_exchange(levels.exchange)
-
-    def job(self, bucket: int, is_last: bool, is_early: bool) -> Callable[[], None]:
-        """Return the job of fragment `bucket`."""
-        parameters = self._fragments[bucket]
-        sizes = [parameter.numel() for parameter in parameters]
-        flat = self._change[: sum(sizes)]
-        run = partial(self._mean, flat, flat.split(sizes), parameters)
-        return partial(self._levels.average, flat, run, "changes under DiLoCo")
-
-    def __call__(self, bucket: int, is_last: bool, is_early: bool) -> None:
-        try:
-            self.job(bucket, is_last, is_early)()
-        except Exception as error:
-            self._failure = error
-
-    def wait(self) -> None:
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
-
-    def finish_early(self, buckets: Iterable[int]) -> None:
-        """Do nothing: no bucket finishes early."""
-
-    def _mean(self, flat: torch.Tensor, parts: tuple[torch.Tensor, ...], parameters: list[torch.Tensor]) -> None:
-        if self._wire == "int8":
-            self._int8.average(Bucket(flat, places_of(parts, flat), parameters))
-        elif self._wire == "bf16":
-            average_half(self._levels.exchange, flat, torch.bfloat16)
-        else:
-            average_plain(self._levels.exchange, flat)
-
-
 def _is_timeout(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= 1e9
 
@@ -379,7 +334,7 @@ def _check_arguments(inner_optimizer: Any, every: Any, fragments: Any, wire: Any
     most = every // fragments
     in_time = "every // fragments, so that one exchange ends before the next begins"
     count(0, most - 1, f"an integer in [0, {most}), {in_time}")("DiLoCo: overlap", overlap)
-    among(*_WIRES)("DiLoCo: wire", wire)
+    among(*_CODECS)("DiLoCo: wire", wire)
     if not _is_timeout(timeout_s):
         raise ValueError(f"DiLoCo: timeout_s must be above 0 and at most 1e+09 seconds, got {timeout_s!r}")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -72,13 +72,36 @@ def unit_types(units: Any) -> tuple[type, ...]:
     return found if all(isinstance(each, type) and issubclass(each, torch.nn.Module) for each in found) else ()
 
 
-def offload_kind(offload: Any) -> str | None:
-    """Return None, "cpu" or "nvme". Raise ValueError for any other option."""
-    if offload in (None, "cpu"):
+def offload_place(offload: Any, part: str) -> Any:
+    """Return where `part` lies, "parameters" or "optimizer", of a wrapper's offload=. A string alone is the optimizer's.
+
+    Raise ValueError for another key.
+    """
+    if not isinstance(offload, Mapping):
+        return offload if part == "optimizer" else None
+    for key in offload:
+        if key not in ("parameters", "optimizer"):
+            raise ValueError(f"offload, as a mapping, may have the keys 'parameters' and 'optimizer', got {key!r}")
+    return offload.get(part)
+
+
+def offload_kind(offload: Any, name: str = "offload") -> str | None:
+    """Return None, "cpu" or "nvme" of one place. Raise ValueError for any other value."""
+    if offload is None or (isinstance(offload, str) and offload == "cpu"):
         return offload
     if isinstance(offload, str) and offload.startswith("nvme:") and len(offload) > len("nvme:"):
         return "nvme"
-    raise ValueError(f"offload must be None, 'cpu' or 'nvme:<folder>', got {offload!r}")
+    raise ValueError(f"{name} must be None, 'cpu' or 'nvme:<folder>', got {offload!r}")
+
+
+def offload_kinds(offload: Any) -> tuple[str | None, str | None]:
+    """Return offload_kind() of parameters and of the optimizer."""
+    if not isinstance(offload, Mapping):
+        return None, offload_kind(offload)
+    parameters, optimizer = (
+        offload_kind(offload_place(offload, part), f"offload[{part!r}]") for part in ("parameters", "optimizer")
+    )
+    return parameters, optimizer
 
 
 def offload_folder(offload: Any) -> str | None:

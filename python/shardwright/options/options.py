@@ -7,7 +7,7 @@ import os
 from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
-from .checks import Check, among, check_units, count, number, offload_kind, switch
+from .checks import Check, among, check_units, count, number, offload_kinds, switch
 from .compress import check_compressor
 from .names import near, offers_fields, unknown_name
 from .precision import Precision
@@ -72,10 +72,12 @@ class Options:
         make the same choice. None: uncompressed.
     clip_grad_norm : float, optional
         Each optimizer.step() begins with sw.clip_grad_norm_(module, clip_grad_norm). Needs the optimizer.
-    offload : {"cpu", "nvme:<folder>"}, optional
+    offload : {"cpu", "nvme:<folder>"} or dict of "parameters" and "optimizer" to them, optional
         The place of the state and the masters of sw.optim's optimizers, with the same bits. "nvme:<folder>": an unnamed
         file per rank, which a step streams through three buffers of 16 MiB. "cpu": host memory, for parameters on a
         GPU; the step then runs on the host in batches, overlapped with copies. See docs/design/zero_offload.md.
+        "parameters", at zero=3 with share_parameters=False on CPUs: the place of all slices, with the same bits. "nvme:<folder>":
+        one unnamed file per host, from which units are gathered; it needs sw.optim. "cpu" has no effect on CPUs.
     partition : {"auto", "flat", "tensor"}
         How an optimizer is sliced at zero >= 1. "auto": flat slices, for optimizers known to be elementwise. "flat":
         flat slices; the caller guarantees that it is elementwise. "tensor": whole tensors, balanced over ranks.
@@ -164,7 +166,7 @@ class Options:
     precision: Any = _option(None, _check_precision)
     compress: Any = _option(None)
     clip_grad_norm: float | None = _option(None, number(also="None or "), alike=False)
-    offload: str | None = _option(None, lambda name, value: offload_kind(value))
+    offload: str | Mapping[str, str | None] | None = _option(None, lambda name, value: offload_kinds(value))
     partition: str = _option("auto", among("auto", "flat", "tensor"), alike=False)
     process_group: Any = _option(None, alike=False)
     device_mesh: Any = _option(None, _check_mesh)
@@ -206,6 +208,11 @@ class Options:
             raise ValueError(
                 f"gather={self.gather!r} needs share_parameters=False, got {self.share_parameters!r}: parameters that a host shares are "
                 "not gathered"
+            )
+        if offload_kinds(self.offload)[0] == "nvme" and (self.zero, self.share_parameters) != (3, False):
+            raise ValueError(
+                f"offload={self.offload!r} puts parameters into a file, which needs zero=3 and share_parameters=False, got zero={self.zero} "
+                f"and share_parameters={self.share_parameters!r}"
             )
         if self.write_guard == "samples" and self.share_parameters is False:
             raise ValueError(

@@ -10,6 +10,24 @@ import sys
 _SCHEME = re.compile(r"[A-Za-z0-9][A-Za-z0-9+.-]+:/|[^/]*://")
 
 
+#: an address of fsspec
+_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
+
+
+def address_of(path: str | os.PathLike[str]) -> str | None:
+    """Return `path` as an address if it has a scheme, a place behind it, and fsspec is installed; else None: see absolute_path()."""
+    given = os.fsdecode(path)
+    match = _ADDRESS.match(given)
+    if match is None or not given[match.end() :]:
+        return None
+    try:
+        import fsspec  # noqa: F401
+    except ImportError:
+        return None
+    slashes = "///" if match[1] in ("file", "local") else "//"
+    return f"{match[1]}:{slashes}{given[match.end() :]}".rstrip("/")
+
+
 def absolute_path(name: str, path: str | os.PathLike[str]) -> str:
     """Return `path` as an absolute path. Raise ValueError for an address, a zero byte or a name that is not UTF-8."""
     given = os.fsdecode(path)

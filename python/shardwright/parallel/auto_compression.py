@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..comm.levels import levels_of
+from .._engine import Exchange
 from ..compress.costs import LEAST_GAIN, hidden_beside, measure_bandwidth, measure_codecs, slowest
 from ..options.options import Options
 from .replica import Replica
@@ -73,15 +73,15 @@ class AutoCompression:
 
     @torch.no_grad()
     def _decide(self, replica: Replica) -> None:
-        comm, levels = replica.group.comm, levels_of(replica.group)
+        comm, exchange = replica.group.comm, Exchange(replica.group.comm)
         # The last rank to arrive waits for communication alone, the others also for that rank: take the shortest wait.
         mine = [statistics.median(each[1:] or each) for each in (self.waits, self.steps)]
         shortest, step_s = slowest(comm, [-mine[0], mine[1]])
         wait_s = -shortest
         numel = sum(p.numel() for p in replica.table.parameters if p.requires_grad)
-        bandwidth = measure_bandwidth(replica.group, levels)
-        codecs = measure_codecs(replica.group, levels, numel, bandwidth)
-        beside_s = hidden_beside(replica.overlaps_compression, levels, numel, bandwidth, wait_s)
+        bandwidth = measure_bandwidth(replica.group, exchange)
+        codecs = measure_codecs(replica.group, exchange, numel, bandwidth)
+        beside_s = hidden_beside(replica.overlaps_compression, exchange, numel, bandwidth, wait_s)
         best = min(codecs, key=lambda codec: codec.seconds(bandwidth, beside_s))
         best_s = best.seconds(bandwidth, beside_s)
         why = (

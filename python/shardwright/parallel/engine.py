@@ -21,15 +21,13 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from .._engine import Error
 from ..comm.agreement import verify
-from ..comm.exchange import Exchange
-from ..comm.levels import Lease
 from ..comm.process_group import HostGroup, host_group, is_default_group, mesh_rows, resolve_group
 from ..layout.param_groups import check_marks, comparable
 from ..layout.shard_mesh import Slicing
-from ..options.checks import offload_kind
+from ..options.checks import offload_kinds
 from ..options.compress import Compressor, check_compressor
 from ..options.options import Options
-from ..parameters.building import Building, RowsTaken, Values, begin_building
+from ..parameters.building import Building, PartOfBuilding, RowsTaken, Values, begin_building
 from ..parameters.drift import DriftCheck
 from ..parameters.mixed_precision import PrecisionPlan, remove_plan
 from ..torch_compat import autograd as _hooks
@@ -38,7 +36,7 @@ from ..torch_compat.internals import ignored_by_torchs_ddp, original_of
 from ..torch_compat.weak import weakly
 from .composition import loss_scaling
 from .composition.parts import by_name, find_parts, states_of_parts
-from .loading import fill_module
+from .loading import fill_module, place_of
 from .out_of_memory import explain, explain_all
 from .replica import Replica, live_replicas
 
@@ -153,7 +151,12 @@ class Engine:
     def _load(self, building: Building | RowsTaken, weights: Any) -> None:
         """Load values that no initialisation gave. Collective."""
         if weights is not None:
-            fill_module(self.module, self.made, weights)
+            place, options = place_of(weights)
+            missing = fill_module(self.module, self.made, place, **options).missing_keys
+            if building.gave and missing:
+                raise Error(
+                    f"wrap: what weights= names lacks {', '.join(map(repr, missing[:3]))}, which would get no values"
+                )
         elif building.stored:
             fill_module(self.module, self.made, building.stored, strict=False, own=True)
 
@@ -333,7 +336,7 @@ class Engine:
             "zero": options.zero,
             "units": comparable(options.units),
             "compress": options.compress,
-            "offload": offload_kind(options.offload),
+            "offload": offload_kinds(options.offload),
             "init_sync": init_sync,
             "forward_sync_buffers": self.forward_sync_buffers,
             "precision": repr(self.precision),
@@ -348,7 +351,8 @@ class Engine:
                 factor = 1.0 if part.options.reduce == "sum" else of_part.world_size / group.world_size
                 slicing = Slicing.one_a_rank(of_part.rank, of_part.world_size)
                 beside["device_mesh"] = part.title
-                self._make(of_part, part.options, frozenset(named) - part.names, slicing, beside, factor, fills)
+                filled = None if fills is None else PartOfBuilding(fills, of_part)
+                self._make(of_part, part.options, frozenset(named) - part.names, slicing, beside, factor, filled)
         except BaseException:
             _retire_all(self.made, together=True)
             raise
@@ -606,21 +610,9 @@ class Engine:
 
     # what averages buckets ----------------------------------------------------------------------------------------
 
-    def run_buckets_by(
-        self, replica: Replica, state: object, hook: Callable[..., Any], lease: Lease | None = None, *, is_ours: bool
-    ) -> None:
-        """Let a hook average a replica's buckets: during the backward, in a thread, if there is a `lease` of one."""
-        runner = replica.hook_runner(state, hook, is_ours=is_ours)
-        if lease is None:
-            replica.reducer.set_bucket_callback(runner)
-        else:
-            from ..compress.state import CompressionState
-            from ..gradients.comm_thread import BucketThread
-
-            thread = BucketThread(runner, replica.group.comm, replica.label, lease)
-            replica.reducer.set_bucket_callback(thread, thread.wait)
-            if isinstance(state, CompressionState):
-                state.watch(weakly(thread.is_under_way, False))
+    def run_buckets_by(self, replica: Replica, state: object, hook: Callable[..., Any], *, is_ours: bool) -> None:
+        """Let a hook average a replica's buckets."""
+        replica.reducer.set_bucket_callback(replica.hook_runner(state, hook, is_ours=is_ours))
         if replica.gradients.sparse is not None and not is_ours:
             replica.gradients.sparse.user_hook = state, hook
         self.comm_hooks.append((hook, state))
@@ -668,18 +660,26 @@ class Engine:
         if getattr(replica.reducer, "wire", None) is not None:  # the reducer compresses by itself
             replica.compression = (repr(compress), None)
             return None
-        from ..compress.make import make_hook
+        from ..compress.hooks import state_hook
+        from ..compress.make import CodecTraffic, make_state
         from ..compress.state import CompressionState
 
-        levels, lease = replica.levels(compress)
-        state, hook = make_hook(compress, levels.exchange)
-        kept = state if isinstance(state, CompressionState) else None
-        if kept is not None:
-            kept.set_names(zip(replica.table.names, replica.table.parameters))
-            kept.split = replica.split()
-        self.run_buckets_by(replica, state, _metered(levels.hook(hook), levels.exchange), lease, is_ours=True)
-        replica.compression = (repr(compress), levels.exchange)
-        return kept
+        exchange = replica.backend.exchange(compress, replica.layout_of(0))
+        state = make_state(compress, replica.compressing_ranks(), exchange)
+        likes = [replica.layout_of(index) for index in range(len(replica.table.parameters))]
+        state.register(zip(replica.table.names, replica.table.parameters, likes))
+        if exchange is None:
+            replica.reducer.set_codec(state.codec)
+            self.comm_hooks.append((state_hook, state))
+            replica.compression = (repr(compress), CodecTraffic(state.codec, replica.reducer))
+        else:
+            self.run_buckets_by(replica, state, _metered(state_hook, exchange), is_ours=True)
+            replica.compression = (repr(compress), exchange)
+        if not isinstance(state, CompressionState):
+            return None
+        state.split = replica.split()
+        state.watch(weakly(replica.is_compressing, False))
+        return state
 
 
 def _retire_all(replicas: Sequence[Replica], together: bool = False) -> None:
@@ -687,7 +687,7 @@ def _retire_all(replicas: Sequence[Replica], together: bool = False) -> None:
         replica.retire(together=together)
 
 
-def _metered(hook: Callable[..., Any], exchange: Exchange) -> Callable[..., Any]:
+def _metered(hook: Callable[..., Any], exchange: Any) -> Callable[..., Any]:
 
     @functools.wraps(hook)
     def run(state: Any, bucket: Any) -> Any:

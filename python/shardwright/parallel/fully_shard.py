@@ -30,17 +30,17 @@ from ..comm.process_group import resolve_group
 from ..gradients.sharded_gradient import ShardedGradient
 from ..layout.local_parameters import SHARDED
 from ..layout.param_groups import mark_of
-from ..options.checks import offload_kind
+from ..options.checks import offload_kinds
 from ..options.options import Options, refuse_options
 from ..options.precision import Precision
 from ..parameters.building import Values
 from ..parameters.gathered_unit import Unit
 from ..parameters.rows import find_rows
-from ..parameters.sharded_parameter import ShardedParameter
+from ..parameters.sharded_parameter import ShardedParameter, shared_memory
 from ..parameters.unshard_schedule import UnitSchedule
 from ..torch_compat.dtensor import flattened, is_dtensor, mesh_of_group
 from ..torch_compat.autograd import graph_task_id
-from ..torch_compat.foreign_wrappers import guard_from_wrappers
+from ..torch_compat.foreign_wrappers import guard_from_wrappers, note_fully_shard
 from ..torch_compat.internals import fsdp_module_of_torch
 from .engine import Engine, engine_of, register_face
 from .unit_calls import reduce_plainly
@@ -156,14 +156,17 @@ class Mark:
             return  # nothing to gather or to average
         for each in rows:
             each.adopt()
-        waiting = [each.name for each in rows if each.waits]
-        if waiting and not (self.options["init"] or self.options["weights"] or all(each.is_stored for each in rows if each.waits)):
-            raise Error(
-                f"parameters {waiting[:4]} are on the meta device: give the module memory (to_empty) and values before its first run, or "
-                "pass init= or weights= to sw.fully_shard"
+        waiting = [each for each in rows if each.waits]
+        if waiting and not (self.options["init"] or self.options["weights"] or all(each.is_stored for each in waiting)):
+            names = [name for name, p in module.named_parameters() if any(p is each.sharded for each in waiting)]
+            raise RuntimeError(
+                "FSDP parameters should be materialized from meta device before training, but the following were still on meta device: "
+                f"{names}: call to_empty(device=...) and give them values, or pass init= or weights= to sw.fully_shard"
             )
+        shared = shared_memory(rows)
         for each in rows:
-            each.make_whole()
+            each.make_whole(shared)
+        del shared
         try:
             engine = self._make(module, rows, ignored)
         except BaseException:
@@ -565,12 +568,12 @@ def fully_shard(
         FSDP2's function from a parameter to None, a Shard or a ShardPlacementResult. Slices are always flat, whatever
         dimension a Shard names. With a mesh of other ranks the parameter, a DTensor, becomes one of the outermost
         module's `groups`.
-    offload : {"cpu", "nvme:<folder>"}, optional
-        For the outermost module: where shard_optimizer keeps the optimizer's state; see wrap.
+    offload : {"cpu", "nvme:<folder>"} or dict of "parameters" and "optimizer" to them, optional
+        For the outermost module: where slices lie, and where shard_optimizer keeps the optimizer's state; see wrap.
     mp_policy : MixedPrecisionPolicy, optional
         FSDP2's `precision`, with fields of the same names. Parameters keep their dtype.
     offload_policy : OffloadPolicy, optional
-        FSDP2's policy. CPUOffloadPolicy raises, because parameters stay on their device: pass `offload`.
+        FSDP2's policy. CPUOffloadPolicy changes nothing on the CPU, and raises on GPUs, where parameters stay: pass `offload`.
     init, weights : optional
         For the outermost module, on the meta device: build it in slices as its engine is made; see wrap.
 
@@ -594,24 +597,29 @@ def fully_shard(
     """
     modules = [module] if isinstance(module, torch.nn.Module) else _listed(module)
     for each in modules:
-        if not isinstance(each, torch.nn.Module) or isinstance(each, (torch.nn.ModuleList, torch.nn.ModuleDict)):
+        if not isinstance(each, torch.nn.Module):
             raise TypeError(f"fully_shard needs a torch.nn.Module that is run itself, got {type(each).__name__}")
+        if isinstance(each, (torch.nn.ModuleList, torch.nn.ModuleDict)) and type(each).forward is torch.nn.Module.forward:
+            raise ValueError(f"fully_shard does not support containers that do not implement forward: {each}")
     if mesh is not None and device_mesh is not None:
         raise ValueError("mesh and device_mesh were both given, which are two names for one: pass one of them")
     chosen = _data_mesh(device_mesh if mesh is None else mesh, dp_mesh_dims)
-    offload_kind(offload)
+    offload_kinds(offload)
     refuse_options(options, ("zero", "share_parameters"), "fully_shard", "it is zero=3 with private parameters")
     refuse_options(options, ("clip_grad_norm",), "fully_shard", "call sw.clip_grad_norm_ before the step")
     refuse_options(options, ("partition",), "fully_shard", "give it to sw.shard_optimizer")
     policy = _policy(precision, mp_policy)
-    if hasattr(offload_policy, "pin_memory"):
+    if hasattr(offload_policy, "pin_memory") and _device_of(modules) != "cpu":
         raise NotImplementedError(
-            f"fully_shard: offload_policy={offload_policy!r} is not supported: pass offload='cpu', which moves the optimizer's state"
+            f"fully_shard: offload_policy={offload_policy!r} is not supported on GPUs: pass offload='cpu', which moves the optimizer's state"
         )
     releases = _releases(reshard_after_forward, chosen)
     for each in modules:
         if mark_of(each) is not None:
-            raise Error(f"fully_shard was called on this {type(each).__name__} already")
+            raise AssertionError(
+                "Each distinct composable distributed API can only be applied to a module once: fully_shard was called on this "
+                f"{type(each).__name__} already"
+            )
         wrapped = engine_of(each, make=False)
         if wrapped is not None:
             raise Error(
@@ -637,6 +645,7 @@ def fully_shard(
         bases = FSDPModule, *fsdp_module_of_torch(), original
         each.__class__ = type(f"FSDP{original.__name__}", bases, body)
         register_face(each, _find_engine)
+        note_fully_shard(each)
     mark.rows, mark.mesh = [ShardedParameter(*each) for each in found], over
     for each in modules:
         for inner in each.modules():
@@ -757,3 +766,7 @@ def _find_engine(module: FSDPModule, make: bool) -> Engine | None:
     if make:
         mark.make(module)
     return mark.engine
+
+
+#: as torch's fully_shard.state(module): what fully_shard keeps of a module, a Mark; None for any other
+fully_shard.state = mark_of  # type: ignore[attr-defined]

@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from .._engine import Error
-from ..comm.levels import levels_of
+from .._engine import Error, Exchange
 from ..compress.costs import LEAST_GAIN, bytes_sent, hidden_beside, measure_bandwidth, measure_codecs, slowest
 from .ddp import DistributedDataParallel
 
@@ -108,16 +107,18 @@ def headroom(
     step_s, local_s = _measure_backwards(model, backward, repeat, lambda values: slowest(comm, values))
     exposed_s = max(0.0, step_s - local_s)
     numel = sum(p.numel() for p in replica.table.parameters if p.requires_grad)
-    levels = levels_of(replica.group)
-    plain_bytes = replica.stats()["step_wire_bytes"] if replica.group.host_count == 1 else bytes_sent(levels, 4 * numel)
-    measured = measure_bandwidth(replica.group, levels)
+    exchange = Exchange(comm)
+    plain_bytes = (
+        replica.stats()["step_wire_bytes"] if replica.group.host_count == 1 else bytes_sent(exchange, 4 * numel)
+    )
+    measured = measure_bandwidth(replica.group, exchange)
     speed = bandwidth or measured
-    beside_s = hidden_beside(replica.overlaps_compression, levels, numel, measured, exposed_s)
+    beside_s = hidden_beside(replica.overlaps_compression, exchange, numel, measured, exposed_s)
     if bandwidth is not None:  # assume the same overlap; the remaining bytes take their time at this bandwidth
         hidden_s = max(0.0, plain_bytes / measured - exposed_s)
         exposed_s = max(0.0, plain_bytes / bandwidth - hidden_s)
         step_s = local_s + exposed_s
-    codecs = measure_codecs(replica.group, levels, numel, measured)
+    codecs = measure_codecs(replica.group, exchange, numel, measured)
     candidates = [
         Candidate(repr(c.compress), local_s + c.seconds(speed, beside_s), c.codec_s, c.wire_bytes) for c in codecs
     ]

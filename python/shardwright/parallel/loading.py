@@ -18,21 +18,34 @@ import torch
 
 from .._engine import Error
 from ..comm.agreement import gather_answers
+from ..comm.model_ranks import together
 from ..formats.lazy import Lazy
+from ..formats.stored import Stored
 from ..layout.shard_runs import memory_order
 from ..layout.views import dtype_name
 from ..options.name_map import NameMap, Rename
 from ..options.names import near
+from ..torch_compat.dtensor import held_tensor, is_dtensor, local_part
 from ..torch_compat.internals import buffers_of_state, ignored_by_transformers
 from .replica import Replica
 
-__all__ = ["UnmatchedNames", "fill_module"]
+__all__ = ["UnmatchedNames", "fill_module", "place_of"]
 
 #: a cast reads this much at a time
 _CHUNK_BYTES = 16 << 20
 _NAMED_MOST = 3
 _PLACES = "load_pretrained: the place must be a path, a mapping of str to Tensor, or an iterable of pairs (str, Tensor)"
 _ROUNDINGS = ("bfloat16", "float16", "float32")
+
+
+def place_of(weights: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the place of wrap's `weights`, and load_pretrained's options. Raise TypeError for an unknown option."""
+    if not (isinstance(weights, tuple) and len(weights) == 2 and isinstance(weights[1], dict)):
+        return weights, {}
+    unknown = [name for name in weights[1] if name not in ("rename", "dtype", "strict")]
+    if unknown:
+        raise TypeError(f"weights=: options of load_pretrained are 'rename', 'dtype' and 'strict', got {unknown[0]!r}")
+    return weights
 
 
 class UnmatchedNames(NamedTuple):
@@ -43,6 +56,22 @@ class UnmatchedNames(NamedTuple):
 
 
 def fill_module(
+    bare: torch.nn.Module, replicas: Sequence[Replica], place: Any, *, strict: bool = True, **options: Any
+) -> UnmatchedNames:
+    """Load the tensors of a place into a module of these replicas. See load_pretrained. Collective.
+
+    `own`: they are the module's own, some buffers that no state dict holds among them, and each must be filled.
+    """
+    ranks = next((each.model_ranks for each in replicas if each.model_ranks is not None), None)
+    found: UnmatchedNames = together(
+        ranks,
+        lambda: _fill_module(bare, replicas, place, strict=strict, **options),
+        f"weights of {type(bare).__name__}",
+    )
+    return found
+
+
+def _fill_module(
     bare: torch.nn.Module,
     replicas: Sequence[Replica],
     place: Any,
@@ -52,10 +81,6 @@ def fill_module(
     strict: bool = True,
     own: bool = False,
 ) -> UnmatchedNames:
-    """Load the tensors of a place into a module of these replicas. See load_pretrained. Collective.
-
-    `own`: they are the module's own, some buffers that no state dict holds among them, and each must be filled.
-    """
     comm, label = replicas[0].group.comm, f"weights of {type(bare).__name__}"
     names, targets = NameMap(rename=rename, strict=strict), _Targets(bare, replicas, own)
     stored: dict[str, Any] = {}
@@ -193,10 +218,6 @@ class _Targets:
         for each in self._replicas:
             if each.access.is_writing:
                 raise Error("load_pretrained: full_parameters(writable=True) would undo it as it ends: call it outside")
-            if each.model_ranks is not None:
-                raise NotImplementedError(
-                    "load_pretrained: DTensors are not supported: use sw.load, or load before wrapping"
-                )
             if each.link is not None and each.zero == 3:
                 raise NotImplementedError("load_pretrained: zero=3 on a GPU is not supported: load before wrapping")
 
@@ -240,6 +261,7 @@ class _Targets:
         target = self._named.get(name)
         if target is None:
             return
+        each = _part_of(each, target) if is_dtensor(target) else each
         rounds = dtype if each.dtype.is_floating_point else None
         first = self._done.setdefault(id(target), name)
         for low, memory, whole in self._memory(target, each, rounds):
@@ -252,6 +274,9 @@ class _Targets:
                 raise Error(
                     f"load_pretrained: {first!r} and {name!r} are one tensor of the module, with other values stored"
                 )
+        replica, index = self._places.get(id(target), (None, 0))
+        if replica is not None:
+            replica.parameters().note_written(index)
 
     def _memory(self, target: torch.Tensor, each: Lazy, rounds: Any) -> Iterator[tuple[int, torch.Tensor, Any]]:
         """Return (first element, memory) of this rank's row-major elements of a tensor; with values, of all other elements."""
@@ -265,7 +290,13 @@ class _Targets:
         _read(each, 0, whole.view(-1), rounds)
         yield from ((low, piece, memory_order(whole, like)[low:high]) for low, high, piece in pieces)
         if not pieces:  # outside of a replica, or strides that overlap or leave gaps
-            yield 0, target, whole
+            yield 0, held_tensor(target) if is_dtensor(target) else target, whole
+
+
+def _part_of(each: Any, like: Any) -> Lazy:
+    """Return this rank's part of a stored tensor, cut like the DTensor `like`, without reading it."""
+    part: Any = local_part(Stored.of(each), like)
+    return part.lazy
 
 
 def _read(each: Lazy, low: int, out: torch.Tensor, rounds: torch.dtype | None) -> None:

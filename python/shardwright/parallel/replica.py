@@ -15,9 +15,8 @@ import torch
 from .._engine import Error
 from ..backend.base import Backend, Request
 from ..comm.agreement import verify
-from ..comm.exchange import Exchange
-from ..comm.levels import Lease, Levels
-from ..comm.model_ranks import ModelRanks
+from ..comm.exchange import Ranks
+from ..comm.model_ranks import ModelRanks, together
 from ..comm.process_group import HostGroup, group_ranks
 from ..comm.stop_request import StopRequest
 from ..gradients.comm_hook import HookRunner
@@ -38,7 +37,6 @@ from ..parameters.storage import ParameterMemory
 from ..torch_compat import autograd as _hooks
 from ..torch_compat.dtensor import held_tensor, is_dtensor
 from ..torch_compat.weak import weakly
-from .agreement.optimizer_agreement import together
 from .agreement.replica_check import ReplicaCheck
 from .agreement.steppers import Steppers, adopt_steps_in_backward
 from .backends import choose_backend
@@ -104,7 +102,7 @@ class Replica:
 
         begin = functools.partial(verify, group.comm, describe, f"the wrapped {self.label}")
         together(self.model_ranks, begin, self.label, self._facts_over_mesh)
-        if self.model_ranks is not None and settings["init_sync"]:
+        if self.model_ranks is not None and settings["init_sync"] and building is None:
             self.model_ranks.check_replicated(self.table, group, self.label)
         request = self._request._replace(building=building)
         self.backend: Backend = choose_backend(self.table)(group, request)
@@ -144,7 +142,8 @@ class Replica:
         self.note_identities()
         self._storage.on_adoption = weakref.WeakMethod(self.note_identities)
         self._has_begun = False
-        self.compression: tuple[str, Exchange | None] | None = None  # Exchange None: the reducer compresses
+        #: the compressor, and what counts its bytes; None if the reducer does
+        self.compression: tuple[str, Any] | None = None
         self.stores: weakref.WeakSet[Any] = weakref.WeakSet()
         _live.add(self)
         _hooks.watch_steps(self)
@@ -155,8 +154,8 @@ class Replica:
         options, zero, able = self.options, self.zero, choose_backend(self.table).capabilities
         in_units = zero == 3 and not (able.one_copy and options.share_parameters is not False)
         behind = able.publishes_behind and zero in (1, 2) and options.prefetch > 0
-        #: compressed buckets travel to other hosts while the backward runs: at zero >= 2 none has a slot for itself
-        self.overlaps_compression = able.sends_beside_backward and self.group.host_count > 1 and zero < 2
+        #: compressed buckets travel to other hosts while the backward runs
+        self.overlaps_compression = able.sends_beside_backward and self.group.host_count > 1
         return Request(
             *(self.table, options, zero, self.slicing, self.label),
             plans=cut(module, self.table, options.units, options.reshard_after_forward) if in_units else None,
@@ -229,9 +228,16 @@ class Replica:
             elif parameter.requires_grad:
                 self._hook(index)
 
-    def levels(self, compress: Compressor) -> tuple[Levels, Lease | None]:
-        """Return the levels of a compressor's exchange, and a lease if a thread uses them. Collective across hosts."""
-        return self.backend.exchange(compress, self._request, self.layout_of(0))
+    def compressing_ranks(self) -> Ranks:
+        """Return the ranks between which gradients are compressed: of several hosts, one each."""
+        group = self.group
+        if group.host_count == 1:
+            return Ranks(group.rank, group.world_size)
+        return Ranks(group.host_of[group.rank], group.host_count)
+
+    def is_compressing(self) -> bool:
+        """Return True if buckets of an open round are on their way through a compressor."""
+        return self.reducer.is_compressing
 
     def split(self) -> str:
         """Return this rank's position in the mesh of the module's DTensors; "" without a mesh."""

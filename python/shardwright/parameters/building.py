@@ -23,9 +23,10 @@ import torch
 
 from .._engine import Error, HostComm, crc32c
 from ..comm.agreement import gather_answers
-from ..comm.model_ranks import ModelRanks
+from ..comm.model_ranks import ModelRanks, together
 from ..comm.process_group import HostGroup, host_group, resolve_group
 from ..formats.stored import Stored, check_of_hosts, waits
+from ..layout.local_parameters import end_local_parameters
 from ..layout.memory import bytes_of, is_resident, reserved
 from ..layout.param_groups import UnitPlan
 from ..layout.param_table import ParameterTable
@@ -33,10 +34,10 @@ from ..options.options import Options
 from ..options.precision import LOW_DTYPES
 from ..torch_compat.dtensor import is_dtensor
 from ..torch_compat.internals import buffers_of_state, changing_weights, swap_memory, tree_leaves
-from .materialize import Writes, initialisers, place, places_of, with_memory
+from .materialize import Writes, initialisers, local_with_memory, part_of_whole, place, places_of, with_memory
 from .sharded_parameter import RowsTaken, ShardedParameter, take_rows
 
-__all__ = ["Building", "Values", "begin_building"]
+__all__ = ["Building", "PartOfBuilding", "Values", "begin_building"]
 
 #: a parameter below it gets ordinary memory: a range of addresses has whole pages
 _PAGE_BYTES = 4096
@@ -68,10 +69,12 @@ def begin_building(module: torch.nn.Module, options: Options, values: Values) ->
     group = host_group(
         resolve_group(options.process_group, options.device_mesh, trains=True), options.timeout_s, options.warn_after_s
     )
-    if stored:  # ranks without such tensors come to the same agreement first
-        ModelRanks.beside((), group, stored)
+    # ranks that have values come to the same agreement first
+    beside = ModelRanks.beside(module.parameters(), group, stored)
     label, made = type(module).__name__, list[Building]()
-    in_units = options.zero == 3 and options.share_parameters is False
+    # an initialisation of DTensors runs on whole ones, whose units no slices lie under
+    whole = init is not None and weights is None and any(is_dtensor(p) and p.is_meta for p in module.parameters())
+    in_units = options.zero == 3 and options.share_parameters is False and not whole
 
     def make() -> bytes:
         if init not in (None, True) and not callable(init):
@@ -83,16 +86,20 @@ def begin_building(module: torch.nn.Module, options: Options, values: Values) ->
         made.append(Building(module, function, loads=loads, in_units=in_units, reads=weights is None, group=group))
         return b""
 
-    gather_answers(group.comm, make, f"the build of {label}", refusals=(Exception,))
-    building = made[0]
+    def build() -> Building:
+        gather_answers(group.comm, make, f"the build of {label}", refusals=(Exception,))
+        made[0].begin(group.comm, label)
+        if not made[0].in_units:
+            made[0].initialise(group.comm, label)
+        return made[0]
+
     try:
-        building.begin(group.comm, label)
-        if not building.in_units:
-            building.initialise(group.comm, label)
+        built: Building = together(beside, build, label)
+        return built
     except BaseException:
-        building.undo()
+        for each in made:
+            each.undo()
         raise
-    return building
 
 
 def check_buildable(
@@ -113,8 +120,6 @@ def check_buildable(
             f"wrap: parameter {meta!r} is on the meta device and came from no file: build its module off the meta device, or pass "
             "init=, which is called with each module that holds such tensors"
         )
-    if next((True for _, p in named if is_dtensor(p)), False):
-        raise NotImplementedError(f"wrap: {what} is not supported for DTensors: materialize them before wrapping")
     low = next((n for n, p in named if waits(p) and p.dtype in LOW_DTYPES), None)
     if in_units and options.precision is not None and low is not None:
         raise NotImplementedError(
@@ -145,6 +150,9 @@ class Building:
         self.in_units = in_units and self.gave
         self._calls = initialisers(module, init, "wrap", unstored=loads)
         self._given: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._loads = loads
+        #: DTensors, by id, each with a whole parameter in its place until initialise() ends
+        self._whole: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         #: the ranges of addresses, by address
         self._ranges: dict[int, mmap.mmap] = {}
         named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
@@ -174,7 +182,11 @@ class Building:
         self._stream = torch.frombuffer(bytearray(said[0]), dtype=torch.uint8)
 
     def _give(self, tensor: torch.Tensor) -> None:
-        memory = with_memory(tensor, self._allocate)
+        if is_dtensor(tensor) and not self._loads:
+            self._show(tensor, with_memory(tensor, self._allocate))
+            return
+        make = local_with_memory if is_dtensor(tensor) else with_memory
+        memory = make(tensor, self._allocate)
         try:
             swap_memory(tensor, memory)
         except RuntimeError as error:
@@ -185,6 +197,24 @@ class Building:
             what = f" (in {', '.join(holders)}): drop them, or call sw.materialize first" if refs else ""
             raise Error(f"{self._names[id(tensor)]!r} cannot get memory in place: {error}{what}") from None
         self._given.append((tensor, memory))
+
+    def _show(self, tensor: torch.Tensor, whole: torch.Tensor) -> None:
+        """Put a whole parameter in the place of a DTensor: torch swaps no tensors of other slots."""
+        self._whole[id(tensor)] = tensor, whole
+        self._names[id(whole)] = self._names[id(tensor)]
+        self._needed |= {id(whole)} if id(tensor) in self._needed else set()
+        for held, earlier in self._before:
+            held.update({name: whole for name, each in earlier.items() if each is tensor})
+
+    def _end_whole(self) -> None:
+        """Give each DTensor its part of the whole parameter that stands in its place."""
+        for held, earlier in self._before:
+            held.update({name: each for name, each in earlier.items() if id(each) in self._whole})
+        for tensor, whole in self._whole.values():
+            part = part_of_whole(whole, tensor)
+            swap_memory(tensor, part)
+            self._given.append((tensor, part))
+        self._whole.clear()
 
     def _allocate(self, numel: int, *, dtype: torch.dtype, device: str) -> torch.Tensor:
         if not self.in_units or not dtype.is_floating_point or numel * dtype.itemsize < _PAGE_BYTES:
@@ -197,6 +227,7 @@ class Building:
         """Put all tensors back where they were."""
         for held, before in self._before:  # init= may have replaced some
             held.update(before)
+        end_local_parameters(self._module)
         with changing_weights(self._module):
             for tensor, memory in self._given:
                 swap_memory(tensor, memory)
@@ -229,6 +260,8 @@ class Building:
 
         label = f"initial values of {label}"
         gather_answers(comm, lambda: self._run(Writes()), label, refusals=(Exception,), retell=_retold)
+        with changing_weights(self._module):
+            self._end_whole()
 
     def _run(self, mode: Writes) -> bytes:
         with self._on_the_stream():
@@ -249,13 +282,27 @@ class Building:
             return units.digest()
 
         units.agree(run)
-        own = [index for index, each in enumerate(table.parameters) if id(each) in self._real]
+        self.fill_real(store, table, self._group)
+        self._ranges.clear()
+
+    def fill_real(self, store: Any, table: ParameterTable, group: HostGroup) -> None:
+        """Write the values of parameters that had memory, such as adapters on a stored model. Collective."""
+        own = [index for index, each in enumerate(table.module_parameters) if id(each) in self._real]
         if own and table.is_by_rows:
             take_rows(store, table, own)
-        elif own:  # such as adapters on a stored model
-            self._group.broadcast([table.parameters[index] for index in own], 0, "parameters that had memory")
+        elif own:
+            group.broadcast([table.parameters[index] for index in own], 0, "parameters that had memory")
             store.write_slices(own)
-        self._ranges.clear()
+
+
+class PartOfBuilding:
+    """Fills the slices of parameters that fewer ranks average (groups=), whose values are loaded later."""
+
+    def __init__(self, building: Building | RowsTaken, group: HostGroup) -> None:
+        self._building, self._group = building, group
+
+    def fill(self, store: Any, table: ParameterTable, plans: Sequence[UnitPlan], comm: HostComm) -> None:
+        self._building.fill_real(store, table, self._group)
 
 
 class _Units(Writes):

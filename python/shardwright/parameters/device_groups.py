@@ -41,14 +41,14 @@ def narrowed(request: Request, released: Collection[int]) -> dict[int, torch.dty
     }
 
 
-def rows_in_groups(request: Request) -> list[tuple[str, int, str, bool, int]]:
+def rows_in_groups(request: Request) -> list[tuple[Any, ...]]:
     """Return reducer rows such that each bucket holds parameters of one unit and compute dtype, or never-released ones."""
     members = releasable(request)
     narrow = narrowed(request, {index for each in members for index in each})
     kinds = {index: (number, str(narrow.get(index, ""))) for number, each in enumerate(members) for index in each}
     numbers = {kind: number for number, kind in enumerate(sorted(set(kinds.values())), 1)}
     groups = {index: numbers[kind] for index, kind in kinds.items()}
-    return [(*row, groups.get(index, 0)) for index, row in enumerate(request.table.rows())]
+    return [(*row[:4], groups.get(index, 0), *row[5:]) for index, row in enumerate(request.table.rows())]
 
 
 def _turns(plans: Sequence[UnitPlan], prefetch: int) -> int:
@@ -69,7 +69,8 @@ class DeviceUnitMemory(ReleasedParameters):
         super().__init__(backend, reducer, request)
         table, link, plans = self._table, backend.link, request.plans or ()
         assert link is not None
-        link.broadcast(table.parameters, 0)
+        if request.building is None:
+            link.broadcast(table.parameters, 0)
         #: the parameters that are never released
         self._kept = ParameterMemory(backend, reducer, request, shared=False, without=self._released)
         self.flat = self._kept.flat
@@ -88,7 +89,10 @@ class DeviceUnitMemory(ReleasedParameters):
         computed = dict(zip(self._forms, sizes))  # of a unit with a compute form: that one's
         self._unit_sizes = [(plan.name, computed[number]) for number, plan in enumerate(plans)]
         self._slices = {index: engine_tensor(self._units.slice(index)) for index in sorted(self._released)}
-        self._write_slices()
+        if request.building is None:
+            self._write_slices()
+        else:
+            request.building.fill(self, table, plans, backend.group.comm)
         self._units.update()
         for form, number in enumerate(self._forms):
             for index in self._unit_members[number]:
@@ -125,6 +129,15 @@ class DeviceUnitMemory(ReleasedParameters):
 
     def is_stepped(self, index: int) -> bool:
         return super().is_stepped(index) if index in self._released else self._kept.is_stepped(index)
+
+    def own_slice(self, index: int) -> torch.Tensor:
+        found = self._slices.get(index)
+        return self._table.parameters[index].data.flatten() if found is None else found  # without elements
+
+    def _meet(self) -> None:
+        """Let gathers come after what this rank's stream wrote to its slices. They are collectives: no rank reads early."""
+        self._units.drop_ahead()
+        self._units.follow()
 
     def piece(self, index: int) -> torch.Tensor:
         """Return this rank's elements of a released parameter; may be empty."""

@@ -10,6 +10,7 @@ import torch
 
 from .._engine import Error
 from ..formats.stored import Stored, check_of_hosts, waits
+from ..torch_compat.dtensor import held_tensor, is_dtensor, local_part, placed_parameter
 from ..torch_compat.internals import (
     TorchDispatchMode,
     buffers_of_state,
@@ -21,7 +22,17 @@ from ..torch_compat.internals import (
     written_by,
 )
 
-__all__ = ["Writes", "initialisers", "materialize", "place", "places_of", "waiting_modules", "with_memory"]
+__all__ = [
+    "Writes",
+    "initialisers",
+    "local_with_memory",
+    "materialize",
+    "part_of_whole",
+    "place",
+    "places_of",
+    "waiting_modules",
+    "with_memory",
+]
 
 _Call = tuple[torch.nn.Module, Callable[[], object]]
 #: operations that write some elements of a tensor -> the same on marks of elements, given their other arguments
@@ -46,7 +57,8 @@ def materialize(module: torch.nn.Module, *, init: Callable[[torch.nn.Module], ob
     ----------
     module : Module
         A module that is not wrapped yet and has no optimizer (wrap refuses an optimizer of meta parameters). New
-        parameters replace meta parameters; tied ones stay tied. Tensors with memory stay.
+        parameters replace meta parameters; tied ones stay tied. Tensors with memory stay. DTensors are whole while the
+        calls run, and then this rank's parts: they have the bits of the module without its mesh.
     init : callable, optional
         A function called instead of reset_parameters() with each module that held meta tensors, inner ones first.
         Default for a transformers model: its `_init_weights`.
@@ -95,6 +107,11 @@ def materialize(module: torch.nn.Module, *, init: Callable[[torch.nn.Module], ob
             for each in made.values():
                 if id(each) in stored:
                     each.copy_(stored[id(each)].lazy.read())
+            parts = dict[int, torch.Tensor]()
+            for held, earlier in before:
+                for name, tensor in earlier.items():
+                    if is_dtensor(tensor) and tensor.is_meta:
+                        held[name] = parts.setdefault(id(tensor), part_of_whole(made[id(tensor)], tensor))
     except BaseException:
         with changing_weights(module):
             for held, earlier in before:
@@ -238,8 +255,21 @@ def _own(module: torch.nn.Module) -> list[torch.Tensor]:
     return [each for each in (*module._parameters.values(), *module._buffers.values()) if each is not None]
 
 
+def part_of_whole(whole: torch.Tensor, like: Any) -> torch.Tensor:
+    """Return this rank's DTensor parameter, placed like `like`, of a whole one."""
+    return placed_parameter(local_part(whole.detach(), like).clone(memory_format=torch.contiguous_format), like)
+
+
+def local_with_memory(tensor: Any, allocate: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """Return a DTensor parameter like one of the meta device, whose local tensor has memory."""
+    return placed_parameter(with_memory(held_tensor(tensor), allocate), tensor)
+
+
 def with_memory(tensor: torch.Tensor, allocate: Callable[..., torch.Tensor]) -> torch.Tensor:
-    """Return a tensor of the same class, strides and attributes on the CPU. allocate(numel, dtype=) returns its memory."""
+    """Return a tensor of the same class, strides and attributes on the CPU. allocate(numel, dtype=) returns its memory.
+
+    A DTensor becomes a whole, plain parameter.
+    """
     like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     like = torch.empty_like(like, memory_format=torch.preserve_format)
     memory = allocate(like.numel(), dtype=like.dtype, device="cpu").as_strided(like.shape, like.stride())

@@ -27,10 +27,11 @@ def find_rows(
     Raises what FSDP2 raises for a mesh or a parameter that cannot be cut, on all ranks alike.
     """
     if mesh.ndim not in (1, 2):
-        raise ValueError(f"fully_shard expects a mesh of 1 dimension, or of 2 for HSDP, got {mesh}")
+        raise ValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}")
     if mesh.ndim == 2 and mesh.mesh_dim_names is None:
-        raise AssertionError(f"fully_shard expects names of the 2 dimensions of a mesh for HSDP, got {mesh}")
+        raise AssertionError(f"Please init the 2D mesh for HSDP with mesh_dim_names specified, got {mesh}")
     found: dict[int, tuple[torch.nn.Parameter, list[_Slot]]] = {}
+    names = {id(p): name for each in modules for name, p in each.named_parameters()}
     for slot in _slots_of(modules):
         module, name = slot
         parameter = module._parameters[name]
@@ -45,7 +46,7 @@ def find_rows(
             cut.add_holder(*slot)
             cut.show(cut.sharded)
     return [
-        (slots, p, *_placed(p, f"{type(slots[0][0]).__name__}.{slots[0][1]}", mesh, placement_of))
+        (slots, p, *_placed(p, names[id(p)], mesh, placement_of))
         for p, slots in found.values()
     ]
 
@@ -79,7 +80,7 @@ def _placed(p: torch.nn.Parameter, name: str, mesh: Any, placement_of: Callable[
         )
     dim, chosen = 0 if placement is None else placement.dim, own or mesh
     if not -p.dim() <= dim < p.dim():
-        raise AssertionError(f"shard_placement_fn returned dimension {dim} for {name!r} of shape {tuple(p.shape)}")
+        raise AssertionError(f"Shard dim {dim} is invalid for {p.dim()}D tensor: {name!r} of shape {tuple(p.shape)}")
     dim %= p.dim()
     slices = chosen.size(chosen.ndim - 1)
     if dim and p.shape[dim] % slices:

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 #: parameters of at most this many bytes are never released: a gather costs more than the memory is worth
 _SMALL_BYTES = 128
+#: bytes written to a file's pages, after which they begin to leave memory
+_SETTLED_BYTES = 64 << 20
 
 
 class ReleasedParameters(Storage):
@@ -189,13 +191,17 @@ class UnitMemory(ReleasedParameters):
 
     `coded`: units are gathered from records of 8-bit integers, which each rank encodes from its float32 slices after
     every step. Memory of a rank: its slices, their 16-bit casts or records, and the pages of units that are whole at
-    once. Pages for the outermost unit and the largest other one are kept between uses.
+    once. Pages for the outermost unit and the largest other one are kept between uses. `folder`: slices, casts and
+    records lie in a file there, of the host's first rank, whose pages leave memory after each step.
     """
 
     is_mapped = True
 
-    def __init__(self, backend: Backend, reducer: Reducer, request: Request, *, coded: bool = False) -> None:
+    def __init__(
+        self, backend: Backend, reducer: Reducer, request: Request, *, coded: bool = False, folder: str | None = None
+    ) -> None:
         super().__init__(backend, reducer, request)
+        self._folder, self._unsettled, self.is_in_file = folder, 0, folder is not None
         group, table, label = backend.group, self._table, self._label
         plans = request.plans or ()
         units = zip(plans, self._unit_members)
@@ -210,6 +216,7 @@ class UnitMemory(ReleasedParameters):
             narrow=[(index, dtype_name(dtype)) for index, dtype in request.compute_dtypes.items()],
             units=[(plan.name or label, members, not plan.reshard_after_forward) for plan, members in units],
             coded=coded,
+            folder=folder,
         )
         self.one_copy = self._store.one_copy
         self.adopt: Any = self._store.adopt
@@ -249,7 +256,9 @@ class UnitMemory(ReleasedParameters):
         return self._store.bytes_held
 
     def plan(self) -> dict[str, Any]:
-        return {**super().plan(), **({"gather": "int8"} if self._coded else {})}
+        coded = {"gather": "int8"} if self._coded else {}
+        home = {"parameters_home": f"nvme:{self._folder}: a {self._store.home}"} if self._folder else {}
+        return {**super().plan(), **coded, **home}
 
     # values ---------------------------------------------------------------------------------------------------------
 
@@ -262,6 +271,14 @@ class UnitMemory(ReleasedParameters):
         for index in indices:
             flat = self._as_made(index, self._table.parameters[index])
             self._store.write(index, flat.data_ptr(), "mine")
+            self.note_written(index)
+
+    def note_written(self, index: int) -> None:
+        low, high = self.own_run(index)
+        self._unsettled += (high - low) * self._kinds[index][0].itemsize if self.is_in_file else 0
+        if self._unsettled >= _SETTLED_BYTES:
+            self._unsettled = 0
+            self._store.settle()
 
     def _as_made(self, index: int, parameter: torch.Tensor) -> torch.Tensor:
         """Return a parameter's values in memory order and in its own dtype: a program may have replaced its data.

@@ -18,6 +18,7 @@ from ..layout.local_parameters import SHARDED, module_parameter
 from ..layout.memory import reserved
 from ..layout.param_groups import UnitPlan
 from ..layout.param_table import ParameterTable
+from ..torch_compat import cuda
 from ..torch_compat.dtensor import (
     held_tensor,
     is_dtensor,
@@ -30,7 +31,7 @@ from ..torch_compat.dtensor import (
 )
 from ..torch_compat.internals import refresh_weights
 
-__all__ = ["RowsTaken", "ShardedParameter", "sharded_of"]
+__all__ = ["RowsTaken", "ShardedParameter", "shared_memory", "sharded_of"]
 
 def sharded_of(parameter: torch.Tensor) -> ShardedParameter | None:
     """Return the ShardedParameter of either of its two objects, or of an entry of a table; else None."""
@@ -124,15 +125,18 @@ class ShardedParameter:
         numel = self._shape.numel()
         return max(numel // self._shape[self.dim], 1) if numel else 1
 
-    def make_whole(self) -> None:
-        """Put the whole parameter into the slots, over addresses without pages if it has no memory yet."""
+    def make_whole(self, shared: torch.Tensor | None) -> None:
+        """Put the whole parameter into the slots, over addresses without pages, or over what shared_memory() returned."""
         local = held_tensor(self.sharded)
         if local.is_meta:
             self.whole = self._waiting
         else:
             self.dtype = local.dtype  # of .to() since the call
             numel = self._shape.numel()
-            flat = reserved(numel, self.dtype)[0] if numel and local.is_cpu else local.new_empty(numel)
+            if shared is not None:
+                flat = shared[: numel * self.dtype.itemsize].view(self.dtype)
+            else:
+                flat = reserved(numel, self.dtype)[0] if numel and local.is_cpu else local.new_empty(numel)
             data = self.in_shape(flat, self._shape)
             if self._of_model is not None:
                 data = self._dtensor(data, *self._of_model)
@@ -145,6 +149,11 @@ class ShardedParameter:
         """Return rows in memory order as a tensor of `shape`, the dimension that is cut first in memory."""
         first = [shape[self.dim], *(size for at, size in enumerate(shape) if at != self.dim)]
         return flat.view(first).movedim(0, self.dim)
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of the whole parameter."""
+        return self._shape.numel() * held_tensor(self.sharded).element_size()
 
     @property
     def waits(self) -> bool:
@@ -232,12 +241,25 @@ class RowsTaken:
 
     def fill(self, store: Any, table: ParameterTable, plans: Sequence[UnitPlan], comm: HostComm) -> None:
         """Move the local tensors into the slices."""
+        self.fill_real(store, table)
+
+    def fill_real(self, store: Any, table: ParameterTable, group: Any = None) -> None:
         take_rows(store, table, range(len(table.parameters)))
 
     def undo(self) -> None:
         """Do nothing: the local tensors keep their values."""
 
     keep = undo
+
+
+def shared_memory(rows: Sequence[ShardedParameter]) -> torch.Tensor | None:
+    """Return memory of a GPU, on which addresses without pages cannot be had, for whole parameters that nothing reads yet.
+
+    They share it until the engine has memory for them: it has the size of the largest one. None on the host.
+    """
+    made = [(each.nbytes, held_tensor(each.sharded)) for each in rows if not each.waits]
+    most = max((nbytes for nbytes, local in made if cuda.runtime.holds(local)), default=0)
+    return made[0][1].new_empty(most, dtype=torch.uint8) if most else None
 
 
 def take_rows(store: Any, table: ParameterTable, indices: Sequence[int]) -> None:

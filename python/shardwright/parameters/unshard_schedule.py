@@ -34,6 +34,7 @@ from .gathered_unit import BY_USER, NOT_PINNED, UNTIL_RUN, UNTIL_STEP, ComputeFo
 from .sharded_parameter import ShardedParameter
 
 _NO_TASK = -1
+_BY_PROGRAM = (BY_USER, UNTIL_RUN)
 _COPY = (
     "this module's parameters are released, and each rank keeps slices of them: {what} inside "
     "`with sw.full_parameters(module)`, or use sw.full_state_dict(module)"
@@ -179,7 +180,7 @@ class UnitSchedule:
 
     def _fetch(self, unit: Unit, in_place: bool = True, exact: bool = True) -> None:
         """Gather a unit; not `in_place`: apart if it stays whole for long, or if another unit must stay in its place."""
-        apart = not in_place and (self._keepers > 0 or unit.pin is BY_USER)
+        apart = not in_place and (self._keepers > 0 or unit.pin in _BY_PROGRAM)
         holder = self._units.gather(unit.number, apart, exact)
         if holder is not None:
             self._units.gather(unit.number, not self._leaves(self.units[holder], unit, in_place), exact)
@@ -191,7 +192,7 @@ class UnitSchedule:
         """Return True if the holder of the place of `unit` could leave it. If not `in_place`, `unit` can lie apart."""
         if not (other.running or other.opened) and other.pin is not UNTIL_STEP:
             self._release(other)
-            if other.pin is BY_USER or (self._keepers and not other.is_compute_form):
+            if other.pin in _BY_PROGRAM or (self._keepers and not other.is_compute_form):
                 self._gather(other)  # apart
             return True
         if in_place:

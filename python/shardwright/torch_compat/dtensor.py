@@ -27,6 +27,7 @@ __all__ = [
     "mesh_of_group",
     "placed_as",
     "placed_like",
+    "placed_parameter",
     "replicate",
     "set_dtype",
     "set_held_tensor",
@@ -132,6 +133,11 @@ def placed_like(local: torch.Tensor, like: Any) -> torch.Tensor:
             local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
         )
     return made
+
+
+def placed_parameter(local: torch.Tensor, like: Any) -> torch.Tensor:
+    """Return a DTensor parameter over the memory of `local`, placed like the DTensor `like`."""
+    return torch.nn.Parameter(placed_like(local, like), requires_grad=like.requires_grad)
 
 
 def placed_as(dtensor: Any, like: Any) -> Any:

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from .._engine import Error
 
-__all__ = ["find_wrapper", "guard_from_wrappers", "is_ours", "refuse_wrapper"]
+__all__ = ["find_wrapper", "guard_from_wrappers", "is_ours", "note_fully_shard", "refuse_wrapper"]
 
 #: functions of torch that average or slice a module, by which they register
 _AVERAGING = ("fully_shard", "replicate")
@@ -153,6 +153,15 @@ def guard_from_wrappers(engine: Any, face: torch.nn.Module) -> None:
         registry = _Registry(module.__dict__.get(key, ()))
         registry.engine = reference
         module.__dict__[key] = registry
+
+
+def note_fully_shard(module: torch.nn.Module) -> None:
+    """Put fully_shard into torch's registry of the composable APIs of a module, as torch's own does."""
+    key = _registry_key()
+    if key is not None:
+        from torch.distributed._composable.contract import RegistryItem
+
+        module.__dict__.setdefault(key, OrderedDict())["fully_shard"] = RegistryItem()
 
 
 @functools.cache

@@ -19,27 +19,11 @@ from ..folder.retention import Kept, discard
 from ..peers import Peers
 
 MANIFEST = "MANIFEST.json"
-#: an address with a scheme; one slash is enough, since pathlib.Path drops the second
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
 _STEP = re.compile(r"step-(\d{6,15})\Z")
 #: file with the nonce of the save that is being uploaded
 _MARKER = "UPLOADING"
 _ROUND_S = 0.5
 _NO_FILE = (FileNotFoundError, NotADirectoryError, KeyError)
-
-
-def address_of(path: str | os.PathLike[str]) -> str | None:
-    """Return `path` as an address if it has a scheme, a place behind it, and fsspec is installed; else None: see absolute_path()."""
-    given = os.fsdecode(path)
-    match = _SCHEME.match(given)
-    if match is None or not given[match.end() :]:
-        return None
-    try:
-        import fsspec  # noqa: F401
-    except ImportError:
-        return None
-    slashes = "///" if match[1] in ("file", "local") else "//"
-    return f"{match[1]}:{slashes}{given[match.end() :]}".rstrip("/")
 
 
 def local_folder(address: str, chosen: str | os.PathLike[str] | None) -> str:

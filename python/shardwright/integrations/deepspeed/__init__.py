@@ -29,6 +29,7 @@ from ...comm.process_group import host_group, resolve_group
 from ...layout.local_parameters import end_local_parameters
 from ...layout.memory import address_of
 from ...optim.clip_grad import clip_grad_norm_
+from ...options.checks import offload_place
 from ...wrapping import full_state_dict, wrap
 from . import zero
 from .config import Plan, fill_auto, load_config, optimizer_class, plan
@@ -133,7 +134,8 @@ def initialize(
         options["device_mesh"] = dist.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=names)
     chosen = _make_optimizer(made, model, optimizer, model_parameters)
     if chosen is None:
-        options.pop("offload", None)
+        place = offload_place(options.pop("offload", None), "parameters")
+        options |= {"offload": {"parameters": place}} if place else {}
         wrapped, stepped = wrap(model, **options), None
     else:
         wrapped, stepped = wrap(model, chosen, **options)

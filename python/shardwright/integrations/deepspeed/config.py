@@ -81,7 +81,7 @@ class Plan:
     loss_scale: dict[str, Any] | None = None  # arguments of LossScale, under fp16
     autocast: torch.dtype | None = None  # the dtype of torch.autocast around each forward
     shard_size: int | None = None  # ranks in a row of the mesh
-    offloads_parameters: bool = False
+    offloads_parameters: bool = False  # to the host's memory
     drop_last: bool = False
     rows: list[Reading] = dataclasses.field(default_factory=list)
 
@@ -287,9 +287,14 @@ class _Reader:
             self._became[f"{zero}.offload_optimizer.nvme_path"] = "see device"
         device = self._device(f"{zero}.offload_param", f"{zero}.cpu_offload_param")
         if device == "nvme":
-            raise NotImplementedError(
-                f"{zero}.offload_param.device='nvme' of DeepSpeed does not exist here: offload_optimizer takes 'nvme'"
-            )
+            folder = self._get(f"{zero}.offload_param.nvme_path")
+            if not isinstance(folder, str):
+                raise ValueError(f"{zero}.offload_param.nvme_path must be a folder for 'nvme', got {folder!r}")
+            if stage != 3:
+                raise ValueError(f"{zero}.offload_param needs zero_optimization.stage 3, got stage {stage}")
+            places = {"parameters": f"nvme:{folder}", "optimizer": wrap.get("offload")}
+            self._set(f"{zero}.offload_param.device", share_parameters=False, offload=places)
+            self._became[f"{zero}.offload_param.nvme_path"] = "see device"
         self._plan.offloads_parameters = device == "cpu"
         if device == "cpu":
             for name in ("offload_param.device", "cpu_offload_param"):

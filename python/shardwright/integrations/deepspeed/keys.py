@@ -85,8 +85,9 @@ zero_optimization.offload_optimizer.pin_memory zero_optimization.offload_optimiz
 zero_optimization.offload_optimizer.pipeline_read zero_optimization.offload_optimizer.pipeline_write zero_optimization.offload_optimizer.pipeline | no meaning | reads and writes always overlap the step
 zero_optimization.offload_optimizer.ratio zero_optimization.offload_optimizer.super_offload zero_optimization.offload_optimizer.cpuadam_cores_perc | no meaning | all state is offloaded, and a step uses torch's threads
 zero_optimization.offload_param | mapped | a section
-zero_optimization.offload_param.device | mapped | "cpu": parameters on the CPU lie there already, and for a model on a GPU it is refused; "nvme" is refused
-zero_optimization.offload_param.nvme_path zero_optimization.offload_param.buffer_count zero_optimization.offload_param.buffer_size | no meaning | parameters do not lie on disks
+zero_optimization.offload_param.device | mapped | "nvme" is `share_parameters=False, offload={"parameters": "nvme:<nvme_path>"}` at stage 3; "cpu": parameters on the CPU lie there already. For a model on a GPU both are refused
+zero_optimization.offload_param.nvme_path | mapped | the folder of `offload={"parameters": "nvme:<folder>"}`
+zero_optimization.offload_param.buffer_count zero_optimization.offload_param.buffer_size | no meaning | units are read from the file to their addresses
 zero_optimization.offload_param.max_in_cpu zero_optimization.offload_param.pin_memory | no meaning | the ranks of a host share one copy at stage 3
 zero_optimization.cpu_offload | mapped | the old name of `offload_optimizer: {"device": "cpu"}`
 zero_optimization.cpu_offload_param | mapped | the old name of `offload_param: {"device": "cpu"}`

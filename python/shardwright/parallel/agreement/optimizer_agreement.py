@@ -17,7 +17,6 @@ import torch
 
 from ..._engine import Error, HostComm
 from ...comm.agreement import gather_answers
-from ...comm.model_ranks import ModelRanks
 from ...torch_compat.optimizers import on_meta, takes_hooks
 
 #: keys of a parameter group that are not hyperparameters: implementation options, schedulers' values, newer torch's keys
@@ -48,24 +47,6 @@ def plain(value: Any) -> Any:
     if isinstance(value, _PLAIN):
         return value
     return repr(value) if isinstance(value, numbers.Number) else repr(type(value))
-
-
-def together(
-    ranks: ModelRanks | None, work: Callable[[], Any], label: str, describe: Callable[[], list[list[str]]] = list
-) -> Any:
-    """Return work(). All `ranks` raise if it fails on one, or describe() differs between them. Collective over them."""
-    if ranks is None:
-        return work()
-    found, lines, failure = None, list[list[str]](), None
-    try:
-        found, lines = work(), describe()
-    except Exception as error:
-        failure = error
-    try:
-        ranks.agree(lines, label, failure)
-        return found
-    finally:
-        failure = None  # its traceback holds this frame
 
 
 def agree(comm: HostComm, rows: Callable[[], Iterable[Row]], label: str) -> None:

@@ -12,12 +12,12 @@ import torch
 from ..._engine import Reducer
 from ...backend.base import Capabilities, Request
 from ...backend.device_link import DeviceLink, device_link, mesh_links
-from ...comm.levels import Lease, Levels
 from ...comm.process_group import HostGroup
 from ...compress.device_exchange import DeviceExchange
 from ...gradients.device_reducer import DeviceReducer
 from ...layout.param_table import ParameterTable
 from ...layout.shard_runs import Storage
+from ...options.checks import offload_kinds
 from ...options.compress import Compressor
 from ...options.compressors import Bf16, Fp16
 from ...parameters.device_groups import DeviceUnitMemory, rows_in_groups
@@ -62,6 +62,11 @@ class CudaBackend:
             raise NotImplementedError(
                 "share_parameters=True, gather='int8' and write_guard= are the host's: at zero=3 on GPUs each rank keeps its slices as they are"
             )
+        if offload_kinds(options.offload)[0] is not None:
+            raise NotImplementedError(
+                f"offload={options.offload!r} moves parameters, which is for modules on the CPU: on a GPU use offload='cpu' or 'nvme:<folder>', "
+                "which moves the optimizer's state"
+            )
         if options.communicator == "borrow" and group.world_size > 1:
             _check_borrowing(module, group)
         wire_of(request.compress, request.table)
@@ -95,12 +100,12 @@ class CudaBackend:
         reducer.set_order(weakly(made.digest, 0))
         return made
 
-    def exchange(self, compress: Compressor, request: Request, like: torch.Tensor) -> tuple[Levels, Lease | None]:
-        if wire_of(compress, request.table) is not None:
+    def exchange(self, compress: Compressor, like: torch.Tensor) -> DeviceExchange:
+        if isinstance(compress, (Fp16, Bf16)):
             raise NotImplementedError(
                 f"{compress!r} on GPUs is the reducer's own, made with it: sw.wrap(..., compress={compress!r})"
             )
-        return Levels(DeviceExchange(self.link, like)), None
+        return DeviceExchange(self.link, like)
 
     def broadcast(self, tensors: Sequence[torch.Tensor], root: int, label: str) -> None:
         self.link.broadcast(tensors, root)

@@ -8,10 +8,10 @@ import torch
 
 from ..._engine import Reducer, Store, norm_sum
 from ...backend.base import Capabilities, Request
-from ...comm.levels import Lease, Levels, leased_levels, levels_of
 from ...comm.process_group import HostGroup
 from ...layout.shard_runs import Storage
 from ...layout.views import as_real, dense_strides, dtype_name
+from ...options.checks import offload_folder, offload_place
 from ...options.compress import Compressor
 from ...parameters.sharded_groups import UnitMemory
 from ...torch_compat.engine_storage import engine_tensor
@@ -85,12 +85,11 @@ class HostBackend:
                 f"gather='int8' runs inside one host and without a mesh of two dimensions; {label} is over {self.group.host_count} "
                 f"hosts, and slices are kept {'by each replica' if slicing.is_replicated else 'once'}"
             )
-        return UnitMemory(self, reducer, request, coded=coded)
+        folder = offload_folder(offload_place(request.options.offload, "parameters"))
+        return UnitMemory(self, reducer, request, coded=coded, folder=folder)
 
-    def exchange(self, compress: Compressor, request: Request, like: torch.Tensor) -> tuple[Levels, Lease | None]:
-        if self.group.host_count > 1 and request.zero < 2:
-            return leased_levels(self.group)
-        return levels_of(self.group), None
+    def exchange(self, compress: Compressor, like: torch.Tensor) -> None:
+        return None
 
     def broadcast(self, tensors: Sequence[torch.Tensor], root: int, label: str) -> None:
         self.group.broadcast(tensors, root, label)
