@@ -196,6 +196,16 @@ def print_table(lines: Iterable[str]) -> None:
         print(f"{kind}: {len(of)} tests, stock passes {len(stock)}, of which ours passes {both}")
 
 
+def differences(version: str) -> dict[str, str]:
+    """Return test to reason, of the tests of one version of torch: `name@version` is of that one, `name` of all."""
+    found = {}
+    for name, reason in read_differences(DIFFERENCES.read_text()).items():
+        test, _, of = name.partition("@")
+        if of in ("", version):
+            found[test] = reason
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="tests/torch_suites/fsdp2.py", description=__doc__.splitlines()[0])
     parser.add_argument(
@@ -207,6 +217,7 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="print the names and kinds and end")
     parser.add_argument("--outcomes", type=Path, help="a file that gets a JSON line per test")
     parser.add_argument("--passed-by-stock", action="store_true", help="run only what --outcomes says stock passes")
+    parser.add_argument("--of", default="2.13", help="the version of torch whose tests these are, as in the table")
     parser.add_argument("--table", type=Path, help="print what a file of --outcomes holds and end")
     options = parser.parse_intermixed_args()
     if options.table:
@@ -226,7 +237,7 @@ def main() -> int:
         told = [json.loads(line) for line in options.outcomes.read_text().splitlines()]
         passed = {each["test"] for each in told if each["side"] == "stock" and each["outcome"] == "passed"}
         names = [name for name in names if name in passed]
-    expected = {} if options.stock else read_differences(DIFFERENCES.read_text())
+    expected = {} if options.stock else differences(options.of)
 
     def run(name: str) -> tuple[str, str]:
         kind, case = found[name]
