@@ -197,8 +197,6 @@ def main() -> None:
         import shardwright as sw
         from torch.distributed import fsdp
 
-        if not issubclass(sw.FSDPModule, fsdp.FSDPModule):
-            fsdp.FSDPModule = sw.FSDPModule
         fsdp.fully_shard = sw.fully_shard
     numbers, model = PROGRAMS[name](Path(folder))
     if side == "ours":

@@ -115,8 +115,6 @@ def replace_fully_shard(side: str) -> None:
         import shardwright as sw
 
         place.fully_shard = sw.fully_shard
-        if not issubclass(sw.FSDPModule, place.FSDPModule):
-            place.FSDPModule = sw.FSDPModule
     else:
         plainly = place.disable_fsdp_gradient_division
 

@@ -52,7 +52,7 @@ def prepare(*, stock: bool) -> None:
     barrier = dist.barrier
     dist.barrier = lambda group=None, async_op=False, device_ids=None: barrier(group, async_op)
     stand_in.meshes_on_cpu()
-    _attention_on_cpu(torch)
+    stand_in.attention_on_cpu()
     if not stock:
         fsdp2_stand_in.install(torch)
     pipelining = torch.distributed.pipelining
@@ -62,21 +62,6 @@ def prepare(*, stock: bool) -> None:
         return stage(module, index, count, stand_in.on_cpu(device), *args, **options)
 
     pipelining.PipelineStage = place_stage
-
-
-def _attention_on_cpu(torch: Any) -> None:
-    """Have attention run on local heads of DTensors, which is torch's rule for GPUs. Its form for CPUs has no rule."""
-    from torch.distributed.tensor import DTensor
-
-    attend = torch.nn.functional.scaled_dot_product_attention
-
-    def attend_locally(query: Any, *others: Any, **options: Any) -> Any:
-        if not isinstance(query, DTensor):
-            return attend(query, *others, **options)
-        local = (each.to_local() if isinstance(each, DTensor) else each for each in (query, *others))
-        return DTensor.from_local(attend(*local, **options), query.device_mesh, query.placements, run_check=False)
-
-    torch.nn.functional.scaled_dot_product_attention = attend_locally
 
 
 def files(path: Path) -> list[Path]:

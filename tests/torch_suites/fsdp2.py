@@ -59,12 +59,15 @@ def prepare(*, stock: bool) -> None:
 
     own_process.fork_ranks_on_cpu(LIMIT_S)
     stand_in.meshes_on_cpu()
+    stand_in.attention_on_cpu()
     common_distributed.requires_nccl_version = lambda *_: lambda function: function
-    common_fsdp.get_cycles_per_ms = common_utils.get_cycles_per_ms = lambda: 1.0
+    for helpers in (common_fsdp, common_utils):
+        helpers.get_cycles_per_ms, helpers.device_sleep = lambda *_: 1.0, lambda *_: None
     common_fsdp.test_compiled_fsdp = lambda **_: lambda function: function
     common_fsdp.FSDPTestMultiThread = _processes_for_threads(common_fsdp.FSDPTest)
     common_fsdp.DEVICE_COUNT = GPUS
     torch.accelerator.device_count = lambda: 8
+    torch.accelerator.synchronize = torch.cpu._sleep = lambda *_: None
     torch.amp.GradScaler.__init__.__defaults__ = ("cpu", *torch.amp.GradScaler.__init__.__defaults__[1:])
     torch.Tensor.pin_memory = lambda self, *_: self
     for name in ("_sleep", "empty_cache", "reset_peak_memory_stats"):
@@ -193,6 +196,16 @@ def print_table(lines: Iterable[str]) -> None:
         print(f"{kind}: {len(of)} tests, stock passes {len(stock)}, of which ours passes {both}")
 
 
+def differences(version: str) -> dict[str, str]:
+    """Return test to reason, of the tests of one version of torch: `name@version` is of that one, `name` of all."""
+    found = {}
+    for name, reason in read_differences(DIFFERENCES.read_text()).items():
+        test, _, of = name.partition("@")
+        if of in ("", version):
+            found[test] = reason
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="tests/torch_suites/fsdp2.py", description=__doc__.splitlines()[0])
     parser.add_argument(
@@ -204,6 +217,7 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="print the names and kinds and end")
     parser.add_argument("--outcomes", type=Path, help="a file that gets a JSON line per test")
     parser.add_argument("--passed-by-stock", action="store_true", help="run only what --outcomes says stock passes")
+    parser.add_argument("--of", default="2.13", help="the version of torch whose tests these are, as in the table")
     parser.add_argument("--table", type=Path, help="print what a file of --outcomes holds and end")
     options = parser.parse_intermixed_args()
     if options.table:
@@ -223,12 +237,12 @@ def main() -> int:
         told = [json.loads(line) for line in options.outcomes.read_text().splitlines()]
         passed = {each["test"] for each in told if each["side"] == "stock" and each["outcome"] == "passed"}
         names = [name for name in names if name in passed]
-    expected = {} if options.stock else read_differences(DIFFERENCES.read_text())
+    expected = {} if options.stock else differences(options.of)
 
     def run(name: str) -> tuple[str, str]:
         kind, case = found[name]
         gpus = getattr(getattr(type(case), case.id().rpartition(".")[2]), "gpus", GPUS)
-        torch.cuda.device_count = lambda: max(gpus, GPUS)
+        torch.cuda.device_count = torch.cpu.device_count = lambda: max(gpus, GPUS)
         start = time.monotonic()
         outcome, why = own_process.run_case_apart(case, LIMIT_S)
         if options.outcomes:

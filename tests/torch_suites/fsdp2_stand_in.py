@@ -106,7 +106,7 @@ def replace_functions() -> None:
     from torch.distributed._composable.fsdp import fully_shard as module
     from torch.testing._internal import common_fsdp
 
-    for name in ("fully_shard", "FSDPModule", "register_fsdp_forward_method", "share_comm_ctx"):
+    for name in ("fully_shard", "register_fsdp_forward_method", "share_comm_ctx"):
         ours = getattr(sw, name)
         for place in (fsdp, _composable.fsdp, module, common_fsdp):
             if hasattr(place, name):

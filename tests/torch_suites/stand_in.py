@@ -109,3 +109,18 @@ def meshes_on_cpu() -> None:
     torch.distributed.tensor.init_device_mesh = init_device_mesh
     replicate = _composable.replicate
     _composable.replicate = lambda module, device_ids=None, **options: replicate(module, **options)
+
+
+def attention_on_cpu() -> None:
+    """Have attention run on local heads of DTensors, which is torch's rule for GPUs. Its form for CPUs has no rule."""
+    from torch.distributed.tensor import DTensor
+
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def attend_locally(query: Any, *others: Any, **options: Any) -> Any:
+        if not isinstance(query, DTensor):
+            return attend(query, *others, **options)
+        local = (each.to_local() if isinstance(each, DTensor) else each for each in (query, *others))
+        return DTensor.from_local(attend(*local, **options), query.device_mesh, query.placements, run_check=False)
+
+    torch.nn.functional.scaled_dot_product_attention = attend_locally
