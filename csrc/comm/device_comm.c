@@ -4,6 +4,7 @@
 #include <stdlib.h>
 
 #include "comm/device_watch.h"
+#include "comm/lone_rank.h"
 #include "platform/clock.h"
 #include "platform/thread.h"
 
@@ -77,6 +78,13 @@ sw_status sw_device_comm_connect(sw_device_comm *c, const sw_nccl_id *id, int ra
                                       &c->watchdog, &c->peers, err);
     c->watchdog.minds_leaving = false;
     return status;
+}
+
+sw_status sw_device_comm_connect_alone(sw_device_comm *c, int64_t timeout_ns, sw_error *err)
+{
+    SW_TRY(refuse_connected(c, err));
+    c->timeout_ns = timeout_ns;
+    return sw_lone_rank_create(c->device, timeout_ns, &c->watchdog, &c->peers, err);
 }
 
 sw_status sw_device_comm_connect_slots(sw_device_comm *c, const sw_slot_parts *parts, int rank,

@@ -84,7 +84,11 @@ SW_MUST_USE sw_status sw_device_comm_connect(sw_device_comm *comm, const sw_nccl
 SW_MUST_USE sw_status sw_device_comm_borrow(sw_device_comm *comm, sw_nccl_comm handle, int rank,
                                             int world_size, int64_t timeout_ns, sw_error *err);
 
-/* The same through slots; see sw_slot_transport_create. */
+/* A rank without peers, instead of connect: no NCCL is needed; see lone_rank.h. */
+SW_MUST_USE sw_status sw_device_comm_connect_alone(sw_device_comm *comm, int64_t timeout_ns,
+                                                   sw_error *err);
+
+/* Collective, through slots; see sw_slot_transport_create. */
 SW_MUST_USE sw_status sw_device_comm_connect_slots(sw_device_comm *comm, const sw_slot_parts *parts,
                                                    int rank, int world_size, int64_t timeout_ns,
                                                    sw_error *err);

@@ -4,6 +4,9 @@
 #include "platform/clock.h"
 #include "platform/thread.h"
 
+/* NCCL takes most calls within some 100 us, and a step at zero=3 has hundreds of them. */
+static const int64_t YIELDS_NS = 2 * 1000 * 1000;
+
 sw_status sw_peers_report(sw_peers *t, const sw_error *reason, sw_error *first)
 {
     sw_ending_record(&t->ending, SW_MEMBER_ENDED, reason);
@@ -87,7 +90,7 @@ sw_status sw_peers_turn(sw_peers *t, int64_t begun_ns, const char *what, sw_erro
             SW_FAIL(err, status, "interrupted while waiting for %s", what);
         return failed;
     }
-    sw_thread_rest(sw_clock_now_ns() - begun_ns);
+    sw_thread_rest_after(sw_clock_now_ns() - begun_ns, YIELDS_NS);
     return SW_OK;
 }
 

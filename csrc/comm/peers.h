@@ -77,7 +77,8 @@ typedef struct sw_peers_ops {
 
 struct sw_peers {
     const sw_peers_ops *ops;
-    const char *name;  /* "nccl"; slots: "shm" in memory of the host, "ipc" in that of the GPUs */
+    const char
+        *name; /* "nccl", "one rank"; slots: "shm" in the host's memory, "ipc" in the GPUs' */
     const char *title; /* its name in messages */
     int rank, world_size;
     bool is_borrowed;    /* its owner ends it and runs its own operations in it: only NCCL */

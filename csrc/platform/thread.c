@@ -60,10 +60,15 @@ void sw_thread_sleep_ns(long nanoseconds)
     nanosleep(&time, NULL);
 }
 
-void sw_thread_rest(int64_t waited_ns)
+void sw_thread_rest_after(int64_t waited_ns, int64_t yields_ns)
 {
-    if (waited_ns < REST_SPIN_NS)
+    if (waited_ns < yields_ns)
         sched_yield();
     else
         sw_thread_sleep_ns(REST_NAP_NS);
+}
+
+void sw_thread_rest(int64_t waited_ns)
+{
+    sw_thread_rest_after(waited_ns, REST_SPIN_NS);
 }

@@ -32,7 +32,9 @@ void sw_thread_lower_priority(void);
 /* Sleeps; may end early. */
 void sw_thread_sleep_ns(long nanoseconds);
 
-/* Pauses between two polls: yields the core during a short wait, then sleeps. */
+/* Pauses between two polls: yields the core during a short wait, then sleeps. The second one yields
+ * for `yields_ns`, for waits that end soon and are many: a sleep takes twice its time. */
 void sw_thread_rest(int64_t waited_ns);
+void sw_thread_rest_after(int64_t waited_ns, int64_t yields_ns);
 
 #endif

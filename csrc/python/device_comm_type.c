@@ -108,6 +108,10 @@ SW_PY_METHOD_WITH(device_connect, device_comm_object,
                   sw_device_comm_connect(self->comm, &id, a[1].i, a[2].i, (int64_t)(a[3].d * 1e9),
                                          &err),
                   sw_py_device_finish(self, status, &err))
+SW_PY_METHOD(device_connect_alone, device_comm_object, "connect_alone timeout_s:d",
+             enter_to_join(self, "connect_alone", a[0].d),
+             sw_device_comm_connect_alone(self->comm, (int64_t)(a[0].d * 1e9), &err),
+             sw_py_device_finish(self, status, &err))
 SW_PY_METHOD(device_borrow, device_comm_object, "borrow handle:A rank:i world_size:i timeout_s:d",
              enter_to_join(self, "borrow", a[3].d),
              sw_device_comm_borrow(self->comm, a[0].address, a[1].i, a[2].i,
@@ -428,6 +432,7 @@ SW_PY_GETTER(device_get_failed, device_comm_object,
 
 static PyMethodDef device_methods[] = {
     SW_PY_ARGS(device, connect, "id, rank, world_size, timeout_s, /", "Join peers. Collective."),
+    SW_PY_ARGS(device, connect_alone, "timeout_s, /", "Be the only rank."),
     SW_PY_ARGS(device, connect_slots, "arena, members, slot_bytes, place, rank, timeout_s, /",
                "Join members of arena, this rank as number rank, through slots in place: \"shm\", "
                "\"ipc\" or \"auto\". Collective."),

@@ -268,6 +268,48 @@ static void run(sim_op *op)
 
 /* ---- calls ---- */
 
+static long settlements; /* calls that came back before they were done */
+static int64_t settling_ns;
+
+/* For tests: the time that calls of non-blocking communicators take from now on. */
+SIM_API void sim_nccl_settle_after(long ns)
+{
+    settling_ns = ns;
+}
+
+static int64_t now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * INT64_C(1000000000) + now.tv_nsec;
+}
+
+/* NCCL connects peers at the first operation that needs it, which waits for all hosts: those of
+ * collectives from 2.22 on, unless NCCL_RUNTIME_CONNECT is 0, and those of sends always. */
+static void connect_lazily(sw_nccl_comm comm, call_kind kind)
+{
+    const char *lazily = getenv("NCCL_RUNTIME_CONNECT");
+    clique *c = comm->clique;
+    kind = kind == RECEIVE ? SEND : kind;
+    if (comm->is_connected[kind] || (kind != SEND && lazily && strcmp(lazily, "0") == 0))
+        return;
+    comm->is_connected[kind] = true;
+    comm->awaited |= 1u << kind;
+    c->met[kind]++;
+    if (c->in_files)
+        nccl_files_meet(c, kind_name[kind]);
+}
+
+static bool has_met(sw_nccl_comm comm)
+{
+    const clique *c = comm->clique;
+    for (int k = 0; k < KIND_COUNT; ++k)
+        if (comm->awaited & 1u << k &&
+            (c->in_files ? nccl_files_met(c, kind_name[k]) : c->met[k]) >= c->world_size)
+            comm->awaited &= ~(1u << k);
+    return !comm->awaited;
+}
+
 static int enqueue_group(const nccl_group *group)
 {
     nccl_group *g = malloc(sizeof *g);
@@ -281,6 +323,8 @@ static int enqueue_group(const nccl_group *group)
     sim_track(&g->stream->clock, g->stream->actor, &g->comm->order, 1, SW_ACCESS_WRITE, &op->site);
     for (int i = 0; i < g->call_count; ++i) {
         const nccl_call *call = &g->call[i];
+        if (!g->comm->blocks && world > 1)
+            connect_lazily(g->comm, call->kind);
         if (call->kind != RECEIVE && (call->kind != BROADCAST || call->peer == g->comm->rank))
             sim_track(&g->stream->clock, g->stream->actor, call->from, nccl_read_bytes(call, world),
                       SW_ACCESS_READ, &op->site);
@@ -297,15 +341,16 @@ static int enqueue_group(const nccl_group *group)
     return SW_NCCL_SUCCESS;
 }
 
-static long settlements; /* calls that came back before they were done */
-
 /* A call of a non-blocking communicator may return before it is done. No other call may follow
  * before ncclCommGetAsyncError reports success: NCCL's init.cc, ncclCommEnsureReady. */
 static int come_back(sw_nccl_comm comm, int result, int questions)
 {
-    if (result != SW_NCCL_SUCCESS || comm->blocks)
+    /* NCCL has no thread for one rank: enqueue.cc, ncclLaunchOneRank. C programs test polls there */
+    bool is_lone = comm->clique->in_files && comm->clique->world_size == 1;
+    if (result != SW_NCCL_SUCCESS || comm->blocks || is_lone)
         return result;
     comm->unsettled = questions;
+    comm->busy_until_ns = settling_ns ? now_ns() + settling_ns : 0;
     settlements++;
     return SW_NCCL_IN_PROGRESS;
 }
@@ -318,7 +363,7 @@ SIM_API long sim_nccl_settlements(void)
 static bool is_settled(sw_nccl_comm comm, const char *call)
 {
     sim_site site = sim_here(call);
-    bool settled = !comm->unsettled;
+    bool settled = !comm->unsettled && !comm->awaited;
     if (!settled)
         sim_report("unsettled communicator", call, &site, NULL);
     return settled;
@@ -500,14 +545,16 @@ SIM_API int ncclCommGetAsyncError(sw_nccl_comm comm, sw_nccl_result *result)
 {
     ENTER("ncclCommGetAsyncError");
     clique *c = comm->clique;
-    bool all = has_all(c), is_done = !comm->unsettled || --comm->unsettled == 0;
+    bool all = has_all(c), met = has_met(comm);
+    bool is_done = (!comm->unsettled || --comm->unsettled == 0) && met &&
+                   (!comm->busy_until_ns || now_ns() >= comm->busy_until_ns);
     if (!comm->error && all && has_lost_one(c, comm))
         comm->error = SW_NCCL_REMOTE_ERROR;
     if (comm->finalizing && comm->first)
         sim_drive(comm->first->stream, NULL, 0);
     bool is_busy = !all || !is_done || (comm->finalizing && comm->first);
     *result = comm->error ? comm->error : is_busy ? SW_NCCL_IN_PROGRESS : SW_NCCL_SUCCESS;
-    if (!all)
+    if (!all || !met)
         sim_yield();
     LEAVE(SW_NCCL_SUCCESS);
 }

@@ -4,7 +4,7 @@
 
 #include "sim.h"
 
-enum { CALL_MAX = 64, GROUP_DEPTH_MAX = 8 };
+enum { CALL_MAX = 64, GROUP_DEPTH_MAX = 8, KIND_COUNT = 6 };
 
 typedef enum call_kind {
     ALL_REDUCE,
@@ -36,6 +36,7 @@ typedef struct nccl_group {
 typedef struct clique {
     sw_nccl_id id;
     int world_size, arrived;
+    int met[KIND_COUNT]; /* ranks that have come to the first operation of that kind */
     bool in_files; /* ranks are processes: comm[own_rank] is real, the others mirror files */
     int own_rank;
     long sequence; /* number of the group that is due, from 0 */
@@ -52,6 +53,9 @@ struct ncclComm {
     sw_nccl_result error;
     bool blocks;              /* calls return when they are done, as on torch's own communicator */
     int unsettled;            /* state queries still needed before it takes another call */
+    int64_t busy_until_ns;    /* nor does it before this time */
+    unsigned awaited;         /* bits of kinds whose first operation waits for all hosts */
+    bool is_connected[KIND_COUNT];
     bool finalizing;          /* ranks are processes: enqueued groups have yet to run */
     unsigned char order;      /* written by each operation: two unordered ones are a race */
     nccl_group *first, *last; /* enqueued and not yet run */
@@ -86,6 +90,9 @@ void nccl_files_join(clique *c, int rank);
 int nccl_files_arrived(clique *c);
 /* Return a rank that ended the communicator before this group, or -1. */
 int nccl_files_gone(const clique *c);
+/* Announce this rank's first operation of a kind; count the ranks that have come to theirs. */
+void nccl_files_meet(const clique *c, const char *kind);
+int nccl_files_met(const clique *c, const char *kind);
 /* Announce that this rank begins to end the communicator; report if a peer stays in it. */
 void nccl_files_end(const clique *c);
 bool nccl_files_stay(const clique *c);

@@ -3,6 +3,7 @@
  *   <folder>/here.<rank>       the rank has joined
  *   <folder>/<n>.<rank>        its part of group n: its node, call_count, the calls, then the bytes
  *                              that each call reads
+ *   <folder>/<kind>.<rank>     the rank has come to its first operation of that kind
  *   <folder>/ends.<rank>       the rank begins to end the communicator
  *   <folder>/gone.<rank>       the rank has ended the communicator
  *
@@ -209,12 +210,27 @@ void nccl_files_join(clique *c, int rank)
         is_helping = pthread_detach(thread) == 0;
 }
 
-int nccl_files_arrived(clique *c)
+static int count_of(const clique *c, const char *name)
 {
     int count = 0;
     for (int r = 0; r < c->world_size; ++r)
-        count += exists(c, "here", -1, r);
+        count += exists(c, name, -1, r);
     return count;
+}
+
+int nccl_files_arrived(clique *c)
+{
+    return count_of(c, "here");
+}
+
+void nccl_files_meet(const clique *c, const char *kind)
+{
+    touch(c, kind);
+}
+
+int nccl_files_met(const clique *c, const char *kind)
+{
+    return count_of(c, kind);
 }
 
 int nccl_files_gone(const clique *c)

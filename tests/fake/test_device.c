@@ -268,6 +268,7 @@ static bool come_alone(gpu_rank *self)
 
 int main(int argc, char **argv)
 {
+    setenv("NCCL_RUNTIME_CONNECT", "0", 1); /* the peer's absence is the GPU's to see, not NCCL's */
     if (!gpu_ranks_init(argc, argv))
         return check_result();
     check_missing_pieces();

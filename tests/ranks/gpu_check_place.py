@@ -56,6 +56,8 @@ class Cpu:
 class Simulated(Cpu):
     """A rank's simulated GPU."""
 
+    shares_card = False
+
     def __init__(self, gpus: SimulatedGpus, libcuda: str) -> None:
         self._gpus, self.libcuda = gpus, libcuda
         self.put, self.memory, self.synchronize = gpus.adopt_module, gpus.adopt, gpus.synchronize

@@ -58,11 +58,37 @@ def test_an_mlp_trains_with_the_oracles_bits(teams: Any, world_size: int, paths:
 
 def mlp(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     wrapped, naive = on_gpu(gpus, Mlp, bucket_cap_mb=0.001)
-    assert internals.reducer(wrapped).transport == os.environ[VARIABLE]
+    chosen = os.environ[VARIABLE]
+    assert internals.reducer(wrapped).transport == ("one rank" if (world_size, chosen) == (1, "nccl") else chosen)
     train(rank, wrapped, naive)
     counts = stats(wrapped)
     assert counts["buckets_early"] > 0, counts
     assert counts["host_waits"] == 0, counts
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_one_rank_makes_no_communicator(teams: Any, paths: dict[str, str], zero: int) -> None:
+    """And needs no NCCL, whose communicator takes some hundred MB of a GPU."""
+    run(teams, 1, paths, alone, zero, transport="nccl")
+
+
+def alone(gpus: SimulatedGpus, rank: int, world_size: int, zero: int) -> None:
+    gpus.paths = {**gpus.paths, "nccl": "/nowhere/libnccl.so.2"}
+    torch.manual_seed(0)
+    module, twin = gpus.adopt_module(Mlp()), None
+    with gpus.torch_on_cpu():
+        twin = copy.deepcopy(module)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    wrapped, optimizer = sw.wrap(module, optimizer, zero=zero)
+    theirs = torch.optim.SGD(twin.parameters(), lr=0.1)
+    for step in range(2):
+        for model, steps in ((wrapped, optimizer), (twin, theirs)):
+            model(batch(rank, 6, 7, step=step)).square().mean().backward()
+            steps.step()
+            steps.zero_grad()
+    assert gpus.communicators() == 0
+    whole = sw.full_state_dict(wrapped)
+    assert all(bool((whole[name] == value).all()) for name, value in twin.state_dict().items())
 
 
 def test_nccls_own_mean_is_alike_on_all_ranks_and_near(teams: Any, world_size: int, paths: dict[str, str]) -> None:
@@ -406,6 +432,7 @@ def refusals(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
         sw.DistributedDataParallel(module, device_ids=[1])
 
 
+@at_least_two  # one rank needs no NCCL
 @pytest.mark.parametrize("missing", ["driver", "gpu", "nccl", "libraries"])
 def test_a_gpu_that_cannot_be_used_on_one_rank_is_named_on_all_and_the_cpu_works(
     teams: Any, world_size: int, paths: dict[str, str], missing: str
@@ -498,12 +525,14 @@ def failing_in_a_group(gpus: SimulatedGpus, rank: int, world_size: int, zero: in
     train(rank, *on_gpu(gpus, Mlp, bucket_cap_mb=0.001))
 
 
+@at_least_two
 def test_a_deadline_of_nccls_own_is_a_timeout(teams: Any, world_size: int, paths: dict[str, str]) -> None:
-    run(teams, 1, paths, nccls_deadline, transport="nccl")
+    run(teams, world_size, paths, nccls_deadline, transport="nccl")
 
 
 def nccls_deadline(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     wrapped = sw.wrap(gpus.adopt_module(Mlp()))
+    gather(None)
     gpus.fail_next("ncclCommGetAsyncError", 8)
     with pytest.raises(sw.CommTimeoutError, match=r"\(8\)"):
         internals.link(wrapped).comm.watch()

@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 from gpu_check_place import Simulated
+from internals import VARIABLE
 from peer import PEER
 from shardwright_tools.gpu_check import report, runner
 from shardwright_tools.gpu_check.child import load
@@ -139,7 +140,23 @@ def test_every_body_of_one_rank_gives_its_rows(teams: Any, paths: dict[str, str]
 
 @pytest.mark.parametrize(("name", "number"), WITH_PEERS)
 def test_a_body_of_two_ranks_gives_its_rows(teams: Any, paths: dict[str, str], name: str, number: int) -> None:
-    run_simulated(teams, 2, paths, bodies, [(name, number)], policy="on demand", transport="shm")
+    (way,) = {run.environment.get(VARIABLE, "shm") for part, k, run in RUNS if (part, k) == (name, number)}
+    run_simulated(teams, 2, paths, bodies, [(name, number)], policy="on demand", transport=way)
+
+
+def test_an_nccl_that_takes_one_rank_per_card_is_skipped(teams: Any, paths: dict[str, str]) -> None:
+    run_simulated(teams, 1, paths, one_card, policy="on demand", transport="nccl")
+
+
+def one_card(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    place = Simulated(gpus, gpus.paths["cuda"])
+    place.shares_card = True
+    for version, status in (("23004", "ok"), ("22100", "skipped")):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("SIM_NCCL_VERSION", version)
+            found = list(load("correct:shared")(place, rank, world_size, label="2 ranks, nccl, "))
+        assert [each["status"] for each in found] == [status] * 4
+    assert "NCCL 2.21.0 takes one rank per GPU" in found[0]["note"]
 
 
 def bodies(gpus: SimulatedGpus, rank: int, world_size: int, chosen: list[tuple[str, int]]) -> None:

@@ -25,7 +25,7 @@ import test_units_are_recomputed_with_the_same_bits as recomputed
 import test_units_are_whole_only_while_they_run as units
 import torch
 from harness import DEADLINE_S, LONG, at_least_two, gather, in_turn, same_everywhere
-from internals import UnitSchedule
+from internals import UnitSchedule, process_group
 from models import Heads, Mlp
 from oracle.fold import bits_equal
 from peer import PEER, batch
@@ -368,3 +368,27 @@ def test_on_a_mesh_of_two_dimensions_every_stage_has_the_bits_of_stage_0(
 ) -> None:
     given = {"paths": paths, "policy": policy, "rows": ROWS[case], "deterministic": case != "rows"}
     teams.run(4, on_a_mesh, spoils=False, deadline_s=DEADLINE_S, arguments=given)
+
+
+@at_least_two
+def test_the_first_operations_of_two_communicators_may_be_in_any_order(
+    teams: Any, world_size: int, paths: dict[str, str]
+) -> None:
+    """NCCL connects peers at a communicator's first operation of a kind, for which their hosts wait."""
+    run(teams, world_size, paths, first_operations, transport="nccl")
+
+
+def first_operations(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    module = gpus.adopt_module(Mlp())
+    model, _ = sw.wrap(module, torch.optim.SGD(module.parameters(), lr=0.1), zero=3, timeout_s=10)
+    links = [link for group in process_group.live_groups() for link in group.links.values()]
+    assert len(links) == 2
+    ranges = [(gpus.adopt(torch.zeros(world_size)).data_ptr(), world_size, "float32") for _ in links]
+    torchs = gpus.stream
+    for k in (0, 1) if rank else (1, 0):
+        with gpus.other_stream() as aside:  # torch's waits for neither
+            links[k].comm.follow(aside, torchs)
+            links[k].comm.all_gather(ranges[k : k + 1], aside)
+    gather(None)
+    del model

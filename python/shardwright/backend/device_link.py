@@ -173,10 +173,15 @@ class DeviceLink:
         elif chosen == "nccl":
 
             def make_id() -> str:
-                return nccl_unique_id(libraries.get("libnccl")).hex() if self.rank == 0 else ""
+                device_transport.settle_order()
+                begins = self.rank == 0 and self.world_size > 1
+                return nccl_unique_id(libraries.get("libnccl")).hex() if begins else ""
 
             ids = _gather(group, make_id, "the identifier of the GPUs' communicator")
-            self.comm.connect(bytes.fromhex(ids[row[0]]), self.rank, self.world_size, timeout_s)
+            if self.world_size == 1:  # NCCL's would take memory, and move nothing
+                self.comm.connect_alone(timeout_s)
+            else:
+                self.comm.connect(bytes.fromhex(ids[row[0]]), self.rank, self.world_size, timeout_s)
         else:
             slot_bytes = device_transport.SLOT_BYTES
             arena = group.comm.arena(slot_part_bytes(slot_bytes), "slots between GPUs")

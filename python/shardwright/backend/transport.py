@@ -9,6 +9,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from .._engine import DeviceComm
 
 VARIABLE = "SHARDWRIGHT_GPU_TRANSPORT"
@@ -16,7 +18,20 @@ TRANSPORTS = ("auto", "nccl", "shm", "ipc")
 #: bytes of each of a rank's two slots
 SLOT_BYTES = 4 << 20
 #: the first NCCL with an option that allows several ranks on one GPU
-_NCCL_SHARES = (2, 30, 0)
+NCCL_SHARES = (2, 30, 0)
+
+
+#: NCCL's settings for two communicators on a GPU, which ranks may use in different orders (zero=3). The first connects
+#: peers as a communicator is made, and not at its first operation, which waits for all hosts. The second lets the GPU
+#: start operations in the host's order (from 2.26 and CUDA 12.3 on; older ones ignore it).
+_SETTINGS = {"NCCL_RUNTIME_CONNECT": "0", "NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
+
+
+def settle_order() -> None:
+    """Set what the program has not set, before NCCL reads it with this process's first communicator."""
+    if torch.version.hip is None:  # RCCL has read the second one, and crashed
+        for name, value in _SETTINGS.items():
+            os.environ.setdefault(name, value)
 
 
 def offer_of(comm: DeviceComm) -> dict[str, Any]:
@@ -53,6 +68,8 @@ def choose_transport(
             raise NotImplementedError(f"communicator='borrow' needs NCCL, but {why}")
         return "nccl", ""
     host_count = len(set(host_of))
+    if len(offers) == 1 and wanted in ("auto", "nccl"):
+        return "nccl", ""  # whose link makes no communicator for one rank
     if wanted in ("shm", "ipc"):
         if host_count > 1:
             raise NotImplementedError(
@@ -77,7 +94,7 @@ def _missing_nccl(offers: Sequence[Mapping[str, Any]]) -> str:
 def _why_not_nccl(offers: Sequence[Mapping[str, Any]], host_of: Sequence[int]) -> str:
     if missing := _missing_nccl(offers):
         return missing
-    if all(tuple(offer["nccl"]) >= _NCCL_SHARES and offer["nccl_shares"] for offer in offers):
+    if all(tuple(offer["nccl"]) >= NCCL_SHARES and offer["nccl_shares"] for offer in offers):
         return ""
     seen: dict[tuple[int, str], int] = {}
     for rank, offer in enumerate(offers):

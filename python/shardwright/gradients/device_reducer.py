@@ -118,13 +118,13 @@ class DeviceReducer(Reducer):
 
     @property
     def transport(self) -> str:  # type: ignore[override]
-        """Return the transport: "nccl", or "shm" or "ipc" for slots in host or GPU memory."""
+        """Return the transport: "nccl", "one rank", or "shm" or "ipc" for slots in host or GPU memory."""
         return str(self._link.comm.describe()["transport"])
 
     @property
     def transport_reason(self) -> str:  # type: ignore[override]
         found = self._link.comm.describe()
-        places = {"shm": "slots in the host's memory", "ipc": "slots in the GPUs' memory"}
+        places = {"shm": "slots in the host's memory", "ipc": "slots in the GPUs' memory", "one rank": "one rank"}
         whose = ", torch's communicator" if self._link.borrows else ""
         way = places.get(found["transport"], f"NCCL {'.'.join(map(str, found['nccl']))}{whose}")
         way += ", means by rows and columns" * (self._bucket_link is not self._link)

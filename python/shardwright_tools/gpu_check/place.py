@@ -15,6 +15,7 @@ class Gpu:
     """A GPU of torch, by default the first one. All ranks of a run share it."""
 
     backend = "cpu:gloo,cuda:nccl"
+    shares_card = True  # of all ranks of a run; each simulated rank has a card of its own
 
     def __init__(self, index: int = 0) -> None:
         if not torch.cuda.is_available():

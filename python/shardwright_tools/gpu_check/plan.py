@@ -10,8 +10,10 @@ from shardwright import _engine_check
 
 #: tools of compute-sanitizer
 SANITIZERS = ("memcheck", "racecheck", "initcheck")
-ARMS = ("DDP", "FSDP2", "zero=0", "zero=3")
+ARMS = ("DDP", "FSDP2", "zero=0", "zero=3", "zero=0, masters")
 _STAGES = (0, 1, 2, 3)
+#: what carries bytes between ranks of one card. NCCL does so from 2.30 on; one rank alone runs none of its threads
+WAYS = ("nccl", "shm", "ipc")
 _TRANSPORT = "SHARDWRIGHT_GPU_TRANSPORT"
 
 
@@ -53,7 +55,8 @@ def _sanitized(tool: str, is_quick: bool) -> Run:
 
 def _shared(ranks: int, way: str) -> Run:
     cases = tuple(f"{ranks} ranks, {way}, zero={zero}" for zero in _STAGES)
-    return Run("correct:stages", cases, ranks, {"label": f"{ranks} ranks, {way}, "}, {_TRANSPORT: way})
+    environment = {_TRANSPORT: way, **({"NCCL_MULTI_RANK_GPU_ENABLE": "1"} if way == "nccl" else {})}
+    return Run("correct:shared", cases, ranks, {"label": f"{ranks} ranks, {way}, "}, environment)
 
 
 def parts(*, is_quick: bool = False) -> tuple[Part, ...]:
@@ -75,7 +78,7 @@ def parts(*, is_quick: bool = False) -> tuple[Part, ...]:
             () if is_quick else (("zero=0", "DDP", 1.0), ("zero=3", "FSDP2", 1.0)),
             least_s=90,
         ),
-        Part("ranks on one GPU", 300, tuple(_shared(n, way) for n in (2, 3) for way in ("shm", "ipc")), least_s=60),
+        Part("ranks on one GPU", 300, tuple(_shared(n, way) for way in WAYS for n in (2, 3)), least_s=60),
         Part(
             "faults",
             150,
