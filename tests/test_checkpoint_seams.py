@@ -337,7 +337,7 @@ def test_a_folder_of_version_1_is_read_and_its_model_and_optimizer_files_are_wri
 
 
 def test_what_a_tree_cannot_hold_is_named_and_what_it_can_comes_back() -> None:
-    from shardwright.checkpoint import tree
+    from shardwright.formats import tree
 
     tensors: dict[str, torch.Tensor] = {}
     value = {

@@ -201,7 +201,7 @@ def test_every_tensor_is_made_on_a_named_device_with_a_named_dtype():
 
 #: files that may name numpy -> reason
 NUMPY = {
-    "checkpoint/tree": "values of the user's state",
+    "formats/tree": "values of the user's state",
     "checkpoint/state/content": "a generator that the program uses",
     "formats/lazy": "whether it is there",
     "formats/unpickle": "values of another program's pickle",

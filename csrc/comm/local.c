@@ -45,7 +45,7 @@ typedef struct local_arena {
 typedef struct arena_offer { /* a rank's part, as announced to the others */
     local_part *part;        /* NULL: could not allocate */
     int32_t code;            /* then: errno, or 0 */
-    char message[128];
+    char message[256];
 } arena_offer;
 
 sw_status sw_local_group_create(int world_size, sw_local_group **group, sw_error *err)
@@ -189,7 +189,7 @@ static sw_status create(sw_comm *comm, size_t size_bytes, const char *folder, co
     if (status == SW_OK)
         mine.part = part;
     else
-        snprintf(mine.message, sizeof mine.message, "%.120s", cause.message);
+        snprintf(mine.message, sizeof mine.message, "%.255s", cause.message);
     mine.code = status == SW_E_OS ? (int32_t)cause.detail : 0;
     SW_TRY_GOTO(status, comm->ops->gather(comm, &mine, sizeof mine, offers, label, err),
                 free_tables);

@@ -44,8 +44,14 @@ sw_status sw_file_memory_create(sw_file_memory *m, const char *folder, sw_error 
     sw_status status = sw_file_create_nameless(folder, m->path, false, &m->fd, err);
     if (status == SW_E_OS && (err->detail == EMFILE || err->detail == ENFILE))
         return sw_limits_fail_descriptors(m->path, (int)err->detail, err);
-    SW_TRY(status);
-    return sw_file_extend(m->fd, m->path, 0, m->size_bytes, err);
+    if (status == SW_OK)
+        status = sw_file_extend(m->fd, m->path, 0, m->size_bytes, err);
+    if (status != SW_E_OS)
+        return status;
+    int cause =
+        (int)err->detail; /* before the path, which may be long: messages that travel are cut */
+    return sw_error_set(err, SW_E_OS, cause, "%s: no place for %zu bytes in '%s'", strerror(cause),
+                        m->size_bytes, m->path);
 }
 
 sw_status sw_file_memory_map(sw_file_memory *m, sw_error *err)

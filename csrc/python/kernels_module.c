@@ -63,9 +63,10 @@ static PyObject *host_limits(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(un
     sw_limits limits;
     sw_limits_read(&limits);
     return Py_BuildValue(
-        "{s:N,s:N,s:N,s:N}", "memory_max_bytes", limit_value(limits.memory_max_bytes),
-        "memory_current_bytes", limit_value(limits.memory_current_bytes), "fsize_bytes",
-        limit_value(limits.file_size_bytes), "nofile", limit_value(limits.open_files));
+        "{s:N,s:N,s:K,s:N,s:N}", "memory_max_bytes", limit_value(limits.memory_max_bytes),
+        "memory_current_bytes", limit_value(limits.memory_current_bytes), "memory_group",
+        (unsigned long long)limits.memory_group, "fsize_bytes", limit_value(limits.file_size_bytes),
+        "nofile", limit_value(limits.open_files));
 }
 
 typedef struct test_rank {

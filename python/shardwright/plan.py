@@ -7,12 +7,15 @@ an elementwise optimizer this gives the bytes per element.
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ._engine import host_limits
+from .comm.agreement import gather_values
 from .layout.rank_memory import Memory
 from .optim.master_weights import MasterOptimizer
 from .optim.ownership import ELEMENTWISE
@@ -21,6 +24,8 @@ if TYPE_CHECKING:
     from .parallel.replica import Replica
 
 _PROBE_NUMEL = 32
+#: the state of an optimizer, at most, in bytes of parameters and gradients: below this share of a limit it is not measured
+_STATE_MOST = 8
 #: (group of the parameter, elements that this rank steps on, their dtype, True if they are masters)
 _Held = tuple[Mapping[str, Any], int, torch.dtype, bool]
 
@@ -51,6 +56,47 @@ def memory_of(replica: Replica) -> Memory | None:
     parameters, units = _parameter_bytes(replica)
     buffers, gradients = sum(store.planned_nbytes for store in replica.stores), replica.reducer.planned_bytes
     return Memory(parameters=parameters, units=units, gradients=gradients, state=in_memory, buffers=buffers)
+
+
+def check_fits(replicas: Sequence[Replica]) -> None:
+    """Raise MemoryError on all ranks if the plans of the ranks under one limit exceed it. Collective.
+
+    Limits are those that no program can pass: a control group's, and the memory and swap of a host. What other programs
+    hold does not count, since it may go.
+    """
+    first = replicas[0]
+    group, label = first.group, first.label
+    if any(each.link is not None for each in replicas):
+        return
+
+    def need() -> list[Any]:
+        limits, installed = host_limits(), _installed_bytes()
+        bounds = [limits["memory_max_bytes"], installed]
+        least = min((each for each in bounds if each is not None), default=0)
+        total = sum(sum(_parameter_bytes(each)) + each.reducer.planned_bytes for each in replicas)
+        if total * _STATE_MOST * group.world_size > least:
+            plans = [memory_of(each) for each in replicas]
+            total = sum(each.model_state for each in plans if each is not None)
+        return [total, [limits["memory_max_bytes"], limits["memory_group"]], [installed, group.host_of[group.rank]]]
+
+    rows = gather_values(group.comm, need, f"memory of {label}")
+    for at, what in ((1, "their control group (memory.max)"), (2, "the memory and swap of their host")):
+        for limit, place in sorted({(*row[at],) for row in rows if row[at][0] is not None}):
+            ranks = [rank for rank, row in enumerate(rows) if row[at][1] == place]
+            total = sum(rows[rank][0] for rank in ranks)
+            if total > limit:
+                raise MemoryError(
+                    f"{label} needs {total:,} bytes on {len(ranks)} ranks for parameters, gradients, units and the optimizer's state, and "
+                    f"{what} has {limit:,}: use more hosts, a higher stage, or offload= (docs/large-models.md)"
+                )
+
+
+def _installed_bytes() -> int | None:
+    """Return the bytes of memory and swap of this host; None if unknown."""
+    with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/meminfo", encoding="ascii") as file:
+        lines = [line.split() for line in file]
+        return 1024 * sum(int(line[1]) for line in lines if line[0] in ("MemTotal:", "SwapTotal:")) or None
+    return None
 
 
 def _parameter_bytes(replica: Replica) -> tuple[int, int]:

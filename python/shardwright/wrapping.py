@@ -38,7 +38,7 @@ from .parallel.loading import UnmatchedNames
 from .parallel.replica import Replica, live_replicas
 from .parameters.building import Values
 from .parameters.mixed_precision import PrecisionPlan
-from .plan import memory_of
+from .plan import check_fits, memory_of
 from .torch_compat import cuda
 from .torch_compat.dtensor import held_tensor, is_dtensor
 from .torch_compat.internals import original_of
@@ -160,6 +160,7 @@ def wrap(
     try:
         if optimizer is not None:
             optimizer = (_shard if zero else _keep)(wrapped._engine, optimizer, partition)
+            _check_memory(wrapped._engine)
     except BaseException:
         if wrapped._engine.is_building:
             wrapped._engine.abandon()
@@ -252,7 +253,25 @@ def _step_for(engine: Engine, optimizer: torch.optim.Optimizer, partition: str) 
     """Return the optimizer that steps on the module of an engine. Collective."""
     zero, offload, replica = engine.options.zero, engine.options.offload, engine.replica
     _agree_on_optimizer(replica.group, replica.model_ranks, engine.module, optimizer, zero, partition, offload)
-    return (_shard if zero else _keep)(engine, optimizer, partition)
+    made = (_shard if zero else _keep)(engine, optimizer, partition)
+    _check_memory(engine)
+    return made
+
+
+def _check_memory(engine: Engine) -> None:
+    """Raise MemoryError on all ranks if the plan does not fit, and leave the module as it was. Collective."""
+    replicas = list(engine.replicas)
+    try:
+        together(replicas[0].model_ranks, lambda: check_fits(replicas), replicas[0].label)
+    except (MemoryError, Error):
+        _give_back(engine)
+        raise
+
+
+def _give_back(engine: Engine) -> None:
+    """Leave a module as it was. One that got its memory here is wrap's to abandon: it may fit no rank whole."""
+    for each in () if engine.is_building else engine.replicas:
+        each.retire(together=True)
 
 
 def _agree_on_optimizer(
@@ -369,8 +388,7 @@ def _keep_state(engine: Engine, optimizer: Any, inner: Any) -> None:
     try:
         store = together(replica.model_ranks, make, replica.label)
     except (OSError, MemoryError, ValueError, Error):
-        for each in engine.replicas:
-            each.retire(together=True)  # leave the module as it was
+        _give_back(engine)
         raise
     inner.keep_in(store)
     replica.stores.add(store)

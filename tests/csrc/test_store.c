@@ -390,6 +390,7 @@ static void has_no_place(rank_context *self)
                                 .label = "the module"};
     check(!make(self->comm, options, (size_t)self->world_size, &self->err) &&
               self->err.status == SW_E_OS && self->err.detail == ENOENT &&
+              strstr(self->err.message, "No such file or directory: no place for ") &&
               strstr(self->err.message, "/nowhere/at/all"),
           "S8: %s", self->err.message);
 }

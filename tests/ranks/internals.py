@@ -82,6 +82,7 @@ HOMES = {
     "restoring": "checkpoint.memory.restoring",
     "retention": "checkpoint.folder.retention",
     "slot_part_bytes": "_engine",
+    "plan": "plan",
     "stored_tensors": "formats.places",
     "step_gathers": "parameters.step_gathers",
     "tier": "checkpoint.memory.tier",

@@ -479,7 +479,9 @@ def test_extra_state_is_set_and_other_values_are_named(rank, world_size, stage):
         torch.save({**state, "0._extra_state": {"seen": argparse.Namespace()}}, folder / "odd.pt")
         dcp.save({"model": state}, checkpoint_id=str(folder / "dcp"), no_dist=True)
     gather(None)
-    for place in (state, folder / "a.pt", folder / "dcp", iter(state.items())):
+    module[0].seen = 5
+    sw.save(folder / "ours", model)
+    for place in (state, folder / "a.pt", folder / "dcp", iter(state.items()), folder / "ours"):
         module[0].seen = 0
         assert sw.load_pretrained(model, place) == ([], [])
         assert module[0].seen == 5

@@ -33,10 +33,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from .._engine import CheckpointError, CheckpointFolder, CheckpointPlan
+from ..formats import tree
 from ..options.places import absolute_path
 from ..torch_compat.dtensor import held_tensor, is_dtensor
 from ..torch_compat.state_dicts import load_everything
-from . import tree
 from .device_staging import DeviceStaging
 from .files import MAX_FILE_BYTES, check_step, why_not_there
 from .folder.partial import make_folder, of_saves

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from .._engine import CheckpointError, CheckpointPlan
+from ..formats import tree
 from ..torch_compat.dtensor import is_dtensor
-from . import slices, tree
+from . import slices
 from .device_staging import DeviceStaging
 from .joined import compressors_of, members_of, sharded_of
 from .memory.repeated import Repeated, optimizer_json

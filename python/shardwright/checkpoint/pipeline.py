@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from .._engine import CheckpointError, CheckpointFolder
+from ..formats import tree
 from ..options.name_map import NameMap
-from . import tree
 from .device_staging import DeviceStaging
 from .inventory import FIRST, Draft, Inventory, Listed
 from .joined import join_modules

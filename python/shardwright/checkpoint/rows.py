@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from .._engine import CheckpointError, CheckpointFolder
+from ..formats import tree
 from ..layout.memory import bytes_of
-from . import tree
 from .slices import Sliced
 from .state.content import Content, Group
 from .state.stored import Stored

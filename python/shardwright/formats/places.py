@@ -12,6 +12,7 @@ from .._engine import CheckpointError, CheckpointFolder
 from ..layout.memory import has_memory
 from ..options.places import absolute_path, address_of
 from .dcp import EXTRA, is_dcp, model_of
+from .extra_state import extra_state_of
 from .lazy import Lazy
 from .model_files import model_files, read_safetensors
 from .stored import Stored
@@ -53,6 +54,8 @@ def stored_tensors(place: Any) -> dict[str, Any]:
         if twice is not None:
             raise CheckpointError(f"'{path}' holds the tensor '{twice}' twice")
         found |= read
+    if folder is not None:
+        found |= extra_state_of(folder)
     return found
 
 

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 
 from .._engine import CheckpointError, CheckpointFolder
-from ..checkpoint import load, save, tree
+from ..checkpoint import load, save
 from ..checkpoint.files import PathSaver
 from ..checkpoint.peers import Peers
 from ..checkpoint.training import Training
+from ..formats import tree
 from ..parallel.ddp import DistributedDataParallel
 
 _logger = logging.getLogger("shardwright")

@@ -201,7 +201,7 @@ def _leaves(node: Any, name: str) -> dict[str, Any]:
 
 def _plain_values(folder: Any) -> dict[str, Any]:
     """Return the values of optimizer, scheduler, scaler, user state and `extra` that are not tensors."""
-    from shardwright.checkpoint import tree
+    from shardwright.formats import tree
 
     found: dict[str, Any] = {}
     for path in ("optimizer.json", "state.json"):

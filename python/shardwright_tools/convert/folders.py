@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from shardwright._engine import CheckpointError, CheckpointFolder, CheckpointPlan
-from shardwright.checkpoint import tree
 from shardwright.checkpoint.files import MAX_FILE_BYTES, why_not_there
 from shardwright.checkpoint.folder.partial import make_folder
 from shardwright.checkpoint.slices import Sliced
 from shardwright.checkpoint.state.content import IN_PARTS, MODEL_METADATA, Group, model_index
 from shardwright.checkpoint.state.names import plain
 from shardwright.checkpoint.state.stored import Stored, stored_tensors
+from shardwright.formats import tree
 
 from .contents import Contents, Lazy, durable_file, replaced
 

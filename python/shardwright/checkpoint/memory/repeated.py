@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from ..._engine import CheckpointError, object_addresses, tensor_places
+from ...formats import tree
 from ...layout.memory import address_of
 from ...torch_compat.dtensor import held_tensor, is_dtensor
-from .. import tree
 from ..device_staging import DeviceStaging
 from ..joined import members_of, parts_of
 from ..rows import LINES, Rows, add_rows, dense, structure_of

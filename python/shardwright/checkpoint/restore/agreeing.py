@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ..._engine import CheckpointError, CheckpointFolder, NewerCheckpointError
+from ...formats import tree
 from ...options.name_map import NameMap
-from .. import tree
 from ..inventory import forget_tensors_of
 from ..memory.restoring import Source
 from ..peers import Peers

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from ...compress.state import reshard_state
+from ...formats import tree
 from ...layout.local_parameters import local_of, part_of
 from ...layout.shard_runs import memory_order
 from ...optim.master_weights import kept_by
 from ...optim.sharded import ShardedOptimizer
-from .. import tree
 from ..peers import whole_parameters
 from ..slices import Sliced, loads_slices, own_parameters, replicas_of
 from ..state.composed import together

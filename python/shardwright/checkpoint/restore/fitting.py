@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from ..._engine import CheckpointError, CheckpointFolder
+from ...formats import tree
 from ...formats.lazy import has_numpy
 from ...layout.memory import has_memory
 from ...optim.sharded import ShardedOptimizer
 from ...options.name_map import NameMap
 from ...parallel.agreement.optimizer_agreement import unlike_saved
 from ...torch_compat.dtensor import is_dtensor
-from .. import tree
 from ..joined import compressors_of, members_of
 from ..rows import TENSORS, has_rows, read_line, rows_of
 from ..slices import Sliced, is_row_major, loads_slices, own_slices, placed_parts, replicas_of

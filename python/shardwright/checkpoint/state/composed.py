@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..._engine import CheckpointError
-from ...checkpoint import tree
+from ...formats import tree
 from ...layout.memory import has_memory, without_memory
 from ...torch_compat.dtensor import is_dtensor
 

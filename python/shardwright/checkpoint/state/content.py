@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 
 from ..._engine import CheckpointError
-from ...checkpoint import tree
+from ...formats import tree
 from ...torch_compat.dtensor import is_dtensor
 from ..device_staging import DeviceStaging
 from ..joined import averaging, sharded_of

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from .._engine import CheckpointError
-from ..formats.lazy import has_numpy
+from .lazy import has_numpy
 
 _SPECIAL_FLOATS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 _DECODERS: dict[str, Any] = {"$size": torch.Size, "$device": torch.device, "$float": _SPECIAL_FLOATS.__getitem__}
