@@ -42,6 +42,8 @@ class DeviceExchange:
     this rank has sent to peers, `bucket_wire_bytes` by bucket of the last round.
     """
 
+    takes_part = True
+
     def __init__(self, link: DeviceLink, like: torch.Tensor) -> None:
         self.link, self.rank, self.world_size = link, link.rank, link.world_size
         self.wire_bytes = 0
