@@ -20,7 +20,7 @@ import torch.distributed as dist
 from arms import ADAMW, VIEW_STATIC, Trainer, best_of
 from bench_hosts import HOSTS, RATE, count_bytes, enter_host, network
 from models import CASES
-from shardwright.comm.levels import levels_of
+from shardwright._engine import Exchange
 from shardwright.parallel.headroom import measure_bandwidth, measure_codecs
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
@@ -85,9 +85,9 @@ def time_steps(rank: int, world_size: int, rounds: int, budget_s: float) -> Any:
         trainers[HOOK].step()
     sent = {arm: count_bytes(trainers[arm]) for arm in trainers if arm != "none"}
     replica = trainers["Bf16"].outer._engine.replica
-    levels, numel = levels_of(replica.group), sum(p.numel() for p in trainers["none"].module.parameters())
-    bandwidth = measure_bandwidth(replica.group, levels)
-    codecs = {repr(c.compress): c.codec_s for c in measure_codecs(replica.group, levels, numel, bandwidth)}
+    exchange, numel = Exchange(replica.group.comm), sum(p.numel() for p in trainers["none"].module.parameters())
+    bandwidth = measure_bandwidth(replica.group, exchange)
+    codecs = {repr(c.compress): c.codec_s for c in measure_codecs(replica.group, exchange, numel, bandwidth)}
     work: dict[str, Callable[[], Any]] = {arm: trainers[arm].step for arm in trainers}
     samples = common.interleave(work, dist.barrier, rounds=rounds, budget_s=budget_s, warmup=1)
     parts = {

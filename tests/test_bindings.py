@@ -631,8 +631,13 @@ def test_arguments_are_refused_in_one_sentence() -> None:
         ),
         (
             ValueError,
-            "powersgd: errors must have one address a matrix, 1, not 0",
-            lambda: engine.powersgd_error([(0, 0, 0, 0, 0, 4, 4, 1, 0, "float32")], []),
+            "Codec: kind must be plain, half, blocks or powersgd, got 'x'",
+            lambda: engine.Codec("x"),
+        ),
+        (
+            ValueError,
+            "Codec.set_bucket: member 0 has no entry of 4 elements",
+            lambda: engine.Codec("plain").set_bucket(0, [(0, 0, 4, True)]),
         ),
         (TypeError, "attach: copy is missing", lambda: reducer(comm).attach([], [])),  # type: ignore[call-arg]
         (TypeError, "sgd_step: first is missing", lambda: engine.sgd_step([], [], None, None, **SGD)),  # type: ignore[call-arg]

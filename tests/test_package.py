@@ -234,17 +234,16 @@ def test_the_package_needs_no_numpy():
 ADDRESSES = {
     "memory that the package made": [
         *(
-            "compress/blocks",
             "compress/device_exchange",
             "compress/device_powersgd",
             "optim/device_clip",
             "optim/ownership",
         ),
         *(
-            "comm/exchange",
+            "compress/costs",
             "compress/factor_exchange",
-            "comm/levels",
-            "compress/powersgd",
+            "compress/state",
+            "optim/diloco",
         ),
         *(
             "parameters/sharded_groups",
@@ -292,7 +291,6 @@ ADDRESSES = {
     ],
     "plain memory of the check's own": ["gpu_check/faults", "gpu_check/speed"],
     "of torch's own class, checked before": ["parallel/moved_tensors"],
-    "a bucket of torch's own wrapper": ["compress/fsdp2", "compress/hooks"],
 }
 
 

@@ -81,6 +81,7 @@ SW_MUST_USE sw_status sw_compressor_make(sw_compressor *compressor, size_t numbe
 /* Drop all state, and set the number of complete rounds. */
 void sw_compressor_restart(sw_compressor *compressor, uint64_t rounds);
 uint64_t sw_compressor_rounds(const sw_compressor *compressor);
+void sw_compressor_set_rounds(sw_compressor *compressor, uint64_t rounds);
 void sw_compressor_count_round(sw_compressor *compressor);
 /* Return true if the next round uses state. */
 bool sw_compressor_keeps(const sw_compressor *compressor);

@@ -95,6 +95,11 @@ uint64_t sw_compressor_rounds(const sw_compressor *c)
     return c->rounds;
 }
 
+void sw_compressor_set_rounds(sw_compressor *c, uint64_t rounds)
+{
+    c->rounds = rounds;
+}
+
 void sw_compressor_count_round(sw_compressor *c)
 {
     c->rounds++;

@@ -246,8 +246,9 @@ SW_PY_METHOD(codec_write, codec_object, "Codec.write entry:N part:s address:A nb
              leave(self, status, &err))
 SW_PY_METHOD(codec_restart, codec_object, "Codec.restart rounds:K", enter(self),
              (sw_compressor_restart(self->compressor, a[0].word), SW_OK), leave(self, status, &err))
-SW_PY_METHOD(codec_count_round, codec_object, "Codec.count_round", enter(self),
-             (sw_compressor_count_round(self->compressor), SW_OK), leave(self, status, &err))
+SW_PY_METHOD(codec_set_rounds, codec_object, "Codec.set_rounds rounds:K", enter(self),
+             (sw_compressor_set_rounds(self->compressor, a[0].word), SW_OK),
+             leave(self, status, &err))
 SW_PY_VALUE(codec_bucket_sent_bytes, codec_object, "Codec.bucket_sent_bytes number:N",
             self->compressor != NULL,
             PyLong_FromUnsignedLongLong(sw_compressor_bucket_sent_bytes(self->compressor,
@@ -282,7 +283,7 @@ static PyMethodDef codec_methods[] = {
     SW_PY_ARGS(codec, read, "entry, part, address, nbytes, /", "Copy a part of an entry out."),
     SW_PY_ARGS(codec, write, "entry, part, address, nbytes, /", "Copy a part of an entry in."),
     SW_PY_ARGS(codec, restart, "rounds, /", "Drop all state and set the complete rounds."),
-    SW_PY_ARGS(codec, count_round, "/", "Count a complete round."),
+    SW_PY_ARGS(codec, set_rounds, "rounds, /", "Set the complete rounds and keep the state."),
     SW_PY_ARGS(codec, bucket_sent_bytes, "number, /",
                "Return the bytes that this rank sent for the bucket's last mean."),
     {NULL, NULL, 0, NULL},

@@ -1,6 +1,7 @@
 /* device_compress_module.c - the module's functions that compress GPU gradients: the codec of
  * blocks, PowerSGD, and the arithmetic of its messages. Addresses are integers. Each call enqueues
  * work on the given stream and returns. */
+#include "compress/device_block_round.h"
 #include "compress/device_codec.h"
 #include "compress/device_powersgd.h"
 #include "kernels/kernels.h"
@@ -14,7 +15,8 @@ SW_PY_ROW(fill_quantize, sw_quantize_part, .records = a[0].address, .source = a[
 SW_PY_ROW(fill_decode, sw_decode_part, .values = a[0].address, .error = a[1].address,
           .records = a[2].address, .own = a[3].address, .numel = a[4].word)
 
-SW_PY_ROW(fill_owe, sw_owe_part, .error = a[0].address, .rest = a[1].address, .numel = a[2].word)
+SW_PY_ROW(fill_span, sw_block_span, .values = a[0].address, .error = a[1].address,
+          .offset = a[2].size, .numel = a[3].size)
 
 static sw_device_blocks blocks_of(const sw_device_comm *comm, const sw_py_arg *a,
                                   const sw_py_arg *stream)
@@ -40,26 +42,66 @@ SW_PY_ON_ROWS(device_block_decode,
               "part values:A error:A records:A own:A numel:K", sw_decode_part, fill_decode,
               ON_BLOCKS(a[5],
                         sw_device_block_decode(&blocks, rows.rows, rows.count, a[4].address, &err)))
-SW_PY_ON_ROWS(device_block_owe,
-              "device_block_owe comm:O block:n bits:i parts:L verdict:A scale:d stream:A", 3,
-              "part error:A rest:A numel:K", sw_owe_part, fill_owe,
-              ON_BLOCKS(a[6], sw_device_block_owe(&blocks, rows.rows, rows.count, a[4].address,
-                                                  (float)a[5].d, &err)))
-SW_PY_ON_DEVICE(device_block_verdict,
-                "device_block_verdict comm:O block:n bits:i verdict:A records:A count:N stream:A",
-                ON_BLOCKS(a[6], sw_device_block_verdict(&blocks, a[3].address, a[4].address,
-                                                        a[5].size, &err)))
-SW_PY_ON_DEVICE(device_block_fold,
-                "device_block_fold comm:O block:n bits:i out:A own:A others:A stride_bytes:K "
-                "own_index:i world_size:i count:N scale:d rest:A stream:A",
-                ON_BLOCKS(a[12],
-                          sw_device_block_fold(&blocks, a[3].address,
-                                               &(sw_device_wires){.own = a[4].address,
-                                                                  .others = a[5].address,
-                                                                  .stride_bytes = (size_t)a[6].word,
-                                                                  .own_index = a[7].i,
-                                                                  .count = a[8].i},
-                                               a[9].size, (float)a[10].d, a[11].address, &err)))
+
+#define SPAN "span values:A error:A offset:N numel:N"
+
+/* a[]: block, bits, spans, share, keeps_slice, rank, world_size */
+static sw_status count_records(const sw_py_arg *a, sw_py_table *spans, size_t *count, sw_error *err)
+{
+    const sw_block_codec codec = {a[0].size, a[1].i};
+    sw_block_cut cut;
+    SW_TRY(sw_block_codec_check(&codec, err));
+    if (a[6].i < 1 || a[5].i < 0 || a[5].i >= a[6].i)
+        SW_FAIL(err, SW_E_INVALID, "block_slice_records: rank must be in [0, %d), got %d", a[6].i,
+                a[5].i);
+    SW_TRY(sw_block_cut_init(&cut, &codec, spans->rows, spans->count, a[3].size, a[4].p, a[5].i,
+                             a[6].i, err));
+    *count = cut.each;
+    sw_block_cut_fini(&cut);
+    return SW_OK;
+}
+
+static PyObject *number_if(PyObject *finished, uint64_t number)
+{
+    SW_PY_OWNED *done = finished;
+    return done ? PyLong_FromUnsignedLongLong(number) : NULL;
+}
+
+SW_PY_METHOD_ON_ROWS(block_slice_records, PyObject,
+                     "block_slice_records block:N bits:i spans:L share:N keeps_slice:p rank:i "
+                     "world_size:i",
+                     size_t count = 0, 2, SPAN, sw_block_span, fill_span, true,
+                     count_records(a, &rows, &count, &err),
+                     number_if(sw_py_finish(self, status, &err), count))
+
+/* a[]: comm, block, bits, spans, share, keeps_slice, message, received, whole, rest, flags,
+ * stream */
+static sw_status run_round(sw_device_comm *comm, const sw_py_arg *a, sw_py_table *spans,
+                           uint64_t *sent_bytes, sw_error *err)
+{
+    const sw_block_codec codec = {a[1].size, a[2].i};
+    const sw_device_block_memory memory = {.message = a[6].address,
+                                           .received = a[7].address,
+                                           .whole = a[8].address,
+                                           .rest = a[9].address,
+                                           .flags = a[10].address};
+    sw_block_cut cut;
+    SW_TRY(sw_block_codec_check(&codec, err));
+    SW_TRY(sw_block_cut_init(&cut, &codec, spans->rows, spans->count, a[4].size, a[5].p,
+                             comm->peers->rank, comm->peers->world_size, err));
+    sw_status status =
+        sw_device_block_round(comm, &cut, &memory, a[5].p, a[11].address, sent_bytes, err);
+    sw_block_cut_fini(&cut);
+    return status;
+}
+
+SW_PY_METHOD_ON_ROWS(device_block_round, PyObject,
+                     "device_block_round comm:O block:N bits:i spans:L share:N keeps_slice:p "
+                     "message:A received:A whole:A rest:A flags:A stream:A",
+                     SW_PY_DEVICE_LOCALS;
+                     uint64_t sent = 0, 3, SPAN, sw_block_span, fill_span, SW_PY_ENTER_GPU,
+                     (comm = gpu->comm, run_round(comm, a, &rows, &sent, &err)),
+                     number_if(sw_py_device_finish(gpu, status, &err), sent))
 
 /* ---- PowerSGD: comm, matrices or factors, verdict, stream ---- */
 
@@ -129,19 +171,19 @@ PyMethodDef sw_py_device_compress_functions[] = {
     SW_PY_FUNCTION(
         device_block_encode, "comm, block, bits, parts, stream, /",
         "Encode parts (records, source or 0 for zeros, error, numel) like block_encode."),
-    SW_PY_FUNCTION(device_block_fold,
-                   "comm, block, bits, out, own, others, stride_bytes, own_index, world_size, "
-                   "count, scale, rest, stream, /",
-                   "Fold like block_fold. Rank r's records are at others + r * stride_bytes, but "
-                   "own ones at own."),
-    SW_PY_FUNCTION(device_block_verdict, "comm, block, bits, verdict, records, count, stream, /",
-                   "Set the int32 to 0 if all records have finite values, else to 1."),
     SW_PY_FUNCTION(device_block_decode, "comm, block, bits, parts, verdict, stream, /",
                    "Decode parts (values, error, records or 0, own, numel) like block_decode; keep "
                    "errors if the verdict is 1."),
-    SW_PY_FUNCTION(
-        device_block_owe, "comm, block, bits, parts, verdict, scale, stream, /",
-        "Add rest * scale to the error of parts (error, rest, numel), unless the verdict is 1."),
+    SW_PY_FUNCTION(block_slice_records,
+                   "block, bits, spans, share, keeps_slice, rank, world_size, /",
+                   "Return the records in a slice of the message of spans (values, error or 0, "
+                   "offset, numel)."),
+    SW_PY_FUNCTION(device_block_round,
+                   "comm, block, bits, spans, share, keeps_slice, message, received, whole, rest, "
+                   "flags, stream, /",
+                   "Average the spans as records and return the bytes sent. message, received and "
+                   "whole have world_size slices; rest and flags (world_size + 1 int32): 0 without "
+                   "error feedback."),
     SW_PY_FUNCTION(device_powersgd_project, "comm, matrices, verdict, stream, /",
                    "Project all matrices like powersgd_project."),
     SW_PY_FUNCTION(device_powersgd_absorb, "comm, matrices, verdict, stream, /",

@@ -155,7 +155,7 @@ class Codec:
     def read(self, entry: int, part: str, address: int, nbytes: int, /) -> None: ...
     def write(self, entry: int, part: str, address: int, nbytes: int, /) -> None: ...
     def restart(self, rounds: int, /) -> None: ...
-    def count_round(self) -> None: ...
+    def set_rounds(self, rounds: int, /) -> None: ...
     def bucket_sent_bytes(self, number: int, /) -> int: ...
     @property
     def rounds(self) -> int: ...
@@ -178,38 +178,34 @@ def device_kernel_image(
 def device_block_encode(
     comm: DeviceComm, block: int, bits: int, parts: list[tuple[int, int, int, int]], stream: int, /
 ) -> None: ...
-def device_block_fold(
-    comm: DeviceComm,
-    block: int,
-    bits: int,
-    out: int,
-    own: int,
-    others: int,
-    stride_bytes: int,
-    own_index: int,
-    world_size: int,
-    count: int,
-    scale: float,
-    rest: int,
-    stream: int,
-    /,
-) -> None: ...
-def device_block_verdict(
-    comm: DeviceComm, block: int, bits: int, verdict: int, records: int, count: int, stream: int, /
-) -> None: ...
 def device_block_decode(
     comm: DeviceComm, block: int, bits: int, parts: list[tuple[int, int, int, int, int]], verdict: int, stream: int, /
 ) -> None: ...
-def device_block_owe(
+def block_slice_records(
+    block: int,
+    bits: int,
+    spans: list[tuple[int, int, int, int]],
+    share: int,
+    keeps_slice: bool,
+    rank: int,
+    world_size: int,
+    /,
+) -> int: ...
+def device_block_round(
     comm: DeviceComm,
     block: int,
     bits: int,
-    parts: list[tuple[int, int, int]],
-    verdict: int,
-    scale: float,
+    spans: list[tuple[int, int, int, int]],
+    share: int,
+    keeps_slice: bool,
+    message: int,
+    received: int,
+    whole: int,
+    rest: int,
+    flags: int,
     stream: int,
     /,
-) -> None: ...
+) -> int: ...
 
 #: (gradient, memory, left, right, basis, out, copy, rows, cols, rank, memory_dtype): addresses, 0 for none
 _DeviceMatrix = tuple[int, int, int, int, int, int, int, int, int, int, str]

@@ -14,6 +14,7 @@ import ctypes
 import gc
 import importlib.machinery
 import importlib.util
+import math
 import os
 import shutil
 import sys
@@ -230,13 +231,27 @@ def saver() -> None:
         made.close()
 
 
+class Alone:
+    """A transport of one rank, which needs no message."""
+
+    rank, world_size = 0, 1
+
+
 def codecs() -> None:
-    size = engine.block_record_bytes(32, 8)
-    engine.block_encode(32, 8, BASE, BASE + 4096, 0, 32)
-    engine.block_fold(32, 8, BASE + size, [BASE], 1, 1.0, 0)
-    engine.block_decode(32, 8, BASE + 4096, BASE, 0, 0, 32)
-    matrix = (BASE, BASE + 1024, BASE + 2048, BASE + 3072, BASE + 4096, 8, 8, 1, 7, "float32")
-    engine.powersgd_init_basis([matrix]), engine.powersgd_project([matrix], [BASE + 5120])
+    engine.block_record_bytes(32, 8), engine.half_encode("float16", BASE, BASE + 4096, 32, 1.0)
+    engine.half_decode("float16", BASE + 4096, BASE, 32)
+    exchange = engine.Exchange(Alone())
+    for kind, rows in (("plain", 0), ("half", 0), ("blocks", 0), ("powersgd", 8)):
+        wire = "bfloat16" if kind == "half" else "float32"
+        made = engine.Codec(kind, wire=wire, block=32, error_feedback=True, rank=1, least_rate=0.0, seed=1)
+        entry = made.add(64, rows, 7)
+        made.set_bucket(0, [(entry, 0, 64, True)]), made.average(exchange, 0, BASE, 64)
+        for part, shape in made.shapes(entry).items():
+            nbytes = 4 * math.prod(shape)
+            made.read(entry, part, BASE + 4096, nbytes), made.write(entry, part, BASE + 4096, nbytes)
+        made.is_made(entry), made.set_rounds(2), made.bucket_sent_bytes(0), made.restart(0)
+        (made.rounds, made.sent_bytes, made.keeps)
+    (exchange.rank, exchange.world_size, exchange.in_flight)
     engine.fold(BASE, [BASE + 64, BASE + 128], 16, "float32", "sum")
     engine.object_addresses([{}, [1]]), engine.tensor_places([Tensor(0)]), engine.host_limits()
     engine.device_tensor(-1, MEMORY, BASE, "float32", (16,), None)

@@ -18,6 +18,7 @@ class Ranks(NamedTuple):
 
     rank: int
     world_size: int
+    takes_part: bool = True  # False: another rank of the host has its state
 
 
 class GroupTransport:

@@ -35,7 +35,6 @@ from ..layout.shard_mesh import Slicing
 from ..torch_compat.internals import default_store, make_gloo
 from ..torch_compat.interrupts import check_interrupt
 from . import wire
-from .agreement import gather_values
 from .attempt import attempt_store
 from .failures import report_failures
 from .launch import DEFAULT_PORT, Launch, read_launch
@@ -65,7 +64,6 @@ class HostGroup:
         self._group = (lambda: None) if group is None else weakref.ref(group)  # the cache's key
         self.rank = dist.get_rank(group) if group is not None else 0
         self.world_size = dist.get_world_size(group) if group is not None else 1
-        self._children: list[HostComm] = []
         #: DeviceLinks by GPU; they end before the host's communicator
         self.links: dict[Any, Any] = {}
         self._wire: wire.Wire | None = None  # the communicator's bridge; on carriers
@@ -74,7 +72,7 @@ class HostGroup:
         self.warn_after(warn_after_s)
         if self.rank == self.host_of.index(self.host_of[self.rank]):  # the lowest rank of the host
             self._warn_of_threads()
-        self._leave = weakref.finalize(self, _close_comms, self.comm, self._children, self.links, os.getpid())
+        self._leave = weakref.finalize(self, _close_comms, self.comm, self.links, os.getpid())
         self._leave.atexit = False  # _close_all closes it
 
     @property
@@ -204,8 +202,7 @@ class HostGroup:
 
     def warn_after(self, warn_after_s: float | None) -> None:
         """Log a wait after `warn_after_s`, then whenever it has doubled; 0 or None: never."""
-        for comm in (self.comm, *self._children):
-            comm.warn_after_s = seconds_of(warn_after_s)
+        self.comm.warn_after_s = seconds_of(warn_after_s)
 
     def _warn_of_threads(self) -> None:
         """Warn if this host's ranks compute on more threads than they have cores."""
@@ -242,46 +239,6 @@ class HostGroup:
     def simulated_host(self) -> int | None:
         """Return this rank's host number if a test has set it, since all such hosts are one machine; else None."""
         return None if _forced_hosts is None else self.host_of[self.rank]
-
-    def join_inside(self, timeout_s: float) -> HostComm | None:
-        """Return a communicator of this host's ranks, in order; None for a single rank. Collective over all hosts."""
-        here = [rank for rank in range(self.world_size) if self.host_of[rank] == self.host_of[self.rank]]
-        made: list[HostComm] = []
-
-        def make() -> list[str]:
-            if len(here) == 1:
-                return []
-            comm = HostComm(
-                *(here.index(self.rank), len(here)),
-                timeout_s=timeout_s,
-                warn_after_s=self.comm.warn_after_s,
-                host=self.hosts[self.rank],
-                log=log,
-            )
-            made.append(comm)
-            return [comm.address, secrets.token_hex(SECRET_BYTES)]
-
-        def connect() -> None:
-            for comm in made:
-                addresses, secret = [answers[rank][0] for rank in here], bytes.fromhex(answers[here[0]][1])
-                comm.connect(addresses, secret, [self.hosts[rank] for rank in here])
-
-        def failed(rank: int, sentence: str) -> Exception:
-            text = f"joining the ranks of a host failed on rank {rank} on host {self.hosts[rank]}: {sentence}"
-            return comm_error(text, rank, self.hosts[rank])
-
-        any_error: Any = {"refusals": (Exception,), "retell": failed}
-        try:
-            answers = gather_values(self.comm, make, "joining a host", **any_error)
-            gather_values(self.comm, connect, "joining a host", **any_error)
-        except BaseException as error:
-            for comm in made:
-                comm.close()
-            if isinstance(error, (RuntimeError, MemoryError, OSError)) and not isinstance(error, CommError):
-                raise failed(self.rank, str(error)) from error
-            raise
-        self._children += made
-        return made[0] if made else None
 
     def close(self) -> None:
         """Leave the group; peers that wait for this rank get a CommError. No effect twice and in a forked child."""
@@ -544,10 +501,10 @@ def _close_all() -> None:
         group.close()
 
 
-def _close_comms(comm: HostComm, children: list[HostComm], links: dict[Any, Any], pid: int) -> None:
+def _close_comms(comm: HostComm, links: dict[Any, Any], pid: int) -> None:
     if os.getpid() == pid:  # a forked child must not leave on behalf of its parent
         # A row's link first: it would take the end of the link of all ranks for a failure.
-        ends = *reversed(links.values()), *children, comm
+        ends = *reversed(links.values()), comm
         with contextlib.ExitStack() as closing:  # close all of them, even if an interrupt ends one call
             for each in reversed(ends):
                 closing.callback(each.close)

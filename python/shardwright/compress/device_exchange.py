@@ -10,17 +10,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 
 from .._engine import (
     block_record_bytes,
-    device_block_decode,
-    device_block_encode,
-    device_block_fold,
-    device_block_owe,
-    device_block_verdict,
+    block_slice_records,
+    device_block_round,
     device_cast,
     device_fold,
 )
@@ -41,6 +38,8 @@ class DeviceExchange:
     result. Memory stays valid until the next begin(), or gather(). Every rank makes the same calls. `wire_bytes` counts what
     this rank has sent to peers, `bucket_wire_bytes` by bucket of the last round.
     """
+
+    takes_part = True
 
     def __init__(self, link: DeviceLink, like: torch.Tensor) -> None:
         self.link, self.rank, self.world_size = link, link.rank, link.world_size
@@ -84,10 +83,9 @@ class DeviceExchange:
         pieces[own] = message[own * slice_bytes :][:slice_bytes]
         return pieces
 
-    @property
-    def received_address(self) -> int:
-        """Return the addresses of scatter()'s pieces: r slices on for rank r, inside the message for this rank."""
-        return self._received.data_ptr()
+    def memory(self) -> tuple[int, int, int]:
+        """Return the addresses of the message, of what is received and of the whole result, after begin()."""
+        return self._sent.data_ptr(), self._received.data_ptr(), self._whole.data_ptr()
 
     def result(self) -> torch.Tensor:
         """Return the memory for the fold of scatter()'s pieces, uint8."""
@@ -99,15 +97,6 @@ class DeviceExchange:
         self.wire_bytes += (self.world_size - 1) * self._slice_bytes
         self.link.comm.all_gather([(whole.data_ptr(), whole.numel(), "uint8")], self.link.current_stream())
         return whole
-
-    def share_flags(self, flags: torch.Tensor) -> int:
-        """Sum the int32 that each rank has set, among world_size + 1, into the last one; return its address."""
-        world, stream = self.world_size, self.link.current_stream()
-        self.wire_bytes += 4 * (world - 1)
-        begin, last = flags.data_ptr(), flags.data_ptr() + 4 * world
-        self.link.comm.all_gather([(begin, world, "int32")], stream)
-        device_fold(self.link.comm, last, 0, begin, 1, 4, -1, world, "int32", False, stream)
-        return last
 
     def floats(self, numel: int) -> torch.Tensor:
         return self.zeros(numel, torch.float32)
@@ -226,7 +215,7 @@ class OnDevice(CompressionState):
 
 
 class DeviceBlockState(OnDevice, BlockState):
-    """A BlockState on a GPU. A pass is one launch over all parts of a message."""
+    """A BlockState on a GPU: the engine enqueues a bucket's rounds, a pass as one launch over all parts of a message."""
 
     _rest = torch.empty(0, dtype=torch.float32, device="cpu")
     _flags = torch.empty(0, dtype=torch.float32, device="cpu")
@@ -234,168 +223,28 @@ class DeviceBlockState(OnDevice, BlockState):
     def average(self, bucket: Any) -> torch.Tensor:
         buffer: torch.Tensor = bucket.buffer()
         flat = buffer if buffer.dtype == torch.float32 else buffer.float()
-        base, spans, first = int(buffer.storage_offset()), [], 0
+        base, spans = int(buffer.storage_offset()), []
         for gradient, parameter in self.members(bucket):
             offset, numel = int(gradient.storage_offset()) - base, gradient.numel()
-            error = self.entry(parameter, gradient)[0]["error"] if self.error_feedback else None
-            address, of_error = flat.data_ptr() + 4 * offset, 0 if error is None else error.data_ptr()
-            spans.append(_Span(address, offset, numel, first, error, of_error))
-            first += -(-numel // self.block)
-        share, keeps_slice = share_of(bucket)
-        self._exchange_records(_owners(spans, first, self._device, share, keeps_slice, self.block), keeps_slice)
+            error = self.entry(parameter, gradient)[0]["error"].data_ptr() if self.error_feedback else 0
+            spans.append((flat.data_ptr() + 4 * offset, error, offset, numel))
+        self._average_spans(spans, *share_of(bucket))
         if flat is not buffer:
             buffer.copy_(flat)
         self.end_bucket(bucket.is_last())
         return buffer
 
-    def _exchange_records(self, owners: list[_Owner], keeps_slice: bool) -> None:
-        device_exchange = exchange = self._device
-        comm, stream = device_exchange.link.comm, device_exchange.link.current_stream()
-        size, world, codec = block_record_bytes(self.block, self.bits), exchange.world_size, (self.block, self.bits)
-        count = max(1, *(owner.end - owner.begin for owner in owners))
-        base = exchange.begin(count * size).data_ptr()
-        parts = [part for rank, owner in enumerate(owners) for part in owner.parts(rank * count, self.block)]
-        rows = [(base + part.at * size, part.address, part.error, part.numel) for part in parts]
-        for rank, owner in enumerate(owners):  # records of zeros
-            used = owner.end - owner.begin
-            if used < count:
-                rows.append((base + (rank * count + used) * size, 0, 0, (count - used) * self.block))
-        device_block_encode(comm, *codec, rows, stream)
-        own = exchange.scatter()[exchange.rank].data_ptr()
-        others, rest = device_exchange.received_address, self._reserve(device_exchange, count)
-        wires = (own, others, count * size, exchange.rank, world)
-        device_block_fold(comm, *codec, exchange.result().data_ptr(), *wires, count, 1.0 / world, rest, stream)
-        take = self._take_own if keeps_slice else self._take_all
-        verdict = take(device_exchange, parts, base, count)
+    def _average_spans(self, spans: list[tuple[int, int, int, int]], share: int | None, keeps_slice: bool) -> None:
+        exchange = self._device
+        cut = self.block, self.bits, spans, share or 0, keeps_slice
+        count = block_slice_records(*cut, exchange.rank, exchange.world_size)
+        exchange.begin(count * block_record_bytes(self.block, self.bits))
+        rest = flags = 0
         if self.error_feedback:
-            owed = [
-                (span.error_address + 4 * begin, rest + 4 * place, numel)
-                for span, begin, place, numel in owners[exchange.rank].rests(self.block)
-            ]
-            device_block_owe(comm, *codec, owed, verdict, float(world), stream)
-
-    def _take_all(self, exchange: DeviceExchange, parts: list[_Part], base: int, count: int) -> int:
-        """Decode every rank's results and keep errors. Return the address of the verdict."""
-        comm, stream, codec = exchange.link.comm, exchange.link.current_stream(), (self.block, self.bits)
-        size, verdict = block_record_bytes(self.block, self.bits), self._flags.data_ptr()
-        whole = exchange.gather().data_ptr()
-        if self.error_feedback:
-            device_block_verdict(comm, *codec, verdict, whole, count * exchange.world_size, stream)
-        rows = [(part.address, part.error, whole + part.at * size, base + part.at * size, part.numel) for part in parts]
-        device_block_decode(comm, *codec, rows, verdict, stream)
-        return verdict
-
-    def _take_own(self, exchange: DeviceExchange, parts: list[_Part], base: int, count: int) -> int:
-        """Keep the errors of all parts, then decode this rank's results alone. Return the address of the verdict."""
-        comm, stream, codec = exchange.link.comm, exchange.link.current_stream(), (self.block, self.bits)
-        size, first, verdict = block_record_bytes(self.block, self.bits), exchange.rank * count, 0
-        result = exchange.result().data_ptr()
-        if self.error_feedback:
-            device_block_verdict(comm, *codec, self._flags.data_ptr() + 4 * exchange.rank, result, count, stream)
-            verdict = exchange.share_flags(self._flags)
-            rows = [
-                (each.address, each.error, 0, base + each.at * size, each.numel) for each in parts if not each.is_copy
-            ]
-            device_block_decode(comm, *codec, rows, verdict, stream)
-        own = [each for each in parts if first <= each.at < first + count]
-        rows = [(each.address, 0, result + (each.at - first) * size, 0, each.numel) for each in own]
-        device_block_decode(comm, *codec, rows, 0, stream)
-        return verdict
-
-    def _reserve(self, exchange: DeviceExchange, count: int) -> int:
-        """Return the address for the rounding error of the sums; 0 if no rank keeps it. Also allocates the verdicts."""
-        if not self.error_feedback:
-            return 0
-        if self._rest.numel() < count * self.block:
-            self._rest = exchange.floats(count * self.block)
-        if not self._flags.numel():
-            self._flags = exchange.zeros(exchange.world_size + 1, torch.int32)
-        return self._rest.data_ptr()
-
-
-class _Span(NamedTuple):
-    """One parameter's run in a bucket: its address and first element, its first record, its error."""
-
-    address: int
-    offset: int
-    numel: int
-    first: int
-    error: torch.Tensor | None
-    error_address: int
-
-
-class _Part(NamedTuple):
-    """Consecutive records of one parameter in one owner's slice of the message."""
-
-    at: int  # the number of the first record in the message
-    address: int
-    error: int
-    numel: int
-    is_copy: bool  # the previous owner also has this record
-
-
-class _Owner:
-    """The rank that folds records [begin, end), and owns those from `own` on; the previous rank owns the one before.
-
-    A record belongs to the rank whose slice holds its first element. With kept slices, the rank whose slice begins
-    inside a record folds it too.
-    """
-
-    def __init__(self, begin: int, own: int, end: int, spans: list[_Span]) -> None:
-        self.begin, self.own, self.end = begin, own, end
-        self._spans = spans
-
-    def parts(self, place: int, block: int) -> Iterator[_Part]:
-        """Yield the parts of a slice that begins at record `place` of the message."""
-        for low, high in ((self.begin, self.own), (self.own, self.end)):
-            for span in self._spans:
-                begin = max(low, span.first)
-                end = min(high, span.first + -(-span.numel // block))
-                if begin < end:
-                    skip = (begin - span.first) * block
-                    numel = min((end - begin) * block, span.numel - skip)
-                    error = span.error_address + 4 * skip if span.error_address else 0
-                    at = place + begin - self.begin
-                    yield _Part(at, span.address + 4 * skip, error, numel, low < self.own)
-
-    def rests(self, block: int) -> Iterator[tuple[_Span, int, int, int]]:
-        """Yield (span, begin, place, numel): elements that take rounding errors, from `place` behind `begin`."""
-        for span in self._spans:
-            start = span.first * block
-            low, high = max(start, self.own * block), min(start + span.numel, self.end * block)
-            if low < high and span.error is not None:
-                yield span, low - start, low - self.begin * block, high - low
-
-
-def _owners(
-    spans: list[_Span], count: int, exchange: DeviceExchange, share: int | None, keeps_slice: bool, block: int
-) -> list[_Owner]:
-    """Return the owners of `count` records: equal parts if the bucket does not know the ranks' slices."""
-    world = exchange.world_size
-    if share is None:
-        each = max(1, -(-count // world))
-        bounds = [min(rank * each, count) for rank in range(world + 1)]
-        return [_Owner(low, low, high, spans) for low, high in zip(bounds, bounds[1:])]
-    owners = []
-    for rank in range(world):
-        own = _first_record(spans, rank * share, count, block)
-        begin = _record_across(spans, rank * share, own, block) if keeps_slice else own
-        owners.append(_Owner(begin, own, _first_record(spans, (rank + 1) * share, count, block), spans))
-    return owners
-
-
-def _first_record(spans: list[_Span], element: int, count: int, block: int) -> int:
-    """Return the first record that begins at `element` of the bucket or after it; it may be the next span's."""
-    for span in spans:
-        if element < span.offset + span.numel:
-            return span.first + -(-max(element - span.offset, 0) // block)
-    return count
-
-
-def _record_across(spans: list[_Span], element: int, own: int, block: int) -> int:
-    """Return the record that crosses `element`; `own` if there is none."""
-    for span in spans:
-        inside = element - span.offset
-        if 0 < inside < span.numel and inside % block:
-            return span.first + inside // block
-    return own
+            if self._rest.numel() < count * self.block:
+                self._rest = exchange.floats(count * self.block)
+            if not self._flags.numel():
+                self._flags = exchange.zeros(exchange.world_size + 1, torch.int32)
+            rest, flags = self._rest.data_ptr(), self._flags.data_ptr()
+        stream = exchange.link.current_stream()
+        exchange.wire_bytes += device_block_round(exchange.link.comm, *cut, *exchange.memory(), rest, flags, stream)

@@ -61,6 +61,10 @@ class CompressionState:
         """Return the complete rounds."""
         return self.codec.rounds
 
+    @iter.setter
+    def iter(self, rounds: int) -> None:
+        self.codec.set_rounds(rounds)
+
     @property
     def exchange(self) -> Any:
         """Return the ranks: of the process group, at first use, unless use_exchange() gave others."""
@@ -193,7 +197,7 @@ class CompressionState:
         if not is_last:
             return
         kept, skipped, self._skipped = self.codec.keeps, self._skipped, False
-        self.codec.count_round()
+        self.iter += 1
         if kept and not skipped:
             self._refuse_rest()
 

@@ -233,7 +233,7 @@ class Replica:
         group = self.group
         if group.host_count == 1:
             return Ranks(group.rank, group.world_size)
-        return Ranks(group.host_of[group.rank], group.host_count)
+        return Ranks(group.host_of[group.rank], group.host_count, group.rank in group.carriers)
 
     def is_compressing(self) -> bool:
         """Return True if buckets of an open round are on their way through a compressor."""
