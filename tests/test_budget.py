@@ -12,7 +12,7 @@ LINES = {
     "shardwright/backend": 573,
     "shardwright/checkpoint": 9_011,
     "shardwright/comm": 2_261,
-    "shardwright/compress": 1_510,
+    "shardwright/compress": 1_251,
     "shardwright/deepspeed": 9,
     "shardwright/formats": 1_938,
     "shardwright/gradients": 1_468,
@@ -31,7 +31,7 @@ LINES = {
     "shardwright_tools/planner": 1_509,
 }
 #: lines of C, headers and sources: the engine, and the check of its kernels that the tools import
-C_LINES = {"csrc": 50_630, "csrc_check": 1_594}
+C_LINES = {"csrc": 51_163, "csrc_check": 1_594}
 
 
 def lines_of(path: Path) -> int:
