@@ -20,14 +20,14 @@ LINES = {
     "shardwright/layout": 1_241,
     "shardwright/optim": 3_423,
     "shardwright/options": 885,
-    "shardwright/parallel": 6_005,
+    "shardwright/parallel": 6_007,
     "shardwright/parameters": 3_756,
     "shardwright/torch_compat": 1_492,
     "shardwright_tools": 302,
     "shardwright_tools/cli": 1_528,
     "shardwright_tools/convert": 1_301,
     "shardwright_tools/doctor": 937,
-    "shardwright_tools/gpu_check": 1_045,
+    "shardwright_tools/gpu_check": 1_115,
     "shardwright_tools/planner": 1_509,
 }
 #: lines of C, headers and sources: the engine, and the check of its kernels that the tools import

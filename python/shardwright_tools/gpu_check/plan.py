@@ -70,7 +70,15 @@ def parts(*, is_quick: bool = False) -> tuple[Part, ...]:
         Part("machine", 180, (Run("correct:machine", ("versions", "GPU", "NCCL", "kernels", "doctor")),)),
         Part("kernels", 150, (Run("correct:kernels", kernels, arguments=size),)),
         Part("stages", 120, (Run("correct:stages", tuple(f"zero={zero}" for zero in _STAGES)),)),
-        Part("bandwidth", 180, (Run("speed:bandwidths", BANDWIDTHS, arguments=size),), least_s=30),
+        Part(
+            "bandwidth",
+            210,
+            (
+                Run("speed:bandwidths", BANDWIDTHS, arguments=size),
+                Run("speed:large", tuple(f"{name} above 4 GiB" for name in LARGE), arguments=size),
+            ),
+            least_s=30,
+        ),
         Part(
             "training",
             360,
@@ -112,3 +120,5 @@ BANDWIDTHS = (
     *("copy", "PACK", "CAST to bfloat16", "CAST from bfloat16", "QUANTIZE 8 bits", "DECODE 8 bits", "NORM", "AdamW"),
     *("AdamW beside torch's", "copy to the host"),
 )
+#: kernels that are compared on one array above 4 GiB
+LARGE = ("PACK", "FOLD of 8 slices", "CAST", "NORM", "AdamW")
