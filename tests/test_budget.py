@@ -20,14 +20,14 @@ LINES = {
     "shardwright/layout": 1_286,
     "shardwright/optim": 3_378,
     "shardwright/options": 933,
-    "shardwright/parallel": 6_231,
+    "shardwright/parallel": 6_233,
     "shardwright/parameters": 4_360,
     "shardwright/torch_compat": 1_587,
     "shardwright_tools": 302,
     "shardwright_tools/cli": 1_528,
     "shardwright_tools/convert": 1_301,
     "shardwright_tools/doctor": 937,
-    "shardwright_tools/gpu_check": 1_045,
+    "shardwright_tools/gpu_check": 1_268,
     "shardwright_tools/planner": 1_509,
 }
 #: lines of C, headers and sources: the engine, and the check of its kernels that the tools import
