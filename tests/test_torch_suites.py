@@ -40,3 +40,21 @@ def test_torchs_own_tests_pass_but_for_the_table() -> None:
         [sys.executable, str(SUITES)], cwd=ROOT, text=True, capture_output=True, timeout=1700, check=False
     )
     assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
+
+
+def test_the_table_of_fsdp2_names_each_test_once_with_a_reason() -> None:
+    text = (SUITES / "fsdp2_differences.txt").read_text()
+    found = re.findall(r"^(test_\w+\.\w+\.test_\w+(?:@[\d.]+)?):(?: |\n[ \t]+)(\S.*)", text, re.MULTILINE)
+    assert len(found) == sum(line.startswith("test_") for line in text.splitlines())
+    assert len({name for name, _ in found}) == len(found), "a test is named twice"
+
+
+@pytest.mark.skipif(
+    "TORCH_FSDP2_TESTS" not in os.environ, reason="torch's source is not in the wheel: a path that you give"
+)
+@pytest.mark.skipif(importlib.util.find_spec("expecttest") is None, reason="torch.testing needs expecttest")
+@pytest.mark.timeout(3600)
+def test_torchs_own_tests_of_fsdp2_pass_but_for_the_table() -> None:
+    command = [sys.executable, str(SUITES / "fsdp2.py"), "--of", os.environ.get("TORCH_FSDP2_TESTS_OF", "2.13")]
+    run = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=3500, check=False)
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]

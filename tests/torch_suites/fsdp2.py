@@ -46,7 +46,7 @@ _OF_GPUS = (
 )
 #: what a test uses if it looks into torch's FSDP, beside names from its private modules
 _PRIVATE = re.compile(
-    r"\bpatch_(?:unshard|reshard|post_backward|register_post_backward)|\._?(?:get_)?fsdp_(?:state|param)|\bFSDPParam|fully_shard\.state\(|_set_unshard_async_op|_comm_ctx\b"
+    r"\bpatch_(?:unshard|reshard|post_backward|register_post_backward)|\._?(?:get_)?fsdp_(?:state|param)|\bFSDPParam|fully_shard\.state\(|_set_unshard_async_op|\._lazy_init|_comm_ctx\b"
 )
 _COLLECTIVES = re.compile(r"\bCommDebugMode|\bpatch_(?:all_gather|reduce_scatter|all_reduce|foreach)|\bcomm_counts")
 
