@@ -106,7 +106,10 @@ def comparable(units: Any) -> Any:
 def cut(
     module: torch.nn.Module, table: ParameterTable, units: Any = "auto", reshard_after_forward: bool = True
 ) -> list[UnitPlan]:
-    """Return the units of `module` in the order of modules(). The outermost stays whole until its backward ends."""
+    """Return the units of `module` in the order of modules().
+
+    The outermost stays whole until its backward ends, unless fully_shard was told otherwise.
+    """
     chosen = unit_modules(module, units, table.module_parameters)
     first = _first_of_each(module, chosen)
     owners: dict[int, list[list[torch.nn.Module]]] = {}
@@ -126,7 +129,7 @@ def cut(
             continue
         mark = mark_of(each)
         reshards = mark.reshard_after_forward if mark is not None else reshard_after_forward
-        reshards = reshards and each is not module
+        reshards = reshards and (each is not module or (mark is not None and mark.releases_outermost))
         beside = tuple(
             pair for pair in module.named_modules() if pair[1] is not each and first.get(id(pair[1])) is each
         )

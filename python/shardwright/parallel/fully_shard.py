@@ -51,7 +51,7 @@ from .unit_calls import reduce_plainly
 class Mark:
     """The mark of fully_shard on a module: its options and its unit; with groups= one unit for each part.
 
-    `is_list`: fully_shard got several modules, which form one unit and share this mark. `engine`: of an outermost module.
+    `releases_outermost`: the program asked for it by name. `is_list`: fully_shard got several modules, which form one unit and share this mark. `engine`: of an outermost module.
     `ahead`: for each phase the units to gather ahead, if the program names them. `divide_factor`: the divisor of gradients
     that the program sets; `divides_by`: the engine's. `placement`: FSDP2's shard_placement_fn. `rows`: the unit's
     parameters, cut over `mesh`. `outer`: the outermost module that fully_shard was called on around it, if it takes part there.
@@ -62,6 +62,7 @@ class Mark:
     precision: Precision | None = None
     is_list: bool = False
     syncs: bool = True
+    releases_outermost: bool = False
     engine: Engine | None = None
     ahead: dict[str, list[Mark]] = dataclasses.field(default_factory=dict)
     divide_factor: float | None = None
@@ -501,7 +502,14 @@ class FSDPModule(torch.nn.Module):
     set_allocate_memory_from_process_group_for_comm = _tunes(
         "set_allocate_memory_from_process_group_for_comm", _OWN_MEMORY
     )
-    set_reduce_scatter_max_input_buffers = _tunes("set_reduce_scatter_max_input_buffers", _OWN_MEMORY)
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int) -> None:
+        """Accept FSDP2's call without effect: the engine plans its buffers as it is made. Raise for what is no count >= 1."""
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(f"max_input_buffers must be an int, got {max_input_buffers!r}")
+        if max_input_buffers < 1:
+            raise ValueError(f"max_input_buffers must be >= 1, got {max_input_buffers}")
+        _tunes("set_reduce_scatter_max_input_buffers", _OWN_MEMORY)(self)
 
     def _outermost(self, what: str) -> Engine:
         engine = engine_of(self)
@@ -562,7 +570,7 @@ def fully_shard(
         See Options; those of the outermost module apply. If the outermost module ignores all parameters of an inner
         module, the inner module is not one of its units: it has its own engine and mesh, and needs its own optimizer.
     reshard_after_forward : bool or int, optional
-        True, the default, if the unit is released between its forward and its backward; the outermost one never is. FSDP2's
+        True, the default, if the unit is released between its forward and its backward; the outermost one only if it is given. FSDP2's
         number of ranks to reshard to, a divisor of the slices: 1 keeps the unit whole, every other one releases it, since the
         ranks of a host map all slices (on GPUs the next gather is over all ranks).
     precision : {"bf16", "fp16", "fp32"} or Precision, optional
@@ -640,6 +648,7 @@ def fully_shard(
     kept |= {"init": init, "weights": weights}
     is_list = not isinstance(module, torch.nn.Module)
     mark = Mark(releases, kept, policy, is_list=is_list, placement=shard_placement_fn)
+    mark.releases_outermost = releases and reshard_after_forward is not None
     for each in modules:
         original = type(each)
         body = {
