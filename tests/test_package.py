@@ -241,7 +241,6 @@ ADDRESSES = {
         ),
         *(
             "compress/costs",
-            "compress/factor_exchange",
             "compress/state",
             "optim/diloco",
         ),

@@ -1,5 +1,6 @@
-/* compressor_state.h - the state of a compressor, private to compressor.c (entries and plain
- * rounds), block_round.c, powersgd_round.c and factor_message.c. */
+/* compressor_state.h - the state of a compressor, private to compressor.c (plain and 16-bit
+ * rounds), compressor_state.c (entries, buckets), block_round.c, powersgd_round.c and
+ * factor_message.c. */
 #ifndef SW_COMPRESS_COMPRESSOR_STATE_H
 #define SW_COMPRESS_COMPRESSOR_STATE_H
 

@@ -3,7 +3,7 @@
  * work on the given stream and returns. */
 #include "compress/device_block_round.h"
 #include "compress/device_codec.h"
-#include "compress/device_powersgd.h"
+#include "compress/device_powersgd_round.h"
 #include "kernels/kernels.h"
 #include "python/device_call.h"
 
@@ -103,43 +103,103 @@ SW_PY_METHOD_ON_ROWS(device_block_round, PyObject,
                      (comm = gpu->comm, run_round(comm, a, &rows, &sent, &err)),
                      number_if(sw_py_device_finish(gpu, status, &err), sent))
 
-/* ---- PowerSGD: comm, matrices or factors, verdict, stream ---- */
+/* ---- PowerSGD ---- */
 
-#define MATRIX \
-    "matrix gradient:A memory:A left:A right:A basis:A out:A copy:A rows:K cols:K rank:K dtype:s"
+static bool fill_matrix(const sw_py_arg *a, void *row, void *module)
+{
+    sw_device_matrix *out = row;
+    sw_error err;
+    *out = (sw_device_matrix){.matrix = {.gradient = a[0].address,
+                                         .memory = a[1].address,
+                                         .left = a[2].address,
+                                         .right = a[3].address,
+                                         .basis = a[4].address,
+                                         .rows = a[5].size,
+                                         .cols = a[6].size,
+                                         .rank = a[7].size,
+                                         .seed = a[8].word,
+                                         .memory_dtype = a[9].dtype},
+                              .begins = a[10].p};
+    if (sw_powersgd_check(&out->matrix, &err) == SW_OK)
+        return true;
+    sw_py_raise(module, &err, NULL);
+    return false;
+}
 
-SW_PY_ROW(fill_matrix, sw_matrix_args, .gradient = a[0].address, .memory = a[1].address,
-          .left = a[2].address, .right = a[3].address, .basis = a[4].address, .out = a[5].address,
-          .copy = a[6].address, .rows = a[7].word, .cols = a[8].word, .rank = a[9].word,
-          .memory_dtype = (int)sw_dtype_from_name(a[10].s))
+SW_PY_ROW(fill_small, sw_device_small, a[0].address, a[1].size)
 
-SW_PY_ROW(fill_factor, sw_factor_args, .to = a[0].address, .from = a[1].address, .count = a[2].word,
-          .rank = a[3].word, .seed = a[4].word)
+typedef struct factor_tables {
+    sw_py_table matrices, small; /* owned */
+    sw_device_factors factors;
+} factor_tables;
 
-#define PASSES \
-    &(sw_device_passes){.kernels = &comm->kernels, .verdict = a[2].address, .stream = a[3].address}
+static void factor_tables_fini(factor_tables *tables)
+{
+    sw_py_table_fini(&tables->matrices);
+    sw_py_table_fini(&tables->small);
+}
 
-#define PASS(name, kernel)                                                                        \
-    SW_PY_ON_ROWS(name, #name " comm:O matrices:L verdict:A stream:A", 1, MATRIX, sw_matrix_args, \
-                  fill_matrix,                                                                    \
-                  sw_device_powersgd_run(PASSES, kernel, rows.rows, rows.count, &err))
+/* Reads matrices, small parameters, the wire's dtype, and whether factors settle. */
+static bool factor_tables_init(factor_tables *t, PyObject *module, const sw_py_arg *a)
+{
+    *t = (factor_tables){.matrices = {0}};
+    if (!sw_py_table_init(&t->matrices, a[0].o,
+                          "matrix gradient:A memory:A left:A right:A basis:A rows:N cols:N rank:N "
+                          "seed:K dtype:T begins:p",
+                          sizeof(sw_device_matrix), fill_matrix, module) ||
+        !sw_py_table_init(&t->small, a[1].o, "small values:A numel:N", sizeof(sw_device_small),
+                          fill_small, NULL))
+        return false;
+    t->factors = (sw_device_factors){.matrices = t->matrices.rows,
+                                     .matrix_count = t->matrices.count,
+                                     .small = t->small.rows,
+                                     .small_count = t->small.count,
+                                     .wire = a[2].dtype,
+                                     .settles = a[3].p};
+    return true;
+}
 
-PASS(device_powersgd_project, SW_KERNEL_PROJECT)
-PASS(device_powersgd_absorb, SW_KERNEL_ABSORB)
-PASS(device_powersgd_expand, SW_KERNEL_EXPAND)
+#define FACTORS "matrices:L small:L wire:T settles:p "
 
-SW_PY_ON_ROWS(device_powersgd_orthonormalize,
-              "device_powersgd_orthonormalize comm:O factors:L verdict:A stream:A", 1,
-              "factor to:A from:A count:K rank:K seed:K", sw_factor_args, fill_factor,
-              sw_device_powersgd_orthonormalize(PASSES, rows.rows, rows.count, &err))
+static PyObject *device_powersgd_sizes(PyObject *module, PyObject *args)
+{
+    __attribute__((cleanup(factor_tables_fini))) factor_tables t = {.matrices = {0}};
+    sw_py_arg a[5];
+    size_t slice_bytes, scratch_numel;
+    if (!sw_py_read("device_powersgd_sizes " FACTORS "world_size:i", args, NULL, a) ||
+        !factor_tables_init(&t, module, a))
+        return NULL;
+    if (a[4].i < 1)
+        return PyErr_Format(PyExc_ValueError,
+                            "device_powersgd_sizes: world_size must be positive, got %d", a[4].i);
+    sw_device_factor_sizes(&t.factors, a[4].i, &slice_bytes, &scratch_numel);
+    return Py_BuildValue("(nn)", (Py_ssize_t)slice_bytes, (Py_ssize_t)scratch_numel);
+}
 
-SW_PY_ON_DEVICE(device_finite, "device_finite comm:O verdict:A values:A numel:K refusal:i stream:A",
-                sw_kernel_launch(&comm->kernels, SW_KERNEL_FINITE,
-                                 &(sw_finite_args){.verdict = a[1].address,
-                                                   .values = a[2].address,
-                                                   .numel = a[3].word,
-                                                   .refusal = a[4].i},
-                                 a[5].address, &err))
+static PyObject *device_powersgd_round(PyObject *module, PyObject *args)
+{
+    __attribute__((cleanup(factor_tables_fini))) factor_tables t = {.matrices = {0}};
+    sw_py_arg a[11];
+    uint64_t sent = 0;
+    sw_error err;
+    if (!sw_py_read("device_powersgd_round comm:O " FACTORS
+                    "message:A received:A whole:A scratch:A verdict:A stream:A",
+                    args, NULL, a) ||
+        !factor_tables_init(&t, module, a + 1))
+        return NULL;
+    device_comm_object *gpu = sw_py_device_comm_of(module, a[0].o);
+    if (!gpu || !sw_py_device_enter(gpu))
+        return NULL;
+    const sw_device_factor_memory memory = {.message = a[5].address,
+                                            .received = a[6].address,
+                                            .whole = a[7].address,
+                                            .scratch = a[8].address,
+                                            .verdict = a[9].address};
+    sw_status status = SW_PY_WITHOUT_GIL(
+        sw_device_powersgd_round(gpu->comm, &t.factors, &memory, a[10].address, &sent, &err));
+    return number_if(sw_py_device_finish(gpu, status, &err), sent);
+}
+
 SW_PY_ON_DEVICE(device_fold,
                 "device_fold comm:O to:A own:A rest:A numel:K stride_bytes:K own_index:i count:i "
                 "dtype:s is_mean:p stream:A",
@@ -184,17 +244,15 @@ PyMethodDef sw_py_device_compress_functions[] = {
                    "Average the spans as records and return the bytes sent. message, received and "
                    "whole have world_size slices; rest and flags (world_size + 1 int32): 0 without "
                    "error feedback."),
-    SW_PY_FUNCTION(device_powersgd_project, "comm, matrices, verdict, stream, /",
-                   "Project all matrices like powersgd_project."),
-    SW_PY_FUNCTION(device_powersgd_absorb, "comm, matrices, verdict, stream, /",
-                   "Compute Q = vᵀ P and keep v, unless the verdict refuses."),
-    SW_PY_FUNCTION(device_powersgd_expand, "comm, matrices, verdict, stream, /",
-                   "Compute gradients from P and Q, or NaN."),
+    SW_PY_FUNCTION(device_powersgd_sizes, "matrices, small, wire, settles, world_size, /",
+                   "Return (bytes of a slice of the message, floats of scratch memory)."),
     SW_PY_FUNCTION(
-        device_powersgd_orthonormalize, "comm, factors, verdict, stream, /",
-        "Make rows of (to, from, count, rank, seed) orthonormal, unless the verdict is not 0."),
-    SW_PY_FUNCTION(device_finite, "comm, verdict, values, numel, refusal, stream, /",
-                   "Set the verdict to `refusal` if it is 0 and a value is not finite."),
+        device_powersgd_round,
+        "comm, matrices, small, wire, settles, message, received, whole, scratch, "
+        "verdict, stream, /",
+        "Average matrices (gradient, memory, left, right, basis, rows, cols, rank, seed, "
+        "the memory's dtype, begins) and small parameters (values, numel), and return "
+        "the bytes sent."),
     SW_PY_FUNCTION(
         device_fold,
         "comm, to, own, rest, numel, stride_bytes, own_index, count, dtype, is_mean, stream, /",

@@ -62,10 +62,10 @@ static int place_gradient(reducer_object *self, size_t index, PyObject *grad, bo
     self->copies += self->gpu || written == 1;
     if (written < 1)
         return written;
-    return take_written(self, index,
-                        PyObject_CallFunction(self->copy, "nOO", (Py_ssize_t)index, grad,
-                                              add ? Py_True : Py_False),
-                        add);
+    return take_written(
+        self, index,
+        PyObject_CallFunction(self->copy, "nOO", (Py_ssize_t)index, grad, add ? Py_True : Py_False),
+        add);
 }
 
 static int flag_of(PyObject *view, const char *name)

@@ -449,7 +449,7 @@ static PyMethodDef store_methods[] = {
         "Copy a parameter to slices: this rank's ('own'), 'all', or 'mine': its own, but all "
         "for the first rank of a host's one copy."),
     SW_PY_ARGS(store, derive, "/", "Make casts and records of the slices this rank wrote."),
-    SW_PY_NONE(store, settle,
+    SW_PY_ARGS(store, settle, "/",
                "Begin to write this rank's part of a file back, and let its pages go."),
     SW_PY_ARGS(store, cast, "all=False, /",
                "Refresh casts that the host shares, of parameters that train or all. Collective."),

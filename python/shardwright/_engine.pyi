@@ -207,16 +207,26 @@ def device_block_round(
     /,
 ) -> int: ...
 
-#: (gradient, memory, left, right, basis, out, copy, rows, cols, rank, memory_dtype): addresses, 0 for none
-_DeviceMatrix = tuple[int, int, int, int, int, int, int, int, int, int, str]
+#: gradient, memory, left, right, basis: addresses, 0 for none; rows, cols, rank, seed, dtype of the memory, begins
+_DeviceMatrix = tuple[int, int, int, int, int, int, int, int, int, str, bool]
 
-def device_powersgd_project(comm: DeviceComm, matrices: list[_DeviceMatrix], verdict: int, stream: int, /) -> None: ...
-def device_powersgd_absorb(comm: DeviceComm, matrices: list[_DeviceMatrix], verdict: int, stream: int, /) -> None: ...
-def device_powersgd_expand(comm: DeviceComm, matrices: list[_DeviceMatrix], verdict: int, stream: int, /) -> None: ...
-def device_powersgd_orthonormalize(
-    comm: DeviceComm, factors: list[tuple[int, int, int, int, int]], verdict: int, stream: int, /
-) -> None: ...
-def device_finite(comm: DeviceComm, verdict: int, values: int, numel: int, refusal: int, stream: int, /) -> None: ...
+def device_powersgd_sizes(
+    matrices: list[_DeviceMatrix], small: list[tuple[int, int]], wire: str, settles: bool, world_size: int, /
+) -> tuple[int, int]: ...
+def device_powersgd_round(
+    comm: DeviceComm,
+    matrices: list[_DeviceMatrix],
+    small: list[tuple[int, int]],
+    wire: str,
+    settles: bool,
+    message: int,
+    received: int,
+    whole: int,
+    scratch: int,
+    verdict: int,
+    stream: int,
+    /,
+) -> int: ...
 def device_fold(
     comm: DeviceComm,
     to: int,

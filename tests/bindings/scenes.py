@@ -308,7 +308,8 @@ def gpu() -> None:
         offload = engine.DeviceOffload(comm, 1 << 12, 1)
         offload.stats()
         engine.device_block_encode(comm, 32, 8, [(BASE + 4096, BASE, 0, 32)], 0)
-        engine.device_finite(comm, BASE + 8192, BASE, 16, 2, 0)
+        engine.block_slice_records(32, 8, [(BASE, 0, 0, 32)], 0, False, 0, 1)
+        engine.device_powersgd_sizes([], [(BASE, 32)], "float32", True, 1)
         made = engine.Reducer(
             comm,
             [("p", 16, "float32", True), ("q", 16, "float32", False)],

@@ -61,10 +61,16 @@ class Simulated(Cpu):
     def __init__(self, gpus: SimulatedGpus, libcuda: str) -> None:
         self._gpus, self.libcuda = gpus, libcuda
         self.put, self.memory, self.synchronize = gpus.adopt_module, gpus.adopt, gpus.synchronize
-        self.aside, self.watch = gpus.torch_on_cpu, gpus.watch
+        self.aside, self.watch, self.capture = gpus.torch_on_cpu, gpus.watch, gpus.capture
 
     def open(self) -> Any:
         return cuda.open_gpu(0, cuda.runtime.libraries())
+
+    @contextlib.contextmanager
+    def without_waits(self) -> Iterator[None]:
+        before = len(self._gpus.devices.waits)
+        yield
+        assert self._gpus.devices.waits[before:] == []
 
     @contextlib.contextmanager
     def short_queue(self) -> Iterator[None]:

@@ -83,6 +83,7 @@ HOMES = {
     "retention": "checkpoint.folder.retention",
     "slot_part_bytes": "_engine",
     "plan": "plan",
+    "sharded_groups": "parameters.sharded_groups",
     "stored_tensors": "formats.places",
     "step_gathers": "parameters.step_gathers",
     "tier": "checkpoint.memory.tier",

@@ -75,10 +75,14 @@ def test_a_steps_operations(teams: Any, paths: dict[str, str], zero: int, clips:
     run(teams, 2, paths, counted, zero, clips, policy="on demand")
 
 
-def counted(gpus: SimulatedGpus, rank: int, world_size: int, zero: int, clips: bool) -> None:
+def test_a_unit_has_one_mean_however_small_buckets_are(teams: Any, paths: dict[str, str]) -> None:
+    run(teams, 2, paths, counted, 3, False, 0.001, policy="on demand")
+
+
+def counted(gpus: SimulatedGpus, rank: int, world_size: int, zero: int, clips: bool, bucket_cap_mb: float = 25) -> None:
     model = Model()
     assert len(list(model.parameters())) == PARAMETERS and len(model.blocks) + len(model.ends) == UNITS
-    options: dict[str, Any] = {"units": [Block]} if zero == 3 else {}
+    options: dict[str, Any] = {"bucket_cap_mb": bucket_cap_mb, **({"units": [Block]} if zero == 3 else {})}
     if clips:
         options["clip_grad_norm"] = 0.01
     found, taken = count(gpus, rank, model, WIDTH, zero=zero, **options)

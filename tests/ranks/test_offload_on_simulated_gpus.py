@@ -300,3 +300,16 @@ def refusals(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
         sw.wrap(module, plain, zero=1, offload=f"nvme:{absent}")
     with pytest.raises(FileNotFoundError, match=f"offload to '{absent}' on rank 0"):
         sw.wrap(module, ours, zero=1, offload=f"nvme:{absent}")
+
+
+def test_parameters_stay_on_the_gpu(teams: Any, world_size: int, paths: dict[str, str]) -> None:
+    run(teams, world_size, paths, with_places_of_parameters)
+
+
+def with_places_of_parameters(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    for place in ("cpu", offload_to("nvme", rank)):
+        made = build(OPTIMIZERS["AdamW"])
+        with pytest.raises((NotImplementedError, sw.Error), match="moves parameters, which is for modules on the CPU"):
+            wrap(gpus, made, zero=3, share_parameters=False, offload={"parameters": place})
+        model, optimizer = wrap(gpus, made, zero=3, offload={"optimizer": "cpu"})
+        offloaded.train(model, optimizer, rank)

@@ -18,6 +18,7 @@ import pytest
 import torch
 from harness import LONG, gather, in_turn, on_every_rank, same_everywhere
 from models import Mlp
+from oracle.fold import bits_equal
 from peer import PEER, batch, sw
 from test_a_module_is_built_in_slices import assert_is, init, on_meta
 from test_hosts_fold_in_two_steps import hosts_of, on_hosts
@@ -109,10 +110,46 @@ def test_checkpoints_have_the_same_bytes_and_are_restored(rank, world_size):
     assert saved[True] == saved[False] and saved[True]
 
 
+@on_every_rank(exactly=8 if LONG else 4)
+def test_a_checkpoint_of_all_ranks_goes_on_at_half_of_them(rank, world_size):
+    half, losses = world_size // 2, []
+    group = torch.distributed.new_group(range(half))
+    for number, place in enumerate((None, places(rank, "nvme")[1])):
+        folder = os.path.join(os.environ["SW_TEST_FOLDER"], f"half-{number}")
+        model, optimizer = sw.wrap(*build(OPTIMIZERS["AdamW"]), offload=place, **PRIVATE)
+        train(model, optimizer, rank, range(2))
+        sw.save(folder, model, optimizer)
+        weights = os.path.join(os.environ["SW_TEST_FOLDER"], f"weights-{number}")
+        sw.save_pretrained(model, weights)
+        if rank >= half:
+            continue
+        model, optimizer = sw.wrap(*build(OPTIMIZERS["AdamW"], 1), offload=place, process_group=group, **PRIVATE)
+        sw.load(folder, model, optimizer)
+        losses.append((train(model, optimizer, rank, range(2, 4)), whole_of_some(model, optimizer, group)))
+        loaded = sw.wrap(Mixed(), process_group=group, offload=place, weights=weights, **PRIVATE)
+        saved = sw.full_state_dict(loaded)
+        losses[-1] += (saved,)
+    if rank < half:
+        assert losses[0][0] == losses[1][0]
+        assert_same(losses[1][1], losses[0][1], "half")
+        assert all(bits_equal(losses[1][2][name], each) for name, each in losses[0][2].items())
+    gather(None)
+
+
+def whole_of_some(model, optimizer, group):
+    state = copy.deepcopy(sw.full_optimizer_state_dict(model, optimizer))
+    with sw.full_parameters(model):
+        parameters = [p.detach().clone() for p in sw.unwrap(model).parameters()]
+    gather(None, group)
+    return parameters, state
+
+
 @on_every_rank()
 def test_a_module_of_the_meta_device_is_built_in_the_file(rank, world_size):
+    from internals import sharded_groups
+
     _, offload = places(rank)
-    found = []
+    found, sharded_groups._SETTLED_BYTES = [], 1 << 10  # pages leave in the middle
     for place in (None, offload):
         torch.manual_seed(5)
         module = on_meta()

@@ -122,7 +122,7 @@ def compare(gpus: SimulatedGpus, rank: int, world_size: int, number: int) -> Non
 
 
 class Blocks(torch.nn.Sequential):
-    """Units of two matrices and a bias, 2,400 bytes. The cut is after the first 1,120 bytes, or there is none."""
+    """Blocks of two matrices and a bias, 2,400 bytes. The cut is after the first 1,120 bytes, or there is none."""
 
     def __init__(self) -> None:
         super().__init__(*(Block() for _ in range(4 if LONG else 2)))
@@ -174,7 +174,8 @@ def in_units(gpus: SimulatedGpus, rank: int, world_size: int, number: int) -> No
     with gpus.torch_on_cpu():
         expected = Trained(gpus, rank, powersgd(name), scene, zero=2, **options)
     with mock.patch.object(DevicePowerSGDState, "_average_matrices", counted):
-        found = Trained(gpus, rank, powersgd(name), scene, zero=3, **options)
+        cut = torch.nn.Linear if cap_bytes == 1120 else Block
+        found = Trained(gpus, rank, powersgd(name), scene, zero=3, units=cut, **options)
     assert min(rounds) >= cap_bytes // 1120, rounds
     found.assert_equals(expected, name, same_bytes=False)
     assert found.waits == 0

@@ -9,7 +9,7 @@ whether errors are kept, kernels read a verdict in GPU memory.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -18,7 +18,6 @@ from .._engine import (
     block_record_bytes,
     block_slice_records,
     device_block_round,
-    device_cast,
     device_fold,
 )
 from ..backend.device_link import DeviceLink
@@ -98,33 +97,15 @@ class DeviceExchange:
         self.link.comm.all_gather([(whole.data_ptr(), whole.numel(), "uint8")], self.link.current_stream())
         return whole
 
-    def floats(self, numel: int) -> torch.Tensor:
-        return self.zeros(numel, torch.float32)
-
-    # arithmetic on messages in place; arguments are addresses
-
-    def fold(self, result: int, pieces: list[int], numel: int, dtype: str, op: str) -> None:
-        """Fold `pieces` in rank order into `result`: addresses from scatter(), or equal offsets into its pieces."""
-        own, size, comm, stream = self.rank, self._slice_bytes, self.link.comm, self.link.current_stream()
-        other = int(own == 0)  # received pieces are evenly spaced
-        rest = pieces[other] - other * size
-        device_fold(comm, result, pieces[own], rest, numel, size, own, self.world_size, dtype, op == "mean", stream)
-
-    def fold_slice(self, message: torch.Tensor, op: str) -> torch.Tensor:
-        """Return this rank's slice of begin()'s message in its dtype, averaged or summed over ranks in rank order."""
-        if self.world_size == 1:
-            return message
-        pieces, result = self.scatter(), self.result().view(message.dtype)
-        addresses = [piece.data_ptr() for piece in pieces]
-        self.fold(result.data_ptr(), addresses, result.numel(), dtype_name(result.dtype), op)
+    def _fold_slice(self, message: torch.Tensor) -> torch.Tensor:
+        """Return this rank's slice of begin()'s message in its dtype, averaged over ranks in rank order."""
+        pieces, result, size = self.scatter(), self.result().view(message.dtype), self._slice_bytes
+        own, other = self.rank, int(self.rank == 0)
+        rest = pieces[other].data_ptr() - other * size  # received pieces are evenly spaced
+        stream, dtype = self.link.current_stream(), dtype_name(result.dtype)
+        places = result.data_ptr(), pieces[own].data_ptr(), rest
+        device_fold(self.link.comm, *places, result.numel(), size, own, self.world_size, dtype, True, stream)
         return result
-
-    def fold_message(self, message: torch.Tensor, op: str) -> torch.Tensor:
-        """Return the whole message of begin(), averaged or summed over ranks in rank order."""
-        if self.world_size == 1:
-            return message
-        own = self.fold_slice(message, op)
-        return self.gather().view(own.dtype)
 
     def average_plain(self, flat: torch.Tensor, share: int | None, keeps_slice: bool) -> None:
         """Average flat memory in place, without compression; with `keeps_slice` only this rank's `share` elements."""
@@ -135,26 +116,10 @@ class DeviceExchange:
         message[: flat.numel()].copy_(flat)
         message[flat.numel() :].zero_()
         if keeps_slice:
-            flat[self.rank * share : (self.rank + 1) * share].copy_(self.fold_slice(message, "mean"))
+            flat[self.rank * share : (self.rank + 1) * share].copy_(self._fold_slice(message))
         else:
-            flat.copy_(self.fold_message(message, "mean")[: flat.numel()])
-
-    def encode_half(self, dtype: str, wire: int, source: int, numel: int, scale: float) -> None:
-        """Scale and round float32 values."""
-        device_cast(self.link.comm, wire, dtype, source, "float32", numel, scale, self.link.current_stream())
-
-    def decode_half(self, dtype: str, out: int, wire: int, numel: int) -> None:
-        """Widen values to float32."""
-        device_cast(self.link.comm, out, "float32", wire, dtype, numel, 1.0, self.link.current_stream())
-
-    def copy(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], verdict: int = 0) -> None:
-        """Copy, at most 64 pieces a launch, unless the flag at address `verdict` is set.
-
-        Tensors are one-dimensional, dense and, in a pair, of one dtype; the first of a pair is the target.
-        """
-        copies = [(to.data_ptr(), source.data_ptr(), to.nbytes) for to, source in pairs if to.numel()]
-        if copies:
-            self.link.comm.pack(copies, self.link.current_stream(), verdict)
+            self._fold_slice(message)
+            flat.copy_(self.gather().view(flat.dtype)[: flat.numel()])
 
 
 def slice_numel(numel: int, world_size: int) -> int:
@@ -242,7 +207,7 @@ class DeviceBlockState(OnDevice, BlockState):
         rest = flags = 0
         if self.error_feedback:
             if self._rest.numel() < count * self.block:
-                self._rest = exchange.floats(count * self.block)
+                self._rest = exchange.zeros(count * self.block, torch.float32)
             if not self._flags.numel():
                 self._flags = exchange.zeros(exchange.world_size + 1, torch.int32)
             rest, flags = self._rest.data_ptr(), self._flags.data_ptr()

@@ -267,7 +267,7 @@ class ModuleGradients:
         """Bring what the program did to the DTensors' `.grad` since the last round to the engine's own, as a round `opens`."""
         for index, (entry, each) in enumerate(zip(self._table.parameters, self._rows)):
             view, given = self.views[index], each.sharded.grad
-            if view is None:
+            if not isinstance(view, ShardedGradient):  # frozen
                 continue
             if given is None:
                 if entry.grad is view and view._pending is None:

@@ -94,8 +94,8 @@ class Options:
         over the remaining ranks: the group times their mesh are the ranks of all other parameters. Their gradients are
         summed over the group and divided by the number of ranks of all other parameters. See docs/compose.md.
     bucket_cap_mb : float
-        The largest gradient bucket, MiB; at zero >= 2 never above 8. It affects speed and memory only: results do not
-        depend on it.
+        The largest gradient bucket, MiB; at zero >= 2 on CPUs never above 8. On GPUs at zero=3 each unit and dtype is
+        one bucket. It affects speed and memory only: results do not depend on it.
     timeout_s : float
         The seconds that a rank waits for another before CommTimeoutError.
     warn_after_s : float, optional

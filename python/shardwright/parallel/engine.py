@@ -27,9 +27,10 @@ from ..layout.shard_mesh import Slicing
 from ..options.checks import offload_kinds
 from ..options.compress import Compressor, check_compressor
 from ..options.options import Options
-from ..parameters.building import Building, PartOfBuilding, RowsTaken, Values, begin_building
+from ..parameters.building import Building, PartOfBuilding, Values, begin_building
 from ..parameters.drift import DriftCheck
 from ..parameters.mixed_precision import PrecisionPlan, remove_plan
+from ..parameters.sharded_parameter import RowsTaken
 from ..torch_compat import autograd as _hooks
 from ..torch_compat.foreign_wrappers import find_wrapper, is_ours
 from ..torch_compat.internals import ignored_by_torchs_ddp, original_of

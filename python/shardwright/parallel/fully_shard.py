@@ -340,7 +340,7 @@ class FSDPModule(torch.nn.Module):
     """The base class that fully_shard adds to the class of a module."""
 
     _shardwright_mark: Mark
-    _shardwright_original: type
+    _shardwright_original: Any
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(super().__call__, args, kwargs)

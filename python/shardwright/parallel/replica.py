@@ -116,7 +116,9 @@ class Replica:
             if self.link is not None:
                 self._abort(f"rank {group.rank}: wrapping {self.label} failed: {error}")
             raise
-        self._request = request._replace(plans=None, forwards=(), building=None)  # they hold modules, and hooks hold this object
+        self._request = request._replace(
+            plans=None, forwards=(), building=None
+        )  # they hold modules, and hooks hold this object
         if self.link is not None:  # otherwise a rank could return although its peer failed
             group.comm.barrier(f"the memory of the wrapped {self.label}")
         #: called before each forward: keeps parameters whole in all of the user's hooks, including later ones

@@ -15,7 +15,7 @@ import torch
 from .._engine import Error, HostComm
 from ..formats.stored import Stored, attributes_of, waits
 from ..layout.local_parameters import SHARDED, module_parameter
-from ..layout.memory import reserved
+from ..layout.memory import address_of, reserved
 from ..layout.param_groups import UnitPlan
 from ..layout.param_table import ParameterTable
 from ..torch_compat import cuda
@@ -207,7 +207,7 @@ class ShardedParameter:
         """Move the local tensor's values into this rank's slice, where it lies from now on."""
         self.piece = piece
         local = held_tensor(self.sharded)
-        if local.numel() == 0 or local.data_ptr() == piece.data_ptr():
+        if local.numel() == 0 or address_of(local) == address_of(piece):
             return
         with torch.no_grad():
             rows = self.in_shape(piece, local.shape)

@@ -115,7 +115,8 @@ def mesh_of_both(mesh: Any, model_mesh: Any) -> Any:
         raise ValueError(
             f"fully_shard: its mesh {mesh} and that of the module's DTensors, {model_mesh}, must be parts of one mesh"
         )
-    return root[(*mesh.mesh_dim_names, *model_mesh.mesh_dim_names)]
+    names = (*mesh.mesh_dim_names, *model_mesh.mesh_dim_names)
+    return root[names]
 
 
 @functools.lru_cache(maxsize=None)

@@ -121,18 +121,18 @@ def _train(module: nn.Module, rank: int, device: torch.device, **options: Any) -
         model(gradients(rank, step, device)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return list(_tensors([sw.full_state_dict(model), sw.full_optimizer_state_dict(model, optimizer)]))
+    return list(tensors_of([sw.full_state_dict(model), sw.full_optimizer_state_dict(model, optimizer)]))
 
 
-def _tensors(state: Any) -> Iterator[torch.Tensor]:
+def tensors_of(state: Any) -> Iterator[torch.Tensor]:
     if isinstance(state, torch.Tensor):
         yield state.detach().cpu().clone()
     elif isinstance(state, dict):
         for key in sorted(state, key=str):
-            yield from _tensors(state[key])
+            yield from tensors_of(state[key])
     elif isinstance(state, (list, tuple)):
         for each in state:
-            yield from _tensors(each)
+            yield from tensors_of(each)
 
 
 def stages(place: Any, rank: int, world_size: int, *, label: str = "") -> Iterator[Row]:

@@ -52,6 +52,21 @@ class Gpu:
         """Return a context that gives the place for a program that uses torch alone."""
         return contextlib.nullcontext(self)
 
+    @contextlib.contextmanager
+    def capture(self) -> Iterator[None]:
+        """A context in which torch's stream is captured into a CUDA graph."""
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            yield
+
+    @contextlib.contextmanager
+    def without_waits(self) -> Iterator[None]:
+        """A context in which an operation of torch's that makes the host wait raises."""
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
     def pinned(self, size_bytes: int) -> torch.Tensor:
         return torch.empty(size_bytes // 4, dtype=torch.float32, device="cpu", pin_memory=True)
 

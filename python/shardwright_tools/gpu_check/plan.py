@@ -70,7 +70,15 @@ def parts(*, is_quick: bool = False) -> tuple[Part, ...]:
         Part("machine", 180, (Run("correct:machine", ("versions", "GPU", "NCCL", "kernels", "doctor")),)),
         Part("kernels", 150, (Run("correct:kernels", kernels, arguments=size),)),
         Part("stages", 120, (Run("correct:stages", tuple(f"zero={zero}" for zero in _STAGES)),)),
-        Part("bandwidth", 180, (Run("speed:bandwidths", BANDWIDTHS, arguments=size),), least_s=30),
+        Part(
+            "bandwidth",
+            180,
+            (
+                Run("speed:bandwidths", BANDWIDTHS, arguments=size),
+                Run("speed:large", tuple(f"{name} above 4 GiB" for name in LARGE), arguments=size),
+            ),
+            least_s=30,
+        ),
         Part(
             "training",
             360,
@@ -78,7 +86,8 @@ def parts(*, is_quick: bool = False) -> tuple[Part, ...]:
             () if is_quick else (("zero=0", "DDP", 1.0), ("zero=3", "FSDP2", 1.0)),
             least_s=90,
         ),
-        Part("ranks on one GPU", 300, tuple(_shared(n, way) for way in WAYS for n in (2, 3)), least_s=60),
+        Part("promises", 90, (Run("promises:promises", PROMISES),)),
+        Part("ranks on one GPU", 240, tuple(_shared(n, way) for way in WAYS for n in (2, 3)), least_s=60),
         Part(
             "faults",
             150,
@@ -112,3 +121,7 @@ BANDWIDTHS = (
     *("copy", "PACK", "CAST to bfloat16", "CAST from bfloat16", "QUANTIZE 8 bits", "DECODE 8 bits", "NORM", "AdamW"),
     *("AdamW beside torch's", "copy to the host"),
 )
+#: kernels that are compared on one array above 4 GiB
+LARGE = ("PACK", "FOLD of 8 slices", "CAST", "NORM", "AdamW")
+#: rows of promises.py
+PROMISES = ("save and load", "offload", "GradScaler", "checkpoint_units", "no host wait", "capture refused")

@@ -16,7 +16,7 @@ from shardwright import _engine
 
 from .report import Row, least, row
 
-_BLOCK, _BITS, _PIECES = 256, 8, 16
+_BLOCK, _BITS, _PIECES, _SLICES = 256, 8, 16, 8
 _ROUNDS, _REPEAT = 9, 10
 _HOST_GB_S = 45.0
 
@@ -54,7 +54,12 @@ def bandwidths(place: Any, rank: int, world_size: int, *, is_quick: bool) -> Ite
         ours, copy = (statistics.median(each) for each in zip(*taken))
         return ours, copy
 
-    def compared(case: str, work: Callable[[], Any], moved_bytes: int, goal: float) -> Row:
+    def compared(
+        case: str, work: Callable[[], Any], moved_bytes: int, goal: float, is_right: Callable[[], bool] | None = None
+    ) -> Row:
+        work()
+        if is_right is not None and not is_right():
+            return row(case, "wrong", note="its result differs from torch's")
         ours, copy = measure(work, moved_bytes)
         note = f"{moved_bytes / ours * 1e-6:.0f} GB/s, the copy {moved_bytes / copy * 1e-6:.0f}"
         if is_quick:
@@ -64,16 +69,28 @@ def bandwidths(place: Any, rank: int, world_size: int, *, is_quick: bool) -> Ite
     moved = 8 * numel
     ours, _ = measure(lambda: back.copy_(wide), moved)
     yield row("copy", value=moved / ours * 1e-6, unit="GB/s")
-    yield compared("PACK", lambda: comm.pack(pairs, stream), moved, 0.85)
-    yield compared("CAST to bfloat16", cast(half, wide), 6 * numel, 0.85)
-    yield compared("CAST from bfloat16", cast(back, half), 6 * numel, 0.85)
+    back.zero_()
+    yield compared("PACK", lambda: comm.pack(pairs, stream), moved, 0.85, lambda: torch.equal(back, wide))
+    yield compared(
+        "CAST to bfloat16", cast(half, wide), 6 * numel, 0.85, lambda: torch.equal(half, wide.to(torch.bfloat16))
+    )
+    yield compared(
+        "CAST from bfloat16", cast(back, half), 6 * numel, 0.85, lambda: torch.equal(back, half.to(torch.float32))
+    )
+
+    def encode() -> None:
+        _engine.device_block_encode(comm, _BLOCK, _BITS, coded, stream)
+
+    def decode() -> None:
+        _engine.device_block_decode(comm, _BLOCK, _BITS, decoded, 0, stream)
+
+    def is_near() -> bool:
+        """Check that no element is further off than half a code of the block with the largest range."""
+        return float((back - wide).abs().max()) <= float(wide.abs().max()) / (2 * 127) * 1.01
+
     code = 4 * numel + records.numel()
-    yield compared(
-        "QUANTIZE 8 bits", lambda: _engine.device_block_encode(comm, _BLOCK, _BITS, coded, stream), code, 0.85
-    )
-    yield compared(
-        "DECODE 8 bits", lambda: _engine.device_block_decode(comm, _BLOCK, _BITS, decoded, 0, stream), code, 0.85
-    )
+    yield compared("QUANTIZE 8 bits", encode, code, 0.85)
+    yield compared("DECODE 8 bits", decode, code, 0.85, is_near)
     yield compared("NORM", lambda: comm.norm_sum([(wide.data_ptr(), numel, "float32")], stream), 4 * numel, 0.5)
     steps = {name: _adamw(place, numel, make) for name, make in _OPTIMIZERS.items()}
     yield compared("AdamW", steps["ours"], 28 * numel, 0.9)
@@ -88,6 +105,49 @@ def bandwidths(place: Any, rank: int, world_size: int, *, is_quick: bool) -> Ite
     yield row(case, value=rate, unit="GB/s") if is_quick else least(case, rate, "GB/s", _HOST_GB_S)
 
 
+def large(place: Any, rank: int, world_size: int, *, is_quick: bool) -> Iterator[Row]:
+    """Compare kernels with torch on one array above 4 GiB, where offsets of 32 bits are too short."""
+    numel = (1 << 10 if is_quick else 1 << 30) + 1025
+    link = sw.DistributedDataParallel(place.put(torch.nn.Linear(1, 1)))._engine.replica.link
+    assert link is not None
+    comm, stream = link.comm, link.current_stream()
+    wide, back = (place.memory(torch.zeros(numel, dtype=torch.float32, device="cpu")) for _ in range(2))
+    wide.normal_(generator=torch.Generator(wide.device).manual_seed(0))
+
+    def compared(case: str, is_right: bool) -> Row:
+        note = "" if is_right else "its result differs from torch's"
+        return row(case, "ok" if is_right else "wrong", 4 * numel / 2**30, "GiB", note=note)
+
+    comm.pack([(back.data_ptr(), wide.data_ptr(), 4 * numel)], stream)
+    yield compared(LARGE[0], torch.equal(back, wide))
+    each = numel // _SLICES
+    slices = wide[: each * _SLICES].view(_SLICES, each)
+    addresses = back.data_ptr(), wide.data_ptr(), wide.data_ptr()
+    _engine.device_fold(comm, *addresses, each, 4 * each, 0, _SLICES, "float32", False, stream)
+    total = slices[0].clone()
+    for each_slice in slices[1:]:
+        total += each_slice
+    yield compared(LARGE[1], torch.equal(back[:each], total))
+    half = place.memory(torch.zeros(numel, dtype=torch.bfloat16, device="cpu"))
+    _engine.device_cast(comm, half.data_ptr(), "bfloat16", wide.data_ptr(), "float32", numel, 1.0, stream)
+    yield compared(LARGE[2], torch.equal(half, wide.to(torch.bfloat16)))
+    ours = _engine.norm_value([link.norm_sum([wide])])
+    theirs = float(torch.linalg.vector_norm(wide, dtype=torch.float64))
+    yield compared(LARGE[3], abs(ours - theirs) <= 1e-9 * theirs)
+    ends = slice(0, 512), slice(numel - 512, numel)
+    found = []
+    for make in _OPTIMIZERS.values():
+        back.copy_(wide)
+        parameter = torch.nn.Parameter(back)
+        parameter.grad = wide
+        optimizer = make([parameter])
+        optimizer.step()
+        found.append([parameter.detach()[end].clone() for end in ends])
+        del optimizer
+    yield compared(LARGE[4], all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(*found)))
+
+
+LARGE = tuple(f"{name} above 4 GiB" for name in ("PACK", "FOLD of 8 slices", "CAST", "NORM", "AdamW"))
 _OPTIMIZERS: dict[str, Callable[[list[torch.nn.Parameter]], Any]] = {
     "ours": lambda parameters: sw.optim.AdamW(parameters, lr=1e-3),
     "torch": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, fused=True),

@@ -5,6 +5,7 @@ Features that only the host supports raise an error that names the feature.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -77,7 +78,8 @@ class CudaBackend:
             self.link,
             request.table.rows() if request.plans is None else rows_in_groups(request),
             self._like,
-            bucket_cap_bytes=options.bucket_cap_bytes,
+            # one mean for each unit and dtype: a ring's hops are paid for each call, and units end buckets anyway
+            bucket_cap_bytes=options.bucket_cap_bytes if request.plans is None else sys.maxsize,
             reduce=options.reduce,
             deterministic=options.deterministic,
             label=request.label,
