@@ -36,6 +36,8 @@ STAGES: dict[str, dict[str, Any]] = {
 REDUNDANCY = {"ZeroRedundancyOptimizer": False, "ZeroRedundancyOptimizer view": True}
 #: FSDP2: reshard_after_forward of each block or layer; the root keeps FSDP2's default
 FSDP2 = {"FSDP2 resharded": True, "FSDP2 kept": False}
+#: the same program with sw.fully_shard
+ROWS = {"fully_shard resharded": True, "fully_shard kept": False}
 #: DeepSpeed's ZeRO stages, if DeepSpeed is installed
 DEEPSPEED = {f"DeepSpeed {stage}": stage for stage in (1, 2, 3)}
 
@@ -59,8 +61,8 @@ def build(arm: str, module: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer
 
     Collective, except for the arm `none`, which never communicates.
     """
-    if arm in FSDP2:
-        _shard_fully(module, FSDP2[arm])
+    if arm in FSDP2 or arm in ROWS:
+        _shard_fully(module, {**FSDP2, **ROWS}[arm], arm in ROWS)
     if arm in REDUNDANCY:
         outer = TorchDDP(module, **VIEW_STATIC)
         settings = {**ADAMW, "parameters_as_bucket_view": REDUNDANCY[arm]}
@@ -71,9 +73,11 @@ def build(arm: str, module: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer
     return TorchDDP(module, **TORCH_SETTINGS[arm]) if arm in TORCH_SETTINGS else module, optimizer
 
 
-def _shard_fully(module: nn.Module, reshard_after_forward: bool) -> None:
+def _shard_fully(module: nn.Module, reshard_after_forward: bool, is_ours: bool) -> None:
     from torch.distributed.fsdp import fully_shard  # imported here because the import is slow
 
+    if is_ours:
+        fully_shard = sw.fully_shard  # type: ignore[assignment]
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     layers = [layer for layer in module.children() if isinstance(layer, nn.Linear)]
     units: Any = getattr(module, "blocks", layers)

@@ -17,13 +17,24 @@ import common
 import pss
 import torch
 import torch.distributed as dist
-from arms import DEEPSPEED, FSDP2, REDUNDANCY, DeepSpeedTrainer, Trainer, best_of, missing_deepspeed, torch_settings
+from arms import (
+    DEEPSPEED,
+    FSDP2,
+    REDUNDANCY,
+    ROWS,
+    DeepSpeedTrainer,
+    Trainer,
+    best_of,
+    missing_deepspeed,
+    torch_settings,
+)
 from shardwright.comm.process_group import host_group
 
 OURS = ["zero=1", "zero=2", "zero=3", "zero=3 private"]
 SHARED, PRIVATE = "zero=3", "zero=3 private"
 STEPS_GOALS = {"zero=1": 0.85, "zero=2": 0.82, SHARED: 0.82, PRIVATE: 0.84}
 FSDP2_GOALS = {"FSDP2 resharded": 0.45, "FSDP2 kept": 0.45}
+ROWS_GOAL = 0.6
 REDUNDANCY_GOAL = 0.6
 DEEPSPEED_GOAL = 0.75
 NONE_GOALS = {"zero=2": 1.04, SHARED: 1.04, PRIVATE: 1.06}
@@ -78,12 +89,14 @@ def peers(quick: bool) -> list[str]:
 
 
 def whole_steps(report: common.Report, case: str, *, quick: bool) -> None:
-    arms = [*OURS, "none", *(LARGE_PEERS if case == LARGE else peers(quick))]
+    arms = [*OURS, *ROWS, "none", *(LARGE_PEERS if case == LARGE else peers(quick))]
     rounds, budget_s = (common.LEAST_ROUNDS, 1.0) if quick else (15, 45.0)
     times = common.timings(common.run_ranks(2, time_steps, case, arms, rounds, budget_s))
     name = f"{case} step W=2"
     best = best_of(times, "torch")
     every = {f"{arm}_ms": times[arm].median * 1e3 for arm in times if arm not in OURS}
+    for ours, arm in zip(ROWS, FSDP2):
+        report.add_times(f"{name} {ours}", times[ours], times[arm], arm, goal=ROWS_GOAL)
     for arm in OURS:
         report.add_times(f"{name} {arm}", times[arm], times[best], best, goal=STEPS_GOALS[arm], **every)
         every = {}
