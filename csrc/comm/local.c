@@ -157,6 +157,8 @@ static sw_status part_fill(local_part *part, const char *folder, const char *lab
     if (!folder)
         return sw_pages_map(part->size_bytes, &part->address, err);
     part->file = calloc(1, sizeof *part->file);
+    if (part->file)
+        part->file->fd = -1;
     if (!part->file || !sw_size_multiply(sw_memfd_stride(part->size_bytes), count, &whole))
         SW_FAIL(err, SW_E_MEMORY, "no memory for %zu parts of %zu bytes", count, part->size_bytes);
     SW_TRY(sw_file_memory_init(part->file, folder, label, whole, err));

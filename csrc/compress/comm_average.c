@@ -83,7 +83,10 @@ sw_status sw_comm_average_begin(sw_comm_average *average, sw_compressor *compres
     average->number = number;
     average->data = data;
     average->numel = numel;
-    return average->exchange || numel == 0 ? SW_OK : post(average, label, err);
+    sw_status status = average->exchange || numel == 0 ? SW_OK : post(average, label, err);
+    if (status != SW_OK)
+        forget(average);
+    return status;
 }
 
 static sw_status finish(sw_comm_average *average, sw_error *err)

@@ -220,7 +220,18 @@ sw_status sw_compressor_average(sw_compressor *c, const sw_compressor_bucket *bu
                                 size_t numel, sw_dtype dtype, sw_exchange *exchange, sw_error *err)
 {
     uint64_t before = exchange->sent_bytes;
-    sw_status status = average(c, bucket, data, numel, dtype, exchange, err);
+    size_t whole = 0, ranks = (size_t)exchange->world_size;
+    sw_compressor_bucket own = *bucket;
+    if (numel == 0) /* on every rank */
+        return SW_OK;
+    bool fits = sw_size_multiply(own.share, ranks, &whole) && whole >= numel;
+    if (own.share && own.keeps_slice && (!fits || whole > numel))
+        SW_FAIL(err, SW_E_INVALID,
+                "compressed mean: slices of %zu elements of %zu ranks must be %zu in all",
+                own.share, ranks, numel);
+    if (!fits) /* slices of other ranks than these */
+        own.share = 0;
+    sw_status status = average(c, &own, data, numel, dtype, exchange, err);
     c->sent_bytes += exchange->sent_bytes - before;
     return status;
 }

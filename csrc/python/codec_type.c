@@ -90,21 +90,26 @@ SW_PY_METHOD_WITH(codec_add, codec_object, "Codec.add numel:N rows:N seed:K", si
 
 SW_PY_ROW(fill_member, sw_compressor_member, a[0].size, a[1].size, a[2].size, a[3].p)
 
-static bool check_members(const codec_object *self, const sw_py_table *rows)
+/* Enters, unless a member is not in the codec. */
+static bool enter_members(codec_object *self, const sw_py_table *rows)
 {
     const sw_compressor_member *members = rows->rows;
+    if (!enter(self))
+        return false;
     for (size_t i = 0; i < rows->count; ++i)
         if (members[i].entry >= sw_compressor_count(self->compressor) ||
-            members[i].numel != sw_compressor_entry_of(self->compressor, members[i].entry)->numel)
+            members[i].numel != sw_compressor_entry_of(self->compressor, members[i].entry)->numel) {
+            leave_with(self, NULL);
             return sw_py_refuse(PyExc_ValueError,
                                 "Codec.set_bucket: member %zu has no entry of %zu elements", i,
                                 members[i].numel);
+        }
     return true;
 }
 
 SW_PY_METHOD_ON_ROWS(codec_set_bucket, codec_object, "Codec.set_bucket number:N members:O", , 1,
                      "Codec.set_bucket entry:N offset:N numel:N used:p", sw_compressor_member,
-                     fill_member, self->compressor &&check_members(self, &rows) && enter(self),
+                     fill_member, enter_members(self, &rows),
                      sw_compressor_set_bucket(self->compressor, a[0].size, rows.rows, rows.count,
                                               &err),
                      leave(self, status, &err))

@@ -244,6 +244,10 @@ static sw_status average(const one_host *one, sw_error *err)
     size_t numel = host->keeps_slice ? one->shape->numel : one->end;
     size_t share = sw_comm_slice_numel(one->end, one->element_bytes, world_size);
     void *data = one->data;
+    if (one->end == 0) { /* no elements, on any rank */
+        one->b->divisor = (int)sw_reducer_divisor(&host->base);
+        return SW_OK;
+    }
     for (size_t k = 0; k < one->shape->count; ++k)
         codec->ops->select(codec, one->b->common->index, k, is_used(one, k));
     clear_gaps(one, numel);
@@ -293,6 +297,10 @@ sw_status sw_reducer_compress(sw_reducer *reducer, size_t bucket_index, sw_error
     if (saved)
         keep_unused(&one, saved, false);
     sw_status status = average(&one, err);
+    if (status == SW_E_MEMORY) { /* the peers wait for this rank */
+        const sw_error why = *err;
+        status = sw_comm_give_up(host->comm, status, err, "%s", why.message);
+    }
     if (saved)
         keep_unused(&one, saved, true);
     free(saved);

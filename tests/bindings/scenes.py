@@ -124,7 +124,7 @@ def stores() -> None:
     made = store_of_units()
     for i in range(4):
         made.gather(i)
-        made.whole(i, (1 << 11,), None), made.slice(i), made.piece(i)
+        made.whole(i, (1 << 11,), None), made.slice(i), made.pieces(i)
         made.release(i)
         made.take_write(i), made.state(i), made.is_whole(i), made.is_apart(i), made.adopt(i), made.is_stepped(i)
     assert made.publish(True) == [1]

@@ -381,11 +381,10 @@ def test_what_is_asked_of_the_wrapper_is_asked_of_all_its_engines(rank, world_si
     assert found.keys() == expected.keys()
     for name, value in expected.items():  # another dimension first in memory: products add up in another order
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-5, msg=name)
-    odd = sw.fully_shard(torch.nn.Linear(2, 2), shard_placement_fn=lambda parameter: 3)
     with pytest.raises(
         TypeError, match="must return None, a Shard or a ShardPlacementResult, got 3 for parameter 'weight'"
     ):
-        sw.full_state_dict(odd)
+        sw.fully_shard(torch.nn.Linear(2, 2), shard_placement_fn=lambda parameter: 3)
     sw.full_state_dict(model)
 
 

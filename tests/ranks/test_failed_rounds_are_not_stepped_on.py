@@ -130,11 +130,11 @@ def test_a_hook_that_fails_as_a_round_is_abandoned_keeps_no_error_alive(rank, wo
     torch.manual_seed(0)
     model = sw.DistributedDataParallel(kind(), bucket_cap_mb=0.0005, timeout_s=5)
 
-    def average(bucket, is_last, is_early):
-        if is_early and rank == 0:
+    def average(bucket, is_last):
+        if rank == 0:
             raise ZeroDivisionError("the hook's own")
 
-    internals.reducer(model).set_bucket_callback(average, lambda: None)
+    internals.reducer(model).set_bucket_callback(average)
     if rank == 0:  # its upper layer waits for the end of the backward
         for p in model.module.upper.parameters():
             p.register_post_accumulate_grad_hook(lambda _: None)

@@ -170,9 +170,10 @@ def test_fully_shard_and_both_calls_of_states(rank, world_size):
     _, offload = places(rank)
     found = []
     for place in (None, offload):
-        module, optimizer = build(OPTIMIZERS["AdamW"])
+        module, _ = build(OPTIMIZERS["AdamW"])
+        module.turned = nn.Parameter(module.turned.detach().contiguous())  # as fully_shard demands
         sw.fully_shard(module, offload=place, units=nn.Linear)
-        optimizer = sw.shard_optimizer(module, optimizer)
+        optimizer = sw.shard_optimizer(module, OPTIMIZERS["AdamW"](module.parameters()))
         train(module, optimizer, rank, range(2))
         weights, state = sw.full_state_dict(module), sw.full_optimizer_state_dict(module, optimizer)
         with sw.full_parameters(module, writable=True), torch.no_grad():

@@ -382,9 +382,9 @@ def test_a_profile_has_the_ranges_of_hooks_on_every_thread(rank, world_size):
     labels = [values["label"] for name, values in ranges if name == "comm_hook"]
     assert labels == [f"allreduce_hook, bucket {i}" for i in range(internals.reducer(wrapped).bucket_count)]
 
-    def work(step):  # as comm_thread.py does, over several hosts
+    def work(step):
         runner = internals.replica(wrapped).hook_runner(None, default_hooks.allreduce_hook, is_ours=False)
-        thread = threading.Thread(target=lambda: runner(0, False, True))
+        thread = threading.Thread(target=lambda: runner(0, False))
         thread.start()
         thread.join()
 

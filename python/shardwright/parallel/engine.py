@@ -112,8 +112,8 @@ class Engine:
         self.compression_state: CompressionState | StatesOfParts | None = None
         self.precision: PrecisionPlan | None = None
         self._taken_names: list[str] = []
-        #: True while its forward or that of one of its units runs
-        self.runs = False
+        #: True while its forward or that of one of its units runs; open no_sync() contexts
+        self.runs, self.is_held = False, 0
         self._reset()
         self._building = begin_building(module, self.options, values or Values())
         try:
@@ -370,7 +370,7 @@ class Engine:
             for replica in self.made:
                 buffers = self.buffers.values() if sync_buffers and replica is self.made[0] else ()
                 replica.broadcast_state(0, buffers)
-        between_hosts = any(each.group.host_count > 1 and each.parameters().rows for each in self.made)
+        between_hosts = any(each.group.host_count > 1 and each.has_rows for each in self.made)
         if self._compressor is not None and (options.compress is not None or not between_hosts):
             self.compress_gradients(self._compressor)
         elif options.compress is not None:
@@ -429,7 +429,7 @@ class Engine:
         return {**state, "options": self.options.without_group()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, is_taken=False, comm_hooks=[], compression_state=None)
+        vars(self).update(state, is_taken=False, comm_hooks=[], compression_state=None, runs=False, is_held=0)
         self._reset()
         taken = (engine_of(self.module.get_submodule(name)) for name in self._taken_names)
         self._take([each for each in taken if each is not None])
@@ -468,7 +468,7 @@ class Engine:
                 return
             replicas = list(self.replicas)
         for each in replicas:
-            if each.parameters().rows:
+            if each.has_rows:
                 each.meet()
             if each.arrange_hooks is not None:
                 each.arrange_hooks(is_compiling)
@@ -511,7 +511,7 @@ class Engine:
             self.sync_buffers()
         training = torch.is_grad_enabled()
         for replica in self.made:
-            if replica.parameters().rows:
+            if replica.has_rows:
                 replica.part(training)
         self.require_forward_param_sync = synchronises = training and self.require_backward_grad_sync
         if not training or not self.made:
@@ -569,9 +569,11 @@ class Engine:
         self.check_not_taken()
         before = [(each, each.require_backward_grad_sync) for each in (self, *self.inner)]
         self.set_requires_gradient_sync(False)
+        self.is_held += 1
         try:
             yield
         finally:
+            self.is_held -= 1
             for each, synchronised in before:
                 each.require_backward_grad_sync = synchronised
 

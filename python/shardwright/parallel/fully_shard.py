@@ -368,7 +368,7 @@ class FSDPModule(torch.nn.Module):
         engine = mark.runner
         if engine is None:
             return call(*args, **kwargs)
-        if engine.require_backward_grad_sync is not mark.syncs:
+        if engine.require_backward_grad_sync is not mark.syncs and not engine.is_held:
             engine.set_requires_gradient_sync(mark.syncs)
         return engine.run(call, args, kwargs)
 

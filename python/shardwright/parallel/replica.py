@@ -141,6 +141,8 @@ class Replica:
         if self.check is not None:
             self.steppers.explain_replicas = weakly(self.check.explain)
             self._handles += self.check.handles
+        #: True for a module that fully_shard was called on
+        self.has_rows = bool(self._storage.rows)
         self.note_identities()
         self._storage.on_adoption = weakref.WeakMethod(self.note_identities)
         self._has_begun = False
@@ -256,12 +258,11 @@ class Replica:
         pieces = None
         if self.zero >= 2 and self.reducer.transport != "staged":
             pieces = [view.piece for view in self.gradients.views if isinstance(view, ShardedGradient)]
-        by_rows = bool(self._storage.rows)
         return HookRunner(
             *(self.reducer, parameters, like, self.slicing, state, hook),
             pieces=pieces,
             is_ours=is_ours,
-            by_rows=by_rows,
+            by_rows=self.has_rows,
         )
 
     def _supersede(self, module: torch.nn.Module) -> None:
@@ -480,7 +481,7 @@ class Replica:
                 f"this optimizer was sliced for an earlier wrapper of the {self.label}: give sw.wrap(module, optimizer, zero=...) "
                 "the optimizer too when wrapping again"
             )
-        if self._storage.rows:
+        if self.has_rows:
             self._before_step_of_rows()
             return
         if self.zero and owners is None:

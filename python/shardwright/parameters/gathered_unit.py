@@ -137,7 +137,8 @@ class Unit:
         for parameter, each in zip(self.parameters, self.placeholders):
             parameter.data = each
         change_classes(self.module_parameters, self._guarded)
-        self._show_sharded(self.compute_form)
+        if self.rows:
+            self._show_sharded(self.compute_form)
 
     def _show_sharded(self, other: Unit | None) -> None:
         """Put the DTensors into the module, unless the `other` form of this unit is whole."""

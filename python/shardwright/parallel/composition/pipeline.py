@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.pipelining import PipelineStage as TorchPipelineStage
 
+from ...layout.param_groups import mark_of
 from ..engine import Engine, needed_engine
 
 __all__ = ["PipelineStage"]
@@ -111,4 +112,8 @@ class PipelineStage(TorchPipelineStage):
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Average and scale the gradients of the step. The schedule calls this after all backwards."""
         self._average()
-        super().perform_reduce_grad(grad_scale_factor)
+        if mark_of(self.submod) is None:
+            super().perform_reduce_grad(grad_scale_factor)
+        else:  # torch's would run FSDP2's own backward
+            self.submod.set_requires_gradient_sync(True)
+            super().scale_grads(grad_scale_factor)
