@@ -40,6 +40,9 @@ def test_on_the_host(teams: Any, stage: str) -> None:
 def on_host(rank: int, world_size: int, stage: str) -> None:
     """A step has one exchange of bytes for the ranks' agreement. Its outcome travels with the slices."""
     found = profile_step(lambda module: module, **STAGES[stage])
+    for counts in found.values():  # a GPU of an earlier test in this process is still listened for
+        for name in [each for each in counts.calls if each.startswith("torch_compat/interrupts.py")]:
+            del counts.calls[name]
     assert found["step"].engine["HostComm.all_gather_bytes"] == (stage != "zero=0"), found["step"].engine
     line = check(found, HOST[stage])
     crossed = {name for counts in found.values() for name in counts.calls}

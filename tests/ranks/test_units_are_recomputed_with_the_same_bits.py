@@ -88,7 +88,7 @@ def trained(rank, call, when, *, sharded=False, build=Random, **stage):
     if sharded:
         for block in module.blocks:
             sw.fully_shard(block)
-        model = sw.fully_shard(module, bucket_cap_mb=0.004)
+        model = sw.fully_shard(module, bucket_cap_mb=0.004, broadcast_buffers=True)
         optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
     else:
         model, optimizer = sw.wrap(module, optimizer, bucket_cap_mb=0.004, **stage)

@@ -19,7 +19,7 @@ from .._engine import Error, Reducer
 from ..backend.base import Backend
 from ..comm.agreement import gather_answers, sums_over_ranks
 from ..layout.local_parameters import local_of, whole_of
-from ..layout.memory import bytes_of
+from ..layout.memory import address_of, bytes_of
 from ..layout.param_table import ParameterTable
 from ..layout.shard_mesh import Slicing
 from ..layout.shard_runs import Storage, memory_order
@@ -155,11 +155,16 @@ class ModuleGradients:
                 return False
             if opens_first is not None:
                 opens_first()
-            rounds._take_rows(opens=True)
+            if rounds._rows:
+                rounds._take_rows(opens=True)
             reducer, sparse, times = rounds._reducer, rounds.sparse, rounds._times
             owner = engine()
             synchronises = owner is not None and owner.require_backward_grad_sync
             local = not synchronises or (rounds._opens_locally and not reducer.pending_forward)
+            if rounds._rows:  # as in FSDP2 the backward decides
+                local = not synchronises
+                if synchronises and not reducer.pending_forward:
+                    reducer.forward(True)
             if sparse is not None:
                 sparse.is_local = local
             close = reducer.close
@@ -183,8 +188,6 @@ class ModuleGradients:
         if times is not None:
             times.backward_end = time.perf_counter_ns()
         self._end(self._reducer.close)
-        if local and self._rows:
-            self._backend.fence(f"reads of the parameters of {self._label}")
         if times is not None:
             times.close_end = time.perf_counter_ns()
 
@@ -217,6 +220,8 @@ class ModuleGradients:
             end()
         if has_followers and (not contributes or self._reducer.rounds != before):
             self._follow(contributes)
+        elif self._rows:  # no round: the ranks still read one another's rows until here
+            self._backend.fence(f"reads of the parameters of {self._label}")
         if self.watcher is not None:
             self.watcher.after_round(time.perf_counter() - begin_s)
 
@@ -259,8 +264,9 @@ class ModuleGradients:
 
     def _mean_of(self, index: int) -> torch.Tensor:
         each = self._rows[index]
-        if each.mean is None:
+        if each.mean is None or address_of(held_tensor(each.mean)) != each.mean_address:
             each.mean = each.like_rows(from_dlpack(self._reducer.result(index)))
+            each.mean_address = address_of(held_tensor(each.mean))
         return each.mean
 
     def _take_rows(self, *, opens: bool = False) -> None:
@@ -270,6 +276,8 @@ class ModuleGradients:
             if not isinstance(view, ShardedGradient):  # frozen
                 continue
             if given is None:
+                if opens:
+                    each.leave_mean()
                 if entry.grad is view and view._pending is None:
                     entry.grad = None
                 view._cleared = True  # no_sync() may have added to a mean that zero_grad() dropped

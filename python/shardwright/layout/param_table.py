@@ -39,7 +39,7 @@ class ParameterTable:
     @functools.cached_property
     def is_by_rows(self) -> bool:
         """Return True if the parameters are the whole ones of fully_shard, cut by rows."""
-        return all(hasattr(each, SHARDED) for each in self.module_parameters)
+        return all(getattr(each, SHARDED, None) is not None for each in self.module_parameters)
 
     @functools.cached_property
     def sharded_kinds(self) -> list[tuple[bool, ...]]:

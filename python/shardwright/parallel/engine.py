@@ -114,6 +114,7 @@ class Engine:
         self._taken_names: list[str] = []
         #: True while its forward or that of one of its units runs; open no_sync() contexts
         self.runs, self.is_held = False, 0
+        self._has_met = False  # True from the meeting before a forward on DTensors to the one after it
         self._reset()
         self._building = begin_building(module, self.options, values or Values())
         try:
@@ -429,7 +430,9 @@ class Engine:
         return {**state, "options": self.options.without_group()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, is_taken=False, comm_hooks=[], compression_state=None, runs=False, is_held=0)
+        vars(self).update(
+            state, is_taken=False, comm_hooks=[], compression_state=None, runs=False, is_held=0, _has_met=False
+        )
         self._reset()
         taken = (engine_of(self.module.get_submodule(name)) for name in self._taken_names)
         self._take([each for each in taken if each is not None])
@@ -457,9 +460,13 @@ class Engine:
             return self.end_forward(self.precision.cast_output(output))
         except Exception as error:
             explain(error)
+            with contextlib.suppress(Exception):  # the peers meet in the end of this forward
+                for replica in self.made:
+                    if replica.has_rows and self._has_met:
+                        replica.part()
             raise
         finally:
-            self.runs = False
+            self.runs = self._has_met = False
 
     def _before_forward(self, is_compiling: bool = False) -> None:
         training, replicas = torch.is_grad_enabled(), self.made
@@ -470,6 +477,7 @@ class Engine:
         for each in replicas:
             if each.has_rows:
                 each.meet()
+                self._has_met = True
             if each.arrange_hooks is not None:
                 each.arrange_hooks(is_compiling)
         is_joining = self.join_member is not no_member and self._announce_forward()
@@ -512,7 +520,8 @@ class Engine:
         training = torch.is_grad_enabled()
         for replica in self.made:
             if replica.has_rows:
-                replica.part(training)
+                self._has_met = False
+                replica.part()
         self.require_forward_param_sync = synchronises = training and self.require_backward_grad_sync
         if not training or not self.made:
             return output

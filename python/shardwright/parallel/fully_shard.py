@@ -54,7 +54,7 @@ class Mark:
     `releases_outermost`: the program asked for it by name. `is_list`: fully_shard got several modules, which form one unit and share this mark. `engine`: of an outermost module.
     `ahead`: for each phase the units to gather ahead, if the program names them. `divide_factor`: the divisor of gradients
     that the program sets; `divides_by`: the engine's. `placement`: FSDP2's shard_placement_fn. `rows`: the unit's
-    parameters, cut over `mesh`. `outer`: the outermost module that fully_shard was called on around it, if it takes part there.
+    parameters, cut over `mesh`. `inner`: of the outermost module, the marks inside it. `outer`: the outermost module that fully_shard was called on around it, if it takes part there.
     """
 
     reshard_after_forward: bool
@@ -73,6 +73,7 @@ class Mark:
     _units: list[tuple[weakref.ref[UnitSchedule], int]] = dataclasses.field(default_factory=list)
     rows: list[ShardedParameter] = dataclasses.field(default_factory=list)
     mesh: Any = None
+    inner: list[Mark] = dataclasses.field(default_factory=list)
     outer: Callable[[], FSDPModule | None] = lambda: None
     _owner: Callable[[], Engine | None] = lambda: None
 
@@ -132,6 +133,11 @@ class Mark:
             parameter.requires_grad_(trains)
 
     @property
+    def syncs_any(self) -> bool:
+        """Return True if this unit, the outermost, or one inside it averages."""
+        return self.syncs or any(mark.syncs for mark in self.inner)
+
+    @property
     def runner(self) -> Engine | None:
         """Return the engine that runs this module's forward now: none inside another forward of that engine."""
         engine = self.engine or (self._owner() if graph_task_id() < 0 else None)  # else a recomputation
@@ -142,6 +148,10 @@ class Mark:
         outer = self.outer()
         if self.places() or (self.engine is not None and self.engine.is_in_force):
             return
+        with torch.inference_mode(False):  # what is made here trains later
+            self._make_outermost(module, outer)
+
+    def _make_outermost(self, module: torch.nn.Module, outer: FSDPModule | None) -> None:
         if outer is not None:
             outer._shardwright_mark.make(outer)
             return
@@ -175,6 +185,7 @@ class Mark:
             for each in rows:
                 each.show(each.sharded)
             raise
+        self.inner = [mark for mark in dict.fromkeys(marks) if mark is not self]
         for mark in marks:
             mark._owner = weakref.ref(engine)
             mark.scale()
@@ -356,6 +367,16 @@ class FSDPModule(torch.nn.Module):
     def __deepcopy__(self, memo: Any) -> Any:
         raise AssertionError("FSDP does not support deepcopy. Please use state dict for serialization.")
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, also of parameters that are whole."""
+        for each in self.modules():
+            for cut in getattr(mark_of(each), "rows", ()):
+                if set_to_none or cut.sharded.grad is None:
+                    cut.sharded.grad = None
+                else:
+                    cut.sharded.grad.zero_()
+        self._shardwright_original.zero_grad(self, set_to_none)
+
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Convert or move the module's DTensors. The next forward takes over what stands in their places."""
         for schedule, _ in self._shardwright_mark.places():
@@ -368,8 +389,9 @@ class FSDPModule(torch.nn.Module):
         engine = mark.runner
         if engine is None:
             return call(*args, **kwargs)
-        if engine.require_backward_grad_sync is not mark.syncs and not engine.is_held:
-            engine.set_requires_gradient_sync(mark.syncs)
+        syncs = mark.syncs if mark.engine is None else mark.syncs_any
+        if engine.require_backward_grad_sync is not syncs and not engine.is_held:
+            engine.set_requires_gradient_sync(syncs)
         return engine.run(call, args, kwargs)
 
     def _placed(self) -> list[tuple[UnitSchedule, Unit]]:
@@ -405,14 +427,17 @@ class FSDPModule(torch.nn.Module):
                 mark.syncs = syncs
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Set whether backwards of forwards of this module average gradients from now on. Forwards inside another one follow that."""
+        """Set whether backwards average gradients from now on: those of this module's own forwards.
+
+        A forward of the outermost module averages all gradients unless all of its units are told not to. Sums are the same.
+        """
         for each in self.modules() if recurse else (self,):
             mark = mark_of(each)
             if mark is not None:
                 mark.syncs = bool(requires_gradient_sync)
         engine = self._shardwright_mark.engine
         if engine is not None:
-            engine.set_requires_gradient_sync(requires_gradient_sync)
+            engine.set_requires_gradient_sync(self._shardwright_mark.syncs_any)
 
     def set_modules_to_forward_prefetch(self, modules: Sequence[torch.nn.Module]) -> None:
         """Gather the units of `modules` while this module's forward runs, not those that followed it last time.
@@ -647,6 +672,7 @@ def fully_shard(
     kept = {"device_mesh": chosen, "ignored_params": given, "offload": offload, **options}
     kept |= {"init": init, "weights": weights}
     is_list = not isinstance(module, torch.nn.Module)
+    kept.setdefault("broadcast_buffers", False)  # each rank's own, as FSDP2's are
     mark = Mark(releases, kept, policy, is_list=is_list, placement=shard_placement_fn)
     mark.releases_outermost = releases and reshard_after_forward is not None
     for each in modules:

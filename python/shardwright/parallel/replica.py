@@ -294,13 +294,12 @@ class Replica:
             self._storage.schedule.release_idle()
             self._storage.meet()
 
-    def part(self, training: bool) -> None:
-        """End such a forward: without a backward, no rank reads the others' rows any longer. Collective."""
+    def part(self) -> None:
+        """End such a forward: no rank reads the others' rows any longer, also if no backward follows. Collective."""
         if _hooks.graph_task_id() >= 0:
             return
         self._storage.schedule.show_slots()
-        if not training:
-            self.backend.fence(f"reads of the parameters of {self.label}")
+        self.backend.fence(f"reads of the parameters of {self.label}")
 
     def open_round(self) -> None:
         """Open the round of the running backward, unless it is open."""

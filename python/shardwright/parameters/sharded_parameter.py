@@ -6,6 +6,7 @@ module while its unit is whole (docs/design/fully_shard.md).
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -26,6 +27,7 @@ from ..torch_compat.dtensor import (
     mesh_of_both,
     placed_like,
     replicate,
+    set_held_tensor,
     shard,
 )
 from ..torch_compat.internals import refresh_weights
@@ -37,6 +39,10 @@ def sharded_of(parameter: torch.Tensor) -> ShardedParameter | None:
     """Return the ShardedParameter of either of its two objects, or of an entry of a table; else None."""
     found: ShardedParameter | None = getattr(module_parameter(parameter), SHARDED, None)
     return found
+
+
+#: references to a mean that no program keeps: the attribute, a local name, and the argument of the question
+_OWN_REFERENCES = 3
 
 
 class ShardedParameter:
@@ -58,6 +64,7 @@ class ShardedParameter:
         self.whole: torch.nn.Parameter | None = None
         self.piece: torch.Tensor | None = None
         self.mean: torch.Tensor | None = None
+        self.mean_address = 0
         part = held_tensor(parameter) if is_dtensor(parameter) else parameter.detach()
         self._shape, self.dtype, self._of_model = part.shape, part.dtype, None
         self._global = parameter.shape, parameter.stride()
@@ -107,6 +114,20 @@ class ShardedParameter:
     def like_rows(self, flat: torch.Tensor) -> torch.Tensor:
         """Return a DTensor over this rank's rows in memory order, placed as the sharded parameter."""
         return self.like(self.in_shape(flat, held_tensor(self.sharded).shape))
+
+    def leave_mean(self) -> None:
+        """Leave the mean of an earlier round to the program if it has kept it, in memory of its own."""
+        mean = self.mean
+        if mean is not None and sys.getrefcount(mean) > _OWN_REFERENCES:
+            with torch.no_grad():
+                set_held_tensor(mean, held_tensor(mean).clone())
+            self.mean = None
+
+    def __deepcopy__(self, memo: Any) -> None:
+        """Return None: a copied tensor is no parameter of the engine."""
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
 
     def check_gradient(self, gradient: Any, name: str) -> None:
         """Raise Error for a gradient that is not placed as its parameter."""

@@ -479,7 +479,8 @@ class UnitSchedule:
             self._turning, self._latest = self._latest, None
         elif not unit.running:
             self._latest = unit
-        if not hooked or (unit.reshard_after_forward and unit is not self._turning):
+        turns = unit is self._turning and self._meet is None
+        if not hooked or (unit.reshard_after_forward and not turns):
             self._release_if_idle(unit)
         if self._together and unit.is_outermost and not unit.running and _hooks.graph_task_id() == _NO_TASK:
             self._drop_ahead()
@@ -529,6 +530,8 @@ class UnitSchedule:
             if unit.opened:
                 unit.opened = [each for each in unit.opened if each[1] not in ended]
                 opened.append(unit)
+                if unit.pin is UNTIL_RUN:
+                    unit.pin = NOT_PINNED
         for unit in opened:
             self._release_if_idle(unit)
         if self._together and not self._tasks:

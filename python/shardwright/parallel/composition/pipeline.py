@@ -115,5 +115,5 @@ class PipelineStage(TorchPipelineStage):
         if mark_of(self.submod) is None:
             super().perform_reduce_grad(grad_scale_factor)
         else:  # torch's would run FSDP2's own backward
-            self.submod.set_requires_gradient_sync(True)
+            self.submod.set_requires_gradient_sync(True)  # type: ignore[operator]
             super().scale_grads(grad_scale_factor)
