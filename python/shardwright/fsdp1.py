@@ -463,9 +463,9 @@ def _whole(state: Any, config: Any, module: torch.nn.Module) -> Any:
         made = whole_tensor(value)
         if not keeps or not isinstance(made, torch.Tensor):
             return made if keeps else None
-        made = made.detach().cpu() if config.offload_to_cpu else made.detach()
-        held = value.to_local() if is_dtensor(value) else value
-        return made.clone() if made.data_ptr() == held.data_ptr() else made  # else later steps write into it
+        is_held = not is_dtensor(value) or value.to_local().numel() == made.numel()  # then later steps write into it
+        made = made.detach().clone() if is_held else made.detach()
+        return made.cpu() if config.offload_to_cpu else made
 
     made = {name: whole(value) for name, value in state.items()}
     return made if keeps else {}

@@ -3,6 +3,9 @@ bits of stage 0, the losses of torch's class, and the bare module's names."""
 
 import copy
 import functools
+import os
+import shutil
+import tempfile
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from oracle.fold import bits_equal
 from peer import PEER, batch, sw
 from torch import nn
 from torch.distributed import fsdp
+from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy, StateDictType
 from torch.distributed.fsdp import wrap as policies
@@ -18,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
 FULL, SHARDED, LOCAL = (StateDictType[f"{name}_STATE_DICT"] for name in ("FULL", "SHARDED", "LOCAL"))
+ALL = dcp_state.StateDictOptions(full_state_dict=True)
 
 
 class Block(nn.Module):
@@ -205,6 +210,73 @@ def test_state_dicts_of_every_form_load(rank, world_size):
 
 
 @on_every_rank()
+def test_our_checkpoints_do_not_depend_on_the_form_in_force(rank, world_size):
+    kind, path = sw.FullyShardedDataParallel, os.path.join(tempfile.gettempdir(), f"fsdp1-{os.getppid()}-{world_size}")
+    module = sharded()
+    _, optimizer = train(module, rank)
+    whole = module.state_dict()
+    only = fsdp.FullStateDictConfig(rank0_only=True)
+    for form, config in ((FULL, only), (LOCAL, None)):
+        kind.set_state_dict_type(module, form, config)
+        for found in sw.full_state_dict(module), dcp_state.get_model_state_dict(module, options=ALL):
+            assert_same(found, whole)
+        sharded_state = dcp_state.get_model_state_dict(module)
+        assert isinstance(sharded_state["first.weight"], DTensor)
+        sw.save(path, module, optimizer, overwrite=True)
+        other = sharded()
+        resumed = torch.optim.AdamW(other.parameters(), lr=1e-2)
+        sw.load(path, other, resumed)
+        assert_same(other.state_dict(), whole)
+        dcp_state.set_model_state_dict(other, dcp_state.get_model_state_dict(module))
+        assert advance(other, resumed, rank, first=7) == advance(module, optimizer, rank, first=7)
+        kind.set_state_dict_type(module, FULL)
+        whole = module.state_dict()
+    gather(None)
+    if rank == 0:
+        shutil.rmtree(path)
+
+
+class Seen(nn.BatchNorm1d):
+    def forward(self, x):
+        self.dtypes = x.dtype, self.weight.dtype
+        return super().forward(x)
+
+
+@on_every_rank()
+def test_batch_norms_keep_their_precision(rank, world_size):
+    mixed = fsdp.MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
+    kind = sw.FullyShardedDataParallel
+    net = nn.Sequential(nn.Linear(7, 5), Seen(5), nn.Linear(5, 3))
+    module = kind(net, auto_wrap_policy=policies.ModuleWrapPolicy({nn.Linear}), mixed_precision=mixed)
+    out = module(batch(rank, 6, 7))
+    assert module[1].dtypes == (torch.float32, torch.float32) and module[1].running_mean.dtype is torch.float32
+    assert out.dtype is torch.bfloat16
+    gather(None)
+
+
+@on_every_rank()
+def test_modules_wrapped_by_hand_and_frozen_ones_train(rank, world_size):
+    def made():
+        net = built()
+        net.first.requires_grad_(False)
+        return net
+
+    model = sw.wrap(made(), zero=0)
+    expected, _ = train(model, rank, max_norm=0.05)
+    net = made()
+    for number, block in enumerate(net.blocks):
+        net.blocks[number] = sw.FullyShardedDataParallel(block)
+    module = sw.FullyShardedDataParallel(net)
+    assert train(module, rank, max_norm=0.05)[0] == expected
+    assert_same(module.state_dict(), model.module.state_dict())
+    module(batch(rank, 6, 7)).square().mean().backward()
+    model(batch(rank, 6, 7)).square().mean().backward()
+    expected = nn.utils.clip_grad_norm_(model.parameters(), 0.01, norm_type=float("inf"))
+    assert float(module.clip_grad_norm_(0.01, norm_type=float("inf"))) == pytest.approx(float(expected), rel=1e-6)
+    gather(None)
+
+
+@on_every_rank()
 def test_whole_parameters_are_read_and_written(rank, world_size):
     module, whole = sharded(), built().state_dict()
     with sw.FullyShardedDataParallel.summon_full_params(module, writeback=False, rank0_only=True):
@@ -255,6 +327,16 @@ def test_mixed_precision_and_ignored_modules(rank, world_size):
     module = sw.FullyShardedDataParallel(plain, ignored_modules=[plain.last], auto_wrap_policy=POLICIES["module"])
     assert not isinstance(module.last.weight, DTensor) and isinstance(module.first.weight, DTensor)
     module(batch(rank, 6, 7)).square().mean().backward()
+    gather(None)
+
+
+@on_every_rank(at_least=2)
+def test_a_policy_gives_strategies_over_the_same_ranks(rank, world_size):
+    policy = policies.CustomPolicy(
+        lambda m: {"sharding_strategy": ShardingStrategy.NO_SHARD} if isinstance(m, Block) else False
+    )
+    with pytest.raises(ValueError, match="must give Block a sharding_strategy over the ranks"):
+        sw.FullyShardedDataParallel(built(), auto_wrap_policy=policy)
     gather(None)
 
 
