@@ -27,6 +27,7 @@ from ._engine import Error
 from .comm.process_group import resolve_group
 from .layout.local_parameters import whole_tensor
 from .optim.clip_grad import clip_grad_norm_
+from .options.names import offers_names
 from .options.precision import Precision
 from .parallel.fully_shard import FSDPModule, fully_shard
 from .torch_compat.dtensor import is_dtensor, like_dtensor
@@ -79,9 +80,77 @@ class FullyShardedDataParallel(FSDPModule):
 
     _state_dict_settings: Any = _DEFAULT
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Shard a module; of a sharded module's class, make one of the original class."""
-        return _wrap(*args, **kwargs) if cls is FullyShardedDataParallel else FSDPModule.__new__(cls, *args, **kwargs)
+    @offers_names
+    def __new__(
+        cls,
+        module: torch.nn.Module,
+        process_group: Any = None,
+        sharding_strategy: ShardingStrategy | None = None,
+        cpu_offload: Any = None,
+        auto_wrap_policy: Any = None,
+        backward_prefetch: Any = None,
+        mixed_precision: Any = None,
+        ignored_modules: Iterable[torch.nn.Module] | None = None,
+        param_init_fn: Callable[[torch.nn.Module], object] | None = None,
+        device_id: Any = None,
+        sync_module_states: bool = False,
+        forward_prefetch: bool = False,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = False,
+        ignored_states: Iterable[Any] | None = None,
+        device_mesh: Any = None,
+    ) -> Any:
+        """Shard `module` in place, and return it."""
+        if not isinstance(module, torch.nn.Module):
+            raise TypeError(f"FullyShardedDataParallel: module must be a torch.nn.Module, got {type(module).__name__}")
+        strategy = ShardingStrategy.FULL_SHARD if sharding_strategy is None else sharding_strategy
+        _check("sharding_strategy", strategy, ShardingStrategy)
+        _check("mixed_precision", mixed_precision, torch_fsdp.MixedPrecision, type(None))
+        _check("cpu_offload", cpu_offload, torch_fsdp.CPUOffload, type(None))
+        if mixed_precision is not None and mixed_precision.keep_low_precision_grads:
+            raise NotImplementedError(
+                "FullyShardedDataParallel: mixed_precision.keep_low_precision_grads must be False, got True: gradients have the parameters' dtype"
+            )
+        ignored = [*(ignored_modules or ()), *(ignored_states or ())]
+        modules = {part for each in ignored if isinstance(each, torch.nn.Module) for part in each.modules()}
+        left = [p for each in ignored for p in (each.parameters() if isinstance(each, torch.nn.Module) else (each,))]
+        ids = set(map(id, left))
+        device = _prepare(module, param_init_fn, device_id, ids)
+        if cpu_offload is not None and cpu_offload.offload_params and device != "cpu":
+            raise NotImplementedError(
+                "FullyShardedDataParallel: cpu_offload must be None or CPUOffload(offload_params=False) on GPUs, got offload_params=True: "
+                "sw.fully_shard(offload='cpu') moves the optimizer's state"
+            )
+        mesh = _mesh(strategy, process_group, device_mesh, device)
+        if sync_module_states:
+            group = resolve_group(process_group, mesh, trains=True)
+            held = [t for t in (*module.parameters(), *module.buffers()) if id(t) not in ids and not is_dtensor(t)]
+            for tensor in held if dist.is_initialized() else ():
+                dist.broadcast(tensor.detach(), dist.get_process_group_ranks(group)[0] if group else 0, group=group)
+        options = {"process_group": process_group, "sharding_strategy": strategy, "mixed_precision": mixed_precision}
+        options |= {"ignored_states": left, "device_mesh": mesh}
+        kept = full_precision_classes(mixed_precision)
+        dtype = None if mixed_precision is None else mixed_precision.buffer_dtype
+        cast = [
+            each
+            for each in module.modules()
+            if dtype is not None and each not in modules and not isinstance(each, kept)
+        ]
+        for buffer in (buffer for each in cast for buffer in each.buffers(recurse=False) if buffer.is_floating_point()):
+            buffer.data = buffer.data.to(dtype)
+        chosen = choose_units(module, auto_wrap_policy, modules, ids) if auto_wrap_policy is not None else {}
+        for each in reversed(list(module.modules())) if auto_wrap_policy is not None else ():
+            if isinstance(each, kept) and each not in chosen and each not in modules and each is not module:
+                _shard(each, {**options, "mixed_precision": None}, "fp32")
+        for each, changed in chosen.items():
+            own = {**options, **changed}
+            if _copies(own["sharding_strategy"]) != _copies(strategy):
+                raise ValueError(
+                    f"FullyShardedDataParallel: auto_wrap_policy must give {type(each).__name__} a sharding_strategy over the ranks of the "
+                    f"outermost one's, {strategy}, got {own['sharding_strategy']}"
+                )
+            _shard(each, own, _precision(own["mixed_precision"], is_inner=True))
+        return _shard(module, options, _precision(mixed_precision, is_inner=False))
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: the module was made by its own class."""
@@ -273,75 +342,6 @@ class FullyShardedDataParallel(FSDPModule):
         return optim.state_dict()
 
 
-def _wrap(
-    module: torch.nn.Module,
-    process_group: Any = None,
-    sharding_strategy: ShardingStrategy | None = None,
-    cpu_offload: Any = None,
-    auto_wrap_policy: Any = None,
-    backward_prefetch: Any = None,
-    mixed_precision: Any = None,
-    ignored_modules: Iterable[torch.nn.Module] | None = None,
-    param_init_fn: Callable[[torch.nn.Module], object] | None = None,
-    device_id: Any = None,
-    sync_module_states: bool = False,
-    forward_prefetch: bool = False,
-    limit_all_gathers: bool = True,
-    use_orig_params: bool = False,
-    ignored_states: Iterable[Any] | None = None,
-    device_mesh: Any = None,
-) -> torch.nn.Module:
-    """Return `module` as a FullyShardedDataParallel. See there."""
-    if not isinstance(module, torch.nn.Module):
-        raise TypeError(f"FullyShardedDataParallel: module must be a torch.nn.Module, got {type(module).__name__}")
-    strategy = ShardingStrategy.FULL_SHARD if sharding_strategy is None else sharding_strategy
-    _check("sharding_strategy", strategy, ShardingStrategy)
-    _check("mixed_precision", mixed_precision, torch_fsdp.MixedPrecision, type(None))
-    _check("cpu_offload", cpu_offload, torch_fsdp.CPUOffload, type(None))
-    if mixed_precision is not None and mixed_precision.keep_low_precision_grads:
-        raise NotImplementedError(
-            "FullyShardedDataParallel: mixed_precision.keep_low_precision_grads must be False, got True: gradients have the parameters' dtype"
-        )
-    ignored = [*(ignored_modules or ()), *(ignored_states or ())]
-    modules = {part for each in ignored if isinstance(each, torch.nn.Module) for part in each.modules()}
-    left = [p for each in ignored for p in (each.parameters() if isinstance(each, torch.nn.Module) else (each,))]
-    ids = set(map(id, left))
-    device = _prepare(module, param_init_fn, device_id, ids)
-    if cpu_offload is not None and cpu_offload.offload_params and device != "cpu":
-        raise NotImplementedError(
-            "FullyShardedDataParallel: cpu_offload must be None or CPUOffload(offload_params=False) on GPUs, got offload_params=True: "
-            "sw.fully_shard(offload='cpu') moves the optimizer's state"
-        )
-    mesh = _mesh(strategy, process_group, device_mesh, device)
-    if sync_module_states:
-        group = resolve_group(process_group, mesh, trains=True)
-        held = [t for t in (*module.parameters(), *module.buffers()) if id(t) not in ids and not is_dtensor(t)]
-        for tensor in held if dist.is_initialized() else ():
-            dist.broadcast(tensor.detach(), dist.get_process_group_ranks(group)[0] if group else 0, group=group)
-    options = {"process_group": process_group, "sharding_strategy": strategy, "mixed_precision": mixed_precision}
-    options |= {"ignored_states": left, "device_mesh": mesh}
-    kept = full_precision_classes(mixed_precision)
-    dtype = None if mixed_precision is None else mixed_precision.buffer_dtype
-    cast = [
-        each for each in module.modules() if dtype is not None and each not in modules and not isinstance(each, kept)
-    ]
-    for buffer in (buffer for each in cast for buffer in each.buffers(recurse=False) if buffer.is_floating_point()):
-        buffer.data = buffer.data.to(dtype)
-    chosen = choose_units(module, auto_wrap_policy, modules, ids) if auto_wrap_policy is not None else {}
-    for each in reversed(list(module.modules())) if auto_wrap_policy is not None else ():
-        if isinstance(each, kept) and each not in chosen and each not in modules and each is not module:
-            _shard(each, {**options, "mixed_precision": None}, "fp32")
-    for each, changed in chosen.items():
-        own = {**options, **changed}
-        if _copies(own["sharding_strategy"]) != _copies(strategy):
-            raise ValueError(
-                f"FullyShardedDataParallel: auto_wrap_policy must give {type(each).__name__} a sharding_strategy over the ranks of the "
-                f"outermost one's, {strategy}, got {own['sharding_strategy']}"
-            )
-        _shard(each, own, _precision(own["mixed_precision"], is_inner=True))
-    return _shard(module, options, _precision(mixed_precision, is_inner=False))
-
-
 def _shard(module: torch.nn.Module, options: Mapping[str, Any], precision: Any) -> torch.nn.Module:
     """Make `module` a unit and give it the class."""
     strategy, mesh = options["sharding_strategy"], options["device_mesh"]
@@ -354,7 +354,7 @@ def _shard(module: torch.nn.Module, options: Mapping[str, Any], precision: Any) 
         **({} if mesh is not None else {"process_group": options["process_group"]}),
     )
     kind = type(module)
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__new__": FSDPModule.__new__}
     module.__class__ = type(kind.__name__, (FullyShardedDataParallel, kind), names)
     return module
 

@@ -115,6 +115,7 @@ def test_a_policy_cuts_units_that_train_with_the_bits_of_stage_0(rank, world_siz
     assert {type(each).__name__ for each in units[1:]} == ({"FSDPBlock"} if policy != "none" else set())
     assert sw.FullyShardedDataParallel.fsdp_modules(module, root_only=True) == [module]
     assert [name for name, _ in module.named_parameters()] == [name for name, _ in built().named_parameters()]
+    assert type(type(module)()) is Net
     found, _ = train(module, rank)
     assert found == expected
     assert_same(module.state_dict(), model.module.state_dict())
@@ -348,7 +349,8 @@ def test_what_is_not_taken_is_one_sentence(rank, world_size):
         ({"mixed_precision": torch.bfloat16}, "mixed_precision must be a MixedPrecision or None, got torch.bfloat16"),
         ({"cpu_offload": True}, "cpu_offload must be a CPUOffload or None, got True"),
         ({"auto_wrap_policy": 3}, "auto_wrap_policy must be a policy or a function, got 3"),
-        ({"zero": 3}, "zero"),
+        ({"zero": 3}, "FullyShardedDataParallel: .*zero"),
+        ({"shard_strategy": None}, "did you mean .*sharding_strategy"),
         (
             {"device_mesh": init_device_mesh("cpu", (1, world_size), mesh_dim_names=("a", "b"))},
             "must have 1 dimensions",
