@@ -125,23 +125,25 @@ class FullyShardedDataParallel(FSDPModule):
         if sync_module_states:
             group = resolve_group(process_group, mesh, trains=True)
             held = [t for t in (*module.parameters(), *module.buffers()) if id(t) not in ids and not is_dtensor(t)]
+            first = dist.get_process_group_ranks(group)[0] if group is not None else 0
             for tensor in held if dist.is_initialized() else ():
-                dist.broadcast(tensor.detach(), dist.get_process_group_ranks(group)[0] if group else 0, group=group)
+                sent = tensor.detach().contiguous()
+                dist.broadcast(sent, first, group=group)
+                tensor.detach().copy_(sent)
         options = {"process_group": process_group, "sharding_strategy": strategy, "mixed_precision": mixed_precision}
         options |= {"ignored_states": left, "device_mesh": mesh}
         kept = full_precision_classes(mixed_precision)
         dtype = None if mixed_precision is None else mixed_precision.buffer_dtype
-        cast = [
-            each
-            for each in module.modules()
-            if dtype is not None and each not in modules and not isinstance(each, kept)
-        ]
-        for buffer in (buffer for each in cast for buffer in each.buffers(recurse=False) if buffer.is_floating_point()):
+        casts = (each for each in module.modules() if dtype and each not in modules and not isinstance(each, kept))
+        for buffer in (
+            buffer for each in casts for buffer in each.buffers(recurse=False) if buffer.is_floating_point()
+        ):
             buffer.data = buffer.data.to(dtype)
-        chosen = choose_units(module, auto_wrap_policy, modules, ids) if auto_wrap_policy is not None else {}
-        for each in reversed(list(module.modules())) if auto_wrap_policy is not None else ():
-            if isinstance(each, kept) and each not in chosen and each not in modules and each is not module:
-                _shard(each, {**options, "mixed_precision": None}, "fp32")
+        chosen: dict[torch.nn.Module, dict[str, Any]] = {}
+        if auto_wrap_policy is not None:
+            chosen = choose_units(module, auto_wrap_policy, modules, ids)
+            norms = (each for each in module.modules() if isinstance(each, kept) and each not in modules)
+            chosen = {**{each: {} for each in norms if each is not module}, **chosen}
         for each, changed in chosen.items():
             own = {**options, **changed}
             if _copies(own["sharding_strategy"]) != _copies(strategy):
@@ -149,7 +151,8 @@ class FullyShardedDataParallel(FSDPModule):
                     f"FullyShardedDataParallel: auto_wrap_policy must give {type(each).__name__} a sharding_strategy over the ranks of the "
                     f"outermost one's, {strategy}, got {own['sharding_strategy']}"
                 )
-            _shard(each, own, _precision(own["mixed_precision"], is_inner=True))
+            precision = _precision(own["mixed_precision"], is_inner=True)
+            _shard(each, own, "fp32" if isinstance(each, kept) and precision is not None else precision)
         return _shard(module, options, _precision(mixed_precision, is_inner=False))
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -178,7 +181,7 @@ class FullyShardedDataParallel(FSDPModule):
 
     def apply(self, fn: Callable[[torch.nn.Module], None]) -> Any:
         """Call `fn` on each module, inner ones first, while parameters are whole. All ranks then have rank 0's values. Collective."""
-        with full_parameters(self, writable=True):
+        with full_parameters(_outermost(self), writable=True):
             _apply(self, fn)
         return self
 
@@ -208,7 +211,7 @@ class FullyShardedDataParallel(FSDPModule):
     ) -> Iterator[None]:
         """Return a context in which every rank has whole parameters, of the inner units too: see full_parameters. Collective.
 
-        With `writeback` all ranks have rank 0's values afterwards. `recurse` and `rank0_only` have no effect.
+        With `writeback` all ranks have rank 0's values afterwards. `recurse`, `rank0_only` and `offload_to_cpu` have no effect.
         """
         if with_grads:
             raise NotImplementedError(
@@ -219,7 +222,7 @@ class FullyShardedDataParallel(FSDPModule):
             raise NotImplementedError(f"summon_full_params: {name}=True needs writeback=False, got writeback=True")
         with contextlib.ExitStack() as stack:
             for each in FullyShardedDataParallel.fsdp_modules(module, root_only=True):
-                stack.enter_context(full_parameters(each, writable=writeback))
+                stack.enter_context(full_parameters(_outermost(each), writable=writeback))
             yield
 
     # state dicts ----------------------------------------------------------------------------------------------------
@@ -280,7 +283,14 @@ class FullyShardedDataParallel(FSDPModule):
         if form is _FULL:
             return load_full_state_dict(self, state_dict, strict=strict)
         held = super().state_dict()
-        made = {n: like_dtensor(v, held[n]) if is_dtensor(held.get(n)) else v for n, v in state_dict.items()}
+        slices = {name: value for name, value in held.items() if is_dtensor(value) and name in state_dict}
+        for name, value in slices.items():
+            if state_dict[name].shape != value.to_local().shape:
+                raise ValueError(
+                    f"load_state_dict: {name!r} must have this rank's slice of {tuple(value.to_local().shape)} for {form}, got "
+                    f"{tuple(state_dict[name].shape)}"
+                )
+        made = {n: like_dtensor(v, slices[n]) if n in slices else v for n, v in state_dict.items()}
         return super().load_state_dict(made, strict, assign)
 
     @staticmethod
@@ -381,13 +391,9 @@ def _precision(mixed_precision: Any, *, is_inner: bool) -> Precision | None:
 
 def _prepare(module: torch.nn.Module, init: Any, device_id: Any, ignored: Collection[int]) -> str:
     """Give tensors of the meta device memory and values, and move the module. Return the type of its device."""
-    device = (
-        None
-        if device_id is None
-        else torch.device("cuda", device_id)
-        if isinstance(device_id, int)
-        else torch.device(device_id)
-    )
+    device = None
+    if device_id is not None:
+        device = torch.device("cuda", device_id) if isinstance(device_id, int) else torch.device(device_id)
     for each in module.modules():
         own = [*each.parameters(recurse=False), *each.buffers(recurse=False)]
         if not any(t.is_meta and id(t) not in ignored for t in own):
@@ -420,21 +426,17 @@ def _mesh(strategy: ShardingStrategy, process_group: Any, mesh: Any, device: str
             "FullyShardedDataParallel: process_group must be a ProcessGroup or None, got a pair of groups: pass "
             "device_mesh=init_device_mesh(device, (replicas, ranks of one), mesh_dim_names=('replicate', 'shard'))"
         )
-    is_hybrid, copies = _copies(strategy)
-    if mesh is not None and mesh.ndim != 1 + (is_hybrid or (copies and mesh.ndim == 2)):
-        raise ValueError(
-            f"FullyShardedDataParallel: device_mesh must have {1 + is_hybrid} dimensions with {strategy}, got {mesh}"
-        )
-    if is_hybrid and mesh is not None or not (is_hybrid or copies):
+    is_hybrid, is_whole = _copies(strategy)
+    if mesh is not None and (is_whole or mesh.ndim != 1 + is_hybrid):
+        legal = "be None" if is_whole else f"have {1 + is_hybrid} dimensions"
+        raise ValueError(f"FullyShardedDataParallel: device_mesh must {legal} with {strategy}, got {mesh}")
+    if mesh is not None or not (is_hybrid or is_whole):
         return mesh
-    if process_group is not None or (copies and mesh is not None):
-        raise NotImplementedError(
-            f"FullyShardedDataParallel: process_group and device_mesh must be None with {strategy} unless the mesh is of (replicate, shard), "
-            f"got {process_group or mesh!r}"
-        )
+    if process_group is not None:
+        raise ValueError(f"FullyShardedDataParallel: process_group must be None with {strategy}, got {process_group!r}")
     resolve_group(None, None, trains=True)
     ranks = dist.get_world_size()
-    row = 1 if copies else int(os.environ.get("LOCAL_WORLD_SIZE") or ranks)
+    row = 1 if is_whole else int(os.environ.get("LOCAL_WORLD_SIZE") or ranks)
     if ranks % row:
         raise ValueError(
             f"FullyShardedDataParallel: LOCAL_WORLD_SIZE must divide {ranks} ranks with {strategy}, got {row}"
@@ -446,6 +448,13 @@ def _apply(module: torch.nn.Module, fn: Callable[[torch.nn.Module], None]) -> No
     for each in module.children():
         _apply(each, fn)
     fn(module)
+
+
+def _outermost(module: Any) -> torch.nn.Module:
+    while (outer := module._shardwright_mark.outer()) is not None:
+        module = outer
+    found: torch.nn.Module = module
+    return found
 
 
 def _is_first(module: torch.nn.Module) -> bool:

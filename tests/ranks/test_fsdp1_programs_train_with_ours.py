@@ -313,6 +313,11 @@ def test_whole_parameters_are_read_and_written(rank, world_size):
         with torch.no_grad():
             module.first.weight.fill_(2.0)
     assert bits_equal(module.state_dict()["first.weight"], torch.full((7, 7), 2.0))
+    with sw.FullyShardedDataParallel.summon_full_params(module.blocks[1], writeback=False):
+        assert type(module.blocks[1].inner.weight.data) is torch.Tensor and module.blocks[1].inner.weight.shape == (
+            9,
+            7,
+        )
 
     def zero(each):
         if isinstance(each, nn.Linear):
@@ -380,6 +385,10 @@ def test_what_is_not_taken_is_one_sentence(rank, world_size):
             {"device_mesh": init_device_mesh("cpu", (1, world_size), mesh_dim_names=("a", "b"))},
             "must have 1 dimensions",
         ),
+        (
+            {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "process_group": torch.distributed.group.WORLD},
+            "must be None with",
+        ),
         ({"process_group": (None, None)}, "process_group must be a ProcessGroup or None, got a pair of groups"),
     ):
         with pytest.raises((TypeError, ValueError, NotImplementedError), match=sentence):
@@ -389,6 +398,13 @@ def test_what_is_not_taken_is_one_sentence(rank, world_size):
     module = kind(built(), None, None, fsdp.CPUOffload(offload_params=True))
     with pytest.raises(NotImplementedError, match="register_comm_hook"):
         module.register_comm_hook(None, print)
+    with kind.state_dict_type(module, LOCAL):
+        wrong = {**module.state_dict(), "first.weight": torch.ones(8, 7)}
+        with pytest.raises(ValueError, match="'first.weight' must have this rank's slice of"):
+            module.load_state_dict(wrong)
+    with pytest.raises(RuntimeError, match="nothing"):
+        module.load_state_dict({**module.state_dict(), "nothing": torch.ones(1)})
+    assert module.load_state_dict({"first.weight": torch.ones(7, 7)}, strict=False).missing_keys
     with pytest.raises(TypeError, match="state_dict_type must be a StateDictType, got 'full'"):
         kind.set_state_dict_type(module, "full")
     with pytest.raises(RuntimeError, match="state_dict_config must be a ShardedStateDictConfig"):
