@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -166,11 +165,6 @@ class FullyShardedDataParallel(FSDPModule):
         bare = object.__new__(self._shardwright_original)
         bare.__dict__ = self.__dict__
         return bare
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Return a context in which backwards add up on each rank."""
-        self._shardwright_mark.make(self)
-        return super().no_sync()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip gradients by the norm over all ranks, and return it. Collective."""
@@ -345,7 +339,7 @@ class FullyShardedDataParallel(FSDPModule):
         config = FullyShardedDataParallel.get_state_dict_type(model).optim_state_dict_config
         rank0_only = getattr(config, "rank0_only", False)
         tensors = (each for state in optim_state_dict.get("state", {}).values() for each in state.values())
-        is_full = rank0_only or not any(map(is_dtensor, tensors))
+        is_full = not any(map(is_dtensor, tensors))
         options = torch_states.StateDictOptions(full_state_dict=is_full, broadcast_from_rank0=rank0_only)
         copied = {key: dict(value) if isinstance(value, dict) else value for key, value in optim_state_dict.items()}
         torch_states.set_optimizer_state_dict(model, optim, copied, options=options)

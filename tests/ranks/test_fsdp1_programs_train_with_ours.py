@@ -130,6 +130,8 @@ def test_strategies_clipping_and_micro_batches_have_the_bits_of_stage_0(rank, wo
         model = sw.wrap(built(), zero=0)
         expected, _ = train(model, rank, **options)
         module = sharded(sharding_strategy=ShardingStrategy[strategy])
+        for each in sw.FullyShardedDataParallel.fsdp_modules(module):
+            assert sw.fully_shard.state(each).reshard_after_forward is (strategy == "FULL_SHARD")
         assert train(module, rank, **options)[0] == expected
         assert_same(module.state_dict(), model.module.state_dict())
         if strategy == "NO_SHARD":
