@@ -154,6 +154,18 @@ def test_hybrid_strategies_train_on_four_ranks(rank, world_size):
     gather(None)
 
 
+@on_every_rank(exactly=4)
+def test_the_ranks_of_a_host_are_a_row_without_a_mesh(rank, world_size):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", "2")
+        module = sharded(sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+        assert module.first.weight.device_mesh.mesh.tolist() == [[0, 1], [2, 3]]
+        patch.setenv("LOCAL_WORLD_SIZE", "3")
+        with pytest.raises(ValueError, match="LOCAL_WORLD_SIZE must divide 4 ranks with .*HYBRID_SHARD, got 3"):
+            sharded(sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+    gather(None)
+
+
 MIXED = fsdp.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=True)
 OPTIONS = {
     "plain": {},
