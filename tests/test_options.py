@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import shardwright as sw
 import torch
-from shardwright.compress.make import make_hook
+from shardwright.compress.make import make_state
 from shardwright.integrations.deepspeed import keys as deepspeed_keys
 from shardwright.integrations.deepspeed.config import optimizer_class
 from shardwright.integrations.settings import read_settings
@@ -217,7 +217,7 @@ def test_each_compressor_is_known_wherever_compressors_are_named():
         assert f"{type(each).__name__}" in text and hasattr(sw, type(each).__name__)
         assert name in deepspeed_keys.KEYS["shardwright"].text
         assert read_settings(f"compress={name}")["compress"] == each
-        make_hook(each, types.SimpleNamespace(on_device=False, group=None))
+        assert make_state(each, types.SimpleNamespace(group=None)).codec
 
 
 def test_each_optimizer_of_ours_is_known_wherever_optimizers_are_named():

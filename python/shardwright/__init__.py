@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .checkpoint import Checkpointer, load, save, save_pretrained
     from .comm.process_group import init_process_group
     from .description import describe, stats
+    from .fsdp1 import FullyShardedDataParallel
     from .integrations import deepspeed
     from .integrations.meta_loading import meta_loading
     from .optim.clip_grad import clip_grad_norm_, local_norms
@@ -59,6 +60,7 @@ __all__ = [
     "Error",
     "FSDPModule",
     "Fp16",
+    "FullyShardedDataParallel",
     "Int4",
     "Int8",
     "NewerCheckpointError",
@@ -119,6 +121,7 @@ _HOMES = {
     "DistributedDataParallel": "parallel.ddp",
     "FSDPModule": "parallel.fully_shard",
     "Fp16": "options.compressors",
+    "FullyShardedDataParallel": "fsdp1",
     "full_gradients": "wrapping",
     "full_optimizer_state_dict": "wrapping",
     "full_parameters": "wrapping",

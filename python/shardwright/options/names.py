@@ -93,7 +93,7 @@ def offers_names(function: Callable[_P, _T]) -> Callable[_P, _T]:
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
     count_max = sum(each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in parameters)
     count_max = sys.maxsize if any(each.kind is each.VAR_POSITIONAL for each in parameters) else count_max
-    called = function.__qualname__.removesuffix(".__init__")
+    called = function.__qualname__.removesuffix(".__init__").removesuffix(".__new__")
 
     @functools.wraps(function)
     def checked(*arguments: _P.args, **keywords: _P.kwargs) -> _T:

@@ -24,6 +24,11 @@ def asked_by_torchs_functions() -> bool:
     return frame is not None and frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict"
 
 
+def asked_from_inside() -> bool:
+    """Return True if the caller of the method that asks is this package, or torch's functions, which need DTensors."""
+    return str(sys._getframe(2).f_globals.get("__name__", "")).startswith(("shardwright.", "torch."))
+
+
 def hook_loading(module: torch.nn.Module, begin: Callable[..., None], end: Callable[..., None]) -> list[Any]:
     """Call `begin` before load_state_dict() loads `module`, and `end` behind its children. Return the handles.
 
