@@ -20,7 +20,7 @@ LINES = {
     "shardwright/layout": 1_289,
     "shardwright/optim": 3_378,
     "shardwright/options": 933,
-    "shardwright/parallel": 6_284,
+    "shardwright/parallel": 6_288,
     "shardwright/parameters": 4_385,
     "shardwright/torch_compat": 1_646,
     "shardwright_tools": 302,

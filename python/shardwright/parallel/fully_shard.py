@@ -576,33 +576,34 @@ def fully_shard(
     weights: Any = None,
     **options: Any,
 ) -> Any:
-    """Make `module` a unit, in place: its parameters are whole while it runs; else each rank keeps only its slices.
+    """Make `module` a unit, in place: its parameters are whole while it runs, and else DTensors of each rank's rows.
 
-    Call it on inner modules first and on the outermost one last; the outermost unit holds the remaining parameters and
-    is whole from its forward to the end of its backward.
+    Call it on inner modules first and on the outermost one last, and make the optimizer after it, over
+    `module.parameters()`. The outermost unit holds the remaining parameters and is whole from its forward to the end of its
+    backward. Gradients are DTensors too; the contract is that of FSDP2 (docs/coming-from.md has the differences).
 
     Parameters
     ----------
     module : Module or sequence of Module
         Several modules form one unit: all are whole while any of them runs. Pass the outermost module alone.
     mesh, device_mesh
-        See Options; `mesh` is FSDP2's name for it. The outermost module's mesh applies. An inner mesh of other ranks is
-        an error, except for a module of DTensors (experts), which then becomes one of the outermost module's `groups`.
+        See Options; `mesh` is FSDP2's name for it. Pass the same to all calls. An inner mesh of other ranks is an error,
+        except for a module of DTensors (experts), which then becomes one of the outermost module's `groups`.
     dp_mesh_dims : DataParallelMeshDims, optional
         FSDP2's names of the dimensions of `mesh` over which ranks average: `replicate`, then `shard`; several names are
         flattened. The other dimensions are those of the parameters, which are DTensors.
     ignored_params, **options
-        See Options; those of the outermost module apply. If the outermost module ignores all parameters of an inner
+        See Options; those of the outermost module apply, and `broadcast_buffers` is False. If the outermost module ignores all parameters of an inner
         module, the inner module is not one of its units: it has its own engine and mesh, and needs its own optimizer.
     reshard_after_forward : bool or int, optional
-        True, the default, if the unit is released between its forward and its backward; the outermost one only if it is given. FSDP2's
-        number of ranks to reshard to, a divisor of the slices: 1 keeps the unit whole, every other one releases it, since the
+        True, the default, if the unit is released between its forward and its backward; the outermost one only if True is given.
+        FSDP2's number of ranks to reshard to, a divisor of the slices: 1 keeps the unit whole, every other one releases it, since the
         ranks of a host map all slices (on GPUs the next gather is over all ranks).
     precision : {"bf16", "fp16", "fp32"} or Precision, optional
         The precision in which the module and inner modules without their own precision compute; see wrap.
     shard_placement_fn : callable, optional
-        FSDP2's function from a parameter to None, a Shard or a ShardPlacementResult. Slices are always flat, whatever
-        dimension a Shard names. With a mesh of other ranks the parameter, a DTensor, becomes one of the outermost
+        FSDP2's function from a parameter to None, a Shard or a ShardPlacementResult. The whole parameter has the dimension
+        that it names first in memory. With a mesh of other ranks the parameter, a DTensor, becomes one of the outermost
         module's `groups`.
     offload : {"cpu", "nvme:<folder>"} or dict of "parameters" and "optimizer" to them, optional
         For the outermost module: where slices lie, and where shard_optimizer keeps the optimizer's state; see wrap.
@@ -620,16 +621,19 @@ def fully_shard(
 
     Raises
     ------
-    Error
-        If fully_shard was already called on it.
+    AssertionError
+        If fully_shard was already called on it, or a mesh of two dimensions has no names.
+    ValueError
+        For a container without a forward, a scalar parameter, or a mesh of more than two dimensions.
     NotImplementedError
-        On all ranks, when the engine is made: for an inner module with another mesh, or one that ignores parameters
-        that the outermost module does not ignore.
+        For a parameter with gaps, or one whose dimension other than 0 is not divisible. On all ranks, when the engine is made:
+        for an inner module with another mesh, or one that ignores parameters that the outermost module does not ignore.
 
     Notes
     -----
     Not collective. The outermost module makes the engine, collectively, at its first run or in the first call that
-    needs it, such as shard_optimizer or full_parameters; parameters then take rank 0's values.
+    needs it, such as full_parameters. A rank's rows are those of its own values: give all ranks the same, as with FSDP2.
+    Cost: each forward begins and ends with a barrier of the ranks on a host.
     """
     modules = [module] if isinstance(module, torch.nn.Module) else _listed(module)
     for each in modules:
