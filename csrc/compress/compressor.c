@@ -225,9 +225,9 @@ sw_status sw_compressor_average(sw_compressor *c, const sw_compressor_bucket *bu
     if (numel == 0) /* on every rank */
         return SW_OK;
     bool fits = sw_size_multiply(own.share, ranks, &whole) && whole >= numel;
-    if (own.share && own.keeps_slice && (!fits || whole > numel))
+    if (own.share && own.keeps_slice && !fits)
         SW_FAIL(err, SW_E_INVALID,
-                "compressed mean: slices of %zu elements of %zu ranks must be %zu in all",
+                "compressed mean: slices of %zu elements of %zu ranks are fewer than %zu",
                 own.share, ranks, numel);
     if (!fits) /* slices of other ranks than these */
         own.share = 0;
