@@ -41,8 +41,9 @@ CLIPPED: dict[int, tuple[int, ...]] = {
     2: (9, 2, 12, 8, 0, 0, 54, 3),
     3: (38, 2, 108, 105, 0, 0, 948, 102),
 }
-#: of fully_shard with torch's own optimizer: those of zero=3 without its steps, and one launch for each gather
-BY_ROWS: tuple[int, ...] = (35, 1, 105, 103, 0, 0, 996, 101)
+#: of fully_shard with torch's own optimizer: those of zero=3 without its steps, one launch for each gather, and one gather
+#: more, of the unit that runs last in a forward
+BY_ROWS: tuple[int, ...] = (35, 1, 105, 103, 0, 0, 1006, 102)
 
 
 class Block(nn.Module):
@@ -111,7 +112,7 @@ def counted_by_rows(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     if rank == 0:
         names = (*COUNTED, "calls", "settlements")
         print("by rows:", ", ".join(f"{n} {name}" for n, name in zip(found, names)), f"{1e3 * taken:.0f} ms")
-    assert all(n <= bound for n, bound in zip(found, BY_ROWS, strict=True)), found
+    assert all(n <= bound for n, bound in zip(found, BY_ROWS, strict=True)), str(found)
     gathers = sw.stats(module)["models"][0]["gathers"] - 3  # of the outermost unit, which is empty, one in each step
     assert internals.replica(module).backend.row.comm.stats()["launches"] == gathers
 
