@@ -78,6 +78,7 @@ def main(folder):
     saved = get_state_dict(model, optimizer)
     train = {"step": first + STEPS}
     dcp.save({"model": saved[0], "optimizer": saved[1], "train": train}, checkpoint_id=folder)
+    dist.barrier()
     dist.destroy_process_group()
 
 

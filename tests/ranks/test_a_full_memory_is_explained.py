@@ -60,7 +60,7 @@ def caught(model, optimizer, rank, where, error):
     except Exception as found:
         return found
     finally:
-        Fails.where = None
+        Fails.where = Fails.error = None  # its traceback holds the model
 
 
 def text_of(error):
