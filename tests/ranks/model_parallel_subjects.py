@@ -46,8 +46,8 @@ def build():
     return Model()
 
 
-def parallelized(mesh):
-    """Return the model over the mesh dimension 'tp': column, row, sequence and loss parallelism. `shift` and the first
+def parallelized(mesh, model=None):
+    """Return a model, or the one of build(), over the mesh dimension 'tp': column, row, sequence and loss parallelism. `shift` and the first
     block's norm stay plain.
     """
     from torch.distributed.tensor import Replicate, Shard
@@ -58,7 +58,7 @@ def parallelized(mesh):
         parallelize_module,
     )
 
-    model = build()
+    model = build() if model is None else model
     plan = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()),
         "blocks.0.up": ColwiseParallel(),

@@ -10,7 +10,7 @@ import torch
 from expert_subjects import Model as Experts
 from expert_subjects import mesh_of as mesh_of_experts
 from harness import gather, on_every_rank, same_everywhere
-from model_parallel_subjects import Model, mesh_of, optimizer_of, tokens, train
+from model_parallel_subjects import Model, mesh_of, optimizer_of, parallelized, tokens, train
 from oracle.fold import bits_equal
 from peer import PEER, sw
 from torch import nn
@@ -22,24 +22,8 @@ every_stage = pytest.mark.parametrize("stage", STAGES)
 
 
 def parallelized_on_meta(mesh):
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
-
     with torch.device("meta"):
-        model = Model()
-    plan = {
-        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()),
-        "blocks.0.up": ColwiseParallel(),
-        "blocks.0.down": RowwiseParallel(output_layouts=Shard(1)),
-        "blocks.1.norm": SequenceParallel(),
-        "blocks.1.up": ColwiseParallel(input_layouts=Shard(1)),
-        "blocks.1.down": RowwiseParallel(output_layouts=Shard(1)),
-        "norm": SequenceParallel(),
-        "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False),
-    }
-    parallelize_module(model, mesh["tp"], plan)
-    model.head.weight = model.embedding.weight
-    return model
+        return parallelized(mesh, Model())
 
 
 def init(module):

@@ -102,7 +102,9 @@ def test_the_bits_are_those_of_buckets_that_wait(rank, world_size, name, zero):
         sent.append(sw.stats(model)["models"][0])
         state = model.compression_state
         assert state is None or state.iter == 4
-    assert sent[0]["buckets_early"] == 0 and sent[1]["buckets_early"] >= 3  # in each of three rounds
+    # in each of three rounds: all but the last one, which no gradient follows; at zero >= 2 those that find a free slot in time
+    early_at = sent[1]["buckets_early"]
+    assert sent[0]["buckets_early"] == 0 and (early_at == 6 if zero < 2 else early_at >= 3), early_at
     assert sent[0]["wire_bytes"] == sent[1]["wire_bytes"]
     assert sent[0]["bucket_wire_bytes"] == sent[1]["bucket_wire_bytes"]
     for mine, theirs in zip(*after):
@@ -175,7 +177,7 @@ def test_a_backward_that_raises_leaves_all_ranks_in_step(rank, world_size, name,
         with pytest.raises(ZeroDivisionError):
             loss.backward()
         # the head; the middle too where a gradient follows it, for which it waits
-        assert early(model) - before >= in_flight
+        assert early(model) - before == in_flight
     else:
         with pytest.raises(sw.Error, match=f"rank {victim} .*left a backward unfinished"):
             loss.backward()

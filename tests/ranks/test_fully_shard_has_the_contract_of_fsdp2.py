@@ -1,9 +1,11 @@
 """Law: after sw.fully_shard parameters and gradients are DTensors of each rank's rows, as FSDP2's are. Optimizers, clipping,
 scalers and state dicts of torch take them, with the bits of stage 0."""
 
+import copy
 import itertools
 import os
 import tempfile
+import time
 
 import pytest
 import torch
@@ -413,4 +415,123 @@ def test_what_cannot_be_is_said_on_all_ranks(rank, world_size):
         RuntimeError,
         "still on meta device: .'first.weight', 'first.bias'",
     )
+    gather(None)
+
+
+# what hostile programs do --------------------------------------------------------------------------------------------------
+
+
+@on_every_rank()
+def test_a_gradient_that_a_program_keeps_keeps_its_values(rank, world_size):
+    module = sharded(Blocks)
+
+    def gradients(step):
+        module(batch(rank, 6, 7, step=step)).square().mean().backward()
+        return [p.grad for p in module.parameters()]
+
+    kept = gradients(0)
+    values = [each.to_local().clone() for each in kept]
+    module.zero_grad()
+    later = gradients(1)
+    assert all(bits_equal(each.to_local(), value) for each, value in zip(kept, values))
+    assert not all(bits_equal(one.to_local(), two.to_local()) for one, two in zip(kept, later))
+    for parameter, each in zip(module.parameters(), kept):
+        parameter.grad = each
+    torch.optim.SGD(module.parameters(), lr=1.0).step()  # on what was set
+    expected = built(Blocks).state_dict()
+    for (name, p), value in zip(module.named_parameters(), values):
+        assert bits_equal(p.to_local().detach(), rows_of(expected[name], rank, world_size) - value), name
+    module = sharded(Blocks)
+    gradients(0)
+    module.double().float()  # exchanges the gradients' memory
+    module.zero_grad()
+    fresh = sharded(Blocks)
+    fresh(batch(rank, 6, 7, step=1)).square().mean().backward()
+    assert all(bits_equal(one.to_local(), p.grad.to_local()) for one, p in zip(gradients(1), fresh.parameters()))
+    gather(None)
+
+
+def late(rank, world_size):
+    return lambda *_: time.sleep(0.2 if rank == world_size - 1 else 0)
+
+
+def in_a_forward_alone(module, x, nap):
+    handles = [block.register_forward_pre_hook(nap) for block in module.blocks]
+    return module(x).sum().item(), handles
+
+
+def in_a_backward_of_inputs(module, x, nap):
+    handles = [block.register_full_backward_hook(nap) for block in module.blocks]
+    (gradient,) = torch.autograd.grad(module(x).square().sum(), x)
+    return gradient.abs().sum().item(), handles
+
+
+def frozen(module, x, nap):
+    module.requires_grad_(False)
+    return in_a_backward_of_inputs(module, x, nap)
+
+
+@pytest.mark.parametrize("reads", [in_a_forward_alone, in_a_backward_of_inputs, frozen])
+@on_every_rank(at_least=2)
+def test_a_write_does_not_meet_what_a_late_rank_reads(rank, world_size, reads):
+    """No round follows; each rank writes as soon as it may, the last one is late."""
+    module, x = sharded(Blocks), batch(0, 6, 7).requires_grad_()
+    expected, handles = reads(module, x, lambda *_: None)
+    for each in handles:
+        each.remove()
+    found, handles = reads(module, x, late(rank, world_size))
+    with torch.no_grad():
+        for value in module.state_dict().values():
+            value.to_local().zero_()
+    assert found == expected
+    gather(None)
+
+
+@on_every_rank()
+def test_the_flag_counts_as_the_backward_runs(rank, world_size):
+    module, model = sharded(Blocks), reference(Blocks)
+    model(batch(rank, 6, 7)).square().mean().backward()
+    module.set_requires_gradient_sync(False)
+    loss = module(batch(rank, 6, 7)).square().mean()
+    module.set_requires_gradient_sync(True)
+    loss.backward()
+    whole = sw.full_gradients(model)
+    assert all(bits_equal(value, whole[name]) for name, value in sw.full_gradients(module).items())
+    module.zero_grad()
+    with module.no_sync():
+        with module.no_sync():
+            pass
+        loss = module(batch(rank, 6, 7)).square().mean()
+        loss.backward()
+    assert all(p.grad is None for p in module.parameters())
+    module.zero_grad()
+    module(batch(rank, 6, 7)).square().mean().backward()
+    assert all(p.grad is not None for p in module.parameters())
+    gather(None)
+
+
+@on_every_rank()
+def test_odd_moments(rank, world_size):
+    """A first run in inference mode, zero_grad() between a forward and its backward, each rank's own buffers, copies."""
+    module, model, x = sharded(Blocks), reference(Blocks), batch(rank, 6, 7)
+    with torch.inference_mode():
+        module(x)
+    for step in range(2):
+        for each in (module, model):
+            loss = each(batch(rank, 6, 7, step=step)).square().mean()
+            each.zero_grad()
+            loss.backward()
+    whole = sw.full_gradients(model)
+    assert all(bits_equal(value, whole[name]) for name, value in sw.full_gradients(module).items())
+    norm = nn.Sequential(nn.BatchNorm1d(7), nn.Linear(7, 7))
+    norm[0].running_mean.fill_(rank)
+    sw.fully_shard(norm)(x)
+    expected = nn.BatchNorm1d(7)
+    expected.running_mean.fill_(rank)
+    expected(x)
+    assert bits_equal(norm[0].running_mean, expected.running_mean)
+    parameter = module.first.weight
+    copied = copy.deepcopy(parameter)
+    assert bits_equal(copied.to_local().detach(), parameter.to_local().detach())
+    assert copied.to_local().data_ptr() != parameter.to_local().data_ptr() or not copied.to_local().numel()
     gather(None)

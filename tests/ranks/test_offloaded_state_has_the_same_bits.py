@@ -396,8 +396,13 @@ def test_a_disk_that_fails_in_a_step_is_named_on_every_rank(fresh_ranks, world_s
         team.run(with_a_broken_disk, folder=str(tmp_path))
 
 
-def killed_in_the_middle(rank, world_size, folder):
-    model, optimizer = sw.wrap(*build(OPTIMIZERS["AdamW"]), zero=1, offload=f"nvme:{folder}")
+def killed_in_the_middle(rank, world_size, folder, of_parameters):
+    place, options = (
+        f"nvme:{folder}",
+        {"zero": 3, "share_parameters": False, "units": nn.Linear} if of_parameters else {"zero": 1},
+    )
+    offload = {"parameters": place} if of_parameters else place
+    model, optimizer = sw.wrap(*build(OPTIMIZERS["AdamW"]), offload=offload, **options)
     train(model, optimizer, rank, range(2))
     assert len(files_without_name(folder)) == 1
     gather(None)
@@ -407,9 +412,11 @@ def killed_in_the_middle(rank, world_size, folder):
         train(model, optimizer, rank, range(2, 4))
 
 
-def test_a_killed_rank_leaves_nothing_behind(fresh_ranks, tmp_path):
+@pytest.mark.parametrize("of_parameters", [False, True])
+def test_a_killed_rank_leaves_nothing_behind(fresh_ranks, tmp_path, of_parameters):
+    """Of the optimizer's state, or of parameters at home in a file."""
     with fresh_ranks(3) as team:
-        team.start(killed_in_the_middle, folder=str(tmp_path))
+        team.start(killed_in_the_middle, folder=str(tmp_path), of_parameters=of_parameters)
         outcomes = team.wait(patient=True)
     assert [outcome.ok for outcome in outcomes] == [True, True, False], outcomes
     assert os.listdir(tmp_path) == []

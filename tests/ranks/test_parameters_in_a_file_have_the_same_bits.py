@@ -10,7 +10,6 @@ import os
 import pathlib
 import re
 import resource
-import signal
 import stat
 import tempfile
 
@@ -395,22 +394,3 @@ def with_a_broken_disk(rank, world_size, folder):
 def test_a_disk_that_fails_in_a_gather_is_named_on_every_rank(fresh_ranks, world_size, tmp_path):
     with fresh_ranks(world_size) as team:
         team.run(with_a_broken_disk, folder=str(tmp_path))
-
-
-def killed_in_the_middle(rank, world_size, folder):
-    model, optimizer = sw.wrap(*build(OPTIMIZERS["AdamW"]), offload={"parameters": f"nvme:{folder}"}, **PRIVATE)
-    train(model, optimizer, rank, range(2))
-    assert len(files_without_name(folder)) == 1
-    gather(None)
-    if rank == world_size - 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(sw.CommError):
-        train(model, optimizer, rank, range(2, 4))
-
-
-def test_a_killed_rank_leaves_nothing_behind(fresh_ranks, tmp_path):
-    with fresh_ranks(3) as team:
-        team.start(killed_in_the_middle, folder=str(tmp_path))
-        outcomes = team.wait(patient=True)
-    assert [outcome.ok for outcome in outcomes] == [True, True, False], outcomes
-    assert os.listdir(tmp_path) == []

@@ -176,7 +176,9 @@ def in_units(gpus: SimulatedGpus, rank: int, world_size: int, number: int) -> No
     with mock.patch.object(DevicePowerSGDState, "_average_matrices", counted):
         cut = torch.nn.Linear if cap_bytes == 1120 else Block
         found = Trained(gpus, rank, powersgd(name), scene, zero=3, units=cut, **options)
-    assert min(rounds) >= cap_bytes // 1120, rounds
+    of_unit = 1 if cap_bytes == 1120 else 3 if name == "full rank" else 2  # at full rank the bias counts as a matrix
+    units = len(Blocks()) * (2 if cap_bytes == 1120 else 1)
+    assert set(rounds) == {of_unit} and len(rounds) % units == 0 and len(rounds) >= 4 * units, rounds
     found.assert_equals(expected, name, same_bytes=False)
     assert found.waits == 0
 

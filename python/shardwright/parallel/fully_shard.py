@@ -51,10 +51,12 @@ from .unit_calls import reduce_plainly
 class Mark:
     """The mark of fully_shard on a module: its options and its unit; with groups= one unit for each part.
 
-    `releases_outermost`: the program asked for it by name. `is_list`: fully_shard got several modules, which form one unit and share this mark. `engine`: of an outermost module.
+    `releases_outermost`: the program asked for it by name. `is_list`: fully_shard got several modules, which form one unit
+    and share this mark. `engine`: of an outermost module.
     `ahead`: for each phase the units to gather ahead, if the program names them. `divide_factor`: the divisor of gradients
     that the program sets; `divides_by`: the engine's. `placement`: FSDP2's shard_placement_fn. `rows`: the unit's
-    parameters, cut over `mesh`. `inner`: of the outermost module, the marks inside it. `outer`: the outermost module that fully_shard was called on around it, if it takes part there.
+    parameters, cut over `mesh`. `inner`: of the outermost module, the marks inside it. `outer`: the outermost module that
+    fully_shard was called on around it, if it takes part there. `_owner`: the engine that runs it.
     """
 
     reshard_after_forward: bool
@@ -422,9 +424,9 @@ class FSDPModule(torch.nn.Module):
         try:
             yield
         finally:
-            self.set_requires_gradient_sync(True, recurse=False)
             for mark, syncs in zip(marks, before):
                 mark.syncs = syncs
+            self.set_requires_gradient_sync(self._shardwright_mark.syncs, recurse=False)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Set whether backwards average gradients from now on: those of this module's own forwards.
@@ -669,7 +671,8 @@ def fully_shard(
                 f"fully_shard was given a {type(wrapped.module).__name__} that sw.wrap wrapped already: use it as it is, or call fully_shard on "
                 "sw.unwrap(module), which replaces its wrapper"
             )
-    given = [getattr(each, SHARDED).sharded if hasattr(each, SHARDED) else each for each in ignored_params or ()]
+    cuts = [(each, getattr(each, SHARDED, None)) for each in ignored_params or ()]
+    given = [each if cut is None else cut.sharded for each, cut in cuts]
     ignored = set().union(*(_ignored(each, given) for each in modules))
     over = chosen or mesh_of_group(resolve_group(options.get("process_group"), None, trains=True), _device_of(modules))
     found = find_rows(modules, over, shard_placement_fn, ignored)

@@ -40,6 +40,8 @@ class ReleasedParameters(Storage):
 
     releases = True
     schedule: UnitSchedule
+    #: makes the ranks' slices visible; collective on hosts
+    _meet: Callable[[], None]
 
     def __init__(self, backend: Backend, reducer: Reducer, request: Request) -> None:
         super().__init__(reducer, request.table, request.slicing, request.label)
@@ -89,10 +91,6 @@ class ReleasedParameters(Storage):
         if adopted is not None:
             adopted()
         self._meet()
-
-    def _meet(self) -> None:
-        """Make the ranks' slices visible. Collective."""
-        raise NotImplementedError
 
     def is_released(self, index: int) -> bool:
         """Return whether a parameter is whole only while its unit runs."""

@@ -7,6 +7,7 @@ module while its unit is whole (docs/design/fully_shard.md).
 from __future__ import annotations
 
 import sys
+import types
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -39,10 +40,6 @@ def sharded_of(parameter: torch.Tensor) -> ShardedParameter | None:
     """Return the ShardedParameter of either of its two objects, or of an entry of a table; else None."""
     found: ShardedParameter | None = getattr(module_parameter(parameter), SHARDED, None)
     return found
-
-
-#: references to a mean that no program keeps: the attribute, a local name, and the argument of the question
-_OWN_REFERENCES = 3
 
 
 class ShardedParameter:
@@ -117,10 +114,9 @@ class ShardedParameter:
 
     def leave_mean(self) -> None:
         """Leave the mean of an earlier round to the program if it has kept it, in memory of its own."""
-        mean = self.mean
-        if mean is not None and sys.getrefcount(mean) > _OWN_REFERENCES:
+        if self.mean is not None and _references(self) > _OWN_REFERENCES:
             with torch.no_grad():
-                set_held_tensor(mean, held_tensor(mean).clone())
+                set_held_tensor(self.mean, held_tensor(self.mean).clone())
             self.mean = None
 
     def __deepcopy__(self, memo: Any) -> None:
@@ -247,6 +243,16 @@ class ShardedParameter:
         attributes = dict(vars(self.sharded))
         torch.utils.swap_tensors(self.sharded, held)
         vars(self.sharded).update(attributes)
+
+
+def _references(holder: Any) -> int:
+    """Return the references to holder.mean, those of this question included, whose number depends on Python."""
+    mean = holder.mean
+    return sys.getrefcount(mean)
+
+
+#: of a mean that no program keeps
+_OWN_REFERENCES = _references(types.SimpleNamespace(mean=object()))
 
 
 class RowsTaken:
