@@ -2,11 +2,13 @@
  * compressor's mean of the hosts' sums, bit for bit, for messages of a byte to several blocks, with
  * plain operations between them and all in flight at once; of a scattered one only the owner's
  * slice is stored, and unused elements keep their bits. A wire that breaks is an error of every
- * rank, and the codec outlives its owner's reference. */
+ * rank, and the codec outlives its owner's reference. A mean that cannot begin leaves nothing in
+ * flight. */
 #include <stdlib.h>
 #include <string.h>
 
 #include "check.h"
+#include "compress/comm_average.h"
 #include "compress/compressor.h"
 #include "hosts.h"
 #include "kernels/compress_kernels.h"
@@ -199,6 +201,36 @@ static void breaks(rank_context *self)
     ranks_meet(self);
 }
 
+/* A mean that could not begin leaves nothing in flight, and the next one is right. */
+static void begins_again(rank_context *self)
+{
+    enum { FEW = 5 };
+    scene *s = hosts_scene(self);
+    wire_end end;
+    sw_wire wire;
+    sw_comm *comm = hosts_join(self, s, &end, &wire);
+    sw_comm_average *average = NULL;
+    sw_compressor *compressor = bfloat16(self);
+    float data[FEW];
+    check(sw_comm_average_create(comm, &average, &self->err) == SW_OK, "%s", self->err.message);
+    check(sw_comm_average_begin(average, compressor, 0, data, (size_t)1 << 45, "too many",
+                                &self->err) == SW_E_MEMORY,
+          "more than there is: %s", self->err.message);
+    check(!sw_comm_average_is_in_flight(average), "nothing is in flight");
+    check(sw_comm_average_wait(average, &self->err) == SW_OK, "a wait for nothing");
+    for (size_t i = 0; i < FEW; ++i)
+        data[i] = (float)(self->rank + 1) * (float)(i + 1);
+    check(sw_comm_average_begin(average, compressor, 0, data, FEW, "few", &self->err) == SW_OK &&
+              sw_comm_average_wait(average, &self->err) == SW_OK,
+          "%s", self->err.message);
+    for (size_t i = 0; i < FEW; ++i) /* of two ranks; exact in bfloat16 */
+        check(data[i] == 1.5f * (float)(i + 1), "element %zu is %g", i, (double)data[i]);
+    sw_comm_average_destroy(average);
+    sw_compressor_release(compressor);
+    ranks_meet(self);
+    comm->ops->destroy(comm);
+}
+
 int main(void)
 {
     static const int two[] = {0, 0, 0, 1, 1}, three[] = {0, 0, 1, 2, 2}, crossed[] = {0, 1, 0, 2},
@@ -212,6 +244,7 @@ int main(void)
     hosts_run(sums_travel_coded, pair, 2, NULL, (hosts_wire){.breaks_after = 0});
     hosts_run(owners_get_their_slices, three, 5, NULL, (hosts_wire){.breaks_after = 0});
     hosts_run(owners_get_their_slices, hosts, 4, &shared, (hosts_wire){.breaks_after = 0});
+    hosts_run(begins_again, pair, 2, NULL, (hosts_wire){.breaks_after = 0});
     hosts_run(breaks, three, 5, NULL, (hosts_wire){.breaks_after = 90});
     return check_result();
 }
