@@ -5,7 +5,8 @@
 
 All arms of a seed have the same weights and batches. The learning rate is tuned on uncompressed runs of seed 0 alone.
 Differences are paired by seed, with a 95 % interval (Student's t). README.md beside this file has the expected output.
-`--peers` runs PowerSGD alone, with torch's own hook at the same settings beside it.
+`--peers` runs PowerSGD alone, with torch's own hook at the same settings beside it. `--topk` runs it beside sparsified
+gradients that send as many bytes.
 """
 
 from __future__ import annotations
@@ -46,8 +47,51 @@ class TorchPowerSGD:
         return wrapped
 
 
-def arms(steps: int, peers: bool) -> dict[str, object]:
-    if peers:
+@dataclasses.dataclass(frozen=True)
+class TopK:
+    """torch's DistributedDataParallel with sparsified gradients: each rank sends the elements of a tensor (of all
+    gradients together if `whole`) that are largest in magnitude, with error feedback. Vectors travel whole.
+    """
+
+    density: float
+    whole: bool = False
+
+    def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        wrapped = torch.nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1000)
+        errors: dict[int, torch.Tensor] = {}
+
+        def hook(_, bucket):  # torch compares annotations with types, and here they are texts
+            flat = bucket.buffer()
+            flat += errors.setdefault(bucket.index(), torch.zeros_like(flat))
+            sent = torch.zeros_like(flat)
+            sizes = [flat.numel()] if self.whole else [gradient.numel() for gradient in bucket.gradients()]
+            dense = [False] if self.whole else [gradient.ndim < 2 for gradient in bucket.gradients()]
+            for source, out, is_dense in zip(flat.split(sizes), sent.split(sizes), dense):
+                kept = source.numel() if is_dense else max(1, int(source.numel() * self.density))
+                at = source.abs().topk(kept, sorted=False).indices
+                out[at] = source[at]
+            errors[bucket.index()] = flat - sent
+            torch.distributed.all_reduce(sent)
+            future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+            future.set_result(sent / torch.distributed.get_world_size())
+            return future
+
+        wrapped.register_comm_hook(None, hook)
+        return wrapped
+
+
+def arms(steps: int, options: argparse.Namespace) -> dict[str, object]:
+    if options.topk:
+        return {
+            "none": None,
+            "PowerSGD r=8": sw.PowerSGD(rank=8),
+            "PowerSGD r=4": sw.PowerSGD(rank=4),
+            "TopK 8 %, bytes of r=8": TopK(0.08),
+            "TopK 4 %, bytes of r=4": TopK(0.04),
+            "TopK 4 % of all": TopK(0.04, whole=True),
+            "TopK 1 %": TopK(0.01),
+        }
+    if options.peers:
         return {
             "none": None,
             "PowerSGD r=8": sw.PowerSGD(rank=8, warmup_steps=2),
@@ -78,7 +122,7 @@ def train(
         inner = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
     else:
         inner = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.1)
-    if isinstance(compress, TorchPowerSGD):
+    if isinstance(compress, (TorchPowerSGD, TopK)):
         model = compress.wrap(model)
     else:
         model, inner = sw.wrap(model, inner, compress=compress)
@@ -128,7 +172,7 @@ def draw(path: Path, rows: list[dict]) -> str:
 def study(options: argparse.Namespace, corpus: tuple, optimizer: str, deadline: float) -> list[dict]:
     """Return a row for each arm. A seed that would begin after `deadline` is left out on every rank."""
     rate = best_rate(options, corpus, optimizer)
-    compared = arms(options.steps, options.peers)
+    compared = arms(options.steps, options)
     losses: dict[str, list[float]] = {name: [] for name in compared}
     for seed in range(1, options.seeds + 1):
         if ranks.sum_over_ranks([float(time.monotonic() > deadline)])[0]:
@@ -151,6 +195,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=64, help="bytes a row")
     parser.add_argument("--width", type=int, default=64, help="width of the residual stream")
     parser.add_argument("--peers", action="store_true", help="PowerSGD against torch's hook")
+    parser.add_argument("--topk", action="store_true", help="PowerSGD against sparsified gradients of as many bytes")
     parser.add_argument(
         "--minutes", type=float, default=60.0, help="no seed begins after this time; half of it is for SGD"
     )
