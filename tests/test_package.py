@@ -235,7 +235,6 @@ ADDRESSES = {
     "memory that the package made": [
         *(
             "compress/device_exchange",
-            "compress/device_powersgd",
             "optim/device_clip",
             "optim/ownership",
         ),

@@ -11,6 +11,7 @@ class is now also this one: no name gets a prefix, and no attribute needs to be 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
@@ -34,11 +35,8 @@ from .torch_compat.fsdp1_policies import choose_units, full_precision_classes
 from .torch_compat.state_dicts import asked_from_inside
 from .wrapping import full_parameters, load_full_state_dict
 
-_FULL, _SHARDED, _LOCAL = (
-    StateDictType.FULL_STATE_DICT,
-    StateDictType.SHARDED_STATE_DICT,
-    StateDictType.LOCAL_STATE_DICT,
-)
+_FULL, _SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
+_LOCAL = StateDictType.LOCAL_STATE_DICT
 #: by form of state dicts, the classes of settings for the module's and for the optimizer's
 _CONFIGS: dict[StateDictType, tuple[Any, Any]] = {
     _FULL: (torch_fsdp.FullStateDictConfig, torch_fsdp.FullOptimStateDictConfig),
@@ -134,15 +132,14 @@ class FullyShardedDataParallel(FSDPModule):
         kept = full_precision_classes(mixed_precision)
         dtype = None if mixed_precision is None else mixed_precision.buffer_dtype
         casts = (each for each in module.modules() if dtype and each not in modules and not isinstance(each, kept))
-        for buffer in (
-            buffer for each in casts for buffer in each.buffers(recurse=False) if buffer.is_floating_point()
-        ):
-            buffer.data = buffer.data.to(dtype)
+        for buffer in itertools.chain.from_iterable(each.buffers(recurse=False) for each in casts):
+            if buffer.is_floating_point():
+                buffer.data = buffer.data.to(dtype)
         chosen: dict[torch.nn.Module, dict[str, Any]] = {}
         if auto_wrap_policy is not None:
-            chosen = choose_units(module, auto_wrap_policy, modules, ids)
             norms = (each for each in module.modules() if isinstance(each, kept) and each not in modules)
-            chosen = {**{each: {} for each in norms if each is not module}, **chosen}
+            chosen = {each: {} for each in norms if each is not module}
+            chosen |= choose_units(module, auto_wrap_policy, modules, ids)
         for each, changed in chosen.items():
             own = {**options, **changed}
             if _copies(own["sharding_strategy"]) != _copies(strategy):
@@ -294,12 +291,12 @@ class FullyShardedDataParallel(FSDPModule):
         """Return the optimizer's state by parameters' names, in the form that set_state_dict_type says. Collective."""
         _only(None, optim_state_dict=optim_state_dict, group=group)
         settings = FullyShardedDataParallel.get_state_dict_type(model)
-        if settings.state_dict_type is _LOCAL:
+        form = settings.state_dict_type
+        if form is _LOCAL:
             raise NotImplementedError(
                 "optim_state_dict: state_dict_type must be FULL_STATE_DICT or SHARDED_STATE_DICT, got LOCAL_STATE_DICT"
             )
-        config = settings.optim_state_dict_config if settings.state_dict_type is _FULL else None
-        return _optimizer_state(model, optim, config)
+        return _optimizer_state(model, optim, settings.optim_state_dict_config if form is _FULL else None)
 
     @staticmethod
     def full_optim_state_dict(
@@ -348,14 +345,10 @@ class FullyShardedDataParallel(FSDPModule):
 
 def _shard(module: torch.nn.Module, options: Mapping[str, Any], precision: Any) -> torch.nn.Module:
     """Make `module` a unit and give it the class."""
-    strategy, mesh = options["sharding_strategy"], options["device_mesh"]
+    mesh, reshards = options["device_mesh"], None if options["sharding_strategy"] in _RELEASES else False
+    ranks = {"mesh": mesh} if mesh is not None else {"process_group": options["process_group"]}
     fully_shard(
-        module,
-        mesh=mesh,
-        reshard_after_forward=None if strategy in _RELEASES else False,
-        precision=precision,
-        ignored_params=options["ignored_states"],
-        **({} if mesh is not None else {"process_group": options["process_group"]}),
+        module, reshard_after_forward=reshards, precision=precision, ignored_params=options["ignored_states"], **ranks
     )
     kind = type(module)
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__new__": FSDPModule.__new__}
@@ -445,20 +438,14 @@ def _apply(module: torch.nn.Module, fn: Callable[[torch.nn.Module], None]) -> No
 
 
 def _outermost(module: Any) -> torch.nn.Module:
-    while (outer := module._shardwright_mark.outer()) is not None:
-        module = outer
-    found: torch.nn.Module = module
-    return found
-
-
-def _is_first(module: torch.nn.Module) -> bool:
-    mark: Any = FullyShardedDataParallel.fsdp_modules(module)[0]._shardwright_mark
-    return int(mark.mesh.mesh.flatten()[0]) == dist.get_rank()
+    outer = module._shardwright_mark.outer()
+    return module if outer is None else _outermost(outer)
 
 
 def _whole(state: Any, config: Any, module: torch.nn.Module) -> Any:
     """Return `state` with whole tensors in the places of DTensors, one gathered at a time; empty if the config keeps it from this rank."""
-    keeps = not config.rank0_only or _is_first(module)
+    mark: Any = FullyShardedDataParallel.fsdp_modules(module)[0]._shardwright_mark
+    keeps = not config.rank0_only or int(mark.mesh.mesh.flatten()[0]) == dist.get_rank()
 
     def whole(value: Any) -> Any:
         if isinstance(value, dict):

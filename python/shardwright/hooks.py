@@ -8,7 +8,6 @@ They run in torch's DistributedDataParallel on CPU tensors, and in shardwright's
 
 from __future__ import annotations
 
-from .compress.blocks import BlockState
 from .compress.fsdp2 import compress_all_reduce
 from .compress.hooks import (
     bf16_compress_hook,
@@ -18,8 +17,7 @@ from .compress.hooks import (
     int8_compress_hook,
     powerSGD_hook,
 )
-from .compress.powersgd import PowerSGDState
-from .compress.state import reshard_state
+from .compress.state import BlockState, PowerSGDState, reshard_state
 
 __all__ = [
     "BlockState",

@@ -116,7 +116,7 @@ def iter_full_parameters(
         return json.dumps([["bytes=", bytes], *([i.name, dtype_name(i.dtype), i.receiver] for i in items)]).encode()
 
     label = f"whole parameters of {type(bare).__name__}"
-    _agree(comm, list_items, label)
+    gather_answers(comm, list_items, label, refusals=(Exception,), retell=_retold, compare=_difference)
     for replica in replicas:
         replica.access.before_reads()
     stream = _stream(reads, named_whole(bare), items, bytes, comm, label)
@@ -153,11 +153,8 @@ def _chosen(made: Iterable[str], names: _Names) -> list[str]:
     return [name for name in made if name in names]
 
 
-def _agree(comm: HostComm, answer: Callable[[], bytes], label: str) -> None:
-    def failed(rank: int, sentence: str) -> Exception:
-        return Error(sentence if sentence.startswith((_CALL, "merge_lora")) else f"{_CALL}: rank {rank}: {sentence}")
-
-    gather_answers(comm, answer, label, refusals=(Exception,), retell=failed, compare=_difference)
+def _retold(rank: int, sentence: str) -> Exception:
+    return Error(sentence if sentence.startswith((_CALL, "merge_lora")) else f"{_CALL}: rank {rank}: {sentence}")
 
 
 def _difference(said: Sequence[bytes]) -> str:
@@ -244,24 +241,22 @@ def _read(
     memory = pool.take([(named[item.made.base].numel(), item.dtype) for item in on_host]) if on_host else []
     made: dict[str, torch.Tensor] = dict(zip((item.name for item in on_host), memory))
     for item in mine:
-        base = named[item.made.base]
-        like = reads.like(base)
-        flat = made.get(item.name)
+        base, flat = named[item.made.base], made.get(item.name)
         if item.made.adapters:
             parts = [shaped(*_flat(reads, named[name], whole.get(name))) for name in item.made.sources]
             weight = parts[0] if parts[0].dtype.is_floating_point else parts[0].float()
             item.made.add(weight, parts[1:])
             source = weight.as_strided((weight.numel(),), (1,), weight.storage_offset())
-        elif flat is not None and item.made.base not in whole:
-            reads.read(base, flat)
-            made[item.name] = shaped(flat, like)
-            continue
-        else:
+        elif flat is None or item.made.base in whole:
             source = _flat(reads, base, whole.get(item.made.base))[0]
-        if flat is None:
-            made[item.name] = shaped(source.to(item.dtype), like)
         else:
-            made[item.name] = shaped(flat.copy_(source), like)
+            source = flat
+            reads.read(base, flat)
+        if flat is None:
+            flat = source.to(item.dtype)
+        elif source is not flat:
+            flat.copy_(source)
+        made[item.name] = shaped(flat, reads.like(base))
     return [made.get(item.name) for item in chunk]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, overload
 
@@ -20,10 +19,9 @@ from .formats.stored import Stored
 from .layout.local_parameters import as_dtensors, whole_tensor
 from .layout.memory import has_memory, without_memory
 from .layout.param_groups import mark_of
-from .optim.clip_grad import clip_in_step
-from .optim.device_clip import DeviceClip
+from .optim.clip_grad import clip
 from .optim.master_weights import MasterOptimizer, has_own_masters, without_masters
-from .optim.offload import StateStore, make_route, make_store, rounded_bytes
+from .optim.offload import make_route, make_store
 from .optim.ownership import check_sliceable
 from .optim.sharded import ShardedOptimizer
 from .options.checks import offload_folder, offload_kinds, offload_place
@@ -35,6 +33,7 @@ from .parallel.ddp import DistributedDataParallel
 from .parallel.ddp_compat import precision_of
 from .parallel.engine import Engine, needed_engine
 from .parallel.loading import UnmatchedNames
+from .parallel.moved_tensors import in_pages
 from .parallel.replica import Replica, live_replicas
 from .parameters.building import Values
 from .parameters.mixed_precision import PrecisionPlan
@@ -159,8 +158,7 @@ def wrap(
     wrapped = DistributedDataParallel(module, mixed_precision=mixed_precision, _options=given, _values=sources)
     try:
         if optimizer is not None:
-            optimizer = (_shard if zero else _keep)(wrapped._engine, optimizer, partition)
-            _check_memory(wrapped._engine)
+            optimizer = _make_stepper(wrapped._engine, optimizer, partition)
     except BaseException:
         if wrapped._engine.is_building:
             wrapped._engine.abandon()
@@ -200,12 +198,8 @@ class _Clip:
     def _clip(self, optimizer: torch.optim.Optimizer) -> None:
         scale = getattr(optimizer, "grad_scale", None)  # GradScaler leaves unscaling to a fused step
         max_norm = self._max_norm * (1.0 if scale is None else float(scale))
-        clip_in_step(self._wrapped, max_norm, functools.partial(self._leave_to, optimizer))
-
-    def _leave_to(self, optimizer: torch.optim.Optimizer, clip: DeviceClip) -> bool:
-        """Return True if the step itself applies the factor. A later hook forbids it: hooks read clipped gradients."""
-        take = getattr(optimizer, "take_clip", None)
-        return take is not None and step_hooks(optimizer)[-1] is self and bool(take(clip))
+        is_last = step_hooks(optimizer)[-1] is self  # a later one reads clipped gradients
+        clip(self._wrapped, max_norm, take=getattr(optimizer, "take_clip", None) if is_last else None)
 
 
 @offers_names
@@ -223,7 +217,13 @@ def shard_optimizer(
     """
     mark = mark_of(module)
     if mark is not None:
-        _check_rows_optimizer(module, optimizer, partition)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"shard_optimizer needs a torch.optim.Optimizer, got {_not_an_optimizer(optimizer)}")
+        if partition != "auto":
+            raise ValueError(
+                f"partition={partition!r} is for modules of sw.wrap: after sw.fully_shard an optimizer steps on DTensors"
+            )
+        check_members(type(module).__name__, _names_of(module), optimizer.param_groups, all_of_them=False)
         if mark.options["offload"] is None:
             return optimizer
     engine = needed_engine("shard_optimizer", module)
@@ -237,35 +237,31 @@ def shard_optimizer(
     return _step_for(engine, optimizer, partition)
 
 
-def _check_rows_optimizer(module: torch.nn.Module, optimizer: Any, partition: str) -> None:
-    """Raise for what is no optimizer of the DTensors of a module that fully_shard was called on."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"shard_optimizer needs a torch.optim.Optimizer, got {_not_an_optimizer(optimizer)}")
-    if partition != "auto":
-        raise ValueError(
-            f"partition={partition!r} is for modules of sw.wrap: after sw.fully_shard an optimizer steps on DTensors"
-        )
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-    check_members(type(module).__name__, names, optimizer, all_of_them=False)
-
-
 def _step_for(engine: Engine, optimizer: torch.optim.Optimizer, partition: str) -> torch.optim.Optimizer:
     """Return the optimizer that steps on the module of an engine. Collective."""
     zero, offload, replica = engine.options.zero, engine.options.offload, engine.replica
     _agree_on_optimizer(replica.group, replica.model_ranks, engine.module, optimizer, zero, partition, offload)
-    made = (_shard if zero else _keep)(engine, optimizer, partition)
-    _check_memory(engine)
-    return made
+    return _make_stepper(engine, optimizer, partition)
 
 
-def _check_memory(engine: Engine) -> None:
-    """Raise MemoryError on all ranks if the plan does not fit, and leave the module as it was. Collective."""
-    replicas = list(engine.replicas)
+def _make_stepper(engine: Engine, optimizer: torch.optim.Optimizer, partition: str) -> torch.optim.Optimizer:
+    """Make the optimizer for an engine. MemoryError on all ranks if the plan does not fit: the module is as it was."""
+    replicas, inner = list(engine.replicas), without_masters(optimizer)
+    out_of_memory.explain_steps(inner)
+    without = engine.precision.without_master() if engine.precision is not None else []
+    if engine.options.zero:
+        made: torch.optim.Optimizer = ShardedOptimizer(inner, replicas[0], partition, without, replicas[1:])
+    else:
+        made = inner = _with_masters(inner, without)
+        for replica in replicas:
+            replica.steppers.add_plain(made)
+    _keep_state(engine, made, inner)
     try:
         together(replicas[0].model_ranks, lambda: check_fits(replicas), replicas[0].label)
     except (MemoryError, Error):
         _give_back(engine)
         raise
+    return made
 
 
 def _give_back(engine: Engine) -> None:
@@ -286,7 +282,7 @@ def _agree_on_optimizer(
     beside: Mapping[str, str] | None = None,
 ) -> None:
     """Raise the same on all ranks for an optimizer that cannot step on the module, or differs, as `beside` may. Collective."""
-    names, label = {id(parameter): name for name, parameter in module.named_parameters()}, type(module).__name__
+    names, label = _names_of(module), type(module).__name__
 
     def rows() -> list[Row]:
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
@@ -299,8 +295,12 @@ def _agree_on_optimizer(
                     f"clip_grad_norm={clip_grad_norm!r} needs an optimizer that takes step hooks, and {type(optimizer).__name__} does not "
                     "call torch.optim.Optimizer.__init__(): call sw.clip_grad_norm_ before each step instead"
                 )
-            check_members(label, names, optimizer, all_of_them=bool(zero))
-            _check_dtensors(module, optimizer, zero, partition)
+            check_members(label, names, optimizer.param_groups, all_of_them=bool(zero))
+            dtensor = next((name for name, p in module.named_parameters() if is_dtensor(p)), None)
+            if dtensor is not None and zero and partition == "tensor":
+                raise ValueError(
+                    f"partition='tensor' steps on whole tensors, and parameter {dtensor!r} is a DTensor, of which ranks hold shards"
+                )
         if optimizer is not None or not zero:
             _check_offload(module, offload, optimizer, zero)
         found = given_rows(optimizer, names, partition if zero else "", clip_grad_norm)
@@ -310,6 +310,10 @@ def _agree_on_optimizer(
     together(model_ranks, lambda: agree(group.comm, rows, f"optimizer of {label}"), label)
 
 
+def _names_of(module: torch.nn.Module) -> dict[int, str]:
+    return {id(parameter): name for name, parameter in module.named_parameters()}
+
+
 def _not_an_optimizer(given: Any) -> str:
     """Return what `given` is, and the call that makes an optimizer of it."""
     if isinstance(given, type) and issubclass(given, torch.optim.Optimizer):
@@ -317,15 +321,6 @@ def _not_an_optimizer(given: Any) -> str:
     remedy = "make one of these parameters, as in torch.optim.AdamW(module.parameters())"
     remedy = "pass options by name, such as zero=2" if isinstance(given, (int, str, Mapping)) else remedy
     return f"{type(given).__name__}: {remedy}"
-
-
-def _shard(engine: Engine, optimizer: torch.optim.Optimizer, partition: str) -> torch.optim.Optimizer:
-    optimizer = without_masters(optimizer)
-    out_of_memory.explain_steps(optimizer)
-    first, *parts = engine.replicas
-    made = ShardedOptimizer(optimizer, first, partition, _without_master(engine), parts)
-    _keep_state(engine, made, optimizer)
-    return made
 
 
 def _check_offload(module: torch.nn.Module, offload: Any, optimizer: torch.optim.Optimizer | None, zero: int) -> None:
@@ -345,15 +340,6 @@ def _check_offload(module: torch.nn.Module, offload: Any, optimizer: torch.optim
         )
 
 
-def _check_dtensors(module: torch.nn.Module, optimizer: torch.optim.Optimizer, zero: int, partition: str) -> None:
-    """Raise ValueError if the module has DTensors and the optimizer cannot step on them."""
-    name = next((name for name, p in module.named_parameters() if is_dtensor(p)), None)
-    if name is not None and zero and partition == "tensor":
-        raise ValueError(
-            f"partition='tensor' steps on whole tensors, and parameter {name!r} is a DTensor, of which ranks hold shards"
-        )
-
-
 def _is_on_gpu(module: torch.nn.Module) -> bool:
     return any(map(cuda.runtime.holds, module.parameters()))
 
@@ -368,20 +354,16 @@ def _keep_state(engine: Engine, optimizer: Any, inner: Any) -> None:
     moves = is_asked and not replica.backend.capabilities.state_is_there
     if folder is None and not moves and not in_file:
         if earlier is not None:  # the module has left its GPU; its state stays on the host
-            inner.keep_in(None)
+            inner.store = None
         return
 
     def make() -> Any:
         # a new route: an earlier wrapper's link may have ended
         route = None if replica.link is None else make_route(replica.group, replica.link, replica.label)
-        store: Any
-        if in_file:
-            store = earlier
-        elif folder is not None:
-            nbytes = _state_bytes(replica, optimizer, inner, in_file=True)
+        store = earlier if in_file else None
+        if store is None:
+            nbytes = _state_bytes(replica, optimizer, inner, in_file=folder is not None)
             store = make_store(replica.group, folder, replica.label, nbytes)
-        else:
-            store = StateStore(None, replica.label, _state_bytes(replica, optimizer, inner))
         store.route = route
         return store
 
@@ -390,7 +372,7 @@ def _keep_state(engine: Engine, optimizer: Any, inner: Any) -> None:
     except (OSError, MemoryError, ValueError, Error):
         _give_back(engine)
         raise
-    inner.keep_in(store)
+    inner.store = store
     replica.stores.add(store)
 
 
@@ -401,9 +383,8 @@ def _state_bytes(replica: Replica, optimizer: Any, inner: Any, *, in_file: bool 
         for p in group["params"]:
             piece = optimizer.piece_of(p) if replica.zero else p
             if piece is not None and p.requires_grad:
-                for dtype in inner.state_dtypes(piece, group):
-                    numel = piece.numel()
-                    nbytes += rounded_bytes(numel, dtype) if in_file else numel * dtype.itemsize
+                dtypes, numel = inner.state_dtypes(piece, group), piece.numel()
+                nbytes += sum(in_pages(numel * each.itemsize) if in_file else numel * each.itemsize for each in dtypes)
     return nbytes
 
 
@@ -412,22 +393,14 @@ def keep_optimizer(wrapped: DistributedDataParallel, optimizer: torch.optim.Opti
     return _step_for(wrapped._engine, optimizer, "")
 
 
-def _keep(engine: Engine, optimizer: torch.optim.Optimizer, _: str = "") -> torch.optim.Optimizer:
-    optimizer = without_masters(optimizer)
-    out_of_memory.explain_steps(optimizer)
+def _with_masters(optimizer: torch.optim.Optimizer, without: list[torch.Tensor]) -> torch.optim.Optimizer:
+    """Return an optimizer that steps on float32 masters of low-precision parameters, but for those in `without`."""
     watch_loading(optimizer)
-    if not has_own_masters(optimizer) and not isinstance(optimizer, torch.optim.LBFGS):
-        made = MasterOptimizer(optimizer, _without_master(engine))
-        members = (p for group in optimizer.param_groups for p in group["params"])
-        optimizer = made if any(map(made.has_master, members)) else optimizer
-    for replica in engine.replicas:
-        replica.steppers.add_plain(optimizer)
-    _keep_state(engine, optimizer, optimizer)
-    return optimizer
-
-
-def _without_master(engine: Engine) -> list[torch.Tensor]:
-    return engine.precision.without_master() if engine.precision is not None else []
+    if has_own_masters(optimizer) or isinstance(optimizer, torch.optim.LBFGS):
+        return optimizer
+    made = MasterOptimizer(optimizer, without)
+    members = (p for group in optimizer.param_groups for p in group["params"])
+    return made if any(map(made.has_master, members)) else optimizer
 
 
 @on_every_rank("sw.full_optimizer_state_dict()")
@@ -559,8 +532,7 @@ def load_full_state_dict(
     Cost: a broadcast of all parameters; at zero=3 also, during the call, memory for them on each rank.
     """
     replicas, bare = needed_engine("load_full_state_dict", module).replicas, unwrap(module)
-    group = replicas[0].group
-    label = f"loaded state of {type(bare).__name__}"
+    group, label = replicas[0].group, f"loaded state of {type(bare).__name__}"
     with full_parameters(module, writable=True):
         loads = any(replica.group.rank == 0 for replica in replicas)
         also = " and on the first rank of each group" if len(replicas) > 1 else ""
@@ -594,8 +566,8 @@ def _load_state(bare: torch.nn.Module, state: Any, strict: bool, also: str) -> t
     except Exception as error:  # any error must be reported: the peers wait for the answer
         return str(error) or type(error).__name__, [], []
     missing, unexpected = list(found.missing_keys), list(found.unexpected_keys)
-    lacks = (("the state lacks", missing), ("the module lacks", unexpected)) if strict else ()
-    sentences = [f"{what} {', '.join(map(repr, names))}" for what, names in lacks if names]
+    lacks = {"the state lacks": missing, "the module lacks": unexpected} if strict else {}
+    sentences = [f"{what} {', '.join(map(repr, names))}" for what, names in lacks.items() if names]
     return "; ".join(sentences), missing, unexpected
 
 

@@ -13,7 +13,7 @@ from typing import Any
 HOMES = {
     "CheckpointSaver": "_engine",
     "Content": "checkpoint.state.content",
-    "DevicePowerSGDState": "compress.device_powersgd",
+    "DevicePowerSGDState": "compress.device_exchange",
     "Exchange": "_engine",
     "DirectoryLock": "checkpoint.folder.retention",
     "Filler": "checkpoint.restore.filling",
@@ -23,7 +23,7 @@ HOMES = {
     "Line": "comm.rendezvous",
     "ModuleHook": "parameters.unshard_schedule",
     "Peers": "checkpoint.peers",
-    "PowerSGDState": "compress.powersgd",
+    "PowerSGDState": "compress.state",
     "Recompute": "parallel.activations",
     "Rendezvous": "comm.rendezvous",
     "ShardedGradient": "gradients.sharded_gradient",

@@ -194,10 +194,10 @@ def test_activations_are_gone_and_nothing_outlives_the_backward(rank, world_size
         model(torch.randn(2048, 7)).sum().backward()
     store = type(model.blocks[0])._shardwright_recompute.store
     assert os.listdir(tmp_path) == [] and 0 < store.nbytes <= 64 << 20
-    assert sum(map(len, store._free.values())) <= 3
+    assert sum(map(len, store._pages._free.values())) <= 3
     loss = model(torch.randn(2048, 7)).sum()
     del loss  # a graph without a backward
-    assert sum(map(len, store._free.values())) <= 3
+    assert sum(map(len, store._pages._free.values())) <= 3
 
 
 @on_every_rank()

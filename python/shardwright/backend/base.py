@@ -21,22 +21,22 @@ if TYPE_CHECKING:
 
 
 class Capabilities(NamedTuple):
-    """Differences between backends, each with a name."""
+    """Differences between backends, each with a name. The defaults are those of host memory."""
 
     #: at zero=3 the ranks of a host can map one copy of the parameters; else each has its own, in units
-    one_copy: bool
+    one_copy: bool = True
     #: a rank gathers a unit without the others; else ranks run the same units in the same order
-    free_unit_order: bool
+    free_unit_order: bool = True
     #: a contribution travels with its accumulated mean; else joined ranks get accumulated means as a round opens
-    tells_accumulated: bool
+    tells_accumulated: bool = True
     #: compressed buckets can cross to other hosts while the backward goes on
-    sends_beside_backward: bool
+    sends_beside_backward: bool = True
     #: the mean is always the fold in rank order
-    rank_order_only: bool
+    rank_order_only: bool = True
     #: offload="cpu" has no effect: optimizer state is in the host's memory already
-    state_is_there: bool
+    state_is_there: bool = True
     #: publish() returns before the slices have arrived, and readers wait for them (StepGathers.settle)
-    publishes_behind: bool
+    publishes_behind: bool = False
 
 
 class Request(NamedTuple):

@@ -19,8 +19,8 @@ import torch
 
 from .._engine import DeviceComm, Error, device_tensor, nccl_unique_id, slot_part_bytes
 from ..comm.agreement import gather_values
-from ..comm.process_group import HostGroup, comm_error
-from ..layout.memory import check_sendable
+from ..comm.process_group import HostGroup, row_major
+from ..comm.rendezvous import comm_error
 from ..layout.views import as_real, dense_strides, dtype_name
 from ..torch_compat import cuda
 from ..torch_compat.engine_storage import engine_tensor
@@ -268,16 +268,10 @@ class DeviceLink:
 
     def broadcast(self, tensors: Sequence[torch.Tensor], root: int) -> None:
         """Broadcast `root`'s values on torch's current stream. Strides may differ; version counters do not change."""
-        check_sendable(tensors, "a broadcast")
-        plain = [tensor.data for tensor in tensors if tensor.numel()]
-        if not plain or self.world_size == 1:
-            return
-        dense = [t.resolve_conj().resolve_neg().contiguous() for t in plain]
-        ranges = [(t.data_ptr(), t.numel() * t.element_size(), "uint8") for t in dense]
-        self.comm.broadcast(ranges, root, self.current_stream())
-        for tensor, copy in zip(plain, dense):
-            if copy is not tensor:
-                tensor.copy_(copy)
+        with row_major(tensors, "a broadcast") as dense:
+            if dense and self.world_size > 1:
+                ranges = [(each.data_ptr(), each.nbytes, "uint8") for each in dense]
+                self.comm.broadcast(ranges, root, self.current_stream())
 
     def norm_sum(self, gradients: Iterable[torch.Tensor]) -> bytes:
         """Return the exact sum of squares, like norm_sum(). The host waits for it."""

@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from .._engine import CheckpointError, Error
-from ..comm.signals import SaveSignals, check_signals
-from ..comm.stop_request import StopRequest
+from ..comm.signals import SaveSignals, StopRequest, check_signals
 from ..comm.waits import on_every_rank
 from ..options.name_map import NameMap, Rename
 from ..options.names import offers_names

@@ -42,31 +42,12 @@ def gather_answers(
     compare: Callable[[Sequence[bytes]], str] | None = None,
     alike: bool = False,
 ) -> list[bytes]:
-    """Return every rank's answer, in rank order. Collective.
+    """Return every rank's answer, in rank order; `label` names the operation. Collective.
 
-    Parameters
-    ----------
-    comm : HostComm
-    answer : callable
-        A function that returns this rank's answer, bytes; may raise one of `refusals`.
-    label : str
-        The operation's name in messages about absent ranks.
-    refusals : tuple of exception classes
-        The exceptions that `answer` may raise; after any other one the peers wait until the deadline.
-    retell : callable
-        A function (refusing rank, message) -> the exception of the other ranks. Default: an Error with the message.
-    compare : callable, optional
-        The answers must be equal. A function (answers that differ) -> the message of the Error on all ranks.
-    alike : bool
-        Ranks that refuse with another message than the lowest one raise that one's, too.
+    If answer() raises one of `refusals` on some rank, that rank raises it, and the others retell(the lowest such rank, its
+    message); with `alike` so do ranks that refuse with another message. After any other exception the peers wait until the
+    deadline. With `compare` the answers must be equal: compare(answers) is the message of the Error on all ranks.
 
-    Raises
-    ------
-    Exception
-        If some rank refused: its own exception on that rank; elsewhere `retell` of the lowest refusing rank's message.
-
-    Notes
-    -----
     Cost: the answers' bytes and one byte a rank, to every rank. With `compare`, 32 bytes a rank if they are equal.
     """
     refusal: Exception | None = None
@@ -74,12 +55,11 @@ def gather_answers(
         mine = _ANSWER + answer()
     except refusals as error:
         refusal, mine = error, _REFUSAL + _words_of(error).encode(errors="backslashreplace")
-    gathered = [mine]
-    if compare is not None:
-        digests = comm.all_gather_bytes(hashlib.sha256(mine).digest(), label)
-        gathered = [mine] * len(digests) if len({*digests}) == 1 else []
-    if compare is None or not gathered:
-        gathered = comm.all_gather_bytes(mine, label)
+    digests = [] if compare is None else comm.all_gather_bytes(hashlib.sha256(mine).digest(), label)
+    are_equal = len({*digests}) == 1
+    if are_equal and refusal is None:
+        return [mine[1:]] * len(digests)
+    gathered = [mine] * len(digests) if are_equal else comm.all_gather_bytes(mine, label)
     refused = next((rank for rank, each in enumerate(gathered) if each[:1] == _REFUSAL), None)
     try:
         if refusal is not None and (not alike or gathered[refused or 0] == mine):

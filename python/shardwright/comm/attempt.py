@@ -1,18 +1,7 @@
-"""A store for one start of the ranks, inside a launcher's store that outlives them.
+"""A store for one start of the ranks, inside a launcher's store that outlives them. docs/design/restart.md has the design.
 
-torchrun's agents keep one TCPStore for a job, also over restarts of the workers. Keys of earlier workers stay in it,
-and torch's Gloo reads the addresses of dead processes (pytorch issue 135712). So ranks make their group over a
-PrefixStore with a new prefix. The restart count cannot be the prefix: each agent counts its own restarts, from 0 when
-it joins.
-
-Rank 0 draws the prefix. Each rank asks for it under its own number and accepts only the answer to that number, which
-only a living rank 0 can write. Requests of dead ranks are answered too, without effect. All go on once all ranks of
-this start have confirmed.
-
-Cost in calls of the store; ranks send one another no message. A rank makes 8, and 1 per look while it waits (at most
-every 0.2 s) or 2 for a line about absent ranks. Rank 0 makes 3 per request, 2 per look, 1 per number that a dead rank
-drew, and at most W - 1 per line. Only rank 0 asks for each rank; it publishes the list of absent ones, which the others
-read.
+Rank 0 draws a prefix. Each rank asks for it under its own number and accepts only the answer to that number, which only
+a living rank 0 can write. All go on once all ranks of this start have confirmed.
 """
 
 from __future__ import annotations
@@ -28,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from .._engine import CommError
-from .rendezvous import names_of
+from .rendezvous import not_come
 from .waits import START_S, Wait
 
 __all__ = ["attempt_store"]
@@ -122,7 +111,7 @@ def _published(room: Any, name: str) -> str:
 def _absent(room: Any, name: str, world_size: int) -> str:
     """Return the absent ranks, and publish them. On rank 0 alone: every rank's own look would make W * W calls."""
     absent = [rank for rank in range(1, world_size) if not room.check([f"came/{name}/{rank}"])]
-    text = f"{names_of(absent)}, which {'have' if len(absent) > 1 else 'has'} not come" if absent else "rank 0"
+    text = not_come(absent) if absent else "rank 0"
     room.set(f"absent/{name}", text)
     return text
 

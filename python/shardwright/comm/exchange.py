@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch.utils.dlpack import from_dlpack
 
 from .._engine import Exchange
-from ..torch_compat import cuda
 
 
 class Ranks(NamedTuple):
@@ -52,14 +51,6 @@ def group_exchange(group: Any) -> Exchange:
     if group not in table:
         table[group] = Exchange(GroupTransport(group))
     return table[group]
-
-
-def check_place(buffer: torch.Tensor) -> None:
-    """Raise NotImplementedError for a bucket on a GPU."""
-    if cuda.runtime.holds(buffer):
-        raise NotImplementedError(
-            "hooks of shardwright.hooks support buckets on the CPU only: on GPUs use sw.wrap(..., compress=...) or torch's own hooks"
-        )
 
 
 def done(result: torch.Tensor) -> torch.futures.Future[torch.Tensor]:

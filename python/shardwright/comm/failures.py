@@ -55,9 +55,8 @@ def _write(path: str, error: Exception, trace: TracebackType | None) -> None:
         return
     stack = "".join(traceback.format_exception(type(error), error, trace))
     extra = {"py_callstack": stack, "timestamp": str(int(time.time()) + (_LATER_S if is_heard else 0))}
-    partial = (
-        f"{path}.partial"  # a full disk leaves an empty file, which an agent cannot read: it would end with an error
-    )
+    # a full disk leaves an empty file, which an agent cannot read: it would end with an error
+    partial = f"{path}.partial"
     try:
         with open(partial, "w", encoding="utf-8") as file:
             json.dump({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}}, file)
@@ -68,14 +67,11 @@ def _write(path: str, error: Exception, trace: TracebackType | None) -> None:
 
 def _is_heard(error: BaseException | None) -> bool:
     """Return True for a report of another rank's failure, also where a save or a load failed by it."""
+    own = int(os.environ.get("RANK", "-1"))
     while error is not None:
-        if isinstance(error, CommError) and getattr(error, "rank", -1) not in (-1, _own_rank()):
+        if isinstance(error, CommError) and getattr(error, "rank", -1) not in (-1, own):
             return True
         if isinstance(error, CheckpointError) and PEER_LOST in str(error):
             return True
         error = error.__cause__
     return False
-
-
-def _own_rank() -> int:
-    return int(os.environ.get("RANK", "-1"))

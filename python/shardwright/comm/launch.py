@@ -1,32 +1,21 @@
-"""The launch of this process: rank, world size and meeting point, from the variables of launchers. Text only, no
-network.
+"""The launch of this process: rank, world size and meeting point, from the variables of launchers (docs/launch.md).
 
-    launcher  rank                  world size               local rank                  rendezvous
-    torchrun  RANK                  WORLD_SIZE               LOCAL_RANK                  MASTER_ADDR : MASTER_PORT
-    Open MPI  OMPI_COMM_WORLD_RANK  OMPI_COMM_WORLD_SIZE     OMPI_COMM_WORLD_LOCAL_RANK  one host: 127.0.0.1 : 29500
-    SLURM     SLURM_PROCID          SLURM_STEP_NUM_TASKS or  SLURM_LOCALID               first host of the step, the job
-                                    SLURM_NTASKS                                         or SLURM_LAUNCH_NODE_IPADDR : a
-                                                                                         port computed from job and step
-
-SLURM's hosts are in SLURM_STEP_NODELIST and SLURM_JOB_NODELIST.
-
-A launcher is present if its rank variable is set. The first one above wins: torchrun runs inside SLURM's tasks, and
-Open MPI's daemons are SLURM's tasks, so the inner launcher is always above the outer one. MASTER_ADDR and MASTER_PORT,
-if set, hold for every launcher. Variables that contradict each other are an error; they never silently mean one rank.
+Text only, no network. A launcher is present if its rank variable is set. The inner launcher wins: torchrun runs inside
+SLURM's tasks, and Open MPI's daemons are SLURM's tasks. Variables that contradict each other are an error; they never
+silently mean one rank.
 """
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 DEFAULT_PORT = 29500
 #: range of the port computed from SLURM's job and step: a prime number of ports, below those that the kernel assigns
 _PORT_FIRST, _PORT_COUNT = 10_000, 19_997
-#: longest range of hosts: more than any cluster has, and few enough to list
-_MOST_NAMES = 1 << 20
+#: one word of SLURM's lists of hosts
+_HOST = r"(?:[^][,\s]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"
 
 #: all variables that read_launch reads
 VARIABLES = (
@@ -47,31 +36,29 @@ class Launch(NamedTuple):
     master_addr: str
     master_port: int
 
-    @property
-    def init_method(self) -> str:
-        """Return the URL for torch.distributed.init_process_group."""
-        bare = self.master_addr.removeprefix("[").removesuffix("]")
-        host = f"[{bare}]" if ":" in bare else bare
-        return f"tcp://{host}:{self.master_port}"
-
 
 def read_launch(environment: Mapping[str, str]) -> Launch | None:
     """Return the launch that `environment` describes, None without a launcher. ValueError names a wrong variable."""
     read = _Reader(environment)
+    # SLURM runs a batch script as task 0 outside any step; srun starts the job's tasks
+    is_script = environment.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in environment
     if "RANK" in environment:
         found = _torchrun(read)
     elif "OMPI_COMM_WORLD_RANK" in environment:
         found = _open_mpi(read)
-    elif "SLURM_PROCID" in environment and not _is_batch_script(environment):
+    elif "SLURM_PROCID" in environment and not is_script:
         found = _slurm(read)
     elif (read.optional("WORLD_SIZE", 1) or 1) > 1:
         raise ValueError(
             f"WORLD_SIZE is {environment['WORLD_SIZE']} and RANK is not set: start the program with torchrun, mpirun or srun, "
             "or unset WORLD_SIZE to train as one rank"
         )
+    elif "SLURM_PROCID" in environment and (tasks := environment.get("SLURM_NTASKS", "1")) != "1":
+        raise ValueError(
+            f"SLURM_NTASKS is {tasks} and SLURM_STEP_ID is not set: the batch script itself is only one of them; "
+            "start the program with srun or torchrun, or unset SLURM_PROCID to train as one rank"
+        )
     else:
-        if "SLURM_PROCID" in environment:
-            _check_tasks_of_script(environment)
         return None
     for kind, number in (("rank", found.rank), ("local rank", found.local_rank or 0)):
         if number >= found.world_size:
@@ -87,14 +74,8 @@ def _torchrun(read: _Reader) -> Launch:
     if "TORCHELASTIC_RUN_ID" not in read.environment:
         _check_not_exported_for_all(read, rank, world_size)
     alone = world_size == 1 and "MASTER_ADDR" not in read.environment
-    return Launch(
-        "torchrun",
-        rank,
-        world_size,
-        read.optional("LOCAL_RANK", 0),
-        "" if alone else read.text("MASTER_ADDR"),
-        DEFAULT_PORT if alone else read.port(None),
-    )
+    place = ("", DEFAULT_PORT) if alone else (read.text("MASTER_ADDR"), read.port(None))
+    return Launch("torchrun", rank, world_size, read.optional("LOCAL_RANK", 0), *place)
 
 
 def _check_not_exported_for_all(read: _Reader, rank: int, world_size: int) -> None:
@@ -122,28 +103,8 @@ def _open_mpi(read: _Reader) -> Launch:
             "Open MPI's variables do not name the host of rank 0, which ranks on several hosts need, and MASTER_ADDR is not set: "
             "use mpirun -x MASTER_ADDR=<host of rank 0>"
         )
-    return Launch(
-        "Open MPI",
-        read.number("OMPI_COMM_WORLD_RANK", 0),
-        world_size,
-        read.optional("OMPI_COMM_WORLD_LOCAL_RANK", 0),
-        address,
-        read.port(DEFAULT_PORT),
-    )
-
-
-def _is_batch_script(environment: Mapping[str, str]) -> bool:
-    """Return True in a batch script, which SLURM runs as task 0 outside any step; srun starts the job's tasks."""
-    return environment.get("ENVIRONMENT") == "BATCH" and "SLURM_STEP_ID" not in environment
-
-
-def _check_tasks_of_script(environment: Mapping[str, str]) -> None:
-    tasks = environment.get("SLURM_NTASKS", "1")
-    if tasks != "1":
-        raise ValueError(
-            f"SLURM_NTASKS is {tasks} and SLURM_STEP_ID is not set: the batch script itself is only one of them; "
-            "start the program with srun or torchrun, or unset SLURM_PROCID to train as one rank"
-        )
+    rank, local_rank = read.number("OMPI_COMM_WORLD_RANK", 0), read.optional("OMPI_COMM_WORLD_LOCAL_RANK", 0)
+    return Launch("Open MPI", rank, world_size, local_rank, address, read.port(DEFAULT_PORT))
 
 
 def _slurm(read: _Reader) -> Launch:
@@ -164,7 +125,7 @@ def _first_slurm_host(read: _Reader, rank: int) -> str:
     for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"):
         if text := read.environment.get(name):
             try:
-                first = next(expand_hostlist(text))
+                first = first_host(text)
             except ValueError as error:
                 raise ValueError(f"{name}: {error}; set MASTER_ADDR to the host of rank 0") from None
             own = read.environment.get("SLURMD_NODENAME", first)
@@ -187,9 +148,12 @@ class _Reader:
         self.environment = environment
 
     def text(self, name: str) -> str:
-        if not self.environment.get(name):
-            raise ValueError(self._missing(name))
-        return self.environment[name]
+        if self.environment.get(name):
+            return self.environment[name]
+        if name in self.environment:
+            raise ValueError(f"{name} is empty: unset it, or give it a value")
+        there = next(rank for rank in ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID") if rank in self.environment)
+        raise ValueError(f"{there} is set, but {name} is not: use a launcher that sets both, or set {name}")
 
     def number(self, name: str, least: int) -> int:
         text = self.text(name).strip()
@@ -213,35 +177,10 @@ class _Reader:
                 f"{name} is {self.environment[name]} and {other} is {value}: unset {name}, which the launcher did not set"
             )
 
-    def _missing(self, name: str) -> str:
-        if name in self.environment:
-            return f"{name} is empty: unset it, or give it a value"
-        there = next(rank for rank in ("RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID") if rank in self.environment)
-        return f"{there} is set, but {name} is not: use a launcher that sets both, or set {name}"
 
-
-def expand_hostlist(text: str) -> Iterator[str]:
-    """Expand SLURM's hosts: `node[01-03,7],login` is node01, node02, node03, node7, login. ValueError for another form."""
-    for word in _split_outside_brackets(text):
-        parts = [_alternatives(part) for part in re.split(r"(\[[^][]*\])", word)]
-        for names in itertools.product(*parts):
-            yield "".join(names)
-
-
-def _split_outside_brackets(text: str) -> list[str]:
-    if not re.fullmatch(r"(?:[^][,\s]|\[[^][\s]+\])+(?:,(?:[^][,\s]|\[[^][\s]+\])+)*", text):
+def first_host(text: str) -> str:
+    """Return the first of SLURM's hosts: node01 of `node[01-03,7],login`. ValueError for another form."""
+    found = re.fullmatch(rf"({_HOST})(?:,{_HOST})*", text, re.ASCII)
+    if found is None:
         raise ValueError(f"{text!r} is not a list of hosts like 'node[01-03,7],login'")
-    return re.findall(r"(?:[^][,]|\[[^]]+\])+", text)
-
-
-def _alternatives(part: str) -> list[str]:
-    if not part.startswith("["):
-        return [part]
-    names: list[str] = []
-    for piece in part[1:-1].split(","):
-        bounds = re.fullmatch(r"(\d+)(?:-(\d+))?", piece)
-        first, last = (bounds[1], bounds[2] or bounds[1]) if bounds else ("1", "0")
-        if max(len(first), len(last)) > 18 or not 0 <= int(last) - int(first) < _MOST_NAMES:
-            raise ValueError(f"{piece!r} in {part!r} is neither a number nor a rising range of less than {_MOST_NAMES}")
-        names += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
-    return names
+    return re.sub(r"\[(\d+)[^]]*\]", r"\1", found[1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from ..layout.model_mesh import ModelMesh, first_mesh
 from ..layout.param_table import ParameterTable
 from ..torch_compat.dtensor import is_dtensor
 from .agreement import NORM_SUM_BYTES, added_sums, gather_answers, gather_values, verify
-from .process_group import HostGroup, group_over, group_ranks, host_group
+from .process_group import HostGroup, group_over, group_ranks, host_group, resolve_group
 
 __all__ = ["ModelRanks", "together"]
 
@@ -25,11 +26,15 @@ _ROUNDING = 1e-3
 
 
 class ModelRanks:
-    """The ranks that hold the shards of one model: one communicator per dimension of the mesh. Making it is collective."""
+    """The ranks that hold the shards of one model, over one communicator. Making it is collective."""
 
     def __init__(self, mesh: ModelMesh, timeout_s: float) -> None:
-        self._mesh = mesh
-        self._groups = [host_group(each, timeout_s) for each in mesh.groups()]
+        group = resolve_group(None, mesh.mesh)
+        self._comm = host_group(group, timeout_s).comm
+        self._dimensions = mesh.dimensions
+        #: by rank of the communicator: its global number and its coordinate
+        self._ranks = group_ranks(group)
+        self._places = [tuple((mesh.mesh.mesh == rank).nonzero()[0].tolist()) for rank in self._ranks]
         self._together: tuple[int, ...] | None = None
 
     @classmethod
@@ -70,22 +75,18 @@ class ModelRanks:
                 raise failure
             return description
 
+        several = "s" if len(self._dimensions) > 1 else ""
+        along = f"along mesh dimension{several} {', '.join(map(repr, self._dimensions))}"
         try:
-            for dimension, group in zip(self._mesh.dimensions, self._groups):
-                try:
-                    verify(group.comm, describe, f"the wrapped {label} along mesh dimension {dimension!r}")
-                except Exception as error:
-                    failure = error
-            describe()
+            verify(self._comm, describe, f"the wrapped {label} {along}")
         finally:
             failure = None  # its traceback holds this frame
 
     def with_group(self, group: HostGroup) -> Any:
         """Return torch's group over the ranks of `group` and those of the mesh. Collective at first use."""
         if self._together is None:
-            ranks = set(group_ranks(group.torch_group))
-            for each in self._groups:
-                ranks.update(*gather_values(each.comm, lambda: sorted(ranks), "ranks of a model"))
+            mine = group_ranks(group.torch_group)
+            ranks = set().union(*gather_values(self._comm, lambda: list(mine), "ranks of a model"))
             self._together = tuple(sorted(ranks))
         return group_over(self._together)
 
@@ -94,19 +95,15 @@ class ModelRanks:
         digests = b"".join(map(_digest, table.parameters)) if group.rank == 0 else b""
         digests = group.comm.all_gather_bytes(digests, f"values of {label}")[0]
 
-        def differing(gathered: Sequence[bytes], dimension: int) -> str:
+        def compare() -> bytes:
+            gathered = gather_answers(self._comm, lambda: digests, f"values of {label}")
             for index, (name, sharded) in enumerate(zip(table.names, table.sharded_kinds)):
                 at = slice(index * _DIGEST_BYTES, (index + 1) * _DIGEST_BYTES)
-                other = next((rank for rank, each in enumerate(gathered) if each[at] != gathered[0][at]), None)
-                if other is not None and not sharded[dimension]:
-                    return (
-                        f"parameter {name!r} is not sharded over {self._between(dimension, other)} have other values of it: make it on equal seeds, "
+                if (pair := self._unlike([each[at] for each in gathered], sharded, operator.eq)) is not None:
+                    raise Error(
+                        f"parameter {name!r} is not sharded over {self._between(*pair)} have other values of it: make it on equal seeds, "
                         "load equal values, or shard it"
                     )
-            return ""
-
-        def compare() -> bytes:
-            self._exchange(lambda: digests, differing, f"values of {label}")
             return b""
 
         gather_answers(group.comm, compare, f"values of {label}", alike=True)
@@ -116,68 +113,41 @@ class ModelRanks:
 
         All raise Error if gradients that are not sharded over a dimension differ along it by more than rounding.
         """
-        sums = _cut(squares)
-
-        def differing(gathered: Sequence[bytes], dimension: int) -> str:
-            rows = [_cut(each) for each in gathered]
-            problem = ""
-            for position, kind in enumerate(sorted(set(kinds))):
-                column = [row[position] for row in rows]
-                if kind[dimension]:
-                    sums[position] = added_sums(column)
-                    continue
-                norms = [norm_value([each]) for each in column]
-                overflow = next((rank for rank, each in enumerate(norms) if not math.isfinite(each)), 0)
-                sums[position] = column[overflow]  # all ranks skip a step with an overflow
-                other = next((rank for rank, each in enumerate(norms) if not _is_near(each, norms[0])), None)
-                if other is not None:
-                    problem = (
-                        f"the gradients of {label} that are not sharded over {self._between(dimension, other)} have other gradients, of norm "
-                        f"{norms[0]!r} and {norms[other]!r}: these ranks no longer train one model"
-                    )
-            return problem
-
-        self._exchange(lambda: b"".join(sums), differing, f"norm of the gradients of {label}")
+        rows = list(map(_cut, gather_answers(self._comm, lambda: squares, f"norm of the gradients of {label}")))
+        sums = []
+        for position, kind in enumerate(sorted(set(kinds))):
+            column = [row[position] for row in rows]
+            norms = [norm_value([each]) for each in column]
+            if (pair := self._unlike(norms, kind, _is_near)) is not None:
+                raise Error(
+                    f"the gradients of {label} that are not sharded over {self._between(*pair)} have other gradients, of norm "
+                    f"{norms[pair[0]]!r} and {norms[pair[1]]!r}: these ranks no longer train one model"
+                )
+            # all ranks skip a step with an overflow
+            chosen = next((rank for rank, each in enumerate(norms) if not math.isfinite(each)), 0)
+            copies = [_cut_out(place, kind, keep=False) for place in self._places]
+            sums.append(added_sums(each for copy, each in zip(copies, column) if copy == copies[chosen]))
         return added_sums(sums) if sums else norm_sum([])
 
     def any_rank(self, answer: Callable[[], bytes], label: str) -> bool:
         """Return True if the answer of some rank of the mesh is b"\\1". All raise an exception of `answer`. Collective."""
-        found = b""
+        return b"\1" in gather_answers(self._comm, answer, label)
 
-        def examine(gathered: Sequence[bytes], dimension: int) -> str:
-            nonlocal found
-            found = max(gathered)
-            return ""
+    def _unlike(
+        self, values: Sequence[Any], sharded: tuple[bool, ...], are_alike: Callable[[Any, Any], bool]
+    ) -> tuple[int, int] | None:
+        """Return the first two ranks that hold the same shard and values that are not alike."""
+        firsts: dict[tuple[int, ...], int] = {}
+        for rank, place in enumerate(self._places):
+            first = firsts.setdefault(_cut_out(place, sharded, keep=True), rank)
+            if not are_alike(values[rank], values[first]):
+                return first, rank
+        return None
 
-        self._exchange(lambda: found or answer(), examine, label)
-        return found == b"\1"
-
-    def _between(self, dimension: int, other: int) -> str:
-        ranks = group_ranks(self._groups[dimension].torch_group)
-        return f"mesh dimension {self._mesh.dimensions[dimension]!r}, and ranks {ranks[0]} and {ranks[other]}"
-
-    def _exchange(self, mine: Callable[[], bytes], examine: Callable[[Sequence[bytes], int], str], label: str) -> None:
-        """Call `examine` with the answers of each dimension's ranks in turn. Raise its message on all ranks of the mesh."""
-        failure: Error | None = None
-
-        def answer() -> bytes:
-            if failure is not None:
-                raise failure
-            return mine()
-
-        for dimension, group in enumerate(self._groups):
-            try:
-                problem = examine(gather_answers(group.comm, answer, label), dimension)
-                failure = Error(problem) if problem else None
-            except Error as error:
-                failure = error
-        for group in self._groups[:-1]:  # the failure of a later dimension reaches the ranks of the earlier ones
-            try:
-                gather_answers(group.comm, lambda: answer()[:0], label)
-            except Error as error:
-                failure = failure or error
-        if failure is not None:
-            raise failure
+    def _between(self, first: int, other: int) -> str:
+        pairs = zip(self._dimensions, self._places[first], self._places[other])
+        dimension = next(name for name, one, two in pairs if one != two)
+        return f"mesh dimension {dimension!r}, and ranks {self._ranks[first]} and {self._ranks[other]}"
 
 
 def together(
@@ -201,6 +171,11 @@ def together(
 def _is_near(norm: float, other: float) -> bool:
     """Return True if two norms differ at most by rounding, or if one of them is not finite."""
     return not (math.isfinite(norm) and math.isfinite(other)) or math.isclose(norm, other, rel_tol=_ROUNDING)
+
+
+def _cut_out(place: tuple[int, ...], sharded: tuple[bool, ...], *, keep: bool) -> tuple[int, ...]:
+    """Return a rank's coordinate in the dimensions that shard a parameter, or with keep=False in the others."""
+    return tuple(at for at, is_sharded in zip(place, sharded) if is_sharded == keep)
 
 
 def _cut(sums: bytes) -> list[bytes]:

@@ -2,9 +2,7 @@
 
 All modules wrapped over one group share one communicator; its deadline is the latest wrapper's. It lives as long as
 torch's group, not as long as a wrapper: ranks collect garbage at different times, so some might already have dropped
-it. At exit it is closed. A rank that leaves notifies peers that wait for it. Addresses, the secret and the map of hosts
-travel once, through torch's store (comm/rendezvous.py). Between hosts bytes go through our own Gloo group
-(comm/wire.py), which only moves them and never adds.
+it. Between hosts bytes go through our own Gloo group (comm/wire.py), which only moves them and never adds.
 """
 
 from __future__ import annotations
@@ -22,14 +20,14 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from .._engine import CommError, HostComm, forked
+from .._engine import HostComm, forked
 from ..layout.memory import check_sendable
 from ..layout.shard_mesh import Slicing
 from ..torch_compat.internals import default_store, make_gloo
@@ -37,7 +35,7 @@ from ..torch_compat.interrupts import check_interrupt
 from . import wire
 from .attempt import attempt_store
 from .failures import report_failures
-from .launch import DEFAULT_PORT, Launch, read_launch
+from .launch import Launch, read_launch
 from .rendezvous import SECRET_BYTES, Line, Meeting, Rendezvous, assembly_of, no_thread
 from .waits import START_S, WARN_AFTER_S, Wait, log, seconds_of, start_s
 
@@ -97,25 +95,11 @@ class HostGroup:
     @property
     def carriers(self) -> list[int]:
         """Return the lowest rank of each host."""
-        found: list[int] = []
-        for rank, host in enumerate(self.host_of):
-            if host == len(found):  # hosts are numbered by their lowest rank
-                found.append(rank)
-        return found
+        return [self.host_of.index(host) for host in range(self.host_count)]
 
-    def home_of(self, slicing: Slicing, rank: int | None = None) -> int:
-        """Return the lowest rank of a rank's replica on its host, whose memory holds the replica's one copy there."""
-        rank = self.rank if rank is None else rank
-        return next(r for r in slicing.replica(rank) if self.host_of[r] == self.host_of[rank])
-
-    def sharers(self, slicing: Slicing, rank: int | None = None) -> list[int]:
-        """Return the ranks that share the host's copy of the slices with `rank` (default: this rank), itself included."""
-        rank = self.rank if rank is None else rank
-        return [each for each in slicing.replica(rank) if self.host_of[each] == self.host_of[rank]]
-
-    def shares(self, slicing: Slicing) -> bool:
-        """Return True if several ranks share some host's copy of the slices. Equal on all ranks."""
-        return any(len(self.sharers(slicing, rank)) > 1 for rank in range(self.world_size))
+    def sharers(self, slicing: Slicing) -> list[int]:
+        """Return the ranks that share the host's copy of the slices with this rank, itself included."""
+        return [each for each in slicing.replica() if self.host_of[each] == self.host_of[self.rank]]
 
     def is_apart(self, slicing: Slicing) -> bool:
         """Return True if some replica's slices are updated on several hosts."""
@@ -123,13 +107,11 @@ class HostGroup:
 
     def host_map(self) -> dict[str, str]:
         """Return each host's name and its ranks, the carrier first, for describe()."""
-        ranks: list[list[int]] = [[] for _ in range(self.host_count)]
-        for rank, host in enumerate(self.host_of):
-            ranks[host].append(rank)
-        return {
-            f"host {host}": f"{self.hosts[each[0]]}, ranks {', '.join(map(str, each))}"
-            for host, each in enumerate(ranks)
-        }
+        found: dict[str, str] = {}
+        for host, carrier in enumerate(self.carriers):
+            ranks = [str(rank) for rank, each in enumerate(self.host_of) if each == host]
+            found[f"host {host}"] = f"{self.hosts[carrier]}, ranks {', '.join(ranks)}"
+        return found
 
     def _join(self, group: Any, timeout_s: float) -> None:
         host, failure = socket.gethostname(), ""
@@ -218,22 +200,14 @@ class HostGroup:
                 *[max(1, cores // len(here))] * 2,
             )
 
-    @property
-    def is_closed(self) -> bool:
-        """True once close() was called."""
-        return not self._leave.alive
-
-    def gloo_group(self, name: str, ranks: Sequence[int], timeout_s: float, connects_late: bool = False) -> Any:
-        """Return our own Gloo backend over `ranks` of this group. Collective over them; torch's new_group() needs every rank."""
-        store = dist.PrefixStore(f"{self._store_name}/{name}", default_store())
-        timeout = timedelta(seconds=min(timeout_s, 1e6))
-        return make_gloo(store, ranks.index(self.rank), len(ranks), timeout, connects_late)
-
     def make_wire(self, name: str, secret: bytes, timeout_s: float) -> wire.Wire:
         """Return a wire between the carriers. Collective over them; the timeout bounds the rendezvous."""
-        others = wire.sockets()
-        gloo = self.gloo_group(name, self.carriers, timeout_s, connects_late=self.host_count > wire.EAGER_HOSTS)
-        return wire.Wire(gloo, self.carriers, secret, others, lambda: _exits)
+        others, carriers = wire.sockets(), self.carriers
+        store = dist.PrefixStore(f"{self._store_name}/{name}", default_store())
+        timeout, connects_late = timedelta(seconds=min(timeout_s, 1e6)), self.host_count > wire.EAGER_HOSTS
+        # torch's new_group() needs every rank
+        gloo = make_gloo(store, carriers.index(self.rank), len(carriers), timeout, connects_late)
+        return wire.Wire(gloo, carriers, secret, others, lambda: _exits)
 
     @property
     def simulated_host(self) -> int | None:
@@ -246,15 +220,9 @@ class HostGroup:
 
     def broadcast(self, tensors: Sequence[torch.Tensor], root: int, label: str) -> None:
         """Broadcast the values of `root`, in any strides, to all ranks. Version counters do not change. Cost: the bytes, once."""
-        check_sendable(tensors, label)
-        plain = [tensor.data for tensor in tensors if tensor.numel()]
-        dense = [t if t.is_contiguous() and not t.is_conj() and not t.is_neg() else _row_major(t) for t in plain]
-        ranges = [(t.data_ptr(), t.numel() * t.element_size()) for t in dense]
-        if ranges and self.world_size > 1:
-            self.comm.broadcast(ranges, root, label)
-            for tensor, copy in zip(plain, dense):
-                if copy is not tensor:
-                    tensor.copy_(copy)
+        with row_major(tensors, label) as dense:
+            if dense and self.world_size > 1:
+                self.comm.broadcast([(t.data_ptr(), t.nbytes) for t in dense], root, label)
 
     def highest_rank_where(self, condition: bool, label: str) -> int:
         """Return the highest rank on which `condition` holds, -1 if none. Collective."""
@@ -262,15 +230,16 @@ class HostGroup:
         return max((rank for rank, verdict in enumerate(verdicts) if verdict == b"\1"), default=-1)
 
 
-def _row_major(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.resolve_conj().resolve_neg().contiguous().clone(memory_format=torch.contiguous_format)
-
-
-def comm_error(message: str, rank: int = -1, host: str = "") -> CommError:
-    """Return a CommError with its attributes set."""
-    error = CommError(message)
-    error.rank, error.host = rank, host
-    return error
+@contextlib.contextmanager
+def row_major(tensors: Sequence[torch.Tensor], label: str) -> Iterator[list[torch.Tensor]]:
+    """Yield the tensors' memory, of copies where it is not row-major; on exit what these hold is written back."""
+    check_sendable(tensors, label)
+    plain = [tensor.data for tensor in tensors if tensor.numel()]
+    dense = [each.resolve_conj().resolve_neg().contiguous() for each in plain]
+    yield dense
+    for tensor, copy in zip(plain, dense):
+        if copy is not tensor:
+            tensor.copy_(copy)
 
 
 def _place() -> str:
@@ -294,11 +263,6 @@ def _next_meeting(name: str, group: Any) -> str:
     return f"shardwright/{digest}/{_meetings[name, ranks]}"
 
 
-def _forked() -> None:
-    forked()
-    wire.let_go()
-
-
 #: torch's group -> ours. A HostGroup does not hold torch's group, so an entry ends with its group.
 _groups: weakref.WeakKeyDictionary[Any, HostGroup] = weakref.WeakKeyDictionary()
 _single: dict[None, HostGroup] = {}
@@ -306,7 +270,7 @@ _single: dict[None, HostGroup] = {}
 
 def live_groups() -> list[HostGroup]:
     """Return every communicator of this process that is in use."""
-    return [group for group in (*_single.values(), *_groups.values()) if not group.is_closed]
+    return [group for group in (*_single.values(), *_groups.values()) if group._leave.alive]
 
 
 def resolve_group(process_group: Any, device_mesh: Any, *, trains: bool = False) -> Any:
@@ -334,16 +298,9 @@ def resolve_group(process_group: Any, device_mesh: Any, *, trains: bool = False)
         launch = read_launch(os.environ)
         if launch is None and not trains:
             return None
-        if launch is None:
-            _logger.warning(_ONE_RANK)
-        _join(launch or Launch("none", 0, 1, None, "", DEFAULT_PORT))
+        _join(launch)
     return dist.group.WORLD
 
-
-_ONE_RANK = (
-    "no launcher has started this process (RANK, OMPI_COMM_WORLD_RANK and SLURM_PROCID are not set): it trains as one rank; "
-    "`torchrun --nproc-per-node N PROGRAM` starts N ranks"
-)
 
 #: the default group -> groups over all ranks of meshes, by these ranks
 _mesh_groups: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
@@ -391,16 +348,18 @@ def init_process_group(backend: str = "gloo", *, timeout: timedelta | None = Non
             raise ValueError(
                 f"init_process_group: {name} comes from the launcher; call torch.distributed's own function to set it"
             )
-    launch = read_launch(os.environ)
+    _join(read_launch(os.environ), backend, timeout, **options)
+
+
+def _join(launch: Launch | None, backend: str = "gloo", timeout: timedelta | None = None, **options: Any) -> None:
     if launch is None:
-        _logger.warning(_ONE_RANK)
-    _join(launch or Launch("none", 0, 1, None, "", DEFAULT_PORT), backend, timeout, **options)
-
-
-def _join(launch: Launch, backend: str = "gloo", timeout: timedelta | None = None, **options: Any) -> None:
+        _logger.warning(
+            "no launcher has started this process (RANK, OMPI_COMM_WORLD_RANK and SLURM_PROCID are not set): it trains as one rank; "
+            "`torchrun --nproc-per-node N PROGRAM` starts N ranks"
+        )
     if timeout is not None:
         options["timeout"] = timeout
-    if not launch.master_addr:
+    if launch is None or not launch.master_addr:
         options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     else:
         options |= {"store": _store_of(launch, timeout), "rank": launch.rank, "world_size": launch.world_size}
@@ -487,7 +446,8 @@ def host_group(group: Any, timeout_s: float, warn_after_s: float | None = -1.0) 
 def _register_ends() -> None:
     report_failures()
     atexit.register(_close_all)
-    os.register_at_fork(after_in_child=_forked)
+    for end in (forked, wire.let_go):
+        os.register_at_fork(after_in_child=end)
 
 
 #: once the process is about to end

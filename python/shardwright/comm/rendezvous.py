@@ -1,8 +1,7 @@
-"""The rendezvous of a group's ranks before they share memory: through torch's store, as a tree.
+"""The rendezvous of a group's ranks before they share memory: through torch's store, as a tree (docs/design/hosts_control.md).
 
 Rank r writes its own line and the lines of its subtree (FAN_OUT children a rank) under one key, which its parent reads.
-Rank 0 thus gets all lines, finds which ranks share a host, and writes one key a host and one with the map. Every other
-rank handles at most O(W / FAN_OUT) lines, and ranks exchange no messages. See docs/design/hosts_control.md.
+Rank 0 thus gets all lines, finds which ranks share a host, and writes one key a host and one with the map.
 
 A rank that cannot go on writes its reason under a separate key; all ranks raise the first one. If torch's group has
 Gloo, ranks first meet in a Gloo collective: a dead process ends it, and a rank that cannot reach the store (a FileStore
@@ -88,11 +87,8 @@ class Rendezvous:
         log: Callable[[str], None] = log,
     ) -> None:
         self._store = _Caller(store, rank, timeout_s)
-        self._rank = rank
-        self._world_size = world_size
-        self._host = host
-        self._timeout_s = timeout_s
-        self._has_met = False
+        self._rank, self._world_size, self._host = rank, world_size, host
+        self._timeout_s, self._has_met = timeout_s, False
         self._assembly = assembly
         self._warn_after_s, self._log = warn_after_s, log
 
@@ -185,21 +181,22 @@ class Rendezvous:
 
     def _assemble(self, trouble: CommError | None) -> None:
         """Wait for all ranks. Raise on all of them the `trouble` of the highest rank that has one."""
-        assert self._assembly is not None
+        assembly = self._assembly
+        assert assembly is not None
         try:
-            coming = self._assembly.begin(-1 if trouble is None else self._rank)
+            assembly.begin(-1 if trouble is None else self._rank)
             later_s = _LATER_S if self._rank else 0.0  # rank 0 publishes which ranks are absent
-            self._until(coming.is_done, self._absent, _BARRIER_LOOK_S, later_s, asks=trouble is None)
+            self._until(assembly.is_done, self._absent, _BARRIER_LOOK_S, later_s, asks=trouble is None)
             self._has_met = True
-            speaker = coming.result()
+            speaker = assembly.result()
             if speaker >= 0:
                 mine = self._words_of(trouble) if trouble is not None else {"text": ""}
                 mine["text"] = mine["text"][:_WORDS_TEXT]
-                raise _error_of(json.loads(self._assembly.hear(speaker, json.dumps(mine))))
+                raise _error_of(json.loads(assembly.hear(speaker, json.dumps(mine))))
         except CommError:
             raise
         except RuntimeError as error:
-            raise self.fail(_comm_error(f"joining: torch's own group failed: {error}", -1, "")) from error
+            raise self.fail(comm_error(f"joining: torch's own group failed: {error}")) from error
 
     def _await(self, key: str, awaited: str, later_s: float = 0.0) -> bytes:
         """Return the value of `key` once `awaited` has written it; wait `later_s` longer than that rank."""
@@ -232,29 +229,25 @@ class Rendezvous:
             deadline_s = self._timeout_s if self._has_met else max(self._timeout_s, _COMING_S)
             if waited_s > deadline_s + later_s:
                 text = f"{sentence(waited_s)}; the deadline was {deadline_s:g} s"
-                raise _comm_error(text, self._rank, self._host, CommTimeoutError)
+                raise comm_error(text, self._rank, self._host, CommTimeoutError)
             wait.look(lambda waited_s: f"{sentence(waited_s)}; the deadline is {deadline_s:g} s")  # noqa: B023, called at once
             time.sleep(pause_s)
             pause_s = min(1.5 * pause_s, most_s)
 
     def _absent(self) -> str:
         """Return which ranks have not come. Rank 0 asks and publishes: every rank's own look would make W * W calls."""
+        all_ranks = "all ranks of the group"
         try:
             if self._rank == 0:
-                self._store.call("set", "absent", self._looked())
+                leaves = (rank for rank in range(1, self._world_size) if not children(rank, self._world_size))
+                # ranks without children write their lines when they come
+                absent = [rank for rank in leaves if not self._store.call("check", [f"lines/{rank}"])]
+                self._store.call("set", "absent", not_come(absent) if absent else all_ranks)
             elif not self._store.call("check", ["absent"]):
                 return "rank 0 or ranks that it waits for"
             return str(self._store.call("get", "absent").decode())
         except CommError:
-            return "all ranks of the group"
-
-    def _looked(self) -> str:
-        """Return which ranks without children have not written their lines, as they do when they come."""
-        leaves = [rank for rank in range(1, self._world_size) if not children(rank, self._world_size)]
-        absent = [rank for rank in leaves if not self._store.call("check", [f"lines/{rank}"])]
-        if not absent:
-            return "all ranks of the group"
-        return names_of(absent) + (", which have not come" if len(absent) > 1 else ", which has not come")
+            return all_ranks
 
     def _reason(self) -> dict[str, Any] | None:
         return json.loads(self._store.call("get", "why")) if self._store.call("check", ["why"]) else None
@@ -264,8 +257,7 @@ class _Caller:
     """A store whose calls, made by a thread, have a deadline; torch's own wait for ever if the link is cut."""
 
     def __init__(self, store: Any, rank: int, timeout_s: float) -> None:
-        self._rank = rank
-        self._timeout_s = timeout_s
+        self._rank, self._timeout_s = rank, timeout_s
         self._asked: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._is_stuck = False
@@ -283,32 +275,33 @@ class _Caller:
         """Return `store.name(*arguments)`. CommError if the store fails, CommTimeoutError if it does not answer."""
         failed = f"joining: the store of torch.distributed failed on rank {self._rank}"
         if self._is_stuck:
-            raise _comm_error(f"{failed}: it did not answer", -1, "")
-        if self._store is not None:
-            try:
-                return getattr(self._store, name)(*arguments)
-            except Exception as cause:
-                raise _comm_error(f"{failed}: {cause}", -1, "") from cause
-        self._asked.put((name, arguments))
+            raise comm_error(f"{failed}: it did not answer")
         try:
-            self._is_stuck = True  # even if a signal ends the wait
-            answer, error = self._answers.get(timeout=min(self._timeout_s, 1e6))
-            self._is_stuck = False
+            if self._store is not None:
+                answer, error = _answer(self._store, name, arguments)
+            else:
+                self._asked.put((name, arguments))
+                self._is_stuck = True  # even if a signal ends the wait
+                answer, error = self._answers.get(timeout=min(self._timeout_s, 1e6))
+                self._is_stuck = False
         except queue.Empty:
             text = f"{failed}: it did not answer {name}() within {self._timeout_s:g} s"
-            raise _comm_error(text, -1, "", CommTimeoutError) from None
+            raise comm_error(text, kind=CommTimeoutError) from None
         if error is not None:
-            raise _comm_error(f"{failed}: {error}", -1, "") from error
+            raise comm_error(f"{failed}: {error}") from error
         return answer
 
 
 def _answer_calls(store: Any, asked: queue.SimpleQueue[Any], answers: queue.SimpleQueue[Any]) -> None:
     while (call := asked.get()) is not None:
-        name, arguments = call
-        try:
-            answers.put((getattr(store, name)(*arguments), None))
-        except Exception as error:
-            answers.put((None, error))
+        answers.put(_answer(store, *call))
+
+
+def _answer(store: Any, name: str, arguments: tuple[Any, ...]) -> tuple[Any, Exception | None]:
+    try:
+        return getattr(store, name)(*arguments), None
+    except Exception as error:
+        return None, error
 
 
 def no_thread(error: Exception) -> str:
@@ -319,10 +312,11 @@ def no_thread(error: Exception) -> str:
     )
 
 
-def names_of(ranks: Sequence[int]) -> str:
-    """Return "rank 2" or "ranks 2, 3", with the first few ranks only."""
+def not_come(ranks: Sequence[int]) -> str:
+    """Return "rank 2, which has not come" or "ranks 2, 3, which have not come", with the first few ranks only."""
     more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_NAMED]))}{more}"
+    named = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_NAMED]))}{more}"
+    return f"{named}, which {'have' if len(ranks) > 1 else 'has'} not come"
 
 
 def children(rank: int, world_size: int) -> range:
@@ -342,27 +336,12 @@ class Assembly:
     def __init__(self, backend: Any) -> None:
         self._backend = backend
 
-    def begin(self, speaker: int) -> Coming:
+    def begin(self, speaker: int) -> None:
         """Start the first collective. `speaker`: this rank if it has a message for all; else -1."""
-        highest = torch.tensor([speaker], dtype=torch.int64, device="cpu")
+        self._highest = torch.tensor([speaker], dtype=torch.int64, device="cpu")
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-        return Coming(self._backend.allreduce([highest], options), highest)
-
-    def hear(self, speaker: int, words: str) -> str:
-        """Return the message of rank `speaker`, at most _WORDS_BYTES bytes. Collective."""
-        memory = torch.frombuffer(bytearray(words.encode().ljust(_WORDS_BYTES)), dtype=torch.uint8)
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = speaker, 0
-        self._backend.broadcast([memory], options).wait()
-        return bytes_of(memory).decode()
-
-
-class Coming:
-    """A first collective that is running."""
-
-    def __init__(self, work: Any, highest: torch.Tensor) -> None:
-        self._work, self._highest = work, highest
+        self._work: Any = self._backend.allreduce([self._highest], options)
 
     def is_done(self) -> bool:
         return bool(self._work.is_completed())
@@ -371,6 +350,14 @@ class Coming:
         """Return the highest rank that has a message, -1 if none has. Raise RuntimeError if a rank has died."""
         self._work.wait()
         return int(self._highest.item())
+
+    def hear(self, speaker: int, words: str) -> str:
+        """Return the message of rank `speaker`, at most _WORDS_BYTES bytes. Collective."""
+        memory = torch.frombuffer(bytearray(words.encode().ljust(_WORDS_BYTES)), dtype=torch.uint8)
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = speaker, 0
+        self._backend.broadcast([memory], options).wait()
+        return bytes_of(memory).decode()
 
 
 def assembly_of(group: Any) -> Assembly | None:
@@ -384,10 +371,11 @@ def _error_of(reason: dict[str, Any]) -> CommError:
     at = reason["at"]
     text = f"joining failed on rank {reason['rank']} on host {reason['host']}: {reason['text']}"
     kind = CommTimeoutError if reason["is_timeout"] else CommError
-    return _comm_error(text, at, reason["host"] if at == reason["rank"] else "", kind)
+    return comm_error(text, at, reason["host"] if at == reason["rank"] else "", kind)
 
 
-def _comm_error(message: str, rank: int, host: str, kind: type[CommError] = CommError) -> CommError:
+def comm_error(message: str, rank: int = -1, host: str = "", kind: type[CommError] = CommError) -> CommError:
+    """Return an error with its attributes set."""
     error = kind(message)
     error.rank, error.host = rank, host
     return error

@@ -1,4 +1,8 @@
-"""Signals after which a training saves and ends: SIGTERM of a launcher, SIGUSR1 before SLURM's time limit."""
+"""Signals after which a training saves and ends: SIGTERM of a launcher, SIGUSR1 before SLURM's time limit.
+
+A signal reaches ranks at different steps, or only some ranks. All learn of it in the same round, and without a signal
+that costs nothing (StopRequest; docs/design/restart.md).
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
-__all__ = ["SaveSignals", "check_signals"]
+__all__ = ["SaveSignals", "StopRequest", "check_signals"]
 
 logger = logging.getLogger("shardwright")
 _REFUSED = {signal.SIGKILL, signal.SIGSTOP}
@@ -63,3 +67,42 @@ class SaveSignals:
             is_ours = signal.getsignal(number) == self._note
             if is_ours and before is not None and threading.current_thread() is threading.main_thread():
                 signal.signal(number, before)
+
+
+#: odd: multiples of it are distinct for all ranks
+_STEP = 0x9E3779B1
+
+
+class StopRequest:
+    """The request of one module's ranks. A signal handler may set `is_asked`; `is_agreed` is set in one round on all ranks.
+
+    A rank with a request adds its own number to the digest of the next round (sw_reducer_note_step). The digests then
+    differ, so all ranks look for the reason.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.is_asked = self.is_agreed = False
+        self._rank, self._world_size = rank, world_size
+        self._is_noted = False
+
+    def note(self, reducer: Any) -> None:
+        """Add the request to the round of the next synchronised forward."""
+        if not self.is_asked or self._is_noted or self.is_agreed:
+            return
+        self._is_noted = True
+        if self._world_size == 1:
+            self.is_agreed = True
+            return
+        reducer.note_step((self._rank + 1) * _STEP % 2**32)
+
+    def renew(self) -> None:
+        """Add the request again, on all ranks, after a join in which notes were forgotten."""
+        self._is_noted = False
+
+    def explains(self, gather: Callable[[bytes, str], list[bytes]]) -> bool:
+        """Return True if digests differ because of a request. Collective."""
+        gathered = gather(b"\1" if self._is_noted else b"\0", "requests to stop")
+        if b"\1" not in gathered or self.is_agreed:
+            return False
+        self.is_agreed = True
+        return True

@@ -54,11 +54,6 @@ class Wait:
     def waited_s(self) -> float:
         return time.monotonic() - self._begun_s
 
-    @property
-    def next_s(self) -> float:
-        """Return the seconds until the next line is due."""
-        return max(self._next_s - self.waited_s, 0.0)
-
     def look(self, sentence: Callable[[float], str]) -> None:
         """Log sentence(seconds) if a line is due."""
         waited_s = self.waited_s

@@ -1,4 +1,4 @@
-"""The two-step exchange of encoded slices between GPUs, and blocks over it (PowerSGD: compress/device_powersgd.py).
+"""The two-step exchange of encoded slices between GPUs, and the compressors over it: blocks and PowerSGD.
 
 A message has world_size equal slices. In the first step every rank gets its own slice of all messages and folds them,
 in rank order; in the second all ranks get all results. Everything is enqueued: arithmetic on torch's current stream,
@@ -19,32 +19,30 @@ from .._engine import (
     block_slice_records,
     device_block_round,
     device_fold,
+    device_powersgd_round,
+    device_powersgd_sizes,
 )
 from ..backend.device_link import DeviceLink
 from ..layout.bucket import share_of, used_in
 from ..layout.views import dtype_name
 from ..torch_compat import cuda
-from .blocks import BlockState
-from .state import CompressionState
+from .state import BlockState, CompressionState, PowerSGDState
 
 _ALIGNMENT = 64
 
 
 class DeviceExchange:
-    """An exchange over the communicator of a link. `like`: any tensor on its GPU.
+    """An exchange over the communicator of a link. `like`: any tensor on its GPU. Every rank makes the same calls.
 
-    begin() returns the message to fill, scatter() the W pieces to fold, result() the memory for the fold, gather() the whole
-    result. Memory stays valid until the next begin(), or gather(). Every rank makes the same calls. `wire_bytes` counts what
-    this rank has sent to peers, `bucket_wire_bytes` by bucket of the last round.
+    `wire_bytes` counts what this rank has sent to peers, `bucket_wire_bytes` by bucket of the last round.
     """
 
     takes_part = True
 
     def __init__(self, link: DeviceLink, like: torch.Tensor) -> None:
         self.link, self.rank, self.world_size = link, link.rank, link.world_size
-        self.wire_bytes = 0
+        self.wire_bytes = self._before_bucket = 0
         self.bucket_wire_bytes: tuple[int, ...] = ()
-        self._before_bucket = self._slice_bytes = 0
         self._buckets: list[int] = []
         self._like = like.detach().new_empty(0)
         self._sent = self._received = self._whole = self._like
@@ -65,71 +63,48 @@ class DeviceExchange:
         return cuda.runtime.zeros(numel, dtype, self._like)
 
     def begin(self, slice_bytes: int) -> torch.Tensor:
-        """Return the message: uint8, world_size slices of slice_bytes. Its contents are undefined."""
-        self._slice_bytes, size = slice_bytes, slice_bytes * self.world_size
+        """Return the message, uint8, of world_size slices, with undefined contents; valid until the next begin()."""
+        size = slice_bytes * self.world_size
         if self._sent.numel() < size:  # the streams have synchronised since a collective used the old tensors
             self._whole, self._sent, self._received = (self.zeros(size, torch.uint8) for _ in range(3))
         return self._sent[:size]
-
-    def scatter(self) -> list[torch.Tensor]:
-        """Return this rank's slice of every rank's message, in rank order."""
-        slice_bytes, own = self._slice_bytes, self.rank
-        size = slice_bytes * self.world_size
-        self.wire_bytes += size - slice_bytes
-        message, received = self._sent[:size], self._received[:size]
-        self.link.comm.exchange((message.data_ptr(), size, "uint8"), received.data_ptr(), self.link.current_stream())
-        pieces = list(received.split(slice_bytes))
-        pieces[own] = message[own * slice_bytes :][:slice_bytes]
-        return pieces
 
     def memory(self) -> tuple[int, int, int]:
         """Return the addresses of the message, of what is received and of the whole result, after begin()."""
         return self._sent.data_ptr(), self._received.data_ptr(), self._whole.data_ptr()
 
-    def result(self) -> torch.Tensor:
-        """Return the memory for the fold of scatter()'s pieces, uint8."""
-        return self._whole[self.rank * self._slice_bytes :][: self._slice_bytes]
-
-    def gather(self) -> torch.Tensor:
-        """Return all ranks' results in rank order, contiguous uint8."""
-        whole = self._whole[: self._slice_bytes * self.world_size]
-        self.wire_bytes += (self.world_size - 1) * self._slice_bytes
-        self.link.comm.all_gather([(whole.data_ptr(), whole.numel(), "uint8")], self.link.current_stream())
-        return whole
-
-    def _fold_slice(self, message: torch.Tensor) -> torch.Tensor:
-        """Return this rank's slice of begin()'s message in its dtype, averaged over ranks in rank order."""
-        pieces, result, size = self.scatter(), self.result().view(message.dtype), self._slice_bytes
-        own, other = self.rank, int(self.rank == 0)
-        rest = pieces[other].data_ptr() - other * size  # received pieces are evenly spaced
-        stream, dtype = self.link.current_stream(), dtype_name(result.dtype)
-        places = result.data_ptr(), pieces[own].data_ptr(), rest
-        device_fold(self.link.comm, *places, result.numel(), size, own, self.world_size, dtype, True, stream)
-        return result
-
     def average_plain(self, flat: torch.Tensor, share: int | None, keeps_slice: bool) -> None:
         """Average flat memory in place, without compression; with `keeps_slice` only this rank's `share` elements."""
-        if self.world_size == 1:
+        rank, world_size = self.rank, self.world_size
+        if world_size == 1:
             return
-        share = share or slice_numel(flat.numel(), self.world_size)
-        message = self.begin(share * flat.element_size()).view(flat.dtype)
+        share = share or max(1, -(-flat.numel() // (world_size * _ALIGNMENT))) * _ALIGNMENT
+        size, name = share * flat.element_size(), dtype_name(flat.dtype)
+        message = self.begin(size).view(flat.dtype)
         message[: flat.numel()].copy_(flat)
         message[flat.numel() :].zero_()
+        comm, stream = self.link.comm, self.link.current_stream()
+        sent, received, whole = self.memory()
+        comm.exchange((sent, size * world_size, "uint8"), received, stream)
+        device_fold(
+            comm, whole + rank * size, sent + rank * size, received, share, size, rank, world_size, name, True, stream
+        )
+        self.wire_bytes += (world_size - 1) * size
+        result = self._whole[: size * world_size].view(flat.dtype)
         if keeps_slice:
-            flat[self.rank * share : (self.rank + 1) * share].copy_(self._fold_slice(message))
+            own = slice(rank * share, (rank + 1) * share)
+            flat[own].copy_(result[own])
         else:
-            self._fold_slice(message)
-            flat.copy_(self.gather().view(flat.dtype)[: flat.numel()])
-
-
-def slice_numel(numel: int, world_size: int) -> int:
-    """Return the elements of a slice that holds this fraction of `numel`, a multiple of the alignment of slices."""
-    share = -(-numel // world_size)
-    return max(_ALIGNMENT, -(-share // _ALIGNMENT) * _ALIGNMENT)
+            comm.all_gather([(whole, size * world_size, "uint8")], stream)
+            self.wire_bytes += (world_size - 1) * size
+            flat.copy_(result[: flat.numel()])
 
 
 class OnDevice(CompressionState):
     """A state whose exchange and tensors are on a GPU. Its codec only has the entries' shapes and counts rounds."""
+
+    #: rounds at the start without compression
+    plain_rounds = 0
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self._held: dict[int, dict[str, torch.Tensor]] = {}
@@ -156,13 +131,11 @@ class OnDevice(CompressionState):
 
     def _made(self, number: int) -> dict[str, torch.Tensor]:
         if number not in self._held:
-            shapes = self.codec.shapes(number)
-            self._held[number] = {key: self._zeros(shape, self.dtype_of(key)) for key, shape in shapes.items()}
+            made = self._held[number] = {}
+            for key, shape in self.codec.shapes(number).items():
+                numel = torch.Size(shape).numel()
+                made[key] = self._device.zeros(max(numel, 1), self.dtype_of(key))[:numel].view(shape)
         return self._held[number]
-
-    def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        numel = torch.Size(shape).numel()
-        return self._device.zeros(max(numel, 1), dtype)[:numel].view(shape)
 
     def entry(self, parameter: torch.Tensor, gradient: torch.Tensor) -> tuple[dict[str, torch.Tensor], bool]:
         """Return the parameter's tensors, and True if they are new (zeros)."""
@@ -178,6 +151,22 @@ class OnDevice(CompressionState):
                 yield gradient, parameter
             self._skipped |= not is_used
 
+    def average(self, bucket: Any) -> torch.Tensor:
+        buffer: torch.Tensor = bucket.buffer()
+        if self.iter < self.plain_rounds:
+            self._device.average_plain(buffer, *share_of(bucket))
+        else:
+            flat = buffer if buffer.dtype == torch.float32 else buffer.float()
+            self._average(bucket, flat, int(buffer.storage_offset()))
+            if flat is not buffer:
+                buffer.copy_(flat)
+        self.end_bucket(bucket.is_last())
+        return buffer
+
+    def _average(self, bucket: Any, flat: torch.Tensor, base: int) -> None:
+        """Enqueue the rounds of a bucket whose values are float32 in `flat`; its buffer begins at element `base`."""
+        raise NotImplementedError
+
 
 class DeviceBlockState(OnDevice, BlockState):
     """A BlockState on a GPU: the engine enqueues a bucket's rounds, a pass as one launch over all parts of a message."""
@@ -185,21 +174,12 @@ class DeviceBlockState(OnDevice, BlockState):
     _rest = torch.empty(0, dtype=torch.float32, device="cpu")
     _flags = torch.empty(0, dtype=torch.float32, device="cpu")
 
-    def average(self, bucket: Any) -> torch.Tensor:
-        buffer: torch.Tensor = bucket.buffer()
-        flat = buffer if buffer.dtype == torch.float32 else buffer.float()
-        base, spans = int(buffer.storage_offset()), []
+    def _average(self, bucket: Any, flat: torch.Tensor, base: int) -> None:
+        spans, (share, keeps_slice) = list[tuple[int, int, int, int]](), share_of(bucket)
         for gradient, parameter in self.members(bucket):
             offset, numel = int(gradient.storage_offset()) - base, gradient.numel()
             error = self.entry(parameter, gradient)[0]["error"].data_ptr() if self.error_feedback else 0
             spans.append((flat.data_ptr() + 4 * offset, error, offset, numel))
-        self._average_spans(spans, *share_of(bucket))
-        if flat is not buffer:
-            buffer.copy_(flat)
-        self.end_bucket(bucket.is_last())
-        return buffer
-
-    def _average_spans(self, spans: list[tuple[int, int, int, int]], share: int | None, keeps_slice: bool) -> None:
         exchange = self._device
         cut = self.block, self.bits, spans, share or 0, keeps_slice
         count = block_slice_records(*cut, exchange.rank, exchange.world_size)
@@ -213,3 +193,51 @@ class DeviceBlockState(OnDevice, BlockState):
             rest, flags = self._rest.data_ptr(), self._flags.data_ptr()
         stream = exchange.link.current_stream()
         exchange.wire_bytes += device_block_round(exchange.link.comm, *cut, *exchange.memory(), rest, flags, stream)
+
+
+#: addresses of gradient, memory, left, right, basis; rows, columns, rank; seed; dtype of the memory; True: a new basis
+MatrixRow = tuple[int, int, int, int, int, int, int, int, int, str, bool]
+
+
+class DevicePowerSGDState(OnDevice, PowerSGDState):
+    """A PowerSGDState whose exchange, state and scratch memory are on a GPU."""
+
+    _flag = torch.empty(0, dtype=torch.int32, device="cpu")
+    _scratch = torch.empty(0, dtype=torch.float32, device="cpu")
+
+    @property
+    def plain_rounds(self) -> int:  # type: ignore[override]
+        return self.start_powerSGD_iter
+
+    def _average(self, bucket: Any, flat: torch.Tensor, base: int) -> None:
+        matrices, small = list[MatrixRow](), list[tuple[int, int]]()
+        for gradient, parameter in self.members(bucket):
+            address = flat.data_ptr() + 4 * (int(gradient.storage_offset()) - base)
+            if self.codec.shapes(self.number_of(parameter, gradient)):
+                matrices.append(self._matrix(parameter, gradient, address))
+            elif gradient.numel():
+                small.append((address, gradient.numel()))
+        self._average_matrices(matrices, small)
+
+    def _matrix(self, parameter: torch.Tensor, gradient: torch.Tensor, address: int) -> MatrixRow:
+        entry, is_new = self.entry(parameter, gradient)
+        rows, rank, index = self.rows_of(gradient), entry["left"].shape[0], sum(map(ord, self.name_of(parameter)))
+        seed = (self.random_seed * 1_000_003 + index * 8191 + (0 if self.warm_start else self.iter * 131)) & (2**63 - 1)
+        memory = entry["memory"].data_ptr() if "memory" in entry else 0
+        left, right, basis = (entry[key].data_ptr() for key in ("left", "right", "basis"))
+        sizes = rows, gradient.numel() // rows, rank
+        begins = is_new or not self.warm_start
+        return address, memory, left, right, basis, *sizes, seed, dtype_name(self.error_dtype), begins
+
+    def _average_matrices(self, matrices: list[MatrixRow], small: list[tuple[int, int]]) -> None:
+        exchange = self._device
+        given = matrices, small, dtype_name(self.wire_dtype), self.use_error_feedback
+        slice_bytes, scratch_numel = device_powersgd_sizes(*given, exchange.world_size)
+        exchange.begin(slice_bytes)
+        if self._scratch.numel() < scratch_numel:
+            self._scratch = exchange.zeros(scratch_numel, torch.float32)
+        if not self._flag.numel():
+            self._flag = exchange.zeros(2, torch.int32)
+        memory = *exchange.memory(), self._scratch.data_ptr(), self._flag.data_ptr()
+        stream = exchange.link.current_stream()
+        exchange.wire_bytes += device_powersgd_round(exchange.link.comm, *given, *memory, stream)

@@ -4,18 +4,13 @@
     ddp.register_comm_hook(PowerSGDState(process_group=None, matrix_approximation_rank=4), powerSGD_hook)
 
 They run in torch's DistributedDataParallel on CPU tensors and in shardwright's. Every rank ends with the same bits, and
-the error does not grow with the world size: compressed contributions are folded in float32 in rank order and rounded
-once more (docs/design/compress.md). A hook communicates before it returns, in bucket order, so the messages of two
-buckets never mix.
+the error does not grow with the world size (docs/design/compress.md). A hook communicates before it returns, in bucket
+order, so the messages of two buckets never mix. PowerSGD: Vogels, Karimireddy, Jaggi, NeurIPS 2019.
 
 Annotations in this file are objects, not strings, because torch compares them.
-
-References
-----------
-Vogels, Karimireddy, Jaggi, PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization, NeurIPS
-2019.
 """
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -26,9 +21,7 @@ from .._engine import Codec, Exchange
 from ..comm.exchange import done, group_exchange
 from ..layout.bucket import real_bucket
 from ..layout.views import as_real, dtype_name
-from .blocks import BlockState
-from .powersgd import PowerSGDState
-from .state import run_codec
+from .state import BlockState, PowerSGDState, run_codec
 
 __all__ = [
     "BlockState",
@@ -53,8 +46,8 @@ class Halves:
             self.codec.add(as_real(like).numel(), 0, 0)
 
     def average(self, bucket: Any) -> None:
-        """Average one bucket of any floating-point or complex dtype."""
-        run_codec(self.codec, self.exchange, real_bucket(bucket), [])
+        """Average one bucket of any floating-point dtype."""
+        run_codec(self.codec, self.exchange, bucket, [])
 
 
 def state_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -63,17 +56,13 @@ def state_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torc
     return done(bucket.buffer())
 
 
-_halves: dict[tuple[int, torch.dtype], Halves] = {}
+#: halves over the exchange of a torch group, which lives as long as the process
+_halves = functools.cache(Halves)
 
 
 def run_half(process_group: Any, bucket: Any, dtype: torch.dtype) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket over a torch group, whose exchange lives as long as the process."""
-    exchange = group_exchange(process_group)
-    key = id(exchange), dtype
-    if key not in _halves:
-        _halves[key] = Halves(dtype, exchange)
-    _halves[key].average(bucket)
-    return done(bucket.buffer())
+    """Average a bucket over a torch group."""
+    return state_hook(_halves(dtype, group_exchange(process_group)), bucket)
 
 
 def fp16_compress_hook(process_group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -111,14 +100,12 @@ def int8_compress_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Fut
     once for the result. An infinity or NaN makes its block NaN on every rank. Cost: 2 (W - 1) / W (1 + 4 / block) bytes
     an element a rank.
     """
-    _block_state(state, 8).average(real_bucket(bucket))
-    return done(bucket.buffer())
+    return state_hook(_block_state(state, 8), bucket)
 
 
 def int4_compress_hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average like int8_compress_hook with 4 bits and 1/14. Use a BlockState(bits=4) with error feedback."""
-    _block_state(state, 4).average(real_bucket(bucket))
-    return done(bucket.buffer())
+    return state_hook(_block_state(state, 4), bucket)
 
 
 def powerSGD_hook(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # noqa: N802, torch's name
@@ -132,8 +119,7 @@ def powerSGD_hook(state: PowerSGDState, bucket: dist.GradBucket) -> torch.future
             f"powerSGD_hook needs a shardwright.hooks.PowerSGDState as its state, got {type(state).__name__}: torch's own "
             "state works with torch's own hook only"
         )
-    state.average(real_bucket(bucket))
-    return done(bucket.buffer())
+    return state_hook(state, bucket)
 
 
 def _block_state(state: Any, bits: int) -> BlockState:

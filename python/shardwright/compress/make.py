@@ -7,10 +7,8 @@ from typing import Any
 from .._engine import Codec
 from ..options.compress import Compressor
 from ..options.compressors import POWERSGD_FIELDS, Bf16, Fp16, Int4, Int8, PowerSGD
-from .blocks import BlockState
 from .hooks import Halves
-from .powersgd import PowerSGDState
-from .state import CompressionState
+from .state import BlockState, CompressionState, PowerSGDState
 
 
 def make_state(compress: Compressor, exchange: Any, device: Any = None) -> Halves | CompressionState:
@@ -18,15 +16,13 @@ def make_state(compress: Compressor, exchange: Any, device: Any = None) -> Halve
     if isinstance(compress, (Fp16, Bf16)):
         return Halves(compress.dtype, exchange)
     state: BlockState | PowerSGDState
+    blocks, factors = BlockState, PowerSGDState
+    if device is not None:
+        from .device_exchange import DeviceBlockState as blocks
+        from .device_exchange import DevicePowerSGDState as factors
     if isinstance(compress, (Int8, Int4)):
-        blocks: type[BlockState] = BlockState
-        if device is not None:
-            from .device_exchange import DeviceBlockState as blocks
         state = blocks(None, compress.bits, compress.block, compress.error_feedback)
     elif isinstance(compress, PowerSGD):
-        factors: type[PowerSGDState] = PowerSGDState
-        if device is not None:
-            from .device_powersgd import DevicePowerSGDState as factors
         settings = {name: getattr(compress, field) for name, field in POWERSGD_FIELDS.items()}
         state = factors(None, wire_dtype=compress.wire_dtype, error_dtype=compress.error_dtype, **settings)
     else:

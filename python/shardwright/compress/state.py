@@ -1,4 +1,4 @@
-"""The state of compressors: its parameters by name, saving and loading. The engine's Codec has what they keep.
+"""The states of compressors: their parameters by name, settings, saving and loading. The engine's Codec has what they keep.
 
 An entry belongs to a parameter, by its name if names are known, else by the order in which parameters first reached the
 hook. Every rank saves its own state and loads it at the same world size.
@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .._engine import Codec, Error, Exchange
-from ..comm.exchange import Ranks, check_place, group_exchange
+from .._engine import Codec, Error, Exchange, block_record_bytes
+from ..comm.exchange import Ranks, group_exchange
 from ..layout.bucket import share_of, used_in
 from ..layout.views import as_real, dtype_name
+from ..options.compressors import check_powersgd
+from ..torch_compat import cuda
 
 #: what follows a change of the loss scale
 _SCALED = ("error", "memory", "right")
@@ -126,18 +128,15 @@ class CompressionState:
         if given is None and name in self._loaded_without:
             return None
         if given is None:
-            raise Error(
-                f"{self.kind}: the loaded state belongs to another model: it has nothing for parameter {name!r} "
-                f"(rank {self.exchange.rank})"
-            )
+            raise self._of_another_model(f"it has nothing for parameter {name!r}")
         for key, shape in shapes.items():
-            if key not in given or tuple(given[key].shape) != shape:
-                has = tuple(given[key].shape) if key in given else None
-                raise Error(
-                    f"{self.kind}: the loaded state belongs to another model: {key} of parameter {name!r} must have shape "
-                    f"{shape}, not {has} (rank {self.exchange.rank})"
-                )
+            has = tuple(given[key].shape) if key in given else None
+            if has != shape:
+                raise self._of_another_model(f"{key} of parameter {name!r} must have shape {shape}, not {has}")
         return {key: given[key] for key in shapes}
+
+    def _of_another_model(self, why: str) -> Error:
+        return Error(f"{self.kind}: the loaded state belongs to another model: {why} (rank {self.exchange.rank})")
 
     def _take(self, name: str, number: int) -> None:
         given = self._given(name, number)
@@ -145,13 +144,10 @@ class CompressionState:
             self.write(number, given)
             del self._loaded[name]
 
-    def _refuse_rest(self) -> None:
-        """Raise Error if a loaded state has a parameter that the model lacks."""
-        for name in self._loaded or {}:
-            raise Error(
-                f"{self.kind}: the loaded state belongs to another model: no parameter is named {name!r} "
-                f"(rank {self.exchange.rank})"
-            )
+    def _refuse(self, names: Iterable[str]) -> None:
+        """Raise Error for the names of a loaded state that the model lacks, if there are any."""
+        for name in names:
+            raise self._of_another_model(f"no parameter is named {name!r}")
 
     def is_made(self, number: int) -> bool:
         return self.codec.is_made(number)
@@ -199,7 +195,7 @@ class CompressionState:
         kept, skipped, self._skipped = self.codec.keeps, self._skipped, False
         self.iter += 1
         if kept and not skipped:
-            self._refuse_rest()
+            self._refuse(self._loaded or ())
 
     # saving and loading -----------------------------------------------------------------------------------------------
 
@@ -251,9 +247,7 @@ class CompressionState:
         try:
             taken = {n: k for n, k in self._numbers.items() if self._given(n, k) is not None}
             if self._is_complete:
-                for name in copies.keys() - taken.keys():
-                    self._loaded = {name: {}}
-                    self._refuse_rest()
+                self._refuse(copies.keys() - taken.keys())
         except Error:
             self._loaded, self._loaded_without = before
             raise
@@ -271,10 +265,155 @@ class CompressionState:
 def run_codec(codec: Codec, exchange: Exchange, bucket: Any, members: Sequence[tuple[int, int, int, bool]]) -> None:
     """Average a bucket of a hook in place."""
     buffer, number = bucket.buffer(), bucket.index()
-    check_place(buffer)
+    if cuda.runtime.holds(buffer):
+        raise NotImplementedError(
+            "hooks of shardwright.hooks support buckets on the CPU only: on GPUs use sw.wrap(..., compress=...) or torch's own hooks"
+        )
     codec.set_bucket(number, members)
     share, _ = share_of(bucket)
     codec.average(exchange, number, buffer.data_ptr(), buffer.numel(), dtype_name(buffer.dtype), share or 0)
+
+
+class BlockState(CompressionState):
+    """The state of int8_compress_hook and int4_compress_hook.
+
+    Parameters
+    ----------
+    process_group : ProcessGroup or None
+        None: the default group.
+    bits : {8, 4}
+    block : int
+        Elements that share a scale: a multiple of 32 in [32, 4096]. ValueError for others, as for bits.
+    error_feedback : bool
+        Add the rounding error of a step to the next step, on the rank where it arose. The owner of a slice also takes
+        the rounding error of the mean, times W: the sum over steps of applied means plus the ranks' mean error is that
+        of the mean gradients. Costs a float32 an element. A value that is not finite leaves a bucket's error unchanged.
+    named_parameters : iterable of (str, Parameter), optional
+        Names for state_dict().
+    """
+
+    def __init__(
+        self,
+        process_group: Any = None,
+        bits: int = 8,
+        block: int = 256,
+        error_feedback: bool = False,
+        named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    ) -> None:
+        self.kind = f"int{bits}"
+        block_record_bytes(block, bits)  # raises for a setting out of range
+        self.bits, self.block, self.error_feedback = bits, block, error_feedback
+        codec = Codec("blocks", block=block, bits=bits, error_feedback=error_feedback)
+        super().__init__(codec, process_group, named_parameters)
+
+    def settings(self) -> dict[str, Any]:
+        return {"bits": self.bits, "block": self.block, "error_feedback": self.error_feedback}
+
+
+class PowerSGDState(CompressionState):
+    """Settings and state of powerSGD_hook, with torch's arguments.
+
+    Parameters
+    ----------
+    process_group : ProcessGroup or None
+        None: the default group.
+    matrix_approximation_rank : int
+        In [1, 256]. A matrix uses min(rank, rows, columns).
+    start_powerSGD_iter : int
+        Rounds at the start that are averaged without compression; may be 0.
+    min_compression_rate : float
+        A matrix is compressed if (rows + columns) * rank * rate < rows * columns.
+    use_error_feedback, warm_start : bool
+    random_seed : int
+        The seed of the first basis; equal on all ranks.
+    orthogonalization_epsilon, compression_stats_logging_frequency, batch_tensors_with_same_shape
+        Accepted like torch's, without effect.
+    wire_dtype : torch.dtype
+        The dtype of factors on the wire: float32, bfloat16 or float16. Their rounding error is fed back; small
+        parameters travel in float32. In float16 a factor beyond 65504 counts as not finite.
+    error_dtype : torch.dtype
+        The dtype of the memory between rounds: float32; or bfloat16, which halves the memory and rounds it by up to
+        2^-9 each round.
+    named_parameters : iterable of (str, Parameter), optional
+        Names for state_dict().
+
+    Notes
+    -----
+    Values out of range raise ValueError. Each rank keeps its own error, (I - P Pᵀ) v, so the error does not grow with
+    other ranks' contributions. It is never stored: the memory holds v. If a bucket's P is not finite on some rank, the
+    state is unchanged on every rank and the compressed gradients are NaN. If P is finite but Q overflows, the state
+    restarts. Memory: one element of error_dtype an element, and 2 rank (rows + columns) float32.
+    """
+
+    kind = "PowerSGD"
+
+    def __init__(
+        self,
+        process_group: Any = None,
+        matrix_approximation_rank: int = 1,
+        start_powerSGD_iter: int = 1_000,  # noqa: N803, torch's name
+        min_compression_rate: float = 2,
+        use_error_feedback: bool = True,
+        warm_start: bool = True,
+        orthogonalization_epsilon: float = 0,
+        random_seed: int = 0,
+        compression_stats_logging_frequency: int = 10_000,
+        batch_tensors_with_same_shape: bool = False,
+        named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+        wire_dtype: torch.dtype = torch.float32,
+        error_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        check_powersgd(locals())
+        codec = Codec(
+            "powersgd",
+            wire=dtype_name(wire_dtype),
+            error_feedback=use_error_feedback,
+            warm_start=warm_start,
+            rank=matrix_approximation_rank,
+            least_rate=min_compression_rate,
+            first_round=start_powerSGD_iter,
+            seed=random_seed % 2**64,
+            memory=dtype_name(error_dtype),
+        )
+        super().__init__(codec, process_group, named_parameters)
+        self.wire_dtype, self.error_dtype = wire_dtype, error_dtype
+        self.matrix_approximation_rank = matrix_approximation_rank
+        self.start_powerSGD_iter = start_powerSGD_iter
+        self.min_compression_rate = min_compression_rate
+        self.use_error_feedback = use_error_feedback
+        self.warm_start = warm_start
+        self.orthogonalization_epsilon = orthogonalization_epsilon
+        self.random_seed = random_seed
+        self.compression_stats_logging_frequency = compression_stats_logging_frequency
+        self.batch_tensors_with_same_shape = batch_tensors_with_same_shape
+
+    def settings(self) -> dict[str, Any]:
+        dtypes = {"wire_dtype": self.wire_dtype, "error_dtype": self.error_dtype}
+        halves = {key: str(dtype) for key, dtype in dtypes.items() if dtype != torch.float32}
+        return {
+            **halves,
+            "matrix_approximation_rank": self.matrix_approximation_rank,
+            "min_compression_rate": self.min_compression_rate,
+            "use_error_feedback": self.use_error_feedback,
+            "warm_start": self.warm_start,
+            "alternate": False,  # of a form that is gone: states of the two cannot be exchanged
+        }
+
+    def dtype_of(self, key: str) -> torch.dtype:
+        return self.error_dtype if key == "memory" else torch.float32
+
+    def rows_of(self, gradient: torch.Tensor) -> int:
+        """Return the size of the outermost dimension in memory order; 0 with less than two dimensions, or with gaps."""
+        if gradient.dim() == 0 or gradient.numel() == 0:
+            return 0
+        strides = gradient.stride()
+        order = sorted(range(gradient.dim()), key=lambda d: (-strides[d], gradient.shape[d] == 1))
+        ordered = gradient.permute(order)
+        return ordered.shape[0] if ordered.is_contiguous() else 0
+
+    def errors(self) -> dict[str, torch.Tensor]:
+        """Return this rank's error by parameter, rows x columns in float32, for tests and inspection."""
+        return {name: owed(entry).float() for name, entry in self.entries().items() if "memory" in entry}
 
 
 class StatesOfParts:

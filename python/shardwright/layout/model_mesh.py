@@ -34,10 +34,6 @@ class ModelMesh(NamedTuple):
         """Return True if this rank writes its part of a module's parameter: the first of the ranks with equal parts."""
         return all(sharded or place == 0 for sharded, place in zip(self.sharded(parameter), self.coordinate))
 
-    def groups(self) -> list[Any]:
-        """Return torch's group of each dimension that contains this rank."""
-        return [self.mesh.get_group(dimension) for dimension in range(len(self.dimensions))]
-
 
 def first_mesh(parameters: Iterable[torch.Tensor], ranks: Sequence[int]) -> ModelMesh | None:
     """Return the first mesh of a DTensor with only this rank in common with `ranks`, which average gradients."""

@@ -68,17 +68,17 @@ def clip_grad_norm_(
                 f"clip_grad_norm_ needs a module, a tensor or several of either, got {type(given).__name__}"
             )
         given = list(given)
-    return _clip(given, max_norm, error_if_nonfinite, lambda clip: False, pp_mesh)
+    return clip(given, max_norm, error_if_nonfinite, pp_mesh)
 
 
-def clip_in_step(wrapped: torch.nn.Module, max_norm: float, take: Callable[[DeviceClip], bool]) -> None:
-    """Clip like clip_grad_norm_() before a step. If `take` returns True, the step itself multiplies by the scale."""
-    _clip(wrapped, max_norm, False, take)
-
-
-def _clip(
-    given: Any, max_norm: float, error_if_nonfinite: bool, take: Callable[[DeviceClip], bool], pp_mesh: Any = None
+def clip(
+    given: Any,
+    max_norm: float,
+    error_if_nonfinite: bool = False,
+    pp_mesh: Any = None,
+    take: Callable[[DeviceClip], bool] | None = None,
 ) -> torch.Tensor:
+    """Clip like clip_grad_norm_(). If `take` returns True, the step that follows multiplies by the scale itself."""
     if not max_norm >= 0:
         raise ValueError(f"clip_grad_norm_: max_norm must be at least 0, got {max_norm!r}")
     modules = given if isinstance(given, list) else [given]
@@ -102,10 +102,10 @@ def _clip(
         is_sliced, measured = own is not None and own.zero > 0, gradients
         if own is not None and is_sliced:
             max_norm, measured = own.gradients.agree_on_clipping(max_norm)
-        clip = DeviceClip(link, parameters, measured, max_norm, is_sliced=is_sliced)
-        if not take(clip):
-            clip.scale()
-        return clip.norm
+        on_gpu = DeviceClip(link, parameters, measured, max_norm, is_sliced=is_sliced)
+        if take is None or not take(on_gpu):
+            on_gpu.scale()
+        return on_gpu.norm
     if own is None or not (are_stages or len(replicas) > 1 or own.zero or own.model_ranks is not None):
         # by a GPU's kernels if a wrapped module of this process uses that GPU
         real = [_real(gradient) for gradient in gradients]
@@ -138,9 +138,8 @@ def _link_of(parameters: list[torch.Tensor], replica: Replica | None) -> DeviceL
         fits = not replica.in_sliced_join and all(each.dtype in SCALED_DTYPES for each in parameters)
         return replica.link if fits else None
     gradients = [p.grad for p in parameters if p.grad is not None]
-    if not all(type(each) is torch.Tensor and each.dtype in SCALED_DTYPES for each in gradients):
-        return None
-    if any(each.layout is not torch.strided for each in gradients):
+    is_strided = all(type(each) is torch.Tensor and each.layout is torch.strided for each in gradients)
+    if not is_strided or any(each.dtype not in SCALED_DTYPES for each in gradients):
         return None
     if len({each.data_ptr() for each in gradients if each.numel()}) < sum(each.numel() > 0 for each in gradients):
         return None  # two parameters over one memory: it is scaled twice, in two launches

@@ -27,8 +27,9 @@ import torch
 
 from .._engine import Codec, Error, Exchange
 from ..comm.agreement import verify
+from ..comm.model_ranks import together
 from ..options.checks import among, count
-from .diloco_parameters import SlicedParameters, WholeParameters, creating_group, model_ranks_of
+from .diloco_parameters import SlicedParameters, WholeParameters, creating_ranks
 from .sharded import ShardedOptimizer
 
 _CODECS = {
@@ -110,7 +111,7 @@ class DiLoCo:
         self.inner_optimizer, self.steps = inner_optimizer, 0
         self.every, self.wire, self.overlap = every, wire, overlap
         deadline_s = timeout_s if _is_timeout(timeout_s) else _TIMEOUT_S
-        all_ranks = creating_group(model, process_group, device_mesh, deadline_s)
+        all_ranks, model_ranks = creating_ranks(model, process_group, device_mesh, deadline_s)
         description: list[list[str]] = []
 
         def describe() -> list[list[str]]:
@@ -124,28 +125,20 @@ class DiLoCo:
             self._anchors = [tensor.detach().clone() for tensor in self._held.tensors]
             self.outer_optimizer = _made(outer, self._anchors)
             self._held.check_outer(self.outer_optimizer)
-            settings = {"every": every, "fragments": fragments, "wire": wire, "overlap": overlap}
-            description.extend([name, str(value)] for name, value in settings.items())
             plain = (int, float, str, tuple, type(None))  # the repr of other types may differ between ranks
             groups = self.outer_optimizer.param_groups
             groups = [{k: v for k, v in group.items() if isinstance(v, plain)} for group in groups]
-            description.append(["outer", f"{type(self.outer_optimizer).__name__} {groups}"])
+            settings = {"every": every, "fragments": fragments, "wire": wire, "overlap": overlap}
+            settings["outer"] = f"{type(self.outer_optimizer).__name__} {groups}"
+            description.extend([name, str(value)] for name, value in settings.items())
             return [*description, *self._held.description()]
 
-        model_ranks = model_ranks_of(model)
-        failure: Exception | None = None
-        try:
-            verify(all_ranks.comm, describe, "DiLoCo")
-        except Exception as error:
-            failure = error
-        try:
-            if model_ranks is not None:  # ranks that hold shards of the model raise the same failure
-                facts = [] if failure is not None else description + self._held.description_over_mesh(wire)
-                model_ranks.agree(facts, "model under DiLoCo", failure)
-            elif failure is not None:
-                raise failure
-        finally:
-            failure = None  # its traceback holds this frame
+        together(
+            model_ranks,
+            lambda: verify(all_ranks.comm, describe, "DiLoCo"),
+            "model under DiLoCo",
+            lambda: description + self._held.description_over_mesh(wire),
+        )
         group = self._held.begin(all_ranks)
         self._names, self._tensors = self._held.names, self._held.tensors
         for anchor, tensor in zip(self._anchors, self._tensors):
@@ -191,7 +184,7 @@ class DiLoCo:
         count = len(self._fragments)
         for k in range(count):
             due = (k + 1) * self.every // count  # the last fragment is due at a multiple of `every`
-            if self.steps % self.every == due % self.every:
+            if (self.steps - due) % self.every == 0:
                 self._begin(k)
                 if not self.overlap:
                     self._end()
@@ -231,14 +224,14 @@ class DiLoCo:
         assert self._pending is not None
         k = self._pending[0]
         failure: Exception | None = None
-        fragment, changes = self._fragments[k], self._parts(self._change, k)
+        fragment = self._fragments[k]
         try:
             self._wait()
             self._check_finite(k)
         except Exception as error:
             failure = error
         with self._held.changing(failure):
-            for index, change in zip(fragment, changes):
+            for index, change in zip(fragment, self._parts(self._change, k)):
                 self._anchors[index].grad = change.view(self._anchors[index].shape)
             self.outer_optimizer.step()
             self.outer_optimizer.zero_grad(set_to_none=True)
@@ -288,7 +281,7 @@ class DiLoCo:
         for key in ("steps", "inner", "outer", "anchors"):
             if key not in state:
                 raise Error(f"DiLoCo: load_state_dict: the state must come from state_dict(): it has no {key!r}")
-        anchors = state["anchors"]
+        anchors, pending = state["anchors"], state.get("pending")
         if state.get("layout") != self._held.layout():
             raise Error(
                 "DiLoCo: load_state_dict: the state has other slices than this rank's: load each rank's own state, on a mesh "
@@ -301,7 +294,6 @@ class DiLoCo:
         for name in anchors:
             if name not in self._names:
                 raise Error(f"{other}: this one does not train {name!r}")
-        pending = state.get("pending")
         if pending is not None:
             k, total = pending["fragment"], pending["change"].numel()
             if not self.overlap or k >= len(self._fragments) or total != sum(self._sizes[k]):

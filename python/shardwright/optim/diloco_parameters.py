@@ -1,14 +1,11 @@
-"""The tensors that DiLoCo averages, and the ranks that average them.
+"""The tensors that DiLoCo averages, and the ranks that average them. docs/design/local_steps.md has the reasons.
 
 Without a mesh, all ranks average whole parameters. On a mesh (replicate, shard), the ranks of a column own the same
-slices and average them:
+slices and average them, and a row has whole parameters again once all of its ranks have stepped on their slices:
 
     mesh          inner steps           outer steps
       0 1         0 and 1 as one        0 and 2, on slice 0
       2 3         2 and 3 as one        1 and 3, on slice 1
-
-A row has whole parameters again once all of its ranks have stepped on their slices. A failure in one column, or in the
-ranks of one shard of a DTensor, is therefore sent to all others before any parameter is written.
 """
 
 from __future__ import annotations
@@ -53,16 +50,17 @@ class WholeParameters:
                     f"DiLoCo: parameter {name!r} is a DTensor, whose ranks hold other shards and do not average: wrap the model over the "
                     'data-parallel dimension first, sw.wrap(model, device_mesh=mesh["dp"])'
                 )
-        self._hold(trained, [local_of(parameter) for parameter in trained.values()])
+        self._hold(trained, map(local_of, trained.values()))
 
-    def _hold(self, trained: Mapping[str, torch.Tensor], tensors: list[torch.Tensor]) -> None:
+    def _hold(self, trained: Mapping[str, torch.Tensor], tensors: Iterable[torch.Tensor]) -> None:
         self.names, self.numels = list(trained), [parameter.numel() for parameter in trained.values()]
-        self.tensors = tensors
-        for (name, parameter), tensor in zip(trained.items(), tensors):
+        self.tensors = list(tensors)
+        for (name, parameter), tensor in zip(trained.items(), self.tensors):
             dtype, device = parameter.dtype, parameter.device.type
             if dtype != torch.float32 or device != "cpu" or not tensor.is_contiguous():
-                needed = "must be a contiguous float32 tensor on the CPU"
-                raise TypeError(f"DiLoCo: parameter {name!r} {needed}, not {dtype} on {device}")
+                raise TypeError(
+                    f"DiLoCo: parameter {name!r} must be a contiguous float32 tensor on the CPU, not {dtype} on {device}"
+                )
         for name, buffer in self.module.named_buffers():
             if buffer.device.type != "cpu":
                 raise TypeError(f"DiLoCo: buffer {name!r} must be on the CPU, not on {buffer.device.type}")
@@ -80,9 +78,14 @@ class WholeParameters:
         return None
 
     def check_outer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise ValueError if the outer optimizer cannot step on `tensors`."""
-        if self.model_ranks is not None:
-            _check_elementwise(optimizer, "shards")
+        """Raise ValueError if the outer optimizer cannot step on `tensors`, parts of parameters."""
+        name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+        if name not in ELEMENTWISE and (self.layout() is not None or self.model_ranks is not None):
+            parts = "shards" if self.layout() is None else "slices"
+            raise ValueError(
+                f"DiLoCo: outer returned a {name}, which is not known to be elementwise, but steps on {parts} here: use "
+                "one of torch's elementwise optimizers or of sw.optim"
+            )
 
     def begin(self, all_ranks: HostGroup) -> HostGroup:
         """Broadcast rank 0's values to `all_ranks` and return the ranks that average. Collective."""
@@ -124,9 +127,9 @@ class SlicedParameters(WholeParameters):
         trained = {name: p for name, p in named if p.requires_grad and id(p) in indices}
         self._parameters = list(trained.values())
         self._indices = [indices[id(parameter)] for parameter in self._parameters]
-        none = torch.empty(0, dtype=torch.float32, device="cpu")
         pieces = map(self._replica.parameters().slice, self._indices)
-        self._hold(trained, [none.clone() if piece is None else piece for piece in pieces])
+        none = torch.empty(0, dtype=torch.float32, device="cpu")
+        self._hold(trained, (none.clone() if piece is None else piece for piece in pieces))
 
     def description(self) -> list[list[str]]:
         ranks = range(self._replica.group.world_size)
@@ -148,9 +151,6 @@ class SlicedParameters(WholeParameters):
 
     def _run(self, index: int, rank: int) -> tuple[int, int]:
         return self._replica.parameters().run(index, rank)
-
-    def check_outer(self, optimizer: torch.optim.Optimizer) -> None:
-        _check_elementwise(optimizer, "slices")
 
     def begin(self, all_ranks: HostGroup) -> HostGroup:
         all_ranks.broadcast(list(self.module.buffers()), 0, "buffers under DiLoCo")
@@ -206,21 +206,21 @@ class SlicedParameters(WholeParameters):
         return failure
 
 
-def model_ranks_of(model: Any) -> ModelRanks | None:
-    """Return the ranks that hold other shards of a wrapped model's DTensors, without making an engine."""
+def creating_ranks(
+    model: Any, process_group: Any, device_mesh: Any, timeout_s: float
+) -> tuple[HostGroup, ModelRanks | None]:
+    """Return all ranks that create a DiLoCo, and those with other shards of the model. They exchange errors before its
+    arguments are trusted.
+    """
     engine = engine_of(model, make=False)
-    return engine.made[0].model_ranks if engine is not None and engine.made else None
-
-
-def creating_group(model: Any, process_group: Any, device_mesh: Any, timeout_s: float) -> HostGroup:
-    """Return all ranks that create a DiLoCo together. They exchange errors before its arguments are trusted."""
-    engine = engine_of(model, make=False) if isinstance(model, DistributedDataParallel) else None
+    replica = engine.made[0] if engine is not None and engine.made else None
+    model_ranks = None if replica is None else replica.model_ranks
     if device_mesh is not None:
         fits = getattr(device_mesh, "ndim", 0) == 2 and dist.get_rank() in device_mesh.mesh.flatten().tolist()
-        return host_group(resolve_group(None, device_mesh if fits else None), timeout_s)
-    if engine is not None and engine.made:
-        return engine.made[0].group
-    return host_group(resolve_group(process_group, None), timeout_s)
+        return host_group(resolve_group(None, device_mesh if fits else None), timeout_s), model_ranks
+    if replica is not None and isinstance(model, DistributedDataParallel):
+        return replica.group, model_ranks
+    return host_group(resolve_group(process_group, None), timeout_s), model_ranks
 
 
 def _module_to_train(model: Any, process_group: Any) -> torch.nn.Module:
@@ -281,15 +281,6 @@ def _engine_over_a_row(model: Any, mesh: Any) -> Engine:
             "device_mesh=mesh['shard'], so that only the row shares inner steps"
         )
     return engine
-
-
-def _check_elementwise(optimizer: torch.optim.Optimizer, pieces: str) -> None:
-    name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-    if name not in ELEMENTWISE:
-        raise ValueError(
-            f"DiLoCo: outer returned a {name}, which is not known to be elementwise, but steps on {pieces} here: use "
-            "one of torch's elementwise optimizers or of sw.optim"
-        )
 
 
 def _check_no_groups(engine: Engine) -> None:

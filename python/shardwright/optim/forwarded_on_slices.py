@@ -6,6 +6,7 @@ cleared or wrote to, and every rank's `.grad` follows. It can clear a gradient t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -13,12 +14,11 @@ import torch
 
 from .._engine import Error
 from ..comm.agreement import gather_values
-from ..layout.memory import bytes_of
 from ..layout.shard_runs import memory_order
 from ..parallel.agreement.optimizer_agreement import Row, agree, check_groups
 from ..torch_compat.autograd import unguarded
 from .forwarding import NotAveraged, WithoutReductions, reads_only
-from .ownership import Entry
+from .ownership import Entry, fill_from_ranks
 
 #: a ShardedOptimizer, which imports this file
 ShardedOptimizer = Any
@@ -86,14 +86,7 @@ def call_on_slices(optimizer: ShardedOptimizer, name: str, method: Callable[[], 
         with WithoutReductions(name, shapes):
             return method()
 
-    with optimizer._changing():
-        try:
-            agree(replica.group.comm, rows, label)
-        except Exception:
-            optimizer.refuse_change()
-            raise
-        finally:
-            refusal = None  # its traceback holds this frame
+    with optimizer._changing(lambda: agree(replica.group.comm, rows, label)):
         optimizer._consolidated = optimizer._state_names = None
         not_averaged = _over_ranks(optimizer, reasons, label)
 
@@ -112,7 +105,10 @@ def call_on_slices(optimizer: ShardedOptimizer, name: str, method: Callable[[], 
             entry.parameter.grad = None
         written = _over_ranks(optimizer, writes.written, label) - cleared
         for entry in sorted(written, key=lambda each: each.index):
-            _send_gradient(optimizer, entry, writes.values.get(entry), label)
+            flat = torch.empty(entry.like.numel(), dtype=entry.like.dtype, device=entry.like.device)
+            run = functools.partial(optimizer.run, entry.index)
+            fill_from_ranks(entry.replica, flat, writes.values.get(entry), run, label)
+            entry.replica.gradients.rewrite(entry.at, flat)
     return result
 
 
@@ -136,15 +132,3 @@ def _over_ranks(optimizer: ShardedOptimizer, found: Collection[Entry], label: st
         for numbers in gather_values(replica.group.comm, lambda: [e.at for e in entries if e in found], label):
             everywhere |= {entries[at] for at in numbers}
     return everywhere
-
-
-def _send_gradient(optimizer: ShardedOptimizer, entry: Entry, mine: torch.Tensor | None, label: str) -> None:
-    """Write a gradient that ranks have changed on their slices to `.grad` on all ranks. Collective."""
-    like = entry.like
-    flat = torch.empty(like.numel(), dtype=like.dtype, device=like.device)
-    data = b"" if mine is None or not entry.replica.slicing.speaks else bytes_of(mine)
-    for rank, reply in enumerate(entry.replica.group.comm.all_gather_bytes(data, label)):
-        low, high = optimizer.run(entry.index, rank)
-        if low < high and reply:
-            flat[low:high] = torch.frombuffer(bytearray(reply), dtype=flat.dtype)
-    entry.replica.gradients.rewrite(entry.at, flat)

@@ -27,6 +27,12 @@ _REDUCING = frozenset(
 )
 
 
+@torch.enable_grad()
+def loss_of(closure: Callable[[], Any]) -> Any:
+    """Return the result of a step's closure, which reevaluates the model with gradients enabled."""
+    return closure()
+
+
 def reads_only(name: str) -> bool:
     """Return True for a method that by its name writes to no parameter: get..., is_..., has_... or supports_..."""
     return name.startswith(_READING)
@@ -90,6 +96,12 @@ class Forwarding(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_inner": self._inner, "_forwards": self._forwards}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as torch does. The user's own class sees it first and may refuse it."""
+        if all(group is not param_group for group in self._inner.param_groups):
+            self._inner.add_param_group(param_group)
+        super().add_param_group(param_group)
 
     def _call(self, name: str, method: Callable[[], Any]) -> Any:
         """Call a method of the user's optimizer."""

@@ -7,16 +7,18 @@ torch's, and state dicts load into each other both ways. Tensors are on the CPU 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from .. import _engine
+from ..layout.views import dtype_name
 from ..torch_compat import cuda
 from ..torch_compat.dtensor import held_tensor, is_dtensor, placed_as, waited
 from .device_clip import DeviceClip
+from .forwarding import loss_of
 from .master_weights import LOW, load_in_float32, master_of
 from .offload import StateStore
 
@@ -24,25 +26,12 @@ from .offload import StateStore
 _OTHER_FORMS = {"foreach": True, "fused": False, "capturable": True, "differentiable": True}
 
 
-def _takes_many() -> bool:
-    """Return True if torch bumps the versions of a list in one call; older torch takes a single tensor."""
-    try:
-        torch.autograd.graph.increment_version([])
-    except (RuntimeError, TypeError):
-        return False
-    return True
-
-
-_TAKES_MANY = _takes_many()
-
-_Tensors = TypeVar("_Tensors", list[Tensor], "list[Tensor] | None")
-
-
 class _Fused(torch.optim.Optimizer):
     """The base of the three optimizers: float32 masters (see optim/master_weights.py), layouts, loading."""
 
     _master: bool
-    #: stores state on another device or in a file; None: on the parameters' device. Copies of the optimizer have none
+    #: keeps new state on another device or in a file, and old state from its next step on; None: on the parameters' device.
+    #: Copies of the optimizer have none
     store: StateStore | None = None
     #: True if parameters are DTensors. Their state is DTensors too; the engine gets the local tensors
     _has_dtensors = False
@@ -52,10 +41,7 @@ class _Fused(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Perform one optimization step. `closure` reevaluates the model with gradients enabled; return its result."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else loss_of(closure)
         clip = self._clip
         try:
             # torch's GradScaler sets these for a fused step, and skips one after an overflow
@@ -128,7 +114,7 @@ class _Fused(torch.optim.Optimizer):
         for (has_master, first, _), lists in calls.items():
             arguments = {**options, **self._where(lists.params[0])}
             copies = self._plain(lists.params) if has_master else None
-            lists.run(lambda: self._call(lists, self._gradients(lists), copies, first, arguments))
+            lists.run(lambda: self._call(lists, self._plain(lists.grads, lists.params), copies, first, arguments))
             for key, tensors in lists.lists.items() if first else ():
                 for state, value in zip(lists.states, tensors):
                     state[key] = value
@@ -158,18 +144,13 @@ class _Fused(torch.optim.Optimizer):
     def _note_dtensors(self) -> None:
         self._has_dtensors = any(is_dtensor(p) for group in self.param_groups for p in group["params"])
 
-    def _plain(self, tensors: _Tensors) -> _Tensors:
-        """Return tensors that the engine writes: the local tensors of DTensors, which _place_state() has placed."""
-        if tensors is None or not self._has_dtensors:
-            return tensors
-        return [waited(held_tensor(each)) if is_dtensor(each) else each for each in tensors]
-
-    def _gradients(self, lists: _Lists) -> list[Tensor]:
-        """Return gradients that the engine reads, placed like their parameters; what is re-placed is a copy."""
+    def _plain(self, tensors: list[Tensor], like: list[Tensor] | None = None) -> list[Tensor]:
+        """Return what the engine reads and writes: local tensors of DTensors, first placed like those of `like`."""
         if not self._has_dtensors:
-            return lists.grads
-        pairs = zip(lists.grads, lists.params)
-        return self._plain([placed_as(each, p) if is_dtensor(each) else each for each, p in pairs])
+            return tensors
+        if like is not None:
+            tensors = [placed_as(each, p) if is_dtensor(each) else each for each, p in zip(tensors, like)]
+        return [waited(held_tensor(each)) if is_dtensor(each) else each for each in tensors]
 
     def _place_state(self, p: Tensor, state: dict[str, Any]) -> None:
         """Place the state's DTensors like their parameter. Collective over the mesh if placements differ."""
@@ -198,7 +179,7 @@ class _Fused(torch.optim.Optimizer):
             if self.store is not None and is_dtensor(p):
                 refused = "is a DTensor, whose state cannot be offloaded at zero=0: wrap with zero=1 or higher"
             elif p.dtype is not torch.float32 and p.dtype not in LOW:
-                got = str(p.dtype).removeprefix("torch.")
+                got = dtype_name(p.dtype)
                 refused = f"must be float32, bfloat16 or float16, not {got}; torch.optim.{name} supports it"
             elif p.device.type not in ("cpu", "cuda", "meta"):
                 refused = f"must be on the CPU or a CUDA GPU, not {p.device}; torch.optim.{name}(fused=True) takes it"
@@ -219,10 +200,6 @@ class _Fused(torch.optim.Optimizer):
         """Return the dtypes of the state tensors of `p` that have its shape."""
         has_master, moments = self._has_master(p), [key for key in self._keys(group) if key != "step"]
         return [torch.float32 if has_master else p.dtype] * len(moments) + [torch.float32] * has_master
-
-    def keep_in(self, store: StateStore | None) -> None:
-        """Keep new state in `store` and move old state there at its next step; None: on the parameters' device."""
-        self.store = store
 
     def _where(self, p: Tensor) -> dict[str, Any]:
         """Return the engine's arguments for the device that steps on parameters like `p`."""
@@ -287,9 +264,9 @@ def _with_strides_of(like: Tensor, tensor: Tensor) -> Tensor:
 
 def _increment_versions(tensors: list[Tensor]) -> None:
     """Bump versions for the engine's writes, so that a backward through an old value fails."""
-    if _TAKES_MANY:
+    try:
         torch.autograd.graph.increment_version(tensors)
-    else:
+    except (RuntimeError, TypeError):  # older torch takes a single tensor
         for tensor in tensors:
             torch.autograd.graph.increment_version(tensor)
 
@@ -313,7 +290,8 @@ class _AdamStep(_Fused):
         self, lists: _Lists, grads: list[Tensor], copies: list[Tensor] | None, first: bool, options: dict[str, Any]
     ) -> list[int]:
         of, plain = lists.lists, self._plain
-        moments = plain(of["exp_avg"]), plain(of["exp_avg_sq"]), plain(of.get("max_exp_avg_sq"))
+        largest = plain(of["max_exp_avg_sq"]) if "max_exp_avg_sq" in of else None
+        moments = plain(of["exp_avg"]), plain(of["exp_avg_sq"]), largest
         return _engine.adam_step(plain(lists.targets), grads, *moments, of["step"], copies, **options)
 
 
@@ -487,8 +465,9 @@ class SGD(_Fused, torch.optim.SGD):
     def _call(
         self, lists: _Lists, grads: list[Tensor], copies: list[Tensor] | None, first: bool, options: dict[str, Any]
     ) -> list[int]:
-        buffers = self._plain(lists.lists.get("momentum_buffer"))
-        return _engine.sgd_step(self._plain(lists.targets), grads, buffers, copies, first=first, **options)
+        of, plain = lists.lists, self._plain
+        buffers = plain(of["momentum_buffer"]) if of else None
+        return _engine.sgd_step(plain(lists.targets), grads, buffers, copies, first=first, **options)
 
 
 def global_norm(tensors: Iterable[Tensor]) -> float:

@@ -19,7 +19,7 @@ from ..parallel.agreement.optimizer_agreement import check_groups
 from ..torch_compat import cuda
 from ..torch_compat.dtensor import held_tensor, is_dtensor, waited
 from ..torch_compat.optimizers import hooks_around
-from .forwarding import Forwarding, NotAveraged
+from .forwarding import Forwarding, NotAveraged, loss_of
 
 LOW = (torch.bfloat16, torch.float16)
 _KEY = "master"
@@ -197,22 +197,13 @@ class MasterOptimizer(Forwarding):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_without": self._without}
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as torch does. The user's own class sees it first and may refuse it."""
-        if all(group is not param_group for group in self._inner.param_groups):
-            self._inner.add_param_group(param_group)
-        super().add_param_group(param_group)
-
     def has_master(self, parameter: torch.Tensor) -> bool:
         """Return True if the optimizer steps on a master of `parameter`."""
         return parameter.dtype in LOW and all(parameter is not each for each in self._without)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Perform one step on the masters; `closure` runs before it, once."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else loss_of(closure)
         self._call("step", self._inner.step)
         return loss
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.dlpack import from_dlpack
@@ -19,10 +19,10 @@ from .._engine import DeviceOffload, Error, StateFile
 from ..backend.device_link import DeviceLink
 from ..comm.agreement import gather_answers
 from ..comm.process_group import HostGroup
-from ..layout.views import dense_strides
+from ..layout.views import dense_strides, dtype_name
+from ..parallel.moved_tensors import Pages, in_pages
 from ..torch_compat import cuda
 
-_PAGE_BYTES = 4096
 _GROWTH_BYTES = 16 << 20
 #: bytes of one of a file's three buffers; 8 MiB a read for AdamW's two arrays
 BUFFER_BYTES = 16 << 20
@@ -30,11 +30,6 @@ BUFFER_BYTES = 16 << 20
 SLOT_BYTES = 16 << 20
 _THREADS_MAX = 16
 _serials = itertools.count()
-
-
-def rounded_bytes(numel: int, dtype: torch.dtype) -> int:
-    """Return the bytes of a tensor in the file, rounded up to whole pages."""
-    return -(-numel * dtype.itemsize // _PAGE_BYTES) * _PAGE_BYTES
 
 
 class DeviceRoute:
@@ -76,49 +71,37 @@ class StateStore:
         self.route: DeviceRoute | None = None  # set if parameters are on a GPU
         name = f"{label}-{os.getpid()}-{next(_serials)}.state"
         self.file = None if folder is None else StateFile(folder, name, BUFFER_BYTES)
-        self._next = self._end = 0
-        self._free: dict[int, list[int]] = {}
         self._used: set[int] = set()
-        if self.file is not None and nbytes:
-            self._grow(self.file, nbytes)
-
-    def _grow(self, file: StateFile, nbytes: int) -> None:
-        self._next = file.grow(nbytes)
-        self._end = self._next + nbytes
+        if self.file is not None:
+            self._pages = Pages(self.file, _GROWTH_BYTES)
+            if nbytes:
+                self._pages.grow(nbytes)
 
     def _take_back(self, region: _Region) -> None:
         self._used.discard(region.address)
-        self._free.setdefault(region.size, []).append(region.address)
+        self._pages.give_back(region.address, region.size)
 
     def empty(self, like: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return a tensor of the store with the shape and strides of `like` and undefined contents."""
-        if self.file is None or like.numel() == 0:
-            return torch.empty_like(like, dtype=dtype, device="cpu", requires_grad=False)
-        return self._new(self.file, like, dtype)[0]
+        return self._new(like, dtype)[0]
 
-    def _new(self, file: StateFile, like: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, bool]:
-        """Return a tensor in the file, and True if its pages are new: they hold zeros."""
-        size = rounded_bytes(like.numel(), dtype)
-        free = self._free.get(size)
-        is_new = not free
-        if free:
-            address = free.pop()
-        else:
-            if self._end - self._next < size:
-                self._grow(file, max(size, _GROWTH_BYTES))
-            address, self._next = self._next, self._next + size
-        name, strides = str(dtype).removeprefix("torch."), dense_strides(like)
+    def zeros(self, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor of zeros of the store with the shape and strides of `like`."""
+        made, is_new = self._new(like, dtype)
+        return made if is_new else made.zero_()
+
+    def _new(self, like: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, bool]:
+        """Return a tensor of the store, and True if it lies in new pages of the file, which hold zeros."""
+        file = self.file
+        if file is None or like.numel() == 0:
+            return torch.empty_like(like, dtype=dtype, device="cpu", requires_grad=False), False
+        size = in_pages(like.numel() * dtype.itemsize)
+        address, is_new = self._pages.take(size)
+        name, strides = dtype_name(dtype), dense_strides(like)
         region = _Region(self, address, size)
         self._used.add(address)
         capsule = file.tensor(address, name, list(like.shape), None if strides is None else list(strides), region)
         return from_dlpack(capsule), is_new
-
-    def zeros(self, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor of zeros of the store with the shape and strides of `like`."""
-        if self.file is None or like.numel() == 0:
-            return self.empty(like, dtype).zero_()
-        made, is_new = self._new(self.file, like, dtype)
-        return made if is_new else made.zero_()
 
     def adopt(self, state: dict[str, Any]) -> None:
         """Move tensors of loaded or older state into the store; scalars stay in memory."""
@@ -157,9 +140,12 @@ class StateStore:
         return {"offload": f"nvme:{self.folder}", "offload_io": path, **route}
 
 
-def _made_together(group: HostGroup, make: Callable[[], Any], label: str, **options: Any) -> Any:
+_Made = TypeVar("_Made", DeviceRoute, StateStore)
+
+
+def _made_together(group: HostGroup, make: Callable[[], _Made], label: str, **options: Any) -> _Made:
     """Return what this rank makes, or raise an error on every rank. Collective."""
-    made: list[Any] = []
+    made: list[_Made] = []
 
     def answer() -> bytes:
         made.append(make())
@@ -172,15 +158,17 @@ def _made_together(group: HostGroup, make: Callable[[], Any], label: str, **opti
 
 def make_route(group: HostGroup, link: DeviceLink, label: str) -> DeviceRoute:
     """Create a route on every rank, or raise an error on every rank. Collective."""
-    made: DeviceRoute = _made_together(
-        *(group, lambda: DeviceRoute(group, link), label),
-        retell=lambda rank, sentence: Error(f"offload of {label} on rank {rank}: {sentence}"),
-    )
-    return made
+
+    def retell(rank: int, sentence: str) -> Exception:
+        return Error(f"offload of {label} on rank {rank}: {sentence}")
+
+    return _made_together(group, lambda: DeviceRoute(group, link), label, retell=retell)
 
 
-def make_store(group: HostGroup, folder: str, label: str, nbytes: int) -> StateStore:
-    """Create a file on every rank, or raise OSError with the same sentence on every rank. Collective."""
+def make_store(group: HostGroup, folder: str | None, label: str, nbytes: int) -> StateStore:
+    """Create a file on every rank, or raise OSError with the same sentence on every rank, collectively; None: in memory."""
+    if folder is None:
+        return StateStore(None, label, nbytes)
 
     def make() -> StateStore:
         try:

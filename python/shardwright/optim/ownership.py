@@ -8,9 +8,12 @@ usual: at zero >= 2 an owner assembles its tensors' gradients before the step.
 
 from __future__ import annotations
 
+import functools
 import io
+import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +22,7 @@ from .._engine import Error
 from ..layout.local_parameters import whole_of
 from ..layout.memory import bytes_of
 from ..layout.shard_runs import itemsize_of, memory_order
+from ..layout.views import dtype_name
 from ..options.options import FIELDS
 from ..parallel.agreement.optimizer_agreement import plain
 from ..parallel.replica import Replica
@@ -37,6 +41,8 @@ class Entry:
         self.memory: Any = replica.parameters()
         #: the module's parameter, and the engine's: a DTensor's local part
         self.member, self.parameter = replica.table.module_parameters[at], replica.table.parameters[at]
+        #: return this rank's slice of the averaged gradient; raise Error if no step is possible
+        self.gradient: Callable[[], torch.Tensor | None] = functools.partial(replica.gradients.slice_of, at)
         self.group: dict[str, Any] | None = None  # of the optimizer
         self.owner: int | None = None  # of a whole tensor: the number of its slice
         self.piece: torch.Tensor | None = None
@@ -62,6 +68,8 @@ class Slices:
     """Each rank of an engine owns a slice of each parameter."""
 
     is_whole = False
+    #: return the gradient that a step needs of an entry; raise Error if no step is possible
+    gradient: Callable[[Entry], torch.Tensor | None] = operator.methodcaller("gradient")
 
     def assign(self, entries: Iterable[Entry]) -> None:
         """Give new parameters their owners."""
@@ -73,10 +81,6 @@ class Slices:
     def piece(self, entry: Entry) -> torch.Tensor | None:
         """Return what this rank steps on; None for nothing."""
         return entry.memory.slice(entry.at)
-
-    def gradient(self, entry: Entry) -> torch.Tensor | None:
-        """Return this rank's slice of the averaged gradient. Raise Error if no step is possible."""
-        return entry.replica.gradients.slice_of(entry.at)
 
     def publish(self, replicas: Sequence[Replica], failed: bool) -> list[int] | None:
         """Make what this rank stepped on visible to all. Return which ranks failed; None if that is not known."""
@@ -97,23 +101,30 @@ class Slices:
 
     def gather(self, entry: Entry, mine: Mapping[str, Any]) -> dict[str, Any]:
         """Return a parameter's whole state on every rank. Collective."""
-        like, replica, whole = entry.like, entry.replica, dict[str, Any]()
+        like, whole = entry.like, dict[str, Any]()
         for key, (kind, name, value) in self.described(entry, mine).items():
             dtype = getattr(torch, name, None)
             if kind != "sliced":
                 whole[key] = torch.tensor(value, dtype=dtype, device="cpu") if kind == "tensor" else value
                 continue
-            data = bytes_of(mine[key]) if key in mine and replica.slicing.speaks else b""
             result = torch.empty_like(like, dtype=dtype, requires_grad=False)
             flat = memory_order(result, like)
-            for rank, each in enumerate(replica.group.comm.all_gather_bytes(data, f"optimizer state of {entry.name}")):
-                low, high = entry.run(rank)
-                if low < high and each:
-                    flat[low:high] = torch.frombuffer(bytearray(each), dtype=flat.dtype)
+            fill_from_ranks(entry.replica, flat, mine.get(key), entry.run, f"optimizer state of {entry.name}")
             if flat.data_ptr() != result.data_ptr():
                 result = flat.as_strided(like.shape, like.contiguous().stride()).clone()
             whole[key] = whole_of(entry.parameter, result)
         return whole
+
+
+def fill_from_ranks(
+    replica: Replica, flat: torch.Tensor, mine: torch.Tensor | None, run: Callable[[int], tuple[int, int]], label: str
+) -> None:
+    """Fill a parameter's elements, in memory order, from all ranks' parts: run(rank) is [begin, end). Collective."""
+    data = b"" if mine is None or not replica.slicing.speaks else bytes_of(mine)
+    for rank, each in enumerate(replica.group.comm.all_gather_bytes(data, label)):
+        low, high = run(rank)
+        if low < high and each:
+            flat[low:high] = torch.frombuffer(bytearray(each), dtype=flat.dtype)
 
 
 class WholeTensors(Slices):
@@ -164,7 +175,7 @@ class WholeTensors(Slices):
                 yield entry, entry.piece.as_strided((entry.piece.numel(),), (1,))
 
     def gradient(self, entry: Entry) -> torch.Tensor | None:
-        piece = super().gradient(entry)
+        piece = entry.gradient()
         gradient = entry.parameter.grad
         return piece if self._replica.zero >= 2 or gradient is None else gradient.detach()
 
@@ -193,7 +204,10 @@ class WholeTensors(Slices):
             if (piece := entry.piece) is not None:
                 piece.grad = torch.empty_strided(piece.shape, piece.stride(), dtype=piece.dtype, device="cpu")
         label = f"gradients of the tensors that ranks own, of {self._replica.label}"
-        for chunk in _chunks(sorted(slices, key=lambda each: each.index)):
+        ordered = sorted(slices, key=lambda each: each.index)
+        ends = itertools.accumulate(entry.parameter.nbytes for entry in ordered)
+        for _, members in itertools.groupby(zip(ordered, ends), key=lambda pair: pair[1] // _CHUNK_BYTES):
+            chunk = [entry for entry, _ in members]
             mine = b"".join(bytes_of(slices[entry]) for entry in chunk)
             for rank, data in enumerate(self._replica.group.comm.all_gather_bytes(mine, label)):
                 at = 0
@@ -209,9 +223,7 @@ class WholeTensors(Slices):
     def publish(self, replicas: Sequence[Replica], failed: bool) -> None:
         memory, comm = self._memory, self._replica.group.comm
         if memory.releases:
-            for entry, flat in self._mine():
-                memory.write_whole(entry.at, flat)
-            for entry, flat in self._from_other_hosts():
+            for entry, flat in itertools.chain(self._mine(), self._from_other_hosts()):
                 memory.write_whole(entry.at, flat)
             memory.publish(sliced=False)
         elif memory.shared:
@@ -240,7 +252,7 @@ class WholeTensors(Slices):
         if not group.is_apart(slicing):
             return
         mine = dict(self._mine())
-        beside = [rank for rank in slicing.replica() if group.host_of[rank] == group.host_of[group.rank]]
+        beside = group.sharers(slicing)
         here = {slicing.of_rank[rank] for rank in beside}
         for root, owned in self._by_owner():
             for entry in owned:
@@ -263,19 +275,6 @@ class WholeTensors(Slices):
         found, on_gpu = torch.load(io.BytesIO(sent), weights_only=True)
         where = entry.like.device  # its number differs between ranks
         return {key: value.to(where) if key in on_gpu else value for key, value in found.items()}
-
-
-def _chunks(entries: Iterable[Entry]) -> Iterator[list[Entry]]:
-    chunk: list[Entry] = []
-    nbytes = 0
-    for entry in entries:
-        chunk.append(entry)
-        nbytes += entry.parameter.nbytes
-        if nbytes >= _CHUNK_BYTES:
-            yield chunk
-            chunk, nbytes = [], 0
-    if chunk:
-        yield chunk
 
 
 class WholeTensorsOnGpu(WholeTensors):
@@ -325,7 +324,7 @@ class WholeTensorsOnGpu(WholeTensors):
         assert row is not None
         for whole, places in self._by_bucket(slices):
             self._copy((self._own_part(whole, each, place), slices[each]) for each, place in places.items())
-            dtype = str(whole.dtype).removeprefix("torch.")
+            dtype = dtype_name(whole.dtype)
             row.comm.all_gather([(whole.data_ptr(), whole.numel(), dtype)], row.current_stream())
             yield whole, places
 
@@ -380,8 +379,8 @@ def members_of(param_group: Any) -> list[torch.Tensor]:
     """Return the tensors of a new group, named or not; turn an iterator into a list."""
     given = param_group.get("params", ()) if isinstance(param_group, dict) else ()
     if isinstance(given, torch.Tensor):
-        return [given]
-    if not isinstance(given, (list, tuple, set)):
+        given = [given]
+    elif not isinstance(given, (list, tuple, set)):
         given = param_group["params"] = list(given)
     named = (each[1] if isinstance(each, tuple) and len(each) == 2 else each for each in given)
     return [each for each in named if isinstance(each, torch.Tensor)]  # torch refuses everything else

@@ -1,13 +1,9 @@
-"""An optimizer whose state and work are sliced over ranks: ZeRO-1.
+"""An optimizer whose state and work are sliced over ranks: ZeRO-1 (Rajbhandari et al., 2020, section 5).
 
 The user's own optimizer does the arithmetic on what this rank owns: slices, one-dimensional, or whole tensors
 (optim/ownership.py). An elementwise update gives every element the same bits on a slice as on the whole, because slices
-are cut on 128-byte boundaries. This class keeps the interface of the whole optimizer. `param_groups` are the user's own
-dictionaries over whole parameters, so schedulers, zero_grad and clipping work as before.
-
-References
-----------
-Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, section 5.
+are cut on 128-byte boundaries. `param_groups` are the user's own dictionaries over whole parameters, so schedulers,
+zero_grad and clipping work as before.
 """
 
 from __future__ import annotations
@@ -32,19 +28,19 @@ from ..parallel.agreement.optimizer_agreement import (
     Row,
     agree,
     check_groups,
+    check_members,
     check_saved,
     hyperparameters,
-    not_of,
     rows_of,
 )
 from ..parallel.join import exchange_slices
 from ..parallel.replica import Replica
 from ..torch_compat.autograd import unguarded
-from ..torch_compat.optimizers import hooks_around, on_meta, step_hooks
+from ..torch_compat.optimizers import hooks_around, step_hooks
 from ..torch_compat.state_dicts import asked_by_torchs_functions
 from .device_clip import DeviceClip
 from .forwarded_on_slices import call_on_slices
-from .forwarding import Forwarding
+from .forwarding import Forwarding, loss_of
 from .master_weights import LOW, as_kept, has_own_masters, kept_by, load_with_hooks, masters_in_place
 from .ownership import Entry, WholeTensors, adopt, check_sliceable, members_of, owner_of
 from .sliced_state import MARK, SlicedState, StateNames, beside, with_state
@@ -85,8 +81,7 @@ class ShardedOptimizer(Forwarding):
         self._without_master = {id(parameter) for parameter in without_master}
         self._consolidated: dict[Entry, dict[str, Any]] | None = None  # whole state, until state changes
         self._state_names: dict[Entry, list[str]] | None = None  # equal on all ranks, until state changes
-        for position, group in enumerate(optimizer.param_groups):
-            self._check_members(group["params"], position)
+        check_members(replica.label, self._index, optimizer.param_groups, all_of_them=True)
         whole = dict(optimizer.state)
         if any(id(parameter) not in self._index for parameter in whole):
             raise ValueError(
@@ -101,13 +96,6 @@ class ShardedOptimizer(Forwarding):
         self.rounds_at_step = 0
         self._position = replica.steppers.add_sliced(self)
         self._forwards = True
-
-    def _check_members(self, parameters: Any, position: int) -> None:
-        for parameter in parameters:
-            if parameter.is_meta and id(parameter) not in self._index:
-                raise ValueError(on_meta(parameter, position))
-            if id(parameter) not in self._index:
-                raise ValueError(not_of(self._replica.label, parameter, position))
 
     def _entry(self, parameter: torch.Tensor) -> Entry:
         return self._entries[self._index[id(parameter)]]
@@ -129,8 +117,8 @@ class ShardedOptimizer(Forwarding):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group like torch. The user's own class sees it first and may refuse it."""
         if all(group is not param_group for group in self._inner.param_groups):
-            self._check_members(members_of(param_group), len(self.param_groups))
-            self._inner.add_param_group(param_group)
+            groups = [{"params": members_of(param_group)}]
+            check_members(self._replica.label, self._index, groups, all_of_them=True, first=len(self.param_groups))
         super().add_param_group(param_group)
         self._consolidated = self._state_names = None
         entries = [self._entry(p) for p in self.param_groups[-1]["params"]]
@@ -241,8 +229,7 @@ class ShardedOptimizer(Forwarding):
         """
         loss = None
         if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+            loss = loss_of(closure)
             for replica in self.replicas:
                 replica.gradients.close_pending()
         check_groups(self, self._inner)
@@ -283,29 +270,26 @@ class ShardedOptimizer(Forwarding):
                 self._replica.check.refuse(self, gradients, [each.model_ranks for each in self.replicas], refusal)
             except (Error, NotImplementedError) as error:
                 refusal = error
-        with self._changing():
-            try:
-                self._agree(refusal, states)
-            except Exception:
-                self.refuse_change()
-                raise
+        with self._changing(functools.partial(self._agree, refusal, states)):
             rounds = self._replica.reducer.rounds
             vars(self).update(_consolidated=None, _state_names=None, rounds_at_step=rounds)  # spares three __setattr__
             stepped = [entry for entry, state in states.items() if state != NO_GRADIENT]
             self._write_together(self._inner.step, "step", stepped)
 
-    def _changing(self) -> contextlib.ExitStack:
-        """Announce to forked children that values change, before a peer, which has agreed, writes."""
-        announced = contextlib.ExitStack()
-        for replica in self.replicas:
-            if replica.access.shows_writes:
-                announced.enter_context(replica.access)
-        return announced
-
-    def refuse_change(self) -> None:
-        """Note that all ranks refuse a call, if they have agreed on it."""
-        for replica in self.replicas:
-            replica.access.refuse_change(self._replica.group.comm)
+    @contextlib.contextmanager
+    def _changing(self, agree_on: Callable[[], None]) -> Iterator[None]:
+        """Inside, values change on all ranks, which first agree. Forked children hear of it before a peer writes."""
+        with contextlib.ExitStack() as announced:
+            for replica in self.replicas:
+                if replica.access.shows_writes:
+                    announced.enter_context(replica.access)
+            try:
+                agree_on()
+            except Exception:
+                for replica in self.replicas:
+                    replica.access.refuse_change(self._replica.group.comm)
+                raise
+            yield
 
     def _write_together(
         self,

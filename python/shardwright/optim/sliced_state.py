@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import torch
 
 from .._engine import Error
+from ..layout.views import dtype_name
 from .master_weights import LOW, has_own_masters, masters_in_place
 
 #: the state dict's key for a rank's slices
@@ -52,7 +53,7 @@ def description_of(state: Mapping[str, Any], piece: torch.Tensor | None) -> str:
     described = {}
     for key, value in state.items():
         if isinstance(value, torch.Tensor):
-            dtype = str(value.dtype).removeprefix("torch.")
+            dtype = dtype_name(value.dtype)
             sliced = piece is not None and value.shape == piece.shape and key != "step"
             described[key] = ("sliced", dtype, None) if sliced else ("tensor", dtype, value.tolist())
         else:

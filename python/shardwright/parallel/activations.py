@@ -128,11 +128,8 @@ def _make_store(folder: str | None, label: str, on_gpu: bool, engine: Any) -> St
     made: list[Store] = []
 
     def make() -> bytes:
-        made.append(
-            DeviceStore(None if folder is None else FileStore(folder, label))
-            if on_gpu
-            else FileStore(folder or "", label)
-        )
+        file = None if folder is None else FileStore(folder, label)
+        made.append(DeviceStore(file) if on_gpu or file is None else file)
         return b""
 
     if engine is None or not engine.made:
@@ -151,15 +148,14 @@ class Recompute:
     """The settings of one call of checkpoint_units."""
 
     def __init__(self, every: int, policy: Any, parameters: tuple[torch.Tensor, ...]) -> None:
-        self.every, self.store = every, None
+        self.every = every
+        self.store: Store | None = None
         self._identities = frozenset(map(id, parameters))
-        self.options: dict[str, Any] = (
-            {} if policy is None else {"context_fn": functools.partial(create_selective_checkpoint_contexts, policy)}
-        )
+        self.options: dict[str, Any] = {}
+        if policy is not None:
+            self.options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
         #: (unit, which of its modules train) -> its modules whose buffers the forward changes
         self.changing: dict[Any, set[str]] = {}
-
-    store: Store | None
 
     def run(self, unit: torch.nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a unit's call in a checkpoint."""
@@ -177,14 +173,8 @@ class Recompute:
 
     def keep(self, tensor: torch.Tensor) -> Moved | None:
         """Move a tensor out, or return None if it stays."""
-        if (
-            self.store is None
-            or not tensor.requires_grad
-            or tensor.nbytes < _MOVED_BYTES
-            or dense_strides(tensor) is None
-        ):
-            return None
-        if type(tensor) is not torch.Tensor:
+        moves = tensor.requires_grad and tensor.nbytes >= _MOVED_BYTES and type(tensor) is torch.Tensor
+        if self.store is None or not moves or dense_strides(tensor) is None:
             return None
         with self._telling():
             return self.store.put(tensor)
@@ -227,11 +217,7 @@ class _Region:
         self._buffers = _Buffers(settings, unit)
 
     def __call__(self, anchor: torch.Tensor) -> Any:
-        leaves = (
-            self._leaves
-            if self._is_first
-            else [each.get() if isinstance(each, _Kept) else each for each in self._leaves]
-        )
+        leaves = [each.get() if isinstance(each, _Kept) else each for each in self._leaves]  # in the forward none is
         args, kwargs = unflatten(leaves, self._spec)
         del leaves
         if not self._is_first:

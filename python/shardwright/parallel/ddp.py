@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Sequence
@@ -126,24 +127,12 @@ class DistributedDataParallel(TorchDDP):
         if _options is None:
             check_arguments(given)
             refuse_options(options, ("clip_grad_norm", "partition"), "DistributedDataParallel", "give them to sw.wrap")
-            _options = Options.from_keywords(
-                dict(
-                    options,
-                    process_group=process_group,
-                    device_mesh=device_mesh,
-                    init_sync=init_sync,
-                    static_graph=static_graph,
-                    bucket_cap_mb=bucket_cap(bucket_cap_mb, bucket_cap_mb_list),
-                    broadcast_buffers=True if broadcast_buffers is None else broadcast_buffers,
-                    find_unused_parameters=find_unused_parameters,
-                    gradient_as_bucket_view=gradient_as_bucket_view,
-                    zero=zero,
-                    precision=precision if mixed_precision is None else precision_of(mixed_precision),
-                    offload=offload,
-                    compress=compress,
-                ),
-                also_known=[name for name in given if name not in ("self", "options", "module") and name[0] != "_"],
-            )
+            known = [name for name in given if name not in ("self", "options", "module") and name[0] != "_"]
+            options |= {field.name: given[field.name] for field in dataclasses.fields(Options) if field.name in known}
+            options["bucket_cap_mb"] = bucket_cap(bucket_cap_mb, bucket_cap_mb_list)
+            options["broadcast_buffers"] = broadcast_buffers is None or broadcast_buffers
+            options["precision"] = precision if mixed_precision is None else precision_of(mixed_precision)
+            _options = Options.from_keywords(options, also_known=known)
         if not isinstance(module, torch.nn.Module):
             raise TypeError(f"DistributedDataParallel needs a torch.nn.Module, got {type(module).__name__}")
         first = next(module.parameters(), None)
@@ -159,36 +148,30 @@ class DistributedDataParallel(TorchDDP):
         self._engine = Engine(
             module, _options, forward_sync_buffers=forward_sync_buffers, prepare=prepare, values=_values
         )
-        self._set_attributes(_options)
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.batched_grad_copy = batched_grad_copy
+        self.bucket_bytes_cap = _options.bucket_cap_bytes
         self.bucket_bytes_cap_list = [int(cap * 1024 * 1024) for cap in bucket_cap_mb_list or ()]
+        self.static_graph = _options.static_graph
+        self.find_unused_parameters = _options.find_unused_parameters
+        self.gradient_as_bucket_view = _options.gradient_as_bucket_view
         if _options.device_mesh is not None:
             self.device_mesh = _options.device_mesh
-        if mixed_precision is not None:
-            self.mixed_precision = mixed_precision
+        self.mixed_precision = mixed_precision
         self._inputs_to = self.device if device_ids else None
         self._begin()
-
-    def _set_attributes(self, options: Options) -> None:
-        """Set the attributes of torch's class that other code reads."""
-        self.device_type = self.device.type
-        self.device_ids = self.output_device = self.mixed_precision = None
-        self.is_multi_device_module = False
-        self.dim = 0
-        self.static_graph = options.static_graph
-        self.find_unused_parameters = options.find_unused_parameters
-        self.gradient_as_bucket_view = options.gradient_as_bucket_view
-        self.broadcast_bucket_size = 250 * 1024 * 1024
-        self.bucket_bytes_cap = options.bucket_cap_bytes
-        self.use_side_stream_for_tensor_copies = False
-        self._divide_by_initial_world_size = True
 
     def _begin(self) -> None:
         """Set what a copy has of its own, and refuse other wrappers of the module."""
         self._join_config = JoinConfig.construct_disabled_join_config()
         register_face(self, lambda wrapper, make: wrapper._engine)
         guard_from_wrappers(self._engine, self)
+
+    # attributes of torch's class, which its inherited methods and other libraries read
+    device_type = property(lambda self: self.device.type)
+    device_ids = output_device = None
+    dim, use_side_stream_for_tensor_copies = 0, False
+    broadcast_bucket_size = 250 * 1024 * 1024
 
     is_in_force: bool = _of_engine("is_in_force")
     parameters_to_ignore = _of_engine("parameters_to_ignore")
@@ -200,6 +183,9 @@ class DistributedDataParallel(TorchDDP):
     named_module_buffers = _of_engine("buffers")
     compression_state: CompressionState | StatesOfParts | None = _of_engine("compression_state")
     _comm_hooks = _of_engine("comm_hooks")
+    _assign_modules_buffers = _of_engine("note_buffers")
+    _post_forward = _of_engine("end_forward")
+    _sync_buffers = _of_engine("sync_buffers")
 
     reducer = functools.cached_property(ReducerFacade)  # type: ignore[assignment]
     logger = functools.cached_property(DDPLogger)  # type: ignore[assignment]
@@ -215,9 +201,6 @@ class DistributedDataParallel(TorchDDP):
     @buffer_hook.setter
     def buffer_hook(self, value: Any) -> None:
         self._engine.buffer_hook = value
-
-    def _assign_modules_buffers(self) -> None:
-        self._engine.note_buffers()
 
     # copies and state dicts ---------------------------------------------------------------------------------------
 
@@ -252,16 +235,10 @@ class DistributedDataParallel(TorchDDP):
             inputs, kwargs = to_device((inputs, kwargs), self._inputs_to)
         return inputs, kwargs
 
-    def _post_forward(self, output: Any) -> Any:
-        return self._engine.end_forward(output)
-
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if self._inputs_to is not None:
             inputs, kwargs = to_device((inputs, kwargs), self._inputs_to)
         return self._engine.run(self.module, inputs, kwargs)
-
-    def _sync_buffers(self) -> None:
-        self._engine.sync_buffers()
 
     # when gradients are averaged ----------------------------------------------------------------------------------
 
@@ -303,9 +280,8 @@ class DistributedDataParallel(TorchDDP):
         )
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return the hook for torch's Join. It reads only the argument `divide_by_initial_world_size`."""
-        divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
-        return ShadowHook(self, self._engine, divide_by_initial_world_size)
+        """Return the hook for torch's Join, whose only argument is `divide_by_initial_world_size`."""
+        return ShadowHook(self, self._engine, kwargs.get("divide_by_initial_world_size", True))
 
     # communication hooks ------------------------------------------------------------------------------------------
 
@@ -362,10 +338,6 @@ class DistributedDataParallel(TorchDDP):
 
     def _replicate_for_data_parallel(self) -> Any:
         refuse_wrapper("torch.nn.parallel.replicate()", type(self.module).__name__)
-
-    def _log_and_throw(self, err_type: type[Exception], err_msg: str) -> None:
-        self.logger.set_error_and_log(f"{err_type}: {err_msg}")
-        raise err_type(err_msg)
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """Return torch's logging data and the engine's counts; times from the first call on, or once a sample rate is set."""

@@ -60,11 +60,8 @@ def check_device_ids(device_ids: Any, output_device: Any, device: torch.device) 
     """Raise ValueError if an argument names a device other than the module's own GPU."""
     if not device_ids and output_device is None:
         return
-    given = [torch.device("cuda", each) if isinstance(each, int) else torch.device(each) for each in device_ids or ()]
-    if output_device is not None:
-        given.append(
-            torch.device("cuda", output_device) if isinstance(output_device, int) else torch.device(output_device)
-        )
+    named = [*(device_ids or ()), *([] if output_device is None else [output_device])]
+    given = [torch.device("cuda", each) if isinstance(each, int) else torch.device(each) for each in named]
     if device.type != "cuda" or len(device_ids or ()) > 1 or any(each != device for each in given):
         raise ValueError(
             f"device_ids={device_ids!r} and output_device={output_device!r} must name the one GPU that the module is on, which is "
@@ -99,24 +96,18 @@ def check_arguments(arguments: dict[str, Any]) -> None:
     caps = arguments["bucket_cap_mb_list"] or ()
     if any(isinstance(cap, bool) or not isinstance(cap, (int, float)) or not cap > 0 for cap in caps):
         raise ValueError(f"bucket_cap_mb_list must be a list of positive numbers of MiB, got {caps!r}")
-    if arguments["broadcast_buffers"] is not None:
-        _warn_of_broadcast_buffers(arguments["forward_sync_buffers"] is not None)
+    if arguments["broadcast_buffers"] is not None:  # torch 2.13 deprecated it; the option of sw.wrap is not deprecated
+        text = "`broadcast_buffers` is deprecated, and without effect beside `forward_sync_buffers`"
+        if arguments["forward_sync_buffers"] is None:
+            text = (
+                "`broadcast_buffers` is deprecated: use `forward_sync_buffers`, which, unlike it, leaves the broadcast of buffers at "
+                "construction in place, or sw.wrap(broadcast_buffers=...)"
+            )
+        warnings.warn(text, FutureWarning, stacklevel=3)
     if arguments["check_reduction"]:
         warnings.warn("check_reduction has no effect: a round always ends complete", FutureWarning, stacklevel=4)
     if arguments["dim"] != 0:
         raise ValueError(f"dim must be 0, got {arguments['dim']!r}: inputs are not scattered")
-
-
-def _warn_of_broadcast_buffers(overridden: bool) -> None:
-    """Emit torch's warning for an argument that torch 2.13 deprecated. The option of sw.wrap is not deprecated."""
-    if overridden:
-        text = "`broadcast_buffers` is deprecated, and without effect beside `forward_sync_buffers`"
-    else:
-        text = (
-            "`broadcast_buffers` is deprecated: use `forward_sync_buffers`, which, unlike it, leaves the broadcast of buffers at "
-            "construction in place, or sw.wrap(broadcast_buffers=...)"
-        )
-    warnings.warn(text, FutureWarning, stacklevel=4)
 
 
 def bucket_cap(bucket_cap_mb: float | None, bucket_cap_mb_list: Any) -> float:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,14 +36,22 @@ class IterationTimes:
 
     forward_start = backward_start = backward_end = close_end = 0
 
-    def data(self) -> dict[str, int]:
+    def durations(self) -> dict[str, int]:
         """Return torch's fields. Communication time is the wait at the end of a backward, so no overlap is reported."""
-        forward, backward, end, closed = self.forward_start, self.backward_start, self.backward_end, self.close_end
         return {
-            **{"forward_compute_time": backward - forward, "backward_compute_time": end - backward},
-            **{"backward_comm_time": closed - end, "backward_compute_comm_overlap_time": 0},
-            **{"forward_compute_time_start": forward, "backward_compute_time_start": backward},
-            **{"backward_compute_time_end": end, "backward_comm_time_start": end, "backward_comm_time_end": closed},
+            "forward_compute_time": self.backward_start - self.forward_start,
+            "backward_compute_time": self.backward_end - self.backward_start,
+            "backward_comm_time": self.close_end - self.backward_end,
+            "backward_compute_comm_overlap_time": 0,
+        }
+
+    def events(self) -> dict[str, int]:
+        return {
+            "forward_compute_time_start": self.forward_start,
+            "backward_compute_time_start": self.backward_start,
+            "backward_compute_time_end": self.backward_end,
+            "backward_comm_time_start": self.backward_end,
+            "backward_comm_time_end": self.close_end,
         }
 
 
@@ -52,13 +59,11 @@ class DDPLogger:
     """A stand-in for torch's DDP logger: the methods that torch calls, and the data that it returns."""
 
     def __init__(self, wrapper: Any) -> None:
-        self._wrapper = weakref.ref(wrapper)
-        self._iterations = 0
+        self._wrapper = weakref.proxy(wrapper)
         self._rate = _SAMPLE_RATE
         self._times: IterationTimes | None = None
-        self._measured: dict[str, int] = {}
-        self._averages: dict[str, int] = {}
         self._samples = 0
+        self._measured: dict[str, int] = {"iteration": 0}
         self._facts: dict[str, Any] = {}
 
     # methods that torch calls ------------------------------------------------------------------------------------
@@ -86,50 +91,42 @@ class DDPLogger:
 
     # measuring ------------------------------------------------------------------------------------------------------
 
-    def _measure(self) -> tuple[Any, Any]:
-        """Measure iterations from now on; return the wrapper and its engine."""
-        wrapper = self._wrapper()
-        assert wrapper is not None
-        replica = wrapper._engine.replica
+    def _measure(self) -> Any:
+        """Measure iterations from now on; return the wrapper's engine on this rank."""
+        replica = self._wrapper._engine.replica
         replica.gradients.begin_iteration = self.begin_iteration
-        return wrapper, replica
+        return replica
 
     def begin_iteration(self, iterations: int) -> IterationTimes | None:
         """Record the times of the last iteration, number `iterations`. Return an object for those of the next."""
-        if self._is_sampled(iterations) and self._times is not None and self._times.close_end:
-            self._take(self._times, iterations)
-        self._times = None
-        if self._is_sampled(iterations + 1):
-            self._times = IterationTimes()
+        times, measured = self._times, self._measured
+        if self._is_sampled(iterations) and times is not None and times.close_end:
+            self._samples += 1
+            measured.update(times.durations(), **times.events(), iteration=iterations)
+            for name, value in times.durations().items():
+                before = measured.get(f"avg_{name}", 0)
+                measured[f"avg_{name}"] = before + (value - before) // self._samples
+        self._times = IterationTimes() if self._is_sampled(iterations + 1) else None
+        if self._times is not None:
             self._times.forward_start = time.perf_counter_ns()
         return self._times
 
     def _is_sampled(self, iteration: int) -> bool:
         return iteration <= _FIRST_ITERATIONS or iteration % self._rate == 0
 
-    def _take(self, times: IterationTimes, iterations: int) -> None:
-        self._measured = times.data()
-        self._iterations = iterations
-        self._samples += 1
-        for name, value in self._measured.items():
-            if not name.endswith(("_start", "_end")):
-                before = self._averages.get(f"avg_{name}", 0)
-                self._averages[f"avg_{name}"] = before + (value - before) // self._samples
-
     # the data -------------------------------------------------------------------------------------------------------
 
     def data(self) -> dict[str, Any]:
         """Return torch's fields and the engine's counts."""
-        wrapper, replica = self._measure()
+        wrapper, replica = self._wrapper, self._measure()
+        error = wrapper._engine.error
         return {
             **_of_wrapper(wrapper),
             **_of_group(wrapper.process_group, replica),
             **_of_buckets(replica),
-            "iteration": self._iterations,
             **self._measured,
-            **self._averages,
             **self._facts,
-            **({"has_error": 1, "error": wrapper._engine.error} if wrapper._engine.error else {}),
+            **({"has_error": 1, "error": error} if error else {}),
             **replica.reducer.stats(),
         }
 
@@ -165,17 +162,14 @@ def _of_group(group: Any, replica: Any) -> dict[str, Any]:
 def _of_buckets(replica: Any) -> dict[str, Any]:
     parameters, reducer = replica.table.parameters, replica.reducer
     trained = [each for each in parameters if each.requires_grad]
-    bytes_of: Callable[[torch.Tensor], int] = lambda each: each.numel() * each.element_size()  # noqa: E731
-    buckets = [
-        [i for i in reducer.bucket_parameters(b) if parameters[i].requires_grad] for b in range(reducer.bucket_count)
-    ]
-    buckets = [each for each in buckets if each]
+    members = (reducer.bucket_parameters(bucket) for bucket in range(reducer.bucket_count))
+    buckets = list(filter(None, ([i for i in each if parameters[i].requires_grad] for each in members)))
     dtypes = sorted({_CXX_NAMES.get(each.dtype, str(each.dtype)) for each in trained})
     return {
         "dtypes": ", ".join(dtypes),
-        "total_parameter_size_bytes": sum(map(bytes_of, trained)),
+        "total_parameter_size_bytes": sum(each.nbytes for each in trained),
         "num_parameter_tensors": len(trained),
-        "bucket_sizes": ", ".join(str(sum(bytes_of(parameters[i]) for i in each)) for each in buckets),
+        "bucket_sizes": ", ".join(str(sum(parameters[i].nbytes for i in each)) for each in buckets),
         "per_bucket_param_indices": ", ".join(" ".join(map(str, each)) for each in buckets),
         "has_rebuilt_buckets": 0,
         "num_buckets_reduced": len(buckets),

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .._engine import Error, Exchange
+from .._engine import Error, Exchange, HostComm
 from ..compress.costs import LEAST_GAIN, bytes_sent, hidden_beside, measure_bandwidth, measure_codecs, slowest
 from .ddp import DistributedDataParallel
 
@@ -104,13 +104,13 @@ def headroom(
     if replica.compression is not None or model._engine.comm_hooks:
         raise Error("headroom measures plain gradients: this model has a compressor or a communication hook")
     comm = replica.group.comm
-    step_s, local_s = _measure_backwards(model, backward, repeat, lambda values: slowest(comm, values))
+    step_s, local_s = _measure_backwards(model, backward, repeat, comm)
     exposed_s = max(0.0, step_s - local_s)
     numel = sum(p.numel() for p in replica.table.parameters if p.requires_grad)
     exchange = Exchange(comm)
-    plain_bytes = (
-        replica.stats()["step_wire_bytes"] if replica.group.host_count == 1 else bytes_sent(exchange, 4 * numel)
-    )
+    plain_bytes = bytes_sent(exchange, 4 * numel)
+    if replica.group.host_count == 1:
+        plain_bytes = replica.stats()["step_wire_bytes"]
     measured = measure_bandwidth(replica.group, exchange)
     speed = bandwidth or measured
     beside_s = hidden_beside(replica.overlaps_compression, exchange, numel, measured, exposed_s)
@@ -127,12 +127,7 @@ def headroom(
     return Headroom(step_s, local_s, exposed_s, speed, tuple(candidates), candidates[0].name if pays else "none")
 
 
-def _measure_backwards(
-    model: DistributedDataParallel,
-    backward: Callable[[], Any],
-    repeat: int,
-    slowest: Callable[[list[float]], list[float]],
-) -> tuple[float, float]:
+def _measure_backwards(model: Any, backward: Callable[[], Any], repeat: int, comm: HostComm) -> tuple[float, float]:
     """Time backwards with and without communication, alternately."""
     times: tuple[list[float], list[float]] = ([], [])
     synchronises = model.require_backward_grad_sync
@@ -140,7 +135,7 @@ def _measure_backwards(
         for turn in range(2 * (repeat + 1)):
             model.zero_grad(set_to_none=True)
             model.require_backward_grad_sync = turn % 2 == 0
-            slowest([0.0])  # a barrier
+            comm.barrier("headroom")
             start = time.perf_counter()
             backward()
             if turn >= 2:
@@ -148,5 +143,5 @@ def _measure_backwards(
     finally:
         model.require_backward_grad_sync = synchronises
         model.zero_grad(set_to_none=True)
-    both = slowest([*times[0], *times[1]])
+    both = slowest(comm, [*times[0], *times[1]])
     return statistics.median(both[:repeat]), statistics.median(both[repeat:])

@@ -1,17 +1,8 @@
-"""Uneven inputs: the work of a rank that ran out of inputs, in torch's Join protocol.
+"""Uneven inputs: the work of a rank that ran out of inputs, in torch's Join protocol; docs/design/zero_join.md explains it.
 
 A joined rank shadows each iteration of the training ranks, collective for collective, in the order in which forward and
-backward issue them: buffers, the flag whether this backward synchronises, the round. At the end all ranks take the
-model of the rank that trained longest.
-
-At zero >= 1 a joined rank still owns slices, so it also takes part in the optimizer's step and, if gradients are
-sliced, in their norms and agreements. The training ranks decide how many of these an iteration has, so they *announce*
-each one. An announcement names the operation and carries what a joined rank lacks: hyperparameters, which gradients
-exist, and the factors that scaled them. A joined rank takes these from the lowest training rank.
-
-Several modules may be in one Join. torch's context counts only the announcements of its first member, so the first
-module's hook listens for all announcements and passes each to the module that it names. All modules share one
-communicator, so a joined rank follows one round at a time: each module's backward ends before the next announcement.
+backward issue them. At zero >= 1 it still owns slices, and training ranks announce each operation in which it takes
+part. At the end all ranks take the model of the rank that trained longest.
 """
 
 from __future__ import annotations
@@ -40,7 +31,6 @@ class ShadowHook(JoinHook):
 
     def __init__(self, wrapper: Any, engine: Engine, divide_by_initial_world_size: bool) -> None:
         self._wrapper, self._engine = wrapper, engine
-        wrapper._divide_by_initial_world_size = divide_by_initial_world_size
         engine.join_member = weakref.ref(wrapper)
         replica = engine.replica
         replica.reducer.set_divide_by(not divide_by_initial_world_size)
@@ -249,20 +239,23 @@ _WORDS = {
 }
 
 
+def _piece_of(view: Any) -> torch.Tensor:
+    assert isinstance(view, ShardedGradient)
+    return view.piece
+
+
 def _own_slices(replica: Replica, states: Sequence[int]) -> list[torch.Tensor | None]:
     """Return this rank's slices of the averaged gradients, scaled as on the training ranks."""
-    found: list[torch.Tensor | None] = []
-    for view, state in zip(replica.gradients.views, states):
-        assert isinstance(view, ShardedGradient)
-        found.append(None if state == NO_GRADIENT else torch.zeros_like(view.piece) if state == ZEROED else view.piece)
-    return found
+    pairs = zip(map(_piece_of, replica.gradients.views), states)
+    held = [(torch.zeros_like(piece) if state == ZEROED else piece, state) for piece, state in pairs]
+    return [None if state == NO_GRADIENT else piece for piece, state in held]
 
 
 def _shadow(replica: Replica, announced: dict[str, Any]) -> None:
     """Take part in an announced operation."""
     kind, number, gradients = announced["kind"], announced["number"], replica.gradients
     if kind == "round":
-        replica.gradients.shadow(announced["groups"])
+        gradients.shadow(announced["groups"])
         return
     if kind == "unit":
         replica.parameters().gather_beside(int(number))
@@ -279,9 +272,7 @@ def _shadow(replica: Replica, announced: dict[str, Any]) -> None:
     elif kind == "vote":
         gradients.any_rank(lambda: overflowed)
     elif kind == "read":
-        view = gradients.views[int(number)]
-        assert isinstance(view, ShardedGradient)
-        gradients.gathered(int(number), view.piece)
+        gradients.gathered(int(number), _piece_of(gradients.views[int(number)]))
     else:
         optimizer = replica.steppers.sliced()[int(number)]
         is_whole = replica.zero == 1
@@ -300,30 +291,25 @@ def exchange_slices(
     assert announcer is not None
     if not announcer.joined:
         return []
-    table, rank = replica.table, replica.group.rank
+    parameters, rank = replica.table.parameters, replica.group.rank
+    runs = [(to, index, *run(index, to)) for to in announcer.joined for index in range(len(parameters))]
     mine = []
-    if rank == announcer.lowest:
-        for to in announcer.joined:
-            for index, parameter in enumerate(table.parameters):
-                low, high = run(index, to)
-                if parameter.grad is not None and low < high:
-                    flat = memory_order(parameter.grad.detach(), parameter)[low:high]
-                    mine.append(bytes_of(flat))
+    for _, index, low, high in runs if rank == announcer.lowest else ():
+        gradient = parameters[index].grad
+        if gradient is not None and low < high:
+            mine.append(bytes_of(memory_order(gradient.detach(), parameters[index])[low:high]))
     label = f"gradients for ranks that have joined, of {replica.label}"
     data = replica.group.comm.all_gather_bytes(b"".join(mine), label)[announcer.lowest]
     if states is None:
         return []
-    found: list[torch.Tensor | None] = [None] * len(table.parameters)
+    found: list[torch.Tensor | None] = [None] * len(parameters)
     at = 0
-    for to in announcer.joined:
-        for index, parameter in enumerate(table.parameters):
-            low, high = run(index, to)
-            if states[index] == NO_GRADIENT:
-                continue
-            size = (high - low) * parameter.element_size()
-            if to == rank:
-                piece = bytearray(data[at : at + size])
-                flat = torch.frombuffer(piece, dtype=parameter.dtype) if size else parameter.new_empty(0)
-                found[index] = flat.to(parameter.device)
-            at += size
+    for to, index, low, high in runs:
+        if states[index] == NO_GRADIENT:
+            continue
+        like, begin = parameters[index], at
+        at += (high - low) * like.element_size()
+        if to == rank:
+            piece = bytearray(data[begin:at])
+            found[index] = (torch.frombuffer(piece, dtype=like.dtype) if piece else like.new_empty(0)).to(like.device)
     return found

@@ -147,14 +147,13 @@ def _fill_module(
     return found
 
 
-def _agree(comm: Any, answer: Any, label: str) -> None:
-    def failed(rank: int, sentence: str) -> Exception:
-        return Error(
-            sentence if sentence.startswith("load_pretrained") else f"load_pretrained: rank {rank}: {sentence}"
-        )
+def _retold(rank: int, sentence: str) -> Exception:
+    return Error(sentence if sentence.startswith("load_pretrained") else f"load_pretrained: rank {rank}: {sentence}")
 
+
+def _agree(comm: Any, answer: Any, label: str) -> None:
     try:
-        gather_answers(comm, answer, label, refusals=(Exception,), retell=failed, compare=_difference)
+        gather_answers(comm, answer, label, refusals=(Exception,), retell=_retold, compare=_difference)
     except BaseException as error:
         if not isinstance(error, Exception) and comm.is_alive:  # an interrupt of this rank only
             comm.abort(f"load_pretrained: rank {comm.rank}: {error!r}")
@@ -306,9 +305,8 @@ def _read(each: Lazy, low: int, out: torch.Tensor, rounds: torch.dtype | None) -
         out.copy_(source if rounds is None else source.to(rounds))
         return
     item = each.dtype.itemsize
-    in_place = (
-        each.dtype == out.dtype and rounds in (None, out.dtype) and out.is_contiguous() and out.device.type == "cpu"
-    )
+    is_plain = out.is_contiguous() and out.device.type == "cpu"
+    in_place = is_plain and each.dtype == out.dtype and rounds in (None, out.dtype)
     for at in range(0, out.numel(), _CHUNK_BYTES // item):
         target = out[at : at + _CHUNK_BYTES // item]
         memory = target if in_place else torch.empty(target.numel(), dtype=each.dtype, device="cpu")

@@ -19,7 +19,7 @@ import torch
 
 from .._engine import StateFile
 
-__all__ = ["DeviceStore", "FileStore", "Moved", "Store"]
+__all__ = ["DeviceStore", "FileStore", "Moved", "Pages", "Store", "in_pages"]
 
 _PAGE_BYTES = 4096
 _GROWTH_BYTES = 64 << 20
@@ -46,6 +46,40 @@ class Store(Protocol):
     def put(self, tensor: torch.Tensor) -> Moved: ...
 
 
+class Pages:
+    """The pages of a file in which tensors lie; a tensor's own are used again by one of the same size."""
+
+    def __init__(self, file: StateFile, growth_bytes: int) -> None:
+        self._file, self._growth_bytes = file, growth_bytes
+        self._next = self._end = 0
+        self._free: dict[int, list[int]] = {}
+
+    def grow(self, nbytes: int) -> None:
+        self._next = self._file.grow(nbytes)
+        self._end = self._next + nbytes
+
+    def take(self, size: int, before_growth: Callable[[], object] = lambda: None) -> tuple[int, bool]:
+        """Return the address of `size` bytes in whole pages, and True if they are new: they hold zeros."""
+        if free := self._free.get(size):
+            return free.pop(), False
+        if self._end - self._next < size:
+            before_growth()
+            try:
+                self.grow(max(size, self._growth_bytes))
+            except OSError:
+                self.grow(size)
+        address, self._next = self._next, self._next + size
+        return address, True
+
+    def give_back(self, address: int, size: int) -> None:
+        self._free.setdefault(size, []).append(address)
+
+
+def in_pages(nbytes: int) -> int:
+    """Round bytes up to whole pages."""
+    return -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES
+
+
 class FileStore:
     """A file in `folder`, which grows to what it holds at once. It bypasses the page cache if the folder can.
 
@@ -54,9 +88,7 @@ class FileStore:
 
     def __init__(self, folder: str, label: str) -> None:
         self._file = StateFile(folder, f"shardwright-{label}-{os.getpid()}-{next(_serials)}.inputs", _REQUEST_BYTES)
-        self.folder = folder
-        self._next = self._end = 0
-        self._free: dict[int, list[int]] = {}
+        self.folder, self._pages = folder, Pages(self._file, _GROWTH_BYTES)
         self._writer, self._reader = (ThreadPoolExecutor(1, f"shardwright-{name}") for name in ("writes", "reads"))
         self._writes: collections.deque[Future[None]] = collections.deque()
         self._latest_read: Future[None] | None = None
@@ -70,30 +102,17 @@ class FileStore:
         """Write a dense tensor, once `after` returns. Raise OSError if the disk is full, or an earlier write failed."""
         while self._writes and (self._writes[0].done() or len(self._writes) >= _WAITING):
             _wait(self._writes.popleft())
-        size = -(-tensor.nbytes // _PAGE_BYTES) * _PAGE_BYTES
-        address = self._allocate(size)
+        size = in_pages(tensor.nbytes)
+        address, _ = self._pages.take(size, self._settle)
         write = self._writer.submit(self._write, address, tensor.detach(), after)
         self._writes.append(write)
         moved = _InFile(self, address, size, tensor, write, self._latest)
         self._latest = weakref.ref(moved)
         return moved
 
-    def _allocate(self, size: int) -> int:
-        free = self._free.get(size)
-        if free:
-            return free.pop()
-        if self._end - self._next < size:
-            for move in (*self._writes, self._latest_read):  # one thread alone changes the file's size
-                _wait(move)
-            grown = max(size, _GROWTH_BYTES)
-            try:
-                self._next = self._file.grow(grown)
-            except OSError:
-                grown = size
-                self._next = self._file.grow(grown)
-            self._end = self._next + grown
-        address, self._next = self._next, self._next + size
-        return address
+    def _settle(self) -> None:
+        for move in (*self._writes, self._latest_read):  # one thread alone changes the file's size
+            _wait(move)
 
     def _write(self, address: int, tensor: torch.Tensor, after: Callable[[], object] | None) -> None:
         if after is not None:
@@ -111,7 +130,7 @@ class FileStore:
     def take_back(self, address: int, size: int, write: Future[None]) -> None:
         """Use a tensor's pages again, after its write, which need not begin any more."""
         write.cancel()
-        write.add_done_callback(lambda _: self._free.setdefault(size, []).append(address))
+        write.add_done_callback(lambda _: self._pages.give_back(address, size))
 
 
 def _wait(move: Future[None] | None) -> None:

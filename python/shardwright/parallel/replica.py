@@ -18,7 +18,7 @@ from ..comm.agreement import verify
 from ..comm.exchange import Ranks
 from ..comm.model_ranks import ModelRanks, together
 from ..comm.process_group import HostGroup, group_ranks
-from ..comm.stop_request import StopRequest
+from ..comm.signals import StopRequest
 from ..gradients.comm_hook import HookRunner
 from ..gradients.module_gradients import ModuleGradients
 from ..gradients.sharded_gradient import ShardedGradient
@@ -86,12 +86,15 @@ class Replica:
         #: the ranks of the mesh of the module's DTensors, made first, before anything can fail on one rank only
         self.model_ranks = ModelRanks.beside(_taking_part(module, ignored), group)
 
+        made: list[Request] = []
+
         def describe() -> list[list[str]]:
             self.table = self._table_of(module, ignored, options)
-            self._request = self._make_request(module, compress, precision)
-            choose_backend(self.table).check_request(module, self._request, group)
-            if self._request.plans is not None:
+            request = self._make_request(module, compress, precision, building)
+            choose_backend(self.table).check_request(module, request, group)
+            if request.plans is not None:
                 check_hookable(module)
+            made.append(request)
             self._supersede(module)
             if zero:
                 self.table.check_apart()
@@ -104,7 +107,7 @@ class Replica:
         together(self.model_ranks, begin, self.label, self._facts_over_mesh)
         if self.model_ranks is not None and settings["init_sync"] and building is None:
             self.model_ranks.check_replicated(self.table, group, self.label)
-        request = self._request._replace(building=building)
+        request = made.pop()  # it holds modules, and hooks hold this object
         self.backend: Backend = choose_backend(self.table)(group, request)
         #: None on the host
         self.link: DeviceLink | None = self.backend.link
@@ -116,9 +119,6 @@ class Replica:
             if self.link is not None:
                 self._abort(f"rank {group.rank}: wrapping {self.label} failed: {error}")
             raise
-        self._request = request._replace(
-            plans=None, forwards=(), building=None
-        )  # they hold modules, and hooks hold this object
         if self.link is not None:  # otherwise a rank could return although its peer failed
             group.comm.barrier(f"the memory of the wrapped {self.label}")
         #: called before each forward: keeps parameters whole in all of the user's hooks, including later ones
@@ -153,7 +153,7 @@ class Replica:
         _hooks.watch_steps(self)
 
     def _make_request(
-        self, module: torch.nn.Module, compress: Compressor | None, precision: PrecisionPlan | None
+        self, module: torch.nn.Module, compress: Compressor | None, precision: PrecisionPlan | None, building: Any
     ) -> Request:
         options, zero, able = self.options, self.zero, choose_backend(self.table).capabilities
         in_units = zero == 3 and not (able.one_copy and options.share_parameters is not False)
@@ -167,6 +167,7 @@ class Replica:
             sends_early=compress is None or self.overlaps_compression,
             compute_dtypes=self._compute_dtypes(precision),
             forwards=cut(module, self.table) if behind else (),
+            building=building,
         )
 
     def _facts_over_mesh(self) -> list[list[str]]:

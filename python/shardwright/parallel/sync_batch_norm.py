@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
-from torch.nn import functional as F
 
 from ..comm.process_group import gather_in_rank_order, group_size
 from ..torch_compat.internals import BatchNorm
@@ -48,54 +47,32 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
             raise ValueError(
                 f"SyncBatchNorm of {self.num_features} channels got an input of shape {tuple(input.shape)}"
             )
-        uses_batch = self.training or (self.running_mean is None and self.running_var is None)
-        if self.training and self.track_running_stats and self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-        if not uses_batch or not self.training or group_size(self.process_group) == 1:
-            return F.batch_norm(
-                input,
-                self.running_mean if not self.training or self.track_running_stats else None,
-                self.running_var if not self.training or self.track_running_stats else None,
-                self.weight,
-                self.bias,
-                uses_batch,
-                self._factor(),
-                self.eps,
-            )
+        if not self.training or group_size(self.process_group) == 1:
+            return BatchNorm.forward(self, input)
         output, mean, variance, count = _Normalise.apply(input, self.weight, self.bias, self.eps, self.process_group)
-        if self.training and self.track_running_stats:
+        if self.track_running_stats:
             self._track(mean, variance, count)
         return output
 
-    def _factor(self) -> float:
-        if self.momentum is not None:
-            return float(self.momentum)
-        return 1.0 / float(self.num_batches_tracked) if self.num_batches_tracked is not None else 0.0
-
+    @torch.no_grad()
     def _track(self, mean: torch.Tensor, variance: torch.Tensor, count: torch.Tensor) -> None:
-        factor = self._factor()
-        with torch.no_grad():
-            unbiased = variance * (count / (count - 1).clamp(min=1.0))
-            for running, now in ((self.running_mean, mean), (self.running_var, unbiased)):
-                if running is not None:
-                    running.mul_(1 - factor).add_(now.to(running.dtype), alpha=factor)
+        factor = self.momentum or 0.0
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            factor = 1.0 / float(self.num_batches_tracked) if self.momentum is None else factor
+        unbiased = variance * (count / (count - 1).clamp(min=1.0))
+        for running, now in ((self.running_mean, mean), (self.running_var, unbiased)):
+            if running is not None:
+                running.mul_(1 - factor).add_(now.to(running.dtype), alpha=factor)
 
     @classmethod
     def convert_sync_batchnorm(cls, module: torch.nn.Module, process_group: Any = None) -> torch.nn.Module:
         """Replace every BatchNorm in `module` by one of this class with its parameters and buffers; return `module`."""
         if isinstance(module, BatchNorm) and not isinstance(module, cls):
-            made = cls(
-                module.num_features,
-                module.eps,
-                module.momentum,
-                module.affine,
-                module.track_running_stats,
-                process_group,
-            )
-            made.weight, made.bias = module.weight, module.bias
-            made.running_mean, made.running_var = module.running_mean, module.running_var
-            made.num_batches_tracked = module.num_batches_tracked
-            made.training = module.training
+            settings = module.eps, module.momentum, module.affine, module.track_running_stats, process_group
+            made = cls(module.num_features, *settings)
+            for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked", "training"):
+                setattr(made, name, getattr(module, name))
             return made
         for name, child in module.named_children():
             changed = cls.convert_sync_batchnorm(child, process_group)

@@ -71,18 +71,16 @@ def difference(tables: Mapping[int, list[Any]]) -> str:
     for (title, ours, values), (_, theirs, others) in zip(tables[first], tables[other]):
         if ours != theirs:
             return f"the optimizer: {title} holds other parameters on rank {first} and rank {other}"
-        for key in sorted({*values, *others}):
-            a, b = values.get(key), others.get(key)
-            if a == b:
-                continue
-            if key.startswith("option "):
-                return f"{key}: {a} on rank {first}, {b} on rank {other}; pass the same options on every rank"
-            if title == GRADIENTS:
-                mine, theirs_alone = [item for item in a if item not in b], [item for item in b if item not in a]
-                return (
-                    f"{title}: {key}: {_some(mine)} on rank {first} alone, {_some(theirs_alone)} on rank {other} alone"
-                )
-            return f"the optimizer: {title} has {key}={a} on rank {first}, {key}={b} on rank {other}"
+        key = next((each for each in sorted({*values, *others}) if values.get(each) != others.get(each)), None)
+        if key is None:
+            continue
+        a, b = values.get(key), others.get(key)
+        if key.startswith("option "):
+            return f"{key}: {a} on rank {first}, {b} on rank {other}; pass the same options on every rank"
+        if title == GRADIENTS:
+            alone = [_some([item for item in one if item not in two]) for one, two in ((a, b), (b, a))]
+            return f"{title}: {key}: {alone[0]} on rank {first} alone, {alone[1]} on rank {other} alone"
+        return f"the optimizer: {title} has {key}={a} on rank {first}, {key}={b} on rank {other}"
     return f"the optimizer: {len(tables[first])} groups on rank {first}, {len(tables[other])} on rank {other}"
 
 
@@ -114,33 +112,28 @@ def given_rows(
 
 
 def check_members(
-    label: str, members: Mapping[int, Any], optimizer: torch.optim.Optimizer, *, all_of_them: bool
+    label: str, members: Mapping[int, Any], groups: Iterable[Mapping[str, Any]], *, all_of_them: bool, first: int = 0
 ) -> None:
-    """Raise ValueError for an optimizer of other parameters than `members` of module `label`; one of ours may be enough."""
-    unwrapped = [
-        (position, parameter)
-        for position, group in enumerate(optimizer.param_groups)
-        for parameter in group["params"]
-        if id(parameter) not in members
-    ]
+    """Raise ValueError for other parameters than `members` of module `label` in groups; one of ours may be enough.
+
+    `first` is the number of the first group.
+    """
+    given = [(position, parameter) for position, group in enumerate(groups, first) for parameter in group["params"]]
+    unwrapped = [(position, parameter) for position, parameter in given if id(parameter) not in members]
     for position, parameter in unwrapped:
         if parameter.is_meta:
             raise ValueError(on_meta(parameter, position))
     if unwrapped and all_of_them:
-        raise ValueError(not_of(label, unwrapped[0][1], unwrapped[0][0]))
-    if unwrapped and len(unwrapped) == sum(len(group["params"]) for group in optimizer.param_groups):
+        position, parameter = unwrapped[0]
+        raise ValueError(
+            f"optimizer: a parameter of shape {tuple(parameter.shape)} in group {position} is not one of the wrapped {label}: "
+            "wrap one ModuleList of both modules, or wrap the other module too and give each an optimizer of its own"
+        )
+    if unwrapped and len(unwrapped) == len(given):
         raise ValueError(
             f"optimizer: none of its {len(unwrapped)} parameters is one of the wrapped {label}, so it would not train the module: "
             "pass the optimizer that was made from this module's parameters"
         )
-
-
-def not_of(label: str, parameter: torch.Tensor, position: int) -> str:
-    """Return the reason why an optimizer with a parameter of another module cannot be sliced."""
-    return (
-        f"optimizer: a parameter of shape {tuple(parameter.shape)} in group {position} is not one of the wrapped {label}: "
-        "wrap one ModuleList of both modules, or wrap the other module too and give each an optimizer of its own"
-    )
 
 
 def check_groups(outer: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> None:
@@ -174,13 +167,10 @@ def check_saved(optimizer: torch.optim.Optimizer, groups: Iterable[Mapping[str, 
         raise ValueError(f"optimizer state: {sentence}; nothing was loaded")
 
 
-def check_loading(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """Call check_saved() as a hook of torch's load_state_dict()."""
-    check_saved(optimizer, state_dict.get("param_groups", ()))
-
-
 def watch_loading(optimizer: torch.optim.Optimizer) -> None:
     """Make the user's optimizer refuse another class's state from now on."""
     if optimizer not in _watched and takes_hooks(optimizer):
         _watched.add(optimizer)
-        optimizer.register_load_state_dict_pre_hook(check_loading)
+        optimizer.register_load_state_dict_pre_hook(
+            lambda each, state: check_saved(each, state.get("param_groups", ()))
+        )

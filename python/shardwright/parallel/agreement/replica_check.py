@@ -1,9 +1,8 @@
 """The check for silent corruption every n steps: equal parameters on all ranks, and finite averaged gradients.
 
-Ranks that average the same gradients and make the same steps hold equal parameters. Faulty memory or a faulty processor
-on one rank breaks that, and the loss may not show it for a long time. A digest of the parameters joins the numbers that
-ranks compare in a round (sw_reducer_note_step), so a check sends no message of its own. If digests differ, ranks
-exchange one number per parameter, which identifies the rank and the parameter. See docs/design/replica_check.md.
+A digest of the parameters joins the numbers that ranks compare in a round (sw_reducer_note_step), so a check sends no
+message of its own. If digests differ, ranks exchange one number per parameter. docs/design/replica_check.md has the
+reasons.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from ..._engine import Error, crc32c
 from ...comm.agreement import gather_values
 from ...comm.model_ranks import ModelRanks
 from ...comm.process_group import group_ranks
-from ...layout.views import as_real
+from ...layout.views import as_real, dense_strides
 from ...options.precision import LOW_DTYPES
 from ...torch_compat import cuda
 from ...torch_compat.dtensor import held_tensor, is_dtensor, waited
@@ -63,12 +62,8 @@ class ReplicaCheck:
         self.handles = [
             parameter.register_hook(functools.partial(weakly(self.take), index, weakref.ref(parameter)))
             for index, parameter in enumerate(replica.table.module_parameters)  # autograd does not see local parameters
-            if parameter.requires_grad and self._is_checkable(parameter)
+            if parameter.requires_grad and (parameter.is_floating_point() or parameter.is_complex())
         ]
-
-    @staticmethod
-    def _is_checkable(parameter: torch.Tensor) -> bool:
-        return parameter.is_floating_point() or parameter.is_complex()
 
     def _count_from_zero(self) -> None:
         self._steps = 0
@@ -84,19 +79,9 @@ class ReplicaCheck:
         self._state_is_equal = False  # a joined rank did not step
 
     @property
-    def has_model_ranks(self) -> bool:
-        """Return True if other ranks hold other shards of the parameters."""
-        replica = self._replica()
-        return replica is not None and replica.model_ranks is not None
-
-    @property
     def is_due(self) -> bool:
         """Return True if the next step is checked."""
         return self._steps % self._every == 0
-
-    def _steps_before(self, replica: Any) -> int:
-        """Return the count before the round whose gradients are used; another optimizer may have stepped since."""
-        return self._steps - (self._steps > 0 and self._stepped == replica.reducer.rounds)
 
     def count_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Count a step of this optimizer, and one step for all optimizers that use the same round."""
@@ -218,18 +203,14 @@ class ReplicaCheck:
         finally:
             refusal = None  # its traceback would keep this frame alive
 
-    def not_finite(self) -> list[str]:
-        """Return the names of parameters whose gradient on this rank is not finite."""
-        replica = self._replica()
-        names = [] if replica is None else replica.table.names
-        return [names[index] for index, finite in sorted(self._finite.items()) if names and not bool(finite)]
-
     def explain_not_finite(self, error: Error, parts: Sequence[ReplicaCheck] = ()) -> None:
         """Raise Error that names parameters and ranks, of `parts` too, if `error` is NOT_FINITE on some rank. Collective then."""
         replica = self._replica()
         if replica is None or str(error) != NOT_FINITE:
             return
-        bad = [name for check in (self, *parts) for name in check.not_finite()]
+        of_checks = [(check, other) for check in (self, *parts) if (other := check._replica()) is not None]
+        found = ((other.table.names, check._finite) for check, other in of_checks)
+        bad = [names[index] for names, all_finite in found for index, each in sorted(all_finite.items()) if not each]
         mine = [len(bad), bad[:_MOST_NAMED]]
         gathered: dict[int, Any] = {replica.group.rank: mine}
         if not replica.in_join:  # a joined rank would not take part in the exchange
@@ -237,12 +218,14 @@ class ReplicaCheck:
         rows = [f"rank {rank} brought {_some(names, count)}" for rank, (count, names) in gathered.items() if count]
         more = f" and {len(rows) - _MOST_NAMED} more ranks" if len(rows) > _MOST_NAMED else ""
         none = "every rank's own gradients are finite, but their sum is not"
-        if any(check.has_model_ranks for check in (self, *parts)):
+        if any(other.model_ranks is not None for _, other in of_checks):
             none = "the gradients of all ranks that average with this one are finite: see the ranks with other shards"
         if len(gathered) < replica.group.world_size:
             none = f"rank {replica.group.rank} brought none, and other ranks are not asked during a join"
         why = "; ".join(rows[:_MOST_NAMED]) + more or none
-        raise Error(f"{replica.label}, {self._steps_before(replica)} steps after {self._since}: {NOT_FINITE}: {why}")
+        # before the round whose gradients are used; another optimizer may have stepped since
+        steps = self._steps - (self._steps > 0 and self._stepped == replica.reducer.rounds)
+        raise Error(f"{replica.label}, {steps} steps after {self._since}: {NOT_FINITE}: {why}")
 
 
 def is_finite(gradient: torch.Tensor) -> torch.Tensor:
@@ -286,32 +269,20 @@ def _digest_of_value(value: Any) -> Any:
 
 
 def _numbers(found: list[Any]) -> list[int]:
-    if any(isinstance(each, torch.Tensor) for each in found):
-        there = [each for each in found if isinstance(each, torch.Tensor)]
-        values = iter(torch.stack(there).tolist())  # the only wait for the GPU
-        found = [next(values) if isinstance(each, torch.Tensor) else each for each in found]
-    return found
+    there = [each for each in found if isinstance(each, torch.Tensor)]
+    values = iter(torch.stack(there).tolist() if there else ())  # the only wait for the GPU
+    return [next(values) if isinstance(each, torch.Tensor) else each for each in found]
 
 
 def digest_of(held: torch.Tensor) -> Any:
     """Return a number for a dense tensor's bits, without a copy; on a GPU a scalar there, equal in any order of sums."""
-    dense = held.data if _is_dense(held) else held.contiguous()
+    dense = held.contiguous() if dense_strides(held) is None else held.data
     if not cuda.runtime.holds(dense):
         return crc32c(dense.data_ptr(), dense.numel() * dense.element_size())
     words = torch.view_as_real(dense) if dense.is_complex() else dense
     if words.element_size() == 8:
         return words.view(torch.int64).sum()
     return words.view(_INTEGERS[words.element_size()]).sum(dtype=torch.int64)
-
-
-def _is_dense(held: torch.Tensor) -> bool:
-    """Return True if the elements fill contiguous memory, in any order. Equal on all ranks."""
-    expected = 1
-    for stride, size in sorted(zip(held.stride(), held.shape)):
-        if size > 1 and stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 def _is_private(replica: Any) -> bool:
@@ -347,9 +318,5 @@ def _difference(names: Sequence[str], rows: dict[int, list[int]]) -> str:
 
 
 def _some(names: list[str], count: int) -> str:
-    text = ", ".join(map(repr, names))
-    return (
-        f"that of parameter {text}"
-        if count == 1
-        else f"those of {text}" + (f" and {count - len(names)} more" if count > len(names) else "")
-    )
+    more = f" and {count - len(names)} more" if count > len(names) else ""
+    return f"{'that of parameter' if count == 1 else 'those of'} {', '.join(map(repr, names))}{more}"

@@ -22,7 +22,7 @@ import torch
 from ..._engine import Error
 from ...comm.agreement import gather_values
 from ...comm.process_group import HostGroup
-from ...comm.stop_request import StopRequest
+from ...comm.signals import StopRequest
 from ...torch_compat.dtensor import is_dtensor
 from ...torch_compat.in_backward import optimizers_of, take_hooks
 from .optimizer_agreement import UNLIKE_BEFORE, Row, difference, hyperparameters
@@ -121,16 +121,11 @@ class Steppers:
     def compare(self, *forwards: int) -> None:
         """Raise Error that names what differs between ranks, collectively; or, with `forwards`, log uneven ones once."""
         if forwards:
-            self._warn_of(*forwards)
-        else:
-            self._explain()
-
-    def _warn_of(self, most_rank: int, most: int, fewest_rank: int, fewest: int, backward: int, step: int) -> None:
-        if self._warns_of_forwards:
+            most_rank, most, fewest_rank, fewest, backward, step = forwards
+            if self._warns_of_forwards:
+                _logger.warning(_UNEVEN, most_rank, most, self._label, backward, step, fewest_rank, fewest)
             self._warns_of_forwards = False
-            _logger.warning(_UNEVEN, most_rank, most, self._label, backward, step, fewest_rank, fewest)
-
-    def _explain(self) -> None:
+            return
         is_request = self.stop is not None and self.stop.explains(self._group.comm.all_gather_bytes)
         tables = self._gather(self._rows(), "hyperparameters")
         if any(table != tables[min(tables)] for table in tables.values()):
@@ -161,7 +156,13 @@ class Steppers:
         """Return the digest of the first gradients in the step that begins, 32 bits; 0 if there are none."""
         groups, waiting = self.waiting.get(optimizer, (0, {}))
         if groups != len(optimizer.param_groups):
-            waiting = self._suspects(optimizer)
+            # by place, the same places on all ranks: a rank alone may have frozen one
+            waiting = {
+                f"group {position}, parameter {number}": p
+                for position, group in enumerate(optimizer.param_groups)
+                for number, p in enumerate(group["params"])
+                if not is_dtensor(p) and not self._is_known(p)
+            }
             self.waiting[optimizer] = len(optimizer.param_groups), waiting
         last = {place: (p, found) for place, p in waiting.items() if (found := _digest(p.grad))}
         self._last[optimizer] = last
@@ -187,15 +188,6 @@ class Steppers:
                     "wrap one ModuleList of both modules, sw.wrap the other module too, average its gradients before each "
                     "step, or give it an optimizer of its own if each rank trains its own"
                 )
-
-    def _suspects(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-        """Return parameters by place, the same places on all ranks: a rank alone may have frozen one."""
-        return {
-            f"group {position}, parameter {number}": p
-            for position, group in enumerate(optimizer.param_groups)
-            for number, p in enumerate(group["params"])
-            if not is_dtensor(p) and not self._is_known(p)
-        }
 
 
 def _readable(group: dict[str, Any]) -> dict[str, Any]:

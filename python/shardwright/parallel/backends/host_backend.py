@@ -26,15 +26,7 @@ _HOSTS_CAP_BYTES, _HOSTS_FIRST_CAP_BYTES = 8 << 20, 1 << 20
 class HostBackend:
     """The backend of host memory; see Backend."""
 
-    capabilities = Capabilities(
-        one_copy=True,
-        free_unit_order=True,
-        tells_accumulated=True,
-        sends_beside_backward=True,
-        rank_order_only=True,
-        state_is_there=True,
-        publishes_behind=False,
-    )
+    capabilities = Capabilities()
     link = row = None
 
     def __init__(self, group: HostGroup, request: Request) -> None:

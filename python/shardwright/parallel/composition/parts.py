@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import glob
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -86,10 +87,15 @@ def _assign(module: torch.nn.Module, options: Options, ignored: frozenset[str]) 
     parts: list[Part] = []
     for key, ranks in options.groups.items():
         title = text_of_group(key)
-        members = {id(p) for n, p in named if _matches(n, key)} if isinstance(key, str) else _held(key)
+        if isinstance(key, str):
+            members = {id(p) for n, p in named if fnmatch.filter(_prefixes(n), key)}
+        else:
+            members = set(map(id, key.parameters()))
         names = frozenset(n for n, p in named if id(p) in members)
         if not names:
-            raise ValueError(f"groups: {title} matches no parameter of {type(module).__name__}{_near(key, named)}")
+            known = {prefix for n, _ in named for prefix in _prefixes(n)}
+            hint = near(key, known) if isinstance(key, str) else ""
+            raise ValueError(f"groups: {title} matches no parameter of {type(module).__name__}{hint}")
         for name, parameter in named:
             if id(parameter) in members and taken.setdefault(id(parameter), title) != title:
                 raise ValueError(
@@ -112,20 +118,9 @@ def _ranks_of(ranks: Any) -> tuple[int, ...]:
     return tuple(ranks.mesh.flatten().tolist() if hasattr(ranks, "get_group") else group_ranks(ranks))
 
 
-def _matches(name: str, pattern: str) -> bool:
-    steps = name.split(".")
-    return any(fnmatch.fnmatchcase(".".join(steps[:count]), pattern) for count in range(1, len(steps) + 1))
-
-
-def _held(module: torch.nn.Module) -> set[int]:
-    return {id(p) for p in module.parameters()}
-
-
-def _near(key: Any, named: Sequence[tuple[str, Any]]) -> str:
-    if not isinstance(key, str):
-        return ""
-    steps = {".".join(name.split(".")[:count]) for name, _ in named for count in range(1, name.count(".") + 2)}
-    return near(key, steps)
+def _prefixes(name: str) -> list[str]:
+    """Return the names of the modules that hold `name`, and itself."""
+    return list(itertools.accumulate(name.split("."), "{}.{}".format))
 
 
 def _check(part: Part, named: Mapping[str, torch.Tensor], ranks: Sequence[int]) -> None:
