@@ -1,4 +1,30 @@
-/* commit.h - how a folder of files becomes a checkpoint in one atomic step, and how old ones are
+/* commit.h - the folders that a save, and retention after it, may remove.
+ *
+ * The rule: a folder may be removed if it holds only files that its checkpoint lists. Any other
+ * folder of that name may hold user data, and stays.
+ *
+ * Thread rule: any. */
+#ifndef SW_CHECKPOINT_COMMIT_H
+#define SW_CHECKPOINT_COMMIT_H
+
+#include "base/status.h"
+#include "checkpoint/manifest.h"
+
+/* ---- what may be removed ---- */
+
+/* SW_OK: `path` is missing, an empty folder, or a checkpoint that this program could have written,
+ * without other files. Every file must be listed by its manifest. If the manifest is damaged, every
+ * name must be one that a checkpoint may have, state.json among them. SW_E_UNSUPPORTED: a
+ * checkpoint of a newer version. SW_E_INVALID names any other content; SW_E_OS: the folder could
+ * not be examined. Cost: one read of the manifest, one listing of the folder. */
+SW_MUST_USE sw_status sw_checkpoint_check_removable(const char *path, sw_error *err);
+
+/* Check a folder and its replaced name (open.h) likewise: a save to `folder` replaces both. */
+SW_MUST_USE sw_status sw_checkpoint_check_replaceable(const char *folder, sw_error *err);
+
+/* ---- the commit ---- */
+
+/* How a folder of files becomes a checkpoint in one atomic step, and how old ones are
  * removed.
  *
  * The idea is the order, which tests interrupt at every call. First all files become durable, then
@@ -6,11 +32,6 @@
  * older folders removed.
  *
  * Thread rule: owner only. */
-#ifndef SW_CHECKPOINT_COMMIT_H
-#define SW_CHECKPOINT_COMMIT_H
-
-#include "base/status.h"
-#include "checkpoint/manifest.h"
 
 enum { SW_IDENTITY_BYTES = 128 };
 

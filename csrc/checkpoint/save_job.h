@@ -20,8 +20,8 @@
 #include <pthread.h>
 
 #include "checkpoint/commit.h"
+#include "checkpoint/device_stage.h"
 #include "checkpoint/save.h"
-#include "checkpoint/stage.h"
 #include "platform/file.h"
 #include "platform/thread.h"
 

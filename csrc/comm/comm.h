@@ -258,4 +258,34 @@ void sw_comm_count(sw_comm *comm, const sw_op *op);
 
 const char *sw_op_kind_name(sw_op_kind kind);
 
+/* ---- collectives that are one call ---- */
+
+/* Collectives that are one call: they run to their end.
+ *
+ * Thread rule: as for the communicator. */
+
+SW_MUST_USE sw_status sw_comm_barrier(sw_comm *comm, const char *label, sw_error *err);
+
+typedef struct sw_span { /* a range of an arena */
+    size_t offset_bytes, size_bytes;
+} sw_span;
+
+/* Gather every rank's slices of these ranges of op->arena, as `op` says otherwise, and wait. Every
+ * range is checked before the first is issued: none runs if a later one is refused. */
+SW_MUST_USE sw_status sw_comm_all_gather(sw_comm *comm, sw_op *op, const sw_span *ranges,
+                                         size_t count, sw_error *err);
+
+/* ---- agreement ---- */
+
+/* All ranks get a resource, or none. Thread rule: as comm.h. */
+
+/* Collective: exchange this rank's outcome `local`. It wants `size_bytes` of memory for "<noun>
+ * '<label>'" ("arena") under the limit of its control group. SW_OK if every rank succeeded.
+ * Otherwise all ranks return the same error: SW_E_MISMATCH if sizes differ, else SW_E_MEMORY with
+ * the first failed rank and its *cause, or with the limit that the ranks together exceed. If `noun`
+ * is NULL, it takes no memory, `cause` is the whole message, and its SW_E_OS stays one. */
+SW_MUST_USE sw_status sw_agree(sw_comm *comm, const char *noun, const char *label,
+                               size_t size_bytes, sw_status local, const sw_error *cause,
+                               sw_error *err);
+
 #endif

@@ -7,7 +7,7 @@
 #include <unistd.h>
 
 #include "base/bytes.h"
-#include "comm/agree.h"
+#include "comm/comm.h"
 #include "comm/hier_state.h"
 #include "platform/clock.h"
 #include "platform/futex.h"

@@ -7,10 +7,10 @@
 #ifndef SW_COMM_HIER_CARRIER_STATE_H
 #define SW_COMM_HIER_CARRIER_STATE_H
 
-#include "comm/hier_cut.h"
-#include "comm/hier_pack.h"
-#include "comm/hier_part.h"
+#include "comm/descriptor.h"
+#include "comm/hier_block.h"
 #include "comm/hier_state.h"
+#include "comm/host_map.h"
 
 enum {
     SW_HIER_BLOCK_BYTES = 256 * 1024,      /* a message of partial sums: 2 ms at 1 Gbit/s */

@@ -11,8 +11,8 @@
 #include <string.h>
 
 #include "base/bytes.h"
+#include "comm/hier_block.h"
 #include "comm/hier_carrier_state.h"
-#include "comm/partial.h"
 
 /* ---- the exchange over the bridge ---- */
 

@@ -7,8 +7,8 @@
 #include <string.h>
 
 #include "base/bytes.h"
+#include "comm/hier_block.h"
 #include "comm/hier_carrier_state.h"
-#include "comm/partial.h"
 
 /* Return true for a reduction of private memory small enough to run inside frames. */
 static bool is_small(const sw_hier_pending *pending, size_t partial_bytes)

@@ -14,8 +14,8 @@
 #include <string.h>
 
 #include "base/bytes.h"
+#include "comm/hier_block.h"
 #include "comm/hier_carrier_state.h"
-#include "comm/partial.h"
 #include "platform/clock.h"
 
 typedef enum results_kept {

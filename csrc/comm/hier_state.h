@@ -19,10 +19,9 @@
 #include <pthread.h>
 #include <stdatomic.h>
 
-#include "comm/dissemination.h"
 #include "comm/fabric.h"
 #include "comm/hier.h"
-#include "comm/slice_table.h"
+#include "comm/host_map.h"
 #include "platform/thread.h"
 
 enum {

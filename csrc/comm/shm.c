@@ -10,7 +10,7 @@
 #include <unistd.h>
 
 #include "base/bytes.h"
-#include "comm/agree.h"
+#include "comm/comm.h"
 #include "comm/fabric.h"
 #include "platform/file_memory.h"
 #include "platform/futex.h"

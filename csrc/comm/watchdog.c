@@ -3,7 +3,7 @@
 
 #include <stdio.h>
 
-#include "comm/wait_note.h"
+#include "comm/wait.h"
 #include "platform/clock.h"
 #include "platform/thread.h"
 

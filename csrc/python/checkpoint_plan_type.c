@@ -5,7 +5,6 @@
 #include <string.h>
 
 #include "checkpoint/commit.h"
-#include "checkpoint/save_lock.h"
 #include "checkpoint/write.h"
 #include "platform/file.h"
 #include "python/method.h"

@@ -3,7 +3,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "comm/device_watch.h"
+#include "comm/device_comm.h"
 #include "python/device_call.h"
 
 /* ---- life ---- */

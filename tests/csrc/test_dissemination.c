@@ -11,7 +11,7 @@
 #include <string.h>
 
 #include "check.h"
-#include "comm/dissemination.h"
+#include "comm/host_map.h"
 #include "faults.h"
 
 typedef struct hosts {

@@ -10,7 +10,7 @@
 #include <string.h>
 
 #include "check.h"
-#include "comm/hier_part.h"
+#include "comm/descriptor.h"
 
 enum { RANKS = 9, SETS = 3000 };
 

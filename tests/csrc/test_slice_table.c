@@ -6,8 +6,7 @@
 #include <string.h>
 
 #include "check.h"
-#include "comm/hier_cut.h"
-#include "comm/slice_table.h"
+#include "comm/host_map.h"
 #include "faults.h"
 
 enum { RANKS_MOST = 48, MESHES = 400 };

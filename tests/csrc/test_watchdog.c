@@ -10,7 +10,6 @@
 
 #include "check.h"
 #include "comm/device_comm.h"
-#include "comm/device_watch.h"
 #include "comm/local.h"
 #include "comm/nccl.h"
 #include "comm/watchdog.h"

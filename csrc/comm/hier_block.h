@@ -1,4 +1,36 @@
-/* hier_pack.h - float32 blocks on a slow wire: fewer bytes, the same bits.
+/* hier_block.h - a fold in two steps: partial sums inside a host in the accumulation type, then
+ * their sum over hosts, scaled once and rounded once. On one host the two steps give the bits of
+ * the whole fold.
+ *
+ * Thread rule: any. */
+#ifndef SW_COMM_HIER_BLOCK_H
+#define SW_COMM_HIER_BLOCK_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "base/status.h"
+#include "kernels/kernels.h"
+
+/* ---- partial sums ---- */
+
+/* The type of a partial result: float32 for halves, else the type itself. */
+sw_dtype sw_partial_dtype(sw_dtype dtype);
+
+/* partial = source[0] + source[1] + ... (or min, or max), in sw_partial_dtype(dtype). */
+void sw_partial_fold(void *partial, const void *const *source, int source_count, size_t numel,
+                     sw_dtype dtype, sw_redop op);
+
+/* Set every destination to round(scale * (partial[0] + partial[1] + ...)) in `dtype`; scale only
+ * for SW_REDOP_MEAN. If the partial type is `dtype`, a destination may be one of the partials.
+ * partial_count >= 1. */
+void sw_partial_finish(void *const *destination, int destination_count, const void *const *partial,
+                       int partial_count, size_t numel, sw_dtype dtype, double scale, sw_redop op);
+
+/* ---- packets ---- */
+
+/* Float32 blocks on a slow wire: fewer bytes, the same bits.
  *
  * A *packet* is a block as it travels: an 8-byte length, then the exact record of that length
  * (kernels/compress_kernels.h); or 0, then the plain elements. Before each batch a carrier decides,
@@ -6,14 +38,6 @@
  * do not depend on it.
  *
  * Thread rule: the carrier's thread alone. */
-#ifndef SW_COMM_HIER_PACK_H
-#define SW_COMM_HIER_PACK_H
-
-#include <stdbool.h>
-#include <stddef.h>
-#include <stdint.h>
-
-#include "base/status.h"
 
 enum { SW_PACKET_HEAD_BYTES = 8 };
 
