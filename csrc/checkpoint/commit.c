@@ -1,4 +1,5 @@
-/* commit.c - see removable.h for the rule and docs/design/checkpoint_directory.md for why.
+/* commit.c - see commit.h for the rule and the order, docs/design/checkpoint_directory.md and
+ * docs/design/checkpoint.md for why.
  *
  * An inner folder may be empty or hold listed files: removing it loses nothing. A link or a pipe in
  * place of a file counts as damage; the target of a link stays. */
@@ -169,8 +170,6 @@ sw_status sw_checkpoint_check_replaceable(const char *folder, sw_error *err)
 }
 
 /* ---- the commit ---- */
-
-/* See commit.h for the order and docs/design/checkpoint.md for why. */
 
 /* Sync files again after their writers synced them. This costs nothing if no page is dirty, and
  * covers a writer on another client of a network file system. Also check the files' sizes. */

@@ -1,4 +1,4 @@
-/* device_stage.c - a stack of free slots over a few large mappings. */
+/* device_stage.c - see device_stage.h. */
 #include "checkpoint/device_stage.h"
 
 #include <stdlib.h>
@@ -9,7 +9,7 @@
 #include "checkpoint/plan.h"
 #include "platform/memory.h"
 
-/* ---- slots for snapshots ---- */
+/* ---- slots for snapshots: a stack of free ones over a few large mappings ---- */
 
 static int compare_down(const void *a, const void *b)
 {
@@ -75,8 +75,6 @@ void sw_stage_fini(sw_stage *stage)
 }
 
 /* ---- GPU memory ---- */
-
-/* Implements the table of events in device_stage.h. */
 
 typedef struct stage_slot {
     void *memory;      /* owned, pinned */

@@ -1,11 +1,7 @@
-/* device_stage.h - warm memory for snapshots: slots of 1 MiB, kept between saves.
+/* device_stage.h - the memory that a snapshot passes through: slots on the host, and pinned memory
+ * between a GPU and the host.
  *
- * A save that needs more memory than the stage has adds and touches it; later saves reuse it.
- * Another thread can touch added memory before a save (save_warm.c). Slots of one request are
- * contiguous as far as possible, so that a run of blocks is one write. Slots begin on a page, as
- * O_DIRECT requires.
- *
- * Thread rule: one at a time (the saver's mutex). */
+ * Thread rule: one at a time (slots: the saver's mutex). */
 #ifndef SW_CHECKPOINT_DEVICE_STAGE_H
 #define SW_CHECKPOINT_DEVICE_STAGE_H
 
@@ -15,7 +11,12 @@
 #include "base/status.h"
 #include "device/device.h"
 
-/* ---- slots for snapshots ---- */
+/* ---- slots of 1 MiB, warm memory that is kept between saves ---- */
+
+/* A save that needs more memory than the stage has adds and touches it; later saves reuse it.
+ * Another thread can touch added memory before a save (save_policy.c). Slots of one request are
+ * contiguous as far as possible, so that a run of blocks is one write. Slots begin on a page, as
+ * O_DIRECT requires. */
 
 typedef struct sw_stage_region {
     uint8_t *base; /* owned */
@@ -38,12 +39,9 @@ void sw_stage_give(sw_stage *stage, uint8_t *slot);
 /* Every slot must be free again. */
 void sw_stage_fini(sw_stage *stage);
 
-/* ---- GPU memory ---- */
+/* ---- GPU memory, copied in batches through slots of pinned memory, on a separate stream ---- */
 
-/* Copy GPU memory to the host in batches, through slots of pinned memory, on a
- * separate stream.
- *
- * Idea: copies of the next batches run while the host consumes the present one.
+/* Idea: copies of the next batches run while the host consumes the present one.
  *
  *   user --> down              copies follow the writes of their sources
  *   down --fetched[slot]--> host    a batch has arrived: the only wait of the host, once a batch
@@ -51,9 +49,7 @@ void sw_stage_fini(sw_stage *stage);
  *
  * Two orders need no event. A slot's next copies are enqueued after the host has consumed the slot.
  * The call returns after the last batch has arrived, so the caller's next work on `user` may
- * overwrite the memory.
- *
- * Thread rule: one at a time. */
+ * overwrite the memory. */
 
 enum { SW_DEVICE_STAGE_SLOTS = 3 };
 

@@ -369,8 +369,8 @@ void sw_saver_destroy(sw_saver *saver)
 
 /* ---- a save into memory ---- */
 
-/* A save into memory that outlives this process: an image of the files, in a memfd
- * that the caller has mapped.
+/* A save into memory that outlives this process: an image of the files, in a memfd that the caller
+ * has mapped.
  *
  * A save to disk stages in private memory, which a thread then writes to files. Here each range is
  * staged at its place in the image, so one pass makes the copy and its checksum, and no write

@@ -139,14 +139,12 @@ uint8_t *sw_saver_spare(const sw_saver *saver, size_t index, size_t *size_bytes)
 /* Cancel, join the threads, and free. NULL is allowed. */
 void sw_saver_destroy(sw_saver *saver);
 
-/* ---- samples ---- */
+/* ---- samples: checksums of a few cache lines, to detect a change between two points in time ----
+ */
 
-/* A checksum of a few cache lines of memory, to detect a change between two points in
- * time.
- *
- * Idea: reading all memory would cost a pass, and a write to a whole tensor also changes the
+/* Idea: reading all memory would cost a pass, and a write to a whole tensor also changes the
  * sampled lines. These are the first and the last 64 bytes, and 64 bytes per stride: at 256 KiB,
- * 4,100 reads a GiB. A write only to other bytes is not detected. Thread rule: any. */
+ * 4,100 reads a GiB. A write only to other bytes is not detected. Any thread. */
 
 enum { SW_SAMPLE_BYTES = 64 };
 

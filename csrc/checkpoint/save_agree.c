@@ -1,9 +1,4 @@
-/* save_agree.c - collect on rank 0 what each rank wrote of each block.
- *
- * The ranks of a host append their lists to one file, each after a head (tally.h), at an offset
- * that the channel reserves. Except on rank 0's host, the carrier merges the lists of its host; the
- * first carrier of a group of hosts merges those of the group. Adjacent ranks hold adjacent rows of
- * a tensor, which share blocks, so rank 0 reads few entries per block. */
+/* save_agree.c - how ranks finish a save together, by a shared file system and a channel alone. */
 #include <errno.h>
 #include <inttypes.h>
 #include <stdio.h>
@@ -15,7 +10,12 @@
 #include "checkpoint/write.h"
 #include "platform/clock.h"
 
-/* ---- tallies ---- */
+/* ---- tallies: what each rank wrote of each block, collected on rank 0 ---- */
+
+/* The ranks of a host append their lists to one file, each after a head (tally.h), at an offset
+ * that the channel reserves. Except on rank 0's host, the carrier merges the lists of its host; the
+ * first carrier of a group of hosts merges those of the group. Adjacent ranks hold adjacent rows of
+ * a tensor, which share blocks, so rank 0 reads few entries per block. */
 
 enum { WINDOW_BYTES = 1 << 20 }; /* bytes that rank 0 reads at once */
 
@@ -242,9 +242,7 @@ sw_status sw_save_collect_tallies(sw_saver *saver, sw_error *err)
 
 /* ---- the verdict ---- */
 
-/* How ranks finish one save together with only a shared file system and a channel.
- *
- * Rank 0 creates the files and announces them. Each rank writes its ranges, adds its tallies of
+/* Rank 0 creates the files and announces them. Each rank writes its ranges, adds its tallies of
  * each block to its host's file, and announces that. Carriers merge their hosts' tallies; rank 0
  * merges all of them and commits. No rank looks up a name before the channel has announced it,
  * because a client of a network file system caches for a while that a name is missing. Rank 0 locks

@@ -1,4 +1,5 @@
-/* save_policy.c - decide if a save continues: this rank's first failure ends it. */
+/* save_policy.c - what decides over a save while it runs: this rank's first failure, a change of
+ * live memory, files that are late; and staging that is touched before a save. */
 #include <errno.h>
 #include <inttypes.h>
 #include <stdio.h>
@@ -11,7 +12,7 @@
 #include "platform/clock.h"
 #include "platform/memory.h"
 
-/* ---- whether it goes on ---- */
+/* ---- whether it goes on: this rank's first failure ends it ---- */
 
 void sw_save_record_failure(sw_saver *saver, const sw_error *why)
 {
@@ -48,7 +49,7 @@ uint32_t sw_sample_crc32c(const void *data, size_t size_bytes, size_t stride_byt
 
 /* Detect whether a chunk's bytes have changed since a lazy save began.
  *
- * Idea: begin() samples (sample.h) each live chunk's part of each tensor; save_snapshot.c samples
+ * Idea: begin() samples each live chunk's part of each tensor; save_snapshot.c samples
  * the copy again. If the samples differ, memory was written to without protect(), and chunks copied
  * earlier hold the old bytes. The save then fails and names the tensor. Chunks that begin() copies
  * need no sample. */
@@ -149,9 +150,7 @@ sw_status sw_save_compare_sample(const sw_saver *saver, const sw_save_chunk *chu
     return err ? err->status : SW_E_STATE;
 }
 
-/* ---- files of other ranks ---- */
-
-/* Files of other ranks, which a network file system may show with a delay. */
+/* ---- files of other ranks, which a network file system may show with a delay ---- */
 
 enum { LATE_S = 10 };
 
@@ -221,11 +220,9 @@ void sw_save_close_late(sw_save_late_file *file)
     file->fd = -1;
 }
 
-/* ---- staging that is touched before ---- */
+/* ---- staging, touched before the first save needs it ---- */
 
-/* Touch staging before the first save needs it.
- *
- * The first touch of new memory costs 0.1 to 0.3 s a GiB here, and seconds on a virtual machine
+/* The first touch of new memory costs 0.1 to 0.3 s a GiB here, and seconds on a virtual machine
  * with a host that must provide it. A thread of low priority touches 2 MiB at a time, in the order
  * in which saves take slots. (With the lowest priority it starved while training used all cores.) A
  * save that comes earlier uses the touched memory and touches the rest. */

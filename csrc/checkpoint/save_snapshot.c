@@ -1,4 +1,5 @@
-/* save_snapshot.c - the caller's thread and its helpers copy live chunks to slots of staging. */
+/* save_snapshot.c - the caller's thread and its helpers copy live chunks to slots of staging: from
+ * its memory, then from a GPU's. */
 #include <stdlib.h>
 #include <string.h>
 
@@ -130,8 +131,8 @@ void sw_save_await_copies(sw_saver *saver)
 
 /* ---- from a GPU's memory ---- */
 
-/* The caller's thread copies chunks from a GPU, one slot of the device stage at a
- * time. Helping threads copy from each slot, as in sw_save_copy.
+/* The caller's thread copies chunks from a GPU, one slot of the device stage at a time. Helping
+ * threads copy from each slot, as in sw_save_copy.
  *
  * A slot is an image of its chunks: a chunk's bytes on the device go to their place in the image,
  * so that filling the chunk needs no second list. */

@@ -1,4 +1,4 @@
-/* write.c - see save_lock.h. */
+/* write.c - see write.h. */
 #include "checkpoint/write.h"
 
 #include <string.h>

@@ -1,9 +1,7 @@
-/* write.h - LOCK: the file that shows that the process that saves to a folder is alive.
+/* write.h - a folder that will become a checkpoint: its LOCK, and simple writes into it, for
+ * programs that plan their own. Our own saves write by save_write.c.
  *
- * The kernel releases the lock when the process ends, also over NFS. LOCK is locked before it gets
- * its name, so no process can find it unlocked while its save is alive.
- *
- * Thread rule: any. */
+ * Thread rule: any; threads that write one file need ranges without overlap. */
 #ifndef SW_CHECKPOINT_WRITE_H
 #define SW_CHECKPOINT_WRITE_H
 
@@ -12,7 +10,10 @@
 #include "checkpoint/plan.h"
 #include "checkpoint/tally.h"
 
-/* ---- LOCK ---- */
+/* ---- LOCK: the file that shows that the process that saves to a folder is alive ---- */
+
+/* The kernel releases the lock when the process ends, also over NFS. LOCK is locked before it gets
+ * its name, so no process can find it unlocked while its save is alive. */
 
 #define SW_LOCK_NAME "LOCK"
 
@@ -34,16 +35,11 @@ sw_save_life sw_save_lock_look(const char *partial);
 
 /* ---- writes ---- */
 
-/* Simple writes into a folder that will become a checkpoint: for programs that plan their
- * own writes. Our own saves use save_write.c.
- *
- * Thread rule: any; threads that write one file need ranges without overlap. */
-
 /* Create every file of `plan` in `folder`, at full size and with its disk space allocated; also the
  * inner folders of paths. */
 SW_MUST_USE sw_status sw_plan_create_files(const sw_plan *plan, const char *folder, sw_error *err);
 
-/* Create the folder `partial` with LOCK (save_lock.h), held by *lock_fd, and every file of `plan`.
+/* Create the folder `partial` with LOCK, held by *lock_fd, and every file of `plan`.
  * An error leaves no files. */
 SW_MUST_USE sw_status sw_partial_create(const sw_plan *plan, const char *partial, int *lock_fd,
                                         sw_error *err);

@@ -172,7 +172,7 @@ typedef struct sw_comm_ops {
     sw_status (*look)(sw_comm *comm, bool minds_leaving, sw_error *err);
     /* "rank 2 (pid 4711 on host a)". */
     void (*peer)(sw_comm *comm, int rank, char text[SW_COMM_PEER_BYTES]);
-    /* Return the note (wait_note.h) of rank number `local` of this host, and its rank in the
+    /* Return the note (wait.h) of rank number `local` of this host, and its rank in the
      * communicator; NULL: there are no more. Any thread. */
     struct sw_wait_note *(*note)(sw_comm *comm, int local, int *rank);
     /* Return a rank of this host whose process has ended; -1: none is known. Any thread. */
@@ -258,11 +258,7 @@ void sw_comm_count(sw_comm *comm, const sw_op *op);
 
 const char *sw_op_kind_name(sw_op_kind kind);
 
-/* ---- collectives that are one call ---- */
-
-/* Collectives that are one call: they run to their end.
- *
- * Thread rule: as for the communicator. */
+/* ---- collectives that are one call: they run to their end ---- */
 
 SW_MUST_USE sw_status sw_comm_barrier(sw_comm *comm, const char *label, sw_error *err);
 
@@ -275,9 +271,7 @@ typedef struct sw_span { /* a range of an arena */
 SW_MUST_USE sw_status sw_comm_all_gather(sw_comm *comm, sw_op *op, const sw_span *ranges,
                                          size_t count, sw_error *err);
 
-/* ---- agreement ---- */
-
-/* All ranks get a resource, or none. Thread rule: as comm.h. */
+/* ---- agreement: all ranks get a resource, or none ---- */
 
 /* Collective: exchange this rank's outcome `local`. It wants `size_bytes` of memory for "<noun>
  * '<label>'" ("arena") under the limit of its control group. SW_OK if every rank succeeded.

@@ -60,15 +60,12 @@ SW_MUST_USE sw_status sw_op_check_post(const sw_op *op, int world_size, sw_error
 /* Return the operation of sw_comm_ops.gather. */
 sw_op sw_op_gather(const void *mine, size_t size_bytes, const char *label);
 
-/* ---- those of any number of ranks ---- */
+/* ---- one operation of any number of ranks, described in constant space ---- */
 
-/* One operation of any number of ranks, described in constant space.
- *
- * It keeps the descriptors of the lowest rank and of the lowest rank that contradicts it, and the
+/* It keeps the descriptors of the lowest rank and of the lowest rank that contradicts it, and the
  * same two among ranks that count rounds (joined ranks do not). Merging is associative, commutative
  * and idempotent, so every host ends with the same part, whatever the order and number of merges.
- *
- * Thread rule: any. */
+ */
 
 typedef struct sw_part_side {
     int32_t rank;           /* -1: none */

@@ -51,7 +51,7 @@ typedef struct sw_device_comm {
     _Atomic int64_t marked_ns;  /* time of the last mark; 0: never marked, or seen complete */
     _Atomic int64_t entered_ns; /* time at which the program's thread entered, set by the bindings;
                                    0: it is not */
-    struct sw_device_watch *watch; /* owned; NULL: no watch runs (device_watch.h) */
+    struct sw_device_watch *watch; /* owned; NULL: no watch runs */
     int64_t timeout_ns;
     sw_watchdog watchdog;
     void *sum;           /* device memory: sw_norm_sum */
@@ -84,7 +84,7 @@ SW_MUST_USE sw_status sw_device_comm_connect(sw_device_comm *comm, const sw_nccl
 SW_MUST_USE sw_status sw_device_comm_borrow(sw_device_comm *comm, sw_nccl_comm handle, int rank,
                                             int world_size, int64_t timeout_ns, sw_error *err);
 
-/* A rank without peers, instead of connect: no NCCL is needed; see lone_rank.h. */
+/* A rank without peers, instead of connect: no NCCL is needed; see peers.h. */
 SW_MUST_USE sw_status sw_device_comm_connect_alone(sw_device_comm *comm, int64_t timeout_ns,
                                                    sw_error *err);
 
@@ -146,8 +146,7 @@ SW_MUST_USE sw_status sw_device_comm_watch(sw_device_comm *comm, sw_error *err);
 
 /* ---- the watch thread ---- */
 
-/* A thread that watches a GPU's communicator and can end it while a call is
- * blocked.
+/* A thread that watches the communicator and can end it while a call is blocked.
  *
  * A host that is ahead of its GPU fills the driver's queue of launches and then blocks in the next
  * launch. If a peer has died, the queue never empties: its head is a collective that waits for that

@@ -1,6 +1,5 @@
-/* fabric.c - start and end of a fabric, checks of its peers, and tickets: comparing descriptors and
- * ordered progress. Issuing is in fabric_issue.c, waiting in fabric_wait.c, memory access of an
- * operation in fabric_execute.c. */
+/* fabric.c - start and end of a fabric, checks of its peers, tickets (comparing descriptors and
+ * ordered progress), waiting and issuing. fabric_execute.c has an operation's memory accesses. */
 #include "comm/fabric.h"
 
 #include <stdio.h>
@@ -285,8 +284,7 @@ sw_status sw_fabric_progress(sw_fabric *fabric, sw_error *err)
 
 /* ---- waiting ---- */
 
-/* Waits for words of peers, which a death, a peer's error or the deadline (wait.h)
- * also ends.
+/* Waits for words of peers, which a death, a peer's error or the deadline (wait.h) also ends.
  *
  * A waiter spins briefly if cores are idle, then sleeps on the word it needs, in time slices.
  * Between them it checks for events after which the word never changes. It does not sleep on one
@@ -487,9 +485,7 @@ sw_status sw_fabric_wait(sw_comm *comm, uint32_t ticket, sw_error *err)
                       err);
 }
 
-/* ---- issuing ---- */
-
-/* Issues operations: as descriptors, or as chunks of private memory in slots. */
+/* ---- issuing: as descriptors, or as chunks of private memory in slots ---- */
 
 /* If ranks fold pieces of a chunk, each reads 2 chunks instead of W. Above this saving that pays
  * for the additional wait. */

@@ -1,5 +1,4 @@
-/* fabric.h - the protocol of ranks that share pages: two counters a rank, a ring of
- * descriptors, slots.
+/* fabric.h - a group of ranks that share pages: two counters a rank, a ring of descriptors, slots.
  *
  *   posted[r] >= t   rank r's data and descriptor of operation t can be read
  *   done[r] >= t     rank r has read its part of operation t and has stored its slice
@@ -78,7 +77,7 @@ typedef struct sw_fabric {
     bool *contributes;
 } sw_fabric;
 
-/* Private to the fabric's files */
+/* ---- private to the fabric's files ---- */
 
 /* Set a word of this rank's block to `value`; wake the ranks that sleep on it. */
 void sw_control_publish(_Atomic uint32_t *word, uint32_t value, sw_control *own);
@@ -138,10 +137,6 @@ static inline bool sw_fabric_is_missing(const sw_fabric *fabric, int rank,
 }
 
 /* ---- for transports ---- */
-
-/* A group of ranks that share pages; fabric_state.h has its protocol and memory.
- *
- * Thread rule: one at a time per fabric, except where it says any. */
 
 /* Bytes of the pages that `world_size` ranks share. They begin with the control blocks. */
 size_t sw_fabric_pages_bytes(int world_size);

@@ -1,4 +1,4 @@
-/* hier_block.c - see the header. Halves go through float32 in blocks that stay in the L1 cache. */
+/* hier_block.c - see the header. */
 #include "comm/hier_block.h"
 
 #include <stdbool.h>
@@ -8,7 +8,7 @@
 #include "kernels/compress_kernels.h"
 #include "kernels/kernels.h"
 
-/* ---- partial sums ---- */
+/* ---- partial sums: halves go through float32 in blocks that stay in the L1 cache ---- */
 
 enum { BLOCK_NUMEL = 1024 };
 

@@ -1,8 +1,6 @@
-/* hier_block.h - a fold in two steps: partial sums inside a host in the accumulation type, then
- * their sum over hosts, scaled once and rounded once. On one host the two steps give the bits of
- * the whole fold.
+/* hier_block.h - the arithmetic of one block between hosts, and its form on the wire.
  *
- * Thread rule: any. */
+ * Thread rule: any, but the carrier's thread alone for sw_packing. */
 #ifndef SW_COMM_HIER_BLOCK_H
 #define SW_COMM_HIER_BLOCK_H
 
@@ -14,6 +12,10 @@
 #include "kernels/kernels.h"
 
 /* ---- partial sums ---- */
+
+/* A fold in two steps: partial sums inside a host in the accumulation type, then their sum over
+ * hosts, scaled once and rounded once. On one host the two steps give the bits of the whole
+ * fold. */
 
 /* The type of a partial result: float32 for halves, else the type itself. */
 sw_dtype sw_partial_dtype(sw_dtype dtype);
@@ -35,9 +37,7 @@ void sw_partial_finish(void *const *destination, int destination_count, const vo
  * A *packet* is a block as it travels: an 8-byte length, then the exact record of that length
  * (kernels/compress_kernels.h); or 0, then the plain elements. Before each batch a carrier decides,
  * by the previous batch's rate, whether to pack its blocks, and announces it in its frame. Results
- * do not depend on it.
- *
- * Thread rule: the carrier's thread alone. */
+ * do not depend on it. */
 
 enum { SW_PACKET_HEAD_BYTES = 8 };
 

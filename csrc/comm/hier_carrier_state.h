@@ -1,5 +1,5 @@
 /* hier_carrier_state.h - the state of a carrier's thread, shared by hier_carrier.c (the thread),
- * hier_carrier_wait.c (its waits), hier_frames.c (agreement), hier_payload.c (data beside
+ * hier_host.c (its waits), hier_frames.c (agreement), hier_payload.c (data beside
  * operations), hier_last.c (ends and probes), hier_reduce.c and hier_gather.c (the data). Private
  * to them.
  *
@@ -145,7 +145,7 @@ struct sw_carrier {
     for (int g = 0; g < (carrier)->hier->map.host_count; ++g) \
         if (g != (carrier)->hier->host)
 
-/* hier_carrier_wait.c
+/* hier_host.c
  * ------------------------------------------------------------------------------------------ */
 
 /* Access memory of operations only between these two, and only if the first succeeds. */
@@ -220,7 +220,7 @@ SW_MUST_USE sw_status sw_carrier_deliver_payload(sw_carrier *carrier, uint32_t i
 /* hier_frames.c
  * ------------------------------------------------------------------------------------------ */
 
-/* Return true if hier_stream.c moves its data. */
+/* Return true if hier_gather.c moves its data. */
 static inline bool sw_carrier_streams(const sw_hier_pending *pending)
 {
     return pending->op.kind == SW_OP_BROADCAST && !pending->arena;
@@ -241,7 +241,7 @@ SW_MUST_USE sw_status sw_carrier_offer_early(sw_carrier *carrier, uint32_t ticke
  * unreachable host may block this thread, for which no rank waits. */
 void sw_carrier_take_leave(sw_carrier *carrier, const sw_error *reason);
 
-/* hier_reduce.c, hier_gather.c, hier_stream.c
+/* hier_reduce.c, hier_gather.c
  * ------------------------------------------------------------------------------------------ */
 
 /* Move the data of `count` reductions; each completes with its last block. */

@@ -2,7 +2,7 @@
  * of their hosts and carry their payload; or they announce that a host has ended, and why.
  *
  * A carrier offers every operation that all ranks of its host have posted, up to a batch. In each
- * round (dissemination.h) it sends all it knows and merges all it receives. After the last round
+ * round (sw_dissemination) it sends all it knows and merges all it receives. After the last round
  * all hosts know the operations that all of them offer, and any disagreement on them. A disputed
  * operation is always the first of a batch, so those before it are complete.
  *

@@ -1,8 +1,4 @@
-/* hier_gather.c - all_gather on an arena over hosts: every rank's slice to the ranks elsewhere.
- *
- * Slices are sent from the arena and arrive in the carrier's blocks. The carrier copies them to
- * each rank of this host, or once if the host (or a replica on it) has one copy. A slice is not
- * sent to a host that also has an owner of it. */
+/* hier_gather.c - all_gather on an arena over hosts, and broadcast. */
 #include <stdio.h>
 #include <string.h>
 
@@ -11,7 +7,11 @@
 #include "comm/hier_carrier_state.h"
 #include "platform/futex.h"
 
-/* ---- all_gather ---- */
+/* ---- all_gather: every rank's slice to the ranks elsewhere ---- */
+
+/* Slices are sent from the arena and arrive in the carrier's blocks. The carrier copies them to
+ * each rank of this host, or once if the host (or a replica on it) has one copy. A slice is not
+ * sent to a host that also has an owner of it. */
 
 typedef struct gathering {
     const sw_hier_pending *pending;
@@ -160,7 +160,7 @@ sw_status sw_carrier_gather(sw_carrier *carrier, const sw_hier_pending *pending,
 
 /* ---- broadcast ---- */
 
-/* Broadcast over hosts: pieces go through a ring in each host's shared memory.
+/* Pieces go through a ring in each host's shared memory:
  *
  *   root -> its host's ring -> carrier ==> next host's ring -> its ranks
  *                                               carrier ==> next host's ring -> ...

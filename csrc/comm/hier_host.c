@@ -1,5 +1,5 @@
 /* hier_host.c - the state of a host's ranks: which have done their part, which never will, and
- * their names in messages. */
+ * their names in messages; and how a carrier's thread waits for them and for the wire. */
 #include <stdio.h>
 
 #include "comm/hier_carrier_state.h"
@@ -80,10 +80,7 @@ sw_status sw_hier_check_host(const sw_hier *hier, const sw_hier_need *need, bool
     return SW_OK;
 }
 
-/* ---- for the carrier's thread ---- */
-
-/* Functions for all phases of a carrier's thread: access to operations'
- * memory, waits for the wire and this host's ranks, errors of the wire. */
+/* ---- for all phases of a carrier's thread ---- */
 
 static const int64_t idle_slice_ns = 200 * 1000 * 1000;
 static const int64_t busy_slice_ns = 10 * 1000 * 1000;

@@ -238,9 +238,7 @@ sw_status sw_hier_await(sw_hier *hier, uint32_t ticket, sw_error *err)
     return sw_ticket_reached(hier->settled, ticket) ? SW_OK : sw_hier_check_alive(hier, err);
 }
 
-/* ---- the end ---- */
-
-/* The end of a communicator over hosts: functions that any thread may call. */
+/* ---- the end: functions that any thread may call ---- */
 
 void sw_hier_await_untouched(sw_hier *hier)
 {

@@ -1,4 +1,5 @@
-/* host_map.h - the map of ranks to hosts. Arithmetic only.
+/* host_map.h - which ranks, slices and blocks are on which host, and the order of messages between
+ * hosts. Arithmetic only.
  *
  * Hosts are numbered by their lowest rank, the *carrier*, which alone exchanges bytes with other
  * hosts.
@@ -46,8 +47,7 @@ static inline int sw_host_carrier(const sw_host_map *map, int host)
 
 /* ---- owners of slices ---- */
 
-/* A look-up of slice owners: the slices that each host's ranks own, and those that
- * they represent. Arithmetic only.
+/* A look-up of slice owners: the slices that each host's ranks own, and those that they represent.
  *
  * One of a slice's owners *represents* it when only one message is needed. Replicas take turns, so
  * that all hosts represent about the same number of slices.
@@ -56,8 +56,7 @@ static inline int sw_host_carrier(const sw_host_map *map, int host)
  *       host 0 owns slices 0 and 1 by ranks 0 and 1, host 1 both by ranks 2 and 3
  *       rank 0 represents slice 0, rank 3 slice 1
  *
- * Made once for each sw_slices; making it costs O(ranks), a look-up O(1) or O(log slices). Thread
- * rule: any, once made. */
+ * Made once for each sw_slices; making it costs O(ranks), a look-up O(1) or O(log slices). */
 
 typedef struct sw_slice_table {
     sw_slices slices;     /* a copy */
@@ -90,7 +89,6 @@ int sw_slice_representative(const sw_slice_table *table, const sw_host_map *map,
 /* ---- blocks ---- */
 
 /* The cut of a buffer into blocks, the pieces that a host folds or sends at a time.
- * Arithmetic only.
  *
  * By host: host h has slice h of host_count equal slices. By rank: a host has its ranks' slices of
  * world_size equal ones, in rank order; no block crosses from one slice to the next.
@@ -98,9 +96,7 @@ int sw_slice_representative(const sw_slice_table *table, const sw_host_map *map,
  *     2 + 1 ranks, slices of 3 blocks     by host: h0 0 1 2 | h1 3 4 5
  *                                         by rank: h0 0 1 2 (rank 0), 3 4 5 (rank 1) | h1 0 1 2
  *
- * By rank, if slices have several owners: a host has the slices that it represents (slice_table.h).
- *
- * Thread rule: any. */
+ * By rank, if slices have several owners: a host has the slices that it represents. */
 
 typedef struct sw_cut {
     size_t numel, slice; /* elements in total, and in a slice */
@@ -121,7 +117,7 @@ size_t sw_cut_block(const sw_cut *cut, const sw_host_map *map, int host, size_t 
 
 /* ---- the order of messages ---- */
 
-/* The order of messages in an all-gather between hosts. Arithmetic only.
+/* The order of messages in an all-gather between hosts.
  *
  * In round k a host sends all data that it has to the hosts j * radix^k before it, and receives
  * from those j * radix^k after it, j = 1 to radix - 1, all modulo the number of hosts. Before round
@@ -130,9 +126,7 @@ size_t sw_cut_block(const sw_cut *cut, const sw_host_map *map, int host, size_t 
  * al., 1997.)
  *
  *   20 hosts, radix 8, host 18     round 0: from 19, 0, 1, ... 5, each about itself
- *                                  round 1: from 6 about 6 to 13, from 14 about 14 to 17
- *
- * Thread rule: any, once made. */
+ *                                  round 1: from 6 about 6 to 13, from 14 about 14 to 17 */
 
 enum { SW_DISSEMINATION_RADIX = 8 };
 

@@ -1,4 +1,4 @@
-/* nccl.c - opening the NCCL that torch has loaded. */
+/* nccl.c - see nccl.h. */
 #include "comm/nccl.h"
 
 #include <pthread.h>

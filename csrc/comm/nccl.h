@@ -1,7 +1,7 @@
-/* nccl.h - the NCCL that torch has loaded: its functions and its version.
+/* nccl.h - collectives between GPUs: a communicator of our own in the NCCL that torch has loaded,
+ * or a borrowed one.
  *
- * Thread rule: any.
- */
+ * Thread rule: as peers.h; the library: any. */
 #ifndef SW_COMM_NCCL_H
 #define SW_COMM_NCCL_H
 
@@ -27,14 +27,9 @@ void sw_nccl_library_fini(sw_nccl_library *nccl);
 
 /* ---- communicators ---- */
 
-/* Collectives between GPUs: a communicator of our own in the NCCL that torch has loaded,
- * or a borrowed one.
- *
- * Idea: a thin layer below the table of peers.h. Creation cannot hang (non-blocking, polled under a
+/* A thin layer below the table of peers.h. Creation cannot hang (non-blocking, polled under a
  * deadline), a failed call gives one named error, and every later call repeats it after the abort.
- * Groups may be nested; a failure in one ends the communicator at the end of the outermost.
- *
- * Thread rule: as peers.h. */
+ * Groups may be nested; a failure in one ends the communicator at the end of the outermost. */
 
 /* Rank 0 creates it and sends it to the others, by torch's store. */
 SW_MUST_USE sw_status sw_nccl_id_create(const sw_nccl_library *nccl, sw_nccl_id *id, sw_error *err);

@@ -205,17 +205,12 @@ SW_MUST_USE sw_status sw_peers_await(sw_peers *peers, sw_event *event, const cha
 SW_MUST_USE sw_status sw_peers_wait(sw_peers *peers, sw_event *event, const char *what,
                                     sw_error *err);
 
-/* ---- a rank without peers ---- */
+/* ---- a rank without peers: no library, no memory, no launch ---- */
 
-/* The transport of a rank without peers: no library, no memory, no launch.
- *
- * Idea: what one rank reduces, gathers or broadcasts is there already, so each operation is a copy
+/* What one rank reduces, gathers or broadcasts is there already, so each operation is a copy
  * where its result has another place, and else nothing. NCCL would make a communicator, some
- * hundred MB of a GPU's memory, to do the same.
- *
- * Thread rule: as peers.h. */
-
-/* `device` and `watchdog` are borrowed. SW_E_MEMORY. */
+ * hundred MB of a GPU's memory, to do the same. `device` and `watchdog` are borrowed. SW_E_MEMORY.
+ */
 SW_MUST_USE sw_status sw_lone_rank_create(sw_device *device, int64_t timeout_ns,
                                           sw_watchdog *watchdog, sw_peers **peers, sw_error *err);
 

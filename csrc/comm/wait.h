@@ -4,7 +4,7 @@
  * calls this in each of its turns. So deadline, warning and interruption exist once, with the same
  * messages everywhere. Each loop sleeps and detects dead peers in its own way.
  *
- * Thread rule: owner only. */
+ * Thread rule: owner only; notes as they say. */
 #ifndef SW_COMM_WAIT_H
 #define SW_COMM_WAIT_H
 
@@ -40,7 +40,7 @@ sw_wait sw_wait_begin(const sw_comm *comm, void *context,
                       void (*describe)(void *context, sw_wait_text *text));
 
 /* One turn. SW_OK: wait on, perhaps after a warning. A wait of half the time to its warning is
- * noted for the peers (wait_note.h). SW_E_INTERRUPTED: the program was interrupted, and *reason
+ * noted for the peers. SW_E_INTERRUPTED: the program was interrupted, and *reason
  * (SW_E_COMM) is the message for its peers. SW_E_TIMEOUT: *reason names the wait. SW_E_COMM: a peer
  * has been stopped for longer than the communicator's silent_ns. */
 SW_MUST_USE sw_status sw_wait_check(sw_wait *wait, sw_error *reason);

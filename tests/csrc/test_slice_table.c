@@ -1,4 +1,4 @@
-/* test_slice_table.c - what slice_table.h looks up, against scans of all ranks, over meshes and
+/* test_slice_table.c - what host_map.h looks up, against scans of all ranks, over meshes and
  * maps of hosts drawn at random; and that cuts by it hold every element once. Each allocation fails
  * in turn. */
 #include <stdint.h>
