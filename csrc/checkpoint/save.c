@@ -59,7 +59,8 @@ static sw_status copy_strings(const char *const *from, size_t count, char ***to,
     return SW_OK;
 }
 
-void sw_save_clear(sw_saver *saver)
+/* Clear the state of one save: return slots, keep memory. */
+static void clear(sw_saver *saver)
 {
     for (size_t i = 0; i < saver->chunk_count; ++i)
         if (saver->chunks[i].slot)
@@ -71,7 +72,8 @@ void sw_save_clear(sw_saver *saver)
     sw_manifest_fini(&saver->manifest);
 }
 
-bool sw_save_await_open(sw_saver *saver)
+/* Help the caller's thread to copy until the files exist; false: a thread failed. */
+static bool await_open(sw_saver *saver)
 {
     pthread_mutex_lock(&saver->mutex);
     while (!saver->is_open && saver->failure.status == SW_OK)
@@ -88,7 +90,7 @@ static void *help(void *context)
     sw_error err = {0};
     if (saver->options.is_idle_io)
         sw_thread_lower_io_priority();
-    if (sw_save_await_open(saver) && sw_save_write(saver, true, &err) != SW_OK)
+    if (await_open(saver) && sw_save_write(saver, true, &err) != SW_OK)
         sw_save_record_failure(saver, &err);
     return NULL;
 }
@@ -139,8 +141,7 @@ static void *coordinate(void *context)
     return NULL;
 }
 
-sw_status sw_save_check_request(const sw_saver *saver, const sw_save_request *request,
-                                sw_error *err)
+static sw_status check_request(const sw_saver *saver, const sw_save_request *request, sw_error *err)
 {
     if (saver->is_running)
         SW_FAIL(err, SW_E_STATE,
@@ -204,7 +205,8 @@ static sw_status prepare(sw_saver *saver, const sw_save_request *request, sw_err
     return sw_save_list_ranges(saver, request, err);
 }
 
-void sw_save_copy_claim(sw_saver *saver, sw_save_claim *claim, const sw_save_request *request)
+/* The save already runs: a device error fails it, as a thread's error does. */
+static void copy_claim(sw_saver *saver, sw_save_claim *claim, const sw_save_request *request)
 {
     sw_error why;
     if (!request->stage)
@@ -225,7 +227,7 @@ sw_status sw_saver_begin(sw_saver *saver, const sw_save_request *request, sw_err
     sw_error why = {0};
     sw_status status;
     sw_save_claim claim = {0};
-    SW_TRY(sw_save_check_request(saver, request, err));
+    SW_TRY(check_request(saver, request, err));
     pthread_mutex_lock(&saver->mutex); /* any thread may ask for progress at any time */
     status = prepare(saver, request, &why);
     pthread_mutex_unlock(&saver->mutex);
@@ -236,14 +238,14 @@ sw_status sw_saver_begin(sw_saver *saver, const sw_save_request *request, sw_err
     SW_TRY_GOTO(status, sw_thread_start(&saver->threads[0], coordinate, saver, "sw-save", &why),
                 failed);
     set_running(saver, true);
-    sw_save_copy_claim(saver, &claim, request); /* while threads write the first blocks */
+    copy_claim(saver, &claim, request); /* while threads write the first blocks */
     sw_save_claim_fini(&claim);
     return SW_OK;
 failed:
     for (size_t i = 0; i < claim.count; ++i)
         sw_stage_give(&saver->stage, claim.slots[i]);
     sw_save_claim_fini(&claim);
-    sw_save_clear(saver);
+    clear(saver);
     sw_saver_fail(saver, request->number, &why);
     if (err)
         *err = why;
@@ -291,7 +293,7 @@ sw_status sw_saver_wait(sw_saver *saver, int64_t timeout_ns, bool *is_over, sw_e
         return SW_OK;
     sw_thread_join(&saver->threads[0]);
     set_running(saver, false);
-    sw_save_clear(saver);
+    clear(saver);
     if (saver->outcome.status != SW_OK && err)
         *err = saver->outcome;
     return saver->outcome.status;
@@ -359,7 +361,7 @@ void sw_saver_destroy(sw_saver *saver)
         sw_thread_join(&saver->threads[0]);
     }
     sw_save_end_warming(saver);
-    sw_save_clear(saver);
+    clear(saver);
     free(saver->samples);
     sw_stage_fini(&saver->stage);
     pthread_cond_destroy(&saver->changed);
@@ -385,7 +387,7 @@ void sw_save_kept_fini(sw_save_kept *kept)
 
 static void *help_keep(void *context)
 {
-    (void)sw_save_await_open(context);
+    (void)await_open(context);
     return NULL;
 }
 
@@ -418,7 +420,7 @@ static sw_status copy_all(sw_saver *saver, const sw_save_request *request, sw_er
     while (started < wanted && (size_t)started < saver->chunk_count &&
            sw_thread_start(&saver->threads[started], help_keep, saver, "sw-keep", NULL) == SW_OK)
         ++started; /* the threads that exist do all of the work */
-    sw_save_copy_claim(saver, &claim, request);
+    copy_claim(saver, &claim, request);
     pthread_mutex_lock(&saver->mutex);
     saver->is_open = true;
     pthread_cond_broadcast(&saver->changed);
@@ -477,10 +479,10 @@ sw_status sw_saver_keep(sw_saver *saver, const sw_save_request *request, uint8_t
                         uint64_t image_bytes, sw_save_kept *kept, sw_error *err)
 {
     sw_save_kept made = {0};
-    SW_TRY(sw_save_check_request(saver, request, err));
+    SW_TRY(check_request(saver, request, err));
     start_save(saver, request, image);
     sw_status status = keep(saver, request, image_bytes, &made, err);
-    sw_save_clear(saver);
+    clear(saver);
     saver->image = NULL;
     if (status == SW_OK)
         *kept = made;

@@ -27,7 +27,8 @@ static sw_status tallies_path(const sw_saver *saver, int host, char path[SW_PATH
     return sw_path_join(path, saver->partial, name, err);
 }
 
-sw_status sw_save_create_tallies(const sw_saver *saver, sw_error *err)
+/* A carrier creates its host's file of tallies. */
+static sw_status create_tallies(const sw_saver *saver, sw_error *err)
 {
     char path[SW_PATH_BYTES];
     int fd = -1;
@@ -85,7 +86,9 @@ static sw_status begin_manifest(sw_saver *saver, const sw_tally_list *own, sw_er
                               err);
 }
 
-sw_status sw_save_tell_tallies(sw_saver *saver, sw_error *err)
+/* Append this rank's tallies to the file; on rank 0, list files and add them to the manifest. Frees
+ * the ranges first, so that their memory and the manifest's are never held together. */
+static sw_status tell_tallies(sw_saver *saver, sw_error *err)
 {
     sw_tally_list list = {0};
     sw_status status = sw_save_each_tally(saver, append, &list, err);
@@ -165,7 +168,8 @@ static bool is_alone(const sw_channel *channel, int first, int end)
     return ranks == 1;
 }
 
-sw_status sw_save_merge_tallies(sw_saver *saver, sw_error *err)
+/* On a carrier: merge tallies into its host's file, after all ranks concerned appended theirs. */
+static sw_status merge_tallies(sw_saver *saver, sw_error *err)
 {
     sw_tally_list sum = {0};
     bool is_alike = true;
@@ -219,7 +223,8 @@ static sw_status take_file(sw_saver *saver, sw_save_late_file *file, int host, u
     return SW_OK;
 }
 
-sw_status sw_save_collect_tallies(sw_saver *saver, sw_error *err)
+/* Rank 0: add the tallies of all hosts to the manifest, and remove the files. */
+static sw_status collect_tallies(sw_saver *saver, sw_error *err)
 {
     int host_count = saver->channel->world_size > 1 ? saver->channel->host_count : 0;
     uint8_t *window = malloc(WINDOW_BYTES);
@@ -279,7 +284,7 @@ static sw_status open_folder(sw_saver *saver, sw_error *err)
     SW_TRY(sw_partial_create(saver->shared_part.plan, saver->partial, &saver->lock_fd, err));
     if (saver->own_part.plan)
         SW_TRY(sw_plan_create_files(saver->own_part.plan, saver->partial, err));
-    return saver->channel->world_size > 1 ? sw_save_create_tallies(saver, err) : SW_OK;
+    return saver->channel->world_size > 1 ? create_tallies(saver, err) : SW_OK;
 }
 
 /* Wait until rank 0, and on another host also the carrier, has created the files. */
@@ -297,7 +302,7 @@ static sw_status await_folder(sw_saver *saver, sw_error *err)
             SW_FAIL(err, why.status, "%.480s", why.message);
         SW_TRY(look_again(saver, &pause_ns, "rank 0 to create the files", err));
     }
-    return asks_first ? sw_save_create_tallies(saver, err) : SW_OK;
+    return asks_first ? create_tallies(saver, err) : SW_OK;
 }
 
 sw_status sw_save_open(sw_saver *saver, sw_error *err)
@@ -325,11 +330,11 @@ static bool await_host(sw_saver *saver)
 sw_status sw_save_acknowledge(sw_saver *saver, sw_error *err)
 {
     const sw_channel *channel = saver->channel;
-    SW_TRY(sw_save_tell_tallies(saver, err));
+    SW_TRY(tell_tallies(saver, err));
     if (channel->rank != 0 && sw_channel_is_carrier(channel)) {
         if (!await_host(saver))
             return SW_OK;
-        SW_TRY(sw_save_merge_tallies(saver, err));
+        SW_TRY(merge_tallies(saver, err));
     }
     sw_channel_say_written(saver->channel, saver->number);
     return SW_OK;
@@ -360,7 +365,7 @@ static sw_status begin_commit(sw_saver *saver, sw_error *err)
 static sw_status collect_and_commit(sw_saver *saver, sw_error *err)
 {
     SW_TRY(await_written(saver, err));
-    SW_TRY(sw_save_collect_tallies(saver, err));
+    SW_TRY(collect_tallies(saver, err));
     SW_TRY(sw_manifest_complete(&saver->manifest, err));
     SW_TRY(begin_commit(saver, err));
     return sw_commit(saver->partial, saver->folder, saver->replaces, &saver->manifest, err);

@@ -97,17 +97,6 @@ SW_MUST_USE sw_status sw_save_check(sw_saver *saver, sw_error *err);
 /* Stop this rank; the first reason stays. */
 void sw_save_record_failure(sw_saver *saver, const sw_error *why);
 
-/* save.c */
-SW_MUST_USE sw_status sw_save_check_request(const sw_saver *saver, const sw_save_request *request,
-                                            sw_error *err);
-/* Help the caller's thread to copy until the files exist; false: a thread failed. */
-bool sw_save_await_open(sw_saver *saver);
-/* Copy the claim's chunks. The save already runs: a device error fails it, as a thread's error
- * does. */
-void sw_save_copy_claim(sw_saver *saver, sw_save_claim *claim, const sw_save_request *request);
-/* Clear the state of one save: return slots, keep memory. */
-void sw_save_clear(sw_saver *saver);
-
 /* save_ranges.c: list this rank's ranges. SW_E_STATE names a byte that this rank would write but
  * does not hold; later calls cannot fail for this reason. */
 SW_MUST_USE sw_status sw_save_list_ranges(sw_saver *saver, const sw_save_request *request,
@@ -188,16 +177,7 @@ SW_MUST_USE sw_status sw_save_read_late(sw_saver *saver, sw_save_late_file *file
                                         size_t size_bytes, uint64_t offset, sw_error *err);
 void sw_save_close_late(sw_save_late_file *file);
 
-/* save_agree.c: a carrier creates its host's file of tallies. */
-SW_MUST_USE sw_status sw_save_create_tallies(const sw_saver *saver, sw_error *err);
-/* Append this rank's tallies to the file; on rank 0, list files and add them to the manifest. Frees
- * the ranges first, so that their memory and the manifest's are never held together. */
-SW_MUST_USE sw_status sw_save_tell_tallies(sw_saver *saver, sw_error *err);
-/* On a carrier: merge tallies into its host's file, after all ranks concerned appended theirs. */
-SW_MUST_USE sw_status sw_save_merge_tallies(sw_saver *saver, sw_error *err);
-/* Rank 0: add the tallies of all hosts to the manifest, and remove the files. */
-SW_MUST_USE sw_status sw_save_collect_tallies(sw_saver *saver, sw_error *err);
-
+/* save_agree.c */
 SW_MUST_USE sw_status sw_save_open(sw_saver *saver,
                                    sw_error *err); /* create folder and files, or wait for them */
 SW_MUST_USE sw_status sw_save_acknowledge(sw_saver *saver,

@@ -92,15 +92,6 @@ sw_status sw_comm_give_up(sw_comm *comm, sw_status status, sw_error *err, const 
     return status;
 }
 
-sw_status sw_comm_arena_differs(const sw_comm *comm, const char *label, uint64_t first_bytes,
-                                int rank, uint64_t size_bytes, sw_error *err)
-{
-    return sw_error_set(err, SW_E_MISMATCH, sw_comm_name(comm, rank),
-                        "arena '%s': rank %d asks for %llu bytes, rank %d for %llu", label,
-                        sw_comm_name(comm, 0), (unsigned long long)first_bytes,
-                        sw_comm_name(comm, rank), (unsigned long long)size_bytes);
-}
-
 void sw_comm_count(sw_comm *comm, const sw_op *op)
 {
     comm->stats.operations[op->kind]++;
@@ -132,7 +123,10 @@ static sw_status compare(const sw_comm *comm, const char *noun, const char *labe
 {
     for (int r = 1; r < comm->world_size; ++r)
         if (all[r].size_bytes != all[0].size_bytes)
-            return sw_comm_arena_differs(comm, label, all[0].size_bytes, r, all[r].size_bytes, err);
+            return sw_error_set(err, SW_E_MISMATCH, sw_comm_name(comm, r),
+                                "arena '%s': rank %d asks for %llu bytes, rank %d for %llu", label,
+                                sw_comm_name(comm, 0), (unsigned long long)all[0].size_bytes,
+                                sw_comm_name(comm, r), (unsigned long long)all[r].size_bytes);
     for (int r = 0; r < comm->world_size; ++r) {
         int name = sw_comm_name(comm, r);
         if (all[r].failed && noun)

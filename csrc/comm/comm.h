@@ -249,10 +249,6 @@ void sw_op_set_label(sw_op *op, const char *label);
 sw_status sw_comm_give_up(sw_comm *comm, sw_status status, sw_error *err, const char *format, ...)
     SW_PRINTF(4, 5);
 
-/* Return SW_E_MISMATCH: `rank` asks for another arena size than rank 0. */
-sw_status sw_comm_arena_differs(const sw_comm *comm, const char *label, uint64_t first_bytes,
-                                int rank, uint64_t size_bytes, sw_error *err);
-
 /* Count an operation that begins in the communicator's stats. */
 void sw_comm_count(sw_comm *comm, const sw_op *op);
 

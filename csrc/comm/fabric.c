@@ -158,6 +158,39 @@ void sw_control_introduce(sw_control *own, const char *host)
 /* Checks of the peers
  * ------------------------------------------------------------------------------------------ */
 
+/* The condition of a wait, for every rank: its post of `ticket`, or its `done`. */
+typedef struct awaited {
+    bool for_post;
+    uint32_t ticket;
+} awaited;
+
+static _Atomic uint32_t *word_of(const sw_fabric *fabric, int rank, bool for_post)
+{
+    sw_control *control = &fabric->control[rank];
+    return for_post ? &control->posted : &control->done;
+}
+
+static bool is_missing(const sw_fabric *fabric, int rank, const awaited *what)
+{
+    return !sw_ticket_reached(atomic_load(word_of(fabric, rank, what->for_post)), what->ticket);
+}
+
+/* Return a rank whose process has ended; -1: none found. Checks at most `budget` ranks (`what`
+ * NULL: all, else only missing ones); the next call continues after them. Any thread. */
+static int find_dead(sw_fabric *fabric, int budget, const awaited *what)
+{
+    int world_size = fabric->comm.world_size;
+    for (int turn = 0; turn < world_size && budget > 0; ++turn) {
+        int r = (int)(atomic_fetch_add(&fabric->asked, 1) % (uint32_t)world_size);
+        if (r == fabric->comm.rank || (what && !is_missing(fabric, r, what)))
+            continue;
+        budget--;
+        if (fabric->peer_ended(fabric, r))
+            return r;
+    }
+    return -1;
+}
+
 bool sw_fabric_is_alive(sw_comm *comm)
 {
     sw_fabric *fabric = (sw_fabric *)comm;
@@ -171,21 +204,7 @@ bool sw_fabric_is_alive(sw_comm *comm)
 int sw_fabric_dead(sw_comm *comm)
 {
     sw_fabric *fabric = (sw_fabric *)comm;
-    return atomic_load(&fabric->is_open) ? sw_fabric_find_dead(fabric, comm->world_size, NULL) : -1;
-}
-
-int sw_fabric_find_dead(sw_fabric *fabric, int budget, const sw_fabric_awaited *awaited)
-{
-    int world_size = fabric->comm.world_size;
-    for (int turn = 0; turn < world_size && budget > 0; ++turn) {
-        int r = (int)(atomic_fetch_add(&fabric->asked, 1) % (uint32_t)world_size);
-        if (r == fabric->comm.rank || (awaited && !sw_fabric_is_missing(fabric, r, awaited)))
-            continue;
-        budget--;
-        if (fabric->peer_ended(fabric, r))
-            return r;
-    }
-    return -1;
+    return atomic_load(&fabric->is_open) ? find_dead(fabric, comm->world_size, NULL) : -1;
 }
 
 sw_status sw_fabric_look(sw_comm *comm, bool minds_leaving, sw_error *err)
@@ -195,7 +214,7 @@ sw_status sw_fabric_look(sw_comm *comm, bool minds_leaving, sw_error *err)
         return sw_ending_read(&fabric->ending, err);
     if (!atomic_load(&fabric->is_open)) /* not joined yet */
         return SW_OK;
-    int gone = sw_fabric_find_dead(fabric, DEATHS_A_LOOK, NULL);
+    int gone = find_dead(fabric, DEATHS_A_LOOK, NULL);
     for (int r = 0; r < comm->world_size; ++r) /* a recorded reason comes before a detected death */
         if (sw_ending_state(&fabric->control[r].ending) == SW_MEMBER_ENDED)
             return sw_ending_read(&fabric->control[r].ending, err);
@@ -214,7 +233,8 @@ sw_status sw_fabric_look(sw_comm *comm, bool minds_leaving, sw_error *err)
 /* Tickets
  * ------------------------------------------------------------------------------------------ */
 
-void sw_control_publish(_Atomic uint32_t *word, uint32_t value, sw_control *own)
+/* Set a word of this rank's block to `value`; wake the ranks that sleep on it. */
+static void publish(_Atomic uint32_t *word, uint32_t value, sw_control *own)
 {
     /* Both sides are sequentially consistent: either this thread sees the sleeper, or the sleeper
      * sees the new value. */
@@ -249,35 +269,35 @@ static bool all_have(const sw_fabric *fabric, bool posted, uint32_t ticket)
 {
     for (int r = 0; r < fabric->comm.world_size; ++r)
         if (!sw_ticket_reached(
-                atomic_load_explicit(sw_fabric_word(fabric, r, posted), memory_order_acquire),
-                ticket))
+                atomic_load_explicit(word_of(fabric, r, posted), memory_order_acquire), ticket))
             return false;
     return true;
 }
 
-/* Collect pieces once every rank has folded its own. */
-bool sw_fabric_is_ready(const sw_fabric *fabric, uint32_t ticket, sw_fabric_awaited *awaited)
+/* Return true if operation `ticket` can be executed here; else *what is the missing condition.
+ * Collect pieces once every rank has folded its own. */
+static bool is_ready(const sw_fabric *fabric, uint32_t ticket, awaited *what)
 {
     const sw_pending *pending = &fabric->pending[ticket % SW_FABRIC_RING];
-    *awaited = (sw_fabric_awaited){.for_post = true, .ticket = ticket};
+    *what = (awaited){.for_post = true, .ticket = ticket};
     if (!all_have(fabric, true, ticket))
         return false;
-    *awaited = (sw_fabric_awaited){.ticket = ticket - 1};
+    *what = (awaited){.ticket = ticket - 1};
     return pending->descriptor.form != SW_FORM_COLLECT || all_have(fabric, false, ticket - 1);
 }
 
-sw_status sw_fabric_progress(sw_fabric *fabric, sw_error *err)
+/* Execute every operation that all ranks have posted, in order. */
+static sw_status progress(sw_fabric *fabric, sw_error *err)
 {
     sw_control *own = &fabric->control[fabric->comm.rank];
     SW_TRY(sw_ending_read(&fabric->ending, err));
-    sw_fabric_awaited unused;
-    while (fabric->done != fabric->posted &&
-           sw_fabric_is_ready(fabric, fabric->done + 1, &unused)) {
+    awaited unused;
+    while (fabric->done != fabric->posted && is_ready(fabric, fabric->done + 1, &unused)) {
         uint32_t ticket = fabric->done + 1;
         SW_TRY(check_descriptors(fabric, ticket, err));
         sw_fabric_execute(fabric, &fabric->pending[ticket % SW_FABRIC_RING], ticket);
         fabric->done = ticket;
-        sw_control_publish(&own->done, ticket, own);
+        publish(&own->done, ticket, own);
     }
     return SW_OK;
 }
@@ -300,7 +320,7 @@ static const int64_t slice_ns = 20 * 1000 * 1000;
 
 typedef struct fabric_wait {
     sw_fabric *fabric;
-    sw_fabric_awaited awaited;
+    awaited awaited;
     sw_wait wait;
     int64_t looked_ns;
     uint32_t turns;
@@ -314,12 +334,12 @@ static void describe_operation(const sw_fabric *fabric, uint32_t ticket, char *t
 }
 
 /* Search from rank `from` on; -1: none. */
-static int first_missing(const sw_fabric *fabric, const sw_fabric_awaited *awaited, int from)
+static int first_missing(const sw_fabric *fabric, const awaited *what, int from)
 {
     int world_size = fabric->comm.world_size;
     for (int turn = 0; turn < world_size; ++turn) {
         int r = from + turn < world_size ? from + turn : from + turn - world_size;
-        if (sw_fabric_is_missing(fabric, r, awaited))
+        if (is_missing(fabric, r, what))
             return r;
     }
     return -1;
@@ -331,8 +351,7 @@ static void describe_wait(void *context, sw_wait_text *text)
     sw_fabric *fabric = w->fabric;
     describe_operation(fabric, w->awaited.ticket, text->what, sizeof text->what);
     for (int r = 0; r < fabric->comm.world_size; ++r)
-        if (sw_fabric_is_missing(fabric, r, &w->awaited) &&
-            !sw_wait_add_missing(text, &fabric->comm, r))
+        if (is_missing(fabric, r, &w->awaited) && !sw_wait_add_missing(text, &fabric->comm, r))
             return;
 }
 
@@ -369,7 +388,7 @@ static sw_status check_peers(fabric_wait *w, int dead, sw_error *err)
             (void)!sw_ending_read(&control->ending, &reason);
             return sw_fabric_end(fabric, &reason, err);
         }
-        if (sw_fabric_is_missing(fabric, r, &w->awaited)) /* otherwise it has done its part */
+        if (is_missing(fabric, r, &w->awaited)) /* otherwise it has done its part */
             return end_without(fabric, r,
                                state == SW_MEMBER_LEFT ? "left the group" : "died or exited",
                                ticket, err);
@@ -396,7 +415,7 @@ static sw_status look_around(fabric_wait *w, sw_error *err)
     if (now_ns - w->looked_ns < slice_ns)
         return check_peers(w, -1, err);
     w->looked_ns = now_ns;
-    SW_TRY(check_peers(w, sw_fabric_find_dead(w->fabric, DEATHS_A_SLICE, &w->awaited), err));
+    SW_TRY(check_peers(w, find_dead(w->fabric, DEATHS_A_SLICE, &w->awaited), err));
     return check_clock(w, err);
 }
 
@@ -405,7 +424,7 @@ static void sleep_on(fabric_wait *w, int rank)
 {
     sw_fabric *fabric = w->fabric;
     sw_control *control = &fabric->control[rank];
-    _Atomic uint32_t *word = sw_fabric_word(fabric, rank, w->awaited.for_post);
+    _Atomic uint32_t *word = word_of(fabric, rank, w->awaited.for_post);
     atomic_fetch_add(&control->waiters, 1);
     uint32_t value = atomic_load(word);
     if (!sw_ticket_reached(value, w->awaited.ticket) &&
@@ -421,7 +440,7 @@ static void sleep_on(fabric_wait *w, int rank)
 static bool spin_for(const fabric_wait *w, int rank)
 {
     for (int i = 0; i < w->fabric->spin_count; ++i) {
-        if (!sw_fabric_is_missing(w->fabric, rank, &w->awaited))
+        if (!is_missing(w->fabric, rank, &w->awaited))
             return true;
         sw_spin_pause();
     }
@@ -440,13 +459,13 @@ static sw_status wait_until(sw_fabric *fabric, uint32_t ticket, bool by_all, sw_
 {
     fabric_wait w = {.fabric = fabric};
     for (;;) {
-        SW_TRY(sw_fabric_progress(fabric, err));
+        SW_TRY(progress(fabric, err));
         bool is_done = sw_ticket_reached(fabric->done, ticket);
         if (is_done && !by_all)
             return SW_OK;
         if (is_done)
-            w.awaited = (sw_fabric_awaited){.ticket = ticket};
-        else if (sw_fabric_is_ready(fabric, fabric->done + 1, &w.awaited))
+            w.awaited = (awaited){.ticket = ticket};
+        else if (is_ready(fabric, fabric->done + 1, &w.awaited))
             continue; /* the missing ranks have arrived: progress again */
         int rank = first_missing(fabric, &w.awaited, draw(&w));
         if (rank < 0 && is_done)
@@ -462,16 +481,11 @@ static sw_status wait_until(sw_fabric *fabric, uint32_t ticket, bool by_all, sw_
     }
 }
 
-sw_status sw_fabric_wait_done(sw_fabric *fabric, uint32_t ticket, sw_error *err)
-{
-    return wait_until(fabric, ticket, true, err);
-}
-
 sw_status sw_fabric_poll(sw_comm *comm, uint32_t ticket, bool *complete, sw_error *err)
 {
     sw_fabric *fabric = (sw_fabric *)comm;
-    sw_fabric_awaited dones = {.ticket = ticket};
-    SW_TRY(sw_fabric_progress(fabric, err));
+    awaited dones = {.ticket = ticket};
+    SW_TRY(progress(fabric, err));
     *complete = sw_ticket_reached(fabric->done, ticket) && first_missing(fabric, &dones, 0) < 0;
     return SW_OK;
 }
@@ -503,7 +517,7 @@ static sw_status issue(sw_fabric *fabric, const sw_pending *pending, uint32_t *t
     /* A peer may still read the ring entry and the slot of an older operation, and a slot of pieces
      * even during the next ticket. */
     uint32_t depth = fills ? SW_FABRIC_SLOTS - 1 : SW_FABRIC_RING;
-    SW_TRY(sw_fabric_wait_done(fabric, next - depth, err));
+    SW_TRY(wait_until(fabric, next - depth, true, err));
     sw_pending *kept = &fabric->pending[next % SW_FABRIC_RING];
     *kept = *pending;
     if (fills && pending->count && pending->op.data) {
@@ -514,7 +528,7 @@ static sw_status issue(sw_fabric *fabric, const sw_pending *pending, uint32_t *t
     }
     *sw_fabric_descriptor(fabric, fabric->comm.rank, next) = pending->descriptor;
     fabric->posted = next;
-    sw_control_publish(&own->posted, next, own);
+    publish(&own->posted, next, own);
     *ticket = next;
     return SW_OK;
 }
@@ -534,7 +548,7 @@ sw_status sw_fabric_post(sw_comm *comm, const sw_op *op, uint32_t *ticket, sw_er
     fill_pending(&pending, op, SW_FORM_POOL);
     sw_comm_count(comm, op);
     SW_TRY(issue(fabric, &pending, ticket, err));
-    return sw_fabric_progress(fabric, err);
+    return progress(fabric, err);
 }
 
 /* Run one chunk after the other through the slots, at most SW_FABRIC_SLOTS of them in flight.
@@ -564,7 +578,7 @@ static sw_status run_through_slots(sw_fabric *fabric, const sw_op *op, void *gat
             pending.descriptor.form = SW_FORM_COLLECT;
             SW_TRY(issue(fabric, &pending, &ticket, err));
         }
-        SW_TRY(sw_fabric_progress(fabric, err));
+        SW_TRY(progress(fabric, err));
         begin += count;
     } while (begin < op->numel);
     return sw_fabric_wait(&fabric->comm, ticket, err);

@@ -79,27 +79,8 @@ typedef struct sw_fabric {
 
 /* ---- private to the fabric's files ---- */
 
-/* Set a word of this rank's block to `value`; wake the ranks that sleep on it. */
-void sw_control_publish(_Atomic uint32_t *word, uint32_t value, sw_control *own);
 /* Fold or copy this rank's part of operation `pending`; all ranks have posted it. */
 void sw_fabric_execute(sw_fabric *fabric, const sw_pending *pending, uint32_t ticket);
-/* Execute every operation that all ranks have posted, in order. */
-SW_MUST_USE sw_status sw_fabric_progress(sw_fabric *fabric, sw_error *err);
-/* Wait until every rank's `done` has reached `ticket`; make progress meanwhile. */
-SW_MUST_USE sw_status sw_fabric_wait_done(sw_fabric *fabric, uint32_t ticket, sw_error *err);
-/* The condition of a wait, for every rank: its post of `ticket`, or its `done`. */
-typedef struct sw_fabric_awaited {
-    bool for_post;
-    uint32_t ticket;
-} sw_fabric_awaited;
-
-/* Return true if operation `ticket` can be executed here; else *awaited is the missing
- * condition. */
-bool sw_fabric_is_ready(const sw_fabric *fabric, uint32_t ticket, sw_fabric_awaited *awaited);
-
-/* Return a rank whose process has ended; -1: none found. Checks at most `budget` ranks (`awaited`
- * NULL: all, else only missing ones); the next call continues after them. Any thread. */
-int sw_fabric_find_dead(sw_fabric *fabric, int budget, const sw_fabric_awaited *awaited);
 /* End the communicator here and notify the peers. Returns the first recorded reason. Any thread of
  * this rank. */
 sw_status sw_fabric_end(sw_fabric *fabric, const sw_error *reason, sw_error *err);
@@ -121,19 +102,6 @@ static inline uint8_t *sw_fabric_slot(const sw_fabric *fabric, int rank, uint32_
 {
     size_t slot = (size_t)rank * SW_FABRIC_SLOTS + ticket % SW_FABRIC_SLOTS;
     return fabric->slots + slot * SW_FABRIC_SLOT_BYTES;
-}
-
-static inline _Atomic uint32_t *sw_fabric_word(const sw_fabric *fabric, int rank, bool for_post)
-{
-    sw_control *control = &fabric->control[rank];
-    return for_post ? &control->posted : &control->done;
-}
-
-static inline bool sw_fabric_is_missing(const sw_fabric *fabric, int rank,
-                                        const sw_fabric_awaited *awaited)
-{
-    return !sw_ticket_reached(atomic_load(sw_fabric_word(fabric, rank, awaited->for_post)),
-                              awaited->ticket);
 }
 
 /* ---- for transports ---- */
