@@ -1,6 +1,6 @@
 /* compress_table_body.h - the table of the functions that block_body.h, exact_body.h and
  * lowrank_body.h define. The includer sets its name, COMPRESS_TABLE. */
-#include "kernels/host/compress_tables.h"
+#include "kernels/host/tables.h"
 
 const sw_compress_kernels COMPRESS_TABLE = {
     .exact_pack = exact_pack,
