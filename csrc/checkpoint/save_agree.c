@@ -1,9 +1,6 @@
 /* save_agree.c - how ranks finish a save together, by a shared file system and a channel alone. */
-#include <errno.h>
-#include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 
 #include "checkpoint/commit.h"
 #include "checkpoint/save_job.h"

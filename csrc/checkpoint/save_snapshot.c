@@ -1,7 +1,6 @@
 /* save_snapshot.c - the caller's thread and its helpers copy live chunks to slots of staging: from
  * its memory, then from a GPU's. */
 #include <stdlib.h>
-#include <string.h>
 
 #include "checkpoint/save_job.h"
 #include "kernels/crc32c.h"

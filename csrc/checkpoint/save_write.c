@@ -6,8 +6,6 @@
  * range, less than a page each, use it: a host's page cache merges what its ranks write of one
  * page. Each thread syncs its writes before it opens another file. A failed fsync ends the save,
  * and is never retried on the same file. */
-#include <inttypes.h>
-#include <string.h>
 #include <unistd.h>
 
 #include "checkpoint/save_job.h"

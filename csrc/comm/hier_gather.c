@@ -1,5 +1,4 @@
 /* hier_gather.c - all_gather on an arena over hosts, and broadcast. */
-#include <stdio.h>
 #include <string.h>
 
 #include "base/bytes.h"

@@ -6,7 +6,6 @@
  * hops in separate messages, once all hosts agree. */
 #include <string.h>
 
-#include "base/bytes.h"
 #include "comm/hier_block.h"
 #include "comm/hier_carrier_state.h"
 

@@ -3,7 +3,6 @@
 
 #include <stdlib.h>
 
-#include "base/bytes.h"
 #include "comm/slot_state.h"
 
 enum { ARRIVALS_MIN = 256, AT_ONCE_BYTES = 32768 };

@@ -1,7 +1,6 @@
 /* device_kernels.c - load and launch the kernels of a device. */
 #include "kernels/device_kernels.h"
 
-#include <stdlib.h>
 #include <string.h>
 
 enum { ARGS_BYTES_MAX = 4096 }; /* the limit of every GPU */

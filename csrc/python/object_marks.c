@@ -2,7 +2,6 @@
  * the objects in containers, and where tensors have their memory. One call each instead of one a
  * tensor. The caller keeps the objects alive, so that no other takes their address. */
 #include <stdlib.h>
-#include <string.h>
 
 #include "python/method.h"
 
