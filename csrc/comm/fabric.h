@@ -132,6 +132,11 @@ void sw_fabric_peer(sw_comm *comm, int rank, char text[SW_COMM_PEER_BYTES]);
 sw_wait_note *sw_fabric_note(sw_comm *comm, int local, int *rank);
 int sw_fabric_pid(sw_comm *comm, int rank);
 int sw_fabric_dead(sw_comm *comm);
+#define SW_FABRIC_OPS                                                                             \
+    .post = sw_fabric_post, .poll = sw_fabric_poll, .wait = sw_fabric_wait, .run = sw_fabric_run, \
+    .gather = sw_fabric_gather, .abort = sw_fabric_abort, .request_end = sw_fabric_abort,         \
+    .look = sw_fabric_look, .peer = sw_fabric_peer, .note = sw_fabric_note, .pid = sw_fabric_pid, \
+    .dead = sw_fabric_dead, .is_alive = sw_fabric_is_alive, .leave = sw_fabric_leave
 /* Publish this process in the block of its rank. */
 void sw_control_introduce(sw_control *own, const char *host);
 

@@ -155,6 +155,13 @@ void sw_carrier_touch_end(sw_carrier *carrier);
 sw_status sw_carrier_blame(const sw_carrier *carrier, const char *what, sw_error *err);
 SW_MUST_USE sw_status sw_carrier_wait(sw_carrier *carrier, sw_transfer *transfer, const char *what,
                                       sw_error *err);
+/* sw_bridge_send and sw_bridge_receive with such an error. */
+SW_MUST_USE sw_status sw_carrier_send(sw_carrier *carrier, int host, sw_message message,
+                                      uint32_t number, const void *data, size_t size_bytes,
+                                      sw_transfer *transfer, const char *what, sw_error *err);
+SW_MUST_USE sw_status sw_carrier_receive(sw_carrier *carrier, int host, sw_message message,
+                                         uint32_t number, void *data, size_t size_bytes,
+                                         sw_transfer *transfer, const char *what, sw_error *err);
 /* Mark operations up to `ticket` as complete for this host. */
 void sw_carrier_complete(sw_carrier *carrier, uint32_t ticket);
 
@@ -168,6 +175,15 @@ SW_MUST_USE sw_status sw_carrier_await_local(sw_carrier *carrier, const sw_hier_
 static inline const sw_hier_pending *sw_carrier_pending(const sw_carrier *carrier, uint32_t ticket)
 {
     return &carrier->hier->pending[ticket % SW_HIER_RING];
+}
+
+/* Address of the contribution of rank number `local` of this host, from an element on. */
+static inline uint8_t *sw_carrier_contribution(const sw_carrier *carrier,
+                                               const sw_hier_pending *pending, int local,
+                                               size_t element)
+{
+    return pending->arena->base[carrier->hier->members[local]] + pending->at_bytes +
+           element * sw_dtype_size_bytes(pending->op.dtype);
 }
 
 static inline char *sw_carrier_what(sw_carrier *carrier, unsigned turn, uint32_t index)

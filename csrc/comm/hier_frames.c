@@ -124,9 +124,8 @@ static sw_status send_round(sw_carrier *carrier, int round, const char *what, sw
         if (spread->hops[i].round != round)
             continue;
         SW_TRY(sw_carrier_take_probes(carrier, state, spread->hops[i].to, what, err));
-        if (sw_bridge_send(&carrier->bridge, spread->hops[i].to, SW_MESSAGE_FRAME, ++state->sent,
-                           state->out, write_frame(carrier, i), &state->frame_out, err) != SW_OK)
-            return sw_carrier_blame(carrier, what, err);
+        SW_TRY(sw_carrier_send(carrier, spread->hops[i].to, SW_MESSAGE_FRAME, ++state->sent,
+                               state->out, write_frame(carrier, i), &state->frame_out, what, err));
     }
     return SW_OK;
 }

@@ -91,9 +91,8 @@ static sw_status begin_block(sw_carrier *carrier, const gathering *work, size_t 
         numel = sw_cut_block(&work->cut, &hier->map, g, block, &begin, &owner);
         if (numel > 0 && owner_at(carrier, work, hier->host, slice_of(work, owner)) >= 0)
             continue;
-        if (sw_bridge_receive(&carrier->bridge, g, SW_MESSAGE_SLICE, number, at->arrived[g],
-                              numel * work->element_bytes, &at->partial_in[g], err) != SW_OK)
-            return sw_carrier_blame(carrier, what, err);
+        SW_TRY(sw_carrier_receive(carrier, g, SW_MESSAGE_SLICE, number, at->arrived[g],
+                                  numel * work->element_bytes, &at->partial_in[g], what, err));
     }
     numel = sw_cut_block(&work->cut, &hier->map, hier->host, block, &begin, &owner);
     if (numel == 0)
@@ -105,9 +104,8 @@ static sw_status begin_block(sw_carrier *carrier, const gathering *work, size_t 
     {
         if (owner_at(carrier, work, g, slice_of(work, owner)) >= 0)
             continue;
-        if (sw_bridge_send(&carrier->bridge, g, SW_MESSAGE_SLICE, number, own,
-                           numel * work->element_bytes, &at->partial_out[g], err) != SW_OK)
-            return sw_carrier_blame(carrier, what, err);
+        SW_TRY(sw_carrier_send(carrier, g, SW_MESSAGE_SLICE, number, own,
+                               numel * work->element_bytes, &at->partial_out[g], what, err));
     }
     SW_TRY(sw_carrier_touch_begin(carrier, err));
     copy_inside(carrier, work, slice_of(work, owner), begin, own, numel * work->element_bytes);
@@ -376,10 +374,9 @@ static sw_status expect(sw_carrier *carrier, stream *work, uint32_t end, sw_erro
         for (int l = 0; l < hier->local_count; ++l)
             SW_TRY(sw_carrier_await_local(carrier, &need, &sw_hier_page(hier, l)->taken, through,
                                           err));
-        if (sw_bridge_receive(&carrier->bridge, work->parent, SW_MESSAGE_SLICE, carrier->blocks + i,
-                              place_of(hier, work->first + i), bytes_of(work, i),
-                              &work->in[i % SW_STREAM_PLACES], err) != SW_OK)
-            return sw_carrier_blame(carrier, work->what, err);
+        SW_TRY(sw_carrier_receive(carrier, work->parent, SW_MESSAGE_SLICE, carrier->blocks + i,
+                                  place_of(hier, work->first + i), bytes_of(work, i),
+                                  &work->in[i % SW_STREAM_PLACES], work->what, err));
     }
     return SW_OK;
 }
@@ -387,12 +384,11 @@ static sw_status expect(sw_carrier *carrier, stream *work, uint32_t end, sw_erro
 static sw_status send_on(sw_carrier *carrier, stream *work, uint32_t index, sw_error *err)
 {
     for (int c = 0; c < CHILDREN; ++c)
-        if (work->child[c] >= 0 &&
-            sw_bridge_send(&carrier->bridge, work->child[c], SW_MESSAGE_SLICE,
-                           carrier->blocks + index, place_of(carrier->hier, work->first + index),
-                           bytes_of(work, index), &work->out[index % SW_STREAM_PLACES][c],
-                           err) != SW_OK)
-            return sw_carrier_blame(carrier, work->what, err);
+        if (work->child[c] >= 0)
+            SW_TRY(
+                sw_carrier_send(carrier, work->child[c], SW_MESSAGE_SLICE, carrier->blocks + index,
+                                place_of(carrier->hier, work->first + index), bytes_of(work, index),
+                                &work->out[index % SW_STREAM_PLACES][c], work->what, err));
     return SW_OK;
 }
 

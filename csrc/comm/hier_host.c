@@ -122,6 +122,26 @@ sw_status sw_carrier_wait(sw_carrier *carrier, sw_transfer *transfer, const char
                : sw_carrier_blame(carrier, what, err);
 }
 
+sw_status sw_carrier_send(sw_carrier *carrier, int host, sw_message message, uint32_t number,
+                          const void *data, size_t size_bytes, sw_transfer *transfer,
+                          const char *what, sw_error *err)
+{
+    return sw_bridge_send(&carrier->bridge, host, message, number, data, size_bytes, transfer,
+                          err) == SW_OK
+               ? SW_OK
+               : sw_carrier_blame(carrier, what, err);
+}
+
+sw_status sw_carrier_receive(sw_carrier *carrier, int host, sw_message message, uint32_t number,
+                             void *data, size_t size_bytes, sw_transfer *transfer, const char *what,
+                             sw_error *err)
+{
+    return sw_bridge_receive(&carrier->bridge, host, message, number, data, size_bytes, transfer,
+                             err) == SW_OK
+               ? SW_OK
+               : sw_carrier_blame(carrier, what, err);
+}
+
 /* Return SW_E_STATE when this rank leaves, the reason if the communicator has ended, or the error
  * of one of this host's ranks for which `need` waits. */
 static sw_status check_here(sw_carrier *carrier, const sw_hier_need *need, bool deaths,

@@ -76,12 +76,6 @@ static const sw_hier_pending *pending_of(const sw_carrier *carrier, uint32_t ind
     return sw_carrier_pending(carrier, carrier->next.ticket + index);
 }
 
-/* Address of the contribution of a rank of this host. */
-static void *part_of(const sw_carrier *carrier, const sw_hier_pending *pending, int local)
-{
-    return pending->arena->base[carrier->hier->members[local]] + pending->at_bytes;
-}
-
 /* Return the address at which `rank` provides its payload and this host's ranks read it. */
 static uint8_t *place_of(const sw_carrier *carrier, const sw_hier_pending *pending, int rank)
 {
@@ -99,7 +93,8 @@ static void collect(sw_carrier *carrier, const sw_hier_pending *pending, sw_payl
     if (payload->kind == SW_PAYLOAD_BY_ROOT) {
         payload->is_known = hier->map.host_of[op->root] == hier->host;
         if (payload->is_known)
-            memcpy(to, part_of(carrier, pending, sw_hier_local(hier, op->root)), op->numel);
+            memcpy(to, sw_carrier_contribution(carrier, pending, sw_hier_local(hier, op->root), 0),
+                   op->numel);
         return;
     }
     for (int l = 0; l < hier->local_count; ++l) {
@@ -107,7 +102,7 @@ static void collect(sw_carrier *carrier, const sw_hier_pending *pending, sw_payl
             memcpy(to + (size_t)l * payload->unit_bytes,
                    place_of(carrier, pending, hier->members[l]), payload->unit_bytes);
         else
-            carrier->source[l] = part_of(carrier, pending, l);
+            carrier->source[l] = sw_carrier_contribution(carrier, pending, l, 0);
     }
     if (payload->kind != SW_PAYLOAD_BY_RANK)
         sw_partial_fold(to, carrier->source, hier->local_count, op->numel, op->dtype, op->redop);
@@ -160,14 +155,13 @@ static sw_status begin_hop(sw_carrier *carrier, int at, bool sends, const char *
     int distance = (hop->from - spread->host + spread->host_count) % spread->host_count;
     size_t begin = sw_carrier_payload_bytes(carrier, payload, distance);
     size_t end = sw_carrier_payload_bytes(carrier, payload, distance + hop->count);
-    sw_status status =
-        sends
-            ? sw_bridge_send(
-                  &carrier->bridge, hop->to, SW_MESSAGE_BESIDE, carrier->turn, carrier->next.memory,
-                  sw_carrier_payload_bytes(carrier, payload, hop->count), &state->payload_out, err)
-            : sw_bridge_receive(&carrier->bridge, hop->from, SW_MESSAGE_BESIDE, carrier->turn,
-                                carrier->next.memory + begin, end - begin, &state->payload_in, err);
-    return status == SW_OK ? SW_OK : sw_carrier_blame(carrier, what, err);
+    return sends ? sw_carrier_send(carrier, hop->to, SW_MESSAGE_BESIDE, carrier->turn,
+                                   carrier->next.memory,
+                                   sw_carrier_payload_bytes(carrier, payload, hop->count),
+                                   &state->payload_out, what, err)
+                 : sw_carrier_receive(carrier, hop->from, SW_MESSAGE_BESIDE, carrier->turn,
+                                      carrier->next.memory + begin, end - begin, &state->payload_in,
+                                      what, err);
 }
 
 sw_status sw_carrier_exchange_payload(sw_carrier *carrier, const char *what, sw_error *err)
@@ -208,7 +202,7 @@ static void finish_small(sw_carrier *carrier, const sw_hier_pending *pending,
     const sw_op *op = &pending->op;
     int hosts = hier->map.host_count, count = payload->kind == SW_PAYLOAD_MERGED ? 1 : hosts;
     for (int l = 0; l < hier->local_count; ++l)
-        carrier->destination[l] = part_of(carrier, pending, l);
+        carrier->destination[l] = sw_carrier_contribution(carrier, pending, l, 0);
     for (int g = 0; g < count; ++g) /* in host order, equal on every host */
         carrier->source[g] = from + (size_t)(count == 1 ? 0 : (g - hier->host + hosts) % hosts) *
                                         payload->unit_bytes;
@@ -231,7 +225,8 @@ sw_status sw_carrier_deliver_payload(sw_carrier *carrier, uint32_t index, sw_err
         deliver_ranks(carrier, pending, payload, memory_of(carrier, index));
     else if (payload->kind == SW_PAYLOAD_BY_ROOT)
         for (int l = 0; l < carrier->hier->local_count; ++l)
-            memcpy(part_of(carrier, pending, l), memory_of(carrier, index), pending->op.numel);
+            memcpy(sw_carrier_contribution(carrier, pending, l, 0), memory_of(carrier, index),
+                   pending->op.numel);
     else
         finish_small(carrier, pending, payload, memory_of(carrier, index));
     sw_carrier_touch_end(carrier);
