@@ -152,11 +152,8 @@ sw_status sw_checkpoint_check_removable(const char *path, sw_error *err)
         sw_manifest_fini(&manifest);
         return status;
     }
-    if (status == SW_E_UNSUPPORTED || is_of_a_moment(&why)) {
-        if (err)
-            *err = why;
-        return status;
-    }
+    if (status == SW_E_UNSUPPORTED || is_of_a_moment(&why))
+        return sw_error_pass(err, &why);
     return check_names(path, NULL, status != SW_E_OS || why.detail != ENOENT, err);
 }
 
@@ -282,9 +279,7 @@ static sw_status rename_once(const char *from, const char *to, const char *nonce
     if (status == SW_E_OS && found.detail == ENOENT &&
         (nonce ? has_nonce(to, nonce) : sw_file_exists(to)))
         return SW_OK;
-    if (status != SW_OK && err)
-        *err = found;
-    return status;
+    return status == SW_OK ? SW_OK : sw_error_pass(err, &found);
 }
 
 /* Move the remains of a dead save away from the replaced name; they are unlinked after the verdict.
@@ -375,9 +370,7 @@ static sw_status publish_new(const char *partial, const char *folder, const char
     if (status == SW_E_OS &&
         (found.detail == EEXIST || found.detail == ENOTEMPTY || found.detail == ENOTDIR))
         return fail_changed(folder, err);
-    if (status != SW_OK && err)
-        *err = found;
-    return status == SW_OK ? sw_folder_sync(parent, err) : status;
+    return status == SW_OK ? sw_folder_sync(parent, err) : sw_error_pass(err, &found);
 }
 
 /* Publish durably. */

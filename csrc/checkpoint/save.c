@@ -247,9 +247,7 @@ failed:
     sw_save_claim_fini(&claim);
     clear(saver);
     sw_saver_fail(saver, request->number, &why);
-    if (err)
-        *err = why;
-    return status;
+    return sw_error_pass(err, &why);
 }
 
 sw_status sw_saver_protect(sw_saver *saver, sw_error *err)
@@ -265,8 +263,7 @@ sw_status sw_saver_protect(sw_saver *saver, sw_error *err)
         sw_save_copy(saver, &claim);
     } else {
         sw_save_record_failure(saver, &why);
-        if (err)
-            *err = why;
+        (void)!sw_error_pass(err, &why);
     }
     sw_save_claim_fini(&claim);
     sw_save_await_copies(saver); /* also after a failure */
@@ -294,9 +291,7 @@ sw_status sw_saver_wait(sw_saver *saver, int64_t timeout_ns, bool *is_over, sw_e
     sw_thread_join(&saver->threads[0]);
     set_running(saver, false);
     clear(saver);
-    if (saver->outcome.status != SW_OK && err)
-        *err = saver->outcome;
-    return saver->outcome.status;
+    return saver->outcome.status == SW_OK ? SW_OK : sw_error_pass(err, &saver->outcome);
 }
 
 void sw_saver_fail(sw_saver *saver, uint64_t number, const sw_error *reason)

@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <unistd.h>
 
+#include "base/bytes.h"
 #include "checkpoint/safetensors.h"
 #include "checkpoint/save_job.h"
 #include "kernels/crc32c.h"
@@ -67,15 +68,12 @@ static void sample_span(void *context, sw_save_span span)
     sw_saver *saver = pass->saver;
     if (span.is_header || pass->has_failed)
         return;
-    if (saver->sample_count == saver->sample_room) {
-        size_t room = 2 * saver->sample_room + 1024;
-        uint32_t *larger = realloc(saver->samples, room * sizeof *larger);
-        pass->has_failed = !larger;
-        if (!larger)
-            return;
-        saver->samples = larger;
-        saver->sample_room = room;
-    }
+    uint32_t *samples =
+        sw_grown(saver->samples, &saver->sample_room, saver->sample_count, sizeof *samples, 1024);
+    pass->has_failed = !samples;
+    if (!samples)
+        return;
+    saver->samples = samples;
     saver->samples[saver->sample_count++] =
         sw_sample_crc32c(span.data, span.size_bytes, STRIDE_BYTES);
 }
@@ -173,11 +171,8 @@ sw_status sw_save_open_late(sw_saver *saver, const char *path, bool direct, bool
             sw_save_check(saver, NULL) != SW_OK ||
             (is_first_thread && sw_channel_is_decided(saver->channel, saver->number, &verdict));
         if (!is_of_a_moment(&why) || is_over || saver->channel->rank == 0 ||
-            sw_clock_now_ns() > until_ns) {
-            if (err)
-                *err = why;
-            return status;
-        }
+            sw_clock_now_ns() > until_ns)
+            return sw_error_pass(err, &why);
         sw_thread_sleep_ns(SW_SAVE_LOOK_NS);
     }
 }
@@ -204,10 +199,8 @@ sw_status sw_save_read_late(sw_saver *saver, sw_save_late_file *file, void *data
         if (status == SW_OK)
             return SW_OK;
         sw_save_close_late(file);
-        if (!is_of_a_moment(&why) || sw_clock_now_ns() > until_ns) {
-            *err = why;
-            return status;
-        }
+        if (!is_of_a_moment(&why) || sw_clock_now_ns() > until_ns)
+            return sw_error_pass(err, &why);
         SW_TRY(sw_save_check(saver, err));
         sw_thread_sleep_ns(SW_SAVE_LOOK_NS);
     }

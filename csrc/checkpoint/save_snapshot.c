@@ -2,6 +2,7 @@
  * its memory, then from a GPU's. */
 #include <stdlib.h>
 
+#include "base/bytes.h"
 #include "checkpoint/save_job.h"
 #include "kernels/crc32c.h"
 
@@ -154,15 +155,12 @@ static void list_span(void *context, sw_save_span span)
     copy_list *list = context;
     if (!span.is_on_device || list->has_failed)
         return;
-    if (list->count == list->room) {
-        size_t room = 2 * list->room + 16;
-        sw_device_stage_copy *larger = realloc(list->copies, room * sizeof *larger);
-        list->has_failed = !larger;
-        if (!larger)
-            return;
-        list->copies = larger;
-        list->room = room;
-    }
+    sw_device_stage_copy *copies =
+        sw_grown(list->copies, &list->room, list->count, sizeof *copies, 16);
+    list->has_failed = !copies;
+    if (!copies)
+        return;
+    list->copies = copies;
     list->copies[list->count++] =
         (sw_device_stage_copy){span.data, list->at + span.at, span.size_bytes};
 }

@@ -87,9 +87,7 @@ sw_status sw_comm_give_up(sw_comm *comm, sw_status status, sw_error *err, const 
     int name = sw_comm_name(comm, comm->rank);
     sw_error_set(&reason, status, name, "rank %d gave up: %s", name, why);
     comm->ops->abort(comm, &reason);
-    if (err)
-        *err = reason;
-    return status;
+    return sw_error_pass(err, &reason);
 }
 
 void sw_comm_count(sw_comm *comm, const sw_op *op)

@@ -61,10 +61,7 @@ static sw_status refuse_connected(const sw_device_comm *c, sw_error *err)
 
 static sw_status require_nccl(const sw_device_comm *c, sw_error *err)
 {
-    if (!c->library.handle)
-        return sw_error_set(err, c->nccl_missing.status, c->nccl_missing.detail, "%s",
-                            c->nccl_missing.message);
-    return SW_OK;
+    return c->library.handle ? SW_OK : sw_error_pass(err, &c->nccl_missing);
 }
 
 sw_status sw_device_comm_connect(sw_device_comm *c, const sw_nccl_id *id, int rank, int world_size,

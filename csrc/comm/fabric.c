@@ -83,13 +83,11 @@ static sw_status end(sw_fabric *fabric, sw_member_state how, const sw_error *rea
 {
     sw_error first;
     sw_ending_record(&fabric->ending, how, reason);
-    sw_status status = sw_ending_await(&fabric->ending, &first);
+    (void)!sw_ending_await(&fabric->ending, &first);
     if (atomic_load(&fabric->is_open) && !fabric->is_foreign)
         sw_control_end(fabric->control, fabric->comm.world_size, fabric->comm.rank,
                        sw_ending_state(&fabric->ending), &first);
-    if (err)
-        *err = first;
-    return status;
+    return sw_error_pass(err, &first);
 }
 
 sw_status sw_fabric_end(sw_fabric *fabric, const sw_error *reason, sw_error *err)

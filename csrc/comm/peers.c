@@ -21,12 +21,10 @@ sw_status sw_peers_report(sw_peers *t, const sw_error *reason, sw_error *first)
 sw_status sw_peers_fail(sw_peers *t, const sw_error *reason, sw_error *err)
 {
     sw_error first;
-    sw_status status = sw_peers_report(t, reason, &first);
+    (void)!sw_peers_report(t, reason, &first);
     sw_watchdog_report_to_hosts(t->watchdog);
     t->ops->end(t, &first);
-    if (err)
-        *err = first;
-    return status;
+    return sw_error_pass(err, &first);
 }
 
 sw_status sw_peers_fail_driver(sw_peers *t, const char *what, const sw_error *cause, sw_error *err)

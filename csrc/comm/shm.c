@@ -399,9 +399,7 @@ sw_status sw_shm_comm_connect(sw_comm *comm, const char *const *addresses, const
     if (status != SW_OK)
         report_failure(shm, &cause); /* before any socket of it closes */
     sw_socket_close(&shm->bootstrap.listener);
-    if (status != SW_OK && err)
-        *err = cause;
-    return status;
+    return status == SW_OK ? SW_OK : sw_error_pass(err, &cause);
 }
 
 sw_status sw_shm_comm_narrow(sw_comm *comm, const int *members, int count, sw_error *err)

@@ -230,7 +230,7 @@ sw_status sw_image_find(sw_image *image, int major, int minor, const sw_image_pl
     if (status == SW_E_UNSUPPORTED)
         return fail_everywhere(major, minor, places, reason.message, err);
     if (status != SW_OK)
-        return sw_error_set(err, status, reason.detail, "%s", reason.message);
+        return sw_error_pass(err, &reason);
     *image = found;
     return SW_OK;
 }

@@ -411,8 +411,8 @@ sw_status sw_folder_sync(const char *path, sw_error *err)
     sw_status status = sw_file_sync(fd, path, &why);
     if (status == SW_E_OS && is_not_offered(why.detail))
         status = SW_OK;
-    else if (status != SW_OK && err)
-        *err = why;
+    else if (status != SW_OK)
+        status = sw_error_pass(err, &why);
     sw_status closed = sw_file_close(&fd, path, status == SW_OK ? err : NULL);
     return status == SW_OK ? closed : status;
 }
