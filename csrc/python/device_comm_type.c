@@ -4,7 +4,7 @@
 #include <unistd.h>
 
 #include "comm/device_comm.h"
-#include "python/device_call.h"
+#include "python/device_object.h"
 
 /* ---- life ---- */
 
