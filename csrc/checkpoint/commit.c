@@ -179,9 +179,7 @@ static sw_status sync_files(const char *partial, const sw_manifest *manifest, sw
         SW_TRY(sw_path_join(path, partial, file->path, err));
         SW_TRY(sw_file_open_read(path, false, &fd, &size_bytes, err));
         sw_status status = sw_file_sync(fd, path, err);
-        sw_status closed = sw_file_close(&fd, path, status == SW_OK ? err : NULL);
-        SW_TRY(status);
-        SW_TRY(closed);
+        SW_TRY(sw_file_close_after(&fd, path, status, err));
         if (size_bytes != file->size_bytes)
             SW_FAIL(err, SW_E_STATE,
                     "'%s' has %llu bytes where %llu were written: someone else changed it", path,
@@ -215,9 +213,7 @@ static sw_status write_manifest(const char *partial, const sw_manifest *manifest
     sw_status status = sw_manifest_print(manifest, append_part, &file, err);
     if (status == SW_OK)
         status = sw_file_sync(file.fd, temporary, err);
-    sw_status closed = sw_file_close(&file.fd, temporary, status == SW_OK ? err : NULL);
-    SW_TRY(status);
-    SW_TRY(closed);
+    SW_TRY(sw_file_close_after(&file.fd, temporary, status, err));
     SW_TRY(sw_file_rename(temporary, final, err));
     return sw_folder_sync(partial, err);
 }

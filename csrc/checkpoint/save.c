@@ -19,7 +19,6 @@ enum { HEADING_BYTES = 1024 }; /* bytes of a manifest without its files */
 sw_status sw_saver_create(sw_channel *channel, const sw_saver_options *options, sw_saver **saver,
                           sw_error *err)
 {
-    pthread_condattr_t attributes;
     if (options->thread_count < 1 || options->thread_count > SW_SAVER_THREADS_MAX)
         SW_FAIL(err, SW_E_INVALID, "saver: thread_count must be in [1, %d], not %d",
                 SW_SAVER_THREADS_MAX, options->thread_count);
@@ -30,10 +29,7 @@ sw_status sw_saver_create(sw_channel *channel, const sw_saver_options *options, 
     made->options = *options;
     made->lock_fd = -1;
     pthread_mutex_init(&made->mutex, NULL);
-    pthread_condattr_init(&attributes);
-    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
-    pthread_cond_init(&made->changed, &attributes);
-    pthread_condattr_destroy(&attributes);
+    sw_thread_cond_init(&made->changed);
     *saver = made;
     return SW_OK;
 }
@@ -95,13 +91,18 @@ static void *help(void *context)
     return NULL;
 }
 
-static sw_status open_and_write(sw_saver *saver, sw_error *err)
+static void set_open(sw_saver *saver)
 {
-    SW_TRY(sw_save_open(saver, err));
     pthread_mutex_lock(&saver->mutex);
     saver->is_open = true;
     pthread_cond_broadcast(&saver->changed);
     pthread_mutex_unlock(&saver->mutex);
+}
+
+static sw_status open_and_write(sw_saver *saver, sw_error *err)
+{
+    SW_TRY(sw_save_open(saver, err));
+    set_open(saver);
     return sw_save_write(saver, false, err);
 }
 
@@ -174,6 +175,16 @@ static sw_status check_request(const sw_saver *saver, const sw_save_request *req
     return SW_OK;
 }
 
+static void start_save(sw_saver *saver, const sw_save_request *request, uint8_t *image)
+{
+    saver->number = request->number;
+    saver->bytes_total = saver->bytes_written = 0;
+    saver->deadline_ns = sw_clock_now_ns() + request->timeout_ns;
+    saver->failure = saver->outcome = (sw_error){0};
+    saver->is_open = saver->is_over = false;
+    saver->image = image;
+}
+
 static sw_status prepare(sw_saver *saver, const sw_save_request *request, sw_error *err)
 {
     size_t length = strlen(request->folder);
@@ -188,11 +199,7 @@ static sw_status prepare(sw_saver *saver, const sw_save_request *request, sw_err
         SW_FAIL(err, SW_E_INVALID, "folder '%.200s' is too long", request->folder);
     snprintf(saver->replaces, sizeof saver->replaces, "%s",
              request->replaces ? request->replaces : "");
-    saver->number = request->number;
-    saver->bytes_total = saver->bytes_written = 0;
-    saver->deadline_ns = sw_clock_now_ns() + request->timeout_ns;
-    saver->failure = saver->outcome = (sw_error){0};
-    saver->is_open = saver->is_over = false;
+    start_save(saver, request, NULL);
     saver->manifest.step = request->step;
     saver->manifest.world_size = saver->channel->world_size;
     saver->manifest.has_metric = request->has_metric;
@@ -270,15 +277,9 @@ sw_status sw_saver_protect(sw_saver *saver, sw_error *err)
     return status;
 }
 
-static struct timespec absolute(int64_t ns)
-{
-    return (struct timespec){.tv_sec = (time_t)(ns / 1000000000),
-                             .tv_nsec = (long)(ns % 1000000000)};
-}
-
 sw_status sw_saver_wait(sw_saver *saver, int64_t timeout_ns, bool *is_over, sw_error *err)
 {
-    struct timespec until = absolute(sw_clock_now_ns() + timeout_ns);
+    const struct timespec until = sw_thread_time_after(timeout_ns);
     pthread_mutex_lock(&saver->mutex);
     bool over = !saver->is_running || saver->is_over;
     while (!over && pthread_cond_timedwait(&saver->changed, &saver->mutex, &until) != ETIMEDOUT)
@@ -386,16 +387,6 @@ static void *help_keep(void *context)
     return NULL;
 }
 
-static void start_save(sw_saver *saver, const sw_save_request *request, uint8_t *image)
-{
-    saver->number = request->number;
-    saver->bytes_total = saver->bytes_written = 0;
-    saver->deadline_ns = sw_clock_now_ns() + request->timeout_ns;
-    saver->failure = saver->outcome = (sw_error){0};
-    saver->is_open = saver->is_over = false;
-    saver->image = image;
-}
-
 /* Starting and ending a thread costs about as much as copying 1 MiB. */
 enum { HELPER_LEAST_BYTES = 8 << 20 };
 
@@ -416,10 +407,7 @@ static sw_status copy_all(sw_saver *saver, const sw_save_request *request, sw_er
            sw_thread_start(&saver->threads[started], help_keep, saver, "sw-keep", NULL) == SW_OK)
         ++started; /* the threads that exist do all of the work */
     copy_claim(saver, &claim, request);
-    pthread_mutex_lock(&saver->mutex);
-    saver->is_open = true;
-    pthread_cond_broadcast(&saver->changed);
-    pthread_mutex_unlock(&saver->mutex);
+    set_open(saver);
     for (int t = 1; t < started; ++t)
         sw_thread_join(&saver->threads[t]);
     sw_save_claim_fini(&claim);

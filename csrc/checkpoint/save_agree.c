@@ -55,8 +55,7 @@ static sw_status write_list(sw_saver *saver, const sw_tally_list *list, int merg
         sw_file_shorten(fd, size_bytes);
         sw_channel_set_tally_bytes(saver->channel, size_bytes);
     }
-    sw_status closed = sw_file_close(&fd, path, status == SW_OK ? err : NULL);
-    return status == SW_OK ? closed : status;
+    return sw_file_close_after(&fd, path, status, err);
 }
 
 static sw_status append(void *context, uint64_t block, sw_tally tally, sw_error *err)

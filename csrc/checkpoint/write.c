@@ -65,9 +65,7 @@ sw_status sw_plan_create_files(const sw_plan *plan, const char *folder, sw_error
             SW_TRY(make_parent(path, err));
         SW_TRY(sw_file_create(path, &fd, err));
         sw_status status = sw_file_allocate(fd, path, plan->files[i].size_bytes, err);
-        sw_status closed = sw_file_close(&fd, path, status == SW_OK ? err : NULL);
-        SW_TRY(status);
-        SW_TRY(closed);
+        SW_TRY(sw_file_close_after(&fd, path, status, err));
     }
     return SW_OK;
 }
@@ -136,8 +134,7 @@ sw_status sw_checkpoint_write(const sw_write_file *file, const sw_write_range *r
     }
     SW_TRY(sw_file_open_write(file->path, false, &fd, err));
     sw_status status = write_open(fd, file, ranges, count, data, tallies, err);
-    sw_status closed = sw_file_close(&fd, file->path, status == SW_OK ? err : NULL);
-    return status == SW_OK ? closed : status;
+    return sw_file_close_after(&fd, file->path, status, err);
 }
 
 sw_status sw_plan_write_headers(const sw_plan *plan, const char *folder, sw_manifest *manifest,

@@ -322,16 +322,10 @@ typedef struct sw_device_watch {
     bool is_asked, is_out; /* stop requested; stopped. Under the mutex */
 } sw_device_watch;
 
-static struct timespec after(int64_t nanoseconds)
-{
-    int64_t when = sw_clock_now_ns() + nanoseconds;
-    return (struct timespec){.tv_sec = when / 1000000000, .tv_nsec = when % 1000000000};
-}
-
 /* Wait for `*flag` until the time has passed; return it. */
 static bool wait_for(sw_device_watch *watch, const bool *flag, int64_t nanoseconds)
 {
-    const struct timespec end = after(nanoseconds);
+    const struct timespec end = sw_thread_time_after(nanoseconds);
     pthread_mutex_lock(&watch->mutex);
     while (!*flag && pthread_cond_timedwait(&watch->changed, &watch->mutex, &end) == 0)
         continue;
@@ -404,7 +398,6 @@ static void *run(void *argument)
 
 sw_status sw_device_watch_start(sw_device_comm *c, sw_error *err)
 {
-    pthread_condattr_t attributes;
     if (c->watch)
         return SW_OK;
     sw_device_watch *watch = calloc(1, sizeof *watch);
@@ -413,10 +406,7 @@ sw_status sw_device_watch_start(sw_device_comm *c, sw_error *err)
                 sizeof *watch);
     watch->comm = c;
     pthread_mutex_init(&watch->mutex, NULL);
-    pthread_condattr_init(&attributes);
-    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
-    pthread_cond_init(&watch->changed, &attributes);
-    pthread_condattr_destroy(&attributes);
+    sw_thread_cond_init(&watch->changed);
     sw_status status = sw_thread_start(&watch->thread, run, watch, "sw-gpu-watch", err);
     if (status != SW_OK) {
         pthread_cond_destroy(&watch->changed);

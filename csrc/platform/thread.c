@@ -7,8 +7,9 @@
 #include <string.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
-#include <time.h>
 #include <unistd.h>
+
+#include "platform/clock.h"
 
 /* ---- one thread: pthread_create with signals blocked ---- */
 
@@ -73,6 +74,22 @@ void sw_thread_rest_after(int64_t waited_ns, int64_t yields_ns)
 void sw_thread_rest(int64_t waited_ns)
 {
     sw_thread_rest_after(waited_ns, REST_SPIN_NS);
+}
+
+void sw_thread_cond_init(pthread_cond_t *cond)
+{
+    pthread_condattr_t attributes;
+    pthread_condattr_init(&attributes);
+    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
+    pthread_cond_init(cond, &attributes);
+    pthread_condattr_destroy(&attributes);
+}
+
+struct timespec sw_thread_time_after(int64_t nanoseconds)
+{
+    int64_t when = sw_clock_now_ns() + nanoseconds;
+    return (struct timespec){.tv_sec = (time_t)(when / 1000000000),
+                             .tv_nsec = (long)(when % 1000000000)};
 }
 
 /* ---- a crew: one mutex suffices, since an item takes far longer than a lock ---- */

@@ -8,6 +8,7 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <time.h>
 
 #include "base/status.h"
 
@@ -41,6 +42,10 @@ void sw_thread_sleep_ns(long nanoseconds);
  * for `yields_ns`, for waits that end soon and are many: a sleep takes twice its time. */
 void sw_thread_rest(int64_t waited_ns);
 void sw_thread_rest_after(int64_t waited_ns, int64_t yields_ns);
+
+/* A condition on the monotonic clock, and a time of that clock for it. */
+void sw_thread_cond_init(pthread_cond_t *cond);
+struct timespec sw_thread_time_after(int64_t nanoseconds);
 
 /* ---- a crew ---- */
 
