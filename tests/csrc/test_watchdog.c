@@ -12,7 +12,7 @@
 #include "comm/device_comm.h"
 #include "comm/local.h"
 #include "comm/nccl.h"
-#include "comm/watchdog.h"
+#include "comm/peers.h"
 #include "platform/clock.h"
 #include "platform/thread.h"
 
