@@ -1,5 +1,5 @@
 /* hier_carrier_state.h - the state of a carrier's thread, shared by hier_carrier.c (the thread),
- * hier_host.c (its waits), hier_frames.c (agreement), hier_payload.c (data beside
+ * hier_host.c (its waits), hier_frames.c (agreement, data beside
  * operations), hier_last.c (ends and probes), hier_reduce.c and hier_gather.c (the data). Private
  * to them.
  *
@@ -211,31 +211,11 @@ SW_MUST_USE sw_status sw_carrier_take_probes(sw_carrier *carrier, sw_carrier_hop
 SW_MUST_USE sw_status sw_carrier_settle_probes(sw_carrier *carrier, sw_carrier_hop *hop, int to,
                                                uint32_t taken, const char *what, sw_error *err);
 
-/* hier_payload.c
- * ------------------------------------------------------------------------------------------ */
-
-/* Return the description of an operation's payload, without its place. */
-sw_payload sw_carrier_payload(const sw_carrier *carrier, const sw_hier_pending *pending);
-/* Return true for operations that run in one pipeline (hier_reduce.c). */
-bool sw_carrier_reduces(const sw_carrier *carrier, const sw_hier_pending *pending);
-/* Return the payload bytes of `hosts` hosts, this one first; for BY_ROOT the maximum. */
-size_t sw_carrier_payload_bytes(const sw_carrier *carrier, const sw_payload *payload, int hosts);
-/* Copy this host's payload of operation `index` into the agreement. */
-SW_MUST_USE sw_status sw_carrier_collect_payload(sw_carrier *carrier, uint32_t index,
-                                                 sw_error *err);
-/* Copy `size_bytes` of payload of `count` hosts, the first of them `distance` after this one. */
-void sw_carrier_take_payload(sw_carrier *carrier, uint32_t index, int distance, int count,
-                             const uint8_t *bytes, size_t size_bytes);
-/* Exchange the payload of the only operation of a long agreement, once all hosts agree on it. */
-SW_MUST_USE sw_status sw_carrier_exchange_payload(sw_carrier *carrier, const char *what,
-                                                  sw_error *err);
-/* Deliver the payload of all hosts of operation `index` to this host's ranks. */
-SW_MUST_USE sw_status sw_carrier_deliver_payload(sw_carrier *carrier, uint32_t index,
-                                                 sw_error *err);
-
 /* hier_frames.c
  * ------------------------------------------------------------------------------------------ */
 
+/* Return true for operations that run in one pipeline (hier_reduce.c). */
+bool sw_carrier_reduces(const sw_carrier *carrier, const sw_hier_pending *pending);
 /* Return true if hier_gather.c moves its data. */
 static inline bool sw_carrier_streams(const sw_hier_pending *pending)
 {

@@ -1,9 +1,13 @@
-/* hier_frames.c - the payload of an operation: use bits, or all data of a small operation on
- * private memory.
+/* hier_frames.c - the agreement of carriers before they move data. Frames name the next operations
+ * of their hosts and carry their payload; or they announce that a host has ended, and why.
  *
- * It is contiguous, in order of hosts with this one first: a hop sends a prefix of it, and received
- * data is appended. Short payloads travel inside frames (hier_frames.c); long ones take the same
- * hops in separate messages, once all hosts agree. */
+ * A carrier offers every operation that all ranks of its host have posted, up to a batch. In each
+ * round (sw_dissemination) it sends all it knows and merges all it receives. After the last round
+ * all hosts know the operations that all of them offer, and any disagreement on them. A disputed
+ * operation is always the first of a batch, so those before it are complete.
+ *
+ *     head | of each operation: part, length, payload | a bit a host: packs
+ *     head | why this host ends */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -12,6 +16,13 @@
 #include "comm/hier_carrier_state.h"
 
 /* ---- payloads ---- */
+
+/* The payload of an operation: use bits, or all data of a small operation on
+ * private memory.
+ *
+ * It is contiguous, in order of hosts with this one first: a hop sends a prefix of it, and received
+ * data is appended. Short payloads travel inside frames; long ones take the same
+ * hops in separate messages, once all hosts agree. */
 
 /* Return true for a reduction of private memory small enough to run inside frames. */
 static bool is_small(const sw_hier_pending *pending, size_t partial_bytes)
@@ -26,11 +37,11 @@ static size_t partial_bytes_of(const sw_op *op)
     return op->numel * sw_dtype_size_bytes(sw_partial_dtype(op->dtype));
 }
 
-sw_payload sw_carrier_payload(const sw_carrier *carrier, const sw_hier_pending *pending)
+/* Return the description of an operation's payload, without its place. */
+static sw_payload payload_of(const sw_hier_pending *pending)
 {
     const sw_op *op = &pending->op;
     size_t partial_bytes = partial_bytes_of(op);
-    (void)carrier;
     if (is_small(pending, partial_bytes)) {
         bool merges = op->redop == SW_REDOP_MIN || op->redop == SW_REDOP_MAX;
         return (sw_payload){.kind = merges ? SW_PAYLOAD_MERGED : SW_PAYLOAD_BY_HOST,
@@ -47,7 +58,7 @@ sw_payload sw_carrier_payload(const sw_carrier *carrier, const sw_hier_pending *
 
 bool sw_carrier_reduces(const sw_carrier *carrier, const sw_hier_pending *pending)
 {
-    sw_payload_kind kind = sw_carrier_payload(carrier, pending).kind;
+    sw_payload_kind kind = payload_of(pending).kind;
     return (pending->op.kind == SW_OP_ALL_REDUCE || pending->op.kind == SW_OP_REDUCE_SCATTER) &&
            kind != SW_PAYLOAD_BY_HOST && kind != SW_PAYLOAD_MERGED;
 }
@@ -61,7 +72,8 @@ static size_t ranks_of(const sw_hier *hier, int hosts)
     return (size_t)(ranks + (wrapped > 0 ? map->first[wrapped] : 0));
 }
 
-size_t sw_carrier_payload_bytes(const sw_carrier *carrier, const sw_payload *payload, int hosts)
+/* Return the payload bytes of `hosts` hosts, this one first; for BY_ROOT the maximum. */
+static size_t payload_size(const sw_carrier *carrier, const sw_payload *payload, int hosts)
 {
     size_t units = payload->kind == SW_PAYLOAD_BY_RANK ? ranks_of(carrier->hier, hosts)
                    : payload->kind == SW_PAYLOAD_BY_HOST
@@ -112,7 +124,8 @@ static void collect(sw_carrier *carrier, const sw_hier_pending *pending, sw_payl
         sw_partial_fold(to, carrier->source, hier->local_count, op->numel, op->dtype, op->redop);
 }
 
-sw_status sw_carrier_collect_payload(sw_carrier *carrier, uint32_t index, sw_error *err)
+/* Copy this host's payload of operation `index` into the agreement. */
+static sw_status collect_payload(sw_carrier *carrier, uint32_t index, sw_error *err)
 {
     sw_payload *payload = &carrier->next.payload[index];
     if (payload->kind == SW_PAYLOAD_NONE)
@@ -123,8 +136,9 @@ sw_status sw_carrier_collect_payload(sw_carrier *carrier, uint32_t index, sw_err
     return SW_OK;
 }
 
-void sw_carrier_take_payload(sw_carrier *carrier, uint32_t index, int distance, int count,
-                             const uint8_t *bytes, size_t size_bytes)
+/* Copy `size_bytes` of payload of `count` hosts, the first of them `distance` after this one. */
+static void take_payload(sw_carrier *carrier, uint32_t index, int distance, int count,
+                         const uint8_t *bytes, size_t size_bytes)
 {
     sw_payload *payload = &carrier->next.payload[index];
     const sw_op *op = &pending_of(carrier, index)->op;
@@ -143,8 +157,8 @@ void sw_carrier_take_payload(sw_carrier *carrier, uint32_t index, int distance, 
                                                             op->redop);
         return;
     }
-    size_t begin = sw_carrier_payload_bytes(carrier, payload, distance);
-    size_t end = sw_carrier_payload_bytes(carrier, payload, distance + count);
+    size_t begin = payload_size(carrier, payload, distance);
+    size_t end = payload_size(carrier, payload, distance + count);
     if (size_bytes == end - begin) /* otherwise the agreement reports it */
         memcpy(memory + begin, bytes, size_bytes);
 }
@@ -157,18 +171,18 @@ static sw_status begin_hop(sw_carrier *carrier, int at, bool sends, const char *
     const sw_payload *payload = &carrier->next.payload[0];
     sw_carrier_hop *state = &carrier->hops[at];
     int distance = (hop->from - spread->host + spread->host_count) % spread->host_count;
-    size_t begin = sw_carrier_payload_bytes(carrier, payload, distance);
-    size_t end = sw_carrier_payload_bytes(carrier, payload, distance + hop->count);
+    size_t begin = payload_size(carrier, payload, distance);
+    size_t end = payload_size(carrier, payload, distance + hop->count);
     return sends ? sw_carrier_send(carrier, hop->to, SW_MESSAGE_BESIDE, carrier->turn,
-                                   carrier->next.memory,
-                                   sw_carrier_payload_bytes(carrier, payload, hop->count),
+                                   carrier->next.memory, payload_size(carrier, payload, hop->count),
                                    &state->payload_out, what, err)
                  : sw_carrier_receive(carrier, hop->from, SW_MESSAGE_BESIDE, carrier->turn,
                                       carrier->next.memory + begin, end - begin, &state->payload_in,
                                       what, err);
 }
 
-sw_status sw_carrier_exchange_payload(sw_carrier *carrier, const char *what, sw_error *err)
+/* Exchange the payload of the only operation of a long agreement, once all hosts agree on it. */
+static sw_status exchange_payload(sw_carrier *carrier, const char *what, sw_error *err)
 {
     const sw_dissemination *spread = &carrier->hier->spread;
     for (int i = 0; i < spread->hop_count; ++i)
@@ -214,7 +228,8 @@ static void finish_small(sw_carrier *carrier, const sw_hier_pending *pending,
                       op->dtype, 1.0 / hier->comm.world_size, op->redop);
 }
 
-sw_status sw_carrier_deliver_payload(sw_carrier *carrier, uint32_t index, sw_error *err)
+/* Deliver the payload of all hosts of operation `index` to this host's ranks. */
+static sw_status deliver_payload(sw_carrier *carrier, uint32_t index, sw_error *err)
 {
     const sw_hier_pending *pending = pending_of(carrier, index);
     const sw_payload *payload = &carrier->next.payload[index];
@@ -238,17 +253,6 @@ sw_status sw_carrier_deliver_payload(sw_carrier *carrier, uint32_t index, sw_err
 }
 
 /* ---- frames ---- */
-
-/* The agreement of carriers before they move data. Frames name the next operations
- * of their hosts and carry their payload; or they announce that a host has ended, and why.
- *
- * A carrier offers every operation that all ranks of its host have posted, up to a batch. In each
- * round (sw_dissemination) it sends all it knows and merges all it receives. After the last round
- * all hosts know the operations that all of them offer, and any disagreement on them. A disputed
- * operation is always the first of a batch, so those before it are complete.
- *
- *     head | of each operation: part, length, payload | a bit a host: packs
- *     head | why this host ends */
 
 enum {
     FRAME_MAGIC = 0x53574635 /* "SWF5" */,
@@ -321,7 +325,7 @@ static uint32_t sent_payload_bytes(const sw_carrier *carrier, const sw_payload *
 {
     if (carrier->next.is_long || (payload->kind == SW_PAYLOAD_BY_ROOT && !payload->is_known))
         return 0;
-    return (uint32_t)sw_carrier_payload_bytes(carrier, payload, hosts);
+    return (uint32_t)payload_size(carrier, payload, hosts);
 }
 
 static size_t write_frame(const sw_carrier *carrier, int at)
@@ -407,7 +411,7 @@ static bool read_operation(sw_carrier *carrier, int at, uint32_t index, const ui
     if (index < carrier->next.count) {
         sw_part_merge(&carrier->next.part[index], &part);
         if (!carrier->next.is_long)
-            sw_carrier_take_payload(carrier, index, distance, hop->count, from->at, bytes);
+            take_payload(carrier, index, distance, hop->count, from->at, bytes);
     }
     from->at += bytes;
     return align(from, begin);
@@ -497,8 +501,8 @@ static bool all_posted(const sw_hier *hier, uint32_t ticket)
 /* Return the payload bytes of all hosts for `ticket`, if they agree with this host. */
 static size_t payload_bytes(const sw_carrier *carrier, uint32_t ticket, sw_payload *payload)
 {
-    *payload = sw_carrier_payload(carrier, sw_carrier_pending(carrier, ticket));
-    return sw_carrier_payload_bytes(carrier, payload, carrier->hier->map.host_count);
+    *payload = payload_of(sw_carrier_pending(carrier, ticket));
+    return payload_size(carrier, payload, carrier->hier->map.host_count);
 }
 
 /* Count this host's operations from `ticket` on that fit into one batch. *bytes: their payload. */
@@ -568,7 +572,7 @@ static sw_status offer(sw_carrier *carrier, uint32_t ticket, sw_error *err)
         next->packs[host / 8] = (uint8_t)(1u << host % 8);
     for (uint32_t i = 0; i < next->count; ++i) {
         fill_part(carrier, i);
-        SW_TRY(sw_carrier_collect_payload(carrier, i, err));
+        SW_TRY(collect_payload(carrier, i, err));
     }
     carrier->offered = true;
     return send_round(carrier, 0, sw_carrier_what(carrier, carrier->turn + 1, 0), err);
@@ -613,9 +617,9 @@ sw_status sw_carrier_agree(sw_carrier *carrier, uint32_t ticket, uint32_t *count
            sw_part_check(&next->part[*count], ticket + *count, err) == SW_OK)
         ++*count;
     if (next->is_long)
-        SW_TRY(sw_carrier_exchange_payload(carrier, what, err));
+        SW_TRY(exchange_payload(carrier, what, err));
     for (uint32_t i = 0; i < *count; ++i)
-        SW_TRY(sw_carrier_deliver_payload(carrier, i, err));
+        SW_TRY(deliver_payload(carrier, i, err));
     for (int i = 0; i < carrier->hier->spread.hop_count; ++i)
         SW_TRY(sw_carrier_wait(carrier, &carrier->hops[i].frame_out, what, err));
     for (int g = 0; g < carrier->hier->map.host_count; ++g)

@@ -1,4 +1,4 @@
-/* peers.c - see watchdog.h. */
+/* peers.c - see peers.h. */
 #include "comm/peers.h"
 
 #include <stdio.h>

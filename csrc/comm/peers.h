@@ -1,18 +1,16 @@
-/* peers.h - how a transport between GPUs sees failures through the ranks' host communicator.
+/* peers.h - the transport between a rank's GPU and its peers, as one table of functions.
  *
- * Idea: a GPU that waits for a peer does not notice its death, and a host that waits for a peer's
- * host does not notice a GPU's failure. The host communicator knows the state of each rank and
- * reaches every rank that waits in it. So a waiting transport queries it regularly. A failing
- * transport notifies it before it ends anything: NCCL's abort may wait until other ranks abort too,
- * and until the kernels of the process's other communicators return.
+ * Idea: a stream orders a GPU's operations with its peers. So this is not comm.h's table, which has
+ * shared memory, tickets and progress. Two transports exist: NCCL (nccl.h), and slots in memory
+ * that the ranks of one host share (slot_transport.h). Callers do not distinguish them.
  *
- * Left out: the thread that releases a wait inside torch
- * (python/shardwright/backend/device_link.py).
+ * Operations are in place, except gather_slices and reduce_scatter. Memory and stream belong to the
+ * transport's device and must live until the stream has run the operation. A failure ends the
+ * transport and the host communicator (sw_watchdog); every later call repeats it.
  *
- * NULL is allowed for a watchdog everywhere: every call returns at once.
- *
- * Thread rule: one at a time per watchdog; the host's communicator may be in use by another thread.
- */
+ * Thread rule: one at a time per transport, and per watchdog. Other threads may call has_failed,
+ * request_end, watch and explain_late at the same time. Every rank issues the same operations, of
+ * the same sizes, in one order. */
 #ifndef SW_COMM_PEERS_H
 #define SW_COMM_PEERS_H
 
@@ -27,6 +25,19 @@
 #include "tensor/dtype.h"
 
 /* ---- the watchdog ---- */
+
+/* How a transport sees failures through the ranks' host communicator: a GPU that waits for a peer
+ * does not notice its death, and a host that waits for a peer's host does not notice a GPU's
+ * failure. The host communicator knows the state of each rank and reaches every rank that waits in
+ * it. So a waiting transport queries it regularly. A failing transport notifies it before it ends
+ * anything: NCCL's abort may wait until other ranks abort too, and until the kernels of the
+ * process's other communicators return.
+ *
+ * Left out: the thread that releases a wait inside torch
+ * (python/shardwright/backend/device_link.py).
+ *
+ * NULL is allowed for a watchdog everywhere: every call returns at once. The
+ * host communicator may be in use by another thread. */
 
 typedef struct sw_watchdog {
     sw_comm *host;      /* borrowed; NULL: every call returns at once */
@@ -54,20 +65,6 @@ void sw_watchdog_report_to_hosts(const sw_watchdog *watchdog);
 void sw_watchdog_find_cause(const sw_watchdog *watchdog, sw_error *reason);
 
 /* ---- the table ---- */
-
-/* The transport between a rank's GPU and its peers, as one table of functions.
- *
- * Idea: a stream orders a GPU's operations with its peers. So this is not comm.h's table, which has
- * shared memory, tickets and progress. Two transports exist: NCCL (nccl.h), and slots in memory
- * that the ranks of one host share (slot_transport.h). Callers do not distinguish them.
- *
- * Operations are in place, except gather_slices and reduce_scatter. Memory and stream belong to the
- * transport's device and must live until the stream has run the operation. A failure ends the
- * transport and the host communicator (watchdog.h); every later call repeats it.
- *
- * Thread rule: one at a time per transport. Other threads may call has_failed, request_end, watch
- * and explain_late at the same time. Every rank issues the same operations, of the same sizes, in
- * one order. */
 
 typedef struct sw_peers sw_peers;
 
