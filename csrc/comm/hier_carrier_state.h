@@ -215,7 +215,7 @@ SW_MUST_USE sw_status sw_carrier_settle_probes(sw_carrier *carrier, sw_carrier_h
  * ------------------------------------------------------------------------------------------ */
 
 /* Return true for operations that run in one pipeline (hier_reduce.c). */
-bool sw_carrier_reduces(const sw_carrier *carrier, const sw_hier_pending *pending);
+bool sw_carrier_reduces(const sw_hier_pending *pending);
 /* Return true if hier_gather.c moves its data. */
 static inline bool sw_carrier_streams(const sw_hier_pending *pending)
 {

@@ -56,7 +56,7 @@ static sw_payload payload_of(const sw_hier_pending *pending)
     return (sw_payload){.kind = SW_PAYLOAD_NONE};
 }
 
-bool sw_carrier_reduces(const sw_carrier *carrier, const sw_hier_pending *pending)
+bool sw_carrier_reduces(const sw_hier_pending *pending)
 {
     sw_payload_kind kind = payload_of(pending).kind;
     return (pending->op.kind == SW_OP_ALL_REDUCE || pending->op.kind == SW_OP_REDUCE_SCATTER) &&
@@ -514,15 +514,15 @@ static uint32_t batch_here(sw_carrier *carrier, uint32_t ticket, size_t *bytes)
         sw_payload payload;
         size_t more = aligned(payload_bytes(carrier, ticket + count, &payload));
         const sw_hier_pending *next = sw_carrier_pending(carrier, ticket + count);
-        bool joins = sw_carrier_reduces(carrier, next) &&
+        bool joins = sw_carrier_reduces(next) &&
                      !next->op.codec == !sw_carrier_pending(carrier, ticket)->op.codec;
         if (count > 0 && (!joins || *bytes + more > SW_HIER_INLINE_BYTES))
             return count;
         payload.at_bytes = *bytes;
         carrier->next.payload[count++] = payload;
         *bytes += more;
-    } while (sw_carrier_reduces(carrier, sw_carrier_pending(carrier, ticket)) &&
-             count < SW_HIER_BATCH && all_posted(carrier->hier, ticket + count));
+    } while (sw_carrier_reduces(sw_carrier_pending(carrier, ticket)) && count < SW_HIER_BATCH &&
+             all_posted(carrier->hier, ticket + count));
     return count;
 }
 
@@ -584,7 +584,7 @@ sw_status sw_carrier_offer_early(sw_carrier *carrier, uint32_t ticket, sw_error 
     if (carrier->offered || !all_posted(carrier->hier, ticket))
         return SW_OK;
     bool is_short = payload_bytes(carrier, ticket, &payload) <= (size_t)SW_HIER_INLINE_BYTES;
-    return is_short && sw_carrier_reduces(carrier, sw_carrier_pending(carrier, ticket))
+    return is_short && sw_carrier_reduces(sw_carrier_pending(carrier, ticket))
                ? offer(carrier, ticket, err)
                : SW_OK;
 }
