@@ -13,6 +13,5 @@ const sw_compress_kernels COMPRESS_TABLE = {
     .lowrank_project = lowrank_project,
     .lowrank_absorb = lowrank_absorb,
     .lowrank_expand = lowrank_expand,
-    .lowrank_error = lowrank_error,
     .lowrank_orthonormalize = lowrank_orthonormalize,
 };
