@@ -107,12 +107,7 @@ static sw_status move(sw_coded *coded, movement m, sw_error *err)
 
 static sw_status begin(sw_exchange *exchange, uint8_t **message, uint8_t **result, sw_error *err)
 {
-    sw_coded *coded = coded_of(exchange);
-    SW_TRY(sw_exchange_buffers_reserve(&coded->buffers, exchange->world_size, exchange->slice_bytes,
-                                       err));
-    *message = coded->buffers.message;
-    *result = coded->buffers.result;
-    return SW_OK;
+    return sw_exchange_buffers_begin(&coded_of(exchange)->buffers, exchange, message, result, err);
 }
 
 static sw_status scatter(sw_exchange *exchange, const void **pieces, sw_error *err)

@@ -51,8 +51,7 @@ void sw_host_map_fini(sw_host_map *map)
 
 /* ---- owners of slices ---- */
 
-/* Fill in the rank of each (replica, slice); return false if one has none. */
-static bool place_ranks(int *rank_of, int world_size, const sw_slices *slices)
+bool sw_slices_place(const sw_slices *slices, int world_size, int *rank_of)
 {
     for (int r = 0; r < world_size; ++r)
         rank_of[r] = -1;
@@ -136,7 +135,7 @@ sw_status sw_slice_table_init(sw_slice_table *table, const sw_host_map *map,
     table->represented_of = calloc(2 * (hosts + 1), sizeof *table->represented_of);
     if (!rank_of || !table->of_rank || !table->represented_of) {
         status = sw_error_set(err, SW_E_MEMORY, -1, "no memory for the table of slice owners");
-    } else if (!place_ranks(rank_of, map->world_size, slices)) {
+    } else if (!sw_slices_place(slices, map->world_size, rank_of)) {
         status =
             sw_error_set(err, SW_E_INVALID, -1,
                          "slices: every replica must own each of %d slices once", slices->count);

@@ -70,7 +70,10 @@ typedef struct sw_slice_table {
     bool is_covered;      /* every host has an owner of every slice */
 } sw_slice_table;
 
-/* SW_E_INVALID unless every replica owns every slice once. */
+/* Fill in rank_of[replica * count + slice]; false unless every replica owns every slice once. */
+bool sw_slices_place(const sw_slices *slices, int world_size, int *rank_of);
+
+/* SW_E_INVALID unless it does. */
 SW_MUST_USE sw_status sw_slice_table_init(sw_slice_table *table, const sw_host_map *map,
                                           const sw_slices *slices, sw_error *err);
 void sw_slice_table_fini(sw_slice_table *table);
