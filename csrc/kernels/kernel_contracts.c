@@ -537,7 +537,7 @@ SW_CONTRACT(put, 1)
                             .accesses = sw_contract_##noun##_accesses,   \
                             .reference = sw_contract_##noun##_reference, \
                             .grid = sw_contract_##noun##_grid},
-static const sw_kernel_contract contracts[SW_KERNEL_COUNT] = {SW_CONTRACTS(ROW)};
+static const sw_kernel_contract contracts[SW_KERNEL_COUNT] = {SW_KERNELS(ROW)};
 
 const sw_kernel_contract *sw_kernel_contracts(void)
 {

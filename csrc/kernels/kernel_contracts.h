@@ -11,19 +11,12 @@
 
 #include "kernels/device_kernels.h"
 
-#define SW_CONTRACTS(each)                                                                      \
-    each(CAST, cast) each(PACK, pack) each(FOLD, fold) each(ADAM, adam) each(SGD, sgd)          \
-        each(NORM, norm) each(CLIP, clip) each(QUANTIZE, quantize)                              \
-            each(FOLD_RECORDS, fold_records) each(DECODE, decode) each(VERDICT, verdict)        \
-                each(OWE, owe) each(PROJECT, project) each(ABSORB, absorb) each(EXPAND, expand) \
-                    each(ORTHONORMALIZE, orthonormalize) each(FINITE, finite) each(PUT, put)
-
 #define SW_CONTRACT_FUNCTIONS(number, noun)                                                    \
     sw_status sw_contract_##noun##_check(const void *args, sw_error *err);                     \
     void sw_contract_##noun##_accesses(const void *args, sw_access_fn *report, void *context); \
     void sw_contract_##noun##_reference(const void *args);                                     \
     sw_grid sw_contract_##noun##_grid(const void *args, int processor_count);
-SW_CONTRACTS(SW_CONTRACT_FUNCTIONS)
+SW_KERNELS(SW_CONTRACT_FUNCTIONS)
 
 #define SW_CONTRACT(noun, blocks)                                                             \
     sw_status sw_contract_##noun##_check(const void *args, sw_error *err)                     \

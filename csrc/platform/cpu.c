@@ -89,19 +89,9 @@ bool sw_cpu_has_sse42(void)
     return false;
 }
 
-bool sw_cpu_has_avx2_f16c_fma(void)
-{
-    return false;
-}
-
 bool sw_prefetches(void)
 {
     return true;
-}
-
-bool sw_cpu_has_avx512(void)
-{
-    return false;
 }
 
 #endif

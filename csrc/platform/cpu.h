@@ -14,15 +14,17 @@
 /* SSE4.2: the CRC32C instruction. */
 bool sw_cpu_has_sse42(void);
 
-/* AVX2, F16C and FMA. */
-bool sw_cpu_has_avx2_f16c_fma(void);
-
 /* Return whether loops over large arrays prefetch: false where the processor does enough by itself.
  * AMD's hardware prefetchers keep up with several streams, and software prefetches slow them down.
  * The answer is kept. */
 bool sw_prefetches(void);
 
+#if defined(__x86_64__)
+/* AVX2, F16C and FMA. */
+bool sw_cpu_has_avx2_f16c_fma(void);
+
 /* AVX-512 F, BW, VL and DQ; implies sw_cpu_has_avx2_f16c_fma(). */
 bool sw_cpu_has_avx512(void);
+#endif
 
 #endif
