@@ -1,5 +1,5 @@
 /* bytes.h - overflow-checked arithmetic on sizes, the alignment of every layout, and memory that
- * was reserved too generously.
+ * grows or was reserved too generously.
  *
  * Thread rule: any.
  */
@@ -41,6 +41,19 @@ static inline size_t sw_size_min(size_t a, size_t b)
 static inline size_t sw_size_max(size_t a, size_t b)
 {
     return a > b ? a : b;
+}
+
+/* Return malloc'ed `items`, or where they went, with room for more than `count` of them: *room
+ * doubles, from `least` on. NULL: no memory, and nothing has changed. */
+static inline void *sw_grown(void *items, size_t *room, size_t count, size_t item_bytes,
+                             size_t least)
+{
+    size_t more = *room ? 2 * *room : least, bytes;
+    if (count < *room)
+        return items;
+    void *grown = sw_size_multiply(more, item_bytes, &bytes) ? realloc(items, bytes) : NULL;
+    *room = grown ? more : *room;
+    return grown;
 }
 
 /* Return malloc'ed memory cut down to `size_bytes`, above 0, or as it is. */

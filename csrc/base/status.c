@@ -20,13 +20,3 @@ sw_status sw_error_set(sw_error *err, sw_status status, int detail, const char *
     }
     return status;
 }
-
-const char *sw_status_name(sw_status status)
-{
-    static const char *const names[] = {
-        "SW_OK",        "SW_E_INVALID",     "SW_E_MEMORY",   "SW_E_OS",
-        "SW_E_STATE",   "SW_E_UNSUPPORTED", "SW_E_MISMATCH", "SW_E_COMM",
-        "SW_E_TIMEOUT", "SW_E_INTERRUPTED", "SW_E_DEVICE",
-    };
-    return (unsigned)status < sizeof names / sizeof names[0] ? names[status] : "SW_E_?";
-}

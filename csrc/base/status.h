@@ -44,6 +44,14 @@ typedef struct sw_error { /* caller-owned, may be NULL; one per call chain */
 sw_status sw_error_set(sw_error *err, sw_status status, int detail, const char *format, ...)
     SW_PRINTF(4, 5);
 
+/* Pass on an error that was met before, and return its status. */
+static inline sw_status sw_error_pass(sw_error *err, const sw_error *met)
+{
+    if (err)
+        *err = *met;
+    return met->status;
+}
+
 #define SW_FAIL(err, status, ...) return sw_error_set((err), (status), -1, __VA_ARGS__)
 #define SW_TRY(expr)                       \
     do {                                   \
@@ -57,8 +65,5 @@ sw_status sw_error_set(sw_error *err, sw_status status, int detail, const char *
         if ((status) != SW_OK)           \
             goto label;                  \
     } while (0)
-
-/* Return the name of a status, such as "SW_E_COMM"; "SW_E_?" for an unknown value. */
-const char *sw_status_name(sw_status status);
 
 #endif

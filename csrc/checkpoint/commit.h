@@ -1,16 +1,33 @@
 /* commit.h - how a folder of files becomes a checkpoint in one atomic step, and how old ones are
  * removed.
  *
- * The idea is the order, which tests interrupt at every call. First all files become durable, then
- * the manifest inside, then the folder's name, then the parent that holds the name. Only then are
- * older folders removed.
- *
- * Thread rule: owner only. */
+ * Thread rule: the commit, owner only; what may be removed, any. */
 #ifndef SW_CHECKPOINT_COMMIT_H
 #define SW_CHECKPOINT_COMMIT_H
 
 #include "base/status.h"
 #include "checkpoint/manifest.h"
+
+/* ---- what a save, and retention after it, may remove ---- */
+
+/* The rule: a folder may be removed if it holds only files that its checkpoint lists. Any other
+ * folder of that name may hold user data, and stays. */
+
+/* SW_OK: `path` is missing, an empty folder, or a checkpoint that this program could have written,
+ * without other files. Every file must be listed by its manifest. If the manifest is damaged, every
+ * name must be one that a checkpoint may have, state.json among them. SW_E_UNSUPPORTED: a
+ * checkpoint of a newer version. SW_E_INVALID names any other content; SW_E_OS: the folder could
+ * not be examined. Cost: one read of the manifest, one listing of the folder. */
+SW_MUST_USE sw_status sw_checkpoint_check_removable(const char *path, sw_error *err);
+
+/* Check a folder and its replaced name (open.h) likewise: a save to `folder` replaces both. */
+SW_MUST_USE sw_status sw_checkpoint_check_replaceable(const char *folder, sw_error *err);
+
+/* ---- the commit ---- */
+
+/* The idea is the order, which tests interrupt at every call. First all files become durable, then
+ * the manifest inside, then the folder's name, then the parent that holds the name. Only then are
+ * older folders removed. */
 
 enum { SW_IDENTITY_BYTES = 128 };
 
@@ -28,7 +45,7 @@ void sw_checkpoint_identify(const char *folder, char identity[SW_IDENTITY_BYTES]
  *
  * An existing folder of that name is replaced in one step and retired. Where the file system cannot
  * exchange names, two steps are needed; between them readers find it as `folder`.replaced (open.h).
- * A folder that is not a checkpoint (removable.h), or ceased to be one meanwhile, is not replaced;
+ * A folder that is not a checkpoint, or ceased to be one meanwhile, is not replaced;
  * the call fails. After an error before the rename, `folder` is unchanged. */
 SW_MUST_USE sw_status sw_commit(const char *partial, const char *folder, const char *replaces,
                                 const sw_manifest *manifest, sw_error *err);
@@ -37,8 +54,8 @@ SW_MUST_USE sw_status sw_commit(const char *partial, const char *folder, const c
 void sw_commit_clean(const char *partial, const char *folder, const char *nonce);
 
 /* Rename each folder to <name>.<nonce>.trash, make that durable, then unlink as much as possible.
- * What remains is not a checkpoint, and the next writer removes it. A folder that is not removable
- * (removable.h) stays. */
+ * What remains is not a checkpoint, and the next writer removes it. A folder that may not be
+ * removed stays. */
 void sw_retire(const char *const *folders, size_t count, const char *nonce);
 
 #endif

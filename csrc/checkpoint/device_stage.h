@@ -1,17 +1,7 @@
-/* device_stage.h - copy GPU memory to the host in batches, through slots of pinned memory, on a
- * separate stream.
+/* device_stage.h - the memory that a snapshot passes through: slots on the host, and pinned memory
+ * between a GPU and the host.
  *
- * Idea: copies of the next batches run while the host consumes the present one.
- *
- *   user --> down              copies follow the writes of their sources
- *   down --fetched[slot]--> host    a batch has arrived: the only wait of the host, once a batch
- *   down --> host              after an error: nothing reads the caller's memory any more
- *
- * Two orders need no event. A slot's next copies are enqueued after the host has consumed the slot.
- * The call returns after the last batch has arrived, so the caller's next work on `user` may
- * overwrite the memory.
- *
- * Thread rule: one at a time. */
+ * Thread rule: one at a time (slots: the saver's mutex). */
 #ifndef SW_CHECKPOINT_DEVICE_STAGE_H
 #define SW_CHECKPOINT_DEVICE_STAGE_H
 
@@ -20,6 +10,46 @@
 
 #include "base/status.h"
 #include "device/device.h"
+
+/* ---- slots of 1 MiB, warm memory that is kept between saves ---- */
+
+/* A save that needs more memory than the stage has adds and touches it; later saves reuse it.
+ * Another thread can touch added memory before a save (save_policy.c). Slots of one request are
+ * contiguous as far as possible, so that a run of blocks is one write. Slots begin on a page, as
+ * O_DIRECT requires. */
+
+typedef struct sw_stage_region {
+    uint8_t *base; /* owned */
+    size_t slot_count;
+    size_t touched; /* leading slots with allocated pages */
+} sw_stage_region;
+
+typedef struct sw_stage {
+    sw_stage_region *regions; /* owned */
+    size_t region_count;
+    uint8_t **free_slots; /* owned stack; room for every slot */
+    size_t free_count, slot_count;
+} sw_stage;
+
+/* Grow to at least `count` slots in all; touch none. SW_E_MEMORY: none was added. */
+SW_MUST_USE sw_status sw_stage_reserve(sw_stage *stage, size_t count, sw_error *err);
+/* Take `count` slots of SW_BLOCK_BYTES into `slots`; on SW_E_MEMORY it takes none. */
+SW_MUST_USE sw_status sw_stage_take(sw_stage *stage, size_t count, uint8_t **slots, sw_error *err);
+void sw_stage_give(sw_stage *stage, uint8_t *slot);
+/* Every slot must be free again. */
+void sw_stage_fini(sw_stage *stage);
+
+/* ---- GPU memory, copied in batches through slots of pinned memory, on a separate stream ---- */
+
+/* Idea: copies of the next batches run while the host consumes the present one.
+ *
+ *   user --> down              copies follow the writes of their sources
+ *   down --fetched[slot]--> host    a batch has arrived: the only wait of the host, once a batch
+ *   down --> host              after an error: nothing reads the caller's memory any more
+ *
+ * Two orders need no event. A slot's next copies are enqueued after the host has consumed the slot.
+ * The call returns after the last batch has arrived, so the caller's next work on `user` may
+ * overwrite the memory. */
 
 enum { SW_DEVICE_STAGE_SLOTS = 3 };
 

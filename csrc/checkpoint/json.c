@@ -48,17 +48,12 @@ static sw_status add_node(reader *r, size_t *index)
     if (json->node_count >= r->most_values ||
         json->node_count >= FREE_VALUES + (size_t)(r->at - r->start) / VALUE_BYTES)
         return wrong(r, "too many values");
-    if (json->node_count == json->node_capacity) {
-        size_t capacity = json->node_capacity ? 2 * json->node_capacity : 64;
-        sw_json_node *grown = NULL;
-        size_t bytes;
-        if (sw_size_multiply(capacity, sizeof *grown, &bytes))
-            grown = realloc(json->nodes, bytes);
-        if (!grown)
-            SW_FAIL(r->err, SW_E_MEMORY, "%s: no memory for %zu JSON values", r->label, capacity);
-        json->nodes = grown;
-        json->node_capacity = capacity;
-    }
+    sw_json_node *nodes =
+        sw_grown(json->nodes, &json->node_capacity, json->node_count, sizeof *nodes, 64);
+    if (!nodes)
+        SW_FAIL(r->err, SW_E_MEMORY, "%s: no memory for %zu JSON values", r->label,
+                json->node_count + 1);
+    json->nodes = nodes;
     *index = json->node_count++;
     json->nodes[*index] = (sw_json_node){.span = 1};
     return SW_OK;

@@ -1,5 +1,6 @@
 /* manifest.c - see manifest.h and docs/format.md. */
 #include "checkpoint/manifest.h"
+#include "base/bytes.h"
 
 #include <inttypes.h>
 #include <math.h>
@@ -44,14 +45,12 @@ static uint64_t blocks_of(uint64_t size_bytes)
 static sw_status add_entry(sw_manifest *manifest, const char *path, uint64_t size_bytes,
                            sw_manifest_file **file, sw_error *err)
 {
-    if (manifest->file_count == manifest->file_capacity) {
-        size_t capacity = manifest->file_capacity ? 2 * manifest->file_capacity : 8;
-        sw_manifest_file *grown = realloc(manifest->files, capacity * sizeof *grown);
-        if (!grown)
-            SW_FAIL(err, SW_E_MEMORY, "no memory for a manifest of %zu files", capacity);
-        manifest->files = grown;
-        manifest->file_capacity = capacity;
-    }
+    sw_manifest_file *files =
+        sw_grown(manifest->files, &manifest->file_capacity, manifest->file_count, sizeof *files, 8);
+    if (!files)
+        SW_FAIL(err, SW_E_MEMORY, "no memory for a manifest of %zu files",
+                manifest->file_count + 1);
+    manifest->files = files;
     sw_manifest_file made = {.path = strdup(path),
                              .size_bytes = size_bytes,
                              .first_block = manifest->block_count,

@@ -71,11 +71,8 @@ sw_status sw_checkpoint_open_file(const char *folder, const sw_manifest_file *fi
     sw_status status = open_under(folder, file->path, direct, path, &opened, &size_bytes, &why);
     if (status != SW_OK && !sw_file_exists(folder) && other_name(folder, other))
         status = open_under(other, file->path, direct, path, &opened, &size_bytes, NULL);
-    if (status != SW_OK) {
-        if (err)
-            *err = why;
-        return why.status;
-    }
+    if (status != SW_OK)
+        return sw_error_pass(err, &why);
     if (size_bytes != file->size_bytes) {
         close(opened);
         SW_FAIL(err, SW_E_INVALID, "'%s' has %" PRIu64 " bytes, the manifest says %" PRIu64, path,
@@ -157,10 +154,7 @@ sw_status sw_checkpoint_find(const char *folder, char found[SW_PATH_BYTES], sw_m
             return SW_OK;
         bool stays = was && lstat(found, &after) == 0 && before.st_dev == after.st_dev &&
                      before.st_ino == after.st_ino;
-        if (stays || look == LOOKS) {
-            if (err)
-                *err = why;
-            return status;
-        }
+        if (stays || look == LOOKS)
+            return sw_error_pass(err, &why);
     }
 }

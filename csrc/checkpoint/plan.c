@@ -50,14 +50,11 @@ static sw_status add_file(draft *d, const char *path, sw_plan_file **file)
         SW_FAIL(d->err, SW_E_INVALID,
                 "'%.200s' cannot name a file of a checkpoint: one or two parts of [A-Za-z0-9._-]",
                 path);
-    if (plan->file_count == d->file_capacity) {
-        size_t capacity = d->file_capacity ? 2 * d->file_capacity : 8;
-        sw_plan_file *grown = realloc(plan->files, capacity * sizeof *grown);
-        if (!grown)
-            return no_memory(d);
-        plan->files = grown;
-        d->file_capacity = capacity;
-    }
+    sw_plan_file *files =
+        sw_grown(plan->files, &d->file_capacity, plan->file_count, sizeof *files, 8);
+    if (!files)
+        return no_memory(d);
+    plan->files = files;
     char *copy = strdup(path);
     if (!copy)
         return no_memory(d);

@@ -19,7 +19,6 @@ enum { HEADING_BYTES = 1024 }; /* bytes of a manifest without its files */
 sw_status sw_saver_create(sw_channel *channel, const sw_saver_options *options, sw_saver **saver,
                           sw_error *err)
 {
-    pthread_condattr_t attributes;
     if (options->thread_count < 1 || options->thread_count > SW_SAVER_THREADS_MAX)
         SW_FAIL(err, SW_E_INVALID, "saver: thread_count must be in [1, %d], not %d",
                 SW_SAVER_THREADS_MAX, options->thread_count);
@@ -30,10 +29,7 @@ sw_status sw_saver_create(sw_channel *channel, const sw_saver_options *options, 
     made->options = *options;
     made->lock_fd = -1;
     pthread_mutex_init(&made->mutex, NULL);
-    pthread_condattr_init(&attributes);
-    pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
-    pthread_cond_init(&made->changed, &attributes);
-    pthread_condattr_destroy(&attributes);
+    sw_thread_cond_init(&made->changed);
     *saver = made;
     return SW_OK;
 }
@@ -59,7 +55,8 @@ static sw_status copy_strings(const char *const *from, size_t count, char ***to,
     return SW_OK;
 }
 
-void sw_save_clear(sw_saver *saver)
+/* Clear the state of one save: return slots, keep memory. */
+static void clear(sw_saver *saver)
 {
     for (size_t i = 0; i < saver->chunk_count; ++i)
         if (saver->chunks[i].slot)
@@ -71,7 +68,8 @@ void sw_save_clear(sw_saver *saver)
     sw_manifest_fini(&saver->manifest);
 }
 
-bool sw_save_await_open(sw_saver *saver)
+/* Help the caller's thread to copy until the files exist; false: a thread failed. */
+static bool await_open(sw_saver *saver)
 {
     pthread_mutex_lock(&saver->mutex);
     while (!saver->is_open && saver->failure.status == SW_OK)
@@ -88,18 +86,23 @@ static void *help(void *context)
     sw_error err = {0};
     if (saver->options.is_idle_io)
         sw_thread_lower_io_priority();
-    if (sw_save_await_open(saver) && sw_save_write(saver, true, &err) != SW_OK)
+    if (await_open(saver) && sw_save_write(saver, true, &err) != SW_OK)
         sw_save_record_failure(saver, &err);
     return NULL;
+}
+
+static void set_open(sw_saver *saver)
+{
+    pthread_mutex_lock(&saver->mutex);
+    saver->is_open = true;
+    pthread_cond_broadcast(&saver->changed);
+    pthread_mutex_unlock(&saver->mutex);
 }
 
 static sw_status open_and_write(sw_saver *saver, sw_error *err)
 {
     SW_TRY(sw_save_open(saver, err));
-    pthread_mutex_lock(&saver->mutex);
-    saver->is_open = true;
-    pthread_cond_broadcast(&saver->changed);
-    pthread_mutex_unlock(&saver->mutex);
+    set_open(saver);
     return sw_save_write(saver, false, err);
 }
 
@@ -139,8 +142,7 @@ static void *coordinate(void *context)
     return NULL;
 }
 
-sw_status sw_save_check_request(const sw_saver *saver, const sw_save_request *request,
-                                sw_error *err)
+static sw_status check_request(const sw_saver *saver, const sw_save_request *request, sw_error *err)
 {
     if (saver->is_running)
         SW_FAIL(err, SW_E_STATE,
@@ -173,6 +175,16 @@ sw_status sw_save_check_request(const sw_saver *saver, const sw_save_request *re
     return SW_OK;
 }
 
+static void start_save(sw_saver *saver, const sw_save_request *request, uint8_t *image)
+{
+    saver->number = request->number;
+    saver->bytes_total = saver->bytes_written = 0;
+    saver->deadline_ns = sw_clock_now_ns() + request->timeout_ns;
+    saver->failure = saver->outcome = (sw_error){0};
+    saver->is_open = saver->is_over = false;
+    saver->image = image;
+}
+
 static sw_status prepare(sw_saver *saver, const sw_save_request *request, sw_error *err)
 {
     size_t length = strlen(request->folder);
@@ -187,11 +199,7 @@ static sw_status prepare(sw_saver *saver, const sw_save_request *request, sw_err
         SW_FAIL(err, SW_E_INVALID, "folder '%.200s' is too long", request->folder);
     snprintf(saver->replaces, sizeof saver->replaces, "%s",
              request->replaces ? request->replaces : "");
-    saver->number = request->number;
-    saver->bytes_total = saver->bytes_written = 0;
-    saver->deadline_ns = sw_clock_now_ns() + request->timeout_ns;
-    saver->failure = saver->outcome = (sw_error){0};
-    saver->is_open = saver->is_over = false;
+    start_save(saver, request, NULL);
     saver->manifest.step = request->step;
     saver->manifest.world_size = saver->channel->world_size;
     saver->manifest.has_metric = request->has_metric;
@@ -204,7 +212,8 @@ static sw_status prepare(sw_saver *saver, const sw_save_request *request, sw_err
     return sw_save_list_ranges(saver, request, err);
 }
 
-void sw_save_copy_claim(sw_saver *saver, sw_save_claim *claim, const sw_save_request *request)
+/* The save already runs: a device error fails it, as a thread's error does. */
+static void copy_claim(sw_saver *saver, sw_save_claim *claim, const sw_save_request *request)
 {
     sw_error why;
     if (!request->stage)
@@ -225,7 +234,7 @@ sw_status sw_saver_begin(sw_saver *saver, const sw_save_request *request, sw_err
     sw_error why = {0};
     sw_status status;
     sw_save_claim claim = {0};
-    SW_TRY(sw_save_check_request(saver, request, err));
+    SW_TRY(check_request(saver, request, err));
     pthread_mutex_lock(&saver->mutex); /* any thread may ask for progress at any time */
     status = prepare(saver, request, &why);
     pthread_mutex_unlock(&saver->mutex);
@@ -236,18 +245,16 @@ sw_status sw_saver_begin(sw_saver *saver, const sw_save_request *request, sw_err
     SW_TRY_GOTO(status, sw_thread_start(&saver->threads[0], coordinate, saver, "sw-save", &why),
                 failed);
     set_running(saver, true);
-    sw_save_copy_claim(saver, &claim, request); /* while threads write the first blocks */
+    copy_claim(saver, &claim, request); /* while threads write the first blocks */
     sw_save_claim_fini(&claim);
     return SW_OK;
 failed:
     for (size_t i = 0; i < claim.count; ++i)
         sw_stage_give(&saver->stage, claim.slots[i]);
     sw_save_claim_fini(&claim);
-    sw_save_clear(saver);
+    clear(saver);
     sw_saver_fail(saver, request->number, &why);
-    if (err)
-        *err = why;
-    return status;
+    return sw_error_pass(err, &why);
 }
 
 sw_status sw_saver_protect(sw_saver *saver, sw_error *err)
@@ -263,23 +270,16 @@ sw_status sw_saver_protect(sw_saver *saver, sw_error *err)
         sw_save_copy(saver, &claim);
     } else {
         sw_save_record_failure(saver, &why);
-        if (err)
-            *err = why;
+        (void)!sw_error_pass(err, &why);
     }
     sw_save_claim_fini(&claim);
     sw_save_await_copies(saver); /* also after a failure */
     return status;
 }
 
-static struct timespec absolute(int64_t ns)
-{
-    return (struct timespec){.tv_sec = (time_t)(ns / 1000000000),
-                             .tv_nsec = (long)(ns % 1000000000)};
-}
-
 sw_status sw_saver_wait(sw_saver *saver, int64_t timeout_ns, bool *is_over, sw_error *err)
 {
-    struct timespec until = absolute(sw_clock_now_ns() + timeout_ns);
+    const struct timespec until = sw_thread_time_after(timeout_ns);
     pthread_mutex_lock(&saver->mutex);
     bool over = !saver->is_running || saver->is_over;
     while (!over && pthread_cond_timedwait(&saver->changed, &saver->mutex, &until) != ETIMEDOUT)
@@ -291,10 +291,8 @@ sw_status sw_saver_wait(sw_saver *saver, int64_t timeout_ns, bool *is_over, sw_e
         return SW_OK;
     sw_thread_join(&saver->threads[0]);
     set_running(saver, false);
-    sw_save_clear(saver);
-    if (saver->outcome.status != SW_OK && err)
-        *err = saver->outcome;
-    return saver->outcome.status;
+    clear(saver);
+    return saver->outcome.status == SW_OK ? SW_OK : sw_error_pass(err, &saver->outcome);
 }
 
 void sw_saver_fail(sw_saver *saver, uint64_t number, const sw_error *reason)
@@ -359,10 +357,119 @@ void sw_saver_destroy(sw_saver *saver)
         sw_thread_join(&saver->threads[0]);
     }
     sw_save_end_warming(saver);
-    sw_save_clear(saver);
+    clear(saver);
     free(saver->samples);
     sw_stage_fini(&saver->stage);
     pthread_cond_destroy(&saver->changed);
     pthread_mutex_destroy(&saver->mutex);
     free(saver);
+}
+
+/* ---- a save into memory ---- */
+
+/* A save into memory that outlives this process: an image of the files, in a memfd that the caller
+ * has mapped.
+ *
+ * A save to disk stages in private memory, which a thread then writes to files. Here each range is
+ * staged at its place in the image, so one pass makes the copy and its checksum, and no write
+ * follows. Tallies and runs describe what this rank wrote, as for a save to disk. */
+
+void sw_save_kept_fini(sw_save_kept *kept)
+{
+    sw_tally_list_fini(&kept->tallies);
+    free(kept->runs);
+    *kept = (sw_save_kept){0};
+}
+
+static void *help_keep(void *context)
+{
+    (void)await_open(context);
+    return NULL;
+}
+
+/* Starting and ending a thread costs about as much as copying 1 MiB. */
+enum { HELPER_LEAST_BYTES = 8 << 20 };
+
+static int threads_for(const sw_saver *saver)
+{
+    uint64_t useful = 1 + saver->bytes_total / HELPER_LEAST_BYTES;
+    return useful < (uint64_t)saver->options.thread_count ? (int)useful
+                                                          : saver->options.thread_count;
+}
+
+/* Copy all chunks, together with helping threads if these pay. */
+static sw_status copy_all(sw_saver *saver, const sw_save_request *request, sw_error *err)
+{
+    sw_save_claim claim = {0};
+    int wanted = threads_for(saver), started = 1;
+    SW_TRY(sw_save_claim_live(saver, false, &claim, err));
+    while (started < wanted && (size_t)started < saver->chunk_count &&
+           sw_thread_start(&saver->threads[started], help_keep, saver, "sw-keep", NULL) == SW_OK)
+        ++started; /* the threads that exist do all of the work */
+    copy_claim(saver, &claim, request);
+    set_open(saver);
+    for (int t = 1; t < started; ++t)
+        sw_thread_join(&saver->threads[t]);
+    sw_save_claim_fini(&claim);
+    return sw_save_check(saver, err);
+}
+
+static sw_status append(void *context, uint64_t block, sw_tally tally, sw_error *err)
+{
+    (void)err;
+    sw_tally_list_append(context, block, tally);
+    return SW_OK;
+}
+
+/* List runs; SW_E_INVALID: the image ends before one. */
+static sw_status list_runs(const sw_saver *saver, uint64_t image_bytes, sw_save_kept *kept,
+                           sw_error *err)
+{
+    kept->runs = calloc(saver->range_count + 1, sizeof *kept->runs);
+    if (!kept->runs)
+        SW_FAIL(err, SW_E_MEMORY, "no memory to list %zu runs of a save", saver->range_count);
+    for (size_t c = 0; c < saver->chunk_count; ++c)
+        for (uint32_t i = 0; i < saver->chunks[c].range_count; ++i) {
+            const sw_save_range *range = &saver->chunks[c].ranges[i];
+            uint64_t begin = sw_save_block_of(saver, &saver->chunks[c], range) * SW_BLOCK_BYTES +
+                             range->offset % SW_BLOCK_BYTES;
+            sw_save_run *last = kept->run_count ? &kept->runs[kept->run_count - 1] : NULL;
+            if (begin + range->size_bytes > image_bytes)
+                SW_FAIL(err, SW_E_INVALID, "an image of %llu bytes does not hold '%.200s'",
+                        (unsigned long long)image_bytes, range->file->path);
+            if (last && last->begin + last->size_bytes == begin)
+                last->size_bytes += range->size_bytes;
+            else
+                kept->runs[kept->run_count++] = (sw_save_run){begin, range->size_bytes};
+            kept->size_bytes += range->size_bytes;
+        }
+    return SW_OK;
+}
+
+static sw_status keep(sw_saver *saver, const sw_save_request *request, uint64_t image_bytes,
+                      sw_save_kept *kept, sw_error *err)
+{
+    SW_TRY(sw_save_list_ranges(saver, request, err));
+    SW_TRY(list_runs(saver, image_bytes, kept, err));
+    SW_TRY(copy_all(saver, request, err));
+    SW_TRY(sw_save_each_tally(saver, append, &kept->tallies, err));
+    if (kept->tallies.is_out_of_memory)
+        SW_FAIL(err, SW_E_MEMORY, "no memory for the tallies of %zu ranges", saver->range_count);
+    return SW_OK;
+}
+
+sw_status sw_saver_keep(sw_saver *saver, const sw_save_request *request, uint8_t *image,
+                        uint64_t image_bytes, sw_save_kept *kept, sw_error *err)
+{
+    sw_save_kept made = {0};
+    SW_TRY(check_request(saver, request, err));
+    start_save(saver, request, image);
+    sw_status status = keep(saver, request, image_bytes, &made, err);
+    clear(saver);
+    saver->image = NULL;
+    if (status == SW_OK)
+        *kept = made;
+    else
+        sw_save_kept_fini(&made);
+    return status;
 }

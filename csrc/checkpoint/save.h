@@ -139,4 +139,16 @@ uint8_t *sw_saver_spare(const sw_saver *saver, size_t index, size_t *size_bytes)
 /* Cancel, join the threads, and free. NULL is allowed. */
 void sw_saver_destroy(sw_saver *saver);
 
+/* ---- samples: checksums of a few cache lines, to detect a change between two points in time ----
+ */
+
+/* Idea: reading all memory would cost a pass, and a write to a whole tensor also changes the
+ * sampled lines. These are the first and the last 64 bytes, and 64 bytes per stride: at 256 KiB,
+ * 4,100 reads a GiB. A write only to other bytes is not detected. Any thread. */
+
+enum { SW_SAMPLE_BYTES = 64 };
+
+/* Compute the checksum. Equal sizes are sampled at equal offsets. `stride_bytes`: above 0. */
+uint32_t sw_sample_crc32c(const void *data, size_t size_bytes, size_t stride_bytes);
+
 #endif

@@ -1,17 +1,11 @@
 /* save_job.h - declarations that the files of a save share. Only save*.c include it.
  *
- * save.c           the saver and the life of its threads
- * save_state.c     whether the save continues
+ * save.c           the saver and the life of its threads; a save into memory
  * save_ranges.c    which bytes this rank writes, in chunks of staging
- * save_snapshot.c  from live memory to chunks
- * save_device.c    from a GPU's memory to chunks
- * save_sample.c    whether live memory has changed
- * save_warm.c      touches staging before it is needed
+ * save_snapshot.c  from live memory, or a GPU's, to chunks
+ * save_policy.c    whether the save continues, and memory has changed; late files; touching staging
  * save_write.c     from chunks to files
- * save_late.c      files of other ranks
- * save_image.c     a save into memory: chunks go to their places in an image
- * save_tally.c     what each rank wrote, to rank 0
- * save_agree.c     creation of files, the verdict
+ * save_agree.c     what each rank wrote, to rank 0; creation of files, the verdict
  *
  * `mutex` guards every field under "shared"; the others are set before the threads start. */
 #ifndef SW_CHECKPOINT_SAVE_JOB_H
@@ -20,8 +14,8 @@
 #include <pthread.h>
 
 #include "checkpoint/commit.h"
+#include "checkpoint/device_stage.h"
 #include "checkpoint/save.h"
-#include "checkpoint/stage.h"
 #include "platform/file.h"
 #include "platform/thread.h"
 
@@ -97,22 +91,11 @@ struct sw_saver {
     bool is_running, is_open, is_over, warm_is_over;
 };
 
-/* save_state.c: return SW_OK, or the reason why this rank must stop: another thread's failure or a
+/* save_policy.c: return SW_OK, or the reason why this rank must stop: another thread's failure or a
  * cancel. */
 SW_MUST_USE sw_status sw_save_check(sw_saver *saver, sw_error *err);
 /* Stop this rank; the first reason stays. */
 void sw_save_record_failure(sw_saver *saver, const sw_error *why);
-
-/* save.c */
-SW_MUST_USE sw_status sw_save_check_request(const sw_saver *saver, const sw_save_request *request,
-                                            sw_error *err);
-/* Help the caller's thread to copy until the files exist; false: a thread failed. */
-bool sw_save_await_open(sw_saver *saver);
-/* Copy the claim's chunks. The save already runs: a device error fails it, as a thread's error
- * does. */
-void sw_save_copy_claim(sw_saver *saver, sw_save_claim *claim, const sw_save_request *request);
-/* Clear the state of one save: return slots, keep memory. */
-void sw_save_clear(sw_saver *saver);
 
 /* save_ranges.c: list this rank's ranges. SW_E_STATE names a byte that this rank would write but
  * does not hold; later calls cannot fail for this reason. */
@@ -160,27 +143,27 @@ void sw_save_copy(sw_saver *saver, sw_save_claim *claim);
 bool sw_save_help_copy_locked(sw_saver *saver);
 void sw_save_claim_fini(sw_save_claim *claim);
 
-/* save_sample.c: sample every live chunk, before the threads start. */
+/* Sample every live chunk, before the threads start. */
 SW_MUST_USE sw_status sw_save_take_samples(sw_saver *saver, sw_error *err);
 /* SW_E_STATE names a tensor of the chunk that has changed since. */
 SW_MUST_USE sw_status sw_save_compare_sample(const sw_saver *saver, const sw_save_chunk *chunk,
                                              const uint8_t *copy, sw_error *err);
 
-/* save_device.c: sw_save_copy for a claim with bytes on a device. After an error, chunks that were
+/* sw_save_copy for a claim with bytes on a device. After an error, chunks that were
  * not copied stay marked and have no slot. */
 SW_MUST_USE sw_status sw_save_copy_down(sw_saver *saver, sw_save_claim *claim,
                                         const sw_save_request *request, sw_error *err);
 /* Wait until no writing thread reads the caller's memory. */
 void sw_save_await_copies(sw_saver *saver);
 
-/* save_warm.c: wait until no thread touches staging. */
+/* Wait until no thread touches staging. */
 void sw_save_end_warming(sw_saver *saver);
 
 /* save_write.c: run one writing thread until no chunk is left or a thread failed. While the
  * caller's thread copies, a helper copies first. */
 SW_MUST_USE sw_status sw_save_write(sw_saver *saver, bool is_helper, sw_error *err);
 
-/* save_late.c: open a file for writing that rank 0 has created. Retry for some seconds, because a
+/* save_policy.c: open a file for writing that rank 0 has created. Retry for some seconds, because a
  * network file system may not show it yet; the first thread also looks for a verdict. */
 SW_MUST_USE sw_status sw_save_open_late(sw_saver *saver, const char *path, bool direct,
                                         bool is_first_thread, int *fd, sw_error *err);
@@ -193,16 +176,6 @@ typedef struct sw_save_late_file { /* a file of which its writers have announced
 SW_MUST_USE sw_status sw_save_read_late(sw_saver *saver, sw_save_late_file *file, void *data,
                                         size_t size_bytes, uint64_t offset, sw_error *err);
 void sw_save_close_late(sw_save_late_file *file);
-
-/* save_tally.c: a carrier creates its host's file of tallies. */
-SW_MUST_USE sw_status sw_save_create_tallies(const sw_saver *saver, sw_error *err);
-/* Append this rank's tallies to the file; on rank 0, list files and add them to the manifest. Frees
- * the ranges first, so that their memory and the manifest's are never held together. */
-SW_MUST_USE sw_status sw_save_tell_tallies(sw_saver *saver, sw_error *err);
-/* On a carrier: merge tallies into its host's file, after all ranks concerned appended theirs. */
-SW_MUST_USE sw_status sw_save_merge_tallies(sw_saver *saver, sw_error *err);
-/* Rank 0: add the tallies of all hosts to the manifest, and remove the files. */
-SW_MUST_USE sw_status sw_save_collect_tallies(sw_saver *saver, sw_error *err);
 
 /* save_agree.c */
 SW_MUST_USE sw_status sw_save_open(sw_saver *saver,

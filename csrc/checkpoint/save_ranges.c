@@ -193,17 +193,14 @@ static uint32_t place_after(const sw_save_range *range, uint32_t used)
 
 static sw_save_chunk *add_chunk(sw_saver *saver, size_t *capacity, sw_error *err)
 {
-    if (saver->chunk_count == *capacity) {
-        size_t larger = 2 * *capacity + 16;
-        sw_save_chunk *grown = realloc(saver->chunks, larger * sizeof *grown);
-        if (!grown) {
-            (void)sw_error_set(err, SW_E_MEMORY, -1, "no memory for the chunks of %zu ranges",
-                               saver->range_count);
-            return NULL;
-        }
-        saver->chunks = grown;
-        *capacity = larger;
+    sw_save_chunk *chunks =
+        sw_grown(saver->chunks, capacity, saver->chunk_count, sizeof *chunks, 16);
+    if (!chunks) {
+        (void)sw_error_set(err, SW_E_MEMORY, -1, "no memory for the chunks of %zu ranges",
+                           saver->range_count);
+        return NULL;
     }
+    saver->chunks = chunks;
     return &saver->chunks[saver->chunk_count++];
 }
 

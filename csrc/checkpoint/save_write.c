@@ -6,8 +6,6 @@
  * range, less than a page each, use it: a host's page cache merges what its ranks write of one
  * page. Each thread syncs its writes before it opens another file. A failed fsync ends the save,
  * and is never retried on the same file. */
-#include <inttypes.h>
-#include <string.h>
 #include <unistd.h>
 
 #include "checkpoint/save_job.h"
@@ -46,9 +44,8 @@ static sw_status close_file(writer *w, sw_error *err)
     sw_status status = sw_file_close(&w->edge_fd, w->path, err);
     if (status == SW_OK)
         status = sw_file_sync(w->fd, w->path, err); /* also syncs writes of edge_fd */
-    sw_status closed = sw_file_close(&w->fd, w->path, status == SW_OK ? err : NULL);
     w->file = NULL;
-    return status == SW_OK ? closed : status;
+    return sw_file_close_after(&w->fd, w->path, status, err);
 }
 
 static sw_status open_file(writer *w, const sw_plan_file *file, sw_error *err)

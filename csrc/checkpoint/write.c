@@ -3,9 +3,49 @@
 
 #include <string.h>
 
-#include "checkpoint/save_lock.h"
 #include "kernels/crc32c.h"
 #include "platform/file.h"
+
+/* ---- LOCK ---- */
+
+sw_status sw_save_lock_take(const char *partial, int *fd, sw_error *err)
+{
+    char temporary[SW_PATH_BYTES], path[SW_PATH_BYTES];
+    bool ignored;
+    SW_TRY(sw_path_join(temporary, partial, SW_LOCK_NAME ".tmp", err));
+    SW_TRY(sw_path_join(path, partial, SW_LOCK_NAME, err));
+    SW_TRY(sw_file_create(temporary, fd, err));
+    (void)!sw_file_lock(*fd, temporary, &ignored, NULL);
+    sw_status status = sw_file_rename(temporary, path, err);
+    if (status != SW_OK)
+        (void)!sw_file_close(fd, temporary, NULL);
+    return status;
+}
+
+void sw_save_lock_release(const char *folder, int *fd)
+{
+    char path[SW_PATH_BYTES];
+    if (*fd >= 0 && sw_path_join(path, folder, SW_LOCK_NAME, NULL) == SW_OK)
+        (void)!sw_file_remove(path, NULL);
+    (void)!sw_file_close(fd, folder, NULL); /* no data to lose */
+}
+
+sw_save_life sw_save_lock_look(const char *partial)
+{
+    char path[SW_PATH_BYTES];
+    int fd = -1;
+    bool is_taken = false;
+    if (sw_path_join(path, partial, SW_LOCK_NAME, NULL) != SW_OK ||
+        sw_file_open_write(path, false, &fd, NULL) != SW_OK)
+        return SW_SAVE_UNKNOWN;
+    sw_status status = sw_file_lock(fd, path, &is_taken, NULL);
+    (void)!sw_file_close(&fd, path, NULL);
+    if (status != SW_OK)
+        return SW_SAVE_UNKNOWN;
+    return is_taken ? SW_SAVE_DEAD : SW_SAVE_ALIVE;
+}
+
+/* ---- writes ---- */
 
 /* Create the folder in a path of a plan, unless it was created for an earlier path. */
 static sw_status make_parent(const char *path, sw_error *err)
@@ -25,9 +65,7 @@ sw_status sw_plan_create_files(const sw_plan *plan, const char *folder, sw_error
             SW_TRY(make_parent(path, err));
         SW_TRY(sw_file_create(path, &fd, err));
         sw_status status = sw_file_allocate(fd, path, plan->files[i].size_bytes, err);
-        sw_status closed = sw_file_close(&fd, path, status == SW_OK ? err : NULL);
-        SW_TRY(status);
-        SW_TRY(closed);
+        SW_TRY(sw_file_close_after(&fd, path, status, err));
     }
     return SW_OK;
 }
@@ -96,8 +134,7 @@ sw_status sw_checkpoint_write(const sw_write_file *file, const sw_write_range *r
     }
     SW_TRY(sw_file_open_write(file->path, false, &fd, err));
     sw_status status = write_open(fd, file, ranges, count, data, tallies, err);
-    sw_status closed = sw_file_close(&fd, file->path, status == SW_OK ? err : NULL);
-    return status == SW_OK ? closed : status;
+    return sw_file_close_after(&fd, file->path, status, err);
 }
 
 sw_status sw_plan_write_headers(const sw_plan *plan, const char *folder, sw_manifest *manifest,

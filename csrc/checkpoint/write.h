@@ -1,5 +1,5 @@
-/* write.h - simple writes into a folder that will become a checkpoint: for programs that plan their
- * own writes. Our own saves use save_write.c.
+/* write.h - a folder that will become a checkpoint: its LOCK, and simple writes into it, for
+ * programs that plan their own. Our own saves write by save_write.c.
  *
  * Thread rule: any; threads that write one file need ranges without overlap. */
 #ifndef SW_CHECKPOINT_WRITE_H
@@ -10,11 +10,36 @@
 #include "checkpoint/plan.h"
 #include "checkpoint/tally.h"
 
+/* ---- LOCK: the file that shows that the process that saves to a folder is alive ---- */
+
+/* The kernel releases the lock when the process ends, also over NFS. LOCK is locked before it gets
+ * its name, so no process can find it unlocked while its save is alive. */
+
+#define SW_LOCK_NAME "LOCK"
+
+typedef enum sw_save_life {
+    SW_SAVE_DEAD,
+    SW_SAVE_ALIVE,
+    SW_SAVE_UNKNOWN, /* LOCK cannot be opened, or the file system has no locks */
+} sw_save_life;
+
+/* Create LOCK in the folder `partial`. The lock lasts until *fd is closed, or until the process and
+ * all children forked meanwhile have ended. On a file system without locks only the file is
+ * created. */
+SW_MUST_USE sw_status sw_save_lock_take(const char *partial, int *fd, sw_error *err);
+
+/* Remove LOCK from `folder`, the current name of the folder, and close *fd; -1: do nothing. */
+void sw_save_lock_release(const char *folder, int *fd);
+
+sw_save_life sw_save_lock_look(const char *partial);
+
+/* ---- writes ---- */
+
 /* Create every file of `plan` in `folder`, at full size and with its disk space allocated; also the
  * inner folders of paths. */
 SW_MUST_USE sw_status sw_plan_create_files(const sw_plan *plan, const char *folder, sw_error *err);
 
-/* Create the folder `partial` with LOCK (save_lock.h), held by *lock_fd, and every file of `plan`.
+/* Create the folder `partial` with LOCK, held by *lock_fd, and every file of `plan`.
  * An error leaves no files. */
 SW_MUST_USE sw_status sw_partial_create(const sw_plan *plan, const char *partial, int *lock_fd,
                                         sw_error *err);

@@ -112,7 +112,7 @@ sw_status sw_bootstrap_look(sw_bootstrap_wait *wait, bool *is_due, sw_error *err
         return sw_wait_interrupted(err);
     }
     if (status != SW_OK)
-        return sw_error_set(err, status, reason.detail, "%s", reason.message);
+        return sw_error_pass(err, &reason);
     return comm->ops->look(comm, true, err);
 }
 
@@ -251,7 +251,7 @@ sw_status sw_bootstrap_call(sw_bootstrap *bootstrap, const char *const *addresse
         (void)!answer(socket, fd_message->serial, status, &cause, NULL);
     sw_socket_close(&socket);
     if (status == SW_E_TIMEOUT || status == SW_E_INTERRUPTED)
-        return sw_error_set(err, status, cause.detail, "%s", cause.message);
+        return sw_error_pass(err, &cause);
     return sw_error_set(err, status == SW_E_STATE ? SW_E_COMM : status, first,
                         "%s: calling rank %d failed: %.350s", SW_BOOTSTRAP_JOINING, first,
                         cause.message);
@@ -271,8 +271,7 @@ sw_status sw_bootstrap_take(sw_bootstrap *bootstrap, const char *label, sw_fd_me
         receive(&wait, bootstrap->link[0], fd_message, sizeof *fd_message, fd, &cause);
     if (status == SW_E_COMM && cause.detail < 0) /* a lost connection */
         return name_lost(bootstrap, 0, label, err);
-    return status == SW_OK ? SW_OK
-                           : sw_error_set(err, cause.status, cause.detail, "%s", cause.message);
+    return status == SW_OK ? SW_OK : sw_error_pass(err, &cause);
 }
 
 sw_status sw_bootstrap_answer(sw_bootstrap *bootstrap, const char *label, uint32_t serial,

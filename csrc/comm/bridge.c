@@ -1,8 +1,6 @@
 /* bridge.c - see the header. */
 #include "comm/bridge.h"
 
-#include <stdio.h>
-
 enum { NUMBER_BITS = 28 }; /* a Gloo tag is a non-negative int32_t */
 
 static uint32_t tag_of(sw_message message, uint32_t number)

@@ -43,10 +43,10 @@ typedef struct sw_wire {
      * of the wire needs. *kept: passed to leave(). Both NULL: the wire needs no such state. */
     void (*enter)(void *context, void **kept);
     void (*leave)(void *context, void *kept);
-    /* Below this throughput a message is worth packing (hier_pack.h). 0: never; UINT64_MAX:
+    /* Below this throughput a message is worth packing (hier_block.h). 0: never; UINT64_MAX:
      * always. */
     uint64_t slow_bytes_per_s;
-    int radix; /* radix of dissemination.h, equal on all hosts; 0: SW_DISSEMINATION_RADIX */
+    int radix; /* radix of sw_dissemination, equal on all hosts; 0: SW_DISSEMINATION_RADIX */
 } sw_wire;
 
 /* The kind of a message; with its number it forms the tag. */

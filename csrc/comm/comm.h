@@ -172,7 +172,7 @@ typedef struct sw_comm_ops {
     sw_status (*look)(sw_comm *comm, bool minds_leaving, sw_error *err);
     /* "rank 2 (pid 4711 on host a)". */
     void (*peer)(sw_comm *comm, int rank, char text[SW_COMM_PEER_BYTES]);
-    /* Return the note (wait_note.h) of rank number `local` of this host, and its rank in the
+    /* Return the note (wait.h) of rank number `local` of this host, and its rank in the
      * communicator; NULL: there are no more. Any thread. */
     struct sw_wait_note *(*note)(sw_comm *comm, int local, int *rank);
     /* Return a rank of this host whose process has ended; -1: none is known. Any thread. */
@@ -249,13 +249,33 @@ void sw_op_set_label(sw_op *op, const char *label);
 sw_status sw_comm_give_up(sw_comm *comm, sw_status status, sw_error *err, const char *format, ...)
     SW_PRINTF(4, 5);
 
-/* Return SW_E_MISMATCH: `rank` asks for another arena size than rank 0. */
-sw_status sw_comm_arena_differs(const sw_comm *comm, const char *label, uint64_t first_bytes,
-                                int rank, uint64_t size_bytes, sw_error *err);
-
 /* Count an operation that begins in the communicator's stats. */
 void sw_comm_count(sw_comm *comm, const sw_op *op);
 
 const char *sw_op_kind_name(sw_op_kind kind);
+
+/* ---- collectives that are one call: they run to their end ---- */
+
+SW_MUST_USE sw_status sw_comm_barrier(sw_comm *comm, const char *label, sw_error *err);
+
+typedef struct sw_span { /* a range of an arena */
+    size_t offset_bytes, size_bytes;
+} sw_span;
+
+/* Gather every rank's slices of these ranges of op->arena, as `op` says otherwise, and wait. Every
+ * range is checked before the first is issued: none runs if a later one is refused. */
+SW_MUST_USE sw_status sw_comm_all_gather(sw_comm *comm, sw_op *op, const sw_span *ranges,
+                                         size_t count, sw_error *err);
+
+/* ---- agreement: all ranks get a resource, or none ---- */
+
+/* Collective: exchange this rank's outcome `local`. It wants `size_bytes` of memory for "<noun>
+ * '<label>'" ("arena") under the limit of its control group. SW_OK if every rank succeeded.
+ * Otherwise all ranks return the same error: SW_E_MISMATCH if sizes differ, else SW_E_MEMORY with
+ * the first failed rank and its *cause, or with the limit that the ranks together exceed. If `noun`
+ * is NULL, it takes no memory, `cause` is the whole message, and its SW_E_OS stays one. */
+SW_MUST_USE sw_status sw_agree(sw_comm *comm, const char *noun, const char *label,
+                               size_t size_bytes, sw_status local, const sw_error *cause,
+                               sw_error *err);
 
 #endif

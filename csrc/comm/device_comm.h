@@ -51,7 +51,7 @@ typedef struct sw_device_comm {
     _Atomic int64_t marked_ns;  /* time of the last mark; 0: never marked, or seen complete */
     _Atomic int64_t entered_ns; /* time at which the program's thread entered, set by the bindings;
                                    0: it is not */
-    struct sw_device_watch *watch; /* owned; NULL: no watch runs (device_watch.h) */
+    struct sw_device_watch *watch; /* owned; NULL: no watch runs */
     int64_t timeout_ns;
     sw_watchdog watchdog;
     void *sum;           /* device memory: sw_norm_sum */
@@ -84,7 +84,7 @@ SW_MUST_USE sw_status sw_device_comm_connect(sw_device_comm *comm, const sw_nccl
 SW_MUST_USE sw_status sw_device_comm_borrow(sw_device_comm *comm, sw_nccl_comm handle, int rank,
                                             int world_size, int64_t timeout_ns, sw_error *err);
 
-/* A rank without peers, instead of connect: no NCCL is needed; see lone_rank.h. */
+/* A rank without peers, instead of connect: no NCCL is needed; see peers.h. */
 SW_MUST_USE sw_status sw_device_comm_connect_alone(sw_device_comm *comm, int64_t timeout_ns,
                                                    sw_error *err);
 
@@ -143,5 +143,28 @@ SW_MUST_USE sw_status sw_device_comm_mark(sw_device_comm *comm, sw_error *err);
 /* Check, without waiting, for a failed rank or a late mark. Either ends the communicator, which
  * makes its kernels return, and so the threads that wait for the GPU. */
 SW_MUST_USE sw_status sw_device_comm_watch(sw_device_comm *comm, sw_error *err);
+
+/* ---- the watch thread ---- */
+
+/* A thread that watches the communicator and can end it while a call is blocked.
+ *
+ * A host that is ahead of its GPU fills the driver's queue of launches and then blocks in the next
+ * launch. If a peer has died, the queue never empties: its head is a collective that waits for that
+ * peer. So the watch has its own thread and takes neither the GIL nor a lock that the blocked
+ * thread may hold. It makes no driver call while that thread may be blocked in one. Ten times a
+ * second it checks for dead ranks, a failure of the transport, and a late mark
+ * (sw_device_comm_mark). Each of them ends the transport (sw_peers_request_end), which makes its
+ * kernels return, and then the blocked thread.
+ *
+ * Left out: the owner ends a borrowed NCCL communicator (python/shardwright/backend/lender.py).
+ *
+ * Thread rule: start and stop by the thread that uses the communicator. */
+
+/* Start to watch a connected communicator; no effect if it is watched. SW_E_OS, SW_E_MEMORY. */
+SW_MUST_USE sw_status sw_device_watch_start(sw_device_comm *comm, sw_error *err);
+
+/* End the thread before the communicator is freed. If a driver call holds the thread for
+ * `patience_ns`, leave it running and return false; the communicator must then never be freed. */
+bool sw_device_watch_stop(sw_device_comm *comm, int64_t patience_ns);
 
 #endif

@@ -47,10 +47,10 @@ sw_status sw_exchange_agree(sw_exchange *exchange, bool *ok, sw_error *err)
     return exchange->ops->agree(exchange, ok, err);
 }
 
-sw_status sw_exchange_buffers_reserve(sw_exchange_buffers *buffers, int world_size,
-                                      size_t slice_bytes, sw_error *err)
+static sw_status reserve(sw_exchange_buffers *buffers, size_t ranks, size_t slice_bytes,
+                         sw_error *err)
 {
-    size_t ranks = (size_t)world_size, bytes, capacity;
+    size_t bytes, capacity;
     if (slice_bytes <= buffers->capacity_bytes)
         return SW_OK;
     sw_exchange_buffers_fini(buffers);
@@ -62,6 +62,15 @@ sw_status sw_exchange_buffers_reserve(sw_exchange_buffers *buffers, int world_si
     buffers->whole = buffers->received + ranks * capacity;
     buffers->result = buffers->whole + ranks * capacity;
     buffers->capacity_bytes = capacity;
+    return SW_OK;
+}
+
+sw_status sw_exchange_buffers_begin(sw_exchange_buffers *buffers, const sw_exchange *exchange,
+                                    uint8_t **message, uint8_t **result, sw_error *err)
+{
+    SW_TRY(reserve(buffers, (size_t)exchange->world_size, exchange->slice_bytes, err));
+    *message = buffers->message;
+    *result = buffers->result;
     return SW_OK;
 }
 

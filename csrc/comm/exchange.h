@@ -63,9 +63,11 @@ typedef struct sw_exchange_buffers {
     size_t capacity_bytes;                        /* of a slice */
 } sw_exchange_buffers;
 
-/* Make room for slices of slice_bytes. Contents are lost. No transport may access the old ones. */
-SW_MUST_USE sw_status sw_exchange_buffers_reserve(sw_exchange_buffers *buffers, int world_size,
-                                                  size_t slice_bytes, sw_error *err);
+/* Begin: make room for the exchange's slices. Contents are lost. No transport may access the old
+ * ones. */
+SW_MUST_USE sw_status sw_exchange_buffers_begin(sw_exchange_buffers *buffers,
+                                                const sw_exchange *exchange, uint8_t **message,
+                                                uint8_t **result, sw_error *err);
 void sw_exchange_buffers_fini(sw_exchange_buffers *buffers);
 
 /* A codec as an operation sees it: it averages float32 memory over an exchange, with state between

@@ -8,7 +8,7 @@
 #include <string.h>
 
 #include "base/bytes.h"
-#include "comm/fabric_state.h"
+#include "comm/fabric.h"
 
 /* The part of an operation that this rank folds, in elements of the operation. */
 typedef struct fold_range {

@@ -1,17 +1,13 @@
 /* hier.c - creating and destroying a communicator over hosts, and its memory. */
 #include "comm/hier.h"
 
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
 #include "base/bytes.h"
-#include "comm/agree.h"
+#include "comm/comm.h"
 #include "comm/hier_state.h"
-#include "platform/clock.h"
-#include "platform/futex.h"
-#include "platform/process.h"
 
 /* Arenas
  * ------------------------------------------------------------------------------------------ */

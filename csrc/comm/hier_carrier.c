@@ -26,7 +26,7 @@ static sw_status carry_next(sw_carrier *carrier, uint32_t *ticket, sw_error *err
     SW_TRY(sw_carrier_agree(carrier, *ticket, &count, err));
     if (op->codec)
         SW_TRY(sw_carrier_compress(carrier, *ticket, count, err));
-    else if (sw_carrier_reduces(carrier, pending))
+    else if (sw_carrier_reduces(pending))
         SW_TRY(sw_carrier_reduce(carrier, *ticket, count, err));
     else if (op->kind == SW_OP_ALL_GATHER && op->arena && op->numel > 0)
         SW_TRY(

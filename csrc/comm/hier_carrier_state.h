@@ -1,5 +1,5 @@
 /* hier_carrier_state.h - the state of a carrier's thread, shared by hier_carrier.c (the thread),
- * hier_carrier_wait.c (its waits), hier_frames.c (agreement), hier_payload.c (data beside
+ * hier_host.c (its waits), hier_frames.c (agreement, data beside
  * operations), hier_last.c (ends and probes), hier_reduce.c and hier_gather.c (the data). Private
  * to them.
  *
@@ -7,10 +7,10 @@
 #ifndef SW_COMM_HIER_CARRIER_STATE_H
 #define SW_COMM_HIER_CARRIER_STATE_H
 
-#include "comm/hier_cut.h"
-#include "comm/hier_pack.h"
-#include "comm/hier_part.h"
+#include "comm/descriptor.h"
+#include "comm/hier_block.h"
 #include "comm/hier_state.h"
+#include "comm/host_map.h"
 
 enum {
     SW_HIER_BLOCK_BYTES = 256 * 1024,      /* a message of partial sums: 2 ms at 1 Gbit/s */
@@ -145,7 +145,7 @@ struct sw_carrier {
     for (int g = 0; g < (carrier)->hier->map.host_count; ++g) \
         if (g != (carrier)->hier->host)
 
-/* hier_carrier_wait.c
+/* hier_host.c
  * ------------------------------------------------------------------------------------------ */
 
 /* Access memory of operations only between these two, and only if the first succeeds. */
@@ -155,6 +155,13 @@ void sw_carrier_touch_end(sw_carrier *carrier);
 sw_status sw_carrier_blame(const sw_carrier *carrier, const char *what, sw_error *err);
 SW_MUST_USE sw_status sw_carrier_wait(sw_carrier *carrier, sw_transfer *transfer, const char *what,
                                       sw_error *err);
+/* sw_bridge_send and sw_bridge_receive with such an error. */
+SW_MUST_USE sw_status sw_carrier_send(sw_carrier *carrier, int host, sw_message message,
+                                      uint32_t number, const void *data, size_t size_bytes,
+                                      sw_transfer *transfer, const char *what, sw_error *err);
+SW_MUST_USE sw_status sw_carrier_receive(sw_carrier *carrier, int host, sw_message message,
+                                         uint32_t number, void *data, size_t size_bytes,
+                                         sw_transfer *transfer, const char *what, sw_error *err);
 /* Mark operations up to `ticket` as complete for this host. */
 void sw_carrier_complete(sw_carrier *carrier, uint32_t ticket);
 
@@ -168,6 +175,15 @@ SW_MUST_USE sw_status sw_carrier_await_local(sw_carrier *carrier, const sw_hier_
 static inline const sw_hier_pending *sw_carrier_pending(const sw_carrier *carrier, uint32_t ticket)
 {
     return &carrier->hier->pending[ticket % SW_HIER_RING];
+}
+
+/* Address of the contribution of rank number `local` of this host, from an element on. */
+static inline uint8_t *sw_carrier_contribution(const sw_carrier *carrier,
+                                               const sw_hier_pending *pending, int local,
+                                               size_t element)
+{
+    return pending->arena->base[carrier->hier->members[local]] + pending->at_bytes +
+           element * sw_dtype_size_bytes(pending->op.dtype);
 }
 
 static inline char *sw_carrier_what(sw_carrier *carrier, unsigned turn, uint32_t index)
@@ -195,32 +211,12 @@ SW_MUST_USE sw_status sw_carrier_take_probes(sw_carrier *carrier, sw_carrier_hop
 SW_MUST_USE sw_status sw_carrier_settle_probes(sw_carrier *carrier, sw_carrier_hop *hop, int to,
                                                uint32_t taken, const char *what, sw_error *err);
 
-/* hier_payload.c
- * ------------------------------------------------------------------------------------------ */
-
-/* Return the description of an operation's payload, without its place. */
-sw_payload sw_carrier_payload(const sw_carrier *carrier, const sw_hier_pending *pending);
-/* Return true for operations that run in one pipeline (hier_reduce.c). */
-bool sw_carrier_reduces(const sw_carrier *carrier, const sw_hier_pending *pending);
-/* Return the payload bytes of `hosts` hosts, this one first; for BY_ROOT the maximum. */
-size_t sw_carrier_payload_bytes(const sw_carrier *carrier, const sw_payload *payload, int hosts);
-/* Copy this host's payload of operation `index` into the agreement. */
-SW_MUST_USE sw_status sw_carrier_collect_payload(sw_carrier *carrier, uint32_t index,
-                                                 sw_error *err);
-/* Copy `size_bytes` of payload of `count` hosts, the first of them `distance` after this one. */
-void sw_carrier_take_payload(sw_carrier *carrier, uint32_t index, int distance, int count,
-                             const uint8_t *bytes, size_t size_bytes);
-/* Exchange the payload of the only operation of a long agreement, once all hosts agree on it. */
-SW_MUST_USE sw_status sw_carrier_exchange_payload(sw_carrier *carrier, const char *what,
-                                                  sw_error *err);
-/* Deliver the payload of all hosts of operation `index` to this host's ranks. */
-SW_MUST_USE sw_status sw_carrier_deliver_payload(sw_carrier *carrier, uint32_t index,
-                                                 sw_error *err);
-
 /* hier_frames.c
  * ------------------------------------------------------------------------------------------ */
 
-/* Return true if hier_stream.c moves its data. */
+/* Return true for operations that run in one pipeline (hier_reduce.c). */
+bool sw_carrier_reduces(const sw_hier_pending *pending);
+/* Return true if hier_gather.c moves its data. */
 static inline bool sw_carrier_streams(const sw_hier_pending *pending)
 {
     return pending->op.kind == SW_OP_BROADCAST && !pending->arena;
@@ -241,7 +237,7 @@ SW_MUST_USE sw_status sw_carrier_offer_early(sw_carrier *carrier, uint32_t ticke
  * unreachable host may block this thread, for which no rank waits. */
 void sw_carrier_take_leave(sw_carrier *carrier, const sw_error *reason);
 
-/* hier_reduce.c, hier_gather.c, hier_stream.c
+/* hier_reduce.c, hier_gather.c
  * ------------------------------------------------------------------------------------------ */
 
 /* Move the data of `count` reductions; each completes with its last block. */

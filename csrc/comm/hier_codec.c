@@ -11,8 +11,8 @@
 #include <string.h>
 
 #include "base/bytes.h"
+#include "comm/hier_block.h"
 #include "comm/hier_carrier_state.h"
-#include "comm/partial.h"
 
 /* ---- the exchange over the bridge ---- */
 
@@ -53,11 +53,10 @@ static sw_status expect(sw_coded *coded, const movement *m, size_t block, sw_err
     size_t hosts = (size_t)carrier->hier->map.host_count;
     SW_FOR_OTHER_HOSTS(carrier, g)
     {
-        if (sw_bridge_receive(&carrier->bridge, g, m->message, carrier->blocks + (uint32_t)block,
-                              m->into + (size_t)g * m->into_stride + block * SW_HIER_BLOCK_BYTES,
-                              block_bytes(m, block), &coded->in[block * hosts + (size_t)g],
-                              err) != SW_OK)
-            return sw_carrier_blame(carrier, coded->what, err);
+        SW_TRY(sw_carrier_receive(
+            carrier, g, m->message, carrier->blocks + (uint32_t)block,
+            m->into + (size_t)g * m->into_stride + block * SW_HIER_BLOCK_BYTES,
+            block_bytes(m, block), &coded->in[block * hosts + (size_t)g], coded->what, err));
     }
     return SW_OK;
 }
@@ -68,11 +67,10 @@ static sw_status send(sw_coded *coded, const movement *m, size_t block, sw_error
     size_t hosts = (size_t)carrier->hier->map.host_count;
     SW_FOR_OTHER_HOSTS(carrier, g)
     {
-        if (sw_bridge_send(&carrier->bridge, g, m->message, carrier->blocks + (uint32_t)block,
-                           m->to + (size_t)g * m->to_stride + block * SW_HIER_BLOCK_BYTES,
-                           block_bytes(m, block), &coded->out[block * hosts + (size_t)g],
-                           err) != SW_OK)
-            return sw_carrier_blame(carrier, coded->what, err);
+        SW_TRY(sw_carrier_send(carrier, g, m->message, carrier->blocks + (uint32_t)block,
+                               m->to + (size_t)g * m->to_stride + block * SW_HIER_BLOCK_BYTES,
+                               block_bytes(m, block), &coded->out[block * hosts + (size_t)g],
+                               coded->what, err));
     }
     return SW_OK;
 }
@@ -109,12 +107,7 @@ static sw_status move(sw_coded *coded, movement m, sw_error *err)
 
 static sw_status begin(sw_exchange *exchange, uint8_t **message, uint8_t **result, sw_error *err)
 {
-    sw_coded *coded = coded_of(exchange);
-    SW_TRY(sw_exchange_buffers_reserve(&coded->buffers, exchange->world_size, exchange->slice_bytes,
-                                       err));
-    *message = coded->buffers.message;
-    *result = coded->buffers.result;
-    return SW_OK;
+    return sw_exchange_buffers_begin(&coded_of(exchange)->buffers, exchange, message, result, err);
 }
 
 static sw_status scatter(sw_exchange *exchange, const void **pieces, sw_error *err)
@@ -190,14 +183,6 @@ static bool next_run(const coded_sum *sum, size_t cursor, size_t end, size_t *be
     return cursor < end && (!plan || plan->next_run(plan->context, cursor, end, begin, numel));
 }
 
-static const uint8_t *contribution(const sw_carrier *carrier, const coded_sum *sum, int local,
-                                   size_t element)
-{
-    const sw_hier_pending *pending = sum->pending;
-    return pending->arena->base[carrier->hier->members[local]] + pending->at_bytes +
-           element * sw_dtype_size_bytes(pending->op.dtype);
-}
-
 /* Add float64 values to a sum, each rounded to float32. */
 static void add_doubles(float *sum, const double *values, size_t numel, bool is_first)
 {
@@ -213,7 +198,7 @@ static void fold_run(sw_carrier *carrier, const coded_sum *sum, size_t begin, si
     for (int l = 0; l < carrier->hier->local_count; ++l) {
         if (!sum->contributes[carrier->hier->members[l]])
             continue;
-        const uint8_t *source = contribution(carrier, sum, l, begin);
+        const uint8_t *source = sw_carrier_contribution(carrier, sum->pending, l, begin);
         if (sum->real == SW_DTYPE_FLOAT64)
             add_doubles(flat, (const double *)(const void *)source, numel * sum->lanes, count == 0);
         carrier->source[count++] = source;
@@ -260,7 +245,7 @@ static void store_for(const sw_carrier *carrier, const coded_sum *sum, int local
     const sw_op *op = &sum->pending->op;
     size_t bytes = sw_dtype_size_bytes(op->dtype), first = 0, end = op->numel, begin, run;
     int rank = carrier->hier->members[local];
-    uint8_t *to = (uint8_t *)(uintptr_t)contribution(carrier, sum, local, 0);
+    uint8_t *to = sw_carrier_contribution(carrier, sum->pending, local, 0);
     if (op->kind == SW_OP_REDUCE_SCATTER) {
         size_t slice = sw_comm_slice_numel(op->numel, bytes,
                                            sw_op_slice_count(op, carrier->hier->comm.world_size));

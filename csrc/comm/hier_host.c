@@ -1,8 +1,11 @@
 /* hier_host.c - the state of a host's ranks: which have done their part, which never will, and
- * their names in messages. */
+ * their names in messages; and how a carrier's thread waits for them and for the wire. */
 #include <stdio.h>
 
+#include "comm/hier_carrier_state.h"
 #include "comm/hier_state.h"
+#include "platform/clock.h"
+#include "platform/futex.h"
 
 void sw_hier_peer(sw_comm *comm, int rank, char text[SW_COMM_PEER_BYTES])
 {
@@ -75,4 +78,115 @@ sw_status sw_hier_check_host(const sw_hier *hier, const sw_hier_need *need, bool
         }
     }
     return SW_OK;
+}
+
+/* ---- for all phases of a carrier's thread ---- */
+
+static const int64_t idle_slice_ns = 200 * 1000 * 1000;
+static const int64_t busy_slice_ns = 10 * 1000 * 1000;
+
+sw_status sw_carrier_touch_begin(sw_carrier *carrier, sw_error *err)
+{
+    sw_hier *hier = carrier->hier;
+    pthread_mutex_lock(&hier->lock);
+    sw_status status = sw_ending_read(sw_hier_ending(hier), err);
+    if (status != SW_OK)
+        pthread_mutex_unlock(&hier->lock);
+    return status;
+}
+
+void sw_carrier_touch_end(sw_carrier *carrier)
+{
+    pthread_mutex_unlock(&carrier->hier->lock);
+}
+
+sw_status sw_carrier_blame(const sw_carrier *carrier, const char *what, sw_error *err)
+{
+    const sw_hier *hier = carrier->hier;
+    char peer[SW_COMM_PEER_BYTES], cause[200];
+    int rank = err->detail;
+    sw_hier_peer((sw_comm *)(uintptr_t)&hier->comm, rank, peer);
+    snprintf(cause, sizeof cause, "%.190s", err->message);
+    const char *host = atomic_load(&hier->is_introduced) ? hier->host_name[hier->host].text : "";
+    return sw_error_set(err, SW_E_COMM, rank,
+                        "host %.40s lost %s in %.110s: the process or the network between them "
+                        "failed: %s",
+                        host, peer, what, cause);
+}
+
+sw_status sw_carrier_wait(sw_carrier *carrier, sw_transfer *transfer, const char *what,
+                          sw_error *err)
+{
+    return sw_bridge_wait(&carrier->bridge, transfer, err) == SW_OK
+               ? SW_OK
+               : sw_carrier_blame(carrier, what, err);
+}
+
+sw_status sw_carrier_send(sw_carrier *carrier, int host, sw_message message, uint32_t number,
+                          const void *data, size_t size_bytes, sw_transfer *transfer,
+                          const char *what, sw_error *err)
+{
+    return sw_bridge_send(&carrier->bridge, host, message, number, data, size_bytes, transfer,
+                          err) == SW_OK
+               ? SW_OK
+               : sw_carrier_blame(carrier, what, err);
+}
+
+sw_status sw_carrier_receive(sw_carrier *carrier, int host, sw_message message, uint32_t number,
+                             void *data, size_t size_bytes, sw_transfer *transfer, const char *what,
+                             sw_error *err)
+{
+    return sw_bridge_receive(&carrier->bridge, host, message, number, data, size_bytes, transfer,
+                             err) == SW_OK
+               ? SW_OK
+               : sw_carrier_blame(carrier, what, err);
+}
+
+/* Return SW_E_STATE when this rank leaves, the reason if the communicator has ended, or the error
+ * of one of this host's ranks for which `need` waits. */
+static sw_status check_here(sw_carrier *carrier, const sw_hier_need *need, bool deaths,
+                            sw_error *err)
+{
+    if (atomic_load(&carrier->stop))
+        SW_FAIL(err, SW_E_STATE, "this rank leaves");
+    SW_TRY(sw_ending_read(sw_hier_ending(carrier->hier), err));
+    return sw_hier_check_host(carrier->hier, need, deaths, err);
+}
+
+/* `idles`: ranks may still be computing. */
+static sw_status await_word(sw_carrier *carrier, const sw_hier_need *need, bool idles,
+                            _Atomic uint32_t *word, uint32_t value, sw_error *err)
+{
+    int64_t begun_ns = sw_clock_now_ns();
+    for (;;) {
+        uint32_t seen = atomic_load(word);
+        if (sw_ticket_reached(seen, value))
+            return SW_OK;
+        bool deaths = !idles && sw_clock_now_ns() - begun_ns > busy_slice_ns;
+        SW_TRY(check_here(carrier, need, deaths, err));
+        sw_futex_wait(word, seen, idles ? idle_slice_ns : busy_slice_ns);
+    }
+}
+
+sw_status sw_carrier_await_local(sw_carrier *carrier, const sw_hier_need *need,
+                                 _Atomic uint32_t *word, uint32_t value, sw_error *err)
+{
+    return await_word(carrier, need, false, word, value, err);
+}
+
+sw_status sw_carrier_await_posts(sw_carrier *carrier, uint32_t ticket, sw_error *err)
+{
+    sw_hier *hier = carrier->hier;
+    const sw_hier_need need = {.ticket = ticket, .filler = -1};
+    SW_TRY(check_here(carrier, &need, false, err));
+    for (int l = 0; l < hier->local_count; ++l)
+        SW_TRY(await_word(carrier, &need, l == 0, &sw_hier_page(hier, l)->posted, ticket, err));
+    return SW_OK;
+}
+
+void sw_carrier_complete(sw_carrier *carrier, uint32_t ticket)
+{
+    sw_page *page = sw_hier_page(carrier->hier, 0);
+    atomic_store(&page->wired, ticket);
+    sw_futex_wake_all(&page->wired);
 }

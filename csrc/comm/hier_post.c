@@ -1,6 +1,5 @@
 /* hier_post.c - describing operations to this host's ranks. The carrier executes them
  * (hier_carrier.c). */
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 

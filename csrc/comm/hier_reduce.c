@@ -14,8 +14,8 @@
 #include <string.h>
 
 #include "base/bytes.h"
+#include "comm/hier_block.h"
 #include "comm/hier_carrier_state.h"
-#include "comm/partial.h"
 #include "platform/clock.h"
 
 typedef enum results_kept {
@@ -67,9 +67,7 @@ static size_t block_of(const sw_carrier *carrier, const reduction *work, int hos
 static uint8_t *contribution(const sw_carrier *carrier, const reduction *work, int local,
                              size_t begin)
 {
-    const sw_hier_pending *pending = work->pending;
-    return pending->arena->base[carrier->hier->members[local]] + pending->at_bytes +
-           begin * work->element_bytes;
+    return sw_carrier_contribution(carrier, work->pending, local, begin);
 }
 
 /* Return the address at which `rank` of this host, an owner, keeps the result of an element. */
@@ -167,10 +165,8 @@ static sw_status send_block(sw_carrier *carrier, const batch_block *piece, int t
 {
     carrier->packing.batch.plain_bytes += plain_bytes;
     carrier->packing.batch.sent_bytes += size_bytes;
-    if (sw_bridge_send(&carrier->bridge, to, message, piece->number, data, size_bytes, transfer,
-                       err) != SW_OK)
-        return sw_carrier_blame(carrier, piece->work->what, err);
-    return SW_OK;
+    return sw_carrier_send(carrier, to, message, piece->number, data, size_bytes, transfer,
+                           piece->work->what, err);
 }
 
 static sw_status expect_block(sw_carrier *carrier, const batch_block *piece, int from,
@@ -180,10 +176,8 @@ static sw_status expect_block(sw_carrier *carrier, const batch_block *piece, int
     size_t bytes = numel * sw_dtype_size_bytes(dtype);
     if (numel > 0 && is_packed(carrier, from, dtype))
         bytes = sw_packet_most_bytes(numel);
-    if (sw_bridge_receive(&carrier->bridge, from, message, piece->number, memory, bytes, transfer,
-                          err) != SW_OK)
-        return sw_carrier_blame(carrier, piece->work->what, err);
-    return SW_OK;
+    return sw_carrier_receive(carrier, from, message, piece->number, memory, bytes, transfer,
+                              piece->work->what, err);
 }
 
 /* Return the elements of a block received from a host: in place, or unpacked. */
@@ -215,10 +209,9 @@ static sw_status begin_accumulated(sw_carrier *carrier, const batch_block *piece
     SW_FOR_OTHER_HOSTS(carrier, g)
     {
         size_t unused, theirs = block_of(carrier, work, g, piece->block, &unused);
-        if (sw_bridge_receive(&carrier->bridge, g, SW_MESSAGE_ACCUMULATED, piece->number,
-                              at->partial[g], theirs * work->element_bytes, &at->accumulated_in[g],
-                              err) != SW_OK)
-            return sw_carrier_blame(carrier, work->what, err);
+        SW_TRY(sw_carrier_receive(carrier, g, SW_MESSAGE_ACCUMULATED, piece->number, at->partial[g],
+                                  theirs * work->element_bytes, &at->accumulated_in[g], work->what,
+                                  err));
     }
     if (own == 0)
         return SW_OK;
@@ -227,9 +220,9 @@ static sw_status begin_accumulated(sw_carrier *carrier, const batch_block *piece
     sw_carrier_touch_end(carrier);
     SW_FOR_OTHER_HOSTS(carrier, g)
     {
-        if (sw_bridge_send(&carrier->bridge, g, SW_MESSAGE_ACCUMULATED, piece->number, results,
-                           own * work->element_bytes, &at->accumulated_out[g], err) != SW_OK)
-            return sw_carrier_blame(carrier, work->what, err);
+        SW_TRY(sw_carrier_send(carrier, g, SW_MESSAGE_ACCUMULATED, piece->number, results,
+                               own * work->element_bytes, &at->accumulated_out[g], work->what,
+                               err));
     }
     return SW_OK;
 }

@@ -1,5 +1,5 @@
 /* hier_state.h - the state of a communicator over hosts, shared by hier.c, hier_post.c,
- * hier_wait.c, hier_host.c and hier_end.c (a rank that posts and waits) and by the carrier's files
+ * hier_wait.c and hier_host.c (a rank that posts and waits) and by the carrier's files
  * (hier_carrier_state.h). Private to them.
  *
  *   posted[r] >= t   rank r of this host has described operation t, and its data can be read
@@ -19,10 +19,9 @@
 #include <pthread.h>
 #include <stdatomic.h>
 
-#include "comm/dissemination.h"
 #include "comm/fabric.h"
 #include "comm/hier.h"
-#include "comm/slice_table.h"
+#include "comm/host_map.h"
 #include "platform/thread.h"
 
 enum {
@@ -41,7 +40,7 @@ typedef struct sw_page { /* one for each rank of this host, in memory that they 
     /* The carrier's: the rank of another host for which it waits, or -1; bytes over the bridge. */
     _Alignas(128) _Atomic int32_t awaiting;
     _Atomic uint64_t sent, received;
-    /* Broadcast (hier_stream.c): futex words. `filled` and `sent_pieces` in the carrier's page. */
+    /* Broadcast (hier_gather.c): futex words. `filled` and `sent_pieces` in the carrier's page. */
     _Alignas(128) _Atomic uint32_t filled;
     _Alignas(128) _Atomic uint32_t taken;
     _Atomic uint32_t sent_pieces;
@@ -152,7 +151,7 @@ bool sw_hier_has_done(const sw_hier *hier, const sw_hier_need *need, int local);
 SW_MUST_USE sw_status sw_hier_check_host(const sw_hier *hier, const sw_hier_need *need, bool deaths,
                                          sw_error *err);
 
-/* hier_end.c
+/* hier_wait.c: the end
  * ------------------------------------------------------------------------------------------ */
 
 /* Return why this communicator ended on this rank; any of its threads. */
@@ -204,10 +203,10 @@ SW_MUST_USE sw_status sw_hier_gather(sw_comm *comm, const void *mine, size_t siz
                                      const char *label, sw_error *err);
 /* Run an operation on less than a chunk of private memory, which travels in frames. */
 SW_MUST_USE sw_status sw_hier_run_small(sw_hier *hier, const sw_op *op, sw_error *err);
-/* Post a broadcast; hier_stream.c moves its data. */
+/* Post a broadcast; hier_gather.c moves its data. */
 SW_MUST_USE sw_status sw_hier_begin_stream(sw_hier *hier, const sw_op *op, uint32_t *ticket,
                                            sw_error *err);
-/* hier_stream.c: the same. */
+/* hier_gather.c: the same. */
 SW_MUST_USE sw_status sw_hier_broadcast(sw_comm *comm, const sw_range *ranges, size_t count,
                                         int root, const char *label, sw_error *err);
 

@@ -5,8 +5,6 @@
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
-#include <unistd.h>
 
 #include "base/bytes.h"
 #include "comm/fabric.h"
@@ -242,20 +240,7 @@ static const sw_comm_ops local_ops = {
     .mirror_create = arena_create,
     .home_create = create,
     .arena_destroy = arena_destroy,
-    .post = sw_fabric_post,
-    .poll = sw_fabric_poll,
-    .wait = sw_fabric_wait,
-    .run = sw_fabric_run,
-    .gather = sw_fabric_gather,
-    .abort = sw_fabric_abort,
-    .request_end = sw_fabric_abort,
-    .look = sw_fabric_look,
-    .peer = sw_fabric_peer,
-    .note = sw_fabric_note,
-    .pid = sw_fabric_pid,
-    .dead = sw_fabric_dead,
-    .is_alive = sw_fabric_is_alive,
-    .leave = sw_fabric_leave,
+    SW_FABRIC_OPS,
     .destroy = destroy,
 };
 

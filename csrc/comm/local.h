@@ -1,4 +1,4 @@
-/* local.h - a communicator whose ranks are threads of one process: the protocol of fabric_state.h,
+/* local.h - a communicator whose ranks are threads of one process: the protocol of fabric.h,
  * for tests and for a world of one. Ranks share the mappings themselves: a part of an arena stays
  * until the last rank has destroyed it. If its creation failed, it stays until the group ends.
  * Thread rule: each rank's communicator is used by one thread; the group by all. */

@@ -1,16 +1,35 @@
 /* nccl.h - collectives between GPUs: a communicator of our own in the NCCL that torch has loaded,
  * or a borrowed one.
  *
- * Idea: a thin layer below the table of peers.h. Creation cannot hang (non-blocking, polled under a
- * deadline), a failed call gives one named error, and every later call repeats it after the abort.
- * Groups may be nested; a failure in one ends the communicator at the end of the outermost.
- *
- * Thread rule: as peers.h. */
+ * Thread rule: as peers.h; the library: any. */
 #ifndef SW_COMM_NCCL_H
 #define SW_COMM_NCCL_H
 
-#include "comm/nccl_library.h"
+#include "base/status.h"
+#include "comm/nccl_abi.h"
 #include "comm/peers.h"
+
+/* ---- the library ---- */
+
+typedef struct sw_nccl_library {
+    sw_nccl_table call;
+    int version;  /* 10000 * major + 100 * minor + patch */
+    void *handle; /* owned */
+} sw_nccl_library;
+
+/* `library`: a path, or NULL for the libnccl.so.2 that the process has loaded already. No second
+ * NCCL is searched for, since its communicators would be separate from torch's. A library opened by
+ * its path stays loaded: the thread that waits for the ranks of an id runs in it. SW_E_UNSUPPORTED
+ * if it is not loaded, lacks a function, or is older than 2.14. */
+SW_MUST_USE sw_status sw_nccl_library_init(sw_nccl_library *nccl, const char *library,
+                                           sw_error *err);
+void sw_nccl_library_fini(sw_nccl_library *nccl);
+
+/* ---- communicators ---- */
+
+/* A thin layer below the table of peers.h. Creation cannot hang (non-blocking, polled under a
+ * deadline), a failed call gives one named error, and every later call repeats it after the abort.
+ * Groups may be nested; a failure in one ends the communicator at the end of the outermost. */
 
 /* Rank 0 creates it and sends it to the others, by torch's store. */
 SW_MUST_USE sw_status sw_nccl_id_create(const sw_nccl_library *nccl, sw_nccl_id *id, sw_error *err);

@@ -10,7 +10,7 @@
 #include <unistd.h>
 
 #include "base/bytes.h"
-#include "comm/agree.h"
+#include "comm/comm.h"
 #include "comm/fabric.h"
 #include "platform/file_memory.h"
 #include "platform/futex.h"
@@ -242,20 +242,7 @@ static const sw_comm_ops shm_ops = {
     .mirror_create = arena_create,
     .home_create = create,
     .arena_destroy = arena_destroy,
-    .post = sw_fabric_post,
-    .poll = sw_fabric_poll,
-    .wait = sw_fabric_wait,
-    .run = sw_fabric_run,
-    .gather = sw_fabric_gather,
-    .abort = sw_fabric_abort,
-    .request_end = sw_fabric_abort,
-    .look = sw_fabric_look,
-    .peer = sw_fabric_peer,
-    .note = sw_fabric_note,
-    .pid = sw_fabric_pid,
-    .dead = sw_fabric_dead,
-    .is_alive = sw_fabric_is_alive,
-    .leave = sw_fabric_leave,
+    SW_FABRIC_OPS,
     .forked = forked,
     .destroy = destroy,
 };
@@ -412,9 +399,7 @@ sw_status sw_shm_comm_connect(sw_comm *comm, const char *const *addresses, const
     if (status != SW_OK)
         report_failure(shm, &cause); /* before any socket of it closes */
     sw_socket_close(&shm->bootstrap.listener);
-    if (status != SW_OK && err)
-        *err = cause;
-    return status;
+    return status == SW_OK ? SW_OK : sw_error_pass(err, &cause);
 }
 
 sw_status sw_shm_comm_narrow(sw_comm *comm, const int *members, int count, sw_error *err)

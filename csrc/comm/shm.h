@@ -1,6 +1,6 @@
 /* shm.h - a communicator whose ranks are processes of one host. The first rank makes memfds and
  * passes them over abstract Unix sockets (bootstrap.h); the protocol on the mapped pages is in
- * fabric_state.h.
+ * fabric.h.
  *
  * Joining has two steps, because the addresses travel through a store of the caller: create
  * listens and returns its address; connect takes all addresses. Thread rule: one at a time a

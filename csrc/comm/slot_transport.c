@@ -3,7 +3,6 @@
 
 #include <stdlib.h>
 
-#include "base/bytes.h"
 #include "comm/slot_state.h"
 
 enum { ARRIVALS_MIN = 256, AT_ONCE_BYTES = 32768 };
@@ -29,7 +28,7 @@ static sw_status finish(sw_slot_transport *t, sw_status status, const char *what
                         const sw_error *cause, sw_error *err)
 {
     if (status == SW_E_INTERRUPTED)
-        return sw_error_set(err, status, cause->detail, "%s", cause->message);
+        return sw_error_pass(err, cause);
     return status == SW_OK ? SW_OK : sw_peers_fail_driver(&t->base, what, cause, err);
 }
 
@@ -451,7 +450,7 @@ sw_status sw_slot_transport_create(const sw_slot_config *config, sw_peers **peer
         sw_error_set(&cause, SW_E_MEMORY, -1, "GPU slots on rank %d of %d: no memory", config->rank,
                      config->world_size);
         report_failure(config, &cause);
-        return sw_error_set(err, cause.status, cause.detail, "%s", cause.message);
+        return sw_error_pass(err, &cause);
     }
     sw_status status = sw_slot_memory_init(t, config->parts.place, &cause);
     status = finish(t, status, "creation", &cause, err);

@@ -70,12 +70,6 @@ void sw_powersgd_decompress(const sw_powersgd *m, const float *q)
     sw_powersgd_orthonormalize(m->basis, m->cols, m->rank, m->seed);
 }
 
-void sw_powersgd_error(const sw_powersgd *m, float *error)
-{
-    const sw_lowrank view = kernel_view(m);
-    sw_kernels()->compress->lowrank_error(&view, error);
-}
-
 bool sw_powersgd_is_finite(const float *values, size_t numel)
 {
     unsigned most = 0;

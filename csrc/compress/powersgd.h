@@ -51,8 +51,6 @@ void sw_powersgd_project(const sw_powersgd *matrix, float *p);
 void sw_powersgd_absorb(const sw_powersgd *matrix, float *p, float *q);
 /* Take q, the ranks' average; write gradient and basis. */
 void sw_powersgd_decompress(const sw_powersgd *matrix, const float *q);
-/* error (rows x cols) = memory - left right, the error that the next step adds. */
-void sw_powersgd_error(const sw_powersgd *matrix, float *error);
 /* Return true if all of `numel` values are finite. */
 bool sw_powersgd_is_finite(const float *values, size_t numel);
 /* Make the rows of `factor` (rank x count) orthonormal; see sw_lowrank_orthonormalize_fn. */

@@ -111,8 +111,6 @@ typedef void sw_lowrank_absorb_fn(const sw_lowrank *matrix, const float *left_no
 /* out (rows x cols) = leftᵀ right. Cost: 4 bytes and 2 * rank flops an element. */
 typedef void sw_lowrank_expand_fn(float *out, const float *left, const float *right, size_t rows,
                                   size_t cols, size_t rank);
-/* error (rows x cols) = memory - leftᵀ right. The gradient is not read. */
-typedef void sw_lowrank_error_fn(const sw_lowrank *matrix, float *error);
 /* Make the `rank` <= count rows of `factor` orthonormal, in order, by modified Gram-Schmidt in
  * float32. Sweeps over a row repeat, at least twice, until one leaves its length unchanged. A row
  * that is zero, not finite or dependent on earlier rows is replaced by a pseudo-random row from
@@ -130,7 +128,6 @@ typedef struct sw_compress_kernels {
     sw_lowrank_project_fn *lowrank_project;
     sw_lowrank_absorb_fn *lowrank_absorb;
     sw_lowrank_expand_fn *lowrank_expand;
-    sw_lowrank_error_fn *lowrank_error;
     sw_lowrank_orthonormalize_fn *lowrank_orthonormalize;
 } sw_compress_kernels;
 

@@ -1,7 +1,6 @@
 /* device_kernels.c - load and launch the kernels of a device. */
 #include "kernels/device_kernels.h"
 
-#include <stdlib.h>
 #include <string.h>
 
 enum { ARGS_BYTES_MAX = 4096 }; /* the limit of every GPU */
@@ -55,7 +54,7 @@ static sw_status load(sw_kernel_set *set, const sw_image_places *places, sw_erro
         sw_kernel_set_fini(set);
     }
     if (first != SW_IMAGE_PACKAGED && first != SW_IMAGE_CACHED)
-        return sw_error_set(err, last.status, last.detail, "%s", last.message);
+        return sw_error_pass(err, &last);
     return sw_error_set(err, refused.status, refused.detail,
                         "%s image of the kernels: %.200s; without it: %.220s",
                         sw_image_origin_name(first), refused.message, last.message);

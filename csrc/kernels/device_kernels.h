@@ -58,27 +58,18 @@
 #include "kernels/kernel_args.h"
 #include "kernels/kernel_image.h"
 
-typedef enum sw_kernel {
-    SW_KERNEL_CAST = 0,
-    SW_KERNEL_PACK,
-    SW_KERNEL_FOLD,
-    SW_KERNEL_ADAM,
-    SW_KERNEL_SGD,
-    SW_KERNEL_NORM,
-    SW_KERNEL_CLIP,
-    SW_KERNEL_QUANTIZE,
-    SW_KERNEL_FOLD_RECORDS,
-    SW_KERNEL_DECODE,
-    SW_KERNEL_VERDICT,
-    SW_KERNEL_OWE,
-    SW_KERNEL_PROJECT,
-    SW_KERNEL_ABSORB,
-    SW_KERNEL_EXPAND,
-    SW_KERNEL_ORTHONORMALIZE,
-    SW_KERNEL_FINITE,
-    SW_KERNEL_PUT,
-    SW_KERNEL_COUNT,
-} sw_kernel;
+/* Every kernel, by its number and its noun. */
+/* clang-format off */
+#define SW_KERNELS(each)                                                               \
+    each(CAST, cast) each(PACK, pack) each(FOLD, fold) each(ADAM, adam) each(SGD, sgd) \
+    each(NORM, norm) each(CLIP, clip) each(QUANTIZE, quantize)                         \
+    each(FOLD_RECORDS, fold_records) each(DECODE, decode) each(VERDICT, verdict)       \
+    each(OWE, owe) each(PROJECT, project) each(ABSORB, absorb) each(EXPAND, expand)    \
+    each(ORTHONORMALIZE, orthonormalize) each(FINITE, finite) each(PUT, put)
+/* clang-format on */
+
+#define SW_KERNEL_NUMBER(number, noun) SW_KERNEL_##number,
+typedef enum sw_kernel { SW_KERNELS(SW_KERNEL_NUMBER) SW_KERNEL_COUNT } sw_kernel;
 
 typedef enum sw_access { SW_ACCESS_READ = 1, SW_ACCESS_WRITE = 2, SW_ACCESS_BOTH = 3 } sw_access;
 

@@ -1,20 +1,23 @@
-/* kernel_contracts.c - the table of device_kernels.h: checks, ranges, references and grids. The
- * kernels of blocks are in block_contracts.c, those of low rank in lowrank_contracts.c. */
+/* kernel_contracts.c - the table of device_kernels.h, and its rows but for the kernels that
+ * compress, which are in compress_contracts.c. */
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "kernels/compress_kernels.h"
-#include "kernels/device_kernels.h"
 #include "kernels/kernel_contracts.h"
 #include "kernels/kernels.h"
 #include "kernels/optim_kernels.h"
 
-enum { THREADS = 256, CAST_BLOCK_NUMEL = 1024 };
+enum { CAST_BLOCK_NUMEL = 1024 };
 /* Values that the .cu text repeats: blocks of a kernel on one multiprocessor, and bytes or elements
  * that a block takes at a time. */
 enum { CAST_BLOCKS = 4, PACK_BLOCKS = 3, STEP_BLOCKS = 4, NORM_BLOCKS = 3, FOLD_BLOCKS = 3 };
-enum { TURN_BYTES = THREADS * 64, RUN_TILE_NUMEL = THREADS * 4, FOLD_TURN_BYTES = THREADS * 32 };
+enum {
+    TURN_BYTES = SW_CONTRACT_THREADS * 64,
+    RUN_TILE_NUMEL = SW_CONTRACT_THREADS * 4,
+    FOLD_TURN_BYTES = SW_CONTRACT_THREADS * 32
+};
 enum { FOLD_BLOCK_BYTES = 65536 };
 
 #define SAME(a, b) _Static_assert((int)(a) == (int)(b), "kernel_args.h and sw_dtype disagree")
@@ -47,15 +50,6 @@ static size_t array_bytes(sw_u64 numel, int dtype)
     return (size_t)numel * sw_dtype_size_bytes((sw_dtype)dtype);
 }
 
-/* Return a grid for `count` items of which a block takes `each` at a time, with at most `most`
- * blocks. */
-static sw_grid stream_grid(sw_u64 count, sw_u64 each, int most)
-{
-    sw_u64 wanted = (count + each - 1) / each;
-    wanted = wanted < (sw_u64)most ? wanted : (sw_u64)most;
-    return (sw_grid){.block_count = (unsigned)(wanted ? wanted : 1), .thread_count = THREADS};
-}
-
 /* ---- cast ---- */
 
 static sw_status small_float_pair_check(const char *what, int to_dtype, int from_dtype,
@@ -68,15 +62,13 @@ static sw_status small_float_pair_check(const char *what, int to_dtype, int from
     return SW_OK;
 }
 
-static sw_status cast_check(const void *args, sw_error *err)
+static sw_status cast_check(const sw_cast_args *a, sw_error *err)
 {
-    const sw_cast_args *a = args;
     return small_float_pair_check("cast", a->to_dtype, a->from_dtype, err);
 }
 
-static void cast_accesses(const void *args, sw_access_fn *report, void *context)
+static void cast_accesses(const sw_cast_args *a, sw_access_fn *report, void *context)
 {
-    const sw_cast_args *a = args;
     report(context, a->from, array_bytes(a->numel, a->from_dtype), SW_ACCESS_READ);
     report(context, a->to, array_bytes(a->numel, a->to_dtype), SW_ACCESS_WRITE);
 }
@@ -107,27 +99,21 @@ static void cast_elements(void *to_array, int to_dtype, const void *from_array, 
     }
 }
 
-static void cast_reference(const void *args)
+static void cast_reference(const sw_cast_args *a)
 {
-    const sw_cast_args *a = args;
     cast_elements(a->to, a->to_dtype, a->from, a->from_dtype, (size_t)a->numel, a->scale);
 }
 
-static sw_grid cast_grid(const void *args, int processor_count)
+static sw_u64 cast_tiles(const sw_cast_args *a)
 {
-    const sw_cast_args *a = args;
-    return stream_grid(array_bytes(a->numel, a->from_dtype), TURN_BYTES,
-                       processor_count * CAST_BLOCKS);
+    return sw_contract_parts(array_bytes(a->numel, a->from_dtype), TURN_BYTES);
 }
 
 /* ---- pack ---- */
 
-static sw_status pack_check(const void *args, sw_error *err)
+static sw_status pack_check(const sw_pack_args *a, sw_error *err)
 {
-    const sw_pack_args *a = args;
-    if (a->segment_count < 0 || a->segment_count > SW_PACK_SEGMENT_MAX)
-        SW_FAIL(err, SW_E_INVALID, "pack: segment_count must be in [0, %d], not %d",
-                SW_PACK_SEGMENT_MAX, a->segment_count);
+    SW_TRY(sw_contract_count("pack: segment_count", a->segment_count, SW_PACK_SEGMENT_MAX, err));
     for (int i = 0; i < a->segment_count; ++i) {
         const sw_pack_segment *s = &a->segment[i];
         if (s->piece_count && (s->size_bytes > s->piece_count * s->piece_bytes ||
@@ -161,9 +147,8 @@ static sw_u64 segment_numel(const sw_pack_args *a, const sw_pack_segment *s)
     return s->size_bytes / sw_dtype_size_bytes((sw_dtype)a->from_dtype);
 }
 
-static void pack_accesses(const void *args, sw_access_fn *report, void *context)
+static void pack_accesses(const sw_pack_args *a, sw_access_fn *report, void *context)
 {
-    const sw_pack_args *a = args;
     for (int i = 0; i < a->segment_count; ++i)
         for (sw_u64 k = 0; k < pack_pieces(&a->segment[i]); ++k) {
             const sw_pack_segment piece = pack_piece(&a->segment[i], k);
@@ -179,9 +164,8 @@ static void pack_accesses(const void *args, sw_access_fn *report, void *context)
         report(context, a->factor, sizeof(float), SW_ACCESS_READ);
 }
 
-static void pack_reference(const void *args)
+static void pack_reference(const sw_pack_args *a)
 {
-    const sw_pack_args *a = args;
     float scale = a->converts && a->factor ? *(const float *)a->factor : a->scale;
     if (a->verdict && *(const int32_t *)a->verdict != 0)
         return;
@@ -200,23 +184,21 @@ static void pack_reference(const void *args)
         }
 }
 
-static sw_grid pack_grid(const void *args, int processor_count)
+static sw_u64 pack_tiles(const sw_pack_args *a)
 {
-    const sw_pack_args *a = args;
     sw_u64 tiles = 0;
     for (int i = 0; i < a->segment_count; ++i) {
         const sw_pack_segment *s = &a->segment[i];
         sw_u64 range_bytes = s->piece_count ? s->piece_bytes : s->size_bytes;
-        tiles += pack_pieces(s) * ((range_bytes + TURN_BYTES - 1) / TURN_BYTES);
+        tiles += pack_pieces(s) * sw_contract_parts(range_bytes, TURN_BYTES);
     }
-    return stream_grid(tiles, 1, processor_count * PACK_BLOCKS);
+    return tiles;
 }
 
 /* ---- fold ---- */
 
-static sw_status fold_check(const void *args, sw_error *err)
+static sw_status fold_check(const sw_fold_args *a, sw_error *err)
 {
-    const sw_fold_args *a = args;
     SW_TRY(sw_redop_check((sw_redop)a->op, (sw_dtype)a->dtype, err));
     if (a->source_count < 1)
         SW_FAIL(err, SW_E_INVALID, "fold: source_count must be at least 1, not %d",
@@ -232,9 +214,8 @@ static const void *fold_source(const sw_fold_args *a, int k)
     return k == a->own_index ? a->own : (const char *)a->rest + (sw_u64)k * a->stride_bytes;
 }
 
-static void fold_accesses(const void *args, sw_access_fn *report, void *context)
+static void fold_accesses(const sw_fold_args *a, sw_access_fn *report, void *context)
 {
-    const sw_fold_args *a = args;
     for (int k = 0; k < a->source_count; ++k)
         report(context, fold_source(a, k), array_bytes(a->numel, a->dtype), SW_ACCESS_READ);
     if (a->addend)
@@ -264,9 +245,8 @@ static void fold_on_addend(const sw_fold_args *a, const void **source, unsigned 
 }
 
 /* Without memory for its tables it writes nothing. */
-static void fold_reference(const void *args)
+static void fold_reference(const sw_fold_args *a)
 {
-    const sw_fold_args *a = args;
     size_t count = (size_t)a->source_count, element = array_bytes(1, a->dtype);
     size_t step = FOLD_BLOCK_BYTES / (count * element) + 1;
     const void **source = calloc(count, sizeof *source);
@@ -284,11 +264,9 @@ static void fold_reference(const void *args)
     free(source);
 }
 
-static sw_grid fold_grid(const void *args, int processor_count)
+static sw_u64 fold_tiles(const sw_fold_args *a)
 {
-    const sw_fold_args *a = args;
-    return stream_grid(array_bytes(a->numel, a->dtype), FOLD_TURN_BYTES,
-                       processor_count * FOLD_BLOCKS);
+    return sw_contract_parts(array_bytes(a->numel, a->dtype), FOLD_TURN_BYTES);
 }
 
 /* ---- optimizers ---- */
@@ -306,20 +284,17 @@ static sw_status run_check(const sw_run_args *run, const char *operation, sw_err
 static sw_status runs_check(const sw_run_args *runs, int count, const char *operation,
                             sw_error *err)
 {
-    if (count < 0 || count > SW_RUNS_MAX)
-        SW_FAIL(err, SW_E_INVALID, "%s: run_count must be in [0, %d], not %d", operation,
-                SW_RUNS_MAX, count);
     for (int r = 0; r < count; ++r)
         SW_TRY(run_check(&runs[r], operation, err));
     return SW_OK;
 }
 
-static sw_grid runs_grid(const sw_run_args *runs, int count, int processor_count)
+static sw_u64 runs_tiles(const sw_run_args *runs, int count)
 {
     sw_u64 tiles = 0;
     for (int r = 0; r < count; ++r)
-        tiles += (runs[r].numel + RUN_TILE_NUMEL - 1) / RUN_TILE_NUMEL;
-    return stream_grid(tiles, 1, processor_count * STEP_BLOCKS);
+        tiles += sw_contract_parts(runs[r].numel, RUN_TILE_NUMEL);
+    return tiles;
 }
 
 static sw_optim_run run_of(const sw_run_args *run)
@@ -365,15 +340,14 @@ static void clip_run(const sw_run_args *run, const void *clip)
         cast_elements(g, run->g_dtype, g, run->g_dtype, (size_t)run->numel, factor);
 }
 
-static sw_status adam_check(const void *args, sw_error *err)
+static sw_status adam_check(const sw_adam_args *a, sw_error *err)
 {
-    const sw_adam_args *a = args;
+    SW_TRY(sw_contract_count("adam: run_count", a->run_count, SW_RUNS_MAX, err));
     return runs_check(a->run, a->run_count, "adam", err);
 }
 
-static void adam_accesses(const void *args, sw_access_fn *report, void *context)
+static void adam_accesses(const sw_adam_args *a, sw_access_fn *report, void *context)
 {
-    const sw_adam_args *a = args;
     clip_access(a->clip, report, context);
     for (const sw_run_args *run = a->run; run < a->run + a->run_count; ++run) {
         size_t state_bytes = array_bytes(run->numel, run->state_dtype);
@@ -384,9 +358,8 @@ static void adam_accesses(const void *args, sw_access_fn *report, void *context)
     }
 }
 
-static void adam_reference(const void *args)
+static void adam_reference(const sw_adam_args *a)
 {
-    const sw_adam_args *a = args;
     sw_adam_scalars scalars = {.factor = a->factor,
                                .decay = a->decay,
                                .l2 = a->l2,
@@ -406,21 +379,19 @@ static void adam_reference(const void *args)
     }
 }
 
-static sw_grid adam_grid(const void *args, int processor_count)
+static sw_u64 adam_tiles(const sw_adam_args *a)
 {
-    const sw_adam_args *a = args;
-    return runs_grid(a->run, a->run_count, processor_count);
+    return runs_tiles(a->run, a->run_count);
 }
 
-static sw_status sgd_check(const void *args, sw_error *err)
+static sw_status sgd_check(const sw_sgd_args *a, sw_error *err)
 {
-    const sw_sgd_args *a = args;
+    SW_TRY(sw_contract_count("sgd: run_count", a->run_count, SW_RUNS_MAX, err));
     return runs_check(a->run, a->run_count, "sgd", err);
 }
 
-static void sgd_accesses(const void *args, sw_access_fn *report, void *context)
+static void sgd_accesses(const sw_sgd_args *a, sw_access_fn *report, void *context)
 {
-    const sw_sgd_args *a = args;
     clip_access(a->clip, report, context);
     for (int r = 0; r < a->run_count; ++r) {
         sw_run_args run = a->run[r];
@@ -432,9 +403,8 @@ static void sgd_accesses(const void *args, sw_access_fn *report, void *context)
     }
 }
 
-static void sgd_reference(const void *args)
+static void sgd_reference(const sw_sgd_args *a)
 {
-    const sw_sgd_args *a = args;
     sw_sgd_scalars scalars = {.factor = a->factor,
                               .l2 = a->l2,
                               .momentum = a->momentum,
@@ -449,25 +419,21 @@ static void sgd_reference(const void *args)
     }
 }
 
-static sw_grid sgd_grid(const void *args, int processor_count)
+static sw_u64 sgd_tiles(const sw_sgd_args *a)
 {
-    const sw_sgd_args *a = args;
-    return runs_grid(a->run, a->run_count, processor_count);
+    return runs_tiles(a->run, a->run_count);
 }
 
 /* ---- norm ---- */
 
-static sw_status norm_check(const void *args, sw_error *err)
+static sw_status norm_check(const sw_norm_args *a, sw_error *err)
 {
-    const sw_norm_args *a = args;
     sw_u64 numel = 0;
     if (!is_small_float(a->dtype) && a->dtype != SW_DTYPE_FLOAT64)
         SW_FAIL(err, SW_E_INVALID,
                 "norm: dtype must be float32, float64, float16 or bfloat16, not %s",
                 sw_dtype_name((sw_dtype)a->dtype));
-    if (a->part_count < 0 || a->part_count > SW_NORM_PARTS_MAX)
-        SW_FAIL(err, SW_E_INVALID, "norm: part_count must be in [0, %d], not %d", SW_NORM_PARTS_MAX,
-                a->part_count);
+    SW_TRY(sw_contract_count("norm: part_count", a->part_count, SW_NORM_PARTS_MAX, err));
     for (int i = 0; i < a->part_count; ++i)
         numel += a->part[i].numel;
     if (numel > UINT64_C(1) << 31)
@@ -475,45 +441,40 @@ static sw_status norm_check(const void *args, sw_error *err)
     return SW_OK;
 }
 
-static void norm_accesses(const void *args, sw_access_fn *report, void *context)
+static void norm_accesses(const sw_norm_args *a, sw_access_fn *report, void *context)
 {
-    const sw_norm_args *a = args;
     for (int i = 0; i < a->part_count; ++i)
         report(context, a->part[i].data, array_bytes(a->part[i].numel, a->dtype), SW_ACCESS_READ);
     report(context, a->sum, sizeof(sw_norm_sum), SW_ACCESS_BOTH);
 }
 
-static void norm_reference(const void *args)
+static void norm_reference(const sw_norm_args *a)
 {
-    const sw_norm_args *a = args;
     for (int i = 0; i < a->part_count; ++i)
         sw_kernels()->optim->norm(a->sum, a->part[i].data, (size_t)a->part[i].numel,
                                   (sw_dtype)a->dtype);
 }
 
-static sw_grid norm_grid(const void *args, int processor_count)
+static sw_u64 norm_tiles(const sw_norm_args *a)
 {
-    const sw_norm_args *a = args;
     sw_u64 tiles = 0;
     for (int i = 0; i < a->part_count; ++i)
-        tiles += (array_bytes(a->part[i].numel, a->dtype) + TURN_BYTES - 1) / TURN_BYTES;
-    return stream_grid(tiles, 1, processor_count * NORM_BLOCKS);
+        tiles += sw_contract_parts(array_bytes(a->part[i].numel, a->dtype), TURN_BYTES);
+    return tiles;
 }
 
 /* ---- clip ---- */
 
-static sw_status clip_check(const void *args, sw_error *err)
+static sw_status clip_check(const sw_clip_args *a, sw_error *err)
 {
-    const sw_clip_args *a = args;
     if (a->norm && (!a->factor || !(a->max_norm >= 0)))
         SW_FAIL(err, SW_E_INVALID, "clip: max_norm must be at least 0 and factor not NULL, not %g",
                 a->max_norm);
     return SW_OK;
 }
 
-static void clip_accesses(const void *args, sw_access_fn *report, void *context)
+static void clip_accesses(const sw_clip_args *a, sw_access_fn *report, void *context)
 {
-    const sw_clip_args *a = args;
     report(context, a->sum, sizeof(sw_norm_sum), SW_ACCESS_BOTH);
     if (!a->norm)
         return;
@@ -521,9 +482,8 @@ static void clip_accesses(const void *args, sw_access_fn *report, void *context)
     report(context, a->factor, sizeof(float), SW_ACCESS_WRITE);
 }
 
-static void clip_reference(const void *args)
+static void clip_reference(const sw_clip_args *a)
 {
-    const sw_clip_args *a = args;
     sw_norm_sum_carry(a->sum);
     if (!a->norm)
         return;
@@ -532,71 +492,52 @@ static void clip_reference(const void *args)
     *(float *)a->factor = factor >= 1.0 ? 1.0f : (float)factor;
 }
 
-static sw_grid clip_grid(const void *args, int processor_count)
+static sw_u64 clip_tiles(const sw_clip_args *a)
 {
-    (void)args;
-    (void)processor_count;
-    return (sw_grid){.block_count = 1, .thread_count = THREADS};
+    (void)a;
+    return 1;
 }
 
 /* ---- put ---- */
 
-static sw_status put_check(const void *args, sw_error *err)
+static sw_status put_check(const sw_put_args *a, sw_error *err)
 {
-    const sw_put_args *a = args;
-    if (a->size_bytes < 0 || a->size_bytes > SW_PUT_BYTES_MAX)
-        SW_FAIL(err, SW_E_INVALID, "put: size_bytes must be in [0, %d], not %d", SW_PUT_BYTES_MAX,
-                a->size_bytes);
-    return SW_OK;
+    return sw_contract_count("put: size_bytes", a->size_bytes, SW_PUT_BYTES_MAX, err);
 }
 
-static void put_accesses(const void *args, sw_access_fn *report, void *context)
+static void put_accesses(const sw_put_args *a, sw_access_fn *report, void *context)
 {
-    const sw_put_args *a = args;
     report(context, a->to, (size_t)a->size_bytes, SW_ACCESS_WRITE);
 }
 
-static void put_reference(const void *args)
+static void put_reference(const sw_put_args *a)
 {
-    const sw_put_args *a = args;
     if (a->size_bytes > 0)
         memcpy(a->to, a->byte, (size_t)a->size_bytes);
 }
 
-static sw_grid put_grid(const void *args, int processor_count)
+static sw_u64 put_tiles(const sw_put_args *a)
 {
-    return stream_grid((sw_u64)((const sw_put_args *)args)->size_bytes, THREADS, processor_count);
+    return sw_contract_parts((sw_u64)a->size_bytes, SW_CONTRACT_THREADS);
 }
 
-#define CONTRACT_OF(noun, prefix)            \
-    {.name = "sw_" #noun,                    \
-     .args_bytes = sizeof(sw_##noun##_args), \
-     .check = prefix##noun##_check,          \
-     .accesses = prefix##noun##_accesses,    \
-     .reference = prefix##noun##_reference,  \
-     .grid = prefix##noun##_grid}
-#define CONTRACT(noun) CONTRACT_OF(noun, )
+SW_CONTRACT(cast, CAST_BLOCKS)
+SW_CONTRACT(pack, PACK_BLOCKS)
+SW_CONTRACT(fold, FOLD_BLOCKS)
+SW_CONTRACT(adam, STEP_BLOCKS)
+SW_CONTRACT(sgd, STEP_BLOCKS)
+SW_CONTRACT(norm, NORM_BLOCKS)
+SW_CONTRACT(clip, 1)
+SW_CONTRACT(put, 1)
 
-static const sw_kernel_contract contracts[SW_KERNEL_COUNT] = {
-    [SW_KERNEL_CAST] = CONTRACT(cast),
-    [SW_KERNEL_PACK] = CONTRACT(pack),
-    [SW_KERNEL_FOLD] = CONTRACT(fold),
-    [SW_KERNEL_ADAM] = CONTRACT(adam),
-    [SW_KERNEL_SGD] = CONTRACT(sgd),
-    [SW_KERNEL_NORM] = CONTRACT(norm),
-    [SW_KERNEL_CLIP] = CONTRACT(clip),
-    [SW_KERNEL_QUANTIZE] = CONTRACT_OF(quantize, sw_),
-    [SW_KERNEL_FOLD_RECORDS] = CONTRACT_OF(fold_records, sw_),
-    [SW_KERNEL_DECODE] = CONTRACT_OF(decode, sw_),
-    [SW_KERNEL_VERDICT] = CONTRACT_OF(verdict, sw_),
-    [SW_KERNEL_OWE] = CONTRACT_OF(owe, sw_),
-    [SW_KERNEL_PROJECT] = CONTRACT_OF(project, sw_),
-    [SW_KERNEL_ABSORB] = CONTRACT_OF(absorb, sw_),
-    [SW_KERNEL_EXPAND] = CONTRACT_OF(expand, sw_),
-    [SW_KERNEL_ORTHONORMALIZE] = CONTRACT_OF(orthonormalize, sw_),
-    [SW_KERNEL_FINITE] = CONTRACT_OF(finite, sw_),
-    [SW_KERNEL_PUT] = CONTRACT(put),
-};
+#define ROW(number, noun)                                                \
+    [SW_KERNEL_##number] = {.name = "sw_" #noun,                         \
+                            .args_bytes = sizeof(sw_##noun##_args),      \
+                            .check = sw_contract_##noun##_check,         \
+                            .accesses = sw_contract_##noun##_accesses,   \
+                            .reference = sw_contract_##noun##_reference, \
+                            .grid = sw_contract_##noun##_grid},
+static const sw_kernel_contract contracts[SW_KERNEL_COUNT] = {SW_KERNELS(ROW)};
 
 const sw_kernel_contract *sw_kernel_contracts(void)
 {

@@ -7,7 +7,6 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
-#include <time.h>
 #include <unistd.h>
 
 #include "kernels/crc32c.h"
@@ -231,7 +230,7 @@ sw_status sw_image_find(sw_image *image, int major, int minor, const sw_image_pl
     if (status == SW_E_UNSUPPORTED)
         return fail_everywhere(major, minor, places, reason.message, err);
     if (status != SW_OK)
-        return sw_error_set(err, status, reason.detail, "%s", reason.message);
+        return sw_error_pass(err, &reason);
     *image = found;
     return SW_OK;
 }

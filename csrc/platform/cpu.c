@@ -8,6 +8,7 @@
 #if defined(__x86_64__)
 
 #include <cpuid.h>
+#include <stdatomic.h>
 #include <stdint.h>
 
 enum {
@@ -55,11 +56,23 @@ bool sw_cpu_has_avx2_f16c_fma(void)
     return has(LEAF1_ECX_AVX | LEAF1_ECX_F16C | LEAF1_ECX_FMA, LEAF7_EBX_AVX2, STATE_YMM);
 }
 
-bool sw_cpu_is_amd(void)
+static bool is_amd(void)
 {
     uint32_t eax, ebx = 0, ecx = 0, edx = 0; /* "AuthenticAMD" */
     return __get_cpuid(0, &eax, &ebx, &ecx, &edx) && ebx == 0x68747541u && edx == 0x69746e65u &&
            ecx == 0x444d4163u;
+}
+
+bool sw_prefetches(void)
+{
+    enum { UNKNOWN, NO, YES };
+    static atomic_int kept;
+    int answer = atomic_load_explicit(&kept, memory_order_relaxed);
+    if (answer == UNKNOWN) {
+        answer = is_amd() ? NO : YES;
+        atomic_store_explicit(&kept, answer, memory_order_relaxed);
+    }
+    return answer == YES;
 }
 
 bool sw_cpu_has_avx512(void)
@@ -76,19 +89,9 @@ bool sw_cpu_has_sse42(void)
     return false;
 }
 
-bool sw_cpu_has_avx2_f16c_fma(void)
+bool sw_prefetches(void)
 {
-    return false;
-}
-
-bool sw_cpu_is_amd(void)
-{
-    return false;
-}
-
-bool sw_cpu_has_avx512(void)
-{
-    return false;
+    return true;
 }
 
 #endif

@@ -3,8 +3,8 @@
  * Idea: a feature counts only if every instruction of the matching kernel table may be executed:
  * the processor has it and the system saves its registers. False on anything but x86-64.
  *
- * Thread rule: any. Each call queries the processor (about a microsecond in a virtual machine), so
- * callers cache the result.
+ * Thread rule: any. Each call of sw_cpu queries the processor (about a microsecond in a virtual
+ * machine), so callers cache the result.
  */
 #ifndef SW_PLATFORM_CPU_H
 #define SW_PLATFORM_CPU_H
@@ -14,14 +14,17 @@
 /* SSE4.2: the CRC32C instruction. */
 bool sw_cpu_has_sse42(void);
 
+/* Return whether loops over large arrays prefetch: false where the processor does enough by itself.
+ * AMD's hardware prefetchers keep up with several streams, and software prefetches slow them down.
+ * The answer is kept. */
+bool sw_prefetches(void);
+
+#if defined(__x86_64__)
 /* AVX2, F16C and FMA. */
 bool sw_cpu_has_avx2_f16c_fma(void);
 
-/* AMD's hardware prefetchers keep up with several streams, and software prefetches slow them down.
- */
-bool sw_cpu_is_amd(void);
-
 /* AVX-512 F, BW, VL and DQ; implies sw_cpu_has_avx2_f16c_fma(). */
 bool sw_cpu_has_avx512(void);
+#endif
 
 #endif

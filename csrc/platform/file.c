@@ -322,6 +322,12 @@ sw_status sw_file_close(int *fd, const char *path, sw_error *err)
     return SW_OK;
 }
 
+sw_status sw_file_close_after(int *fd, const char *path, sw_status status, sw_error *err)
+{
+    sw_status closed = sw_file_close(fd, path, status == SW_OK ? err : NULL);
+    return status == SW_OK ? closed : status;
+}
+
 sw_status sw_file_write_new(const char *path, const void *data, size_t size_bytes, bool sync,
                             sw_error *err)
 {
@@ -331,8 +337,7 @@ sw_status sw_file_write_new(const char *path, const void *data, size_t size_byte
     sw_status status = size_bytes ? sw_file_write_at(fd, path, &part, 1, 0, err) : SW_OK;
     if (status == SW_OK && sync)
         status = sw_file_sync(fd, path, err);
-    sw_status closed = sw_file_close(&fd, path, status == SW_OK ? err : NULL);
-    return status == SW_OK ? closed : status;
+    return sw_file_close_after(&fd, path, status, err);
 }
 
 sw_status sw_file_read_whole(const char *path, uint64_t limit_bytes, char **data,
@@ -411,10 +416,9 @@ sw_status sw_folder_sync(const char *path, sw_error *err)
     sw_status status = sw_file_sync(fd, path, &why);
     if (status == SW_E_OS && is_not_offered(why.detail))
         status = SW_OK;
-    else if (status != SW_OK && err)
-        *err = why;
-    sw_status closed = sw_file_close(&fd, path, status == SW_OK ? err : NULL);
-    return status == SW_OK ? closed : status;
+    else if (status != SW_OK)
+        status = sw_error_pass(err, &why);
+    return sw_file_close_after(&fd, path, status, err);
 }
 
 sw_status sw_file_remove(const char *path, sw_error *err)

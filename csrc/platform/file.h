@@ -79,6 +79,9 @@ SW_MUST_USE sw_status sw_file_sync(int fd, const char *path, sw_error *err);
 
 /* Closes *fd (-1: no effect) and sets it to -1. */
 SW_MUST_USE sw_status sw_file_close(int *fd, const char *path, sw_error *err);
+/* Does so after calls that ended with `status`. Returns the first failure. */
+SW_MUST_USE sw_status sw_file_close_after(int *fd, const char *path, sw_status status,
+                                          sw_error *err);
 
 /* Writes a new file with these bytes, durable when `sync`. */
 SW_MUST_USE sw_status sw_file_write_new(const char *path, const void *data, size_t size_bytes,

@@ -140,21 +140,6 @@ void sw_limits_read(sw_limits *limits)
     limits->open_files = read_rlimit(RLIMIT_NOFILE);
 }
 
-sw_status sw_limits_check_memory(size_t size_bytes, const char *label, sw_error *err)
-{
-    sw_limits limits;
-    sw_limits_read(&limits);
-    if (limits.memory_max_bytes == UINT64_MAX || limits.memory_current_bytes == UINT64_MAX)
-        return SW_OK;
-    uint64_t used = limits.memory_current_bytes;
-    uint64_t left = limits.memory_max_bytes > used ? limits.memory_max_bytes - used : 0;
-    if (size_bytes > left)
-        SW_FAIL(err, SW_E_MEMORY,
-                "%s needs %zu bytes of memory, the cgroup's memory.max leaves %" PRIu64, label,
-                size_bytes, left);
-    return SW_OK;
-}
-
 void sw_limits_read_need(size_t size_bytes, int rank, sw_memory_need *need)
 {
     sw_limits limits;
@@ -166,6 +151,17 @@ void sw_limits_read_need(size_t size_bytes, int rank, sw_memory_need *need)
     need->left_bytes = limits.memory_max_bytes > limits.memory_current_bytes
                            ? limits.memory_max_bytes - limits.memory_current_bytes
                            : 0;
+}
+
+sw_status sw_limits_check_memory(size_t size_bytes, const char *label, sw_error *err)
+{
+    sw_memory_need need;
+    sw_limits_read_need(size_bytes, -1, &need);
+    if (size_bytes > need.left_bytes)
+        SW_FAIL(err, SW_E_MEMORY,
+                "%s needs %zu bytes of memory, the cgroup's memory.max leaves %" PRIu64, label,
+                size_bytes, need.left_bytes);
+    return SW_OK;
 }
 
 static const sw_memory_need *need_of(const sw_memory_need *first, size_t stride_bytes, int rank)

@@ -8,9 +8,8 @@
 #include "checkpoint/commit.h"
 #include "checkpoint/open.h"
 #include "checkpoint/read.h"
-#include "checkpoint/removable.h"
 #include "checkpoint/safetensors.h"
-#include "checkpoint/save_lock.h"
+#include "checkpoint/write.h"
 #include "platform/file.h"
 #include "python/method.h"
 #include <structmember.h>

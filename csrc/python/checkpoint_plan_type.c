@@ -5,7 +5,6 @@
 #include <string.h>
 
 #include "checkpoint/commit.h"
-#include "checkpoint/save_lock.h"
 #include "checkpoint/write.h"
 #include "platform/file.h"
 #include "python/method.h"
@@ -251,8 +250,7 @@ static sw_status sync_file(const char *path, sw_error *err)
     int fd = -1;
     SW_TRY(sw_file_open_write(path, false, &fd, err));
     sw_status status = sw_file_sync(fd, path, err);
-    sw_status closed = sw_file_close(&fd, path, status == SW_OK ? err : NULL);
-    return status == SW_OK ? closed : status;
+    return sw_file_close_after(&fd, path, status, err);
 }
 
 SW_PY_METHOD(plan_sync, PyTypeObject, "sync path:s", true, sync_file(a[0].s, &err),

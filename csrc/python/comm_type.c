@@ -5,7 +5,7 @@
 #include <unistd.h>
 
 #include "base/bytes.h"
-#include "comm/calls.h"
+#include "comm/comm.h"
 #include "comm/descriptor.h"
 #include "comm/shm.h"
 #include "comm/wait.h"

@@ -3,8 +3,8 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "comm/device_watch.h"
-#include "python/device_call.h"
+#include "comm/device_comm.h"
+#include "python/device_object.h"
 
 /* ---- life ---- */
 

@@ -5,7 +5,7 @@
 #include "compress/device_codec.h"
 #include "compress/device_powersgd_round.h"
 #include "kernels/kernels.h"
-#include "python/device_call.h"
+#include "python/device_object.h"
 
 /* ---- blocks: comm, block, bits, ... ---- */
 

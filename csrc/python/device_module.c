@@ -7,7 +7,7 @@
 #include "kernels/kernel_image.h"
 #include "kernels/kernel_loan.h"
 #include "kernels/kernel_source.h"
-#include "python/device_call.h"
+#include "python/device_object.h"
 
 static PyObject *describe_device(PyObject *module, const char *library, int ordinal)
 {

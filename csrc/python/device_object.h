@@ -6,7 +6,7 @@
 #define SW_PYTHON_DEVICE_OBJECT_H
 
 #include "comm/device_norm.h"
-#include "python/engine.h"
+#include "python/method.h"
 
 typedef struct device_comm_object {
     PyObject_HEAD sw_device_comm *comm; /* owned; NULL before init */
@@ -65,5 +65,21 @@ PyObject *sw_py_device_finish(device_comm_object *self, sw_status status, const 
 /* Returns the DeviceComm that is `op` or, if that is the module, `first`; NULL with an exception.
  */
 device_comm_object *sw_py_device_comm_of(PyObject *op, PyObject *first);
+
+/* How a method of a DeviceComm, or a function whose first argument is one, is written: in
+ * SW_PY_METHOD's form, in which `comm` is the sw_device_comm, entered. The second one has a list of
+ * rows. */
+#define SW_PY_ON_DEVICE(function, signature, call)                                         \
+    SW_PY_METHOD_WITH(function, PyObject, signature, SW_PY_DEVICE_LOCALS, SW_PY_ENTER_GPU, \
+                      (comm = gpu->comm, call), sw_py_device_finish(gpu, status, &err))
+#define SW_PY_ON_ROWS(function, signature, list, row, type, fill, call)                       \
+    SW_PY_METHOD_ON_ROWS(function, PyObject, signature, SW_PY_DEVICE_LOCALS, list, row, type, \
+                         fill, SW_PY_ENTER_GPU, (comm = gpu->comm, call),                     \
+                         sw_py_device_finish(gpu, status, &err))
+
+#define SW_PY_DEVICE_LOCALS  \
+    device_comm_object *gpu; \
+    sw_device_comm *comm
+#define SW_PY_ENTER_GPU (gpu = sw_py_device_comm_of(op, a[0].o)) && sw_py_device_enter(gpu)
 
 #endif

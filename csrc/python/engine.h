@@ -35,7 +35,7 @@ typedef struct engine_state {
     PyTypeObject *plan_type, *saver_type, *folder_type, *store_type, *state_file_type;
     PyTypeObject *device_comm_type, *device_units_type, *device_offload_type;
     PyTypeObject *device_stage_type, *codec_type, *exchange_type;
-    struct comm_object *comms; /* borrowed: all live HostComms; fork.c */
+    struct comm_object *comms; /* borrowed: all live HostComms; comm_use.c */
 } engine_state;
 
 typedef struct comm_object {
@@ -104,7 +104,7 @@ void sw_py_comm_release(comm_object *self);
 /* Leaves the communicator. Returns None, or NULL with the exception of `err`. */
 PyObject *sw_py_comm_finish(comm_object *self, sw_status status, const sw_error *err);
 
-/* fork.c: the communicators that a forked child inherits. */
+/* comm_use.c: the communicators that a forked child inherits. */
 void sw_py_comm_link(engine_state *state, comm_object *self);
 void sw_py_comm_unlink(engine_state *state, const comm_object *self);
 

@@ -45,11 +45,7 @@ static sw_status call(py_exchange *self, const char *name, void *to, size_t to_b
 static sw_status begin(sw_exchange *exchange, uint8_t **message, uint8_t **result, sw_error *err)
 {
     py_exchange *self = (py_exchange *)(void *)exchange;
-    SW_TRY(sw_exchange_buffers_reserve(&self->buffers, exchange->world_size, exchange->slice_bytes,
-                                       err));
-    *message = self->buffers.message;
-    *result = self->buffers.result;
-    return SW_OK;
+    return sw_exchange_buffers_begin(&self->buffers, exchange, message, result, err);
 }
 
 static sw_status scatter(sw_exchange *exchange, const void **pieces, sw_error *err)

@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "checkpoint/sample.h"
+#include "checkpoint/save.h"
 #include "kernels/crc32c.h"
 #include "platform/limits.h"
 #include "platform/memory.h"

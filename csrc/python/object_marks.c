@@ -2,8 +2,8 @@
  * the objects in containers, and where tensors have their memory. One call each instead of one a
  * tensor. The caller keeps the objects alive, so that no other takes their address. */
 #include <stdlib.h>
-#include <string.h>
 
+#include "base/bytes.h"
 #include "python/method.h"
 
 typedef struct word_list {
@@ -14,15 +14,11 @@ typedef struct word_list {
 
 static void append(word_list *list, uint64_t word)
 {
-    if (list->count == list->room) {
-        size_t larger = 2 * list->room + 256;
-        uint64_t *grown = realloc(list->words, larger * sizeof *grown);
-        list->is_out_of_memory |= !grown;
-        if (!grown)
-            return;
-        list->words = grown;
-        list->room = larger;
-    }
+    uint64_t *words = sw_grown(list->words, &list->room, list->count, sizeof *words, 256);
+    list->is_out_of_memory |= !words;
+    if (!words)
+        return;
+    list->words = words;
     list->words[list->count++] = word;
 }
 

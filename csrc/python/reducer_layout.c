@@ -15,7 +15,7 @@ bool sw_py_reducer_has_index(reducer_object *self, Py_ssize_t index)
            is_within("parameter", index, sw_reducer_layout(self->reducer)->param_count);
 }
 
-bool sw_py_reducer_has_bucket(reducer_object *self, Py_ssize_t bucket)
+static bool has_bucket(reducer_object *self, Py_ssize_t bucket)
 {
     return reducer_check_made(self) == 0 && is_within("bucket", bucket, reducer_bucket_count(self));
 }
@@ -102,7 +102,7 @@ static PyObject *parameters_of(const reducer_object *self, const sw_layout_bucke
                        sw_py_reducer_has_index(self, a[0].n), value)
 #define OF_BUCKET(name, value)                                                  \
     SW_PY_SHARED_VALUE(sw_py_reducer_##name, reducer_object, #name " bucket:n", \
-                       sw_py_reducer_has_bucket(self, a[0].n), value)
+                       has_bucket(self, a[0].n), value)
 
 OF_PARAMETER(gradient, " shape:O | strides:O",
              gradient_of(self, a[0].size, a[1].o, a[2].o ? a[2].o : Py_None))

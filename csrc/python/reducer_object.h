@@ -155,7 +155,6 @@ static inline int reducer_called(PyObject *result)
 
 /* reducer_layout.c. Return false with an exception. */
 bool sw_py_reducer_has_index(reducer_object *self, Py_ssize_t index);
-bool sw_py_reducer_has_bucket(reducer_object *self, Py_ssize_t bucket);
 
 /* Methods of the type: reducer_layout.c, reducer_on_device.c, gradient_round.c. */
 typedef PyObject *sw_py_method(PyObject *op, PyObject *args);

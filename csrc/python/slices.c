@@ -21,26 +21,20 @@ static bool read_numbers(PyObject *sequence, int world_size, int *numbers, int *
 }
 
 /* Returns true if every replica has every slice exactly once; false, perhaps with an exception. */
-static bool is_complete(const int *slice_of, const int *replica_of, int world_size, int count,
-                        int replicas)
+static bool is_complete(const sw_slices *slices, int world_size)
 {
-    bool *seen = calloc((size_t)world_size, sizeof *seen);
-    bool is_unique = seen && (long)count * replicas == world_size;
-    if (!seen)
+    int *rank_of = calloc((size_t)world_size, sizeof *rank_of);
+    bool is_whole = rank_of && sw_slices_place(slices, world_size, rank_of);
+    if (!rank_of)
         PyErr_NoMemory();
-    for (int r = 0; r < world_size && is_unique; ++r) {
-        bool *place = &seen[replica_of[r] * count + slice_of[r]];
-        is_unique = !*place;
-        *place = true;
-    }
-    free(seen);
-    return is_unique;
+    free(rank_of);
+    return is_whole;
 }
 
 int sw_py_slices_init(sw_py_slices *slices, PyObject *given, int world_size)
 {
     sw_py_arg a[2];
-    int count, replicas;
+    int last, last_replica;
     *slices = (sw_py_slices){.numbers = NULL};
     if (given == Py_None)
         return 0;
@@ -51,14 +45,15 @@ int sw_py_slices_init(sw_py_slices *slices, PyObject *given, int world_size)
     }
     int *second = slices->numbers + world_size;
     if (PyTuple_Check(given) && sw_py_read("slices of_rank:O replica_of_rank:O", given, NULL, a) &&
-        read_numbers(a[0].o, world_size, slices->numbers, &count) &&
-        read_numbers(a[1].o, world_size, second, &replicas) &&
-        is_complete(slices->numbers, second, world_size, count + 1, replicas + 1)) {
+        read_numbers(a[0].o, world_size, slices->numbers, &last) &&
+        read_numbers(a[1].o, world_size, second, &last_replica)) {
         slices->slices =
-            (sw_slices){.count = count + 1, .of_rank = slices->numbers, .replica_of_rank = second};
-        slices->given = &slices->slices;
-        return 0;
+            (sw_slices){.count = last + 1, .of_rank = slices->numbers, .replica_of_rank = second};
+        if (is_complete(&slices->slices, world_size))
+            slices->given = &slices->slices;
     }
+    if (slices->given)
+        return 0;
     if (!PyErr_Occurred())
         PyErr_Format(PyExc_ValueError,
                      "slices must be (of_rank, replica_of_rank), %d numbers each, and every "

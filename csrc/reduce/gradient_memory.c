@@ -5,7 +5,7 @@
 #include <stdlib.h>
 
 #include "base/bytes.h"
-#include "comm/agree.h"
+#include "comm/comm.h"
 #include "platform/limits.h"
 #include "platform/memory.h"
 

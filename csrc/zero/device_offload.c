@@ -4,7 +4,7 @@
 #include <stdlib.h>
 
 #include "base/bytes.h"
-#include "platform/crew.h"
+#include "platform/thread.h"
 
 enum { PIECE_NUMEL = 64 << 10, CUT_NUMEL = 32, ELEMENT_BYTES_MAX = 4, HALVES = 2 };
 

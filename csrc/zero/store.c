@@ -7,7 +7,7 @@
 
 #include "base/bytes.h"
 #include "base/text.h"
-#include "comm/calls.h"
+#include "comm/comm.h"
 #include "kernels/compress_kernels.h"
 #include "platform/file_memory.h"
 #include "platform/memory.h"

@@ -37,3 +37,13 @@ int check_result(void)
         fprintf(stderr, "failed: the program made no checks\n");
     return atomic_load(&failed) != 0 || atomic_load(&passed) == 0;
 }
+
+const char *sw_status_name(sw_status status)
+{
+    static const char *const names[] = {
+        "SW_OK",        "SW_E_INVALID",     "SW_E_MEMORY",   "SW_E_OS",
+        "SW_E_STATE",   "SW_E_UNSUPPORTED", "SW_E_MISMATCH", "SW_E_COMM",
+        "SW_E_TIMEOUT", "SW_E_INTERRUPTED", "SW_E_DEVICE",
+    };
+    return (unsigned)status < sizeof names / sizeof names[0] ? names[status] : "SW_E_?";
+}

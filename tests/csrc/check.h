@@ -10,6 +10,9 @@
 /* Count an expectation and print the sentence if `ok` is false. Return `ok`. */
 bool check(bool ok, const char *format, ...) SW_PRINTF(2, 3);
 
+/* Return the name of a status, such as "SW_E_COMM"; "SW_E_?" for an unknown value. */
+const char *sw_status_name(sw_status status);
+
 /* Print the counts and return the program's exit status. */
 int check_result(void);
 

@@ -7,8 +7,8 @@
 
 #include <dlfcn.h>
 
-#include "checkpoint/removable.h"
-#include "checkpoint/save_lock.h"
+#include "checkpoint/commit.h"
+#include "checkpoint/write.h"
 #include "checkpoint_case.h"
 
 static int failed;

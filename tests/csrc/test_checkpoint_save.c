@@ -9,7 +9,6 @@
 
 #include <dlfcn.h>
 
-#include "checkpoint/save_lock.h"
 #include "checkpoint/write.h"
 #include "checkpoint_case.h"
 #include "platform/clock.h"

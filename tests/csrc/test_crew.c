@@ -4,7 +4,7 @@
 #include <string.h>
 
 #include "check.h"
-#include "platform/crew.h"
+#include "platform/thread.h"
 
 enum { ITEMS = 2000, ROUNDS = 50, HELPERS = 3, FAILS_AT = 7 };
 

@@ -1,4 +1,4 @@
-/* test_dissemination.c - the laws of dissemination.h, for 1 to 80 hosts and 2,048, radix 2, 3, 8:
+/* test_dissemination.c - the laws of sw_dissemination, for 1 to 80 hosts and 2,048, radix 2, 3, 8:
  *
  *   D1  every host hears every other exactly once, and knows what it passes on before it does
  *   D2  who is told by a hop is who hears in the same hop of its own
@@ -11,7 +11,7 @@
 #include <string.h>
 
 #include "check.h"
-#include "comm/dissemination.h"
+#include "comm/host_map.h"
 #include "faults.h"
 
 typedef struct hosts {

@@ -9,7 +9,7 @@
 #include <string.h>
 
 #include "check.h"
-#include "comm/hier_pack.h"
+#include "comm/hier_block.h"
 #include "kernels/compress_kernels.h"
 #include "kernels/kernels.h"
 

@@ -1,4 +1,4 @@
-/* test_hier_part.c - the laws of hier_part.h, over ranks that come with one of a few descriptions:
+/* test_hier_part.c - the laws of descriptor.h, over ranks that come with one of a few descriptions:
  *
  *   P1  merged in any order, in any tree, and any of them several times, the part of a set of ranks
  *       is the one that a scan finds: the lowest rank, and the lowest that contradicts it
@@ -10,7 +10,7 @@
 #include <string.h>
 
 #include "check.h"
-#include "comm/hier_part.h"
+#include "comm/descriptor.h"
 
 enum { RANKS = 9, SETS = 3000 };
 

@@ -14,10 +14,10 @@
 
 #include "base/bytes.h"
 #include "check.h"
-#include "comm/dissemination.h"
+#include "comm/descriptor.h"
 #include "comm/fabric.h"
 #include "comm/hier.h"
-#include "comm/hier_part.h"
+#include "comm/host_map.h"
 #include "platform/clock.h"
 #include "platform/memory.h"
 

@@ -1,4 +1,4 @@
-/* test_slice_table.c - what slice_table.h looks up, against scans of all ranks, over meshes and
+/* test_slice_table.c - what host_map.h looks up, against scans of all ranks, over meshes and
  * maps of hosts drawn at random; and that cuts by it hold every element once. Each allocation fails
  * in turn. */
 #include <stdint.h>
@@ -6,8 +6,7 @@
 #include <string.h>
 
 #include "check.h"
-#include "comm/hier_cut.h"
-#include "comm/slice_table.h"
+#include "comm/host_map.h"
 #include "faults.h"
 
 enum { RANKS_MOST = 48, MESHES = 400 };

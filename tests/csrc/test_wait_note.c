@@ -3,7 +3,7 @@
 #include <string.h>
 
 #include "check.h"
-#include "comm/wait_note.h"
+#include "comm/wait.h"
 
 enum { NOTES = 1000000 };
 

@@ -10,10 +10,9 @@
 
 #include "check.h"
 #include "comm/device_comm.h"
-#include "comm/device_watch.h"
 #include "comm/local.h"
 #include "comm/nccl.h"
-#include "comm/watchdog.h"
+#include "comm/peers.h"
 #include "platform/clock.h"
 #include "platform/thread.h"
 

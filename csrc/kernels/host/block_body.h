@@ -13,8 +13,8 @@
 
 #include "kernels/compress_kernels.h"
 #include "kernels/host/half_body.h"
-#include "kernels/host/prefetch.h"
 #include "kernels/host/stream_body.h"
+#include "platform/cpu.h"
 
 /* Halves past the caches are converted at several places in turn. The processor prefetches up to
  * the end of a 4 KiB page; while one place enters a new page the others continue. A chunk is one or

@@ -1,28 +1,12 @@
-/* compress_avx2.c - the compression bodies compiled for AVX2 and F16C.
- *
- * A pragma selects the instructions instead of a compiler flag. The standard headers come before
- * it, so their inline functions run on every processor. Other architectures compile nothing here.
- */
+/* compress_avx2.c - the compression bodies compiled for AVX2, on x86-64 alone. */
 #if defined(__x86_64__)
 
-#include <immintrin.h>
-#include <stdbool.h>
-#include <stddef.h>
-#include <stdint.h>
-#include <string.h>
+#include "kernels/host/tables.h"
 
-#include "kernels/host/compress_tables.h"
+#include "kernels/host/begin_avx2.h"
 
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,f16c"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx2,f16c")
-#endif
-
-#define KERNEL_F16C 1
-#define COMPRESS_VECTOR_BYTES 32
 #define COMPRESS_TABLE sw_compress_kernels_avx2
+#define COMPRESS_VECTOR_BYTES KERNEL_VECTOR_BYTES
 #include "kernels/host/block_body.h"
 #include "kernels/host/exact_body.h"
 #include "kernels/host/lowrank_body.h"
@@ -30,11 +14,7 @@
 /* Must follow the bodies: the table of their functions. */
 #include "kernels/host/compress_table_body.h"
 
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
+#include "kernels/host/end_isa.h"
 
 #else
 typedef int sw_no_compress_avx2; /* ISO C requires a declaration in every file */

@@ -1,6 +1,6 @@
 /* compress_table_body.h - the table of the functions that block_body.h, exact_body.h and
  * lowrank_body.h define. The includer sets its name, COMPRESS_TABLE. */
-#include "kernels/host/compress_tables.h"
+#include "kernels/host/tables.h"
 
 const sw_compress_kernels COMPRESS_TABLE = {
     .exact_pack = exact_pack,
@@ -13,6 +13,5 @@ const sw_compress_kernels COMPRESS_TABLE = {
     .lowrank_project = lowrank_project,
     .lowrank_absorb = lowrank_absorb,
     .lowrank_expand = lowrank_expand,
-    .lowrank_error = lowrank_error,
     .lowrank_orthonormalize = lowrank_orthonormalize,
 };

@@ -1,38 +1,18 @@
-/* fold_avx512.c - the fold body compiled for AVX-512 F, BW, VL and DQ: each store is a cache line.
- *
- * A pragma selects the instructions instead of a compiler flag. The standard headers come before
- * it, so their inline functions run on every processor. Other architectures compile nothing here.
- */
+/* fold_avx512.c - the fold body compiled for AVX-512, on x86-64 alone. */
 #if defined(__x86_64__)
 
-#include <immintrin.h>
-#include <stddef.h>
-#include <stdint.h>
-#include <string.h>
+#include "kernels/host/tables.h"
 
-#include "kernels/host/fold_tables.h"
+#include "kernels/host/begin_avx512.h" /* without FMA: no multiply and add may be contracted */
 
-#if defined(__clang__)
-#pragma clang attribute push( \
-    __attribute__((target("avx2,f16c,avx512f,avx512bw,avx512vl,avx512dq"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx2,f16c,avx512f,avx512bw,avx512vl,avx512dq,prefer-vector-width=512")
-#endif
-
-#define KERNEL_F16C 1
 #define FOLD_TABLE sw_kernels_avx512
 #define FOLD_TABLE_NAME "avx512"
 #define OPTIM_TABLE sw_optim_kernels_avx512
 #define COMPRESS_TABLE sw_compress_kernels_avx512
 #include "kernels/host/fold_body.h"
 
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
+#include "kernels/host/end_isa.h"
 
 #else
-typedef int sw_no_avx512; /* ISO C requires a declaration in every file */
+typedef int sw_no_fold_avx512; /* ISO C requires a declaration in every file */
 #endif

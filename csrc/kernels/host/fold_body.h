@@ -5,8 +5,8 @@
  * are widened to float32 (half_body.h) and use float32's operations. Loops are plain C that the
  * compiler vectorises.
  *
- * The includer defines FOLD_TABLE, FOLD_TABLE_NAME, OPTIM_TABLE (see optim_tables.h),
- * COMPRESS_TABLE (see compress_tables.h) and, if the processor has it, KERNEL_F16C with immintrin.h
+ * The includer defines FOLD_TABLE, FOLD_TABLE_NAME, OPTIM_TABLE and
+ * COMPRESS_TABLE (see tables.h) and, if the processor has it, KERNEL_F16C with immintrin.h
  * included. The payload of a float32 or float64 NaN depends on the processor.
  *
  * Left out: threads (callers split the range) and argument checks (callers use sw_redop_check()).
@@ -15,10 +15,8 @@
 #include <stdint.h>
 #include <string.h>
 
-#include "kernels/host/compress_tables.h"
-#include "kernels/host/fold_tables.h"
 #include "kernels/host/half_body.h"
-#include "kernels/host/optim_tables.h"
+#include "kernels/host/tables.h"
 
 /* Two float blocks, a block of halves and the lines of the sources fill half of a 32 KiB L1. */
 enum { FOLD_BLOCK_BYTES = 4096, HALF_BLOCK_NUMEL = FOLD_BLOCK_BYTES / sizeof(float) };

@@ -10,7 +10,7 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "kernels/host/fold_tables.h"
+#include "kernels/host/tables.h"
 #include "platform/cpu.h"
 
 enum { TABLE_COUNT_MAX = 3 };

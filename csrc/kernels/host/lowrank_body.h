@@ -550,21 +550,6 @@ static void lowrank_expand(float *out, const float *left, const float *right, si
         stream_end();
 }
 
-static void lowrank_error(const sw_lowrank *m, float *error)
-{
-    size_t left_stride = sw_lowrank_stride(m->rows);
-    float v[ROWS * TILE_STRIDE], left[SW_LOWRANK_RANK_MAX][ROWS];
-    for (size_t row = 0; row < m->rows; row += ROWS) {
-        read_coefficients(left, m->left, left_stride, row, tile_at(m, row, 0).rows, m->rank);
-        for (size_t col = 0; col < m->cols; col += TILE) {
-            tile at = tile_at(m, row, col);
-            tile_read(v, m->memory, m->cols, at, memory_is_half(m));
-            tile_sub_product(v, left, m, at);
-            tile_write(error, v, m->cols, at, false);
-        }
-    }
-}
-
 /* ---- orthonormal rows ---- */
 
 static float row_dot(const float *a, const float *b, size_t stride)

@@ -28,9 +28,9 @@
 #include <string.h>
 
 #include "kernels/host/half_body.h"
-#include "kernels/host/prefetch.h"
 #include "kernels/host/stream_body.h"
 #include "kernels/optim_kernels.h"
+#include "platform/cpu.h"
 
 enum {
     NORM_LANES = NORM_VECTOR_BYTES / 8,

@@ -17,9 +17,9 @@
 #include <string.h>
 
 #include "kernels/host/half_body.h"
-#include "kernels/host/optim_tables.h"
-#include "kernels/host/prefetch.h"
 #include "kernels/host/stream_body.h"
+#include "kernels/host/tables.h"
+#include "platform/cpu.h"
 
 enum { OPTIM_BLOCK_NUMEL = 1024, OPTIM_CHUNK_NUMEL = 64 };
 

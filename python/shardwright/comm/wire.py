@@ -28,7 +28,7 @@ _FAREWELL_S = 0.2
 _TOKENS_S = 30.0
 #: the most hosts for which all connections are made at the start; with more, each is made at first use
 EAGER_HOSTS = 32
-#: radix of csrc/comm/dissemination.h
+#: radix of csrc/comm/host_map.h
 _RADIX = 8
 
 
