@@ -64,6 +64,8 @@ class Mark:
     precision: Precision | None = None
     is_list: bool = False
     syncs: bool = True
+    all_reduces: bool = True
+    reduce_hook: Callable[[torch.Tensor], None] | None = None
     releases_outermost: bool = False
     engine: Engine | None = None
     ahead: dict[str, list[Mark]] = dataclasses.field(default_factory=dict)
@@ -134,6 +136,16 @@ class Mark:
             self._handles.append(parameter.register_hook(hook))
             parameter.requires_grad_(trains)
 
+    def hook_means(self) -> None:
+        """Let `reduce_hook`, if there is one, change the means of this unit's parameters."""
+        engine = self._owner()
+        for replica in engine.made if engine is not None else ():
+            own = replica.gradients
+            own.reduce_hooks = [(hook, rows) for hook, rows in own.reduce_hooks if rows is not self.rows]
+            if self.reduce_hook is not None:
+                own.reduce_hooks.append((self.reduce_hook, self.rows))
+                own.adds_apart = True  # the hook gets a round's mean without the one that stands
+
     @property
     def syncs_any(self) -> bool:
         """Return True if this unit, the outermost, or one inside it averages."""
@@ -191,6 +203,8 @@ class Mark:
         for mark in marks:
             mark._owner = weakref.ref(engine)
             mark.scale()
+            mark.hook_means()
+        engine.all_reduces = lambda: any(mark.all_reduces for mark in (self, *self.inner))
 
     def _make(self, module: torch.nn.Module, rows: list[ShardedParameter], ignored: set[int]) -> Engine:
         """Make the engine with `module` as outermost, whose whole parameters stand in their slots."""
@@ -472,12 +486,15 @@ class FSDPModule(torch.nn.Module):
                     form.reshard_after_forward = reshard_after_forward
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Accept True, FSDP2's default; NotImplementedError for False, as gradients are averaged over all of a mesh at once."""
-        if not requires_all_reduce:
-            raise NotImplementedError(
-                "set_requires_all_reduce(False) is not supported: a mesh of (replicate, shard) averages over all its ranks at once; use "
-                "set_requires_gradient_sync(False)"
-            )
+        """Set whether backwards average over the rows of a mesh (replicate, shard); else each row adds up its own sums.
+
+        Rows add up unless some unit is told to average. `.grad` stands meanwhile; the next mean includes the sums. Over
+        hosts it is averaged each time if a row lies on several, which costs fewer bytes; so it is where GPUs fold in rank order.
+        """
+        for each in self.modules() if recurse else (self,):
+            mark = mark_of(each)
+            if mark is not None:
+                mark.all_reduces = bool(requires_all_reduce)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of this unit's gradients over ranks by `factor`; by default by the number of ranks.
@@ -510,10 +527,13 @@ class FSDPModule(torch.nn.Module):
             schedule.release_all()
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
-        """Raise NotImplementedError: means over more ranks are the mesh's."""
-        raise NotImplementedError(
-            "set_all_reduce_hook is not supported: pass a mesh of (replicate, shard) to sw.fully_shard, over which gradients are averaged"
-        )
+        """Call `hook` after each round with this unit's new means on this rank, flat and in its parameters' order, to change in place.
+
+        It runs before means are added to `.grad`; units that run last come first. `stream`: where it runs on a GPU.
+        """
+        mark = self._shardwright_mark
+        mark.reduce_hook = hook if stream is None else functools.partial(_on_stream, hook, stream)
+        mark.hook_means()
 
     set_force_sum_reduction_for_comms = _tunes(
         "set_force_sum_reduction_for_comms", "the engine adds and divides itself"
@@ -545,6 +565,14 @@ class FSDPModule(torch.nn.Module):
         return engine
 
     __reduce_ex__ = reduce_plainly
+
+
+def _on_stream(hook: Callable[[torch.Tensor], None], stream: Any, flat: torch.Tensor) -> None:
+    current = torch.cuda.current_stream(flat.device)
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        hook(flat)
+    current.wait_stream(stream)
 
 
 def _marks_of(modules: Sequence[Any], what: str) -> list[Mark]:
