@@ -51,6 +51,7 @@ from .unit_calls import reduce_plainly
 class Mark:
     """The mark of fully_shard on a module: its options and its unit; with groups= one unit for each part.
 
+    `near`: the number of ranks that keep the unit after its forward; 0: all of them.
     `releases_outermost`: the program asked for it by name. `is_list`: fully_shard got several modules, which form one unit
     and share this mark. `engine`: of an outermost module.
     `ahead`: for each phase the units to gather ahead, if the program names them. `divide_factor`: the divisor of gradients
@@ -66,6 +67,7 @@ class Mark:
     syncs: bool = True
     all_reduces: bool = True
     reduce_hook: Callable[[torch.Tensor], None] | None = None
+    near: int = 0
     releases_outermost: bool = False
     engine: Engine | None = None
     ahead: dict[str, list[Mark]] = dataclasses.field(default_factory=dict)
@@ -480,7 +482,7 @@ class FSDPModule(torch.nn.Module):
             mark = mark_of(each)
             if mark is None:
                 continue
-            mark.reshard_after_forward = reshard_after_forward
+            mark.reshard_after_forward, mark.near = reshard_after_forward, 0
             for _, unit in mark.places():
                 for form in () if unit.is_outermost else filter(None, (unit, unit.compute_form)):
                     form.reshard_after_forward = reshard_after_forward
@@ -627,8 +629,8 @@ def fully_shard(
         module, the inner module is not one of its units: it has its own engine and mesh, and needs its own optimizer.
     reshard_after_forward : bool or int, optional
         True, the default, if the unit is released between its forward and its backward; the outermost one only if True is given.
-        FSDP2's number of ranks to reshard to, a divisor of the slices: 1 keeps the unit whole, every other one releases it, since the
-        ranks of a host map all slices (on GPUs the next gather is over all ranks).
+        FSDP2's number of ranks to reshard to, a divisor of the slices: 1 keeps the unit whole. On GPUs so many ranks in a row then keep
+        it between them until its backward, whose gather stays inside them. Hosts gather without messages in any case.
     precision : {"bf16", "fp16", "fp32"} or Precision, optional
         The precision in which the module and inner modules without their own precision compute; see wrap.
     shard_placement_fn : callable, optional
@@ -686,7 +688,7 @@ def fully_shard(
         raise NotImplementedError(
             f"fully_shard: offload_policy={offload_policy!r} is not supported on GPUs: pass offload='cpu', which moves the optimizer's state"
         )
-    releases = _releases(reshard_after_forward, chosen)
+    releases, near = _releases(reshard_after_forward, chosen)
     for each in modules:
         if mark_of(each) is not None:
             raise AssertionError(
@@ -708,7 +710,7 @@ def fully_shard(
     kept |= {"init": init, "weights": weights}
     is_list = not isinstance(module, torch.nn.Module)
     kept.setdefault("broadcast_buffers", False)  # each rank's own, as FSDP2's are
-    mark = Mark(releases, kept, policy, is_list=is_list, placement=shard_placement_fn)
+    mark = Mark(releases, kept, policy, is_list=is_list, placement=shard_placement_fn, near=near)
     mark.releases_outermost = releases and reshard_after_forward is not None
     for each in modules:
         original = type(each)
@@ -788,10 +790,10 @@ def _device_of(modules: Sequence[torch.nn.Module]) -> str:
     return kinds.pop() if kinds else "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _releases(reshard_after_forward: Any, mesh: Any) -> bool:
-    """Return whether a unit is released after its forward."""
+def _releases(reshard_after_forward: Any, mesh: Any) -> tuple[bool, int]:
+    """Return whether a unit is released after its forward, and the number of ranks that keep it then; 0: all."""
     if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
-        return reshard_after_forward is not False
+        return reshard_after_forward is not False, 0
     if not isinstance(reshard_after_forward, int):
         raise TypeError(
             f"reshard_after_forward must be True, False, None or a number of ranks, got {reshard_after_forward!r}"
@@ -806,7 +808,7 @@ def _releases(reshard_after_forward: Any, mesh: Any) -> bool:
         raise ValueError(
             f"reshard_after_forward as a number must be a divisor of {slices}, got {reshard_after_forward}"
         )
-    return reshard_after_forward != 1
+    return reshard_after_forward != 1, reshard_after_forward if reshard_after_forward < slices else 0
 
 
 def _policy(precision: Any, mp_policy: Any) -> Precision | None:
