@@ -63,9 +63,9 @@ typedef struct sw_fold_plan {
      * the buffer's dtype. They replace an accumulated result there, or add to the share of it that
      * contributions lack. */
     void (*store)(void *context, size_t begin, size_t numel, const float *mean, void *to);
-    /* With a codec: return the next elements at or after `cursor` and before `end` that are adjacent
-     * in the codec's memory, and *at, the first one's position there; false when there is none.
-     * NULL: elements lie there as in the buffer. */
+    /* With a codec: return the next elements at or after `cursor` and before `end` that are
+     * adjacent in the codec's memory, and *at, the first one's position there; false when there is
+     * none. NULL: elements lie there as in the buffer. */
     bool (*next_coded)(void *context, size_t cursor, size_t end, size_t *begin, size_t *numel,
                        size_t *at);
 } sw_fold_plan;
@@ -111,7 +111,8 @@ typedef struct sw_op {
         *plan;       /* borrowed until complete; NULL: fold everything, divide by world_size */
     sw_codec *codec; /* over hosts, for an arena: hosts exchange their sums through it, as bucket
                       * `codec_bucket`. NULL: as they are. The operation holds a reference */
-    size_t codec_bucket, codec_numel; /* elements of the codec's memory; 0: as many as the buffer's */
+    size_t codec_bucket,
+        codec_numel; /* elements of the codec's memory; 0: as many as the buffer's */
     char label[SW_COMM_LABEL_BYTES]; /* equal on all ranks; named in errors */
 } sw_op;
 

@@ -101,8 +101,10 @@ sw_status sw_op_check(const sw_op *op, int world_size, sw_error *err)
         SW_FAIL(err, SW_E_INVALID,
                 "reduce_scatter '%s': owners of one slice need results in an arena", op->label);
     if (op->in_replica && (op->kind != SW_OP_REDUCE_SCATTER || !op->slices || !op->arena))
-        SW_FAIL(err, SW_E_INVALID, "%s '%s' cannot stay in replicas: that is a reduce_scatter of "
-                "slices with several owners", sw_op_kind_name(op->kind), op->label);
+        SW_FAIL(err, SW_E_INVALID,
+                "%s '%s' cannot stay in replicas: that is a reduce_scatter of "
+                "slices with several owners",
+                sw_op_kind_name(op->kind), op->label);
     if (op->arena && (op->offset_bytes > op->arena->size_bytes ||
                       bytes > op->arena->size_bytes - op->offset_bytes))
         SW_FAIL(err, SW_E_INVALID, "%s '%s': [%zu, +%zu) bytes exceed the arena of %zu",

@@ -190,7 +190,8 @@ static bool next_run(const coded_sum *sum, size_t cursor, size_t end, size_t *be
     return cursor < end && (!plan || plan->next_run(plan->context, cursor, end, begin, numel));
 }
 
-/* Return the next elements to fold or to store that are adjacent in the codec's memory, from *at. */
+/* Return the next elements to fold or to store that are adjacent in the codec's memory, from *at.
+ */
 static bool next_coded(const coded_sum *sum, size_t cursor, size_t end, size_t *begin,
                        size_t *numel, size_t *at)
 {
@@ -272,8 +273,7 @@ static void store(const sw_carrier *carrier, const coded_sum *sum, size_t begin,
 static void store_for(const sw_carrier *carrier, const coded_sum *sum, int local)
 {
     const sw_op *op = &sum->pending->op;
-    size_t bytes = sw_dtype_size_bytes(op->dtype), first = 0, end = op->numel, begin, run,
-           at;
+    size_t bytes = sw_dtype_size_bytes(op->dtype), first = 0, end = op->numel, begin, run, at;
     int rank = carrier->hier->members[local];
     uint8_t *to = (uint8_t *)(uintptr_t)contribution(carrier, sum, local, 0);
     if (op->kind == SW_OP_REDUCE_SCATTER) {

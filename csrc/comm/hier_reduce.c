@@ -439,8 +439,7 @@ static sw_status fold_replicas(sw_carrier *carrier, const reduction *work, sw_er
             int count = 0;
             void *result = result_of(work, rank, run);
             for (int k = 0; k < hier->local_count; ++k)
-                if (work->contributes[hier->members[k]] &&
-                    sw_op_joins(op, hier->members[k], rank))
+                if (work->contributes[hier->members[k]] && sw_op_joins(op, hier->members[k], rank))
                     carrier->source[count++] = contribution(carrier, work, k, run);
             if (count > 0)
                 sw_kernels()->fold[op->dtype](&result, 1, (const void *const *)carrier->source,

@@ -166,8 +166,8 @@ int sw_py_sliced_announce(reducer_object *self)
 }
 
 /* Ends a round: every parameter that some rank used gets its ShardedGradient, unless the sum stays
- * in rows. A ShardedGradient that zero_grad has removed from `.grad` may still hold contributions of
- * earlier backwards. */
+ * in rows. A ShardedGradient that zero_grad has removed from `.grad` may still hold contributions
+ * of earlier backwards. */
 int sw_py_sliced_publish(reducer_object *self)
 {
     size_t count = sw_reducer_layout(self->reducer)->param_count;

@@ -65,7 +65,7 @@ typedef struct device_rounds {
     bool is_finished;          /* the consumer has not taken the means yet */
     device_bucket *buckets;    /* owned */
     sw_stream *stream;         /* in use; borrowed for a call */
-    sw_stream_set arrived;       /* streams ordered after the optimizer in this round */
+    sw_stream_set arrived;     /* streams ordered after the optimizer in this round */
     sw_stream *consumer;       /* the optimizer's, borrowed until the next round */
     sw_pack_args pack;         /* copies for the next launch; with `converts` they divide */
     void *place[PLACES];       /* borrowed; sliced */
@@ -390,7 +390,7 @@ sw_status sw_reducer_produce(sw_reducer *reducer, size_t param, sw_error *err)
     bool is_new;
     SW_TRY(arrive(d, err));
     return sw_stream_set_add(&d->buckets[reducer->layout.place[param].bucket].producers, d->stream,
-                      &is_new, err);
+                             &is_new, err);
 }
 
 static void device_count_step(sw_reducer *reducer)
@@ -660,9 +660,8 @@ static sw_status device_finish(sw_reducer *reducer, sw_error *err)
     const uint8_t *any;
     for (size_t i = 0; i < reducer->layout.param_count;
          ++i) /* use bits of frozen parameters are not read */
-        d->own[i] =
-            reducer->contributes && (reducer->params[i].used || reducer->params[i].kept ||
-                                     !sw_reducer_takes_part(reducer, i));
+        d->own[i] = reducer->contributes && (reducer->params[i].used || reducer->params[i].kept ||
+                                             !sw_reducer_takes_part(reducer, i));
     SW_TRY(exchange(d, &any, err));
     for (size_t b = 0; !d->is_withdrawn && b < reducer->layout.bucket_count; ++b)
         if (d->buckets[b].data)

@@ -31,10 +31,10 @@ typedef struct sw_reducer_stats {
     uint64_t rounds, local_rounds, abandoned;
     uint64_t buckets_sent, buckets_early; /* early: before the end of the backward */
     uint64_t bytes;                       /* size of the buckets sent */
-    uint64_t row_rounds, row_bytes;       /* of those, the rounds that stayed in rows, not in `rounds`;
-                                           * their buckets */
-    uint64_t unplaced_bytes_peak; /* last round: most bytes of gradients that waited for their
-                                     place at once, the latest gradient included */
+    uint64_t row_rounds, row_bytes; /* of those, the rounds that stayed in rows, not in `rounds`;
+                                     * their buckets */
+    uint64_t unplaced_bytes_peak;   /* last round: most bytes of gradients that waited for their
+                                       place at once, the latest gradient included */
 } sw_reducer_stats;
 
 typedef struct sw_reducer sw_reducer;

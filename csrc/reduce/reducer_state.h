@@ -120,7 +120,7 @@ struct sw_reducer {
     uint32_t marks;                    /* gradients taken, for regular polls */
     bool contributes, abandoned, divide_by_active;
     bool stays_in_rows, next_stays_in_rows; /* see sw_reducer_keep_in_rows */
-    bool last_round_failed;    /* see sw_reducer_last_round_failed */
+    bool last_round_failed;                 /* see sw_reducer_last_round_failed */
     bool met;                  /* use bits of this or the last round were exchanged for a hook */
     sw_bucket_owner owner;     /* owner of the buckets */
     sw_compressor *compressor; /* holds a reference; NULL: means travel as they are */
@@ -156,8 +156,9 @@ static inline sw_bucket_pieces sw_pieces_at(const sw_bucket_pieces *pieces, size
 /* Return where the contribution of a parameter lies. */
 sw_bucket_pieces sw_bucket_pieces_of(const sw_reducer *reducer, size_t param);
 
-/* Return the next run of this rank's slice, from the bucket's parameter *next on, under contributions,
- * or with `kept` one that its row has kept. Padding between two such parameters is included. */
+/* Return the next run of this rank's slice, from the bucket's parameter *next on, under
+ * contributions, or with `kept` one that its row has kept. Padding between two such parameters is
+ * included. */
 bool sw_bucket_next_own_run(const sw_reducer *reducer, const bucket *b, bool kept, size_t *next,
                             size_t *begin, size_t *end);
 

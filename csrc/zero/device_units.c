@@ -16,12 +16,12 @@ typedef struct device_unit {
     size_t run_count;
     sw_device_unit_rows *rows; /* owned: of all runs */
     sw_shard_state state;
-    bool is_apart;   /* UNSHARDED in memory apart */
+    bool is_apart;        /* UNSHARDED in memory apart */
     sw_device_comm *near; /* borrowed; NULL: it does not stay near */
     char *part;           /* borrowed: this rank's part */
     size_t part_bytes;
     bool is_near, was_near; /* parts are kept; the unit was gathered from them */
-    sw_event *whole; /* owned */
+    sw_event *whole;        /* owned */
 } device_unit;
 
 typedef struct device_place {

@@ -224,7 +224,9 @@ class ModuleGradients:
             end()
         if has_followers and (not contributes or self._reducer.rounds != before):
             self._follow(contributes)
-        elif self._rows and not self._reducer.stays_in_rows:  # no round: the ranks still read one another's rows until here
+        elif (
+            self._rows and not self._reducer.stays_in_rows
+        ):  # no round: the ranks still read one another's rows until here
             self._backend.fence(f"reads of the parameters of {self._label}")
         if self.watcher is not None:
             self.watcher.after_round(time.perf_counter() - begin_s)

@@ -43,6 +43,7 @@ from ..torch_compat.autograd import graph_task_id
 from ..torch_compat.dtensor import flattened, is_dtensor, mesh_of_group
 from ..torch_compat.foreign_wrappers import guard_from_wrappers, note_fully_shard
 from ..torch_compat.internals import fsdp_module_of_torch
+from ..torch_compat.weak import weakly
 from .engine import Engine, engine_of, register_face
 from .unit_calls import reduce_plainly
 
@@ -148,6 +149,10 @@ class Mark:
                 own.reduce_hooks.append((self.reduce_hook, self.rows))
                 own.adds_apart = True  # the hook gets a round's mean without the one that stands
 
+    def all_reduces_any(self) -> bool:
+        """Return True if this unit, the outermost, or one inside it averages over the rows of its mesh."""
+        return self.all_reduces or any(mark.all_reduces for mark in self.inner)
+
     @property
     def syncs_any(self) -> bool:
         """Return True if this unit, the outermost, or one inside it averages."""
@@ -206,7 +211,7 @@ class Mark:
             mark._owner = weakref.ref(engine)
             mark.scale()
             mark.hook_means()
-        engine.all_reduces = lambda: any(mark.all_reduces for mark in (self, *self.inner))
+        engine.all_reduces = weakly(self.all_reduces_any, True)
 
     def _make(self, module: torch.nn.Module, rows: list[ShardedParameter], ignored: set[int]) -> Engine:
         """Make the engine with `module` as outermost, whose whole parameters stand in their slots."""
