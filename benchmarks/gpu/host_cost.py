@@ -129,6 +129,11 @@ def arms(library: str) -> dict[str, Callable[[], Any]]:
         module = model()
         options: dict[str, Any] = {"units": [Block]} if zero == 3 else {}
         add(f"zero={zero}", *sw.wrap(module, sw.optim.AdamW(module.parameters()), zero=zero, **options))
+    module = model()
+    for block in module:
+        sw.fully_shard(block)
+    sw.fully_shard(module)
+    add("fully_shard", module, torch.optim.AdamW(module.parameters(), fused=True))
     return found
 
 
@@ -147,6 +152,8 @@ def main() -> None:
         report.add_times(
             f"a step on an idle GPU, zero={zero}", times[f"zero={zero}"], times[peer], peer, bare_ms=bare, goal=None
         )
+    name = "a step on an idle GPU, fully_shard with torch's AdamW(fused=True)"
+    report.add_times(name, times["fully_shard"], times["FSDP2"], "FSDP2", bare_ms=bare, goal=None)
 
 
 if __name__ == "__main__":

@@ -63,6 +63,11 @@ typedef struct sw_fold_plan {
      * the buffer's dtype. They replace an accumulated result there, or add to the share of it that
      * contributions lack. */
     void (*store)(void *context, size_t begin, size_t numel, const float *mean, void *to);
+    /* With a codec: return the next elements at or after `cursor` and before `end` that are
+     * adjacent in the codec's memory, and *at, the first one's position there; false when there is
+     * none. NULL: elements lie there as in the buffer. */
+    bool (*next_coded)(void *context, size_t cursor, size_t end, size_t *begin, size_t *numel,
+                       size_t *at);
 } sw_fold_plan;
 
 /* The slice of a buffer that each rank owns, if several own one: a *replica* is a set of ranks that
@@ -95,6 +100,9 @@ typedef struct sw_op {
                                        this rank's part: required with `slices` and is_carried.
                                        Borrowed */
     size_t results_offset_bytes;
+    bool in_replica; /* reduce_scatter with `slices`: fold the contributions of this rank's replica
+                      * alone, into this rank's result alone. Its ranks are on one host, on every
+                      * host */
     const struct sw_arena *beside; /* mirrored: bytes [beside_offset_bytes, + beside_bytes) of each
                                       rank's part can be read on all ranks when `plan` is resolved,
                                       and when the operation is complete. NULL: none */
@@ -103,7 +111,8 @@ typedef struct sw_op {
         *plan;       /* borrowed until complete; NULL: fold everything, divide by world_size */
     sw_codec *codec; /* over hosts, for an arena: hosts exchange their sums through it, as bucket
                       * `codec_bucket`. NULL: as they are. The operation holds a reference */
-    size_t codec_bucket;
+    size_t codec_bucket,
+        codec_numel; /* elements of the codec's memory; 0: as many as the buffer's */
     char label[SW_COMM_LABEL_BYTES]; /* equal on all ranks; named in errors */
 } sw_op;
 
@@ -232,6 +241,13 @@ static inline int sw_op_slice_count(const sw_op *op, int world_size)
 static inline int sw_op_slice_of(const sw_op *op, int rank)
 {
     return op->slices ? op->slices->of_rank[rank] : rank;
+}
+
+/* Return true if the contribution of `rank` is in the result of `owner`. */
+static inline bool sw_op_joins(const sw_op *op, int rank, int owner)
+{
+    return !op->in_replica ||
+           op->slices->replica_of_rank[rank] == op->slices->replica_of_rank[owner];
 }
 
 /* Elements of a rank's slice of `numel`: equal for all ranks, every cut on SW_ALIGNMENT_BYTES. */

@@ -16,7 +16,7 @@ void sw_descriptor_fill(sw_descriptor *d, const sw_op *op, uint32_t form)
     d->dtype = (uint32_t)op->dtype;
     d->redop = (uint32_t)op->redop;
     d->form = form;
-    d->root = op->root;
+    d->root = op->kind == SW_OP_REDUCE_SCATTER ? op->in_replica : op->root;
     d->subject = op->subject == 0 && op->arena ? op->arena->serial : op->subject;
     d->step = op->step;
     d->round = op->round;
@@ -36,8 +36,9 @@ static void describe(const sw_descriptor *d, char *text, size_t capacity)
 {
     char detail[96] = "", name[128];
     if (d->kind == SW_OP_ALL_REDUCE || d->kind == SW_OP_REDUCE_SCATTER)
-        snprintf(detail, sizeof detail, ", %s of %llu %s", sw_redop_name((sw_redop)d->redop),
-                 (unsigned long long)d->numel, sw_dtype_name((sw_dtype)d->dtype));
+        snprintf(detail, sizeof detail, ", %s of %llu %s%s", sw_redop_name((sw_redop)d->redop),
+                 (unsigned long long)d->numel, sw_dtype_name((sw_dtype)d->dtype),
+                 d->root ? " in each row" : "");
     else if (d->kind == SW_OP_BROADCAST)
         snprintf(detail, sizeof detail, ", %llu bytes from rank %d", (unsigned long long)d->numel,
                  (int)d->root);
@@ -101,6 +102,11 @@ sw_status sw_op_check(const sw_op *op, int world_size, sw_error *err)
     if (op->kind == SW_OP_REDUCE_SCATTER && op->slices && !op->results)
         SW_FAIL(err, SW_E_INVALID,
                 "reduce_scatter '%s': owners of one slice need results in an arena", op->label);
+    if (op->in_replica && (op->kind != SW_OP_REDUCE_SCATTER || !op->slices || !op->arena))
+        SW_FAIL(err, SW_E_INVALID,
+                "%s '%s' cannot stay in replicas: that is a reduce_scatter of "
+                "slices with several owners",
+                sw_op_kind_name(op->kind), op->label);
     if (op->arena && (op->offset_bytes > op->arena->size_bytes ||
                       bytes > op->arena->size_bytes - op->offset_bytes))
         SW_FAIL(err, SW_E_INVALID, "%s '%s': [%zu, +%zu) bytes exceed the arena of %zu",

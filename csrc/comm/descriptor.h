@@ -25,7 +25,7 @@ enum {
 typedef struct sw_descriptor { /* compared byte by byte between ranks up to `step`: no padding,
                                   zeroed before use */
     uint32_t kind, dtype, redop, form;
-    int32_t root;
+    int32_t root; /* of a reduction: 1 if it stays in replicas */
     uint32_t subject;
     uint64_t numel;
     uint64_t offset_bytes;

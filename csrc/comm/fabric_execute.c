@@ -46,7 +46,8 @@ static void fold_run(sw_fabric *fabric, const sw_pending *pending, uint32_t tick
         fabric->destination[destinations++] =
             (uint8_t *)op->result + (begin - range->origin) * element_bytes;
     for (int r = 0; op->result && op->slices && r < fabric->comm.world_size; ++r)
-        if (op->slices->of_rank[r] == op->slices->of_rank[fabric->comm.rank])
+        if (op->in_replica ? r == fabric->comm.rank
+                           : op->slices->of_rank[r] == op->slices->of_rank[fabric->comm.rank])
             fabric->destination[destinations++] = op->results->base[r] + op->results_offset_bytes +
                                                   (begin - range->origin) * element_bytes;
     if (sources > 0)
@@ -63,12 +64,15 @@ static void fold(sw_fabric *fabric, const sw_pending *pending, uint32_t ticket,
     size_t begin = range->begin, numel = range->end - range->begin;
     for (int r = 0; r < fabric->comm.world_size; ++r)
         fabric->contributes[r] = true;
+    if (plan)
+        plan->resolve(plan->context, fabric->contributes, &scale);
+    for (int r = 0; r < fabric->comm.world_size; ++r)
+        fabric->contributes[r] &= sw_op_joins(&pending->op, r, fabric->comm.rank);
     if (!plan) {
         if (numel)
             fold_run(fabric, pending, ticket, range, begin, numel, scale);
         return;
     }
-    plan->resolve(plan->context, fabric->contributes, &scale);
     bool accumulates = pending->op.result && plan->accumulates && plan->accumulates(plan->context);
     for (size_t cursor = range->begin;
          cursor < range->end && plan->next_run(plan->context, cursor, range->end, &begin, &numel);
@@ -94,7 +98,7 @@ static bool takes_slice(const sw_fabric *fabric, const sw_op *op, int rank)
 /* Each owner of a slice folds a piece of it. */
 static void share_slice(const sw_fabric *fabric, const sw_op *op, fold_range *range)
 {
-    if (!op->slices)
+    if (!op->slices || op->in_replica)
         return;
     size_t piece = sw_comm_slice_numel(range->end - range->begin, sw_dtype_size_bytes(op->dtype),
                                        fabric->comm.world_size / op->slices->count);

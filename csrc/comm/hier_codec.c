@@ -183,6 +183,19 @@ static bool next_run(const coded_sum *sum, size_t cursor, size_t end, size_t *be
     return cursor < end && (!plan || plan->next_run(plan->context, cursor, end, begin, numel));
 }
 
+/* Return the next elements to fold or to store that are adjacent in the codec's memory, from *at.
+ */
+static bool next_coded(const coded_sum *sum, size_t cursor, size_t end, size_t *begin,
+                       size_t *numel, size_t *at)
+{
+    const sw_fold_plan *plan = sum->pending->op.plan;
+    if (!next_run(sum, cursor, end, begin, numel))
+        return false;
+    *at = *begin;
+    return !plan || !plan->next_coded ||
+           plan->next_coded(plan->context, *begin, *begin + *numel, begin, numel, at);
+}
+
 /* Add float64 values to a sum, each rounded to float32. */
 static void add_doubles(float *sum, const double *values, size_t numel, bool is_first)
 {
@@ -190,10 +203,11 @@ static void add_doubles(float *sum, const double *values, size_t numel, bool is_
         sum[i] = is_first ? (float)values[i] : sum[i] + (float)values[i];
 }
 
-/* Fold this host's contributions to a run, in rank order. */
-static void fold_run(sw_carrier *carrier, const coded_sum *sum, size_t begin, size_t numel)
+/* Fold this host's contributions to a run, which the codec has at `at`, in rank order. */
+static void fold_run(sw_carrier *carrier, const coded_sum *sum, size_t begin, size_t numel,
+                     size_t at)
 {
-    float *flat = carrier->coded.flat + begin * sum->lanes;
+    float *flat = carrier->coded.flat + at * sum->lanes;
     int count = 0;
     for (int l = 0; l < carrier->hier->local_count; ++l) {
         if (!sum->contributes[carrier->hier->members[l]])
@@ -211,7 +225,7 @@ static sw_status fold_host(sw_carrier *carrier, coded_sum *sum, sw_error *err)
 {
     const sw_op *op = &sum->pending->op;
     const sw_host_map *map = &carrier->hier->map;
-    size_t begin, run;
+    size_t begin, run, at;
     double scale;
     for (int r = 0; r < map->world_size; ++r)
         sum->contributes[r] = true;
@@ -220,19 +234,20 @@ static sw_status fold_host(sw_carrier *carrier, coded_sum *sum, sw_error *err)
         op->plan->resolve(op->plan->context, sum->contributes, &scale);
     for (int r = 0; r < map->world_size; ++r)
         sum->contributors += sum->contributes[r];
-    for (size_t cursor = 0; sum->contributors && next_run(sum, cursor, op->numel, &begin, &run);
+    for (size_t cursor = 0;
+         sum->contributors && next_coded(sum, cursor, op->numel, &begin, &run, &at);
          cursor = begin + run)
-        fold_run(carrier, sum, begin, run);
+        fold_run(carrier, sum, begin, run, at);
     sw_carrier_touch_end(carrier);
     return SW_OK;
 }
 
-/* Store the mean of [begin, begin + numel) at `to`, which has the buffer's dtype. */
+/* Store the mean of [begin, begin + numel), which the codec has at `at`, in the buffer's dtype. */
 static void store(const sw_carrier *carrier, const coded_sum *sum, size_t begin, size_t numel,
-                  uint8_t *to)
+                  size_t at, uint8_t *to)
 {
     const sw_fold_plan *plan = sum->pending->op.plan;
-    const float *mean = carrier->coded.flat + begin * sum->lanes;
+    const float *mean = carrier->coded.flat + at * sum->lanes;
     if (plan)
         plan->store(plan->context, begin, numel, mean, to);
     else
@@ -243,7 +258,7 @@ static void store(const sw_carrier *carrier, const coded_sum *sum, size_t begin,
 static void store_for(const sw_carrier *carrier, const coded_sum *sum, int local)
 {
     const sw_op *op = &sum->pending->op;
-    size_t bytes = sw_dtype_size_bytes(op->dtype), first = 0, end = op->numel, begin, run;
+    size_t bytes = sw_dtype_size_bytes(op->dtype), first = 0, end = op->numel, begin, run, at;
     int rank = carrier->hier->members[local];
     uint8_t *to = sw_carrier_contribution(carrier, sum->pending, local, 0);
     if (op->kind == SW_OP_REDUCE_SCATTER) {
@@ -253,8 +268,9 @@ static void store_for(const sw_carrier *carrier, const coded_sum *sum, int local
         end = sw_size_min(first + slice, op->numel);
         to = op->results ? op->results->base[rank] + op->results_offset_bytes : to + first * bytes;
     }
-    for (size_t cursor = first; next_run(sum, cursor, end, &begin, &run); cursor = begin + run)
-        store(carrier, sum, begin, run, to + (begin - first) * bytes);
+    for (size_t cursor = first; next_coded(sum, cursor, end, &begin, &run, &at);
+         cursor = begin + run)
+        store(carrier, sum, begin, run, at, to + (begin - first) * bytes);
 }
 
 static sw_status reserve_flat(sw_coded *coded, size_t numel, sw_error *err)
@@ -283,7 +299,7 @@ static sw_status compress(sw_carrier *carrier, uint32_t ticket, sw_error *err)
                                                                 : op->dtype,
                      .lanes = is_complex ? 2 : 1,
                      .contributes = carrier->contributes};
-    size_t numel = op->numel * sum.lanes;
+    size_t numel = (op->codec_numel ? op->codec_numel : op->numel) * sum.lanes;
     float share = (float)((double)hier->map.host_count / hier->comm.world_size);
     SW_TRY(reserve_flat(&carrier->coded, numel, err));
     SW_TRY(fold_host(carrier, &sum, err));

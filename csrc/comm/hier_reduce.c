@@ -415,6 +415,34 @@ static sw_status keep_owned(sw_carrier *carrier, const reduction *work, sw_error
     return SW_OK;
 }
 
+/* Fold the contributions of each replica on this host into its ranks' results, which the other
+ * hosts have no part in. */
+static sw_status fold_replicas(sw_carrier *carrier, const reduction *work, sw_error *err)
+{
+    const sw_hier *hier = carrier->hier;
+    const sw_op *op = &work->pending->op;
+    size_t run, run_numel;
+    SW_TRY(sw_carrier_touch_begin(carrier, err));
+    for (int l = 0; l < hier->local_count; ++l) {
+        int rank = hier->members[l];
+        size_t begin = (size_t)sw_op_slice_of(op, rank) * work->owned;
+        size_t end = sw_size_min(begin + work->owned, work->cut.numel);
+        for (size_t cursor = begin; next_run(work, cursor, end, &run, &run_numel);
+             cursor = run + run_numel) {
+            int count = 0;
+            void *result = result_of(work, rank, run);
+            for (int k = 0; k < hier->local_count; ++k)
+                if (work->contributes[hier->members[k]] && sw_op_joins(op, hier->members[k], rank))
+                    carrier->source[count++] = contribution(carrier, work, k, run);
+            if (count > 0)
+                sw_kernels()->fold[op->dtype](&result, 1, (const void *const *)carrier->source,
+                                              count, run_numel, work->scale, op->redop);
+        }
+    }
+    sw_carrier_touch_end(carrier);
+    return SW_OK;
+}
+
 /* Find the contributing ranks and the factor, equal on all hosts. No blocks if there is nothing to
  * fold. */
 static sw_status resolve(sw_carrier *carrier, reduction *work, bool *contributes,
@@ -442,7 +470,8 @@ static sw_status resolve(sw_carrier *carrier, reduction *work, bool *contributes
     work->contributes = contributes;
     work->host_contributes = host_contributes;
     work->exchanges = work->accumulates && (work->kept == KEPT_BY_OWNER || work->crosses);
-    work->block_count = any && has_contributor ? work->cut.block_count : 0;
+    work->block_count =
+        any && has_contributor && !work->pending->op.in_replica ? work->cut.block_count : 0;
     return SW_OK;
 }
 
@@ -488,6 +517,8 @@ static sw_status complete(sw_carrier *carrier, reduction *batch, uint32_t count,
             return SW_OK;
         if (work->block_count > 0 && work->kept == KEPT_BY_OWNERS)
             SW_TRY(keep_owned(carrier, work, err));
+        if (work->pending->op.in_replica)
+            SW_TRY(fold_replicas(carrier, work, err));
         sw_carrier_complete(carrier, work->ticket);
     }
     return SW_OK;

@@ -21,6 +21,9 @@ typedef struct device_units_object {
     sw_unit_plan plan;                  /* owned; a group of buckets has no parts */
     held_memory *place, *apart, *slice; /* owned: by place, by unit, by bucket */
     held_memory beside;                 /* of slices by rows */
+    held_memory *part;                  /* owned, by unit: what stays near */
+    PyObject *nears;                    /* owned list: their communicators, or NULL */
+    size_t slack_bytes, near_bytes;     /* behind a place, for units that stay near; of `part` */
     size_t *group_of;                   /* owned, by bucket: its group, or SIZE_MAX */
     sw_layout layout;                   /* its arrays: owned copies, as the reducer may go */
     int ordinal;                        /* of capsules: -1 where the memory is the host's */
@@ -152,7 +155,7 @@ static bool plan_units(device_units_object *self, making *m, const sw_unit_row *
     if (plan->beside_bytes && !allocate(self, plan->beside_bytes, &self->beside))
         return false;
     for (size_t p = 0; p < plan->place_count; ++p)
-        if (!allocate(self, plan->place_bytes[p], &self->place[p]))
+        if (!allocate(self, plan->place_bytes[p] + self->slack_bytes, &self->place[p]))
             return false;
     sw_device_unit_run *run = m->runs;
     for (size_t i = 0; i < count; ++i) {
@@ -319,12 +322,12 @@ static int units_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     device_units_object *self = (device_units_object *)op;
     sw_py_owner *owner = &self->owner;
-    sw_py_arg a[10] = {{0}};
+    sw_py_arg a[11] = {{0}};
     MAKING m = {.specs = NULL};
     sw_device_units *made = NULL;
     sw_error err;
     if (!sw_py_read("DeviceUnits comm:O reducer:O stream:O | allocate:O units:L buckets:L order:L "
-                    "ends:L label:s turns:N",
+                    "ends:L label:s turns:N near:N",
                     args, kwargs, a) ||
         !sw_py_owner_bind(owner, a[0].o, "DeviceUnits"))
         return -1;
@@ -339,11 +342,15 @@ static int units_init(PyObject *op, PyObject *args, PyObject *kwargs)
     sw_py_device_leave(owner->comm);
     sw_py_set(&self->stream, a[2].o);
     sw_py_set(&self->allocate, a[3].o);
+    self->slack_bytes = a[10].size * SW_UNIT_ALIGNMENT;
     if (!keep_layout(self, a[1].o) ||
         !(is_planned ? make_planned(self, &m, a[4].o, a[9].size) : make_groups(self, &m, a)))
         return -1;
     self->apart = calloc(self->plan.count + 1, sizeof *self->apart);
-    if (!(self->apart || no_memory()) || !sw_py_device_enter(owner->comm))
+    self->part = calloc(self->plan.count + 1, sizeof *self->part);
+    self->nears = PyList_New(0);
+    if (!self->nears || !((self->apart && self->part) || no_memory()) ||
+        !sw_py_device_enter(owner->comm))
         return -1;
     sw_status status = SW_PY_WITHOUT_GIL(
         sw_device_units_create(owner->comm->comm, self->plan.place_count, self->beside.data,
@@ -365,6 +372,8 @@ static void units_dealloc(PyObject *op)
     sw_py_owner_dealloc(op);
     let_go(old.place, old.plan.place_count);
     let_go(old.apart, old.plan.count);
+    let_go(old.part, old.plan.count);
+    Py_XDECREF(old.nears);
     let_go(old.slice, old.layout.bucket_count);
     sw_unit_plan_fini(&old.plan);
     free(old.layout.place);
@@ -475,6 +484,35 @@ static PyObject *units_release(PyObject *op, PyObject *args)
     return sw_py_device_finish(self->owner.comm, status, &err);
 }
 
+/* Lets a unit stay with the ranks of another communicator after it is released. */
+static PyObject *units_keep_near(PyObject *op, PyObject *args)
+{
+    device_units_object *self = (device_units_object *)op;
+    sw_py_arg a[2];
+    if (!sw_py_read("keep_near unit:n comm:O", args, NULL, a) || !check_unit(self, a[0].n))
+        return NULL;
+    const sw_planned_unit *unit = &self->plan.unit[a[0].size];
+    sw_device_comm *near = PyObject_TypeCheck(a[1].o, sw_py_state_of(self)->device_comm_type)
+                               ? ((device_comm_object *)a[1].o)->comm
+                               : NULL;
+    size_t ranks = near && near->peers ? (size_t)near->peers->world_size : 0;
+    if (ranks == 0 || ranks * SW_UNIT_ALIGNMENT > self->slack_bytes)
+        return PyErr_Format(PyExc_ValueError,
+                            "keep_near: comm must be a connected DeviceComm of at most %zu ranks, "
+                            "for which places have room",
+                            self->slack_bytes / SW_UNIT_ALIGNMENT);
+    if (!unit->has_place || !unit->size_bytes)
+        Py_RETURN_NONE;
+    size_t part = (unit->size_bytes / ranks / SW_UNIT_ALIGNMENT + 1) * SW_UNIT_ALIGNMENT;
+    if (PyList_Append(self->nears, a[1].o) < 0 || !allocate(self, part, &self->part[a[0].size]) ||
+        !sw_py_device_enter(self->owner.comm))
+        return NULL;
+    self->near_bytes += part;
+    sw_device_unit_keep_near(self->owner.made, a[0].size, near, self->part[a[0].size].data, part);
+    sw_py_device_leave(self->owner.comm);
+    Py_RETURN_NONE;
+}
+
 #define UNITS_METHOD(name, signature, check, call)                                           \
     SW_PY_METHOD_WITH(units_##name, device_units_object, #name signature, sw_stream *stream, \
                       (check) && enter(self, &stream), call,                                 \
@@ -548,9 +586,9 @@ static PyObject *units_slice(PyObject *op, PyObject *args)
 /* Returns the bytes of all places and the memory beside, and of all slices. */
 static PyObject *bytes_of(const device_units_object *self, const PyObject *units)
 {
-    size_t places = self->plan.beside_bytes, slices = 0;
+    size_t places = self->plan.beside_bytes + self->near_bytes, slices = 0;
     for (size_t p = 0; self->plan.place_bytes && p < self->plan.place_count; ++p)
-        places += self->plan.place_bytes[p];
+        places += self->plan.place_bytes[p] + self->slack_bytes;
     for (size_t b = 0; b < self->layout.bucket_count; ++b) {
         const sw_layout_bucket *bucket = &self->layout.bucket[b];
         if (self->slice[b].tensor)
@@ -672,6 +710,7 @@ static PyObject *units_drop_ahead(PyObject *op, PyObject *unused)
 SW_PY_OWNER_STATS(units_stats, sw_device_units_stats, sw_device_units_get_stats,
                   SW_PY_COUNT(sw_device_units_stats, gathers),
                   SW_PY_COUNT(sw_device_units_stats, releases),
+                  SW_PY_COUNT(sw_device_units_stats, near_gathers),
                   SW_PY_COUNT_AS(sw_device_units_stats, bytes, "gathered_bytes"))
 
 SW_PY_GETTER(units_is_collective, sw_py_owner, PyBool_FromLong(self->comm != NULL))
@@ -696,6 +735,8 @@ static PyMethodDef units_methods[] = {
                "parameters of those units."),
     SW_PY_NONE(units, coming, "Return the units that are under way."),
     SW_PY_NONE(units, drop_ahead, "Release the units that are under way."),
+    SW_PY_ARGS(units, keep_near, "unit, comm, /",
+               "Let the unit stay with the ranks of `comm` after it is released, for one gather."),
     SW_PY_ARGS(units, follow, "/", "Order gathers after the stream's writes to slices."),
     SW_PY_ARGS(units, update, "/", "Do that, while all units are sharded."),
     SW_PY_ARGS(units, gather_anew, "/", "Gather all units after the stream's writes."),

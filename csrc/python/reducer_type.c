@@ -404,6 +404,17 @@ static int set_codec(reducer_object *self, PyObject *codec)
 
 OF_REDUCER(set_codec, " codec:O", true, set_codec(self, a[0].o) < 0 ? NULL : sw_py_none())
 
+static PyObject *keep_in_rows(reducer_object *self, bool keeps)
+{
+    bool kept = false;
+    if (REDUCER_INSIDE(self, REDUCER_WAIT(self, sw_reducer_keep_in_rows(self->reducer, keeps, &kept,
+                                                                        &err))) < 0)
+        return NULL;
+    return PyBool_FromLong(kept);
+}
+
+OF_REDUCER(keep_in_rows, " keeps:p", true, keep_in_rows(self, a[0].p))
+
 /* Returns the indices of parameters whose `.grad` is a tensor other than our view. */
 static PyObject *reducer_foreign(PyObject *op, PyObject *Py_UNUSED(unused))
 {
@@ -444,6 +455,8 @@ static PyObject *reducer_stats(PyObject *op, PyObject *Py_UNUSED(unused))
                                          SW_PY_COUNT(sw_reducer_stats, buckets_sent),
                                          SW_PY_COUNT(sw_reducer_stats, buckets_early),
                                          SW_PY_COUNT(sw_reducer_stats, bytes),
+                                         SW_PY_COUNT(sw_reducer_stats, row_rounds),
+                                         SW_PY_COUNT(sw_reducer_stats, row_bytes),
                                          SW_PY_COUNT(sw_reducer_stats, unplaced_bytes_peak)};
     reducer_object *self = (reducer_object *)op;
     if (reducer_check_made(self) < 0)
@@ -475,6 +488,7 @@ PROPERTY(planned_bytes, PyLong_FromSize_t(sw_reducer_planned_bytes(self->reducer
 PROPERTY(is_open, PyBool_FromLong(sw_reducer_state(self->reducer) != SW_ROUND_CLOSED))
 PROPERTY(is_compressing, PyBool_FromLong(sw_reducer_is_compressing(self->reducer)))
 PROPERTY(last_round_failed, PyBool_FromLong(sw_reducer_last_round_failed(self->reducer)))
+PROPERTY(stays_in_rows, PyBool_FromLong(sw_reducer_stays_in_rows(self->reducer)))
 PROPERTY(rounds, PyLong_FromUnsignedLongLong(sw_reducer_get_stats(self->reducer)->rounds))
 PROPERTY(pending_forward, PyBool_FromLong(self->pending_forward))
 
@@ -522,6 +536,8 @@ static PyMethodDef reducer_methods[] = {
                "Set a communication hook, or None: callback(bucket, is_last) averages a bucket."),
     SW_PY_ARGS(reducer, set_codec, "codec, /",
                "Let means travel through a Codec, whose entries are the parameters. Collective."),
+    SW_PY_ARGS(reducer, keep_in_rows, "keeps, /",
+               "Let the next round's sums stay in rows. Return whether they will. Collective."),
     SW_PY_ARGS(reducer, set_tracer, "tracer, /",
                "Set a callable that is called around each bucket's post and wait, or None."),
     SW_PY_ARGS(reducer, used_by_any, "index, /", "Return True if some rank used the parameter."),
@@ -555,6 +571,8 @@ static PyGetSetDef reducer_properties[] = {
      "True if buckets of an open round are on their way through a Codec", NULL},
     {"last_round_failed", reducer_get_last_round_failed, NULL,
      "True if the last round averaged nothing", NULL},
+    {"stays_in_rows", reducer_get_stays_in_rows, NULL,
+     "True if the sums of the round opened last stay in rows", NULL},
     {"rounds", reducer_get_rounds, NULL, "number of rounds that averaged", NULL},
     {"pending_forward", reducer_get_pending_forward, NULL,
      "True if a synchronised forward has no round yet", NULL},

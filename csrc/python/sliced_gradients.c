@@ -165,9 +165,9 @@ int sw_py_sliced_announce(reducer_object *self)
     return said ? reducer_called(PyObject_CallFunctionObjArgs(self->announcer, said, NULL)) : -1;
 }
 
-/* Ends a round: every parameter that some rank used gets its ShardedGradient. A ShardedGradient
- * that zero_grad has removed from `.grad` may still hold contributions of earlier backwards.
- */
+/* Ends a round: every parameter that some rank used gets its ShardedGradient, unless the sum stays
+ * in rows. A ShardedGradient that zero_grad has removed from `.grad` may still hold contributions
+ * of earlier backwards. */
 int sw_py_sliced_publish(reducer_object *self)
 {
     size_t count = sw_reducer_layout(self->reducer)->param_count;
@@ -175,9 +175,11 @@ int sw_py_sliced_publish(reducer_object *self)
         if (!sw_reducer_used_by_any(self->reducer, i))
             continue;
         SW_PY_OWNED *param = sw_py_item(self->params, i), *view = sw_py_item(self->views, i);
-        if (!param || !view || PyObject_SetAttrString(view, "_cleared", Py_False) < 0 ||
-            PyObject_SetAttrString(view, "_pending", Py_None) < 0 ||
-            PyObject_SetAttr(param, self->grad_name, view) < 0)
+        if (!param || !view || PyObject_SetAttrString(view, "_pending", Py_None) < 0)
+            return -1;
+        if (!sw_reducer_stays_in_rows(self->reducer) &&
+            (PyObject_SetAttrString(view, "_cleared", Py_False) < 0 ||
+             PyObject_SetAttr(param, self->grad_name, view) < 0))
             return -1;
     }
     return 0;

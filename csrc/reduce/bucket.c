@@ -49,7 +49,8 @@ static void plan_resolve(void *context, bool *contributes, double *scale)
     }
     b->divisor = b->host->base.divide_by_active && active > 0 ? active : world_size;
     *scale = 1.0 / b->divisor;
-    for (size_t k = 0; b->op.codec && k < b->host->base.layout.bucket[b->common->index].count; ++k)
+    bool coded = b->op.codec && !b->host->base.stays_in_rows;
+    for (size_t k = 0; coded && k < b->host->base.layout.bucket[b->common->index].count; ++k)
         b->op.codec->ops->select(b->op.codec, b->common->index, k, sw_bit_is_set(b->any, k));
 }
 
@@ -59,6 +60,7 @@ typedef struct walk {
     const sw_layout *layout;
     const sw_layout_bucket *shape;
     size_t slice, next; /* the slice; the next parameter's number in the bucket */
+    size_t from;        /* the element of the parameter with which the last run began */
 } walk;
 
 static walk walk_from(const host_bucket *b, size_t cursor)
@@ -87,6 +89,7 @@ static bool walk_on(walk *w, size_t *number, size_t *begin, size_t *end)
         run = sw_layout_run_in(w->layout, w->layout->order[w->shape->first + w->next], w->slice,
                                w->layout->slice_count);
     }
+    w->from = run.begin;
     *number = w->next++;
     *begin = first + run.first;
     *end = *begin + (run.end - run.begin);
@@ -119,6 +122,24 @@ static bool plan_next_run(void *context, size_t cursor, size_t end, size_t *begi
     }
     *numel = found ? run_end - *begin : 0;
     return found;
+}
+
+/* By rows: a codec sees each parameter whole. */
+static bool plan_next_coded(void *context, size_t cursor, size_t end, size_t *begin, size_t *numel,
+                            size_t *at)
+{
+    const host_bucket *b = context;
+    size_t i, place_begin, place_end;
+    for (walk w = walk_from(b, cursor); walk_on(&w, &i, &place_begin, &place_end);) {
+        *begin = sw_size_max(cursor, place_begin);
+        if (*begin >= end)
+            return false;
+        *numel = sw_size_min(end, place_end) - *begin;
+        *at = b->coded_at[i] + w.from + (*begin - place_begin);
+        if (place_end > *begin)
+            return true;
+    }
+    return false;
 }
 
 static bool plan_accumulates(void *context)
@@ -228,7 +249,7 @@ void sw_bucket_write_trailer(host_bucket *b)
     t->forwards = reducer->round_forwards;
     for (size_t i = 0; reducer->contributes && i < shape->count; ++i) {
         const param_state *state = &reducer->params[reducer->layout.order[shape->first + i]];
-        t->bits[i / 32] |= (uint32_t)state->used << (i % 32);
+        t->bits[i / 32] |= (uint32_t)(state->used | state->kept) << (i % 32);
         t->bits[sw_words_of(shape->count) + i / 32] |= (uint32_t)state->accumulated << (i % 32);
     }
 }
@@ -239,6 +260,7 @@ void sw_bucket_plan(host_bucket *b, bool accumulated)
                              .resolve = plan_resolve,
                              .next_run = plan_next_run,
                              .store = plan_store,
+                             .next_coded = b->coded_at ? plan_next_coded : NULL,
                              .accumulates = accumulated ? plan_accumulates : NULL,
                              .add_accumulated = accumulated ? plan_add_accumulated : NULL};
     b->op.plan = &b->plan;

@@ -101,8 +101,7 @@ sw_status sw_device_mean_leave_out(sw_device_mean *m, const uint8_t *trains, sw_
 
 /* ---- common to all forms ---- */
 
-/* Return true if the transport reduces by rows and columns. */
-static bool goes_by_rows(const sw_device_mean *m)
+bool sw_device_mean_goes_by_rows(const sw_device_mean *m)
 {
     return m->row && !m->contributions;
 }
@@ -110,14 +109,14 @@ static bool goes_by_rows(const sw_device_mean *m)
 /* Elements that a rank reduces: a slice, or its piece of a slice with several owners. */
 static size_t piece_numel(const sw_device_mean *m, const sw_device_range *bucket)
 {
-    const sw_peers *peers = goes_by_rows(m) ? m->row->peers : m->comm->peers;
+    const sw_peers *peers = sw_device_mean_goes_by_rows(m) ? m->row->peers : m->comm->peers;
     return bucket->numel / (size_t)peers->world_size;
 }
 
 static void *own_piece(const sw_device_mean *m, const sw_device_range *bucket)
 {
     size_t piece_bytes = piece_numel(m, bucket) * sw_dtype_size_bytes(bucket->dtype);
-    int own = goes_by_rows(m) ? m->row->peers->rank : m->piece[m->comm->peers->rank];
+    int own = sw_device_mean_goes_by_rows(m) ? m->row->peers->rank : m->piece[m->comm->peers->rank];
     return (char *)bucket->data + (size_t)own * piece_bytes;
 }
 
@@ -256,7 +255,14 @@ static bool divides_sum(const sw_device_mean *m, sw_dtype dtype)
 bool sw_device_mean_is_one_call(const sw_device_mean *m, sw_dtype dtype)
 {
     return m->comm->peers->world_size > 1 && !m->contributions && !is_narrowed(m, dtype) &&
-           !divides_sum(m, dtype) && !goes_by_rows(m);
+           !divides_sum(m, dtype) && !sw_device_mean_goes_by_rows(m);
+}
+
+static sw_status check_row(const sw_device_mean *m, sw_error *err)
+{
+    if (!m->row->peers || !m->column->peers)
+        SW_FAIL(err, SW_E_STATE, "device reducer: the communicators of the mesh were closed");
+    return SW_OK;
 }
 
 /* Reduce this rank's slice of the bucket in the row, then in the column, into `to`. */
@@ -264,8 +270,7 @@ static sw_status reduce_by_rows(const sw_device_mean *m, const sw_device_range *
                                 void *to, sw_error *err)
 {
     size_t numel = piece_numel(m, bucket);
-    if (!m->row->peers || !m->column->peers)
-        SW_FAIL(err, SW_E_STATE, "device reducer: the communicators of the mesh were closed");
+    SW_TRY(check_row(m, err));
     SW_TRY(sw_peers_reduce_scatter(m->row->peers, bucket->data, to, numel, bucket->dtype, op,
                                    m->comm->stream, err));
     return sw_peers_all_reduce(m->column->peers, to, numel, bucket->dtype, op, m->comm->stream,
@@ -275,7 +280,7 @@ static sw_status reduce_by_rows(const sw_device_mean *m, const sw_device_range *
 static sw_status reduce_whole(const sw_device_mean *m, const sw_device_range *bucket, sw_redop op,
                               sw_error *err)
 {
-    if (!goes_by_rows(m))
+    if (!sw_device_mean_goes_by_rows(m))
         return sw_peers_all_reduce(m->comm->peers, bucket->data, bucket->numel, bucket->dtype, op,
                                    m->comm->stream, err);
     SW_TRY(reduce_by_rows(m, bucket, op, own_piece(m, bucket), err));
@@ -408,7 +413,7 @@ static int owner_count(const sw_device_mean *m)
 static size_t piece_begin(const sw_device_mean *m, const sw_device_range *bucket)
 {
     size_t piece = (size_t)(m->piece[m->comm->peers->rank] % owner_count(m));
-    return goes_by_rows(m) ? 0 : piece * piece_numel(m, bucket);
+    return sw_device_mean_goes_by_rows(m) ? 0 : piece * piece_numel(m, bucket);
 }
 
 /* Describe the reduction of this rank's slice. The transport reduces into the slice itself
@@ -443,7 +448,7 @@ sw_status sw_device_mean_collect(const sw_device_mean *m, const sw_device_range 
     }
     if (m->contributions)
         return exchange(m, bucket, err);
-    if (goes_by_rows(m))
+    if (sw_device_mean_goes_by_rows(m))
         return reduce_by_rows(m, bucket, transport_op(m, bucket->dtype),
                               s.is_made ? s.piece : own_piece(m, bucket), err);
     if (m->comm->peers->world_size > 1)
@@ -454,6 +459,28 @@ sw_status sw_device_mean_collect(const sw_device_mean *m, const sw_device_range 
                                                numel * sw_dtype_size_bytes(bucket->dtype),
                                                m->comm->stream, err)
                      : SW_OK;
+}
+
+sw_status sw_device_mean_of_row(const sw_device_mean *m, const sw_device_range *bucket, void *slice,
+                                sw_error *err)
+{
+    SW_TRY(check_row(m, err));
+    return sw_peers_reduce_scatter(m->row->peers, bucket->data, slice, piece_numel(m, bucket),
+                                   bucket->dtype, SW_REDOP_SUM, m->comm->stream, err);
+}
+
+sw_status sw_device_mean_add_kept(const sw_device_mean *m, const sw_device_range *bucket,
+                                  const void *slice, sw_device_run run, sw_error *err)
+{
+    void *to = behind(own_piece(m, bucket), run.begin, bucket->dtype);
+    sw_fold_args sum = {.to = to,
+                        .own = to,
+                        .rest = behind((void *)(uintptr_t)slice, run.begin, bucket->dtype),
+                        .numel = run.end - run.begin,
+                        .dtype = (int)bucket->dtype,
+                        .op = (int)SW_REDOP_SUM,
+                        .source_count = 2};
+    return launch(m, SW_KERNEL_FOLD, &sum, err);
 }
 
 /* Clamp `at` to [begin, begin + numel), relative to `begin`. */
@@ -478,7 +505,7 @@ sw_status sw_device_mean_complete(const sw_device_mean *m, const sw_device_range
         at = end;
     }
     SW_TRY(make_run(&s, at, numel, false, err));
-    if (goes_by_rows(m)) /* the column's all-reduce has reached every owner */
+    if (sw_device_mean_goes_by_rows(m)) /* the column's all-reduce has reached every owner */
         return SW_OK;
     return sw_peers_gather_among(m->comm->peers, slice, numel * sw_dtype_size_bytes(bucket->dtype),
                                  m->owners, owner_count(m), m->comm->stream, err);

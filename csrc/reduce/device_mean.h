@@ -98,6 +98,18 @@ SW_MUST_USE sw_status sw_device_mean_complete(const sw_device_mean *mean,
                                               const sw_device_run *accumulated,
                                               size_t accumulated_count, sw_error *err);
 
+/* Return true if means go by rows and columns, so that a row's sum can stay in it. */
+bool sw_device_mean_goes_by_rows(const sw_device_mean *mean);
+/* Set `slice` to this rank's slice of its row's sum of `bucket`, whose other elements are undefined
+ * afterwards. Only then. */
+SW_MUST_USE sw_status sw_device_mean_of_row(const sw_device_mean *mean,
+                                            const sw_device_range *bucket, void *slice,
+                                            sw_error *err);
+/* Add `run` of such a slice to this rank's contribution. */
+SW_MUST_USE sw_status sw_device_mean_add_kept(const sw_device_mean *mean,
+                                              const sw_device_range *bucket, const void *slice,
+                                              sw_device_run run, sw_error *err);
+
 /* Return true if sw_device_mean_whole, or _collect, is one call of the transport for a bucket of
  * `dtype`, so that it may share a group with another call. Equal on all ranks. */
 bool sw_device_mean_is_one_call(const sw_device_mean *mean, sw_dtype dtype);

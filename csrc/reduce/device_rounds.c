@@ -40,21 +40,18 @@
 #include "kernels/crc32c.h"
 #include "reduce/device_mean.h"
 #include "reduce/reducer_state.h"
+#include "reduce/stream_set.h"
 
 /* A tag's bytes and their complements travel after the use bytes: the maxima over the ranks are
  * complementary if and only if all tags are equal. */
 enum { PLACES = 2, TAG_BYTES = 2 * sizeof(uint64_t), TAG_GREATEST = 255 };
 static const uint64_t TAG_NUMBERS = 0xffffffffu; /* its low bits: steps and rounds; then a digest */
 
-typedef struct stream_set {
-    sw_stream **stream; /* owned; the streams are borrowed for a round */
-    size_t count, room;
-} stream_set;
-
 typedef struct device_bucket {
     void *data; /* borrowed: the bucket, or sliced this rank's slice of its mean; NULL: takes no
                    part */
-    stream_set producers;
+    void *kept; /* owned: this rank's slice of its row's sum; NULL: none yet */
+    sw_stream_set producers;
     sw_event *ready, *done; /* owned */
 } device_bucket;
 
@@ -68,7 +65,7 @@ typedef struct device_rounds {
     bool is_finished;          /* the consumer has not taken the means yet */
     device_bucket *buckets;    /* owned */
     sw_stream *stream;         /* in use; borrowed for a call */
-    stream_set arrived;        /* streams ordered after the optimizer in this round */
+    sw_stream_set arrived;     /* streams ordered after the optimizer in this round */
     sw_stream *consumer;       /* the optimizer's, borrowed until the next round */
     sw_pack_args pack;         /* copies for the next launch; with `converts` they divide */
     void *place[PLACES];       /* borrowed; sliced */
@@ -210,6 +207,7 @@ static void device_destroy(sw_reducer *reducer)
         free(d->buckets[b].producers.stream);
         ops->event_destroy(d->device, d->buckets[b].ready);
         ops->event_destroy(d->device, d->buckets[b].done);
+        ops->memory_free(d->device, d->buckets[b].kept);
     }
     sw_device_mean_fini(&d->mean);
     ops->memory_free(d->device, d->used);
@@ -362,29 +360,11 @@ void sw_reducer_use_stream(sw_reducer *reducer, sw_stream *stream)
     device_of(reducer)->stream = stream;
 }
 
-static sw_status add_stream(stream_set *set, sw_stream *stream, bool *is_new, sw_error *err)
-{
-    *is_new = false;
-    for (size_t i = 0; i < set->count; ++i)
-        if (set->stream[i] == stream)
-            return SW_OK;
-    if (set->count == set->room) {
-        sw_stream **grown = realloc(set->stream, (set->room + 4) * sizeof *grown);
-        if (!grown)
-            SW_FAIL(err, SW_E_MEMORY, "reducer: no memory for %zu streams", set->room + 4);
-        set->stream = grown;
-        set->room += 4;
-    }
-    set->stream[set->count++] = stream;
-    *is_new = true;
-    return SW_OK;
-}
-
 /* Order later writes on the stream in use after the optimizer that reads the same memory. */
 static sw_status arrive(device_rounds *d, sw_error *err)
 {
     bool is_new;
-    SW_TRY(add_stream(&d->arrived, d->stream, &is_new, err));
+    SW_TRY(sw_stream_set_add(&d->arrived, d->stream, &is_new, err));
     if (!is_new)
         return SW_OK;
     SW_TRY(release(d, err));
@@ -409,8 +389,8 @@ sw_status sw_reducer_produce(sw_reducer *reducer, size_t param, sw_error *err)
     device_rounds *d = device_of(reducer);
     bool is_new;
     SW_TRY(arrive(d, err));
-    return add_stream(&d->buckets[reducer->layout.place[param].bucket].producers, d->stream,
-                      &is_new, err);
+    return sw_stream_set_add(&d->buckets[reducer->layout.place[param].bucket].producers, d->stream,
+                             &is_new, err);
 }
 
 static void device_count_step(sw_reducer *reducer)
@@ -426,6 +406,18 @@ static void device_open(sw_reducer *reducer)
     d->pack.segment_count = 0;
     for (size_t b = 0; b < reducer->layout.bucket_count; ++b)
         d->buckets[b].producers.count = 0;
+}
+
+static sw_status device_keep(sw_reducer *reducer, bool *can, sw_error *err)
+{
+    device_rounds *d = device_of(reducer);
+    *can = d->sliced && !d->is_withdrawn && sw_device_mean_goes_by_rows(&d->mean);
+    for (size_t b = 0; *can && b < reducer->layout.bucket_count; ++b) {
+        size_t bytes = sw_bucket_bytes(reducer, b) / (size_t)reducer->slice_count;
+        if (d->buckets[b].data && !d->buckets[b].kept && bytes > 0)
+            SW_TRY(d->device->ops->memory_alloc(d->device, bytes, &d->buckets[b].kept, err));
+    }
+    return SW_OK;
 }
 
 /* Copies into the bucket divide if its mean needs that. */
@@ -457,7 +449,7 @@ static sw_status divide_in_place(device_rounds *d, const bucket *b, sw_error *er
 static sw_status device_reserve(sw_reducer *reducer, bucket *b, sw_error *err)
 {
     device_rounds *d = device_of(reducer);
-    const stream_set *producers = &d->buckets[b->index].producers;
+    const sw_stream_set *producers = &d->buckets[b->index].producers;
     set_scale(d, b);
     for (size_t i = 0; i < producers->count; ++i)
         if (producers->stream[i] != d->stream)
@@ -478,7 +470,7 @@ static sw_status device_reserve(sw_reducer *reducer, bucket *b, sw_error *err)
 static sw_status device_seal(sw_reducer *reducer, bucket *b, sw_error *err)
 {
     device_rounds *d = device_of(reducer);
-    const stream_set *producers = &d->buckets[b->index].producers;
+    const sw_stream_set *producers = &d->buckets[b->index].producers;
     if (d->pack.converts)
         SW_TRY(divide_in_place(d, b, err));
     SW_TRY(launch_pack(d, err));
@@ -488,26 +480,13 @@ static sw_status device_seal(sw_reducer *reducer, bucket *b, sw_error *err)
     return SW_OK;
 }
 
-/* Find the runs of this rank's slice under contributions; padding between two such parameters is
- * included. */
-static size_t accumulated_runs(const device_rounds *d, const bucket *b)
+/* Find the runs of this rank's slice under contributions, or those that its row has kept. */
+static size_t find_runs(const device_rounds *d, const bucket *b, bool kept)
 {
-    const sw_layout *layout = &d->base.layout;
-    const sw_layout_bucket *shape = &layout->bucket[b->index];
-    size_t count = 0, before = 0;
-    for (size_t k = 0; k < shape->count; ++k) {
-        size_t param = layout->order[shape->first + k];
-        sw_layout_run run =
-            sw_layout_run_in(layout, param, (size_t)d->base.own_slice, (size_t)d->base.slice_count);
-        size_t begin = run.first, end = run.first + (run.end - run.begin);
-        if (!d->base.params[param].accumulated || begin == end)
-            continue;
-        if (count > 0 && before + 1 == k)
-            d->runs[count - 1].end = end;
-        else
-            d->runs[count++] = (sw_device_run){.begin = begin, .end = end};
-        before = k;
-    }
+    size_t count = 0, next = 0;
+    while (sw_bucket_next_own_run(&d->base, b, kept, &next, &d->runs[count].begin,
+                                  &d->runs[count].end))
+        ++count;
     return count;
 }
 
@@ -519,10 +498,25 @@ static sw_device_range whole_of(const device_rounds *d, const bucket *b)
                              .dtype = shape->dtype};
 }
 
+/* Add what this rank's row has kept to its contribution. */
+static sw_status add_kept(device_rounds *d, const bucket *b, sw_error *err)
+{
+    const device_bucket *own = &d->buckets[b->index];
+    const sw_device_range whole = whole_of(d, b);
+    size_t count = own->kept ? find_runs(d, b, true) : 0;
+    for (size_t i = 0; i < count; ++i)
+        SW_TRY(sw_device_mean_add_kept(&d->mean, &whole, own->kept, d->runs[i], err));
+    return SW_OK;
+}
+
 /* Enqueue the first half of a bucket's mean, which may be one call of a group. */
 static sw_status start_mean(device_rounds *d, const bucket *b, sw_error *err)
 {
     const sw_device_range whole = whole_of(d, b);
+    if (d->base.stays_in_rows)
+        return d->buckets[b->index].kept
+                   ? sw_device_mean_of_row(&d->mean, &whole, d->buckets[b->index].kept, err)
+                   : SW_OK;
     return d->sliced ? sw_device_mean_collect(&d->mean, &whole, d->buckets[b->index].data,
                                               d->run_count > 0, err)
                      : sw_device_mean_whole(&d->mean, &whole, err);
@@ -534,7 +528,7 @@ static sw_status end_mean(device_rounds *d, const bucket *b, sw_error *err)
     const sw_device_ops *ops = d->device->ops;
     const sw_device_range whole = whole_of(d, b);
     device_bucket *own = &d->buckets[b->index];
-    if (d->sliced)
+    if (d->sliced && !d->base.stays_in_rows)
         SW_TRY(sw_device_mean_complete(&d->mean, &whole, own->data, d->runs, d->run_count, err));
     SW_TRY(ops->event_record(d->device, own->done, d->comm->stream, err));
     return d->sliced ? ops->event_record(d->device, d->left[d->turn], d->comm->stream, err) : SW_OK;
@@ -545,9 +539,10 @@ static sw_status device_post(sw_reducer *reducer, bucket *b, sw_error *err)
     device_rounds *d = device_of(reducer);
     const sw_device_ops *ops = d->device->ops;
     device_bucket *own = &d->buckets[b->index];
-    d->run_count = d->sliced ? accumulated_runs(d, b) : 0;
     SW_TRY(ops->event_record(d->device, own->ready, d->stream, err));
     SW_TRY(ops->stream_wait(d->device, d->comm->stream, own->ready, err));
+    SW_TRY(add_kept(d, b, err));
+    d->run_count = d->sliced ? find_runs(d, b, false) : 0;
     if (next_due(d, b->index + 1) == reducer->layout.bucket_count &&
         sw_device_mean_is_one_call(&d->mean, sw_bucket_shape(reducer, b)->dtype)) {
         d->held = b;
@@ -566,6 +561,8 @@ static uint64_t next_tag(device_rounds *d)
         base->history = sw_crc32c(base->history, &base->digest, sizeof base->digest);
     for (size_t i = 0; d->sliced && i < base->layout.param_count; ++i)
         base->history = sw_crc32c(base->history, &base->params[i].accumulated, 1);
+    if (base->stays_in_rows)
+        base->history = sw_crc32c(base->history, &base->stays_in_rows, 1);
     uint32_t digest = d->sliced ? base->history : base->stepped;
     return (uint64_t)digest << 32 | (base->step & 0xffffu) << 16 | (base->rounds & 0xffffu);
 }
@@ -663,8 +660,8 @@ static sw_status device_finish(sw_reducer *reducer, sw_error *err)
     const uint8_t *any;
     for (size_t i = 0; i < reducer->layout.param_count;
          ++i) /* use bits of frozen parameters are not read */
-        d->own[i] =
-            reducer->contributes && (reducer->params[i].used || !sw_reducer_takes_part(reducer, i));
+        d->own[i] = reducer->contributes && (reducer->params[i].used || reducer->params[i].kept ||
+                                             !sw_reducer_takes_part(reducer, i));
     SW_TRY(exchange(d, &any, err));
     for (size_t b = 0; !d->is_withdrawn && b < reducer->layout.bucket_count; ++b)
         if (d->buckets[b].data)
@@ -793,6 +790,7 @@ static const sw_reducer_ops device_rounds_ops = {
     .meet = device_finish,
     .active_ranks = device_active_ranks,
     .accumulated_ranks = device_accumulated_ranks,
+    .keep = device_keep,
     .count_step = device_count_step,
     .planned_bytes = device_planned_bytes,
     .destroy = device_destroy,

@@ -33,17 +33,19 @@ static sw_status describe(host_rounds *host, size_t bucket_index, sw_compressor 
     const sw_layout_bucket *shape = &layout->bucket[bucket_index];
     size_t lanes = lanes_of(shape->dtype);
     const char *label = host->base.buckets[bucket_index].label;
-    if (shape->by_rows && host->comm->is_carried)
-        SW_FAIL(err, SW_E_UNSUPPORTED, "%s cannot be compressed between hosts: it is cut by rows",
-                label);
     sw_compressor_member *members = calloc(shape->count + 1, sizeof *members);
-    if (!members)
-        SW_FAIL(err, SW_E_MEMORY, "%s: no memory for %zu members", label, shape->count);
+    size_t *whole = shape->by_rows ? calloc(shape->count + 1, sizeof *whole) : NULL;
     size_t at = 0, aligned = SW_ALIGNMENT_BYTES / sw_dtype_size_bytes(shape->dtype);
+    if (!members || (shape->by_rows && !whole)) {
+        free(members), free(whole);
+        SW_FAIL(err, SW_E_MEMORY, "%s: no memory for %zu members", label, shape->count);
+    }
     for (size_t k = 0; k < shape->count; ++k) {
         size_t param = layout->order[shape->first + k];
         const sw_layout_place *place = &layout->place[param];
         size_t begin = shape->by_rows ? at : place->begin;
+        if (whole)
+            whole[k] = at;
         members[k] = (sw_compressor_member){
             .entry = param, .offset = begin * lanes, .numel = place->numel * lanes};
         at += (place->numel + aligned - 1) / aligned * aligned;
@@ -51,6 +53,10 @@ static sw_status describe(host_rounds *host, size_t bucket_index, sw_compressor 
     sw_status status =
         sw_compressor_set_bucket(compressor, bucket_index, members, shape->count, err);
     free(members);
+    free(host->buckets[bucket_index].coded_at);
+    host->buckets[bucket_index].coded_at = whole;
+    host->buckets[bucket_index].op.codec_numel = whole ? at : 0;
+    sw_bucket_plan(&host->buckets[bucket_index], host->ring);
     return status;
 }
 

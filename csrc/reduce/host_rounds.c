@@ -11,6 +11,7 @@
 #include <string.h>
 
 #include "base/bytes.h"
+#include "comm/hier.h"
 #include "kernels/kernels.h"
 #include "platform/clock.h"
 #include "platform/memory.h"
@@ -149,18 +150,81 @@ static bool host_hold_back(sw_reducer *reducer, const bucket *b)
     return true;
 }
 
+/* Return true if all ranks of each row are on one host. */
+static bool rows_are_on_hosts(const host_rounds *host)
+{
+    const sw_host_map *map = host->comm->is_carried ? sw_hier_comm_map(host->comm) : NULL;
+    for (int r = 0; map && r < host->comm->world_size; ++r)
+        for (int s = 0; s < r; ++s)
+            if (host->slices.replica_of_rank[s] == host->slices.replica_of_rank[r] &&
+                map->host_of[s] != map->host_of[r])
+                return false;
+    return true;
+}
+
+static sw_status host_keep(sw_reducer *reducer, bool *can, sw_error *err)
+{
+    host_rounds *host = host_of(reducer);
+    *can = host->ring && host->owners && rows_are_on_hosts(host);
+    return !*can || host->kept
+               ? SW_OK
+               : host->comm->ops->arena_create(host->comm, host->memory->result_bytes,
+                                               "sums that stay in rows", &host->kept, err);
+}
+
+/* Return where the row's sum of a bucket's own slice lies. */
+static uint8_t *kept_of(const host_rounds *host, const host_bucket *b)
+{
+    return host->kept->base[host->comm->rank] + b->result_offset_bytes;
+}
+
+/* Add what this rank's row has kept to its contribution. */
+static void add_kept(host_rounds *host, const host_bucket *b)
+{
+    const sw_reducer *base = &host->base;
+    const sw_layout_bucket *shape = sw_bucket_shape(base, b->common);
+    size_t element_bytes = sw_dtype_size_bytes(shape->dtype);
+    uint8_t *own =
+        host_address(base, b->common->index) +
+        (size_t)base->own_slice * (shape->numel / (size_t)base->slice_count) * element_bytes;
+    size_t next = 0, begin, end;
+    while (base->contributes &&
+           sw_bucket_next_own_run(base, b->common, true, &next, &begin, &end)) {
+        void *to = own + begin * element_bytes;
+        const void *sources[] = {to, kept_of(host, b) + begin * element_bytes};
+        sw_kernels()->fold[shape->dtype](&to, 1, sources, 2, end - begin, 1, SW_REDOP_SUM);
+    }
+}
+
+/* Return the operation of a bucket in this round. */
+static sw_op op_of(const host_rounds *host, const host_bucket *b)
+{
+    sw_op op = b->op;
+    if (!host->base.stays_in_rows)
+        return op;
+    op.in_replica = true;
+    op.redop = SW_REDOP_SUM;
+    op.codec = NULL;
+    op.result = kept_of(host, b);
+    op.results = host->kept;
+    return op;
+}
+
 static sw_status host_post(sw_reducer *reducer, bucket *common, sw_error *err)
 {
     host_rounds *host = host_of(reducer);
     host_bucket *b = &host->buckets[common->index];
+    if (host->kept)
+        add_kept(host, b);
     sw_bucket_write_trailer(b);
     b->op.step = reducer->step + 1;
     b->op.round = reducer->contributes ? reducer->rounds : 0; /* a joined rank counts no steps */
     b->op.beside = host->memory->trailers;
     b->op.beside_offset_bytes = host->parity * host->trailer_stride_bytes + b->trailer_offset_bytes;
     b->op.beside_bytes = b->trailer_bytes;
+    const sw_op op = op_of(host, b);
     if (b->op.arena)
-        return host->comm->ops->post(host->comm, &b->op, &b->ticket, err);
+        return host->comm->ops->post(host->comm, &op, &b->ticket, err);
     if (host->bounce)
         return sw_host_rounds_bounce(host, b, err);
     return host->comm->ops->run(host->comm, &b->op, err);
@@ -401,9 +465,11 @@ static void host_destroy(sw_reducer *reducer)
     host_rounds *host = host_of(reducer);
     give_up_posted(host);
     sw_host_rounds_drop_compressor(host);
+    if (host->kept)
+        host->comm->ops->arena_destroy(host->comm, host->kept);
     sw_gradient_memory_destroy(host->memory);
     for (size_t i = 0; host->buckets && i < reducer->layout.bucket_count; ++i)
-        free(host->buckets[i].any);
+        free(host->buckets[i].any), free(host->buckets[i].coded_at);
     free(host->buckets);
     free(host->contributors);
     free(host->owners);
@@ -432,6 +498,7 @@ const sw_reducer_ops sw_host_rounds_ops = {
     .hold_back = host_hold_back,
     .active_ranks = host_active_ranks,
     .accumulated_ranks = host_accumulated_ranks,
+    .keep = host_keep,
     .unfreeze = host_unfreeze,
     .planned_bytes = host_planned_bytes,
     .destroy = host_destroy,

@@ -30,6 +30,8 @@ typedef struct host_bucket {
     struct host_bucket *before; /* ring: the previous bucket at the same place; NULL:
                                    none. Borrowed */
     uint32_t *any;              /* owned: union of all ranks' use bits */
+    size_t *coded_at; /* owned: where each parameter begins in the memory of a codec that sees it
+                       * whole; NULL: as in the bucket */
     sw_fold_plan plan;
     sw_op op;
     uint32_t ticket;
@@ -52,6 +54,7 @@ typedef struct host_rounds {
     bool ring, unfrozen;         /* buckets share a ring; its layout or its pages are out of date */
     uint32_t parity;
     sw_exchange *exchange; /* owned: a compressor's on one host; NULL: over hosts, or none */
+    sw_arena *kept;        /* owned: this rank's slices of its row's sums; NULL: none yet */
     sw_arena *bounce;      /* owned: where private buckets are compressed over hosts */
     bool keeps_slice;      /* a compressor's result is needed of this rank's slice alone */
 } host_rounds;

@@ -297,8 +297,12 @@ sw_status sw_reducer_open(sw_reducer *reducer, int64_t task, bool synchronised, 
     for (size_t i = 0; i < reducer->layout.param_count; ++i)
         reducer->params[i].ready = reducer->params[i].placed = reducer->params[i].accumulated =
             reducer->params[i].written = 0;
+    reducer->stays_in_rows = synchronised && reducer->next_stays_in_rows;
+    reducer->next_stays_in_rows = false;
     if (!synchronised)
         return SW_OK;
+    for (size_t i = 0; reducer->last_round_failed && i < reducer->layout.param_count; ++i)
+        reducer->params[i].kept = 0;
     count_noted(reducer);
     reducer->rounds++;
     reducer->round_forwards = reducer->forwards;
@@ -317,6 +321,21 @@ sw_status sw_reducer_open(sw_reducer *reducer, int64_t task, bool synchronised, 
     if (reducer->ops->open)
         reducer->ops->open(reducer);
     return SW_OK;
+}
+
+sw_status sw_reducer_keep_in_rows(sw_reducer *reducer, bool keeps, bool *kept, sw_error *err)
+{
+    *kept = keeps && reducer->owner == SW_BUCKETS_OURS && reducer->ops->keep != NULL;
+    reducer->next_stays_in_rows = false;
+    if (*kept)
+        SW_TRY(reducer->ops->keep(reducer, kept, err));
+    reducer->next_stays_in_rows = *kept;
+    return SW_OK;
+}
+
+bool sw_reducer_stays_in_rows(const sw_reducer *reducer)
+{
+    return reducer->stays_in_rows;
 }
 
 sw_status sw_reducer_open_shadow(sw_reducer *reducer, sw_error *err)
@@ -373,7 +392,7 @@ void sw_reducer_place(sw_reducer *reducer, size_t param, bool accumulated)
         reducer->unplaced_bytes -= param_bytes(reducer, param);
     }
     state->placed = 1;
-    state->accumulated |= accumulated;
+    state->accumulated |= accumulated && !reducer->stays_in_rows;
 }
 
 sw_status sw_reducer_mark(sw_reducer *reducer, size_t param, int64_t task, bool *advance,
@@ -418,7 +437,7 @@ bool sw_reducer_hold_back(sw_reducer *reducer, size_t param)
  * None is in the first round, which shows the parameters that get their gradient twice. */
 static bool may_leave(const sw_reducer *reducer, const bucket *b)
 {
-    return b->pending == 0 && !b->pinned && reducer->stats.rounds > 0 &&
+    return b->pending == 0 && !b->pinned && reducer->stats.rounds + reducer->stats.row_rounds > 0 &&
            reducer->owner == SW_BUCKETS_OURS &&
            (!reducer->ops->leaves_early || reducer->ops->leaves_early(reducer));
 }
@@ -462,6 +481,8 @@ sw_status sw_reducer_send(sw_reducer *reducer, size_t bucket_index, sw_error *er
     b->state = BUCKET_POSTED;
     reducer->stats.buckets_sent++;
     reducer->stats.bytes += sw_bucket_bytes(reducer, bucket_index);
+    if (reducer->stays_in_rows)
+        reducer->stats.row_bytes += sw_bucket_bytes(reducer, bucket_index);
     return reducer->ops->post(reducer, b, err);
 }
 
@@ -509,16 +530,19 @@ sw_status sw_reducer_advance(sw_reducer *reducer, sw_error *err)
 static void close_round(sw_reducer *reducer)
 {
     bool folded = !reducer->ops->was_abandoned || !reducer->ops->was_abandoned(reducer);
-    reducer->stats.rounds++;
+    reducer->stats.rounds += !reducer->stays_in_rows;
+    reducer->stats.row_rounds += reducer->stays_in_rows;
     reducer->last_round_failed = !folded;
     for (size_t i = 0; i < reducer->layout.param_count; ++i) {
         param_state *state = &reducer->params[i];
-        if (state->used_by_any && folded)
+        state->kept = reducer->stays_in_rows && state->used_by_any;
+        if (state->used_by_any && folded && !reducer->stays_in_rows)
             state->averaged_in = reducer->stats.rounds;
         if (sw_reducer_takes_part(reducer, i) && folded) /* an abandoned round averages nothing */
             state->used = 0;
     }
-    if (reducer->compressor && folded && reducer->owner == SW_BUCKETS_OURS)
+    if (reducer->compressor && folded && reducer->owner == SW_BUCKETS_OURS &&
+        !reducer->stays_in_rows)
         sw_compressor_count_round(reducer->compressor);
     reducer->state = SW_ROUND_CLOSED;
     reducer->contributes = true;

@@ -31,8 +31,10 @@ typedef struct sw_reducer_stats {
     uint64_t rounds, local_rounds, abandoned;
     uint64_t buckets_sent, buckets_early; /* early: before the end of the backward */
     uint64_t bytes;                       /* size of the buckets sent */
-    uint64_t unplaced_bytes_peak; /* last round: most bytes of gradients that waited for their
-                                     place at once, the latest gradient included */
+    uint64_t row_rounds, row_bytes; /* of those, the rounds that stayed in rows, not in `rounds`;
+                                     * their buckets */
+    uint64_t unplaced_bytes_peak;   /* last round: most bytes of gradients that waited for their
+                                       place at once, the latest gradient included */
 } sw_reducer_stats;
 
 typedef struct sw_reducer sw_reducer;
@@ -173,6 +175,16 @@ void sw_reducer_position(const sw_reducer *reducer, uint32_t *step, uint32_t *ro
 /* Open a round for graph task `task`. The state must be CLOSED. */
 SW_MUST_USE sw_status sw_reducer_open(sw_reducer *reducer, int64_t task, bool synchronised,
                                       sw_error *err);
+
+/* Let the next round's sums stay in the rows of a mesh (`keeps`): each rank keeps its slice of its
+ * row's sum, and means stand as they are. A later mean of all ranks includes what rows have kept: a
+ * rank adds it to its own contribution. A round that failed drops it. *kept: the next round stays
+ * there, on every rank; false if it cannot: slices have one owner, a row is on several hosts,
+ * buckets are private or a hook's, or a GPU's means are folded. Collective. Between two rounds. */
+SW_MUST_USE sw_status sw_reducer_keep_in_rows(sw_reducer *reducer, bool keeps, bool *kept,
+                                              sw_error *err);
+/* Return true if the round opened last stays, or stayed, in rows. */
+bool sw_reducer_stays_in_rows(const sw_reducer *reducer);
 
 /* Mark that a hook in graph task `task` wrote the gradient of `param` to its memory (except in a
  * LOCAL round). Never waits. *advance: call sw_reducer_advance() next. */

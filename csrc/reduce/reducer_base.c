@@ -26,6 +26,29 @@ void sw_bucket_name_unfrozen(const sw_reducer *reducer, bucket *b, size_t param)
              sw_text_fit(reducer->label, LABEL_BYTES), reducer->label, sw_text_fit(name, 36), name);
 }
 
+bool sw_bucket_next_own_run(const sw_reducer *reducer, const bucket *b, bool kept, size_t *next,
+                            size_t *begin, size_t *end)
+{
+    const sw_layout *layout = &reducer->layout;
+    const sw_layout_bucket *shape = sw_bucket_shape(reducer, b);
+    bool found = false;
+    for (; *next < shape->count; ++*next) {
+        size_t param = layout->order[shape->first + *next];
+        const param_state *state = &reducer->params[param];
+        sw_layout_run run = sw_layout_run_in(layout, param, (size_t)reducer->own_slice,
+                                             (size_t)reducer->slice_count);
+        bool counts = (kept ? state->kept : state->accumulated) && run.begin < run.end;
+        if (found && !counts)
+            break;
+        if (counts)
+            *end = run.first + (run.end - run.begin);
+        if (counts && !found)
+            *begin = run.first;
+        found |= counts;
+    }
+    return found;
+}
+
 static sw_status copy_names(sw_reducer *reducer, const char *const *names, size_t count,
                             sw_error *err)
 {

@@ -30,6 +30,7 @@ typedef struct param_state {
     uint8_t used, used_by_any;          /* since the last synchronisation */
     uint8_t ready, placed, accumulated; /* in this round */
     uint8_t written;                    /* in this round, by a function of the table */
+    uint8_t kept;                       /* this rank's slice of its row's sum waits for a mean */
 } param_state;
 
 /* Memory of a bucket in pieces, `chunk` elements each (the last perhaps fewer) and `pitch` apart.
@@ -84,6 +85,9 @@ typedef struct sw_reducer_ops {
      * on top of the accumulated mean. */
     size_t (*active_ranks)(const sw_reducer *reducer);
     size_t (*accumulated_ranks)(const sw_reducer *reducer, size_t param);
+    /* Set *can to whether rows can keep sums, equal on all ranks, and make the memory for them.
+     * NULL: they cannot. */
+    sw_status (*keep)(sw_reducer *reducer, bool *can, sw_error *err);
     /* Count an optimizer's step; let a parameter's bucket take part from now on. May be NULL. */
     void (*count_step)(sw_reducer *reducer);
     void (*unfreeze)(sw_reducer *reducer, size_t param);
@@ -115,7 +119,8 @@ struct sw_reducer {
     sw_forward_counts forward_counts;  /* of the last round */
     uint32_t marks;                    /* gradients taken, for regular polls */
     bool contributes, abandoned, divide_by_active;
-    bool last_round_failed;    /* see sw_reducer_last_round_failed */
+    bool stays_in_rows, next_stays_in_rows; /* see sw_reducer_keep_in_rows */
+    bool last_round_failed;                 /* see sw_reducer_last_round_failed */
     bool met;                  /* use bits of this or the last round were exchanged for a hook */
     sw_bucket_owner owner;     /* owner of the buckets */
     sw_compressor *compressor; /* holds a reference; NULL: means travel as they are */
@@ -150,6 +155,12 @@ static inline sw_bucket_pieces sw_pieces_at(const sw_bucket_pieces *pieces, size
 
 /* Return where the contribution of a parameter lies. */
 sw_bucket_pieces sw_bucket_pieces_of(const sw_reducer *reducer, size_t param);
+
+/* Return the next run of this rank's slice, from the bucket's parameter *next on, under
+ * contributions, or with `kept` one that its row has kept. Padding between two such parameters is
+ * included. */
+bool sw_bucket_next_own_run(const sw_reducer *reducer, const bucket *b, bool kept, size_t *next,
+                            size_t *begin, size_t *end);
 
 static inline bucket *sw_bucket_of(const sw_reducer *reducer, size_t param)
 {

@@ -16,8 +16,12 @@ typedef struct device_unit {
     size_t run_count;
     sw_device_unit_rows *rows; /* owned: of all runs */
     sw_shard_state state;
-    bool is_apart;   /* UNSHARDED in memory apart */
-    sw_event *whole; /* owned */
+    bool is_apart;        /* UNSHARDED in memory apart */
+    sw_device_comm *near; /* borrowed; NULL: it does not stay near */
+    char *part;           /* borrowed: this rank's part */
+    size_t part_bytes;
+    bool is_near, was_near; /* parts are kept; the unit was gathered from them */
+    sw_event *whole;        /* owned */
 } device_unit;
 
 typedef struct device_place {
@@ -123,6 +127,14 @@ void sw_device_units_destroy(sw_device_units *u)
     free(u->unit);
     free(u->place);
     free(u);
+}
+
+void sw_device_unit_keep_near(sw_device_units *u, size_t unit, sw_device_comm *near, void *part,
+                              size_t part_bytes)
+{
+    u->unit[unit].near = near;
+    u->unit[unit].part = part;
+    u->unit[unit].part_bytes = part_bytes;
 }
 
 /* ---- seeing ---- */
@@ -325,16 +337,38 @@ static sw_status begin_gather(sw_device_units *u, size_t index, sw_error *err)
     return SW_OK;
 }
 
+/* Gather a unit from the parts that ranks nearby keep, into its place as it lay there. */
+static sw_status gather_near(sw_device_units *u, device_unit *unit, sw_error *err)
+{
+    const uint32_t number = ~(uint32_t)(unit - u->unit);
+    if (!unit->near->peers)
+        SW_FAIL(err, SW_E_STATE, "unit '%s': the communicator of ranks nearby was closed",
+                unit->name);
+    u->digest = sw_crc32c(u->digest, &number, sizeof number);
+    SW_TRY(sw_peers_gather_slices(unit->near->peers, unit->part, unit->data, unit->part_bytes,
+                                  u->comm->stream, err));
+    u->stats.gathers++;
+    u->stats.near_gathers++;
+    u->stats.bytes += unit->part_bytes * (size_t)unit->near->peers->world_size;
+    unit->is_near = false;
+    unit->was_near = true;
+    return u->comm->device->ops->event_record(u->comm->device, unit->whole, u->comm->stream, err);
+}
+
 /* Write a unit to its place after all work on the unit that was there. Slices that arrive beside
  * travel meanwhile. */
 static sw_status gather_next(sw_device_units *u, device_unit *unit, sw_error *err)
 {
     sw_device *device = u->comm->device;
     sw_event *left = u->place[unit->place].left;
-    bool is_early = arrives_beside(unit);
+    bool is_early = arrives_beside(unit) && !unit->is_near;
     if (is_early)
         SW_TRY(gather_slices(u, unit, unit->data, err));
     SW_TRY(device->ops->stream_wait(device, u->comm->stream, left, err));
+    if (unit->is_near) {
+        SW_TRY(gather_near(u, unit, err));
+        return sw_device_comm_mark(u->comm, err);
+    }
     if (!is_early)
         SW_TRY(gather_slices(u, unit, unit->data, err));
     SW_TRY(end_gather(u, unit, err));
@@ -414,6 +448,12 @@ sw_status sw_device_unit_release(sw_device_units *u, size_t index, sw_stream *us
     }
     u->place[unit->place].holder = SW_DEVICE_UNIT_NONE;
     u->stats.releases++;
+    unit->is_near = unit->near && unit->near->peers && !unit->was_near;
+    unit->was_near = false;
+    if (unit->is_near)
+        SW_TRY(device->ops->copy_async(
+            device, unit->part, unit->data + (size_t)unit->near->peers->rank * unit->part_bytes,
+            unit->part_bytes, user, err));
     return device->ops->event_record(device, u->place[unit->place].left, user, err);
 }
 
@@ -458,6 +498,8 @@ sw_status sw_device_unit_make_whole(sw_device_units *u, size_t index, sw_stream 
 
 sw_status sw_device_units_follow(sw_device_units *u, sw_stream *user, sw_error *err)
 {
+    for (size_t i = 0; i < u->count; ++i)
+        u->unit[i].is_near = u->unit[i].was_near = false;
     return sw_device_comm_follow(u->comm, u->comm->stream, user, err);
 }
 

@@ -22,6 +22,10 @@
  * until it is released. A unit that is GATHERING is gathered ahead: it leaves its place again if
  * another needs that first.
  *
+ * A unit may stay *near*: the ranks of a smaller communicator, `near`, keep its whole between them
+ * as it is released, each a part, and the next gather is theirs alone. It is kept once: after that
+ * gather, or once slices are written, all ranks gather the unit again.
+ *
  * Left out: the schedule of gathers (Python's hooks) and the choice of places (unit_plan.h); a
  * gather into a place in use is SW_E_STATE. The optimizer needs no order after gathers that read
  * its slices, since all gathered units have been taken before it steps.
@@ -70,6 +74,7 @@ typedef struct sw_device_unit_spec {
 
 typedef struct sw_device_units_stats {
     uint64_t gathers, releases, bytes; /* bytes: of whole units, received and copied */
+    uint64_t near_gathers;             /* of those, from parts that ranks nearby kept */
 } sw_device_units_stats;
 
 typedef struct sw_device_units sw_device_units;
@@ -83,6 +88,12 @@ SW_MUST_USE sw_status sw_device_units_create(sw_device_comm *comm, size_t place_
 
 /* Wait under the deadline for pending gathers and destroy. NULL is allowed. */
 void sw_device_units_destroy(sw_device_units *units);
+
+/* Let a unit with a place stay near from now on. `near`: connected, borrowed until destroy; its
+ * ranks are among those of the units' communicator. `part`: device memory of part_bytes, borrowed
+ * as long, for as many as its world_size parts of which the place has room. */
+void sw_device_unit_keep_near(sw_device_units *units, size_t unit, sw_device_comm *near, void *part,
+                              size_t part_bytes);
 
 size_t sw_device_units_count(const sw_device_units *units);
 sw_shard_state sw_device_unit_state(const sw_device_units *units, size_t unit);

@@ -16,6 +16,7 @@ from models import Mlp
 from oracle.compression import block_mean, half_mean
 from oracle.fold import bits_equal
 from peer import batch
+from test_hybrid_sharding import mesh_of
 
 MAPS = {"2+1": [0, 0, 1], "1+2": [0, 1, 1], "1+1+1": [0, 1, 2], "crosswise": [0, 1, 0]}
 every_map = pytest.mark.parametrize("shape", MAPS)
@@ -27,6 +28,19 @@ COMPRESSORS = {
     "int4": sw.Int4(block=32),
     "powersgd": sw.PowerSGD(rank=2, warmup_steps=1, min_compression_rate=1),
 }
+
+
+class Odd(torch.nn.Module):
+    """Parameters of uneven rows; `left` takes part where it is asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(7, 41), torch.nn.Linear(41, 5)
+        self.left = torch.nn.Linear(7, 5)
+
+    def forward(self, x, left):
+        y = self.second(torch.tanh(self.first(x)))
+        return y + self.left(x) if left else y
 
 
 @contextlib.contextmanager
@@ -280,3 +294,66 @@ def test_every_stage_trains_with_the_same_bits(rank, world_size, name):
         for key, value in after[0].items():
             assert bits_equal(after[zero][key], value), (zero, key)
     assert same_everywhere([*after[0].values()])
+
+
+@pytest.mark.parametrize("shape", ["2+1", "crosswise"])
+@pytest.mark.parametrize("name", COMPRESSORS)
+@on_every_rank(at_least=3)
+def test_rows_of_fully_shard_have_the_bits_and_the_bytes_of_zero_0(rank, world_size, name, shape):
+    found, sent = [], []
+    for by_rows in (False, True):
+        torch.manual_seed(0)
+        module = Odd()
+        with on_hosts(hosts_of(shape, world_size)) as group:
+            options = {"process_group": group, "timeout_s": 20, "compress": COMPRESSORS[name]}
+            if by_rows:
+                for each in (module.first, module.second):
+                    sw.fully_shard(each, **options)
+                model = sw.fully_shard(module, **options)
+                optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+            else:
+                optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+                model, optimizer = sw.wrap(module, optimizer, zero=0, **options)
+            for step in range(6):
+                model(batch(rank, 8, 7, step=step), left=step == rank or step > 3).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(sw.full_state_dict(model))
+            sent.append(sw.stats(model)["models"][0]["wire_bytes"])
+    for key, value in found[0].items():
+        assert bits_equal(found[1][key], value), key
+    assert same_everywhere([*found[1].values()])
+    assert sent[0] == 0 or 0.8 < sent[1] / sent[0] < 1.25, sent  # units are other buckets
+
+
+def crosses(rank, world_size, host_of, rows):
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    crossed = []
+    for dtype in (None, torch.bfloat16):
+        torch.manual_seed(0)
+        module = torch.nn.Linear(512, 96)
+        process_group._forced_hosts = host_of
+        mesh = None if rows is None else mesh_of(rows)
+        sw.fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype))
+        module(batch(rank, 8, 512)).sum().backward()
+        module.zero_grad()
+        comm = module._shardwright_mark.engine.replica.group.comm
+        output = module(batch(rank, 8, 512)).sum()
+        gather(None)
+        before = comm.stats()["wire_bytes_sent"] if host_of.index(host_of[rank]) == rank else 0
+        output.backward()
+        gather(None)
+        sent = comm.stats()["wire_bytes_sent"] - before if host_of.index(host_of[rank]) == rank else 0
+        crossed.append(sum(gather(sent)))
+    numel = 512 * 96
+    if rows is None:  # slices enter one host each; a compressor's mean enters all, in half the bytes
+        assert 4 * numel < crossed[0] < 4.2 * numel and 4 * numel < crossed[1] < 4.2 * numel, crossed
+    else:
+        assert 8 * numel < crossed[0] < 8.2 * numel and 4 * numel < crossed[1] < 4.2 * numel, crossed
+
+
+@pytest.mark.parametrize(("host_of", "rows"), [([0, 0, 1], None), ([0, 0, 1, 1], [[0, 1], [2, 3]])])
+def test_a_reduce_dtype_travels_between_hosts(fresh_ranks, host_of, rows):
+    with fresh_ranks(len(host_of)) as team:
+        team.run(crosses, host_of=host_of, rows=rows)

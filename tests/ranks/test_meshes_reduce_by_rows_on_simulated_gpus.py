@@ -75,3 +75,59 @@ def running_out(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     whole, sliced = (trained(gpus, rank, 1 + (rank != 3), True, zero=zero)[0] for zero in (0, 2))
     for mine, theirs in zip(sliced, whole, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)
+
+
+def test_sums_that_stay_in_rows_cross_no_node(teams: Any, paths: dict[str, str]) -> None:
+    run(teams, 4, paths, staying_in_rows)
+
+
+def staying_in_rows(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    gpus.set_node(rank // len(ROWS[0]))
+    mesh = DeviceMesh("cpu", torch.tensor(ROWS), mesh_dim_names=("replicate", "shard"))
+
+    def made(**options: Any) -> Any:
+        torch.manual_seed(0)
+        module = gpus.adopt_module(Mlp())
+        for each in module:
+            if isinstance(each, torch.nn.Linear):
+                sw.fully_shard(each, mesh=mesh, **options)
+        return sw.fully_shard(module, mesh=mesh, **options)
+
+    def trained(model: Any, steps: int = 2) -> tuple[list[torch.Tensor], list[float]]:
+        optimizer, sent = torch.optim.AdamW(model.parameters(), lr=0.1), []
+        for step in range(steps):
+            for number in range(3):
+                model.set_requires_all_reduce(number == 2)
+                loss = model(batch(rank, 6, 7, step=3 * step + number)).square().mean()
+                gpus.synchronize()
+                before = gpus.sent_across()
+                loss.backward()
+                gpus.synchronize()
+                sent.append(gpus.sent_across() - before)
+                if number < 2 and not deterministic:
+                    assert all(p.grad is None for p in model.parameters())
+            if step < steps - 1:
+                optimizer.step()
+                optimizer.zero_grad()
+        return [p.grad.to_local().clone() for p in model.parameters()], sent
+
+    for deterministic in (False, True):
+        model, once = made(deterministic=deterministic), made(deterministic=deterministic)
+        found, sent = trained(model)
+        stats = sw.stats(model)["models"][0]
+        if deterministic:  # the fold averages each time, and the means add up
+            assert stats["row_rounds"] == 0
+        else:
+            size = stats["bytes"] / 6  # of each of the six rounds
+            assert max(sent[0], sent[1], sent[3], sent[4]) <= BESIDE and sent[5] <= size / 2 + BESIDE, sent
+            assert sent[5] >= size / 4 and stats["row_rounds"] == 4 and stats["row_bytes"] == 4 * size, (sent, stats)
+        optimizer = torch.optim.AdamW(once.parameters(), lr=0.1)
+        for step in range(2):
+            for number in range(3):
+                once.set_requires_gradient_sync(number == 2)
+                once(batch(rank, 6, 7, step=3 * step + number)).square().mean().backward()
+            if step == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+        for mine, other in zip(found, once.parameters(), strict=True):
+            torch.testing.assert_close(mine, other.grad.to_local(), rtol=1e-4, atol=1e-5)

@@ -166,3 +166,64 @@ def side_by_side(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     assert sw.describe()["models"][-1]["unit_bytes"] == 2 * unit + beside
     values = [value.full_tensor() for value in module.parameters()]
     assert all(bits_equal(value, expected) for value, expected in zip(values, whole.values(), strict=True))
+
+
+def test_a_unit_stays_with_a_number_of_ranks_until_its_backward(teams: Any, paths: dict[str, str]) -> None:
+    run(teams, 4, paths, staying_near, policy="random")
+
+
+def staying_near(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    """The gathers of a backward stay inside a node, with the bits of a gather over all; without the number they do not."""
+    gpus.set_node(rank // 2)
+    results: dict[Any, Any] = {}
+    crossed: dict[Any, list[float]] = {}
+    for precision in (None, "bf16"):
+        for reshard in (False, True, 2):
+            torch.manual_seed(0)
+            module = gpus.adopt_module(nn.Sequential(*(nn.Linear(7, 7) for _ in range(6))))
+            for each in module[:5]:
+                sw.fully_shard(each, reshard_after_forward=reshard, precision=precision, deterministic=True)
+            sw.fully_shard(module, precision=precision, deterministic=True)
+            optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+            sent, losses = [], []
+            for step in range(3):
+                for number in range(2):
+                    module.set_requires_gradient_sync(number == 1)
+                    loss = module(batch(rank, 6, 7, step=2 * step + number)).float().square().mean()
+                    gpus.synchronize()
+                    before = gpus.sent_across()
+                    loss.backward()
+                    gpus.synchronize()
+                    sent.append(gpus.sent_across() - before)
+                    losses.append(loss.detach().clone())
+                with torch.no_grad():
+                    module(batch(rank, 6, 7, step=step))
+                optimizer.step()
+                optimizer.zero_grad()
+            results[precision, reshard] = [*losses, *(p.to_local().detach().clone() for p in module.parameters())]
+            crossed[precision, reshard] = sent
+            near = sw.stats(module)["models"][0]["near_gathers"]
+            assert (near > 0) == (reshard == 2), (reshard, near)
+        for reshard in (True, 2):
+            pairs = zip(results[precision, reshard], results[precision, False], strict=True)
+            assert all(bits_equal(a, b) for a, b in pairs), (precision, reshard)
+        for all_ranks, stays, whole in zip(*(crossed[precision, each] for each in (True, 2, False)), strict=True):
+            assert abs(stays - whole) <= 64 and all_ranks - stays > 400, crossed  # 64: use bytes and tags
+
+
+def test_a_unit_of_a_row_stays_with_a_number_of_its_ranks(teams: Any, paths: dict[str, str]) -> None:
+    run(teams, 4, paths, staying_near_in_a_row)
+
+
+def staying_near_in_a_row(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    mesh = DeviceMesh("cpu", torch.arange(4).view(1, 4), mesh_dim_names=("dp", "fsdp"))
+    found = []
+    for reshard in (True, 2):
+        module = made(gpus)
+        for each in (module.wide, module.deep):
+            sw.fully_shard(each, mesh=mesh["fsdp"], reshard_after_forward=reshard, deterministic=True)
+        sw.fully_shard(module, mesh=mesh["fsdp"], sparse_gradients="dense", deterministic=True)
+        found.append(train(module, torch.optim.AdamW(module.parameters(), lr=2**-7), rank, 2))
+    assert all(bits_equal(a, b) for a, b in zip(*(each[0] + each[1] for each in found), strict=True))
+    with pytest.raises(ValueError, match="must be a divisor of 4, got 3"):
+        sw.fully_shard(made(gpus), reshard_after_forward=3)

@@ -208,3 +208,30 @@ def test_ranks_may_run_out_of_inputs(rank, world_size):
         for zero in in_turn((1, 2, 3), 0):
             found = run_unevenly(rank, world_size, zero, until_the_inputs_end, bucket_cap_mb=0.001, process_group=group)
             assert_same(found, expected)
+
+
+@on_every_rank(at_least=3)
+def test_gathers_of_fully_shard_cross_no_host_whatever_it_reshards_to(rank, world_size):
+    """A forward begins with the updated slices. A backward sends gradients alone, a forward without gradients after it
+    the slices again.
+    """
+    host_of, numel = hosts_of("2+1", world_size), 512 * 512 * 4
+    carries = host_of.index(host_of[rank]) == rank
+    found = {}
+    with on_hosts(host_of) as group:
+        for reshard in (False, True, world_size):
+            module = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(3)))
+            for each in module:
+                sw.fully_shard(each, process_group=group, reshard_after_forward=reshard)
+            sw.fully_shard(module, process_group=group)
+            module(batch(rank, 2, 512)).sum().backward()
+            module.zero_grad()
+            comm = module._shardwright_mark.engine.replica.group.comm
+            output = module(batch(rank, 2, 512)).sum()
+            gather(None)
+            before = comm.stats()["wire_bytes_sent"] if carries else 0
+            output.backward()
+            gather(None)
+            found[reshard] = sum(gather(comm.stats()["wire_bytes_sent"] - before if carries else 0))
+    assert max(found.values()) - min(found.values()) < 0.01 * numel, found
+    assert 3 * numel < found[True] < 3.1 * numel, found

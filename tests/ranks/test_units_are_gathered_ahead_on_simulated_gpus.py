@@ -85,7 +85,6 @@ def ahead(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     assert found[0] == [0, 1, 2, 3] and found[1] == [1, 2, 3] and found[3] == [3, 4], found
     assert all(bits_equal(a, b) for each in results.values() for a, b in zip(each, results[0], strict=True))
     for refused, sentence in (
-        (lambda: module.set_requires_all_reduce(False), "set_requires_gradient_sync"),
         (lambda: module.set_gradient_divide_factor(0), "finite factor > 0, got 0"),
         (lambda: module[0].set_modules_to_forward_prefetch([nn.Tanh()]), "fully_shard was called on, got a Tanh"),
     ):

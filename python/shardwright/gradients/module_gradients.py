@@ -123,6 +123,8 @@ class ModuleGradients:
         #: True if a round's mean is added to one that stands, as FSDP2 does: gradients are summed, or scaled by unit
         self.adds_apart = False
         self._standing: dict[int, torch.Tensor] = {}
+        #: of fully_shard: functions that change the new means of a unit's parameters
+        self.reduce_hooks: list[tuple[Callable[[torch.Tensor], None], Sequence[Any]]] = []
         self._accepted: dict[int, weakref.ref[torch.Tensor]] = {}
         self._slices: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = {}
 
@@ -165,6 +167,8 @@ class ModuleGradients:
                 local = not synchronises
                 if synchronises and not reducer.pending_forward:
                     reducer.forward(True)
+                if owner is not None and synchronises and not owner.all_reduces() and not owner.is_joining:
+                    reducer.keep_in_rows(True)
             if sparse is not None:
                 sparse.is_local = local
             close = reducer.close
@@ -220,7 +224,9 @@ class ModuleGradients:
             end()
         if has_followers and (not contributes or self._reducer.rounds != before):
             self._follow(contributes)
-        elif self._rows:  # no round: the ranks still read one another's rows until here
+        elif (
+            self._rows and not self._reducer.stays_in_rows
+        ):  # no round: the ranks still read one another's rows until here
             self._backend.fence(f"reads of the parameters of {self._label}")
         if self.watcher is not None:
             self.watcher.after_round(time.perf_counter() - begin_s)
@@ -247,6 +253,8 @@ class ModuleGradients:
 
     def _give_rows(self) -> None:
         """Give the DTensors the means of a round, and run the hooks that wait for their gradients."""
+        if self.reduce_hooks:
+            self._call_reduce_hooks()
         for index, (entry, each) in enumerate(zip(self._table.parameters, self._rows)):
             gradient, standing = entry.grad, self._standing.pop(index, None)
             has_mean = isinstance(gradient, ShardedGradient) and gradient._pending is None and not gradient._cleared
@@ -261,6 +269,20 @@ class ModuleGradients:
                 parameter.grad = self._mean_of(index)
             for hook in list((_hooks.gradient_hooks(parameter) or {}).values()):
                 hook(parameter)
+
+    def _call_reduce_hooks(self) -> None:
+        """Let each unit's hook change the means of its parameters, the unit that ran last first."""
+        new = [isinstance(v, ShardedGradient) and self._reducer.used_by_any(i) for i, v in enumerate(self.views)]
+        for hook, members in reversed(self.reduce_hooks):
+            found = [index for index, each in enumerate(self._rows) if new[index] and any(each is m for m in members)]
+            pieces = [from_dlpack(self._reducer.result(index)) for index in found]
+            if pieces:
+                sizes = [self._rows[index].chunk_numel for index in found]
+                flat = pieces[0].new_zeros(sum(sizes))
+                places = [place[: len(each)] for place, each in zip(flat.split(sizes), pieces)]
+                torch._foreach_copy_(places, pieces)
+                hook(flat)
+                torch._foreach_copy_(pieces, places)
 
     def _mean_of(self, index: int) -> torch.Tensor:
         each = self._rows[index]

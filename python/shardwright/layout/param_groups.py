@@ -87,6 +87,8 @@ class UnitPlan(NamedTuple):
     indices: tuple[int, ...]
     reshard_after_forward: bool
     beside: tuple[tuple[str, torch.nn.Module], ...] = ()
+    #: on GPUs the number of ranks that keep it between them from its forward to its backward; 0: all of them
+    near: int = 0
 
     @property
     def modules(self) -> tuple[torch.nn.Module, ...]:
@@ -133,7 +135,8 @@ def cut(
         beside = tuple(
             pair for pair in module.named_modules() if pair[1] is not each and first.get(id(pair[1])) is each
         )
-        plans.append(UnitPlan(name, each, tuple(members.get(id(each), ())), reshards, beside))
+        near = mark.near if mark is not None and reshards else 0
+        plans.append(UnitPlan(name, each, tuple(members.get(id(each), ())), reshards, beside, near))
     return plans
 
 

@@ -196,6 +196,8 @@ class Engine:
         self.process_group: Any = self.options.process_group
         self.buffers: dict[str, torch.Tensor] = {}
         self.join_member: Callable[[], Any] = no_member
+        #: of fully_shard: False if the sums of a mesh's rows are not averaged over its columns yet
+        self.all_reduces: Callable[[], bool] = lambda: True
         #: the text of the last error of a forward
         self.error = ""
         #: from the start of a forward with gradients to its end, the next step, or a round without a backward
@@ -371,8 +373,7 @@ class Engine:
             for replica in self.made:
                 buffers = self.buffers.values() if sync_buffers and replica is self.made[0] else ()
                 replica.broadcast_state(0, buffers)
-        between_hosts = any(each.group.host_count > 1 and each.has_rows for each in self.made)
-        if self._compressor is not None and (options.compress is not None or not between_hosts):
+        if self._compressor is not None:
             self.compress_gradients(self._compressor)
         elif options.compress is not None:
             from .auto_compression import begin_auto  # imported late: torch counts such wrappers

@@ -43,6 +43,7 @@ from ..torch_compat.autograd import graph_task_id
 from ..torch_compat.dtensor import flattened, is_dtensor, mesh_of_group
 from ..torch_compat.foreign_wrappers import guard_from_wrappers, note_fully_shard
 from ..torch_compat.internals import fsdp_module_of_torch
+from ..torch_compat.weak import weakly
 from .engine import Engine, engine_of, register_face
 from .unit_calls import reduce_plainly
 
@@ -51,6 +52,7 @@ from .unit_calls import reduce_plainly
 class Mark:
     """The mark of fully_shard on a module: its options and its unit; with groups= one unit for each part.
 
+    `near`: the number of ranks that keep the unit after its forward; 0: all of them.
     `releases_outermost`: the program asked for it by name. `is_list`: fully_shard got several modules, which form one unit
     and share this mark. `engine`: of an outermost module.
     `ahead`: for each phase the units to gather ahead, if the program names them. `divide_factor`: the divisor of gradients
@@ -64,6 +66,9 @@ class Mark:
     precision: Precision | None = None
     is_list: bool = False
     syncs: bool = True
+    all_reduces: bool = True
+    reduce_hook: Callable[[torch.Tensor], None] | None = None
+    near: int = 0
     releases_outermost: bool = False
     engine: Engine | None = None
     ahead: dict[str, list[Mark]] = dataclasses.field(default_factory=dict)
@@ -134,6 +139,20 @@ class Mark:
             self._handles.append(parameter.register_hook(hook))
             parameter.requires_grad_(trains)
 
+    def hook_means(self) -> None:
+        """Let `reduce_hook`, if there is one, change the means of this unit's parameters."""
+        engine = self._owner()
+        for replica in engine.made if engine is not None else ():
+            own = replica.gradients
+            own.reduce_hooks = [(hook, rows) for hook, rows in own.reduce_hooks if rows is not self.rows]
+            if self.reduce_hook is not None:
+                own.reduce_hooks.append((self.reduce_hook, self.rows))
+                own.adds_apart = True  # the hook gets a round's mean without the one that stands
+
+    def all_reduces_any(self) -> bool:
+        """Return True if this unit, the outermost, or one inside it averages over the rows of its mesh."""
+        return self.all_reduces or any(mark.all_reduces for mark in self.inner)
+
     @property
     def syncs_any(self) -> bool:
         """Return True if this unit, the outermost, or one inside it averages."""
@@ -191,6 +210,8 @@ class Mark:
         for mark in marks:
             mark._owner = weakref.ref(engine)
             mark.scale()
+            mark.hook_means()
+        engine.all_reduces = weakly(self.all_reduces_any, True)
 
     def _make(self, module: torch.nn.Module, rows: list[ShardedParameter], ignored: set[int]) -> Engine:
         """Make the engine with `module` as outermost, whose whole parameters stand in their slots."""
@@ -466,18 +487,21 @@ class FSDPModule(torch.nn.Module):
             mark = mark_of(each)
             if mark is None:
                 continue
-            mark.reshard_after_forward = reshard_after_forward
+            mark.reshard_after_forward, mark.near = reshard_after_forward, 0
             for _, unit in mark.places():
                 for form in () if unit.is_outermost else filter(None, (unit, unit.compute_form)):
                     form.reshard_after_forward = reshard_after_forward
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Accept True, FSDP2's default; NotImplementedError for False, as gradients are averaged over all of a mesh at once."""
-        if not requires_all_reduce:
-            raise NotImplementedError(
-                "set_requires_all_reduce(False) is not supported: a mesh of (replicate, shard) averages over all its ranks at once; use "
-                "set_requires_gradient_sync(False)"
-            )
+        """Set whether backwards average over the rows of a mesh (replicate, shard); else each row adds up its own sums.
+
+        Rows add up unless some unit is told to average. `.grad` stands meanwhile; the next mean includes the sums. Over
+        hosts it is averaged each time if a row lies on several, which costs fewer bytes; so it is where GPUs fold in rank order.
+        """
+        for each in self.modules() if recurse else (self,):
+            mark = mark_of(each)
+            if mark is not None:
+                mark.all_reduces = bool(requires_all_reduce)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide the sum of this unit's gradients over ranks by `factor`; by default by the number of ranks.
@@ -510,10 +534,13 @@ class FSDPModule(torch.nn.Module):
             schedule.release_all()
 
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
-        """Raise NotImplementedError: means over more ranks are the mesh's."""
-        raise NotImplementedError(
-            "set_all_reduce_hook is not supported: pass a mesh of (replicate, shard) to sw.fully_shard, over which gradients are averaged"
-        )
+        """Call `hook` after each round with this unit's new means on this rank, flat and in its parameters' order, to change in place.
+
+        It runs before means are added to `.grad`; units that run last come first. `stream`: where it runs on a GPU.
+        """
+        mark = self._shardwright_mark
+        mark.reduce_hook = hook if stream is None else functools.partial(_on_stream, hook, stream)
+        mark.hook_means()
 
     set_force_sum_reduction_for_comms = _tunes(
         "set_force_sum_reduction_for_comms", "the engine adds and divides itself"
@@ -545,6 +572,14 @@ class FSDPModule(torch.nn.Module):
         return engine
 
     __reduce_ex__ = reduce_plainly
+
+
+def _on_stream(hook: Callable[[torch.Tensor], None], stream: Any, flat: torch.Tensor) -> None:
+    current = torch.cuda.current_stream(flat.device)
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        hook(flat)
+    current.wait_stream(stream)
 
 
 def _marks_of(modules: Sequence[Any], what: str) -> list[Mark]:
@@ -599,8 +634,8 @@ def fully_shard(
         module, the inner module is not one of its units: it has its own engine and mesh, and needs its own optimizer.
     reshard_after_forward : bool or int, optional
         True, the default, if the unit is released between its forward and its backward; the outermost one only if True is given.
-        FSDP2's number of ranks to reshard to, a divisor of the slices: 1 keeps the unit whole, every other one releases it, since the
-        ranks of a host map all slices (on GPUs the next gather is over all ranks).
+        FSDP2's number of ranks to reshard to, a divisor of the slices: 1 keeps the unit whole. On GPUs so many ranks in a row then keep
+        it between them until its backward, whose gather stays inside them. Hosts gather without messages in any case.
     precision : {"bf16", "fp16", "fp32"} or Precision, optional
         The precision in which the module and inner modules without their own precision compute; see wrap.
     shard_placement_fn : callable, optional
@@ -658,7 +693,7 @@ def fully_shard(
         raise NotImplementedError(
             f"fully_shard: offload_policy={offload_policy!r} is not supported on GPUs: pass offload='cpu', which moves the optimizer's state"
         )
-    releases = _releases(reshard_after_forward, chosen)
+    releases, near = _releases(reshard_after_forward, chosen)
     for each in modules:
         if mark_of(each) is not None:
             raise AssertionError(
@@ -680,7 +715,7 @@ def fully_shard(
     kept |= {"init": init, "weights": weights}
     is_list = not isinstance(module, torch.nn.Module)
     kept.setdefault("broadcast_buffers", False)  # each rank's own, as FSDP2's are
-    mark = Mark(releases, kept, policy, is_list=is_list, placement=shard_placement_fn)
+    mark = Mark(releases, kept, policy, is_list=is_list, placement=shard_placement_fn, near=near)
     mark.releases_outermost = releases and reshard_after_forward is not None
     for each in modules:
         original = type(each)
@@ -760,10 +795,10 @@ def _device_of(modules: Sequence[torch.nn.Module]) -> str:
     return kinds.pop() if kinds else "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _releases(reshard_after_forward: Any, mesh: Any) -> bool:
-    """Return whether a unit is released after its forward."""
+def _releases(reshard_after_forward: Any, mesh: Any) -> tuple[bool, int]:
+    """Return whether a unit is released after its forward, and the number of ranks that keep it then; 0: all."""
     if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
-        return reshard_after_forward is not False
+        return reshard_after_forward is not False, 0
     if not isinstance(reshard_after_forward, int):
         raise TypeError(
             f"reshard_after_forward must be True, False, None or a number of ranks, got {reshard_after_forward!r}"
@@ -778,7 +813,7 @@ def _releases(reshard_after_forward: Any, mesh: Any) -> bool:
         raise ValueError(
             f"reshard_after_forward as a number must be a divisor of {slices}, got {reshard_after_forward}"
         )
-    return reshard_after_forward != 1
+    return reshard_after_forward != 1, reshard_after_forward if reshard_after_forward < slices else 0
 
 
 def _policy(precision: Any, mp_policy: Any) -> Precision | None:

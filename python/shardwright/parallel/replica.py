@@ -402,7 +402,11 @@ class Replica:
             shapes = [self.reducer.bucket_shape(bucket) for bucket in range(self.reducer.bucket_count)]
             sizes = [n * (2 if self.compression else itemsize_of(dtype)) for _, n, dtype, is_on in shapes if is_on]
             buckets = tuple(factor * (size // slices) for size in sizes)
-            total = sum(buckets) * counts["rounds"] if self.compression else factor * (counts["bytes"] // slices)
+            kept = counts["row_bytes"]  # of rounds that stayed in rows
+            total = (
+                sum(buckets) * counts["rounds"] if self.compression else factor * ((counts["bytes"] - kept) // slices)
+            )
+            total += (self.slicing.count - 1) * (kept // slices)
         row = {"wire_bytes": total, "step_wire_bytes": sum(buckets), "bucket_wire_bytes": buckets}
         return {"compress": name, **row} if self.compression else row
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .._engine import DeviceUnits, Reducer
-from ..backend.device_link import DeviceLink
+from ..backend.device_link import DeviceLink, device_link
 from ..layout.param_groups import UnitPlan, mark_of
 from ..layout.shard_runs import make_dense
 from ..layout.views import dense_strides, dtype_name
@@ -79,13 +79,16 @@ class DeviceUnitMemory(ReleasedParameters):
             make_dense(table.parameters[index])
             if table.parameters[index].requires_grad:
                 self.adopt(index)
+        self._timeout_s = request.options.timeout_s
         like, depth = cuda.runtime.zeros(0, torch.uint8, table.parameters[0].data), request.options.prefetch
         self._units = DeviceUnits(
             *(row.comm, reducer, link.current_stream),
             allocate=lambda nbytes: cuda.runtime.zeros(nbytes, torch.uint8, like),
             units=self._rows(plans, narrowed(request, self._released)),
             turns=_turns(plans, depth),
+            near=max((plan.near for plan in plans), default=0),
         )
+        self._keep_near(plans)
         sizes, self._unit_bytes, self._slice_bytes = self._units.sizes()
         computed = dict(zip(self._forms, sizes))  # of a unit with a compute form: that one's
         self._unit_sizes = [(plan.name, computed[number]) for number, plan in enumerate(plans)]
@@ -101,6 +104,16 @@ class DeviceUnitMemory(ReleasedParameters):
                 tensor = engine_tensor(self._units.tensor(form, index, data.shape, dense_strides(data)))
                 (self._whole if form < len(plans) else self._computed_with)[index] = tensor
         self._make_schedule(self._units, plans, depth=depth)
+
+    def _keep_near(self, plans: Sequence[UnitPlan]) -> None:
+        """Let units stay with fewer ranks of a row between forward and backward. Collective."""
+        rows, group = self._slicing.rows(), self._backend.group
+        for near in sorted({plan.near for plan in plans if plan.near > 1}):
+            parts = [row[at : at + near] for row in rows for at in range(0, len(row), near)]
+            link = device_link(group, self._table.parameters[0], self._timeout_s, parts)
+            for form, number in enumerate(self._forms):
+                if plans[number].near == near:
+                    self._units.keep_near(form, link.comm)
 
     def _rows(self, plans: Sequence[UnitPlan], narrow: dict[int, torch.dtype]) -> list[Any]:
         """Return the engine's rows of the units, then of the compute forms. `_forms` has the number of each one's plan."""

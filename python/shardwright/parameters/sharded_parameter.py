@@ -140,6 +140,11 @@ class ShardedParameter:
         numel = self._shape.numel()
         return max(numel // self._shape[self.dim], 1) if numel else 1
 
+    @property
+    def chunk_numel(self) -> int:
+        """Return the elements of the largest chunk, to which FSDP2 pads every rank's."""
+        return -(-self._shape[self.dim] // self._mesh.size(self._mesh.ndim - 1)) * self.row_numel
+
     def make_whole(self, shared: torch.Tensor | None) -> None:
         """Put the whole parameter into the slots, over addresses without pages, or over what shared_memory() returned."""
         local = held_tensor(self.sharded)
