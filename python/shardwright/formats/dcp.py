@@ -27,8 +27,6 @@ from .._engine import CheckpointError
 from .lazy import Lazy
 from .unpickle import Placeholder, Unpickler, load_torch_file, without_placeholders
 
-__all__ = ["EXTRA", "METADATA", "Stored", "is_dcp", "model_of", "parts_of", "read_values", "split_path"]
-
 METADATA = ".metadata"
 #: the end of torch's name for what get_extra_state() returns
 EXTRA = "_extra_state"

@@ -11,8 +11,6 @@ from .._engine import CheckpointError, CheckpointFolder
 from . import tree
 from .model_files import read_safetensors
 
-__all__ = ["extra_state_of"]
-
 
 def extra_state_of(folder: CheckpointFolder) -> dict[str, Any]:
     """Return what get_extra_state() of each module gave, by names such as "0._extra_state".

@@ -13,8 +13,6 @@ import torch
 
 from ..torch_compat.internals import TorchDispatchMode, conversions_of_transformers, tied_by_transformers
 
-__all__ = ["Reversed", "bytes_of_size", "kept_name", "reverse", "reversed_names", "write_config"]
-
 _UNITS = {
     "": 1,
     "B": 1,

@@ -14,8 +14,6 @@ import torch
 from .._engine import CheckpointError
 from ..layout.memory import address_of
 
-__all__ = ["DTYPES", "TORCH_DTYPES", "Lazy", "complex_dtype", "has_numpy", "is_complex_mark"]
-
 #: sample() takes so many pieces of a tensor, of at most so many bytes
 _PIECES, _PIECE_BYTES = 8, 4096
 

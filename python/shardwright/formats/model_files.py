@@ -13,8 +13,6 @@ import torch
 from .._engine import CheckpointError, CheckpointFolder
 from .lazy import TORCH_DTYPES, Lazy, complex_dtype
 
-__all__ = ["FILES", "MODEL_KEYS", "model_files", "names_of_index", "read_safetensors", "tensors_of"]
-
 #: names of files and of indexes of files, in order of preference
 FILES = (
     *("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors"),

@@ -18,8 +18,6 @@ from .model_files import model_files, read_safetensors
 from .stored import Stored
 from .unpickle import model_state, without_placeholders
 
-__all__ = ["stored_tensors", "stored_value"]
-
 
 def stored_tensors(place: Any) -> dict[str, Any]:
     """Return the tensors of a model at `place`, a path or a mapping of names to tensors, by name: Lazy, or extra state.

@@ -13,8 +13,6 @@ from .._engine import CheckpointError, CheckpointFolder
 from .lazy import Lazy
 from .model_files import FILES, names_of_index, tensors_of
 
-__all__ = ["remote_tensors"]
-
 #: what a file system tells of a file that changes as the file does; some tell the time of the question too
 _STAMPS = ("size", "ETag", "etag", "md5Hash", "crc32c", "mtime", "LastModified", "last_modified")
 #: a header begins with its length in 8 bytes; safetensors' own limit

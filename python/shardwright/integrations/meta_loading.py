@@ -22,8 +22,6 @@ from ..formats.lazy import Lazy
 from ..formats.stored import Stored, StoredOnDemand, replaying
 from .after_import import after_import
 
-__all__ = ["automatic_loading", "keep_loading", "meta_loading"]
-
 _MODELS = "transformers.modeling_utils"
 #: static methods of its PreTrainedModel
 _LOAD, _FINISH = "_load_pretrained_model", "_finalize_model_loading"

@@ -20,8 +20,6 @@ from .deepspeed.config import load_config, plan
 #: the variable with the plugin of the launch, once its own is taken away
 _TAKEN = "SHARDWRIGHT_TAKEN_PLUGIN"
 
-__all__ = ["Settings", "of_deepspeed", "of_file", "of_fsdp", "take_over"]
-
 #: FSDP1's strategies, and torch's numbers of them -> (stage, True if rows of ranks replicate)
 _STRATEGIES = {
     "FULL_SHARD": (3, False),

@@ -18,20 +18,6 @@ from .._engine import Error
 from ..torch_compat import dtensor as _dtensor
 from ..torch_compat.internals import subclassed
 
-__all__ = [
-    "SHARDED",
-    "LocalParameter",
-    "as_dtensors",
-    "end_local_parameters",
-    "is_local",
-    "local_of",
-    "module_parameter",
-    "part_of",
-    "whole_of",
-    "whole_tensor",
-]
-
-
 #: the attribute of a parameter that fully_shard has cut, and of its whole one: what relates both (ShardedParameter)
 SHARDED = "_shardwright_sharded"
 

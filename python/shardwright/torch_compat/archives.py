@@ -6,8 +6,6 @@ from typing import IO
 
 import torch
 
-__all__ = ["records_of"]
-
 
 def records_of(source: str | IO[bytes]) -> list[str] | None:
     """Return the names of an archive's records; None if torch.load does not take the file for an archive.

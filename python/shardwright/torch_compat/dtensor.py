@@ -14,27 +14,6 @@ import torch
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = [
-    "flattened",
-    "full_tensor",
-    "held_tensor",
-    "is_dtensor",
-    "like_dtensor",
-    "local_box",
-    "local_part",
-    "made_dtensor",
-    "mesh_of_both",
-    "mesh_of_group",
-    "placed_as",
-    "placed_like",
-    "placed_parameter",
-    "replicate",
-    "set_dtype",
-    "set_held_tensor",
-    "shard",
-    "waited",
-]
-
 
 def is_dtensor(tensor: Any) -> TypeGuard[DTensor]:
     """Return True for a DTensor, without importing torch's module of DTensors."""

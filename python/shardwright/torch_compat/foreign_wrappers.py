@@ -23,8 +23,6 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from .._engine import Error
 
-__all__ = ["find_wrapper", "guard_from_wrappers", "is_ours", "note_fully_shard", "refuse_wrapper"]
-
 #: functions of torch that average or slice a module, by which they register
 _AVERAGING = ("fully_shard", "replicate")
 

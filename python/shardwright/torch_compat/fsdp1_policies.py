@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["choose_units", "full_precision_classes"]
-
 
 def choose_units(
     module: torch.nn.Module, policy: Any, ignored: Collection[torch.nn.Module], ignored_params: Collection[int]

@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["unscale_by"]
-
 #: (optimizer, inverse of the scale, found_inf, allow_fp16) -> found_inf by device; None: torch's own method is used
 Unscale = Callable[[torch.optim.Optimizer, torch.Tensor, torch.Tensor, bool], dict[torch.device, torch.Tensor] | None]
 

@@ -10,8 +10,6 @@ from collections.abc import Iterable
 
 import torch
 
-__all__ = ["optimizers_of", "take_hooks"]
-
 
 def optimizers_of(parameter: torch.Tensor) -> list[torch.optim.Optimizer]:
     """Return the optimizers that step on `parameter` inside the backward."""

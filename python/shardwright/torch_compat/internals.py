@@ -21,40 +21,8 @@ from torch.utils._pytree import tree_flatten as flatten
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils._pytree import tree_unflatten as unflatten
 
-__all__ = [
-    "BatchNorm",
-    "JoinConfig",
-    "TensorBase",
-    "TorchDispatchMode",
-    "buffers_of_state",
-    "changing_weights",
-    "cpu_backend",
-    "default_store",
-    "flatten",
-    "forward_hooks",
-    "fsdp2_groups",
-    "fsdp_module_of_torch",
-    "ignored_by_torchs_ddp",
-    "ignored_by_transformers",
-    "initialiser_above",
-    "is_hsdp",
-    "is_view_op",
-    "make_gloo",
-    "name_of_op",
-    "no_torch_function",
-    "original_of",
-    "refresh_weights",
-    "reset_of",
-    "set_low_precision",
-    "subclassed",
-    "swap_memory",
-    "tree_leaves",
-    "tree_map",
-    "unflatten",
-    "without_memory_of",
-    "without_torch_function",
-    "written_by",
-]
+#: names of torch that other files take from here
+__all__ = ["BatchNorm", "JoinConfig", "TorchDispatchMode", "flatten", "tree_leaves", "tree_map", "unflatten"]
 
 _Tensor = TypeVar("_Tensor", bound=torch.Tensor)
 
