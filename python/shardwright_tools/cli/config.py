@@ -64,20 +64,10 @@ def run(options: argparse.Namespace) -> int:
 
 def _of_accelerate(options: argparse.Namespace) -> int:
     """Print what a file of `accelerate config` becomes. Return 1 if it is refused."""
-    try:
-        import yaml  # type: ignore[import-untyped, unused-ignore]  # a dependency of accelerate
-    except ModuleNotFoundError:
-        raise ValueError(f"{options.file}: reading YAML needs PyYAML: pip install pyyaml") from None
     from shardwright.integrations.plugins import of_file
+    from shardwright.options.mapping_files import read_mapping
 
-    with open(options.file, encoding="utf-8") as file:
-        try:
-            given = yaml.safe_load(file)
-        except yaml.YAMLError as error:
-            raise ValueError(f"{options.file} is not YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(given, dict):
-        raise ValueError(f"{options.file} must hold a mapping, got {type(given).__name__}")
-    made = of_file(given, options.file)
+    made = of_file(read_mapping(options.file), options.file)
     wrap = [f"{name!r}: {value!r}" for name, value in made.wrap_options.items()]
     wrap += [f"'units': ({', '.join(made.units)},)"] if made.units else []
     python = f"accelerator = Accelerator(zero={made.zero}" + (f", wrap_options={{{', '.join(wrap)}}})" if wrap else ")")

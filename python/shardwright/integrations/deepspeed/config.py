@@ -20,6 +20,7 @@ import torch
 from ... import optim
 from ...options.checks import among
 from ...options.compressors import Int8, compressor_named
+from ...options.mapping_files import read_mapping
 from ...options.options import Options
 from ...options.precision import Precision
 from .keys import KEYS, is_harmless, key_of, nearest
@@ -92,22 +93,7 @@ def load_config(config: Any) -> dict[str, Any]:
         return copy.deepcopy(dict(config))
     if not isinstance(config, (str, os.PathLike)):
         raise TypeError(f"config must be a dict or the path of a JSON file, got {type(config).__name__}")
-
-    def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        names = [name for name, _ in pairs]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise ValueError(f"{os.fspath(config)}: the key {twice[0]!r} appears twice in one section")
-        return dict(pairs)
-
-    with open(config, encoding="utf-8") as file:
-        try:
-            found = json.load(file, object_pairs_hook=without_repeats)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{os.fspath(config)} is not valid JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{os.fspath(config)} must hold a JSON object, got {type(found).__name__}")
-    return found
+    return read_mapping(config)
 
 
 def fill_auto(
