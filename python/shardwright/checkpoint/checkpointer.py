@@ -24,11 +24,10 @@ from ..parallel.agreement.save_check import SaveCheck
 from ..parallel.engine import engine_of
 from ..torch_compat.optimizers import takes_hooks
 from ..torch_compat.weak import weakly
-from .calls import OneCall
+from .calls import Interval, OneCall
 from .files import MAX_FILE_BYTES, check_options, integer, usable_timeout
 from .folder.directory import Directory
 from .folder.retention import BOARD, STEP_LIMIT, Kept
-from .interval import Interval
 from .joined import Modules, engines_of, members_of, parts_of
 from .memory.restoring import Candidate
 from .memory.tier import MemoryTier
