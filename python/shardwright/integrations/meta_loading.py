@@ -29,7 +29,6 @@ _ARGUMENTS = ["model", "state_dict", "checkpoint_files", "load_config"]
 _logger = logging.getLogger("shardwright")
 #: contexts that a program entered; and those that it did not ask for, with objects that keep them while they are alive
 _count = _automatic = 0
-_is_installed = False
 
 
 @contextlib.contextmanager
@@ -86,11 +85,9 @@ def keep_loading(holder: Any) -> None:
     weakref.finalize(holder, context.__exit__, None, None, None).atexit = False
 
 
+@functools.cache
 def _install() -> None:
-    global _is_installed
-    if not _is_installed:
-        _is_installed = True
-        after_import(_MODELS, _change)
+    after_import(_MODELS, _change)
 
 
 def _change(module: Any) -> None:

@@ -68,12 +68,8 @@ class Settings:
 
     def sentence(self) -> str:
         """Return the line for the log."""
-        given = {"zero": self.zero, **self.wrap_options}
-        if self.clip_grad_norm:
-            given["clip_grad_norm"] = self.clip_grad_norm
-        for name in ("accumulation_steps", "mixed_precision"):
-            if getattr(self, name) is not None:
-                given[name] = getattr(self, name)
+        others = ("clip_grad_norm", "accumulation_steps", "mixed_precision")
+        given = {"zero": self.zero, **self.wrap_options, **{n: v for n in others if (v := getattr(self, n))}}
         said = ", ".join(f"{name}={value!r}" for name, value in given.items())
         return f"{self.source} is taken over as sw.wrap(..., {said}); `shardwright config FILE` shows each setting"
 
@@ -174,30 +170,19 @@ def of_fsdp(given: Mapping[str, Any], source: str = "accelerate's FSDP configura
 
 
 def _units_of(given: Mapping[str, Any], made: Settings) -> None:
-    policy = str(given.get("auto_wrap_policy") or "NO_WRAP").upper()
+    policy, below = str(given.get("auto_wrap_policy") or "NO_WRAP").upper(), "no effect below zero=3"
     if policy == "TRANSFORMER_BASED_WRAP":
         named = given.get("transformer_cls_to_wrap") or ()
         names = tuple(each.strip() for each in (named.split(",") if isinstance(named, str) else named))
         here = "units='auto': repeated blocks" if not names else f"units: {', '.join(names)}"
         made.units = names if made.zero == 3 else ()
-        made.rows.append(
-            (
-                "transformer_cls_to_wrap",
-                ", ".join(names) or "None",
-                here if made.zero == 3 else "no effect below zero=3",
-            )
-        )
+        made.rows.append(("transformer_cls_to_wrap", ", ".join(names) or "None", here if made.zero == 3 else below))
     elif policy == "SIZE_BASED_WRAP":
         numel = int(given.get("min_num_params") or 0)
         if made.zero == 3 and numel:
             made.wrap_options["units"] = max(numel * 4 / 2**20, 2**-10)
-        made.rows.append(
-            (
-                "min_num_params",
-                str(numel),
-                "units: their least size in MiB, of float32" if made.zero == 3 else "no effect below zero=3",
-            )
-        )
+        here = "units: their least size in MiB, of float32"
+        made.rows.append(("min_num_params", str(numel), here if made.zero == 3 else below))
     elif policy != "NO_WRAP":
         raise ValueError(f"auto_wrap_policy must be TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP or NO_WRAP, got {policy!r}")
 
@@ -270,11 +255,8 @@ def _of_variables(prefix: str) -> dict[str, Any]:
 
 def _of_plugin(plugin: Any) -> dict[str, Any]:
     """Return the settings of a FullyShardedDataParallelPlugin by their names in variables."""
-    names = {
-        "fsdp_version": "version",
-        "cpu_offload": "offload_params",
-        "transformer_cls_names_to_wrap": "transformer_cls_to_wrap",
-    }
+    names = {"fsdp_version": "version", "cpu_offload": "offload_params"}
+    names["transformer_cls_names_to_wrap"] = "transformer_cls_to_wrap"
     found = {}
     for field in dataclasses.fields(plugin):
         name, value = names.get(field.name, field.name), getattr(plugin, field.name)
@@ -283,16 +265,11 @@ def _of_plugin(plugin: Any) -> dict[str, Any]:
     policy = found.get("auto_wrap_policy")
     if callable(policy) and not isinstance(policy, str):  # accelerate has made a function of the name
         kind = getattr(getattr(policy, "func", policy), "__name__", "")
-        known = {
-            "transformer_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-            "size_based_auto_wrap_policy": "SIZE_BASED_WRAP",
-        }
-        if kind not in known:
+        if kind not in ("transformer_auto_wrap_policy", "size_based_auto_wrap_policy"):
             raise NotImplementedError("auto_wrap_policy as a function: pass wrap_options={'units': ...} instead")
-        found["auto_wrap_policy"] = known[kind]
-    offload = found.get(
-        "offload_params"
-    )  # FSDP1's CPUOffload, or FSDP2's OffloadPolicy, of which CPUOffloadPolicy offloads
+        found["auto_wrap_policy"] = "SIZE_BASED_WRAP" if kind.startswith("size") else "TRANSFORMER_BASED_WRAP"
+    # FSDP1's CPUOffload, or FSDP2's OffloadPolicy, of which CPUOffloadPolicy offloads
+    offload = found.get("offload_params")
     kinds = [kind.__name__ for kind in type(offload).__mro__]
     found["offload_params"] = getattr(offload, "offload_params", "CPUOffloadPolicy" in kinds or offload is True)
     return found

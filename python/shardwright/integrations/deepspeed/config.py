@@ -261,30 +261,20 @@ class _Reader:
         elements = self._number(f"{zero}.reduce_bucket_size")
         if elements:
             self._set(f"{zero}.reduce_bucket_size", bucket_cap_mb=min(elements * 4 / 2**20, 25.0))
-        device = self._device(f"{zero}.offload_optimizer", f"{zero}.cpu_offload")
-        if device == "cpu":
-            self._set(f"{zero}.offload_optimizer.device", offload="cpu")
-            self._became[f"{zero}.cpu_offload"] = "offload='cpu'"
-        elif device == "nvme":
-            folder = self._get(f"{zero}.offload_optimizer.nvme_path")
-            if not isinstance(folder, str):
-                raise ValueError(f"{zero}.offload_optimizer.nvme_path must be a folder for 'nvme', got {folder!r}")
-            self._set(f"{zero}.offload_optimizer.device", offload=f"nvme:{folder}")
-            self._became[f"{zero}.offload_optimizer.nvme_path"] = "see device"
-        device = self._device(f"{zero}.offload_param", f"{zero}.cpu_offload_param")
-        if device == "nvme":
-            folder = self._get(f"{zero}.offload_param.nvme_path")
-            if not isinstance(folder, str):
-                raise ValueError(f"{zero}.offload_param.nvme_path must be a folder for 'nvme', got {folder!r}")
-            if stage != 3:
-                raise ValueError(f"{zero}.offload_param needs zero_optimization.stage 3, got stage {stage}")
-            places = {"parameters": f"nvme:{folder}", "optimizer": wrap.get("offload")}
-            self._set(f"{zero}.offload_param.device", share_parameters=False, offload=places)
-            self._became[f"{zero}.offload_param.nvme_path"] = "see device"
-        self._plan.offloads_parameters = device == "cpu"
-        if device == "cpu":
+        place = self._place(f"{zero}.offload_optimizer", f"{zero}.cpu_offload")
+        if place is not None:
+            self._set(f"{zero}.offload_optimizer.device", offload=place)
+            self._became[f"{zero}.cpu_offload"] = f"offload={place!r}"
+        place = self._place(f"{zero}.offload_param", f"{zero}.cpu_offload_param")
+        self._plan.offloads_parameters = place == "cpu"
+        if place == "cpu":
             for name in ("offload_param.device", "cpu_offload_param"):
                 self._became[f"{zero}.{name}"] = "parameters of a model on the CPU lie there already"
+        elif place is not None:
+            if stage != 3:
+                raise ValueError(f"{zero}.offload_param needs zero_optimization.stage 3, got stage {stage}")
+            places = {"parameters": place, "optimizer": wrap.get("offload")}
+            self._set(f"{zero}.offload_param.device", share_parameters=False, offload=places)
         for name in ("zero_quantized_weights", "mics_shard_size"):
             if stage != 3 and self._get(f"{zero}.{name}", False) not in (False, -1):
                 raise ValueError(f"{zero}.{name} needs zero_optimization.stage 3, got stage {stage}")
@@ -302,11 +292,17 @@ class _Reader:
         if self._switch("zero_allow_untested_optimizer") and wrap["zero"]:
             self._set("zero_allow_untested_optimizer", partition="flat")
 
-    def _device(self, section: str, old: str) -> str:
-        """Return "none", "cpu" or "nvme", by a section or by its old name."""
+    def _place(self, section: str, old: str) -> str | None:
+        """Return the place of an offload section, or of its old name, as offload= takes it."""
         device = self._get(f"{section}.device", "cpu" if self._switch(old) else "none")
         among("none", "cpu", "nvme")(f"{section}.device", device)
-        return str(device)
+        if device != "nvme":
+            return "cpu" if device == "cpu" else None
+        folder = self._get(f"{section}.nvme_path")
+        if not isinstance(folder, str):
+            raise ValueError(f"{section}.nvme_path must be a folder for 'nvme', got {folder!r}")
+        self._became[f"{section}.nvme_path"] = "see device"
+        return f"nvme:{folder}"
 
     def _set(self, name: str, **options: Any) -> None:
         self._plan.wrap.update(options)
