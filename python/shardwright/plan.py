@@ -32,12 +32,8 @@ _Held = tuple[Mapping[str, Any], int, torch.dtype, bool]
 
 def memory_plan(replica: Replica) -> dict[str, Any]:
     """Return `optimizer_state_bytes` and `planned_bytes` of this rank for describe(); None if not yet known."""
-    plan: dict[str, Any] = (
-        {}
-        if all(each is None for each in replica.steppers.all())
-        else {"optimizer_state_bytes": _states_bytes(replica)}
-    )
-    held = memory_of(replica)
+    is_known = any(each is not None for each in replica.steppers.all())
+    held, plan = memory_of(replica), {"optimizer_state_bytes": _states_bytes(replica)} if is_known else {}
     return {**plan, "planned_bytes": None if held is None else held.model_state}
 
 

@@ -113,11 +113,4 @@ def _at(
                 done += count
 
     part = peek if folder is None else load
-
-    def read() -> torch.Tensor:
-        tensor = torch.empty(shape, dtype=dtype, device="cpu")
-        if tensor.nbytes:
-            part(0, tensor.nbytes, tensor.data_ptr())
-        return tensor
-
-    return Lazy(dtype, shape, read, os.path.basename(path), part, peek)
+    return Lazy.in_ranges(dtype, shape, part, file=os.path.basename(path), peek=peek)

@@ -20,13 +20,7 @@ from .unpickle import model_state, without_placeholders
 
 
 def stored_tensors(place: Any) -> dict[str, Any]:
-    """Return the tensors of a model at `place`, a path or a mapping of names to tensors, by name: Lazy, or extra state.
-
-    Raises
-    ------
-    CheckpointError
-        No reader knows the files, or they are damaged.
-    """
+    """Return the tensors of a model at `place`, a path or a mapping of names to tensors, by name: Lazy, or extra state."""
     if isinstance(place, Mapping):
         return {name: stored_value(name, value) for name, value in place.items()}
     path = os.fspath(place)

@@ -96,10 +96,4 @@ class _File:
         def part(first: int, nbytes: int, address: int) -> None:
             ctypes.memmove(address, self._bytes(at + first, nbytes), nbytes)
 
-        def read() -> torch.Tensor:
-            tensor = torch.empty(shape, dtype=dtype, device="cpu")
-            if tensor.nbytes:
-                part(0, tensor.nbytes, tensor.data_ptr())
-            return tensor
-
-        return Lazy(dtype, shape, read, posixpath.basename(self.path), part, stamp=self._stamp)
+        return Lazy.in_ranges(dtype, shape, part, file=posixpath.basename(self.path), stamp=self._stamp)

@@ -87,13 +87,7 @@ class Settings:
 
 
 def take_over(arguments: MutableMapping[str, Any]) -> Settings | None:
-    """Take accelerate's plugins out of its Accelerator's arguments and the environment; None if there are none.
-
-    Raises
-    ------
-    ValueError, NotImplementedError
-        For settings that are unknown, or that this package does not have.
-    """
+    """Take accelerate's plugins out of its Accelerator's arguments and the environment; None if there are none."""
     plugin, deepspeed = arguments.pop("fsdp_plugin", None), arguments.pop("deepspeed_plugin", None)
     deepspeed = deepspeed or arguments.pop("deepspeed_plugins", None)
     by_launch = {name: _is_launched(name) for name in ("FSDP", "DEEPSPEED")}

@@ -164,5 +164,4 @@ def as_dtensors(state: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, 
             if value.shape == live.shape:
                 part = _dtensor.local_part(value, live).contiguous()
                 made[name] = _dtensor.placed_like(part, live)
-    result: dict[str, Any] = made
-    return result
+    return made

@@ -125,9 +125,8 @@ def _ignored_by(frame: Any) -> set[int]:
     while frame is not None and str(frame.f_globals.get("__name__", "")).startswith("torch."):
         given = {**frame.f_locals, **(frame.f_locals.get("kwargs") or {})}
         for name in ("ignored_params", "ignored_parameters", "ignored_modules"):
-            for each in (
-                given[name] if isinstance(given.get(name), Collection) else ()
-            ):  # an iterator is torch's to read
+            # an iterator is torch's to read
+            for each in given[name] if isinstance(given.get(name), Collection) else ():
                 found.update(map(id, each.parameters() if isinstance(each, torch.nn.Module) else [each]))
         frame = frame.f_back
     return found
@@ -142,9 +141,8 @@ def guard_from_wrappers(engine: Any, face: torch.nn.Module) -> None:
     modules = [face]
     for name, module in engine.module.named_modules():
         inside = (f"{name}.{each}" if name else each for each, _ in module.named_parameters())
-        if any(
-            each not in engine.parameters_to_ignore for each in inside
-        ):  # containers too, on which torch leaves its mark before it looks inside
+        # containers too, on which torch leaves its mark before it looks inside
+        if any(each not in engine.parameters_to_ignore for each in inside):
             modules.append(module)
     reference = weakref.ref(engine)
     for module in modules:

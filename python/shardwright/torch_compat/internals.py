@@ -38,16 +38,13 @@ def without_memory_of(
     kind: type[_Tensor], like: torch.Tensor, dtype: torch.dtype | None = None, device: Any = None
 ) -> _Tensor:
     """Return a tensor of class `kind` with the shape and strides of `like` and no memory."""
-    made: _Tensor = torch.Tensor._make_wrapper_subclass(
-        kind, like.shape, strides=like.stride(), dtype=dtype or like.dtype, device=device or like.device
-    )
-    return made
+    options: Any = {"strides": like.stride(), "dtype": dtype or like.dtype, "device": device or like.device}
+    return torch.Tensor._make_wrapper_subclass(kind, like.shape, **options)
 
 
 def subclassed(kind: type[_Tensor], tensor: torch.Tensor, requires_grad: bool = False) -> _Tensor:
     """Return a tensor of class `kind` over the memory of `tensor`."""
-    made: _Tensor = torch.Tensor._make_subclass(kind, tensor, requires_grad)
-    return made
+    return torch.Tensor._make_subclass(kind, tensor, requires_grad)
 
 
 def written_by(operation: Any, args: Any, kwargs: Any) -> list[Any]:

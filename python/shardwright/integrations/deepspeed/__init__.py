@@ -36,20 +36,9 @@ from .config import Plan, fill_auto, load_config, optimizer_class, plan
 from .schedules import SCHEDULES, LossScale, LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 
 __all__ = [
-    "DeepSpeedEngine",
-    "LRRangeTest",
-    "LossScale",
-    "OneCycle",
-    "WarmupCosineLR",
-    "WarmupDecayLR",
-    "WarmupLR",
-    "add_config_arguments",
-    "fill_auto",
-    "init_distributed",
-    "initialize",
-    "plan",
-    "zero",
-]
+    "DeepSpeedEngine", "LRRangeTest", "LossScale", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR",
+    "add_config_arguments", "fill_auto", "init_distributed", "initialize", "plan", "zero",
+]  # fmt: skip
 
 _logger = logging.getLogger("shardwright")
 
