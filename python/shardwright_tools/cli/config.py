@@ -85,37 +85,25 @@ def _of_accelerate(options: argparse.Namespace) -> int:
 
 def _filled(given: dict[str, Any], ranks: int, steps: int) -> dict[str, Any]:
     """Replace each "auto" by the Trainer's default; derive an "auto" of the batch sizes from the given ones."""
-    from shardwright.integrations.deepspeed.config import fill_auto
+    from shardwright.integrations.deepspeed.config import TRAINER_FIELDS, fill_auto
 
-    args = types.SimpleNamespace(**_TRAINER)
-    for key, field in (
-        ("train_micro_batch_size_per_gpu", "per_device_train_batch_size"),
-        ("gradient_accumulation_steps", "gradient_accumulation_steps"),
-        ("gradient_clipping", "max_grad_norm"),
-    ):
-        if isinstance(given.get(key), (int, float)):
-            setattr(args, field, given[key])
-    for section in ("fp16", "bf16"):
-        setattr(args, section, _value(given, section, "enabled", False))
-    for name in ("lr", "eps", "weight_decay"):
-        field = {"lr": "learning_rate", "eps": "adam_epsilon"}.get(name, name)
-        setattr(args, field, _value(given, "optimizer.params", name, getattr(args, field)))
-    betas = _value(given, "optimizer.params", "betas", (args.adam_beta1, args.adam_beta2))
-    args.adam_beta1, args.adam_beta2 = betas
     if not _autos(given):
         return given
+    args = types.SimpleNamespace(**_TRAINER)
+    for key, field in TRAINER_FIELDS.items():
+        setattr(args, field, _value(given, key, getattr(args, field)))
+    args.adam_beta1, args.adam_beta2 = _value(given, "optimizer.params.betas", (args.adam_beta1, args.adam_beta2))
     total = given.get("train_batch_size")
     if isinstance(total, int):
         args.gradient_accumulation_steps = max(1, total // (args.per_device_train_batch_size * ranks))
     return fill_auto(given, args, world_size=ranks, num_training_steps=steps)
 
 
-def _value(given: dict[str, Any], section: str, name: str, default: Any) -> Any:
-    place: Any = given
-    for part in section.split("."):
-        place = place.get(part, {}) if isinstance(place, dict) else {}
-    value = place.get(name, default) if isinstance(place, dict) else default
-    return default if value == "auto" else value
+def _value(given: dict[str, Any], key: str, default: Any) -> Any:
+    value: Any = given
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return default if value in (None, "auto") else value
 
 
 def _autos(section: dict[str, Any], above: str = "") -> dict[str, str]:

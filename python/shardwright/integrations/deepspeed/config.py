@@ -37,7 +37,7 @@ _REFUSED_OPTIMIZERS = {
     **dict.fromkeys(("muadam", "muadamw", "musgd"), "pass the optimizer of mup to initialize"),
 }
 #: key -> fields of TrainingArguments that fill its "auto"; see fill_auto
-_TRAINER = {
+TRAINER_FIELDS = {
     "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
     "gradient_accumulation_steps": "gradient_accumulation_steps",
     "gradient_clipping": "max_grad_norm",
@@ -112,7 +112,9 @@ def fill_auto(
     """
     filled = load_config(config)
     micro, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
-    values: dict[str, Any] = {name: getattr(args, field) for name, field in _TRAINER.items() if hasattr(args, field)}
+    values: dict[str, Any] = {
+        name: getattr(args, field) for name, field in TRAINER_FIELDS.items() if hasattr(args, field)
+    }
     values["train_batch_size"] = world_size * micro * steps
     if hasattr(args, "adam_beta1"):
         values["optimizer.params.betas"] = [args.adam_beta1, args.adam_beta2]
@@ -137,7 +139,7 @@ def fill_auto(
         if place[last] == "auto":
             place[last] = value
         elif name in checked and place[last] != value:
-            wrong.append(f"{name}={place[last]!r} against {value!r} ({_TRAINER.get(name, 'TrainingArguments')})")
+            wrong.append(f"{name}={place[last]!r} against {value!r} ({TRAINER_FIELDS.get(name, 'TrainingArguments')})")
     if wrong:
         raise ValueError(f"the DeepSpeed configuration contradicts the arguments: {'; '.join(wrong)}: write 'auto'")
     return filled
