@@ -238,7 +238,7 @@ class Checkpointer:
             held.callback(self._writer.close)
             held.callback(_remove, self._hooks)
             if self._lazy:
-                self._hooks += _before_writes(self._training, weakly(self._protect))
+                self._hooks += _before_writes(self._training, weakly(self._writer.protect))
             self._held = held.pop_all()
         self._release_after_loads()
         self._warm_staging()
@@ -277,9 +277,6 @@ class Checkpointer:
             with contextlib.suppress(TypeError):  # it keeps its hooks in a plain dict: the first save allocates staging
                 self._warming = optimizer.register_step_post_hook(weakly(self._warm_after_step))
                 self._hooks.append(self._warming)
-
-    def _protect(self, *_: Any) -> None:
-        self._writer.protect()
 
     def _warm_after_step(self, *_: Any) -> None:
         if not self._closed:

@@ -20,10 +20,7 @@ _LENGTH_BYTES, _HEADER_BYTES_MAX = 8, 100_000_000
 
 
 def remote_tensors(address: str) -> dict[str, Lazy]:
-    """Return the tensors of a safetensors file, or of a folder of them, at an address.
-
-    Raise CheckpointError if it cannot be read, or holds a model in another form.
-    """
+    """Return the tensors of a safetensors file, or of a folder of them, at an address."""
     import fsspec
 
     try:

@@ -9,10 +9,7 @@ from typing import Any
 
 
 def read_mapping(path: str | os.PathLike[str], otherwise: str = "JSON") -> dict[str, Any]:
-    """Return the mapping in a file, whose form is `otherwise` if its name does not tell.
-
-    Raise OSError, or ValueError with one sentence for another content or a reader that is not installed.
-    """
+    """Return the mapping in a file, whose form is `otherwise` if its name does not tell. Raise OSError or ValueError."""
     ending = os.path.splitext(path)[1]
     form = {".json": "JSON", ".toml": "TOML", ".yaml": "YAML", ".yml": "YAML"}.get(ending, otherwise)
     with open(path, "rb") as file:

@@ -42,11 +42,9 @@ def is_ours(wrapper: torch.nn.Module) -> bool:
 
 
 def find_wrapper(module: torch.nn.Module, ignored: Collection[str] = ()) -> str | None:
-    """Return a wrapper of torch's in or around `module` that averages parameters of ours in its own way; None if there
-    is none.
+    """Return a wrapper of torch's in or around `module` that averages parameters not named in `ignored` in its own way, or None.
 
     fully_shard() is not among them: it makes DTensors, whose mesh tells if ours can average beside it.
-    `ignored`: names of parameters of `module` that ours leaves to others.
     """
     key, fsdp = _registry_key(), sys.modules.get("torch.distributed.fsdp")
     ours = _averaged(module, ignored)

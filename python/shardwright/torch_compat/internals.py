@@ -145,8 +145,7 @@ def initialiser_above(module: torch.nn.Module, name: str) -> Any:
 
 
 def swap_memory(tensor: torch.Tensor, other: torch.Tensor) -> None:
-    """Swap two tensors' memory, devices, classes and attributes. Raise RuntimeError for hooks of `tensor` or weak
-    references to it.
+    """Swap two tensors' memory, devices, classes and attributes. RuntimeError: `tensor` has hooks or weak references.
 
     torch's swap leaves the table of hooks, to which the new memory's node would not listen: it must not be there.
     """
