@@ -19,7 +19,7 @@ LINES = {
     "shardwright/integrations": 3_212,
     "shardwright/layout": 1_257,
     "shardwright/optim": 3_378,
-    "shardwright/options": 933,
+    "shardwright/options": 972,
     "shardwright/parallel": 6_291,
     "shardwright/parameters": 4_389,
     "shardwright/torch_compat": 1_496,
