@@ -53,7 +53,7 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
     return list(optimizer._optimizer_step_pre_hooks.values())
 
 
-def optimizers_in_backward(parameter: torch.Tensor) -> list[torch.optim.Optimizer]:
+def optimizers_of(parameter: torch.Tensor) -> list[torch.optim.Optimizer]:
     """Return the optimizers that _apply_optimizer_in_backward made an attribute of `parameter`; none in a torch without it."""
     return getattr(parameter, "_in_backward_optimizers", [])
 

@@ -24,7 +24,7 @@ from ...comm.agreement import gather_values
 from ...comm.process_group import HostGroup
 from ...comm.stop_request import StopRequest
 from ...torch_compat.dtensor import is_dtensor
-from ...torch_compat.optimizers import optimizers_in_backward, take_hooks
+from ...torch_compat.optimizers import optimizers_of, take_hooks
 from .optimizer_agreement import UNLIKE_BEFORE, Row, difference, hyperparameters
 from .replica_check import digest_of
 
@@ -228,9 +228,7 @@ def adopt_steps_in_backward(replica: Any) -> None:
     torch's hooks, which step on a local gradient as soon as it exists, are removed, except those of ignored parameters.
     A backward that does not synchronise steps nothing.
     """
-    stepped = [
-        (name, p) for name, p in zip(replica.table.names, replica.table.module_parameters) if optimizers_in_backward(p)
-    ]
+    stepped = [(name, p) for name, p in zip(replica.table.names, replica.table.module_parameters) if optimizers_of(p)]
     if not stepped:
         return
     if replica.zero:
@@ -250,6 +248,6 @@ def _step_all(parameters: list[weakref.ref[torch.nn.Parameter]]) -> None:
         parameter = reference()
         if parameter is None or parameter.grad is None:
             continue
-        for optimizer in optimizers_in_backward(parameter):
+        for optimizer in optimizers_of(parameter):
             optimizer.step()
         parameter.grad = None
