@@ -7,7 +7,7 @@ import json
 import types
 from typing import TYPE_CHECKING, Any
 
-from .report import columns, shortened
+from .report import columns, refuse, shortened
 
 if TYPE_CHECKING:
     from shardwright.integrations.deepspeed.config import Plan
@@ -41,8 +41,7 @@ def run(options: argparse.Namespace) -> int:
         print(document())
         return 0
     if options.file is None or options.ranks < 1:
-        print("shardwright config: pass a file, and --ranks of at least 1" if not options.json else '{"ok": false}')
-        return 2
+        return refuse(options, "pass a file, and --ranks of at least 1", command="shardwright config: ")
     try:
         if options.file.endswith((".yaml", ".yml")):
             return _of_accelerate(options)
@@ -50,9 +49,7 @@ def run(options: argparse.Namespace) -> int:
         autos = _autos(given)
         made = plan(_filled(given, options.ranks, options.steps), options.ranks)
     except (OSError, ValueError, TypeError, NotImplementedError) as error:
-        message = f"{type(error).__name__}: {error}"
-        print(json.dumps({"ok": False, "error": message}, indent=2) if options.json else message)
-        return 1
+        return refuse(options, f"{type(error).__name__}: {error}", 1)
     rows = [{"key": r.key, "value": autos.get(r.key, r.value), "state": r.state, "here": r.text} for r in made.rows]
     if options.json:
         print(json.dumps({"ok": True, "python": python_of(made), "rows": rows}, indent=2, default=str))
