@@ -22,6 +22,14 @@ from .compress.powersgd import PowerSGDState
 from .compress.state import reshard_state
 
 __all__ = [
-    "BlockState", "PowerSGDState", "bf16_compress_hook", "bfloat16_compress_hook", "compress_all_reduce",
-    "fp16_compress_hook", "int4_compress_hook", "int8_compress_hook", "powerSGD_hook", "reshard_state",
-]  # fmt: skip
+    "BlockState",
+    "PowerSGDState",
+    "bf16_compress_hook",
+    "bfloat16_compress_hook",
+    "compress_all_reduce",
+    "fp16_compress_hook",
+    "int4_compress_hook",
+    "int8_compress_hook",
+    "powerSGD_hook",
+    "reshard_state",
+]

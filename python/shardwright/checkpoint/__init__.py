@@ -18,9 +18,17 @@ if TYPE_CHECKING:
     from .model_folder import save_pretrained
 
 __all__ = [
-    "CheckpointError", "Checkpointer", "StorageReader", "StorageWriter", "dcp_to_torch_save", "load", "save",
-    "save_pretrained", "step_of", "torch_save_to_dcp",
-]  # fmt: skip
+    "CheckpointError",
+    "Checkpointer",
+    "StorageReader",
+    "StorageWriter",
+    "dcp_to_torch_save",
+    "load",
+    "save",
+    "save_pretrained",
+    "step_of",
+    "torch_save_to_dcp",
+]
 
 
 #: imported at first use: `shardwright ckpt ls` needs no torch, and few programs need torch.distributed.checkpoint

@@ -68,8 +68,12 @@ class Settings:
 
     def sentence(self) -> str:
         """Return the line for the log."""
-        others = ("clip_grad_norm", "accumulation_steps", "mixed_precision")
-        given = {"zero": self.zero, **self.wrap_options, **{n: v for n in others if (v := getattr(self, n))}}
+        given = {"zero": self.zero, **self.wrap_options}
+        if self.clip_grad_norm:
+            given["clip_grad_norm"] = self.clip_grad_norm
+        for name in ("accumulation_steps", "mixed_precision"):
+            if getattr(self, name) is not None:
+                given[name] = getattr(self, name)
         said = ", ".join(f"{name}={value!r}" for name, value in given.items())
         return f"{self.source} is taken over as sw.wrap(..., {said}); `shardwright config FILE` shows each setting"
 
@@ -164,7 +168,8 @@ def of_fsdp(given: Mapping[str, Any], source: str = "accelerate's FSDP configura
 
 
 def _units_of(given: Mapping[str, Any], made: Settings) -> None:
-    policy, below = str(given.get("auto_wrap_policy") or "NO_WRAP").upper(), "no effect below zero=3"
+    policy = str(given.get("auto_wrap_policy") or "NO_WRAP").upper()
+    below = "no effect below zero=3"
     if policy == "TRANSFORMER_BASED_WRAP":
         named = given.get("transformer_cls_to_wrap") or ()
         names = tuple(each.strip() for each in (named.split(",") if isinstance(named, str) else named))
@@ -249,8 +254,11 @@ def _of_variables(prefix: str) -> dict[str, Any]:
 
 def _of_plugin(plugin: Any) -> dict[str, Any]:
     """Return the settings of a FullyShardedDataParallelPlugin by their names in variables."""
-    names = {"fsdp_version": "version", "cpu_offload": "offload_params"}
-    names["transformer_cls_names_to_wrap"] = "transformer_cls_to_wrap"
+    names = {
+        "fsdp_version": "version",
+        "cpu_offload": "offload_params",
+        "transformer_cls_names_to_wrap": "transformer_cls_to_wrap",
+    }
     found = {}
     for field in dataclasses.fields(plugin):
         name, value = names.get(field.name, field.name), getattr(plugin, field.name)

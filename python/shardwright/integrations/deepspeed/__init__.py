@@ -36,9 +36,20 @@ from .config import Plan, fill_auto, load_config, optimizer_class, plan
 from .schedules import SCHEDULES, LossScale, LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 
 __all__ = [
-    "DeepSpeedEngine", "LRRangeTest", "LossScale", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR",
-    "add_config_arguments", "fill_auto", "init_distributed", "initialize", "plan", "zero",
-]  # fmt: skip
+    "DeepSpeedEngine",
+    "LRRangeTest",
+    "LossScale",
+    "OneCycle",
+    "WarmupCosineLR",
+    "WarmupDecayLR",
+    "WarmupLR",
+    "add_config_arguments",
+    "fill_auto",
+    "init_distributed",
+    "initialize",
+    "plan",
+    "zero",
+]
 
 _logger = logging.getLogger("shardwright")
 
