@@ -11,7 +11,7 @@ LINES = {
     "shardwright": 2_253,
     "shardwright/backend": 573,
     "shardwright/checkpoint": 8_978,
-    "shardwright/comm": 2_237,
+    "shardwright/comm": 2_261,
     "shardwright/compress": 1_251,
     "shardwright/deepspeed": 9,
     "shardwright/formats": 1_881,

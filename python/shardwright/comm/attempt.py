@@ -31,6 +31,8 @@ from .._engine import CommError
 from .rendezvous import names_of
 from .waits import START_S, Wait
 
+__all__ = ["attempt_store"]
+
 _LATE = "joining: "
 _ROOM = "shardwright/attempts"
 #: the longest pause of another rank

@@ -20,6 +20,8 @@ from typing import Any
 
 from .._engine import CheckpointError, CommError
 
+__all__ = ["PEER_LOST", "report_failures"]
+
 #: words of a save that failed because another rank did
 PEER_LOST = "another rank failed or left"
 

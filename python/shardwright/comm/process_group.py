@@ -103,6 +103,11 @@ class HostGroup:
                 found.append(rank)
         return found
 
+    def home_of(self, slicing: Slicing, rank: int | None = None) -> int:
+        """Return the lowest rank of a rank's replica on its host, whose memory holds the replica's one copy there."""
+        rank = self.rank if rank is None else rank
+        return next(r for r in slicing.replica(rank) if self.host_of[r] == self.host_of[rank])
+
     def sharers(self, slicing: Slicing, rank: int | None = None) -> list[int]:
         """Return the ranks that share the host's copy of the slices with `rank` (default: this rank), itself included."""
         rank = self.rank if rank is None else rank

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+__all__ = ["StopRequest"]
+
 #: odd: multiples of it are distinct for all ranks
 _STEP = 0x9E3779B1
 

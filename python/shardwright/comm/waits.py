@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 
 from .._engine import CommTimeoutError
 
+__all__ = ["START_S", "WARN_AFTER_S", "Wait", "calling", "log", "on_every_rank", "seconds_of", "start_s"]
+
 #: a wait of this many seconds is logged, then again whenever it has doubled
 WARN_AFTER_S = 30.0
 #: the same while ranks start and join
@@ -51,6 +53,11 @@ class Wait:
     @property
     def waited_s(self) -> float:
         return time.monotonic() - self._begun_s
+
+    @property
+    def next_s(self) -> float:
+        """Return the seconds until the next line is due."""
+        return max(self._next_s - self.waited_s, 0.0)
 
     def look(self, sentence: Callable[[float], str]) -> None:
         """Log sentence(seconds) if a line is due."""
