@@ -8,27 +8,27 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 #: lines of Python by folder, at most; the files beside a package's folders stand under the package's name
 LINES = {
-    "shardwright": 2_226,
+    "shardwright": 2_205,
     "shardwright/backend": 567,
-    "shardwright/checkpoint": 9_010,
+    "shardwright/checkpoint": 8_977,
     "shardwright/comm": 2_070,
     "shardwright/compress": 1_161,
     "shardwright/deepspeed": 9,
-    "shardwright/formats": 1_938,
+    "shardwright/formats": 1_881,
     "shardwright/gradients": 1_498,
-    "shardwright/integrations": 3_420,
-    "shardwright/layout": 1_288,
+    "shardwright/integrations": 3_229,
+    "shardwright/layout": 1_256,
     "shardwright/optim": 3_298,
-    "shardwright/options": 933,
+    "shardwright/options": 972,
     "shardwright/parallel": 6_186,
     "shardwright/parameters": 4_407,
-    "shardwright/torch_compat": 1_646,
-    "shardwright_tools": 302,
-    "shardwright_tools/cli": 1_528,
-    "shardwright_tools/convert": 1_301,
+    "shardwright/torch_compat": 1_488,
+    "shardwright_tools": 293,
+    "shardwright_tools/cli": 1_502,
+    "shardwright_tools/convert": 1_276,
     "shardwright_tools/doctor": 937,
     "shardwright_tools/gpu_check": 1_268,
-    "shardwright_tools/planner": 1_509,
+    "shardwright_tools/planner": 1_398,
 }
 #: lines of C, headers and sources: the engine, and the check of its kernels that the tools import
 C_LINES = {"csrc": 51_020, "csrc_check": 1_594}

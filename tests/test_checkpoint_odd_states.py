@@ -231,7 +231,8 @@ def test_a_manifest_that_cannot_be_read_for_a_moment_does_not_cost_the_best_chec
         for step, metric in enumerate((1.0, 3.0, 2.0)):
             with monkeypatch.context() as patch:
                 if step == 2:
-                    patch.setattr(retention, "CheckpointFolder", out_of_descriptors)
+                    folders = mock.Mock(wraps=retention.CheckpointFolder, side_effect=out_of_descriptors)
+                    patch.setattr(retention, "CheckpointFolder", folders)
                 checkpoints.save(step, metric=metric)
                 checkpoints.wait()
     assert "step-000001" in os.listdir(tmp_path)

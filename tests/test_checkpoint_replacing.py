@@ -17,7 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from shardwright.checkpoint import StorageReader
 from shardwright.checkpoint.folder import retention
-from shardwright_tools.cli import main
+from shardwright_tools.cli import ckpt, main
 from test_checkpoint_takes_the_place_of_checkpoints_alone import model_of
 
 
@@ -148,6 +148,8 @@ def test_what_was_replaced_goes_before_its_successor_does(between: Path) -> None
 
 def test_prune_needs_no_fsync_of_a_directory_where_nothing_was_replaced(between: Path) -> None:
     (between / "step-000002.replaced").rename(between / "step-000002")
-    with mock.patch.object(retention, "sync", side_effect=OSError(22, "Invalid argument")):
+    engines = mock.Mock(wraps=ckpt.CheckpointFolder)
+    engines.sync.side_effect = OSError(22, "Invalid argument")
+    with mock.patch.object(ckpt, "CheckpointFolder", engines):
         assert main(["ckpt", "prune", str(between), "--keep-last", "1", "--yes"]) == 0
     assert folders(between) == ["step-000002"]

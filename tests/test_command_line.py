@@ -32,7 +32,7 @@ def ended(capsys, *words):
         (["run", "zero2", "-m", "shardwright_no.such"], 2, "no module named 'shardwright_no.such'"),
         (["run"], 2, "no program given"),
         (["chaos", "--plan", "{folder}/none.json", "--", "true"], 2, "none.json: No such file"),
-        (["chaos", "--plan", "{folder}/bad.json", "--", "true"], 2, "bad.json: "),
+        (["chaos", "--plan", "{folder}/bad.json", "--", "true"], 2, "bad.json is not JSON: "),
         (
             ["chaos", "--plan", "{folder}/plan.json", "--", "{folder}/nocommand"],
             2,

@@ -188,7 +188,7 @@ def test_the_document_and_the_command_print_the_table(capsys):
     assert "optimizer = sw.optim.AdamW(model.parameters(), lr=5e-05" in printed
     assert [line.split() for line in printed.splitlines() if line.startswith("train_batch_size ")][0][1] == "auto"
     assert main(["config", str(FILES / "examples_onebit.json")]) == 1
-    assert "OneBitAdam" in capsys.readouterr().out
+    assert "OneBitAdam" in capsys.readouterr().err
 
 
 SCHEDULES = [

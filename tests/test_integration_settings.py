@@ -36,7 +36,7 @@ def test_texts_and_files_stand_for_arguments(tmp_path, monkeypatch):
         with pytest.raises(kind, match=words):
             read_settings(text)
     (tmp_path / "c.json").write_text("[2]")
-    with pytest.raises(ValueError, match="must hold a mapping of options, got list"):
+    with pytest.raises(ValueError, match="must hold a mapping, got list"):
         read_settings(str(tmp_path / "c.json"))
     given = dict(compress=None, partition="auto", wrap_options=None)
     assert chosen("", None, **given) == {**given, "zero": 0}

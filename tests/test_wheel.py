@@ -143,6 +143,9 @@ def test_the_wheel_is_tagged_for_every_cpython_from_3_10(wheel: Path) -> None:
 def test_the_wheel_carries_the_types_the_licence_and_no_source(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {"shardwright/__init__.py", "shardwright/py.typed", "shardwright/_engine.pyi"} <= set(names)
+    assert {"shardwright/integrations/deepspeed/keys.md", "shardwright_tools/planner/launch_files/sky.yaml"} <= set(
+        names
+    )
     assert any(name.endswith("/LICENSE") for name in names) and "shardwright/images/one.image" in names
     assert [name for name in names if name.endswith((".c", ".h", ".o"))] == []
 

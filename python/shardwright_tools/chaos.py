@@ -23,6 +23,7 @@ import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from shardwright.options.mapping_files import read_mapping
 from shardwright.options.names import near
 
 VARIABLE = "SHARDWRIGHT_CHAOS"
@@ -65,26 +66,16 @@ class Plan:
 def read_plan(path: str) -> Plan:
     """Read a plan, .toml or .json. Raises ValueError, one sentence with the path and the fault."""
     try:
-        with open(path, "rb") as file:
-            data = file.read().decode()
-        if path.endswith(".json"):
-            given = json.loads(data)
-        else:
-            import tomllib  # Python 3.11
-
-            given = tomllib.loads(data)
-        return _plan_of(given)
-    except ModuleNotFoundError:
-        raise ValueError(f"{path}: TOML needs Python 3.11 or newer: write the plan as .json") from None
+        given = read_mapping(path, "TOML")
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from None
+    try:
+        return _plan_of(given)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
 
-def _plan_of(given: Any) -> Plan:
-    if not isinstance(given, dict):
-        raise ValueError("a plan is a table with `fault` or `random`")
+def _plan_of(given: Mapping[str, Any]) -> Plan:
     _check_keys(given, _PLAN_KEYS, "the plan")
     draw = random.Random(_number(given, "seed", 0, 0, "the plan"))
     faults = []

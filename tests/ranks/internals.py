@@ -65,7 +65,7 @@ HOMES = {
     "guardian": "checkpoint.memory.guardian",
     "host_group": "comm.process_group",
     "internals": "torch_compat.internals",
-    "interval": "checkpoint.interval",
+    "calls": "checkpoint.calls",
     "inventory": "checkpoint.inventory",
     "is_finite": "parallel.agreement.replica_check",
     "join_modules": "checkpoint.joined",

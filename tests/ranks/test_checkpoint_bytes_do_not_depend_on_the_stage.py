@@ -115,7 +115,7 @@ def test_each_rank_writes_what_it_holds_and_tells_the_others_next_to_nothing(ran
 
 def bytes_staged(model):
     """Return the bytes that all_gather_bytes has sent through slots to every rank."""
-    return Peers(model)._group.comm.stats()["bytes_staged"]
+    return Peers(model).group.comm.stats()["bytes_staged"]
 
 
 def digest_at_stage_0(folder, rank, **options):

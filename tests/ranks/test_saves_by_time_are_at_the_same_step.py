@@ -24,7 +24,7 @@ def made():
 
 @on_every_rank()
 def test_all_ranks_save_at_the_step_that_rank_0_chooses(rank, world_size):
-    from internals import interval
+    from internals import calls
 
     clock = [1000.0 * rank]  # each rank has another clock, and another speed of it
     speed = 1.0 if rank == 0 else 0.1 * rank
@@ -32,7 +32,7 @@ def test_all_ranks_save_at_the_step_that_rank_0_chooses(rank, world_size):
     class Time:
         monotonic = staticmethod(lambda: clock[0])
 
-    real, interval.time = interval.time, Time
+    real, calls.time = calls.time, Time
     asked = []
     try:
         with made() as checkpoints:
@@ -44,7 +44,7 @@ def test_all_ranks_save_at_the_step_that_rank_0_chooses(rank, world_size):
                 if checkpoints.save(step, every_s=60.0):
                     saved.append(step)
     finally:
-        interval.time = real
+        calls.time = real
     of_all = gather(saved)
     assert all(each == saved for each in of_all), of_all
     assert saved[0] in (59, 60) and all(58 <= b - a <= 62 for a, b in zip(saved, saved[1:]) if b < 200), saved

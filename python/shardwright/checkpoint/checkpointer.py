@@ -23,11 +23,10 @@ from ..parallel.agreement.save_check import SaveCheck
 from ..parallel.engine import engine_of
 from ..torch_compat.optimizers import takes_hooks
 from ..torch_compat.weak import weakly
-from .calls import OneCall
+from .calls import Interval, OneCall
 from .files import MAX_FILE_BYTES, check_options, integer, usable_timeout
 from .folder.directory import Directory
 from .folder.retention import BOARD, STEP_LIMIT, Kept
-from .interval import Interval
 from .joined import Modules, engines_of, members_of, parts_of
 from .memory.restoring import Candidate
 from .memory.tier import MemoryTier
@@ -222,7 +221,8 @@ class Checkpointer:
         self._memory_every = memory_every
         self._place = Directory(self._peers, self.directory, address, rules)
         nonce, is_read_only = self._place.nonce, bool(self._place.read_only)
-        try:
+        with contextlib.ExitStack() as held:  # without references to this object, whose end it outlives
+            held.callback(self._place.close)
             self._place.open_mirror()
             board = None if is_read_only else os.path.join(self.directory, BOARD)
             self._writer = Writer(
@@ -233,13 +233,12 @@ class Checkpointer:
                 self._memory = MemoryTier(
                     self._peers, self.directory, nonce, memory_replicas, threads=threads, timeout_s=timeout_s
                 )
+                held.callback(self._memory.close, goodbye=False)
+            held.callback(self._writer.close)
+            held.callback(_remove, self._hooks)
             if self._lazy:
-                self._hooks = _before_writes(self._training, weakly(self._protect))
-        except BaseException:
-            if self._memory is not None:
-                self._memory.close(goodbye=False)
-            self._place.close()
-            raise
+                self._hooks += _before_writes(self._training, weakly(self._writer.protect))
+            self._held = held.pop_all()
         self._release_after_loads()
         self._warm_staging()
         self._owner_pid = os.getpid()
@@ -252,8 +251,8 @@ class Checkpointer:
             self._exchanges_stop = of_engine is None  # save() itself exchanges the request
             self._stop = of_engine or self._stop
             self._signals = SaveSignals(self._save_on, functools.partial(setattr, self._stop, "is_asked", True))
-        self._resources = self._writer, self._place, self._memory, self._signals, self._hooks
-        self._retire = weakref.finalize(self, _finish, self._owner_pid, *self._resources)
+            self._held.callback(self._signals.close)
+        self._retire = weakref.finalize(self, _finish, self._owner_pid, self._writer, self._held)
         self._retire.atexit = False  # _finish_all() finishes all saves at exit
         self._interval = Interval(self._peers)
         _live.add(self)
@@ -277,9 +276,6 @@ class Checkpointer:
             with contextlib.suppress(TypeError):  # it keeps its hooks in a plain dict: the first save allocates staging
                 self._warming = optimizer.register_step_post_hook(weakly(self._warm_after_step))
                 self._hooks.append(self._warming)
-
-    def _protect(self, *_: Any) -> None:
-        self._writer.protect()
 
     def _warm_after_step(self, *_: Any) -> None:
         if not self._closed:
@@ -601,7 +597,7 @@ class Checkpointer:
         finally:
             self._closed = True
             self._retire.detach()
-            _release(*self._resources)
+            self._held.close()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -669,27 +665,17 @@ def _finish_all() -> None:
                 each._close(each._writer.wait_alone)
 
 
-def _finish(pid: int, writer: Writer, *others: Any) -> None:
+def _finish(pid: int, writer: Writer, held: contextlib.ExitStack) -> None:
     """Finish the running save of a Checkpointer that was garbage-collected."""
     if os.getpid() == pid:
         with _failures_logged():
             writer.wait_alone()
-        _release(writer, *others)
+        held.close()
 
 
-def _release(
-    writer: Writer, place: Directory, memory: MemoryTier | None, signals: SaveSignals | None, hooks: list[Any]
-) -> None:
+def _remove(hooks: list[Any]) -> None:
     for hook in hooks:
         hook.remove()
-    if signals is not None:
-        signals.close()
-    try:
-        writer.close()
-        if memory is not None:
-            memory.close(goodbye=False)
-    finally:
-        place.close()
 
 
 def _is_finite(metric: Any) -> bool:

@@ -40,7 +40,7 @@ from ..torch_compat.state_dicts import load_everything
 from .device_staging import DeviceStaging
 from .files import MAX_FILE_BYTES, check_step, why_not_there
 from .folder.partial import make_folder, of_saves
-from .folder.retention import discard, find
+from .folder.retention import discard
 from .peers import os_error
 from .slices import Sliced, box_ranges
 from .state.content import Content, Group, model_group, optimizer_group
@@ -197,7 +197,7 @@ class StorageWriter(TorchStorageWriter, BlockingAsyncStager):
         if self._is_saved:
             self.save_id, self._is_saved = _new_id(), False
         self._replaces = CheckpointFolder.identity(self._folder()) if is_coordinator else ""
-        taken = find(self._folder()) if is_coordinator and not self.overwrite else None
+        taken = CheckpointFolder.find(self._folder()) if is_coordinator and not self.overwrite else None
         if taken is not None:  # torch's wording, which programs match
             raise CheckpointError(f"Checkpoint already exists and self.overwrite=False: '{taken}'")
         refusal = why_not_there(self._folder(), overwrite=True) if is_coordinator else ""
@@ -293,7 +293,7 @@ class StorageReader(TorchStorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return find(os.fspath(checkpoint_id)) is not None
+        return CheckpointFolder.find(os.fspath(checkpoint_id)) is not None
 
     def read_metadata(self, *args: Any) -> Metadata:
         self._folder = None  # the checkpoint may have been replaced
@@ -610,7 +610,10 @@ def dcp_to_torch_save(dcp_checkpoint_dir: str | os.PathLike[str], torch_save_pat
     CheckpointError
         The folder is no checkpoint of this format.
     """
-    if os.path.exists(os.path.join(dcp_checkpoint_dir, ".metadata")) and find(os.fspath(dcp_checkpoint_dir)) is None:
+    if (
+        os.path.exists(os.path.join(dcp_checkpoint_dir, ".metadata"))
+        and CheckpointFolder.find(os.fspath(dcp_checkpoint_dir)) is None
+    ):
         raise CheckpointError(
             f"'{os.fspath(dcp_checkpoint_dir)}' is a folder of torch's FileSystemWriter: convert it with "
             "torch.distributed.checkpoint.format_utils.dcp_to_torch_save, or with `shardwright ckpt import`"

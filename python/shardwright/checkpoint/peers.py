@@ -16,7 +16,6 @@ from .._engine import CheckpointError, CommError
 from ..comm.agreement import gather_values
 from ..comm.process_group import host_group, resolve_group
 from ..comm.waits import Wait
-from ..comm.wire import Wire
 from ..layout.memory import bytes_of
 from ..parallel.engine import engine_of
 from ..wrapping import whole_replicas
@@ -67,15 +66,15 @@ class Peers:
             process_group = of_torch[0]
         engines = (engine_of(each, make=False) for each in parts_of(model).values())
         timeout_s = next((each.options.timeout_s for each in engines if each is not None), timeout_s)
-        self._group = host_group(resolve_group(process_group, None), timeout_s)
+        self.group = host_group(resolve_group(process_group, None), timeout_s)
         #: deadline of an exchange; a rank's own work before an exchange must take less
         self.timeout_s = float(timeout_s)
-        self.rank, self.world_size = self._group.rank, self._group.world_size
-        group = self._group.torch_group
+        self.rank, self.world_size = self.group.rank, self.group.world_size
+        group = self.group.torch_group
         #: each rank's number in torch's default group, and its host; the lowest rank of each host
         self.global_ranks = [0] if group is None else dist.get_process_group_ranks(group)
-        self.host_of, self.carriers = list(self._group.host_of), self._group.carriers
-        self.host_count = self._group.host_count
+        self.host_of, self.carriers = list(self.group.host_of), self.group.carriers
+        self.host_count = self.group.host_count
         self.has_hosts = self.host_count > 1
         #: this rank's host, the ranks of it, and this rank's position among them
         self.host = self.host_of[self.rank]
@@ -85,17 +84,13 @@ class Peers:
     @property
     def simulated_host(self) -> int | None:
         """Return this rank's host if a test has chosen it; else None."""
-        return self._group.simulated_host
-
-    def make_wire(self, name: str, secret: bytes, timeout_s: float) -> Wire:
-        """Return a wire between the carriers. Collective over them."""
-        return self._group.make_wire(name, secret, timeout_s)
+        return self.group.simulated_host
 
     def channel(self, path: str, nonce: str) -> tuple[Any, list[int] | None, str | None]:
         """Return a host's control pages and, across hosts, the hosts and a file: a save's reports go there. Collective."""
         if self.world_size == 1:
             return None, None, None
-        pages = self._group.comm.arena(_PAGE_BYTES, "pages of checkpoints", of_hosts=True)
+        pages = self.group.comm.arena(_PAGE_BYTES, "pages of checkpoints", of_hosts=True)
         if not self.has_hosts:
             return pages, None, None
         self.together(lambda: self._make_board(path, nonce), f"making {path}")
@@ -140,7 +135,7 @@ class Peers:
             found = file.read()
         if found.decode("ascii", "replace") != nonce:
             raise CheckpointError(
-                f"host {self._group.hosts[self.rank]} does not see '{path}' as rank 0 made it: checkpoints over several hosts "
+                f"host {self.group.hosts[self.rank]} does not see '{path}' as rank 0 made it: checkpoints over several hosts "
                 "need a folder that all hosts share, and one save at a time in it"
             )
 
@@ -151,7 +146,7 @@ class Peers:
 
     def all_gather(self, data: bytes, label: str) -> list[bytes]:
         """Return every rank's `data`, in rank order. Collective."""
-        return [data] if self.world_size == 1 else list(self._group.comm.all_gather_bytes(data, label))
+        return [data] if self.world_size == 1 else list(self.group.comm.all_gather_bytes(data, label))
 
     def agreement(self, value: Any, label: str) -> list[Any] | None:
         """Return None if all ranks gave the same `value` (of JSON), the fast path; else all values. Collective."""
@@ -166,12 +161,12 @@ class Peers:
         memory = torch.empty(self.exchange(len(data), label)[0], dtype=torch.uint8, device="cpu")
         if self.rank == 0:
             memory.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        self._group.comm.broadcast([(memory.data_ptr(), memory.nbytes)], 0, label)
+        self.group.comm.broadcast([(memory.data_ptr(), memory.nbytes)], 0, label)
         return data if self.rank == 0 else bytes_of(memory)
 
     def send(self, root: int, ranges: Sequence[tuple[int, int]], label: str) -> None:
         """Copy memory, (address, nbytes), from rank `root` to the other ranks. Collective."""
-        self._group.comm.broadcast(ranges, root, label)
+        self.group.comm.broadcast(ranges, root, label)
 
     def together(
         self, make: Callable[[], Any], label: str, keeps: tuple[type[Exception], ...] = (ValueError, TypeError)
@@ -192,7 +187,7 @@ class Peers:
 
         options: dict[str, Any] = {"refusals": (CheckpointError,), "retell": lambda _, why: CheckpointError(why)}
         try:
-            return gather_values(self._group.comm, answer, label, alike=True, **options)
+            return gather_values(self.group.comm, answer, label, alike=True, **options)
         except CheckpointError:
             if not own or not isinstance(own[0], keeps):
                 raise
@@ -231,26 +226,26 @@ class Peers:
     @property
     def is_alive(self) -> bool:
         """Return False once another rank failed or left."""
-        return self.world_size == 1 or self._group.comm.is_alive
+        return self.world_size == 1 or self.group.comm.is_alive
 
     @property
     def dead_rank(self) -> int | None:
         """Return a rank of this host whose process has ended; None if none is known."""
-        return None if self.world_size == 1 else self._group.comm.dead_rank
+        return None if self.world_size == 1 else self.group.comm.dead_rank
 
     def wait(self) -> Wait:
         """Return a wait that logs as the communicator's waits do."""
-        return Wait(self._group.comm.warn_after_s)
+        return Wait(self.group.comm.warn_after_s)
 
     def names_of(self, ranks: Sequence[int]) -> str:
         """Return ranks, their processes and hosts, and what the processes do, for messages."""
         more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
-        return ", ".join(map(self._group.comm.peer, ranks[:_NAMED])) + more
+        return ", ".join(map(self.group.comm.peer, ranks[:_NAMED])) + more
 
     @property
     def end_reason(self) -> str:
         """Return why is_alive is False, as this rank knows it: a text that names the rank that failed or left; "" if unknown."""
-        return "" if self.world_size == 1 else self._group.comm.end_reason or ""
+        return "" if self.world_size == 1 else self.group.comm.end_reason or ""
 
 
 def os_error(sentence: str, errno: int | None) -> CheckpointError:

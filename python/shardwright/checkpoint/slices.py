@@ -259,10 +259,7 @@ def is_row_major(tensor: torch.Tensor) -> bool:
 
 
 def replicas_of(model: Any) -> list[Any]:
-    """Return the replicas of a module of sw.wrap, or of those in it; none for any other one.
-
-    The DTensors of fully_shard are saved and loaded as those of any module.
-    """
+    """Return the replicas of a module of sw.wrap, or of those in it; none of fully_shard, whose DTensors are as any others."""
     made = (replica for engine in engines_of(model) for replica in engine.replicas)
     return [each for each in made if not each.parameters().rows]
 

@@ -172,7 +172,7 @@ class Writer:
             raise error from lost
         raise error
 
-    def protect(self) -> None:
+    def protect(self, *_: Any) -> None:
         """Copy what a lazy snapshot has not read yet, before a write to it. Never raises: wait() reports a failure."""
         if self._held is None:
             return

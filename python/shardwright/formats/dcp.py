@@ -27,8 +27,6 @@ from .._engine import CheckpointError
 from .lazy import Lazy
 from .unpickle import Placeholder, Unpickler, load_torch_file, without_placeholders
 
-__all__ = ["EXTRA", "METADATA", "Stored", "is_dcp", "model_of", "parts_of", "read_values", "split_path"]
-
 METADATA = ".metadata"
 #: the end of torch's name for what get_extra_state() returns
 EXTRA = "_extra_state"
@@ -90,8 +88,7 @@ class _Planner(DefaultLoadPlanner):
         return plan
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        found: torch.Tensor = self.state_dict[index.fqn]  # torch's own looks for a shard of this offset
-        return found
+        return self.state_dict[index.fqn]  # torch's own looks for a shard of this offset
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         self.state_dict[read_item.dest_index.fqn] = load_torch_file(value)
@@ -168,13 +165,11 @@ class Stored:
         self._place, self._size, self._dtype = (reader, metadata, name), entry.size, entry.properties.dtype
 
     def __call__(self) -> torch.Tensor:
-        found: torch.Tensor = _read(*self._place, torch.empty(self._size, dtype=self._dtype, device="cpu"))
-        return found
+        return _read(*self._place, torch.empty(self._size, dtype=self._dtype, device="cpu"))
 
     def row(self, number: int) -> torch.Tensor:
         target = torch.empty((1, *self._size[1:]), dtype=self._dtype, device="cpu")
-        found: torch.Tensor = _read(*self._place, target, number)[0]
-        return found
+        return _read(*self._place, target, number)[0]
 
 
 def split_path(path: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
@@ -183,9 +178,8 @@ def split_path(path: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
     if len(parts) == 1 and isinstance(parts[0], str) and "." in parts[0]:  # written without torch's planner
         first, _, rest = parts[0].partition(".")
         parts = [first, rest] if first in (*_MODEL_KEYS, *_OPTIMIZER_KEYS) else parts
-    for place, part in enumerate(
-        parts[:2]
-    ):  # {"model": ...}, or {"app": {"model": ...}} of an object with state_dict()
+    # {"model": ...}, or {"app": {"model": ...}} of an object with state_dict()
+    for place, part in enumerate(parts[:2]):
         if part in _OPTIMIZER_KEYS and len(parts) > place + 1:
             return "optimizer", tuple(parts[place + 1 :])
         if part in _MODEL_KEYS and len(parts) > place + 1:

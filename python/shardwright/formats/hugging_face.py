@@ -6,21 +6,20 @@ import copy
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from ..torch_compat.internals import TorchDispatchMode, conversions_of_transformers, tied_by_transformers
+from ..torch_compat.internals import (
+    TorchDispatchMode,
+    conversions_of_transformers,
+    tied_by_transformers,
+    tree_leaves,
+)
 
-__all__ = ["Reversed", "bytes_of_size", "kept_name", "reverse", "reversed_names", "write_config"]
-
-_UNITS = {
-    "": 1,
-    "B": 1,
-    **{f"{u}B": 1000**n for n, u in enumerate("KMGT", 1)},
-    **{f"{u}IB": 1024**n for n, u in enumerate("KMGT", 1)},
-}
+_UNITS = {"": 1, "B": 1}
+_UNITS |= {f"{u}{kind}": base**n for n, u in enumerate("KMGT", 1) for kind, base in (("B", 1000), ("IB", 1024))}
 
 
 def bytes_of_size(size: int | str) -> int:
@@ -59,30 +58,20 @@ class _Lineage(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        leaves = _tensors([args, kwargs or {}])
+        leaves = tree_leaves([args, kwargs or {}])
         sources = tuple(dict.fromkeys(name for each in leaves for name in self.of.get(id(each), ())))
-        for each in _tensors(made):
-            if not any(each is given for given in leaves):
+        for each in tree_leaves(made):
+            if isinstance(each, torch.Tensor) and not any(each is given for given in leaves):
                 self.of[id(each)] = sources
                 self._kept.append(each)
         return made
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    values: Iterable[Any] = (
-        value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
-    )
-    return [tensor for each in values for tensor in _tensors(each)]
 
 
 def reverse(bare: torch.nn.Module, named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Undo what from_pretrained() did to names and tensors as it loaded them."""
     core = sys.modules.get("transformers.core_model_loading")
     if core is not None and hasattr(bare, "save_pretrained"):
-        found: dict[str, torch.Tensor] = core.revert_weight_conversion(bare, dict(named))
-        return found
+        return core.revert_weight_conversion(bare, dict(named))
     rules = conversions_of_transformers(bare)
     return {_renamed(name, rules): each for name, each in named.items()}
 

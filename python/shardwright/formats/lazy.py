@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import hashlib
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,8 +14,6 @@ import torch
 
 from .._engine import CheckpointError
 from ..layout.memory import address_of
-
-__all__ = ["DTYPES", "TORCH_DTYPES", "Lazy", "complex_dtype", "has_numpy", "is_complex_mark"]
 
 #: sample() takes so many pieces of a tensor, of at most so many bytes
 _PIECES, _PIECE_BYTES = 8, 4096
@@ -98,6 +97,20 @@ class Lazy:
     stamp: str = ""
 
     @classmethod
+    def in_ranges(
+        cls, dtype: torch.dtype, shape: tuple[int, ...], part: Callable[[int, int, int], None], **more: Any
+    ) -> Lazy:
+        """Return a tensor that `part` reads, also whole."""
+
+        def read() -> torch.Tensor:
+            tensor = torch.empty(shape, dtype=dtype, device="cpu")
+            if tensor.nbytes:
+                part(0, tensor.nbytes, tensor.data_ptr())
+            return tensor
+
+        return cls(dtype, shape, read, part=part, **more)
+
+    @classmethod
     def of(cls, tensor: torch.Tensor) -> Lazy:
         def part(first: int, nbytes: int, address: int) -> None:
             ctypes.memmove(address, address_of(tensor) + first, nbytes)
@@ -109,11 +122,8 @@ class Lazy:
 
     def sample(self, pieces: int = _PIECES) -> str:
         """Return a digest of pieces spread over the tensor, the first and the last bytes among them. `part` must be set."""
-        read, most, digest = (
-            self.peek or self.part,
-            max(self.nbytes - _PIECE_BYTES, 0),
-            hashlib.sha256(self.how.encode()),
-        )
+        read, most = self.peek or self.part, max(self.nbytes - _PIECE_BYTES, 0)
+        digest = hashlib.sha256(self.how.encode())
         assert read is not None
         if self.stamp:
             digest.update(self.stamp.encode())
@@ -132,18 +142,13 @@ class Lazy:
         return digest.hexdigest()
 
     def to(self, dtype: torch.dtype) -> Lazy:
-        return (
-            self
-            if dtype == self.dtype
-            else dataclasses.replace(self, dtype=dtype, part=None, peek=None, read=lambda: self.read().to(dtype))
-        )
+        if dtype == self.dtype:
+            return self
+        return dataclasses.replace(self, dtype=dtype, part=None, peek=None, read=lambda: self.read().to(dtype))
 
     @property
     def nbytes(self) -> int:
-        count = self.dtype.itemsize
-        for length in self.shape:
-            count *= length
-        return count
+        return self.dtype.itemsize * math.prod(self.shape)
 
 
 def has_numpy() -> bool:

@@ -13,8 +13,6 @@ import torch
 from .._engine import CheckpointError, CheckpointFolder
 from .lazy import TORCH_DTYPES, Lazy, complex_dtype
 
-__all__ = ["FILES", "MODEL_KEYS", "model_files", "names_of_index", "read_safetensors", "tensors_of"]
-
 #: names of files and of indexes of files, in order of preference
 FILES = (
     *("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors"),
@@ -115,11 +113,4 @@ def _at(
                 done += count
 
     part = peek if folder is None else load
-
-    def read() -> torch.Tensor:
-        tensor = torch.empty(shape, dtype=dtype, device="cpu")
-        if tensor.nbytes:
-            part(0, tensor.nbytes, tensor.data_ptr())
-        return tensor
-
-    return Lazy(dtype, shape, read, os.path.basename(path), part, peek)
+    return Lazy.in_ranges(dtype, shape, part, file=os.path.basename(path), peek=peek)

@@ -11,24 +11,16 @@ import torch
 from .._engine import CheckpointError, CheckpointFolder
 from ..layout.memory import has_memory
 from ..options.places import absolute_path, address_of
+from . import tree
 from .dcp import EXTRA, is_dcp, model_of
-from .extra_state import extra_state_of
 from .lazy import Lazy
 from .model_files import model_files, read_safetensors
 from .stored import Stored
 from .unpickle import model_state, without_placeholders
 
-__all__ = ["stored_tensors", "stored_value"]
-
 
 def stored_tensors(place: Any) -> dict[str, Any]:
-    """Return the tensors of a model at `place`, a path or a mapping of names to tensors, by name: Lazy, or extra state.
-
-    Raises
-    ------
-    CheckpointError
-        No reader knows the files, or they are damaged.
-    """
+    """Return the tensors of a model at `place`, a path or a mapping of names to tensors, by name: Lazy, or extra state."""
     if isinstance(place, Mapping):
         return {name: stored_value(name, value) for name, value in place.items()}
     path = os.fspath(place)
@@ -55,7 +47,7 @@ def stored_tensors(place: Any) -> dict[str, Any]:
             raise CheckpointError(f"'{path}' holds the tensor '{twice}' twice")
         found |= read
     if folder is not None:
-        found |= extra_state_of(folder)
+        found |= _extra_state_of(folder)
     return found
 
 
@@ -79,3 +71,21 @@ def _of_torch_file(path: str) -> dict[str, Any]:
     if odd:
         raise CheckpointError(f"'{path}' holds {odd[0]}, which cannot be read: leave it out")
     return {n: stored_value(n, v) for n, v in state.items() if isinstance(v, torch.Tensor) or str(n).endswith(EXTRA)}
+
+
+def _extra_state_of(folder: CheckpointFolder) -> dict[str, Any]:
+    """Return what get_extra_state() of each module gave, by names such as "0._extra_state"."""
+    if "state.json" not in folder.files:
+        return {}
+    try:
+        nodes = dict(tree.loads(folder.read_bytes("state.json"))["model_extra_state"])
+        needed, tensors = set(tree.tensor_names(nodes)), dict[str, torch.Tensor]()
+        paths = [path for path in folder.files if path.startswith("state") and path.endswith(".safetensors")]
+        for path in paths if needed else ():
+            read = read_safetensors(os.path.join(folder.path, path), folder)
+            tensors |= {name: each.read() for name, each in read.items() if name in needed}
+        return {name: tree.decode(node, tensors) for name, node in nodes.items()}
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(
+            f"'{folder.path}', state.json: it is not what a save writes ({type(error).__name__}: {error})"
+        ) from None

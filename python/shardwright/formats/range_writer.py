@@ -10,8 +10,6 @@ from collections.abc import Iterator
 
 import torch
 
-__all__ = ["RangeWriter"]
-
 _PAGE = mmap.PAGESIZE
 _BUFFER_BYTES = 8 << 20
 

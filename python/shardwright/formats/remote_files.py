@@ -13,8 +13,6 @@ from .._engine import CheckpointError, CheckpointFolder
 from .lazy import Lazy
 from .model_files import FILES, names_of_index, tensors_of
 
-__all__ = ["remote_tensors"]
-
 #: what a file system tells of a file that changes as the file does; some tell the time of the question too
 _STAMPS = ("size", "ETag", "etag", "md5Hash", "crc32c", "mtime", "LastModified", "last_modified")
 #: a header begins with its length in 8 bytes; safetensors' own limit
@@ -22,10 +20,7 @@ _LENGTH_BYTES, _HEADER_BYTES_MAX = 8, 100_000_000
 
 
 def remote_tensors(address: str) -> dict[str, Lazy]:
-    """Return the tensors of a safetensors file, or of a folder of them, at an address.
-
-    Raise CheckpointError if it cannot be read, or holds a model in another form.
-    """
+    """Return the tensors of a safetensors file, or of a folder of them, at an address."""
     import fsspec
 
     try:
@@ -98,10 +93,4 @@ class _File:
         def part(first: int, nbytes: int, address: int) -> None:
             ctypes.memmove(address, self._bytes(at + first, nbytes), nbytes)
 
-        def read() -> torch.Tensor:
-            tensor = torch.empty(shape, dtype=dtype, device="cpu")
-            if tensor.nbytes:
-                part(0, tensor.nbytes, tensor.data_ptr())
-            return tensor
-
-        return Lazy(dtype, shape, read, posixpath.basename(self.path), part, stamp=self._stamp)
+        return Lazy.in_ranges(dtype, shape, part, file=posixpath.basename(self.path), stamp=self._stamp)

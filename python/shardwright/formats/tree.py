@@ -16,18 +16,20 @@ from typing import Any
 import torch
 
 from .._engine import CheckpointError
-from .lazy import has_numpy
+from .lazy import Lazy, has_numpy
 
 _SPECIAL_FLOATS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 _DECODERS: dict[str, Any] = {"$size": torch.Size, "$device": torch.device, "$float": _SPECIAL_FLOATS.__getitem__}
 
 
-def encode(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """Return `value` as JSON. Add its tensors to `tensors` under names that begin with `name`. A value of a subclass of a
-    plain type becomes the plain type: an IntEnum an int, a named tuple a tuple, a Counter a dict."""
+def encode(value: Any, name: str, tensors: dict[str, Any]) -> Any:
+    """Return `value` as JSON. Add its tensors, also Lazy ones, to `tensors` under names that begin with `name`.
+
+    A value of a subclass of a plain type becomes the plain type: an IntEnum an int, a named tuple a tuple, a Counter a dict.
+    """
     if value is None or isinstance(value, (bool, str)):
         return value
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, (torch.Tensor, Lazy)):
         return {"$tensor": _add(value, name, tensors)}
     if type(value).__module__ == "numpy":
         return _encode_numpy(value, name, tensors)
@@ -59,7 +61,7 @@ def encode(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
     )
 
 
-def _add(tensor: torch.Tensor, name: str, tensors: dict[str, torch.Tensor]) -> str:
+def _add(tensor: torch.Tensor | Lazy, name: str, tensors: dict[str, Any]) -> str:
     """Add a tensor and return its name, made unique: x in {"a": {"b": x}} and y in {"a.b": y} would share a.b."""
     number, free = 1, name
     while free in tensors:
@@ -69,14 +71,14 @@ def _add(tensor: torch.Tensor, name: str, tensors: dict[str, torch.Tensor]) -> s
     return free
 
 
-def mapping(nodes: Mapping[Any, Any], name: str, tensors: dict[str, torch.Tensor]) -> Any:
+def mapping(nodes: Mapping[Any, Any], name: str, tensors: dict[str, Any]) -> Any:
     """Return the tree of a dict with values that are already trees."""
     if all(isinstance(key, str) and not key.startswith("$") for key in nodes):
         return dict(nodes)
     return {"$dict": [[encode(key, name, tensors), node] for key, node in nodes.items()]}
 
 
-def _encode_numpy(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
+def _encode_numpy(value: Any, name: str, tensors: dict[str, Any]) -> Any:
     import numpy
 
     if isinstance(value, numpy.generic):

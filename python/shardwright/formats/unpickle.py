@@ -23,7 +23,7 @@ from typing import IO, Any, ClassVar
 import torch
 
 from .._engine import CheckpointError
-from ..torch_compat.archives import records_of
+from ..torch_compat.state_dicts import records_of
 from .lazy import has_numpy
 from .model_files import MODEL_KEYS
 

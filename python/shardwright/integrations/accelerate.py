@@ -309,9 +309,8 @@ class Accelerator(accelerate.Accelerator):
         before = [sampler.even_batches for sampler in samplers]
         if even_batches is not None and len(samplers) < len(self._dataloaders):
             text = "Overriding even_batches is only supported for map-style datasets"
-            warnings.warn(
-                f"{text}, yet some dataloaders given were iterable", stacklevel=3
-            )  # as accelerate does on GPUs
+            # as accelerate does on GPUs
+            warnings.warn(f"{text}, yet some dataloaders given were iterable", stacklevel=3)
         for sampler in samplers:
             sampler.even_batches = even_batches
         enable = not (self.even_batches if even_batches is None else even_batches)

@@ -40,10 +40,7 @@ class Folders:
         self.writing = ""
 
     def begin(self, path: str, checkpoint: dict[str, Any], optimizer: torch.optim.Optimizer | None) -> None:
-        """Wait for the previous save, then begin to write `checkpoint` to `path`. Collective.
-
-        Raises CheckpointError on every rank if the previous save failed, or this one cannot begin.
-        """
+        """Wait for the previous save, then begin to write `checkpoint` to `path`. Errors are equal on all ranks. Collective."""
         self.wait()
         rest = dict(checkpoint)
         weights, has_optimizer = rest.pop(_WEIGHTS, None), rest.pop(_OPTIMIZERS, None) is not None
@@ -85,10 +82,7 @@ class Folders:
             self._remove(path)
 
     def wait(self, *, together: bool = True) -> None:
-        """Wait for the running save, then remove the checkpoints that waited for it. `together`: all ranks call it.
-
-        If the save failed on some rank, raise CheckpointError and keep them.
-        """
+        """Wait for the running save; unless it failed, remove the checkpoints that waited. `together`: all ranks call it."""
         later, self._later = self._later, []
         try:
             self._saver.wait(together=together)

@@ -13,7 +13,7 @@ import inspect
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 
@@ -37,12 +37,7 @@ _WRITING = (
     *("on_train_end", "on_load_checkpoint"),
 )
 _AVERAGING = ("WeightAveraging", "StochasticWeightAveraging")
-
-
-if TYPE_CHECKING:
-    _Base = Any  # a strategy of Lightning
-else:
-    _Base = object
+_Base: Any = object  # a strategy of Lightning
 
 
 class _Wraps(_Base):

@@ -22,8 +22,6 @@ from ..formats.lazy import Lazy
 from ..formats.stored import Stored, StoredOnDemand, replaying
 from .after_import import after_import
 
-__all__ = ["automatic_loading", "keep_loading", "meta_loading"]
-
 _MODELS = "transformers.modeling_utils"
 #: static methods of its PreTrainedModel
 _LOAD, _FINISH = "_load_pretrained_model", "_finalize_model_loading"
@@ -31,7 +29,6 @@ _ARGUMENTS = ["model", "state_dict", "checkpoint_files", "load_config"]
 _logger = logging.getLogger("shardwright")
 #: contexts that a program entered; and those that it did not ask for, with objects that keep them while they are alive
 _count = _automatic = 0
-_is_installed = False
 
 
 @contextlib.contextmanager
@@ -88,11 +85,9 @@ def keep_loading(holder: Any) -> None:
     weakref.finalize(holder, context.__exit__, None, None, None).atexit = False
 
 
+@functools.cache
 def _install() -> None:
-    global _is_installed
-    if not _is_installed:
-        _is_installed = True
-        after_import(_MODELS, _change)
+    after_import(_MODELS, _change)
 
 
 def _change(module: Any) -> None:

@@ -20,8 +20,6 @@ from .deepspeed.config import load_config, plan
 #: the variable with the plugin of the launch, once its own is taken away
 _TAKEN = "SHARDWRIGHT_TAKEN_PLUGIN"
 
-__all__ = ["Settings", "of_deepspeed", "of_file", "of_fsdp", "take_over"]
-
 #: FSDP1's strategies, and torch's numbers of them -> (stage, True if rows of ranks replicate)
 _STRATEGIES = {
     "FULL_SHARD": (3, False),
@@ -93,13 +91,7 @@ class Settings:
 
 
 def take_over(arguments: MutableMapping[str, Any]) -> Settings | None:
-    """Take accelerate's plugins out of its Accelerator's arguments and the environment; None if there are none.
-
-    Raises
-    ------
-    ValueError, NotImplementedError
-        For settings that are unknown, or that this package does not have.
-    """
+    """Take accelerate's plugins out of its Accelerator's arguments and the environment; None if there are none."""
     plugin, deepspeed = arguments.pop("fsdp_plugin", None), arguments.pop("deepspeed_plugin", None)
     deepspeed = deepspeed or arguments.pop("deepspeed_plugins", None)
     by_launch = {name: _is_launched(name) for name in ("FSDP", "DEEPSPEED")}
@@ -177,29 +169,19 @@ def of_fsdp(given: Mapping[str, Any], source: str = "accelerate's FSDP configura
 
 def _units_of(given: Mapping[str, Any], made: Settings) -> None:
     policy = str(given.get("auto_wrap_policy") or "NO_WRAP").upper()
+    below = "no effect below zero=3"
     if policy == "TRANSFORMER_BASED_WRAP":
         named = given.get("transformer_cls_to_wrap") or ()
         names = tuple(each.strip() for each in (named.split(",") if isinstance(named, str) else named))
         here = "units='auto': repeated blocks" if not names else f"units: {', '.join(names)}"
         made.units = names if made.zero == 3 else ()
-        made.rows.append(
-            (
-                "transformer_cls_to_wrap",
-                ", ".join(names) or "None",
-                here if made.zero == 3 else "no effect below zero=3",
-            )
-        )
+        made.rows.append(("transformer_cls_to_wrap", ", ".join(names) or "None", here if made.zero == 3 else below))
     elif policy == "SIZE_BASED_WRAP":
         numel = int(given.get("min_num_params") or 0)
         if made.zero == 3 and numel:
             made.wrap_options["units"] = max(numel * 4 / 2**20, 2**-10)
-        made.rows.append(
-            (
-                "min_num_params",
-                str(numel),
-                "units: their least size in MiB, of float32" if made.zero == 3 else "no effect below zero=3",
-            )
-        )
+        here = "units: their least size in MiB, of float32"
+        made.rows.append(("min_num_params", str(numel), here if made.zero == 3 else below))
     elif policy != "NO_WRAP":
         raise ValueError(f"auto_wrap_policy must be TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP or NO_WRAP, got {policy!r}")
 
@@ -285,16 +267,11 @@ def _of_plugin(plugin: Any) -> dict[str, Any]:
     policy = found.get("auto_wrap_policy")
     if callable(policy) and not isinstance(policy, str):  # accelerate has made a function of the name
         kind = getattr(getattr(policy, "func", policy), "__name__", "")
-        known = {
-            "transformer_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-            "size_based_auto_wrap_policy": "SIZE_BASED_WRAP",
-        }
-        if kind not in known:
+        if kind not in ("transformer_auto_wrap_policy", "size_based_auto_wrap_policy"):
             raise NotImplementedError("auto_wrap_policy as a function: pass wrap_options={'units': ...} instead")
-        found["auto_wrap_policy"] = known[kind]
-    offload = found.get(
-        "offload_params"
-    )  # FSDP1's CPUOffload, or FSDP2's OffloadPolicy, of which CPUOffloadPolicy offloads
+        found["auto_wrap_policy"] = "SIZE_BASED_WRAP" if kind.startswith("size") else "TRANSFORMER_BASED_WRAP"
+    # FSDP1's CPUOffload, or FSDP2's OffloadPolicy, of which CPUOffloadPolicy offloads
+    offload = found.get("offload_params")
     kinds = [kind.__name__ for kind in type(offload).__mro__]
     found["offload_params"] = getattr(offload, "offload_params", "CPUOffloadPolicy" in kinds or offload is True)
     return found

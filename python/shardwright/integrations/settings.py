@@ -12,10 +12,10 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
 from typing import Any
 
 from ..options.compressors import compressor_named
+from ..options.mapping_files import read_mapping
 from ..options.options import Options
 
 VARIABLE = "SHARDWRIGHT_OPTIONS"
@@ -24,7 +24,7 @@ _OWN = ("zero", "compress", "partition")
 
 def read_settings(text: str) -> dict[str, Any]:
     """Parse a text into arguments of Accelerator. Raise ValueError or TypeError for another form, name or value."""
-    found = _read_file(text) if text.endswith((".yaml", ".yml", ".json")) else dict(map(_read_item, text.split(",")))
+    found = read_mapping(text) if text.endswith((".yaml", ".yml", ".json")) else dict(map(_read_item, text.split(",")))
     if "compress" in found:
         found["compress"] = compressor_named("compress", found["compress"])
     Options.from_keywords(found)
@@ -43,22 +43,6 @@ def _read_item(item: str) -> tuple[str, Any]:
         return name, json.loads(value)
     except json.JSONDecodeError:
         return name, value
-
-
-def _read_file(path: str) -> dict[str, Any]:
-    load, kind, name = json.load, ValueError, "JSON"
-    if not path.endswith(".json"):
-        import yaml  # type: ignore[import-untyped, unused-ignore]  # a dependency of accelerate
-
-        load, kind, name = yaml.safe_load, yaml.YAMLError, "YAML"
-    with open(path, encoding="utf-8") as file:
-        try:
-            found = load(file)
-        except kind as error:
-            raise ValueError(f"{path} is not {name}: {' '.join(str(error).split())}") from None
-    if not isinstance(found, Mapping):
-        raise ValueError(f"{path} must hold a mapping of options, got {type(found).__name__}")
-    return dict(found)
 
 
 def chosen(text: str, zero: int | None, **given: Any) -> dict[str, Any]:

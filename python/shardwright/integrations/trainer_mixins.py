@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -32,10 +32,7 @@ class ArgumentsMixin:
                 keep_loading(self)
 
 
-if TYPE_CHECKING:
-    _Base = Any  # a Trainer of transformers
-else:
-    _Base = object
+_Base: Any = object  # a Trainer of transformers
 
 
 class TrainerMixin(_Base):

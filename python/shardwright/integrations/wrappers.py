@@ -81,9 +81,7 @@ def writes_in_parts(wrapped: Any, model: Any, place: str) -> bool:
         return False
     stock = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
     is_plain = stock is not None and isinstance(model, stock) and type(model).save_pretrained is stock.save_pretrained
-    is_plain = (
-        is_plain and "save_pretrained" not in vars(model) and unwrap(wrapped) is model and not has_adapters(model)
-    )
+    is_plain = is_plain and "save_pretrained" not in vars(model) and unwrap(wrapped) is model
     is_plain = is_plain and getattr(model, "hf_quantizer", None) is None and not model.is_remote_code()
-    is_plain = is_plain and not stores_adapters_alone(model)
+    is_plain = is_plain and not has_adapters(model) and not stores_adapters_alone(model)
     return is_plain and engine.replica.group.host_count == 1 and can_be_replaced(os.path.realpath(place))

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Bucket", "places_of", "real_bucket", "share_of", "used_in"]
-
 #: shape, strides and first element of a gradient in its bucket
 Place = tuple[Sequence[int], Sequence[int], int]
 

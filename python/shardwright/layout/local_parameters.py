@@ -18,20 +18,6 @@ from .._engine import Error
 from ..torch_compat import dtensor as _dtensor
 from ..torch_compat.internals import subclassed
 
-__all__ = [
-    "SHARDED",
-    "LocalParameter",
-    "as_dtensors",
-    "end_local_parameters",
-    "is_local",
-    "local_of",
-    "module_parameter",
-    "part_of",
-    "whole_of",
-    "whole_tensor",
-]
-
-
 #: the attribute of a parameter that fully_shard has cut, and of its whole one: what relates both (ShardedParameter)
 SHARDED = "_shardwright_sharded"
 
@@ -178,5 +164,4 @@ def as_dtensors(state: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, 
             if value.shape == live.shape:
                 part = _dtensor.local_part(value, live).contiguous()
                 made[name] = _dtensor.placed_like(part, live)
-    result: dict[str, Any] = made
-    return result
+    return made

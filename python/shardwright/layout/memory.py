@@ -16,17 +16,6 @@ import torch
 
 from .._engine import Error
 
-__all__ = [
-    "address_of",
-    "bytes_of",
-    "check_sendable",
-    "copied",
-    "has_memory",
-    "is_resident",
-    "reserved",
-    "without_memory",
-]
-
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 

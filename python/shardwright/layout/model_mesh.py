@@ -14,8 +14,6 @@ import torch
 from .._engine import Error
 from ..torch_compat.dtensor import is_dtensor
 
-__all__ = ["ModelMesh", "find_model_mesh", "first_mesh", "mesh_text", "numbers_of", "placed"]
-
 
 class ModelMesh(NamedTuple):
     """The mesh of a module's DTensors: names of its dimensions ("0", "1", ... if it has none), and this rank's coordinate."""

@@ -73,10 +73,7 @@ def unit_types(units: Any) -> tuple[type, ...]:
 
 
 def offload_place(offload: Any, part: str) -> Any:
-    """Return where `part` lies, "parameters" or "optimizer", of a wrapper's offload=. A string alone is the optimizer's.
-
-    Raise ValueError for another key.
-    """
+    """Return where `part` lies, "parameters" or "optimizer", of a wrapper's offload=. A string alone is the optimizer's."""
     if not isinstance(offload, Mapping):
         return offload if part == "optimizer" else None
     for key in offload:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
+
+from .mapping_files import read_mapping
 
 Rename = Mapping[str, str] | Callable[[str], str] | None
 _T = TypeVar("_T")
@@ -56,13 +57,8 @@ class NameMap:
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> NameMap:
         """Read a map from a TOML or JSON file with the keys `include`, a list, and `rename`, a table. Raise ValueError."""
-        with open(path, "rb") as file:
-            text = file.read()
-        try:
-            body = json.loads(text) if os.fspath(path).endswith(".json") else _toml(text)
-        except ValueError as error:
-            raise ValueError(f"'{os.fspath(path)}' is neither TOML nor, by its name, JSON: {error}") from None
-        unknown = sorted(set(body) - set(_KEYS)) if isinstance(body, dict) else ["no table"]
+        body = read_mapping(path, "TOML")
+        unknown = sorted(set(body) - set(_KEYS))
         if unknown or not isinstance(body.get("rename", {}), dict) or not isinstance(body.get("include", []), list):
             raise ValueError(
                 f"'{os.fspath(path)}' must have the list `include` and table `rename`, got {unknown or body!r}"
@@ -102,11 +98,3 @@ class NameMap:
         """Return plain values to compare between ranks."""
         rename = [] if self.rename is None else [[rule.pattern, text] for rule, text in self._rules] or "a function"
         return {"strict": bool(self.strict), "include": list(self.include), "rename": rename}
-
-
-def _toml(text: bytes) -> Any:
-    try:
-        import tomllib
-    except ImportError:  # before Python 3.11
-        raise ValueError("this Python has no TOML reader: write JSON") from None
-    return tomllib.loads(text.decode("utf-8"))

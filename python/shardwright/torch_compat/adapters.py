@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Made", "has_adapters", "merged_names"]
-
 #: what peft puts before the names of the base model
 _PREFIX = "base_model.model."
 #: what peft calls the parts of its modules; no name of a base model has them

@@ -32,29 +32,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from .._engine import Error
 from .optimizers import check_steppable
 
-__all__ = [
-    "CAN_BE_UNGUARDED",
-    "disable_compile",
-    "explain_backwards",
-    "explained",
-    "gradient_hooks",
-    "find_tensors",
-    "graph_task_id",
-    "hook_outputs",
-    "is_compiled",
-    "inside_functional_call",
-    "ignore_steps",
-    "collective_range",
-    "named_range",
-    "profiler_enabled",
-    "queue_at_end",
-    "raw_stream",
-    "stream_reader",
-    "unguarded",
-    "watch_steps",
-]
-
-
 _FULL_GRAPH = (
     "fullgraph=True is impossible here: a wrapped module synchronises, and at zero=3 gathers parameters, outside of the graph; leave "
     "fullgraph out, or compile what runs inside: block.forward = torch.compile(block.forward, fullgraph=True)"

@@ -125,11 +125,7 @@ def open_gpu(
 
 
 def place_of(tensor: torch.Tensor) -> tuple[DeviceComm, int] | None:
-    """Return (the launcher of a tensor's GPU, torch's current stream there); None for a tensor on the CPU. Not
-    collective.
-
-    Raises NotImplementedError where the GPU cannot be used.
-    """
+    """Return (the launcher of a tensor's GPU, torch's current stream there); None for a tensor on the CPU. Not collective."""
     if not runtime.holds(tensor):
         return None
     ordinal = runtime.ordinal(tensor)

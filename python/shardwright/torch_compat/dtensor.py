@@ -14,27 +14,6 @@ import torch
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-__all__ = [
-    "flattened",
-    "full_tensor",
-    "held_tensor",
-    "is_dtensor",
-    "like_dtensor",
-    "local_box",
-    "local_part",
-    "made_dtensor",
-    "mesh_of_both",
-    "mesh_of_group",
-    "placed_as",
-    "placed_like",
-    "placed_parameter",
-    "replicate",
-    "set_dtype",
-    "set_held_tensor",
-    "shard",
-    "waited",
-]
-
 
 def is_dtensor(tensor: Any) -> TypeGuard[DTensor]:
     """Return True for a DTensor, without importing torch's module of DTensors."""
@@ -52,8 +31,7 @@ def _dtensor_class() -> Any:
 
 def held_tensor(dtensor: Any) -> torch.Tensor:
     """Return the object that a DTensor keeps as its local tensor."""
-    held: torch.Tensor = dtensor._local_tensor
-    return held
+    return dtensor._local_tensor
 
 
 def set_held_tensor(dtensor: Any, local: torch.Tensor) -> None:
@@ -68,8 +46,7 @@ def set_dtype(dtensor: Any, like: Any) -> None:
 
 def like_dtensor(local: torch.Tensor, like: Any) -> torch.Tensor:
     """Return a DTensor with the placements and shape of `like`, whose local tensor is the object `local`."""
-    made: torch.Tensor = _dtensor_class()(local, like._spec, requires_grad=False)
-    return made
+    return _dtensor_class()(local, like._spec, requires_grad=False)
 
 
 def made_dtensor(
@@ -77,10 +54,8 @@ def made_dtensor(
 ) -> torch.Tensor:
     """Return a DTensor over the memory of `local`. Not collective."""
     with torch.no_grad():
-        made: torch.Tensor = _dtensor_class().from_local(
-            local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride)
-        )
-    return made
+        whole = {"shape": torch.Size(shape), "stride": tuple(stride)}
+        return _dtensor_class().from_local(local, mesh, placements, run_check=False, **whole)
 
 
 def replicate() -> Any:
@@ -129,11 +104,7 @@ def mesh_of_group(group: Any, device: str) -> Any:
 
 def placed_like(local: torch.Tensor, like: Any) -> torch.Tensor:
     """Return a DTensor of any dtype over the memory of `local`, with the placements and shape of `like`."""
-    with torch.no_grad():
-        made: torch.Tensor = _dtensor_class().from_local(
-            local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-        )
-    return made
+    return made_dtensor(local, like.device_mesh, like.placements, like.shape, like.stride())
 
 
 def placed_parameter(local: torch.Tensor, like: Any) -> torch.Tensor:
@@ -151,17 +122,13 @@ def placed_as(dtensor: Any, like: Any) -> Any:
 
 def waited(local: Any) -> torch.Tensor:
     """Wait for the collective that fills a local tensor, and return the tensor."""
-    if type(local).__name__ == "AsyncCollectiveTensor":
-        local = local.wait()
-    result: torch.Tensor = local
-    return result
+    return local.wait() if type(local).__name__ == "AsyncCollectiveTensor" else local
 
 
 def full_tensor(local: torch.Tensor, like: Any) -> torch.Tensor:
     """Return the whole tensor, of any dtype, whose parts are placed like the DTensor `like`. Collective over its mesh."""
     with torch.no_grad():
-        whole: torch.Tensor = placed_like(local, like).full_tensor()  # type: ignore[attr-defined]
-    return waited(whole)
+        return waited(placed_like(local, like).full_tensor())  # type: ignore[attr-defined]
 
 
 def local_part(whole: torch.Tensor, like: Any) -> torch.Tensor:

@@ -15,8 +15,6 @@ from torch.utils.dlpack import from_dlpack
 
 from .._engine import Error
 
-__all__ = ["engine_tensor"]
-
 
 class EngineStorage(torch.UntypedStorage):
     """A storage over the engine's memory. A copy of it is a plain storage."""

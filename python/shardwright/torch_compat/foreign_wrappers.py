@@ -23,8 +23,6 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from .._engine import Error
 
-__all__ = ["find_wrapper", "guard_from_wrappers", "is_ours", "note_fully_shard", "refuse_wrapper"]
-
 #: functions of torch that average or slice a module, by which they register
 _AVERAGING = ("fully_shard", "replicate")
 
@@ -44,11 +42,9 @@ def is_ours(wrapper: torch.nn.Module) -> bool:
 
 
 def find_wrapper(module: torch.nn.Module, ignored: Collection[str] = ()) -> str | None:
-    """Return a wrapper of torch's in or around `module` that averages parameters of ours in its own way; None if there
-    is none.
+    """Return a wrapper of torch's in or around `module` that averages parameters not named in `ignored` in its own way, or None.
 
     fully_shard() is not among them: it makes DTensors, whose mesh tells if ours can average beside it.
-    `ignored`: names of parameters of `module` that ours leaves to others.
     """
     key, fsdp = _registry_key(), sys.modules.get("torch.distributed.fsdp")
     ours = _averaged(module, ignored)
@@ -127,9 +123,8 @@ def _ignored_by(frame: Any) -> set[int]:
     while frame is not None and str(frame.f_globals.get("__name__", "")).startswith("torch."):
         given = {**frame.f_locals, **(frame.f_locals.get("kwargs") or {})}
         for name in ("ignored_params", "ignored_parameters", "ignored_modules"):
-            for each in (
-                given[name] if isinstance(given.get(name), Collection) else ()
-            ):  # an iterator is torch's to read
+            # an iterator is torch's to read
+            for each in given[name] if isinstance(given.get(name), Collection) else ():
                 found.update(map(id, each.parameters() if isinstance(each, torch.nn.Module) else [each]))
         frame = frame.f_back
     return found
@@ -144,9 +139,8 @@ def guard_from_wrappers(engine: Any, face: torch.nn.Module) -> None:
     modules = [face]
     for name, module in engine.module.named_modules():
         inside = (f"{name}.{each}" if name else each for each, _ in module.named_parameters())
-        if any(
-            each not in engine.parameters_to_ignore for each in inside
-        ):  # containers too, on which torch leaves its mark before it looks inside
+        # containers too, on which torch leaves its mark before it looks inside
+        if any(each not in engine.parameters_to_ignore for each in inside):
             modules.append(module)
     reference = weakref.ref(engine)
     for module in modules:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 import torch
-
-__all__ = ["choose_units", "full_precision_classes"]
 
 
 def choose_units(
@@ -25,28 +23,20 @@ def choose_units(
     if not callable(policy):
         raise TypeError(f"FullyShardedDataParallel: auto_wrap_policy must be a policy or a function, got {policy!r}")
     found: dict[torch.nn.Module, dict[str, Any]] = {}
-    _walk(module, policy, ignored, ignored_params, found)
+
+    def walk(outer: torch.nn.Module) -> int:
+        """Add the units of `outer` to `found`. Return the number of elements in them."""
+        numel = sum(each.numel() for each in outer.parameters() if id(each) not in ignored_params)
+        if not policy(module=outer, recurse=True, nonwrapped_numel=numel):
+            return 0
+        taken = sum(walk(each) for each in outer.children() if each not in ignored and each not in found)
+        if outer is module or not policy(module=outer, recurse=False, nonwrapped_numel=numel - taken):
+            return taken
+        found[outer] = {}
+        return numel
+
+    walk(module)
     return found
-
-
-def _walk(
-    module: torch.nn.Module,
-    policy: Callable[..., bool],
-    ignored: Collection[torch.nn.Module],
-    ignored_params: Collection[int],
-    found: dict[torch.nn.Module, dict[str, Any]],
-    is_outermost: bool = True,
-) -> int:
-    """Add the units of `module` to `found`. Return the number of elements in them."""
-    numel = sum(each.numel() for each in module.parameters() if id(each) not in ignored_params)
-    if not policy(module=module, recurse=True, nonwrapped_numel=numel):
-        return 0
-    inner = (each for each in module.children() if each not in ignored and each not in found)
-    taken = sum(_walk(each, policy, ignored, ignored_params, found, False) for each in inner)
-    if is_outermost or not policy(module=module, recurse=False, nonwrapped_numel=numel - taken):
-        return taken
-    found[module] = {}
-    return numel
 
 
 def full_precision_classes(mixed_precision: Any) -> tuple[type, ...]:

@@ -21,40 +21,8 @@ from torch.utils._pytree import tree_flatten as flatten
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils._pytree import tree_unflatten as unflatten
 
-__all__ = [
-    "BatchNorm",
-    "JoinConfig",
-    "TensorBase",
-    "TorchDispatchMode",
-    "buffers_of_state",
-    "changing_weights",
-    "cpu_backend",
-    "default_store",
-    "flatten",
-    "forward_hooks",
-    "fsdp2_groups",
-    "fsdp_module_of_torch",
-    "ignored_by_torchs_ddp",
-    "ignored_by_transformers",
-    "initialiser_above",
-    "is_hsdp",
-    "is_view_op",
-    "make_gloo",
-    "name_of_op",
-    "no_torch_function",
-    "original_of",
-    "refresh_weights",
-    "reset_of",
-    "set_low_precision",
-    "subclassed",
-    "swap_memory",
-    "tree_leaves",
-    "tree_map",
-    "unflatten",
-    "without_memory_of",
-    "without_torch_function",
-    "written_by",
-]
+#: names of torch that other files take from here
+__all__ = ["BatchNorm", "JoinConfig", "TorchDispatchMode", "flatten", "tree_leaves", "tree_map", "unflatten"]
 
 _Tensor = TypeVar("_Tensor", bound=torch.Tensor)
 
@@ -70,16 +38,13 @@ def without_memory_of(
     kind: type[_Tensor], like: torch.Tensor, dtype: torch.dtype | None = None, device: Any = None
 ) -> _Tensor:
     """Return a tensor of class `kind` with the shape and strides of `like` and no memory."""
-    made: _Tensor = torch.Tensor._make_wrapper_subclass(
-        kind, like.shape, strides=like.stride(), dtype=dtype or like.dtype, device=device or like.device
-    )
-    return made
+    options: Any = {"strides": like.stride(), "dtype": dtype or like.dtype, "device": device or like.device}
+    return torch.Tensor._make_wrapper_subclass(kind, like.shape, **options)
 
 
 def subclassed(kind: type[_Tensor], tensor: torch.Tensor, requires_grad: bool = False) -> _Tensor:
     """Return a tensor of class `kind` over the memory of `tensor`."""
-    made: _Tensor = torch.Tensor._make_subclass(kind, tensor, requires_grad)
-    return made
+    return torch.Tensor._make_subclass(kind, tensor, requires_grad)
 
 
 def written_by(operation: Any, args: Any, kwargs: Any) -> list[Any]:
@@ -180,8 +145,7 @@ def initialiser_above(module: torch.nn.Module, name: str) -> Any:
 
 
 def swap_memory(tensor: torch.Tensor, other: torch.Tensor) -> None:
-    """Swap two tensors' memory, devices, classes and attributes. Raise RuntimeError for hooks of `tensor` or weak
-    references to it.
+    """Swap two tensors' memory, devices, classes and attributes. RuntimeError: `tensor` has hooks or weak references.
 
     torch's swap leaves the table of hooks, to which the new memory's node would not listen: it must not be there.
     """

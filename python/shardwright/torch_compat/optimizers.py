@@ -1,12 +1,17 @@
-"""Checks of optimizers that are torch's or the user's own."""
+"""Optimizers that are torch's or the user's own: checks, hooks, and torch's private names around their steps."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from .._engine import Error
+
+#: (optimizer, inverse of the scale, found_inf, allow_fp16) -> found_inf by device; None: torch's own method is used
+Unscale = Callable[[torch.optim.Optimizer, torch.Tensor, torch.Tensor, bool], dict[torch.device, torch.Tensor] | None]
 
 
 def on_meta(parameter: torch.Tensor, position: int) -> str:
@@ -46,3 +51,38 @@ def hooks_around(optimizer: torch.optim.Optimizer, what: str) -> tuple[list[Any]
 def step_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
     """Return the hooks that run before each step of an optimizer, in their order."""
     return list(optimizer._optimizer_step_pre_hooks.values())
+
+
+def optimizers_of(parameter: torch.Tensor) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that _apply_optimizer_in_backward made an attribute of `parameter`; none in a torch without it."""
+    return getattr(parameter, "_in_backward_optimizers", [])
+
+
+def take_hooks(parameters: Iterable[torch.Tensor]) -> None:
+    """Remove the hooks with which torch steps these optimizers on this rank's gradient alone."""
+    try:
+        from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map as handles
+    except ImportError:
+        return
+    for parameter in parameters:
+        for handle in handles.pop(parameter, []):
+            handle.remove()
+
+
+def unscale_by(unscale: Unscale) -> None:
+    """Make every GradScaler call `unscale` first. Only the first call has an effect.
+
+    torch's own method calls one kernel for each dtype, and a collective in each if the first gradient is a DTensor. It
+    refuses plain gradients beside DTensors.
+    """
+    original = getattr(torch.amp.GradScaler, "_unscale_grads_", None)
+    if original is None or hasattr(original, "_shardwright"):
+        return
+
+    @functools.wraps(original)
+    def method(self: Any, *given: Any) -> dict[torch.device, torch.Tensor]:
+        found = unscale(*given)
+        return original(self, *given) if found is None else found
+
+    method._shardwright = True  # type: ignore[attr-defined]
+    setattr(torch.amp.GradScaler, "_unscale_grads_", method)  # noqa: B010 # mypy has no other word for it

@@ -1,10 +1,10 @@
-"""State dicts and torch.distributed.checkpoint: the parts that need private names or inspect the caller's frame."""
+"""State dicts and their files: the parts that need private names of torch, or inspect the caller's frame."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -48,3 +48,22 @@ def load_everything(reader: Any) -> dict[str, Any]:
     state: dict[str, Any] = {}
     _load_state_dict(state, storage_reader=reader, planner=_EmptyStateDictLoadPlanner(), no_dist=True)
     return state
+
+
+def records_of(source: str | IO[bytes]) -> list[str] | None:
+    """Return the names of the records of a zip archive of torch.save or torch.jit.save; None if torch.load takes it for none.
+
+    torch.load chooses between a state dict and TorchScript by this list. Another parser may list other records of a
+    malicious file. A file keeps its position.
+    """
+    if isinstance(source, str):
+        with open(source, "rb") as file:
+            return records_of(file)
+    at = source.tell()
+    try:
+        if not torch.serialization._is_zipfile(source):
+            return None
+        with torch.serialization._open_zipfile_reader(source) as archive:
+            return archive.get_all_records()
+    finally:
+        source.seek(at)

@@ -6,8 +6,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["weakly"]
-
 
 def weakly(method: Any, otherwise: Any = None) -> Callable[..., Any]:
     """Return `method` with a weak reference to its object. Once the object is gone, a call returns `otherwise`."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from shardwright._engine import CheckpointError, CheckpointFolder
 from shardwright.checkpoint.folder import retention
-from shardwright.checkpoint.folder.retention import DAMAGED, REPLACED, SOUND, find
+from shardwright.checkpoint.folder.retention import DAMAGED, REPLACED, SOUND
 
 from . import ckpt_convert
 from .report import EPILOG, Nothing, Progress, guarded, open_checkpoint, print_report, shortened, size_text
@@ -97,7 +97,7 @@ def _summary(path: str) -> dict[str, Any]:
 def run_ls(options: argparse.Namespace) -> int:
     found = [_summary(path) for path in _checkpoints(options.directory)]
     found.sort(key=lambda each: each.get("step", _number_in(each["path"])))
-    if not found and find(options.directory) is not None:
+    if not found and CheckpointFolder.find(options.directory) is not None:
         remedy = f"use `shardwright ckpt inspect {options.directory}`"
         raise Nothing(f"'{options.directory}' is a checkpoint, not a directory of checkpoints: {remedy}")
     left = retention.all_left_overs(options.directory) + retention.replaced_ones(options.directory)
@@ -167,7 +167,7 @@ def _verify(path: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_verify(options: argparse.Namespace) -> int:
-    paths = _checkpoints(options.path) if find(options.path) is None else [options.path]
+    paths = _checkpoints(options.path) if CheckpointFolder.find(options.path) is None else [options.path]
     if not paths:
         raise Nothing(f"'{options.path}' holds no checkpoint")
     found = [_verify(path, options) for path in paths]
@@ -309,11 +309,11 @@ def _to_prune(options: argparse.Namespace) -> tuple[list[str], list[str], list[d
 def _prune(options: argparse.Namespace, goes: Sequence[str], left: Sequence[str]) -> None:
     progress = Progress(options, os.path.basename(os.path.normpath(options.directory)), len(goes) + len(left))
     if any(path.endswith(REPLACED) for path in left):
-        retention.sync(options.directory)  # the folders that replaced them must be durable before they go
+        CheckpointFolder.sync(options.directory)  # the folders that replaced them must be durable before they go
     for path in [*left, *goes]:  # left-overs first: an earlier prune may have left a name needed here
         if path in goes or path.endswith(REPLACED):  # a half-removed folder must not be taken for a checkpoint
             os.rename(path, f"{path}.prune.trash")
             path = f"{path}.prune.trash"
-        retention.remove(path)
+        CheckpointFolder.remove(path)
         progress.add(1)
     progress.end()

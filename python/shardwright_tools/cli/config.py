@@ -7,7 +7,7 @@ import json
 import types
 from typing import TYPE_CHECKING, Any
 
-from .report import columns, shortened
+from .report import columns, refuse, shortened
 
 if TYPE_CHECKING:
     from shardwright.integrations.deepspeed.config import Plan
@@ -41,8 +41,7 @@ def run(options: argparse.Namespace) -> int:
         print(document())
         return 0
     if options.file is None or options.ranks < 1:
-        print("shardwright config: pass a file, and --ranks of at least 1" if not options.json else '{"ok": false}')
-        return 2
+        return refuse(options, "pass a file, and --ranks of at least 1", command="shardwright config: ")
     try:
         if options.file.endswith((".yaml", ".yml")):
             return _of_accelerate(options)
@@ -50,9 +49,7 @@ def run(options: argparse.Namespace) -> int:
         autos = _autos(given)
         made = plan(_filled(given, options.ranks, options.steps), options.ranks)
     except (OSError, ValueError, TypeError, NotImplementedError) as error:
-        message = f"{type(error).__name__}: {error}"
-        print(json.dumps({"ok": False, "error": message}, indent=2) if options.json else message)
-        return 1
+        return refuse(options, f"{type(error).__name__}: {error}", 1)
     rows = [{"key": r.key, "value": autos.get(r.key, r.value), "state": r.state, "here": r.text} for r in made.rows]
     if options.json:
         print(json.dumps({"ok": True, "python": python_of(made), "rows": rows}, indent=2, default=str))
@@ -64,20 +61,10 @@ def run(options: argparse.Namespace) -> int:
 
 def _of_accelerate(options: argparse.Namespace) -> int:
     """Print what a file of `accelerate config` becomes. Return 1 if it is refused."""
-    try:
-        import yaml  # type: ignore[import-untyped, unused-ignore]  # a dependency of accelerate
-    except ModuleNotFoundError:
-        raise ValueError(f"{options.file}: reading YAML needs PyYAML: pip install pyyaml") from None
     from shardwright.integrations.plugins import of_file
+    from shardwright.options.mapping_files import read_mapping
 
-    with open(options.file, encoding="utf-8") as file:
-        try:
-            given = yaml.safe_load(file)
-        except yaml.YAMLError as error:
-            raise ValueError(f"{options.file} is not YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(given, dict):
-        raise ValueError(f"{options.file} must hold a mapping, got {type(given).__name__}")
-    made = of_file(given, options.file)
+    made = of_file(read_mapping(options.file), options.file)
     wrap = [f"{name!r}: {value!r}" for name, value in made.wrap_options.items()]
     wrap += [f"'units': ({', '.join(made.units)},)"] if made.units else []
     python = f"accelerator = Accelerator(zero={made.zero}" + (f", wrap_options={{{', '.join(wrap)}}})" if wrap else ")")
@@ -95,37 +82,25 @@ def _of_accelerate(options: argparse.Namespace) -> int:
 
 def _filled(given: dict[str, Any], ranks: int, steps: int) -> dict[str, Any]:
     """Replace each "auto" by the Trainer's default; derive an "auto" of the batch sizes from the given ones."""
-    from shardwright.integrations.deepspeed.config import fill_auto
+    from shardwright.integrations.deepspeed.config import TRAINER_FIELDS, fill_auto
 
-    args = types.SimpleNamespace(**_TRAINER)
-    for key, field in (
-        ("train_micro_batch_size_per_gpu", "per_device_train_batch_size"),
-        ("gradient_accumulation_steps", "gradient_accumulation_steps"),
-        ("gradient_clipping", "max_grad_norm"),
-    ):
-        if isinstance(given.get(key), (int, float)):
-            setattr(args, field, given[key])
-    for section in ("fp16", "bf16"):
-        setattr(args, section, _value(given, section, "enabled", False))
-    for name in ("lr", "eps", "weight_decay"):
-        field = {"lr": "learning_rate", "eps": "adam_epsilon"}.get(name, name)
-        setattr(args, field, _value(given, "optimizer.params", name, getattr(args, field)))
-    betas = _value(given, "optimizer.params", "betas", (args.adam_beta1, args.adam_beta2))
-    args.adam_beta1, args.adam_beta2 = betas
     if not _autos(given):
         return given
+    args = types.SimpleNamespace(**_TRAINER)
+    for key, field in TRAINER_FIELDS.items():
+        setattr(args, field, _value(given, key, getattr(args, field)))
+    args.adam_beta1, args.adam_beta2 = _value(given, "optimizer.params.betas", (args.adam_beta1, args.adam_beta2))
     total = given.get("train_batch_size")
     if isinstance(total, int):
         args.gradient_accumulation_steps = max(1, total // (args.per_device_train_batch_size * ranks))
     return fill_auto(given, args, world_size=ranks, num_training_steps=steps)
 
 
-def _value(given: dict[str, Any], section: str, name: str, default: Any) -> Any:
-    place: Any = given
-    for part in section.split("."):
-        place = place.get(part, {}) if isinstance(place, dict) else {}
-    value = place.get(name, default) if isinstance(place, dict) else default
-    return default if value == "auto" else value
+def _value(given: dict[str, Any], key: str, default: Any) -> Any:
+    value: Any = given
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return default if value in (None, "auto") else value
 
 
 def _autos(section: dict[str, Any], above: str = "") -> dict[str, str]:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from shardwright._engine import CheckpointError, CheckpointFolder
-from shardwright.checkpoint.folder.retention import find
 from shardwright.options.places import check_encodable
 
 EPILOG = "Exit codes: 0 success, 1 a checkpoint is damaged or different, 2 usage error or no checkpoint found."
@@ -130,6 +129,6 @@ def open_checkpoint(path: str) -> Any:
         path.encode()
     except UnicodeEncodeError:
         raise CheckpointError(f"the name {path!a} is not UTF-8 to Python: rename it, or set PYTHONUTF8=1") from None
-    if find(path) is None:
+    if CheckpointFolder.find(path) is None:
         raise Nothing(f"'{path}' is not a checkpoint: it has no MANIFEST.json")
     return CheckpointFolder(path)

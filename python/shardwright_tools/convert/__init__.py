@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from shardwright._engine import CheckpointError, CheckpointFolder
 from shardwright.checkpoint.folder.partial import make_folder
-from shardwright.checkpoint.folder.retention import find
 
 if TYPE_CHECKING:
     from .contents import Contents
@@ -43,7 +42,7 @@ def read(path: str, *, kind: str | None = None, tag: str | None = None) -> Conte
     with _one_sentence(path):
         if not os.path.lexists(path):
             raise CheckpointError(f"'{path}' does not exist")
-        if kind in (None, "shardwright") and find(path) is not None:
+        if kind in (None, "shardwright") and CheckpointFolder.find(path) is not None:
             return folders.read_folder(path)
         if kind in (None, "megatron") and megatron.is_megatron(path):
             return megatron.read_megatron(path)

@@ -11,11 +11,9 @@ from typing import IO, Any
 
 import torch
 from shardwright._engine import CheckpointError
-from shardwright.formats.lazy import Lazy
+from shardwright.formats.lazy import Lazy as Lazy
 from shardwright.optim.master_weights import as_written
 from shardwright.options.name_map import NameMap
-
-__all__ = ["LOW", "MASTER", "Contents", "Lazy", "lazily", "leaves", "replaced"]
 
 LOW = (torch.bfloat16, torch.float16)
 MASTER = "master"

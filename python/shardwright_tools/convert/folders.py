@@ -19,7 +19,7 @@ from shardwright.checkpoint.state.names import plain
 from shardwright.checkpoint.state.stored import Stored, stored_tensors
 from shardwright.formats import tree
 
-from .contents import Contents, Lazy, durable_file, replaced
+from .contents import Contents, Lazy, durable_file, lazily
 
 #: callback that takes the number of bytes just written
 Progress = Callable[[int], None]
@@ -126,6 +126,7 @@ def write_folder(contents: Contents, output: str, progress: Progress, *, max_fil
 
 def plan_of(groups: list[Group], texts: Mapping[str, bytes]) -> tuple[CheckpointPlan, list[Lazy]]:
     """Return the plan of groups of Lazy tensors, and these tensors in the order of the plan."""
+    groups = [dataclasses.replace(group, tensors=lazily(group.tensors)) for group in groups]  # arrays became tensors
     lazy = [each for group in groups for each in group.tensors.values()]
     entries = []
     for group in groups:
@@ -163,7 +164,7 @@ def _layout(contents: Contents, max_file_bytes: int) -> tuple[list[Group], dict[
     if set(extra) == {"extra"}:
         extra = extra["extra"]
     body = {"step": contents.step, **kept, "extra": extra}
-    body = {key: _encoded(value, key, state_tensors) for key, value in body.items()}
+    body = {key: tree.encode(value, key, state_tensors) for key, value in body.items()}
     metadata = MODEL_METADATA | contents.tied | MODEL_METADATA
     groups = [Group("model", dict(contents.model), metadata, max_file_bytes=max_file_bytes)]
     texts = {"state.json": tree.dumps(body)}
@@ -178,40 +179,17 @@ def _layout(contents: Contents, max_file_bytes: int) -> tuple[list[Group], dict[
 def _optimizer(contents: Contents, further: Any) -> tuple[dict[str, Lazy], dict[str, Any]]:
     tensors: dict[str, Lazy] = {}
     groups = [
-        _encoded({k: v for k, v in group.items() if k != "params"}, f"param_groups.{number}", tensors)
+        tree.encode({k: v for k, v in group.items() if k != "params"}, f"param_groups.{number}", tensors)
         | {"params": list(group["params"])}
         for number, group in enumerate(contents.groups or ())
     ]
     body: dict[str, Any] = {"groups": groups}
     if further:
-        body["further"] = _encoded(further, "further", tensors)
+        body["further"] = tree.encode(further, "further", tensors)
     state: dict[str, dict[str, Any]] = {}
     order = {name: place for place, name in enumerate(contents.model)}
     for name in sorted(contents.state, key=lambda each: order.get(each, len(order))):
         state[name] = {}
         for key, value in sorted(contents.state[name].items(), key=lambda item: str(item[0])):
-            if isinstance(value, Lazy):
-                tensors[f"{key}.{name}"] = value
-                state[name][str(key)] = {"$tensor": f"{key}.{name}"}
-            else:
-                state[name][str(key)] = _encoded(value, f"{key}.{name}", tensors)
+            state[name][str(key)] = tree.encode(value, f"{key}.{name}", tensors)
     return tensors, {**body, "state": state}
-
-
-def _encoded(value: Any, name: str, tensors: dict[str, Lazy]) -> Any:
-    """Encode a value like tree.encode(), with Lazy in place of tensors."""
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return tree.encode(value, name, {})
-    lazy: dict[int, Lazy] = {}
-
-    def stand_in(each: Lazy) -> torch.Tensor:
-        made = torch.empty(0, dtype=torch.uint8, device="meta")
-        lazy[id(made)] = each
-        held.append(made)
-        return made
-
-    held: list[torch.Tensor] = []
-    found: dict[str, torch.Tensor] = dict.fromkeys(tensors, torch.empty(0, dtype=torch.uint8, device="meta"))
-    node = tree.encode(replaced(value, stand_in), name, found)
-    tensors |= {n: lazy.get(id(t)) or Lazy.of(t) for n, t in found.items() if n not in tensors}
-    return node

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib
 import json
 import os
+import pkgutil
 import signal
 import sys
 from pathlib import Path
@@ -19,10 +19,8 @@ _PR_SET_PDEATHSIG = 1
 
 def load(name: str) -> Any:
     """Return the function that "module:function" names; a file of this package may omit the package."""
-    module, function = name.rsplit(":", 1)
-    package = __package__ if "." not in module and (Path(__file__).with_name(module + ".py")).exists() else None
-    found = importlib.import_module(f".{module}" if package else module, package)
-    return getattr(found, function)
+    is_ours = Path(__file__).with_name(name.partition(":")[0] + ".py").exists()
+    return pkgutil.resolve_name(f"{__package__}.{name}" if is_ours else name)
 
 
 def main() -> None:

@@ -113,15 +113,27 @@ def gradients(rank: int, step: int, device: torch.device) -> list[torch.Tensor]:
     return [each.to(device) for each in made]
 
 
-def _train(module: nn.Module, rank: int, device: torch.device, **options: Any) -> list[torch.Tensor]:
-    """Return whole parameters and optimizer state on the CPU after some clipped steps."""
-    given = sw.optim.AdamW(module.parameters(), lr=0.01)
-    model, optimizer = sw.wrap(module, given, bucket_cap_mb=0.002, deterministic=True, clip_grad_norm=1.0, **options)
-    for step in range(STEPS):
+def wrapped(module: nn.Module, **options: Any) -> tuple[Any, Any]:
+    return sw.wrap(module, sw.optim.AdamW(module.parameters(), lr=0.01), deterministic=True, **options)
+
+
+def train(model: Any, optimizer: Any, rank: int, device: torch.device, steps: range) -> None:
+    for step in steps:
         model(gradients(rank, step, device)).backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+def whole(model: Any, optimizer: Any) -> list[torch.Tensor]:
+    """Return whole parameters and optimizer state, on the CPU."""
     return list(tensors_of([sw.full_state_dict(model), sw.full_optimizer_state_dict(model, optimizer)]))
+
+
+def _trained(module: nn.Module, rank: int, device: torch.device, **options: Any) -> list[torch.Tensor]:
+    """Return whole() after some clipped steps."""
+    model, optimizer = wrapped(module, bucket_cap_mb=0.002, clip_grad_norm=1.0, **options)
+    train(model, optimizer, rank, device, range(STEPS))
+    return whole(model, optimizer)
 
 
 def tensors_of(state: Any) -> Iterator[torch.Tensor]:
@@ -139,9 +151,9 @@ def stages(place: Any, rank: int, world_size: int, *, label: str = "") -> Iterat
     """Compare each stage's bits with CPU training by the same ranks. Sums the ranks' counts of differing tensors."""
     cpu = torch.device("cpu")
     with place.aside():
-        expected = _train(Given(), rank, cpu)
+        expected = _trained(Given(), rank, cpu)
     for zero in (0, 1, 2, 3):
-        found = _train(place.put(Given()), rank, place.device, zero=zero)
+        found = _trained(place.put(Given()), rank, place.device, zero=zero)
         with place.aside():
             pairs = zip(found, expected, strict=True)
             differ = sum(a.shape != b.shape or bytes_of(a) != bytes_of(b) for a, b in pairs)

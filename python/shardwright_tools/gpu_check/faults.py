@@ -55,8 +55,7 @@ def _fill_queue(place: Any, model: Any) -> None:
 
 def _timed(case: str, begun: float, error: BaseException, expected: str, is_quick: bool) -> Row:
     seconds = time.monotonic() - begun
-    names_it = expected in str(error)
-    status = "ok" if names_it and seconds < _deadline_s(is_quick) + _SLACK_S else "wrong"
+    status = "ok" if expected in str(error) and seconds < _deadline_s(is_quick) + _SLACK_S else "wrong"
     return row(case, status, seconds, "s", note=f"{type(error).__name__}: {error}")
 
 

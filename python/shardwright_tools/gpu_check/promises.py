@@ -9,26 +9,18 @@ from typing import Any
 import shardwright as sw
 import torch
 
-from .correct import Given, Product, gradients, tensors_of
+from .correct import Given, Product, gradients, train, whole, wrapped
 from .report import Row, row
 
 _STEPS = 2
 
 
 def _wrapped(place: Any, **options: Any) -> tuple[Any, Any]:
-    module = place.put(Given())
-    return sw.wrap(module, sw.optim.AdamW(module.parameters(), lr=0.01), deterministic=True, **options)
+    return wrapped(place.put(Given()), **options)
 
 
-def _steps(place: Any, model: Any, optimizer: Any, first: int, count: int = _STEPS) -> None:
-    for step in range(first, first + count):
-        model(gradients(0, step, place.device)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def _whole(model: Any, optimizer: Any) -> list[torch.Tensor]:
-    return list(tensors_of([sw.full_state_dict(model), sw.full_optimizer_state_dict(model, optimizer)]))
+def _steps(place: Any, model: Any, optimizer: Any, first: int) -> None:
+    train(model, optimizer, 0, place.device, range(first, first + _STEPS))
 
 
 def _same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
@@ -47,7 +39,7 @@ def _save_and_load(place: Any) -> bool:
         with sw.Checkpointer(folder, other, others) as saves:
             saves.restore()
         _steps(place, other, others, _STEPS)
-    return _same(_whole(other, others), _whole(model, optimizer))
+    return _same(whole(other, others), whole(model, optimizer))
 
 
 def _offload(place: Any) -> bool:
@@ -56,7 +48,7 @@ def _offload(place: Any) -> bool:
     for options in ({}, {"offload": "cpu"}):
         model, optimizer = _wrapped(place, zero=1, **options)
         _steps(place, model, optimizer, 0)
-        found.append(_whole(model, optimizer))
+        found.append(whole(model, optimizer))
     return _same(*found)
 
 
@@ -82,7 +74,7 @@ def _recomputed(place: Any) -> bool:
         if is_recomputed:
             sw.checkpoint_units(model)
         _steps(place, model, optimizer, 0)
-        found.append(_whole(model, optimizer))
+        found.append(whole(model, optimizer))
     return _same(*found)
 
 

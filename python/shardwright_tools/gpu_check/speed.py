@@ -14,6 +14,7 @@ import shardwright as sw
 import torch
 from shardwright import _engine
 
+from .plan import LARGE
 from .report import Row, least, row
 
 _BLOCK, _BITS, _PIECES, _SLICES = 256, 8, 16, 8
@@ -116,7 +117,7 @@ def large(place: Any, rank: int, world_size: int, *, is_quick: bool) -> Iterator
 
     def compared(case: str, is_right: bool) -> Row:
         note = "" if is_right else "its result differs from torch's"
-        return row(case, "ok" if is_right else "wrong", 4 * numel / 2**30, "GiB", note=note)
+        return row(f"{case} above 4 GiB", "ok" if is_right else "wrong", 4 * numel / 2**30, "GiB", note=note)
 
     comm.pack([(back.data_ptr(), wide.data_ptr(), 4 * numel)], stream)
     yield compared(LARGE[0], torch.equal(back, wide))
@@ -147,7 +148,6 @@ def large(place: Any, rank: int, world_size: int, *, is_quick: bool) -> Iterator
     yield compared(LARGE[4], all(torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(*found)))
 
 
-LARGE = tuple(f"{name} above 4 GiB" for name in ("PACK", "FOLD of 8 slices", "CAST", "NORM", "AdamW"))
 _OPTIMIZERS: dict[str, Callable[[list[torch.nn.Parameter]], Any]] = {
     "ours": lambda parameters: sw.optim.AdamW(parameters, lr=1e-3),
     "torch": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, fused=True),

@@ -118,9 +118,8 @@ def arm(place: Any, rank: int, world_size: int, *, name: str, is_quick: bool) ->
         where.reset_peak()
         milliseconds = where.milliseconds(step, size.steps)
         peak = where.peak_bytes()
-        with where.profile(
-            f"{os.environ.get('SHARDWRIGHT_GPU_CHECK_TO', '.')}/trace-{name.replace('=', '').replace(', ', '-')}.json.gz"
-        ):
+        trace = f"trace-{name.replace('=', '').replace(', ', '-')}.json.gz"
+        with where.profile(os.path.join(os.environ.get("SHARDWRIGHT_GPU_CHECK_TO", "."), trace)):
             step()
             where.synchronize()
         found = [float(each) for each in losses]

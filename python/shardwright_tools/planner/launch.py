@@ -1,12 +1,14 @@
-"""Launch files: one function per launcher returns a complete file. All but accelerate's end in torchrun."""
+"""Launch files: one function per launcher completes a file of the folder launch_files. All but accelerate's end in torchrun."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
 import shlex
+import string
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from .machine import Machine
 from .shape import PlanError
@@ -41,184 +43,86 @@ def launch_file(kind: str, job: Job) -> str:
     return LAUNCHERS[kind](job)
 
 
+class _File(string.Template):
+    """A launch file of the folder launch_files, in which `%` begins a name, and `%%` is one."""
+
+    delimiter = "%"
+
+    @classmethod
+    def filled(cls, file: str, job: Job, **values: Any) -> str:
+        text = (Path(__file__).with_name("launch_files") / file).read_text(encoding="utf-8")
+        own = {"name": job.name, "made_by": job.made_by, "hosts": job.machine.hosts, "threads": _threads(job)}
+        return cls(text).substitute({**own, "notice": _NOTICE_S, **values})
+
+
 def _threads(job: Job) -> str:
     """Return torchrun's variable of threads. Ranks on CPUs compute with all their processors, others only start kernels."""
     return f"export OMP_NUM_THREADS={1 if job.machine.on_gpu else max(1, job.cpus)}"
 
 
-def _program(job: Job) -> str:
-    return " ".join(map(shlex.quote, job.program))
-
-
-def _elastic(job: Job, address: str) -> str:
+def _elastic(job: Job, address: str, indent: str = "    ", quote: str = '"') -> str:
     """Return torchrun's command for one host of several: a rendezvous that survives restarts and a lost host's return."""
     start = f"torchrun --nnodes={job.machine.hosts} --nproc-per-node={job.machine.ranks} --max-restarts=3"
-    meeting = f'--rdzv-backend=c10d --rdzv-endpoint="{address}:{_PORT}" --rdzv-id={shlex.quote(job.name)}'
-    return " \\\n    ".join([start, meeting, _program(job)])
+    endpoint = f"{quote}{address}:{_PORT}{quote}"
+    meeting = f"--rdzv-backend=c10d --rdzv-endpoint={endpoint} --rdzv-id={shlex.quote(job.name)}"
+    return f" \\\n{indent}".join([start, meeting, shlex.join(job.program)])
 
 
-def _text(job: Job, lines: Sequence[str]) -> str:
-    return "\n".join([f"# {job.made_by}", *lines]) + "\n"
-
-
-def _script(job: Job, lines: Sequence[str]) -> str:
-    return "#!/usr/bin/env bash\n" + _text(job, lines)
+def _script(job: Job, *lines: str) -> str:
+    return "\n".join(["#!/usr/bin/env bash", f"# {job.made_by}", "set -euo pipefail", _threads(job), *lines]) + "\n"
 
 
 def _torchrun(job: Job) -> str:
-    if job.machine.hosts == 1:
-        command = f"torchrun --standalone --nproc-per-node={job.machine.ranks} --max-restarts=3 \\\n    {_program(job)}"
-        lines = ["set -euo pipefail", _threads(job), f"exec {command}"]
-    else:
-        lines = [
-            "#",
-            "# Run this on each host. MASTER_ADDR is an address of one of them that all reach.",
-            "set -euo pipefail",
-            ': "${MASTER_ADDR:?an address of one host that all hosts reach}"',
-            _threads(job),
-            f"exec {_elastic(job, '$MASTER_ADDR')}",
-        ]
-    return _script(job, lines)
+    if job.machine.hosts > 1:
+        return _File.filled("torchrun.sh", job, torchrun=_elastic(job, "$MASTER_ADDR"))
+    command = f"torchrun --standalone --nproc-per-node={job.machine.ranks} --max-restarts=3"
+    return _script(job, f"exec {command} \\\n    {shlex.join(job.program)}")
 
 
 def _accelerate(job: Job) -> str:
-    machine = job.machine
-    lines = ["set -euo pipefail", _threads(job)]
+    machine, lines = job.machine, []
     if not machine.on_gpu:  # with --cpu accelerate starts one process; its --multi_gpu starts all, which then use CPUs
         lines.append("export ACCELERATE_USE_CPU=1")
-    words = [f"accelerate launch --multi_gpu --num_processes {machine.world} --mixed_precision {job.mixed_precision}"]
+    start = f"accelerate launch --multi_gpu --num_processes {machine.world} --mixed_precision {job.mixed_precision}"
+    meeting = "--num_machines 1"
     if machine.hosts > 1:
         lines += [
             "# Run this on each host, with its own NODE_RANK. MASTER_ADDR is an address of the host with NODE_RANK 0.",
             ': "${MASTER_ADDR:?the address of the host with NODE_RANK 0}" "${NODE_RANK:?the number of this host, from 0}"',
         ]
-        words.append(
-            f'--num_machines {machine.hosts} --machine_rank "$NODE_RANK" --main_process_ip "$MASTER_ADDR" --main_process_port {_PORT}'
-        )
-    else:
-        words.append("--num_machines 1")
-    words[-1] += " --dynamo_backend no"
-    run = f"-m shardwright run {shlex.quote(job.options)} {_program(job)}"
-    return _script(job, [*lines, "exec " + " \\\n    ".join([*words, run])])
-
-
-def _time(hours: float) -> str:
-    days, rest = divmod(max(1, round(60 * hours)), 24 * 60)
-    return f"{days}-{rest // 60:02d}:{rest % 60:02d}:00"
+        meeting = f'--num_machines {machine.hosts} --machine_rank "$NODE_RANK" --main_process_ip "$MASTER_ADDR" --main_process_port {_PORT}'
+    run = f"-m shardwright run {shlex.quote(job.options)} {shlex.join(job.program)}"
+    return _script(job, *lines, "exec " + " \\\n    ".join([start, f"{meeting} --dynamo_backend no", run]))
 
 
 def _slurm(job: Job) -> str:
     machine = job.machine
-    lines = [
-        f"#SBATCH --job-name={job.name}",
-        f"#SBATCH --nodes={machine.hosts}",
-        "#SBATCH --ntasks-per-node=1",
-        f"#SBATCH --cpus-per-task={job.cpus * machine.ranks}",
-        *([f"#SBATCH --gpus-per-node={machine.ranks}"] if machine.on_gpu else []),
-        f"#SBATCH --time={_time(job.hours)}",
-        f"#SBATCH --signal=B:USR1@{_NOTICE_S}",
-        "#SBATCH --requeue",
-        "#SBATCH --open-mode=append",
-        "#SBATCH --output=%x-%j.out",
-        "#",
-        "# One torchrun per node starts its ranks. This script gets USR1 before the time limit, and torchrun TERM, which it hands",
-        "# on: with sw.Checkpointer(..., save_on=(signal.SIGTERM,)) the ranks save and end, within 30 s. The job then goes back",
-        "# into the queue until the program has made the file `done`. A job that fails is not started again.",
-        "set -euo pipefail",
-        _threads(job),
-        'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
-        "noticed=",
-        """trap 'noticed=yes; scancel --signal=TERM "$SLURM_JOB_ID"' USR1 # to srun's steps""",
-        'srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 ' + _elastic(job, "$head") + " &",
-        "step=$!",
-        "status=0",
-        'wait "$step" || status=$?',
-        '[ -n "$noticed" ] || exit "$status"',
-        'wait "$step" || true # the signal ended the first wait; torchrun ends with another code than its ranks',
-        '[ -e done ] || scontrol requeue "$SLURM_JOB_ID"',
-    ]
-    return _script(job, lines)
+    days, rest = divmod(max(1, round(60 * job.hours)), 24 * 60)
+    return _File.filled(
+        "slurm.sh",
+        job,
+        cpus=job.cpus * machine.ranks,
+        gpus=f"\n#SBATCH --gpus-per-node={machine.ranks}" if machine.on_gpu else "",
+        time=f"{days}-{rest // 60:02d}:{rest % 60:02d}:00",
+        torchrun=_elastic(job, "$head"),
+    )
 
 
 def _sky(job: Job) -> str:
     machine = job.machine
+    resources = f"cpus: {job.cpus * machine.ranks}+"
     if machine.on_gpu:
-        resources = [f"  accelerators: {(machine.gpu or 'H100').upper()}:{machine.ranks}"]
-        resources += ["  network_tier: best"] if machine.hosts > 1 else []
-    else:
-        resources = [f"  cpus: {job.cpus * machine.ranks}+"]
-    lines = [
-        "#",
-        "# sky jobs launch --env RUN_ROOT=s3://bucket/runs FILE: a spot machine that is taken away comes back as another one, under the",
-        "# same SKYPILOT_TASK_ID. The program keeps its checkpoints in RUN_FOLDER, which outlives machines.",
-        f"name: {job.name}",
-        f"num_nodes: {machine.hosts}",
-        "resources:",
-        *resources,
-        "  use_spot: true",
-        "workdir: .",
-        "envs: {RUN_ROOT: null}",
-        "setup: |",
-        "  pip install .",
-        "run: |",
-        '  head=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)',
-        '  export RUN_FOLDER="$RUN_ROOT/$SKYPILOT_TASK_ID"',
-        f"  {_threads(job)}",
-        *(f"  {line}" for line in _elastic(job, "$head").splitlines()),
-    ]
-    return _text(job, lines)
+        resources = f"accelerators: {(machine.gpu or 'H100').upper()}:{machine.ranks}"
+        resources += "\n  network_tier: best" if machine.hosts > 1 else ""
+    return _File.filled("sky.yaml", job, resources=resources, torchrun=_elastic(job, "$head", "      "))
 
 
 def _jobset(job: Job) -> str:
     machine = job.machine
     resources = f"nvidia.com/gpu: {machine.ranks}" if machine.on_gpu else f"cpu: {job.cpus * machine.ranks}"
-    command = [f"torchrun --nnodes={machine.hosts} --nproc-per-node={machine.ranks} --max-restarts=3"]
-    command += [f"--rdzv-backend=c10d --rdzv-endpoint={job.name}-ranks-0-0.{job.name}:{_PORT} --rdzv-id={job.name}"]
-    command += [_program(job)]
-    threads = _threads(job).removeprefix("export ").partition("=")[2]
-    lines = [
-        "#",
-        "# kubectl apply -f FILE; needs the JobSet controller. Set image: to one that holds your program and shardwright, and mount a",
-        "# folder that all pods share for checkpoints. Pod 0 is the meeting point, by the name that the headless service",
-        "# of the JobSet gives it. /dev/shm holds buckets and parameters that ranks of a host share.",
-        "apiVersion: jobset.x-k8s.io/v1alpha2",
-        "kind: JobSet",
-        "metadata:",
-        f"  name: {job.name}",
-        "spec:",
-        "  network: {enableDNSHostnames: true, publishNotReadyAddresses: true, subdomain: %s}" % job.name,
-        "  failurePolicy: {maxRestarts: 10}",
-        "  replicatedJobs:",
-        "  - name: ranks",
-        "    replicas: 1",
-        "    template:",
-        "      spec:",
-        f"        parallelism: {machine.hosts}",
-        f"        completions: {machine.hosts}",
-        "        completionMode: Indexed",
-        "        backoffLimit: 0",
-        "        template:",
-        "          spec:",
-        "            restartPolicy: Never",
-        f"            terminationGracePeriodSeconds: {_NOTICE_S}",
-        "            containers:",
-        "            - name: ranks",
-        f"              image: {job.image}",
-        "              env:",
-        f'              - {{name: OMP_NUM_THREADS, value: "{threads}"}}',
-        "              command: [bash, -c]",
-        "              args:",
-        "              - |",
-        *(f"                {line}" for line in ("exec " + " \\\n  ".join(command)).splitlines()),
-        "              resources:",
-        f"                limits: {{{resources}}}",
-        "              volumeMounts:",
-        "              - {name: shm, mountPath: /dev/shm}",
-        "            volumes:",
-        "            - name: shm",
-        "              emptyDir: {medium: Memory}",
-    ]
-    return _text(job, lines)
+    torchrun = _elastic(job, f"{job.name}-ranks-0-0.{job.name}", 18 * " ", quote="")
+    threads = _threads(job).partition("=")[2]
+    return _File.filled("jobset.yaml", job, image=job.image, resources=resources, torchrun=torchrun, threads=threads)
 
 
 def hosts_of(path: str) -> list[tuple[str, int]]:
@@ -246,23 +150,11 @@ def hosts_of(path: str) -> list[tuple[str, int]]:
 def _hostfile(job: Job) -> str:
     if job.hostfile is None:
         raise PlanError("--launch hostfile needs --hostfile FILE")
-    hosts = hosts_of(job.hostfile)
-    command = _elastic(job, hosts[0][0]).replace(" \\\n   ", "")
-    inside = f"cd {{}} && {_threads(job)} && exec {command}"
-    lines = [
-        "#",
-        f"# torchrun on each host of {job.hostfile}, over ssh, in this folder. The first host is the meeting point.",
-        "set -euo pipefail",
-        'here=$(printf %q "$PWD")',
-        f"command={shlex.quote(inside)}",
-        f"for host in {' '.join(shlex.quote(host) for host, _ in hosts)}; do",
-        '    ${SSH:-ssh} "$host" "${command/\\{\\}/$here}" &',
-        "done",
-        "status=0",
-        'for child in $(jobs -p); do wait "$child" || status=$?; done',
-        "exit $status",
-    ]
-    return _script(job, lines)
+    names = [host for host, _ in hosts_of(job.hostfile)]
+    torchrun = _elastic(job, names[0]).replace(" \\\n   ", "")
+    inside = f"cd {{}} && {_threads(job)} && exec {torchrun}"
+    given = {"hostfile": job.hostfile, "command": shlex.quote(inside), "names": shlex.join(names)}
+    return _File.filled("hostfile.sh", job, **given)
 
 
 LAUNCHERS: dict[str, Callable[[Job], str]] = {

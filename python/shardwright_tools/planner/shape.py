@@ -6,11 +6,12 @@ import collections
 import dataclasses
 import importlib
 import importlib.util
-import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from shardwright.options.mapping_files import read_mapping
 
 
 class PlanError(ValueError):
@@ -218,18 +219,14 @@ def from_config(config: Mapping[str, Any] | str | Path, where: str | None = None
         path = Path(config)
         path = path / "config.json" if path.is_dir() else path
         where = str(path)
+        if path.suffix == ".py":
+            raise PlanError(f"{path} is a program: pass {path}:NAME, a function in it that returns the module")
         try:
-            config = json.loads(path.read_text(encoding="utf-8"))
+            config = read_mapping(path)
         except FileNotFoundError:
             raise PlanError(f"{path} does not exist: pass a config.json, its folder, or module:name") from None
-        except (OSError, ValueError, RecursionError) as error:
-            if path.suffix == ".py":
-                raise PlanError(
-                    f"{path} is a program: pass {path}:NAME, a function in it that returns the module"
-                ) from None
-            raise PlanError(f"{path} is not a readable JSON file: {error}") from None
-        if not isinstance(config, Mapping):
-            raise PlanError(f"{path} must hold a JSON object, got {type(config).__name__}")
+        except (OSError, ValueError) as error:
+            raise PlanError(str(error)) from None
     where = where or "the configuration"
     text = config.get("text_config")
     if isinstance(text, Mapping) and "model_type" in text and str(config.get("model_type")) not in _FAMILIES:

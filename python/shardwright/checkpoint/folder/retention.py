@@ -60,7 +60,7 @@ def list_checkpoints(directory: str, *, look: bool = False, known: Known | None 
     found = []
     left = branch_of(directory).abandoned if look else set()
     for name in {name.removesuffix(REPLACED) for name in os.listdir(directory) if _STEP.match(name)}:
-        path = find(os.path.join(directory, name))
+        path = CheckpointFolder.find(os.path.join(directory, name))
         if path is None:
             path = os.path.join(directory, name)
             if path not in _dangling and os.path.islink(path) and not os.path.exists(path):
@@ -78,8 +78,6 @@ def removable_ones(kept: Sequence[Kept]) -> list[Kept]:
 
 
 _dangling: set[str] = set()
-#: return the path of a checkpoint: the given path, or its replaced name if only that exists; None if neither does
-find = CheckpointFolder.find
 
 
 def left_overs(directory: str) -> list[str]:
@@ -136,18 +134,10 @@ def _look(path: str) -> tuple[float | None, str, str]:
         return None, DAMAGED if is_known else UNKNOWN, ""
 
 
-#: remove a checkpoint's folder or remains, of any file type; the target of a link stays
-remove = CheckpointFolder.remove
-
-
 def discard(path: str) -> None:
     """Remove as much as possible of a folder."""
     with contextlib.suppress(CheckpointError):
-        remove(path)
-
-
-#: make a directory's names durable
-sync = CheckpointFolder.sync
+        CheckpointFolder.remove(path)
 
 
 def to_retire(
@@ -219,7 +209,7 @@ def go_on_from(directory: str, chosen: Kept, elsewhere: Sequence[Kept] = ()) -> 
         file.flush()
         os.fsync(file.fileno())
     os.replace(f"{path}.new", path)
-    sync(directory)
+    CheckpointFolder.sync(directory)
 
 
 class DirectoryLock:

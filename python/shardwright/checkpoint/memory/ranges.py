@@ -102,7 +102,7 @@ def connect_carriers(peers: Peers, name: str, timeout_s: float) -> Wire | None:
     def connect() -> None:
         if peers.rank in peers.carriers:
             digest = hashlib.sha256(secret).hexdigest()[:16]
-            made.append(peers.make_wire(f"{name}/{digest}", secret, min(_MEET_S, timeout_s)))
+            made.append(peers.group.make_wire(f"{name}/{digest}", secret, min(_MEET_S, timeout_s)))
 
     on_hosts(peers, connect, f"wire of {name}")
     return made[0] if made else None

@@ -117,8 +117,7 @@ class Source:
         chosen, hosts = self._candidate, range(self._peers.host_count)
         first = [next(host for host in hosts if chosen.holder(host, rank)) for rank in range(chosen.world_size)]
         encoded = []
-        with contextlib.ExitStack() as opened:
-            images = self._opener(opened)
+        with self._own_images() as images:
             for rank in (rank for rank, host in enumerate(first) if self._is_first and host == self._host):
                 tables = self._tables_in(images(rank))
                 encoded += [table.encode() for table in tables if table.head["rank"] == rank]
@@ -204,19 +203,20 @@ class Source:
         left, limit = memory_left()
         if missing > left:
             raise CheckpointError(f"{in_gib(missing)} of {chosen.label} do not fit: {in_gib(left)} are left ({limit})")
-        with contextlib.ExitStack() as opened:
-            images = self._opener(opened)
+        with self._own_images() as images:
             for rank, begin, nbytes in lacking[self._host]:
                 self._image.view[begin : begin + nbytes] = images(rank).view[begin : begin + nbytes]
 
-    def _opener(self, opened: contextlib.ExitStack) -> Callable[[int], Image]:
-        """Return a function from a rank to this host's image with its bytes, open until `opened` ends."""
+    @contextlib.contextmanager
+    def _own_images(self) -> Iterator[Callable[[int], Image]]:
+        """Return a context with a function from a rank to this host's image with its bytes."""
+        with contextlib.ExitStack() as opened:
 
-        @functools.cache
-        def by_name(name: str) -> Image:
-            return opened.enter_context(contextlib.closing(self._open(name)))
+            @functools.cache
+            def by_name(name: str) -> Image:
+                return opened.enter_context(contextlib.closing(self._open(name)))
 
-        return lambda rank: by_name(str(self._candidate.holder(self._host, rank)))
+            yield lambda rank: by_name(str(self._candidate.holder(self._host, rank)))
 
     def _move(self, asked: Sequence[Sequence[Range]]) -> None:
         """Send other hosts the bytes that they lack, and receive this host's. Collective.
@@ -243,8 +243,7 @@ class Source:
                 raise
             return left > turn + 1
 
-        with contextlib.ExitStack() as opened:
-            images = self._opener(opened)
+        with self._own_images() as images:
             for turn in itertools.count():
                 step = functools.partial(move, turn, images)
                 if not any(on_hosts(self._peers, step, "bytes of a step in memory")):

@@ -113,14 +113,18 @@ class MemoryTier:
         name = name_of(answers[0][0], self._peers.simulated_host)
         answer_s = min(ANSWER_S, self._peers.timeout_s / 4)  # the others wait for this rank
 
-        def connect(is_starter: bool) -> None:
-            if self._is_first and is_starter:
+        def connect() -> None:
+            if self._is_first:
                 self._client = Client.start(name, run, launcher_of(chains, os.getsid(0)), answer_s=answer_s)
-            elif not self._is_first and not is_starter:
+            else:
                 self._client = Client(name, run, answer_s)
 
-        for is_starter in (True, False):
-            on_hosts(self._peers, functools.partial(connect, is_starter), "guardians")
+        self._first_then_others(connect, "guardians")
+
+    def _first_then_others(self, call: Callable[[], None], label: str) -> None:
+        """Run call() on the first rank of each host, then on the others. An error is equal on all ranks. Collective."""
+        for is_first in (True, False):
+            on_hosts(self._peers, call if self._is_first == is_first else lambda: None, label)
 
     def _rollbacks(self) -> list[int]:
         """Return the steps of all rollbacks of this directory, on rank 0."""
@@ -149,13 +153,11 @@ class MemoryTier:
         """Return an image that the host's first rank makes and the others open. An error is equal on all ranks. Collective."""
         opened: list[Image] = []
 
-        def open_it(is_first: bool) -> None:
-            if self._is_first == is_first:
-                opened.append(make() if is_first and make is not None else Image.open(self._guardian, name))
+        def open_it() -> None:
+            opened.append(make() if self._is_first and make is not None else Image.open(self._guardian, name))
 
         try:
-            for is_first in (True, False):
-                on_hosts(self._peers, functools.partial(open_it, is_first), label)
+            self._first_then_others(open_it, label)
         except BaseException:
             for image in opened:
                 image.close()

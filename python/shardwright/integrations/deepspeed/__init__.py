@@ -113,8 +113,8 @@ def initialize(
             raise NotImplementedError(f"initialize: {name} does not exist here: call sw.wrap with device_mesh=")
     if model is None:
         raise TypeError("initialize needs a model, got None")
-    config = config if config is not None else config_params
-    config = config if config is not None else getattr(args, "deepspeed_config", None)
+    given = (config, config_params, getattr(args, "deepspeed_config", None))
+    config = next((each for each in given if each is not None), None)
     if config is None:
         raise ValueError("initialize needs a configuration: config=, or args.deepspeed_config")
     config = load_config(config)

@@ -20,6 +20,7 @@ import torch
 from ... import optim
 from ...options.checks import among
 from ...options.compressors import Int8, compressor_named
+from ...options.mapping_files import read_mapping
 from ...options.options import Options
 from ...options.precision import Precision
 from .keys import KEYS, is_harmless, key_of, nearest
@@ -36,7 +37,7 @@ _REFUSED_OPTIMIZERS = {
     **dict.fromkeys(("muadam", "muadamw", "musgd"), "pass the optimizer of mup to initialize"),
 }
 #: key -> fields of TrainingArguments that fill its "auto"; see fill_auto
-_TRAINER = {
+TRAINER_FIELDS = {
     "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
     "gradient_accumulation_steps": "gradient_accumulation_steps",
     "gradient_clipping": "max_grad_norm",
@@ -92,22 +93,7 @@ def load_config(config: Any) -> dict[str, Any]:
         return copy.deepcopy(dict(config))
     if not isinstance(config, (str, os.PathLike)):
         raise TypeError(f"config must be a dict or the path of a JSON file, got {type(config).__name__}")
-
-    def without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        names = [name for name, _ in pairs]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise ValueError(f"{os.fspath(config)}: the key {twice[0]!r} appears twice in one section")
-        return dict(pairs)
-
-    with open(config, encoding="utf-8") as file:
-        try:
-            found = json.load(file, object_pairs_hook=without_repeats)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{os.fspath(config)} is not valid JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{os.fspath(config)} must hold a JSON object, got {type(found).__name__}")
-    return found
+    return read_mapping(config)
 
 
 def fill_auto(
@@ -126,7 +112,9 @@ def fill_auto(
     """
     filled = load_config(config)
     micro, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
-    values: dict[str, Any] = {name: getattr(args, field) for name, field in _TRAINER.items() if hasattr(args, field)}
+    values: dict[str, Any] = {
+        name: getattr(args, field) for name, field in TRAINER_FIELDS.items() if hasattr(args, field)
+    }
     values["train_batch_size"] = world_size * micro * steps
     if hasattr(args, "adam_beta1"):
         values["optimizer.params.betas"] = [args.adam_beta1, args.adam_beta2]
@@ -151,7 +139,7 @@ def fill_auto(
         if place[last] == "auto":
             place[last] = value
         elif name in checked and place[last] != value:
-            wrong.append(f"{name}={place[last]!r} against {value!r} ({_TRAINER.get(name, 'TrainingArguments')})")
+            wrong.append(f"{name}={place[last]!r} against {value!r} ({TRAINER_FIELDS.get(name, 'TrainingArguments')})")
     if wrong:
         raise ValueError(f"the DeepSpeed configuration contradicts the arguments: {'; '.join(wrong)}: write 'auto'")
     return filled
@@ -275,30 +263,20 @@ class _Reader:
         elements = self._number(f"{zero}.reduce_bucket_size")
         if elements:
             self._set(f"{zero}.reduce_bucket_size", bucket_cap_mb=min(elements * 4 / 2**20, 25.0))
-        device = self._device(f"{zero}.offload_optimizer", f"{zero}.cpu_offload")
-        if device == "cpu":
-            self._set(f"{zero}.offload_optimizer.device", offload="cpu")
-            self._became[f"{zero}.cpu_offload"] = "offload='cpu'"
-        elif device == "nvme":
-            folder = self._get(f"{zero}.offload_optimizer.nvme_path")
-            if not isinstance(folder, str):
-                raise ValueError(f"{zero}.offload_optimizer.nvme_path must be a folder for 'nvme', got {folder!r}")
-            self._set(f"{zero}.offload_optimizer.device", offload=f"nvme:{folder}")
-            self._became[f"{zero}.offload_optimizer.nvme_path"] = "see device"
-        device = self._device(f"{zero}.offload_param", f"{zero}.cpu_offload_param")
-        if device == "nvme":
-            folder = self._get(f"{zero}.offload_param.nvme_path")
-            if not isinstance(folder, str):
-                raise ValueError(f"{zero}.offload_param.nvme_path must be a folder for 'nvme', got {folder!r}")
-            if stage != 3:
-                raise ValueError(f"{zero}.offload_param needs zero_optimization.stage 3, got stage {stage}")
-            places = {"parameters": f"nvme:{folder}", "optimizer": wrap.get("offload")}
-            self._set(f"{zero}.offload_param.device", share_parameters=False, offload=places)
-            self._became[f"{zero}.offload_param.nvme_path"] = "see device"
-        self._plan.offloads_parameters = device == "cpu"
-        if device == "cpu":
+        place = self._place(f"{zero}.offload_optimizer", f"{zero}.cpu_offload")
+        if place is not None:
+            self._set(f"{zero}.offload_optimizer.device", offload=place)
+            self._became[f"{zero}.cpu_offload"] = f"offload={place!r}"
+        place = self._place(f"{zero}.offload_param", f"{zero}.cpu_offload_param")
+        self._plan.offloads_parameters = place == "cpu"
+        if place == "cpu":
             for name in ("offload_param.device", "cpu_offload_param"):
                 self._became[f"{zero}.{name}"] = "parameters of a model on the CPU lie there already"
+        elif place is not None:
+            if stage != 3:
+                raise ValueError(f"{zero}.offload_param needs zero_optimization.stage 3, got stage {stage}")
+            places = {"parameters": place, "optimizer": wrap.get("offload")}
+            self._set(f"{zero}.offload_param.device", share_parameters=False, offload=places)
         for name in ("zero_quantized_weights", "mics_shard_size"):
             if stage != 3 and self._get(f"{zero}.{name}", False) not in (False, -1):
                 raise ValueError(f"{zero}.{name} needs zero_optimization.stage 3, got stage {stage}")
@@ -316,11 +294,17 @@ class _Reader:
         if self._switch("zero_allow_untested_optimizer") and wrap["zero"]:
             self._set("zero_allow_untested_optimizer", partition="flat")
 
-    def _device(self, section: str, old: str) -> str:
-        """Return "none", "cpu" or "nvme", by a section or by its old name."""
+    def _place(self, section: str, old: str) -> str | None:
+        """Return the place of an offload section, or of its old name, as offload= takes it."""
         device = self._get(f"{section}.device", "cpu" if self._switch(old) else "none")
         among("none", "cpu", "nvme")(f"{section}.device", device)
-        return str(device)
+        if device != "nvme":
+            return "cpu" if device == "cpu" else None
+        folder = self._get(f"{section}.nvme_path")
+        if not isinstance(folder, str):
+            raise ValueError(f"{section}.nvme_path must be a folder for 'nvme', got {folder!r}")
+        self._became[f"{section}.nvme_path"] = "see device"
+        return f"nvme:{folder}"
 
     def _set(self, name: str, **options: Any) -> None:
         self._plan.wrap.update(options)

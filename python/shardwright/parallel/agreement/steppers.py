@@ -24,7 +24,7 @@ from ...comm.agreement import gather_values
 from ...comm.process_group import HostGroup
 from ...comm.signals import StopRequest
 from ...torch_compat.dtensor import is_dtensor
-from ...torch_compat.in_backward import optimizers_of, take_hooks
+from ...torch_compat.optimizers import optimizers_of, take_hooks
 from .optimizer_agreement import UNLIKE_BEFORE, Row, difference, hyperparameters
 from .replica_check import digest_of
 

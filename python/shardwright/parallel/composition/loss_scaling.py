@@ -10,7 +10,7 @@ from ..._engine import Error
 from ...comm.agreement import gather_answers
 from ...gradients.sharded_gradient import unscale_on_this_rank
 from ...torch_compat.dtensor import held_tensor, is_dtensor, waited
-from ...torch_compat.grad_scaler import unscale_by
+from ...torch_compat.optimizers import unscale_by
 from ..replica import Replica, live_replicas
 
 __all__ = ["install"]
