@@ -85,11 +85,12 @@ def program(builder: Builder, test: Path) -> Path:
 
 
 def run_on_fakes(
-    test: Path, mode: Mode, folder: Path, limit_s: float = RUN_LIMIT_S
+    test: Path, mode: Mode, folder: Path, limit_s: float = RUN_LIMIT_S, strict: str = ""
 ) -> subprocess.CompletedProcess[str]:
     fakes = libraries(mode)
     command = [str(program(BUILDERS[mode.name], test)), *map(str, fakes.values()), str(folder)]
     plain = {key: value for key, value in os.environ.items() if key != "CUDA_VISIBLE_DEVICES"}
+    plain["SIM_STRICT"] = strict or plain.get("SIM_STRICT", "")
     options = {"ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0", "TSAN_OPTIONS": "halt_on_error=1"}
     return subprocess.run(command, capture_output=True, text=True, timeout=limit_s, env={**plain, **options})
 
@@ -102,6 +103,17 @@ def test_c_program_on_simulated_gpus_exits_with_zero(test: Path, mode: str, tmp_
     if shutil.which(BUILDERS[mode].mode.compiler) is None:
         pytest.skip(f"no compiler {BUILDERS[mode].mode.compiler!r} on this machine")
     done = run_on_fakes(test, BUILDERS[mode].mode, tmp_path)
+    assert done.returncode == 0, f"{test.stem} ended with {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-8000:]}"
+
+
+@pytest.mark.parametrize("test", TESTS, ids=lambda path: path.stem)
+def test_it_does_so_where_a_driver_waits_in_the_worst_case(test: Path, tmp_path: Path) -> None:
+    """See SIM_STRICT in tests/fake/sim.h; test_sim.c sets it itself."""
+    if os.environ.get("SW_TEST_LONG") != "1" and test.stem != "test_device_units":
+        pytest.skip("long form only (SW_TEST_LONG=1)")
+    if shutil.which(BUILDERS["plain"].mode.compiler) is None:
+        pytest.skip("no C compiler on this machine")
+    done = run_on_fakes(test, BUILDERS["plain"].mode, tmp_path, strict="all")
     assert done.returncode == 0, f"{test.stem} ended with {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-8000:]}"
 
 

@@ -226,6 +226,33 @@ int sw_py_reducer_take_gradient(reducer_object *self, size_t index, PyObject *pa
     return REDUCER_INSIDE(self, take(self, index, task, param)); /* not in a forked child */
 }
 
+/* A part of the backward is over: a parameter of it that has no gradient gets none. Its bucket must
+ * not wait for the end of the backward, since others' GPUs wait for the mean, and gathers behind.
+ * Nor does a complete bucket wait for the next gradient: so means and gathers, which travel over
+ * two communicators, have one order on all ranks. */
+PyObject *sw_py_reducer_pass_over(PyObject *op, PyObject *indices)
+{
+    reducer_object *self = (reducer_object *)op;
+    int64_t task;
+    bool waited = false;
+    if (reducer_check_ready(self) < 0 || current_task(self, &task) < 0)
+        return NULL;
+    if (sw_reducer_state(self->reducer) == SW_ROUND_CLOSED || task != self->announced_task)
+        Py_RETURN_FALSE;
+    SW_PY_OWNED *list = PySequence_List(indices);
+    for (Py_ssize_t i = 0; list && i < PyList_Size(list); ++i) {
+        size_t index = PyLong_AsSize_t(PyList_GetItem(list, i));
+        if (PyErr_Occurred() || !sw_py_reducer_has_index(self, (Py_ssize_t)index))
+            return NULL;
+        waited |= sw_reducer_pass(self->reducer, index);
+    }
+    self->send_is_due |= waited;
+    if (!list || (self->send_is_due &&
+                  (sw_py_reducer_use_stream(self) < 0 || REDUCER_INSIDE(self, send_due(self)) < 0)))
+        return NULL;
+    Py_RETURN_TRUE;
+}
+
 /* ---- a round ends ---- */
 
 /* Ends a round: the view becomes `.grad` of every parameter that some rank used. */

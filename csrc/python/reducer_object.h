@@ -163,7 +163,8 @@ sw_py_method sw_py_reducer_gradient, sw_py_reducer_result, sw_py_reducer_bucket,
     sw_py_reducer_bucket_shape, sw_py_reducer_run, sw_py_reducer_run_in_slice;
 sw_py_method sw_py_reducer_set_active, sw_py_reducer_set_order, sw_py_reducer_set_announcer;
 sw_py_method sw_py_reducer_forward, sw_py_reducer_open_round, sw_py_reducer_close,
-    sw_py_reducer_fail, sw_py_reducer_close_pending, sw_py_reducer_average, sw_py_reducer_shadow;
+    sw_py_reducer_fail, sw_py_reducer_close_pending, sw_py_reducer_average, sw_py_reducer_shadow,
+    sw_py_reducer_pass_over;
 
 /* reducer_on_device.c. Returns -1 or NULL with an exception. */
 int sw_py_reducer_init_on_device(reducer_object *self);

@@ -296,7 +296,7 @@ sw_status sw_reducer_open(sw_reducer *reducer, int64_t task, bool synchronised, 
     reducer->task = task;
     for (size_t i = 0; i < reducer->layout.param_count; ++i)
         reducer->params[i].ready = reducer->params[i].placed = reducer->params[i].accumulated =
-            reducer->params[i].written = 0;
+            reducer->params[i].written = reducer->params[i].passed = 0;
     reducer->stays_in_rows = synchronised && reducer->next_stays_in_rows;
     reducer->next_stays_in_rows = false;
     if (!synchronised)
@@ -347,6 +347,15 @@ sw_status sw_reducer_open_shadow(sw_reducer *reducer, sw_error *err)
 
 /* ---- gradients arrive ---- */
 
+/* Note that a parameter waits to be placed, and no longer for its gradient. */
+static void await_placing(bucket *b, const param_state *state)
+{
+    if (state->passed)
+        return;
+    b->pending -= b->pending > 0;
+    b->unplaced++;
+}
+
 sw_status sw_reducer_mark_ready(sw_reducer *reducer, size_t param, int64_t task, bool *advance,
                                 sw_error *err)
 {
@@ -359,19 +368,18 @@ sw_status sw_reducer_mark_ready(sw_reducer *reducer, size_t param, int64_t task,
     if (b->state != BUCKET_FILLING) {
         b->pinned = true;
         SW_FAIL(err, SW_E_STATE,
-                "parameter '%s' got a second gradient in one backward after %s was sent, so the "
-                "graph differs from that of earlier backwards; %s",
-                reducer->names[param], b->label,
+                "parameter '%s' got a%s gradient in a backward after %s was sent, so the graph "
+                "differs from that of earlier backwards; %s",
+                reducer->names[param], state->ready ? " second" : "", b->label,
                 reducer->ops->traits.can_abandon
                     ? "from the next backward on this bucket waits for the end of the backward: "
                       "clear the gradients and run the step again"
                     : "wrap again, on every rank");
     }
-    if (state->ready || task != reducer->task)
-        b->pinned = true; /* other hooks may still change it */
+    if (state->ready || state->passed || task != reducer->task)
+        b->pinned = true; /* other hooks may still change it, or it comes late */
     if (!state->ready) {
-        b->pending -= b->pending > 0;
-        b->unplaced++;
+        await_placing(b, state);
         reducer->unplaced_bytes += param_bytes(reducer, param);
         if (reducer->unplaced_bytes > reducer->stats.unplaced_bytes_peak)
             reducer->stats.unplaced_bytes_peak = reducer->unplaced_bytes;
@@ -384,13 +392,25 @@ sw_status sw_reducer_mark_ready(sw_reducer *reducer, size_t param, int64_t task,
     return SW_OK;
 }
 
+bool sw_reducer_pass(sw_reducer *reducer, size_t param)
+{
+    bucket *b = sw_bucket_of(reducer, param);
+    param_state *state = &reducer->params[param];
+    if (reducer->state != SW_ROUND_OPEN || b->state != BUCKET_FILLING || state->ready ||
+        state->passed)
+        return false;
+    await_placing(b, state);
+    state->passed = 1;
+    return true;
+}
+
 void sw_reducer_place(sw_reducer *reducer, size_t param, bool accumulated)
 {
     param_state *state = &reducer->params[param];
-    if (state->ready && !state->placed) {
+    if ((state->ready || state->passed) && !state->placed)
         sw_bucket_of(reducer, param)->unplaced--;
+    if (state->ready && !state->placed)
         reducer->unplaced_bytes -= param_bytes(reducer, param);
-    }
     state->placed = 1;
     state->accumulated |= accumulated && !reducer->stays_in_rows;
 }

@@ -194,6 +194,10 @@ SW_MUST_USE sw_status sw_reducer_mark(sw_reducer *reducer, size_t param, int64_t
  * in other memory. */
 SW_MUST_USE sw_status sw_reducer_mark_ready(sw_reducer *reducer, size_t param, int64_t task,
                                             bool *advance, sw_error *err);
+/* The backward of all modules that use `param` is over: without a gradient so far it gets none in
+ * this round, and its bucket no longer waits for one. If one comes after all, its bucket is sent
+ * only at the end of the backward, from now on. Return true if the bucket waited. */
+bool sw_reducer_pass(sw_reducer *reducer, size_t param);
 /* Second: the gradient now lies in its place. `accumulated`: the contribution is that plus the
  * accumulated mean (sliced, in a pool). */
 void sw_reducer_place(sw_reducer *reducer, size_t param, bool accumulated);

@@ -216,7 +216,7 @@ uint64_t sim_memory_in_use(void)
 
 SIM_API int cuMemAlloc_v2(sw_cu_address *address, size_t bytes)
 {
-    ENTER_CONTEXT_APART("cuMemAlloc");
+    ENTER_DEVICE_WIDE("cuMemAlloc");
     if (sim.memory_limit_bytes &&
         sim_memory_in_use() + sim.cached_bytes + bytes > sim.memory_limit_bytes)
         LEAVE(SW_CU_OUT_OF_MEMORY);
@@ -226,21 +226,21 @@ SIM_API int cuMemAlloc_v2(sw_cu_address *address, size_t bytes)
 
 SIM_API int cuMemFree_v2(sw_cu_address address)
 {
-    ENTER_CONTEXT_APART("cuMemFree");
+    ENTER_DEVICE_WIDE("cuMemFree");
     LEAVE(block_free((void *)(uintptr_t)address, false, "cuMemFree"));
 }
 
 SIM_API int cuMemHostAlloc(void **memory, size_t bytes, unsigned flags)
 {
     (void)flags;
-    ENTER_CONTEXT_APART("cuMemHostAlloc");
+    ENTER_DEVICE_WIDE("cuMemHostAlloc");
     *memory = block_new(bytes, true)->memory;
     LEAVE(SW_CU_SUCCESS);
 }
 
 SIM_API int cuMemFreeHost(void *memory)
 {
-    ENTER_CONTEXT_APART("cuMemFreeHost");
+    ENTER_DEVICE_WIDE("cuMemFreeHost");
     LEAVE(block_free(memory, true, "cuMemFreeHost"));
 }
 
@@ -427,7 +427,7 @@ static bool is_loaded[KERNEL_MAX];
 
 SIM_API int cuModuleLoadData(sw_cu_module *module, const void *image)
 {
-    ENTER_CONTEXT_APART("cuModuleLoadData");
+    ENTER_DEVICE_WIDE("cuModuleLoadData");
     sim.modules += image != NULL;
     *module = (sw_cu_module)(void *)&sim;
     LEAVE(image ? SW_CU_SUCCESS : SW_CU_INVALID_VALUE);
@@ -436,7 +436,7 @@ SIM_API int cuModuleLoadData(sw_cu_module *module, const void *image)
 SIM_API int cuModuleUnload(sw_cu_module module)
 {
     (void)module;
-    ENTER_CONTEXT_APART("cuModuleUnload");
+    ENTER_DEVICE_WIDE("cuModuleUnload");
     sim.modules--;
     LEAVE(SW_CU_SUCCESS);
 }

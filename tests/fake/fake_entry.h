@@ -41,6 +41,12 @@
     ENTER_CONTEXT(name);          \
     FORBIDDEN_IN_CAPTURES(name)
 
+/* The same for a call that may wait for all work of the GPU. */
+#define ENTER_DEVICE_WIDE(name)          \
+    ENTER_CONTEXT_APART(name);           \
+    if (sim.strict & SIM_STRICT_DEVICE)  \
+    sim_wait_for_device(name)
+
 /* The same for a call that enqueues an operation there. */
 #define QUEUED_STREAM(stream)      \
     do {                           \

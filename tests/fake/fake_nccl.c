@@ -53,11 +53,23 @@ static nccl_group *group_of(const sim_op *op)
     return op->group;
 }
 
+/* Return a group of the same rank that must run before `g`, or NULL: those of all communicators run
+ * one after the other, if that is asked for. */
+static const nccl_group *group_before(const nccl_group *g)
+{
+    const nccl_group *found = NULL;
+    for (sw_nccl_comm c = nccl_comms; c && sim.strict & SIM_STRICT_ORDER; c = c->next)
+        if (c->first && c->first->turn < (found ? found : g)->turn &&
+            c->first->stream->rank == g->stream->rank)
+            found = c->first;
+    return found;
+}
+
 static bool all_there(const clique *c)
 {
     for (int r = 0; r < c->world_size; ++r) {
         const nccl_group *g = c->comm[r] ? c->comm[r]->first : NULL;
-        if (!g || !g->stream->first || g->stream->first->group != g)
+        if (!g || !g->stream->first || g->stream->first->group != g || group_before(g))
             return false;
     }
     return true;
@@ -67,25 +79,40 @@ static bool ready(sim_op *op)
 {
     nccl_group *g = group_of(op);
     if (!g->dropped && g->comm->clique->in_files)
-        return g->comm->first == g && nccl_files_ready(g);
+        return g->comm->first == g && !group_before(g) && nccl_files_ready(g);
     return g->dropped || (g->comm->first == g && all_there(g->comm->clique));
+}
+
+/* Drive the stream of a group until that is its head; if it is, run it. */
+static void drive_group(const nccl_group *g, int depth)
+{
+    sim_op *until = g->stream->first;
+    while (until && until->group != g && until->next && until->next->group != g)
+        until = until->next;
+    if (until)
+        sim_drive(g->stream, until, depth);
 }
 
 static void drive(sim_op *op, int depth)
 {
-    const nccl_group *g = group_of(op);
+    const nccl_group *g = group_of(op), *before = g->dropped ? NULL : group_before(g);
     sw_nccl_comm comm = g->comm;
     const clique *c = comm->clique;
-    for (int r = 0; !c->in_files && r < c->world_size && comm->first == g;
+    if (comm->driving)
+        return;
+    comm->driving = true;
+    if (before)
+        drive_group(before, depth);
+    for (int r = 0; !before && !c->in_files && r < c->world_size && comm->first == g;
          ++r) { /* driving may run the operation */
         const nccl_group *other = c->comm[r] ? c->comm[r]->first : NULL;
-        if (other && other != g && other->stream->first && other->stream->first->group != other) {
-            sim_op *until = other->stream->first;
-            while (until->next && until->next->group != other)
-                until = until->next;
-            sim_drive(other->stream, until, depth);
-        }
+        const nccl_group *earlier = other && other != g ? group_before(other) : NULL;
+        if (earlier)
+            drive_group(earlier, depth);
+        else if (other && other != g && other->stream->first && other->stream->first->group != other)
+            drive_group(other, depth);
     }
+    comm->driving = false;
 }
 
 static const nccl_call *nth_call(const nccl_group *g, call_kind kind, int peer, int nth)
@@ -310,12 +337,15 @@ static bool has_met(sw_nccl_comm comm)
     return !comm->awaited;
 }
 
+static long turns; /* guarded by the gate */
+
 static int enqueue_group(const nccl_group *group)
 {
     nccl_group *g = malloc(sizeof *g);
     *g = *group;
     g->next = NULL;
     g->node = node_of[sim_current_rank()];
+    g->turn = turns++;
     sim_op *op = sim_op_new(OP_COLLECTIVE, kind_name[g->call[0].kind]);
     op->group = g;
     sim_tick(g->stream);
@@ -346,7 +376,7 @@ static int enqueue_group(const nccl_group *group)
 static int come_back(sw_nccl_comm comm, int result, int questions)
 {
     /* NCCL has no thread for one rank: enqueue.cc, ncclLaunchOneRank. C programs test polls there */
-    bool is_lone = comm->clique->in_files && comm->clique->world_size == 1;
+    bool is_lone = (comm->clique->in_files || sim.strict & SIM_STRICT_LONE) && comm->clique->world_size == 1;
     if (result != SW_NCCL_SUCCESS || comm->blocks || is_lone)
         return result;
     comm->unsettled = questions;
@@ -509,6 +539,8 @@ SIM_API int ncclCommInitRankConfig(sw_nccl_comm *comm, int world_size, sw_nccl_i
     if (nccl_files_is_id(&id))
         nccl_files_join(c, rank);
     sw_nccl_comm made = calloc(1, sizeof *made);
+    if (!sim.comms) /* those of an earlier simulation, whose streams are gone */
+        nccl_comms = NULL;
     made->clique = c;
     made->rank = rank;
     made->blocks = config->blocking != 0;

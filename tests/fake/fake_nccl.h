@@ -29,6 +29,7 @@ typedef struct nccl_group {
     sw_nccl_comm comm;
     sw_cu_stream stream;
     bool dropped;
+    long turn;               /* number of the group among those of all communicators */
     int node;                /* of the rank that made it: sim_nccl_set_node */
     struct nccl_group *next; /* the next group of its communicator */
 } nccl_group;
@@ -56,6 +57,7 @@ struct ncclComm {
     int64_t busy_until_ns;    /* nor does it before this time */
     unsigned awaited;         /* bits of kinds whose first operation waits for all hosts */
     bool is_connected[KIND_COUNT];
+    bool driving;             /* its head is being driven: others' heads may need it in turn */
     bool finalizing;          /* ranks are processes: enqueued groups have yet to run */
     unsigned char order;      /* written by each operation: two unordered ones are a race */
     nccl_group *first, *last; /* enqueued and not yet run */

@@ -49,6 +49,19 @@ typedef enum sim_policy {
     SIM_POLICY_COUNT,
 } sim_policy;
 
+/* What a driver or NCCL may do in the worst case: words of the environment's SIM_STRICT, "all" for
+ * every one, read by reset. */
+enum {
+    SIM_STRICT_DEVICE = 1, /* "device": calls that allocate, free or load a module wait for all work of
+                              the rank's GPU */
+    SIM_STRICT_ORDER = 2,  /* "order": a GPU has room for one collective at a time, and starts them in
+                              the order of its host's calls, as with NCCL_LAUNCH_ORDER_IMPLICIT */
+    SIM_STRICT_LAZY = 4,   /* "lazy": torch's first operation of a kind loads a kernel, which waits for
+                              all work of the GPU */
+    SIM_STRICT_LONE = 8,   /* "lone": calls of a communicator of one rank are done at once, also where
+                              ranks are threads */
+};
+
 /* ---- controls for tests (looked up by dlsym) ---- */
 
 typedef struct sim_controls {
@@ -224,6 +237,7 @@ typedef struct sim_state {
     sim_site gil_site[SIM_GIL_MAX]; /* distinct calls that enqueued with it */
     int gil_count;
     int queue_limit;    /* operations that a stream holds before a call that adds one blocks; 0: any */
+    int strict;         /* SIM_STRICT_... */
     bool stalled;       /* nothing runs */
     int blocked;        /* threads inside such a call */
     long blocked_calls; /* calls that blocked so far */
@@ -302,6 +316,9 @@ SIM_API uint64_t sim_draw(void);
 /* Run all that is enqueued on the stream, waiting for peers. Return false, after a report, at a
  * deadlock. Call it without the gate. */
 SIM_API bool sim_drain(sw_cu_stream stream);
+/* Wait until all that the calling rank's GPU has enqueued has run, or report a deadlock. Call it with
+ * the gate held. */
+SIM_API void sim_wait_for_device(const char *call);
 /* Take the gate alone, for the simulation's own threads. */
 SIM_API void sim_lock(void);
 /* Return true if nothing has run for so long that nothing will. Call it with the gate held. */

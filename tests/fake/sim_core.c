@@ -334,6 +334,15 @@ static void forget(void)
     }
 }
 
+static int strict_of(const char *words)
+{
+    static const char *const word[] = {"device", "order", "lazy", "lone"};
+    int found = 0;
+    for (int i = 0; words && i < 4; ++i)
+        found |= strstr(words, word[i]) || strcmp(words, "all") == 0 ? 1 << i : 0;
+    return found;
+}
+
 static void reset(int ranks, sim_policy policy, uint64_t seed)
 {
     pthread_mutex_lock(&gate);
@@ -354,6 +363,7 @@ static void reset(int ranks, sim_policy policy, uint64_t seed)
     sim.holds_gil = NULL;
     sim.gil_count = 0;
     sim.stalled = false;
+    sim.strict = strict_of(getenv("SIM_STRICT"));
     sim.blocked_calls = 0;
     sim.text = NULL;
     sim.spoiled = 0;

@@ -217,6 +217,37 @@ bool sim_drain(sw_cu_stream stream)
     }
 }
 
+/* Return a stream of the rank's GPU on which something is enqueued. */
+static sw_cu_stream busy_stream(int rank)
+{
+    sw_cu_stream s = sim.streams;
+    while (s && (!s->first || s->rank != rank))
+        s = s->next;
+    return s;
+}
+
+void sim_wait_for_device(const char *call)
+{
+    const struct timespec nap = {.tv_nsec = 100000};
+    sw_cu_stream stream;
+    sim.idle_polls = 0;
+    while ((stream = busy_stream(sim_current_rank())) && !sim.stalled && !sim.deadlocked) {
+        sim_elapse();
+        if (stream != busy_stream(sim_current_rank()))
+            continue;
+        if (sim_is_stuck()) {
+            sim_site site = sim_here(call);
+            sim.deadlocked = true;
+            sim_report("deadlock", "a call that waits for the whole GPU", &site,
+                       &stream->first->site);
+        }
+        sim_yield(); /* ranks that are threads */
+        sim_leave();
+        nanosleep(&nap, NULL);
+        sim_lock();
+    }
+}
+
 void sim_demand(sw_cu_event event)
 {
     if (sim.policy == SIM_RANDOM) {

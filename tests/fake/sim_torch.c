@@ -22,6 +22,9 @@ typedef struct sim_torch_access {
     int access; /* sw_access */
 } sim_torch_access;
 
+enum { LABEL_MAX = 512 };
+static char *loaded[LABEL_MAX]; /* owned: operations of torch's whose kernels are loaded; guarded by the gate */
+
 static sw_cu_stream make_stream(void)
 {
     sw_cu_stream made = calloc(1, sizeof *made);
@@ -55,6 +58,10 @@ SIM_API void sim_torch_begin(int policy, uint64_t seed, const sw_kernel_contract
     sim_get_controls()->use_kernels(contracts, count);
     sim.host_thread = sim_thread();
     sim_lock();
+    for (int i = 0; i < LABEL_MAX && loaded[i]; ++i) {
+        free(loaded[i]);
+        loaded[i] = NULL;
+    }
     sim.context[0].legacy = make_stream();
     sim_leave();
 }
@@ -111,11 +118,29 @@ static void note_writer(const sim_torch_access *access)
         block->torch_writes = true;
 }
 
+/* Return true at the first operation with that label in this simulation. Labels live as long as the
+ * process; full: false. */
+static bool is_first(const char *label)
+{
+    int i = 0;
+    while (i < LABEL_MAX && loaded[i] && strcmp(loaded[i], label) != 0)
+        ++i;
+    if (i == LABEL_MAX || loaded[i])
+        return false;
+    loaded[i] = strdup(label);
+    return true;
+}
+
 /* Run before an operation of torch's named `label`. Return 0, or -1 at a deadlock. */
 SIM_API int sim_torch_op(void *stream, const sim_torch_access *access, int count, const char *label)
 {
     sw_cu_stream torch_stream = stream_of(stream);
-    if (!sim_drain(torch_stream))
+    sim_lock();
+    if (sim.strict & SIM_STRICT_LAZY && is_first(label))
+        sim_wait_for_device(label);
+    bool is_stuck = sim.deadlocked;
+    sim_leave();
+    if (is_stuck || !sim_drain(torch_stream))
         return -1;
     if (count == 0) /* no access to order; enqueued results may have been needed */
         return 0;

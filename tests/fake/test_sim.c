@@ -40,6 +40,7 @@ static const char *const report_of[DEFECT_COUNT] = {
 
 static atomic_int played; /* ranks that have finished the scene */
 static bool stray; /* the kernel below writes one byte too many */
+static bool is_lone_at_once;
 
 static void stray_reference(const void *args)
 {
@@ -99,8 +100,9 @@ static sw_status use_twice(gpu_rank *self, scene *s, bool asks)
     }
     (void)call->ncclCommAbort(comm);
     self->device->ops->leave(self->device, &visit);
-    check(told == SW_NCCL_SUCCESS && got[0] == SW_NCCL_IN_PROGRESS &&
-              got[1] == (asks ? SW_NCCL_IN_PROGRESS : SW_NCCL_INVALID_ARGUMENT),
+    sw_nccl_result first = is_lone_at_once ? SW_NCCL_SUCCESS : SW_NCCL_IN_PROGRESS;
+    check(told == SW_NCCL_SUCCESS && got[0] == first &&
+              got[1] == (asks ? first : SW_NCCL_INVALID_ARGUMENT),
           "two calls returned %d and %d", got[0], got[1]);
     return SW_OK;
 }
@@ -171,6 +173,109 @@ static bool act(gpu_rank *self)
     return status == SW_OK;
 }
 
+/* ---- what a driver or NCCL may do in the worst case ---- */
+
+typedef struct strict_scene {
+    const char *word; /* of SIM_STRICT */
+    bool is_planted;
+} strict_scene;
+
+/* A second communicator of the rank on the same GPU. */
+static sw_status open_second(gpu_rank *self, gpu_rank *second)
+{
+    *second = *self;
+    second->id.internal[sizeof second->id.internal - 2] = 's';
+    return gpu_rank_open(second, TIMEOUT_NS);
+}
+
+static sw_status reduce(gpu_rank *self, void *memory, sw_event *end)
+{
+    SW_TRY(sw_peers_all_reduce(self->comm, memory, NUMEL, SW_DTYPE_FLOAT32, SW_REDOP_SUM,
+                               self->all->stream, &self->err));
+    return self->device->ops->event_record(self->device, end, self->all->stream, &self->err);
+}
+
+/* Use two communicators at once; planted: in another order on rank 1. */
+static sw_status play_order(gpu_rank *self, void *memory[2], sw_event *end[2])
+{
+    const strict_scene *strict = self->context;
+    gpu_rank second, *rank[2] = {self, &second};
+    int first = strict->is_planted && self->rank == 1;
+    SW_TRY(open_second(self, &second));
+    sw_status status = reduce(rank[first], memory[first], end[first]);
+    if (status == SW_OK)
+        status = reduce(rank[!first], memory[!first], end[!first]);
+    for (int k = 0; k < 2 && status == SW_OK; ++k)
+        status = sw_peers_wait(rank[k]->comm, end[k], "a collective", &self->err);
+    gpu_rank_close(&second);
+    return status;
+}
+
+/* Allocate while a collective waits for another rank; planted: that rank's host waits for this one. */
+static sw_status play_allocation(gpu_rank *self, void *memory[2], sw_event *end[2])
+{
+    const strict_scene *strict = self->context;
+    void *more = NULL;
+    bool unused;
+    while (strict->is_planted && self->rank > 0 && atomic_load(&played) == 0)
+        SW_TRY(self->device->ops->event_query(self->device, end[1], &unused, &self->err));
+    SW_TRY(reduce(self, memory[0], end[0]));
+    SW_TRY(self->device->ops->memory_alloc(self->device, BYTES, &more, &self->err));
+    atomic_store(&played, 1);
+    SW_TRY(sw_peers_wait(self->comm, end[0], "a collective", &self->err));
+    self->device->ops->memory_free(self->device, more);
+    return SW_OK;
+}
+
+static bool act_strictly(gpu_rank *self)
+{
+    const strict_scene *strict = self->context;
+    void *memory[2] = {NULL};
+    sw_event *end[2] = {NULL};
+    sw_status status = gpu_rank_open(self, TIMEOUT_NS);
+    for (int k = 0; k < 2 && status == SW_OK; ++k) {
+        const sw_device_ops *ops = self->device->ops;
+        status = ops->memory_alloc(self->device, BYTES, &memory[k], &self->err);
+        if (status == SW_OK)
+            status = ops->event_create(self->device, &end[k], &self->err);
+        if (status == SW_OK)
+            status = ops->fill_async(self->device, memory[k], 1, BYTES, self->all->stream, &self->err);
+        if (status == SW_OK)
+            status = ops->event_record(self->device, end[k], self->all->stream, &self->err);
+        if (status == SW_OK)
+            status = ops->event_wait(self->device, end[k], TIMEOUT_NS, "a fill", &self->err);
+    }
+    if (status == SW_OK)
+        status = strcmp(strict->word, "order") == 0 ? play_order(self, memory, end)
+                                                     : play_allocation(self, memory, end);
+    for (int k = 0; self->device && k < 2; ++k) {
+        self->device->ops->memory_free(self->device, memory[k]);
+        self->device->ops->event_destroy(self->device, end[k]);
+    }
+    gpu_rank_close(self);
+    return status == SW_OK;
+}
+
+static void check_strictly(void)
+{
+    static const char *const words[] = {"order", "device"};
+    for (int policy = 0; policy < SIM_POLICY_COUNT; ++policy)
+        for (int k = 0; k < 8; ++k) { /* as it is said, or not; planted or not */
+            strict_scene strict = {.word = words[k % 2], .is_planted = k & 2};
+            bool is_strict = k & 4;
+            setenv("SIM_STRICT", is_strict ? strict.word : "", 1);
+            atomic_store(&played, 0);
+            bool ok = gpu_ranks_run(3, (sim_policy)policy, 7, act_strictly, &strict);
+            if (is_strict && strict.is_planted) {
+                gpu_expect_report("deadlock", false);
+            } else {
+                check(ok, "policy %d, %s: the scene failed", policy, strict.word);
+                gpu_expect_clean(strict.word);
+            }
+        }
+    unsetenv("SIM_STRICT");
+}
+
 int main(int argc, char **argv)
 {
     static sw_kernel_contract contracts[SW_KERNEL_COUNT];
@@ -181,9 +286,12 @@ int main(int argc, char **argv)
     contracts[SW_KERNEL_CAST].reference = stray_reference;
     contracts[SW_KERNEL_CAST].accesses = stray_accesses;
     gpu_sim->use_kernels(contracts, SW_KERNEL_COUNT);
+    check_strictly();
     for (int policy = 0; policy < SIM_POLICY_COUNT; ++policy)
         for (defect planted = NONE; planted < DEFECT_COUNT; ++planted) {
             stray = planted == UNDECLARED;
+            is_lone_at_once = policy % 2 && planted != UNSETTLED;
+            setenv("SIM_STRICT", is_lone_at_once ? "lone" : "", 1);
             atomic_store(&played, 0);
             bool ok = gpu_ranks_run(3, (sim_policy)policy, 7, act, &planted);
             if (planted == NONE) {

@@ -64,15 +64,18 @@ def run(
     *arguments: Any,
     policy: str = "random",
     transport: str | None = None,
+    strict: str | None = None,
 ) -> None:
     """Run `scene(gpus, rank, world_size, *arguments)` on every rank, inside a simulation that ends with it.
 
     A test's module may have inside(gpus), a context around its scenes. `transport`: one of device_transport.TRANSPORTS; default: what the
     environment's SHARDWRIGHT_GPU_TRANSPORT says, so that `SHARDWRIGHT_GPU_TRANSPORT=shm pytest tests/ranks/test_x.py` runs a whole file with it.
+    `strict`: see SimulatedGpus; default: what the environment's SIM_STRICT says, in the same way.
     """
     place = {"module": scene.__module__, "scene": scene.__name__}
     transport = transport or os.environ.get(VARIABLE, "nccl")
-    given = {"paths": paths, "policy": policy, "transport": transport, "given": arguments, **place}
+    strict = os.environ.get("SIM_STRICT", "") if strict is None else strict
+    given = {"paths": paths, "policy": policy, "transport": transport, "strict": strict, "given": arguments, **place}
     teams.run(world_size, simulate, spoils=False, deadline_s=DEADLINE_S, arguments=given)
 
 
@@ -85,11 +88,12 @@ def simulate(
     module: str,
     scene: str,
     given: tuple[Any, ...],
+    strict: str = "",
 ) -> None:
     """Body of a team: run() runs it on each rank."""
     found = importlib.import_module(module)
     inside = getattr(found, "inside", lambda gpus: contextlib.nullcontext())
-    with SimulatedGpus(paths, meet(rank), policy, transport=transport) as gpus, inside(gpus):
+    with SimulatedGpus(paths, meet(rank), policy, transport=transport, strict=strict) as gpus, inside(gpus):
         getattr(found, scene)(gpus, rank, world_size, *given)
 
 
@@ -221,6 +225,8 @@ class SimulatedGpus:
         When enqueued operations run: one of POLICIES.
     transport
         What carries the bytes between ranks: one of device_transport.TRANSPORTS.
+    strict
+        What the driver and NCCL do in the worst case: words of tests/fake/sim.h, or "all".
     """
 
     def __init__(
@@ -230,8 +236,9 @@ class SimulatedGpus:
         policy: str = "on demand",
         seed: int = 1,
         transport: str = "nccl",
+        strict: str = "",
     ) -> None:
-        self._transport = transport
+        self._transport, self._strict = transport, strict
         self._patch = pytest.MonkeyPatch()
         self.paths, self.folder = paths, Path(folder)
         self._policy, self._seed = POLICIES.index(policy), seed
@@ -275,6 +282,7 @@ class SimulatedGpus:
         self._patch.setenv("SIM_NCCL_FOLDER", str(self.folder))
         self._patch.setenv("SIM_BUS", str(os.getpid()))  # a card of its own
         self._patch.setenv(VARIABLE, self._transport)
+        self._patch.setenv("SIM_STRICT", self._strict)
         self._patch.setattr(device_transport, "SLOT_BYTES", SLOT_BYTES)
         count = self._kernels.sim_kernel_count()
         self._nccl.sim_nccl_let_aborts_wait(0)

@@ -272,6 +272,33 @@ def clipped_and_scaled(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
         optimizer.zero_grad()
 
 
+def test_a_fused_step_reads_the_scaler_with_one_wait(teams: Any, world_size: int, paths: dict[str, str]) -> None:
+    run(teams, world_size, paths, scaled_in_the_step)
+
+
+def scaled_in_the_step(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    """torch's own fused step keeps its count on the GPU. Ours is on the host, which must know of a skipped step."""
+    module, other = gpus.adopt_module(Mlp()), Mlp()
+    other.load_state_dict(module.state_dict())
+    wrapped, optimizer = sw.wrap(module, sw.optim.AdamW(module.parameters(), lr=0.1), zero=0, deterministic=True)
+    plain = sw.optim.AdamW(other.parameters(), lr=0.1)
+    for step in range(3):
+        wrapped(batch(rank, 6, 7, step=step)).square().mean().backward()
+        optimizer.found_inf = gpus.adopt(torch.full((1,), float(step == 1)))
+        optimizer.grad_scale = gpus.adopt(torch.tensor(4.0))
+        gradients = [p.grad.clone() for p in module.parameters()]
+        before = stats(wrapped)["host_waits"]
+        optimizer.step()
+        assert stats(wrapped)["host_waits"] - before == 1, gpus.devices.waits
+        with gpus.torch_on_cpu():
+            for mine, gradient in zip(other.parameters(), gradients, strict=True):
+                mine.grad = gradient / 4.0
+            if step != 1:
+                plain.step()
+            assert all(map(bits_equal, other.parameters(), module.parameters())), step
+        optimizer.zero_grad()
+
+
 @pytest.mark.parametrize("training", ["checkpointed", "scheduled"])
 def test_recomputed_backwards_and_full_gradients(
     teams: Any, world_size: int, paths: dict[str, str], training: str

@@ -45,10 +45,10 @@ class _Fused(torch.optim.Optimizer):
         clip = self._clip
         try:
             # torch's GradScaler sets these for a fused step, and skips one after an overflow
-            found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
-            if found_inf is None or float(found_inf) == 0.0:
+            overflowed, scale = _numbers_of(getattr(self, "found_inf", None), getattr(self, "grad_scale", None))
+            if not overflowed:
                 for group in self.param_groups:
-                    self._step_group(group, 1.0 if scale is None else 1.0 / float(scale))
+                    self._step_group(group, 1.0 / scale)
         finally:  # even after an exception: gradients are then clipped, as on the host
             self._clip = None
             if clip is not None:
@@ -244,6 +244,13 @@ class _Lists:
                     tensors[i] = self.states[i][key] = _with_strides_of(target, tensors[i])
         if mismatched := call():
             raise ValueError(f"step: parameters {mismatched} have a layout that their gradients cannot take")
+
+
+def _numbers_of(found_inf: Tensor | None, scale: Tensor | None) -> list[float]:
+    """Return the values of two scalars, by default 0 and 1. On a GPU the host waits once for both."""
+    given = [each.detach().reshape(()) for each in (found_inf, scale) if each is not None]
+    values = iter(torch.stack(given).tolist() if given else ())
+    return [other if each is None else next(values) for each, other in ((found_inf, 0.0), (scale, 1.0))]
 
 
 def _check_beside(p: Tensor, state: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ from ..torch_compat.dtensor import held_tensor, is_dtensor
 from .read_guard import Released, change_classes, guarded_classes
 from .sharded_parameter import ShardedParameter
 
-__all__ = ["BY_USER", "NOT_PINNED", "UNTIL_RUN", "UNTIL_STEP", "ComputeForm", "Member", "Unit"]
+__all__ = ["BY_USER", "NOT_PINNED", "UNTIL_RUN", "UNTIL_STEP", "ComputeForm", "Member", "Span", "Unit"]
 
 #: without a frame of Python per parameter
 _version_of = operator.attrgetter("_version")
@@ -42,10 +42,17 @@ class Member(NamedTuple):
     whole: torch.Tensor
 
 
+class Span:
+    """Parameters that modules use, and the clocks of their forwards for which a backward may follow: `live`."""
+
+    def __init__(self, numbers: Sequence[int] = ()) -> None:
+        self.numbers, self.live = [*numbers], set[int]()
+
+
 class Unit:
     """Parameters that are whole or released together.
 
-    `units` are the engine's, which know whether the unit is whole. `running` has the clock at the beginning of each running
+    `units` are the engine's, which know whether the unit is whole. `use`: of all its parameters, in both forms. `running` has the clock at the beginning of each running
     forward; `opened`, for each open backward, that of its forward, and its graph task. `forms`: the form in which each
     running forward computes. `ran_apart`: the clocks of forwards whose graphs hold views of memory apart.
     """
@@ -71,6 +78,7 @@ class Unit:
         self.running: list[int] = []
         self.opened: list[tuple[int, int]] = []
         self.ran_apart: set[int] = set()
+        self.use = Span(plan.indices)
         self.pin = NOT_PINNED
         self._in_place = [each.whole for each in members]
         self.shapes = [(each.whole.shape, each.whole.stride()) for each in members]
@@ -125,17 +133,18 @@ class Unit:
 
     def show_whole(self) -> None:
         """Make the parameters whole and readable."""
+        with _hooks.unguarded():
+            for parameter, each in zip(self.parameters, self.whole):
+                parameter.data = each
         change_classes(self.module_parameters, self._own)
-        for parameter, each in zip(self.parameters, self.whole):
-            parameter.data = each
         for sharded in self.rows:
             sharded.show_whole()
 
     def show_released(self) -> None:
         """Make the parameters NaN, so that reading them raises an error."""
-        change_classes(self.module_parameters, self._own)
-        for parameter, each in zip(self.parameters, self.placeholders):
-            parameter.data = each
+        with _hooks.unguarded():
+            for parameter, each in zip(self.parameters, self.placeholders):
+                parameter.data = each
         change_classes(self.module_parameters, self._guarded)
         if self.rows:
             self._show_sharded(self.compute_form)
@@ -243,7 +252,7 @@ class ComputeForm(Unit):
 
     def __init__(self, units: Any, number: int, plan: UnitPlan, members: Sequence[Member], unit: Unit) -> None:
         super().__init__(units, number, plan, members)
-        self.unit = unit
+        self.unit, self.use = unit, unit.use
         self._positions = {id(parameter): position for position, parameter in enumerate(self.parameters)}
 
     def _make_placeholders(self) -> None:

@@ -30,7 +30,7 @@ from ..torch_compat import autograd as _hooks
 from ..torch_compat.dtensor import is_dtensor
 from ..torch_compat.engine_storage import engine_tensor
 from ..torch_compat.internals import forward_hooks
-from .gathered_unit import BY_USER, NOT_PINNED, UNTIL_RUN, UNTIL_STEP, ComputeForm, Member, Unit
+from .gathered_unit import BY_USER, NOT_PINNED, UNTIL_RUN, UNTIL_STEP, ComputeForm, Member, Span, Unit
 from .sharded_parameter import ShardedParameter
 
 _NO_TASK = -1
@@ -84,6 +84,13 @@ class UnitSchedule:
         self._unit_of = {id(parameter): unit for unit in self._plain for parameter in unit.parameters}
         self._clock = itertools.count()
         self._tasks: set[int] = set()
+        self._open: list[Unit] = []  # with an open backward
+        # of each module with parameters of the outermost unit alone; those that may get a gradient in this backward; those
+        # that get none, which no open round has been told yet
+        self._holders: dict[int, Span] = {}
+        self._due: list[Span] = []
+        self._over: list[Span] = []
+        self._outermost: list[tuple[int, int]] = []  # the forwards of the outermost unit in this backward
         self._keepers = 0  # the number of open everything() contexts
         self._latest: Unit | None = None  # the unit of the forward that ended last
         self._turning: Unit | None = None  # the unit of the last forward before the previous backward
@@ -93,6 +100,8 @@ class UnitSchedule:
         self._hooked: list[tuple[weakref.ref[Any], weakref.ref[Any], int, int]] = []
         #: called with the parameters that are about to be released
         self.on_release: Callable[[], Callable[[Sequence[torch.Tensor]], None] | None] = type(None)
+        #: called with parameters that get no gradient in the rest of a backward; returns False while it has no round
+        self.pass_over: Callable[[Sequence[int]], bool] | None = None
         #: returns whether a called module computes under a policy
         self.policy: Callable[[], Callable[[], bool] | None] = type(None)
         #: called before the next release, if a forked child may read units that are whole
@@ -140,11 +149,19 @@ class UnitSchedule:
 
     def _hook_holders(self, module: torch.nn.Module) -> None:
         """Hook the modules with parameters of the outermost unit that a program may call alone, such as an encoder."""
-        members = {id(p) for p in self.units[0].module_parameters}
+        outermost = self.units[0]
+        members = dict(zip(map(id, outermost.module_parameters), outermost.indices))
+        held: dict[int, list[int]] = {}
         for each in module.modules():
-            if each is not module and any(id(p) in members for p in each.parameters(recurse=False)):
+            own = [id(p) for p in each.parameters(recurse=False) if id(p) in members]
+            for key in own:
+                held.setdefault(key, []).append(id(each))
+            if own and each is not module:
                 hook = ModuleHook(self, UnitSchedule._before_holder, 0)
                 self._handles.append(each.register_forward_pre_hook(hook, prepend=True))
+        for key, holders in held.items():
+            if len(holders) == 1 and holders[0] != id(module):
+                self._holders.setdefault(holders[0], Span()).numbers.append(members[key])
 
     def detach(self) -> None:
         """Remove the hooks from the modules."""
@@ -273,11 +290,16 @@ class UnitSchedule:
         if self._together:
             self._drop_ahead()
         self._tasks.clear()
+        for each in (self._open, self._due, self._over, self._outermost):
+            each.clear()
+        for span in self._holders.values():
+            span.live.clear()
         for unit in self.units:
             unit.forms.clear()
             unit.running.clear()
             unit.opened.clear()
             unit.ran_apart.clear()
+            unit.use.live.clear()
             if unit.pin is UNTIL_STEP:
                 unit.pin = NOT_PINNED
             self._release(unit)
@@ -469,6 +491,8 @@ class UnitSchedule:
         hook = _TensorHook(self, unit.number, begin, end)
         for each in hooked:
             each.register_hook(hook)
+        if hooked and self.pass_over is not None and _hooks.graph_task_id() == _NO_TASK:
+            unit.use.live.add(begin)
         unannounced = differentiable and not hooked and any(p.requires_grad for p in unit.parameters)
         if unannounced or any(map(unit.holds, outputs)):
             self._pin_until_step(unit)
@@ -499,23 +523,64 @@ class UnitSchedule:
         task = _hooks.graph_task_id()
         if not self._tasks:
             self._before["backward"] = None
+            self._due = [*self._holders.values()]
+        if unit.is_outermost and self.pass_over is not None:
+            self._outermost.append((begin, end))
         if task not in self._tasks:
             self._tasks.add(task)
             finish = functools.partial(_end_task, weakref.ref(self), task)
             # A failed backward releases its units at once, on its caller's thread. On a GPU one of torch's threads may
             # drop it later, and the next forward releases them.
             _hooks.queue_at_end(finish, None if self._together else finish)
-        for other in self.units:
-            if other.opened and min(other.opened)[0] > end:
-                other.opened.clear()
-                self._release_if_idle(other)
+        ended = []  # a comprehension is a call more for each unit
+        for other in self._open:
+            if min(other.opened)[0] > end:
+                ended.append(other)
+        if self.pass_over is not None:
+            self._pass_over(ended, end)  # before their release: `.grad` of a released parameter takes longer
+        for other in ended:
+            self._open.remove(other)
+            other.opened.clear()
+            self._release_if_idle(other)
         if (begin, task) not in unit.opened:
+            if not unit.opened:
+                self._open.append(unit)
             unit.opened.append((begin, task))
         self._gather(unit, begin not in unit.ran_apart)
         if torch.is_grad_enabled() and unit.pin is NOT_PINNED:  # create_graph: a backward of this backward will follow
             self._pin_until_step(unit)
         if self._together:
             self._look_ahead("backward", unit)
+
+    def _pass_over(self, units: Iterable[Unit], end: int) -> None:
+        """Let no mean wait for parameters that get no gradient any longer: the backward of `units` is over.
+
+        Other ranks' GPUs wait for the mean, and their next gathers behind it, for which this rank may wait in turn. Parameters are those
+        that only modules which ran after the forward that ended at `end` use.
+        """
+        assert self.pass_over is not None
+        for unit in units:
+            use, plain = unit.use, unit.unit if isinstance(unit, ComputeForm) else unit
+            is_used_elsewhere = self._keepers > 0 or unit.pin is not NOT_PINNED or plain.pin is not NOT_PINNED
+            if not is_used_elsewhere and use.live and min(use.live) > end:
+                self._over.append(use)
+            for begin, _ in unit.opened:
+                use.live.discard(begin)
+        for span in self._due.copy():  # of modules that have not run, and of those that ran after that forward
+            if not span.live or min(span.live) > end:
+                self._due.remove(span)
+                self._over.append(span)
+        if self._over:
+            self._over = [span for span in self._over if not self.pass_over(span.numbers)]
+
+    def _forget_holders(self) -> None:
+        """Forget the forwards inside those of the outermost unit whose backward has ended."""
+        for span in self._holders.values():
+            for begin, end in self._outermost:
+                span.live.difference_update([each for each in span.live if begin < each < end])
+        self._due.clear()
+        self._over.clear()
+        self._outermost.clear()
 
     def _pin_until_step(self, unit: Unit) -> None:
         if unit.pin is not BY_USER:
@@ -526,20 +591,28 @@ class UnitSchedule:
         ended = set(tasks)
         self._tasks -= ended
         opened = []
-        for unit in self.units:  # remove all of them before the first release, which may raise
-            if unit.opened:
-                unit.opened = [each for each in unit.opened if each[1] not in ended]
-                opened.append(unit)
-                if unit.pin is UNTIL_RUN:
-                    unit.pin = NOT_PINNED
+        for unit in self._open:  # remove all of them before the first release, which may raise
+            for each in unit.opened.copy():
+                if each[1] in ended:
+                    unit.opened.remove(each)
+                    unit.use.live.discard(each[0])
+            opened.append(unit)
+            if unit.pin is UNTIL_RUN:
+                unit.pin = NOT_PINNED
+        self._open = [unit for unit in opened if unit.opened]
+        if not self._tasks and self.pass_over is not None:
+            self._forget_holders()
         for unit in opened:
             self._release_if_idle(unit)
         if self._together and not self._tasks:
             with contextlib.suppress(Error):  # the next forward raises the communicator's error
                 self._drop_ahead()
 
-    def _before_holder(self, unit: Unit, *_: Any) -> None:
+    def _before_holder(self, unit: Unit, module: torch.nn.Module, *_: Any) -> None:
         """Gather the unit of a module called outside its unit's forward, and pin it until the step. Its pages are kept."""
+        span = None if self.pass_over is None else self._holders.get(id(module))
+        if span is not None and torch.is_grad_enabled() and _hooks.graph_task_id() == _NO_TASK:
+            span.live.add(next(self._clock))
         form = self._form_of(unit)
         if not self._units.is_whole(form.number):
             self._gather(form)

@@ -194,7 +194,7 @@ def disable_compile(function: Callable[..., Any], *, recursive: bool = True) -> 
         if _is_compiling():
             _check_breaks()
             return disabled(*args, **kwargs)
-        if "torch._dynamo.eval_frame" in sys.modules:
+        if "torch._dynamo.eval_frame" in sys.modules and _frame_compiler() is not None:
             return disabled(*args, **kwargs)
         return function(*args, **kwargs)
 
@@ -202,6 +202,10 @@ def disable_compile(function: Callable[..., Any], *, recursive: bool = True) -> 
 
 
 _is_compiling: Callable[[], bool] = torch.compiler.is_compiling
+#: returns what compiles the frames that this thread enters; None outside of compiled functions
+_frame_compiler: Callable[[], Any] = getattr(
+    getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None), "get_eval_frame_callback", lambda: False
+)
 
 
 def _check_breaks() -> None:

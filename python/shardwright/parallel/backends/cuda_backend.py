@@ -100,6 +100,7 @@ class CudaBackend:
         assert request.plans is not None
         made = DeviceUnitMemory(self, self.row, reducer, request)
         reducer.set_order(weakly(made.digest, 0))
+        made.schedule.pass_over = reducer.pass_over
         return made
 
     def exchange(self, compress: Compressor, like: torch.Tensor) -> DeviceExchange:
