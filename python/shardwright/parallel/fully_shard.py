@@ -42,7 +42,7 @@ from ..parameters.unshard_schedule import UnitSchedule
 from ..torch_compat.autograd import graph_task_id
 from ..torch_compat.dtensor import flattened, is_dtensor, mesh_of_group
 from ..torch_compat.foreign_wrappers import guard_from_wrappers, note_fully_shard
-from ..torch_compat.internals import fsdp_module_of_torch
+from ..torch_compat.internals import fsdp_module_of_torch, fsdp_policy
 from .engine import Engine, engine_of, register_face
 from .unit_calls import reduce_plainly
 
@@ -170,6 +170,7 @@ class Mark:
             return  # nothing to gather or to average
         for each in rows:
             each.adopt()
+            each.check_buildable()
         waiting = [each for each in rows if each.waits]
         if waiting and not (self.options["init"] or self.options["weights"] or all(each.is_stored for each in waiting)):
             names = [name for name, p in module.named_parameters() if any(p is each.sharded for each in waiting)]
@@ -695,6 +696,8 @@ def fully_shard(
         register_face(each, _find_engine)
         note_fully_shard(each)
     mark.rows, mark.mesh = [ShardedParameter(*each) for each in found], over
+    for cut in mark.rows:
+        cut.policy = mp_policy or _policy_of_torch(policy)
     for each in modules:
         for inner in each.modules():
             below = mark_of(inner)
@@ -793,6 +796,12 @@ def _policy(precision: Any, mp_policy: Any) -> Precision | None:
         raise TypeError(f"mp_policy must be a MixedPrecisionPolicy, got {mp_policy!r}, which has no {lacks[0]}")
     policy = Precision(**{name: getattr(mp_policy, name) for name in names}, master=False)
     return None if policy == Precision(master=False) else policy
+
+
+def _policy_of_torch(policy: Precision | None) -> Any:
+    """Return a policy as FSDP2's, for the extensions of tensors."""
+    names = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
+    return fsdp_policy(**({} if policy is None else {name: getattr(policy, name) for name in names}))
 
 
 def _listed(modules: Any) -> list[Any]:

@@ -17,13 +17,14 @@ import torch
 from .._engine import Error, HostComm
 from ..formats.stored import Stored, attributes_of, waits
 from ..layout.local_parameters import SHARDED, module_parameter
-from ..layout.memory import address_of, reserved
+from ..layout.memory import address_of, reserved, without_memory
 from ..layout.param_groups import UnitPlan
 from ..layout.param_table import ParameterTable
 from ..torch_compat import cuda
 from ..torch_compat.dtensor import (
     held_tensor,
     is_dtensor,
+    like_dtensor,
     made_dtensor,
     mesh_of_both,
     placed_like,
@@ -32,8 +33,9 @@ from ..torch_compat.dtensor import (
     shard,
 )
 from ..torch_compat.internals import refresh_weights
+from .gather_extensions import Extension, inner_name
 
-__all__ = ["RowsTaken", "ShardedParameter", "shared_memory", "sharded_of"]
+__all__ = ["RowsTaken", "ShardedParameter", "is_extended", "plain_part", "shared_memory", "sharded_of"]
 
 
 def sharded_of(parameter: torch.Tensor) -> ShardedParameter | None:
@@ -42,12 +44,29 @@ def sharded_of(parameter: torch.Tensor) -> ShardedParameter | None:
     return found
 
 
+def is_extended(parameter: torch.Tensor) -> bool:
+    """Return True for either object of a parameter with an all-gather extension."""
+    cut = sharded_of(parameter)
+    return cut is not None and cut.extension is not None
+
+
+def plain_part(dtensor: Any) -> torch.Tensor:
+    """Return the local part of a DTensor; of one whose subclass has its values in a plain tensor, that tensor."""
+    part: torch.Tensor = dtensor.to_local()
+    if not hasattr(part, "__tensor_flatten__"):
+        return part
+    cut = sharded_of(dtensor)
+    name = inner_name(part) if cut is None else cut._inner
+    return getattr(part, name) if name else part
+
+
 class ShardedParameter:
     """One parameter, cut by rows over the last dimension of `mesh`.
 
     `sharded` is the DTensor, whose local tensor lies in `piece` once there is an engine; `whole` the engine's parameter.
     `holders`: the modules and names of its slots. `dim` is cut as torch.chunk cuts it. `mean`: the DTensor over this
-    rank's slice of the averaged gradient.
+    rank's slice of the averaged gradient. `extension`: of a local tensor that says itself what is gathered; `whole` then
+    has the gradients alone. `policy`: FSDP2's of the call, for it.
     """
 
     def __init__(
@@ -62,6 +81,9 @@ class ShardedParameter:
         self.piece: torch.Tensor | None = None
         self.mean: torch.Tensor | None = None
         self.mean_address = 0
+        self.extension: Extension | None = None
+        self.policy: Any = None
+        self._inner: str | None = ""  # the attribute of the local tensor with its memory; None: it has no one memory
         part = held_tensor(parameter) if is_dtensor(parameter) else parameter.detach()
         self._shape, self.dtype, self._of_model = part.shape, part.dtype, None
         self._global = parameter.shape, parameter.stride()
@@ -82,9 +104,14 @@ class ShardedParameter:
 
     def _own_rows(self, part: torch.Tensor) -> torch.Tensor:
         rank, ranks = self._mesh.get_local_rank(self._mesh.ndim - 1), self._mesh.size(self._mesh.ndim - 1)
-        if self._waiting is not None:
+        if self._waiting is not None and not hasattr(part, "__tensor_flatten__"):
             part = torch.empty_strided(part.shape, part.stride(), dtype=part.dtype, device="meta")
         chunks = torch.chunk(part, ranks, self.dim)
+        if hasattr(part, "__tensor_flatten__"):  # with the operations that FSDP2 asks of subclasses
+            held, size = part.new_zeros(chunks[0].shape), chunks[rank].shape[self.dim] if rank < len(chunks) else 0
+            if size:
+                held.narrow(self.dim, 0, size).copy_(chunks[rank])
+            return held.narrow(self.dim, 0, size)
         if rank < len(chunks):
             return chunks[rank].clone(memory_format=torch.contiguous_format)
         return part.new_empty([0 if at == self.dim else size for at, size in enumerate(self._shape)])
@@ -102,7 +129,10 @@ class ShardedParameter:
         return mesh_of_both(mesh, model_mesh), [*replicas, shard(self.dim, parts), *placements]
 
     def _dtensor(self, local: torch.Tensor, mesh: Any, placements: Sequence[Any]) -> torch.Tensor:
-        return made_dtensor(local, mesh, placements, *self._global)
+        if type(local) is torch.Tensor:
+            return made_dtensor(local, mesh, placements, *self._global)
+        plain = torch.empty(local.shape, dtype=local.dtype, device="meta" if local.is_meta else local.device)
+        return like_dtensor(local, made_dtensor(plain, mesh, placements, *self._global))
 
     def like(self, local: torch.Tensor) -> torch.Tensor:
         """Return a DTensor over `local`, placed as the sharded parameter."""
@@ -147,18 +177,66 @@ class ShardedParameter:
             self.whole = self._waiting
         else:
             self.dtype = local.dtype  # of .to() since the call
-            numel = self._shape.numel()
+            shape = self._extend(local)
+            numel = shape.numel()
             if shared is not None:
                 flat = shared[: numel * self.dtype.itemsize].view(self.dtype)
             else:
-                flat = reserved(numel, self.dtype)[0] if numel and local.is_cpu else local.new_empty(numel)
-            data = self.in_shape(flat, self._shape)
-            if self._of_model is not None:
-                data = self._dtensor(data, *self._of_model)
+                is_host = numel and local.device.type == "cpu"
+                flat = (
+                    reserved(numel, self.dtype)[0]
+                    if is_host
+                    else torch.empty(numel, dtype=self.dtype, device=local.device)
+                )
+            data = self.placed(self.in_shape(flat, shape))
             self.whole = torch.nn.Parameter(data, requires_grad=self.sharded.requires_grad)
             vars(self.whole).update(attributes_of(self.sharded))
         setattr(self.whole, SHARDED, self)
         self.show(self.whole)
+
+    def _extend(self, local: torch.Tensor) -> torch.Size:
+        """Find the local tensor's extension. Return the shape of the engine's parameter."""
+        self.extension = Extension.of(self, self._shape)
+        self._inner = inner_name(local)
+        if self.extension is None and self._inner != "":
+            raise Error(
+                f"parameter {self.name!r} is {without_memory(local)}, and defines no fsdp_pre_all_gather. Name it in ignored_params, which leaves "
+                "it as it is on each rank"
+            )
+        # one that is frozen, and whose values are not the engine's, needs no memory of it
+        is_absent = self._inner is None and not self.sharded.requires_grad and self._of_model is None
+        return torch.Size([0]) if is_absent else self._shape
+
+    @property
+    def is_opaque(self) -> bool:
+        """Return True if its values are in no slice, but in several tensors of a subclass."""
+        return self._inner is None
+
+    def check_values(self, what: str) -> None:
+        """Raise Error, which says `what` needs them, for a parameter whose values no slice has."""
+        if self.is_opaque:
+            raise Error(
+                f"{what}: parameter {self.name!r} is a {type(held_tensor(self.sharded)).__name__}, which has its values in several tensors, not in "
+                "slices: use state_dict() with torch.distributed.checkpoint, and an optimizer over module.parameters()"
+            )
+
+    @property
+    def holder(self) -> torch.nn.Module | None:
+        """Return the module of the first slot."""
+        return self._holders[0][0]()
+
+    @property
+    def shard_mesh(self) -> Any:
+        """Return the mesh of one dimension over which the parameter is cut."""
+        return self._mesh if self._mesh.ndim == 1 else self._mesh[self._mesh.mesh_dim_names[-1]]
+
+    def placed(self, data: torch.Tensor) -> torch.Tensor:
+        """Return a whole tensor as tensor parallelism has placed the parameter."""
+        return data if self._of_model is None else self._dtensor(data, *self._of_model)
+
+    def note_extended(self, leaf: torch.Tensor) -> None:
+        """Let sharded_of() find this by what stands in the slots."""
+        setattr(leaf, SHARDED, self)
 
     def in_shape(self, flat: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
         """Return rows in memory order as a tensor of `shape`, the dimension that is cut first in memory."""
@@ -174,6 +252,14 @@ class ShardedParameter:
     def waits(self) -> bool:
         """Return True while it has no values: init=, weights= or its file give them."""
         return held_tensor(self.sharded).is_meta
+
+    def check_buildable(self) -> None:
+        """Raise NotImplementedError for a subclass without values, of which init= and weights= know no parts."""
+        local = held_tensor(self.sharded)
+        if local.is_meta and hasattr(local, "__tensor_flatten__"):
+            raise NotImplementedError(
+                f"parameter {self.name!r} is a {type(local).__name__} on the meta device: call to_empty(device=...) and give it values"
+            )
 
     @property
     def is_stored(self) -> bool:
@@ -191,12 +277,25 @@ class ShardedParameter:
     def show_whole(self) -> None:
         """Put the whole parameter into the slots; it trains if the sharded one does."""
         self._follow()
-        self.show(self.whole)
+        self.show(self.whole if self.extension is None else self.extension.show())
+
+    def show_sharded(self) -> None:
+        """Put the sharded one into the slots."""
+        self.show(self.sharded)
+        if self.extension is not None:
+            self.extension.close()
 
     def _follow(self) -> None:
         assert self.whole is not None
-        if self.whole.requires_grad is not self.sharded.requires_grad:
-            self.whole.requires_grad_(self.sharded.requires_grad)
+        trains = self.sharded.requires_grad
+        if self.whole.requires_grad is not trains:
+            if trains and self.whole.numel() != self._shape.numel():
+                raise Error(
+                    f"parameter {self.name!r} was frozen in its first run, so no memory was made for its gradient: let it train before that run"
+                )
+            self.whole.requires_grad_(trains)
+        if self.extension is not None:
+            self.extension.follow(trains)
 
     def adopt(self) -> bool:
         """Take the DTensor that a program put into a slot, and the values that it gave the local tensor. True for a new one.
@@ -205,7 +304,8 @@ class ShardedParameter:
         """
         module, name = self._holders[0][0](), self._holders[0][1]
         now, is_new = self.sharded if module is None else module._parameters.get(name), False
-        if now is not self.sharded and now is not self.whole:
+        extended = None if self.extension is None else self.extension.whole
+        if now is not self.sharded and now is not self.whole and now is not extended:
             if not is_dtensor(now) or now.shape != self.sharded.shape:
                 raise Error(
                     f"parameter {name!r} was replaced by a {type(now).__name__} of shape "
@@ -223,7 +323,10 @@ class ShardedParameter:
     def lie_in(self, piece: torch.Tensor) -> None:
         """Move the local tensor's values into this rank's slice, where it lies from now on."""
         self.piece = piece
+        if self._inner is None:
+            return
         local = held_tensor(self.sharded)
+        local = getattr(local, self._inner) if self._inner else local
         if local.numel() == 0 or address_of(local) == address_of(piece):
             return
         with torch.no_grad():

@@ -46,6 +46,7 @@ __all__ = [
     "ignore_steps",
     "collective_range",
     "named_range",
+    "passed_through_hooks",
     "profiler_enabled",
     "queue_at_end",
     "raw_stream",
@@ -70,6 +71,14 @@ def gradient_hooks(parameter: torch.Tensor) -> dict[int, Any] | None:
     """Return the table of post-accumulate-grad hooks of `parameter`, in the order in which torch runs them."""
     hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
     return hooks if isinstance(hooks, dict) else None
+
+
+def passed_through_hooks(gradient: torch.Tensor, parameter: Any) -> torch.Tensor:
+    """Return a gradient as the hooks of register_hook() on `parameter` leave it."""
+    for hook in list((parameter._backward_hooks or {}).values()):
+        changed = hook(gradient)
+        gradient = gradient if changed is None else changed
+    return gradient
 
 
 #: the id of the graph task that runs now; -1 outside of a backward
