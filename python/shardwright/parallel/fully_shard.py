@@ -173,10 +173,12 @@ class Mark:
             each.check_buildable()
         waiting = [each for each in rows if each.waits]
         if waiting and not (self.options["init"] or self.options["weights"] or all(each.is_stored for each in waiting)):
-            names = [name for name, p in module.named_parameters() if any(p is each.sharded for each in waiting)]
+            of_unit = next(ids for mark in marks if (ids := {id(r.sharded) for r in mark.rows if r in waiting}))
+            names = [name for name, p in module.named_parameters() if id(p) in of_unit]
             raise RuntimeError(
                 "FSDP parameters should be materialized from meta device before training, but the following were still on meta device: "
-                f"{names}: call to_empty(device=...) and give them values, or pass init= or weights= to sw.fully_shard"
+                f"{names}, of {len(waiting)} in all: call to_empty(device=...) and give them values, or pass init= or weights= to "
+                "sw.fully_shard"
             )
         shared = shared_memory(rows)
         for each in rows:
@@ -594,7 +596,7 @@ def fully_shard(
         except for a module of DTensors (experts), which then becomes one of the outermost module's `groups`.
     dp_mesh_dims : DataParallelMeshDims, optional
         FSDP2's names of the dimensions of `mesh` over which ranks average: `replicate`, then `shard`; several names are
-        flattened. The other dimensions are those of the parameters, which are DTensors.
+        flattened. The other dimensions are those of the parameters, which are DTensors on them, or on all of `mesh`.
     ignored_params, **options
         See Options; those of the outermost module apply, and `broadcast_buffers` is False. If the outermost module ignores all parameters of an inner
         module, the inner module is not one of its units: it has its own engine and mesh, and needs its own optimizer.
@@ -695,7 +697,8 @@ def fully_shard(
         each.__class__ = type(f"FSDP{original.__name__}", bases, body)
         register_face(each, _find_engine)
         note_fully_shard(each)
-    mark.rows, mark.mesh = [ShardedParameter(*each) for each in found], over
+    data = [name for names in _data_names(dp_mesh_dims) for name in names]
+    mark.rows, mark.mesh = [ShardedParameter(*each, data=data) for each in found], over
     for cut in mark.rows:
         cut.policy = mp_policy or _policy_of_torch(policy)
     for each in modules:
@@ -750,11 +753,17 @@ def _data_mesh(mesh: Any, dims: Any) -> Any:
         return mesh
     if mesh is None:
         raise ValueError(f"dp_mesh_dims={dims!r} names dimensions of a mesh: pass mesh too")
-    given = [(each,) if isinstance(each, str) else tuple(each or ()) for each in (dims.replicate, dims.shard)]
+    given = _data_names(dims)
     unknown = [name for names in given for name in names if name not in (mesh.mesh_dim_names or ())]
     if unknown:
         raise ValueError(f"dp_mesh_dims names {unknown[0]!r}, and the mesh has {mesh.mesh_dim_names}")
     return flattened(mesh, [names for names in given if names])
+
+
+def _data_names(dims: Any) -> list[tuple[str, ...]]:
+    """Return the names of the dimensions to replicate and to shard over; none without dp_mesh_dims."""
+    both = () if dims is None else (dims.replicate, dims.shard)
+    return [(each,) if isinstance(each, str) else tuple(each or ()) for each in both]
 
 
 def _device_of(modules: Sequence[torch.nn.Module]) -> str:

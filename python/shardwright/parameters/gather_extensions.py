@@ -19,10 +19,9 @@ from ..comm.agreement import gather_answers, gather_values
 from ..comm.process_group import HostGroup
 from ..layout.memory import address_of, bytes_of, has_memory
 from ..layout.shard_mesh import Slicing
-from ..torch_compat.autograd import gradient_hooks, passed_through_hooks
-from ..torch_compat.dtensor import held_tensor, is_dtensor, like_dtensor
+from ..torch_compat.dtensor import held_tensor
 from ..torch_compat.engine_storage import engine_tensor
-from ..torch_compat.weak import weakly
+from .leaves import Leaf
 
 __all__ = ["Extension", "Extensions", "inner_name"]
 
@@ -55,21 +54,23 @@ def inner_name(local: torch.Tensor) -> str | None:
     return names[0] if inner is not None and is_alike and inner.is_contiguous() and has_memory(inner) else None
 
 
-class Extension:
-    """The extension of one parameter's local tensor. `whole`: the autograd leaf that stands in the slots of a gathered unit.
+class Extension(Leaf):
+    """The extension of one parameter's local tensor.
 
     `owner`: its ShardedParameter. `outputs`: what all ranks of this replica gave, over the memory that they map. Raise NotImplementedError for rows of
     another dimension than 0.
     """
 
+    is_extension = True
+
     def __init__(self, owner: Any, shape: torch.Size) -> None:
-        self._owner, self._shape = owner, shape
+        super().__init__(owner)
+        self._shape = shape
         self._strides = torch.empty(shape, device="meta").stride()
         self.outputs: tuple[torch.Tensor, ...] = ()
         self.metadata: Any = None
-        self.whole: torch.nn.Parameter | None = None
         self._own: list[tuple[torch.UntypedStorage, int]] = []  # of the whole parameter, beside `outputs`
-        self._is_open = self._is_hooked = False
+        self._is_open = False
         if owner.dim:
             raise NotImplementedError(
                 f"parameter {owner.name!r} has an all-gather extension ({type(self._local).__name__}), and is cut along dimension {owner.dim}: "
@@ -125,15 +126,6 @@ class Extension:
         if self._is_open:
             self._make()
 
-    def follow(self, trains: bool) -> None:
-        """Let the whole parameter require a gradient, or none."""
-        if self.whole is None or (self.whole.requires_grad is trains and (self._is_hooked or not trains)):
-            return
-        self.whole.requires_grad_(trains)
-        if trains and not self._is_hooked:
-            self._is_hooked = True
-            self.whole.register_post_accumulate_grad_hook(weakly(self._hand_over))
-
     def _make(self) -> None:
         owner, local = self._owner, self._local
         dtype = getattr(owner.policy, "param_dtype", None) or owner.dtype
@@ -149,34 +141,7 @@ class Extension:
             storages = [each.untyped_storage() for each in inner if each.untyped_storage().data_ptr() not in ours]
             self._own = [(each, each.nbytes()) for each in storages]
             made = owner.placed(torch.as_strided(made, self._shape, self._strides, 0))
-            self.whole = torch.nn.Parameter(made, requires_grad=False)
-        owner.note_extended(self.whole)
-        self.follow(owner.sharded.requires_grad)
-
-    def _hand_over(self, leaf: torch.Tensor) -> None:
-        """Bring the leaf's gradient to the engine's parameter, and run that one's hooks, as autograd would."""
-        gradient, leaf.grad = leaf.grad, None
-        entry: Any = self._owner.whole
-        assert gradient is not None
-        with torch.no_grad():
-            gradient = passed_through_hooks(_plain(gradient, entry), entry)
-            if entry.grad is None:
-                entry.grad = gradient
-            else:
-                entry.grad.add_(gradient)
-        for hook in list((gradient_hooks(entry) or {}).values()):
-            hook(entry)
-
-
-def _plain(gradient: torch.Tensor, entry: torch.Tensor) -> torch.Tensor:
-    """Return a gradient in the dtype of `entry` and without a subclass but DTensor."""
-    if is_dtensor(gradient):
-        made = _plain(held_tensor(gradient), entry)
-        return gradient if made is held_tensor(gradient) else like_dtensor(made, gradient)
-    if type(gradient) is torch.Tensor:
-        return gradient.to(entry.dtype)
-    made = torch.empty(gradient.shape, dtype=entry.dtype, device=gradient.device)
-    return made.copy_(gradient)
+        self._begin(made)
 
 
 class Extensions:

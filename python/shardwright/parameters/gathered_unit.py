@@ -162,7 +162,7 @@ class Unit:
         if whole:
             change_classes(self.module_parameters, self._own)
             for sharded in self.rows:
-                if sharded.extension is None:
+                if sharded.leaf is None:
                     sharded.show_whole()
 
     def span(self) -> list[tuple[int, int]]:

@@ -55,7 +55,7 @@ class ReleasedParameters(Storage):
         self._unit_members = releasable(request)
         self._released = {index for each in self._unit_members for index in each}
         #: the parameters with an all-gather extension, of which no unit has memory
-        self._extended = {index for index, each in enumerate(self.rows) if each.extension is not None}
+        self._extended = {index for index, each in enumerate(self.rows) if each.is_extended}
         # tensors over the memory of releasable parameters when they are whole, and the same in compute dtypes
         self._whole: dict[int, torch.Tensor] = {}
         self._computed_with: dict[int, torch.Tensor] = {}
@@ -250,7 +250,7 @@ class UnitMemory(ReleasedParameters):
         #: the parameters that are never released
         self._kept = [(i, p) for i, p in enumerate(table.parameters) if not self.is_released(i) and p.numel()]
         self._make_schedule(self._store, plans, coded=coded)
-        extended = [self.rows[index].extension for index in sorted(self._extended)]
+        extended = [self.rows[index].leaf for index in sorted(self._extended)]
         self._extensions = Extensions(group, self._slicing, extended, label) if extended else None
         self._comm.barrier(f"slices of the parameters of {label}")
 
@@ -415,7 +415,7 @@ def releasable(request: Request) -> list[list[int]]:
 def _is_cut(parameter: torch.Tensor) -> bool:
     """Return whether a unit has memory for a parameter of fully_shard."""
     sharded = sharded_of(parameter)
-    return bool(parameter.numel()) and (sharded is None or sharded.extension is None)
+    return bool(parameter.numel()) and (sharded is None or not sharded.is_extended)
 
 
 def _can_be_released(parameter: torch.Tensor) -> bool:

@@ -28,6 +28,7 @@ __all__ = [
     "placed_as",
     "placed_like",
     "placed_parameter",
+    "redistributed",
     "replicate",
     "set_dtype",
     "set_held_tensor",
@@ -147,6 +148,11 @@ def placed_as(dtensor: Any, like: Any) -> Any:
         return dtensor
     with torch.no_grad():
         return dtensor.redistribute(placements=like.placements)
+
+
+def redistributed(dtensor: Any, placements: Sequence[Any]) -> Any:
+    """Return a DTensor with these placements (collective over the dimensions where they differ)."""
+    return dtensor if list(dtensor.placements) == list(placements) else dtensor.redistribute(placements=placements)
 
 
 def waited(local: Any) -> torch.Tensor:
