@@ -37,6 +37,8 @@ from .parallel.moved_tensors import in_pages
 from .parallel.replica import Replica, live_replicas
 from .parameters.building import Values
 from .parameters.mixed_precision import PrecisionPlan
+from .parameters.sharded_parameter import is_extended
+from .parameters.whole_reads import Reads, named_whole, shaped
 from .plan import check_fits, memory_of
 from .torch_compat import cuda
 from .torch_compat.dtensor import held_tensor, is_dtensor
@@ -488,6 +490,14 @@ def full_state_dict(module: torch.nn.Module) -> dict[str, Any]:
         made, memo = unwrap(module).state_dict(), dict[int, Any]()
         for name, value in made.items():
             made[name] = _copied(value, memo)
+        # what extensions made whole may be rounded: the values are those of slices
+        extended = {
+            name: p for name, p in named_whole(unwrap(module), remove_duplicate=False).items() if is_extended(p)
+        }
+        if extended:
+            reads = Reads(needed_engine("full_state_dict", module).replicas)
+            whole = zip(extended.items(), reads.gather([*extended.values()]))
+            made.update({name: shaped(flat, reads.like(p)) for (name, p), flat in whole if name in made})
     return made
 
 

@@ -418,6 +418,50 @@ def test_what_cannot_be_is_said_on_all_ranks(rank, world_size):
     gather(None)
 
 
+@on_every_rank()
+def test_clipping_between_a_forward_and_its_backward_changes_nothing(rank, world_size):
+    """Neither a mean that zero_grad() has dropped returns, nor does one that stands count twice."""
+
+    def run(clips):
+        module, losses = sharded(), []
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        for step in range(4):
+            for number in range(1 + step % 2):
+                loss = module(batch(rank, 6, 7, step=10 * step + number)).square().mean()
+                if clips:
+                    norm = sw.clip_grad_norm_(module, 1e6).item()
+                    assert (norm == 0) is (number == 0), "no mean stands before the first backward of a step"
+                loss.backward()
+                losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses
+
+    assert run(True) == run(False)
+    gather(None)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(7, 7) for _ in range(3))
+        self.blocks[2].weight = self.blocks[0].weight
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x
+
+
+@on_every_rank()
+def test_a_parameter_that_two_units_share_trains_with_the_bits_of_stage_0(rank, world_size):
+    model, module = reference(Tied), sharded(Tied)
+    found, expected = (train(each, torch.optim.AdamW(each.parameters(), lr=1e-2), rank) for each in (module, model))
+    assert found == expected and module.blocks[2].weight is module.blocks[0].weight
+    assert_same_state(module, model.module.state_dict())
+    gather(None)
+
+
 # what hostile programs do --------------------------------------------------------------------------------------------------
 
 

@@ -56,15 +56,7 @@ FORMS = {
 }
 
 
-#: forms that fully_shard does not take yet
-LACKS = {"full_dtensor": "DTensors on a mesh that has the data-parallel dimensions too (dp_mesh_dims)"}
-
-
-def marks(form):
-    return [pytest.mark.xfail(reason=LACKS[form], strict=True)] if form in LACKS else []
-
-
-@pytest.mark.parametrize("form", [pytest.param(each, marks=marks(each)) for each in FORMS])
+@pytest.mark.parametrize("form", FORMS)
 def test_losses_are_those_of_fsdp2(folder, form):
     stock, ours = (train(folder, side, STEPS, *FORMS[form]) for side in ("stock", "ours"))
     assert len(stock) == STEPS and stock[-1][1] < 0.7 * stock[0][1]

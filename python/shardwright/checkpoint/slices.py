@@ -17,9 +17,11 @@ import torch
 
 from .._engine import CheckpointError
 from ..layout.local_parameters import module_parameter
+from ..layout.memory import has_memory, without_memory
 from ..layout.shard_mesh import Slicing
 from ..optim.sharded import ShardedOptimizer
 from ..parameters.sharded_groups import ReleasedParameters
+from ..parameters.sharded_parameter import plain_part
 from ..torch_compat import cuda
 from ..torch_compat.dtensor import is_dtensor, local_box
 from .joined import engines_of, members_of, sharded_of
@@ -139,7 +141,9 @@ def _turn_of(tensor: Any, members: frozenset[int]) -> tuple[int, int]:
 def slice_of_dtensor(tensor: Any, boxes: Boxes, stays: Callable[[torch.Tensor], bool] = lambda _: False) -> Sliced:
     """Return this rank's part of a DTensor. Copies it unless it is plain CPU memory or stays(memory) is true."""
     with torch.no_grad():
-        local = tensor.to_local().detach()
+        local = plain_part(tensor).detach()
+    if not has_memory(local):
+        raise CheckpointError(f"a checkpoint holds plain tensors, and this DTensor is over {without_memory(local)}")
     shape, offsets, turn = boxes.of(tensor)
     memory = local.resolve_conj().resolve_neg()
     memory = (memory if stays(memory) else memory.cpu()).contiguous().reshape(shape)

@@ -200,6 +200,7 @@ class ModuleGradients:
         if not self._reducer.pending_forward:  # at most there is a round to abandon
             self._reducer.close_pending()
             return
+        self._take_rows(opens=True)  # a mean that zero_grad() has dropped is none of this round
         self._end(self._reducer.close_pending)
         self.closed_without_backward = True
 
@@ -207,6 +208,7 @@ class ModuleGradients:
         """Average the current `.grad` in a round. Collective."""
         if self.sparse is not None:
             self.sparse.use_all()
+        self._take_rows(opens=True)
         self._end(self._reducer.average)
 
     def shadow(self, accumulated: Sequence[int] | None = None) -> None:

@@ -30,7 +30,7 @@ from ..options.options import Options
 from ..parameters.building import Building, PartOfBuilding, Values, begin_building
 from ..parameters.drift import DriftCheck
 from ..parameters.mixed_precision import PrecisionPlan, remove_plan
-from ..parameters.sharded_parameter import RowsTaken
+from ..parameters.sharded_parameter import RowsTaken, is_extended
 from ..torch_compat import autograd as _hooks
 from ..torch_compat.foreign_wrappers import find_wrapper, is_ours
 from ..torch_compat.internals import ignored_by_torchs_ddp, original_of
@@ -298,7 +298,9 @@ class Engine:
         if self.options.precision is None:
             remove_plan(self.module)
             return
-        plan = PrecisionPlan(self.module, self.options.precision, self._ignored_names())
+        named = self.module.named_parameters(remove_duplicate=False)
+        apart = {name for name, p in named if is_extended(p)}
+        plan = PrecisionPlan(self.module, self.options.precision, {*self._ignored_names(), *apart})
         check_compressor(plan.compressor(), self.options.reduce)
         for replica in live_replicas():  # make parameters whole that an earlier wrapper released
             if replica.wraps(self.module) and replica.releases_parameters:

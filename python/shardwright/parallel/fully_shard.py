@@ -42,7 +42,7 @@ from ..parameters.unshard_schedule import UnitSchedule
 from ..torch_compat.autograd import graph_task_id
 from ..torch_compat.dtensor import flattened, is_dtensor, mesh_of_group
 from ..torch_compat.foreign_wrappers import guard_from_wrappers, note_fully_shard
-from ..torch_compat.internals import fsdp_module_of_torch
+from ..torch_compat.internals import fsdp_module_of_torch, fsdp_policy
 from ..torch_compat.weak import weakly
 from .engine import Engine, engine_of, register_face
 from .unit_calls import reduce_plainly
@@ -189,12 +189,15 @@ class Mark:
             return  # nothing to gather or to average
         for each in rows:
             each.adopt()
+            each.check_buildable()
         waiting = [each for each in rows if each.waits]
         if waiting and not (self.options["init"] or self.options["weights"] or all(each.is_stored for each in waiting)):
-            names = [name for name, p in module.named_parameters() if any(p is each.sharded for each in waiting)]
+            of_unit = next(ids for mark in marks if (ids := {id(r.sharded) for r in mark.rows if r in waiting}))
+            names = [name for name, p in module.named_parameters() if id(p) in of_unit]
             raise RuntimeError(
                 "FSDP parameters should be materialized from meta device before training, but the following were still on meta device: "
-                f"{names}: call to_empty(device=...) and give them values, or pass init= or weights= to sw.fully_shard"
+                f"{names}, of {len(waiting)} in all: call to_empty(device=...) and give them values, or pass init= or weights= to "
+                "sw.fully_shard"
             )
         shared = shared_memory(rows)
         for each in rows:
@@ -628,7 +631,7 @@ def fully_shard(
         except for a module of DTensors (experts), which then becomes one of the outermost module's `groups`.
     dp_mesh_dims : DataParallelMeshDims, optional
         FSDP2's names of the dimensions of `mesh` over which ranks average: `replicate`, then `shard`; several names are
-        flattened. The other dimensions are those of the parameters, which are DTensors.
+        flattened. The other dimensions are those of the parameters, which are DTensors on them, or on all of `mesh`.
     ignored_params, **options
         See Options; those of the outermost module apply, and `broadcast_buffers` is False. If the outermost module ignores all parameters of an inner
         module, the inner module is not one of its units: it has its own engine and mesh, and needs its own optimizer.
@@ -729,7 +732,10 @@ def fully_shard(
         each.__class__ = type(f"FSDP{original.__name__}", bases, body)
         register_face(each, _find_engine)
         note_fully_shard(each)
-    mark.rows, mark.mesh = [ShardedParameter(*each) for each in found], over
+    data = [name for names in _data_names(dp_mesh_dims) for name in names]
+    mark.rows, mark.mesh = [ShardedParameter(*each, data=data) for each in found], over
+    for cut in mark.rows:
+        cut.policy = mp_policy or _policy_of_torch(policy)
     for each in modules:
         for inner in each.modules():
             below = mark_of(inner)
@@ -782,11 +788,17 @@ def _data_mesh(mesh: Any, dims: Any) -> Any:
         return mesh
     if mesh is None:
         raise ValueError(f"dp_mesh_dims={dims!r} names dimensions of a mesh: pass mesh too")
-    given = [(each,) if isinstance(each, str) else tuple(each or ()) for each in (dims.replicate, dims.shard)]
+    given = _data_names(dims)
     unknown = [name for names in given for name in names if name not in (mesh.mesh_dim_names or ())]
     if unknown:
         raise ValueError(f"dp_mesh_dims names {unknown[0]!r}, and the mesh has {mesh.mesh_dim_names}")
     return flattened(mesh, [names for names in given if names])
+
+
+def _data_names(dims: Any) -> list[tuple[str, ...]]:
+    """Return the names of the dimensions to replicate and to shard over; none without dp_mesh_dims."""
+    both = () if dims is None else (dims.replicate, dims.shard)
+    return [(each,) if isinstance(each, str) else tuple(each or ()) for each in both]
 
 
 def _device_of(modules: Sequence[torch.nn.Module]) -> str:
@@ -828,6 +840,12 @@ def _policy(precision: Any, mp_policy: Any) -> Precision | None:
         raise TypeError(f"mp_policy must be a MixedPrecisionPolicy, got {mp_policy!r}, which has no {lacks[0]}")
     policy = Precision(**{name: getattr(mp_policy, name) for name in names}, master=False)
     return None if policy == Precision(master=False) else policy
+
+
+def _policy_of_torch(policy: Precision | None) -> Any:
+    """Return a policy as FSDP2's, for the extensions of tensors."""
+    names = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
+    return fsdp_policy(**({} if policy is None else {name: getattr(policy, name) for name in names}))
 
 
 def _listed(modules: Any) -> list[Any]:

@@ -69,6 +69,10 @@ class DeviceUnitMemory(ReleasedParameters):
         super().__init__(backend, reducer, request)
         table, link, plans = self._table, backend.link, request.plans or ()
         assert link is not None
+        if self._extended:
+            raise NotImplementedError(
+                f"parameter {table.names[min(self._extended)]!r} has an all-gather extension: these are gathered on CPU ranks only"
+            )
         filler = request.building if table.is_by_rows else None
         if filler is None:
             link.broadcast(table.parameters, 0)

@@ -153,7 +153,7 @@ class Unit:
         """Put the DTensors into the module, unless the `other` form of this unit is whole."""
         if other is None or not self._units.is_whole(other.number):
             for sharded in self.rows:
-                sharded.show(sharded.sharded)
+                sharded.show_sharded()
 
     def show_slots(self) -> None:
         """Put the right object of each parameter into the module, after a precision policy has left it."""
@@ -171,7 +171,8 @@ class Unit:
         if whole:
             change_classes(self.module_parameters, self._own)
             for sharded in self.rows:
-                sharded.show_whole()
+                if sharded.leaf is None:
+                    sharded.show_whole()
 
     def span(self) -> list[tuple[int, int]]:
         """Return (address, bytes) of the memory of the whole unit, if it has any."""

@@ -27,6 +27,7 @@ from ..options.precision import LOW_DTYPES, Precision
 from ..torch_compat import autograd as _hooks
 from ..torch_compat.dtensor import is_dtensor, placed_like, set_dtype
 from ..torch_compat.internals import refresh_weights
+from .sharded_parameter import leaf_of
 
 __all__ = ["PrecisionPlan"]
 
@@ -191,6 +192,7 @@ class PrecisionPlan:
         if not self._active:
             return
         ended = {id(module_parameter(parameter)) for parameter in parameters}
+        ended |= {id(leaf) for parameter in parameters if (leaf := leaf_of(parameter)) is not None}
         for submodule, before in self._swapped.items():
             back = {name: each for name, each in before.items() if id(each) in ended}
             if back:

@@ -84,7 +84,8 @@ def _placed(p: torch.nn.Parameter, name: str, mesh: Any, placement_of: Callable[
         raise NotImplementedError(
             f"FSDP does not support uneven sharding on dim {dim}: {name!r} has size {p.shape[dim]} and is cut for {slices} ranks"
         )
-    if not waits(p) and not has_memory(held_tensor(p) if is_dtensor(p) else p):
+    held = held_tensor(p) if is_dtensor(p) else p
+    if not waits(p) and not has_memory(held) and not hasattr(held, "__tensor_flatten__"):
         raise Error(
             f"parameter {name!r} is {without_memory(p)}. Name it in ignored_params, which leaves it as it is on each rank"
         )

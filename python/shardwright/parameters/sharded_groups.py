@@ -22,6 +22,7 @@ from ..layout.shard_runs import Copies, Storage, make_dense, memory_order
 from ..layout.views import dtype_name
 from ..torch_compat.engine_storage import engine_tensor
 from ..torch_compat.weak import weakly
+from .gather_extensions import Extensions
 from .gathered_unit import Member
 from .sharded_parameter import sharded_of
 from .unshard_schedule import UnitSchedule
@@ -53,6 +54,8 @@ class ReleasedParameters(Storage):
         #: the parameters that each unit releases
         self._unit_members = releasable(request)
         self._released = {index for each in self._unit_members for index in each}
+        #: the parameters with an all-gather extension, of which no unit has memory
+        self._extended = {index for index, each in enumerate(self.rows) if each.is_extended}
         # tensors over the memory of releasable parameters when they are whole, and the same in compute dtypes
         self._whole: dict[int, torch.Tensor] = {}
         self._computed_with: dict[int, torch.Tensor] = {}
@@ -94,10 +97,12 @@ class ReleasedParameters(Storage):
 
     def is_released(self, index: int) -> bool:
         """Return whether a parameter is whole only while its unit runs."""
-        return index in self._released
+        return index in self._released or index in self._extended
 
     def slice(self, index: int) -> torch.Tensor | None:
         """Return this rank's elements of a parameter; None if it owns none. Empty ones belong to the first slice."""
+        if index in self._extended:
+            self.rows[index].check_values("a read of slices")
         piece = self._slices[index]
         empty = self._table.parameters[index].numel() == 0
         return piece if piece.numel() or (empty and self._slicing.own == 0) else None
@@ -158,6 +163,11 @@ class ReleasedParameters(Storage):
         Cost: the parameters' bytes on each rank, and a broadcast.
         """
         backend, label = self._backend, f"written parameters of {self._label}"
+        if self._extended:
+            raise Error(
+                f"full_parameters(writable=True): parameter {self._table.names[min(self._extended)]!r} has an all-gather extension, of which a whole "
+                "value is no value to keep: write to its DTensor"
+            )
         with self.schedule.everything():
             backend.fence(label)  # all ranks have read the slices before any rank writes them
             try:
@@ -238,8 +248,10 @@ class UnitMemory(ReleasedParameters):
                 if capsule is not None:
                     found[index] = engine_tensor(capsule)
         #: the parameters that are never released
-        self._kept = [(i, p) for i, p in enumerate(table.parameters) if i not in self._released and p.numel()]
+        self._kept = [(i, p) for i, p in enumerate(table.parameters) if not self.is_released(i) and p.numel()]
         self._make_schedule(self._store, plans, coded=coded)
+        extended = [self.rows[index].leaf for index in sorted(self._extended)]
+        self._extensions = Extensions(group, self._slicing, extended, label) if extended else None
         self._comm.barrier(f"slices of the parameters of {label}")
 
     def is_moved(self, index: int) -> bool:
@@ -248,6 +260,8 @@ class UnitMemory(ReleasedParameters):
     def _meet(self) -> None:
         """Make the ranks' slices visible, casts and other hosts included. Cost: a barrier, or a gather between hosts."""
         self._store.publish(None, all=True)
+        if self._extensions is not None:  # no rank reads the old outputs any longer
+            self._extensions.write()
 
     @property
     def bytes_held(self) -> int:
@@ -313,7 +327,9 @@ class UnitMemory(ReleasedParameters):
         """Copy all elements of a parameter, in memory order, to `flat`; a released parameter's from every rank's
         slices.
         """
-        if index in self._whole:
+        if self.is_released(index):
+            if index in self._extended:
+                self.rows[index].check_values("a read of whole parameters")
             self._read(index, flat)
         else:
             data = self._table.parameters[index].data
@@ -391,9 +407,15 @@ def releasable(request: Request) -> list[list[int]]:
     assert request.plans is not None
     parameters, is_by_rows = request.table.parameters, request.table.is_by_rows
     return [
-        [i for i in plan.indices if (parameters[i].numel() if is_by_rows else _can_be_released(parameters[i]))]
+        [i for i in plan.indices if (_is_cut(parameters[i]) if is_by_rows else _can_be_released(parameters[i]))]
         for plan in request.plans
     ]
+
+
+def _is_cut(parameter: torch.Tensor) -> bool:
+    """Return whether a unit has memory for a parameter of fully_shard."""
+    sharded = sharded_of(parameter)
+    return bool(parameter.numel()) and (sharded is None or not sharded.is_extended)
 
 
 def _can_be_released(parameter: torch.Tensor) -> bool:

@@ -6,24 +6,26 @@ module while its unit is whole (docs/design/fully_shard.md).
 
 from __future__ import annotations
 
+import math
 import sys
 import types
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 
 from .._engine import Error, HostComm
 from ..formats.stored import Stored, attributes_of, waits
-from ..layout.local_parameters import SHARDED, module_parameter
-from ..layout.memory import address_of, reserved
+from ..layout.local_parameters import SHARDED, local_of, module_parameter
+from ..layout.memory import address_of, reserved, without_memory
 from ..layout.param_groups import UnitPlan
 from ..layout.param_table import ParameterTable
 from ..torch_compat import cuda
 from ..torch_compat.dtensor import (
     held_tensor,
     is_dtensor,
+    like_dtensor,
     made_dtensor,
     mesh_of_both,
     placed_like,
@@ -32,8 +34,19 @@ from ..torch_compat.dtensor import (
     shard,
 )
 from ..torch_compat.internals import refresh_weights
+from .gather_extensions import Extension, inner_name
+from .leaves import Leaf, PlacedLeaf
 
-__all__ = ["RowsTaken", "ShardedParameter", "shared_memory", "sharded_of"]
+__all__ = [
+    "RowsTaken",
+    "ShardedParameter",
+    "is_extended",
+    "leaf_entry",
+    "leaf_of",
+    "plain_part",
+    "shared_memory",
+    "sharded_of",
+]
 
 
 def sharded_of(parameter: torch.Tensor) -> ShardedParameter | None:
@@ -42,16 +55,53 @@ def sharded_of(parameter: torch.Tensor) -> ShardedParameter | None:
     return found
 
 
+def leaf_of(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return the leaf that stands in the place of a table's entry, if there is one."""
+    cut = sharded_of(parameter)
+    return None if cut is None or cut.leaf is None else cut.leaf.whole
+
+
+def leaf_entry(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return the table's entry for a leaf that stands in its place with its values; None for any other parameter."""
+    cut = sharded_of(parameter)
+    if cut is None or cut.leaf is None or cut.leaf.whole is not parameter or cut.whole is None or cut.is_extended:
+        return None
+    return local_of(cut.whole)
+
+
+def is_extended(parameter: torch.Tensor) -> bool:
+    """Return True for either object of a parameter with an all-gather extension."""
+    cut = sharded_of(parameter)
+    return cut is not None and cut.is_extended
+
+
+def plain_part(dtensor: Any) -> torch.Tensor:
+    """Return the local part of a DTensor; of one whose subclass has its values in a plain tensor, that tensor."""
+    part: torch.Tensor = dtensor.to_local()
+    if not hasattr(part, "__tensor_flatten__"):
+        return part
+    cut = sharded_of(dtensor)
+    name = inner_name(part) if cut is None else cut._inner
+    return getattr(part, name) if name else part
+
+
 class ShardedParameter:
     """One parameter, cut by rows over the last dimension of `mesh`.
 
     `sharded` is the DTensor, whose local tensor lies in `piece` once there is an engine; `whole` the engine's parameter.
     `holders`: the modules and names of its slots. `dim` is cut as torch.chunk cuts it. `mean`: the DTensor over this
-    rank's slice of the averaged gradient.
+    rank's slice of the averaged gradient. `leaf`: what stands in the slots in the place of
+    `whole`, if there is one. `policy`: FSDP2's of the call, for an extension. `data`: names of dimensions of a parameter's
+    mesh over which ranks average.
     """
 
     def __init__(
-        self, holders: list[tuple[torch.nn.Module, str]], parameter: torch.nn.Parameter, mesh: Any, dim: int
+        self,
+        holders: list[tuple[torch.nn.Module, str]],
+        parameter: torch.nn.Parameter,
+        mesh: Any,
+        dim: int,
+        data: Collection[str] = (),
     ) -> None:
         self.dim, self._mesh = dim, mesh
         self.name = holders[0][1]
@@ -62,11 +112,18 @@ class ShardedParameter:
         self.piece: torch.Tensor | None = None
         self.mean: torch.Tensor | None = None
         self.mean_address = 0
+        self.leaf: Leaf | None = None
+        self.policy: Any = None
+        self._inner: str | None = ""  # the attribute of the local tensor with its memory; None: it has no one memory
         part = held_tensor(parameter) if is_dtensor(parameter) else parameter.detach()
-        self._shape, self.dtype, self._of_model = part.shape, part.dtype, None
+        self._shape, self.dtype = part.shape, part.dtype
+        self._of_model: tuple[Any, Sequence[Any]] | None = None
         self._global = parameter.shape, parameter.stride()
+        #: of a DTensor on a mesh with the data dimensions too: (mesh, placements, these dimensions)
+        self._of_all: tuple[Any, Sequence[Any], list[int]] | None = None
         if is_dtensor(parameter):
             self._of_model = parameter.device_mesh, parameter.placements
+            self._split_mesh(parameter, data)
         #: the parameter that was there, if it has no values: init=, weights= or its file may give them to the engine
         self._waiting = parameter if waits(parameter) else None
         rows = self._own_rows(part)
@@ -76,15 +133,36 @@ class ShardedParameter:
         setattr(self.sharded, SHARDED, self)
         self.show(self.sharded)
 
+    def _split_mesh(self, parameter: Any, data: Collection[str]) -> None:
+        """Leave to the engine's parameter the dimensions of its mesh that are the model's. Raise ValueError as FSDP2 does."""
+        mesh, placements = parameter.device_mesh, parameter.placements
+        names = mesh.mesh_dim_names or ()
+        found = [at for at, name in enumerate(names) if name in data]
+        if not found:
+            return
+        cut = next((at for at in found if not placements[at].is_replicate()), None)
+        if cut is not None:
+            raise ValueError(
+                f"Expected Replicate() on DP dim {names[cut]!r} (index {cut}) but got {placements[cut]}: parameter {self.name!r}"
+            )
+        self._of_all = mesh, placements, found
+        rest = [at for at in range(mesh.ndim) if at not in found]
+        self._of_model = (mesh[tuple(names[at] for at in rest)], [placements[at] for at in rest]) if rest else None
+
     def add_holder(self, module: torch.nn.Module, name: str) -> None:
         """Add a slot, such as one that is tied."""
         self._holders.append((weakref.ref(module), name))
 
     def _own_rows(self, part: torch.Tensor) -> torch.Tensor:
         rank, ranks = self._mesh.get_local_rank(self._mesh.ndim - 1), self._mesh.size(self._mesh.ndim - 1)
-        if self._waiting is not None:
+        if self._waiting is not None and not hasattr(part, "__tensor_flatten__"):
             part = torch.empty_strided(part.shape, part.stride(), dtype=part.dtype, device="meta")
         chunks = torch.chunk(part, ranks, self.dim)
+        if hasattr(part, "__tensor_flatten__"):  # with the operations that FSDP2 asks of subclasses
+            held, size = part.new_zeros(chunks[0].shape), chunks[rank].shape[self.dim] if rank < len(chunks) else 0
+            if size:
+                held.narrow(self.dim, 0, size).copy_(chunks[rank])
+            return held.narrow(self.dim, 0, size)
         if rank < len(chunks):
             return chunks[rank].clone(memory_format=torch.contiguous_format)
         return part.new_empty([0 if at == self.dim else size for at, size in enumerate(self._shape)])
@@ -93,6 +171,11 @@ class ShardedParameter:
         """Return the DTensor's mesh and placements: with tensor parallelism those of both meshes."""
         mesh = self._mesh
         replicas = [replicate()] * (mesh.ndim - 1)
+        if self._of_all is not None and len(self._of_all[2]) == mesh.ndim:  # no dimension is flattened
+            (whole, given, data), placed = self._of_all, list(self._of_all[1])
+            later = [whole.size(at) for at, each in enumerate(given) if at > data[-1] and each.is_shard(self.dim)]
+            placed[data[-1]] = shard(self.dim, math.prod(later))
+            return whole, placed
         if self._of_model is None:
             return mesh, [*replicas, shard(self.dim)]
         model_mesh, placements = self._of_model
@@ -102,7 +185,10 @@ class ShardedParameter:
         return mesh_of_both(mesh, model_mesh), [*replicas, shard(self.dim, parts), *placements]
 
     def _dtensor(self, local: torch.Tensor, mesh: Any, placements: Sequence[Any]) -> torch.Tensor:
-        return made_dtensor(local, mesh, placements, *self._global)
+        if type(local) is torch.Tensor:
+            return made_dtensor(local, mesh, placements, *self._global)
+        plain = torch.empty(local.shape, dtype=local.dtype, device="meta" if local.is_meta else local.device)
+        return like_dtensor(local, made_dtensor(plain, mesh, placements, *self._global))
 
     def like(self, local: torch.Tensor) -> torch.Tensor:
         """Return a DTensor over `local`, placed as the sharded parameter."""
@@ -152,18 +238,75 @@ class ShardedParameter:
             self.whole = self._waiting
         else:
             self.dtype = local.dtype  # of .to() since the call
-            numel = self._shape.numel()
+            shape = self._find_leaf(local)
+            numel = shape.numel()
             if shared is not None:
                 flat = shared[: numel * self.dtype.itemsize].view(self.dtype)
             else:
-                flat = reserved(numel, self.dtype)[0] if numel and local.is_cpu else local.new_empty(numel)
-            data = self.in_shape(flat, self._shape)
-            if self._of_model is not None:
-                data = self._dtensor(data, *self._of_model)
+                is_host = numel and local.device.type == "cpu"
+                flat = (
+                    reserved(numel, self.dtype)[0]
+                    if is_host
+                    else torch.empty(numel, dtype=self.dtype, device=local.device)
+                )
+            data = self.placed(self.in_shape(flat, shape))
             self.whole = torch.nn.Parameter(data, requires_grad=self.sharded.requires_grad)
             vars(self.whole).update(attributes_of(self.sharded))
         setattr(self.whole, SHARDED, self)
         self.show(self.whole)
+
+    def _find_leaf(self, local: torch.Tensor) -> torch.Size:
+        """Find the leaf: the local tensor's extension, or a DTensor of more dimensions. Return the shape of the engine's parameter."""
+        self.leaf = Extension.of(self, self._shape)
+        if self._of_all is not None:
+            if self.leaf is not None:
+                raise NotImplementedError(f"parameter {self.name!r} has an all-gather extension and dp_mesh_dims")
+            self.leaf = PlacedLeaf(self, *self._of_all, self._global)
+        self._inner = inner_name(local)
+        if not self.is_extended and self._inner != "":
+            raise Error(
+                f"parameter {self.name!r} is {without_memory(local)}, and defines no fsdp_pre_all_gather. Name it in ignored_params, which leaves "
+                "it as it is on each rank"
+            )
+        # one that is frozen, and whose values are not the engine's, needs no memory of it
+        is_absent = self._inner is None and not self.sharded.requires_grad and self._of_model is None
+        return torch.Size([0]) if is_absent else self._shape
+
+    @property
+    def is_extended(self) -> bool:
+        """Return True if its local tensor has an all-gather extension, so that no unit has memory for it."""
+        return self.leaf is not None and self.leaf.is_extension
+
+    @property
+    def is_opaque(self) -> bool:
+        """Return True if its values are in no slice, but in several tensors of a subclass."""
+        return self._inner is None
+
+    def check_values(self, what: str) -> None:
+        """Raise Error, which says `what` needs them, for a parameter whose values no slice has."""
+        if self.is_opaque:
+            raise Error(
+                f"{what}: parameter {self.name!r} is a {type(held_tensor(self.sharded)).__name__}, which has its values in several tensors, not in "
+                "slices: use state_dict() with torch.distributed.checkpoint, and an optimizer over module.parameters()"
+            )
+
+    @property
+    def holder(self) -> torch.nn.Module | None:
+        """Return the module of the first slot."""
+        return self._holders[0][0]()
+
+    @property
+    def shard_mesh(self) -> Any:
+        """Return the mesh of one dimension over which the parameter is cut."""
+        return self._mesh if self._mesh.ndim == 1 else self._mesh[self._mesh.mesh_dim_names[-1]]
+
+    def placed(self, data: torch.Tensor) -> torch.Tensor:
+        """Return a whole tensor as tensor parallelism has placed the parameter."""
+        return data if self._of_model is None else self._dtensor(data, *self._of_model)
+
+    def note_leaf(self, leaf: torch.Tensor) -> None:
+        """Let sharded_of() find this by what stands in the slots."""
+        setattr(leaf, SHARDED, self)
 
     def in_shape(self, flat: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
         """Return rows in memory order as a tensor of `shape`, the dimension that is cut first in memory."""
@@ -179,6 +322,14 @@ class ShardedParameter:
     def waits(self) -> bool:
         """Return True while it has no values: init=, weights= or its file give them."""
         return held_tensor(self.sharded).is_meta
+
+    def check_buildable(self) -> None:
+        """Raise NotImplementedError for a subclass without values, of which init= and weights= know no parts."""
+        local = held_tensor(self.sharded)
+        if local.is_meta and hasattr(local, "__tensor_flatten__"):
+            raise NotImplementedError(
+                f"parameter {self.name!r} is a {type(local).__name__} on the meta device: call to_empty(device=...) and give it values"
+            )
 
     @property
     def is_stored(self) -> bool:
@@ -196,12 +347,25 @@ class ShardedParameter:
     def show_whole(self) -> None:
         """Put the whole parameter into the slots; it trains if the sharded one does."""
         self._follow()
-        self.show(self.whole)
+        self.show(self.whole if self.leaf is None else self.leaf.show())
+
+    def show_sharded(self) -> None:
+        """Put the sharded one into the slots."""
+        self.show(self.sharded)
+        if self.leaf is not None:
+            self.leaf.close()
 
     def _follow(self) -> None:
         assert self.whole is not None
-        if self.whole.requires_grad is not self.sharded.requires_grad:
-            self.whole.requires_grad_(self.sharded.requires_grad)
+        trains = self.sharded.requires_grad
+        if self.whole.requires_grad is not trains:
+            if trains and self.whole.numel() != self._shape.numel():
+                raise Error(
+                    f"parameter {self.name!r} was frozen in its first run, so no memory was made for its gradient: let it train before that run"
+                )
+            self.whole.requires_grad_(trains)
+        if self.leaf is not None:
+            self.leaf.follow(trains)
 
     def adopt(self) -> bool:
         """Take the DTensor that a program put into a slot, and the values that it gave the local tensor. True for a new one.
@@ -210,7 +374,8 @@ class ShardedParameter:
         """
         module, name = self._holders[0][0](), self._holders[0][1]
         now, is_new = self.sharded if module is None else module._parameters.get(name), False
-        if now is not self.sharded and now is not self.whole:
+        leaf = None if self.leaf is None else self.leaf.whole
+        if now is not self.sharded and now is not self.whole and now is not leaf:
             if not is_dtensor(now) or now.shape != self.sharded.shape:
                 raise Error(
                     f"parameter {name!r} was replaced by a {type(now).__name__} of shape "
@@ -228,7 +393,10 @@ class ShardedParameter:
     def lie_in(self, piece: torch.Tensor) -> None:
         """Move the local tensor's values into this rank's slice, where it lies from now on."""
         self.piece = piece
+        if self._inner is None:
+            return
         local = held_tensor(self.sharded)
+        local = getattr(local, self._inner) if self._inner else local
         if local.numel() == 0 or address_of(local) == address_of(piece):
             return
         with torch.no_grad():

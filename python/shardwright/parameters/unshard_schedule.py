@@ -31,7 +31,7 @@ from ..torch_compat.dtensor import is_dtensor
 from ..torch_compat.engine_storage import engine_tensor
 from ..torch_compat.internals import forward_hooks
 from .gathered_unit import BY_USER, NOT_PINNED, UNTIL_RUN, UNTIL_STEP, ComputeForm, Member, Span, Unit
-from .sharded_parameter import ShardedParameter
+from .sharded_parameter import ShardedParameter, leaf_entry
 
 _NO_TASK = -1
 _BY_PROGRAM = (BY_USER, UNTIL_RUN)
@@ -421,6 +421,10 @@ class UnitSchedule:
     def source_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """Return the tensor with which a module computes: the compute form's, the parameter itself, or None while released."""
         unit = self._unit_of.get(id(parameter))
+        entry = leaf_entry(parameter) if unit is None and self._meet is not None else None
+        if entry is not None:
+            found = self.source_of(entry)
+            return parameter if found is entry else found
         if unit is None or not self.units:
             is_released = unit is not None or (self._meet is not None and is_dtensor(parameter))
             return None if is_released else parameter

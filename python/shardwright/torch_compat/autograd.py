@@ -49,6 +49,14 @@ def gradient_hooks(parameter: torch.Tensor) -> dict[int, Any] | None:
     return hooks if isinstance(hooks, dict) else None
 
 
+def passed_through_hooks(gradient: torch.Tensor, parameter: Any) -> torch.Tensor:
+    """Return a gradient as the hooks of register_hook() on `parameter` leave it."""
+    for hook in list((parameter._backward_hooks or {}).values()):
+        changed = hook(gradient)
+        gradient = gradient if changed is None else changed
+    return gradient
+
+
 #: the id of the graph task that runs now; -1 outside of a backward
 graph_task_id: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", _no_graph_task)
 

@@ -120,6 +120,11 @@ def placed_as(dtensor: Any, like: Any) -> Any:
         return dtensor.redistribute(placements=like.placements)
 
 
+def redistributed(dtensor: Any, placements: Sequence[Any]) -> Any:
+    """Return a DTensor with these placements (collective over the dimensions where they differ)."""
+    return dtensor if list(dtensor.placements) == list(placements) else dtensor.redistribute(placements=placements)
+
+
 def waited(local: Any) -> torch.Tensor:
     """Wait for the collective that fills a local tensor, and return the tensor."""
     return local.wait() if type(local).__name__ == "AsyncCollectiveTensor" else local

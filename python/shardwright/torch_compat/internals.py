@@ -199,13 +199,25 @@ def is_hsdp(group: Any) -> bool:
 
 
 @functools.cache
+def _of_fsdp2(name: str) -> Any:
+    """Return a name of torch's FSDP2; None if this torch has none."""
+    for place in ("torch.distributed.fsdp", "torch.distributed._composable.fsdp"):  # the latter before torch 2.6
+        found = getattr(importlib.import_module(place), name, None) if importlib.util.find_spec(place) else None
+        if found is not None:
+            return found
+    return None
+
+
 def fsdp_module_of_torch() -> tuple[type, ...]:
     """Return torch's class of modules that fully_shard was called on, which programs ask for; none if this torch has none."""
-    for name in ("torch.distributed.fsdp", "torch.distributed._composable.fsdp"):  # the latter before torch 2.6
-        found = getattr(importlib.import_module(name), "FSDPModule", None) if importlib.util.find_spec(name) else None
-        if found is not None:
-            return (found,)
-    return ()
+    found = _of_fsdp2("FSDPModule")
+    return () if found is None else (found,)
+
+
+def fsdp_policy(**fields: Any) -> Any:
+    """Return torch's MixedPrecisionPolicy, which extensions of tensors read; None if this torch has none."""
+    found = _of_fsdp2("MixedPrecisionPolicy")
+    return None if found is None else found(**fields)
 
 
 def fsdp2_groups(module: torch.nn.Module) -> list[Any]:

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from ..._engine import CheckpointError
 from ...formats.lazy import DTYPES
 from ...layout.memory import address_of, has_memory, without_memory
+from ...parameters.sharded_parameter import plain_part
 from ...torch_compat.dtensor import is_dtensor
 from ...torch_compat.internals import buffers_of_state
 from ..slices import Sliced, check_placements
@@ -77,7 +78,7 @@ def model_tensors(model: torch.nn.Module) -> ModelTensors:
 def _identity(tensor: torch.Tensor) -> Any:
     """Return a key that is equal for tensors with the same memory, dtype, shape and strides."""
     if is_dtensor(tensor):
-        local = tensor.to_local()
+        local = plain_part(tensor)
         return (type(tensor), *(_identity(local) if local.numel() else (id(tensor),)))
     if not address_of(tensor):
         return id(tensor)
@@ -100,7 +101,7 @@ def check_savable(name: str, tensor: torch.Tensor) -> None:
         raise CheckpointError(f"tensor {name!r} has a zero byte in its name, which no checkpoint can hold")
     if is_dtensor(tensor):
         check_placements(name, tensor)
-        tensor = tensor.to_local()
+        tensor = plain_part(tensor)
     if torch.nn.parameter.is_lazy(tensor):
         raise CheckpointError(f"tensor '{name}' is not initialised: run the model once before it is saved or loaded")
     if tensor.layout is not torch.strided or tensor.is_quantized:
