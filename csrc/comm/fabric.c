@@ -7,6 +7,7 @@
 #include <stdlib.h>
 #include <unistd.h>
 
+#include "comm/account.h"
 #include "platform/futex.h"
 #include "platform/process.h"
 
@@ -274,6 +275,7 @@ sw_status sw_fabric_progress(sw_fabric *fabric, sw_error *err)
         SW_TRY(check_descriptors(fabric, ticket, err));
         sw_fabric_execute(fabric, &fabric->pending[ticket % SW_FABRIC_RING], ticket);
         fabric->done = ticket;
+        sw_account_done(fabric->pending[ticket % SW_FABRIC_RING].serial);
         sw_control_publish(&own->done, ticket, own);
     }
     return SW_OK;

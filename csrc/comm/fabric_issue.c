@@ -2,6 +2,7 @@
 #include <string.h>
 
 #include "base/bytes.h"
+#include "comm/account.h"
 #include "comm/fabric.h"
 
 /* If ranks fold pieces of a chunk, each reads 2 chunks instead of W. Above this saving that pays
@@ -23,6 +24,8 @@ static sw_status issue(sw_fabric *fabric, const sw_pending *pending, uint32_t *t
     SW_TRY(sw_fabric_wait_done(fabric, next - depth, err));
     sw_pending *kept = &fabric->pending[next % SW_FABRIC_RING];
     *kept = *pending;
+    kept->serial = fabric->comm.serial;
+    sw_account_post(kept->serial);
     if (fills && pending->count && pending->op.data) {
         size_t bytes = pending->count * sw_dtype_size_bytes(pending->op.dtype);
         if (pending->op.kind != SW_OP_BROADCAST || pending->op.root == fabric->comm.rank)

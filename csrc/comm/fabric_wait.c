@@ -133,8 +133,7 @@ static void sleep_on(fabric_wait *w, int rank)
         sw_ending_state(&control->ending) == SW_MEMBER_ACTIVE) {
         int64_t begun = sw_clock_now_ns();
         sw_futex_wait(word, value, slice_ns);
-        fabric->comm.stats.waits++;
-        fabric->comm.stats.wait_ns += (uint64_t)(sw_clock_now_ns() - begun);
+        sw_comm_slept(&fabric->comm, begun, rank);
     }
     atomic_fetch_sub(&control->waiters, 1);
 }

@@ -29,12 +29,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .._engine import CommError, HostComm, forked
+from .._engine import CommError, HostComm, account_call, account_call_end, forked
 from ..layout.memory import check_sendable
 from ..layout.shard_mesh import Slicing
 from ..torch_compat.internals import default_store, make_gloo
 from ..torch_compat.interrupts import check_interrupt
-from . import wire
+from . import account, wire
 from .attempt import attempt_store
 from .failures import report_failures
 from .launch import DEFAULT_PORT, Launch, read_launch
@@ -68,6 +68,7 @@ class HostGroup:
         self.links: dict[Any, Any] = {}
         self._wire: wire.Wire | None = None  # the communicator's bridge; on carriers
         self._warn_start_s = start_s(warn_after_s)
+        account.begin(*((dist.get_rank(), dist.get_world_size()) if group is not None else (0, 1)))
         self._join(group, timeout_s)
         self.warn_after(warn_after_s)
         if self.rank == self.host_of.index(self.host_of[self.rank]):  # the lowest rank of the host
@@ -398,6 +399,8 @@ def init_process_group(backend: str = "gloo", *, timeout: timedelta | None = Non
 
 
 def _join(launch: Launch, backend: str = "gloo", timeout: timedelta | None = None, **options: Any) -> None:
+    account.begin(launch.rank, launch.world_size)
+    account_call("init_process_group()", False)
     if timeout is not None:
         options["timeout"] = timeout
     if not launch.master_addr:
@@ -405,6 +408,7 @@ def _join(launch: Launch, backend: str = "gloo", timeout: timedelta | None = Non
     else:
         options |= {"store": _store_of(launch, timeout), "rank": launch.rank, "world_size": launch.world_size}
     dist.init_process_group(backend, **options)
+    account_call_end()
 
 
 def _store_of(launch: Launch, timeout: timedelta | None) -> Any:
