@@ -186,11 +186,9 @@ static void turn_to(sw_phase phase)
     atomic_store_explicit(&head->phase_begun_ns, time_ns, memory_order_release);
 }
 
-/* Move what was slept since the last row into it, and find the rank that it was for most. */
+/* Find the rank for which most was slept since the last row. */
 static void take_waits(sw_account_row *row)
 {
-    for (int i = 0; i < SW_PHASE_COUNT; ++i)
-        row->wait_ns[i] += atomic_exchange_explicit(&waited_ns[i], 0, memory_order_relaxed);
     for (int r = 0; r < atomic_load_explicit(&slept_for_count, memory_order_relaxed); ++r) {
         int64_t slept_ns = 0;
         if (atomic_load_explicit(&slept_for_ns[r], memory_order_relaxed))
@@ -217,6 +215,7 @@ static void write_row(sw_account *to, uint64_t step, bool again)
     for (int i = 0; i < SW_PHASE_COUNT; ++i) {
         int at = again && i == SW_PHASE_DATA ? SW_PHASE_OPTIMIZER : i;
         row->phase_ns[at] += now.phase_ns[i];
+        row->wait_ns[at] += atomic_exchange_explicit(&waited_ns[i], 0, memory_order_relaxed);
         now.phase_ns[i] = 0;
     }
     take_waits(row);

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .fsdp1 import FullyShardedDataParallel
     from .integrations import deepspeed
     from .integrations.meta_loading import meta_loading
+    from .observe.metrics import metrics
     from .optim.clip_grad import clip_grad_norm_, local_norms
     from .optim.diloco import DiLoCo
     from .options.compressors import Bf16, Fp16, Int4, Int8, PowerSGD
@@ -95,6 +96,7 @@ __all__ = [
     "local_norms",
     "materialize",
     "meta_loading",
+    "metrics",
     "optim",
     "register_fsdp_forward_method",
     "save",
@@ -138,6 +140,7 @@ _HOMES = {
     "load_pretrained": "pretrained",
     "local_norms": "optim.clip_grad",
     "materialize": "parameters.materialize",
+    "metrics": "observe.metrics",
     "meta_loading": "integrations.meta_loading",
     "Options": "options.options",
     "PipelineStage": "parallel.composition.pipeline",

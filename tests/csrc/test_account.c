@@ -73,10 +73,14 @@ static void check_phases(void)
           "%u forwards, %lld ns of data", row->forwards, (long long)row->phase_ns[SW_PHASE_DATA]);
     check(total(row) == row->ended_ns - row->begun_ns, "phases tile a step of two backwards");
 
+    int64_t slept_ns = sw_clock_now_ns();
     sw_thread_sleep_ns(7 * ms);
+    sw_account_slept(slept_ns, 0, 0);
     check(sw_account_stepped() == 0 && atomic_load(&sw_account_get()->head.steps) == 2,
           "a second optimizer belongs to the same step");
     check(row->phase_ns[SW_PHASE_OPTIMIZER] >= 7 * ms, "its time is the optimizer's");
+    check(row->wait_ns[SW_PHASE_OPTIMIZER] >= 7 * ms && row->wait_ns[SW_PHASE_DATA] == 0,
+          "and so are its waits");
     check(total(row) == row->ended_ns - row->begun_ns, "phases tile a step of two optimizers");
 }
 

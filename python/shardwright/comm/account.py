@@ -22,7 +22,17 @@ from typing import Any
 
 from .._engine import account_end, account_open, account_stack_signal
 
-__all__ = ["RUN_FOLDER", "begin", "folders", "is_running", "job_name", "own_folder"]
+__all__ = [
+    "RUN_FOLDER",
+    "begin",
+    "folders",
+    "is_running",
+    "job_name",
+    "own_file",
+    "own_folder",
+    "own_rank",
+    "own_world_size",
+]
 
 _logger = logging.getLogger("shardwright")
 
@@ -30,8 +40,8 @@ _logger = logging.getLogger("shardwright")
 RUN_FOLDER = "SHARDWRIGHT_RUN_FOLDER"
 #: what writes Python's stacks to a file; a real-time signal that programs seldom use
 _STACKS = signal.SIGRTMIN + 9
-#: files of dead jobs are kept this long
-_KEPT_S = 7 * 24 * 3600.0
+#: so many dead jobs are kept, this long
+_KEPT, _KEPT_S = 16, 7 * 24 * 3600.0
 
 _file: Path | None = None
 _of: tuple[int, int] | None = None
@@ -55,6 +65,19 @@ def job_name() -> str:
     if job is not None and "SLURM_STEP_ID" in os.environ:
         return f"slurm-{job}.{os.environ['SLURM_STEP_ID']}"
     return f"pid-{os.getppid() if _of is not None and _of[1] > 1 else os.getpid()}"
+
+
+def own_rank() -> int | None:
+    """Return this process' rank among all; None before it met any."""
+    return None if _of is None else _of[0]
+
+
+def own_world_size() -> int:
+    return 1 if _of is None else _of[1]
+
+
+def own_file() -> Path | None:
+    return _file
 
 
 def is_running(pid: int, start_ticks: int) -> bool:
@@ -128,13 +151,15 @@ def _private(path: str, flags: int) -> int:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what jobs left behind a week ago."""
+    """Remove what dead jobs left behind, but the newest."""
+    dead = []
     for job in folder.iterdir():
         with contextlib.suppress(OSError):
-            if time.time() - job.stat().st_mtime > _KEPT_S and not any(
-                os.path.exists(f"/proc/{each.name.split('.')[1]}") for each in job.glob("rank-*")
-            ):
-                shutil.rmtree(job, ignore_errors=True)
+            if not any(os.path.exists(f"/proc/{each.name.split('.')[1]}") for each in job.glob("rank-*")):
+                dead.append((job.stat().st_mtime, job))
+    for number, (changed_s, job) in enumerate(sorted(dead, reverse=True)):
+        if number >= _KEPT or time.time() - changed_s > _KEPT_S:
+            shutil.rmtree(job, ignore_errors=True)
 
 
 def _remove(path: Path) -> None:
