@@ -43,6 +43,7 @@ HOMES = {
     "PHASES": "observe.rings",
     "account": "comm.account",
     "row_of": "observe.rings",
+    "waits": "comm.waits",
     "watch": "observe.watch",
     "agreeing": "checkpoint.restore.agreeing",
     "applying": "checkpoint.restore.applying",

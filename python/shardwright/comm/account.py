@@ -125,7 +125,10 @@ def _open(folder: Path, rank: int, world_size: int) -> None:
         if old != _file and (pid == str(os.getpid()) or not os.path.exists(f"/proc/{pid}")):
             old.unlink(missing_ok=True)
     path = job / f"rank-{rank}.{os.getpid()}"
-    account_open(str(path), rank, world_size, socket.gethostname())
+    hidden = job / f".{path.name}"  # until it is whole
+    hidden.unlink(missing_ok=True)
+    account_open(str(hidden), rank, world_size, socket.gethostname())
+    hidden.replace(path)
     if _file is not None and _file != path:
         _remove(_file)
     _file = path
