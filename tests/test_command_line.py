@@ -6,7 +6,7 @@ import pytest
 from shardwright._version import __version__
 from shardwright_tools.cli import main
 
-COMMANDS = ("plan", "doctor", "ckpt", "kernels", "config", "run", "chaos")
+COMMANDS = ("plan", "why", "top", "doctor", "ckpt", "kernels", "config", "run", "chaos")
 
 
 def ended(capsys, *words):
@@ -52,6 +52,10 @@ def ended(capsys, *words):
         (["kernels", "--arch", "80", "--to", "/dev/null/x"], 2, "--to /dev/null/x: Not a directory"),
         (["ckpt", "ls", "{folder}/none"], 2, "is not a directory"),
         (["ckpt", "verify", "{folder}"], 2, "holds no checkpoint"),
+        (["why", "{folder}/none"], 2, "there is no account of a job"),
+        (["why", "{folder}"], 2, "has no account of a rank"),
+        (["why", "1"], 2, "there is no account of a job '1'"),
+        (["top", "{folder}"], 2, "has no account of a rank"),
         (["doctor", "extra"], 2, "unrecognized arguments: extra"),
         (["cure"], 2, "invalid choice: 'cure'"),
     ],

@@ -217,6 +217,7 @@ struct sw_comm {
                                 * does not */
     sw_comm_hooks hooks;
     sw_comm_stats stats;
+    uint64_t serial; /* the newest operation's, in the account (account.h) */
 };
 
 /* The number of `rank` in messages: inside a host of several, its rank in the whole group. */
@@ -265,8 +266,12 @@ void sw_op_set_label(sw_op *op, const char *label);
 sw_status sw_comm_give_up(sw_comm *comm, sw_status status, sw_error *err, const char *format, ...)
     SW_PRINTF(4, 5);
 
-/* Count an operation that begins in the communicator's stats. */
+/* Count an operation that begins in the communicator's stats, and begin its entry of the account.
+ */
 void sw_comm_count(sw_comm *comm, const sw_op *op);
+
+/* Count sleep since `begun_ns`, in a wait for `rank` (-1: unknown), likewise. */
+void sw_comm_slept(sw_comm *comm, int64_t begun_ns, int rank);
 
 const char *sw_op_kind_name(sw_op_kind kind);
 

@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include "base/bytes.h"
+#include "comm/account.h"
 #include "comm/wait.h"
 #include "platform/clock.h"
 #include "platform/futex.h"
@@ -295,6 +296,7 @@ static sw_status progress(sw_fabric *fabric, sw_error *err)
         SW_TRY(check_descriptors(fabric, ticket, err));
         sw_fabric_execute(fabric, &fabric->pending[ticket % SW_FABRIC_RING], ticket);
         fabric->done = ticket;
+        sw_account_done(fabric->pending[ticket % SW_FABRIC_RING].serial);
         publish(&own->done, ticket, own);
     }
     return SW_OK;
@@ -429,8 +431,7 @@ static void sleep_on(fabric_wait *w, int rank)
         sw_ending_state(&control->ending) == SW_MEMBER_ACTIVE) {
         int64_t begun = sw_clock_now_ns();
         sw_futex_wait(word, value, slice_ns);
-        fabric->comm.stats.waits++;
-        fabric->comm.stats.wait_ns += (uint64_t)(sw_clock_now_ns() - begun);
+        sw_comm_slept(&fabric->comm, begun, rank);
     }
     atomic_fetch_sub(&control->waiters, 1);
 }
@@ -518,6 +519,8 @@ static sw_status issue(sw_fabric *fabric, const sw_pending *pending, uint32_t *t
     SW_TRY(wait_until(fabric, next - depth, true, err));
     sw_pending *kept = &fabric->pending[next % SW_FABRIC_RING];
     *kept = *pending;
+    kept->serial = fabric->comm.serial;
+    sw_account_post(kept->serial);
     if (fills && pending->count && pending->op.data) {
         size_t bytes = pending->count * sw_dtype_size_bytes(pending->op.dtype);
         if (pending->op.kind != SW_OP_BROADCAST || pending->op.root == fabric->comm.rank)

@@ -54,6 +54,7 @@ typedef struct sw_fabric_entry { /* entry of a ring of descriptors */
 typedef struct sw_pending {
     sw_op op;
     sw_descriptor descriptor;
+    uint64_t serial;     /* in the account */
     size_t begin, count; /* elements of this chunk within the operation (slot form) */
     void *gathered;      /* all_gather: world_size * count bytes; borrowed */
 } sw_pending;

@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "base/bytes.h"
+#include "comm/account.h"
 #include "comm/hier_state.h"
 #include "platform/futex.h"
 
@@ -63,6 +64,8 @@ static sw_status issue(sw_hier *hier, const sw_hier_pending *pending,
     SW_TRY(sw_hier_check_alive(hier, err));
     SW_TRY(sw_hier_await(hier, next - SW_HIER_RING, err)); /* its entry is free */
     fill(&hier->pending[next % SW_HIER_RING], pending);
+    hier->pending[next % SW_HIER_RING].serial = hier->comm.serial;
+    sw_account_post(hier->comm.serial);
     SW_TRY(find_table(hier, &hier->pending[next % SW_HIER_RING], err));
     own->ring[next % SW_HIER_RING] = *descriptor;
     hier->posted = next;

@@ -51,6 +51,7 @@ typedef struct sw_hier_pending {
     sw_op op;                    /* arena and beside: the caller's */
     sw_arena *arena;             /* arena of all_reduce contributions; base of this host's ranks */
     size_t at_bytes;             /* into it, or into hier->mirror */
+    uint64_t serial;             /* in the account */
     size_t begin;                /* offset of this chunk within the plan's elements */
     const sw_slice_table *table; /* table of op.slices, borrowed from hier->tables; NULL without */
 } sw_hier_pending;

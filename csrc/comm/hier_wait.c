@@ -4,6 +4,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "comm/account.h"
 #include "comm/hier_state.h"
 #include "comm/wait.h"
 #include "platform/clock.h"
@@ -45,6 +46,16 @@ typedef struct hier_wait {
 static bool is_stopped(sw_comm *inside, int local)
 {
     return sw_process_state_of(inside->ops->pid(inside, local)) == SW_PROCESS_STOPPED;
+}
+
+/* Return a rank of this host for which the operation waits, else the carrier that this host's
+ * awaits; -1: none. */
+static int awaited_rank(const sw_hier *hier, const sw_hier_need *need)
+{
+    for (int l = 0; l < hier->local_count; ++l)
+        if (l != hier->local_rank && !sw_hier_has_done(hier, need, l))
+            return hier->members[l];
+    return atomic_load(&sw_hier_page(hier, 0)->awaiting);
 }
 
 /* Name the ranks for which the operation waits, as far as this host knows. */
@@ -190,9 +201,11 @@ void sw_hier_settle(sw_hier *hier, uint32_t wired)
     for (; !hier->end_is_known && hier->settled != hier->posted &&
            sw_ticket_reached(wired, hier->settled + 1);
          ++hier->settled) {
-        const sw_fold_plan *plan = hier->pending[(hier->settled + 1) % SW_HIER_RING].op.plan;
+        const sw_hier_pending *pending = &hier->pending[(hier->settled + 1) % SW_HIER_RING];
+        const sw_fold_plan *plan = pending->op.plan;
         if (plan)
             plan->resolve(plan->context, hier->contributes, &scale);
+        sw_account_done(pending->serial);
     }
     hier->comm.stats.wire_bytes_sent = atomic_load(&carrier->sent);
     hier->comm.stats.wire_bytes_received = atomic_load(&carrier->received);
@@ -215,8 +228,7 @@ sw_status sw_hier_await_word(sw_hier *hier, const sw_hier_need *need, _Atomic ui
         if (!w.wait.comm)
             w.wait = sw_wait_begin(&hier->comm, &w, describe_wait);
         sw_futex_wait(word, seen, slice_ns);
-        hier->comm.stats.waits++;
-        hier->comm.stats.wait_ns += (uint64_t)(sw_clock_now_ns() - now);
+        sw_comm_slept(&hier->comm, now, awaited_rank(hier, need));
         bool deaths = now - w.wait.begun_ns > slice_ns;
         sw_status status = sw_hier_check_host(hier, need, deaths, &reason);
         if (sw_ticket_reached(atomic_load(word), value))

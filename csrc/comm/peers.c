@@ -4,6 +4,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 
+#include "comm/account.h"
 #include "comm/wait.h"
 #include "platform/clock.h"
 #include "platform/thread.h"
@@ -192,14 +193,18 @@ sw_status sw_peers_turn(sw_peers *t, int64_t begun_ns, const char *what, sw_erro
 sw_status sw_peers_await(sw_peers *t, sw_event *event, const char *what, sw_error *err)
 {
     int64_t begun_ns = sw_clock_now_ns();
+    int turns = 0;
     for (;;) {
         bool done;
         sw_error cause;
         if (t->device->ops->event_query(t->device, event, &done, &cause) != SW_OK)
             return sw_peers_fail_driver(t, what, &cause, err);
         SW_TRY(sw_peers_check(t, err)); /* check after the event, since its data may be garbage */
+        if (done && turns > 0)
+            (void)sw_account_slept(begun_ns, -1, 0);
         if (done)
             return SW_OK;
+        turns++;
         SW_TRY(sw_peers_turn(t, begun_ns, what, err));
     }
 }

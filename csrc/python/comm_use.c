@@ -103,6 +103,7 @@ static PyObject *forked(PyObject *module, PyObject *Py_UNUSED(unused))
 {
     engine_state *state = sw_py_state_of(module);
     sw_error err = {0}, each_err;
+    sw_account_forget();
     for (comm_object *each = state->comms; each; each = each->next) /* all, also after a failure */
         if (each->comm && each->comm->ops->forked &&
             each->comm->ops->forked(each->comm, &each_err) != SW_OK)

@@ -20,6 +20,7 @@
 #include "base/status.h"
 #include "checkpoint/manifest.h"
 #include "checkpoint/plan.h"
+#include "comm/account.h"
 #include "comm/comm.h"
 #include "comm/hier.h"
 #include "comm/local.h"
@@ -36,6 +37,8 @@ typedef struct engine_state {
     PyTypeObject *device_comm_type, *device_units_type, *device_offload_type;
     PyTypeObject *device_stage_type, *codec_type, *exchange_type;
     struct comm_object *comms; /* borrowed: all live HostComms; comm_use.c */
+    PyObject *on_step;         /* owned, or NULL: called after each on_step_every-th row */
+    unsigned long long on_step_every;
 } engine_state;
 
 typedef struct comm_object {
@@ -206,7 +209,7 @@ extern PyType_Spec sw_py_arena_type_spec, sw_py_comm_type_spec, sw_py_reducer_ty
     sw_py_exchange_type_spec;
 extern PyMethodDef sw_py_kernel_functions[], sw_py_optim_functions[], sw_py_compress_functions[],
     sw_py_device_functions[], sw_py_device_compress_functions[], sw_py_fork_functions[],
-    sw_py_marks_functions[];
+    sw_py_account_functions[], sw_py_marks_functions[];
 
 /* module_state.c */
 engine_state *sw_py_state_of(const void *op); /* an instance of our types, a type, or the module */

@@ -90,6 +90,8 @@ PyObject *sw_py_raise(const void *op, const sw_error *err, const comm_object *co
 {
     const engine_state *state = sw_py_state_of(op);
     PyObject *type = state->error;
+    if (err->status == SW_E_COMM || err->status == SW_E_TIMEOUT || err->status == SW_E_MISMATCH)
+        sw_account_fail(err->message);
     switch (err->status) {
     case SW_E_INVALID:
         type = PyExc_ValueError;

@@ -411,6 +411,7 @@ PyObject *sw_py_reducer_forward(PyObject *op, PyObject *synchronised)
     self->announced_task = NO_TASK;
     if (sw_reducer_state(self->reducer) != SW_ROUND_CLOSED && abandon(self) < 0)
         return NULL;
+    sw_account_enter(SW_PHASE_FORWARD);
     if (sync) {
         self->pending_forward = true;
         sw_reducer_count_forward(self->reducer);
@@ -428,6 +429,7 @@ PyObject *sw_py_reducer_open_round(PyObject *op, PyObject *Py_UNUSED(unused))
         Py_RETURN_NONE;
     if (sw_reducer_state(self->reducer) != SW_ROUND_CLOSED && abandon(self) < 0)
         return NULL;
+    sw_account_enter(SW_PHASE_BACKWARD);
     return none_or_null(announce(self, task));
 }
 
@@ -439,7 +441,9 @@ PyObject *sw_py_reducer_close(PyObject *op, PyObject *Py_UNUSED(unused))
     self->announced_task = NO_TASK;
     if (sw_reducer_state(self->reducer) == SW_ROUND_CLOSED)
         Py_RETURN_NONE; /* the backward reached no parameter */
-    return none_or_null(finish_round(self));
+    int failed = finish_round(self);
+    sw_account_enter(SW_PHASE_OPTIMIZER);
+    return none_or_null(failed);
 }
 
 /* A backward ended without its callback, by an exception. Completes the round with peers now if

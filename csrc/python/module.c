@@ -24,7 +24,8 @@ static const struct {
 
 static PyMethodDef *const functions[] = {sw_py_optim_functions,  sw_py_compress_functions,
                                          sw_py_device_functions, sw_py_device_compress_functions,
-                                         sw_py_fork_functions,   sw_py_marks_functions};
+                                         sw_py_fork_functions,   sw_py_marks_functions,
+                                         sw_py_account_functions};
 
 static PyObject **type_place(engine_state *state, size_t i)
 {
@@ -53,6 +54,7 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(state->comm_timeout_error);
     Py_VISIT(state->checkpoint_error);
     Py_VISIT(state->newer_checkpoint_error);
+    Py_VISIT(state->on_step);
     for (size_t i = 0; i < sizeof types / sizeof *types; ++i)
         Py_VISIT(*type_place(state, i));
     return 0;

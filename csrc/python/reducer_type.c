@@ -362,7 +362,7 @@ OF_PARAMETER(averaged_in,
                 reducer_check_made(self) == 0 && (check), value)
 
 OF_REDUCER(count_step, "", sw_py_reducer_use_stream(self) == 0,
-           (sw_reducer_count_step(self->reducer), sw_py_none()))
+           (sw_account_stepping(), sw_reducer_count_step(self->reducer), sw_py_none()))
 OF_REDUCER(note_step, " digest:K", true,
            (sw_reducer_note_step(self->reducer, (uint32_t)a[0].word), sw_py_none()))
 OF_REDUCER(forget_steps, "", true, (sw_reducer_forget_steps(self->reducer), sw_py_none()))

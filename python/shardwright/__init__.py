@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .fsdp1 import FullyShardedDataParallel
     from .integrations import deepspeed
     from .integrations.meta_loading import meta_loading
+    from .observe.metrics import metrics
     from .optim.clip_grad import clip_grad_norm_, local_norms
     from .optim.diloco import DiLoCo
     from .options.compressors import Bf16, Fp16, Int4, Int8, PowerSGD
@@ -95,6 +96,7 @@ __all__ = [
     "local_norms",
     "materialize",
     "meta_loading",
+    "metrics",
     "optim",
     "register_fsdp_forward_method",
     "save",
@@ -115,6 +117,7 @@ _NAMES = {
     "description": "describe stats",
     "fsdp1": "FullyShardedDataParallel",
     "integrations.meta_loading": "meta_loading",
+    "observe.metrics": "metrics",
     "optim.clip_grad": "clip_grad_norm_ local_norms",
     "optim.diloco": "DiLoCo",
     "options.compressors": "Bf16 Fp16 Int4 Int8 PowerSGD",

@@ -15,6 +15,7 @@ from . import _engine
 from ._version import __version__
 from .comm.launch import VARIABLES
 from .comm.process_group import describe_group, live_groups
+from .observe.rings import row_of
 from .options.checks import offload_kinds
 from .parallel.replica import live_replicas
 from .plan import memory_plan
@@ -57,7 +58,8 @@ def _checkpointers() -> list[dict[str, Any]]:
 
 
 def stats(model: torch.nn.Module | None = None) -> dict[str, Any]:
-    """Return counters since creation: `communicators` by group name, `models` in wrapping order. Does not communicate.
+    """Return counters since creation: `communicators` by group name, `models` in wrapping order; and `step`, the account of
+    this rank's last step in seconds by phase (docs/observing.md), None before it. Does not communicate.
 
     Parameters
     ----------
@@ -77,7 +79,9 @@ def stats(model: torch.nn.Module | None = None) -> dict[str, Any]:
                 "that sw.wrap returned, or call stats() for all modules"
             )
         groups = [g for g in groups if any(r.group is g for r in models)]
+    row = _engine.account_row()
     return {
+        "step": None if row is None else row_of(row).as_dict(),
         "communicators": {g.name: g.comm.stats() for g in groups},
         "models": [{"module": r.label, **r.stats()} for r in models],
     }

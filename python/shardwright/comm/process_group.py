@@ -27,12 +27,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .._engine import HostComm, forked
+from .._engine import HostComm, account_call, account_call_end, forked
 from ..layout.memory import check_sendable
 from ..layout.shard_mesh import Slicing
 from ..torch_compat.internals import default_store, make_gloo
 from ..torch_compat.interrupts import check_interrupt
-from . import wire
+from . import account, wire
 from .attempt import attempt_store
 from .failures import report_failures
 from .launch import Launch, read_launch
@@ -66,6 +66,7 @@ class HostGroup:
         self.links: dict[Any, Any] = {}
         self._wire: wire.Wire | None = None  # the communicator's bridge; on carriers
         self._warn_start_s = start_s(warn_after_s)
+        account.begin(*((dist.get_rank(), dist.get_world_size()) if group is not None else (0, 1)))
         self._join(group, timeout_s)
         self.warn_after(warn_after_s)
         if self.rank == self.host_of.index(self.host_of[self.rank]):  # the lowest rank of the host
@@ -357,6 +358,8 @@ def _join(launch: Launch | None, backend: str = "gloo", timeout: timedelta | Non
             "no launcher has started this process (RANK, OMPI_COMM_WORLD_RANK and SLURM_PROCID are not set): it trains as one rank; "
             "`torchrun --nproc-per-node N PROGRAM` starts N ranks"
         )
+    account.begin(*((launch.rank, launch.world_size) if launch else (0, 1)))
+    account_call("init_process_group()", False)
     if timeout is not None:
         options["timeout"] = timeout
     if launch is None or not launch.master_addr:
@@ -364,6 +367,7 @@ def _join(launch: Launch | None, backend: str = "gloo", timeout: timedelta | Non
     else:
         options |= {"store": _store_of(launch, timeout), "rank": launch.rank, "world_size": launch.world_size}
     dist.init_process_group(backend, **options)
+    account_call_end()
 
 
 def _store_of(launch: Launch, timeout: timedelta | None) -> Any:

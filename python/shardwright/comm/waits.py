@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from .._engine import CommTimeoutError
+from .._engine import CommTimeoutError, account_call, account_call_end
 
 __all__ = ["START_S", "WARN_AFTER_S", "Wait", "calling", "log", "on_every_rank", "seconds_of", "start_s"]
 
@@ -22,6 +22,9 @@ __all__ = ["START_S", "WARN_AFTER_S", "Wait", "calling", "log", "on_every_rank",
 WARN_AFTER_S = 30.0
 #: the same while ranks start and join
 START_S = 10.0
+
+#: calls whose time is a save's in the account of a step
+_SAVES = ("Checkpointer.save()", "Checkpointer.wait()", "sw.save()", "sw.save_pretrained()")
 
 _logger = logging.getLogger("shardwright")
 _calls = threading.local()
@@ -68,6 +71,8 @@ def calling(name: str) -> Iterator[None]:
     """Return a context that is a call which every rank must make; waits in it say so. The outermost one counts."""
     outer = getattr(_calls, "name", "")
     _calls.name = outer or name
+    if not outer:
+        account_call(name, name in _SAVES)
     try:
         yield
     except CommTimeoutError as error:
@@ -76,6 +81,8 @@ def calling(name: str) -> Iterator[None]:
         raise
     finally:
         _calls.name = outer
+        if not outer:
+            account_call_end()
 
 
 def on_every_rank(name: str) -> Callable[[_Function], _Function]:

@@ -28,6 +28,7 @@ from ..layout.param_groups import check_hookable, check_inner, cut, mark_of
 from ..layout.param_table import ParameterTable
 from ..layout.shard_mesh import Slicing
 from ..layout.shard_runs import Storage, itemsize_of
+from ..observe import watch
 from ..options.compress import Compressor
 from ..options.options import Options
 from ..options.precision import LOW_DTYPES
@@ -151,6 +152,7 @@ class Replica:
         self.stores: weakref.WeakSet[Any] = weakref.WeakSet()
         _live.add(self)
         _hooks.watch_steps(self)
+        watch.begin()
 
     def _make_request(
         self, module: torch.nn.Module, compress: Compressor | None, precision: PrecisionPlan | None, building: Any

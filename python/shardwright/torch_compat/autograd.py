@@ -27,9 +27,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from .._engine import Error
+from .._engine import Error, account_stepped
 from .optimizers import check_steppable
 
 _FULL_GRAPH = (
@@ -303,6 +303,7 @@ def ignore_steps(listener: StepListener) -> None:
 @functools.cache
 def _install_step_hook() -> None:
     register_optimizer_step_pre_hook(disable_compile(_before_any_step))
+    register_optimizer_step_post_hook(account_stepped)
 
 
 _serial = operator.attrgetter("serial")

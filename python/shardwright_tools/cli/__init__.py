@@ -14,6 +14,8 @@ __all__ = ["main"]
 #: name -> its module, which is imported if the command is called, and its line of help
 COMMANDS = {
     "plan": (".plan_command", "choose a configuration by memory and time, and print how to start it"),
+    "why": (".why", "say where each rank of a job is, and why it hangs"),
+    "top": (".top", "show what each rank of a job does, as a live table"),
     "doctor": ("..doctor.command", "check the engine on this host"),
     "ckpt": (".ckpt", "inspect, verify, convert and prune checkpoints"),
     "kernels": (".kernels", "compile the GPU kernels ahead of time"),

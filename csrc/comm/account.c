@@ -1,0 +1,358 @@
+/* account.c - see the header. */
+#include "comm/account.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "base/text.h"
+#include "platform/clock.h"
+#include "platform/file.h"
+#include "platform/memory.h"
+
+_Static_assert(sizeof(sw_account_row) == 128, "the file's format");
+_Static_assert(sizeof(sw_account_op) == 128, "the file's format");
+_Static_assert(offsetof(sw_account_head, call) == 200, "the file's format");
+_Static_assert(offsetof(sw_account, rows) == 4096, "the file's format");
+
+/* Of a name; the rest of the words is for sentences. */
+enum { CALL_WORDS = 12 };
+/* A wait whose last turn is older has ended. */
+static const int64_t same_wait_ns = INT64_C(1000) * 1000 * 1000;
+
+static sw_account plain = {.head = {.magic = "swstep", .wait_rank = -1}};
+static sw_account *_Atomic current = &plain;
+static uint8_t *mapping; /* owned: of `current`; NULL while that is `plain` */
+
+/* What belongs to the step that is on, and is no part of the file. */
+static struct {
+    sw_phase phase, around;     /* around: the phase that a save interrupts */
+    int64_t since_ns, begun_ns; /* begun_ns: 0 before the first forward */
+    int64_t phase_ns[SW_PHASE_COUNT];
+    uint32_t forwards; /* since the last row */
+    bool is_stepping;  /* an optimizer has stepped since the last forward */
+    bool is_saving;
+} now;
+static _Atomic int64_t waited_ns[SW_PHASE_COUNT], slept_for_ns[SW_ACCOUNT_RANKS];
+static _Atomic int slept_for_count; /* ranks in slept_for_ns so far */
+static _Atomic uint64_t begun_bytes;
+
+static sw_account *account(void)
+{
+    return atomic_load_explicit(&current, memory_order_acquire);
+}
+
+const sw_account *sw_account_get(void)
+{
+    return account();
+}
+
+/* Where it lies
+ * ------------------------------------------------------------------------------------------ */
+
+/* The 22nd field of /proc/self/stat, after the name, which may contain spaces. */
+static uint64_t start_ticks(void)
+{
+    char text[1024] = "";
+    int fd = open("/proc/self/stat", O_RDONLY | O_CLOEXEC);
+    ssize_t length = fd < 0 ? 0 : read(fd, text, sizeof text - 1);
+    if (fd >= 0)
+        close(fd);
+    const char *at = length > 0 ? strrchr(text, ')') : NULL;
+    for (int field = 2; at && field < 22; ++field)
+        at = strchr(at + 1, ' ');
+    return at ? strtoull(at + 1, NULL, 10) : 0;
+}
+
+static void introduce(sw_account_head *head, int rank, int world_size, const char *host)
+{
+    struct timespec unix_now;
+    memcpy(head->magic, "swstep\0", sizeof head->magic);
+    head->version = SW_ACCOUNT_VERSION;
+    head->head_bytes = offsetof(sw_account, rows);
+    head->row_bytes = sizeof(sw_account_row);
+    head->rows = SW_ACCOUNT_ROWS;
+    head->op_bytes = sizeof(sw_account_op);
+    head->ops = SW_ACCOUNT_OPS;
+    head->pid = (int32_t)getpid();
+    head->rank = rank;
+    head->world_size = world_size;
+    head->start_ticks = start_ticks();
+    head->clock_ns = sw_clock_now_ns();
+    clock_gettime(CLOCK_REALTIME, &unix_now);
+    head->unix_ns = (int64_t)unix_now.tv_sec * 1000000000 + unix_now.tv_nsec;
+    snprintf(head->host, sizeof head->host, "%.*s", sw_text_fit(host, sizeof head->host - 1), host);
+}
+
+/* Return the file's mapping; it has pages of the file system at once, so no later store fails. */
+static sw_status map(int fd, const char *path, uint8_t **mapped, sw_error *err)
+{
+    SW_TRY(sw_file_allocate(fd, path, sizeof(sw_account), err));
+    *mapped = sw_memory_reserve(sizeof(sw_account));
+    if (!*mapped)
+        SW_FAIL(err, SW_E_MEMORY, "the account of steps: no address space for %zu bytes",
+                sizeof(sw_account));
+    sw_status status = sw_memory_remap(*mapped, sizeof(sw_account), fd, 0, true, err);
+    if (status != SW_OK)
+        sw_memory_unmap(*mapped, sizeof(sw_account));
+    return status;
+}
+
+sw_status sw_account_open(const char *path, int rank, int world_size, const char *host,
+                          sw_error *err)
+{
+    uint8_t *mapped = NULL;
+    int fd = open(path, O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600);
+    if (fd < 0)
+        return sw_error_set(err, SW_E_OS, errno, "the account of steps: cannot make %s: %s", path,
+                            strerror(errno));
+    sw_status status = fchmod(fd, 0600) == 0 /* whatever the umask */
+                           ? map(fd, path, &mapped, err)
+                           : sw_error_set(err, SW_E_OS, errno, "the account of steps: chmod %s: %s",
+                                          path, strerror(errno));
+    (void)!sw_file_close(&fd, path, NULL);
+    if (status != SW_OK) {
+        (void)!sw_file_remove(path, NULL);
+        return status;
+    }
+    sw_account *moved = (sw_account *)(void *)mapped;
+    memcpy(mapped, account(), sizeof *moved);
+    introduce(&moved->head, rank, world_size, host);
+    atomic_store_explicit(&current, moved, memory_order_release);
+    mapping = mapped; /* another thread may still store into the last one, so that stays mapped */
+    return SW_OK;
+}
+
+void sw_account_forget(void)
+{
+    if (mapping)
+        sw_memory_unmap(mapping, sizeof(sw_account));
+    mapping = NULL;
+    memset(&plain, 0, sizeof plain);
+    atomic_store(&plain.head.wait_rank, -1);
+    atomic_store(&current, &plain);
+    memset(&now, 0, sizeof now);
+    for (int i = 0; i < SW_PHASE_COUNT; ++i)
+        atomic_store(&waited_ns[i], 0);
+}
+
+/* Texts
+ * ------------------------------------------------------------------------------------------ */
+
+static void write_words(_Atomic uint64_t *words, size_t count, const char *text)
+{
+    uint64_t copy[63] = {0};
+    memcpy(copy, text, (size_t)sw_text_fit(text, count * sizeof *copy - 1));
+    for (size_t i = 0; i < count; ++i)
+        atomic_store_explicit(&words[i], copy[i], memory_order_relaxed);
+}
+
+void sw_account_fail(const char *sentence)
+{
+    sw_account_text *reason = &account()->head.reason;
+    if (reason->begun_ns != 0)
+        return;
+    write_words(reason->words, 63, sentence);
+    reason->begun_ns = sw_clock_now_ns();
+}
+
+bool sw_account_end(void)
+{
+    atomic_store(&account()->head.ended, 1);
+    return account()->head.reason.begun_ns == 0;
+}
+
+void sw_account_set_stack_signal(int number)
+{
+    atomic_store(&account()->head.stack_signal, number);
+}
+
+/* Phases
+ * ------------------------------------------------------------------------------------------ */
+
+static void turn_to(sw_phase phase)
+{
+    sw_account_head *head = &account()->head;
+    int64_t time_ns = sw_clock_now_ns();
+    if (now.since_ns)
+        now.phase_ns[now.phase] += time_ns - now.since_ns;
+    now.since_ns = time_ns;
+    now.phase = phase;
+    atomic_store_explicit(&head->phase, (uint32_t)phase, memory_order_relaxed);
+    atomic_store_explicit(&head->phase_begun_ns, time_ns, memory_order_release);
+}
+
+/* Find the rank for which most was slept since the last row. */
+static void take_waits(sw_account_row *row)
+{
+    for (int r = 0; r < atomic_load_explicit(&slept_for_count, memory_order_relaxed); ++r) {
+        int64_t slept_ns = 0;
+        if (atomic_load_explicit(&slept_for_ns[r], memory_order_relaxed))
+            slept_ns = atomic_exchange_explicit(&slept_for_ns[r], 0, memory_order_relaxed);
+        if (slept_ns > row->late_ns) {
+            row->late_ns = slept_ns;
+            row->late_rank = r;
+        }
+    }
+}
+
+/* Add the time since the last row to row `step`: a new one, or the last one again for a second
+ * optimizer, all of whose time is its own. */
+static void write_row(sw_account *to, uint64_t step, bool again)
+{
+    sw_account_row *row = &to->rows[(step - 1) % SW_ACCOUNT_ROWS];
+    atomic_store_explicit(&row->step, 0, memory_order_relaxed);
+    atomic_thread_fence(memory_order_release);
+    if (!again) {
+        memset((char *)row + sizeof row->step, 0, sizeof *row - sizeof row->step);
+        row->begun_ns = now.begun_ns;
+        row->late_rank = -1;
+    }
+    for (int i = 0; i < SW_PHASE_COUNT; ++i) {
+        int at = again && i == SW_PHASE_DATA ? SW_PHASE_OPTIMIZER : i;
+        row->phase_ns[at] += now.phase_ns[i];
+        row->wait_ns[at] += atomic_exchange_explicit(&waited_ns[i], 0, memory_order_relaxed);
+        now.phase_ns[i] = 0;
+    }
+    take_waits(row);
+    row->forwards += now.forwards;
+    row->size_bytes += atomic_exchange_explicit(&begun_bytes, 0, memory_order_relaxed);
+    row->ended_ns = now.begun_ns = now.since_ns;
+    now.forwards = 0;
+    atomic_store_explicit(&row->step, step, memory_order_release);
+}
+
+void sw_account_enter(sw_phase phase)
+{
+    if (now.is_saving) { /* it ends with the call */
+        now.around = phase;
+        return;
+    }
+    if (phase == SW_PHASE_FORWARD && now.phase == SW_PHASE_OPTIMIZER && !now.is_stepping)
+        now.phase = SW_PHASE_DATA; /* no step followed the backward */
+    turn_to(phase);
+    if (phase != SW_PHASE_FORWARD)
+        return;
+    if (now.begun_ns == 0) { /* what came before the first forward is no part of a step */
+        memset(now.phase_ns, 0, sizeof now.phase_ns);
+        now.begun_ns = now.since_ns;
+    }
+    now.forwards++;
+    now.is_stepping = false;
+}
+
+void sw_account_stepping(void)
+{
+    now.is_stepping = true;
+}
+
+uint64_t sw_account_stepped(void)
+{
+    sw_account *to = account();
+    uint64_t step = atomic_load_explicit(&to->head.steps, memory_order_relaxed);
+    bool again = now.forwards == 0;
+    if (!now.is_stepping || now.begun_ns == 0 || (again && step == 0) || now.is_saving)
+        return 0;
+    turn_to(SW_PHASE_DATA);
+    write_row(to, again ? step : ++step, again);
+    atomic_store_explicit(&to->head.steps, step, memory_order_release);
+    return again ? 0 : step;
+}
+
+void sw_account_call(const char *name, bool saves)
+{
+    sw_account_text *call = &account()->head.call;
+    write_words(call->words, CALL_WORDS, name);
+    call->begun_ns = sw_clock_now_ns();
+    if (!saves || now.is_saving)
+        return;
+    now.around = now.phase;
+    turn_to(SW_PHASE_SAVE);
+    now.is_saving = true;
+}
+
+void sw_account_call_end(void)
+{
+    account()->head.call.begun_ns = 0;
+    if (!now.is_saving)
+        return;
+    now.is_saving = false;
+    turn_to(now.around);
+}
+
+/* Collectives and waits
+ * ------------------------------------------------------------------------------------------ */
+
+uint64_t sw_account_begin(uint32_t kind, const char *label, int world_size, uint64_t size_bytes,
+                          uint32_t step, uint32_t round)
+{
+    sw_account *to = account();
+    uint64_t serial = atomic_fetch_add(&to->head.op_count, 1) + 1;
+    sw_account_op *op = &to->operations[(serial - 1) % SW_ACCOUNT_OPS];
+    atomic_store_explicit(&op->serial, 0, memory_order_relaxed);
+    atomic_thread_fence(memory_order_release);
+    op->kind = kind;
+    op->world_size = (uint32_t)world_size;
+    op->step = step;
+    op->round = round;
+    op->size_bytes = size_bytes;
+    atomic_fetch_add_explicit(&begun_bytes, size_bytes, memory_order_relaxed);
+    write_words(op->label, sizeof op->label / sizeof *op->label, label);
+    atomic_store_explicit(&op->posted, 0, memory_order_relaxed);
+    atomic_store_explicit(&op->done, 0, memory_order_relaxed);
+    atomic_store_explicit(&op->done_ns, 0, memory_order_relaxed);
+    atomic_store_explicit(&op->posted_ns, sw_clock_now_ns(), memory_order_relaxed);
+    atomic_store_explicit(&op->serial, serial, memory_order_release);
+    return serial;
+}
+
+static sw_account_op *find(uint64_t serial)
+{
+    sw_account_op *op = &account()->operations[(serial - 1) % SW_ACCOUNT_OPS];
+    bool is_there = serial > 0 && atomic_load_explicit(&op->serial, memory_order_acquire) == serial;
+    return is_there ? op : NULL;
+}
+
+void sw_account_post(uint64_t serial)
+{
+    sw_account_op *op = find(serial);
+    if (op)
+        atomic_fetch_add_explicit(&op->posted, 1, memory_order_relaxed);
+}
+
+void sw_account_done(uint64_t serial)
+{
+    sw_account_op *op = find(serial);
+    if (!op)
+        return;
+    atomic_store_explicit(&op->done_ns, sw_clock_now_ns(), memory_order_relaxed);
+    atomic_fetch_add_explicit(&op->done, 1, memory_order_release);
+}
+
+int64_t sw_account_slept(int64_t begun_ns, int rank, int pid)
+{
+    sw_account_head *head = &account()->head;
+    int64_t time_ns = sw_clock_now_ns(), slept_ns = time_ns - begun_ns;
+    sw_phase phase = (sw_phase)atomic_load_explicit(&head->phase, memory_order_relaxed);
+    uint64_t serial = atomic_load_explicit(&head->op_count, memory_order_relaxed);
+    int64_t turned_ns = atomic_load_explicit(&head->wait_turn_ns, memory_order_relaxed);
+    atomic_fetch_add_explicit(&waited_ns[phase], slept_ns, memory_order_relaxed);
+    int count = atomic_load_explicit(&slept_for_count, memory_order_relaxed);
+    while (rank < SW_ACCOUNT_RANKS && rank >= count &&
+           !atomic_compare_exchange_weak(&slept_for_count, &count, rank + 1))
+        continue;
+    if (rank >= 0 && rank < SW_ACCOUNT_RANKS)
+        atomic_fetch_add_explicit(&slept_for_ns[rank], slept_ns, memory_order_relaxed);
+    if (serial != atomic_load_explicit(&head->wait_serial, memory_order_relaxed) ||
+        begun_ns - turned_ns > same_wait_ns)
+        atomic_store_explicit(&head->wait_begun_ns, begun_ns, memory_order_relaxed);
+    atomic_store_explicit(&head->wait_serial, serial, memory_order_relaxed);
+    atomic_store_explicit(&head->wait_rank, rank, memory_order_relaxed);
+    atomic_store_explicit(&head->wait_pid, pid, memory_order_relaxed);
+    atomic_store_explicit(&head->wait_turn_ns, time_ns, memory_order_release);
+    return slept_ns;
+}

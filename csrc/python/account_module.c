@@ -1,0 +1,88 @@
+/* account_module.c - functions of the module over the account of steps (comm/account.h). */
+#include "python/method.h"
+
+static PyObject *account_open(PyObject *self, PyObject *args)
+{
+    sw_py_arg a[4];
+    sw_error err;
+    if (!sw_py_read("account_open path:s rank:i world_size:i host:s", args, NULL, a))
+        return NULL;
+    return sw_py_finish(self, sw_account_open(a[0].s, a[1].i, a[2].i, a[3].s, &err), &err);
+}
+
+SW_PY_VALUE(account_call, PyObject, "account_call name:s saves:p", true,
+            (sw_account_call(a[0].s, a[1].p), sw_py_none()))
+SW_PY_VALUE(account_fail, PyObject, "account_fail sentence:s", true,
+            (sw_account_fail(a[0].s), sw_py_none()))
+SW_PY_VALUE(account_stack_signal, PyObject, "account_stack_signal number:i", true,
+            (sw_account_set_stack_signal(a[0].i), sw_py_none()))
+
+static PyObject *account_call_end(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(unused))
+{
+    sw_account_call_end();
+    Py_RETURN_NONE;
+}
+
+static PyObject *account_end(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(unused))
+{
+    return PyBool_FromLong(sw_account_end());
+}
+
+static PyObject *watch(PyObject *self, uint64_t every, PyObject *callback)
+{
+    engine_state *state = sw_py_state_of(self);
+    state->on_step_every = every;
+    sw_py_set_or_clear(&state->on_step, callback);
+    Py_RETURN_NONE;
+}
+
+SW_PY_VALUE(account_watch, PyObject, "account_watch every:K callback:O",
+            a[0].word > 0 ||
+                sw_py_refuse(PyExc_ValueError, "account_watch: every must be at least 1, got 0"),
+            watch(op, a[0].word, a[1].o))
+
+/* torch calls it after each step of any optimizer. Its arguments do not matter. */
+static PyObject *account_stepped(PyObject *self, PyObject *Py_UNUSED(args))
+{
+    engine_state *state = sw_py_state_of(self);
+    uint64_t step = sw_account_stepped();
+    if (step == 0 || !state->on_step || step % state->on_step_every != 0)
+        Py_RETURN_NONE;
+    SW_PY_OWNED *callback = state->on_step;
+    Py_INCREF(callback);
+    SW_PY_OWNED *result = PyObject_CallFunction(callback, "K", (unsigned long long)step);
+    if (!result) /* what looks at a step never fails it */
+        PyErr_WriteUnraisable(callback);
+    Py_RETURN_NONE;
+}
+
+static PyObject *account_row(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(unused))
+{
+    const sw_account *from = sw_account_get();
+    uint64_t step = atomic_load(&from->head.steps);
+    if (step == 0)
+        Py_RETURN_NONE;
+    const sw_account_row *row = &from->rows[(step - 1) % SW_ACCOUNT_ROWS];
+    return PyBytes_FromStringAndSize((const char *)row, sizeof *row);
+}
+
+PyMethodDef sw_py_account_functions[] = {
+    SW_PY_FUNCTION(account_open, "path, rank, world_size, host, /",
+                   "Move the account of steps into a new file."),
+    SW_PY_FUNCTION(account_call, "name, saves, /",
+                   "A public call begins. With `saves` it is a save, until account_call_end()."),
+    SW_PY_FUNCTION_AS(account_call_end, METH_NOARGS, "/", "The call has ended."),
+    SW_PY_FUNCTION(account_fail, "sentence, /", "Keep the first error of this rank."),
+    SW_PY_FUNCTION_AS(account_end, METH_NOARGS, "/",
+                      "This rank ends in order. Return True if no error was kept."),
+    SW_PY_FUNCTION(account_stack_signal, "number, /",
+                   "Note the signal that writes Python's stacks; 0: none."),
+    SW_PY_FUNCTION(
+        account_watch, "every, callback, /",
+        "Call callback(step) after each step whose number `every` divides; None: no more. "
+        "Its errors stop nothing."),
+    SW_PY_FUNCTION(account_stepped, "optimizer, args, kwargs, /", "An optimizer's step has ended."),
+    SW_PY_FUNCTION_AS(account_row, METH_NOARGS, "/",
+                      "Return the last step's row as bytes (csrc/comm/account.h); None before it."),
+    {NULL, NULL, 0, NULL},
+};

@@ -1,0 +1,179 @@
+"""The file of this rank's account of steps: where it lies, and when it goes. docs/design/account.md.
+
+The account itself is the engine's (csrc/comm/account.c); shardwright/observe reads the files.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import logging
+import os
+import shutil
+import signal
+import socket
+import stat
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from .._engine import account_end, account_open, account_stack_signal
+
+__all__ = [
+    "RUN_FOLDER",
+    "begin",
+    "folders",
+    "is_running",
+    "job_name",
+    "own_file",
+    "own_folder",
+    "own_rank",
+    "own_world_size",
+]
+
+_logger = logging.getLogger("shardwright")
+
+#: the variable that names the folder of a run; the account lies in its folder `account`
+RUN_FOLDER = "SHARDWRIGHT_RUN_FOLDER"
+#: what writes Python's stacks to a file; a real-time signal that programs seldom use
+_STACKS = signal.SIGRTMIN + 9
+#: so many dead jobs are kept, this long
+_KEPT, _KEPT_S = 16, 7 * 24 * 3600.0
+
+_file: Path | None = None
+_of: tuple[int, int] | None = None
+_stacks: Any = None
+
+
+def folders() -> list[Path]:
+    """Return the folders in which accounts of this user's jobs may lie, the first one first."""
+    given, runtime = os.environ.get(RUN_FOLDER), os.environ.get("XDG_RUNTIME_DIR")
+    found = [Path(given) / "account"] if given else []
+    if runtime and os.path.isdir(runtime):
+        found.append(Path(runtime) / "shardwright")
+    return [*found, Path(tempfile.gettempdir()) / f"shardwright-{os.getuid()}"]
+
+
+def job_name() -> str:
+    """Return the name of this rank's job, equal on the ranks of a host: the launcher's number, or its process."""
+    run, job = os.environ.get("TORCHELASTIC_RUN_ID", "none"), os.environ.get("SLURM_JOB_ID")
+    if run != "none":
+        return f"run-{''.join(c if c.isalnum() or c in '._-' else '_' for c in run)[:80]}"
+    if job is not None and "SLURM_STEP_ID" in os.environ:
+        return f"slurm-{job}.{os.environ['SLURM_STEP_ID']}"
+    return f"pid-{os.getppid() if _of is not None and _of[1] > 1 else os.getpid()}"
+
+
+def own_rank() -> int | None:
+    """Return this process' rank among all; None before it met any."""
+    return None if _of is None else _of[0]
+
+
+def own_world_size() -> int:
+    return 1 if _of is None else _of[1]
+
+
+def own_file() -> Path | None:
+    return _file
+
+
+def is_running(pid: int, start_ticks: int) -> bool:
+    """Return True if the process that started at these ticks (/proc/PID/stat) still runs; a zombie does not."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return False
+    return int(fields[19]) == start_ticks and fields[0] not in "ZX"
+
+
+def own_folder(path: Path) -> None:
+    """Make a folder of mode 0700 if there is none. OSError if it is a link, another user's, or open to others."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise OSError(f"{path} is not a folder of this user that no other can write to")
+
+
+def begin(rank: int, world_size: int) -> None:
+    """Put the account of this rank into a file, once; without one it stays in memory, which a debug line says."""
+    global _of
+    if _of == (rank, world_size):
+        return
+    is_first, _of = _of is None, (rank, world_size)
+    if is_first:
+        atexit.register(_end, os.getpid())
+    why = ""
+    for folder in folders():
+        try:
+            own_folder(folder)
+            _open(folder, rank, world_size)
+            return
+        except (OSError, MemoryError) as error:
+            why = why or str(error)
+    _logger.debug("the account of steps has no file, so `shardwright why` will not see rank %d: %s", rank, why)
+
+
+def _open(folder: Path, rank: int, world_size: int) -> None:
+    global _file
+    job = folder / job_name()
+    own_folder(job)
+    for old in job.glob(f"rank-{rank}.*"):  # of an earlier start of this job
+        pid = old.name.split(".")[1]
+        if old != _file and (pid == str(os.getpid()) or not os.path.exists(f"/proc/{pid}")):
+            old.unlink(missing_ok=True)
+    path = job / f"rank-{rank}.{os.getpid()}"
+    hidden = job / f".{path.name}"  # until it is whole
+    hidden.unlink(missing_ok=True)
+    account_open(str(hidden), rank, world_size, socket.gethostname())
+    hidden.replace(path)
+    if _file is not None and _file != path:
+        _remove(_file)
+    _file = path
+    _register_stacks(path)
+    if rank == 0:
+        _sweep(folder)
+
+
+def _register_stacks(path: Path) -> None:
+    """Let a signal write the stacks of all threads beside the account: in C, so also while the GIL is held."""
+    global _stacks
+    if _stacks is None and signal.getsignal(_STACKS) is not signal.SIG_DFL:
+        return  # the program uses it
+    before, _stacks = _stacks, open(f"{path}.stacks", "w", opener=_private)  # noqa: SIM115, it stays open
+    faulthandler.register(_STACKS, file=_stacks, all_threads=True)
+    account_stack_signal(_STACKS)
+    if before is not None:
+        before.close()
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what dead jobs left behind, but the newest."""
+    dead = []
+    for job in folder.iterdir():
+        with contextlib.suppress(OSError):
+            if not any(os.path.exists(f"/proc/{each.name.split('.')[1]}") for each in job.glob("rank-*")):
+                dead.append((job.stat().st_mtime, job))
+    for number, (changed_s, job) in enumerate(sorted(dead, reverse=True)):
+        if number >= _KEPT or time.time() - changed_s > _KEPT_S:
+            shutil.rmtree(job, ignore_errors=True)
+
+
+def _remove(path: Path) -> None:
+    for each in (path, Path(f"{path}.stacks")):
+        with contextlib.suppress(OSError):
+            each.unlink()
+    with contextlib.suppress(OSError):  # other ranks' files are in it
+        path.parent.rmdir()
+
+
+def _end(pid: int) -> None:
+    """Remove the file at an end in order; an error of the engine, or an exception that ends the process, keeps it."""
+    if os.getpid() == pid and account_end() and not hasattr(sys, "last_type") and _file is not None:
+        _remove(_file)

@@ -1,0 +1,181 @@
+"""What looks at the account during a run: the line of every K steps, slow ranks, the wait for data, samplers.
+
+The engine calls `Watch.look` after each _EVERY-th step, outside of the step's phases; between two looks nothing runs. A
+host's lowest rank reads its peers' accounts in their files, so nothing is sent: a host that does not share the folder
+of the run compares its own ranks alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import math
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data.distributed import DistributedSampler
+
+from .._engine import account_row, account_watch
+from ..comm import account
+from . import verdict
+from .rings import AccountError, AccountFile, Row, row_of
+
+__all__ = ["EVERY", "begin", "line_every", "subscribe"]
+
+_logger = logging.getLogger("shardwright")
+
+#: the variable with the steps between two lines of rank 0; 0: no line
+EVERY = "SHARDWRIGHT_REPORT_EVERY"
+#: steps between two looks, and between two lines
+_EVERY, _LINE_EVERY = 10, 100
+
+#: tokens per second and MFU of rows
+Throughput = Callable[[list[Row]], tuple[float | None, float | None]]
+
+
+def line_every() -> int:
+    """Return the steps between two lines. ValueError for a variable that is no whole number."""
+    text = os.environ.get(EVERY, str(_LINE_EVERY))
+    if not (text.isascii() and text.isdigit()):
+        raise ValueError(f"{EVERY} must be a whole number of steps, or 0 for no lines, got {text!r}")
+    return int(text)
+
+
+class Watch:
+    """The watcher of this process. `subscribers`: (every, call); `throughput`: set by sw.metrics."""
+
+    def __init__(self) -> None:
+        self.subscribers: list[tuple[int, Callable[[list[Row]], None]]] = []
+        self.throughput: Throughput = lambda rows: (None, None)
+        self.line_every = line_every()
+        self._files: dict[Path, AccountFile] = {}
+        self._own: dict[int, dict[int, int]] = {}
+        self._named: set[int] = set()
+        self._warned_of_data = False
+
+    def arm(self) -> None:
+        """Let the engine call look() as often as some part needs."""
+        account_watch(math.gcd(_EVERY, *(every for every, _ in self.subscribers)), self.look)
+
+    def look(self, step: int) -> None:
+        """Look at the steps that have ended. The engine prints its errors, which stop nothing."""
+        for every, call in list(self.subscribers):
+            if step % every == 0:
+                call(self.own_rows(every))
+        if step % _EVERY == 0:
+            self._compare()
+        if self.line_every and step % self.line_every == 0 and account.own_rank() == 0:
+            rows = self.own_rows(self.line_every)
+            _logger.info("%s", verdict.line(rows, *self.throughput(rows), share_of_memory()))
+
+    def own_rows(self, most: int) -> list[Row]:
+        """Return the last rows of this rank; the last one alone where it has no file."""
+        path, row = account.own_file(), account_row()
+        if path is not None:
+            return self._file_of(path).rows(most)
+        return [] if row is None else [row_of(row)]
+
+    def _file_of(self, path: Path) -> AccountFile:
+        if path not in self._files:
+            self._files[path] = AccountFile(path)
+        return self._files[path]
+
+    def _compare(self) -> None:
+        rows = self.own_rows(verdict.WINDOW)
+        if len(rows) == verdict.WINDOW and not self._warned_of_data and account.own_rank() == 0:
+            loading = verdict.shares(rows)["data"]
+            if loading > verdict.DATA_LIMIT:
+                self._warned_of_data = True
+                _logger.warning(
+                    "%.0f %% of a step waits for data: %s. This is logged once", 100 * loading, verdict.DATA_REMEDY
+                )
+        peers = dict(sorted(self._peers()))
+        if len(peers) > 1 and min(peers) == account.own_rank():
+            self._name_slow(peers)
+
+    def _peers(self) -> Iterator[tuple[int, AccountFile]]:
+        """Yield the ranks whose accounts lie beside this one's, and their files."""
+        own = account.own_file()
+        for path in () if own is None else own.parent.glob("rank-*"):
+            if path.suffix != ".stacks":
+                with contextlib.suppress(OSError, AccountError):  # it ends, or is being made
+                    yield int(path.name.partition(".")[0][5:]), self._file_of(path)
+
+    def _name_slow(self, peers: dict[int, AccountFile]) -> None:
+        for rank, file in peers.items():
+            known = self._own.setdefault(rank, {})
+            known.update({row.step: row.own_ns for row in file.rows(verdict.WINDOW, after=max(known, default=0))})
+        steps = sorted(set.intersection(*(set(self._own[rank]) for rank in peers)))[-verdict.WINDOW :]
+        found = verdict.slow_ranks({rank: [self._own[rank][step] for step in steps] for rank in peers})
+        for rank, (ratio, often) in found.items():
+            if rank not in self._named:
+                head = peers[rank].head()
+                _logger.warning(
+                    "rank %d (pid %d on host %s) is slow: its own time, without waits, was %.2f times that of the others "
+                    "in %d of the last %d steps, and they wait for it",
+                    *(rank, head.pid, head.host, ratio, often, verdict.WINDOW),
+                )
+        self._named = set(found)
+        for known in self._own.values():
+            for step in [each for each in known if steps and each < steps[0]]:
+                del known[step]
+
+
+@functools.cache
+def begin() -> Watch:
+    """Watch this process' steps from now on."""
+    watch = Watch()
+    watch.arm()
+    _watch_samplers()
+    return watch
+
+
+def subscribe(every: int, call: Callable[[list[Row]], None], throughput: Throughput) -> Callable[[], None]:
+    """Call `call` with the last `every` rows after each `every`-th step. Return what ends that."""
+    watch, entry, before = begin(), (every, call), begin().throughput
+    watch.subscribers.append(entry)
+    watch.throughput = throughput
+    watch.arm()
+
+    def end() -> None:
+        if entry in watch.subscribers:
+            watch.subscribers.remove(entry)
+            watch.throughput = before
+            watch.arm()
+
+    return end
+
+
+def share_of_memory() -> int | None:
+    """Return this process' share of memory in bytes (PSS), None where the kernel does not tell. Cost: milliseconds."""
+    try:
+        text = Path("/proc/self/smaps_rollup").read_text()
+    except OSError:
+        return None
+    return next((1024 * int(each.split()[1]) for each in text.splitlines() if each.startswith("Pss:")), None)
+
+
+def _watch_samplers() -> None:
+    """Warn once of a DistributedSampler that shuffles and begins a second epoch with the number of the first."""
+    before: Any = DistributedSampler.__iter__
+    epochs: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+    warned = False
+
+    @functools.wraps(before)
+    def begin_epoch(self: Any) -> Any:
+        nonlocal warned
+        if self.shuffle and epochs.get(self) == self.epoch and not warned:
+            warned = True
+            _logger.warning(
+                "a DistributedSampler begins another epoch with number %d, so epochs have the same order: call "
+                "sampler.set_epoch(epoch) before each. This is logged once",
+                self.epoch,
+            )
+        epochs[self] = self.epoch
+        return before(self)
+
+    DistributedSampler.__iter__ = begin_epoch  # type: ignore[method-assign]

@@ -1,0 +1,378 @@
+"""`shardwright why`: what each rank of a job does, from the accounts of its ranks and from /proc.
+
+Nothing is asked of the ranks, so it works on ranks that hold the GIL, are stopped, or have died. Stacks come from py-spy if it is
+installed, else from the signal that the engine registered for them, which C code answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from shardwright.comm.account import folders, is_running
+from shardwright.observe.rings import AccountError, AccountFile, Head, Operation, Row
+
+from .report import Nothing, guarded, print_report
+
+_EPILOG = """Examples:
+  shardwright why                   the one job of this user on this host, else its last one
+  shardwright why pid-4711          a job by its name; also the number of a rank's or the launcher's process
+  shardwright why runs/a/account/run-7    a folder, for example of a dead job on another host
+
+Exit codes: 0 the ranks are shown, 2 there is no such job."""
+#: a wait turns every 20 ms; the clock may be late
+_FRESH_NS = 2_000_000_000
+_STACK_S, _SPY_S = 2.0, 10.0
+_STATES = {
+    "T": "stopped",
+    "t": "stopped by a debugger",
+    "D": "waiting for a disk or device",
+    "R": "running",
+    "S": "sleeping",
+}
+_PHASES = {"data": "between two steps", "save": "in a save"}
+
+
+@dataclasses.dataclass
+class Rank:
+    """What is known of a rank. `waits`: it is in a wait for peers; `state`: of its process, "gone" if it has ended."""
+
+    path: Path
+    head: Head
+    operations: list[Operation]
+    rows: list[Row]
+    state: str
+    now_ns: int
+    stack: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def number(self) -> int:
+        return self.head.rank
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.head.rank} (pid {self.head.pid} on host {self.head.host})"
+
+    @property
+    def last_ns(self) -> int:
+        """Return the time of the last thing that it noted."""
+        head = self.head
+        ops = [max(each.posted_ns, each.done_ns) for each in self.operations[-1:]]
+        return max([head.clock_ns, head.phase_begun_ns, head.wait_turn_ns, head.call_begun_ns, head.reason_ns, *ops])
+
+    @property
+    def waits(self) -> bool:
+        if not self.open_operations:
+            return False
+        is_last = self.head.wait_turn_ns > 0 and self.last_ns - self.head.wait_turn_ns < _FRESH_NS // 4
+        return is_last and (self.state == "gone" or self.now_ns - self.head.wait_turn_ns < _FRESH_NS)
+
+    @property
+    def waited_s(self) -> float:
+        return (max(self.now_ns, self.head.wait_turn_ns) - self.head.wait_begun_ns) * 1e-9
+
+    @property
+    def reason(self) -> str:
+        """Return the error that ended its communicator, unless it has gone on since."""
+        head = self.head
+        return head.reason if head.reason_ns >= head.phase_begun_ns or self.state == "gone" else ""
+
+    @property
+    def operation(self) -> str:
+        """Return the collective that it is in, "" for none."""
+        return self.open_operations[0].name if self.open_operations else ""
+
+    @property
+    def open_operations(self) -> list[Operation]:
+        """Return the collectives of which this rank has posted its part, and some other rank has not."""
+        return [each for each in self.operations if not each.is_done]
+
+    @property
+    def place(self) -> str:
+        """Return what part of the program it is in."""
+        head = self.head
+        inside = head.call or (
+            _PHASES.get(head.phase) or f"in its {head.phase}" if head.steps else "before its first step"
+        )
+        return f"in {inside}" if head.call else inside
+
+    def as_dict(self) -> dict[str, Any]:
+        head = self.head
+        return {
+            **{
+                "rank": head.rank,
+                "pid": head.pid,
+                "host": head.host,
+                "state": self.state,
+                "step": head.steps,
+                "phase": head.phase,
+            },
+            **{"call": head.call, "waits": self.waits, "waited_s": round(self.waited_s, 3) if self.waits else 0.0},
+            **{"collective": self.operation, "awaited_rank": head.wait_rank if self.waits else None},
+            **{"reason": self.reason, "stack": self.stack},
+        }
+
+    def line(self) -> str:
+        head = self.head
+        doing = f"waits {self.waited_s:.1f} s in {self.operation or 'a wait'} for {rank_text(head.wait_rank)}"
+        return f"rank {head.rank}  pid {head.pid}  {self.state}  step {head.steps}  {self.place}  {doing if self.waits else ''}".rstrip()
+
+
+def rank_text(rank: int) -> str:
+    return f"rank {rank}" if rank >= 0 else "peers"
+
+
+def _list(ranks: Sequence[Rank | int]) -> str:
+    numbers = [each if isinstance(each, int) else each.number for each in ranks]
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers[:16]))}{', ...' if len(numbers) > 16 else ''}"
+
+
+# ---------------------------------------------------------------- finding a job
+
+
+def job_folder(job: str | None) -> Path:
+    """Return the folder of a job. Nothing, with a sentence, if there is none, or several."""
+    if job is not None and os.path.isdir(job):
+        return _checked(Path(job))
+    jobs = [each for folder in folders() if _is_readable(folder) for each in folder.iterdir() if each.is_dir()]
+    if job is not None:
+        found = [
+            each
+            for each in jobs
+            if job in (each.name, each.name.removeprefix("pid-")) or list(each.glob(f"rank-*.{job}"))
+        ]
+        if (
+            not found
+            and job.isdigit()
+            and os.path.exists(f"/proc/{job}")
+            and os.stat(f"/proc/{job}").st_uid != os.getuid()
+        ):
+            raise Nothing(f"process {job} belongs to another user: run shardwright why as that user")
+        if not found:
+            raise Nothing(f"there is no account of a job {job!r} in {', '.join(map(str, folders()))}")
+        return _checked(found[0])
+    live = [each for each in jobs if any(rank.state != "gone" for rank in read_ranks(each))]
+    if len(live) > 1:
+        raise Nothing(f"several jobs run here: name one of {', '.join(sorted(each.name for each in live))}")
+    dead = sorted((each for each in jobs if list(each.glob("rank-*"))), key=lambda each: each.stat().st_mtime)
+    if not live and not dead:
+        raise Nothing(f"no job of this user runs here: there is no account in {', '.join(map(str, folders()))}")
+    return (live or dead)[-1]
+
+
+def _is_readable(folder: Path) -> bool:
+    return folder.is_dir() and os.access(folder, os.R_OK | os.X_OK)
+
+
+def _checked(folder: Path) -> Path:
+    if not _is_readable(folder):
+        raise Nothing(f"{folder} belongs to another user: run shardwright why as that user")
+    if not list(folder.glob("rank-*")):
+        raise Nothing(f"{folder} has no account of a rank: the job has ended in order, or writes elsewhere")
+    return folder
+
+
+def read_ranks(folder: Path) -> list[Rank]:
+    """Return the ranks by number: of each the newest account."""
+    found: dict[int, Rank] = {}
+    for path in folder.glob("rank-*"):
+        if path.suffix == ".stacks":
+            continue
+        try:
+            file = AccountFile(path)
+        except FileNotFoundError:  # it has ended in order meanwhile
+            continue
+        except (AccountError, PermissionError) as error:
+            raise Nothing(str(error)) from None
+        head = file.head()
+        rank = Rank(path, head, file.operations(200), file.rows(10), _state_of(head), time.monotonic_ns())
+        if head.rank not in found or found[head.rank].head.unix_ns < head.unix_ns:
+            found[head.rank] = rank
+        file.close()
+    return [found[number] for number in sorted(found)]
+
+
+def _state_of(head: Head) -> str:
+    if not is_running(head.pid, head.start_ticks):
+        return "gone"
+    try:
+        letter = Path(f"/proc/{head.pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+    except OSError:
+        return "gone"
+    return _STATES.get(letter, "running")
+
+
+# ---------------------------------------------------------------- stacks
+
+
+def take_stack(rank: Rank) -> list[str]:
+    """Return the stack of a rank's main thread, the innermost frame first; empty if it cannot be read."""
+    if rank.state == "gone":
+        return []
+    spy = shutil.which("py-spy", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
+    if spy is not None:
+        command = [spy, "dump", "--nonblocking", "--pid", str(rank.head.pid)]
+        try:
+            text = subprocess.run(command, capture_output=True, text=True, timeout=_SPY_S, check=True).stdout
+            threads = re.split(r"^Thread ", text, flags=re.M)[1:]
+            main = next(
+                (each for each in threads if "MainThread" in each.partition("\n")[0]), threads[0] if threads else ""
+            )
+            return [f"{m[2]} in {m[1]}" for m in re.finditer(r"^    (\S+) \((.*:\d+)\)$", main, re.M)]
+        except (OSError, subprocess.SubprocessError):
+            pass
+    return _ask_for_stack(rank)
+
+
+def _ask_for_stack(rank: Rank) -> list[str]:
+    """Send the signal that the engine registered, if the process has a handler for it and is not stopped."""
+    number, path = rank.head.stack_signal, Path(f"{rank.path}.stacks")
+    try:
+        status = Path(f"/proc/{rank.head.pid}/status").read_text()
+        caught = int(next(each for each in status.splitlines() if each.startswith("SigCgt:")).split()[1], 16)
+        if not number or not caught >> (number - 1) & 1 or rank.state.startswith("stopped"):
+            return []
+        before = path.stat().st_size
+        os.kill(rank.head.pid, number)
+        end_s, text, last = time.monotonic() + _STACK_S, "", None
+        while time.monotonic() < end_s and (not text or text != last):  # until it has written all
+            time.sleep(0.05)
+            text, last = path.read_text()[before:], text
+    except (OSError, StopIteration):
+        return []
+    blocks = re.split(r"^(?=Current thread|Thread )", text, flags=re.M)
+    main = next((each for each in blocks if each.startswith("Current thread")), "")
+    return [f"{m[1]}:{m[2]} in {m[3]}" for m in re.finditer(r'^  File "(.*)", line (\d+) in (.*)$', main, re.M)]
+
+
+# ---------------------------------------------------------------- the cause
+
+
+def cause(ranks: Sequence[Rank]) -> tuple[str, str]:
+    """Return the likely cause in one sentence, and what to do, which may be empty."""
+    waiting = [each for each in ranks if each.waits]
+    held = f"; {_for_whom(waiting)}" if waiting else ""
+    for rank in sorted((each for each in ranks if each.reason), key=lambda each: each.head.reason_ns):
+        if "died or exited" not in rank.reason or all(each.state == "gone" for each in ranks):
+            return f"rank {rank.number} ended with: {rank.reason}", ""
+    gone = [each for each in ranks if each.state == "gone" and not each.head.ended]
+    if gone and len(gone) < len(ranks):
+        last = gone[0]
+        return (
+            f"{last.name} has died {last.place}, without an error of the engine{held}",
+            "look for its traceback in the log; without one: dmesg | grep -i oom, and exit code -9 of the launcher's report",
+        )
+    for rank in ranks:
+        if rank.state.startswith("stopped"):
+            return f"{rank.name} is {rank.state}, {rank.place}{held}", f"kill -CONT {rank.head.pid} lets it go on"
+    present = {each.number for each in ranks}
+    absent = [number for number in range(ranks[0].head.world_size) if number not in present]
+    joining = [each for each in ranks if each.head.steps == 0 and not each.operations and each.head.call]
+    if absent and joining:
+        return (
+            f"{_list(absent)} of {ranks[0].head.world_size} did not come: no account on this host, and {_list(joining)} "
+            f"{'are' if len(joining) > 1 else 'is'} {joining[0].place}",
+            "look at its log and host, and whether all ranks have the same address, port and world size",
+        )
+    late = [each for each in ranks if not each.waits and each.state != "gone"]
+    if gone and len(gone) == len(ranks):
+        late = [each for each in ranks if not each.waits]
+    if not waiting:
+        return _no_wait(ranks), ""
+    if not late:
+        names = {each.number: each.operation for each in waiting}
+        if len(set(names.values())) > 1:
+            return (
+                "ranks wait in different collectives: "
+                + "; ".join(f"rank {n} in {name}" for n, name in list(names.items())[:8]),
+                "every rank must make the same collective calls in the same order",
+            )
+        other = sorted({each.head.wait_rank for each in waiting} - present)
+        return (
+            f"all ranks here wait in {waiting[0].operation} for {_list(other) if other else 'one another'}, of another host",
+            "",
+        )
+    return _late(late, waiting)
+
+
+def _for_whom(waiting: Sequence[Rank]) -> str:
+    longest = max(waiting, key=lambda each: each.waited_s)
+    have = "have" if len(waiting) > 1 else "has"
+    return f"{_list(waiting)} {have} waited {longest.waited_s:.1f} s in {longest.operation or longest.place}"
+
+
+def _no_wait(ranks: Sequence[Rank]) -> str:
+    steps = [each.head.steps for each in ranks]
+    if all(each.state == "gone" for each in ranks):
+        return f"all ranks have ended without an error of the engine, at step {min(steps)}, {ranks[0].place}"
+    rows = [row for each in ranks for row in each.rows]
+    took = f", the last steps took {1e-6 * sum(row.total_ns for row in rows) / len(rows):.3g} ms" if rows else ""
+    idle_s = min((each.now_ns - each.last_ns) * 1e-9 for each in ranks)
+    return f"no rank waits for another: step {min(steps)}{took}, the last event {idle_s:.1f} s ago, {_list(ranks[:1])} {ranks[0].place}"
+
+
+def _late(late: Sequence[Rank], waiting: Sequence[Rank]) -> tuple[str, str]:
+    rank = late[0]
+    text = "\n".join(rank.stack)
+    at = f" at {rank.stack[0]}" if rank.stack else ""
+    others = f" (and {_list(late[1:])})" if len(late) > 1 else ""
+    tail = f"{others}; {_for_whom(waiting)}"
+    is_or_was = "was" if rank.state == "gone" else "is"
+    if rank.head.phase == "save":
+        return (
+            f"{rank.name} {is_or_was} in a save, {rank.place}{at}{tail}",
+            "a save waits for the disk: look at its free space and speed",
+        )
+    if "torch/utils/data/" in text:
+        return (
+            f"{rank.name} waits for its data loader{at}{tail}",
+            "look at the workers of its DataLoader and at its storage",
+        )
+    if rank.state == _STATES["D"]:
+        return f"{rank.name} waits for a disk or device, {rank.place}{at}{tail}", ""
+    if rank.state == "gone":
+        return f"{rank.name} was {rank.place} when the ranks ended{tail}", ""
+    own = "computes" if rank.state == "running" else "sleeps or waits in the program's own code"
+    return (
+        f"{rank.name} {own}, {rank.place}{at}{tail}",
+        "every rank must come to each collective call: is this rank in another branch, an evaluation, a download?",
+    )
+
+
+# ---------------------------------------------------------------- the command
+
+
+def add_parser(commands: Any, text: str) -> None:
+    parser = commands.add_parser("why", help=text, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.set_defaults(run=lambda options: guarded(_why, options))
+    parser.add_argument("job", nargs="?", help="a job's name, the number of a process of it, or a folder of accounts")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--no-stacks", action="store_true", help="send no signal, and read no process' memory")
+
+
+def _why(options: argparse.Namespace) -> int:
+    folder = job_folder(options.job)
+    ranks = read_ranks(folder)
+    if not ranks:
+        raise Nothing(f"{folder} has no account of a rank any longer: the job has ended in order")
+    for rank in () if options.no_stacks else ranks:
+        rank.stack = take_stack(rank)
+    sentence, remedy = cause(ranks)
+    shown = [each.as_dict() for each in ranks]
+    lines = [sentence, *([f"  {remedy}"] if remedy else []), ""]
+    lines += [f"job {folder.name}, {len(ranks)} of {ranks[0].head.world_size} ranks", *(each.line() for each in ranks)]
+    for rank in ranks:
+        if rank.stack:
+            lines += ["", f"stack of rank {rank.number}, the innermost call first:"]
+            lines += [f"  {each}" for each in rank.stack[:30]]
+    print_report(options, {"ok": True, "cause": sentence, "remedy": remedy, "job": folder.name, "ranks": shown}, lines)
+    return 0

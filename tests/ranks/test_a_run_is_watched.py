@@ -1,0 +1,225 @@
+"""Law: a rank slowed 1.3 times is named within 50 steps, and no other; rank 0 reports what bounds the steps; a wait for data and a sampler
+whose epoch stays are named once; a tracker that fails stops nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import importlib.util
+import json
+import logging
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import shardwright as sw
+import torch
+from harness import DEADLINE_S, gather, on_every_rank
+from internals import watch
+from torch.utils.data import DistributedSampler
+
+
+def needs(package: str) -> Any:
+    return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"{package} is not installed")
+
+
+@contextlib.contextmanager
+def heard() -> Iterator[list[str]]:
+    """A context with the package's lines from INFO on."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("shardwright")
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+
+
+def wrapped() -> tuple[Any, Any]:
+    torch.manual_seed(1)
+    model = torch.nn.Linear(4, 3)
+    return sw.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), zero=1)
+
+
+def run(model: Any, optimizer: Any, steps: int, forward_s: float = 0.0, data_s: float = 0.0) -> None:
+    for _ in range(steps):
+        time.sleep(data_s)
+        loss = model(torch.ones(2, 4)).sum()
+        time.sleep(forward_s)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_slowed_rank_is_named_within_50_steps(ranks: int, teams: Any) -> None:
+    teams.run(ranks, slowed, spoils=True, deadline_s=DEADLINE_S, arguments={})
+
+
+def slowed(rank: int, world_size: int) -> None:
+    """Steps of 90 ms, that are mostly asleep: the machine may be full."""
+    with heard() as lines:
+        model, optimizer = wrapped()
+        run(model, optimizer, 50, 0.126 if rank == 1 else 0.09)
+    named = gather([each for each in lines if "is slow" in each])
+    assert len(named[0]) == 1 and named[0][0].startswith("rank 1 (pid "), named
+    assert not any(named[1:]), named
+
+
+@on_every_rank(spoils=True)
+def test_rank_0_reports(rank: int, world_size: int) -> None:
+    os.environ[watch.EVERY] = "20"
+    watch.begin.cache_clear()
+    with heard() as lines:
+        model, optimizer = wrapped()
+        run(model, optimizer, 41, data_s=0.004)
+    reports = gather([each for each in lines if " ms a step" in each])
+    assert [each.partition(":")[0] for each in reports[0]] == ["step 20", "step 40"] and not any(reports[1:])
+    assert "-bound: " in reports[0][0] and "share of memory" in reports[0][0]
+    waits = gather([each for each in lines if "waits for data" in each])
+    assert len(waits[0]) == 1 and not any(waits[1:]), waits
+    for word in ("num_workers", "persistent_workers", "prefetch_factor", "pin_memory"):
+        assert word in waits[0][0]
+
+
+@on_every_rank(exactly=1, spoils=True)
+def test_the_variable_is_checked(rank: int, world_size: int) -> None:
+    os.environ[watch.EVERY] = "often"
+    watch.begin.cache_clear()
+    with pytest.raises(ValueError, match="must be a whole number of steps, or 0 for no lines, got 'often'"):
+        wrapped()
+
+
+@on_every_rank(spoils=True)
+def test_a_sampler_whose_epoch_stays_is_named_once(rank: int, world_size: int) -> None:
+    with heard() as lines:
+        wrapped()
+        sampler = DistributedSampler(range(8), shuffle=True)
+        quiet = DistributedSampler(range(8), shuffle=False)
+        for epoch in range(3):
+            sampler.set_epoch(epoch)
+            assert len(list(sampler)) == len(list(quiet))
+        assert lines == []
+        for _ in range(3):
+            list(sampler)
+    assert len(lines) == 1 and "sampler.set_epoch(epoch)" in lines[0]
+
+
+@on_every_rank()
+def test_scalars_go_to_each_tracker(rank: int, world_size: int) -> None:
+    folder = Path(tempfile.mkdtemp())
+    calls: list[Any] = []
+    model, optimizer = wrapped()
+
+    def fails(step: int, scalars: Any) -> None:
+        raise RuntimeError("no network")
+
+    with (
+        heard() as lines,
+        sw.metrics(
+            model,
+            tokens=lambda step: 1000,
+            to=[f"jsonl:{folder}/m.jsonl", lambda *each: calls.append(each), fails, "prometheus:0", "jsonl:/proc/none"],
+            every=4,
+            peak_flops=1e9,
+        ),
+    ):
+        run(model, optimizer, 20, 0.002)
+    count = len(calls)
+    run(model, optimizer, 8)
+    assert len(calls) == count
+    if rank != 0:
+        assert calls == [] and not list(folder.iterdir())
+        return
+    written = [json.loads(each) for each in (folder / "m.jsonl").read_text().splitlines()]
+    assert len(written) == len(calls) and len(calls) in (4, 5)
+    for row, (step, scalars) in zip(written, calls):
+        assert row["step"] == step and step % 4 == 0 and scalars.items() <= row.items()
+        assert scalars["step_s"] == pytest.approx(
+            sum(scalars[f"{p}_s"] for p in ("data", "forward", "backward", "optimizer", "save"))
+        )
+        assert scalars["tokens_per_s"] == pytest.approx(1000 * world_size / scalars["step_s"], rel=1e-3)
+        assert scalars["mfu"] == pytest.approx(6 * 15 * 1000 / scalars["step_s"] / 1e9, rel=1e-3)
+    assert [each for each in lines if "jsonl is left out" in each] and [
+        each for each in lines if "fails failed at step" in each
+    ]
+    assert len([each for each in lines if "fails failed" in each]) == 1
+
+
+@on_every_rank(exactly=1)
+def test_prometheus_is_scraped(rank: int, world_size: int) -> None:
+    import socket
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    model, optimizer = wrapped()
+    with sw.metrics(model, to=[f"prometheus:{port}"], every=1):
+        run(model, optimizer, 3)
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        connection.request("GET", "/metrics")
+        answer = connection.getresponse()
+        text = answer.read().decode()
+        connection.close()
+    assert answer.status == 200 and "# TYPE shardwright_step_s gauge\nshardwright_step_s 0." in text
+    if importlib.util.find_spec("prometheus_client") is None:
+        return
+    parser = importlib.import_module("prometheus_client.parser")
+    families = {each.name: each.samples[0].value for each in parser.text_string_to_metric_families(text)}
+    assert families["shardwright_step"] >= 3 and families["shardwright_share_compute"] > 0
+
+
+@needs("tensorboard")
+@on_every_rank(exactly=1)
+def test_tensorboard_reads_what_is_written(rank: int, world_size: int) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder = tempfile.mkdtemp()
+    model, optimizer = wrapped()
+    with sw.metrics(model, to=[f"tensorboard:{folder}"], every=2):
+        run(model, optimizer, 8)
+    read = EventAccumulator(folder)
+    read.Reload()
+    assert len(read.Scalars("shardwright/step_s")) == 4
+
+
+@needs("wandb")
+@on_every_rank(exactly=1, spoils=True)
+def test_wandb_has_the_run_offline(rank: int, world_size: int) -> None:
+    folder = tempfile.mkdtemp()
+    os.environ.update(WANDB_MODE="offline", WANDB_DIR=folder, WANDB_SILENT="true")
+    model, optimizer = wrapped()
+    with sw.metrics(model, to=["wandb:shardwright-test"], every=2):
+        run(model, optimizer, 8)
+    assert [each for each in Path(folder).rglob("run-*.wandb") if each.stat().st_size > 0]
+
+
+@on_every_rank()
+def test_wrong_input_is_one_sentence(rank: int, world_size: int) -> None:
+    model, _ = wrapped()
+    for options, sentence in (
+        ({"to": ["mlflow:x"]}, "to= takes 'jsonl:PATH'"),
+        ({"to": ["jsonl:"]}, "to= takes 'jsonl:PATH'"),
+        ({"to": "wandb"}, "takes a list of trackers"),
+        ({"to": ["prometheus:http"]}, "must end with a port"),
+        ({"every": 0}, "every must be a whole number of steps from 1 on, got 0"),
+        ({"tokens": 0}, "tokens must be at least 1 a step"),
+        ({"peak_flops": -1.0}, "peak_flops must be above 0"),
+    ):
+        with pytest.raises(ValueError, match=sentence.replace("(", r"\(")):
+            sw.metrics(model, **options)  # type: ignore[arg-type]
+    sys.modules["torch.utils.tensorboard"] = None  # type: ignore[assignment]
+    with heard() as lines, sw.metrics(model, to=["tensorboard:x"]):
+        pass
+    del sys.modules["torch.utils.tensorboard"]
+    assert (rank != 0) == (lines == []), lines
