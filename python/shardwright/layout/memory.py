@@ -28,6 +28,7 @@ __all__ = [
 ]
 
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
+_RESIDENT = bytes(each & 1 for each in range(256))
 
 
 def address_of(tensor: torch.Tensor) -> int:
@@ -61,7 +62,7 @@ def is_resident(address: int, nbytes: int) -> bool:
     pages = -(-nbytes // mmap.PAGESIZE)
     found = ctypes.create_string_buffer(pages)
     failed = ctypes.CDLL(None, use_errno=True).mincore(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), found)
-    return not failed and any(each & 1 for each in found.raw)
+    return not failed and any(found.raw.translate(_RESIDENT))
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
