@@ -23,6 +23,7 @@ __all__ = [
     "copied",
     "has_memory",
     "is_resident",
+    "private_memory",
     "reserved",
     "without_memory",
 ]
@@ -55,6 +56,15 @@ def reserved(numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, mmap.mmap]:
     with contextlib.suppress(OSError):  # a kernel without huge pages
         memory.madvise(mmap.MADV_NOHUGEPAGE)  # a page holds one parameter, so is_resident() is exact
     return torch.frombuffer(memory, dtype=dtype, count=numel), memory
+
+
+def private_memory(nbytes: int) -> mmap.mmap:
+    """Return memory of this process, in huge pages if the kernel has some: a disk takes one request for each page."""
+    memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
 
 
 def is_resident(address: int, nbytes: int) -> bool:
