@@ -109,7 +109,8 @@ def write_folder(folder: Path, module: nn.Module, *, sparse: bool) -> None:
                     count, shift = min(each.numel() - first, noise.numel() // 2), 997 * (len(key) + first) % 4093
                     file.write(memoryview(noise[shift : shift + count].numpy()).cast("B"))
             os.fsync(file.fileno())
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    size = {"total_size": sum(each.nbytes for _, each in state)}  # transformers reads "metadata"
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": size, "weight_map": index}))
     if hasattr(module, "config"):
         module.config.save_pretrained(folder)
 

@@ -235,9 +235,9 @@ void sw_memory_unmap(uint8_t *address, size_t size_bytes)
 }
 
 /* Makes [begin, end) huge pages: one small page of each is made present, and the kernel adds and
- * clears the rest as it collapses them, which takes a tenth of the time of 512 small pages. Stops at
- * the first refusal (an old kernel, fragmented memory) or after the time limit: small pages only are
- * slower. */
+ * clears the rest as it collapses them, which takes a tenth of the time of 512 small pages. Stops
+ * at the first refusal (an old kernel, fragmented memory) or after the time limit: small pages only
+ * are slower. */
 static void collapse(uintptr_t begin, uintptr_t end)
 {
     int64_t deadline_ns = sw_clock_now_ns() + collapse_budget_ns;

@@ -75,7 +75,8 @@ void sw_memory_touch(uint8_t *address, size_t size_bytes);
 
 /* Makes the pages of a range present and writable, so that the first step does not pay for them,
  * as huge pages if the kernel can collapse (Linux >= 6.1), for at most two seconds. Cost: 0.1 s of
- * processor time a GiB; 0.4 of small pages. A hint: a failure is silent, and pages are then allocated when touched or stay small. */
+ * processor time a GiB; 0.4 of small pages. A hint: a failure is silent, and pages are then
+ * allocated when touched or stay small. */
 void sw_memory_populate(uint8_t *address, size_t size_bytes);
 
 #endif

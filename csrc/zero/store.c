@@ -27,7 +27,7 @@ struct sw_store {
     sw_units *units;         /* owned; UNITS only */
     sw_arena *arena, *codes; /* owned; arena NULL: */
     uint8_t *pages;          /* owned */
-    bool *is_present;        /* owned; windows of this rank's slices; NULL: nothing is populated later */
+    bool *is_present; /* owned; windows of this rank's slices; NULL: nothing is populated later */
     unsigned turn; /* of the set of outcomes. Steps alternate: a rank writes one while a slower one
                     * still reads the other */
     char reason[SW_ERROR_MESSAGE_BYTES], label[LABEL_BYTES];
@@ -91,25 +91,24 @@ static void populate_range(uint8_t *part, size_t begin, size_t end)
         sw_memory_populate(part + begin, end - begin);
 }
 
-static size_t window_count(const sw_store *s)
+/* Populate the windows of this rank's slices that have bytes of [begin, end). */
+static void prepare_bytes(const sw_store *s, size_t begin, size_t end)
 {
-    return s->map.part_bytes / WINDOW_BYTES + 1;
-}
-
-/* Populate the windows of this rank's slices of which `run` has bytes. */
-static void prepare(const sw_store *s, const sw_store_run *run)
-{
-    size_t item = sw_dtype_size_bytes(run->dtype), bytes = (run->end - run->begin) * item;
-    if (!s->is_present || bytes == 0)
-        return;
     uint8_t *part = base_of(s, (int)s->map.rank);
-    size_t begin = (size_t)(run->address - part), last = (begin + bytes - 1) / WINDOW_BYTES;
-    for (size_t w = begin / WINDOW_BYTES; w <= last; ++w)
+    for (size_t w = begin / WINDOW_BYTES; s->is_present && w * WINDOW_BYTES < end; ++w)
         if (!s->is_present[w]) {
             s->is_present[w] = true;
             populate_range(part, w * WINDOW_BYTES,
                            sw_size_min((w + 1) * WINDOW_BYTES, s->map.part_bytes));
         }
+}
+
+static void prepare(const sw_store *s, const sw_store_run *run)
+{
+    size_t begin = (size_t)(run->address - base_of(s, (int)s->map.rank));
+    size_t bytes = (run->end - run->begin) * sw_dtype_size_bytes(run->dtype);
+    if (bytes)
+        prepare_bytes(s, begin, begin + bytes);
 }
 
 /* Populate what this rank writes first; neighbours together, since a huge page may span both. */
@@ -163,7 +162,7 @@ static sw_status build(sw_store *s, const sw_layout *layout, const sw_store_opti
     *is_alone = true;
     populate(s);
     if (!s->map.has_whole && !s->arena->file) {
-        s->is_present = calloc(window_count(s), sizeof *s->is_present);
+        s->is_present = calloc(s->map.part_bytes / WINDOW_BYTES + 1, sizeof *s->is_present);
         if (!s->is_present)
             SW_FAIL(err, SW_E_MEMORY, "%s: no memory for a table of windows", s->label);
     }
@@ -419,6 +418,7 @@ static void encode(const sw_store *s)
 
 void sw_store_derive(sw_store *s)
 {
+    prepare_bytes(s, s->map.bucket_bytes, s->map.has_casts ? s->map.part_bytes : 0); /* casts */
     if (!s->map.has_whole)
         cast_mine(s, true);
     else if (sw_store_is_home(&s->map)) /* the host's other ranks do not see its writes yet */
