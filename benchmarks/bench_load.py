@@ -341,7 +341,8 @@ def whole_state(arm: str, model: nn.Module) -> dict[str, torch.Tensor]:
     if arm == "ours":
         return sw.full_state_dict(model)
     if arm.startswith("accelerate"):
-        return {name: each.full_tensor() for name, each in model.state_dict().items()}
+        state = model.state_dict().items()  # buffers are plain
+        return {name: each.full_tensor() if hasattr(each, "full_tensor") else each for name, each in state}
     import deepspeed
 
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
