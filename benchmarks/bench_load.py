@@ -109,7 +109,8 @@ def write_folder(folder: Path, module: nn.Module, *, sparse: bool) -> None:
                     count, shift = min(each.numel() - first, noise.numel() // 2), 997 * (len(key) + first) % 4093
                     file.write(memoryview(noise[shift : shift + count].numpy()).cast("B"))
             os.fsync(file.fileno())
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    size = {"total_size": sum(each.nbytes for _, each in state)}  # transformers reads "metadata"
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": size, "weight_map": index}))
     if hasattr(module, "config"):
         module.config.save_pretrained(folder)
 
@@ -340,7 +341,8 @@ def whole_state(arm: str, model: nn.Module) -> dict[str, torch.Tensor]:
     if arm == "ours":
         return sw.full_state_dict(model)
     if arm.startswith("accelerate"):
-        return {name: each.full_tensor() for name, each in model.state_dict().items()}
+        state = model.state_dict().items()  # buffers are plain
+        return {name: each.full_tensor() if hasattr(each, "full_tensor") else each for name, each in state}
     import deepspeed
 
     with deepspeed.zero.GatheredParameters(list(model.parameters())):

@@ -12,7 +12,13 @@
 #include "platform/file_memory.h"
 #include "platform/memory.h"
 
-enum { LABEL_BYTES = 256, CAST_NUMEL = 1024 };
+enum {
+    LABEL_BYTES = 256,
+    CAST_NUMEL = 1024,
+    /* Of a rank's slices, which are populated together: while one rank clears pages, others keep
+     * the disk busy. */
+    WINDOW_BYTES = 64 << 20,
+};
 
 struct sw_store {
     sw_comm *comm; /* borrowed */
@@ -21,6 +27,7 @@ struct sw_store {
     sw_units *units;         /* owned; UNITS only */
     sw_arena *arena, *codes; /* owned; arena NULL: */
     uint8_t *pages;          /* owned */
+    bool *is_present; /* owned; windows of this rank's slices; NULL: nothing is populated later */
     unsigned turn; /* of the set of outcomes. Steps alternate: a rank writes one while a slower one
                     * still reads the other */
     char reason[SW_ERROR_MESSAGE_BYTES], label[LABEL_BYTES];
@@ -84,15 +91,35 @@ static void populate_range(uint8_t *part, size_t begin, size_t end)
         sw_memory_populate(part + begin, end - begin);
 }
 
+/* Populate the windows of this rank's slices that have bytes of [begin, end). */
+static void prepare_bytes(const sw_store *s, size_t begin, size_t end)
+{
+    uint8_t *part = base_of(s, (int)s->map.rank);
+    for (size_t w = begin / WINDOW_BYTES; s->is_present && w * WINDOW_BYTES < end; ++w)
+        if (!s->is_present[w]) {
+            s->is_present[w] = true;
+            populate_range(part, w * WINDOW_BYTES,
+                           sw_size_min((w + 1) * WINDOW_BYTES, s->map.part_bytes));
+        }
+}
+
+static void prepare(const sw_store *s, const sw_store_run *run)
+{
+    size_t begin = (size_t)(run->address - base_of(s, (int)s->map.rank));
+    size_t bytes = (run->end - run->begin) * sw_dtype_size_bytes(run->dtype);
+    if (bytes)
+        prepare_bytes(s, begin, begin + bytes);
+}
+
 /* Populate what this rank writes first; neighbours together, since a huge page may span both. */
 static void populate(const sw_store *s)
 {
     const sw_store_map *m = &s->map;
-    size_t begin = 0, end = m->has_whole ? 0 : m->bucket_bytes;
-    if (!s->arena || s->arena->file || (m->has_whole && !sw_store_is_home(m)))
+    size_t begin = 0, end = 0;
+    if (!s->arena || s->arena->file || !m->has_whole || !sw_store_is_home(m))
         return;
     uint8_t *part = base_of(s, (int)m->rank);
-    for (size_t b = 0; m->has_whole && b < m->layout.bucket_count; ++b) {
+    for (size_t b = 0; b < m->layout.bucket_count; ++b) {
         if (m->form == SW_STORE_PRIVATE && !m->stepped[b])
             continue; /* frozen parameters stay where they are */
         if (m->at[b] != end) {
@@ -134,6 +161,11 @@ static sw_status build(sw_store *s, const sw_layout *layout, const sw_store_opti
     SW_TRY(make_arenas(s, options, is_alone, err));
     *is_alone = true;
     populate(s);
+    if (!s->map.has_whole && !s->arena->file) {
+        s->is_present = calloc(s->map.part_bytes / WINDOW_BYTES + 1, sizeof *s->is_present);
+        if (!s->is_present)
+            SW_FAIL(err, SW_E_MEMORY, "%s: no memory for a table of windows", s->label);
+    }
     return s->map.form == SW_STORE_UNITS ? make_units(s, err) : SW_OK;
 }
 
@@ -170,6 +202,7 @@ void sw_store_destroy(sw_store *s)
     if (s->arena)
         s->comm->ops->arena_destroy(s->comm, s->arena);
     sw_memory_unmap(s->pages, s->map.size_bytes);
+    free(s->is_present);
     sw_store_map_fini(&s->map);
     free(s);
 }
@@ -262,6 +295,7 @@ size_t sw_store_pieces(const sw_store *s, size_t index, sw_store_run *piece)
     size_t numel = m->layout.place[index].numel, count = m->beside_count, made = 0;
     if (!sw_store_has_one_copy(m)) {
         piece[0] = sw_store_slice(s, index, own_slice(s), false);
+        prepare(s, &piece[0]);
         return 1;
     }
     if (sw_store_is_by_rows(m, index)) {
@@ -304,6 +338,7 @@ void sw_store_write(const sw_store *s, size_t index, const void *flat, sw_store_
 {
     if (share == SW_STORE_OWN || (share == SW_STORE_MINE && !s->map.has_whole)) {
         sw_store_run run = sw_store_slice(s, index, own_slice(s), false);
+        prepare(s, &run);
         copy_run(&run, NULL, flat);
     } else if (share == SW_STORE_ALL || sw_store_is_home(&s->map)) {
         copy_all(s, index, NULL, flat);
@@ -383,6 +418,7 @@ static void encode(const sw_store *s)
 
 void sw_store_derive(sw_store *s)
 {
+    prepare_bytes(s, s->map.bucket_bytes, s->map.has_casts ? s->map.part_bytes : 0); /* casts */
     if (!s->map.has_whole)
         cast_mine(s, true);
     else if (sw_store_is_home(&s->map)) /* the host's other ranks do not see its writes yet */

@@ -29,7 +29,8 @@
 
 typedef struct sw_store sw_store;
 
-/* Create the memory, and populate what this rank writes first. Collective. `layout` is copied,
+/* Create the memory, and populate what this rank writes first; slices as they are first handed out
+ * or written, so that a load clears pages while the disk reads. Collective. `layout` is copied,
  * `comm` borrowed. SW_E_MEMORY on all ranks if there is no memory that ranks map; PRIVATE then
  * takes private pages, and sw_store_reason() says why. SW_E_INVALID for a unit with a member that
  * does not exist, a cast of a dtype that is not wider than 16 bits, or a folder in another form.

@@ -5,7 +5,9 @@
 #include "platform/limits.h"
 
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 static int failures;
@@ -61,6 +63,29 @@ static void check_shared(size_t size_bytes)
            "unmapping releases all pages");
 }
 
+/* Populating a range makes all its pages present, huge or small, and none beside them. */
+static void check_populated(size_t size_bytes)
+{
+    enum { PAGE = 4096, MARGIN = 3 };
+    size_t pages = size_bytes / PAGE + 2 * MARGIN + 2;
+    int fd = -1;
+    uint8_t *memory = NULL;
+    unsigned char *found = calloc(pages, 1);
+    sw_error err;
+    if (found && sw_memfd_create(pages * PAGE, "test", &fd, &err) == SW_OK &&
+        sw_memfd_map(fd, pages * PAGE, &memory, &err) == SW_OK) {
+        sw_memory_populate(memory + MARGIN * PAGE + 5, size_bytes);
+        size_t last = MARGIN + (size_bytes + 4) / PAGE, wrong = 0;
+        expect(mincore(memory, pages * PAGE, found) == 0, "mincore");
+        for (size_t i = 0; i < pages; ++i)
+            wrong += (found[i] & 1) != (i >= MARGIN && i <= last);
+        expect(wrong == 0, "exactly the range's pages are present");
+        sw_memory_unmap(memory, pages * PAGE);
+    }
+    free(found);
+    close(fd);
+}
+
 static void check_private(size_t size_bytes)
 {
     uint8_t *pages = NULL;
@@ -93,6 +118,7 @@ int main(void)
     for (size_t i = 0; i < sizeof sizes / sizeof sizes[0]; ++i) {
         check_shared(sizes[i]);
         check_private(sizes[i]);
+        check_populated(sizes[i]);
     }
     uint8_t *none = NULL;
     sw_error err;

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 
 import torch
 
+from ..layout.memory import private_memory
+
 _PAGE = mmap.PAGESIZE
 _BUFFER_BYTES = 8 << 20
 
@@ -22,7 +24,7 @@ class RangeWriter:
     """
 
     def __init__(self) -> None:
-        self._buffers = [mmap.mmap(-1, _BUFFER_BYTES) for _ in range(2)]
+        self._buffers = [private_memory(_BUFFER_BYTES) for _ in range(2)]
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "shardwright-write")
         self._running: concurrent.futures.Future[None] | None = None
         self._files: list[int] = []

@@ -17,6 +17,7 @@ import torch
 from .._engine import Error
 
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
+_RESIDENT = bytes(each & 1 for each in range(256))
 
 
 def address_of(tensor: torch.Tensor) -> int:
@@ -45,12 +46,21 @@ def reserved(numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, mmap.mmap]:
     return torch.frombuffer(memory, dtype=dtype, count=numel), memory
 
 
+def private_memory(nbytes: int) -> mmap.mmap:
+    """Return memory of this process, in huge pages if the kernel has some: a disk takes one request for each page."""
+    memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
 def is_resident(address: int, nbytes: int) -> bool:
     """Return True if any page of private memory, of which `address` begins a page, exists."""
     pages = -(-nbytes // mmap.PAGESIZE)
     found = ctypes.create_string_buffer(pages)
     failed = ctypes.CDLL(None, use_errno=True).mincore(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), found)
-    return not failed and any(each & 1 for each in found.raw)
+    return not failed and any(found.raw.translate(_RESIDENT))
 
 
 def has_memory(tensor: torch.Tensor) -> bool:

@@ -307,9 +307,11 @@ def _read(each: Lazy, low: int, out: torch.Tensor, rounds: torch.dtype | None) -
     item = each.dtype.itemsize
     is_plain = out.is_contiguous() and out.device.type == "cpu"
     in_place = is_plain and each.dtype == out.dtype and rounds in (None, out.dtype)
-    for at in range(0, out.numel(), _CHUNK_BYTES // item):
-        target = out[at : at + _CHUNK_BYTES // item]
-        memory = target if in_place else torch.empty(target.numel(), dtype=each.dtype, device="cpu")
+    step = _CHUNK_BYTES // item
+    buffer = torch.empty(0 if in_place else min(step, out.numel()), dtype=each.dtype, device="cpu")
+    for at in range(0, out.numel(), step):
+        target = out[at : at + step]
+        memory = target if in_place else buffer[: target.numel()]
         each.part((low + at) * item, memory.nbytes, memory.data_ptr())
         if memory is not target:
             target.copy_(memory if rounds is None else memory.to(rounds))

@@ -6,7 +6,6 @@ sent, and a rank that needs no values does nothing. On GPUs the owners of releas
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..layout.memory import private_memory
 from ..layout.shard_runs import memory_order
 from ..layout.views import dense_strides
 from ..torch_compat import cuda
@@ -154,10 +154,7 @@ class Pool:
         *counts, free = [sys.getrefcount(each) for each in (*self._memory, probe)]
         held = [each for each, count in zip(self._memory, counts) if count > free]
         fits = [each for each, count in zip(self._memory, counts) if count <= free and len(each) >= size]
-        made = fits[0] if fits else mmap.mmap(-1, max(size, self._capacity))
-        if not fits and hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel without huge pages
-                made.madvise(mmap.MADV_HUGEPAGE)
+        made = fits[0] if fits else private_memory(max(size, self._capacity))
         self._memory = [*held[-1:], made]
         return made
 
