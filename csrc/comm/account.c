@@ -16,7 +16,7 @@
 
 _Static_assert(sizeof(sw_account_row) == 128, "the file's format");
 _Static_assert(sizeof(sw_account_op) == 128, "the file's format");
-_Static_assert(offsetof(sw_account_head, call) == 200, "the file's format");
+_Static_assert(offsetof(sw_account_head, call) == 208, "the file's format");
 _Static_assert(offsetof(sw_account, rows) == 4096, "the file's format");
 
 /* Of a name; the rest of the words is for sentences. */
@@ -169,6 +169,11 @@ bool sw_account_end(void)
 void sw_account_set_stack_signal(int number)
 {
     atomic_store(&account()->head.stack_signal, number);
+}
+
+void sw_account_met(uint64_t group)
+{
+    atomic_store(&account()->head.group, group);
 }
 
 /* Phases

@@ -79,6 +79,7 @@ typedef struct sw_account_head { /* one page */
     /* The last wait, from its first sleep to its last turn. A wait that is on turns every 20 ms. */
     _Atomic int64_t wait_begun_ns, wait_turn_ns;
     _Atomic uint64_t wait_serial; /* the newest collective when it began */
+    _Atomic uint64_t group;       /* equal on the ranks that met; 0: none has met */
     sw_account_text call;         /* the public call that this rank is in */
     sw_account_text reason;       /* the engine's first error */
 } sw_account_head;
@@ -114,6 +115,8 @@ void sw_account_fail(const char *sentence);
 /* The process ends in order; true if no error was kept. */
 bool sw_account_end(void);
 void sw_account_set_stack_signal(int number);
+/* This rank has met the others of a group, for which `group` stands. */
+void sw_account_met(uint64_t group);
 
 /* A collective begins; returns its serial. */
 uint64_t sw_account_begin(uint32_t kind, const char *label, int world_size, uint64_t size_bytes,

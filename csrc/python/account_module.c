@@ -16,6 +16,8 @@ SW_PY_VALUE(account_fail, PyObject, "account_fail sentence:s", true,
             (sw_account_fail(a[0].s), sw_py_none()))
 SW_PY_VALUE(account_stack_signal, PyObject, "account_stack_signal number:i", true,
             (sw_account_set_stack_signal(a[0].i), sw_py_none()))
+SW_PY_VALUE(account_met, PyObject, "account_met group:K", true,
+            (sw_account_met(a[0].word), sw_py_none()))
 
 static PyObject *account_call_end(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(unused))
 {
@@ -77,6 +79,7 @@ PyMethodDef sw_py_account_functions[] = {
                       "This rank ends in order. Return True if no error was kept."),
     SW_PY_FUNCTION(account_stack_signal, "number, /",
                    "Note the signal that writes Python's stacks; 0: none."),
+    SW_PY_FUNCTION(account_met, "group, /", "Note the group of ranks that have met."),
     SW_PY_FUNCTION(
         account_watch, "every, callback, /",
         "Call callback(step) after each step whose number `every` divides; None: no more. "

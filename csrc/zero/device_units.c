@@ -139,11 +139,6 @@ void sw_device_unit_keep_near(sw_device_units *u, size_t unit, sw_device_comm *n
 
 /* ---- seeing ---- */
 
-size_t sw_device_units_count(const sw_device_units *u)
-{
-    return u->count;
-}
-
 sw_shard_state sw_device_unit_state(const sw_device_units *u, size_t unit)
 {
     return u->unit[unit].state;

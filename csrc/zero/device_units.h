@@ -95,7 +95,6 @@ void sw_device_units_destroy(sw_device_units *units);
 void sw_device_unit_keep_near(sw_device_units *units, size_t unit, sw_device_comm *near, void *part,
                               size_t part_bytes);
 
-size_t sw_device_units_count(const sw_device_units *units);
 sw_shard_state sw_device_unit_state(const sw_device_units *units, size_t unit);
 /* Return the unit that is gathered, or being gathered, in the unit's place; SW_DEVICE_UNIT_NONE if
  * none. */

@@ -181,11 +181,6 @@ uint8_t *sw_unit_address(const sw_units *units, size_t index)
     return units->unit[index].address;
 }
 
-size_t sw_unit_size_bytes(const sw_units *units, size_t index)
-{
-    return units->unit[index].size_bytes;
-}
-
 sw_units_stats sw_units_get_stats(const sw_units *units)
 {
     sw_units_stats stats = units->stats;

@@ -70,7 +70,6 @@ void sw_units_destroy(sw_units *units);
 size_t sw_units_count(const sw_units *units);
 sw_shard_state sw_unit_state(const sw_units *units, size_t unit);
 uint8_t *sw_unit_address(const sw_units *units, size_t unit);
-size_t sw_unit_size_bytes(const sw_units *units, size_t unit);
 sw_units_stats sw_units_get_stats(const sw_units *units);
 
 typedef enum sw_unit_source { SW_UNIT_SLICES, SW_UNIT_CODES } sw_unit_source;

@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import hashlib
 import logging
 import os
 import shutil
@@ -20,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from .._engine import account_end, account_open, account_stack_signal
+from .._engine import account_end, account_met, account_open, account_stack_signal
 
 __all__ = [
     "RUN_FOLDER",
@@ -46,6 +47,7 @@ _KEPT, _KEPT_S = 16, 7 * 24 * 3600.0
 _file: Path | None = None
 _of: tuple[int, int] | None = None
 _stacks: Any = None
+_met = 0  # the size of the group that this rank's account names
 
 
 def folders() -> list[Path]:
@@ -114,6 +116,14 @@ def begin(rank: int, world_size: int) -> None:
         except (OSError, MemoryError) as error:
             why = why or str(error)
     _logger.debug("the account of steps has no file, so `shardwright why` will not see rank %d: %s", rank, why)
+
+
+def met(world_size: int, name: str) -> None:
+    """Note the group that this rank has joined, by which peers know one another's accounts; the largest and newest counts."""
+    global _met
+    if world_size >= _met:
+        _met = world_size
+        account_met(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little"))
 
 
 def _open(folder: Path, rank: int, world_size: int) -> None:

@@ -136,6 +136,7 @@ class HostGroup:
             met, meeting = self._meet(group, line, timeout_s)
             self.host_of, self._here = met.host_of, met.here
             self._store_name = f"shardwright/{hashlib.sha256(met.secret).hexdigest()}"
+            account.met(self.world_size, self._store_name)
             try:
                 hosts = [each.host for each in met.here]
                 addresses, members = [each.address for each in met.here], [each.rank for each in met.here]

@@ -14,7 +14,7 @@ KINDS = ("barrier", "all_reduce", "reduce_scatter", "all_gather", "broadcast")
 VERSION = 1
 _ROW = struct.Struct("=Qqq5q5qqiIQ")
 _OP = struct.Struct("=QqqIIIIIIQ72s")
-_HEAD = struct.Struct("=8s6I4iQqq64sQQIiiIqqqQ")
+_HEAD = struct.Struct("=8s6I4iQqq64sQQIiiIqqqQQ")
 _TEXT = struct.Struct("=q504s")
 _MAGIC = b"swstep\0\0"
 
@@ -102,6 +102,7 @@ class Head(NamedTuple):
     wait_begun_ns: int
     wait_turn_ns: int
     wait_serial: int
+    group: int
     call: str
     call_begun_ns: int
     reason: str

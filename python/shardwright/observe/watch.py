@@ -62,7 +62,13 @@ class Watch:
         account_watch(math.gcd(_EVERY, *(every for every, _ in self.subscribers)), self.look)
 
     def look(self, step: int) -> None:
-        """Look at the steps that have ended. The engine prints its errors, which stop nothing."""
+        """Look at the steps that have ended. An error, of which no frame is kept, stops nothing."""
+        try:
+            self._look(step)
+        except Exception as error:
+            _logger.debug("no look at step %d: %s: %s", step, type(error).__name__, error)
+
+    def _look(self, step: int) -> None:
         for every, call in list(self.subscribers):
             if step % every == 0:
                 call(self.own_rows(every))
@@ -93,17 +99,20 @@ class Watch:
                 _logger.warning(
                     "%.0f %% of a step waits for data: %s. This is logged once", 100 * loading, verdict.DATA_REMEDY
                 )
-        peers = dict(sorted(self._peers()))
+        peers = dict(sorted(self._peers(), key=lambda each: each[0]))
         if len(peers) > 1 and min(peers) == account.own_rank():
             self._name_slow(peers)
 
     def _peers(self) -> Iterator[tuple[int, AccountFile]]:
-        """Yield the ranks whose accounts lie beside this one's, and their files."""
+        """Yield the ranks of this one's group whose accounts lie beside its own, and their files."""
         own = account.own_file()
-        for path in () if own is None else own.parent.glob("rank-*"):
+        group = 0 if own is None else self._file_of(own).head().group
+        for path in own.parent.glob("rank-*") if own is not None and group else ():
             if path.suffix != ".stacks":
                 with contextlib.suppress(OSError, AccountError):  # it ends, or is being made
-                    yield int(path.name.partition(".")[0][5:]), self._file_of(path)
+                    file = self._file_of(path)
+                    if file.head().group == group:
+                        yield file.head().rank, file
 
     def _name_slow(self, peers: dict[int, AccountFile]) -> None:
         for rank, file in peers.items():
