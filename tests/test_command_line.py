@@ -62,6 +62,8 @@ def ended(capsys, *words):
 )
 def test_wrong_input_is_one_sentence(capsys, tmp_path, monkeypatch, words, code, sentence):
     monkeypatch.setenv("SHARDWRIGHT_OPTIONS", "")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "none"))  # where `why` looks for jobs
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.syspath_prepend(str(tmp_path))  # restores sys.path, to which `run` adds
     monkeypatch.setattr("sys.argv", ["shardwright"])
     pytest.importorskip("accelerate")

@@ -266,6 +266,7 @@ ADDRESSES = {
             "optim/clip_grad",
             "parameters/gathered_unit",
             "parameters/drift",
+            "parameters/gather_extensions",
             "parameters/materialize",
             "optim/offload",
             "parameters/read_guard",

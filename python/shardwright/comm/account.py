@@ -11,6 +11,7 @@ import faulthandler
 import hashlib
 import logging
 import os
+import re
 import shutil
 import signal
 import socket
@@ -40,9 +41,12 @@ _logger = logging.getLogger("shardwright")
 #: the variable that names the folder of a run; the account lies in its folder `account`
 RUN_FOLDER = "SHARDWRIGHT_RUN_FOLDER"
 #: what writes Python's stacks to a file; a real-time signal that programs seldom use
-_STACKS = signal.SIGRTMIN + 9
+STACKS = signal.SIGRTMIN + 9
 #: so many dead jobs are kept, this long
 _KEPT, _KEPT_S = 16, 7 * 24 * 3600.0
+
+#: a file of ours: its process
+_FILE = re.compile(r"\.?rank-\d+\.(\d+)(?:\.stacks)?")
 
 _file: Path | None = None
 _of: tuple[int, int] | None = None
@@ -53,7 +57,7 @@ _met = 0  # the size of the group that this rank's account names
 def folders() -> list[Path]:
     """Return the folders in which accounts of this user's jobs may lie, the first one first."""
     given, runtime = os.environ.get(RUN_FOLDER), os.environ.get("XDG_RUNTIME_DIR")
-    found = [Path(given) / "account"] if given else []
+    found = [Path(given).absolute() / "account"] if given else []
     if runtime and os.path.isdir(runtime):
         found.append(Path(runtime) / "shardwright")
     return [*found, Path(tempfile.gettempdir()) / f"shardwright-{os.getuid()}"]
@@ -108,13 +112,16 @@ def begin(rank: int, world_size: int) -> None:
     if is_first:
         atexit.register(_end, os.getpid())
     why = ""
-    for folder in folders():
-        try:
-            own_folder(folder)
-            _open(folder, rank, world_size)
-            return
-        except (OSError, MemoryError) as error:
-            why = why or str(error)
+    try:
+        for folder in folders():
+            try:
+                own_folder(folder)
+                _open(folder, rank, world_size)
+                return
+            except (OSError, MemoryError, ValueError) as error:
+                why = why or str(error)
+    except OSError as error:  # there is no folder for temporary files
+        why = str(error)
     _logger.debug("the account of steps has no file, so `shardwright why` will not see rank %d: %s", rank, why)
 
 
@@ -150,11 +157,11 @@ def _open(folder: Path, rank: int, world_size: int) -> None:
 def _register_stacks(path: Path) -> None:
     """Let a signal write the stacks of all threads beside the account: in C, so also while the GIL is held."""
     global _stacks
-    if _stacks is None and signal.getsignal(_STACKS) is not signal.SIG_DFL:
+    if _stacks is None and signal.getsignal(STACKS) is not signal.SIG_DFL:
         return  # the program uses it
     before, _stacks = _stacks, open(f"{path}.stacks", "w", opener=_private)  # noqa: SIM115, it stays open
-    faulthandler.register(_STACKS, file=_stacks, all_threads=True)
-    account_stack_signal(_STACKS)
+    faulthandler.register(STACKS, file=_stacks, all_threads=True)
+    account_stack_signal(STACKS)
     if before is not None:
         before.close()
 
@@ -168,7 +175,9 @@ def _sweep(folder: Path) -> None:
     dead = []
     for job in folder.iterdir():
         with contextlib.suppress(OSError):
-            if not any(os.path.exists(f"/proc/{each.name.split('.')[1]}") for each in job.glob("rank-*")):
+            files = list(job.iterdir()) if job.name.startswith(("run-", "slurm-", "pid-")) else []
+            pids = [_FILE.fullmatch(each.name) for each in files]
+            if files and all(pids) and not any(os.path.exists(f"/proc/{each[1]}") for each in pids if each):
                 dead.append((job.stat().st_mtime, job))
     for number, (changed_s, job) in enumerate(sorted(dead, reverse=True)):
         if number >= _KEPT or time.time() - changed_s > _KEPT_S:

@@ -222,8 +222,11 @@ class HostGroup:
 
     def broadcast(self, tensors: Sequence[torch.Tensor], root: int, label: str) -> None:
         """Broadcast the values of `root`, in any strides, to all ranks. Version counters do not change. Cost: the bytes, once."""
+        if self.world_size == 1:
+            check_sendable(tensors, label)
+            return
         with row_major(tensors, label) as dense:
-            if dense and self.world_size > 1:
+            if dense:
                 self.comm.broadcast([(t.data_ptr(), t.nbytes) for t in dense], root, label)
 
     def highest_rank_where(self, condition: bool, label: str) -> int:

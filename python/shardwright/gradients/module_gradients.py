@@ -222,12 +222,13 @@ class ModuleGradients:
         if is_traced is not self._is_traced:
             self._trace(is_traced)
         begin_s, before = time.perf_counter(), self._reducer.rounds if has_followers else 0
+        opened = self._reducer.is_open  # else `stays_in_rows` tells of an earlier round
         with _hooks.named_range("end_of_round", self._label) if is_traced else contextlib.nullcontext():
             end()
         if has_followers and (not contributes or self._reducer.rounds != before):
             self._follow(contributes)
-        elif (
-            self._rows and not self._reducer.stays_in_rows
+        elif self._rows and not (
+            opened and self._reducer.stays_in_rows
         ):  # no round: the ranks still read one another's rows until here
             self._backend.fence(f"reads of the parameters of {self._label}")
         if self.watcher is not None:
@@ -295,6 +296,9 @@ class ModuleGradients:
 
     def _take_rows(self, *, opens: bool = False) -> None:
         """Bring what the program did to the DTensors' `.grad` since the last round to the engine's own, as a round `opens`."""
+        if opens and self._rows:  # of an opening that led to no round, or of a round that stayed in rows
+            self._standing.clear()
+            self._reducer.keep_in_rows(False)
         for index, (entry, each) in enumerate(zip(self._table.parameters, self._rows)):
             view, given = self.views[index], each.sharded.grad
             if not isinstance(view, ShardedGradient):  # frozen

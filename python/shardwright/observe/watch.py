@@ -12,12 +12,12 @@ import functools
 import logging
 import math
 import os
-import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from torch.utils.data.distributed import DistributedSampler
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .._engine import account_row, account_watch
 from ..comm import account
@@ -52,7 +52,6 @@ class Watch:
         self.subscribers: list[tuple[int, Callable[[list[Row]], None]]] = []
         self.throughput: Throughput = lambda rows: (None, None)
         self.line_every = line_every()
-        self._files: dict[Path, AccountFile] = {}
         self._own: dict[int, dict[int, int]] = {}
         self._named: set[int] = set()
         self._warned_of_data = False
@@ -74,7 +73,8 @@ class Watch:
                 call(self.own_rows(every))
         if step % _EVERY == 0:
             self._compare()
-        if self.line_every and step % self.line_every == 0 and account.own_rank() == 0:
+        is_due = self.line_every and step % self.line_every == 0 and account.own_rank() == 0
+        if is_due and _logger.isEnabledFor(logging.INFO):
             rows = self.own_rows(self.line_every)
             _logger.info("%s", verdict.line(rows, *self.throughput(rows), share_of_memory()))
 
@@ -82,13 +82,8 @@ class Watch:
         """Return the last rows of this rank; the last one alone where it has no file."""
         path, row = account.own_file(), account_row()
         if path is not None:
-            return self._file_of(path).rows(most)
+            return AccountFile(path).rows(most)
         return [] if row is None else [row_of(row)]
-
-    def _file_of(self, path: Path) -> AccountFile:
-        if path not in self._files:
-            self._files[path] = AccountFile(path)
-        return self._files[path]
 
     def _compare(self) -> None:
         rows = self.own_rows(verdict.WINDOW)
@@ -100,19 +95,21 @@ class Watch:
                     "%.0f %% of a step waits for data: %s. This is logged once", 100 * loading, verdict.DATA_REMEDY
                 )
         peers = dict(sorted(self._peers(), key=lambda each: each[0]))
-        if len(peers) > 1 and min(peers) == account.own_rank():
+        if len(peers) > 1:
             self._name_slow(peers)
 
     def _peers(self) -> Iterator[tuple[int, AccountFile]]:
-        """Yield the ranks of this one's group whose accounts lie beside its own, and their files."""
+        """Yield the ranks of this one's group whose accounts lie beside its own, and their files, if it is the lowest of them."""
         own = account.own_file()
-        group = 0 if own is None else self._file_of(own).head().group
-        for path in own.parent.glob("rank-*") if own is not None and group else ():
+        group = 0 if own is None else AccountFile(own).head().group
+        for path in sorted(own.parent.glob("rank-*"), key=_rank_of) if own is not None and group else ():
             if path.suffix != ".stacks":
                 with contextlib.suppress(OSError, AccountError):  # it ends, or is being made
-                    file = self._file_of(path)
+                    file = AccountFile(path)
                     if file.head().group == group:
                         yield file.head().rank, file
+                        if path != own and file.head().rank < (account.own_rank() or 0):
+                            return  # another rank compares
 
     def _name_slow(self, peers: dict[int, AccountFile]) -> None:
         for rank, file in peers.items():
@@ -132,6 +129,10 @@ class Watch:
         for known in self._own.values():
             for step in [each for each in known if steps and each < steps[0]]:
                 del known[step]
+
+
+def _rank_of(path: Path) -> int:
+    return int(path.name.split(".")[0].removeprefix("rank-"))
 
 
 @functools.cache
@@ -171,7 +172,7 @@ def share_of_memory() -> int | None:
 def _watch_samplers() -> None:
     """Warn once of a DistributedSampler that shuffles and begins a second epoch with the number of the first."""
     before: Any = DistributedSampler.__iter__
-    epochs: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+    epochs = WeakIdKeyDictionary()
     warned = False
 
     @functools.wraps(before)

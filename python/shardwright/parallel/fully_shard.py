@@ -115,7 +115,9 @@ class Mark:
     def set_factor(self, factor: float) -> None:
         """Set the program's divisor. Raise Error if gradients wait for their average, which the last one has scaled."""
         gradients = [p.grad for each in self._own if (p := each()) is not None]
-        if factor != self.divide_factor and any(map(_waits, gradients)):
+        engine = self._owner()
+        kept = engine is not None and any(each.reducer.stays_in_rows for each in engine.made)
+        if factor != self.divide_factor and (kept or any(map(_waits, gradients))):
             raise Error(
                 f"set_gradient_divide_factor({factor:g}) between micro-batches: their gradients were divided by another factor, and are "
                 "not averaged yet: call it before the first micro-batch of a step"

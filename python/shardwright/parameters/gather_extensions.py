@@ -66,7 +66,7 @@ class Extension(Leaf):
     def __init__(self, owner: Any, shape: torch.Size) -> None:
         super().__init__(owner)
         self._shape = shape
-        self._strides = torch.empty(shape, device="meta").stride()
+        self._strides = torch.empty(shape, dtype=owner.dtype, device="meta").stride()
         self.outputs: tuple[torch.Tensor, ...] = ()
         self.metadata: Any = None
         self._own: list[tuple[torch.UntypedStorage, int]] = []  # of the whole parameter, beside `outputs`

@@ -172,9 +172,10 @@ class ShardedParameter:
         mesh = self._mesh
         replicas = [replicate()] * (mesh.ndim - 1)
         if self._of_all is not None and len(self._of_all[2]) == mesh.ndim:  # no dimension is flattened
-            (whole, given, data), placed = self._of_all, list(self._of_all[1])
-            later = [whole.size(at) for at, each in enumerate(given) if at > data[-1] and each.is_shard(self.dim)]
-            placed[data[-1]] = shard(self.dim, math.prod(later))
+            (whole, given, _), placed = self._of_all, list(self._of_all[1])
+            cut = whole.mesh_dim_names.index(mesh.mesh_dim_names[-1])
+            later = [whole.size(at) for at, each in enumerate(given) if at > cut and each.is_shard(self.dim)]
+            placed[cut] = shard(self.dim, math.prod(later))
             return whole, placed
         if self._of_model is None:
             return mesh, [*replicas, shard(self.dim)]

@@ -152,10 +152,17 @@ class UnitSchedule:
         outermost = self.units[0]
         members = dict(zip(map(id, outermost.module_parameters), outermost.indices))
         held: dict[int, list[int]] = {}
+        # torch uses the parameters of its out_proj without calling it
+        whole = {
+            id(one): id(each)
+            for each in module.modules()
+            if isinstance(each, torch.nn.MultiheadAttention)
+            for one in each.children()
+        }
         for each in module.modules():
             own = [id(p) for p in each.parameters(recurse=False) if id(p) in members]
             for key in own:
-                held.setdefault(key, []).append(id(each))
+                held.setdefault(key, []).append(whole.get(id(each), id(each)))
             if own and each is not module:
                 hook = ModuleHook(self, UnitSchedule._before_holder, 0)
                 self._handles.append(each.register_forward_pre_hook(hook, prepend=True))

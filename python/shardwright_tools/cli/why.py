@@ -11,6 +11,7 @@ import dataclasses
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shardwright.comm.account import folders, is_running
+from shardwright.comm.account import STACKS, folders, is_running
 from shardwright.observe.rings import AccountError, AccountFile, Head, Operation, Row
 
 from .report import Nothing, guarded, print_report
@@ -39,6 +40,7 @@ _STATES = {
     "R": "running",
     "S": "sleeping",
 }
+_ELSEWHERE = "on another host"
 _PHASES = {"data": "between two steps", "save": "in a save"}
 
 
@@ -160,7 +162,7 @@ def job_folder(job: str | None) -> Path:
         if not found:
             raise Nothing(f"there is no account of a job {job!r} in {', '.join(map(str, folders()))}")
         return _checked(found[0])
-    live = [each for each in jobs if any(rank.state != "gone" for rank in read_ranks(each))]
+    live = [each for each in jobs if _runs(each)]
     if len(live) > 1:
         raise Nothing(f"several jobs run here: name one of {', '.join(sorted(each.name for each in live))}")
     dead = sorted((each for each in jobs if list(each.glob("rank-*"))), key=lambda each: each.stat().st_mtime)
@@ -169,8 +171,21 @@ def job_folder(job: str | None) -> Path:
     return (live or dead)[-1]
 
 
+def _runs(folder: Path) -> bool:
+    try:
+        return any(rank.state != "gone" for rank in read_ranks(folder))
+    except Nothing:  # of another version, or damaged
+        return False
+
+
 def _is_readable(folder: Path) -> bool:
-    return folder.is_dir() and os.access(folder, os.R_OK | os.X_OK)
+    """Return True for a folder that this user can read and no other one can have filled."""
+    return (
+        folder.is_dir()
+        and os.access(folder, os.R_OK | os.X_OK)
+        and folder.stat().st_uid == os.getuid()
+        and not folder.stat().st_mode & 0o022
+    )
 
 
 def _checked(folder: Path) -> Path:
@@ -198,10 +213,17 @@ def read_ranks(folder: Path) -> list[Rank]:
         if head.rank not in found or found[head.rank].head.unix_ns < head.unix_ns:
             found[head.rank] = rank
         file.close()
-    return [found[number] for number in sorted(found)]
+    newest = max(found.values(), key=lambda each: each.head.unix_ns, default=None)
+    return [  # ranks that an earlier start of the job had more are no part of this one
+        found[number]
+        for number in sorted(found)
+        if newest is None or 0 in (newest.head.group, group := found[number].head.group) or group == newest.head.group
+    ]
 
 
 def _state_of(head: Head) -> str:
+    if head.host != socket.gethostname():
+        return _ELSEWHERE
     if not is_running(head.pid, head.start_ticks):
         return "gone"
     try:
@@ -216,7 +238,7 @@ def _state_of(head: Head) -> str:
 
 def take_stack(rank: Rank) -> list[str]:
     """Return the stack of a rank's main thread, the innermost frame first; empty if it cannot be read."""
-    if rank.state == "gone":
+    if rank.state in ("gone", _ELSEWHERE):
         return []
     spy = shutil.which("py-spy", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
     if spy is not None:
@@ -239,7 +261,8 @@ def _ask_for_stack(rank: Rank) -> list[str]:
     try:
         status = Path(f"/proc/{rank.head.pid}/status").read_text()
         caught = int(next(each for each in status.splitlines() if each.startswith("SigCgt:")).split()[1], 16)
-        if not number or not caught >> (number - 1) & 1 or rank.state.startswith("stopped"):
+        is_its_own = number == STACKS and os.stat(f"/proc/{rank.head.pid}").st_uid == path.stat().st_uid
+        if not is_its_own or not caught >> (number - 1) & 1 or rank.state.startswith("stopped"):
             return []
         before = path.stat().st_size
         os.kill(rank.head.pid, number)
