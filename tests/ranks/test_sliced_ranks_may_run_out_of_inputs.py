@@ -8,6 +8,7 @@ import os
 import pytest
 import torch
 from harness import gather, in_turn, on_every_rank, same_everywhere
+from internals import Writer
 from models import Heads, Mlp
 from oracle.data_parallel import NaiveDataParallel
 from oracle.fold import bits_equal
@@ -466,18 +467,20 @@ def test_a_lazy_save_has_read_a_slice_before_a_rank_without_inputs_steps_on_it(r
     optimizer.step()
     optimizer.zero_grad()
     slices = [state["exp_avg"] for state in optimizer.state.values()]
-    with sw.Checkpointer(
-        os.path.join(os.environ["SW_TEST_FOLDER"], f"lazy-{zero}"), model, optimizer, snapshot="lazy"
-    ) as saves:
-        saved, read = [each.clone() for each in slices], []
+    read, protect = [], Writer.protect
+
+    def reading(writer, *_):
+        read.append([each.clone() for each in slices])
+        protect(writer)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Writer, "protect", reading)  # the Checkpointer takes it once
+        saves = sw.Checkpointer(
+            os.path.join(os.environ["SW_TEST_FOLDER"], f"lazy-{zero}"), model, optimizer, snapshot="lazy"
+        )
+    with saves:
+        saved = [each.clone() for each in slices]
         saves.save(0)
-        protect = saves._writer.protect
-
-        def reading():
-            read.append([each.clone() for each in slices])
-            protect()
-
-        saves._writer.protect = reading
         with model.join():
             for step in range(rank * 2):
                 loss_of(model, rank, step).backward()
