@@ -19,6 +19,7 @@ pytestmark = [
 ]
 
 #: names of dimensions, and which of them has all ranks
+# Each test has processes of its own: torch caches what it knows of equal meshes, and then wants that they are one object
 MESHES = {
     "data": (("dp",), 0),
     "data of two": (("dp", "tp"), 0),
@@ -82,7 +83,7 @@ def train(fully_shard, rank, mesh, names, **options):
 
 
 @pytest.mark.parametrize("name", MESHES)
-@on_every_rank(deadline_s=120)
+@on_every_rank(deadline_s=120, spoils=True)
 def test_training_is_that_of_fsdp2(rank, world_size, name):
     names, all_at = MESHES[name]
     sizes = [world_size if at == all_at else 1 for at in range(len(names))]
@@ -99,7 +100,7 @@ def test_training_is_that_of_fsdp2(rank, world_size, name):
 
 
 @pytest.mark.parametrize("name", ["data", "model"])
-@on_every_rank(deadline_s=120, spoils=True)  # torch's checks that two meshes are one object, and caches equal ones
+@on_every_rank(deadline_s=120, spoils=True)
 def test_a_policy_casts_them(rank, world_size, name):
     names, all_at = MESHES[name]
     mesh = init_device_mesh(
@@ -117,7 +118,7 @@ def test_a_policy_casts_them(rank, world_size, name):
     gather(None)
 
 
-@on_every_rank()
+@on_every_rank(spoils=True)
 def test_a_parameter_that_is_cut_over_a_data_dimension_is_refused(rank, world_size):
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
     model = nn.Linear(6, 6)
