@@ -91,8 +91,8 @@ static void introduce(sw_account_head *head, int rank, int world_size, const cha
 /* Return the file's mapping; it has pages of the file system at once, so no later store fails. */
 static sw_status map(int fd, const char *path, uint8_t **mapped, sw_error *err)
 {
-    if (fallocate(fd, 0, 0, sizeof(sw_account)) != 0) /* not a file with holes: a store into one on a
-                                                        * full disk is a SIGBUS */
+    /* never a file with holes: on a full disk a store into one is a SIGBUS */
+    if (fallocate(fd, 0, 0, sizeof(sw_account)) != 0)
         return sw_error_set(err, SW_E_OS, errno, "the account of steps: %s has no room: %s", path,
                             strerror(errno));
     *mapped = sw_memory_reserve(sizeof(sw_account));

@@ -55,7 +55,7 @@ static PyObject *account_stepped(PyObject *self, PyObject *Py_UNUSED(args))
     SW_PY_OWNED *result = PyObject_CallFunction(callback, "K", (unsigned long long)step);
     if (!result && !PyErr_ExceptionMatches(PyExc_Exception))
         return NULL; /* an interrupt, or a signal handler's sys.exit(), is the program's */
-    if (!result) /* what looks at a step never fails it */
+    if (!result)     /* what looks at a step never fails it */
         PyErr_WriteUnraisable(callback);
     Py_RETURN_NONE;
 }
