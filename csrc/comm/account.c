@@ -19,7 +19,7 @@ _Static_assert(sizeof(sw_account_op) == 128, "the file's format");
 _Static_assert(offsetof(sw_account_head, call) == 208, "the file's format");
 _Static_assert(offsetof(sw_account, rows) == 4096, "the file's format");
 
-/* Of a name; the rest of the words is for sentences. */
+/* A name has so many words; the rest is for sentences. */
 enum { CALL_WORDS = 12 };
 /* A wait whose last turn is older has ended. */
 static const int64_t same_wait_ns = INT64_C(1000) * 1000 * 1000;

@@ -20,7 +20,7 @@ from typing import Any
 
 import shardwright as sw
 import torch
-from internals import autograd
+from internals import _engine, autograd, watch
 
 _PACKAGE = str(Path(sw.__file__).parent)
 UNITS = 5
@@ -92,6 +92,9 @@ def profile_step(adopt: Any, **options: Any) -> dict[str, Counts]:
     module = adopt(torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(UNITS))))
     wrapped, optimizer = sw.wrap(module, torch.optim.SGD(module.parameters(), lr=0.1), **options)
     found: dict[str, Counts] = {}
+    _engine.account_watch(
+        1 << 40, watch.begin().look
+    )  # each tenth step of the process has a look, outside of its phases
     for _ in range(4):
         x = torch.ones(2, 8)
         with counting() as found["forward"]:
@@ -102,4 +105,5 @@ def profile_step(adopt: Any, **options: Any) -> dict[str, Counts]:
         with counting() as found["step"]:
             optimizer.step()
         optimizer.zero_grad()
+    watch.begin().arm()
     return found

@@ -26,6 +26,7 @@ MESHES = {
     "model": (("dp", "tp"), 1),
     "replicas": (("replicate", "dp", "tp"), 0),
     "rows of replicas": (("replicate", "dp"), 1),
+    "replicas inside": (("dp", "replicate"), 0),
     "flattened": (("dp", "cp", "tp"), 1),
 }
 

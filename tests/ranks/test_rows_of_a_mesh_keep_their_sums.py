@@ -277,3 +277,71 @@ def disagrees(rank, world_size):
 def test_ranks_that_disagree_get_one_sentence(fresh_ranks):
     with fresh_ranks(4) as team:
         team.run(disagrees)
+
+
+def fails_early(module, _):
+    raise ZeroDivisionError
+
+
+def leaves_nothing(rank, world_size):
+    """The gradient of each weight with `scale` is 3 * scale in the mean of two ranks."""
+    mesh = mesh_of([[0], [1]])
+
+    def made(over, factor=None, hook=False):
+        module = nn.Linear(4, 4, bias=False)
+        sw.fully_shard(module, **({"mesh": mesh} if over else {}))
+        if factor is not None:
+            module.set_gradient_divide_factor(factor)
+        if hook:
+            module.set_all_reduce_hook(lambda flat: None)
+
+        def run(scale):
+            module(torch.full((2, 4), float(scale * (rank + 1)))).sum().backward()
+
+        def found():
+            return module.weight.grad.full_tensor().unique().tolist()
+
+        def reaches_none():
+            x = torch.ones(2, 4, requires_grad=True)
+            torch.autograd.grad(module(x).sum(), x)
+
+        def fails():
+            handle = module.register_full_backward_pre_hook(fails_early)
+            with pytest.raises(ZeroDivisionError):
+                run(1)
+            handle.remove()
+
+        return module, run, found, reaches_none, fails
+
+    for failed in (False, True):  # an announced round of rows that never opened
+        module, run, found, reaches_none, fails = made(True)
+        run(1)
+        module.zero_grad()
+        module.set_requires_all_reduce(False)
+        (fails if failed else reaches_none)()
+        module.zero_grad()
+        module.set_requires_all_reduce(True)
+        run(2)
+        assert found() == [6.0], (failed, found())
+    module, run, found, *_ = made(True, factor=4.0)
+    run(1)
+    module.set_requires_all_reduce(False)
+    run(2)
+    module.zero_grad()  # drops the mean, and not what rows have kept
+    with pytest.raises(sw.Error, match=r"set_gradient_divide_factor\(2\) between micro-batches"):
+        module.set_gradient_divide_factor(2.0)
+    module.set_requires_all_reduce(True)
+    run(3)
+    assert found() == [7.5], found()
+    for hook in (False, True):
+        module, run, found, reaches_none, fails = made(False, factor=None if hook else 4.0, hook=hook)
+        run(1)
+        (fails if hook else reaches_none)()
+        module.zero_grad()
+        run(2)
+        assert found() == [6.0 if hook else 3.0], (hook, found())
+
+
+def test_a_backward_without_a_round_leaves_no_row_and_no_mean_behind(fresh_ranks):
+    with fresh_ranks(2) as team:
+        team.run(leaves_nothing)

@@ -1,1 +1,1 @@
-"""What a person sees of a run: the account of steps, the verdict on it, and trackers. docs/observing.md."""
+"""Observation of a run by a person: the account of steps, the verdict on it, and trackers. docs/observing.md."""

@@ -93,7 +93,7 @@ def metrics(
 
 
 class Metrics:
-    """What sw.metrics() returns."""
+    """The handle that sw.metrics() returns."""
 
     def __init__(
         self,

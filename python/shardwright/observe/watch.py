@@ -1,4 +1,4 @@
-"""What looks at the account during a run: the line of every K steps, slow ranks, the wait for data, samplers.
+"""Looks at the account during a run: the line of every K steps, slow ranks, the wait for data, samplers.
 
 The engine calls `Watch.look` after each _EVERY-th step, outside of the step's phases; between two looks nothing runs. A
 host's lowest rank reads its peers' accounts in their files, so nothing is sent: a host that does not share the folder

@@ -46,7 +46,7 @@ _PHASES = {"data": "between two steps", "save": "in a save"}
 
 @dataclasses.dataclass
 class Rank:
-    """What is known of a rank. `waits`: it is in a wait for peers; `state`: of its process, "gone" if it has ended."""
+    """A rank as its account shows it. `waits`: it is in a wait for peers; `state`: of its process, "gone" if it has ended."""
 
     path: Path
     head: Head
