@@ -104,5 +104,11 @@ def test_an_evaluation_between_two_steps_is_no_wait_for_data() -> None:
     assert verdict.shares(rows)["data"] < verdict.DATA_LIMIT
 
 
+def test_a_wait_that_no_loader_could_shorten_is_not_told() -> None:
+    rows = [row(step, data=900_000, forward=5_000_000) for step in range(1, 41)]
+    assert verdict.shares(rows)["data"] > verdict.DATA_LIMIT
+    assert verdict.data_ns(rows) < verdict.LEAST_DATA_NS
+
+
 def test_a_row_has_the_engines_layout() -> None:
     assert row_of(bytes(128)).step == 0

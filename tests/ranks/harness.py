@@ -25,6 +25,7 @@ import hashlib
 import importlib
 import inspect
 import json
+import logging
 import multiprocessing.connection
 import os
 import pathlib
@@ -296,6 +297,8 @@ def _rank_main(
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
     for number in (signal.SIGALRM, signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
+    # a rank's steps belong to many bodies: what the watcher says of them is noise to laws that count lines
+    logging.getLogger("shardwright.watch").setLevel(logging.CRITICAL)
     connection = multiprocessing.connection.Connection(fd)
     _star[:] = [multiprocessing.connection.Connection(end.detach()) for end in star]
     code = 1

@@ -34,15 +34,17 @@ def heard() -> Iterator[list[str]]:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("shardwright")
-    before = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+    loggers = [logging.getLogger(name) for name in ("shardwright", "shardwright.watch")]
+    before = [each.level for each in loggers]
+    loggers[0].addHandler(handler)
+    for each in loggers:
+        each.setLevel(logging.INFO)
     try:
         yield lines
     finally:
-        logger.removeHandler(handler)
-        logger.setLevel(before)
+        loggers[0].removeHandler(handler)
+        for each, level in zip(loggers, before):
+            each.setLevel(level)
 
 
 def wrapped() -> tuple[Any, Any]:

@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 
 from .rings import PHASES, Row
 
-__all__ = ["DATA_LIMIT", "DATA_REMEDY", "WINDOW", "bound", "line", "shares", "slow_ranks"]
+__all__ = ["DATA_LIMIT", "DATA_REMEDY", "LEAST_DATA_NS", "WINDOW", "bound", "data_ns", "line", "shares", "slow_ranks"]
 
 #: a rank is slow if its own time is this many times the lower median of the others', by at least so many nanoseconds,
 _RATIO, _LEAST_NS = 1.2, 200_000
 #: in _OFTEN of the last WINDOW steps
 WINDOW, _OFTEN = 40, 36
-#: the share of a step above which the wait for data has a remedy
-DATA_LIMIT = 0.05
+#: the share of a step, and the nanoseconds, above which the wait for data has a remedy
+DATA_LIMIT, LEAST_DATA_NS = 0.05, 1_000_000
 DATA_REMEDY = (
     "the data loader holds the steps: raise its num_workers, set persistent_workers=True and a larger prefetch_factor, and "
     "pin_memory=True where batches go to a GPU"
@@ -44,6 +44,12 @@ def slow_ranks(own_ns: Mapping[int, Sequence[int]]) -> dict[int, tuple[float, in
             ratios[rank].append(value / max(other, 1))
             counts[rank] += value >= _RATIO * other and value - other >= _LEAST_NS
     return {r: (statistics.median(ratios[r]), counts[r]) for r in ranks if counts[r] >= _OFTEN}
+
+
+def data_ns(rows: Sequence[Row]) -> float:
+    """Return the median wait for data of a step."""
+    data = PHASES.index("data")
+    return statistics.median(row.phases[data] - row.waits[data] for row in rows)
 
 
 def shares(rows: Sequence[Row]) -> dict[str, float]:

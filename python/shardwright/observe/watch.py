@@ -26,7 +26,7 @@ from .rings import AccountError, AccountFile, Row, row_of
 
 __all__ = ["EVERY", "begin", "line_every", "subscribe"]
 
-_logger = logging.getLogger("shardwright")
+_logger = logging.getLogger("shardwright.watch")
 
 #: the variable with the steps between two lines of rank 0; 0: no line
 EVERY = "SHARDWRIGHT_REPORT_EVERY"
@@ -89,7 +89,7 @@ class Watch:
         rows = self.own_rows(verdict.WINDOW)
         if len(rows) == verdict.WINDOW and not self._warned_of_data and account.own_rank() == 0:
             loading = verdict.shares(rows)["data"]
-            if loading > verdict.DATA_LIMIT:
+            if loading > verdict.DATA_LIMIT and verdict.data_ns(rows) > verdict.LEAST_DATA_NS:
                 self._warned_of_data = True
                 _logger.warning(
                     "%.0f %% of a step waits for data: %s. This is logged once", 100 * loading, verdict.DATA_REMEDY
