@@ -1,4 +1,6 @@
-/* test_wait_note.c - two threads of a rank write its note: whoever reads it sees one text whole. */
+/* test_wait_note.c - two threads of a rank write its note: whoever reads it sees one text whole. A
+ * deadline that passes while this thread is not run ends no wait whose ranks have come meanwhile.
+ */
 #include <pthread.h>
 #include <string.h>
 
@@ -33,8 +35,30 @@ static bool is_one_text(const char *text, int letter)
     return length == SW_WAIT_NOTE_BYTES - 1;
 }
 
+static void describe(void *context, sw_wait_text *text)
+{
+    strcpy(text->what, "barrier 'b'");
+    strcpy(text->missing, context);
+}
+
+static void test_a_deadline_that_nobody_missed(void)
+{
+    static const sw_comm_ops none;
+    sw_comm comm = {.ops = &none, .world_size = 2, .timeout_ns = 1000};
+    char missing[] = "rank 1";
+    sw_error reason;
+    sw_wait wait = sw_wait_begin(&comm, missing, describe);
+    wait.begun_ns -= 2000;
+    check(sw_wait_check(&wait, &reason) == SW_E_TIMEOUT, "a rank is missing at the deadline");
+    missing[0] = '\0';
+    check(sw_wait_check(&wait, &reason) == SW_OK, "all have come by the deadline");
+    wait.begun_ns -= INT64_C(2000) * 1000 * 1000;
+    check(sw_wait_check(&wait, &reason) == SW_E_TIMEOUT, "long after the deadline");
+}
+
 int main(void)
 {
+    test_a_deadline_that_nobody_missed();
     pthread_t writers[2];
     char text[SW_WAIT_NOTE_BYTES], letters[] = "ab";
     int letter;

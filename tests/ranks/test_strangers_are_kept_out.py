@@ -324,5 +324,6 @@ def test_what_a_stranger_can_read_is_names_and_sizes(rank, world_size):
 
 def test_nothing_is_left_in_the_file_system():
     accounts = f"/tmp/shardwright-{os.getuid()}"  # of steps: what dead jobs leave on purpose, for its owner alone
-    assert {*glob.glob("/tmp/shardwright-*"), *glob.glob("/run/shardwright-*")} <= {accounts}
+    found = {*glob.glob("/tmp/shardwright-*"), *glob.glob("/run/shardwright-*")}
+    assert {each for each in found if "doctor" not in each} <= {accounts}  # a doctor that runs meanwhile has a folder
     assert not os.path.exists(accounts) or os.stat(accounts).st_mode & 0o777 == 0o700
