@@ -121,7 +121,9 @@ def calls_alone(rank, world_size, name):
     module = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
     inner = torch.optim.AdamW(module.parameters())
     zero = 3 if "parameters" in name or "zero=3" in name else 2
-    model, optimizer = sw.wrap(module, inner, zero=zero, warn_after_s=WARN_AFTER_S)
+    model, optimizer = sw.wrap(
+        module, inner, zero=zero, timeout_s=1.0 if "save" in name else 20.0, warn_after_s=WARN_AFTER_S
+    )
     model(torch.ones(2, 64)).sum().backward()
     if "clip" not in name and "gradients" not in name:
         optimizer.step()
@@ -141,7 +143,7 @@ def calls_alone(rank, world_size, name):
         folder = os.path.join(os.environ["SW_TEST_FOLDER"], "steps")
         checkpoints = sw.Checkpointer(folder, model, optimizer, timeout_s=1.0)
     gather(None)
-    internals.replica(model).group.comm.timeout_s = 1.0  # what came before may take its time
+    internals.replica(model).group.comm.timeout_s = 1.0  # what came before may take its time; a save takes wrap's
     if rank == 1:
         time.sleep(2.5)
         return None
