@@ -19,7 +19,7 @@ LINES = {
     "shardwright/integrations": 3_229,
     "shardwright/layout": 1_266,
     "shardwright/observe": 721,
-    "shardwright/optim": 3_305,
+    "shardwright/optim": 3_822,
     "shardwright/options": 972,
     "shardwright/parallel": 6_213,
     "shardwright/parameters": 5_056,

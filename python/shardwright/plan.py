@@ -18,7 +18,7 @@ from ._engine import host_limits
 from .comm.agreement import gather_values
 from .layout.rank_memory import Memory
 from .optim.master_weights import MasterOptimizer
-from .optim.ownership import ELEMENTWISE
+from .optim.rules import is_elementwise
 
 if TYPE_CHECKING:
     from .parallel.replica import Replica
@@ -109,8 +109,7 @@ def _parameter_bytes(replica: Replica) -> tuple[int, int]:
 
 def _state_bytes(replica: Replica, optimizer: Any) -> int | None:
     inner = getattr(optimizer, "_inner", optimizer)
-    name = f"{type(inner).__module__}.{type(inner).__name__}"
-    if replica.zero and optimizer.partition == "tensor" and name not in ELEMENTWISE:
+    if replica.zero and optimizer.partition == "tensor" and not is_elementwise(inner):
         return None  # the size of the state depends on shapes
     total, rates = 0, {}
     for group, numel, dtype, has_master in _held(replica, optimizer):

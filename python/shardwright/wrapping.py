@@ -22,7 +22,7 @@ from .layout.param_groups import mark_of
 from .optim.clip_grad import clip
 from .optim.master_weights import MasterOptimizer, has_own_masters, without_masters
 from .optim.offload import make_route, make_store
-from .optim.ownership import check_sliceable
+from .optim.rules import resolve
 from .optim.sharded import ShardedOptimizer
 from .options.checks import offload_folder, offload_kinds, offload_place
 from .options.names import offers_names
@@ -251,14 +251,14 @@ def _make_stepper(engine: Engine, optimizer: torch.optim.Optimizer, partition: s
     replicas, inner = list(engine.replicas), without_masters(optimizer)
     out_of_memory.explain_steps(inner)
     without = engine.precision.without_master() if engine.precision is not None else []
-    if engine.options.zero:
-        made: torch.optim.Optimizer = ShardedOptimizer(inner, replicas[0], partition, without, replicas[1:])
-    else:
-        made = inner = _with_masters(inner, without)
-        for replica in replicas:
-            replica.steppers.add_plain(made)
-    _keep_state(engine, made, inner)
     try:
+        if engine.options.zero:
+            made: torch.optim.Optimizer = ShardedOptimizer(inner, replicas[0], partition, without, replicas[1:])
+        else:
+            made = inner = _with_masters(inner, without)
+            for replica in replicas:
+                replica.steppers.add_plain(made)
+        _keep_state(engine, made, inner)
         together(replicas[0].model_ranks, lambda: check_fits(replicas), replicas[0].label)
     except (MemoryError, Error):
         _give_back(engine)
@@ -287,10 +287,11 @@ def _agree_on_optimizer(
     names, label = _names_of(module), type(module).__name__
 
     def rows() -> list[Row]:
+        way = "flat"
         if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"wrap needs a torch.optim.Optimizer or None, got {_not_an_optimizer(optimizer)}")
         if optimizer is not None and zero:
-            check_sliceable(without_masters(optimizer), partition)
+            way = resolve(without_masters(optimizer), partition, group.world_size)
         if optimizer is not None:
             if clip_grad_norm is not None and not zero and not takes_hooks(optimizer):
                 raise ValueError(
@@ -299,7 +300,7 @@ def _agree_on_optimizer(
                 )
             check_members(label, names, optimizer.param_groups, all_of_them=bool(zero))
             dtensor = next((name for name, p in module.named_parameters() if is_dtensor(p)), None)
-            if dtensor is not None and zero and partition == "tensor":
+            if dtensor is not None and zero and way == "tensor":
                 raise ValueError(
                     f"partition='tensor' steps on whole tensors, and parameter {dtensor!r} is a DTensor, of which ranks hold shards"
                 )

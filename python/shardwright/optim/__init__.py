@@ -1,8 +1,10 @@
-"""Optimizers that step in one pass of C: AdamW, Adam and SGD, with torch's arguments."""
+"""Optimizers with torch's arguments: AdamW, Adam and SGD, which step in one pass of C, and Muon."""
 
 from .fused import SGD, Adam, AdamW, global_norm
+from .muon import Muon, muon_groups
+from .rules import register
 
-__all__ = ["SGD", "Adam", "AdamW", "global_norm"]
+__all__ = ["SGD", "Adam", "AdamW", "Muon", "global_norm", "muon_groups", "register"]
 
-for _public in (SGD, Adam, AdamW):  # the public module appears in error messages and saved states
+for _public in (SGD, Adam, AdamW, Muon):  # the public module appears in error messages and saved states
     _public.__module__ = __name__

@@ -26,7 +26,7 @@ from ..parallel.ddp import DistributedDataParallel
 from ..parallel.engine import Engine, engine_of
 from ..parallel.fully_shard import FSDPModule
 from ..torch_compat.dtensor import is_dtensor
-from .ownership import ELEMENTWISE
+from .rules import is_elementwise, name_of
 
 #: seconds that a row waits for a column's result beyond the column's own deadline
 _GRACE_S = 2.0
@@ -79,11 +79,10 @@ class WholeParameters:
 
     def check_outer(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise ValueError if the outer optimizer cannot step on `tensors`, parts of parameters."""
-        name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-        if name not in ELEMENTWISE and (self.layout() is not None or self.model_ranks is not None):
+        if not is_elementwise(optimizer) and (self.layout() is not None or self.model_ranks is not None):
             parts = "shards" if self.layout() is None else "slices"
             raise ValueError(
-                f"DiLoCo: outer returned a {name}, which is not known to be elementwise, but steps on {parts} here: use "
+                f"DiLoCo: outer returned a {name_of(optimizer)}, which is not known to be elementwise, but steps on {parts} here: use "
                 "one of torch's elementwise optimizers or of sw.optim"
             )
 

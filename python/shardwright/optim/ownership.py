@@ -1,6 +1,6 @@
 """The rules of ownership of a sliced optimizer: the elements on which each rank steps.
 
-`Slices` cuts each parameter where its bucket is cut. `WholeTensors` gives whole tensors to ranks, balanced by bytes,
+`Slices` cuts each parameter where its bucket is cut. `WholeTensors` gives whole tensors to ranks, balanced by work,
 for optimizers whose update depends on a tensor as a whole: Adafactor, Muon, third-party classes. Only a parameter's
 owner keeps its state and steps on it; then all ranks get the owner's values. Gradients are averaged and sliced as
 usual: at zero >= 2 an owner assembles its tensors' gradients before the step.
@@ -14,23 +14,24 @@ import itertools
 import json
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
-from .._engine import Error
 from ..layout.local_parameters import whole_of
 from ..layout.memory import bytes_of
 from ..layout.shard_runs import itemsize_of, memory_order
 from ..layout.views import dtype_name
-from ..options.options import FIELDS
 from ..parallel.agreement.optimizer_agreement import plain
 from ..parallel.replica import Replica
 from ..torch_compat import cuda
 from .forwarding import NotAveraged
+from .rules import Cost, element_cost, rule_of
 from .sliced_state import description_of
 
-_CHUNK_BYTES = 8 << 20
+#: of a message between hosts, and of a turn of the pages that a host's ranks share
+_CHUNK_BYTES, _TURN_BYTES = 8 << 20, 2 << 20
 
 
 class Entry:
@@ -127,30 +128,65 @@ def fill_from_ranks(
             flat[low:high] = torch.frombuffer(bytearray(each), dtype=flat.dtype)
 
 
+def divided(costs: Sequence[float], loads: list[float]) -> list[int]:
+    """Return an owner of each piece of work: the costliest first, each to the one with the least. `loads` grow."""
+    owners = [0] * len(costs)
+    for at in sorted(range(len(costs)), key=lambda at: (-costs[at], at)):
+        owners[at] = min(range(len(loads)), key=lambda owner: (loads[owner], owner))
+        loads[owners[at]] += costs[at]
+    return owners
+
+
+class _Turn(NamedTuple):
+    """What this rank copies between two barriers, in bytes."""
+
+    written: list[tuple[Entry, int, int, int]]  # [begin, end) of its slice, place in its pages
+    read: list[tuple[Entry, int, int, int, int]]  # begin in the whole, size, slice of the sender, place in its pages
+
+
 class WholeTensors(Slices):
-    """One rank of a replica owns each tensor.
+    """One rank of a replica owns each tensor, so that ranks have equal work.
 
     Memory: state about 1 / world_size, at worst one tensor more; at zero=3 without sharing also a copy of owned
-    tensors. A step sends every tensor to world_size - 1 ranks (to none at zero=3), and at zero >= 2 its gradients'
-    bytes before.
+    tensors; at zero >= 2 4 MiB of pages that the host's ranks map. A step sends every tensor to world_size - 1 ranks (to
+    none at zero=3), and at zero >= 2 the slices of its gradient to its owner alone; between hosts to all.
     """
 
     is_whole = True
 
-    def __init__(self, replica: Replica) -> None:
+    def __init__(self, replica: Replica, cost: Cost) -> None:
         self._replica, self._slicing, self._memory = replica, replica.slicing, replica.parameters()
         self._link: Any = replica.link
-        self._loads = [0] * self._slicing.count
+        self._cost = cost
+        self._loads = [0.0] * self._slicing.count
         self._owned: list[Entry] = []  # by some rank
         self._slices: dict[Entry, torch.Tensor] = {}  # of this step's gradients, at zero >= 2
+        self._pages: list[torch.Tensor] = []
+        self._plan: tuple[list[Entry], list[_Turn]] = ([], [])
+        self._turn = 0
+        if (
+            self._link is None
+            and replica.zero >= 2
+            and self._slicing.count > 1
+            and not replica.group.is_apart(self._slicing)
+        ):
+            self._pages = self._make_pages()
+        #: bytes of averaged gradients that this rank has got from others
+        self.received_bytes = 0
+
+    def _make_pages(self) -> list[torch.Tensor]:
+        """Return memory of each rank of this replica, in order of their slices, that all of them map. Collective."""
+        pages = self._replica.group.comm.arena(2 * _TURN_BYTES, "gradients of whole tensors", of_hosts=True)
+        ranks = sorted(self._slicing.replica(), key=self._slicing.of_rank.__getitem__)
+        return [from_dlpack(pages.tensor(0, "uint8", [2 * _TURN_BYTES], None, rank)) for rank in ranks]
 
     def assign(self, entries: Iterable[Entry]) -> None:
-        """Give the largest tensor first, each to the rank of a replica with the fewest bytes, alike on every rank."""
-        sizes = {each: each.member.nbytes for each in entries if each.owner is None}
-        for entry in sorted(sizes, key=lambda each: (-sizes[each], each.index)):
-            entry.owner = min(range(len(self._loads)), key=lambda owner: (self._loads[owner], owner))
-            self._loads[entry.owner] += sizes[entry]
-            self._owned.append(entry)
+        """Give the costliest tensor first, each to the rank of a replica with the least work, alike on every rank."""
+        costs = {each: self._cost(tuple(each.like.shape), each.group or {}) for each in entries if each.owner is None}
+        entries = sorted(costs, key=lambda each: each.index)
+        for entry, owner in zip(entries, divided([costs[each] for each in entries], self._loads)):
+            entry.owner = owner
+        self._owned += entries
 
     def run(self, entry: Entry, rank: int) -> tuple[int, int]:
         return (0, entry.parameter.numel()) if entry.owner == self._slicing.of_rank[rank] else (0, 0)
@@ -205,6 +241,9 @@ class WholeTensors(Slices):
                 piece.grad = torch.empty_strided(piece.shape, piece.stride(), dtype=piece.dtype, device="cpu")
         label = f"gradients of the tensors that ranks own, of {self._replica.label}"
         ordered = sorted(slices, key=lambda each: each.index)
+        if self._pages:
+            self._exchange_through_pages(ordered, slices, label)
+            return
         ends = itertools.accumulate(entry.parameter.nbytes for entry in ordered)
         for _, members in itertools.groupby(zip(ordered, ends), key=lambda pair: pair[1] // _CHUNK_BYTES):
             chunk = [entry for entry, _ in members]
@@ -219,6 +258,51 @@ class WholeTensors(Slices):
                         flat = whole.as_strided((whole.numel(),), (1,))
                         flat[low:high] = torch.frombuffer(bytearray(data[at : at + size]), dtype=whole.dtype)
                     at += size
+
+    def _exchange_through_pages(self, ordered: list[Entry], slices: Mapping[Entry, torch.Tensor], label: str) -> None:
+        """Copy slices to their tensors' owners, in turns: a rank writes its own, and owners read after a barrier."""
+        if self._plan[0] != ordered:
+            self._plan = (ordered, self._turns(ordered))
+        pages, own = self._pages, self._slicing.own
+        mine = {entry: slices[entry].view(torch.uint8) for entry in ordered}
+        wholes = {
+            entry: entry.piece.grad.as_strided((entry.piece.numel(),), (1,)).view(torch.uint8)
+            for entry in ordered
+            if entry.piece is not None and entry.piece.grad is not None
+        }
+        for entry, flat in wholes.items():
+            low, high = (each * slices[entry].element_size() for each in entry.run(self._replica.group.rank))
+            flat[low:high] = mine[entry]
+        for turn in self._plan[1]:
+            at = _TURN_BYTES * (self._turn % 2)  # a rank writes again only after owners have come to a later barrier
+            for entry, begin, end, place in turn.written:
+                pages[own][at + place : at + place + end - begin] = mine[entry][begin:end]
+            self._replica.group.comm.barrier(label)
+            for entry, low, size, of, place in turn.read:
+                wholes[entry][low : low + size] = pages[of][at + place : at + place + size]
+                self.received_bytes += size
+            self._turn += 1
+
+    def _turns(self, ordered: list[Entry]) -> list[_Turn]:
+        """Return the copies of an exchange: each rank sends its slices of others' tensors as one stream, cut into turns."""
+        turns: list[_Turn] = []
+        rank_of = {self._slicing.of_rank[rank]: rank for rank in self._slicing.replica()}
+        for of in range(self._slicing.count):
+            at = 0
+            for entry in ordered:
+                low, high = (each * entry.like.element_size() for each in entry.run(rank_of[of]))
+                begin = low
+                while entry.owner != of and begin < high:
+                    end = min(high, begin + _TURN_BYTES - at % _TURN_BYTES)
+                    while len(turns) <= at // _TURN_BYTES:
+                        turns.append(_Turn([], []))
+                    turn, place = turns[at // _TURN_BYTES], at % _TURN_BYTES
+                    if of == self._slicing.own:
+                        turn.written.append((entry, begin - low, end - low, place))
+                    elif entry.owner == self._slicing.own:
+                        turn.read.append((entry, begin, end - begin, of, place))
+                    at, begin = at + end - begin, end
+        return turns
 
     def publish(self, replicas: Sequence[Replica], failed: bool) -> None:
         memory, comm = self._memory, self._replica.group.comm
@@ -357,22 +441,13 @@ class WholeTensorsOnGpu(WholeTensors):
             self._link.comm.broadcast(ranges, root, self._link.current_stream())
 
 
-def owner_of(partition: str, replicas: Sequence[Replica]) -> Slices:
-    """Return the rule of ownership of an optimizer of these engines."""
+def owner_of(partition: str, replicas: Sequence[Replica], optimizer: torch.optim.Optimizer) -> Slices:
+    """Return the rule of ownership of an optimizer of these engines. Collective."""
     if partition != "tensor":
         return Slices()
-    return (WholeTensors if replicas[0].backend.link is None else WholeTensorsOnGpu)(replicas[0])
-
-
-#: torch's elementwise optimizers, which give a slice the same bits as the whole
-ELEMENTWISE = frozenset(
-    f"torch.optim.{module}.{name}"
-    for module, name in [
-        ("sgd", "SGD"), ("adam", "Adam"), ("adamw", "AdamW"), ("adagrad", "Adagrad"), ("adadelta", "Adadelta"),
-        ("adamax", "Adamax"), ("nadam", "NAdam"), ("radam", "RAdam"), ("rmsprop", "RMSprop"), ("asgd", "ASGD"),
-        ("rprop", "Rprop"),
-    ]
-) | {f"shardwright.optim.{name}" for name in ("AdamW", "Adam", "SGD")}  # fmt: skip
+    rule = rule_of(optimizer)
+    cost = element_cost if rule is None else rule.cost
+    return (WholeTensors if replicas[0].backend.link is None else WholeTensorsOnGpu)(replicas[0], cost)
 
 
 def members_of(param_group: Any) -> list[torch.Tensor]:
@@ -384,25 +459,6 @@ def members_of(param_group: Any) -> list[torch.Tensor]:
         given = param_group["params"] = list(given)
     named = (each[1] if isinstance(each, tuple) and len(each) == 2 else each for each in given)
     return [each for each in named if isinstance(each, torch.Tensor)]  # torch refuses everything else
-
-
-def check_sliceable(optimizer: torch.optim.Optimizer, partition: str) -> None:
-    """Raise an error for an optimizer that cannot be sliced in this way."""
-    kind = type(optimizer)
-    name = f"{kind.__module__}.{kind.__qualname__}"
-    FIELDS["partition"]["check"]("partition", partition)
-    if any(each.__name__ == "ShardedOptimizer" for each in kind.__mro__):
-        raise Error("this optimizer is sliced already: pass the one that it was made from")
-    if kind.__name__ == "ZeroRedundancyOptimizer":
-        raise ValueError(f"{kind.__name__} slices state itself: pass the optimizer whose class it was given, or zero=0")
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError(f"optimizer {name} steps on all parameters as one vector and cannot be sliced: use zero=0")
-    if partition == "auto" and name not in ELEMENTWISE:
-        raise ValueError(
-            f"optimizer {name} is not known to be elementwise, so it cannot be sliced automatically: pass "
-            "partition='tensor' to give whole tensors to ranks, or partition='flat' if it is elementwise (the update of an "
-            "element depends only on that element)"
-        )
 
 
 def adopt(group: dict[str, Any], theirs: Mapping[str, Any]) -> None:

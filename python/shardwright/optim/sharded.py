@@ -42,7 +42,8 @@ from .device_clip import DeviceClip
 from .forwarded_on_slices import call_on_slices
 from .forwarding import Forwarding, loss_of
 from .master_weights import LOW, as_kept, has_own_masters, kept_by, load_with_hooks, masters_in_place
-from .ownership import Entry, WholeTensors, adopt, check_sliceable, members_of, owner_of
+from .ownership import Entry, WholeTensors, adopt, members_of, owner_of
+from .rules import resolve
 from .sliced_state import MARK, SlicedState, StateNames, beside, with_state
 
 _parameter_of = operator.attrgetter("parameter")
@@ -68,15 +69,14 @@ class ShardedOptimizer(Forwarding):
         without_master: Collection[torch.Tensor] = (),
         parts: Sequence[Replica] = (),
     ) -> None:
-        check_sliceable(optimizer, partition)
-        self.partition = partition
+        self.partition = partition = resolve(optimizer, partition, replica.group.world_size)
         self._inner = optimizer
         self.replica = self._replica = replica
         self.replicas = (replica, *parts)
         places = [(each, at) for each in self.replicas for at in range(len(each.table.parameters))]
         self._entries = [Entry(index, each, at) for index, (each, at) in enumerate(places)]
         self._index = {id(entry.member): entry.index for entry in self._entries}
-        self._owner = owner_of(partition, self.replicas)
+        self._owner = owner_of(partition, self.replicas, optimizer)
         self._makes_masters = not has_own_masters(optimizer)
         self._without_master = {id(parameter) for parameter in without_master}
         self._consolidated: dict[Entry, dict[str, Any]] | None = None  # whole state, until state changes

@@ -1,0 +1,97 @@
+"""A training step with sw.optim.Muon, whose matrices ranks divide, against DDP with torch.optim.Muon, whose every rank steps on all.
+
+torch.optim.Muon takes matrices alone; torch.optim.AdamW(fused=True) steps on the peer's other parameters. Each arm trains
+its own copy of a GPT, in the same ranks, step by step in turns; losses are compared first.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import common
+import shardwright as sw
+import torch
+import torch.distributed as dist
+from models import CASES, GPT_CONTEXT, VOCABULARY
+from shardwright.comm.process_group import host_group
+from torch.nn.parallel import DistributedDataParallel
+
+OURS = {"zero=1": {"zero": 1}, "zero=2": {"zero": 2}, "zero=3 private": {"zero": 3, "share_parameters": False}}
+PEER = "torch DDP + torch.optim.Muon"
+STEP_GOAL, OPTIMIZER_GOAL = 0.55, 0.4
+TOKENS = 256
+TOLERANCE = 1e-4
+
+
+class Arm:
+    """One copy of the model, and its training step, of which the optimizer's part is timed by itself."""
+
+    def __init__(self, case: str, arm: str, rank: int) -> None:
+        self._case = CASES[case]
+        module = self._case.model()
+        groups = sw.optim.muon_groups(module)
+        if arm == PEER:
+            matrices, others = (group["params"] for group in groups)
+            self._model: Any = DistributedDataParallel(module, gradient_as_bucket_view=True)
+            self._optimizers: list[Any] = [
+                torch.optim.Muon(matrices, lr=0.02),
+                torch.optim.AdamW(others, lr=1e-3, weight_decay=0.1, fused=True),
+            ]
+        else:
+            made = sw.optim.Muon(groups, lr=0.02, adamw_lr=1e-3)
+            self._model, stepper = sw.wrap(module, made, **OURS[arm])
+            self._optimizers = [stepper]
+        generator = torch.Generator().manual_seed(100 + rank)
+        tokens = torch.randint(VOCABULARY, (TOKENS // GPT_CONTEXT, GPT_CONTEXT + 1), generator=generator)
+        self._batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        self.optimizer_s: list[float] = []
+
+    def step(self) -> torch.Tensor:
+        loss = self._case.loss(self._model, self._batch)
+        loss.backward()
+        dist.barrier()
+        begun_s = time.perf_counter()
+        for optimizer in self._optimizers:
+            optimizer.step()
+        self.optimizer_s.append(time.perf_counter() - begun_s)
+        for optimizer in self._optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+
+def time_steps(rank: int, world_size: int, case: str, rounds: int, budget_s: float) -> Any:
+    group = host_group(dist.group.WORLD, 1800.0)
+    arms = {name: Arm(case, name, rank) for name in (*OURS, PEER)}
+    losses = {name: torch.stack([arm.step() for _ in range(3)]) for name, arm in arms.items()}
+    for name in OURS:
+        message = f"losses of {name} and {PEER}: "
+        torch.testing.assert_close(losses[name], losses[PEER], rtol=TOLERANCE, atol=0, msg=message.__add__)
+    work: dict[str, Callable[[], Any]] = {name: arm.step for name, arm in arms.items()}
+    times = common.interleave(
+        work, group.comm.barrier, rounds=rounds, budget_s=budget_s, warmup=1,
+        waited_s=lambda: group.comm.stats()["wait_ns"] * 1e-9,
+    )  # fmt: skip
+    return times, {name: sorted(arm.optimizer_s[3:])[len(arm.optimizer_s[3:]) // 2] for name, arm in arms.items()}
+
+
+def main() -> None:
+    report, quick = common.begin("muon", __doc__, ["gpt", "gpt-50m"])
+    case = "gpt" if quick else "gpt-50m"
+    rounds, budget_s = (common.LEAST_ROUNDS, 1.0) if quick else (9, 90.0)
+    results = common.run_ranks(4, time_steps, case, rounds, budget_s)
+    times = common.timings([each[0] for each in results])
+    name = f"{case} step W=4"
+    for arm in OURS:
+        report.add_times(f"{name} {arm}", times[arm], times[PEER], PEER, goal=STEP_GOAL)
+    slowest = {arm: max(each[1][arm] for each in results) for arm in (*OURS, PEER)}
+    for arm in OURS:
+        case_name = f"{name} the optimizer's part {arm}"
+        report.add(
+            case_name, "ms", slowest[arm] * 1e3, slowest[PEER] * 1e3, PEER, goal=OPTIMIZER_GOAL, samples=len(results)
+        )
+
+
+if __name__ == "__main__":
+    main()
