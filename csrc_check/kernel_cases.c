@@ -194,6 +194,11 @@ static void settle_pack(const void *args)
 
 enum { FOLD_NUMEL_MOST = 777, FOLD_SOURCES = 3, FOLD_FORMS = 4 };
 
+static bool is_half(sw_dtype dtype)
+{
+    return dtype == SW_DTYPE_FLOAT16 || dtype == SW_DTYPE_BFLOAT16;
+}
+
 /* Arrays on boundaries, off them by the same number of bytes, by an element's, and never at once.
  */
 static void make_fold(sw_case_maker *maker, size_t index)
@@ -205,6 +210,7 @@ static void make_fold(sw_case_maker *maker, size_t index)
     bool has_addend = (numel + form) % 2;
     sw_redop op = (sw_redop)sw_case_pick(&index, SW_REDOP_COUNT);
     sw_dtype dtype = (sw_dtype)index;
+    bool widens = form == 2 && is_half(dtype);
     const size_t width = sw_dtype_size_bytes(dtype), off[][3] = {{16, 16, 16},
                                                                  {16 + width, 16 + width, width},
                                                                  {16, 16, 16 + width},
@@ -213,7 +219,7 @@ static void make_fold(sw_case_maker *maker, size_t index)
     if (sw_redop_check(op, dtype, NULL) != SW_OK)
         op = SW_REDOP_SUM;
     void *own = sw_case_region(maker, form == 3 ? 2 : 0, off[form][1]);
-    *args = (sw_fold_args){.to = sw_case_region(maker, has_addend ? 1 : 0, off[form][0]),
+    *args = (sw_fold_args){.to = sw_case_region(maker, has_addend || widens, off[form][0]),
                            .own = own,
                            .rest = sw_case_region(maker, 4, off[form][2]),
                            .numel = numel < FOLD_NUMEL_MOST ? numel : FOLD_NUMEL_MOST,
@@ -222,14 +228,16 @@ static void make_fold(sw_case_maker *maker, size_t index)
                            .dtype = (int)dtype,
                            .op = (int)op,
                            .own_index = form == 1 ? -1 : sources / 2,
-                           .source_count = sources};
+                           .source_count = sources,
+                           .widens = widens};
     sw_case_fill(maker, own, (size_t)args->numel, dtype, wild);
     for (size_t k = 0; k < 5; ++k)
         sw_case_fill(maker, sw_case_region(maker, 4 + k, off[form][2]), (size_t)args->numel, dtype,
                      wild);
     if (has_addend) {
-        args->addend = args->to;
-        sw_case_fill(maker, args->to, (size_t)args->numel, dtype, wild);
+        void *addend = widens ? sw_case_region(maker, 3, off[form][0]) : args->to;
+        args->addend = addend;
+        sw_case_fill(maker, addend, (size_t)args->numel, dtype, wild);
     }
     maker->made->label = sw_dtype_name(dtype);
 }
@@ -237,7 +245,8 @@ static void make_fold(sw_case_maker *maker, size_t index)
 static void settle_fold(const void *args)
 {
     const sw_fold_args *a = args;
-    sw_case_settle_floats(a->to, (size_t)a->numel, (sw_dtype)a->dtype);
+    sw_case_settle_floats(a->to, (size_t)a->numel,
+                          a->widens ? SW_DTYPE_FLOAT32 : (sw_dtype)a->dtype);
 }
 
 /* ---- ADAM and SGD ---- */

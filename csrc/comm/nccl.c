@@ -368,17 +368,30 @@ static sw_status nccl_gather_slices(sw_peers *peers, const void *slice, void *da
     return SW_OK;
 }
 
+static sw_status nccl_send(sw_peers *peers, const void *data, size_t size_bytes, int rank,
+                           sw_stream *stream, sw_error *err)
+{
+    nccl_comm *comm = comm_of(peers);
+    NCCL_CALL(comm, err, "send of a slice",
+              ncclSend(data, size_bytes, SW_NCCL_UINT8, rank, comm->handle, cuda_stream(stream)));
+    return SW_OK;
+}
+
+static sw_status nccl_receive(sw_peers *peers, void *data, size_t size_bytes, int rank,
+                              sw_stream *stream, sw_error *err)
+{
+    nccl_comm *comm = comm_of(peers);
+    NCCL_CALL(comm, err, "receive of a slice",
+              ncclRecv(data, size_bytes, SW_NCCL_UINT8, rank, comm->handle, cuda_stream(stream)));
+    return SW_OK;
+}
+
 /* Send one slice to a peer, receive one from it. */
 static sw_status exchange_with(nccl_comm *comm, int peer, const char *to_send, char *to_receive,
                                size_t slice_bytes, sw_stream *stream, sw_error *err)
 {
-    NCCL_CALL(
-        comm, err, "send of a slice",
-        ncclSend(to_send, slice_bytes, SW_NCCL_UINT8, peer, comm->handle, cuda_stream(stream)));
-    NCCL_CALL(
-        comm, err, "receive of a slice",
-        ncclRecv(to_receive, slice_bytes, SW_NCCL_UINT8, peer, comm->handle, cuda_stream(stream)));
-    return SW_OK;
+    SW_TRY(nccl_send(&comm->base, to_send, slice_bytes, peer, stream, err));
+    return nccl_receive(&comm->base, to_receive, slice_bytes, peer, stream, err);
 }
 
 static sw_status end_exchange(nccl_comm *comm, sw_status status, sw_error *err)
@@ -511,6 +524,8 @@ static const sw_peers_ops nccl_ops = {
     .gather_slices = nccl_gather_slices,
     .exchange_slices = nccl_exchange_slices,
     .gather_among = nccl_gather_among,
+    .send = nccl_send,
+    .receive = nccl_receive,
     .broadcast = nccl_broadcast,
     .check = nccl_check,
     .end = nccl_end,

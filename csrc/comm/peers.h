@@ -99,6 +99,12 @@ typedef struct sw_peers_ops {
      * the same length. */
     sw_status (*gather_among)(sw_peers *peers, void *data, size_t slice_bytes, const int *ranks,
                               int count, sw_stream *stream, sw_error *err);
+    /* Send bytes to a rank, receive them from one, inside a group that has the other half; those
+     * between two ranks arrive in the order of the sends. NULL: the transport stays in one host. */
+    sw_status (*send)(sw_peers *peers, const void *data, size_t size_bytes, int rank,
+                      sw_stream *stream, sw_error *err);
+    sw_status (*receive)(sw_peers *peers, void *data, size_t size_bytes, int rank,
+                         sw_stream *stream, sw_error *err);
     sw_status (*broadcast)(sw_peers *peers, void *data, size_t numel, sw_dtype dtype, int root,
                            sw_stream *stream, sw_error *err);
     /* Return the transport's failure, if any, without waiting. */
@@ -182,6 +188,18 @@ static inline sw_status sw_peers_gather_among(sw_peers *t, void *data, size_t sl
                                               sw_error *err)
 {
     return t->ops->gather_among(t, data, slice_bytes, ranks, count, stream, err);
+}
+
+static inline sw_status sw_peers_send(sw_peers *t, const void *data, size_t size_bytes, int rank,
+                                      sw_stream *stream, sw_error *err)
+{
+    return t->ops->send(t, data, size_bytes, rank, stream, err);
+}
+
+static inline sw_status sw_peers_receive(sw_peers *t, void *data, size_t size_bytes, int rank,
+                                         sw_stream *stream, sw_error *err)
+{
+    return t->ops->receive(t, data, size_bytes, rank, stream, err);
 }
 
 static inline sw_status sw_peers_broadcast(sw_peers *t, void *data, size_t numel, sw_dtype dtype,

@@ -75,13 +75,14 @@ typedef struct sw_pack_args {
 } sw_pack_args;
 
 typedef struct sw_fold_args {
-    void *to;           /* may be `own` */
+    void *to;           /* may be `own`, unless the fold widens */
     const void *own;    /* contribution `own_index` */
     const void *rest;   /* contribution k lies at rest + k * stride_bytes; own_index is not read */
     const void *addend; /* added to each contribution first, in the dtype; may be `to`, or NULL */
     sw_u64 numel, stride_bytes;
     double scale; /* the factor of SW_REDOP_MEAN */
     int dtype, op, own_index, source_count;
+    int widens; /* `to` gets the sums as they are added: float32 for 16-bit dtypes */
 } sw_fold_args;
 
 typedef struct sw_run_args { /* sw_optim_run */

@@ -214,51 +214,70 @@ static const void *fold_source(const sw_fold_args *a, int k)
     return k == a->own_index ? a->own : (const char *)a->rest + (sw_u64)k * a->stride_bytes;
 }
 
+static bool fold_widens(const sw_fold_args *a)
+{
+    return a->widens && (a->dtype == SW_DTYPE_FLOAT16 || a->dtype == SW_DTYPE_BFLOAT16);
+}
+
+static int fold_result(const sw_fold_args *a)
+{
+    return fold_widens(a) ? (int)SW_DTYPE_FLOAT32 : a->dtype;
+}
+
 static void fold_accesses(const sw_fold_args *a, sw_access_fn *report, void *context)
 {
     for (int k = 0; k < a->source_count; ++k)
         report(context, fold_source(a, k), array_bytes(a->numel, a->dtype), SW_ACCESS_READ);
     if (a->addend)
         report(context, a->addend, array_bytes(a->numel, a->dtype), SW_ACCESS_READ);
-    report(context, a->to, array_bytes(a->numel, a->dtype), SW_ACCESS_WRITE);
+    report(context, a->to, array_bytes(a->numel, fold_result(a)), SW_ACCESS_WRITE);
 }
 
-/* Fold block by block through `sums`, because `to` may be the addend or the own contribution.
- * `step`: elements of a block. */
-static void fold_on_addend(const sw_fold_args *a, const void **source, unsigned char *sums,
-                           size_t step)
+/* Widen halves that lie at the end of `to`, from its begin on. */
+static void widen_up(float *to, const uint16_t *half, size_t numel, sw_dtype dtype)
 {
-    sw_fold_fn *fold = sw_kernels()->fold[a->dtype];
-    for (size_t start = 0; start < a->numel; start += step) {
-        size_t left = (size_t)a->numel - start, count = left < step ? left : step;
-        size_t offset = array_bytes(start, a->dtype), width = array_bytes(count, a->dtype);
-        void *to = (char *)a->to + offset;
-        for (int k = 0; k < a->source_count; ++k) {
-            const void *parts[] = {(const char *)a->addend + offset,
-                                   (const char *)fold_source(a, k) + offset};
-            void *sum = sums + (size_t)k * width;
-            fold(&sum, 1, parts, 2, count, 1, SW_REDOP_SUM);
-            source[k] = sum;
-        }
-        fold(&to, 1, source, a->source_count, count, a->scale, (sw_redop)a->op);
+    for (size_t i = 0; i < numel; ++i) {
+        uint16_t bits = half[i];
+        sw_kernels()->compress->half_widen(to + i, &bits, 1, dtype);
     }
 }
 
-/* Without memory for its tables it writes nothing. */
+/* Set source[k] to elements [start, start + count) of contribution k: on the addend, and in the
+ * result's dtype, in `sums`, which has room for `step` elements of each; NULL: as they are. */
+static void fold_prepare(const sw_fold_args *a, const void **source, unsigned char *sums,
+                         size_t step, size_t start, size_t count)
+{
+    size_t offset = array_bytes(start, a->dtype), bytes = array_bytes(count, a->dtype);
+    for (int k = 0; k < a->source_count; ++k) {
+        const void *parts[] = {(const char *)a->addend + offset,
+                               (const char *)fold_source(a, k) + offset};
+        void *sum = sums + (size_t)k * step * array_bytes(1, fold_result(a));
+        void *at = fold_widens(a) ? (char *)sum + bytes : sum;
+        source[k] = sums ? sum : parts[1];
+        if (sums && a->addend)
+            sw_kernels()->fold[a->dtype](&at, 1, parts, 2, count, 1, SW_REDOP_SUM);
+        else if (sums)
+            memcpy(at, parts[1], bytes);
+        if (fold_widens(a))
+            widen_up(sum, at, count, (sw_dtype)a->dtype);
+    }
+}
+
+/* Fold block by block, through `sums` if `to` may be the addend or the own contribution, or has
+ * another dtype. Without memory for its tables it writes nothing. */
 static void fold_reference(const sw_fold_args *a)
 {
-    size_t count = (size_t)a->source_count, element = array_bytes(1, a->dtype);
-    size_t step = FOLD_BLOCK_BYTES / (count * element) + 1;
+    size_t count = (size_t)a->source_count, element = array_bytes(1, fold_result(a));
+    bool is_through = a->addend || fold_widens(a);
+    size_t step = is_through ? FOLD_BLOCK_BYTES / (count * element) + 1 : (size_t)a->numel;
     const void **source = calloc(count, sizeof *source);
-    unsigned char *sums = a->addend ? calloc(count, step * element) : NULL;
-    void *to = a->to;
-    if (source && sums) {
-        fold_on_addend(a, source, sums, step);
-    } else if (source && !a->addend) {
-        for (int k = 0; k < a->source_count; ++k)
-            source[k] = fold_source(a, k);
-        sw_kernels()->fold[a->dtype](&to, 1, source, a->source_count, (size_t)a->numel, a->scale,
-                                     (sw_redop)a->op);
+    unsigned char *sums = is_through ? calloc(count, step * element) : NULL;
+    for (size_t start = 0; source && (sums || !is_through) && start < a->numel; start += step) {
+        size_t left = (size_t)a->numel - start, some = left < step ? left : step;
+        void *to = (char *)a->to + start * element;
+        fold_prepare(a, source, sums, step, start, some);
+        sw_kernels()->fold[fold_result(a)](&to, 1, source, a->source_count, some, a->scale,
+                                           (sw_redop)a->op);
     }
     free(sums);
     free(source);

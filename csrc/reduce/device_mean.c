@@ -50,6 +50,19 @@ static sw_status bind_mesh(sw_device_mean *m, const sw_device_mean_config *confi
     return SW_OK;
 }
 
+/* Make the memory of form 2. */
+static sw_status begin_to_fold(sw_device_mean *m, sw_error *err)
+{
+    sw_device *device = m->comm->device;
+    if (!sw_device_hosts_pay(m->map))
+        return device->ops->memory_alloc(device, m->bytes, &m->contributions, err);
+    bool accumulates = m->is_sliced && m->wire == SW_DTYPE_COUNT;
+    sw_status status = sw_device_hosts_init(&m->hosts, m->comm, m->map, m->piece, m->bytes,
+                                            m->numel, accumulates, err);
+    m->contributions = m->hosts.contributions;
+    return status;
+}
+
 sw_status sw_device_mean_init(sw_device_mean *m, const sw_device_mean_config *config, sw_error *err)
 {
     sw_device *device = config->comm->device;
@@ -59,6 +72,9 @@ sw_status sw_device_mean_init(sw_device_mean *m, const sw_device_mean_config *co
                           .op = config->op,
                           .divisor = world_size,
                           .wire = config->wire,
+                          .map = config->hosts,
+                          .is_sliced = config->is_sliced,
+                          .numel = config->numel,
                           .bytes = config->bytes};
     SW_TRY(create_pieces(m, config->slices, err));
     bool is_compressed = m->wire != SW_DTYPE_COUNT;
@@ -69,14 +85,16 @@ sw_status sw_device_mean_init(sw_device_mean *m, const sw_device_mean_config *co
     if (is_compressed)
         SW_TRY(ops->memory_alloc(device, config->numel * sw_dtype_size_bytes(m->wire),
                                  &m->compressed, err));
-    return m->folds ? ops->memory_alloc(device, config->bytes, &m->contributions, err) : SW_OK;
+    return m->folds ? begin_to_fold(m, err) : SW_OK;
 }
 
 void sw_device_mean_fini(sw_device_mean *m)
 {
     if (!m->comm)
         return;
-    m->comm->device->ops->memory_free(m->comm->device, m->contributions);
+    if (!m->hosts.comm)
+        m->comm->device->ops->memory_free(m->comm->device, m->contributions);
+    sw_device_hosts_fini(&m->hosts);
     m->comm->device->ops->memory_free(m->comm->device, m->compressed);
     free(m->trains);
     free(m->piece);
@@ -85,7 +103,6 @@ void sw_device_mean_fini(sw_device_mean *m)
 
 sw_status sw_device_mean_leave_out(sw_device_mean *m, const uint8_t *trains, sw_error *err)
 {
-    sw_device *device = m->comm->device;
     int world_size = m->comm->peers->world_size, active = 0;
     for (int k = 0; k < world_size; ++k)
         active += trains[k] != 0;
@@ -93,7 +110,7 @@ sw_status sw_device_mean_leave_out(sw_device_mean *m, const uint8_t *trains, sw_
         SW_FAIL(err, SW_E_INVALID, "device reducer: at least one of %d ranks must train",
                 world_size);
     if (active < world_size && !m->contributions)
-        SW_TRY(device->ops->memory_alloc(device, m->bytes, &m->contributions, err));
+        SW_TRY(begin_to_fold(m, err));
     memcpy(m->trains, trains, (size_t)world_size);
     m->active = active;
     return SW_OK;
@@ -188,15 +205,6 @@ static sw_device_range narrowed_of(const sw_device_mean *m, const sw_device_rang
     return (sw_device_range){.data = m->compressed, .numel = bucket->numel, .dtype = m->wire};
 }
 
-/* Divide and round the bucket into separate memory. */
-static sw_status narrow(const sw_device_mean *m, const sw_device_range *bucket,
-                        sw_device_range *wire, sw_error *err)
-{
-    *wire = narrowed_of(m, bucket);
-    return cast(m, wire->data, wire->dtype, bucket->data, bucket->dtype, bucket->numel,
-                (float)(1.0 / m->comm->peers->world_size), err);
-}
-
 /* Turn a mean over all ranks into one over those that contribute, rounded once more. */
 static sw_status rescale(const sw_device_mean *m, void *mean, sw_dtype dtype, size_t numel,
                          sw_error *err)
@@ -206,22 +214,82 @@ static sw_status rescale(const sw_device_mean *m, void *mean, sw_dtype dtype, si
     return m->divisor == world_size ? SW_OK : cast(m, mean, dtype, mean, dtype, numel, factor, err);
 }
 
+/* ---- over hosts ---- */
+
+static bool goes_by_hosts(const sw_device_mean *m)
+{
+    return m->hosts.comm != NULL;
+}
+
+/* Fold what hosts sent into `to`, which has another dtype than the sums if those are wider. */
+static sw_status fold_hosts(const sw_device_mean *m, const sw_device_range *bucket, sw_redop op,
+                            void *to, sw_error *err)
+{
+    sw_fold_args fold;
+    SW_TRY(sw_device_hosts_meet(&m->hosts, bucket, SW_DTYPE_COUNT, m->trains, &fold, err));
+    bool is_wider = fold.dtype != (int)bucket->dtype;
+    fold.to = is_wider ? m->hosts.sums : to;
+    fold.op = (int)op;
+    fold.scale = 1.0 / m->divisor;
+    SW_TRY(launch(m, SW_KERNEL_FOLD, &fold, err));
+    return is_wider
+               ? cast(m, to, bucket->dtype, fold.to, (sw_dtype)fold.dtype, fold.numel, 1.0f, err)
+               : SW_OK;
+}
+
+/* Round each host's mean to the wire's dtype and fold those into this rank's piece of `wire`. */
+static sw_status narrow_hosts(const sw_device_mean *m, const sw_device_range *bucket,
+                              const sw_device_range *wire, sw_error *err)
+{
+    const sw_device_hosts *h = &m->hosts;
+    sw_fold_args fold;
+    double share = (double)h->map.host_count / h->map.world_size;
+    SW_TRY(sw_device_hosts_fold(h, bucket, share, NULL, NULL, 0, err));
+    SW_TRY(sw_device_hosts_narrow(h, bucket, wire->dtype, (float)(1.0 / h->map.host_count), err));
+    SW_TRY(sw_device_hosts_meet(h, bucket, wire->dtype, NULL, &fold, err));
+    fold.to = own_piece(m, wire);
+    fold.op = (int)SW_REDOP_SUM;
+    return launch(m, SW_KERNEL_FOLD, &fold, err);
+}
+
 /* ---- whole ---- */
 
-static sw_status reduce_in_rank_order(const sw_device_mean *m, const sw_device_range *bucket,
-                                      sw_redop op, sw_error *err)
+static sw_status gather(const sw_device_mean *m, const sw_device_range *bucket, sw_error *err)
 {
-    SW_TRY(fold_in_place(m, bucket, op, err));
-    return sw_peers_all_gather(m->comm->peers, bucket->data, piece_numel(m, bucket), bucket->dtype,
-                               m->comm->stream, err);
+    return goes_by_hosts(m)
+               ? sw_device_hosts_gather(&m->hosts, bucket, err)
+               : sw_peers_all_gather(m->comm->peers, bucket->data, piece_numel(m, bucket),
+                                     bucket->dtype, m->comm->stream, err);
+}
+
+/* Fold the bucket's mean, or sum, into this rank's piece. */
+static sw_status fold_piece(const sw_device_mean *m, const sw_device_range *bucket, sw_redop op,
+                            sw_error *err)
+{
+    if (!goes_by_hosts(m))
+        return fold_in_place(m, bucket, op, err);
+    SW_TRY(sw_device_hosts_fold(&m->hosts, bucket, 1.0, m->trains, NULL, 0, err));
+    return fold_hosts(m, bucket, op, own_piece(m, bucket), err);
+}
+
+/* Fold the bucket in the wire's dtype into this rank's piece of *wire. */
+static sw_status fold_narrowed(const sw_device_mean *m, const sw_device_range *bucket,
+                               sw_device_range *wire, sw_error *err)
+{
+    *wire = narrowed_of(m, bucket);
+    if (goes_by_hosts(m))
+        return narrow_hosts(m, bucket, wire, err);
+    SW_TRY(cast(m, wire->data, wire->dtype, bucket->data, bucket->dtype, bucket->numel,
+                (float)(1.0 / m->comm->peers->world_size), err));
+    return fold_in_place(m, wire, SW_REDOP_SUM, err);
 }
 
 static sw_status reduce_narrowed(const sw_device_mean *m, const sw_device_range *bucket,
                                  sw_error *err)
 {
     sw_device_range wire;
-    SW_TRY(narrow(m, bucket, &wire, err));
-    SW_TRY(reduce_in_rank_order(m, &wire, SW_REDOP_SUM, err));
+    SW_TRY(fold_narrowed(m, bucket, &wire, err));
+    SW_TRY(gather(m, &wire, err));
     SW_TRY(cast(m, bucket->data, bucket->dtype, wire.data, wire.dtype, bucket->numel, 1.0f, err));
     return rescale(m, bucket->data, bucket->dtype, bucket->numel, err);
 }
@@ -312,9 +380,10 @@ sw_status sw_device_mean_whole(const sw_device_mean *m, const sw_device_range *b
         return reduce_narrowed(m, bucket, err);
     if (m->comm->peers->world_size == 1)
         return SW_OK;
-    if (m->contributions)
-        return reduce_in_rank_order(m, bucket, m->op, err);
-    return reduce_at_once(m, bucket, err);
+    if (!m->contributions)
+        return reduce_at_once(m, bucket, err);
+    SW_TRY(fold_piece(m, bucket, m->op, err));
+    return gather(m, bucket, err);
 }
 
 /* ---- a slice ---- */
@@ -380,33 +449,23 @@ static sw_status make_run(const slicing *s, size_t begin, size_t end, bool is_ac
                        : fold_run(s, begin, end, is_accumulated, err);
 }
 
-/* Make the contributions of training ranks adjacent, in order, and fold only those. Adding -0.0 for
- * the others would be wrong, because the sum may begin with the accumulated mean. */
-static sw_status leave_out(const sw_device_mean *m, sw_fold_args *fold, sw_error *err)
-{
-    sw_device *device = m->comm->device;
-    int world_size = m->comm->peers->world_size, own = fold->own_index, place = 0;
-    size_t stride = (size_t)fold->stride_bytes;
-    char *base = m->contributions;
-    fold->own_index = -1;
-    for (int k = 0; k < world_size; ++k) {
-        if (!m->trains[k])
-            continue;
-        if (k == own)
-            fold->own_index = place;
-        else if (k != place)
-            SW_TRY(device->ops->copy_async(device, base + (size_t)place * stride,
-                                           base + (size_t)k * stride, stride, m->comm->stream,
-                                           err));
-        ++place;
-    }
-    fold->source_count = place;
-    return SW_OK;
-}
-
 static int owner_count(const sw_device_mean *m)
 {
     return m->comm->peers->world_size / m->slice_count;
+}
+
+bool sw_device_mean_part(const sw_device_mean *m, const sw_device_range *bucket, size_t i,
+                         sw_device_part *part)
+{
+    size_t replicas = (size_t)owner_count(m), each = piece_numel(m, bucket);
+    bool is_over_hosts = goes_by_hosts(m) && !is_narrowed(m, bucket->dtype);
+    if (i >= (is_over_hosts ? m->hosts.folded_count : 1))
+        return false;
+    size_t piece = (size_t)m->piece[is_over_hosts ? m->hosts.folded[i] : m->comm->peers->rank];
+    size_t begin = is_over_hosts ? piece % replicas * each : 0;
+    size_t numel = is_over_hosts ? each : bucket->numel / (size_t)m->slice_count;
+    *part = (sw_device_part){.slice = piece / replicas, .begin = begin, .end = begin + numel};
+    return true;
 }
 
 /* Return the first element of this rank's piece of a slice. */
@@ -436,15 +495,18 @@ static slicing slicing_of(const sw_device_mean *m, const sw_device_range *bucket
 
 /* Send contributions to their owner. */
 sw_status sw_device_mean_collect(const sw_device_mean *m, const sw_device_range *bucket,
-                                 void *slice, bool is_accumulated, sw_error *err)
+                                 void *slice, const sw_device_accumulated *under, sw_error *err)
 {
     sw_device *device = m->comm->device;
-    slicing s = slicing_of(m, bucket, slice, is_accumulated);
+    slicing s = slicing_of(m, bucket, slice, under->count > 0);
     size_t numel = piece_numel(m, bucket);
-    if (s.narrowed) {
-        sw_device_range wire;
-        SW_TRY(narrow(m, bucket, &wire, err));
-        return fold_in_place(m, &wire, SW_REDOP_SUM, err);
+    if (s.narrowed)
+        return fold_narrowed(m, bucket, &(sw_device_range){0}, err);
+    if (goes_by_hosts(m)) {
+        if (under->is_there)
+            SW_TRY(sw_device_hosts_lend(&m->hosts, bucket, s.piece, err));
+        return sw_device_hosts_fold(&m->hosts, bucket, 1.0, m->trains, under->runs, under->count,
+                                    err);
     }
     if (m->contributions)
         return exchange(m, bucket, err);
@@ -490,21 +552,22 @@ static size_t place_within(size_t at, size_t begin, size_t numel)
 }
 
 sw_status sw_device_mean_complete(const sw_device_mean *m, const sw_device_range *bucket,
-                                  void *slice, const sw_device_run *accumulated,
-                                  size_t accumulated_count, sw_error *err)
+                                  void *slice, const sw_device_accumulated *under, sw_error *err)
 {
     size_t numel = piece_numel(m, bucket), first = piece_begin(m, bucket), at = 0;
-    slicing s = slicing_of(m, bucket, slice, accumulated_count > 0);
-    if (m->contributions && !s.narrowed && m->active < m->comm->peers->world_size)
-        SW_TRY(leave_out(m, &s.fold, err));
-    for (size_t i = 0; i < accumulated_count; ++i) {
-        size_t begin = place_within(accumulated[i].begin, first, numel);
-        size_t end = place_within(accumulated[i].end, first, numel);
+    slicing s = slicing_of(m, bucket, slice, under->count > 0);
+    bool is_over_hosts = goes_by_hosts(m) && !s.narrowed;
+    if (m->contributions && !s.narrowed && !is_over_hosts && m->active < m->comm->peers->world_size)
+        SW_TRY(sw_fold_leave_out(m->comm, m->trains, m->comm->peers->world_size, &s.fold, err));
+    for (size_t i = 0; !is_over_hosts && i < under->count; ++i) {
+        size_t begin = place_within(under->runs[i].begin, first, numel);
+        size_t end = place_within(under->runs[i].end, first, numel);
         SW_TRY(make_run(&s, at, begin, false, err));
         SW_TRY(make_run(&s, begin, end, true, err));
         at = end;
     }
-    SW_TRY(make_run(&s, at, numel, false, err));
+    SW_TRY(is_over_hosts ? fold_hosts(m, bucket, m->op, s.piece, err)
+                         : make_run(&s, at, numel, false, err));
     if (sw_device_mean_goes_by_rows(m)) /* the column's all-reduce has reached every owner */
         return SW_OK;
     return sw_peers_gather_among(m->comm->peers, slice, numel * sw_dtype_size_bytes(bucket->dtype),

@@ -6,8 +6,9 @@
  * its mean would be a product and a sum, which NVLS does not support. Contributions are multiplied
  * by 1 / divisor as they are copied, at no cost (sw_device_mean_prescale).
  * 2. The two-step fold in rank order, with the same bits at every stage, transport and bucket size.
+ * Over several hosts each folds first, and then hosts do (device_hosts.h).
  * 3. That fold with 16 bits an element, divided and rounded into separate memory: the bits of the
- * host's 16-bit compressors (docs/design/compress.md).
+ * host's 16-bit compressors (docs/design/compress.md). Over several hosts only a host's mean is.
  *
  * On a mesh form 1 may use rows and columns (`row`, `column`): a reduce-scatter in the row, an
  * all-reduce of the slice in the column and, for whole means, an all-gather in the row. If each row
@@ -33,10 +34,19 @@
 #include "base/status.h"
 #include "comm/comm.h"
 #include "comm/device_comm.h"
+#include "reduce/device_hosts.h"
 
-typedef struct sw_device_run { /* elements of a slice */
-    size_t begin, end;
-} sw_device_run;
+typedef struct sw_device_part { /* elements of a slice */
+    size_t slice, begin, end;
+} sw_device_part;
+
+/* The accumulated mean that is under all ranks' contributions. */
+typedef struct sw_device_accumulated {
+    bool is_there; /* somewhere in the bucket; equal on all ranks */
+    /* Ascending and disjoint: elements of the parts of sw_device_mean_part, one after the other. */
+    const sw_device_run *runs;
+    size_t count;
+} sw_device_accumulated;
 
 typedef struct sw_device_mean_config {
     sw_device_comm *comm;    /* borrowed */
@@ -47,24 +57,29 @@ typedef struct sw_device_mean_config {
     /* Borrowed, both or none, on the stream of `comm`: the communicators of this rank's row, in the
      * order of slices, and of its column. Unused by forms 2 and 3. */
     sw_device_comm *row, *column;
-    size_t numel, bytes; /* size of the largest buckets */
+    const sw_host_map *hosts; /* borrowed, outlives the mean; NULL: one host */
+    bool is_sliced;           /* only slices of means are made */
+    size_t numel, bytes;      /* size of the largest buckets */
 } sw_device_mean_config;
 
 typedef struct sw_device_mean {
     sw_device_comm *comm;         /* borrowed, as the next */
     sw_device_comm *row, *column; /* NULL: one communicator, or the fold */
     sw_redop op;
-    int divisor;     /* divisor of means */
-    size_t bytes;    /* size of the largest bucket */
-    int active;      /* ranks that contribute to slices */
-    uint8_t *trains; /* owned, a byte a rank: it contributes */
+    int divisor;            /* divisor of means */
+    const sw_host_map *map; /* borrowed; NULL: one host */
+    bool is_sliced;
+    size_t numel, bytes; /* size of the largest buckets */
+    int active;          /* ranks that contribute to slices */
+    uint8_t *trains;     /* owned, a byte a rank: it contributes */
     sw_dtype wire;
-    int slice_count;     /* slices of a bucket */
-    int *piece;          /* owned, a number a rank: its piece of a bucket's world_size pieces */
-    int *owners;         /* owned: the ranks of this rank's slice, in the order of its pieces */
-    bool folds;          /* set by the first bucket */
-    void *contributions; /* device memory; only if the fold is ours, not the transport's */
-    void *compressed;    /* device memory; only with `wire` */
+    int slice_count;       /* slices of a bucket */
+    int *piece;            /* owned, a number a rank: its piece of a bucket's world_size pieces */
+    int *owners;           /* owned: the ranks of this rank's slice, in the order of its pieces */
+    bool folds;            /* set by the first bucket */
+    void *contributions;   /* device memory; only if the fold is ours, not the transport's */
+    sw_device_hosts hosts; /* owned, with the contributions; without `comm`: one exchange */
+    void *compressed;      /* device memory; only with `wire` */
 } sw_device_mean;
 
 /* On failure the caller still calls fini. */
@@ -87,16 +102,20 @@ float sw_device_mean_prescale(const sw_device_mean *mean, sw_dtype dtype);
 SW_MUST_USE sw_status sw_device_mean_whole(const sw_device_mean *mean,
                                            const sw_device_range *bucket, sw_error *err);
 
+/* Set *part to part `i` of the bucket whose accumulated runs this rank needs; false: there are
+ * fewer. One: its slice. By hosts: the pieces that it folds. */
+bool sw_device_mean_part(const sw_device_mean *mean, const sw_device_range *bucket, size_t i,
+                         sw_device_part *part);
+
 /* Set `slice` to this rank's slice of the mean, in two consecutive calls; `bucket` is undefined
- * afterwards. In the runs of `accumulated` (ascending, disjoint) all ranks' contributions are on
- * top of the mean in `slice`. */
+ * afterwards. In the runs of `under` all ranks' contributions are on top of the mean that stands in
+ * the slices. */
 SW_MUST_USE sw_status sw_device_mean_collect(const sw_device_mean *mean,
                                              const sw_device_range *bucket, void *slice,
-                                             bool is_accumulated, sw_error *err);
+                                             const sw_device_accumulated *under, sw_error *err);
 SW_MUST_USE sw_status sw_device_mean_complete(const sw_device_mean *mean,
                                               const sw_device_range *bucket, void *slice,
-                                              const sw_device_run *accumulated,
-                                              size_t accumulated_count, sw_error *err);
+                                              const sw_device_accumulated *under, sw_error *err);
 
 /* Return true if means go by rows and columns, so that a row's sum can stay in it. */
 bool sw_device_mean_goes_by_rows(const sw_device_mean *mean);

@@ -188,8 +188,8 @@ static void add_kept(host_rounds *host, const host_bucket *b)
         host_address(base, b->common->index) +
         (size_t)base->own_slice * (shape->numel / (size_t)base->slice_count) * element_bytes;
     size_t next = 0, begin, end;
-    while (base->contributes &&
-           sw_bucket_next_own_run(base, b->common, true, &next, &begin, &end)) {
+    while (base->contributes && sw_bucket_next_run(base, b->common, (size_t)base->own_slice, true,
+                                                   &next, &begin, &end)) {
         void *to = own + begin * element_bytes;
         const void *sources[] = {to, kept_of(host, b) + begin * element_bytes};
         sw_kernels()->fold[shape->dtype](&to, 1, sources, 2, end - begin, 1, SW_REDOP_SUM);

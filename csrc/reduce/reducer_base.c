@@ -26,8 +26,8 @@ void sw_bucket_name_unfrozen(const sw_reducer *reducer, bucket *b, size_t param)
              sw_text_fit(reducer->label, LABEL_BYTES), reducer->label, sw_text_fit(name, 36), name);
 }
 
-bool sw_bucket_next_own_run(const sw_reducer *reducer, const bucket *b, bool kept, size_t *next,
-                            size_t *begin, size_t *end)
+bool sw_bucket_next_run(const sw_reducer *reducer, const bucket *b, size_t slice, bool kept,
+                        size_t *next, size_t *begin, size_t *end)
 {
     const sw_layout *layout = &reducer->layout;
     const sw_layout_bucket *shape = sw_bucket_shape(reducer, b);
@@ -35,8 +35,7 @@ bool sw_bucket_next_own_run(const sw_reducer *reducer, const bucket *b, bool kep
     for (; *next < shape->count; ++*next) {
         size_t param = layout->order[shape->first + *next];
         const param_state *state = &reducer->params[param];
-        sw_layout_run run = sw_layout_run_in(layout, param, (size_t)reducer->own_slice,
-                                             (size_t)reducer->slice_count);
+        sw_layout_run run = sw_layout_run_in(layout, param, slice, (size_t)reducer->slice_count);
         bool counts = (kept ? state->kept : state->accumulated) && run.begin < run.end;
         if (found && !counts)
             break;

@@ -157,11 +157,10 @@ static inline sw_bucket_pieces sw_pieces_at(const sw_bucket_pieces *pieces, size
 /* Return where the contribution of a parameter lies. */
 sw_bucket_pieces sw_bucket_pieces_of(const sw_reducer *reducer, size_t param);
 
-/* Return the next run of this rank's slice, from the bucket's parameter *next on, under
- * contributions, or with `kept` one that its row has kept. Padding between two such parameters is
- * included. */
-bool sw_bucket_next_own_run(const sw_reducer *reducer, const bucket *b, bool kept, size_t *next,
-                            size_t *begin, size_t *end);
+/* Return the next run of slice `slice`, from the bucket's parameter *next on, under contributions,
+ * or with `kept` one that its row has kept. Padding between two such parameters is included. */
+bool sw_bucket_next_run(const sw_reducer *reducer, const bucket *b, size_t slice, bool kept,
+                        size_t *next, size_t *begin, size_t *end);
 
 static inline bucket *sw_bucket_of(const sw_reducer *reducer, size_t param)
 {

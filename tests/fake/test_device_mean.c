@@ -57,6 +57,7 @@ typedef struct buffers {
 
 static sw_status average(gpu_rank *self, buffers *held)
 {
+    const sw_device_accumulated none = {0};
     averaging *run = self->context;
     const sw_device_ops *ops = self->device->ops;
     sw_error *err = &self->err;
@@ -84,8 +85,8 @@ static sw_status average(gpu_rank *self, buffers *held)
     sw_stream *stream = self->all->stream;
     SW_TRY(ops->copy_async(self->device, held->bucket, held->pinned, bytes, stream, err));
     if (run->is_slice) {
-        SW_TRY(sw_device_mean_collect(&held->mean, &bucket, held->slice, false, err));
-        SW_TRY(sw_device_mean_complete(&held->mean, &bucket, held->slice, NULL, 0, err));
+        SW_TRY(sw_device_mean_collect(&held->mean, &bucket, held->slice, &none, err));
+        SW_TRY(sw_device_mean_complete(&held->mean, &bucket, held->slice, &none, err));
     } else {
         SW_TRY(sw_device_mean_whole(&held->mean, &bucket, err));
     }
@@ -212,6 +213,7 @@ static sw_status average_on_mesh(gpu_rank *self, mesh_rank *m)
     sw_stream *stream = self->all->stream;
     sw_error *err = &self->err;
     sw_device_run accumulated = {STANDING_BEGIN, STANDING_END};
+    const sw_device_accumulated under = {run->stands, &accumulated, run->stands};
     SW_TRY(begin_mean(self, m));
     SW_TRY(ops->memory_alloc(device, MESH_BYTES, &held->bucket, err));
     SW_TRY(ops->memory_alloc(device, MESH_BYTES, &held->slice, err));
@@ -229,9 +231,8 @@ static sw_status average_on_mesh(gpu_rank *self, mesh_rank *m)
     SW_TRY(ops->copy_async(device, held->slice, stood, MESH_BYTES, stream, err));
     double before = sent_across();
     if (run->is_slice) {
-        SW_TRY(sw_device_mean_collect(&held->mean, &bucket, held->slice, run->stands, err));
-        SW_TRY(sw_device_mean_complete(&held->mean, &bucket, held->slice, &accumulated, run->stands,
-                                       err));
+        SW_TRY(sw_device_mean_collect(&held->mean, &bucket, held->slice, &under, err));
+        SW_TRY(sw_device_mean_complete(&held->mean, &bucket, held->slice, &under, err));
     } else {
         SW_TRY(sw_device_mean_whole(&held->mean, &bucket, err));
     }

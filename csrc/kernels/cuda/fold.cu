@@ -193,9 +193,14 @@ template <class K, int COUNT> struct sw_sums {
         }
     }
 
+    SW_METHOD typename K::value scaled(const sw_fold_args &a, int j) const
+    {
+        return a.op == SW_ARG_MEAN ? K::scaled(sum[j], a.scale) : sum[j];
+    }
+
     SW_METHOD typename sw_raw<K::BYTES>::type result(const sw_fold_args &a, int j) const
     {
-        return K::narrow(a.op == SW_ARG_MEAN ? K::scaled(sum[j], a.scale) : sum[j]);
+        return K::narrow(scaled(a, j));
     }
 };
 
@@ -238,9 +243,14 @@ SW_RARELY void sw_fold_apart(const sw_fold_args a, sw_u64 numel, sw_u64 head, sw
             sums.add(a, k, x);
         }
 #pragma unroll
-        for (int j = 0; j < 4; ++j)
-            if (at[j] < numel)
+        for (int j = 0; j < 4; ++j) {
+            if (at[j] >= numel)
+                continue;
+            if (a.widens)
+                ((typename K::value *)a.to)[at[j]] = sums.scaled(a, j);
+            else
                 ((raw_type *)a.to)[at[j]] = sums.result(a, j);
+        }
     }
 }
 
@@ -302,10 +312,12 @@ SW_INLINE void sw_fold_vectors(const sw_fold_args &a, sw_u64 head, sw_u64 vector
     }
 }
 
-/* Report if all arrays that are read lie on boundaries when `to` does. */
+/* Report if all arrays that are read lie on boundaries when `to` does, and have its elements. */
 SW_INLINE bool sw_fold_is_wide(const sw_fold_args &a)
 {
     const sw_u64 to = (sw_u64)a.to;
+    if (a.widens)
+        return false;
     sw_u64 apart = a.source_count > 1 ? a.stride_bytes : 0;
     apart |= a.addend ? (sw_u64)a.addend - to : 0;
     apart |= a.own_index >= 0 ? (sw_u64)a.own - to : 0;

@@ -120,7 +120,7 @@ class Options:
         The reduction of contributions. A sum leaves the scale to the loss.
     deterministic : bool
         On GPUs: the fold in rank order, with the host's bits, instead of the transport's own mean, which a mesh makes
-        by rows and columns, alike at every stage; the fold sends more between nodes. On the host it always holds.
+        by rows and columns, alike at every stage; over hosts each folds first. On the host it always holds.
     communicator : {"own", "borrow"}
         On GPUs: the NCCL communicator. "borrow": that of torch's process group, which saves memory; an error with
         SHARDWRIGHT_GPU_TRANSPORT=shm or ipc. All ranks must call torch's collectives over the group in the same place
