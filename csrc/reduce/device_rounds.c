@@ -426,8 +426,14 @@ static sw_status device_keep(sw_reducer *reducer, bool *can, sw_error *err)
     *can = d->sliced && !d->is_withdrawn && sw_device_mean_goes_by_rows(&d->mean);
     for (size_t b = 0; *can && b < reducer->layout.bucket_count; ++b) {
         size_t bytes = sw_bucket_bytes(reducer, b) / (size_t)reducer->slice_count;
-        if (d->buckets[b].data && !d->buckets[b].kept && bytes > 0)
-            SW_TRY(d->device->ops->memory_alloc(d->device, bytes, &d->buckets[b].kept, err));
+        sw_error cause;
+        if (!d->buckets[b].data || d->buckets[b].kept || bytes == 0)
+            continue;
+        sw_status status =
+            d->device->ops->memory_alloc(d->device, bytes, &d->buckets[b].kept, &cause);
+        if (status != SW_OK)
+            SW_FAIL(err, status, "no memory for the row's sum of %s: %s", reducer->buckets[b].label,
+                    cause.message);
     }
     return SW_OK;
 }

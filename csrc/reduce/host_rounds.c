@@ -150,22 +150,10 @@ static bool host_hold_back(sw_reducer *reducer, const bucket *b)
     return true;
 }
 
-/* Return true if all ranks of each row are on one host. */
-static bool rows_are_on_hosts(const host_rounds *host)
-{
-    const sw_host_map *map = host->comm->is_carried ? sw_hier_comm_map(host->comm) : NULL;
-    for (int r = 0; map && r < host->comm->world_size; ++r)
-        for (int s = 0; s < r; ++s)
-            if (host->slices.replica_of_rank[s] == host->slices.replica_of_rank[r] &&
-                map->host_of[s] != map->host_of[r])
-                return false;
-    return true;
-}
-
 static sw_status host_keep(sw_reducer *reducer, bool *can, sw_error *err)
 {
     host_rounds *host = host_of(reducer);
-    *can = host->ring && host->owners && rows_are_on_hosts(host);
+    *can = host->ring && host->rows_on_hosts;
     return !*can || host->kept
                ? SW_OK
                : host->comm->ops->arena_create(host->comm, host->memory->result_bytes,

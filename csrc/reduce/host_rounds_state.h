@@ -47,6 +47,7 @@ typedef struct host_rounds {
     bool *contributors;          /* owned scratch, world_size */
     sw_slices slices;            /* the owners of slices */
     int *owners;                 /* owned, of `slices`; NULL: rank r owns slice r */
+    bool rows_on_hosts;          /* all ranks of each row of `slices` are on one host */
     size_t trailer_stride_bytes; /* bytes from the even parity's trailers to the odd one's */
     size_t cap_bytes;            /* limit of a bucket, as requested */
     size_t ring_bytes;           /* size of the ring that participating buckets share */

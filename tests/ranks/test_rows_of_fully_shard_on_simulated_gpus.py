@@ -227,3 +227,26 @@ def staying_near_in_a_row(gpus: SimulatedGpus, rank: int, world_size: int) -> No
     assert all(bits_equal(a, b) for a, b in zip(*(each[0] + each[1] for each in found), strict=True))
     with pytest.raises(ValueError, match="must be a divisor of 4, got 3"):
         sw.fully_shard(made(gpus), reshard_after_forward=3)
+
+
+def test_a_full_card_names_the_bucket_of_a_sum_that_stays_in_rows(teams: Any, paths: dict[str, str]) -> None:
+    run(teams, 4, paths, no_room_for_sums)
+
+
+def no_room_for_sums(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    mesh = DeviceMesh("cpu", torch.tensor([[0, 1], [2, 3]]), mesh_dim_names=("replicate", "shard"))
+    module = gpus.adopt_module(nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 5)))
+    sw.fully_shard(module[0], mesh=mesh)
+    sw.fully_shard(module, mesh=mesh)
+    module(batch(rank, 6, 7)).square().mean().backward()
+    module.zero_grad()
+    module.set_requires_all_reduce(False)
+    loss = module(batch(rank, 6, 7)).square().mean()
+    gpus.limit_memory(gpus.memory_in_use() + 1)
+    told = (
+        r"no memory for the row's sum of bucket \d of .*, (0|1)\.\w+ to (0|1)\.\w+: cuMemAlloc_v2 failed for \d+ bytes"
+    )
+    with pytest.raises(MemoryError, match=told):
+        loss.backward()
+    gpus.limit_memory(0)

@@ -99,3 +99,40 @@ def unused(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
             assert counts["buckets_early"] == (0 if beside else early), (counts["buckets_early"], early, beside)
             del wrapped
     gather(None)
+
+
+class Attending(nn.Module):
+    """Attention in the outermost unit, before the blocks: torch uses its out_proj's parameters without a call of out_proj."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.blocks = nn.ModuleList(Optional() for _ in range(BLOCKS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@at_least_two
+def test_attention_in_the_outermost_unit_is_not_passed_over(teams: Any, world_size: int, paths: dict[str, str]) -> None:
+    run(teams, world_size, paths, attending)
+
+
+def attending(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    found = []
+    for options in ({"zero": 0}, {"zero": 3, "units": Optional}):
+        torch.manual_seed(0)
+        module = gpus.adopt_module(Attending())
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+        wrapped, optimizer = sw.wrap(module, optimizer, deterministic=True, timeout_s=20, **options)
+        for step in range(STEPS):  # from the second round on parameters are passed over
+            x = batch(rank, 12, WIDTH, step=step).view(3, 4, WIDTH)
+            wrapped(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with sw.full_parameters(wrapped):
+            found.append([p.detach().clone() for p in module.parameters()])
+    assert all(map(bits_equal, *found))

@@ -167,7 +167,7 @@ class ModuleGradients:
                 local = not synchronises
                 if synchronises and not reducer.pending_forward:
                     reducer.forward(True)
-                if owner is not None and synchronises and not owner.all_reduces() and not owner.is_joining:
+                if owner is not None and synchronises and not owner.all_reduces():
                     reducer.keep_in_rows(True)
             if sparse is not None:
                 sparse.is_local = local

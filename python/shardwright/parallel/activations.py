@@ -248,7 +248,7 @@ class _Region:
                 )
         self._has_end = self.depth < self._settings.every
         if self._has_end:
-            self._ending = _End.apply(anchor).grad_fn
+            self._ending = _End.apply(anchor)
         return output
 
     def end(self, output: Any) -> None:
@@ -267,12 +267,15 @@ class _Region:
     def take_output(self, position: int, ending: Any) -> torch.Tensor:
         """Return an output for the backward that runs now, and recompute the unit if that was not done yet."""
         if self.graph_task != _hooks.graph_task_id() or position not in self.outputs:
-            ending.saved_tensors  # noqa: B018  torch's checkpoint recomputes what it needs
+            ending.grad_fn.saved_tensors  # noqa: B018  torch's checkpoint recomputes what it needs
         return self.outputs.pop(position)
 
 
 class _Source:
-    """Where a tensor comes from: an output of a region, which `ending`, the last node of its graph, recomputes."""
+    """Where a tensor comes from: an output of a region, which the node of `ending`, its graph's last tensor, recomputes.
+
+    The tensor is kept, not its node: in torch 2.11 the Python object of a Function's node does not keep what it saved.
+    """
 
     def __init__(self, region: _Region, ending: Any, position: int, version: int) -> None:
         self.region, self.ending, self.position, self.version = region, ending, position, version
