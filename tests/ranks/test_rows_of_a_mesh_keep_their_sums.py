@@ -162,20 +162,27 @@ def calls_hooks(rank, world_size):
 
     def train(shard, mesh):
         module, seen = Net(), []
-        for each in (module.first, module.second, module):
+        for each in (module.left, module.first, module.second, module):
             shard(each, mesh=mesh)
-        for name in ("first", "second"):
 
-            def hook(flat, name=name):
+        def set_hook(name):
+            def hook(flat):
                 seen.append((name, flat.numel()))
-                flat.mul_(2 if name == "first" else -1)
+                flat.mul_({"first": 2, "second": -1, "left": 3}[name])
 
             getattr(module, name).set_all_reduce_hook(hook)
+
+        set_hook("left")
+        set_hook("second")
         found = []
-        for number in range(4):
+        for number in range(6):
+            if number == 2:  # late, and one of them anew
+                set_hook("first")
+                set_hook("second")
             if mesh.ndim == 2:
                 module.set_requires_all_reduce(number != 1)
-            module(batch(rank, 6, 5, step=number)).square().mean().backward()
+            x = batch(rank, 6, 5, step=number).requires_grad_(number > 3)
+            module(x).square().mean().backward()
             found.append([None if p.grad is None else p.grad.to_local().clone() for p in module.parameters()])
             if number == 0:
                 module.zero_grad()

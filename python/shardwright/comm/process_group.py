@@ -321,6 +321,35 @@ def group_over(ranks: tuple[int, ...]) -> Any:
     return made[ranks]
 
 
+#: the default group -> meshes in rank order, by the rows, type and names of those that are not
+_ordered_meshes: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()
+
+
+def in_rank_order(mesh: Any) -> Any:
+    """Return a mesh of the ranks of `mesh`, each row in ascending order. Collective over a column if order changes columns.
+
+    torch's groups number their ranks in ascending order, and DTensors by the mesh: only in such a mesh do both agree.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+
+    rows = mesh.mesh.tolist()
+    ordered = sorted(rows) if mesh.ndim == 1 else [sorted(row) for row in rows]
+    if ordered == rows or mesh.ndim > 2:
+        return mesh
+    made = _ordered_meshes.setdefault(dist.group.WORLD, {})
+    key = repr((rows, mesh.device_type, mesh.mesh_dim_names))
+    if key not in made:
+        last: Any = mesh.get_group(mesh.ndim - 1)
+        if mesh.ndim == 1:
+            made[key] = DeviceMesh.from_group(last, mesh.device_type, mesh_dim_names=mesh.mesh_dim_names)
+        else:
+            own = next(row for row in ordered if dist.get_rank() in row).index(dist.get_rank())
+            column = group_over(tuple(sorted(row[own] for row in ordered)))
+            names = mesh.mesh_dim_names
+            made[key] = DeviceMesh.from_group([column, last], mesh.device_type, mesh=ordered, mesh_dim_names=names)
+    return made[key]
+
+
 def mesh_rows(device_mesh: Any, group: Any) -> list[list[int]]:
     """Return the ranks of `group` in each row of a mesh of two dimensions."""
     return [[dist.get_group_rank(group, rank) for rank in row] for row in device_mesh.mesh.tolist()]

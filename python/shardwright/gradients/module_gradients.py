@@ -123,8 +123,8 @@ class ModuleGradients:
         #: True if a round's mean is added to one that stands, as FSDP2 does: gradients are summed, or scaled by unit
         self.adds_apart = False
         self._standing: dict[int, torch.Tensor] = {}
-        #: of fully_shard: functions that change the new means of a unit's parameters
-        self.reduce_hooks: list[tuple[Callable[[torch.Tensor], None], Sequence[Any]]] = []
+        #: of fully_shard: functions that change the new means of a unit's parameters, and the order of their calls
+        self.reduce_hooks: list[tuple[Callable[[torch.Tensor], None], Sequence[Any], Callable[[], Any]]] = []
         self._accepted: dict[int, weakref.ref[torch.Tensor]] = {}
         self._slices: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = {}
 
@@ -274,9 +274,9 @@ class ModuleGradients:
                 hook(parameter)
 
     def _call_reduce_hooks(self) -> None:
-        """Let each unit's hook change the means of its parameters, the unit that ran last first."""
+        """Let each unit's hook change the means of its parameters, in the order that they ask for now."""
         new = [isinstance(v, ShardedGradient) and self._reducer.used_by_any(i) for i, v in enumerate(self.views)]
-        for hook, members in reversed(self.reduce_hooks):
+        for hook, members, _ in sorted(self.reduce_hooks, key=lambda each: each[2]()):
             found = [index for index, each in enumerate(self._rows) if new[index] and any(each is m for m in members)]
             pieces = [from_dlpack(self._reducer.result(index)) for index in found]
             if pieces:

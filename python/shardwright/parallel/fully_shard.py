@@ -27,7 +27,7 @@ from typing import Any, overload
 import torch
 
 from .._engine import Error
-from ..comm.process_group import resolve_group
+from ..comm.process_group import in_rank_order, resolve_group
 from ..gradients.sharded_gradient import ShardedGradient
 from ..layout.local_parameters import SHARDED
 from ..layout.param_groups import mark_of
@@ -59,6 +59,7 @@ class Mark:
     that the program sets; `divides_by`: the engine's. `placement`: FSDP2's shard_placement_fn. `rows`: the unit's
     parameters, cut over `mesh`. `inner`: of the outermost module, the marks inside it. `outer`: the outermost module that
     fully_shard was called on around it, if it takes part there. `_owner`: the engine that runs it.
+    `position`: its place among the marks of that engine.
     """
 
     reshard_after_forward: bool
@@ -83,6 +84,7 @@ class Mark:
     inner: list[Mark] = dataclasses.field(default_factory=list)
     outer: Callable[[], FSDPModule | None] = lambda: None
     _owner: Callable[[], Engine | None] = lambda: None
+    position: int = 0
 
     def join(self, schedule: UnitSchedule, unit: int) -> None:
         """Record that the module became a unit."""
@@ -146,10 +148,17 @@ class Mark:
         engine = self._owner()
         for replica in engine.made if engine is not None else ():
             own = replica.gradients
-            own.reduce_hooks = [(hook, rows) for hook, rows in own.reduce_hooks if rows is not self.rows]
+            own.reduce_hooks = [each for each in own.reduce_hooks if each[1] is not self.rows]
             if self.reduce_hook is not None:
-                own.reduce_hooks.append((self.reduce_hook, self.rows))
+                own.reduce_hooks.append((self.reduce_hook, self.rows, weakly(self._turn, (1, 0))))
                 own.adds_apart = True  # the hook gets a round's mean without the one that stands
+        for _, unit in self.places():
+            unit.notes_runs = self.reduce_hook is not None
+
+    def _turn(self) -> tuple[int, int]:
+        """Return a key that sorts units as FSDP2's backward ends them: in reverse, and those that no gradient leaves at last."""
+        runs = [unit.last_run for _, unit in self.places() if unit.last_run is not None and unit.last_run[1]]
+        return (0, -max(runs)[0]) if runs else (1, self.position)
 
     def all_reduces_any(self) -> bool:
         """Return True if this unit, the outermost, or one inside it averages over the rows of its mesh."""
@@ -212,7 +221,8 @@ class Mark:
                 each.show(each.sharded)
             raise
         self.inner = [mark for mark in dict.fromkeys(marks) if mark is not self]
-        for mark in marks:
+        for position, mark in enumerate(dict.fromkeys(marks)):
+            mark.position = position
             mark._owner = weakref.ref(engine)
             mark.scale()
             mark.hook_means()
@@ -541,7 +551,8 @@ class FSDPModule(torch.nn.Module):
     def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
         """Call `hook` after each round with this unit's new means on this rank, flat and in its parameters' order, to change in place.
 
-        It runs before means are added to `.grad`; units that run last come first. `stream`: where it runs on a GPU.
+        It runs before means are added to `.grad`, in FSDP2's order: units that run last come first, and at last those whose inputs
+        require no gradient. `stream`: where it runs on a GPU.
         """
         mark = self._shardwright_mark
         mark.reduce_hook = hook if stream is None else functools.partial(_on_stream, hook, stream)
@@ -688,7 +699,7 @@ def fully_shard(
             raise ValueError(f"fully_shard does not support containers that do not implement forward: {each}")
     if mesh is not None and device_mesh is not None:
         raise ValueError("mesh and device_mesh were both given, which are two names for one: pass one of them")
-    chosen = _data_mesh(device_mesh if mesh is None else mesh, dp_mesh_dims)
+    given_mesh = _data_mesh(device_mesh if mesh is None else mesh, dp_mesh_dims)
     offload_kinds(offload)
     refuse_options(options, ("zero", "share_parameters"), "fully_shard", "it is zero=3 with private parameters")
     refuse_options(options, ("clip_grad_norm",), "fully_shard", "call sw.clip_grad_norm_ before the step")
@@ -698,7 +709,7 @@ def fully_shard(
         raise NotImplementedError(
             f"fully_shard: offload_policy={offload_policy!r} is not supported on GPUs: pass offload='cpu', which moves the optimizer's state"
         )
-    releases, near = _releases(reshard_after_forward, chosen)
+    releases, near = _releases(reshard_after_forward, given_mesh)
     for each in modules:
         if mark_of(each) is not None:
             raise AssertionError(
@@ -714,6 +725,7 @@ def fully_shard(
     cuts = [(each, getattr(each, SHARDED, None)) for each in ignored_params or ()]
     given = [each if cut is None else cut.sharded for each, cut in cuts]
     ignored = set().union(*(_ignored(each, given) for each in modules))
+    chosen = _in_rank_order(given_mesh, modules)
     over = chosen or mesh_of_group(resolve_group(options.get("process_group"), None, trains=True), _device_of(modules))
     found = find_rows(modules, over, shard_placement_fn, ignored)
     kept = {"device_mesh": chosen, "ignored_params": given, "offload": offload, **options}
@@ -795,6 +807,20 @@ def _data_mesh(mesh: Any, dims: Any) -> Any:
     if unknown:
         raise ValueError(f"dp_mesh_dims names {unknown[0]!r}, and the mesh has {mesh.mesh_dim_names}")
     return flattened(mesh, [names for names in given if names])
+
+
+def _in_rank_order(mesh: Any, modules: Sequence[torch.nn.Module]) -> Any:
+    """Return the mesh with rows in the order of their ranks. Raise ValueError if DTensors' own mesh ties it to another order."""
+    if mesh is None or torch.distributed.get_rank() not in mesh.mesh.flatten().tolist():
+        return mesh
+    ordered = in_rank_order(mesh)
+    own = (p for each in modules for p in each.parameters() if getattr(p, SHARDED, None) is None)
+    if ordered is not mesh and any(map(is_dtensor, own)):
+        raise ValueError(
+            f"fully_shard of a module of DTensors needs a mesh whose rows have ascending ranks, got {mesh.mesh.tolist()}: order the ranks of "
+            "the mesh that has both"
+        )
+    return ordered
 
 
 def _data_names(dims: Any) -> list[tuple[str, ...]]:

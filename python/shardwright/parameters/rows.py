@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .._engine import Error
+from ..comm.process_group import in_rank_order
 from ..formats.stored import waits
 from ..layout.local_parameters import SHARDED
 from ..layout.memory import has_memory, without_memory
@@ -75,7 +76,7 @@ def _placed(p: torch.nn.Parameter, name: str, mesh: Any, placement_of: Callable[
         raise TypeError(
             f"shard_placement_fn must return None, a Shard or a ShardPlacementResult, got {result!r} for parameter {name!r}"
         )
-    dim, chosen = 0 if placement is None else placement.dim, own or mesh
+    dim, chosen = 0 if placement is None else placement.dim, mesh if own is None else in_rank_order(own)
     if not -p.dim() <= dim < p.dim():
         raise AssertionError(f"Shard dim {dim} is invalid for {p.dim()}D tensor: {name!r} of shape {tuple(p.shape)}")
     dim %= p.dim()

@@ -488,11 +488,14 @@ class UnitSchedule:
             self._look_ahead("forward", unit)
 
     def _after_forward(self, unit: Unit, module: torch.nn.Module, args: Any, output: Any) -> None:
+        plain = unit
         if unit.forms:
             unit = unit.forms.pop()
         if not unit.running:
             return  # another hook raised before ours
         begin, end = unit.running.pop(), next(self._clock)
+        if plain.notes_runs and _hooks.graph_task_id() == _NO_TASK:
+            plain.last_run = begin, any(each.requires_grad for each in _hooks.find_tensors(args))
         if self._units.is_apart(unit.number):
             unit.ran_apart.add(begin)
         failed = output is None and sys.exc_info()[0] is not None
