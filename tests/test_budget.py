@@ -12,7 +12,7 @@ LINES = {
     "shardwright/backend": 567,
     "shardwright/checkpoint": 8_982,
     "shardwright/comm": 2_312,
-    "shardwright/compress": 1_161,
+    "shardwright/compress": 1_176,
     "shardwright/deepspeed": 9,
     "shardwright/formats": 1_883,
     "shardwright/gradients": 1_504,
@@ -32,7 +32,7 @@ LINES = {
     "shardwright_tools/planner": 1_398,
 }
 #: lines of C, headers and sources: the engine, and the check of its kernels that the tools import
-C_LINES = {"csrc": 52_374, "csrc_check": 1_603}
+C_LINES = {"csrc": 52_717, "csrc_check": 1_603}
 
 
 def lines_of(path: Path) -> int:

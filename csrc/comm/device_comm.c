@@ -4,6 +4,7 @@
 #include <pthread.h>
 #include <stdlib.h>
 
+#include "base/bytes.h"
 #include "comm/peers.h"
 #include "platform/clock.h"
 #include "platform/thread.h"
@@ -215,16 +216,37 @@ static sw_status move_some(sw_device_comm *c, const sw_device_range *ranges, siz
     return status != SW_OK ? status : ended;
 }
 
-static sw_status move_all(sw_device_comm *c, const sw_device_range *ranges, size_t count,
-                          const move *how, sw_stream *user, sw_error *err)
+sw_status sw_device_comm_between(sw_device_comm *c, sw_stream *user,
+                                 sw_status (*enqueue)(void *context, sw_error *err), void *context,
+                                 sw_error *err)
 {
     SW_TRY(sw_device_refuse_capture(c->device, user, "a collective of the GPUs", err));
     SW_TRY(sw_device_comm_follow(c, c->stream, user, err));
-    for (size_t i = 0; i < count; i += CALLS_PER_GROUP)
-        SW_TRY(move_some(c, ranges + i, count - i < CALLS_PER_GROUP ? count - i : CALLS_PER_GROUP,
-                         how, err));
+    SW_TRY(enqueue(context, err));
     SW_TRY(sw_device_comm_mark(c, err));
     return sw_device_comm_follow(c, user, c->stream, err);
+}
+
+typedef struct moves {
+    sw_device_comm *comm;
+    const sw_device_range *ranges;
+    size_t count;
+    const move *how;
+} moves;
+
+static sw_status enqueue_moves(void *context, sw_error *err)
+{
+    const moves *m = context;
+    for (size_t i = 0; i < m->count; i += CALLS_PER_GROUP)
+        SW_TRY(move_some(m->comm, m->ranges + i, sw_size_min(m->count - i, CALLS_PER_GROUP), m->how,
+                         err));
+    return SW_OK;
+}
+
+static sw_status move_all(sw_device_comm *c, const sw_device_range *ranges, size_t count,
+                          const move *how, sw_stream *user, sw_error *err)
+{
+    return sw_device_comm_between(c, user, enqueue_moves, &(moves){c, ranges, count, how}, err);
 }
 
 sw_status sw_device_comm_broadcast(sw_device_comm *c, const sw_device_range *ranges, size_t count,

@@ -114,6 +114,12 @@ SW_MUST_USE sw_status sw_device_comm_take_over(sw_device_comm *comm, sw_stream *
 SW_MUST_USE sw_status sw_device_comm_give_back(sw_device_comm *comm, sw_stream *user,
                                                sw_error *err);
 
+/* Call `enqueue`, which enqueues operations on our stream, in the order of `user`: after its work
+ * so far and before its later work. */
+SW_MUST_USE sw_status sw_device_comm_between(sw_device_comm *comm, sw_stream *user,
+                                             sw_status (*enqueue)(void *context, sw_error *err),
+                                             void *context, sw_error *err);
+
 /* Broadcast the ranges of `root` to all ranks, in the order of `user`: after its work so far and
  * before its later work. */
 SW_MUST_USE sw_status sw_device_comm_broadcast(sw_device_comm *comm, const sw_device_range *ranges,

@@ -74,8 +74,40 @@ SW_PY_METHOD_ON_ROWS(block_slice_records, PyObject,
                      count_records(a, &rows, &count, &err),
                      number_if(sw_py_finish(self, status, &err), count))
 
-/* a[]: comm, block, bits, spans, share, keeps_slice, message, received, whole, rest, flags,
- * stream */
+/* The memory in which a host's ranks add `numel` float32 values, and their number; one host: 0, 0
+ * and 1. */
+static sw_status size_hosts(sw_device_comm *comm, size_t numel, size_t *sizes, sw_error *err)
+{
+    const sw_host_map *map = comm->peers ? sw_device_hosts_map(comm) : NULL;
+    sw_device_hosts hosts = {.comm = NULL};
+    sizes[2] = 1;
+    if (!map)
+        return SW_OK;
+    sw_status status = sw_device_hosts_init(&hosts, comm, map, NULL, err);
+    if (status == SW_OK) {
+        sw_device_hosts_sizes(&hosts, numel, &sizes[0], &sizes[1]);
+        sizes[2] = (size_t)sw_host_size(&hosts.map, hosts.host);
+    }
+    sw_device_hosts_fini(&hosts);
+    return status;
+}
+
+static PyObject *sizes_if(PyObject *finished, const size_t *sizes)
+{
+    SW_PY_OWNED *done = finished;
+    return done ? Py_BuildValue("(nnn)", (Py_ssize_t)sizes[0], (Py_ssize_t)sizes[1],
+                                (Py_ssize_t)sizes[2])
+                : NULL;
+}
+
+SW_PY_METHOD_WITH(device_hosts_sizes, PyObject, "device_hosts_sizes comm:O numel:N",
+                  SW_PY_DEVICE_LOCALS;
+                  size_t sizes[3] = {0}, SW_PY_ENTER_GPU,
+                  (comm = gpu->comm, size_hosts(comm, a[1].size, sizes, &err)),
+                  sizes_if(sw_py_device_finish(gpu, status, &err), sizes))
+
+/* a[]: comm, block, bits, spans, share, keeps_slice, message, received, whole, rest, flags, flat,
+ * flat_numel, contributions, sums, stream */
 static sw_status run_round(sw_device_comm *comm, const sw_py_arg *a, sw_py_table *spans,
                            uint64_t *sent_bytes, sw_error *err)
 {
@@ -84,20 +116,29 @@ static sw_status run_round(sw_device_comm *comm, const sw_py_arg *a, sw_py_table
                                            .received = a[7].address,
                                            .whole = a[8].address,
                                            .rest = a[9].address,
-                                           .flags = a[10].address};
+                                           .flags = a[10].address,
+                                           .flat = {a[11].address, a[12].size, SW_DTYPE_FLOAT32}};
+    const sw_host_map *map = sw_device_hosts_map(comm);
+    sw_device_hosts hosts = {.comm = NULL};
     sw_block_cut cut;
     SW_TRY(sw_block_codec_check(&codec, err));
     SW_TRY(sw_block_cut_init(&cut, &codec, spans->rows, spans->count, a[4].size, a[5].p,
                              comm->peers->rank, comm->peers->world_size, err));
-    sw_status status =
-        sw_device_block_round(comm, &cut, &memory, a[5].p, a[11].address, sent_bytes, err);
+    sw_status status = map ? sw_device_hosts_init(&hosts, comm, map, NULL, err) : SW_OK;
+    hosts.contributions = a[13].address;
+    hosts.sums = a[14].address;
+    if (status == SW_OK)
+        status = sw_device_block_round(comm, map ? &hosts : NULL, &cut, &memory, a[5].p,
+                                       a[15].address, sent_bytes, err);
+    sw_device_hosts_fini(&hosts);
     sw_block_cut_fini(&cut);
     return status;
 }
 
 SW_PY_METHOD_ON_ROWS(device_block_round, PyObject,
                      "device_block_round comm:O block:N bits:i spans:L share:N keeps_slice:p "
-                     "message:A received:A whole:A rest:A flags:A stream:A",
+                     "message:A received:A whole:A rest:A flags:A flat:A flat_numel:N "
+                     "contributions:A sums:A stream:A",
                      SW_PY_DEVICE_LOCALS;
                      uint64_t sent = 0, 3, SPAN, sw_block_span, fill_span, SW_PY_ENTER_GPU,
                      (comm = gpu->comm, run_round(comm, a, &rows, &sent, &err)),
@@ -240,10 +281,14 @@ PyMethodDef sw_py_device_compress_functions[] = {
                    "offset, numel)."),
     SW_PY_FUNCTION(device_block_round,
                    "comm, block, bits, spans, share, keeps_slice, message, received, whole, rest, "
-                   "flags, stream, /",
+                   "flags, flat, flat_numel, contributions, sums, stream, /",
                    "Average the spans as records and return the bytes sent. message, received and "
                    "whole have world_size slices; rest and flags (world_size + 1 int32): 0 without "
-                   "error feedback."),
+                   "error feedback. Over several hosts (device_hosts_sizes) flat is the float32 "
+                   "memory in which the spans lie; else 0, as the next three."),
+    SW_PY_FUNCTION(device_hosts_sizes, "comm, numel, /",
+                   "Return the bytes of contributions and of sums in which the ranks of a host add "
+                   "float32 values first, and their number; (0, 0, 1) if they do not."),
     SW_PY_FUNCTION(device_powersgd_sizes, "matrices, small, wire, settles, world_size, /",
                    "Return (bytes of a slice of the message, floats of scratch memory)."),
     SW_PY_FUNCTION(

@@ -57,8 +57,8 @@ static sw_status begin_to_fold(sw_device_mean *m, sw_error *err)
     if (!sw_device_hosts_pay(m->map))
         return device->ops->memory_alloc(device, m->bytes, &m->contributions, err);
     bool accumulates = m->is_sliced && m->wire == SW_DTYPE_COUNT;
-    sw_status status = sw_device_hosts_init(&m->hosts, m->comm, m->map, m->piece, m->bytes,
-                                            m->numel, accumulates, err);
+    SW_TRY(sw_device_hosts_init(&m->hosts, m->comm, m->map, m->piece, err));
+    sw_status status = sw_device_hosts_alloc(&m->hosts, m->bytes, m->numel, accumulates, err);
     m->contributions = m->hosts.contributions;
     return status;
 }

@@ -34,7 +34,7 @@
 #include "base/status.h"
 #include "comm/comm.h"
 #include "comm/device_comm.h"
-#include "reduce/device_hosts.h"
+#include "comm/device_hosts.h"
 
 typedef struct sw_device_part { /* elements of a slice */
     size_t slice, begin, end;

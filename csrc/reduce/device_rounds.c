@@ -37,9 +37,9 @@
 #include <string.h>
 
 #include "base/bytes.h"
-#include "comm/hier.h"
 #include "kernels/crc32c.h"
 #include "reduce/device_mean.h"
+#include "reduce/device_runs.h"
 #include "reduce/reducer_state.h"
 #include "reduce/stream_set.h"
 
@@ -71,17 +71,16 @@ typedef struct device_rounds {
     sw_pack_args pack;         /* copies for the next launch; with `converts` they divide */
     void *place[PLACES];       /* borrowed; sliced */
     size_t place_bytes[PLACES], place_count, turn;
-    bucket *held;        /* the last bucket until the round ends, or NULL */
-    size_t active;       /* ranks that contribute */
-    sw_device_run *runs; /* owned: accumulated runs of the last posted bucket */
-    size_t run_count;
-    bool is_accumulated; /* some rank has runs of it */
-    void *used;          /* owned device memory: use bytes, then the tag */
-    uint8_t *own;        /* owned: this rank's use bytes */
-    uint8_t *any;        /* owned, pinned: those of all ranks */
-    uint8_t *tags;       /* owned, pinned: tags of the round for which `told` was recorded */
-    uint64_t tag;        /* this rank's tag of that round */
-    bool is_told;        /* `told` was recorded and not read yet */
+    bucket *held;                /* the last bucket until the round ends, or NULL */
+    size_t active;               /* ranks that contribute */
+    sw_device_run *runs;         /* owned: accumulated runs of the last posted bucket */
+    sw_device_accumulated under; /* of the last posted bucket */
+    void *used;                  /* owned device memory: use bytes, then the tag */
+    uint8_t *own;                /* owned: this rank's use bytes */
+    uint8_t *any;                /* owned, pinned: those of all ranks */
+    uint8_t *tags; /* owned, pinned: tags of the round for which `told` was recorded */
+    uint64_t tag;  /* this rank's tag of that round */
+    bool is_told;  /* `told` was recorded and not read yet */
     sw_event *consumed, *gathered, *told, *left[PLACES]; /* owned; the last only sliced */
 } device_rounds;
 
@@ -99,14 +98,6 @@ static const device_rounds *device_seen(const sw_reducer *reducer)
 
 /* ---- life ---- */
 
-/* The map of the ranks' host communicator, which outlives ours. */
-static const sw_host_map *hosts_of(const sw_device_comm *comm)
-{
-    const sw_comm *host = comm->watchdog.host;
-    bool is_same = host && host->is_carried && host->world_size == comm->peers->world_size;
-    return is_same ? sw_hier_comm_map(host) : NULL;
-}
-
 static sw_status create_mean(device_rounds *d, const sw_reducer_options *options, sw_error *err)
 {
     sw_device_mean_config config = {.comm = d->comm,
@@ -116,7 +107,7 @@ static sw_status create_mean(device_rounds *d, const sw_reducer_options *options
                                              (options->sliced && options->sums),
                                     .slices = options->sliced ? options->slices : NULL,
                                     .is_sliced = options->sliced,
-                                    .hosts = hosts_of(d->comm),
+                                    .hosts = sw_device_hosts_map(d->comm),
                                     .row = options->row,
                                     .column = options->column};
     if (options->is_narrow &&
@@ -506,64 +497,28 @@ static sw_device_range whole_of(const device_rounds *d, const bucket *b)
                              .dtype = shape->dtype};
 }
 
-/* Find the runs under contributions in the parts of which this rank needs them, or those that its
- * row has kept. */
-static size_t find_runs(const device_rounds *d, const bucket *b, bool kept)
-{
-    const sw_device_range whole = whole_of(d, b);
-    sw_device_part part;
-    size_t count = 0, first = 0, begin, end;
-    for (size_t i = 0; sw_device_mean_part(&d->mean, &whole, i, &part); ++i) {
-        for (size_t next = 0;
-             sw_bucket_next_run(&d->base, b, part.slice, kept, &next, &begin, &end);) {
-            begin = sw_size_max(begin, part.begin);
-            end = sw_size_min(end, part.end);
-            if (begin < end)
-                d->runs[count++] =
-                    (sw_device_run){first + begin - part.begin, first + end - part.begin};
-        }
-        first += part.end - part.begin;
-    }
-    return count;
-}
-
-static bool is_accumulated(const device_rounds *d, const bucket *b)
-{
-    const sw_layout_bucket *shape = sw_bucket_shape(&d->base, b);
-    for (size_t k = 0; k < shape->count; ++k)
-        if (d->base.params[d->base.layout.order[shape->first + k]].accumulated)
-            return true;
-    return false;
-}
-
 /* Add what this rank's row has kept to its contribution. */
 static sw_status add_kept(device_rounds *d, const bucket *b, sw_error *err)
 {
     const device_bucket *own = &d->buckets[b->index];
     const sw_device_range whole = whole_of(d, b);
-    size_t count = own->kept ? find_runs(d, b, true) : 0;
+    size_t count =
+        own->kept ? sw_device_runs_find(&d->base, b, &d->mean, &whole, true, d->runs) : 0;
     for (size_t i = 0; i < count; ++i)
         SW_TRY(sw_device_mean_add_kept(&d->mean, &whole, own->kept, d->runs[i], err));
     return SW_OK;
-}
-
-static sw_device_accumulated under_of(const device_rounds *d)
-{
-    return (sw_device_accumulated){
-        .is_there = d->is_accumulated, .runs = d->runs, .count = d->run_count};
 }
 
 /* Enqueue the first half of a bucket's mean, which may be one call of a group. */
 static sw_status start_mean(device_rounds *d, const bucket *b, sw_error *err)
 {
     const sw_device_range whole = whole_of(d, b);
-    const sw_device_accumulated under = under_of(d);
     if (d->base.stays_in_rows)
         return d->buckets[b->index].kept
                    ? sw_device_mean_of_row(&d->mean, &whole, d->buckets[b->index].kept, err)
                    : SW_OK;
     return d->sliced
-               ? sw_device_mean_collect(&d->mean, &whole, d->buckets[b->index].data, &under, err)
+               ? sw_device_mean_collect(&d->mean, &whole, d->buckets[b->index].data, &d->under, err)
                : sw_device_mean_whole(&d->mean, &whole, err);
 }
 
@@ -572,10 +527,9 @@ static sw_status end_mean(device_rounds *d, const bucket *b, sw_error *err)
 {
     const sw_device_ops *ops = d->device->ops;
     const sw_device_range whole = whole_of(d, b);
-    const sw_device_accumulated under = under_of(d);
     device_bucket *own = &d->buckets[b->index];
     if (d->sliced && !d->base.stays_in_rows)
-        SW_TRY(sw_device_mean_complete(&d->mean, &whole, own->data, &under, err));
+        SW_TRY(sw_device_mean_complete(&d->mean, &whole, own->data, &d->under, err));
     SW_TRY(ops->event_record(d->device, own->done, d->comm->stream, err));
     return d->sliced ? ops->event_record(d->device, d->left[d->turn], d->comm->stream, err) : SW_OK;
 }
@@ -588,8 +542,12 @@ static sw_status device_post(sw_reducer *reducer, bucket *b, sw_error *err)
     SW_TRY(ops->event_record(d->device, own->ready, d->stream, err));
     SW_TRY(ops->stream_wait(d->device, d->comm->stream, own->ready, err));
     SW_TRY(add_kept(d, b, err));
-    d->run_count = d->sliced ? find_runs(d, b, false) : 0;
-    d->is_accumulated = d->sliced && is_accumulated(d, b);
+    const sw_device_range whole = whole_of(d, b);
+    if (d->sliced)
+        d->under = (sw_device_accumulated){
+            .is_there = sw_device_runs_are_there(reducer, b),
+            .runs = d->runs,
+            .count = sw_device_runs_find(reducer, b, &d->mean, &whole, false, d->runs)};
     if (next_due(d, b->index + 1) == reducer->layout.bucket_count &&
         sw_device_mean_is_one_call(&d->mean, sw_bucket_shape(reducer, b)->dtype)) {
         d->held = b;

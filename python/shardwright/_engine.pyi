@@ -213,9 +213,14 @@ def device_block_round(
     whole: int,
     rest: int,
     flags: int,
+    flat: int,
+    flat_numel: int,
+    contributions: int,
+    sums: int,
     stream: int,
     /,
 ) -> int: ...
+def device_hosts_sizes(comm: DeviceComm, numel: int, /) -> tuple[int, int, int]: ...
 
 #: gradient, memory, left, right, basis: addresses, 0 for none; rows, cols, rank, seed, dtype of the memory, begins
 _DeviceMatrix = tuple[int, int, int, int, int, int, int, int, int, str, bool]

@@ -19,6 +19,7 @@ from .._engine import (
     block_slice_records,
     device_block_round,
     device_fold,
+    device_hosts_sizes,
     device_powersgd_round,
     device_powersgd_sizes,
 )
@@ -45,7 +46,7 @@ class DeviceExchange:
         self.bucket_wire_bytes: tuple[int, ...] = ()
         self._buckets: list[int] = []
         self._like = like.detach().new_empty(0)
-        self._sent = self._received = self._whole = self._like
+        self._sent = self._received = self._whole = self._contributions = self._sums = self._like
 
     def begin_round(self) -> None:
         """Forget the buckets of an unfinished round."""
@@ -72,6 +73,17 @@ class DeviceExchange:
     def memory(self) -> tuple[int, int, int]:
         """Return the addresses of the message, of what is received and of the whole result, after begin()."""
         return self._sent.data_ptr(), self._received.data_ptr(), self._whole.data_ptr()
+
+    def hosts(self, flat: torch.Tensor) -> tuple[int, int, int, int, int]:
+        """Return the number of ranks that add `flat` inside this host before it is encoded; then, for them, addresses
+        and elements of flat, contributions and sums. Over one host: 1 and zeros.
+        """
+        *sizes, count = device_hosts_sizes(self.link.comm, flat.numel())
+        if count == 1 and not sizes[0]:
+            return 1, 0, 0, 0, 0
+        if self._contributions.numel() < sizes[0]:
+            self._contributions, self._sums = (self.zeros(size, torch.uint8) for size in sizes)
+        return count, flat.data_ptr(), flat.numel(), self._contributions.data_ptr(), self._sums.data_ptr()
 
     def average_plain(self, flat: torch.Tensor, share: int | None, keeps_slice: bool) -> None:
         """Average flat memory in place, without compression; with `keeps_slice` only this rank's `share` elements."""
@@ -184,15 +196,18 @@ class DeviceBlockState(OnDevice, BlockState):
         cut = self.block, self.bits, spans, share or 0, keeps_slice
         count = block_slice_records(*cut, exchange.rank, exchange.world_size)
         exchange.begin(count * block_record_bytes(self.block, self.bits))
+        beside, *hosts = exchange.hosts(flat)
         rest = flags = 0
         if self.error_feedback:
-            if self._rest.numel() < count * self.block:
-                self._rest = exchange.zeros(count * self.block, torch.float32)
+            if self._rest.numel() < beside * count * self.block:
+                self._rest = exchange.zeros(beside * count * self.block, torch.float32)
             if not self._flags.numel():
                 self._flags = exchange.zeros(exchange.world_size + 1, torch.int32)
             rest, flags = self._rest.data_ptr(), self._flags.data_ptr()
         stream = exchange.link.current_stream()
-        exchange.wire_bytes += device_block_round(exchange.link.comm, *cut, *exchange.memory(), rest, flags, stream)
+        exchange.wire_bytes += device_block_round(
+            exchange.link.comm, *cut, *exchange.memory(), rest, flags, *hosts, stream
+        )
 
 
 #: addresses of gradient, memory, left, right, basis; rows, columns, rank; seed; dtype of the memory; True: a new basis

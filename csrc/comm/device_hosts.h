@@ -14,11 +14,12 @@
  * Order of additions: a host's ranks in rank order, then hosts in order of their lowest ranks, as
  * on CPUs (docs/design/hosts.md). Sums are float32 for 16-bit dtypes.
  *
- * Everything is enqueued on the communicator's stream. device_mean.c has the last fold.
+ * Everything is enqueued on the communicator's stream, unless a function takes another. Users:
+ * reduce/device_mean.h, which has the last fold, and compress/device_block_round.h.
  *
  * Thread rule: as the communicator's. */
-#ifndef SW_REDUCE_DEVICE_HOSTS_H
-#define SW_REDUCE_DEVICE_HOSTS_H
+#ifndef SW_COMM_DEVICE_HOSTS_H
+#define SW_COMM_DEVICE_HOSTS_H
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -37,27 +38,37 @@ typedef struct sw_device_hosts {
     sw_host_map map;      /* owned, as all below */
     int host, local;      /* of this rank: its host, its number there */
     int *local_of;        /* a number a rank: its number in its host */
-    const int *piece;     /* borrowed: a number a rank, its piece of a bucket */
+    const int *piece;     /* borrowed: a number a rank, its piece of a bucket; NULL: its own */
     int *folded;          /* the ranks whose pieces this rank folds, ascending */
     size_t folded_count;
     uint8_t *takes_part; /* scratch, a byte a rank */
+    bool owns_memory;
     void *contributions; /* device memory: of each rank of this host its copies of the folded
                             pieces; then sums of the hosts, and pieces in the wire's dtype */
     void *sums;          /* device memory: this host's sums of the folded pieces */
     void *accumulated;   /* device memory: the mean that is under them; NULL: never any */
 } sw_device_hosts;
 
-/* Return true if ranks of `map` gain by this: there are several hosts, and some has two ranks. */
+/* Return the map of the communicator's ranks if they gain by this: there are several hosts, and
+ * some has two ranks. Else NULL. It lives as long as their host communicator. */
+const sw_host_map *sw_device_hosts_map(const sw_device_comm *comm);
 bool sw_device_hosts_pay(const sw_host_map *map);
 
-/* `bytes`, `numel`: of the largest buckets. `piece` lives as long as `hosts`. `accumulates`: means
- * may lie under the contributions. On failure the caller still calls fini. SW_E_UNSUPPORTED if the
+/* `piece` lives as long as `hosts`. On failure the caller still calls fini. SW_E_UNSUPPORTED if the
  * transport stays inside a host. */
 SW_MUST_USE sw_status sw_device_hosts_init(sw_device_hosts *hosts, sw_device_comm *comm,
-                                           const sw_host_map *map, const int *piece, size_t bytes,
-                                           size_t numel, bool accumulates, sw_error *err);
+                                           const sw_host_map *map, const int *piece, sw_error *err);
+/* Make device memory for buckets of at most `bytes` and `numel`. `accumulates`: means may lie under
+ * the contributions. */
+SW_MUST_USE sw_status sw_device_hosts_alloc(sw_device_hosts *hosts, size_t bytes, size_t numel,
+                                            bool accumulates, sw_error *err);
 /* Call once the stream has run all enqueued work. */
 void sw_device_hosts_fini(sw_device_hosts *hosts);
+
+/* The sizes of a caller's `contributions` and `sums`, in place of alloc, for float32 buckets of
+ * `numel`. */
+void sw_device_hosts_sizes(const sw_device_hosts *hosts, size_t numel, size_t *contributions,
+                           size_t *sums);
 
 /* Give those that fold this rank's piece what lies under its contributions: `piece` of the
  * accumulated mean. Equal on all ranks whether it is called. */
@@ -89,6 +100,28 @@ SW_MUST_USE sw_status sw_device_hosts_meet(const sw_device_hosts *hosts,
 /* Set each rank's piece of `bucket` to its own copy. */
 SW_MUST_USE sw_status sw_device_hosts_gather(const sw_device_hosts *hosts,
                                              const sw_device_range *bucket, sw_error *err);
+
+/* ---- in the order of the stream `user` ---- */
+
+/* Replace a float32 bucket of any size by the sum of this host's ranks, times `scale`, on each of
+ * them. Memory as sw_device_hosts_sizes says, written before. *sent_bytes: to peers. */
+SW_MUST_USE sw_status sw_device_hosts_add_inside(const sw_device_hosts *hosts,
+                                                 const sw_device_range *bucket, double scale,
+                                                 sw_stream *user, uint64_t *sent_bytes,
+                                                 sw_error *err);
+/* The ranks of a host have equal ranges of one slice a rank. Place h of `received` becomes host h's
+ * copy of this rank's slice; that of its own host stays in the range. */
+SW_MUST_USE sw_status sw_device_hosts_exchange(const sw_device_hosts *hosts,
+                                               const sw_device_range *range, void *received,
+                                               sw_stream *user, sw_error *err);
+/* Set slice r of the range to rank r's. */
+SW_MUST_USE sw_status sw_device_hosts_gather_slices(const sw_device_hosts *hosts,
+                                                    const sw_device_range *range, sw_stream *user,
+                                                    sw_error *err);
+/* Set place l of `data` to that of rank number l of this host. */
+SW_MUST_USE sw_status sw_device_hosts_swap_inside(const sw_device_hosts *hosts, void *data,
+                                                  size_t place_bytes, sw_stream *user,
+                                                  sw_error *err);
 
 /* Make the contributions with a non-zero byte of the `count` in `trains` adjacent, in order, and
  * let `fold` take only those. Adding -0.0 for the others would be wrong, because the sum may begin
