@@ -115,11 +115,12 @@ def lines(found: dict[str, Any]) -> list[str]:
     even = found["without_stragglers_s"]
     if even != step:
         text.append(f"Without stragglers it takes {_shown(even)}: they cost {100 * (step / even - 1):.1f} %.")
-    text.append(
-        f"Failures: {100 * recovery['goodput']:.2f} % of the time trains with a save every {recovery['every_s']:.0f} s, the best of those "
-        f"simulated; {100 * recovery['young_goodput']:.2f} % with Young's {recovery['young_s']:.0f} s, "
-        f"{100 * recovery['daly_goodput']:.2f} % with Daly's {recovery['daly_s']:.0f} s. Restarts take {recovery['restart_s']:.0f} s."
-    )
+    text += [
+        f"Failures: {100 * recovery['goodput']:.2f} % of the time trains with a save every {recovery['every_s']:.0f} s, the best interval "
+        f"simulated; a restart takes {recovery['restart_s']:.0f} s.",
+        f"Young's interval, {recovery['young_s']:.0f} s: {100 * recovery['young_goodput']:.2f} %; Daly's, {recovery['daly_s']:.0f} s: "
+        f"{100 * recovery['daly_goodput']:.2f} %.",
+    ]
     return text
 
 
