@@ -25,7 +25,7 @@ LINES = {
     "shardwright/parameters": 5_056,
     "shardwright/torch_compat": 1_518,
     "shardwright_tools": 293,
-    "shardwright_tools/cli": 2_111,
+    "shardwright_tools/cli": 2_112,
     "shardwright_tools/convert": 1_276,
     "shardwright_tools/doctor": 937,
     "shardwright_tools/gpu_check": 1_268,
