@@ -14,12 +14,14 @@ from ..planner.machine import GPUS, Machine, bytes_of, count_of, link_of, shown_
 from ..planner.memory import OPTIMIZERS, PRECISIONS
 from ..planner.saving import SavePlan
 from ..planner.shape import PlanError, Shape, from_config, from_module, from_numbers
+from . import plan_simulate
 from .report import columns, print_report, refuse, show
 
 _EPILOG = """Examples:
   shardwright plan config.json --hosts 1 --ranks 8 --gpu h100 --tokens 1T
   shardwright plan --parameters 7B --layers 32 --width 4096 --vocabulary 32000 --ranks 8 --memory 80GB
   shardwright plan train.py:build_model --ranks 4 --memory 6GB --json
+  shardwright plan config.json --hosts 128 --ranks 8 --gpu h100 --simulate --straggler 17=1.3
   shardwright plan config.json --hosts 2 --ranks 8 --gpu h100 --launch slurm -- train.py --steps 1000 > train.sbatch
 
 Exit codes: 0 a configuration fits, 2 nothing fits or the input is wrong."""
@@ -70,6 +72,7 @@ def add_parser(commands: Any, text: str) -> None:
     rate.add_argument("--learning-rate", type=float, metavar="LR", help="at --base-batch: print it for this batch")
     rate.add_argument("--base-batch", metavar="TOKENS", help="tokens per step for which --learning-rate was found")
     rate.add_argument("--rule", metavar="NAME", help="linear or sqrt; default: sqrt for Adam, else linear")
+    plan_simulate.add_options(parser)
     out = parser.add_argument_group("what to print")
     out.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     out.add_argument("--form", metavar="NAME", help="print this configuration: wrap, accelerate, fsdp2 or deepspeed")
@@ -93,6 +96,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
+    plan_simulate.refuse_without(options)
     machine = _machine(options)
     work = _work(options, machine)
     shape = _shape(options)
@@ -140,7 +144,13 @@ def _run(options: argparse.Namespace) -> int:
         rate = saving.learning_rate(options.learning_rate, base, found.global_batch_tokens, rule)
     tables = {name: choose.candidates(shape, machine, dataclasses.replace(work, precision=name)) for name in PRECISIONS}
     report = _Report(shape, machine, work, found, tables, saves, rate)
-    print_report(options, _as_json(report) if options.json else None, [] if options.json else _lines(report))
+    simulated = (
+        plan_simulate.simulated(options, shape, machine, work, found.chosen, saves) if options.simulate else None
+    )
+    if options.json:
+        print_report(options, _as_json(report) | ({"simulation": simulated} if simulated else {}), [])
+    else:
+        print_report(options, None, _lines(report) + (plan_simulate.lines(simulated) if simulated else []))
     return 0 if found.chosen.fits else 2
 
 
@@ -157,6 +167,7 @@ def _in_range(options: argparse.Namespace, *names: str, least: int | None = None
 def _machine(options: argparse.Namespace) -> Machine:
     _in_range(options, "hosts", "ranks", "peak", "batch", "sequence", "accumulate", "cpus", "hours", "keep-last")
     _in_range(options, "mtbf-hours", "save-seconds", "learning-rate")
+    _in_range(options, "restart-seconds", least=0)
     _in_range(options, "milestones", least=0)
     if not 0 < options.mfu <= 1:
         raise PlanError(f"--mfu must be above 0 and at most 1, got {options.mfu}")

@@ -103,7 +103,7 @@ def _candidate(
 
 def candidates(shape: Shape, machine: Machine, work: Work) -> list[Candidate]:
     """Return every stage with and without offload and activation checkpointing, at the degrees of `work`."""
-    _check(shape, machine, work)
+    check(shape, machine, work)
     return [
         _candidate(shape, machine, work, zero, offload, checkpointed, work.tp, work.pp)
         for zero in (0, 1, 2, 3)
@@ -140,7 +140,7 @@ def _may_slice(shape: Shape, machine: Machine, tp: int, pp: int) -> bool:
     return fits and shape.heads % tp == 0 and shape.kv_heads % tp == 0 and shape.inner % tp == 0
 
 
-def _check(shape: Shape, machine: Machine, work: Work) -> None:
+def check(shape: Shape, machine: Machine, work: Work) -> None:
     degrees = {"tp": work.tp, "pp": work.pp, "cp": work.cp, "ep": work.ep}
     for name, value in degrees.items():
         if value < 1:
@@ -162,7 +162,7 @@ def _check(shape: Shape, machine: Machine, work: Work) -> None:
 
 def choose(shape: Shape, machine: Machine, work: Work) -> Choice:
     """Return the first configuration of the ladder that fits, or the one that is nearest to fitting."""
-    _check(shape, machine, work)
+    check(shape, machine, work)
     if work.precision not in PRECISIONS:
         raise PlanError(f"precision must be one of {', '.join(PRECISIONS)}, got {work.precision!r}")
     tried: list[Candidate] = []

@@ -53,15 +53,17 @@ PRECISIONS = {
 OPTIMIZERS = {"adamw": 8, "adam": 8, "sgd": 0, "sgd-momentum": 4, "adagrad": 4, "rmsprop": 4}
 
 
-def cut_buckets(groups: Iterable[Sequence[int]], item: int, cap_bytes: int, slices: int) -> list[int]:
+def cut_buckets(
+    groups: Iterable[Sequence[int]], item: int, cap_bytes: int, slices: int, first_caps: Sequence[int] = ()
+) -> list[int]:
     """Return the bytes of each bucket as csrc/tensor/layout.c cuts them; no bucket holds parameters of two groups."""
     step = _ALIGNMENT * slices
-    buckets = []
+    buckets: list[int] = []
     for group in groups:
         filled = 0
         for numel in reversed(group):
             filled = -(-filled // _ALIGNMENT) * _ALIGNMENT + numel * item
-            if filled >= cap_bytes:
+            if filled >= min([cap_bytes, *first_caps[len(buckets) : len(buckets) + 1]]):
                 buckets.append(-(-filled // step) * step)
                 filled = 0
         if filled:

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import os
 
+from .failures import daly
 from .memory import OPTIMIZERS, PRECISIONS
 from .shape import PlanError, Shape
 
@@ -57,11 +58,7 @@ def save_plan(
         raise PlanError(
             f"the time between failures and the cost of a save must be positive, got {mtbf:g} s and {cost:g} s"
         )
-    if cost < 2 * mtbf:
-        x = cost / (2 * mtbf)
-        every = math.sqrt(2 * cost * mtbf) * (1 + math.sqrt(x) / 3 + x / 9) - cost
-    else:
-        every = mtbf
+    every = daly(cost, mtbf)
     notes = []
     if every < write_s:
         notes.append(
