@@ -107,6 +107,8 @@ class Attending(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        for name, each in self.attention.named_parameters():  # so nothing else holds up its bucket
+            each.requires_grad_(name.startswith("out_proj"))
         self.blocks = nn.ModuleList(Optional() for _ in range(BLOCKS))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
