@@ -418,13 +418,10 @@ static sw_status device_keep(sw_reducer *reducer, bool *can, sw_error *err)
     for (size_t b = 0; *can && b < reducer->layout.bucket_count; ++b) {
         size_t bytes = sw_bucket_bytes(reducer, b) / (size_t)reducer->slice_count;
         sw_error cause;
-        if (!d->buckets[b].data || d->buckets[b].kept || bytes == 0)
-            continue;
-        sw_status status =
-            d->device->ops->memory_alloc(d->device, bytes, &d->buckets[b].kept, &cause);
-        if (status != SW_OK)
-            SW_FAIL(err, status, "no memory for the row's sum of %s: %s", reducer->buckets[b].label,
-                    cause.message);
+        if (d->buckets[b].data && !d->buckets[b].kept && bytes > 0 &&
+            d->device->ops->memory_alloc(d->device, bytes, &d->buckets[b].kept, &cause) != SW_OK)
+            SW_FAIL(err, cause.status, "no memory for a row's sum of %s: %s",
+                    reducer->buckets[b].label, cause.message);
     }
     return SW_OK;
 }

@@ -106,18 +106,6 @@ static void bind_memory(host_rounds *host)
     sw_memory_populate(host->memory->base + begin, end - begin);
 }
 
-/* Return true if all ranks of each row are on one host. */
-static bool rows_are_on_hosts(const host_rounds *host)
-{
-    const sw_host_map *map = host->comm->is_carried ? sw_hier_comm_map(host->comm) : NULL;
-    for (int r = 0; map && r < host->comm->world_size; ++r)
-        for (int s = 0; s < r; ++s)
-            if (host->slices.replica_of_rank[s] == host->slices.replica_of_rank[r] &&
-                map->host_of[s] != map->host_of[r])
-                return false;
-    return true;
-}
-
 static sw_status copy_slices(host_rounds *host, const sw_slices *slices, sw_error *err)
 {
     size_t ranks = (size_t)host->comm->world_size;
@@ -130,7 +118,11 @@ static sw_status copy_slices(host_rounds *host, const sw_slices *slices, sw_erro
     memcpy(host->owners + ranks, slices->replica_of_rank, ranks * sizeof(int));
     host->slices = (sw_slices){
         .count = slices->count, .of_rank = host->owners, .replica_of_rank = host->owners + ranks};
-    host->rows_on_hosts = rows_are_on_hosts(host);
+    host->rows_on_hosts = true;
+    const sw_host_map *map = host->comm->is_carried ? sw_hier_comm_map(host->comm) : NULL;
+    for (size_t i = 0; map && i < ranks * ranks; ++i)
+        host->rows_on_hosts &= host->owners[ranks + i / ranks] != host->owners[ranks + i % ranks] ||
+                               map->host_of[i / ranks] == map->host_of[i % ranks];
     return SW_OK;
 }
 

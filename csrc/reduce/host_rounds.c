@@ -11,7 +11,6 @@
 #include <string.h>
 
 #include "base/bytes.h"
-#include "comm/hier.h"
 #include "kernels/kernels.h"
 #include "platform/clock.h"
 #include "platform/memory.h"

@@ -248,7 +248,7 @@ class _Region:
                 )
         self._has_end = self.depth < self._settings.every
         if self._has_end:
-            self._ending = _End.apply(anchor)
+            self._ending = _End.apply(anchor)  # in torch 2.11 its node alone loses what it saved
         return output
 
     def end(self, output: Any) -> None:
@@ -272,10 +272,7 @@ class _Region:
 
 
 class _Source:
-    """Where a tensor comes from: an output of a region, which the node of `ending`, its graph's last tensor, recomputes.
-
-    The tensor is kept, not its node: in torch 2.11 the Python object of a Function's node does not keep what it saved.
-    """
+    """Where a tensor comes from: an output of a region, which the node of `ending`, its graph's last tensor, recomputes."""
 
     def __init__(self, region: _Region, ending: Any, position: int, version: int) -> None:
         self.region, self.ending, self.position, self.version = region, ending, position, version
