@@ -40,7 +40,7 @@ def below(limit, what, start):
     peak, ended = [0], threading.Event()
 
     def watch():
-        while not ended.wait(0.01):
+        while not ended.wait(0.05):  # a look takes 5 ms
             peak[0] = max(peak[0], pss() - start)
 
     thread = threading.Thread(target=watch)

@@ -547,7 +547,7 @@ def test_a_child_that_was_forked_beside_a_call_does_not_wait_for_its_end(tmp_pat
             file.forget()
         if "forked while a thread of its parent was inside the StateFile" in str(refused.value):
             os.write(said[1], b"x")
-        assert time.monotonic() - begun < 5
+        assert time.monotonic() - begun < 30  # what waits for a thread that does not exist waits for ever
 
     thread = threading.Thread(target=work)
     thread.start()

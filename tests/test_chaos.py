@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -193,8 +194,11 @@ def test_the_plan_of_the_examples_leaves_the_bits_of_a_run_without(tmp_path, in_
 
 @pytest.mark.skipif(not LONG, reason="starts ranks of torchrun four times")
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("options", [["--standalone"], ["--master-port", "29517"]], ids=["c10d", "static"])
-def test_torchruns_defaults_restart(tmp_path, in_memory, options):
+@pytest.mark.parametrize("rendezvous", ["c10d", "static"])
+def test_torchruns_defaults_restart(tmp_path, in_memory, rendezvous):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    options = ["--standalone"] if rendezvous == "c10d" else ["--master-port", port]
     plan = plan_file(tmp_path, {"fault": [{"kind": "kill", "rank": 1, "step": 7}]})
     torchrun = [sys.executable, "-m", "torch.distributed.run", *options, "--nproc-per-node", "2", "--max-restarts", "3"]
     done, report = run_chaos(tmp_path, plan, *torchrun, SURVIVE, in_memory + "/{run}", "--steps", "12")

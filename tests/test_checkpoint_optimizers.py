@@ -198,6 +198,11 @@ MADE = {
 }
 
 
+def said(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+    """Return what was logged, but for the watcher's remarks, which come on a busy machine."""
+    return [record for record in caplog.records if record.name != "shardwright.watch"]
+
+
 @pytest.mark.parametrize("name", MADE)
 @pytest.mark.parametrize("snapshot", ["copy", "lazy"])
 def test_an_optimizer_goes_on_as_if_nothing_had_happened(
@@ -217,7 +222,7 @@ def test_an_optimizer_goes_on_as_if_nothing_had_happened(
         train(other, another, 2)  # state that is to go
     with caplog.at_level(logging.WARNING, "shardwright"), sw.Checkpointer(tmp_path, other, another) as checkpoints:
         assert checkpoints.restore() == 4
-    assert not caplog.records
+    assert not said(caplog)
     train(other, another, 4)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters()))
 
@@ -296,7 +301,7 @@ def test_further_state_of_several_optimizers_is_compared_by_member(
     optimizers[1] = More(models[1].parameters(), lr=0.1)
     with caplog.at_level(logging.WARNING, "shardwright"):
         sw.load(tmp_path / "b", models, optimizers)
-    assert ["'1.mean'" in record.message for record in caplog.records] == [True]
+    assert ["'1.mean'" in record.message for record in said(caplog)] == [True]
 
 
 def test_state_that_state_dict_shows_under_other_names_is_not_lacking(tmp_path: Path) -> None:
@@ -323,7 +328,7 @@ def test_tensors_in_attributes_are_warned_of_once(tmp_path: Path, caplog: pytest
     with caplog.at_level(logging.WARNING, "shardwright"), sw.Checkpointer(tmp_path, model, optimizer) as checkpoints:
         checkpoints.save(0)
         checkpoints.save(1)
-    assert [record.message.count("'averages'") for record in caplog.records] == [1]
+    assert [record.message.count("'averages'") for record in said(caplog)] == [1]
 
 
 def test_a_hook_that_adds_to_state_dict_counts(tmp_path: Path) -> None:

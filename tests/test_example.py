@@ -1,4 +1,4 @@
-"""Laws of the main example. It runs unchanged under torchrun, as one process and under accelerate, and the loss falls.
+"""Laws of the main example, and of 14 to 16. It runs unchanged under torchrun, as one process and under accelerate, and the loss falls.
 A resumed or killed run continues with the losses of an uninterrupted one, at every stage. Its last line is the one that
 the README quotes. Its number of threads fits the machine's free cores.
 
@@ -77,7 +77,7 @@ import atexit, gc, importlib, json, os, runpy, sys
 gc.disable()
 for name in ("torch._dynamo", "torch.distributed", "shardwright.wrapping", "shardwright.checkpoint"):
     importlib.import_module(name)
-sys.modules["matplotlib"] = None  # a curve costs more than 20 steps; test_the_loss_falls_under_every_launcher draws
+sys.modules["matplotlib"] = None  # a curve costs more than 20 steps; test_the_loss_falls_under_every_launcher draws in the long form
 gc.freeze(), gc.enable()  # a collection in a rank would copy all that was imported
 for line in sys.stdin:
     request, pids = json.loads(line), []
@@ -184,11 +184,14 @@ def losses(output):
     return re.findall(r"step +(\d+) +validation ([\d.]+)", output)
 
 
-@pytest.mark.parametrize(("launcher", "ranks"), [("torchrun", 2), ("one process", 1), ("accelerate", 2)])
+@pytest.mark.parametrize(
+    ("launcher", "ranks"), [("torchrun", 2), ("one process", 1), *([("accelerate", 2)] if LONG else [])]
+)
 def test_the_loss_falls_under_every_launcher(tmp_path, train, launcher, ranks):
     words = ["--steps", "40", "--out", str(tmp_path)]
-    # a program that one process starts is test_the_readme_program's, too
-    output = run(launcher, *words) if ranks > 1 or LONG else train(*words, ranks=1)
+    # In the quick form launchers start other programs: test_wheel.py torchrun, test_launch_examples.py accelerate, the readme's
+    # program one process. Ranks get the same variables here
+    output = run(launcher, *words) if LONG else train(*words, ranks=ranks)
     assert (tmp_path / "loss.png").exists() or "matplotlib is not installed" in output
     found = LAST_LINE.fullmatch(output.strip().splitlines()[-1])
     assert found, output
@@ -285,6 +288,27 @@ def test_a_model_larger_than_a_rank_goes_on_with_fewer_ranks(tmp_path, forked):
     assert [step for step, _ in found] == list(range(8))
     assert found == [(step, pytest.approx(loss, abs=2e-3)) for step, loss in quoted], output
     assert output.count("loaded what was exported") == 2 and os.path.isdir(tmp_path / "checkpoints" / "step-000008-hf")
+
+
+def test_a_program_of_fsdp2_goes_on_with_ours_and_back(tmp_path, forked):
+    name, line = "16_fsdp2_with_one_import.py", re.compile(r"^step (\d+): loss ([\d.]+), norm ([\d.]+)$", re.MULTILINE)
+    path = ROOT / "examples" / name
+    found = [
+        each for way in ([], ["--torch"]) for each in line.findall(forked(path, tmp_path, *way, ranks=2 + len(way)))
+    ]
+    quoted = line.findall(
+        (ROOT / "examples" / "README.md").read_text().partition(f"## {name}")[2].partition("\n## ")[0]
+    )
+    assert [int(step) for step, *_ in found] == [int(step) for step, *_ in quoted] == list(range(8))
+    for ours, theirs in zip(found, quoted, strict=True):
+        assert list(map(float, ours)) == pytest.approx(list(map(float, theirs)), rel=1e-3), found
+
+
+def test_the_engine_gets_the_weights_of_each_step(forked):
+    printed = forked(ROOT / "examples" / "15_weights_to_an_engine.py")
+    found = re.findall(r"step \d: the engine took (\d+) tensors and says the last word with (\d\.\d+)", printed)
+    assert [int(count) for count, _ in found] == [5, 10, 15, 20, 25]
+    assert float(found[0][1]) < 0.3 and float(found[-1][1]) > 0.7
 
 
 @pytest.fixture

@@ -77,34 +77,3 @@ def test_an_example_prints_what_its_readme_says_at_every_stage(name):
         assert first == expected
     for before, behind in runs[1:]:
         assert printed(name, before, behind) == first, (before, behind)
-
-
-def ran(ranks, *program):
-    """Return what an example prints on `ranks` ranks."""
-    settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    path = os.pathsep.join([str(ROOT / "python"), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    done = subprocess.run(
-        [*command, str(ROOT / "examples" / program[0]), *program[1:]],
-        capture_output=True, text=True, timeout=300, env={**os.environ, **settings, "PYTHONPATH": path},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def test_a_program_of_fsdp2_goes_on_with_ours_and_back(tmp_path):
-    name, line = "16_fsdp2_with_one_import.py", re.compile(r"^step (\d+): loss ([\d.]+), norm ([\d.]+)$", re.MULTILINE)
-    found = [each for way in ([], ["--torch"]) for each in line.findall(ran(2 + len(way), name, str(tmp_path), *way))]
-    quoted = line.findall(
-        (ROOT / "examples" / "README.md").read_text().partition(f"## {name}")[2].partition("\n## ")[0]
-    )
-    assert [int(step) for step, *_ in found] == [int(step) for step, *_ in quoted] == list(range(8))
-    for ours, theirs in zip(found, quoted, strict=True):
-        assert list(map(float, ours)) == pytest.approx(list(map(float, theirs)), rel=1e-3), found
-
-
-def test_the_engine_gets_the_weights_of_each_step():
-    printed = ran(2, "15_weights_to_an_engine.py")
-    found = re.findall(r"step \d: the engine took (\d+) tensors and says the last word with (\d\.\d+)", printed)
-    assert [int(count) for count, _ in found] == [5, 10, 15, 20, 25]
-    assert float(found[0][1]) < 0.3 and float(found[-1][1]) > 0.7

@@ -172,17 +172,23 @@ def started(name, folder, program):
     ]
 
 
+WRITES_ITS_PLACE = "import os\nopen('-'.join(map(os.environ.get, ('RANK', 'WORLD_SIZE', 'OMP_NUM_THREADS'))), 'w')\n"
+
+
+def assert_four_ranks_ran(folder, out):
+    assert sorted(path.name for path in folder.glob("?-?-?")) == [f"{rank}-4-1" for rank in range(4)], out
+
+
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", MADE if LONG else ["accelerate.sh", "slurm.sbatch"])
+@pytest.mark.parametrize("name", MADE if LONG else ["accelerate.sh"])  # the next law starts slurm.sbatch
 def test_its_command_starts_ranks_on_cpus(name, tmp_path):
-    program = "import os\nopen('-'.join(map(os.environ.get, ('RANK', 'WORLD_SIZE', 'OMP_NUM_THREADS'))), 'w')\n"
-    nodes = started(name, tmp_path, program)
+    nodes = started(name, tmp_path, WRITES_ITS_PLACE)
     try:
         out = "".join(node.communicate(timeout=240)[0] for node in nodes)
     finally:
         [os.killpg(node.pid, signal.SIGKILL) for node in nodes if node.poll() is None]
     assert [node.returncode for node in nodes] == [0] * len(nodes), out
-    assert sorted(path.name for path in tmp_path.glob("?-?-?")) == [f"{rank}-4-1" for rank in range(4)], out
+    assert_four_ranks_ran(tmp_path, out)
 
 
 @pytest.mark.timeout(300)
@@ -190,7 +196,7 @@ def test_its_command_starts_ranks_on_cpus(name, tmp_path):
 def test_slurm_takes_a_job_back_that_was_told_to_end(end, tmp_path):
     """A job that the time limit ends is queued again; one that is done, or fails, is not."""
     program = (
-        "import os, signal, sys, time\n"
+        WRITES_ITS_PLACE + "import signal, sys, time\n"
         "def told(*_):\n    " + ("open('done', 'w'); " * (end == "done")) + "sys.exit(0)\n"
         "signal.signal(signal.SIGTERM, told)\n"
         "open('ready' + os.environ['RANK'], 'w')\n" + ("sys.exit(3)\n" if end == "failed" else "time.sleep(200)\n")
@@ -204,6 +210,7 @@ def test_slurm_takes_a_job_back_that_was_told_to_end(end, tmp_path):
     finally:
         if job.poll() is None:
             os.killpg(job.pid, signal.SIGKILL)
+    assert_four_ranks_ran(tmp_path, out)
     assert (job.returncode != 0) == (end == "failed"), out
     assert (tmp_path / "asked").exists() == (end == "saved"), out
 

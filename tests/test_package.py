@@ -3,7 +3,6 @@ tells if all is well. No tensor that the package creates takes the program's def
 """
 
 import ast
-import functools
 import json
 import os
 import resource
@@ -30,7 +29,7 @@ MAKERS = {
 
 def run(code, **environment):
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=os.environ | environment
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=150, env=os.environ | environment
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
@@ -127,38 +126,12 @@ print("asked:", *asked)
     assert run(code) == ["asked:"]
 
 
-@functools.cache
-def doctor_twice():
-    """Return what two calls in one program print: the report, and the report with times as JSON."""
-    code = """
-from shardwright_tools.cli import main
-assert main(["doctor"]) == 0
-print("\\f")
-assert main(["doctor", "--json", "--bench"]) == 0
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=150)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout.split("\f")
-
-
-def doctor(*words):
-    """Return what the doctor prints; in the quick form both reports are of one program."""
-    if not LONG:
-        return doctor_twice()[bool(words)]
-    command = [sys.executable, "-m", "shardwright", "doctor", *words]
+def test_the_doctor_succeeds_and_times_an_all_reduce_by_size():
+    """What it prints without --json is tested of an installed wheel."""
+    command = [sys.executable, "-m", "shardwright", "doctor", "--json", "--bench"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def test_the_doctor_prints_a_block_and_succeeds():
-    printed = doctor()
-    for word in ("engine computes", "torch", "shared memory", "watching peers", "instruction"):
-        assert word in printed, printed
-
-
-def test_the_doctor_times_an_all_reduce_by_size():
-    rows = [row for row in json.loads(doctor("--json", "--bench"))["bench"] if row["where"] == "processes"]
+    rows = [row for row in json.loads(done.stdout)["bench"] if row["where"] == "processes"]
     assert len(rows) >= 5 and all(row["ranks"] >= 2 and row["gigabytes_a_second"] > 0 for row in rows)
     assert rows[-1]["seconds"] > rows[0]["seconds"]
 

@@ -1,6 +1,6 @@
 /* catalog.c - entries of (bytes of the name, bytes of the data, name, data); the first is the
  * manifest. */
-#include "checkpoint/catalog.h"
+#include "checkpoint/read.h"
 
 #include <fcntl.h>
 #include <stdlib.h>
@@ -8,8 +8,6 @@
 #include <unistd.h>
 
 #include "checkpoint/json.h"
-#include "checkpoint/open.h"
-#include "checkpoint/read.h"
 #include "checkpoint/safetensors.h"
 #include "platform/file.h"
 

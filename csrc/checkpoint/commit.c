@@ -12,7 +12,7 @@
 #include <sys/stat.h>
 
 #include "checkpoint/manifest.h"
-#include "checkpoint/open.h"
+#include "checkpoint/read.h"
 #include "checkpoint/write.h"
 #include "platform/file.h"
 

@@ -20,7 +20,7 @@
  * not be examined. Cost: one read of the manifest, one listing of the folder. */
 SW_MUST_USE sw_status sw_checkpoint_check_removable(const char *path, sw_error *err);
 
-/* Check a folder and its replaced name (open.h) likewise: a save to `folder` replaces both. */
+/* Check a folder and its replaced name (read.h) likewise: a save to `folder` replaces both. */
 SW_MUST_USE sw_status sw_checkpoint_check_replaceable(const char *folder, sw_error *err);
 
 /* ---- the commit ---- */
@@ -31,7 +31,7 @@ SW_MUST_USE sw_status sw_checkpoint_check_replaceable(const char *folder, sw_err
 
 enum { SW_IDENTITY_BYTES = 128 };
 
-/* Identify the folder at `folder`, or under its replaced name (open.h). The result is "" for no
+/* Identify the folder at `folder`, or under its replaced name (read.h). The result is "" for no
  * folder, else a text that differs from that of every later folder of this name. Cost: one lstat
  * and one read of the manifest. */
 void sw_checkpoint_identify(const char *folder, char identity[SW_IDENTITY_BYTES]);
@@ -44,7 +44,7 @@ void sw_checkpoint_identify(const char *folder, char identity[SW_IDENTITY_BYTES]
  * expected one is exchanged back.
  *
  * An existing folder of that name is replaced in one step and retired. Where the file system cannot
- * exchange names, two steps are needed; between them readers find it as `folder`.replaced (open.h).
+ * exchange names, two steps are needed; between them readers find it as `folder`.replaced (read.h).
  * A folder that is not a checkpoint, or ceased to be one meanwhile, is not replaced;
  * the call fails. After an error before the rename, `folder` is unchanged. */
 SW_MUST_USE sw_status sw_commit(const char *partial, const char *folder, const char *replaces,

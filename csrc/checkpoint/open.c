@@ -1,5 +1,5 @@
-/* open.c - see open.h. */
-#include "checkpoint/open.h"
+/* open.c - see read.h. */
+#include "checkpoint/read.h"
 
 #include <errno.h>
 #include <fcntl.h>

@@ -1,6 +1,12 @@
-/* read.h - read bytes of a checkpoint and check every block.
+/* read.h - find a checkpoint, open its files, and read them.
  *
- * Thread rule: owner only; calls on one folder may run on several threads. */
+ * open.c      its folder, which a writer may be replacing, and its files
+ * read.c      ranges of bytes, with a check of every block
+ * catalog.c   the small parts in one buffer: the manifest, headers of safetensors files, JSON. One
+ *             rank reads it and sends it to the others, which then open only files with tensors
+ *             that they read
+ *
+ * Thread rule: any; calls on one folder may run on several threads. A catalog does not change. */
 #ifndef SW_CHECKPOINT_READ_H
 #define SW_CHECKPOINT_READ_H
 
@@ -10,6 +16,36 @@
 
 #include "base/status.h"
 #include "checkpoint/manifest.h"
+#include "platform/file.h"
+
+/* Return the name that a checkpoint has while it is replaced on a file system that cannot exchange
+ * two names: `folder`.replaced, without slashes at the end of `folder`. */
+SW_MUST_USE sw_status sw_checkpoint_replaced_name(char replaced[SW_PATH_BYTES], const char *folder,
+                                                  sw_error *err);
+
+/* Find the path of the checkpoint `folder`: its replaced name if only that exists, else `folder`
+ * itself. */
+SW_MUST_USE sw_status sw_checkpoint_locate(const char *folder, char found[SW_PATH_BYTES],
+                                           sw_error *err);
+
+/* Find a checkpoint; check only that a manifest exists. False: none found. */
+bool sw_checkpoint_stands(const char *folder, char found[SW_PATH_BYTES]);
+
+/* Open a checkpoint: read its manifest and check the size of every file. SW_E_INVALID or SW_E_OS:
+ * not a checkpoint. */
+SW_MUST_USE sw_status sw_checkpoint_open(const char *folder, sw_manifest *manifest, sw_error *err);
+
+/* Open the checkpoint at `folder`, or at its replaced name if `folder` is missing. Look again if a
+ * writer moved it meanwhile. `found`: its path. */
+SW_MUST_USE sw_status sw_checkpoint_find(const char *folder, char found[SW_PATH_BYTES],
+                                         sw_manifest *manifest, sw_error *err);
+
+/* Open a file of a checkpoint without following links; its size must match the manifest. Bypass the
+ * page cache if `direct` is set and the file system allows it. `path` is for messages. The file
+ * begins at offset `memory_begin` of *fd. */
+SW_MUST_USE sw_status sw_checkpoint_open_file(const char *folder, const sw_manifest_file *file,
+                                              bool direct, char path[SW_PATH_BYTES], int *fd,
+                                              sw_error *err);
 
 enum { SW_LOAD_THREADS_MAX = 16 };
 
@@ -51,5 +87,26 @@ SW_MUST_USE sw_status sw_checkpoint_check_values(const char *folder, const sw_ma
 SW_MUST_USE sw_status sw_checkpoint_read(const char *folder, const sw_manifest *manifest,
                                          const char *path, const sw_read_range *ranges,
                                          size_t range_count, sw_error *err);
+
+typedef struct sw_catalog {
+    uint8_t *data; /* owned */
+    size_t size_bytes;
+} sw_catalog;
+
+/* Read only the header of each of `paths` that ends in .safetensors, and all other files whole.
+ * Check each block. Errors: as sw_checkpoint_read; SW_E_INVALID for a path not in the manifest. */
+SW_MUST_USE sw_status sw_catalog_read(const char *folder, const sw_manifest *manifest,
+                                      const char *const *paths, size_t count, sw_catalog *catalog,
+                                      sw_error *err);
+
+/* Copy a catalog that another rank has read, and parse the manifest in it. SW_E_INVALID: not a
+ * catalog. */
+SW_MUST_USE sw_status sw_catalog_copy(const void *data, size_t size_bytes, sw_catalog *catalog,
+                                      sw_manifest *manifest, sw_error *err);
+
+/* Return a file's bytes in the catalog; NULL: it has none. Borrowed. */
+const uint8_t *sw_catalog_find(const sw_catalog *catalog, const char *path, size_t *size_bytes);
+
+void sw_catalog_fini(sw_catalog *catalog);
 
 #endif

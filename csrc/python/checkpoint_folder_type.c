@@ -4,9 +4,7 @@
 #include <string.h>
 #include <sys/stat.h>
 
-#include "checkpoint/catalog.h"
 #include "checkpoint/commit.h"
-#include "checkpoint/open.h"
 #include "checkpoint/read.h"
 #include "checkpoint/safetensors.h"
 #include "checkpoint/write.h"

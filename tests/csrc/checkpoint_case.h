@@ -15,7 +15,6 @@
 #include <unistd.h>
 
 #include "checkpoint/commit.h"
-#include "checkpoint/open.h"
 #include "checkpoint/read.h"
 #include "checkpoint/safetensors.h"
 #include "checkpoint/save.h"

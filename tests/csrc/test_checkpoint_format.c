@@ -3,8 +3,8 @@
  * byte, or made of random pieces. */
 #include <inttypes.h>
 
-#include "checkpoint/catalog.h"
 #include "checkpoint/json.h"
+#include "checkpoint/read.h"
 #include "checkpoint_case.h"
 #include "kernels/crc32c.h"
 

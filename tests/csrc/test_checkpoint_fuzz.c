@@ -8,8 +8,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "checkpoint/catalog.h"
 #include "checkpoint/manifest.h"
+#include "checkpoint/read.h"
 #include "checkpoint/safetensors.h"
 #include "fuzz.h"
 #include "kernels/crc32c.h"

@@ -13,7 +13,7 @@ import weakref
 import pytest
 import shardwright as sw
 import torch
-from harness import RanksFailed, gather, on_every_rank, same_everywhere
+from harness import RanksFailed, Stopwatch, gather, on_every_rank, same_everywhere
 from oracle.fold import bits_equal
 from peer import batch
 from test_hosts_compress_between_them import COMPRESSORS, hosts_of, on_hosts
@@ -253,11 +253,11 @@ def dies(rank, world_size, where):
         if where == "exchange":
             model.module.body.weight.register_hook(kill)  # the other buckets are on their way
     loss = model(batch(rank, 8, 7, step=2), False, then).square().mean()
-    start_s = time.monotonic()
+    start = Stopwatch()
     try:
         loss.backward()
     except sw.CommError as error:
-        return error.rank, str(error), time.monotonic() - start_s
+        return error.rank, str(error), start.seconds()
     return None
 
 
