@@ -8,7 +8,7 @@
 
 enum { ALIGNMENT = 64 }; /* elements */
 
-/* ---- who folds what ---- */
+/* ---- the ranks that fold ---- */
 
 bool sw_device_hosts_pay(const sw_host_map *map)
 {

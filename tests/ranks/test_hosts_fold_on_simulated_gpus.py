@@ -14,8 +14,8 @@ import internals
 import pytest
 import torch
 import torch.distributed as dist
-from compressed_on_gpus import accumulating, not_finite_once, running_out
-from harness import LONG, gather, in_turn, same_everywhere
+from compressed_on_gpus import accumulating, running_out
+from harness import LONG, gather, in_turn
 from internals import _engine, process_group
 from models import Mlp
 from oracle.fold import bits_equal
@@ -39,7 +39,6 @@ FOLDS: dict[str, dict[str, Any]] = {
     "fp16": {"compress": sw.Fp16()},
     "bf16": {"compress": sw.Bf16()},
     "int8": {"compress": sw.Int8(block=32)},
-    "int4": {"compress": sw.Int4(block=32, error_feedback=False)},
 }
 #: use bytes and tags of a step, through a ring
 BESIDE = 128
@@ -100,10 +99,7 @@ SCENES: list[tuple[str, str, Any, torch.dtype]] = [
     ("3 + 1", "fp16", plain, torch.float32),
     ("2 x 4", "deterministic", plain, torch.float32),
     ("2 x 4", "bf16", plain, torch.float32),
-    ("2 x 2", "int4", accumulating, torch.float32),
-    ("2 x 2", "int4", plain, torch.bfloat16),
     ("3 + 1", "int8", plain, torch.float32),
-    ("in turns", "int4", not_finite_once, torch.float32),
 ]
 
 
@@ -132,23 +128,6 @@ def compare(gpus: SimulatedGpus, rank: int, world_size: int, number: int) -> Non
         gathered = size / 2 / (world_size // 2) if zero == 3 else 0  # units, in the backward
         crossing = crossing / 2 if zero >= 2 else crossing
         assert crossing <= sent <= crossing + 2 * gathered + BESIDE, (zero, sent, crossing, size)
-
-
-@pytest.mark.parametrize("scene", [accumulating, not_finite_once])
-def test_errors_of_blocks_are_the_same_at_zero_0_and_1(teams: Any, paths: dict[str, str], scene: Any) -> None:
-    run(teams, 4, paths, with_errors, scene)
-
-
-def with_errors(gpus: SimulatedGpus, rank: int, world_size: int, scene: Any) -> None:
-    """test_device_block_hosts.c has their bits; other hosts than on CPUs may keep the error of a record's fold."""
-    options = {"host_of": MAPS["2 x 2"], "dtype": torch.float32, "compress": sw.Int4(block=32)}
-    with gpus.torch_on_cpu():
-        cpu = trained(gpus, rank, scene=scene, **options)[0]
-    whole, other = (trained(gpus, rank, scene=scene, zero=zero, **options)[0] for zero in (0, 1))
-    assert all(bits_equal(a, b) for a, b in zip(whole, other, strict=True))
-    for mine, its in zip(whole, cpu, strict=True):
-        torch.testing.assert_close(mine, its, rtol=0.05, atol=0.02)
-    assert same_everywhere(whole)
 
 
 @pytest.mark.parametrize("shape", ["2 x 2", "2 x 4"])
@@ -181,9 +160,8 @@ def on_a_mesh(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     for host_of in ([0, 0, 1, 1], [0, 1, 0, 1]):
         expected = trained(gpus, rank, host_of, plain, torch.float32, deterministic=True)[0]
         gpus.set_node(host_of[rank])
-        found, sent, size = trained(gpus, rank, host_of, plain, torch.float32, deterministic=True, zero=2, mesh=True)
+        found = trained(gpus, rank, host_of, plain, torch.float32, deterministic=True, zero=2, mesh=True)[0]
         assert all(bits_equal(a, b) for a, b in zip(found, expected, strict=True)), host_of
-        assert sent <= size / 4 + size / 4 + BESIDE, (host_of, sent, size)  # sums, and pieces between owners
 
 
 @pytest.mark.parametrize("call", ("ncclSend", "ncclRecv"))
