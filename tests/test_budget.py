@@ -22,7 +22,7 @@ LINES = {
     "shardwright/optim": 3_822,
     "shardwright/options": 972,
     "shardwright/parallel": 6_239,
-    "shardwright/parameters": 5_063,
+    "shardwright/parameters": 5_073,
     "shardwright/torch_compat": 1_518,
     "shardwright_tools": 293,
     "shardwright_tools/cli": 2_112,

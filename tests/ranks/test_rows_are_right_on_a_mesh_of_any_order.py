@@ -91,7 +91,14 @@ def has_one_sentence(rank, world_size):
     with pytest.raises(ValueError, match="needs a mesh whose rows have ascending ranks"):
         sw.fully_shard(module, mesh=mesh["data"])
 
+    from types import SimpleNamespace
 
-def test_a_module_of_dtensors_gets_one_sentence(fresh_ranks):
+    whole, rows = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2), mesh_dim_names=("one", "two"))
+    other = SimpleNamespace(placement=Shard(0), mesh_info=SimpleNamespace(mesh=rows["one"]))
+    with pytest.raises(NotImplementedError, match="only a DTensor on the ranks between both"):
+        sw.fully_shard(nn.Linear(4, 4), mesh=whole, shard_placement_fn=lambda p: other)
+
+
+def test_dtensors_and_plain_parameters_on_other_meshes_get_one_sentence(fresh_ranks):
     with fresh_ranks(4) as team:
         team.run(has_one_sentence)

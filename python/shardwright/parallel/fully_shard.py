@@ -375,14 +375,10 @@ def _placed_apart(module: torch.nn.Module, ranks: list[Any], ignored: Collection
         mark = mark_of(module.get_submodule(above))
         if mark is None or mark.placement is None or id(parameter) in ignored:
             continue
-        result = mark.placement(parameter)
-        mesh = getattr(getattr(result, "mesh_info", None), "mesh", None)
-        if result is not None and mesh is None and not hasattr(result, "is_shard"):
-            raise TypeError(
-                f"shard_placement_fn must return None, a Shard or a ShardPlacementResult, got {result!r} for parameter {name!r}"
-            )
-        if mesh is not None and mesh.mesh.tolist() != ranks:
-            found[glob.escape(name)] = mesh
+        # not asked again: programs tell parameters by the objects that the call got
+        cut = getattr(parameter, SHARDED, None)
+        if cut is not None and cut.mesh.mesh.tolist() != ranks:
+            found[glob.escape(name)] = cut.mesh
     return found
 
 

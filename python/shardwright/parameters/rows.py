@@ -79,6 +79,11 @@ def _placed(p: torch.nn.Parameter, name: str, mesh: Any, placement_of: Callable[
     dim, chosen = 0 if placement is None else placement.dim, mesh if own is None else in_rank_order(own)
     if not -p.dim() <= dim < p.dim():
         raise AssertionError(f"Shard dim {dim} is invalid for {p.dim()}D tensor: {name!r} of shape {tuple(p.shape)}")
+    if chosen.mesh.tolist() != mesh.mesh.tolist() and not is_dtensor(p):
+        raise NotImplementedError(
+            f"shard_placement_fn puts parameter {name!r} on the mesh {chosen.mesh.tolist()} and the module is on {mesh.mesh.tolist()}: only a DTensor on "
+            "the ranks between both (experts) may lie on another mesh"
+        )
     dim %= p.dim()
     slices = chosen.size(chosen.ndim - 1)
     if dim and p.shape[dim] % slices:

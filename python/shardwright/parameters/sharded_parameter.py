@@ -297,6 +297,11 @@ class ShardedParameter:
         return self._holders[0][0]()
 
     @property
+    def mesh(self) -> Any:
+        """Return the mesh over which the parameter is cut, and averaged."""
+        return self._mesh
+
+    @property
     def shard_mesh(self) -> Any:
         """Return the mesh of one dimension over which the parameter is cut."""
         return self._mesh if self._mesh.ndim == 1 else self._mesh[self._mesh.mesh_dim_names[-1]]
