@@ -21,7 +21,7 @@ LINES = {
     "shardwright/observe": 721,
     "shardwright/optim": 3_822,
     "shardwright/options": 972,
-    "shardwright/parallel": 6_239,
+    "shardwright/parallel": 6_235,
     "shardwright/parameters": 5_073,
     "shardwright/torch_compat": 1_518,
     "shardwright_tools": 293,
