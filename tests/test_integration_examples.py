@@ -108,3 +108,13 @@ def test_the_engine_gets_the_weights_of_each_step():
     found = re.findall(r"step \d: the engine took (\d+) tensors and says the last word with (\d\.\d+)", printed)
     assert [int(count) for count, _ in found] == [5, 10, 15, 20, 25]
     assert float(found[0][1]) < 0.3 and float(found[-1][1]) > 0.7
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="trl is not installed")
+def test_grpo_hands_its_weights_to_an_engine_after_each_step(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
+    printed = ran(2, "17_trl_grpo.py")
+    found = re.findall(r"step \d: the engine took (\d+) tensors and says w3 with (\d\.\d+)", printed)
+    assert [int(count) for count, _ in found] == [21 * step for step in range(1, 9)]
+    assert float(found[0][1]) < 0.2 and float(found[-1][1]) > 0.4
