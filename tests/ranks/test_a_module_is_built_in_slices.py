@@ -11,9 +11,9 @@ import weakref
 import pytest
 import torch
 from harness import gather, on_every_rank
+from internals import _Units
 from oracle.fold import bits_equal
 from peer import PEER, batch, sw
-from shardwright.parameters import building
 from test_checkpoint_bytes_do_not_depend_on_the_ranks import shared_folder
 from test_memory_is_held_to_the_plan import pss_bytes, settled
 from torch import nn
@@ -464,9 +464,9 @@ def test_a_unit_that_no_parent_writes_to_is_sliced_once(rank, world_size):
         for parameter in each.parameters(recurse=False):
             parameter.uniform_(-1, 1)
 
-    sliced, put = [], building._Units._put
+    sliced, put = [], _Units._put
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(building._Units, "_put", lambda self, number: (sliced.append(number), put(self, number)))
+        patch.setattr(_Units, "_put", lambda self, number: (sliced.append(number), put(self, number)))
         model = sw.wrap(on_meta(Parents), init=fills, units=(nn.Linear,), **PRIVATE)
     assert sorted(sliced) == list(range(5)), sliced
     del model
