@@ -77,3 +77,26 @@ def test_an_example_prints_what_its_readme_says_at_every_stage(name):
         assert first == expected
     for before, behind in runs[1:]:
         assert printed(name, before, behind) == first, (before, behind)
+
+
+def ran(ranks, *program):
+    """Return what an example prints on `ranks` ranks."""
+    settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    path = os.pathsep.join([str(ROOT / "python"), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    done = subprocess.run(
+        [*command, str(ROOT / "examples" / program[0]), *program[1:]],
+        capture_output=True, text=True, timeout=300, env={**os.environ, **settings, "PYTHONPATH": path},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="trl is not installed")
+def test_grpo_hands_its_weights_to_an_engine_after_each_step(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
+    printed = ran(2, "17_trl_grpo.py")
+    found = re.findall(r"step \d: the engine took (\d+) tensors and says w3 with (\d\.\d+)", printed)
+    assert [int(count) for count, _ in found] == [21 * step for step in range(1, 9)]
+    assert float(found[0][1]) < 0.2 and float(found[-1][1]) > 0.4

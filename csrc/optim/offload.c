@@ -300,13 +300,40 @@ static void *write_all(void *argument)
     return NULL;
 }
 
+/* Let the pages of stepped parameters that lie in a file go; neighbours together. A short rest
+ * leaves memory as the step is published. */
+static sw_status let_go(const sw_offload *offload, const sw_optim_run *pieces, size_t count,
+                        sw_error *err)
+{
+    const sw_file_memory *home = offload->home;
+    uint8_t *begin = NULL, *end = NULL;
+    for (size_t i = 0; home && i <= count; ++i) {
+        const sw_optim_run *piece = &pieces[i];
+        uint8_t *next = i == count ? NULL : piece->copy ? piece->copy : piece->p;
+        size_t item =
+            i == count ? 0 : sw_dtype_size_bytes(piece->copy ? piece->copy_dtype : piece->p_dtype);
+        if (next && next == end) {
+            end += piece->numel * item;
+            continue;
+        }
+        if ((size_t)(end - begin) >= SW_OFFLOAD_LEAST_BUFFER_BYTES)
+            SW_TRY(sw_file_memory_write_back(home, begin, (size_t)(end - begin), err));
+        bool lies_there = next && next >= home->begin && next < home->begin + home->size_bytes;
+        begin = lies_there ? next : NULL;
+        end = lies_there ? next + piece->numel * item : NULL;
+    }
+    return SW_OK;
+}
+
 static void step_all(step_pass *pass, sw_offload_step_fn *step, const void *options)
 {
     sw_error err;
     for (size_t b = 0; b < pass->plan.batch_count && await(pass, &pass->read_count, b); ++b) {
         const step_batch *batch = &pass->plan.batches[b];
-        sw_status status =
-            step(options, &pass->plan.pieces[batch->first_piece], batch->piece_count, &err);
+        const sw_optim_run *pieces = &pass->plan.pieces[batch->first_piece];
+        sw_status status = step(options, pieces, batch->piece_count, &err);
+        if (status == SW_OK)
+            status = let_go(pass->offload, pieces, batch->piece_count, &err);
         advance(pass, &pass->stepped_count, status, &err);
         if (status != SW_OK)
             break;

@@ -13,6 +13,7 @@
 
 #include "kernels/optim_kernels.h"
 #include "optim/state_file.h"
+#include "platform/file_memory.h"
 
 enum {
     SW_OFFLOAD_BUFFERS = 3,
@@ -21,8 +22,10 @@ enum {
 
 typedef struct sw_offload {
     sw_state_file file;
-    size_t buffer_bytes; /* bytes of one of the three */
-    uint8_t *buffers;    /* owned; NULL before the first step */
+    size_t buffer_bytes;        /* bytes of one of the three */
+    uint8_t *buffers;           /* owned; NULL before the first step */
+    const sw_file_memory *home; /* borrowed; NULL: none. A step writes the parameters in it back,
+                                 * batch by batch, so that few of their pages are in memory */
 } sw_offload;
 
 /* Step on a batch: sw_adam_step or sw_sgd_step behind their options. */

@@ -7,6 +7,7 @@
 #include "optim/offload.h"
 #include "python/method.h"
 #include "python/owner.h"
+#include "zero/store.h"
 
 static sw_offload *offload_of(const sw_py_owner *self)
 {
@@ -87,6 +88,23 @@ SW_PY_METHOD(state_file_forget, sw_py_owner, "forget", enter(self, SW_PY_ALONE),
              (sw_state_file_forget(&offload_of(self)->file), SW_OK),
              finish(self, status, NULL, &err))
 
+static PyObject *state_file_let_go(PyObject *op, PyObject *args)
+{
+    sw_py_owner *self = (sw_py_owner *)op;
+    sw_py_arg a[1];
+    if (!sw_py_read("StateFile.let_go store:O", args, NULL, a))
+        return NULL;
+    sw_py_owner *store = (sw_py_owner *)a[0].o;
+    if (Py_TYPE(store) != sw_py_state_of(op)->store_type || !store->made)
+        return PyErr_Format(PyExc_TypeError, "StateFile.let_go: store must be a Store");
+    if (!enter(self, SW_PY_ALONE))
+        return NULL;
+    offload_of(self)->home = sw_store_file(store->made);
+    sw_py_use_leave(&self->use);
+    sw_py_set(&self->kept[0], Py_NewRef((PyObject *)store));
+    return sw_py_none();
+}
+
 SW_PY_METHOD(state_file_store, sw_py_owner, "store address:A source:A nbytes:N",
              enter(self, SW_PY_SHARED),
              sw_offload_store(offload_of(self), a[0].address, a[1].address, a[2].size, &err),
@@ -112,6 +130,8 @@ static PyMethodDef state_file_methods[] = {
     SW_PY_ARGS(state_file, store, "address, source, nbytes, /",
                "Write memory to whole pages of the file."),
     SW_PY_ARGS(state_file, fetch, "address, target, nbytes, /", "Read what store() wrote."),
+    SW_PY_ARGS(state_file, let_go, "store, /",
+               "Let pages of stepped parameters that lie in the Store's file go, batch by batch."),
     SW_PY_ARGS(state_file, forget, "/", "Drop the file's pages from this process's memory."),
     {NULL, NULL, 0, NULL},
 };

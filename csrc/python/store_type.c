@@ -292,7 +292,7 @@ static PyObject *finish(store_object *self, sw_status status, const sw_error *er
 
 SW_PY_METHOD(store_read, store_object, "read index:n address:A",
              check_index(self, a[0].n) && enter(self),
-             (sw_store_read(STORE, a[0].size, a[1].address), SW_OK), finish(self, status, &err))
+             sw_store_read(STORE, a[0].size, a[1].address, &err), finish(self, status, &err))
 /* Returns -1 with an exception. */
 static int parse_share(const char *name)
 {

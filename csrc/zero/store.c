@@ -320,18 +320,19 @@ static void copy_run(const sw_store_run *run, uint8_t *flat, const uint8_t *from
         memcpy(flat + run->begin * item, run->address, bytes);
 }
 
-/* Copy all slices of a parameter from `from`, or to `flat`. */
-static void copy_all(const sw_store *s, size_t index, uint8_t *flat, const uint8_t *from)
+sw_status sw_store_read(const sw_store *s, size_t index, void *flat, sw_error *err)
 {
+    const sw_file_memory *file = sw_store_file(s);
     for (size_t slice = 0; slice < s->map.slice_count; ++slice) {
         sw_store_run run = sw_store_slice(s, index, slice, false);
-        copy_run(&run, flat, from);
+        size_t item = sw_dtype_size_bytes(run.dtype), bytes = (run.end - run.begin) * item;
+        if (file && file->fd >= 0 && bytes) /* other ranks' pages stay out of this one's memory */
+            SW_TRY(sw_file_memory_read(file, (uint8_t *)flat + run.begin * item, run.address, bytes,
+                                       err));
+        else
+            copy_run(&run, flat, NULL);
     }
-}
-
-void sw_store_read(const sw_store *s, size_t index, void *flat)
-{
-    copy_all(s, index, flat, NULL);
+    return SW_OK;
 }
 
 void sw_store_write(const sw_store *s, size_t index, const void *flat, sw_store_share share)
@@ -341,7 +342,10 @@ void sw_store_write(const sw_store *s, size_t index, const void *flat, sw_store_
         prepare(s, &run);
         copy_run(&run, NULL, flat);
     } else if (share == SW_STORE_ALL || sw_store_is_home(&s->map)) {
-        copy_all(s, index, NULL, flat);
+        for (size_t slice = 0; slice < s->map.slice_count; ++slice) {
+            sw_store_run run = sw_store_slice(s, index, slice, false);
+            copy_run(&run, NULL, flat);
+        }
     }
 }
 

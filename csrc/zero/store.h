@@ -81,8 +81,8 @@ typedef enum sw_store_share {
 } sw_store_share;
 
 /* Copy all elements of a parameter, in memory order, from slices to `flat`, or a share of them
- * back. No rank may write them meanwhile. */
-void sw_store_read(const sw_store *store, size_t index, void *flat);
+ * back. No rank may write them meanwhile. SW_E_OS: a file could not be read. */
+SW_MUST_USE sw_status sw_store_read(const sw_store *store, size_t index, void *flat, sw_error *err);
 void sw_store_write(const sw_store *store, size_t index, const void *flat, sw_store_share share);
 
 /* A parameter trains from now on: a step includes its bucket. */

@@ -368,6 +368,9 @@ def _keep_state(engine: Engine, optimizer: Any, inner: Any) -> None:
             nbytes = _state_bytes(replica, optimizer, inner, in_file=folder is not None)
             store = make_store(replica.group, folder, replica.label, nbytes)
         store.route = route
+        memory = replica.parameters() if replica.zero == 3 and route is None and store.file is not None else None
+        if memory is not None and memory.is_in_file:
+            memory.leave_with(store.file)
         return store
 
     try:

@@ -174,7 +174,8 @@ static void check_places(const sw_store *store)
             put(flat, params[p].dtype, i, value_of(p, i, 99));
         if (map->rank == 0 || map->form == SW_STORE_PRIVATE) {
             sw_store_write(store, p, flat, SW_STORE_ALL);
-            sw_store_read(store, p, back);
+            sw_error err;
+            check(sw_store_read(store, p, back, &err) == SW_OK, "%s", err.message);
             check(memcmp(flat, back, bytes) == 0, "S1: parameter %zu is read as written", p);
         }
         for (size_t q = 0; q < p; ++q)

@@ -36,6 +36,7 @@ HOMES = {
     "Writer": "checkpoint.writing",
     "_Guarded": "parameters.read_guard",
     "_Region": "parallel.activations",
+    "_Units": "parameters.building",
     "_digest": "parallel.agreement.steppers",
     "_engine": "_engine",
     "_engine_check": "_engine_check",

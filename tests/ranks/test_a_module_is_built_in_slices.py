@@ -11,6 +11,7 @@ import weakref
 import pytest
 import torch
 from harness import gather, on_every_rank
+from internals import _Units
 from oracle.fold import bits_equal
 from peer import PEER, batch, sw
 from test_checkpoint_bytes_do_not_depend_on_the_ranks import shared_folder
@@ -444,6 +445,30 @@ def test_a_rank_holds_its_slices_and_two_units(rank, world_size):
     assert max(found) <= (slices + 2 * unit + (64 << 20)) >> 20, found
     assert sw.describe()["models"][-1]["parameter_bytes"] <= slices + 4096
     print("peak PSS of ranks, MiB:", found, "slices and two units:", (slices + 2 * unit) >> 20)
+    del model
+    gather(None)
+
+
+@on_every_rank()
+def test_a_unit_that_no_parent_writes_to_is_sliced_once(rank, world_size):
+    class Parents(nn.Module):  # their calls come last, and look at all parameters below
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Sequential(nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))))
+            self.gain = nn.Parameter(torch.ones(64))
+
+        def forward(self, x):
+            return self.body(x) * self.gain
+
+    def fills(each):
+        for parameter in each.parameters(recurse=False):
+            parameter.uniform_(-1, 1)
+
+    sliced, put = [], _Units._put
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_Units, "_put", lambda self, number: (sliced.append(number), put(self, number)))
+        model = sw.wrap(on_meta(Parents), init=fills, units=(nn.Linear,), **PRIVATE)
+    assert sorted(sliced) == list(range(5)), sliced
     del model
     gather(None)
 

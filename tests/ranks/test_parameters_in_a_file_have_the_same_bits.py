@@ -239,6 +239,50 @@ def test_pages_leave_memory(rank, world_size):
     assert held[True] - held[False] >= 0.8 * slices, (held, slices)
 
 
+class LowWide(nn.Module):
+    """One unit of bfloat16 layers: the pages of units are a fraction of their slices."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(1024, 1024, bias=False, dtype=torch.bfloat16) for _ in range(layers))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+def peak_above_now(call):
+    """Return the bytes of this process's highest resident memory during a call, above that before it."""
+
+    def line(name):
+        text = pathlib.Path("/proc/self/status").read_text()
+        return int(re.search(rf"{name}:\s+(\d+) kB", text)[1]) << 10
+
+    pathlib.Path("/proc/self/clear_refs").write_text("5")
+    before = line("VmRSS")
+    call()
+    return line("VmHWM") - before
+
+
+@on_every_rank(at_least=3)
+def test_a_step_holds_no_more_than_its_buffers(rank, world_size):
+    layers = 64
+    _, offload = places(rank, "nvme")
+    with torch.device("meta"):
+        module = LowWide(layers)
+    optimizer = sw.optim.AdamW(module.parameters(), lr=1e-2)
+    model, optimizer = sw.wrap(module, optimizer, init=True, offload=offload, **PRIVATE)
+    slices = layers * (2 << 20) // world_size
+    settled()
+    for step in range(2):  # the first one makes masters, of twice the slices' bytes
+        model(batch(rank, step, 1024).bfloat16()).float().square().mean().backward()
+        above = peak_above_now(optimizer.step)
+        buffers = 3 * (16 << 20) if step == 0 else 0  # which stay
+        assert above < buffers + slices // 2, (step, above, slices)
+        optimizer.zero_grad()
+
+
 # failures -------------------------------------------------------------------------------------------------------------
 
 

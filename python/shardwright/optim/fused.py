@@ -80,7 +80,7 @@ class _Fused(torch.optim.Optimizer):
         options = {**self._scalars(group), "maximize": group["maximize"], "grad_scale": grad_scale}
         calls: dict[tuple[bool, bool, torch.device | None], _Lists] = {}
         needed, of_state, store = set(keys), self.state, self.store
-        empty = None if store is None else store.empty
+        new = None if store is None else store.new
         last_kind, lists = None, _Lists(keys)
         for p in group["params"]:
             grad = p.grad
@@ -99,7 +99,7 @@ class _Fused(torch.optim.Optimizer):
             if kind != last_kind:
                 last_kind, lists = kind, calls.setdefault(kind, _Lists(keys))
             lists.params.append(p)
-            lists.targets.append(master_of(p, state, empty) if has_master else p)
+            lists.targets.append(master_of(p, state, new) if has_master else p)
             lists.grads.append(grad)
             lists.states.append(state)
             if not on_host and "step" in state:  # torch's fused form keeps the step count on the GPU

@@ -25,12 +25,23 @@ LOW = (torch.bfloat16, torch.float16)
 _KEY = "master"
 
 
-def master_of(parameter: torch.Tensor, state: dict[str, Any], empty: Callable[..., torch.Tensor] | None = None) -> Any:
-    """Return the master in `state`; make it, or match its layout to the parameter's, if needed."""
+def master_of(
+    parameter: torch.Tensor,
+    state: dict[str, Any],
+    new: Callable[[torch.Tensor, torch.dtype], tuple[torch.Tensor, bool]] | None = None,
+) -> Any:
+    """Return the master in `state`; make it, or match its layout to the parameter's, if needed.
+
+    `new` returns memory for it, and True if that holds zeros. Such a master stays 0 until the step, which begins with the
+    parameter wherever the master does not round to it: nothing is written to a file twice.
+    """
     master = master_in(state)
     if master is None or master.stride() != parameter.stride():
-        made = empty(parameter) if empty else torch.empty_like(parameter, dtype=torch.float32, requires_grad=False)
-        master = state[_KEY] = made.copy_(parameter if master is None else master)
+        plain = torch.empty_like(parameter, dtype=torch.float32, requires_grad=False) if new is None else None
+        made, holds_zeros = (plain, False) if new is None else new(parameter, torch.float32)
+        if master is not None or not holds_zeros:
+            made.copy_(parameter if master is None else master)
+        master = state[_KEY] = made
     return master
 
 

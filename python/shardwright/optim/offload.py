@@ -83,15 +83,15 @@ class StateStore:
 
     def empty(self, like: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return a tensor of the store with the shape and strides of `like` and undefined contents."""
-        return self._new(like, dtype)[0]
+        return self.new(like, dtype)[0]
 
     def zeros(self, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor of zeros of the store with the shape and strides of `like`."""
-        made, is_new = self._new(like, dtype)
+        made, is_new = self.new(like, dtype)
         return made if is_new else made.zero_()
 
-    def _new(self, like: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, bool]:
-        """Return a tensor of the store, and True if it lies in new pages of the file, which hold zeros."""
+    def new(self, like: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, bool]:
+        """Return a tensor of the store with the shape and strides of `like`, and True if it lies in new pages of the file, which hold zeros."""
         file = self.file
         if file is None or like.numel() == 0:
             return torch.empty_like(like, dtype=dtype, device="cpu", requires_grad=False), False

@@ -330,10 +330,11 @@ class _Units(Writes):
         self._whole: list[int] = []
         self._sliced: set[int] = set()
         self._said: list[list[str]] = []  # unit, digest of its values
-        self._is_over = False
+        self._is_over = self._is_looking = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.touch([each for each in tree_leaves((args, kwargs or {})) if isinstance(each, torch.Tensor)])
+        if not self._is_looking:
+            self.touch([each for each in tree_leaves((args, kwargs or {})) if isinstance(each, torch.Tensor)])
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def before_call(self, module: torch.nn.Module) -> None:
@@ -362,7 +363,11 @@ class _Units(Writes):
         super().after_call(module)
 
     def _is_replaced(self, index: int) -> bool:
-        data, home = self._table.parameters[index].data, self._homes[index]
+        self._is_looking = True  # `.data` is an operation that reads no value: it makes no unit whole
+        try:
+            data, home = self._table.parameters[index].data, self._homes[index]
+        finally:
+            self._is_looking = False
         return data.data_ptr() != home.data_ptr() or data.stride() != home.stride()
 
     def _settle(self, indices: Sequence[int], *, reads: bool = False) -> None:

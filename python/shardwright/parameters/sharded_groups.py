@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .._engine import Error, Reducer, Store
+from .._engine import Error, Reducer, StateFile, Store
 from ..layout.param_groups import UnitPlan, mark_of
 from ..layout.shard_runs import Copies, Storage, make_dense, memory_order
 from ..layout.views import dtype_name
@@ -291,6 +291,10 @@ class UnitMemory(ReleasedParameters):
         if self._unsettled >= _SETTLED_BYTES:
             self._unsettled = 0
             self._store.settle()
+
+    def leave_with(self, file: StateFile) -> None:
+        """Let the pages of slices leave memory batch by batch, in steps on the state in `file`."""
+        file.let_go(self._store)
 
     def _as_made(self, index: int, parameter: torch.Tensor) -> torch.Tensor:
         """Return a parameter's values in memory order and in its own dtype: a program may have replaced its data.
