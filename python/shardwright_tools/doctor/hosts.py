@@ -151,7 +151,7 @@ def _time(order: Sequence[Host], first: int, second: int, *, leads: bool) -> Lin
     import torch.distributed as dist
 
     peer = order[second if leads else first].rank
-    word = torch.zeros(1, dtype=torch.int64)
+    word = torch.zeros(1, dtype=torch.int64, device="cpu")
     trips, clocks = [], []
     for _ in range(_PINGS):
         if leads:
@@ -177,9 +177,9 @@ def _rate(peer: int, *, sends: bool, leads: bool) -> float:
     import torch
     import torch.distributed as dist
 
-    word, rate = torch.zeros(1, dtype=torch.int64), 0.0
+    word, rate = torch.zeros(1, dtype=torch.int64, device="cpu"), 0.0
     for size in _SIZES:
-        data = torch.zeros(size, dtype=torch.uint8)
+        data = torch.zeros(size, dtype=torch.uint8, device="cpu")
         begun_s = time.perf_counter()
         if sends:
             dist.send(data, peer)
@@ -199,7 +199,7 @@ def _agreed(value: bool, peer: int, *, leads: bool) -> bool:
     import torch
     import torch.distributed as dist
 
-    word: torch.Tensor = torch.tensor([int(value)])
+    word: torch.Tensor = torch.tensor([int(value)], dtype=torch.int64, device="cpu")
     if leads:
         dist.send(word, peer)
     else:
