@@ -420,9 +420,9 @@ def _faults(run: Run) -> tuple[str, str]:
             lost = after.get("time", 0.0) - before.get("time", 0.0)
             rows.append(("restart", f"after step {before['step']}: {lost:.1f} s until the next line of metrics"))
     for each in run.ranks:
-        who = f"rank {each.head.rank}"
+        name = f"rank {each.head.rank}"
         if each.head.reason:
-            rows.append((who, each.head.reason))
+            rows.append((name, each.head.reason))
         elif not each.head.ended:
-            rows.append((who, f"runs, or was killed, at step {each.head.steps}: its account has not ended"))
+            rows.append((name, f"runs, or was killed, at step {each.head.steps}: its account has not ended"))
     return "Faults", _table(("", ""), rows) if rows else _soft("No restart and no error.")
