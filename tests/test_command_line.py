@@ -6,7 +6,7 @@ import pytest
 from shardwright._version import __version__
 from shardwright_tools.cli import main
 
-COMMANDS = ("plan", "why", "top", "doctor", "ckpt", "kernels", "config", "run", "chaos")
+COMMANDS = ("plan", "why", "top", "trace", "report", "scale", "doctor", "ckpt", "kernels", "config", "run", "chaos")
 
 
 def ended(capsys, *words):

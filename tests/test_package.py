@@ -178,6 +178,7 @@ NUMPY = {
     "checkpoint/state/content": "a generator that the program uses",
     "formats/lazy": "whether it is there",
     "formats/unpickle": "values of another program's pickle",
+    "doctor/hosts": "torch's collectives of objects, in a check that trains nothing",
     "gradients/sharded_gradient": "the caller's own numpy()",
 }
 

@@ -13,6 +13,7 @@
 
 #include "checkpoint/save_job.h"
 #include "platform/clock.h"
+#include "platform/spans.h"
 
 enum { HEADING_BYTES = 1024 }; /* bytes of a manifest without its files */
 
@@ -86,8 +87,11 @@ static void *help(void *context)
     sw_error err = {0};
     if (saver->options.is_idle_io)
         sw_thread_lower_io_priority();
-    if (await_open(saver) && sw_save_write(saver, true, &err) != SW_OK)
+    bool is_open = await_open(saver);
+    int64_t begun_ns = sw_clock_now_ns();
+    if (is_open && sw_save_write(saver, true, &err) != SW_OK)
         sw_save_record_failure(saver, &err);
+    sw_spans_add(SW_SPAN_SAVE, 0, begun_ns, sw_clock_now_ns());
     return NULL;
 }
 
@@ -126,7 +130,10 @@ static void *coordinate(void *context)
     sw_error own = {0}, outcome = {0};
     if (saver->options.is_idle_io)
         sw_thread_lower_io_priority();
+    int64_t begun_ns = sw_clock_now_ns();
     sw_status status = write_together(saver, &own);
+    int64_t written_ns = sw_clock_now_ns();
+    sw_spans_add(SW_SPAN_SAVE, 0, begun_ns, written_ns);
     if (status == SW_OK)
         status = sw_save_acknowledge(saver, &own);
     if (status != SW_OK)
@@ -134,6 +141,7 @@ static void *coordinate(void *context)
     else
         own = (sw_error){0};
     sw_save_conclude(saver, &own, &outcome);
+    sw_spans_add(SW_SPAN_SAVE, 1, written_ns, sw_clock_now_ns());
     pthread_mutex_lock(&saver->mutex);
     saver->outcome = outcome;
     saver->is_over = true;

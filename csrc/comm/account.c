@@ -13,6 +13,7 @@
 #include "platform/clock.h"
 #include "platform/file.h"
 #include "platform/memory.h"
+#include "platform/spans.h"
 
 _Static_assert(sizeof(sw_account_row) == 128, "the file's format");
 _Static_assert(sizeof(sw_account_op) == 128, "the file's format");
@@ -188,6 +189,7 @@ static void turn_to(sw_phase phase)
     int64_t time_ns = sw_clock_now_ns();
     if (now.since_ns)
         now.phase_ns[now.phase] += time_ns - now.since_ns;
+    sw_spans_add(SW_SPAN_PHASE, now.phase, now.since_ns, time_ns);
     now.since_ns = time_ns;
     now.phase = phase;
     atomic_store_explicit(&head->phase, (uint32_t)phase, memory_order_relaxed);
@@ -349,6 +351,7 @@ int64_t sw_account_slept(int64_t begun_ns, int rank, int pid)
     uint64_t serial = atomic_load_explicit(&head->op_count, memory_order_relaxed);
     int64_t turned_ns = atomic_load_explicit(&head->wait_turn_ns, memory_order_relaxed);
     atomic_fetch_add_explicit(&waited_ns[phase], slept_ns, memory_order_relaxed);
+    sw_spans_add(SW_SPAN_WAIT, rank, begun_ns, time_ns);
     int count = atomic_load_explicit(&slept_for_count, memory_order_relaxed);
     while (rank < SW_ACCOUNT_RANKS && rank >= count &&
            !atomic_compare_exchange_weak(&slept_for_count, &count, rank + 1))

@@ -1,4 +1,5 @@
 /* account_module.c - functions of the module over the account of steps (comm/account.h). */
+#include "platform/spans.h"
 #include "python/method.h"
 
 static PyObject *account_open(PyObject *self, PyObject *args)
@@ -70,6 +71,28 @@ static PyObject *account_row(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(unus
     return PyBytes_FromStringAndSize((const char *)row, sizeof *row);
 }
 
+static PyObject *spans_turn(PyObject *self, PyObject *args)
+{
+    sw_py_arg a[1];
+    sw_error err;
+    if (!sw_py_read("spans_turn on:p", args, NULL, a))
+        return NULL;
+    return sw_py_finish(self, sw_spans_turn(a[0].p, &err), &err);
+}
+
+static PyObject *take_spans(uint64_t after)
+{
+    PyObject *found = PyBytes_FromStringAndSize(NULL, SW_SPANS * sizeof(sw_interval));
+    if (!found)
+        return NULL;
+    size_t count = sw_spans_take(after, (sw_interval *)(void *)PyBytes_AsString(found));
+    SW_PY_OWNED *whole = found;
+    return PyBytes_FromStringAndSize(PyBytes_AsString(whole),
+                                     (Py_ssize_t)(count * sizeof(sw_interval)));
+}
+
+SW_PY_VALUE(spans_take, PyObject, "spans_take after:K", true, take_spans(a[0].word))
+
 PyMethodDef sw_py_account_functions[] = {
     SW_PY_FUNCTION(account_open, "path, rank, world_size, host, /",
                    "Move the account of steps into a new file."),
@@ -89,5 +112,8 @@ PyMethodDef sw_py_account_functions[] = {
     SW_PY_FUNCTION(account_stepped, "optimizer, args, kwargs, /", "An optimizer's step has ended."),
     SW_PY_FUNCTION_AS(account_row, METH_NOARGS, "/",
                       "Return the last step's row as bytes (csrc/comm/account.h); None before it."),
+    SW_PY_FUNCTION(spans_turn, "on, /", "Begin or end the recording of spans for a trace."),
+    SW_PY_FUNCTION(spans_take, "after, /",
+                   "Return spans with a serial above `after` as bytes (csrc/platform/spans.h)."),
     {NULL, NULL, 0, NULL},
 };

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .integrations import deepspeed
     from .integrations.meta_loading import meta_loading
     from .observe.metrics import metrics
+    from .observe.trace import trace
     from .optim.clip_grad import clip_grad_norm_, local_norms
     from .optim.diloco import DiLoCo
     from .options.compressors import Bf16, Fp16, Int4, Int8, PowerSGD
@@ -105,6 +106,7 @@ __all__ = [
     "share_comm_ctx",
     "sharding",
     "stats",
+    "trace",
     "unwrap",
     "wrap",
 ]
@@ -118,6 +120,7 @@ _NAMES = {
     "fsdp1": "FullyShardedDataParallel",
     "integrations.meta_loading": "meta_loading",
     "observe.metrics": "metrics",
+    "observe.trace": "trace",
     "optim.clip_grad": "clip_grad_norm_ local_norms",
     "optim.diloco": "DiLoCo",
     "options.compressors": "Bf16 Fp16 Int4 Int8 PowerSGD",

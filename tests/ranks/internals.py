@@ -46,6 +46,8 @@ HOMES = {
     "row_of": "observe.rings",
     "waits": "comm.waits",
     "watch": "observe.watch",
+    "trace_merge": "observe.trace_merge",
+    "trace": "observe.trace",
     "agreeing": "checkpoint.restore.agreeing",
     "applying": "checkpoint.restore.applying",
     "attempt": "comm.attempt",

@@ -107,6 +107,7 @@ class Metrics:
         self._parameters = sum(each.shape.numel() for each in model.parameters())
         self._trackers: list[tuple[str, Tracker]] = []
         self._end: Callable[[], None] = lambda: None
+        self._added: dict[str, float] = {}
         if account.own_rank() != 0:
             return
         for name, make in targets:
@@ -136,12 +137,16 @@ class Metrics:
         scalars = self._scalars(rows)
         for name, tracker in list(self._trackers):
             try:
-                tracker[0](rows[-1].step, dict(scalars))
+                tracker[0](rows[-1].step, {**scalars, **self._added})
             except Exception as error:
                 self._trackers.remove((name, tracker))
                 _logger.warning(
                     "metrics: %s failed at step %d and is left out: %s", name, rows[-1].step, _reason(error)
                 )
+
+    def add(self, **scalars: float) -> None:
+        """Add scalars of the program, such as loss=, to those that trackers get; the last value of a name counts."""
+        self._added.update({name: float(value) for name, value in scalars.items()})
 
     def close(self) -> None:
         """End; each tracker writes what it holds."""

@@ -75,6 +75,9 @@ class Operation(NamedTuple):
     kind: str
     world_size: int
     label: str
+    step: int = 0
+    round: int = 0
+    size_bytes: int = 0
 
     @property
     def name(self) -> str:
@@ -172,11 +175,15 @@ class AccountFile:
         found = []
         for serial in range(max(last - min(most, self._ops), 0) + 1, last + 1):
             at = self._ops_begin + (serial - 1) % self._ops * self._op_bytes
-            number, posted_ns, done_ns, posted, done, kind, size, *_, label = _OP.unpack_from(self._data, at)
+            number, posted_ns, done_ns, posted, done, kind, ranks, step, turn, size, label = _OP.unpack_from(
+                self._data, at
+            )
             if number == serial:
                 is_done = 0 < posted <= done
                 name = KINDS[kind] if kind < len(KINDS) else "collective"
-                found.append(Operation(serial, posted_ns, done_ns, is_done, name, size, _text(label)))
+                found.append(
+                    Operation(serial, posted_ns, done_ns, is_done, name, ranks, _text(label), step, turn, size)
+                )
         return found
 
 

@@ -28,7 +28,7 @@ from ..layout.param_groups import check_hookable, check_inner, cut, mark_of
 from ..layout.param_table import ParameterTable
 from ..layout.shard_mesh import Slicing
 from ..layout.shard_runs import Storage, itemsize_of
-from ..observe import watch
+from ..observe import ended, trace, watch
 from ..options.compress import Compressor
 from ..options.options import Options
 from ..options.precision import LOW_DTYPES
@@ -153,6 +153,8 @@ class Replica:
         _live.add(self)
         _hooks.watch_steps(self)
         watch.begin()
+        trace.begin_if_asked()
+        ended.keep()
 
     def _make_request(
         self, module: torch.nn.Module, compress: Compressor | None, precision: PrecisionPlan | None, building: Any

@@ -16,6 +16,9 @@ COMMANDS = {
     "plan": (".plan_command", "choose a configuration by memory and time, and print how to start it"),
     "why": (".why", "say where each rank of a job is, and why it hangs"),
     "top": (".top", "show what each rank of a job does, as a live table"),
+    "trace": (".trace", "record a few steps of all ranks of a program, for Perfetto"),
+    "report": (".page", "write one HTML page of a run"),
+    "scale": (".scale", "time 1, 2, 4, ... ranks of a program, and say what costs the rest"),
     "doctor": ("..doctor.command", "check the engine on this host"),
     "ckpt": (".ckpt", "inspect, verify, convert and prune checkpoints"),
     "kernels": (".kernels", "compile the GPU kernels ahead of time"),
@@ -65,7 +68,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             commands.add_parser(name, help=text)
     commands.add_parser("gpu-check", help="check and time a GPU, in fifteen minutes or less")
     words, program = list(arguments), []
-    if words[:1] == ["plan"] and "--" in words:  # argparse would give a program's options to the command
+    if (
+        words[:1] in (["plan"], ["trace"], ["scale"]) and "--" in words
+    ):  # argparse would give a program's options to the command
         at = words.index("--")
         words, program = words[:at], words[at + 1 :]
     options = parser.parse_args(words)

@@ -14,6 +14,7 @@ from typing import Any
 
 from . import bench as bench_table
 from . import gpu as gpu_report
+from . import hosts
 
 _OLDEST_TORCH = (2, 4)
 
@@ -36,11 +37,16 @@ def add_parser(commands: Any, text: str) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.add_argument("--bench", action="store_true", help="also time all_reduce by size, between ranks and GPUs")
+    parser.add_argument(
+        "--hosts", action="store_true", help="under a launcher on each host: time links, compare versions and clocks"
+    )
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the report; return 0 if all checks passed, else 1."""
+    if options.hosts:
+        return hosts.run(options)
     checks: list[Check] = []
 
     def run_check(name: str, check: Callable[[], Any]) -> Any:

@@ -1,0 +1,57 @@
+"""Commands of a user that `shardwright trace` and `shardwright scale` start: `-- torchrun ... program.py`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO
+
+from .report import Nothing
+
+__all__ = ["run_child", "words_of"]
+
+_POLL_S = 0.2
+_END_S = 40.0  # longer than the 30 s that torchrun gives its workers
+
+
+def words_of(program: Sequence[str], command: str) -> list[str]:
+    """Return the command behind `--`. Nothing, with a sentence, if there is none, or it cannot be run."""
+    words = list(program)
+    if not words:
+        raise Nothing(
+            f"no command given: pass one, as in `shardwright {command} -- torchrun --nproc-per-node 2 program.py`"
+        )
+    if shutil.which(words[0]) is None:
+        raise Nothing(f"the command {words[0]!r} was not found, or is not executable")
+    return words
+
+
+def run_child(
+    words: Sequence[str], environment: Mapping[str, str], is_over: Callable[[], bool], log: IO[bytes] | None = None
+) -> int | None:
+    """Run a command until it ends, or is_over(). Return its exit code; None if it was ended. It never outlives this call.
+
+    `log`: gets what it prints.
+    """
+    # a signal that ends this process unwinds, so that the command ends first
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    process = subprocess.Popen(words, env={**os.environ, **environment}, stdout=log, stderr=log)
+    try:
+        while process.poll() is None and not is_over():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_POLL_S)
+        return process.poll()
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_END_S)
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+        signal.signal(signal.SIGTERM, before)
