@@ -74,16 +74,16 @@ class DeviceExchange:
         """Return the addresses of the message, of what is received and of the whole result, after begin()."""
         return self._sent.data_ptr(), self._received.data_ptr(), self._whole.data_ptr()
 
-    def hosts(self, flat: torch.Tensor) -> tuple[int, int, int, int, int]:
+    def hosts(self, flat: torch.Tensor) -> tuple[int, tuple[int, int, int, int]]:
         """Return the number of ranks that add `flat` inside this host before it is encoded; then, for them, addresses
         and elements of flat, contributions and sums. Over one host: 1 and zeros.
         """
         *sizes, count = device_hosts_sizes(self.link.comm, flat.numel())
         if count == 1 and not sizes[0]:
-            return 1, 0, 0, 0, 0
+            return 1, (0, 0, 0, 0)
         if self._contributions.numel() < sizes[0]:
             self._contributions, self._sums = (self.zeros(size, torch.uint8) for size in sizes)
-        return count, flat.data_ptr(), flat.numel(), self._contributions.data_ptr(), self._sums.data_ptr()
+        return count, (flat.data_ptr(), flat.numel(), self._contributions.data_ptr(), self._sums.data_ptr())
 
     def average_plain(self, flat: torch.Tensor, share: int | None, keeps_slice: bool) -> None:
         """Average flat memory in place, without compression; with `keeps_slice` only this rank's `share` elements."""
@@ -196,7 +196,7 @@ class DeviceBlockState(OnDevice, BlockState):
         cut = self.block, self.bits, spans, share or 0, keeps_slice
         count = block_slice_records(*cut, exchange.rank, exchange.world_size)
         exchange.begin(count * block_record_bytes(self.block, self.bits))
-        beside, *hosts = exchange.hosts(flat)
+        beside, hosts = exchange.hosts(flat)
         rest = flags = 0
         if self.error_feedback:
             if self._rest.numel() < beside * count * self.block:

@@ -37,8 +37,9 @@ def master_of(
     """
     master = master_in(state)
     if master is None or master.stride() != parameter.stride():
-        plain = torch.empty_like(parameter, dtype=torch.float32, requires_grad=False) if new is None else None
-        made, holds_zeros = (plain, False) if new is None else new(parameter, torch.float32)
+        made, holds_zeros = new(parameter, torch.float32) if new is not None else (None, False)
+        if made is None:
+            made = torch.empty_like(parameter, dtype=torch.float32, requires_grad=False)
         if master is not None or not holds_zeros:
             made.copy_(parameter if master is None else master)
         master = state[_KEY] = made
