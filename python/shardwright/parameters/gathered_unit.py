@@ -58,7 +58,7 @@ class Unit:
     """
 
     is_compute_form = is_outermost = False
-    #: the clock of the latest forward, and whether an input required a gradient; recorded if somebody asks for it
+    #: the clock of the latest forward, and whether an input required a gradient; recorded if a listener asks for it
     last_run: tuple[int, bool] | None = None
     notes_runs = False
     #: of fully_shard: the parameters of which one object or the other stands in the module
