@@ -111,4 +111,4 @@ def test_a_wait_that_no_loader_could_shorten_is_not_told() -> None:
 
 
 def test_a_row_has_the_engines_layout() -> None:
-    assert row_of(bytes(128)).step == 0
+    assert row_of(bytes(152)).step == 0

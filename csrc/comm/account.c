@@ -15,9 +15,11 @@
 #include "platform/memory.h"
 #include "platform/spans.h"
 
-_Static_assert(sizeof(sw_account_row) == 128, "the file's format");
+_Static_assert(sizeof(sw_account_row) == 152, "the file's format");
 _Static_assert(sizeof(sw_account_op) == 128, "the file's format");
 _Static_assert(offsetof(sw_account_head, call) == 208, "the file's format");
+_Static_assert(offsetof(sw_account_head, first_unix_ns) == 1232, "the file's format");
+_Static_assert(sizeof(sw_account_group) == 136, "the file's format");
 _Static_assert(offsetof(sw_account, rows) == 4096, "the file's format");
 
 /* A name has so many words; the rest is for sentences. */
@@ -35,12 +37,13 @@ static struct {
     int64_t since_ns, begun_ns; /* begun_ns: 0 before the first forward */
     int64_t phase_ns[SW_PHASE_COUNT];
     uint32_t forwards; /* since the last row */
+    bool is_in_step;   /* an optimizer's step is on: a closure's forward may begin in it */
     bool is_stepping;  /* an optimizer has stepped since the last forward */
     bool is_saving;
 } now;
 static _Atomic int64_t waited_ns[SW_PHASE_COUNT], slept_for_ns[SW_ACCOUNT_RANKS];
 static _Atomic int slept_for_count; /* ranks in slept_for_ns so far */
-static _Atomic uint64_t begun_bytes;
+static _Atomic uint64_t begun_bytes, moved_bytes[SW_LINK_COUNT];
 
 static sw_account *account(void)
 {
@@ -142,6 +145,12 @@ void sw_account_forget(void)
     memset(&now, 0, sizeof now);
     for (int i = 0; i < SW_PHASE_COUNT; ++i)
         atomic_store(&waited_ns[i], 0);
+    for (int i = 0; i < SW_LINK_COUNT; ++i)
+        atomic_store(&moved_bytes[i], 0);
+    for (int i = 0; i < SW_ACCOUNT_RANKS; ++i)
+        atomic_store(&slept_for_ns[i], 0);
+    atomic_store(&slept_for_count, 0);
+    atomic_store(&begun_bytes, 0);
 }
 
 /* Texts
@@ -175,9 +184,32 @@ void sw_account_set_stack_signal(int number)
     atomic_store(&account()->head.stack_signal, number);
 }
 
-void sw_account_met(uint64_t group)
+int sw_account_met(const sw_account_group *group, bool leads)
 {
-    atomic_store(&account()->head.group, group);
+    sw_account_head *head = &account()->head;
+    uint64_t count = atomic_load(&head->group_count), number = 1;
+    if (leads) {
+        atomic_store(&head->ended, 0);
+        atomic_store(&head->group, group->id);
+    }
+    while (number <= count && head->groups[number - 1].id != group->id)
+        number++;
+    if (number > SW_ACCOUNT_GROUPS)
+        return 0;
+    head->groups[number - 1] = *group;
+    if (number > count)
+        atomic_store_explicit(&head->group_count, number, memory_order_release);
+    return (int)number;
+}
+
+void sw_account_restarted(int64_t first_unix_ns, int64_t kept_unix_ns, int64_t lost_ns,
+                          uint64_t restarts)
+{
+    sw_account_head *head = &account()->head;
+    head->first_unix_ns = first_unix_ns;
+    head->kept_unix_ns = kept_unix_ns;
+    head->lost_ns = lost_ns;
+    head->restarts = restarts;
 }
 
 /* Phases
@@ -231,7 +263,13 @@ static void write_row(sw_account *to, uint64_t step, bool again)
     take_waits(row);
     row->forwards += now.forwards;
     row->size_bytes += atomic_exchange_explicit(&begun_bytes, 0, memory_order_relaxed);
+    for (int i = 1; i < SW_LINK_COUNT; ++i)
+        if (atomic_load_explicit(&moved_bytes[i], memory_order_relaxed))
+            row->link_bytes[i - 1] +=
+                atomic_exchange_explicit(&moved_bytes[i], 0, memory_order_relaxed);
     row->ended_ns = now.begun_ns = now.since_ns;
+    atomic_store_explicit(&to->head.ended, 0,
+                          memory_order_relaxed); /* it goes on in other groups */
     now.forwards = 0;
     atomic_store_explicit(&row->step, step, memory_order_release);
 }
@@ -252,12 +290,12 @@ void sw_account_enter(sw_phase phase)
         now.begun_ns = now.since_ns;
     }
     now.forwards++;
-    now.is_stepping = false;
+    now.is_stepping = now.is_in_step;
 }
 
 void sw_account_stepping(void)
 {
-    now.is_stepping = true;
+    now.is_stepping = now.is_in_step = true;
 }
 
 uint64_t sw_account_stepped(void)
@@ -265,6 +303,7 @@ uint64_t sw_account_stepped(void)
     sw_account *to = account();
     uint64_t step = atomic_load_explicit(&to->head.steps, memory_order_relaxed);
     bool again = now.forwards == 0;
+    now.is_in_step = false;
     if (!now.is_stepping || now.begun_ns == 0 || (again && step == 0) || now.is_saving)
         return 0;
     turn_to(SW_PHASE_DATA);
@@ -297,20 +336,27 @@ void sw_account_call_end(void)
 /* Collectives and waits
  * ------------------------------------------------------------------------------------------ */
 
-uint64_t sw_account_begin(uint32_t kind, const char *label, int world_size, uint64_t size_bytes,
-                          uint32_t step, uint32_t round)
+void sw_account_moved(sw_link link, uint64_t size_bytes)
+{
+    atomic_fetch_add_explicit(&moved_bytes[link], size_bytes, memory_order_relaxed);
+}
+
+uint64_t sw_account_begin(const sw_account_use *use, uint32_t kind, const char *label,
+                          uint64_t size_bytes, uint32_t step, uint32_t round)
 {
     sw_account *to = account();
     uint64_t serial = atomic_fetch_add(&to->head.op_count, 1) + 1;
     sw_account_op *op = &to->operations[(serial - 1) % SW_ACCOUNT_OPS];
     atomic_store_explicit(&op->serial, 0, memory_order_relaxed);
     atomic_thread_fence(memory_order_release);
-    op->kind = kind;
-    op->world_size = (uint32_t)world_size;
+    op->kind = (uint16_t)kind;
+    op->group = (uint16_t)use->group;
+    op->number = use->number;
     op->step = step;
     op->round = round;
     op->size_bytes = size_bytes;
     atomic_fetch_add_explicit(&begun_bytes, size_bytes, memory_order_relaxed);
+    sw_account_moved(use->link, size_bytes);
     write_words(op->label, sizeof op->label / sizeof *op->label, label);
     atomic_store_explicit(&op->posted, 0, memory_order_relaxed);
     atomic_store_explicit(&op->done, 0, memory_order_relaxed);
@@ -343,7 +389,7 @@ void sw_account_done(uint64_t serial)
     atomic_fetch_add_explicit(&op->done, 1, memory_order_release);
 }
 
-int64_t sw_account_slept(int64_t begun_ns, int rank, int pid)
+int64_t sw_account_slept(int64_t begun_ns, int rank, int group)
 {
     sw_account_head *head = &account()->head;
     int64_t time_ns = sw_clock_now_ns(), slept_ns = time_ns - begun_ns;
@@ -363,7 +409,7 @@ int64_t sw_account_slept(int64_t begun_ns, int rank, int pid)
         atomic_store_explicit(&head->wait_begun_ns, begun_ns, memory_order_relaxed);
     atomic_store_explicit(&head->wait_serial, serial, memory_order_relaxed);
     atomic_store_explicit(&head->wait_rank, rank, memory_order_relaxed);
-    atomic_store_explicit(&head->wait_pid, pid, memory_order_relaxed);
+    atomic_store_explicit(&head->wait_group, (uint32_t)group, memory_order_relaxed);
     atomic_store_explicit(&head->wait_turn_ns, time_ns, memory_order_release);
     return slept_ns;
 }

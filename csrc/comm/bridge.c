@@ -1,6 +1,8 @@
 /* bridge.c - see the header. */
 #include "comm/bridge.h"
 
+#include "comm/account.h"
+
 enum { NUMBER_BITS = 28 }; /* a Gloo tag is a non-negative int32_t */
 
 static uint32_t tag_of(sw_message message, uint32_t number)
@@ -58,8 +60,10 @@ static sw_status begin_send(sw_bridge *bridge, int host, uint32_t tag, const voi
 sw_status sw_bridge_send(sw_bridge *bridge, int host, sw_message message, uint32_t number,
                          const void *data, size_t size_bytes, sw_transfer *transfer, sw_error *err)
 {
-    if (size_bytes > 0)
+    if (size_bytes > 0) {
         atomic_fetch_add_explicit(bridge->sent, size_bytes, memory_order_relaxed);
+        sw_account_moved(SW_LINK_TCP, size_bytes);
+    }
     return begin_send(bridge, host, tag_of(message, number), data, size_bytes, transfer, err);
 }
 

@@ -96,16 +96,17 @@ void sw_comm_count(sw_comm *comm, const sw_op *op)
     comm->stats.operations[op->kind]++;
     if (op->kind == SW_OP_ALL_REDUCE || op->kind == SW_OP_REDUCE_SCATTER)
         comm->stats.bytes_reduced += op->numel * sw_dtype_size_bytes(op->dtype);
+    comm->account.number++;
     comm->serial =
-        sw_account_begin((uint32_t)op->kind, op->label, comm->world_size,
+        sw_account_begin(&comm->account, (uint32_t)op->kind, op->label,
                          op->numel * sw_dtype_size_bytes(op->dtype), op->step, op->round);
 }
 
 void sw_comm_slept(sw_comm *comm, int64_t begun_ns, int rank)
 {
-    int pid = rank >= 0 && comm->ops->pid ? comm->ops->pid(comm, rank) : 0;
     comm->stats.waits++;
-    comm->stats.wait_ns += (uint64_t)sw_account_slept(begun_ns, sw_comm_name(comm, rank), pid);
+    comm->stats.wait_ns +=
+        (uint64_t)sw_account_slept(begun_ns, sw_comm_name(comm, rank), comm->account.group);
 }
 
 const char *sw_op_kind_name(sw_op_kind kind)

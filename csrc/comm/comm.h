@@ -18,6 +18,7 @@
 #include <stdint.h>
 
 #include "base/status.h"
+#include "comm/account.h"
 #include "comm/exchange.h"
 #include "kernels/kernels.h"
 #include "tensor/dtype.h"
@@ -217,7 +218,8 @@ struct sw_comm {
                                 * does not */
     sw_comm_hooks hooks;
     sw_comm_stats stats;
-    uint64_t serial; /* the newest operation's, in the account (account.h) */
+    uint64_t serial;        /* the newest operation's, in the account (account.h) */
+    sw_account_use account; /* zeros: of no known group, over no link that counts */
 };
 
 /* The number of `rank` in messages: inside a host of several, its rank in the whole group. */

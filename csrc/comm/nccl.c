@@ -542,6 +542,7 @@ static sw_status make(const sw_nccl_library *nccl, sw_device *device, int rank, 
         SW_FAIL(err, SW_E_MEMORY, "NCCL: no memory for %zu bytes", sizeof *made);
     *made = (nccl_comm){.base = {.ops = &nccl_ops,
                                  .name = "nccl",
+                                 .link = SW_LINK_NCCL,
                                  .title = "NCCL",
                                  .rank = rank,
                                  .world_size = world_size,

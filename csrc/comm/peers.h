@@ -18,6 +18,7 @@
 #include <stddef.h>
 
 #include "base/status.h"
+#include "comm/account.h"
 #include "comm/ending.h"
 #include "comm/wait.h"
 #include "device/device.h"
@@ -128,6 +129,7 @@ struct sw_peers {
     const char
         *name; /* "nccl", "one rank"; slots: "shm" in the host's memory, "ipc" in the GPUs' */
     const char *title; /* its name in messages */
+    sw_link link;      /* that its bytes are counted for */
     int rank, world_size;
     bool is_borrowed;    /* its owner ends it and runs its own operations in it: only NCCL */
     bool rounds_divisor; /* MEAN multiplies by 1 / world_size rounded to the dtype: NCCL */
@@ -152,6 +154,7 @@ static inline sw_status sw_peers_group_end(sw_peers *t, sw_error *err)
 static inline sw_status sw_peers_all_reduce(sw_peers *t, void *data, size_t numel, sw_dtype dtype,
                                             sw_redop op, sw_stream *stream, sw_error *err)
 {
+    sw_account_moved(t->link, numel * sw_dtype_size_bytes(dtype));
     return t->ops->all_reduce(t, data, numel, dtype, op, stream, err);
 }
 
@@ -159,18 +162,21 @@ static inline sw_status sw_peers_reduce_scatter(sw_peers *t, const void *data, v
                                                 size_t slice_numel, sw_dtype dtype, sw_redop op,
                                                 sw_stream *stream, sw_error *err)
 {
+    sw_account_moved(t->link, slice_numel * (size_t)t->world_size * sw_dtype_size_bytes(dtype));
     return t->ops->reduce_scatter(t, data, to, slice_numel, dtype, op, stream, err);
 }
 
 static inline sw_status sw_peers_all_gather(sw_peers *t, void *data, size_t slice_numel,
                                             sw_dtype dtype, sw_stream *stream, sw_error *err)
 {
+    sw_account_moved(t->link, slice_numel * (size_t)t->world_size * sw_dtype_size_bytes(dtype));
     return t->ops->all_gather(t, data, slice_numel, dtype, stream, err);
 }
 
 static inline sw_status sw_peers_gather_slices(sw_peers *t, const void *slice, void *data,
                                                size_t slice_bytes, sw_stream *stream, sw_error *err)
 {
+    sw_account_moved(t->link, slice_bytes * (size_t)t->world_size);
     return t->ops->gather_slices(t, slice, data, slice_bytes, stream, err);
 }
 
@@ -179,6 +185,7 @@ static inline sw_status sw_peers_exchange_slices(sw_peers *t, const void *data, 
                                                  const int *slice_of_rank, sw_stream *stream,
                                                  sw_error *err)
 {
+    sw_account_moved(t->link, slice_numel * (size_t)t->world_size * sw_dtype_size_bytes(dtype));
     return t->ops->exchange_slices(t, data, contributions, slice_numel, dtype, slice_of_rank,
                                    stream, err);
 }
@@ -187,6 +194,7 @@ static inline sw_status sw_peers_gather_among(sw_peers *t, void *data, size_t sl
                                               const int *ranks, int count, sw_stream *stream,
                                               sw_error *err)
 {
+    sw_account_moved(t->link, slice_bytes * (size_t)count);
     return t->ops->gather_among(t, data, slice_bytes, ranks, count, stream, err);
 }
 
@@ -205,6 +213,7 @@ static inline sw_status sw_peers_receive(sw_peers *t, void *data, size_t size_by
 static inline sw_status sw_peers_broadcast(sw_peers *t, void *data, size_t numel, sw_dtype dtype,
                                            int root, sw_stream *stream, sw_error *err)
 {
+    sw_account_moved(t->link, numel * sw_dtype_size_bytes(dtype));
     return t->ops->broadcast(t, data, numel, dtype, root, stream, err);
 }
 

@@ -458,6 +458,7 @@ sw_status sw_slot_transport_create(const sw_slot_config *config, sw_peers **peer
         slot_destroy(&t->base);
         return status;
     }
+    t->base.link = SW_LINK_SHARED_MEMORY;
     t->base.name = t->own_slots ? "ipc" : "shm";
     *peers = &t->base;
     return SW_OK;

@@ -1,4 +1,5 @@
 /* account_module.c - functions of the module over the account of steps (comm/account.h). */
+#include "platform/clock.h"
 #include "platform/spans.h"
 #include "python/method.h"
 
@@ -17,8 +18,34 @@ SW_PY_VALUE(account_fail, PyObject, "account_fail sentence:s", true,
             (sw_account_fail(a[0].s), sw_py_none()))
 SW_PY_VALUE(account_stack_signal, PyObject, "account_stack_signal number:i", true,
             (sw_account_set_stack_signal(a[0].i), sw_py_none()))
-SW_PY_VALUE(account_met, PyObject, "account_met group:K", true,
-            (sw_account_met(a[0].word), sw_py_none()))
+SW_PY_VALUE(account_restarted, PyObject,
+            "account_restarted first_unix_ns:N kept_unix_ns:N lost_ns:N restarts:N", true,
+            (sw_account_restarted((int64_t)a[0].size, (int64_t)a[1].size, (int64_t)a[2].size,
+                                  a[3].size),
+             sw_py_none()))
+
+static PyObject *note_sleep(double seconds, int rank)
+{
+    sw_account_slept(sw_clock_now_ns() - (int64_t)(seconds * 1e9), rank, -1);
+    return sw_py_none();
+}
+
+SW_PY_VALUE(account_slept, PyObject, "account_slept seconds:d rank:i", true,
+            note_sleep(a[0].d, a[1].i))
+
+static PyObject *account_met(PyObject *Py_UNUSED(self), PyObject *args)
+{
+    sw_account_group group;
+    sw_py_arg a[3];
+    if (!sw_py_read("account_met group:K ranks:B leads:p", args, NULL, a))
+        return NULL;
+    if (PyBytes_Size(a[1].o) != (Py_ssize_t)sizeof group.ranks)
+        return PyErr_Format(PyExc_ValueError, "account_met: ranks must be %zu bytes, got %zd",
+                            sizeof group.ranks, PyBytes_Size(a[1].o));
+    group.id = a[0].word;
+    memcpy(group.ranks, PyBytes_AsString(a[1].o), sizeof group.ranks);
+    return PyLong_FromLong(sw_account_met(&group, a[2].p));
+}
 
 static PyObject *account_call_end(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(unused))
 {
@@ -104,7 +131,13 @@ PyMethodDef sw_py_account_functions[] = {
                       "This rank ends in order. Return True if no error was kept."),
     SW_PY_FUNCTION(account_stack_signal, "number, /",
                    "Note the signal that writes Python's stacks; 0: none."),
-    SW_PY_FUNCTION(account_met, "group, /", "Note the group of ranks that have met."),
+    SW_PY_FUNCTION(account_met, "group, ranks, leads, /",
+                   "Note a group of ranks that have met; return its number, 0: not kept."),
+    SW_PY_FUNCTION(
+        account_slept, "seconds, rank, /",
+        "This rank has slept until now, in a wait of Python's own for a rank of the job."),
+    SW_PY_FUNCTION(account_restarted, "first_unix_ns, kept_unix_ns, lost_ns, restarts, /",
+                   "Note earlier starts of this job."),
     SW_PY_FUNCTION(
         account_watch, "every, callback, /",
         "Call callback(step) after each step whose number `every` divides; None: no more. "

@@ -537,12 +537,25 @@ SW_PY_GETTER(comm_get_hosts, comm_object,
              self->hosts ? PyList_GetSlice(self->hosts, 0, PyList_Size(self->hosts))
                          : PyList_New(0))
 
+static PyObject *note_account(const comm_object *self, int group, bool shares_memory)
+{
+    if (self->comm)
+        self->comm->account = (sw_account_use){
+            .group = group, .link = shares_memory ? SW_LINK_SHARED_MEMORY : SW_LINK_NONE};
+    return sw_py_none();
+}
+
+SW_PY_VALUE(comm_account, comm_object, "account group:i shares_memory:p", true,
+            note_account(self, a[0].i, a[1].p))
+
 static PyMethodDef comm_methods[] = {
     SW_PY_ARGS(comm, peer, "rank, /",
                "Return a rank, its process and host, and what that does, for messages."),
     SW_PY_KEYS(sw_py_comm, connect, "addresses, secret, hosts, *, members=None",
                "Join the ranks of this host."),
     SW_PY_KEYS(sw_py_comm, extend, "host_of, host, *, wire=None", "Join the ranks of other hosts."),
+    SW_PY_ARGS(comm, account, "group, shares_memory, /",
+               "Note the number of its group in the account, and whether ranks share memory."),
     SW_PY_KEYS(comm, arena, "nbytes, label='arena', *, of_hosts=False",
                "Create an arena. Collective."),
     SW_PY_KEYS(comm, all_reduce, "address, numel, dtype, op='sum', label='all_reduce', arena=None",

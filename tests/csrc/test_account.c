@@ -84,6 +84,22 @@ static void check_phases(void)
     check(total(row) == row->ended_ns - row->begun_ns, "phases tile a step of two optimizers");
 }
 
+static void check_closures(void)
+{
+    uint64_t steps = atomic_load(&sw_account_get()->head.steps);
+    sw_account_stepping();
+    for (int i = 0; i < 2; ++i) { /* the optimizer evaluates its closure twice */
+        sw_account_enter(SW_PHASE_FORWARD);
+        sw_thread_sleep_ns(3 * ms);
+        sw_account_enter(SW_PHASE_BACKWARD);
+        sw_account_enter(SW_PHASE_OPTIMIZER);
+    }
+    check(sw_account_stepped() == steps + 1, "a step that runs forwards itself");
+    check(last_row()->forwards == 2 && last_row()->phase_ns[SW_PHASE_FORWARD] >= 6 * ms, "two");
+    sw_account_enter(SW_PHASE_FORWARD);
+    check(sw_account_stepped() == 0, "another optimizer's step after a forward");
+}
+
 static void check_saves_and_waits(void)
 {
     sw_account_call("Checkpointer.save()", true);
@@ -96,9 +112,9 @@ static void check_saves_and_waits(void)
     for (int i = 0; i < 3; ++i) {
         begun_ns = sw_clock_now_ns();
         sw_thread_sleep_ns(3 * ms);
-        check(sw_account_slept(begun_ns, i == 2 ? 0 : 3, 4711) >= 3 * ms, "sleep");
+        check(sw_account_slept(begun_ns, i == 2 ? 0 : 3, 2) >= 3 * ms, "sleep");
     }
-    check(atomic_load(&sw_account_get()->head.wait_pid) == 4711, "the awaited process");
+    check(atomic_load(&sw_account_get()->head.wait_group) == 2, "the group of the wait");
     run_step(0);
     const sw_account_row *row = last_row();
     check(row->phase_ns[SW_PHASE_SAVE] >= 10 * ms && row->wait_ns[SW_PHASE_SAVE] >= 3 * ms, "save");
@@ -118,10 +134,11 @@ static const sw_account_op *op_of(uint64_t serial)
 
 static void check_operations(void)
 {
-    uint64_t serial = sw_account_begin(1,
+    sw_account_use use = {.group = 3, .link = SW_LINK_SHARED_MEMORY, .number = 9};
+    uint64_t serial = sw_account_begin(&use, 1,
                                        "bucket 0 of a model whose name is longer than an entry "
                                        "has bytes for, by far",
-                                       4, 1024, 7, 2);
+                                       1024, 7, 2);
     const sw_account_op *op = op_of(serial);
     sw_account_post(serial);
     sw_account_post(serial);
@@ -132,11 +149,66 @@ static void check_operations(void)
     check(strncmp((const char *)op->label, "bucket 0 of", 11) == 0 &&
               strlen((const char *)op->label) == sizeof op->label - 1,
           "the label '%s'", (const char *)op->label);
+    check(op->group == 3 && op->number == 9 && op->kind == 1, "which of its group's");
+    sw_account_moved(SW_LINK_TCP, 70);
+    sw_account_moved(SW_LINK_NCCL, 5);
+    sw_account_moved(SW_LINK_TCP, 7);
+    run_step(0);
+    check(last_row()->size_bytes == 1024 && last_row()->link_bytes[0] == 1024 &&
+              last_row()->link_bytes[1] == 77 && last_row()->link_bytes[2] == 5,
+          "bytes by link");
+    run_step(0);
+    check(last_row()->size_bytes == 0 && last_row()->link_bytes[1] == 0, "of that step alone");
     for (int i = 0; i < SW_ACCOUNT_OPS; ++i)
-        sw_account_begin(0, "barrier", 4, 0, 0, 0);
+        sw_account_begin(&use, 0, "barrier", 0, 0, 0);
     check(atomic_load(&op_of(serial)->serial) == serial + SW_ACCOUNT_OPS, "the ring");
     sw_account_done(serial);
     check(atomic_load(&op_of(serial)->done) == 0, "an entry that is gone is not changed");
+}
+
+static void check_groups(void)
+{
+    const sw_account_head *head = &sw_account_get()->head;
+    sw_account_group group = {.id = 11, .ranks = {5}};
+    check(sw_account_met(&group, true) == 1 && head->group == 11, "the first group");
+    group.id = 12;
+    check(sw_account_met(&group, false) == 2 && head->group == 11, "another one beside it");
+    group.id = 11;
+    group.ranks[0] = 7;
+    check(sw_account_met(&group, true) == 1 && head->groups[0].ranks[0] == 7, "the same again");
+    check(sw_account_end() && head->ended == 1, "it has left");
+    sw_account_met(&group, true);
+    check(head->ended == 0, "and joined again");
+    check(sw_account_end() && run_step(0) > 0 && head->ended == 0, "or steps without it");
+    for (uint64_t id = 100; id < 100 + SW_ACCOUNT_GROUPS; ++id) {
+        group.id = id;
+        int number = sw_account_met(&group, false);
+        check(number == (id < 114 ? (int)(id - 100) + 3 : 0), "group %d", number);
+    }
+    check(head->group_count == SW_ACCOUNT_GROUPS, "sixteen are kept");
+}
+
+/* What a process has counted since its last row is not its child's. */
+static void check_forgets(void)
+{
+    sw_account_moved(SW_LINK_NCCL, 3);
+    sw_account_use use = {.group = 1};
+    sw_account_begin(&use, 0, "barrier", 4096, 0, 0);
+    sw_account_slept(sw_clock_now_ns() - 7 * ms, 5, 0);
+    pid_t child = fork();
+    if (child == 0) {
+        sw_account_forget();
+        run_step(0);
+        const sw_account_row *row = last_row();
+        _exit(row->step == 1 && row->late_rank == -1 && row->late_ns == 0 && row->size_bytes == 0 &&
+                      row->link_bytes[2] == 0 && sw_account_get()->head.group_count == 0
+                  ? 0
+                  : 1);
+    }
+    int status;
+    waitpid(child, &status, 0);
+    check(status == 0, "a child's first row has its parent's counts");
+    run_step(0);
 }
 
 /* Read the file as another program would. */
@@ -245,8 +317,11 @@ int main(void)
     if (!mkdtemp(folder))
         return 1;
     check_phases();
+    check_closures();
     check_saves_and_waits();
     check_operations();
+    check_groups();
+    check_forgets();
     check_file();
 #if !defined(__SANITIZE_THREAD__) /* the copy of a row that is then refused is a race on purpose \
                                    */

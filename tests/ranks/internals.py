@@ -43,6 +43,7 @@ HOMES = {
     "AccountFile": "observe.rings",
     "PHASES": "observe.rings",
     "account": "comm.account",
+    "goodput": "observe.goodput",
     "row_of": "observe.rings",
     "waits": "comm.waits",
     "watch": "observe.watch",

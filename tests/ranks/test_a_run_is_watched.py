@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 import shardwright as sw
 import torch
-from harness import DEADLINE_S, gather, on_every_rank
-from internals import watch
+from harness import DEADLINE_S, LONG, gather, on_every_rank
+from internals import AccountFile, account, goodput, waits, watch
 from torch.utils.data import DistributedSampler
 
 
@@ -78,6 +78,15 @@ def slowed(rank: int, world_size: int) -> None:
     assert not any(named[1:]), named
 
 
+@on_every_rank(at_least=2, spoils=True, deadline_s=600)
+def test_quiet_steps_name_no_rank(rank: int, world_size: int) -> None:
+    """1,000 live ones in the long form."""
+    with heard() as lines:
+        model, optimizer = wrapped()
+        run(model, optimizer, 1000 if LONG else 150, 0.004)
+    assert gather([each for each in lines if "is slow" in each or "waits for data" in each]) == [[]] * world_size
+
+
 @on_every_rank(spoils=True)
 def test_rank_0_reports(rank: int, world_size: int) -> None:
     os.environ[watch.EVERY] = "20"
@@ -97,6 +106,93 @@ def test_rank_0_reports(rank: int, world_size: int) -> None:
 
 
 @on_every_rank(exactly=1, spoils=True)
+def test_the_newest_metrics_that_is_open_has_the_lines_throughput(rank: int, world_size: int) -> None:
+    """Whatever the order in which they end."""
+    os.environ[watch.EVERY] = "2"
+    watch.begin.cache_clear()
+    with heard() as lines:
+        model, optimizer = wrapped()
+        opened = [sw.metrics(model, tokens=tokens, every=2) for tokens in (10**3, 10**6, 10**9)]
+        for closed in (None, 0, 2, 1):
+            if closed is not None:
+                opened[closed].close()
+            run(model, optimizer, 2, 0.005)
+    found = [float(each.partition(" tokens/s")[0].rpartition(" ")[2].replace(",", "")) for each in lines[:3]]
+    steps = [float(each.partition(" ms a step")[0].rpartition(" ")[2]) * 1e-3 for each in lines[:3]]
+    assert [each * step > 10 ** (power - 1) for each, step, power in zip(found, steps, (9, 9, 6))] == [True] * 3, lines
+    assert found[2] * steps[2] < 10**8 and len(lines) == 4 and "tokens/s" not in lines[3], lines
+
+
+@on_every_rank(exactly=1, spoils=True)
+def test_the_memory_of_a_gpu_is_in_the_line(rank: int, world_size: int) -> None:
+    """As torch counts it, asked for at a line alone."""
+    asked = []
+
+    def stats() -> dict[str, int]:
+        asked.append(1)
+        return {
+            "allocated_bytes.all.current": 3 * 2**30,
+            "reserved_bytes.all.current": 4 * 2**30,
+            "num_alloc_retries": 2,
+        }
+
+    os.environ[watch.EVERY] = "20"
+    watch.begin.cache_clear()
+    torch.cuda.is_initialized, torch.cuda.memory_stats = lambda: True, stats  # type: ignore[assignment]
+    with heard() as lines:
+        model, optimizer = wrapped()
+        run(model, optimizer, 45)
+    assert len(lines) == len(asked) == 2
+    assert all("GPU memory 3,072 MiB allocated, 4,096 reserved, 2 retries" in each for each in lines), lines
+
+
+@on_every_rank(exactly=1, spoils=True)
+def test_a_tracker_passes_an_interrupt_on(rank: int, world_size: int) -> None:
+    """Ctrl-C while a tracker sends: no error of a tracker's."""
+
+    def interrupted(step: int, scalars: Any) -> None:
+        raise KeyboardInterrupt
+
+    model, optimizer = wrapped()
+    with sw.metrics(model, to=[interrupted], every=1), pytest.raises(KeyboardInterrupt):
+        run(model, optimizer, 3)
+
+
+def test_goodput_counts_a_restart(fresh_ranks: Any, tmp_path: Path) -> None:
+    """The first start is killed five steps after a save; the second one knows what that cost."""
+    with fresh_ranks(1) as team:
+        (saved_ns, _), *_ = team.run(starts, folder=str(tmp_path), steps=8)
+    with fresh_ranks(1) as team:
+        ((_, begun_ns), head, text, left), *_ = [team.run(starts, folder=str(tmp_path), steps=3, tells=True)[0]]
+    assert head.restarts == 1 and left == 1
+    lost_ns = int(text.partition(": ")[2].partition(" s ")[0].replace(",", "")) * 1e9
+    assert abs(lost_ns - (begun_ns - saved_ns)) < 1e9, (lost_ns, saved_ns, begun_ns)
+    assert text.startswith("goodput ") and text.endswith(" s lost to 1 restart")
+
+
+test_goodput_counts_a_restart.exactly = 1  # type: ignore[attr-defined]
+
+
+def starts(rank: int, world_size: int, folder: str, steps: int, tells: bool = False) -> Any:
+    """Return when step 3 was saved and when the first step began, since 1970; with `tells`, what the account says, too."""
+    os.environ.update({account.RUN_FOLDER: folder, "TORCHELASTIC_RUN_ID": "a"})
+    model, optimizer = wrapped()
+    begun_ns = time.time_ns()
+    run(model, optimizer, 3)
+    saved_ns = time.time_ns()
+    with waits.calling("sw.save()"):
+        pass
+    run(model, optimizer, steps - 3, 0.3)
+    if not tells:
+        return saved_ns, begun_ns
+    path = account.own_file()
+    assert path is not None
+    head, own = AccountFile(path).head(), AccountFile(path).rows(10)
+    files = [each for each in path.parent.iterdir() if each.suffix != ".stacks"]
+    return (saved_ns, begun_ns), head, goodput.text(head, own[0].begun_ns), len(files)
+
+
+@on_every_rank(exactly=1, spoils=True)
 def test_the_variable_is_checked(rank: int, world_size: int) -> None:
     os.environ[watch.EVERY] = "often"
     watch.begin.cache_clear()
@@ -113,6 +209,9 @@ def test_a_sampler_whose_epoch_stays_is_named_once(rank: int, world_size: int) -
         for epoch in range(3):
             sampler.set_epoch(epoch)
             assert len(list(sampler)) == len(list(quiet))
+        assert lines == []
+        for _ in range(3):  # a look at the first batch is no epoch
+            next(iter(torch.utils.data.DataLoader(range(8), batch_size=2, sampler=sampler)))
         assert lines == []
         for _ in range(3):
             list(sampler)

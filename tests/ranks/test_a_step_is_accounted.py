@@ -13,8 +13,9 @@ import shardwright as sw
 import torch
 import torch.distributed as dist
 from harness import gather, on_every_rank
-from internals import PHASES, AccountFile, _engine, account, row_of
+from internals import PHASES, AccountFile, _engine, account, process_group, row_of
 from models import Mlp
+from test_hosts_fold_in_two_steps import hosts_of, on_hosts
 
 
 def wrapped(**options: Any) -> tuple[Any, Any]:
@@ -96,6 +97,24 @@ def test_accumulated_forwards_are_one_step(rank: int, world_size: int) -> None:
 
 
 @on_every_rank()
+def test_a_step_with_a_closure_is_one(rank: int, world_size: int) -> None:
+    """As Lightning's: the forward runs inside of optimizer.step()."""
+    model, optimizer = wrapped(zero=1)
+    step(model, optimizer)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.ones(3, 7)).square().sum()
+        loss.backward()
+        return loss
+
+    before = last().step
+    for _ in range(3):
+        optimizer.step(closure)
+    assert last().step == before + 3 and last().forwards == 1 and min(last().phases[1:4]) > 0
+
+
+@on_every_rank()
 def test_a_save_is_a_save(rank: int, world_size: int) -> None:
     folder = gather(str(Path(os.environ.get("TMPDIR", "/tmp"), f"sw-account-{os.getpid()}")))[0]
     model, optimizer = wrapped(zero=2)
@@ -149,3 +168,38 @@ def test_without_a_folder_there_is_an_account_all_the_same(rank: int, world_size
     model, optimizer = wrapped()
     step(model, optimizer)
     assert account._file is None and last().total_ns > 0
+
+
+@on_every_rank(at_least=2)
+def test_bytes_by_link_on_one_host(rank: int, world_size: int) -> None:
+    """All buffers of collectives go through shared memory."""
+    model, optimizer = wrapped(zero=2)
+    step(model, optimizer)
+    step(model, optimizer)
+    found = last()
+    assert found.link_bytes == (found.size_bytes, 0, 0) and found.size_bytes > 0
+    numbers = [each.number for each in own_file().operations(30) if each.group]
+    assert numbers and gather(numbers) == [numbers] * world_size
+    groups = own_file().groups()
+    assert list(range(world_size)) in [ranks for _, ranks in groups] and gather(groups) == [groups] * world_size
+
+
+@on_every_rank(at_least=3)
+def test_bytes_by_link_between_hosts(rank: int, world_size: int) -> None:
+    """A carrier's account has what the wire's own count has; the other ranks send nothing."""
+    host_of = hosts_of("2+1", world_size)
+    with on_hosts(host_of) as group:
+        model, optimizer = wrapped(zero=2, process_group=group)
+    comm = process_group.host_group(group, 20).comm
+    step(model, optimizer)
+    before, sent = last().step, comm.stats()["wire_bytes_sent"]
+    for _ in range(3):
+        step(model, optimizer)
+    gather(None)
+    rows = [row for row in own_file().rows(10) if row.step > before]
+    sent = comm.stats()["wire_bytes_sent"] - sent
+    tcp = sum(row.link_bytes[1] for row in rows)
+    assert len(rows) == 3 and (tcp > 0) == (rank in (0, 2))
+    assert rank not in (0, 2) or abs(tcp - sent) <= sent / 3, (tcp, sent)  # one step's may be on its way
+    shares = host_of.count(host_of[rank]) > 1
+    assert all(row.link_bytes[0] == (row.size_bytes if shares else 0) and row.link_bytes[2] == 0 for row in rows)

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from .._engine import CheckpointError, CheckpointSaver, CommError, Error
+from .._engine import CheckpointError, CheckpointSaver, CommError, Error, account_slept
 from ..comm.failures import PEER_LOST
 from ..comm.waits import Wait
 from .device_staging import DeviceStaging
@@ -237,6 +237,7 @@ class Writer:
             if self._peers.rank not in unwritten:  # it waits for others, and does not work any more
                 wait = wait or self._peers.wait()
                 wait.look(functools.partial(self._waits_for, unwritten))
+                account_slept(_POLL_S, self._peers.global_ranks[unwritten[0] if unwritten else 0])
         self._held = None
 
     def _grace_s(self, is_hurried: Callable[[], bool]) -> float:

@@ -10,6 +10,8 @@ import contextlib
 import faulthandler
 import hashlib
 import logging
+import multiprocessing.process
+import multiprocessing.util
 import os
 import re
 import shutil
@@ -19,17 +21,22 @@ import stat
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .._engine import account_end, account_met, account_open, account_stack_signal
+from .._engine import account_end, account_fail, account_met, account_open, account_stack_signal
 
 __all__ = [
     "RUN_FOLDER",
     "begin",
+    "earlier",
     "folders",
     "is_running",
     "job_name",
+    "left",
+    "met",
+    "note_error",
     "own_file",
     "own_folder",
     "own_rank",
@@ -45,13 +52,17 @@ STACKS = signal.SIGRTMIN + 9
 #: so many dead jobs are kept, this long
 _KEPT, _KEPT_S = 16, 7 * 24 * 3600.0
 
+#: ranks that a group in the account can name, and where an account has its host's name (csrc/comm/account.h)
+_RANKS, _HOST = 1024, slice(72, 136)
 #: a file of ours: its process
 _FILE = re.compile(r"\.?rank-\d+\.(\d+)(?:\.stacks)?")
 
 _file: Path | None = None
 _of: tuple[int, int] | None = None
 _stacks: Any = None
-_met = 0  # the size of the group that this rank's account names
+_met: tuple[int, str] = (0, "")  # the size and name of the group that leads this rank's account
+#: files of this rank that died in earlier starts of the job, for rank 0 alone; observe/goodput.py reads and removes them
+earlier: list[Path] = []
 
 
 def folders() -> list[Path]:
@@ -111,6 +122,8 @@ def begin(rank: int, world_size: int) -> None:
     is_first, _of = _of is None, (rank, world_size)
     if is_first:
         atexit.register(_end, os.getpid())
+        if multiprocessing.process.parent_process() is not None:  # a forked one ends without atexit
+            multiprocessing.util.Finalize(None, _end, args=(os.getpid(),), exitpriority=0)
     why = ""
     try:
         for folder in folders():
@@ -125,12 +138,26 @@ def begin(rank: int, world_size: int) -> None:
     _logger.debug("the account of steps has no file, so `shardwright why` will not see rank %d: %s", rank, why)
 
 
-def met(world_size: int, name: str) -> None:
-    """Note the group that this rank has joined, by which peers know one another's accounts; the largest and newest counts."""
+def met(name: str, ranks: Sequence[int]) -> int:
+    """Note a group of global ranks that this rank has joined; by the largest and newest one peers know one another's accounts.
+
+    Returns its number in the account; 0: too many are kept.
+    """
     global _met
-    if world_size >= _met:
-        _met = world_size
-        account_met(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little"))
+    leads = len(ranks) >= _met[0]
+    if leads:
+        _met = len(ranks), name
+    bits = sum(1 << rank for rank in ranks if rank < _RANKS)
+    word = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
+    return account_met(word, bits.to_bytes(_RANKS // 8, "little"), leads)
+
+
+def left(name: str) -> None:
+    """Note that this rank has left a group in order: if it leads the account, no rank waits for this one any longer."""
+    global _met
+    if name == _met[1]:
+        _met = 0, ""
+        account_end()
 
 
 def _open(folder: Path, rank: int, world_size: int) -> None:
@@ -138,8 +165,14 @@ def _open(folder: Path, rank: int, world_size: int) -> None:
     job = folder / job_name()
     own_folder(job)
     for old in job.glob(f"rank-{rank}.*"):  # of an earlier start of this job
-        pid = old.name.split(".")[1]
-        if old != _file and (pid == str(os.getpid()) or not os.path.exists(f"/proc/{pid}")):
+        pid, of = old.name.split(".")[1], old.with_suffix("") if old.suffix == ".stacks" else old
+        if of == _file or (pid != str(os.getpid()) and os.path.exists(f"/proc/{pid}")):
+            continue
+        if of.exists() and _host_of(of) != socket.gethostname():  # its process cannot be seen here
+            continue
+        if rank == 0 and old.suffix != ".stacks" and pid != str(os.getpid()):
+            earlier.extend({old} - set(earlier))
+        else:
             old.unlink(missing_ok=True)
     path = job / f"rank-{rank}.{os.getpid()}"
     hidden = job / f".{path.name}"  # until it is whole
@@ -177,11 +210,19 @@ def _sweep(folder: Path) -> None:
         with contextlib.suppress(OSError):
             files = list(job.iterdir()) if job.name.startswith(("run-", "slurm-", "pid-")) else []
             pids = [_FILE.fullmatch(each.name) for each in files]
-            if files and all(pids) and not any(os.path.exists(f"/proc/{each[1]}") for each in pids if each):
+            hosts = {_host_of(each) for each in files if each.suffix != ".stacks"}
+            if hosts != {socket.gethostname()}:  # another host's processes cannot be seen here
+                continue
+            if all(pids) and not any(os.path.exists(f"/proc/{each[1]}") for each in pids if each):
                 dead.append((job.stat().st_mtime, job))
     for number, (changed_s, job) in enumerate(sorted(dead, reverse=True)):
         if number >= _KEPT or time.time() - changed_s > _KEPT_S:
             shutil.rmtree(job, ignore_errors=True)
+
+
+def _host_of(path: Path) -> str:
+    with open(path, "rb") as file:
+        return file.read(_HOST.stop)[_HOST].partition(b"\0")[0].decode("utf-8", "replace")
 
 
 def _remove(path: Path) -> None:
@@ -194,5 +235,29 @@ def _remove(path: Path) -> None:
 
 def _end(pid: int) -> None:
     """Remove the file at an end in order; an error of the engine, or an exception that ends the process, keeps it."""
-    if os.getpid() == pid and account_end() and not hasattr(sys, "last_type") and _file is not None:
-        _remove(_file)
+    if os.getpid() == pid:
+        note_error()
+        if account_end() and _file is not None:
+            for each in (*earlier, _file):
+                _remove(each)
+
+
+def note_error() -> None:
+    """Keep the exception that ends this process, if one does, as the account's error."""
+    error = getattr(sys, "last_value", None) or sys.exc_info()[1]
+    if error is not None and not isinstance(error, SystemExit):
+        account_fail(f"{type(error).__name__}: {error}")
+
+
+def _begin_again() -> None:
+    """In a forked child: the file, its signal and the rank are its parent's."""
+    global _file, _of, _stacks, _met
+    if _stacks is not None:
+        faulthandler.unregister(STACKS)
+        _stacks.close()
+    _file = _of = _stacks = None
+    _met = 0, ""
+    earlier.clear()
+
+
+os.register_at_fork(after_in_child=_begin_again)

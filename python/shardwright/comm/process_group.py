@@ -71,7 +71,7 @@ class HostGroup:
         self.warn_after(warn_after_s)
         if self.rank == self.host_of.index(self.host_of[self.rank]):  # the lowest rank of the host
             self._warn_of_threads()
-        self._leave = weakref.finalize(self, _close_comms, self.comm, self.links, os.getpid())
+        self._leave = weakref.finalize(self, _close_comms, self.comm, self.links, self._store_name, os.getpid())
         self._leave.atexit = False  # _close_all closes it
 
     @property
@@ -136,7 +136,7 @@ class HostGroup:
             met, meeting = self._meet(group, line, timeout_s)
             self.host_of, self._here = met.host_of, met.here
             self._store_name = f"shardwright/{hashlib.sha256(met.secret).hexdigest()}"
-            account.met(self.world_size, self._store_name)
+            number = account.met(self._store_name, group_ranks(group))
             try:
                 hosts = [each.host for each in met.here]
                 addresses, members = [each.address for each in met.here], [each.rank for each in met.here]
@@ -147,6 +147,7 @@ class HostGroup:
                 raise
             except (RuntimeError, MemoryError, OSError) as error:
                 raise (error if meeting is None else meeting.fail(error)) from error
+            self.comm.account(number, len(met.here) > 1)
             self.hosts = self.comm.hosts
         except BaseException:
             if not failure:
@@ -494,17 +495,19 @@ _exits = False
 def _close_all() -> None:
     global _exits
     _exits = True
+    account.note_error()  # before peers are told that this rank leaves
     for group in live_groups():
         group.close()
 
 
-def _close_comms(comm: HostComm, links: dict[Any, Any], pid: int) -> None:
+def _close_comms(comm: HostComm, links: dict[Any, Any], name: str, pid: int) -> None:
     if os.getpid() == pid:  # a forked child must not leave on behalf of its parent
         # A row's link first: it would take the end of the link of all ranks for a failure.
         ends = *reversed(links.values()), comm
         with contextlib.ExitStack() as closing:  # close all of them, even if an interrupt ends one call
             for each in reversed(ends):
                 closing.callback(each.close)
+        account.left(name)
 
 
 def group_size(group: Any) -> int:

@@ -17,7 +17,7 @@ import torch
 from .._engine import Error
 from ..comm import account
 from . import watch
-from .rings import PHASES, Row
+from .rings import LINKS, PHASES, Row
 from .verdict import shares
 
 __all__ = ["Metrics", "metrics"]
@@ -126,10 +126,7 @@ class Metrics:
         return count * account.own_world_size() / seconds, mfu
 
     def _scalars(self, rows: list[Row]) -> dict[str, float]:
-        each = [row.as_dict() for row in rows]
-        names = ("step_s", *(f"{phase}_s" for phase in PHASES), "exposed_communication_s", "own_s")
-        scalars = {name: statistics.fmean(row[name] for row in each) for name in names}
-        scalars |= {f"share_{name}": share for name, share in shares(rows).items()}
+        scalars = means(rows)
         found = zip(("tokens_per_s", "mfu"), self._throughput(rows))
         return scalars | {name: value for name, value in found if value is not None}
 
@@ -163,6 +160,14 @@ class Metrics:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def means(rows: list[Row]) -> dict[str, float]:
+    """Return the means of a step over rows, in seconds and bytes, and the shares of what bounds it."""
+    each = [row.as_dict() for row in rows]
+    names = ("step_s", *(f"{phase}_s" for phase in PHASES), "exposed_communication_s", "own_s")
+    scalars = {name: statistics.fmean(row[name] for row in each) for name in (*names, *(f"{x}_bytes" for x in LINKS))}
+    return scalars | {f"share_{name}": share for name, share in shares(rows).items()}
 
 
 def _reason(error: Exception) -> str:

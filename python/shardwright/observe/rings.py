@@ -7,15 +7,19 @@ import struct
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["PHASES", "AccountError", "AccountFile", "Operation", "Row", "row_of"]
+__all__ = ["KINDS", "PHASES", "AccountError", "AccountFile", "Operation", "Row", "row_of"]
 
 PHASES = ("data", "forward", "backward", "optimizer", "save")
 KINDS = ("barrier", "all_reduce", "reduce_scatter", "all_gather", "broadcast")
-VERSION = 1
-_ROW = struct.Struct("=Qqq5q5qqiIQ")
-_OP = struct.Struct("=QqqIIIIIIQ72s")
-_HEAD = struct.Struct("=8s6I4iQqq64sQQIiiIqqqQQ")
+#: the links whose bytes a row has
+LINKS = ("shared_memory", "tcp", "nccl")
+VERSION = 2
+_ROW = struct.Struct("=Qqq5q5qqiIQ3Q")
+_OP = struct.Struct("=QqqIIHHIIIQ72s")
+_HEAD = struct.Struct("=8s6I4iQqq64sQQIiIIqqqQQ")
 _TEXT = struct.Struct("=q504s")
+#: behind the two texts: earlier starts, the count of groups, and each of them
+_STARTS, _GROUP = struct.Struct("=qqqQQ"), struct.Struct("=Q128s")
 _MAGIC = b"swstep\0\0"
 
 
@@ -35,6 +39,7 @@ class Row(NamedTuple):
     late_rank: int
     forwards: int
     size_bytes: int
+    link_bytes: tuple[int, ...] = (0, 0, 0)
 
     @property
     def total_ns(self) -> int:
@@ -62,6 +67,7 @@ class Row(NamedTuple):
             "late_rank": None if self.late_rank < 0 else self.late_rank,
             "late_s": self.late_ns * 1e-9,
             "collective_bytes": self.size_bytes,
+            **{f"{link}_bytes": each for link, each in zip(LINKS, self.link_bytes)},
         }
 
 
@@ -73,11 +79,10 @@ class Operation(NamedTuple):
     done_ns: int
     is_done: bool
     kind: str
-    world_size: int
+    group: int
+    number: int
+    size_bytes: int
     label: str
-    step: int = 0
-    round: int = 0
-    size_bytes: int = 0
 
     @property
     def name(self) -> str:
@@ -99,7 +104,7 @@ class Head(NamedTuple):
     op_count: int
     phase: str
     wait_rank: int
-    wait_pid: int
+    wait_group: int
     ended: bool
     phase_begun_ns: int
     wait_begun_ns: int
@@ -110,12 +115,20 @@ class Head(NamedTuple):
     call_begun_ns: int
     reason: str
     reason_ns: int
+    first_unix_ns: int
+    kept_unix_ns: int
+    lost_ns: int
+    restarts: int
+
+    def unix_ns_of(self, monotonic_ns: int) -> int:
+        """Return a time of its host's monotonic clock since 1970."""
+        return self.unix_ns + monotonic_ns - self.clock_ns
 
 
 def row_of(data: bytes) -> Row:
     """Return a row of the engine's bytes."""
     step, begun, ended, *rest = _ROW.unpack(data)
-    return Row(step, begun, ended, tuple(rest[:5]), tuple(rest[5:10]), *rest[10:])
+    return Row._make([step, begun, ended, tuple(rest[:5]), tuple(rest[5:10]), *rest[10:14], tuple(rest[14:])])
 
 
 class AccountFile:
@@ -147,16 +160,27 @@ class AccountFile:
 
     def head(self) -> Head:
         _, *_, pid, rank, world_size, signal, ticks, clock, unix, host = _HEAD.unpack_from(self._data)[:15]
-        steps, count, phase, wait_rank, wait_pid, ended, *times = _HEAD.unpack_from(self._data)[15:]
+        steps, count, phase, wait_rank, wait_group, ended, *times = _HEAD.unpack_from(self._data)[15:]
         call_ns, call = _TEXT.unpack_from(self._data, _HEAD.size)
         reason_ns, reason = _TEXT.unpack_from(self._data, _HEAD.size + _TEXT.size)
         return Head._make(
             [
                 *(pid, rank, world_size, signal, ticks, clock, unix, _text(host), steps, count),
-                *(PHASES[min(phase, 4)], wait_rank, wait_pid, bool(ended), *times),
+                *(PHASES[min(phase, 4)], wait_rank, wait_group, bool(ended), *times),
                 *(_text(call) if call_ns else "", call_ns, _text(reason) if reason_ns else "", reason_ns),
+                *_STARTS.unpack_from(self._data, _HEAD.size + 2 * _TEXT.size)[:4],
             ]
         )
+
+    def groups(self) -> list[tuple[int, list[int]]]:
+        """Return the groups that this rank has met, and the ranks of each; entry n - 1 is group n of operations and waits."""
+        at = _HEAD.size + 2 * _TEXT.size
+        count, at, found = _STARTS.unpack_from(self._data, at)[4], at + _STARTS.size, []
+        for _ in range(count):
+            group, data = _GROUP.unpack_from(self._data, at)
+            bits, at = int.from_bytes(data, "little"), at + _GROUP.size
+            found.append((group, [rank for rank in range(bits.bit_length()) if bits >> rank & 1]))
+        return found
 
     def rows(self, most: int, after: int = 0) -> list[Row]:
         """Return the last `most` rows, those of steps above `after` only; a row that is being written is left out."""
@@ -175,15 +199,14 @@ class AccountFile:
         found = []
         for serial in range(max(last - min(most, self._ops), 0) + 1, last + 1):
             at = self._ops_begin + (serial - 1) % self._ops * self._op_bytes
-            number, posted_ns, done_ns, posted, done, kind, ranks, step, turn, size, label = _OP.unpack_from(
+            number, posted_ns, done_ns, posted, done, kind, group, order, _, _, size, label = _OP.unpack_from(
                 self._data, at
             )
             if number == serial:
                 is_done = 0 < posted <= done
                 name = KINDS[kind] if kind < len(KINDS) else "collective"
-                found.append(
-                    Operation(serial, posted_ns, done_ns, is_done, name, ranks, _text(label), step, turn, size)
-                )
+                times = (serial, posted_ns, done_ns, is_done)
+                found.append(Operation(*times, name, group, order, size, _text(label)))
         return found
 
 

@@ -100,16 +100,16 @@ class Trace:
         self._left = after
         self._rows: dict[int, Row] = {}
         self._spans: list[tuple[int, ...]] = []
-        self._operations: dict[int, Operation] = {}
+        self._operations: dict[
+            int, tuple[Operation, int, int]
+        ] = {}  # with the word of its group, and how many ranks it has
         self._threads: dict[int, str] = {}
         self._begun_ns = self._serial = self._first_op = 0
         self._profile: Any = None
         self._clock: list[tuple[int, int]] = []
         self._ranges = False
         self.is_closed = False
-        self._entry = (1, self._look)
-        watch.begin().subscribers.append(self._entry)
-        watch.begin().arm()
+        self._unsubscribe = watch.subscribe(1, self._look)
         atexit.register(self.close)
         if not self._left:
             self._begin()
@@ -182,9 +182,11 @@ class Trace:
         path = account.own_file()
         if path is not None:
             file = AccountFile(path)
-            self._operations.update(
-                {each.serial: each for each in file.operations(1000) if each.serial > self._first_op}
-            )
+            groups = [(0, []), *file.groups()]
+            for each in file.operations(1000):
+                if each.serial > self._first_op:
+                    group, ranks = groups[each.group] if each.group < len(groups) else groups[0]
+                    self._operations[each.serial] = (each, group, len(ranks))
             # a second optimizer adds to the row of its step after the look at it
             self._rows.update({row.step: row for row in file.rows(2) if row.step in self._rows})
             file.close()
@@ -195,9 +197,7 @@ class Trace:
             return
         self.is_closed = True
         atexit.unregister(self.close)
-        if self._entry in watch.begin().subscribers:
-            watch.begin().subscribers.remove(self._entry)
-            watch.begin().arm()
+        self._unsubscribe()
         if not self._begun_ns:
             _logger.warning("trace: nothing is recorded: the program ended within the steps to leave out")
             return
@@ -222,7 +222,7 @@ class Trace:
             **{"clock": _clock_id(), "unix_ns": time.time_ns() - time.monotonic_ns()},
             **{"begun_ns": self._begun_ns, "ended_ns": time.monotonic_ns()},
             **{"rows": [_row(each) for each in self._rows.values()], "spans": self._spans},
-            "operations": [_operation(each) for each in self._operations.values()],
+            "operations": [_operation(*each) for each in self._operations.values()],
             "autograd": self._autograd_events(),
         }
         mine = part_path(self._path, part["rank"])
@@ -268,9 +268,9 @@ def _row(row: Row) -> list[Any]:
     return [row.step, row.begun_ns, row.ended_ns, row.phases, row.exposed_ns, *late, row.size_bytes]
 
 
-def _operation(each: Operation) -> list[Any]:
+def _operation(each: Operation, group: int, ranks: int) -> list[Any]:
     times = [each.serial, each.posted_ns, each.done_ns, each.is_done]
-    return [*times, each.kind, each.world_size, each.label, each.step, each.round, each.size_bytes]
+    return [*times, each.kind, group, each.number, ranks, each.label, each.size_bytes]
 
 
 def _clock_id() -> str:

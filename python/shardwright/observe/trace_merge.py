@@ -30,10 +30,10 @@ class Collective(NamedTuple):
     done_ns: int
     is_done: bool
     kind: str
-    world_size: int
+    group: int  # 0: not known
+    number: int  # of the group's collectives
+    ranks: int
     label: str
-    step: int
-    round: int
     size_bytes: int
 
 
@@ -101,24 +101,11 @@ def _begun(part: Part) -> int:
 
 
 def _matched(part: Part) -> dict[tuple[Any, ...], Collective]:
-    """Return the collectives of all ranks by a key that is the same on each.
-
-    A gradient round has its step. Between two of them ranks make the same calls in the same order, so the others are
-    numbered from the last one on.
-    """
-    found: dict[tuple[Any, ...], Collective] = {}
-    segment: tuple[Any, ...] | None = None
-    counts: dict[tuple[Any, ...], int] = {}
-    for each in (Collective(*values) for values in part["operations"]):
-        if each.world_size != part["world_size"] or each.kind == "broadcast" or not each.is_done:
-            continue
-        key: tuple[Any, ...] = (each.kind, each.label, each.step, each.round)
-        if each.step:
-            segment, counts = key, {}
-        if segment is not None:
-            counts[key] = counts.get(key, 0) + 1
-            found[(segment, key, counts[key])] = each
-    return found
+    """Return the collectives that all ranks of a group have done, by a key that is the same on each."""
+    found = (Collective(*values) for values in part["operations"])
+    return {
+        (each.group, each.number): each for each in found if each.group and each.is_done and each.kind != "broadcast"
+    }
 
 
 def clock_offsets(parts: Sequence[Part]) -> tuple[list[int], str]:
@@ -159,12 +146,14 @@ def _common(
 def _last_ranks(parts: Sequence[Part], offsets: Sequence[int]) -> dict[tuple[int, int], tuple[int, float]]:
     """Return by rank and serial of a collective: the rank that came last, and by how many microseconds after the one before."""
     posted: dict[Any, list[tuple[int, int, int]]] = {}
+    sizes = {}
     for part, offset in zip(parts, offsets):
         for key, each in _matched(part).items():
             posted.setdefault(key, []).append((each.posted_ns - offset, part["rank"], each.serial))
+            sizes[key] = each.ranks
     found = {}
-    for ranks in posted.values():
-        if len(ranks) == parts[0]["world_size"] > 1:
+    for key, ranks in posted.items():
+        if len(ranks) == sizes[key] > 1:
             *_, before, (time_ns, last, _) = sorted(ranks)
             for _, rank, serial in ranks:
                 found[rank, serial] = (last, (time_ns - before[0]) / 1000)
@@ -233,7 +222,7 @@ class _Rank:
     def _collectives(self) -> Iterator[Event]:
         """Yield a pair of async events for each collective: they overlap."""
         for each in (Collective(*values) for values in self.part["operations"]):
-            args: dict[str, Any] = {"bytes": each.size_bytes, "ranks": each.world_size}
+            args: dict[str, Any] = {"bytes": each.size_bytes, "ranks": each.ranks}
             if (self.part["rank"], each.serial) in self._last:
                 rank, late_us = self._last[self.part["rank"], each.serial]
                 args |= {"last_rank": rank, "later_than_the_others_us": round(late_us, 1)}

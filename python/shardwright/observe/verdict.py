@@ -62,7 +62,8 @@ def shares(rows: Sequence[Row]) -> dict[str, float]:
     totals = [max(row.total_ns - row.phases[-1], 1) for row in rows]
     saves = sum(row.phases[-1] for row in rows) / max(sum(row.total_ns for row in rows), 1)
     exposed = statistics.median(row.exposed_ns / total for row, total in zip(rows, totals))
-    loading = statistics.median((row.phases[data] - row.waits[data]) / total for row, total in zip(rows, totals))
+    # a thread's wait may begin before the phase that it is counted for
+    loading = statistics.median(max(row.phases[data] - row.waits[data], 0) / total for row, total in zip(rows, totals))
     exposed, loading = exposed * (1 - saves), loading * (1 - saves)
     return dict(zip(_BOUNDS, (max(1 - exposed - loading - saves, 0.0), exposed, loading, saves)))
 
@@ -74,8 +75,8 @@ def bound(rows: Sequence[Row]) -> tuple[str, float]:
     return name, found[name]
 
 
-def line(rows: Sequence[Row], tokens_per_s: float | None, mfu: float | None, memory: int | None) -> str:
-    """Return the line of a report over these rows."""
+def line(rows: Sequence[Row], tokens_per_s: float | None, mfu: float | None, memory: int | None, *more: str) -> str:
+    """Return the line of a report over these rows; `more`: further parts, of which empty ones are left out."""
     name, share = bound(rows)
     rest = [f"{each} {100 * value:.0f} %" for each, value in shares(rows).items() if each != name]
     parts = [f"step {rows[-1].step}: {statistics.median(row.total_ns for row in rows) * 1e-6:.3g} ms a step"]
@@ -86,4 +87,4 @@ def line(rows: Sequence[Row], tokens_per_s: float | None, mfu: float | None, mem
     parts.append(f"{name}-bound: {100 * share:.0f} % ({', '.join(rest)})")
     if memory is not None:
         parts.append(f"this rank's share of memory {memory / 2**20:,.0f} MiB")
-    return ", ".join(parts)
+    return ", ".join([*parts, *filter(None, more)])

@@ -11,17 +11,19 @@ import contextlib
 import functools
 import logging
 import math
+import operator
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.utils.data.distributed import DistributedSampler
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .._engine import account_row, account_watch
 from ..comm import account
-from . import verdict
+from . import goodput, verdict
 from .rings import AccountError, AccountFile, Row, row_of
 
 __all__ = ["EVERY", "begin", "line_every", "subscribe"]
@@ -33,6 +35,7 @@ EVERY = "SHARDWRIGHT_REPORT_EVERY"
 #: steps between two looks, and between two lines
 _EVERY, _LINE_EVERY = 10, 100
 
+_LIST_ITERATOR: type = type(iter([]))
 #: tokens per second and MFU of rows
 Throughput = Callable[[list[Row]], tuple[float | None, float | None]]
 
@@ -46,19 +49,23 @@ def line_every() -> int:
 
 
 class Watch:
-    """The watcher of this process. `subscribers`: (every, call); `throughput`: set by sw.metrics."""
+    """The watcher of this process. `subscribers`: (every, call, throughput or None); the newest throughput is in the line."""
 
     def __init__(self) -> None:
-        self.subscribers: list[tuple[int, Callable[[list[Row]], None]]] = []
-        self.throughput: Throughput = lambda rows: (None, None)
+        self.subscribers: list[tuple[int, Callable[[list[Row]], None], Throughput | None]] = []
         self.line_every = line_every()
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin again: in a forked child, whose account is a new one."""
+        self._first_step_ns = 0
         self._own: dict[int, dict[int, int]] = {}
         self._named: set[int] = set()
         self._warned_of_data = False
 
     def arm(self) -> None:
         """Let the engine call look() as often as some part needs."""
-        account_watch(math.gcd(_EVERY, *(every for every, _ in self.subscribers)), self.look)
+        account_watch(math.gcd(_EVERY, self.line_every, *(every for every, *_ in self.subscribers)), self.look)
 
     def look(self, step: int) -> None:
         """Look at the steps that have ended. An error, of which no frame is kept, stops nothing."""
@@ -68,7 +75,9 @@ class Watch:
             _logger.debug("no look at step %d: %s: %s", step, type(error).__name__, error)
 
     def _look(self, step: int) -> None:
-        for every, call in list(self.subscribers):
+        if not self._first_step_ns:
+            self._first_step_ns = next((row.begun_ns for row in self.own_rows(step)), 0)
+        for every, call, _ in list(self.subscribers):
             if step % every == 0:
                 call(self.own_rows(every))
         if step % _EVERY == 0:
@@ -76,7 +85,10 @@ class Watch:
         is_due = self.line_every and step % self.line_every == 0 and account.own_rank() == 0
         if is_due and _logger.isEnabledFor(logging.INFO):
             rows = self.own_rows(self.line_every)
-            _logger.info("%s", verdict.line(rows, *self.throughput(rows), share_of_memory()))
+            path = account.own_file()
+            found = next((each[2](rows) for each in reversed(self.subscribers) if each[2]), (None, None))
+            more = "" if path is None else goodput.text(AccountFile(path).head(), self._first_step_ns)
+            _logger.info("%s", verdict.line(rows, *found, share_of_memory(), gpu_memory(), more))
 
     def own_rows(self, most: int) -> list[Row]:
         """Return the last rows of this rank; the last one alone where it has no file."""
@@ -141,20 +153,22 @@ def begin() -> Watch:
     watch = Watch()
     watch.arm()
     _watch_samplers()
+    goodput.begin()
+    os.register_at_fork(after_in_child=watch.forget)
     return watch
 
 
-def subscribe(every: int, call: Callable[[list[Row]], None], throughput: Throughput) -> Callable[[], None]:
+def subscribe(
+    every: int, call: Callable[[list[Row]], None], throughput: Throughput | None = None
+) -> Callable[[], None]:
     """Call `call` with the last `every` rows after each `every`-th step. Return what ends that."""
-    watch, entry, before = begin(), (every, call), begin().throughput
+    watch, entry = begin(), (every, call, throughput)
     watch.subscribers.append(entry)
-    watch.throughput = throughput
     watch.arm()
 
     def end() -> None:
         if entry in watch.subscribers:
             watch.subscribers.remove(entry)
-            watch.throughput = before
             watch.arm()
 
     return end
@@ -169,23 +183,42 @@ def share_of_memory() -> int | None:
     return next((1024 * int(each.split()[1]) for each in text.splitlines() if each.startswith("Pss:")), None)
 
 
+def gpu_memory() -> str:
+    """Return this rank's memory of its GPU in words; "" where torch has none in use. Cost: about 0.1 ms."""
+    if not torch.cuda.is_initialized():
+        return ""
+    stats = torch.cuda.memory_stats()
+    used, kept = (stats.get(f"{name}_bytes.all.current", 0) / 2**20 for name in ("allocated", "reserved"))
+    return f"GPU memory {used:,.0f} MiB allocated, {kept:,.0f} reserved, {stats.get('num_alloc_retries', 0)} retries"
+
+
 def _watch_samplers() -> None:
-    """Warn once of a DistributedSampler that shuffles and begins a second epoch with the number of the first."""
+    """Warn once of a DistributedSampler that shuffles and begins again after two whole epochs with one number.
+
+    A look at the first batch, before or after an epoch, is no epoch.
+    """
     before: Any = DistributedSampler.__iter__
-    epochs = WeakIdKeyDictionary()
+    epochs = WeakIdKeyDictionary()  # sampler -> (its epoch, how often it was given whole before, the last iterator)
     warned = False
 
     @functools.wraps(before)
     def begin_epoch(self: Any) -> Any:
         nonlocal warned
-        if self.shuffle and epochs.get(self) == self.epoch and not warned:
+        epoch, wholes, given = epochs.get(self, (None, 0, None))
+        wholes = wholes + (operator.length_hint(given, 1) == 0) if epoch == self.epoch else 0
+        if self.shuffle and wholes >= 2 and not warned:
             warned = True
             _logger.warning(
                 "a DistributedSampler begins another epoch with number %d, so epochs have the same order: call "
                 "sampler.set_epoch(epoch) before each. This is logged once",
                 self.epoch,
             )
-        epochs[self] = self.epoch
-        return before(self)
+        iterator = before(self)
+        epochs[self] = (
+            self.epoch,
+            wholes,
+            iterator if isinstance(iterator, _LIST_ITERATOR) else None,
+        )  # another may hold self
+        return iterator
 
     DistributedSampler.__iter__ = begin_epoch  # type: ignore[method-assign]

@@ -34,7 +34,7 @@ def table_of(ranks: Sequence[Rank]) -> tuple[list[str], list[list[str]]]:
     rows = []
     for rank in ranks:
         means = [1e-6 * sum(map(value, rank.rows)) / max(len(rank.rows), 1) for value in _MEANS.values()]
-        where = f"{rank.operation} for {rank_text(rank.head.wait_rank)}" if rank.waits else rank.place
+        where = f"{rank.operation} for {rank_text(rank.awaited)}" if rank.waits else rank.place
         first = map(str, (rank.number, rank.head.pid, rank.state, rank.head.steps))
         rows.append([*first, *(f"{each:.3g}" for each in means), where])
     return ["rank", "pid", "state", "step", *_MEANS, "where"], rows

@@ -22,6 +22,7 @@ from typing import Any
 from shardwright.comm.account import STACKS, folders, is_running
 from shardwright.observe.rings import AccountError, AccountFile, Head, Operation, Row
 
+from .flight_recorder import write_traces
 from .report import Nothing, guarded, print_report
 
 _EPILOG = """Examples:
@@ -32,6 +33,8 @@ _EPILOG = """Examples:
 Exit codes: 0 the ranks are shown, 2 there is no such job."""
 #: a wait turns every 20 ms; the clock may be late
 _FRESH_NS = 2_000_000_000
+#: a wait for a rank by its number in the job
+_OF_JOB = 2**32 - 1
 _STACK_S, _SPY_S = 2.0, 10.0
 _STATES = {
     "T": "stopped",
@@ -41,6 +44,8 @@ _STATES = {
     "S": "sleeping",
 }
 _ELSEWHERE = "on another host"
+#: major page faults a second that hold a rank, and the seconds in which they are counted
+_SWAPS, _FAULTS_S = 50, 0.5
 _PHASES = {"data": "between two steps", "save": "in a save"}
 
 
@@ -54,7 +59,9 @@ class Rank:
     rows: list[Row]
     state: str
     now_ns: int
+    groups: list[tuple[int, list[int]]] = dataclasses.field(default_factory=list)
     stack: list[str] = dataclasses.field(default_factory=list)
+    major_faults: float = 0.0  # a second, while this command looked
 
     @property
     def number(self) -> int:
@@ -73,10 +80,19 @@ class Rank:
 
     @property
     def waits(self) -> bool:
-        if not self.open_operations:
-            return False
+        if not self.open_operations:  # a save waits for its writers, and looks ten times a second
+            return self.head.phase == "save" and self.now_ns - self.head.wait_turn_ns < _FRESH_NS // 4
         is_last = self.head.wait_turn_ns > 0 and self.last_ns - self.head.wait_turn_ns < _FRESH_NS // 4
         return is_last and (self.state == "gone" or self.now_ns - self.head.wait_turn_ns < _FRESH_NS)
+
+    @property
+    def awaited(self) -> int:
+        """Return the rank that its last wait is for, by its number in the job; -1 if it is not known."""
+        number, group = self.head.wait_rank, self.head.wait_group
+        ranks: Sequence[int] = self.groups[group - 1][1] if 0 < group <= len(self.groups) else ()
+        if group == _OF_JOB or len(self.groups) < 2:
+            ranks = range(self.head.world_size)
+        return ranks[number] if 0 <= number < len(ranks) else -1
 
     @property
     def waited_s(self) -> float:
@@ -91,7 +107,12 @@ class Rank:
     @property
     def operation(self) -> str:
         """Return the collective that it is in, "" for none."""
-        return self.open_operations[0].name if self.open_operations else ""
+        if not self.open_operations:
+            return ""
+        first = self.open_operations[0]
+        ranks = self.groups[first.group - 1][1] if 0 < first.group <= len(self.groups) else []
+        of = f" of ranks {', '.join(map(str, ranks))}" if 0 < len(ranks) < self.head.world_size else ""
+        return f"{first.name}{of}"
 
     @property
     def open_operations(self) -> list[Operation]:
@@ -119,13 +140,13 @@ class Rank:
                 "phase": head.phase,
             },
             **{"call": head.call, "waits": self.waits, "waited_s": round(self.waited_s, 3) if self.waits else 0.0},
-            **{"collective": self.operation, "awaited_rank": head.wait_rank if self.waits else None},
+            **{"collective": self.operation, "awaited_rank": self.awaited if self.waits else None},
             **{"reason": self.reason, "stack": self.stack},
         }
 
     def line(self) -> str:
         head = self.head
-        doing = f"waits {self.waited_s:.1f} s in {self.operation or 'a wait'} for {rank_text(head.wait_rank)}"
+        doing = f"waits {self.waited_s:.1f} s in {self.operation or 'a wait'} for {rank_text(self.awaited)}"
         return f"rank {head.rank}  pid {head.pid}  {self.state}  step {head.steps}  {self.place}  {doing if self.waits else ''}".rstrip()
 
 
@@ -209,10 +230,15 @@ def read_ranks(folder: Path) -> list[Rank]:
         except (AccountError, PermissionError) as error:
             raise Nothing(str(error)) from None
         head = file.head()
-        rank = Rank(path, head, file.operations(200), file.rows(10), _state_of(head), time.monotonic_ns())
+        rank = Rank(
+            path, head, file.operations(200), file.rows(10), _state_of(head), time.monotonic_ns(), file.groups()
+        )
         if head.rank not in found or found[head.rank].head.unix_ns < head.unix_ns:
             found[head.rank] = rank
         file.close()
+    ended_ns = max((each.last_ns for each in found.values() if each.state == "gone"), default=0)
+    for rank in found.values():
+        rank.now_ns = ended_ns if rank.state == "gone" else rank.now_ns
     newest = max(found.values(), key=lambda each: each.head.unix_ns, default=None)
     return [  # ranks that an earlier start of the job had more are no part of this one
         found[number]
@@ -231,6 +257,34 @@ def _state_of(head: Head) -> str:
     except OSError:
         return "gone"
     return _STATES.get(letter, "running")
+
+
+def count_faults(ranks: Sequence[Rank]) -> None:
+    """Count for half a second the pages that ranks which hold others read from disk."""
+    held = [each for each in ranks if not each.waits and each.state not in ("gone", _ELSEWHERE)]
+    if not held or len(held) == len(ranks):
+        return
+    before, begun_s = [_major_faults(each.head.pid) for each in held], time.monotonic()
+    time.sleep(_FAULTS_S)
+    for rank, count in zip(held, before):
+        rank.major_faults = (_major_faults(rank.head.pid) - count) / (time.monotonic() - begun_s)
+
+
+def _major_faults(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[9])
+    except OSError:
+        return 0
+
+
+def _killed_for_memory(rank: Rank) -> str:
+    """Return the kernel's word on a process that it killed for want of memory, "" if it has none or does not tell it."""
+    try:
+        kernel = subprocess.run(["dmesg"], capture_output=True, text=True, timeout=_STACK_S, errors="replace").stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    is_named = rank.head.host == socket.gethostname() and re.search(rf"Killed process {rank.head.pid}\b", kernel)
+    return ": the kernel killed it for want of memory" if is_named else ""
 
 
 # ---------------------------------------------------------------- stacks
@@ -291,12 +345,17 @@ def cause(ranks: Sequence[Rank]) -> tuple[str, str]:
     if gone and len(gone) < len(ranks):
         last = gone[0]
         return (
-            f"{last.name} has died {last.place}, without an error of the engine{held}",
-            "look for its traceback in the log; without one: dmesg | grep -i oom, and exit code -9 of the launcher's report",
+            f"{last.name} has died {last.place}, without an error of the engine{_killed_for_memory(last)}{held}",
+            "it was killed, or ended by os._exit(): look at the launcher's report and log, and at dmesg | grep -i oom",
         )
     for rank in ranks:
         if rank.state.startswith("stopped"):
-            return f"{rank.name} is {rank.state}, {rank.place}{held}", f"kill -CONT {rank.head.pid} lets it go on"
+            remedy = (
+                f"kill -CONT {rank.head.pid} lets it go on"
+                if rank.state == _STATES["T"]
+                else "let the debugger continue it"
+            )
+            return f"{rank.name} is {rank.state}, {rank.place}{held}", remedy
     present = {each.number for each in ranks}
     absent = [number for number in range(ranks[0].head.world_size) if number not in present]
     joining = [each for each in ranks if each.head.steps == 0 and not each.operations and each.head.call]
@@ -319,18 +378,19 @@ def cause(ranks: Sequence[Rank]) -> tuple[str, str]:
                 + "; ".join(f"rank {n} in {name}" for n, name in list(names.items())[:8]),
                 "every rank must make the same collective calls in the same order",
             )
-        other = sorted({each.head.wait_rank for each in waiting} - present)
+        other = sorted({each.awaited for each in waiting} - present - {-1})
         return (
-            f"all ranks here wait in {waiting[0].operation} for {_list(other) if other else 'one another'}, of another host",
-            "",
+            f"all ranks here wait in {waiting[0].operation} for {f'{_list(other)} of another host' if other else 'one another'}",
+            "look at that host and its network: shardwright why shows it there" if other else "",
         )
-    return _late(late, waiting)
+    awaited = {each.awaited for each in waiting}
+    return _late(sorted(late, key=lambda each: each.number not in awaited), waiting)
 
 
 def _for_whom(waiting: Sequence[Rank]) -> str:
     longest = max(waiting, key=lambda each: each.waited_s)
     have = "have" if len(waiting) > 1 else "has"
-    return f"{_list(waiting)} {have} waited {longest.waited_s:.1f} s in {longest.operation or longest.place}"
+    return f"{_list(waiting)} {have} waited {longest.waited_s:.1f} s in {longest.operation or longest.place.removeprefix('in ')}"
 
 
 def _no_wait(ranks: Sequence[Rank]) -> str:
@@ -360,6 +420,11 @@ def _late(late: Sequence[Rank], waiting: Sequence[Rank]) -> tuple[str, str]:
             f"{rank.name} waits for its data loader{at}{tail}",
             "look at the workers of its DataLoader and at its storage",
         )
+    if rank.major_faults >= _SWAPS:
+        return (
+            f"{rank.name} swaps or reads mapped files: {rank.major_faults:,.0f} major page faults a second, {rank.place}{at}{tail}",
+            "look at free memory (vmstat 1): a rank that swaps holds all others",
+        )
     if rank.state == _STATES["D"]:
         return f"{rank.name} waits for a disk or device, {rank.place}{at}{tail}", ""
     if rank.state == "gone":
@@ -379,6 +444,9 @@ def add_parser(commands: Any, text: str) -> None:
     parser.set_defaults(run=lambda options: guarded(_why, options))
     parser.add_argument("job", nargs="?", help="a job's name, the number of a process of it, or a folder of accounts")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument(
+        "--fr", metavar="DIR", help="write torch's flight-recorder traces of all ranks into this folder"
+    )
     parser.add_argument("--no-stacks", action="store_true", help="send no signal, and read no process' memory")
 
 
@@ -387,11 +455,14 @@ def _why(options: argparse.Namespace) -> int:
     ranks = read_ranks(folder)
     if not ranks:
         raise Nothing(f"{folder} has no account of a rank any longer: the job has ended in order")
+    count_faults(ranks)
     for rank in () if options.no_stacks else ranks:
         rank.stack = take_stack(rank)
     sentence, remedy = cause(ranks)
     shown = [each.as_dict() for each in ranks]
     lines = [sentence, *([f"  {remedy}"] if remedy else []), ""]
+    if options.fr:
+        lines += [write_traces(Path(options.fr), {each.number: each.path for each in ranks}), ""]
     lines += [f"job {folder.name}, {len(ranks)} of {ranks[0].head.world_size} ranks", *(each.line() for each in ranks)]
     for rank in ranks:
         if rank.stack:
