@@ -134,6 +134,17 @@ sw_status sw_account_open(const char *path, int rank, int world_size, const char
     return SW_OK;
 }
 
+static void forget_since_the_last_row(void)
+{
+    for (int i = 0; i < SW_PHASE_COUNT; ++i)
+        atomic_store(&waited_ns[i], 0);
+    for (int i = 0; i < SW_LINK_COUNT; ++i)
+        atomic_store(&moved_bytes[i], 0);
+    for (int i = 0; i < SW_ACCOUNT_RANKS; ++i)
+        atomic_store(&slept_for_ns[i], 0);
+    atomic_store(&begun_bytes, 0);
+}
+
 void sw_account_forget(void)
 {
     if (mapping)
@@ -143,14 +154,8 @@ void sw_account_forget(void)
     atomic_store(&plain.head.wait_rank, -1);
     atomic_store(&current, &plain);
     memset(&now, 0, sizeof now);
-    for (int i = 0; i < SW_PHASE_COUNT; ++i)
-        atomic_store(&waited_ns[i], 0);
-    for (int i = 0; i < SW_LINK_COUNT; ++i)
-        atomic_store(&moved_bytes[i], 0);
-    for (int i = 0; i < SW_ACCOUNT_RANKS; ++i)
-        atomic_store(&slept_for_ns[i], 0);
+    forget_since_the_last_row();
     atomic_store(&slept_for_count, 0);
-    atomic_store(&begun_bytes, 0);
 }
 
 /* Texts
@@ -287,6 +292,7 @@ void sw_account_enter(sw_phase phase)
         return;
     if (now.begun_ns == 0) { /* what came before the first forward is no part of a step */
         memset(now.phase_ns, 0, sizeof now.phase_ns);
+        forget_since_the_last_row();
         now.begun_ns = now.since_ns;
     }
     now.forwards++;

@@ -52,9 +52,11 @@ static uint64_t run_step(int64_t rest_ns)
 static void check_phases(void)
 {
     check(sw_account_stepped() == 0, "a step of an optimizer that is not ours");
+    sw_account_slept(sw_clock_now_ns() - 40 * ms, 1, 0);
     check(run_step(5 * ms) == 1, "the first step");
     const sw_account_row *row = last_row();
     check(row->phase_ns[SW_PHASE_DATA] == 0, "data before the first forward");
+    check(row->wait_ns[SW_PHASE_DATA] == 0 && row->late_rank == -1, "a wait before it");
     for (int i = SW_PHASE_FORWARD; i <= SW_PHASE_OPTIMIZER; ++i)
         check(row->phase_ns[i] >= 5 * ms * i, "phase %d has %lld ns", i,
               (long long)row->phase_ns[i]);
