@@ -330,10 +330,11 @@ def _check_offload(module: torch.nn.Module, offload: Any, optimizer: torch.optim
     parameters, kind = offload_kinds(offload)
     if kind != "nvme" and parameters != "nvme" and not (kind == "cpu" and _is_on_gpu(module)):
         return
-    if not (optimizer is not None and has_own_masters(optimizer)):
+    if not getattr(optimizer, "can_offload", False):
         got = "none" if optimizer is None else f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
         where = " of a module on a GPU" if "nvme" not in (parameters, kind) else ""
         raise ValueError(f"offload={offload!r}{where} needs an optimizer of sw.optim (AdamW, Adam or SGD), got {got}")
+    assert optimizer is not None
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     name = next((name for name, p in module.named_parameters() if id(p) in held and is_dtensor(p)), None)
     if name is not None and not zero:

@@ -136,3 +136,38 @@ def test_more_bytes_than_the_pages_hold_go_in_turns(rank, world_size):
             return [p.detach().clone() for p in module.parameters()]
 
     assert all(map(bits_equal, trained(2), trained(0)))
+
+
+@on_every_rank()
+def test_dtensors_of_fully_shard_are_stepped_on_as_whole_matrices(rank, world_size):
+    def trained(wrap):
+        torch.manual_seed(0)
+        module = Words()
+        heights = lambda name, p: [36, 36] if name.startswith("wide") else None  # noqa: E731
+        found, made = wrap(module, sw.optim.muon_groups, {"rows": heights})
+        losses = []
+        for step in range(3):
+            loss = nn.functional.cross_entropy(found(words(rank, step)).mean(1), words(rank, step)[:, 0])
+            loss.backward()
+            made.step()
+            made.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    def in_place(module, groups, options):
+        sw.fully_shard(module)
+        return module, sw.optim.Muon(groups(module, **options), lr=0.02, ns_dtype="float32")
+
+    def wrapped(module, groups, options):
+        return sw.wrap(module, sw.optim.Muon(groups(module, **options), lr=0.02, ns_dtype="float32"), zero=0)
+
+    assert trained(in_place) == pytest.approx(trained(wrapped), rel=2e-4)
+
+
+@on_every_rank()
+def test_state_of_muon_stays_in_memory(rank, world_size):
+    module = Words()
+    with pytest.raises(
+        ValueError, match=r"needs an optimizer of sw.optim \(AdamW, Adam or SGD\), got shardwright.optim.Muon"
+    ):
+        sw.wrap(module, sw.optim.Muon(module), zero=2, offload="nvme:/tmp")

@@ -30,6 +30,8 @@ class _Fused(torch.optim.Optimizer):
     """The base of the three optimizers: float32 masters (see optim/master_weights.py), layouts, loading."""
 
     _master: bool
+    #: the engine can step on state that lies elsewhere
+    can_offload = True
     #: keeps new state on another device or in a file, and old state from its next step on; None: on the parameters' device.
     #: Copies of the optimizer have none
     store: StateStore | None = None

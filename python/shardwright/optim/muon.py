@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from ..torch_compat.dtensor import held_tensor, is_dtensor, placed_like, redistributed, replicate, waited
 from .fused import _AdamStep
 from .master_weights import as_written, master_of
 
@@ -149,6 +150,8 @@ class Muon(_AdamStep):
     >>> optimizer.step()
     """
 
+    can_offload = False  # torch's operations step on matrices, in memory
+
     def __init__(
         self,
         params: torch.nn.Module | ParamsT,
@@ -255,11 +258,18 @@ class Muon(_AdamStep):
             update = gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
             target.mul_(1 - lr * group["weight_decay"])
             heights = list(group["rows"]) or [p.shape[-2]]
-            for block, of in zip(target.split(heights, -2), update.split(heights, -2)):
-                made = orthogonal(
-                    of, group["ns_coefficients"], group["ns_steps"], group["eps"], _DTYPES[group["ns_dtype"]]
-                )
-                block.add_(made, alpha=-lr * _scale(block.shape[-2:], group["adjust_lr_fn"]))
+            made = [
+                orthogonal(of, group["ns_coefficients"], group["ns_steps"], group["eps"], _DTYPES[group["ns_dtype"]])
+                for of in ([update] if len(heights) == 1 else update.split(heights, -2))
+            ]
+            scales = [_scale((height, p.shape[-1]), group["adjust_lr_fn"]) for height in heights]
+            if len(made) == 1:
+                target.add_(made[0], alpha=-lr * scales[0])
+            elif is_dtensor(target):  # its blocks are no views
+                target.add_(torch.cat([each.float() * scale for each, scale in zip(made, scales)], -2), alpha=-lr)
+            else:
+                for block, each, scale in zip(target.split(heights, -2), made, scales):
+                    block.add_(each, alpha=-lr * scale)
             if has_master:
                 p.copy_(target)
 
@@ -267,7 +277,12 @@ class Muon(_AdamStep):
 def orthogonal(matrices: Tensor, coefficients: Iterable[float], steps: int, eps: float, dtype: torch.dtype) -> Tensor:
     """Return the matrix, or each matrix of a stack, with singular values near 1, in `dtype`."""
     if matrices.dim() == 3:
-        return torch.stack([orthogonal(each, coefficients, steps, eps, dtype) for each in matrices])
+        if is_dtensor(matrices):  # each rank has its matrices of the stack, whole
+            by_matrix = [each if getattr(each, "dim", None) == 0 else replicate() for each in matrices.placements]
+            held = redistributed(matrices, by_matrix)
+            return placed_like(orthogonal(waited(held_tensor(held)), coefficients, steps, eps, dtype), held)
+        made = [orthogonal(each, coefficients, steps, eps, dtype) for each in matrices]
+        return torch.stack(made) if made else matrices.to(dtype)
     a, b, c = coefficients
     is_tall = matrices.size(0) > matrices.size(1)
     x = matrices.to(dtype, copy=True)
