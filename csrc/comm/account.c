@@ -199,8 +199,14 @@ int sw_account_met(const sw_account_group *group, bool leads)
     }
     while (number <= count && head->groups[number - 1].id != group->id)
         number++;
-    if (number > SW_ACCOUNT_GROUPS)
+    if (number > SW_ACCOUNT_GROUPS && !leads)
         return 0;
+    if (number > SW_ACCOUNT_GROUPS) { /* the last one's place; its collectives lose their group */
+        number = count;
+        for (int i = 0; i < SW_ACCOUNT_OPS; ++i)
+            if (atomic_load(&account()->operations[i].group) == number)
+                atomic_store(&account()->operations[i].group, 0);
+    }
     head->groups[number - 1] = *group;
     if (number > count)
         atomic_store_explicit(&head->group_count, number, memory_order_release);
@@ -395,6 +401,17 @@ void sw_account_done(uint64_t serial)
     atomic_fetch_add_explicit(&op->done, 1, memory_order_release);
 }
 
+/* Return the number in the job of rank `rank` of a group; -1: it is not known. */
+static int rank_in_job(const sw_account_head *head, int rank, int group)
+{
+    if (group <= 0)
+        return group < 0 || atomic_load(&head->group_count) == 0 ? rank : -1;
+    for (int found = 0; found < SW_ACCOUNT_RANKS; ++found)
+        if ((head->groups[group - 1].ranks[found / 64] >> (found % 64) & 1) && rank-- == 0)
+            return found;
+    return -1;
+}
+
 int64_t sw_account_slept(int64_t begun_ns, int rank, int group)
 {
     sw_account_head *head = &account()->head;
@@ -403,13 +420,14 @@ int64_t sw_account_slept(int64_t begun_ns, int rank, int group)
     uint64_t serial = atomic_load_explicit(&head->op_count, memory_order_relaxed);
     int64_t turned_ns = atomic_load_explicit(&head->wait_turn_ns, memory_order_relaxed);
     atomic_fetch_add_explicit(&waited_ns[phase], slept_ns, memory_order_relaxed);
-    sw_spans_add(SW_SPAN_WAIT, rank, begun_ns, time_ns);
+    int late = rank_in_job(head, rank, group);
+    sw_spans_add(SW_SPAN_WAIT, late, begun_ns, time_ns);
     int count = atomic_load_explicit(&slept_for_count, memory_order_relaxed);
-    while (rank < SW_ACCOUNT_RANKS && rank >= count &&
-           !atomic_compare_exchange_weak(&slept_for_count, &count, rank + 1))
+    while (late < SW_ACCOUNT_RANKS && late >= count &&
+           !atomic_compare_exchange_weak(&slept_for_count, &count, late + 1))
         continue;
-    if (rank >= 0 && rank < SW_ACCOUNT_RANKS)
-        atomic_fetch_add_explicit(&slept_for_ns[rank], slept_ns, memory_order_relaxed);
+    if (late >= 0 && late < SW_ACCOUNT_RANKS)
+        atomic_fetch_add_explicit(&slept_for_ns[late], slept_ns, memory_order_relaxed);
     if (serial != atomic_load_explicit(&head->wait_serial, memory_order_relaxed) ||
         begun_ns - turned_ns > same_wait_ns)
         atomic_store_explicit(&head->wait_begun_ns, begun_ns, memory_order_relaxed);

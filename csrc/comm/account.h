@@ -53,7 +53,7 @@ typedef struct sw_account_row { /* 152 bytes; times in nanoseconds */
     int64_t phase_ns[SW_PHASE_COUNT];
     int64_t wait_ns[SW_PHASE_COUNT]; /* asleep for peers, a part of phase_ns */
     int64_t late_ns;                 /* the part of it for `late_rank` */
-    int32_t late_rank;               /* the rank waited for longest; -1: none */
+    int32_t late_rank;               /* the rank of the job waited for longest; -1: none */
     uint32_t forwards;
     uint64_t size_bytes; /* of the buffers of collectives between hosts' memories that began */
     uint64_t link_bytes[SW_LINK_COUNT - 1]; /* by sw_link, from SHARED_MEMORY on */

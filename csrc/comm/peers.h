@@ -201,6 +201,7 @@ static inline sw_status sw_peers_gather_among(sw_peers *t, void *data, size_t sl
 static inline sw_status sw_peers_send(sw_peers *t, const void *data, size_t size_bytes, int rank,
                                       sw_stream *stream, sw_error *err)
 {
+    sw_account_moved(t->link, size_bytes);
     return t->ops->send(t, data, size_bytes, rank, stream, err);
 }
 

@@ -57,8 +57,13 @@ static sw_status begin_to_fold(sw_device_mean *m, sw_error *err)
     if (!sw_device_hosts_pay(m->map))
         return device->ops->memory_alloc(device, m->bytes, &m->contributions, err);
     bool accumulates = m->is_sliced && m->wire == SW_DTYPE_COUNT;
-    SW_TRY(sw_device_hosts_init(&m->hosts, m->comm, m->map, m->piece, err));
-    sw_status status = sw_device_hosts_alloc(&m->hosts, m->bytes, m->numel, accumulates, err);
+    sw_status status = sw_device_hosts_init(&m->hosts, m->comm, m->map, m->piece, err);
+    if (status == SW_OK)
+        status = sw_device_hosts_alloc(&m->hosts, m->bytes, m->numel, accumulates, err);
+    if (status != SW_OK) { /* a later round may try again */
+        sw_device_hosts_fini(&m->hosts);
+        m->hosts = (sw_device_hosts){.comm = NULL};
+    }
     m->contributions = m->hosts.contributions;
     return status;
 }

@@ -153,7 +153,7 @@ static sw_status create_all(device_rounds *d, const sw_layout_param *params,
                            d->base.world_size / slices, err));
     d->buckets = calloc(d->base.layout.bucket_count + 1, sizeof *d->buckets);
     d->own = calloc(param_count + 1, 1);
-    d->runs = calloc(param_count + (size_t)d->base.world_size + 1, sizeof *d->runs);
+    d->runs = calloc((param_count + 1) * (size_t)d->base.world_size + 1, sizeof *d->runs);
     if (!d->buckets || !d->own || !d->runs)
         SW_FAIL(err, SW_E_MEMORY, "reducer: no memory for %zu parameters", param_count);
     SW_TRY(create_events(d, err));

@@ -9,7 +9,9 @@
 #include "reduce/reducer_state.h"
 
 /* Write the runs of `whole`, the bucket's memory, and return their number: at most its parameters
- * and world_size. `kept`: those that this rank's row has kept. */
+ * for each part, of which there are at most world_size. `kept`: those that this rank's row has
+ * kept.
+ */
 size_t sw_device_runs_find(const sw_reducer *reducer, const bucket *b, const sw_device_mean *mean,
                            const sw_device_range *whole, bool kept, sw_device_run *runs);
 /* Return true if the bucket has any on some rank. */

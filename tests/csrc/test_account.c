@@ -114,9 +114,9 @@ static void check_saves_and_waits(void)
     for (int i = 0; i < 3; ++i) {
         begun_ns = sw_clock_now_ns();
         sw_thread_sleep_ns(3 * ms);
-        check(sw_account_slept(begun_ns, i == 2 ? 0 : 3, 2) >= 3 * ms, "sleep");
+        check(sw_account_slept(begun_ns, i == 2 ? 0 : 3, -1) >= 3 * ms, "sleep");
     }
-    check(atomic_load(&sw_account_get()->head.wait_group) == 2, "the group of the wait");
+    check(atomic_load(&sw_account_get()->head.wait_group) == (uint32_t)-1, "the group of the wait");
     run_step(0);
     const sw_account_row *row = last_row();
     check(row->phase_ns[SW_PHASE_SAVE] >= 10 * ms && row->wait_ns[SW_PHASE_SAVE] >= 3 * ms, "save");
@@ -188,6 +188,16 @@ static void check_groups(void)
         check(number == (id < 114 ? (int)(id - 100) + 3 : 0), "group %d", number);
     }
     check(head->group_count == SW_ACCOUNT_GROUPS, "sixteen are kept");
+    check(sw_account_met(&group, true) == SW_ACCOUNT_GROUPS && head->group == group.id &&
+              head->groups[SW_ACCOUNT_GROUPS - 1].id == group.id,
+          "the group that leads is kept");
+    group = (sw_account_group){.id = 11, .ranks = {12}};
+    check(sw_account_met(&group, false) == 1, "ranks 2 and 3");
+    run_step(0);
+    sw_account_slept(sw_clock_now_ns() - 7 * ms, 1, 1);
+    run_step(0);
+    check(last_row()->late_rank == 3, "rank 1 of them is rank 3 of the job, not %d",
+          last_row()->late_rank);
 }
 
 /* What a process has counted since its last row is not its child's. */

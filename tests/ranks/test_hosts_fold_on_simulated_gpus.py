@@ -183,3 +183,32 @@ def failing(gpus: SimulatedGpus, rank: int, world_size: int, call: str) -> None:
         internals.link(model).host.barrier("what hosts do")
     said = gather(str(caught.value))
     assert all("NCCL on rank 3 of 4" in text for text in said), said
+
+
+def test_rows_of_many_small_parameters_fold_over_uneven_hosts(teams: Any, paths: dict[str, str]) -> None:
+    run(teams, 4, paths, many_rows)
+
+
+def many_rows(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    """The lone rank of a host folds three pieces, each with a chunk of every parameter, on means that stand."""
+    host_of = MAPS["3 + 1"]
+    gpus.set_node(host_of[rank])
+
+    def rows(**options: Any) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        module = gpus.adopt_module(torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(12))))
+        with on_hosts(host_of) as hosts:
+            mesh = DeviceMesh.from_group(hosts["process_group"], "cpu")
+            sw.fully_shard(module, mesh=mesh, timeout_s=60, **options)
+            optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+            for step in range(2):
+                for part in range(3):
+                    x = batch(rank, 6, 4, step=10 * step + part)
+                    (module(x) if part != 1 else module[6:](x)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return [value.clone() for value in sw.full_state_dict(module).values()]
+
+    with gpus.torch_on_cpu():
+        expected = rows()
+    assert all(map(bits_equal, rows(deterministic=True), expected))

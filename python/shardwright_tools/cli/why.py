@@ -90,8 +90,10 @@ class Rank:
         """Return the rank that its last wait is for, by its number in the job; -1 if it is not known."""
         number, group = self.head.wait_rank, self.head.wait_group
         ranks: Sequence[int] = self.groups[group - 1][1] if 0 < group <= len(self.groups) else ()
-        if group == _OF_JOB or len(self.groups) < 2:
+        if group == _OF_JOB or not self.groups:
             ranks = range(self.head.world_size)
+        elif group == 0 and len(self.groups) == 1:
+            ranks = self.groups[0][1]
         return ranks[number] if 0 <= number < len(ranks) else -1
 
     @property
