@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from shardwright_tools.cli import main
 
 HOST = os.uname().nodename
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+from shardwright_tools.cli.why import Rank
 
 
 def job(folder: Path, name: str, *, host: str = HOST, pid: int = 4194305, age_s: float = 0.0, more: str = "") -> Path:
@@ -232,3 +234,18 @@ def test_goodput_is_the_rest() -> None:
     assert text(Head(**fields), 0) == ""  # type: ignore[arg-type]
     head = Head(**(fields | {"restarts": 2}))  # type: ignore[arg-type]
     assert text(head, 50 * 10**9) == "goodput 80 %: 200 s lost to 2 restarts"
+
+
+def test_a_wait_is_for_a_rank_of_its_group():
+    """A job of 4, of which ranks 2 and 3 have met: rank 1 of these two is rank 3 of the job."""
+    rank = Rank.__new__(Rank)
+    for number, group, groups, expected in [
+        (1, 1, [(7, [2, 3])], 3),
+        (1, 0, [(7, [2, 3])], 3),
+        (1, 2, [(7, [2, 3]), (8, [0, 1, 2, 3])], 1),
+        (1, 0, [], 1),
+        (3, 1, [(7, [2, 3])], -1),
+    ]:
+        rank.head = types.SimpleNamespace(wait_rank=number, wait_group=group, world_size=4)
+        rank.groups = groups
+        assert rank.awaited == expected, (number, group, groups)
