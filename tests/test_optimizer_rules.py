@@ -196,6 +196,30 @@ def test_state_of_torchs_class_loads():
     assert torch.equal(p, q)
 
 
+def test_a_group_keeps_what_a_saved_one_lacks():
+    matrix, vector = torch.nn.Parameter(torch.eye(4)), torch.nn.Parameter(torch.ones(3))
+    groups = [{"params": [matrix], "rows": (2, 2)}, {"params": [vector], "algorithm": "adamw"}]
+    optimizer = sw.optim.Muon(groups, ns_dtype="float32")
+    saved = optimizer.state_dict()
+    for group in saved["param_groups"]:
+        for key in ("rows", "algorithm", "ns_dtype"):
+            del group[key]
+    optimizer.load_state_dict(saved)
+    found = [(group["algorithm"], group["rows"], group["ns_dtype"]) for group in optimizer.param_groups]
+    assert found == [("muon", (2, 2), "float32"), ("adamw", (), "float32")]
+
+
+def test_hidden_layers_and_position_embeddings_are_told_apart():
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.places = torch.nn.Embedding(64, 16), torch.nn.Embedding(16, 16)
+            self.hidden, self.head = torch.nn.Linear(16, 16), torch.nn.Linear(16, 64)
+            self.cls = torch.nn.Parameter(torch.zeros(1, 1, 16))
+
+    assert sw.optim.muon_groups(Model())[0]["names"] == ["hidden.weight"]
+
+
 def test_blocks_of_rows_and_stacks_are_each_made_orthogonal():
     given = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
 

@@ -246,7 +246,9 @@ def note_error() -> None:
     """Keep the exception that ends this process, if one does, as the account's error."""
     error = getattr(sys, "last_value", None) or sys.exc_info()[1]
     if error is not None and not isinstance(error, SystemExit):
-        account_fail(f"{type(error).__name__}: {error}")
+        with contextlib.suppress(Exception):  # an error without a text ends no process otherwise than before
+            text = f"{type(error).__name__}: {error}".encode("utf-8", "backslashreplace").decode()
+            account_fail(text.replace("\0", "\\0"))
 
 
 def _begin_again() -> None:

@@ -24,7 +24,7 @@ import torch
 from .._engine import Error, account_row, spans_take, spans_turn
 from ..comm import account
 from . import watch
-from .rings import PHASES, AccountFile, Operation, Row, row_of
+from .rings import PHASES, AccountError, AccountFile, Operation, Row, row_of
 from .trace_merge import merge_parts, part_path
 
 __all__ = ["VARIABLE", "Trace", "begin_if_asked", "trace"]
@@ -179,10 +179,14 @@ class Trace:
                 if thread not in self._threads:
                     with contextlib.suppress(OSError):
                         self._threads[thread] = Path(f"/proc/self/task/{thread}/comm").read_text().strip()
+        with contextlib.suppress(OSError, AccountError):  # a cleaner may take the account's file
+            self._collect_operations()
+
+    def _collect_operations(self) -> None:
         path = account.own_file()
         if path is not None:
             file = AccountFile(path)
-            groups = [(0, []), *file.groups()]
+            groups: list[tuple[int, list[int]]] = [(0, []), *file.groups()]
             for each in file.operations(1000):
                 if each.serial > self._first_op:
                     group, ranks = groups[each.group] if each.group < len(groups) else groups[0]
@@ -209,15 +213,19 @@ class Trace:
                 spans_turn(False)
             self._collect()
             self._write()
-        except (OSError, RuntimeError, ValueError) as error:
-            _logger.warning("trace: no part of rank %s: %s", account.own_rank(), error)
+        except Exception as error:
+            _logger.warning("trace: no part of rank %s: %s: %s", account.own_rank(), type(error).__name__, error)
+        finally:
+            if self._profile is not None:
+                self._profile.stop()
+                self._profile = None
 
     def _write(self) -> None:
         path = account.own_file()
         part: dict[str, Any] = {
             "shardwright_trace": 1,
             **{"rank": account.own_rank(), "world_size": account.own_world_size(), "number": self._number},
-            "group": 0 if path is None else AccountFile(path).head().group,
+            "group": 0 if path is None or not path.exists() else AccountFile(path).head().group,
             **{"host": socket.gethostname(), "pid": os.getpid(), "phases": PHASES, "threads": self._threads},
             **{"clock": _clock_id(), "unix_ns": time.time_ns() - time.monotonic_ns()},
             **{"begun_ns": self._begun_ns, "ended_ns": time.monotonic_ns()},
@@ -237,10 +245,11 @@ class Trace:
         """Return torch.profiler's events with microseconds of the monotonic clock."""
         if self._profile is None:
             return []
-        self._profile.stop()
+        profile, self._profile = self._profile, None
+        profile.stop()
         with tempfile.TemporaryDirectory() as folder:
             file = os.path.join(folder, "autograd.json")
-            self._profile.export_chrome_trace(file)
+            profile.export_chrome_trace(file)
             with open(file, encoding="utf-8") as opened:
                 events = json.load(opened)["traceEvents"]
         marks = sorted((each for each in events if each.get("name") == _CLOCK), key=lambda each: each["ts"])

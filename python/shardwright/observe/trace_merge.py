@@ -22,6 +22,14 @@ _GAP_NS = 200_000
 _DEVICES = 1_000_000
 
 
+#: what a part has, beside its version
+_FIELDS = {
+    **dict.fromkeys(("rank", "world_size", "number", "group", "pid", "unix_ns", "begun_ns", "ended_ns"), int),
+    **dict.fromkeys(("rows", "spans", "operations", "autograd", "phases"), list),
+    **{"host": str, "clock": str, "threads": dict},
+}
+
+
 class Collective(NamedTuple):
     """A collective of a part."""
 
@@ -49,10 +57,18 @@ def read_parts(path: Path) -> list[Part]:
     """Return the parts that lie beside `path`, by rank. PartError; OSError."""
     found = []
     for each in path.parent.glob(f"{glob.escape(path.name)}.rank-*.part"):
+        if each.stat().st_uid != os.getuid():
+            continue
         try:
             part = json.loads(each.read_text())
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             part = None
+        if isinstance(part, dict) and part.get("shardwright_trace") == VERSION:
+            wrong = [name for name, kind in _FIELDS.items() if not isinstance(part.get(name), kind)]
+            if wrong:
+                raise PartError(
+                    f"{each} is a part of a trace without a right {', '.join(repr(name) for name in wrong)}"
+                )
         if not isinstance(part, dict) or part.get("shardwright_trace") != VERSION:
             version = part.get("shardwright_trace") if isinstance(part, dict) else None
             raise PartError(

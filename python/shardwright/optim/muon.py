@@ -34,9 +34,9 @@ def muon_groups(
     A weight of two dimensions is a matrix, and one of three a stack of them (experts). AdamW takes everything else, and
 
     - weights of `torch.nn.Embedding` and `EmbeddingBag`, and those tied to them;
-    - the output layer: a `torch.nn.Linear` with as many outputs as an embedding has rows, and what the module's
-      `get_output_embeddings()` returns;
-    - weights of convolutions and of what is neither a matrix nor a stack.
+    - the output layer: a `torch.nn.Linear` with the shape of an embedding that has more rows than columns, and what the
+      module's `get_output_embeddings()` returns. One that is padded to another size is not found: name it by `rule`;
+    - weights of convolutions, stacks of one matrix (position embeddings), and what is neither.
 
     Parameters
     ----------
@@ -68,7 +68,8 @@ def muon_groups(
     for name, parameter in module.named_parameters():
         algorithm = None if rule is None else rule(name, parameter)
         if algorithm is None:
-            algorithm = "muon" if parameter.dim() in (2, 3) and id(parameter) not in apart else "adamw"
+            is_matrix = parameter.dim() == 2 or (parameter.dim() == 3 and parameter.shape[0] > 1)
+            algorithm = "muon" if is_matrix and id(parameter) not in apart else "adamw"
         heights = tuple(rows(name, parameter) or ()) if rows is not None and algorithm == "muon" else ()
         group = found.setdefault((algorithm, heights), {"params": [], "names": [], "algorithm": algorithm})
         group["params"].append(parameter)
@@ -81,10 +82,12 @@ def muon_groups(
 def _no_matrices(module: torch.nn.Module) -> set[int]:
     """Return the ids of weights of embeddings, output layers and convolutions."""
     embeddings = [each for each in module.modules() if isinstance(each, (torch.nn.Embedding, torch.nn.EmbeddingBag))]
-    sizes = {each.num_embeddings for each in embeddings}
+    shapes = {
+        (each.num_embeddings, each.embedding_dim) for each in embeddings if each.num_embeddings > each.embedding_dim
+    }
     found = {id(each.weight) for each in embeddings}
     for each in module.modules():
-        is_output = isinstance(each, torch.nn.Linear) and each.out_features in sizes
+        is_output = isinstance(each, torch.nn.Linear) and (each.out_features, each.in_features) in shapes
         if is_output or isinstance(each, _OF_LINES):
             found.add(id(each.weight))
         output = getattr(each, "get_output_embeddings", None)
@@ -185,8 +188,11 @@ class Muon(_AdamStep):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, of AdamW if its "algorithm" is. ValueError for an option or a shape that does not fit."""
-        given = {key: value for key, value in param_group.items() if key != "names"}
-        super().add_param_group({**self._of_adamw, **given} if given.get("algorithm") == "adamw" else given)
+        param_group.pop("names", None)
+        if param_group.get("algorithm") == "adamw":
+            for key, value in self._of_adamw.items():
+                param_group.setdefault(key, value)
+        super().add_param_group(param_group)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_of_adamw": self._of_adamw}
@@ -196,6 +202,14 @@ class Muon(_AdamStep):
         for group in self.param_groups:  # of torch.optim.Muon
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load torch's format, also of torch.optim.Muon: what its groups lack stays as it is here."""
+        own = [{key: group[key] for key in ("algorithm", "rows", "ns_dtype")} for group in self.param_groups]
+        saved = state_dict["param_groups"]
+        if len(own) == len(saved):
+            state_dict = {**state_dict, "param_groups": [{**mine, **theirs} for mine, theirs in zip(own, saved)]}
+        super().load_state_dict(state_dict)
 
     def take_clip(self, clip: Any) -> bool:
         return False  # a matrix is stepped on by torch, which does not know the factor
@@ -258,15 +272,21 @@ class Muon(_AdamStep):
             update = gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
             target.mul_(1 - lr * group["weight_decay"])
             heights = list(group["rows"]) or [p.shape[-2]]
+            held = _by_matrices(update) if is_dtensor(update) else None
+            local = update if held is None else waited(held_tensor(held))
             made = [
                 orthogonal(of, group["ns_coefficients"], group["ns_steps"], group["eps"], _DTYPES[group["ns_dtype"]])
-                for of in ([update] if len(heights) == 1 else update.split(heights, -2))
+                for of in ([local] if len(heights) == 1 else local.split(heights, -2))
             ]
             scales = [_scale((height, p.shape[-1]), group["adjust_lr_fn"]) for height in heights]
-            if len(made) == 1:
+            if held is not None:  # blocks of a DTensor are no views
+                whole = (
+                    made[0] if len(made) == 1 else torch.cat([each.float() * s for each, s in zip(made, scales)], -2)
+                )
+                placed = redistributed(placed_like(whole.contiguous(), held), target.placements)
+                target.add_(placed, alpha=-lr * (scales[0] if len(made) == 1 else 1.0))
+            elif len(made) == 1:
                 target.add_(made[0], alpha=-lr * scales[0])
-            elif is_dtensor(target):  # its blocks are no views
-                target.add_(torch.cat([each.float() * scale for each, scale in zip(made, scales)], -2), alpha=-lr)
             else:
                 for block, each, scale in zip(target.split(heights, -2), made, scales):
                     block.add_(each, alpha=-lr * scale)
@@ -277,10 +297,6 @@ class Muon(_AdamStep):
 def orthogonal(matrices: Tensor, coefficients: Iterable[float], steps: int, eps: float, dtype: torch.dtype) -> Tensor:
     """Return the matrix, or each matrix of a stack, with singular values near 1, in `dtype`."""
     if matrices.dim() == 3:
-        if is_dtensor(matrices):  # each rank has its matrices of the stack, whole
-            by_matrix = [each if getattr(each, "dim", None) == 0 else replicate() for each in matrices.placements]
-            held = redistributed(matrices, by_matrix)
-            return placed_like(orthogonal(waited(held_tensor(held)), coefficients, steps, eps, dtype), held)
         made = [orthogonal(each, coefficients, steps, eps, dtype) for each in matrices]
         return torch.stack(made) if made else matrices.to(dtype)
     a, b, c = coefficients
@@ -292,6 +308,13 @@ def orthogonal(matrices: Tensor, coefficients: Iterable[float], steps: int, eps:
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.T if is_tall else x
+
+
+def _by_matrices(update: Any) -> Any:
+    """Return a DTensor of which each rank holds whole matrices: all of one matrix, its own ones of a stack. Collective."""
+    is_stack = update.dim() == 3
+    placements = [each if is_stack and getattr(each, "dim", None) == 0 else replicate() for each in update.placements]
+    return redistributed(update, placements)
 
 
 def _scale(shape: Sequence[int], rule: str | None) -> float:

@@ -73,7 +73,6 @@ def _known() -> dict[str, Rule]:
     found |= {"torch.optim.Adafactor": tensor, "transformers.optimization.Adafactor": tensor}
     found |= {f"pytorch_optimizer.optimizer.{name}": Rule("tensor", factor_cost) for name in (
         "soap.SOAP", "shampoo.Shampoo", "shampoo.ScalableShampoo")}  # fmt: skip
-    found["pytorch_optimizer.optimizer.lion.Lion"] = flat
     sums = "its step size is a sum over all parameters, of which a rank sees its own"
     found |= {
         f"dadaptation.dadapt_{n.lower()}.DAdapt{n}": Rule("", why=sums, switch="fsdp_in_use") for n in ("Adam", "SGD")

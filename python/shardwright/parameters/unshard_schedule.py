@@ -494,7 +494,7 @@ class UnitSchedule:
         if not unit.running:
             return  # another hook raised before ours
         begin, end = unit.running.pop(), next(self._clock)
-        if plain.notes_runs and _hooks.graph_task_id() == _NO_TASK:
+        if plain.notes_runs and torch.is_grad_enabled() and _hooks.graph_task_id() == _NO_TASK:
             plain.last_run = begin, any(each.requires_grad for each in _hooks.find_tensors(args))
         if self._units.is_apart(unit.number):
             unit.ran_apart.add(begin)

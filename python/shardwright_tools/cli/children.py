@@ -40,18 +40,22 @@ def run_child(
     """
     # a signal that ends this process unwinds, so that the command ends first
     before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    process = subprocess.Popen(words, env={**os.environ, **environment}, stdout=log, stderr=log)
+    process = subprocess.Popen(words, env={**os.environ, **environment}, stdout=log, stderr=log, start_new_session=True)
     try:
         while process.poll() is None and not is_over():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_POLL_S)
         return process.poll()
     finally:
-        if process.poll() is None:
-            process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_END_S)
-        if process.poll() is None:
-            process.kill()
-            process.wait()
+        _signal_all(process, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_END_S)
+        _signal_all(process, signal.SIGKILL)
+        process.wait()
         signal.signal(signal.SIGTERM, before)
+
+
+def _signal_all(process: subprocess.Popen[bytes], number: int) -> None:
+    """Signal a child and what it has started in its session; they may have ended."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, number)

@@ -121,11 +121,11 @@ def _lines(folder: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
         for line in text.splitlines():
             try:
                 each = json.loads(line)
-            except json.JSONDecodeError:
+            except (ValueError, RecursionError):
                 each = None
             numbers = [each.get("step"), each.get("time", 0)] if isinstance(each, dict) else [None]
-            if all(isinstance(value, int | float) for value in numbers):
-                yield each
+            if all(isinstance(value, int | float) and abs(value) < 1e15 for value in numbers):
+                yield {k: v for k, v in each.items() if not isinstance(v, int | float) or abs(v) < 1e30}
             else:
                 bad += 1
         if bad:
@@ -153,7 +153,9 @@ def accounts_of(folder: Path) -> tuple[list[RankOfRun], list[str]]:
         file.close()
         if each.head.rank not in found or found[each.head.rank].head.unix_ns < each.head.unix_ns:
             found[each.head.rank] = each
-    return [found[rank] for rank in sorted(found)], notes
+    newest = max((each.head for each in found.values()), key=lambda head: head.unix_ns, default=None)
+    of_run = [rank for rank in sorted(found) if newest is not None and found[rank].head.world_size == newest.world_size]
+    return [found[rank] for rank in of_run], notes
 
 
 def _plan(folder: Path, notes: list[str]) -> dict[str, Any] | None:
@@ -165,7 +167,7 @@ def _plan(folder: Path, notes: list[str]) -> dict[str, Any] | None:
         seconds = plan["seconds_per_step"] or {}
         return {
             "seconds": float(sum(seconds.get(each, 0) for each in ("compute", "exposed"))),
-            "tokens": plan["tokens_per_step"],
+            "tokens": float(plan["tokens_per_step"]),
         }
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         notes.append("plan.json is no output of shardwright plan --json")

@@ -13,7 +13,7 @@ from shardwright._engine import CheckpointError, CheckpointFolder
 from shardwright.options.places import check_encodable
 
 EPILOG = "Exit codes: 0 success, 1 a checkpoint is damaged or different, 2 usage error or no checkpoint found."
-_PATHS = ("directory", "path", "checkpoint", "first", "second", "source", "output", "map")
+_PATHS = ("directory", "folder", "path", "checkpoint", "first", "second", "source", "output", "map")
 
 
 class Nothing(Exception):

@@ -61,7 +61,7 @@ def counts_of(words: Sequence[str]) -> tuple[list[int], int, bool]:
         found = _OPTION.fullmatch(word)
         if found:
             value = found[2] if found[2] is not None else (words[at + 1] if at + 1 < len(words) else "")
-            if not (value.isascii() and value.isdigit() and int(value) > 0):
+            if not (value.isascii() and value.isdigit() and len(value) < 7 and int(value) > 0):
                 raise Nothing(f"{found[1]} must be a number of ranks, the largest to try, got {value!r}")
             most = int(value)
             counts = [1 << n for n in range(most.bit_length()) if 1 << n <= most]
@@ -76,7 +76,9 @@ def with_ranks(words: Sequence[str], at: int, is_inside: bool, ranks: int) -> li
 
 def _scale(options: argparse.Namespace) -> int:
     words = words_of(options.after, "scale")
-    if options.seconds <= 0 or options.start_seconds <= 0 or (options.tokens is not None and options.tokens < 1):
+    if not (0 < options.seconds < 1e9 and 0 < options.start_seconds < 1e9) or (
+        options.tokens is not None and options.tokens < 1
+    ):
         raise Nothing("--seconds, --start-seconds and --tokens must be above 0")
     counts, at, is_inside = counts_of(words)
     found: list[Speed] = []
