@@ -10,10 +10,12 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from shardwright_tools.cli import main, page, scale
+from shardwright_tools.cli.children import run_child
 from shardwright_tools.cli.report import Nothing
 
 PROGRAM = Path(__file__).parent / "ranks" / "observed_program.py"
@@ -169,3 +171,37 @@ def test_a_missing_matplotlib_is_one_sentence(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["report", str(run)]) == 2 and "needs matplotlib" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b'{"shardwright_trace": 1}', "is a part of a trace without a right 'rank'"),
+        (b"\xff\xfe", "is no part of a trace"),
+        (b"[" * 100_000, "is no part of a trace"),
+        (b'{"shardwright_trace": 7}', "is of version 7"),
+    ],
+)
+def test_a_wrong_part_is_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes, sentence: str
+) -> None:
+    (tmp_path / "t.rank-7.part").write_bytes(content)
+    assert main(["trace", "--merge", str(tmp_path / "t")]) == 2
+    said = capsys.readouterr().err
+    assert sentence in said and "Traceback" not in said
+
+
+def test_what_a_command_has_started_ends_with_it(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(f"#!/bin/sh\nsleep 300 & echo $! > {tmp_path}/pid\nwait\n")
+    script.chmod(0o755)
+    assert (
+        run_child([str(script)], {}, lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").stat().st_size > 1)
+        is None
+    )
+    pid = int((tmp_path / "pid").read_text())
+    for _ in range(100):
+        if not os.path.exists(f"/proc/{pid}") or " Z " in Path(f"/proc/{pid}/stat").read_text():
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"{pid} goes on")
