@@ -252,13 +252,18 @@ def _make_stepper(engine: Engine, optimizer: torch.optim.Optimizer, partition: s
     out_of_memory.explain_steps(inner)
     without = engine.precision.without_master() if engine.precision is not None else []
     try:
+        made: torch.optim.Optimizer
         if engine.options.zero:
-            made: torch.optim.Optimizer = ShardedOptimizer(inner, replicas[0], partition, without, replicas[1:])
+            made = ShardedOptimizer(inner, replicas[0], partition, without, replicas[1:])
         else:
             made = inner = _with_masters(inner, without)
-            for replica in replicas:
-                replica.steppers.add_plain(made)
-        _keep_state(engine, made, inner)
+    except MemoryError:  # alike on all ranks
+        _give_back(engine)
+        raise
+    for replica in () if engine.options.zero else replicas:
+        replica.steppers.add_plain(made)
+    _keep_state(engine, made, inner)
+    try:
         together(replicas[0].model_ranks, lambda: check_fits(replicas), replicas[0].label)
     except (MemoryError, Error):
         _give_back(engine)

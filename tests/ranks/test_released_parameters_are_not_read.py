@@ -273,9 +273,9 @@ def test_zeroing_and_clipping_many_released_parameters_costs_microseconds_each(r
     def best_us(call, times=20):
         found = []
         for _ in range(times):
-            start = time.perf_counter()
+            start = time.thread_time()
             call()
-            found.append((time.perf_counter() - start) / 200 * 1e6)
+            found.append((time.thread_time() - start) / 200 * 1e6)
         return min(found)
 
     assert best_us(optimizer.zero_grad) < 2
