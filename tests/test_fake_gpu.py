@@ -108,8 +108,8 @@ def test_c_program_on_simulated_gpus_exits_with_zero(test: Path, mode: str, tmp_
 
 @pytest.mark.parametrize("test", TESTS, ids=lambda path: path.stem)
 def test_it_does_so_where_a_driver_waits_in_the_worst_case(test: Path, tmp_path: Path) -> None:
-    """See SIM_STRICT in tests/fake/sim.h; test_sim.c sets it itself. ranks/test_strict_drivers_on_simulated_gpus.py has the quick sample."""
-    if os.environ.get("SW_TEST_LONG") != "1":
+    """See SIM_STRICT in tests/fake/sim.h; test_sim.c sets it itself."""
+    if os.environ.get("SW_TEST_LONG") != "1" and test.stem != "test_device_units":
         pytest.skip("long form only (SW_TEST_LONG=1)")
     if shutil.which(BUILDERS["plain"].mode.compiler) is None:
         pytest.skip("no C compiler on this machine")

@@ -9,7 +9,6 @@ import subprocess
 import sys
 
 import pytest
-from harness import LONG
 from peer import PEER
 
 PROGRAM = pathlib.Path(__file__).with_name("fsdp2_program.py")
@@ -39,7 +38,6 @@ def test_a_program_trains_saves_and_resumes_as_with_fsdp2(tmp_path, name):
     assert max(abs(a - b) / abs(b) for a, b in zip(ours, stock, strict=True)) <= ALLOWED
 
 
-@pytest.mark.skipif(not LONG, reason="the long form: the same program as above with another form of states")
 @pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed")
 def test_accelerate_saves_whole_states_of_three_ranks(tmp_path):
     stock, ours = (

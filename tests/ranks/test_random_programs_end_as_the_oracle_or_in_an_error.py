@@ -13,7 +13,7 @@ from peer import PEER
 from programs.search import Runner, search
 
 pytestmark = pytest.mark.skipif(PEER == "torch", reason="ours")
-COUNT = int(os.environ.get("SW_TEST_PROGRAMS") or (10_000 if LONG else 60))
+COUNT = int(os.environ.get("SW_TEST_PROGRAMS") or (10_000 if LONG else 100))
 
 
 @pytest.mark.timeout(6 * 3600 if LONG else 300)

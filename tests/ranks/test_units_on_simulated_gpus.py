@@ -158,11 +158,7 @@ def test_the_laws_of_recomputed_units_and_of_integers_hold(
     run(teams, world_size, paths, keep_law, law, "WITHIN", policy=POLICIES[law % len(POLICIES)])
 
 
-#: of the optimizers ours: test_rows_of_fully_shard_on_simulated_gpus.py has torch's
-QUICK_LAWS = [law for law in range(0, len(LAWS), 2) if LAWS[law][2].get("name", "ours") == "ours"]
-
-
-@pytest.mark.parametrize("law", range(len(LAWS)) if LONG else QUICK_LAWS, ids=lambda law: LAWS[law][1])
+@pytest.mark.parametrize("law", some(range(len(LAWS)), 2), ids=lambda law: LAWS[law][1])
 def test_the_laws_of_the_cpu_hold(teams: Any, world_size: int, paths: dict[str, str], law: int) -> None:
     run(teams, world_size, paths, keep_law, law, policy=POLICIES[law % len(POLICIES)])
 

@@ -138,7 +138,7 @@ def divided(costs: Sequence[float], loads: list[float]) -> list[int]:
 
 
 class _Turn(NamedTuple):
-    """What this rank copies between two barriers, in bytes."""
+    """The copies of this rank between two barriers, in bytes."""
 
     written: list[tuple[Entry, int, int, int]]  # [begin, end) of its slice, place in its pages
     read: list[tuple[Entry, int, int, int, int]]  # begin in the whole, size, slice of the sender, place in its pages

@@ -1,4 +1,4 @@
-"""What an optimizer's update of an element reads: the element itself, its whole tensor, or all parameters.
+"""The table of optimizer classes: an update of an element reads the element, its whole tensor, or all parameters.
 
 `partition="auto"` looks an optimizer's class up in this table; docs/optimizers.md prints it.
 """

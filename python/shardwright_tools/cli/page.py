@@ -55,7 +55,7 @@ class RankOfRun(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What a run's folder has."""
+    """The contents of a run's folder."""
 
     folder: Path
     lines: list[dict[str, Any]]

@@ -29,7 +29,7 @@ class Link:
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """What the simulation divides by."""
+    """The rates that the simulation divides by."""
 
     inside: Link
     between: Link

@@ -103,7 +103,7 @@ class Costs:
 
     @property
     def hides_gathers(self) -> bool:
-        """Whether updated slices are gathered behind the next forward, which begins with casts under a precision policy."""
+        """True if updated slices are gathered behind the next forward, which begins with casts under a precision policy."""
         return self.run.prefetch > 0 and not self._precision.copy
 
     @property
