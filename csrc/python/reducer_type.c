@@ -368,6 +368,8 @@ OF_REDUCER(note_step, " digest:K", true,
 OF_REDUCER(forget_steps, "", true, (sw_reducer_forget_steps(self->reducer), sw_py_none()))
 OF_REDUCER(set_divide_by, " active_only:p", true,
            (sw_reducer_divide_by_active(self->reducer, a[0].p), sw_py_none()))
+OF_REDUCER(send_first, " sends:p", true,
+           (sw_reducer_send_first(self->reducer, a[0].p), sw_py_none()))
 OF_REDUCER(divisor, "", true, PyLong_FromSize_t(sw_reducer_divisor(self->reducer)))
 
 SW_PY_VALUE(reducer_set_tracer, reducer_object, "set_tracer tracer:O", true,
@@ -535,6 +537,8 @@ static PyMethodDef reducer_methods[] = {
     SW_PY_ARGS(reducer, note_step, "digest, /", "Note a step, to compare in the next round."),
     SW_PY_ARGS(reducer, forget_steps, "/", "Count from 0 again."),
     SW_PY_ARGS(reducer, set_divide_by, "active_only, /", "Set the mean's divisor."),
+    SW_PY_ARGS(reducer, send_first, "sends, /",
+               "Let buckets of the first round, too, leave before the end of the backward."),
     SW_PY_ARGS(reducer, set_bucket_callback, "callback, /",
                "Set a communication hook, or None: callback(bucket, is_last) averages a bucket."),
     SW_PY_ARGS(reducer, set_codec, "codec, /",

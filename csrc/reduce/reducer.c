@@ -212,6 +212,11 @@ void sw_reducer_divide_by_active(sw_reducer *reducer, bool active_only)
     reducer->divide_by_active = active_only;
 }
 
+void sw_reducer_send_first(sw_reducer *reducer, bool sends)
+{
+    reducer->sends_first = sends;
+}
+
 size_t sw_reducer_divisor(const sw_reducer *reducer)
 {
     size_t active = reducer->divide_by_active ? reducer->ops->active_ranks(reducer) : 0;
@@ -454,11 +459,12 @@ bool sw_reducer_hold_back(sw_reducer *reducer, size_t param)
 /* ---- buckets leave ---- */
 
 /* Return true if the next bucket may be sent before the end of the backward, once it is placed.
- * None is in the first round, which shows the parameters that get their gradient twice. */
+ * None is in the first round, which shows the parameters that get their gradient twice, unless
+ * the caller has said otherwise. */
 static bool may_leave(const sw_reducer *reducer, const bucket *b)
 {
-    return b->pending == 0 && !b->pinned && reducer->stats.rounds + reducer->stats.row_rounds > 0 &&
-           reducer->owner == SW_BUCKETS_OURS &&
+    bool seen = reducer->sends_first || reducer->stats.rounds + reducer->stats.row_rounds > 0;
+    return seen && b->pending == 0 && !b->pinned && reducer->owner == SW_BUCKETS_OURS &&
            (!reducer->ops->leaves_early || reducer->ops->leaves_early(reducer));
 }
 

@@ -293,5 +293,9 @@ size_t sw_reducer_divisor(const sw_reducer *reducer);
 uint64_t sw_reducer_averaged_in(const sw_reducer *reducer, size_t param);
 /* Divide means by the contributing ranks (true) or by the world size (false, the default). */
 void sw_reducer_divide_by_active(sw_reducer *reducer, bool active_only);
+/* Send buckets of the first round before the end of its backward, too (true): all whole gradients
+ * may be larger than a rank's memory. The default is false: the first round shows which parameters
+ * get their gradient twice. */
+void sw_reducer_send_first(sw_reducer *reducer, bool sends);
 
 #endif

@@ -121,6 +121,7 @@ struct sw_reducer {
     uint32_t marks;                    /* gradients taken, for regular polls */
     bool contributes, abandoned, divide_by_active;
     bool stays_in_rows, next_stays_in_rows; /* see sw_reducer_keep_in_rows */
+    bool sends_first;                       /* see sw_reducer_send_first */
     bool last_round_failed;                 /* see sw_reducer_last_round_failed */
     bool met;                  /* use bits of this or the last round were exchanged for a hook */
     sw_bucket_owner owner;     /* owner of the buckets */

@@ -102,6 +102,13 @@ class RecomputedTogether(Blocks):
         return checkpoint(super().run, x, use_reentrant=False)
 
 
+class RecomputedInPart(Blocks):
+    """A model whose blocks run in a reentrant checkpoint and then plainly: their gradients come in two graph tasks."""
+
+    def run(self, x):
+        return super().run(checkpoint(super().run, x, use_reentrant=True))
+
+
 class Adapted(Blocks):
     """A model with frozen units between trained ones."""
 
@@ -160,6 +167,7 @@ MODELS = [
     Recomputed,
     RecomputedReentrant,
     RecomputedTogether,
+    RecomputedInPart,
     Adapted,
     Several,
     Viewed,
@@ -249,6 +257,21 @@ def test_a_parameter_read_outside_of_its_unit_is_an_error_with_its_name(rank, wo
     with pytest.raises(engine.Error, match=r"parameter 'first\.weight' is released.*sw\.full_parameters"):
         model(batch(rank, 6, 7))
     gather(None)
+
+
+@pytest.mark.parametrize("build", [Blocks, Recomputed, RecomputedInPart])
+@on_every_rank()
+def test_the_first_backward_holds_no_more_whole_gradients_than_later_ones(rank, world_size, build):
+    model, optimizer = private(build)
+    with torch.no_grad():
+        model(batch(rank, 6, 7))
+    early = []
+    for step in range(2):
+        loss_of(model, rank, step).backward()
+        early.append(sw.stats(model)["models"][0]["buckets_early"])
+        optimizer.zero_grad()
+    waits = build is RecomputedInPart  # for second gradients
+    assert (early == [0, 0]) if waits else (0 < early[0] < early[1]), early
 
 
 @on_every_rank()

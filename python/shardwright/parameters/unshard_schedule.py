@@ -104,6 +104,8 @@ class UnitSchedule:
         self.pass_over: Callable[[Sequence[int]], bool] | None = None
         #: returns whether a called module computes under a policy
         self.policy: Callable[[], Callable[[], bool] | None] = type(None)
+        #: until the first backward has ended: called if it will run another inside it
+        self.on_nested_backward: Callable[[], None] | None = None
         #: called before the next release, if a forked child may read units that are whole
         self.before_reuse: Callable[[], None] | None = None
         for unit in self.units:
@@ -515,6 +517,8 @@ class UnitSchedule:
             unit.pin = NOT_PINNED
         if unit.is_outermost:
             self._turning, self._latest = self._latest, None
+            if self.on_nested_backward is not None and _hooks.has_nested_backward(hooked):
+                self.on_nested_backward()
         elif not unit.running:
             self._latest = unit
         turns = unit is self._turning and self._meet is None
@@ -614,8 +618,10 @@ class UnitSchedule:
             if unit.pin is UNTIL_RUN:
                 unit.pin = NOT_PINNED
         self._open = [unit for unit in opened if unit.opened]
-        if not self._tasks and self.pass_over is not None:
-            self._forget_holders()
+        if not self._tasks:
+            self.on_nested_backward = None
+            if self.pass_over is not None:
+                self._forget_holders()
         for unit in opened:
             self._release_if_idle(unit)
         if self._together and not self._tasks:

@@ -250,6 +250,20 @@ def find_tensors(value: Any) -> Iterator[torch.Tensor]:
         yield from _registered_tensors(value)
 
 
+def has_nested_backward(tensors: Iterable[torch.Tensor]) -> bool:
+    """Return True if the backward of `tensors` will run others inside it, as reentrant checkpointing does."""
+    found, waiting = set(), [each.grad_fn for each in tensors]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in found:
+            continue
+        if "Checkpoint" in node.name():
+            return True
+        found.add(node)
+        waiting += [following for following, _ in node.next_functions]
+    return False
+
+
 def _registered_tensors(value: Any) -> Iterator[torch.Tensor]:
     try:
         from torch.utils._pytree import tree_leaves

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -78,7 +79,10 @@ class HostBackend:
                 f"hosts, and slices are kept {'by each replica' if slicing.is_replicated else 'once'}"
             )
         folder = offload_folder(offload_place(request.options.offload, "parameters"))
-        return UnitMemory(self, reducer, request, coded=coded, folder=folder)
+        made = UnitMemory(self, reducer, request, coded=coded, folder=folder)
+        reducer.send_first(True)
+        made.schedule.on_nested_backward = functools.partial(reducer.send_first, False)
+        return made
 
     def exchange(self, compress: Compressor, like: torch.Tensor) -> None:
         return None
