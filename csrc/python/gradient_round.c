@@ -230,21 +230,23 @@ int sw_py_reducer_take_gradient(reducer_object *self, size_t index, PyObject *pa
  * not wait for the end of the backward, since others' GPUs wait for the mean, and gathers behind.
  * Nor does a complete bucket wait for the next gradient: so means and gathers, which travel over
  * two communicators, have one order on all ranks. */
-PyObject *sw_py_reducer_pass_over(PyObject *op, PyObject *indices)
+PyObject *sw_py_reducer_pass_over(PyObject *op, PyObject *args)
 {
     reducer_object *self = (reducer_object *)op;
+    sw_py_arg a[2] = {{0}};
     int64_t task;
     bool waited = false;
-    if (reducer_check_ready(self) < 0 || current_task(self, &task) < 0)
+    if (!sw_py_read("pass_over indices:O | expected:p", args, NULL, a) ||
+        reducer_check_ready(self) < 0 || current_task(self, &task) < 0)
         return NULL;
     if (sw_reducer_state(self->reducer) == SW_ROUND_CLOSED || task != self->announced_task)
         Py_RETURN_FALSE;
-    SW_PY_OWNED *list = PySequence_List(indices);
+    SW_PY_OWNED *list = PySequence_List(a[0].o);
     for (Py_ssize_t i = 0; list && i < PyList_Size(list); ++i) {
         size_t index = PyLong_AsSize_t(PyList_GetItem(list, i));
         if (PyErr_Occurred() || !sw_py_reducer_has_index(self, (Py_ssize_t)index))
             return NULL;
-        waited |= sw_reducer_pass(self->reducer, index);
+        waited |= sw_reducer_pass(self->reducer, index, a[1].p);
     }
     self->send_is_due |= waited;
     if (!list || (self->send_is_due &&

@@ -522,9 +522,10 @@ static PyMethodDef reducer_methods[] = {
     SW_PY_ENTRY(sw_py_reducer_forward, METH_O, "forward", "$self, synchronised, /",
                 "Count a forward with gradients."),
     SW_PY_NONE(sw_py_reducer, open_round, "Announce a round, which the first gradient opens."),
-    SW_PY_ENTRY(sw_py_reducer_pass_over, METH_O, "pass_over", "$self, indices, /",
-                "Send the buckets that waited for gradients of these parameters alone, since the "
-                "backward of their modules is over. Return False if no round is open."),
+    SW_PY_ARGS(sw_py_reducer, pass_over, "indices, expected=False, /",
+               "Send the buckets that waited for gradients of these parameters alone, since the "
+               "backward of their modules is over; `expected`: note which gradients come after "
+               "that. Return False if no round is open."),
     SW_PY_NONE(sw_py_reducer, close, "End the round."),
     SW_PY_NONE(sw_py_reducer, fail, "Tell the peers that the backward of an open round failed."),
     SW_PY_NONE(sw_py_reducer, close_pending, "Run a whole round if a forward has none."),

@@ -301,7 +301,8 @@ sw_status sw_reducer_open(sw_reducer *reducer, int64_t task, bool synchronised, 
     reducer->task = task;
     for (size_t i = 0; i < reducer->layout.param_count; ++i)
         reducer->params[i].ready = reducer->params[i].placed = reducer->params[i].accumulated =
-            reducer->params[i].written = reducer->params[i].passed = 0;
+            reducer->params[i].written = reducer->params[i].passed = reducer->params[i].expected =
+                0;
     reducer->stays_in_rows = synchronised && reducer->next_stays_in_rows;
     reducer->next_stays_in_rows = false;
     if (!synchronised)
@@ -381,7 +382,7 @@ sw_status sw_reducer_mark_ready(sw_reducer *reducer, size_t param, int64_t task,
                       "clear the gradients and run the step again"
                     : "wrap again, on every rank");
     }
-    if (state->ready || state->passed || task != reducer->task)
+    if (state->ready || state->passed || state->expected || task != reducer->task)
         b->pinned = true; /* other hooks may still change it, or it comes late */
     if (!state->ready) {
         await_placing(b, state);
@@ -397,12 +398,15 @@ sw_status sw_reducer_mark_ready(sw_reducer *reducer, size_t param, int64_t task,
     return SW_OK;
 }
 
-bool sw_reducer_pass(sw_reducer *reducer, size_t param)
+bool sw_reducer_pass(sw_reducer *reducer, size_t param, bool expected)
 {
     bucket *b = sw_bucket_of(reducer, param);
     param_state *state = &reducer->params[param];
     if (reducer->state != SW_ROUND_OPEN || b->state != BUCKET_FILLING || state->ready ||
         state->passed)
+        return false;
+    state->expected = expected;
+    if (expected)
         return false;
     await_placing(b, state);
     state->passed = 1;

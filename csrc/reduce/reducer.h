@@ -196,8 +196,9 @@ SW_MUST_USE sw_status sw_reducer_mark_ready(sw_reducer *reducer, size_t param, i
                                             bool *advance, sw_error *err);
 /* The backward of all modules that use `param` is over: without a gradient so far it gets none in
  * this round, and its bucket no longer waits for one. If one comes after all, its bucket is sent
- * only at the end of the backward, from now on. Return true if the bucket waited. */
-bool sw_reducer_pass(sw_reducer *reducer, size_t param);
+ * only at the end of the backward, from now on. Return true if the bucket waited. `expected`: the
+ * graph has a gradient for it, and the bucket still waits; this shows the late ones. */
+bool sw_reducer_pass(sw_reducer *reducer, size_t param, bool expected);
 /* Second: the gradient now lies in its place. `accumulated`: the contribution is that plus the
  * accumulated mean (sliced, in a pool). */
 void sw_reducer_place(sw_reducer *reducer, size_t param, bool accumulated);

@@ -31,7 +31,7 @@ typedef struct param_state {
     uint8_t ready, placed, accumulated; /* in this round */
     uint8_t written;                    /* in this round, by a function of the table */
     uint8_t kept;                       /* this rank's slice of its row's sum waits for a mean */
-    uint8_t passed;                     /* in this round, before it was ready: sw_reducer_pass */
+    uint8_t passed, expected;           /* in this round, before it was ready: sw_reducer_pass */
 } param_state;
 
 /* Memory of a bucket in pieces, `chunk` elements each (the last perhaps fewer) and `pitch` apart.

@@ -536,3 +536,27 @@ def test_ranks_that_disagree_get_an_error(rank, world_size):
     with pytest.raises(sw.Error, match="precision"):
         sw.wrap(Mlp(), precision="bf16" if rank else "fp16")
     gather(None)
+
+
+def arrivals(precision, stage):
+    """Return the order in which a backward leaves blocks and brings gradients."""
+    torch.manual_seed(0)
+    module, events = Gpt(), []
+    model, optimizer = sw.wrap(module, torch.optim.AdamW(module.parameters()), precision=precision, **stage)
+    for name, parameter in module.named_parameters():
+        if name.endswith("weight"):
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: events.append(name))
+    for number, block in enumerate(module.blocks):
+        block.register_full_backward_hook(lambda *_, number=number: events.append(number))
+    plain(model, optimizer, 0, 1)
+    return events
+
+
+@pytest.mark.parametrize("stage", [{"zero": 0}, {"zero": 2}, {"zero": 3}, {"zero": 3, "share_parameters": False}])
+@on_every_rank(exactly=1)
+def test_gradients_arrive_while_the_backward_runs(rank, world_size, stage):
+    found, expected = (arrivals(precision, stage) for precision in ("bf16", None))
+    for one in (0, 1):  # all of a later block come before the gradient of an earlier one
+        names = [name for name in expected if str(name).startswith(f"blocks.{one}.")]
+        assert names and all(found.index(name) < found.index(f"blocks.{one - 1}.mix.weight") for name in names if one)
+    assert found.index("norm.weight") < found.index(1) and found[-1] == expected[-1] == "embedding.weight"

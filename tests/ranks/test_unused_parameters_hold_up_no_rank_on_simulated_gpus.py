@@ -94,7 +94,7 @@ def unused(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
             wrapped, found = train(gpus, rank, beside, accumulates, zero=3, prefetch=prefetch, units=Optional)
             assert all(map(bits_equal, expected, found)), (prefetch, beside, accumulates)
             # the heads', and those of units, but of the first one if this rank leaves a part of it unused
-            early = sum(BLOCKS + 1 - skips(step, rank, 0) for step in range(1, STEPS))
+            early = sum(BLOCKS + 1 - skips(step, rank, 0) for step in range(STEPS))
             counts = reducer(wrapped).stats()
             assert counts["buckets_early"] == (0 if beside else early), (counts["buckets_early"], early, beside)
             del wrapped

@@ -271,9 +271,9 @@ class PrecisionPlan:
         key = (id(parameter), dtype, is_sparse, source is parameter)  # tied parameters share one copy
         copy, earlier = self._copies.get(key, (parameter, parameter))
         if source is not earlier:  # the memory has moved: gradients still add up in the first copy
-            copy = _ViewOfMemory.apply(copy, source)
+            copy = _hooks.run_when_ready(_ViewOfMemory.apply(copy, source))
         if copy.dtype is not dtype:
-            copy = _CastOfSparse.apply(copy, dtype) if is_sparse else copy.to(dtype)
+            copy = _hooks.run_when_ready(_CastOfSparse.apply(copy, dtype) if is_sparse else copy.to(dtype))
         if self._active:
             self._copies[key] = (copy, source)
         return copy

@@ -82,6 +82,7 @@ class UnitSchedule:
             if form is not None:
                 form.is_outermost = True
         self._unit_of = {id(parameter): unit for unit in self._plain for parameter in unit.parameters}
+        self._number_of = {id(p): i for unit in self._plain for p, i in zip(unit.parameters, unit.indices)}
         self._clock = itertools.count()
         self._tasks: set[int] = set()
         self._open: list[Unit] = []  # with an open backward
@@ -101,11 +102,14 @@ class UnitSchedule:
         #: called with the parameters that are about to be released
         self.on_release: Callable[[], Callable[[Sequence[torch.Tensor]], None] | None] = type(None)
         #: called with parameters that get no gradient in the rest of a backward; returns False while it has no round
-        self.pass_over: Callable[[Sequence[int]], bool] | None = None
+        self.pass_over: Callable[..., bool] | None = None
         #: returns whether a called module computes under a policy
         self.policy: Callable[[], Callable[[], bool] | None] = type(None)
-        #: until the first backward has ended: called if it will run another inside it
-        self.on_nested_backward: Callable[[], None] | None = None
+        #: called if the first backward will run another inside it
+        self.on_nested_backward: Callable[[], None] = type(None)
+        # until the first backward with a round has ended: the parameters that its graph has a gradient for
+        self._reached: set[int] | None = set()
+        self._has_round = False
         #: called before the next release, if a forked child may read units that are whole
         self.before_reuse: Callable[[], None] | None = None
         for unit in self.units:
@@ -517,8 +521,8 @@ class UnitSchedule:
             unit.pin = NOT_PINNED
         if unit.is_outermost:
             self._turning, self._latest = self._latest, None
-            if self.on_nested_backward is not None and _hooks.has_nested_backward(hooked):
-                self.on_nested_backward()
+            if self._reached is not None:
+                self._search(hooked)
         elif not unit.running:
             self._latest = unit
         turns = unit is self._turning and self._meet is None
@@ -542,6 +546,8 @@ class UnitSchedule:
         if not self._tasks:
             self._before["backward"] = None
             self._due = [*self._holders.values()]
+            if self._reached is not None and self.pass_over is not None:  # on other ranks they may have run
+                self._over = [unit.use for unit in self._plain if not (unit.is_outermost or unit.use.live)]
         if unit.is_outermost and self.pass_over is not None:
             self._outermost.append((begin, end))
         if task not in self._tasks:
@@ -589,7 +595,28 @@ class UnitSchedule:
                 self._due.remove(span)
                 self._over.append(span)
         if self._over:
-            self._over = [span for span in self._over if not self.pass_over(span.numbers)]
+            self._over = [span for span in self._over if not self._tell_over(span.numbers)]
+
+    def _search(self, outputs: Iterable[torch.Tensor]) -> None:
+        """Learn from the graph of a forward what a first backward would show only once it has ended."""
+        assert self._reached is not None
+        leaves, nests = _hooks.search_graph(outputs)
+        for leaf in leaves:
+            parameter = leaf_entry(leaf) if self._meet is not None else None
+            number = self._number_of.get(id(leaf if parameter is None else parameter))
+            if number is not None:
+                self._reached.add(number)
+        if nests:
+            self.on_nested_backward()
+
+    def _tell_over(self, numbers: Sequence[int]) -> bool:
+        """Pass over parameters. In the first backward only those that get no gradient: those that get a late one are noted."""
+        assert self.pass_over is not None
+        if self._reached is None:
+            return self.pass_over(numbers)
+        self.pass_over([each for each in numbers if each in self._reached], True)
+        self._has_round = self.pass_over([each for each in numbers if each not in self._reached])
+        return self._has_round
 
     def _forget_holders(self) -> None:
         """Forget the forwards inside those of the outermost unit whose backward has ended."""
@@ -619,7 +646,8 @@ class UnitSchedule:
                 unit.pin = NOT_PINNED
         self._open = [unit for unit in opened if unit.opened]
         if not self._tasks:
-            self.on_nested_backward = None
+            if self._has_round or self.pass_over is None:
+                self._reached = None
             if self.pass_over is not None:
                 self._forget_holders()
         for unit in opened:

@@ -7,6 +7,7 @@ Each private name has a fallback, so a torch without it lacks a feature but runs
 - `torch.autograd.profiler._is_profiler_enabled`: else a profile has no ranges of ours.
 - `torch._C._profiler._RecordFunctionFast`: else ranges have no values of their own, but one text.
 - `torch._C._cuda_getCurrentRawStream`: else a slower public function.
+- `Node._set_sequence_nr`: else gradients of parameters that are cast arrive when the rest of a backward is over.
 - `torch._disable_dynamo`: else `torch.compiler.disable`.
 - `Tensor._post_accumulate_grad_hooks`: else a hook that changes gradients must be registered before wrapping.
 - `Tensor._use_count`: else joining a group does not wait for torch's threads.
@@ -250,18 +251,34 @@ def find_tensors(value: Any) -> Iterator[torch.Tensor]:
         yield from _registered_tensors(value)
 
 
-def has_nested_backward(tensors: Iterable[torch.Tensor]) -> bool:
-    """Return True if the backward of `tensors` will run others inside it, as reentrant checkpointing does."""
+def run_when_ready(tensor: torch.Tensor) -> torch.Tensor:
+    """Let the backward of `tensor` run as soon as its gradient is known, and return it.
+
+    A backward prefers what the forward did last, so casts at the begin of a forward would all come at its end, and no
+    gradient would travel before.
+    """
+    set_number = getattr(tensor.grad_fn, "_set_sequence_nr", None)
+    if set_number is not None:
+        set_number(2**64 - 1)
+    return tensor
+
+
+def search_graph(tensors: Iterable[torch.Tensor]) -> tuple[list[torch.Tensor], bool]:
+    """Return (the leaves that get a gradient in a backward of `tensors`, if it runs other backwards inside it).
+
+    Reentrant checkpointing does the latter, and hides leaves.
+    """
+    leaves, nests = [], False
     found, waiting = set(), [each.grad_fn for each in tensors]
     while waiting:
         node = waiting.pop()
         if node is None or node in found:
             continue
-        if "Checkpoint" in node.name():
-            return True
         found.add(node)
         waiting += [following for following, _ in node.next_functions]
-    return False
+        leaves += [node.variable] if hasattr(node, "variable") else []
+        nests |= "Checkpoint" in node.name()
+    return leaves, nests
 
 
 def _registered_tensors(value: Any) -> Iterator[torch.Tensor]:
