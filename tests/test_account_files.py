@@ -31,19 +31,21 @@ def job(folder: Path, name: str, *, host: str = HOST, pid: int = 4194305, age_s:
     (path / f"rank-0.{pid}.stacks").touch()
     if more:
         (path / more).touch()
-    os.utime(path, times=(time.time() - age_s, time.time() - age_s))
+    for each in (*path.iterdir(), path):
+        os.utime(each, times=(time.time() - age_s, time.time() - age_s))
     return path
 
 
-def test_a_sweep_removes_dead_jobs_of_this_host_alone(tmp_path: Path) -> None:
+def test_a_sweep_removes_dead_jobs_and_those_of_other_hosts_that_write_no_more(tmp_path: Path) -> None:
     kept = [
         job(tmp_path, "run-live", pid=os.getpid(), age_s=1e6),
-        job(tmp_path, "run-elsewhere", host="another", age_s=1e6),
+        job(tmp_path, "run-elsewhere", host="another", age_s=3e5),
         job(tmp_path, "run-with-a-file-of-the-program", more="notes.txt", age_s=1e6),
         job(tmp_path, "results", age_s=1e6),
         *(job(tmp_path, f"pid-{n}", age_s=n) for n in range(account._KEPT)),
     ]
     gone = [job(tmp_path, "run-old", age_s=8 * 24 * 3600.0), job(tmp_path, "slurm-1.0", age_s=3600.0)]
+    gone += [job(tmp_path, "run-old-elsewhere", host="another", age_s=8 * 24 * 3600.0)]
     (tmp_path / "run-empty").mkdir()
     account._sweep(tmp_path)
     assert [each.name for each in gone if each.exists()] == []

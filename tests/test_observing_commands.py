@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -205,3 +206,18 @@ def test_what_a_command_has_started_ends_with_it(tmp_path: Path) -> None:
             return
         time.sleep(0.05)
     raise AssertionError(f"{pid} goes on")
+
+
+def test_a_command_that_is_interrupted_says_nothing(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(f"#!/bin/sh\ntouch {tmp_path}/begun\nsleep 300\n")
+    script.chmod(0o755)
+    words = [sys.executable, "-m", "shardwright", "trace", "-o", str(tmp_path / "t"), "--", str(script)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as command:
+        for _ in range(600):
+            if (tmp_path / "begun").exists():
+                break
+            time.sleep(0.05)
+        command.send_signal(signal.SIGINT)
+        printed, _ = command.communicate(timeout=60)
+    assert (command.returncode, printed) == (130, "")

@@ -330,6 +330,7 @@ def test_a_calibration_replaces_the_table_s_rates(tmp_path, capsys):
         (["--simulate", "--straggler", "slow"], "--straggler must be RANK=FACTOR such as 17=1.3, got 'slow'"),
         (["--simulate", "--restart-seconds", "-1"], "--restart-seconds must be at least 0, got -1.0"),
         (["--compress", "bf16"], "--compress needs --simulate, which reads it"),
+        (["--restart-seconds", "9"], "--restart-seconds needs --simulate, which reads it"),
         (["--simulate", "--form", "wrap"], "pass one of --simulate, --launch and --form"),
     ],
 )

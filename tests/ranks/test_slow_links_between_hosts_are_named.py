@@ -77,10 +77,11 @@ def test_what_is_wrong_is_named_and_nothing_else() -> None:
 
 
 def test_a_world_of_one_is_a_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     options = argparse.Namespace(json=False)
     assert hosts.run(options) == 2 and "needs a launcher that starts it on each host" in capsys.readouterr().out
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "a")):
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "a"), ("MASTER_PORT", "1")):
+        assert hosts.run(options) == 2 and "needs a launcher" in capsys.readouterr().out, name
         monkeypatch.setenv(name, value)
     assert hosts.run(options) == 2 and "the world is of one" in capsys.readouterr().out

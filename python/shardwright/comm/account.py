@@ -211,9 +211,10 @@ def _sweep(folder: Path) -> None:
             files = list(job.iterdir()) if job.name.startswith(("run-", "slurm-", "pid-")) else []
             pids = [_FILE.fullmatch(each.name) for each in files]
             hosts = {_host_of(each) for each in files if each.suffix != ".stacks"}
-            if hosts != {socket.gethostname()}:  # another host's processes cannot be seen here
-                continue
-            if all(pids) and not any(os.path.exists(f"/proc/{each[1]}") for each in pids if each):
+            changed_s = max([job.stat().st_mtime, *(each.stat().st_mtime for each in files)])
+            if hosts - {socket.gethostname()} and time.time() - changed_s < _KEPT_S:
+                continue  # another host's processes cannot be seen here, but what they write each step
+            if hosts and all(pids) and not any(os.path.exists(f"/proc/{each[1]}") for each in pids if each):
                 dead.append((job.stat().st_mtime, job))
     for number, (changed_s, job) in enumerate(sorted(dead, reverse=True)):
         if number >= _KEPT or time.time() - changed_s > _KEPT_S:

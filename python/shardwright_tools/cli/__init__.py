@@ -75,4 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         words, program = words[:at], words[at + 1 :]
     options = parser.parse_args(words)
     options.words, options.after = words, program
-    return int(options.run(options))
+    try:
+        return int(options.run(options))
+    except KeyboardInterrupt:
+        return 130  # as a shell says

@@ -15,7 +15,8 @@ from ..planner.saving import SavePlan
 from ..planner.shape import PlanError, Shape
 from ..planner.simulate import simulate
 
-_NEED = ("zero", "prefetch", "compress", "chunks", "straggler", "calibration")
+_NEED = ("zero", "prefetch", "compress", "chunks", "straggler", "calibration", "restart_seconds")
+_RESTART_S = 300.0
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -29,9 +30,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--straggler", action="append", metavar="RANK=FACTOR", help="a rank that computes FACTOR times as long"
     )
     group.add_argument("--calibration", metavar="FILE", help="measured rates, a JSON object; default: a table's")
-    group.add_argument(
-        "--restart-seconds", type=float, default=300.0, metavar="S", help="from a failure to training (default: 300)"
-    )
+    text = f"from a failure to training (default: {_RESTART_S:g})"
+    group.add_argument("--restart-seconds", type=float, metavar="S", help=text)
 
 
 def _stragglers(given: list[str]) -> dict[int, float]:
@@ -51,7 +51,7 @@ def refuse_without(options: argparse.Namespace) -> None:
     """Raise for an option that only a simulation reads."""
     given = [name for name in _NEED if getattr(options, name) is not None]
     if given and not options.simulate:
-        raise PlanError(f"--{given[0]} needs --simulate, which reads it")
+        raise PlanError(f"--{given[0].replace('_', '-')} needs --simulate, which reads it")
     if options.simulate and (options.launch is not None or options.form is not None):
         raise PlanError("pass one of --simulate, --launch and --form")
 
@@ -75,7 +75,8 @@ def simulated(
     made = simulate(shape, machine, work, run, rates)
     even = simulate(shape, machine, work, dataclasses.replace(run, stragglers={}), rates) if run.stragglers else made
     write_s = saves.checkpoint_bytes / bytes_of(options.disk_rate, "--disk-rate")
-    recovery = recover(saves.mtbf_s, saves.save_s, options.restart_seconds, write_s)
+    restart_s = _RESTART_S if options.restart_seconds is None else options.restart_seconds
+    recovery = recover(saves.mtbf_s, saves.save_s, restart_s, write_s)
     label = dataclasses.replace(chosen, zero=zero).label
     return {
         "configuration": label,

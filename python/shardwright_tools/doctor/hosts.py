@@ -58,7 +58,7 @@ class Link:
 
 def run(options: argparse.Namespace) -> int:
     """Meet the other processes, measure, and print on rank 0. Return 0, 1 if something was found, 2 if they cannot meet."""
-    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():
+    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         return _refuse(
             options, f"--hosts needs a launcher that starts it on each host, as in\n{(__doc__ or '').split(chr(10))[2]}"
         )
