@@ -32,6 +32,7 @@ from ..compress.hooks import state_hook
 from ..compress.make import make_state
 from ..formats.stored import Stored
 from ..layout.memory import copied
+from ..observe.metrics import Recent
 from ..optim.clip_grad import clip_grad_norm_
 from ..optim.master_weights import MasterOptimizer
 from ..optim.sharded import ShardedOptimizer
@@ -197,7 +198,7 @@ class Accelerator(accelerate.Accelerator):
         self.wrap_options = dict(stage["wrap_options"] or {})
         compress = self.compress or getattr(self.ddp_handler, "compress", None)
         check_compressor(compress, self.wrap_options.get("reduce", "mean"))
-        self._wrappers = Wrappers()
+        self._wrappers, self._recent = Wrappers(), Recent()
         if self.zero == 3 and self.distributed_type in _TOGETHER and self.device.type == "cpu":
             keep_loading(self)
         if self.mixed_precision == "fp16" and self.device.type == "cpu":
@@ -328,6 +329,10 @@ class Accelerator(accelerate.Accelerator):
             return super().get_state_dict(model, unwrap)
         with full_parameters(wrapper):
             return copied(super().get_state_dict(model, unwrap))
+
+    def log(self, values: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Log like accelerate, with what sw.metrics gives of the steps since the last call."""
+        super().log({**values, **self._recent()}, *args, **kwargs)
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
         """Save like accelerate, with full optimizer states in torch's format. Collective."""

@@ -20,6 +20,7 @@ import torch
 from .._engine import CheckpointError, Error
 from ..layout.local_parameters import end_local_parameters
 from ..layout.memory import copied
+from ..observe.metrics import Recent
 from ..optim.clip_grad import clip_grad_norm_
 from ..options.checks import among
 from ..options.options import Options, refuse_options
@@ -143,6 +144,7 @@ class TrainerMixin(_Wraps):
         """Set up like DDPStrategy. Collective."""
         self._failed, self._replaced = False, list[tuple[Any, str]]()
         super().setup(trainer)
+        self._replace(trainer._logger_connector, "log_metrics", functools.partial(_log_more, trainer, Recent()))
         wrapper = self._wrappers.of(self.model)
         if wrapper is None:
             if self._wrap_options["precision"] is not None:
@@ -314,6 +316,13 @@ class _InPrecision(torch.nn.Module):
         finally:
             self._plan.leave()
         return self._plan.cast_output(output)
+
+
+def _log_more(
+    trainer: Any, recent: Recent, method: Callable[..., None], metrics: Any, *args: Any, **kwargs: Any
+) -> None:
+    """Log to Lightning's loggers, in training with what sw.metrics gives of the steps since the last call."""
+    method({**metrics, **recent()} if metrics and trainer.training else metrics, *args, **kwargs)
 
 
 def _run_whole(

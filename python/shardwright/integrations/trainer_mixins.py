@@ -62,6 +62,14 @@ class TrainerMixin(_Base):
         super().create_accelerator_and_postprocess()
         Accelerator.of_stock(self.accelerator, **self._stage)
 
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log like the Trainer. Its trackers also get what sw.metrics gives of the steps since the last call; a console does not."""
+        super().log(logs, *args, **kwargs)
+        scalars = self.accelerator._recent() if "loss" in logs else {}
+        for callback in self.callback_handler.callbacks if scalars else ():
+            if type(callback).__module__.startswith("transformers.integrations"):
+                callback.on_log(self.args, self.state, self.control, logs=scalars, model=self.model)
+
     def save_model(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
         """Save the model like the Trainer: with sw.save_pretrained where it can, else with whole parameters."""
         place = self.args.output_dir if output_dir is None else output_dir

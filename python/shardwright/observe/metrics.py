@@ -17,16 +17,18 @@ import torch
 from .._engine import Error
 from ..comm import account
 from . import watch
-from .rings import LINKS, PHASES, Row
+from .rings import LINKS, PHASES, AccountFile, Row
 from .verdict import shares
 
-__all__ = ["Metrics", "metrics"]
+__all__ = ["Metrics", "Recent", "metrics"]
 
 _logger = logging.getLogger("shardwright")
 Scalars = Mapping[str, float]
 #: what logs the scalars of a step, and what closes it
 Tracker = tuple[Callable[[int, Scalars], object], Callable[[], object]]
 Tokens = int | Callable[[int], int]
+#: steps that a mean is of, at most
+_MOST = 1000
 
 
 def metrics(
@@ -168,6 +170,21 @@ def means(rows: list[Row]) -> dict[str, float]:
     names = ("step_s", *(f"{phase}_s" for phase in PHASES), "exposed_communication_s", "own_s")
     scalars = {name: statistics.fmean(row[name] for row in each) for name in (*names, *(f"{x}_bytes" for x in LINKS))}
     return scalars | {f"share_{name}": share for name, share in shares(rows).items()}
+
+
+class Recent:
+    """The scalars of the steps since they were last asked for, for a framework's own trackers; none but on rank 0."""
+
+    def __init__(self) -> None:
+        self._step = 0
+
+    def __call__(self) -> dict[str, float]:
+        path = account.own_file() if account.own_rank() == 0 else None
+        rows = [] if path is None else AccountFile(path).rows(_MOST, after=self._step)
+        if not rows:
+            return {}
+        self._step = rows[-1].step
+        return {f"shardwright/{name}": value for name, value in means(rows).items()}
 
 
 def _reason(error: Exception) -> str:
