@@ -774,9 +774,8 @@ def register_fsdp_forward_method(module: torch.nn.Module, method_name: str) -> N
     def run(self: FSDPModule, *args: Any, **kwargs: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             with contextlib.ExitStack() as stack:
-                units = [
-                    stack.enter_context(s.running(unit, self, args)) for s, unit in self._shardwright_mark.places()
-                ]
+                places = self._shardwright_mark.places()
+                units = [stack.enter_context(s.running(unit, self, args, kwargs)) for s, unit in places]
                 output = method(self, *args, **kwargs)
                 for note in units:
                     note(output)
