@@ -40,7 +40,7 @@ from ..parameters.rows import find_rows
 from ..parameters.sharded_parameter import ShardedParameter, shared_memory
 from ..parameters.unshard_schedule import UnitSchedule
 from ..torch_compat.autograd import graph_task_id
-from ..torch_compat.dtensor import flattened, is_dtensor, mesh_of_group
+from ..torch_compat.dtensor import flattened, is_dtensor, mesh_of_group, step_on_local_tensors
 from ..torch_compat.foreign_wrappers import guard_from_wrappers, note_fully_shard
 from ..torch_compat.internals import fsdp_module_of_torch, fsdp_policy
 from ..torch_compat.weak import weakly
@@ -727,6 +727,7 @@ def fully_shard(
         note_fully_shard(each)
     data = [name for names in _data_names(dp_mesh_dims) for name in names]
     mark.rows, mark.mesh = [ShardedParameter(*each, data=data) for each in found], over
+    step_on_local_tensors(SHARDED)
     for cut in mark.rows:
         cut.policy = mp_policy or _policy_of_torch(policy)
     for each in modules:

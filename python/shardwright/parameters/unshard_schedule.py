@@ -288,8 +288,8 @@ class UnitSchedule:
             unit.show_slots()
 
     def show_slots(self) -> None:
-        """Put the right object of each of fully_shard's parameters into the module."""
-        for unit in self._plain:
+        """Put the right object of each of fully_shard's parameters into the module, if a precision policy has left it."""
+        for unit in self._plain if self.policy() is not None else ():
             unit.show_slots()
 
     def release_all(self) -> None:
