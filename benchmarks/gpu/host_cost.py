@@ -153,7 +153,7 @@ def main() -> None:
             f"a step on an idle GPU, zero={zero}", times[f"zero={zero}"], times[peer], peer, bare_ms=bare, goal=None
         )
     name = "a step on an idle GPU, fully_shard with torch's AdamW(fused=True)"
-    report.add_times(name, times["fully_shard"], times["FSDP2"], "FSDP2", bare_ms=bare, goal=None)
+    report.add_times(name, times["fully_shard"], times["FSDP2"], "FSDP2", bare_ms=bare, goal=0.4)
 
 
 if __name__ == "__main__":

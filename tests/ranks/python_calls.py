@@ -29,6 +29,7 @@ STAGES: dict[str, dict[str, Any]] = {
     "zero=0": {},
     "zero=2": {"zero": 2},
     "zero=3": {"zero": 3, "share_parameters": False, "units": [torch.nn.Linear]},
+    "fully_shard": {"by_hand": True},
 }
 
 
@@ -81,16 +82,21 @@ def _is_engine(function: Any) -> bool:
     return name.endswith("_engine") or any(each.__module__.endswith("_engine") for each in type(bound).__mro__)
 
 
-def profile_step(adopt: Any, **options: Any) -> dict[str, Counts]:
+def profile_step(adopt: Any, by_hand: bool = False, **options: Any) -> dict[str, Counts]:
     """Return the counts of one step, after the steps that make buckets leave early and units be gathered ahead.
-    Collective.
+    `by_hand`: with sw.fully_shard and a fused optimizer of torch's. Collective.
     """
     gc.collect()
     for listener in list(autograd._listeners):  # an earlier test's that still lives is told of steps, too
         autograd.ignore_steps(listener)
     torch.manual_seed(0)
     module = adopt(torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(UNITS))))
-    wrapped, optimizer = sw.wrap(module, torch.optim.SGD(module.parameters(), lr=0.1), **options)
+    if by_hand:
+        for each in (*module, module):
+            sw.fully_shard(each)
+        wrapped, optimizer = module, torch.optim.AdamW(module.parameters(), lr=0.1, fused=True)
+    else:
+        wrapped, optimizer = sw.wrap(module, torch.optim.SGD(module.parameters(), lr=0.1), **options)
     found: dict[str, Counts] = {}
     _engine.account_watch(
         1 << 40, watch.begin().look

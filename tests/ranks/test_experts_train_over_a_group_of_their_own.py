@@ -373,6 +373,7 @@ def test_what_is_asked_of_the_wrapper_is_asked_of_all_its_engines(rank, world_si
 
     for layer in placed.layers:
         sw.fully_shard(layer, shard_placement_fn=placement)
+        layer.set_gradient_divide_factor(world_size)
     sw.fully_shard(placed, shard_placement_fn=placement)
     optimizer = sw.shard_optimizer(placed, optimizer_of(placed))
     assert [len(each.table.names) for each in engine_of(placed).replicas] == [8, 4]
@@ -386,6 +387,46 @@ def test_what_is_asked_of_the_wrapper_is_asked_of_all_its_engines(rank, world_si
     ):
         sw.fully_shard(torch.nn.Linear(2, 2), shard_placement_fn=lambda parameter: 3)
     sw.full_state_dict(model)
+
+
+@pytest.mark.parametrize("in_one_unit", [False, True])
+@on_every_rank(exactly=4)
+def test_fully_shard_trains_experts_as_fsdp2(rank, world_size, in_one_unit):
+    """A mean is over the ranks of a parameter's own mesh by default. A unit may have parameters on two meshes."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+    from torch.distributed.tensor import Shard
+
+    mesh = mesh_of(2)
+    over, own = mesh["dp_mod_ep", "ep"]._flatten("dp"), mesh["dp_mod_ep"]
+    of_experts = ShardPlacementResult(placement=Shard(0), mesh_info=FSDPMeshInfo(own, shard_mesh_dim=0))
+
+    def made(shard, factor):
+        model = distributed(mesh)
+        for layer in model.layers:
+            if in_one_unit:
+                shard(layer, mesh=over, shard_placement_fn=lambda p: of_experts if hasattr(p, "placements") else None)
+            else:
+                shard(layer.experts, mesh=own)
+                shard(layer, mesh=over)
+            if factor is not None:
+                for each in (layer,) if in_one_unit else (layer, layer.experts):
+                    each.set_gradient_divide_factor(factor)
+                    each.set_force_sum_reduction_for_comms(True)  # gloo has no other operation for it
+        shard(model, mesh=over)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    for factor in (None, world_size, 3.0):
+        (theirs, optimizer), (ours, stepped) = made(fully_shard, factor), made(sw.fully_shard, factor)
+        for step in range(3):
+            losses = backward(ours, step, rank), backward(theirs, step, rank)
+            assert losses[0] == pytest.approx(losses[1], rel=1e-6), (factor, step)
+            for (name, p), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+                assert p.placements == other.placements and p.device_mesh == other.device_mesh, name
+                torch.testing.assert_close(p.grad.to_local(), other.grad.to_local(), rtol=1e-5, atol=1e-7, msg=name)
+            for each in (stepped, optimizer):
+                each.step()
+                each.zero_grad()
 
 
 @on_every_rank(exactly=4)

@@ -1,9 +1,11 @@
 """Law: after sw.fully_shard parameters and gradients are DTensors of each rank's rows, as FSDP2's are. Optimizers, clipping,
 scalers and state dicts of torch take them, with the bits of stage 0."""
 
+import contextlib
 import copy
 import itertools
 import os
+import sys
 import tempfile
 import time
 
@@ -125,6 +127,54 @@ def test_torchs_optimizers_step_with_the_bits_of_stage_0(rank, world_size, name)
     for name, value in sw.full_gradients(module).items():
         torch.testing.assert_close(value, whole[name], rtol=1e-6, atol=0, msg=name)
     gather(None)
+
+
+@contextlib.contextmanager
+def calls_of_dtensors():
+    """A list of the Python functions of torch's DTensors that are called."""
+    found = []
+
+    def note(frame, event, _):
+        if event == "call" and "torch/distributed/tensor/" in frame.f_code.co_filename:
+            found.append(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    try:
+        yield found
+    finally:
+        sys.setprofile(None)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])
+@on_every_rank()
+def test_fused_steps_run_on_local_tensors(rank, world_size, kind):
+    """With the bits of a step on plain rows, and without a Python call of torch's DTensors. Other DTensors go torch's way."""
+    module = sharded()
+    rows = [nn.Parameter(p.to_local().clone()) for p in module.parameters()]
+    options = {"lr": torch.tensor(1e-2) if kind is torch.optim.Adam else 1e-2, "fused": True, "amsgrad": True}
+    optimizer, plain = kind(module.parameters(), **options), kind(rows, **options)
+    other = nn.Parameter(DTensor.from_local(torch.ones(2, 3), module.pair.device_mesh, [Shard(0)]))
+    others = kind([other], **options)
+    for step in range(4):
+        module(batch(rank, 6, 7, step=step)).square().mean().backward()
+        for p, q in zip(module.parameters(), rows, strict=True):
+            q.grad = None if p.grad is None else p.grad.to_local().clone()
+        with calls_of_dtensors() as calls:
+            optimizer.step()
+        assert step == 0 or not calls, (step, calls)
+        other.grad = torch.ones_like(other)
+        with calls_of_dtensors() as calls:
+            others.step()
+        assert calls
+        plain.step()
+        for (name, p), q in zip(module.named_parameters(), rows, strict=True):
+            assert bits_equal(p.to_local(), q), (step, name)
+        optimizer.zero_grad()
+    torch.testing.assert_close(other.to_local(), torch.full((2, 3), 0.96), rtol=0, atol=2e-3)
+    module(batch(rank, 6, 7)).square().mean().backward()
+    module.pair.grad = module.pair.grad.redistribute(placements=[Replicate()])
+    with contextlib.nullcontext() if world_size == 1 else pytest.raises(RuntimeError, match="Sharding propagation"):
+        optimizer.step()
 
 
 @on_every_rank()

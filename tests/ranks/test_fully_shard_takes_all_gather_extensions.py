@@ -318,7 +318,7 @@ def test_training_is_that_of_fsdp2(rank, world_size, name):
     if name.startswith("float8") and world_size > 2:
         return  # sums of three in another order change codes; the next law has the bits
     if name == "two tensors" and world_size == 1:
-        return  # FSDP2 of torch 2.13 gathers the first of them alone on one rank
+        return  # there FSDP2 gathers the first one alone
     mesh = init_device_mesh("cpu", (world_size,))
     found = []
     for fully_shard in (fsdp.fully_shard, sw.fully_shard):

@@ -38,14 +38,17 @@ class Net(nn.Module):
         torch.manual_seed(0)
         self.first, self.second = nn.Linear(5, WIDTH + 1), nn.Linear(WIDTH + 1, 3)
         self.left = nn.Linear(5, 3)
-        self.fails = False
+        self.fails = self.by_keyword = False
 
     def forward(self, x, left=True):
-        inner = self.first(x)
+        inner = self.run(self.first, x)
         if self.fails:
             inner.register_hook(lambda gradient: 1 / 0)
-        y = self.second(torch.tanh(inner))
-        return y + self.left(x) if left else y
+        y = self.run(self.second, torch.tanh(inner))
+        return y + self.run(self.left, x) if left else y
+
+    def run(self, layer, x):
+        return layer(input=x) if self.by_keyword else layer(x)
 
 
 def uses_left(rank, number):
@@ -210,6 +213,7 @@ def calls_hooks(rank, world_size):
             if mesh.ndim == 2:
                 module.set_requires_all_reduce(number != 1)
             x = batch(rank, 6, 5, step=number).requires_grad_(number > 3)
+            module.by_keyword = number % 2 == 1
             module(x).square().mean().backward()
             found.append([None if p.grad is None else p.grad.to_local().clone() for p in module.parameters()])
             if number == 0:

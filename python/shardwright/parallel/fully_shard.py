@@ -40,7 +40,7 @@ from ..parameters.rows import find_rows
 from ..parameters.sharded_parameter import ShardedParameter, shared_memory
 from ..parameters.unshard_schedule import UnitSchedule
 from ..torch_compat.autograd import graph_task_id
-from ..torch_compat.dtensor import flattened, is_dtensor, mesh_of_group
+from ..torch_compat.dtensor import flattened, is_dtensor, mesh_of_group, step_on_local_tensors
 from ..torch_compat.foreign_wrappers import guard_from_wrappers, note_fully_shard
 from ..torch_compat.internals import fsdp_module_of_torch, fsdp_policy
 from ..torch_compat.weak import weakly
@@ -56,8 +56,7 @@ class Mark:
     `releases_outermost`: the program asked for it by name. `is_list`: fully_shard got several modules, which form one unit
     and share this mark. `engine`: of an outermost module.
     `ahead`: for each phase the units to gather ahead, if the program names them. `divide_factor`: the divisor of gradients
-    that the program sets; `divides_by`: the engine's. `placement`: FSDP2's shard_placement_fn. `rows`: the unit's
-    parameters, cut over `mesh`. `inner`: of the outermost module, the marks inside it. `outer`: the outermost module that
+    that the program sets. `placement`: FSDP2's shard_placement_fn. `rows`: the unit's parameters, cut over `mesh`. `inner`: of the outermost module, the marks inside it. `outer`: the outermost module that
     fully_shard was called on around it, if it takes part there. `_owner`: the engine that runs it.
     `position`: its place among the marks of that engine.
     """
@@ -74,8 +73,7 @@ class Mark:
     engine: Engine | None = None
     ahead: dict[str, list[Mark]] = dataclasses.field(default_factory=dict)
     divide_factor: float | None = None
-    divides_by: int | None = None
-    _own: list[weakref.ref[torch.Tensor]] = dataclasses.field(default_factory=list)
+    _own: list[tuple[ShardedParameter, int]] = dataclasses.field(default_factory=list)
     _handles: list[Any] = dataclasses.field(default_factory=list)
     placement: Callable[[torch.nn.Parameter], Any] | None = None
     _units: list[tuple[weakref.ref[UnitSchedule], int]] = dataclasses.field(default_factory=list)
@@ -107,16 +105,16 @@ class Mark:
         found = ((schedule(), unit) for schedule, unit in self._units)
         return [(each, each.units[unit]) for each, unit in found if each is not None and each.units]
 
-    def set_divisor(self, divides_by: int, parameters: Sequence[torch.Tensor]) -> None:
-        """Record the engine's divisor, and the unit's parameters, small ones included, which are in no unit of the schedule."""
+    def set_divisor(self, rows: Sequence[ShardedParameter], sums: bool) -> None:
+        """Record the unit's parameters, and by what the engine divides their gradients: the ranks of their mesh, or 1 if it sums."""
         for handle in self._handles:  # of an engine that ended
             handle.remove()
-        self.divides_by, self._own, self._handles = divides_by, [weakref.ref(each) for each in parameters], []
+        self._own, self._handles = [(each, 1 if sums else each.mesh.size()) for each in rows], []
         self.scale()
 
     def set_factor(self, factor: float) -> None:
         """Set the program's divisor. Raise Error if gradients wait for their average, which the last one has scaled."""
-        gradients = [p.grad for each in self._own if (p := each()) is not None]
+        gradients = [each.whole.grad for each, _ in self._own if each.whole is not None]
         engine = self._owner()
         kept = engine is not None and any(each.reducer.stays_in_rows for each in engine.made)
         if factor != self.divide_factor and (kept or any(map(_waits, gradients))):
@@ -130,18 +128,19 @@ class Mark:
     def scale(self) -> None:
         """Multiply this unit's gradients where the engine divides by another factor than the program set."""
         engine = self._owner()
-        if engine is not None and (self.divide_factor not in (None, self.divides_by) or self.divides_by == 1):
+        scales = any(self.divide_factor not in (None, divides_by) for _, divides_by in self._own)
+        if engine is not None and (scales or engine.options.reduce == "sum"):
             for replica in engine.made:
                 replica.gradients.adds_apart = True
-        if self.divides_by is None or self.divide_factor in (None, self.divides_by) or self._handles:
+        if not scales or self._handles:
             return
-        hook = _GradientScale(weakref.ref(self))
-        alive = [p for each in self._own if (p := each()) is not None]
-        for parameter in [p for p in alive if p.is_floating_point() or p.is_complex()]:
-            trains = parameter.requires_grad
-            parameter.requires_grad_(True)  # a frozen one may train later
-            self._handles.append(parameter.register_hook(hook))
-            parameter.requires_grad_(trains)
+        for each, divides_by in self._own:
+            parameter = each.whole
+            if parameter is not None and (parameter.is_floating_point() or parameter.is_complex()):
+                trains = parameter.requires_grad
+                parameter.requires_grad_(True)  # a frozen one may train later
+                self._handles.append(parameter.register_hook(_GradientScale(weakref.ref(self), divides_by)))
+                parameter.requires_grad_(trains)
 
     def hook_means(self) -> None:
         """Let `reduce_hook`, if there is one, change the means of this unit's parameters."""
@@ -233,13 +232,16 @@ class Mark:
         resolve_group(self.options.get("process_group"), self.options.get("device_mesh"), trains=True)
         options = {**self.options, "groups": self.options.get("groups") or _groups(module, self.options, ignored)}
         self._check_meshes(module, rows)
-        divides_by = _choose_divisor(module, options, ignored)
+        own = _own_rows(module, ignored)
+        factors = {mark.divide_factor for mark in own}
+        if "reduce" not in options and len(factors) == 1 and factors.isdisjoint((None, self.mesh.size())):
+            options["reduce"] = "sum"
         stage = {"zero": 3, "share_parameters": False, "precision": _policies(module)}
         values = Values(options.pop("init"), options.pop("weights"), rows=rows)
         self.engine = engine = Engine(module, Options.from_keywords({**options, **stage}), values=values)
         engine.keep()
-        for mark, parameters in _own_parameters(module, ignored):
-            mark.set_divisor(divides_by, parameters)
+        for mark, each in own.items():
+            mark.set_divisor(each, engine.options.reduce == "sum")
         guard_from_wrappers(engine, module)
         engine.show_rows()
         return engine
@@ -266,16 +268,16 @@ def _waits(gradient: torch.Tensor | None) -> bool:
 
 
 class _GradientScale:
-    """A hook of parameters that multiplies gradients by the engine's divisor over the program's. In a copy it does nothing."""
+    """A hook of a parameter that multiplies gradients by the engine's divisor over the program's. In a copy it does nothing."""
 
-    def __init__(self, mark: Callable[[], Mark | None] = lambda: None) -> None:
-        self._mark = mark
+    def __init__(self, mark: Callable[[], Mark | None] = lambda: None, divides_by: int = 1) -> None:
+        self._mark, self._divides_by = mark, divides_by
 
     def __call__(self, gradient: torch.Tensor) -> torch.Tensor:
         mark = self._mark()
-        if mark is None or mark.divides_by is None or mark.divide_factor in (None, mark.divides_by):
+        if mark is None or mark.divide_factor in (None, self._divides_by):
             return gradient
-        return gradient * (mark.divides_by / mark.divide_factor)
+        return gradient * (self._divides_by / mark.divide_factor)
 
     def __reduce__(self) -> Any:
         return _GradientScale, ()
@@ -319,30 +321,11 @@ def _ignored(module: torch.nn.Module, given: Collection[Any]) -> set[int]:
     return {*(id(each) for each in given), *(id(p) for name, p in named if name in names)}
 
 
-def _choose_divisor(module: torch.nn.Module, options: dict[str, Any], ignored: Collection[int]) -> int:
-    """Return by what the engine divides the sum of gradients: 1 if all units have one divisor that is not the number of ranks."""
-    mesh, ranks = options.get("device_mesh"), 1
-    if mesh is not None or torch.distributed.is_initialized():
-        ranks = torch.distributed.get_world_size(options.get("process_group")) if mesh is None else mesh.size()
-    factors = {mark.divide_factor for mark, _ in _own_parameters(module, ignored)}
-    if "reduce" not in options and len(factors) == 1 and factors.isdisjoint((None, ranks)):
-        options["reduce"] = "sum"
-    return 1 if options.get("reduce") == "sum" else ranks
-
-
-def _own_parameters(module: torch.nn.Module, ignored: Collection[int]) -> list[tuple[Mark, list[torch.Tensor]]]:
-    """Return each mark inside `module` that has parameters, and these: those of its subtree without inner marks' ones."""
-    found: dict[int, tuple[Mark, list[torch.Tensor]]] = {}
-    seen = set(ignored)
-    for each in reversed(list(module.modules())):  # inner modules first
-        mark = mark_of(each)
-        if mark is None:
-            continue
-        own = [p for p in each.parameters() if id(p) not in seen]
-        seen.update(map(id, own))
-        if own:
-            found.setdefault(id(mark), (mark, []))[1].extend(own)
-    return list(found.values())
+def _own_rows(module: torch.nn.Module, ignored: Collection[int]) -> dict[Mark, list[ShardedParameter]]:
+    """Return each mark inside `module` that has parameters, and these."""
+    marks = [mark for each in module.modules() if (mark := mark_of(each)) is not None]
+    found = {mark: [each for each in mark.rows if id(each.sharded) not in ignored] for mark in marks}
+    return {mark: rows for mark, rows in found.items() if rows}
 
 
 def _groups(
@@ -515,7 +498,7 @@ class FSDPModule(torch.nn.Module):
                 mark.all_reduces = bool(requires_all_reduce)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide the sum of this unit's gradients over ranks by `factor`; by default by the number of ranks.
+        """Divide the sum of this unit's gradients over ranks by `factor`; by default by the number of ranks of their mesh.
 
         A factor of 1 set on all units before the first run costs nothing: the engine then sums. Any other one multiplies
         each gradient of the unit in a hook, without rounding for powers of two. Call it alike on all ranks, before the first
@@ -744,6 +727,7 @@ def fully_shard(
         note_fully_shard(each)
     data = [name for names in _data_names(dp_mesh_dims) for name in names]
     mark.rows, mark.mesh = [ShardedParameter(*each, data=data) for each in found], over
+    step_on_local_tensors(SHARDED)
     for cut in mark.rows:
         cut.policy = mp_policy or _policy_of_torch(policy)
     for each in modules:
@@ -774,9 +758,8 @@ def register_fsdp_forward_method(module: torch.nn.Module, method_name: str) -> N
     def run(self: FSDPModule, *args: Any, **kwargs: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             with contextlib.ExitStack() as stack:
-                units = [
-                    stack.enter_context(s.running(unit, self, args)) for s, unit in self._shardwright_mark.places()
-                ]
+                places = self._shardwright_mark.places()
+                units = [stack.enter_context(s.running(unit, self, args, kwargs)) for s, unit in places]
                 output = method(self, *args, **kwargs)
                 for note in units:
                     note(output)

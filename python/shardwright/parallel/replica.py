@@ -55,7 +55,7 @@ class Replica:
 
     It refers to its engine weakly: hooks of the parameters refer to it and would keep the module alive. With groups= an
     engine has several: the rounds of one end after those of the replica `before` it, and each gradient from autograd is
-    multiplied by `gradient_factor` (parallel/composition/parts.py).
+    multiplied by `gradient_factor` (parallel/composition/parts.py), but under fully_shard, as FSDP2 has it.
     """
 
     def __init__(
@@ -122,6 +122,8 @@ class Replica:
             raise
         if self.link is not None:  # otherwise a rank could return although its peer failed
             group.comm.barrier(f"the memory of the wrapped {self.label}")
+        #: True for a module that fully_shard was called on
+        self.has_rows = bool(self._storage.rows)
         #: called before each forward: keeps parameters whole in all of the user's hooks, including later ones
         self.arrange_hooks = self._storage.hook_arranger()
         self.access = ParameterAccess(self._storage, self.table, group, self.slicing, options.write_guard, self.label)
@@ -142,8 +144,6 @@ class Replica:
         if self.check is not None:
             self.steppers.explain_replicas = weakly(self.check.explain)
             self._handles += self.check.handles
-        #: True for a module that fully_shard was called on
-        self.has_rows = bool(self._storage.rows)
         self.note_identities()
         self._storage.on_adoption = weakref.WeakMethod(self.note_identities)
         self._has_begun = False
@@ -312,7 +312,7 @@ class Replica:
 
     def _hook(self, index: int) -> None:
         parameter = self.table.parameters[index]
-        if self._gradient_factor != 1.0:
+        if self._gradient_factor != 1.0 and not self.has_rows:
             factor = self._gradient_factor
             self._handles.append(self.table.module_parameters[index].register_hook(lambda gradient: gradient * factor))
         self._handles.append(parameter.register_post_accumulate_grad_hook(self.reducer.hook(index)))

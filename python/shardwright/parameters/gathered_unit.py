@@ -17,7 +17,7 @@ from ..layout.param_groups import UnitPlan
 from ..torch_compat import autograd as _hooks
 from ..torch_compat.dtensor import held_tensor, is_dtensor
 from .read_guard import Released, change_classes, guarded_classes
-from .sharded_parameter import ShardedParameter
+from .sharded_parameter import ShardedParameter, show_sharded, show_whole
 
 __all__ = ["BY_USER", "NOT_PINNED", "UNTIL_RUN", "UNTIL_STEP", "ComputeForm", "Member", "Span", "Unit"]
 
@@ -140,8 +140,8 @@ class Unit:
             for parameter, each in zip(self.parameters, self.whole):
                 parameter.data = each
         change_classes(self.module_parameters, self._own)
-        for sharded in self.rows:
-            sharded.show_whole()
+        if self.rows:
+            show_whole(self.rows)
 
     def show_released(self) -> None:
         """Make the parameters NaN, so that reading them raises an error."""
@@ -155,15 +155,13 @@ class Unit:
     def _show_sharded(self, other: Unit | None) -> None:
         """Put the DTensors into the module, unless the `other` form of this unit is whole."""
         if other is None or not self._units.is_whole(other.number):
-            for sharded in self.rows:
-                sharded.show_sharded()
+            show_sharded(self.rows)
 
     def show_slots(self) -> None:
         """Put the right object of each parameter into the module, after a precision policy has left it."""
         form = self.compute_form
         if self._units.is_whole(self.number) or (form is not None and self._units.is_whole(form.number)):
-            for sharded in self.rows:
-                sharded.show_whole()
+            show_whole(self.rows)
         else:
             self._show_sharded(None)
 
@@ -173,9 +171,7 @@ class Unit:
             kind._shardwright_is_orphan = True  # type: ignore[attr-defined]
         if whole:
             change_classes(self.module_parameters, self._own)
-            for sharded in self.rows:
-                if sharded.leaf is None:
-                    sharded.show_whole()
+            show_whole([each for each in self.rows if each.leaf is None])
 
     def span(self) -> list[tuple[int, int]]:
         """Return (address, bytes) of the memory of the whole unit, if it has any."""
@@ -268,8 +264,7 @@ class ComputeForm(Unit):
 
     def show_whole(self) -> None:
         """Show the parameters in their slots; modules read this memory through views of it."""
-        for sharded in self.unit.rows:
-            sharded.show_whole()
+        show_whole(self.unit.rows)
 
     def show_released(self) -> None:
         """Show the DTensors, unless the unit itself is whole."""

@@ -20,6 +20,7 @@ from .._engine import Error, Reducer, StateFile, Store
 from ..layout.param_groups import UnitPlan, mark_of
 from ..layout.shard_runs import Copies, Storage, make_dense, memory_order
 from ..layout.views import dtype_name
+from ..torch_compat.autograd import unguarded
 from ..torch_compat.engine_storage import engine_tensor
 from ..torch_compat.weak import weakly
 from .gather_extensions import Extensions
@@ -89,8 +90,9 @@ class ReleasedParameters(Storage):
 
     def meet(self) -> None:
         """Make visible to all ranks what a program wrote to the DTensors of this one. Collective."""
-        is_new = [each.adopt() for each in self.rows]
-        adopted = self.on_adoption() if any(is_new) else None
+        with unguarded():
+            changed = [each for each in self.rows if each.has_changed()]
+        adopted = self.on_adoption() if any([each.adopt() for each in changed]) else None
         if adopted is not None:
             adopted()
         self._meet()

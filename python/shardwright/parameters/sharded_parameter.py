@@ -33,7 +33,7 @@ from ..torch_compat.dtensor import (
     set_held_tensor,
     shard,
 )
-from ..torch_compat.internals import refresh_weights
+from ..torch_compat.internals import has_weights_beside, refresh_weights
 from .gather_extensions import Extension, inner_name
 from .leaves import Leaf, PlacedLeaf
 
@@ -46,6 +46,8 @@ __all__ = [
     "plain_part",
     "shared_memory",
     "sharded_of",
+    "show_sharded",
+    "show_whole",
 ]
 
 
@@ -106,10 +108,12 @@ class ShardedParameter:
         self.dim, self._mesh = dim, mesh
         self.name = holders[0][1]
         self._holders: list[tuple[weakref.ref[torch.nn.Module], str]] = []  # weak: hooks of parameters hold this object
+        self._has_recurrent = False
         for module, name in holders:
             self.add_holder(module, name)
         self.whole: torch.nn.Parameter | None = None
         self.piece: torch.Tensor | None = None
+        self._piece_address = 0
         self.mean: torch.Tensor | None = None
         self.mean_address = 0
         self.leaf: Leaf | None = None
@@ -152,6 +156,7 @@ class ShardedParameter:
     def add_holder(self, module: torch.nn.Module, name: str) -> None:
         """Add a slot, such as one that is tied."""
         self._holders.append((weakref.ref(module), name))
+        self._has_recurrent |= has_weights_beside(module)
 
     def _own_rows(self, part: torch.Tensor) -> torch.Tensor:
         rank, ranks = self._mesh.get_local_rank(self._mesh.ndim - 1), self._mesh.size(self._mesh.ndim - 1)
@@ -348,20 +353,11 @@ class ShardedParameter:
             module = holder()
             if module is not None:
                 module._parameters[name] = parameter  # type: ignore[assignment]
-                refresh_weights(module)
+                if self._has_recurrent:
+                    refresh_weights(module)
 
-    def show_whole(self) -> None:
-        """Put the whole parameter into the slots; it trains if the sharded one does."""
-        self._follow()
-        self.show(self.whole if self.leaf is None else self.leaf.show())
-
-    def show_sharded(self) -> None:
-        """Put the sharded one into the slots."""
-        self.show(self.sharded)
-        if self.leaf is not None:
-            self.leaf.close()
-
-    def _follow(self) -> None:
+    def follow(self) -> None:
+        """Let the whole parameter train if the sharded one does."""
         assert self.whole is not None
         trains = self.sharded.requires_grad
         if self.whole.requires_grad is not trains:
@@ -372,6 +368,19 @@ class ShardedParameter:
             self.whole.requires_grad_(trains)
         if self.leaf is not None:
             self.leaf.follow(trains)
+
+    def has_changed(self) -> bool:
+        """Return False if adopt() has nothing to do, without a read guard."""
+        holder, name = self._holders[0]
+        module, sharded = holder(), self.sharded
+        return (
+            (module is not None and module._parameters.get(name) is not sharded)
+            or self.whole is None
+            or self.whole.requires_grad is not sharded.requires_grad
+            or self.leaf is not None
+            or self._inner != ""
+            or held_tensor(sharded).data_ptr() != self._piece_address
+        )
 
     def adopt(self) -> bool:
         """Take the DTensor that a program put into a slot, and the values that it gave the local tensor. True for a new one.
@@ -393,12 +402,12 @@ class ShardedParameter:
         if self.piece is not None:
             assert self.whole is not None
             self.lie_in(self.piece)
-            self._follow()
+            self.follow()
         return is_new
 
     def lie_in(self, piece: torch.Tensor) -> None:
         """Move the local tensor's values into this rank's slice, where it lies from now on."""
-        self.piece = piece
+        self.piece, self._piece_address = piece, address_of(piece)
         if self._inner is None:
             return
         local = held_tensor(self.sharded)
@@ -422,6 +431,23 @@ class ShardedParameter:
         attributes = dict(vars(self.sharded))
         torch.utils.swap_tensors(self.sharded, held)
         vars(self.sharded).update(attributes)
+
+
+def show_whole(rows: Sequence[ShardedParameter]) -> None:
+    """Put the whole parameters, or their leaves, into the slots; each trains if the sharded one does."""
+    for each in rows:
+        whole: Any = each.whole
+        if whole.requires_grad is not each.sharded.requires_grad or each.leaf is not None:
+            each.follow()
+        each.show(whole if each.leaf is None else each.leaf.show())
+
+
+def show_sharded(rows: Sequence[ShardedParameter]) -> None:
+    """Put the sharded parameters into the slots."""
+    for each in rows:
+        each.show(each.sharded)
+        if each.leaf is not None:
+            each.leaf.close()
 
 
 def _references(holder: Any) -> int:

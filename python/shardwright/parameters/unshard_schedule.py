@@ -130,7 +130,7 @@ class UnitSchedule:
         after = ModuleHook(self, UnitSchedule._after_forward, unit.number)
         handles = [
             module.register_forward_pre_hook(before, prepend=True),
-            module.register_forward_hook(after, always_call=True),
+            module.register_forward_hook(after, always_call=True, with_kwargs=True),
         ]
         self._handles += handles
         first, last = forward_hooks(module)
@@ -294,8 +294,8 @@ class UnitSchedule:
             unit.show_slots()
 
     def show_slots(self) -> None:
-        """Put the right object of each of fully_shard's parameters into the module."""
-        for unit in self._plain:
+        """Put the right object of each of fully_shard's parameters into the module, if a precision policy has left it."""
+        for unit in self._plain if self.policy() is not None else ():
             unit.show_slots()
 
     def release_all(self) -> None:
@@ -493,7 +493,7 @@ class UnitSchedule:
                 self._before["forward"] = None
             self._look_ahead("forward", unit)
 
-    def _after_forward(self, unit: Unit, module: torch.nn.Module, args: Any, output: Any) -> None:
+    def _after_forward(self, unit: Unit, module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         plain = unit
         if unit.forms:
             unit = unit.forms.pop()
@@ -501,7 +501,7 @@ class UnitSchedule:
             return  # another hook raised before ours
         begin, end = unit.running.pop(), next(self._clock)
         if plain.notes_runs and torch.is_grad_enabled() and _hooks.graph_task_id() == _NO_TASK:
-            plain.last_run = begin, any(each.requires_grad for each in _hooks.find_tensors(args))
+            plain.last_run = begin, any(each.requires_grad for each in _hooks.find_tensors((args, kwargs)))
         if self._units.is_apart(unit.number):
             unit.ran_apart.add(begin)
         failed = output is None and sys.exc_info()[0] is not None
@@ -532,14 +532,14 @@ class UnitSchedule:
             self._drop_ahead()
 
     @contextlib.contextmanager
-    def running(self, unit: Unit, module: torch.nn.Module, inputs: Any) -> Iterator[Callable[[Any], None]]:
+    def running(self, unit: Unit, module: torch.nn.Module, args: Any, kwargs: Any) -> Iterator[Callable[[Any], None]]:
         """Return a context that is a forward of a unit's module, through another method. Call the result with its output."""
         outputs: list[Any] = []
         self._before_forward(unit)
         try:
             yield outputs.append
         finally:
-            self._after_forward(unit, module, inputs, outputs[-1] if outputs else None)
+            self._after_forward(unit, module, args, kwargs, outputs[-1] if outputs else None)
 
     def _before_backward(self, unit: Unit, begin: int, end: int) -> None:
         task = _hooks.graph_task_id()

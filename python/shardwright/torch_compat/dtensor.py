@@ -1,6 +1,7 @@
 """DTensors: the private names of torch that read and replace a DTensor's local tensor.
 
-`_local_tensor` and `_spec` are attributes of torch.distributed.tensor.DTensor since torch 2.0.
+`_local_tensor` and `_spec` are attributes of torch.distributed.tensor.DTensor since torch 2.0. Without
+`_op_dispatcher._custom_op_handlers` fused steps over DTensors take longer, with the same bits.
 """
 
 from __future__ import annotations
@@ -56,6 +57,41 @@ def made_dtensor(
     with torch.no_grad():
         whole = {"shape": torch.Size(shape), "stride": tuple(stride)}
         return _dtensor_class().from_local(local, mesh, placements, run_check=False, **whole)
+
+
+@functools.cache
+def step_on_local_tensors(mark: str) -> None:
+    """Let fused Adam steps over DTensors with the attribute `mark` run on local tensors, if the tensors of each are placed alike.
+
+    torch makes a spec for each parameter's number of steps, in every step. Other calls go torch's way.
+    """
+    handlers = getattr(getattr(_dtensor_class(), "_op_dispatcher", None), "_custom_op_handlers", {})
+    for name in ("_fused_adam_", "_fused_adamw_"):
+        for overload in ("default", "tensor_lr"):
+            handlers.setdefault(getattr(getattr(torch.ops.aten, name), overload), functools.partial(_step, mark))
+
+
+def _step(mark: str, operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    parameters, *others, _ = args  # the last are numbers of steps
+    if all([hasattr(p, mark) for p in parameters]) and all([_are_alike(parameters, each) for each in others]):
+        held = [[getattr(each, "_local_tensor", each) for each in values] for values in args]
+        operation(*held, **{name: getattr(each, "_local_tensor", each) for name, each in kwargs.items()})
+        return
+    handlers = _dtensor_class()._op_dispatcher._custom_op_handlers
+    handler = handlers.pop(operation, None)  # None: another thread has it
+    try:
+        operation(*args, **kwargs)
+    finally:
+        if handler is not None:
+            handlers[operation] = handler
+
+
+def _are_alike(parameters: Sequence[Any], others: Sequence[Any]) -> bool:
+    for parameter, other in zip(parameters, others):
+        spec, found = parameter._spec, getattr(other, "_spec", None)
+        if found is None or found.mesh is not spec.mesh or found.placements != spec.placements:
+            return False
+    return True
 
 
 def replicate() -> Any:

@@ -108,6 +108,11 @@ def buffers_of_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: each for name, each in module._buffers.items() if each is not None and name not in hidden}
 
 
+def has_weights_beside(module: torch.nn.Module) -> bool:
+    """Return True for a recurrent layer, which keeps a list of weights beside its parameters."""
+    return hasattr(module, "_flat_weights_names")
+
+
 def refresh_weights(module: torch.nn.Module) -> None:
     """Refresh the list of weights that recurrent layers keep beside their parameters."""
     names = getattr(module, "_flat_weights_names", None)
