@@ -190,6 +190,28 @@ def unused_heads(gpus: SimulatedGpus, rank: int, world_size: int, caps: tuple[fl
             sliced.assert_equals(whole, f"zero={zero}")
 
 
+def test_gradients_that_torch_copies_follow_the_mean_that_leaves_their_place(
+    teams: Any, world_size: int, paths: dict[str, str]
+) -> None:
+    run(teams, world_size, paths, copied_by_torch, policy="late")
+
+
+def copied_by_torch(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    """The engine reads no gradient of other strides than its parameter's."""
+
+    def means(zero: int) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        module = gpus.adopt_module(Mlp())
+        optimizer = torch.optim.SGD(module.parameters())
+        wrapped, _ = sw.wrap(module, optimizer, zero=zero, bucket_cap_mb=0.0001, deterministic=True)
+        for p in module.parameters():
+            p.grad = gpus.adopt((rank + 1) * torch.randn((*p.shape, 2)))[..., 0]
+        sw.average_gradients(wrapped)
+        return [*sw.full_gradients(wrapped).values()]
+
+    assert all(map(bits_equal, means(0), means(2)))
+
+
 @pytest.mark.parametrize(("policy", "zero"), some(itertools.product(POLICIES, SLICED), 3))
 def test_no_step_waits_for_the_gpu_or_allocates(
     teams: Any, world_size: int, paths: dict[str, str], policy: str, zero: int
