@@ -489,8 +489,9 @@ static sw_status device_reserve(sw_reducer *reducer, bucket *b, sw_error *err)
 sw_status sw_reducer_lend_place(sw_reducer *reducer, sw_error *err)
 {
     device_rounds *d = device_of(reducer);
-    return packs_behind_means(d) ? sw_device_comm_follow(d->comm, d->stream, d->comm->stream, err)
-                                 : SW_OK;
+    if (!packs_behind_means(d))
+        return SW_OK;
+    return sw_device_comm_follow(d->comm, d->stream, d->comm->stream, err);
 }
 
 bool sw_reducer_reads_gradients(const sw_reducer *reducer)
