@@ -3,7 +3,7 @@
  * The reducer below knows memory. This file guarantees that each bucket holds the `.grad` of each
  * of its parameters when it is sent: as the view, by one copy, or as zeros if there is none. On the
  * host a gradient is copied when it arrives. On a GPU the gradients of a bucket are copied
- * together, and stay alive until the copies are launched. */
+ * together, and stay alive until the copies are launched, or until their streams wait for them. */
 #include "python/reducer_object.h"
 
 static void *address_of(reducer_object *self, PyObject *tensor)
@@ -97,14 +97,20 @@ static int place_bucket(reducer_object *self, size_t bucket)
     return 0;
 }
 
+int sw_py_gradient_let_go(reducer_object *self)
+{
+    if (!self->held || sw_reducer_reads_gradients(self->reducer))
+        return 0;
+    return PyList_SetSlice(self->held, 0, PyList_Size(self->held), NULL);
+}
+
 int sw_py_gradient_fill_bucket(reducer_object *self, size_t bucket)
 {
     if (REDUCER_WAIT(self, sw_reducer_reserve(self->reducer, bucket, &err)) < 0 ||
-        place_bucket(self, bucket) < 0 ||
+        sw_py_gradient_let_go(self) < 0 || place_bucket(self, bucket) < 0 ||
         REDUCER_ENQUEUE(self, sw_reducer_seal(self->reducer, bucket, &err)) < 0)
         return -1;
-    /* releases the held gradients, whose copies are launched */
-    return self->held ? PyList_SetSlice(self->held, 0, PyList_Size(self->held), NULL) : 0;
+    return sw_py_gradient_let_go(self);
 }
 
 int sw_py_gradient_trace(reducer_object *self, size_t bucket, const char *what)

@@ -363,7 +363,7 @@ static int wait_traced(reducer_object *self)
 
 static int finish_sent(reducer_object *self)
 {
-    return end_in_order(self, sw_reducer_finish);
+    return end_in_order(self, sw_reducer_finish) < 0 ? -1 : sw_py_gradient_let_go(self);
 }
 
 static int finish_buckets(reducer_object *self)
@@ -540,6 +540,7 @@ static int shadow_buckets(reducer_object *self)
     size_t bucket;
     while (sw_reducer_next_unsent(self->reducer, &bucket))
         if (REDUCER_ENQUEUE(self, sw_reducer_reserve(self->reducer, bucket, &err)) < 0 ||
+            REDUCER_ENQUEUE(self, sw_reducer_lend_place(self->reducer, &err)) < 0 ||
             reducer_called(sw_py_call_at(self, "_blank_bucket", bucket)) < 0 ||
             REDUCER_ENQUEUE(self, sw_reducer_send(self->reducer, bucket, &err)) < 0)
             return -1;

@@ -27,10 +27,9 @@ static PyObject *owner_of(reducer_object *self, size_t index, bool is_result, in
     *ordinal = -1;
     if (!self->gpu)
         return Py_NewRef(self->memory);
-    size_t at = self->sliced && !is_result ? reducer_bucket_count(self) + PLACES : index;
+    size_t at = self->sliced && !is_result ? reducer_bucket_count(self) + PLACE : index;
     PyObject *owner = sw_py_item(self->memory, at);
-    PyObject *first = owner && PyTuple_Check(owner) ? PyTuple_GetItem(owner, 0) : owner;
-    SW_PY_OWNED *flag = first ? PyObject_GetAttrString(first, "is_cuda") : NULL;
+    SW_PY_OWNED *flag = owner ? PyObject_GetAttrString(owner, "is_cuda") : NULL;
     if (!flag) {
         Py_XDECREF(owner);
         PyErr_Clear();

@@ -42,13 +42,12 @@ typedef struct reducer_object {
         };
         PyObject *references[REDUCER_REFERENCES];
     };
-    size_t slice_count;    /* on a GPU: slices of a mean; 1 unless it is sliced */
-    size_t place_bytes[2]; /* of the places there */
-    bool is_hooked;        /* a hook averages there: buckets need one place */
-    bool compresses;       /* sw_reducer_compress() averages each bucket, in a hook's place */
-    PyObject *held;        /* owned list: on a GPU, gradients until their copies are launched */
-    bool sliced; /* a view is a ShardedGradient, without memory; sliced_gradients.c takes the
-                    gradients */
+    size_t slice_count; /* on a GPU: slices of a mean; 1 unless it is sliced */
+    size_t place_bytes; /* of the place there */
+    bool compresses;    /* sw_reducer_compress() averages each bucket, in a hook's place */
+    PyObject *held;     /* owned list: on a GPU, gradients that copies read or will read */
+    bool sliced;        /* a view is a ShardedGradient, without memory; sliced_gradients.c takes the
+                           gradients */
     PyObject *grad_name;     /* owned: "grad" */
     const void *exchange;    /* torch's table, or NULL */
     tensor_view *shapes;     /* owned: layout of each view, to compare a gradient's with */
@@ -63,7 +62,7 @@ typedef struct reducer_object {
 
 enum { NO_TASK = -2 };
 /* On a GPU, the entries of `memory` after those of the buckets. */
-enum { PLACES, ROW, COLUMN, EXTRAS };
+enum { PLACE, ROW, COLUMN, EXTRAS };
 
 /* Returns 0, or -1 with the exception of `err`. */
 static inline int reducer_raise(reducer_object *self, sw_status status, const sw_error *err)
@@ -175,7 +174,7 @@ int sw_py_reducer_allocate(reducer_object *self);
 int sw_py_reducer_unfreeze_on_device(reducer_object *self, size_t index);
 /* Lets a hook average from now on: buckets follow one another on torch's stream. */
 int sw_py_reducer_withdraw(reducer_object *self);
-int sw_py_reducer_make_places(reducer_object *self);
+int sw_py_reducer_make_place(reducer_object *self);
 /* Orders the next operations on torch's current stream. No-op on the host. */
 int sw_py_reducer_use_stream(reducer_object *self);
 
@@ -196,6 +195,8 @@ int sw_py_gradient_keep(reducer_object *self, size_t index);
 int sw_py_gradient_place(reducer_object *self, size_t index);
 /* Reserves a bucket and moves all contributions to it that are not placed yet. */
 int sw_py_gradient_fill_bucket(reducer_object *self, size_t bucket);
+/* Drops the gradients that no copy reads any longer. */
+int sw_py_gradient_let_go(reducer_object *self);
 /* Sends every bucket that can be sent without a wait. */
 int sw_py_gradient_advance(reducer_object *self);
 /* Tells the tracer what begins with a bucket, "begin" or "wait". No-op without a tracer. */

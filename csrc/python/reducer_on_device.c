@@ -86,44 +86,27 @@ static bool adopt(reducer_object *self, size_t bucket)
     return done != NULL;
 }
 
-/* Makes two places of the sizes of the largest buckets, which take turns; one with a hook. */
-int sw_py_reducer_make_places(reducer_object *self)
+/* Makes the place of the size of the largest bucket. */
+int sw_py_reducer_make_place(reducer_object *self)
 {
-    size_t sizes[2] = {0}, count = 0;
-    void *addresses[2];
+    size_t largest = 0;
+    void *address;
     sw_error err;
     if (!self->allocate || !self->sliced)
         return 0;
-    for (size_t b = 0; b < reducer_bucket_count(self); ++b) {
-        size_t bytes = has_memory(self, b) ? bucket_bytes(self, b) : 0;
-        count += has_memory(self, b);
-        if (bytes > sizes[0]) {
-            sizes[1] = sizes[0];
-            sizes[0] = bytes;
-        } else if (bytes > sizes[1]) {
-            sizes[1] = bytes;
-        }
-    }
-    count = count > 2 ? 2 : count;
-    if (self->is_hooked && count == 2) {
-        sizes[1] = 0;
-        count = 1;
-    }
-    bool are_made =
-        PyList_GetItem(self->memory, (Py_ssize_t)(reducer_bucket_count(self) + PLACES)) != Py_None;
-    if (!count || (are_made && memcmp(sizes, self->place_bytes, sizeof sizes) == 0))
+    for (size_t b = 0; b < reducer_bucket_count(self); ++b)
+        if (has_memory(self, b) && bucket_bytes(self, b) > largest)
+            largest = bucket_bytes(self, b);
+    if (largest == self->place_bytes)
         return 0;
     SW_PY_OWNED *owners = PyList_New(0);
-    for (size_t i = 0; i < count; ++i)
-        if (!owners || !allocate(self, sizes[i], &owners, &addresses[i]))
-            return -1;
-    SW_PY_OWNED *tuple = PyList_AsTuple(owners);
-    if (!tuple || sw_py_reducer_use_stream(self) < 0 || reducer_enter(self) < 0)
+    if (!owners || !allocate(self, largest, &owners, &address) ||
+        sw_py_reducer_use_stream(self) < 0 || reducer_enter(self) < 0)
         return -1;
-    sw_status status = sw_reducer_set_places(self->reducer, addresses, sizes, count, &err);
-    SW_PY_OWNED *done =
-        finish_keeping(self, reducer_bucket_count(self) + PLACES, tuple, status, &err);
-    memcpy(self->place_bytes, sizes, sizeof sizes);
+    sw_status status = sw_reducer_set_place(self->reducer, address, &err);
+    SW_PY_OWNED *done = finish_keeping(self, reducer_bucket_count(self) + PLACE,
+                                       PyList_GetItem(owners, 0), status, &err);
+    self->place_bytes = largest;
     return done ? 0 : -1;
 }
 
@@ -132,7 +115,7 @@ int sw_py_reducer_allocate(reducer_object *self)
     for (size_t b = 0; b < reducer_bucket_count(self); ++b)
         if (sw_reducer_layout(self->reducer)->bucket[b].trainable && !adopt(self, b))
             return -1;
-    return sw_py_reducer_make_places(self);
+    return sw_py_reducer_make_place(self);
 }
 
 int sw_py_reducer_unfreeze_on_device(reducer_object *self, size_t index)
@@ -142,7 +125,7 @@ int sw_py_reducer_unfreeze_on_device(reducer_object *self, size_t index)
     const sw_layout_bucket *joins = &layout->bucket[bucket];
     if (!self->allocate || has_memory(self, bucket))
         return 0;
-    if (!adopt(self, bucket) || sw_py_reducer_make_places(self) < 0)
+    if (!adopt(self, bucket) || sw_py_reducer_make_place(self) < 0)
         return -1;
     for (size_t i = 0; self->renew && i < joins->count; ++i) {
         SW_PY_OWNED *member = PyLong_FromSize_t(layout->order[joins->first + i]);
@@ -156,7 +139,6 @@ int sw_py_reducer_withdraw(reducer_object *self)
 {
     if (!self->gpu)
         return 0;
-    self->is_hooked = true;
     return REDUCER_INSIDE(self, REDUCER_WAIT(self, sw_reducer_withdraw(self->reducer, &err)));
 }
 

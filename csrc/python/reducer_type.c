@@ -382,7 +382,7 @@ static PyObject *set_callback(reducer_object *self, PyObject *callback)
     sw_reducer_give_buckets(self->reducer,
                             callback == Py_None ? SW_BUCKETS_OURS : SW_BUCKETS_HOOKS);
     sw_py_set_or_clear(&self->bucket_callback, callback);
-    return sw_py_reducer_make_places(self) < 0 ? NULL : sw_py_none();
+    return sw_py_none();
 }
 
 OF_REDUCER(set_bucket_callback, " callback:O", true, set_callback(self, a[0].o))

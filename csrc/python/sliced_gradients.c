@@ -44,12 +44,20 @@ static int take_written(reducer_object *self, size_t index, PyObject *result, bo
     return sw_py_gradient_write_plain(self, index, made, add);
 }
 
+/* Torch's own writes to a GPU's place follow the mean that leaves it. */
+static int lend_place(reducer_object *self)
+{
+    return self->gpu ? REDUCER_ENQUEUE(self, sw_reducer_lend_place(self->reducer, &err)) : 0;
+}
+
 static int place_nothing(reducer_object *self, size_t index, bool accumulated)
 {
     if (!accumulated)
         return sw_py_gradient_clear(self, index);
     if (self->gpu)
-        return take_written(self, index, sw_py_call_at(self, "_blank", index), false);
+        return lend_place(self) < 0
+                   ? -1
+                   : take_written(self, index, sw_py_call_at(self, "_blank", index), false);
     write_negative_zeros(self, index);
     return 0;
 }
@@ -60,8 +68,8 @@ static int place_gradient(reducer_object *self, size_t index, PyObject *grad, bo
     SW_PY_OWNED *like = sw_py_item(self->layouts == Py_None ? self->params : self->layouts, index);
     int written = like ? sw_py_gradient_write(self, index, like, grad, add) : -1;
     self->copies += self->gpu || written == 1;
-    if (written < 1)
-        return written;
+    if (written < 1 || lend_place(self) < 0)
+        return written < 1 ? written : -1;
     return take_written(
         self, index,
         PyObject_CallFunction(self->copy, "nOO", (Py_ssize_t)index, grad, add ? Py_True : Py_False),

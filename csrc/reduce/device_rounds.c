@@ -11,8 +11,7 @@
  *   comm --gathered--> host          which gradients some rank used; only a rank that left one
  *                                    unused in that round reads it
  *   comm --told--> host              whether ranks are at the same step; read when it has arrived
- *   comm --left[place]--> producer   (sliced) a place of the ring is written again after its
- *                                    previous bucket was averaged
+ *   comm --packed--> producer        (sliced) gradients' memory is reused after PACK has read it
  *
  * A borrowed communicator needs two more: producer --> comm as a round begins, and comm --> the
  * consumer, on which its owner uses it next.
@@ -20,8 +19,13 @@
  * A complete bucket is written by one PACK launch for each 64 gradients, on the stream in use. If
  * the transport adds contributions, PACK divides them as it copies, and divides in place those
  * already in the bucket. That stream first waits for the streams on which the gradients were
- * written. Those then wait for it, since their allocators may reuse the gradients' memory. Sliced,
- * a bucket travels in one of two places, in turn, and this rank's slice of the mean stays.
+ * written. Those then wait for it, since their allocators may reuse the gradients' memory.
+ *
+ * Sliced, all buckets travel in one place, and this rank's slice of the mean stays. PACK runs on
+ * the communicator's stream, so it follows the mean that leaves the place, and no computing waits
+ * for its copies. The gradients live until the next bucket is complete. Then their streams wait for
+ * `packed`. Whole buckets have memory of their own, so many means may be under way. PACK behind
+ * those would hold as many gradients.
  *
  * The last bucket waits for the end of the round, where it and the use bytes, one for each
  * parameter, form one group of the transport: one launch, and one wait until NCCL has accepted the
@@ -37,16 +41,11 @@
 #include <string.h>
 
 #include "base/bytes.h"
-#include "kernels/crc32c.h"
 #include "reduce/device_mean.h"
 #include "reduce/device_runs.h"
 #include "reduce/reducer_state.h"
+#include "reduce/round_tag.h"
 #include "reduce/stream_set.h"
-
-/* A tag's bytes and their complements travel after the use bytes: the maxima over the ranks are
- * complementary if and only if all tags are equal. */
-enum { PLACES = 2, TAG_BYTES = 2 * sizeof(uint64_t), TAG_GREATEST = 255 };
-static const uint64_t TAG_NUMBERS = 0xffffffffu; /* its low bits: steps and rounds; then a digest */
 
 typedef struct device_bucket {
     void *data; /* borrowed: the bucket, or sliced this rank's slice of its mean; NULL: takes no
@@ -68,9 +67,11 @@ typedef struct device_rounds {
     sw_stream *stream;         /* in use; borrowed for a call */
     sw_stream_set arrived;     /* streams ordered after the optimizer in this round */
     sw_stream *consumer;       /* the optimizer's, borrowed until the next round */
-    sw_pack_args pack;         /* copies for the next launch; with `converts` they divide */
-    void *place[PLACES];       /* borrowed; sliced */
-    size_t place_bytes[PLACES], place_count, turn;
+    sw_pack_args pack;         /* without segments; with `converts` copies divide */
+    sw_pack_segment *segments; /* owned: copies of the bucket that is filled, at most its params */
+    size_t segment_count;
+    sw_stream_set *packing;      /* the producers whose gradients PACK reads; NULL: none wait */
+    void *place;                 /* borrowed; sliced */
     bucket *held;                /* the last bucket until the round ends, or NULL */
     size_t active;               /* ranks that contribute */
     sw_device_run *runs;         /* owned: accumulated runs of the last posted bucket */
@@ -81,7 +82,7 @@ typedef struct device_rounds {
     uint8_t *tags; /* owned, pinned: tags of the round for which `told` was recorded */
     uint64_t tag;  /* this rank's tag of that round */
     bool is_told;  /* `told` was recorded and not read yet */
-    sw_event *consumed, *gathered, *told, *left[PLACES]; /* owned; the last only sliced */
+    sw_event *consumed, *gathered, *told, *packed; /* owned */
 } device_rounds;
 
 static const sw_reducer_ops device_rounds_ops;
@@ -137,9 +138,7 @@ static sw_status create_events(device_rounds *d, sw_error *err)
         SW_TRY(ops->event_create(d->device, &d->buckets[b].ready, err));
         SW_TRY(ops->event_create(d->device, &d->buckets[b].done, err));
     }
-    for (int p = 0; d->sliced && p < PLACES; ++p)
-        SW_TRY(ops->event_create(d->device, &d->left[p], err));
-    return SW_OK;
+    return ops->event_create(d->device, &d->packed, err);
 }
 
 static sw_status create_all(device_rounds *d, const sw_layout_param *params,
@@ -154,12 +153,13 @@ static sw_status create_all(device_rounds *d, const sw_layout_param *params,
     d->buckets = calloc(d->base.layout.bucket_count + 1, sizeof *d->buckets);
     d->own = calloc(param_count + 1, 1);
     d->runs = calloc((param_count + 1) * (size_t)d->base.world_size + 1, sizeof *d->runs);
-    if (!d->buckets || !d->own || !d->runs)
+    d->segments = calloc(param_count + 1, sizeof *d->segments);
+    if (!d->buckets || !d->own || !d->runs || !d->segments)
         SW_FAIL(err, SW_E_MEMORY, "reducer: no memory for %zu parameters", param_count);
     SW_TRY(create_events(d, err));
     SW_TRY(create_mean(d, options, err));
-    SW_TRY(ops->memory_alloc(d->device, param_count + TAG_BYTES, &d->used, err));
-    SW_TRY(ops->pinned_alloc(d->device, TAG_BYTES, &pinned, err));
+    SW_TRY(ops->memory_alloc(d->device, param_count + SW_TAG_BYTES, &d->used, err));
+    SW_TRY(ops->pinned_alloc(d->device, SW_TAG_BYTES, &pinned, err));
     d->tags = pinned;
     SW_TRY(ops->pinned_alloc(d->device, param_count, &pinned, err));
     d->any = pinned;
@@ -216,8 +216,7 @@ static void device_destroy(sw_reducer *reducer)
     ops->memory_free(d->device, d->used);
     ops->pinned_free(d->device, d->any);
     ops->pinned_free(d->device, d->tags);
-    for (int p = 0; p < PLACES; ++p)
-        ops->event_destroy(d->device, d->left[p]);
+    ops->event_destroy(d->device, d->packed);
     ops->event_destroy(d->device, d->told);
     ops->event_destroy(d->device, d->consumed);
     ops->event_destroy(d->device, d->gathered);
@@ -225,6 +224,7 @@ static void device_destroy(sw_reducer *reducer)
     free(d->arrived.stream);
     free(d->own);
     free(d->runs);
+    free(d->segments);
     sw_reducer_fini(reducer);
     free(d);
 }
@@ -258,20 +258,14 @@ sw_status sw_reducer_adopt(sw_reducer *reducer, size_t index, void *data, sw_err
     return SW_OK;
 }
 
-sw_status sw_reducer_set_places(sw_reducer *reducer, void *const *places, const size_t *sizes_bytes,
-                                size_t count, sw_error *err)
+sw_status sw_reducer_set_place(sw_reducer *reducer, void *place, sw_error *err)
 {
     device_rounds *d = device_of(reducer);
-    if (count > PLACES || reducer->state != SW_ROUND_CLOSED)
-        SW_FAIL(err, SW_E_STATE,
-                "reducer: between two rounds buckets get at most %d places, not %zu", PLACES,
-                count);
-    if (d->place_count > 0) /* its owner may reuse it, in the order of its own stream */
+    if (reducer->state != SW_ROUND_CLOSED)
+        SW_FAIL(err, SW_E_STATE, "reducer: buckets get a place between two rounds, not in one");
+    if (d->place) /* its owner may reuse it, in the order of its own stream */
         SW_TRY(sw_device_comm_follow(d->comm, d->stream, d->comm->stream, err));
-    memcpy(d->place, places, count * sizeof *places);
-    memcpy(d->place_bytes, sizes_bytes, count * sizeof *sizes_bytes);
-    d->place_count = count;
-    d->turn = 0;
+    d->place = place;
     return SW_OK;
 }
 
@@ -301,7 +295,7 @@ sw_status sw_reducer_withdraw(sw_reducer *reducer, sw_error *err)
 static uint8_t *device_address(const sw_reducer *reducer, size_t bucket_index)
 {
     const device_rounds *d = device_seen(reducer);
-    return d->sliced ? d->place[d->turn] : d->buckets[bucket_index].data;
+    return d->sliced ? d->place : d->buckets[bucket_index].data;
 }
 
 static uint8_t *device_result(const sw_reducer *reducer, size_t bucket_index)
@@ -312,12 +306,22 @@ static uint8_t *device_result(const sw_reducer *reducer, size_t bucket_index)
            (d->sliced ? 0 : (size_t)reducer->own_slice * slice_bytes);
 }
 
-static sw_status launch_pack(device_rounds *d, sw_error *err)
+/* Return true if PACK runs on the communicator's stream. A user's hook reads on the stream in use.
+ */
+static bool packs_behind_means(const device_rounds *d)
 {
-    if (d->pack.segment_count == 0)
-        return SW_OK;
-    SW_TRY(sw_kernel_launch(&d->comm->kernels, SW_KERNEL_PACK, &d->pack, d->stream, err));
-    d->pack.segment_count = 0;
+    return d->sliced && d->base.owner == SW_BUCKETS_OURS;
+}
+
+static sw_status launch_pack(device_rounds *d, sw_stream *stream, sw_error *err)
+{
+    for (size_t first = 0; first < d->segment_count; first += SW_PACK_SEGMENT_MAX) {
+        d->pack.segment_count = (int)sw_size_min(d->segment_count - first, SW_PACK_SEGMENT_MAX);
+        memcpy(d->pack.segment, d->segments + first,
+               (size_t)d->pack.segment_count * sizeof *d->segments);
+        SW_TRY(sw_kernel_launch(&d->comm->kernels, SW_KERNEL_PACK, &d->pack, stream, err));
+    }
+    d->segment_count = 0;
     return SW_OK;
 }
 
@@ -333,8 +337,10 @@ static sw_status add_copy(device_rounds *d, const sw_bucket_pieces *to, const vo
         made.to_pitch = to->pitch * element_bytes;
         made.from_pitch = from == to->data ? made.to_pitch : made.piece_bytes;
     }
-    d->pack.segment[d->pack.segment_count++] = made;
-    return d->pack.segment_count == SW_PACK_SEGMENT_MAX ? launch_pack(d, err) : SW_OK;
+    if (d->segment_count == d->base.layout.param_count)
+        SW_FAIL(err, SW_E_STATE, "reducer: a gradient is placed twice in one round");
+    d->segments[d->segment_count++] = made;
+    return SW_OK;
 }
 
 static sw_status device_write(sw_reducer *reducer, const sw_bucket_pieces *to, const void *from,
@@ -349,8 +355,8 @@ static sw_status device_write(sw_reducer *reducer, const sw_bucket_pieces *to, c
 static sw_status device_clear(sw_reducer *reducer, const sw_bucket_pieces *to, sw_error *err)
 {
     device_rounds *d = device_of(reducer);
-    if (to->numel > to->chunk) /* a fill for each piece would be an operation each */
-        return add_copy(d, to, NULL, err);
+    if (packs_behind_means(d) || to->numel > to->chunk) /* else each piece would need a fill */
+        return to->numel > 0 ? add_copy(d, to, NULL, err) : SW_OK;
     size_t bytes = to->numel * sw_dtype_size_bytes(to->dtype);
     return to->numel > 0 ? d->device->ops->fill_async(d->device, to->data, 0, bytes, d->stream, err)
                          : SW_OK;
@@ -406,7 +412,8 @@ static void device_count_step(sw_reducer *reducer)
 static void device_open(sw_reducer *reducer)
 {
     device_rounds *d = device_of(reducer);
-    d->pack.segment_count = 0;
+    d->segment_count = 0;
+    d->packing = NULL;
     for (size_t b = 0; b < reducer->layout.bucket_count; ++b)
         d->buckets[b].producers.count = 0;
 }
@@ -452,25 +459,57 @@ static sw_status divide_in_place(device_rounds *d, const bucket *b, sw_error *er
     return SW_OK;
 }
 
+/* Let the streams that wrote gradients wait until PACK has read them. */
+static sw_status await_pack(device_rounds *d, sw_error *err)
+{
+    const sw_stream_set *producers = d->packing;
+    d->packing = NULL;
+    for (size_t i = 0; producers && i < producers->count; ++i)
+        SW_TRY(d->device->ops->stream_wait(d->device, producers->stream[i], d->packed, err));
+    return SW_OK;
+}
+
 static sw_status device_reserve(sw_reducer *reducer, bucket *b, sw_error *err)
 {
     device_rounds *d = device_of(reducer);
-    const sw_stream_set *producers = &d->buckets[b->index].producers;
+    sw_stream_set *producers = &d->buckets[b->index].producers;
+    bool is_new;
     set_scale(d, b);
+    SW_TRY(await_pack(d, err));
     for (size_t i = 0; i < producers->count; ++i)
         if (producers->stream[i] != d->stream)
             SW_TRY(sw_device_comm_follow(d->comm, d->stream, producers->stream[i], err));
     if (!d->sliced)
         return SW_OK;
-    if (d->place_count == 0)
-        SW_FAIL(err, SW_E_STATE, "reducer: sliced buckets need at least one place, got none");
-    d->turn = (d->turn + 1) % d->place_count;
-    if (d->place_bytes[d->turn] < sw_bucket_bytes(reducer, b->index))
-        d->turn = 0;
-    if (reducer->owner != SW_BUCKETS_OURS)
+    if (!d->place)
+        SW_FAIL(err, SW_E_STATE, "reducer: sliced buckets need a place, got none");
+    return sw_stream_set_add(producers, d->stream, &is_new, err);
+}
+
+sw_status sw_reducer_lend_place(sw_reducer *reducer, sw_error *err)
+{
+    device_rounds *d = device_of(reducer);
+    if (!packs_behind_means(d))
         return SW_OK;
-    /* Wait until the place's previous bucket has been averaged. */
-    return d->device->ops->stream_wait(d->device, d->stream, d->left[d->turn], err);
+    return sw_device_comm_follow(d->comm, d->stream, d->comm->stream, err);
+}
+
+bool sw_reducer_reads_gradients(const sw_reducer *reducer)
+{
+    return reducer->ops == &device_rounds_ops && device_seen(reducer)->packing;
+}
+
+/* Copy the gradients behind the mean that leaves the place. */
+static sw_status pack_behind_means(device_rounds *d, const bucket *b, sw_error *err)
+{
+    const sw_device_ops *ops = d->device->ops;
+    device_bucket *own = &d->buckets[b->index];
+    SW_TRY(ops->event_record(d->device, own->ready, d->stream, err));
+    SW_TRY(ops->stream_wait(d->device, d->comm->stream, own->ready, err));
+    SW_TRY(launch_pack(d, d->comm->stream, err));
+    SW_TRY(ops->event_record(d->device, d->packed, d->comm->stream, err));
+    d->packing = &own->producers;
+    return SW_OK;
 }
 
 static sw_status device_seal(sw_reducer *reducer, bucket *b, sw_error *err)
@@ -479,7 +518,9 @@ static sw_status device_seal(sw_reducer *reducer, bucket *b, sw_error *err)
     const sw_stream_set *producers = &d->buckets[b->index].producers;
     if (d->pack.converts)
         SW_TRY(divide_in_place(d, b, err));
-    SW_TRY(launch_pack(d, err));
+    if (packs_behind_means(d))
+        return pack_behind_means(d, b, err);
+    SW_TRY(launch_pack(d, d->stream, err));
     for (size_t i = 0; i < producers->count; ++i)
         if (producers->stream[i] != d->stream)
             SW_TRY(sw_device_comm_follow(d->comm, producers->stream[i], d->stream, err));
@@ -489,7 +530,7 @@ static sw_status device_seal(sw_reducer *reducer, bucket *b, sw_error *err)
 static sw_device_range whole_of(const device_rounds *d, const bucket *b)
 {
     const sw_layout_bucket *shape = sw_bucket_shape(&d->base, b);
-    return (sw_device_range){.data = d->sliced ? d->place[d->turn] : d->buckets[b->index].data,
+    return (sw_device_range){.data = d->sliced ? d->place : d->buckets[b->index].data,
                              .numel = shape->numel,
                              .dtype = shape->dtype};
 }
@@ -522,13 +563,11 @@ static sw_status start_mean(device_rounds *d, const bucket *b, sw_error *err)
 /* Enqueue the second half and the events after it. */
 static sw_status end_mean(device_rounds *d, const bucket *b, sw_error *err)
 {
-    const sw_device_ops *ops = d->device->ops;
     const sw_device_range whole = whole_of(d, b);
     device_bucket *own = &d->buckets[b->index];
     if (d->sliced && !d->base.stays_in_rows)
         SW_TRY(sw_device_mean_complete(&d->mean, &whole, own->data, &d->under, err));
-    SW_TRY(ops->event_record(d->device, own->done, d->comm->stream, err));
-    return d->sliced ? ops->event_record(d->device, d->left[d->turn], d->comm->stream, err) : SW_OK;
+    return d->device->ops->event_record(d->device, own->done, d->comm->stream, err);
 }
 
 static sw_status device_post(sw_reducer *reducer, bucket *b, sw_error *err)
@@ -536,8 +575,10 @@ static sw_status device_post(sw_reducer *reducer, bucket *b, sw_error *err)
     device_rounds *d = device_of(reducer);
     const sw_device_ops *ops = d->device->ops;
     device_bucket *own = &d->buckets[b->index];
-    SW_TRY(ops->event_record(d->device, own->ready, d->stream, err));
-    SW_TRY(ops->stream_wait(d->device, d->comm->stream, own->ready, err));
+    if (!d->sliced) {
+        SW_TRY(ops->event_record(d->device, own->ready, d->stream, err));
+        SW_TRY(ops->stream_wait(d->device, d->comm->stream, own->ready, err));
+    }
     SW_TRY(add_kept(d, b, err));
     const sw_device_range whole = whole_of(d, b);
     if (d->sliced)
@@ -554,21 +595,6 @@ static sw_status device_post(sw_reducer *reducer, bucket *b, sw_error *err)
     return end_mean(d, b, err);
 }
 
-/* Return the tag of a round, which must be equal on all ranks. It also covers earlier rounds, since
- * a host that is ahead of its GPU does not send every tag. */
-static uint64_t next_tag(device_rounds *d)
-{
-    sw_reducer *base = &d->base;
-    if (d->sliced)
-        base->history = sw_crc32c(base->history, &base->digest, sizeof base->digest);
-    for (size_t i = 0; d->sliced && i < base->layout.param_count; ++i)
-        base->history = sw_crc32c(base->history, &base->params[i].accumulated, 1);
-    if (base->stays_in_rows)
-        base->history = sw_crc32c(base->history, &base->stays_in_rows, 1);
-    uint32_t digest = d->sliced ? base->history : base->stepped;
-    return (uint64_t)digest << 32 | (base->step & 0xffffu) << 16 | (base->rounds & 0xffffu);
-}
-
 /* Byte i of a rank's message: it used gradient i. Its tag follows, each byte with its complement. A
  * rank that does not contribute has no tag and sends bytes below any other's. */
 static unsigned char told_byte(const device_rounds *d, uint64_t tag, size_t i)
@@ -578,15 +604,14 @@ static unsigned char told_byte(const device_rounds *d, uint64_t tag, size_t i)
         return d->own[i];
     if (!d->base.contributes)
         return 0;
-    unsigned part = (unsigned)(tag >> 8 * (k / 2)) & 0xffu;
-    return (unsigned char)(k % 2 ? TAG_GREATEST - part : part);
+    return sw_round_tag_byte(tag, k);
 }
 
 /* Write the rank's use bytes and tag as arguments of a launch, so that no host memory must outlive
  * the call. Up to about 4,000 gradients need one launch. */
 static sw_status write_use(device_rounds *d, uint64_t tag, sw_error *err)
 {
-    const size_t count = d->base.layout.param_count + TAG_BYTES;
+    const size_t count = d->base.layout.param_count + SW_TAG_BYTES;
     for (size_t start = 0; start < count; start += SW_PUT_BYTES_MAX) {
         size_t taken = sw_size_min(count - start, SW_PUT_BYTES_MAX);
         sw_put_args put = {.to = (char *)d->used + start, .size_bytes = (int)taken};
@@ -599,7 +624,7 @@ static sw_status write_use(device_rounds *d, uint64_t tag, sw_error *err)
 
 static sw_status enqueue_use(device_rounds *d, sw_error *err)
 {
-    return sw_peers_all_reduce(d->comm->peers, d->used, d->base.layout.param_count + TAG_BYTES,
+    return sw_peers_all_reduce(d->comm->peers, d->used, d->base.layout.param_count + SW_TAG_BYTES,
                                SW_DTYPE_UINT8, SW_REDOP_MAX, d->comm->stream, err);
 }
 
@@ -627,7 +652,7 @@ static sw_status send_tags(device_rounds *d, uint64_t tag, sw_error *err)
     if (d->is_told || !d->base.contributes)
         return SW_OK;
     SW_TRY(ops->copy_async(d->device, d->tags, (char *)d->used + d->base.layout.param_count,
-                           TAG_BYTES, d->comm->stream, err));
+                           SW_TAG_BYTES, d->comm->stream, err));
     SW_TRY(ops->event_record(d->device, d->told, d->comm->stream, err));
     d->is_told = true;
     d->tag = tag;
@@ -641,7 +666,7 @@ static sw_status exchange(device_rounds *d, const uint8_t **any, sw_error *err)
     const sw_device_ops *ops = d->device->ops;
     sw_stream *stream = d->comm->stream;
     const size_t param_count = d->base.layout.param_count;
-    const uint64_t tag = next_tag(d);
+    const uint64_t tag = sw_round_tag_next(&d->base, d->sliced);
     *any = d->own;
     if (d->base.world_size > 1) {
         SW_TRY(write_use(d, tag, err));
@@ -665,6 +690,7 @@ static sw_status device_finish(sw_reducer *reducer, sw_error *err)
         d->own[i] = reducer->contributes && (reducer->params[i].used || reducer->params[i].kept ||
                                              !sw_reducer_takes_part(reducer, i));
     SW_TRY(exchange(d, &any, err));
+    SW_TRY(await_pack(d, err));
     for (size_t b = 0; !d->is_withdrawn && b < reducer->layout.bucket_count; ++b)
         if (d->buckets[b].data)
             SW_TRY(d->device->ops->stream_wait(d->device, d->stream, d->buckets[b].done, err));
@@ -679,55 +705,19 @@ static sw_status device_finish(sw_reducer *reducer, sw_error *err)
     return SW_OK;
 }
 
-/* Return a mask of the bytes in which the tags of an earlier round differ, if they have arrived; 0:
- * none. */
-static sw_status read_tags(device_rounds *d, uint64_t *unlike, sw_error *err)
-{
-    bool is_there = false;
-    *unlike = 0;
-    if (!d->is_told)
-        return SW_OK;
-    SW_TRY(d->device->ops->event_query(d->device, d->told, &is_there, err));
-    if (!is_there)
-        return SW_OK;
-    d->is_told = false;
-    for (size_t k = 0; k < TAG_BYTES; k += 2)
-        if (d->tags[k] + d->tags[k + 1] != TAG_GREATEST)
-            *unlike |= (uint64_t)TAG_GREATEST << 8 * (k / 2);
-    return SW_OK;
-}
-
 sw_status sw_reducer_check(sw_reducer *reducer, sw_error *err)
 {
     device_rounds *d = device_of(reducer);
     char what[64];
-    uint64_t unlike;
+    bool is_there = false;
     snprintf(what, sizeof what, "a forward of %s", reducer->label);
     SW_TRY(sw_device_refuse_capture(d->device, d->stream, what, err));
-    SW_TRY(read_tags(d, &unlike, err));
-    if (!unlike)
+    if (d->is_told)
+        SW_TRY(d->device->ops->event_query(d->device, d->told, &is_there, err));
+    if (!is_there)
         return SW_OK;
-    unsigned step = (unsigned)(d->tag >> 16) & 0xffffu, round = (unsigned)d->tag & 0xffffu;
-    if (unlike & TAG_NUMBERS)
-        SW_FAIL(err, SW_E_MISMATCH,
-                "ranks ran different numbers of backwards or optimizer steps of %s: their "
-                "gradients were averaged while rank %d was in backward %u after step %u, and "
-                "others were not; the average, and what was stepped on since, is wrong: begin "
-                "again from a checkpoint, with the same number on every rank",
-                reducer->label, reducer->rank, round, step);
-    reducer->stepped_unlike = !d->sliced;
-    if (reducer->stepped_unlike)
-        SW_FAIL(err, SW_E_MISMATCH,
-                "ranks disagree about the optimizer of %s: before backward %u after step %u they "
-                "have stepped with different hyperparameters, so that their parameters differ: "
-                "begin again from a checkpoint, with the same on every rank",
-                reducer->label, round, step);
-    SW_FAIL(err, SW_E_MISMATCH,
-            "ranks cleared different gradients of %s (zero_grad, or .grad = None, on some ranks "
-            "only), or at zero=3 ran different units or the same in another order: on GPUs all do "
-            "the same; the average of backward %u after step %u, and what was stepped on since, is "
-            "wrong: begin again from a checkpoint",
-            reducer->label, round, step);
+    d->is_told = false;
+    return sw_round_tag_compare(reducer, d->tags, d->tag, d->sliced, err);
 }
 
 /* ---- ranks that ran out ---- */
@@ -758,24 +748,20 @@ static size_t device_accumulated_ranks(const sw_reducer *reducer, size_t param)
     return reducer->params[param].accumulated ? device_seen(reducer)->active : 0;
 }
 
-/* Return the bytes of buckets that take part or will; sliced, of this rank's slices and the
- * places. */
+/* Return the bytes of buckets that take part or will; sliced, of this rank's slices and the place.
+ */
 static size_t device_planned_bytes(const sw_reducer *reducer)
 {
     const device_rounds *d = device_seen(reducer);
-    size_t total = 0, first = 0, second = 0;
+    size_t total = 0, largest = 0;
     for (size_t b = 0; b < reducer->layout.bucket_count; ++b) {
         size_t bytes = sw_bucket_bytes(reducer, b);
         if (!reducer->buckets[b].takes_part && !reducer->layout.bucket[b].trainable)
             continue;
         total += bytes;
-        second = bytes > first ? first : bytes > second ? bytes : second;
-        first = bytes > first ? bytes : first;
+        largest = sw_size_max(largest, bytes);
     }
-    if (!d->sliced)
-        return total;
-    return total / (size_t)reducer->slice_count + first +
-           (reducer->owner == SW_BUCKETS_OURS ? second : 0);
+    return d->sliced ? total / (size_t)reducer->slice_count + largest : total;
 }
 
 static const sw_reducer_ops device_rounds_ops = {

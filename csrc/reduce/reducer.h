@@ -97,11 +97,16 @@ SW_MUST_USE sw_status sw_reducer_produce(sw_reducer *reducer, size_t param, sw_e
  * reducer and is initialised: the whole bucket, or sliced this rank's slice of its mean. */
 SW_MUST_USE sw_status sw_reducer_adopt(sw_reducer *reducer, size_t bucket, void *data,
                                        sw_error *err);
-/* Sliced: set the memory in which buckets travel: `count` of the caller's places, used in turn, at
- * most two, the largest first. Call between two rounds; later work of the stream in use runs after
- * work enqueued on earlier places. */
-SW_MUST_USE sw_status sw_reducer_set_places(sw_reducer *reducer, void *const *places,
-                                            const size_t *sizes_bytes, size_t count, sw_error *err);
+/* Sliced: set the memory in which buckets travel, one after the other: the caller's, of the largest
+ * one's size. Call between two rounds; later work of the stream in use runs after work enqueued on
+ * an earlier place. */
+SW_MUST_USE sw_status sw_reducer_set_place(sw_reducer *reducer, void *place, sw_error *err);
+/* Sliced: order later work of the stream in use, which writes to the place itself, after the mean
+ * that leaves it. Call between a bucket's reserve and its seal. */
+SW_MUST_USE sw_status sw_reducer_lend_place(sw_reducer *reducer, sw_error *err);
+/* Return true if gradients that were written to the last sealed bucket must live until the next
+ * reserve, or the end of the round. */
+bool sw_reducer_reads_gradients(const sw_reducer *reducer);
 /* Leave averaging to a user's hook from the next round on. Use bits, tags and the order of streams
  * remain. Call between two rounds; waits for enqueued work. */
 SW_MUST_USE sw_status sw_reducer_withdraw(sw_reducer *reducer, sw_error *err);

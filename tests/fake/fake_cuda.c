@@ -385,6 +385,8 @@ typedef struct tracking {
 static void track_access(void *context, const void *begin, size_t size_bytes, sw_access access)
 {
     const tracking *t = context;
+    if (!t->stream->is_torch && access & SW_ACCESS_READ && size_bytes && !sim_block_of(begin))
+        t->stream->reads_torchs = true;
     sim_track(&t->stream->clock, t->stream->actor, begin, size_bytes, access, t->site);
 }
 
@@ -529,8 +531,11 @@ SIM_API int cuStreamWaitEvent(sw_cu_stream stream, sw_cu_event event, unsigned f
     op->generation = event->recorded;
     sim_tick(stream);
     sim_join(&stream->clock, &event->clock);
+    bool frees = stream->is_torch && event->reads_torchs;
     sim_enqueue(stream, op);
-    LEAVE(SW_CU_SUCCESS);
+    sim_leave();
+    /* Torch may free what kernels before the event read. */
+    return !frees || sim_drain(stream) ? SW_CU_SUCCESS : 702;
 }
 
 SIM_API int cuStreamIsCapturing(sw_cu_stream stream, int *status)
@@ -591,6 +596,8 @@ SIM_API int cuEventRecord(sw_cu_event event, sw_cu_stream given)
     event->clock = wrong == SIM_RECORD_EARLY ? before
                    : wrong                   ? sim.rank[sim_current_rank()].clock
                                              : stream->clock;
+    event->reads_torchs = stream->reads_torchs;
+    stream->reads_torchs = false;
     op->event = event;
     op->generation = ++event->recorded;
     if (wrong == SIM_RECORD_ELSEWHERE) { /* on an idle stream: done at once */

@@ -134,6 +134,7 @@ typedef struct sim_block {
 struct CUevent_st {
     uint64_t recorded, done; /* generations */
     bool destroyed;          /* kept until the next reset: enqueued operations may name it */
+    bool reads_torchs;       /* as its stream's */
     sim_clock clock;
     struct CUevent_st *next;
 };
@@ -168,6 +169,7 @@ struct CUstream_st {
     int actor, rank;
     bool destroyed;       /* kept until the next reset, like an event */
     bool is_torch;        /* torch's: see sim_torch.c */
+    bool reads_torchs;    /* since its last event a kernel on this other stream reads torch's memory */
     bool capturing;       /* into a graph: an operation enqueued meanwhile is a report */
     bool capture_broken;  /* by a call of any thread that captures forbid: a report */
     const void *capturer; /* the thread that began it in global mode */

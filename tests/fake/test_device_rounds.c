@@ -19,7 +19,8 @@
 #include "kernels/kernels.h"
 #include "reduce/reducer.h"
 
-enum { PARAMS = 6, STEPS = 4, NUMEL_MAX = 300, SEEDS = 5, STREAMS = 2, PLACES = 2, FAILURE = 999 };
+enum { PARAMS = 6, STEPS = 4, NUMEL_MAX = 300, SEEDS = 5, STREAMS = 2, FAILURE = 999 };
+static const size_t NONE = SIZE_MAX;
 static const int64_t TIMEOUT_NS = 2000000000;
 static const size_t CAP_BYTES = 512;
 static sw_layout_param params[PARAMS] = {
@@ -31,7 +32,7 @@ static const size_t row_numel[PARAMS] = {5, 10, 64, 3, 11, 1};
 static const char *const names[PARAMS] = {"p0", "p1", "p2", "p3", "frozen", "p5"};
 
 typedef struct run_plan {
-    bool sliced, moves_places;
+    bool sliced, moves_place;
     bool is_shared; /* each slice has two owners */
     bool is_divided; /* the transport adds what is divided as it is copied: exact up to W = 2 */
     int extra_steps;   /* that rank 1 counts after the first round */
@@ -108,18 +109,13 @@ typedef struct loop {
     sw_event *ended;
     float *gradient[PARAMS], *pinned[PARAMS]; /* autograd's own; what it is made of */
     void *bucket[PARAMS];
-    void *place[2 * PLACES]; /* those at first, and those later */
+    void *place[2];  /* the one at first, and the one later */
+    size_t filled;   /* the bucket whose gradients are still the reducer's, or NONE */
 } loop;
 
 static sw_stream *stream_of(const loop *l, size_t p)
 {
     return l->stream[p % STREAMS];
-}
-
-static sw_status set_places(loop *l, int first)
-{
-    size_t sizes[PLACES] = {sizeof(float[2 * NUMEL_MAX]), sizeof(float[2 * NUMEL_MAX])};
-    return sw_reducer_set_places(l->reducer, &l->place[first], sizes, PLACES, &l->self->err);
 }
 
 static sw_status prepare(loop *l)
@@ -147,9 +143,9 @@ static sw_status prepare(loop *l)
         SW_TRY(device->ops->pinned_alloc(device, sizeof(float[NUMEL_MAX]), &memory, err));
         l->pinned[p] = memory;
     }
-    for (int k = 0; k < 2 * PLACES; ++k) /* padding travels, too */
+    for (int k = 0; k < 2; ++k) /* padding travels, too */
         SW_TRY(device->ops->memory_alloc(device, sizeof(float[2 * NUMEL_MAX]), &l->place[k], err));
-    for (int k = 0; k < 2 * PLACES; ++k)
+    for (int k = 0; k < 2; ++k)
         SW_TRY(device->ops->fill_async(device, l->place[k], 0, sizeof(float[2 * NUMEL_MAX]),
                                        l->stream[0], err));
     SW_TRY(sw_reducer_create_on_device(l->self->all, params, names, PARAMS, &options, &l->reducer,
@@ -166,7 +162,7 @@ static sw_status prepare(loop *l)
             SW_TRY(sw_reducer_adopt(l->reducer, b, l->bucket[b], err));
     }
     SW_TRY(sw_device_comm_follow(l->self->all, l->stream[1], l->stream[0], err));
-    return l->plan->sliced ? set_places(l, 0) : SW_OK;
+    return l->plan->sliced ? sw_reducer_set_place(l->reducer, l->place[0], err) : SW_OK;
 }
 
 /* Autograd writes a gradient on its stream. */
@@ -181,12 +177,31 @@ static sw_status backward(loop *l, size_t p, int step)
                                    &l->self->err);
 }
 
+/* Once the reducer lets go of a bucket's gradients, they go back to the allocators of their streams.
+ */
+static sw_status give_to_others(loop *l)
+{
+    sw_device *device = l->self->device;
+    const sw_layout *layout = sw_reducer_layout(l->reducer);
+    if (l->filled == NONE || sw_reducer_reads_gradients(l->reducer))
+        return SW_OK;
+    for (size_t k = 0; k < layout->bucket[l->filled].count; ++k) {
+        size_t p = layout->order[layout->bucket[l->filled].first + k];
+        SW_TRY(device->ops->fill_async(device, l->gradient[p], 0xff, sizeof(float[NUMEL_MAX]),
+                                       stream_of(l, p), &l->self->err));
+    }
+    l->filled = NONE;
+    return SW_OK;
+}
+
 static sw_status place_bucket(loop *l, size_t bucket, int step)
 {
     const sw_layout *layout = sw_reducer_layout(l->reducer);
     sw_error *err = &l->self->err;
     uint64_t launches = l->self->device->stats.launches;
     SW_TRY(sw_reducer_reserve(l->reducer, bucket, err));
+    SW_TRY(give_to_others(l));
+    check(l->filled == NONE, "a gradient outlives the next bucket's reserve");
     for (size_t k = 0; k < layout->bucket[bucket].count; ++k) {
         size_t p = layout->order[layout->bucket[bucket].first + k];
         if (uses(l->self->rank, step, p))
@@ -197,21 +212,11 @@ static sw_status place_bucket(loop *l, size_t bucket, int step)
     }
     SW_TRY(sw_reducer_seal(l->reducer, bucket, err));
     launches = l->self->device->stats.launches - launches;
+    l->filled = bucket;
+    check(sw_reducer_reads_gradients(l->reducer) == l->plan->sliced,
+          "sliced, PACK runs behind means, else on the gradients' stream");
     check(launches <= 1, "bucket %zu was written by %llu launches", bucket,
           (unsigned long long)launches);
-    return SW_OK;
-}
-
-/* The gradients of a bucket go back to the allocators of their streams. */
-static sw_status give_to_others(loop *l, size_t bucket)
-{
-    sw_device *device = l->self->device;
-    const sw_layout *layout = sw_reducer_layout(l->reducer);
-    for (size_t k = 0; k < layout->bucket[bucket].count; ++k) {
-        size_t p = layout->order[layout->bucket[bucket].first + k];
-        SW_TRY(device->ops->fill_async(device, l->gradient[p], 0xff, sizeof(float[NUMEL_MAX]),
-                                       stream_of(l, p), &l->self->err));
-    }
     return SW_OK;
 }
 
@@ -230,7 +235,7 @@ static sw_status come(loop *l, size_t p, int step)
             break;
         SW_TRY(place_bucket(l, bucket, step));
         SW_TRY(sw_reducer_advance(l->reducer, err));
-        SW_TRY(give_to_others(l, bucket));
+        SW_TRY(give_to_others(l));
     }
     return SW_OK;
 }
@@ -261,9 +266,12 @@ static sw_status run_backward(loop *l, int step)
     while (sw_reducer_next_unsent(l->reducer, &bucket)) {
         SW_TRY(place_bucket(l, bucket, step));
         SW_TRY(sw_reducer_send(l->reducer, bucket, err));
-        SW_TRY(give_to_others(l, bucket));
+        SW_TRY(give_to_others(l));
     }
-    return sw_reducer_finish(l->reducer, err);
+    SW_TRY(sw_reducer_finish(l->reducer, err));
+    SW_TRY(give_to_others(l));
+    check(l->filled == NONE, "a gradient outlives its round");
+    return SW_OK;
 }
 
 /* Where the mean of a parameter lies, and which of its elements. */
@@ -320,14 +328,13 @@ static sw_status check_means(loop *l, int step)
 
 /* Buckets travel elsewhere from now on; what they lay in is anything at once, on a stream that has
  * not waited for the means; nor has the host, after a round in which all ranks used all. */
-static sw_status move_places(loop *l)
+static sw_status move_place(loop *l)
 {
     sw_device *device = l->self->device;
     sw_reducer_use_stream(l->reducer, l->stream[1]);
-    SW_TRY(set_places(l, PLACES));
-    for (int k = 0; k < PLACES; ++k)
-        SW_TRY(device->ops->fill_async(device, l->place[k], 0xff, sizeof(float[2 * NUMEL_MAX]),
-                                       l->stream[1], &l->self->err));
+    SW_TRY(sw_reducer_set_place(l->reducer, l->place[1], &l->self->err));
+    SW_TRY(device->ops->fill_async(device, l->place[0], 0xff, sizeof(float[2 * NUMEL_MAX]),
+                                   l->stream[1], &l->self->err));
     sw_reducer_use_stream(l->reducer, l->stream[0]);
     return SW_OK;
 }
@@ -339,8 +346,8 @@ static sw_status train(loop *l)
         SW_TRY(run_backward(l, step));
         if (step == 0 && l->self->rank == 0)
             l->plan->early_first = sw_reducer_get_stats(l->reducer)->buckets_early;
-        if (step == 0 && l->plan->moves_places)
-            SW_TRY(move_places(l));
+        if (step == 0 && l->plan->moves_place)
+            SW_TRY(move_place(l));
         else if (!is_apart)
             SW_TRY(check_means(l, step));
         sw_reducer_count_step(l->reducer);
@@ -369,7 +376,7 @@ static void finish(loop *l)
         device->ops->memory_free(device, l->bucket[p]);
         device->ops->pinned_free(device, l->pinned[p]);
     }
-    for (int k = 0; device && k < 2 * PLACES; ++k)
+    for (int k = 0; device && k < 2; ++k)
         device->ops->memory_free(device, l->place[k]);
     for (int s = 0; device && s < STREAMS; ++s)
         device->ops->stream_destroy(device, l->stream[s]);
@@ -380,7 +387,7 @@ static void finish(loop *l)
 static bool train_rank(gpu_rank *self)
 {
     run_plan *plan = self->context;
-    loop l = {.self = self, .plan = plan};
+    loop l = {.self = self, .plan = plan, .filled = NONE};
     if (self->rank == 0)
         self->sim->fail_call(0, plan->fail_nth, FAILURE);
     sw_status status = gpu_rank_open(self, TIMEOUT_NS);
@@ -496,7 +503,7 @@ static void check_sentence(void)
 static bool fail_among(int world_size, long nth, run_plan *plan)
 {
     bool sliced = plan->sliced;
-    *plan = (run_plan){.sliced = sliced, .moves_places = sliced, .fail_nth = nth};
+    *plan = (run_plan){.sliced = sliced, .moves_place = sliced, .fail_nth = nth};
     return gpu_ranks_run(world_size, SIM_EAGER, 1, train_rank, plan);
 }
 
@@ -530,7 +537,7 @@ int main(int argc, char **argv)
             for (int sliced = 0; sliced < 2; ++sliced) {
                 check_rounds(1, &(run_plan){.sliced = sliced}, (sim_policy)policy, seed);
                 check_rounds(3,
-                             &(run_plan){.sliced = sliced, .moves_places = sliced && seed % 2},
+                             &(run_plan){.sliced = sliced, .moves_place = sliced && seed % 2},
                              (sim_policy)policy, seed);
             }
     check_rows();

@@ -32,7 +32,6 @@ enum {
     SEEDS = 5,
     FAILURE = 999,
     PARAMS = 7,
-    PLACES = 2
 };
 static const int64_t TIMEOUT_NS = 2000000000;
 static const double MAX_NORM = 0.5;
@@ -220,7 +219,7 @@ typedef struct loop {
     sw_stream *backward, *optimizer;
     sw_event *loaded, *ended;
     model part[BUCKETS];
-    void *place[PLACES]; /* device memory of the largest bucket */
+    void *place; /* device memory of the largest bucket */
     float *pinned[BUCKETS];
 } loop;
 
@@ -250,8 +249,7 @@ static sw_status prepare(loop *l)
     SW_TRY(device->ops->stream_create(device, false, &l->optimizer, err));
     SW_TRY(device->ops->event_create(device, &l->loaded, err));
     SW_TRY(device->ops->event_create(device, &l->ended, err));
-    for (int p = 0; p < PLACES; ++p)
-        SW_TRY(device->ops->memory_alloc(device, PIECE_BYTES, &l->place[p], err));
+    SW_TRY(device->ops->memory_alloc(device, PIECE_BYTES, &l->place, err));
     for (size_t b = 0; b < BUCKETS; ++b) {
         size_t bytes = numel_of(b) * sizeof(float);
         float start[NUMEL_MAX];
@@ -324,6 +322,7 @@ static sw_status send_bucket(loop *l, size_t b, int step)
     const float *source = l->part[b].source;
     sw_error *err = &l->self->err;
     SW_TRY(sw_reducer_reserve(l->reducer, b, err));
+    SW_TRY(sw_reducer_lend_place(l->reducer, err));
     SW_TRY(produce(l, sw_reducer_slot(l->reducer, b), b, step));
     for (size_t k = 0; k < layout.bucket[b].count; ++k) {
         size_t p = layout.order[layout.bucket[b].first + k];
@@ -476,7 +475,6 @@ static sw_status train(loop *l)
                                         .sliced = l->run->stage == 2,
                                         .is_narrow = l->run->narrowed,
                                         .wire = SW_DTYPE_BFLOAT16};
-    const size_t sizes[PLACES] = {PIECE_BYTES, PIECE_BYTES};
     SW_TRY(prepare(l));
     SW_TRY(sw_reducer_create_on_device(l->self->all, params, names, PARAMS, &options, &l->reducer,
                                        err));
@@ -485,7 +483,7 @@ static sw_status train(loop *l)
     for (size_t b = 0; b < BUCKETS; ++b)
         SW_TRY(sw_reducer_adopt(l->reducer, b, l->part[b].bucket, err));
     if (l->run->stage == 2)
-        SW_TRY(sw_reducer_set_places(l->reducer, l->place, sizes, PLACES, err));
+        SW_TRY(sw_reducer_set_place(l->reducer, l->place, err));
     for (int step = 0; step < l->run->steps; ++step) {
         uint64_t waits = l->self->device->stats.host_waits;
         uint64_t allocations = l->self->device->stats.allocations;
@@ -514,8 +512,7 @@ static void tear_down(loop *l)
         (void)!device->ops->event_record(device, l->ended, l->backward, NULL);
         (void)!device->ops->event_wait(device, l->ended, TIMEOUT_NS, "the test's backward", NULL);
     }
-    for (int p = 0; p < PLACES; ++p)
-        device->ops->memory_free(device, l->place[p]);
+    device->ops->memory_free(device, l->place);
     for (size_t b = 0; b < BUCKETS; ++b) {
         void *memory[] = {l->part[b].m, l->part[b].v, l->part[b].source};
         device->ops->memory_free(device, l->part[b].p);

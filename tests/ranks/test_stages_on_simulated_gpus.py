@@ -190,6 +190,28 @@ def unused_heads(gpus: SimulatedGpus, rank: int, world_size: int, caps: tuple[fl
             sliced.assert_equals(whole, f"zero={zero}")
 
 
+def test_gradients_that_torch_copies_follow_the_mean_that_leaves_their_place(
+    teams: Any, world_size: int, paths: dict[str, str]
+) -> None:
+    run(teams, world_size, paths, copied_by_torch, policy="late")
+
+
+def copied_by_torch(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    """The engine reads no gradient of other strides than its parameter's."""
+
+    def means(zero: int) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        module = gpus.adopt_module(Mlp())
+        optimizer = torch.optim.SGD(module.parameters())
+        wrapped, _ = sw.wrap(module, optimizer, zero=zero, bucket_cap_mb=0.0001, deterministic=True)
+        for p in module.parameters():
+            p.grad = gpus.adopt((rank + 1) * torch.randn((*p.shape, 2)))[..., 0]
+        sw.average_gradients(wrapped)
+        return [*sw.full_gradients(wrapped).values()]
+
+    assert all(map(bits_equal, means(0), means(2)))
+
+
 @pytest.mark.parametrize(("policy", "zero"), some(itertools.product(POLICIES, SLICED), 3))
 def test_no_step_waits_for_the_gpu_or_allocates(
     teams: Any, world_size: int, paths: dict[str, str], policy: str, zero: int
@@ -430,14 +452,14 @@ def cleared_alone(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     gather(None)
 
 
-def test_a_ring_that_is_made_anew_leaves_the_old_one_in_order(
+def test_a_place_that_is_made_anew_leaves_the_old_one_in_order(
     teams: Any, world_size: int, paths: dict[str, str]
 ) -> None:
-    run(teams, world_size, paths, remade_ring)
+    run(teams, world_size, paths, remade_place)
 
 
-def remade_ring(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
-    """The backward ran on a user's stream, so the stream that allocates the ring's memory is not ordered behind the
+def remade_place(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    """The backward ran on a user's stream, so the stream that allocates the place is not ordered behind the
     means.
     """
     torch.manual_seed(0)
@@ -452,7 +474,7 @@ def remade_ring(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
 
     with mock.patch.object(internals.cuda.runtime, "zeros", allocate):
         wrapped, _ = sw.wrap(module, torch.optim.SGD(module.parameters(), lr=0.1), zero=2, bucket_cap_mb=0.0001)
-    ring = [each for each in made if each.dtype is torch.uint8][-2:]  # behind the slices of the means
+    place = [each for each in made if each.dtype is torch.uint8][-1]  # behind the slices of the means
     reducer, home = internals.reducer(wrapped), gpus.stream
     loss = wrapped(batch(rank, 6, 7)).square().mean()
     with gpus.other_stream() as side:
@@ -462,9 +484,8 @@ def remade_ring(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
     made.clear()
     with mock.patch.object(internals.cuda.runtime, "zeros", allocate):
         reducer.mark_unfrozen(largest)
-    assert len(ring) == 2 and len(made) == 3 and made[1].nbytes > ring[0].nbytes, "a slice and two places"
-    for place in ring:  # torch's allocator gives it to whoever asks on that stream
-        place.zero_()
+    assert len(made) == 2 and made[1].nbytes > place.nbytes, "a slice and a place"
+    place.zero_()  # torch's allocator gives it to whoever asks on that stream
 
 
 def test_storages_are_a_parameters_own(teams: Any, world_size: int, paths: dict[str, str]) -> None:

@@ -99,3 +99,44 @@ def unused(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
             assert counts["buckets_early"] == (0 if beside else early), (counts["buckets_early"], early, beside)
             del wrapped
     gather(None)
+
+
+class Attention(nn.Module):
+    """A block, an attention of the outermost unit, a block. Only `out_proj` of the attention is trained, as in fine-tuning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Optional() for _ in range(2))
+        self.attention = nn.MultiheadAttention(WIDTH, 2, bias=False)
+        self.attention.in_proj_weight.requires_grad_(False)
+        self.attends = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0](x)
+        x = self.attention(x, x, x)[0] if self.attends else x
+        return self.blocks[1](x)  # type: ignore[no-any-return]
+
+
+def attend(gpus: SimulatedGpus, rank: int, **options: Any) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    module = gpus.adopt_module(Attention())
+    optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1)
+    wrapped, optimizer = sw.wrap(module, optimizer, deterministic=True, timeout_s=20, **options)
+    for step in range(STEPS):
+        module.attends = step > 0  # in the first round nothing is sent early
+        wrapped(batch(rank, 6, WIDTH, step=step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with sw.full_parameters(wrapped):
+        return [p.detach().clone() for p in module.parameters()]
+
+
+@at_least_two
+def test_an_attention_uses_out_proj_without_calling_it(teams: Any, world_size: int, paths: dict[str, str]) -> None:
+    run(teams, world_size, paths, attention)
+
+
+def attention(gpus: SimulatedGpus, rank: int, world_size: int) -> None:
+    expected, found = attend(gpus, rank, zero=0), attend(gpus, rank, zero=3, units=Optional)
+    assert all(map(bits_equal, expected, found))
+    gather(None)

@@ -1,7 +1,7 @@
 """The reducer of a GPU, whose memory is torch's.
 
 Rounds are the engine's, as on the host (docs/design/reduce.md). The engine asks for buckets with `allocate`; at
-zero >= 2 for this rank's slices of the means and for the two places in which buckets travel. csrc/python calls the
+zero >= 2 for this rank's slices of the means and for the place in which buckets travel. csrc/python calls the
 underscored methods for the steps of a round that need torch.
 """
 
