@@ -4,8 +4,7 @@
  * It is JSON that ends with its own checksum. docs/format.md defines the bytes.
  *
  * Thread rule: owner only. */
-#ifndef SW_CHECKPOINT_MANIFEST_H
-#define SW_CHECKPOINT_MANIFEST_H
+#pragma once
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -75,5 +74,3 @@ SW_MUST_USE sw_status sw_manifest_read(const char *folder, sw_manifest *manifest
 
 /* Find a file; NULL: the manifest does not list it. */
 const sw_manifest_file *sw_manifest_find(const sw_manifest *manifest, const char *path);
-
-#endif

@@ -8,8 +8,7 @@
  * save_agree.c     what each rank wrote, to rank 0; creation of files, the verdict
  *
  * `mutex` guards every field under "shared"; the others are set before the threads start. */
-#ifndef SW_CHECKPOINT_SAVE_JOB_H
-#define SW_CHECKPOINT_SAVE_JOB_H
+#pragma once
 
 #include <pthread.h>
 
@@ -184,5 +183,3 @@ SW_MUST_USE sw_status sw_save_acknowledge(sw_saver *saver,
                                           sw_error *err); /* sync this rank's writes, say so */
 void sw_save_conclude(sw_saver *saver, const sw_error *own,
                       sw_error *outcome); /* rank 0 commits or abandons; others wait */
-
-#endif

@@ -11,8 +11,7 @@
  * of a group of hosts (channel.h) merges the files of the group.
  *
  * Thread rule: any. */
-#ifndef SW_CHECKPOINT_TALLY_H
-#define SW_CHECKPOINT_TALLY_H
+#pragma once
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -69,5 +68,3 @@ typedef struct sw_tally_head { /* precedes a list in a host's file */
     uint32_t host_count;       /* number of hosts in the list: 1, or those of a group */
     uint32_t reserved;
 } sw_tally_head;
-
-#endif

@@ -10,8 +10,7 @@
  * Thread rule: one at a time per communicator, except look, is_alive and request_end. Errors end
  * the communicator: every later call repeats the first error. If ranks disagree, every rank returns
  * the same message. */
-#ifndef SW_COMM_COMM_H
-#define SW_COMM_COMM_H
+#pragma once
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -300,5 +299,3 @@ SW_MUST_USE sw_status sw_comm_all_gather(sw_comm *comm, sw_op *op, const sw_span
 SW_MUST_USE sw_status sw_agree(sw_comm *comm, const char *noun, const char *label,
                                size_t size_bytes, sw_status local, const sw_error *cause,
                                sw_error *err);
-
-#endif

@@ -4,8 +4,7 @@
  * to them.
  *
  * Thread rule: the carrier's thread alone, except where hier_state.h says so. */
-#ifndef SW_COMM_HIER_CARRIER_STATE_H
-#define SW_COMM_HIER_CARRIER_STATE_H
+#pragma once
 
 #include "comm/descriptor.h"
 #include "comm/hier_block.h"
@@ -252,5 +251,3 @@ SW_MUST_USE sw_status sw_carrier_gather(sw_carrier *carrier, const sw_hier_pendi
 
 /* Move the data of broadcast `ticket`. */
 SW_MUST_USE sw_status sw_carrier_stream(sw_carrier *carrier, uint32_t ticket, sw_error *err);
-
-#endif

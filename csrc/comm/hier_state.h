@@ -13,8 +13,7 @@
  * state and reason for them (ending.h). The carriers notify the other hosts.
  *
  * Thread rule: as above; pages are shared between processes, as stated for each field below. */
-#ifndef SW_COMM_HIER_STATE_H
-#define SW_COMM_HIER_STATE_H
+#pragma once
 
 #include <pthread.h>
 #include <stdatomic.h>
@@ -235,5 +234,3 @@ bool sw_carrier_wire_is_closed(const sw_carrier *carrier);
 bool sw_carrier_is_over(const sw_carrier *carrier);
 /* Destroy the carrier once its thread has ended or if it never started. Also releases the wire. */
 void sw_carrier_destroy(sw_carrier *carrier);
-
-#endif

@@ -11,8 +11,7 @@
  * Thread rule: one at a time per transport, and per watchdog. Other threads may call has_failed,
  * request_end, watch and explain_late at the same time. Every rank issues the same operations, of
  * the same sizes, in one order. */
-#ifndef SW_COMM_PEERS_H
-#define SW_COMM_PEERS_H
+#pragma once
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -283,5 +282,3 @@ SW_MUST_USE sw_status sw_peers_wait(sw_peers *peers, sw_event *event, const char
  */
 SW_MUST_USE sw_status sw_lone_rank_create(sw_device *device, int64_t timeout_ns,
                                           sw_watchdog *watchdog, sw_peers **peers, sw_error *err);
-
-#endif

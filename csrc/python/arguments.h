@@ -9,8 +9,7 @@
  * got -1". A letter never cuts a number: one out of range is an OverflowError.
  *
  * Thread rule: with the GIL held. */
-#ifndef SW_PYTHON_ARGUMENTS_H
-#define SW_PYTHON_ARGUMENTS_H
+#pragma once
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -90,5 +89,3 @@ bool sw_py_fill_int(const sw_py_arg *a, void *row, void *unused);
 bool sw_py_fill_size(const sw_py_arg *a, void *row, void *unused); /* int64_t, by N */
 bool sw_py_fill_address(const sw_py_arg *a, void *row, void *unused);
 bool sw_py_fill_text(const sw_py_arg *a, void *row, void *unused);
-
-#endif
