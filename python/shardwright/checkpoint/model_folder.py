@@ -37,8 +37,6 @@ from .peers import Peers, os_error
 from .slices import Sliced, is_row_major
 from .state.content import MODEL_METADATA, Group, model_index
 
-__all__ = ["save_pretrained"]
-
 _CALL = "save_pretrained"
 #: files that a save replaces or removes; it takes others along that it does not write
 _OF_A_MODEL = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?|" + LOCK)

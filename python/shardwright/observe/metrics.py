@@ -20,8 +20,6 @@ from . import watch
 from .rings import LINKS, PHASES, Row
 from .verdict import shares
 
-__all__ = ["Metrics", "metrics"]
-
 _logger = logging.getLogger("shardwright")
 Scalars = Mapping[str, float]
 #: what logs the scalars of a step, and what closes it

@@ -27,8 +27,6 @@ from . import watch
 from .rings import PHASES, AccountError, AccountFile, Operation, Row, row_of
 from .trace_merge import merge_parts, part_path
 
-__all__ = ["VARIABLE", "Trace", "begin_if_asked", "trace"]
-
 _logger = logging.getLogger("shardwright")
 #: STEPS:AFTER:PATH lets a program trace so many steps, after so many; `shardwright trace` sets it
 VARIABLE = "SHARDWRIGHT_TRACE"
