@@ -4,9 +4,10 @@
  *
  *     "all_reduce address:A numel:N dtype:T | op:s label:s $ arena:O"
  *
- * Those behind `|` may be left out, those behind `$` are passed by name. The names are in every
- * message, so a wrong argument is refused in one sentence: "all_reduce: numel must be at least 0,
- * got -1". A letter never cuts a number: one out of range is an OverflowError.
+ * Those behind `|` may be left out, those behind `$` are passed by name. "op:(sum|mean)" takes one
+ * of these texts. The names are in every message, so a wrong argument is refused in one sentence:
+ * "all_reduce: numel must be at least 0, got -1". A letter never cuts a number: one out of range is
+ * an OverflowError.
  *
  * Thread rule: with the GIL held. */
 #pragma once
@@ -23,7 +24,7 @@ typedef union sw_py_arg { /* by its letter */
     Py_ssize_t n;         /* n: an int */
     size_t size;          /* N: an int of at least 0 */
     uint64_t word;        /* K: an int in [0, 2**64) */
-    int i;                /* i: an int that fits */
+    int i;                /* i: an int that fits; (a|b|c): the number of the text given */
     double d;             /* d: a float */
     bool p;               /* p: any object, by its truth */
     void *address;        /* A: an int in [0, 2**64), 0 for none */

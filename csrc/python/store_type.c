@@ -20,18 +20,6 @@ typedef struct store_object {
 
 /* ---- life ---- */
 
-static bool parse_form(const char *name, sw_store_form *form)
-{
-    static const char *const names[] = {"private", "shared", "units"};
-    for (size_t i = 0; i < sizeof names / sizeof *names; ++i)
-        if (strcmp(name, names[i]) == 0) {
-            *form = (sw_store_form)i;
-            return true;
-        }
-    return sw_py_refuse(PyExc_ValueError,
-                        "Store: form must be 'private', 'shared' or 'units', got '%s'", name);
-}
-
 static bool fill_unit(const sw_py_arg *a, void *row, void *units)
 {
     const sw_py_table *members =
@@ -95,11 +83,9 @@ static int store_init(PyObject *op, PyObject *args, PyObject *kwargs)
     SW_PY_SLICES slices = {.numbers = NULL};
     SW_PY_TABLE hosts = {0}, casts = {0};
     SW_PY_NESTED units = {.begun = 0};
-    sw_store_options options = {.form = SW_STORE_PRIVATE};
-    if (!sw_py_read("Store reducer:O form:s host_of:O label:s | $ slices:O narrow:O units:O "
-                    "coded:p folder:z",
-                    args, kwargs, a) ||
-        !parse_form(a[1].s, &options.form))
+    if (!sw_py_read("Store reducer:O form:(private|shared|units) host_of:O label:s | $ slices:O "
+                    "narrow:O units:O coded:p folder:z",
+                    args, kwargs, a))
         return -1;
     reducer_object *reducer = (reducer_object *)a[0].o;
     if (!PyObject_TypeCheck(a[0].o, sw_py_state_of(op)->reducer_type) || !reducer->comm ||
@@ -128,14 +114,15 @@ static int store_init(PyObject *op, PyObject *args, PyObject *kwargs)
     sw_dtype *narrow = read_casts(&casts, layout->param_count);
     if (!narrow)
         return -1;
-    options.slices = slices.given;
-    options.host_of = hosts.rows;
-    options.narrow = narrow;
-    options.units = units.outer.rows;
-    options.unit_count = units.outer.count;
-    options.coded = a[7].p;
-    options.folder = a[8].s;
-    options.label = a[3].s;
+    const sw_store_options options = {.form = (sw_store_form)a[1].i,
+                                      .slices = slices.given,
+                                      .host_of = hosts.rows,
+                                      .narrow = narrow,
+                                      .units = units.outer.rows,
+                                      .unit_count = units.outer.count,
+                                      .coded = a[7].p,
+                                      .folder = a[8].s,
+                                      .label = a[3].s};
     int failed = create(self, layout, &options);
     free(narrow);
     return failed;
@@ -293,22 +280,10 @@ static PyObject *finish(store_object *self, sw_status status, const sw_error *er
 SW_PY_METHOD(store_read, store_object, "read index:n address:A",
              check_index(self, a[0].n) && enter(self),
              sw_store_read(STORE, a[0].size, a[1].address, &err), finish(self, status, &err))
-/* Returns -1 with an exception. */
-static int parse_share(const char *name)
-{
-    static const char *const names[] = {"own", "mine", "all"};
-    for (int i = 0; i < 3; ++i)
-        if (strcmp(name, names[i]) == 0)
-            return i;
-    sw_py_refuse(PyExc_ValueError, "Store.write: share must be 'own', 'mine' or 'all', got '%s'",
-                 name);
-    return -1;
-}
-
-SW_PY_METHOD_WITH(store_write, store_object, "write index:n address:A share:s", int share = 0,
-                  check_index(self, a[0].n) && (share = parse_share(a[2].s)) >= 0 && enter(self),
-                  (sw_store_write(STORE, a[0].size, a[1].address, (sw_store_share)share), SW_OK),
-                  finish(self, status, &err))
+SW_PY_METHOD(store_write, store_object, "Store.write index:n address:A share:(own|mine|all)",
+             check_index(self, a[0].n) && enter(self),
+             (sw_store_write(STORE, a[0].size, a[1].address, (sw_store_share)a[2].i), SW_OK),
+             finish(self, status, &err))
 SW_PY_METHOD(store_settle, store_object, "settle", enter(self), sw_store_settle(STORE, &err),
              finish(self, status, &err))
 SW_PY_METHOD(store_derive, store_object, "derive", enter(self), (sw_store_derive(STORE), SW_OK),
