@@ -59,10 +59,10 @@ SW_MUST_USE sw_status sw_manifest_add_tally(void *manifest, uint64_t block, sw_t
  * files. SW_E_STATE names a block that fails. */
 SW_MUST_USE sw_status sw_manifest_complete(sw_manifest *manifest, sw_error *err);
 
+typedef sw_status sw_manifest_write(void *context, const char *part, size_t size_bytes,
+                                    sw_error *err);
 /* Print a complete manifest: call `write` with parts of about 64 KiB. */
-SW_MUST_USE sw_status sw_manifest_print(const sw_manifest *manifest,
-                                        sw_status (*write)(void *context, const char *part,
-                                                           size_t size_bytes, sw_error *err),
+SW_MUST_USE sw_status sw_manifest_print(const sw_manifest *manifest, sw_manifest_write *write,
                                         void *context, sw_error *err);
 
 /* Read and check a text. SW_E_INVALID states the fault; on success, the caller must fini it. */
