@@ -146,8 +146,7 @@ struct sw_carrier {
     for (int g = 0; g < (carrier)->hier->map.host_count; ++g) \
         if (g != (carrier)->hier->host)
 
-/* hier_host.c
- * ------------------------------------------------------------------------------------------ */
+/* ---- hier_host.c ---- */
 
 /* Access memory of operations only between these two, and only if the first succeeds. */
 SW_MUST_USE sw_status sw_carrier_touch_begin(sw_carrier *carrier, sw_error *err);
@@ -197,8 +196,7 @@ static inline char *sw_carrier_what(sw_carrier *carrier, unsigned turn, uint32_t
     return carrier->operations[turn % 2][index];
 }
 
-/* hier_last.c
- * ------------------------------------------------------------------------------------------ */
+/* ---- hier_last.c ---- */
 
 /* Make a reason whose bytes another host has sent one that can be raised here. */
 static inline void sw_carrier_take_reason(sw_error *reason)
@@ -217,8 +215,7 @@ SW_MUST_USE sw_status sw_carrier_take_probes(sw_carrier *carrier, sw_carrier_hop
 SW_MUST_USE sw_status sw_carrier_settle_probes(sw_carrier *carrier, sw_carrier_hop *hop, int to,
                                                uint32_t taken, sw_error *err);
 
-/* hier_frames.c
- * ------------------------------------------------------------------------------------------ */
+/* ---- hier_frames.c ---- */
 
 /* Return true for operations that run in one pipeline (hier_reduce.c). */
 bool sw_carrier_reduces(const sw_hier_pending *pending);
@@ -243,8 +240,7 @@ SW_MUST_USE sw_status sw_carrier_offer_early(sw_carrier *carrier, uint32_t ticke
  * unreachable host may block this thread, for which no rank waits. */
 void sw_carrier_take_leave(sw_carrier *carrier, const sw_error *reason);
 
-/* hier_reduce.c, hier_gather.c
- * ------------------------------------------------------------------------------------------ */
+/* ---- hier_reduce.c, hier_gather.c ---- */
 
 /* Move the data of `count` reductions; each completes with its last block. */
 SW_MUST_USE sw_status sw_carrier_reduce(sw_carrier *carrier, uint32_t ticket, uint32_t count,

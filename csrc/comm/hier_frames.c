@@ -298,8 +298,7 @@ static int rank_of(const sw_carrier *carrier, int host)
     return sw_host_carrier(&carrier->hier->map, host);
 }
 
-/* Receive buffers
- * ------------------------------------------------------------------------------------------ */
+/* ---- receive buffers ---- */
 
 static sw_status expect_frame(sw_carrier *carrier, int at, sw_error *err)
 {
@@ -317,8 +316,7 @@ sw_status sw_carrier_expect_frames(sw_carrier *carrier, sw_error *err)
     return SW_OK;
 }
 
-/* Sending
- * ------------------------------------------------------------------------------------------ */
+/* ---- sending ---- */
 
 /* Return an operation's payload bytes in a frame about `hosts` hosts. */
 static uint32_t sent_payload_bytes(const sw_carrier *carrier, const sw_payload *payload, int hosts)
@@ -370,8 +368,7 @@ static sw_status send_round(sw_carrier *carrier, int round, sw_error *err)
     return SW_OK;
 }
 
-/* Receiving
- * ------------------------------------------------------------------------------------------ */
+/* ---- receiving ---- */
 
 static bool take(cursor *from, void *to, size_t bytes)
 {
@@ -487,8 +484,7 @@ static sw_status read_frame(sw_carrier *carrier, int at, sw_error *err)
     return sw_carrier_settle_probes(carrier, state, hop->from, head.probes, err);
 }
 
-/* Agreeing
- * ------------------------------------------------------------------------------------------ */
+/* ---- agreeing ---- */
 
 static bool all_posted(const sw_hier *hier, uint32_t ticket)
 {
@@ -629,8 +625,7 @@ sw_status sw_carrier_agree(sw_carrier *carrier, uint32_t ticket, uint32_t *count
                                                     * moves */
 }
 
-/* Ending
- * ------------------------------------------------------------------------------------------ */
+/* ---- ending ---- */
 
 /* Hosts that disagree have read each other's frames, and both end. Without a buffer for the last
  * frame each would wait until the other receives. */

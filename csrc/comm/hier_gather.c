@@ -197,8 +197,7 @@ static void publish(_Atomic uint32_t *word, uint32_t value)
     sw_futex_wake_all(word);
 }
 
-/* A rank's part
- * ------------------------------------------------------------------------------------------ */
+/* ---- broadcast: a rank's part ---- */
 
 /* The position of the next byte in a list of ranges. */
 typedef struct range_cursor {
@@ -291,8 +290,7 @@ sw_status sw_hier_broadcast(sw_comm *comm, const sw_range *ranges, size_t count,
     return sw_hier_await(hier, ticket, err);
 }
 
-/* The carrier's part
- * ------------------------------------------------------------------------------------------ */
+/* ---- broadcast: the carrier's part ---- */
 
 typedef struct stream {
     const sw_hier_pending *pending;

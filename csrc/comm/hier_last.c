@@ -52,8 +52,7 @@ sw_status sw_carrier_expect_ends(sw_carrier *carrier, sw_error *err)
     return status == SW_OK ? SW_OK : sw_carrier_blame(carrier, "waiting for operations", err);
 }
 
-/* End messages
- * ------------------------------------------------------------------------------------------ */
+/* ---- end messages ---- */
 
 /* Return the number of a new message; -1: its reason was sent already, or too many were. */
 static int new_end(sw_carrier *carrier, const sw_error *reason)
@@ -116,8 +115,7 @@ bool sw_carrier_received_end(const sw_carrier *carrier, int peer, sw_error *reas
     return true;
 }
 
-/* Probes
- * ------------------------------------------------------------------------------------------ */
+/* ---- probes ---- */
 
 static sw_carrier_hop *hop_from(const sw_carrier *carrier, int host)
 {

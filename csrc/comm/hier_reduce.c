@@ -129,8 +129,7 @@ static bool next_run(const reduction *work, size_t cursor, size_t end, size_t *b
     return sw_op_next_run(&work->pending->op, work->pending->begin, cursor, end, begin, numel);
 }
 
-/* Blocks on the wire: partial sums and results; of float32 in packets, if the sender announced it.
- * ------------------------------------------------------------------------------------------ */
+/* ---- blocks on the wire; of float32 in packets, if the sender announced it ---- */
 
 static bool is_packed(const sw_carrier *carrier, int sender, sw_dtype dtype)
 {

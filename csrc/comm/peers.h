@@ -236,8 +236,7 @@ static inline void sw_peers_destroy(sw_peers *t)
         t->ops->destroy(t);
 }
 
-/* peers.c: failures and waits, common to all transports
- * ------------------------------------------------------------------------------------------ */
+/* ---- peers.c: failures and waits, common to all transports ---- */
 
 /* Report the transport's first reason to every rank of this host (only the first caller does) and
  * return that reason. Call sw_watchdog_report_to_hosts() afterwards, since it waits for the GIL. */

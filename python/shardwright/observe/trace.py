@@ -186,8 +186,9 @@ class Trace:
             for each in file.operations(1000):
                 if each.serial > self._first_op:
                     group, ranks = groups[each.group] if each.group < len(groups) else groups[0]
-                    what = (each.kind, group, each.number, len(ranks), each.label, each.size_bytes)
-                    self._operations[each.serial] = Collective(*each[:4], *what)
+                    self._operations[each.serial] = Collective(
+                        *each[:5], group, each.number, len(ranks), each.label, each.size_bytes
+                    )
             # a second optimizer adds to the row of its step after the look at it
             self._rows.update({row.step: row for row in file.rows(2) if row.step in self._rows})
             file.close()
