@@ -18,7 +18,7 @@ LINES = {
     "shardwright/gradients": 1_504,
     "shardwright/integrations": 3_229,
     "shardwright/layout": 1_266,
-    "shardwright/observe": 1_460,
+    "shardwright/observe": 1_461,
     "shardwright/optim": 3_873,
     "shardwright/options": 972,
     "shardwright/parallel": 6_237,
