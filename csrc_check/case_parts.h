@@ -3,8 +3,7 @@
  *
  * Thread rule: any.
  */
-#ifndef SW_KERNELS_CASE_PARTS_H
-#define SW_KERNELS_CASE_PARTS_H
+#pragma once
 
 #include "kernel_cases.h"
 #include "tensor/dtype.h"
@@ -67,5 +66,3 @@ SW_CASE_TABLE(absorb);
 SW_CASE_TABLE(expand);
 SW_CASE_TABLE(orthonormalize);
 SW_CASE_TABLE(finite);
-
-#endif

@@ -10,8 +10,7 @@
  *
  * Thread rule: any; a case belongs to one thread.
  */
-#ifndef SW_KERNELS_KERNEL_CASES_H
-#define SW_KERNELS_KERNEL_CASES_H
+#pragma once
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -69,5 +68,3 @@ void sw_kernel_case_settle(sw_kernel kernel, const void *args);
  * case is as large as an address. */
 void sw_kernel_case_move(sw_kernel kernel, sw_kernel_case *moved, const unsigned char *from,
                          uintptr_t to);
-
-#endif

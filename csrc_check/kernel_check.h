@@ -11,8 +11,7 @@
  *
  * Thread rule: one at a time per stream.
  */
-#ifndef SW_KERNELS_KERNEL_CHECK_H
-#define SW_KERNELS_KERNEL_CHECK_H
+#pragma once
 
 #include "kernels/device_kernels.h"
 
@@ -35,5 +34,3 @@ typedef struct sw_kernel_check_result {
 SW_MUST_USE sw_status sw_kernel_check(const sw_kernel_set *set,
                                       const sw_kernel_check_config *config, sw_stream *stream,
                                       sw_kernel_check_result *result, sw_error *err);
-
-#endif

@@ -631,7 +631,7 @@ def test_arguments_are_refused_in_one_sentence() -> None:
         ),
         (
             ValueError,
-            "Codec: kind must be plain, half, blocks or powersgd, got 'x'",
+            "Codec: kind must be 'plain', 'half', 'blocks' or 'powersgd', got 'x'",
             lambda: engine.Codec("x"),
         ),
         (

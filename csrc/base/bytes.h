@@ -3,8 +3,7 @@
  *
  * Thread rule: any.
  */
-#ifndef SW_BASE_BYTES_H
-#define SW_BASE_BYTES_H
+#pragma once
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -62,5 +61,3 @@ static inline void *sw_shrunk(void *memory, size_t size_bytes)
     void *shrunk = realloc(memory, size_bytes);
     return shrunk ? shrunk : memory;
 }
-
-#endif

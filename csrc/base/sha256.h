@@ -3,8 +3,7 @@
  *
  * Thread rule: any.
  */
-#ifndef SW_BASE_SHA256_H
-#define SW_BASE_SHA256_H
+#pragma once
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -20,5 +19,3 @@ void sw_hmac_sha256(const void *key, size_t key_bytes, const void *data, size_t 
 
 /* Takes the same time wherever they differ. */
 bool sw_sha256_equal(const uint8_t a[SW_SHA256_BYTES], const uint8_t b[SW_SHA256_BYTES]);
-
-#endif

@@ -6,8 +6,7 @@
  *
  * Thread rule: any; an sw_error belongs to one call chain.
  */
-#ifndef SW_BASE_STATUS_H
-#define SW_BASE_STATUS_H
+#pragma once
 
 #if defined(__GNUC__)
 #define SW_MUST_USE __attribute__((warn_unused_result))
@@ -65,5 +64,3 @@ static inline sw_status sw_error_pass(sw_error *err, const sw_error *met)
         if ((status) != SW_OK)           \
             goto label;                  \
     } while (0)
-
-#endif

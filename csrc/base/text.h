@@ -1,6 +1,5 @@
 /* text.h - UTF-8 text that is cut to fit ends with a whole character. Thread rule: any. */
-#ifndef SW_BASE_TEXT_H
-#define SW_BASE_TEXT_H
+#pragma once
 
 #include <string.h>
 
@@ -43,5 +42,3 @@ static inline void sw_text_mend(char *text)
     }
     *to = '\0';
 }
-
-#endif

@@ -19,8 +19,7 @@
  *
  * Thread rule: one at a time on each rank (the owner's between saves, else the save's). Pages
  * outlive all users. */
-#ifndef SW_CHECKPOINT_CHANNEL_H
-#define SW_CHECKPOINT_CHANNEL_H
+#pragma once
 
 #include <stdatomic.h>
 #include <stdbool.h>
@@ -115,5 +114,3 @@ bool sw_channel_is_decided(sw_channel *channel, uint64_t number, sw_error *verdi
 /* True if the file has been missing for some seconds: no verdict is known and none can arrive. *why
  * then says so. */
 bool sw_channel_is_gone(const sw_channel *channel, sw_error *why);
-
-#endif

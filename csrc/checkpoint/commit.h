@@ -2,8 +2,7 @@
  * removed.
  *
  * Thread rule: the commit, owner only; what may be removed, any. */
-#ifndef SW_CHECKPOINT_COMMIT_H
-#define SW_CHECKPOINT_COMMIT_H
+#pragma once
 
 #include "base/status.h"
 #include "checkpoint/manifest.h"
@@ -57,5 +56,3 @@ void sw_commit_clean(const char *partial, const char *folder, const char *nonce)
  * What remains is not a checkpoint, and the next writer removes it. A folder that may not be
  * removed stays. */
 void sw_retire(const char *const *folders, size_t count, const char *nonce);
-
-#endif

@@ -2,8 +2,7 @@
  * between a GPU and the host.
  *
  * Thread rule: one at a time (slots: the saver's mutex). */
-#ifndef SW_CHECKPOINT_DEVICE_STAGE_H
-#define SW_CHECKPOINT_DEVICE_STAGE_H
+#pragma once
 
 #include <stddef.h>
 #include <stdint.h>
@@ -97,5 +96,3 @@ size_t sw_device_stage_slot_bytes(const sw_device_stage *stage);
 /* Return the pinned bytes; 0 before the first work. */
 size_t sw_device_stage_pinned_bytes(const sw_device_stage *stage);
 sw_device_stage_stats sw_device_stage_get_stats(const sw_device_stage *stage);
-
-#endif

@@ -7,8 +7,7 @@
  * depth beyond 64, bytes after the value, and invalid UTF-8.
  *
  * Thread rule: owner only. */
-#ifndef SW_CHECKPOINT_JSON_H
-#define SW_CHECKPOINT_JSON_H
+#pragma once
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -91,5 +90,3 @@ void sw_text_number(sw_text *text, double value);
 void sw_text_quote(sw_text *text, const char *value);
 SW_MUST_USE sw_status sw_text_check(const sw_text *text, const char *label, sw_error *err);
 void sw_text_fini(sw_text *text);
-
-#endif

@@ -177,7 +177,7 @@ typedef struct printer {
     sw_text text; /* owned; text not yet given to write() */
     uint32_t crc; /* CRC of the text given to write() */
     uint64_t size_bytes;
-    sw_status (*write)(void *context, const char *part, size_t size_bytes, sw_error *err);
+    sw_manifest_write *write;
     void *context;
 } printer;
 
@@ -237,10 +237,8 @@ static sw_status print_all(printer *p, const sw_manifest *manifest, sw_error *er
     return flush(p, err);
 }
 
-sw_status sw_manifest_print(const sw_manifest *manifest,
-                            sw_status (*write)(void *context, const char *part, size_t size_bytes,
-                                               sw_error *err),
-                            void *context, sw_error *err)
+sw_status sw_manifest_print(const sw_manifest *manifest, sw_manifest_write *write, void *context,
+                            sw_error *err)
 {
     printer p = {.write = write, .context = context};
     sw_status status = print_all(&p, manifest, err);

@@ -4,8 +4,7 @@
  * It is JSON that ends with its own checksum. docs/format.md defines the bytes.
  *
  * Thread rule: owner only. */
-#ifndef SW_CHECKPOINT_MANIFEST_H
-#define SW_CHECKPOINT_MANIFEST_H
+#pragma once
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -60,10 +59,10 @@ SW_MUST_USE sw_status sw_manifest_add_tally(void *manifest, uint64_t block, sw_t
  * files. SW_E_STATE names a block that fails. */
 SW_MUST_USE sw_status sw_manifest_complete(sw_manifest *manifest, sw_error *err);
 
+typedef sw_status sw_manifest_write(void *context, const char *part, size_t size_bytes,
+                                    sw_error *err);
 /* Print a complete manifest: call `write` with parts of about 64 KiB. */
-SW_MUST_USE sw_status sw_manifest_print(const sw_manifest *manifest,
-                                        sw_status (*write)(void *context, const char *part,
-                                                           size_t size_bytes, sw_error *err),
+SW_MUST_USE sw_status sw_manifest_print(const sw_manifest *manifest, sw_manifest_write *write,
                                         void *context, sw_error *err);
 
 /* Read and check a text. SW_E_INVALID states the fault; on success, the caller must fini it. */
@@ -75,5 +74,3 @@ SW_MUST_USE sw_status sw_manifest_read(const char *folder, sw_manifest *manifest
 
 /* Find a file; NULL: the manifest does not list it. */
 const sw_manifest_file *sw_manifest_find(const sw_manifest *manifest, const char *path);
-
-#endif

@@ -9,8 +9,7 @@
  * of 5 and 3 blocks, W = 3. Rank 0 writes blocks 0 1 2, rank 1 blocks 3 4, rank 2 blocks 5 6 7.
  *
  * Thread rule: any; only sw_plan_trim changes a plan. */
-#ifndef SW_CHECKPOINT_PLAN_H
-#define SW_CHECKPOINT_PLAN_H
+#pragma once
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -126,5 +125,3 @@ size_t sw_plan_find_piece(const sw_plan *plan, const sw_plan_file *file, uint64_
 /* True for one or two components of [A-Za-z0-9._-], none beginning with a dot, each at most 128
  * bytes. */
 bool sw_plan_is_path(const char *path);
-
-#endif

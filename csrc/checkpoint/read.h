@@ -7,8 +7,7 @@
  *             that they read
  *
  * Thread rule: any; calls on one folder may run on several threads. A catalog does not change. */
-#ifndef SW_CHECKPOINT_READ_H
-#define SW_CHECKPOINT_READ_H
+#pragma once
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -108,5 +107,3 @@ SW_MUST_USE sw_status sw_catalog_copy(const void *data, size_t size_bytes, sw_ca
 const uint8_t *sw_catalog_find(const sw_catalog *catalog, const char *path, size_t *size_bytes);
 
 void sw_catalog_fini(sw_catalog *catalog);
-
-#endif

@@ -1,8 +1,7 @@
 /* safetensors.h - the header of a safetensors file. Written headers place data on a page boundary;
  * headers that are read are not trusted. docs/format.md defines the bytes; the format is
  * huggingface/safetensors. Thread rule: any. */
-#ifndef SW_CHECKPOINT_SAFETENSORS_H
-#define SW_CHECKPOINT_SAFETENSORS_H
+#pragma once
 
 #include <stddef.h>
 #include <stdint.h>
@@ -45,5 +44,3 @@ SW_MUST_USE sw_status sw_safetensors_read(const uint8_t *header, size_t header_b
                                           uint64_t file_bytes, const char *path,
                                           sw_safetensors *made, sw_error *err);
 void sw_safetensors_fini(sw_safetensors *safetensors);
-
-#endif

@@ -422,13 +422,6 @@ static sw_status copy_all(sw_saver *saver, const sw_save_request *request, sw_er
     return sw_save_check(saver, err);
 }
 
-static sw_status append(void *context, uint64_t block, sw_tally tally, sw_error *err)
-{
-    (void)err;
-    sw_tally_list_append(context, block, tally);
-    return SW_OK;
-}
-
 /* List runs; SW_E_INVALID: the image ends before one. */
 static sw_status list_runs(const sw_saver *saver, uint64_t image_bytes, sw_save_kept *kept,
                            sw_error *err)
@@ -460,10 +453,7 @@ static sw_status keep(sw_saver *saver, const sw_save_request *request, uint64_t 
     SW_TRY(sw_save_list_ranges(saver, request, err));
     SW_TRY(list_runs(saver, image_bytes, kept, err));
     SW_TRY(copy_all(saver, request, err));
-    SW_TRY(sw_save_each_tally(saver, append, &kept->tallies, err));
-    if (kept->tallies.is_out_of_memory)
-        SW_FAIL(err, SW_E_MEMORY, "no memory for the tallies of %zu ranges", saver->range_count);
-    return SW_OK;
+    return sw_save_list_tallies(saver, &kept->tallies, err);
 }
 
 sw_status sw_saver_keep(sw_saver *saver, const sw_save_request *request, uint8_t *image,

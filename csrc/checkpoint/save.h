@@ -8,8 +8,7 @@
  *
  * Thread rule: begin, protect, wait, fail, spare, destroy: one thread at a time, which the caller
  * ensures. progress, cancel: any. */
-#ifndef SW_CHECKPOINT_SAVE_H
-#define SW_CHECKPOINT_SAVE_H
+#pragma once
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -150,5 +149,3 @@ enum { SW_SAMPLE_BYTES = 64 };
 
 /* Compute the checksum. Equal sizes are sampled at equal offsets. `stride_bytes`: above 0. */
 uint32_t sw_sample_crc32c(const void *data, size_t size_bytes, size_t stride_bytes);
-
-#endif

@@ -58,13 +58,6 @@ static sw_status write_list(sw_saver *saver, const sw_tally_list *list, int merg
     return sw_file_close_after(&fd, path, status, err);
 }
 
-static sw_status append(void *context, uint64_t block, sw_tally tally, sw_error *err)
-{
-    (void)err;
-    sw_tally_list_append(context, block, tally);
-    return SW_OK;
-}
-
 /* Add a plan's files to the manifest in the order of the plan, which also numbers the blocks. */
 static sw_status add_files(sw_saver *saver, const sw_plan *plan, sw_error *err)
 {
@@ -87,10 +80,7 @@ static sw_status begin_manifest(sw_saver *saver, const sw_tally_list *own, sw_er
 static sw_status tell_tallies(sw_saver *saver, sw_error *err)
 {
     sw_tally_list list = {0};
-    sw_status status = sw_save_each_tally(saver, append, &list, err);
-    if (status == SW_OK && list.is_out_of_memory)
-        status = sw_error_set(err, SW_E_MEMORY, -1, "no memory for the tallies of %zu ranges",
-                              saver->range_count);
+    sw_status status = sw_save_list_tallies(saver, &list, err);
     if (status == SW_OK) {
         sw_save_forget_ranges(saver);
         status = saver->channel->rank == 0 ? begin_manifest(saver, &list, err)

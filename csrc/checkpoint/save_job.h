@@ -8,8 +8,7 @@
  * save_agree.c     what each rank wrote, to rank 0; creation of files, the verdict
  *
  * `mutex` guards every field under "shared"; the others are set before the threads start. */
-#ifndef SW_CHECKPOINT_SAVE_JOB_H
-#define SW_CHECKPOINT_SAVE_JOB_H
+#pragma once
 
 #include <pthread.h>
 
@@ -113,14 +112,12 @@ uint64_t sw_save_block_of(const sw_saver *saver, const sw_save_chunk *chunk,
                           const sw_save_range *range);
 /* Free sources, ranges and chunks, once all chunks are written. */
 void sw_save_forget_ranges(sw_saver *saver);
+typedef void sw_save_visit(void *context, sw_save_span span);
 /* Call `visit` with the spans of a chunk in order, headers included. */
-void sw_save_walk(const sw_save_chunk *chunk, void (*visit)(void *context, sw_save_span span),
-                  void *context);
-/* Call `take` with this rank's tally of each block, ascending: the shared part, then its own. */
-SW_MUST_USE sw_status sw_save_each_tally(const sw_saver *saver,
-                                         sw_status (*take)(void *context, uint64_t block,
-                                                           sw_tally tally, sw_error *err),
-                                         void *context, sw_error *err);
+void sw_save_walk(const sw_save_chunk *chunk, sw_save_visit *visit, void *context);
+/* List this rank's tally of each block, ascending: the shared part, then its own. */
+SW_MUST_USE sw_status sw_save_list_tallies(const sw_saver *saver, sw_tally_list *list,
+                                           sw_error *err);
 
 /* save_snapshot.c: copy `chunk` to `destination` and set the checksums of its ranges. The save
  * fails if the bytes have changed since it began. Without the mutex. */
@@ -184,5 +181,3 @@ SW_MUST_USE sw_status sw_save_acknowledge(sw_saver *saver,
                                           sw_error *err); /* sync this rank's writes, say so */
 void sw_save_conclude(sw_saver *saver, const sw_error *own,
                       sw_error *outcome); /* rank 0 commits or abandons; others wait */
-
-#endif

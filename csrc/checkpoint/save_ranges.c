@@ -325,7 +325,7 @@ void sw_save_forget_ranges(sw_saver *saver)
 }
 
 static void walk_source(const sw_save_part *part, size_t source, uint64_t begin, sw_save_span span,
-                        void (*visit)(void *context, sw_save_span span), void *context)
+                        sw_save_visit *visit, void *context)
 {
     size_t size = span.size_bytes;
     for (const sw_save_source *found = find_source(part, source, begin); size > 0; ++found) {
@@ -340,8 +340,8 @@ static void walk_source(const sw_save_part *part, size_t source, uint64_t begin,
     }
 }
 
-static void walk_range(const sw_save_part *part, sw_save_range *range,
-                       void (*visit)(void *context, sw_save_span span), void *context)
+static void walk_range(const sw_save_part *part, sw_save_range *range, sw_save_visit *visit,
+                       void *context)
 {
     const sw_plan_file *file = range->file;
     uint64_t at = range->offset, end = at + range->size_bytes;
@@ -365,8 +365,7 @@ static void walk_range(const sw_save_part *part, sw_save_range *range,
     }
 }
 
-void sw_save_walk(const sw_save_chunk *chunk, void (*visit)(void *context, sw_save_span span),
-                  void *context)
+void sw_save_walk(const sw_save_chunk *chunk, sw_save_visit *visit, void *context)
 {
     for (uint32_t i = 0; i < chunk->range_count; ++i)
         walk_range(chunk->part, &chunk->ranges[i], visit, context);
@@ -379,26 +378,16 @@ uint64_t sw_save_block_of(const sw_saver *saver, const sw_save_chunk *chunk,
     return base + range->file->first_block + range->offset / SW_BLOCK_BYTES;
 }
 
-sw_status sw_save_each_tally(const sw_saver *saver,
-                             sw_status (*take)(void *context, uint64_t block, sw_tally tally,
-                                               sw_error *err),
-                             void *context, sw_error *err)
+sw_status sw_save_list_tallies(const sw_saver *saver, sw_tally_list *list, sw_error *err)
 {
-    uint64_t open_block = UINT64_MAX;
-    sw_tally tally = {0};
     for (size_t c = 0; c < saver->chunk_count; ++c)
         for (uint32_t i = 0; i < saver->chunks[c].range_count; ++i) {
             const sw_save_range *range = &saver->chunks[c].ranges[i];
-            uint64_t block = sw_save_block_of(saver, &saver->chunks[c], range);
-            uint64_t begin = range->offset - range->offset % SW_BLOCK_BYTES,
-                     left = range->file->size_bytes - begin;
-            if (block != open_block && open_block != UINT64_MAX)
-                SW_TRY(take(context, open_block, tally, err));
-            if (block != open_block)
-                tally = (sw_tally){0};
-            open_block = block;
-            sw_tally_add(&tally, range->crc, (uint32_t)(range->offset - begin), range->size_bytes,
-                         (uint32_t)(left < SW_BLOCK_BYTES ? left : SW_BLOCK_BYTES));
+            sw_tally_list_add(list, sw_save_block_of(saver, &saver->chunks[c], range), range->crc,
+                              range->offset, range->size_bytes, range->file->size_bytes);
         }
-    return open_block == UINT64_MAX ? SW_OK : take(context, open_block, tally, err);
+    sw_tally_list_end(list);
+    if (list->is_out_of_memory)
+        SW_FAIL(err, SW_E_MEMORY, "no memory for the tallies of %zu ranges", saver->range_count);
+    return SW_OK;
 }

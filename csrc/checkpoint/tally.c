@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "checkpoint/plan.h"
 #include "kernels/crc32c.h"
 
 enum { TALLY_BYTES = 6, ENTRY_BYTES_MAX = 10 + TALLY_BYTES, FIRST_CAPACITY = 4096 };
@@ -62,6 +63,26 @@ void sw_tally_list_append(sw_tally_list *list, uint64_t block, sw_tally tally)
     list->next_block = block + 1;
 }
 
+void sw_tally_list_add(sw_tally_list *list, uint64_t block, uint32_t crc, uint64_t offset,
+                       uint32_t size_bytes, uint64_t file_bytes)
+{
+    uint64_t in_block = offset % SW_BLOCK_BYTES, left = file_bytes - (offset - in_block);
+    if (block != list->open_block)
+        sw_tally_list_end(list);
+    list->is_open = true;
+    list->open_block = block;
+    sw_tally_add(&list->open, crc, (uint32_t)in_block, size_bytes,
+                 (uint32_t)(left < SW_BLOCK_BYTES ? left : SW_BLOCK_BYTES));
+}
+
+void sw_tally_list_end(sw_tally_list *list)
+{
+    if (list->is_open)
+        sw_tally_list_append(list, list->open_block, list->open);
+    list->is_open = false;
+    list->open = (sw_tally){0};
+}
+
 void sw_tally_list_fini(sw_tally_list *list)
 {
     free(list->data);
@@ -110,10 +131,8 @@ static sw_status next_entry(reader *r, sw_error *err)
 }
 
 sw_status sw_tally_list_read_part(const uint8_t *data, size_t size_bytes, bool is_last,
-                                  uint64_t *block, size_t *used,
-                                  sw_status (*take)(void *context, uint64_t block, sw_tally tally,
-                                                    sw_error *err),
-                                  void *context, sw_error *err)
+                                  uint64_t *block, size_t *used, sw_tally_take *take, void *context,
+                                  sw_error *err)
 {
     reader r = {.at = data, .end = data + size_bytes, .block = *block};
     while (is_last ? r.at < r.end : r.end - r.at >= ENTRY_BYTES_MAX) {
@@ -125,9 +144,7 @@ sw_status sw_tally_list_read_part(const uint8_t *data, size_t size_bytes, bool i
     return SW_OK;
 }
 
-sw_status sw_tally_list_read(const uint8_t *data, size_t size_bytes,
-                             sw_status (*take)(void *context, uint64_t block, sw_tally tally,
-                                               sw_error *err),
+sw_status sw_tally_list_read(const uint8_t *data, size_t size_bytes, sw_tally_take *take,
                              void *context, sw_error *err)
 {
     uint64_t block = UINT64_MAX;

@@ -94,28 +94,19 @@ static sw_status write_open(int fd, const sw_write_file *file, const sw_write_ra
                             size_t count, const uint8_t *data, sw_tally_list *tallies,
                             sw_error *err)
 {
-    uint64_t open_block = UINT64_MAX;
-    sw_tally tally = {0};
     for (size_t i = 0; i < count; ++i)
         for (uint64_t at = ranges[i].begin, end = at + ranges[i].size_bytes, next; at < end;
              at = next) {
-            uint64_t block = at / SW_BLOCK_BYTES, begin = block * SW_BLOCK_BYTES,
-                     left = file->size_bytes - begin;
-            next = begin + SW_BLOCK_BYTES < end ? begin + SW_BLOCK_BYTES : end;
+            uint64_t block = at / SW_BLOCK_BYTES, stop = (block + 1) * SW_BLOCK_BYTES;
+            next = stop < end ? stop : end;
             size_t size = (size_t)(next - at);
             struct iovec part = {.iov_base = (void *)(uintptr_t)data, .iov_len = size};
-            if (block != open_block && open_block != UINT64_MAX)
-                sw_tally_list_append(tallies, file->first_block + open_block, tally);
-            if (block != open_block)
-                tally = (sw_tally){0};
-            open_block = block;
-            sw_tally_add(&tally, sw_crc32c(0, data, size), (uint32_t)(at - begin), (uint32_t)size,
-                         (uint32_t)(left < SW_BLOCK_BYTES ? left : SW_BLOCK_BYTES));
+            sw_tally_list_add(tallies, file->first_block + block, sw_crc32c(0, data, size), at,
+                              (uint32_t)size, file->size_bytes);
             SW_TRY(sw_file_write_at(fd, file->path, &part, 1, at, err));
             data += size;
         }
-    if (open_block != UINT64_MAX)
-        sw_tally_list_append(tallies, file->first_block + open_block, tally);
+    sw_tally_list_end(tallies);
     if (tallies->is_out_of_memory)
         SW_FAIL(err, SW_E_MEMORY, "no memory for the tallies of '%.300s'", file->path);
     return SW_OK;

@@ -2,8 +2,7 @@
  * programs that plan their own. Our own saves write by save_write.c.
  *
  * Thread rule: any; threads that write one file need ranges without overlap. */
-#ifndef SW_CHECKPOINT_WRITE_H
-#define SW_CHECKPOINT_WRITE_H
+#pragma once
 
 #include "base/status.h"
 #include "checkpoint/manifest.h"
@@ -66,5 +65,3 @@ SW_MUST_USE sw_status sw_checkpoint_write(const sw_write_file *file, const sw_wr
  * these files first. NULL: the folder gets none. */
 SW_MUST_USE sw_status sw_plan_write_headers(const sw_plan *plan, const char *folder,
                                             sw_manifest *manifest, sw_error *err);
-
-#endif

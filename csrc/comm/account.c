@@ -55,8 +55,7 @@ const sw_account *sw_account_get(void)
     return account();
 }
 
-/* Where it lies
- * ------------------------------------------------------------------------------------------ */
+/* ---- where it lies ---- */
 
 /* The 22nd field of /proc/self/stat, after the name, which may contain spaces. */
 static uint64_t start_ticks(void)
@@ -158,8 +157,7 @@ void sw_account_forget(void)
     atomic_store(&slept_for_count, 0);
 }
 
-/* Texts
- * ------------------------------------------------------------------------------------------ */
+/* ---- texts ---- */
 
 static void write_words(_Atomic uint64_t *words, size_t count, const char *text)
 {
@@ -223,8 +221,7 @@ void sw_account_restarted(int64_t first_unix_ns, int64_t kept_unix_ns, int64_t l
     head->restarts = restarts;
 }
 
-/* Phases
- * ------------------------------------------------------------------------------------------ */
+/* ---- phases ---- */
 
 static void turn_to(sw_phase phase)
 {
@@ -345,8 +342,7 @@ void sw_account_call_end(void)
     turn_to(now.around);
 }
 
-/* Collectives and waits
- * ------------------------------------------------------------------------------------------ */
+/* ---- collectives and waits ---- */
 
 void sw_account_moved(sw_link link, uint64_t size_bytes)
 {

@@ -10,8 +10,7 @@
  *
  * Thread rule: phases and texts with the GIL held; collectives and waits from any thread. One
  * account a process. */
-#ifndef SW_COMM_ACCOUNT_H
-#define SW_COMM_ACCOUNT_H
+#pragma once
 
 #include <stdatomic.h>
 #include <stdbool.h>
@@ -164,5 +163,3 @@ void sw_account_done(uint64_t serial);
 /* A thread has slept since `begun_ns`, in a wait for `rank` (-1: unknown) of group `group` (0:
  * unknown, -1: a rank of the job). Returns for how long. */
 int64_t sw_account_slept(int64_t begun_ns, int rank, int group);
-
-#endif

@@ -87,8 +87,7 @@ void sw_bootstrap_close(sw_bootstrap *bootstrap)
     bootstrap->step = NULL;
 }
 
-/* Waiting
- * ------------------------------------------------------------------------------------------ */
+/* ---- waiting ---- */
 
 sw_bootstrap_wait sw_bootstrap_wait_begin(const sw_bootstrap *bootstrap, void *context,
                                           void (*describe)(void *context, sw_wait_text *text))
@@ -165,8 +164,7 @@ static sw_status send(int socket, const void *bytes, size_t size_bytes, sw_error
     return SW_OK;
 }
 
-/* Joining
- * ------------------------------------------------------------------------------------------ */
+/* ---- joining ---- */
 
 static sw_status connect(sw_bootstrap_wait *wait, const char *name, int *socket, sw_error *err)
 {
@@ -257,8 +255,7 @@ sw_status sw_bootstrap_call(sw_bootstrap *bootstrap, const char *const *addresse
                         cause.message);
 }
 
-/* Messages with a file descriptor
- * ------------------------------------------------------------------------------------------ */
+/* ---- messages with a file descriptor ---- */
 
 sw_status sw_bootstrap_take(sw_bootstrap *bootstrap, const char *label, sw_fd_message *fd_message,
                             int *fd, sw_error *err)
@@ -328,8 +325,7 @@ static void name_missing(void *context, sw_wait_text *text)
             return;
 }
 
-/* Unproven peers
- * ------------------------------------------------------------------------------------------ */
+/* ---- unproven peers ---- */
 
 /* Remove an unproven peer. `keep`: its socket has become a link. */
 static void forget(reception *r, int index, bool keep)
@@ -457,8 +453,7 @@ static sw_status look_for_callers(reception *r, sw_error *err)
     return SW_OK;
 }
 
-/* Ranks
- * ------------------------------------------------------------------------------------------ */
+/* ---- ranks ---- */
 
 /* Send as many fd messages as may be in flight. */
 static sw_status give(reception *r, sw_error *err)

@@ -15,8 +15,7 @@
  * (comm->ops->look).
  *
  * Thread rule: one at a time per bootstrap; a proof: any. */
-#ifndef SW_COMM_BOOTSTRAP_H
-#define SW_COMM_BOOTSTRAP_H
+#pragma once
 
 #include "base/sha256.h"
 #include "comm/wait.h"
@@ -118,5 +117,3 @@ sw_bootstrap_wait sw_bootstrap_wait_begin(const sw_bootstrap *bootstrap, void *c
                                           void (*describe)(void *context, sw_wait_text *text));
 /* *is_due: true if it checked. An interrupted wait ends the communicator. */
 SW_MUST_USE sw_status sw_bootstrap_look(sw_bootstrap_wait *wait, bool *is_due, sw_error *err);
-
-#endif

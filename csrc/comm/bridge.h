@@ -9,8 +9,7 @@
  *
  * Thread rule: the carrier's thread only, except for hier_last.c; any thread may read the counters
  * and `awaiting`. */
-#ifndef SW_COMM_BRIDGE_H
-#define SW_COMM_BRIDGE_H
+#pragma once
 
 #include <stdatomic.h>
 #include <stdbool.h>
@@ -104,5 +103,3 @@ void sw_bridge_count_less(sw_bridge *bridge, size_t size_bytes);
 SW_MUST_USE sw_status sw_bridge_wait(sw_bridge *bridge, sw_transfer *transfer, sw_error *err);
 /* Release a transfer of a closed wire that was never waited for. */
 void sw_bridge_drop(sw_bridge *bridge, sw_transfer *transfer);
-
-#endif

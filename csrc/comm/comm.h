@@ -10,8 +10,7 @@
  * Thread rule: one at a time per communicator, except look, is_alive and request_end. Errors end
  * the communicator: every later call repeats the first error. If ranks disagree, every rank returns
  * the same message. */
-#ifndef SW_COMM_COMM_H
-#define SW_COMM_COMM_H
+#pragma once
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -253,6 +252,32 @@ static inline bool sw_op_joins(const sw_op *op, int rank, int owner)
            op->slices->replica_of_rank[rank] == op->slices->replica_of_rank[owner];
 }
 
+/* Set the flags of the ranks that contribute to an operation, and the factor of SW_REDOP_MEAN. */
+static inline void sw_op_resolve(const sw_op *op, int world_size, bool *contributes, double *scale)
+{
+    *scale = 1.0 / world_size;
+    for (int r = 0; r < world_size; ++r)
+        contributes[r] = true;
+    if (op->plan)
+        op->plan->resolve(op->plan->context, contributes, scale);
+}
+
+/* Return the next run of elements to fold, at or after `cursor` and before `end`; false: there is
+ * none. All three are counted from element `origin` of the plan. */
+static inline bool sw_op_next_run(const sw_op *op, size_t origin, size_t cursor, size_t end,
+                                  size_t *begin, size_t *numel)
+{
+    const sw_fold_plan *plan = op->plan;
+    *begin = cursor;
+    *numel = end - cursor;
+    if (cursor >= end || !plan)
+        return cursor < end;
+    if (!plan->next_run(plan->context, cursor + origin, end + origin, begin, numel))
+        return false;
+    *begin -= origin;
+    return true;
+}
+
 /* Elements of a rank's slice of `numel`: equal for all ranks, every cut on SW_ALIGNMENT_BYTES. */
 size_t sw_comm_slice_numel(size_t numel, size_t element_bytes, int world_size);
 
@@ -300,5 +325,3 @@ SW_MUST_USE sw_status sw_comm_all_gather(sw_comm *comm, sw_op *op, const sw_span
 SW_MUST_USE sw_status sw_agree(sw_comm *comm, const char *noun, const char *label,
                                size_t size_bytes, sw_status local, const sw_error *cause,
                                sw_error *err);
-
-#endif

@@ -4,8 +4,7 @@
  * rank writes the same message about the lowest rank and the first that differs.
  *
  * Thread rule: any. */
-#ifndef SW_COMM_DESCRIPTOR_H
-#define SW_COMM_DESCRIPTOR_H
+#pragma once
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -92,5 +91,3 @@ enum { SW_PART_MOST_BYTES = 4 + 4 * sizeof(sw_part_side) };
 size_t sw_part_write(const sw_part *part, uint8_t *bytes);
 /* *used: bytes read. Returns false for invalid bytes. */
 bool sw_part_read(sw_part *part, const uint8_t *bytes, size_t size_bytes, size_t *used);
-
-#endif

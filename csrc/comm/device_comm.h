@@ -12,8 +12,7 @@
  *
  * Thread rule: one at a time per communicator; every rank issues the same operations in one order.
  */
-#ifndef SW_COMM_DEVICE_COMM_H
-#define SW_COMM_DEVICE_COMM_H
+#pragma once
 
 #include <stdatomic.h>
 #include <stdbool.h>
@@ -172,5 +171,3 @@ SW_MUST_USE sw_status sw_device_watch_start(sw_device_comm *comm, sw_error *err)
 /* End the thread before the communicator is freed. If a driver call holds the thread for
  * `patience_ns`, leave it running and return false; the communicator must then never be freed. */
 bool sw_device_watch_stop(sw_device_comm *comm, int64_t patience_ns);
-
-#endif

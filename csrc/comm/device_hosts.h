@@ -18,8 +18,7 @@
  * reduce/device_mean.h, which has the last fold, and compress/device_block_round.h.
  *
  * Thread rule: as the communicator's. */
-#ifndef SW_COMM_DEVICE_HOSTS_H
-#define SW_COMM_DEVICE_HOSTS_H
+#pragma once
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -128,5 +127,3 @@ SW_MUST_USE sw_status sw_device_hosts_swap_inside(const sw_device_hosts *hosts, 
  * with an accumulated mean. */
 SW_MUST_USE sw_status sw_fold_leave_out(const sw_device_comm *comm, const uint8_t *trains,
                                         int count, sw_fold_args *fold, sw_error *err);
-
-#endif

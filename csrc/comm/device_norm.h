@@ -6,8 +6,7 @@
  * communicator's stream, which orders accesses to the sum.
  *
  * Thread rule: one at a time per communicator. */
-#ifndef SW_COMM_DEVICE_NORM_H
-#define SW_COMM_DEVICE_NORM_H
+#pragma once
 
 #include "comm/device_comm.h"
 
@@ -30,5 +29,3 @@ typedef struct sw_device_clip {
 SW_MUST_USE sw_status sw_device_comm_clip(sw_device_comm *comm, const sw_device_range *ranges,
                                           size_t count, const sw_device_clip *clip, sw_stream *user,
                                           sw_error *err);
-
-#endif

@@ -9,8 +9,7 @@
  * next turn of its loop.
  *
  * Thread rule: any; also between processes that map it. */
-#ifndef SW_COMM_ENDING_H
-#define SW_COMM_ENDING_H
+#pragma once
 
 #include <stdatomic.h>
 #include <stdbool.h>
@@ -75,5 +74,3 @@ static inline sw_status sw_ending_await(const sw_ending *ending, sw_error *err)
         sw_spin_pause();
     return sw_ending_read(ending, err);
 }
-
-#endif

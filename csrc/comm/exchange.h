@@ -9,8 +9,7 @@
  * and torch's groups (python/codec_type.c).
  *
  * Thread rule: one at a time per exchange. Every rank makes the same calls. */
-#ifndef SW_COMM_EXCHANGE_H
-#define SW_COMM_EXCHANGE_H
+#pragma once
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -86,5 +85,3 @@ typedef struct sw_codec_ops {
 struct sw_codec {
     const sw_codec_ops *ops;
 };
-
-#endif

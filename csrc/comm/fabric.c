@@ -62,8 +62,7 @@ sw_status sw_fabric_init(sw_fabric *fabric, int rank, int world_size, uint8_t *p
     return SW_OK;
 }
 
-/* Ending
- * ------------------------------------------------------------------------------------------ */
+/* ---- ending ---- */
 
 void sw_control_end(sw_control *control, int world_size, int rank, sw_member_state how,
                     const sw_error *reason)
@@ -154,8 +153,7 @@ void sw_control_introduce(sw_control *own, const char *host)
     snprintf(own->host, sizeof own->host, "%s", host);
 }
 
-/* Checks of the peers
- * ------------------------------------------------------------------------------------------ */
+/* ---- checks of the peers ---- */
 
 /* The condition of a wait, for every rank: its post of `ticket`, or its `done`. */
 typedef struct awaited {
@@ -229,8 +227,7 @@ sw_status sw_fabric_look(sw_comm *comm, bool minds_leaving, sw_error *err)
     return SW_OK;
 }
 
-/* Tickets
- * ------------------------------------------------------------------------------------------ */
+/* ---- tickets ---- */
 
 /* Set a word of this rank's block to `value`; wake the ranks that sleep on it. */
 static void publish(_Atomic uint32_t *word, uint32_t value, sw_control *own)

@@ -13,8 +13,7 @@
  *
  * Thread rule: one at a time per fabric; the control blocks are shared, as stated for each field
  * below. */
-#ifndef SW_COMM_FABRIC_H
-#define SW_COMM_FABRIC_H
+#pragma once
 
 #include <stdatomic.h>
 
@@ -145,5 +144,3 @@ void sw_control_introduce(sw_control *own, const char *host);
  * wins. */
 void sw_control_end(sw_control *control, int world_size, int rank, sw_member_state how,
                     const sw_error *reason);
-
-#endif

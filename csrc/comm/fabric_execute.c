@@ -60,22 +60,15 @@ static void fold(sw_fabric *fabric, const sw_pending *pending, uint32_t ticket,
                  const fold_range *range)
 {
     const sw_fold_plan *plan = pending->op.plan;
-    double scale = 1.0 / fabric->comm.world_size;
-    size_t begin = range->begin, numel = range->end - range->begin;
-    for (int r = 0; r < fabric->comm.world_size; ++r)
-        fabric->contributes[r] = true;
-    if (plan)
-        plan->resolve(plan->context, fabric->contributes, &scale);
+    double scale;
+    size_t begin, numel;
+    sw_op_resolve(&pending->op, fabric->comm.world_size, fabric->contributes, &scale);
     for (int r = 0; r < fabric->comm.world_size; ++r)
         fabric->contributes[r] &= sw_op_joins(&pending->op, r, fabric->comm.rank);
-    if (!plan) {
-        if (numel)
-            fold_run(fabric, pending, ticket, range, begin, numel, scale);
-        return;
-    }
-    bool accumulates = pending->op.result && plan->accumulates && plan->accumulates(plan->context);
+    bool accumulates =
+        pending->op.result && plan && plan->accumulates && plan->accumulates(plan->context);
     for (size_t cursor = range->begin;
-         cursor < range->end && plan->next_run(plan->context, cursor, range->end, &begin, &numel);
+         sw_op_next_run(&pending->op, 0, cursor, range->end, &begin, &numel);
          cursor = begin + numel) {
         if (accumulates)
             plan->add_accumulated(plan->context, begin, numel,
@@ -150,14 +143,11 @@ static fold_range piece_of(const sw_fabric *fabric, const sw_pending *pending, i
 static void collect(sw_fabric *fabric, const sw_pending *pending, uint32_t ticket)
 {
     const sw_op *op = &pending->op;
-    const sw_fold_plan *plan = op->plan;
-    size_t element_bytes = sw_dtype_size_bytes(op->dtype);
+    size_t element_bytes = sw_dtype_size_bytes(op->dtype), begin, numel;
     for (int r = 0; r < fabric->comm.world_size; ++r) {
         const uint8_t *slot = sw_fabric_slot(fabric, r, ticket - 1);
         fold_range piece = piece_of(fabric, pending, r);
-        for (size_t cursor = piece.begin, begin = cursor, numel = piece.end - cursor;
-             cursor < piece.end &&
-             (!plan || plan->next_run(plan->context, cursor, piece.end, &begin, &numel));
+        for (size_t cursor = piece.begin; sw_op_next_run(op, 0, cursor, piece.end, &begin, &numel);
              cursor = begin + numel) {
             size_t at = (begin - pending->begin) * element_bytes;
             memcpy((uint8_t *)op->data + at, slot + at, numel * element_bytes);

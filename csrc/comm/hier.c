@@ -9,8 +9,7 @@
 #include "comm/comm.h"
 #include "comm/hier_state.h"
 
-/* Arenas
- * ------------------------------------------------------------------------------------------ */
+/* ---- arenas ---- */
 
 static size_t mirrored_bytes(size_t size_bytes)
 {
@@ -117,8 +116,7 @@ static sw_status mirror_create(sw_comm *comm, size_t size_bytes, const char *lab
     return create((sw_hier *)comm, size_bytes, NULL, label, true, arena, err);
 }
 
-/* Waiting
- * ------------------------------------------------------------------------------------------ */
+/* ---- waiting ---- */
 
 static sw_status wait_ticket(sw_comm *comm, uint32_t ticket, sw_error *err)
 {
@@ -136,8 +134,7 @@ static sw_status poll_ticket(sw_comm *comm, uint32_t ticket, bool *complete, sw_
     return *complete || alive == SW_OK ? SW_OK : sw_hier_end_here(hier, &reason, err);
 }
 
-/* Lifecycle
- * ------------------------------------------------------------------------------------------ */
+/* ---- lifecycle ---- */
 
 static void abort_all(sw_comm *comm, const sw_error *reason)
 {

@@ -9,8 +9,7 @@
  * Left out: arenas that would need memory of another host.
  *
  * Thread rule: one at a time per communicator, as comm.h. */
-#ifndef SW_COMM_HIER_H
-#define SW_COMM_HIER_H
+#pragma once
 
 #include "comm/bridge.h"
 #include "comm/comm.h"
@@ -36,5 +35,3 @@ const sw_host_map *sw_hier_comm_map(const sw_comm *comm);
 
 /* Return the communicator of this host's ranks alone. */
 const sw_comm *sw_hier_comm_inside(const sw_comm *comm);
-
-#endif

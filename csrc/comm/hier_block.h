@@ -1,8 +1,7 @@
 /* hier_block.h - the arithmetic of one block between hosts, and its form on the wire.
  *
  * Thread rule: any, but the carrier's thread alone for sw_packing. */
-#ifndef SW_COMM_HIER_BLOCK_H
-#define SW_COMM_HIER_BLOCK_H
+#pragma once
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -72,5 +71,3 @@ typedef struct sw_packing {
  * its end. `slow_bytes_per_s`: see sw_wire. */
 void sw_packing_learn(sw_packing *packing, bool packed, uint64_t slow_bytes_per_s,
                       int64_t elapsed_ns);
-
-#endif

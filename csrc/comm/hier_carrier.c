@@ -29,8 +29,7 @@ static sw_status carry_next(sw_carrier *carrier, uint32_t *ticket, sw_error *err
     else if (sw_carrier_reduces(pending))
         SW_TRY(sw_carrier_reduce(carrier, *ticket, count, err));
     else if (op->kind == SW_OP_ALL_GATHER && op->arena && op->numel > 0)
-        SW_TRY(
-            sw_carrier_gather(carrier, pending, sw_carrier_what(carrier, carrier->turn, 0), err));
+        SW_TRY(sw_carrier_gather(carrier, pending, err));
     else if (sw_carrier_streams(pending))
         SW_TRY(sw_carrier_stream(carrier, *ticket, err));
     *ticket += count;
@@ -78,37 +77,18 @@ static sw_status allocate_slots(sw_carrier *carrier, sw_error *err)
     choose_blocks(carrier);
     /* A buffer for a block or a packet. Pages that are never written take no memory. */
     size_t room = carrier->block_bytes + SW_ALIGNMENT_BYTES;
-    size_t blocks = hosts > 1 ? (3 * carrier->slot_count + 1) * hosts : carrier->slot_count;
-    uint8_t *at = carrier->memory = calloc(blocks, room);
-    carrier->opened = calloc(hosts, sizeof *carrier->opened);
-    carrier->elements = calloc(hosts, sizeof *carrier->elements);
-    carrier->packs = calloc(hosts, sizeof *carrier->packs);
-    if (!at || !carrier->opened || !carrier->elements || !carrier->packs)
+    size_t rooms = hosts > 1 ? 3 : 1, places = carrier->slot_count * hosts;
+    uint8_t *at = carrier->memory = calloc(rooms * places + (hosts > 1 ? hosts : 0), room);
+    carrier->hosts = calloc(hosts, sizeof *carrier->hosts);
+    carrier->places = calloc(places, sizeof *carrier->places);
+    if (!at || !carrier->hosts || !carrier->places)
         SW_FAIL(err, SW_E_MEMORY, "no memory for %zu hosts", hosts);
     for (size_t g = 0; hosts > 1 && g < hosts; ++g, at += room)
-        carrier->opened[g] = at;
-    for (size_t i = 0; i < carrier->slot_count; ++i) {
-        sw_carrier_slot *s = &carrier->slots[i];
-        s->partial = calloc(hosts, sizeof *s->partial);
-        s->arrived = calloc(hosts, sizeof *s->arrived);
-        s->packet = calloc(hosts, sizeof *s->packet);
-        s->partial_out = calloc(6 * hosts, sizeof *s->partial_out);
-        if (!s->partial || !s->arrived || !s->packet || !s->partial_out)
-            SW_FAIL(err, SW_E_MEMORY, "no memory for %zu hosts", hosts);
-        s->partial_in = s->partial_out + hosts;
-        s->result_out = s->partial_out + 2 * hosts;
-        s->result_in = s->partial_out + 3 * hosts;
-        s->accumulated_out = s->partial_out + 4 * hosts;
-        s->accumulated_in = s->partial_out + 5 * hosts;
-        for (size_t g = 0; g < hosts; ++g) {
-            s->partial[g] = at;
-            at += room;
-            if (hosts == 1)
-                continue;
-            s->arrived[g] = at;
-            s->packet[g] = at + room;
-            at += 2 * room;
-        }
+        carrier->hosts[g].opened = at;
+    for (size_t i = 0; i < places; ++i, at += rooms * room) {
+        carrier->places[i].partial = at;
+        carrier->places[i].arrived = hosts > 1 ? at + room : NULL;
+        carrier->places[i].packet = hosts > 1 ? at + 2 * room : NULL;
     }
     return SW_OK;
 }
@@ -230,8 +210,13 @@ static void drop_transfers(sw_carrier *carrier)
 {
     const sw_dissemination *spread = &carrier->hier->spread;
     size_t hosts = (size_t)carrier->hier->map.host_count;
-    for (size_t i = 0; i < carrier->slot_count; ++i)
-        drop_all(carrier, carrier->slots[i].partial_out, 6 * hosts);
+    for (size_t i = 0; carrier->places && i < carrier->slot_count * hosts; ++i) {
+        sw_carrier_place *place = &carrier->places[i];
+        sw_transfer *own[] = {&place->partial_out, &place->partial_in,      &place->result_out,
+                              &place->result_in,   &place->accumulated_out, &place->accumulated_in};
+        for (size_t k = 0; k < sizeof own / sizeof *own; ++k)
+            drop_all(carrier, own[k], 1);
+    }
     drop_all(carrier, carrier->coded.in, 2 * carrier->coded.transfer_count);
     for (int i = 0; carrier->hops && i < spread->hop_count; ++i) {
         sw_carrier_hop *hop = &carrier->hops[i];
@@ -253,12 +238,7 @@ void sw_carrier_destroy(sw_carrier *carrier)
         return;
     const sw_wire *wire = carrier->bridge.wire;
     drop_transfers(carrier);
-    for (size_t i = 0; i < carrier->slot_count; ++i) {
-        free(carrier->slots[i].partial);
-        free(carrier->slots[i].arrived);
-        free(carrier->slots[i].packet);
-        free(carrier->slots[i].partial_out);
-    }
+    free(carrier->places);
     free(carrier->memory);
     sw_exchange_buffers_fini(&carrier->coded.buffers);
     free(carrier->coded.in);
@@ -268,9 +248,7 @@ void sw_carrier_destroy(sw_carrier *carrier)
     free(carrier->frames);
     free(carrier->next.packs);
     free(carrier->next.memory);
-    free(carrier->opened);
-    free(carrier->elements);
-    free(carrier->packs);
+    free(carrier->hosts);
     pthread_mutex_destroy(&carrier->ends_lock);
     free(carrier->source);
     free(carrier->destination);

@@ -4,8 +4,7 @@
  * to them.
  *
  * Thread rule: the carrier's thread alone, except where hier_state.h says so. */
-#ifndef SW_COMM_HIER_CARRIER_STATE_H
-#define SW_COMM_HIER_CARRIER_STATE_H
+#pragma once
 
 #include "comm/descriptor.h"
 #include "comm/hier_block.h"
@@ -13,10 +12,9 @@
 #include "comm/host_map.h"
 
 enum {
-    SW_HIER_BLOCK_BYTES = 256 * 1024,      /* a message of partial sums: 2 ms at 1 Gbit/s */
-    SW_HIER_AHEAD = 6,                     /* blocks sent before the first of them is folded */
-    SW_HIER_SLOTS = 2 * SW_HIER_AHEAD + 2, /* blocks in flight at most */
-    SW_HIER_FEW = 32,                      /* with more hosts than this the values shrink */
+    SW_HIER_BLOCK_BYTES = 256 * 1024, /* a message of partial sums: 2 ms at 1 Gbit/s */
+    SW_HIER_AHEAD = 6,                /* blocks sent before the first of them is folded */
+    SW_HIER_FEW = 32,                 /* with more hosts than this the values shrink */
     SW_HIER_LEAST_BLOCK_BYTES = 4096,
     SW_HIER_BATCH = 8,                /* operations that carriers agree on at once */
     SW_HIER_INLINE_BYTES = 32 * 1024, /* payload of all hosts for a batch, inside its frames */
@@ -84,18 +82,22 @@ typedef struct sw_carrier_peer { /* one of hier->spread.peers */
     sw_transfer in[SW_HIER_ENDS], out[SW_HIER_ENDS]; /* never waited for */
 } sw_carrier_peer;
 
-typedef struct sw_carrier_slot {  /* one block in flight; arrays have host_count entries */
-    uint8_t **partial, **arrived; /* a block, or its packet */
-    uint8_t **packet;             /* packets to hosts; the result's packet at this host's index */
-    sw_transfer *partial_out, *partial_in, *result_out, *result_in, *accumulated_out,
-        *accumulated_in;
-} sw_carrier_slot;
+typedef struct sw_carrier_place { /* one block in flight, to and from one host */
+    uint8_t *partial, *arrived;   /* a block, or its packet */
+    uint8_t *packet;              /* the packet to the host; this host's: of the result */
+    sw_transfer partial_out, partial_in, result_out, result_in, accumulated_out, accumulated_in;
+} sw_carrier_place;
+
+typedef struct sw_carrier_host {
+    uint8_t *opened;   /* a block of memory for an opened packet */
+    uint8_t *elements; /* of the block that is folded */
+    bool packs;        /* its blocks of this batch are packets */
+} sw_carrier_host;
 
 /* What a host's sum travels through, compressed: hier_codec.c. */
 typedef struct sw_coded {
     sw_exchange exchange; /* first; over hosts */
     sw_carrier *carrier;  /* borrowed */
-    const char *what;     /* borrowed: names the operation */
     sw_exchange_buffers buffers;
     sw_transfer *in, *out; /* owned as one block: transfer_count of each */
     size_t transfer_count;
@@ -121,6 +123,7 @@ struct sw_carrier {
     bool offered;         /* the next one has begun before this batch is complete */
     char operations[2][SW_HIER_BATCH][160]; /* names of operations of this batch and the next, for
                                              * messages: in turn */
+    const char *what; /* borrowed: names the operation that the wire works for */
 
     sw_carrier_peer *peers; /* owned */
     sw_end_message ends[SW_HIER_ENDS];
@@ -128,16 +131,14 @@ struct sw_carrier {
     int ends_sent;
 
     size_t block_bytes, ahead, slot_count; /* at most the limits above */
-    sw_carrier_slot slots[SW_HIER_SLOTS];
-    uint8_t *memory; /* owned: memory of the slots */
+    sw_carrier_place *places; /* owned; slot_count times host_count: sw_carrier_places */
+    uint8_t *memory;          /* owned: memory of the places */
     const void **source;
     void **destination;
     bool *contributes, *host_contributes; /* owned: SW_HIER_BATCH of each */
     sw_packing packing;
     uint64_t slow_bytes_per_s; /* threshold of the wire */
-    uint8_t **opened;          /* owned; for each host, a block of memory for an opened packet */
-    uint8_t **elements;        /* owned; of the block that is folded, by host */
-    bool *packs;               /* owned; by host: its blocks of this batch are packets */
+    sw_carrier_host *hosts;    /* owned; by host */
     sw_coded coded;
 };
 
@@ -145,23 +146,21 @@ struct sw_carrier {
     for (int g = 0; g < (carrier)->hier->map.host_count; ++g) \
         if (g != (carrier)->hier->host)
 
-/* hier_host.c
- * ------------------------------------------------------------------------------------------ */
+/* ---- hier_host.c ---- */
 
 /* Access memory of operations only between these two, and only if the first succeeds. */
 SW_MUST_USE sw_status sw_carrier_touch_begin(sw_carrier *carrier, sw_error *err);
 void sw_carrier_touch_end(sw_carrier *carrier);
-/* Replace the wire's error in *err by one that names operation and peer. */
+/* Replace the wire's error in *err by one that names operation and peer. The calls below do so with
+ * carrier->what. */
 sw_status sw_carrier_blame(const sw_carrier *carrier, const char *what, sw_error *err);
-SW_MUST_USE sw_status sw_carrier_wait(sw_carrier *carrier, sw_transfer *transfer, const char *what,
-                                      sw_error *err);
-/* sw_bridge_send and sw_bridge_receive with such an error. */
+SW_MUST_USE sw_status sw_carrier_wait(sw_carrier *carrier, sw_transfer *transfer, sw_error *err);
 SW_MUST_USE sw_status sw_carrier_send(sw_carrier *carrier, int host, sw_message message,
                                       uint32_t number, const void *data, size_t size_bytes,
-                                      sw_transfer *transfer, const char *what, sw_error *err);
+                                      sw_transfer *transfer, sw_error *err);
 SW_MUST_USE sw_status sw_carrier_receive(sw_carrier *carrier, int host, sw_message message,
                                          uint32_t number, void *data, size_t size_bytes,
-                                         sw_transfer *transfer, const char *what, sw_error *err);
+                                         sw_transfer *transfer, sw_error *err);
 /* Mark operations up to `ticket` as complete for this host. */
 void sw_carrier_complete(sw_carrier *carrier, uint32_t ticket);
 
@@ -186,13 +185,18 @@ static inline uint8_t *sw_carrier_contribution(const sw_carrier *carrier,
            element * sw_dtype_size_bytes(pending->op.dtype);
 }
 
+/* Return the place of each host for a block. */
+static inline sw_carrier_place *sw_carrier_places(const sw_carrier *carrier, size_t block)
+{
+    return carrier->places + block % carrier->slot_count * (size_t)carrier->hier->map.host_count;
+}
+
 static inline char *sw_carrier_what(sw_carrier *carrier, unsigned turn, uint32_t index)
 {
     return carrier->operations[turn % 2][index];
 }
 
-/* hier_last.c
- * ------------------------------------------------------------------------------------------ */
+/* ---- hier_last.c ---- */
 
 /* Make a reason whose bytes another host has sent one that can be raised here. */
 static inline void sw_carrier_take_reason(sw_error *reason)
@@ -206,13 +210,12 @@ static inline void sw_carrier_take_reason(sw_error *reason)
 SW_MUST_USE sw_status sw_carrier_expect_ends(sw_carrier *carrier, sw_error *err);
 /* Receive the probes that have arrived from hop->to. */
 SW_MUST_USE sw_status sw_carrier_take_probes(sw_carrier *carrier, sw_carrier_hop *hop, int from,
-                                             const char *what, sw_error *err);
+                                             sw_error *err);
 /* hop->from has received `taken` of the probes sent to it: complete their transfers. */
 SW_MUST_USE sw_status sw_carrier_settle_probes(sw_carrier *carrier, sw_carrier_hop *hop, int to,
-                                               uint32_t taken, const char *what, sw_error *err);
+                                               uint32_t taken, sw_error *err);
 
-/* hier_frames.c
- * ------------------------------------------------------------------------------------------ */
+/* ---- hier_frames.c ---- */
 
 /* Return true for operations that run in one pipeline (hier_reduce.c). */
 bool sw_carrier_reduces(const sw_hier_pending *pending);
@@ -237,8 +240,7 @@ SW_MUST_USE sw_status sw_carrier_offer_early(sw_carrier *carrier, uint32_t ticke
  * unreachable host may block this thread, for which no rank waits. */
 void sw_carrier_take_leave(sw_carrier *carrier, const sw_error *reason);
 
-/* hier_reduce.c, hier_gather.c
- * ------------------------------------------------------------------------------------------ */
+/* ---- hier_reduce.c, hier_gather.c ---- */
 
 /* Move the data of `count` reductions; each completes with its last block. */
 SW_MUST_USE sw_status sw_carrier_reduce(sw_carrier *carrier, uint32_t ticket, uint32_t count,
@@ -248,9 +250,7 @@ SW_MUST_USE sw_status sw_carrier_compress(sw_carrier *carrier, uint32_t ticket, 
                                           sw_error *err);
 /* Move the data of an all_gather on an arena. */
 SW_MUST_USE sw_status sw_carrier_gather(sw_carrier *carrier, const sw_hier_pending *pending,
-                                        const char *what, sw_error *err);
+                                        sw_error *err);
 
 /* Move the data of broadcast `ticket`. */
 SW_MUST_USE sw_status sw_carrier_stream(sw_carrier *carrier, uint32_t ticket, sw_error *err);
-
-#endif

@@ -52,12 +52,10 @@ static sw_status expect(sw_coded *coded, const movement *m, size_t block, sw_err
     sw_carrier *carrier = coded->carrier;
     size_t hosts = (size_t)carrier->hier->map.host_count;
     SW_FOR_OTHER_HOSTS(carrier, g)
-    {
-        SW_TRY(sw_carrier_receive(
-            carrier, g, m->message, carrier->blocks + (uint32_t)block,
-            m->into + (size_t)g * m->into_stride + block * SW_HIER_BLOCK_BYTES,
-            block_bytes(m, block), &coded->in[block * hosts + (size_t)g], coded->what, err));
-    }
+        SW_TRY(
+            sw_carrier_receive(carrier, g, m->message, carrier->blocks + (uint32_t)block,
+                               m->into + (size_t)g * m->into_stride + block * SW_HIER_BLOCK_BYTES,
+                               block_bytes(m, block), &coded->in[block * hosts + (size_t)g], err));
     return SW_OK;
 }
 
@@ -66,12 +64,9 @@ static sw_status send(sw_coded *coded, const movement *m, size_t block, sw_error
     sw_carrier *carrier = coded->carrier;
     size_t hosts = (size_t)carrier->hier->map.host_count;
     SW_FOR_OTHER_HOSTS(carrier, g)
-    {
         SW_TRY(sw_carrier_send(carrier, g, m->message, carrier->blocks + (uint32_t)block,
                                m->to + (size_t)g * m->to_stride + block * SW_HIER_BLOCK_BYTES,
-                               block_bytes(m, block), &coded->out[block * hosts + (size_t)g],
-                               coded->what, err));
-    }
+                               block_bytes(m, block), &coded->out[block * hosts + (size_t)g], err));
     return SW_OK;
 }
 
@@ -80,9 +75,7 @@ static sw_status await(sw_coded *coded, sw_transfer *transfers, size_t block, sw
     sw_carrier *carrier = coded->carrier;
     size_t hosts = (size_t)carrier->hier->map.host_count;
     SW_FOR_OTHER_HOSTS(carrier, g)
-    {
-        SW_TRY(sw_carrier_wait(carrier, &transfers[block * hosts + (size_t)g], coded->what, err));
-    }
+        SW_TRY(sw_carrier_wait(carrier, &transfers[block * hosts + (size_t)g], err));
     return SW_OK;
 }
 
@@ -175,21 +168,13 @@ typedef struct coded_sum {
     int contributors;
 } coded_sum;
 
-static bool next_run(const coded_sum *sum, size_t cursor, size_t end, size_t *begin, size_t *numel)
-{
-    const sw_fold_plan *plan = sum->pending->op.plan;
-    *begin = cursor;
-    *numel = end - cursor;
-    return cursor < end && (!plan || plan->next_run(plan->context, cursor, end, begin, numel));
-}
-
 /* Return the next elements to fold or to store that are adjacent in the codec's memory, from *at.
  */
 static bool next_coded(const coded_sum *sum, size_t cursor, size_t end, size_t *begin,
                        size_t *numel, size_t *at)
 {
     const sw_fold_plan *plan = sum->pending->op.plan;
-    if (!next_run(sum, cursor, end, begin, numel))
+    if (!sw_op_next_run(&sum->pending->op, 0, cursor, end, begin, numel))
         return false;
     *at = *begin;
     return !plan || !plan->next_coded ||
@@ -227,11 +212,8 @@ static sw_status fold_host(sw_carrier *carrier, coded_sum *sum, sw_error *err)
     const sw_host_map *map = &carrier->hier->map;
     size_t begin, run, at;
     double scale;
-    for (int r = 0; r < map->world_size; ++r)
-        sum->contributes[r] = true;
     SW_TRY(sw_carrier_touch_begin(carrier, err));
-    if (op->plan)
-        op->plan->resolve(op->plan->context, sum->contributes, &scale);
+    sw_op_resolve(op, map->world_size, sum->contributes, &scale);
     for (int r = 0; r < map->world_size; ++r)
         sum->contributors += sum->contributes[r];
     for (size_t cursor = 0;
@@ -324,7 +306,7 @@ sw_status sw_carrier_compress(sw_carrier *carrier, uint32_t ticket, uint32_t cou
     coded->exchange.world_size = carrier->hier->map.host_count;
     coded->carrier = carrier;
     for (uint32_t i = 0; i < count; ++i) {
-        coded->what = sw_carrier_what(carrier, carrier->turn, i);
+        carrier->what = sw_carrier_what(carrier, carrier->turn, i);
         SW_TRY(compress(carrier, ticket + i, err));
         sw_carrier_complete(carrier, ticket + i);
     }

@@ -164,7 +164,7 @@ static void take_payload(sw_carrier *carrier, uint32_t index, int distance, int 
 }
 
 /* Both sides agree on the operation, so the receiver knows a message's length. */
-static sw_status begin_hop(sw_carrier *carrier, int at, bool sends, const char *what, sw_error *err)
+static sw_status begin_hop(sw_carrier *carrier, int at, bool sends, sw_error *err)
 {
     const sw_dissemination *spread = &carrier->hier->spread;
     const sw_hop *hop = &spread->hops[at];
@@ -175,27 +175,27 @@ static sw_status begin_hop(sw_carrier *carrier, int at, bool sends, const char *
     size_t end = payload_size(carrier, payload, distance + hop->count);
     return sends ? sw_carrier_send(carrier, hop->to, SW_MESSAGE_BESIDE, carrier->turn,
                                    carrier->next.memory, payload_size(carrier, payload, hop->count),
-                                   &state->payload_out, what, err)
+                                   &state->payload_out, err)
                  : sw_carrier_receive(carrier, hop->from, SW_MESSAGE_BESIDE, carrier->turn,
                                       carrier->next.memory + begin, end - begin, &state->payload_in,
-                                      what, err);
+                                      err);
 }
 
 /* Exchange the payload of the only operation of a long agreement, once all hosts agree on it. */
-static sw_status exchange_payload(sw_carrier *carrier, const char *what, sw_error *err)
+static sw_status exchange_payload(sw_carrier *carrier, sw_error *err)
 {
     const sw_dissemination *spread = &carrier->hier->spread;
     for (int i = 0; i < spread->hop_count; ++i)
-        SW_TRY(begin_hop(carrier, i, false, what, err));
+        SW_TRY(begin_hop(carrier, i, false, err));
     for (int i = 0, next; i < spread->hop_count; i = next) {
         for (next = i;
              next < spread->hop_count && spread->hops[next].round == spread->hops[i].round; ++next)
-            SW_TRY(begin_hop(carrier, next, true, what, err));
+            SW_TRY(begin_hop(carrier, next, true, err));
         for (int k = i; k < next; ++k)
-            SW_TRY(sw_carrier_wait(carrier, &carrier->hops[k].payload_in, what, err));
+            SW_TRY(sw_carrier_wait(carrier, &carrier->hops[k].payload_in, err));
     }
     for (int i = 0; i < spread->hop_count; ++i)
-        SW_TRY(sw_carrier_wait(carrier, &carrier->hops[i].payload_out, what, err));
+        SW_TRY(sw_carrier_wait(carrier, &carrier->hops[i].payload_out, err));
     return SW_OK;
 }
 
@@ -298,8 +298,7 @@ static int rank_of(const sw_carrier *carrier, int host)
     return sw_host_carrier(&carrier->hier->map, host);
 }
 
-/* Receive buffers
- * ------------------------------------------------------------------------------------------ */
+/* ---- receive buffers ---- */
 
 static sw_status expect_frame(sw_carrier *carrier, int at, sw_error *err)
 {
@@ -317,8 +316,7 @@ sw_status sw_carrier_expect_frames(sw_carrier *carrier, sw_error *err)
     return SW_OK;
 }
 
-/* Sending
- * ------------------------------------------------------------------------------------------ */
+/* ---- sending ---- */
 
 /* Return an operation's payload bytes in a frame about `hosts` hosts. */
 static uint32_t sent_payload_bytes(const sw_carrier *carrier, const sw_payload *payload, int hosts)
@@ -356,22 +354,21 @@ static size_t write_frame(const sw_carrier *carrier, int at)
     return used;
 }
 
-static sw_status send_round(sw_carrier *carrier, int round, const char *what, sw_error *err)
+static sw_status send_round(sw_carrier *carrier, int round, sw_error *err)
 {
     const sw_dissemination *spread = &carrier->hier->spread;
     for (int i = 0; i < spread->hop_count; ++i) {
         sw_carrier_hop *state = &carrier->hops[i];
         if (spread->hops[i].round != round)
             continue;
-        SW_TRY(sw_carrier_take_probes(carrier, state, spread->hops[i].to, what, err));
+        SW_TRY(sw_carrier_take_probes(carrier, state, spread->hops[i].to, err));
         SW_TRY(sw_carrier_send(carrier, spread->hops[i].to, SW_MESSAGE_FRAME, ++state->sent,
-                               state->out, write_frame(carrier, i), &state->frame_out, what, err));
+                               state->out, write_frame(carrier, i), &state->frame_out, err));
     }
     return SW_OK;
 }
 
-/* Receiving
- * ------------------------------------------------------------------------------------------ */
+/* ---- receiving ---- */
 
 static bool take(cursor *from, void *to, size_t bytes)
 {
@@ -425,14 +422,14 @@ static sw_status no_frame(const sw_carrier *carrier, int host, sw_error *err)
 
 /* Read why a host ends. */
 static sw_status read_end(const sw_carrier *carrier, int host, const frame_head *head, cursor from,
-                          const char *what, sw_error *err)
+                          sw_error *err)
 {
     char peer[SW_COMM_PEER_BYTES];
     int rank = rank_of(carrier, host);
     if (head->state == SW_MEMBER_LEFT) {
         sw_hier_peer(&carrier->hier->comm, rank, peer);
         return sw_error_set(err, SW_E_COMM, rank, "%s left the group before its part of %s", peer,
-                            what);
+                            carrier->what);
     }
     if (head->state != SW_MEMBER_ENDED || !take(&from, err, sizeof *err))
         return no_frame(carrier, host, err);
@@ -463,7 +460,7 @@ static sw_status check_head(const sw_carrier *carrier, const sw_hop *hop, const 
 }
 
 /* Merge a frame into what this host knows. */
-static sw_status read_frame(sw_carrier *carrier, int at, const char *what, sw_error *err)
+static sw_status read_frame(sw_carrier *carrier, int at, sw_error *err)
 {
     const sw_hop *hop = &carrier->hier->spread.hops[at];
     sw_carrier_hop *state = &carrier->hops[at];
@@ -474,7 +471,7 @@ static sw_status read_frame(sw_carrier *carrier, int at, const char *what, sw_er
     sw_bridge_count_more(&carrier->bridge, head.bytes);
     cursor from = {.at = state->in + sizeof head, .end = state->in + head.bytes};
     if (head.state != SW_MEMBER_ACTIVE)
-        return read_end(carrier, hop->from, &head, from, what, err);
+        return read_end(carrier, hop->from, &head, from, err);
     if (head.count < next->count)
         next->count = head.count;
     for (uint32_t i = 0; i < head.count; ++i)
@@ -484,11 +481,10 @@ static sw_status read_frame(sw_carrier *carrier, int at, const char *what, sw_er
         return no_frame(carrier, hop->from, err);
     for (size_t i = 0; i < packs_bytes(carrier); ++i)
         next->packs[i] |= from.at[i];
-    return sw_carrier_settle_probes(carrier, state, hop->from, head.probes, what, err);
+    return sw_carrier_settle_probes(carrier, state, hop->from, head.probes, err);
 }
 
-/* Agreeing
- * ------------------------------------------------------------------------------------------ */
+/* ---- agreeing ---- */
 
 static bool all_posted(const sw_hier *hier, uint32_t ticket)
 {
@@ -575,7 +571,8 @@ static sw_status offer(sw_carrier *carrier, uint32_t ticket, sw_error *err)
         SW_TRY(collect_payload(carrier, i, err));
     }
     carrier->offered = true;
-    return send_round(carrier, 0, sw_carrier_what(carrier, carrier->turn + 1, 0), err);
+    carrier->what = sw_carrier_what(carrier, carrier->turn + 1, 0);
+    return send_round(carrier, 0, err);
 }
 
 sw_status sw_carrier_offer_early(sw_carrier *carrier, uint32_t ticket, sw_error *err)
@@ -589,15 +586,15 @@ sw_status sw_carrier_offer_early(sw_carrier *carrier, uint32_t ticket, sw_error 
                : SW_OK;
 }
 
-static sw_status receive_rounds(sw_carrier *carrier, const char *what, sw_error *err)
+static sw_status receive_rounds(sw_carrier *carrier, sw_error *err)
 {
     const sw_dissemination *spread = &carrier->hier->spread;
     for (int i = 0; i < spread->hop_count; ++i) {
         if (i > 0 && spread->hops[i].round != spread->hops[i - 1].round)
-            SW_TRY(send_round(carrier, spread->hops[i].round, what, err));
-        SW_TRY(sw_carrier_wait(carrier, &carrier->hops[i].frame_in, what, err));
+            SW_TRY(send_round(carrier, spread->hops[i].round, err));
+        SW_TRY(sw_carrier_wait(carrier, &carrier->hops[i].frame_in, err));
         carrier->hops[i].received++;
-        SW_TRY(read_frame(carrier, i, what, err));
+        SW_TRY(read_frame(carrier, i, err));
     }
     return SW_OK;
 }
@@ -609,27 +606,26 @@ sw_status sw_carrier_agree(sw_carrier *carrier, uint32_t ticket, uint32_t *count
         SW_TRY(offer(carrier, ticket, err));
     carrier->offered = false;
     carrier->turn++;
-    const char *what = sw_carrier_what(carrier, carrier->turn, 0);
-    SW_TRY(receive_rounds(carrier, what, err));
+    carrier->what = sw_carrier_what(carrier, carrier->turn, 0);
+    SW_TRY(receive_rounds(carrier, err));
     SW_TRY(sw_part_check(&next->part[0], ticket, err));
     *count = 1;
     while (*count < next->count && /* a disputed operation is the first of the next batch */
            sw_part_check(&next->part[*count], ticket + *count, err) == SW_OK)
         ++*count;
     if (next->is_long)
-        SW_TRY(exchange_payload(carrier, what, err));
+        SW_TRY(exchange_payload(carrier, err));
     for (uint32_t i = 0; i < *count; ++i)
         SW_TRY(deliver_payload(carrier, i, err));
     for (int i = 0; i < carrier->hier->spread.hop_count; ++i)
-        SW_TRY(sw_carrier_wait(carrier, &carrier->hops[i].frame_out, what, err));
+        SW_TRY(sw_carrier_wait(carrier, &carrier->hops[i].frame_out, err));
     for (int g = 0; g < carrier->hier->map.host_count; ++g)
-        carrier->packs[g] = next->packs[g / 8] >> g % 8 & 1;
+        carrier->hosts[g].packs = next->packs[g / 8] >> g % 8 & 1;
     return sw_carrier_expect_frames(carrier, err); /* the next frames may arrive while this batch
                                                     * moves */
 }
 
-/* Ending
- * ------------------------------------------------------------------------------------------ */
+/* ---- ending ---- */
 
 /* Hosts that disagree have read each other's frames, and both end. Without a buffer for the last
  * frame each would wait until the other receives. */

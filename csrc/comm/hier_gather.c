@@ -79,20 +79,19 @@ static void copy_inside(const sw_carrier *carrier, const gathering *work, int in
 }
 
 static sw_status begin_block(sw_carrier *carrier, const gathering *work, size_t block,
-                             const char *what, sw_error *err)
+                             sw_error *err)
 {
     const sw_hier *hier = carrier->hier;
-    sw_carrier_slot *at = &carrier->slots[block % carrier->slot_count];
+    sw_carrier_place *at = sw_carrier_places(carrier, block);
     uint32_t number = carrier->blocks + (uint32_t)block;
     int owner;
     size_t begin, numel;
-    SW_FOR_OTHER_HOSTS(carrier, g)
-    {
+    SW_FOR_OTHER_HOSTS(carrier, g) {
         numel = sw_cut_block(&work->cut, &hier->map, g, block, &begin, &owner);
         if (numel > 0 && owner_at(carrier, work, hier->host, slice_of(work, owner)) >= 0)
             continue;
-        SW_TRY(sw_carrier_receive(carrier, g, SW_MESSAGE_SLICE, number, at->arrived[g],
-                                  numel * work->element_bytes, &at->partial_in[g], what, err));
+        SW_TRY(sw_carrier_receive(carrier, g, SW_MESSAGE_SLICE, number, at[g].arrived,
+                                  numel * work->element_bytes, &at[g].partial_in, err));
     }
     numel = sw_cut_block(&work->cut, &hier->map, hier->host, block, &begin, &owner);
     if (numel == 0)
@@ -100,12 +99,11 @@ static sw_status begin_block(sw_carrier *carrier, const gathering *work, size_t 
     SW_TRY(sw_carrier_touch_begin(carrier, err));
     const uint8_t *own = part_of(carrier, work, owner, begin);
     sw_carrier_touch_end(carrier);
-    SW_FOR_OTHER_HOSTS(carrier, g)
-    {
+    SW_FOR_OTHER_HOSTS(carrier, g) {
         if (owner_at(carrier, work, g, slice_of(work, owner)) >= 0)
             continue;
         SW_TRY(sw_carrier_send(carrier, g, SW_MESSAGE_SLICE, number, own,
-                               numel * work->element_bytes, &at->partial_out[g], what, err));
+                               numel * work->element_bytes, &at[g].partial_out, err));
     }
     SW_TRY(sw_carrier_touch_begin(carrier, err));
     copy_inside(carrier, work, slice_of(work, owner), begin, own, numel * work->element_bytes);
@@ -114,31 +112,29 @@ static sw_status begin_block(sw_carrier *carrier, const gathering *work, size_t 
 }
 
 static sw_status store_block(sw_carrier *carrier, const gathering *work, size_t block,
-                             const char *what, sw_error *err)
+                             sw_error *err)
 {
-    sw_carrier_slot *at = &carrier->slots[block % carrier->slot_count];
-    SW_FOR_OTHER_HOSTS(carrier, g)
-    {
+    sw_carrier_place *at = sw_carrier_places(carrier, block);
+    SW_FOR_OTHER_HOSTS(carrier, g) {
         int owner;
         size_t begin,
             numel = sw_cut_block(&work->cut, &carrier->hier->map, g, block, &begin, &owner);
-        SW_TRY(sw_carrier_wait(carrier, &at->partial_in[g], what, err));
+        SW_TRY(sw_carrier_wait(carrier, &at[g].partial_in, err));
         if (numel > 0) {
             int index = slice_of(work, owner);
             SW_TRY(sw_carrier_touch_begin(carrier, err));
             int here = owner_at(carrier, work, carrier->hier->host, index);
             copy_inside(carrier, work, index, begin,
-                        here >= 0 ? part_of(carrier, work, here, begin) : at->arrived[g],
+                        here >= 0 ? part_of(carrier, work, here, begin) : at[g].arrived,
                         numel * work->element_bytes);
             sw_carrier_touch_end(carrier);
         }
-        SW_TRY(sw_carrier_wait(carrier, &at->partial_out[g], what, err));
+        SW_TRY(sw_carrier_wait(carrier, &at[g].partial_out, err));
     }
     return SW_OK;
 }
 
-sw_status sw_carrier_gather(sw_carrier *carrier, const sw_hier_pending *pending, const char *what,
-                            sw_error *err)
+sw_status sw_carrier_gather(sw_carrier *carrier, const sw_hier_pending *pending, sw_error *err)
 {
     const sw_op *op = &pending->op;
     gathering work = {.pending = pending, .element_bytes = sw_dtype_size_bytes(op->dtype)};
@@ -147,9 +143,9 @@ sw_status sw_carrier_gather(sw_carrier *carrier, const sw_hier_pending *pending,
     size_t count = work.cut.block_count;
     for (size_t step = 0; step < count + carrier->ahead; ++step) {
         if (step < count)
-            SW_TRY(begin_block(carrier, &work, step, what, err));
+            SW_TRY(begin_block(carrier, &work, step, err));
         if (step >= carrier->ahead)
-            SW_TRY(store_block(carrier, &work, step - carrier->ahead, what, err));
+            SW_TRY(store_block(carrier, &work, step - carrier->ahead, err));
     }
     carrier->blocks += (uint32_t)count;
     return SW_OK;
@@ -201,8 +197,7 @@ static void publish(_Atomic uint32_t *word, uint32_t value)
     sw_futex_wake_all(word);
 }
 
-/* A rank's part
- * ------------------------------------------------------------------------------------------ */
+/* ---- broadcast: a rank's part ---- */
 
 /* The position of the next byte in a list of ranges. */
 typedef struct range_cursor {
@@ -295,12 +290,10 @@ sw_status sw_hier_broadcast(sw_comm *comm, const sw_range *ranges, size_t count,
     return sw_hier_await(hier, ticket, err);
 }
 
-/* The carrier's part
- * ------------------------------------------------------------------------------------------ */
+/* ---- broadcast: the carrier's part ---- */
 
 typedef struct stream {
     const sw_hier_pending *pending;
-    const char *what;
     uint32_t ticket, first, count; /* pieces */
     int parent, child[CHILDREN];   /* hosts; -1: none */
     sw_transfer in[SW_STREAM_PLACES], out[SW_STREAM_PLACES][CHILDREN];
@@ -327,7 +320,6 @@ static stream stream_of(sw_carrier *carrier, uint32_t ticket)
     const sw_hier *hier = carrier->hier;
     const sw_host_map *map = &hier->map;
     stream made = {.pending = sw_carrier_pending(carrier, ticket),
-                   .what = sw_carrier_what(carrier, carrier->turn, 0),
                    .ticket = ticket,
                    .first = carrier->pieces,
                    .parent = -1,
@@ -355,8 +347,7 @@ static sw_status finish_sending(sw_carrier *carrier, stream *work, uint32_t end,
 {
     for (; (int32_t)(end - work->through) > 0; ++work->through)
         for (int c = 0; c < CHILDREN; ++c)
-            SW_TRY(sw_carrier_wait(carrier, &work->out[work->through % SW_STREAM_PLACES][c],
-                                   work->what, err));
+            SW_TRY(sw_carrier_wait(carrier, &work->out[work->through % SW_STREAM_PLACES][c], err));
     publish(&sw_hier_page(carrier->hier, 0)->sent_pieces, work->first + work->through);
     return SW_OK;
 }
@@ -376,7 +367,7 @@ static sw_status expect(sw_carrier *carrier, stream *work, uint32_t end, sw_erro
                                           err));
         SW_TRY(sw_carrier_receive(carrier, work->parent, SW_MESSAGE_SLICE, carrier->blocks + i,
                                   place_of(hier, work->first + i), bytes_of(work, i),
-                                  &work->in[i % SW_STREAM_PLACES], work->what, err));
+                                  &work->in[i % SW_STREAM_PLACES], err));
     }
     return SW_OK;
 }
@@ -388,7 +379,7 @@ static sw_status send_on(sw_carrier *carrier, stream *work, uint32_t index, sw_e
             SW_TRY(
                 sw_carrier_send(carrier, work->child[c], SW_MESSAGE_SLICE, carrier->blocks + index,
                                 place_of(carrier->hier, work->first + index), bytes_of(work, index),
-                                &work->out[index % SW_STREAM_PLACES][c], work->what, err));
+                                &work->out[index % SW_STREAM_PLACES][c], err));
     return SW_OK;
 }
 
@@ -404,7 +395,7 @@ static sw_status await_piece(sw_carrier *carrier, stream *work, uint32_t index, 
     }
     uint32_t left = work->count - index;
     SW_TRY(expect(carrier, work, index + (left < AHEAD ? left : AHEAD), err));
-    SW_TRY(sw_carrier_wait(carrier, &work->in[index % SW_STREAM_PLACES], work->what, err));
+    SW_TRY(sw_carrier_wait(carrier, &work->in[index % SW_STREAM_PLACES], err));
     publish(filled, work->first + index + 1);
     return SW_OK;
 }

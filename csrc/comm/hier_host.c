@@ -114,32 +114,30 @@ sw_status sw_carrier_blame(const sw_carrier *carrier, const char *what, sw_error
                         host, peer, what, cause);
 }
 
-sw_status sw_carrier_wait(sw_carrier *carrier, sw_transfer *transfer, const char *what,
-                          sw_error *err)
+static sw_status named(const sw_carrier *carrier, sw_status status, sw_error *err)
 {
-    return sw_bridge_wait(&carrier->bridge, transfer, err) == SW_OK
-               ? SW_OK
-               : sw_carrier_blame(carrier, what, err);
+    return status == SW_OK ? SW_OK : sw_carrier_blame(carrier, carrier->what, err);
+}
+
+sw_status sw_carrier_wait(sw_carrier *carrier, sw_transfer *transfer, sw_error *err)
+{
+    return named(carrier, sw_bridge_wait(&carrier->bridge, transfer, err), err);
 }
 
 sw_status sw_carrier_send(sw_carrier *carrier, int host, sw_message message, uint32_t number,
-                          const void *data, size_t size_bytes, sw_transfer *transfer,
-                          const char *what, sw_error *err)
+                          const void *data, size_t size_bytes, sw_transfer *transfer, sw_error *err)
 {
-    return sw_bridge_send(&carrier->bridge, host, message, number, data, size_bytes, transfer,
-                          err) == SW_OK
-               ? SW_OK
-               : sw_carrier_blame(carrier, what, err);
+    sw_status status =
+        sw_bridge_send(&carrier->bridge, host, message, number, data, size_bytes, transfer, err);
+    return named(carrier, status, err);
 }
 
 sw_status sw_carrier_receive(sw_carrier *carrier, int host, sw_message message, uint32_t number,
-                             void *data, size_t size_bytes, sw_transfer *transfer, const char *what,
-                             sw_error *err)
+                             void *data, size_t size_bytes, sw_transfer *transfer, sw_error *err)
 {
-    return sw_bridge_receive(&carrier->bridge, host, message, number, data, size_bytes, transfer,
-                             err) == SW_OK
-               ? SW_OK
-               : sw_carrier_blame(carrier, what, err);
+    sw_status status =
+        sw_bridge_receive(&carrier->bridge, host, message, number, data, size_bytes, transfer, err);
+    return named(carrier, status, err);
 }
 
 /* Return SW_E_STATE when this rank leaves, the reason if the communicator has ended, or the error

@@ -52,8 +52,7 @@ sw_status sw_carrier_expect_ends(sw_carrier *carrier, sw_error *err)
     return status == SW_OK ? SW_OK : sw_carrier_blame(carrier, "waiting for operations", err);
 }
 
-/* End messages
- * ------------------------------------------------------------------------------------------ */
+/* ---- end messages ---- */
 
 /* Return the number of a new message; -1: its reason was sent already, or too many were. */
 static int new_end(sw_carrier *carrier, const sw_error *reason)
@@ -116,8 +115,7 @@ bool sw_carrier_received_end(const sw_carrier *carrier, int peer, sw_error *reas
     return true;
 }
 
-/* Probes
- * ------------------------------------------------------------------------------------------ */
+/* ---- probes ---- */
 
 static sw_carrier_hop *hop_from(const sw_carrier *carrier, int host)
 {
@@ -147,20 +145,19 @@ sw_status sw_carrier_probe(sw_carrier *carrier, int host, const char *what, sw_e
     return status;
 }
 
-sw_status sw_carrier_take_probes(sw_carrier *carrier, sw_carrier_hop *hop, int from,
-                                 const char *what, sw_error *err)
+sw_status sw_carrier_take_probes(sw_carrier *carrier, sw_carrier_hop *hop, int from, sw_error *err)
 {
     while (atomic_load(&hop->probe_place) == (probe_text | (hop->probes_taken + 1))) {
-        SW_TRY(sw_carrier_wait(carrier, &hop->probe_in, what, err));
+        SW_TRY(sw_carrier_wait(carrier, &hop->probe_in, err));
         hop->probes_taken++;
         if (expect_probe(carrier, hop, from, err) != SW_OK)
-            return sw_carrier_blame(carrier, what, err);
+            return sw_carrier_blame(carrier, carrier->what, err);
     }
     return SW_OK;
 }
 
 sw_status sw_carrier_settle_probes(sw_carrier *carrier, sw_carrier_hop *hop, int to, uint32_t taken,
-                                   const char *what, sw_error *err)
+                                   sw_error *err)
 {
     uint32_t settled = atomic_load(&hop->probes_settled), sent = atomic_load(&hop->probes_sent);
     if (taken - settled > SW_HIER_PROBES)
@@ -169,7 +166,6 @@ sw_status sw_carrier_settle_probes(sw_carrier *carrier, sw_carrier_hop *hop, int
     /* A peer may receive a probe while the posting thread is still inside the send: a later frame
      * acknowledges it again. */
     for (; settled != taken && settled != sent; atomic_store(&hop->probes_settled, ++settled))
-        SW_TRY(
-            sw_carrier_wait(carrier, &hop->probe_out[(settled + 1) % SW_HIER_PROBES], what, err));
+        SW_TRY(sw_carrier_wait(carrier, &hop->probe_out[(settled + 1) % SW_HIER_PROBES], err));
     return SW_OK;
 }

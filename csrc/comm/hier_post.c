@@ -8,8 +8,7 @@
 #include "comm/hier_state.h"
 #include "platform/futex.h"
 
-/* Posting
- * ------------------------------------------------------------------------------------------ */
+/* ---- posting ---- */
 
 /* Find or create the table of op->slices, and point op->slices into it: the carrier reads both even
  * after the caller has given up. */

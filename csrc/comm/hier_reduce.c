@@ -45,7 +45,7 @@ typedef struct batch_block {
     reduction *work;
     size_t block; /* block number within the operation */
     uint32_t number;
-    sw_carrier_slot *at;
+    sw_carrier_place *at; /* by host */
 } batch_block;
 
 /* Return true if `host`, besides the folding one, gets the result of the slice of `owner`. */
@@ -126,24 +126,14 @@ static uint8_t *fold_host(const sw_carrier *carrier, const reduction *work, size
 
 static bool next_run(const reduction *work, size_t cursor, size_t end, size_t *begin, size_t *numel)
 {
-    const sw_fold_plan *plan = work->pending->op.plan;
-    size_t shift = work->pending->begin;
-    *begin = cursor;
-    *numel = end - cursor;
-    if (!plan)
-        return cursor < end;
-    if (cursor >= end || !plan->next_run(plan->context, cursor + shift, end + shift, begin, numel))
-        return false;
-    *begin -= shift;
-    return true;
+    return sw_op_next_run(&work->pending->op, work->pending->begin, cursor, end, begin, numel);
 }
 
-/* Blocks on the wire: partial sums and results; of float32 in packets, if the sender announced it.
- * ------------------------------------------------------------------------------------------ */
+/* ---- blocks on the wire; of float32 in packets, if the sender announced it ---- */
 
 static bool is_packed(const sw_carrier *carrier, int sender, sw_dtype dtype)
 {
-    return carrier->packs[sender] && dtype == SW_DTYPE_FLOAT32;
+    return carrier->hosts[sender].packs && dtype == SW_DTYPE_FLOAT32;
 }
 
 /* Return the bytes of a block to send: the block, or its packet in `packet`. The caller may access
@@ -165,8 +155,7 @@ static sw_status send_block(sw_carrier *carrier, const batch_block *piece, int t
 {
     carrier->packing.batch.plain_bytes += plain_bytes;
     carrier->packing.batch.sent_bytes += size_bytes;
-    return sw_carrier_send(carrier, to, message, piece->number, data, size_bytes, transfer,
-                           piece->work->what, err);
+    return sw_carrier_send(carrier, to, message, piece->number, data, size_bytes, transfer, err);
 }
 
 static sw_status expect_block(sw_carrier *carrier, const batch_block *piece, int from,
@@ -176,22 +165,21 @@ static sw_status expect_block(sw_carrier *carrier, const batch_block *piece, int
     size_t bytes = numel * sw_dtype_size_bytes(dtype);
     if (numel > 0 && is_packed(carrier, from, dtype))
         bytes = sw_packet_most_bytes(numel);
-    return sw_carrier_receive(carrier, from, message, piece->number, memory, bytes, transfer,
-                              piece->work->what, err);
+    return sw_carrier_receive(carrier, from, message, piece->number, memory, bytes, transfer, err);
 }
 
 /* Return the elements of a block received from a host: in place, or unpacked. */
-static sw_status open_block(sw_carrier *carrier, const reduction *work, int from, size_t numel,
-                            sw_dtype dtype, uint8_t *memory, uint8_t **elements, sw_error *err)
+static sw_status open_block(sw_carrier *carrier, int from, size_t numel, sw_dtype dtype,
+                            uint8_t *memory, uint8_t **elements, sw_error *err)
 {
     size_t bytes;
     *elements = memory;
     if (numel == 0 || !is_packed(carrier, from, dtype))
         return SW_OK;
-    *elements = carrier->opened[from];
+    *elements = carrier->hosts[from].opened;
     if (sw_packet_open(*elements, memory, numel, &bytes, err) != SW_OK) {
         err->detail = sw_host_carrier(&carrier->hier->map, from);
-        return sw_carrier_blame(carrier, work->what, err);
+        return sw_carrier_blame(carrier, carrier->what, err);
     }
     sw_bridge_count_less(&carrier->bridge, sw_packet_most_bytes(numel) - bytes);
     return SW_OK;
@@ -202,16 +190,14 @@ static sw_status begin_accumulated(sw_carrier *carrier, const batch_block *piece
 {
     const sw_hier *hier = carrier->hier;
     const reduction *work = piece->work;
-    sw_carrier_slot *at = piece->at;
+    sw_carrier_place *at = piece->at;
     int owner;
     size_t begin,
         own = sw_cut_block(&work->cut, &hier->map, hier->host, piece->block, &begin, &owner);
-    SW_FOR_OTHER_HOSTS(carrier, g)
-    {
+    SW_FOR_OTHER_HOSTS(carrier, g) {
         size_t unused, theirs = block_of(carrier, work, g, piece->block, &unused);
-        SW_TRY(sw_carrier_receive(carrier, g, SW_MESSAGE_ACCUMULATED, piece->number, at->partial[g],
-                                  theirs * work->element_bytes, &at->accumulated_in[g], work->what,
-                                  err));
+        SW_TRY(sw_carrier_receive(carrier, g, SW_MESSAGE_ACCUMULATED, piece->number, at[g].partial,
+                                  theirs * work->element_bytes, &at[g].accumulated_in, err));
     }
     if (own == 0)
         return SW_OK;
@@ -219,11 +205,8 @@ static sw_status begin_accumulated(sw_carrier *carrier, const batch_block *piece
     const uint8_t *results = result_of(work, owner, begin);
     sw_carrier_touch_end(carrier);
     SW_FOR_OTHER_HOSTS(carrier, g)
-    {
         SW_TRY(sw_carrier_send(carrier, g, SW_MESSAGE_ACCUMULATED, piece->number, results,
-                               own * work->element_bytes, &at->accumulated_out[g], work->what,
-                               err));
-    }
+                               own * work->element_bytes, &at[g].accumulated_out, err));
     return SW_OK;
 }
 
@@ -231,40 +214,36 @@ static sw_status begin_accumulated(sw_carrier *carrier, const batch_block *piece
 static sw_status send_partial(sw_carrier *carrier, const batch_block *piece, int to, sw_error *err)
 {
     const reduction *work = piece->work;
-    sw_carrier_slot *at = piece->at;
+    sw_carrier_place *at = piece->at;
     size_t begin, numel = block_of(carrier, work, to, piece->block, &begin);
     if (work->exchanges)
-        SW_TRY(sw_carrier_wait(carrier, &at->accumulated_in[to], work->what, err));
+        SW_TRY(sw_carrier_wait(carrier, &at[to].accumulated_in, err));
     if (!work->host_contributes[carrier->hier->host] || numel == 0)
         return SW_OK;
     SW_TRY(sw_carrier_touch_begin(carrier, err));
     if (work->exchanges)
-        add_accumulated(work, begin, numel, at->partial[to]);
+        add_accumulated(work, begin, numel, at[to].partial);
     else if (work->accumulates)
         add_accumulated_here(carrier, work, begin, numel);
     size_t bytes;
-    const uint8_t *partial = fold_host(carrier, work, begin, numel, at->partial[to]);
-    partial = wrap_block(carrier, partial, numel, work->partial_dtype, at->packet[to], &bytes);
+    const uint8_t *partial = fold_host(carrier, work, begin, numel, at[to].partial);
+    partial = wrap_block(carrier, partial, numel, work->partial_dtype, at[to].packet, &bytes);
     sw_carrier_touch_end(carrier);
     return send_block(carrier, piece, to, SW_MESSAGE_PARTIAL, partial, bytes,
-                      numel * work->partial_bytes, &at->partial_out[to], err);
+                      numel * work->partial_bytes, &at[to].partial_out, err);
 }
 
 static sw_status begin_block(sw_carrier *carrier, const batch_block *piece, sw_error *err)
 {
     const reduction *work = piece->work;
-    sw_carrier_slot *at = piece->at;
+    sw_carrier_place *at = piece->at;
     size_t begin, own = block_of(carrier, work, carrier->hier->host, piece->block, &begin);
     SW_FOR_OTHER_HOSTS(carrier, g)
-    {
         if (work->host_contributes[g])
             SW_TRY(expect_block(carrier, piece, g, SW_MESSAGE_PARTIAL, own, work->partial_dtype,
-                                at->arrived[g], &at->partial_in[g], err));
-    }
+                                at[g].arrived, &at[g].partial_in, err));
     SW_FOR_OTHER_HOSTS(carrier, g)
-    {
         SW_TRY(send_partial(carrier, piece, g, err));
-    }
     return SW_OK;
 }
 
@@ -282,23 +261,24 @@ static int set_destinations(const sw_carrier *carrier, const reduction *work, in
 }
 
 /* Fold partial sums, in host order, into the result in the memory of this host's ranks. */
-static void finish_own(sw_carrier *carrier, const reduction *work, const sw_carrier_slot *at,
+static void finish_own(sw_carrier *carrier, const reduction *work, const sw_carrier_place *at,
                        int owner, size_t begin, size_t numel)
 {
     const sw_hier *hier = carrier->hier;
     const sw_op *op = &work->pending->op;
-    uint8_t **partial = carrier->elements;
     size_t run, run_numel;
     if (work->accumulates)
         add_accumulated_here(carrier, work, begin, numel);
     if (work->host_contributes[hier->host])
-        partial[hier->host] = fold_host(carrier, work, begin, numel, at->partial[hier->host]);
+        carrier->hosts[hier->host].elements =
+            fold_host(carrier, work, begin, numel, at[hier->host].partial);
     for (size_t cursor = begin; next_run(work, cursor, begin + numel, &run, &run_numel);
          cursor = run + run_numel) {
         int count = 0;
         for (int g = 0; g < hier->map.host_count; ++g)
             if (work->host_contributes[g])
-                carrier->source[count++] = partial[g] + (run - begin) * work->partial_bytes;
+                carrier->source[count++] =
+                    carrier->hosts[g].elements + (run - begin) * work->partial_bytes;
         int destinations = set_destinations(carrier, work, owner, run);
         sw_partial_finish(carrier->destination, destinations, carrier->source, count, run_numel,
                           op->dtype, work->scale, op->redop);
@@ -317,29 +297,27 @@ static sw_status expect_result(sw_carrier *carrier, const batch_block *piece, in
     if (!gets_result(carrier, work, hier->host, owner))
         return SW_OK;
     return expect_block(carrier, piece, from, SW_MESSAGE_RESULT, numel, work->pending->op.dtype,
-                        piece->at->partial[from], &piece->at->result_in[from], err);
+                        piece->at[from].partial, &piece->at[from].result_in, err);
 }
 
 static sw_status fold_block(sw_carrier *carrier, const batch_block *piece, sw_error *err)
 {
     const sw_hier *hier = carrier->hier;
     const reduction *work = piece->work;
-    sw_carrier_slot *at = piece->at;
+    sw_carrier_place *at = piece->at;
     int owner;
     size_t begin,
         numel = sw_cut_block(&work->cut, &hier->map, hier->host, piece->block, &begin, &owner);
-    SW_FOR_OTHER_HOSTS(carrier, g)
-    {
-        SW_TRY(sw_carrier_wait(carrier, &at->partial_out[g], work->what, err));
+    SW_FOR_OTHER_HOSTS(carrier, g) {
+        SW_TRY(sw_carrier_wait(carrier, &at[g].partial_out, err));
         SW_TRY(expect_result(carrier, piece, g, err));
     }
-    SW_FOR_OTHER_HOSTS(carrier, g)
-    {
-        SW_TRY(sw_carrier_wait(carrier, &at->partial_in[g], work->what, err));
-        SW_TRY(sw_carrier_wait(carrier, &at->accumulated_out[g], work->what, err));
+    SW_FOR_OTHER_HOSTS(carrier, g) {
+        SW_TRY(sw_carrier_wait(carrier, &at[g].partial_in, err));
+        SW_TRY(sw_carrier_wait(carrier, &at[g].accumulated_out, err));
         if (work->host_contributes[g])
-            SW_TRY(open_block(carrier, work, g, numel, work->partial_dtype, at->arrived[g],
-                              &carrier->elements[g], err));
+            SW_TRY(open_block(carrier, g, numel, work->partial_dtype, at[g].arrived,
+                              &carrier->hosts[g].elements, err));
     }
     if (numel == 0)
         return SW_OK;
@@ -348,18 +326,16 @@ static sw_status fold_block(sw_carrier *carrier, const batch_block *piece, sw_er
     finish_own(carrier, work, at, owner, begin, numel);
     const uint8_t *result = contribution(carrier, work, 0, begin);
     if (work->kept != KEPT_BY_OWNER)
-        result = wrap_block(carrier, result, numel, work->pending->op.dtype, at->packet[hier->host],
+        result = wrap_block(carrier, result, numel, work->pending->op.dtype, at[hier->host].packet,
                             &bytes);
     sw_carrier_touch_end(carrier);
     if (work->kept == KEPT_BY_OWNER)
         return SW_OK;
     /* Elements that no rank used have no result; the other hosts do not copy them. */
     SW_FOR_OTHER_HOSTS(carrier, g)
-    {
         if (gets_result(carrier, work, g, owner))
             SW_TRY(send_block(carrier, piece, g, SW_MESSAGE_RESULT, result, bytes,
-                              numel * work->element_bytes, &at->result_out[g], err));
-    }
+                              numel * work->element_bytes, &at[g].result_out, err));
     return SW_OK;
 }
 
@@ -367,22 +343,20 @@ static sw_status fold_block(sw_carrier *carrier, const batch_block *piece, sw_er
 static sw_status store_block(sw_carrier *carrier, const batch_block *piece, sw_error *err)
 {
     const reduction *work = piece->work;
-    sw_carrier_slot *at = piece->at;
+    sw_carrier_place *at = piece->at;
     size_t begin, run, run_numel;
     if (work->kept == KEPT_BY_OWNER)
         return SW_OK;
-    SW_FOR_OTHER_HOSTS(carrier, g)
-    {
+    SW_FOR_OTHER_HOSTS(carrier, g) {
         int owner;
         size_t numel =
             sw_cut_block(&work->cut, &carrier->hier->map, g, piece->block, &begin, &owner);
         uint8_t *result;
-        SW_TRY(sw_carrier_wait(carrier, &at->result_out[g], work->what, err));
+        SW_TRY(sw_carrier_wait(carrier, &at[g].result_out, err));
         if (!gets_result(carrier, work, carrier->hier->host, owner))
             continue;
-        SW_TRY(sw_carrier_wait(carrier, &at->result_in[g], work->what, err));
-        SW_TRY(open_block(carrier, work, g, numel, work->pending->op.dtype, at->partial[g], &result,
-                          err));
+        SW_TRY(sw_carrier_wait(carrier, &at[g].result_in, err));
+        SW_TRY(open_block(carrier, g, numel, work->pending->op.dtype, at[g].partial, &result, err));
         SW_TRY(sw_carrier_touch_begin(carrier, err));
         for (size_t cursor = begin; next_run(work, cursor, begin + numel, &run, &run_numel);
              cursor = run + run_numel) {
@@ -396,48 +370,40 @@ static sw_status store_block(sw_carrier *carrier, const batch_block *piece, sw_e
     return SW_OK;
 }
 
-/* Copy results from the lowest rank's part, which has all of them, to every owner. */
+/* Fold the contributions of a replica on this host into the result of `rank`, one of it. The other
+ * hosts have no part in it. */
+static void fold_replica(sw_carrier *carrier, const reduction *work, int rank, size_t run,
+                         size_t numel)
+{
+    const sw_hier *hier = carrier->hier;
+    const sw_op *op = &work->pending->op;
+    int count = 0;
+    void *result = result_of(work, rank, run);
+    for (int k = 0; k < hier->local_count; ++k)
+        if (work->contributes[hier->members[k]] && sw_op_joins(op, hier->members[k], rank))
+            carrier->source[count++] = contribution(carrier, work, k, run);
+    if (count > 0)
+        sw_kernels()->fold[op->dtype](&result, 1, (const void *const *)carrier->source, count,
+                                      numel, work->scale, op->redop);
+}
+
+/* Give every owner its results: of its replica, or those in the lowest rank's part, which has all
+ * of them. */
 static sw_status keep_owned(sw_carrier *carrier, const reduction *work, sw_error *err)
 {
     const sw_hier *hier = carrier->hier;
-    size_t run, run_numel;
+    size_t run, numel;
     SW_TRY(sw_carrier_touch_begin(carrier, err));
     for (int l = 0; l < hier->local_count; ++l) {
         int rank = hier->members[l];
         size_t begin = (size_t)sw_op_slice_of(&work->pending->op, rank) * work->owned;
         size_t end = sw_size_min(begin + work->owned, work->cut.numel);
-        for (size_t cursor = begin; next_run(work, cursor, end, &run, &run_numel);
-             cursor = run + run_numel)
-            memmove(result_of(work, rank, run), contribution(carrier, work, 0, run),
-                    run_numel * work->element_bytes);
-    }
-    sw_carrier_touch_end(carrier);
-    return SW_OK;
-}
-
-/* Fold the contributions of each replica on this host into its ranks' results, which the other
- * hosts have no part in. */
-static sw_status fold_replicas(sw_carrier *carrier, const reduction *work, sw_error *err)
-{
-    const sw_hier *hier = carrier->hier;
-    const sw_op *op = &work->pending->op;
-    size_t run, run_numel;
-    SW_TRY(sw_carrier_touch_begin(carrier, err));
-    for (int l = 0; l < hier->local_count; ++l) {
-        int rank = hier->members[l];
-        size_t begin = (size_t)sw_op_slice_of(op, rank) * work->owned;
-        size_t end = sw_size_min(begin + work->owned, work->cut.numel);
-        for (size_t cursor = begin; next_run(work, cursor, end, &run, &run_numel);
-             cursor = run + run_numel) {
-            int count = 0;
-            void *result = result_of(work, rank, run);
-            for (int k = 0; k < hier->local_count; ++k)
-                if (work->contributes[hier->members[k]] && sw_op_joins(op, hier->members[k], rank))
-                    carrier->source[count++] = contribution(carrier, work, k, run);
-            if (count > 0)
-                sw_kernels()->fold[op->dtype](&result, 1, (const void *const *)carrier->source,
-                                              count, run_numel, work->scale, op->redop);
-        }
+        for (size_t cursor = begin; next_run(work, cursor, end, &run, &numel); cursor = run + numel)
+            if (work->pending->op.in_replica)
+                fold_replica(carrier, work, rank, run, numel);
+            else
+                memmove(result_of(work, rank, run), contribution(carrier, work, 0, run),
+                        numel * work->element_bytes);
     }
     sw_carrier_touch_end(carrier);
     return SW_OK;
@@ -451,12 +417,8 @@ static sw_status resolve(sw_carrier *carrier, reduction *work, bool *contributes
     const sw_host_map *map = &carrier->hier->map;
     const sw_fold_plan *plan = work->pending->op.plan;
     size_t begin, numel;
-    work->scale = 1.0 / map->world_size;
-    for (int r = 0; r < map->world_size; ++r)
-        contributes[r] = true;
     SW_TRY(sw_carrier_touch_begin(carrier, err));
-    if (plan)
-        plan->resolve(plan->context, contributes, &work->scale);
+    sw_op_resolve(&work->pending->op, map->world_size, contributes, &work->scale);
     work->owned = sw_comm_slice_numel(work->cut.numel, work->element_bytes,
                                       sw_op_slice_count(&work->pending->op, map->world_size));
     work->accumulates = plan && plan->accumulates && plan->accumulates(plan->context);
@@ -495,15 +457,17 @@ static reduction reduction_of(const sw_carrier *carrier, const sw_hier_pending *
     return work;
 }
 
-/* Return block `index` of the batch, whose blocks are counted over its operations in order. */
+/* Return block `index` of the batch, whose blocks are counted over its operations in order; the
+ * wire works for its operation. */
 static batch_block block_at(sw_carrier *carrier, reduction *work, size_t index)
 {
     batch_block found = {.number = carrier->blocks + (uint32_t)index,
-                         .at = &carrier->slots[index % carrier->slot_count]};
+                         .at = sw_carrier_places(carrier, index)};
     while (index >= work->block_count)
         index -= work++->block_count;
     found.work = work;
     found.block = index;
+    carrier->what = work->what;
     return found;
 }
 
@@ -515,10 +479,8 @@ static sw_status complete(sw_carrier *carrier, reduction *batch, uint32_t count,
         reduction *work = &batch[*through];
         if (work->blocks_through < work->block_count)
             return SW_OK;
-        if (work->block_count > 0 && work->kept == KEPT_BY_OWNERS)
+        if (work->pending->op.in_replica || (work->block_count > 0 && work->kept == KEPT_BY_OWNERS))
             SW_TRY(keep_owned(carrier, work, err));
-        if (work->pending->op.in_replica)
-            SW_TRY(fold_replicas(carrier, work, err));
         sw_carrier_complete(carrier, work->ticket);
     }
     return SW_OK;
@@ -563,7 +525,7 @@ sw_status sw_carrier_reduce(sw_carrier *carrier, uint32_t ticket, uint32_t count
             SW_TRY(sw_carrier_offer_early(carrier, ticket + count, err));
     }
     carrier->blocks += (uint32_t)blocks;
-    sw_packing_learn(&carrier->packing, carrier->packs[carrier->hier->host],
+    sw_packing_learn(&carrier->packing, carrier->hosts[carrier->hier->host].packs,
                      carrier->slow_bytes_per_s, sw_clock_now_ns() - begun_ns);
     return complete(carrier, batch, count, &through, err);
 }

@@ -13,8 +13,7 @@
  * state and reason for them (ending.h). The carriers notify the other hosts.
  *
  * Thread rule: as above; pages are shared between processes, as stated for each field below. */
-#ifndef SW_COMM_HIER_STATE_H
-#define SW_COMM_HIER_STATE_H
+#pragma once
 
 #include <pthread.h>
 #include <stdatomic.h>
@@ -126,8 +125,7 @@ static inline int sw_hier_local(const sw_hier *hier, int rank)
     return local;
 }
 
-/* hier_host.c
- * ------------------------------------------------------------------------------------------ */
+/* ---- hier_host.c ---- */
 
 /* Functions of sw_comm_ops. */
 void sw_hier_peer(sw_comm *comm, int rank, char text[SW_COMM_PEER_BYTES]);
@@ -152,8 +150,7 @@ bool sw_hier_has_done(const sw_hier *hier, const sw_hier_need *need, int local);
 SW_MUST_USE sw_status sw_hier_check_host(const sw_hier *hier, const sw_hier_need *need, bool deaths,
                                          sw_error *err);
 
-/* hier_wait.c: the end
- * ------------------------------------------------------------------------------------------ */
+/* ---- hier_wait.c: the end ---- */
 
 /* Return why this communicator ended on this rank; any of its threads. */
 static inline const sw_ending *sw_hier_ending(const sw_hier *hier)
@@ -182,8 +179,7 @@ void sw_hier_tell_hosts(sw_comm *comm);
 SW_MUST_USE sw_status sw_hier_look(sw_comm *comm, bool minds_leaving, sw_error *err);
 bool sw_hier_is_alive(sw_comm *comm);
 
-/* hier_wait.c
- * ------------------------------------------------------------------------------------------ */
+/* ---- hier_wait.c ---- */
 
 /* Wait until a word of some page of this host has reached `value`. */
 SW_MUST_USE sw_status sw_hier_await_word(sw_hier *hier, const sw_hier_need *need,
@@ -195,8 +191,7 @@ void sw_hier_drop_codecs(sw_hier *hier);
 /* Resolve the caller's plans of operations up to `wired`. */
 void sw_hier_settle(sw_hier *hier, uint32_t wired);
 
-/* hier_post.c: functions of sw_comm_ops
- * ------------------------------------------------------------------------------------------ */
+/* ---- hier_post.c: functions of sw_comm_ops ---- */
 
 SW_MUST_USE sw_status sw_hier_post(sw_comm *comm, const sw_op *op, uint32_t *ticket, sw_error *err);
 SW_MUST_USE sw_status sw_hier_run(sw_comm *comm, const sw_op *op, sw_error *err);
@@ -211,8 +206,7 @@ SW_MUST_USE sw_status sw_hier_begin_stream(sw_hier *hier, const sw_op *op, uint3
 SW_MUST_USE sw_status sw_hier_broadcast(sw_comm *comm, const sw_range *ranges, size_t count,
                                         int root, const char *label, sw_error *err);
 
-/* Functions of the carrier for the posting thread
- * ------------------------------------------------------------------------------------------ */
+/* ---- functions of the carrier for the posting thread ---- */
 
 /* Start the carrier's thread. */
 SW_MUST_USE sw_status sw_carrier_start(sw_hier *hier, const sw_wire *wire, sw_error *err);
@@ -235,5 +229,3 @@ bool sw_carrier_wire_is_closed(const sw_carrier *carrier);
 bool sw_carrier_is_over(const sw_carrier *carrier);
 /* Destroy the carrier once its thread has ended or if it never started. Also releases the wire. */
 void sw_carrier_destroy(sw_carrier *carrier);
-
-#endif

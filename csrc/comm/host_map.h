@@ -7,8 +7,7 @@
  *   host_of = 0 0 1 1 1     2 hosts; host 0: ranks 0 and 1, carrier 0; host 1: 2, 3, 4, carrier 2
  *
  * Thread rule: any, once made. */
-#ifndef SW_COMM_HOST_MAP_H
-#define SW_COMM_HOST_MAP_H
+#pragma once
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -152,5 +151,3 @@ typedef struct sw_dissemination {
 SW_MUST_USE sw_status sw_dissemination_init(sw_dissemination *made, int host, int host_count,
                                             int radix, sw_error *err);
 void sw_dissemination_fini(sw_dissemination *made);
-
-#endif

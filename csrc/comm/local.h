@@ -2,8 +2,7 @@
  * for tests and for a world of one. Ranks share the mappings themselves: a part of an arena stays
  * until the last rank has destroyed it. If its creation failed, it stays until the group ends.
  * Thread rule: each rank's communicator is used by one thread; the group by all. */
-#ifndef SW_COMM_LOCAL_H
-#define SW_COMM_LOCAL_H
+#pragma once
 
 #include "comm/comm.h"
 
@@ -17,5 +16,3 @@ void sw_local_group_destroy(sw_local_group *group);
  * message. */
 SW_MUST_USE sw_status sw_local_comm_create(sw_local_group *group, int rank, sw_comm **comm,
                                            sw_error *err);
-
-#endif

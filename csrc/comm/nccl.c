@@ -185,10 +185,13 @@ static sw_nccl_result ask(nccl_comm *comm, sw_nccl_result *state)
     return asked;
 }
 
-/* Wait until a call of a non-blocking communicator, which returned `result`, has a final result. */
+/* Wait until a call of a non-blocking communicator, which returned `result`, has a final result. In
+ * a group it has one at the group's end. */
 static sw_status settle(nccl_comm *comm, sw_nccl_result result, const char *what, sw_error *err)
 {
     int64_t start = sw_clock_now_ns();
+    if (comm->depth > 0 && result == SW_NCCL_IN_PROGRESS)
+        return SW_OK;
     while (result == SW_NCCL_IN_PROGRESS) {
         SW_TRY(sw_peers_check_request(&comm->base, err)); /* first, since a lender may have freed
                                                            * the communicator */
@@ -202,29 +205,36 @@ static sw_status settle(nccl_comm *comm, sw_nccl_result result, const char *what
     return result == SW_NCCL_SUCCESS ? SW_OK : fail_result(comm, result, what, err);
 }
 
+/* End one NCCL call, as open_call began it. */
+static void close_call(nccl_comm *comm, sw_device_visit *visit)
+{
+    pthread_mutex_unlock(&comm->calls);
+    comm->base.device->ops->leave(comm->base.device, visit);
+}
+
 /* Prepare one NCCL call: make the device current. Another thread may have ended the
  * communicator. */
-#define NCCL_CALL(comm, err, what, invocation)                          \
-    do {                                                                \
-        sw_device *device_ = (comm)->base.device;                       \
-        sw_device_visit visit_;                                         \
-        sw_nccl_result result_ = SW_NCCL_SUCCESS;                       \
-        if ((comm)->base.is_failing)                                    \
-            return refuse_failed((comm), (err));                        \
-        if ((comm)->depth == 0)                                         \
-            SW_TRY(sw_peers_check_request(&(comm)->base, (err)));       \
-        SW_TRY(device_->ops->enter(device_, &visit_, (err)));           \
-        pthread_mutex_lock(&(comm)->calls);                             \
-        bool is_there_ = (comm)->handle != NULL;                        \
-        if (is_there_)                                                  \
-            result_ = (comm)->library->call.invocation;                 \
-        pthread_mutex_unlock(&(comm)->calls);                           \
-        device_->ops->leave(device_, &visit_);                          \
-        if (!is_there_)                                                 \
-            return refuse_failed((comm), (err));                        \
-        if ((comm)->depth > 0 && result_ == SW_NCCL_IN_PROGRESS)        \
-            result_ = SW_NCCL_SUCCESS; /* decided at the group's end */ \
-        SW_TRY(settle((comm), result_, (what), (err)));                 \
+static sw_status open_call(nccl_comm *comm, sw_device_visit *visit, sw_error *err)
+{
+    if (comm->base.is_failing)
+        return refuse_failed(comm, err);
+    if (comm->depth == 0)
+        SW_TRY(sw_peers_check_request(&comm->base, err));
+    SW_TRY(comm->base.device->ops->enter(comm->base.device, visit, err));
+    pthread_mutex_lock(&comm->calls);
+    if (comm->handle)
+        return SW_OK;
+    close_call(comm, visit);
+    return refuse_failed(comm, err);
+}
+
+#define NCCL_CALL(comm, err, what, invocation)                     \
+    do {                                                           \
+        sw_device_visit visit_;                                    \
+        SW_TRY(open_call((comm), &visit_, (err)));                 \
+        sw_nccl_result result_ = (comm)->library->call.invocation; \
+        close_call((comm), &visit_);                               \
+        SW_TRY(settle((comm), result_, (what), (err)));            \
     } while (0)
 
 /* ---- operations ---- */
@@ -243,15 +253,6 @@ static const int nccl_dtypes[SW_DTYPE_COUNT] = {
     [SW_DTYPE_COMPLEX128] = -1,
     [SW_DTYPE_BOOL] = -1,
 };
-
-/* Types that NCCL lacks move as bytes. */
-static int as_moved(sw_dtype dtype, size_t *count)
-{
-    if (nccl_dtypes[dtype] >= 0)
-        return nccl_dtypes[dtype];
-    *count *= sw_dtype_size_bytes(dtype);
-    return SW_NCCL_UINT8;
-}
 
 /* Complex sums are sums of their parts; NCCL has no int16. */
 static sw_status as_reduced(sw_dtype dtype, sw_redop op, int *nccl_dtype, int *nccl_op,
@@ -283,21 +284,11 @@ static sw_cu_stream cuda_stream(sw_stream *stream)
 static sw_status nccl_group_begin(sw_peers *peers, sw_error *err)
 {
     nccl_comm *comm = comm_of(peers);
-    sw_device *device = peers->device;
     sw_device_visit visit;
-    if (peers->is_failing)
-        return refuse_failed(comm, err);
-    if (comm->depth == 0)
-        SW_TRY(sw_peers_check_request(peers, err));
-    SW_TRY(device->ops->enter(device, &visit, err));
-    pthread_mutex_lock(&comm->calls); /* other threads see an open group and its count together */
-    bool is_there = comm->handle != NULL;
-    sw_nccl_result result = is_there ? comm->library->call.ncclGroupStart() : SW_NCCL_SUCCESS;
-    comm->depth += is_there && result == SW_NCCL_SUCCESS;
-    pthread_mutex_unlock(&comm->calls);
-    device->ops->leave(device, &visit);
-    if (!is_there)
-        return refuse_failed(comm, err);
+    SW_TRY(open_call(comm, &visit, err));
+    sw_nccl_result result = comm->library->call.ncclGroupStart();
+    comm->depth += result == SW_NCCL_SUCCESS; /* other threads see both together */
+    close_call(comm, &visit);
     return result == SW_NCCL_SUCCESS ? SW_OK : fail_result(comm, result, "group start", err);
 }
 
@@ -317,8 +308,6 @@ static sw_status nccl_group_end(sw_peers *peers, sw_error *err)
             end(comm);
         return refuse_failed(comm, err);
     }
-    if (!is_outermost && result == SW_NCCL_IN_PROGRESS)
-        return SW_OK; /* the end of the outermost group waits for the result */
     return settle(comm, result, "group end", err);
 }
 
@@ -344,17 +333,6 @@ static sw_status nccl_reduce_scatter(sw_peers *peers, const void *data, void *to
     NCCL_CALL(comm, err, "reduce_scatter",
               ncclReduceScatter(data, to, slice_numel, nccl_dtype, nccl_op, comm->handle,
                                 cuda_stream(stream)));
-    return SW_OK;
-}
-
-static sw_status nccl_all_gather(sw_peers *peers, void *data, size_t slice_numel, sw_dtype dtype,
-                                 sw_stream *stream, sw_error *err)
-{
-    nccl_comm *comm = comm_of(peers);
-    char *own = (char *)data + (size_t)comm->base.rank * slice_numel * sw_dtype_size_bytes(dtype);
-    int nccl_dtype = as_moved(dtype, &slice_numel);
-    NCCL_CALL(comm, err, "all_gather",
-              ncclAllGather(own, data, slice_numel, nccl_dtype, comm->handle, cuda_stream(stream)));
     return SW_OK;
 }
 
@@ -401,11 +379,10 @@ static sw_status end_exchange(nccl_comm *comm, sw_status status, sw_error *err)
 }
 
 static sw_status nccl_exchange_slices(sw_peers *peers, const void *data, void *contributions,
-                                      size_t slice_numel, sw_dtype dtype, const int *slice_of_rank,
+                                      size_t slice_bytes, const int *slice_of_rank,
                                       sw_stream *stream, sw_error *err)
 {
     nccl_comm *comm = comm_of(peers);
-    size_t slice_bytes = slice_numel * sw_dtype_size_bytes(dtype);
     sw_status status = SW_OK;
     if (comm->base.world_size == 1 || slice_bytes == 0)
         return comm->base.is_failing ? refuse_failed(comm, err) : SW_OK;
@@ -439,17 +416,16 @@ static sw_status nccl_gather_among(sw_peers *peers, void *data, size_t slice_byt
     return end_exchange(comm, status, err);
 }
 
-static sw_status nccl_broadcast(sw_peers *peers, void *data, size_t numel, sw_dtype dtype, int root,
+static sw_status nccl_broadcast(sw_peers *peers, void *data, size_t size_bytes, int root,
                                 sw_stream *stream, sw_error *err)
 {
     nccl_comm *comm = comm_of(peers);
     if (root < 0 || root >= comm->base.world_size)
         SW_FAIL(err, SW_E_INVALID, "NCCL broadcast: root must be in [0, %d), not %d",
                 comm->base.world_size, root);
-    int nccl_dtype = as_moved(dtype, &numel);
-    NCCL_CALL(
-        comm, err, "broadcast",
-        ncclBroadcast(data, data, numel, nccl_dtype, root, comm->handle, cuda_stream(stream)));
+    NCCL_CALL(comm, err, "broadcast",
+              ncclBroadcast(data, data, size_bytes, SW_NCCL_UINT8, root, comm->handle,
+                            cuda_stream(stream)));
     return SW_OK;
 }
 
@@ -520,7 +496,6 @@ static const sw_peers_ops nccl_ops = {
     .group_end = nccl_group_end,
     .all_reduce = nccl_all_reduce,
     .reduce_scatter = nccl_reduce_scatter,
-    .all_gather = nccl_all_gather,
     .gather_slices = nccl_gather_slices,
     .exchange_slices = nccl_exchange_slices,
     .gather_among = nccl_gather_among,

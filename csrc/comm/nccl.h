@@ -2,8 +2,7 @@
  * or a borrowed one.
  *
  * Thread rule: as peers.h; the library: any. */
-#ifndef SW_COMM_NCCL_H
-#define SW_COMM_NCCL_H
+#pragma once
 
 #include "base/status.h"
 #include "comm/nccl_abi.h"
@@ -50,5 +49,3 @@ SW_MUST_USE sw_status sw_nccl_borrow(const sw_nccl_library *nccl, sw_device *dev
                                      sw_nccl_comm handle, int rank, int world_size,
                                      int64_t timeout_ns, sw_watchdog *watchdog, sw_peers **peers,
                                      sw_error *err);
-
-#endif

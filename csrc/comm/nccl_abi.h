@@ -5,8 +5,7 @@
  * NCCL 2.14's first field, and every later NCCL fills in the rest. Valid C and C++.
  *
  * Thread rule: any; there is no state. */
-#ifndef SW_COMM_NCCL_ABI_H
-#define SW_COMM_NCCL_ABI_H
+#pragma once
 
 #include <stddef.h>
 
@@ -91,5 +90,3 @@ typedef struct sw_nccl_table {
     const char *(*ncclGetErrorString)(sw_nccl_result result);
     const char *(*ncclGetLastError)(sw_nccl_comm comm);
 } sw_nccl_table;
-
-#endif

@@ -252,13 +252,6 @@ static sw_status lone_reduce_scatter(sw_peers *peers, const void *data, void *to
     return copy(peers, data, to, slice_numel * sw_dtype_size_bytes(dtype), stream, err);
 }
 
-static sw_status lone_all_gather(sw_peers *peers, void *data, size_t slice_numel, sw_dtype dtype,
-                                 sw_stream *stream, sw_error *err)
-{
-    (void)data, (void)slice_numel, (void)dtype, (void)stream;
-    return check(peers, err);
-}
-
 static sw_status lone_gather_slices(sw_peers *peers, const void *slice, void *data,
                                     size_t slice_bytes, sw_stream *stream, sw_error *err)
 {
@@ -266,11 +259,10 @@ static sw_status lone_gather_slices(sw_peers *peers, const void *slice, void *da
 }
 
 static sw_status lone_exchange_slices(sw_peers *peers, const void *data, void *contributions,
-                                      size_t slice_numel, sw_dtype dtype, const int *slice_of_rank,
+                                      size_t slice_bytes, const int *slice_of_rank,
                                       sw_stream *stream, sw_error *err)
 {
-    (void)data, (void)contributions, (void)slice_numel, (void)dtype;
-    (void)slice_of_rank, (void)stream;
+    (void)data, (void)contributions, (void)slice_bytes, (void)slice_of_rank, (void)stream;
     return check(peers, err);
 }
 
@@ -281,10 +273,10 @@ static sw_status lone_gather_among(sw_peers *peers, void *data, size_t slice_byt
     return check(peers, err);
 }
 
-static sw_status lone_broadcast(sw_peers *peers, void *data, size_t numel, sw_dtype dtype, int root,
+static sw_status lone_broadcast(sw_peers *peers, void *data, size_t size_bytes, int root,
                                 sw_stream *stream, sw_error *err)
 {
-    (void)data, (void)numel, (void)dtype, (void)stream;
+    (void)data, (void)size_bytes, (void)stream;
     if (root != 0)
         SW_FAIL(err, SW_E_INVALID, "broadcast of one rank: root must be 0, not %d", root);
     return check(peers, err);
@@ -319,7 +311,6 @@ static const sw_peers_ops lone_ops = {
     .group_end = check,
     .all_reduce = lone_all_reduce,
     .reduce_scatter = lone_reduce_scatter,
-    .all_gather = lone_all_gather,
     .gather_slices = lone_gather_slices,
     .exchange_slices = lone_exchange_slices,
     .gather_among = lone_gather_among,

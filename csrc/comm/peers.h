@@ -11,8 +11,7 @@
  * Thread rule: one at a time per transport, and per watchdog. Other threads may call has_failed,
  * request_end, watch and explain_late at the same time. Every rank issues the same operations, of
  * the same sizes, in one order. */
-#ifndef SW_COMM_PEERS_H
-#define SW_COMM_PEERS_H
+#pragma once
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -77,24 +76,22 @@ typedef struct sw_peers_ops {
     /* Reduce data[0 .. numel) over the ranks, in the transport's own order: SUM, MEAN, MIN, MAX. */
     sw_status (*all_reduce)(sw_peers *peers, void *data, size_t numel, sw_dtype dtype, sw_redop op,
                             sw_stream *stream, sw_error *err);
-    /* Slice r of `data` is data[r * slice_numel ...). Reduce: `to`, this rank's slice or other
-     * memory, becomes the reduction of all ranks' copies of this rank's slice; the rest of `data`
-     * keeps its values. Gather: slice r becomes rank r's. */
+    /* Slice r of `data` is data[r * slice_numel ...). `to`, this rank's slice or other memory,
+     * becomes the reduction of all ranks' copies of this rank's slice; the rest of `data` keeps its
+     * values. */
     sw_status (*reduce_scatter)(sw_peers *peers, const void *data, void *to, size_t slice_numel,
                                 sw_dtype dtype, sw_redop op, sw_stream *stream, sw_error *err);
-    sw_status (*all_gather)(sw_peers *peers, void *data, size_t slice_numel, sw_dtype dtype,
-                            sw_stream *stream, sw_error *err);
-    /* The same from memory outside of `data`, and in bytes: place r of `data` (world_size *
-     * slice_bytes) becomes rank r's `slice`. */
+    /* Place r of `data` (world_size * slice_bytes) becomes rank r's `slice`, which may be its place
+     * already. */
     sw_status (*gather_slices)(sw_peers *peers, const void *slice, void *data, size_t slice_bytes,
                                sw_stream *stream, sw_error *err);
-    /* Place r of `contributions` (world_size * slice_numel elements) becomes rank r's copy of this
+    /* Place r of `contributions` (world_size * slice_bytes) becomes rank r's copy of this
      * rank's slice. This rank's place is not written, since its copy is in `data`. Rank r's slice
      * is number slice_of_rank[r] of `data`; NULL: number r. This is the first half of the
      * deterministic reduction; FOLD (device_kernels.h) is the second. */
     sw_status (*exchange_slices)(sw_peers *peers, const void *data, void *contributions,
-                                 size_t slice_numel, sw_dtype dtype, const int *slice_of_rank,
-                                 sw_stream *stream, sw_error *err);
+                                 size_t slice_bytes, const int *slice_of_rank, sw_stream *stream,
+                                 sw_error *err);
     /* Place k of `data` (count * slice_bytes) becomes place k of rank ranks[k]. `ranks` contains
      * this rank; all of them pass the same list, and every rank of the transport passes a list of
      * the same length. */
@@ -106,7 +103,7 @@ typedef struct sw_peers_ops {
                       sw_stream *stream, sw_error *err);
     sw_status (*receive)(sw_peers *peers, void *data, size_t size_bytes, int rank,
                          sw_stream *stream, sw_error *err);
-    sw_status (*broadcast)(sw_peers *peers, void *data, size_t numel, sw_dtype dtype, int root,
+    sw_status (*broadcast)(sw_peers *peers, void *data, size_t size_bytes, int root,
                            sw_stream *stream, sw_error *err);
     /* Return the transport's failure, if any, without waiting. */
     sw_status (*check)(sw_peers *peers, sw_error *err);
@@ -166,13 +163,6 @@ static inline sw_status sw_peers_reduce_scatter(sw_peers *t, const void *data, v
     return t->ops->reduce_scatter(t, data, to, slice_numel, dtype, op, stream, err);
 }
 
-static inline sw_status sw_peers_all_gather(sw_peers *t, void *data, size_t slice_numel,
-                                            sw_dtype dtype, sw_stream *stream, sw_error *err)
-{
-    sw_account_moved(t->link, slice_numel * (size_t)t->world_size * sw_dtype_size_bytes(dtype));
-    return t->ops->all_gather(t, data, slice_numel, dtype, stream, err);
-}
-
 static inline sw_status sw_peers_gather_slices(sw_peers *t, const void *slice, void *data,
                                                size_t slice_bytes, sw_stream *stream, sw_error *err)
 {
@@ -180,14 +170,23 @@ static inline sw_status sw_peers_gather_slices(sw_peers *t, const void *slice, v
     return t->ops->gather_slices(t, slice, data, slice_bytes, stream, err);
 }
 
+/* The same of slices that are in their places. */
+static inline sw_status sw_peers_all_gather(sw_peers *t, void *data, size_t slice_numel,
+                                            sw_dtype dtype, sw_stream *stream, sw_error *err)
+{
+    size_t slice_bytes = slice_numel * sw_dtype_size_bytes(dtype);
+    return sw_peers_gather_slices(t, (char *)data + (size_t)t->rank * slice_bytes, data,
+                                  slice_bytes, stream, err);
+}
+
 static inline sw_status sw_peers_exchange_slices(sw_peers *t, const void *data, void *contributions,
                                                  size_t slice_numel, sw_dtype dtype,
                                                  const int *slice_of_rank, sw_stream *stream,
                                                  sw_error *err)
 {
-    sw_account_moved(t->link, slice_numel * (size_t)t->world_size * sw_dtype_size_bytes(dtype));
-    return t->ops->exchange_slices(t, data, contributions, slice_numel, dtype, slice_of_rank,
-                                   stream, err);
+    size_t slice_bytes = slice_numel * sw_dtype_size_bytes(dtype);
+    sw_account_moved(t->link, slice_bytes * (size_t)t->world_size);
+    return t->ops->exchange_slices(t, data, contributions, slice_bytes, slice_of_rank, stream, err);
 }
 
 static inline sw_status sw_peers_gather_among(sw_peers *t, void *data, size_t slice_bytes,
@@ -214,8 +213,9 @@ static inline sw_status sw_peers_receive(sw_peers *t, void *data, size_t size_by
 static inline sw_status sw_peers_broadcast(sw_peers *t, void *data, size_t numel, sw_dtype dtype,
                                            int root, sw_stream *stream, sw_error *err)
 {
-    sw_account_moved(t->link, numel * sw_dtype_size_bytes(dtype));
-    return t->ops->broadcast(t, data, numel, dtype, root, stream, err);
+    size_t size_bytes = numel * sw_dtype_size_bytes(dtype);
+    sw_account_moved(t->link, size_bytes);
+    return t->ops->broadcast(t, data, size_bytes, root, stream, err);
 }
 
 static inline sw_status sw_peers_check(sw_peers *t, sw_error *err)
@@ -236,8 +236,7 @@ static inline void sw_peers_destroy(sw_peers *t)
         t->ops->destroy(t);
 }
 
-/* peers.c: failures and waits, common to all transports
- * ------------------------------------------------------------------------------------------ */
+/* ---- peers.c: failures and waits, common to all transports ---- */
 
 /* Report the transport's first reason to every rank of this host (only the first caller does) and
  * return that reason. Call sw_watchdog_report_to_hosts() afterwards, since it waits for the GIL. */
@@ -283,5 +282,3 @@ SW_MUST_USE sw_status sw_peers_wait(sw_peers *peers, sw_event *event, const char
  */
 SW_MUST_USE sw_status sw_lone_rank_create(sw_device *device, int64_t timeout_ns,
                                           sw_watchdog *watchdog, sw_peers **peers, sw_error *err);
-
-#endif

@@ -65,8 +65,7 @@ static void destroy(sw_comm *comm)
     free(shm);
 }
 
-/* Arenas
- * ------------------------------------------------------------------------------------------ */
+/* ---- arenas ---- */
 
 static void unlink_arena(shm_comm *shm, const shm_arena *gone)
 {
@@ -247,8 +246,7 @@ static const sw_comm_ops shm_ops = {
     .destroy = destroy,
 };
 
-/* Joining
- * ------------------------------------------------------------------------------------------ */
+/* ---- joining ---- */
 
 sw_status sw_shm_comm_create(int rank, int world_size, const char *host, sw_comm **comm,
                              char address[SW_SOCKET_NAME_BYTES], sw_error *err)

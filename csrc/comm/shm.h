@@ -5,8 +5,7 @@
  * Joining has two steps, because the addresses travel through a store of the caller: create
  * listens and returns its address; connect takes all addresses. Thread rule: one at a time a
  * communicator. */
-#ifndef SW_COMM_SHM_H
-#define SW_COMM_SHM_H
+#pragma once
 
 #include "comm/bootstrap.h"
 
@@ -32,5 +31,3 @@ SW_MUST_USE sw_status sw_shm_comm_connect(sw_comm *comm, const char *const *addr
 
 /* Return how deaths of peers are detected: "file lock"; "none" without peers. */
 const char *sw_shm_comm_watch(const sw_comm *comm);
-
-#endif

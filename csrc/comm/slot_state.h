@@ -2,8 +2,7 @@
  * destroys the parts, slot_rounds.c runs rounds, slot_transport.c has the operations.
  *
  * Thread rule: as slot_transport.h. */
-#ifndef SW_COMM_SLOT_STATE_H
-#define SW_COMM_SLOT_STATE_H
+#pragma once
 
 #include <stdatomic.h>
 
@@ -98,5 +97,3 @@ SW_MUST_USE sw_status sw_slot_look(sw_peers *peers, sw_error *reason);
 /* Wait until the stream has completed, for at most `limit_ns`; release its waits if the transport
  * has failed. */
 void sw_slot_drain(sw_slot_transport *t, int64_t limit_ns);
-
-#endif

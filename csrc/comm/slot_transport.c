@@ -99,14 +99,6 @@ static sw_status slot_gather_slices(sw_peers *base, const void *slice, void *dat
     return finish_moves(t, status, "all_gather", &cause, err);
 }
 
-static sw_status slot_all_gather(sw_peers *base, void *data, size_t slice_numel, sw_dtype dtype,
-                                 sw_stream *stream, sw_error *err)
-{
-    size_t slice_bytes = slice_numel * sw_dtype_size_bytes(dtype);
-    return slot_gather_slices(base, (char *)data + (size_t)base->rank * slice_bytes, data,
-                              slice_bytes, stream, err);
-}
-
 static sw_status slot_gather_among(sw_peers *base, void *data, size_t slice_bytes, const int *ranks,
                                    int count, sw_stream *stream, sw_error *err)
 {
@@ -144,7 +136,7 @@ static sw_status exchange(sw_slot_transport *t, const char *data, char *contribu
 }
 
 static sw_status slot_exchange_slices(sw_peers *base, const void *data, void *contributions,
-                                      size_t slice_numel, sw_dtype dtype, const int *slice_of_rank,
+                                      size_t slice_bytes, const int *slice_of_rank,
                                       sw_stream *stream, sw_error *err)
 {
     sw_error cause;
@@ -152,8 +144,7 @@ static sw_status slot_exchange_slices(sw_peers *base, const void *data, void *co
     SW_TRY(begin(t, stream, err));
     if (base->world_size == 1)
         return SW_OK;
-    sw_status status = exchange(t, data, contributions, slice_numel * sw_dtype_size_bytes(dtype),
-                                slice_of_rank, &cause);
+    sw_status status = exchange(t, data, contributions, slice_bytes, slice_of_rank, &cause);
     return finish_moves(t, status, "exchange of slices", &cause, err);
 }
 
@@ -171,7 +162,7 @@ static sw_status broadcast(sw_slot_transport *t, char *data, size_t size_bytes, 
     return SW_OK;
 }
 
-static sw_status slot_broadcast(sw_peers *base, void *data, size_t numel, sw_dtype dtype, int root,
+static sw_status slot_broadcast(sw_peers *base, void *data, size_t size_bytes, int root,
                                 sw_stream *stream, sw_error *err)
 {
     sw_error cause;
@@ -182,7 +173,7 @@ static sw_status slot_broadcast(sw_peers *base, void *data, size_t numel, sw_dty
                 base->world_size, root);
     if (base->world_size == 1)
         return SW_OK;
-    sw_status status = broadcast(t, data, numel * sw_dtype_size_bytes(dtype), root, &cause);
+    sw_status status = broadcast(t, data, size_bytes, root, &cause);
     return finish_moves(t, status, "broadcast", &cause, err);
 }
 
@@ -372,7 +363,6 @@ static const sw_peers_ops slot_ops = {
     .group_end = slot_group_end,
     .all_reduce = slot_all_reduce,
     .reduce_scatter = slot_reduce_scatter,
-    .all_gather = slot_all_gather,
     .gather_slices = slot_gather_slices,
     .exchange_slices = slot_exchange_slices,
     .gather_among = slot_gather_among,

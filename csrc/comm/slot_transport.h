@@ -25,8 +25,7 @@
  * total: gather n / W to slots and n from them, all_reduce at most 2 n each way.
  *
  * Thread rule: as peers.h. */
-#ifndef SW_COMM_SLOT_TRANSPORT_H
-#define SW_COMM_SLOT_TRANSPORT_H
+#pragma once
 
 #include "comm/peers.h"
 #include "kernels/device_kernels.h"
@@ -63,5 +62,3 @@ size_t sw_slot_part_bytes(size_t slot_bytes);
  * rank's failure returns that rank's message. */
 SW_MUST_USE sw_status sw_slot_transport_create(const sw_slot_config *config, sw_peers **peers,
                                                sw_error *err);
-
-#endif

@@ -5,8 +5,7 @@
  * messages everywhere. Each loop sleeps and detects dead peers in its own way.
  *
  * Thread rule: owner only; notes as they say. */
-#ifndef SW_COMM_WAIT_H
-#define SW_COMM_WAIT_H
+#pragma once
 
 #include <stdatomic.h>
 #include <stdbool.h>
@@ -88,5 +87,3 @@ static inline void sw_wait_note_renew(sw_wait_note *note, int64_t now_ns)
 /* Returns false if the rank does not wait, or its note changes meanwhile. */
 bool sw_wait_note_read(const sw_wait_note *note, int64_t now_ns, char what[SW_WAIT_NOTE_BYTES],
                        int *awaited);
-
-#endif

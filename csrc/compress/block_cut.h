@@ -6,8 +6,7 @@
  * begins inside a record folds it too.
  *
  * Thread rule: any. */
-#ifndef SW_COMPRESS_BLOCK_CUT_H
-#define SW_COMPRESS_BLOCK_CUT_H
+#pragma once
 
 #include "compress/codec.h"
 
@@ -66,5 +65,3 @@ static inline bool sw_block_cut_is_own(const sw_block_cut *cut, const sw_block_p
     size_t first = (size_t)cut->rank * cut->each;
     return first <= part->at && part->at < first + cut->each;
 }
-
-#endif

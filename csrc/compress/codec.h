@@ -6,8 +6,7 @@
  *
  * Thread rule: any. Nothing is allocated.
  */
-#ifndef SW_COMPRESS_CODEC_H
-#define SW_COMPRESS_CODEC_H
+#pragma once
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -53,5 +52,3 @@ SW_MUST_USE sw_status sw_half_encode(sw_dtype dtype, void *wire, const float *so
                                      float scale, sw_error *err);
 SW_MUST_USE sw_status sw_half_decode(sw_dtype dtype, float *out, const void *wire, size_t numel,
                                      sw_error *err);
-
-#endif

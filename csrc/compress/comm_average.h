@@ -5,8 +5,7 @@
  * memory, in the wait.
  *
  * Thread rule: as the communicator's. Every rank makes the same calls; one mean is in flight. */
-#ifndef SW_COMPRESS_COMM_AVERAGE_H
-#define SW_COMPRESS_COMM_AVERAGE_H
+#pragma once
 
 #include "comm/comm.h"
 #include "compress/compressor.h"
@@ -27,5 +26,3 @@ SW_MUST_USE sw_status sw_comm_average_wait(sw_comm_average *average, sw_error *e
 bool sw_comm_average_is_in_flight(const sw_comm_average *average);
 /* The number of ranks between which messages are compressed: of hosts, if there are several. */
 int sw_comm_average_world_size(const sw_comm_average *average);
-
-#endif

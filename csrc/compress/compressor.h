@@ -8,8 +8,7 @@
  * Names, state dicts and the checks of loaded states are Python's (compress/state.py).
  *
  * Thread rule: one at a time. A carrier's thread is inside while a bucket is in flight. */
-#ifndef SW_COMPRESS_COMPRESSOR_H
-#define SW_COMPRESS_COMPRESSOR_H
+#pragma once
 
 #include "comm/exchange.h"
 #include "compress/codec.h"
@@ -120,5 +119,3 @@ uint64_t sw_compressor_bucket_sent_bytes(const sw_compressor *compressor, size_t
 
 /* Elements of a slice that holds this fraction of `numel`: a multiple of 64. */
 size_t sw_compressor_slice_numel(size_t numel, int world_size);
-
-#endif

@@ -1,8 +1,7 @@
 /* compressor_state.h - the state of a compressor, private to compressor.c (plain and 16-bit
  * rounds), compressor_state.c (entries, buckets), block_round.c, powersgd_round.c and
  * factor_message.c. */
-#ifndef SW_COMPRESS_COMPRESSOR_STATE_H
-#define SW_COMPRESS_COMPRESSOR_STATE_H
+#pragma once
 
 #include <stdatomic.h>
 
@@ -48,5 +47,3 @@ SW_MUST_USE sw_status sw_block_round(sw_compressor *compressor, const sw_compres
 SW_MUST_USE sw_status sw_powersgd_round(sw_compressor *compressor,
                                         const sw_compressor_bucket *bucket, float *flat,
                                         sw_exchange *exchange, sw_error *err);
-
-#endif

@@ -8,8 +8,7 @@
  * owners, and hosts are what a record is folded over.
  *
  * Thread rule: as the communicator's. */
-#ifndef SW_COMPRESS_DEVICE_BLOCK_ROUND_H
-#define SW_COMPRESS_DEVICE_BLOCK_ROUND_H
+#pragma once
 
 #include "comm/device_hosts.h"
 #include "compress/block_cut.h"
@@ -31,5 +30,3 @@ SW_MUST_USE sw_status sw_device_block_round(sw_device_comm *comm, const sw_devic
                                             const sw_block_cut *cut,
                                             const sw_device_block_memory *memory, bool keeps_slice,
                                             sw_stream *stream, uint64_t *sent_bytes, sw_error *err);
-
-#endif

@@ -11,8 +11,7 @@
  *
  * Thread rule: any.
  */
-#ifndef SW_COMPRESS_DEVICE_CODEC_H
-#define SW_COMPRESS_DEVICE_CODEC_H
+#pragma once
 
 #include "base/status.h"
 #include "compress/codec.h"
@@ -58,5 +57,3 @@ SW_MUST_USE sw_status sw_device_block_decode(const sw_device_blocks *blocks,
 SW_MUST_USE sw_status sw_device_block_owe(const sw_device_blocks *blocks, const sw_owe_part *parts,
                                           size_t count, const void *verdict, float scale,
                                           sw_error *err);
-
-#endif

@@ -11,8 +11,7 @@
  *
  * Thread rule: any.
  */
-#ifndef SW_COMPRESS_DEVICE_POWERSGD_H
-#define SW_COMPRESS_DEVICE_POWERSGD_H
+#pragma once
 
 #include "base/status.h"
 #include "kernels/device_kernels.h"
@@ -33,5 +32,3 @@ SW_MUST_USE sw_status sw_device_powersgd_run(const sw_device_passes *passes, sw_
 SW_MUST_USE sw_status sw_device_powersgd_orthonormalize(const sw_device_passes *passes,
                                                         const sw_factor_args *factors, size_t count,
                                                         sw_error *err);
-
-#endif

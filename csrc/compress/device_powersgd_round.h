@@ -6,8 +6,7 @@
  * refused round this rank's Q is undefined.
  *
  * Thread rule: as the communicator's. */
-#ifndef SW_COMPRESS_DEVICE_POWERSGD_ROUND_H
-#define SW_COMPRESS_DEVICE_POWERSGD_ROUND_H
+#pragma once
 
 #include "comm/device_comm.h"
 #include "compress/powersgd.h"
@@ -47,5 +46,3 @@ SW_MUST_USE sw_status sw_device_powersgd_round(sw_device_comm *comm,
                                                const sw_device_factor_memory *memory,
                                                sw_stream *stream, uint64_t *sent_bytes,
                                                sw_error *err);
-
-#endif

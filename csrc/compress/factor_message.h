@@ -5,8 +5,7 @@
  * parameters in float32, which have no error feedback. Factors have it: see settle.
  *
  * Thread rule: one at a time. */
-#ifndef SW_COMPRESS_FACTOR_MESSAGE_H
-#define SW_COMPRESS_FACTOR_MESSAGE_H
+#pragma once
 
 #include "compress/compressor_state.h"
 
@@ -36,5 +35,3 @@ SW_MUST_USE sw_status sw_factor_message_average(sw_factor_message *m, float **me
 /* 16 bits: return this rank's factors as the wire has counted them: encoded, times W. Their mean is
  * what average gave, as the owner of a slice adds W times the rounding error of the mean. */
 const float *sw_factor_message_settle(sw_factor_message *m);
-
-#endif

@@ -13,8 +13,7 @@
  *
  * Thread rule: one at a time per matrix. Nothing is allocated; all memory is the caller's.
  */
-#ifndef SW_COMPRESS_POWERSGD_H
-#define SW_COMPRESS_POWERSGD_H
+#pragma once
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -55,5 +54,3 @@ void sw_powersgd_decompress(const sw_powersgd *matrix, const float *q);
 bool sw_powersgd_is_finite(const float *values, size_t numel);
 /* Make the rows of `factor` (rank x count) orthonormal; see sw_lowrank_orthonormalize_fn. */
 void sw_powersgd_orthonormalize(float *factor, size_t count, size_t rank, uint64_t seed);
-
-#endif

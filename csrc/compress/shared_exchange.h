@@ -6,8 +6,7 @@
  * overwritten while a slower rank reads it.
  *
  * Thread rule: as the communicator's. Every rank of it makes the same calls. */
-#ifndef SW_COMPRESS_SHARED_EXCHANGE_H
-#define SW_COMPRESS_SHARED_EXCHANGE_H
+#pragma once
 
 #include "comm/comm.h"
 #include "comm/exchange.h"
@@ -16,5 +15,3 @@
 SW_MUST_USE sw_status sw_shared_exchange_create(sw_comm *comm, sw_exchange **exchange,
                                                 sw_error *err);
 void sw_shared_exchange_destroy(sw_exchange *exchange);
-
-#endif

@@ -5,8 +5,7 @@
  *
  * Thread rule: any; there is no state.
  */
-#ifndef SW_DEVICE_CUDA_ABI_H
-#define SW_DEVICE_CUDA_ABI_H
+#pragma once
 
 #include <stddef.h>
 
@@ -131,5 +130,3 @@ typedef struct sw_cuda_table {
     SW_CUDA_NEWEST_FUNCTIONS(SW_CUDA_FIELD)
 #undef SW_CUDA_FIELD
 } sw_cuda_table;
-
-#endif

@@ -2,8 +2,7 @@
  *
  * Thread rule: any.
  */
-#ifndef SW_DEVICE_CUDA_DRIVER_H
-#define SW_DEVICE_CUDA_DRIVER_H
+#pragma once
 
 #include "base/status.h"
 #include "device/cuda_abi.h"
@@ -28,5 +27,3 @@ void sw_cuda_driver_fini(sw_cuda_driver *driver);
  * name of the result in the message. The detail is the result. */
 SW_MUST_USE sw_status sw_cuda_check(const sw_cuda_driver *driver, sw_cu_result result,
                                     const char *call, const char *subject, sw_error *err);
-
-#endif

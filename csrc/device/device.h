@@ -10,8 +10,7 @@
  * Thread rule: any thread may call, one at a time for a stream or an event. Only event_wait blocks,
  * and memory_free may, since the driver may wait there.
  */
-#ifndef SW_DEVICE_DEVICE_H
-#define SW_DEVICE_DEVICE_H
+#pragma once
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -178,5 +177,3 @@ SW_MUST_USE sw_status sw_device_refuse_capture(sw_device *device, sw_stream *str
 
 /* Destroy the device after its streams, events and memory. NULL is allowed. */
 void sw_device_destroy(sw_device *device);
-
-#endif

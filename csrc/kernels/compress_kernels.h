@@ -13,8 +13,7 @@
  *
  * Thread rule: any. Kernels keep no state.
  */
-#ifndef SW_KERNELS_COMPRESS_KERNELS_H
-#define SW_KERNELS_COMPRESS_KERNELS_H
+#pragma once
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -130,5 +129,3 @@ typedef struct sw_compress_kernels {
     sw_lowrank_expand_fn *lowrank_expand;
     sw_lowrank_orthonormalize_fn *lowrank_orthonormalize;
 } sw_compress_kernels;
-
-#endif

@@ -6,8 +6,7 @@
  *
  * Thread rule: any.
  */
-#ifndef SW_KERNELS_CRC32C_H
-#define SW_KERNELS_CRC32C_H
+#pragma once
 
 #include <stddef.h>
 #include <stdint.h>
@@ -25,5 +24,3 @@ uint32_t sw_crc32c_copy(uint32_t crc, void *destination, const void *source, siz
 
 /* Return the checksum of A followed by B, from those of A and B. Cost: O(log b_bytes). */
 uint32_t sw_crc32c_join(uint32_t a, uint32_t b, uint64_t b_bytes);
-
-#endif

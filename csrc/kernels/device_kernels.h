@@ -47,8 +47,7 @@
  *
  * Thread rule: any; a kernel set is read-only once created.
  */
-#ifndef SW_KERNELS_DEVICE_KERNELS_H
-#define SW_KERNELS_DEVICE_KERNELS_H
+#pragma once
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -104,5 +103,3 @@ void sw_kernel_set_fini(sw_kernel_set *set);
 /* Enqueue a kernel on `stream`; the host device runs it at once. `args` is copied. */
 SW_MUST_USE sw_status sw_kernel_launch(const sw_kernel_set *set, sw_kernel kernel, const void *args,
                                        sw_stream *stream, sw_error *err);
-
-#endif

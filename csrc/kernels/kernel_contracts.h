@@ -6,8 +6,7 @@
  * multiprocessor.
  *
  * Thread rule: any. */
-#ifndef SW_KERNELS_KERNEL_CONTRACTS_H
-#define SW_KERNELS_KERNEL_CONTRACTS_H
+#pragma once
 
 #include "kernels/device_kernels.h"
 
@@ -57,5 +56,3 @@ static inline sw_status sw_contract_count(const char *what, int count, int most,
         SW_FAIL(err, SW_E_INVALID, "%s must be in [0, %d], not %d", what, most, count);
     return SW_OK;
 }
-
-#endif

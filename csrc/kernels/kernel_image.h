@@ -17,8 +17,7 @@
  *
  * Thread rule: any.
  */
-#ifndef SW_KERNELS_KERNEL_IMAGE_H
-#define SW_KERNELS_KERNEL_IMAGE_H
+#pragma once
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -60,5 +59,3 @@ uint64_t sw_image_hash(void);
 
 /* Return "packaged", "cached", "compiled" or "compiled, not cached". */
 const char *sw_image_origin_name(sw_image_origin origin);
-
-#endif

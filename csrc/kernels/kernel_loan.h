@@ -3,8 +3,7 @@
  * this struct pass between them.
  *
  * Thread rule: any. */
-#ifndef SW_KERNELS_KERNEL_LOAN_H
-#define SW_KERNELS_KERNEL_LOAN_H
+#pragma once
 
 #include "kernels/device_kernels.h"
 #include "kernels/kernels.h"
@@ -18,5 +17,3 @@ typedef struct sw_kernel_loan {
     sw_status (*redop_check)(sw_redop op, sw_dtype dtype, sw_error *err);
     void (*norm_sum_carry)(sw_norm_sum *sum);
 } sw_kernel_loan;
-
-#endif

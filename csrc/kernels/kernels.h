@@ -6,8 +6,7 @@
  *
  * Thread rule: any. Kernels keep no state.
  */
-#ifndef SW_KERNELS_KERNELS_H
-#define SW_KERNELS_KERNELS_H
+#pragma once
 
 #include <stddef.h>
 #include <stdint.h>
@@ -79,5 +78,3 @@ SW_MUST_USE sw_status sw_redop_check(sw_redop op, sw_dtype dtype, sw_error *err)
 
 /* Return "sum", "mean", "min" or "max"; never NULL. */
 const char *sw_redop_name(sw_redop op);
-
-#endif

@@ -3,8 +3,7 @@
  * The used part of NVRTC's interface is declared by hand; tests/abi compares it with the real
  * nvrtc.h. The file is valid C and C++. Thread rule: any.
  */
-#ifndef SW_KERNELS_NVRTC_H
-#define SW_KERNELS_NVRTC_H
+#pragma once
 
 #include <stddef.h>
 
@@ -49,5 +48,3 @@ SW_MUST_USE sw_status sw_nvrtc_compile(const char *library, const char *builtins
 /* Read the compiler's version. SW_E_UNSUPPORTED names a library that cannot be used. */
 SW_MUST_USE sw_status sw_nvrtc_version(const char *library, const char *builtins, int *major,
                                        int *minor, sw_error *err);
-
-#endif

@@ -7,8 +7,7 @@
  *
  * Thread rule: any. Kernels keep no state.
  */
-#ifndef SW_KERNELS_OPTIM_KERNELS_H
-#define SW_KERNELS_OPTIM_KERNELS_H
+#pragma once
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -100,5 +99,3 @@ typedef struct sw_optim_kernels {
     sw_sgd_fn *sgd;
     sw_norm_fn *norm;
 } sw_optim_kernels;
-
-#endif

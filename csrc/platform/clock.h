@@ -1,6 +1,5 @@
 /* clock.h - monotonic time in nanoseconds. Thread rule: any. */
-#ifndef SW_PLATFORM_CLOCK_H
-#define SW_PLATFORM_CLOCK_H
+#pragma once
 
 #include <stdint.h>
 #include <time.h>
@@ -11,5 +10,3 @@ static inline int64_t sw_clock_now_ns(void)
     clock_gettime(CLOCK_MONOTONIC, &now);
     return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
 }
-
-#endif

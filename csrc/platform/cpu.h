@@ -6,8 +6,7 @@
  * Thread rule: any. Each call of sw_cpu queries the processor (about a microsecond in a virtual
  * machine), so callers cache the result.
  */
-#ifndef SW_PLATFORM_CPU_H
-#define SW_PLATFORM_CPU_H
+#pragma once
 
 #include <stdbool.h>
 
@@ -25,6 +24,4 @@ bool sw_cpu_has_avx2_f16c_fma(void);
 
 /* AVX-512 F, BW, VL and DQ; implies sw_cpu_has_avx2_f16c_fma(). */
 bool sw_cpu_has_avx512(void);
-#endif
-
 #endif

@@ -4,8 +4,7 @@
  *
  * Thread rule: any; one thread at a time a descriptor, except for reads and writes at an offset.
  */
-#ifndef SW_PLATFORM_FILE_H
-#define SW_PLATFORM_FILE_H
+#pragma once
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -122,5 +121,3 @@ SW_MUST_USE sw_status sw_path_parent(const char *path, char parent[SW_PATH_BYTES
 /* Writes "folder/name"; SW_E_INVALID if that is too long. */
 SW_MUST_USE sw_status sw_path_join(char path[SW_PATH_BYTES], const char *folder, const char *name,
                                    sw_error *err);
-
-#endif

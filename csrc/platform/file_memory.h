@@ -10,8 +10,7 @@
  *
  * Thread rule: any; the object belongs to its owner.
  */
-#ifndef SW_PLATFORM_FILE_MEMORY_H
-#define SW_PLATFORM_FILE_MEMORY_H
+#pragma once
 
 #include "platform/file.h"
 
@@ -45,5 +44,3 @@ SW_MUST_USE sw_status sw_file_memory_write_back(const sw_file_memory *memory, ui
                                                 size_t size_bytes, sw_error *err);
 /* Return true if the folder's file system keeps files in memory (tmpfs, ramfs). */
 bool sw_file_memory_is_ram(const sw_file_memory *memory);
-
-#endif

@@ -1,7 +1,6 @@
 /* futex.h - sleep on a 32-bit word that other processes may map, and wake its sleepers. Thread
  * rule: any. */
-#ifndef SW_PLATFORM_FUTEX_H
-#define SW_PLATFORM_FUTEX_H
+#pragma once
 
 #include <stdatomic.h>
 #include <stdint.h>
@@ -22,5 +21,3 @@ static inline void sw_spin_pause(void)
     __asm__ volatile("yield");
 #endif
 }
-
-#endif

@@ -9,8 +9,7 @@
  *
  * Thread rule: any; there is no state.
  */
-#ifndef SW_PLATFORM_GLIBC_COMPAT_H
-#define SW_PLATFORM_GLIBC_COMPAT_H
+#pragma once
 
 #include <features.h>
 
@@ -74,5 +73,4 @@ SW_BIND_OLD_SCAN(__isoc23_strtoll, strtoll)
 SW_BIND_OLD_SCAN(__isoc23_strtoull, strtoull)
 #endif
 
-#endif
 #endif

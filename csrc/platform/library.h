@@ -2,8 +2,7 @@
  *
  * Thread rule: any.
  */
-#ifndef SW_PLATFORM_LIBRARY_H
-#define SW_PLATFORM_LIBRARY_H
+#pragma once
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -38,5 +37,3 @@ void sw_library_bind_found(void *handle, const sw_library_symbol *symbols, size_
 
 /* NULL is allowed. */
 void sw_library_close(void *handle);
-
-#endif

@@ -1,6 +1,5 @@
 /* limits.h - the limits of this process: cgroup memory, file size, open files. Thread rule: any. */
-#ifndef SW_PLATFORM_LIMITS_H
-#define SW_PLATFORM_LIMITS_H
+#pragma once
 
 #include <stddef.h>
 #include <stdint.h>
@@ -47,5 +46,3 @@ SW_MUST_USE sw_status sw_limits_check_descriptors(unsigned count, const char *la
 
 /* Writes the error for a refused file descriptor (EMFILE, ENFILE): always SW_E_MEMORY. */
 sw_status sw_limits_fail_descriptors(const char *what, int cause, sw_error *err);
-
-#endif

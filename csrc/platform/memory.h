@@ -5,8 +5,7 @@
  *
  * Thread rule: any; a mapping belongs to its owner.
  */
-#ifndef SW_PLATFORM_MEMORY_H
-#define SW_PLATFORM_MEMORY_H
+#pragma once
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -78,5 +77,3 @@ void sw_memory_touch(uint8_t *address, size_t size_bytes);
  * processor time a GiB; 0.4 of small pages. A hint: a failure is silent, and pages are then
  * allocated when touched or stay small. */
 void sw_memory_populate(uint8_t *address, size_t size_bytes);
-
-#endif

@@ -7,8 +7,7 @@
  *
  * Thread rule: any.
  */
-#ifndef SW_PLATFORM_PROCESS_H
-#define SW_PLATFORM_PROCESS_H
+#pragma once
 
 #include <stdbool.h>
 #include <stdint.h>
@@ -41,5 +40,3 @@ uint64_t sw_process_space(void);
 
 /* Returns the number of processors on which this process may run, at least 1. */
 int sw_process_cores(void);
-
-#endif

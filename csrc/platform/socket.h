@@ -5,8 +5,7 @@
  * namespace can list and call them, so a name ends with the listener's uid, and both sides ask the
  * kernel for the other's uid. Thread rule: one at a time per socket.
  */
-#ifndef SW_PLATFORM_SOCKET_H
-#define SW_PLATFORM_SOCKET_H
+#pragma once
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -57,5 +56,3 @@ SW_MUST_USE sw_status sw_socket_receive(int fd, void *bytes, size_t size_bytes, 
 
 /* Closes *fd and sets it to -1; no effect if it is -1. */
 void sw_socket_close(int *fd);
-
-#endif

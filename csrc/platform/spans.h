@@ -4,8 +4,7 @@
  * The ring is made once and stays, since a thread may still write into it when the trace has ended.
  *
  * Thread rule: any; sw_spans_turn and sw_spans_take one at a time. */
-#ifndef SW_PLATFORM_SPANS_H
-#define SW_PLATFORM_SPANS_H
+#pragma once
 
 #include <stdatomic.h>
 #include <stdbool.h>
@@ -36,5 +35,3 @@ void sw_spans_add(sw_span_kind kind, int value, int64_t begun_ns, int64_t ended_
 /* Copy those with a serial above `after` to `spans`, which has SW_SPANS places, the oldest first.
  * Returns their number. One that is being written is left out. */
 size_t sw_spans_take(uint64_t after, sw_interval *spans);
-
-#endif

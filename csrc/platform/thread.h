@@ -1,8 +1,7 @@
 /* thread.h - a background thread that no signal interrupts, and a crew of them that share a work.
  *
  * Thread rule: owner only; a crew's helpers call nothing but the work. */
-#ifndef SW_PLATFORM_THREAD_H
-#define SW_PLATFORM_THREAD_H
+#pragma once
 
 #include <pthread.h>
 #include <stdbool.h>
@@ -80,5 +79,3 @@ SW_MUST_USE sw_status sw_crew_run(sw_crew *crew, sw_crew_fn *work, void *context
 
 /* Ends the helpers. */
 void sw_crew_fini(sw_crew *crew);
-
-#endif

@@ -37,6 +37,8 @@ static bool next_field(const char **at, field *found, bool *is_optional, bool *i
     found->length = (int)strcspn(*at, ":");
     found->letter = found->name[found->length + 1];
     *at = found->name + found->length + 2;
+    if (found->letter == '(')
+        *at += strcspn(*at, ")") + 1;
     return true;
 }
 
@@ -88,6 +90,25 @@ static bool read_integer(const field *f, PyObject *value, sw_py_arg *out)
     return fits;
 }
 
+/* Returns the number of `text` among a field's choices; -1 for another. `wanted`: all of them. */
+static int find_choice(const field *f, const char *text, char *wanted, size_t capacity)
+{
+    const char *at = f->name + f->length + 1;
+    size_t used = 0;
+    int found = -1;
+    for (int number = 0; *at != ')'; ++number) {
+        size_t length = strcspn(++at, "|)");
+        const char *before = number == 0 ? "" : at[length] == ')' ? " or " : ", ";
+        if (strlen(text) == length && memcmp(text, at, length) == 0)
+            found = number;
+        used += (size_t)PyOS_snprintf(wanted + used, capacity - used, "%s'%.*s'", before,
+                                      (int)length, at);
+        used = used < capacity ? used : capacity - 1;
+        at += length;
+    }
+    return found;
+}
+
 static bool read_text(const field *f, PyObject *value, sw_py_arg *out)
 {
     Py_ssize_t length;
@@ -101,6 +122,11 @@ static bool read_text(const field *f, PyObject *value, sw_py_arg *out)
         return false;
     if (strlen(text) != (size_t)length)
         return refuse(f, PyExc_ValueError, "without null characters", value);
+    if (f->letter == '(') {
+        char wanted[80];
+        out->i = find_choice(f, text, wanted, sizeof wanted);
+        return out->i >= 0 || refuse(f, PyExc_ValueError, wanted, value);
+    }
     if (f->letter == 'T') {
         out->dtype = sw_dtype_from_name(text);
         return out->dtype != SW_DTYPE_COUNT ||
@@ -133,6 +159,7 @@ static bool read_value(const field *f, PyObject *value, sw_py_arg *out)
     case 's':
     case 'z':
     case 'T':
+    case '(':
         return read_text(f, value, out);
     case 'd':
         if (!PyNumber_Check(value))

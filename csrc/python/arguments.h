@@ -4,13 +4,13 @@
  *
  *     "all_reduce address:A numel:N dtype:T | op:s label:s $ arena:O"
  *
- * Those behind `|` may be left out, those behind `$` are passed by name. The names are in every
- * message, so a wrong argument is refused in one sentence: "all_reduce: numel must be at least 0,
- * got -1". A letter never cuts a number: one out of range is an OverflowError.
+ * Those behind `|` may be left out, those behind `$` are passed by name. "op:(sum|mean)" takes one
+ * of these texts. The names are in every message, so a wrong argument is refused in one sentence:
+ * "all_reduce: numel must be at least 0, got -1". A letter never cuts a number: one out of range is
+ * an OverflowError.
  *
  * Thread rule: with the GIL held. */
-#ifndef SW_PYTHON_ARGUMENTS_H
-#define SW_PYTHON_ARGUMENTS_H
+#pragma once
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -24,7 +24,7 @@ typedef union sw_py_arg { /* by its letter */
     Py_ssize_t n;         /* n: an int */
     size_t size;          /* N: an int of at least 0 */
     uint64_t word;        /* K: an int in [0, 2**64) */
-    int i;                /* i: an int that fits */
+    int i;                /* i: an int that fits; (a|b|c): the number of the text given */
     double d;             /* d: a float */
     bool p;               /* p: any object, by its truth */
     void *address;        /* A: an int in [0, 2**64), 0 for none */
@@ -90,5 +90,3 @@ bool sw_py_fill_int(const sw_py_arg *a, void *row, void *unused);
 bool sw_py_fill_size(const sw_py_arg *a, void *row, void *unused); /* int64_t, by N */
 bool sw_py_fill_address(const sw_py_arg *a, void *row, void *unused);
 bool sw_py_fill_text(const sw_py_arg *a, void *row, void *unused);
-
-#endif

@@ -1,8 +1,7 @@
 /* codec_object.h - the objects Codec (codec_type.c) and Exchange (exchange_type.c).
  *
  * Thread rule: with the GIL held. */
-#ifndef SW_PYTHON_CODEC_OBJECT_H
-#define SW_PYTHON_CODEC_OBJECT_H
+#pragma once
 
 #include "compress/comm_average.h"
 #include "python/method.h"
@@ -19,5 +18,3 @@ typedef struct codec_object {
     PyObject_HEAD sw_compressor *compressor; /* holds a reference; NULL before init */
     sw_py_use use;
 } codec_object;
-
-#endif

@@ -7,18 +7,6 @@
 
 static const char *const part_names[SW_PART_COUNT] = {"error", "memory", "left", "right", "basis"};
 
-static bool parse_kind(const char *name, sw_compressor_kind *kind)
-{
-    static const char *const names[] = {"plain", "half", "blocks", "powersgd"};
-    for (size_t i = 0; i < sizeof names / sizeof *names; ++i)
-        if (strcmp(names[i], name) == 0) {
-            *kind = (sw_compressor_kind)i;
-            return true;
-        }
-    return sw_py_refuse(PyExc_ValueError,
-                        "Codec: kind must be plain, half, blocks or powersgd, got '%s'", name);
-}
-
 static int codec_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     codec_object *self = (codec_object *)op;
@@ -29,22 +17,23 @@ static int codec_init(PyObject *op, PyObject *args, PyObject *kwargs)
                        [6] = {.size = 1},
                        [7] = {.d = 2},
                        [10] = {.dtype = SW_DTYPE_FLOAT32}};
-    sw_compressor_settings settings = {.kind = SW_COMPRESS_PLAIN};
     sw_error err;
-    if (!sw_py_read("Codec kind:s | $ wire:T block:N bits:i error_feedback:p warm_start:p rank:N "
-                    "least_rate:d first_round:K seed:K memory:T",
+    if (!sw_py_read("Codec kind:(plain|half|blocks|powersgd) | $ wire:T block:N bits:i "
+                    "error_feedback:p warm_start:p rank:N least_rate:d first_round:K seed:K "
+                    "memory:T",
                     args, kwargs, a) ||
-        !parse_kind(a[0].s, &settings.kind) || !sw_py_use_make(&self->use, "Codec"))
+        !sw_py_use_make(&self->use, "Codec"))
         return -1;
-    settings.wire = a[1].dtype;
-    settings.blocks = (sw_block_codec){a[2].size, a[3].i};
-    settings.error_feedback = a[4].p;
-    settings.warm_start = a[5].p;
-    settings.rank = a[6].size;
-    settings.least_rate = a[7].d;
-    settings.first_round = a[8].word;
-    settings.seed = a[9].word;
-    settings.memory = a[10].dtype;
+    const sw_compressor_settings settings = {.kind = (sw_compressor_kind)a[0].i,
+                                             .wire = a[1].dtype,
+                                             .blocks = {a[2].size, a[3].i},
+                                             .error_feedback = a[4].p,
+                                             .warm_start = a[5].p,
+                                             .rank = a[6].size,
+                                             .least_rate = a[7].d,
+                                             .first_round = a[8].word,
+                                             .seed = a[9].word,
+                                             .memory = a[10].dtype};
     sw_status status = sw_compressor_create(&settings, &self->compressor, &err);
     SW_PY_OWNED *done = sw_py_finish(op, status, &err);
     return done ? 0 : -1;

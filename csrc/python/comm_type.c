@@ -245,17 +245,6 @@ static PyObject *comm_arena(PyObject *op, PyObject *args, PyObject *kwargs)
     return made;
 }
 
-static bool parse_redop(const char *name, sw_redop *op)
-{
-    for (int i = 0; i < SW_REDOP_COUNT; ++i)
-        if (strcmp(sw_redop_name((sw_redop)i), name) == 0) {
-            *op = (sw_redop)i;
-            return true;
-        }
-    return sw_py_refuse(PyExc_ValueError, "op must be 'sum', 'mean', 'min' or 'max', got '%s'",
-                        name);
-}
-
 /* Returns the memory of an Arena of this communicator, or NULL with an exception. */
 static sw_arena *own_arena(comm_object *self, PyObject *arena, const char *operation,
                            const char *label)
@@ -271,21 +260,17 @@ static sw_arena *own_arena(comm_object *self, PyObject *arena, const char *opera
 static PyObject *comm_all_reduce(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     comm_object *self = (comm_object *)op;
-    sw_py_arg a[6] = {[3] = {.s = "sum"}, [4] = {.s = "all_reduce"}, [5] = {.o = Py_None}};
-    sw_op operation = {.kind = SW_OP_ALL_REDUCE};
+    sw_py_arg a[6] = {[3] = {.i = SW_REDOP_SUM}, [4] = {.s = "all_reduce"}, [5] = {.o = Py_None}};
     sw_error err;
-    if (!sw_py_read("all_reduce address:A numel:n dtype:s | op:s label:s arena:O", args, kwargs,
-                    a) ||
-        !parse_redop(a[3].s, &operation.redop))
+    if (!sw_py_read("all_reduce address:A numel:N dtype:T | op:(sum|mean|min|max) label:s arena:O",
+                    args, kwargs, a))
         return NULL;
+    sw_op operation = {.kind = SW_OP_ALL_REDUCE,
+                       .redop = (sw_redop)a[3].i,
+                       .dtype = a[2].dtype,
+                       .numel = a[1].size,
+                       .data = a[0].address};
     sw_op_set_label(&operation, a[4].s);
-    operation.dtype = sw_dtype_from_name(a[2].s);
-    if (operation.dtype == SW_DTYPE_COUNT || a[1].n < 0)
-        return PyErr_Format(PyExc_ValueError,
-                            "all_reduce '%s': dtype '%s' or numel %zd is not legal", a[4].s, a[2].s,
-                            a[1].n);
-    operation.numel = a[1].size;
-    operation.data = a[0].address;
     if (a[5].o != Py_None) {
         operation.arena = own_arena(self, a[5].o, "all_reduce", a[4].s);
         if (!operation.arena)

@@ -138,29 +138,15 @@ static bool fill_part(const sw_py_arg *a, void *row, void *context)
                         of->part_bytes, a[0].i);
 }
 
-static bool slot_place_of(const char *name, sw_slot_place *place)
-{
-    static const char *const names[] = {
-        [SW_SLOTS_ANYWHERE] = "auto", [SW_SLOTS_ON_HOST] = "shm", [SW_SLOTS_ON_DEVICE] = "ipc"};
-    for (int i = 0; i < 3; ++i)
-        if (strcmp(names[i], name) == 0) {
-            *place = (sw_slot_place)i;
-            return true;
-        }
-    return sw_py_refuse(PyExc_ValueError, "connect_slots: place must be auto, shm or ipc, not %s",
-                        name);
-}
-
 static PyObject *device_connect_slots(PyObject *op, PyObject *args)
 {
     device_comm_object *self = (device_comm_object *)op;
     sw_py_arg a[6];
-    sw_slot_parts parts = {0};
     SW_PY_TABLE table = {0};
     sw_error err;
-    if (!sw_py_read("connect_slots arena:O members:O slot_bytes:N place:s rank:i timeout_s:d", args,
-                    NULL, a) ||
-        !slot_place_of(a[3].s, &parts.place))
+    if (!sw_py_read("connect_slots arena:O members:O slot_bytes:N place:(auto|shm|ipc) rank:i "
+                    "timeout_s:d",
+                    args, NULL, a))
         return NULL;
     PyObject *arena = a[0].o;
     if (Py_TYPE(arena) != sw_py_state_of(op)->arena_type)
@@ -171,8 +157,8 @@ static PyObject *device_connect_slots(PyObject *op, PyObject *args)
                           &of) ||
         !enter_to_join(self, "connect_slots", a[5].d))
         return NULL;
-    parts.slot_bytes = a[2].size;
-    parts.base = table.rows;
+    const sw_slot_parts parts = {
+        .place = (sw_slot_place)a[3].i, .slot_bytes = a[2].size, .base = table.rows};
     sw_status status = SW_PY_WITHOUT_GIL(sw_device_comm_connect_slots(
         self->comm, &parts, a[4].i, (int)table.count, (int64_t)(a[5].d * 1e9), &err));
     if (status == SW_OK)

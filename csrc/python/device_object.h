@@ -2,8 +2,7 @@
  * it.
  *
  * Thread rule: with the GIL held. */
-#ifndef SW_PYTHON_DEVICE_OBJECT_H
-#define SW_PYTHON_DEVICE_OBJECT_H
+#pragma once
 
 #include "comm/device_norm.h"
 #include "python/method.h"
@@ -81,5 +80,3 @@ device_comm_object *sw_py_device_comm_of(PyObject *op, PyObject *first);
     device_comm_object *gpu; \
     sw_device_comm *comm
 #define SW_PY_ENTER_GPU (gpu = sw_py_device_comm_of(op, a[0].o)) && sw_py_device_enter(gpu)
-
-#endif

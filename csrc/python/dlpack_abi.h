@@ -2,8 +2,7 @@
  *
  * tests/abi compares it with the dlpack.h that torch ships. Valid C and C++. Thread rule: any.
  */
-#ifndef SW_PYTHON_DLPACK_ABI_H
-#define SW_PYTHON_DLPACK_ABI_H
+#pragma once
 
 #include <stdint.h>
 
@@ -44,5 +43,3 @@ typedef struct exchange_table { /* DLPackExchangeAPI, major version 1 */
     int (*dltensor_from_py_object_no_sync)(void *object, dl_tensor *out);
     void *current_work_stream;
 } exchange_table;
-
-#endif

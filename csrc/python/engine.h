@@ -6,8 +6,7 @@
  * release the GIL.
  *
  * Thread rule: with the GIL held, unless stated. */
-#ifndef SW_PYTHON_ENGINE_H
-#define SW_PYTHON_ENGINE_H
+#pragma once
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -290,5 +289,3 @@ void sw_py_set_or_clear(PyObject **slot, PyObject *value);
 /* Returns a new reference to an item: code that runs meanwhile may take it out of the list. NULL
  * with an exception. */
 PyObject *sw_py_item(PyObject *list, size_t index);
-
-#endif

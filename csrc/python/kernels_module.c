@@ -24,21 +24,16 @@ SW_PY_VALUE(instruction_set, PyObject, "instruction_set", true,
 SW_PY_METHOD(force_instruction_set, PyObject, "force_instruction_set name:z", true,
              sw_kernels_force(a[0].s, &err), sw_py_finish(self, status, &err))
 
-static bool check_fold(const sw_py_arg *a, size_t count, sw_redop *op)
+static bool check_fold(size_t count)
 {
-    for (*op = 0; *op < SW_REDOP_COUNT && strcmp(sw_redop_name(*op), a[4].s) != 0;)
-        ++*op;
-    return (count >= 1 && count <= 64 && a[2].n >= 0 &&
-            sw_dtype_from_name(a[3].s) != SW_DTYPE_COUNT && *op < SW_REDOP_COUNT) ||
-           sw_py_refuse(PyExc_ValueError,
-                        "fold: 1 to 64 sources, a dtype and an op of the engine; got %zu, %s, %s",
-                        count, a[3].s, a[4].s);
+    return (count >= 1 && count <= 64) ||
+           sw_py_refuse(PyExc_ValueError, "fold: sources must be 1 to 64, got %zu", count);
 }
 
-static sw_status run_fold(const sw_py_arg *a, const sw_py_table *sources, sw_redop op,
-                          sw_error *err)
+static sw_status run_fold(const sw_py_arg *a, const sw_py_table *sources, sw_error *err)
 {
-    sw_dtype dtype = sw_dtype_from_name(a[3].s);
+    sw_dtype dtype = a[3].dtype;
+    sw_redop op = (sw_redop)a[4].i;
     void *target = a[0].address;
     SW_TRY(sw_redop_check(op, dtype, err));
     sw_kernels()->fold[dtype](&target, 1, sources->rows, (int)sources->count, a[2].size,
@@ -46,10 +41,10 @@ static sw_status run_fold(const sw_py_arg *a, const sw_py_table *sources, sw_red
     return SW_OK;
 }
 
-SW_PY_METHOD_ON_ROWS(fold, PyObject, "fold destination:A sources:O numel:n dtype:s op:s",
-                     sw_redop reduction, 1, "fold source:A", void *, sw_py_fill_address,
-                     check_fold(a, rows.count, &reduction), run_fold(a, &rows, reduction, &err),
-                     sw_py_finish(self, status, &err))
+SW_PY_METHOD_ON_ROWS(fold, PyObject,
+                     "fold destination:A sources:O numel:N dtype:T op:(sum|mean|min|max)", , 1,
+                     "fold source:A", void *, sw_py_fill_address, check_fold(rows.count),
+                     run_fold(a, &rows, &err), sw_py_finish(self, status, &err))
 
 static PyObject *limit_value(uint64_t value)
 {

@@ -11,8 +11,7 @@
  *
  * A method that takes arguments by name, or returns more, is written out, in the same order.
  */
-#ifndef SW_PYTHON_METHOD_H
-#define SW_PYTHON_METHOD_H
+#pragma once
 
 #include "python/engine.h"
 
@@ -130,5 +129,3 @@ static inline PyObject *sw_py_none(void)
 {
     Py_RETURN_NONE;
 }
-
-#endif

@@ -2,8 +2,7 @@
  * the process that made it.
  *
  * Thread rule: with the GIL held. */
-#ifndef SW_PYTHON_OWNER_H
-#define SW_PYTHON_OWNER_H
+#pragma once
 
 #include "python/device_object.h"
 
@@ -40,5 +39,3 @@ int sw_py_owner_made(sw_py_owner *self, void *made, sw_py_destroy_fn *destroy, s
         const type stats = get(self->made);                                  \
         return sw_py_counts(&stats, counts, sizeof counts / sizeof *counts); \
     }
-
-#endif

@@ -7,8 +7,7 @@
  * Operations of torch that are not part of a step are its methods, named where they are called.
  *
  * Thread rule: with the GIL held. */
-#ifndef SW_PYTHON_REDUCER_OBJECT_H
-#define SW_PYTHON_REDUCER_OBJECT_H
+#pragma once
 
 #include "python/device_object.h"
 #include "python/method.h"
@@ -225,5 +224,3 @@ int sw_py_sliced_declare_accumulated(reducer_object *self);
 int sw_py_sliced_announce(reducer_object *self);
 /* Ends a round: every parameter that some rank used gets its ShardedGradient. */
 int sw_py_sliced_publish(reducer_object *self);
-
-#endif

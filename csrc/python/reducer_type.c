@@ -8,24 +8,6 @@
 
 /* ---- life ---- */
 
-static bool parse_transport(const char *name, sw_transport *transport)
-{
-    for (int t = SW_TRANSPORT_AUTO; t <= SW_TRANSPORT_STAGED; ++t)
-        if (strcmp(sw_transport_name((sw_transport)t), name) == 0) {
-            *transport = (sw_transport)t;
-            return true;
-        }
-    return sw_py_refuse(PyExc_ValueError, "transport must be 'auto', 'pool' or 'staged', got '%s'",
-                        name);
-}
-
-static bool parse_reduce(const char *name, bool *sums)
-{
-    *sums = strcmp(name, "sum") == 0;
-    return *sums || strcmp(name, "mean") == 0 ||
-           sw_py_refuse(PyExc_ValueError, "reduce must be 'mean' or 'sum', got '%s'", name);
-}
-
 /* A row is what the engine lays out; the last argument is the group whose buckets it shares. */
 #define PARAMETER "parameter name:s numel:n dtype:s requires_grad:p | group:n row_numel:n"
 
@@ -137,20 +119,21 @@ static bool make_link(reducer_object *self)
 static int reducer_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
     reducer_object *self = (reducer_object *)op;
-    sw_py_arg a[14] = {[2] = {.n = 25 * 1024 * 1024}, [3] = {.s = "auto"},  [4] = {.s = "mean"},
-                       [6] = {.o = Py_None},          [7] = {.s = "model"}, [11] = {.o = Py_None},
+    sw_py_arg a[14] = {[2] = {.n = 25 * 1024 * 1024},
+                       [6] = {.o = Py_None},
+                       [7] = {.s = "model"},
+                       [11] = {.o = Py_None},
                        [12] = {.o = Py_None}};
     SW_PY_SLICES slices = {.numbers = NULL};
     SW_PY_TABLE params = {0}, names = {0};
     sw_reducer_options options = {.label = "model"};
     int world_size;
     if (!sw_py_read(
-            "Reducer comm:O parameters:O | $ bucket_cap_bytes:n transport:s reduce:s sliced:p "
-            "slices:O label:s first_cap_bytes:n deterministic:p wire:z row:O column:O "
-            "allocate:O",
+            "Reducer comm:O parameters:O | $ bucket_cap_bytes:n transport:(auto|pool|staged) "
+            "reduce:(mean|sum) sliced:p slices:O label:s first_cap_bytes:n deterministic:p wire:z "
+            "row:O column:O allocate:O",
             args, kwargs, a) ||
-        !check_caps(a[2].n, a[8].n) || !parse_transport(a[3].s, &options.transport) ||
-        !parse_reduce(a[4].s, &options.sums) || !bind_comm(self, a[0].o, &world_size) ||
+        !check_caps(a[2].n, a[8].n) || !bind_comm(self, a[0].o, &world_size) ||
         !read_side(self, a[11].o, &options.row) || !read_side(self, a[12].o, &options.column) ||
         !make_link(self) || sw_py_slices_init(&slices, a[6].o, world_size) < 0 ||
         !sw_py_table_init(&params, a[1].o, PARAMETER, sizeof(sw_layout_param), fill_parameter,
@@ -158,6 +141,8 @@ static int reducer_init(PyObject *op, PyObject *args, PyObject *kwargs)
         !sw_py_table_init(&names, params.items, PARAMETER, sizeof(const char *), sw_py_fill_text,
                           NULL))
         return -1;
+    options.transport = (sw_transport)a[3].i;
+    options.sums = a[4].i == 1;
     self->sliced = options.sliced = a[5].p;
     options.slices = slices.given;
     options.label = a[7].s;

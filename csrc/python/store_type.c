@@ -20,18 +20,6 @@ typedef struct store_object {
 
 /* ---- life ---- */
 
-static bool parse_form(const char *name, sw_store_form *form)
-{
-    static const char *const names[] = {"private", "shared", "units"};
-    for (size_t i = 0; i < sizeof names / sizeof *names; ++i)
-        if (strcmp(name, names[i]) == 0) {
-            *form = (sw_store_form)i;
-            return true;
-        }
-    return sw_py_refuse(PyExc_ValueError,
-                        "Store: form must be 'private', 'shared' or 'units', got '%s'", name);
-}
-
 static bool fill_unit(const sw_py_arg *a, void *row, void *units)
 {
     const sw_py_table *members =
@@ -95,11 +83,9 @@ static int store_init(PyObject *op, PyObject *args, PyObject *kwargs)
     SW_PY_SLICES slices = {.numbers = NULL};
     SW_PY_TABLE hosts = {0}, casts = {0};
     SW_PY_NESTED units = {.begun = 0};
-    sw_store_options options = {.form = SW_STORE_PRIVATE};
-    if (!sw_py_read("Store reducer:O form:s host_of:O label:s | $ slices:O narrow:O units:O "
-                    "coded:p folder:z",
-                    args, kwargs, a) ||
-        !parse_form(a[1].s, &options.form))
+    if (!sw_py_read("Store reducer:O form:(private|shared|units) host_of:O label:s | $ slices:O "
+                    "narrow:O units:O coded:p folder:z",
+                    args, kwargs, a))
         return -1;
     reducer_object *reducer = (reducer_object *)a[0].o;
     if (!PyObject_TypeCheck(a[0].o, sw_py_state_of(op)->reducer_type) || !reducer->comm ||
@@ -128,14 +114,15 @@ static int store_init(PyObject *op, PyObject *args, PyObject *kwargs)
     sw_dtype *narrow = read_casts(&casts, layout->param_count);
     if (!narrow)
         return -1;
-    options.slices = slices.given;
-    options.host_of = hosts.rows;
-    options.narrow = narrow;
-    options.units = units.outer.rows;
-    options.unit_count = units.outer.count;
-    options.coded = a[7].p;
-    options.folder = a[8].s;
-    options.label = a[3].s;
+    const sw_store_options options = {.form = (sw_store_form)a[1].i,
+                                      .slices = slices.given,
+                                      .host_of = hosts.rows,
+                                      .narrow = narrow,
+                                      .units = units.outer.rows,
+                                      .unit_count = units.outer.count,
+                                      .coded = a[7].p,
+                                      .folder = a[8].s,
+                                      .label = a[3].s};
     int failed = create(self, layout, &options);
     free(narrow);
     return failed;
@@ -166,24 +153,23 @@ static bool check_index(const store_object *self, Py_ssize_t index)
 }
 
 /* Returns a capsule over a run; None where there is no memory. */
-static PyObject *capsule_of(PyObject *op, const sw_store_run *run, PyObject *shape,
-                            PyObject *strides)
+static PyObject *capsule_of(PyObject *op, sw_store_run run, PyObject *shape, PyObject *strides)
 {
     sw_py_layout layout;
-    size_t bytes = (run->end - run->begin) * sw_dtype_size_bytes(run->dtype);
-    if (!run->address)
+    size_t bytes = (run.end - run.begin) * sw_dtype_size_bytes(run.dtype);
+    if (!run.address)
         Py_RETURN_NONE;
-    if (!sw_py_layout_init(&layout, run->dtype, shape, strides, "Store"))
+    if (!sw_py_layout_init(&layout, run.dtype, shape, strides, "Store"))
         return NULL;
     if (layout.bytes > bytes)
         return PyErr_Format(PyExc_ValueError, "Store: %zu bytes leave a parameter of %zu",
                             layout.bytes, bytes);
-    return sw_py_dlpack_capsule_on(-1, op, run->address, &layout);
+    return sw_py_dlpack_capsule_on(-1, op, run.address, &layout);
 }
 
-static PyObject *flat_capsule_of(PyObject *op, const sw_store_run *run)
+static PyObject *flat_capsule_of(PyObject *op, sw_store_run run)
 {
-    SW_PY_OWNED *shape = Py_BuildValue("(n)", (Py_ssize_t)(run->end - run->begin));
+    SW_PY_OWNED *shape = Py_BuildValue("(n)", (Py_ssize_t)(run.end - run.begin));
     return shape ? capsule_of(op, run, shape, Py_None) : NULL;
 }
 
@@ -194,19 +180,12 @@ static PyObject *store_whole(PyObject *op, PyObject *args)
     if (!sw_py_read("Store.whole index:n shape:O | strides:O narrow:p", args, NULL, a) ||
         !check_index(self, a[0].n))
         return NULL;
-    sw_store_run run = sw_store_whole(STORE, a[0].size, a[3].p);
-    return capsule_of(op, &run, a[1].o, a[2].o);
+    return capsule_of(op, sw_store_whole(STORE, a[0].size, a[3].p), a[1].o, a[2].o);
 }
 
-static PyObject *store_slice(PyObject *op, PyObject *args)
-{
-    const store_object *self = (store_object *)op;
-    sw_py_arg a[1];
-    if (!sw_py_read("Store.slice index:n", args, NULL, a) || !check_index(self, a[0].n))
-        return NULL;
-    sw_store_run run = sw_store_slice(STORE, a[0].size, (size_t)MAP->slice_of[MAP->rank], false);
-    return flat_capsule_of(op, &run);
-}
+SW_PY_VALUE(store_slice, store_object, "Store.slice index:n", check_index(self, a[0].n),
+            flat_capsule_of(op, sw_store_slice(STORE, a[0].size, (size_t)MAP->slice_of[MAP->rank],
+                                               false)))
 
 static PyObject *store_pieces(PyObject *op, PyObject *args)
 {
@@ -218,7 +197,7 @@ static PyObject *store_pieces(PyObject *op, PyObject *args)
     size_t count = sw_store_pieces(STORE, a[0].size, runs);
     PyObject *made = PyList_New((Py_ssize_t)count);
     for (size_t k = 0; made && k < count; ++k) {
-        PyObject *memory = flat_capsule_of(op, &runs[k]);
+        PyObject *memory = flat_capsule_of(op, runs[k]);
         PyObject *item = memory ? Py_BuildValue("nnN", (Py_ssize_t)runs[k].begin,
                                                 (Py_ssize_t)runs[k].end, memory)
                                 : NULL;
@@ -237,8 +216,8 @@ static PyObject *store_words(PyObject *op, PyObject *Py_UNUSED(unused))
     if (!sw_py_owner_check(&self->owner, "the store was"))
         return NULL;
     uint8_t *address = sw_store_mapped(STORE, &size, &buckets);
-    const sw_store_run run = {address, 0, buckets / sizeof(int32_t), SW_DTYPE_INT32};
-    return flat_capsule_of(op, &run);
+    return flat_capsule_of(op,
+                           (sw_store_run){address, 0, buckets / sizeof(int32_t), SW_DTYPE_INT32});
 }
 
 static PyObject *store_mapped(PyObject *op, PyObject *Py_UNUSED(unused))
@@ -293,22 +272,10 @@ static PyObject *finish(store_object *self, sw_status status, const sw_error *er
 SW_PY_METHOD(store_read, store_object, "read index:n address:A",
              check_index(self, a[0].n) && enter(self),
              sw_store_read(STORE, a[0].size, a[1].address, &err), finish(self, status, &err))
-/* Returns -1 with an exception. */
-static int parse_share(const char *name)
-{
-    static const char *const names[] = {"own", "mine", "all"};
-    for (int i = 0; i < 3; ++i)
-        if (strcmp(name, names[i]) == 0)
-            return i;
-    sw_py_refuse(PyExc_ValueError, "Store.write: share must be 'own', 'mine' or 'all', got '%s'",
-                 name);
-    return -1;
-}
-
-SW_PY_METHOD_WITH(store_write, store_object, "write index:n address:A share:s", int share = 0,
-                  check_index(self, a[0].n) && (share = parse_share(a[2].s)) >= 0 && enter(self),
-                  (sw_store_write(STORE, a[0].size, a[1].address, (sw_store_share)share), SW_OK),
-                  finish(self, status, &err))
+SW_PY_METHOD(store_write, store_object, "Store.write index:n address:A share:(own|mine|all)",
+             check_index(self, a[0].n) && enter(self),
+             (sw_store_write(STORE, a[0].size, a[1].address, (sw_store_share)a[2].i), SW_OK),
+             finish(self, status, &err))
 SW_PY_METHOD(store_settle, store_object, "settle", enter(self), sw_store_settle(STORE, &err),
              finish(self, status, &err))
 SW_PY_METHOD(store_derive, store_object, "derive", enter(self), (sw_store_derive(STORE), SW_OK),
@@ -402,14 +369,10 @@ static PyObject *store_stats(PyObject *op, PyObject *Py_UNUSED(unused))
     return sw_py_counts(&stats, counts, sizeof counts / sizeof *counts);
 }
 
-static PyObject *store_unit_sizes(PyObject *op, PyObject *Py_UNUSED(unused))
-{
-    const store_object *self = (store_object *)op;
-    if (!sw_py_owner_check(&self->owner, "the store was"))
-        return NULL;
-    const sw_store_plan *plan = sw_store_get_plan(STORE);
-    return SW_PY_LIST(i, plan->unit_count, PyLong_FromSize_t(plan->sizes[i]));
-}
+#define PLAN sw_store_get_plan(STORE)
+SW_PY_VALUE(store_unit_sizes, store_object, "unit_sizes",
+            sw_py_owner_check(&self->owner, "the store was"),
+            SW_PY_LIST(i, PLAN->unit_count, PyLong_FromSize_t(PLAN->sizes[i])))
 
 /* ---- the type ---- */
 
@@ -421,7 +384,7 @@ PROPERTY(is_home, PyBool_FromLong(sw_store_is_home(MAP)))
 PROPERTY(one_copy, PyBool_FromLong(sw_store_has_one_copy(MAP)))
 PROPERTY(is_collective, PyBool_FromLong(0))
 PROPERTY(bytes_held, PyLong_FromSize_t(sw_store_bytes_held(STORE)))
-PROPERTY(unit_bytes, PyLong_FromSize_t(sw_store_get_plan(STORE)->warm_bytes))
+PROPERTY(unit_bytes, PyLong_FromSize_t(PLAN->warm_bytes))
 
 static PyObject *home_of(const sw_file_memory *file)
 {
@@ -466,7 +429,8 @@ static PyMethodDef store_methods[] = {
     SW_PY_ARGS(store, is_whole, "unit, /", "Return True if the unit is unsharded."),
     SW_PY_ARGS(store, is_apart, "unit, /", "Return False: a unit lies at its own addresses."),
     SW_PY_NONE(store, stats, "Return counts of units since creation."),
-    SW_PY_NONE(store, unit_sizes, "Return the bytes of each unit, in its compute form if any."),
+    SW_PY_ARGS(store, unit_sizes, "/",
+               "Return the bytes of each unit, in its compute form if any."),
     {NULL, NULL, 0, NULL},
 };
 

@@ -2,8 +2,7 @@
  * guard: a second thread must not change what the first reads, nor free it.
  *
  * Thread rule: with the GIL held, which is what guards the guard. */
-#ifndef SW_PYTHON_USE_H
-#define SW_PYTHON_USE_H
+#pragma once
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -51,5 +50,3 @@ bool sw_py_wait_while(sw_py_busy_fn *is_busy, const void *object, int64_t patien
 
 /* Longer than any call that other threads may wait for, but for one that hangs. */
 #define SW_PY_PATIENCE_NS (INT64_C(10) * 1000000000)
-
-#endif

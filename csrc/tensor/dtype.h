@@ -1,6 +1,5 @@
 /* dtype.h - the element types of the engine: size and name of each. Thread rule: any. */
-#ifndef SW_TENSOR_DTYPE_H
-#define SW_TENSOR_DTYPE_H
+#pragma once
 
 #include <stddef.h>
 
@@ -29,5 +28,3 @@ const char *sw_dtype_name(sw_dtype dtype);
 
 /* Return the dtype of that name, or SW_DTYPE_COUNT if there is none. */
 sw_dtype sw_dtype_from_name(const char *name);
-
-#endif

@@ -19,8 +19,7 @@
  *
  * Thread rule: any, once made.
  */
-#ifndef SW_TENSOR_LAYOUT_H
-#define SW_TENSOR_LAYOUT_H
+#pragma once
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -101,5 +100,3 @@ sw_layout_pieces sw_layout_pieces_of(const sw_layout *layout, size_t param);
 /* Return the run that begins with element `begin` of a parameter, `first` within the bucket: to its
  * end; by rows, to the end of a chunk. */
 sw_layout_run sw_layout_bucket_run(const sw_layout *layout, size_t param, size_t begin);
-
-#endif

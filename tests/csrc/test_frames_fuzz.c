@@ -290,7 +290,7 @@ static void scene_init(scene *s, fuzz_script *script, int hosts, int host, int r
     carrier->next.memory = room(1, 1); /* reserved to the byte: a sanitizer sees a write beyond */
     carrier->next.capacity = 1;
     carrier->next.packs = room((size_t)hosts / 8 + 1, 1);
-    carrier->packs = room((size_t)hosts, sizeof *carrier->packs);
+    carrier->hosts = room((size_t)hosts, sizeof *carrier->hosts);
     carrier->source = room((size_t)hosts, sizeof *carrier->source);
     carrier->destination = room((size_t)hosts, sizeof *carrier->destination);
     for (int i = 0; i < hier->spread.hop_count; ++i) {
@@ -316,7 +316,7 @@ static void scene_fini(scene *s)
     free(carrier->peers);
     free(carrier->next.packs);
     free(carrier->next.memory);
-    free(carrier->packs);
+    free(carrier->hosts);
     free(carrier->source);
     free(carrier->destination);
     free(s->memory_base[s->hier.host]);

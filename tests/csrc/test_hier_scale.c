@@ -36,8 +36,7 @@ enum {
 
 static int hosts, ranks_a_host;
 
-/* The wire
- * ------------------------------------------------------------------------------------------ */
+/* ---- the wire ---- */
 
 typedef struct letter {
     struct letter *next;
@@ -154,8 +153,7 @@ static void wire_release(void *context)
     (void)context;
 }
 
-/* A host whose ranks are all the same one
- * ------------------------------------------------------------------------------------------ */
+/* ---- A host whose ranks are all the same one ---- */
 
 typedef struct same_ranks {
     sw_fabric fabric;
@@ -212,8 +210,7 @@ static const sw_comm_ops same_ops = {
     .destroy = same_destroy,
 };
 
-/* The hosts
- * ------------------------------------------------------------------------------------------ */
+/* ---- the hosts ---- */
 
 typedef enum step { BARRIER = 0, MAXIMUM, SUM, GATHER, STEPS } step;
 static const char *const step_names[] = {"barrier", "maximum of 4 bytes", "sum of 4 bytes",
@@ -328,8 +325,7 @@ static void *run_host(void *argument)
     return NULL;
 }
 
-/* The law
- * ------------------------------------------------------------------------------------------ */
+/* ---- the law ---- */
 
 typedef struct formula { /* of docs/design/hosts_control.md */
     uint64_t messages, frame_bytes;

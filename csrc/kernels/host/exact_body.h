@@ -5,8 +5,7 @@
  * greatest of its group: 4 bits instead of 8. Loops over one group have constant length and no
  * branches, so that the compiler vectorises them. Exponents that do not fit 4 bits are rare and are
  * handled one by one. */
-#ifndef SW_KERNELS_HOST_EXACT_BODY_H
-#define SW_KERNELS_HOST_EXACT_BODY_H
+#pragma once
 
 #include <stdbool.h>
 #include <string.h>
@@ -118,5 +117,3 @@ static bool exact_unpack(float *restrict out, const unsigned char *restrict reco
     }
     return true;
 }
-
-#endif

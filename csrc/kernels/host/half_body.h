@@ -5,8 +5,7 @@
  * KERNEL_F16C and has included immintrin.h; the bits are the same. A NaN is stored as the canonical
  * quiet one, so that the payload does not depend on the instruction set.
  */
-#ifndef SW_KERNELS_HOST_HALF_BODY_H
-#define SW_KERNELS_HOST_HALF_BODY_H
+#pragma once
 
 #include <stddef.h>
 #include <stdint.h>
@@ -110,5 +109,3 @@ static inline void narrow_float16(uint16_t *restrict out, const float *restrict 
     for (; i < count; ++i)
         out[i] = float16_narrow(in[i]);
 }
-
-#endif

@@ -7,8 +7,7 @@
  * The includer includes immintrin.h or emmintrin.h if the architecture has it. It calls
  * stream_end() before another thread may read.
  */
-#ifndef SW_KERNELS_HOST_STREAM_BODY_H
-#define SW_KERNELS_HOST_STREAM_BODY_H
+#pragma once
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -72,5 +71,3 @@ static inline void stream_end(void)
     _mm_sfence(); /* a later release store does not order streamed stores */
 #endif
 }
-
-#endif

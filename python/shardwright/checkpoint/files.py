@@ -16,7 +16,7 @@ from ..options.names import offers_names
 from ..options.places import absolute_path, address_of
 from .folder.partial import make_folder, of_saves
 from .folder.retention import REPLACED, discard
-from .peers import Peers, os_error
+from .peers import Peers, told
 from .pipeline import inventory_of, load_stages, peers_of
 from .remote.store import Store, local_folder, on_first
 from .restore.agreeing import agree_on, apply_together
@@ -148,16 +148,13 @@ class PathSaver:
 
         def prepare() -> str:
             nonlocal target
-            try:
+            with told(f"the folder for '{folder}' cannot be made"):
                 make_folder(os.path.dirname(folder))
                 if replaces_file and (os.path.islink(folder) or os.path.isfile(folder)):
                     os.unlink(folder)
                 replaces = CheckpointFolder.identity(folder)  # before the check: a later folder is another save's
                 refusal = why_not_there(folder, overwrite)
                 target = Target(folder, replaces, of_saves(*os.path.split(folder)))
-            except Exception as error:
-                why = f"the folder for '{folder}' cannot be made: {in_words(error)}"
-                raise os_error(why, getattr(error, "errno", None)) from error
             if refusal:
                 raise CheckpointError(refusal)
             return new_nonce()
@@ -330,11 +327,6 @@ def _load_remote(peers: Peers, address: str, chosen: str | os.PathLike[str] | No
                 peers.exchange("", f"load from {address}")
         if peers.rank == 0:
             discard(folder)
-
-
-def in_words(error: Exception) -> str:
-    """Return the error's text, or the name of its class if it has none."""
-    return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
 def why_not_there(folder: str, overwrite: bool) -> str:

@@ -30,14 +30,11 @@ from ..parameters.whole_reads import Reads, check_plain, named_whole, shaped
 from ..streaming import check_readable
 from ..torch_compat.adapters import Made, has_adapters, merged_names
 from ..torch_compat.internals import buffers_of_state, unstored_by_transformers
-from .files import in_words
 from .folder.partial import LOCK, is_alive, lock_file, logger, make_folder
 from .folder.retention import discard
-from .peers import Peers, os_error
+from .peers import Peers, in_words, os_error, told
 from .slices import Sliced, is_row_major
 from .state.content import MODEL_METADATA, Group, model_index
-
-__all__ = ["save_pretrained"]
 
 _CALL = "save_pretrained"
 #: files that a save replaces or removes; it takes others along that it does not write
@@ -299,7 +296,7 @@ class _Folder:
         self, plan: CheckpointPlan, texts: Mapping[str, bytes], writer: _Writer, dtype: torch.dtype | None
     ) -> str:
         """Make the folder with all files at full size and with their disk space. Return the nonce."""
-        try:
+        with told(f"'{self._place}' cannot be written"):
             make_folder(os.path.dirname(self._place))
             if os.path.lexists(self._place) and not os.path.isdir(self._place):
                 raise CheckpointError(f"'{self._place}' is no folder")
@@ -317,15 +314,11 @@ class _Folder:
                     with open(os.path.join(self.partial, name), "wb") as file:
                         file.write(text)
             write_config(writer.bare, dtype, self.partial)
-        except Exception as error:
-            raise os_error(
-                f"'{self._place}' cannot be written: {in_words(error)}", getattr(error, "errno", None)
-            ) from error
         return self.nonce
 
     def commit(self) -> None:
         """Take the other files of the old folder along, and let the new one have its name."""
-        try:
+        with told(f"'{self._place}' cannot be replaced"):
             if os.path.isdir(self._place):
                 self._take_along()
             for name in os.listdir(self.partial):
@@ -340,10 +333,6 @@ class _Folder:
                 if os.path.lexists(self.partial):
                     self._exchange()
                 raise
-        except Exception as error:
-            raise os_error(
-                f"'{self._place}' cannot be replaced: {in_words(error)}", getattr(error, "errno", None)
-            ) from error
 
         try:
             if os.path.isdir(self.partial):

@@ -106,12 +106,10 @@ class Peers:
         """Create the file of a channel on rank 0, with its disk space allocated. Replaces an older file."""
         if self.rank:
             return
-        try:
+        with told(f"'{path}' cannot be made"):
             with open(f"{path}.new", "wb") as file:
                 file.write(bytes(_PAGE_BYTES * self.host_count) + nonce.encode())
             os.replace(f"{path}.new", path)
-        except OSError as error:
-            raise os_error(f"'{path}' cannot be made: {error.strerror}", error.errno) from error
 
     def renew_board(self, path: str, nonce: str) -> None:
         """Recreate the file on rank 0 if it was removed."""
@@ -253,3 +251,17 @@ def os_error(sentence: str, errno: int | None) -> CheckpointError:
     error = CheckpointError(sentence)
     error.errno = errno
     return error
+
+
+def in_words(error: Exception) -> str:
+    """Return the error's text, or the name of its class if it has none."""
+    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+
+
+@contextlib.contextmanager
+def told(sentence: str) -> Iterator[None]:
+    """Return a context that raises its errors as CheckpointError: the sentence, and the error with its number."""
+    try:
+        yield
+    except Exception as error:
+        raise os_error(f"{sentence}: {in_words(error)}", getattr(error, "errno", None)) from error

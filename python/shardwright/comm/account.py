@@ -27,22 +27,6 @@ from typing import Any
 
 from .._engine import account_end, account_fail, account_met, account_open, account_stack_signal
 
-__all__ = [
-    "RUN_FOLDER",
-    "begin",
-    "earlier",
-    "folders",
-    "is_running",
-    "job_name",
-    "left",
-    "met",
-    "note_error",
-    "own_file",
-    "own_folder",
-    "own_rank",
-    "own_world_size",
-]
-
 _logger = logging.getLogger("shardwright")
 
 #: the variable that names the folder of a run; the account lies in its folder `account`

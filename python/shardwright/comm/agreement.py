@@ -13,8 +13,6 @@ from .._engine import Error, HostComm, norm_sum
 from ..layout.memory import bytes_of
 from ..layout.model_mesh import numbers_of
 
-__all__ = ["NORM_SUM_BYTES", "added_sums", "gather_answers", "gather_values", "sums_over_ranks", "verify"]
-
 #: bytes of an exact sum of squares
 NORM_SUM_BYTES = len(norm_sum([]))
 

@@ -20,8 +20,6 @@ from .._engine import CommError
 from .rendezvous import not_come
 from .waits import START_S, Wait
 
-__all__ = ["attempt_store"]
-
 _LATE = "joining: "
 _ROOM = "shardwright/attempts"
 #: the longest pause of another rank

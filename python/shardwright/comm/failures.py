@@ -20,8 +20,6 @@ from typing import Any
 
 from .._engine import CheckpointError, CommError
 
-__all__ = ["PEER_LOST", "report_failures"]
-
 #: words of a save that failed because another rank did
 PEER_LOST = "another rank failed or left"
 

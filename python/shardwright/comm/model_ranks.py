@@ -18,8 +18,6 @@ from ..torch_compat.dtensor import is_dtensor
 from .agreement import NORM_SUM_BYTES, added_sums, gather_answers, gather_values, verify
 from .process_group import HostGroup, group_over, group_ranks, host_group, resolve_group
 
-__all__ = ["ModelRanks", "together"]
-
 _DIGEST_BYTES = 8
 #: relative difference of norms of equal gradients that ranks added in different orders
 _ROUNDING = 1e-3

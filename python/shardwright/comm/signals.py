@@ -12,8 +12,6 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
-__all__ = ["SaveSignals", "StopRequest", "check_signals"]
-
 logger = logging.getLogger("shardwright")
 _REFUSED = {signal.SIGKILL, signal.SIGSTOP}
 #: handlers that end the program

@@ -16,8 +16,6 @@ from typing import Any, TypeVar
 
 from .._engine import CommTimeoutError, account_call, account_call_end
 
-__all__ = ["START_S", "WARN_AFTER_S", "Wait", "calling", "log", "on_every_rank", "seconds_of", "start_s"]
-
 #: a wait of this many seconds is logged, then again whenever it has doubled
 WARN_AFTER_S = 30.0
 #: the same while ranks start and join

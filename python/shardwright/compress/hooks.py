@@ -23,16 +23,6 @@ from ..layout.bucket import real_bucket
 from ..layout.views import as_real, dtype_name
 from .state import BlockState, PowerSGDState, run_codec
 
-__all__ = [
-    "BlockState",
-    "PowerSGDState",
-    "bf16_compress_hook",
-    "fp16_compress_hook",
-    "int4_compress_hook",
-    "int8_compress_hook",
-    "powerSGD_hook",
-]
-
 
 class Halves:
     """float16 or bfloat16 on the wire between the ranks of an exchange; it keeps nothing between buckets."""

@@ -35,8 +35,6 @@ from ..torch_compat.internals import (
 )
 from .lazy import Lazy
 
-__all__ = ["Stored", "StoredOnDemand", "attributes_of", "check_of_hosts", "replaying", "waits"]
-
 #: one read of a stored tensor at most, and gaps that cost less to read than to jump over
 _READ_BYTES, _GAP_BYTES = 16 << 20, 4 << 10
 _CATS, _CASTS, _COPIES = ("aten::cat", "aten::stack"), ("aten::_to_copy",), ("aten::clone", "aten::_unsafe_view")

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from ..comm import account
 
-__all__ = ["keep"]
-
 
 @functools.cache
 def keep() -> None:

@@ -12,8 +12,6 @@ from .._engine import account_restarted
 from ..comm import account
 from .rings import AccountError, AccountFile, Head
 
-__all__ = ["Starts", "begin", "lost_since", "starts_of", "text"]
-
 
 class Starts(NamedTuple):
     """Earlier starts: when the first began, until when the last one's work is kept (since 1970), the time lost, their count."""

@@ -20,8 +20,6 @@ from . import watch
 from .rings import LINKS, PHASES, AccountFile, Row
 from .verdict import shares
 
-__all__ = ["Metrics", "Recent", "metrics"]
-
 _logger = logging.getLogger("shardwright")
 Scalars = Mapping[str, float]
 #: what logs the scalars of a step, and what closes it

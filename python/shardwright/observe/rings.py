@@ -7,8 +7,6 @@ import struct
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["KINDS", "PHASES", "AccountError", "AccountFile", "Operation", "Row", "row_of"]
-
 PHASES = ("data", "forward", "backward", "optimizer", "save")
 KINDS = ("barrier", "all_reduce", "reduce_scatter", "all_gather", "broadcast")
 #: the links whose bytes a row has

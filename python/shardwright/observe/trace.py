@@ -24,10 +24,8 @@ import torch
 from .._engine import Error, account_row, spans_take, spans_turn
 from ..comm import account
 from . import watch
-from .rings import PHASES, AccountError, AccountFile, Operation, Row, row_of
-from .trace_merge import merge_parts, part_path
-
-__all__ = ["VARIABLE", "Trace", "begin_if_asked", "trace"]
+from .rings import PHASES, AccountError, AccountFile, Row, row_of
+from .trace_merge import Collective, merge_parts, part_path
 
 _logger = logging.getLogger("shardwright")
 #: STEPS:AFTER:PATH lets a program trace so many steps, after so many; `shardwright trace` sets it
@@ -100,9 +98,7 @@ class Trace:
         self._left = after
         self._rows: dict[int, Row] = {}
         self._spans: list[tuple[int, ...]] = []
-        self._operations: dict[
-            int, tuple[Operation, int, int]
-        ] = {}  # with the word of its group, and how many ranks it has
+        self._operations: dict[int, Collective] = {}
         self._threads: dict[int, str] = {}
         self._begun_ns = self._serial = self._first_op = 0
         self._profile: Any = None
@@ -190,7 +186,9 @@ class Trace:
             for each in file.operations(1000):
                 if each.serial > self._first_op:
                     group, ranks = groups[each.group] if each.group < len(groups) else groups[0]
-                    self._operations[each.serial] = (each, group, len(ranks))
+                    self._operations[each.serial] = Collective(
+                        *each[:5], group, each.number, len(ranks), each.label, each.size_bytes
+                    )
             # a second optimizer adds to the row of its step after the look at it
             self._rows.update({row.step: row for row in file.rows(2) if row.step in self._rows})
             file.close()
@@ -230,7 +228,7 @@ class Trace:
             **{"clock": _clock_id(), "unix_ns": time.time_ns() - time.monotonic_ns()},
             **{"begun_ns": self._begun_ns, "ended_ns": time.monotonic_ns()},
             **{"rows": [_row(each) for each in self._rows.values()], "spans": self._spans},
-            "operations": [_operation(*each) for each in self._operations.values()],
+            "operations": list(self._operations.values()),
             "autograd": self._autograd_events(),
         }
         mine = part_path(self._path, part["rank"])
@@ -275,11 +273,6 @@ class Trace:
 def _row(row: Row) -> list[Any]:
     late = [row.late_rank, row.late_ns]
     return [row.step, row.begun_ns, row.ended_ns, row.phases, row.exposed_ns, *late, row.size_bytes]
-
-
-def _operation(each: Operation, group: int, ranks: int) -> list[Any]:
-    times = [each.serial, each.posted_ns, each.done_ns, each.is_done]
-    return [*times, each.kind, group, each.number, ranks, each.label, each.size_bytes]
 
 
 def _clock_id() -> str:

@@ -9,8 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["Collective", "PartError", "clock_offsets", "merge", "merge_parts", "part_path", "read_parts"]
-
 Part = Mapping[str, Any]
 Event = dict[str, Any]
 VERSION = 1

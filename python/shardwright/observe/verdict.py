@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 
 from .rings import PHASES, Row
 
-__all__ = ["DATA_LIMIT", "DATA_REMEDY", "LEAST_DATA_NS", "WINDOW", "bound", "data_ns", "line", "shares", "slow_ranks"]
-
 #: a rank is slow if its own time is this many times the lower median of the others', by at least so many nanoseconds,
 _RATIO, _LEAST_NS = 1.2, 200_000
 #: in _OFTEN of the last WINDOW steps

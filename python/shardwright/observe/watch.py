@@ -26,8 +26,6 @@ from ..comm import account
 from . import goodput, verdict
 from .rings import AccountError, AccountFile, Row, row_of
 
-__all__ = ["EVERY", "begin", "line_every", "subscribe"]
-
 _logger = logging.getLogger("shardwright.watch")
 
 #: the variable with the steps between two lines of rank 0; 0: no line

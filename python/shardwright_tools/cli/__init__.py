@@ -11,7 +11,8 @@ from typing import Any, NoReturn
 
 __all__ = ["main"]
 
-#: name -> its module, which is imported if the command is called, and its line of help
+#: name -> its module, which is imported if the command is called, and its line of help. A module has add_arguments(parser),
+#: run(options), which returns the exit code, and may have DESCRIPTION and EPILOG
 COMMANDS = {
     "plan": (".plan_command", "choose a configuration by memory and time, and print how to start it"),
     "why": (".why", "say where each rank of a job is, and why it hangs"),
@@ -63,7 +64,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(title="commands", dest="command", required=True)
     for name, (module, text) in COMMANDS.items():
         if arguments[:1] == [name]:
-            importlib.import_module(module, __name__).add_parser(commands, text)
+            found = importlib.import_module(module, __name__)
+            own = commands.add_parser(name, help=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+            own.description, own.epilog = getattr(found, "DESCRIPTION", None), getattr(found, "EPILOG", None)
+            own.set_defaults(run=getattr(found, "run", None), parser=own)  # actions of ckpt have their own
+            found.add_arguments(own)
         else:
             commands.add_parser(name, help=text)
     commands.add_parser("gpu-check", help="check and time a GPU, in fifteen minutes or less")

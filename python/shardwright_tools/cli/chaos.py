@@ -43,26 +43,19 @@ from typing import Any
 
 from ..chaos import KINDS, MODULE, OBSERVERS, PLAN_NAME, SOCKET_NAME, VARIABLE, Fault, Plan, mark_of, read_plan
 
+DESCRIPTION = f"{__doc__}\nKinds of faults:\n" + "\n".join(f"  {kind:6} {what}" for kind, what in KINDS.items())
+EPILOG = "Exit code 0: the job succeeded, and its final parameters equal the reference run's if there was one."
 _RUN = "{run}"
 _POLL_S = 0.05
 _END_S = 40.0  # longer than the 30 s that torchrun gives its workers
 _MESSAGE_BYTES = 1 << 20
 
 
-def add_parser(commands: Any, text: str) -> None:
-    kinds = "\n".join(f"  {kind:6} {what}" for kind, what in KINDS.items())
-    parser = commands.add_parser(
-        "chaos",
-        help=text,
-        description=f"{__doc__}\nKinds of faults:\n{kinds}",
-        epilog="Exit code 0: the job succeeded, and its final parameters equal the reference run's if there was one.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plan", required=True, help="a .toml or .json file")
     parser.add_argument("--report", help="also write the report to this file as JSON")
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds of each run (default: %(default)s)")
     parser.add_argument("program", nargs=argparse.REMAINDER, help="-- torchrun ... program.py")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

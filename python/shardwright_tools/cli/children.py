@@ -13,8 +13,6 @@ from typing import IO
 
 from .report import Nothing
 
-__all__ = ["run_child", "words_of"]
-
 _POLL_S = 0.2
 _END_S = 40.0  # longer than the 30 s that torchrun gives its workers
 

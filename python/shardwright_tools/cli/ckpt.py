@@ -17,18 +17,18 @@ from shardwright.checkpoint.folder.retention import DAMAGED, REPLACED, SOUND
 from . import ckpt_convert
 from .report import EPILOG, Nothing, Progress, guarded, open_checkpoint, print_report, shortened, size_text
 
+DESCRIPTION = __doc__
 _PROGRESS_BLOCKS = 256
 _BLOCK_BYTES, _READERS = 1 << 20, 6
 
 
-def add_parser(commands: Any, text: str) -> None:
-    parser: argparse.ArgumentParser = commands.add_parser("ckpt", help=text, description=__doc__, epilog=EPILOG)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(title="commands", dest="action", required=True)
 
     def add(name: str, action: Callable[[argparse.Namespace], int], text: str) -> argparse.ArgumentParser:
         made: argparse.ArgumentParser = actions.add_parser(name, help=text, description=text, epilog=EPILOG)
         made.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-        made.set_defaults(run=lambda options: guarded(action, options))
+        made.set_defaults(run=guarded(action))
         return made
 
     listing = add("ls", run_ls, "list the checkpoints of a directory, oldest first (reads manifests only)")

@@ -20,8 +20,7 @@ _TRAINER: dict[str, Any] = {
 }
 
 
-def add_parser(commands: Any, text: str) -> None:
-    parser = commands.add_parser("config", help=text)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "file", nargs="?", help="the JSON file passed to deepspeed.initialize, or a file of accelerate config"
     )
@@ -29,7 +28,6 @@ def add_parser(commands: Any, text: str) -> None:
     parser.add_argument("--steps", type=int, default=1000, help="steps of the run, for 'auto' (default: %(default)s)")
     parser.add_argument("--keys", action="store_true", help="print the support table of all keys in Markdown instead")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

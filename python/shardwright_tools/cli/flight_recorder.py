@@ -15,8 +15,6 @@ from shardwright.observe.rings import AccountFile, Operation
 
 from .report import Nothing
 
-__all__ = ["write_traces"]
-
 #: of torch's format, and the name before a rank's number that torch's own dumps have
 _VERSION, _PREFIX = "2.10", "nccl_trace_rank_"
 #: our collective -> torch's name of it, and the world size's power in the numbers of elements in and out

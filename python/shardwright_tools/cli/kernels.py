@@ -16,6 +16,7 @@ from typing import Any
 
 from shardwright import _engine
 
+DESCRIPTION = __doc__
 EPILOG = """Exit code 0: each architecture has an image; 1: one has none; 2: usage error.
 
 Programs look for an image in SHARDWRIGHT_KERNELS (or the package's folder `images` if it is unset), then in the user's cache;
@@ -23,20 +24,17 @@ else they compile one. An image compiled by CUDA 12 runs under drivers of CUDA 1
 _OLDEST = 75
 
 
-def add_parser(commands: Any, text: str) -> None:
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "kernels", help=text, description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     text = f"compute capabilities of at least {_OLDEST}, written 80 or 8.0; default: those of this host's GPUs"
     parser.add_argument("--arch", type=_architecture, nargs="+", metavar="SM", help=text)
     parser.add_argument("--to", metavar="FOLDER", help="write missing images to this folder; default: the user's cache")
     parser.add_argument("--nvrtc", metavar="PATH", help="the NVRTC library; default: the one of torch's CUDA")
-    parser.set_defaults(run=lambda options: run(parser, options))
 
 
-def run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
     """Find or compile an image for each architecture and print a line about it."""
+    parser = options.parser
     architectures = options.arch or _of_this_machine()
     if not architectures:
         parser.error("no GPU found: pass the architectures, as in --arch 80 90")

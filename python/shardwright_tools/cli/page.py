@@ -19,7 +19,7 @@ from shardwright.observe.rings import PHASES, AccountError, AccountFile, Head, R
 
 from .report import Nothing, guarded, show, size_text
 
-_EPILOG = """The folder is that of SHARDWRIGHT_RUN_FOLDER. The page shows what it finds there: accounts, JSON lines of sw.metrics
+EPILOG = """The folder is that of SHARDWRIGHT_RUN_FOLDER. The page shows what it finds there: accounts, JSON lines of sw.metrics
 with `step` (and `loss`, by Metrics.add), plan.json of `shardwright plan --json`, and checkpoints.
 
 Exit codes: 0 the page is written, 1 it cannot be written, 2 there is no such run, or matplotlib is missing."""
@@ -65,16 +65,13 @@ class Run(NamedTuple):
     notes: list[str]
 
 
-def add_parser(commands: Any, text: str) -> None:
-    parser = commands.add_parser(
-        "report", help=text, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="FOLDER", help="of a run")
     parser.add_argument("-o", "--output", metavar="FILE", help="(default: FOLDER/report.html)")
-    parser.set_defaults(run=lambda options: guarded(_report, options))
 
 
-def _report(options: argparse.Namespace) -> int:
+@guarded
+def run(options: argparse.Namespace) -> int:
     found = read_run(Path(options.folder))
     path = Path(options.output) if options.output else found.folder / "report.html"
     try:

@@ -17,7 +17,9 @@ from ..planner.shape import PlanError, Shape, from_config, from_module, from_num
 from . import plan_simulate
 from .report import columns, print_report, refuse, show
 
-_EPILOG = """Examples:
+DESCRIPTION = """Print what a model needs at each stage, the configuration to run with its reason, how often to save, and launch files.
+Closed formulas: no GPU, no download."""
+EPILOG = """Examples:
   shardwright plan config.json --hosts 1 --ranks 8 --gpu h100 --tokens 1T
   shardwright plan --parameters 7B --layers 32 --width 4096 --vocabulary 32000 --ranks 8 --memory 80GB
   shardwright plan train.py:build_model --ranks 4 --memory 6GB --json
@@ -27,16 +29,7 @@ _EPILOG = """Examples:
 Exit codes: 0 a configuration fits, 2 nothing fits or the input is wrong."""
 
 
-def add_parser(commands: Any, text: str) -> None:
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "plan",
-        help=text,
-        description="Print what a model needs at each stage, the configuration to run with its reason, how often to save, and "
-        "launch files. Closed formulas: no GPU, no download.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.set_defaults(run=run)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", nargs="?", help="a config.json or its folder, or module:name or file.py:name")
     model = parser.add_argument_group("the model by numbers")
     model.add_argument("--parameters", metavar="COUNT", help="such as 7B")

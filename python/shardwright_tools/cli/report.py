@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import sys
@@ -25,22 +26,28 @@ def encoded(text: str) -> str:
     return text.encode(sys.stdout.encoding or "utf-8", "backslashreplace").decode(sys.stdout.encoding or "utf-8")
 
 
-def guarded(action: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
-    try:
-        for name in _PATHS:
-            check_encodable(name, getattr(options, name, None) or "")
-    except ValueError as error:
-        return refuse(options, str(error))
-    try:
-        return action(options)
-    except (Nothing, CheckpointError, OSError) as error:
-        return refuse(options, str(error), 2 if isinstance(error, Nothing) else 1)
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        sentence = "this command needs torch, which is not installed here; ls, inspect, verify and prune do not"
-        print(sentence, file=sys.stderr)
-        return 2
+def guarded(action: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+    """Return an action whose errors are sentences and exit codes."""
+
+    @functools.wraps(action)
+    def run(options: argparse.Namespace) -> int:
+        try:
+            for name in _PATHS:
+                check_encodable(name, getattr(options, name, None) or "")
+        except ValueError as error:
+            return refuse(options, str(error))
+        try:
+            return action(options)
+        except (Nothing, CheckpointError, OSError) as error:
+            return refuse(options, str(error), 2 if isinstance(error, Nothing) else 1)
+        except ModuleNotFoundError as error:
+            if error.name != "torch":
+                raise
+            sentence = "this command needs torch, which is not installed here; ls, inspect, verify and prune do not"
+            print(sentence, file=sys.stderr)
+            return 2
+
+    return run
 
 
 def refuse(options: argparse.Namespace, sentence: str, code: int = 2, command: str = "") -> int:

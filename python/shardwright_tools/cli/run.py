@@ -10,20 +10,18 @@ from __future__ import annotations
 import argparse
 import functools
 import os
-from typing import Any
 
 from .report import refuse
 
+DESCRIPTION = __doc__
 
-def add_parser(commands: Any, text: str) -> None:
-    form = argparse.RawDescriptionHelpFormatter
-    parser = commands.add_parser("run", help=text, description=__doc__, formatter_class=form)
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "zero2, or zero=3,compress=int8, or a .yaml or .json file of such options; optional with SHARDWRIGHT_OPTIONS"
     parser.add_argument("options", nargs="?", help=text)
     parser.add_argument("program", nargs=argparse.REMAINDER, help="program.py or -m module, and its arguments")
     # parses a leading -m; behind options, `program` takes it
     parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -11,7 +11,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from shardwright.comm.account import RUN_FOLDER
 from shardwright.observe import verdict
@@ -20,7 +19,7 @@ from .children import run_child, words_of
 from .page import RankOfRun, accounts_of
 from .report import Nothing, columns, guarded, printable, show
 
-_EPILOG = """The program must train until it is ended, or for long enough; it is ended by SIGTERM after the time of each count. Each
+EPILOG = """The program must train until it is ended, or for long enough; it is ended by SIGTERM after the time of each count. Each
 rank's batch stays as it is, so the efficiency of n ranks is their steps per second over those of one rank.
 
 Exit codes: 0 all counts ran, 2 the input is wrong, or a count made no step."""
@@ -41,10 +40,7 @@ class Speed:
     account: list[str]
 
 
-def add_parser(commands: Any, text: str) -> None:
-    parser = commands.add_parser(
-        "scale", help=text, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="of steps of each count (default: %(default)s)")
     parser.add_argument(
         "--start-seconds", type=float, default=600.0, help="until the first step (default: %(default)s)"
@@ -52,7 +48,6 @@ def add_parser(commands: Any, text: str) -> None:
     parser.add_argument("--tokens", type=int, help="of a rank in a step: print tokens per second, too")
     parser.add_argument("--json", action="store_true")
     parser.usage = "shardwright scale [options] -- torchrun --nproc-per-node N ... program.py"
-    parser.set_defaults(run=lambda options: guarded(_scale, options))
 
 
 def counts_of(words: Sequence[str]) -> tuple[list[int], int, bool]:
@@ -74,7 +69,8 @@ def with_ranks(words: Sequence[str], at: int, is_inside: bool, ranks: int) -> li
     return [*words[:at], f"{name}={ranks}", *words[at + (1 if is_inside else 2) :]]
 
 
-def _scale(options: argparse.Namespace) -> int:
+@guarded
+def run(options: argparse.Namespace) -> int:
     words = words_of(options.after, "scale")
     if not (0 < options.seconds < 1e9 and 0 < options.start_seconds < 1e9) or (
         options.tokens is not None and options.tokens < 1

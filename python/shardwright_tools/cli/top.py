@@ -21,9 +21,7 @@ _MEANS: dict[str, Callable[[Row], int]] = {
 }
 
 
-def add_parser(commands: Any, text: str) -> None:
-    parser = commands.add_parser("top", help=text)
-    parser.set_defaults(run=lambda options: guarded(_top, options))
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("job", nargs="?", help="as in shardwright why")
     parser.add_argument("--every", type=float, default=1.0, metavar="SECONDS", help="between two tables (default: 1)")
     parser.add_argument("--times", type=int, default=0, metavar="N", help="end after N tables (default: never)")
@@ -40,7 +38,8 @@ def table_of(ranks: Sequence[Rank]) -> tuple[list[str], list[list[str]]]:
     return ["rank", "pid", "state", "step", *_MEANS, "where"], rows
 
 
-def _top(options: argparse.Namespace) -> int:
+@guarded
+def run(options: argparse.Namespace) -> int:
     try:
         from rich.live import Live
         from rich.table import Table

@@ -6,12 +6,11 @@ import argparse
 import glob
 import os
 from pathlib import Path
-from typing import Any
 
 from .children import run_child, words_of
 from .report import Nothing, guarded, show
 
-_EPILOG = """Examples:
+EPILOG = """Examples:
   shardwright trace --steps 5 -- torchrun --nproc-per-node 2 program.py
   shardwright trace --merge trace.json     # parts of hosts that share no folder, copied beside trace.json
 
@@ -19,10 +18,7 @@ The program goes on after the traced steps. Open the file at https://ui.perfetto
 Exit codes: that of the program; 2 there is no trace, or the input is wrong."""
 
 
-def add_parser(commands: Any, text: str) -> None:
-    parser = commands.add_parser(
-        "trace", help=text, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=5, help="steps to record (default: %(default)s)")
     parser.add_argument(
         "--after", dest="skipped", type=int, default=2, help="steps to leave out first (default: %(default)s)"
@@ -30,10 +26,10 @@ def add_parser(commands: Any, text: str) -> None:
     parser.add_argument("-o", "--output", default="trace.json", metavar="FILE", help="(default: %(default)s)")
     parser.add_argument("--merge", metavar="FILE", help="merge the parts beside FILE into it, and run nothing")
     parser.usage = "shardwright trace [options] -- torchrun ... program.py"
-    parser.set_defaults(run=lambda options: guarded(_trace, options))
 
 
-def _trace(options: argparse.Namespace) -> int:
+@guarded
+def run(options: argparse.Namespace) -> int:
     from shardwright.observe.trace import VARIABLE
     from shardwright.observe.trace_merge import read_parts
 

@@ -25,7 +25,7 @@ from shardwright.observe.rings import AccountError, AccountFile, Head, Operation
 from .flight_recorder import write_traces
 from .report import Nothing, guarded, print_report
 
-_EPILOG = """Examples:
+EPILOG = """Examples:
   shardwright why                   the one job of this user on this host, else its last one
   shardwright why pid-4711          a job by its name; also the number of a rank's or the launcher's process
   shardwright why runs/a/account/run-7    a folder, for example of a dead job on another host
@@ -441,9 +441,7 @@ def _late(late: Sequence[Rank], waiting: Sequence[Rank]) -> tuple[str, str]:
 # ---------------------------------------------------------------- the command
 
 
-def add_parser(commands: Any, text: str) -> None:
-    parser = commands.add_parser("why", help=text, epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.set_defaults(run=lambda options: guarded(_why, options))
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("job", nargs="?", help="a job's name, the number of a process of it, or a folder of accounts")
     parser.add_argument("--json", action="store_true")
     parser.add_argument(
@@ -452,7 +450,8 @@ def add_parser(commands: Any, text: str) -> None:
     parser.add_argument("--no-stacks", action="store_true", help="send no signal, and read no process' memory")
 
 
-def _why(options: argparse.Namespace) -> int:
+@guarded
+def run(options: argparse.Namespace) -> int:
     folder = job_folder(options.job)
     ranks = read_ranks(folder)
     if not ranks:

@@ -16,6 +16,8 @@ from . import bench as bench_table
 from . import gpu as gpu_report
 from . import hosts
 
+DESCRIPTION = __doc__
+EPILOG = "Exit code 0: all checks passed; 1: one failed. Findings about GPUs do not change it."
 _OLDEST_TORCH = (2, 4)
 
 
@@ -28,19 +30,12 @@ class Check:
     detail: str
 
 
-def add_parser(commands: Any, text: str) -> None:
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "doctor",
-        help=text,
-        description=__doc__,
-        epilog="Exit code 0: all checks passed; 1: one failed. Findings about GPUs do not change it.",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.add_argument("--bench", action="store_true", help="also time all_reduce by size, between ranks and GPUs")
     parser.add_argument(
         "--hosts", action="store_true", help="under a launcher on each host: time links, compare versions and clocks"
     )
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

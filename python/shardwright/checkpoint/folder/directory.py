@@ -7,12 +7,11 @@ import dataclasses
 import errno
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ..._engine import CheckpointError, CheckpointFolder
-from ..files import in_words
-from ..peers import Peers, os_error
+from ..peers import Peers, in_words, os_error, told
 from ..remote.mirror import Mirror
 from ..remote.store import Store, is_of_content, on_first
 from ..writing import Target, new_nonce
@@ -91,7 +90,7 @@ class Directory:
         folder = os.path.join(self.path, f"step-{step:06d}")
         if self._peers.rank:
             return Target(folder)
-        with _reading(self.path):
+        with told(f"'{self.path}' cannot be read"):
             replaces = CheckpointFolder.identity(folder)  # sw.save() and dcp do not take the directory's lock
             retired = self._to_retire(Kept(step, folder, metric))
             return Target(folder, replaces, retention.left_overs(self.path), retired)
@@ -128,7 +127,7 @@ class Directory:
                 raise CheckpointError(
                     f"{self.read_only}; checkpoints of '{self._address}' are copied there: name another local_directory"
                 )
-            with _reading(self.path):
+            with told(f"'{self.path}' cannot be read"):
                 found = list_checkpoints(self.path)
                 found = found if self.mirror is None else self.mirror.listed(found)
                 found = retention.in_order(self.path, found) if is_preference else found
@@ -158,11 +157,8 @@ class Directory:
         def note() -> None:
             if self._lock is None:
                 return
-            try:
+            with told(f"step {chosen.step} was restored, but later checkpoints could not be noted as abandoned"):
                 retention.go_on_from(self.path, chosen, () if self.mirror is None else self.mirror.remote_only)
-            except Exception as error:
-                why = f"step {chosen.step} was restored, but later checkpoints could not be noted as abandoned"
-                raise os_error(f"{why}: {in_words(error)}", getattr(error, "errno", None)) from error
 
         self._peers.first(note, f"rollback to step {chosen.step}")
 
@@ -171,11 +167,3 @@ class Directory:
         if self._peers.rank == 0:
             with contextlib.suppress(CheckpointError, OSError, MemoryError):  # retention detects a bad manifest itself
                 self.rejected.add(CheckpointFolder(path).nonce)
-
-
-@contextlib.contextmanager
-def _reading(path: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        raise os_error(f"'{path}' cannot be read: {in_words(error)}", getattr(error, "errno", None)) from error
