@@ -37,7 +37,14 @@ static inline uint16_t bfloat16_narrow(float value)
 {
     uint32_t bits = bits_from_float(value);
     uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    return (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
+    return (uint16_t)(value != value ? 0x7fc0u : rounded);
+}
+
+/* Round up with the probability of the part dropped: `random` is uniform in [0, 2^16). */
+static inline uint16_t bfloat16_narrow_randomly(float value, uint32_t random)
+{
+    uint32_t bits = value != value ? 0x7fc00000u : bits_from_float(value);
+    return (uint16_t)((bits + random) >> 16);
 }
 
 /* Move the exponent from bias 15 to 127. The move gives a subnormal an implicit bit that it does
