@@ -56,7 +56,10 @@ def test_a_step_size_that_sums_over_all_parameters_is_refused(name):
             rules.resolve(made(found), partition, 2)
     assert rules.resolve(made(found), "auto", 1) == "flat"
     if "AdaGrad" not in kind:
-        assert rules.resolve(made(found, fsdp_in_use=True), "auto", 2) == "flat"
+        on_gpu = found([torch.nn.Parameter(torch.ones(3, 2, device="meta"))], lr=0.1, fsdp_in_use=True)
+        assert rules.resolve(on_gpu, "auto", 2) == "flat"
+        with pytest.raises(ValueError, match="use zero=0 .fsdp_in_use=True, which sums over ranks on GPUs alone"):
+            rules.resolve(made(found, fsdp_in_use=True), "auto", 2)
 
 
 class Signs(torch.optim.Optimizer):
