@@ -19,7 +19,7 @@ LINES = {
     "shardwright/integrations": 3_229,
     "shardwright/layout": 1_266,
     "shardwright/observe": 1_482,
-    "shardwright/optim": 4_049,
+    "shardwright/optim": 4_067,
     "shardwright/options": 972,
     "shardwright/parallel": 6_237,
     "shardwright/parameters": 5_082,
