@@ -471,6 +471,24 @@ def test_small_moments_survive_copies_and_state_dicts() -> None:
     assert_same_bits(clone.state[r]["exp_avg_sq"], ours.state[p]["exp_avg_sq"])
 
 
+def test_a_model_trains_to_the_loss_of_float32_moments() -> None:
+    def trained(dtype: torch.dtype) -> float:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 16))
+        optimizer = sw.optim.AdamW(model.parameters(), lr=3e-3, state_dtype=dtype)
+        generator, losses = torch.Generator().manual_seed(1), []
+        for _ in range(300):
+            x = torch.randn(32, 16, generator=generator)
+            loss = torch.nn.functional.cross_entropy(model(x), x.sum(1).abs().long() % 16)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return sum(losses[-100:]) / 100
+
+    assert trained(torch.bfloat16) == pytest.approx(trained(torch.float32), abs=0.01)
+
+
 def test_options_of_small_moments_that_do_not_fit_are_refused() -> None:
     (p,) = parameters(shapes=[(4,)])
     with pytest.raises(ValueError, match="state_dtype must be torch.bfloat16 or torch.float32, not torch.float16"):
