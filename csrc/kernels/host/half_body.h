@@ -37,7 +37,7 @@ static inline uint16_t bfloat16_narrow(float value)
 {
     uint32_t bits = bits_from_float(value);
     uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    return (uint16_t)(value != value ? 0x7fc0u : rounded);
+    return (uint16_t)((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
 }
 
 /* Round up with the probability of the part dropped: `random` is uniform in [0, 2^16). */
